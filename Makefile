@@ -1,0 +1,64 @@
+# Each target prepares .venv by itself; a fresh machine needs Python 3.11, git and make.
+# Where to find packages is pip's configuration (PIP_INDEX_URL, PIP_EXTRA_INDEX_URL, ...): see CONTRIBUTING.md.
+
+SHELL := bash
+.SHELLFLAGS := -eu -o pipefail -c
+.DEFAULT_GOAL := help
+
+PYTHON ?= python3.11
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
+READY := $(VENV)/.ready
+READY_BENCH := $(VENV)/.ready-bench
+
+.PHONY: help setup test lint demo bench soak clean
+
+help:
+	@echo "make setup   prepare $(VENV)"
+	@echo "make test    the whole suite"
+	@echo "make lint    ruff and mypy"
+	@echo "make demo    train, be killed, resume, fine-tune: under two minutes"
+	@echo "make bench   measure against the peers and the machine's limits (BENCH='--case first --rounds 3')"
+	@echo "make soak    the long tests"
+
+$(BIN)/python:
+	@echo "setup 1/4: creating $(VENV)"
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "ckptstore needs Python 3.11 or newer")'
+	@$(PYTHON) -m venv $(VENV)
+
+# torch comes first, alone, so that no other package decides which build of it is installed.
+$(READY): pyproject.toml constraints.txt | $(BIN)/python
+	@echo "setup 2/4: installing torch (the long one)"
+	@$(PIP) install -c constraints.txt torch setuptools
+	@echo "setup 3/4: installing the other requirements"
+	@$(PIP) install -c constraints.txt --no-build-isolation -e '.[s3,test,dev]'
+	@echo "setup 4/4: checking"
+	@$(BIN)/python -m pip check --disable-pip-version-check
+	@touch $@
+
+$(READY_BENCH): $(READY)
+	@echo "setup: installing the peers that the benchmarks measure"
+	@$(PIP) install -c constraints.txt --no-build-isolation -e '.[s3,test,dev,bench]'
+	@touch $@
+
+setup: $(READY)
+
+test: $(READY)
+	@$(BIN)/python -m pytest
+
+lint: $(READY)
+	@$(BIN)/ruff check .
+	@$(BIN)/mypy
+
+demo: $(READY)
+	@$(BIN)/python -m demo
+
+bench: $(READY_BENCH)
+	@$(BIN)/python -m benchmarks $(BENCH)
+
+soak: $(READY)
+	@CKPTSTORE_TEST_PROFILE=soak $(BIN)/python -m pytest -m soak --timeout 3600
+
+clean:
+	@rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

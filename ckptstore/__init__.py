@@ -1,0 +1,57 @@
+"""A content-addressed, versioned checkpoint store for PyTorch.
+
+    store = ckptstore.open("checkpoints")
+    store.commit(app_state, step=100)
+    store.resume(app_state)
+
+Importing this package does not import torch; the first use of a name below does, where it must.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from ckptstore.errors import CkptStoreError, Conflict, Corrupt, InvalidInput, NotFound, ReadOnly, Unavailable
+
+if TYPE_CHECKING:
+    from ckptstore.snapshot import Snapshot
+    from ckptstore.state.stateful import RNGState, StateDict
+    from ckptstore.state.values import register_value
+    from ckptstore.store import Store, open
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "CkptStoreError",
+    "Conflict",
+    "Corrupt",
+    "InvalidInput",
+    "NotFound",
+    "RNGState",
+    "ReadOnly",
+    "Snapshot",
+    "StateDict",
+    "Store",
+    "Unavailable",
+    "__version__",
+    "open",
+    "register_value",
+]
+
+_LATER = {
+    "open": "ckptstore.store",
+    "Store": "ckptstore.store",
+    "Snapshot": "ckptstore.snapshot",
+    "StateDict": "ckptstore.state.stateful",
+    "RNGState": "ckptstore.state.stateful",
+    "register_value": "ckptstore.state.values",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name in _LATER:
+        return getattr(import_module(_LATER[name]), name)
+    raise AttributeError(f"module 'ckptstore' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

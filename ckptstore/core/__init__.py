@@ -1,0 +1,1 @@
+"""The nouns: frozen values and arithmetic without I/O and without torch."""

@@ -1,0 +1,59 @@
+"""What a store is, as `ckptstore.json` says it, and how a process works with it.
+
+`StoreConfig` is fixed when a store is made; `Settings` are one process's choices.
+"""
+
+import os
+from dataclasses import dataclass
+
+from ckptstore.core.ids import StoreId
+from ckptstore.errors import InvalidInput
+
+MIB = 1 << 20
+FORMAT_VERSION = 1
+CHUNK_BYTES = 1 * MIB
+CHUNK_BYTES_MIN = 64 << 10
+CHUNK_BYTES_MAX = 64 * MIB
+RUN_BYTES = 8 * MIB
+PACK_BYTES_LOCAL = 256 * MIB
+PACK_BYTES_REMOTE = 64 * MIB
+CODECS = ("raw", "zstd", "split-zstd")
+READ_FEATURES: frozenset[str] = frozenset()
+WRITE_FEATURES: frozenset[str] = frozenset()
+
+
+@dataclass(frozen=True, slots=True)
+class StoreConfig:
+    """The contents of `ckptstore.json` (docs/format.md §2)."""
+
+    store: StoreId
+    chunk_bytes: int = CHUNK_BYTES
+    codec: str = "raw"
+    log_place: str = "log/"
+    generation: int = 1
+    read: tuple[str, ...] = ()
+    write: tuple[str, ...] = ()
+
+    @property
+    def unknown_write_features(self) -> frozenset[str]:
+        """What a writer would have to understand and this version does not."""
+        return frozenset(self.write) - WRITE_FEATURES
+
+
+def check_chunk_bytes(n: object) -> int:
+    """`n` if it can be a store's chunk size, else `InvalidInput`."""
+    if isinstance(n, int) and CHUNK_BYTES_MIN <= n <= CHUNK_BYTES_MAX and n.bit_count() == 1:
+        return n
+    raise InvalidInput(f"chunk_bytes is {n!r}; wanted a power of two from {CHUNK_BYTES_MIN} to {CHUNK_BYTES_MAX}, such as {CHUNK_BYTES}")
+
+
+def check_codec(name: object) -> str:
+    """`name` if it is a codec, else `InvalidInput`."""
+    if name in CODECS:
+        return str(name)
+    raise InvalidInput(f"codec is {name!r}; wanted one of {', '.join(CODECS)}")
+
+
+def default_threads() -> int:
+    """Threads that hash, read and write: the processors this process may use, two to four."""
+    return min(max(len(os.sched_getaffinity(0)), 2), 4)

@@ -1,0 +1,149 @@
+"""Where a tensor is cut into chunks, from its global shape and element width alone (docs/format.md §3).
+
+The same bytes of the same tensor get the same cut whoever holds them, so the same state gives the same chunk ids from any number of
+ranks as long as shard edges lie on the grid's lines.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import product
+from math import prod
+
+from ckptstore.core.model import Box, Shape
+
+
+@dataclass(frozen=True, slots=True)
+class Grid:
+    """The cells of one box: `rows` indices of dimension `dim` per cell, `suffix` bytes per index.
+
+    Cell `i` of a box held contiguously in memory is the bytes `span(i)` of that memory.
+    """
+
+    box: Box
+    dim: int
+    rows: int
+    suffix: int
+    _prefixes: int
+    _per_prefix: int
+
+    def __len__(self) -> int:
+        return self._prefixes * self._per_prefix
+
+    def span(self, i: int) -> tuple[int, int]:
+        """The half-open byte range of cell `i` in the box's own row-major memory."""
+        start, stop = self._row_range(i % self._per_prefix)
+        base = (i // self._per_prefix) * self.box.lengths[self.dim] if self.box.lengths else 0
+        return (base + start) * self.suffix, (base + stop) * self.suffix
+
+    def cell(self, i: int) -> Box:
+        """Cell `i` as a box in global indices."""
+        if not self.box.lengths:
+            return self.box
+        start, stop = self._row_range(i % self._per_prefix)
+        prefix = _unravel(i // self._per_prefix, self.box.lengths[: self.dim])
+        offsets = tuple(o + p for o, p in zip(self.box.offsets, prefix, strict=False))
+        first = self.box.offsets[self.dim] + start
+        return Box(
+            (*offsets, first, *self.box.offsets[self.dim + 1 :]),
+            (*(1 for _ in prefix), stop - start, *self.box.lengths[self.dim + 1 :]),
+        )
+
+    def covering(self, start: int, stop: int) -> tuple[int, int]:
+        """The half-open range of cells that hold any of the bytes `start:stop` of the box's memory; `start < stop`."""
+        return self._cell_at(start), self._cell_at(stop - 1) + 1
+
+    def spans(self) -> Iterator[tuple[int, int]]:
+        return (self.span(i) for i in range(len(self)))
+
+    def _row_range(self, j: int) -> tuple[int, int]:
+        if not self.box.lengths:
+            return 0, 1
+        offset, length = self.box.offsets[self.dim], self.box.lengths[self.dim]
+        line = (offset // self.rows + j) * self.rows - offset
+        return max(line, 0), min(line + self.rows, length)
+
+    def _cell_at(self, byte: int) -> int:
+        if not self.box.lengths:
+            return 0
+        offset, length = self.box.offsets[self.dim], self.box.lengths[self.dim]
+        prefix, row = divmod(byte // self.suffix, length)
+        return prefix * self._per_prefix + (offset + row) // self.rows - offset // self.rows
+
+
+def grid(shape: Shape, width: int, chunk_bytes: int, box: Box | None = None) -> Grid:
+    """The cut of `box` of a tensor of `shape` with `width` bytes per element; of the whole tensor without `box`."""
+    box = box or Box((0,) * len(shape), shape)
+    lengths = box.lengths
+    if not lengths:
+        return Grid(box, 0, 1, width, 1, 1)
+    if 0 in lengths:
+        return Grid(box, 0, 1, width, 0, 0)
+    dim = next(i for i in range(len(shape)) if width * prod(shape[i + 1 :]) <= chunk_bytes)
+    suffix = width * prod(lengths[dim + 1 :])
+    rows = 1 << ((chunk_bytes // suffix).bit_length() - 1)
+    first, last = box.offsets[dim] // rows, (box.offsets[dim] + lengths[dim] - 1) // rows
+    return Grid(box, dim, rows, suffix, prod(lengths[:dim]), last - first + 1)
+
+
+def byte_ranges(outer: Shape, inner: Box, width: int) -> Iterator[tuple[int, int]]:
+    """The half-open byte ranges of box `inner` in the row-major memory of a tensor of shape `outer`, in order, as long as they come."""
+    if 0 in inner.lengths:
+        return
+    whole = len(outer)
+    while whole and inner.lengths[whole - 1] == outer[whole - 1]:
+        whole -= 1
+    strides = [width * prod(outer[i + 1 :]) for i in range(len(outer))]
+    if not whole:
+        yield 0, width * prod(outer)
+        return
+    run = inner.lengths[whole - 1] * strides[whole - 1]
+    base = sum(o * s for o, s in zip(inner.offsets, strides, strict=True))
+    for index in product(*(range(n) for n in inner.lengths[: whole - 1])):
+        start = base + sum(i * s for i, s in zip(index, strides, strict=False))
+        yield start, start + run
+
+
+def intersect(a: Box, b: Box) -> Box | None:
+    """The box that `a` and `b` share, or None."""
+    offsets = tuple(map(max, a.offsets, b.offsets))
+    ends = tuple(min(x + n, y + m) for x, n, y, m in zip(a.offsets, a.lengths, b.offsets, b.lengths, strict=True))
+    lengths = tuple(e - o for o, e in zip(offsets, ends, strict=True))
+    return None if any(n <= 0 for n in lengths) else Box(offsets, lengths)
+
+
+def within(inner: Box, outer: Box) -> Box:
+    """`inner` in the indices of `outer`."""
+    return Box(tuple(i - o for i, o in zip(inner.offsets, outer.offsets, strict=True)), inner.lengths)
+
+
+def box_of_region(shape: Shape, region: tuple[slice | int, ...]) -> tuple[Box, Shape]:
+    """The box that `region` names in a tensor of `shape`, and the shape of the result (integers drop their dimension).
+
+    Raises ValueError for more dimensions than `shape` has, for a step other than 1, and IndexError for an integer out of range.
+    """
+    if len(region) > len(shape):
+        raise ValueError(f"a region of {len(region)} dimensions for a tensor of shape {shape}")
+    offsets, lengths, result = [], [], []
+    for i, n in enumerate(shape):
+        part = region[i] if i < len(region) else slice(None)
+        if isinstance(part, slice):
+            start, stop, step = part.indices(n)
+            if step != 1:
+                raise ValueError(f"step {step} in dimension {i}; only whole ranges can be read")
+            length = max(stop - start, 0)
+            result.append(length)
+        else:
+            if not -n <= part < n:
+                raise IndexError(f"index {part} is out of range for dimension {i} of {n}")
+            start, length = part % n, 1
+        offsets.append(start)
+        lengths.append(length)
+    return Box(tuple(offsets), tuple(lengths)), tuple(result)
+
+
+def _unravel(i: int, lengths: Shape) -> Shape:
+    index = []
+    for n in reversed(lengths):
+        i, r = divmod(i, n)
+        index.append(r)
+    return tuple(reversed(index))

@@ -1,0 +1,123 @@
+"""How everything in a store is named, and the only place where names become object keys.
+
+A key is a path relative to the store's root. Nothing read from a document becomes part of a key
+before one of the patterns here has matched it (docs/format.md §1).
+"""
+
+import re
+import secrets
+from typing import NewType
+
+from blake3 import blake3
+
+from ckptstore.errors import Corrupt, InvalidInput
+
+ChunkId = NewType("ChunkId", bytes)
+StoreId = NewType("StoreId", str)
+SessionId = NewType("SessionId", str)
+PackId = NewType("PackId", str)
+CommitId = NewType("CommitId", str)
+
+CHUNK_ID_BYTES = 32
+CONFIG_KEY = "ckptstore.json"
+TWIN_SUFFIX = ".2"
+
+_STORE = re.compile(r"[0-9a-f]{32}")
+_SESSION = re.compile(r"[0-9a-f]{24}")
+_PACK = re.compile(r"([0-9a-f]{24})-(0|[1-9][0-9]{0,6})-(0|[1-9][0-9]{0,6})")
+_COMMIT = re.compile(r"[0-9a-f]{64}")
+_TAG = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.+/-]{0,199}")
+_RUN = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.+/-]{0,199}")
+
+
+def digest(data: bytes | memoryview) -> bytes:
+    """BLAKE3-256 of `data`, 32 bytes."""
+    return blake3(data).digest()
+
+
+def new_store_id() -> StoreId:
+    return StoreId(secrets.token_hex(16))
+
+
+def new_session_id() -> SessionId:
+    return SessionId(secrets.token_hex(12))
+
+
+def pack_id(session: SessionId, rank: int, n: int) -> PackId:
+    return PackId(f"{session}-{rank}-{n}")
+
+
+def pack_session(pack: PackId) -> SessionId:
+    """The session that wrote `pack`."""
+    return SessionId(pack[:24])
+
+
+def parse_store_id(text: object) -> StoreId:
+    return StoreId(_parse(_STORE, text, "store id"))
+
+
+def parse_session_id(text: object) -> SessionId:
+    return SessionId(_parse(_SESSION, text, "session id"))
+
+
+def parse_pack_id(text: object) -> PackId:
+    return PackId(_parse(_PACK, text, "pack id"))
+
+
+def parse_commit_id(text: object) -> CommitId:
+    return CommitId(_parse(_COMMIT, text, "commit id"))
+
+
+def parse_chunk_id(text: object) -> ChunkId:
+    return ChunkId(bytes.fromhex(_parse(_COMMIT, text, "chunk id")))
+
+
+def check_tag(name: object) -> str:
+    """`name` if it may be a tag, else `InvalidInput`."""
+    return _check_label(_TAG, name, "tag")
+
+
+def check_run(name: object) -> str:
+    """`name` if it may be a run, else `InvalidInput`."""
+    return _check_label(_RUN, name, "run")
+
+
+def pack_key(pack: PackId) -> str:
+    return f"packs/{pack[:2]}/{pack}"
+
+
+def twin_key(pack: PackId) -> str:
+    return pack_key(pack) + TWIN_SUFFIX
+
+
+def document_key(session: SessionId, commit: CommitId) -> str:
+    return f"commits/{session}-{commit}"
+
+
+def log_key(n: int) -> str:
+    return f"log/{n:012d}"
+
+
+def checkpoint_key(n: int) -> str:
+    return f"log/checkpoint-{n:012d}"
+
+
+def session_key(session: SessionId) -> str:
+    return f"sessions/{session}"
+
+
+def _parse(pattern: re.Pattern[str], text: object, noun: str) -> str:
+    if not isinstance(text, str) or not pattern.fullmatch(text):
+        raise Corrupt(f"not a {noun}: {str(text)[:80]!r}; wanted {pattern.pattern}; run `ckptstore fsck`")
+    return text
+
+
+def _check_label(pattern: re.Pattern[str], name: object, noun: str) -> str:
+    if not isinstance(name, str) or not pattern.fullmatch(name) or "//" in name or ".." in name or name.endswith("/"):
+        raise InvalidInput(
+            f"{name!r} cannot be a {noun}: wanted 1 to 200 letters, digits and _ . + - /, "
+            f"beginning with a letter, a digit or _, without '..', '//' or a '/' at the end"
+        )
+    if noun == "tag" and (name == "latest" or name.isdecimal()):
+        raise InvalidInput(f"{name!r} cannot be a tag: it already means {'a step' if name.isdecimal() else 'the newest commit'}")
+    return name

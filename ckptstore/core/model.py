@@ -1,0 +1,153 @@
+"""The nouns of the design as frozen values: boxes, leaves, trees, locations, commits.
+
+Nothing here does I/O or knows torch; dtypes are torch's names without `torch.`.
+"""
+
+from dataclasses import dataclass, field
+from typing import Any, Literal, NamedTuple, TypeAlias
+
+from ckptstore.core.ids import ChunkId, CommitId, PackId, SessionId, StoreId
+
+Shape: TypeAlias = tuple[int, ...]
+LeafKind: TypeAlias = Literal["tensor", "value", "bytes"]
+
+INLINE_BYTES = 512
+"""A leaf of at most so many bytes lies in its page instead of a chunk."""
+
+
+class Box(NamedTuple):
+    """A hyper-rectangle of a global tensor: `offsets[i] <= index[i] < offsets[i] + lengths[i]`."""
+
+    offsets: Shape
+    lengths: Shape
+
+
+@dataclass(frozen=True, slots=True)
+class Node:
+    """A container of the skeleton. `children` are nodes or numbers of leaves; `keys` only for mappings."""
+
+    type: str
+    children: tuple["Node | int", ...]
+    keys: tuple[Any, ...] | None = None
+    attrs: tuple[tuple[str, Any], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Schema:
+    """What the leaves of one tree are, without their content: columns, one item per leaf.
+
+    `dtypes[i]` is `""` and `shapes[i]` is `()` unless `kinds[i]` is `tensor`; `aliases[i]` is -1 or an earlier leaf's number.
+    """
+
+    skeleton: Node | int
+    paths: tuple[str, ...]
+    kinds: tuple[LeafKind, ...]
+    dtypes: tuple[str, ...]
+    shapes: tuple[Shape, ...]
+    aliases: tuple[int, ...]
+
+    def __len__(self) -> int:
+        return len(self.paths)
+
+
+@dataclass(frozen=True, slots=True)
+class LeafContent:
+    """The content of one leaf: its bytes, or the chunks that hold them.
+
+    `ids` are 32 bytes per chunk in grid order, one behind the other; `raw_bytes` is the leaf's length; `boxes` is None for a leaf
+    held whole.
+    """
+
+    inline: bytes | None = None
+    ids: bytes = b""
+    raw_bytes: int = 0
+    boxes: tuple[Box, ...] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class TreeRef:
+    """One key of the application state in a commit document."""
+
+    schema: ChunkId
+    pages: tuple[ChunkId, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class CommitDocument:
+    """One version, immutable. `trees` are in the order of the application state's keys."""
+
+    store: StoreId
+    session: SessionId
+    run: str
+    step: int | None
+    message: str
+    time_ns: int
+    parents: tuple[CommitId, ...]
+    metrics: tuple[tuple[str, float], ...]
+    tags: tuple[str, ...]
+    trees: tuple[tuple[str, TreeRef], ...]
+    layout: ChunkId | None
+    content: str
+    logical_bytes: int
+    new_bytes: int
+    leaves: int
+
+
+class Location(NamedTuple):
+    """Where a chunk's stored bytes lie."""
+
+    pack: PackId
+    offset: int
+    stored_bytes: int
+    raw_bytes: int
+    codec: int
+    width: int
+
+
+class PackEntry(NamedTuple):
+    """One record of a pack's footer (docs/format.md §4)."""
+
+    chunk: ChunkId
+    offset: int
+    stored_bytes: int
+    raw_bytes: int
+    codec: int
+    width: int
+    kind: int
+    crc: int
+
+
+@dataclass(frozen=True, slots=True)
+class PackRecord:
+    """A pack as the log knows it. `number` is 0 until the log has given it one."""
+
+    id: PackId
+    bytes: int
+    chunks: int
+    metadata: bool
+    number: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class CommitInfo:
+    """One commit as queries see it: what the log says of it and the tags that point at it now.
+
+    `logical_bytes` is the size of the state; `new_bytes` what this commit added to the store.
+    """
+
+    id: CommitId
+    content: str
+    n: int
+    session: SessionId
+    run: str
+    step: int | None
+    message: str
+    time_ns: int
+    parents: tuple[CommitId, ...]
+    metrics: dict[str, float]
+    tags: tuple[str, ...]
+    logical_bytes: int
+    new_bytes: int
+    leaves: int
+    forgotten: bool = False
+    schemas: dict[str, str] = field(default_factory=dict)

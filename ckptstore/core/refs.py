@@ -1,0 +1,109 @@
+"""How a commit is referred to: the text of a ref as a frozen value, without knowing what any store holds.
+
+    ref  =  [run "@"] base {"~" K}
+    base =  step | "latest" | "best:" metric [":min" | ":max"] | tag | commit id or at least 6 of its first digits
+
+`~K` is the K-th first parent, `~` the first. `run@` goes with a step, `latest` and `best:` only; without it they are looked for in the
+run that the store was opened with.
+"""
+
+import re
+from dataclasses import dataclass
+from typing import Literal, TypeAlias
+
+from ckptstore.core.ids import check_run
+from ckptstore.errors import InvalidInput
+
+_FORMS = "a step, 'latest', 'best:METRIC' or 'best:METRIC:max', a tag, at least 6 digits of a commit id, 'RUN@STEP', any of them with '~K' behind"
+_PREFIX = re.compile(r"[0-9a-f]{6,64}")
+_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.+/-]*")
+_ANCESTOR = re.compile(r"(.*?)((?:~[0-9]*)+)", re.DOTALL)
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """The newest commit of a step; `prefix` if the digits may also begin a commit id."""
+
+    step: int
+    run: str | None = None
+    prefix: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Latest:
+    """The newest commit of a run."""
+
+    run: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Best:
+    """The commit of a run with the best value of a metric, the newest of equals."""
+
+    metric: str
+    order: Literal["min", "max"] = "min"
+    run: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Name:
+    """A tag, or else a commit id or the beginning of one (`prefix`)."""
+
+    name: str
+    prefix: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Ancestor:
+    """The `generations`-th first parent of `base`."""
+
+    base: "Step | Latest | Best | Name"
+    generations: int
+
+
+Ref: TypeAlias = Step | Latest | Best | Name | Ancestor
+
+
+def parse_ref(ref: str | int) -> Ref:
+    """The ref that `ref` says; an integer is a step. Raises `InvalidInput` for what no ref looks like."""
+    if isinstance(ref, int) and not isinstance(ref, bool):
+        return Step(ref)
+    if not isinstance(ref, str):
+        raise InvalidInput(f"{ref!r} is no ref: wanted {_FORMS}")
+    ancestor = _ANCESTOR.fullmatch(ref)
+    if not ancestor:
+        return _parse_base(ref)
+    base, tildes = ancestor.groups()
+    generations = sum(int(k or 1) for k in tildes[1:].split("~"))
+    return Ancestor(_parse_base(base), generations) if generations else _parse_base(base)
+
+
+def _parse_base(text: str) -> Step | Latest | Best | Name:
+    run, at, base = text.rpartition("@")
+    if at:
+        check_run(run)
+    where = run if at else None
+    if re.fullmatch(r"-?[0-9]+", base):
+        return Step(int(base), where, None if at else _prefix(base))
+    if base == "latest":
+        return Latest(where)
+    if base.startswith("best:"):
+        return _parse_best(text, base.removeprefix("best:"), where)
+    if not at and _NAME.fullmatch(base):
+        return Name(base, _prefix(base))
+    raise InvalidInput(f"{text!r} is no ref: wanted {_FORMS}")
+
+
+def _parse_best(text: str, wanted: str, run: str | None) -> Best:
+    metric, _, order = wanted.rpartition(":")
+    if order == "max" and metric:
+        return Best(metric, "max", run)
+    if order == "min" and metric:
+        return Best(metric, "min", run)
+    if not wanted:
+        raise InvalidInput(f"{text!r} names no metric: wanted 'best:METRIC' (smallest) or 'best:METRIC:max' (largest)")
+    return Best(wanted, "min", run)
+
+
+def _prefix(text: str) -> str | None:
+    return text if _PREFIX.fullmatch(text) else None

@@ -1,0 +1,35 @@
+"""What can go wrong, as a tree of classes by what the caller does next.
+
+Each message says what, which, wanted, got and the next step.
+"""
+
+
+class CkptStoreError(Exception):
+    """Root of every error that ckptstore raises on purpose."""
+
+
+class NotFound(CkptStoreError, KeyError):
+    """A store, commit, tag or leaf that was asked for is not there: ask for another."""
+
+    # KeyError prints the repr of its argument; people read the message itself.
+    __str__ = Exception.__str__
+
+
+class InvalidInput(CkptStoreError, ValueError):
+    """What the caller passed in cannot be used: change the call."""
+
+
+class Conflict(CkptStoreError):
+    """What the caller wants contradicts what others did meanwhile: look again, then decide."""
+
+
+class Corrupt(CkptStoreError):
+    """Stored bytes are not what was written: restore from elsewhere, run `ckptstore fsck`."""
+
+
+class Unavailable(CkptStoreError):
+    """Storage did not answer or has no room: make it available, then repeat the call."""
+
+
+class ReadOnly(CkptStoreError):
+    """This store or this handle may not be written: open it differently."""
