@@ -1,0 +1,1 @@
+"""Bytes at rest: chunks, packs and documents, and the storage that holds them."""

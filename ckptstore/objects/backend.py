@@ -1,0 +1,105 @@
+"""What a place for objects can do, whether it is a local disk or a bucket; `open_backend` picks one by URL.
+
+An object has a key, a path relative to the store's root with `/` between its parts. Everything durable in a store is put in its
+place by one of three methods, and each of them shows readers the whole object or none of it: `put`, `put_new`, `Writer.finish`.
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+from ckptstore.core.ids import SessionId
+from ckptstore.errors import InvalidInput
+
+
+class Writer(Protocol):
+    """A large object being written; readers see it after `finish`. `write_at` and `write_back` may be called from several threads."""
+
+    def write_at(self, offset: int, buffers: Sequence[memoryview]) -> None:
+        """Write `buffers` one behind the other from `offset` on; gaps read as zeros. The buffers are the caller's again on return."""
+
+    def write_back(self, start: int, stop: int) -> None:
+        """Let the disk begin with the bytes `start:stop`; advice that promises nothing and raises nothing."""
+
+    def finish(self) -> None:
+        """Make the bytes durable and put the object in its place; the name is durable after `Backend.sync_dirs`.
+
+        On failure the object is discarded and `Unavailable` raised: after a failed fsync nobody knows what was written.
+        """
+
+    def discard(self) -> None:
+        """Forget the object. May be called again and after a failed `finish`; does nothing after a successful one."""
+
+
+class Backend(Protocol):
+    """Objects by key. Safe for threads, and for use in the child after a fork.
+
+    Raises `NotFound` for an absent object, `Unavailable` when storage does not answer or is full, `ReadOnly` where writing is not
+    allowed, `Corrupt` for an object that is shorter than it was said to be, `InvalidInput` for a key that leaves the root.
+    """
+
+    url: str
+    durable_root: Path | None
+    """The root as a local path; None for a bucket."""
+
+    def read(self, key: str, start: int = 0, stop: int | None = None) -> bytes:
+        """The bytes `start:stop` of the object as it is now, as many of them as there are."""
+
+    def read_into(self, key: str, offset: int, buffers: Sequence[memoryview]) -> None:
+        """Fill `buffers`, one behind the other, from `offset` on; only for objects that never change (they may be held open)."""
+
+    def read_tail(self, key: str, nbytes: int) -> tuple[bytes, int]:
+        """The last `nbytes` of the object, or all of a shorter one, and the object's size."""
+
+    def size(self, key: str) -> int | None:
+        """The object's size in bytes, None if it is absent."""
+
+    def put(self, key: str, data: bytes | memoryview, *, durable: bool = True) -> None:
+        """Create or replace an object atomically; unless `durable`, a power cut may bring the old one back or leave it empty."""
+
+    def put_new(self, key: str, data: bytes | memoryview) -> bool:
+        """Create an object atomically and durably, unless there is one: then False, and nothing changes.
+
+        After `Unavailable` the object may exist or not; only reading it tells.
+        """
+
+    def create(self, key: str, *, session: SessionId) -> Writer:
+        """A writer for a large object; what a crash leaves behind is named after `session`."""
+
+    def sync_dirs(self, keys: Iterable[str]) -> None:
+        """Make the names of finished objects durable, each directory once."""
+
+    def delete(self, key: str) -> None:
+        """Remove an object; an absent one is fine."""
+
+    def list(self, prefix: str) -> Iterator[tuple[str, int]]:
+        """Keys that begin with `prefix` and their sizes, sorted by key; symbolic links are neither listed nor followed."""
+
+    def close(self) -> None:
+        """Give back what is held open; the backend may not be used afterwards."""
+
+
+def open_backend(url: str | Path, *, read_only: bool = False, storage_options: dict[str, Any] | None = None, fsync: bool = True) -> Backend:
+    """The backend for `url`: a path or `file://` for a local directory, else what fsspec knows (`s3://…`, `gs://…`, `memory://…`).
+
+    Nothing is created and nothing looked up. `fsync=False` gives up durability on a local disk, for tests and scratch stores.
+    `storage_options` go to fsspec.
+    """
+    text = str(url)
+    scheme, separator, rest = text.partition("://")
+    if not separator or scheme == "file":
+        if storage_options:
+            raise InvalidInput(f"storage_options {sorted(storage_options)} mean nothing for the local path {text!r}; leave them out")
+        from ckptstore.objects.local import LocalBackend
+
+        return LocalBackend(rest if separator else url, read_only=read_only, fsync=fsync)
+    from ckptstore.objects.remote import FsspecBackend
+
+    return FsspecBackend(text, read_only=read_only, storage_options=storage_options)
+
+
+def check_key(key: str) -> str:
+    """`key` if it stays inside the root, else `InvalidInput`."""
+    if "\0" in key or not {"", ".", ".."}.isdisjoint(key.split("/")):
+        raise InvalidInput(f"{key!r} cannot be an object's key: wanted names joined by '/', without '.', '..' and empty ones")
+    return key

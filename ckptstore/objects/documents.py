@@ -1,0 +1,131 @@
+"""How a commit document is written down: canonical JSON in one zstd frame, named by the hash of the JSON (docs/format.md §7). Pure."""
+
+from base64 import b64decode, b64encode
+from collections.abc import Iterable
+from typing import Any
+
+from ckptstore.core.ids import (
+    CHUNK_ID_BYTES,
+    ChunkId,
+    CommitId,
+    digest,
+    parse_chunk_id,
+    parse_commit_id,
+    parse_session_id,
+    parse_store_id,
+)
+from ckptstore.core.model import CommitDocument, TreeRef
+from ckptstore.errors import Corrupt
+from ckptstore.objects import canonical
+from ckptstore.objects.canonical import bits_float, field, float_bits
+from ckptstore.objects.frames import compress, decompress
+
+_VERSION = 1
+_MAX_BYTES = 256 << 20
+
+
+def content_id(trees: Iterable[tuple[str, TreeRef]]) -> str:
+    """What the state is, whatever its step, run or order of keys: the hash of the trees alone."""
+    return digest(canonical.encode({key: list(_tree_texts(tree)) for key, tree in trees})).hex()
+
+
+def encode_document(document: CommitDocument) -> tuple[CommitId, bytes]:
+    """The commit's id and the bytes to store. Raises `InvalidInput` for what canonical JSON cannot hold."""
+    data = canonical.encode(_to_json(document))
+    return CommitId(digest(data).hex()), compress(data)
+
+
+def decode_document(stored: bytes, commit: CommitId | None) -> CommitDocument:
+    """The inverse of `encode_document`, checked against the id `commit` if there is one; raises `Corrupt`.
+
+    At most 256 MiB are allocated whatever `stored` says.
+    """
+    data = decompress(stored, _MAX_BYTES)
+    if commit is not None and (got := digest(data).hex()) != commit:
+        raise Corrupt(f"the document of commit {commit} does not match its id: got {got}; run `ckptstore fsck`")
+    document = _from_json(canonical.decode(data))
+    if (got := content_id(document.trees)) != document.content:
+        raise Corrupt(f"a commit document does not match its content id: wanted {document.content}, got {got}; run `ckptstore fsck`")
+    return document
+
+
+def _to_json(document: CommitDocument) -> dict[str, Any]:
+    return {
+        "ckptstore": _VERSION,
+        "store": document.store,
+        "session": document.session,
+        "run": document.run,
+        "step": document.step,
+        "message": document.message,
+        "time_ns": str(document.time_ns),
+        "parents": document.parents,
+        "metrics": {name: float_bits(value) for name, value in document.metrics},
+        "tags": document.tags,
+        "trees": {key: dict(zip(("schema", "pages"), _tree_texts(tree), strict=True)) for key, tree in document.trees},
+        "order": [key for key, _ in document.trees],
+        "layout": document.layout and document.layout.hex(),
+        "content": document.content,
+        "logical_bytes": document.logical_bytes,
+        "new_bytes": document.new_bytes,
+        "leaves": document.leaves,
+    }
+
+
+def _from_json(obj: Any) -> CommitDocument:
+    if (version := field(obj, "ckptstore", int)) != _VERSION:
+        raise Corrupt(f"a commit document has version {version}; wanted {_VERSION}; read it with a newer ckptstore")
+    trees = field(obj, "trees", dict)
+    order = _strings(obj, "order")
+    if sorted(order) != sorted(trees):
+        raise Corrupt(f"a commit document's 'order' is damaged: wanted the keys {sorted(trees)}, got {order}; run `ckptstore fsck`")
+    return CommitDocument(
+        store=parse_store_id(field(obj, "store", str)),
+        session=parse_session_id(field(obj, "session", str)),
+        run=field(obj, "run", str),
+        step=None if obj.get("step", 0) is None else field(obj, "step", int),
+        message=field(obj, "message", str),
+        time_ns=_decimal(field(obj, "time_ns", str)),
+        parents=tuple(map(parse_commit_id, field(obj, "parents", list))),
+        metrics=tuple((name, bits_float(bits)) for name, bits in field(obj, "metrics", dict).items()),
+        tags=_strings(obj, "tags"),
+        trees=tuple((key, _tree(trees[key])) for key in order),
+        layout=None if obj.get("layout", "") is None else parse_chunk_id(field(obj, "layout", str)),
+        content=parse_commit_id(field(obj, "content", str)),
+        logical_bytes=_count(obj, "logical_bytes"),
+        new_bytes=_count(obj, "new_bytes"),
+        leaves=_count(obj, "leaves"),
+    )
+
+
+def _tree_texts(tree: TreeRef) -> tuple[str, str]:
+    return tree.schema.hex(), b64encode(b"".join(tree.pages)).decode()
+
+
+def _tree(obj: Any) -> TreeRef:
+    try:
+        ids = b64decode(field(obj, "pages", str), validate=True)
+    except ValueError as error:
+        raise Corrupt(f"a commit document's 'pages' are damaged: {error}; run `ckptstore fsck`") from error
+    if len(ids) % CHUNK_ID_BYTES:
+        raise Corrupt(f"a commit document's 'pages' are damaged: {len(ids)} bytes are no whole ids; run `ckptstore fsck`")
+    pages = (ChunkId(ids[i : i + CHUNK_ID_BYTES]) for i in range(0, len(ids), CHUNK_ID_BYTES))
+    return TreeRef(parse_chunk_id(field(obj, "schema", str)), tuple(pages))
+
+
+def _strings(obj: Any, key: str) -> tuple[str, ...]:
+    items = field(obj, key, list)
+    if not all(isinstance(item, str) for item in items):
+        raise Corrupt(f"a commit document's {key!r} is damaged: wanted strings, got {str(items)[:80]}; run `ckptstore fsck`")
+    return tuple(items)
+
+
+def _decimal(text: str) -> int:
+    if not text.isascii() or not text.removeprefix("-").isdigit() or len(text) > 20:
+        raise Corrupt(f"a commit document's time is damaged: {text[:80]!r}; run `ckptstore fsck`")
+    return int(text)
+
+
+def _count(obj: Any, key: str) -> int:
+    if (value := field(obj, key, int)) < 0:
+        raise Corrupt(f"a commit document's {key!r} is damaged: got {value}; run `ckptstore fsck`")
+    return value

@@ -1,0 +1,360 @@
+"""Objects as files under a directory, durable against a power cut.
+
+Invariants: a file gets its final name only after its bytes were fsynced; a name counts as durable only after its directory was
+fsynced, and the directories above it were once by this process; no symbolic link is ever opened.
+"""
+
+import errno
+import os
+import secrets
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
+from functools import cache, lru_cache, partial
+from pathlib import Path
+from stat import S_ISREG
+from typing import TypeVar, cast
+
+from ckptstore.core.ids import SessionId, new_session_id
+from ckptstore.errors import CkptStoreError, Corrupt, NotFound, ReadOnly, Unavailable
+from ckptstore.objects.backend import check_key
+
+_OPEN_FILES = 64
+_IOV_MAX = os.sysconf("SC_IOV_MAX")
+_READ = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW
+_CREATE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
+_SYNC_FILE_RANGE_WRITE = 2
+
+T = TypeVar("T")
+
+
+class LocalBackend:
+    """See `Backend`. Temporary files lie in `tmp/` under the root, so that a rename stays within one filesystem."""
+
+    def __init__(self, root: str | Path, *, read_only: bool = False, fsync: bool = True) -> None:
+        self.durable_root: Path | None = Path(root).absolute()
+        self.url = str(self.durable_root)
+        self._read_only = read_only
+        self._fsync: Callable[[int], None] = os.fsync if fsync else _no_fsync
+        self._anchored: set[str] = set()
+        self._owner = new_session_id()
+        # Evicting a file only drops a reference: a thread that reads from it keeps it open, so no lock is needed.
+        self._opened = lru_cache(_OPEN_FILES)(partial(_open_object, self.url))
+
+    def read(self, key: str, start: int = 0, stop: int | None = None) -> bytes:
+        file = _open_object(self.url, key)
+        try:
+            end = os.fstat(file.fd).st_size
+            return _pread(file.fd, start, end if stop is None else min(stop, end))
+        except OSError as error:
+            raise _failure(error, "read", key, self.url) from error
+
+    def read_into(self, key: str, offset: int, buffers: Sequence[memoryview]) -> None:
+        file = self._opened(key)
+        try:
+            missing = _transfer(os.preadv, file.fd, offset, buffers)
+        except OSError as error:
+            self._opened.cache_clear()
+            raise _failure(error, "read", key, self.url) from error
+        if missing:
+            raise Corrupt(
+                f"{key} in {self.url} ends {missing} bytes before it should: wanted {sum(b.nbytes for b in buffers)} bytes "
+                f"from {offset} on; run `ckptstore fsck`"
+            )
+
+    def read_tail(self, key: str, nbytes: int) -> tuple[bytes, int]:
+        file = _open_object(self.url, key)
+        try:
+            end = os.fstat(file.fd).st_size
+            return _pread(file.fd, max(end - nbytes, 0), end), end
+        except OSError as error:
+            raise _failure(error, "read", key, self.url) from error
+
+    def size(self, key: str) -> int | None:
+        try:
+            status = os.stat(self._path(key), follow_symlinks=False)
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+        except OSError as error:
+            raise _failure(error, "look up", key, self.url) from error
+        return status.st_size if S_ISREG(status.st_mode) else None
+
+    def put(self, key: str, data: bytes | memoryview, *, durable: bool = True) -> None:
+        writer = self._write(key, data, durable=durable)
+        writer.finish()
+        if durable:
+            self.sync_dirs((key,))
+
+    def put_new(self, key: str, data: bytes | memoryview) -> bool:
+        writer = self._write(key, data, durable=True)
+        try:
+            created = writer.link()
+        finally:
+            writer.discard()
+        if created:
+            self.sync_dirs((key,))
+        return created
+
+    def create(self, key: str, *, session: SessionId) -> "LocalWriter":
+        return self._writer(key, session, self._fsync)
+
+    def sync_dirs(self, keys: Iterable[str]) -> None:
+        for directory in sorted({os.path.dirname(self._path(key)) for key in keys}):
+            self._sync_dir(directory)
+            self._anchor(directory)
+
+    def delete(self, key: str) -> None:
+        path = self._path(key)
+        self._check_writable(key)
+        try:
+            os.unlink(path)
+        except (FileNotFoundError, NotADirectoryError):
+            return
+        except OSError as error:
+            raise _failure(error, "delete", key, self.url, writing=True) from error
+        self.forget_open_files()
+
+    def list(self, prefix: str) -> Iterator[tuple[str, int]]:
+        directory = prefix.rpartition("/")[0]
+        if directory:
+            check_key(directory)
+        return self._walk(directory, prefix)
+
+    def close(self) -> None:
+        self.forget_open_files()
+
+    def forget_open_files(self) -> None:
+        """Open objects anew from here on: one was replaced or deleted."""
+        self._opened.cache_clear()
+
+    def _path(self, key: str) -> str:
+        return f"{self.url}/{check_key(key)}"
+
+    def _check_writable(self, key: str) -> None:
+        if self._read_only:
+            raise ReadOnly(f"cannot change {key}: {self.url} was opened for reading only; open it without read_only")
+
+    def _write(self, key: str, data: bytes | memoryview, *, durable: bool) -> "LocalWriter":
+        writer = self._writer(key, self._owner, self._fsync if durable else _no_fsync)
+        try:
+            writer.write_at(0, (memoryview(data),))
+        except BaseException:
+            writer.discard()
+            raise
+        return writer
+
+    def _writer(self, key: str, session: SessionId, fsync: Callable[[int], None]) -> "LocalWriter":
+        path = self._path(key)
+        self._check_writable(key)
+        temporary = f"{self.url}/tmp/{session}-{secrets.token_hex(8)}"
+        try:
+            fd = self.with_parents(temporary, partial(os.open, temporary, _CREATE, 0o666))
+        except OSError as error:
+            raise _failure(error, "create", key, self.url, writing=True) from error
+        return LocalWriter(self, key, path, temporary, fd, fsync)
+
+    def with_parents(self, path: str, action: Callable[[], T]) -> T:
+        """`action`, and again after making the directories above `path` if they are missing."""
+        try:
+            return action()
+        except FileNotFoundError:
+            self._make_dirs(os.path.dirname(path))
+            return action()
+
+    def _make_dirs(self, path: str) -> None:
+        """The store's own directories become durable with what is put in them, those above it at once."""
+        try:
+            os.mkdir(path)
+        except FileExistsError:
+            return
+        except FileNotFoundError:
+            self._make_dirs(os.path.dirname(path))
+            self._make_dirs(path)
+        else:
+            if len(path) <= len(self.url):
+                self._sync_dir(os.path.dirname(path))
+
+    def _anchor(self, directory: str) -> None:
+        """Make the names of `directory` and of those above it durable, once: another process may have made them just now."""
+        if directory != self.url and directory not in self._anchored:
+            parent = os.path.dirname(directory)
+            self._sync_dir(parent)
+            self._anchor(parent)
+            self._anchored.add(directory)
+
+    def _sync_dir(self, path: str) -> None:
+        try:
+            fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+            try:
+                self._fsync(fd)
+            finally:
+                os.close(fd)
+        except OSError as error:
+            raise _failure(error, "make durable", path, self.url, writing=True) from error
+
+    def _walk(self, directory: str, prefix: str) -> Iterator[tuple[str, int]]:
+        base = f"{directory}/" if directory else ""
+        try:
+            with os.scandir(f"{self.url}/{directory}") as found:
+                entries = {base + e.name + ("/" if e.is_dir(follow_symlinks=False) else ""): e for e in found}
+        except (FileNotFoundError, NotADirectoryError):
+            return
+        except OSError as error:
+            raise _failure(error, "list", directory, self.url) from error
+        for key in sorted(entries):
+            if key.endswith("/"):
+                if key.startswith(prefix) or prefix.startswith(key):
+                    yield from self._walk(key[:-1], prefix)
+            elif key.startswith(prefix) and entries[key].is_file(follow_symlinks=False):
+                # A file deleted since is not there; one that another process is deleting is listed or not, both are right.
+                with suppress(FileNotFoundError):
+                    yield key, entries[key].stat(follow_symlinks=False).st_size
+
+
+class LocalWriter:
+    """See `Writer`."""
+
+    def __init__(self, backend: LocalBackend, key: str, path: str, temporary: str, fd: int, fsync: Callable[[int], None]) -> None:
+        self._backend = backend
+        self._key = key
+        self._path = path
+        self._temporary = temporary
+        self._fd = fd
+        self._fsync = fsync
+
+    def write_at(self, offset: int, buffers: Sequence[memoryview]) -> None:
+        try:
+            _transfer(os.pwritev, self._fd, offset, buffers)
+        except OSError as error:
+            raise self._failure(error, "write", sum(b.nbytes for b in buffers)) from error
+
+    def write_back(self, start: int, stop: int) -> None:
+        if self._fsync is os.fsync and start < stop:
+            _sync_file_range()(self._fd, start, stop - start, _SYNC_FILE_RANGE_WRITE)
+
+    def finish(self) -> None:
+        try:
+            self._seal()
+            self._backend.with_parents(self._path, partial(os.rename, self._temporary, self._path))
+        except OSError as error:
+            self.discard()
+            raise self._failure(error, "make durable") from error
+        self._temporary = ""
+        self._backend.forget_open_files()
+
+    def link(self) -> bool:
+        """Like `finish`, unless there is an object of that name: then False. `discard` afterwards in either case."""
+        try:
+            self._seal()
+            try:
+                self._backend.with_parents(self._path, partial(os.link, self._temporary, self._path))
+            except FileExistsError:
+                # NFS may repeat a link whose answer was lost and call its own success a failure; the count of names tells.
+                return os.stat(self._temporary).st_nlink == 2
+        except OSError as error:
+            raise self._failure(error, "create") from error
+        return True
+
+    def discard(self) -> None:
+        self._close()
+        if self._temporary:
+            # What cannot be unlinked now is found by gc under the session's name.
+            with suppress(OSError):
+                os.unlink(self._temporary)
+            self._temporary = ""
+
+    def _seal(self) -> None:
+        self._fsync(self._fd)
+        self._close()
+
+    def _close(self) -> None:
+        if self._fd >= 0:
+            fd, self._fd = self._fd, -1
+            os.close(fd)
+
+    def _failure(self, error: OSError, verb: str, nbytes: int = 0) -> CkptStoreError:
+        return _failure(error, verb, self._key, self._backend.url, writing=True, nbytes=nbytes)
+
+
+class _OpenFile:
+    """A file descriptor that is closed when the last reference to it goes."""
+
+    __slots__ = ("fd",)
+
+    def __init__(self, fd: int) -> None:
+        self.fd = fd
+
+    def __del__(self) -> None:
+        os.close(self.fd)
+
+
+def _open_object(root: str, key: str) -> _OpenFile:
+    try:
+        return _OpenFile(os.open(f"{root}/{check_key(key)}", _READ))
+    except OSError as error:
+        raise _failure(error, "read", key, root) from error
+
+
+def _pread(fd: int, start: int, stop: int) -> bytes:
+    parts = []
+    while start < stop and (part := os.pread(fd, stop - start, start)):
+        parts.append(part)
+        start += len(part)
+    return parts[0] if len(parts) == 1 else b"".join(parts)
+
+
+def _transfer(move: Callable[[int, Sequence[memoryview], int], int], fd: int, offset: int, buffers: Sequence[memoryview]) -> int:
+    """Repeat `move` (preadv or pwritev) until `buffers` are done; returns the bytes left over at the end of the file."""
+    rest = [b if b.ndim == 1 and b.itemsize == 1 else b.cast("B") for b in buffers if b.nbytes]
+    first = 0
+    while first < len(rest):
+        moved = move(fd, rest[first : first + _IOV_MAX], offset)
+        if not moved:
+            break
+        offset += moved
+        while first < len(rest) and moved >= rest[first].nbytes:
+            moved -= rest[first].nbytes
+            first += 1
+        if moved:
+            rest[first] = rest[first][moved:]
+    return sum(b.nbytes for b in rest[first:])
+
+
+def _no_fsync(fd: int) -> None:
+    """For those who asked for speed instead of durability."""
+
+
+@cache
+def _sync_file_range() -> Callable[[int, int, int, int], int]:
+    """glibc's function; where there is none, one that does nothing. Its errors are left to the fsync that follows."""
+    # Imported here because queries never write.
+    import ctypes
+
+    function = getattr(ctypes.CDLL(None), "sync_file_range", None)
+    if function is None:
+        return lambda fd, offset, nbytes, flags: 0
+    function.argtypes = (ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint)
+    return cast(Callable[[int, int, int, int], int], function)
+
+
+def _failure(error: OSError, verb: str, key: str, root: str, *, writing: bool = False, nbytes: int = 0) -> CkptStoreError:
+    """What `error` means to the caller."""
+    what = f"cannot {verb} {key} in {root}: {error.strerror}"
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return Unavailable(f"{what}; wanted {nbytes} bytes, free are {_free_bytes(root)}; make room, then repeat")
+    if writing and error.errno in (errno.EACCES, errno.EROFS):
+        return ReadOnly(f"{what}; open it with read_only=True or get the right to write there")
+    if error.errno in (errno.ELOOP, errno.EISDIR):
+        return Corrupt(f"{what}; wanted a regular file; run `ckptstore fsck`")
+    if not writing and error.errno in (errno.ENOENT, errno.ENOTDIR, errno.ESTALE):
+        return NotFound(f"there is no {key} in {root}")
+    if error.errno in (errno.EPERM, errno.EOPNOTSUPP, errno.EMLINK):
+        return Unavailable(f"{what}; a store needs a filesystem with hard links")
+    return Unavailable(f"{what}; see to the storage, then repeat")
+
+
+def _free_bytes(root: str) -> int:
+    try:
+        status = os.statvfs(root)
+    except OSError:
+        return 0
+    return status.f_bavail * status.f_frsize

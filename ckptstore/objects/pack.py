@@ -1,0 +1,161 @@
+"""How a pack says what is inside it: a footer of one record per chunk and a trailer (docs/format.md §4). Pure.
+
+A footer that `parse_footer` returned has its hash checked, and its records lie in order, apart from each other and within the data.
+"""
+
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from ckptstore.core.ids import ChunkId, digest
+from ckptstore.core.model import PackEntry
+from ckptstore.errors import Corrupt, InvalidInput
+from ckptstore.objects.codecs import KNOWN_CODECS, RAW
+
+TENSOR, SCHEMA, PAGE, LAYOUT = range(4)
+"""Kinds of chunk. Only the first lies in data packs, only the others in metadata packs."""
+
+TRAILER_BYTES = 72
+LARGE_RUN_BYTES = 65536
+"""A run of at least so many bytes starts on a page of memory, a smaller one on a line of cache."""
+
+FOOTER_DTYPE = np.dtype(
+    [
+        ("chunk", "V32"),
+        ("offset", "<u8"),
+        ("stored", "<u4"),
+        ("raw", "<u4"),
+        ("base", "<u4"),
+        ("crc", "<u4"),
+        ("codec", "u1"),
+        ("width", "u1"),
+        ("kind", "u1"),
+        ("zero", "V5"),
+    ]
+)
+FooterTable: TypeAlias = npt.NDArray[np.void]
+"""Records of `FOOTER_DTYPE`, in order of offset."""
+
+_MAGIC, _MAGIC_AT_END = b"CKPTPACK", b"KCAPTPKC"
+_VERSION = 1
+_HEAD = struct.Struct("<8sIIQQ")
+_NO_BASE = 0xFFFFFFFF
+_LARGEST = (1 << 32) - 1
+
+
+@dataclass(frozen=True, slots=True)
+class Trailer:
+    """Where a pack's footer lies, and what it has to hash to."""
+
+    footer_offset: int
+    footer_bytes: int
+    metadata: bool
+    head: bytes
+    footer_hash: bytes
+
+
+def align(offset: int, run_bytes: int) -> int:
+    """The first place at or after `offset` where a run of `run_bytes` may start."""
+    step = 4096 if run_bytes >= LARGE_RUN_BYTES else 64
+    return -(-offset // step) * step
+
+
+def encode_tail(entries: Sequence[PackEntry], data_bytes: int, metadata: bool) -> bytes:
+    """Footer and trailer of a pack with `data_bytes` of data; `entries` in any order.
+
+    What it returns was parsed back. Raises `InvalidInput` for entries that no pack can have.
+    """
+    table = _table(entries)
+    footer = table[np.argsort(table["offset"], kind="stable")].tobytes()
+    head = _HEAD.pack(_MAGIC, _VERSION, metadata, data_bytes, len(footer))
+    trailer = head + digest(footer + head) + _MAGIC_AT_END
+    try:
+        parse_footer(footer, parse_trailer(trailer, data_bytes + len(footer) + TRAILER_BYTES))
+    except Corrupt as error:
+        raise InvalidInput(f"these entries make no pack: {error}") from error
+    return footer + trailer
+
+
+def parse_trailer(data: bytes, pack_bytes: int) -> Trailer:
+    """The trailer from the last bytes of a pack of `pack_bytes`; raises `Corrupt`."""
+    if len(data) != TRAILER_BYTES:
+        raise _corrupt("trailer", f"{TRAILER_BYTES} bytes", len(data))
+    magic, version, kind, offset, nbytes = _HEAD.unpack_from(data)
+    if magic != _MAGIC or data[64:] != _MAGIC_AT_END:
+        raise _corrupt("trailer", f"{_MAGIC!r} and {_MAGIC_AT_END!r}", (magic, data[64:]))
+    if version != _VERSION:
+        raise _corrupt("version", _VERSION, version)
+    if kind not in (0, 1):
+        raise _corrupt("kind", "0 or 1", kind)
+    if nbytes % FOOTER_DTYPE.itemsize or offset + nbytes + TRAILER_BYTES != pack_bytes:
+        raise _corrupt("size", f"{offset} bytes of data, {nbytes} of footer and {TRAILER_BYTES} more", pack_bytes)
+    return Trailer(offset, nbytes, bool(kind), data[: _HEAD.size], data[_HEAD.size : 64])
+
+
+def parse_footer(footer: bytes | memoryview, trailer: Trailer) -> FooterTable:
+    """The records of a footer, read-only; `footer` is not copied. Raises `Corrupt`."""
+    if len(footer) != trailer.footer_bytes:
+        raise _corrupt("footer", f"{trailer.footer_bytes} bytes", len(footer))
+    # Joined, not hashed in two parts: a footer is small, and one call keeps the GIL for less time.
+    if (got := digest(b"".join((footer, trailer.head)))) != trailer.footer_hash:
+        raise _corrupt("footer's hash", trailer.footer_hash.hex(), got.hex())
+    table = np.frombuffer(footer, FOOTER_DTYPE)
+    _check_extents(table, trailer.footer_offset)
+    _check_columns(table, trailer.metadata)
+    return table
+
+
+def entries(table: FooterTable) -> list[PackEntry]:
+    """The records as tuples, for the few places that want them one by one."""
+    columns = (table[name].tolist() for name in ("chunk", "offset", "stored", "raw", "codec", "width", "kind", "crc"))
+    return [PackEntry(ChunkId(chunk), *rest) for chunk, *rest in zip(*columns, strict=True)]
+
+
+def _table(entries: Sequence[PackEntry]) -> FooterTable:
+    table = np.zeros(len(entries), FOOTER_DTYPE)
+    if not entries:
+        return table
+    chunk, *rest = zip(*entries, strict=True)
+    try:
+        table["chunk"] = np.frombuffer(b"".join(chunk), "V32")
+        for name, column in zip(("offset", "stored", "raw", "codec", "width", "kind", "crc"), rest, strict=True):
+            table[name] = column
+    except (ValueError, OverflowError) as error:
+        raise InvalidInput(f"these entries make no pack: {error}") from error
+    table["base"] = _NO_BASE
+    return table
+
+
+def _check_extents(table: FooterTable, data_bytes: int) -> None:
+    """Every record within the data and behind the one before it."""
+    start = table["offset"]
+    # Compared before it is added to, so that a sum cannot wrap around.
+    if not (start <= data_bytes).all():
+        raise _corrupt("offset", f"at most {data_bytes}", int(start.max()))
+    stop = start + table["stored"]
+    if not (stop[:-1] <= start[1:]).all() or (len(stop) and stop[-1] > data_bytes):
+        raise _corrupt("records", f"in order, apart and within {data_bytes} bytes", "others")
+
+
+def _check_columns(table: FooterTable, metadata: bool) -> None:
+    raw = table["codec"] == RAW
+    for ok, what in (
+        (np.isin(table["codec"], KNOWN_CODECS), "a known codec"),
+        (table["kind"] <= LAYOUT, "a known kind of chunk"),
+        ((table["kind"] != TENSOR) == metadata, "tensor bytes in data packs only and all else in metadata packs only"),
+        (table["width"] > 0, "an element width"),
+        (table["base"] == _NO_BASE, "no base"),
+        (table["zero"] == np.void(bytes(5)), "zeros at the end"),
+        (~raw | ((table["stored"] == table["raw"]) & (table["crc"] == 0)), "as many stored as raw bytes and no CRC for a raw chunk"),
+    ):
+        if not ok.all():
+            i = int(np.argmin(ok))
+            raise _corrupt(f"record {i}", what, table[i].tobytes().hex())
+
+
+def _corrupt(part: str, wanted: Any, got: Any) -> Corrupt:
+    return Corrupt(f"the {part} of a pack is damaged: wanted {wanted}, got {got}; run `ckptstore fsck`")

@@ -1,0 +1,168 @@
+"""How new chunks get into packs: runs, one behind the other, in files that one thread owns.
+
+Each thread fills its own pack, so a run's chunks lie together without a lock, and the disk is told to start on what has been written
+while the thread hashes on (`sync_file_range`, where the platform has it). A pack counts for nothing until it was closed: footer parsed
+back, fsync, rename.
+"""
+
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+from ckptstore.core.config import MIB
+from ckptstore.core.ids import ChunkId, PackId, SessionId, pack_id, pack_key, pack_session, twin_key
+from ckptstore.core.model import PackEntry, PackRecord
+from ckptstore.objects import codecs, pack
+from ckptstore.objects.backend import Backend, Writer
+
+WRITE_BACK_BYTES = 32 * MIB
+FLUSH_BYTES = 2 * MIB
+_ZEROS = bytes(4096)
+
+
+@dataclass(frozen=True, slots=True)
+class ClosedPack:
+    """A durable pack that no log entry names yet, and its footer's table."""
+
+    record: PackRecord
+    table: pack.FooterTable
+
+
+class OpenPack:
+    """A pack that is being written, data and twin alike."""
+
+    def __init__(self, backend: Backend, name: PackId, *, metadata: bool) -> None:
+        self.name = name
+        self.offset = 0
+        self.entries: list[PackEntry] = []
+        self._metadata = metadata
+        self._pending: list[memoryview | bytes] = []
+        self._flushed = 0
+        self._sent = 0
+        keys = [pack_key(name), twin_key(name)] if metadata else [pack_key(name)]
+        self._writers: list[Writer] = []
+        try:
+            for key in keys:
+                self._writers.append(backend.create(key, session=pack_session(name)))
+        except BaseException:
+            self.discard()
+            raise
+
+    def append(self, data: memoryview | bytes) -> int:
+        """Queue `data` at the end; its memory must stay as it is until `flush`. Returns its offset."""
+        start = self.offset
+        self._pending.append(data)
+        self.offset += len(data)
+        if self.offset - self._flushed >= FLUSH_BYTES:
+            self.flush()
+        return start
+
+    def pad_to(self, offset: int) -> None:
+        while self.offset < offset:
+            self.append(_ZEROS[: min(offset - self.offset, len(_ZEROS))])
+
+    def flush(self) -> None:
+        if not self._pending:
+            return
+        for writer in self._writers:
+            writer.write_at(self._flushed, [memoryview(data) for data in self._pending])
+        self._pending.clear()
+        self._flushed = self.offset
+        if self._flushed - self._sent >= WRITE_BACK_BYTES:
+            self._writers[0].write_back(self._sent, self._flushed)
+            self._sent = self._flushed
+
+    def close(self) -> ClosedPack:
+        """Footer, fsync, rename. The directory's fsync is the caller's, once for all packs."""
+        try:
+            data_bytes = self.offset
+            tail = pack.encode_tail(self.entries, data_bytes, self._metadata)
+            table = _read_back(tail, data_bytes)
+            self.append(tail)
+            self.flush()
+            for writer in self._writers:
+                writer.finish()
+        except BaseException:
+            self.discard()
+            raise
+        return ClosedPack(PackRecord(self.name, self.offset, len(self.entries), self._metadata), table)
+
+    def discard(self) -> None:
+        for writer in self._writers:
+            writer.discard()
+
+
+class Packer:
+    """One thread's way into packs; `close_pack` gets each pack that is full, perhaps to close it on another thread."""
+
+    def __init__(
+        self,
+        backend: Backend,
+        session: SessionId,
+        numbers: Iterator[int],
+        close_pack: Callable[[OpenPack], None],
+        *,
+        pack_bytes: int,
+        rank: int = 0,
+        metadata: bool = False,
+    ) -> None:
+        self._backend, self._session, self._numbers, self._rank = backend, session, numbers, rank
+        self._close_pack, self._pack_bytes, self._metadata = close_pack, pack_bytes, metadata
+        self._pack: OpenPack | None = None
+
+    def add(
+        self,
+        ids: Sequence[ChunkId],
+        raws: Sequence[memoryview],
+        width: int,
+        kind: int,
+        *,
+        codec: int,
+        run_bytes: int,
+        goes_on: bool = False,
+    ) -> None:
+        """Append chunks that lie one behind the other. `run_bytes` is the run's expected length and decides its alignment; with
+        `goes_on` they belong to the run of the chunks added before and follow directly on them.
+
+        The memory of `raws` must stay as it is until `flush`.
+        """
+        target = self._pack
+        if target is None or not goes_on:
+            if target is None or (target.offset and target.offset + run_bytes > self._pack_bytes):
+                target = self._next_pack()
+            target.pad_to(pack.align(target.offset, run_bytes))
+        for chunk, raw in zip(ids, raws, strict=True):
+            used, stored = codecs.encode(codec, raw, width)
+            crc = zlib.crc32(stored) if used != codecs.RAW else 0
+            offset = target.append(stored)
+            target.entries.append(PackEntry(chunk, offset, len(stored), len(raw), used, width, kind, crc))
+
+    def flush(self) -> None:
+        """Write what `add` queued: its memory is the caller's again."""
+        if self._pack:
+            self._pack.flush()
+
+    def close_with(self, close_pack: Callable[[OpenPack], None]) -> None:
+        """Hand the last pack to `close_pack`."""
+        last, self._pack = self._pack, None
+        if last:
+            close_pack(last)
+
+    def discard(self) -> None:
+        """Drop the pack being written: nothing will refer to it."""
+        if self._pack:
+            self._pack.discard()
+            self._pack = None
+
+    def _next_pack(self) -> OpenPack:
+        self.flush()
+        self.close_with(self._close_pack)
+        self._pack = OpenPack(self._backend, pack_id(self._session, self._rank, next(self._numbers)), metadata=self._metadata)
+        return self._pack
+
+
+def _read_back(tail: bytes, footer_offset: int) -> pack.FooterTable:
+    """The table of a footer as a reader will get it: what cannot be read must not be closed."""
+    footer_bytes = len(tail) - pack.TRAILER_BYTES
+    trailer = pack.parse_trailer(tail[footer_bytes:], footer_offset + len(tail))
+    return pack.parse_footer(tail[:footer_bytes], trailer)

@@ -1,0 +1,220 @@
+"""How the content of a tree's leaves is written down in pages (docs/format.md §6). Pure.
+
+A page is closed before its 513th leaf and at 2,048 ids, so that a change to one leaf changes one page, and the same content gives
+the same pages whoever writes them.
+"""
+
+import struct
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate
+
+from ckptstore.core.ids import CHUNK_ID_BYTES
+from ckptstore.core.model import INLINE_BYTES, Box, LeafContent, LeafKind
+from ckptstore.errors import Corrupt, InvalidInput
+
+MAX_LEAVES = 512
+MAX_IDS = 2048
+
+_MAGIC = b"CKPG"
+_VERSION = 1
+_HEAD = struct.Struct("<4sIIIQ")
+_INLINE, _IDS, _EXTENT = range(3)
+_LENGTH = struct.Struct("<Q")
+_COUNTS = struct.Struct("<II")
+
+
+@dataclass(frozen=True, slots=True)
+class Page:
+    """Leaves `first_leaf` and following. The ids of the first begin with its id number `first_id`; those of the last may go on."""
+
+    first_leaf: int
+    first_id: int
+    leaves: tuple[LeafContent, ...]
+
+
+def split_pages(kinds: Sequence[LeafKind], contents: Sequence[LeafContent]) -> list[bytes]:
+    """The pages of a tree with leaves of these kinds and contents, in order.
+
+    `raw_bytes` is written for `value` and `bytes` leaves that have ids, `boxes` for tensors that have ids. Raises `InvalidInput` for
+    contents that no page can hold.
+    """
+    pages: list[bytes] = []
+    page = _PageBuilder(0, 0)
+    for number, (kind, content) in enumerate(zip(kinds, contents, strict=True)):
+        if page.leaves == MAX_LEAVES or page.ids == MAX_IDS:
+            pages.append(page.encode())
+            page = _PageBuilder(number, 0)
+        if content.inline is not None:
+            _check_inline(number, content)
+            page.add_leaf(_INLINE, content.inline)
+            continue
+        extent = _encode_extent(kind, content)
+        done = page.add_ids(_check_ids(number, content), 0, extent)
+        while done < len(content.ids):
+            pages.append(page.encode())
+            page = _PageBuilder(number, done // CHUNK_ID_BYTES)
+            done = page.add_ids(content.ids, done, extent)
+    return [*pages, page.encode()] if page.leaves else pages
+
+
+def decode_page(data: bytes | memoryview) -> Page:
+    """One page; raises `Corrupt`. Allocates no more than a few times the size of `data`."""
+    magic, version, first_leaf, count, first_id = _HEAD.unpack_from(data) if len(data) >= _HEAD.size else (b"", 0, 0, 0, 0)
+    if magic != _MAGIC or version != _VERSION:
+        raise _corrupt(f"wanted {_MAGIC!r} and version {_VERSION}, got {magic!r} and {version}")
+    if not count or _payload_offset(count) > len(data):
+        raise _corrupt(f"{count} entries in {len(data)} bytes")
+    kinds = bytes(data[_HEAD.size : _HEAD.size + count])
+    sizes = struct.unpack_from(f"<{count}I", data, _payload_offset(count) - 4 * count)
+    if max(kinds) > _EXTENT or any(data[_HEAD.size + count : _payload_offset(count) - 4 * count]):
+        raise _corrupt("unknown kinds of entry")
+    leaves = _decode_leaves(data, kinds, sizes)
+    if first_id and leaves[0].inline is not None:
+        raise _corrupt("it goes on with a leaf that has no ids")
+    if len(leaves) > MAX_LEAVES or (kinds.count(_IDS) and sum(len(leaf.ids) for leaf in leaves) > MAX_IDS * CHUNK_ID_BYTES):
+        raise _corrupt(f"more than {MAX_LEAVES} leaves or {MAX_IDS} ids")
+    return Page(first_leaf, first_id, tuple(leaves))
+
+
+def join_pages(pages: Iterable[bytes | memoryview], count: int) -> list[LeafContent]:
+    """The contents of all `count` leaves of a tree from its pages in order; raises `Corrupt`.
+
+    `raw_bytes` of a tensor that has ids is 0: its schema tells. That the ids are as many as its grid has cells is for the caller to check.
+    """
+    leaves: list[LeafContent] = []
+    ids: list[bytes] = []
+    for page in map(decode_page, pages):
+        rest = page.leaves
+        if page.first_id:
+            if page.first_leaf != len(leaves) - 1 or page.first_id * CHUNK_ID_BYTES != sum(map(len, ids)):
+                raise _corrupt(f"id {page.first_id} of leaf {page.first_leaf} does not follow what is before it")
+            if replace(leaves[-1], ids=b"") != replace(rest[0], ids=b""):
+                raise _corrupt(f"leaf {page.first_leaf} goes on with another extent")
+            ids.append(rest[0].ids)
+            rest = rest[1:]
+        elif page.first_leaf != len(leaves):
+            raise _corrupt(f"leaf {page.first_leaf} does not follow {len(leaves)} leaves")
+        if rest:
+            _finish_last(leaves, ids)
+            leaves.extend(rest)
+            ids = [rest[-1].ids]
+    _finish_last(leaves, ids)
+    if len(leaves) != count:
+        raise _corrupt(f"wanted {count} leaves, got {len(leaves)}")
+    return leaves
+
+
+class _PageBuilder:
+    """The entries of a page that is still open."""
+
+    __slots__ = ("_first_id", "_first_leaf", "_kinds", "_payloads", "ids", "leaves")
+
+    def __init__(self, first_leaf: int, first_id: int) -> None:
+        self._first_leaf, self._first_id = first_leaf, first_id
+        self._kinds = bytearray()
+        self._payloads: list[bytes | memoryview] = []
+        self.leaves = 0
+        self.ids = 0
+
+    def add_leaf(self, kind: int, payload: bytes | memoryview, extent: bytes = b"") -> None:
+        if extent:
+            self._kinds.append(_EXTENT)
+            self._payloads.append(extent)
+        self._kinds.append(kind)
+        self._payloads.append(payload)
+        self.leaves += 1
+
+    def add_ids(self, ids: bytes, start: int, extent: bytes) -> int:
+        """As many of `ids`, from byte `start` on, as fit; returns the byte where they stop."""
+        stop = min(start + (MAX_IDS - self.ids) * CHUNK_ID_BYTES, len(ids))
+        self.add_leaf(_IDS, memoryview(ids)[start:stop], extent)
+        self.ids += (stop - start) // CHUNK_ID_BYTES
+        return stop
+
+    def encode(self) -> bytes:
+        count = len(self._kinds)
+        head = _HEAD.pack(_MAGIC, _VERSION, self._first_leaf, count, self._first_id)
+        sizes = [
+            len(payload) // CHUNK_ID_BYTES if kind == _IDS else len(payload)
+            for kind, payload in zip(self._kinds, self._payloads, strict=True)
+        ]
+        return b"".join((head, self._kinds, bytes(-count % 4), struct.pack(f"<{count}I", *sizes), *self._payloads))
+
+
+def _decode_leaves(data: bytes | memoryview, kinds: bytes, sizes: tuple[int, ...]) -> list[LeafContent]:
+    if _IDS in kinds:
+        sizes = tuple(size * CHUNK_ID_BYTES if kind == _IDS else size for kind, size in zip(kinds, sizes, strict=True))
+    stops = list(accumulate(sizes, initial=_payload_offset(len(kinds))))
+    if stops[-1] != len(data):
+        raise _corrupt(f"its payloads end at byte {stops[-1]} of {len(data)}")
+    leaves = []
+    extent = _NO_EXTENT
+    for kind, start, size in zip(kinds, stops, sizes, strict=False):
+        if kind == _INLINE:
+            if size > INLINE_BYTES or extent is not _NO_EXTENT:
+                raise _corrupt(f"an inline leaf of {size} bytes, or with an extent")
+            leaves.append(LeafContent(bytes(data[start : start + size]), b"", size))
+        elif kind == _IDS:
+            if not size:
+                raise _corrupt("a leaf without content")
+            leaves.append(LeafContent(None, bytes(data[start : start + size]), extent.raw_bytes, extent.boxes))
+            extent = _NO_EXTENT
+        elif extent is not _NO_EXTENT:
+            raise _corrupt("two extents for one leaf")
+        else:
+            extent = _decode_extent(data[start : start + size])
+    if extent is not _NO_EXTENT:
+        raise _corrupt("an extent without a leaf")
+    return leaves
+
+
+def _finish_last(leaves: list[LeafContent], ids: list[bytes]) -> None:
+    """Give the last leaf the ids of all the pages that it spans, joined once."""
+    if len(ids) > 1:
+        leaves[-1] = replace(leaves[-1], ids=b"".join(ids))
+
+
+def _check_inline(number: int, content: LeafContent) -> None:
+    if len(content.inline or b"") > INLINE_BYTES or content.ids or content.boxes is not None:
+        raise InvalidInput(f"leaf {number} cannot be inline: wanted at most {INLINE_BYTES} bytes and neither ids nor boxes")
+
+
+def _check_ids(number: int, content: LeafContent) -> bytes:
+    if not content.ids or len(content.ids) % CHUNK_ID_BYTES:
+        raise InvalidInput(f"leaf {number} has {len(content.ids)} bytes of ids; wanted a positive multiple of {CHUNK_ID_BYTES}")
+    return content.ids
+
+
+def _encode_extent(kind: LeafKind, content: LeafContent) -> bytes:
+    if kind != "tensor":
+        return _LENGTH.pack(content.raw_bytes)
+    if content.boxes is None:
+        return b""
+    dimensions = {len(part) for box in content.boxes for part in box}
+    if len(dimensions) != 1 or 0 in dimensions:
+        raise InvalidInput(f"a tensor cannot be held in these boxes: wanted one or more of one number of dimensions, got {content.boxes}")
+    numbers = [n for box in content.boxes for part in box for n in part]
+    return _COUNTS.pack(dimensions.pop(), len(content.boxes)) + struct.pack(f"<{len(numbers)}Q", *numbers)
+
+
+def _decode_extent(data: bytes | memoryview) -> LeafContent:
+    """A leaf without its ids. Eight bytes are a length: boxes take at least 24."""
+    if len(data) == _LENGTH.size:
+        return LeafContent(raw_bytes=_LENGTH.unpack(data)[0])
+    n, boxes = _COUNTS.unpack_from(data) if len(data) > _COUNTS.size else (0, 0)
+    if not n or not boxes or len(data) != _COUNTS.size + 16 * n * boxes:
+        raise _corrupt(f"{boxes} boxes of {n} dimensions in {len(data)} bytes")
+    numbers = struct.unpack_from(f"<{2 * n * boxes}Q", data, _COUNTS.size)
+    return LeafContent(boxes=tuple(Box(numbers[i : i + n], numbers[i + n : i + 2 * n]) for i in range(0, len(numbers), 2 * n)))
+
+
+def _payload_offset(count: int) -> int:
+    return _HEAD.size + count + -count % 4 + 4 * count
+
+
+def _corrupt(what: str) -> Corrupt:
+    return Corrupt(f"a page is damaged: {what}; run `ckptstore fsck`")
+
+
+_NO_EXTENT = LeafContent()

@@ -1,0 +1,179 @@
+"""Objects in a bucket or in memory, through fsspec.
+
+An object store shows an object whole and durably once its upload is acknowledged, so there is nothing to fsync and nothing temporary.
+"""
+
+import threading
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import Any
+
+from ckptstore.core.ids import SessionId
+from ckptstore.errors import CkptStoreError, Corrupt, InvalidInput, NotFound, ReadOnly, Unavailable
+from ckptstore.objects.backend import check_key
+
+_EXCLUSIVE = ("memory", "s3", "s3a")
+"""Where fsspec's `mode="create"` is one atomic request; elsewhere two writers could both believe that they created an object."""
+
+_memory_lock = threading.Lock()
+"""fsspec's memory filesystem looks and then creates; under this lock the two are one step."""
+
+
+class FsspecBackend:
+    """See `Backend`. A writer keeps its object in memory until `finish`, so packs are best kept small (64 MiB)."""
+
+    def __init__(self, url: str, *, read_only: bool = False, storage_options: dict[str, Any] | None = None) -> None:
+        # Imported here because a store on a local disk should not pay for it.
+        import fsspec
+
+        scheme = url.partition("://")[0]
+        if scheme not in _EXCLUSIVE:
+            raise InvalidInput(f"a store cannot live at {url!r}: wanted a local path or one of {', '.join(_EXCLUSIVE)}://")
+        try:
+            self._fs, root = fsspec.core.url_to_fs(url, use_listings_cache=False, **(storage_options or {}))
+        except ImportError as error:
+            raise InvalidInput(f"cannot open {url!r}: {error}") from error
+        self.url = url.rstrip("/")
+        self.durable_root: Path | None = None
+        self._root = root.rstrip("/")
+        self._read_only = read_only
+        self._exclusion: AbstractContextManager[object] = _memory_lock if scheme == "memory" else nullcontext()
+
+    def read(self, key: str, start: int = 0, stop: int | None = None) -> bytes:
+        if stop is not None and start >= stop:
+            return b""
+        try:
+            data: bytes = self._fs.cat_file(self._path(key), start=start or None, end=stop)
+        except Exception as error:
+            # S3 answers a range behind the object's end with an error, and a file there with nothing.
+            if start and (size := self.size(key)) is not None and start >= size:
+                return b""
+            raise self._failure(error, "read", key) from error
+        return data
+
+    def read_into(self, key: str, offset: int, buffers: Sequence[memoryview]) -> None:
+        wanted = sum(b.nbytes for b in buffers)
+        data = memoryview(self.read(key, offset, offset + wanted))
+        if data.nbytes != wanted:
+            raise Corrupt(
+                f"{key} in {self.url} is too short: wanted {wanted} bytes from {offset} on, got {data.nbytes}; run `ckptstore fsck`"
+            )
+        for buffer in buffers:
+            buffer.cast("B")[:] = data[: buffer.nbytes]
+            data = data[buffer.nbytes :]
+
+    def read_tail(self, key: str, nbytes: int) -> tuple[bytes, int]:
+        size = self.size(key)
+        if size is None:
+            raise NotFound(f"there is no {key} in {self.url}")
+        return self.read(key, max(size - nbytes, 0), size), size
+
+    def size(self, key: str) -> int | None:
+        try:
+            found = self._fs.info(self._path(key))
+        except FileNotFoundError:
+            return None
+        except Exception as error:
+            raise self._failure(error, "look up", key) from error
+        return int(found["size"]) if found["type"] == "file" else None
+
+    def put(self, key: str, data: bytes | memoryview, *, durable: bool = True) -> None:
+        self._check_writable(key)
+        try:
+            # Copied unless it is bytes: not every library behind fsspec takes a memoryview.
+            self._fs.pipe_file(self._path(key), bytes(data))
+        except Exception as error:
+            raise self._failure(error, "write", key, data) from error
+
+    def put_new(self, key: str, data: bytes | memoryview) -> bool:
+        """As in `Backend`. A repeated request may meet its own object and answer False: who needs to know reads the object."""
+        self._check_writable(key)
+        try:
+            with self._exclusion:
+                self._fs.pipe_file(self._path(key), bytes(data), mode="create")
+        except Exception as error:
+            # Servers refuse in different words, and an answer may be lost; what the caller asks is whether there is an object.
+            if self.size(key) is not None:
+                return False
+            raise self._failure(error, "create", key, data) from error
+        return True
+
+    def create(self, key: str, *, session: SessionId) -> "FsspecWriter":
+        self._check_writable(key)
+        check_key(key)
+        return FsspecWriter(self, key)
+
+    def sync_dirs(self, keys: Iterable[str]) -> None:
+        """A bucket has no directories."""
+
+    def delete(self, key: str) -> None:
+        self._check_writable(key)
+        try:
+            self._fs.rm_file(self._path(key))
+        except FileNotFoundError:
+            return
+        except Exception as error:
+            raise self._failure(error, "delete", key) from error
+
+    def list(self, prefix: str) -> Iterator[tuple[str, int]]:
+        directory = prefix.rpartition("/")[0]
+        place = self._path(directory) if directory else self._root
+        try:
+            self._fs.invalidate_cache()
+            found = self._fs.find(place, detail=True)
+        except FileNotFoundError:
+            return
+        except Exception as error:
+            raise self._failure(error, "list", directory) from error
+        for path in sorted(found):
+            key = path.removeprefix(f"{self._root}/")
+            if key.startswith(prefix):
+                yield key, int(found[path]["size"])
+
+    def close(self) -> None:
+        """fsspec shares its connections among all who use them, so they stay open."""
+
+    def _path(self, key: str) -> str:
+        return f"{self._root}/{check_key(key)}"
+
+    def _check_writable(self, key: str) -> None:
+        if self._read_only:
+            raise ReadOnly(f"cannot change {key}: {self.url} was opened for reading only; open it without read_only")
+
+    def _failure(self, error: Exception, verb: str, key: str, data: bytes | memoryview = b"") -> CkptStoreError:
+        """What `error` means to the caller. Each library behind fsspec has its own errors, and what is not known here may pass."""
+        if isinstance(error, CkptStoreError):
+            return error
+        if isinstance(error, FileNotFoundError):
+            return NotFound(f"there is no {key} in {self.url}")
+        if isinstance(error, PermissionError):
+            return ReadOnly(f"cannot {verb} {key} in {self.url}: {error}; get the right to do so")
+        return Unavailable(f"cannot {verb} {key} ({len(data)} bytes) in {self.url}: {error}; see to the storage, then repeat")
+
+
+class FsspecWriter:
+    """See `Writer`."""
+
+    def __init__(self, backend: FsspecBackend, key: str) -> None:
+        self._backend = backend
+        self._key = key
+        self._data = bytearray()
+        self._lock = threading.Lock()
+
+    def write_at(self, offset: int, buffers: Sequence[memoryview]) -> None:
+        with self._lock:
+            for buffer in buffers:
+                self._data.extend(bytes(max(offset - len(self._data), 0)))
+                self._data[offset : offset + buffer.nbytes] = buffer.cast("B")
+                offset += buffer.nbytes
+
+    def write_back(self, start: int, stop: int) -> None:
+        """Nothing is sent before the object is whole."""
+
+    def finish(self) -> None:
+        data, self._data = self._data, bytearray()
+        self._backend.put(self._key, memoryview(data))
+
+    def discard(self) -> None:
+        self._data = bytearray()

@@ -1,0 +1,130 @@
+"""How the schema of a tree is written down: one canonical JSON object of columns (docs/format.md §5). Pure."""
+
+from itertools import chain
+from math import prod
+from typing import Any, cast
+
+from ckptstore.core.model import LeafKind, Node, Schema, Shape
+from ckptstore.errors import Corrupt, InvalidInput
+from ckptstore.objects import canonical
+from ckptstore.objects.canonical import field
+
+_KINDS = {"tensor", "value", "bytes"}
+_COMBINATIONS = {("tensor", True, True), ("tensor", True, False), ("value", False, False), ("bytes", False, False)}
+"""Which kinds may have a dtype, and a shape of at least one dimension."""
+
+_MAX_DIMENSIONS = 64
+_MAX_BYTES = 1 << 63
+
+
+def encode_schema(schema: Schema) -> bytes:
+    """Raises `InvalidInput` for what canonical JSON cannot hold, such as containers nested 100 deep."""
+    columns = {
+        "paths": schema.paths,
+        "kinds": schema.kinds,
+        "dtypes": schema.dtypes,
+        "shapes": schema.shapes,
+        "aliases": schema.aliases,
+    }
+    try:
+        return canonical.encode({"skeleton": _node_to_json(schema.skeleton), **columns})
+    except RecursionError as error:
+        raise InvalidInput(f"containers are nested too deep; wanted {canonical.MAX_DEPTH // 2 - 1} levels at most") from error
+
+
+def decode_schema(data: bytes | memoryview) -> Schema:
+    """The inverse of `encode_schema`, except that `attrs` come back sorted by name; raises `Corrupt`."""
+    obj = canonical.decode(data)
+    paths, kinds, dtypes = (_strings(obj, key) for key in ("paths", "kinds", "dtypes"))
+    aliases = field(obj, "aliases", list)
+    shapes = _shapes(field(obj, "shapes", list))
+    if len({len(paths), len(kinds), len(dtypes), len(aliases), len(shapes)}) != 1:
+        raise _corrupt("columns are not of one length")
+    _check_columns(paths, kinds, dtypes, shapes, aliases)
+    numbers: list[int] = []
+    skeleton = _node_from_json(obj.get("skeleton"), numbers)
+    if numbers != list(range(len(paths))):
+        raise _corrupt(f"skeleton does not name the {len(paths)} leaves once each and in order")
+    return Schema(skeleton, paths, cast(tuple[LeafKind, ...], kinds), dtypes, shapes, tuple(aliases))
+
+
+def _node_to_json(node: Node | int) -> Any:
+    if isinstance(node, int):
+        return node
+    obj: dict[str, Any] = {"type": node.type, "children": [_node_to_json(child) for child in node.children]}
+    if node.keys is not None:
+        obj["keys"] = node.keys
+    if node.attrs:
+        obj["attrs"] = dict(node.attrs)
+    return obj
+
+
+def _node_from_json(obj: Any, numbers: list[int]) -> Node | int:
+    """The node, with the numbers of its leaves added to `numbers`. `obj` is nested as deep as canonical JSON allows, not deeper."""
+    if type(obj) is int:
+        numbers.append(obj)
+        return obj
+    items = field(obj, "children", list)
+    if _all_of(items, int):
+        numbers.extend(items)
+        children = tuple(items)
+    else:
+        children = tuple([_node_from_json(item, numbers) for item in items])
+    keys = _keys(obj, len(items)) if "keys" in obj else None
+    attrs = tuple(sorted(field(obj, "attrs", dict).items())) if "attrs" in obj else ()
+    return Node(field(obj, "type", str), children, keys, attrs)
+
+
+def _keys(obj: Any, count: int) -> tuple[Any, ...]:
+    keys = field(obj, "keys", list)
+    if len(keys) != count:
+        raise _corrupt(f"skeleton has {len(keys)} keys for {count} children")
+    if not {str, int}.issuperset(map(type, keys)) and not all(map(_is_key, keys)):
+        raise _corrupt("skeleton has keys that are neither strings nor integers nor values")
+    return tuple(keys)
+
+
+def _is_key(key: Any) -> bool:
+    return type(key) in (str, int) or (isinstance(key, list) and bool(key) and isinstance(key[0], str))
+
+
+def _strings(obj: Any, key: str) -> tuple[str, ...]:
+    items = field(obj, key, list)
+    if not _all_of(items, str):
+        raise _corrupt(f"{key} are not strings")
+    return tuple(items)
+
+
+def _shapes(items: list[Any]) -> tuple[Shape, ...]:
+    if not _all_of(items, list) or not _all_of(chain.from_iterable(items), int):
+        raise _corrupt("shapes are not lists of integers")
+    return tuple(map(tuple, items))
+
+
+def _all_of(items: Any, kind: type) -> bool:
+    # By type and not by isinstance: it runs in C, and a bool is no number here.
+    return set(map(type, items)) <= {kind}
+
+
+def _check_columns(
+    paths: tuple[str, ...], kinds: tuple[str, ...], dtypes: tuple[str, ...], shapes: tuple[Shape, ...], aliases: list[Any]
+) -> None:
+    if len(set(paths)) != len(paths):
+        raise _corrupt("paths are not unique")
+    if not _KINDS.issuperset(kinds):
+        raise _corrupt(f"kinds are not among {sorted(_KINDS)}")
+    if not all(map(_fits, set(shapes))):
+        raise _corrupt("shapes are not shapes of tensors")
+    # Few combinations occur, so that each is looked at once.
+    if set(zip(kinds, map(bool, dtypes), map(bool, shapes), strict=True)) - _COMBINATIONS:
+        raise _corrupt("leaves have a dtype or a shape without being tensors, or tensors have no dtype")
+    if not _all_of(aliases, int) or not (set(aliases) <= {-1} or all(-1 <= alias < i for i, alias in enumerate(aliases))):
+        raise _corrupt("aliases do not name earlier leaves")
+
+
+def _fits(shape: Shape) -> bool:
+    return len(shape) <= _MAX_DIMENSIONS and min(shape, default=0) >= 0 and prod(shape) < _MAX_BYTES
+
+
+def _corrupt(what: str) -> Corrupt:
+    return Corrupt(f"a schema is damaged: its {what}; run `ckptstore fsck`")
