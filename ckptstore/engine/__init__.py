@@ -1,0 +1,1 @@
+"""The two journeys of a tensor's bytes: commit and checkout."""

@@ -1,0 +1,241 @@
+"""The journey of a commit's bytes back into a state: document, trees, pieces, reads, in place.
+
+Every chunk is compared with its id on the way. Readers hold nothing in the store; what moved meanwhile is resolved again.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Protocol
+
+from ckptstore.core import dtypes
+from ckptstore.core.config import MIB, StoreConfig
+from ckptstore.core.geometry import Grid, byte_ranges, grid
+from ckptstore.core.ids import CHUNK_ID_BYTES, CommitId, SessionId, document_key
+from ckptstore.core.model import Box, CommitDocument, LeafContent, Schema, Shape, TreeRef
+from ckptstore.engine.select import Piece, select
+from ckptstore.engine.transfer import Threads
+from ckptstore.errors import Corrupt
+from ckptstore.objects.documents import decode_document
+from ckptstore.objects.pages import join_pages
+from ckptstore.objects.schema import decode_schema
+from ckptstore.objects.store import ObjectStore
+
+SCRATCH_BYTES = 32 * MIB
+
+
+class Destination(Protocol):
+    """Where a leaf's raw bytes go (`state.restore`)."""
+
+    def memory(self) -> memoryview | None:
+        """The target's own memory, or None if bytes must be handed over by `write`."""
+
+    def write(self, start: int, data: memoryview) -> None:
+        """Land `data` at byte `start` of the leaf."""
+
+
+class Memory:
+    """A destination that is plain memory."""
+
+    def __init__(self, memory: memoryview) -> None:
+        self._memory = memory
+
+    def memory(self) -> memoryview:
+        return self._memory
+
+    def write(self, start: int, data: memoryview) -> None:
+        self._memory[start : start + len(data)] = data
+
+
+@dataclass(frozen=True)
+class Tree:
+    """One key of a commit: what its leaves are and where their content is."""
+
+    key: str
+    ref: TreeRef
+    schema: Schema
+    contents: Sequence[LeafContent]
+    chunk_bytes: int
+
+    @cached_property
+    def numbers(self) -> dict[str, int]:
+        """Leaf numbers by path."""
+        return {path: i for i, path in enumerate(self.schema.paths)}
+
+    def content(self, i: int) -> LeafContent:
+        """The content of leaf `i`, an alias' from the leaf it shares memory with."""
+        alias = self.schema.aliases[i]
+        return self.contents[i if alias < 0 else alias]
+
+    def extent(self, i: int) -> tuple[Shape, int]:
+        """Shape and element width under which leaf `i` was cut."""
+        if self.schema.kinds[i] == "tensor":
+            return self.schema.shapes[i], dtypes.width_of(self.schema.dtypes[i])
+        return (self.raw_bytes(i),), 1
+
+    def grid(self, i: int) -> Grid:
+        """How leaf `i` was cut, held whole."""
+        return grid(*self.extent(i), self.chunk_bytes)
+
+    def raw_bytes(self, i: int) -> int:
+        if self.schema.kinds[i] == "tensor":
+            return dtypes.nbytes_of(self.schema.dtypes[i], self.schema.shapes[i])
+        content = self.content(i)
+        return content.raw_bytes if content.inline is None else len(content.inline)
+
+    def check(self, i: int) -> None:
+        """Raise `Corrupt` unless leaf `i` has as many bytes or chunks as its shape asks for."""
+        content = self.content(i)
+        if content.inline is not None:
+            wanted, got, what = self.raw_bytes(i), len(content.inline), "bytes"
+        else:
+            shape, width = self.extent(i)
+            boxes = content.boxes or (None,)
+            wanted = sum(len(grid(shape, width, self.chunk_bytes, box)) for box in boxes)
+            got, what = len(content.ids) // CHUNK_ID_BYTES, "chunks"
+        if wanted != got:
+            raise Corrupt(f"the pages of leaf {self.schema.paths[i]} name {got} {what}; wanted {wanted}; run `ckptstore fsck`")
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """A box of leaf `number` of `tree` that is to land in `destination`; the whole leaf without `box`."""
+
+    tree: Tree
+    number: int
+    destination: Destination
+    box: Box | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class _Job:
+    """One piece on its way to its destination."""
+
+    piece: Piece
+    wanted: Wanted
+    memory: memoryview | None
+
+
+class Reader:
+    """Reads commits of one store."""
+
+    def __init__(self, config: StoreConfig, objects: ObjectStore, threads: Threads) -> None:
+        self._config, self._objects, self._threads = config, objects, threads
+
+    def document(self, session: SessionId, commit: CommitId) -> CommitDocument:
+        """The commit's document, its hash checked."""
+        return decode_document(self._objects.backend.read(document_key(session, commit)), commit)
+
+    def tree(self, key: str, ref: TreeRef) -> Tree:
+        """Schema and pages of one key."""
+        schema_bytes, *pages = self._objects.read_metadata_many([ref.schema, *ref.pages])
+        schema = decode_schema(schema_bytes)
+        return Tree(key, ref, schema, join_pages(pages, len(schema)), self._config.chunk_bytes)
+
+    def read(self, wanted: Iterable[Wanted], commit: CommitId) -> None:
+        """Bring the bytes of everything in `wanted` to its destination, verified, on all threads.
+
+        Raises `Corrupt` naming leaf, pack and commit. After an error, destinations hold some new bytes and some old.
+        """
+        direct: list[_Job] = []
+        aside: list[_Job] = []
+        for want in wanted:
+            want.tree.check(want.number)
+            content = want.tree.content(want.number)
+            memory = want.destination.memory()
+            if content.inline is not None:
+                self._land_inline(content.inline, want, memory)
+                continue
+            shape, width = want.tree.extent(want.number)
+            for piece in select(content, shape, width, want.tree.chunk_bytes, want.box):
+                (direct if memory is not None and piece.in_place else aside).append(_Job(piece, want, memory))
+        self._read_direct(direct, commit)
+        self._read_aside(aside, commit)
+
+    def leaf_bytes(self, tree: Tree, number: int, commit: CommitId) -> bytes:
+        """All bytes of a leaf: for values and `bytes` leaves."""
+        inline = tree.content(number).inline
+        if inline is not None:
+            return inline
+        buffer = bytearray(tree.raw_bytes(number))
+        self.read([Wanted(tree, number, Memory(memoryview(buffer)))], commit)
+        return bytes(buffer)
+
+    def packs_of(self, document: CommitDocument) -> frozenset[int]:
+        """The numbers of the packs that hold the commit's chunks now, metadata included."""
+        metadata = [chunk for _, ref in document.trees for chunk in (ref.schema, *ref.pages)]
+        if document.layout is not None:
+            metadata.append(document.layout)
+        contents = (content for key, ref in document.trees for content in self.tree(key, ref).contents)
+        return self._objects.packs_of(b"".join((*metadata, *(content.ids for content in contents))))
+
+    def verify(self, tree: Tree, commit: CommitId) -> None:
+        """Read and check every chunk of `tree`, through scratch memory."""
+        nowhere = _Nowhere()
+        self.read((Wanted(tree, i, nowhere) for i in range(len(tree.schema)) if tree.schema.aliases[i] < 0), commit)
+
+    def _land_inline(self, data: bytes, want: Wanted, memory: memoryview | None) -> None:
+        shape, width = want.tree.extent(want.number)
+        if want.box is not None:
+            moves: Iterable[tuple[int, int, int]] = _inline_moves(shape, width, want.box)
+        else:
+            moves = ((0, 0, len(data)),)
+        for source, target, n in moves:
+            if memory is not None:
+                memory[target : target + n] = data[source : source + n]
+            elif n:
+                want.destination.write(target, memoryview(data)[source : source + n])
+
+    def _read_direct(self, jobs: Sequence[_Job], commit: CommitId) -> None:
+        if not jobs:
+            return
+        out = []
+        for job in jobs:
+            assert job.memory is not None
+            _, target, n = job.piece.moves[0]
+            out.append(job.memory[target : target + n])
+        self._fetch(jobs, out, commit)
+
+    def _read_aside(self, jobs: Sequence[_Job], commit: CommitId) -> None:
+        """Through scratch memory of at most `SCRATCH_BYTES` (or one chunk) at a time."""
+        i = 0
+        while i < len(jobs):
+            j, size = i, 0
+            while j < len(jobs) and (j == i or size + jobs[j].piece.raw_bytes <= SCRATCH_BYTES):
+                size += jobs[j].piece.raw_bytes
+                j += 1
+            out = [memoryview(bytearray(job.piece.raw_bytes)) for job in jobs[i:j]]
+            self._fetch(jobs[i:j], out, commit)
+            for job, data in zip(jobs[i:j], out, strict=True):
+                for source, target, n in job.piece.moves:
+                    if job.memory is not None:
+                        job.memory[target : target + n] = data[source : source + n]
+                    else:
+                        job.wanted.destination.write(target, data[source : source + n])
+            i = j
+
+    def _fetch(self, jobs: Sequence[_Job], out: Sequence[memoryview], commit: CommitId) -> None:
+        def describe(i: int) -> str:
+            want = jobs[i].wanted
+            return f"leaf {want.tree.schema.paths[want.number]}, commit {commit[:12]}"
+
+        self._objects.read_into(
+            b"".join(job.piece.chunk for job in jobs), out, run=self._threads.spread, describe=describe, threads=self._threads.count
+        )
+
+
+class _Nowhere:
+    """A destination for bytes that are only checked."""
+
+    def memory(self) -> None:
+        return None
+
+    def write(self, start: int, data: memoryview) -> None:
+        pass
+
+
+def _inline_moves(shape: Shape, width: int, box: Box) -> Iterable[tuple[int, int, int]]:
+    target = 0
+    for start, stop in byte_ranges(shape, box, width):
+        yield start, target, stop - start
+        target += stop - start

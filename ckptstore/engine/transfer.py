@@ -1,0 +1,107 @@
+"""Threads that take work from one queue; the first failure stops them all and reaches the caller.
+
+Hashing, zstd, `pwrite` and `preadv` release the GIL, so threads scale as long as a piece of work is large.
+"""
+
+import os
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from typing import TypeVar
+
+T = TypeVar("T")
+
+
+class Threads:
+    """A pool that lives as long as its store, made when it is first needed and made anew after a fork."""
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+        self._pool: ThreadPoolExecutor | None = None
+        self._pid = 0
+        self._lock = threading.Lock()
+
+    def spread(self, task: Callable[[T], object], items: Sequence[T]) -> None:
+        """Call `task` for every item, in no order. One item runs on the calling thread."""
+        if len(items) == 1:
+            task(items[0])
+            return
+        shared = _Shared(items)
+
+        def work() -> None:
+            for item in shared:
+                task(item)
+
+        self.together([work] * min(self.count, len(items)), shared.stop)
+
+    def together(self, works: Sequence[Callable[[], object]], stop: Callable[[], None]) -> None:
+        """Run `works` side by side, the last of them on the calling thread. On a failure call `stop`, wait for the others, and raise the
+        first.
+
+        Works are long-lived and must not wait for each other: there may be fewer threads than works.
+        """
+        pool = self._alive()
+        futures = [pool.submit(_stopping(work, stop)) for work in works[:-1]]
+        own: Future[object] = Future()
+        try:
+            own.set_result(_stopping(works[-1], stop)())
+        except BaseException as error:
+            own.set_exception(error)
+            wait(futures)
+            raise
+        wait(futures)
+        for future in futures:
+            future.result()
+
+    def submit(self, work: Callable[[], T]) -> "Future[T]":
+        """Start `work` beside whatever else runs."""
+        return self._alive().submit(work)
+
+    def close(self) -> None:
+        with self._lock:
+            if self._pool and self._pid == os.getpid():
+                self._pool.shutdown()
+            self._pool = None
+
+    def _alive(self) -> ThreadPoolExecutor:
+        with self._lock:
+            if self._pool is None or self._pid != os.getpid():
+                self._pool, self._pid = ThreadPoolExecutor(self.count, thread_name_prefix="ckptstore"), os.getpid()
+            return self._pool
+
+
+class _Shared(Iterable[T]):
+    """Items that several threads take from, until they are gone or `stop` was called."""
+
+    def __init__(self, items: Iterable[T]) -> None:
+        self._items = iter(items)
+        self._lock = threading.Lock()
+        self._stopped = False
+
+    def stop(self) -> None:
+        self._stopped = True
+
+    def __iter__(self) -> Iterator[T]:
+        end = object()
+        while not self._stopped:
+            with self._lock:
+                item = next(self._items, end)
+            if item is end:
+                return
+            yield item  # type: ignore[misc]  # `end` was the only foreign value
+
+
+def shared(items: Iterable[T]) -> _Shared[T]:
+    """An iterable over `items` for several threads; each item goes to one of them."""
+    return _Shared(items)
+
+
+def _stopping(work: Callable[[], object], stop: Callable[[], None]) -> Callable[[], object]:
+    def run() -> object:
+        try:
+            return work()
+        except BaseException:
+            stop()
+            raise
+
+    return run

@@ -1,0 +1,261 @@
+"""The store as training code sees it: commit, checkout, resume, tag, look."""
+
+import logging
+import os
+import threading
+from collections.abc import Mapping, MutableMapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import cached_property
+from types import TracebackType
+from typing import Any, Self
+
+from ckptstore.core.config import CHUNK_BYTES, default_threads
+from ckptstore.core.ids import CommitId, check_run, check_tag
+from ckptstore.core.model import CommitInfo
+from ckptstore.engine.checkout import Reader
+from ckptstore.engine.commit import Committed, Committer, Label
+from ckptstore.engine.compare import Difference, compare
+from ckptstore.engine.opening import Opening, init_store
+from ckptstore.engine.transfer import Threads
+from ckptstore.errors import Conflict, Corrupt, InvalidInput, NotFound
+from ckptstore.history import entries
+from ckptstore.snapshot import Snapshot
+from ckptstore.text import bytes_text, seconds_text
+from ckptstore.upkeep.usage import Usage, usage
+
+logger = logging.getLogger("ckptstore")
+logger.addHandler(logging.NullHandler())
+
+DEFAULT_RUN = "main"
+RATE_BYTES = 64 << 20
+"""Commits that write less say nothing about the disk's speed."""
+
+
+@dataclass(frozen=True, slots=True)
+class Skipped:
+    """A commit that `resume` could not restore, and why."""
+
+    commit: CommitId
+    step: int | None
+    reason: str
+
+
+class Store:
+    """A store, opened for one training run. Threads may share it; a forked child opens its own.
+
+    Use it as a context manager, or call `close`.
+    """
+
+    def __init__(self, opening: Opening, *, run: str = DEFAULT_RUN, threads: int | None = None) -> None:
+        self.run = check_run(run)
+        self._opening = opening
+        self._threads = Threads(threads or default_threads())
+        self._lock = threading.Lock()
+        self._parent: CommitId | None = None
+        self._best_rate = 0.0
+        self.skipped: tuple[Skipped, ...] = ()
+
+    def __repr__(self) -> str:
+        return f"<Store {self.url} run={self.run}>"
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+    @property
+    def url(self) -> str:
+        return self._opening.url
+
+    @property
+    def id(self) -> str:
+        """The store's id, the same for everybody who opens it."""
+        return self._opening.config.store
+
+    def commit(
+        self,
+        app_state: Mapping[str, Any],
+        *,
+        step: int | None = None,
+        tag: str | Sequence[str] = (),
+        message: str = "",
+        metrics: Mapping[str, float] | None = None,
+        allow_pickle: bool = False,
+    ) -> Snapshot:
+        """Store `app_state` as a new commit of this run and return it; durable when this returns.
+
+        `app_state` maps names to objects with `state_dict()` or to plain containers and values. `tag` names the commit (moving a tag that
+        exists) and protects it from retention. Its parent is the commit that this store object committed, restored or resumed last, else
+        the run's newest.
+
+        Raises `InvalidInput` for what cannot be stored, naming its path; `Unavailable` if storage fails or is full; `Conflict` if
+        others kept changing what this commit builds on. Whatever is raised, nothing is visible and nothing is lost.
+        """
+        self._opening.check_writable()
+        tags = tuple(check_tag(name) for name in ([tag] if isinstance(tag, str) else tag))
+        with self._lock:
+            parents = (self._parent,) if self._parent else ()
+            label = Label(self.run, _step(step), message, _metrics(metrics), tags, parents)
+            committer = Committer(self._opening.config, self._opening.objects, self._opening.log, self._threads)
+            committed = committer.commit(app_state, label, allow_pickle=allow_pickle)
+            self._opening.follow({ref.schema.hex(): committed.schemas[key] for key, ref in committed.document.trees})
+            self._parent = committed.id
+        self._report(committed)
+        return Snapshot(self._reader, committed.id, committed.document, tags=tags, stats=committed.stats)
+
+    def checkout(self, ref: str | int = "latest") -> Snapshot:
+        """A read handle on a commit: a step (int) of this run, a tag, a commit id or its beginning, `"latest"`, `"run@100"`, `"latest~2"`,
+        `"best:val_loss"`.
+
+        Raises `NotFound` naming near ones, `InvalidInput` for an ambiguous ref, `Corrupt` for a damaged commit document.
+        """
+        return self._snapshot(self._resolve(ref))
+
+    def resume(self, app_state: MutableMapping[str, Any], *, strict: bool = True, allow_pickle: bool = False) -> Snapshot | None:
+        """Restore the newest commit of this run that verifies and return it; None on a run without commits.
+
+        A commit that is damaged is skipped with a warning, and `skipped` says which and why. Raises `Corrupt` if there are commits and none
+        can be restored, `InvalidInput` if the newest does not fit `app_state`.
+        """
+        skipped: list[Skipped] = []
+        for info in self.log():
+            try:
+                snapshot = self._snapshot(info)
+                snapshot.restore(app_state, strict=strict, allow_pickle=allow_pickle)
+            except (Corrupt, NotFound) as error:
+                skipped.append(Skipped(info.id, info.step, str(error)))
+                logger.warning("skipped commit %s (step %s): %s", info.id[:12], info.step, error)
+                continue
+            self.skipped = tuple(skipped)
+            self._parent = info.id
+            return snapshot
+        self.skipped = tuple(skipped)
+        if skipped:
+            raise Corrupt(f"none of the {len(skipped)} commits of run {self.run} can be restored; the newest: {skipped[0].reason}")
+        return None
+
+    def log(self, limit: int | None = None, *, run: str | None = None, all_runs: bool = False) -> list[CommitInfo]:
+        """The commits of this run (of `run`, or of `all_runs`), newest first, forgotten ones left out."""
+        return self._opening.queries().log(None if all_runs else run or self.run, limit)
+
+    def runs(self) -> list[str]:
+        """The runs that have commits."""
+        return [info.run for info in self._opening.queries().runs()]
+
+    def tags(self) -> dict[str, CommitId]:
+        """Every tag and the commit it names."""
+        return {info.name: info.commit for info in self._opening.queries().tags()}
+
+    def tag(self, name: str, ref: str | int = "latest") -> None:
+        """Let `name` mean the commit `ref`, moving it if it meant another."""
+        self._opening.check_writable()
+        check_tag(name)
+        info = self._resolve(ref)
+        self._opening.log.append(entries.Tag(name, info.id, self._packs_of(info)))
+        self._opening.follow()
+
+    def untag(self, name: str) -> None:
+        """Remove a tag; the commit stays. Raises `NotFound` for a tag that is not there."""
+        self._opening.check_writable()
+        if name not in self.tags():
+            raise NotFound(f"no tag {name!r}; `ckptstore tag` lists them")
+        self._opening.log.append(entries.Tag(name, None, frozenset()))
+        self._opening.follow()
+
+    def diff(self, a: str | int, b: str | int) -> Difference:
+        """What changed from commit `a` to commit `b`, leaf by leaf."""
+        return compare(*(self._snapshot(self._resolve(ref)).trees for ref in (a, b)))
+
+    def usage(self) -> Usage:
+        """Logical, new, exclusive and shared bytes of every commit, and what the store holds in all. Reads every page once."""
+        return usage(self._opening)
+
+    def close(self) -> None:
+        """Wait for what is in flight and let go of files and threads; idempotent."""
+        with self._lock:
+            self._threads.close()
+            self._opening.close()
+
+    @cached_property
+    def _reader(self) -> Reader:
+        return Reader(self._opening.config, self._opening.objects, self._threads)
+
+    def _resolve(self, ref: str | int) -> CommitInfo:
+        queries = self._opening.queries()
+        return queries.commit(queries.resolve(ref, self.run))
+
+    def _snapshot(self, info: CommitInfo) -> Snapshot:
+        return Snapshot(self._reader, info.id, self._reader.document(info.session, info.id), tags=info.tags)
+
+    def _packs_of(self, info: CommitInfo) -> frozenset[int]:
+        """The packs that hold the commit's chunks now: an entry that gives it new life names them."""
+        return self._reader.packs_of(self._reader.document(info.session, info.id))
+
+    def _report(self, committed: Committed) -> None:
+        """One line for people; everything in it is in `Snapshot.stats` too."""
+        stats, document = committed.stats, committed.document
+        rate = stats.new_bytes / stats.durable_s
+        share = ""
+        if stats.new_bytes >= RATE_BYTES:
+            self._best_rate = max(self._best_rate, rate)
+            share = f", {rate / self._best_rate:.0%} of the best rate here"
+        logger.info(
+            "commit %s%s%s: %s -> %s new, held %s, durable after %s%s",
+            committed.id[:12],
+            "" if document.step is None else f" step {document.step}",
+            f" ({', '.join(document.tags)})" if document.tags else "",
+            bytes_text(stats.logical_bytes),
+            bytes_text(stats.new_bytes),
+            seconds_text(stats.held_s),
+            seconds_text(stats.durable_s),
+            share,
+        )
+
+
+def open(  # the public name, as in `ckptstore.open`
+    place: str | os.PathLike[str],
+    *,
+    run: str = DEFAULT_RUN,
+    create: bool = True,
+    read_only: bool = False,
+    chunk_bytes: int = CHUNK_BYTES,
+    codec: str = "raw",
+    threads: int | None = None,
+    storage_options: dict[str, Any] | None = None,
+) -> Store:
+    """Open the store at `place`, a directory or an fsspec URL; with `create`, make it where there is nothing yet.
+
+    `run` groups the commits of one training run. `chunk_bytes` and `codec` (`raw`, `zstd`) apply only to a store that is made
+    here. `threads` hash, read and write.
+
+    Raises `NotFound` if there is no store, `InvalidInput` if `place` holds something else or a store of a newer format, `Corrupt` if
+    `ckptstore.json` is damaged, `ReadOnly` or `Unavailable` if it cannot be made.
+    """
+    try:
+        return Store(Opening(place, read_only=read_only, storage_options=storage_options), run=run, threads=threads)
+    except NotFound:
+        if not create or read_only:
+            raise
+    with suppress(Conflict):  # another process made it at the same time: open that one
+        init_store(place, chunk_bytes=chunk_bytes, codec=codec, storage_options=storage_options)
+    return Store(Opening(place, storage_options=storage_options), run=run, threads=threads)
+
+
+def _step(step: object) -> int | None:
+    if step is None or (isinstance(step, int) and not isinstance(step, bool) and step >= 0):
+        return step
+    raise InvalidInput(f"step is {step!r}; wanted a whole number from 0 on, or None")
+
+
+def _metrics(metrics: Mapping[str, float] | None) -> tuple[tuple[str, float], ...]:
+    pairs = []
+    for name, value in (metrics or {}).items():
+        if not isinstance(name, str) or not name:
+            raise InvalidInput(f"a metric's name is {name!r}; wanted a string")
+        try:
+            pairs.append((name, float(value)))
+        except (TypeError, ValueError) as error:
+            raise InvalidInput(f"metric {name!r} is {value!r}; wanted a number") from error
+    return tuple(sorted(pairs))
