@@ -1,7 +1,7 @@
 """What `checkout` returns: a read handle on one commit."""
 
 import fnmatch
-from collections.abc import MutableMapping
+from collections.abc import Callable, MutableMapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import cached_property
@@ -42,10 +42,18 @@ class Snapshot:
     """
 
     def __init__(
-        self, reader: Reader, commit: CommitId, document: CommitDocument, *, tags: tuple[str, ...] = (), stats: "CommitStats | None" = None
+        self,
+        reader: Reader,
+        commit: CommitId,
+        document: CommitDocument,
+        *,
+        tags: tuple[str, ...] = (),
+        stats: "CommitStats | None" = None,
+        restored: Callable[[CommitId], None] = lambda commit: None,
     ) -> None:
         self._reader = reader
         self._document = document
+        self._restored = restored
         self.id = commit
         self.tags = tags
         self.stats = stats
@@ -111,7 +119,9 @@ class Snapshot:
         report lists both. A shape or dtype that differs always raises. After an error while reading (`Corrupt`, `Unavailable`), the
         target's tensors may hold bytes of both states.
         """
-        return restore(self._reader, self.id, self.trees, app_state, strict=strict, allow_pickle=allow_pickle)
+        report = restore(self._reader, self.id, self.trees, app_state, strict=strict, allow_pickle=allow_pickle)
+        self._restored(self.id)
+        return report
 
     def read(self, path: str, region: tuple[slice | int, ...] | slice | int | None = None, *, allow_pickle: bool = False) -> Any:
         """One leaf by its path. `region` takes a part of a tensor (slices of step 1 and integers), and only the chunks it needs are read.

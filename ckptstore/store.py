@@ -10,9 +10,10 @@ from functools import cached_property
 from types import TracebackType
 from typing import Any, Self
 
-from ckptstore.core.config import CHUNK_BYTES, default_threads
-from ckptstore.core.ids import CommitId, check_run, check_tag
+from ckptstore.core.ids import CommitId, check_tag
 from ckptstore.core.model import CommitInfo
+from ckptstore.core.refs import parse_ref
+from ckptstore.core.settings import Settings
 from ckptstore.engine.checkout import Reader
 from ckptstore.engine.commit import Committed, Committer, Label
 from ckptstore.engine.compare import Difference, compare
@@ -22,12 +23,17 @@ from ckptstore.errors import Conflict, Corrupt, InvalidInput, NotFound
 from ckptstore.history import entries
 from ckptstore.snapshot import Snapshot
 from ckptstore.text import bytes_text, seconds_text
+from ckptstore.upkeep.activity import Activity, activities
+from ckptstore.upkeep.forget import forget_by_policy, forget_commits, undelete
+from ckptstore.upkeep.gc import MAX_UNUSED, GcOptions, GcReport, collect
+from ckptstore.upkeep.progress import Progress, silent
+from ckptstore.upkeep.reserve import ensure_reserve
+from ckptstore.upkeep.retention import ForgetPlan, Policy
 from ckptstore.upkeep.usage import Usage, usage
 
 logger = logging.getLogger("ckptstore")
 logger.addHandler(logging.NullHandler())
 
-DEFAULT_RUN = "main"
 RATE_BYTES = 64 << 20
 """Commits that write less say nothing about the disk's speed."""
 
@@ -47,10 +53,10 @@ class Store:
     Use it as a context manager, or call `close`.
     """
 
-    def __init__(self, opening: Opening, *, run: str = DEFAULT_RUN, threads: int | None = None) -> None:
-        self.run = check_run(run)
+    def __init__(self, opening: Opening, settings: Settings) -> None:
+        self.run = settings.run
         self._opening = opening
-        self._threads = Threads(threads or default_threads())
+        self._threads = Threads(settings.threads)
         self._lock = threading.Lock()
         self._parent: CommitId | None = None
         self._best_rate = 0.0
@@ -97,13 +103,12 @@ class Store:
         tags = tuple(check_tag(name) for name in ([tag] if isinstance(tag, str) else tag))
         with self._lock:
             parents = (self._parent,) if self._parent else ()
-            label = Label(self.run, _step(step), message, _metrics(metrics), tags, parents)
-            committer = Committer(self._opening.config, self._opening.objects, self._opening.log, self._threads)
-            committed = committer.commit(app_state, label, allow_pickle=allow_pickle)
+            label = Label(self.run, _step(step), _message(message), _metrics(metrics), tags, parents)
+            committed = self._committer.commit(app_state, label, allow_pickle=allow_pickle)
             self._opening.follow({ref.schema.hex(): committed.schemas[key] for key, ref in committed.document.trees})
             self._parent = committed.id
         self._report(committed)
-        return Snapshot(self._reader, committed.id, committed.document, tags=tags, stats=committed.stats)
+        return Snapshot(self._reader, committed.id, committed.document, tags=tags, stats=committed.stats, restored=self._descend_from)
 
     def checkout(self, ref: str | int = "latest") -> Snapshot:
         """A read handle on a commit: a step (int) of this run, a tag, a commit id or its beginning, `"latest"`, `"run@100"`, `"latest~2"`,
@@ -129,7 +134,6 @@ class Store:
                 logger.warning("skipped commit %s (step %s): %s", info.id[:12], info.step, error)
                 continue
             self.skipped = tuple(skipped)
-            self._parent = info.id
             return snapshot
         self.skipped = tuple(skipped)
         if skipped:
@@ -164,6 +168,66 @@ class Store:
         self._opening.log.append(entries.Tag(name, None, frozenset()))
         self._opening.follow()
 
+    def forget(
+        self, what: Policy | str | int | Sequence[Policy | str | int], *, all_runs: bool = False, dry_run: bool = False
+    ) -> ForgetPlan:
+        """Forget commits: those that `what` names (refs), or those of this run that no policy of `what` keeps, in `all_runs` if wanted.
+
+        Nothing is deleted before the next `gc`; until then `undelete` brings them back. Tagged commits, the two newest of each run and the
+        best by the store's settings are never forgotten. Returns the plan that was, or with `dry_run` would be, executed.
+
+        Raises `InvalidInput` for nothing to go by, `Conflict` for a named commit that may not go.
+        """
+        self._opening.check_writable()
+        wanted = [what] if isinstance(what, Policy | str | int) else list(what)
+        policies = [item for item in wanted if isinstance(item, Policy)]
+        refs = [item for item in wanted if not isinstance(item, Policy)]
+        if policies and refs:
+            raise InvalidInput("forget was given policies and commits; a policy says what to keep, a ref what to forget: give one or the other")
+        if refs:
+            plan = forget_commits(self._opening, [self._resolve(ref).id for ref in refs], dry_run=dry_run)
+        else:
+            plan = forget_by_policy(self._opening, policies, run=None if all_runs else self.run, dry_run=dry_run)
+        if not dry_run:
+            self._opening.follow()
+        return plan
+
+    def undelete(self, refs: str | int | Sequence[str | int]) -> None:
+        """Bring forgotten commits back, by their ids or the beginnings of them.
+
+        Raises `NotFound` for one that a gc has purged, `Conflict` for one that is not forgotten.
+        """
+        self._opening.check_writable()
+        wanted = [refs] if isinstance(refs, str | int) else refs
+        undelete(self._opening, [self._resolve(ref).id for ref in wanted])
+        self._opening.follow()
+
+    def gc(
+        self,
+        *,
+        dry_run: bool = False,
+        max_unused: float = MAX_UNUSED,
+        max_repack_bytes: int | None = None,
+        impatient: bool = False,
+        progress: Progress = silent,
+    ) -> GcReport:
+        """Remove what no commit needs; safe while others commit, read and collect. With `dry_run`, only say what that would be.
+
+        Packs of which more than the share `max_unused` is dead are copied together, at most `max_repack_bytes` of them. What a commit in
+        flight may still reuse is deleted by a later gc, unless `impatient`: then that commit writes it again.
+
+        Raises `Corrupt`, before anything is deleted, if a commit's metadata cannot be read.
+        """
+        options = GcOptions(max_unused, max_repack_bytes, impatient)
+        report = collect(self._opening, options, dry_run=dry_run, progress=progress)
+        if not dry_run:
+            self._opening.follow()
+        return report
+
+    def sessions(self) -> tuple[Activity, ...]:
+        """Who is writing to the store now, and which condemned packs wait for whom."""
+        return activities(self._opening)
+
     def diff(self, a: str | int, b: str | int) -> Difference:
         """What changed from commit `a` to commit `b`, leaf by leaf."""
         return compare(*(self._snapshot(self._resolve(ref)).trees for ref in (a, b)))
@@ -179,15 +243,24 @@ class Store:
             self._opening.close()
 
     @cached_property
+    def _committer(self) -> Committer:
+        return Committer(self._opening.config, self._opening.objects, self._opening.log, self._threads)
+
+    @cached_property
     def _reader(self) -> Reader:
         return Reader(self._opening.config, self._opening.objects, self._threads)
 
     def _resolve(self, ref: str | int) -> CommitInfo:
         queries = self._opening.queries()
-        return queries.commit(queries.resolve(ref, self.run))
+        return queries.commit(queries.resolve(parse_ref(ref), self.run))
 
     def _snapshot(self, info: CommitInfo) -> Snapshot:
-        return Snapshot(self._reader, info.id, self._reader.document(info.session, info.id), tags=info.tags)
+        document = self._reader.document(info.session, info.id)
+        return Snapshot(self._reader, info.id, document, tags=info.tags, restored=self._descend_from)
+
+    def _descend_from(self, commit: CommitId) -> None:
+        """What is committed next descends from what was restored last."""
+        self._parent = commit
 
     def _packs_of(self, info: CommitInfo) -> frozenset[int]:
         """The packs that hold the commit's chunks now: an entry that gives it new life names them."""
@@ -196,11 +269,9 @@ class Store:
     def _report(self, committed: Committed) -> None:
         """One line for people; everything in it is in `Snapshot.stats` too."""
         stats, document = committed.stats, committed.document
-        rate = stats.new_bytes / stats.durable_s
-        share = ""
         if stats.new_bytes >= RATE_BYTES:
-            self._best_rate = max(self._best_rate, rate)
-            share = f", {rate / self._best_rate:.0%} of the best rate here"
+            self._best_rate = max(self._best_rate, stats.written_bytes_per_s)
+        share = f", {stats.written_bytes_per_s / self._best_rate:.0%} of the disk's best here" if stats.new_bytes >= RATE_BYTES else ""
         logger.info(
             "commit %s%s%s: %s -> %s new, held %s, durable after %s%s",
             committed.id[:12],
@@ -214,39 +285,55 @@ class Store:
         )
 
 
-def open(  # the public name, as in `ckptstore.open`
+def open(
     place: str | os.PathLike[str],
     *,
-    run: str = DEFAULT_RUN,
+    run: str | None = None,
     create: bool = True,
     read_only: bool = False,
-    chunk_bytes: int = CHUNK_BYTES,
-    codec: str = "raw",
+    chunk_bytes: int | None = None,
+    codec: str | None = None,
     threads: int | None = None,
-    storage_options: dict[str, Any] | None = None,
+    storage_options: Mapping[str, Any] | None = None,
 ) -> Store:
     """Open the store at `place`, a directory or an fsspec URL; with `create`, make it where there is nothing yet.
 
-    `run` groups the commits of one training run. `chunk_bytes` and `codec` (`raw`, `zstd`) apply only to a store that is made
-    here. `threads` hash, read and write.
+    `run` groups the commits of one training run (default `$CKPTSTORE_RUN`, else `main`). `chunk_bytes` (a power of two, default 1 MiB) and
+    `codec` (`raw` or `zstd`) apply only to a store that is made here. `threads` (default `$CKPTSTORE_THREADS`, else by the processors)
+    hash, read and write.
 
     Raises `NotFound` if there is no store, `InvalidInput` if `place` holds something else or a store of a newer format, `Corrupt` if
     `ckptstore.json` is damaged, `ReadOnly` or `Unavailable` if it cannot be made.
     """
+    settings = Settings.of(
+        run=run,
+        create=create,
+        read_only=read_only,
+        chunk_bytes=chunk_bytes,
+        codec=codec,
+        threads=threads,
+        storage_options=None if storage_options is None else dict(storage_options),
+    )
     try:
-        return Store(Opening(place, read_only=read_only, storage_options=storage_options), run=run, threads=threads)
+        return Store(Opening(place, read_only=read_only, storage_options=settings.storage_options), settings)
     except NotFound:
         if not create or read_only:
             raise
     with suppress(Conflict):  # another process made it at the same time: open that one
-        init_store(place, chunk_bytes=chunk_bytes, codec=codec, storage_options=storage_options)
-    return Store(Opening(place, storage_options=storage_options), run=run, threads=threads)
+        init_store(place, chunk_bytes=settings.chunk_bytes, codec=settings.codec, storage_options=settings.storage_options)
+    return Store(Opening(place, storage_options=settings.storage_options), settings)
 
 
 def _step(step: object) -> int | None:
     if step is None or (isinstance(step, int) and not isinstance(step, bool) and step >= 0):
         return step
     raise InvalidInput(f"step is {step!r}; wanted a whole number from 0 on, or None")
+
+
+def _message(message: object) -> str:
+    if isinstance(message, str):
+        return message
+    raise InvalidInput(f"message is {message!r}; wanted a string")
 
 
 def _metrics(metrics: Mapping[str, float] | None) -> tuple[tuple[str, float], ...]:

@@ -17,7 +17,8 @@ CHUNK_BYTES_MAX = 64 * MIB
 RUN_BYTES = 8 * MIB
 PACK_BYTES_LOCAL = 256 * MIB
 PACK_BYTES_REMOTE = 64 * MIB
-CODECS = ("raw", "zstd", "split-zstd")
+CODECS = ("raw", "zstd")
+"""What a store offers new chunks to; with `zstd`, floats are split into byte planes first."""
 READ_FEATURES: frozenset[str] = frozenset()
 WRITE_FEATURES: frozenset[str] = frozenset()
 

@@ -53,7 +53,13 @@ class Grid:
         return self._cell_at(start), self._cell_at(stop - 1) + 1
 
     def spans(self) -> Iterator[tuple[int, int]]:
-        return (self.span(i) for i in range(len(self)))
+        """Every cell's `span`, in order."""
+        stop = 0
+        rows = [(b - a) * self.suffix for a, b in map(self._row_range, range(self._per_prefix))]
+        for _ in range(self._prefixes):
+            for nbytes in rows:
+                start, stop = stop, stop + nbytes
+                yield start, stop
 
     def _row_range(self, j: int) -> tuple[int, int]:
         if not self.box.lengths:

@@ -14,9 +14,13 @@ from typing import Literal, TypeAlias
 from ckptstore.core.ids import check_run
 from ckptstore.errors import InvalidInput
 
-_FORMS = "a step, 'latest', 'best:METRIC' or 'best:METRIC:max', a tag, at least 6 digits of a commit id, 'RUN@STEP', any of them with '~K' behind"
+_FORMS = (
+    "a step, 'latest', 'best:METRIC' or 'best:METRIC:max', a tag, at least 6 digits of a commit id, 'RUN@STEP', "
+    "any of them with '~K' behind"
+)
 _PREFIX = re.compile(r"[0-9a-f]{6,64}")
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.+/-]*")
+_RUN = re.compile(r"(?:([^@:]*)@)?(.*)", re.DOTALL)
 _ANCESTOR = re.compile(r"(.*?)((?:~[0-9]*)+)", re.DOTALL)
 
 
@@ -79,17 +83,16 @@ def parse_ref(ref: str | int) -> Ref:
 
 
 def _parse_base(text: str) -> Step | Latest | Best | Name:
-    run, at, base = text.rpartition("@")
-    if at:
+    run, base = _RUN.fullmatch(text).groups()  # type: ignore[union-attr]  # matches any text
+    if run is not None:
         check_run(run)
-    where = run if at else None
-    if re.fullmatch(r"-?[0-9]+", base):
-        return Step(int(base), where, None if at else _prefix(base))
+    if re.fullmatch(r"-?[0-9]{1,18}", base):
+        return Step(int(base), run, _prefix(base) if run is None else None)
     if base == "latest":
-        return Latest(where)
+        return Latest(run)
     if base.startswith("best:"):
-        return _parse_best(text, base.removeprefix("best:"), where)
-    if not at and _NAME.fullmatch(base):
+        return _parse_best(text, base.removeprefix("best:"), run)
+    if run is None and _NAME.fullmatch(base):
         return Name(base, _prefix(base))
     raise InvalidInput(f"{text!r} is no ref: wanted {_FORMS}")
 

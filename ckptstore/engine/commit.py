@@ -14,7 +14,7 @@ from ckptstore.core.ids import ChunkId, CommitId, SessionId, digest, document_ke
 from ckptstore.core.model import CommitDocument, LeafContent, Schema, TreeRef
 from ckptstore.engine.plan import CommitPlan, Extent, plan_commit
 from ckptstore.engine.transfer import Threads
-from ckptstore.engine.write import Dedup, SessionPacks, Written, write_chunks, write_metadata
+from ckptstore.engine.write import Dedup, RunMemory, SessionPacks, Written, write_chunks, write_metadata
 from ckptstore.errors import Conflict
 from ckptstore.history import entries
 from ckptstore.history.fold import Code
@@ -88,10 +88,14 @@ class _Tree:
 
 
 class Committer:
-    """Commits states of one process to one store. One commit at a time."""
+    """Commits states of one process to one store, one commit at a time. Remembers what the next commit of the same state can use again."""
 
     def __init__(self, config: StoreConfig, objects: ObjectStore, log: Log, threads: Threads) -> None:
         self._config, self._objects, self._log, self._threads = config, objects, log, threads
+        self._extents: list[Extent] = []
+        self._plan = plan_commit([], config.chunk_bytes)
+        self._runs = RunMemory()
+        self._schemas: dict[str, tuple[Schema, ChunkId, bytes]] = {}
 
     def commit(self, app_state: Mapping[str, Any], label: Label, *, allow_pickle: bool = False) -> Committed:
         """Write `app_state` and append its entry; durable when this returns. A label without parents gets the run's newest commit as
@@ -106,7 +110,7 @@ class Committer:
         for key, flat in flats.items():
             trees.append(_Tree(key, flat, first))
             first += len(flat.leaves)
-        plan = plan_commit([_extent(tree.flat, i) for tree in trees for i in range(len(tree.flat.leaves))], self._config.chunk_bytes)
+        plan = self._plan_for([_extent(tree.flat, i) for tree in trees for i in range(len(tree.flat.leaves))])
         for _ in range(ATTEMPTS):
             try:
                 return self._attempt(trees, plan, label, started)
@@ -115,6 +119,18 @@ class Committer:
                     raise
                 last = error
         raise Conflict(f"the commit was refused {ATTEMPTS} times because others changed the store meanwhile; repeat it") from last
+
+    def _plan_for(self, extents: list[Extent]) -> CommitPlan:
+        if extents != self._extents:
+            self._extents, self._plan, self._runs = extents, plan_commit(extents, self._config.chunk_bytes), RunMemory()
+        return self._plan
+
+    def _encoded(self, key: str, schema: Schema) -> tuple[ChunkId, bytes]:
+        known = self._schemas.get(key)
+        if known is None or known[0] != schema:
+            data = encode_schema(schema)
+            known = self._schemas[key] = schema, ChunkId(digest(data)), data
+        return known[1], known[2]
 
     def _attempt(self, trees: Sequence[_Tree], plan: CommitPlan, label: Label, started: float) -> Committed:
         with open_session(self._objects.backend, "commit") as session:
@@ -130,7 +146,7 @@ class Committer:
                 codec=codecs.codec_id(self._config.codec),
                 pack_bytes=PACK_BYTES_REMOTE if remote else PACK_BYTES_LOCAL,
             )
-            dedup = Dedup(self._objects, state)
+            dedup = Dedup(self._objects, state, self._runs)
             try:
                 written = write_chunks(plan, [leaf for tree in trees for leaf in tree.flat.leaves], dedup, packs, self._threads)
                 refs = self._write_trees(trees, plan, written, dedup, packs)
@@ -162,10 +178,10 @@ class Committer:
         metadata: dict[ChunkId, tuple[bytes, int]] = {}
         refs = []
         for tree in trees:
-            schema = encode_schema(tree.flat.schema)
+            schema_id, schema = self._encoded(tree.key, tree.flat.schema)
             pages = split_pages(tree.flat.schema.kinds, [_content(tree, i, inline, written) for i in range(len(tree.flat.leaves))])
             named = [(ChunkId(digest(data)), data) for data in pages]
-            ref = TreeRef(ChunkId(digest(schema)), tuple(chunk for chunk, _ in named))
+            ref = TreeRef(schema_id, tuple(chunk for chunk, _ in named))
             metadata[ref.schema] = (schema, SCHEMA)
             metadata.update((chunk, (data, PAGE)) for chunk, data in named)
             refs.append((tree.key, ref))

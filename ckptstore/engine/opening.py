@@ -4,6 +4,7 @@ A store exists when its `ckptstore.json` does; it is created exclusively, so of 
 and the other opens it.
 """
 
+import logging
 import os
 from collections.abc import Mapping
 from contextlib import suppress
@@ -12,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ckptstore.core.config import CHUNK_BYTES, StoreConfig, check_chunk_bytes, check_codec
-from ckptstore.core.ids import CONFIG_KEY, new_store_id, parse_chunk_id
+from ckptstore.core.ids import CONFIG_KEY, StoreId, new_store_id, parse_chunk_id
 from ckptstore.core.model import Schema
 from ckptstore.core.places import cache_directory, is_network_filesystem
 from ckptstore.errors import Conflict, Corrupt, InvalidInput, NotFound, ReadOnly
@@ -25,6 +26,8 @@ from ckptstore.objects.config import decode_config, encode_config
 if TYPE_CHECKING:
     from ckptstore.index.catalog import Catalog
     from ckptstore.objects.store import ObjectStore
+
+logger = logging.getLogger("ckptstore")
 
 CATALOG_NAME = "catalog.sqlite"
 CHUNKS_NAME = "chunks.lmdb"
@@ -71,11 +74,8 @@ class Opening:
 
     @cached_property
     def index_directory(self) -> Path:
-        """Where this host keeps its indexes: in the store if that is on a local disk that it may write to, else in its cache directory."""
-        root = self.backend.durable_root
-        if root is not None and not self.read_only and not is_network_filesystem(root) and os.access(root, os.W_OK):
-            return root / "index"
-        return cache_directory() / self.config.store
+        """Where this host keeps its indexes."""
+        return index_directory(self.backend, self.config.store, read_only=self.read_only)
 
     @cached_property
     def objects(self) -> "ObjectStore":
@@ -115,7 +115,8 @@ class Opening:
         """
         try:
             self.catalog.fold(self.log.read_entries(*self.catalog.position()))
-        except Corrupt:
+        except Corrupt as error:
+            logger.warning("the catalog of %s is made anew: %s", self.url, error)
             self.catalog.reset()
             self.catalog.fold(self.log.read_entries(*self.catalog.position()))
         self._add_schemas(self.catalog, schemas or {})
@@ -138,7 +139,10 @@ class Opening:
         return catalog.queries()
 
     def _is_head(self, position: Position) -> bool:
-        """Whether nothing follows `position` in the log, and the log has it."""
+        """Whether nothing follows `position` in the log, and the log has it. Raises `Corrupt` if an entry is missing right behind it."""
+        if self.log.head_after(position.n + 1):
+            self.log.check_no_gap(position.n)
+            return False
         return not self.log.head_after(position.n) and self.log.has(position)
 
     def close(self) -> None:
@@ -150,6 +154,14 @@ class Opening:
         self.backend.close()
 
 
+def index_directory(backend: Backend, store: StoreId, *, read_only: bool) -> Path:
+    """Where this host keeps the indexes of `store`: in it if it is on a local disk that may be written to, else in the cache directory."""
+    root = backend.durable_root
+    if root is not None and not read_only and not is_network_filesystem(root) and os.access(root, os.W_OK):
+        return root / "index"
+    return cache_directory() / store
+
+
 def _read_config(backend: Backend) -> StoreConfig:
     if not _is_store(backend):
         raise NotFound(
@@ -159,7 +171,12 @@ def _read_config(backend: Backend) -> StoreConfig:
 
 
 def _is_store(backend: Backend) -> bool:
-    return backend.size(CONFIG_KEY) is not None
+    """Whether there is a store. Raises `Corrupt` for one that lost its `ckptstore.json`: a new one there would bury its commits."""
+    if backend.size(CONFIG_KEY) is not None:
+        return True
+    if next(backend.list("log/"), None):
+        raise Corrupt(f"{backend.url} has a log and no {CONFIG_KEY}: it was a store and lost that file; `ckptstore repair` writes it again")
+    return False
 
 
 def _refuse_foreign(backend: Backend) -> None:

@@ -37,12 +37,15 @@ class Extent(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """Chunks `first:stop` of a part, `raw_bytes` long."""
+    """Consecutive chunks of a part from chunk `first` on: chunk `first + i` is the bytes `cuts[i]:cuts[i + 1]` of the leaf."""
 
     part: Part
     first: int
-    stop: int
-    raw_bytes: int
+    cuts: tuple[int, ...]
+
+    @property
+    def raw_bytes(self) -> int:
+        return self.cuts[-1] - self.cuts[0]
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,13 +71,13 @@ def plan_commit(leaves: Sequence[Extent], chunk_bytes: int) -> CommitPlan:
 
 
 def _runs(part: Part) -> Iterator[Run]:
-    first, start = 0, 0
-    for i, (_, stop) in enumerate(part.grid.spans()):
-        if stop - start > RUN_BYTES:
-            edge = part.grid.span(i)[0]
-            yield Run(part, first, i, edge - start)
-            first, start = i, edge
-    yield Run(part, first, len(part.grid), part.raw_bytes - start)
+    first, cuts = 0, [0]
+    for _, stop in part.grid.spans():
+        if stop - cuts[0] > RUN_BYTES and len(cuts) > 1:
+            yield Run(part, first, tuple(cuts))
+            first, cuts = first + len(cuts) - 1, [cuts[-1]]
+        cuts.append(stop)
+    yield Run(part, first, tuple(cuts))
 
 
 def _batches(runs: Iterator[Run]) -> Iterator[tuple[Run, ...]]:

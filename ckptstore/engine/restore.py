@@ -28,7 +28,9 @@ def restore(
 ) -> RestoreReport:
     """Bring `app_state` to the commit's state in place. Raises `InvalidInput` before anything is touched."""
     bindings = {
-        key: bind(app_state[key], key, tree.schema, strict=strict, allow_pickle=allow_pickle) for key, tree in trees.items() if key in app_state
+        key: bind(app_state[key], key, tree.schema, strict=strict, allow_pickle=allow_pickle)
+        for key, tree in trees.items()
+        if key in app_state
     }
     missing = [key for key in app_state if key not in trees] + [p for b in bindings.values() for p in b.missing]
     unexpected = [key for key in trees if key not in app_state] + [p for b in bindings.values() for p in b.unexpected]

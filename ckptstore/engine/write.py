@@ -1,10 +1,10 @@
 """Hash what a plan names, drop what the store has, pack the rest: the part of a commit that moves bytes."""
 
-import itertools
 import threading
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
+from itertools import compress, count, islice, pairwise
 from typing import Protocol
 
 import numpy as np
@@ -33,25 +33,67 @@ class Source(Protocol):
         """Copy the raw bytes `start:stop` to `out`."""
 
 
+class RunMemory:
+    """What the last commit of the same plan found for each run: its chunk ids and the packs that held them all.
+
+    A run that has not changed since needs no look-up. 32 bytes a chunk.
+    """
+
+    def __init__(self) -> None:
+        self._found: dict[tuple[int, int], tuple[bytes, frozenset[int]]] = {}
+
+    def packs_of(self, run: Run, ids: bytes) -> frozenset[int] | None:
+        """The packs that held the run's chunks if they were `ids` then, else None."""
+        known = self._found.get((run.part.leaf, run.first))
+        return known[1] if known and known[0] == ids else None
+
+    def remember(self, run: Run, ids: bytes, packs: frozenset[int]) -> None:
+        self._found[run.part.leaf, run.first] = ids, packs
+
+
 class Dedup:
     """Which chunks a commit need not write: those in live packs, and those that it has taken on already. Threads share it."""
 
-    def __init__(self, objects: ObjectStore, state: State) -> None:
+    def __init__(self, objects: ObjectStore, state: State, runs: RunMemory) -> None:
         self._objects = objects
         self._state = state
+        self._runs = runs
         self._live: dict[int, bool] = {}
         self._taken: dict[ChunkId, object] = {}
         self.reused: set[int] = set()
 
     def fresh(self, ids: Sequence[ChunkId]) -> list[bool]:
         """For each chunk whether the caller is the one to write it. `reused` gets the packs of those that are there."""
-        where = self._objects.locate(b"".join(ids))
-        numbers = where["pack"].tolist()
-        known = where["found"].tolist()
-        return [self._is_fresh(chunk, number if there else 0) for chunk, number, there in zip(ids, numbers, known, strict=True)]
+        return [self._is_fresh(chunk, number) for chunk, number in zip(ids, self._numbers(b"".join(ids)), strict=True)]
+
+    def fresh_runs(self, runs: Sequence[tuple[Run, Sequence[ChunkId]]]) -> list[list[bool]]:
+        """The same, run by run."""
+        unknown = [(run, ids, joined) for run, ids in runs if not self._known(run, joined := b"".join(ids))]
+        numbers = iter(self._numbers(b"".join(joined for _, _, joined in unknown)) if unknown else ())
+        found = {id(run): self._fresh_run(run, ids, joined, numbers) for run, ids, joined in unknown}
+        return [found.get(id(run)) or [False] * len(ids) for run, ids in runs]
+
+    def _known(self, run: Run, ids: bytes) -> bool:
+        packs = self._runs.packs_of(run, ids)
+        if packs is None or not all(map(self._is_live, packs)):
+            return False
+        self.reused |= packs
+        return True
+
+    def _fresh_run(self, run: Run, ids: Sequence[ChunkId], joined: bytes, numbers: Iterator[int]) -> list[bool]:
+        held = list(islice(numbers, len(ids)))
+        fresh = [self._is_fresh(chunk, number) for chunk, number in zip(ids, held, strict=True)]
+        if all(map(self._is_live, held)):
+            self._runs.remember(run, joined, frozenset(held))
+        return fresh
+
+    def _numbers(self, ids: bytes) -> list[int]:
+        """The pack that holds each chunk; 0 for none. Packs are numbered from 1."""
+        where = self._objects.locate(ids)
+        return np.where(where["found"] == 1, where["pack"], 0).tolist()  # type: ignore[no-any-return]  # numpy's tolist is untyped
 
     def _is_fresh(self, chunk: ChunkId, number: int) -> bool:
-        if number and self._is_live(number):
+        if self._is_live(number):
             self.reused.add(number)
             return False
         me = object()
@@ -82,7 +124,7 @@ class SessionPacks:
         self._objects, self._session, self._threads = objects, session, threads
         self._pack_bytes = pack_bytes
         self.codec = codec
-        self._numbers = itertools.count()
+        self._numbers = count()
         self._closing: list[Future[None]] = []
         self._lock = threading.Lock()
 
@@ -164,7 +206,7 @@ class _Worker:
         self._batches, self._sources, self._ids, self._dedup, self._packs = batches, sources, ids, dedup, packs
         self._packer = packs.packer()
         self._codec = packs.codec
-        self._staging: memoryview | None = None
+        self._staging = memoryview(b"")
 
     def work(self) -> None:
         try:
@@ -176,47 +218,34 @@ class _Worker:
             raise
 
     def _batch(self, batch: tuple[Run, ...]) -> None:
-        views = [self._views(run, batch) for run in batch]
+        views = [self._views(run, shared=len(batch) > 1) for run in batch]
         ids = [[ChunkId(digest(view)) for view in run_views] for run_views in views]
-        fresh = iter(self._dedup.fresh([chunk for run_ids in ids for chunk in run_ids]))
-        for run, run_ids, run_views in zip(batch, ids, views, strict=True):
+        fresh = self._dedup.fresh_runs(list(zip(batch, ids, strict=True)))
+        for run, run_ids, run_views, is_new in zip(batch, ids, views, fresh, strict=True):
             at = run.first * CHUNK_ID_BYTES
             self._ids[run.part.leaf][at : at + len(run_ids) * CHUNK_ID_BYTES] = b"".join(run_ids)
-            new = [i for i, is_new in zip(range(len(run_ids)), fresh, strict=False) if is_new]
-            if new:
-                size = sum(len(run_views[i]) for i in new)
-                self._packer.add(
-                    [run_ids[i] for i in new],
-                    [run_views[i] for i in new],
-                    run.part.width,
-                    TENSOR,
-                    codec=self._codec_of(run.part),
-                    run_bytes=size,
-                )
-                self.new_chunks += len(new)
+            if any(is_new):
+                self._add(run.part, list(compress(run_ids, is_new)), list(compress(run_views, is_new)))
         self._packer.flush()
+
+    def _add(self, part: Part, ids: list[ChunkId], raws: list[memoryview]) -> None:
+        self._packer.add(ids, raws, part.width, TENSOR, codec=self._codec_of(part), run_bytes=sum(map(len, raws)))
+        self.new_chunks += len(ids)
 
     def _codec_of(self, part: Part) -> int:
         """Floats compress better byte plane by byte plane."""
         return codecs.SPLIT_ZSTD if self._codec == codecs.ZSTD and part.floating and part.width > 1 else self._codec
 
-    def _views(self, run: Run, batch: tuple[Run, ...]) -> list[memoryview]:
-        spans = [run.part.grid.span(i) for i in range(run.first, run.stop)]
-        memory = self._sources[run.part.leaf].memory()
+    def _views(self, run: Run, *, shared: bool) -> list[memoryview]:
+        """The run's chunks where they are, or in memory of this thread; with `shared`, in memory that the next run of the batch leaves alone."""
+        memory, base = self._sources[run.part.leaf].memory(), 0
         if memory is None:
-            start, stop = spans[0][0], spans[-1][1]
-            memory = self._stage(run.part, start, stop, fresh=len(batch) > 1)
-            spans = [(a - start, b - start) for a, b in spans]
-        return [memory[a:b] for a, b in spans]
+            base = run.cuts[0]
+            memory = memoryview(bytearray(run.raw_bytes)) if shared else self._scratch(run.raw_bytes)
+            self._sources[run.part.leaf].stage(base, run.cuts[-1], memory)
+        return [memory[start - base : stop - base] for start, stop in pairwise(run.cuts)]
 
-    def _stage(self, part: Part, start: int, stop: int, *, fresh: bool) -> memoryview:
-        """Copy what cannot be read in place: into memory of this thread that is used again for the next batch, unless several runs share
-        the batch."""
-        if fresh:
-            out = memoryview(bytearray(stop - start))
-        else:
-            if self._staging is None or len(self._staging) < stop - start:
-                self._staging = memoryview(np.empty(max(RUN_BYTES, stop - start), np.uint8))
-            out = self._staging[: stop - start]
-        self._sources[part.leaf].stage(start, stop, out)
-        return out
+    def _scratch(self, nbytes: int) -> memoryview:
+        if len(self._staging) < nbytes:
+            self._staging = memoryview(bytearray(max(RUN_BYTES, nbytes)))
+        return self._staging[:nbytes]

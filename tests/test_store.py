@@ -1,0 +1,507 @@
+"""The store as training code uses it: what went in comes back, what does not fit is refused, nothing is half-done."""
+
+import json
+import logging
+import multiprocessing
+import os
+import subprocess
+import sys
+import tempfile
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import ckptstore
+from ckptstore import Conflict, Corrupt, InvalidInput, NotFound, ReadOnly, Unavailable
+from ckptstore.engine.opening import Opening, init_store
+
+
+def net(width: int = 64) -> torch.nn.Module:
+    return torch.nn.Sequential(torch.nn.Linear(16, width), torch.nn.ReLU(), torch.nn.Linear(width, 4))
+
+
+def training() -> dict[str, Any]:
+    torch.manual_seed(1)
+    model = net()
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.randn(8, 16)).sum().backward()
+    optimizer.step()
+    return {"model": model, "optimizer": optimizer, "epoch": 3, "history": {"losses": [1.0, 0.5], "best": torch.arange(5)}}
+
+
+def files(root: Path, folder: str) -> list[Path]:
+    return sorted(p for p in (root / folder).rglob("*") if p.is_file())
+
+
+def spoil(path: Path, at: int) -> None:
+    data = bytearray(path.read_bytes())
+    data[at] ^= 1
+    path.write_bytes(data)
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Path:
+    return tmp_path / "store"
+
+
+# -- there and back --
+
+
+def test_a_state_comes_back_in_place(place: Path) -> None:
+    state = training()
+    weights = [p.clone() for p in state["model"].parameters()]
+    moments = state["optimizer"].state_dict()["state"][0]["exp_avg"].clone()
+    with ckptstore.open(place) as store:
+        store.commit(state, step=1)
+        addresses = [p.data_ptr() for p in state["model"].parameters()]
+        with torch.no_grad():
+            for p in state["model"].parameters():
+                p.zero_()
+        state["epoch"], state["history"]["losses"] = 0, []
+        state["optimizer"].state_dict()["state"][0]["exp_avg"].zero_()
+        report = store.checkout(1).restore(state)
+    assert not report.missing and not report.unexpected
+    assert all(torch.equal(a, b) for a, b in zip(weights, state["model"].parameters(), strict=True))
+    assert addresses == [p.data_ptr() for p in state["model"].parameters()]
+    assert torch.equal(moments, state["optimizer"].state_dict()["state"][0]["exp_avg"])
+    assert state["epoch"] == 3 and state["history"]["losses"] == [1.0, 0.5]
+
+
+def test_a_fresh_process_resumes_where_the_last_one_stopped(place: Path) -> None:
+    state = training()
+    with ckptstore.open(place) as store:
+        store.commit(state, step=1)
+    code = (
+        "import ckptstore, torch, sys\n"
+        "model = torch.nn.Sequential(torch.nn.Linear(16, 64), torch.nn.ReLU(), torch.nn.Linear(64, 4))\n"
+        "optimizer = torch.optim.AdamW(model.parameters())\n"
+        "history = {'losses': [], 'best': torch.zeros(5, dtype=torch.int64)}\n"
+        "state = {'model': model, 'optimizer': optimizer, 'epoch': 0, 'history': history}\n"
+        "snapshot = ckptstore.open(sys.argv[1]).resume(state)\n"
+        "print(snapshot.step, state['epoch'], sum(p.double().sum().item() for p in model.parameters()).hex())\n"
+    )
+    out = subprocess.run([sys.executable, "-c", code, str(place)], capture_output=True, text=True, check=True).stdout.split()
+    assert out == ["1", "3", sum(p.double().sum().item() for p in state["model"].parameters()).hex()]
+
+
+def test_resume_on_a_fresh_store_returns_none(place: Path) -> None:
+    with ckptstore.open(place) as store:
+        assert store.resume(training()) is None
+
+
+def test_state_dict_gives_fresh_containers_of_the_same_types(place: Path) -> None:
+    state = training()
+    with ckptstore.open(place) as store:
+        state_dict = store.commit(state).state_dict()
+    assert list(state_dict) == ["model", "optimizer", "epoch", "history"]
+    assert state_dict["history"]["losses"] == [1.0, 0.5] and state_dict["epoch"] == 3
+    assert all(torch.equal(v, state_dict["model"][k]) for k, v in state["model"].state_dict().items())
+
+
+@pytest.mark.parametrize("codec", ["raw", "zstd"])
+def test_each_codec_gives_back_the_same_bytes(place: Path, codec: str) -> None:
+    state = {"smooth": torch.linspace(0, 1, 300_000), "random": torch.randn(100_000, dtype=torch.float64), "zeros": torch.zeros(500_000)}
+    with ckptstore.open(place, codec=codec) as store:
+        snapshot = store.commit(state)
+        for name, tensor in state.items():
+            assert torch.equal(snapshot.read(name), tensor)
+            assert torch.equal(snapshot.read(name, slice(100, 70_000)), tensor[100:70_000])
+        snapshot.verify()
+
+
+def test_one_leaf_or_a_part_of_it_can_be_read(place: Path) -> None:
+    weight = torch.randn(3000, 300)
+    with ckptstore.open(place) as store:
+        snapshot = store.commit({"model": {"w": weight, "n": 7}})
+        assert torch.equal(snapshot.read("model/w"), weight)
+        assert torch.equal(snapshot.read("model/w", (slice(5, 2000), slice(10, 20))), weight[5:2000, 10:20])
+        assert torch.equal(snapshot.read("model/w", -1), weight[-1])
+        assert snapshot.read("model/n") == 7
+        with pytest.raises(InvalidInput, match="step 2"):
+            snapshot.read("model/w", slice(0, 10, 2))
+        with pytest.raises(InvalidInput, match="no regions"):
+            snapshot.read("model/n", 0)
+        with pytest.raises(NotFound, match="did you mean 'model/w'"):
+            snapshot.read("model/ww")
+
+
+# -- what is stored once --
+
+
+def test_an_unchanged_commit_writes_no_pack(place: Path) -> None:
+    state = training()
+    with ckptstore.open(place) as store:
+        first = store.commit(state, step=1)
+        packs = files(place, "packs")
+        again = store.commit(state, step=2)
+        assert files(place, "packs") == packs
+        assert again.new_bytes == 0 and again.content_id == first.content_id and again.id != first.id
+
+
+def test_equal_chunks_are_stored_once_across_leaves_and_runs(place: Path) -> None:
+    tensor = torch.randn(400_000)
+    with ckptstore.open(place) as store:
+        first = store.commit({"a": tensor, "b": tensor.clone()})
+        assert tensor.nbytes < first.new_bytes < 1.1 * tensor.nbytes
+    with ckptstore.open(place, run="other") as store:
+        assert store.commit({"c": tensor.clone()}).new_bytes < 20_000
+
+
+def test_a_change_costs_the_chunks_it_touches(place: Path) -> None:
+    tensor = torch.randn(4 << 20)
+    with ckptstore.open(place) as store:
+        store.commit({"w": tensor})
+        tensor[12345] += 1
+        changed = store.commit({"w": tensor})
+        difference = store.diff("latest~1", "latest")
+    assert changed.stats.new_chunks == 1 and changed.new_bytes < 1_100_000
+    assert [c.path for c in difference.changes] == ["w"] and difference.changed_bytes == 1 << 20
+
+
+# -- finding commits --
+
+
+def test_refs_name_steps_tags_ids_runs_ancestors_and_bests(place: Path) -> None:
+    with ckptstore.open(place) as store:
+        ids = [store.commit({"n": i}, step=10 * i, metrics={"loss": abs(i - 2), "acc": i}).id for i in range(4)]
+        store.tag("good", 10)
+        with ckptstore.open(place, run="other") as other:
+            foreign = other.commit({"n": 9}, step=10).id
+        wanted = {10: 1, "good": 1, ids[2][:10]: 2, "latest": 3, "latest~2": 1, "best:loss": 2, "best:acc:max": 3, "good~1": 0}
+        assert {ref: store.checkout(ref).id for ref in wanted} == {ref: ids[i] for ref, i in wanted.items()}
+        assert store.checkout("other@10").id == foreign
+        assert [info.id for info in store.log()] == ids[::-1]
+        assert [info.parents for info in store.log()] == [(ids[2],), (ids[1],), (ids[0],), ()]
+
+
+@pytest.mark.parametrize(
+    ("ref", "error", "says"),
+    [
+        (11, NotFound, "10"),
+        ("god", NotFound, "good"),
+        ("best:lost", NotFound, "loss"),
+        ("latest~9", NotFound, "parent"),
+        ("a b", InvalidInput, "no ref"),
+        ("nobody@1", NotFound, "main"),
+        (1.5, InvalidInput, "no ref"),
+    ],
+)
+def test_an_unknown_ref_names_near_ones(place: Path, ref: Any, error: type[Exception], says: str) -> None:
+    with ckptstore.open(place) as store:
+        store.commit({"n": 1}, step=10, tag="good", metrics={"loss": 1.0})
+        with pytest.raises(error, match=says):
+            store.checkout(ref)
+
+
+def test_tags_move_and_go(place: Path) -> None:
+    with ckptstore.open(place) as store:
+        a, b = store.commit({"n": 1}, tag=["x", "y"]), store.commit({"n": 2}, tag="x")
+        assert store.tags() == {"x": b.id, "y": a.id}
+        store.untag("y")
+        assert store.tags() == {"x": b.id}
+        with pytest.raises(NotFound, match="'y'"):
+            store.untag("y")
+
+
+@pytest.mark.parametrize("name", ["", "a b", "../x", "/x", "x/", "a//b", "latest", "123", "é", "x" * 201, "-x", "a\n", "~1", "a@b"])
+def test_a_tag_with_forbidden_characters_is_refused(place: Path, name: str) -> None:
+    with ckptstore.open(place) as store:
+        with pytest.raises(InvalidInput, match="cannot be a tag"):
+            store.commit({"n": 1}, tag=name)
+        assert store.log() == []
+
+
+def test_lineage_follows_what_was_restored(place: Path) -> None:
+    with ckptstore.open(place) as store:
+        first, _ = store.commit({"n": 1}, step=1), store.commit({"n": 2}, step=2)
+    with ckptstore.open(place, run="branch") as store:
+        state = {"n": 0}
+        store.checkout("main@1").restore(state)
+        assert store.commit(state, step=2).parents == (first.id,)
+
+
+# -- what is refused --
+
+
+def test_a_directory_that_is_no_store_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "notes.txt").write_text("mine")
+    with pytest.raises(InvalidInput, match=r"notes\.txt"):
+        ckptstore.open(tmp_path)
+    with pytest.raises(NotFound, match="ckptstore init"):
+        ckptstore.open(tmp_path / "nothing", create=False)
+    assert [p.name for p in tmp_path.iterdir()] == ["notes.txt"]
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "says"),
+    [
+        (lambda text: text[:40], Corrupt, "not JSON"),
+        (lambda text: "", Corrupt, "not JSON"),
+        (lambda text: json.dumps({"name": "something else"}), InvalidInput, "not a ckptstore's"),
+        (lambda text: json.dumps({**json.loads(text), "ckptstore": 2}), InvalidInput, "format 2"),
+        (lambda text: json.dumps({**json.loads(text), "chunk_bytes": 1 << 16}), Corrupt, "check does not match"),
+    ],
+)
+def test_a_store_file_that_is_not_ours_or_damaged_is_refused(place: Path, change: Any, error: type[Exception], says: str) -> None:
+    init_store(place)
+    config = place / "ckptstore.json"
+    config.write_text(change(config.read_text()))
+    with pytest.raises(error, match=says):
+        ckptstore.open(place)
+
+
+@pytest.mark.parametrize(("kind", "error"), [("read", InvalidInput), ("write", ReadOnly)])
+def test_unknown_features_stop_readers_or_writers(place: Path, kind: str, error: type[Exception]) -> None:
+    from dataclasses import replace
+
+    from ckptstore.objects.config import decode_config, encode_config
+
+    init_store(place)
+    with ckptstore.open(place) as store:
+        store.commit({"n": 1}, step=1)
+    config = place / "ckptstore.json"
+    features = {kind: ("teleport",)}
+    config.write_bytes(encode_config(replace(decode_config(config.read_bytes(), "here"), **features)))
+    if kind == "read":
+        with pytest.raises(error, match="teleport"):
+            ckptstore.open(place)
+        return
+    with ckptstore.open(place) as store:
+        assert store.checkout(1).read("n") == 1
+        with pytest.raises(error, match="teleport"):
+            store.commit({"n": 2})
+
+
+def test_a_read_only_store_can_be_read_and_not_written(place: Path) -> None:
+    with ckptstore.open(place) as store:
+        store.commit({"n": 1}, step=1)
+    before = {p: p.read_bytes() for p in files(place, ".")}
+    with ckptstore.open(place, read_only=True) as store:
+        assert store.checkout(1).read("n") == 1
+        for write in (lambda: store.commit({"n": 2}), lambda: store.tag("x"), lambda: store.untag("x")):
+            with pytest.raises(ReadOnly, match="read_only"):
+                write()
+    assert {p: p.read_bytes() for p in files(place, ".")} == before
+
+
+def test_an_unwritable_path_is_a_clear_error(place: Path) -> None:
+    ckptstore.open(place).close()
+    with tempfile.TemporaryDirectory() as closed:
+        os.chmod(closed, 0o555)
+        child = os.fork()  # root may write anywhere, so a child that is somebody else tries
+        if not child:
+            status = 1
+            try:
+                os.seteuid(65534)
+                ckptstore.open(Path(closed) / "store")
+            except ReadOnly as error:
+                status = 0 if "right to write" in str(error) else 2
+            finally:
+                os._exit(status)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+        assert os.listdir(closed) == []
+
+
+def test_a_missing_or_an_extra_leaf_is_named_and_strict_false_lists_both(place: Path) -> None:
+    def model(**sizes: int) -> torch.nn.Module:
+        return torch.nn.ParameterDict({name: torch.full((n,), float(n)) for name, n in sizes.items()})
+
+    with ckptstore.open(place) as store:
+        store.commit({"model": model(a=3, b=4), "gone": 1})
+        target = {"model": model(a=3, c=5), "new": 2}
+        with torch.no_grad():
+            target["model"].a.zero_()
+        with pytest.raises(InvalidInput) as caught:
+            store.checkout().restore(target)
+        assert all(path in str(caught.value) for path in ("model/b", "model/c", "gone", "new"))
+        assert torch.equal(target["model"].a, torch.zeros(3))
+        report = store.checkout().restore(target, strict=False)
+    assert set(report.missing) == {"model/c", "new"} and set(report.unexpected) == {"model/b", "gone"}
+    assert torch.equal(target["model"].a, torch.full((3,), 3.0)) and torch.equal(target["model"].c, torch.full((5,), 5.0))
+
+
+def test_a_plain_dict_takes_what_the_commit_has_beyond_it(place: Path) -> None:
+    with ckptstore.open(place) as store:
+        store.commit({"history": {"loss": 0.5, "curve": torch.ones(3)}})
+        target: dict[str, Any] = {"history": {}}
+        store.checkout().restore(target)
+    assert target["history"]["loss"] == 0.5 and torch.equal(target["history"]["curve"], torch.ones(3))
+
+
+@pytest.mark.parametrize(("tensor", "says"), [(torch.zeros(4), r"\[4\]"), (torch.zeros(3, dtype=torch.float64), "float64")])
+def test_a_shape_or_dtype_that_differs_is_never_cast(place: Path, tensor: torch.Tensor, says: str) -> None:
+    with ckptstore.open(place) as store:
+        store.commit({"model": {"a": torch.ones(3)}})
+        for strict in (True, False):
+            with pytest.raises(InvalidInput, match=says):
+                store.checkout().restore({"model": {"a": tensor}}, strict=strict)
+
+
+def test_keys_with_slashes_dots_percents_spaces_and_unicode_never_collide(place: Path) -> None:
+    state = {
+        "m": {"a.b": torch.tensor(1), "a": {"b": torch.tensor(2)}, "a/b": torch.tensor(3), "a%2Fb": torch.tensor(4), "": torch.tensor(5)},
+        "m/a": {"b": torch.tensor(6)},
+        "ü n": {0: torch.tensor(7), "0": torch.tensor(8), True: torch.tensor(9), (1, "x"): torch.tensor(10)},
+    }
+    with ckptstore.open(place) as store:
+        snapshot = store.commit(state)
+        paths = [leaf.path for leaf in snapshot.leaves()]
+        assert len(set(paths)) == 10
+        assert [int(snapshot.read(path)) for path in paths] == list(range(1, 11))
+        back = snapshot.state_dict()
+    assert back == state
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        ({"step": -1}, "step is -1"),
+        ({"step": 1.5}, "step is 1.5"),
+        ({"step": True}, "step is True"),
+        ({"metrics": {"loss": "low"}}, "'loss' is 'low'"),
+        ({"metrics": {1: 2.0}}, "name is 1"),
+        ({"message": 5}, "message is 5"),
+    ],
+)
+def test_a_label_that_cannot_be_is_refused(place: Path, arguments: dict[str, Any], says: str) -> None:
+    with ckptstore.open(place) as store, pytest.raises(InvalidInput, match=says):
+        store.commit({"n": 1}, **arguments)
+
+
+def test_what_cannot_be_stored_is_named_and_leaves_nothing(place: Path) -> None:
+    with ckptstore.open(place) as store:
+        with pytest.raises(InvalidInput, match="model/deep/thing"):
+            store.commit({"model": {"deep": {"thing": object()}}})
+        assert store.log() == [] and not files(place, "packs") and not files(place, "tmp")
+
+
+# -- damage --
+
+
+def test_a_flipped_bit_is_found_and_resume_falls_back(place: Path, caplog: pytest.LogCaptureFixture) -> None:
+    tensor = torch.randn(100_000)
+    with ckptstore.open(place) as store:
+        store.commit({"w": tensor}, step=1)
+        old = set(files(place, "packs"))
+        store.commit({"w": tensor + 1}, step=2)
+        data = max(set(files(place, "packs")) - old, key=lambda p: p.stat().st_size)
+    spoil(data, 5000)
+    with ckptstore.open(place) as store:
+        with pytest.raises(Corrupt, match=r"leaf w, commit .*fsck"):
+            store.checkout(2).restore({"w": torch.zeros(100_000)})
+        state = {"w": torch.zeros(100_000)}
+        with caplog.at_level(logging.WARNING, "ckptstore"):
+            assert store.resume(state).step == 1
+        assert torch.equal(state["w"], tensor)
+        assert [s.step for s in store.skipped] == [2] and "skipped commit" in caplog.text
+
+
+def test_metadata_is_read_from_its_twin(place: Path) -> None:
+    with ckptstore.open(place) as store:
+        store.commit({"w": torch.arange(3)}, step=1)
+    (twin,) = (p for p in files(place, "packs") if p.name.endswith(".2"))
+    spoil(Path(str(twin)[:-2]), 10)
+    with ckptstore.open(place) as store:
+        assert torch.equal(store.checkout(1).read("w"), torch.arange(3))
+
+
+@pytest.mark.parametrize("lost", ["catalog.sqlite", "chunks.lmdb", ""])
+def test_losing_the_indexes_loses_nothing(place: Path, lost: str) -> None:
+    import shutil
+
+    tensor = torch.randn(50_000)
+    with ckptstore.open(place) as store:
+        store.commit({"w": tensor}, step=1, tag="x", metrics={"loss": 1.0})
+        before = store.log()
+    for path in [place / "index" / lost] if lost else [place / "index"]:
+        shutil.rmtree(path) if path.is_dir() else path.unlink()
+    with ckptstore.open(place) as store:
+        assert store.log() == before
+        assert torch.equal(store.checkout("x").read("w"), tensor)
+        assert store.commit({"w": tensor}, step=2).new_bytes == 0
+
+
+# -- many at once --
+
+
+def test_of_two_processes_that_make_a_store_at_once_one_makes_it(place: Path) -> None:
+    context = multiprocessing.get_context("spawn")
+    with context.Pool(2) as pool:
+        ids = pool.map(_open_and_commit, [(str(place), i) for i in range(8)], chunksize=1)
+    assert len(set(ids)) == 1
+    with ckptstore.open(place) as store:
+        assert sorted(info.step for info in store.log()) == list(range(8))
+        assert all(torch.equal(store.checkout(i).read("w"), torch.full((50_000,), float(i))) for i in range(8))
+
+
+def _open_and_commit(job: tuple[str, int]) -> str:
+    place, step = job
+    with ckptstore.open(place) as store:
+        store.commit({"w": torch.full((50_000,), float(step)), "same": torch.arange(50_000)}, step=step)
+        return store.id
+
+
+def test_threads_may_share_a_store(place: Path) -> None:
+    failed: list[BaseException] = []
+
+    def work(store: ckptstore.Store, i: int) -> None:
+        try:
+            tensor = torch.full((200_000,), float(i))
+            assert torch.equal(store.commit({"w": tensor}, step=i).read("w"), tensor)
+            assert torch.equal(store.checkout(i).read("w"), tensor)
+        except BaseException as error:
+            failed.append(error)
+
+    with ckptstore.open(place) as store:
+        threads = [threading.Thread(target=work, args=(store, i)) for i in range(6)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert not failed and len(store.log()) == 6
+
+
+def test_init_is_refused_where_there_is_a_store(place: Path) -> None:
+    init_store(place)
+    with pytest.raises(Conflict, match="is a store already"):
+        init_store(place)
+
+
+def test_a_failing_disk_leaves_nothing_visible(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with ckptstore.open(place) as store:
+        store.commit({"w": torch.arange(5)}, step=1)
+        before = files(place, "packs")
+        fsync, calls = os.fsync, []
+
+        def failing(fd: int) -> None:
+            calls.append(fd)
+            if len(calls) == 2:
+                raise OSError(5, "Input/output error")
+            fsync(fd)
+
+        monkeypatch.setattr(store._opening.backend, "_fsync", failing)
+        with pytest.raises(Unavailable, match="Input/output error"):
+            store.commit({"w": torch.randn(300_000)}, step=2)
+        monkeypatch.setattr(store._opening.backend, "_fsync", fsync)
+        assert files(place, "packs") == before and not files(place, "tmp")
+        assert [info.step for info in store.log()] == [1]
+        store.commit({"w": torch.randn(300_000)}, step=2)
+
+
+def test_a_commit_says_what_it_cost_in_one_line(place: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with ckptstore.open(place) as store, caplog.at_level(logging.INFO, "ckptstore"):
+        snapshot = store.commit({"w": torch.zeros(1000)}, step=5, tag="x")
+    line = caplog.messages[-1]
+    assert line.startswith(f"commit {snapshot.id[:12]} step 5 (x): 3.9 KiB -> ") and "durable after" in line
+    assert snapshot.stats.logical_bytes == 4000 and snapshot.stats.held_s >= snapshot.stats.durable_s >= snapshot.stats.packed_s
+
+
+def test_opening_reads_without_torch_know_the_position(place: Path) -> None:
+    with ckptstore.open(place) as store:
+        store.commit({"n": 1})
+    opening = Opening(place, read_only=True)
+    assert opening.queries().position().n == 1
+    opening.close()
