@@ -16,6 +16,7 @@ from ckptstore.core.config import CHUNK_BYTES, StoreConfig, check_chunk_bytes, c
 from ckptstore.core.ids import CONFIG_KEY, StoreId, new_store_id, parse_chunk_id
 from ckptstore.core.model import Schema
 from ckptstore.core.places import cache_directory, is_network_filesystem
+from ckptstore.engine.reserve import ensure_reserve
 from ckptstore.errors import Conflict, Corrupt, InvalidInput, NotFound, ReadOnly
 from ckptstore.history.entries import Position
 from ckptstore.history.log import Log
@@ -47,6 +48,7 @@ def init_store(
         if not _is_store(backend):
             _refuse_foreign(backend)
             if backend.put_new(CONFIG_KEY, encode_config(config)):
+                ensure_reserve(backend)
                 return config
         raise Conflict(f"{backend.url} is a store already; open it, or choose another directory")
     finally:

@@ -23,8 +23,9 @@ class Threads:
 
     def spread(self, task: Callable[[T], object], items: Sequence[T]) -> None:
         """Call `task` for every item, in no order. One item runs on the calling thread."""
-        if len(items) == 1:
-            task(items[0])
+        if len(items) < 2:
+            for item in items:
+                task(item)
             return
         shared = _Shared(items)
 

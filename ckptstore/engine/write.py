@@ -142,6 +142,10 @@ class SessionPacks:
         """Close the packer's last pack on this thread."""
         packer.close_with(self._close)
 
+    def close_aside(self, packer: Packer) -> None:
+        """Close the packer's last pack while this thread goes on; `wait` waits for it."""
+        packer.close_with(self._close_aside)
+
     def wait(self) -> None:
         """Wait until every pack is closed and durable."""
         for future in self._closing:
@@ -161,7 +165,7 @@ class SessionPacks:
         self._closing.append(self._threads.submit(lambda: self._close(pack)))
 
     def _close(self, pack: OpenPack) -> None:
-        closed = pack.close()
+        closed = pack.close(self._threads.spread)
         with self._lock:
             self.closed.append(closed)
 
@@ -212,7 +216,7 @@ class _Worker:
         try:
             for batch in self._batches:
                 self._batch(batch)
-            self._packs.close(self._packer)
+            self._packs.close_aside(self._packer)
         except BaseException:
             self._packer.discard()
             raise

@@ -8,6 +8,7 @@ back, fsync, rename.
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import TypeAlias
 
 from ckptstore.core.config import MIB
 from ckptstore.core.ids import ChunkId, PackId, SessionId, pack_id, pack_key, pack_session, twin_key
@@ -15,9 +16,17 @@ from ckptstore.core.model import PackEntry, PackRecord
 from ckptstore.objects import codecs, pack
 from ckptstore.objects.backend import Backend, Writer
 
+Spread: TypeAlias = Callable[[Callable[[Writer], None], Sequence[Writer]], None]
+
 WRITE_BACK_BYTES = 32 * MIB
 FLUSH_BYTES = 2 * MIB
 _ZEROS = bytes(4096)
+
+
+def one_by_one(task: Callable[[Writer], None], writers: Sequence[Writer]) -> None:
+    """The plainest `Spread`."""
+    for writer in writers:
+        task(writer)
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,16 +81,15 @@ class OpenPack:
             self._writers[0].write_back(self._sent, self._flushed)
             self._sent = self._flushed
 
-    def close(self) -> ClosedPack:
-        """Footer, fsync, rename. The directory's fsync is the caller's, once for all packs."""
+    def close(self, spread: Spread = one_by_one) -> ClosedPack:
+        """Footer, fsync, rename, of twins side by side. The directory's fsync is the caller's, once for all packs."""
         try:
             data_bytes = self.offset
             tail = pack.encode_tail(self.entries, data_bytes, self._metadata)
             table = _read_back(tail, data_bytes)
             self.append(tail)
             self.flush()
-            for writer in self._writers:
-                writer.finish()
+            spread(lambda writer: writer.finish(), self._writers)
         except BaseException:
             self.discard()
             raise

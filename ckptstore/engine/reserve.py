@@ -1,0 +1,68 @@
+"""How a completely full disk can still be freed: a file of a mebibyte that is given up for the log entries which say what may go.
+
+Deleting needs log entries first. Where not even those fit, the reserve is deleted, and made again once there is room.
+"""
+
+import errno
+import secrets
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from ckptstore.core.ids import new_session_id
+from ckptstore.errors import ReadOnly, Unavailable
+from ckptstore.objects.backend import Backend
+
+RESERVE_KEY = "reserve"
+RESERVE_BYTES = 1 << 20
+PROBE_BYTES = 256 << 10
+"""Room enough for the entries of one forget or gc."""
+
+
+def ensure_reserve(backend: Backend) -> bool:
+    """Whether the store has its reserve now; a bucket needs none. Its bytes are random, lest a filesystem compress them away."""
+    if backend.durable_root is None:
+        return False
+    if backend.size(RESERVE_KEY) == RESERVE_BYTES:
+        return True
+    try:
+        backend.put(RESERVE_KEY, secrets.token_bytes(RESERVE_BYTES))
+    except (Unavailable, ReadOnly):
+        return False
+    return True
+
+
+def is_full(backend: Backend) -> bool:
+    """Whether a few log entries would not fit, by trying: quotas and inodes count as well as blocks."""
+    if backend.durable_root is None:
+        return False
+    try:
+        probe = backend.create("tmp/probe", session=new_session_id())
+        try:
+            probe.write_at(0, [memoryview(bytes(PROBE_BYTES))])
+        finally:
+            probe.discard()
+    except Unavailable as error:
+        if is_no_space(error):
+            return True
+        raise
+    return False
+
+
+def is_no_space(error: Unavailable) -> bool:
+    """Whether storage is full, rather than out of order."""
+    return isinstance(error.__cause__, OSError) and error.__cause__.errno in (errno.ENOSPC, errno.EDQUOT)
+
+
+@contextmanager
+def room(backend: Backend) -> Iterator[bool]:
+    """Within, log entries can be written although the disk is full, and it is: then the value is True.
+
+    Afterwards the reserve is made (again) if it can be.
+    """
+    full = is_full(backend)
+    if full:
+        backend.delete(RESERVE_KEY)
+    try:
+        yield full
+    finally:
+        ensure_reserve(backend)

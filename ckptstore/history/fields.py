@@ -1,0 +1,138 @@
+"""How the values of a log entry are written as JSON and read back: one field, both directions (docs/format.md §8)."""
+
+import base64
+import re
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple, TypeAlias
+
+from ckptstore.core.ids import parse_chunk_id, parse_commit_id, parse_pack_id, parse_session_id
+from ckptstore.core.model import PackRecord
+
+Setting: TypeAlias = str | int | tuple[str, ...] | None
+
+_LARGEST = 1 << 53
+_ATTEMPT = re.compile(r"[0-9a-f]{32}")
+
+
+class Field(NamedTuple):
+    """How one value is written as JSON and read back; `decode` raises for what `encode` cannot have written."""
+
+    encode: Callable[[Any], Any]
+    decode: Callable[[Any], Any]
+
+
+def as_it_is(value: Any) -> Any:
+    return value
+
+
+def parse_text(value: Any) -> str:
+    if not isinstance(value, str):
+        raise TypeError(f"wanted a string, got {value!r:.80}")
+    return value
+
+
+def parse_integer(value: Any) -> int:
+    if type(value) is not int or abs(value) > _LARGEST:
+        raise TypeError(f"wanted an integer, got {value!r:.80}")
+    return value
+
+
+def parse_count(value: Any) -> int:
+    if parse_integer(value) < 0:
+        raise ValueError(f"wanted an integer of at least 0, got {value}")
+    return int(value)
+
+
+def parse_items(value: Any) -> list[Any]:
+    if not isinstance(value, list):
+        raise TypeError(f"wanted an array, got {value!r:.80}")
+    return value
+
+
+def sorted_items(value: Any) -> list[tuple[str, Any]]:
+    if not isinstance(value, Mapping):
+        raise TypeError(f"wanted an object, got {value!r:.80}")
+    return sorted(value.items())
+
+
+def parse_hash(value: Any) -> str:
+    """A BLAKE3-256 in hex; it names a schema, a content or an entry, and has the form of a chunk id."""
+    return parse_chunk_id(value).hex()
+
+
+def parse_attempt(value: Any) -> str:
+    if not _ATTEMPT.fullmatch(parse_text(value)):
+        raise ValueError(f"wanted 32 hex digits, got {value!r:.80}")
+    return str(value)
+
+
+def parse_decimal(value: Any) -> int:
+    number = int(parse_text(value))
+    if str(number) != value:
+        raise ValueError(f"wanted a decimal number, got {value!r:.80}")
+    return number
+
+
+def parse_link(value: Any) -> tuple[str, int]:
+    prev_hash, prev_bytes = parse_items(value)
+    return parse_hash(prev_hash), parse_count(prev_bytes)
+
+
+def set_to_json(numbers: frozenset[int]) -> list[Any]:
+    if not numbers:
+        return [0, ""]
+    first = min(numbers)
+    bits = bytearray((max(numbers) - first) // 8 + 1)
+    for number in numbers:
+        bits[(number - first) >> 3] |= 1 << ((number - first) & 7)
+    return [first, base64.b64encode(bits).decode()]
+
+
+def parse_set(value: Any) -> frozenset[int]:
+    first, bitmap = parse_items(value)
+    bits = int.from_bytes(base64.b64decode(parse_text(bitmap), validate=True), "little")
+    return frozenset(parse_count(first) + i for i, bit in enumerate(bin(bits)[:1:-1]) if bit == "1")
+
+
+def packs_to_json(packs: tuple[PackRecord, ...]) -> list[Any]:
+    return [[p.number, p.id, p.bytes, p.chunks, int(p.metadata)] for p in packs]
+
+
+def parse_pack(value: Any) -> PackRecord:
+    number, pack, size, chunks, kind = parse_items(value)
+    if kind not in (0, 1):
+        raise ValueError(f"wanted 0 or 1 as the kind of a pack, got {kind!r:.80}")
+    return PackRecord(parse_pack_id(pack), parse_count(size), parse_count(chunks), bool(kind), parse_count(number))
+
+
+def parse_setting(value: Any) -> Setting:
+    if isinstance(value, list):
+        return tuple(parse_text(item) for item in value)
+    return value if value is None or isinstance(value, str) else parse_integer(value)
+
+
+def tuple_of(decode_item: Callable[[Any], Any]) -> Field:
+    return Field(list, lambda value: tuple(decode_item(item) for item in parse_items(value)))
+
+
+def optional(decode_value: Callable[[Any], Any]) -> Field:
+    return Field(as_it_is, lambda value: None if value is None else decode_value(value))
+
+
+def pairs_of(encode_value: Callable[[Any], Any], decode_value: Callable[[Any], Any]) -> Field:
+    return Field(
+        lambda pairs: {name: encode_value(value) for name, value in pairs},
+        lambda value: tuple((name, decode_value(item)) for name, item in sorted_items(value)),
+    )
+
+
+def setting_to_json(value: Setting) -> Any:
+    return list(value) if isinstance(value, tuple) else value
+
+
+TEXT = Field(as_it_is, parse_text)
+COUNT = Field(as_it_is, parse_count)
+SESSION = Field(as_it_is, parse_session_id)
+COMMITS = tuple_of(parse_commit_id)
+NUMBERS = Field(set_to_json, parse_set)
+PACKS = Field(packs_to_json, lambda value: tuple(parse_pack(item) for item in parse_items(value)))

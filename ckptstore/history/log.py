@@ -1,0 +1,295 @@
+"""The log in a store: replay it to its head, append to it, and know for certain which of the two happened (docs/format.md §8).
+
+An entry exists once its object does, and objects are created exclusively, so the log needs no lock, no lease and no clock. The one
+thing that may be unknown is whether a create whose answer was lost took place; that is settled by reading what is at its number.
+"""
+
+import logging
+import secrets
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+from ckptstore.core.ids import StoreId, checkpoint_key, log_key
+from ckptstore.errors import CkptStoreError, Conflict, Corrupt, InvalidInput, NotFound, ReadOnly, Unavailable
+from ckptstore.history.checkpoints import decode_state, encode_state
+from ckptstore.history.entries import Body, Entry, Position, check_follows, decode_entry, encode_entry, origin
+from ckptstore.history.fold import Refusal, State, apply, check, genesis, number
+from ckptstore.objects.backend import Backend
+
+CHECKPOINT_EVERY = 1000
+CHECKPOINTS_KEPT = 2
+APPEND_TIMEOUT_S = 60.0
+
+_READ_AHEAD = 32
+_FIRST_PAUSE_S = 0.05
+_LONGEST_PAUSE_S = 2.0
+_CHECKPOINT_PREFIX = "log/checkpoint-"
+
+_logger = logging.getLogger("ckptstore")
+
+
+class Refused(Conflict):
+    """The state at the head of the log does not admit the entry; nothing was appended. `refusal` says what to do next."""
+
+    def __init__(self, refusal: Refusal) -> None:
+        super().__init__(refusal.why)
+        self.refusal = refusal
+
+
+class Log:
+    """The log of one store. Threads may share it; one append or replay runs at a time."""
+
+    def __init__(self, backend: Backend, store: StoreId, generation: int) -> None:
+        self._backend = backend
+        self._state = genesis(store, generation)
+        self._opened = False
+        self._lock = threading.RLock()
+        self._checkpointing: threading.Thread | None = None
+
+    @property
+    def state(self) -> State:
+        """The state as it was last replayed; before the first replay that of an empty log."""
+        return self._state
+
+    def replay(self, *, refresh: bool = False) -> State:
+        """The state at the head of the log.
+
+        `refresh` first makes a network filesystem forget which names it believes to be absent. Raises `Corrupt` for a broken chain.
+        """
+        with self._lock:
+            if refresh:
+                self._refresh()
+            if not self._opened:
+                self._state = self._newest_checkpoint() or self._state
+            for entry in self._behind(self._state.position):
+                self._advance(entry)
+            if not self._opened:
+                self.check_no_gap(self._state.n)
+                self._opened = True
+            return self._state
+
+    def head_after(self, n: int) -> bool:
+        """Whether the log has an entry after `n`; one look-up, no replay."""
+        return self._backend.size(log_key(n + 1)) is not None
+
+    def has(self, position: Position) -> bool:
+        """Whether `position` is the store's origin or an entry of this log."""
+        if not position.n:
+            return position == origin(self._state.store)
+        data = self._file(position.n)
+        return data is not None and decode_entry(data).position == position
+
+    def check_no_gap(self, n: int) -> None:
+        """Raises `Corrupt` if entry `n + 1` is missing although `n + 2` is there: it would look like the head of the log."""
+        if not self.head_after(n + 1):
+            return
+        # Both may have been created between two look-ups, the first of which a network filesystem remembers.
+        self._refresh()
+        if not self.head_after(n):
+            lost = n + 1
+            raise Corrupt(
+                f"entry {lost} of the log is missing, although entry {lost + 1} is there; run `ckptstore repair`, with --from and a mirror"
+            )
+
+    def read_entries(self, after: int = 0, prev_hash: str = "", prev_bytes: int = 0) -> Iterator[Entry]:
+        """The entries after entry `after`, whose hash and length the caller remembers (for 0 they are not looked at).
+
+        Raises `Corrupt` if the chain is broken, or if the log does not have that entry: then the caller remembers another log's.
+        """
+        position = Position(after, prev_hash, prev_bytes) if after else origin(self._state.store)
+        entries = self._behind(position)
+        first = next(entries, None)
+        if first is not None:
+            yield first
+            yield from entries
+        elif after:
+            self._check_has(position)
+
+    def append(self, body: Body, *, timeout_s: float = APPEND_TIMEOUT_S) -> Entry:
+        """Append `body` at the head of the log, its new packs numbered; durable on return.
+
+        Raises `Refused` if the state at the head does not admit it, `Unavailable` if storage did not answer within `timeout_s` (the
+        entry may still be in the log, or arrive there: only a replay tells, so delete nothing), `InvalidInput` for a body that has
+        no encoding, `Corrupt` if the log lost an entry meanwhile.
+        """
+        deadline = time.monotonic() + timeout_s
+        with self._lock:
+            while True:
+                state = self.replay()
+                numbered = number(state, body)
+                if refusal := check(state, numbered):
+                    raise Refused(refusal)
+                data, entry = self._encode(state, numbered)
+                if self._create(data, entry, deadline):
+                    self._check_successor(entry)
+                    self._advance(entry)
+                    self._write_checkpoint_behind(entry.n)
+                    return entry
+                if time.monotonic() > deadline:
+                    raise Unavailable(f"others appended to the log for {timeout_s:.0f} s without a gap; nothing was appended, repeat")
+
+    def close(self) -> None:
+        """Wait for a checkpoint that is being written."""
+        if self._checkpointing is not None:
+            self._checkpointing.join()
+
+    # -- appending --
+
+    def _encode(self, state: State, body: Body) -> tuple[bytes, Entry]:
+        """The bytes of the next entry, and that entry as its readers will decode it."""
+        data = encode_entry(
+            body,
+            n=state.n + 1,
+            attempt=secrets.token_hex(16),
+            time_ns=time.time_ns(),
+            store=state.store,
+            generation=state.generation,
+            prev_hash=state.hash,
+            prev_bytes=state.bytes,
+        )
+        try:
+            return data, decode_entry(data)
+        except Corrupt as error:
+            raise InvalidInput(f"this entry cannot be written, because nobody could read it: {error.__cause__}") from error
+
+    def _create(self, data: bytes, entry: Entry, deadline: float) -> bool:
+        """Whether `entry` took its number; False if another entry did. The same create is repeated until an answer settles it."""
+        pause_s = _FIRST_PAUSE_S
+        while True:
+            try:
+                return self._backend.put_new(log_key(entry.n), data) or self._is_mine(entry)
+            except (Unavailable, NotFound) as error:
+                if time.monotonic() + pause_s > deadline:
+                    raise Unavailable(
+                        f"storage did not say whether entry {entry.n} of the log was created: {error}; "
+                        f"delete nothing, repeat the call once storage answers"
+                    ) from error
+            time.sleep(pause_s)
+            pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+
+    def _is_mine(self, entry: Entry) -> bool:
+        """Whether what is at the number of `entry` is `entry`, created by an earlier attempt whose answer was lost."""
+        data = self._file(entry.n)
+        if data is None:
+            self._refresh()
+            data = self._backend.read(log_key(entry.n))
+        if decode_entry(data).attempt != entry.attempt:
+            return False
+        self._backend.sync_dirs((log_key(entry.n),))
+        return True
+
+    def _check_successor(self, entry: Entry) -> None:
+        """An entry at n + 1 that does not name entry n means that storage lost the entry n that its author had read."""
+        try:
+            successor = decode_entry(self._backend.read(log_key(entry.n + 1)))
+        except NotFound:
+            return
+        check_follows(successor, entry.position, self._state.store)
+
+    # -- replaying --
+
+    def _advance(self, entry: Entry) -> None:
+        state = self._state
+        oldest = state.moved[0] if state.moved else 0
+        if not oldest <= entry.generation <= state.generation:
+            raise Corrupt(
+                f"entry {entry.n} is of generation {entry.generation} of the log; wanted {oldest} to {state.generation}; "
+                f"open the store again, and run `ckptstore fsck` if that does not help"
+            )
+        self._state = apply(state, entry)
+
+    def _behind(self, position: Position) -> Iterator[Entry]:
+        """The entries behind `position`, the chain verified link by link."""
+        for data in self._files_behind(position.n):
+            entry = decode_entry(data)
+            check_follows(entry, position, self._state.store)
+            position = entry.position
+            yield entry
+
+    def _files_behind(self, n: int) -> Iterator[bytes]:
+        """The files behind entry `n` up to the first that is not there; from a bucket more and more of them at a time."""
+        if self._backend.durable_root is not None:
+            while (data := self._file(n := n + 1)) is not None:
+                yield data
+            return
+        if (data := self._file(n + 1)) is None:
+            return
+        yield data
+        with ThreadPoolExecutor(_READ_AHEAD) as pool:
+            n, batch = n + 1, 2
+            while True:
+                for data in pool.map(self._file, range(n + 1, n + 1 + batch)):
+                    if data is None:
+                        return
+                    yield data
+                n, batch = n + batch, min(2 * batch, _READ_AHEAD)
+
+    def _file(self, n: int) -> bytes | None:
+        try:
+            return self._backend.read(log_key(n))
+        except NotFound:
+            return None
+
+    def _check_has(self, position: Position) -> None:
+        if not self.has(position):
+            raise Corrupt(
+                f"this store's log has no entry {position.n} with hash {position.hash}; what remembers it belongs to another log; "
+                f"run `ckptstore reindex`"
+            )
+
+    def _refresh(self) -> None:
+        """A change in `log/` by this host makes an NFS client drop what it cached of the directory, names that were absent included."""
+        scratch = f"log/scratch-{secrets.token_hex(12)}"
+        try:
+            self._backend.put(scratch, b"", durable=False)
+            self._backend.delete(scratch)
+        except ReadOnly:
+            _logger.debug("%s is read-only: names cached as absent expire by themselves", self._backend.url)
+
+    # -- checkpoints --
+
+    def _newest_checkpoint(self) -> State | None:
+        newest = self._last_multiple() * CHECKPOINT_EVERY
+        for n in range(newest, max(newest - CHECKPOINTS_KEPT * CHECKPOINT_EVERY, 0), -CHECKPOINT_EVERY):
+            if (state := self._read_checkpoint(n)) is not None:
+                return state
+        return None
+
+    def _last_multiple(self) -> int:
+        """The largest k such that the log has an entry k * CHECKPOINT_EVERY, in few look-ups: double k, then bisect."""
+        low, high = 0, 1
+        while self.head_after(high * CHECKPOINT_EVERY - 1):
+            low, high = high, 2 * high
+        while high - low > 1:
+            middle = (low + high) // 2
+            low, high = (middle, high) if self.head_after(middle * CHECKPOINT_EVERY - 1) else (low, middle)
+        return low
+
+    def _read_checkpoint(self, n: int) -> State | None:
+        """The checkpoint at `n`, if it is there and is that of this log's own entry `n`."""
+        try:
+            state = decode_state(self._backend.read(checkpoint_key(n)), self._state.store, self._state.generation)
+            entry = decode_entry(self._backend.read(log_key(n)))
+        except (NotFound, Corrupt) as error:
+            _logger.debug("no usable checkpoint at entry %d: %s", n, error)
+            return None
+        return state if state.position == entry.position and n == entry.n else None
+
+    def _write_checkpoint_behind(self, n: int) -> None:
+        """Off the critical path: whoever appends every CHECKPOINT_EVERY-th entry writes the state."""
+        if n % CHECKPOINT_EVERY:
+            return
+        self.close()
+        self._checkpointing = threading.Thread(target=self._write_checkpoint, args=(self._state,), name="ckptstore-checkpoint")
+        self._checkpointing.start()
+
+    def _write_checkpoint(self, state: State) -> None:
+        try:
+            self._backend.put(checkpoint_key(state.n), encode_state(state))
+            keys = [key for key, _ in self._backend.list(_CHECKPOINT_PREFIX)]
+            for key in keys[:-CHECKPOINTS_KEPT]:
+                self._backend.delete(key)
+        except CkptStoreError as error:
+            _logger.warning("the state after entry %d of the log was not saved; the next open reads more of the log: %s", state.n, error)

@@ -1,0 +1,212 @@
+"""The log folded into tables, for queries: where it lies, how it is brought up to date, what happens when it cannot be used.
+
+Everything in it can be folded again from the log, so a catalog that is damaged, foreign, of another store or of a newer ckptstore is
+replaced by an empty one; its position says so and the caller folds from there. Nothing here is held while an entry is appended. Threads
+and processes may share a catalog; folding takes the write lock for a limited time and is skipped when it cannot have it.
+"""
+
+import os
+import threading
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from itertools import islice
+from pathlib import Path
+from typing import Any, Concatenate, ParamSpec
+
+from sqlalchemy import Connection, bindparam, insert, select, update
+from sqlalchemy.exc import DBAPIError
+
+from ckptstore.core.ids import CommitId, StoreId
+from ckptstore.core.model import Schema
+from ckptstore.errors import Corrupt
+from ckptstore.history.entries import Entry, Position
+from ckptstore.index import catalog_file
+from ckptstore.index.catalog_file import UNUSABLE, CatalogFile, cause
+from ckptstore.index.folding import Folding, leaf_rows
+from ckptstore.index.queries import KINDS, Queries, Rows, ShardInfo, is_busy
+from ckptstore.index.tables import commits, leaves, position, schemas, shards
+
+P = ParamSpec("P")
+
+_SLICE = 500
+_POSITION = select(position.c.n, position.c.hash, position.c.bytes)
+_UNFILLED = select(schemas.c.number).where(schemas.c.id == bindparam("key"), schemas.c.leaves.is_(None))
+_FILLED = update(schemas).where(schemas.c.number == bindparam("key")).values(leaves=bindparam("count"))
+_LEAVES = insert(leaves)
+_COMMIT = select(commits.c.n).where(commits.c.id == bindparam("key"))
+_SHARDS = insert(shards)
+_SHARDED = select(shards.c.n).where(shards.c.n == bindparam("key")).limit(1)
+_KIND = {kind: number for number, kind in enumerate(KINDS)}
+
+
+class Catalog:
+    """The catalog of one store on this host; `open` makes one."""
+
+    def __init__(self, path: Path | None, store: StoreId) -> None:
+        self._path, self._store = path, store
+        self._lock = threading.RLock()
+        self._file: CatalogFile | None = None
+        _catalogs.add(self)
+
+    @classmethod
+    def open(cls, path: str | os.PathLike[str], store: StoreId) -> "Catalog":
+        """The catalog of `store` at `path`: migrated if an older ckptstore made it, empty if there was none that can be used.
+
+        Where none can be written it is in memory.
+        """
+        catalog = cls(Path(path).absolute(), store)
+        catalog._opened()
+        return catalog
+
+    @classmethod
+    def temporary(cls, store: StoreId) -> "Catalog":
+        """An empty catalog in memory."""
+        return cls(None, store)
+
+    @property
+    def in_memory(self) -> bool:
+        """Whether it is lost when the process ends."""
+        with self._lock:
+            return self._opened().in_memory
+
+    def position(self) -> Position:
+        """The entry that was folded last; entries after it can be folded next."""
+        return self.queries().position()
+
+    def queries(self) -> Queries:
+        """The read side, through this catalog's connection."""
+        return Queries(self._ask)
+
+    def fold(self, entries: Iterable[Entry]) -> bool:
+        """Fold `entries`, which follow one on the other; those that are in the tables already are passed over.
+
+        False if they do not follow on `position()` or the tables could not be written: look at the position again later, or go on without.
+        """
+        remaining = iter(entries)
+        while part := list(islice(remaining, _SLICE)):
+            if not self._write(_fold, part):
+                return False
+        return True
+
+    def missing_schemas(self) -> list[str]:
+        """The schemas that commits name and whose leaves have not been added."""
+        return self.queries().missing_schemas()
+
+    def add_schema(self, schema_id: str, schema: Schema) -> bool:
+        """Add the leaves of a schema that commits name; again changes nothing. False if the tables could not be written."""
+        return self._write(_add_schema, schema_id, schema)
+
+    def add_shards(self, commit: CommitId, boxes: Sequence[ShardInfo]) -> bool:
+        """Add the boxes of a commit of several ranks; again changes nothing. False if the tables could not be written."""
+        return self._write(_add_shards, commit, boxes)
+
+    def reset(self) -> None:
+        """Begin again with empty tables: for `reindex`, and for a catalog that is ahead of its log."""
+        with self._lock:
+            self.close()
+            if self._path:
+                catalog_file.remove(self._path)
+
+    def close(self) -> None:
+        """Let go of the connection; the next use opens it again."""
+        with self._lock:
+            if self._file:
+                self._file.close()
+                self._file = None
+
+    def _write(self, work: Callable[Concatenate[Connection, P], bool], *args: P.args, **kwargs: P.kwargs) -> bool:
+        """Do `work` in one transaction. A catalog that turns out to be damaged is replaced by an empty one."""
+        with self._lock:
+            try:
+                with _transaction(self._opened().connection) as connection:
+                    return work(connection, *args, **kwargs)
+            except UNUSABLE as error:
+                if not is_busy(cause(error)):
+                    self.reset()
+                return False
+
+    def _ask(self, sql: str, values: Mapping[str, Any]) -> Rows:
+        with self._lock:
+            try:
+                return catalog_file.ask(self._opened().connection, sql, values)
+            except Corrupt:
+                self.reset()
+                raise
+
+    def _opened(self) -> CatalogFile:
+        """The file that the path leads to now, opened if need be."""
+        if self._file and self._file.replaced():
+            self.close()
+        if self._file is None:
+            self._file = CatalogFile(self._path, self._store)
+        return self._file
+
+    def _after_fork(self) -> None:
+        """The lock may be held by a thread that only the parent has, and SQLite's connections must not cross a fork."""
+        self._lock = threading.RLock()
+        if self._file:
+            _abandoned.append(self._file)
+            self._file = None
+
+
+_catalogs: "weakref.WeakSet[Catalog]" = weakref.WeakSet()
+_abandoned: list[CatalogFile] = []
+"""Connections of the parent process, never closed here."""
+
+
+def _forked() -> None:
+    for catalog in _catalogs:
+        catalog._after_fork()
+
+
+os.register_at_fork(after_in_child=_forked)
+
+
+@contextmanager
+def _transaction(connection: Connection) -> Iterator[Connection]:
+    connection.exec_driver_sql("BEGIN IMMEDIATE")
+    try:
+        yield connection
+        connection.exec_driver_sql("COMMIT")
+    except BaseException:
+        with suppress(DBAPIError):
+            connection.exec_driver_sql("ROLLBACK")
+        raise
+
+
+def _fold(connection: Connection, entries: Sequence[Entry]) -> bool:
+    at = Position(*connection.execute(_POSITION).one())
+    new = [entry for entry in entries if entry.n > at.n]
+    if not new:
+        return True
+    if (new[0].n - 1, new[0].prev_hash, new[0].prev_bytes) != at:
+        return False
+    folding = Folding(connection)
+    for entry in new:
+        folding.add(entry)
+    folding.finish(new[-1])
+    return True
+
+
+def _add_schema(connection: Connection, schema_id: str, schema: Schema) -> bool:
+    number = connection.execute(_UNFILLED, {"key": schema_id}).scalar()
+    if number is not None:
+        kinds = map(_KIND.__getitem__, schema.kinds)
+        columns = zip(schema.paths, kinds, schema.dtypes, schema.shapes, schema.aliases, strict=True)
+        if rows := list(leaf_rows(number, columns)):
+            connection.execute(_LEAVES, rows)
+        connection.execute(_FILLED, {"key": number, "count": len(schema)})
+    return True
+
+
+def _add_shards(connection: Connection, commit: CommitId, boxes: Sequence[ShardInfo]) -> bool:
+    n = connection.execute(_COMMIT, {"key": commit}).scalar()
+    if n is not None and boxes and not connection.execute(_SHARDED, {"key": n}).first():
+        connection.execute(_SHARDS, [_shard_row(n, number, box) for number, box in enumerate(boxes)])
+    return True
+
+
+def _shard_row(n: int, number: int, box: ShardInfo) -> dict[str, Any]:
+    offsets, lengths = (",".join(map(str, numbers)) for numbers in (box.offsets, box.lengths))
+    return {"n": n, "number": number, "path": box.path, "rank": box.rank, "offsets": offsets, "lengths": lengths}

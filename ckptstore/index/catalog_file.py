@@ -1,0 +1,199 @@
+"""The catalog's SQLite file: opened, migrated, or put in place of one that cannot be used.
+
+A catalog is put in place whole. That, and looking at one for the first time, take turns by a lock on `<path>.lock`: the write-ahead log
+that one process leaves must never meet a file that another has just put there.
+"""
+
+from collections.abc import Mapping
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from sqlalchemy import Connection, StaticPool, TextClause, create_engine, text
+from sqlalchemy.engine import URL
+from sqlalchemy.exc import DBAPIError, SQLAlchemyError
+
+import ckptstore
+from ckptstore.core.ids import StoreId
+from ckptstore.history.entries import origin
+from ckptstore.index import tables
+from ckptstore.index.file_lock import file_lock
+from ckptstore.index.queries import REVISION, Rows, catalog_error, is_busy, is_current
+
+LOCK_TIMEOUT_S = 2.0
+UNUSABLE = (SQLAlchemyError, UnicodeError)
+"""What is raised where the database does not do as it should; SQLite gives names and texts of a damaged file out as they are."""
+
+_SQLITE_FILES = ("", "-wal", "-shm", "-journal")
+
+
+class CatalogFile:
+    """A connection to the catalog of `store` at `path`, or to one in memory without a path, or where no file can be."""
+
+    def __init__(self, path: Path | None, store: StoreId) -> None:
+        self._file = (path, _inode(path)) if path and _prepare(path, store) else None
+        self.connection = _connect(path) if self._file else _fill(_connect(None), store)
+
+    @property
+    def in_memory(self) -> bool:
+        return self._file is None
+
+    def replaced(self) -> bool:
+        """Whether the path leads elsewhere by now."""
+        return self._file is not None and _inode(self._file[0]) != self._file[1]
+
+    def close(self) -> None:
+        _close(self.connection)
+
+
+def ask(connection: Connection, sql: str, values: Mapping[str, Any]) -> Rows:
+    """Run a query of `index.queries`."""
+    try:
+        return connection.execute(_text(sql), values).fetchall()
+    except UNUSABLE as error:
+        raise catalog_error(cause(error), str(connection.engine.url.database)) from error
+
+
+def cause(error: BaseException) -> BaseException:
+    """The database's own error behind one of SQLAlchemy's."""
+    return (error.orig if isinstance(error, DBAPIError) else None) or error
+
+
+def remove(path: Path) -> None:
+    """Delete the file, so that the next one to open it makes it anew."""
+    with file_lock(_beside(path, ".lock"), timeout_s=LOCK_TIMEOUT_S) as held:
+        if held:
+            _unlink(path)
+
+
+def migrate(connection: Connection) -> None:
+    """Bring the tables up to `REVISION`, from whichever revision they have; from none, that is all of them."""
+    from alembic import command  # costs 0.25 s and is needed once per release
+    from alembic.config import Config
+
+    config = Config()
+    config.set_main_option("script_location", str(migrations()).replace("%", "%%"))
+    config.attributes["connection"] = connection
+    command.upgrade(config, "head")
+
+
+def migrations() -> Path:
+    """Alembic's scripts: inside an installed package, beside it in a checkout."""
+    package = Path(ckptstore.__file__).parent
+    inside = package / "migrations"
+    return inside if inside.is_dir() else package.parent / "migrations"
+
+
+def _prepare(path: Path, store: StoreId) -> bool:
+    """See to it that the catalog of `store` is at `path`; False where it cannot be."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        for exclusive in (False, True):
+            with file_lock(_beside(path, ".lock"), timeout_s=LOCK_TIMEOUT_S, exclusive=exclusive) as held:
+                if held and _usable(path, store, migrate=exclusive):
+                    return True
+                if held and exclusive:
+                    _put_in_place(path, store)
+                    return True
+    except (OSError, SQLAlchemyError):
+        return False
+    return False
+
+
+def _usable(path: Path, store: StoreId, *, migrate: bool) -> bool:
+    """Whether the file is a current catalog of `store`, with `migrate` after bringing it up to date.
+
+    Raises where that cannot be told now.
+    """
+    if not path.exists():
+        return False
+    try:
+        connection = _connect(path)
+        try:
+            return is_current(lambda sql, values: _rows(connection, sql, values), store) or (migrate and _migrated(connection, store))
+        finally:
+            _close(connection)
+    except UNUSABLE as error:
+        if is_busy(cause(error)):
+            raise
+        return False
+
+
+def _migrated(connection: Connection, store: StoreId) -> bool:
+    """Whether the tables are an older revision's and now the current one's; not those of a newer or a foreign one."""
+    from alembic.util import CommandError
+
+    if [row[0] for row in _rows(connection, "SELECT store FROM position", {})] != [store]:
+        return False
+    try:
+        migrate(connection)
+    except CommandError:
+        return False
+    return is_current(lambda sql, values: _rows(connection, sql, values), store)
+
+
+def _put_in_place(path: Path, store: StoreId) -> None:
+    new = _beside(path, ".new")
+    _unlink(new)
+    _close(_fill(_connect(new, journal="DELETE"), store))
+    _unlink(path)
+    new.rename(path)
+
+
+def _unlink(path: Path) -> None:
+    for suffix in _SQLITE_FILES:
+        _beside(path, suffix).unlink(missing_ok=True)
+
+
+def _connect(path: Path | None, *, journal: str = "WAL") -> Connection:
+    """One connection for all threads, which see to it that they take turns; transactions are begun by hand."""
+    engine = create_engine(
+        URL.create("sqlite", database=str(path) if path else None),
+        isolation_level="AUTOCOMMIT",
+        poolclass=StaticPool,
+        connect_args={"timeout": LOCK_TIMEOUT_S, "check_same_thread": False},
+    )
+    connection = engine.connect()
+    try:
+        for pragma in (f"journal_mode={journal}", "synchronous=NORMAL", "temp_store=MEMORY"):
+            connection.exec_driver_sql(f"PRAGMA {pragma}")
+    except UNUSABLE:
+        _close(connection)
+        raise
+    return connection
+
+
+def _fill(connection: Connection, store: StoreId) -> Connection:
+    """Make the tables of an empty catalog, folded up to nothing."""
+    connection.exec_driver_sql("BEGIN IMMEDIATE")
+    tables.metadata.create_all(connection, checkfirst=False)
+    start = origin(store)
+    connection.execute(tables.revision.insert(), {"version_num": REVISION})
+    connection.execute(tables.position.insert(), {"id": 1, "store": store, "n": start.n, "hash": start.hash, "bytes": start.bytes})
+    connection.exec_driver_sql("COMMIT")
+    return connection
+
+
+def _close(connection: Connection) -> None:
+    connection.close()
+    connection.engine.dispose()
+
+
+def _rows(connection: Connection, sql: str, values: Mapping[str, Any]) -> Rows:
+    return connection.execute(_text(sql), values).fetchall()
+
+
+@lru_cache(maxsize=256)
+def _text(sql: str) -> TextClause:
+    return text(sql)
+
+
+def _beside(path: Path, suffix: str) -> Path:
+    return path.with_name(path.name + suffix)
+
+
+def _inode(path: Path) -> int:
+    try:
+        return path.stat().st_ino
+    except OSError:
+        return 0

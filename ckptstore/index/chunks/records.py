@@ -1,0 +1,102 @@
+"""What the chunk index knows of one chunk: 32 bytes, checked against the store, the chunk id and every field.
+
+All of a batch is encoded and checked at once with numpy; nothing here is done chunk by chunk.
+"""
+
+from typing import TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from ckptstore.core.ids import CHUNK_ID_BYTES, PackId, StoreId, digest
+
+LOCATION_DTYPE = np.dtype(
+    {
+        "names": ["pack", "stored", "raw", "codec", "width", "found", "offset", "check"],
+        "formats": ["<u4", "<u4", "<u4", "u1", "u1", "u1", "<u8", "<u8"],
+        "offsets": [0, 4, 8, 12, 13, 14, 16, 24],
+        "itemsize": 32,
+    }
+)
+"""Where a chunk lies: number of the pack, offset and stored bytes in it, raw bytes, codec, element width. `found` is 0 where nothing is
+known."""
+
+Locations: TypeAlias = npt.NDArray[np.void]
+RECORD_BYTES = LOCATION_DTYPE.itemsize
+NOTHING = bytes(RECORD_BYTES)
+
+_ID = np.dtype(f"V{CHUNK_ID_BYTES}")
+_RECORD = np.dtype(f"V{RECORD_BYTES}")
+_CHECK_WORD = RECORD_BYTES // 8 - 1
+_ODD = np.uint64(0x9E3779B97F4A7C15)
+_SHIFT = np.uint64(29)
+
+
+def seed_of(store: StoreId) -> int:
+    """What the checks of a store's records start from, so that another store's records do not pass."""
+    return int.from_bytes(digest(b"ckptstore chunk index " + store.encode())[:8], "little")
+
+
+def ids_of(ids: bytes | npt.NDArray[np.void]) -> npt.NDArray[np.void]:
+    """`ids`, 32 bytes each, as an array whose `tolist` gives bytes."""
+    return np.frombuffer(ids, _ID)
+
+
+def sorted_order(ids: npt.NDArray[np.void]) -> npt.NDArray[np.intp]:
+    """The order of `ids` in the index, but for ids that share their first eight bytes."""
+    return np.argsort(ids.view(">u8").reshape(-1, CHUNK_ID_BYTES // 8)[:, 0].astype(np.uint64))
+
+
+def encode(seed: int, number: int, ids: npt.NDArray[np.void], table: npt.NDArray[np.void]) -> Locations:
+    """The records of the chunks `ids` that lie in pack `number` as the rows of its footer say."""
+    rows = np.zeros(len(table), LOCATION_DTYPE)
+    rows["pack"], rows["found"] = number, 1
+    for field in ("stored", "raw", "codec", "width", "offset"):
+        rows[field] = table[field]
+    rows["check"] = checks(seed, ids, rows)
+    return rows
+
+
+def decode(seed: int, ids: npt.NDArray[np.void], records: bytearray) -> tuple[Locations, bool]:
+    """The records of `ids`, `NOTHING` for those that have none, and whether all are whole. Damaged ones count as not found."""
+    rows = np.frombuffer(records, LOCATION_DTYPE)
+    wrong = checks(seed, ids, rows) != rows["check"]
+    if not wrong.any():
+        return rows, True
+    damaged = wrong & np.frombuffer(records, np.uint64).reshape(-1, RECORD_BYTES // 8).any(axis=1)
+    rows[wrong] = np.zeros((), LOCATION_DTYPE)
+    return rows, not damaged.any()
+
+
+def as_values(rows: Locations) -> list[bytes]:
+    values: list[bytes] = rows.view(_RECORD).tolist()
+    return values
+
+
+def checks(seed: int, ids: npt.NDArray[np.void], rows: Locations) -> npt.NDArray[np.uint64]:
+    """64 bits per record over store, chunk id and fields.
+
+    Each step is a bijection of the sum so far, so that one changed word never goes unnoticed.
+    """
+    total = np.full(len(rows), seed, np.uint64)
+    keys = ids.view(np.uint64).reshape(-1, CHUNK_ID_BYTES // 8)
+    values = rows.view(np.uint64).reshape(-1, RECORD_BYTES // 8)
+    for words in (*keys.T, *values.T[:_CHECK_WORD]):
+        total ^= words
+        total *= _ODD
+        total ^= total >> _SHIFT
+    return total
+
+
+def encode_pack(seed: int, number: int, pack: PackId) -> bytes:
+    """The row that says that every chunk of pack `number` is in the index."""
+    return _pack_check(seed, number, pack.encode()) + pack.encode()
+
+
+def decode_pack(seed: int, number: int, row: bytes) -> PackId | None:
+    """The pack's id, or None if the row is damaged."""
+    return PackId(row[8:].decode()) if _pack_check(seed, number, row[8:]) == row[:8] else None
+
+
+def _pack_check(seed: int, number: int, pack: bytes) -> bytes:
+    return digest(seed.to_bytes(8, "little") + number.to_bytes(4, "little") + pack)[:8]

@@ -1,0 +1,418 @@
+"""What the catalog answers: portable SQL with named parameters, run by whoever holds a connection.
+
+`open_catalog` reads a catalog with the standard library alone, so that a command which only asks does not wait for SQLAlchemy to be
+imported; `Catalog.queries` asks the same through SQLAlchemy. Answers are as of the log position that was folded last.
+"""
+
+import math
+import sqlite3
+import threading
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from os import PathLike
+from pathlib import Path
+from typing import Any, NamedTuple, TypeAlias, TypeVar
+
+from ckptstore.core.ids import CommitId, PackId, SessionId, StoreId
+from ckptstore.core.model import CommitInfo, LeafKind, Shape
+from ckptstore.core.refs import Ancestor, Best, Latest, Name, Ref, Step, parse_ref
+from ckptstore.errors import Corrupt, InvalidInput, NotFound, Unavailable
+from ckptstore.history.entries import Position
+
+REVISION = "0002"
+"""The revision of `migrations/` that these queries and `tables` are written for."""
+
+KINDS: tuple[LeafKind, ...] = ("tensor", "value", "bytes")
+
+T = TypeVar("T")
+Rows: TypeAlias = Sequence[Any]
+"""Rows, each indexed and unpacked as a tuple is."""
+
+Ask: TypeAlias = Callable[[str, Mapping[str, Any]], Rows]
+
+_COMMIT = "n, id, content, session, run, step, message, time_ns, logical_bytes, new_bytes, leaves, forgotten"
+_BATCH = 500
+_BUSY = {
+    sqlite3.SQLITE_BUSY,
+    sqlite3.SQLITE_LOCKED,
+    sqlite3.SQLITE_READONLY,
+    sqlite3.SQLITE_IOERR,
+    sqlite3.SQLITE_FULL,
+    sqlite3.SQLITE_CANTOPEN,
+}
+
+
+class TagInfo(NamedTuple):
+    name: str
+    commit: CommitId
+    run: str
+    step: int | None
+
+
+class RunInfo(NamedTuple):
+    """A run with its newest commit."""
+
+    run: str
+    commits: int
+    latest: CommitId
+    step: int | None
+    time_ns: int
+
+
+class LeafInfo(NamedTuple):
+    """One leaf of a schema; `alias` is -1 or the number of an earlier leaf."""
+
+    path: str
+    kind: LeafKind
+    dtype: str
+    shape: Shape
+    alias: int
+
+
+class ShardInfo(NamedTuple):
+    """One box of a leaf and the rank that wrote it."""
+
+    path: str
+    rank: int
+    offsets: Shape
+    lengths: Shape
+
+
+class PackInfo(NamedTuple):
+    number: int
+    id: PackId
+    bytes: int
+    chunks: int
+    metadata: bool
+    condemned: bool
+
+
+class Totals(NamedTuple):
+    """Sums over the store; `logical_bytes` and `commits` leave out forgotten commits."""
+
+    commits: int
+    forgotten: int
+    logical_bytes: int
+    runs: int
+    tags: int
+    packs: int
+    pack_bytes: int
+    chunks: int
+    condemned_packs: int
+    condemned_bytes: int
+
+
+class Queries:
+    """Questions to a catalog. Raises `Corrupt` if it is damaged and `Unavailable` if it does not answer."""
+
+    def __init__(self, ask: Ask, close: Callable[[], None] = lambda: None) -> None:
+        self._ask = ask
+        self.close = close
+        """Let go of the connection, if it is these queries' own."""
+
+    def position(self) -> Position:
+        """The log entry that was folded last; `n` is 0 before the first."""
+        return _made(lambda row: Position(int(row[0]), str(row[1]), int(row[2])), [self._one("SELECT n, hash, bytes FROM position")])[0]
+
+    def log(
+        self, run: str | None = None, limit: int | None = None, *, before: int | None = None, forgotten: bool = False
+    ) -> list[CommitInfo]:
+        """Commits, the newest first: of one run or all, at most `limit`, those of entries below `before`, with forgotten ones if wanted."""
+        tests = [
+            *(["run = :run"] if run is not None else []),
+            *(["n < :before"] if before is not None else []),
+            *([] if forgotten else ["forgotten = 0"]),
+        ]
+        where = f" WHERE {' AND '.join(tests)}" if tests else ""
+        stop = " LIMIT :limit" if limit is not None else ""
+        rows = self._ask(f"SELECT {_COMMIT} FROM commits{where} ORDER BY n DESC{stop}", {"run": run, "before": before, "limit": limit})
+        return [info for start in range(0, len(rows), _BATCH) for info in self._infos(rows[start : start + _BATCH])]
+
+    def commit(self, commit: CommitId) -> CommitInfo:
+        """One commit, forgotten or not; raises `NotFound`."""
+        rows = self._ask(f"SELECT {_COMMIT} FROM commits WHERE id = :id", {"id": commit})
+        if not rows:
+            raise NotFound(f"no commit {commit[:12]}: it was never made here or has been purged; see `ckptstore log`")
+        return self._infos(rows)[0]
+
+    def commits(self, refs: Sequence[Ref | str | int], run: str | None = None) -> list[CommitInfo]:
+        """The commits that `refs` name."""
+        return [self.commit(self.resolve(ref, run)) for ref in refs]
+
+    def resolve(self, ref: Ref | str | int, run: str | None = None) -> CommitId:
+        """The commit that `ref` names. Steps, `latest` and `best:` are looked for in the ref's run, else in `run`, else in all runs.
+
+        Raises `NotFound` with what is there instead, `InvalidInput` for the beginning of several ids.
+        """
+        ref = parse_ref(ref) if isinstance(ref, str | int) else ref
+        if isinstance(ref, Step):
+            return self._step(ref, run if ref.run is None else ref.run)
+        if isinstance(ref, Latest):
+            return self._latest(run if ref.run is None else ref.run)
+        if isinstance(ref, Best):
+            return self._best(ref, run if ref.run is None else ref.run)
+        if isinstance(ref, Name):
+            return self._name(ref)
+        return self._ancestor(self.resolve(ref.base, run), ref)
+
+    def tags(self) -> list[TagInfo]:
+        rows = self._ask("SELECT t.name, t.commit_id, c.run, c.step FROM tags t JOIN commits c ON c.id = t.commit_id ORDER BY t.name", {})
+        return [TagInfo(*row) for row in rows]
+
+    def runs(self) -> list[RunInfo]:
+        """Runs with commits that are not forgotten, the one committed to last first."""
+        rows = self._ask(
+            "SELECT c.run, g.commits, c.id, c.step, c.time_ns"
+            " FROM (SELECT MAX(n) AS n, COUNT(*) AS commits FROM commits WHERE forgotten = 0 GROUP BY run) g"
+            " JOIN commits c ON c.n = g.n ORDER BY c.n DESC",
+            {},
+        )
+        return [RunInfo(*row) for row in rows]
+
+    def leaves(self, schema: str) -> list[LeafInfo] | None:
+        """The leaves of a schema in their order, or None if they have not been added."""
+        found = self._ask("SELECT number FROM schemas WHERE id = :id AND leaves IS NOT NULL", {"id": schema})
+        if not found:
+            return None
+        rows = self._ask(
+            "SELECT path, kind, dtype, shape, alias FROM leaves WHERE schema = :number ORDER BY number", {"number": found[0][0]}
+        )
+        return _made(lambda row: LeafInfo(row[0], KINDS[row[1]], row[2], _shape(row[3]), row[4]), rows)
+
+    def missing_schemas(self) -> list[str]:
+        """The schemas that commits name and whose leaves have not been added."""
+        return [row[0] for row in self._ask("SELECT id FROM schemas WHERE leaves IS NULL ORDER BY number", {})]
+
+    def shards(self, commit: CommitId) -> list[ShardInfo]:
+        """The boxes of a commit of several ranks; none for a commit of one rank."""
+        rows = self._ask(
+            "SELECT s.path, s.rank, s.offsets, s.lengths FROM shards s JOIN commits c ON c.n = s.n WHERE c.id = :id ORDER BY s.number",
+            {"id": commit},
+        )
+        return _made(lambda row: ShardInfo(row[0], row[1], _shape(row[2]), _shape(row[3])), rows)
+
+    def packs(self) -> list[PackInfo]:
+        rows = self._ask("SELECT number, id, bytes, chunks, metadata, condemned FROM packs ORDER BY number", {})
+        return [PackInfo(row[0], row[1], row[2], row[3], bool(row[4]), bool(row[5])) for row in rows]
+
+    def totals(self) -> Totals:
+        commits = self._one(
+            "SELECT COUNT(CASE WHEN forgotten = 0 THEN 1 END), COUNT(CASE WHEN forgotten <> 0 THEN 1 END),"
+            " COALESCE(SUM(CASE WHEN forgotten = 0 THEN logical_bytes END), 0), COUNT(DISTINCT run) FROM commits"
+        )
+        packs = self._one(
+            "SELECT COUNT(*), COALESCE(SUM(bytes), 0), COALESCE(SUM(chunks), 0),"
+            " COUNT(CASE WHEN condemned THEN 1 END), COALESCE(SUM(CASE WHEN condemned THEN bytes END), 0) FROM packs"
+        )
+        tags = self._one("SELECT COUNT(*) FROM tags")
+        return _made(lambda row: Totals._make(map(int, row)), [(*commits, *tags, *packs)])[0]
+
+    def _one(self, sql: str) -> Any:
+        rows = self._ask(sql, {})
+        if len(rows) != 1:
+            raise Corrupt(f"the catalog has {len(rows)} rows where one belongs; run `ckptstore reindex`")
+        return rows[0]
+
+    def _step(self, ref: Step, run: str | None) -> CommitId:
+        rows = self._newest("step = :step", run, step=ref.step)
+        if rows:
+            return CommitId(rows[0][0])
+        if ref.prefix and (ids := self._ids(ref.prefix)):
+            return _only(ref.prefix, ids)
+        raise NotFound(f"no commit of step {ref.step}{_of(run)}; {self._steps_near(ref.step, run)}")
+
+    def _latest(self, run: str | None) -> CommitId:
+        if rows := self._newest("1 = 1", run):
+            return CommitId(rows[0][0])
+        raise NotFound(f"no commit{_of(run)} yet; {self._runs_there()}")
+
+    def _best(self, ref: Best, run: str | None) -> CommitId:
+        rows = self._ask(
+            "SELECT c.id FROM metrics m JOIN commits c ON c.n = m.n WHERE m.name = :metric AND m.value IS NOT NULL AND c.forgotten = 0"
+            f"{_run_test(run)} ORDER BY m.value {'DESC' if ref.order == 'max' else 'ASC'}, m.n DESC LIMIT 1",
+            {"metric": ref.metric, "run": run},
+        )
+        if rows:
+            return CommitId(rows[0][0])
+        names = [row[0] for row in self._ask("SELECT DISTINCT name FROM metrics ORDER BY name LIMIT 20", {})]
+        raise NotFound(
+            f"no commit{_of(run)} has a metric {ref.metric!r}; " + (f"there are {', '.join(names)}" if names else "none has metrics")
+        )
+
+    def _name(self, ref: Name) -> CommitId:
+        if rows := self._ask("SELECT commit_id FROM tags WHERE name = :name", {"name": ref.name}):
+            return CommitId(rows[0][0])
+        if ref.prefix and (ids := self._ids(ref.prefix)):
+            return _only(ref.prefix, ids)
+        raise NotFound(f"no tag {'or commit ' if ref.prefix else ''}{ref.name!r}; {self._names_near(ref.name)}")
+
+    def _ancestor(self, commit: CommitId, ref: Ancestor) -> CommitId:
+        rows = self._ask(
+            "WITH RECURSIVE line (id, depth) AS (SELECT CAST(:id AS VARCHAR(64)), 0 UNION ALL SELECT p.parent, line.depth + 1 FROM line"
+            " JOIN commits c ON c.id = line.id JOIN parents p ON p.n = c.n AND p.position = 0 WHERE line.depth < :depth)"
+            " SELECT line.id, line.depth, c.n FROM line LEFT JOIN commits c ON c.id = line.id ORDER BY line.depth DESC LIMIT 1",
+            {"id": commit, "depth": ref.generations},
+        )
+        ancestor, depth, n = rows[0]
+        if n is None:
+            raise NotFound(
+                f"the first parent {depth} generations before {commit[:12]}, {ancestor[:12]}, has been purged; see `ckptstore log`"
+            )
+        if depth < ref.generations:
+            raise NotFound(f"commit {commit[:12]} has {depth} generations of first parents; wanted {ref.generations}")
+        return CommitId(ancestor)
+
+    def _newest(self, test: str, run: str | None, **values: Any) -> Rows:
+        return self._ask(
+            f"SELECT id FROM commits WHERE {test} AND forgotten = 0{_run_test(run)} ORDER BY n DESC LIMIT 1", {"run": run, **values}
+        )
+
+    def _ids(self, prefix: str) -> list[CommitId]:
+        rows = self._ask(
+            "SELECT id FROM commits WHERE id >= :low AND id < :high ORDER BY id LIMIT 6", {"low": prefix, "high": prefix + "g"}
+        )
+        return [CommitId(row[0]) for row in rows]
+
+    def _steps_near(self, step: int, run: str | None) -> str:
+        near: set[int] = set()
+        for test, order in (("step <= :step", "DESC"), ("step >= :step", "ASC")):
+            sql = f"SELECT DISTINCT step FROM commits WHERE {test} AND forgotten = 0{_run_test(run)} ORDER BY step {order} LIMIT 3"
+            near.update(row[0] for row in self._ask(sql, {"step": step, "run": run}))
+        return f"the nearest steps are {', '.join(map(str, sorted(near)))}" if near else self._runs_there()
+
+    def _names_near(self, name: str) -> str:
+        from difflib import get_close_matches  # here, because queries that succeed need not wait for it
+
+        tags = [tag.name for tag in self.tags()]
+        near = get_close_matches(name, tags, n=5, cutoff=0.5) or tags[:5]
+        return f"there are the tags {', '.join(near)}" if near else f"there are no tags; {self._runs_there()}"
+
+    def _runs_there(self) -> str:
+        runs = self.runs()
+        return f"runs with commits: {', '.join(info.run for info in runs[:10])}" if runs else "the store has no commits"
+
+    def _infos(self, rows: Rows) -> list[CommitInfo]:
+        numbers = [row[0] for row in rows]
+        parents, metrics, schemas, tags = self._details(numbers, [row[1] for row in rows])
+        return [
+            CommitInfo(
+                id=CommitId(id_),
+                content=content,
+                n=n,
+                session=SessionId(session),
+                run=run,
+                step=step,
+                message=message,
+                time_ns=time_ns,
+                parents=tuple(CommitId(row[0]) for row in parents[n]),
+                metrics={name: math.nan if value is None else value for name, value in metrics[n]},
+                tags=tuple(row[0] for row in tags[id_]),
+                logical_bytes=logical_bytes,
+                new_bytes=new_bytes,
+                leaves=leaves,
+                forgotten=forgotten != 0,
+                schemas=dict(map(tuple, schemas[n])),
+            )
+            for n, id_, content, session, run, step, message, time_ns, logical_bytes, new_bytes, leaves, forgotten in rows
+        ]
+
+    def _details(self, numbers: Sequence[int], ids: Sequence[str]) -> Iterator[dict[Any, list[Sequence[Any]]]]:
+        """Parents, metrics, schemas and tags of commits, in that order, by number or id."""
+        for sql, of in (
+            ("SELECT n, parent FROM parents WHERE n IN ({}) ORDER BY n, position", numbers),
+            ("SELECT n, name, value FROM metrics WHERE n IN ({}) ORDER BY n, name", numbers),
+            (
+                "SELECT t.n, t.key, s.id FROM commit_trees t JOIN schemas s ON s.number = t.schema WHERE t.n IN ({}) ORDER BY t.n, t.key",
+                numbers,
+            ),
+            ("SELECT commit_id, name FROM tags WHERE commit_id IN ({}) ORDER BY name", ids),
+        ):
+            values = {f"v{i}": value for i, value in enumerate(of)}
+            grouped: dict[Any, list[Sequence[Any]]] = defaultdict(list)
+            for row in self._ask(sql.format(", ".join(f":{name}" for name in values)), values):
+                grouped[row[0]].append(row[1:])
+            yield grouped
+
+
+def open_catalog(path: str | PathLike[str], store: StoreId) -> Queries | None:
+    """Queries on the catalog of `store` at `path`, or None if there is none that they can read. Threads may share them."""
+    try:
+        connection = _connect(Path(path))
+    except (sqlite3.Error, UnicodeError):
+        return None
+    lock = threading.Lock()
+
+    def ask(sql: str, values: Mapping[str, Any]) -> Rows:
+        try:
+            with lock:
+                return connection.execute(sql, values).fetchall()
+        except (sqlite3.Error, UnicodeError) as error:
+            raise catalog_error(error, str(path)) from error
+
+    try:
+        if is_current(ask, store):
+            return Queries(ask, connection.close)
+    except (Corrupt, Unavailable):
+        pass
+    connection.close()
+    return None
+
+
+def is_current(ask: Ask, store: StoreId) -> bool:
+    """Whether a catalog is of `store` and of the revision that these queries are written for."""
+    revisions, stores = ask("SELECT version_num FROM alembic_version", {}), ask("SELECT store FROM position", {})
+    return [row[0] for row in revisions] == [REVISION] and [row[0] for row in stores] == [store]
+
+
+def catalog_error(error: BaseException, place: str) -> Corrupt | Unavailable:
+    """What an error of SQLite means for the caller."""
+    if is_busy(error):
+        return Unavailable(f"the catalog {place} did not answer: {error}; repeat the call, or free its disk")
+    return Corrupt(f"the catalog {place} is damaged: {error}; run `ckptstore reindex`")
+
+
+def is_busy(error: BaseException) -> bool:
+    """Whether the database is whole for all that the error says, and somebody or something only stands in the way."""
+    return getattr(error, "sqlite_errorcode", 0) & 0xFF in _BUSY
+
+
+def _connect(path: Path) -> sqlite3.Connection:
+    """Read-only; in a folder that cannot be written a catalog that nobody has open is read as it lies."""
+    place = path.absolute().as_uri()
+    connection = sqlite3.connect(f"{place}?mode=ro", uri=True, timeout=5, isolation_level=None, check_same_thread=False)
+    try:
+        connection.execute("SELECT 1 FROM sqlite_master").fetchone()
+    except sqlite3.OperationalError:
+        connection.close()
+        wal = path.with_name(path.name + "-wal")
+        if not path.exists() or (wal.exists() and wal.stat().st_size):
+            raise
+        return sqlite3.connect(f"{place}?mode=ro&immutable=1", uri=True, isolation_level=None, check_same_thread=False)
+    return connection
+
+
+def _made(make: Callable[[Any], T], rows: Rows) -> list[T]:
+    """What `make` makes of each row; rows that it cannot understand are damage."""
+    try:
+        return [make(row) for row in rows]
+    except (TypeError, ValueError, LookupError) as error:
+        raise Corrupt(f"the catalog has a row that cannot be: {error}; run `ckptstore reindex`") from error
+
+
+def _only(prefix: str, ids: Sequence[CommitId]) -> CommitId:
+    if len(ids) > 1:
+        some = ", ".join(commit[: max(12, len(prefix) + 4)] for commit in ids[:5]) + (", …" if len(ids) > 5 else "")
+        raise InvalidInput(f"{prefix!r} begins several commit ids: {some}; give more digits")
+    return ids[0]
+
+
+def _run_test(run: str | None) -> str:
+    return "" if run is None else " AND run = :run"
+
+
+def _of(run: str | None) -> str:
+    return "" if run is None else f" in run {run!r}"
+
+
+def _shape(text: str) -> Shape:
+    return tuple(map(int, text.split(","))) if text else ()

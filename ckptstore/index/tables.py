@@ -1,0 +1,152 @@
+"""The tables of the catalog: the log folded into rows, and the schemas' leaves.
+
+Portable between SQLite and PostgreSQL. Rows that belong to a commit carry the number `n` of its log entry, which is shorter than its id.
+Times and byte counts are 64-bit; a metric that is not a number is NULL.
+"""
+
+from sqlalchemy import (
+    BigInteger,
+    Boolean,
+    Column,
+    Double,
+    Index,
+    Integer,
+    MetaData,
+    PrimaryKeyConstraint,
+    SmallInteger,
+    String,
+    Table,
+    Text,
+    text,
+)
+from sqlalchemy.dialects.sqlite import INTEGER
+
+metadata = MetaData()
+
+# SQLite numbers its rows by a column of exactly this type, and then needs no other index for it.
+_Number = BigInteger().with_variant(INTEGER(), "sqlite")
+
+position = Table(
+    "position",
+    metadata,
+    Column("id", SmallInteger, primary_key=True, autoincrement=False),
+    Column("store", String(32), nullable=False),
+    Column("n", BigInteger, nullable=False),
+    Column("hash", String(64), nullable=False),
+    Column("bytes", BigInteger, nullable=False),
+)
+"""One row: the last entry that was folded. `n` is 0 before the first."""
+
+commits = Table(
+    "commits",
+    metadata,
+    Column("n", _Number, primary_key=True, autoincrement=False),
+    Column("id", String(64), nullable=False, unique=True),
+    Column("content", String(64), nullable=False),
+    Column("session", String(24), nullable=False),
+    Column("run", Text, nullable=False),
+    Column("step", BigInteger),
+    Column("message", Text, nullable=False),
+    Column("time_ns", BigInteger, nullable=False),
+    Column("logical_bytes", BigInteger, nullable=False),
+    Column("new_bytes", BigInteger, nullable=False),
+    Column("leaves", BigInteger, nullable=False),
+    Column("forgotten", BigInteger, nullable=False, server_default=text("0")),
+    Index("commits_by_run", "run", "n"),
+    Index("commits_by_step", "run", "step", "n"),
+)
+"""Commits that were not purged; `forgotten` is the entry that forgot one, or 0."""
+
+parents = Table(
+    "parents",
+    metadata,
+    Column("n", _Number, primary_key=True, autoincrement=False),
+    Column("position", Integer, primary_key=True, autoincrement=False),
+    Column("parent", String(64), nullable=False),
+    sqlite_with_rowid=False,
+)
+
+metrics = Table(
+    "metrics",
+    metadata,
+    Column("n", _Number, primary_key=True, autoincrement=False),
+    Column("name", Text, primary_key=True),
+    Column("value", Double),
+    Index("metrics_by_value", "name", "value", "n"),
+    sqlite_with_rowid=False,
+)
+
+tags = Table(
+    "tags",
+    metadata,
+    Column("name", Text, primary_key=True),
+    Column("commit_id", String(64), nullable=False, index=True),
+    sqlite_with_rowid=False,
+)
+
+packs = Table(
+    "packs",
+    metadata,
+    Column("number", _Number, primary_key=True, autoincrement=False),
+    Column("id", Text, nullable=False),
+    Column("bytes", BigInteger, nullable=False),
+    Column("chunks", BigInteger, nullable=False),
+    Column("metadata", Boolean, nullable=False),
+    Column("condemned", Boolean, nullable=False, server_default=text("false")),
+    Index("packs_condemned", "number", sqlite_where=text("condemned"), postgresql_where=text("condemned")),
+)
+"""Packs that the log lists, condemned ones among them."""
+
+schemas = Table(
+    "schemas",
+    metadata,
+    Column("number", _Number, primary_key=True, autoincrement=True),
+    Column("id", String(64), nullable=False, unique=True),
+    Column("leaves", BigInteger),
+    Index("schemas_missing", "number", sqlite_where=text("leaves IS NULL"), postgresql_where=text("leaves IS NULL")),
+)
+"""Schemas that commits name; `leaves` is NULL until their leaves were added."""
+
+commit_trees = Table(
+    "commit_trees",
+    metadata,
+    Column("n", _Number, primary_key=True, autoincrement=False),
+    Column("key", Text, primary_key=True),
+    Column("schema", BigInteger, nullable=False, index=True),
+    sqlite_with_rowid=False,
+)
+
+leaves = Table(
+    "leaves",
+    metadata,
+    Column("schema", _Number, primary_key=True, autoincrement=False),
+    Column("number", Integer, primary_key=True, autoincrement=False),
+    Column("path", Text, nullable=False),
+    Column("kind", SmallInteger, nullable=False),
+    Column("dtype", Text, nullable=False),
+    Column("shape", Text, nullable=False),
+    Column("alias", Integer, nullable=False),
+    sqlite_with_rowid=False,
+)
+"""Once per schema, whatever the number of commits: `kind` counts in `queries.KINDS`, `shape` is lengths with commas."""
+
+shards = Table(
+    "shards",
+    metadata,
+    Column("n", _Number, primary_key=True, autoincrement=False),
+    Column("number", Integer, primary_key=True, autoincrement=False),
+    Column("path", Text, nullable=False),
+    Column("rank", Integer, nullable=False),
+    Column("offsets", Text, nullable=False),
+    Column("lengths", Text, nullable=False),
+    sqlite_with_rowid=False,
+)
+"""Which rank wrote which box of which leaf, for commits of several ranks."""
+
+revision = Table(
+    "alembic_version",
+    metadata,
+    Column("version_num", String(32), nullable=False),
+    PrimaryKeyConstraint("version_num", name="alembic_version_pkc"),
+)
+"""Alembic's own table: the revision of `migrations/` that these tables have."""

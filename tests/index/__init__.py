@@ -1,0 +1,1 @@
+"""Tests of the indexes: the catalog and the chunk index."""
