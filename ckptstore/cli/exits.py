@@ -1,0 +1,56 @@
+"""What a command's exit code says, and which error leads to which."""
+
+import sqlite3
+from enum import IntEnum
+
+from ckptstore.errors import CkptStoreError, Corrupt, InvalidInput, NotFound
+
+
+class Exit(IntEnum):
+    """Exit codes; scripts may rely on them."""
+
+    OK = 0
+    FAILED = 1
+    USAGE = 2
+    DAMAGED = 3
+    NO_STORE = 10
+    BUSY = 11
+    INTERRUPTED = 130
+
+
+class UsageError(CkptStoreError):
+    """The command line cannot be understood. `command` is the part of it whose `--help` says how."""
+
+    def __init__(self, message: str, command: str = "ckptstore") -> None:
+        super().__init__(f"{message}; see `{command} --help`")
+
+
+class NoStore(NotFound):
+    """There is no store where the command line says, or none was named."""
+
+
+class UnusableStore(CkptStoreError):
+    """What is where the store should be is something else, or a store of a newer format."""
+
+
+def exit_of(error: BaseException) -> Exit:
+    """The exit code for an error that reached the top."""
+    match error:
+        case UsageError() | InvalidInput():
+            return Exit.USAGE
+        case NoStore():
+            return Exit.NO_STORE
+        case Corrupt():
+            return Exit.DAMAGED
+        case KeyboardInterrupt():
+            return Exit.INTERRUPTED
+    return Exit.BUSY if _busy(error) else Exit.FAILED
+
+
+def _busy(error: BaseException) -> bool:
+    """Whether others kept changing what the command wanted to change: running it again may do."""
+    from ckptstore.history.log import Refused
+
+    cause = error.__cause__ or error
+    locked = getattr(cause, "sqlite_errorcode", 0) & 0xFF in (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED)
+    return locked or isinstance(error, Refused)

@@ -1,0 +1,88 @@
+"""`ckptstore fsck`: look for damage as far as asked, and say what is hit and what to do."""
+
+from argparse import Namespace
+from typing import Any
+
+from ckptstore.cli.exits import Exit
+from ckptstore.cli.screen import Screen
+from ckptstore.cli.stores import standing
+from ckptstore.cli.tables import Column, Table
+from ckptstore.text import bytes_text, count_text
+from ckptstore.upkeep.findings import Finding, Level, Report, Severity, parse_share
+from ckptstore.upkeep.fsck import fsck
+
+LEVELS = {level.name.lower(): level for level in Level}
+
+
+def run(args: Namespace, screen: Screen) -> Exit:
+    share = parse_share(args.read_data) if args.read_data else None
+    with standing(args) as ground:
+        with screen.working("looking for damage"):
+            report = fsck(ground, level=LEVELS[args.level], share=share)
+        if screen.json:
+            screen.document({"store": ground.backend.url, **document(report)})
+        else:
+            show(report, screen)
+    return exit_for(report)
+
+
+def exit_for(report: Report) -> Exit:
+    """Damage, and an index that lies, are for somebody to look at; notes are not."""
+    return Exit.OK if all(finding.severity is Severity.NOTE for finding in report.findings) else Exit.DAMAGED
+
+
+def show(report: Report, screen: Screen) -> None:
+    """The findings, the commits they hit, and how far this looked."""
+    for finding in report.findings:
+        screen.line(f"{finding.severity}: {finding.what}")
+        screen.line(f"    next: {finding.next}")
+    if report.damaged_commits:
+        columns = (Column("commit"), Column("findings", right=True), Column("one of the leaves", fit="cut"))
+        rows = tuple((commit[:12], str(len(found)), found[0].leaf) for commit, found in report.damaged_commits.items())
+        screen.table(Table(columns, rows, title="cannot be restored whole"))
+    screen.line(_summary(report))
+
+
+def _summary(report: Report) -> str:
+    looked = report.looked
+    seen = [count_text(looked.entries, "log entry").replace("entrys", "entries")]
+    if report.level >= Level.CONNECTIVITY:
+        seen += [count_text(looked.commits, "commit"), count_text(looked.chunks, "chunk")]
+    if report.level >= Level.PACKS:
+        seen.append(count_text(looked.packs, "pack"))
+    if report.level >= Level.DATA:
+        seen.append(f"{bytes_text(looked.data_bytes)} of {bytes_text(looked.stored_bytes)} read")
+    verdict = "damaged" if report.damaged else "no damage" if not report.findings else "no damage to any commit"
+    return f"{verdict}: {', '.join(seen)}"
+
+
+def document(report: Report) -> dict[str, Any]:
+    """The report for a program."""
+    looked = report.looked
+    return {
+        "level": report.level.name.lower(),
+        "damaged": report.damaged,
+        "findings": [finding_document(finding) for finding in report.findings],
+        "damaged_commits": sorted(report.damaged_commits),
+        "entries": looked.entries,
+        "commits": looked.commits,
+        "packs": looked.packs,
+        "chunks": looked.chunks,
+        "read_bytes": looked.data_bytes,
+        "stored_bytes": looked.stored_bytes,
+    }
+
+
+def finding_document(finding: Finding) -> dict[str, Any]:
+    return {
+        "severity": finding.severity.value,
+        "kind": finding.kind.value,
+        "what": finding.what,
+        "next": finding.next,
+        "key": finding.key or None,
+        "entry": finding.entry or None,
+        "pack": finding.pack,
+        "chunk": finding.chunk.hex() if finding.chunk else None,
+        "leaf": finding.leaf or None,
+        "commits": list(finding.commits),
+    }

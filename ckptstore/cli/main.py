@@ -1,0 +1,85 @@
+"""The `ckptstore` command from its arguments to its exit code: every error becomes one line on standard error."""
+
+import os
+import sys
+from argparse import Namespace
+from collections.abc import Sequence
+from importlib import import_module
+
+from ckptstore.cli.exits import Exit, exit_of
+from ckptstore.cli.parser import build, parse
+from ckptstore.cli.screen import Screen
+from ckptstore.cli.tables import printable
+from ckptstore.errors import CkptStoreError
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command and return its exit code."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    asked = Namespace(json="--json" in words, debug="--debug" in words)  # what is known before the line is understood
+    try:
+        code = _run(words)
+        sys.stdout.flush()
+        return code
+    except BrokenPipeError:
+        _discard_output()  # whoever read it has seen enough
+        return Exit.OK
+    except KeyboardInterrupt as error:
+        _discard_output()
+        return _fail(error, Namespace(json=False, debug=asked.debug))
+    except Exception as error:
+        return _fail(error, asked)
+
+
+def _run(words: Sequence[str]) -> int:
+    for stream in (sys.stdout, sys.stderr):
+        stream.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]  # a name that is no Unicode is no reason to fail
+    try:
+        args = parse(words)
+        if args.command is None:
+            build().print_help()
+            return Exit.USAGE
+    except SystemExit:  # --help and --version have printed what was wanted
+        return Exit.OK
+    _log_to_stderr(debug=args.debug)
+    code: int = import_module(f"ckptstore.cli.{args.module}").run(args, Screen(json=args.json))
+    return code
+
+
+def _log_to_stderr(*, debug: bool) -> None:
+    import logging
+
+    logging.basicConfig(stream=sys.stderr, level=logging.WARNING, format="ckptstore: %(message)s")
+    logging.getLogger("ckptstore").setLevel(logging.DEBUG if debug else logging.WARNING)
+
+
+def _fail(error: BaseException, asked: Namespace) -> Exit:
+    code = exit_of(error)
+    message = _message(error)
+    if asked.debug:
+        import traceback
+
+        traceback.print_exception(error)
+    print(f"ckptstore: {printable(message)}", file=sys.stderr)
+    try:
+        if asked.json:
+            Screen(json=True).document({"error": {"kind": type(error).__name__, "message": message, "exit_code": int(code)}})
+        sys.stdout.flush()
+    except OSError:
+        _discard_output()
+    return code
+
+
+def _discard_output() -> None:
+    """Send what is still buffered nowhere, or Python would wait for its reader, or complain, on exit."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def _message(error: BaseException) -> str:
+    if isinstance(error, KeyboardInterrupt):
+        return "interrupted"
+    if isinstance(error, CkptStoreError):
+        return "; ".join([str(error), *getattr(error, "__notes__", ())])
+    if isinstance(error, OSError):
+        return f"{error.strerror or error}{f': {error.filename}' if error.filename else ''}"
+    return f"this should not have happened: {type(error).__name__}: {error}; run it again with --debug and report what it prints"

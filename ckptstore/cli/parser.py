@@ -1,0 +1,280 @@
+"""What the command line looks like. A command is a module of its own here, named by `module` and imported when it is run."""
+
+import argparse
+import difflib
+import re
+from argparse import SUPPRESS, ArgumentParser, Namespace
+from collections.abc import Sequence
+from typing import Any, NoReturn
+
+from ckptstore.cli.exits import UsageError
+from ckptstore.core.config import CHUNK_BYTES, CODECS
+
+_REFS = """\
+A REF is a step, 'latest', 'best:METRIC' or 'best:METRIC:max', a tag, the beginning of a commit id (6 digits or
+more), 'RUN@STEP' or 'RUN@latest', and any of them with '~K' behind for the K-th parent."""
+
+_EPILOG = f"""\
+{_REFS}
+
+The store is -s, else $CKPTSTORE, else the nearest enclosing directory that is one.
+Exit codes: 0 ok, 1 failed, 2 usage, 3 partial or damaged, 10 no store, 11 busy, 130 interrupted."""
+
+_INVALID_CHOICE = re.compile(r"invalid choice: '(?P<given>[^']*)' \(choose from (?P<choices>.*)\)")
+_SIZE = re.compile(r"([0-9]+) ?([KM]?)(?:iB|B)?", re.IGNORECASE)
+
+
+class Parser(ArgumentParser):
+    """argparse that raises `UsageError` and says what somebody who mistyped may have meant."""
+
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__(allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter, **kwargs)
+        self.commands: dict[str, Parser] = {}
+
+    def error(self, message: str) -> NoReturn:
+        if mistyped := _INVALID_CHOICE.search(message):
+            choices = re.findall(r"[^', ]+", mistyped["choices"])
+            near = difflib.get_close_matches(mistyped["given"], choices, n=2, cutoff=0.5)
+            known = _meant(near) or f"; there are {', '.join(choices)}"
+            what = "command" if self.prog == "ckptstore" else message.split(":")[0].removeprefix("argument ").lower()
+            message = f"no {what} {mistyped['given']!r}{known}"
+        raise UsageError(message, self.prog)
+
+
+class _Version(argparse.Action):
+    """Print the version and stop."""
+
+    def __init__(self, option_strings: Sequence[str], dest: str, help: str) -> None:
+        super().__init__(option_strings, dest=SUPPRESS, default=SUPPRESS, nargs=0, help=help)
+
+    def __call__(self, parser: ArgumentParser, namespace: Namespace, values: object, option_string: str | None = None) -> NoReturn:
+        import ckptstore
+
+        print(f"ckptstore {ckptstore.__version__}")
+        parser.exit()
+
+
+def build() -> Parser:
+    """The parser of the whole command line."""
+    top = Parser(
+        prog="ckptstore",
+        description="Look into a store of checkpoints and manage it.",
+        epilog=_EPILOG,
+        parents=[_common()],
+    )
+    top.set_defaults(store=None, json=False, debug=False)
+    top.add_argument("--version", action=_Version, help="print the version and exit")
+    common = _common()  # another one: parsers share the options of a parent, and top's have defaults now
+    commands = top.add_subparsers(dest="command", metavar="COMMAND", title="commands", parser_class=Parser)
+    for add in (_add_init, _add_log, _add_show, _add_ls, _add_diff, _add_tag, _add_stats, *_UPKEEP, _add_migrate, _add_completion):
+        add(commands, common)
+    top.commands = commands.choices
+    return top
+
+
+def parse(words: Sequence[str]) -> Namespace:
+    """The command line as a namespace; `command` is None if there is no command. Raises `UsageError`."""
+    parser = build()
+    args, unknown = parser.parse_known_args(words)
+    if unknown:
+        asked = parser.commands.get(args.command, parser)
+        options = re.findall(r"--[a-z-]+", asked.format_help())
+        near = difflib.get_close_matches(unknown[0].partition("=")[0], options, n=2, cutoff=0.6)
+        raise UsageError(f"did not understand {unknown[0]!r}{_meant(near)}", asked.prog)
+    return args
+
+
+def _common() -> ArgumentParser:
+    """Options that stand before or behind the command."""
+    # Their defaults are the top parser's: a subparser's own would overwrite what was given before the command.
+    parser = ArgumentParser(add_help=False, argument_default=SUPPRESS)
+    group = parser.add_argument_group("common options")
+    group.add_argument("-s", "--store", metavar="STORE", help="the store: a directory or a URL")
+    group.add_argument("--json", action="store_true", help="print one JSON document (docs/cli.md)")
+    group.add_argument("--debug", action="store_true", help="show tracebacks and what is going on")
+    return parser
+
+
+def _command(commands: Any, common: ArgumentParser, name: str, summary: str, description: str = "") -> Parser:
+    parser: Parser = commands.add_parser(
+        name, help=summary, description=description or f"{summary[0].upper()}{summary[1:]}.", parents=[common]
+    )
+    parser.set_defaults(module=name)
+    return parser
+
+
+def _add_init(commands: Any, common: ArgumentParser) -> None:
+    parser = _command(commands, common, "init", "make an empty store")
+    parser.add_argument("path", nargs="?", metavar="PATH", help="a new or empty directory, or a URL; else -s, else $CKPTSTORE, else here")
+    parser.add_argument(
+        "--chunk-size", type=_size, default=CHUNK_BYTES, metavar="SIZE", help="64KiB to 64MiB, a power of two (default: 1MiB)"
+    )
+    parser.add_argument("--codec", choices=CODECS, default="raw", metavar="CODEC", help=f"{', '.join(CODECS)} (default: raw)")
+
+
+def _add_log(commands: Any, common: ArgumentParser) -> None:
+    parser = _command(
+        commands,
+        common,
+        "log",
+        "list commits, the newest first",
+        "List commits, the newest first. A terminal shows the newest 50; a pipe, --all and --json all of them.",
+    )
+    parser.add_argument("-n", type=_count, metavar="N", dest="limit", help="at most N commits")
+    parser.add_argument("-a", "--all", action="store_true", help="every commit of every run, however many there are")
+    parser.add_argument("--run", metavar="RUN", help="the commits of one run (default: of all)")
+    parser.add_argument("--tag", metavar="GLOB", nargs="?", const="*", help="commits with a tag, or with one that matches GLOB")
+    parser.add_argument("--since", metavar="TIME", help="commits from TIME on: a span before now (90min, 2h, 3d) or a date or time")
+    parser.add_argument("--until", metavar="TIME", help="commits up to TIME")
+    parser.add_argument("--metric", metavar="NAME", action="append", help="a column for this metric (default: the first three there are)")
+    parser.add_argument("--sort", metavar="METRIC[:max]", help="the best by a metric first: the smallest, with :max the largest")
+    graph = parser.add_mutually_exclusive_group()
+    graph.add_argument("--graph", action="store_true", default=None, help="draw the lineage (default on a terminal, where it branches)")
+    graph.add_argument("--no-graph", action="store_false", dest="graph", help="do not draw it")
+
+
+def _add_show(commands: Any, common: ArgumentParser) -> None:
+    parser = _command(commands, common, "show", "everything about one commit")
+    _add_ref(parser)
+    parser.add_argument("--fast", action="store_true", help="leave out exclusive and shared bytes, which take a look at every commit")
+
+
+def _add_ls(commands: Any, common: ArgumentParser) -> None:
+    parser = _command(
+        commands,
+        common,
+        "ls",
+        "list the leaves of a commit",
+        "List the leaves of a commit. On a terminal, more than 40 are folded: paths that differ only in numbers become\n"
+        "one line, whose pattern is a GLOB for the next `ls`.",
+    )
+    _add_ref(parser)
+    parser.add_argument("globs", nargs="*", metavar="GLOB", help="leaves whose path matches or lies below: model, '*.bias' (* crosses /)")
+    parser.add_argument(
+        "-l", "--long", action="store_true", help="with kind, chunks, the values of small leaves, and what is shared memory"
+    )
+    fold = parser.add_mutually_exclusive_group()
+    fold.add_argument("-a", "--all", action="store_false", dest="fold", default=None, help="one line per leaf, however many")
+    fold.add_argument("--fold", action="store_true", default=None, help="fold, whatever the number and in a pipe too")
+
+
+def _add_diff(commands: Any, common: ArgumentParser) -> None:
+    parser = _command(commands, common, "diff", "what changed from one commit to another, leaf by leaf")
+    parser.add_argument("a", metavar="A", help="the commit before")
+    parser.add_argument("b", metavar="B", help="the commit after")
+    parser.add_argument("--run", metavar="RUN", help="look for steps, 'latest' and 'best:' in this run")
+    parser.add_argument("--stat", action="store_true", help="sums per key instead of leaves")
+    fold = parser.add_mutually_exclusive_group()
+    fold.add_argument("-a", "--all", action="store_false", dest="fold", default=None, help="one line per leaf, however many")
+    fold.add_argument("--fold", action="store_true", default=None, help="fold, whatever the number and in a pipe too")
+
+
+def _add_tag(commands: Any, common: ArgumentParser) -> None:
+    parser = _command(
+        commands, common, "tag", "list tags, set one, remove some", "List tags; with NAME, let it mean REF; with -d, remove tags."
+    )
+    parser.add_argument("name", nargs="?", metavar="NAME", help="the tag to set; it moves if it is there already")
+    parser.add_argument("ref", nargs="?", metavar="REF", help="the commit it shall mean (default: latest)")
+    parser.add_argument("--names", action="store_true", help="list nothing but the names")
+    parser.add_argument("-d", "--delete", nargs="+", metavar="NAME", help="remove these tags; their commits stay")
+    parser.add_argument("--run", metavar="RUN", help="look for steps, 'latest' and 'best:' in this run")
+
+
+def _add_stats(commands: Any, common: ArgumentParser) -> None:
+    parser = _command(commands, common, "stats", "what the store holds, and which commits hold most of it")
+    parser.add_argument(
+        "-n", type=_count, metavar="N", dest="top", default=10, help="the N commits with most exclusive bytes (default: 10)"
+    )
+
+
+def _add_fsck(commands: Any, common: ArgumentParser) -> None:
+    parser = _command(
+        commands,
+        common,
+        "fsck",
+        "look for damage",
+        "Look for damage, as far as --level says: `refs` (log, tags, catalog), `connectivity` (every commit's document, schemas,\n"
+        "pages and chunks), `packs` (every pack, both footers), `data` (every stored byte). Changes nothing. Exit code 3 for damage.",
+    )
+    levels = ("refs", "connectivity", "packs", "data")
+    parser.add_argument("--level", choices=levels, default="connectivity", metavar="LEVEL", help="how far (default: connectivity)")
+    parser.add_argument(
+        "--read-data", nargs="?", const="100%", metavar="AMOUNT", help="read and hash all stored data, or 5%% or 10G of it, oldest first"
+    )
+
+
+def _add_repair(commands: Any, common: ArgumentParser) -> None:
+    parser = _command(
+        commands,
+        common,
+        "repair",
+        "heal damage as far as it can be",
+        "Say what can be done about damage, with --apply do it. Only what is proved to be right is written; what is replaced goes\n"
+        "to quarantine/ in the store; commits that stay damaged are named. Writers and readers may go on meanwhile.",
+    )
+    parser.add_argument("--apply", action="store_true", help="do it (default: only say what would be done)")
+    parser.add_argument(
+        "--from", action="append", default=[], dest="mirrors", metavar="STORE", help="a mirror, or any other store that has the chunks"
+    )
+    parser.add_argument("--read-data", nargs="?", const="100%", metavar="AMOUNT", help="first read and hash stored data, as `fsck` does")
+
+
+def _add_reindex(commands: Any, common: ArgumentParser) -> None:
+    _command(commands, common, "reindex", "make the indexes anew", "Make this host's catalog and chunk index anew from log and packs.")
+
+
+def _add_doctor(commands: Any, common: ArgumentParser) -> None:
+    _command(
+        commands,
+        common,
+        "doctor",
+        "try the storage out",
+        "Try out whether the storage does what a store needs, how fast, and whether the next commit will fit.",
+    )
+
+
+_UPKEEP = (_add_fsck, _add_repair, _add_reindex, _add_doctor)
+
+
+def _add_migrate(commands: Any, common: ArgumentParser) -> None:
+    _command(
+        commands,
+        common,
+        "migrate",
+        "bring the catalog up to this version of ckptstore",
+        "Bring this host's catalog of the store up to this version of ckptstore. Every command does so when it must; this one\n"
+        "says what it did. Packs, commits and the log are not touched.",
+    )
+
+
+def _add_completion(commands: Any, common: ArgumentParser) -> None:
+    parser = _command(
+        commands,
+        common,
+        "completion",
+        "print a completion script for a shell",
+        'Print a completion script. bash: eval "$(ckptstore completion bash)" in ~/.bashrc; zsh: ckptstore completion zsh >\n'
+        "a directory of $fpath, as _ckptstore; fish: ckptstore completion fish > ~/.config/fish/completions/ckptstore.fish",
+    )
+    parser.add_argument("shell", choices=("bash", "zsh", "fish"), metavar="SHELL", help="bash, zsh or fish")
+
+
+def _add_ref(parser: ArgumentParser) -> None:
+    parser.add_argument("ref", nargs="?", default="latest", metavar="REF", help="which commit (default: latest)")
+    parser.add_argument("--run", metavar="RUN", help="look for steps, 'latest' and 'best:' in this run")
+
+
+def _meant(near: Sequence[str]) -> str:
+    return f" (did you mean {' or '.join(near)}?)" if near else ""
+
+
+def _size(text: str) -> int:
+    if size := _SIZE.fullmatch(text):
+        return int(size[1]) << {"": 0, "K": 10, "M": 20}[size[2].upper()]
+    raise argparse.ArgumentTypeError(f"{text!r} is no size: wanted bytes, or KiB or MiB, such as 1MiB")
+
+
+def _count(text: str) -> int:
+    if text.isascii() and text.isdigit():
+        return int(text)
+    raise argparse.ArgumentTypeError(f"{text!r} is no count: wanted a whole number from 0 on")

@@ -1,0 +1,166 @@
+"""`ckptstore show`: everything about one commit. What takes a look at every other commit comes last, so that the rest is there at once."""
+
+import time
+from argparse import Namespace
+from collections import Counter
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from ckptstore.cli import moments
+from ckptstore.cli.documents import commit_document
+from ckptstore.cli.exits import Exit
+from ckptstore.cli.screen import Screen
+from ckptstore.cli.stores import opened
+from ckptstore.cli.tables import Column, Table, fields
+from ckptstore.cli.trees import leaves_of, tensor_bytes
+from ckptstore.cli.wording import commit_text, metric_text, short, step_text
+from ckptstore.core.ids import CommitId, pack_session
+from ckptstore.core.model import CommitInfo
+from ckptstore.engine.opening import Opening
+from ckptstore.errors import Corrupt, NotFound
+from ckptstore.index.queries import LeafInfo, PackInfo, Queries
+from ckptstore.text import bytes_text, count_text
+
+if TYPE_CHECKING:
+    from ckptstore.upkeep.usage import CommitUsage
+
+RELATIVES_SHOWN = 8
+
+
+def run(args: Namespace, screen: Screen) -> Exit:
+    with opened(args) as store:
+        queries = store.queries()
+        info = queries.commit(queries.resolve(args.ref, args.run))
+        children = [child for child in queries.log() if info.id in child.parents]
+        leaves = leaves_of(store, queries, info)
+        packs = [pack for pack in queries.packs() if pack_session(pack.id) == info.session]
+        if not screen.json:
+            _print_facts(screen, info, [_known(queries, parent) for parent in info.parents], children)
+            _print_metrics(screen, info)
+            _print_trees(screen, leaves)
+            _print_packs(screen, packs)
+            screen.flush()
+        usage, problem = (None, None) if args.fast or info.forgotten else _usage(store, screen, info)
+        if screen.json:
+            screen.document(_document(store, info, children, leaves, packs, usage, problem))
+        else:
+            _print_bytes(screen, info, usage)
+    if problem:
+        screen.complain(f"exclusive and shared bytes cannot be told: {problem}")
+        return Exit.DAMAGED
+    return Exit.OK
+
+
+def _usage(store: Opening, screen: Screen, info: CommitInfo) -> "tuple[CommitUsage | None, str | None]":
+    """The commit's exclusive and shared bytes, or why they cannot be told: some other commit may be damaged."""
+    from ckptstore.upkeep.usage import usage
+
+    try:
+        with screen.working("looking at what other commits share"):
+            found = usage(store, detail=[info.id])
+    except (Corrupt, NotFound) as error:
+        return None, str(error)
+    return next((commit for commit in found.commits if commit.commit == info.id), None), None
+
+
+def _print_facts(screen: Screen, info: CommitInfo, parents: Sequence[str], children: Sequence[CommitInfo]) -> None:
+    age = moments.age_text(info.time_ns, time.time_ns())
+    pairs = [
+        ("commit", info.id),
+        ("content", info.content),
+        ("run", info.run),
+        ("step", step_text(info.step)),
+        ("tags", ", ".join(info.tags)),
+        ("time", f"{moments.local_text(info.time_ns)} ({age} ago)" if age[-1].isalpha() else moments.local_text(info.time_ns)),
+        ("parents", _several(parents)),
+        ("children", _several([commit_text(child) for child in children])),
+        ("log entry", f"{info.n}, session {info.session}"),
+        *(("message" if not i else "", line) for i, line in enumerate(info.message.strip().splitlines())),
+    ]
+    screen.table(fields("", [pair for pair in pairs if pair[1]]))
+    if info.forgotten:
+        screen.line("This commit is forgotten: gc will remove it.")
+
+
+def _print_metrics(screen: Screen, info: CommitInfo) -> None:
+    if info.metrics:
+        screen.table(fields("Metrics", [(name, metric_text(value)) for name, value in info.metrics.items()]))
+
+
+def _print_trees(screen: Screen, leaves: dict[str, list[LeafInfo]]) -> None:
+    columns = (Column("key", style="bold"), Column("leaves", right=True), Column("tensor bytes", right=True), Column("types", fit="wrap"))
+    rows = tuple(
+        (key, f"{len(tree):,}", bytes_text(sum(tensor_bytes(leaf) or 0 for leaf in tree)), _kinds_text(tree))
+        for key, tree in leaves.items()
+    )
+    screen.table(Table(columns, rows, title="Trees"))
+
+
+def _print_packs(screen: Screen, packs: Sequence[PackInfo]) -> None:
+    columns = (Column("pack"), Column("bytes", right=True), Column("chunks", right=True), Column("holds"))
+    rows = tuple((pack.id, bytes_text(pack.bytes), f"{pack.chunks:,}", "metadata" if pack.metadata else "tensors") for pack in packs)
+    if rows:
+        screen.table(Table(columns, rows, title="Packs written by this commit"))
+
+
+def _print_bytes(screen: Screen, info: CommitInfo, usage: "CommitUsage | None") -> None:
+    pairs = [
+        ("logical", bytes_text(info.logical_bytes), "the size of the state"),
+        ("new", bytes_text(info.new_bytes), "what the store grew by when this was committed"),
+    ]
+    if usage is not None and usage.shared_bytes is not None:
+        pairs += [
+            ("exclusive", bytes_text(usage.exclusive_bytes), "what would be freed if this commit alone went"),
+            ("shared", bytes_text(usage.shared_bytes), "what it has in common with other commits"),
+        ]
+    screen.table(fields("Bytes", pairs))
+
+
+def _kinds_text(leaves: Sequence[LeafInfo]) -> str:
+    """`24 float32, 3 value`."""
+    counts = Counter(leaf.dtype or leaf.kind for leaf in leaves)
+    return ", ".join(f"{count:,} {kind}" for kind, count in counts.most_common())
+
+
+def _several(names: Sequence[str]) -> str:
+    more = f" and {count_text(len(names) - RELATIVES_SHOWN, 'other')}" if len(names) > RELATIVES_SHOWN else ""
+    return ", ".join(names[:RELATIVES_SHOWN]) + more
+
+
+def _known(queries: Queries, commit: CommitId) -> str:
+    try:
+        return commit_text(queries.commit(commit))
+    except NotFound:
+        return f"{short(commit)} (purged)"
+
+
+def _document(
+    store: Opening,
+    info: CommitInfo,
+    children: Sequence[CommitInfo],
+    leaves: dict[str, list[LeafInfo]],
+    packs: Sequence[PackInfo],
+    usage: "CommitUsage | None",
+    problem: str | None,
+) -> dict[str, Any]:
+    return {
+        "store": store.url,
+        "commit": {
+            **commit_document(info),
+            "children": [child.id for child in children],
+            "exclusive_bytes": usage and usage.exclusive_bytes,
+            "shared_bytes": usage and usage.shared_bytes,
+        },
+        "trees": [
+            {
+                "key": key,
+                "schema": info.schemas[key],
+                "leaves": len(tree),
+                "tensor_bytes": sum(tensor_bytes(leaf) or 0 for leaf in tree),
+                "dtypes": dict(Counter(leaf.dtype or leaf.kind for leaf in tree)),
+            }
+            for key, tree in leaves.items()
+        ],
+        "packs": [{"id": pack.id, "bytes": pack.bytes, "chunks": pack.chunks, "metadata": pack.metadata} for pack in packs],
+        "problem": problem,
+    }

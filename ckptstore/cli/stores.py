@@ -1,0 +1,67 @@
+"""Which store a command is about: `-s`, else `$CKPTSTORE`, else the nearest enclosing directory that is one."""
+
+import os
+from argparse import Namespace
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ckptstore.cli.exits import NoStore, UnusableStore
+from ckptstore.core.ids import CONFIG_KEY
+from ckptstore.engine.opening import Opening
+from ckptstore.errors import InvalidInput, NotFound
+
+if TYPE_CHECKING:
+    from ckptstore.upkeep.ground import Ground
+
+VARIABLE = "CKPTSTORE"
+
+
+@contextmanager
+def opened(args: Namespace) -> Iterator[Opening]:
+    """The store that the command line means. Raises `NoStore`, or `UnusableStore` for something else in its place."""
+    place = find(args.store, os.environ, Path.cwd())
+    try:
+        opening = Opening(place)
+    except NotFound as error:
+        raise NoStore(str(error)) from error
+    except InvalidInput as error:
+        raise UnusableStore(str(error)) from error
+    try:
+        yield opening
+    finally:
+        opening.close()
+
+
+@contextmanager
+def standing(args: Namespace) -> Iterator["Ground"]:
+    """The store that the command line means, damaged as it may be. Raises as `opened` does."""
+    from ckptstore.upkeep.ground import open_ground
+
+    place = find(args.store, os.environ, Path.cwd())
+    with ExitStack() as stack:
+        try:
+            ground = stack.enter_context(open_ground(place))
+        except NotFound as error:
+            raise NoStore(str(error)) from error
+        except InvalidInput as error:
+            raise UnusableStore(str(error)) from error
+        yield ground
+
+
+def find(named: str | None, environment: Mapping[str, str], directory: Path) -> str:
+    """The store's path or URL. Raises `NoStore` where neither a name nor a directory around says one."""
+    if place := named or environment.get(VARIABLE):
+        return place
+    for candidate in (directory, *directory.parents):
+        if (candidate / CONFIG_KEY).is_file():
+            return str(candidate)
+    raise NoStore(f"no store in {directory} or above it; {_advice(directory)}")
+
+
+def _advice(directory: Path) -> str:
+    below = sorted(path.parent.name for path in directory.glob(f"*/{CONFIG_KEY}"))
+    if below:
+        return f"there is one in {' and in '.join(below[:3])}: name it with -s {below[0]}"
+    return f"name one with -s or ${VARIABLE}, or make one with `ckptstore init PATH`"

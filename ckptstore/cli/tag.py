@@ -1,0 +1,110 @@
+"""`ckptstore tag`: list tags, set one, remove some."""
+
+import time
+from argparse import Namespace
+from collections.abc import Sequence
+
+from ckptstore.cli import moments
+from ckptstore.cli.exits import Exit, UsageError
+from ckptstore.cli.screen import Screen
+from ckptstore.cli.stores import opened
+from ckptstore.cli.tables import Column, Table
+from ckptstore.cli.trees import reading
+from ckptstore.cli.wording import commit_text, first_line, short, step_text
+from ckptstore.core.ids import check_tag
+from ckptstore.engine.near import near
+from ckptstore.engine.opening import Opening
+from ckptstore.errors import NotFound
+
+
+def run(args: Namespace, screen: Screen) -> Exit:
+    if args.delete and args.name:
+        raise UsageError("-d removes tags and takes no other arguments", "ckptstore tag")
+    with opened(args) as store:
+        if args.delete:
+            return _remove(store, screen, args.delete)
+        if args.name:
+            return _set(store, screen, check_tag(args.name), args.ref or "latest", args.run)
+        return _list(store, screen, args)
+
+
+def _list(store: Opening, screen: Screen, args: Namespace) -> Exit:
+    queries = store.queries()
+    tags = queries.tags()
+    if args.names and not screen.json:
+        for tag in tags:
+            screen.line(tag.name)
+        return Exit.OK
+    if screen.json:
+        screen.document(
+            {
+                "store": store.url,
+                "tags": [{"name": tag.name, "commit": tag.commit, "run": tag.run, "step": tag.step} for tag in tags],
+            }
+        )
+        return Exit.OK
+    now_ns = time.time_ns()
+    age = screen.terminal
+    columns = (
+        Column("tag", style="bold green"),
+        Column("commit", style="yellow"),
+        Column("step", right=True),
+        Column("run"),
+        Column("age" if age else "time", right=age),
+        Column("message", fit="cut"),
+    )
+    infos = queries.commits([tag.commit for tag in tags])
+    rows = tuple(
+        (
+            tag.name,
+            tag.commit[: screen.id_digits],
+            step_text(tag.step),
+            tag.run,
+            moments.age_text(info.time_ns, now_ns) if age else moments.utc_text(info.time_ns),
+            first_line(info.message),
+        )
+        for tag, info in zip(tags, infos, strict=True)
+    )
+    if rows:
+        screen.table(Table(columns, rows))
+    else:
+        screen.hint("no tags: `ckptstore tag NAME REF` sets one")
+    return Exit.OK
+
+
+def _set(store: Opening, screen: Screen, name: str, ref: str, run: str | None) -> Exit:
+    from ckptstore.history.entries import Tag
+
+    store.check_writable()
+    queries = store.queries()
+    info = queries.commit(queries.resolve(ref, run))
+    before = next((tag.commit for tag in queries.tags() if tag.name == name), None)
+    with reading(store) as reader:
+        packs = reader.packs_of(reader.document(info.session, info.id))
+    store.log.append(Tag(name, info.id, packs))
+    store.follow()
+    if screen.json:
+        screen.document({"store": store.url, "tag": name, "commit": info.id, "previous": before})
+    else:
+        was = f", was {short(before)}" if before and before != info.id else ""
+        screen.line(f"{name} is {commit_text(info)} of run {info.run}{was}")
+    return Exit.OK
+
+
+def _remove(store: Opening, screen: Screen, names: Sequence[str]) -> Exit:
+    from ckptstore.history.entries import Tag
+
+    store.check_writable()
+    there = {tag.name: tag.commit for tag in store.queries().tags()}
+    for name in names:
+        if name not in there:
+            raise NotFound(f"no tag {name!r}{near(name, there)}; nothing was removed, `ckptstore tag` lists them")
+    for name in dict.fromkeys(names):
+        store.log.append(Tag(name, None, frozenset()))
+    store.follow()
+    if screen.json:
+        screen.document({"store": store.url, "removed": {name: there[name] for name in names}})
+    else:
+        for name in dict.fromkeys(names):
+            screen.line(f"removed {name}, was {short(there[name])}")
+    return Exit.OK

@@ -1,0 +1,52 @@
+"""What a commit consists of, as the commands see it: its leaves from the catalog, or whole trees where their content is asked for."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+from ckptstore.core.dtypes import nbytes_of
+from ckptstore.core.model import CommitInfo, Schema
+from ckptstore.engine.opening import Opening
+from ckptstore.index.queries import LeafInfo, Queries
+
+if TYPE_CHECKING:
+    from ckptstore.engine.checkout import Reader, Tree
+
+
+def leaves_of(store: Opening, queries: Queries, info: CommitInfo) -> dict[str, list[LeafInfo]]:
+    """The leaves of each key. The catalog has them; a schema that it lacks is read from the packs."""
+    return {key: queries.leaves(schema) or _leaves_read(store, schema) for key, schema in info.schemas.items()}
+
+
+def tensor_bytes(leaf: LeafInfo) -> int | None:
+    """Raw bytes of a tensor, 0 for one that shares another's memory; None for a leaf whose size the schema does not say."""
+    if leaf.alias >= 0:
+        return 0
+    return nbytes_of(leaf.dtype, leaf.shape) if leaf.kind == "tensor" else None
+
+
+@contextmanager
+def reading(store: Opening) -> Iterator["Reader"]:
+    """A reader of commits, for as long as the context lasts."""
+    from ckptstore.engine.checkout import Reader
+    from ckptstore.engine.transfer import Threads
+
+    threads = Threads(1)
+    try:
+        yield Reader(store.config, store.objects, threads)
+    finally:
+        threads.close()
+
+
+def trees_of(reader: "Reader", info: CommitInfo) -> dict[str, "Tree"]:
+    """Schema and content of each key, in the order of the application state."""
+    return {key: reader.tree(key, ref) for key, ref in reader.document(info.session, info.id).trees}
+
+
+def _leaves_read(store: Opening, schema_id: str) -> list[LeafInfo]:
+    from ckptstore.core.ids import parse_chunk_id
+    from ckptstore.objects.schema import decode_schema
+
+    schema: Schema = decode_schema(store.objects.read_metadata(parse_chunk_id(schema_id)))
+    columns = (schema.paths, schema.kinds, schema.dtypes, schema.shapes, schema.aliases)
+    return [LeafInfo(*row) for row in zip(*columns, strict=True)]
