@@ -10,7 +10,7 @@ Importing this package does not import torch; the first use of a name below does
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from ckptstore.errors import CkptStoreError, Conflict, Corrupt, InvalidInput, NotFound, ReadOnly, Unavailable
+from ckptstore.errors import Busy, CkptStoreError, Conflict, Corrupt, InvalidInput, NotFound, ReadOnly, Unavailable
 
 if TYPE_CHECKING:
     from ckptstore.snapshot import Snapshot
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__ = [
+    "Busy",
     "CkptStoreError",
     "Conflict",
     "Corrupt",

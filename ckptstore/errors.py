@@ -31,5 +31,9 @@ class Unavailable(CkptStoreError):
     """Storage did not answer or has no room: make it available, then repeat the call."""
 
 
+class Busy(Unavailable):
+    """Others were faster each time, within the time allowed: nothing was changed, repeat the call."""
+
+
 class ReadOnly(CkptStoreError):
     """This store or this handle may not be written: open it differently."""

@@ -3,7 +3,7 @@
 import sqlite3
 from enum import IntEnum
 
-from ckptstore.errors import CkptStoreError, Corrupt, InvalidInput, NotFound
+from ckptstore.errors import Busy, CkptStoreError, Corrupt, InvalidInput, NotFound
 
 
 class Exit(IntEnum):
@@ -53,4 +53,4 @@ def _busy(error: BaseException) -> bool:
 
     cause = error.__cause__ or error
     locked = getattr(cause, "sqlite_errorcode", 0) & 0xFF in (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED)
-    return locked or isinstance(error, Refused)
+    return locked or isinstance(error, Refused | Busy)

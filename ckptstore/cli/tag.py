@@ -73,16 +73,13 @@ def _list(store: Opening, screen: Screen, args: Namespace) -> Exit:
 
 
 def _set(store: Opening, screen: Screen, name: str, ref: str, run: str | None) -> Exit:
-    from ckptstore.history.entries import Tag
+    from ckptstore.engine.tagging import set_tag
 
-    store.check_writable()
     queries = store.queries()
     info = queries.commit(queries.resolve(ref, run))
     before = next((tag.commit for tag in queries.tags() if tag.name == name), None)
     with reading(store) as reader:
-        packs = reader.packs_of(reader.document(info.session, info.id))
-    store.log.append(Tag(name, info.id, packs))
-    store.follow()
+        set_tag(store, reader, name, info)
     if screen.json:
         screen.document({"store": store.url, "tag": name, "commit": info.id, "previous": before})
     else:
@@ -92,7 +89,7 @@ def _set(store: Opening, screen: Screen, name: str, ref: str, run: str | None) -
 
 
 def _remove(store: Opening, screen: Screen, names: Sequence[str]) -> Exit:
-    from ckptstore.history.entries import Tag
+    from ckptstore.engine.tagging import remove_tag
 
     store.check_writable()
     there = {tag.name: tag.commit for tag in store.queries().tags()}
@@ -100,8 +97,7 @@ def _remove(store: Opening, screen: Screen, names: Sequence[str]) -> Exit:
         if name not in there:
             raise NotFound(f"no tag {name!r}{near(name, there)}; nothing was removed, `ckptstore tag` lists them")
     for name in dict.fromkeys(names):
-        store.log.append(Tag(name, None, frozenset()))
-    store.follow()
+        remove_tag(store, name)
     if screen.json:
         screen.document({"store": store.url, "removed": {name: there[name] for name in names}})
     else:

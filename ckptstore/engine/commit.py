@@ -17,7 +17,6 @@ from ckptstore.engine.transfer import Threads
 from ckptstore.engine.write import Dedup, RunMemory, SessionPacks, Written, write_chunks, write_metadata
 from ckptstore.errors import Conflict
 from ckptstore.history import entries
-from ckptstore.history.fold import Code
 from ckptstore.history.log import Log, Refused
 from ckptstore.history.sessions import open_session
 from ckptstore.objects import codecs
@@ -32,8 +31,6 @@ if TYPE_CHECKING:
     from ckptstore.state.flatten import Flat
 
 ATTEMPTS = 5
-AGAIN = frozenset({Code.SESSION_OVER, Code.PACKS_GONE})
-"""Refusals after which a commit looks again and writes what is gone, under a new session."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,7 +112,7 @@ class Committer:
             try:
                 return self._attempt(trees, plan, label, started)
             except Refused as error:
-                if error.refusal.code not in AGAIN:
+                if not error.refusal.again:
                     raise
                 last = error
         raise Conflict(f"the commit was refused {ATTEMPTS} times because others changed the store meanwhile; repeat it") from last

@@ -47,7 +47,7 @@ def compare(before: Mapping[str, Tree], after: Mapping[str, Tree]) -> Difference
         else:
             unchanged += 1
     changes += [
-        LeafChange(path, "removed", _describe(tree, i), "", tree.raw_bytes(i), tree.raw_bytes(i))
+        LeafChange(path, "removed", _describe(tree, i), "", _own_bytes(tree, i), _own_bytes(tree, i))
         for path, (tree, i) in old.items()
         if path not in new
     ]
@@ -59,7 +59,7 @@ def _leaves(trees: Mapping[str, Tree]) -> dict[str, tuple[Tree, int]]:
 
 
 def _change(path: str, old: tuple[Tree, int] | None, tree: Tree, i: int) -> LeafChange | None:
-    size = tree.raw_bytes(i)
+    size = _own_bytes(tree, i)
     if old is None:
         return LeafChange(path, "added", "", _describe(tree, i), size, size)
     old_tree, j = old
@@ -72,8 +72,15 @@ def _change(path: str, old: tuple[Tree, int] | None, tree: Tree, i: int) -> Leaf
     )
 
 
+def _own_bytes(tree: Tree, i: int) -> int:
+    """An alias has none: its bytes are the other leaf's."""
+    return 0 if tree.schema.aliases[i] >= 0 else tree.raw_bytes(i)
+
+
 def _changed_bytes(old_ids: bytes, tree: Tree, i: int) -> int:
     content = tree.content(i)
+    if tree.schema.aliases[i] >= 0:
+        return 0
     if content.inline is not None or content.boxes is not None:
         return tree.raw_bytes(i)
     known = {old_ids[k : k + CHUNK_ID_BYTES] for k in range(0, len(old_ids), CHUNK_ID_BYTES)}

@@ -18,17 +18,20 @@ PROBE_BYTES = 256 << 10
 """Room enough for the entries of one forget or gc."""
 
 
-def ensure_reserve(backend: Backend) -> bool:
-    """Whether the store has its reserve now; a bucket needs none. Its bytes are random, lest a filesystem compress them away."""
+def ensure_reserve(backend: Backend) -> None:
+    """Make the store's reserve, or as much of it as fits: what a forget gave up and hardly used must be there for the gc that follows.
+
+    Its bytes are random, lest a filesystem compress them away. A bucket needs none.
+    """
     if backend.durable_root is None:
-        return False
-    if backend.size(RESERVE_KEY) == RESERVE_BYTES:
-        return True
-    try:
-        backend.put(RESERVE_KEY, secrets.token_bytes(RESERVE_BYTES))
-    except (Unavailable, ReadOnly):
-        return False
-    return True
+        return
+    there = backend.size(RESERVE_KEY) or 0
+    for size in range(RESERVE_BYTES, max(there, PROBE_BYTES - 1), -PROBE_BYTES):
+        try:
+            backend.put(RESERVE_KEY, secrets.token_bytes(size))
+        except (Unavailable, ReadOnly):
+            continue
+        return
 
 
 def is_full(backend: Backend) -> bool:

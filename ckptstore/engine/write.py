@@ -241,7 +241,8 @@ class _Worker:
         return codecs.SPLIT_ZSTD if self._codec == codecs.ZSTD and part.floating and part.width > 1 else self._codec
 
     def _views(self, run: Run, *, shared: bool) -> list[memoryview]:
-        """The run's chunks where they are, or in memory of this thread; with `shared`, in memory that the next run of the batch leaves alone."""
+        """The run's chunks where they are, or in memory of this thread; with `shared`, in memory that the next run of the batch leaves
+        alone."""
         memory, base = self._sources[run.part.leaf].memory(), 0
         if memory is None:
             base = run.cuts[0]

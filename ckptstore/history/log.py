@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 from ckptstore.core.ids import StoreId, checkpoint_key, log_key
-from ckptstore.errors import CkptStoreError, Conflict, Corrupt, InvalidInput, NotFound, ReadOnly, Unavailable
+from ckptstore.errors import Busy, CkptStoreError, Conflict, Corrupt, InvalidInput, NotFound, ReadOnly, Unavailable
 from ckptstore.history.checkpoints import decode_state, encode_state
 from ckptstore.history.entries import Body, Entry, Position, check_follows, decode_entry, encode_entry, origin
 from ckptstore.history.fold import Refusal, State, apply, check, genesis, number
@@ -110,9 +110,9 @@ class Log:
     def append(self, body: Body, *, timeout_s: float = APPEND_TIMEOUT_S) -> Entry:
         """Append `body` at the head of the log, its new packs numbered; durable on return.
 
-        Raises `Refused` if the state at the head does not admit it, `Unavailable` if storage did not answer within `timeout_s` (the
-        entry may still be in the log, or arrive there: only a replay tells, so delete nothing), `InvalidInput` for a body that has
-        no encoding, `Corrupt` if the log lost an entry meanwhile.
+        Raises `Refused` if the state at the head does not admit it, `Busy` if others took every number within `timeout_s`, `Unavailable`
+        if storage did not answer within `timeout_s` (the entry may still be in the log, or arrive there: only a replay tells, so delete
+        nothing), `InvalidInput` for a body that has no encoding, `Corrupt` if the log lost an entry meanwhile.
         """
         deadline = time.monotonic() + timeout_s
         with self._lock:
@@ -128,7 +128,7 @@ class Log:
                     self._write_checkpoint_behind(entry.n)
                     return entry
                 if time.monotonic() > deadline:
-                    raise Unavailable(f"others appended to the log for {timeout_s:.0f} s without a gap; nothing was appended, repeat")
+                    raise Busy(f"others appended to the log for {timeout_s:.0f} s without a gap; nothing was appended, repeat")
 
     def close(self) -> None:
         """Wait for a checkpoint that is being written."""

@@ -13,7 +13,6 @@ from sqlalchemy import Connection, StaticPool, TextClause, create_engine, text
 from sqlalchemy.engine import URL
 from sqlalchemy.exc import DBAPIError, SQLAlchemyError
 
-import ckptstore
 from ckptstore.core.ids import StoreId
 from ckptstore.history.entries import origin
 from ckptstore.index import tables
@@ -79,7 +78,7 @@ def migrate(connection: Connection) -> None:
 
 def migrations() -> Path:
     """Alembic's scripts: inside an installed package, beside it in a checkout."""
-    package = Path(ckptstore.__file__).parent
+    package = Path(__file__).parents[1]
     inside = package / "migrations"
     return inside if inside.is_dir() else package.parent / "migrations"
 

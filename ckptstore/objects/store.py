@@ -204,6 +204,12 @@ class ObjectStore:
     def _pack_names(self, numbers: set[int]) -> dict[int, PackId]:
         if unknown := numbers - self._names.keys():
             self._names.update(self.index.pack_ids(unknown))
+        if unknown := numbers - self._names.keys():
+            # The index was lost since it gave the locations; the log knows the names as well.
+            packs = self._log.replay().packs
+            self._names.update((n, packs[n].id) for n in unknown if n in packs)
+        if unknown := numbers - self._names.keys():
+            raise NotFound(f"packs {sorted(unknown)[:4]} are not listed any more; repeat the call, or run `ckptstore reindex`")
         return {n: self._names[n] for n in numbers}
 
     def _read(self, read: Read, request: "_Request") -> None:

@@ -42,10 +42,13 @@ class Environment:
         self.folder, self.users = folder, 0
         self.lmdb = _open_lmdb(folder, map_bytes)
         self.lmdb.reader_check()
-        self.chunks, self.others, self.packs = (self.lmdb.open_db(name) for name in DATABASES)
+        fresh = not self.lmdb.stat()["entries"]
+        with self.lmdb.begin(write=fresh) as txn:
+            self.chunks, self.others, self.packs = (self.lmdb.open_db(name, txn, create=fresh) for name in DATABASES)
         self._fd = os.open(folder / "data.mdb", os.O_RDONLY | os.O_CLOEXEC)
         self._inode, self._bytes = os.fstat(self._fd).st_ino, 0
         self._gate, self._halted = threading.Condition(), False
+        self._closed = False
         self._inside = self._waiting = 0
 
     def read(self, work: Work[_T]) -> _T:
@@ -77,8 +80,9 @@ class Environment:
     def close(self) -> None:
         with self._gate:
             self._empty()
+            self._closed = True
             self.lmdb.close()
-        os.close(self._fd)
+            os.close(self._fd)
 
     def halt(self, timeout_s: float) -> None:
         """Wait until no thread uses the map, and keep them away until `go_on`."""
@@ -102,9 +106,12 @@ class Environment:
             self._gate.wait_for(lambda: not self._waiting)
             self._inside += 1
         try:
+            if self._closed:
+                raise Damaged(f"{self.folder} was closed meanwhile")
+            had = self._bytes  # read first: another thread may see a longer file meanwhile
             size = os.fstat(self._fd).st_size
-            if size < self._bytes:
-                raise Damaged(f"{self.folder} shrank from {self._bytes} to {size} bytes")
+            if size < had:
+                raise Damaged(f"{self.folder} lost its end: it has {size} bytes and had {had}")
             self._bytes = size
             yield
         finally:
@@ -116,7 +123,8 @@ class Environment:
         """Map so many bytes, or with 0 as many as another process has made of them, once no thread uses the map."""
         with self._gate:
             self._empty()
-            self.lmdb.set_mapsize(map_bytes)
+            if not self._closed:
+                self.lmdb.set_mapsize(map_bytes)
 
     def _empty(self, timeout_s: float | None = None) -> bool:
         """Wait until no thread uses the map; none may begin to meanwhile, nor before the gate is released."""
