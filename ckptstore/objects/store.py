@@ -26,6 +26,8 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 METADATA_CACHE_BYTES = 64 * MIB
+METADATA_BYTES_MAX = 256 * MIB
+"""What claims to be larger is no schema, page or layout: a footer that was made up must not cost memory."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,6 +99,7 @@ class ObjectStore:
         if missing:
             ids = b"".join(missing)
             where = self._located(ids)
+            _check_sizes(missing, where)
             buffers = [bytearray(int(n)) for n in where["raw"]]
             self.read_into(ids, [memoryview(b) for b in buffers], where=where)
             for chunk, buffer in zip(missing, buffers, strict=True):
@@ -160,19 +163,23 @@ class ObjectStore:
         self.index.close()
 
     def _located(self, ids: bytes) -> "NDArray[np.void]":
-        where = self.locate(ids)
-        if where["found"].all():
-            return where
+        for look_again in (None, self._look_again, self._index_anew):
+            if look_again:
+                look_again()
+            where = self.locate(ids)
+            if where["found"].all():
+                return where
+        first = int(np.flatnonzero(where["found"] == 0)[0])
+        chunk = ids[first * CHUNK_ID_BYTES : (first + 1) * CHUNK_ID_BYTES]
+        raise NotFound(
+            f"chunk {chunk.hex()[:12]} and {int((where['found'] == 0).sum()) - 1} more lie in no pack that the log lists; "
+            f"run `ckptstore fsck`, or `ckptstore repair` with a mirror"
+        )
+
+    def _index_anew(self) -> None:
+        """A damaged key of the index is a chunk that it does not find: before a chunk counts as lost, every footer is read again."""
+        self.index.reset()
         self._look_again()
-        where = self.locate(ids)
-        if not where["found"].all():
-            first = int(np.flatnonzero(where["found"] == 0)[0])
-            chunk = ids[first * CHUNK_ID_BYTES : (first + 1) * CHUNK_ID_BYTES]
-            raise NotFound(
-                f"chunk {chunk.hex()[:12]} and {int((where['found'] == 0).sum()) - 1} more lie in no pack that the log lists; "
-                f"run `ckptstore fsck`, or `ckptstore repair` with a mirror"
-            )
-        return where
 
     def _look_again(self) -> None:
         self.sync(self._log.replay(refresh=True), thorough=True)
@@ -249,6 +256,12 @@ class ObjectStore:
             row = request.where[i]
             start = int(row["offset"]) - read.offset
             codecs.decode_into(int(row["codec"]), memoryview(stored)[start : start + int(row["stored"])], request.out[i], int(row["width"]))
+
+
+def _check_sizes(chunks: Sequence[ChunkId], where: "NDArray[np.void]") -> None:
+    if (largest := int(where["raw"].max())) > METADATA_BYTES_MAX:
+        chunk = chunks[int(where["raw"].argmax())]
+        raise Corrupt(f"chunk {chunk.hex()[:12]} claims {largest} bytes of metadata; wanted at most {METADATA_BYTES_MAX}; run `ckptstore fsck`")
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,9 +6,9 @@ import random
 import resource
 import time
 from collections.abc import Iterator
-from contextlib import closing
+from contextlib import closing, contextmanager
 from pathlib import Path
-from threading import Thread
+from threading import Event, Thread
 
 import numpy as np
 import numpy.typing as npt
@@ -36,6 +36,29 @@ def assert_found(index: ChunkIndex, number: int, table: npt.NDArray[np.void]) ->
     assert (rows["pack"] == number).all()
     for field in ("offset", "stored", "raw", "codec", "width"):
         assert (rows[field] == table[field]).all(), field
+
+
+@contextmanager
+def threads_reading(index: ChunkIndex, number: int, table: npt.NDArray[np.void]) -> Iterator[None]:
+    """Meanwhile, threads look for the chunks of pack `number`; afterwards, each time they found them all."""
+    done, wrong = Event(), list[str]()
+
+    def read() -> None:
+        while not done.is_set():
+            rows = index.get_many(ids(table))
+            if (rows["pack"] != number).any() or (rows["offset"] != table["offset"]).any():
+                wrong.append(f"{int((rows['pack'] != number).sum())} chunks were not found")
+
+    readers = [Thread(target=read) for _ in range(3)]
+    for reader in readers:
+        reader.start()
+    try:
+        yield
+    finally:
+        done.set()
+        for reader in readers:
+            reader.join()
+    assert not wrong
 
 
 def assert_missing(index: ChunkIndex, table: npt.NDArray[np.void]) -> None:
@@ -142,27 +165,12 @@ def test_the_map_grows(tmp_path: Path) -> None:
 
 
 def test_threads_read_while_the_map_grows_and_packs_come_and_go(tmp_path: Path) -> None:
-    steady, wrong = footer(2000, 99), list[str]()
     with closing(ChunkIndex.open(tmp_path / "chunks.lmdb", STORE, map_bytes=1 << 19)) as index:
-        index.add_pack(99, pack_name(99), steady)
-        busy = True
-
-        def read() -> None:
-            while busy:
-                rows = index.get_many(ids(steady))
-                if not rows["found"].all() or (rows["pack"] != 99).any():
-                    wrong.append("a chunk of pack 99 was not found")
-
-        readers = [Thread(target=read) for _ in range(3)]
-        for reader in readers:
-            reader.start()
-        for number in range(1, 20):
-            index.add_pack(number, pack_name(number), footer(2000, number))
-            index.drop_packs([number - 3])
-        busy = False
-        for reader in readers:
-            reader.join()
-        assert not wrong
+        index.add_pack(99, pack_name(99), footer(2000, 99))
+        with threads_reading(index, 99, footer(2000, 99)):
+            for number in range(3, 20):
+                index.add_pack(number, pack_name(number), footer(2000, number))
+                index.drop_packs([number - 3])
         assert index.indexed() == {17, 18, 19, 99}
 
 
@@ -197,21 +205,12 @@ def _read_in_child(index: ChunkIndex) -> None:
 
 def test_a_forked_child_opens_its_own_environment(index: ChunkIndex) -> None:
     index.add_pack(1, pack_name(1), footer(500, 1))
-    busy = True
-
-    def read() -> None:
-        while busy:
-            assert_found(index, 1, footer(500, 1))
-
-    reader = Thread(target=read)
-    reader.start()
-    children = [multiprocessing.get_context("fork").Process(target=_read_in_child, args=(index,)) for _ in range(4)]
-    for child in children:
-        child.start()
-    for child in children:
-        child.join(60)
-    busy = False
-    reader.join()
+    with threads_reading(index, 1, footer(500, 1)):
+        children = [multiprocessing.get_context("fork").Process(target=_read_in_child, args=(index,)) for _ in range(4)]
+        for child in children:
+            child.start()
+        for child in children:
+            child.join(60)
     assert [child.exitcode for child in children] == [0] * 4
     assert index.indexed() == {1, 2}
     assert_found(index, 2, footer(500, 2))

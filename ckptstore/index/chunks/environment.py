@@ -42,9 +42,7 @@ class Environment:
         self.folder, self.users = folder, 0
         self.lmdb = _open_lmdb(folder, map_bytes)
         self.lmdb.reader_check()
-        fresh = not self.lmdb.stat()["entries"]
-        with self.lmdb.begin(write=fresh) as txn:
-            self.chunks, self.others, self.packs = (self.lmdb.open_db(name, txn, create=fresh) for name in DATABASES)
+        self.chunks, self.others, self.packs = (self.lmdb.open_db(name) for name in DATABASES)
         self._fd = os.open(folder / "data.mdb", os.O_RDONLY | os.O_CLOEXEC)
         self._inode, self._bytes = os.fstat(self._fd).st_ino, 0
         self._gate, self._halted = threading.Condition(), False
