@@ -1,0 +1,169 @@
+"""What the leaves of an application state are: a schema per key, and per leaf where its bytes come from (docs/format.md §5).
+
+Nothing is copied: tensors are referred to, and stay alive as long as what `flatten` returns. Only small values are encoded at once.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ckptstore.core.model import LeafKind, Node, Schema, Shape
+from ckptstore.errors import InvalidInput
+from ckptstore.state import containers, paths, pickles, tensors, values
+from ckptstore.state.composites import split_tensor
+from ckptstore.state.containers import Parts
+from ckptstore.state.leaves import NOTHING, BytesSource, Source, TensorSource
+from ckptstore.state.modules import state_dict_of
+from ckptstore.state.tensors import DTYPE_NAMES
+
+_ITSELF = ""
+"""Parts of this type are no container: the child stands for the object."""
+
+MAX_NESTING = 80
+"""Containers within containers; each takes two of canonical JSON's 200 levels, and its keys and attributes some more."""
+
+
+@dataclass(frozen=True, slots=True)
+class Flat:
+    """One key of the state: what its leaves are, and the source of each. An alias has no bytes of its own."""
+
+    schema: Schema
+    leaves: list[Source]
+
+
+def flatten(app_state: Mapping[str, Any], *, allow_pickle: bool = False) -> dict[str, Flat]:
+    """Every key of `app_state`, in its order. Objects with `state_dict()` and `load_state_dict()` give their state dict.
+
+    Raises `InvalidInput`, naming the path and the way out, for what cannot be stored. With `allow_pickle`, objects of unknown types are
+    pickled and marked as such.
+    """
+    for key in app_state:
+        if not isinstance(key, str):
+            raise InvalidInput(f"the application state has the key {key!r}; its keys must be strings")
+    return {key: flatten_tree(key, value, allow_pickle=allow_pickle) for key, value in app_state.items()}
+
+
+def flatten_tree(key: str, value: Any, *, allow_pickle: bool = False) -> Flat:
+    """One key of a state."""
+    return _Tree(allow_pickle).flatten(key, value)
+
+
+def state_of(value: Any) -> Any:
+    """The state dict of an object that has one, with the names of wrapped modules; anything else as it is."""
+    if isinstance(value, torch.nn.Module):
+        return state_dict_of(value)
+    return value.state_dict() if containers.is_stateful(value) else value
+
+
+class _Tree:
+    """The columns of a schema on their way, one item per leaf."""
+
+    def __init__(self, allow_pickle: bool) -> None:
+        self._allow_pickle = allow_pickle
+        self._paths: list[str] = []
+        self._kinds: list[LeafKind] = []
+        self._dtypes: list[str] = []
+        self._shapes: list[Shape] = []
+        self._aliases: list[int] = []
+        self._leaves: list[Source] = []
+        self._by_memory: dict[tuple[Any, ...], int] = {}
+        self._open: dict[int, str] = {}
+
+    def flatten(self, key: str, value: Any) -> Flat:
+        skeleton = self._visit(state_of(value), paths.segment(values.encode_key(key)))
+        columns = (tuple(column) for column in (self._paths, self._kinds, self._dtypes, self._shapes, self._aliases))
+        return Flat(Schema(skeleton, *columns), self._leaves)  # type: ignore[arg-type]  # the columns in the order of its fields
+
+    def _visit(self, value: Any, path: str) -> Node | int:
+        if type(value) is torch.Tensor:
+            return self._tensor(value, path)
+        if type(value) is bytes:
+            return self._leaf(path, "bytes", BytesSource(value))
+        try:
+            parts = self._split(value)
+            encoded = values.encode_value(value) if parts is None else values.NOT_A_VALUE
+            if encoded is not values.NOT_A_VALUE:
+                return self._leaf(path, "value", BytesSource(values.encode_leaf(encoded)))
+            parts = parts or containers.split(value) or self._pickle(value)
+            names = None if parts.keys is None else paths.segments(parts.keys)
+        except InvalidInput as error:
+            raise InvalidInput(f"{path}: {error}") from error
+        return self._container(value, parts, names, path)
+
+    def _split(self, value: Any) -> Parts | None:
+        """The parts of what is neither a value nor a container that a target fills: the caller's types, tensors, wrapped modules."""
+        known = values.registered(type(value))
+        if known:
+            return Parts("registered", [known.encode(value)], attrs=(("name", known.name),))
+        if isinstance(value, torch.nn.Module):
+            return Parts("stateful", [state_dict_of(value)])
+        if isinstance(value, torch.Tensor):
+            parts = split_tensor(value)
+            return parts if isinstance(parts, Parts) else Parts(_ITSELF, [parts])
+        return None
+
+    def _pickle(self, value: Any) -> Parts:
+        if self._allow_pickle:
+            return Parts("pickle", [pickles.dump(value)])
+        if isinstance(value, set | frozenset):
+            raise InvalidInput("a set whose items are not plain values has no order to restore; use a list, or a dict")
+        name = values.class_name(type(value))
+        raise InvalidInput(f"a {name} cannot be stored; ckptstore.register_value(…, {name}, encode, decode), or pass allow_pickle=True")
+
+    def _container(self, value: Any, parts: Parts, names: Sequence[str] | None, path: str) -> Node | int:
+        if id(value) in self._open:
+            raise InvalidInput(f"{path} is {self._open[id(value)]} again, which holds it: a cycle cannot be stored; break it first")
+        if len(self._open) == MAX_NESTING:
+            raise InvalidInput(f"{path} is nested more than {MAX_NESTING} containers deep; use flatter containers")
+        self._open[id(value)] = path
+        try:
+            if parts.type == _ITSELF or containers.is_wrapper(parts.type):
+                children: tuple[Node | int, ...] = (self._visit(parts.children[0], path),)
+            else:
+                below = names if names is not None else map(str, range(len(parts.children)))
+                children = tuple([self._visit(child, f"{path}/{name}") for child, name in zip(parts.children, below, strict=True)])
+        finally:
+            del self._open[id(value)]
+        if parts.type == _ITSELF:
+            return children[0]
+        return Node(parts.type, children, None if parts.keys is None else tuple(parts.keys), tuple(sorted(parts.attrs)))
+
+    def _tensor(self, tensor: torch.Tensor, path: str) -> Node | int:
+        if not tensors.is_strided(tensor) or tensor.requires_grad:
+            return self._composite(tensor, path)
+        shape, dtype = tuple(tensor.shape), tensor.dtype
+        address = tensor.data_ptr()
+        number = len(self._paths)
+        # An address of 0 is that of an empty tensor, which shares nothing.
+        first = self._by_memory.setdefault((address, shape, tensor.stride(), dtype), number) if address else number
+        if first != number and self._same_values(first, tensor):
+            return self._leaf(path, "tensor", NOTHING, DTYPE_NAMES[dtype], shape, first)
+        return self._leaf(path, "tensor", TensorSource(tensor), DTYPE_NAMES[dtype], shape)
+
+    def _same_values(self, leaf: int, tensor: torch.Tensor) -> bool:
+        """Whether the tensor of an earlier leaf, at the same address, reads that memory as `tensor` does."""
+        source = self._leaves[leaf]
+        assert isinstance(source, TensorSource)
+        other = source.tensor
+        return other.device == tensor.device and other.is_conj() == tensor.is_conj() and other.is_neg() == tensor.is_neg()
+
+    def _composite(self, tensor: torch.Tensor, path: str) -> Node | int:
+        try:
+            parts = split_tensor(tensor)
+            if isinstance(parts, torch.Tensor):
+                return self._tensor(parts, path)
+            names = None if parts.keys is None else paths.segments(parts.keys)
+        except InvalidInput as error:
+            raise InvalidInput(f"{path}: {error}") from error
+        return self._container(tensor, parts, names, path)
+
+    def _leaf(self, path: str, kind: LeafKind, source: Source, dtype: str = "", shape: Shape = (), alias: int = -1) -> int:
+        self._paths.append(path)
+        self._kinds.append(kind)
+        self._dtypes.append(dtype)
+        self._shapes.append(shape)
+        self._aliases.append(alias)
+        self._leaves.append(source)
+        return len(self._paths) - 1

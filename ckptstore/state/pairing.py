@@ -1,0 +1,327 @@
+"""Which leaf of a snapshot lands in which tensor of a target: skeleton and target walked side by side, nothing moved yet.
+
+A leaf lands directly in a tensor of the same path, dtype and shape. Two leaves never land in one piece of memory unless they are one
+content. What finds no tensor gets a new one.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import fields, is_dataclass
+from enum import Enum
+from typing import Any, NamedTuple
+
+import torch
+from torch.nn.parameter import is_lazy
+
+from ckptstore.core.model import Node, Schema
+from ckptstore.errors import InvalidInput
+from ckptstore.state import containers, paths, tensors, values
+from ckptstore.state.composites import split_tensor
+from ckptstore.state.containers import Parts
+from ckptstore.state.flatten import state_of
+from ckptstore.state.leaves import Destination
+from ckptstore.state.modules import own_loading, state_dict_of
+from ckptstore.state.stateful import RNGState, StateDict
+
+_MARKS = ("torch.Parameter", "torch.Tensor")
+"""Wrappers that say of a tensor only whether it wants a gradient; targets decide that for themselves."""
+
+
+class Mismatch(NamedTuple):
+    """A leaf whose shape, dtype or kind in the commit is not the target's."""
+
+    path: str
+    committed: str
+    target: str
+
+
+class Pairing:
+    """Where the leaves of one tree go.
+
+    After `pair` and `complete`, `objects[i]` is what stands at tensor leaf `i` once its bytes are there. `direct[i]` says that it is the
+    target's own, `kept` has the target's own objects that stand for a node, by its id.
+    """
+
+    def __init__(self, schema: Schema, classes: "TargetClasses") -> None:
+        self._schema, self._classes = schema, classes
+        count = len(schema)
+        self.objects: list[Any] = [None] * count
+        self.destinations: list[Destination | None] = [None] * count
+        self.direct = [False] * count
+        self.wanted = [True] * count
+        self.kept: dict[int, Any] = {}
+        self.late = False
+        self.narrowed: dict[int, Node | int] = {}
+        self.missing: list[str] = []
+        self.unexpected: list[str] = []
+        self.mismatched: list[Mismatch] = []
+        self._claimed: dict[int, tuple[int, tuple[int, ...]]] = {}
+
+    def pair(self, node: Node | int, target: Any, path: str, *, report: bool) -> None:
+        """Find the tensors of `target` for the leaves below `node`. With `report`, note what does not fit; else that is no problem."""
+        if isinstance(target, torch.Tensor):
+            self._pair_tensor(node, target, path, report)
+        elif isinstance(node, int):
+            pass
+        elif node.type == "stateful":
+            self._pair_stateful(node.children[0], target, path)
+        elif containers.is_wrapper(node.type):
+            self._pair_array(node, target, path)
+        else:
+            self._pair_children(node, target, path, report)
+
+    def pair_module(self, node: Node | int, module: torch.nn.Module, path: str) -> Node | int:
+        """As `pair`, for a module's state dict; returns `node` without the keys that the module has no place for."""
+        if isinstance(node, int) or node.keys is None:
+            self.mismatched.append(Mismatch(path, "no state dict of a module", type(module).__qualname__))
+            return node
+        state = state_dict_of(module)
+        adapting = own_loading(module)
+        known = set(map(str, node.keys))
+        for name in state:
+            if name not in known and not name.startswith(adapting):
+                self.missing.append(f"{path}/{paths.segment(name)}")
+        taken = []
+        for encoded, child, name in zip(node.keys, node.children, paths.segments(node.keys), strict=True):
+            key = values.decode_key(encoded, self._classes)
+            if key in state:
+                self.pair(child, state[key], f"{path}/{name}", report=True)
+            elif not str(key).startswith(adapting):
+                self.unexpected.append(f"{path}/{name}")
+                self._leave_out(child)
+                continue
+            taken.append((encoded, child))
+        return Node(node.type, tuple(child for _, child in taken), tuple(key for key, _ in taken), node.attrs)
+
+    def wanted_bytes(self) -> list[int]:
+        """The leaves that are no tensors and have a place."""
+        return [i for i, kind in enumerate(self._schema.kinds) if kind != "tensor" and self.wanted[i]]
+
+    def complete(self) -> None:
+        """Give a tensor to every wanted leaf that found none: that of the leaf it shared memory with, else a new one."""
+        schema = self._schema
+        for i, kind in enumerate(schema.kinds):
+            if kind != "tensor" or not self.wanted[i] or self.objects[i] is not None:
+                continue
+            alias = schema.aliases[i]
+            if alias >= 0 and self.objects[alias] is not None:
+                self.objects[i] = self.objects[alias]
+            else:
+                self.objects[i] = tensors.empty(schema.dtypes[i], schema.shapes[i])
+                self.destinations[i] = Destination(self.objects[i])
+
+    def _pair_stateful(self, node: Node | int, target: Any, path: str) -> None:
+        if isinstance(target, torch.nn.Module):
+            self.narrowed[id(node)] = self.pair_module(node, target, path)
+        elif isinstance(target, StateDict):
+            self.pair(node, target, path, report=True)
+        else:
+            self.late |= isinstance(target, RNGState)
+            self.pair(node, state_of(target), path, report=False)
+
+    def _pair_array(self, node: Node, target: Any, path: str) -> None:
+        """Fill a numpy array where it stands; one of another shape is replaced, as values are. Other wrappers have nothing to fill."""
+        parts = containers.split(target) if node.type == "numpy.ndarray" and type(target).__module__ == "numpy" else None
+        if not parts or parts.type != node.type:
+            return
+        (child,), (leaf,) = parts.children, node.children
+        self.pair(leaf, child, path, report=False)
+        if isinstance(child, torch.Tensor) and child.data_ptr() == target.ctypes.data:
+            self._keep(node, target)
+
+    def _pair_children(self, node: Node, target: Any, path: str, report: bool) -> None:
+        if report and isinstance(target, dict) and node.keys is not None:
+            self._note_missing(node.keys, target, path)
+        names = paths.segments(node.keys) if node.keys is not None else [str(i) for i in range(len(node.children))]
+        for child, name, below in zip(node.children, names, children_of(node, target, self._classes), strict=True):
+            if isinstance(child, int) and type(below) is torch.Tensor and tensors.is_strided(below):
+                self._pair_strided(child, below, below, report)
+            elif below is not None:
+                self.pair(child, below, f"{path}/{name}", report=report)
+
+    def _note_missing(self, keys: Sequence[Any], target: dict[Any, Any], path: str) -> None:
+        """Tensors under keys that only the target has. Other values there are content: they go, or stay, without a word."""
+        known = {key if type(key) is str else values.decode_key(key, self._classes) for key in keys}
+        for key, value in target.items() if target.keys() - known else ():
+            if key not in known:
+                self.missing.extend(_tensor_paths(value, f"{path}/{paths.segments([values.encode_key(key)])[0]}"))
+
+    def _pair_tensor(self, node: Node | int, target: torch.Tensor, path: str, report: bool) -> None:
+        if not isinstance(node, int) and node.type in _MARKS:
+            (child,) = node.children
+            self._pair_tensor(child, target, path, report)
+            self._keep(node, target)
+            return
+        try:
+            parts = _parts_of(target)
+        except InvalidInput as error:
+            if report:
+                self._mismatch(path, self._describe(node), f"{_describe(target)}: {error}")
+            return
+        if isinstance(parts, Parts) and parts.type in _MARKS:
+            self._pair_tensor(node, parts.children[0], path, report)
+            self._keep(node, target)
+        elif isinstance(node, int) and isinstance(parts, torch.Tensor):
+            self._pair_strided(node, parts, target, report)
+        elif not isinstance(node, int) and isinstance(parts, Parts):
+            self._pair_composite(node, parts, target, path, report)
+        elif report and parts is not None:
+            self._mismatch(path, self._describe(node), _describe(target))
+
+    def _pair_strided(self, leaf: int, strided: torch.Tensor, target: torch.Tensor, report: bool) -> None:
+        """Land `leaf` in `strided`, which is `target` or stands for it."""
+        if not self._is_like(leaf, strided):
+            if report:
+                self._mismatch(self._schema.paths[leaf], self._describe(leaf), _describe(target))
+            return
+        if not tensors.is_writable_by_range(strided):
+            return
+        address, stride = strided.data_ptr(), strided.stride()
+        # An address of 0 is that of an empty tensor, which shares nothing.
+        first, how = self._claimed.setdefault(address, (leaf, stride)) if address else (leaf, stride)
+        if first == leaf:
+            self.destinations[leaf] = Destination(strided)
+        elif how != stride or not self._is_one_content(first, leaf):
+            return
+        self.objects[leaf] = target
+        self.direct[leaf] = True
+
+    def _pair_composite(self, node: Node, parts: Parts, target: torch.Tensor, path: str, report: bool) -> None:
+        if parts.type != node.type or self._is_other(node, parts):
+            if report:
+                self._mismatch(path, self._describe(node), _describe(target))
+        elif self._fits(node, parts):
+            for child, below in zip(node.children, parts.children, strict=True):
+                self.pair(child, below, path, report=False)
+            self._keep(node, target)
+
+    def _is_other(self, node: Node, parts: Parts) -> bool:
+        """Whether the two differ in what a restore must never change silently: shape, dtype, class."""
+        there, here = dict(node.attrs), dict(parts.attrs)
+        if any(there.get(name) != here.get(name) for name in ("shape", "dtype", "class")):
+            return True
+        pairs = zip(node.children, parts.children, strict=False)
+        return any(isinstance(child, int) and self._schema.dtypes[child] != tensors.DTYPE_NAMES[below.dtype] for child, below in pairs)
+
+    def _fits(self, node: Node, parts: Parts) -> bool:
+        """Whether every tensor that the composite is made of can land where the target has it."""
+        if tuple(parts.keys or ()) != (node.keys or ()) or tuple(sorted(parts.attrs)) != node.attrs:
+            return False
+        for child, below in zip(node.children, parts.children, strict=True):
+            inner = _parts_of(below)
+            if isinstance(child, int):
+                if not isinstance(inner, torch.Tensor) or not self._is_like(child, inner) or not tensors.is_writable_by_range(inner):
+                    return False
+            elif not isinstance(inner, Parts) or inner.type != child.type or not self._fits(child, inner):
+                return False
+        return True
+
+    def _keep(self, node: Node | int, target: Any) -> None:
+        """Let `target` stand for `node` if all of the node's bytes land in it."""
+        if isinstance(node, int):
+            self.objects[node] = target if self.direct[node] else self.objects[node]
+        elif all(map(self._stands, node.children)):
+            self.kept[id(node)] = target
+
+    def _stands(self, node: Node | int) -> bool:
+        return self.direct[node] if isinstance(node, int) else id(node) in self.kept
+
+    def _is_like(self, leaf: int, tensor: torch.Tensor) -> bool:
+        return tensor.shape == self._schema.shapes[leaf] and tensors.DTYPE_NAMES[tensor.dtype] == self._schema.dtypes[leaf]
+
+    def _is_one_content(self, a: int, b: int) -> bool:
+        aliases = self._schema.aliases
+        return (aliases[a] if aliases[a] >= 0 else a) == (aliases[b] if aliases[b] >= 0 else b)
+
+    def _leave_out(self, node: Node | int) -> None:
+        for leaf in containers.leaves_of(node):
+            self.wanted[leaf] = False
+
+    def _mismatch(self, path: str, committed: str, target: str) -> None:
+        self.mismatched.append(Mismatch(path, committed, target))
+
+    def _describe(self, node: Node | int) -> str:
+        if isinstance(node, int):
+            kind = self._schema.kinds[node]
+            return f"{self._schema.dtypes[node]}{list(self._schema.shapes[node])}" if kind == "tensor" else f"a {kind}"
+        shape = next((values.decode_value(value) for name, value in node.attrs if name == "shape"), "")
+        inner = ", ".join(self._describe(child) for child in node.children if isinstance(child, int))
+        return f"{node.type}{shape} of {inner}"
+
+
+class TargetClasses(Mapping[str, type]):
+    """The classes of the objects in a target, by name; collected when the first is asked for."""
+
+    def __init__(self, target: Any) -> None:
+        self._target = target
+        self._found: dict[str, type] | None = None
+
+    def _classes(self) -> dict[str, type]:
+        if self._found is None:
+            self._found = {}
+            self._collect(self._target, self._found, set())
+        return self._found
+
+    def _collect(self, value: Any, found: dict[str, type], seen: set[int]) -> None:
+        if id(value) in seen:
+            return
+        seen.add(id(value))
+        cls = type(value)
+        if isinstance(value, Enum | torch.Tensor) or is_dataclass(cls) or hasattr(cls, "_fields"):
+            found[values.class_name(cls)] = cls
+        if containers.is_stateful(value):
+            value = state_of(value)
+        if isinstance(value, dict):
+            factory = getattr(value, "default_factory", None)
+            if isinstance(factory, type):
+                found[values.class_name(factory)] = factory
+            below: Any = (*value.keys(), *value.values())
+        elif isinstance(value, list | tuple | set | frozenset):
+            below = value
+        else:
+            below = [getattr(value, field.name, None) for field in fields(cls)] if is_dataclass(cls) else ()
+        for child in below:
+            self._collect(child, found, seen)
+
+    def __getitem__(self, name: str) -> type:
+        return self._classes()[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._classes())
+
+    def __len__(self) -> int:
+        return len(self._classes())
+
+
+def children_of(node: Node, target: Any, classes: Mapping[str, type]) -> list[Any]:
+    """For every child of `node` what `target` has in its place, or None."""
+    if node.keys is None:
+        there = list(target) if isinstance(target, list | tuple) or type(target).__name__ == "deque" else []
+        return [there[i] if i < len(there) else None for i in range(len(node.children))]
+    if node.type in ("namedtuple", "dataclass"):
+        return [getattr(target, key, None) for key in node.keys]
+    if not isinstance(target, dict):
+        return [None] * len(node.children)
+    return [target.get(key if type(key) is str else values.decode_key(key, classes)) for key in node.keys]
+
+
+def _parts_of(target: torch.Tensor) -> Parts | torch.Tensor | None:
+    """The tensor taken apart, or the strided one that stands for it; None if its shape is still to come; `InvalidInput` if nothing can."""
+    if type(target) in (torch.Tensor, torch.nn.Parameter) and tensors.is_strided(target):
+        return target
+    return None if is_lazy(target) else split_tensor(target)
+
+
+def _describe(tensor: torch.Tensor) -> str:
+    layout = "" if tensor.layout is torch.strided else f"{tensor.layout} of "
+    return f"{layout}{tensors.DTYPE_NAMES[tensor.dtype]}{list(tensor.shape)}"
+
+
+def _tensor_paths(value: Any, path: str) -> Iterator[str]:
+    if isinstance(value, torch.Tensor) or containers.is_stateful(value):
+        yield path
+    elif isinstance(value, dict):
+        for key, child in value.items():
+            yield from _tensor_paths(child, f"{path}/{paths.segments([values.encode_key(key)])[0]}")
+    elif isinstance(value, list | tuple):
+        for i, child in enumerate(value):
+            yield from _tensor_paths(child, f"{path}/{i}")

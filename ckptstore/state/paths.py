@@ -1,0 +1,74 @@
+"""How a leaf is named: the keys of every level, joined by `/` and escaped (docs/format.md §5). No torch here.
+
+Keys are *encoded*: a string, an integer within 2^53, or a value array `[tag, payload…]` (docs/values.md).
+"""
+
+import re
+from collections.abc import Sequence
+from typing import Any
+
+from ckptstore.core.model import Node, Schema
+from ckptstore.errors import InvalidInput
+from ckptstore.objects import canonical
+
+_UNSAFE = re.compile(r"[%/\x00-\x1f\x7f]")
+
+
+def escape(text: str) -> str:
+    """`text` without `/` and control characters; two texts never become one."""
+    return _UNSAFE.sub(lambda found: f"%{ord(found[0]):02X}", text)
+
+
+def segment(name: str) -> str:
+    """The segment of a string key."""
+    return escape(name) or "%empty"
+
+
+def segments(keys: Sequence[Any]) -> list[str]:
+    """The segments of the encoded keys of one mapping, in order; `InvalidInput` if two of them cannot be told apart."""
+    if set(map(type, keys)) <= {str}:
+        # Most keys are their own segments; one look at all of them is cheaper than one at each.
+        plain = all(keys) and not _UNSAFE.search("".join(keys))
+        return list(keys) if plain else list(map(segment, keys))
+    names = {segment(key) for key in keys if type(key) is str}
+    found = [segment(key) if type(key) is str else _typed_segment(key, names) for key in keys]
+    if len(set(found)) != len(found):
+        twice = next(name for name in found if found.count(name) > 1)
+        raise InvalidInput(f"two keys of one mapping are both called {twice!r}; use keys that differ in more than their bits")
+    return found
+
+
+def pickled(schema: Schema) -> list[str]:
+    """The paths of the leaves that are pickles."""
+    found: list[int] = []
+    _collect_pickles(schema.skeleton, found)
+    return [schema.paths[leaf] for leaf in found]
+
+
+def _collect_pickles(node: Node | int, found: list[int]) -> None:
+    if isinstance(node, int):
+        return
+    if node.type == "pickle":
+        found.extend(child for child in node.children if isinstance(child, int))
+    else:
+        for child in node.children:
+            _collect_pickles(child, found)
+
+
+def _typed_segment(key: Any, names: set[str]) -> str:
+    if type(key) is int or key[0] == "int":
+        decimal = str(key if type(key) is int else key[1])
+        return f"%int:{decimal}" if decimal in names else decimal
+    tag, *payload = key
+    return f"%{tag}:{escape(_key_text(tag, payload))}"
+
+
+def _key_text(tag: str, payload: list[Any]) -> str:
+    match tag:
+        case "none":
+            return ""
+        case "bool":
+            return "true" if payload[0] else "false"
+        case "float":
+            return repr(canonical.bits_float(payload[0]))
+    return canonical.encode(payload).decode()

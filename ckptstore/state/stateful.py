@@ -1,0 +1,48 @@
+"""Two objects for an application state: a dict that is restored in place, and all random number generators as one."""
+
+import random
+import sys
+from typing import Any
+
+import torch
+
+
+class StateDict(dict[str, Any]):
+    """A dict with `state_dict` and `load_state_dict`: what a script must remember beside its modules.
+
+    progress = StateDict(epoch=0); store.commit({"progress": progress}); …; progress["epoch"]
+    """
+
+    def state_dict(self) -> dict[str, Any]:
+        return dict(self)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.clear()
+        self.update(state_dict)
+
+
+class RNGState:
+    """The random number generators of Python, numpy, torch on the CPU and every CUDA device.
+
+    Has no state of its own: `state_dict` reads the generators without drawing from them, `load_state_dict` sets them; of CUDA devices,
+    those that both sides have. A restore does so after everything else, so that nothing it runs draws afterwards.
+    """
+
+    def state_dict(self) -> dict[str, Any]:
+        state: dict[str, Any] = {"python": random.getstate(), "torch": torch.get_rng_state()}
+        if "numpy" in sys.modules:
+            state["numpy"] = sys.modules["numpy"].random.get_state(legacy=False)
+        if torch.cuda.is_available():
+            state["cuda"] = torch.cuda.get_rng_state_all()
+        return state
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        random.setstate(state_dict["python"])
+        torch.set_rng_state(state_dict["torch"])
+        if "numpy" in state_dict:
+            import numpy as np
+
+            np.random.set_state(state_dict["numpy"])
+        if torch.cuda.is_available():
+            for device, state in zip(range(torch.cuda.device_count()), state_dict.get("cuda", ()), strict=False):
+                torch.cuda.set_rng_state(state, device)

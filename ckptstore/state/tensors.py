@@ -1,0 +1,240 @@
+"""Where a tensor's raw bytes are: dtypes by name, memory views, and any byte range of any strided tensor, in and out.
+
+Raw bytes are the elements in row-major order, little-endian (docs/format.md §3). They are moved as integers, since some dtypes (bits,
+sub-byte integers, some fp8) have neither `copy_` nor `view`.
+"""
+
+import ctypes
+import warnings
+from collections.abc import Iterator
+from math import prod
+from typing import Any
+
+import torch
+
+from ckptstore.core.model import Shape
+from ckptstore.errors import InvalidInput
+
+DTYPES: dict[str, torch.dtype] = {
+    str(dtype).removeprefix("torch."): dtype for dtype in (getattr(torch, name) for name in dir(torch)) if isinstance(dtype, torch.dtype)
+}
+"""Every dtype that this torch has, by its name."""
+
+DTYPE_NAMES: dict[torch.dtype, str] = {dtype: name for name, dtype in DTYPES.items()}
+
+QUANTIZED = frozenset(dtype for name, dtype in DTYPES.items() if name.startswith(("qint", "quint")))
+"""Dtypes whose tensors carry scales; their integers are stored, under an integer dtype."""
+
+_PER_BYTE = {torch.quint4x2: 2, torch.quint2x4: 4}
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_SIGN_BITS = {1: 0x80, 2: -0x8000, 4: -0x80000000, 8: -0x8000000000000000}
+
+
+def dtype_of(name: str) -> torch.dtype:
+    """The dtype called `name`; `InvalidInput` if this torch has none."""
+    if name not in DTYPES:
+        raise InvalidInput(f"this torch ({torch.__version__}) has no dtype {name[:40]!r}; read with the torch that wrote it or a newer one")
+    return DTYPES[name]
+
+
+def width_of(name: str) -> int:
+    """Bytes per element."""
+    return dtype_of(name).itemsize
+
+
+def nbytes_of(name: str, shape: Shape) -> int:
+    """Raw bytes of a tensor."""
+    return width_of(name) * prod(shape)
+
+
+def empty(name: str, shape: Shape) -> torch.Tensor:
+    """A contiguous CPU tensor of any bytes."""
+    dtype = dtype_of(name)
+    if dtype == torch.complex32:
+        return torch.empty(shape, dtype=torch.int32).view(dtype)  # as complex32, torch would warn
+    return torch.empty(shape, dtype=dtype)
+
+
+def tensor_from(buffer: Any, name: str, shape: Shape) -> torch.Tensor:
+    """A tensor over the memory of `buffer` (a memoryview, an mmap), which it keeps alive; of a copy if the buffer is read-only."""
+    view = memoryview(buffer).cast("B")
+    nbytes = nbytes_of(name, shape)
+    if len(view) != nbytes:
+        raise InvalidInput(f"{len(view)} bytes for a tensor {name}{list(shape)}; wanted {nbytes}")
+    if not nbytes:
+        return empty(name, shape)
+    return as_dtype(torch.frombuffer(bytearray(view) if view.readonly else view, dtype=torch.uint8), dtype_of(name), shape)
+
+
+def as_dtype(tensor: torch.Tensor, dtype: torch.dtype, shape: Shape) -> torch.Tensor:
+    """The memory of a contiguous tensor as one of another dtype and shape of as many bytes; works for dtypes that `view` refuses."""
+    offset = tensor.storage_offset() * tensor.itemsize // dtype.itemsize
+    return _over(tensor.untyped_storage(), dtype, offset, shape, _row_major(shape))
+
+
+def memory_of(tensor: torch.Tensor) -> memoryview:
+    """The raw bytes of a contiguous CPU tensor where they are: flat, writable, format `B`. The view keeps the tensor alive."""
+    nbytes = tensor.nbytes
+    if not nbytes:
+        return memoryview(bytearray())
+    array = (ctypes.c_ubyte * nbytes).from_address(tensor.data_ptr())
+    array.owner = tensor  # type: ignore[attr-defined]  # whoever holds the view holds the array, and so the tensor
+    return memoryview(array).cast("B")
+
+
+def is_strided(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is one block of memory with strides, and its dtype says all about its elements."""
+    return (
+        tensor.layout is torch.strided and (tensor.is_cpu or not tensor.is_meta) and not tensor.is_nested and tensor.dtype not in QUANTIZED
+    )
+
+
+def is_plain(tensor: torch.Tensor) -> bool:
+    """Whether `memory_of` may be used."""
+    return tensor.is_cpu and tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
+
+
+def is_writable_by_range(tensor: torch.Tensor) -> bool:
+    """Whether `write_range` may be used: each element has memory of its own that holds its bytes as they are."""
+    if tensor.is_conj() or tensor.is_neg():
+        return False
+    return tensor.is_contiguous() or not any(n > 1 and stride == 0 for n, stride in zip(tensor.shape, tensor.stride(), strict=True))
+
+
+def read_range(tensor: torch.Tensor, start: int, stop: int, out: memoryview) -> None:
+    """Copy the raw bytes `start:stop` of a strided tensor, on any device, to `out`.
+
+    Besides `out` it needs memory only where `start` or `stop` lies within an element, or the tensor lives on another device and is not
+    contiguous.
+    """
+    width = tensor.itemsize
+    first, last = start // width, -(-stop // width)
+    if start % width or stop % width:
+        whole = bytearray((last - first) * width)
+        read_range(tensor, first * width, last * width, memoryview(whole))
+        out[:] = memoryview(whole)[start - first * width : stop - first * width]
+        return
+    if start == stop:
+        return
+    target = torch.frombuffer(out, dtype=torch.uint8)
+    at = 0
+    for run in _runs(_integers(tensor), first * width, last * width):
+        as_dtype(target[at : at + run.nbytes], run.dtype, run.shape).copy_(run)
+        at += run.nbytes
+    _resolve_signs(tensor, target)
+
+
+def write_range(tensor: torch.Tensor, start: int, data: memoryview) -> None:
+    """Copy `data` to the raw bytes from `start` on of a strided tensor on any device; both ends must be whole elements.
+
+    The tensor's elements must not share memory (`is_writable_by_range`).
+    """
+    if not len(data):
+        return
+    source = _from_memory(data)
+    at = 0
+    with torch.no_grad():
+        for run in _runs(_integers(tensor), start, start + len(data)):
+            run.copy_(as_dtype(source[at : at + run.nbytes], run.dtype, run.shape))
+            at += run.nbytes
+
+
+def quantized_integers(tensor: torch.Tensor) -> torch.Tensor:
+    """The stored integers of a quantized tensor, sharing its memory: as bytes in a row where several lie in one byte."""
+    storage = tensor.untyped_storage()
+    if tensor.dtype in _PER_BYTE:
+        packed = quantized_nbytes(tensor.dtype, tuple(tensor.shape))
+        return _over(storage, torch.uint8, tensor.storage_offset() // _PER_BYTE[tensor.dtype], (packed,), (1,))
+    integers = {torch.quint8: torch.uint8, torch.qint8: torch.int8, torch.qint32: torch.int32}[tensor.dtype]
+    return _over(storage, integers, tensor.storage_offset(), tuple(tensor.shape), tensor.stride())
+
+
+def quantized_nbytes(dtype: torch.dtype, shape: Shape) -> int:
+    """Bytes of the integers of a quantized tensor."""
+    return -(-dtype.itemsize * prod(shape) // _PER_BYTE.get(dtype, 1))
+
+
+def _from_memory(data: memoryview) -> torch.Tensor:
+    with warnings.catch_warnings():
+        # It is only read from.
+        warnings.filterwarnings("ignore", message="The given buffer is not writable")
+        return torch.frombuffer(data, dtype=torch.uint8)
+
+
+def _integers(tensor: torch.Tensor) -> torch.Tensor:
+    """The memory of a strided tensor as integers of the element's width, in its shape; elements of 16 bytes become two integers."""
+    storage, shape, stride, offset = tensor.untyped_storage(), tuple(tensor.shape), tensor.stride(), tensor.storage_offset()
+    if tensor.itemsize == 16:
+        return _over(storage, torch.int64, 2 * offset, (*shape, 2), (*(2 * s for s in stride), 1))
+    return _over(storage, _INTEGERS[tensor.itemsize], offset, shape, stride)
+
+
+def _over(storage: Any, dtype: torch.dtype, offset: Any, shape: Shape, stride: tuple[int, ...]) -> torch.Tensor:
+    if dtype == torch.complex32:
+        return _over(storage, torch.int32, offset, shape, stride).view(dtype)
+    return torch.empty(0, dtype=dtype, device=storage.device).set_(storage, offset, shape, stride)
+
+
+def _row_major(shape: Shape) -> tuple[int, ...]:
+    strides, step = [], 1
+    for n in reversed(shape):
+        strides.append(step)
+        step *= max(n, 1)
+    return tuple(reversed(strides))
+
+
+def _runs(tensor: torch.Tensor, start: int, stop: int) -> Iterator[torch.Tensor]:
+    """The bytes `start:stop` of a tensor's row-major order as parts of it, in order: whole rows wherever there are some."""
+    width = tensor.itemsize
+    yield from _element_runs(_flatter(tensor), start // width, stop // width)
+
+
+def _element_runs(tensor: torch.Tensor, start: int, stop: int) -> Iterator[torch.Tensor]:
+    if tensor.dim() == 1:
+        yield tensor[start:stop]
+        return
+    row = prod(tensor.shape[1:])
+    first, head = divmod(start, row)
+    last, tail = divmod(stop, row)
+    if first == last:
+        yield from _element_runs(tensor[first], head, tail)
+        return
+    if head:
+        yield from _element_runs(tensor[first], head, row)
+        first += 1
+    if first < last:
+        yield tensor[first:last]
+    if tail:
+        yield from _element_runs(tensor[last], 0, tail)
+
+
+def _flatter(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor with neighbouring dimensions made one where their memory allows: a contiguous tensor becomes a vector."""
+    shape, strides = [1], [1]
+    for n, stride in zip(tensor.shape, tensor.stride(), strict=True):
+        if n == 1:
+            continue
+        if shape == [1]:
+            shape, strides = [n], [stride]
+        elif strides[-1] == n * stride:
+            shape[-1], strides[-1] = shape[-1] * n, stride
+        else:
+            shape.append(n)
+            strides.append(stride)
+    return tensor.as_strided(shape, strides)
+
+
+def _resolve_signs(tensor: torch.Tensor, target: torch.Tensor) -> None:
+    """Flip in `target`, raw bytes of `tensor`, the signs that a conjugate or negative view says to flip."""
+    conj, neg = tensor.is_conj(), tensor.is_neg()
+    if not conj and not neg:
+        return
+    if not tensor.is_complex():
+        part, parts = tensor.itemsize, 1
+    else:
+        part, parts = tensor.itemsize // 2, 2
+    numbers = as_dtype(target, _INTEGERS[part], (target.numel() // part // parts, parts))
+    flipped = [neg] if parts == 1 else [neg, neg != conj]
+    for i, flip in enumerate(flipped):
+        if flip:
+            numbers[:, i].bitwise_xor_(_SIGN_BITS[part])

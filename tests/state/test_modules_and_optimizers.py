@@ -1,0 +1,364 @@
+"""Real modules, optimizers and schedulers: committed while training, restored into fresh ones, trained on as if nothing had happened."""
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.optim import lr_scheduler
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+
+from ckptstore.errors import InvalidInput
+from ckptstore.state.stateful import RNGState
+from tests.state.carrying import assert_same, carry, tensor_bytes
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    """Tensors this small gain nothing from threads, which fight for the cores with whatever else runs."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def compiled(module: nn.Module) -> Any:
+    return torch.compile(module, backend="eager")
+
+
+class Tied(nn.Module):
+    """An embedding tied to the head, batch norm, dropout, a buffer that is not saved, and state that is no tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(7, 4)
+        self.norm = nn.BatchNorm1d(4)
+        self.body = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.2))
+        self.head = nn.Linear(4, 7, bias=False)
+        self.head.weight = self.embed.weight
+        self.register_buffer("scratch", torch.zeros(3), persistent=False)
+        self.seen = {"batches": 0}
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.seen["batches"] += 1
+        return self.head(self.body(self.norm(self.embed(x))))  # type: ignore[no-any-return]
+
+    def get_extra_state(self) -> Any:
+        return dict(self.seen)
+
+    def set_extra_state(self, state: Any) -> None:
+        self.seen = dict(state)
+
+
+def same_modules(got: nn.Module, wanted: nn.Module) -> None:
+    assert_same(dict(got.state_dict()), dict(wanted.state_dict()))
+
+
+def test_a_module_is_restored_in_the_memory_that_it_has() -> None:
+    wanted, module = Tied(), Tied()
+    wanted(torch.arange(5))
+    tensors = {name: (id(tensor), tensor.data_ptr()) for name, tensor in [*module.named_parameters(), *module.named_buffers()]}
+    assert carry(wanted).restore(module) is module
+    same_modules(module, wanted)
+    assert {name: (id(tensor), tensor.data_ptr()) for name, tensor in [*module.named_parameters(), *module.named_buffers()]} == tensors
+    assert module.seen == {"batches": 1}
+    assert module.head.weight is module.embed.weight
+
+
+def test_tied_weights_are_one_leaf_with_bytes_and_land_once() -> None:
+    carried = carry(Tied())
+    paths = carried.schema.paths
+    assert carried.schema.aliases[paths.index("s/head.weight")] == paths.index("s/embed.weight")
+    binding = carried.bind(Tied())
+    assert binding.destinations[paths.index("s/head.weight")] is None
+
+
+def test_a_modules_metadata_comes_back() -> None:
+    state = carry(Tied()).inflate()
+    assert type(state) is OrderedDict
+    assert state._metadata["norm"] == {"version": 2}  # type: ignore[attr-defined]
+    Tied().load_state_dict(state)
+
+
+def test_keys_that_only_one_side_has_are_said_and_left_out_when_lenient() -> None:
+    small = nn.Sequential(OrderedDict(a=nn.Linear(2, 2)))
+    large = nn.Sequential(OrderedDict(a=nn.Linear(2, 2), b=nn.Linear(2, 2)))
+    assert carry(small).bind(large).missing == ["s/b.weight", "s/b.bias"]
+    binding = carry(large).bind(small)
+    assert binding.unexpected == ["s/b.weight", "s/b.bias"]
+    assert [destination is None for destination in binding.destinations] == [False, False, True, True]
+    carry(large).restore(small, strict=False)
+    assert torch.equal(small.a.weight, large.a.weight)
+    fresh = nn.Sequential(OrderedDict(a=nn.Linear(2, 2), b=nn.Linear(2, 2)))
+    kept = fresh.b.weight.clone()
+    carry(small).restore(fresh, strict=False)
+    assert torch.equal(fresh.b.weight, kept)
+
+
+def test_shapes_and_dtypes_that_differ_are_mismatches() -> None:
+    binding = carry(nn.Linear(2, 3)).bind(nn.Linear(2, 4).double())
+    assert [mismatch.path for mismatch in binding.mismatched] == ["s/weight", "s/bias"]
+    assert (binding.mismatched[0].committed, binding.mismatched[0].target) == ("float32[3, 2]", "float64[4, 2]")
+
+
+def test_a_meta_module_is_told_to_be_materialized() -> None:
+    with torch.device("meta"):
+        module = nn.Linear(2, 2)
+    binding = carry(nn.Linear(2, 2)).bind(module)
+    assert all("to_empty" in mismatch.target for mismatch in binding.mismatched)
+    assert len(binding.mismatched) == 2
+
+
+def test_a_module_that_changes_what_it_loads_is_asked_itself() -> None:
+    old = nn.Sequential(OrderedDict(old=nn.Linear(2, 2)))
+
+    def rename(module: Any, state: Any, prefix: str, *rest: Any) -> None:
+        for key in [key for key in state if key.startswith(f"{prefix}old.")]:
+            state[key.replace("old.", "new.")] = state.pop(key)
+
+    new = nn.Sequential(OrderedDict(new=nn.Linear(2, 2)))
+    new.register_load_state_dict_pre_hook(rename)
+    carry(old).restore(new)
+    assert torch.equal(new.new.weight, old.old.weight)
+    with pytest.raises(InvalidInput, match="Unexpected key"):
+        carry(nn.Sequential(OrderedDict(other=nn.Linear(2, 2)))).restore(new)
+
+
+def test_a_lazy_module_takes_its_shapes_from_the_commit() -> None:
+    wanted, lazy = nn.Linear(3, 2), nn.LazyLinear(2)
+    carry(wanted).restore(lazy)
+    assert torch.equal(lazy.weight, wanted.weight)
+
+
+def test_a_quantized_parameter_or_a_sparse_buffer_is_restored() -> None:
+    class Holder(nn.Module):
+        def __init__(self, scale: float) -> None:
+            super().__init__()
+            self.register_buffer("sparse", (torch.eye(3) * scale).to_sparse())
+
+    wanted, module = Holder(3.0), Holder(1.0)
+    buffer = module.sparse
+    carry(wanted).restore(module)
+    assert torch.equal(module.sparse.to_dense(), torch.eye(3) * 3)
+    assert module.sparse is buffer
+
+
+@pytest.mark.parametrize(
+    "wrap",
+    [
+        pytest.param(compiled, id="whole"),
+        pytest.param(lambda m: nn.Sequential(OrderedDict(embed=m)), id="no wrapper"),
+        pytest.param(lambda m: nn.Sequential(OrderedDict(inner=compiled(m), module=nn.Linear(1, 1))), id="inside"),
+        pytest.param(lambda m: compiled(nn.Sequential(OrderedDict(inner=compiled(m)))), id="both"),
+        pytest.param(lambda m: nn.DataParallel(m), id="DataParallel"),
+        pytest.param(lambda m: compiled(nn.DataParallel(m)), id="compiled DataParallel"),
+    ],
+)
+def test_wrappers_add_no_names_and_restore_their_own(wrap: Callable[[nn.Module], nn.Module]) -> None:
+    wanted, fresh = wrap(Tied()), wrap(Tied())
+    carried = carry(wanted)
+    assert not any("_orig_mod" in path for path in carried.schema.paths)
+    assert not any(".embed." in path and "module." in path for path in carried.schema.paths)
+    carried.restore(fresh)
+    same_modules(fresh, wanted)
+
+
+def test_a_compiled_module_and_a_plain_one_have_one_content() -> None:
+    module = Tied()
+    plain, wrapped = carry(module), carry(compiled(module))
+    assert (plain.schema, plain.content) == (wrapped.schema, wrapped.content)
+    target = compiled(Tied())
+    carry(module).restore(target)
+    same_modules(target._orig_mod, module)
+
+
+def test_a_module_of_ones_own_called_module_keeps_its_name() -> None:
+    assert carry(nn.Sequential(OrderedDict(module=nn.Linear(1, 1)))).schema.paths == ("s/module.weight", "s/module.bias")
+    assert "s/module.embed.weight" in carry(AveragedModel(Tied())).schema.paths
+
+
+OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "AdamW": lambda p: torch.optim.AdamW(p),
+    "AdamW foreach": lambda p: torch.optim.AdamW(p, foreach=True),
+    "AdamW fused": lambda p: torch.optim.AdamW(p, fused=True),
+    "AdamW amsgrad": lambda p: torch.optim.AdamW(p, amsgrad=True),
+    "AdamW tensor lr": lambda p: torch.optim.AdamW(p, lr=torch.tensor(1e-3), foreach=False),
+    "SGD": lambda p: torch.optim.SGD(p, lr=0.1),
+    "SGD momentum": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, nesterov=True),
+    "Adafactor": lambda p: torch.optim.Adafactor(p),
+    "RMSprop": lambda p: torch.optim.RMSprop(p, momentum=0.9, centered=True),
+    "Adagrad": lambda p: torch.optim.Adagrad(p),
+    "NAdam": lambda p: torch.optim.NAdam(p),
+    "RAdam": lambda p: torch.optim.RAdam(p),
+    "LBFGS": lambda p: torch.optim.LBFGS(p, history_size=3, max_iter=2),
+}
+
+SCHEDULERS: dict[str, Callable[[Any], Any]] = {
+    "none": lambda o: None,
+    "MultiStepLR": lambda o: lr_scheduler.MultiStepLR(o, [5, 5, 15, 25], 0.5),
+    "LinearLR": lambda o: lr_scheduler.LinearLR(o),
+    "OneCycleLR": lambda o: lr_scheduler.OneCycleLR(o, 0.1, total_steps=60),
+    "CosineAnnealingWarmRestarts": lambda o: lr_scheduler.CosineAnnealingWarmRestarts(o, 7),
+    "CyclicLR": lambda o: lr_scheduler.CyclicLR(o, 0.01, 0.1, step_size_up=7, cycle_momentum=False),
+    "ReduceLROnPlateau": lambda o: lr_scheduler.ReduceLROnPlateau(o, patience=1),
+    "LambdaLR": lambda o: lr_scheduler.LambdaLR(o, lambda step: 0.99**step),
+    "SequentialLR": lambda o: lr_scheduler.SequentialLR(o, [lr_scheduler.ConstantLR(o, 0.1, 15), lr_scheduler.ExponentialLR(o, 0.9)], [15]),
+    "ChainedScheduler": lambda o: lr_scheduler.ChainedScheduler([lr_scheduler.ConstantLR(o, 0.1, 15), lr_scheduler.ExponentialLR(o, 0.9)]),
+}
+
+
+class Run:
+    """A training run with everything in its application state."""
+
+    def __init__(self, optimizer: str, scheduler: str, seed: int) -> None:
+        torch.manual_seed(seed)
+        self.model = Tied()
+        groups = [{"params": list(self.model.body.parameters()), "weight_decay": 0.1}, {"params": [self.model.embed.weight]}]
+        self.optimizer = OPTIMIZERS[optimizer](self.model.parameters() if optimizer == "LBFGS" else groups)
+        self.scheduler = SCHEDULERS[scheduler](self.optimizer)
+        self.average = AveragedModel(self.model, multi_avg_fn=get_ema_multi_avg_fn(0.9))
+        self.state = {"model": self.model, "optimizer": self.optimizer, "average": self.average, "rng": RNGState()}
+        if self.scheduler is not None:
+            self.state["scheduler"] = self.scheduler
+
+    def train(self, steps: int) -> list[Any]:
+        return [self._step() for _ in range(steps)]
+
+    def _step(self) -> Any:
+        x = torch.randint(7, (6,))
+
+        def closure() -> torch.Tensor:
+            self.optimizer.zero_grad()
+            loss = nn.functional.cross_entropy(self.model(x), x)
+            loss.backward()
+            return loss
+
+        loss = self.optimizer.step(closure)  # type: ignore[arg-type]
+        if isinstance(self.scheduler, lr_scheduler.ReduceLROnPlateau):
+            self.scheduler.step(loss.item())
+        elif self.scheduler is not None:
+            self.scheduler.step()
+        self.average.update_parameters(self.model)
+        return loss.item(), [float(group["lr"]) for group in self.optimizer.param_groups], torch.rand(1).item()
+
+
+def resume(run: Run, carried: dict[str, Any]) -> None:
+    bindings = {key: each.bind(run.state[key]) for key, each in carried.items()}
+    for key in sorted(bindings, key=lambda key: bindings[key].late):
+        binding = bindings[key]
+        assert not (binding.missing or binding.unexpected or binding.mismatched)
+        carried[key].finish(binding)
+
+
+CASES = [(optimizer, "none") for optimizer in OPTIMIZERS] + [("AdamW", scheduler) for scheduler in SCHEDULERS if scheduler != "none"]
+
+
+@pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step")
+@pytest.mark.parametrize(("optimizer", "scheduler"), CASES)
+def test_a_resumed_run_goes_on_as_if_it_had_never_stopped(optimizer: str, scheduler: str) -> None:
+    run = Run(optimizer, scheduler, seed=1)
+    run.train(20)
+    carried = {key: carry(value) for key, value in run.state.items()}
+    wanted = run.train(20)
+    other = Run(optimizer, scheduler, seed=2)
+    other.train(3)
+    resume(other, carried)
+    assert other.train(20) == wanted
+    same_modules(other.model, run.model)
+    same_modules(other.average, run.average)
+    assert_same(other.optimizer.state_dict(), run.optimizer.state_dict())
+    fresh = Run(optimizer, scheduler, seed=3)
+    resume(fresh, carried)
+    assert fresh.train(20) == wanted
+
+
+def bf16_with_fp32_moments() -> tuple[nn.Module, torch.optim.Optimizer]:
+    """An optimizer that keeps fp32 moments for bf16 parameters."""
+    module = nn.Linear(3, 3).bfloat16()
+    optimizer = torch.optim.AdamW(module.parameters(), foreach=False)
+    module(torch.randn(4, 3, dtype=torch.bfloat16)).sum().backward()
+    optimizer.step()
+    for state in optimizer.state.values():
+        for name in ("exp_avg", "exp_avg_sq"):
+            state[name] = torch.rand(state[name].shape)
+    return module, optimizer
+
+
+def bf16_without_a_step() -> tuple[nn.Module, torch.optim.Optimizer]:
+    module = nn.Linear(3, 3).bfloat16()
+    return module, torch.optim.AdamW(module.parameters(), foreach=False)
+
+
+@pytest.mark.parametrize("make_target", [bf16_with_fp32_moments, bf16_without_a_step])
+def test_an_optimizers_state_keeps_its_own_dtype(make_target: Callable[[], tuple[nn.Module, torch.optim.Optimizer]]) -> None:
+    _, wanted = bf16_with_fp32_moments()
+    module, optimizer = make_target()
+    there = {id(state): state["exp_avg"].data_ptr() for state in optimizer.state.values()}
+    carry(wanted).restore(optimizer)
+    assert_same(optimizer.state_dict(), wanted.state_dict())
+    assert optimizer.state[module.weight]["exp_avg"].dtype == torch.float32
+    if there:
+        assert {state["exp_avg"].data_ptr() for state in optimizer.state.values()} == set(there.values())
+
+
+def test_moments_in_a_list_keep_their_dtype_too() -> None:
+    module = nn.Linear(2, 1).bfloat16()
+    optimizer = torch.optim.SGD(module.parameters())
+    optimizer.state[module.weight] = {"history": [torch.rand(2), torch.rand(3)], "pair": (torch.rand(1), 1), "deep": {"x": torch.rand(1)}}
+    other = torch.optim.SGD(nn.Linear(2, 1).bfloat16().parameters())
+    carry(optimizer).restore(other)
+    assert_same(other.state_dict()["state"], optimizer.state_dict()["state"])
+
+
+def test_an_optimizer_is_restored_in_the_memory_that_it_has() -> None:
+    run = Run("AdamW", "none", seed=1)
+    run.train(2)
+    carried = carry(run.optimizer)
+    run.train(1)
+    there = [tensor.data_ptr() for state in run.optimizer.state.values() for tensor in state.values()]
+    carried.restore(run.optimizer)
+    assert [tensor.data_ptr() for state in run.optimizer.state.values() for tensor in state.values()] == there
+
+
+def test_an_optimizer_with_other_groups_is_refused() -> None:
+    carried = carry(torch.optim.SGD([{"params": [torch.ones(1)]}, {"params": [torch.ones(1)]}], lr=0.1))
+    with pytest.raises(InvalidInput, match=r"SGD refuses .*parameter group"):
+        carried.restore(torch.optim.SGD([torch.ones(1)], lr=0.1))
+
+
+def test_a_grad_scaler_comes_back() -> None:
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    scaler.scale(torch.ones(1))
+    scaler.update(512.0)
+    other = torch.amp.GradScaler("cpu")
+    carry(scaler).restore(other)
+    assert other.state_dict() == scaler.state_dict()
+    assert other.get_scale() == 512.0
+
+
+def test_an_optimizers_schema_does_not_change_from_step_to_step() -> None:
+    run = Run("AdamW", "MultiStepLR", seed=1)
+    run.train(1)
+    schemas = {key: carry(value).schema for key, value in run.state.items()}
+    run.train(3)
+    for key in ("model", "optimizer", "average", "rng"):
+        assert carry(run.state[key]).schema == schemas[key]
+
+
+def test_a_module_restored_within_a_graph_does_not_give_stale_gradients() -> None:
+    module = nn.Linear(2, 2, bias=False)
+    x = torch.ones(1, 2, requires_grad=True)
+    loss = module(x).sum()
+    carry(nn.Linear(2, 2, bias=False)).restore(module)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+def test_restored_bytes_are_those_of_the_commit() -> None:
+    module = nn.Linear(8, 8)
+    carried = carry(module)
+    target = nn.Linear(8, 8)
+    carried.restore(target)
+    assert [tensor_bytes(tensor) for tensor in target.state_dict().values()] == carried.content
