@@ -15,7 +15,7 @@ from ckptstore.errors import Busy, CkptStoreError, Conflict, Corrupt, InvalidInp
 if TYPE_CHECKING:
     from ckptstore.snapshot import Snapshot
     from ckptstore.state.stateful import RNGState, StateDict
-    from ckptstore.state.values import register_value
+    from ckptstore.state.values import register_class, register_value
     from ckptstore.store import Store, open
 
 __version__ = "0.1.0"
@@ -35,6 +35,7 @@ __all__ = [
     "Unavailable",
     "__version__",
     "open",
+    "register_class",
     "register_value",
 ]
 
@@ -44,6 +45,7 @@ _LATER = {
     "Snapshot": "ckptstore.snapshot",
     "StateDict": "ckptstore.state.stateful",
     "RNGState": "ckptstore.state.stateful",
+    "register_class": "ckptstore.state.values",
     "register_value": "ckptstore.state.values",
 }
 

@@ -114,10 +114,10 @@ class Snapshot:
     def restore(self, app_state: MutableMapping[str, Any], *, strict: bool = True, allow_pickle: bool = False) -> RestoreReport:
         """Bring `app_state` to what was committed, in place: no tensor is allocated that the target already has.
 
-        Objects with `load_state_dict` are handed their state; in plain containers tensors are filled where they stand and other values are
-        replaced. With `strict`, a leaf or key that only one side has raises `InvalidInput` before anything is touched; without it, the
-        report lists both. A shape or dtype that differs always raises. After an error while reading (`Corrupt`, `Unavailable`), the
-        target's tensors may hold bytes of both states.
+        Objects with `load_state_dict` are handed their state; in plain containers tensors are filled where they stand, other values are
+        replaced, and what only the commit has is added. With `strict`, a key or a module's leaf that only one side has, or a tensor that the
+        commit lacks, raises `InvalidInput` before anything is touched; without it, the report lists both. A shape or dtype that differs
+        always raises. After an error while reading (`Corrupt`, `Unavailable`), the target's tensors may hold bytes of both states.
         """
         report = restore(self._reader, self.id, self.trees, app_state, strict=strict, allow_pickle=allow_pickle)
         self._restored(self.id)
@@ -150,6 +150,7 @@ class Snapshot:
         wanted = []
         for i, kind in enumerate(schema.kinds):
             if kind == "tensor" and schema.aliases[i] < 0:
+                tree.check(i)
                 values[i] = tensors.empty(schema.dtypes[i], schema.shapes[i])
                 wanted.append(Wanted(tree, i, Memory(tensors.memory_of(values[i]))))
         self._reader.read(wanted, self.id)
@@ -185,6 +186,7 @@ class Snapshot:
                 box, result_shape = box_of_region(shape, region if isinstance(region, tuple) else (region,))
             except (ValueError, IndexError) as error:
                 raise InvalidInput(f"region of {path}: {error}; the leaf's shape is {tuple(shape)}") from error
+        tree.check(i)
         out = tensors.empty(dtype, result_shape)
         self._reader.read([Wanted(tree, i, Memory(tensors.memory_of(out)), box)], self.id)
         return out

@@ -14,10 +14,10 @@ from sqlalchemy import Connection, Table, bindparam, delete, insert, select, upd
 
 from ckptstore.core.ids import CommitId
 from ckptstore.core.model import PackRecord
-from ckptstore.history.entries import Commit, Condemn, Delete, Entry, Forget, Register, Tag, Undelete
-from ckptstore.index.tables import commit_trees, commits, leaves, metrics, packs, parents, position, schemas, shards, tags
+from ckptstore.history.entries import Commit, Condemn, Delete, Entry, Forget, Register, Tag, Undelete, encode_again
+from ckptstore.index.tables import commit_trees, commits, entries, leaves, metrics, packs, parents, position, schemas, shards, tags
 
-_INSERTED = (commits, parents, metrics, packs, commit_trees, tags)
+_INSERTED = (entries, commits, parents, metrics, packs, commit_trees, tags)
 _INSERT = {table: insert(table) for table in (*_INSERTED, schemas)}
 _DELETE_TAG = delete(tags).where(tags.c.name == bindparam("key"))
 _CONDEMNED = select(packs.c.number).where(packs.c.condemned)
@@ -46,6 +46,7 @@ class Folding:
     def add(self, entry: Entry) -> None:
         """Fold the entry that follows on those before."""
         body, n = entry.body, entry.n
+        self._rows[entries].append({"n": n, "data": encode_again(entry)})
         match body:
             case Commit():
                 self._commit(body, n, entry.time_ns)

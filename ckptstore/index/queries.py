@@ -7,6 +7,7 @@ imported; `Catalog.queries` asks the same through SQLAlchemy. Answers are as of 
 import math
 import sqlite3
 import threading
+import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from os import PathLike
@@ -19,7 +20,7 @@ from ckptstore.core.refs import Ancestor, Best, Latest, Name, Ref, Step, parse_r
 from ckptstore.errors import Corrupt, InvalidInput, NotFound, Unavailable
 from ckptstore.history.entries import Position
 
-REVISION = "0002"
+REVISION = "0003"
 """The revision of `migrations/` that these queries and `tables` are written for."""
 
 KINDS: tuple[LeafKind, ...] = ("tensor", "value", "bytes")
@@ -110,6 +111,22 @@ class Queries:
         self.close = close
         """Let go of the connection, if it is these queries' own."""
 
+    def or_else(self, other: "Callable[[Corrupt], Queries]") -> "Queries":
+        """The same questions; from the first that this catalog is too damaged to answer, they go to what `other` gives for the error."""
+        asked = self
+
+        def ask(sql: str, values: Mapping[str, Any]) -> Rows:
+            nonlocal asked
+            try:
+                return asked._ask(sql, values)
+            except Corrupt as error:
+                if asked is not self:
+                    raise
+                asked = other(error)
+                return asked._ask(sql, values)
+
+        return Queries(ask, self.close)
+
     def position(self) -> Position:
         """The log entry that was folded last; `n` is 0 before the first."""
         return _made(lambda row: Position(int(row[0]), str(row[1]), int(row[2])), [self._one("SELECT n, hash, bytes FROM position")])[0]
@@ -190,6 +207,11 @@ class Queries:
             {"id": commit},
         )
         return _made(lambda row: ShardInfo(row[0], row[1], _shape(row[2]), _shape(row[3])), rows)
+
+    def entry(self, n: int) -> bytes | None:
+        """The copy of log entry `n`, if it was folded here; nobody has checked it since."""
+        rows = self._ask("SELECT data FROM entries WHERE n = :n", {"n": n})
+        return bytes(rows[0][0]) if rows else None
 
     def packs(self) -> list[PackInfo]:
         rows = self._ask("SELECT number, id, bytes, chunks, metadata, condemned FROM packs ORDER BY number", {})
@@ -351,7 +373,10 @@ def open_catalog(path: str | PathLike[str], store: StoreId) -> Queries | None:
 
     try:
         if is_current(ask, store):
-            return Queries(ask, connection.close)
+            queries = Queries(ask, connection.close)
+            # sqlite3's connections are part of a cycle: left to the garbage collector they keep the file open long after their last use.
+            weakref.finalize(queries, connection.close).atexit = False
+            return queries
     except (Corrupt, Unavailable):
         pass
     connection.close()

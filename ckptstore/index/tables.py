@@ -11,6 +11,7 @@ from sqlalchemy import (
     Double,
     Index,
     Integer,
+    LargeBinary,
     MetaData,
     PrimaryKeyConstraint,
     SmallInteger,
@@ -142,6 +143,14 @@ shards = Table(
     sqlite_with_rowid=False,
 )
 """Which rank wrote which box of which leaf, for commits of several ranks."""
+
+entries = Table(
+    "entries",
+    metadata,
+    Column("n", _Number, primary_key=True, autoincrement=False),
+    Column("data", LargeBinary, nullable=False),
+)
+"""The bytes of the log's entries: what `repair` puts back if one is lost and its successor says that these are the right ones."""
 
 revision = Table(
     "alembic_version",
