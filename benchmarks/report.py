@@ -1,0 +1,135 @@
+"""Results as people read them: tables in Markdown, one plot, and the headline of the README."""
+
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+from benchmarks.measure import Result, Series, ratio
+from benchmarks.results import Record
+from benchmarks.targets import TARGETS, Target
+
+PLOTTED = ("first", "unchanged", "one-layer", "restore-warm", "restore-cold")
+NUMBERS_BEGIN, NUMBERS_END = "<!-- numbers: begin -->", "<!-- numbers: end -->"
+SPEED_FROM_BYTES = 100_000_000
+
+INTRODUCTION = """\
+# Benchmarks
+
+Written by `make bench`; the figures of every round are in `benchmarks/results/`. Do not edit.
+
+Everybody saves the same state in the same run on the same disk, in turns: each round runs every contestant once, in
+rotating order, after a round that warms up and does not count. Figures are medians over the rounds; *times ckptstore*
+is the median of the rounds' own ratios, because absolute figures move with the neighbours' load and ratios within a
+round hardly do. *CPU* is processor time of all threads, user and system, per GB of logical state.
+
+* The state is 1.45 GB in 171 float32 tensors, shaped as a GPT of seven layers, 1,024 wide, with both Adam moments;
+  random contents.
+* *Durable*: every file and folder is synced before the clock stops. That is ckptstore's own doing in its row; for the
+  peers the harness syncs within the timed part. (DCP, asked to sync its files, calls `fsync` on `.metadata` before its
+  bytes are written, and never syncs a folder.)
+* Peers write to a fresh folder each time; deleting is not timed. Restores go in place, into wiped memory that has been
+  touched, and every one is compared with what was saved. `torch.load` and safetensors map the file and copy; DCP has
+  two writer threads; torch_checkpointing saves synchronously, two files at a time, without direct I/O (its default
+  fails on ext4).
+* ckptstore verifies the BLAKE3 of every chunk that it restores; the peers verify nothing.
+* Limits: *write*: two threads append 8 MiB at a time, each to its own file, ask for write-back every 64 MiB, and sync;
+  *read*: two threads `preadv` into place; *memcpy*: `Tensor.copy_`; *BLAKE3*: two threads, 1 MiB at a time.
+* Warm: the files are in the page cache. Cold: all of the contestant's files were synced and evicted
+  (`POSIX_FADV_DONTNEED`).
+"""
+
+
+def seconds(value: float) -> str:
+    return f"{value:.2f} s" if value >= 1 else f"{value * 1000:.3g} ms"
+
+
+def size(value: float) -> str:
+    return f"{value / 2**20:,.0f} MiB" if abs(value) >= 2**20 else f"{value:,.0f} B"
+
+
+def amount(result: Result, series: Series) -> str:
+    return seconds(series.median) if result.unit == "s" else size(series.median)
+
+
+def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    lines = [header, ["---", *["---:" for _ in header[1:]]], *rows]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def case_table(result: Result) -> str:
+    """One row per contestant; the first of them is what the others are divided by."""
+    ours = next(iter(result.series))
+    fast = result.nbytes >= SPEED_FROM_BYTES
+    header = [result.title, "median", *(["GB/s"] if fast else []), f"times {ours}", *(["CPU s/GB"] if fast else [])]
+    return table(header, (_row(result, name, ours, fast) for name in result.series))
+
+
+def _row(result: Result, name: str, ours: str, fast: bool) -> list[str]:
+    series = result.series[name]
+    row = [name, amount(result, series)]
+    if fast:
+        row.append(f"{result.nbytes / series.median / 1e9:.2f}")
+    row.append(f"{ratio(result, name, ours):.2f}")
+    if fast:
+        row.append(f"{Series(series.cpu_seconds).median / result.nbytes * 1e9:.2f}")
+    return row
+
+
+def target_table(records: Sequence[Record]) -> str:
+    """What is promised, beside what came out; empty where nothing is."""
+    found = [(target, record.result) for target in TARGETS for record in records if target.applies(record.result)]
+    if not found:
+        return ""
+    return table(["promise", "wanted", "measured", ""], (_target_row(target, result) for target, result in found))
+
+
+def _target_row(target: Target, result: Result) -> list[str]:
+    value, (sign, bound) = target.value(result), ("≥", target.at_least) if target.at_least is not None else ("≤", target.at_most)
+    assert bound is not None
+    show = (lambda x: f"{x:.2f}×") if target.other else seconds if result.unit == "s" else size
+    return [target.text.removesuffix(", seconds").removesuffix(", bytes"), f"{sign} {show(bound)}", show(value), _verdict(target, result)]
+
+
+def _verdict(target: Target, result: Result) -> str:
+    return "yes" if target.holds(result) else "**no**"
+
+
+def machine_line(record: Record) -> str:
+    its = record.machine
+    packages = ", ".join(f"{name} {version}" for name, version in its["packages"].items())
+    return (
+        f"{its['processors']} × {its['processor']}, {its['memory_bytes'] / 2**30:.0f} GiB of memory, {its['filesystem']}, "
+        f"Linux {its['kernel']}, Python {its['python']}; {packages}."
+    )
+
+
+def page(records: Sequence[Record]) -> str:
+    """docs/benchmarks.md."""
+    plot = "![GB/s by case and contestant](benchmarks.svg)"
+    parts = [INTRODUCTION, "## What is promised", target_table(records), plot, "## Cases", *map(section, records), "## Machine"]
+    return "\n\n".join([*(part.strip() for part in parts), machine_line(records[0])]) + "\n"
+
+
+def section(record: Record) -> str:
+    rounds = "once" if record.rounds == 1 else f"{record.rounds} rounds"
+    under = f"{rounds}, load {record.machine['load']} at the start."
+    return f"### `{record.result.case}`: {record.result.title}\n\n{case_table(record.result)}\n\n{under}"
+
+
+def headline(records: Sequence[Record]) -> str:
+    """The README's table: GB/s of logical state."""
+    results = {record.result.case: record.result for record in records}
+    cases = [case for case in PLOTTED if case in results]
+    names = list(dict.fromkeys(name for case in cases for name in results[case].series if not name.startswith("limit")))
+    rows = [[name, *(_speed(results[case], name) for case in cases)] for name in names]
+    return table(["GB/s, 1.45 GB state, two processors", *cases], rows)
+
+
+def _speed(result: Result, name: str) -> str:
+    return f"{result.nbytes / result.series[name].median / 1e9:.1f}" if name in result.series else ""
+
+
+def put_headline(readme: Path, records: Sequence[Record]) -> None:
+    """Replace what stands between the two marks."""
+    before, _, rest = readme.read_text(encoding="utf-8").partition(NUMBERS_BEGIN)
+    _, _, after = rest.partition(NUMBERS_END)
+    readme.write_text(f"{before}{NUMBERS_BEGIN}\n{headline(records)}\n{NUMBERS_END}{after}", encoding="utf-8")

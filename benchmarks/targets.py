@@ -1,0 +1,51 @@
+"""What the project promises, and whether a result keeps it."""
+
+from dataclasses import dataclass
+
+from benchmarks.measure import Result, ratio
+
+MIB = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """`ours` against `other` in one case, how many times as fast (`at_least`) or as slow (`at_most`); alone, the median itself."""
+
+    case: str
+    text: str
+    other: str | None = None
+    at_least: float | None = None
+    at_most: float | None = None
+    ours: str = "ckptstore"
+
+    def applies(self, result: Result) -> bool:
+        return result.case == self.case and {self.ours, self.other or self.ours} <= set(result.series)
+
+    def value(self, result: Result) -> float:
+        if self.other is None:
+            return result.series[self.ours].median
+        return ratio(result, self.ours, self.other) if self.at_most is not None else ratio(result, self.other, self.ours)
+
+    def holds(self, result: Result) -> bool:
+        value = self.value(result)
+        return (self.at_least is None or value >= self.at_least) and (self.at_most is None or value <= self.at_most)
+
+
+TARGETS = (
+    Target("first", "first commit, of the two-thread write limit", "limit: write", at_least=0.85),
+    Target("first", "first commit, against torch.save + fsync", "torch.save", at_least=1.8),
+    Target("first", "first commit, against DCP", "DCP", at_least=3),
+    Target("unchanged", "unchanged commit, of two-thread BLAKE3", "limit: BLAKE3", at_least=0.85),
+    Target("tiny", "20,000 tensors of 256 bytes, against DCP", "DCP", at_least=5),
+    Target("overhead-changed", "bytes on disk beside a changed 256-byte tensor", at_most=400),
+    Target("overhead-unchanged", "bytes on disk for a commit without changes", at_most=10_000),
+    Target("restore-warm", "warm restore, verified, of two-thread BLAKE3", "limit: BLAKE3", at_least=0.7),
+    Target("restore-warm", "warm restore, against DCP", "DCP", at_least=3),
+    Target("restore-cold", "cold restore, verified, of the raw cold read", "limit: read", at_least=0.9),
+    Target("restore-cold", "cold restore, against DCP", "DCP", at_least=2),
+    Target("one-tensor", "one 4 MiB tensor from an open store, seconds", at_most=0.003),
+    Target("peak-save", "peak memory of a commit, bytes", at_most=256 * MIB),
+    Target("peak-restore", "peak memory of a restore, bytes", at_most=256 * MIB),
+    Target("fixed-cost", "the 10,000th commit, of the 10th", "after 10 commits", at_most=1.2, ours="after 10,000 commits"),
+    Target("log", "`ckptstore log -n 20` after 10,000 commits, seconds", at_most=0.35, ours="ckptstore log -n 20"),
+)

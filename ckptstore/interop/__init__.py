@@ -1,0 +1,1 @@
+"""Other checkpoint formats and systems on this store."""

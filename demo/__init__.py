@@ -1,0 +1,1 @@
+"""A training run that is killed and resumed, and a fine-tune of its result: `make demo`."""

@@ -1,0 +1,87 @@
+"""The benchmarks measure what they say: who takes turns how, which bytes change, what a ratio is, where they refuse to run."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from benchmarks import disk, limits, report, states
+from benchmarks.measure import Entrant, Result, Series, alternate, ratio
+from benchmarks.results import Record, load, save
+from benchmarks.targets import Target
+
+
+def result(**series: list[float]) -> Result:
+    return Result("case", "a case", "s", 0, {name: Series(values, values) for name, values in series.items()})
+
+
+def test_a_ratio_is_the_median_of_the_rounds_own_ratios() -> None:
+    assert ratio(result(a=[1.0, 4.0, 9.0], b=[1.0, 2.0, 3.0]), "a", "b") == 2.0
+
+
+def test_entrants_take_turns_in_rotating_order_and_the_first_round_does_not_count() -> None:
+    order: list[str] = []
+    entrants = [Entrant(name, lambda name=name: order.append(name)) for name in "abc"]
+    series = alternate("case", entrants, rounds=2)
+    assert "".join(order) == "abc" "bca" "cab"
+    assert [len(its.values) for its in series.values()] == [2, 2, 2]
+
+
+@pytest.mark.parametrize(("target", "holds"), [
+    (Target("case", "fast enough", "b", at_least=1.5, ours="a"), True),
+    (Target("case", "not fast enough", "b", at_least=2.5, ours="a"), False),
+    (Target("case", "slow enough", "a", at_most=2.5, ours="b"), True),
+    (Target("case", "small enough", at_most=1.0, ours="a"), True),
+    (Target("case", "too large", at_most=1.0, ours="b"), False),
+])  # fmt: skip
+def test_a_target_says_whether_a_result_keeps_it(target: Target, holds: bool) -> None:
+    assert target.holds(result(a=[1.0, 1.0], b=[2.0, 2.0])) is holds
+
+
+def test_the_gpt_has_171_tensors_and_the_right_size() -> None:
+    state = states.gpt(1 / 128)
+    assert len(state.tensors) == 171
+    assert state.app["optimizer"]["exp_avg"]["layers.0.norm1.bias"] is state.tensors["optimizer/exp_avg/layers.0.norm1.bias"]
+    full = dict(states._layer_shapes(states.WIDTH))
+    parameters = sum(torch.Size(shape).numel() for shape in full.values()) + states.VOCABULARY * states.WIDTH
+    assert parameters * 3 * 4 == 1_450_524_672
+
+
+def test_one_percent_of_the_bytes_change() -> None:
+    state = states.gpt(1 / 8)
+    before = {path: tensor.clone() for path, tensor in state.tensors.items()}
+    states.change_one_percent(state, step=3)
+    changed = sum(int((tensor != before[path]).sum()) * 4 for path, tensor in state.tensors.items())
+    assert 0.008 < changed / state.nbytes < 0.0101
+
+
+def test_the_limits_write_and_read_every_byte(tmp_path: Path) -> None:
+    state, into = states.gpt(1 / 64), states.blank(states.gpt(1 / 64))
+    limits.read(limits.write(state, tmp_path), into)
+    states.require_equal(state, into, "limit")
+
+
+def test_a_restore_of_something_else_is_found_out() -> None:
+    state = states.tiny(1e-9)
+    with pytest.raises(RuntimeError, match="nobody did not restore 10 of 10"):
+        states.require_equal(state, states.blank(state), "nobody")
+
+
+def test_memory_is_refused_as_a_place() -> None:
+    memory = Path("/dev/shm")
+    if disk.filesystem(memory) != "tmpfs":
+        pytest.skip("/dev/shm is no tmpfs here")
+    with pytest.raises(SystemExit, match="pass --dir with a folder on a disk"):
+        disk.work_dir(memory)
+
+
+def test_a_record_comes_back_as_it_was_kept(tmp_path: Path) -> None:
+    record = Record(result(a=[1.0], b=[2.0]), 1, {"load": 0.5})
+    save(tmp_path, record)
+    assert load(tmp_path, "case") == record
+    assert load(tmp_path, "another") is None
+
+
+def test_the_table_divides_by_its_first_row() -> None:
+    lines = report.case_table(result(ours=[0.5, 0.5], other=[1.0, 2.0])).splitlines()
+    assert lines[2:] == ["| ours | 500 ms | 1.00 |", "| other | 1.50 s | 3.00 |"]
