@@ -10,7 +10,7 @@ Importing this package does not import torch; the first use of a name below does
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from ckptstore.errors import Busy, CkptStoreError, Conflict, Corrupt, InvalidInput, NotFound, ReadOnly, Unavailable
+from ckptstore.errors import Busy, CkptStoreError, Conflict, Corrupt, InvalidInput, NoSpace, NotFound, ReadOnly, Unavailable
 
 if TYPE_CHECKING:
     from ckptstore.snapshot import Snapshot
@@ -26,6 +26,7 @@ __all__ = [
     "Conflict",
     "Corrupt",
     "InvalidInput",
+    "NoSpace",
     "NotFound",
     "RNGState",
     "ReadOnly",

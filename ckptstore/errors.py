@@ -31,6 +31,10 @@ class Unavailable(CkptStoreError):
     """Storage did not answer or has no room: make it available, then repeat the call."""
 
 
+class NoSpace(Unavailable):
+    """Storage is full, or over its quota: `ckptstore forget` and `ckptstore gc` make room, then repeat the call."""
+
+
 class Busy(Unavailable):
     """Others were faster each time, within the time allowed: nothing was changed, repeat the call."""
 

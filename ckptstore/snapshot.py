@@ -115,8 +115,8 @@ class Snapshot:
         """Bring `app_state` to what was committed, in place: no tensor is allocated that the target already has.
 
         Objects with `load_state_dict` are handed their state; in plain containers tensors are filled where they stand, other values are
-        replaced, and what only the commit has is added. With `strict`, a key or a module's leaf that only one side has, or a tensor that the
-        commit lacks, raises `InvalidInput` before anything is touched; without it, the report lists both. A shape or dtype that differs
+        replaced, and what only the commit has is added. With `strict`, a key or a module's leaf that only one side has, or a tensor that
+        the commit lacks, raises `InvalidInput` before anything is touched; without it, the report lists both. A shape or dtype that differs
         always raises. After an error while reading (`Corrupt`, `Unavailable`), the target's tensors may hold bytes of both states.
         """
         report = restore(self._reader, self.id, self.trees, app_state, strict=strict, allow_pickle=allow_pickle)

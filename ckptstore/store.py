@@ -4,7 +4,7 @@ import logging
 import os
 import threading
 from collections.abc import Mapping, MutableMapping, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass
 from functools import cached_property
 from types import TracebackType
@@ -18,16 +18,23 @@ from ckptstore.engine.checkout import Reader
 from ckptstore.engine.commit import Committed, Committer, Label
 from ckptstore.engine.compare import Difference, compare
 from ckptstore.engine.opening import Opening, init_store
+from ckptstore.engine.tagging import remove_tag, set_tag
 from ckptstore.engine.transfer import Threads
 from ckptstore.errors import Conflict, Corrupt, InvalidInput, NotFound
-from ckptstore.history import entries
+from ckptstore.history.resolve import Resolved, newest_first, resolve
+from ckptstore.objects.backend import open_backend
 from ckptstore.snapshot import Snapshot
 from ckptstore.text import bytes_text, seconds_text
 from ckptstore.upkeep.activity import Activity, activities
+from ckptstore.upkeep.doctor import Check, doctor
+from ckptstore.upkeep.findings import Level, Report, parse_share
 from ckptstore.upkeep.forget import forget_by_policy, forget_commits, undelete
+from ckptstore.upkeep.fsck import fsck
 from ckptstore.upkeep.gc import MAX_UNUSED, GcOptions, GcReport, collect
+from ckptstore.upkeep.ground import ground_of
 from ckptstore.upkeep.progress import Progress, silent
-from ckptstore.upkeep.reserve import ensure_reserve
+from ckptstore.upkeep.reindex import Reindexed, reindex
+from ckptstore.upkeep.repair import Repaired, repair
 from ckptstore.upkeep.retention import ForgetPlan, Policy
 from ckptstore.upkeep.usage import Usage, usage
 
@@ -125,7 +132,7 @@ class Store:
         can be restored, `InvalidInput` if the newest does not fit `app_state`.
         """
         skipped: list[Skipped] = []
-        for info in self.log():
+        for info in newest_first(self._opening.log.replay(), self.run):
             try:
                 snapshot = self._snapshot(info)
                 snapshot.restore(app_state, strict=strict, allow_pickle=allow_pickle)
@@ -154,19 +161,11 @@ class Store:
 
     def tag(self, name: str, ref: str | int = "latest") -> None:
         """Let `name` mean the commit `ref`, moving it if it meant another."""
-        self._opening.check_writable()
-        check_tag(name)
-        info = self._resolve(ref)
-        self._opening.log.append(entries.Tag(name, info.id, self._packs_of(info)))
-        self._opening.follow()
+        set_tag(self._opening, self._reader, check_tag(name), self._resolve(ref))
 
     def untag(self, name: str) -> None:
         """Remove a tag; the commit stays. Raises `NotFound` for a tag that is not there."""
-        self._opening.check_writable()
-        if name not in self.tags():
-            raise NotFound(f"no tag {name!r}; `ckptstore tag` lists them")
-        self._opening.log.append(entries.Tag(name, None, frozenset()))
-        self._opening.follow()
+        remove_tag(self._opening, name)
 
     def forget(
         self, what: Policy | str | int | Sequence[Policy | str | int], *, all_runs: bool = False, dry_run: bool = False
@@ -183,7 +182,7 @@ class Store:
         policies = [item for item in wanted if isinstance(item, Policy)]
         refs = [item for item in wanted if not isinstance(item, Policy)]
         if policies and refs:
-            raise InvalidInput("forget was given policies and commits; a policy says what to keep, a ref what to forget: give one or the other")
+            raise InvalidInput("a policy says what to keep, a ref what to forget: give one or the other")
         if refs:
             plan = forget_commits(self._opening, [self._resolve(ref).id for ref in refs], dry_run=dry_run)
         else:
@@ -236,6 +235,31 @@ class Store:
         """Logical, new, exclusive and shared bytes of every commit, and what the store holds in all. Reads every page once."""
         return usage(self._opening)
 
+    def fsck(self, level: Level = Level.CONNECTIVITY, *, read_data: str | None = None) -> Report:
+        """Look for damage as far as `level`; with `read_data` (`"5%"`, `"10G"`, `"100%"`) read and hash so much of what is stored, what was
+        verified longest ago first. Changes nothing."""
+        return fsck(ground_of(self._opening), level=level, share=parse_share(read_data) if read_data else None)
+
+    def repair(self, *mirrors: str | os.PathLike[str], apply: bool = False, read_data: str | None = None) -> Repaired:
+        """Plan what can be done about damage, with chunks, documents and log entries from `mirrors` too; with `apply`, do it.
+
+        A store that cannot be opened any more is repaired by `ckptstore repair`.
+        """
+        if apply:
+            self._opening.check_writable()
+        share = parse_share(read_data) if read_data else None
+        with ExitStack() as stack:
+            backends = [stack.enter_context(closing(open_backend(os.fspath(place), read_only=True))) for place in mirrors]
+            return repair(ground_of(self._opening), mirrors=backends, apply=apply, share=share)
+
+    def reindex(self) -> Reindexed:
+        """Make this host's catalog and chunk index anew from log and packs."""
+        return reindex(self._opening)
+
+    def doctor(self) -> tuple[Check, ...]:
+        """Try the storage out, and look whether the next commit will fit."""
+        return doctor(self._opening)
+
     def close(self) -> None:
         """Wait for what is in flight and let go of files and threads; idempotent."""
         with self._lock:
@@ -250,21 +274,21 @@ class Store:
     def _reader(self) -> Reader:
         return Reader(self._opening.config, self._opening.objects, self._threads)
 
-    def _resolve(self, ref: str | int) -> CommitInfo:
-        queries = self._opening.queries()
-        return queries.commit(queries.resolve(parse_ref(ref), self.run))
+    def _resolve(self, ref: str | int) -> Resolved:
+        """By the log; the catalog knows best what to say about a ref that names no commit."""
+        parsed = parse_ref(ref)
+        if found := resolve(self._opening.log.replay(), parsed, self.run):
+            return found
+        wrong = self._opening.queries().resolve(parsed, self.run)
+        raise Corrupt(f"the catalog takes {ref!r} for commit {wrong[:12]}, which the log denies; run `ckptstore reindex`")
 
-    def _snapshot(self, info: CommitInfo) -> Snapshot:
+    def _snapshot(self, info: Resolved) -> Snapshot:
         document = self._reader.document(info.session, info.id)
         return Snapshot(self._reader, info.id, document, tags=info.tags, restored=self._descend_from)
 
     def _descend_from(self, commit: CommitId) -> None:
         """What is committed next descends from what was restored last."""
         self._parent = commit
-
-    def _packs_of(self, info: CommitInfo) -> frozenset[int]:
-        """The packs that hold the commit's chunks now: an entry that gives it new life names them."""
-        return self._reader.packs_of(self._reader.document(info.session, info.id))
 
     def _report(self, committed: Committed) -> None:
         """One line for people; everything in it is in `Snapshot.stats` too."""
@@ -314,14 +338,22 @@ def open(
         threads=threads,
         storage_options=None if storage_options is None else dict(storage_options),
     )
+    opening = _find_or_make(place, settings)
+    if not read_only:
+        opening.warm()
+    return Store(opening, settings)
+
+
+def _find_or_make(place: str | os.PathLike[str], settings: Settings) -> Opening:
+    options = settings.storage_options
     try:
-        return Store(Opening(place, read_only=read_only, storage_options=settings.storage_options), settings)
+        return Opening(place, read_only=settings.read_only, storage_options=options)
     except NotFound:
-        if not create or read_only:
+        if not settings.create or settings.read_only:
             raise
     with suppress(Conflict):  # another process made it at the same time: open that one
-        init_store(place, chunk_bytes=settings.chunk_bytes, codec=settings.codec, storage_options=settings.storage_options)
-    return Store(Opening(place, storage_options=settings.storage_options), settings)
+        init_store(place, chunk_bytes=settings.chunk_bytes, codec=settings.codec, storage_options=options)
+    return Opening(place, storage_options=options)
 
 
 def _step(step: object) -> int | None:

@@ -23,7 +23,7 @@ def run(args: Namespace, screen: Screen) -> Exit:
         for action in part._actions:  # argparse has no public list of them
             if action.dest in ("store", "path"):
                 action.complete = shtab.DIRECTORY  # type: ignore[attr-defined]  # how shtab is told
-            elif action.dest in ("ref", "a", "b", "delete"):
+            elif action.dest in ("ref", "refs", "a", "b", "delete"):
                 action.complete = REFS  # type: ignore[attr-defined]
     script = shtab.complete(parser, shell=args.shell, preamble=PREAMBLE[args.shell])
     screen.out.write(script.rstrip("\n") + "\n")

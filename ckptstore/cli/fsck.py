@@ -4,6 +4,7 @@ from argparse import Namespace
 from typing import Any
 
 from ckptstore.cli.exits import Exit
+from ckptstore.cli.progress import progress
 from ckptstore.cli.screen import Screen
 from ckptstore.cli.stores import standing
 from ckptstore.cli.tables import Column, Table
@@ -17,8 +18,8 @@ LEVELS = {level.name.lower(): level for level in Level}
 def run(args: Namespace, screen: Screen) -> Exit:
     share = parse_share(args.read_data) if args.read_data else None
     with standing(args) as ground:
-        with screen.working("looking for damage"):
-            report = fsck(ground, level=LEVELS[args.level], share=share)
+        with progress(screen) as shown:
+            report = fsck(ground, level=LEVELS[args.level], share=share, progress=shown)
         if screen.json:
             screen.document({"store": ground.backend.url, **document(report)})
         else:

@@ -21,7 +21,7 @@ The store is -s, else $CKPTSTORE, else the nearest enclosing directory that is o
 Exit codes: 0 ok, 1 failed, 2 usage, 3 partial or damaged, 10 no store, 11 busy, 130 interrupted."""
 
 _INVALID_CHOICE = re.compile(r"invalid choice: '(?P<given>[^']*)' \(choose from (?P<choices>.*)\)")
-_SIZE = re.compile(r"([0-9]+) ?([KM]?)(?:iB|B)?", re.IGNORECASE)
+_SIZE = re.compile(r"([0-9]+) ?([KMGT]?)(?:iB|B)?", re.IGNORECASE)
 
 
 class Parser(ArgumentParser):
@@ -233,7 +233,58 @@ def _add_doctor(commands: Any, common: ArgumentParser) -> None:
     )
 
 
-_UPKEEP = (_add_fsck, _add_repair, _add_reindex, _add_doctor)
+def _add_forget(commands: Any, common: ArgumentParser) -> None:
+    parser = _command(
+        commands,
+        common,
+        "forget",
+        "forget commits, by policy or by name",
+        "Forget the commits that no --keep option keeps, run by run, or just those named. Tagged commits, the two newest of each\n"
+        "run and the best by the store's settings always stay. `undelete` brings commits back until `gc` has removed them.",
+    )
+    parser.add_argument("refs", nargs="*", metavar="REF", help="forget these; not together with --keep options")
+    parser.add_argument("--keep-last", type=_count, metavar="N", help="keep the newest N")
+    parser.add_argument("--keep-every-steps", type=_count, metavar="N", help="keep steps that are multiples of N")
+    parser.add_argument(
+        "--keep-best",
+        nargs="+",
+        action="append",
+        default=[],
+        metavar=("METRIC[:max]", "N"),
+        help="keep the best N (default: 1) by a metric",
+    )
+    parser.add_argument("--keep-within", metavar="SPAN", help="keep what is at most SPAN (90min, 12h, 7d) older than the run's newest")
+    for period in ("hourly", "daily", "weekly", "monthly"):
+        parser.add_argument(f"--keep-{period}", type=_count, metavar="N", help=f"keep the newest {period} commit, N times")
+    parser.add_argument("--run", metavar="RUN", help="only this run (default: all); REFs are looked for in it")
+    parser.add_argument("-n", "--dry-run", action="store_true", help="only say what would be forgotten, and why the rest stays")
+
+
+def _add_undelete(commands: Any, common: ArgumentParser) -> None:
+    parser = _command(commands, common, "undelete", "bring forgotten commits back", "Bring forgotten commits back, by their ids.")
+    parser.add_argument("refs", nargs="+", metavar="REF", help="the beginnings of their ids")
+
+
+def _add_gc(commands: Any, common: ArgumentParser) -> None:
+    parser = _command(
+        commands,
+        common,
+        "gc",
+        "free what no commit needs",
+        "Remove forgotten commits, and what no commit needs, and copy sparse and small packs together. Others may commit, read\n"
+        "and collect meanwhile. What a commit in flight may still reuse is freed by a later gc.",
+    )
+    parser.add_argument("-n", "--dry-run", action="store_true", help="only say what would be done")
+    parser.add_argument("--max-unused", type=_share, default=0.05, metavar="SHARE", help="dead bytes that may stay in packs (default: 5%%)")
+    parser.add_argument("--max-repack", type=_size, metavar="SIZE", help="copy at most so much, such as 10G (default: no limit)")
+    parser.add_argument("--impatient", action="store_true", help="free at once; commits in flight may have to write again")
+
+
+def _add_sessions(commands: Any, common: ArgumentParser) -> None:
+    _command(commands, common, "sessions", "who is writing now", "Who is writing now, and which condemned packs wait for whom.")
+
+
+_UPKEEP = (_add_forget, _add_undelete, _add_gc, _add_sessions, _add_fsck, _add_repair, _add_reindex, _add_doctor)
 
 
 def _add_migrate(commands: Any, common: ArgumentParser) -> None:
@@ -270,8 +321,15 @@ def _meant(near: Sequence[str]) -> str:
 
 def _size(text: str) -> int:
     if size := _SIZE.fullmatch(text):
-        return int(size[1]) << {"": 0, "K": 10, "M": 20}[size[2].upper()]
-    raise argparse.ArgumentTypeError(f"{text!r} is no size: wanted bytes, or KiB or MiB, such as 1MiB")
+        return int(size[1]) << {"": 0, "K": 10, "M": 20, "G": 30, "T": 40}[size[2].upper()]
+    raise argparse.ArgumentTypeError(f"{text!r} is no size: wanted bytes, or KiB, MiB or GiB, such as 1MiB")
+
+
+def _share(text: str) -> float:
+    share = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)%", text)
+    if share and float(share[1]) <= 100:
+        return float(share[1]) / 100
+    raise argparse.ArgumentTypeError(f"{text!r} is no share: wanted one such as 5%")
 
 
 def _count(text: str) -> int:

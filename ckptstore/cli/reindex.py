@@ -4,6 +4,7 @@ from argparse import Namespace
 from dataclasses import asdict
 
 from ckptstore.cli.exits import Exit
+from ckptstore.cli.progress import progress
 from ckptstore.cli.screen import Screen
 from ckptstore.cli.stores import opened
 from ckptstore.text import count_text
@@ -12,8 +13,8 @@ from ckptstore.upkeep.reindex import reindex
 
 def run(args: Namespace, screen: Screen) -> Exit:
     with opened(args) as store:
-        with screen.working("reading log and footers"):
-            done = reindex(store)
+        with progress(screen) as shown:
+            done = reindex(store, progress=shown)
         if screen.json:
             screen.document({"store": store.url, "index": str(store.index_directory), **asdict(done)})
         else:

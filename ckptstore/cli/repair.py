@@ -6,6 +6,7 @@ from typing import Any
 
 from ckptstore.cli.exits import Exit
 from ckptstore.cli.fsck import exit_for, finding_document
+from ckptstore.cli.progress import progress
 from ckptstore.cli.screen import Screen
 from ckptstore.cli.stores import standing
 from ckptstore.objects.backend import Backend, open_backend
@@ -18,8 +19,8 @@ def run(args: Namespace, screen: Screen) -> Exit:
     share = parse_share(args.read_data) if args.read_data else None
     with standing(args) as ground, ExitStack() as stack:
         mirrors: list[Backend] = [stack.enter_context(closing(open_backend(place, read_only=True))) for place in args.mirrors]
-        with screen.working("repairing" if args.apply else "looking for damage"):
-            done = repair(ground, mirrors=mirrors, apply=args.apply, share=share)
+        with progress(screen) as shown:
+            done = repair(ground, mirrors=mirrors, apply=args.apply, share=share, progress=shown)
         if screen.json:
             screen.document({"store": ground.backend.url, **_document(done, apply=args.apply)})
         else:

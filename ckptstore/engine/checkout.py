@@ -157,6 +157,7 @@ class Reader:
         inline = tree.content(number).inline
         if inline is not None:
             return inline
+        tree.check(number)
         buffer = bytearray(tree.raw_bytes(number))
         self.read([Wanted(tree, number, Memory(memoryview(buffer)))], commit)
         return bytes(buffer)

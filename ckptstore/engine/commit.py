@@ -15,7 +15,7 @@ from ckptstore.core.model import CommitDocument, LeafContent, Schema, TreeRef
 from ckptstore.engine.plan import CommitPlan, Extent, plan_commit
 from ckptstore.engine.transfer import Threads
 from ckptstore.engine.write import Dedup, RunMemory, SessionPacks, Written, write_chunks, write_metadata
-from ckptstore.errors import Conflict
+from ckptstore.errors import Conflict, NoSpace
 from ckptstore.history import entries
 from ckptstore.history.log import Log, Refused
 from ckptstore.history.sessions import open_session
@@ -156,7 +156,7 @@ class Committer:
             body = _entry_body(document, commit, document_bytes, packs, dedup)
             try:
                 entry = self._log.append(body)
-            except Refused:
+            except (Refused, NoSpace):  # nothing was appended; after any other error that is not known, and nothing may be deleted
                 packs.drop()
                 self._objects.backend.delete(document_key(session.id, commit))
                 raise

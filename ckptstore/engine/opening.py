@@ -94,21 +94,36 @@ class Opening:
 
         return Catalog.open(self.index_directory / CATALOG_NAME, self.config.store)
 
+    def warm(self) -> None:
+        """Open the indexes and bring them up to the log now, so that the first commit does not pay for it."""
+        self.objects.sync(self.log.replay())
+        self.follow()
+
     def queries(self) -> Queries:
         """The catalog's read side, as of the head of the log.
 
         A catalog that is there and up to date is read without SQLAlchemy. One that cannot be brought up to date, because it is locked or
-        its disk is full, is replaced by one in memory for this call.
+        its disk is full, is replaced by one in memory for this call; one that turns out to be damaged is made anew.
         """
         quick = open_catalog(self.index_directory / CATALOG_NAME, self.config.store) if "catalog" not in self.__dict__ else None
         if quick is not None:
-            if self._is_head(quick.position()):
-                return quick
+            queries = quick.or_else(self._made_anew)
+            if self._is_head(queries.position()):
+                return queries
             quick.close()
+        return self._queries_at_head().or_else(self._made_anew)
+
+    def _queries_at_head(self) -> Queries:
         self.follow()
         if self._is_head(self.catalog.position()):
             return self.catalog.queries()
         return self._fold_in_memory()
+
+    def _made_anew(self, error: Corrupt) -> Queries:
+        """A catalog is derived, so its damage is no one's loss: begin again with an empty one and fold the log."""
+        logger.warning("the catalog of %s is made anew: %s", self.url, error)
+        self.catalog.reset()
+        return self._queries_at_head()
 
     def follow(self, schemas: Mapping[str, Schema] | None = None) -> None:
         """Fold into the catalog what the log has beyond it. `schemas` are at hand, by chunk id in hex; others are read from the store.
@@ -118,6 +133,7 @@ class Opening:
         try:
             self.catalog.fold(self.log.read_entries(*self.catalog.position()))
         except Corrupt as error:
+            self.log.replay()  # a broken log is not the catalog's fault, and `repair` may need what it remembers
             logger.warning("the catalog of %s is made anew: %s", self.url, error)
             self.catalog.reset()
             self.catalog.fold(self.log.read_entries(*self.catalog.position()))

@@ -3,13 +3,12 @@
 Deleting needs log entries first. Where not even those fit, the reserve is deleted, and made again once there is room.
 """
 
-import errno
 import secrets
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 from ckptstore.core.ids import new_session_id
-from ckptstore.errors import ReadOnly, Unavailable
+from ckptstore.errors import NoSpace, ReadOnly, Unavailable
 from ckptstore.objects.backend import Backend
 
 RESERVE_KEY = "reserve"
@@ -44,16 +43,9 @@ def is_full(backend: Backend) -> bool:
             probe.write_at(0, [memoryview(bytes(PROBE_BYTES))])
         finally:
             probe.discard()
-    except Unavailable as error:
-        if is_no_space(error):
-            return True
-        raise
+    except NoSpace:
+        return True
     return False
-
-
-def is_no_space(error: Unavailable) -> bool:
-    """Whether storage is full, rather than out of order."""
-    return isinstance(error.__cause__, OSError) and error.__cause__.errno in (errno.ENOSPC, errno.EDQUOT)
 
 
 @contextmanager

@@ -7,11 +7,12 @@ from ckptstore.engine.opening import Opening
 from ckptstore.errors import NotFound
 from ckptstore.history.entries import Tag
 from ckptstore.history.log import Refused
+from ckptstore.history.resolve import Resolved
 
 ATTEMPTS = 5
 
 
-def set_tag(opening: Opening, reader: Reader, name: str, info: CommitInfo) -> None:
+def set_tag(opening: Opening, reader: Reader, name: str, info: CommitInfo | Resolved) -> None:
     """Let `name` mean the commit, and give its packs new life; looks again if a gc moved them meanwhile.
 
     Raises `Conflict` if the commit was forgotten meanwhile.

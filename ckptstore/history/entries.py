@@ -197,6 +197,20 @@ def encode_entry(
     return digest(data).hex().encode() + b"\n" + data
 
 
+def encode_again(entry: Entry) -> bytes:
+    """The bytes that `entry` was decoded from."""
+    return encode_entry(
+        entry.body,
+        n=entry.n,
+        attempt=entry.attempt,
+        time_ns=entry.time_ns,
+        store=entry.store,
+        generation=entry.generation,
+        prev_hash=entry.prev_hash,
+        prev_bytes=entry.prev_bytes,
+    )
+
+
 def decode_entry(data: bytes) -> Entry:
     """What `encode_entry` encoded. Raises `Corrupt` for anything else and `NewerEntry` for a kind that is not known here."""
     head, data_hash = data[: _HASH_DIGITS + 1], digest(memoryview(data)[_HASH_DIGITS + 1 :]).hex()

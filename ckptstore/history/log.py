@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 from ckptstore.core.ids import StoreId, checkpoint_key, log_key
-from ckptstore.errors import Busy, CkptStoreError, Conflict, Corrupt, InvalidInput, NotFound, ReadOnly, Unavailable
+from ckptstore.errors import Busy, CkptStoreError, Conflict, Corrupt, InvalidInput, NoSpace, NotFound, ReadOnly, Unavailable
 from ckptstore.history.checkpoints import decode_state, encode_state
 from ckptstore.history.entries import Body, Entry, Position, check_follows, decode_entry, encode_entry, origin
 from ckptstore.history.fold import Refusal, State, apply, check, genesis, number
@@ -160,6 +160,8 @@ class Log:
         while True:
             try:
                 return self._backend.put_new(log_key(entry.n), data) or self._is_mine(entry)
+            except NoSpace:
+                raise  # what did not fit was not created, and does not come by itself
             except (Unavailable, NotFound) as error:
                 if time.monotonic() + pause_s > deadline:
                     raise Unavailable(

@@ -60,7 +60,7 @@ class Backend(Protocol):
     def put_new(self, key: str, data: bytes | memoryview) -> bool:
         """Create an object atomically and durably, unless there is one: then False, and nothing changes.
 
-        After `Unavailable` the object may exist or not; only reading it tells.
+        After `Unavailable` the object may exist or not, and only reading it tells; after `NoSpace` it does not.
         """
 
     def create(self, key: str, *, session: SessionId) -> Writer:

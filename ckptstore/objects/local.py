@@ -15,7 +15,7 @@ from stat import S_ISREG
 from typing import TypeVar, cast
 
 from ckptstore.core.ids import SessionId, new_session_id
-from ckptstore.errors import CkptStoreError, Corrupt, NotFound, ReadOnly, Unavailable
+from ckptstore.errors import CkptStoreError, Corrupt, NoSpace, NotFound, ReadOnly, Unavailable
 from ckptstore.objects.backend import check_key
 
 _OPEN_FILES = 64
@@ -91,7 +91,10 @@ class LocalBackend:
         finally:
             writer.discard()
         if created:
-            self.sync_dirs((key,))
+            try:
+                self.sync_dirs((key,))
+            except NoSpace as error:  # callers take it for "not created", but the name is there
+                raise Unavailable(f"{key} is there, but not known to be durable: {error}") from error
         return created
 
     def create(self, key: str, *, session: SessionId) -> "LocalWriter":
@@ -283,8 +286,8 @@ class _OpenFile:
     def __init__(self, fd: int) -> None:
         self.fd = fd
 
-    def __del__(self) -> None:
-        os.close(self.fd)
+    def __del__(self, close: Callable[[int], None] = os.close) -> None:  # bound early: at exit the module may be gone first
+        close(self.fd)
 
 
 def _open_object(root: str, key: str) -> _OpenFile:
@@ -340,7 +343,7 @@ def _failure(error: OSError, verb: str, key: str, root: str, *, writing: bool = 
     """What `error` means to the caller."""
     what = f"cannot {verb} {key} in {root}: {error.strerror}"
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
-        return Unavailable(f"{what}; wanted {nbytes} bytes, free are {_free_bytes(root)}; make room, then repeat")
+        return NoSpace(f"{what}; wanted {nbytes} bytes, free are {_free_bytes(root)}; `ckptstore forget` and `gc` make room, then repeat")
     if writing and error.errno in (errno.EACCES, errno.EROFS):
         return ReadOnly(f"{what}; open it with read_only=True or get the right to write there")
     if error.errno in (errno.ELOOP, errno.EISDIR):

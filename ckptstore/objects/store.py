@@ -261,7 +261,8 @@ class ObjectStore:
 def _check_sizes(chunks: Sequence[ChunkId], where: "NDArray[np.void]") -> None:
     if (largest := int(where["raw"].max())) > METADATA_BYTES_MAX:
         chunk = chunks[int(where["raw"].argmax())]
-        raise Corrupt(f"chunk {chunk.hex()[:12]} claims {largest} bytes of metadata; wanted at most {METADATA_BYTES_MAX}; run `ckptstore fsck`")
+        what = f"chunk {chunk.hex()[:12]} claims {largest} bytes of metadata"
+        raise Corrupt(f"{what}; wanted at most {METADATA_BYTES_MAX}; run `ckptstore fsck`")
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,23 @@
+"""`ckptstore undelete`: bring forgotten commits back."""
+
+from argparse import Namespace
+
+from ckptstore.cli.exits import Exit
+from ckptstore.cli.screen import Screen
+from ckptstore.cli.stores import opened
+from ckptstore.cli.wording import commit_text
+from ckptstore.upkeep.forget import undelete
+
+
+def run(args: Namespace, screen: Screen) -> Exit:
+    with opened(args) as store:
+        store.check_writable()
+        infos = store.queries().commits(args.refs)
+        undelete(store, [info.id for info in infos])
+        store.follow()
+        if screen.json:
+            screen.document({"store": store.url, "undeleted": [info.id for info in infos]})
+            return Exit.OK
+    for info in infos:
+        screen.line(f"{commit_text(info)} of run {info.run} is back")
+    return Exit.OK

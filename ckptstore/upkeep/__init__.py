@@ -1,0 +1,1 @@
+"""Housekeeping: retention, garbage collection, checking and mending."""

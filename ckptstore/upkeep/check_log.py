@@ -1,0 +1,117 @@
+"""fsck's first level: the log, its checkpoints, what tags and lineage refer to, and the catalog, which must say the same as the log."""
+
+from collections.abc import Iterator, Sequence
+from itertools import takewhile
+from typing import Any
+
+from ckptstore.core.ids import ChunkId, CommitId, checkpoint_key, log_key
+from ckptstore.errors import CkptStoreError
+from ckptstore.history.fold import State
+from ckptstore.history.log import Log
+from ckptstore.index.queries import LeafInfo, Queries, open_catalog
+from ckptstore.upkeep.chain import BadEntry, Chain
+from ckptstore.upkeep.findings import Finding, Kind, Severity
+from ckptstore.upkeep.ground import Ground
+from ckptstore.upkeep.trees import Trees, in_order
+
+_REPAIR = "run `ckptstore repair`: it knows whether the entry can be made again, from a mirror with --from"
+
+
+def log_findings(chain: Chain) -> Iterator[Finding]:
+    """Entries and checkpoints that are not what they should be. Pure."""
+    yield from (_bad_entry(bad) for bad in chain.bad)
+    for n, problem in chain.bad_checkpoints:
+        what = f"the checkpoint of the log's state at entry {n} is ignored: {problem}"
+        yield Finding(Kind.CHECKPOINT, what, "run `ckptstore repair --apply`, which removes it", Severity.INDEX, checkpoint_key(n), n)
+    for key in chain.unknown:
+        yield Finding(Kind.FOREIGN, f"{key} is nothing that belongs into a log", "delete it if it is yours", Severity.NOTE, key)
+    if not chain.certain:
+        what = "what the bad entries did is unknown: commits, tags and packs that only they name are not in what follows"
+        yield Finding(Kind.ENTRY, what, _REPAIR)
+
+
+def ref_findings(state: State) -> Iterator[Finding]:
+    """Tags that name no commit, and forgotten commits that a tag names. Pure."""
+    for name, commit in sorted(state.tags.items()):
+        if commit not in state.commits:
+            what = f"tag {name!r} names commit {commit[:12]}, which is not in the log"
+            yield Finding(Kind.REF, what, f"set it again: `ckptstore tag {name} REF`, or remove it: `ckptstore tag -d {name}`")
+
+
+def catalog_findings(ground: Ground, trees: Trees) -> Iterator[Finding]:
+    """Where this host's catalog says something else than a fold of the log up to the same entry. Reads every entry again."""
+    from ckptstore.index.catalog import Catalog  # it imports SQLAlchemy, for which a program that never runs fsck need not wait
+
+    if not ground.catalog_path.exists():
+        return
+    catalog = open_catalog(ground.catalog_path, ground.config.store)
+    if catalog is None:
+        yield _catalog("cannot be read, or is of another store or version")
+        return
+    fresh = Catalog.temporary(ground.config.store)
+    log = Log(ground.backend, ground.config.store, ground.config.generation)
+    try:
+        position = catalog.position()
+        fresh.fold(takewhile(lambda entry: entry.n <= position.n, log.read_entries()))
+        yield from (_catalog(what) for what in _differences(catalog, fresh.queries(), trees))
+    except CkptStoreError as error:
+        yield _catalog(str(error))
+    finally:
+        fresh.close()
+        catalog.close()
+
+
+def document_findings(state: State, problems: Sequence[tuple[CommitId, CkptStoreError]]) -> Iterator[Finding]:
+    """Commits whose documents cannot be read. Pure."""
+    rows = dict(in_order(state))
+    for commit, error in problems:
+        row = rows[commit]
+        what = f"the document of commit {commit[:12]} (run {row.run}, step {row.step}) cannot be read: {error}"
+        step = "run `ckptstore repair`, with --from and a mirror that has it; no other commit is hit"
+        yield Finding(Kind.DOCUMENT, what, step, _severity(row.soft), f"commits/{row.session}-{commit}", row.n, commits=(commit,))
+
+
+def _bad_entry(bad: BadEntry) -> Finding:
+    state = "is missing" if bad.data is None else "is damaged"
+    return Finding(Kind.ENTRY, f"entry {bad.n} of the log {state}: {bad.problem}", _REPAIR, key=log_key(bad.n), entry=bad.n)
+
+
+def _catalog(what: str) -> Finding:
+    return Finding(Kind.CATALOG, f"the catalog {what}", "run `ckptstore reindex`", Severity.INDEX)
+
+
+def _differences(catalog: Queries, fresh: Queries, trees: Trees) -> Iterator[str]:
+    asked: tuple[tuple[str, Any, Any], ...] = (
+        ("position", catalog.position(), fresh.position()),
+        ("commits", catalog.log(forgotten=True), fresh.log(forgotten=True)),
+        ("tags", catalog.tags(), fresh.tags()),
+        ("runs", catalog.runs(), fresh.runs()),
+        ("packs", catalog.packs(), fresh.packs()),
+        ("totals", catalog.totals(), fresh.totals()),
+    )
+    for name, got, wanted in asked:
+        if repr(got) != repr(wanted):  # by repr, because a metric may be NaN
+            yield f"has other {name} than the log: {_first_difference(got, wanted)}"
+    for schema in sorted({schema for info in fresh.log(forgotten=True) for schema in info.schemas.values()}):
+        leaves = catalog.leaves(schema)
+        if leaves is not None and leaves != _leaves(trees, schema):
+            yield f"has other leaves than schema {schema[:12]}"
+
+
+def _first_difference(got: Any, wanted: Any) -> str:
+    if isinstance(got, list) and len(got) == len(wanted):
+        got, wanted = next((a, b) for a, b in zip(got, wanted, strict=True) if repr(a) != repr(b))
+    return f"wanted {wanted!s:.300}, got {got!s:.300}"
+
+
+def _leaves(trees: Trees, schema_id: str) -> list[LeafInfo] | None:
+    try:
+        schema = trees.schema(ChunkId(bytes.fromhex(schema_id)))
+    except CkptStoreError:
+        return None
+    columns = zip(schema.paths, schema.kinds, schema.dtypes, schema.shapes, schema.aliases, strict=True)
+    return [LeafInfo(*row) for row in columns]
+
+
+def _severity(soft: int) -> Severity:
+    return Severity.NOTE if soft else Severity.DAMAGE

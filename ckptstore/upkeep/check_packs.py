@@ -1,0 +1,108 @@
+"""fsck's third level: every listed pack is there, of the right size, both footers read; the chunk index agrees; what lies around."""
+
+import re
+from collections.abc import Iterator, Mapping
+
+from ckptstore.core.ids import PackId, pack_key, pack_session, twin_key
+from ckptstore.errors import Corrupt, NotFound, Unavailable
+from ckptstore.history.fold import Pack, State
+from ckptstore.index.chunks import ChunkIndex
+from ckptstore.objects.backend import Backend
+from ckptstore.objects.footers import read_table_at
+from ckptstore.objects.pack import FooterTable
+from ckptstore.text import bytes_text
+from ckptstore.upkeep.findings import Finding, Kind, Severity
+from ckptstore.upkeep.ground import Ground
+from ckptstore.upkeep.inventory import keys_of
+
+_PACK = re.compile(r"packs/([0-9a-f]{2})/(([0-9a-f]{24})-(0|[1-9][0-9]{0,6})-(0|[1-9][0-9]{0,6}))(\.2)?")
+_DOCUMENT = re.compile(r"commits/([0-9a-f]{24})-([0-9a-f]{64})")
+_HEAL = "run `ckptstore repair`: what verifies is saved; --from names a mirror that has the rest"
+
+
+def unreadable(state: State, problems: Mapping[PackId, Exception]) -> Iterator[Finding]:
+    """Packs of which no footer could be read: what they hold is unknown. Pure."""
+    listed = {pack.id: pack for pack in state.packs.values()}
+    for name, error in problems.items():
+        what = f"pack {name} ({bytes_text(listed[name].bytes)}, {listed[name].chunks} chunks) cannot be read: {error}"
+        yield _unanswered(what, name) if isinstance(error, Unavailable) else Finding(Kind.PACK, what, _HEAL, key=pack_key(name), pack=name)
+
+
+def _unanswered(what: str, name: PackId) -> Finding:
+    """Storage would not give an object: that says nothing about its bytes, so `repair` leaves it alone (it has no key here)."""
+    return Finding(Kind.PACK, what, "see to the storage, then run fsck again", pack=name)
+
+
+def pack_findings(backend: Backend, pack: Pack, table: FooterTable) -> Iterator[Finding]:
+    """What is wrong with one pack, of which at least one footer could be read as `table`."""
+    if len(table) != pack.chunks:
+        yield _object(pack, pack_key(pack.id), f"has {len(table)} chunks; the log says {pack.chunks}")
+    for key in keys_of(pack.id, metadata=pack.metadata):
+        size = backend.size(key)
+        if size is None:
+            yield _object(pack, key, "is missing")
+        elif size != pack.bytes:
+            yield _object(pack, key, f"has {size} bytes; the log says {pack.bytes}")
+        else:
+            yield from _footer_findings(backend, pack, key, table)
+
+
+def _footer_findings(backend: Backend, pack: Pack, key: str, table: FooterTable) -> Iterator[Finding]:
+    try:
+        if read_table_at(backend, key).tobytes() != table.tobytes():
+            yield _object(pack, key, "lists other chunks than its twin")
+    except (Corrupt, NotFound) as error:
+        yield _object(pack, key, f"has a footer that cannot be read: {error}")
+    except Unavailable as error:
+        yield _unanswered(str(error), pack.id)
+
+
+def _object(pack: Pack, key: str, what: str) -> Finding:
+    """A problem of one object. With metadata the other of the twins still serves, so nothing is lost yet."""
+    if pack.metadata:
+        step = "run `ckptstore repair --apply`, which copies the sound twin over it"
+        return Finding(Kind.TWIN, f"{key} {what}", step, key=key, pack=pack.id)
+    return Finding(Kind.PACK, f"{key} {what}", _HEAL, key=key, pack=pack.id)
+
+
+def orphan_findings(backend: Backend, state: State) -> Iterator[Finding]:
+    """Objects that no entry of the log names: left by writers that were stopped, or written right now, or not the store's."""
+    packs = {pack.id for pack in state.packs.values()}
+    for key, size in backend.list("packs/"):
+        found = _PACK.fullmatch(key)
+        if not found or key not in (pack_key(PackId(found[2])), twin_key(PackId(found[2]))):
+            yield Finding(Kind.FOREIGN, f"{key} is nothing that belongs there", "delete it if it is yours", Severity.NOTE, key)
+        elif found[2] not in packs:
+            yield _orphan(key, size, state.closed(pack_session(PackId(found[2]))))
+    for key, size in backend.list("commits/"):
+        named = _DOCUMENT.fullmatch(key)
+        if not named:
+            yield Finding(Kind.FOREIGN, f"{key} is nothing that belongs there", "delete it if it is yours", Severity.NOTE, key)
+        elif named[2] not in state.commits:
+            yield _orphan(key, size, named[1] in state.over or named[1] in state.ended)
+
+
+def _orphan(key: str, size: int, closed: bool) -> Finding:
+    next_step = "run `ckptstore gc`, which deletes it" if closed else "nothing: its writer may be at work; else gc will find it dead"
+    return Finding(Kind.ORPHAN, f"{key} ({bytes_text(size)}) is named by no entry of the log", next_step, Severity.NOTE, key)
+
+
+def index_findings(ground: Ground, state: State, tables: Mapping[PackId, FooterTable]) -> Iterator[Finding]:
+    """Chunks that this host's chunk index looks for in the wrong place. One that it does not know is looked for again when it is needed."""
+    if not ground.chunks_path.exists():
+        return
+    index = ChunkIndex.open(ground.chunks_path, ground.config.store)
+    try:
+        for number in sorted(index.indexed() & set(state.packs)):
+            table = tables.get(state.packs[number].id)
+            if table is None:
+                continue
+            where = index.get_many(table["chunk"].tobytes())
+            mine = (where["found"] == 1) & (where["pack"] == number)
+            wrong = sum(((where[name] != table[name]) & mine).sum() for name in ("offset", "stored", "raw", "codec"))
+            lost = int((where["found"] == 0).sum())
+            if wrong or lost:
+                what = f"the chunk index has {lost} chunks of pack {state.packs[number].id} nowhere and {int(wrong)} in the wrong place"
+                yield Finding(Kind.CHUNK_INDEX, what, "run `ckptstore reindex`", Severity.INDEX, pack=state.packs[number].id)
+    finally:
+        index.close()

@@ -1,0 +1,121 @@
+"""What fsck found, as frozen values: which object, chunk, leaf, pack and commits, and what to do about it."""
+
+from dataclasses import dataclass, field
+from enum import IntEnum, StrEnum
+
+from ckptstore.core.ids import ChunkId, CommitId, PackId
+from ckptstore.errors import InvalidInput
+
+
+class Level(IntEnum):
+    """How far fsck looks; each level includes those before."""
+
+    REFS = 1
+    CONNECTIVITY = 2
+    PACKS = 3
+    DATA = 4
+
+
+class Severity(StrEnum):
+    """`damage` is what may cost a commit, `index` what can be made again from the store, a `note` what costs nothing."""
+
+    DAMAGE = "damage"
+    INDEX = "index"
+    NOTE = "note"
+
+
+class Kind(StrEnum):
+    """What is not as it should be."""
+
+    CONFIG = "config"
+    ENTRY = "entry"
+    CHECKPOINT = "checkpoint"
+    REF = "ref"
+    DOCUMENT = "document"
+    TREE = "tree"
+    CHUNK = "chunk"
+    PACK = "pack"
+    TWIN = "twin"
+    CATALOG = "catalog"
+    CHUNK_INDEX = "chunk-index"
+    ORPHAN = "orphan"
+    FOREIGN = "foreign"
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One thing that is wrong. `key` is the object it was found in, `entry` the number of a log entry; `commits` cannot be restored whole
+    because of it, and `leaf` is one of theirs that it hits. `next` is the step to take."""
+
+    kind: Kind
+    what: str
+    next: str
+    severity: Severity = Severity.DAMAGE
+    key: str = ""
+    entry: int = 0
+    pack: PackId | None = None
+    chunk: ChunkId | None = None
+    leaf: str = ""
+    commits: tuple[CommitId, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Looked:
+    """How much fsck has looked at. `data_bytes` were read and compared with their ids, of `stored_bytes` in all."""
+
+    entries: int = 0
+    commits: int = 0
+    packs: int = 0
+    chunks: int = 0
+    data_bytes: int = 0
+    stored_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """All findings of one fsck."""
+
+    level: Level
+    findings: tuple[Finding, ...]
+    looked: Looked = field(default_factory=Looked)
+
+    @property
+    def damaged(self) -> bool:
+        """Whether anything was found that may cost a commit."""
+        return any(finding.severity is Severity.DAMAGE for finding in self.findings)
+
+    @property
+    def damaged_commits(self) -> dict[CommitId, tuple[Finding, ...]]:
+        """The commits that cannot be restored whole, and why."""
+        named: dict[CommitId, tuple[Finding, ...]] = {}
+        for finding in self.findings:
+            for commit in finding.commits:
+                named[commit] = (*named.get(commit, ()), finding)
+        return named
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """How much stored data to read: `percent` of all, or `bytes`."""
+
+    percent: float = 100.0
+    bytes: int | None = None
+
+    def of(self, total_bytes: int) -> int:
+        """The bytes to read out of `total_bytes`."""
+        return min(total_bytes, self.bytes if self.bytes is not None else int(total_bytes * self.percent / 100))
+
+
+_UNITS = {"K": 10, "M": 20, "G": 30, "T": 40}
+
+
+def parse_share(text: str) -> Share:
+    """`5%`, `10G` (also `K`, `M`, `T`: powers of 1024), or a number of bytes. Raises `InvalidInput`."""
+    number, unit = (text[:-1], text[-1:].upper()) if text[-1:].upper() in {"%", *_UNITS} else (text, "")
+    try:
+        value = float(number)
+    except ValueError:
+        value = -1.0
+    if not 0 < value < 1 << 60 or (unit == "%" and value > 100):
+        raise InvalidInput(f"{text!r} is no amount of data to read: wanted a share such as 5% or a size such as 10G")
+    return Share(percent=value) if unit == "%" else Share(bytes=int(value * (1 << _UNITS.get(unit, 0))))
