@@ -1,0 +1,1 @@
+"""Stores as each format version wrote them, to be read by every later ckptstore."""

@@ -1,0 +1,58 @@
+"""What the golden stores hold: states that need no random numbers, and the history that is made of them.
+
+`python -m tests.golden.contents PLACE` writes such a store with this ckptstore; a new format version adds one to this folder, and none is
+ever changed.
+"""
+
+import sys
+from collections import OrderedDict
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import ckptstore
+
+TAGS = {"best": 2, "prod": 1}
+METRICS = {1: {"loss": 1.5}, 2: {"loss": 0.1 + 0.2, "acc": 1.0}, 3: {}}
+
+
+def state(step: int) -> dict[str, Any]:
+    """The application state of a step; what differs between steps is `model/moving`, `model/tiny` and `step`."""
+    long = torch.arange(300_000, dtype=torch.float32)
+    return {
+        "model": OrderedDict(
+            {
+                "embed.weight": long.reshape(1000, 300) / 7,
+                "tied.weight": long[:5] * 0,
+                "moving": torch.arange(40_000, dtype=torch.int64) * step,
+                "half": (torch.arange(9_000) / 3).to(torch.bfloat16).reshape(90, 100),
+                "tiny": torch.tensor([step, 2.5], dtype=torch.float64),
+                "empty": torch.zeros(0, 4, dtype=torch.uint8),
+                "scalar": torch.tensor(True),
+            }
+        ),
+        "notes": {"a/b": "ü ✓", 0: None, "0": [1, 2.5, -0.0, 2**70], "t": (1, (2, b"\x00\xff")), "": {"deep": {"er": float("inf")}}},
+        "step": step,
+    }
+
+
+def write(place: Path) -> None:
+    """Three commits in two runs with tags and metrics, one of them forgotten and brought back."""
+    for codec in ("raw", "zstd"):
+        with ckptstore.open(place / codec, codec=codec, chunk_bytes=64 << 10) as store:
+            for step in (1, 2):
+                store.commit(state(step), step=step, message=f"step {step}", metrics=METRICS[step])
+        with ckptstore.open(place / codec, run="branch") as store:
+            snapshot = store.checkout("main@2")
+            restored = {key: None for key in snapshot.keys()}
+            snapshot.restore(restored)
+            store.commit(state(3), step=3)
+            for tag, step in TAGS.items():
+                store.tag(tag, f"main@{step}")
+            store.untag("prod")
+            store.tag("prod", "main@1")
+
+
+if __name__ == "__main__":
+    write(Path(sys.argv[1]))

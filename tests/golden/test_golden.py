@@ -1,0 +1,46 @@
+"""A store of each format version is read, continued and found sound, forever."""
+
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+import ckptstore
+from tests.golden.contents import METRICS, TAGS, state
+
+HERE = Path(__file__).parent
+STORES = sorted(path.parent.relative_to(HERE) for path in HERE.glob("*/*/ckptstore.json"))
+
+
+def same(a: object, b: object) -> bool:
+    if isinstance(a, torch.Tensor):
+        return isinstance(b, torch.Tensor) and a.dtype == b.dtype and a.shape == b.shape and torch.equal(a, b)
+    if isinstance(a, dict):
+        return type(a) is type(b) and list(a) == list(b) and all(same(a[k], b[k]) for k in a)  # type: ignore[call-overload,index]
+    return type(a) is type(b) and repr(a) == repr(b)
+
+
+def test_there_is_a_store_of_each_format_version() -> None:
+    assert {str(path) for path in STORES} >= {"v1/raw", "v1/zstd"}
+
+
+@pytest.mark.parametrize("name", STORES, ids=str)
+def test_a_store_of_an_earlier_version_is_read_and_continued(name: Path, tmp_path: Path) -> None:
+    place = tmp_path / "store"
+    shutil.copytree(HERE / name, place)
+    with ckptstore.open(place) as store:
+        for step, ref in ((1, "main@1"), (2, "main@2"), (3, "branch@3")):
+            snapshot = store.checkout(ref)
+            assert same(snapshot.state_dict(), state(step)) and snapshot.metrics == METRICS[step]
+        assert store.checkout("branch@3").parents == (store.checkout("main@2").id,)
+        assert store.tags() == {tag: store.checkout(f"main@{step}").id for tag, step in TAGS.items()}
+        assert not store.fsck(read_data="100%").findings
+        assert store.commit(state(2), step=4).content_id == store.checkout("main@2").content_id
+
+
+def test_a_golden_store_can_be_read_where_it_is_not_writable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CKPTSTORE_CACHE", str(tmp_path))
+    with ckptstore.open(HERE / "v1" / "raw", read_only=True) as store:
+        assert same(store.checkout("best").state_dict(), state(2))
+    assert not (HERE / "v1" / "raw" / "index").exists()
