@@ -156,13 +156,14 @@ class Log:
 
     def _create(self, data: bytes, entry: Entry, deadline: float) -> bool:
         """Whether `entry` took its number; False if another entry did. The same create is repeated until an answer settles it."""
-        pause_s = _FIRST_PAUSE_S
+        pause_s, unknown = _FIRST_PAUSE_S, False
         while True:
             try:
                 return self._backend.put_new(log_key(entry.n), data) or self._is_mine(entry)
-            except NoSpace:
-                raise  # what did not fit was not created, and does not come by itself
             except (Unavailable, NotFound) as error:
+                if isinstance(error, NoSpace) and not unknown:
+                    raise  # what did not fit was not created; but that says nothing of an earlier attempt whose answer was lost
+                unknown = True
                 if time.monotonic() + pause_s > deadline:
                     raise Unavailable(
                         f"storage did not say whether entry {entry.n} of the log was created: {error}; "

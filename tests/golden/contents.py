@@ -45,7 +45,7 @@ def write(place: Path) -> None:
                 store.commit(state(step), step=step, message=f"step {step}", metrics=METRICS[step])
         with ckptstore.open(place / codec, run="branch") as store:
             snapshot = store.checkout("main@2")
-            restored = {key: None for key in snapshot.keys()}
+            restored: dict[str, Any] = dict.fromkeys(snapshot.keys())
             snapshot.restore(restored)
             store.commit(state(3), step=3)
             for tag, step in TAGS.items():

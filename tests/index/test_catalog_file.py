@@ -68,7 +68,7 @@ def test_an_older_catalog_is_migrated_with_its_rows(tmp_path: Path) -> None:
     log = some_log()
     path = made(tmp_path / "catalog.sqlite", log)
     with closing(sqlite3.connect(path)) as connection:
-        connection.executescript("DROP TABLE shards; UPDATE alembic_version SET version_num = '0001';")
+        connection.executescript("DROP TABLE shards; DROP TABLE entries; UPDATE alembic_version SET version_num = '0001';")
     assert open_catalog(path, STORE) is None
     with closing(Catalog.open(path, STORE)) as catalog:
         assert catalog.position() == log.entries[-1].position
