@@ -17,7 +17,7 @@ from ckptstore.core.ids import CONFIG_KEY, StoreId, new_store_id, parse_chunk_id
 from ckptstore.core.model import Schema
 from ckptstore.core.places import cache_directory, is_network_filesystem
 from ckptstore.engine.reserve import ensure_reserve
-from ckptstore.errors import Conflict, Corrupt, InvalidInput, NotFound, ReadOnly
+from ckptstore.errors import Conflict, Corrupt, InvalidInput, NotFound, ReadOnly, Unavailable
 from ckptstore.history.entries import Position
 from ckptstore.history.log import Log
 from ckptstore.index.queries import Queries, open_catalog
@@ -128,16 +128,23 @@ class Opening:
     def follow(self, schemas: Mapping[str, Schema] | None = None) -> None:
         """Fold into the catalog what the log has beyond it. `schemas` are at hand, by chunk id in hex; others are read from the store.
 
-        Raises `Corrupt` only for a damaged log: a catalog that does not belong to it is made anew, one that cannot be written stays behind.
+        Raises `Corrupt` only for a damaged log: a catalog that does not belong to it is made anew, one that cannot be written stays behind,
+        and so does any when storage does not answer. What was appended to the log stays acknowledged.
         """
         try:
-            self.catalog.fold(self.log.read_entries(*self.catalog.position()))
-        except Corrupt as error:
-            self.log.replay()  # a broken log is not the catalog's fault, and `repair` may need what it remembers
-            logger.warning("the catalog of %s is made anew: %s", self.url, error)
-            self.catalog.reset()
-            self.catalog.fold(self.log.read_entries(*self.catalog.position()))
-        self._add_schemas(self.catalog, schemas or {})
+            try:
+                self._fold(schemas or {})
+            except Corrupt as error:
+                self.log.replay()  # a broken log is not the catalog's fault, and `repair` may need what it remembers
+                logger.warning("the catalog of %s is made anew: %s", self.url, error)
+                self.catalog.reset()
+                self._fold(schemas or {})
+        except Unavailable as error:
+            logger.warning("the catalog of %s stays behind: %s", self.url, error)
+
+    def _fold(self, schemas: Mapping[str, Schema]) -> None:
+        self.catalog.fold(self.log.read_entries(*self.catalog.position()))
+        self._add_schemas(self.catalog, schemas)
 
     def _add_schemas(self, catalog: "Catalog", at_hand: Mapping[str, Schema]) -> None:
         """The leaves of schemas that commits name. One that cannot be read has none in the catalog; `fsck` reports it."""

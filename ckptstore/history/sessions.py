@@ -58,9 +58,15 @@ class Session:
         return self._info.id
 
     def end(self) -> None:
-        """Its entry is in the log: stop and remove the file. May be called again; does nothing in a child after a fork."""
+        """Its entry is in the log: stop and remove the file. May be called again; does nothing in a child after a fork.
+
+        A file that cannot be removed is left to gc: what was acknowledged does not fail for it.
+        """
         if self._stop():
-            self._backend.delete(session_key(self.id))
+            try:
+                self._backend.delete(session_key(self.id))
+            except CkptStoreError as error:
+                _logger.warning("session %s has ended, its file stays until the next gc: %s", self.id, error)
 
     def abandon(self) -> None:
         """It failed, or its outcome is unknown: stop and leave the file to gc, which declares the session over first."""

@@ -5,6 +5,7 @@ that one process leaves must never meet a file that another has just put there.
 """
 
 from collections.abc import Mapping
+from contextlib import suppress
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -30,8 +31,15 @@ class CatalogFile:
     """A connection to the catalog of `store` at `path`, or to one in memory without a path, or where no file can be."""
 
     def __init__(self, path: Path | None, store: StoreId) -> None:
-        self._file = (path, _inode(path)) if path and _prepare(path, store) else None
-        self.connection = _connect(path) if self._file else _fill(_connect(None), store)
+        self._file: tuple[Path, int] | None = None
+        if path and _prepare(path, store):
+            inode = _inode(path)
+            # A disk that fails between the two calls is as good as none.
+            with suppress(*UNUSABLE):
+                self.connection = _connect(path)
+                self._file = path, inode
+        if self._file is None:
+            self.connection = _fill(_connect(None), store)
 
     @property
     def in_memory(self) -> bool:

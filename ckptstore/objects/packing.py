@@ -7,12 +7,14 @@ back, fsync, rename.
 
 import zlib
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import TypeAlias
 
 from ckptstore.core.config import MIB
 from ckptstore.core.ids import ChunkId, PackId, SessionId, pack_id, pack_key, pack_session, twin_key
 from ckptstore.core.model import PackEntry, PackRecord
+from ckptstore.errors import CkptStoreError
 from ckptstore.objects import codecs, pack
 from ckptstore.objects.backend import Backend, Writer
 
@@ -48,10 +50,11 @@ class OpenPack:
         self._pending: list[memoryview | bytes] = []
         self._flushed = 0
         self._sent = 0
-        keys = [pack_key(name), twin_key(name)] if metadata else [pack_key(name)]
+        self._backend = backend
+        self._keys = [pack_key(name), twin_key(name)] if metadata else [pack_key(name)]
         self._writers: list[Writer] = []
         try:
-            for key in keys:
+            for key in self._keys:
                 self._writers.append(backend.create(key, session=pack_session(name)))
         except BaseException:
             self.discard()
@@ -96,8 +99,13 @@ class OpenPack:
         return ClosedPack(PackRecord(self.name, self.offset, len(self.entries), self._metadata), table)
 
     def discard(self) -> None:
+        """Drop what was written; of twins one may have got its name already."""
         for writer in self._writers:
             writer.discard()
+        for key in self._keys:
+            # Storage that is out of order keeps it: gc finds it under the session's name.
+            with suppress(CkptStoreError):
+                self._backend.delete(key)
 
 
 class Packer:

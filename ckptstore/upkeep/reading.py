@@ -12,6 +12,7 @@ from ckptstore.errors import Corrupt, NotFound
 from ckptstore.objects import codecs
 from ckptstore.objects.backend import Backend
 from ckptstore.objects.pack import FooterTable
+from ckptstore.objects.store import METADATA_BYTES_MAX
 
 GAP_BYTES = 64 << 10
 """Reading on across so much that nobody wants costs less than another read."""
@@ -84,6 +85,8 @@ def _decode(stored: memoryview, codec: int, raw_bytes: int, width: int) -> memor
     """The raw bytes, or None if `stored` is damaged."""
     if codec == codecs.RAW:
         return stored
+    if raw_bytes > METADATA_BYTES_MAX:  # more than any chunk has: the footer was forged
+        return None
     raw = memoryview(bytearray(raw_bytes))
     try:
         codecs.decode_into(codec, stored, raw, width)

@@ -124,7 +124,9 @@ def test_a_region_has_the_shape_that_numpy_gives_it(region: tuple[slice | int, .
     assert box_of_region((4, 6), region)[1] == np.empty((4, 6))[region].shape == result
 
 
-@pytest.mark.parametrize(("region", "error"), [((slice(0, 4, 2),), ValueError), ((0, 0, 0), ValueError), ((4,), IndexError), ((-5,), IndexError)])
+@pytest.mark.parametrize(
+    ("region", "error"), [((slice(0, 4, 2),), ValueError), ((0, 0, 0), ValueError), ((4,), IndexError), ((-5,), IndexError)]
+)
 def test_a_region_that_does_not_fit_is_refused(region: tuple[slice | int, ...], error: type[Exception]) -> None:
     with pytest.raises(error):
         box_of_region((4, 6), region)

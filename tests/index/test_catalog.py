@@ -240,7 +240,7 @@ def test_folding_a_commit_costs_the_same_after_a_long_history(catalog: Catalog) 
             began = time.process_time()
             assert catalog.fold([entry])
             times.append(time.process_time() - began)
-        return sorted(times)[len(times) // 2]
+        return min(times)  # what it costs when nobody disturbs it
 
     early = cost(0)
     catalog.fold(log.entries[:3900])
