@@ -89,6 +89,8 @@ class Dedup:
 
     def _numbers(self, ids: bytes) -> list[int]:
         """The pack that holds each chunk; 0 for none. Packs are numbered from 1."""
+        if not self._state.packs:
+            return [0] * (len(ids) // CHUNK_ID_BYTES)
         where = self._objects.locate(ids)
         return np.where(where["found"] == 1, where["pack"], 0).tolist()  # type: ignore[no-any-return]  # numpy's tolist is untyped
 
