@@ -56,5 +56,5 @@ def check_codec(name: object) -> str:
 
 
 def default_threads() -> int:
-    """Threads that hash, read and write: the processors this process may use, two to four."""
-    return min(max(len(os.sched_getaffinity(0)), 2), 4)
+    """Threads that hash, read and write: one more than the processors this process may use, since some wait for the disk; at most four."""
+    return min(len(os.sched_getaffinity(0)) + 1, 4)

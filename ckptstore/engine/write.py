@@ -177,7 +177,9 @@ def write_chunks(plan: CommitPlan, sources: Sequence[Source], dedup: Dedup, pack
     ids = {part.leaf: bytearray(CHUNK_ID_BYTES * len(part.grid)) for part in plan.parts}
     batches = shared(plan.batches)
     small = sum(part.raw_bytes for part in plan.parts) <= PARALLEL_BYTES
-    workers = [_Worker(batches, sources, ids, dedup, packs) for _ in range(1 if small else min(threads.count, len(plan.batches)))]
+    memories = {part.leaf: sources[part.leaf].memory() for part in plan.parts}
+    hands = 1 if small else min(threads.count, len(plan.batches))
+    workers = [_Worker(batches, sources, memories, ids, dedup, packs) for _ in range(hands)]
     if workers:
         threads.together([worker.work for worker in workers], batches.stop)
     new = sum(worker.new_chunks for worker in workers)
@@ -206,10 +208,17 @@ class _Worker:
     """One thread of a commit."""
 
     def __init__(
-        self, batches: Iterable[tuple[Run, ...]], sources: Sequence[Source], ids: Mapping[int, bytearray], dedup: Dedup, packs: SessionPacks
+        self,
+        batches: Iterable[tuple[Run, ...]],
+        sources: Sequence[Source],
+        memories: Mapping[int, memoryview | None],
+        ids: Mapping[int, bytearray],
+        dedup: Dedup,
+        packs: SessionPacks,
     ) -> None:
         self.new_chunks = 0
-        self._batches, self._sources, self._ids, self._dedup, self._packs = batches, sources, ids, dedup, packs
+        self._batches, self._sources, self._memories, self._ids = batches, sources, memories, ids
+        self._dedup, self._packs = dedup, packs
         self._packer = packs.packer()
         self._codec = packs.codec
         self._staging = memoryview(b"")
@@ -245,7 +254,7 @@ class _Worker:
     def _views(self, run: Run, *, shared: bool) -> list[memoryview]:
         """The run's chunks where they are, or in memory of this thread; with `shared`, in memory that the next run of the batch leaves
         alone."""
-        memory, base = self._sources[run.part.leaf].memory(), 0
+        memory, base = self._memories[run.part.leaf], 0
         if memory is None:
             base = run.cuts[0]
             memory = memoryview(bytearray(run.raw_bytes)) if shared else self._scratch(run.raw_bytes)
