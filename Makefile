@@ -16,7 +16,7 @@ READY_BENCH := $(VENV)/.ready-bench
 
 help:
 	@echo "make setup   prepare $(VENV)"
-	@echo "make test    the whole suite"
+	@echo "make test    ruff, mypy and the whole suite"
 	@echo "make lint    ruff and mypy"
 	@echo "make demo    train, be killed, resume, fine-tune: under two minutes"
 	@echo "make bench   measure against the peers and the machine's limits (BENCH='--case first --rounds 3')"
@@ -44,7 +44,7 @@ $(READY_BENCH): $(READY)
 
 setup: $(READY)
 
-test: $(READY)
+test: lint
 	@$(BIN)/python -m pytest
 
 lint: $(READY)

@@ -5,7 +5,7 @@ Every chunk is compared with its id on the way. Readers hold nothing in the stor
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Protocol
 
 from ckptstore.core import dtypes
@@ -22,6 +22,8 @@ from ckptstore.objects.schema import decode_schema
 from ckptstore.objects.store import ObjectStore
 
 SCRATCH_BYTES = 32 * MIB
+RECENT = 16
+"""So many documents and trees are kept decoded."""
 
 
 class Destination(Protocol):
@@ -121,12 +123,15 @@ class Reader:
 
     def __init__(self, config: StoreConfig, objects: ObjectStore, threads: Threads) -> None:
         self._config, self._objects, self._threads = config, objects, threads
+        # Both never change, so what was read lately is at hand for the next look at the same commit.
+        self.document = lru_cache(RECENT)(self._document)
+        self.tree = lru_cache(RECENT)(self._tree)
 
-    def document(self, session: SessionId, commit: CommitId) -> CommitDocument:
+    def _document(self, session: SessionId, commit: CommitId) -> CommitDocument:
         """The commit's document, its hash checked."""
         return decode_document(self._objects.backend.read(document_key(session, commit)), commit)
 
-    def tree(self, key: str, ref: TreeRef) -> Tree:
+    def _tree(self, key: str, ref: TreeRef) -> Tree:
         """Schema and pages of one key."""
         schema_bytes, *pages = self._objects.read_metadata_many([ref.schema, *ref.pages])
         schema = decode_schema(schema_bytes)

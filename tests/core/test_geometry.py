@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 
 from ckptstore.core.geometry import Grid, box_of_region, byte_ranges, grid, intersect, within
 from ckptstore.core.ids import digest
-from ckptstore.core.model import Box
+from ckptstore.core.model import Box, LeafContent
+from ckptstore.objects.pages import split_pages
 
 CHUNK = 64 << 10
 
@@ -79,6 +80,8 @@ def test_row_shards_on_the_grid_have_the_chunks_of_the_whole(data: st.DataObject
         box = Box((start, 0), (stop - start, columns))
         pieces += chunk_ids(grid((rows, columns), width, CHUNK, box), tensor[start * columns * width : stop * columns * width])
     assert pieces == whole
+    trees = [split_pages(["tensor"], [LeafContent(ids=b"".join(ids))]) for ids in (pieces, whole)]
+    assert trees[0] == trees[1]
 
 
 @given(st.data())
