@@ -48,6 +48,9 @@ class Backend(Protocol):
     def read_into(self, key: str, offset: int, buffers: Sequence[memoryview]) -> None:
         """Fill `buffers`, one behind the other, from `offset` on; only for objects that never change (they may be held open)."""
 
+    def will_need(self, key: str, offset: int, nbytes: int) -> None:
+        """A hint that these bytes will be read soon. Never raises: the read itself says what is wrong."""
+
     def read_tail(self, key: str, nbytes: int) -> tuple[bytes, int]:
         """The last `nbytes` of the object, or all of a shorter one, and the object's size."""
 

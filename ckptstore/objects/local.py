@@ -61,6 +61,11 @@ class LocalBackend:
                 f"from {offset} on; run `ckptstore fsck`"
             )
 
+    def will_need(self, key: str, offset: int, nbytes: int) -> None:
+        if hasattr(os, "posix_fadvise"):
+            with suppress(CkptStoreError, OSError):
+                os.posix_fadvise(self._opened(key).fd, offset, nbytes, os.POSIX_FADV_WILLNEED)
+
     def read_tail(self, key: str, nbytes: int) -> tuple[bytes, int]:
         file = _open_object(self.url, key)
         try:

@@ -63,6 +63,9 @@ class FsspecBackend:
             buffer.cast("B")[:] = data[: buffer.nbytes]
             data = data[buffer.nbytes :]
 
+    def will_need(self, key: str, offset: int, nbytes: int) -> None:
+        """Nothing: requests run side by side as it is."""
+
     def read_tail(self, key: str, nbytes: int) -> tuple[bytes, int]:
         size = self.size(key)
         if size is None:

@@ -8,7 +8,7 @@ import threading
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
 
@@ -24,6 +24,11 @@ from ckptstore.objects.metadata_cache import MetadataCache
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
+
+READ_AHEAD = 4
+"""So many reads the disk is told of in advance, so that it works while chunks are hashed."""
+
+Spread: TypeAlias = Callable[[Callable[[int], None], Sequence[int]], object]
 
 METADATA_CACHE_BYTES = 64 * MIB
 METADATA_BYTES_MAX = 256 * MIB
@@ -117,13 +122,13 @@ class ObjectStore:
         out: Sequence[memoryview],
         *,
         where: "NDArray[np.void] | None" = None,
-        run: Callable[[Callable[[Read], None], Sequence[Read]], object] | None = None,
+        run: Spread | None = None,
         describe: Callable[[int], str] = lambda i: "metadata",
         threads: int = 1,
     ) -> None:
         """Read each chunk of `ids` into the memory of `out`, whose lengths are the chunks' raw bytes, and verify it.
 
-        `run(task, reads)` spreads the reads over `threads` threads; without it they run here. `describe(i)` says what chunk `i` is part
+        `run(task, numbers)` spreads the reads over `threads` threads; without it they run here. `describe(i)` says what chunk `i` is part
         of, for errors. Raises `Corrupt` for a chunk whose bytes do not match its id or whose length is not that of `out`, `NotFound` for
         one that no listed pack holds.
         """
@@ -139,24 +144,32 @@ class ObjectStore:
                 )
 
     def _read_all(
-        self, request: "_Request", run: Callable[[Callable[[Read], None], Sequence[Read]], object] | None, threads: int
+        self, request: "_Request", run: Spread | None, threads: int
     ) -> list[int]:
         """Read what the request wants; returns the positions whose pack is not there."""
         missing: list[int] = []
 
-        def task(read: Read) -> None:
-            try:
-                self._read(read, request)
-            except NotFound:
-                missing.extend(read.which)
-
         limit = max(MIB, min(RUN_BYTES, int(request.where["stored"].sum()) // threads))
         reads = self._plan(request.where, limit)
+
+        def will_need(i: int) -> None:
+            if i < len(reads):
+                self.backend.will_need(pack_key(reads[i].pack), reads[i].offset, reads[i].stored_bytes)
+
+        def task(i: int) -> None:
+            will_need(i + READ_AHEAD)
+            try:
+                self._read(reads[i], request)
+            except NotFound:
+                missing.extend(reads[i].which)
+
+        for i in range(min(READ_AHEAD, len(reads))):
+            will_need(i)
         if run:
-            run(task, reads)
+            run(task, range(len(reads)))
         else:
-            for read in reads:
-                task(read)
+            for i in range(len(reads)):
+                task(i)
         return missing
 
     def close(self) -> None:

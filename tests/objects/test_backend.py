@@ -26,6 +26,12 @@ class BackendContract:
         yield backend
         backend.close()
 
+    def test_a_hint_about_what_will_be_read_never_raises(self, backend: Backend) -> None:
+        backend.put("packs/aa/one", b"0123456789")
+        for key in ("packs/aa/one", "packs/aa/none"):
+            backend.will_need(key, 3, 1 << 20)
+        assert backend.read("packs/aa/one", 3, 5) == b"34"
+
     def test_what_is_put_is_read(self, backend: Backend) -> None:
         backend.put("a/b/c", b"0123456789")
         assert backend.read("a/b/c") == b"0123456789"

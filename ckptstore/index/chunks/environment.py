@@ -107,7 +107,7 @@ class Environment:
             if self._closed:
                 raise Damaged(f"{self.folder} was closed meanwhile")
             had = self._bytes  # read first: another thread may see a longer file meanwhile
-            size = os.fstat(self._fd).st_size
+            size = self._size()
             if size < had:
                 raise Damaged(f"{self.folder} lost its end: it has {size} bytes and had {had}")
             self._bytes = size
@@ -116,6 +116,12 @@ class Environment:
             with self._gate:
                 self._inside -= 1
                 self._gate.notify_all()
+
+    def _size(self) -> int:
+        try:
+            return os.fstat(self._fd).st_size
+        except OSError as error:
+            raise Damaged(f"{self.folder} cannot be looked at: {error}") from error
 
     def _map(self, map_bytes: int) -> None:
         """Map so many bytes, or with 0 as many as another process has made of them, once no thread uses the map."""

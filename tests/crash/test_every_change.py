@@ -1,0 +1,104 @@
+"""A crash after any change: the old state or the new one, everything acknowledged restores, gc leaves nothing behind."""
+
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from random import Random
+from shutil import rmtree
+from typing import Any
+
+import pytest
+
+from ckptstore.errors import CkptStoreError
+from ckptstore.objects.local import LocalBackend, LocalWriter
+from tests.crash.works import STORE, WORKS, Work, contents_of, is_store, open_small, small
+from tests.faults.recording import Recording, Wreck, record
+from tests.faults.witness import View, assert_no_garbage_after_gc, assert_same, assert_sound, view_of
+
+
+class Crashes:
+    """The work done once, and what must be seen of it after a crash."""
+
+    def __init__(self, work: Work, scratch: Path, patch: pytest.MonkeyPatch) -> None:
+        work.checkpoints(patch)
+        self.scratch = scratch
+        base = work.base(scratch / "base")
+        self.recording, _ = record(base, scratch, work)
+        self.contents = contents_of(base / STORE, scratch / "recorded" / STORE)
+        self.old = view_of(base / STORE) if work.commits else View()
+        self.new = view_of(scratch / "recorded" / STORE)
+
+    def check(self, wrecks: Iterable[tuple[str, Wreck]]) -> None:
+        """Look at each wreck that differs from the one before, and let gc clean up wherever the names differ."""
+        before: Wreck | None = None
+        seen = self.old
+        for where, wreck in wrecks:
+            if wreck != before:
+                try:
+                    seen = self.look_at(wreck, seen, gc=before is None or wreck.left.nodes.keys() != before.left.nodes.keys())
+                except (AssertionError, CkptStoreError) as error:
+                    error.add_note(where)
+                    raise
+            before = wreck
+        assert seen == self.new, "acknowledged, and lost"
+
+    def look_at(self, wreck: Wreck, before: View, *, gc: bool) -> View:
+        disk = wreck.lay_out(self.scratch / "crashed")
+        try:
+            seen = View()
+            if is_store(disk / STORE):
+                seen = assert_sound(disk / STORE, self.contents)
+                if gc:
+                    assert_no_garbage_after_gc(disk / STORE, self.contents)
+            else:
+                with open_small(disk) as store:
+                    assert_same(store.commit(small(0)).state_dict(), small(0), "a commit after the crash")
+            assert seen in (self.old, self.new), "neither the old state nor the new one"
+            assert seen == self.new or before == self.old, "it was there, and is gone again"
+        finally:
+            rmtree(disk)
+        return seen
+
+    def every(self, crash: Callable[[int], Wreck]) -> Iterator[tuple[str, Wreck]]:
+        for n in self.recording.points:
+            yield self.recording.name(n), crash(n)
+
+
+@pytest.mark.parametrize("crash", [Recording.kill, Recording.cut], ids=["kill", "power cut"])
+@pytest.mark.parametrize("name", WORKS)
+def test_after_a_crash_there_is_the_old_state_or_the_new(
+    name: str, crash: Callable[[Recording, int], Wreck], scratch: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    crashes = Crashes(WORKS[name], scratch, monkeypatch)
+    crashes.check(crashes.every(lambda n: crash(crashes.recording, n)))
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("name", WORKS)
+def test_whatever_a_power_cut_leaves_of_what_was_not_durable(name: str, scratch: Path, monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
+    crashes, random = Crashes(WORKS[name], scratch, monkeypatch), Random(seed)
+    for n in crashes.recording.points:
+        for _ in range(20):
+            try:
+                seen = crashes.look_at(crashes.recording.cut(n, random), crashes.old, gc=True)
+                assert seen == crashes.new or n < crashes.recording.points[-1], "acknowledged, and lost"
+            except (AssertionError, CkptStoreError) as error:
+                error.add_note(f"seed {seed}, {crashes.recording.name(n)}")
+                raise
+
+
+@pytest.mark.parametrize(
+    ("who", "method"),
+    [(LocalBackend, "sync_dirs"), (LocalBackend, "_anchor"), (LocalWriter, "_seal")],
+    ids=["of new names", "of new directories", "of bytes"],
+)
+def test_a_missing_fsync_is_noticed(who: type, method: str, scratch: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def forgetful(self: Any, *_: Any) -> None:
+        if isinstance(self, LocalWriter):
+            self._close()
+
+    monkeypatch.setattr(who, method, forgetful)
+    crashes = Crashes(WORKS["a commit"], scratch, monkeypatch)
+    monkeypatch.undo()
+    with pytest.raises((AssertionError, CkptStoreError)):
+        crashes.check(crashes.every(crashes.recording.cut))

@@ -1,0 +1,78 @@
+"""The power goes while a process commits on a real ext4 or xfs: when it is back, everything acknowledged is there."""
+
+import time
+from pathlib import Path
+from random import Random
+from tempfile import TemporaryDirectory
+
+import pytest
+
+import ckptstore
+from ckptstore.upkeep.retention import KeepLast
+from tests.crash.works import CHUNK_BYTES, small
+from tests.faults.mounts import PowerDisk, power_disk_problem
+from tests.faults.nursery import Child, Nursery
+from tests.faults.witness import assert_no_garbage_after_gc, assert_sound, view_of
+
+MOST_COMMITS = 8
+LONGEST_S = 0.03
+
+
+def _cut_power(kind: str, cuts: int, nursery: Nursery, seed: int) -> None:
+    if reason := power_disk_problem(kind):
+        pytest.skip(reason)
+    random, acknowledged = Random(seed), 0
+    with TemporaryDirectory(prefix="ckptstore-") as folder:
+        disk = PowerDisk(kind, Path(folder))
+        place = disk.mountpoint / "store"
+        for cut in range(cuts):
+            disk.mount()
+            try:
+                child = nursery.start("commit_on", place=str(place), first=1000 * cut).go()
+                _wait_for_any_moment(child, random.randrange(0 if cut else 1, MOST_COMMITS), random)
+                disk.cut()
+                child.kill()
+            finally:
+                disk.unmount()
+            disk.mount()
+            try:
+                acknowledged += _check(place, child.reports("committed"), child.reports("tagged"), f"seed {seed}, cut {cut}")
+            finally:
+                disk.unmount()
+    assert acknowledged
+    print(f"{kind}: {cuts} power cuts, {acknowledged} acknowledged commits, none lost")
+
+
+def _wait_for_any_moment(child: Child, commits: int, random: Random) -> None:
+    """Some moment after so many commits: nothing depends on which."""
+    while len(child.reports("committed")) < commits and not child.reports("error"):
+        time.sleep(0.001)
+    time.sleep(random.uniform(0, LONGEST_S))
+
+
+def _check(place: Path, committed: list[list[str]], tagged: list[list[str]], where: str) -> int:
+    with ckptstore.open(place, chunk_bytes=CHUNK_BYTES) as store:
+        store.commit(small(7), step=7)
+        view, found = view_of(place), {info.id: info.step or 0 for info in store.log()}
+    assert {commit for _, commit in committed} <= view.live, f"acknowledged, and lost: {where}"
+    assert {name for (name,) in tagged} <= {name for name, _ in view.tags}, where
+    contents = {commit: small(step) for commit, step in found.items()}
+    assert_sound(place, contents)
+    with ckptstore.open(place) as store:
+        for name in store.tags():
+            store.untag(name)
+        store.forget(KeepLast(2))
+    assert_no_garbage_after_gc(place, contents)
+    return len(committed)
+
+
+@pytest.mark.parametrize(("kind", "cuts"), [("ext4", 3), ("xfs", 2)])
+def test_nothing_acknowledged_is_lost_when_the_power_goes(kind: str, cuts: int, nursery: Nursery, seed: int) -> None:
+    _cut_power(kind, cuts, nursery, seed)
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("kind", ["ext4", "xfs"])
+def test_nothing_acknowledged_is_lost_in_a_hundred_power_cuts(kind: str, nursery: Nursery, seed: int) -> None:
+    _cut_power(kind, 100, nursery, seed)

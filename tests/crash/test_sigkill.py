@@ -1,0 +1,66 @@
+"""SIGKILL at any system call that changes something: what a child was killed at, the next process cleans up after."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from random import Random
+from shutil import copytree, rmtree
+
+import pytest
+
+from ckptstore.errors import CkptStoreError
+from tests.crash.works import STORE, WORKS, contents_of
+from tests.faults import strace
+from tests.faults.nursery import Nursery
+from tests.faults.strace import every_call, traced
+from tests.faults.witness import assert_no_garbage_after_gc, assert_sound, view_of
+
+SAMPLED = 6
+SIGKILL = -9
+
+
+@pytest.fixture(autouse=True)
+def _traceable() -> None:
+    if reason := strace.problem():
+        pytest.skip(reason)
+
+
+def _killed_at(calls: Sequence[tuple[str, int]], name: str, base: Path, scratch: Path, nursery: Nursery) -> None:
+    old = view_of(base / STORE)
+    for call, n in calls:
+        disk = copytree(base, scratch / "disk")
+        child = nursery.start("work", disk=str(disk), name=name)
+        code = traced(child, scratch / "log", "-e", f"inject={call}:signal=SIGKILL:when={n}")
+        done = bool(child.reports("done"))
+        try:
+            assert code == SIGKILL or done, f"exit code {code}: {child.reports('error')}"
+            seen = assert_sound(disk / STORE, contents_of(disk / STORE))
+            assert old.live <= seen.commits
+            assert seen != old or not done, "acknowledged, and lost"
+            assert_no_garbage_after_gc(disk / STORE, contents_of(disk / STORE))
+        except (AssertionError, CkptStoreError) as error:
+            error.add_note(f"killed at {call} number {n}")
+            raise
+        rmtree(disk)
+
+
+def _calls(name: str, base: Path, scratch: Path, nursery: Nursery) -> list[tuple[str, int]]:
+    disk = copytree(base, scratch / "counted")
+    assert not traced(nursery.start("work", disk=str(disk), name=name), scratch / "log")
+    return every_call(scratch / "log")
+
+
+@pytest.mark.parametrize("name", ["a commit", "a gc with repack"])
+def test_killed_at_some_calls(name: str, scratch: Path, nursery: Nursery, seed: int) -> None:
+    base = WORKS[name].base(scratch / "base")
+    calls = Random(seed).sample(_calls(name, base, scratch, nursery), SAMPLED)
+    _killed_at(calls, name, base, scratch, nursery)
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("name", WORKS.keys() - {"a new store and its first commit"})
+def test_killed_at_every_call(name: str, scratch: Path, nursery: Nursery) -> None:
+    base = WORKS[name].base(scratch / "base")
+    calls = _calls(name, base, scratch, nursery)
+    print(f"{name}: {len(calls)} calls")
+    _killed_at(calls, name, base, scratch, nursery)

@@ -1,0 +1,168 @@
+"""What the children of the nursery do. Each deed reports what it has achieved, and is over when it cannot go on."""
+
+import ctypes
+import os
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import torch
+
+import ckptstore
+from ckptstore.errors import CkptStoreError, Conflict
+from ckptstore.history.log import Log
+from ckptstore.index import catalog, file_lock
+from ckptstore.store import Store
+from ckptstore.upkeep.retention import KeepLast
+from tests.crash.works import CHUNK_BYTES, WORKS, small
+from tests.faults.witness import assert_same
+
+_PR_SET_PTRACER = 0x59616D61
+_ANYONE = ctypes.c_ulong(-1)
+_FINISHED, _FAILED = 0, 1
+_ATTEMPTS = 4
+
+Report = Callable[..., None]
+
+
+def live(request: dict[str, Any]) -> None:
+    """The whole life of a child. Does not return."""
+    code = _FAILED
+    try:
+        torch.set_num_threads(1)
+        ctypes.CDLL(None).prctl(_PR_SET_PTRACER, _ANYONE, 0, 0, 0)
+        lines = os.open(request["lines"], os.O_WRONLY | os.O_APPEND)
+
+        def report(kind: str, *words: object) -> None:
+            os.write(lines, ("\t".join([kind, *(str(word).replace("\n", " ") for word in words)]) + "\n").encode())
+
+        with open(request["gate"]):
+            pass
+        DEEDS[request["deed"]](report, **request["given"])
+        code = _FINISHED
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stderr.flush()
+        os._exit(code)
+
+
+def work(report: Report, disk: str, name: str) -> None:
+    """One of `tests.crash.works`; says whether it was done, or what was raised."""
+    try:
+        WORKS[name](Path(disk))
+        report("done")
+    except CkptStoreError as error:
+        report("error", type(error).__name__, error)
+
+
+def commit_on(report: Report, place: str, first: int) -> None:
+    """Commit, and again, until storage is gone."""
+    try:
+        with ckptstore.open(place, chunk_bytes=CHUNK_BYTES) as store:
+            for step in range(first, first + 10_000):
+                report("committed", step, store.commit(small(step), step=step).id)
+                if step % 7 == 0:
+                    store.tag(f"tag-{step}")
+                    report("tagged", f"tag-{step}")
+    except CkptStoreError as error:
+        report("error", type(error).__name__, error)
+
+
+def commit_twice(report: Report, place: str, step: int, ballast: str = "") -> None:
+    """Two commits by one store object. What fails is tried again, a few times (a fault strikes each thread), once `ballast` is gone."""
+    store = None
+    for wanted in (step, step + 1):
+        for _ in range(_ATTEMPTS):
+            try:
+                store = store or ckptstore.open(place, threads=1)
+                report("committed", wanted, store.commit(small(wanted), step=wanted).id)
+                break
+            except CkptStoreError as error:
+                report("error", type(error).__name__, error)
+                if ballast:
+                    Path(ballast).unlink(missing_ok=True)
+    if store:
+        store.close()
+
+
+def restore_twice(report: Report, place: str, step: int) -> None:
+    """Open the store and restore; and again."""
+    for _ in range(2):
+        try:
+            with ckptstore.open(place, threads=1) as store:
+                assert_same(store.checkout(step).state_dict(), small(step), "restored")
+            report("restored")
+        except CkptStoreError as error:
+            report("error", type(error).__name__, error)
+
+
+# -- many at once -------------------------------------------------------------------------------------------------------------------
+
+
+def churn(report: Report, place: str, me: int, everybody: int, seed: int, seconds: float) -> None:
+    """Commit, restore, forget and collect until time is up, in a run of one's own; says how long each wait for others took.
+
+    Retained are the commits that bear a tag `keep-…`, which nobody removes: whoever finds one restores it.
+    """
+    _time_waits(report)
+    random = Random(f"{seed} {me}")
+    deadline = time.monotonic() + seconds
+    with ckptstore.open(place, chunk_bytes=CHUNK_BYTES, run=f"run-{me}", threads=1) as store:
+        step = me
+        _commit(store, step, report, keep=True)
+        while time.monotonic() < deadline:
+            what = random.choices(["commit", "restore", "forget", "gc", "retag"], [45, 30, 10, 8, 7])[0]
+            try:
+                if what == "commit":
+                    step += everybody
+                    _commit(store, step, report, keep=random.random() < 0.1)
+                elif what == "restore":
+                    _restore_a_kept_one(store, random, report)
+                elif what == "forget":
+                    report("forgotten", len(store.forget(KeepLast(2)).forgotten))
+                elif what == "gc":
+                    report("collected", store.gc(max_unused=0.0).freed_bytes)
+                else:
+                    store.tag("shared", "latest")
+            except Conflict as error:
+                report("conflict", what, error)
+        _restore_a_kept_one(store, random, report)
+
+
+def _commit(store: Store, step: int, report: Report, *, keep: bool) -> None:
+    started = time.monotonic()
+    store.commit(small(step), step=step, tag=f"keep-{step}" if keep else ())
+    report("committed", step, time.monotonic() - started)
+
+
+def _restore_a_kept_one(store: Store, random: Random, report: Report) -> None:
+    name = random.choice(sorted(name for name in store.tags() if name.startswith("keep-")))
+    snapshot = store.checkout(name)
+    assert_same(snapshot.state_dict(), small(int(name.removeprefix("keep-"))), name)
+    report("restored", name)
+
+
+def _time_waits(report: Report) -> None:
+    """Report how long it takes to append an entry, and to get each lock that the processes of a host share."""
+
+    def timed(what: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            started = time.monotonic()
+            try:
+                return function(*args, **kwargs)
+            finally:
+                report("waited", what, time.monotonic() - started)
+
+        return call
+
+    Log.append = timed("append", Log.append)  # type: ignore[method-assign]
+    file_lock._take = timed("lock", file_lock._take)
+    catalog.Catalog._write = timed("catalog", catalog.Catalog._write)  # type: ignore[method-assign]
+
+
+DEEDS: dict[str, Callable[..., None]] = {deed.__name__: deed for deed in (work, commit_on, commit_twice, restore_twice, churn)}

@@ -1,0 +1,32 @@
+"""Fixtures that more than one folder of tests needs."""
+
+import atexit
+import tempfile
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from tests.faults.nursery import Nursery
+
+
+@pytest.fixture
+def scratch() -> Iterator[Path]:
+    """A directory in memory where there is one: thousands of fsyncs there cost nothing."""
+    memory = Path("/dev/shm")
+    with tempfile.TemporaryDirectory(prefix="ckptstore-", dir=memory if memory.is_dir() else None) as place:
+        yield Path(place)
+
+
+@pytest.fixture
+def nursery() -> Nursery:
+    """Where children are forked from that may be killed: one for all tests, started when the first needs it."""
+    return _shared_nursery()
+
+
+@cache
+def _shared_nursery() -> Nursery:
+    server = Nursery()
+    atexit.register(server.close)
+    return server

@@ -1,0 +1,105 @@
+"""Filesystems of a test's own: small ones that fill up, and ones whose power can be cut. Both need root."""
+
+import fcntl
+import os
+import shutil
+import struct
+import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+_FS_IOC_SHUTDOWN = 0x8004587D
+"""_IOR('X', 125, __u32), of XFS first and now of ext4 and f2fs as well: what xfstests cuts power with."""
+
+_WITHOUT_LOG_FLUSH = 2
+_IMAGE_BYTES = {"ext4": 64 << 20, "xfs": 320 << 20}
+
+
+@contextmanager
+def small_disk(mountpoint: Path, *, size_bytes: int, files: int = 0) -> Iterator[Path]:
+    """A filesystem in memory of `size_bytes`, with room for so many `files` if not 0."""
+    mountpoint.mkdir()
+    _run("mount", "-t", "tmpfs", "-o", f"size={size_bytes}" + (f",nr_inodes={files}" if files else ""), "ckptstore-test", str(mountpoint))
+    try:
+        yield mountpoint
+    finally:
+        _run("umount", str(mountpoint))
+
+
+def free_bytes(place: Path) -> int:
+    status = os.statvfs(place)
+    return status.f_bavail * status.f_frsize
+
+
+def leave_free(place: Path, nbytes: int) -> Path:
+    """Fill the filesystem of `place` but for `nbytes`; returns the file that does."""
+    ballast = place / "ballast"
+    with ballast.open("wb") as file:
+        if (length := free_bytes(place) - nbytes) > 0:
+            os.posix_fallocate(file.fileno(), 0, length)
+    return ballast
+
+
+class PowerDisk:
+    """A journalling filesystem in a file, whose power can be cut."""
+
+    def __init__(self, kind: str, folder: Path) -> None:
+        self._image, self.mountpoint = folder / f"{kind}.img", folder / kind
+        self.mountpoint.mkdir()
+        with self._image.open("wb") as image:
+            image.truncate(_IMAGE_BYTES[kind])
+        _run(f"mkfs.{kind}", "-q", str(self._image))
+
+    def mount(self) -> None:
+        _run("mount", "-o", "loop", str(self._image), str(self.mountpoint))
+
+    def cut(self) -> None:
+        """From now on nothing reaches the disk, and what had not yet is lost."""
+        fd = os.open(self.mountpoint, os.O_RDONLY)
+        try:
+            fcntl.ioctl(fd, _FS_IOC_SHUTDOWN, struct.pack("I", _WITHOUT_LOG_FLUSH))
+        finally:
+            os.close(fd)
+
+    def unmount(self) -> None:
+        _run("umount", str(self.mountpoint))
+
+
+@cache
+def small_disk_problem() -> str:
+    """Why there can be no small disk here; empty if there can."""
+    with TemporaryDirectory() as folder:
+        try:
+            with small_disk(Path(folder, "disk"), size_bytes=1 << 20):
+                return ""
+        except (OSError, subprocess.CalledProcessError) as error:
+            return f"a tmpfs cannot be mounted here: {_why(error)}"
+
+
+@cache
+def power_disk_problem(kind: str) -> str:
+    """Why there can be no disk of this kind whose power can be cut here; empty if there can."""
+    if not shutil.which(f"mkfs.{kind}"):
+        return f"mkfs.{kind} is not installed"
+    with TemporaryDirectory() as folder:
+        try:
+            disk = PowerDisk(kind, Path(folder))
+            disk.mount()
+            try:
+                disk.cut()
+            finally:
+                disk.unmount()
+        except (OSError, subprocess.CalledProcessError) as error:
+            return f"no loop-mounted {kind} whose power can be cut: {_why(error)}"
+    return ""
+
+
+def _run(*command: str) -> None:
+    subprocess.run(command, check=True, capture_output=True, text=True)
+
+
+def _why(error: Exception) -> str:
+    return str(error.stderr).strip() if isinstance(error, subprocess.CalledProcessError) else str(error)

@@ -1,0 +1,111 @@
+"""Processes to be killed: a server that has imported torch once forks a child for each piece of work (`tests.faults.deeds`).
+
+A child waits at its gate until it is let go, so that a tracer can be attached first. What it has achieved it writes line by line to a
+file, which is there however it ends.
+"""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Self
+
+ROOT = Path(__file__).parents[2]
+
+
+@dataclass(frozen=True)
+class Child:
+    """A forked process; `go` lets it begin and `wait` waits for its end."""
+
+    nursery: "Nursery"
+    pid: int
+    gate: Path
+    lines: Path
+
+    def go(self) -> Self:
+        os.close(os.open(self.gate, os.O_WRONLY))
+        return self
+
+    def kill(self) -> None:
+        os.kill(self.pid, signal.SIGKILL)
+        self.wait()
+
+    def wait(self) -> int:
+        """The exit code; negative for the signal that ended it."""
+        return self._code
+
+    @cached_property
+    def _code(self) -> int:
+        return int(self.nursery.ask({"wait": self.pid}))
+
+    def reports(self, kind: str) -> list[list[str]]:
+        """What it has written so far of one kind, without the kind; a last line that was cut short does not count."""
+        whole = self.lines.read_text().rpartition("\n")[0]
+        return [line.split("\t")[1:] for line in whole.split("\n") if line.split("\t")[0] == kind]
+
+
+class Nursery:
+    def __init__(self) -> None:
+        self._folder = tempfile.TemporaryDirectory(prefix="ckptstore-nursery-")
+        self._count = 0
+        self._server = subprocess.Popen(
+            [sys.executable, "-m", "tests.faults.nursery"], cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+        self.ask({})
+
+    def close(self) -> None:
+        """Let the server end; children that are still there do not."""
+        self._server.communicate()
+        self._folder.cleanup()
+
+    def start(self, deed: str, **given: Any) -> Child:
+        """A child that will do `deed` once it is let go."""
+        self._count += 1
+        gate, lines = (Path(self._folder.name, f"{kind}-{self._count}") for kind in ("gate", "lines"))
+        os.mkfifo(gate)
+        lines.touch()
+        pid = int(self.ask({"deed": deed, "given": given, "gate": str(gate), "lines": str(lines)}))
+        return Child(self, pid, gate, lines)
+
+    def run(self, deed: str, **given: Any) -> Child:
+        """A child that has done `deed` and ended."""
+        child = self.start(deed, **given).go()
+        child.wait()
+        return child
+
+    def ask(self, request: dict[str, Any]) -> str:
+        assert self._server.stdin and self._server.stdout
+        self._server.stdin.write(json.dumps(request) + "\n")
+        self._server.stdin.flush()
+        answer = self._server.stdout.readline()
+        assert answer, f"the nursery ended with {self._server.wait()}"
+        return answer.strip()
+
+
+def _serve() -> None:
+    from tests.faults import deeds
+
+    requests, answers = os.fdopen(os.dup(0)), os.fdopen(os.dup(1), "w")
+    null = os.open(os.devnull, os.O_RDWR)
+    os.dup2(null, 0)
+    os.dup2(2, 1)
+    for line in requests:
+        request = json.loads(line)
+        if "wait" in request:
+            answer = os.waitstatus_to_exitcode(os.waitpid(request["wait"], 0)[1])
+        elif "deed" in request:
+            answer = os.fork()
+            if not answer:
+                deeds.live(request)
+        else:
+            answer = os.getpid()
+        print(answer, file=answers, flush=True)
+
+
+if __name__ == "__main__":
+    _serve()

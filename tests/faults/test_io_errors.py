@@ -1,0 +1,95 @@
+"""A system call that fails once, at any place of a commit or a restore: an error that says so, nothing lost, and the next try succeeds."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from random import Random
+from shutil import copytree, rmtree
+
+import pytest
+
+import ckptstore
+from tests.crash.works import CHUNK_BYTES, small
+from tests.faults import strace
+from tests.faults.nursery import Nursery
+from tests.faults.strace import every_call, traced
+from tests.faults.witness import assert_sound, view_of
+
+STEP = 3
+SAMPLED = 5
+WRITES = "pwritev,pwritev2,pwrite64,fsync,fdatasync,rename,link,mkdir,unlink"
+READS = "pread64,preadv,preadv2"
+
+
+@pytest.fixture(autouse=True)
+def _traceable() -> None:
+    if reason := strace.problem():
+        pytest.skip(reason)
+
+
+@pytest.fixture
+def template(scratch: Path) -> Path:
+    place = scratch / "template"
+    with ckptstore.open(place, chunk_bytes=CHUNK_BYTES) as store:
+        for step in range(STEP):
+            store.commit(small(step), step=step)
+    return place
+
+
+def _places(deed: str, calls: str, template: Path, scratch: Path, nursery: Nursery) -> list[tuple[str, int]]:
+    place = copytree(template, scratch / "counted")
+    step = STEP if deed == "commit_twice" else 0
+    assert not traced(nursery.start(deed, place=str(place), step=step), scratch / "log", calls=calls)
+    return every_call(scratch / "log")
+
+
+def _commits(places: Sequence[tuple[str, int]], error: str, template: Path, scratch: Path, nursery: Nursery) -> None:
+    before = view_of(template)
+    for call, n in places:
+        where = f"{error} at {call} number {n}"
+        place = copytree(template, scratch / "store")
+        child = nursery.start("commit_twice", place=str(place), step=STEP)
+        code = traced(child, scratch / "log", "-e", f"inject={call}:error={error}:when={n}", calls=WRITES)
+        committed = child.reports("committed")
+        assert not code and [int(step) for step, _ in committed] == [STEP, STEP + 1], f"{where}: {code} {child.reports('error')}"
+        for kind, message in child.reports("error"):
+            assert kind in ("Unavailable", "NoSpace") and str(place) in message, f"{where}: {kind} {message}"
+        view = view_of(place)
+        assert view.live == before.live | {commit for _, commit in committed}, where
+        with ckptstore.open(place) as store:
+            assert_sound(place, {info.id: small(info.step or 0) for info in store.log()})
+        rmtree(place)
+
+
+def _restores(places: Sequence[tuple[str, int]], template: Path, scratch: Path, nursery: Nursery) -> None:
+    for call, n in places:
+        where = f"EIO at {call} number {n}"
+        place = copytree(template, scratch / "store")
+        child = nursery.start("restore_twice", place=str(place), step=0)
+        code = traced(child, scratch / "log", "-e", f"inject={call}:error=EIO:when={n}", calls=READS)
+        assert not code and child.reports("restored"), f"{where}: {code} {child.reports('error')}"
+        for kind, message in child.reports("error"):
+            assert kind == "Unavailable" and str(place) in message, f"{where}: {kind} {message}"
+        rmtree(place)
+
+
+def test_some_failing_writes_of_a_commit(template: Path, scratch: Path, nursery: Nursery, seed: int) -> None:
+    places = Random(seed).sample(_places("commit_twice", WRITES, template, scratch, nursery), SAMPLED)
+    _commits(places, "EIO", template, scratch, nursery)
+
+
+def test_some_failing_reads_of_a_restore(template: Path, scratch: Path, nursery: Nursery, seed: int) -> None:
+    places = Random(seed).sample(_places("restore_twice", READS, template, scratch, nursery), SAMPLED)
+    _restores(places, template, scratch, nursery)
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("error", ["EIO", "ENOSPC"])
+def test_every_failing_write_of_a_commit(error: str, template: Path, scratch: Path, nursery: Nursery) -> None:
+    _commits(_places("commit_twice", WRITES, template, scratch, nursery), error, template, scratch, nursery)
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(3600)
+def test_every_failing_read_of_a_restore(template: Path, scratch: Path, nursery: Nursery) -> None:
+    _restores(_places("restore_twice", READS, template, scratch, nursery), template, scratch, nursery)

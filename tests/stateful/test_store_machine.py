@@ -1,0 +1,239 @@
+"""Any order of commits, checkouts, tags, forgetting, collecting, crashes and reopening, by two writers, against a dict."""
+
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from random import Random
+from shutil import rmtree
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule, run_state_machine_as_test
+
+import ckptstore
+from ckptstore.core.ids import CommitId
+from ckptstore.errors import Conflict, NotFound
+from ckptstore.history.state import NEWEST_KEPT
+from ckptstore.store import Store
+from ckptstore.upkeep.retention import KeepLast
+from tests.crash.works import CHUNK_BYTES
+from tests.faults.recording import record
+from tests.faults.witness import View, assert_no_garbage_after_gc, assert_same, assert_sound, view_of
+from tests.upkeep.collecting import state_of
+
+STORE = "store"
+RUNS = ("main", "other")
+TAGS = st.sampled_from(("best", "prod", "v1"))
+WRITERS = st.integers(0, 1)
+CONTENTS = st.integers(0, 5)
+"""Few, so that most commits find chunks of others."""
+
+ANY = st.integers(0, 2**16)
+MEMORY = Path("/dev/shm")
+
+
+def content(seed: int) -> dict[str, Any]:
+    return state_of(seed, own=18_000, shared=17_000)
+
+
+class StoreMachine(RuleBasedStateMachine):
+    """The model: what was committed by whom, in order, what is forgotten, and what tags say."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.folder = Path(tempfile.mkdtemp(prefix="ckptstore-", dir=MEMORY if MEMORY.is_dir() else None))
+        self.disk = self.folder / "disk-0"
+        self.disk.mkdir()
+        self.stores: list[Store] = []
+        self.order: list[CommitId] = []
+        self.contents: dict[CommitId, Any] = {}
+        self.runs: dict[CommitId, str] = {}
+        self.forgotten: set[CommitId] = set()
+        self.tags: dict[str, CommitId] = {}
+
+    # -- the model --
+
+    @property
+    def place(self) -> Path:
+        return self.disk / STORE
+
+    @property
+    def live(self) -> list[CommitId]:
+        return [commit for commit in self.order if commit not in self.forgotten]
+
+    def live_in(self, run: str) -> list[CommitId]:
+        return [commit for commit in self.live if self.runs[commit] == run]
+
+    def pinned(self) -> set[CommitId]:
+        return {*self.tags.values(), *(commit for run in RUNS for commit in self.live_in(run)[-NEWEST_KEPT:])}
+
+    def view(self) -> View:
+        return View(frozenset(self.live), frozenset(self.forgotten), frozenset(self.tags.items()))
+
+    def committed(self, commit: CommitId, run: str, seed: int, tag: str | None) -> None:
+        self.order.append(commit)
+        self.contents[commit], self.runs[commit] = content(seed), run
+        if tag:
+            self.tags[tag] = commit
+
+    def purged(self) -> None:
+        self.order = self.live
+        self.forgotten.clear()
+
+    # -- ordinary life --
+
+    @initialize()
+    def open_writers(self) -> None:
+        self.stores = [ckptstore.open(self.place, run=run, chunk_bytes=CHUNK_BYTES, threads=1) for run in RUNS]
+
+    @rule(who=WRITERS, seed=CONTENTS, tag=st.none() | TAGS)
+    def commit(self, who: int, seed: int, tag: str | None) -> None:
+        snapshot = self.stores[who].commit(content(seed), step=len(self.contents), tag=tag or ())
+        self.committed(snapshot.id, RUNS[who], seed, tag)
+
+    @precondition(lambda self: self.live)
+    @rule(who=WRITERS, any=ANY)
+    def checkout(self, who: int, any: int) -> None:
+        commit = self.live[any % len(self.live)]
+        assert_same(self.stores[who].checkout(commit).state_dict(), self.contents[commit], "checkout")
+
+    @rule(who=WRITERS)
+    def resume(self, who: int) -> None:
+        target = content(99)
+        snapshot = self.stores[who].resume(target)
+        newest = self.live_in(RUNS[who])[-1:]
+        assert ([snapshot.id] if snapshot else []) == newest
+        if snapshot:
+            assert_same(target, self.contents[snapshot.id], "resume")
+
+    @precondition(lambda self: self.live)
+    @rule(who=WRITERS, name=TAGS, any=ANY)
+    def tag(self, who: int, name: str, any: int) -> None:
+        commit = self.live[any % len(self.live)]
+        self.stores[who].tag(name, commit)
+        self.tags[name] = commit
+
+    @rule(who=WRITERS, name=TAGS)
+    def untag(self, who: int, name: str) -> None:
+        if name in self.tags:
+            self.stores[who].untag(name)
+            del self.tags[name]
+        else:
+            with pytest.raises(NotFound):
+                self.stores[who].untag(name)
+
+    @precondition(lambda self: self.live)
+    @rule(who=WRITERS, any=ANY)
+    def forget(self, who: int, any: int) -> None:
+        commit = self.live[any % len(self.live)]
+        if commit in self.pinned():
+            with pytest.raises(Conflict):
+                self.stores[who].forget(commit)
+        else:
+            self.stores[who].forget(commit)
+            self.forgotten.add(commit)
+
+    @rule(who=WRITERS, keep=st.integers(1, 4))
+    def forget_by_policy(self, who: int, keep: int) -> None:
+        kept = {*self.live_in(RUNS[who])[-keep:], *self.pinned()}
+        plan = self.stores[who].forget(KeepLast(keep))
+        gone = set(self.live_in(RUNS[who])) - kept
+        assert {decision.commit for decision in plan.forgotten} == gone
+        self.forgotten |= gone
+
+    @precondition(lambda self: self.forgotten)
+    @rule(who=WRITERS, any=ANY)
+    def undelete(self, who: int, any: int) -> None:
+        commit = sorted(self.forgotten)[any % len(self.forgotten)]
+        self.stores[who].undelete(commit)
+        self.forgotten.remove(commit)
+
+    @rule(who=WRITERS, max_unused=st.sampled_from((0.0, 0.3)))
+    def gc(self, who: int, max_unused: float) -> None:
+        self.stores[who].gc(max_unused=max_unused)
+        self.purged()
+
+    @rule(who=WRITERS)
+    def reopen(self, who: int) -> None:
+        self.stores[who].close()
+        self.stores[who] = ckptstore.open(self.place, run=RUNS[who], threads=1)
+
+    @rule()
+    def lose_the_indexes(self) -> None:
+        for store in self.stores:
+            store.close()
+        rmtree(self.place / "index")
+        self.open_writers()
+
+    # -- crashes --
+
+    @rule(who=WRITERS, seed=CONTENTS, tag=st.none() | TAGS, any=ANY, power=st.booleans())
+    def crash_in_a_commit(self, who: int, seed: int, tag: str | None, any: int, power: bool) -> None:
+        step = len(self.contents)
+
+        def work(store: Store) -> CommitId:
+            return store.commit(content(seed), step=step, tag=tag or ()).id
+
+        commit = self._crash(who, work, any, power)
+        if commit in view_of(self.place).commits:
+            self.committed(commit, RUNS[who], seed, tag)
+
+    @precondition(lambda self: len(self.order) > 2)
+    @rule(who=WRITERS, any=ANY, power=st.booleans())
+    def crash_in_a_gc(self, who: int, any: int, power: bool) -> None:
+        self._crash(who, lambda store: store.gc(max_unused=0.0), any, power)
+        if not view_of(self.place).forgotten:
+            self.purged()
+
+    def _crash(self, who: int, work: Callable[[Store], Any], any: int, power: bool) -> Any:
+        """Do `work`, but let the machine stop after any of its changes: both writers are gone, the disk is as it was then."""
+        for store in self.stores:
+            store.close()
+
+        def works(disk: Path) -> Any:
+            with ckptstore.open(disk / STORE, run=RUNS[who], threads=1) as store:
+                return work(store)
+
+        with tempfile.TemporaryDirectory(dir=self.folder) as scratch:
+            recording, result = record(self.disk, Path(scratch), works)
+            n = any % len(recording.points)
+            wreck = recording.cut(n, Random(any)) if power else recording.kill(n)
+            self.disk = wreck.lay_out(self.folder / f"disk-{int(self.disk.name.removeprefix('disk-')) + 1}")
+        self.open_writers()
+        return result
+
+    # -- what always holds --
+
+    @invariant()
+    def log_says_what_the_model_says(self) -> None:
+        if self.stores:
+            assert view_of(self.place) == self.view()
+
+    @invariant()
+    def queries_say_what_the_model_says(self) -> None:
+        for store, run in zip(self.stores, RUNS, strict=False):
+            assert [info.id for info in store.log()] == self.live_in(run)[::-1]
+            assert store.tags() == self.tags
+
+    def teardown(self) -> None:
+        for store in self.stores:
+            store.close()
+        try:
+            if self.stores:
+                assert_sound(self.place, self.contents)
+                assert_no_garbage_after_gc(self.place, self.contents)
+        finally:
+            rmtree(self.folder)
+
+
+def test_a_store_is_what_a_dict_of_its_commits_says() -> None:
+    run_state_machine_as_test(StoreMachine, settings=settings(max_examples=8, stateful_step_count=30))  # type: ignore[no-untyped-call]
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(7200)
+def test_a_store_is_what_a_dict_says_for_very_long() -> None:
+    long = settings(max_examples=600, stateful_step_count=60, suppress_health_check=list(HealthCheck))
+    run_state_machine_as_test(StoreMachine, settings=long)  # type: ignore[no-untyped-call]
