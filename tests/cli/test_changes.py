@@ -1,7 +1,9 @@
 """What `init`, `tag`, `migrate` and `completion` do, and where a command finds its store."""
 
 import sqlite3
+import os
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -100,7 +102,9 @@ def test_bash_completes_commands_options_and_tags(made_store: Path, tmp_path: Pa
     script.write_text(run("completion", "bash").out)
     words = line.split()
     ask = f"source {script}; COMP_WORDS=(ckptstore {line}); COMP_CWORD={len(words)}; _shtab_ckptstore; echo ${{COMPREPLY[@]}}"
-    done = subprocess.run(["bash", "-c", ask], capture_output=True, text=True, env=environment({"CKPTSTORE": str(made_store)}), check=False)
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"  # where this environment's `ckptstore` is
+    env = environment({"CKPTSTORE": str(made_store), "PATH": path})
+    done = subprocess.run(["bash", "-c", ask], capture_output=True, text=True, env=env, check=False)
     assert set(done.stdout.split()) == completed
 
 
