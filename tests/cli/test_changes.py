@@ -1,7 +1,7 @@
 """What `init`, `tag`, `migrate` and `completion` do, and where a command finds its store."""
 
-import sqlite3
 import os
+import sqlite3
 import subprocess
 import sys
 from pathlib import Path
