@@ -1,1 +1,0 @@
-"""Other checkpoint formats and systems on this store."""
