@@ -135,18 +135,15 @@ class Packer:
         *,
         codec: int,
         run_bytes: int,
-        goes_on: bool = False,
     ) -> None:
-        """Append chunks that lie one behind the other. `run_bytes` is the run's expected length and decides its alignment; with
-        `goes_on` they belong to the run of the chunks added before and follow directly on them.
+        """Append a run: chunks that will lie one behind the other. `run_bytes` is its raw length and decides its alignment.
 
         The memory of `raws` must stay as it is until `flush`.
         """
         target = self._pack
-        if target is None or not goes_on:
-            if target is None or (target.offset and target.offset + run_bytes > self._pack_bytes):
-                target = self._next_pack()
-            target.pad_to(pack.align(target.offset, run_bytes))
+        if target is None or (target.offset and target.offset + run_bytes > self._pack_bytes):
+            target = self._next_pack()
+        target.pad_to(pack.align(target.offset, run_bytes))
         for chunk, raw in zip(ids, raws, strict=True):
             used, stored = codecs.encode(codec, raw, width)
             crc = zlib.crc32(stored) if used != codecs.RAW else 0

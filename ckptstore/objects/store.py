@@ -143,9 +143,7 @@ class ObjectStore:
                     f"the pack of chunk {again.short(gone[0])} ({again.name(gone[0])}) is listed, but not there; run `ckptstore fsck`"
                 )
 
-    def _read_all(
-        self, request: "_Request", run: Spread | None, threads: int
-    ) -> list[int]:
+    def _read_all(self, request: "_Request", run: Spread | None, threads: int) -> list[int]:
         """Read what the request wants; returns the positions whose pack is not there."""
         missing: list[int] = []
 

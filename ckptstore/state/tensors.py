@@ -37,16 +37,6 @@ def dtype_of(name: str) -> torch.dtype:
     return DTYPES[name]
 
 
-def width_of(name: str) -> int:
-    """Bytes per element."""
-    return dtype_of(name).itemsize
-
-
-def nbytes_of(name: str, shape: Shape) -> int:
-    """Raw bytes of a tensor."""
-    return width_of(name) * prod(shape)
-
-
 def empty(name: str, shape: Shape) -> torch.Tensor:
     """A contiguous CPU tensor of any bytes."""
     dtype = dtype_of(name)
@@ -58,7 +48,7 @@ def empty(name: str, shape: Shape) -> torch.Tensor:
 def tensor_from(buffer: Any, name: str, shape: Shape) -> torch.Tensor:
     """A tensor over the memory of `buffer` (a memoryview, an mmap), which it keeps alive; of a copy if the buffer is read-only."""
     view = memoryview(buffer).cast("B")
-    nbytes = nbytes_of(name, shape)
+    nbytes = dtype_of(name).itemsize * prod(shape)
     if len(view) != nbytes:
         raise InvalidInput(f"{len(view)} bytes for a tensor {name}{list(shape)}; wanted {nbytes}")
     if not nbytes:
