@@ -4,7 +4,7 @@
 """
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ckptstore.core.ids import StoreId
 from ckptstore.errors import InvalidInput
@@ -15,11 +15,17 @@ CHUNK_BYTES = 1 * MIB
 CHUNK_BYTES_MIN = 64 << 10
 CHUNK_BYTES_MAX = 64 * MIB
 RUN_BYTES = 8 * MIB
+MIN_STAGING_BYTES = 2 * MIB
+"""What memory for staged states is taken in: huge pages."""
 PACK_BYTES_LOCAL = 256 * MIB
 PACK_BYTES_REMOTE = 64 * MIB
 CODECS = ("raw", "zstd")
 """What a store offers new chunks to; with `zstd`, floats are split into byte planes first."""
-READ_FEATURES: frozenset[str] = frozenset()
+LOG_FILES = "log/"
+"""The log's place where it is in the store itself."""
+IN_POSTGRESQL = "postgresql"
+"""What a store needs whose log is in PostgreSQL, and how the name of such a place begins."""
+READ_FEATURES: frozenset[str] = frozenset([IN_POSTGRESQL])
 WRITE_FEATURES: frozenset[str] = frozenset()
 
 
@@ -30,10 +36,21 @@ class StoreConfig:
     store: StoreId
     chunk_bytes: int = CHUNK_BYTES
     codec: str = "raw"
-    log_place: str = "log/"
+    log_place: str = LOG_FILES
     generation: int = 1
     read: tuple[str, ...] = ()
     write: tuple[str, ...] = ()
+
+    @property
+    def in_database(self) -> bool:
+        """Whether the log is in PostgreSQL."""
+        return self.log_place.startswith(IN_POSTGRESQL)
+
+    def moved(self, place: str, generation: int) -> "StoreConfig":
+        """The same store with its log elsewhere."""
+        read = tuple(feature for feature in self.read if feature != IN_POSTGRESQL)
+        needed = (*read, IN_POSTGRESQL) if place.startswith(IN_POSTGRESQL) else read
+        return replace(self, log_place=place, generation=generation, read=needed)
 
     @property
     def unknown_write_features(self) -> frozenset[str]:

@@ -55,7 +55,9 @@ class Grid:
     def spans(self) -> Iterator[tuple[int, int]]:
         """Every cell's `span`, in order."""
         stop = 0
-        rows = [(b - a) * self.suffix for a, b in map(self._row_range, range(self._per_prefix))]
+        # All rows of cells but the first and the last are whole.
+        ends = [(b - a) * self.suffix for a, b in map(self._row_range, sorted({0, self._per_prefix - 1}))]
+        rows = [*ends[:1], *[self.rows * self.suffix] * (self._per_prefix - 2), *ends[1:]]
         for _ in range(self._prefixes):
             for nbytes in rows:
                 start, stop = stop, stop + nbytes

@@ -1,6 +1,9 @@
-"""Where things may live on this host: which file systems are shared between hosts, and where the cache directory is."""
+"""Where things may live on this host: which file systems are shared, where the cache directory is, and who may read what lies where."""
 
 import os
+import stat
+import tempfile
+from contextlib import suppress
 from pathlib import Path
 
 _NETWORK = frozenset(
@@ -32,6 +35,47 @@ def cache_directory() -> Path:
     if named := os.environ.get("CKPTSTORE_CACHE"):
         return Path(named)
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "ckptstore"
+
+
+def local_cache_directory() -> Path:
+    """The cache directory if it lies on a local disk, else a folder of this user's alone in the host's directory for temporary files.
+
+    Databases that are mapped or locked belong on a local disk only: a home directory that many hosts mount is none. What cannot be had
+    is no error here; whoever opens an index there goes without one.
+    """
+    directory = cache_directory()
+    if not is_network_filesystem(directory):
+        return directory
+    own = Path(tempfile.gettempdir()) / f"ckptstore-{os.getuid()}"
+    with suppress(OSError):
+        own.mkdir(mode=0o700, exist_ok=True)
+        status = own.lstat()
+        if stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid() and not status.st_mode & 0o022:
+            return own
+    return Path(os.devnull) / "ckptstore"
+
+
+def rights(directory: str | Path) -> int:
+    """The most rights that what is made in `directory` may have: its own, and always all for the owner. The umask takes away more."""
+    try:
+        return stat.S_IMODE(os.stat(directory).st_mode) & 0o777 | 0o700
+    except OSError:
+        return 0o777
+
+
+def make_directories(path: Path) -> None:
+    """Make `path` and what is missing above it, each with no more rights than the one that it lies in. One that is there is fine."""
+    if not path.is_dir():
+        if path.parent != path:
+            make_directories(path.parent)
+        path.mkdir(mode=rights(path.parent), exist_ok=True)
+
+
+def write_file(path: Path, data: bytes) -> None:
+    """Write a file anew, with no more rights than its directory."""
+    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666 & rights(path.parent))
+    with open(fd, "wb") as file:
+        file.write(data)
 
 
 def is_network_filesystem(path: Path) -> bool:

@@ -1,22 +1,25 @@
 """One process's choices about a store, validated where they come in: arguments of `open` and environment variables.
 
-`$CKPTSTORE_RUN` and `$CKPTSTORE_THREADS` set what the caller leaves open. Imports pydantic: for training code, not for queries.
+`$CKPTSTORE_RUN`, `$CKPTSTORE_THREADS` and `$CKPTSTORE_STAGING_BYTES` set what the caller leaves open. Imports pydantic: for training
+code, not for queries.
 """
 
 import os
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal, Self, TypeAlias
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 
-from ckptstore.core.config import CHUNK_BYTES, check_chunk_bytes, default_threads
+from ckptstore.core.config import CHUNK_BYTES, MIN_STAGING_BYTES, check_chunk_bytes, default_threads
 from ckptstore.core.ids import check_run
 from ckptstore.errors import InvalidInput
 
 DEFAULT_RUN = "main"
+Executor: TypeAlias = Literal["thread", "process"]
+OnFull: TypeAlias = Literal["raise", "gc"]
 
 
 class Settings(BaseModel):
-    """What `ckptstore.open` takes. `chunk_bytes` and `codec` apply only to a store that is made by this call."""
+    """What `ckptstore.open` takes. `chunk_bytes`, `codec` and `private` apply only to a store that is made by this call."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -25,18 +28,31 @@ class Settings(BaseModel):
     read_only: bool = False
     chunk_bytes: Annotated[int, AfterValidator(check_chunk_bytes)] = CHUNK_BYTES
     codec: Literal["raw", "zstd"] = "raw"
+    private: bool = False
+    on_full: OnFull = "raise"
     threads: Annotated[int, Field(ge=1, le=64, default_factory=default_threads)]
+    staging_bytes: Annotated[int | None, Field(ge=MIN_STAGING_BYTES)] = None
+    max_in_flight: Annotated[int, Field(ge=1)] = 1
+    index: str | None = None
+    executor: Executor = "thread"
     storage_options: dict[str, Any] = Field(default_factory=dict)
+    direct_io: bool = False
 
     @classmethod
     def of(cls, **given: Any) -> Self:
         """Settings from arguments, those that are None left out, then the environment, then defaults. Raises `InvalidInput`."""
-        named = {"run": os.environ.get("CKPTSTORE_RUN"), "threads": os.environ.get("CKPTSTORE_THREADS"), **_without_none(given)}
+        set_outside = {name: os.environ.get(f"CKPTSTORE_{name.upper()}") for name in ("run", "threads", "staging_bytes")}
+        named = {**set_outside, **_without_none(given)}
         try:
             return cls(**_without_none(named))
         except ValidationError as error:
-            problems = "; ".join(f"{'.'.join(map(str, e['loc']))} is {e['input']!r}: {e['msg']}" for e in error.errors())
+            problems = "; ".join(f"{'.'.join(map(str, e['loc']))}{_given(e['loc'], e['input'])}: {e['msg']}" for e in error.errors())
             raise InvalidInput(f"a store cannot be opened with these settings: {problems}") from error
+
+
+def _given(where: tuple[int | str, ...], value: object) -> str:
+    """What was given, unless it may hold a secret."""
+    return "" if where and where[0] in ("storage_options", "index") else f" is {value!r}"
 
 
 def _without_none(items: dict[str, Any]) -> dict[str, Any]:

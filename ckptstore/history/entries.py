@@ -103,7 +103,8 @@ class Condemn:
 
 @dataclass(frozen=True, slots=True)
 class Register:
-    """`packs` are copies of what lived in the packs `condemn`, written by `session` after a mark at `mark`."""
+    """`packs`, written by `session`, are copies of what lived in the packs `condemn` at a mark at `mark`; or, condemning none, what a
+    mirror received of a commit that is still on its way."""
 
     session: SessionId
     mark: int

@@ -39,7 +39,7 @@ __all__ = ["FOLD_VERSION", "Code", "CommitRow", "Pack", "Refusal", "State", "app
 K = TypeVar("K")
 V = TypeVar("V")
 
-FOLD_VERSION = 1
+FOLD_VERSION = 2
 """Goes up whenever the same log would fold to another state; checkpoints of other versions are ignored."""
 
 
@@ -131,7 +131,7 @@ def check(state: State, body: Body) -> Refusal | None:
             return (
                 _session_closed(state, body.session)
                 or _packs_refused(state, body.session, body.packs)
-                or _fenced(state, body.mark, body.fence)
+                or (_fenced(state, body.mark, body.fence) if body.condemn else None)
                 or _not_condemnable(state, body.condemn, body.mark)
             )
         case Delete():
@@ -331,7 +331,8 @@ def _changes(state: State, entry: Entry) -> _Changes:
         case Register():
             packs, next_pack = _list(state, body.packs, n)
             ended = state.ended.insert(body.session)
-            return {"packs": _condemn(packs, body.condemn), "next_pack": next_pack, "fence": n, "ended": ended}
+            fence = n if body.condemn else state.fence  # what is only added takes no duplicate away that a gc relies on
+            return {"packs": _condemn(packs, body.condemn), "next_pack": next_pack, "fence": fence, "ended": ended}
         case Delete():
             return {"packs": _without(state.packs, body.packs)}
         case Over():

@@ -8,21 +8,32 @@ import logging
 import secrets
 import threading
 import time
+from collections import deque
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
-from ckptstore.core.ids import StoreId, checkpoint_key, log_key
-from ckptstore.errors import Busy, CkptStoreError, Conflict, Corrupt, InvalidInput, NoSpace, NotFound, ReadOnly, Unavailable
+from ckptstore.core.ids import StoreId, checkpoint_key
+from ckptstore.core.places import make_directories, write_file
+from ckptstore.errors import Busy, CkptStoreError, Conflict, Corrupt, InvalidInput, NoSpace, NotFound, Unavailable
 from ckptstore.history.checkpoints import decode_state, encode_state
 from ckptstore.history.entries import Body, Entry, Position, check_follows, decode_entry, encode_entry, origin
 from ckptstore.history.fold import Refusal, State, apply, check, genesis, number
+from ckptstore.history.log_files import LogFiles, LogPlace
 from ckptstore.objects.backend import Backend
 
 CHECKPOINT_EVERY = 1000
 CHECKPOINTS_KEPT = 2
 APPEND_TIMEOUT_S = 60.0
+LOCAL_PATIENCE_S = 2.0
+"""So long a disk of this host is tried again: one that fails for longer does not come back by itself, as a network does."""
+RECENT = 1024
+"""So many entries are kept decoded, for whoever folds them."""
+REMEMBER_EVERY = 8
+"""A host that had to read so many entries keeps what they came to."""
 
-_READ_AHEAD = 32
+_AHEAD = (*range(2, 18), *(2**i for i in range(5, 13)))
+"""How far behind a log's head an entry is looked for that must not be there."""
+
 _FIRST_PAUSE_S = 0.05
 _LONGEST_PAUSE_S = 2.0
 _CHECKPOINT_PREFIX = "log/checkpoint-"
@@ -41,9 +52,17 @@ class Refused(Conflict):
 class Log:
     """The log of one store. Threads may share it; one append or replay runs at a time."""
 
-    def __init__(self, backend: Backend, store: StoreId, generation: int) -> None:
+    def __init__(
+        self, backend: Backend, store: StoreId, generation: int, *, place: LogPlace | None = None, memory: Path | None = None
+    ) -> None:
+        """The entries are at `place`, or in the store's own `log/`. `memory` is a file of this host's where the state is kept between
+        processes, for storage that is slow to ask."""
         self._backend = backend
+        self._place = place or LogFiles(backend)
         self._state = genesis(store, generation)
+        self._memory = memory
+        self._remembered = 0
+        self._recent: deque[Entry] = deque(maxlen=RECENT)
         self._opened = False
         self._lock = threading.RLock()
         self._checkpointing: threading.Thread | None = None
@@ -60,37 +79,41 @@ class Log:
         """
         with self._lock:
             if refresh:
-                self._refresh()
+                self._place.refresh()
             if not self._opened:
-                self._state = self._newest_checkpoint() or self._state
+                self._state = self._recalled() or self._newest_checkpoint() or self._state
             for entry in self._behind(self._state.position):
                 self._advance(entry)
             if not self._opened:
                 self.check_no_gap(self._state.n)
                 self._opened = True
+                self._remember(REMEMBER_EVERY)
             return self._state
 
     def head_after(self, n: int) -> bool:
         """Whether the log has an entry after `n`; one look-up, no replay."""
-        return self._backend.size(log_key(n + 1)) is not None
+        return self._place.has(n + 1)
 
     def has(self, position: Position) -> bool:
         """Whether `position` is the store's origin or an entry of this log."""
         if not position.n:
             return position == origin(self._state.store)
-        data = self._file(position.n)
+        data = self._place.read(position.n)
         return data is not None and decode_entry(data).position == position
 
     def check_no_gap(self, n: int) -> None:
-        """Raises `Corrupt` if entry `n + 1` is missing although `n + 2` is there: it would look like the head of the log."""
-        if not self.head_after(n + 1):
+        """Raises `Corrupt` if entry `n + 1` is missing although a later one is there: `n` would look like the head of the log.
+
+        On a disk of this host several later ones are looked for, since more than one entry may be missing.
+        """
+        later = next((n + ahead for ahead in (_AHEAD if self._place.is_local else _AHEAD[:1]) if self.head_after(n + ahead - 1)), None)
+        if later is None:
             return
-        # Both may have been created between two look-ups, the first of which a network filesystem remembers.
-        self._refresh()
+        # All may have been created between two look-ups, the first of which a network filesystem remembers.
+        self._place.refresh()
         if not self.head_after(n):
-            lost = n + 1
             raise Corrupt(
-                f"entry {lost} of the log is missing, although entry {lost + 1} is there; run `ckptstore repair`, with --from and a mirror"
+                f"entry {n + 1} of the log is missing, although entry {later} is there; run `ckptstore repair`, with --from and a mirror"
             )
 
     def read_entries(self, after: int = 0, prev_hash: str = "", prev_bytes: int = 0) -> Iterator[Entry]:
@@ -107,21 +130,32 @@ class Log:
         elif after:
             self._check_has(position)
 
-    def append(self, body: Body, *, timeout_s: float = APPEND_TIMEOUT_S) -> Entry:
-        """Append `body` at the head of the log, its new packs numbered; durable on return.
+    def known_behind(self, position: Position) -> list[Entry] | None:
+        """The entries behind `position` up to the state that was replayed last, if this process still has them all."""
+        with self._lock:
+            if position == self._state.position:
+                return []
+            found = [entry for entry in self._recent if entry.n > position.n]
+            if not found or found[0].n != position.n + 1 or (found[0].prev_hash, found[0].prev_bytes) != position[1:]:
+                return None
+            return found
+
+    def append(self, body: Body, *, time_ns: int | None = None, timeout_s: float = APPEND_TIMEOUT_S) -> Entry:
+        """Append `body` at the head of the log, its new packs numbered; durable on return. `time_ns` is when it happened, if not now.
 
         Raises `Refused` if the state at the head does not admit it, `Busy` if others took every number within `timeout_s`, `Unavailable`
-        if storage did not answer within `timeout_s` (the entry may still be in the log, or arrive there: only a replay tells, so delete
-        nothing), `InvalidInput` for a body that has no encoding, `Corrupt` if the log lost an entry meanwhile.
+        if storage did not answer within `timeout_s`, a disk of this host within `LOCAL_PATIENCE_S` (the entry may still be in the log, or
+        arrive there: only a replay tells, so delete nothing), `InvalidInput` for a body that has no encoding, `Corrupt` if the log lost
+        an entry meanwhile.
         """
         deadline = time.monotonic() + timeout_s
-        with self._lock:
+        with self._lock, self._place.turn():
             while True:
                 state = self.replay()
                 numbered = number(state, body)
                 if refusal := check(state, numbered):
                     raise Refused(refusal)
-                data, entry = self._encode(state, numbered)
+                data, entry = self._encode(state, numbered, time_ns or time.time_ns())
                 if self._create(data, entry, deadline):
                     self._check_successor(entry)
                     self._advance(entry)
@@ -131,19 +165,21 @@ class Log:
                     raise Busy(f"others appended to the log for {timeout_s:.0f} s without a gap; nothing was appended, repeat")
 
     def close(self) -> None:
-        """Wait for a checkpoint that is being written."""
+        """Wait for a checkpoint that is being written, and keep what this process knows for the next."""
         if self._checkpointing is not None:
             self._checkpointing.join()
+        if self._opened:
+            self._remember(1)
 
     # -- appending --
 
-    def _encode(self, state: State, body: Body) -> tuple[bytes, Entry]:
+    def _encode(self, state: State, body: Body, time_ns: int) -> tuple[bytes, Entry]:
         """The bytes of the next entry, and that entry as its readers will decode it."""
         data = encode_entry(
             body,
             n=state.n + 1,
             attempt=secrets.token_hex(16),
-            time_ns=time.time_ns(),
+            time_ns=time_ns,
             store=state.store,
             generation=state.generation,
             prev_hash=state.hash,
@@ -159,10 +195,12 @@ class Log:
         pause_s, unknown = _FIRST_PAUSE_S, False
         while True:
             try:
-                return self._backend.put_new(log_key(entry.n), data) or self._is_mine(entry)
+                return self._place.create(entry, data) or self._is_mine(entry)
             except (Unavailable, NotFound) as error:
                 if isinstance(error, NoSpace) and not unknown:
                     raise  # what did not fit was not created; but that says nothing of an earlier attempt whose answer was lost
+                if not unknown and self._place.is_local:
+                    deadline = min(deadline, time.monotonic() + LOCAL_PATIENCE_S)
                 unknown = True
                 if time.monotonic() + pause_s > deadline:
                     raise Unavailable(
@@ -174,22 +212,22 @@ class Log:
 
     def _is_mine(self, entry: Entry) -> bool:
         """Whether what is at the number of `entry` is `entry`, created by an earlier attempt whose answer was lost."""
-        data = self._file(entry.n)
+        data = self._place.read(entry.n)
         if data is None:
-            self._refresh()
-            data = self._backend.read(log_key(entry.n))
+            self._place.refresh()
+            data = self._place.read(entry.n)
+        if data is None:
+            raise NotFound(f"entry {entry.n} of the log is there to be created, and not to be read")
         if decode_entry(data).attempt != entry.attempt:
             return False
-        self._backend.sync_dirs((log_key(entry.n),))
+        self._place.settle(entry.n)
         return True
 
     def _check_successor(self, entry: Entry) -> None:
         """An entry at n + 1 that does not name entry n means that storage lost the entry n that its author had read."""
-        try:
-            successor = decode_entry(self._backend.read(log_key(entry.n + 1)))
-        except NotFound:
-            return
-        check_follows(successor, entry.position, self._state.store)
+        data = self._place.read(entry.n + 1)
+        if data is not None:
+            check_follows(decode_entry(data), entry.position, self._state.store)
 
     # -- replaying --
 
@@ -202,38 +240,15 @@ class Log:
                 f"open the store again, and run `ckptstore fsck` if that does not help"
             )
         self._state = apply(state, entry)
+        self._recent.append(entry)
 
     def _behind(self, position: Position) -> Iterator[Entry]:
         """The entries behind `position`, the chain verified link by link."""
-        for data in self._files_behind(position.n):
+        for data in self._place.behind(position.n):
             entry = decode_entry(data)
             check_follows(entry, position, self._state.store)
             position = entry.position
             yield entry
-
-    def _files_behind(self, n: int) -> Iterator[bytes]:
-        """The files behind entry `n` up to the first that is not there; from a bucket more and more of them at a time."""
-        if self._backend.durable_root is not None:
-            while (data := self._file(n := n + 1)) is not None:
-                yield data
-            return
-        if (data := self._file(n + 1)) is None:
-            return
-        yield data
-        with ThreadPoolExecutor(_READ_AHEAD) as pool:
-            n, batch = n + 1, 2
-            while True:
-                for data in pool.map(self._file, range(n + 1, n + 1 + batch)):
-                    if data is None:
-                        return
-                    yield data
-                n, batch = n + batch, min(2 * batch, _READ_AHEAD)
-
-    def _file(self, n: int) -> bytes | None:
-        try:
-            return self._backend.read(log_key(n))
-        except NotFound:
-            return None
 
     def _check_has(self, position: Position) -> None:
         if not self.has(position):
@@ -242,14 +257,37 @@ class Log:
                 f"run `ckptstore reindex`"
             )
 
-    def _refresh(self) -> None:
-        """A change in `log/` by this host makes an NFS client drop what it cached of the directory, names that were absent included."""
-        scratch = f"log/scratch-{secrets.token_hex(12)}"
+    # -- this host's own memory --
+
+    def _recalled(self) -> State | None:
+        """The state that this host kept, if it is one of this very log."""
+        if self._memory is None:
+            return None
         try:
-            self._backend.put(scratch, b"", durable=False)
-            self._backend.delete(scratch)
-        except ReadOnly:
-            _logger.debug("%s is read-only: names cached as absent expire by themselves", self._backend.url)
+            state = decode_state(self._memory.read_bytes(), self._state.store, self._state.generation)
+            if not self.has(state.position):
+                return None
+        except (OSError, Corrupt):
+            return None
+        self._remembered = state.n
+        return state
+
+    def _remember(self, least: int) -> None:
+        """Keep the state for the next process if it is `least` entries ahead of the one that was kept."""
+        if self._memory is None or self._state.n - self._remembered < least:
+            return
+        new = self._memory.with_name(f"{self._memory.name}-{secrets.token_hex(8)}")
+        try:
+            make_directories(self._memory.parent)
+            try:
+                write_file(new, encode_state(self._state))
+                new.replace(self._memory)
+            finally:
+                new.unlink(missing_ok=True)
+        except OSError as error:
+            _logger.debug("the state is not kept at %s: %s", self._memory, error)
+            return
+        self._remembered = self._state.n
 
     # -- checkpoints --
 
@@ -274,7 +312,7 @@ class Log:
         """The checkpoint at `n`, if it is there and is that of this log's own entry `n`."""
         try:
             state = decode_state(self._backend.read(checkpoint_key(n)), self._state.store, self._state.generation)
-            entry = decode_entry(self._backend.read(log_key(n)))
+            entry = decode_entry(self._place.read(n) or b"")
         except (NotFound, Corrupt) as error:
             _logger.debug("no usable checkpoint at entry %d: %s", n, error)
             return None
@@ -284,7 +322,8 @@ class Log:
         """Off the critical path: whoever appends every CHECKPOINT_EVERY-th entry writes the state."""
         if n % CHECKPOINT_EVERY:
             return
-        self.close()
+        if self._checkpointing is not None:
+            self._checkpointing.join()
         self._checkpointing = threading.Thread(target=self._write_checkpoint, args=(self._state,), name="ckptstore-checkpoint")
         self._checkpointing.start()
 

@@ -85,7 +85,7 @@ class Catalog:
         """
         remaining = iter(entries)
         while part := list(islice(remaining, _SLICE)):
-            if not self._write(_fold, part):
+            if not self._write(fold_entries, part):
                 return False
         return True
 
@@ -95,11 +95,11 @@ class Catalog:
 
     def add_schema(self, schema_id: str, schema: Schema) -> bool:
         """Add the leaves of a schema that commits name; again changes nothing. False if the tables could not be written."""
-        return self._write(_add_schema, schema_id, schema)
+        return self._write(add_schema, schema_id, schema)
 
     def add_shards(self, commit: CommitId, boxes: Sequence[ShardInfo]) -> bool:
         """Add the boxes of a commit of several ranks; again changes nothing. False if the tables could not be written."""
-        return self._write(_add_shards, commit, boxes)
+        return self._write(add_shards, commit, boxes)
 
     def reset(self) -> None:
         """Begin again with empty tables: for `reindex`, and for a catalog that is ahead of its log."""
@@ -175,7 +175,8 @@ def _transaction(connection: Connection) -> Iterator[Connection]:
         raise
 
 
-def _fold(connection: Connection, entries: Sequence[Entry]) -> bool:
+def fold_entries(connection: Connection, entries: Sequence[Entry]) -> bool:
+    """Fold `entries` within a transaction; False if they do not follow on the position."""
     at = Position(*connection.execute(_POSITION).one())
     new = [entry for entry in entries if entry.n > at.n]
     if not new:
@@ -189,7 +190,8 @@ def _fold(connection: Connection, entries: Sequence[Entry]) -> bool:
     return True
 
 
-def _add_schema(connection: Connection, schema_id: str, schema: Schema) -> bool:
+def add_schema(connection: Connection, schema_id: str, schema: Schema) -> bool:
+    """Add the leaves of a schema within a transaction."""
     number = connection.execute(_UNFILLED, {"key": schema_id}).scalar()
     if number is not None:
         kinds = map(_KIND.__getitem__, schema.kinds)
@@ -200,7 +202,8 @@ def _add_schema(connection: Connection, schema_id: str, schema: Schema) -> bool:
     return True
 
 
-def _add_shards(connection: Connection, commit: CommitId, boxes: Sequence[ShardInfo]) -> bool:
+def add_shards(connection: Connection, commit: CommitId, boxes: Sequence[ShardInfo]) -> bool:
+    """Add the boxes of a commit within a transaction."""
     n = connection.execute(_COMMIT, {"key": commit}).scalar()
     if n is not None and boxes and not connection.execute(_SHARDED, {"key": n}).first():
         connection.execute(_SHARDS, [_shard_row(n, number, box) for number, box in enumerate(boxes)])

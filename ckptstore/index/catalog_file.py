@@ -4,6 +4,7 @@ A catalog is put in place whole. That, and looking at one for the first time, ta
 that one process leaves must never meet a file that another has just put there.
 """
 
+import re
 from collections.abc import Mapping
 from contextlib import suppress
 from functools import lru_cache
@@ -15,15 +16,17 @@ from sqlalchemy.engine import URL
 from sqlalchemy.exc import DBAPIError, SQLAlchemyError
 
 from ckptstore.core.ids import StoreId
+from ckptstore.core.places import make_directories, write_file
 from ckptstore.history.entries import origin
 from ckptstore.index import tables
 from ckptstore.index.file_lock import file_lock
 from ckptstore.index.queries import REVISION, Rows, catalog_error, is_busy, is_current
 
 LOCK_TIMEOUT_S = 2.0
-UNUSABLE = (SQLAlchemyError, UnicodeError)
+UNUSABLE = (SQLAlchemyError, ValueError)
 """What is raised where the database does not do as it should; SQLite gives names and texts of a damaged file out as they are."""
 
+_REVISION = re.compile(r"\d{4}")
 _SQLITE_FILES = ("", "-wal", "-shm", "-journal")
 
 
@@ -94,7 +97,7 @@ def migrations() -> Path:
 def _prepare(path: Path, store: StoreId) -> bool:
     """See to it that the catalog of `store` is at `path`; False where it cannot be."""
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
+        make_directories(path.parent)
         for exclusive in (False, True):
             with file_lock(_beside(path, ".lock"), timeout_s=LOCK_TIMEOUT_S, exclusive=exclusive) as held:
                 if held and _usable(path, store, migrate=exclusive):
@@ -132,6 +135,9 @@ def _migrated(connection: Connection, store: StoreId) -> bool:
 
     if [row[0] for row in _rows(connection, "SELECT store FROM position", {})] != [store]:
         return False
+    # Alembic takes what is no revision for an order of its own (`-1` goes one back) and stops the process over others.
+    if not all(_REVISION.fullmatch(str(row[0])) for row in _rows(connection, "SELECT version_num FROM alembic_version", {})):
+        return False
     try:
         migrate(connection)
     except CommandError:
@@ -142,6 +148,7 @@ def _migrated(connection: Connection, store: StoreId) -> bool:
 def _put_in_place(path: Path, store: StoreId) -> None:
     new = _beside(path, ".new")
     _unlink(new)
+    write_file(new, b"")  # SQLite gives its other files the rights of this one
     _close(_fill(_connect(new, journal="DELETE"), store))
     _unlink(path)
     new.rename(path)
@@ -173,12 +180,17 @@ def _connect(path: Path | None, *, journal: str = "WAL") -> Connection:
 def _fill(connection: Connection, store: StoreId) -> Connection:
     """Make the tables of an empty catalog, folded up to nothing."""
     connection.exec_driver_sql("BEGIN IMMEDIATE")
+    make_tables(connection, store)
+    connection.exec_driver_sql("COMMIT")
+    return connection
+
+
+def make_tables(connection: Connection, store: StoreId) -> None:
+    """The tables of an empty catalog, folded up to nothing, within a transaction."""
     tables.metadata.create_all(connection, checkfirst=False)
     start = origin(store)
     connection.execute(tables.revision.insert(), {"version_num": REVISION})
     connection.execute(tables.position.insert(), {"id": 1, "store": store, "n": start.n, "hash": start.hash, "bytes": start.bytes})
-    connection.exec_driver_sql("COMMIT")
-    return connection
 
 
 def _close(connection: Connection) -> None:

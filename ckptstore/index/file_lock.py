@@ -10,6 +10,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from ckptstore.core.places import rights
+
 _POLL_S = 0.005
 
 
@@ -20,7 +22,7 @@ def file_lock(path: Path, *, timeout_s: float, exclusive: bool = True) -> Iterat
     A thread that holds it and asks again waits for itself.
     """
     try:
-        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
+        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666 & rights(path.parent))
     except OSError:
         yield False
         return

@@ -10,7 +10,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from sqlalchemy import Connection, Table, bindparam, delete, insert, select, update
+from sqlalchemy import Connection, Table, bindparam, delete, insert, select, text, update
 
 from ckptstore.core.ids import CommitId
 from ckptstore.core.model import PackRecord
@@ -20,7 +20,7 @@ from ckptstore.index.tables import commit_trees, commits, entries, leaves, metri
 _INSERTED = (entries, commits, parents, metrics, packs, commit_trees, tags)
 _INSERT = {table: insert(table) for table in (*_INSERTED, schemas)}
 _DELETE_TAG = delete(tags).where(tags.c.name == bindparam("key"))
-_CONDEMNED = select(packs.c.number).where(packs.c.condemned)
+_CONDEMNED = select(packs.c.number).where(text("condemned"))  # in the words of the index `packs_condemned`, or SQLite would not use it
 _CONDEMN = update(packs).where(packs.c.number == bindparam("key")).values(condemned=bindparam("value"))
 _DELETE_PACK = delete(packs).where(packs.c.number == bindparam("key"))
 _FORGET = update(commits).where(commits.c.id == bindparam("key")).values(forgotten=bindparam("value"))

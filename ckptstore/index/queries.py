@@ -12,7 +12,8 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from os import PathLike
 from pathlib import Path
-from typing import Any, NamedTuple, TypeAlias, TypeVar
+from types import NoneType
+from typing import Any, NamedTuple, Self, TypeAlias
 
 from ckptstore.core.ids import CommitId, PackId, SessionId, StoreId
 from ckptstore.core.model import CommitInfo, LeafKind, Shape
@@ -25,12 +26,21 @@ REVISION = "0003"
 
 KINDS: tuple[LeafKind, ...] = ("tensor", "value", "bytes")
 
-T = TypeVar("T")
 Rows: TypeAlias = Sequence[Any]
 """Rows, each indexed and unpacked as a tuple is."""
 
 Ask: TypeAlias = Callable[[str, Mapping[str, Any]], Rows]
 
+Column: TypeAlias = "type | tuple[type, ...] | Callable[[Any], Any]"
+"""What a column's values are: of a type, of one of several, or what a function makes of them."""
+
+Types: TypeAlias = tuple[Column, ...]
+
+_MAYBE_INT = (int, NoneType)
+_MAYBE_FLOAT = (int, float, NoneType)
+_ANY_BYTES = (bytes, memoryview)
+_NO_VALUES: Mapping[str, Any] = {}
+_COMMIT_TYPES: Types = (int, str, str, str, str, _MAYBE_INT, str, int, int, int, int, int)
 _COMMIT = "n, id, content, session, run, step, message, time_ns, logical_bytes, new_bytes, leaves, forgotten"
 _BATCH = 500
 _BUSY = {
@@ -108,28 +118,18 @@ class Queries:
 
     def __init__(self, ask: Ask, close: Callable[[], None] = lambda: None) -> None:
         self._ask = ask
+        self._other: Callable[[Corrupt], Queries] | None = None
         self.close = close
         """Let go of the connection, if it is these queries' own."""
 
-    def or_else(self, other: "Callable[[Corrupt], Queries]") -> "Queries":
-        """The same questions; from the first that this catalog is too damaged to answer, they go to what `other` gives for the error."""
-        asked = self
-
-        def ask(sql: str, values: Mapping[str, Any]) -> Rows:
-            nonlocal asked
-            try:
-                return asked._ask(sql, values)
-            except Corrupt as error:
-                if asked is not self:
-                    raise
-                asked = other(error)
-                return asked._ask(sql, values)
-
-        return Queries(ask, self.close)
+    def or_else(self, other: "Callable[[Corrupt], Queries]") -> Self:
+        """From the first question that this catalog is too damaged to answer, all go to what `other` gives for the error."""
+        self._other = other
+        return self
 
     def position(self) -> Position:
         """The log entry that was folded last; `n` is 0 before the first."""
-        return _made(lambda row: Position(int(row[0]), str(row[1]), int(row[2])), [self._one("SELECT n, hash, bytes FROM position")])[0]
+        return Position(*self._one((int, str, int), "SELECT n, hash, bytes FROM position"))
 
     def log(
         self, run: str | None = None, limit: int | None = None, *, before: int | None = None, forgotten: bool = False
@@ -142,12 +142,13 @@ class Queries:
         ]
         where = f" WHERE {' AND '.join(tests)}" if tests else ""
         stop = " LIMIT :limit" if limit is not None else ""
-        rows = self._ask(f"SELECT {_COMMIT} FROM commits{where} ORDER BY n DESC{stop}", {"run": run, "before": before, "limit": limit})
+        values = {"run": run, "before": before, "limit": limit}
+        rows = self._rows(_COMMIT_TYPES, f"SELECT {_COMMIT} FROM commits{where} ORDER BY n DESC{stop}", values)
         return [info for start in range(0, len(rows), _BATCH) for info in self._infos(rows[start : start + _BATCH])]
 
     def commit(self, commit: CommitId) -> CommitInfo:
         """One commit, forgotten or not; raises `NotFound`."""
-        rows = self._ask(f"SELECT {_COMMIT} FROM commits WHERE id = :id", {"id": commit})
+        rows = self._rows(_COMMIT_TYPES, f"SELECT {_COMMIT} FROM commits WHERE id = :id", {"id": commit})
         if not rows:
             raise NotFound(f"no commit {commit[:12]}: it was never made here or has been purged; see `ckptstore log`")
         return self._infos(rows)[0]
@@ -173,67 +174,72 @@ class Queries:
         return self._ancestor(self.resolve(ref.base, run), ref)
 
     def tags(self) -> list[TagInfo]:
-        rows = self._ask("SELECT t.name, t.commit_id, c.run, c.step FROM tags t JOIN commits c ON c.id = t.commit_id ORDER BY t.name", {})
-        return [TagInfo(*row) for row in rows]
+        sql = "SELECT t.name, t.commit_id, c.run, c.step FROM tags t JOIN commits c ON c.id = t.commit_id ORDER BY t.name"
+        return [TagInfo(*row) for row in self._rows((str, str, str, _MAYBE_INT), sql)]
 
     def runs(self) -> list[RunInfo]:
         """Runs with commits that are not forgotten, the one committed to last first."""
-        rows = self._ask(
+        rows = self._rows(
+            (str, int, str, _MAYBE_INT, int),
             "SELECT c.run, g.commits, c.id, c.step, c.time_ns"
             " FROM (SELECT MAX(n) AS n, COUNT(*) AS commits FROM commits WHERE forgotten = 0 GROUP BY run) g"
             " JOIN commits c ON c.n = g.n ORDER BY c.n DESC",
-            {},
         )
         return [RunInfo(*row) for row in rows]
 
     def leaves(self, schema: str) -> list[LeafInfo] | None:
         """The leaves of a schema in their order, or None if they have not been added."""
-        found = self._ask("SELECT number FROM schemas WHERE id = :id AND leaves IS NOT NULL", {"id": schema})
+        found = self._rows((int,), "SELECT number FROM schemas WHERE id = :id AND leaves IS NOT NULL", {"id": schema})
         if not found:
             return None
-        rows = self._ask(
-            "SELECT path, kind, dtype, shape, alias FROM leaves WHERE schema = :number ORDER BY number", {"number": found[0][0]}
-        )
-        return _made(lambda row: LeafInfo(row[0], KINDS[row[1]], row[2], _shape(row[3]), row[4]), rows)
+        sql = "SELECT path, kind, dtype, shape, alias FROM leaves WHERE schema = :number ORDER BY number"
+        types = (str, _kind, str, _shape, int)
+        return [LeafInfo(*row) for row in self._rows(types, sql, {"number": found[0][0]})]
 
     def missing_schemas(self) -> list[str]:
         """The schemas that commits name and whose leaves have not been added."""
-        return [row[0] for row in self._ask("SELECT id FROM schemas WHERE leaves IS NULL ORDER BY number", {})]
+        return [row[0] for row in self._rows((str,), "SELECT id FROM schemas WHERE leaves IS NULL ORDER BY number")]
 
     def shards(self, commit: CommitId) -> list[ShardInfo]:
         """The boxes of a commit of several ranks; none for a commit of one rank."""
-        rows = self._ask(
-            "SELECT s.path, s.rank, s.offsets, s.lengths FROM shards s JOIN commits c ON c.n = s.n WHERE c.id = :id ORDER BY s.number",
-            {"id": commit},
-        )
-        return _made(lambda row: ShardInfo(row[0], row[1], _shape(row[2]), _shape(row[3])), rows)
+        sql = "SELECT s.path, s.rank, s.offsets, s.lengths FROM shards s JOIN commits c ON c.n = s.n WHERE c.id = :id ORDER BY s.number"
+        return [ShardInfo(*row) for row in self._rows((str, int, _shape, _shape), sql, {"id": commit})]
 
     def entry(self, n: int) -> bytes | None:
         """The copy of log entry `n`, if it was folded here; nobody has checked it since."""
-        rows = self._ask("SELECT data FROM entries WHERE n = :n", {"n": n})
+        rows = self._rows((_ANY_BYTES,), "SELECT data FROM entries WHERE n = :n", {"n": n})
         return bytes(rows[0][0]) if rows else None
 
     def packs(self) -> list[PackInfo]:
-        rows = self._ask("SELECT number, id, bytes, chunks, metadata, condemned FROM packs ORDER BY number", {})
+        sql = "SELECT number, id, bytes, chunks, metadata, condemned FROM packs ORDER BY number"
+        rows = self._rows((int, str, int, int, int, int), sql)
         return [PackInfo(row[0], row[1], row[2], row[3], bool(row[4]), bool(row[5])) for row in rows]
 
     def totals(self) -> Totals:
         commits = self._one(
+            (int,) * 4,
             "SELECT COUNT(CASE WHEN forgotten = 0 THEN 1 END), COUNT(CASE WHEN forgotten <> 0 THEN 1 END),"
-            " COALESCE(SUM(CASE WHEN forgotten = 0 THEN logical_bytes END), 0), COUNT(DISTINCT run) FROM commits"
+            " COALESCE(SUM(CASE WHEN forgotten = 0 THEN logical_bytes END), 0), COUNT(DISTINCT run) FROM commits",
         )
         packs = self._one(
+            (int,) * 5,
             "SELECT COUNT(*), COALESCE(SUM(bytes), 0), COALESCE(SUM(chunks), 0),"
-            " COUNT(CASE WHEN condemned THEN 1 END), COALESCE(SUM(CASE WHEN condemned THEN bytes END), 0) FROM packs"
+            " COUNT(CASE WHEN condemned THEN 1 END), COALESCE(SUM(CASE WHEN condemned THEN bytes END), 0) FROM packs",
         )
-        tags = self._one("SELECT COUNT(*) FROM tags")
-        return _made(lambda row: Totals._make(map(int, row)), [(*commits, *tags, *packs)])[0]
+        return Totals(*commits, *self._one((int,), "SELECT COUNT(*) FROM tags"), *packs)
 
-    def _one(self, sql: str) -> Any:
-        rows = self._ask(sql, {})
-        if len(rows) != 1:
-            raise Corrupt(f"the catalog has {len(rows)} rows where one belongs; run `ckptstore reindex`")
-        return rows[0]
+    def _rows(self, types: Types, sql: str, values: Mapping[str, Any] = _NO_VALUES, *, one: bool = False) -> list[tuple[Any, ...]]:
+        """The rows, each column of its type; from another catalog, if there is one, where this one's cannot be."""
+        try:
+            return _typed(types, self._ask(sql, values), one=one)
+        except Corrupt as error:
+            if self._other is None:
+                raise
+            self._ask, self._other = self._other(error)._ask, None
+            return _typed(types, self._ask(sql, values), one=one)
+
+    def _one(self, types: Types, sql: str) -> tuple[Any, ...]:
+        return self._rows(types, sql, one=True)[0]
 
     def _step(self, ref: Step, run: str | None) -> CommitId:
         rows = self._newest("step = :step", run, step=ref.step)
@@ -249,31 +255,34 @@ class Queries:
         raise NotFound(f"no commit{_of(run)} yet; {self._runs_there()}")
 
     def _best(self, ref: Best, run: str | None) -> CommitId:
-        rows = self._ask(
+        rows = self._rows(
+            (str,),
             "SELECT c.id FROM metrics m JOIN commits c ON c.n = m.n WHERE m.name = :metric AND m.value IS NOT NULL AND c.forgotten = 0"
             f"{_run_test(run)} ORDER BY m.value {'DESC' if ref.order == 'max' else 'ASC'}, m.n DESC LIMIT 1",
             {"metric": ref.metric, "run": run},
         )
         if rows:
             return CommitId(rows[0][0])
-        names = [row[0] for row in self._ask("SELECT DISTINCT name FROM metrics ORDER BY name LIMIT 20", {})]
+        names = [row[0] for row in self._rows((str,), "SELECT DISTINCT name FROM metrics ORDER BY name LIMIT 20")]
         raise NotFound(
             f"no commit{_of(run)} has a metric {ref.metric!r}; " + (f"there are {', '.join(names)}" if names else "none has metrics")
         )
 
     def _name(self, ref: Name) -> CommitId:
-        if rows := self._ask("SELECT commit_id FROM tags WHERE name = :name", {"name": ref.name}):
+        if rows := self._rows((str,), "SELECT commit_id FROM tags WHERE name = :name", {"name": ref.name}):
             return CommitId(rows[0][0])
         if ref.prefix and (ids := self._ids(ref.prefix)):
             return _only(ref.prefix, ids)
         raise NotFound(f"no tag {'or commit ' if ref.prefix else ''}{ref.name!r}; {self._names_near(ref.name)}")
 
     def _ancestor(self, commit: CommitId, ref: Ancestor) -> CommitId:
-        rows = self._ask(
+        rows = self._rows(
+            (str, int, _MAYBE_INT),
             "WITH RECURSIVE line (id, depth) AS (SELECT CAST(:id AS VARCHAR(64)), 0 UNION ALL SELECT p.parent, line.depth + 1 FROM line"
             " JOIN commits c ON c.id = line.id JOIN parents p ON p.n = c.n AND p.position = 0 WHERE line.depth < :depth)"
             " SELECT line.id, line.depth, c.n FROM line LEFT JOIN commits c ON c.id = line.id ORDER BY line.depth DESC LIMIT 1",
             {"id": commit, "depth": ref.generations},
+            one=True,
         )
         ancestor, depth, n = rows[0]
         if n is None:
@@ -285,21 +294,19 @@ class Queries:
         return CommitId(ancestor)
 
     def _newest(self, test: str, run: str | None, **values: Any) -> Rows:
-        return self._ask(
-            f"SELECT id FROM commits WHERE {test} AND forgotten = 0{_run_test(run)} ORDER BY n DESC LIMIT 1", {"run": run, **values}
-        )
+        sql = f"SELECT id FROM commits WHERE {test} AND forgotten = 0{_run_test(run)} ORDER BY n DESC LIMIT 1"
+        return self._rows((str,), sql, {"run": run, **values})
 
     def _ids(self, prefix: str) -> list[CommitId]:
-        rows = self._ask(
-            "SELECT id FROM commits WHERE id >= :low AND id < :high ORDER BY id LIMIT 6", {"low": prefix, "high": prefix + "g"}
-        )
+        sql = "SELECT id FROM commits WHERE id >= :low AND id < :high ORDER BY id LIMIT 6"
+        rows = self._rows((str,), sql, {"low": prefix, "high": prefix + "g"})
         return [CommitId(row[0]) for row in rows]
 
     def _steps_near(self, step: int, run: str | None) -> str:
         near: set[int] = set()
         for test, order in (("step <= :step", "DESC"), ("step >= :step", "ASC")):
             sql = f"SELECT DISTINCT step FROM commits WHERE {test} AND forgotten = 0{_run_test(run)} ORDER BY step {order} LIMIT 3"
-            near.update(row[0] for row in self._ask(sql, {"step": step, "run": run}))
+            near.update(row[0] for row in self._rows((int,), sql, {"step": step, "run": run}))
         return f"the nearest steps are {', '.join(map(str, sorted(near)))}" if near else self._runs_there()
 
     def _names_near(self, name: str) -> str:
@@ -333,25 +340,26 @@ class Queries:
                 new_bytes=new_bytes,
                 leaves=leaves,
                 forgotten=forgotten != 0,
-                schemas=dict(map(tuple, schemas[n])),
+                schemas=dict(schemas[n]),
             )
             for n, id_, content, session, run, step, message, time_ns, logical_bytes, new_bytes, leaves, forgotten in rows
         ]
 
-    def _details(self, numbers: Sequence[int], ids: Sequence[str]) -> Iterator[dict[Any, list[Sequence[Any]]]]:
+    def _details(self, numbers: Sequence[int], ids: Sequence[str]) -> Iterator[dict[Any, list[Any]]]:
         """Parents, metrics, schemas and tags of commits, in that order, by number or id."""
-        for sql, of in (
-            ("SELECT n, parent FROM parents WHERE n IN ({}) ORDER BY n, position", numbers),
-            ("SELECT n, name, value FROM metrics WHERE n IN ({}) ORDER BY n, name", numbers),
+        for types, sql, of in (
+            ((int, str), "SELECT n, parent FROM parents WHERE n IN ({}) ORDER BY n, position", numbers),
+            ((int, str, _MAYBE_FLOAT), "SELECT n, name, value FROM metrics WHERE n IN ({}) ORDER BY n, name", numbers),
             (
+                (int, str, str),
                 "SELECT t.n, t.key, s.id FROM commit_trees t JOIN schemas s ON s.number = t.schema WHERE t.n IN ({}) ORDER BY t.n, t.key",
                 numbers,
             ),
-            ("SELECT commit_id, name FROM tags WHERE commit_id IN ({}) ORDER BY name", ids),
+            ((str, str), "SELECT commit_id, name FROM tags WHERE commit_id IN ({}) ORDER BY name", ids),
         ):
             values = {f"v{i}": value for i, value in enumerate(of)}
-            grouped: dict[Any, list[Sequence[Any]]] = defaultdict(list)
-            for row in self._ask(sql.format(", ".join(f":{name}" for name in values)), values):
+            grouped: dict[Any, list[Any]] = defaultdict(list)
+            for row in self._rows(types, sql.format(", ".join(f":{name}" for name in values)), values):
                 grouped[row[0]].append(row[1:])
             yield grouped
 
@@ -416,12 +424,29 @@ def _connect(path: Path) -> sqlite3.Connection:
     return connection
 
 
-def _made(make: Callable[[Any], T], rows: Rows) -> list[T]:
-    """What `make` makes of each row; rows that it cannot understand are damage."""
+def _typed(types: Types, rows: Rows, *, one: bool) -> list[tuple[Any, ...]]:
+    """`rows` with each column as its type has it; what has another one, or cannot be read, is damage."""
     try:
-        return [make(row) for row in rows]
+        found = [tuple(_cell(type_, value) for type_, value in zip(types, row, strict=True)) for row in rows]
     except (TypeError, ValueError, LookupError) as error:
         raise Corrupt(f"the catalog has a row that cannot be: {error}; run `ckptstore reindex`") from error
+    if one and len(found) != 1:
+        raise Corrupt(f"the catalog has {len(found)} rows where one belongs; run `ckptstore reindex`")
+    return found
+
+
+def _cell(type_: Column, value: Any) -> Any:
+    if not isinstance(type_, type | tuple):
+        return type_(value)
+    if not isinstance(value, type_):
+        raise TypeError(f"{value!r:.60} stands where another type belongs")
+    return value
+
+
+def _kind(number: int) -> LeafKind:
+    if number < 0:
+        raise ValueError(f"{number} is no kind of leaf")
+    return KINDS[number]
 
 
 def _only(prefix: str, ids: Sequence[CommitId]) -> CommitId:

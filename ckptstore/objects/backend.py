@@ -13,13 +13,10 @@ from ckptstore.errors import InvalidInput
 
 
 class Writer(Protocol):
-    """A large object being written; readers see it after `finish`. `write_at` and `write_back` may be called from several threads."""
+    """A large object being written from front to back, by one thread at a time; readers see it after `finish`."""
 
-    def write_at(self, offset: int, buffers: Sequence[memoryview]) -> None:
-        """Write `buffers` one behind the other from `offset` on; gaps read as zeros. The buffers are the caller's again on return."""
-
-    def write_back(self, start: int, stop: int) -> None:
-        """Let the disk begin with the bytes `start:stop`; advice that promises nothing and raises nothing."""
+    def append(self, buffers: Sequence[memoryview]) -> None:
+        """Write `buffers` one behind the other where the last call ended. They are the caller's again on return."""
 
     def finish(self) -> None:
         """Make the bytes durable and put the object in its place; the name is durable after `Backend.sync_dirs`.
@@ -29,6 +26,12 @@ class Writer(Protocol):
 
     def discard(self) -> None:
         """Forget the object. May be called again and after a failed `finish`; does nothing after a successful one."""
+
+
+class OpenFile(Protocol):
+    """A file that stays open as long as this is referred to."""
+
+    fd: int
 
 
 class Backend(Protocol):
@@ -48,6 +51,9 @@ class Backend(Protocol):
     def read_into(self, key: str, offset: int, buffers: Sequence[memoryview]) -> None:
         """Fill `buffers`, one behind the other, from `offset` on; only for objects that never change (they may be held open)."""
 
+    def open_file(self, key: str) -> OpenFile:
+        """An object that never changes, as an open file: to be mapped. Raises `InvalidInput` where objects are no files of this host."""
+
     def will_need(self, key: str, offset: int, nbytes: int) -> None:
         """A hint that these bytes will be read soon. Never raises: the read itself says what is wrong."""
 
@@ -66,8 +72,9 @@ class Backend(Protocol):
         After `Unavailable` the object may exist or not, and only reading it tells; after `NoSpace` it does not.
         """
 
-    def create(self, key: str, *, session: SessionId) -> Writer:
-        """A writer for a large object; what a crash leaves behind is named after `session`."""
+    def create(self, key: str, *, session: SessionId, lean: bool = False) -> Writer:
+        """A writer for a large object; what a crash leaves behind is named after `session`. A `lean` one does without a buffer where it
+        can, at the cost of processor time."""
 
     def sync_dirs(self, keys: Iterable[str]) -> None:
         """Make the names of finished objects durable, each directory once."""
@@ -82,11 +89,18 @@ class Backend(Protocol):
         """Give back what is held open; the backend may not be used afterwards."""
 
 
-def open_backend(url: str | Path, *, read_only: bool = False, storage_options: dict[str, Any] | None = None, fsync: bool = True) -> Backend:
+def open_backend(
+    url: str | Path,
+    *,
+    read_only: bool = False,
+    storage_options: dict[str, Any] | None = None,
+    fsync: bool = True,
+    direct_io: bool = False,
+) -> Backend:
     """The backend for `url`: a path or `file://` for a local directory, else what fsspec knows (`s3://…`, `gs://…`, `memory://…`).
 
     Nothing is created and nothing looked up. `fsync=False` gives up durability on a local disk, for tests and scratch stores.
-    `storage_options` go to fsspec.
+    With `direct_io`, the bulk of large objects is written past a local disk's page cache. `storage_options` go to fsspec.
     """
     text = str(url)
     scheme, separator, rest = text.partition("://")
@@ -95,7 +109,11 @@ def open_backend(url: str | Path, *, read_only: bool = False, storage_options: d
             raise InvalidInput(f"storage_options {sorted(storage_options)} mean nothing for the local path {text!r}; leave them out")
         from ckptstore.objects.local import LocalBackend
 
-        return LocalBackend(rest if separator else url, read_only=read_only, fsync=fsync)
+        return LocalBackend(rest if separator else url, read_only=read_only, fsync=fsync, direct_io=direct_io)
+    if scheme in ("s3", "s3a"):
+        from ckptstore.objects.s3 import S3Backend
+
+        return S3Backend(text, read_only=read_only, storage_options=storage_options)
     from ckptstore.objects.remote import FsspecBackend
 
     return FsspecBackend(text, read_only=read_only, storage_options=storage_options)

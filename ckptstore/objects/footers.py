@@ -1,7 +1,7 @@
 """How the footer of a stored pack is read: usually in one request, from the twin where the pack itself is damaged."""
 
 from ckptstore.core.ids import PackId, pack_key, twin_key
-from ckptstore.errors import Corrupt, NotFound
+from ckptstore.errors import Corrupt, NotFound, Unavailable
 from ckptstore.objects.backend import Backend
 from ckptstore.objects.pack import TRAILER_BYTES, FooterTable, parse_footer, parse_trailer
 
@@ -10,10 +10,10 @@ _GUESS_BYTES = 65536
 
 
 def read_table(backend: Backend, pack: PackId, *, metadata: bool) -> FooterTable:
-    """The records of `pack`, which has a twin if it holds `metadata`; raises `NotFound`, `Corrupt`."""
+    """The records of `pack`, which has a twin if it holds `metadata`; raises `NotFound`, `Corrupt`, `Unavailable`."""
     try:
         return read_table_at(backend, pack_key(pack))
-    except (Corrupt, NotFound):
+    except (Corrupt, NotFound, Unavailable):
         if not metadata:
             raise
         return read_table_at(backend, twin_key(pack))

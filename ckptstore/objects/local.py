@@ -1,7 +1,8 @@
 """Objects as files under a directory, durable against a power cut.
 
 Invariants: a file gets its final name only after its bytes were fsynced; a name counts as durable only after its directory was
-fsynced, and the directories above it were once by this process; no symbolic link is ever opened.
+fsynced, and the directories above it were once by this process; no symbolic link is ever opened. Nothing in a store may be read or written
+by somebody who may not do the same to the store's directory.
 """
 
 import errno
@@ -14,15 +15,19 @@ from pathlib import Path
 from stat import S_ISREG
 from typing import TypeVar, cast
 
+from ckptstore.core.config import MIB
 from ckptstore.core.ids import SessionId, new_session_id
+from ckptstore.core.places import rights
 from ckptstore.errors import CkptStoreError, Corrupt, NoSpace, NotFound, ReadOnly, Unavailable
 from ckptstore.objects.backend import check_key
+from ckptstore.objects.growing import GrowingFile
 
 _OPEN_FILES = 64
 _IOV_MAX = os.sysconf("SC_IOV_MAX")
 _READ = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW
 _CREATE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
 _SYNC_FILE_RANGE_WRITE = 2
+_WRITE_BACK_BYTES = 32 * MIB
 
 T = TypeVar("T")
 
@@ -30,11 +35,12 @@ T = TypeVar("T")
 class LocalBackend:
     """See `Backend`. Temporary files lie in `tmp/` under the root, so that a rename stays within one filesystem."""
 
-    def __init__(self, root: str | Path, *, read_only: bool = False, fsync: bool = True) -> None:
+    def __init__(self, root: str | Path, *, read_only: bool = False, fsync: bool = True, direct_io: bool = False) -> None:
         self.durable_root: Path | None = Path(root).absolute()
         self.url = str(self.durable_root)
         self._read_only = read_only
         self._fsync: Callable[[int], None] = os.fsync if fsync else _no_fsync
+        self._direct_io = direct_io
         self._anchored: set[str] = set()
         self._owner = new_session_id()
         # Evicting a file only drops a reference: a thread that reads from it keeps it open, so no lock is needed.
@@ -61,10 +67,15 @@ class LocalBackend:
                 f"from {offset} on; run `ckptstore fsck`"
             )
 
+    def open_file(self, key: str) -> "_OpenFile":
+        return self._opened(key)
+
     def will_need(self, key: str, offset: int, nbytes: int) -> None:
         if hasattr(os, "posix_fadvise"):
             with suppress(CkptStoreError, OSError):
-                os.posix_fadvise(self._opened(key).fd, offset, nbytes, os.POSIX_FADV_WILLNEED)
+                file = self._opened(key)
+                if not _is_cached(file.fd, offset):
+                    os.posix_fadvise(file.fd, offset, nbytes, os.POSIX_FADV_WILLNEED)
 
     def read_tail(self, key: str, nbytes: int) -> tuple[bytes, int]:
         file = _open_object(self.url, key)
@@ -102,8 +113,8 @@ class LocalBackend:
                 raise Unavailable(f"{key} is there, but not known to be durable: {error}") from error
         return created
 
-    def create(self, key: str, *, session: SessionId) -> "LocalWriter":
-        return self._writer(key, session, self._fsync)
+    def create(self, key: str, *, session: SessionId, lean: bool = False) -> "LocalWriter":
+        return self._writer(key, session, self._fsync, direct_io=self._direct_io and not lean)
 
     def sync_dirs(self, keys: Iterable[str]) -> None:
         for directory in sorted({os.path.dirname(self._path(key)) for key in keys}):
@@ -142,23 +153,23 @@ class LocalBackend:
             raise ReadOnly(f"cannot change {key}: {self.url} was opened for reading only; open it without read_only")
 
     def _write(self, key: str, data: bytes | memoryview, *, durable: bool) -> "LocalWriter":
-        writer = self._writer(key, self._owner, self._fsync if durable else _no_fsync)
+        writer = self._writer(key, self._owner, self._fsync if durable else _no_fsync, direct_io=self._direct_io)
         try:
-            writer.write_at(0, (memoryview(data),))
+            writer.append((memoryview(data),))
         except BaseException:
             writer.discard()
             raise
         return writer
 
-    def _writer(self, key: str, session: SessionId, fsync: Callable[[int], None]) -> "LocalWriter":
+    def _writer(self, key: str, session: SessionId, fsync: Callable[[int], None], *, direct_io: bool) -> "LocalWriter":
         path = self._path(key)
         self._check_writable(key)
         temporary = f"{self.url}/tmp/{session}-{secrets.token_hex(8)}"
         try:
-            fd = self.with_parents(temporary, partial(os.open, temporary, _CREATE, 0o666))
+            fd = self.with_parents(temporary, lambda: os.open(temporary, _CREATE, 0o666 & rights(self.url)))
         except OSError as error:
             raise _failure(error, "create", key, self.url, writing=True) from error
-        return LocalWriter(self, key, path, temporary, fd, fsync)
+        return LocalWriter(self, key, path, temporary, fd, fsync, direct_io=direct_io)
 
     def with_parents(self, path: str, action: Callable[[], T]) -> T:
         """`action`, and again after making the directories above `path` if they are missing."""
@@ -171,7 +182,7 @@ class LocalBackend:
     def _make_dirs(self, path: str) -> None:
         """The store's own directories become durable with what is put in them, those above it at once."""
         try:
-            os.mkdir(path)
+            os.mkdir(path, rights(self.url) if len(path) > len(self.url) else 0o777)
         except FileExistsError:
             return
         except FileNotFoundError:
@@ -221,23 +232,33 @@ class LocalBackend:
 class LocalWriter:
     """See `Writer`."""
 
-    def __init__(self, backend: LocalBackend, key: str, path: str, temporary: str, fd: int, fsync: Callable[[int], None]) -> None:
+    def __init__(
+        self,
+        backend: LocalBackend,
+        key: str,
+        path: str,
+        temporary: str,
+        fd: int,
+        fsync: Callable[[int], None],
+        *,
+        direct_io: bool,
+    ) -> None:
         self._backend = backend
         self._key = key
         self._path = path
         self._temporary = temporary
         self._fd = fd
         self._fsync = fsync
+        self._written = self._sent = 0
+        self._file = GrowingFile(fd, self._write_all, direct=direct_io and fsync is os.fsync)
 
-    def write_at(self, offset: int, buffers: Sequence[memoryview]) -> None:
+    def append(self, buffers: Sequence[memoryview]) -> None:
         try:
-            _transfer(os.pwritev, self._fd, offset, buffers)
+            self._file.append(buffers)
         except OSError as error:
             raise self._failure(error, "write", sum(b.nbytes for b in buffers)) from error
-
-    def write_back(self, start: int, stop: int) -> None:
-        if self._fsync is os.fsync and start < stop:
-            _sync_file_range()(self._fd, start, stop - start, _SYNC_FILE_RANGE_WRITE)
+        if self._written - self._sent >= _WRITE_BACK_BYTES:
+            self._write_back()
 
     def finish(self) -> None:
         try:
@@ -270,7 +291,18 @@ class LocalWriter:
                 os.unlink(self._temporary)
             self._temporary = ""
 
+    def _write_all(self, offset: int, buffers: Sequence[memoryview]) -> None:
+        _transfer(os.pwritev, self._fd, offset, buffers)
+        self._written = offset + sum(len(buffer) for buffer in buffers)
+
+    def _write_back(self) -> None:
+        """Let the disk begin with what the page cache holds of the file; advice that promises nothing and raises nothing."""
+        if self._fsync is os.fsync and not self._file.direct:
+            _sync_file_range()(self._fd, self._sent, self._written - self._sent, _SYNC_FILE_RANGE_WRITE)
+        self._sent = self._written
+
     def _seal(self) -> None:
+        self._file.finish()
         self._fsync(self._fd)
         self._close()
 
@@ -300,6 +332,14 @@ def _open_object(root: str, key: str) -> _OpenFile:
         return _OpenFile(os.open(f"{root}/{check_key(key)}", _READ))
     except OSError as error:
         raise _failure(error, "read", key, root) from error
+
+
+def _is_cached(fd: int, offset: int) -> bool:
+    """Whether the page cache has the byte at `offset`: to announce what is there already costs as much as a tenth of reading it."""
+    try:
+        return os.preadv(fd, (bytearray(1),), offset, getattr(os, "RWF_NOWAIT", 0)) == 1
+    except OSError:
+        return False
 
 
 def _pread(fd: int, start: int, stop: int) -> bytes:

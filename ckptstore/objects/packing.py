@@ -1,7 +1,7 @@
 """How new chunks get into packs: runs, one behind the other, in files that one thread owns.
 
 Each thread fills its own pack, so a run's chunks lie together without a lock, and the disk is told to start on what has been written
-while the thread hashes on (`sync_file_range`, where the platform has it). A pack counts for nothing until it was closed: footer parsed
+while the thread hashes on. A pack counts for nothing until it was closed: footer parsed
 back, fsync, rename.
 """
 
@@ -20,7 +20,6 @@ from ckptstore.objects.backend import Backend, Writer
 
 Spread: TypeAlias = Callable[[Callable[[Writer], None], Sequence[Writer]], None]
 
-WRITE_BACK_BYTES = 32 * MIB
 FLUSH_BYTES = 2 * MIB
 _ZEROS = bytes(4096)
 
@@ -42,20 +41,19 @@ class ClosedPack:
 class OpenPack:
     """A pack that is being written, data and twin alike."""
 
-    def __init__(self, backend: Backend, name: PackId, *, metadata: bool) -> None:
+    def __init__(self, backend: Backend, name: PackId, *, metadata: bool, lean: bool = False) -> None:
         self.name = name
         self.offset = 0
         self.entries: list[PackEntry] = []
         self._metadata = metadata
         self._pending: list[memoryview | bytes] = []
         self._flushed = 0
-        self._sent = 0
         self._backend = backend
         self._keys = [pack_key(name), twin_key(name)] if metadata else [pack_key(name)]
         self._writers: list[Writer] = []
         try:
             for key in self._keys:
-                self._writers.append(backend.create(key, session=pack_session(name)))
+                self._writers.append(backend.create(key, session=pack_session(name), lean=lean))
         except BaseException:
             self.discard()
             raise
@@ -77,12 +75,9 @@ class OpenPack:
         if not self._pending:
             return
         for writer in self._writers:
-            writer.write_at(self._flushed, [memoryview(data) for data in self._pending])
+            writer.append([memoryview(data) for data in self._pending])
         self._pending.clear()
         self._flushed = self.offset
-        if self._flushed - self._sent >= WRITE_BACK_BYTES:
-            self._writers[0].write_back(self._sent, self._flushed)
-            self._sent = self._flushed
 
     def close(self, spread: Spread = one_by_one) -> ClosedPack:
         """Footer, fsync, rename, of twins side by side. The directory's fsync is the caller's, once for all packs."""
@@ -120,9 +115,10 @@ class Packer:
         *,
         pack_bytes: int,
         rank: int = 0,
+        lean: bool = False,
         metadata: bool = False,
     ) -> None:
-        self._backend, self._session, self._numbers, self._rank = backend, session, numbers, rank
+        self._backend, self._session, self._numbers, self._rank, self._lean = backend, session, numbers, rank, lean
         self._close_pack, self._pack_bytes, self._metadata = close_pack, pack_bytes, metadata
         self._pack: OpenPack | None = None
 
@@ -170,7 +166,8 @@ class Packer:
     def _next_pack(self) -> OpenPack:
         self.flush()
         self.close_with(self._close_pack)
-        self._pack = OpenPack(self._backend, pack_id(self._session, self._rank, next(self._numbers)), metadata=self._metadata)
+        name = pack_id(self._session, self._rank, next(self._numbers))
+        self._pack = OpenPack(self._backend, name, metadata=self._metadata, lean=self._lean)
         return self._pack
 
 

@@ -1,4 +1,4 @@
-"""Objects in a bucket or in memory, through fsspec.
+"""Objects in memory, or in a bucket that is not S3, through fsspec.
 
 An object store shows an object whole and durably once its upload is acknowledged, so there is nothing to fsync and nothing temporary.
 """
@@ -10,10 +10,11 @@ from pathlib import Path
 from typing import Any
 
 from ckptstore.core.ids import SessionId
+from ckptstore.core.secrets import redact, secrets_of, without
 from ckptstore.errors import CkptStoreError, Corrupt, InvalidInput, NotFound, ReadOnly, Unavailable
-from ckptstore.objects.backend import check_key
+from ckptstore.objects.backend import OpenFile, check_key
 
-_EXCLUSIVE = ("memory", "s3", "s3a")
+_EXCLUSIVE = ("memory", "gs", "gcs", "az", "abfs", "abfss")
 """Where fsspec's `mode="create"` is one atomic request; elsewhere two writers could both believe that they created an object."""
 
 _memory_lock = threading.Lock()
@@ -29,12 +30,14 @@ class FsspecBackend:
 
         scheme = url.partition("://")[0]
         if scheme not in _EXCLUSIVE:
-            raise InvalidInput(f"a store cannot live at {url!r}: wanted a local path or one of {', '.join(_EXCLUSIVE)}://")
+            raise InvalidInput(f"a store cannot live at {redact(url)}: wanted a local path or one of s3, {', '.join(_EXCLUSIVE)}://")
+        options = storage_options or {}
+        self.url = redact(url.rstrip("/"))
+        self._secrets = secrets_of(options)
         try:
-            self._fs, root = fsspec.core.url_to_fs(url, use_listings_cache=False, **(storage_options or {}))
+            self._fs, root = fsspec.core.url_to_fs(url, use_listings_cache=False, **options)
         except ImportError as error:
-            raise InvalidInput(f"cannot open {url!r}: {error}") from error
-        self.url = url.rstrip("/")
+            raise InvalidInput(f"cannot open {self.url}: {error}") from error
         self.durable_root: Path | None = None
         self._root = root.rstrip("/")
         self._read_only = read_only
@@ -46,7 +49,7 @@ class FsspecBackend:
         try:
             data: bytes = self._fs.cat_file(self._path(key), start=start or None, end=stop)
         except Exception as error:
-            # S3 answers a range behind the object's end with an error, and a file there with nothing.
+            # Some answer a range behind the object's end with an error.
             if start and (size := self.size(key)) is not None and start >= size:
                 return b""
             raise self._failure(error, "read", key) from error
@@ -62,6 +65,9 @@ class FsspecBackend:
         for buffer in buffers:
             buffer.cast("B")[:] = data[: buffer.nbytes]
             data = data[buffer.nbytes :]
+
+    def open_file(self, key: str) -> OpenFile:
+        raise InvalidInput(f"{self.url} is no local directory, so its packs cannot be mapped into memory; use read instead")
 
     def will_need(self, key: str, offset: int, nbytes: int) -> None:
         """Nothing: requests run side by side as it is."""
@@ -102,7 +108,7 @@ class FsspecBackend:
             raise self._failure(error, "create", key, data) from error
         return True
 
-    def create(self, key: str, *, session: SessionId) -> "FsspecWriter":
+    def create(self, key: str, *, session: SessionId, lean: bool = False) -> "FsspecWriter":
         self._check_writable(key)
         check_key(key)
         return FsspecWriter(self, key)
@@ -148,11 +154,12 @@ class FsspecBackend:
         """What `error` means to the caller. Each library behind fsspec has its own errors, and what is not known here may pass."""
         if isinstance(error, CkptStoreError):
             return error
+        said = without(str(error), self._secrets)
         if isinstance(error, FileNotFoundError):
             return NotFound(f"there is no {key} in {self.url}")
         if isinstance(error, PermissionError):
-            return ReadOnly(f"cannot {verb} {key} in {self.url}: {error}; get the right to do so")
-        return Unavailable(f"cannot {verb} {key} ({len(data)} bytes) in {self.url}: {error}; see to the storage, then repeat")
+            return ReadOnly(f"cannot {verb} {key} in {self.url}: {said}; get the right to do so")
+        return Unavailable(f"cannot {verb} {key} ({len(data)} bytes) in {self.url}: {said}; see to the storage, then repeat")
 
 
 class FsspecWriter:
@@ -162,17 +169,11 @@ class FsspecWriter:
         self._backend = backend
         self._key = key
         self._data = bytearray()
-        self._lock = threading.Lock()
 
-    def write_at(self, offset: int, buffers: Sequence[memoryview]) -> None:
-        with self._lock:
-            for buffer in buffers:
-                self._data.extend(bytes(max(offset - len(self._data), 0)))
-                self._data[offset : offset + buffer.nbytes] = buffer.cast("B")
-                offset += buffer.nbytes
-
-    def write_back(self, start: int, stop: int) -> None:
+    def append(self, buffers: Sequence[memoryview]) -> None:
         """Nothing is sent before the object is whole."""
+        for buffer in buffers:
+            self._data += buffer.cast("B")
 
     def finish(self) -> None:
         data, self._data = self._data, bytearray()

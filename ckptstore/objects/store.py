@@ -5,8 +5,8 @@ replay of the log and a look into the footers of packs that are new; it is missi
 """
 
 import threading
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeAlias
 
@@ -14,7 +14,8 @@ import numpy as np
 
 from ckptstore.core.config import MIB, RUN_BYTES
 from ckptstore.core.ids import CHUNK_ID_BYTES, ChunkId, PackId, digest, pack_key, twin_key
-from ckptstore.errors import Corrupt, NotFound, Unavailable
+from ckptstore.core.model import Location
+from ckptstore.errors import CkptStoreError, Corrupt, NotFound, Unavailable
 from ckptstore.history.fold import State
 from ckptstore.history.log import Log
 from ckptstore.index.chunks import ChunkIndex
@@ -28,7 +29,25 @@ if TYPE_CHECKING:
 READ_AHEAD = 4
 """So many reads the disk is told of in advance, so that it works while chunks are hashed."""
 
+ALONE_BYTES = 4 * MIB
+"""So few bytes of a local disk are read by the calling thread alone: to wake others takes longer."""
+
+LOOKS = 5
+"""So often a chunk is looked up again while others collect."""
+
+GAP_BYTES = 256 << 10
+"""From a bucket so many bytes between two chunks are read along: another request takes longer."""
+
+REMOTE_READ_BYTES = 4 * MIB
+"""A read from a bucket is not cut into smaller ones for the sake of more threads."""
+
+FOOTERS_AT_ONCE = 16
+"""So many footers are read from a bucket side by side."""
+
 Spread: TypeAlias = Callable[[Callable[[int], None], Sequence[int]], object]
+
+Rescue: TypeAlias = Callable[[bytes, Sequence[memoryview], CkptStoreError], None]
+"""Asked to read chunks elsewhere that this store could not give; raises the error that it is given if it cannot."""
 
 METADATA_CACHE_BYTES = 64 * MIB
 METADATA_BYTES_MAX = 256 * MIB
@@ -37,7 +56,9 @@ METADATA_BYTES_MAX = 256 * MIB
 
 @dataclass(frozen=True, slots=True)
 class Read:
-    """Chunks that lie one behind the other in a pack: `which` are their positions in the request, in order of offset."""
+    """Chunks that lie behind each other in a pack, perhaps with gaps: `which` are their positions in the request, in order of offset.
+
+    With `encoded` they are read aside, since some of them must be decoded."""
 
     pack: PackId
     offset: int
@@ -55,7 +76,9 @@ class ObjectStore:
         self._log = log
         self._metadata = MetadataCache(METADATA_CACHE_BYTES)
         self._names: dict[int, PackId] = {}
+        self._remote = backend.durable_root is None
         self._indexed_below = 0
+        self.rescue: Rescue | None = None
         self._lock = threading.Lock()
 
     def sync(self, state: State, *, thorough: bool = False) -> None:
@@ -66,17 +89,35 @@ class ObjectStore:
         with self._lock:
             if thorough or not self._indexed_below:
                 have = self.index.indexed()
+                if any(n >= state.next_pack for n in have):
+                    # Others share the index and have registered packs since. What they indexed is in a log that is replayed now.
+                    state = self._log.replay()
                 wanted: Iterable[int] = sorted(n for n in state.packs if n not in have)
                 if gone := [n for n in have if n not in state.packs]:
                     self.index.drop_packs(gone)
             else:
                 wanted = (n for n in range(self._indexed_below, state.next_pack) if n in state.packs)
-            for number in wanted:
-                pack = state.packs[number]
+            for number, table in self._footers(list(wanted), state):
                 # A pack that cannot be read holds nothing that can be reused or restored from it; `fsck` reports it.
-                with suppress(NotFound, Corrupt):
-                    self.index.add_pack(number, pack.id, footers.read_table(self.backend, pack.id, metadata=pack.metadata))
+                if table is not None:
+                    self.index.add_pack(number, state.packs[number].id, table)
             self._indexed_below = state.next_pack
+
+    def _footers(self, numbers: Sequence[int], state: State) -> "Iterator[tuple[int, NDArray[np.void] | None]]":
+        """The footers of packs, side by side from a bucket; None for one that cannot be read."""
+
+        def read(number: int) -> "tuple[int, NDArray[np.void] | None]":
+            pack = state.packs[number]
+            try:
+                return number, footers.read_table(self.backend, pack.id, metadata=pack.metadata)
+            except (NotFound, Corrupt):
+                return number, None
+
+        if not self._remote or len(numbers) < 2:
+            yield from map(read, numbers)
+            return
+        with ThreadPoolExecutor(min(FOOTERS_AT_ONCE, len(numbers))) as pool:
+            yield from pool.map(read, numbers)
 
     def registered(self, number: int, pack: PackId, table: "NDArray[np.void]") -> None:
         """Index a pack of our own that a log entry has just registered."""
@@ -89,9 +130,20 @@ class ObjectStore:
         """Where each of `ids` (32 bytes each) lies, as LOCATION_DTYPE rows; `found` is 0 where the index does not know."""
         return self.index.get_many(ids)
 
+    def locations(self, ids: bytes, *, look_again: bool = False) -> list[Location]:
+        """Where each of `ids` lies; with `look_again`, after a replay of the log. Raises `NotFound` for one that no listed pack holds."""
+        if look_again:
+            self._look_again()
+        where = self.located(ids)
+        names = self._pack_names(numbers := set(where["pack"].tolist()))
+        if gone := numbers - names.keys():
+            raise NotFound(f"packs {sorted(gone)[:4]} are not listed any more; repeat the call, or run `ckptstore reindex`")
+        columns = (where[name].tolist() for name in ("pack", "offset", "stored", "raw", "codec", "width"))
+        return [Location(names[pack], *rest) for pack, *rest in zip(*columns, strict=True)]
+
     def packs_of(self, ids: bytes) -> frozenset[int]:
         """The numbers of the packs that hold `ids`."""
-        return frozenset(np.unique(self._located(ids)["pack"]).tolist())
+        return frozenset(np.unique(self.located(ids)["pack"]).tolist())
 
     def read_metadata(self, chunk: ChunkId) -> bytes:
         """A schema, page or layout, verified, from memory where it was read before."""
@@ -103,7 +155,7 @@ class ObjectStore:
         missing = list(dict.fromkeys(chunk for chunk in chunks if chunk not in found))
         if missing:
             ids = b"".join(missing)
-            where = self._located(ids)
+            where = self.located(ids)
             _check_sizes(missing, where)
             buffers = [bytearray(int(n)) for n in where["raw"]]
             self.read_into(ids, [memoryview(b) for b in buffers], where=where)
@@ -125,30 +177,55 @@ class ObjectStore:
         run: Spread | None = None,
         describe: Callable[[int], str] = lambda i: "metadata",
         threads: int = 1,
+        read_bytes: int = RUN_BYTES,
     ) -> None:
         """Read each chunk of `ids` into the memory of `out`, whose lengths are the chunks' raw bytes, and verify it.
 
-        `run(task, numbers)` spreads the reads over `threads` threads; without it they run here. `describe(i)` says what chunk `i` is part
+        `run(task, numbers)` spreads the reads, of at most `read_bytes` or one chunk, over `threads` threads; without it they run here. What
+        is encoded is read aside: so much memory, and a chunk that is decoded, for each thread. `describe(i)` says what chunk `i` is part
         of, for errors. Raises `Corrupt` for a chunk whose bytes do not match its id or whose length is not that of `out`, `NotFound` for
         one that no listed pack holds.
         """
-        request = _Request(ids, out, where if where is not None else self._located(ids), range(len(out)), describe)
-        moved = self._read_all(request, run, threads)
-        if moved:
+        try:
+            self._read_here(ids, out, where, run, describe, threads, read_bytes)
+        except (Corrupt, NotFound) as error:
+            if self.rescue is None:
+                raise
+            self.rescue(ids, out, error)
+
+    def _read_here(
+        self,
+        ids: bytes,
+        out: Sequence[memoryview],
+        where: "NDArray[np.void] | None",
+        run: Spread | None,
+        describe: Callable[[int], str],
+        threads: int,
+        read_bytes: int,
+    ) -> None:
+        request = _Request(ids, out, where if where is not None else self.located(ids), range(len(out)), describe)
+        while moved := self._read_all(request, run, threads, read_bytes):
+            # A pack that is gone was collected, and its chunks were copied before; that may happen again while we look.
             self._look_again()
-            ids = b"".join(request.id(i) for i in moved)
-            again = _Request(ids, [out[i] for i in moved], self._located(ids), moved, describe)
-            if gone := self._read_all(again, run, threads):
-                raise NotFound(
-                    f"the pack of chunk {again.short(gone[0])} ({again.name(gone[0])}) is listed, but not there; run `ckptstore fsck`"
-                )
+            before, request = request, self._again(request, moved)
+            for i, was in enumerate(moved):
+                if request.where["pack"][i] == before.where["pack"][was]:
+                    name = f"{request.short(i)} ({request.name(i)})"
+                    raise NotFound(f"the pack of chunk {name} is listed, but not there; run `ckptstore fsck`")
 
-    def _read_all(self, request: "_Request", run: Spread | None, threads: int) -> list[int]:
+    def _again(self, request: "_Request", which: Sequence[int]) -> "_Request":
+        """The chunks `which` of a request, located anew."""
+        ids = b"".join(map(request.id, which))
+        positions = [request.positions[i] for i in which]
+        return _Request(ids, [request.out[i] for i in which], self.located(ids), positions, request.describe)
+
+    def _read_all(self, request: "_Request", run: Spread | None, threads: int, read_bytes: int) -> list[int]:
         """Read what the request wants; returns the positions whose pack is not there."""
-        missing: list[int] = []
-
-        limit = max(MIB, min(RUN_BYTES, int(request.where["stored"].sum()) // threads))
-        reads = self._plan(request.where, limit)
+        stored_bytes = int(request.where["stored"].sum())
+        if stored_bytes <= ALONE_BYTES and not self._remote:
+            run, threads = None, 1
+        least = REMOTE_READ_BYTES if self._remote else MIB
+        reads, missing = self._plan(request.where, min(read_bytes, max(least, stored_bytes // threads)))
 
         def will_need(i: int) -> None:
             if i < len(reads):
@@ -173,30 +250,41 @@ class ObjectStore:
     def close(self) -> None:
         self.index.close()
 
-    def _located(self, ids: bytes) -> "NDArray[np.void]":
-        for look_again in (None, self._look_again, self._index_anew):
-            if look_again:
-                look_again()
-            where = self.locate(ids)
+    def located(self, ids: bytes) -> "NDArray[np.void]":
+        """Where each of `ids` lies: looked up again while the log says something new, at last in an index made anew."""
+        where, seen = self.locate(ids), -1
+        for _ in range(LOOKS):
             if where["found"].all():
                 return where
-        first = int(np.flatnonzero(where["found"] == 0)[0])
-        chunk = ids[first * CHUNK_ID_BYTES : (first + 1) * CHUNK_ID_BYTES]
-        raise NotFound(
-            f"chunk {chunk.hex()[:12]} and {int((where['found'] == 0).sum()) - 1} more lie in no pack that the log lists; "
-            f"run `ckptstore fsck`, or `ckptstore repair` with a mirror"
-        )
+            before, seen = seen, self._look_again().n
+            where = self.locate(ids)
+            if seen == before:
+                break
+        return where if where["found"].all() else self._located_anew(ids)
 
-    def _index_anew(self) -> None:
+    def _located_anew(self, ids: bytes) -> "NDArray[np.void]":
         """A damaged key of the index is a chunk that it does not find: before a chunk counts as lost, every footer is read again."""
         self.index.reset()
         self._look_again()
+        where = self.locate(ids)
+        lost = np.flatnonzero(where["found"] == 0)
+        if len(lost):
+            chunk = ids[int(lost[0]) * CHUNK_ID_BYTES : (int(lost[0]) + 1) * CHUNK_ID_BYTES]
+            raise NotFound(
+                f"chunk {chunk.hex()[:12]} and {len(lost) - 1} more lie in no pack that the log lists; "
+                f"run `ckptstore fsck`, or `ckptstore repair` with a mirror"
+            )
+        return where
 
-    def _look_again(self) -> None:
-        self.sync(self._log.replay(refresh=True), thorough=True)
+    def _look_again(self) -> State:
+        state = self._log.replay(refresh=True)
+        self.sync(state, thorough=True)
+        return state
 
-    def _plan(self, where: "NDArray[np.void]", limit_bytes: int) -> list[Read]:
-        """Coalesce chunks that lie one behind the other in a pack, up to `limit_bytes` a read."""
+    def _plan(self, where: "NDArray[np.void]", limit_bytes: int) -> tuple[list[Read], list[int]]:
+        """Coalesce chunks that lie one behind the other in a pack, from a bucket near each other, up to `limit_bytes` a read; and the
+        positions of chunks whose pack nobody lists any more."""
+        gap_bytes = GAP_BYTES if self._remote else 0
         order = np.lexsort((where["offset"], where["pack"]))
         rows = where[order]
         ends = rows["offset"] + rows["stored"]
@@ -204,31 +292,35 @@ class ObjectStore:
         stops, positions = ends.tolist(), order.tolist()
         names = self._pack_names(set(packs))
         reads: list[Read] = []
+        missing: list[int] = []
         i = 0
         while i < len(positions):
             j = i + 1
             while (
                 j < len(positions)
                 and packs[j] == packs[i]
-                and codecs_[j] == codecs_[i]
-                and starts[j] == stops[j - 1]
+                and (codecs_[j] == codecs_[i] or self._remote)
+                and 0 <= starts[j] - stops[j - 1] <= gap_bytes
                 and stops[j] - starts[i] <= limit_bytes
             ):
                 j += 1
-            reads.append(Read(names[packs[i]], starts[i], stops[j - 1] - starts[i], tuple(positions[i:j]), codecs_[i] != codecs.RAW))
+            encoded = any(codec != codecs.RAW for codec in codecs_[i:j])
+            if name := names.get(packs[i]):
+                reads.append(Read(name, starts[i], stops[j - 1] - starts[i], tuple(positions[i:j]), encoded))
+            else:
+                missing.extend(positions[i:j])
             i = j
-        return reads
+        return reads, missing
 
     def _pack_names(self, numbers: set[int]) -> dict[int, PackId]:
+        """The packs of these numbers, but for those that are not listed any more."""
         if unknown := numbers - self._names.keys():
             self._names.update(self.index.pack_ids(unknown))
         if unknown := numbers - self._names.keys():
-            # The index was lost since it gave the locations; the log knows the names as well.
+            # The index has lost them since it gave the locations; the log knows the names as well.
             packs = self._log.replay().packs
             self._names.update((n, packs[n].id) for n in unknown if n in packs)
-        if unknown := numbers - self._names.keys():
-            raise NotFound(f"packs {sorted(unknown)[:4]} are not listed any more; repeat the call, or run `ckptstore reindex`")
-        return {n: self._names[n] for n in numbers}
+        return {n: self._names[n] for n in numbers if n in self._names}
 
     def _read(self, read: Read, request: "_Request") -> None:
         for i in read.which:
@@ -237,36 +329,60 @@ class ObjectStore:
                     f"chunk {request.short(i)} ({request.name(i)}) in pack {read.pack} has {int(request.where['raw'][i])} bytes; "
                     f"wanted {len(request.out[i])}; run `ckptstore fsck`"
                 )
-        problem = self._try_read(pack_key(read.pack), read, request)
-        if problem and self.backend.size(twin_key(read.pack)) is not None:
-            problem = self._try_read(twin_key(read.pack), read, request)
-        if problem:
+        failed = self._try_read(pack_key(read.pack), read, request)
+        if failed and self.backend.size(twin_key(read.pack)) is not None:
+            failed = {i: problem for i, problem in failed.items() if not self._saved(i, read, request)}
+        for problem in failed.values():
             raise problem
 
-    def _try_read(self, key: str, read: Read, request: "_Request") -> Exception | None:
+    def _saved(self, i: int, read: Read, request: "_Request") -> bool:
+        """Whether one chunk of `read` could be read alone, from the twin or, where the trouble is another chunk's, from the pack itself."""
+        row = request.where[i]
+        alone = Read(read.pack, int(row["offset"]), int(row["stored"]), (i,), read.encoded)
+        return any(not self._try_read(key, alone, request) for key in (twin_key(read.pack), pack_key(read.pack)))
+
+    def _try_read(self, key: str, read: Read, request: "_Request") -> dict[int, Exception]:
+        """Read into the request's memory; returns what is wrong with each chunk that is not what its id says."""
+        stored = memoryview(bytearray(read.stored_bytes)) if read.encoded else None
+        short: Exception | None = None
         try:
-            if read.encoded:
-                self._read_encoded(key, read, request)
-            else:
-                self.backend.read_into(key, read.offset, [request.out[i] for i in read.which])
-        except (Corrupt, NotFound, Unavailable) as error:
+            self.backend.read_into(key, read.offset, _with_gaps(read, request) if stored is None else [stored])
+        except Corrupt as error:
+            short = error  # an object that ends early has its beginning
+        except (NotFound, Unavailable) as error:
             error.add_note(f"while reading {request.name(read.which[0])}")
+            return dict.fromkeys(read.which, error)
+        problems = {i: self._problem(i, read, request, stored) for i in read.which}
+        return {i: short or problem for i, problem in problems.items() if problem}
+
+    def _problem(self, i: int, read: Read, request: "_Request", stored: memoryview | None) -> Exception | None:
+        """What is wrong with chunk `i` of the request, once it is decoded from `stored` bytes if it is encoded."""
+        try:
+            if stored is not None:
+                row = request.where[i]
+                start = int(row["offset"]) - read.offset
+                codecs.decode_into(int(row["codec"]), stored[start : start + int(row["stored"])], request.out[i], int(row["width"]))
+        except Corrupt as error:
+            error.add_note(f"while reading {request.name(i)}")
             return error
-        for i in read.which:
-            if (got := digest(request.out[i])) != request.id(i):
-                return Corrupt(
-                    f"chunk {request.short(i)} in pack {read.pack} ({request.name(i)}) does not match its id: got {got.hex()[:12]}; "
-                    f"run `ckptstore fsck --read-data`, restore another commit, or heal it with `ckptstore repair`"
-                )
+        if (got := digest(request.out[i])) != request.id(i):
+            return Corrupt(
+                f"chunk {request.short(i)} in pack {read.pack} ({request.name(i)}) does not match its id: got {got.hex()[:12]}; "
+                f"run `ckptstore fsck --read-data`, restore another commit, or heal it with `ckptstore repair`"
+            )
         return None
 
-    def _read_encoded(self, key: str, read: Read, request: "_Request") -> None:
-        stored = bytearray(read.stored_bytes)
-        self.backend.read_into(key, read.offset, [memoryview(stored)])
-        for i in read.which:
-            row = request.where[i]
-            start = int(row["offset"]) - read.offset
-            codecs.decode_into(int(row["codec"]), memoryview(stored)[start : start + int(row["stored"])], request.out[i], int(row["width"]))
+
+def _with_gaps(read: Read, request: "_Request") -> list[memoryview]:
+    """Where the bytes of a read of raw chunks go; those between two chunks go nowhere."""
+    buffers, at = [], read.offset
+    for i in read.which:
+        offset, out = int(request.where["offset"][i]), request.out[i]
+        if offset > at:
+            buffers.append(memoryview(bytearray(offset - at)))
+        buffers.append(out)
+        at = offset + out.nbytes
+    return buffers
 
 
 def _check_sizes(chunks: Sequence[ChunkId], where: "NDArray[np.void]") -> None:

@@ -1,22 +1,24 @@
-"""Every interleaving of writers, gc runners, forget, undelete and sessions declared over, driven by the product's own `check` and `apply`.
+"""Every interleaving of writers, gcs, readers, forget, undelete, tags and sessions declared over, by the product's own `check` and `apply`.
 
 A world is a `State` of the fold, the pack objects that exist, and where each actor stands. Actors are naive: they append what they
 planned from what they saw, and the state's `check` at the head of the log says what they may not. So a check that is taken away shows
-up as a lost chunk: a commit that was acknowledged and not forgotten, with a chunk in no pack that is both live and there.
+up as a loss: a commit that was acknowledged and not forgotten, with a chunk in no pack that is both live and there; a tag of a forgotten
+commit; a reader that finds no place of a chunk although it has replayed the log.
 
 A pack's chunks are a mask in its `bytes`, a commit's a string of letters in its `content`. A writer's look-up may use any earlier
-state, as a chunk index that lags does.
+state, as a chunk index that lags does, and one that was lost and made anew. An answer may be lost: then the writer does not know
+whether its entry is in the log, and one that is still on its way may arrive for as long as nobody takes its number.
 """
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import NamedTuple, TypeAlias, TypeVar
 
 from ckptstore.core.ids import CommitId, PackId, SessionId, StoreId
 from ckptstore.core.model import PackRecord
 from ckptstore.history import fold
-from ckptstore.history.entries import Body, Commit, Condemn, Delete, Entry, Forget, Over, Register, Undelete
+from ckptstore.history.entries import Body, Commit, Condemn, Delete, Entry, Forget, Over, Register, Tag, Undelete
 from ckptstore.history.fold import Code, State
 
 CHUNKS = "abc"
@@ -40,14 +42,23 @@ class Scope:
     copies: int = 1
     forgetting: bool = True
     undeleting: bool = True
+    tagging: bool = False
+    reading: bool = False
+    lossy: bool = False
+    reindexing: bool = False
     object_first: bool = False
     blind_undelete: bool = False
+    stubborn_reader: bool = False
+    hasty_writer: bool = False
 
 
 class Writer(NamedTuple):
+    """`sent` is the number of an entry that is on its way."""
+
     step: str
     name: str
     reuse: frozenset[Placed]
+    sent: int = 0
 
 
 class Collector(NamedTuple):
@@ -70,6 +81,9 @@ class World(NamedTuple):
     undelete: frozenset[PackId] | None
     views: frozenset[frozenset[Placed]]
     kept: frozenset[CommitId]
+    planned: frozenset[str] = frozenset()
+    reader: frozenset[Placed] | None = None
+    misled: str = ""
 
 
 Label: TypeAlias = tuple[object, ...]
@@ -167,7 +181,7 @@ def writer_moves(world: World, i: int, scope: Scope) -> Iterator[Move]:
         return (*world.writers[:i], writer._replace(**changes), *world.writers[i + 1 :])  # type: ignore[arg-type]  # NamedTuple's own
 
     if writer.step == "look":
-        for view in world.views | {table(world.state)}:
+        for view in world.views | {table(world.state)} | ({frozenset[Placed]()} if scope.reindexing else set()):
             reuse = frozenset(placed for placed in view if placed[0] in want)
             yield (writer.name, "reuses", reuse), world._replace(writers=put(step="write", reuse=reuse))
     elif writer.step == "write":
@@ -179,6 +193,9 @@ def writer_moves(world: World, i: int, scope: Scope) -> Iterator[Move]:
         refused = refusal(world, body := commit_body(writer.name, want, packs, reused))
         if refused is None:
             yield (writer.name, "commits"), _acknowledge(world, body, put(step="end"))
+            if scope.lossy:
+                yield (writer.name, "commits and gets no answer"), append(world, body)._replace(writers=put(step="unsure"))
+                yield (writer.name, "sends its entry"), world._replace(writers=put(step="sent", sent=world.state.n + 1))
         elif refused.code is Code.PACKS_GONE:
             yield (writer.name, "finds its packs gone"), world._replace(writers=put(step="look", reuse=frozenset()))
         elif refused.code is Code.SESSION_OVER:
@@ -187,6 +204,27 @@ def writer_moves(world: World, i: int, scope: Scope) -> Iterator[Move]:
             if packs and refusal(world, kept) is None:
                 yield (retry, "commits with the pack of the session that is over"), _acknowledge(world, kept, put(step="end"))
             yield (retry, "starts again"), world._replace(writers=put(step="look", name=retry, reuse=frozenset()))
+    else:
+        yield from _unanswered(
+            world, writer, put, commit_body(writer.name, want, (record(pack, fresh),) if fresh else (), frozenset()), scope
+        )
+
+
+def _unanswered(world: World, writer: Writer, put: Callable[..., tuple[Writer, ...]], body: Commit, scope: Scope) -> Iterator[Move]:
+    """What becomes of an entry whose create was not answered. A writer that gives up deletes nothing, but for a hasty one."""
+    pack = pack_of(writer.name)
+    left = _without(world, pack) if scope.hasty_writer else world
+    if writer.step in ("sent", "gone") and writer.sent == world.state.n + 1:
+        body = replace(body, reused=frozenset(world.numbers[p] for _, p in writer.reuse))
+        after = put(step="unsure" if writer.step == "sent" else "end", sent=0)
+        yield (writer.name, "has its entry arrive"), append(world, body)._replace(writers=after)
+    if writer.step == "unsure":
+        yield (writer.name, "reads its entry"), world._replace(writers=put(step="end"), kept=world.kept | {body.commit})
+        yield (writer.name, "gives up"), left._replace(writers=put(step="end"))
+    if writer.step == "sent":
+        yield (writer.name, "gives up"), left._replace(writers=put(step="gone"))
+        if writer.sent <= world.state.n:
+            yield (writer.name, "reads another's entry at its number"), world._replace(writers=put(step="commit", sent=0))
 
 
 def _acknowledge(world: World, body: Commit, writers: tuple[Writer, ...]) -> World:
@@ -296,8 +334,13 @@ def other_moves(world: World, scope: Scope) -> Iterator[Move]:
     if len(world.gcs) > 1:
         sessions += [f"gc{i}{gc.copies}" for i, gc in enumerate(world.gcs) if gc.step == "swap"]
     for name in sessions:
-        if session_of(name) not in world.state.over:
-            yield (name, "is declared over"), append(world, Over((session_of(name),)))
+        over = Over((session_of(name),))
+        if session_of(name) not in world.state.over and refusal(world, over) is None:
+            yield (name, "is declared over"), append(world, over)
+    if scope.reading:
+        yield from reader_moves(world, scope)
+    if scope.tagging:
+        yield from tag_moves(world)
     if not scope.forgetting:
         return
     if world.undelete is not None:
@@ -309,12 +352,55 @@ def other_moves(world: World, scope: Scope) -> Iterator[Move]:
             yield ("the undelete is refused",), world._replace(undelete=None)
         return
     row = world.state.commits.get(KEPT)
-    if row is not None and not row.soft:
-        yield ("k0 is forgotten",), append(world, Forget((KEPT,), ""))._replace(kept=world.kept - {KEPT})
+    forget = Forget((KEPT,), "")
+    if row is not None and not row.soft and refusal(world, forget) is None:
+        yield ("k0 is forgotten",), append(world, forget)._replace(kept=world.kept - {KEPT})
     if row is not None and row.soft and scope.undeleting:
         holders = [p for p in world.state.packs.values() if p.bytes & mask_of(row.content)]
         if {c for p in holders for c in LETTERS[p.bytes]} >= set(row.content):
             yield ("undelete looks up the packs of k0",), world._replace(undelete=frozenset(p.id for p in holders))
+
+
+def tag_moves(world: World) -> Iterator[Move]:
+    """A tag and a forget are both planned while the other is not there, and appended later."""
+    row, tagged = world.state.commits.get(KEPT), "tag" in world.state.tags
+    bodies: dict[str, Body] = {"forget": Forget((KEPT,), ""), "tag": Tag("tag", KEPT, frozenset())}
+    for what, body in bodies.items():
+        if what in world.planned:
+            done = world._replace(planned=world.planned - {what})
+            if refusal(world, body) is None:
+                kept = world.kept - {KEPT} if what == "forget" else world.kept
+                yield (f"the {what} of k0 is appended",), append(done, body)._replace(kept=kept)
+            else:
+                yield (f"the {what} of k0 is refused",), done
+        elif row is not None and not row.soft and not tagged:
+            yield (f"a {what} of k0 is planned",), world._replace(planned=world.planned | {what})
+    if tagged:
+        yield ("k0 is untagged",), append(world, Tag("tag", None, frozenset()))
+
+
+def reader_moves(world: World, scope: Scope) -> Iterator[Move]:
+    """A reader of k0 finds places, and reads them later; what is not there any more it looks up in the log's newest state."""
+    row = world.state.commits.get(KEPT)
+    if row is None or row.soft:
+        return  # whoever reads what is forgotten may find it gone
+    if world.reader is None:
+        yield ("a reader locates k0",), world._replace(reader=_located(world, row.content))
+        return
+    gone = [c for c, p in sorted(world.reader) if all(p != there for there, _ in world.objects)]
+    if not gone:
+        yield ("the reader has read k0",), world._replace(reader=None)
+    elif scope.stubborn_reader or {c for c, _ in _located(world, row.content)} < set(row.content):
+        yield ("the reader finds no place",), world._replace(misled=f"{gone} of k0")
+    else:
+        yield ("the reader looks again",), world._replace(reader=_located(world, row.content))
+
+
+def _located(world: World, chunks: str) -> frozenset[Placed]:
+    """For each chunk one of the listed packs that hold it, condemned ones among them, and not the one that a gc would keep."""
+    packs = world.state.packs.values()
+    places = {c: max((p.id for p in packs if c in LETTERS[p.bytes]), default=None) for c in chunks}
+    return frozenset((c, p) for c, p in places.items() if p is not None)
 
 
 # -- exploration --------------------------------------------------------------------------------------------------------------------
@@ -332,6 +418,8 @@ def lost(world: World) -> list[tuple[CommitId, list[str]]]:
     have = {c for p in world.state.packs.values() if p.live and (p.id, p.bytes) in world.objects for c in LETTERS[p.bytes]}
     rows = {commit: row for commit, row in world.state.commits.items() if not row.soft}
     purged = [(commit, ["the commit itself"]) for commit in world.kept if commit not in rows]
+    purged += [(commit, [f"the tag {tag}"]) for tag, commit in world.state.tags.items() if commit not in rows]
+    purged += [(KEPT, [world.misled])] if world.misled else []
     return purged + [(commit, sorted(set(row.content) - have)) for commit, row in rows.items() if set(row.content) - have]
 
 
@@ -348,7 +436,9 @@ def key(world: World, scope: Scope) -> object:
     views = frozenset(frozenset(placed for placed in view if placed[0] in wanted) for view in world.views) if wanted else None
     closed = frozenset(o for o, _ in world.objects if state.closed(SessionId(o[:24])))
     over = frozenset(state.over)
-    return packs, commits, fences, runners, over, closed, world.objects, world.writers, world.undelete, views, world.kept
+    writers = tuple(w._replace(sent=int(w.sent == state.n + 1)) for w in world.writers)
+    others = world.planned, world.reader, world.misled, frozenset(state.tags)
+    return packs, commits, fences, runners, over, closed, world.objects, writers, world.undelete, views, world.kept, others
 
 
 def state_ids(state: State) -> frozenset[PackId]:

@@ -3,6 +3,7 @@
 import multiprocessing
 import shutil
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from uuid import uuid4
@@ -137,6 +138,15 @@ def test_a_writer_that_gives_up_deletes_nothing_and_says_so(backend: Backend, cr
         log.append(commit(1), timeout_s=0.0)
     assert open_log(backend).replay().n == (1 if created else 0)
     assert log.replay().n == (1 if created else 0)
+
+
+def test_a_local_disk_that_fails_for_good_is_not_waited_for_as_a_network_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(log_module, "LOCAL_PATIENCE_S", 0.1)
+    log = open_log(Wrapped(open_backend(tmp_path, fsync=False), failing(10**6, created=False)))
+    started = time.monotonic()
+    with pytest.raises(Unavailable, match="storage did not say whether entry 1 of the log was created: no answer; delete nothing"):
+        log.append(commit(1))
+    assert time.monotonic() - started < log_module.APPEND_TIMEOUT_S / 2
 
 
 def test_storage_that_loses_an_entry_others_have_seen_is_noticed_before_it_is_acknowledged(backend: Backend) -> None:
@@ -331,3 +341,23 @@ def test_a_name_that_a_network_filesystem_believes_absent_is_looked_up_again(bac
     rival.append(commit(1))
     stale = Stale(backend, lambda create, key, data: create(key, data))
     assert open_log(stale).append(commit(2)).n == 2
+
+
+def test_entries_that_were_removed_are_missed_however_many(tmp_path: Path) -> None:
+    """All but the last ones, of which nobody here can know: neither read past nor written anew."""
+    last = 9
+    backend = open_backend(tmp_path / "store", fsync=False)
+    log = open_log(backend)
+    for i in range(1, last + 1):
+        log.append(commit(i))
+    for first in range(1, last):
+        for stop in range(first + 1, last + 1):
+            removed = {log_key(n): backend.read(log_key(n)) for n in range(first, stop)}
+            for key in removed:
+                backend.delete(key)
+            with pytest.raises(Corrupt, match=f"entry {first} of the log is missing"):
+                open_log(backend).append(commit(10))
+            for key, data in removed.items():
+                assert backend.size(key) is None
+                backend.put(key, data)
+    assert open_log(backend).replay().n == last

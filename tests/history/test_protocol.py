@@ -14,15 +14,26 @@ HOLDING = [
     Scope(wants=("abc",)),
     Scope(wants=("a",), duplicate=True),
     Scope(wants=("a",), copies=2),
-    Scope(wants=("a", "b"), undeleting=False),
+    Scope(wants=("bc", "c"), forgetting=False),
     Scope(wants=(), gcs=2, duplicate=True, undeleting=False),
+    Scope(wants=("a",), tagging=True, undeleting=False),
+    Scope(wants=("a",), reading=True),
+    Scope(wants=(), duplicate=True, reading=True, tagging=True),
+    Scope(wants=("bc",), lossy=True, undeleting=False),
+    Scope(wants=("abc",), reindexing=True, undeleting=False),
 ]
 HOLDING_LONG = [
     Scope(),
+    Scope(wants=("a", "b"), undeleting=False),
     Scope(copies=2),
     Scope(duplicate=True),
     Scope(wants=("a",), gcs=2, duplicate=True, undeleting=False),
     Scope(wants=(), gcs=2, duplicate=True),
+    Scope(wants=(), gcs=2, duplicate=True, undeleting=False, tagging=True, reading=True),
+    Scope(wants=("a",), tagging=True, reading=True, duplicate=True),
+    Scope(wants=("a", "b"), lossy=True, undeleting=False),
+    Scope(wants=("a", "bc"), reindexing=True, undeleting=False),
+    Scope(wants=("abc",), tagging=True, reading=True, lossy=True, reindexing=True),
 ]
 
 
@@ -45,6 +56,8 @@ BROKEN: dict[str, tuple[Scope, str, Callable[[Any], Callable[..., Any]]]] = {
     "gc purges what was undeleted": (Scope(), "_not_forgotten", lambda _: allow),
     "gc registers a copy although it was declared over": (Scope(wants=("a",), gcs=2, undeleting=False), "_session_closed", allow_for("gc")),
     "two gcs do not know of each other": (GC_PAIR, "_fenced", lambda _: allow),
+    "a forget that was planned before a tag forgets the tagged commit": (Scope(wants=(), tagging=True), "_pinned", lambda _: allow),
+    "a tag that was planned before a forget names a forgotten commit": (Scope(wants=(), tagging=True), "_forgotten", lambda _: allow),
 }
 
 
@@ -72,6 +85,14 @@ def test_each_check_that_is_taken_away_loses_a_chunk(broken: str, monkeypatch: p
     assert result.path
 
 
-@pytest.mark.parametrize("scope", [Scope(object_first=True), Scope(blind_undelete=True)], ids=["object-first", "blind-undelete"])
-def test_each_rule_that_an_actor_breaks_loses_a_chunk(scope: Scope) -> None:
-    assert explore(scope, NO_LIMIT).lost
+RULES = {
+    "an object is deleted before its entry": Scope(object_first=True),
+    "an undelete does not stamp its packs": Scope(blind_undelete=True),
+    "a reader does not look again": Scope(wants=(), duplicate=True, reading=True, stubborn_reader=True),
+    "a writer without an answer deletes its pack": Scope(wants=("a",), lossy=True, undeleting=False, hasty_writer=True),
+}
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_each_rule_that_an_actor_breaks_loses_a_chunk(rule: str) -> None:
+    assert explore(RULES[rule], NO_LIMIT).lost

@@ -4,9 +4,9 @@ import math
 import multiprocessing
 import random
 import sqlite3
-import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import closing
+from itertools import count
 from pathlib import Path
 from threading import Thread
 
@@ -31,10 +31,12 @@ from ckptstore.history.entries import (
 )
 from ckptstore.history.fold import State, apply, genesis
 from ckptstore.index.catalog import Catalog
-from ckptstore.index.queries import LeafInfo, ShardInfo, open_catalog
+from ckptstore.index.queries import LeafInfo, ShardInfo
 from tests.index.building import MODEL, OPTIMIZER, STORE, LogBuilder, flat_schema, record
 
 spawn = multiprocessing.get_context("spawn")
+
+LEAF_STEPS, QUERY_STEPS = 50, 5_000
 
 
 @pytest.fixture
@@ -48,6 +50,19 @@ def dump(catalog: Catalog) -> dict[str, list[tuple[object, ...]]]:
     ask = catalog.queries()._ask
     names = ("position", "commits", "parents", "metrics", "tags", "packs", "schemas", "commit_trees")
     return {name: sorted(map(tuple, ask(f"SELECT * FROM {name}", {})), key=repr) for name in names}
+
+
+def steps(catalog: Catalog, work: Callable[[], object]) -> int:
+    """What `work` cost SQLite: instructions of its virtual machine, in whole hundreds. The same on every machine, however busy."""
+    connection = catalog._opened().connection.connection.driver_connection
+    assert isinstance(connection, sqlite3.Connection)
+    hundreds = count()
+    connection.set_progress_handler(lambda: next(hundreds) < 0, 100)
+    try:
+        assert work()
+    finally:
+        connection.set_progress_handler(None, 0)
+    return next(hundreds) * 100
 
 
 def eventful(seed: int, length: int) -> list[Entry]:
@@ -216,14 +231,12 @@ def test_shards_are_those_of_their_commit(catalog: Catalog) -> None:
     assert catalog.queries().shards(other) == []
 
 
-def test_twenty_thousand_leaves_are_added_quickly_and_lie_compactly(catalog: Catalog, tmp_path: Path) -> None:
+def test_twenty_thousand_leaves_are_added_in_few_steps_and_lie_compactly(catalog: Catalog, tmp_path: Path) -> None:
     log = LogBuilder()
     log.commit()
     catalog.fold(log.entries)
     schema = flat_schema(20_000)
-    began = time.process_time()
-    catalog.add_schema(MODEL, schema)
-    assert time.process_time() - began < 0.8  # 0.2 to 0.3 s where nobody else computes
+    assert steps(catalog, lambda: catalog.add_schema(MODEL, schema)) / 20_000 < LEAF_STEPS
     catalog.close()
     stored_bytes = (tmp_path / "index" / "catalog.sqlite").stat().st_size
     assert stored_bytes / 20_000 < 60 + sum(map(len, schema.paths)) / 20_000
@@ -232,34 +245,27 @@ def test_twenty_thousand_leaves_are_added_quickly_and_lie_compactly(catalog: Cat
 def test_folding_a_commit_costs_the_same_after_a_long_history(catalog: Catalog, tmp_path: Path) -> None:
     log = LogBuilder()
     for n in range(1, 4001):
-        log.commit(step=n, metrics=[("loss", 1 / n)], tags=["newest"], packs=[n], reused=range(max(1, n - 300), n))
+        log.commit(step=n, metrics=[("loss", 1 / n)], tags=["newest"], packs=[n], reused=range(max(1, n - 20), n))
     with closing(Catalog.open(tmp_path / "old" / "catalog.sqlite", STORE)) as old:
         old.fold(log.entries[:3900])
 
-        def cost(place: Catalog, entry: Entry) -> float:
-            began = time.process_time()
-            assert place.fold([entry])
-            return time.process_time() - began
-
-        # In turns, so that a change of the machine's speed falls on both.
-        costs = [(cost(catalog, log.entries[i]), cost(old, log.entries[3900 + i])) for i in range(60)]
-        early, late = (sorted(column)[30] for column in zip(*costs, strict=True))
-        assert late < 0.003
-        assert late < 1.5 * early
+        catalog.fold(log.entries[:40])
+        early = max(steps(catalog, lambda i=i: catalog.fold([log.entries[i]])) for i in range(40, 100))
+        late = max(steps(old, lambda i=i: old.fold([log.entries[i]])) for i in range(3900, 3960))
+        print(f"{early} steps, {late} after 3,900 commits")
+        assert late <= 1.2 * early
 
 
-def test_the_log_of_ten_thousand_commits_is_asked_in_milliseconds(catalog: Catalog, tmp_path: Path) -> None:
+def test_the_log_of_ten_thousand_commits_is_asked_without_looking_through_it(catalog: Catalog) -> None:
     log = LogBuilder()
     for n in range(10_000):
         log.commit(step=n, run=f"run{n % 3}", metrics=[("loss", 1 / (n + 1))])
     catalog.fold(log.entries)
-    queries = open_catalog(tmp_path / "index" / "catalog.sqlite", STORE)
-    assert queries
+    queries = catalog.queries()
     for ask in (lambda: queries.log(limit=20), lambda: queries.log("run1", 20), lambda: [queries.resolve("best:loss", "run2")]):
-        began = time.process_time()
-        assert ask()
-        assert time.process_time() - began < 0.010
-    queries.close()
+        taken = steps(catalog, lambda ask=ask: ask())
+        print(f"{taken} steps")
+        assert taken < QUERY_STEPS
 
 
 def test_threads_fold_and_ask_at_once(catalog: Catalog) -> None:

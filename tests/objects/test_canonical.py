@@ -64,7 +64,7 @@ def test_what_is_encoded_comes_back(value: object) -> None:
         "\ud800",
         b"",
         {1},
-        object(),
+        object,
     ],
     ids=repr,
 )

@@ -22,7 +22,7 @@ WRITES: dict[str, Callable[[Backend], object]] = {
 def write_large(backend: Backend) -> None:
     writer = backend.create("dir/a", session=SESSION)
     try:
-        writer.write_at(0, [memoryview(b"data")])
+        writer.append([memoryview(b"data")])
         writer.finish()
     finally:
         writer.discard()
@@ -215,7 +215,7 @@ def test_a_link_whose_answer_was_lost_counts_as_made(monkeypatch: pytest.MonkeyP
 def test_what_a_crash_leaves_is_named_after_the_session(root: Path) -> None:
     backend = open_backend(root)
     writer = backend.create("packs/aa/x", session=SESSION)
-    writer.write_at(0, [memoryview(b"data")])
+    writer.append([memoryview(b"data")])
     ((key, nbytes),) = backend.list("")
     assert key.startswith(f"tmp/{SESSION}-")
     assert nbytes == 4

@@ -10,6 +10,7 @@ from typing import TypeAlias, TypeVar
 import lmdb
 
 from ckptstore.core.ids import CHUNK_ID_BYTES
+from ckptstore.core.places import rights
 from ckptstore.index.chunks.lmdb_file import Damaged
 from ckptstore.index.chunks.records import RECORD_BYTES
 
@@ -213,7 +214,7 @@ def _open_lmdb(folder: Path, map_bytes: int) -> lmdb.Environment:
                 metasync=False,
                 max_dbs=len(DATABASES),
                 max_readers=_MAX_READERS,
-                mode=0o666,
+                mode=0o666 & rights(folder),
             )
         except (lmdb.MemoryError, MemoryError):
             if map_bytes <= _MAP_BYTES_MIN:

@@ -25,6 +25,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ckptstore.core.ids import PackId, StoreId
+from ckptstore.core.places import make_directories, rights, write_file
 from ckptstore.index.chunks import changes, lmdb_file
 from ckptstore.index.chunks.environment import DATABASES, MAP_BYTES, UNSOUND, Environment, Transaction, Work, is_open, let_go, share
 from ckptstore.index.chunks.memory import MemoryRecords
@@ -229,7 +230,7 @@ class ChunkIndex:
         """Take the file if it is sound, else or with `anew` make another; `_env` stays None where neither can be."""
         self._release()
         try:
-            self._path.parent.mkdir(parents=True, exist_ok=True)
+            make_directories(self._path.parent)
             for exclusive in (False, True):
                 with file_lock(self._lock_path, timeout_s=self._lock_timeout_s, exclusive=exclusive) as held:
                     sound = held and not anew and self._sound()
@@ -257,8 +258,8 @@ class ChunkIndex:
         with suppress(FileNotFoundError):
             self._path.rename(aside)
             _delete(aside)
-        self._path.mkdir()
-        (self._path / "stamp").write_text(self._stamp())
+        self._path.mkdir(mode=rights(self._path.parent))
+        write_file(self._path / "stamp", self._stamp().encode())
 
     def _stamp(self) -> str:
         return f"{_FORMAT} {self._store} {_BOOT_ID.read_text() if _BOOT_ID.exists() else ''}"

@@ -1,0 +1,38 @@
+"""How URLs and messages are shown to people: without what would let them in."""
+
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+MASK = "***"
+
+_SECRET_NAME = re.compile(r"key|secret|token|password|credential|sas", re.IGNORECASE)
+_USER_INFO = re.compile(r"(?<=://)[^/@\s]*@")
+_SECRET_OPTION = re.compile(r"([?&](?:[^=&\s]*(?:key|secret|token|password|credential)[^=&\s]*)=)[^&\s]*", re.IGNORECASE)
+_SHORTEST = 6
+"""Shorter values are words of every message (`test`), and no secrets worth the name."""
+
+
+def redact(text: str) -> str:
+    """`text` with the user part of every URL, and options of URLs that are named like secrets, replaced by `***`."""
+    return _SECRET_OPTION.sub(rf"\1{MASK}", _USER_INFO.sub(f"{MASK}@", text))
+
+
+def without(text: str, secrets: frozenset[str]) -> str:
+    """`redact(text)`, and each of `secrets` replaced wherever it stands."""
+    for secret in secrets:
+        text = text.replace(secret, MASK)
+    return redact(text)
+
+
+def secrets_of(options: Mapping[str, Any]) -> frozenset[str]:
+    """The values in `options`, however deep, whose names say that they are secret."""
+    return frozenset(value for value in _secrets(options) if len(value) >= _SHORTEST)
+
+
+def _secrets(options: Mapping[str, Any]) -> Iterator[str]:
+    for name, value in options.items():
+        if isinstance(value, Mapping):
+            yield from _secrets(value)
+        elif isinstance(value, str) and _SECRET_NAME.search(str(name)):
+            yield value

@@ -1,0 +1,237 @@
+"""The log in PostgreSQL: an entry is a row, and the tables of the catalog change with it in one transaction.
+
+The number of an entry is assigned inside the transaction that holds the row of the last one locked, never by a sequence, so there are no
+gaps. After its COMMIT each entry is copied to the store's own `log/`, from which a lost database can be made again. A database that stands
+behind those copies, as one restored from an older backup does, takes no appends: they would be another history.
+"""
+
+import logging
+import secrets
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import TypeVar
+
+from sqlalchemy import Connection, text
+
+from ckptstore.core.ids import StoreId, log_key
+from ckptstore.errors import Corrupt, InvalidInput, NotFound, ReadOnly, Unavailable
+from ckptstore.history.entries import Entry, Position
+from ckptstore.index import catalog_file
+from ckptstore.index.catalog import fold_entries
+from ckptstore.index.catalog_file import make_tables
+from ckptstore.index.postgres import Database, Lost, quoted
+from ckptstore.index.queries import REVISION
+from ckptstore.objects.backend import Backend
+
+_BATCH = 500
+_PLACE = "CREATE TABLE place (id SMALLINT PRIMARY KEY, token VARCHAR(32) NOT NULL, copied BIGINT NOT NULL)"
+
+T = TypeVar("T")
+
+_logger = logging.getLogger("ckptstore")
+
+
+class PostgresLog:
+    """See `LogPlace`."""
+
+    is_local = False
+
+    def __init__(self, database: Database, backend: Backend, store: StoreId) -> None:
+        self.database = database
+        self._backend, self._store = backend, store
+        self._in_turn: Connection | None = None
+        self._copied = 0
+        self._compared = False
+
+    # -- making and checking --
+
+    def make(self) -> str:
+        """Make the schema of the store, empty, and return the name of this place. Raises `Conflict` if there is one."""
+        token = secrets.token_hex(16)
+
+        def work(connection: Connection) -> None:
+            connection.execute(text(f"CREATE SCHEMA {quoted(self.database.schema)}"))
+            make_tables(connection, self._store)
+            connection.execute(text(_PLACE))
+            connection.execute(text("INSERT INTO place VALUES (1, :token, 0)"), {"token": token})
+
+        self.database.write(work)
+        return self._name(token)
+
+    def drop(self) -> None:
+        """Remove the store's schema: its log is elsewhere, or was never used."""
+        self.database.write(lambda connection: connection.execute(text(f"DROP SCHEMA IF EXISTS {quoted(self.database.schema)} CASCADE")))
+
+    def name(self) -> str:
+        """The name of this place as `ckptstore.json` has it. Raises `NotFound` where the database holds no log of this store."""
+        return self._name(self.database.read(lambda connection: str(connection.execute(text("SELECT token FROM place")).scalar_one())))
+
+    def check(self, place: str) -> None:
+        """Raise `InvalidInput` unless this database is the one that `place` names."""
+        try:
+            found = self.name()
+        except NotFound as error:
+            raise InvalidInput(
+                f"the log of store {self._store} is in {place}, and {self.database.name} holds none of it; name that database, "
+                f"or make the log again from its copies: `ckptstore migrate --restore-log`"
+            ) from error
+        if token_of(found) != token_of(place):
+            raise InvalidInput(f"the log of store {self._store} is in {place}; {self.database.name} holds another one of the same store")
+        if (revision := self.revision()) != REVISION:
+            raise InvalidInput(
+                f"the tables in {self.database.name} are of revision {revision}; wanted {REVISION}: run `ckptstore migrate`, "
+                f"or install the ckptstore that made them"
+            )
+
+    def revision(self) -> str:
+        """Which revision's tables there are."""
+        return self.database.read(lambda connection: str(connection.execute(text("SELECT version_num FROM alembic_version")).scalar_one()))
+
+    def migrate(self) -> None:
+        """Bring the tables up to this version of ckptstore."""
+        self.database.write(catalog_file.migrate)
+
+    def fill(self, entries: Sequence[Entry]) -> None:
+        """Fold entries that lie in the store's own log already, and follow on the last one here."""
+
+        def work(connection: Connection) -> None:
+            if not fold_entries(connection, entries):
+                raise Corrupt(f"the entries from {entries[0].n} on do not follow on what is in {self.database.name}; run `ckptstore fsck`")
+            connection.execute(text("UPDATE place SET copied = :n"), {"n": entries[-1].n})
+
+        if entries:
+            self.database.write(work)
+
+    def position(self) -> Position:
+        """The last entry."""
+        return self.database.read(_lock)
+
+    def copy_rest(self) -> None:
+        """See to it that every entry has its copy."""
+        at = self.position().n
+        if at and (last := self.read(at)) is not None:
+            self._copy(0, at, last)
+
+    def adopt(self, place: str) -> None:
+        """Take the name `place`: this log was made again from its copies."""
+        self.database.write(lambda connection: connection.execute(text("UPDATE place SET token = :token"), {"token": token_of(place)}))
+
+    def _name(self, token: str) -> str:
+        return f"{self.database.name}#{token}"
+
+    # -- the log's place --
+
+    def read(self, n: int) -> bytes | None:
+        def work(connection: Connection) -> bytes | None:
+            found = connection.execute(text("SELECT data FROM entries WHERE n = :n"), {"n": n}).scalar()
+            return None if found is None else bytes(found)
+
+        return self._ask(work)
+
+    def behind(self, n: int) -> Iterator[bytes]:
+        while True:
+
+            def work(connection: Connection, after: int = n) -> list[bytes]:
+                sql = text("SELECT data FROM entries WHERE n > :n ORDER BY n LIMIT :limit")
+                return [bytes(row[0]) for row in connection.execute(sql, {"n": after, "limit": _BATCH})]
+
+            found = self._ask(work)
+            yield from found
+            n += len(found)
+            if len(found) < _BATCH:
+                return
+
+    def has(self, n: int) -> bool:
+        return self.read(n) is not None
+
+    def create(self, entry: Entry, data: bytes) -> bool:
+        in_turn, self._in_turn = self._in_turn, None
+        if in_turn is None:
+            with self.database.transaction() as connection:
+                copied = self._insert(connection, entry)
+        else:
+            try:
+                with self.database.errors():
+                    copied = self._insert(in_turn, entry)
+            except BaseException:
+                in_turn.invalidate()  # lest it keep its lock from the next attempt
+                raise
+        if copied is None:
+            return False
+        self._copy(copied, entry.n, data)
+        return True
+
+    def settle(self, n: int) -> None:
+        """Nothing: what can be read was committed."""
+
+    @contextmanager
+    def turn(self) -> Iterator[None]:
+        """A transaction that has the last entry locked; `create` ends it."""
+        with self.database.transaction(_lock) as connection:
+            self._in_turn = connection
+            try:
+                yield
+            finally:
+                self._in_turn = None
+
+    def refresh(self) -> None:
+        """Nothing: a database does not remember what was absent."""
+
+    def _ask(self, work: Callable[[Connection], T]) -> T:
+        if self._in_turn is not None:
+            try:
+                with self.database.errors():
+                    return work(self._in_turn)
+            except Lost:  # nothing was appended yet, so a turn that is lost can be done without
+                self._in_turn.invalidate()
+                self._in_turn = None
+        return self.database.read(work)
+
+    def _insert(self, connection: Connection, entry: Entry) -> int | None:
+        """Insert and COMMIT; up to which entry there were copies before, or None if this is not the next entry."""
+        if _lock(connection) != (entry.n - 1, entry.prev_hash, entry.prev_bytes):
+            connection.rollback()
+            return None
+        self._check_not_behind(entry.n)
+        copied = int(connection.execute(text("SELECT copied FROM place")).scalar_one())
+        if self._copied > copied:
+            connection.execute(text("UPDATE place SET copied = :n"), {"n": self._copied})
+        fold_entries(connection, [entry])
+        self._compared = False  # until the COMMIT is answered: another database may answer the next time
+        connection.commit()
+        self._compared = True
+        return max(copied, self._copied)
+
+    # -- copies --
+
+    def _check_not_behind(self, n: int) -> None:
+        """Raise `Corrupt` if there is a copy of entry `n`, which is not in this database; looked up once per connection lost."""
+        if self._compared:
+            return
+        if self._backend.size(log_key(n)) is not None:
+            raise Corrupt(
+                f"{self.database.name} ends at entry {n - 1} of the log, but {self._backend.url} has a copy of entry {n}: it was restored "
+                f"from an older backup, or is not the database that it was; run `ckptstore migrate --restore-log`"
+            )
+
+    def _copy(self, copied: int, n: int, data: bytes) -> None:
+        """Copy entries `copied + 1` to `n`, the last of them being `data`. What cannot be copied now is copied with the next entry."""
+        try:
+            for m in range(copied + 1, n + 1):
+                entry = data if m == n else self.read(m)
+                if entry is None or (not self._backend.put_new(log_key(m), entry) and self._backend.read(log_key(m)) != entry):
+                    raise Corrupt(f"{log_key(m)} in {self._backend.url} is no copy of entry {m} in {self.database.name}: a fork of the log")
+                self._copied = m
+        except (Unavailable, ReadOnly, NotFound) as error:
+            _logger.warning("entry %d is in %s and its copy is not made yet: %s", n, self.database.name, error)
+
+
+def token_of(place: str) -> str:
+    """What tells one database from another, whatever it is called."""
+    return place.rpartition("#")[2]
+
+
+def _lock(connection: Connection) -> Position:
+    """The last entry. Until the transaction ends, nobody else appends."""
+    n, digest, size = connection.execute(text("SELECT n, hash, bytes FROM position FOR UPDATE")).one()
+    return Position(int(n), str(digest), int(size))

@@ -1,0 +1,124 @@
+"""How a file that is written from front to back gets its bytes: through the page cache, or the bulk of large ones past it.
+
+What is written through the page cache pushes out what others have there. Past it, whole blocks go from aligned memory straight to the disk
+(`O_DIRECT`, open(2)) from `DIRECT_FROM` on; what is left at the end, less than a block, goes through the page cache again. Where the
+filesystem refuses, everything does (docs/decisions/007).
+"""
+
+import errno
+import fcntl
+import mmap
+import os
+from collections.abc import Callable, Sequence
+from typing import TypeAlias
+
+from ckptstore.core.config import MIB
+
+BLOCK_BYTES = 4096
+"""A multiple of every disk's logical block in use."""
+DIRECT_FROM = 8 * MIB
+"""Smaller files are likely to be read again soon, and wait for little."""
+BUFFER_BYTES = 8 * MIB
+
+WriteAll: TypeAlias = Callable[[int, Sequence[memoryview]], None]
+"""Write the buffers, one behind the other, from an offset on."""
+
+
+class GrowingFile:
+    """Appends to the file behind `fd`, which is empty and open for writing. One thread at a time.
+
+    `write_all` moves the bytes; `OSError`s are the caller's to explain. With `direct=False` the page cache takes everything.
+    """
+
+    def __init__(self, fd: int, write_all: WriteAll, *, direct: bool) -> None:
+        self._fd = fd
+        self._write_all = write_all
+        self._may_go_direct = direct
+        self._aligned: memoryview | None = None
+        self._filled = 0
+        self._offset = 0
+
+    @property
+    def direct(self) -> bool:
+        """Whether bytes go past the page cache now."""
+        return self._aligned is not None
+
+    def append(self, buffers: Sequence[memoryview]) -> None:
+        """Add `buffers`, which are the caller's again on return; up to `BUFFER_BYTES` of them wait for the next call or `finish`."""
+        rest = [buffer.cast("B") for buffer in buffers if buffer.nbytes]
+        if self._aligned is None and self._may_go_direct and self._offset >= DIRECT_FROM:
+            rest = self._go_direct(rest)
+        if self._aligned is None:
+            self._write(rest)
+        else:
+            for buffer in rest:
+                self._gather(self._aligned, buffer)
+
+    def finish(self) -> None:
+        """Write what waits."""
+        if self._aligned is not None:
+            whole = self._filled // BLOCK_BYTES * BLOCK_BYTES
+            tail = self._aligned[whole : self._filled]
+            self._write_blocks(self._aligned[:whole])
+            self._aligned = None
+            _set_direct(self._fd, False)
+            self._write([tail])
+
+    def _go_direct(self, buffers: list[memoryview]) -> list[memoryview]:
+        """Complete the last block through the page cache; returns what is left of `buffers`."""
+        head, rest = _cut(buffers, -self._offset % BLOCK_BYTES)
+        self._write(head)
+        if self._offset % BLOCK_BYTES == 0:
+            self._may_go_direct = _set_direct(self._fd, True)
+            if self._may_go_direct:
+                self._aligned = memoryview(mmap.mmap(-1, BUFFER_BYTES))
+        return rest
+
+    def _gather(self, aligned: memoryview, data: memoryview) -> None:
+        import numpy as np  # here, because queries do not wait for it
+
+        while len(data):
+            n = min(len(data), BUFFER_BYTES - self._filled)
+            # A copy, because the disk takes aligned memory only; numpy's, because it lets other threads run meanwhile.
+            np.copyto(np.frombuffer(aligned[self._filled : self._filled + n], np.uint8), np.frombuffer(data[:n], np.uint8))
+            self._filled += n
+            data = data[n:]
+            if self._filled == BUFFER_BYTES:
+                self._write_blocks(aligned)
+                self._filled = 0
+
+    def _write_blocks(self, blocks: memoryview) -> None:
+        try:
+            self._write([blocks])
+        except OSError as error:
+            if error.errno != errno.EINVAL:
+                raise
+            # A disk of larger blocks: the page cache takes them as they are.
+            _set_direct(self._fd, False)
+            self._write([blocks])
+
+    def _write(self, buffers: Sequence[memoryview]) -> None:
+        self._write_all(self._offset, buffers)
+        self._offset += sum(len(buffer) for buffer in buffers)
+
+
+def _set_direct(fd: int, on: bool) -> bool:
+    """Whether the filesystem took it."""
+    flag = getattr(os, "O_DIRECT", 0)
+    flags = fcntl.fcntl(fd, fcntl.F_GETFL)
+    try:
+        fcntl.fcntl(fd, fcntl.F_SETFL, flags | flag if on else flags & ~flag)
+    except OSError:
+        return False
+    return bool(flag)
+
+
+def _cut(buffers: Sequence[memoryview], nbytes: int) -> tuple[list[memoryview], list[memoryview]]:
+    """The first `nbytes` of `buffers`, or all of fewer, and the rest."""
+    head: list[memoryview] = []
+    rest: list[memoryview] = []
+    for buffer in buffers:
+        head.append(buffer[:nbytes])
+        rest.append(buffer[nbytes:])
+        nbytes -= len(head[-1])
+    return head, [buffer for buffer in rest if len(buffer)]

@@ -1,0 +1,115 @@
+"""The bulk of a large file goes past the page cache, and the file is the same as if it had not."""
+
+import errno
+import os
+import random
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import pytest
+
+from ckptstore.objects.growing import BLOCK_BYTES, BUFFER_BYTES, DIRECT_FROM, GrowingFile
+
+WHOLE = DIRECT_FROM + 2 * BUFFER_BYTES + 12345
+
+
+class File:
+    """An empty file, and every write to it as (offset, bytes)."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.fd = os.open(path, os.O_WRONLY | os.O_CREAT)
+        self.writes: list[tuple[int, int]] = []
+
+    def write_all(self, offset: int, buffers: Sequence[memoryview]) -> None:
+        data = [buffer for buffer in buffers if len(buffer)]
+        self.writes.append((offset, sum(map(len, data))))
+        if data:
+            assert os.pwritev(self.fd, data, offset) == self.writes[-1][1]
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Iterator[File]:
+    file = File(tmp_path / "file")
+    yield file
+    os.close(file.fd)
+
+
+def grow(growing: GrowingFile, whole: bytes, part_bytes: int) -> None:
+    view = memoryview(whole)
+    for start in range(0, len(whole), part_bytes):
+        growing.append([view[start : start + part_bytes // 2], view[start + part_bytes // 2 : start + part_bytes]])
+    growing.finish()
+
+
+def takes_direct_writes(path: Path) -> bool:
+    try:
+        os.close(os.open(path, os.O_WRONLY | os.O_DIRECT))
+    except OSError:
+        return False
+    return True
+
+
+def cached(path: Path, offset: int) -> bool:
+    """Whether the page cache has the block at `offset`."""
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        return os.preadv(fd, [bytearray(BLOCK_BYTES)], offset, os.RWF_NOWAIT) > 0
+    except BlockingIOError:
+        return False
+    finally:
+        os.close(fd)
+
+
+@pytest.mark.parametrize("part_bytes", [1 << 20, 4099, 5_000_001, 40 << 20])
+@pytest.mark.parametrize("direct", [True, False])
+@pytest.mark.parametrize("whole_bytes", [0, 1, DIRECT_FROM - 1, DIRECT_FROM, DIRECT_FROM + 1, DIRECT_FROM + BUFFER_BYTES, WHOLE])
+def test_the_file_is_what_was_appended(file: File, part_bytes: int, direct: bool, whole_bytes: int) -> None:
+    whole = random.randbytes(whole_bytes)
+    grow(GrowingFile(file.fd, file.write_all, direct=direct), whole, part_bytes)
+    assert file.path.read_bytes() == whole
+
+
+def test_the_bulk_goes_past_the_page_cache_in_whole_blocks(file: File) -> None:
+    if not takes_direct_writes(file.path):
+        pytest.skip("the filesystem of the temporary directory refuses O_DIRECT")
+    growing = GrowingFile(file.fd, file.write_all, direct=True)
+    grow(growing, random.randbytes(WHOLE), 1_000_003)
+    bulk = [(offset, nbytes) for offset, nbytes in file.writes if nbytes == BUFFER_BYTES]
+    assert bulk
+    assert all(offset % BLOCK_BYTES == 0 for offset, _ in bulk)
+    assert not any(cached(file.path, offset + BLOCK_BYTES) for offset, _ in bulk)
+    assert cached(file.path, 0)
+
+
+def test_small_files_stay_in_the_page_cache(file: File) -> None:
+    grow(GrowingFile(file.fd, file.write_all, direct=True), random.randbytes(DIRECT_FROM), 1 << 20)
+    assert cached(file.path, 0)
+    assert cached(file.path, DIRECT_FROM - BLOCK_BYTES)
+
+
+def test_a_disk_of_larger_blocks_gets_its_bytes_through_the_page_cache(file: File) -> None:
+    """What such a disk answers to a direct write, whether there is one here or not."""
+    whole, refused = random.randbytes(WHOLE), []
+
+    def refuse_once(offset: int, buffers: Sequence[memoryview]) -> None:
+        if growing.direct and not refused:
+            refused.append(offset)
+            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+        file.write_all(offset, buffers)
+
+    growing = GrowingFile(file.fd, refuse_once, direct=True)
+    grow(growing, whole, 1 << 20)
+    assert file.path.read_bytes() == whole
+    assert len(refused) == takes_direct_writes(file.path)
+
+
+def test_other_failures_are_the_callers(file: File) -> None:
+    def full(offset: int, buffers: Sequence[memoryview]) -> None:
+        if offset > DIRECT_FROM:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        file.write_all(offset, buffers)
+
+    growing = GrowingFile(file.fd, full, direct=True)
+    with pytest.raises(OSError, match="No space"):
+        grow(growing, random.randbytes(WHOLE), 1 << 20)

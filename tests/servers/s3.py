@@ -1,0 +1,85 @@
+"""An S3 server for tests: moto in this process, or the real one that `make test-real` has started.
+
+`$CKPTSTORE_TEST_S3` is the real one's endpoint, `$CKPTSTORE_TEST_S3_KEY` and `$CKPTSTORE_TEST_S3_SECRET` say who we are there.
+"""
+
+import os
+import secrets
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+BUCKET = "checkpoints"
+
+
+@dataclass(frozen=True, slots=True)
+class S3Server:
+    """Where a server listens, and as whom to come."""
+
+    endpoint: str
+    key: str
+    secret: str
+
+    @property
+    def address(self) -> tuple[str, int]:
+        host, _, port = self.endpoint.rpartition("/")[2].rpartition(":")
+        return host, int(port)
+
+    def options(self, **more: Any) -> dict[str, Any]:
+        """`storage_options` for it."""
+        who = {"key": self.key, "secret": self.secret}
+        return {"endpoint_url": self.endpoint, "client_kwargs": {"region_name": "us-east-1"}, **who, **more}
+
+    def behind(self, endpoint: str) -> "S3Server":
+        """The same server, reached by another way."""
+        return S3Server(endpoint, self.key, self.secret)
+
+
+def new_url(bucket: str = BUCKET) -> str:
+    """A place that no other test uses."""
+    return f"s3://{bucket}/{secrets.token_hex(8)}/store"
+
+
+@contextmanager
+def s3_server() -> Iterator[S3Server]:
+    """The server, with a bucket."""
+    if endpoint := os.environ.get("CKPTSTORE_TEST_S3"):
+        server = S3Server(endpoint, os.environ["CKPTSTORE_TEST_S3_KEY"], os.environ["CKPTSTORE_TEST_S3_SECRET"])
+        make_bucket(server)
+        yield server
+        return
+    with moto_server() as server:
+        yield server
+
+
+@contextmanager
+def moto_server() -> Iterator[S3Server]:
+    """moto, with a bucket. It takes any signature, so a proxy may change requests on their way."""
+    from moto.server import ThreadedMotoServer
+
+    moto = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
+    moto.start()
+    try:
+        host, port = moto.get_host_and_port()
+        server = S3Server(f"http://{host}:{port}", "testing-key", "testing-secret")
+        make_bucket(server)
+        yield server
+    finally:
+        moto.stop()
+
+
+def make_bucket(server: S3Server) -> None:
+    """Make the bucket unless it is there."""
+    import boto3
+
+    client = boto3.client(
+        "s3",
+        endpoint_url=server.endpoint,
+        aws_access_key_id=server.key,
+        aws_secret_access_key=server.secret,
+        region_name="us-east-1",
+    )
+    if BUCKET not in [bucket["Name"] for bucket in client.list_buckets()["Buckets"]]:
+        client.create_bucket(Bucket=BUCKET)
+    client.close()

@@ -1,0 +1,69 @@
+"""Ceph's S3 gateway dies and comes back in the middle of uploads: what was acknowledged is there."""
+
+import os
+import threading
+from pathlib import Path
+
+import pytest
+
+from ckptstore.core.ids import CommitId
+from ckptstore.errors import Unavailable
+from tests.servers.rgw import rgw_server
+from tests.servers.s3 import make_bucket, new_url
+from tests.shared.sites import Site
+from tests.upkeep.collecting import state_of
+from tests.upkeep.stores import assert_equal
+
+pytestmark = pytest.mark.skipif("CKPTSTORE_TEST_S3" not in os.environ, reason="needs Ceph's server: `make test-real` starts it")
+
+
+def test_what_was_acknowledged_survives_the_death_of_the_gateway(tmp_path: Path) -> None:
+    acknowledged: dict[CommitId, int] = {}
+    failures: list[BaseException] = []
+    stop = threading.Event()
+    with rgw_server() as rgw:
+        make_bucket(rgw.server)
+        site = Site(new_url(), rgw.server.options(deadline_s=5))
+        site.open(tmp_path / "host").close()
+
+        def write(me: int) -> None:
+            try:
+                with site.open(tmp_path / f"host-{me}", run=f"run-{me}") as store:
+                    step = me * 1000
+                    while not stop.is_set():
+                        step += 1
+                        try:
+                            acknowledged[store.commit(content(step), step=step).id] = step
+                        except Unavailable as error:
+                            print(f"step {step}: {error}")
+            except BaseException as error:
+                failures.append(error)
+
+        threads = [threading.Thread(target=write, args=(me,)) for me in range(2)]
+        for thread in threads:
+            thread.start()
+        for _ in range(3):
+            before = len(acknowledged)
+            while len(acknowledged) < before + 4 and not failures:
+                stop.wait(0.02)
+            rgw.kill()
+            rgw.start()
+        before = len(acknowledged)
+        while len(acknowledged) < before + 2 and not failures:
+            stop.wait(0.02)
+        stop.set()
+        for thread in threads:
+            thread.join()
+        assert failures == []
+        with site.open(tmp_path / "another-host") as store:
+            shown = {info.id: info.step for info in store.log(all_runs=True)}
+            assert acknowledged.items() <= shown.items()
+            for commit, step in shown.items():
+                assert step is not None
+                assert_equal(store.checkout(commit).state_dict(), content(step))
+            assert store.fsck().findings == ()
+
+
+def content(step: int) -> dict[str, object]:
+    """More than one part of an upload."""
+    return state_of(step, own=2_500_000)
