@@ -240,7 +240,7 @@ def _add_all() -> None:
     add_node_type("torch.sparse_coo", "record", _join_coo)
     for layout in _COMPRESSED:
         add_node_type(str(layout), "record", lambda joint, layout=layout: _join_compressed(joint, layout))  # type: ignore[misc]
-    add_node_type("torch.quantized", "record", _join_quantized)
+    add_node_type("torch.quantized", "record", _join_quantized, copies=True)
     add_node_type("torch.nested", "record", _join_nested)
     add_node_type("torch.jagged", "record", _join_jagged)
     add_node_type("torch.subclass", "record", _join_subclass)

@@ -22,6 +22,11 @@ _FACTORIES: dict[str, Any] = {cls.__name__: cls for cls in _PLAIN_FACTORIES}
 MAPPINGS = ("dict", "OrderedDict", "defaultdict", "Counter")
 """Node types whose objects are dicts."""
 
+_DIVISIBLE = ("list", "tuple", "deque", "namedtuple", "dataclass", "stateful")
+
+LEFT_OUT = Node("left out", ())
+"""This very object stands in a narrowed skeleton for what was not selected (`narrowing`); it is never stored."""
+
 _FACTORY_NAMES: dict[Any, str] = {factory: name for name, factory in _FACTORIES.items()}
 
 
@@ -66,6 +71,7 @@ _SPLITS: dict[type, Split] = {}
 _JOINS: dict[str, Join] = {}
 _REFILLS: dict[str, Refill] = {}
 _FORMS: dict[str, Form] = {}
+_COPYING: set[str] = set()
 _PROVIDERS = {"torch": "ckptstore.state.composites", "numpy": "ckptstore.state.numpy_values"}
 
 
@@ -74,11 +80,14 @@ def add_container(cls: type, split: Split) -> None:
     _SPLITS[cls] = split
 
 
-def add_node_type(name: str, form: Form, join: Join, refill: Refill | None = None) -> None:
-    """Enter a node type. `refill` brings a target to the new state, or returns False if it is of another type."""
+def add_node_type(name: str, form: Form, join: Join, refill: Refill | None = None, *, copies: bool = False) -> None:
+    """Enter a node type. `refill` brings a target to the new state, or returns False if it is of another type. With `copies`, what `join`
+    makes does not share memory with the tensors that it is made of."""
     _FORMS[name], _JOINS[name] = form, join
     if refill:
         _REFILLS[name] = refill
+    if copies:
+        _COPYING.add(name)
 
 
 def split(value: Any) -> Parts | None:
@@ -113,9 +122,25 @@ def is_wrapper(name: str) -> bool:
     return _FORMS[name] == "wrapper"
 
 
+def copies(name: str) -> bool:
+    """Whether objects of this type have memory of their own, so that those made of one tensor must be one object to stay tied."""
+    return name in _COPYING
+
+
+def is_mapping(name: str) -> bool:
+    """Whether nodes of this type hold values under keys of any kind, each of which means something without the others."""
+    _join_of(name)
+    return _FORMS[name] == "mapping"
+
+
+def is_divisible(name: str) -> bool:
+    """Whether a part of such a node's children is worth something; those of a tensor, an array or a value make it up together."""
+    return is_mapping(name) or name in _DIVISIBLE
+
+
 def check(node: Node | int) -> None:
     """Raise `Corrupt` for a skeleton with containers that no `split` could have made."""
-    if isinstance(node, int):
+    if isinstance(node, int) or node is LEFT_OUT:
         return
     _join_of(node.type)
     form = _FORMS[node.type]
@@ -301,6 +326,7 @@ def _add_containers() -> None:
     add_node_type("Counter", "mapping", lambda joint: Counter(dict(joint.items())))
     add_node_type("OrderedDict", "mapping", _join_ordered)
     add_node_type("defaultdict", "mapping", _join_defaultdict)
+    add_node_type("ranks", "mapping", lambda joint: dict(joint.items()))
     add_node_type("list", "sequence", lambda joint: list(joint.children))
     add_node_type("tuple", "sequence", lambda joint: tuple(joint.children))
     add_node_type("deque", "sequence", lambda joint: deque(joint.children, joint.attrs["maxlen"]), _refill_deque)

@@ -4,7 +4,6 @@ Nothing is copied: tensors are referred to, and stay alive as long as what `flat
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,8 +13,10 @@ from ckptstore.errors import InvalidInput
 from ckptstore.state import containers, paths, pickles, tensors, values
 from ckptstore.state.composites import split_tensor
 from ckptstore.state.containers import Parts
-from ckptstore.state.leaves import NOTHING, BytesSource, Source, TensorSource
+from ckptstore.state.flat import Flat, HeldLeaf, Source
+from ckptstore.state.leaves import NOTHING, BytesSource, TensorSource
 from ckptstore.state.modules import state_dict_of
+from ckptstore.state.ranks.held import held_of, is_distributed
 from ckptstore.state.tensors import DTYPE_NAMES
 
 _ITSELF = ""
@@ -25,29 +26,21 @@ MAX_NESTING = 80
 """Containers within containers; each takes two of canonical JSON's 200 levels, and its keys and attributes some more."""
 
 
-@dataclass(frozen=True, slots=True)
-class Flat:
-    """One key of the state: what its leaves are, and the source of each. An alias has no bytes of its own."""
-
-    schema: Schema
-    leaves: list[Source]
-
-
-def flatten(app_state: Mapping[str, Any], *, allow_pickle: bool = False) -> dict[str, Flat]:
+def flatten(app_state: Mapping[str, Any], *, allow_pickle: bool = False, ranks: bool = False) -> dict[str, Flat]:
     """Every key of `app_state`, in its order. Objects with `state_dict()` and `load_state_dict()` give their state dict.
 
     Raises `InvalidInput`, naming the path and the way out, for what cannot be stored. With `allow_pickle`, objects of unknown types are
-    pickled and marked as such.
+    pickled and marked as such. With `ranks`, a distributed tensor is one leaf, of which this rank holds boxes.
     """
     for key in app_state:
         if not isinstance(key, str):
             raise InvalidInput(f"the application state has the key {key!r}; its keys must be strings")
-    return {key: flatten_tree(key, value, allow_pickle=allow_pickle) for key, value in app_state.items()}
+    return {key: flatten_tree(key, value, allow_pickle=allow_pickle, ranks=ranks) for key, value in app_state.items()}
 
 
-def flatten_tree(key: str, value: Any, *, allow_pickle: bool = False) -> Flat:
+def flatten_tree(key: str, value: Any, *, allow_pickle: bool = False, ranks: bool = False) -> Flat:
     """One key of a state."""
-    return _Tree(allow_pickle).flatten(key, value)
+    return _Tree(allow_pickle, ranks).flatten(key, value)
 
 
 def state_of(value: Any) -> Any:
@@ -60,25 +53,28 @@ def state_of(value: Any) -> Any:
 class _Tree:
     """The columns of a schema on their way, one item per leaf."""
 
-    def __init__(self, allow_pickle: bool) -> None:
-        self._allow_pickle = allow_pickle
+    def __init__(self, allow_pickle: bool, ranks: bool) -> None:
+        self._allow_pickle, self._ranks = allow_pickle, ranks
         self._paths: list[str] = []
         self._kinds: list[LeafKind] = []
         self._dtypes: list[str] = []
         self._shapes: list[Shape] = []
         self._aliases: list[int] = []
         self._leaves: list[Source] = []
+        self._held: dict[int, HeldLeaf] = {}
         self._by_memory: dict[tuple[Any, ...], int] = {}
         self._open: dict[int, str] = {}
 
     def flatten(self, key: str, value: Any) -> Flat:
         skeleton = self._visit(state_of(value), paths.segment(values.encode_key(key)))
         columns = (tuple(column) for column in (self._paths, self._kinds, self._dtypes, self._shapes, self._aliases))
-        return Flat(Schema(skeleton, *columns), self._leaves)  # type: ignore[arg-type]  # the columns in the order of its fields
+        return Flat(Schema(skeleton, *columns), self._leaves, self._held)  # type: ignore[arg-type]  # the columns in the order of its fields
 
     def _visit(self, value: Any, path: str) -> Node | int:
         if type(value) is torch.Tensor:
             return self._tensor(value, path)
+        if self._ranks and isinstance(value, torch.Tensor) and is_distributed(value):
+            return self._distributed(value, path)
         if type(value) is bytes:
             return self._leaf(path, "bytes", BytesSource(value))
         try:
@@ -141,6 +137,19 @@ class _Tree:
         if first != number and self._same_values(first, tensor):
             return self._leaf(path, "tensor", NOTHING, DTYPE_NAMES[dtype], shape, first)
         return self._leaf(path, "tensor", TensorSource(tensor), DTYPE_NAMES[dtype], shape)
+
+    def _distributed(self, tensor: torch.Tensor, path: str) -> int:
+        try:
+            held = held_of(tensor)
+        except InvalidInput as error:
+            raise InvalidInput(f"{path}: {error}") from error
+        number = len(self._paths)
+        # Boxes without elements are none, so that every address is one.
+        memory = tuple((box, part.data_ptr(), part.stride()) for box, part in held.parts)
+        first = self._by_memory.setdefault((memory, held.shape, held.dtype), number) if memory else number
+        parts = tuple((box, TensorSource(part)) for box, part in held.parts)
+        self._held[number] = HeldLeaf(held.mesh, held.placements, parts)
+        return self._leaf(path, "tensor", NOTHING, DTYPE_NAMES[held.dtype], held.shape, first if first != number else -1)
 
     def _same_values(self, leaf: int, tensor: torch.Tensor) -> bool:
         """Whether the tensor of an earlier leaf, at the same address, reads that memory as `tensor` does."""

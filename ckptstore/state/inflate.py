@@ -10,7 +10,8 @@ from ckptstore.state.values import Classes
 
 
 def inflate(schema: Schema, content: Sequence[Any], *, allow_pickle: bool = False, classes: Classes = values.NO_CLASSES) -> Any:
-    """The nested state that `schema` describes. `content` has, per leaf, a tensor, or the bytes of a `value` or `bytes` leaf.
+    """The nested state that `schema` describes. `content` has, per leaf, a tensor, or the bytes of a `value` or `bytes` leaf; None for one
+    that the skeleton leaves out.
 
     Leaves that shared memory get the tensor of the leaf they shared it with, whatever `content` has for them. `classes` are those that
     documents may refer to besides the registered ones. Raises `InvalidInput` for a pickled leaf without `allow_pickle`, and for a class or
@@ -55,16 +56,31 @@ class Inflater:
 
     def __init__(self, schema: Schema, leaves: Sequence[Any], kept: Mapping[int, Any], classes: Classes, *, allow_pickle: bool) -> None:
         self._schema, self._leaves, self._kept, self._classes, self._allow_pickle = schema, leaves, kept, classes, allow_pickle
+        self._tied: dict[tuple[Any, ...], Any] = {}
 
     def inflate(self, node: Node | int) -> Any:
         """The object at `node`."""
         if isinstance(node, int):
             return self._leaves[node]
+        if node is containers.LEFT_OUT:
+            return None
         if id(node) in self._kept:
             return self._kept[id(node)]
         if node.type == "pickle":
             return self._unpickle(node)
+        return self._join_once(node) if containers.copies(node.type) else self._join(node)
+
+    def _join(self, node: Node) -> Any:
         return containers.join(node, [self.inflate(child) for child in node.children], self._classes)
+
+    def _join_once(self, node: Node) -> Any:
+        """One object for all nodes that are made of the same tensors in the same way."""
+        aliases = self._schema.aliases
+        tensors = tuple(aliases[leaf] if aliases[leaf] >= 0 else leaf for leaf in containers.leaves_of(node))
+        made_of = (node.type, repr(node.attrs), tensors)
+        if made_of not in self._tied:
+            self._tied[made_of] = self._join(node)
+        return self._tied[made_of]
 
     def _unpickle(self, node: Node) -> Any:
         (leaf,) = node.children
@@ -78,7 +94,7 @@ class Inflater:
 def _decode(schema: Schema, content: Sequence[Any], classes: Classes) -> list[Any]:
     made: list[Any] = []
     for i, alias in enumerate(schema.aliases):
-        made.append(made[alias] if alias >= 0 else decode_leaf(schema, i, content[i], classes))
+        made.append(made[alias] if alias >= 0 else None if content[i] is None else decode_leaf(schema, i, content[i], classes))
     return made
 
 

@@ -1,9 +1,8 @@
 """Where a leaf's raw bytes come from, and where they go: the two sides that the engine moves bytes between."""
 
-from typing import TypeAlias
-
 import torch
 
+from ckptstore.core.model import Box
 from ckptstore.state import tensors
 
 
@@ -11,6 +10,7 @@ class TensorSource:
     """The raw bytes of a strided tensor on any device. Keeps the tensor alive; threads may stage side by side."""
 
     __slots__ = ("nbytes", "tensor", "width")
+    known_ids: bytes | None = None
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self.tensor = tensor
@@ -21,29 +21,43 @@ class TensorSource:
         """The bytes where they are, or None if they must be staged (another device, not contiguous, a conjugate view)."""
         return tensors.memory_of(self.tensor) if tensors.is_plain(self.tensor) else None
 
+    def view(self, start: int, stop: int) -> memoryview | None:
+        """A part of `memory`."""
+        memory = self.memory()
+        return None if memory is None else memory[start:stop]
+
     def stage(self, start: int, stop: int, out: memoryview) -> None:
         """Copy the bytes `start:stop` to `out`."""
         tensors.read_range(self.tensor, start, stop, out)
+
+
+class KnownSource(TensorSource):
+    """A tensor whose chunks' ids are known. Only where the store lacks a chunk is it read, and compared with its id."""
+
+    __slots__ = ("known_ids",)
+
+    def __init__(self, tensor: torch.Tensor, known_ids: bytes) -> None:
+        super().__init__(tensor)
+        self.known_ids = known_ids
 
 
 class BytesSource:
     """Bytes that are there."""
 
     __slots__ = ("data", "nbytes", "width")
+    known_ids: bytes | None = None
 
-    def __init__(self, data: bytes) -> None:
+    def __init__(self, data: bytes, width: int = 1) -> None:
         self.data = data
         self.nbytes = len(data)
-        self.width = 1
+        self.width = width
 
-    def memory(self) -> memoryview:
-        return memoryview(self.data)
+    def view(self, start: int, stop: int) -> memoryview:
+        return memoryview(self.data)[start:stop]
 
     def stage(self, start: int, stop: int, out: memoryview) -> None:
         out[:] = memoryview(self.data)[start:stop]
 
-
-Source: TypeAlias = TensorSource | BytesSource
 
 NOTHING = BytesSource(b"")
 """The source of an alias: its bytes are another leaf's."""
@@ -61,11 +75,6 @@ class Destination:
         self.tensor = tensor
         self.nbytes: int = tensor.nbytes
 
-    @property
-    def address(self) -> int:
-        """Where `memory` begins, equal for tied targets; 0 without it."""
-        return self.tensor.data_ptr() if tensors.is_plain(self.tensor) else 0
-
     def memory(self) -> memoryview | None:
         """The tensor's own memory, writable, or None if bytes must be handed to `write`."""
         return tensors.memory_of(self.tensor) if tensors.is_plain(self.tensor) else None
@@ -73,3 +82,17 @@ class Destination:
     def write(self, start: int, data: memoryview) -> None:
         """Land `data`, whole elements, at byte `start`."""
         tensors.write_range(self.tensor, start, data)
+
+    @property
+    def parts(self) -> tuple[tuple[Box | None, "Destination"], ...]:
+        """The boxes of the leaf that land, and where: all of it."""
+        return ((None, self),)
+
+
+class HeldDestination:
+    """Where the boxes of a leaf land that this rank has."""
+
+    __slots__ = ("parts",)
+
+    def __init__(self, parts: tuple[tuple[Box | None, Destination], ...]) -> None:
+        self.parts = parts

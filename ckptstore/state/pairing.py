@@ -1,13 +1,13 @@
 """Which leaf of a snapshot lands in which tensor of a target: skeleton and target walked side by side, nothing moved yet.
 
-A leaf lands directly in a tensor of the same path, dtype and shape. Two leaves never land in one piece of memory unless they are one
-content. What finds no tensor gets a new one.
+A leaf lands directly in a tensor of the same path, dtype and shape. Two leaves never land in one piece of memory, in whichever trees they
+are, unless they are one content. What finds no tensor gets a new one.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from enum import Enum
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch.nn.parameter import is_lazy
@@ -17,9 +17,11 @@ from ckptstore.errors import InvalidInput
 from ckptstore.state import containers, paths, tensors, values
 from ckptstore.state.composites import split_tensor
 from ckptstore.state.containers import Parts
+from ckptstore.state.conversion import Converting, convertible, destination
 from ckptstore.state.flatten import state_of
-from ckptstore.state.leaves import Destination
+from ckptstore.state.leaves import Destination, HeldDestination
 from ckptstore.state.modules import own_loading, state_dict_of
+from ckptstore.state.ranks.held import empty_like_held, held_of, is_distributed
 from ckptstore.state.stateful import RNGState, StateDict
 
 _MARKS = ("torch.Parameter", "torch.Tensor")
@@ -34,30 +36,73 @@ class Mismatch(NamedTuple):
     target: str
 
 
+ContentOf: TypeAlias = Callable[[int], object]
+"""What a leaf holds, as something that compares: equal for equal bytes of one shape and width; None if only a read could tell."""
+
+
+class Claim(NamedTuple):
+    """A leaf that is to land somewhere, with the shape and strides of what is there."""
+
+    pairing: "Pairing"
+    leaf: int
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+
+    def root(self) -> tuple[int, int]:
+        """The leaf that has its bytes, and its tree."""
+        alias = self.pairing.schema.aliases[self.leaf]
+        return id(self.pairing), alias if alias >= 0 else self.leaf
+
+    def content(self) -> object:
+        content = self.pairing.content_of(self.leaf)
+        # With the dtype, from which the same bytes may be converted.
+        return None if content is None else (self.pairing.schema.dtypes[self.leaf], content)
+
+
 class Pairing:
     """Where the leaves of one tree go.
 
     After `pair` and `complete`, `objects[i]` is what stands at tensor leaf `i` once its bytes are there. `direct[i]` says that it is the
-    target's own, `kept` has the target's own objects that stand for a node, by its id.
+    target's own, `kept` has the target's own objects that stand for a node, by its id. `claims` says which memory is taken, by its address,
+    and is shared by all trees of one restore. With `partial`, the skeleton has some leaves only; what the target has beside them is not
+    ours. With `dtype`, floating leaves are converted where the target has a tensor of it. `models` are
+    distributed tensors that say how new tensors for leaves are to be placed.
     """
 
-    def __init__(self, schema: Schema, classes: "TargetClasses") -> None:
-        self._schema, self._classes = schema, classes
+    def __init__(
+        self,
+        schema: Schema,
+        classes: "TargetClasses",
+        content_of: ContentOf,
+        claims: dict[int, Claim],
+        *,
+        partial: bool = False,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        self.schema, self.content_of = schema, content_of
+        self._classes, self._claims = classes, claims
+        self._partial, self._dtype = partial, dtype
+        self._convertible = frozenset() if dtype is None else convertible(schema, dtype)
         count = len(schema)
         self.objects: list[Any] = [None] * count
-        self.destinations: list[Destination | None] = [None] * count
+        self.destinations: list[Destination | Converting | HeldDestination | None] = [None] * count
+        self.models: dict[int, torch.Tensor] = {}
         self.direct = [False] * count
-        self.wanted = [True] * count
+        self.wanted = [not partial] * count
+        for leaf in containers.leaves_of(schema.skeleton) if partial else ():
+            self.wanted[leaf] = True
         self.kept: dict[int, Any] = {}
         self.late = False
         self.narrowed: dict[int, Node | int] = {}
         self.missing: list[str] = []
         self.unexpected: list[str] = []
         self.mismatched: list[Mismatch] = []
-        self._claimed: dict[int, tuple[int, tuple[int, ...]]] = {}
+        self._new_dtypes: dict[int, str] = {}
 
     def pair(self, node: Node | int, target: Any, path: str, *, report: bool) -> None:
         """Find the tensors of `target` for the leaves below `node`. With `report`, note what does not fit; else that is no problem."""
+        if node is containers.LEFT_OUT:
+            return
         if isinstance(target, torch.Tensor):
             self._pair_tensor(node, target, path, report)
         elif isinstance(node, int):
@@ -77,7 +122,7 @@ class Pairing:
         state = state_dict_of(module)
         adapting = own_loading(module)
         known = set(map(str, node.keys))
-        for name in state:
+        for name in state if not self._partial else ():
             if name not in known and not name.startswith(adapting):
                 self.missing.append(f"{path}/{paths.segment(name)}")
         taken = []
@@ -94,11 +139,14 @@ class Pairing:
 
     def wanted_bytes(self) -> list[int]:
         """The leaves that are no tensors and have a place."""
-        return [i for i, kind in enumerate(self._schema.kinds) if kind != "tensor" and self.wanted[i]]
+        return [i for i, kind in enumerate(self.schema.kinds) if kind != "tensor" and self.wanted[i]]
 
-    def complete(self) -> None:
-        """Give a tensor to every wanted leaf that found none: that of the leaf it shared memory with, else a new one."""
-        schema = self._schema
+    def complete(self, check: Callable[[int], None]) -> None:
+        """Give a tensor to every wanted leaf that found none: that of the leaf it shared memory with, else a new one.
+
+        `check` raises for a leaf whose shape is not to be believed, before memory is taken for it.
+        """
+        schema = self.schema
         for i, kind in enumerate(schema.kinds):
             if kind != "tensor" or not self.wanted[i] or self.objects[i] is not None:
                 continue
@@ -106,8 +154,19 @@ class Pairing:
             if alias >= 0 and self.objects[alias] is not None:
                 self.objects[i] = self.objects[alias]
             else:
-                self.objects[i] = tensors.empty(schema.dtypes[i], schema.shapes[i])
-                self.destinations[i] = Destination(self.objects[i])
+                check(i)
+                self._make(i)
+
+    def _make(self, leaf: int) -> None:
+        """A new tensor for a leaf, placed on ranks as its model is, if there is one of its shape."""
+        name, shape, model = self.schema.dtypes[leaf], self.schema.shapes[leaf], self.models.get(leaf)
+        if model is None or tuple(model.shape) != shape:
+            self.objects[leaf] = tensors.empty(self._new_dtypes.get(leaf, name), shape)
+            self.destinations[leaf] = destination(self.objects[leaf], name)
+        else:
+            self.objects[leaf] = empty_like_held(model, tensors.dtype_of(name))
+            parts = held_of(self.objects[leaf]).parts
+            self.destinations[leaf] = HeldDestination(tuple((box, Destination(part)) for box, part in parts))
 
     def _pair_stateful(self, node: Node | int, target: Any, path: str) -> None:
         if isinstance(target, torch.nn.Module):
@@ -129,13 +188,17 @@ class Pairing:
             self._keep(node, target)
 
     def _pair_children(self, node: Node, target: Any, path: str, report: bool) -> None:
-        if report and isinstance(target, dict) and node.keys is not None:
+        if report and not self._partial and isinstance(target, dict) and node.keys is not None:
             self._note_missing(node.keys, target, path)
+        if self._partial and any(child is containers.LEFT_OUT for child in node.children) and not _has_places(node, target):
+            self._mismatch(
+                path, f"a {node.type} of {len(node.children)}, of which some are selected", f"a {type(target).__qualname__} of others"
+            )
         names = paths.segments(node.keys) if node.keys is not None else [str(i) for i in range(len(node.children))]
         for child, name, below in zip(node.children, names, children_of(node, target, self._classes), strict=True):
             if isinstance(child, int) and type(below) is torch.Tensor and tensors.is_strided(below):
                 self._pair_strided(child, below, below, report)
-            elif below is not None:
+            elif below is not None or self._partial:
                 self.pair(child, below, f"{path}/{name}", report=report)
 
     def _note_missing(self, keys: Sequence[Any], target: dict[Any, Any], path: str) -> None:
@@ -150,6 +213,9 @@ class Pairing:
             (child,) = node.children
             self._pair_tensor(child, target, path, report)
             self._keep(node, target)
+            return
+        if is_distributed(target):
+            self._pair_distributed(node, target, path, report)
             return
         try:
             parts = _parts_of(target)
@@ -167,23 +233,60 @@ class Pairing:
         elif report and parts is not None:
             self._mismatch(path, self._describe(node), _describe(target))
 
+    def _pair_distributed(self, node: Node | int, target: torch.Tensor, path: str, report: bool) -> None:
+        """Land the boxes of a leaf that this rank has in `target`, whatever boxes the leaf was committed in."""
+        try:
+            held = held_of(target)
+        except InvalidInput as error:
+            if report:
+                self._mismatch(path, self._describe(node), f"{_describe(target)}: {error}")
+            return
+        wanted = held.shape, tensors.DTYPE_NAMES[held.dtype]
+        if not isinstance(node, int) or (self.schema.shapes[node], self.schema.dtypes[node]) != wanted:
+            if report:
+                self._mismatch(path, self._describe(node), _describe(target))
+            return
+        mine = Claim(self, node, target.shape, tuple(n for _, part in held.parts for n in part.stride()))
+        first = self._claims.setdefault(held.parts[0][1].data_ptr(), mine) if held.parts else mine
+        if first is mine:
+            self.destinations[node] = HeldDestination(tuple((box, Destination(part)) for box, part in held.parts))
+        elif not self._is_one_with(first, mine, report):
+            return
+        self.objects[node] = target
+        self.direct[node] = True
+
     def _pair_strided(self, leaf: int, strided: torch.Tensor, target: torch.Tensor, report: bool) -> None:
         """Land `leaf` in `strided`, which is `target` or stands for it."""
-        if not self._is_like(leaf, strided):
+        if self._converts(leaf, strided):
+            self._new_dtypes[leaf] = tensors.DTYPE_NAMES[strided.dtype]
+        elif not self._is_like(leaf, strided):
             if report:
-                self._mismatch(self._schema.paths[leaf], self._describe(leaf), _describe(target))
+                self._mismatch(self.schema.paths[leaf], self._describe(leaf), _describe(target))
             return
         if not tensors.is_writable_by_range(strided):
             return
-        address, stride = strided.data_ptr(), strided.stride()
+        mine = Claim(self, leaf, strided.shape, strided.stride())
+        address = strided.data_ptr()
         # An address of 0 is that of an empty tensor, which shares nothing.
-        first, how = self._claimed.setdefault(address, (leaf, stride)) if address else (leaf, stride)
-        if first == leaf:
-            self.destinations[leaf] = Destination(strided)
-        elif how != stride or not self._is_one_content(first, leaf):
+        first = self._claims.setdefault(address, mine) if address else mine
+        if first is mine:
+            self.destinations[leaf] = destination(strided, self.schema.dtypes[leaf])
+        elif not self._is_one_with(first, mine, report):
             return
         self.objects[leaf] = target
         self.direct[leaf] = True
+
+    def _is_one_with(self, first: Claim, mine: Claim, report: bool) -> bool:
+        """Whether what lands for `first` is right for `mine` too. Else `mine` gets a tensor of its own, which is handed over after it."""
+        if first[2:] != mine[2:]:
+            return False
+        if first.root() == mine.root():
+            return True
+        there, here = first.content(), mine.content()
+        if report and there is not None and here is not None and there != here:
+            tied = first.pairing.schema.paths[first.leaf]
+            self._mismatch(self.schema.paths[mine.leaf], "a content of its own", f"one tensor for it and {tied}")
+        return here is not None and there == here
 
     def _pair_composite(self, node: Node, parts: Parts, target: torch.Tensor, path: str, report: bool) -> None:
         if parts.type != node.type or self._is_other(node, parts):
@@ -191,7 +294,7 @@ class Pairing:
                 self._mismatch(path, self._describe(node), _describe(target))
         elif self._fits(node, parts):
             for child, below in zip(node.children, parts.children, strict=True):
-                self.pair(child, below, path, report=False)
+                self.pair(child, below, path, report=report)
             self._keep(node, target)
 
     def _is_other(self, node: Node, parts: Parts) -> bool:
@@ -200,7 +303,7 @@ class Pairing:
         if any(there.get(name) != here.get(name) for name in ("shape", "dtype", "class")):
             return True
         pairs = zip(node.children, parts.children, strict=False)
-        return any(isinstance(child, int) and self._schema.dtypes[child] != tensors.DTYPE_NAMES[below.dtype] for child, below in pairs)
+        return any(isinstance(child, int) and self.schema.dtypes[child] != tensors.DTYPE_NAMES[below.dtype] for child, below in pairs)
 
     def _fits(self, node: Node, parts: Parts) -> bool:
         """Whether every tensor that the composite is made of can land where the target has it."""
@@ -226,11 +329,10 @@ class Pairing:
         return self.direct[node] if isinstance(node, int) else id(node) in self.kept
 
     def _is_like(self, leaf: int, tensor: torch.Tensor) -> bool:
-        return tensor.shape == self._schema.shapes[leaf] and tensors.DTYPE_NAMES[tensor.dtype] == self._schema.dtypes[leaf]
+        return tensor.shape == self.schema.shapes[leaf] and tensors.DTYPE_NAMES[tensor.dtype] == self.schema.dtypes[leaf]
 
-    def _is_one_content(self, a: int, b: int) -> bool:
-        aliases = self._schema.aliases
-        return (aliases[a] if aliases[a] >= 0 else a) == (aliases[b] if aliases[b] >= 0 else b)
+    def _converts(self, leaf: int, tensor: torch.Tensor) -> bool:
+        return leaf in self._convertible and tensor.dtype == self._dtype and tensor.shape == self.schema.shapes[leaf]
 
     def _leave_out(self, node: Node | int) -> None:
         for leaf in containers.leaves_of(node):
@@ -241,8 +343,8 @@ class Pairing:
 
     def _describe(self, node: Node | int) -> str:
         if isinstance(node, int):
-            kind = self._schema.kinds[node]
-            return f"{self._schema.dtypes[node]}{list(self._schema.shapes[node])}" if kind == "tensor" else f"a {kind}"
+            kind = self.schema.kinds[node]
+            return f"{self.schema.dtypes[node]}{list(self.schema.shapes[node])}" if kind == "tensor" else f"a {kind}"
         shape = next((values.decode_value(value) for name, value in node.attrs if name == "shape"), "")
         inner = ", ".join(self._describe(child) for child in node.children if isinstance(child, int))
         return f"{node.type}{shape} of {inner}"
@@ -302,6 +404,13 @@ def children_of(node: Node, target: Any, classes: Mapping[str, type]) -> list[An
     if not isinstance(target, dict):
         return [None] * len(node.children)
     return [target.get(key if type(key) is str else values.decode_key(key, classes)) for key in node.keys]
+
+
+def _has_places(node: Node, target: Any) -> bool:
+    """Whether a sequence or record has the items of `node`, so that those that are left out stay as they are."""
+    if node.keys is not None:
+        return all(hasattr(target, key) for key in node.keys)
+    return type(target).__name__ == node.type and len(target) == len(node.children)
 
 
 def _parts_of(target: torch.Tensor) -> Parts | torch.Tensor | None:

@@ -11,6 +11,7 @@ from ckptstore.core.model import Node, Schema
 from ckptstore.errors import InvalidInput
 from ckptstore.objects import canonical
 
+_ESCAPED = re.compile(r"%([0-9A-F]{2})")
 _UNSAFE = re.compile(r"[%/\x00-\x1f\x7f]")
 
 
@@ -36,6 +37,23 @@ def segments(keys: Sequence[Any]) -> list[str]:
         twice = next(name for name in found if found.count(name) > 1)
         raise InvalidInput(f"two keys of one mapping are both called {twice!r}; use keys that differ in more than their bits")
     return found
+
+
+def unescape(name: str) -> str:
+    """The string key that `segment` made `name` of; `InvalidInput` for the segment of another kind of key."""
+    text = "" if name == "%empty" else _ESCAPED.sub(lambda found: chr(int(found[1], 16)), name)
+    if segment(text) != name:
+        raise InvalidInput(f"{name!r} is no segment of a string key; write '%25' for '%', and '%2F' for '/' in a key")
+    return text
+
+
+def below(node: Node, path: str) -> list[str]:
+    """The paths of a node's children: a wrapper's child has the wrapper's own."""
+    if node.keys is not None:
+        return [f"{path}/{name}" for name in segments(node.keys)]
+    if node.type == "stateful":
+        return [path]
+    return [f"{path}/{i}" for i in range(len(node.children))]
 
 
 def pickled(schema: Schema) -> list[str]:

@@ -4,32 +4,50 @@ Modules and other objects with `load_state_dict` get a state dict made of their 
 filled where they stand and other values are replaced.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
 
 from ckptstore.core.model import Node, Schema
 from ckptstore.state import containers, paths, tensors, values
+from ckptstore.state.conversion import Converting
+from ckptstore.state.flatten import state_of
 from ckptstore.state.inflate import Inflater, decode_leaf, refuse_pickles
-from ckptstore.state.leaves import Destination
+from ckptstore.state.leaves import Destination, HeldDestination
 from ckptstore.state.loading import load
-from ckptstore.state.pairing import Mismatch, Pairing, TargetClasses, children_of
+from ckptstore.state.pairing import Claim, ContentOf, Mismatch, Pairing, TargetClasses, children_of
+from ckptstore.state.ranks.held import is_dtensor
 from ckptstore.state.stateful import RNGState, StateDict
 
 __all__ = ["Binding", "Mismatch", "bind"]
 
 
-def bind(target: Any, key: str, schema: Schema, *, strict: bool = True, allow_pickle: bool = False) -> "Binding":
+def bind(
+    target: Any,
+    key: str,
+    schema: Schema,
+    *,
+    strict: bool = True,
+    allow_pickle: bool = False,
+    content_of: ContentOf = lambda leaf: leaf,
+    check: Callable[[int], None] = lambda leaf: None,
+    claims: dict[int, Claim] | None = None,
+    partial: bool = False,
+    dtype: torch.dtype | None = None,
+) -> "Binding":
     """Find the place of every leaf of `schema` in `target`, the object under `key` of an application state. Changes nothing.
 
-    With `strict`, a plain container becomes what was committed; without it, entries that only the target has stay.
+    With `strict`, a plain container becomes what was committed; without it, entries that only the target has stay. Bindings of one restore
+    share `claims`, so that tensors which are tied across keys get one content, by `content_of`, or are mismatched. With `partial`, `schema`
+    has some leaves only: the target is to keep everything else, and lacks nothing. With `dtype`, floating leaves are converted where the
+    target has a tensor of that dtype.
     """
     containers.check(schema.skeleton)
     if not allow_pickle:
         refuse_pickles(schema)
     classes = TargetClasses(target)
-    pairing = Pairing(schema, classes)
+    pairing = Pairing(schema, classes, content_of, {} if claims is None else claims, partial=partial, dtype=dtype)
     skeleton = schema.skeleton
     path = paths.segment(key)
     if isinstance(target, torch.nn.Module):
@@ -38,8 +56,19 @@ def bind(target: Any, key: str, schema: Schema, *, strict: bool = True, allow_pi
         pairing.pair(skeleton, target, path, report=True)
     else:
         pairing.pair(skeleton, target.state_dict(), path, report=False)
-    pairing.complete()
-    return Binding(target, skeleton, pairing, _Settler(schema, pairing, classes, strict, allow_pickle))
+    if isinstance(target, torch.optim.Optimizer):
+        pairing.models = dict(_models(target, schema))
+    pairing.complete(check)
+    return Binding(target, skeleton, pairing, _Settler(schema, pairing, classes, strict, allow_pickle, partial))
+
+
+def _models(optimizer: torch.optim.Optimizer, schema: Schema) -> Iterator[tuple[int, torch.Tensor]]:
+    """Leaves of the state of distributed parameters, which is placed as they are: a fresh optimizer has no state to go by."""
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    for leaf, path in enumerate(schema.paths):
+        _, kind, number, *_ = (*path.split("/"), "", "")
+        if kind == "state" and number.isdecimal() and int(number) < len(parameters) and is_dtensor(parameters[int(number)]):
+            yield leaf, parameters[int(number)]
 
 
 class Binding:
@@ -53,7 +82,7 @@ class Binding:
 
     def __init__(self, target: Any, skeleton: Node | int, pairing: Pairing, settler: "_Settler") -> None:
         self._target, self._skeleton, self._settler = target, skeleton, settler
-        self.destinations: list[Destination | None] = pairing.destinations
+        self.destinations: list[Destination | Converting | HeldDestination | None] = pairing.destinations
         self.wanted_bytes: list[int] = pairing.wanted_bytes()
         self.missing: list[str] = pairing.missing
         self.unexpected: list[str] = pairing.unexpected
@@ -75,8 +104,8 @@ class Binding:
 class _Settler:
     """Makes objects of leaves and puts them where the target has such: containers keep their identity wherever they can."""
 
-    def __init__(self, schema: Schema, pairing: Pairing, classes: TargetClasses, strict: bool, allow_pickle: bool) -> None:
-        self._schema, self._pairing, self._classes, self._strict = schema, pairing, classes, strict
+    def __init__(self, schema: Schema, pairing: Pairing, classes: TargetClasses, strict: bool, allow_pickle: bool, partial: bool) -> None:
+        self._schema, self._pairing, self._classes, self._strict, self._partial = schema, pairing, classes, strict, partial
         self._inflater = Inflater(schema, pairing.objects, pairing.kept, classes, allow_pickle=allow_pickle)
 
     def decode(self, content: Mapping[int, bytes]) -> None:
@@ -84,18 +113,31 @@ class _Settler:
             self._pairing.objects[i] = decode_leaf(self._schema, i, data, self._classes)
 
     def load(self, node: Node | int, target: Any) -> None:
-        """Hand the state at `node` to an object with `load_state_dict`."""
-        load(target, self._inflater.inflate(node), strict=self._strict)
+        """Hand the state at `node` to an object with `load_state_dict`; a part of a state within the object's own state."""
+        state = self._inflater.inflate(node) if not self._partial else self._within(node, state_of(target))
+        load(target, state, strict=self._strict)
+
+    def _within(self, node: Node | int, state: Any) -> Any:
+        filled = self.settle(node, state)
+        versions = getattr(state, "_metadata", None)
+        if versions is not None and not isinstance(node, int):
+            # A module goes by these to bring what an older one committed up to date.
+            committed = getattr(self._inflater.inflate(node), "_metadata", {})
+            modules = {str(key).rpartition(".")[0] for key in node.keys or ()}
+            versions.update((name, entry) for name, entry in committed.items() if name in modules)
+        return filled
 
     def settle(self, node: Node | int, target: Any) -> Any:
         """The object for `node`: `target`, brought to its state, if it can be, else a new one."""
         if isinstance(node, int):
             return self._settle_leaf(node, target)
+        if node is containers.LEFT_OUT:
+            return target
         if id(node) in self._pairing.kept:
             return self._pairing.kept[id(node)]
         if node.type == "stateful":
             return self._settle_stateful(node.children[0], target)
-        if node.type == "pickle" or isinstance(target, torch.Tensor):
+        if node.type == "pickle" or isinstance(target, torch.Tensor) or containers.copies(node.type):
             return _overwrite(target, self._inflater.inflate(node))
         children = [self.settle(child, below) for child, below in zip(node.children, children_of(node, target, self._classes), strict=True)]
         if node.type in containers.MAPPINGS and isinstance(target, dict):
@@ -122,7 +164,7 @@ class _Settler:
 
     def _fill_mapping(self, target: dict[Any, Any], node: Node, children: list[Any]) -> dict[Any, Any]:
         keys = [values.decode_key(key, self._classes) for key in node.keys or ()]
-        if self._strict:
+        if self._strict and not self._partial:
             target.clear()
         for key, child in zip(keys, children, strict=True):
             target[key] = child

@@ -129,6 +129,18 @@ def write_range(tensor: torch.Tensor, start: int, data: memoryview) -> None:
             at += run.nbytes
 
 
+def convert_range(tensor: torch.Tensor, dtype: torch.dtype, start: int, data: memoryview) -> None:
+    """As `write_range`, for `data` of `dtype`, each element converted as `Tensor.to` does; `start` counts bytes of that dtype."""
+    source = _from_memory(data)
+    first = start // dtype.itemsize * tensor.itemsize
+    at = 0
+    with torch.no_grad():
+        for run in _runs(tensor, first, first + len(data) // dtype.itemsize * tensor.itemsize):
+            nbytes = run.numel() * dtype.itemsize
+            run.copy_(as_dtype(source[at : at + nbytes], dtype, tuple(run.shape)))
+            at += nbytes
+
+
 def quantized_integers(tensor: torch.Tensor) -> torch.Tensor:
     """The stored integers of a quantized tensor, sharing its memory: as bytes in a row where several lie in one byte."""
     storage = tensor.untyped_storage()

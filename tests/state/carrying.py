@@ -9,9 +9,9 @@ import torch
 from ckptstore.core.model import Schema
 from ckptstore.objects.schema import decode_schema, encode_schema
 from ckptstore.state import tensors
+from ckptstore.state.flat import Source
 from ckptstore.state.flatten import flatten
 from ckptstore.state.inflate import inflate
-from ckptstore.state.leaves import Source
 from ckptstore.state.restore import Binding, bind
 
 
@@ -62,7 +62,7 @@ def carry(state: Any, **options: Any) -> Carried:
 
 def raw_bytes(source: Source) -> bytes:
     """All bytes of a source, from its memory where it has some."""
-    memory = source.memory()
+    memory = source.view(0, source.nbytes)
     return staged_bytes(source) if memory is None else bytes(memory)
 
 

@@ -14,6 +14,7 @@ from ckptstore.state.composites import split_tensor
 from ckptstore.state.containers import Parts
 from ckptstore.state.values import register_class
 from tests.state.carrying import carry, tensor_bytes
+from tests.state.describing import describe
 
 
 def quietly(make: Callable[[], Any]) -> Any:
@@ -100,6 +101,15 @@ def test_a_composite_tensor_is_restored_where_it_stands(name: str) -> None:
     carried.restore(target)
     assert target["t"] is tensor
     assert parts_of(tensor) == parts_of(carried.inflate()["t"])
+
+
+@pytest.mark.parametrize("name", COMPOSITES)
+def test_a_composite_tensor_that_stands_twice_comes_back_tied(name: str) -> None:
+    tensor = quietly(COMPOSITES[name])
+    state = {"a": tensor, "b": [tensor], "c": quietly(COMPOSITES[name])}
+    carried = carry(state)
+    for got in (carried.inflate(), carried.restore({"a": None, "b": [None], "c": None})):
+        assert describe(got) == describe(state)
 
 
 def leaves_of(tensor: torch.Tensor) -> list[torch.Tensor]:

@@ -1,4 +1,4 @@
-"""Real modules, optimizers and schedulers: committed while training, restored into fresh ones, trained on as if nothing had happened."""
+"""Real modules and optimizers: their names, dtypes and memory after a restore. `test_training` resumes whole runs."""
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
@@ -7,12 +7,11 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.optim import lr_scheduler
-from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+from torch.optim.swa_utils import AveragedModel
 
 from ckptstore.errors import InvalidInput
-from ckptstore.state.stateful import RNGState
 from tests.state.carrying import assert_same, carry, tensor_bytes
+from tests.state.training import Case, Run, Tied
 
 
 @pytest.fixture(autouse=True)
@@ -26,30 +25,6 @@ def _one_thread() -> Iterator[None]:
 
 def compiled(module: nn.Module) -> Any:
     return torch.compile(module, backend="eager")
-
-
-class Tied(nn.Module):
-    """An embedding tied to the head, batch norm, dropout, a buffer that is not saved, and state that is no tensor."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(7, 4)
-        self.norm = nn.BatchNorm1d(4)
-        self.body = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.2))
-        self.head = nn.Linear(4, 7, bias=False)
-        self.head.weight = self.embed.weight
-        self.register_buffer("scratch", torch.zeros(3), persistent=False)
-        self.seen = {"batches": 0}
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self.seen["batches"] += 1
-        return self.head(self.body(self.norm(self.embed(x))))  # type: ignore[no-any-return]
-
-    def get_extra_state(self) -> Any:
-        return dict(self.seen)
-
-    def set_extra_state(self, state: Any) -> None:
-        self.seen = dict(state)
 
 
 def same_modules(got: nn.Module, wanted: nn.Module) -> None:
@@ -179,101 +154,6 @@ def test_a_module_of_ones_own_called_module_keeps_its_name() -> None:
     assert "s/module.embed.weight" in carry(AveragedModel(Tied())).schema.paths
 
 
-OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
-    "AdamW": lambda p: torch.optim.AdamW(p),
-    "AdamW foreach": lambda p: torch.optim.AdamW(p, foreach=True),
-    "AdamW fused": lambda p: torch.optim.AdamW(p, fused=True),
-    "AdamW amsgrad": lambda p: torch.optim.AdamW(p, amsgrad=True),
-    "AdamW tensor lr": lambda p: torch.optim.AdamW(p, lr=torch.tensor(1e-3), foreach=False),
-    "SGD": lambda p: torch.optim.SGD(p, lr=0.1),
-    "SGD momentum": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, nesterov=True),
-    "Adafactor": lambda p: torch.optim.Adafactor(p),
-    "RMSprop": lambda p: torch.optim.RMSprop(p, momentum=0.9, centered=True),
-    "Adagrad": lambda p: torch.optim.Adagrad(p),
-    "NAdam": lambda p: torch.optim.NAdam(p),
-    "RAdam": lambda p: torch.optim.RAdam(p),
-    "LBFGS": lambda p: torch.optim.LBFGS(p, history_size=3, max_iter=2),
-}
-
-SCHEDULERS: dict[str, Callable[[Any], Any]] = {
-    "none": lambda o: None,
-    "MultiStepLR": lambda o: lr_scheduler.MultiStepLR(o, [5, 5, 15, 25], 0.5),
-    "LinearLR": lambda o: lr_scheduler.LinearLR(o),
-    "OneCycleLR": lambda o: lr_scheduler.OneCycleLR(o, 0.1, total_steps=60),
-    "CosineAnnealingWarmRestarts": lambda o: lr_scheduler.CosineAnnealingWarmRestarts(o, 7),
-    "CyclicLR": lambda o: lr_scheduler.CyclicLR(o, 0.01, 0.1, step_size_up=7, cycle_momentum=False),
-    "ReduceLROnPlateau": lambda o: lr_scheduler.ReduceLROnPlateau(o, patience=1),
-    "LambdaLR": lambda o: lr_scheduler.LambdaLR(o, lambda step: 0.99**step),
-    "SequentialLR": lambda o: lr_scheduler.SequentialLR(o, [lr_scheduler.ConstantLR(o, 0.1, 15), lr_scheduler.ExponentialLR(o, 0.9)], [15]),
-    "ChainedScheduler": lambda o: lr_scheduler.ChainedScheduler([lr_scheduler.ConstantLR(o, 0.1, 15), lr_scheduler.ExponentialLR(o, 0.9)]),
-}
-
-
-class Run:
-    """A training run with everything in its application state."""
-
-    def __init__(self, optimizer: str, scheduler: str, seed: int) -> None:
-        torch.manual_seed(seed)
-        self.model = Tied()
-        groups = [{"params": list(self.model.body.parameters()), "weight_decay": 0.1}, {"params": [self.model.embed.weight]}]
-        self.optimizer = OPTIMIZERS[optimizer](self.model.parameters() if optimizer == "LBFGS" else groups)
-        self.scheduler = SCHEDULERS[scheduler](self.optimizer)
-        self.average = AveragedModel(self.model, multi_avg_fn=get_ema_multi_avg_fn(0.9))
-        self.state = {"model": self.model, "optimizer": self.optimizer, "average": self.average, "rng": RNGState()}
-        if self.scheduler is not None:
-            self.state["scheduler"] = self.scheduler
-
-    def train(self, steps: int) -> list[Any]:
-        return [self._step() for _ in range(steps)]
-
-    def _step(self) -> Any:
-        x = torch.randint(7, (6,))
-
-        def closure() -> torch.Tensor:
-            self.optimizer.zero_grad()
-            loss = nn.functional.cross_entropy(self.model(x), x)
-            loss.backward()
-            return loss
-
-        loss = self.optimizer.step(closure)  # type: ignore[arg-type]
-        if isinstance(self.scheduler, lr_scheduler.ReduceLROnPlateau):
-            self.scheduler.step(loss.item())
-        elif self.scheduler is not None:
-            self.scheduler.step()
-        self.average.update_parameters(self.model)
-        return loss.item(), [float(group["lr"]) for group in self.optimizer.param_groups], torch.rand(1).item()
-
-
-def resume(run: Run, carried: dict[str, Any]) -> None:
-    bindings = {key: each.bind(run.state[key]) for key, each in carried.items()}
-    for key in sorted(bindings, key=lambda key: bindings[key].late):
-        binding = bindings[key]
-        assert not (binding.missing or binding.unexpected or binding.mismatched)
-        carried[key].finish(binding)
-
-
-CASES = [(optimizer, "none") for optimizer in OPTIMIZERS] + [("AdamW", scheduler) for scheduler in SCHEDULERS if scheduler != "none"]
-
-
-@pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step")
-@pytest.mark.parametrize(("optimizer", "scheduler"), CASES)
-def test_a_resumed_run_goes_on_as_if_it_had_never_stopped(optimizer: str, scheduler: str) -> None:
-    run = Run(optimizer, scheduler, seed=1)
-    run.train(20)
-    carried = {key: carry(value) for key, value in run.state.items()}
-    wanted = run.train(20)
-    other = Run(optimizer, scheduler, seed=2)
-    other.train(3)
-    resume(other, carried)
-    assert other.train(20) == wanted
-    same_modules(other.model, run.model)
-    same_modules(other.average, run.average)
-    assert_same(other.optimizer.state_dict(), run.optimizer.state_dict())
-    fresh = Run(optimizer, scheduler, seed=3)
-    resume(fresh, carried)
-    assert fresh.train(20) == wanted
-
-
 def bf16_with_fp32_moments() -> tuple[nn.Module, torch.optim.Optimizer]:
     """An optimizer that keeps fp32 moments for bf16 parameters."""
     module = nn.Linear(3, 3).bfloat16()
@@ -313,7 +193,7 @@ def test_moments_in_a_list_keep_their_dtype_too() -> None:
 
 
 def test_an_optimizer_is_restored_in_the_memory_that_it_has() -> None:
-    run = Run("AdamW", "none", seed=1)
+    run = Run(Case("AdamW"), seed=1)
     run.train(2)
     carried = carry(run.optimizer)
     run.train(1)
@@ -339,7 +219,7 @@ def test_a_grad_scaler_comes_back() -> None:
 
 
 def test_an_optimizers_schema_does_not_change_from_step_to_step() -> None:
-    run = Run("AdamW", "MultiStepLR", seed=1)
+    run = Run(Case("AdamW", "MultiStepLR"), seed=1)
     run.train(1)
     schemas = {key: carry(value).schema for key, value in run.state.items()}
     run.train(3)

@@ -1,8 +1,6 @@
 """Nested states of everything: what goes in comes out, bit for bit and type for type, under paths that say which is which."""
 
-import _pickle
 import io
-import pickle
 import random
 from collections import Counter, OrderedDict, defaultdict, deque
 from contextlib import suppress
@@ -26,7 +24,6 @@ from ckptstore.state.restore import bind
 from ckptstore.state.stateful import StateDict
 from ckptstore.state.values import register_class
 from tests.state.carrying import assert_same, carry
-from tests.state.test_tensors import STORED
 
 
 @register_class
@@ -292,6 +289,7 @@ class Odd:
         return 0
 
 
+@pytest.mark.pickles
 def test_a_pickle_is_made_and_read_only_where_it_is_allowed_and_is_marked() -> None:
     state = {"a": torch.ones(1), "b": [Odd()]}
     with pytest.raises(InvalidInput, match=r"^s/b/0: .*Odd.*allow_pickle=True"):
@@ -309,6 +307,7 @@ def test_a_pickle_is_made_and_read_only_where_it_is_allowed_and_is_marked() -> N
     assert carried.restore(target, allow_pickle=True)["b"] == [Odd()]
 
 
+@pytest.mark.pickles
 def test_a_pickle_hidden_in_another_container_is_not_read() -> None:
     class Bomb:
         def __reduce__(self) -> Any:
@@ -324,6 +323,7 @@ def test_a_pickle_hidden_in_another_container_is_not_read() -> None:
             bind({}, "s", schema).finish({0: data})
 
 
+@pytest.mark.pickles
 def test_what_cannot_be_pickled_either_says_so() -> None:
     with pytest.raises(InvalidInput, match=r"^s/a: .*register_value"):
         carry({"a": lambda: 0}, allow_pickle=True)
@@ -380,61 +380,3 @@ def _wrap(data: st.DataObject, numbers: list[int]) -> Node:
     keys = data.draw(st.none() | encoded.map(tuple))
     attrs = data.draw(st.dictionaries(names, json | st.just(["list", 2, 2]) | st.just(["torch.dtype", "qint8"]), max_size=3))
     return Node(data.draw(node_types), children, keys, tuple(sorted(attrs.items())))
-
-
-@pytest.mark.parametrize("state", STRUCTURES, ids=lambda s: repr(s)[:50])
-def test_no_pickle_is_touched_unless_it_is_asked_for(state: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(*_: Any, **__: Any) -> Any:
-        raise AssertionError("a pickle")
-
-    for module in (pickle, _pickle):
-        for name in ("load", "loads", "dump", "dumps", "Unpickler", "Pickler"):
-            monkeypatch.setattr(module, name, refuse)
-    monkeypatch.setattr(torch, "load", refuse)
-    monkeypatch.setattr(torch, "save", refuse)
-    carried = carry(state)
-    target = carried.inflate()
-    carried.restore(target)
-
-
-def random_tensor(draw: Any) -> torch.Tensor:
-    name, shape = draw(st.sampled_from(STORED)), tuple(draw(st.lists(st.integers(0, 3), max_size=3)))
-    tensor = tensors.empty(name, shape)
-    tensors.memory_of(tensor)[:] = draw(st.binary(min_size=tensor.nbytes, max_size=tensor.nbytes))
-    return tensor.t() if tensor.dim() == 2 and draw(st.booleans()) else tensor
-
-
-numbers = st.integers() | st.floats() | st.complex_numbers()
-scalars = st.none() | st.booleans() | numbers | st.text(max_size=8) | st.binary(max_size=8) | st.dates()
-pairs = st.tuples(st.integers(0, 9), st.text(max_size=2))
-keys = st.text(max_size=4) | st.integers() | st.booleans() | st.none() | pairs | st.floats(allow_nan=False)
-leaves = scalars | st.composite(lambda draw: random_tensor(draw))() | st.builds(bytearray, st.binary(max_size=8)) | st.sets(st.integers())
-states = st.recursive(
-    leaves,
-    lambda below: (
-        st.lists(below, max_size=4)
-        | st.lists(below, max_size=4).map(tuple)
-        | st.dictionaries(keys, below, max_size=4)
-        | st.dictionaries(keys, below, max_size=4).map(OrderedDict)
-        | st.dictionaries(keys, below, max_size=4).map(lambda d: defaultdict(int, d))
-        | st.lists(below, max_size=4).map(lambda items: deque(items, 4))
-        | st.builds(Point, below, below)
-        | st.builds(Config, st.floats(), st.lists(below, max_size=2))
-    ),
-    max_leaves=12,
-)
-
-
-@given(states)
-def test_any_state_comes_back_bit_for_bit_and_type_for_type(state: Any) -> None:
-    carried = carry(state)
-    assert len(set(carried.schema.paths)) == len(carried.schema)
-    assert_same(carried.inflate(), state)
-
-
-@given(states)
-def test_equal_states_have_equal_bytes(state: Any) -> None:
-    carried = carry(state)
-    again = carry(carried.inflate())
-    assert again.schema == carried.schema
-    assert again.content == carried.content

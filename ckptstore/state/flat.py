@@ -1,0 +1,61 @@
+"""What a key of the application state is to the engine: its schema, and per leaf where the raw bytes come from. Without torch."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal, NamedTuple, Protocol, TypeAlias
+
+from ckptstore.core.model import Box, Schema, Shape
+
+
+class Source(Protocol):
+    """The raw bytes of one leaf: `nbytes` of them, in elements of `width` bytes. Threads may stage side by side."""
+
+    @property
+    def nbytes(self) -> int: ...
+
+    @property
+    def width(self) -> int: ...
+
+    @property
+    def known_ids(self) -> bytes | None:
+        """The ids of its chunks, 32 bytes each, if they need not be hashed; None if they must."""
+
+    def view(self, start: int, stop: int) -> memoryview | None:
+        """The bytes `start:stop` where they are, or None if they must be staged."""
+
+    def stage(self, start: int, stop: int, out: memoryview) -> None:
+        """Copy the bytes `start:stop` to `out`."""
+
+
+class Mesh(NamedTuple):
+    """Ranks in a grid of `shape`, row by row: those of the default process group."""
+
+    shape: Shape
+    ranks: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class HeldLeaf:
+    """A leaf of which this rank holds boxes, none perhaps: the leaf's global shape is in the schema. Sources are of one box each."""
+
+    mesh: Mesh | None
+    placements: tuple[str, ...]
+    parts: tuple[tuple[Box, Source], ...]
+
+
+Mark: TypeAlias = Literal["replica", "lead", "private"]
+"""What is known of a leaf that ranks hold whole: the same on all of them; the first rank's counts; each rank's is its own."""
+
+
+@dataclass(frozen=True, slots=True)
+class Flat:
+    """One key of the state: what its leaves are, and the source of each. An alias has no bytes of its own.
+
+    Where many ranks commit, `held` has the leaves that they divide among them, by number, in place of a source, and `marks` what is known
+    of others.
+    """
+
+    schema: Schema
+    leaves: list[Source]
+    held: Mapping[int, HeldLeaf] = field(default_factory=dict)
+    marks: Mapping[int, Mark] = field(default_factory=dict)

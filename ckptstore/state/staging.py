@@ -1,0 +1,182 @@
+"""A state, copied so that training may go on: first which bytes go where, then the copy itself, by several threads.
+
+Each byte of memory is copied once, however many leaves show it (tied weights, views). Values are encoded when the state is flattened, and
+small leaves become `bytes`; the rest goes to one arena. What does not fit is *borrowed*: those leaves, the first of the state, stay where
+they are, and the caller waits until they have been written.
+"""
+
+import ctypes
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol, TypeAlias, TypeVar
+
+from ckptstore.core.model import INLINE_BYTES
+from ckptstore.state import tensors
+from ckptstore.state.arenas import Arena, ArenaSource
+from ckptstore.state.flat import Flat, Source
+from ckptstore.state.leaves import BytesSource, TensorSource
+
+T = TypeVar("T")
+
+PIECE_BYTES = 8 << 20
+"""What a thread copies at a time; a multiple of every element's width."""
+
+TASK_COPIES = 256
+
+_ALIGNMENT = 64
+
+
+class Spread(Protocol):
+    """Calls a task for every item, on several threads, and returns when all are done."""
+
+    def __call__(self, task: Callable[[T], object], items: Sequence[T], /) -> object: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Move:
+    """Memory that is copied as it is: `nbytes` from an address to an offset in the arena."""
+
+    address: int
+    offset: int
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Gather:
+    """The bytes `start:stop` of a leaf that does not lie in one piece of this host's memory, to an offset in the arena."""
+
+    source: TensorSource
+    start: int
+    stop: int
+    offset: int
+
+    @property
+    def nbytes(self) -> int:
+        return self.stop - self.start
+
+
+Copy: TypeAlias = Move | Gather
+
+
+@dataclass(frozen=True, slots=True)
+class StagingPlan:
+    """What to copy into an arena of `nbytes`. Leaves are numbered through all keys: `offsets` says where a leaf will lie, `small` are those
+    that become `bytes`, `borrowed` those that stay where they are. `later` is what may be copied while training goes on."""
+
+    nbytes: int
+    offsets: dict[int, int]
+    small: tuple[int, ...]
+    borrowed: tuple[int, ...]
+    tasks: tuple[tuple[Copy, ...], ...]
+    later: tuple[tuple[Copy, ...], ...]
+
+
+def leaves_of(flats: Mapping[str, Flat]) -> list[Source]:
+    """The sources of all keys, as they are numbered in plans."""
+    return [source for flat in flats.values() for source in flat.leaves]
+
+
+def with_leaves(flats: Mapping[str, Flat], sources: Sequence[Source]) -> dict[str, Flat]:
+    """The same keys with other sources, numbered through all keys."""
+    numbered = iter(sources)
+    return {key: Flat(flat.schema, [next(numbered) for _ in flat.leaves]) for key, flat in flats.items()}
+
+
+def plan_staging(sources: Sequence[Source], room_bytes: int, lazy: frozenset[int] = frozenset()) -> StagingPlan:
+    """Where the bytes of `sources` go, and which leaves do not fit `room_bytes`. Reads no bytes.
+
+    Those of the leaves `lazy` that nothing else shares memory with may be copied later. Leaves whose chunks are known stay where they are.
+    """
+    tensor_leaves = {n: source for n, source in enumerate(sources) if isinstance(source, TensorSource) and source.known_ids is None}
+    small = tuple(n for n, source in tensor_leaves.items() if source.nbytes <= INLINE_BYTES)
+    large = {n: source for n, source in tensor_leaves.items() if source.nbytes > INLINE_BYTES}
+    offsets: dict[int, int] = {}
+    copies: list[Copy] = []
+    later: list[Copy] = []
+    borrowed: list[int] = []
+    end = 0
+    for group in sorted(_groups(large), key=lambda group: max(group.leaves), reverse=True):
+        if borrowed or end + group.nbytes > room_bytes:
+            borrowed.extend(group.leaves)
+            continue
+        offsets.update((n, end + at) for n, at in group.leaves.items())
+        (later if group.leaves.keys() <= lazy else copies).extend(group.copies(large, end))
+        end += -(-group.nbytes // _ALIGNMENT) * _ALIGNMENT
+    return StagingPlan(end, offsets, small, tuple(sorted(borrowed)), tuple(_tasks(copies)), tuple(_tasks(later)))
+
+
+def stage(plan: StagingPlan, flats: Mapping[str, Flat], arena: Arena | None, spread: Spread) -> dict[str, Flat]:
+    """Carry out `plan` but for what may be copied later: the same keys with sources that do not change any more once that is copied, too,
+    and what is borrowed given back."""
+    sources = leaves_of(flats)
+    for n in plan.small:
+        sources[n] = _bytes_of(sources[n])
+    if arena is not None:
+        spread(lambda task: copy_task(task, arena), plan.tasks)
+        for n, offset in plan.offsets.items():
+            sources[n] = ArenaSource(arena.memory, offset, sources[n].nbytes, sources[n].width)
+    return with_leaves(flats, sources)
+
+
+@dataclass(frozen=True, slots=True)
+class _Group:
+    """Leaves that are copied together, each at its offset: those whose memory overlaps, or one that must be gathered."""
+
+    address: int
+    nbytes: int
+    leaves: dict[int, int]
+
+    def copies(self, sources: Mapping[int, TensorSource], offset: int) -> Iterator[Copy]:
+        for start in range(0, self.nbytes, PIECE_BYTES):
+            stop = min(start + PIECE_BYTES, self.nbytes)
+            if self.address:
+                yield Move(self.address + start, offset + start, stop - start)
+            else:
+                (n,) = self.leaves
+                yield Gather(sources[n], start, stop, offset + start)
+
+
+def _groups(sources: Mapping[int, TensorSource]) -> Iterator[_Group]:
+    plain = sorted((source.tensor.data_ptr(), n) for n, source in sources.items() if tensors.is_plain(source.tensor))
+    yield from (_Group(0, source.nbytes, {n: 0}) for n, source in sources.items() if not tensors.is_plain(source.tensor))
+    leaves: dict[int, int] = {}
+    start = stop = 0
+    for address, n in plain:
+        if leaves and address >= stop:
+            yield _Group(start, stop - start, leaves)
+            leaves = {}
+        if not leaves:
+            start = stop = address
+        leaves[n] = address - start
+        stop = max(stop, address + sources[n].nbytes)
+    if leaves:
+        yield _Group(start, stop - start, leaves)
+
+
+def _tasks(copies: Sequence[Copy]) -> Iterator[tuple[Copy, ...]]:
+    """Copies, several small ones together: a hand-over costs more than a few kilobytes."""
+    task: list[Copy] = []
+    size = 0
+    for copy in copies:
+        task.append(copy)
+        size += copy.nbytes
+        if size >= PIECE_BYTES // 2 or len(task) == TASK_COPIES:
+            yield tuple(task)
+            task, size = [], 0
+    if task:
+        yield tuple(task)
+
+
+def copy_task(task: Sequence[Copy], arena: Arena) -> None:
+    """Make the copies of one task."""
+    for copy in task:
+        if isinstance(copy, Move):
+            ctypes.memmove(arena.address + copy.offset, copy.address, copy.nbytes)  # without the GIL
+        else:
+            copy.source.stage(copy.start, copy.stop, arena.memory[copy.offset : copy.offset + copy.nbytes])
+
+
+def _bytes_of(source: Source) -> BytesSource:
+    buffer = bytearray(source.nbytes)
+    source.stage(0, source.nbytes, memoryview(buffer))
+    return BytesSource(bytes(buffer), source.width)

@@ -1,0 +1,59 @@
+"""What a call costs, by the kernel's and the allocator's own accounts: bytes read, memory taken."""
+
+import gc
+import re
+import tracemalloc
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+
+class Count:
+    """Filled when the context ends."""
+
+    bytes = 0
+
+
+@contextmanager
+def bytes_read() -> Iterator[Count]:
+    """Bytes that this process's system calls read meanwhile, on all threads, page cache or not (proc_pid_io(5), rchar)."""
+    count, before = Count(), _rchar()
+    yield count
+    # The look at the account before is part of it.
+    count.bytes = max(_rchar() - before - 200, 0)
+
+
+@contextmanager
+def peak_buffers() -> Iterator[Count]:
+    """The most that Python's allocators held at a time, above what they held at first: every buffer that is not a tensor's memory."""
+    count = Count()
+    gc.collect()
+    tracemalloc.start()
+    try:
+        yield count
+        count.bytes = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+
+
+@contextmanager
+def peak_resident() -> Iterator[Count]:
+    """By how much resident memory rose above what it was, at its highest (proc_pid_status(5), VmHWM; clear_refs resets it)."""
+    count = Count()
+    gc.collect()
+    Path("/proc/self/clear_refs").write_text("5")
+    before = _status_bytes("VmRSS")
+    yield count
+    count.bytes = _status_bytes("VmHWM") - before
+
+
+def _rchar() -> int:
+    found = re.search(r"rchar: (\d+)", Path("/proc/self/io").read_text())
+    assert found is not None
+    return int(found[1])
+
+
+def _status_bytes(field: str) -> int:
+    found = re.search(rf"^{field}:\s+(\d+) kB", Path("/proc/self/status").read_text(), re.MULTILINE)
+    assert found is not None
+    return int(found[1]) * 1024
