@@ -1,0 +1,1 @@
+"""A commit and a restore of one state that many ranks hold."""

@@ -1,0 +1,198 @@
+"""The journey of a state that many ranks hold into the store: three rounds between which each rank hashes and writes its part.
+
+1. *plan*: ranks say what they hold, the coordinator says who does what and names the session. 2. *decide*: fragments of cut chunks have
+been exchanged and planned chunks written; of leaves that ranks hold for reasons unknown they report what they have. 3. *publish*: packs
+are closed and durable, the coordinator writes pages, schemas, layout and document, and appends the entry. A failure on any rank before the
+third round's answer is everybody's, and nothing is visible; after it the commit exists.
+"""
+
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from ckptstore import errors
+from ckptstore.core.config import StoreConfig
+from ckptstore.core.ids import CommitId, SessionId
+from ckptstore.core.model import CommitDocument
+from ckptstore.engine.commit import ATTEMPTS, CommitStats
+from ckptstore.engine.label import Label
+from ckptstore.engine.ranks import frames
+from ckptstore.engine.ranks.describe import encode_description
+from ckptstore.engine.ranks.lead import AGAIN, DESCRIBE, DONE, PLANNED, Lead, Options, digest_of, head_of
+from ckptstore.engine.ranks.tasks import RankTask, decode_task
+from ckptstore.engine.ranks.work import RankWork
+from ckptstore.engine.transfer import Threads
+from ckptstore.engine.write import Dedup, RunMemory, SessionPacks
+from ckptstore.errors import CkptStoreError, Conflict
+from ckptstore.history.log import Log
+from ckptstore.objects import canonical
+from ckptstore.objects.documents import decode_document
+from ckptstore.objects.store import ObjectStore
+from ckptstore.state.flat import Flat
+from ckptstore.state.ranks.peers import Peers
+
+Prepare: TypeAlias = Callable[[], tuple[Label, Mapping[str, Flat]]]
+"""Gives what a rank commits when it is asked for: within the first round, so that its failure reaches every rank."""
+
+
+@dataclass(frozen=True, slots=True)
+class RanksCommitted:
+    """A commit of many ranks that the log has acknowledged."""
+
+    id: CommitId
+    document: CommitDocument
+    stats: CommitStats
+
+
+class RanksCommitter:
+    """Commits states of many ranks to one store; on every rank, one commit at a time. Remembers this rank's task."""
+
+    def __init__(self, config: StoreConfig, objects: ObjectStore, log: Log, threads: Threads) -> None:
+        self._config, self._objects, self._log, self._threads = config, objects, log, threads
+        self._lead = Lead(config, objects, log)
+        self._described = b""
+        self._task: RankTask | None = None
+        self._runs = RunMemory()
+
+    def commit(self, peers: Peers, prepare: Prepare, options: Options, started: float) -> RanksCommitted:
+        """Write this rank's part of a state; every rank of `peers` must call it with its own. The coordinator's label and options count.
+
+        Raises one error on all ranks: `Conflict` for states that do not make one, for replicas that have diverged, and if others kept
+        removing what this commit wanted to reuse; otherwise what the causes have in common, `causes` naming ranks.
+        """
+        try:
+            label, flats, session = self._plan(peers, prepare, options)
+            for _ in range(ATTEMPTS):
+                outcome = self._attempt(peers, flats, session, label, started)
+                if isinstance(outcome, RanksCommitted):
+                    self._lead.close(ended=True)
+                    return outcome
+                session = outcome
+        finally:
+            self._lead.close(ended=False)
+        raise Conflict(f"the commit was refused {ATTEMPTS} times because others changed the store meanwhile; repeat it")
+
+    def _plan(self, peers: Peers, prepare: Prepare, options: Options) -> tuple[Label, Mapping[str, Flat], SessionId]:
+        described: list[tuple[Label, Mapping[str, Flat], bytes]] = []
+
+        def describe() -> bytes:
+            asked = bool(described)
+            if not asked:
+                label, flats = prepare()
+                described.append((label, flats, encode_description(flats)))
+            label, _, description = described[0]
+            known = digest_of(description) == self._described and not asked
+            return frames.join([head_of(label), digest_of(description), b"" if known else description])
+
+        def answer(handed_in: list[bytes]) -> list[bytes]:
+            return self._lead.plan(handed_in, described[0][0], options)
+
+        kind = DESCRIBE
+        while kind == DESCRIBE:
+            kind, session, task = frames.split(peers.round("commit: plan", describe, answer), 3)
+        label, flats, description = described[0]
+        if kind == PLANNED:
+            self._described, self._task, self._runs = digest_of(description), decode_task(task), RunMemory()
+        return label, flats, SessionId(session.decode())
+
+    def _attempt(
+        self, peers: Peers, flats: Mapping[str, Flat], session: SessionId, label: Label, started: float
+    ) -> RanksCommitted | SessionId:
+        assert self._task is not None
+        packs = SessionPacks.of(self._config, self._objects, session, self._threads, peers.rank)
+        attempt = _Attempt(self._lead, peers, packs, label, started)
+        try:
+            work = RankWork(list(flats.values()), self._task, self._config.chunk_bytes, packs, self._threads)
+            return attempt.run(work, self._look, self._registered)
+        except BaseException as error:
+            # Once the coordinator may have asked the log, only its answer says whether these packs are part of a commit.
+            if not attempt.handed_in or (isinstance(error, CkptStoreError) and error.causes and 0 not in error.causes):
+                with suppress(CkptStoreError):
+                    packs.drop()
+            raise
+
+    def _look(self) -> Dedup:
+        state = self._log.replay()
+        self._objects.sync(state)
+        return Dedup(self._objects, state, self._runs)
+
+    def _registered(self, numbers: bytes, packs: SessionPacks) -> None:
+        tables = {pack.record.id: pack.table for pack in packs.closed}
+        for number, name in canonical.decode(numbers):
+            if name in tables:
+                self._objects.registered(number, name, tables[name])
+
+
+class _Attempt:
+    """The second and the third round, under one session. `handed_in` says whether the coordinator may have asked the log."""
+
+    def __init__(self, lead: Lead, peers: Peers, packs: SessionPacks, label: Label, started: float) -> None:
+        self._lead, self._peers, self._packs, self._label, self._started = lead, peers, packs, label, started
+        self._dedup: Dedup | None = None
+        self._packed_s = 0.0
+        self.handed_in = False
+
+    def run(self, work: RankWork, look: Callable[[], Dedup], register: Callable[[bytes, SessionPacks], None]) -> RanksCommitted | SessionId:
+        """The commit, or the session under which to try again."""
+        decided = self._peers.round("commit: decide", lambda: self._report(work, look), self._lead.decide)
+        answer = self._peers.round("commit: publish", lambda: self._receipt(work, decided), self._publish)
+        kind, first, second = frames.split(answer, 3)
+        if kind != DONE:
+            self._packs.drop()
+            if kind == AGAIN:
+                return SessionId(first.decode())
+            raise _refusal(*canonical.decode(first))
+        commit, numbers, totals = frames.split(second, 3)
+        durable_s = time.perf_counter() - self._started
+        register(numbers, self._packs)
+        return self._committed(CommitId(commit.decode()), first, canonical.decode(totals), durable_s)
+
+    def _report(self, work: RankWork, look: Callable[[], Dedup]) -> bytes:
+        self._dedup = work.write(self._peers, look)
+        samples = work.samples(self._packs.session)
+        where = canonical.encode([[*sample.spot, sample.cell] for sample in samples])
+        return frames.join([work.reports(), where, b"".join(sample.id for sample in samples)])
+
+    def _receipt(self, work: RankWork, decided: bytes) -> bytes:
+        work.write_decided([tuple(each) for each in canonical.decode(decided)])
+        self._packs.wait()
+        self._packed_s = time.perf_counter() - self._started
+        written = work.written
+        head = {
+            "packs": [[pack.record.id, pack.record.bytes, pack.record.chunks] for pack in self._packs.closed],
+            "reused": sorted(self._dedup.reused) if self._dedup else [],
+            "chunks": written.chunks,
+            "new_chunks": written.new_chunks,
+            "sent_bytes": written.sent_bytes,
+        }
+        self.handed_in = not self._peers.leads
+        return frames.join([canonical.encode(head), written.jobs, written.cells, written.decided])
+
+    def _publish(self, handed_in: list[bytes]) -> list[bytes]:
+        assert self._dedup is not None
+        try:
+            return self._lead.publish(handed_in, self._label, self._dedup, self._packs)
+        except BaseException:
+            self.handed_in = self._lead.asked
+            raise
+
+    def _committed(self, commit: CommitId, stored: bytes, totals: dict[str, int], durable_s: float) -> RanksCommitted:
+        document = decode_document(stored, commit)
+        stats = CommitStats(
+            document.logical_bytes,
+            document.new_bytes,
+            document.leaves,
+            totals["chunks"],
+            totals["new_chunks"],
+            self._packed_s,
+            durable_s,
+            time.perf_counter() - self._started,
+        )
+        return RanksCommitted(commit, document, stats)
+
+
+def _refusal(kind: str, text: str) -> CkptStoreError:
+    cls = getattr(errors, kind, CkptStoreError)
+    return cls(text) if isinstance(cls, type) and issubclass(cls, CkptStoreError) else CkptStoreError(text)

@@ -1,0 +1,37 @@
+"""The ids of chunks where they are: nothing is written."""
+
+from collections.abc import Sequence
+from itertools import pairwise
+
+from ckptstore.core.ids import CHUNK_ID_BYTES, digest
+from ckptstore.engine.plan import CommitPlan, Run
+from ckptstore.engine.transfer import Threads
+from ckptstore.engine.write import PARALLEL_BYTES
+from ckptstore.state.flat import Source
+
+
+def hash_chunks(plan: CommitPlan, sources: Sequence[Source], threads: Threads) -> list[bytes]:
+    """Per part of the plan the ids of its chunks, in order."""
+    ids = [bytearray(CHUNK_ID_BYTES * len(part)) for part in plan.parts]
+
+    def work(batch: tuple[Run, ...]) -> None:
+        for run in batch:
+            at = (run.first - run.part.first) * CHUNK_ID_BYTES
+            found = b"".join(map(digest, _views(run, sources[run.part.leaf])))
+            ids[run.part.leaf][at : at + len(found)] = found
+
+    if plan.logical_bytes <= PARALLEL_BYTES:
+        for batch in plan.batches:
+            work(batch)
+    else:
+        threads.spread(work, plan.batches)
+    return [bytes(each) for each in ids]
+
+
+def _views(run: Run, source: Source) -> list[memoryview]:
+    base, end = run.cuts[0], run.cuts[-1]
+    memory = source.view(base, end)
+    if memory is None:
+        memory = memoryview(bytearray(run.raw_bytes))
+        source.stage(base, end, memory)
+    return [memory[start - base : stop - base] for start, stop in pairwise(run.cuts)]

@@ -1,0 +1,183 @@
+"""What the coordinator does for a commit of many ranks: plan, decide by content, publish. It alone appends to the log."""
+
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from typing import Any
+
+from ckptstore.core.config import StoreConfig
+from ckptstore.core.ids import SessionId, digest, document_key, parse_pack_id
+from ckptstore.core.model import PackRecord, Schema
+from ckptstore.engine.label import Label
+from ckptstore.engine.publish import Metadata, Published, Publisher, entry_body
+from ckptstore.engine.ranks import frames
+from ckptstore.engine.ranks.assemble import Receipt, Sighting, assemble, layout_of, logical_bytes
+from ckptstore.engine.ranks.decide import Decided, decide
+from ckptstore.engine.ranks.describe import RankTree, decode_description
+from ckptstore.engine.ranks.merge import merge
+from ckptstore.engine.ranks.plan import Place, RanksPlan, plan_ranks
+from ckptstore.engine.ranks.tasks import encode_tasks
+from ckptstore.engine.ranks.work import decode_reports
+from ckptstore.engine.write import Dedup, SessionPacks
+from ckptstore.errors import CkptStoreError, Conflict, Corrupt, NoSpace
+from ckptstore.history import entries
+from ckptstore.history.log import Log, Refused
+from ckptstore.history.sessions import Session, open_session
+from ckptstore.objects import canonical
+from ckptstore.objects.documents import encode_document
+from ckptstore.objects.store import ObjectStore
+from ckptstore.state.ranks.messages import cause_of
+
+SAME, PLANNED, DESCRIBE = b"same", b"planned", b"describe"
+"""Answers of the first round: do as last time; here is your task; the digest says nothing to me, send the description."""
+
+DONE, AGAIN, REFUSED = b"done", b"again", b"refused"
+"""Answers of the last round: it is in the log; write what is gone; nothing was appended, and why."""
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """How ranks commit. The coordinator's count."""
+
+    canonical: bool = True
+    trust_replicated: bool = True
+
+
+class Lead:
+    """The coordinator of one store's commits. Remembers the last plan: it holds as long as every rank's description does."""
+
+    def __init__(self, config: StoreConfig, objects: ObjectStore, log: Log) -> None:
+        self._config, self._objects, self._log = config, objects, log
+        self._publisher = Publisher(config, objects)
+        self._described: list[bytes] = []
+        self._descriptions: list[list[RankTree]] = []
+        self._options: Options | None = None
+        self._plan = RanksPlan([])
+        self._layout = b""
+        self._decided = Decided()
+        self._sightings: list[Sighting] = []
+        self.session: Session | None = None
+        self.asked = False
+        """Whether the log has been asked to take this commit, and its answer is unknown."""
+
+    def plan(self, handed_in: Sequence[bytes], label: Label, options: Options) -> list[bytes]:
+        """Answer what ranks said of their states."""
+        messages = [frames.split(each, 3) for each in handed_in]
+        _check_labels([head for head, _, _ in messages], label)
+        digests = [found for _, found, _ in messages]
+        if any(not full for _, _, full in messages) and digests != self._described:
+            return [frames.join([DESCRIBE, b"", b""])] * len(messages)
+        session = self._open_session()
+        if digests == self._described and options == self._options:
+            return [frames.join([SAME, session.encode(), b""])] * len(messages)
+        known: dict[bytes, Schema] = {}
+        descriptions = self._descriptions
+        if digests != self._described:
+            descriptions = [decode_description(full, known) for _, _, full in messages]
+        self._described = []
+        self._plan = plan_ranks(merge(descriptions), len(messages), self._config.chunk_bytes, canonical=options.canonical)
+        self._layout = layout_of(self._plan, len(messages))
+        tasks = encode_tasks(
+            self._plan, [[tree.key for tree in trees] for trees in descriptions], trust_replicated=options.trust_replicated
+        )
+        self._described, self._descriptions, self._options = digests, descriptions, options
+        return [frames.join([PLANNED, session.encode(), task]) for task in tasks]
+
+    def decide(self, handed_in: Sequence[bytes]) -> list[bytes]:
+        """Answer what ranks reported of their contents: what is left for each to write."""
+        parts = [frames.split(each, 3) for each in handed_in]
+        counts = [0] * len(parts)
+        for places in self._plan.reported.values():
+            for place in places:
+                counts[place.rank] += 1
+        self._decided = decide(self._plan, [decode_reports(part[0], count) for part, count in zip(parts, counts, strict=True)])
+        self._sightings = [
+            Sighting(Place(rank, self._descriptions[rank][tree].key, leaf, box), cell, chunk)
+            for rank, (_, where, ids) in enumerate(parts)
+            for (tree, leaf, box, cell), chunk in zip(canonical.decode(where), _ids(ids), strict=True)
+        ]
+        return [canonical.encode([list(write) for write in writes]) for writes in self._decided.writes]
+
+    def publish(self, handed_in: Sequence[bytes], label: Label, dedup: Dedup, packs: SessionPacks) -> list[bytes]:
+        """Append what ranks have written, and answer how that went.
+
+        Whatever this raises, it raises before the log is asked, or when the log's answer is unknown: then nothing may be deleted.
+        """
+        heads, receipts = _receipts(handed_in)
+        trees = assemble(self._plan, self._decided, receipts, self._sightings)
+        metadata = self._publisher.write_metadata(trees, dedup, packs, self._layout)
+        packs.wait()
+        records = [pack.record for pack in packs.closed]
+        records += [_record(each) for head in heads[1:] for each in head["packs"]]
+        reused = dedup.reused.union(*(head["reused"] for head in heads[1:]))
+        if not label.parents:
+            label = replace(label, parents=self._log.replay().runs.get(label.run, ())[-1:])
+        published = self._publisher.write_document(
+            packs.session, label, metadata, records, logical_bytes=logical_bytes(trees), leaves=sum(len(tree.schema) for tree in trees)
+        )
+        return self._append(published, metadata, records, reused, heads)
+
+    def close(self, *, ended: bool) -> None:
+        """Let go of the session."""
+        session, self.session = self.session, None
+        if session is not None:
+            session.end() if ended else session.abandon()
+
+    def _append(
+        self, published: Published, metadata: Metadata, records: list[PackRecord], reused: frozenset[int] | set[int], heads: list[Any]
+    ) -> list[bytes]:
+        self.asked = True
+        try:
+            entry = self._log.append(entry_body(published, records, reused))
+        except (Refused, NoSpace) as error:
+            self.asked = False
+            with suppress(CkptStoreError):
+                self._objects.backend.delete(document_key(published.document.session, published.commit))
+            self.close(ended=False)
+            if isinstance(error, Refused) and error.refusal.again:
+                return [frames.join([AGAIN, self._open_session().encode(), b""])] * len(heads)
+            return [frames.join([REFUSED, canonical.encode(list(cause_of(error))), b""])] * len(heads)
+        assert isinstance(entry.body, entries.Commit)
+        numbers = canonical.encode([[record.number, record.id] for record in entry.body.packs])
+        totals = {name: sum(head[name] for head in heads) for name in ("chunks", "new_chunks", "sent_bytes")}
+        _, stored = encode_document(published.document)
+        found = frames.join([published.commit.encode(), numbers, canonical.encode(totals)])
+        return [frames.join([DONE, stored, found])] * len(heads)
+
+    def _open_session(self) -> SessionId:
+        self.close(ended=False)
+        self.asked = False
+        self.session = open_session(self._objects.backend, "commit")
+        return self.session.id
+
+
+def head_of(label: Label) -> bytes:
+    """What ranks must say alike of a commit."""
+    return canonical.encode([label.run, label.step])
+
+
+def digest_of(description: bytes) -> bytes:
+    return digest(description)
+
+
+def _check_labels(heads: Sequence[bytes], label: Label) -> None:
+    for rank, head in enumerate(heads):
+        if head != head_of(label):
+            run, step = canonical.decode(head)
+            raise Conflict(f"rank {rank} commits step {step} of run {run}, rank 0 step {label.step} of run {label.run}; they must agree")
+
+
+def _receipts(handed_in: Sequence[bytes]) -> tuple[list[Any], list[Receipt]]:
+    parts = [frames.split(each, 4) for each in handed_in]
+    return [canonical.decode(part[0]) for part in parts], [Receipt(*part[1:]) for part in parts]
+
+
+def _record(fields: Sequence[Any]) -> PackRecord:
+    name, nbytes, chunks = fields
+    if not isinstance(nbytes, int) or not isinstance(chunks, int):
+        raise Corrupt("a rank's receipt is damaged; do all ranks run one version of ckptstore?")
+    return PackRecord(parse_pack_id(name), nbytes, chunks, metadata=False)
+
+
+def _ids(data: bytes) -> list[bytes]:
+    return [data[i : i + 32] for i in range(0, len(data), 32)]

@@ -1,0 +1,74 @@
+"""A restore on many ranks: each reads what it needs by itself, and what fails on one fails on all."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
+
+from ckptstore.core.ids import CommitId
+from ckptstore.engine.checkout import Tree
+from ckptstore.engine.ranks.own import Viewer, owners
+from ckptstore.engine.restore import Restoring
+from ckptstore.errors import Conflict, InvalidInput
+from ckptstore.state.ranks.marks import is_bound_to_world_size
+from ckptstore.state.ranks.peers import Peers
+
+T = TypeVar("T")
+
+
+def restore_together(peers: Peers, commit: CommitId, begin: Callable[[], Restoring]) -> Restoring:
+    """Restore `commit` on every rank of `peers`. Nothing is handed over before every rank has read its part.
+
+    Raises one error on all ranks: `Conflict` if they restore different commits, otherwise what the causes have in common.
+    """
+    begun: list[Restoring] = []
+
+    def read() -> bytes:
+        begun.append(begin())
+        begun[0].read()
+        return commit.encode()
+
+    def finish() -> bytes:
+        begun[0].finish()
+        return b""
+
+    peers.round("restore: read", read, _check_same)
+    peers.round("restore: finish", finish, lambda handed_in: handed_in)
+    return begun[0]
+
+
+def agreed(peers: Peers, candidates: Sequence[CommitId]) -> list[CommitId]:
+    """The coordinator's candidates, on every rank."""
+    mine = "\n".join(candidates).encode()
+    answer = peers.round("resume: choose", lambda: mine, lambda handed_in: [handed_in[0]] * len(handed_in))
+    return [CommitId(line) for line in answer.decode().splitlines()]
+
+
+def on_all(peers: Peers, act: Callable[[], T]) -> T:
+    """What `act` returns here; raises on every rank if it raises on any."""
+    found: list[T] = []
+
+    def mine() -> bytes:
+        found.append(act())
+        return b""
+
+    peers.round("resume: open", mine, lambda handed_in: handed_in)
+    return found[0]
+
+
+def check_loaders(trees: Mapping[str, Tree], app_state: Mapping[str, Any], viewer: Viewer) -> None:
+    """Raise `InvalidInput` for a data loader whose places were those of another number of ranks."""
+    for key, tree in trees.items():
+        then = frozenset[int]().union(*owners(tree.schema.skeleton))
+        other = then and then != frozenset(range(viewer.size)) and not viewer.private
+        if other and key in app_state and is_bound_to_world_size(app_state[key]):
+            raise InvalidInput(
+                f"{key} is a data loader of {len(then)} ranks, and there are {viewer.size} now: places in the data would be lost. "
+                f"Leave {key} out of the state and begin the epoch anew; or, for a loader that can go on from the states of others, set "
+                f"any_world_size = True on it and pass private={{rank: rank whose to take}}"
+            )
+
+
+def _check_same(handed_in: list[bytes]) -> list[bytes]:
+    if len(set(handed_in)) > 1:
+        named = ", ".join(f"rank {rank}: {commit.decode()[:12]}" for rank, commit in enumerate(handed_in))
+        raise Conflict(f"ranks restore different commits ({named}); name a commit by its step, its tag or its id on all of them")
+    return handed_in

@@ -1,0 +1,142 @@
+"""How the boxes that ranks hold of one leaf become its chunks: which cells a box holds whole, and which are cut by edges. Pure.
+
+A leaf whose boxes keep all of the dimensions behind the grid's own is cut as if it were held whole, so that its chunks do not depend on
+the number of ranks; a cell that a box's edge cuts is put together by one rank. Boxes that divide the dimensions behind are cut each by
+itself (docs/format.md §3).
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from math import prod
+from typing import NamedTuple
+
+from ckptstore.core.geometry import Grid, grid, intersect
+from ckptstore.core.model import Box, Shape
+
+
+class Span(NamedTuple):
+    """Cells `first:stop` of box `box`'s own grid, which are the leaf's chunks from number `chunk` on."""
+
+    box: int
+    first: int
+    stop: int
+    chunk: int
+
+
+class Fragment(NamedTuple):
+    """Cell `cell` of box `box`'s own grid: a part of a chunk."""
+
+    box: int
+    cell: int
+
+
+class Cell(NamedTuple):
+    """Chunk number `chunk` of the leaf, whose bytes several boxes hold."""
+
+    chunk: int
+    fragments: tuple[Fragment, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Tiling:
+    """The chunks of a leaf: `spans` lie in one box each, `cells` in several. `whole` says that they are those of the leaf held whole;
+    else they are the boxes' own, box by box."""
+
+    whole: bool
+    chunks: int
+    spans: tuple[Span, ...]
+    cells: tuple[Cell, ...]
+
+
+def misfit(shape: Shape, boxes: Sequence[Box]) -> str | None:
+    """Why `boxes`, distinct and in order of their offsets, do not tile a tensor of `shape` exactly once; None if they do."""
+    held, wanted = sum(prod(box.lengths) for box in boxes), prod(shape)
+    if any(o < 0 or o + n > size for box in boxes for o, n, size in zip(*box, shape, strict=True)):
+        return f"a box lies outside the shape {list(shape)}"
+    if clash := next(_overlaps(boxes), None):
+        return f"{_text(clash[0])} and {_text(clash[1])} overlap"
+    if held != wanted:
+        return f"the boxes hold {held:,} of {wanted:,} elements"
+    return None
+
+
+def tile(shape: Shape, width: int, chunk_bytes: int, boxes: Sequence[Box], *, canonical: bool = True) -> Tiling:
+    """The chunks of a leaf of `shape` that `boxes` tile; without `canonical` every box is cut by itself."""
+    whole = grid(shape, width, chunk_bytes)
+    if len(boxes) == 1 or (canonical and (len(whole) <= 1 or all(_spans_behind(box, shape, whole.dim) for box in boxes))):
+        return _tile_whole(whole, [grid(shape, width, chunk_bytes, box) for box in boxes])
+    spans, chunk = [], 0
+    for i, box in enumerate(boxes):
+        cells = len(grid(shape, width, chunk_bytes, box))
+        spans.append(Span(i, 0, cells, chunk))
+        chunk += cells
+    return Tiling(False, chunk, tuple(spans), ())
+
+
+def _spans_behind(box: Box, shape: Shape, dim: int) -> bool:
+    return box.lengths[dim + 1 :] == shape[dim + 1 :]
+
+
+def _tile_whole(whole: Grid, grids: Sequence[Grid]) -> Tiling:
+    if len(grids) == 1:
+        return Tiling(True, len(whole), (Span(0, 0, len(whole), 0),), ())
+    spans: list[Span] = []
+    cut: dict[int, list[Fragment]] = {}
+    if len(whole) == 1:
+        return Tiling(True, 1, (), (Cell(0, tuple(Fragment(i, 0) for i in range(len(grids)))),))
+    for i, held in enumerate(grids):
+        for first, stop, chunk, complete in _rows(whole, held):
+            if not complete:
+                cut.setdefault(chunk, []).append(Fragment(i, first))
+            elif spans and spans[-1].box == i and spans[-1].stop == first and spans[-1].chunk + first - spans[-1].first == chunk:
+                spans[-1] = spans[-1]._replace(stop=stop)
+            else:
+                spans.append(Span(i, first, stop, chunk))
+    return Tiling(True, len(whole), tuple(spans), tuple(Cell(chunk, tuple(found)) for chunk, found in sorted(cut.items())))
+
+
+def _rows(whole: Grid, held: Grid) -> Iterator[tuple[int, int, int, bool]]:
+    """Ranges of `held`'s cells within one index before the grid's dimension, the chunk number of the first, and whether each of them is a
+    cell of `whole`."""
+    dim, rows, size = whole.dim, whole.rows, whole.box.lengths[whole.dim]
+    start = held.box.offsets[dim]
+    stop = start + held.box.lengths[dim]
+    lines = -(-size // rows)
+    first_line, last_line = start // rows, (stop - 1) // rows
+    low = first_line + (start % rows != 0)
+    high = last_line + (stop % rows == 0 or stop == size)
+    per_prefix = last_line - first_line + 1
+    for i, base in enumerate(_prefixes(whole.box.lengths[:dim], held.box, lines)):
+        at = i * per_prefix - first_line
+        if low > first_line:
+            yield at + first_line, at + first_line + 1, base + first_line, False
+        if low < high:
+            yield at + low, at + high, base + low, True
+        if high <= last_line and last_line >= low:
+            yield at + last_line, at + last_line + 1, base + last_line, False
+
+
+def _prefixes(lengths: Shape, box: Box, lines: int) -> Iterator[int]:
+    """The number of the first chunk of every index of `box` in the dimensions before the grid's."""
+    base = [0]
+    for size, offset, length in zip(lengths, box.offsets, box.lengths, strict=False):
+        base = [b * size + i for b in base for i in range(offset, offset + length)]
+    return (b * lines for b in base)
+
+
+def _overlaps(boxes: Sequence[Box]) -> Iterator[tuple[Box, Box]]:
+    """Pairs of `boxes`, in order of their offsets, that share an element."""
+    if len({box.offsets[1:] + box.lengths[1:] for box in boxes}) <= 1:
+        yield from ((a, b) for a, b in pairwise(boxes) if intersect(a, b))
+        return
+    for i, a in enumerate(boxes):
+        for b in boxes[i + 1 :]:
+            if b.offsets[0] >= a.offsets[0] + a.lengths[0]:
+                break
+            if intersect(a, b):
+                yield a, b
+
+
+def _text(box: Box) -> str:
+    return "[" + ", ".join(f"{o}:{o + n}" for o, n in zip(*box, strict=True)) + "]"

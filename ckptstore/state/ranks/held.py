@@ -1,0 +1,127 @@
+"""Which boxes of a distributed tensor this rank holds, and where they lie in memory.
+
+Read off the tensor's mesh and placements by own arithmetic (`core.placements`): what torch offers for it names one box where a strided
+shard has several, and takes milliseconds. A rank outside the mesh, or with nothing of the tensor, holds no box.
+"""
+
+import sys
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import torch
+
+from ckptstore.core.model import Box, Shape
+from ckptstore.core.placements import Cut, HeldBox, held_boxes, local_shape
+from ckptstore.errors import InvalidInput
+from ckptstore.state import tensors
+from ckptstore.state.flat import Mesh
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """A distributed tensor as this rank has it. `parts` are the boxes and, as views of the rank's memory, their elements."""
+
+    shape: Shape
+    dtype: torch.dtype
+    mesh: Mesh | None
+    placements: tuple[str, ...]
+    parts: tuple[tuple[Box, torch.Tensor], ...]
+
+
+def is_distributed(tensor: torch.Tensor) -> bool:
+    """Whether `held_of` is for this tensor. Costs no import of torch.distributed."""
+    cls = type(tensor)
+    if cls is torch.Tensor or cls is torch.nn.Parameter:
+        return False
+    return _is_instance(tensor, "torch.distributed.tensor", "DTensor") or _is_instance(
+        tensor, "torch.distributed._shard.sharded_tensor", "ShardedTensor"
+    )
+
+
+def held_of(tensor: Any) -> Held:
+    """What this rank holds of a DTensor or a ShardedTensor.
+
+    Raises `InvalidInput` for unfinished sums (Partial), for local tensors that are no plain blocks, and where a tensor's own memory is not
+    what its placements say.
+    """
+    if _is_instance(tensor, "torch.distributed.tensor", "DTensor"):
+        return _held_of_dtensor(tensor)
+    shards = (_shard_part(shard) for shard in tensor.local_shards())
+    parts = tuple((box, part) for box, part in shards if 0 not in box.lengths)
+    return Held(tuple(tensor.metadata().size), tensor.dtype, None, (type(tensor.sharding_spec()).__name__,), parts)
+
+
+def empty_like_held(tensor: Any, dtype: torch.dtype) -> Any:
+    """A DTensor of any bytes, placed as `tensor` is, with elements of `dtype`."""
+    from torch.distributed.tensor import DTensor
+
+    local = torch.empty_like(_local_of(tensor), dtype=dtype)
+    return DTensor.from_local(local, tensor.device_mesh, tensor.placements, run_check=False, shape=tensor.shape, stride=tensor.stride())
+
+
+def is_dtensor(value: Any) -> bool:
+    return _is_instance(value, "torch.distributed.tensor", "DTensor")
+
+
+def _is_instance(value: Any, module: str, name: str) -> bool:
+    known = sys.modules.get(module)
+    return known is not None and isinstance(value, getattr(known, name))
+
+
+def _held_of_dtensor(tensor: Any) -> Held:
+    mesh, placements, shape = tensor.device_mesh, tensor.placements, tuple(tensor.shape)
+    if any(placement.is_partial() for placement in placements):
+        raise InvalidInput("a DTensor with Partial placements holds unfinished sums; redistribute it to Replicate or Shard first")
+    names = tuple(map(str, placements))
+    where = mesh.get_coordinate()
+    if where is None:
+        return Held(shape, tensor.dtype, _mesh_of(mesh), names, ())
+    cuts = tuple(
+        Cut(placement.dim % len(shape), size, number, getattr(placement, "split_factor", 1))
+        for placement, size, number in zip(placements, mesh.shape, where, strict=True)
+        if not placement.is_replicate()
+    )
+    local = _local_of(tensor)
+    wanted, boxes = _geometry(shape, cuts)
+    if tuple(local.shape) != wanted:
+        raise InvalidInput(
+            f"this rank holds {list(local.shape)} of a DTensor of shape {list(shape)} placed as {', '.join(names)}; wanted {list(wanted)}: "
+            f"was it made by from_local without shape and stride? Commit tensor.full_tensor()"
+        )
+    return Held(shape, tensor.dtype, _mesh_of(mesh), names, tuple((held.box, _view(local, held.local)) for held in boxes))
+
+
+@lru_cache(4096)
+def _geometry(shape: Shape, cuts: tuple[Cut, ...]) -> tuple[Shape, tuple[HeldBox, ...]]:
+    return local_shape(shape, cuts), held_boxes(shape, cuts)
+
+
+@lru_cache(256)
+def _mesh_of(mesh: Any) -> Mesh:
+    return Mesh(tuple(mesh.mesh.shape), tuple(mesh.mesh.flatten().tolist()))
+
+
+def _local_of(tensor: Any) -> torch.Tensor:
+    local: Any = tensor._local_tensor  # to_local() would build a view for autograd
+    if hasattr(local, "wait"):  # the result of a collective that may still be under way
+        local = local.wait()
+    local = local.detach()
+    if type(local) is not torch.Tensor or not tensors.is_strided(local):
+        raise InvalidInput(f"this rank's part of a DTensor is a {type(local).__qualname__}, no plain block of memory; dequantize it first")
+    return local
+
+
+def _shard_part(shard: Any) -> tuple[Box, torch.Tensor]:
+    offsets, lengths = tuple(shard.metadata.shard_offsets), tuple(shard.metadata.shard_sizes)
+    local = shard.tensor.detach()
+    if tuple(local.shape) != lengths or not tensors.is_strided(local):
+        raise InvalidInput(f"a shard of a ShardedTensor has the shape {list(local.shape)}; its metadata says {list(lengths)}")
+    return Box(offsets, lengths), local
+
+
+def _view(local: torch.Tensor, place: Box) -> torch.Tensor:
+    for dim, (offset, length) in enumerate(zip(*place, strict=True)):
+        if length != local.shape[dim]:
+            local = local.narrow(dim, offset, length)
+    return local
