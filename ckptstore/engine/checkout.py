@@ -5,14 +5,16 @@ Every chunk is compared with its id on the way. Readers hold nothing in the stor
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import cached_property, lru_cache, partial
 from typing import Protocol
 
 from ckptstore.core import dtypes
-from ckptstore.core.config import MIB, StoreConfig
+from ckptstore.core.config import StoreConfig
 from ckptstore.core.geometry import Grid, byte_ranges, grid
 from ckptstore.core.ids import CHUNK_ID_BYTES, CommitId, SessionId, document_key
 from ckptstore.core.model import Box, CommitDocument, LeafContent, Schema, Shape, TreeRef
+from ckptstore.engine.budget import ReadRoom, read_room
+from ckptstore.engine.mapping import Unmappable, check_mapped, map_leaf
 from ckptstore.engine.select import Piece, select
 from ckptstore.engine.transfer import Threads
 from ckptstore.errors import Corrupt
@@ -21,7 +23,6 @@ from ckptstore.objects.pages import join_pages
 from ckptstore.objects.schema import decode_schema
 from ckptstore.objects.store import ObjectStore
 
-SCRATCH_BYTES = 32 * MIB
 RECENT = 16
 """So many documents and trees are kept decoded."""
 
@@ -69,6 +70,13 @@ class Tree:
         alias = self.schema.aliases[i]
         return self.contents[i if alias < 0 else alias]
 
+    def content_key(self, i: int) -> object:
+        """What leaf `i` holds, as something that compares; None for shards, which may be cut differently and hold the same."""
+        content = self.content(i)
+        if content.inline is not None:
+            return content.inline
+        return content.ids if content.boxes is None else None
+
     def extent(self, i: int) -> tuple[Shape, int]:
         """Shape and element width under which leaf `i` was cut."""
         if self.schema.kinds[i] == "tensor":
@@ -108,6 +116,13 @@ class Wanted:
     destination: Destination
     box: Box | None = None
 
+    @property
+    def nbytes(self) -> int:
+        """Raw bytes that land."""
+        if self.box is None:
+            return self.tree.raw_bytes(self.number)
+        return dtypes.nbytes_of(self.tree.schema.dtypes[self.number], self.box.lengths)
+
 
 @dataclass(frozen=True, slots=True)
 class _Job:
@@ -137,11 +152,20 @@ class Reader:
         schema = decode_schema(schema_bytes)
         return Tree(key, ref, schema, join_pages(pages, len(schema)), self._config.chunk_bytes)
 
-    def read(self, wanted: Iterable[Wanted], commit: CommitId) -> None:
-        """Bring the bytes of everything in `wanted` to its destination, verified, on all threads.
+    def trees(self, refs: Iterable[tuple[str, TreeRef]]) -> dict[str, Tree]:
+        """Several trees; what they have in packs together is read together."""
+        refs = tuple(refs)
+        if len(refs) > 1:
+            self._objects.read_metadata_many([chunk for _, ref in refs for chunk in (ref.schema, *ref.pages)])
+        return {key: self.tree(key, ref) for key, ref in refs}
 
-        Raises `Corrupt` naming leaf, pack and commit. After an error, destinations hold some new bytes and some old.
+    def read(self, wanted: Iterable[Wanted], commit: CommitId, *, memory_budget_bytes: int | None = None) -> int:
+        """Bring the bytes of everything in `wanted` to its destination, verified, on all threads that the budget has room for.
+
+        Returns how many raw bytes were read from packs. Raises `Corrupt` naming leaf, pack and commit, and `InvalidInput` for a budget that
+        is too small. After an error while reading, destinations hold some new bytes and some old.
         """
+        room = read_room(memory_budget_bytes, self._config.chunk_bytes, self._threads.count)
         direct: list[_Job] = []
         aside: list[_Job] = []
         for want in wanted:
@@ -154,17 +178,33 @@ class Reader:
             shape, width = want.tree.extent(want.number)
             for piece in select(content, shape, width, want.tree.chunk_bytes, want.box):
                 (direct if memory is not None and piece.in_place else aside).append(_Job(piece, want, memory))
-        self._read_direct(direct, commit)
-        self._read_aside(aside, commit)
+        self._read_direct(direct, commit, room)
+        self._read_aside(aside, commit, room)
+        return sum(job.piece.raw_bytes for jobs in (direct, aside) for job in jobs)
 
-    def leaf_bytes(self, tree: Tree, number: int, commit: CommitId) -> bytes:
+    def map(self, tree: Tree, number: int, commit: CommitId, *, verify: bool = False) -> memoryview:
+        """The bytes of a leaf, mapped into memory instead of read; unless `verify`, they are not compared with their ids.
+
+        Raises `Unmappable` for a leaf that must be read.
+        """
+        content = tree.content(number)
+        if content.inline is not None:
+            raise Unmappable("it lies in a page")
+        tree.check(number)
+        pieces = list(select(content, *tree.extent(number), tree.chunk_bytes))
+        data = map_leaf(self._objects, pieces, tree.extent(number)[1])
+        if verify:
+            check_mapped(data, pieces, self._threads.spread, f"leaf {tree.schema.paths[number]}, commit {commit[:12]}")
+        return data
+
+    def leaf_bytes(self, tree: Tree, number: int, commit: CommitId, *, memory_budget_bytes: int | None = None) -> bytes:
         """All bytes of a leaf: for values and `bytes` leaves."""
         inline = tree.content(number).inline
         if inline is not None:
             return inline
         tree.check(number)
         buffer = bytearray(tree.raw_bytes(number))
-        self.read([Wanted(tree, number, Memory(memoryview(buffer)))], commit)
+        self.read([Wanted(tree, number, Memory(memoryview(buffer)))], commit, memory_budget_bytes=memory_budget_bytes)
         return bytes(buffer)
 
     def packs_of(self, document: CommitDocument) -> frozenset[int]:
@@ -192,41 +232,45 @@ class Reader:
             elif n:
                 want.destination.write(target, memoryview(data)[source : source + n])
 
-    def _read_direct(self, jobs: Sequence[_Job], commit: CommitId) -> None:
+    def _read_direct(self, jobs: Sequence[_Job], commit: CommitId, room: ReadRoom) -> None:
         if not jobs:
             return
         out = []
         for job in jobs:
-            assert job.memory is not None
-            _, target, n = job.piece.moves[0]
-            out.append(job.memory[target : target + n])
-        self._fetch(jobs, out, commit)
+            assert job.memory is not None and job.piece.at is not None
+            out.append(job.memory[job.piece.at : job.piece.at + job.piece.raw_bytes])
+        self._fetch(jobs, out, commit, room)
 
-    def _read_aside(self, jobs: Sequence[_Job], commit: CommitId) -> None:
-        """Through scratch memory of at most `SCRATCH_BYTES` (or one chunk) at a time."""
+    def _read_aside(self, jobs: Sequence[_Job], commit: CommitId, room: ReadRoom) -> None:
+        """Through scratch memory of at most `room.aside_bytes` at a time."""
         i = 0
         while i < len(jobs):
             j, size = i, 0
-            while j < len(jobs) and (j == i or size + jobs[j].piece.raw_bytes <= SCRATCH_BYTES):
+            while j < len(jobs) and (j == i or size + jobs[j].piece.raw_bytes <= room.aside_bytes):
                 size += jobs[j].piece.raw_bytes
                 j += 1
             out = [memoryview(bytearray(job.piece.raw_bytes)) for job in jobs[i:j]]
-            self._fetch(jobs[i:j], out, commit)
+            self._fetch(jobs[i:j], out, commit, room)
             for job, data in zip(jobs[i:j], out, strict=True):
+                if job.memory is not None:
+                    job.piece.land(data, job.memory)
+                    continue
                 for source, target, n in job.piece.moves:
-                    if job.memory is not None:
-                        job.memory[target : target + n] = data[source : source + n]
-                    else:
-                        job.wanted.destination.write(target, data[source : source + n])
+                    job.wanted.destination.write(target, data[source : source + n])
             i = j
 
-    def _fetch(self, jobs: Sequence[_Job], out: Sequence[memoryview], commit: CommitId) -> None:
+    def _fetch(self, jobs: Sequence[_Job], out: Sequence[memoryview], commit: CommitId, room: ReadRoom) -> None:
         def describe(i: int) -> str:
             want = jobs[i].wanted
             return f"leaf {want.tree.schema.paths[want.number]}, commit {commit[:12]}"
 
         self._objects.read_into(
-            b"".join(job.piece.chunk for job in jobs), out, run=self._threads.spread, describe=describe, threads=self._threads.count
+            b"".join(job.piece.chunk for job in jobs),
+            out,
+            run=partial(self._threads.spread, hands=room.threads),
+            describe=describe,
+            threads=room.threads,
+            read_bytes=room.read_bytes,
         )
 
 

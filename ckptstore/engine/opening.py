@@ -13,9 +13,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ckptstore.core.config import CHUNK_BYTES, StoreConfig, check_chunk_bytes, check_codec
-from ckptstore.core.ids import CONFIG_KEY, StoreId, new_store_id, parse_chunk_id
+from ckptstore.core.ids import CONFIG_KEY, StoreId, new_session_id, new_store_id, parse_chunk_id
 from ckptstore.core.model import Schema
-from ckptstore.core.places import cache_directory, is_network_filesystem
+from ckptstore.core.places import is_network_filesystem, local_cache_directory, make_directories, rights
+from ckptstore.engine.log_places import database_log, open_log_place
 from ckptstore.engine.reserve import ensure_reserve
 from ckptstore.errors import Conflict, Corrupt, InvalidInput, NotFound, ReadOnly, Unavailable
 from ckptstore.history.entries import Position
@@ -26,44 +27,84 @@ from ckptstore.objects.config import decode_config, encode_config
 
 if TYPE_CHECKING:
     from ckptstore.index.catalog import Catalog
+    from ckptstore.index.postgres_catalog import PostgresCatalog
     from ckptstore.objects.store import ObjectStore
 
 logger = logging.getLogger("ckptstore")
 
 CATALOG_NAME = "catalog.sqlite"
 CHUNKS_NAME = "chunks.lmdb"
+STATE_NAME = "state"
 
 
 def init_store(
-    place: str | os.PathLike[str], *, chunk_bytes: int = CHUNK_BYTES, codec: str = "raw", storage_options: dict[str, Any] | None = None
+    place: str | os.PathLike[str],
+    *,
+    chunk_bytes: int = CHUNK_BYTES,
+    codec: str = "raw",
+    private: bool = False,
+    storage_options: dict[str, Any] | None = None,
+    index: str | None = None,
 ) -> StoreConfig:
-    """Make an empty store at `place`.
+    """Make an empty store at `place`, with its log in the database at `index` if that is given. A `private` one is its owner's alone, and
+    so is all that anybody ever makes in it.
 
-    Raises `Conflict` if there is one already, `InvalidInput` for a directory that holds something else, `ReadOnly` or `Unavailable` if it
-    cannot be written.
+    Raises `Conflict` if there is one already, `InvalidInput` for a directory that holds something else or a bucket whose server ignores
+    conditional writes, `ReadOnly` or `Unavailable` if it cannot be written.
     """
     config = StoreConfig(new_store_id(), check_chunk_bytes(chunk_bytes), check_codec(codec))
     backend = open_backend(os.fspath(place), storage_options=storage_options)
     try:
         if not _is_store(backend):
             _refuse_foreign(backend)
-            if backend.put_new(CONFIG_KEY, encode_config(config)):
-                ensure_reserve(backend)
-                return config
+            if private:
+                _make_private(backend)
+            if _create(backend, config, index):
+                return decode_config(backend.read(CONFIG_KEY), backend.url)
         raise Conflict(f"{backend.url} is a store already; open it, or choose another directory")
     finally:
         backend.close()
 
 
+def _create(backend: Backend, config: StoreConfig, index: str | None) -> bool:
+    """Whether it was this call that made the store."""
+    log = database_log(index, config.store, backend) if index else None
+    if log is None:
+        refuse_careless(backend)
+    else:
+        config = config.moved(log.make(), config.generation)
+    data = encode_config(config)
+    try:
+        # False may be the answer to a repeated request that met its own object.
+        created = backend.put_new(CONFIG_KEY, data) or backend.read(CONFIG_KEY) == data
+        if log is not None and not created:
+            log.drop()
+    finally:
+        if log is not None:
+            log.database.close()
+    if created:
+        ensure_reserve(backend)
+    return created
+
+
 class Opening:
     """One process's view of a store. Threads may share it."""
 
-    def __init__(self, place: str | os.PathLike[str], *, read_only: bool = False, storage_options: dict[str, Any] | None = None) -> None:
-        self.backend = open_backend(os.fspath(place), read_only=read_only, storage_options=storage_options)
+    def __init__(
+        self,
+        place: str | os.PathLike[str],
+        *,
+        read_only: bool = False,
+        storage_options: dict[str, Any] | None = None,
+        direct_io: bool = False,
+        index: str | None = None,
+    ) -> None:
+        self.backend = open_backend(os.fspath(place), read_only=read_only, storage_options=storage_options, direct_io=direct_io)
         self.url = self.backend.url
-        self.config = _read_config(self.backend)
+        self.config = read_config(self.backend)
         self.read_only = read_only
-        self.log = Log(self.backend, self.config.store, self.config.generation)
+        self.database = open_log_place(self.config, self.backend, index)
+        self.log = Log(self.backend, self.config.store, self.config.generation, place=self.database, memory=self._memory())
 
     def check_writable(self) -> None:
         """Raise `ReadOnly` unless this handle may write to the store."""
@@ -73,6 +114,11 @@ class Opening:
             raise ReadOnly(
                 f"{self.url} needs {', '.join(sorted(unknown))} to be written, which this ckptstore does not know: install a newer one"
             )
+
+    def _memory(self) -> Path | None:
+        """Where this host keeps the log's state: for a bucket, whose log takes a request an entry to read, and for a database."""
+        slow = self.backend.durable_root is None or self.database is not None
+        return self.index_directory / STATE_NAME if slow else None
 
     @cached_property
     def index_directory(self) -> Path:
@@ -88,8 +134,12 @@ class Opening:
         return ObjectStore(self.backend, ChunkIndex.open(self.index_directory / CHUNKS_NAME, self.config.store), self.log)
 
     @cached_property
-    def catalog(self) -> "Catalog":
+    def catalog(self) -> "Catalog | PostgresCatalog":
         """The catalog, for folding; queries go through `queries`."""
+        if self.database is not None:
+            from ckptstore.index.postgres_catalog import PostgresCatalog
+
+            return PostgresCatalog(self.database.database)
         from ckptstore.index.catalog import Catalog
 
         return Catalog.open(self.index_directory / CATALOG_NAME, self.config.store)
@@ -103,8 +153,12 @@ class Opening:
         """The catalog's read side, as of the head of the log.
 
         A catalog that is there and up to date is read without SQLAlchemy. One that cannot be brought up to date, because it is locked or
-        its disk is full, is replaced by one in memory for this call; one that turns out to be damaged is made anew.
+        its disk is full, is replaced by one in memory for this call; one that turns out to be damaged is made anew. One in PostgreSQL
+        is always as the log is.
         """
+        if self.database is not None:
+            self.follow()
+            return self.catalog.queries()
         quick = open_catalog(self.index_directory / CATALOG_NAME, self.config.store) if "catalog" not in self.__dict__ else None
         if quick is not None:
             queries = quick.or_else(self._made_anew)
@@ -114,6 +168,7 @@ class Opening:
         return self._queries_at_head().or_else(self._made_anew)
 
     def _queries_at_head(self) -> Queries:
+        self.log.replay()
         self.follow()
         if self._is_head(self.catalog.position()):
             return self.catalog.queries()
@@ -143,10 +198,13 @@ class Opening:
             logger.warning("the catalog of %s stays behind: %s", self.url, error)
 
     def _fold(self, schemas: Mapping[str, Schema]) -> None:
-        self.catalog.fold(self.log.read_entries(*self.catalog.position()))
+        if self.database is None:
+            position = self.catalog.position()
+            known = self.log.known_behind(position)
+            self.catalog.fold(self.log.read_entries(*position) if known is None else known)
         self._add_schemas(self.catalog, schemas)
 
-    def _add_schemas(self, catalog: "Catalog", at_hand: Mapping[str, Schema]) -> None:
+    def _add_schemas(self, catalog: "Catalog | PostgresCatalog", at_hand: Mapping[str, Schema]) -> None:
         """The leaves of schemas that commits name. One that cannot be read has none in the catalog; `fsck` reports it."""
         from ckptstore.objects.schema import decode_schema
 
@@ -176,23 +234,58 @@ class Opening:
             if name in self.__dict__:
                 self.__dict__.pop(name).close()
         self.log.close()
+        if self.database is not None:
+            self.database.database.close()
         self.backend.close()
 
 
 def index_directory(backend: Backend, store: StoreId, *, read_only: bool) -> Path:
-    """Where this host keeps the indexes of `store`: in it if it is on a local disk that may be written to, else in the cache directory."""
+    """Where this host keeps the indexes of `store`: in it if it is on a local disk that may be written to, else in a local cache
+    directory, under the store's id."""
     root = backend.durable_root
     if root is not None and not read_only and not is_network_filesystem(root) and os.access(root, os.W_OK):
         return root / "index"
-    return cache_directory() / store
+    return _like(root, local_cache_directory() / store)
 
 
-def _read_config(backend: Backend) -> StoreConfig:
-    if not _is_store(backend):
+def _like(root: Path | None, directory: Path) -> Path:
+    """`directory`, made with no more rights than the store at `root`: the index tells what is in it."""
+    if root is not None:
+        with suppress(OSError):
+            make_directories(directory.parent)
+            directory.mkdir(mode=rights(root), exist_ok=True)
+    return directory
+
+
+def _make_private(backend: Backend) -> None:
+    """Make the store's directory its owner's before anything lies in it: whatever is made there has no more rights than it (`rights`)."""
+    root = backend.durable_root
+    if root is None:
+        raise InvalidInput(f"{backend.url} is no directory: who may read it is for the bucket's policy to say; leave private out")
+    new = [directory for directory in (root, *root.parents) if not directory.exists()]
+    try:
+        root.mkdir(mode=0o700, parents=True, exist_ok=True)
+        root.chmod(0o700)
+        for directory in new:
+            fd = os.open(directory.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+            try:
+                os.fsync(fd)
+            finally:
+                os.close(fd)
+    except OSError as error:
+        raise ReadOnly(f"cannot make {root} private: {error.strerror}; get the right to write there") from error
+
+
+def read_config(backend: Backend) -> StoreConfig:
+    """What `ckptstore.json` says. Raises `NotFound` where there is no store, `Corrupt`, `InvalidInput`."""
+    try:
+        data = backend.read(CONFIG_KEY)
+    except NotFound as error:
+        _is_store(backend)
         raise NotFound(
             f"no store at {backend.url}: there is no {CONFIG_KEY}; make one with `ckptstore init {backend.url}`, or check the path"
-        )
-    return decode_config(backend.read(CONFIG_KEY), backend.url)
+        ) from error
+    return decode_config(data, backend.url)
 
 
 def _is_store(backend: Backend) -> bool:
@@ -204,11 +297,32 @@ def _is_store(backend: Backend) -> bool:
     return False
 
 
+def refuse_careless(backend: Backend) -> None:
+    """Raise `InvalidInput` for a bucket that cannot hold a log.
+
+    Some servers take a conditional write for a plain one: two writers would overwrite each other's log entries.
+    """
+    if backend.durable_root is not None:
+        return
+    key = f"tmp/{new_session_id()}-probe"
+    backend.put_new(key, b"first")
+    try:
+        if not backend.put_new(key, b"second") and backend.read(key) == b"first":
+            return
+    finally:
+        backend.delete(key)
+    raise InvalidInput(
+        f"the server of {backend.url} ignores conditional writes (If-None-Match: *), so several writers could lose each other's commits; "
+        f'keep the log in PostgreSQL: index="postgresql+psycopg://…", or use another server'
+    )
+
+
 def _refuse_foreign(backend: Backend) -> None:
     root = backend.durable_root
     if root is None or not root.is_dir():
         return
-    ours = {"packs", "commits", "log", "sessions", "index", "tmp", "reserve"}
+    # A configuration that is there by now is another process's, and the exclusive create will say so.
+    ours = {CONFIG_KEY, "packs", "commits", "log", "sessions", "index", "tmp", "reserve"}
     foreign = sorted(entry.name for entry in root.iterdir() if entry.name not in ours)
     if foreign:
         raise InvalidInput(

@@ -10,29 +10,41 @@ from typing import NamedTuple
 
 from ckptstore.core.config import RUN_BYTES
 from ckptstore.core.geometry import Grid, grid
-from ckptstore.core.model import INLINE_BYTES, Shape
+from ckptstore.core.model import INLINE_BYTES, Box, Shape
 
 BATCH_RUNS = 256
 
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """A leaf that is stored as chunks: its number in the plan, its cut, its element width in bytes, and whether its elements are floats."""
+    """A leaf, or a part of one, that is stored as chunks `first:stop` of its cut: its number in the plan, its element width in bytes, and
+    whether its elements are floats."""
 
     leaf: int
     grid: Grid
     width: int
     raw_bytes: int
     floating: bool
+    first: int
+    stop: int
+
+    def __len__(self) -> int:
+        return self.stop - self.first
 
 
 class Extent(NamedTuple):
-    """What the plan must know of a leaf; one that is no tensor is a vector of its bytes."""
+    """What the plan must know of a leaf; one that is no tensor is a vector of its bytes.
+
+    With `box`, it is that box of a leaf of `shape`; with `cells`, that half-open range of its cut. `raw_bytes` are those of what is to be
+    stored.
+    """
 
     shape: Shape
     width: int
     raw_bytes: int
     floating: bool
+    box: Box | None = None
+    cells: tuple[int, int] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,33 +70,50 @@ class CommitPlan:
     logical_bytes: int
 
 
-def plan_commit(leaves: Sequence[Extent], chunk_bytes: int) -> CommitPlan:
-    """The plan for leaves in order."""
+def plan_commit(leaves: Sequence[Extent], chunk_bytes: int, run_bytes: int = RUN_BYTES) -> CommitPlan:
+    """The plan for leaves in order. With less memory for staging, runs are shorter: `run_bytes`, or one chunk."""
     inline = tuple(i for i, leaf in enumerate(leaves) if leaf.raw_bytes <= INLINE_BYTES)
-    parts = tuple(
-        Part(i, grid(leaf.shape, leaf.width, chunk_bytes), leaf.width, leaf.raw_bytes, leaf.floating)
-        for i, leaf in enumerate(leaves)
-        if leaf.raw_bytes > INLINE_BYTES
-    )
-    batches = tuple(_batches(run for part in parts for run in _runs(part)))
-    return CommitPlan(inline, parts, batches, sum(leaf.raw_bytes for leaf in leaves))
+    parts = tuple(_part(i, leaf, chunk_bytes) for i, leaf in enumerate(leaves) if leaf.raw_bytes > INLINE_BYTES)
+    return CommitPlan(inline, parts, _batches_of(parts, run_bytes), sum(leaf.raw_bytes for leaf in leaves))
 
 
-def _runs(part: Part) -> Iterator[Run]:
-    first, cuts = 0, [0]
-    for _, stop in part.grid.spans():
-        if stop - cuts[0] > RUN_BYTES and len(cuts) > 1:
+def plan_chunks(parts: Sequence[Extent], chunk_bytes: int) -> CommitPlan:
+    """The plan for parts of leaves that are chunks, however small."""
+    planned = tuple(_part(i, part, chunk_bytes) for i, part in enumerate(parts))
+    return CommitPlan((), planned, _batches_of(planned, RUN_BYTES), sum(part.raw_bytes for part in parts))
+
+
+def _part(number: int, extent: Extent, chunk_bytes: int) -> Part:
+    cells = grid(extent.shape, extent.width, chunk_bytes, extent.box)
+    first, stop = extent.cells or (0, len(cells))
+    return Part(number, cells, extent.width, extent.raw_bytes, extent.floating, first, stop)
+
+
+def _batches_of(parts: Sequence[Part], run_bytes: int) -> tuple[tuple[Run, ...], ...]:
+    return tuple(_batches((run for part in parts for run in _runs(part, run_bytes)), run_bytes))
+
+
+def _runs(part: Part, run_bytes: int) -> Iterator[Run]:
+    first, cuts = part.first, [part.grid.span(part.first)[0]]
+    for _, stop in _spans(part):
+        if stop - cuts[0] > run_bytes and len(cuts) > 1:
             yield Run(part, first, tuple(cuts))
             first, cuts = first + len(cuts) - 1, [cuts[-1]]
         cuts.append(stop)
     yield Run(part, first, tuple(cuts))
 
 
-def _batches(runs: Iterator[Run]) -> Iterator[tuple[Run, ...]]:
+def _spans(part: Part) -> Iterator[tuple[int, int]]:
+    if len(part) == len(part.grid):
+        return part.grid.spans()
+    return (part.grid.span(i) for i in range(part.first, part.stop))
+
+
+def _batches(runs: Iterator[Run], run_bytes: int) -> Iterator[tuple[Run, ...]]:
     batch: list[Run] = []
     size = 0
     for run in runs:
-        if batch and (size + run.raw_bytes > RUN_BYTES or len(batch) == BATCH_RUNS):
+        if batch and (size + run.raw_bytes > run_bytes or len(batch) == BATCH_RUNS):
             yield tuple(batch)
             batch, size = [], 0
         batch.append(run)

@@ -40,7 +40,7 @@ def is_full(backend: Backend) -> bool:
     try:
         probe = backend.create("tmp/probe", session=new_session_id())
         try:
-            probe.write_at(0, [memoryview(bytes(PROBE_BYTES))])
+            probe.append([memoryview(bytes(PROBE_BYTES))])
         finally:
             probe.discard()
     except NoSpace:

@@ -1,15 +1,21 @@
 """A whole state from a commit: bind targets, refuse what does not fit, read, hand over."""
 
 from collections.abc import Mapping, MutableMapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from ckptstore.core.ids import CommitId
 from ckptstore.engine.checkout import Reader, Tree, Wanted
+from ckptstore.engine.views import Select, View, renamed, selected, whole
 from ckptstore.errors import InvalidInput
+from ckptstore.state.conversion import checked
 from ckptstore.state.restore import bind
 
 if TYPE_CHECKING:
+    import torch
+
+    from ckptstore.state.pairing import Claim
+    from ckptstore.state.renaming import Rename
     from ckptstore.state.restore import Binding
 
 SHOWN = 8
@@ -17,48 +23,95 @@ SHOWN = 8
 
 @dataclass(frozen=True, slots=True)
 class RestoreReport:
-    """What a restore left out: paths the target wants and the commit lacks, and paths that only the commit has."""
+    """What a restore left out: paths the target wants and the commit lacks, and paths that only the commit has.
+
+    `needed_bytes` are those of the tensors that this process restored, `read_bytes` the raw bytes of the chunks that it read for them:
+    chunks are read whole.
+    """
 
     missing: tuple[str, ...]
     unexpected: tuple[str, ...]
+    needed_bytes: int = 0
+    read_bytes: int = 0
 
 
-def restore(
-    reader: Reader, commit: CommitId, trees: Mapping[str, Tree], app_state: MutableMapping[str, Any], *, strict: bool, allow_pickle: bool
-) -> RestoreReport:
-    """Bring `app_state` to the commit's state in place. Raises `InvalidInput` before anything is touched."""
-    bindings = {
-        key: bind(app_state[key], key, tree.schema, strict=strict, allow_pickle=allow_pickle)
-        for key, tree in trees.items()
-        if key in app_state
-    }
-    missing = [key for key in app_state if key not in trees] + [p for b in bindings.values() for p in b.missing]
-    unexpected = [key for key in trees if key not in app_state] + [p for b in bindings.values() for p in b.unexpected]
-    _refuse(commit, bindings, missing if strict else [], unexpected if strict else [])
-    reader.read(_wanted(trees, bindings), commit)
-    for key in sorted(bindings, key=lambda k: bindings[k].late):
-        binding, tree = bindings[key], trees[key]
-        restored = binding.finish({i: reader.leaf_bytes(tree, i, commit) for i in binding.wanted_bytes})
-        if restored is not app_state[key]:
-            app_state[key] = restored
-    return RestoreReport(tuple(missing), tuple(unexpected))
+@dataclass(frozen=True, slots=True)
+class RestoreOptions:
+    """What a restore is asked for; `Snapshot.restore` says what each means."""
+
+    strict: bool = True
+    allow_pickle: bool = False
+    select: Select | None = None
+    rename: "Rename | None" = None
+    dtype: "torch.dtype | None" = None
+    memory_budget_bytes: int | None = None
 
 
-def _wanted(trees: Mapping[str, Tree], bindings: Mapping[str, "Binding"]) -> list[Wanted]:
-    """Every destination once: tied targets are one piece of memory."""
-    wanted: list[Wanted] = []
-    seen: set[tuple[int, int]] = set()
-    for key, binding in bindings.items():
-        for i, destination in enumerate(binding.destinations):
-            if destination is None:
-                continue
-            place = (destination.address, destination.nbytes)
-            if destination.address:
-                if place in seen:
-                    continue
-                seen.add(place)
-            wanted.append(Wanted(trees[key], i, destination))
-    return wanted
+class Restoring:
+    """A restore on its way: bound, then `read`, then `finish`. Raises `InvalidInput` before anything is touched."""
+
+    def __init__(
+        self, reader: Reader, commit: CommitId, trees: Mapping[str, Tree], app_state: MutableMapping[str, Any], options: RestoreOptions
+    ) -> None:
+        self._reader, self._commit, self._app_state, self._options = reader, commit, app_state, options
+        partial, views = options.select is not None, _views(commit, trees, app_state, options)
+        self._trees = {key: view.tree for key, view in views.items()}
+        claims: dict[int, Claim] = {}
+        self._bindings = bindings = {
+            key: bind(
+                app_state[key],
+                key,
+                view.schema,
+                strict=options.strict,
+                allow_pickle=options.allow_pickle,
+                content_of=view.tree.content_key,
+                check=view.tree.check,
+                claims=claims,
+                partial=partial,
+                dtype=None if options.dtype is None else checked(options.dtype),
+            )
+            for key, view in views.items()
+            if key in app_state
+        }
+        missing = [key for key in app_state if key not in views and not partial] + [p for b in bindings.values() for p in b.missing]
+        unexpected = [key for key in views if key not in app_state] + [p for b in bindings.values() for p in b.unexpected]
+        _refuse(commit, bindings, missing if options.strict else [], unexpected if options.strict else [])
+        self.report = RestoreReport(tuple(missing), tuple(unexpected))
+
+    def read(self) -> None:
+        """Bring the bytes of all tensors to where they belong. After an error, these hold bytes of both states."""
+        wanted = [
+            Wanted(self._trees[key], i, part, box)
+            for key, binding in self._bindings.items()
+            for i, destination in enumerate(binding.destinations)
+            if destination is not None
+            for box, part in destination.parts
+        ]
+        read_bytes = self._reader.read(wanted, self._commit, memory_budget_bytes=self._options.memory_budget_bytes)
+        self.report = replace(self.report, needed_bytes=sum(want.nbytes for want in wanted), read_bytes=read_bytes)
+
+    def finish(self) -> None:
+        """Hand over: everything that is no tensor, and states to objects that take one."""
+        for key in sorted(self._bindings, key=lambda k: self._bindings[k].late):
+            binding, tree = self._bindings[key], self._trees[key]
+            restored = binding.finish({i: self._bytes_of(tree, i) for i in binding.wanted_bytes})
+            if restored is not self._app_state[key]:
+                self._app_state[key] = restored
+
+    def _bytes_of(self, tree: Tree, leaf: int) -> bytes:
+        return self._reader.leaf_bytes(tree, leaf, self._commit, memory_budget_bytes=self._options.memory_budget_bytes)
+
+
+def _views(commit: CommitId, trees: Mapping[str, Tree], app_state: Mapping[str, Any], options: RestoreOptions) -> dict[str, View]:
+    """What is wanted of each tree, by the key of the state that it goes to; with a selection, of what the state has."""
+    views = whole(trees) if options.select is None else selected(trees, options.select, commit)
+    if options.rename is not None:
+        views = renamed(views, options.rename)
+    if options.select is None:
+        return views
+    if not views.keys() & app_state.keys():
+        raise InvalidInput(f"what was selected belongs to {', '.join(views)}; the state that is to be restored has {', '.join(app_state)}")
+    return {key: view for key, view in views.items() if key in app_state}
 
 
 def _refuse(commit: CommitId, bindings: Mapping[str, "Binding"], missing: Sequence[str], unexpected: Sequence[str]) -> None:
@@ -71,5 +124,6 @@ def _refuse(commit: CommitId, bindings: Mapping[str, "Binding"], missing: Sequen
             f"commit {commit[:12]} does not fit the state that it was to be restored into; nothing was changed:\n  "
             + "\n  ".join(problems[:SHOWN])
             + more
-            + "\npass strict=False to leave out what only one side has; shapes and dtypes must agree"
+            + "\npass strict=False to leave out what only one side has, select= to restore a part, rename= where names differ, "
+            "dtype= to convert floats; shapes must agree, what is tied must be one content"
         )

@@ -4,31 +4,67 @@ The destination is the wanted box's own row-major memory. A cell that lands ther
 read aside and copied range by range.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from typing import TypeAlias
+
+import numpy as np
 
 from ckptstore.core.geometry import byte_ranges, grid, intersect, within
 from ckptstore.core.ids import CHUNK_ID_BYTES, ChunkId
 from ckptstore.core.model import Box, LeafContent, Shape
 
+_ELEMENTS = {1: "u1", 2: "u2", 4: "u4", 8: "u8", 16: "c16"}
+"""By their width, types whose elements numpy copies as they are."""
+
+Move: TypeAlias = tuple[int, int, int]
+"""Start in the chunk, start in the destination, bytes."""
+
+
+@dataclass(frozen=True, slots=True)
+class Moves(Iterable[Move]):
+    """The moves of a cell whose bytes do not land in one piece, made whenever they are asked for: there may be one for each row."""
+
+    cell: Box
+    shared: Box
+    wanted: Box
+    width: int
+
+    def __iter__(self) -> Iterator[Move]:
+        return _moves(self.cell, self.shared, self.wanted, self.width)
+
+    def copy(self, data: memoryview, memory: memoryview) -> None:
+        """All moves at once, from the chunk to the destination's own memory."""
+        source = np.frombuffer(data, _ELEMENTS[self.width]).reshape(self.cell.lengths)
+        target = np.frombuffer(memory, _ELEMENTS[self.width]).reshape(self.wanted.lengths)
+        target[_indices(within(self.shared, self.wanted))] = source[_indices(within(self.shared, self.cell))]
+
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """One chunk of `raw_bytes`: `moves` are (start in chunk, start in destination, bytes); one move of the whole chunk is read in place."""
+    """One chunk of `raw_bytes` and where its bytes go. With `at`, all of it lands there in one piece, and can be read in place."""
 
     chunk: ChunkId
     raw_bytes: int
-    moves: tuple[tuple[int, int, int], ...]
+    at: int | None
+    moves: Iterable[Move]
 
     @property
     def in_place(self) -> bool:
-        return len(self.moves) == 1 and self.moves[0][2] == self.raw_bytes
+        return self.at is not None
+
+    def land(self, data: memoryview, memory: memoryview) -> None:
+        """Copy the chunk's bytes to where they go in the destination's memory."""
+        if self.at is not None:
+            memory[self.at : self.at + self.raw_bytes] = data
+        elif isinstance(self.moves, Moves):
+            self.moves.copy(data, memory)
 
 
 def whole(content: LeafContent, shape: Shape, width: int, chunk_bytes: int) -> Iterator[Piece]:
     """The pieces of a leaf that is held whole, wanted whole."""
     for i, (start, stop) in enumerate(grid(shape, width, chunk_bytes).spans()):
-        yield Piece(_id(content, i), stop - start, ((0, start, stop - start),))
+        yield _landing(_id(content, i), stop - start, start)
 
 
 def select(content: LeafContent, shape: Shape, width: int, chunk_bytes: int, wanted: Box | None = None) -> Iterator[Piece]:
@@ -47,8 +83,17 @@ def select(content: LeafContent, shape: Shape, width: int, chunk_bytes: int, wan
                 cell = cells.cell(i)
                 if shared := intersect(cell, wanted):
                     start, stop = cells.span(i)
-                    yield Piece(_id(content, first + i), stop - start, tuple(_moves(cell, shared, wanted, width)))
+                    yield _piece(_id(content, first + i), stop - start, Moves(cell, shared, wanted, width))
         first += len(cells)
+
+
+def _piece(chunk: ChunkId, raw_bytes: int, moves: Moves) -> Piece:
+    _, target, nbytes = next(iter(moves))
+    return _landing(chunk, raw_bytes, target) if nbytes == raw_bytes else Piece(chunk, raw_bytes, None, moves)
+
+
+def _landing(chunk: ChunkId, raw_bytes: int, at: int) -> Piece:
+    return Piece(chunk, raw_bytes, at, ((0, at, raw_bytes),))
 
 
 def _bounds(held: Box, overlap: Box, width: int) -> tuple[int, int]:
@@ -62,7 +107,7 @@ def _bounds(held: Box, overlap: Box, width: int) -> tuple[int, int]:
     return start, stop + width
 
 
-def _moves(cell: Box, shared: Box, wanted: Box, width: int) -> Iterator[tuple[int, int, int]]:
+def _moves(cell: Box, shared: Box, wanted: Box, width: int) -> Iterator[Move]:
     source = byte_ranges(cell.lengths, within(shared, cell), width)
     target = byte_ranges(wanted.lengths, within(shared, wanted), width)
     a, b = next(source), next(target)
@@ -77,6 +122,10 @@ def _moves(cell: Box, shared: Box, wanted: Box, width: int) -> Iterator[tuple[in
             a = following
         if b[0] == b[1]:
             b = next(target)
+
+
+def _indices(box: Box) -> tuple[slice, ...]:
+    return tuple(slice(offset, offset + length) for offset, length in zip(box.offsets, box.lengths, strict=True))
 
 
 def _id(content: LeafContent, i: int) -> ChunkId:

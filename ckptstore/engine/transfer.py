@@ -6,8 +6,9 @@ Hashing, zstd, `pwrite` and `preadv` release the GIL, so threads scale as long a
 import os
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
-from typing import TypeVar
+from concurrent.futures import Future, wait
+from queue import SimpleQueue
+from typing import Any, TypeVar
 
 T = TypeVar("T")
 
@@ -17,13 +18,14 @@ class Threads:
 
     def __init__(self, count: int) -> None:
         self.count = count
-        self._pool: ThreadPoolExecutor | None = None
+        self._pool: _Pool | None = None
         self._pid = 0
         self._lock = threading.Lock()
 
-    def spread(self, task: Callable[[T], object], items: Sequence[T]) -> None:
-        """Call `task` for every item, in no order. One item runs on the calling thread."""
-        if len(items) < 2:
+    def spread(self, task: Callable[[T], object], items: Sequence[T], *, hands: int | None = None) -> None:
+        """Call `task` for every item, in no order, on at most `hands` threads. One item runs on the calling thread, and so does all with
+        one hand."""
+        if len(items) < 2 or hands == 1:
             for item in items:
                 task(item)
             return
@@ -33,7 +35,7 @@ class Threads:
             for item in shared:
                 task(item)
 
-        self.together([work] * min(self.count, len(items)), shared.stop)
+        self.together([work] * min(hands or self.count, self.count, len(items)), shared.stop)
 
     def together(self, works: Sequence[Callable[[], object]], stop: Callable[[], None]) -> None:
         """Run `works` side by side, the last of them on the calling thread. On a failure call `stop`, wait for the others, and raise the
@@ -61,14 +63,45 @@ class Threads:
     def close(self) -> None:
         with self._lock:
             if self._pool and self._pid == os.getpid():
-                self._pool.shutdown()
+                self._pool.close()
             self._pool = None
 
-    def _alive(self) -> ThreadPoolExecutor:
+    def _alive(self) -> "_Pool":
         with self._lock:
             if self._pool is None or self._pid != os.getpid():
-                self._pool, self._pid = ThreadPoolExecutor(self.count, thread_name_prefix="ckptstore"), os.getpid()
+                self._pool, self._pid = _Pool(self.count), os.getpid()
             return self._pool
+
+
+class _Pool:
+    """Daemon threads, unlike `ThreadPoolExecutor`'s: when the main thread has ended, a commit in the background still needs them."""
+
+    def __init__(self, count: int) -> None:
+        self._queue: SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = SimpleQueue()
+        self._threads = [threading.Thread(target=self._work, name=f"ckptstore-{i}", daemon=True) for i in range(count)]
+        for thread in self._threads:
+            thread.start()
+
+    def submit(self, work: Callable[[], T]) -> "Future[T]":
+        future: Future[T] = Future()
+        self._queue.put((future, work))
+        return future
+
+    def close(self) -> None:
+        """Let the threads finish what was submitted, and wait for them."""
+        for _ in self._threads:
+            self._queue.put(None)
+        for thread in self._threads:
+            thread.join()
+
+    def _work(self) -> None:
+        while (item := self._queue.get()) is not None:
+            future, work = item
+            try:
+                future.set_result(work())
+            except BaseException as error:
+                future.set_exception(error)
+            del item, future, work  # what they refer to must not live until the next item comes
 
 
 class _Shared(Iterable[T]):

@@ -1,36 +1,30 @@
 """Hash what a plan names, drop what the store has, pack the rest: the part of a commit that moves bytes."""
 
 import threading
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import compress, count, islice, pairwise
-from typing import Protocol
+from typing import Self
 
 import numpy as np
 
-from ckptstore.core.config import RUN_BYTES
+from ckptstore.core.config import PACK_BYTES_LOCAL, PACK_BYTES_REMOTE, StoreConfig
 from ckptstore.core.ids import CHUNK_ID_BYTES, ChunkId, SessionId, digest, pack_key, twin_key
 from ckptstore.engine.plan import CommitPlan, Part, Run
+from ckptstore.engine.progress import UNWATCHED, Watch
 from ckptstore.engine.transfer import Threads, shared
+from ckptstore.errors import CkptStoreError, Conflict
 from ckptstore.history.fold import State
 from ckptstore.objects import codecs
 from ckptstore.objects.pack import TENSOR
 from ckptstore.objects.packing import ClosedPack, OpenPack, Packer
 from ckptstore.objects.store import ObjectStore
+from ckptstore.state.flat import Source
 
 PARALLEL_BYTES = 4 << 20
 """A commit of fewer bytes is done by the calling thread alone: one pack instead of several, no hand-over."""
-
-
-class Source(Protocol):
-    """Where a leaf's raw bytes come from (`state.flatten`)."""
-
-    def memory(self) -> memoryview | None:
-        """The leaf's raw bytes where they are, or None if they must be staged."""
-
-    def stage(self, start: int, stop: int, out: memoryview) -> None:
-        """Copy the raw bytes `start:stop` to `out`."""
 
 
 class RunMemory:
@@ -121,22 +115,44 @@ class Written:
 class SessionPacks:
     """The packs of one session: their names, those closed so far, and how to get rid of them."""
 
-    def __init__(self, objects: ObjectStore, session: SessionId, threads: Threads, *, codec: int, pack_bytes: int) -> None:
+    def __init__(
+        self,
+        objects: ObjectStore,
+        session: SessionId,
+        threads: Threads,
+        *,
+        codec: int,
+        pack_bytes: int,
+        rank: int = 0,
+        lean: bool = False,
+    ) -> None:
         self.closed: list[ClosedPack] = []
-        self._objects, self._session, self._threads = objects, session, threads
-        self._pack_bytes = pack_bytes
+        self.session = session
+        self._objects, self._threads = objects, threads
+        self._pack_bytes, self._rank, self._lean = pack_bytes, rank, lean
         self.codec = codec
         self._numbers = count()
         self._closing: list[Future[None]] = []
         self._lock = threading.Lock()
 
+    @classmethod
+    def of(
+        cls, config: StoreConfig, objects: ObjectStore, session: SessionId, threads: Threads, rank: int = 0, *, lean: bool = False
+    ) -> Self:
+        """Packs as the store and its storage want them, named after `rank`; `lean` ones are written without buffers."""
+        remote = objects.backend.durable_root is None
+        pack_bytes = PACK_BYTES_REMOTE if remote else PACK_BYTES_LOCAL
+        return cls(objects, session, threads, codec=codecs.codec_id(config.codec), pack_bytes=pack_bytes, rank=rank, lean=lean)
+
     def packer(self, *, metadata: bool = False) -> Packer:
         return Packer(
             self._objects.backend,
-            self._session,
+            self.session,
             self._numbers,
             self._close_aside,
             pack_bytes=self._pack_bytes,
+            rank=self._rank,
+            lean=self._lean,
             metadata=metadata,
         )
 
@@ -156,12 +172,13 @@ class SessionPacks:
         self._objects.backend.sync_dirs([pack_key(pack.record.id) for pack in self.closed])
 
     def drop(self) -> None:
-        """Delete what was closed: no log entry will ever name it."""
+        """Delete what was closed: no log entry will ever name it. What cannot be deleted now is found by gc under the session's name."""
         for future in self._closing:
             future.exception()
         for pack in self.closed:
-            self._objects.backend.delete(pack_key(pack.record.id))
-            self._objects.backend.delete(twin_key(pack.record.id))
+            with suppress(CkptStoreError):
+                self._objects.backend.delete(pack_key(pack.record.id))
+                self._objects.backend.delete(twin_key(pack.record.id))
 
     def _close_aside(self, pack: OpenPack) -> None:
         self._closing.append(self._threads.submit(lambda: self._close(pack)))
@@ -172,18 +189,27 @@ class SessionPacks:
             self.closed.append(closed)
 
 
-def write_chunks(plan: CommitPlan, sources: Sequence[Source], dedup: Dedup, packs: SessionPacks, threads: Threads) -> Written:
-    """Carry out `plan`; afterwards the packs are closed but not yet awaited. Any thread's failure is raised here."""
-    ids = {part.leaf: bytearray(CHUNK_ID_BYTES * len(part.grid)) for part in plan.parts}
+def write_chunks(
+    plan: CommitPlan,
+    sources: Sequence[Source],
+    dedup: Dedup,
+    packs: SessionPacks,
+    threads: Threads,
+    watch: Watch = UNWATCHED,
+    *,
+    hands: int | None = None,
+) -> Written:
+    """Carry out `plan` on at most `hands` threads; afterwards the packs are closed but not yet awaited. Any thread's failure is raised
+    here."""
+    ids = {part.leaf: bytearray(CHUNK_ID_BYTES * len(part)) for part in plan.parts}
     batches = shared(plan.batches)
     small = sum(part.raw_bytes for part in plan.parts) <= PARALLEL_BYTES
-    memories = {part.leaf: sources[part.leaf].memory() for part in plan.parts}
-    hands = 1 if small else min(threads.count, len(plan.batches))
-    workers = [_Worker(batches, sources, memories, ids, dedup, packs) for _ in range(hands)]
+    hands = 1 if small else min(hands or threads.count, threads.count, len(plan.batches))
+    workers = [_Worker(batches, sources, ids, dedup, packs, watch) for _ in range(hands)]
     if workers:
         threads.together([worker.work for worker in workers], batches.stop)
     new = sum(worker.new_chunks for worker in workers)
-    return Written({leaf: bytes(data) for leaf, data in ids.items()}, sum(len(part.grid) for part in plan.parts), new)
+    return Written({leaf: bytes(data) for leaf, data in ids.items()}, sum(map(len, plan.parts)), new)
 
 
 def write_metadata(chunks: Mapping[ChunkId, tuple[bytes, int]], dedup: Dedup, packs: SessionPacks) -> None:
@@ -211,14 +237,14 @@ class _Worker:
         self,
         batches: Iterable[tuple[Run, ...]],
         sources: Sequence[Source],
-        memories: Mapping[int, memoryview | None],
         ids: Mapping[int, bytearray],
         dedup: Dedup,
         packs: SessionPacks,
+        watch: Watch,
     ) -> None:
         self.new_chunks = 0
-        self._batches, self._sources, self._memories, self._ids = batches, sources, memories, ids
-        self._dedup, self._packs = dedup, packs
+        self._batches, self._sources, self._ids = batches, sources, ids
+        self._dedup, self._packs, self._watch = dedup, packs, watch
         self._packer = packs.packer()
         self._codec = packs.codec
         self._staging = memoryview(b"")
@@ -227,21 +253,40 @@ class _Worker:
         try:
             for batch in self._batches:
                 self._batch(batch)
+                self._watch.worked(batch)
             self._packs.close_aside(self._packer)
         except BaseException:
             self._packer.discard()
             raise
 
     def _batch(self, batch: tuple[Run, ...]) -> None:
-        views = [self._views(run, shared=len(batch) > 1) for run in batch]
-        ids = [[ChunkId(digest(view)) for view in run_views] for run_views in views]
+        known = [self._known(run) for run in batch]
+        fetched = iter(self._views([run for run, ids in zip(batch, known, strict=True) if not ids], self._scratch))
+        views = [[] if ids else next(fetched) for ids in known]
+        ids = [known_ids or [ChunkId(digest(view)) for view in run_views] for known_ids, run_views in zip(known, views, strict=True)]
         fresh = self._dedup.fresh_runs(list(zip(batch, ids, strict=True)))
         for run, run_ids, run_views, is_new in zip(batch, ids, views, fresh, strict=True):
-            at = run.first * CHUNK_ID_BYTES
+            at = (run.first - run.part.first) * CHUNK_ID_BYTES
             self._ids[run.part.leaf][at : at + len(run_ids) * CHUNK_ID_BYTES] = b"".join(run_ids)
             if any(is_new):
+                run_views = run_views or self._checked(run, run_ids)
                 self._add(run.part, list(compress(run_ids, is_new)), list(compress(run_views, is_new)))
         self._packer.flush()
+
+    def _known(self, run: Run) -> list[ChunkId]:
+        """The ids of the run's chunks where they need not be hashed, else none."""
+        ids = self._sources[run.part.leaf].known_ids
+        if ids is None:
+            return []
+        first = run.first - run.part.first
+        return [ChunkId(ids[i * CHUNK_ID_BYTES : (i + 1) * CHUNK_ID_BYTES]) for i in range(first, first + len(run.cuts) - 1)]
+
+    def _checked(self, run: Run, ids: list[ChunkId]) -> list[memoryview]:
+        """The bytes of chunks whose ids were known, and which the store has lost meanwhile: compared, since they were not hashed."""
+        (views,) = self._views([run], lambda nbytes: memoryview(bytearray(nbytes)))  # the scratch is in use
+        if any(ChunkId(digest(view)) != chunk for chunk, view in zip(ids, views, strict=True)):
+            raise Conflict("chunks that the store had when the state was staged are gone, and their tensor has changed; repeat the commit")
+        return views
 
     def _add(self, part: Part, ids: list[ChunkId], raws: list[memoryview]) -> None:
         self._packer.add(ids, raws, part.width, TENSOR, codec=self._codec_of(part), run_bytes=sum(map(len, raws)))
@@ -251,17 +296,22 @@ class _Worker:
         """Floats compress better byte plane by byte plane."""
         return codecs.SPLIT_ZSTD if self._codec == codecs.ZSTD and part.floating and part.width > 1 else self._codec
 
-    def _views(self, run: Run, *, shared: bool) -> list[memoryview]:
-        """The run's chunks where they are, or in memory of this thread; with `shared`, in memory that the next run of the batch leaves
-        alone."""
-        memory, base = self._memories[run.part.leaf], 0
-        if memory is None:
-            base = run.cuts[0]
-            memory = memoryview(bytearray(run.raw_bytes)) if shared else self._scratch(run.raw_bytes)
-            self._sources[run.part.leaf].stage(base, run.cuts[-1], memory)
-        return [memory[start - base : stop - base] for start, stop in pairwise(run.cuts)]
+    def _views(self, runs: Sequence[Run], allocate: Callable[[int], memoryview]) -> list[list[memoryview]]:
+        """The chunks of each run where they are, or staged one behind the other in memory that `allocate` gives."""
+        memories = [self._sources[run.part.leaf].view(run.cuts[0], run.cuts[-1]) for run in runs]
+        scratch, at = allocate(sum(run.raw_bytes for run, memory in zip(runs, memories, strict=True) if memory is None)), 0
+        views = []
+        for run, memory in zip(runs, memories, strict=True):
+            if memory is None:
+                memory = scratch[at : at + run.raw_bytes]
+                self._sources[run.part.leaf].stage(run.cuts[0], run.cuts[-1], memory)
+                at += run.raw_bytes
+            views.append([memory[start - run.cuts[0] : stop - run.cuts[0]] for start, stop in pairwise(run.cuts)])
+        return views
 
     def _scratch(self, nbytes: int) -> memoryview:
+        """Memory of this thread, the batch's until the next one."""
         if len(self._staging) < nbytes:
-            self._staging = memoryview(bytearray(max(RUN_BYTES, nbytes)))
+            self._staging = memoryview(b"")  # let go of the old one before there is a new one
+            self._staging = memoryview(bytearray(nbytes))
         return self._staging[:nbytes]

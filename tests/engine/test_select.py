@@ -35,10 +35,13 @@ def hold(tensor: np.ndarray, boxes: tuple[Box, ...] | None) -> tuple[LeafContent
 
 def fetch(content: LeafContent, chunks: dict[bytes, bytes], shape: tuple[int, ...], width: int, wanted: Box) -> bytes:
     out = bytearray(b"\xee" * (width * prod(wanted.lengths)))
+    at_once = bytearray(out)
     for piece in select(content, shape, width, CHUNK, wanted):
         assert len(piece.chunk) == CHUNK_ID_BYTES and len(chunks[piece.chunk]) == piece.raw_bytes
         for source, target, n in piece.moves:
             out[target : target + n] = chunks[piece.chunk][source : source + n]
+        piece.land(memoryview(chunks[piece.chunk]), memoryview(at_once))
+    assert at_once == out
     return bytes(out)
 
 

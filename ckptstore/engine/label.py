@@ -1,0 +1,49 @@
+"""What a caller says about a commit beside its state, checked."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from ckptstore.core.ids import CommitId, check_tag
+from ckptstore.errors import InvalidInput
+
+
+@dataclass(frozen=True, slots=True)
+class Label:
+    """A run and what else describes one commit of it. Without parents it descends from the run's newest commit."""
+
+    run: str
+    step: int | None = None
+    message: str = ""
+    metrics: tuple[tuple[str, float], ...] = ()
+    tags: tuple[str, ...] = ()
+    parents: tuple[CommitId, ...] = ()
+
+
+def label_of(run: str, step: object, tag: str | Sequence[str], message: object, metrics: Mapping[str, float] | None) -> Label:
+    """A label without parents; raises `InvalidInput` for what cannot be one."""
+    tags = tuple(check_tag(name) for name in ([tag] if isinstance(tag, str) else tag))
+    return Label(run, _step(step), _message(message), _metrics(metrics), tags)
+
+
+def _step(step: object) -> int | None:
+    if step is None or (isinstance(step, int) and not isinstance(step, bool) and step >= 0):
+        return step
+    raise InvalidInput(f"step is {step!r}; wanted a whole number from 0 on, or None")
+
+
+def _message(message: object) -> str:
+    if isinstance(message, str):
+        return message
+    raise InvalidInput(f"message is {message!r}; wanted a string")
+
+
+def _metrics(metrics: Mapping[str, float] | None) -> tuple[tuple[str, float], ...]:
+    pairs = []
+    for name, value in (metrics or {}).items():
+        if not isinstance(name, str) or not name:
+            raise InvalidInput(f"a metric's name is {name!r}; wanted a string")
+        try:
+            pairs.append((name, float(value)))
+        except (TypeError, ValueError) as error:
+            raise InvalidInput(f"metric {name!r} is {value!r}; wanted a number") from error
+    return tuple(sorted(pairs))

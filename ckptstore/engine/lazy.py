@@ -1,0 +1,80 @@
+"""The part of a copy that goes on while training does: whoever must not go on before it has ended takes part in it."""
+
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from ckptstore.engine.pending import Pending
+from ckptstore.engine.progress import Milestone
+from ckptstore.engine.transfer import shared
+from ckptstore.errors import Conflict
+from ckptstore.state.arenas import Arena
+from ckptstore.state.staging import Copy, copy_task
+
+
+class LazyCopy:
+    """Copies that are left when the call returns. `versions` says how often each leaf has been written to, as far as torch counts it."""
+
+    def __init__(
+        self,
+        pending: Pending[Any],
+        tasks: Sequence[Sequence[Copy]],
+        arena: Arena,
+        versions: Callable[[], Mapping[int, int]],
+        path: Callable[[int], str],
+    ) -> None:
+        self._pending, self._arena, self._path = pending, arena, path
+        self._versions, self._before = versions, versions()
+        self._tasks = shared(tasks)
+        self._left = len(tasks)
+        self._lock = threading.Lock()
+        self._ended = threading.Event()
+        self._error: BaseException | None = None
+
+    def work(self) -> None:
+        """Copy until nothing is left to take; threads may do so side by side."""
+        for task in self._tasks:
+            try:
+                copy_task(task, self._arena)
+            except BaseException as error:
+                self._error = error
+            with self._lock:
+                self._left -= 1
+                last = not self._left
+            if last:
+                self._end()
+
+    def hold(self) -> None:
+        """Return when nothing is left. Called by the training thread ahead of a write: what was written before by others shows here."""
+        if self._ended.is_set():
+            return
+        started = time.perf_counter()
+        self._look()
+        self.work()
+        self._ended.wait()
+        self._pending.held_longer(time.perf_counter() - started)
+
+    def wait(self) -> None:
+        """Wait until nothing is left; raises what went wrong."""
+        self._ended.wait()
+        if self._error:
+            raise self._error
+
+    def _end(self) -> None:
+        try:
+            self._look()
+        except BaseException as error:
+            self._error = error
+        self._ended.set()  # whatever happened: an optimizer may be waiting
+        self._pending.reached(Milestone.STAGED)
+
+    def _look(self) -> None:
+        """An alarm, not a proof: many writes are not counted, and the count rises after the write."""
+        now = self._versions()
+        written = [n for n, version in self._before.items() if now[n] != version]
+        if written and not self._error:
+            self._error = Conflict(
+                f"{self._path(written[0])} was written to while it was staged lazily, outside of a step: the commit would hold "
+                f"neither state; call pending.wait_staged() before such a write, or commit with staging='eager'"
+            )

@@ -1,0 +1,121 @@
+"""How content that lies in packs becomes a commit: schemas, pages and layout, the document, and what the log entry says. In this order."""
+
+import time
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+from ckptstore.core.config import StoreConfig
+from ckptstore.core.ids import ChunkId, CommitId, SessionId, digest, document_key
+from ckptstore.core.model import CommitDocument, LeafContent, PackRecord, Schema, TreeRef
+from ckptstore.engine.label import Label
+from ckptstore.engine.write import Dedup, SessionPacks, write_metadata
+from ckptstore.history import entries
+from ckptstore.objects.documents import content_id, encode_document
+from ckptstore.objects.pack import LAYOUT, PAGE, SCHEMA
+from ckptstore.objects.pages import split_pages
+from ckptstore.objects.schema import encode_schema
+from ckptstore.objects.store import ObjectStore
+
+
+class TreeContent(NamedTuple):
+    """One key of a state whose chunks have been packed: what its leaves are, and their contents in order."""
+
+    key: str
+    schema: Schema
+    contents: Sequence[LeafContent]
+
+
+class Metadata(NamedTuple):
+    """The metadata of a commit, in packs."""
+
+    trees: tuple[tuple[str, TreeRef], ...]
+    layout: ChunkId | None
+
+
+class Published(NamedTuple):
+    """A document that is durable, and no commit before the log names it."""
+
+    document: CommitDocument
+    commit: CommitId
+    document_bytes: int
+
+
+class Publisher:
+    """Writes the metadata and documents of one store's commits. Remembers how the schemas of the last commit are encoded."""
+
+    def __init__(self, config: StoreConfig, objects: ObjectStore) -> None:
+        self._config, self._objects = config, objects
+        self._schemas: dict[str, tuple[Schema, ChunkId, bytes]] = {}
+
+    def write_metadata(self, trees: Iterable[TreeContent], dedup: Dedup, packs: SessionPacks, layout: bytes | None = None) -> Metadata:
+        """Pack the schemas, the pages and the layout that are new; the pack is closed but not yet awaited."""
+        metadata: dict[ChunkId, tuple[bytes, int]] = {}
+        refs = []
+        for key, tree_schema, contents in trees:
+            schema_id, schema = self._encoded(key, tree_schema)
+            named = [(ChunkId(digest(data)), data) for data in split_pages(tree_schema.kinds, contents)]
+            metadata[schema_id] = (schema, SCHEMA)
+            metadata.update((chunk, (data, PAGE)) for chunk, data in named)
+            refs.append((key, TreeRef(schema_id, tuple(chunk for chunk, _ in named))))
+        layout_id = None if layout is None else ChunkId(digest(layout))
+        if layout_id and layout is not None:
+            metadata[layout_id] = (layout, LAYOUT)
+        write_metadata(metadata, dedup, packs)
+        for chunk, (data, _) in metadata.items():
+            self._objects.remember_metadata(chunk, data)
+        return Metadata(tuple(refs), layout_id)
+
+    def write_document(
+        self, session: SessionId, label: Label, metadata: Metadata, records: Sequence[PackRecord], *, logical_bytes: int, leaves: int
+    ) -> Published:
+        """Write the document of a commit that registers the packs `records`."""
+        document = CommitDocument(
+            store=self._config.store,
+            session=session,
+            run=label.run,
+            step=label.step,
+            message=label.message,
+            time_ns=time.time_ns(),
+            parents=label.parents,
+            metrics=label.metrics,
+            tags=label.tags,
+            trees=metadata.trees,
+            layout=metadata.layout,
+            content=content_id(metadata.trees),
+            logical_bytes=logical_bytes,
+            new_bytes=sum(record.bytes * (2 if record.metadata else 1) for record in records),
+            leaves=leaves,
+        )
+        commit, stored = encode_document(document)
+        self._objects.backend.put(document_key(session, commit), stored)
+        return Published(document, commit, len(stored))
+
+    def _encoded(self, key: str, schema: Schema) -> tuple[ChunkId, bytes]:
+        known = self._schemas.get(key)
+        if known is None or known[0] != schema:
+            data = encode_schema(schema)
+            known = self._schemas[key] = schema, ChunkId(digest(data)), data
+        return known[1], known[2]
+
+
+def entry_body(published: Published, records: Sequence[PackRecord], reused: Iterable[int]) -> entries.Commit:
+    """What the log is to say of a commit that registers the packs `records` and needs those numbered `reused`."""
+    document = published.document
+    return entries.Commit(
+        session=document.session,
+        commit=published.commit,
+        content=document.content,
+        run=document.run,
+        step=document.step,
+        parents=document.parents,
+        message=document.message,
+        metrics=document.metrics,
+        tags=document.tags,
+        packs=tuple(records),
+        reused=frozenset(reused),
+        schemas=tuple((key, ref.schema.hex()) for key, ref in document.trees),
+        logical_bytes=document.logical_bytes,
+        new_bytes=document.new_bytes,
+        leaves=document.leaves,
+        document_bytes=published.document_bytes,
+    )

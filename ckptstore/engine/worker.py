@@ -1,0 +1,127 @@
+"""A process that makes commits for a trainer: `python -m ckptstore.engine.worker FD`, with a socket at that descriptor.
+
+It imports no torch, has a session of its own and low priority, and holds a staged state by a descriptor of the memory that it lies in. So
+it finishes the commit that it was given also when the trainer is gone, then ends.
+"""
+
+import mmap
+import os
+import signal
+import socket
+import sys
+from contextlib import suppress
+from typing import Any
+
+from ckptstore.engine.commit import Committer
+from ckptstore.engine.opening import Opening
+from ckptstore.engine.parcels import Message, close_fd, flats_from, label_from, receive, send
+from ckptstore.engine.progress import Milestone, Watch
+from ckptstore.engine.transfer import Threads
+from ckptstore.errors import Cancelled, CkptStoreError, Conflict
+from ckptstore.state.arenas import ArenaSource
+from ckptstore.state.flat import Source
+
+NICE = 10
+
+
+class KnownChunks:
+    """A leaf that the trainer did not hand over, since the store has its chunks."""
+
+    def __init__(self, known_ids: bytes, nbytes: int, width: int) -> None:
+        self.known_ids, self.nbytes, self.width = known_ids, nbytes, width
+
+    def view(self, start: int, stop: int) -> memoryview:
+        raise Conflict("chunks of a frozen weight that the store had when the state was staged are gone; repeat the commit")
+
+    def stage(self, start: int, stop: int, out: memoryview) -> None:
+        self.view(start, stop)
+
+
+class Worker:
+    """One trainer's worker."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self._connection = connection
+        self._arena = memoryview(b"")
+
+    def serve(self) -> None:
+        """Open the store that the first message names, then make one commit after the other, until the trainer is gone."""
+        first = receive(self._connection)
+        if first is None:
+            return
+        asked = first.says
+        options = {name: asked[name] for name in ("storage_options", "direct_io", "index")}
+        opening = Opening(asked["place"], **options)
+        threads = Threads(asked["threads"])
+        committer = Committer(opening.config, opening.objects, opening.log, threads)
+        while message := receive(self._connection):
+            self._map(message.fd)
+            self.tell(self._commit(committer, message))
+        threads.close()
+        opening.close()
+
+    def _map(self, fd: int) -> None:
+        """Look at the memory that came along; until another one comes, staged states lie there."""
+        if fd >= 0:
+            self._arena = memoryview(mmap.mmap(fd, 0))
+            close_fd(fd)
+
+    def _commit(self, committer: Committer, message: Message) -> Message:
+        says = message.says
+        try:
+            flats = flats_from(says["keys"], message.blob, self._source)
+            made = committer.commit(flats, label_from(says["label"]), says["started"], TellingWatch(self))
+        except CkptStoreError as error:
+            return Message({"failed": type(error).__name__, "text": str(error)})
+        except Exception as error:
+            return Message({"failed": CkptStoreError.__name__, "text": f"{type(error).__name__}: {error}"})
+        stats = {name: getattr(made.stats, name) for name in made.stats.__slots__}
+        leaves = list(made.ids)
+        ends = [len(made.ids[n]) for n in leaves]
+        done = {"done": made.id, "session": made.document.session, "stats": stats, "leaves": leaves, "lengths": ends}
+        return Message(done, b"".join(made.ids[n] for n in leaves))
+
+    def _source(self, leaf: dict[str, Any], blob: bytes) -> Source:
+        if "arena" in leaf:
+            start, stop = leaf["arena"]
+            return ArenaSource(self._arena, start, stop - start, leaf["width"])
+        if "known" in leaf:
+            return KnownChunks(blob[slice(*leaf["known"])], leaf["nbytes"], leaf["width"])
+        start, stop = leaf["bytes"]
+        return ArenaSource(memoryview(blob), start, stop - start, leaf["width"])
+
+    def tell(self, message: Message) -> None:
+        """Tell the trainer, if there is one."""
+        with suppress(OSError):  # the trainer is gone; its commit is not
+            send(self._connection, message)
+
+    def may_publish(self) -> bool:
+        """Whether the trainer has not called the commit off; it has not if it is gone."""
+        self.tell(Message({"publishing": True}))
+        answer = receive(self._connection)
+        return answer is None or bool(answer.says["go"])
+
+
+class TellingWatch(Watch):
+    """Passes on to the trainer what happens to a commit."""
+
+    def __init__(self, worker: Worker) -> None:
+        self._worker = worker
+
+    def reached(self, milestone: Milestone) -> None:
+        self._worker.tell(Message({"reached": milestone.value}))
+
+    def publishing(self) -> None:
+        if not self._worker.may_publish():
+            raise Cancelled("the commit was called off")
+
+
+def main() -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    os.nice(NICE)
+    with socket.socket(fileno=int(sys.argv[1])) as connection:
+        Worker(connection).serve()
+
+
+if __name__ == "__main__":
+    main()

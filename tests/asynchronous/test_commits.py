@@ -1,0 +1,261 @@
+"""Asynchronous commits as training code sees them: order, parents, waiting, skipping, calling off, failing."""
+
+import asyncio
+import logging
+import shutil
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+import ckptstore
+from ckptstore import Busy, Cancelled, InvalidInput, Unavailable
+from ckptstore.engine import background
+from tests.asynchronous.states import Gate, held_commit
+
+MIB = 1 << 20
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Iterator[ckptstore.Store]:
+    with ckptstore.open(tmp_path / "store", threads=1) as store:
+        yield store
+
+
+def state(value: float = 0.0, count: int = 1000) -> dict[str, torch.Tensor]:
+    return {"t": torch.full((count,), float(value))}
+
+
+def break_storage(store: ckptstore.Store) -> None:
+    """No session can be opened any more."""
+    sessions = Path(store.url, "sessions")
+    shutil.rmtree(sessions, ignore_errors=True)
+    sessions.touch()
+
+
+def mend_storage(store: ckptstore.Store) -> None:
+    Path(store.url, "sessions").unlink()
+
+
+def leave_committing(store: ckptstore.Store) -> None:
+    with store.committing():
+        pass
+
+
+# -- order --
+
+
+def test_the_call_returns_while_the_commit_goes_on(store: ckptstore.Store) -> None:
+    pending, go_on = held_commit(store, state(), step=1)
+    assert pending.staged() and not pending.done() and store.log() == []
+    with pytest.raises(TimeoutError, match="hashed"):
+        pending.wait(timeout_s=0.01)
+    go_on()
+    assert pending.wait().step == 1
+    assert pending.done() and pending.exception() is None
+
+
+def test_commits_are_made_in_the_order_of_the_calls_each_the_parent_of_the_next(tmp_path: Path) -> None:
+    with ckptstore.open(tmp_path / "store", max_in_flight=3) as store:
+        first, go_on = held_commit(store, state(0), step=0)
+        others = [store.commit_async(state(step), step=step) for step in (1, 2)]
+        assert not any(pending.done() for pending in others)
+        go_on()
+        last = store.commit(state(3), step=3)
+        ids = [first.wait().id, *(pending.wait().id for pending in others), last.id]
+        assert [info.id for info in reversed(store.log())] == ids
+        assert [store.checkout(id).parents for id in ids] == [(), *((id,) for id in ids[:-1])]
+
+
+def test_a_commit_descends_from_what_was_restored_after_the_call_before(store: ckptstore.Store) -> None:
+    first = store.commit(state(1))
+    second, go_on = held_commit(store, state(2))
+    store.checkout(first.id).restore(state())
+    go_on()
+    third = store.commit_async(state(3)).wait()
+    assert second.wait().parents == (first.id,)
+    assert third.parents == (first.id,)
+
+
+def test_at_most_one_commit_is_in_flight_and_the_next_call_waits_for_it(store: ckptstore.Store) -> None:
+    first, go_on = held_commit(store, state(1))
+    threading.Timer(0.05, go_on).start()
+    second = store.commit_async(state(2))
+    assert first.done()
+    assert second.wait().parents == (first.wait().id,)
+    assert (second.timings.held_s or 0) > 0
+
+
+def test_a_commit_that_would_wait_can_be_skipped_instead(store: ckptstore.Store) -> None:
+    first, go_on = held_commit(store, state(1), step=1)
+    skipped = store.commit_async(state(2), step=2, overlap="skip")
+    assert skipped.done()
+    with pytest.raises(Busy, match=r"step 2 was skipped.*in flight"):
+        skipped.wait()
+    go_on()
+    third = store.commit_async(state(3), overlap="skip" if first.wait() else "wait")
+    assert third.wait().parents == (first.wait().id,)
+
+
+def test_one_that_finds_no_staging_memory_can_be_skipped_too(tmp_path: Path) -> None:
+    with ckptstore.open(tmp_path / "store", max_in_flight=2, staging_bytes=2 * MIB) as store:
+        first, go_on = held_commit(store, state(1))
+        with pytest.raises(Busy, match="staging memory"):
+            store.commit_async(state(2), overlap="skip").wait()
+        threading.Timer(0.05, go_on).start()
+        assert store.commit_async(state(2)).wait().parents == (first.wait().id,)
+
+
+def test_staging_memory_is_used_again(store: ckptstore.Store) -> None:
+    large = {"t": torch.zeros(3 * MIB, dtype=torch.uint8)}
+    for step in range(20):
+        large["t"].fill_(step)
+        store.commit_async(large, step=step)
+    store.commit_async(large).wait()
+    assert store.staging.held_bytes == 4 * MIB
+
+
+@pytest.mark.parametrize("overlap", ["never", None])
+def test_an_unknown_way_to_overlap_is_refused(store: ckptstore.Store, overlap: str) -> None:
+    with pytest.raises(InvalidInput, match="'wait' or 'skip'"):
+        store.commit_async(state(), overlap=overlap)  # type: ignore[arg-type]
+
+
+# -- waiting --
+
+
+def test_milestones_are_told_in_order_and_a_callback_that_fails_stops_nothing(
+    store: ckptstore.Store, caplog: pytest.LogCaptureFixture
+) -> None:
+    seen: list[tuple[str, int | None, int]] = []
+
+    def on_progress(progress: ckptstore.CommitProgress) -> None:
+        seen.append((progress.milestone, progress.step, progress.state_bytes))
+        raise RuntimeError("not my day")
+
+    with caplog.at_level(logging.ERROR, "ckptstore"):
+        pending = store.commit_async(state(), step=4, on_progress=on_progress)
+        pending.wait()
+    assert [name for name, *_ in seen if name != "held"] == ["staged", "hashed", "written", "durable"]
+    assert all(rest == (4, 4000) for _, *rest in map(tuple, seen) for rest in [tuple(rest)])
+    assert "not my day" in caplog.text
+    timings = pending.timings
+    assert None not in (timings.held_s, timings.staged_s, timings.hashed_s, timings.written_s, timings.durable_s)
+    assert timings.staged_s <= timings.hashed_s <= timings.written_s <= timings.durable_s  # type: ignore[operator]  # not None
+
+
+def test_a_coroutine_can_await_a_commit(store: ckptstore.Store) -> None:
+    async def main() -> int | None:
+        return (await store.commit_async(state(), step=7)).step
+
+    assert asyncio.run(main()) == 7
+
+
+def test_committing_waits_also_when_the_block_raises(store: ckptstore.Store) -> None:
+    pending = []
+
+    def train() -> None:
+        with store.committing():
+            pending.append(store.commit_async(state(count=100_000), step=1))
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        train()
+    assert pending[0].done()
+    assert store.checkout(1).id == pending[0].wait().id
+
+
+def test_close_waits_and_says_so(store: ckptstore.Store, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(background, "NOTICE_S", 0.02)
+    pending, go_on = held_commit(store, state(), step=3)
+    threading.Timer(0.2, go_on).start()
+    store.close()
+    assert pending.wait().step == 3
+    assert "waiting for the commit of step 3" in capfd.readouterr().err
+
+
+# -- calling off --
+
+
+def test_a_commit_that_is_called_off_is_not_made(store: ckptstore.Store) -> None:
+    first = store.commit(state(1))
+    pending, go_on = held_commit(store, state(2), step=2)
+    assert pending.cancel()
+    go_on()
+    with pytest.raises(Cancelled, match="step 2"):
+        pending.wait()
+    assert [info.id for info in store.log()] == [first.id]
+    assert store.commit_async(state(3)).wait().parents == (first.id,)
+
+
+def test_a_commit_that_waits_its_turn_can_be_called_off(tmp_path: Path) -> None:
+    with ckptstore.open(tmp_path / "store", max_in_flight=2) as store:
+        first, go_on = held_commit(store, state(1))
+        second = store.commit_async(state(2))
+        assert second.cancel()
+        go_on()
+        assert isinstance(second.exception(), Cancelled)
+        assert len(store.log()) == 1 and first.done()
+
+
+def test_a_commit_that_exists_cannot_be_called_off(store: ckptstore.Store) -> None:
+    gate = Gate("durable")
+    pending = store.commit_async(state(), on_progress=gate)
+    gate.there.wait()
+    assert not pending.cancel()
+    gate.opened.set()
+    pending.wait()
+    assert not pending.cancel()
+    assert len(store.log()) == 1
+
+
+# -- failing --
+
+
+def test_a_failure_is_raised_by_wait(store: ckptstore.Store) -> None:
+    break_storage(store)
+    pending = store.commit_async(state(), step=1)
+    with pytest.raises(Unavailable) as caught:
+        pending.wait()
+    assert any("step 1" in note for note in caught.value.__notes__)
+    mend_storage(store)
+    store.commit(state())
+
+
+@pytest.mark.parametrize("call", ["commit", "commit_async", "close", "committing"])
+def test_a_failure_that_nobody_has_seen_is_raised_by_the_next_call_once(store: ckptstore.Store, call: str) -> None:
+    kept = store.commit(state(1))
+    break_storage(store)
+    pending = store.commit_async(state(2))
+    calls = {
+        "commit": lambda: store.commit(state(3)),
+        "commit_async": lambda: store.commit_async(state(3)),
+        "close": store.close,
+        "committing": lambda: leave_committing(store),
+    }
+    with pytest.raises(Unavailable):
+        calls[call]()
+    assert pending.done()
+    mend_storage(store)
+    with ckptstore.open(store.url) as again:
+        assert [info.id for info in again.log()] == [kept.id]
+    if call != "close":
+        assert store.commit_async(state(3)).wait().parents == (kept.id,)
+
+
+def test_a_state_that_cannot_be_stored_is_refused_by_the_call(store: ckptstore.Store) -> None:
+    with pytest.raises(InvalidInput, match="object"):
+        store.commit_async({"a": object()})
+    store.commit_async(state()).wait()
+
+
+def test_a_failure_after_the_loan_began_reaches_the_call(tmp_path: Path) -> None:
+    with ckptstore.open(tmp_path / "store", staging_bytes=2 * MIB) as store:
+        large = {"t": torch.zeros(5 * MIB, dtype=torch.uint8)}
+        break_storage(store)
+        with pytest.raises(Unavailable):
+            store.commit_async(large)
+        mend_storage(store)
+        assert store.commit_async(large).wait().logical_bytes == 5 * MIB

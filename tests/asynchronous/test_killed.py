@@ -1,0 +1,61 @@
+"""A trainer is killed at any moment of an asynchronous commit: nothing is torn, and what a worker process holds is finished."""
+
+import time
+from pathlib import Path
+from random import Random
+
+import pytest
+
+import ckptstore
+from tests.crash.works import contents_of
+from tests.faults.fixtures import nursery, scratch
+from tests.faults.nursery import Nursery
+from tests.faults.witness import assert_no_garbage_after_gc, assert_sound
+
+__all__ = ["nursery", "scratch"]
+
+LONGEST_S = 0.05
+
+
+def _is_gone(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return True
+
+
+def _kill(executor: str, times: int, scratch: Path, nursery: Nursery, seed: int) -> None:
+    random, place, finished = Random(seed), scratch / "store", 0
+    for n in range(times):
+        child = nursery.start("commit_async_on", place=str(place), first=1000 * n, executor=executor).go()
+        while len(child.reports("hashed")) < random.randrange(1, 4):
+            time.sleep(0.001)
+        time.sleep(random.uniform(0, LONGEST_S))
+        child.kill()
+        for (pid,) in child.reports("worker"):
+            while not _is_gone(int(pid)):
+                time.sleep(0.001)
+        surely = {int(step) for (step,) in child.reports("hashed" if executor == "process" else "durable")}
+        assert surely <= _steps(place), f"kill {n} of seed {seed}"
+        finished += len(surely)
+    contents = contents_of(place)
+    assert_sound(place, contents)
+    assert_no_garbage_after_gc(place, contents)
+    assert finished
+    print(f"{executor}: {times} kills, {finished} commits that had to be there, all there")
+
+
+def _steps(place: Path) -> set[int]:
+    with ckptstore.open(place) as store:
+        return {info.step for info in store.log() if info.step is not None}
+
+
+def test_a_killed_trainers_worker_finishes_its_commit(scratch: Path, nursery: Nursery, seed: int) -> None:
+    _kill("process", 1, scratch, nursery, seed)
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("executor", ["thread", "process"])
+def test_a_trainer_killed_a_hundred_times(executor: str, scratch: Path, nursery: Nursery, seed: int) -> None:
+    _kill(executor, 100, scratch, nursery, seed)

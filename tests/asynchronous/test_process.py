@@ -1,0 +1,105 @@
+"""Commits made by a process of its own: the same commits, without torch, and neither side's death is the other's."""
+
+import os
+import signal
+from pathlib import Path
+
+import pytest
+import torch
+
+import ckptstore
+from ckptstore import InvalidInput, Unavailable
+from tests.asynchronous.states import Gate, assert_committed, attack, frozen_copy, training
+
+MIB = 1 << 20
+
+
+def state(value: float) -> dict[str, torch.Tensor]:
+    return {"t": torch.full((100_000,), value)}
+
+
+def test_its_commits_are_those_of_a_thread(tmp_path: Path) -> None:
+    everything = training()
+    with ckptstore.open(tmp_path / "store", executor="process", chunk_bytes=65536) as store:
+        for step in range(3):
+            wanted = frozen_copy(everything)
+            pending = store.commit_async(everything, step=step, metrics={"loss": 0.1 * step}, tag="t", message="said")
+            with attack(everything):
+                snapshot = pending.wait()
+            assert_committed(snapshot, wanted)
+        assert snapshot.metrics == {"loss": 0.2} and snapshot.message == "said" and snapshot.tags == ("t",)
+        assert snapshot.stats and snapshot.stats.new_bytes
+        assert store.commit(wanted).content_id == snapshot.content_id
+        assert [info.step for info in store.log()] == [None, 2, 1, 0]
+        store.checkout("t").verify()
+
+
+def test_the_worker_is_on_its_own(tmp_path: Path) -> None:
+    with ckptstore.open(tmp_path / "store", executor="process") as store:
+        assert store.worker_pid is None
+        store.commit_async(state(1)).wait()
+        pid = store.worker_pid
+        assert pid
+        assert os.getsid(pid) == pid
+        assert os.getpriority(os.PRIO_PROCESS, pid) > os.getpriority(os.PRIO_PROCESS, 0)
+        assert "torch" not in Path(f"/proc/{pid}/maps").read_text()
+    with pytest.raises(ProcessLookupError):
+        os.kill(pid, 0)
+
+
+def test_the_trainer_survives_the_workers_death(tmp_path: Path) -> None:
+    with ckptstore.open(tmp_path / "store", executor="process") as store:
+        kept = store.commit_async(state(1)).wait()
+        gate = Gate("hashed")
+        pending = store.commit_async(state(2), on_progress=gate)
+        gate.there.wait()
+        first = store.worker_pid
+        assert first
+        os.kill(first, signal.SIGSTOP)  # before its log entry, so that it certainly is not made
+        os.kill(first, signal.SIGKILL)
+        gate.opened.set()
+        error = pending.exception()
+        if error:
+            assert isinstance(error, Unavailable) and "worker" in str(error)
+        again = store.commit_async(state(3)).wait()
+        assert store.worker_pid != first
+        kept.verify()
+        again.verify()
+
+
+def test_a_commit_can_be_called_off_before_it_is_published(tmp_path: Path) -> None:
+    with ckptstore.open(tmp_path / "store", executor="process") as store:
+        gate = Gate("hashed")
+        pending = store.commit_async(state(1), on_progress=gate)
+        gate.there.wait()
+        assert pending.cancel()
+        gate.opened.set()
+        assert isinstance(pending.exception(), ckptstore.Cancelled)
+        assert store.log() == []
+        assert store.commit_async(state(2)).wait().parents == ()
+
+
+def test_errors_of_the_worker_are_the_trainers(tmp_path: Path) -> None:
+    with ckptstore.open(tmp_path / "store", executor="process") as store:
+        store.commit_async(state(1)).wait()
+        sessions = Path(store.url, "sessions")
+        sessions.rmdir()
+        sessions.touch()
+        assert isinstance(store.commit_async(state(2)).exception(), Unavailable)
+        sessions.unlink()
+        store.commit_async(state(3)).wait()
+
+
+def test_frozen_weights_need_not_be_handed_over(tmp_path: Path) -> None:
+    model = torch.nn.Linear(300, 300).requires_grad_(False)
+    with ckptstore.open(tmp_path / "store", executor="process") as store:
+        for step in range(3):
+            snapshot = store.commit_async({"model": model}, step=step, trust_version=True).wait()
+        assert torch.equal(snapshot.read("model/weight"), model.weight)
+
+
+def test_a_state_that_does_not_fit_is_refused(tmp_path: Path) -> None:
+    with ckptstore.open(tmp_path / "store", executor="process", staging_bytes=2 * MIB) as store:
+        with pytest.raises(InvalidInput, match="staging_bytes"):
+            store.commit_async({"t": torch.zeros(3 * MIB, dtype=torch.uint8)})
+        store.commit_async(state(1)).wait()
