@@ -16,6 +16,7 @@ from typing import Any, TypeAlias
 from ckptstore.core.config import RUN_BYTES, default_threads
 from ckptstore.core.ids import PackId, StoreId
 from ckptstore.core.model import PackEntry
+from ckptstore.core.places import make_directories, write_file
 from ckptstore.engine.transfer import Threads
 from ckptstore.errors import Corrupt, NotFound, Unavailable
 from ckptstore.history.fold import Pack
@@ -61,9 +62,9 @@ def load_record(directory: Path, store: StoreId) -> Verified:
 def save_record(directory: Path, store: StoreId, verified: Verified) -> None:
     """Keep the record; where it cannot be written, the next run begins anew."""
     with suppress(OSError):
-        directory.mkdir(parents=True, exist_ok=True)
+        make_directories(directory)
         new = directory / f"{RECORD_NAME}.new"
-        new.write_text(json.dumps({"store": store, "times": verified.times, "damaged": sorted(verified.damaged)}))
+        write_file(new, json.dumps({"store": store, "times": verified.times, "damaged": sorted(verified.damaged)}).encode())
         new.replace(directory / RECORD_NAME)
 
 

@@ -5,7 +5,6 @@
 
 import os
 import secrets
-import shutil
 import statistics
 import time
 from contextlib import suppress
@@ -14,9 +13,10 @@ from enum import StrEnum
 from pathlib import Path
 
 from ckptstore.core.ids import new_session_id
-from ckptstore.core.places import file_system, is_network_filesystem
+from ckptstore.core.places import file_system, is_network_filesystem, make_directories
+from ckptstore.engine.forecast import COMMITS_AHEAD, MAKE_ROOM, Room, expected_bytes, look
 from ckptstore.engine.opening import Opening
-from ckptstore.engine.reserve import RESERVE_BYTES, RESERVE_KEY
+from ckptstore.engine.reserve import RESERVE_BYTES
 from ckptstore.errors import CkptStoreError
 from ckptstore.index.file_lock import file_lock
 from ckptstore.objects.backend import Backend
@@ -25,9 +25,6 @@ from ckptstore.text import bytes_text, seconds_text
 FSYNC_ROUNDS = 5
 SLOW_FSYNC_S = 0.1
 CLOCK_SKEW_S = 5.0
-COMMITS_LOOKED_AT = 5
-COMMITS_AHEAD = 3
-"""So many commits should still fit: a warning comes before the disk is full."""
 
 
 class Verdict(StrEnum):
@@ -44,16 +41,6 @@ class Check:
     verdict: Verdict
     seen: str
     next: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class Room:
-    """Bytes: `free` on the disk (None for a bucket), the `new` ones of the last commits, the newest first, and the newest's `logical`."""
-
-    free: int | None
-    new: tuple[int, ...]
-    logical: int
-    reserve: int | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +62,7 @@ class Storage:
 
 def doctor(opening: Opening) -> tuple[Check, ...]:
     """Try the storage of a store out, and look whether there is room for what comes next."""
-    return judge(probe(opening), room(opening))
+    return judge(probe(opening), look(opening))
 
 
 def judge(storage: Storage, space: Room) -> tuple[Check, ...]:
@@ -91,11 +78,6 @@ def judge(storage: Storage, space: Room) -> tuple[Check, ...]:
         )
     checks += (_filesystem(storage), _locks(storage), _newest(storage), _free(space), _reserve(space))
     return tuple(checks)
-
-
-def expected_bytes(space: Room) -> int:
-    """What the next commit will probably add: the most that one of the last did; its whole state if there was only the first."""
-    return max(space.new, default=0)
 
 
 def probe(opening: Opening) -> Storage:
@@ -127,15 +109,6 @@ def probe(opening: Opening) -> Storage:
         skew_s,
         newest / 1e9 - time.time() if newest else 0.0,
     )
-
-
-def room(opening: Opening) -> Room:
-    """How much is free and how much commits took."""
-    root = opening.backend.durable_root
-    infos = opening.queries().log(limit=COMMITS_LOOKED_AT)
-    free = shutil.disk_usage(root).free if root else None
-    reserve = opening.backend.size(RESERVE_KEY) if root else None
-    return Room(free, tuple(info.new_bytes for info in infos), infos[0].logical_bytes if infos else 0, reserve)
 
 
 # -- trying ------------------------------------------------------------------------------------------------------------------------
@@ -176,7 +149,7 @@ def _try_lock(directory: Path) -> bool:
     """Whether a lock on a file in the index directory keeps another descriptor out."""
     path = directory / f"doctor-{secrets.token_hex(6)}.lock"
     try:
-        directory.mkdir(parents=True, exist_ok=True)
+        make_directories(directory)
         with file_lock(path, timeout_s=0) as first, file_lock(path, timeout_s=0) as second:
             return first and not second
     except OSError:
@@ -235,11 +208,10 @@ def _free(space: Room) -> Check:
         return Check("space", Verdict.OK, "a bucket has no end")
     wanted = expected_bytes(space)
     seen = f"{bytes_text(space.free)} free, the next commit takes about {bytes_text(wanted)} (state: {bytes_text(space.logical)})"
-    step = "free some: `ckptstore forget`, then `ckptstore gc`"
     if space.free < wanted:
-        return Check("space", Verdict.FAILED, seen, step)
+        return Check("space", Verdict.FAILED, seen, MAKE_ROOM)
     verdict = Verdict.WARNING if space.free < COMMITS_AHEAD * wanted else Verdict.OK
-    return Check("space", verdict, seen, step if verdict is Verdict.WARNING else "")
+    return Check("space", verdict, seen, MAKE_ROOM if verdict is Verdict.WARNING else "")
 
 
 def _reserve(space: Room) -> Check:

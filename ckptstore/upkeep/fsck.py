@@ -74,7 +74,7 @@ class _Fsck:
         problems = {name: table for name, table in loaded.items() if isinstance(table, CkptStoreError)}
         tables = {name: table for name, table in loaded.items() if not isinstance(table, CkptStoreError)}
         inventory = Inventory(tables)
-        trees = Trees(backend, inventory, ground.config.store)
+        trees = Trees(backend, inventory)
         self._findings += [*log_findings(chain), *ref_findings(state), *unreadable(state, problems)]
         if not chain.bad:
             self._findings += catalog_findings(ground, trees)

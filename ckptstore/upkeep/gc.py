@@ -101,6 +101,19 @@ def collect(
         threads.close()
 
 
+def plans_at(opening: Opening, states: Iterable[State], options: GcOptions) -> list[GcPlan]:
+    """What a gc on a full disk would do if the log said so: nothing is changed.
+
+    Raises `Corrupt` if a commit's document or pages cannot be read, `NotFound` for what another gc is deleting just now.
+    """
+    threads = Threads(default_threads())
+    try:
+        facts = _Facts(opening, threads, time.monotonic, silent)
+        return [facts.plan_at(state, options, full=True) for state in states]
+    finally:
+        threads.close()
+
+
 class _MarkAgain(Exception):
     """Another gc condemned since the mark: each could rely on the duplicate that the other one deletes."""
 
@@ -117,13 +130,13 @@ class _Facts:
     def plan(self, options: GcOptions, *, full: bool) -> GcPlan:
         state = self.opening.log.replay()
         try:
-            return self._plan(state, options, full=full)
+            return self.plan_at(state, options, full=full)
         except (Corrupt, NotFound) as error:
             if self.opening.log.replay().fence != state.fence:
                 raise _MarkAgain from error
             raise
 
-    def _plan(self, state: State, options: GcOptions, *, full: bool) -> GcPlan:
+    def plan_at(self, state: State, options: GcOptions, *, full: bool) -> GcPlan:
         backend = self.opening.backend
         sessions = self.look(state)
         active = frozenset() if full or options.impatient else sessions.active_ids

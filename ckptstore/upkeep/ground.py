@@ -3,21 +3,26 @@
 import os
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from ckptstore.core.config import StoreConfig
 from ckptstore.core.ids import CONFIG_KEY
+from ckptstore.engine.log_places import open_log_place
 from ckptstore.engine.opening import CATALOG_NAME, CHUNKS_NAME, Opening, index_directory
 from ckptstore.errors import CkptStoreError, Corrupt, InvalidInput, NotFound
 from ckptstore.history.entries import Position
+from ckptstore.history.log import Log
 from ckptstore.index.queries import Queries, open_catalog
 from ckptstore.objects.backend import Backend, open_backend
 from ckptstore.objects.config import decode_config
 from ckptstore.upkeep.chain import read_small
 from ckptstore.upkeep.findings import Finding, Kind
 from ckptstore.upkeep.recover import recover_config
+
+if TYPE_CHECKING:
+    from ckptstore.index.postgres_log import PostgresLog
 
 T = TypeVar("T")
 
@@ -32,6 +37,11 @@ class Ground:
     index_directory: Path
     problem: Finding | None = None
     certain: bool = True
+    database: "PostgresLog | None" = None
+
+    def open_log(self) -> Log:
+        """The log, for appending to it."""
+        return Log(self.backend, self.config.store, self.config.generation, place=self.database)
 
     @property
     def catalog_path(self) -> Path:
@@ -65,12 +75,12 @@ class Ground:
 
 def ground_of(opening: Opening) -> Ground:
     """The ground of a store that could be opened."""
-    return Ground(opening.backend, opening.config, opening.index_directory)
+    return Ground(opening.backend, opening.config, opening.index_directory, database=opening.database)
 
 
 @contextmanager
 def open_ground(
-    place: str | os.PathLike[str], *, read_only: bool = False, storage_options: dict[str, Any] | None = None
+    place: str | os.PathLike[str], *, read_only: bool = False, storage_options: dict[str, Any] | None = None, index: str | None = None
 ) -> Iterator[Ground]:
     """The ground of a store whatever its state.
 
@@ -78,7 +88,13 @@ def open_ground(
     """
     backend = open_backend(os.fspath(place), read_only=read_only, storage_options=storage_options)
     try:
-        yield _ground(backend, read_only=read_only)
+        ground = _ground(backend, read_only=read_only)
+        log = open_log_place(ground.config, backend, index)
+        try:
+            yield replace(ground, database=log)
+        finally:
+            if log is not None:
+                log.database.close()
     finally:
         backend.close()
 

@@ -5,10 +5,11 @@ catalog, or stand in the entry's own first line. Bytes that match are the ones t
 """
 
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 
 from ckptstore.core.ids import CommitId, StoreId, digest, document_key, log_key
-from ckptstore.errors import CkptStoreError
+from ckptstore.errors import CkptStoreError, Unavailable
 from ckptstore.history.entries import Entry
 from ckptstore.history.fold import CommitRow
 from ckptstore.objects.backend import Backend
@@ -45,13 +46,21 @@ def mend_document(backend: Backend, commit: CommitId, row: CommitRow, mirrors: S
     """The document of a commit, from its own bytes or a mirror; None if nobody has it."""
     key = document_key(row.session, commit)
     for mirror in mirrors:
-        data = read_small(mirror, key)
-        if data is not None and _is_document(data, commit):
-            return Mended(key, data, mirror.url)
+        for place in _document_keys(mirror, key, commit):
+            data = read_small(mirror, place)
+            if data is not None and _is_document(data, commit):
+                return Mended(key, data, mirror.url)
     own = read_small(backend, key)
     if own is not None and (found := flipped_back(own, lambda candidate: candidate if _is_document(candidate, commit) else None)):
         return Mended(key, found, "its own bytes, one bit turned back")
     return None
+
+
+def _document_keys(mirror: Backend, key: str, commit: CommitId) -> Iterator[str]:
+    """Where a mirror may have the document: in a copy of the store under the same key, where it was pushed to under another session's."""
+    yield key
+    with suppress(Unavailable):
+        yield from (other for other, _ in mirror.list("commits/") if other.endswith(f"-{commit}") and other != key)
 
 
 def _versions(bad: BadEntry, mirrors: Sequence[Backend], kept: bytes | None) -> Iterator[tuple[str, bytes]]:

@@ -49,7 +49,7 @@ def recover_config(backend: Backend, data: bytes | None) -> tuple[StoreConfig, b
     state = read_chain(backend, store, generation).state
     tables = {pack: table for pack, table in load_tables(backend, state) if not isinstance(table, CkptStoreError)}
     config = StoreConfig(store, codec=_codec(tables.values()), generation=generation)
-    return replace(config, chunk_bytes=_chunk_bytes(Trees(backend, Inventory(tables), store), state)), False
+    return replace(config, chunk_bytes=_chunk_bytes(Trees(backend, Inventory(tables)), state)), False
 
 
 def _decoded(data: bytes, where: str) -> StoreConfig | None:

@@ -12,6 +12,7 @@ from typing import TypeAlias
 
 from ckptstore.core.config import MIB, StoreConfig
 from ckptstore.core.ids import CONFIG_KEY, ChunkId, CommitId, PackId, checkpoint_key, new_session_id
+from ckptstore.core.places import make_directories
 from ckptstore.errors import CkptStoreError
 from ckptstore.history import entries
 from ckptstore.history.log import Log
@@ -295,7 +296,7 @@ def _save_packs(action: SavePacks, ground: Ground, mirrors: Sequence[Backend]) -
 
 
 def _log(ground: Ground) -> Log:
-    log = Log(ground.backend, ground.config.store, ground.config.generation)
+    log = ground.open_log()
     log.replay()
     return log
 
@@ -319,7 +320,7 @@ def quarantine(backend: Backend, key: str) -> None:
         backend.delete(key)
         return
     target = backend.durable_root / QUARANTINE / key
-    target.parent.mkdir(parents=True, exist_ok=True)
+    make_directories(target.parent)
     os.replace(backend.durable_root / key, target)
     backend.sync_dirs([key, QUARANTINE + key])
 
@@ -337,7 +338,7 @@ def _copy(backend: Backend, source: str, target: str) -> None:
     writer = backend.create(target, session=new_session_id())
     try:
         for start in range(0, size, 8 * MIB):
-            writer.write_at(start, [memoryview(backend.read(source, start, min(start + 8 * MIB, size)))])
+            writer.append([memoryview(backend.read(source, start, min(start + 8 * MIB, size)))])
         writer.finish()
     except (CkptStoreError, OSError):
         writer.discard()

@@ -7,7 +7,7 @@ from typing import TypeAlias
 
 from ckptstore.core import dtypes
 from ckptstore.core.geometry import grid
-from ckptstore.core.ids import CHUNK_ID_BYTES, ChunkId, CommitId, StoreId, document_key
+from ckptstore.core.ids import CHUNK_ID_BYTES, ChunkId, CommitId, document_key
 from ckptstore.core.model import CommitDocument, LeafContent, Schema, Shape, TreeRef
 from ckptstore.errors import Corrupt, NotFound, Unavailable
 from ckptstore.history.fold import CommitRow, State
@@ -33,16 +33,16 @@ class Referrer:
 class Trees:
     """The trees of a store's commits. Schemas and pages are kept while they are likely to be asked for again."""
 
-    def __init__(self, backend: Backend, inventory: Inventory, store: StoreId) -> None:
-        self._backend, self._inventory, self._store = backend, inventory, store
+    def __init__(self, backend: Backend, inventory: Inventory) -> None:
+        self._backend, self._inventory = backend, inventory
         self.schema = lru_cache(_CACHED)(self._schema)
         self._page = lru_cache(_CACHED)(self.read)
 
     def document(self, commit: CommitId, row: CommitRow) -> CommitDocument:
         """The document of a commit; raises `Corrupt`, `NotFound` or `Unavailable`."""
         document = decode_document(self._backend.read(document_key(row.session, commit)), commit)
-        wanted = (self._store, row.session, row.run, row.step, row.content)
-        if (document.store, document.session, document.run, document.step, document.content) != wanted:
+        wanted = (row.run, row.step, row.content)
+        if (document.run, document.step, document.content) != wanted:  # store and session are where it was first made: it may be mirrored
             raise Corrupt(f"the document of commit {commit[:12]} is not the one that the log tells of: wanted {wanted}")
         return document
 

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from ckptstore.core.ids import PackId, SessionId
+from ckptstore.core.places import make_directories, write_file
 from ckptstore.history.sessions import SessionInfo, is_gone
 from ckptstore.history.state import State
 
@@ -105,9 +106,9 @@ def save_watch(path: Path, watch: Watch) -> None:
         "waits": {pack: sorted(sessions) for pack, sessions in watch.waits.items()},
     }
     with suppress(OSError):
-        path.parent.mkdir(parents=True, exist_ok=True)
+        make_directories(path.parent)
         aside = path.with_name(f"{path.name}.{os.getpid()}")
-        aside.write_text(json.dumps(found))
+        write_file(aside, json.dumps(found).encode())
         aside.replace(path)
 
 

@@ -6,6 +6,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -13,10 +14,14 @@ from typing import Any
 import torch
 
 import ckptstore
+from ckptstore.engine.opening import Opening
+from ckptstore.engine.transfer import Threads
 from ckptstore.errors import CkptStoreError, Conflict
 from ckptstore.history.log import Log
 from ckptstore.index import catalog, file_lock
 from ckptstore.store import Store
+from ckptstore.upkeep.mirror import MirrorOptions, mirror
+from ckptstore.upkeep.mirror_ends import choose
 from ckptstore.upkeep.retention import KeepLast
 from tests.crash.works import CHUNK_BYTES, WORKS, small
 from tests.faults.witness import assert_same
@@ -60,8 +65,8 @@ def work(report: Report, disk: str, name: str) -> None:
         report("error", type(error).__name__, error)
 
 
-def commit_on(report: Report, place: str, first: int) -> None:
-    """Commit, and again, until storage is gone."""
+def change_on(report: Report, place: str, first: int) -> None:
+    """Commit, tag, forget, bring back and collect, and again, until storage is gone. What may take something away is said before, too."""
     try:
         with ckptstore.open(place, chunk_bytes=CHUNK_BYTES) as store:
             for step in range(first, first + 10_000):
@@ -69,8 +74,26 @@ def commit_on(report: Report, place: str, first: int) -> None:
                 if step % 7 == 0:
                     store.tag(f"tag-{step}")
                     report("tagged", f"tag-{step}")
+                if step % 3 == 2:
+                    _forget_one(store, report, back=step % 2 == 0)
+                if step % 5 == 4:
+                    report("collecting")
+                    report("collected", store.gc(max_unused=0.0).freed_bytes)
     except CkptStoreError as error:
         report("error", type(error).__name__, error)
+
+
+def _forget_one(store: Store, report: Report, *, back: bool) -> None:
+    """Forget the oldest commit that may go; with `back`, bring it back."""
+    tagged = set(store.tags().values())
+    for info in [info for info in reversed(store.log()[2:]) if info.id not in tagged][:1]:
+        report("forgetting", info.id)
+        store.forget(info.id)
+        report("forgotten", info.id)
+        if back:
+            report("returning", info.id)
+            store.undelete(info.id)
+            report("returned", info.id)
 
 
 def commit_twice(report: Report, place: str, step: int, ballast: str = "") -> None:
@@ -90,6 +113,19 @@ def commit_twice(report: Report, place: str, step: int, ballast: str = "") -> No
         store.close()
 
 
+def commit_async_on(report: Report, place: str, first: int, executor: str) -> None:
+    """Commit asynchronously, and again, and say what is known of each: that it was hashed, that it is durable."""
+
+    def on_progress(progress: ckptstore.CommitProgress) -> None:
+        if progress.milestone == "hashed" and store.worker_pid:
+            report("worker", store.worker_pid)
+        report(progress.milestone, progress.step)
+
+    with ckptstore.open(place, chunk_bytes=CHUNK_BYTES, executor=executor) as store:  # type: ignore[arg-type]  # "thread" or "process"
+        for step in range(first, first + 10_000):
+            store.commit_async(small(step), step=step, on_progress=on_progress)
+
+
 def restore_twice(report: Report, place: str, step: int) -> None:
     """Open the store and restore; and again."""
     for _ in range(2):
@@ -99,6 +135,14 @@ def restore_twice(report: Report, place: str, step: int) -> None:
             report("restored")
         except CkptStoreError as error:
             report("error", type(error).__name__, error)
+
+
+def push(report: Report, source: str, target: str, parcel_bytes: int) -> None:
+    """Bring every commit of one store into another, in parcels."""
+    with closing(Opening(source, read_only=True)) as ours, closing(Opening(target)) as theirs:
+        wanted = choose(ours, (), run=None)
+        done = mirror(ours, theirs, wanted, MirrorOptions(parcel_bytes=parcel_bytes), Threads(1))
+    report("sent", len(done.sent), done.chunks)
 
 
 # -- many at once -------------------------------------------------------------------------------------------------------------------
@@ -165,4 +209,5 @@ def _time_waits(report: Report) -> None:
     catalog.Catalog._write = timed("catalog", catalog.Catalog._write)  # type: ignore[method-assign]
 
 
-DEEDS: dict[str, Callable[..., None]] = {deed.__name__: deed for deed in (work, commit_on, commit_twice, restore_twice, churn)}
+_ALL = (work, change_on, commit_async_on, commit_twice, restore_twice, push, churn)
+DEEDS: dict[str, Callable[..., None]] = {deed.__name__: deed for deed in _ALL}

@@ -191,9 +191,9 @@ class _Watcher:
         name = self._name(path)
         self._do(f"unlink {name}", lambda: os.unlink(path), lambda disk: disk.unlink(name))
 
-    def mkdir(self, path: str) -> None:
+    def mkdir(self, path: str, mode: int = 0o777) -> None:
         name = self._name(path)
-        self._do(f"make directory {name}", lambda: os.mkdir(path), lambda disk: disk.make_directory(name))
+        self._do(f"make directory {name}", lambda: os.mkdir(path, mode), lambda disk: disk.make_directory(name))
 
     def _name(self, path: str) -> str:
         return (path + "/").removeprefix(self._root).rstrip("/")

@@ -1,5 +1,6 @@
 """A system call that fails once, at any place of a commit or a restore: an error that says so, nothing lost, and the next try succeeds."""
 
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from random import Random
@@ -8,7 +9,8 @@ from shutil import copytree, rmtree
 import pytest
 
 import ckptstore
-from tests.crash.works import CHUNK_BYTES, small
+from ckptstore.history.log import APPEND_TIMEOUT_S
+from tests.crash.works import CHUNK_BYTES, STORE, WORKS, small
 from tests.faults import strace
 from tests.faults.nursery import Nursery
 from tests.faults.strace import every_call, traced
@@ -80,6 +82,18 @@ def test_some_failing_writes_of_a_commit(template: Path, scratch: Path, nursery:
 def test_some_failing_reads_of_a_restore(template: Path, scratch: Path, nursery: Nursery, seed: int) -> None:
     places = Random(seed).sample(_places("restore_twice", READS, template, scratch, nursery), SAMPLED)
     _restores(places, template, scratch, nursery)
+
+
+def test_a_log_that_cannot_be_written_any_more_is_reported_within_seconds(scratch: Path, nursery: Nursery) -> None:
+    base = WORKS["a commit"].base(scratch / "base")
+    disk = copytree(base, scratch / "disk")
+    child = nursery.start("work", disk=str(disk), name="a commit")
+    started = time.monotonic()
+    assert not traced(child, scratch / "log", "-e", "inject=link:error=EIO", calls=WRITES)
+    assert time.monotonic() - started < APPEND_TIMEOUT_S / 2
+    ((kind, message),) = child.reports("error")
+    assert kind == "Unavailable" and "Input/output error" in message and "delete nothing" in message
+    assert view_of(disk / STORE) == view_of(base / STORE)
 
 
 @pytest.mark.soak

@@ -7,10 +7,10 @@ from typing import Any
 
 import torch
 
+from ckptstore.access import open
 from ckptstore.core.ids import CommitId, pack_key, twin_key
 from ckptstore.engine.opening import Opening
 from ckptstore.history.log import Log
-from ckptstore.store import open
 from ckptstore.upkeep.gc import GcOptions, GcReport, collect
 
 NOT_COUNTED = ("index/", "log/", "reserve")
@@ -125,9 +125,9 @@ class _StoppingWriter:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._writer, name)
 
-    def write_at(self, *args: Any) -> None:
+    def append(self, *args: Any) -> None:
         self._stopping._change()
-        self._writer.write_at(*args)
+        self._writer.append(*args)
 
     def finish(self) -> None:
         self._stopping._change()

@@ -6,8 +6,9 @@ from pathlib import Path
 import pytest
 
 import ckptstore
+from ckptstore.engine.forecast import Room, expected_bytes
 from ckptstore.engine.opening import Opening
-from ckptstore.upkeep.doctor import Check, Room, Storage, Verdict, doctor, expected_bytes, judge
+from ckptstore.upkeep.doctor import Check, Storage, Verdict, doctor, judge
 
 FINE = Storage("", "", "", 0.001, "ext4", False, "/cache", False, True, 0.0, -10.0)
 ROOMY = Room(free=1 << 40, new=(1000, 5000, 2000), logical=9000, reserve=1 << 20)

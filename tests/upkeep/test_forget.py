@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 
+from ckptstore.access import open
 from ckptstore.errors import Conflict, InvalidInput, NotFound
 from ckptstore.history.entries import Settings
-from ckptstore.store import open
 from ckptstore.upkeep.retention import KeepBest, KeepEverySteps, KeepLast
 from tests.upkeep import collecting
 from tests.upkeep.collecting import state_of

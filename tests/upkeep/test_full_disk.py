@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
+from ckptstore.access import open
 from ckptstore.engine.reserve import RESERVE_BYTES, RESERVE_KEY, is_full
 from ckptstore.errors import Unavailable
 from ckptstore.objects.backend import open_backend
-from ckptstore.store import open
 from ckptstore.upkeep.retention import KeepLast
 from tests.upkeep.collecting import garbage, state_of, verify
 

@@ -5,12 +5,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from ckptstore.access import open
 from ckptstore.core.ids import new_session_id, pack_id, pack_key, twin_key
 from ckptstore.errors import Corrupt
 from ckptstore.history.entries import Over
 from ckptstore.history.sessions import open_session
 from ckptstore.index.chunks import LOCATION_DTYPE
-from ckptstore.store import open
 from ckptstore.upkeep.gc import GcOptions, collect
 from ckptstore.upkeep.watch import STALE_S
 from tests.upkeep import collecting

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from ckptstore.store import open
+from ckptstore.access import open
 from ckptstore.upkeep.gc import collect
 from ckptstore.upkeep.watch import STALE_S
 from tests.upkeep.collecting import ALL, Stopped, collected, garbage, make, opened_stopping, verify
