@@ -1,0 +1,1 @@
+"""Other libraries' formats and protocols, each in a file of its own."""

@@ -1,0 +1,153 @@
+"""Directories of `torch.distributed.checkpoint` (DCP): `.metadata` says where the pieces of every tensor lie in the `.distcp` files.
+
+`.metadata` is a pickle. It is read without running anything of it: an unpickler that knows the dozen names that DCP writes, and
+gives an inert record for each. What else a file names is refused.
+"""
+
+import io
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ckptstore.core.dtypes import WIDTHS, nbytes_of, width_of
+from ckptstore.core.model import Box, Shape
+from ckptstore.errors import InvalidInput
+from ckptstore.interop.pickles import load_inert, load_torch
+from ckptstore.interop.sources import Loaded, Placeholders, Shelf, check_tiling, inside, read_range
+from ckptstore.state.flat import Flat
+
+if TYPE_CHECKING:
+    import torch
+
+METADATA = ".metadata"
+METADATA_BYTES_MAX = 1 << 30
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """One stored item, the bytes of a file of torch.save: a box of a tensor, or an object if `offsets` is None."""
+
+    path: Path
+    start: int
+    nbytes: int
+    offsets: Shape | None
+    lengths: Shape
+
+
+def read_directory(root: Path, *, allow_pickle: bool = False) -> dict[str, Flat]:
+    """The state in a DCP directory. Tensors are read when they are stored, a few at a time.
+
+    Raises `InvalidInput` for what is no such directory, for names that leave it, pieces that do not make up a tensor, and, unless
+    `allow_pickle`, for objects that only unpickling could read.
+    """
+    found = load_inert(root / METADATA, METADATA_BYTES_MAX)
+    places, shelf = Placeholders(), Shelf()
+    try:
+        parts = dict(_parts(root, found))
+        values = [(path, _value(root, name, item, parts.get(name, []), places, shelf, allow_pickle)) for name, item, path in _items(found)]
+        state = _nested(values)
+    except (AttributeError, TypeError, ValueError, KeyError, IndexError) as error:
+        if isinstance(error, InvalidInput):
+            raise
+        raise InvalidInput(f"{root / METADATA} is no metadata of DCP that this version reads: {error!r:.200}") from error
+    return places.flatten(state, allow_pickle=allow_pickle)
+
+
+def _items(found: Any) -> Iterator[tuple[str, Any, tuple[str | int, ...]]]:
+    """Each item's name, its record, and its place in the state."""
+    nesting = getattr(found, "planner_data", None) or {}
+    for name, item in found.state_dict_metadata.items():
+        path = nesting.get(name) or ("model", name)
+        yield name, item, tuple(path)
+
+
+def _parts(root: Path, found: Any) -> Iterable[tuple[str, list[Part]]]:
+    parts: dict[str, list[Part]] = {}
+    for index, info in found.storage_data.items():
+        if getattr(info, "transform_descriptors", None):
+            raise InvalidInput(f"{root}: {index.fqn} was stored through an extension; load it with DCP itself, and commit the state")
+        path = inside(root, info.relative_path)
+        if type(info.offset) is not int or type(info.length) is not int or not 0 <= info.offset <= info.offset + info.length:
+            raise InvalidInput(f"{root}: the place of {index.fqn} is no place")
+        if info.offset + info.length > path.stat().st_size:
+            raise InvalidInput(f"{root}: {index.fqn} lies beyond the end of {path.name}")
+        offset = getattr(index, "offset", None)
+        parts.setdefault(index.fqn, []).append(Part(path, info.offset, info.length, None if offset is None else tuple(offset), ()))
+    return parts.items()
+
+
+def _value(root: Path, name: str, item: Any, parts: list[Part], places: Placeholders, shelf: Shelf, allow_pickle: bool) -> Any:
+    if type(item).__name__ == "BytesStorageMetadata":
+        if len(parts) != 1:
+            raise InvalidInput(f"{root}: {name} is stored in {len(parts)} places; wanted one")
+        return _load(parts[0], name, allow_pickle=allow_pickle)
+    dtype, shape = _dtype(name, item.properties), _shape(item.size)
+    boxes = {_shape(chunk.offsets): _shape(chunk.sizes) for chunk in item.chunks}
+    chunks = [Part(p.path, p.start, p.nbytes, p.offsets, boxes[p.offsets]) for p in parts if p.offsets in boxes and p.offsets is not None]
+    check_tiling(f"{name} in {root}", shape, [Box(chunk.offsets or (), chunk.lengths) for chunk in chunks])
+    nbytes = nbytes_of(dtype, shape)
+    return places.put(dtype, shape, Loaded(_loader(name, dtype, shape, chunks), nbytes, width_of(dtype), shelf))
+
+
+def _loader(name: str, dtype: str, shape: Shape, chunks: list[Part]) -> "Callable[[], torch.Tensor]":
+    def load() -> "torch.Tensor":
+        from ckptstore.state.tensors import DTYPES, empty
+
+        if len(chunks) == 1 and chunks[0].lengths == shape:
+            return _checked(_load(chunks[0], name, allow_pickle=False), name, DTYPES[dtype], shape)
+        whole = empty(dtype, shape)
+        for chunk in chunks:
+            assert chunk.offsets is not None
+            box = tuple(slice(start, start + n) for start, n in zip(chunk.offsets, chunk.lengths, strict=True))
+            whole[box] = _checked(_load(chunk, name, allow_pickle=False), name, DTYPES[dtype], chunk.lengths)
+        return whole
+
+    return load
+
+
+def _load(part: Part, name: str, *, allow_pickle: bool) -> Any:
+    data = bytearray(part.nbytes)
+    read_range(part.path, part.start, memoryview(data))
+    return load_torch(io.BytesIO(data), f"{name} in {part.path}", allow_pickle=allow_pickle)
+
+
+def _checked(tensor: Any, name: str, dtype: "torch.dtype", shape: Shape) -> "torch.Tensor":
+    import torch
+
+    if not isinstance(tensor, torch.Tensor) or tensor.dtype != dtype or tuple(tensor.shape) != shape:
+        raise InvalidInput(f"a piece of {name} is not what the metadata says: wanted {dtype}{list(shape)}")
+    return tensor
+
+
+def _dtype(name: str, properties: Any) -> str:
+    dtype = properties.columns[0] if properties.columns else properties.dtype
+    if dtype not in WIDTHS:
+        raise InvalidInput(f"{name} is of dtype {str(dtype)[:40]!r}, which cannot be imported")
+    return str(dtype)
+
+
+def _shape(sizes: Any) -> Shape:
+    shape = tuple(sizes)
+    if not all(type(n) is int and n >= 0 for n in shape):
+        raise InvalidInput(f"{str(shape)[:80]} is no shape")
+    return shape
+
+
+def _nested(values: list[tuple[tuple[str | int, ...], Any]]) -> dict[str, Any]:
+    """Dicts and lists again, from each value and its place."""
+    root: dict[Any, Any] = {}
+    for path, value in values:
+        at = root
+        for step in path[:-1]:
+            at = at.setdefault(step, {})
+        at[path[-1]] = value
+    return {str(key): _with_lists(value) for key, value in root.items()}
+
+
+def _with_lists(value: Any) -> Any:
+    if type(value) is not dict:
+        return value
+    if value and all(type(key) is int for key in value) and sorted(value) == list(range(len(value))):
+        return [_with_lists(value[i]) for i in range(len(value))]
+    return {key: _with_lists(item) for key, item in value.items()}

@@ -1,0 +1,260 @@
+"""A commit as files of other formats. Bytes go from packs to files through at most some tens of MiB; nothing appears before it is whole."""
+
+import fnmatch
+import os
+import secrets
+import shutil
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from os import PathLike
+from pathlib import Path
+from typing import Literal, TypeAlias
+from urllib.parse import unquote
+
+from ckptstore.core.model import Node
+from ckptstore.engine.checkout import Tree
+from ckptstore.errors import Conflict, InvalidInput, NotFound, Unavailable
+from ckptstore.interop.directory import FILES, SUFFIX, group_keys
+from ckptstore.interop.safetensors_file import Header, encode_header, parse_header
+from ckptstore.snapshot import Snapshot
+
+Format: TypeAlias = Literal["files", "safetensors", "torch", "dcp"]
+FORMATS: tuple[Format, ...] = ("files", "safetensors", "torch", "dcp")
+
+_TORCH_SUFFIXES = (".pt", ".pth", ".bin", ".ckpt")
+
+
+@dataclass(frozen=True, slots=True)
+class Exported:
+    """What was written: files, their bytes, and the leaves that the format has no place for, or that were not selected."""
+
+    format: Format
+    files: tuple[Path, ...]
+    bytes: int
+    left_out: int
+
+
+def export(
+    snapshot: Snapshot, path: str | PathLike[str], *, format: Format | None = None, select: str = "*", allow_pickle: bool = False
+) -> Exported:
+    """Write a commit to `path`, which must not exist.
+
+    `format` is by default what was imported (`files`: the same files, byte for byte), else what the name says (`.safetensors`, `.pt`).
+    `select` takes one key of the state (`model`), or leaves by a glob of their paths. `safetensors` takes tensors only, named by their
+    paths without the key if only one key has some. `torch` and `dcp` hold the state in memory while they write it.
+
+    Raises `Conflict` if `path` exists, `InvalidInput` for what the format cannot hold, `Corrupt` for damaged chunks; then nothing
+    is left.
+    """
+    target = Path(path)
+    if os.path.lexists(target):
+        raise Conflict(f"{target} exists; nothing was written, choose another name")
+    chosen = format or _format_of(snapshot, target)
+    write: Callable[[Snapshot, Path, str, bool], int] = {
+        "files": _write_files,
+        "safetensors": _write_safetensors,
+        "torch": _write_torch,
+        "dcp": _write_dcp,
+    }[chosen]
+    try:
+        with _in_place(target) as scratch:
+            left_out = write(snapshot, scratch, select, allow_pickle)
+    except OSError as error:
+        raise Unavailable(f"cannot write {target}: {error}") from error
+    files = tuple(sorted(p for p in target.rglob("*") if p.is_file())) if target.is_dir() else (target,)
+    return Exported(chosen, files, sum(file.stat().st_size for file in files), left_out)
+
+
+def _format_of(snapshot: Snapshot, target: Path) -> Format:
+    names = _file_names(snapshot)
+    if names and (len(names) > 1 or target.suffix in ("", Path(names[0]).suffix)):
+        return "files"
+    if target.suffix == SUFFIX:
+        return "safetensors"
+    if target.suffix in _TORCH_SUFFIXES:
+        return "torch"
+    raise InvalidInput(f"{target.name!r} does not say which format is wanted: name one with --format ({', '.join(FORMATS)})")
+
+
+# -- the same files again --
+
+
+def _file_names(snapshot: Snapshot) -> list[str]:
+    """The files that were imported; none for a commit of another kind."""
+    tree = snapshot.trees.get(FILES)
+    skeleton = tree.schema.skeleton if tree else None
+    if not isinstance(skeleton, Node) or skeleton.type != "dict" or not all(isinstance(key, str) for key in skeleton.keys or ()):
+        return []
+    assert tree
+    plain = skeleton.children == tuple(range(len(tree.schema))) and set(tree.schema.kinds) <= {"bytes"}
+    return list(skeleton.keys or ()) if plain else []
+
+
+def _write_files(snapshot: Snapshot, scratch: Path, select: str, allow_pickle: bool) -> int:
+    names = _file_names(snapshot)
+    if not names:
+        raise InvalidInput(f"commit {snapshot.id[:12]} was not imported from files: it has no key {FILES!r} of files; choose a --format")
+    if select != "*":
+        raise InvalidInput("the files of an import are exported all together; --select is for the other formats")
+    files = snapshot.trees[FILES].schema.paths
+    keys = group_keys([name for name in names if name.endswith(SUFFIX)])
+    single = len(names) == 1 and scratch.suffix == Path(names[0]).suffix
+    for name, path in zip(names, files, strict=True):
+        target = scratch if single else _below(scratch, name)
+        if name in keys:
+            header = parse_header(snapshot.read(path), name)
+            _write_tensors(snapshot, target, header, _leaves_of(snapshot, keys[name], header))
+        else:
+            with _Writing(target) as file:
+                snapshot.send({path: file.at(0)})
+    return 0
+
+
+def _below(root: Path, name: str) -> Path:
+    """Where the file `name` of a commit goes. Raises `InvalidInput` for a name that leads out of `root`."""
+    if not {"", ".", ".."}.isdisjoint(name.split("/")) or "\0" in name or "\\" in name:
+        raise InvalidInput(f"{name[:80]!r} is no name of a file: wanted names joined by '/', without '.' and '..'")
+    target = root / name
+    target.parent.mkdir(parents=True, exist_ok=True)
+    return target
+
+
+def _leaves_of(snapshot: Snapshot, key: str, header: Header) -> dict[str, str]:
+    """The path of each tensor of `header`. Raises `InvalidInput` if the commit's are not of its dtype and shape."""
+    if key not in snapshot.trees:
+        raise InvalidInput(f"commit {snapshot.id[:12]} has no tensors {key!r} for its files; choose a --format")
+    schema = snapshot.trees[key].schema
+    names = schema.skeleton.keys if isinstance(schema.skeleton, Node) else ()
+    there = dict(zip(names or (), range(len(schema)), strict=False))
+    for entry in header.entries:
+        i = there.get(entry.name)
+        if i is None or (schema.dtypes[i], schema.shapes[i]) != (entry.dtype, entry.shape):
+            raise InvalidInput(f"{key}/{entry.name} is not what its file says, {entry.dtype}{list(entry.shape)}; choose a --format")
+    return {entry.name: schema.paths[there[entry.name]] for entry in header.entries}
+
+
+# -- safetensors --
+
+
+def _write_safetensors(snapshot: Snapshot, scratch: Path, select: str, allow_pickle: bool) -> int:
+    chosen = list(_selected(snapshot, select))
+    tensors = [(tree, i) for tree, i in chosen if tree.schema.kinds[i] == "tensor"]
+    one_key = len({tree.key for tree, _ in tensors}) == 1
+    names = {_name(tree, i, one_key): tree.schema.paths[i] for tree, i in tensors}
+    if len(names) != len(tensors):
+        raise InvalidInput("two tensors would have one name in a safetensors file; export fewer with --select")
+    listed = [(_name(tree, i, one_key), tree.schema.dtypes[i], tree.schema.shapes[i]) for tree, i in tensors]
+    _write_tensors(snapshot, scratch, encode_header(listed, {"format": "pt"}), names)
+    return sum(len(tree.schema) for tree in snapshot.trees.values()) - len(tensors)
+
+
+def _name(tree: Tree, i: int, one_key: bool) -> str:
+    segments = tree.schema.paths[i].split("/")
+    return ".".join(unquote(segment) for segment in (segments[1:] if one_key and len(segments) > 1 else segments))
+
+
+def _write_tensors(snapshot: Snapshot, target: Path, header: Header, paths: Mapping[str, str]) -> None:
+    with _Writing(target) as file:
+        file.at(0).write(0, memoryview(header.raw))
+        base = len(header.raw)
+        snapshot.send({paths[entry.name]: file.at(base + entry.start) for entry in header.entries})
+
+
+def _selected(snapshot: Snapshot, select: str) -> Iterator[tuple[Tree, int]]:
+    found = False
+    for key, tree in snapshot.trees.items():
+        for i, path in enumerate(tree.schema.paths):
+            if key == select or fnmatch.fnmatchcase(path, select):
+                found = True
+                yield tree, i
+    if not found:
+        raise NotFound(f"commit {snapshot.id[:12]} has no leaves {select!r}; `ckptstore ls {snapshot.id[:12]}` lists them")
+
+
+# -- torch's own --
+
+
+def _write_torch(snapshot: Snapshot, scratch: Path, select: str, allow_pickle: bool) -> int:
+    import torch
+
+    torch.save(_state(snapshot, select, allow_pickle), scratch)
+    with open(scratch, "rb") as file:
+        os.fsync(file.fileno())
+    return 0
+
+
+def _write_dcp(snapshot: Snapshot, scratch: Path, select: str, allow_pickle: bool) -> int:
+    from torch.distributed.checkpoint.state_dict_saver import save
+
+    state = _state(snapshot, select, allow_pickle)
+    save(state if isinstance(state, dict) else {select: state}, checkpoint_id=scratch, no_dist=True)
+    return 0
+
+
+def _state(snapshot: Snapshot, select: str, allow_pickle: bool) -> object:
+    if select == "*":
+        return snapshot.state_dict(allow_pickle=allow_pickle)
+    if select in snapshot.trees:
+        return snapshot.state_dict(select, allow_pickle=allow_pickle)
+    paths = [tree.schema.paths[i] for tree, i in _selected(snapshot, select)]
+    return {path: snapshot.read(path, allow_pickle=allow_pickle) for path in paths}
+
+
+# -- files --
+
+
+class _At:
+    """A destination for a leaf's bytes: a file from some byte on."""
+
+    def __init__(self, descriptor: int, base: int) -> None:
+        self._descriptor, self._base = descriptor, base
+
+    def memory(self) -> None:
+        """They are handed over."""
+
+    def write(self, start: int, data: memoryview) -> None:
+        done = 0
+        while done < len(data):
+            done += os.pwrite(self._descriptor, data[done:], self._base + start + done)
+
+
+class _Writing:
+    """A file being written, durable when the block ends well."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def __enter__(self) -> "_Writing":
+        self._file = open(self._path, "xb", buffering=0)
+        return self
+
+    def at(self, base: int) -> _At:
+        return _At(self._file.fileno(), base)
+
+    def __exit__(self, kind: object, error: object, trace: object) -> None:
+        try:
+            if kind is None:
+                os.fsync(self._file.fileno())
+        finally:
+            self._file.close()
+
+
+@contextmanager
+def _in_place(target: Path) -> Iterator[Path]:
+    """A name beside `target` that becomes it if the block ends well; else nothing is left of it."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    scratch = target.with_name(f".{target.stem}-{secrets.token_hex(6)}{target.suffix}")
+    try:
+        yield scratch
+        os.rename(scratch, target)
+        folder = os.open(target.parent, os.O_RDONLY)
+        try:
+            os.fsync(folder)
+        finally:
+            os.close(folder)
+    finally:
+        if scratch.is_dir():
+            shutil.rmtree(scratch, ignore_errors=True)
+        else:
+            scratch.unlink(missing_ok=True)

@@ -1,0 +1,93 @@
+"""Checkpoints of other formats into a store, and out of it: `import_path` and `export`.
+
+| import | what becomes of it |
+|---|---|
+| a `.safetensors` file, a `.safetensors.index.json` with its shards, any directory | tensors and files; exported again byte for byte |
+| a `.pt` file (`torch.save`), a DCP directory, a TorchSnapshot directory | the state in it |
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from os import PathLike
+from pathlib import Path
+from typing import Literal, TypeAlias
+
+from ckptstore.errors import InvalidInput
+from ckptstore.interop import directory
+from ckptstore.interop.directory import INDEX_SUFFIX, SUFFIX
+from ckptstore.snapshot import Snapshot
+from ckptstore.state.flat import Flat
+from ckptstore.store import Store
+
+Kind: TypeAlias = Literal["files", "torch", "dcp", "torchsnapshot"]
+
+_TORCH_SUFFIXES = (".pt", ".pth", ".bin", ".ckpt", ".tar")
+
+
+@dataclass(frozen=True, slots=True)
+class Labels:
+    """What to call an imported commit."""
+
+    step: int | None = None
+    tags: Sequence[str] = ()
+    message: str = ""
+    metrics: Mapping[str, float] | None = None
+
+
+def import_path(store: Store, path: str | PathLike[str], labels: Labels | None = None, *, allow_pickle: bool = False) -> Snapshot:
+    """Commit what is at `path`. Bytes go from the files into chunks a few MiB at a time; what the store has is not written again.
+
+    Raises `InvalidInput` for what is there and cannot be read as what it seems to be, for names and offsets that lead elsewhere, and for
+    pickles that could run code, unless `allow_pickle`; `Unavailable` if files change meanwhile.
+    """
+    labels = labels or Labels()
+    place = Path(path)
+    return store.commit_flat(
+        lambda: _flats(place, allow_pickle=allow_pickle),
+        step=labels.step,
+        tag=labels.tags,
+        message=labels.message or f"imported from {place.name}",
+        metrics=labels.metrics,
+    )
+
+
+def _flats(place: Path, *, allow_pickle: bool) -> Mapping[str, Flat]:
+    kind = kind_of(place)
+    if kind == "files":
+        return directory.flats_of(_plan(place))
+    if kind == "torch":
+        from ckptstore.interop.pickles import load_torch
+        from ckptstore.interop.sources import as_app_state
+        from ckptstore.state.flatten import flatten
+
+        return flatten(as_app_state(load_torch(place, str(place), allow_pickle=allow_pickle)), allow_pickle=allow_pickle)
+    from ckptstore.interop import dcp, torchsnapshot
+
+    read = dcp.read_directory if kind == "dcp" else torchsnapshot.read_directory
+    return read(place, allow_pickle=allow_pickle)
+
+
+def kind_of(place: Path) -> Kind:
+    """What lies at `place`. Raises `InvalidInput` for a file of no known kind, or nothing."""
+    if place.is_dir():
+        from ckptstore.interop import dcp, torchsnapshot
+
+        for kind, name in (("dcp", dcp.METADATA), ("torchsnapshot", torchsnapshot.METADATA)):
+            if (place / name).is_file():
+                return kind  # type: ignore[return-value]  # two of the literals
+        return "files"
+    if not place.is_file():
+        raise InvalidInput(f"there is nothing at {place} that could be imported")
+    if place.name.endswith((SUFFIX, INDEX_SUFFIX)):
+        return "files"
+    if place.suffix in _TORCH_SUFFIXES:
+        return "torch"
+    raise InvalidInput(f"{place} is of no known format: wanted {SUFFIX}, {INDEX_SUFFIX}, {', '.join(_TORCH_SUFFIXES)} or a directory")
+
+
+def _plan(place: Path) -> directory.DirectoryPlan:
+    if place.is_dir():
+        return directory.plan_directory(place)
+    if place.name.endswith(INDEX_SUFFIX):
+        return directory.plan_files([place, *(place.parent / name for name in directory.indexed_names(place))])
+    return directory.plan_files([place])

@@ -1,0 +1,108 @@
+"""The one place here where pickles are read: tensors and plain values by torch, DCP's metadata as inert records, more only if allowed."""
+
+import io
+import pickle
+from pathlib import Path
+from typing import Any
+
+from ckptstore.core.dtypes import WIDTHS
+from ckptstore.errors import InvalidInput
+
+_DCP = "torch.distributed.checkpoint.metadata"
+_RECORDS = {
+    (_DCP, "Metadata"),
+    (_DCP, "TensorStorageMetadata"),
+    (_DCP, "BytesStorageMetadata"),
+    (_DCP, "ChunkStorageMetadata"),
+    (_DCP, "TensorProperties"),
+    (_DCP, "MetadataIndex"),
+    (_DCP, "StorageMeta"),
+    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
+}
+"""The names that DCP writes."""
+
+
+def load_torch(file: Path | io.BytesIO, name: str, *, allow_pickle: bool) -> Any:
+    """What a file of torch.save holds, `name` in errors. Tensors stay in a file until they are read, but for files of torch before 1.6.
+
+    Raises `InvalidInput` for what only running its code could read, unless `allow_pickle`, and for what is damaged or no such file.
+    """
+    try:
+        return _load(file, mapped=isinstance(file, Path), weights_only=not allow_pickle)
+    except pickle.UnpicklingError as error:
+        if allow_pickle:
+            raise InvalidInput(f"{name} is no file of torch.save: {error}") from error
+        raise InvalidInput(
+            f"{name} holds more than tensors and plain values, and reading it would run its code ({_first_line(error)}); "
+            f"if you trust it, import it with --allow-pickle (allow_pickle=True)"
+        ) from error
+    except (RuntimeError, ValueError, EOFError, OSError, KeyError) as error:
+        raise InvalidInput(f"{name} is no file of torch.save, or is damaged: {_first_line(error)}") from error
+
+
+def load_inert(path: Path, bytes_max: int) -> Any:
+    """The records of DCP's metadata, which do nothing. Raises `InvalidInput` for a file that names anything else than DCP does."""
+    try:
+        if path.stat().st_size > bytes_max:
+            raise InvalidInput(f"{path} has more than {bytes_max} bytes")
+        with path.open("rb") as file:
+            return _Inert(file).load()
+    except InvalidInput:
+        raise
+    except Exception as error:  # a pickle that was made up may raise anything
+        raise InvalidInput(f"{path} cannot be read: {error!r:.200}") from error
+
+
+def _load(file: Path | io.BytesIO, *, mapped: bool, weights_only: bool) -> Any:
+    import torch
+
+    try:
+        return torch.load(file, map_location="cpu", weights_only=weights_only, mmap=mapped)
+    except RuntimeError as error:
+        if mapped and "mmap can only be used with files saved with" in str(error):
+            return _load(file, mapped=False, weights_only=weights_only)
+        raise
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).strip().partition("\n")[0][:200]
+
+
+class Record:
+    """An object of DCP's metadata: its attributes and nothing else. `columns` is the state of one that has no names for it."""
+
+    columns: tuple[Any, ...] = ()
+
+    def __setstate__(self, state: Any) -> None:
+        if isinstance(state, dict):
+            self.__dict__.update(state)
+        else:
+            self.columns = tuple(state)
+
+
+class _Inert(pickle.Unpickler):
+    """Builds records that do nothing, under names of its own: nothing that a pickle says reaches the classes of torch."""
+
+    def __init__(self, file: io.BufferedReader) -> None:
+        super().__init__(file)
+        self._made: dict[tuple[str, str], Any] = {}
+
+    def find_class(self, module: str, name: str) -> Any:
+        if (module, name) in _RECORDS:
+            return self._made.setdefault((module, name), type(name, (Record,), {}))
+        if module == "torch" and name in WIDTHS:
+            return name
+        if (module, name) in (("torch", "Size"), ("builtins", "set")):
+            return {"Size": tuple, "set": set}[name]
+        if (module, name) == ("collections", "OrderedDict"):
+            return dict
+        if (module, name) in (("torch.serialization", "_get_layout"), (_DCP, "_MEM_FORMAT_ENCODING")) or module == "pathlib":
+            return _ignored
+        raise InvalidInput(f"it names {module}.{name}, which DCP's metadata does not; importing it could run code")
+
+    def persistent_load(self, pid: Any) -> Any:
+        raise InvalidInput("it refers to objects outside of itself, which DCP's metadata does not")
+
+
+def _ignored(*parts: object) -> str:
+    return "/".join(map(str, parts))

@@ -1,0 +1,169 @@
+"""The safetensors format, read and written as published (https://huggingface.co/docs/safetensors): a header, then the tensors' bytes.
+
+A file is eight bytes with the header's length, little-endian; the header, a JSON object of names with `dtype`, `shape` and
+`data_offsets`; and the bytes, without gaps or overlaps. A header is trusted in nothing: sizes are compared before anything is allocated.
+"""
+
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NoReturn
+
+from ckptstore.core.dtypes import nbytes_of, width_of
+from ckptstore.core.model import Shape
+from ckptstore.errors import InvalidInput
+from ckptstore.interop.sources import read_range
+
+HEADER_BYTES_MAX = 100_000_000
+"""The limit that the format's own library has."""
+
+LENGTH_BYTES = 8
+_METADATA = "__metadata__"
+
+_DTYPES = {
+    "BOOL": "bool",
+    "U8": "uint8",
+    "I8": "int8",
+    "U16": "uint16",
+    "I16": "int16",
+    "U32": "uint32",
+    "I32": "int32",
+    "U64": "uint64",
+    "I64": "int64",
+    "F16": "float16",
+    "BF16": "bfloat16",
+    "F32": "float32",
+    "F64": "float64",
+    "C64": "complex64",
+    "F8_E4M3": "float8_e4m3fn",
+    "F8_E5M2": "float8_e5m2",
+    "F8_E8M0": "float8_e8m0fnu",
+    "F8_E4M3FNUZ": "float8_e4m3fnuz",
+    "F8_E5M2FNUZ": "float8_e5m2fnuz",
+}
+_CODES = {dtype: code for code, dtype in _DTYPES.items()}
+_PACKED = {"F4": ("float4_e2m1fn_x2", 2)}
+"""Codes whose shapes count elements of which torch keeps several in one: torch's last dimension is smaller."""
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """A tensor: torch's dtype and shape, and where its bytes are behind the header."""
+
+    name: str
+    dtype: str
+    shape: Shape
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True, slots=True)
+class Header:
+    """What a file says of itself: `raw` are its bytes before the data, `entries` its tensors in order of offset."""
+
+    raw: bytes
+    entries: tuple[Entry, ...]
+
+    @property
+    def data_bytes(self) -> int:
+        return self.entries[-1].stop if self.entries else 0
+
+
+def read_header(path: Path) -> Header:
+    """The header of a file. Raises `InvalidInput` for what is no safetensors file, before more than `HEADER_BYTES_MAX` are read."""
+    size = path.stat().st_size
+    length = bytearray(LENGTH_BYTES)
+    if size < LENGTH_BYTES:
+        _refuse(path, f"it has {size} bytes")
+    read_range(path, 0, memoryview(length))
+    header_bytes = int.from_bytes(length, "little")
+    if header_bytes > min(HEADER_BYTES_MAX, size - LENGTH_BYTES):
+        _refuse(path, f"its header claims {header_bytes} bytes of {size}; wanted at most {HEADER_BYTES_MAX}")
+    raw = bytearray(LENGTH_BYTES + header_bytes)
+    read_range(path, 0, memoryview(raw))
+    header = parse_header(bytes(raw), str(path))
+    if header.data_bytes != size - len(raw):
+        _refuse(path, f"its tensors take {header.data_bytes} bytes, and {size - len(raw)} are there")
+    return header
+
+
+def parse_header(raw: bytes, where: str) -> Header:
+    """The header whose bytes are `raw`. Raises `InvalidInput` for overlaps, gaps, wrong sizes, unknown dtypes, names given twice."""
+    try:
+        document = json.loads(raw[LENGTH_BYTES:].decode(), object_pairs_hook=_without_repeats)
+    except (ValueError, RecursionError) as error:
+        raise InvalidInput(f"{where} is no safetensors file: its header is no JSON object: {error}") from error
+    if not isinstance(document, dict):
+        _refuse(where, "its header is no JSON object")
+    document.pop(_METADATA, None)
+    entries = sorted((_entry(where, name, found) for name, found in document.items()), key=lambda entry: (entry.start, entry.stop))
+    end = 0
+    for entry in entries:
+        if entry.start != end:
+            _refuse(where, f"the bytes of {entry.name!r} begin at {entry.start}; wanted {end}, where those before end")
+        end = entry.stop
+    return Header(raw, tuple(entries))
+
+
+def encode_header(tensors: Iterable[tuple[str, str, Shape]], metadata: Mapping[str, str] | None = None) -> Header:
+    """A header for tensors (name, dtype, shape), wide elements first so that all are aligned. Raises `InvalidInput` for a dtype or a name
+    that the format does not have."""
+    document: dict[str, Any] = {_METADATA: dict(metadata)} if metadata else {}
+    end = 0
+    for name, dtype, shape in sorted(tensors, key=lambda tensor: -width_of(tensor[1])):
+        if name in document or name == _METADATA:
+            raise InvalidInput(f"two tensors would be called {name!r} in one safetensors file; export fewer with --select")
+        start, end = end, end + nbytes_of(dtype, shape)
+        document[name] = {"dtype": _code(name, dtype), "shape": _published(dtype, shape), "data_offsets": [start, end]}
+    text = json.dumps(document, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (-len(text) % 8)
+    return parse_header(len(text).to_bytes(LENGTH_BYTES, "little") + text, "the new file")
+
+
+def _entry(where: str, name: str, found: Any) -> Entry:
+    if not isinstance(found, dict) or found.keys() != {"dtype", "shape", "data_offsets"}:
+        _refuse(where, f"{name[:80]!r} has not dtype, shape and data_offsets")
+    code, shape, offsets = found["dtype"], found["shape"], found["data_offsets"]
+    if not _are_counts(shape) or not _are_counts(offsets) or len(offsets) != 2:
+        _refuse(where, f"the shape or the offsets of {name[:80]!r} are no counts")
+    dtype, torch_shape = _torch_type(where, name, code, tuple(shape))
+    if offsets[1] - offsets[0] != nbytes_of(dtype, torch_shape):
+        _refuse(where, f"{name[:80]!r}, {code} {shape}, takes {offsets[1] - offsets[0]} bytes; wanted {nbytes_of(dtype, torch_shape)}")
+    return Entry(name, dtype, torch_shape, offsets[0], offsets[1])
+
+
+def _torch_type(where: str, name: str, code: object, shape: Shape) -> tuple[str, Shape]:
+    dtype, per = _PACKED.get(str(code)) or (_DTYPES.get(str(code)), 1)
+    if dtype is None or (per > 1 and (not shape or shape[-1] % per)):
+        _refuse(where, f"{name[:80]!r} is {str(code)[:40]!r} of shape {list(shape)}, for which torch has no dtype")
+    return dtype, shape if per == 1 else (*shape[:-1], shape[-1] // per)
+
+
+def _code(name: str, dtype: str) -> str:
+    packed = {torch_dtype: code for code, (torch_dtype, _) in _PACKED.items()}
+    if code := _CODES.get(dtype) or packed.get(dtype):
+        return code
+    raise InvalidInput(f"{name} is {dtype}, which safetensors files cannot hold; export it as torch, or leave it out with --select")
+
+
+def _published(dtype: str, shape: Shape) -> list[int]:
+    for torch_dtype, per in _PACKED.values():
+        if dtype == torch_dtype:
+            return [*shape[:-1], shape[-1] * per]
+    return list(shape)
+
+
+def _are_counts(value: Any) -> bool:
+    return isinstance(value, list) and all(type(item) is int and 0 <= item < 1 << 63 for item in value)
+
+
+def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        raise ValueError("a name is given twice")
+    return found
+
+
+def _refuse(where: object, why: str) -> NoReturn:
+    raise InvalidInput(f"{where} is no sound safetensors file: {why}")

@@ -1,0 +1,183 @@
+"""Where the bytes of an import come from: ranges of files, read when they are wanted, so that memory stays bounded.
+
+What several formats can only give tensor by tensor is loaded when its first bytes are asked for, and kept until a few others were.
+"""
+
+import os
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
+from itertools import combinations
+from math import prod
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ckptstore.core.geometry import intersect
+from ckptstore.core.model import Box, LeafKind, Node, Schema, Shape
+from ckptstore.errors import InvalidInput, Unavailable
+from ckptstore.state.flat import Flat, Source
+from ckptstore.state.paths import segment, segments
+
+if TYPE_CHECKING:
+    import torch
+
+KEPT_TENSORS = 4
+"""At least as many as threads stage at once."""
+
+
+class FileRange:
+    """`nbytes` bytes of a file from `offset` on, in elements of `width` bytes."""
+
+    known_ids = None
+    __slots__ = ("_offset", "_path", "nbytes", "width")
+
+    def __init__(self, path: Path, offset: int, nbytes: int, width: int = 1) -> None:
+        self._path, self._offset = path, offset
+        self.nbytes, self.width = nbytes, width
+
+    def view(self, start: int, stop: int) -> None:
+        """They must be read."""
+
+    def stage(self, start: int, stop: int, out: memoryview) -> None:
+        read_range(self._path, self._offset + start, out[: stop - start])
+
+
+class Held:
+    """Bytes that are there."""
+
+    known_ids = None
+    __slots__ = ("_data", "nbytes", "width")
+
+    def __init__(self, data: bytes) -> None:
+        self._data, self.nbytes, self.width = data, len(data), 1
+
+    def view(self, start: int, stop: int) -> memoryview:
+        return memoryview(self._data)[start:stop]
+
+    def stage(self, start: int, stop: int, out: memoryview) -> None:
+        out[:] = memoryview(self._data)[start:stop]
+
+
+class Loaded:
+    """A tensor that `load` gives whole; `shelf` keeps it while it is likely to be asked for again."""
+
+    known_ids = None
+    __slots__ = ("_load", "_shelf", "nbytes", "width")
+
+    def __init__(self, load: "Callable[[], torch.Tensor]", nbytes: int, width: int, shelf: "Shelf") -> None:
+        self._load, self._shelf = load, shelf
+        self.nbytes, self.width = nbytes, width
+
+    def view(self, start: int, stop: int) -> None:
+        """It must be loaded."""
+
+    def stage(self, start: int, stop: int, out: memoryview) -> None:
+        from ckptstore.state.tensors import read_range as read_tensor
+
+        read_tensor(self._shelf.get(self, self._load), start, stop, out)
+
+
+class Shelf:
+    """The tensors loaded last. Threads may share it."""
+
+    def __init__(self) -> None:
+        self._tensors: OrderedDict[int, torch.Tensor] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def get(self, owner: object, load: "Callable[[], torch.Tensor]") -> "torch.Tensor":
+        with self._lock:
+            if id(owner) not in self._tensors:
+                self._tensors[id(owner)] = load()
+            self._tensors.move_to_end(id(owner))
+            while len(self._tensors) > KEPT_TENSORS:
+                self._tensors.popitem(last=False)
+            return self._tensors[id(owner)]
+
+
+class Placeholders:
+    """Tensors without memory that stand for what will be read, while a state is flattened."""
+
+    def __init__(self) -> None:
+        self._sources: dict[int, tuple[torch.Tensor, Source]] = {}
+
+    def put(self, dtype: str, shape: Shape, source: Source) -> "torch.Tensor":
+        """A tensor of `dtype` and `shape` whose bytes are those of `source`."""
+        from ckptstore.state.tensors import empty
+
+        tensor = empty(dtype, ()).expand(shape)
+        self._sources[id(tensor)] = tensor, source
+        return tensor
+
+    def flatten(self, app_state: Mapping[str, Any], *, allow_pickle: bool) -> dict[str, Flat]:
+        """The flattened state, with the sources in place."""
+        from ckptstore.state.flatten import flatten
+
+        flats = dict(flatten(app_state, allow_pickle=allow_pickle))
+        for flat in flats.values():
+            for i, leaf in enumerate(flat.leaves):
+                stands = self._sources.get(id(getattr(leaf, "tensor", None)))
+                if stands:
+                    flat.leaves[i] = stands[1]
+        return flats
+
+
+def flat_dict(
+    key: str, kind: LeafKind, names: Sequence[str], sources: Sequence[Source], dtypes: Sequence[str] = (), shapes: Sequence[Shape] = ()
+) -> Flat:
+    """A key whose value is one dict of leaves of one kind."""
+    paths = tuple(f"{segment(key)}/{name}" for name in segments(names))
+    count = len(names)
+    schema = Schema(
+        Node("dict", tuple(range(count)), tuple(names)),
+        paths,
+        (kind,) * count,
+        tuple(dtypes) or ("",) * count,
+        tuple(shapes) or ((),) * count,
+        (-1,) * count,
+    )
+    return Flat(schema, list(sources))
+
+
+def read_range(path: Path, offset: int, out: memoryview) -> None:
+    """Fill `out` from byte `offset` of a file on. Raises `Unavailable` for one that is shorter, or cannot be read."""
+    try:
+        with open(path, "rb", buffering=0) as file:
+            done = 0
+            while done < len(out):
+                n = os.preadv(file.fileno(), [out[done:]], offset + done)
+                if not n:
+                    raise Unavailable(f"{path} ends at byte {offset + done}; wanted {len(out) - done} more: it changed while it was read")
+                done += n
+    except OSError as error:
+        raise Unavailable(f"cannot read {path}: {error}") from error
+
+
+def inside(root: Path, name: object) -> Path:
+    """The file `name` of a directory, if it is one. Raises `InvalidInput` for names that lead elsewhere."""
+    parts = name.split("/") if isinstance(name, str) else []
+    if not parts or not {"", ".", ".."}.isdisjoint(parts) or "\0" in str(name) or "\\" in str(name):
+        raise InvalidInput(f"{str(name)[:80]!r} is no name of a file in {root}: wanted names joined by '/', without '.' and '..'")
+    path = root.joinpath(*parts)
+    if not path.is_file() or not path.resolve().is_relative_to(root.resolve()):
+        raise InvalidInput(f"{root} has no file {str(name)[:80]!r} of its own")
+    return path
+
+
+def check_tiling(where: str, shape: Shape, boxes: Sequence[Box]) -> None:
+    """Raise `InvalidInput` unless the boxes make up a tensor of `shape`, no element of it twice."""
+    ranks = {len(box.offsets) for box in boxes} | {len(box.lengths) for box in boxes}
+    fit = ranks <= {len(shape)} and all(o + n <= s for box in boxes for o, n, s in zip(box.offsets, box.lengths, shape, strict=True))
+    whole = fit and sum(prod(box.lengths) for box in boxes) == prod(shape)
+    filled = [box for box in boxes if prod(box.lengths)]
+    if not whole or any(intersect(a, b) for a, b in combinations(filled, 2)):
+        raise InvalidInput(f"{where}: the stored pieces do not make up {list(shape)}, each element once")
+
+
+def as_app_state(state: Any) -> dict[str, Any]:
+    """What was loaded, as an application state: a dict as it is, a plain state dict under the key `model`."""
+    import torch
+
+    named = isinstance(state, dict) and state and all(type(key) is str for key in state)
+    if named and not all(isinstance(value, torch.Tensor) for value in state.values()):
+        return dict(state)
+    return {"model": state}

@@ -1,0 +1,43 @@
+"""import and export on the command line."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+import ckptstore
+from ckptstore.cli.exits import Exit
+from tests.cli.running import call
+
+
+@pytest.fixture
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    ckptstore.open(tmp_path / "store").close()
+    monkeypatch.setenv("CKPTSTORE", str(tmp_path / "store"))
+    save_file({"w": torch.arange(1000.0)}, tmp_path / "model.safetensors")
+    return tmp_path
+
+
+def test_import_then_export(place: Path) -> None:
+    words = ("--run", "base", "--step", "7", "--tag", "a", "--tag", "b", "--metric", "loss=0.5", "--message", "from the hub")
+    made = call("import", str(place / "model.safetensors"), *words, "--json").document
+    assert (made["run"], made["step"], made["tags"], made["leaves"]) == ("base", 7, ["a", "b"], 2)
+    shown = call("show", "a", "--json").document["commit"]
+    assert (shown["message"], shown["metrics"], shown["id"]) == ("from the hub", {"loss": 0.5}, made["commit"])
+    done = call("export", "base@7", str(place / "out.safetensors"), "--json").document
+    assert (done["format"], done["files"]) == ("files", [str(place / "out.safetensors")])
+    assert (place / "out.safetensors").read_bytes() == (place / "model.safetensors").read_bytes()
+    assert "1 other leaves are not in it" in call("export", "a", str(place / "x"), "--format", "safetensors", "--select", "model").out
+    assert torch.equal(load_file(place / "x")["w"], torch.arange(1000.0))
+
+
+def test_what_goes_wrong_is_told(place: Path) -> None:
+    (place / "bad.safetensors").write_bytes((1 << 62).to_bytes(8, "little"))
+    assert call("import", str(place / "bad.safetensors")).code == Exit.USAGE
+    assert call("import", str(place / "model.safetensors"), "--metric", "loss").code == Exit.USAGE
+    call("import", str(place / "model.safetensors"))
+    assert call("export", "latest", str(place / "model.safetensors")).code == Exit.FAILED
+    assert "--format" in call("export", "latest", str(place / "out.bin2")).err
+    assert json.loads(call("export", "nosuch", str(place / "y.pt"), "--json").out)["error"]["kind"] == "NotFound"
