@@ -9,14 +9,16 @@ PYTHON ?= python3.11
 VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
+WORKERS ?= 2
 READY := $(VENV)/.ready
 READY_BENCH := $(VENV)/.ready-bench
 
-.PHONY: help setup test lint demo bench soak clean
+.PHONY: help setup test test-real lint demo bench soak clean
 
 help:
 	@echo "make setup   prepare $(VENV)"
 	@echo "make test    ruff, mypy and the whole suite"
+	@echo "make test-real  the tests of shared stores on Ceph's S3 server and Debian's PostgreSQL, installed by apt-get if need be"
 	@echo "make lint    ruff and mypy"
 	@echo "make demo    train, be killed, resume, fine-tune: under two minutes"
 	@echo "make bench   measure against the peers and the machine's limits (BENCH='--case first --rounds 3')"
@@ -44,8 +46,12 @@ $(READY_BENCH): $(READY)
 
 setup: $(READY)
 
+# Files stay whole, so that what a file's tests share is made once.
 test: lint
-	@$(BIN)/python -m pytest
+	@$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile
+
+test-real: $(READY)
+	@$(BIN)/python -m tests.real
 
 lint: $(READY)
 	@$(BIN)/ruff check .

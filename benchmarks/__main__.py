@@ -8,7 +8,7 @@ import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from benchmarks import history, memory, report, restores, results, saves
+from benchmarks import held, history, memory, report, restores, results, saves
 from benchmarks.context import Context
 from benchmarks.disk import work_dir
 from benchmarks.measure import Result
@@ -27,6 +27,7 @@ CASES: dict[str, Callable[[Context], Result]] = {
     "one-layer": saves.one_layer,
     "tiny": saves.tiny,
     "big": saves.big,
+    "held": held.held,
     "restore-warm": restores.restore_warm,
     "restore-cold": restores.restore_cold,
     "one-tensor": restores.one_tensor,

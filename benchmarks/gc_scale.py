@@ -178,9 +178,11 @@ def _data_pack(backend: Backend, session: SessionId, number: int, ids: Ids) -> P
     ]
     data_bytes = len(ids) * CHUNK_BYTES
     tail = pack.encode_tail(rows, data_bytes, metadata=False)
-    writer = backend.create(pack_key(name), session=session)
-    writer.write_at(data_bytes, [memoryview(tail)])
-    writer.finish()
+    path = Path(backend.url, pack_key(name))
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("wb") as file:
+        file.seek(data_bytes)
+        file.write(tail)
     return PackRecord(name, data_bytes + len(tail), len(rows), metadata=False)
 
 

@@ -32,7 +32,8 @@ round hardly do. *CPU* is processor time of all threads, user and system, per GB
   fails on ext4).
 * ckptstore verifies the BLAKE3 of every chunk that it restores; the peers verify nothing.
 * Limits: *write*: two threads append 8 MiB at a time, each to its own file, ask for write-back every 64 MiB, and sync;
-  *read*: two threads `preadv` into place; *memcpy*: `Tensor.copy_`; *BLAKE3*: two threads, 1 MiB at a time.
+  *read*: two threads `preadv` into place; *read, then BLAKE3*: the same, and the hash of what was read, the least that a verified
+  restore must do; *memcpy*: `Tensor.copy_`; *BLAKE3*: two threads, 1 MiB at a time.
 * Warm: the files are in the page cache. Cold: all of the contestant's files were synced and evicted
   (`POSIX_FADV_DONTNEED`).
 """

@@ -20,6 +20,7 @@ from benchmarks.saves import LIMIT_HASH, OURS
 from benchmarks.states import State
 
 LIMIT_READ = "limit: read"
+LIMIT_READ_HASH = "limit: read, then BLAKE3"
 LIMIT_COPY = "limit: memcpy"
 
 
@@ -46,7 +47,8 @@ class Restores:
         """Name, folder and restore of all who have files."""
         peers = [(peer.name, folder, partial(peer.load, folder, self.into)) for peer, folder in self.peers]
         raw = (LIMIT_READ, self.raw_folder, partial(limits.read, self.extents, self.into))
-        return [(OURS, self.store_folder, self.restore), *peers, raw]
+        verified = (LIMIT_READ_HASH, self.raw_folder, partial(limits.read, self.extents, self.into, hashed=True))
+        return [(OURS, self.store_folder, self.restore), *peers, raw, verified]
 
     def entrant(self, name: str, act: Callable[[], object], prepare: Callable[[], object] = lambda: None) -> Entrant:
         def before() -> None:

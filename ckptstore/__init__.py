@@ -10,24 +10,35 @@ Importing this package does not import torch; the first use of a name below does
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from ckptstore.errors import Busy, CkptStoreError, Conflict, Corrupt, InvalidInput, NoSpace, NotFound, ReadOnly, Unavailable
+from ckptstore.errors import Busy, Cancelled, CkptStoreError, Conflict, Corrupt, InvalidInput, NoSpace, NotFound, ReadOnly, Unavailable
 
 if TYPE_CHECKING:
+    from ckptstore.access import clone, open
+    from ckptstore.engine.progress import CommitProgress
     from ckptstore.snapshot import Snapshot
     from ckptstore.state.stateful import RNGState, StateDict
     from ckptstore.state.values import register_class, register_value
-    from ckptstore.store import Store, open
+    from ckptstore.store import PendingCommit, Store
+    from ckptstore.upkeep.retention import KeepBest, KeepEverySteps, KeepLast, KeepPeriods, KeepWithin
 
 __version__ = "0.1.0"
 
 __all__ = [
     "Busy",
+    "Cancelled",
     "CkptStoreError",
+    "CommitProgress",
     "Conflict",
     "Corrupt",
     "InvalidInput",
+    "KeepBest",
+    "KeepEverySteps",
+    "KeepLast",
+    "KeepPeriods",
+    "KeepWithin",
     "NoSpace",
     "NotFound",
+    "PendingCommit",
     "RNGState",
     "ReadOnly",
     "Snapshot",
@@ -35,19 +46,28 @@ __all__ = [
     "Store",
     "Unavailable",
     "__version__",
+    "clone",
     "open",
     "register_class",
     "register_value",
 ]
 
 _LATER = {
-    "open": "ckptstore.store",
+    "clone": "ckptstore.access",
+    "open": "ckptstore.access",
     "Store": "ckptstore.store",
+    "PendingCommit": "ckptstore.store",
+    "CommitProgress": "ckptstore.engine.progress",
     "Snapshot": "ckptstore.snapshot",
     "StateDict": "ckptstore.state.stateful",
     "RNGState": "ckptstore.state.stateful",
     "register_class": "ckptstore.state.values",
     "register_value": "ckptstore.state.values",
+    "KeepLast": "ckptstore.upkeep.retention",
+    "KeepEverySteps": "ckptstore.upkeep.retention",
+    "KeepBest": "ckptstore.upkeep.retention",
+    "KeepWithin": "ckptstore.upkeep.retention",
+    "KeepPeriods": "ckptstore.upkeep.retention",
 }
 
 

@@ -3,9 +3,17 @@
 Each message says what, which, wanted, got and the next step.
 """
 
+from collections.abc import Mapping
+from types import MappingProxyType
+
 
 class CkptStoreError(Exception):
-    """Root of every error that ckptstore raises on purpose."""
+    """Root of every error that ckptstore raises on purpose.
+
+    `causes` says what failed on which rank, where several ranks did something together; empty otherwise.
+    """
+
+    causes: Mapping[int, str] = MappingProxyType({})
 
 
 class NotFound(CkptStoreError, KeyError):
@@ -37,6 +45,10 @@ class NoSpace(Unavailable):
 
 class Busy(Unavailable):
     """Others were faster each time, within the time allowed: nothing was changed, repeat the call."""
+
+
+class Cancelled(CkptStoreError):
+    """The caller gave this commit up: nothing was changed."""
 
 
 class ReadOnly(CkptStoreError):

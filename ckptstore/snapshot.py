@@ -1,26 +1,37 @@
 """What `checkout` returns: a read handle on one commit."""
 
-import fnmatch
-from collections.abc import Callable, MutableMapping
+from collections.abc import Callable, Mapping, MutableMapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from ckptstore.core.geometry import box_of_region
+from ckptstore.core.globs import selector
 from ckptstore.core.ids import CommitId
-from ckptstore.core.model import CommitDocument, Shape
-from ckptstore.engine.checkout import Memory, Reader, Tree, Wanted
+from ckptstore.core.model import Box, CommitDocument, Shape
+from ckptstore.engine.assembly import assemble
+from ckptstore.engine.checkout import Destination, Reader, Tree, Wanted
+from ckptstore.engine.mapping import Unmappable
 from ckptstore.engine.near import near
-from ckptstore.engine.restore import RestoreReport, restore
+from ckptstore.engine.ranks.own import Viewer, own_trees
+from ckptstore.engine.ranks.restore import check_loaders, restore_together
+from ckptstore.engine.restore import RestoreOptions, RestoreReport, Restoring
+from ckptstore.engine.views import Select, selected, whole
 from ckptstore.errors import InvalidInput, NotFound
-from ckptstore.state import tensors
-from ckptstore.state.inflate import inflate, inflate_leaf
+from ckptstore.state import conversion, tensors
+from ckptstore.state.inflate import inflate_leaf
+from ckptstore.state.paths import segment
+from ckptstore.state.ranks.peers import TIMEOUT_S, peers_of
 
 if TYPE_CHECKING:
     import torch
 
     from ckptstore.engine.commit import CommitStats
+    from ckptstore.state.renaming import Rename
+
+
+Region = tuple[slice | int, ...] | slice | int
+"""A part of a tensor: slices of step 1 and integers, as in an index."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,11 +60,13 @@ class Snapshot:
         *,
         tags: tuple[str, ...] = (),
         stats: "CommitStats | None" = None,
+        restoring: Callable[[], None] = lambda: None,
         restored: Callable[[CommitId], None] = lambda commit: None,
     ) -> None:
         self._reader = reader
         self._document = document
-        self._restored = restored
+        self._restoring, self._restored = restoring, restored
+        self._read_trees: dict[str, Tree] = {}
         self.id = commit
         self.tags = tags
         self.stats = stats
@@ -106,90 +119,227 @@ class Snapshot:
         """The keys of the application state, in order."""
         return [key for key, _ in self._document.trees]
 
-    def leaves(self, select: str = "*") -> list[Leaf]:
-        """The leaves whose path matches the glob `select`, in order."""
+    def leaves(self, select: Select = "*") -> list[Leaf]:
+        """The leaves that the glob `select` (or one of several) matches, in order: by their path, in full or below their key."""
+        is_selected = selector(select)
         numbered = ((tree, i) for tree in self.trees.values() for i in range(len(tree.schema)))
-        return [_leaf(tree, i) for tree, i in numbered if fnmatch.fnmatchcase(tree.schema.paths[i], select)]
+        return [_leaf(tree, i) for tree, i in numbered if is_selected(tree.schema.paths[i])]
 
-    def restore(self, app_state: MutableMapping[str, Any], *, strict: bool = True, allow_pickle: bool = False) -> RestoreReport:
+    def restore(
+        self,
+        app_state: MutableMapping[str, Any],
+        *,
+        strict: bool = True,
+        select: Select | None = None,
+        rename: "Rename | None" = None,
+        dtype: "torch.dtype | None" = None,
+        memory_budget_bytes: int | None = None,
+        allow_pickle: bool = False,
+        process_group: Any = None,
+        private: Mapping[int, int] | None = None,
+        timeout_s: float = TIMEOUT_S,
+    ) -> RestoreReport:
         """Bring `app_state` to what was committed, in place: no tensor is allocated that the target already has.
 
         Objects with `load_state_dict` are handed their state; in plain containers tensors are filled where they stand, other values are
         replaced, and what only the commit has is added. With `strict`, a key or a module's leaf that only one side has, or a tensor that
         the commit lacks, raises `InvalidInput` before anything is touched; without it, the report lists both. A shape or dtype that differs
         always raises. After an error while reading (`Corrupt`, `Unavailable`), the target's tensors may hold bytes of both states.
-        """
-        report = restore(self._reader, self.id, self.trees, app_state, strict=strict, allow_pickle=allow_pickle)
-        self._restored(self.id)
-        return report
 
-    def read(self, path: str, region: tuple[slice | int, ...] | slice | int | None = None, *, allow_pickle: bool = False) -> Any:
+        `select`, a glob or several, restores the leaves that match (their path in the commit, in full or below its key) and leaves
+        everything else in `app_state` as it is. `rename` maps prefixes of paths to others, `{"old.": "new."}`, or is a function from path
+        to path; two leaves for one target, and a prefix that no path has, are `InvalidInput`. With `dtype`, floating leaves are converted
+        where the target has a tensor of that dtype; what has no target, or one of its own dtype, stays as it was committed. Buffers beside
+        `app_state` stay within `memory_budget_bytes`; without it, within what the host can spare. docs/partial.md has examples.
+
+        Where torch.distributed is initialized with several ranks, all of them (of `process_group`, if given) restore together, however many
+        committed: each reads the boxes that its own tensors have, and what fails on one rank raises on all. `process_group="alone"`
+        restores this process by itself. What was private to a rank goes to the rank of that number; `private` maps other ranks to those
+        whose they take.
+        """
+        options = RestoreOptions(strict, allow_pickle, select, rename, dtype, memory_budget_bytes)
+        peers = peers_of(process_group, timeout_s)
+        viewer = Viewer(peers.rank if peers else 0, peers.size if peers else 1, private or {})
+
+        def begin() -> Restoring:
+            self._restoring()
+            check_loaders(self.trees, app_state, viewer)
+            own = own_trees(self.trees, viewer, strict=strict)
+            return Restoring(self._reader, self.id, own, app_state, options)
+
+        if peers:
+            restoring = restore_together(peers, self.id, begin)
+        else:
+            restoring = begin()
+            restoring.read()
+            restoring.finish()
+        self._restored(self.id)
+        return restoring.report
+
+    def read(
+        self,
+        path: str,
+        region: Region | None = None,
+        *,
+        dtype: "torch.dtype | None" = None,
+        memory_budget_bytes: int | None = None,
+        allow_pickle: bool = False,
+    ) -> Any:
         """One leaf by its path. `region` takes a part of a tensor (slices of step 1 and integers), and only the chunks it needs are read.
 
-        Raises `NotFound` for a path that the commit does not have and `InvalidInput` for a region that does not fit.
+        With `dtype`, a floating tensor comes back converted, chunk by chunk; others are left alone. Buffers beside the result stay within
+        `memory_budget_bytes`. Raises `NotFound` for a path that the commit does not have and `InvalidInput` for a region that does not fit.
         """
         tree, i = self._find(path)
         if tree.schema.kinds[i] != "tensor":
             if region is not None:
                 raise InvalidInput(f"{path} is a {tree.schema.kinds[i]}, which has no regions; read it whole")
-            return inflate_leaf(tree.schema, i, self._reader.leaf_bytes(tree, i, self.id), allow_pickle=allow_pickle)
-        return self._read_tensor(tree, i, region)
+            data = self._reader.leaf_bytes(tree, i, self.id, memory_budget_bytes=memory_budget_bytes)
+            return inflate_leaf(tree.schema, i, data, allow_pickle=allow_pickle)
+        box, shape = _box(tree, i, region)
+        tree.check(i)  # before memory is taken for a shape that may be damaged
+        committed = tree.schema.dtypes[i]
+        converted = dtype is not None and conversion.converts(committed, conversion.checked(dtype))
+        out = tensors.empty(tensors.DTYPE_NAMES[dtype] if dtype is not None and converted else committed, shape)
+        self._land(tree, i, box, out, memory_budget_bytes)
+        return out
 
-    def state_dict(self, key: str | None = None, *, allow_pickle: bool = False) -> Any:
+    def read_into(
+        self,
+        tensor: "torch.Tensor",
+        path: str,
+        region: Region | None = None,
+        *,
+        dtype: "torch.dtype | None" = None,
+        memory_budget_bytes: int | None = None,
+    ) -> None:
+        """As `read`, into a tensor that is there: on any device, with any strides, as long as no two elements share memory.
+
+        Raises `InvalidInput` unless the tensor has the shape and the dtype of what is read; with `dtype`, the tensor's own, floats are
+        converted to it. After an error while reading, the tensor may hold some new bytes and some old.
+        """
+        tree, i = self._find(path)
+        if tree.schema.kinds[i] != "tensor":
+            raise InvalidInput(f"{path} is a {tree.schema.kinds[i]}, no tensor; use read")
+        box, shape = _box(tree, i, region)
+        committed = tree.schema.dtypes[i]
+        converted = dtype is not None and tensor.dtype == dtype and conversion.converts(committed, conversion.checked(dtype))
+        if tuple(tensor.shape) != shape or not (converted or tensors.DTYPE_NAMES[tensor.dtype] == committed):
+            wanted, got = f"{committed}{list(shape)}", f"{tensors.DTYPE_NAMES[tensor.dtype]}{list(tensor.shape)}"
+            raise InvalidInput(f"{path} needs a tensor {wanted}; got {got}; dtype=tensor.dtype converts floats, shapes must agree")
+        if not tensors.is_strided(tensor) or not tensors.is_writable_by_range(tensor):
+            raise InvalidInput(f"{path} cannot be read into a tensor without memory of its own for each element; use read, and copy")
+        self._restoring()
+        self._land(tree, i, box, tensor, memory_budget_bytes)
+
+    def send(self, destinations: Mapping[str, Destination], *, memory_budget_bytes: int | None = None) -> None:
+        """Bring the raw bytes of leaves, by their paths, to where they go: verified, and in no order.
+
+        Raises `NotFound` for a path that the commit does not have.
+        """
+        found = {path: self._find(path) for path in destinations}
+        self._restoring()
+        wanted = [Wanted(*found[path], destination) for path, destination in destinations.items()]
+        self._reader.read(wanted, self.id, memory_budget_bytes=memory_budget_bytes)
+
+    def open(self, path: str, *, verify: bool = False) -> "torch.Tensor":
+        """One tensor, mapped into memory instead of read: its pages come from the packs when they are touched.
+
+        Writing to it changes this process's copy of the page and no file (torch has no read-only tensors). The tensor outlives the store
+        object and a `gc` that deletes its packs. This is the one read that is not verified; `verify=True` reads it all and is.
+
+        Raises `InvalidInput`, and `read` is the way, for a leaf that is stored compressed, that was committed in shards which do not lie
+        one behind the other, or whose parts do not meet at page boundaries, and where the store is no local directory; `Corrupt` if
+        verification fails or a pack is too short; `NotFound` for a path that the commit does not have.
+        """
+        tree, i = self._find(path)
+        if tree.schema.kinds[i] != "tensor":
+            raise InvalidInput(f"{path} is a {tree.schema.kinds[i]}, no tensor; use read")
+        if tree.content(i).inline is not None:
+            return cast("torch.Tensor", self.read(path))
+        try:
+            data = self._reader.map(tree, i, self.id, verify=verify)
+        except Unmappable as error:
+            raise InvalidInput(f"{path} cannot be mapped: {error}; use read") from error
+        return tensors.tensor_from(data, tree.schema.dtypes[i], tree.schema.shapes[i])
+
+    def state_dict(
+        self,
+        key: str | None = None,
+        *,
+        select: Select | None = None,
+        dtype: "torch.dtype | None" = None,
+        mmap: bool = False,
+        memory_budget_bytes: int | None = None,
+        allow_pickle: bool = False,
+    ) -> Any:
         """The nested state of one key of the application state (of all keys without `key`), freshly allocated.
 
-        Tensors that shared memory when they were committed share it again.
+        Tensors that shared memory when they were committed share it again. `select`, a glob or several, takes only the leaves that match,
+        and only they are read; containers that hold none are left out, and in a list, a tuple, a namedtuple or a dataclass None stands for
+        what is. With `dtype`, floating tensors come back converted, chunk by chunk. With `mmap`, tensors are mapped as by `open`, not
+        verified, and those that cannot be mapped are read: `model.load_state_dict(snap.state_dict("model", mmap=True), assign=True)`.
+        Buffers beside the result stay within `memory_budget_bytes`.
+
+        Raises `NotFound` for a key that the commit does not have and for a selection that nothing matches.
         """
-        if key is None:
-            return {name: self.state_dict(name, allow_pickle=allow_pickle) for name in self.keys()}
-        if key not in self.trees:
-            raise NotFound(f"commit {self.id[:12]} has no key {key!r}; it has {', '.join(self.keys())}")
-        tree = self.trees[key]
-        schema = tree.schema
-        values: list[Any] = [None] * len(schema)
-        wanted = []
-        for i, kind in enumerate(schema.kinds):
-            if kind == "tensor" and schema.aliases[i] < 0:
-                tree.check(i)
-                values[i] = tensors.empty(schema.dtypes[i], schema.shapes[i])
-                wanted.append(Wanted(tree, i, Memory(tensors.memory_of(values[i]))))
-        self._reader.read(wanted, self.id)
-        for i, kind in enumerate(schema.kinds):
-            if kind != "tensor":
-                values[i] = self._reader.leaf_bytes(tree, i, self.id)
-            elif schema.aliases[i] >= 0:
-                values[i] = values[schema.aliases[i]]
-        return inflate(schema, values, allow_pickle=allow_pickle)
+        if mmap and dtype is not None:
+            raise InvalidInput("mmap takes tensors as they are stored, dtype converts them; give one or the other")
+        if dtype is not None:
+            conversion.checked(dtype)
+        trees = self.trees if key is None else {key: self._tree(key)}
+        views = whole(trees) if select is None else selected(trees, select, self.id)
+        states = {
+            name: assemble(
+                self._reader, self.id, view, dtype=dtype, mmap=mmap, allow_pickle=allow_pickle, memory_budget_bytes=memory_budget_bytes
+            )
+            for name, view in views.items()
+        }
+        return states if key is None else states[key]
 
     def verify(self) -> None:
         """Read every chunk of the commit and compare it with its id; raises `Corrupt` or `NotFound` for the first that fails."""
         for tree in self.trees.values():
             self._reader.verify(tree, self.id)
 
-    @cached_property
+    @property
     def trees(self) -> dict[str, Tree]:
         """Schema and content of each key: what the commit consists of, without its bytes."""
-        return {key: self._reader.tree(key, ref) for key, ref in self._document.trees}
+        if len(self._read_trees) < len(self._document.trees):
+            self._read_trees.update(self._reader.trees(self._document.trees))
+        return {key: self._read_trees[key] for key in self.keys()}
+
+    def _tree(self, key: str) -> Tree:
+        if key not in self._read_trees:
+            ref = dict(self._document.trees).get(key)
+            if ref is None:
+                raise NotFound(f"commit {self.id[:12]} has no key {key!r}; it has {', '.join(self.keys())}")
+            self._read_trees[key] = self._reader.tree(key, ref)
+        return self._read_trees[key]
 
     def _find(self, path: str) -> tuple[Tree, int]:
-        for tree in self.trees.values():
-            if path in tree.numbers:
-                return tree, tree.numbers[path]
+        """The leaf's tree, the only one that is looked at, and its number there."""
+        key = next((key for key in self.keys() if segment(key) == path.partition("/")[0]), None)
+        tree = None if key is None else self._tree(key)
+        if tree is not None and path in tree.numbers:
+            return tree, tree.numbers[path]
         paths = [p for tree in self.trees.values() for p in tree.schema.paths]
         raise NotFound(f"commit {self.id[:12]} has no leaf {path!r}{near(path, paths)}; `ckptstore ls {self.id[:12]}` lists them")
 
-    def _read_tensor(self, tree: Tree, i: int, region: tuple[slice | int, ...] | slice | int | None) -> "torch.Tensor":
-        shape, dtype, path = tree.schema.shapes[i], tree.schema.dtypes[i], tree.schema.paths[i]
-        box, result_shape = None, shape
-        if region is not None:
-            try:
-                box, result_shape = box_of_region(shape, region if isinstance(region, tuple) else (region,))
-            except (ValueError, IndexError) as error:
-                raise InvalidInput(f"region of {path}: {error}; the leaf's shape is {tuple(shape)}") from error
-        tree.check(i)
-        out = tensors.empty(dtype, result_shape)
-        self._reader.read([Wanted(tree, i, Memory(tensors.memory_of(out)), box)], self.id)
-        return out
+    def _land(self, tree: Tree, i: int, box: Box | None, tensor: "torch.Tensor", memory_budget_bytes: int | None) -> None:
+        wanted = Wanted(tree, i, conversion.destination(tensor, tree.schema.dtypes[i]), box)
+        self._reader.read([wanted], self.id, memory_budget_bytes=memory_budget_bytes)
+
+
+def _box(tree: Tree, i: int, region: Region | None) -> tuple[Box | None, Shape]:
+    """The box that a region names, None for the whole leaf, and the shape of the result."""
+    shape, path = tree.schema.shapes[i], tree.schema.paths[i]
+    if region is None:
+        return None, shape
+    try:
+        return box_of_region(shape, region if isinstance(region, tuple) else (region,))
+    except (ValueError, IndexError) as error:
+        raise InvalidInput(f"region of {path}: {error}; the leaf's shape is {tuple(shape)}") from error
 
 
 def _leaf(tree: Tree, i: int) -> Leaf:

@@ -1,48 +1,60 @@
 """The store as training code sees it: commit, checkout, resume, tag, look."""
 
 import logging
-import os
+import signal
 import threading
-from collections.abc import Mapping, MutableMapping, Sequence
-from contextlib import ExitStack, closing, suppress
-from dataclasses import dataclass
+import time
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from functools import cached_property
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Literal, Self, TypeAlias
 
 from ckptstore.core.ids import CommitId, check_tag
-from ckptstore.core.model import CommitInfo
-from ckptstore.core.refs import parse_ref
+from ckptstore.core.model import CommitDocument, CommitInfo
+from ckptstore.core.refs import Latest, parse_ref
 from ckptstore.core.settings import Settings
+from ckptstore.engine.asynchronous import AsyncCommits, Descent, Made, Overlap, Staging, Wish
 from ckptstore.engine.checkout import Reader
-from ckptstore.engine.commit import Committed, Committer, Label
+from ckptstore.engine.commit import CommitStats, Committed, Committer
 from ckptstore.engine.compare import Difference, compare
-from ckptstore.engine.opening import Opening, init_store
+from ckptstore.engine.hiring import HiredCommitter
+from ckptstore.engine.label import Label, label_of
+from ckptstore.engine.naming import find_commit
+from ckptstore.engine.opening import Opening
+from ckptstore.engine.pending import Pending
+from ckptstore.engine.progress import CommitProgress, Watch
+from ckptstore.engine.ranks.commit import Prepare, RanksCommitted, RanksCommitter
+from ckptstore.engine.ranks.lead import Options
+from ckptstore.engine.ranks.restore import agreed, on_all
+from ckptstore.engine.schedule import Schedule, rule_of
 from ckptstore.engine.tagging import remove_tag, set_tag
 from ckptstore.engine.transfer import Threads
-from ckptstore.errors import Conflict, Corrupt, InvalidInput, NotFound
-from ckptstore.history.resolve import Resolved, newest_first, resolve
-from ckptstore.objects.backend import open_backend
+from ckptstore.errors import Corrupt, InvalidInput, NotFound
+from ckptstore.history.resolve import Resolved, newest_first
+from ckptstore.keeping import Keeping
 from ckptstore.snapshot import Snapshot
+from ckptstore.state.arenas import Arena, ArenaPool
+from ckptstore.state.flat import Flat
+from ckptstore.state.flatten import flatten
+from ckptstore.state.ranks.marks import Globs, marked
+from ckptstore.state.ranks.peers import TIMEOUT_S, Peers, is_several, peers_of
 from ckptstore.text import bytes_text, seconds_text
-from ckptstore.upkeep.activity import Activity, activities
-from ckptstore.upkeep.doctor import Check, doctor
-from ckptstore.upkeep.findings import Level, Report, parse_share
-from ckptstore.upkeep.forget import forget_by_policy, forget_commits, undelete
-from ckptstore.upkeep.fsck import fsck
-from ckptstore.upkeep.gc import MAX_UNUSED, GcOptions, GcReport, collect
-from ckptstore.upkeep.ground import ground_of
-from ckptstore.upkeep.progress import Progress, silent
-from ckptstore.upkeep.reindex import Reindexed, reindex
-from ckptstore.upkeep.repair import Repaired, repair
-from ckptstore.upkeep.retention import ForgetPlan, Policy
-from ckptstore.upkeep.usage import Usage, usage
+from ckptstore.upkeep.full_disk import DiskWatch
+from ckptstore.upkeep.tier import Tier
 
 logger = logging.getLogger("ckptstore")
 logger.addHandler(logging.NullHandler())
 
+PendingCommit: TypeAlias = Pending[Snapshot]
+"""What `Store.commit_async` returns."""
+
 RATE_BYTES = 64 << 20
 """Commits that write less say nothing about the disk's speed."""
+
+REMOTE_READS = 8
+"""So many reads from a bucket are under way at once, whatever the number of processors: they wait for the network."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,19 +66,32 @@ class Skipped:
     reason: str
 
 
-class Store:
+class Store(Keeping):
     """A store, opened for one training run. Threads may share it; a forked child opens its own.
 
     Use it as a context manager, or call `close`.
     """
 
-    def __init__(self, opening: Opening, settings: Settings) -> None:
+    def __init__(self, opening: Opening, settings: Settings, tier: Tier | None = None) -> None:
         self.run = settings.run
-        self._opening = opening
+        self._tier = tier
+        if tier:
+            opening.objects.rescue = tier.rescue
+        self._opening, self._settings = opening, settings
         self._threads = Threads(settings.threads)
+        self._reading = self._threads if opening.backend.durable_root else Threads(max(settings.threads, REMOTE_READS))
         self._lock = threading.Lock()
-        self._parent: CommitId | None = None
+        self._disk = DiskWatch(opening, settings.run, settings.on_full)
+        self._descent = Descent()
         self._best_rate = 0.0
+        self._async = AsyncCommits(
+            self._commit_staged,
+            self._descent,
+            max_in_flight=settings.max_in_flight,
+            staging_bytes=settings.staging_bytes,
+            shared=settings.executor == "process",
+            place=opening.url,
+        )
         self.skipped: tuple[Skipped, ...] = ()
 
     def __repr__(self) -> str:
@@ -95,27 +120,143 @@ class Store:
         tag: str | Sequence[str] = (),
         message: str = "",
         metrics: Mapping[str, float] | None = None,
+        memory_budget_bytes: int | None = None,
         allow_pickle: bool = False,
+        process_group: Any = None,
+        replicated: Sequence[str] = (),
+        private: Sequence[str] = (),
+        canonical: bool = True,
+        trust_replicated: bool = True,
+        timeout_s: float = TIMEOUT_S,
     ) -> Snapshot:
         """Store `app_state` as a new commit of this run and return it; durable when this returns.
 
         `app_state` maps names to objects with `state_dict()` or to plain containers and values. `tag` names the commit (moving a tag that
         exists) and protects it from retention. Its parent is the commit that this store object committed, restored or resumed last, else
-        the run's newest.
+        the run's newest. What must be staged or encoded takes at most `memory_budget_bytes`; without it, what the host can spare.
 
-        Raises `InvalidInput` for what cannot be stored, naming its path; `Unavailable` if storage fails or is full; `Conflict` if
+        Where torch.distributed is initialized with several ranks, all of them (of `process_group`, if given) commit together, each its own
+        part, and get one snapshot; `process_group="alone"` commits this process by itself (docs/distributed.md). `replicated` and `private`
+        are globs of paths that are the same on all ranks, or each rank's own; without `canonical`, chunks that the edges of shards cut are
+        not completed, so that ids depend on the number of ranks; without `trust_replicated`, every replica is hashed whole. No rank waits
+        for another longer than `timeout_s`.
+
+        Before the first commit, and when the disk gets short, a warning is logged. Raises `InvalidInput` for what cannot be stored, naming
+        its path; `Unavailable` if storage fails; `NoSpace` if it is full, saying what is missing and what would free it; `Conflict` if
         others kept changing what this commit builds on. Whatever is raised, nothing is visible and nothing is lost.
+        With several ranks, every rank raises, and `causes` says what failed where.
         """
+        if peers := peers_of(process_group, timeout_s):
+            globs = Globs(tuple(replicated), tuple(private))
+
+            def prepare() -> tuple[Label, dict[str, Flat]]:
+                self._async.settle()
+                self._opening.check_writable()
+                label = label_of(self.run, step, tag, message, metrics)
+                flats = marked(app_state, flatten(app_state, allow_pickle=allow_pickle, ranks=True), globs)
+                return replace(label, parents=self._descent.parents()), flats
+
+            return self._commit_together(peers, prepare, Options(canonical, trust_replicated))
+
+        def flats() -> Mapping[str, Flat]:
+            return flatten(app_state, allow_pickle=allow_pickle)
+
+        return self.commit_flat(flats, step=step, tag=tag, message=message, metrics=metrics, memory_budget_bytes=memory_budget_bytes)
+
+    def commit_flat(
+        self,
+        flats: Callable[[], Mapping[str, Flat]],
+        *,
+        step: int | None = None,
+        tag: str | Sequence[str] = (),
+        message: str = "",
+        metrics: Mapping[str, float] | None = None,
+        memory_budget_bytes: int | None = None,
+    ) -> Snapshot:
+        """Commit what `flats` returns, a state that is flattened already: its leaves' bytes may come from anywhere, as in an import."""
+        self._async.settle()
         self._opening.check_writable()
-        tags = tuple(check_tag(name) for name in ([tag] if isinstance(tag, str) else tag))
+        label = label_of(self.run, step, tag, message, metrics)
         with self._lock:
-            parents = (self._parent,) if self._parent else ()
-            label = Label(self.run, _step(step), _message(message), _metrics(metrics), tags, parents)
-            committed = self._committer.commit(app_state, label, allow_pickle=allow_pickle)
-            self._opening.follow({ref.schema.hex(): committed.schemas[key] for key, ref in committed.document.trees})
-            self._parent = committed.id
-        self._report(committed)
-        return Snapshot(self._reader, committed.id, committed.document, tags=tags, stats=committed.stats, restored=self._descend_from)
+            started = time.perf_counter()
+            label = replace(label, parents=self._descent.parents())
+            state = flats()
+            committed = self._make(state, lambda: self._committer.commit(state, label, started, memory_budget_bytes=memory_budget_bytes))
+            self._descent.now(committed.id)
+        return self._committed(committed)
+
+    def commit_async(
+        self,
+        app_state: Mapping[str, Any],
+        *,
+        step: int | None = None,
+        tag: str | Sequence[str] = (),
+        message: str = "",
+        metrics: Mapping[str, float] | None = None,
+        allow_pickle: bool = False,
+        overlap: Overlap = "wait",
+        staging: Staging = "eager",
+        trust_version: bool = False,
+        on_progress: Callable[[CommitProgress], object] | None = None,
+        process_group: Any = None,
+    ) -> PendingCommit:
+        """Copy `app_state` and return; hash, write and publish the copy in the background (docs/async.md).
+
+        The commit is the state as of this call, whatever is done to its tensors afterwards. Commits are made in the order of the calls.
+        While `max_in_flight` commits are under way, or the staging memory is taken, the call waits; with `overlap="skip"` it returns at
+        once with a commit that is `done` and whose `wait` raises `Busy`. A state larger than the staging memory is copied as far as it
+        fits, and the call waits until the rest has been written. `on_progress` is called at each milestone, on whatever thread reaches it.
+
+        With `staging="lazy"` the call returns before parameters and optimizer state have been copied: that happens while forward and
+        backward run, and the next step of an optimizer waits for it. Whoever writes to them elsewhere calls `pending.wait_staged()` first.
+        With `trust_version`, frozen parameters that torch has not seen written since the last commit are neither copied nor hashed.
+
+        Raises what `commit` raises for a state that cannot be stored, and what an earlier asynchronous commit failed with if nobody has
+        seen it: then this one was not begun. Several ranks cannot commit together in the background: where torch.distributed is initialized
+        with more than one, it is `InvalidInput` unless `process_group="alone"` says that each commits its own state by itself.
+        """
+        if is_several(process_group):
+            raise InvalidInput('commit_async cannot commit for several ranks together: call commit, or pass process_group="alone"')
+        self._opening.check_writable()
+        label = label_of(self.run, step, tag, message, metrics)
+        return self._async.start(app_state, label, Wish(overlap, staging, trust_version, allow_pickle, on_progress))
+
+    def every(
+        self,
+        auto: Literal["auto"] | None = None,
+        *,
+        steps: int | None = None,
+        seconds: float | None = None,
+        mtbf_s: float | None = None,
+        on_signal: signal.Signals | None = None,
+    ) -> Schedule[Snapshot]:
+        """A schedule to call after each step, `every(app_state, step=step, …)`: it calls `commit_async` when that is due.
+
+        That is after every multiple of `steps`, every so many `seconds`, or with `"auto"` as often as is best by what the last commit cost
+        training and by `mtbf_s`, the mean time between failures. When the signal `on_signal` has come, the next call commits, waits until
+        that is durable, and sets `stopped`; only the main thread can ask for it. Raises `InvalidInput` unless one rule is given.
+        """
+        return Schedule(self.commit_async, rule_of(auto, steps, seconds, mtbf_s), on_signal)
+
+    @property
+    def staging(self) -> ArenaPool:
+        """The memory that asynchronous commits copy states to: its `budget_bytes` and `held_bytes`."""
+        return self._async.pool
+
+    @property
+    def worker_pid(self) -> int | None:
+        """The process that makes asynchronous commits with `executor="process"`; None while there is none."""
+        return self._hired.pid if "_hired" in self.__dict__ else None
+
+    @contextmanager
+    def committing(self) -> Iterator[None]:
+        """Before the block is left, also by an exception, wait for the commits that are in flight; raises what one of them failed with."""
+        try:
+            yield
+        finally:
+            failed = self._async.drain()
+        if failed:
+            raise failed
 
     def checkout(self, ref: str | int = "latest") -> Snapshot:
         """A read handle on a commit: a step (int) of this run, a tag, a commit id or its beginning, `"latest"`, `"run@100"`, `"latest~2"`,
@@ -123,19 +264,40 @@ class Store:
 
         Raises `NotFound` naming near ones, `InvalidInput` for an ambiguous ref, `Corrupt` for a damaged commit document.
         """
-        return self._snapshot(self._resolve(ref))
+        reader, info = self._find(ref)
+        return self._snapshot(info, reader)
 
-    def resume(self, app_state: MutableMapping[str, Any], *, strict: bool = True, allow_pickle: bool = False) -> Snapshot | None:
+    def resume(
+        self,
+        app_state: MutableMapping[str, Any],
+        *,
+        strict: bool = True,
+        memory_budget_bytes: int | None = None,
+        allow_pickle: bool = False,
+        process_group: Any = None,
+        private: Mapping[int, int] | None = None,
+        timeout_s: float = TIMEOUT_S,
+    ) -> Snapshot | None:
         """Restore the newest commit of this run that verifies and return it; None on a run without commits.
 
         A commit that is damaged is skipped with a warning, and `skipped` says which and why. Raises `Corrupt` if there are commits and none
-        can be restored, `InvalidInput` if the newest does not fit `app_state`.
+        can be restored, `InvalidInput` if the newest does not fit `app_state`. With several ranks, as in `Snapshot.restore`, all of them
+        resume the same commit.
         """
         skipped: list[Skipped] = []
-        for info in newest_first(self._opening.log.replay(), self.run):
+        peers = peers_of(process_group, timeout_s)
+        for reader, info in [(None, info) for info in self._candidates(peers)] if peers else self._newest_first():
             try:
-                snapshot = self._snapshot(info)
-                snapshot.restore(app_state, strict=strict, allow_pickle=allow_pickle)
+                snapshot = on_all(peers, lambda info=info: self._snapshot(info)) if peers else self._snapshot(info, reader)  # type: ignore[misc]
+                snapshot.restore(
+                    app_state,
+                    strict=strict,
+                    memory_budget_bytes=memory_budget_bytes,
+                    allow_pickle=allow_pickle,
+                    process_group=process_group,
+                    private=private,
+                    timeout_s=timeout_s,
+                )
             except (Corrupt, NotFound) as error:
                 skipped.append(Skipped(info.id, info.step, str(error)))
                 logger.warning("skipped commit %s (step %s): %s", info.id[:12], info.step, error)
@@ -162,135 +324,143 @@ class Store:
     def tag(self, name: str, ref: str | int = "latest") -> None:
         """Let `name` mean the commit `ref`, moving it if it meant another."""
         set_tag(self._opening, self._reader, check_tag(name), self._resolve(ref))
+        self._wake_tier()
 
     def untag(self, name: str) -> None:
         """Remove a tag; the commit stays. Raises `NotFound` for a tag that is not there."""
         remove_tag(self._opening, name)
 
-    def forget(
-        self, what: Policy | str | int | Sequence[Policy | str | int], *, all_runs: bool = False, dry_run: bool = False
-    ) -> ForgetPlan:
-        """Forget commits: those that `what` names (refs), or those of this run that no policy of `what` keeps, in `all_runs` if wanted.
-
-        Nothing is deleted before the next `gc`; until then `undelete` brings them back. Tagged commits, the two newest of each run and the
-        best by the store's settings are never forgotten. Returns the plan that was, or with `dry_run` would be, executed.
-
-        Raises `InvalidInput` for nothing to go by, `Conflict` for a named commit that may not go.
-        """
-        self._opening.check_writable()
-        wanted = [what] if isinstance(what, Policy | str | int) else list(what)
-        policies = [item for item in wanted if isinstance(item, Policy)]
-        refs = [item for item in wanted if not isinstance(item, Policy)]
-        if policies and refs:
-            raise InvalidInput("a policy says what to keep, a ref what to forget: give one or the other")
-        if refs:
-            plan = forget_commits(self._opening, [self._resolve(ref).id for ref in refs], dry_run=dry_run)
-        else:
-            plan = forget_by_policy(self._opening, policies, run=None if all_runs else self.run, dry_run=dry_run)
-        if not dry_run:
-            self._opening.follow()
-        return plan
-
-    def undelete(self, refs: str | int | Sequence[str | int]) -> None:
-        """Bring forgotten commits back, by their ids or the beginnings of them.
-
-        Raises `NotFound` for one that a gc has purged, `Conflict` for one that is not forgotten.
-        """
-        self._opening.check_writable()
-        wanted = [refs] if isinstance(refs, str | int) else refs
-        undelete(self._opening, [self._resolve(ref).id for ref in wanted])
-        self._opening.follow()
-
-    def gc(
-        self,
-        *,
-        dry_run: bool = False,
-        max_unused: float = MAX_UNUSED,
-        max_repack_bytes: int | None = None,
-        impatient: bool = False,
-        progress: Progress = silent,
-    ) -> GcReport:
-        """Remove what no commit needs; safe while others commit, read and collect. With `dry_run`, only say what that would be.
-
-        Packs of which more than the share `max_unused` is dead are copied together, at most `max_repack_bytes` of them. What a commit in
-        flight may still reuse is deleted by a later gc, unless `impatient`: then that commit writes it again.
-
-        Raises `Corrupt`, before anything is deleted, if a commit's metadata cannot be read.
-        """
-        options = GcOptions(max_unused, max_repack_bytes, impatient)
-        report = collect(self._opening, options, dry_run=dry_run, progress=progress)
-        if not dry_run:
-            self._opening.follow()
-        return report
-
-    def sessions(self) -> tuple[Activity, ...]:
-        """Who is writing to the store now, and which condemned packs wait for whom."""
-        return activities(self._opening)
-
     def diff(self, a: str | int, b: str | int) -> Difference:
         """What changed from commit `a` to commit `b`, leaf by leaf."""
         return compare(*(self._snapshot(self._resolve(ref)).trees for ref in (a, b)))
 
-    def usage(self) -> Usage:
-        """Logical, new, exclusive and shared bytes of every commit, and what the store holds in all. Reads every page once."""
-        return usage(self._opening)
-
-    def fsck(self, level: Level = Level.CONNECTIVITY, *, read_data: str | None = None) -> Report:
-        """Look for damage as far as `level`; with `read_data` (`"5%"`, `"10G"`, `"100%"`) read and hash so much of what is stored, what was
-        verified longest ago first. Changes nothing."""
-        return fsck(ground_of(self._opening), level=level, share=parse_share(read_data) if read_data else None)
-
-    def repair(self, *mirrors: str | os.PathLike[str], apply: bool = False, read_data: str | None = None) -> Repaired:
-        """Plan what can be done about damage, with chunks, documents and log entries from `mirrors` too; with `apply`, do it.
-
-        A store that cannot be opened any more is repaired by `ckptstore repair`.
-        """
-        if apply:
-            self._opening.check_writable()
-        share = parse_share(read_data) if read_data else None
-        with ExitStack() as stack:
-            backends = [stack.enter_context(closing(open_backend(os.fspath(place), read_only=True))) for place in mirrors]
-            return repair(ground_of(self._opening), mirrors=backends, apply=apply, share=share)
-
-    def reindex(self) -> Reindexed:
-        """Make this host's catalog and chunk index anew from log and packs."""
-        return reindex(self._opening)
-
-    def doctor(self) -> tuple[Check, ...]:
-        """Try the storage out, and look whether the next commit will fit."""
-        return doctor(self._opening)
+    def flush_mirror(self, timeout_s: float | None = None) -> bool:
+        """Wait until all that was committed and tagged so far has arrived in the store's mirror, if it was opened with one; False if the
+        mirror is away or `timeout_s` have passed. `close` does the same."""
+        return self._tier is None or self._tier.flush(timeout_s)
 
     def close(self) -> None:
-        """Wait for what is in flight and let go of files and threads; idempotent."""
+        """Wait for what is in flight and let go of files and threads; idempotent.
+
+        Raises what an asynchronous commit failed with if nobody has seen it, after everything was closed.
+        """
+        failed = self._async.drain()
+        if self._tier:
+            self._tier.close()
         with self._lock:
+            self._async.close()
+            if "_hired" in self.__dict__:
+                self._hired.close()
             self._threads.close()
+            self._reading.close()
             self._opening.close()
+        if failed:
+            raise failed
 
     @cached_property
     def _committer(self) -> Committer:
         return Committer(self._opening.config, self._opening.objects, self._opening.log, self._threads)
 
     @cached_property
+    def _ranks_committer(self) -> RanksCommitter:
+        return RanksCommitter(self._opening.config, self._opening.objects, self._opening.log, self._threads)
+
+    @cached_property
+    def _hired(self) -> HiredCommitter:
+        settings = self._settings
+        return HiredCommitter(
+            self._reader,
+            place=self.url,
+            storage_options=settings.storage_options,
+            direct_io=settings.direct_io,
+            index=settings.index,
+            threads=settings.threads,
+        )
+
+    @cached_property
     def _reader(self) -> Reader:
-        return Reader(self._opening.config, self._opening.objects, self._threads)
+        return Reader(self._opening.config, self._opening.objects, self._reading)
 
     def _resolve(self, ref: str | int) -> Resolved:
-        """By the log; the catalog knows best what to say about a ref that names no commit."""
-        parsed = parse_ref(ref)
-        if found := resolve(self._opening.log.replay(), parsed, self.run):
-            return found
-        wrong = self._opening.queries().resolve(parsed, self.run)
-        raise Corrupt(f"the catalog takes {ref!r} for commit {wrong[:12]}, which the log denies; run `ckptstore reindex`")
+        return find_commit(self._opening, ref, self.run)
 
-    def _snapshot(self, info: Resolved) -> Snapshot:
-        document = self._reader.document(info.session, info.id)
-        return Snapshot(self._reader, info.id, document, tags=info.tags, restored=self._descend_from)
+    def _candidates(self, peers: Peers) -> list[Resolved]:
+        """The commits of this run, newest first: the coordinator's."""
+        found = list(newest_first(self._opening.log.replay(), self.run))
+        wanted = agreed(peers, [info.id for info in found])
+        if any(commit not in {info.id for info in found} for commit in wanted):
+            found = list(newest_first(self._opening.log.replay(refresh=True), self.run))
+        known = {info.id: info for info in found}
+        return [known[commit] for commit in wanted]
 
-    def _descend_from(self, commit: CommitId) -> None:
-        """What is committed next descends from what was restored last."""
-        self._parent = commit
+    def _find(self, ref: str | int) -> tuple[Reader | None, Resolved]:
+        """The commit that `ref` names, and who reads it if it is in the mirror alone. `latest` is the newest of both."""
+        if self._tier and isinstance(named := parse_ref(ref), Latest):
+            for found in self._tier.newest_first(named.run or self.run, self._opening.log.replay()):
+                return found
+        try:
+            return None, self._resolve(ref)
+        except NotFound:
+            if self._tier and (there := self._tier.find(ref, self.run)):
+                return there
+            raise
 
-    def _report(self, committed: Committed) -> None:
+    def _newest_first(self) -> list[tuple[Reader | None, Resolved]]:
+        state = self._opening.log.replay()
+        return self._tier.newest_first(self.run, state) if self._tier else [(None, info) for info in newest_first(state, self.run)]
+
+    def _wake_tier(self) -> None:
+        if self._tier:
+            self._tier.wake()
+
+    def _snapshot(self, info: Resolved, reader: Reader | None = None) -> Snapshot:
+        document = (reader or self._reader).document(info.session, info.id)
+        return self._handle(info.id, document, info.tags, reader=reader)
+
+    def _commit_staged(self, flats: Mapping[str, Flat], arena: Arena, label: Label, pending: PendingCommit, watch: Watch) -> Made[Snapshot]:
+        """What the background does with a state that was staged."""
+        with self._lock:
+            if self._settings.executor == "process":
+                committed = self._make(flats, lambda: self._hired.commit(flats, arena, label, pending.started, watch))
+            else:
+                committed = self._make(flats, lambda: self._committer.commit(flats, label, pending.started, watch))
+        held_s = pending.timings.held_s or pending.age_s
+        snapshot = self._committed(replace(committed, stats=replace(committed.stats, held_s=held_s)))
+        return Made(committed.id, committed.ids, snapshot)
+
+    def _make(self, flats: Mapping[str, Flat], commit: Callable[[], Committed]) -> Committed:
+        logical_bytes = sum(leaf.nbytes for flat in flats.values() for leaf in flat.leaves)
+        committed = self._disk.fit(commit, logical_bytes)
+        self._opening.follow({ref.schema.hex(): committed.schemas[key] for key, ref in committed.document.trees})
+        return committed
+
+    def _commit_together(self, peers: Peers, prepare: Prepare, options: Options) -> Snapshot:
+        with self._lock:
+            committed = self._ranks_committer.commit(peers, prepare, options, time.perf_counter())
+            if peers.leads:
+                self._opening.follow()
+            self._descent.now(committed.id)
+        return self._committed(committed)
+
+    def _committed(self, committed: Committed | RanksCommitted) -> Snapshot:
+        self._wake_tier()
+        self._disk.after(committed.stats.logical_bytes, committed.stats.new_bytes)
+        self._report(committed)
+        return self._handle(committed.id, committed.document, committed.document.tags, committed.stats)
+
+    def _handle(
+        self,
+        commit: CommitId,
+        document: CommitDocument,
+        tags: tuple[str, ...],
+        stats: CommitStats | None = None,
+        reader: Reader | None = None,
+    ) -> Snapshot:
+        """A snapshot that waits for lazy copies before it restores, and is the parent of what is committed after it has."""
+        reader = reader or self._reader
+        return Snapshot(reader, commit, document, tags=tags, stats=stats, restoring=self._async.hold, restored=self._descent.now)
+
+    def _report(self, committed: Committed | RanksCommitted) -> None:
         """One line for people; everything in it is in `Snapshot.stats` too."""
         stats, document = committed.stats, committed.document
         if stats.new_bytes >= RATE_BYTES:
@@ -307,74 +477,3 @@ class Store:
             seconds_text(stats.durable_s),
             share,
         )
-
-
-def open(
-    place: str | os.PathLike[str],
-    *,
-    run: str | None = None,
-    create: bool = True,
-    read_only: bool = False,
-    chunk_bytes: int | None = None,
-    codec: str | None = None,
-    threads: int | None = None,
-    storage_options: Mapping[str, Any] | None = None,
-) -> Store:
-    """Open the store at `place`, a directory or an fsspec URL; with `create`, make it where there is nothing yet.
-
-    `run` groups the commits of one training run (default `$CKPTSTORE_RUN`, else `main`). `chunk_bytes` (a power of two, default 1 MiB) and
-    `codec` (`raw` or `zstd`) apply only to a store that is made here. `threads` (default `$CKPTSTORE_THREADS`, else by the processors)
-    hash, read and write.
-
-    Raises `NotFound` if there is no store, `InvalidInput` if `place` holds something else or a store of a newer format, `Corrupt` if
-    `ckptstore.json` is damaged, `ReadOnly` or `Unavailable` if it cannot be made.
-    """
-    settings = Settings.of(
-        run=run,
-        create=create,
-        read_only=read_only,
-        chunk_bytes=chunk_bytes,
-        codec=codec,
-        threads=threads,
-        storage_options=None if storage_options is None else dict(storage_options),
-    )
-    opening = _find_or_make(place, settings)
-    if not read_only:
-        opening.warm()
-    return Store(opening, settings)
-
-
-def _find_or_make(place: str | os.PathLike[str], settings: Settings) -> Opening:
-    options = settings.storage_options
-    try:
-        return Opening(place, read_only=settings.read_only, storage_options=options)
-    except NotFound:
-        if not settings.create or settings.read_only:
-            raise
-    with suppress(Conflict):  # another process made it at the same time: open that one
-        init_store(place, chunk_bytes=settings.chunk_bytes, codec=settings.codec, storage_options=options)
-    return Opening(place, storage_options=options)
-
-
-def _step(step: object) -> int | None:
-    if step is None or (isinstance(step, int) and not isinstance(step, bool) and step >= 0):
-        return step
-    raise InvalidInput(f"step is {step!r}; wanted a whole number from 0 on, or None")
-
-
-def _message(message: object) -> str:
-    if isinstance(message, str):
-        return message
-    raise InvalidInput(f"message is {message!r}; wanted a string")
-
-
-def _metrics(metrics: Mapping[str, float] | None) -> tuple[tuple[str, float], ...]:
-    pairs = []
-    for name, value in (metrics or {}).items():
-        if not isinstance(name, str) or not name:
-            raise InvalidInput(f"a metric's name is {name!r}; wanted a string")
-        try:
-            pairs.append((name, float(value)))
-        except (TypeError, ValueError) as error:
-            raise InvalidInput(f"metric {name!r} is {value!r}; wanted a number") from error
-    return tuple(sorted(pairs))

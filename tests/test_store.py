@@ -16,7 +16,9 @@ import torch
 
 import ckptstore
 from ckptstore import Conflict, Corrupt, InvalidInput, NotFound, ReadOnly, Unavailable
+from ckptstore.engine import opening
 from ckptstore.engine.opening import Opening, init_store
+from ckptstore.objects.backend import Backend
 
 
 def net(width: int = 64) -> torch.nn.Module:
@@ -427,6 +429,19 @@ def test_losing_the_indexes_loses_nothing(place: Path, lost: str) -> None:
 # -- many at once --
 
 
+def test_a_store_that_appears_while_another_is_made_is_opened(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    refuse = opening._refuse_foreign
+
+    def another_is_faster(backend: Backend) -> None:
+        monkeypatch.undo()
+        init_store(place)
+        refuse(backend)
+
+    monkeypatch.setattr(opening, "_refuse_foreign", another_is_faster)
+    with ckptstore.open(place) as store:
+        assert store.log() == []
+
+
 def test_of_two_processes_that_make_a_store_at_once_one_makes_it(place: Path) -> None:
     context = multiprocessing.get_context("spawn")
     with context.Pool(2) as pool:
@@ -505,3 +520,41 @@ def test_opening_reads_without_torch_know_the_position(place: Path) -> None:
     opening = Opening(place, read_only=True)
     assert opening.queries().position().n == 1
     opening.close()
+
+
+# -- tensors that are tied in the target --
+
+
+def test_what_is_tied_across_keys_is_read_once_where_the_commit_has_one_content(place: Path) -> None:
+    with ckptstore.open(place) as store:
+        wanted = torch.randn(1000, 300)
+        snap = store.commit({"model": {"w": wanted, "n": torch.ones(2)}, "average": {"w": wanted.clone()}})
+        shared = torch.zeros(1000, 300)
+        target = {"model": {"w": shared, "n": torch.zeros(2)}, "average": {"w": shared}}
+        snap.restore(target)
+        assert target["model"]["w"] is target["average"]["w"] is shared
+        assert torch.equal(shared, wanted)
+
+
+def test_what_is_tied_across_keys_cannot_be_restored_to_two_contents(place: Path) -> None:
+    with ckptstore.open(place) as store:
+        snap = store.commit({"model": {"w": torch.ones(3)}, "average": {"w": torch.full((3,), 2.0)}})
+        shared = torch.zeros(3)
+        for strict in (True, False):
+            with pytest.raises(InvalidInput, match=r"average/w: the commit has a content of its own, the target has one tensor .* model/w"):
+                snap.restore({"model": {"w": shared}, "average": {"w": shared}}, strict=strict)
+            assert shared.tolist() == [0, 0, 0]
+        snap.restore({"model": {"w": shared}}, strict=False)
+        assert shared.tolist() == [1, 1, 1]
+
+
+def test_modules_that_share_weights_across_keys_are_treated_alike(place: Path) -> None:
+    with ckptstore.open(place) as store:
+        one, other = torch.nn.Linear(3, 3), torch.nn.Linear(3, 3)
+        apart = store.commit({"one": one, "other": other})
+        tied = store.commit({"one": one, "other": one})
+        module = torch.nn.Linear(3, 3)
+        with pytest.raises(InvalidInput, match="other/weight"):
+            apart.restore({"one": module, "other": module})
+        tied.restore({"one": module, "other": module})
+        assert torch.equal(module.weight, one.weight)

@@ -3,15 +3,15 @@
 from argparse import Namespace
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
-from fnmatch import fnmatchcase
 
 from ckptstore.cli.exits import Exit
 from ckptstore.cli.folding import FOLD_ABOVE, fold
 from ckptstore.cli.screen import Screen
 from ckptstore.cli.stores import opened
 from ckptstore.cli.tables import Column, Table
-from ckptstore.cli.trees import leaves_of, reading, tensor_bytes, trees_of
+from ckptstore.cli.trees import leaves_of, pickles_of, reading, tensor_bytes, trees_of
 from ckptstore.cli.wording import short, step_text, value_text
+from ckptstore.core.globs import selector
 from ckptstore.core.ids import CHUNK_ID_BYTES, CommitId
 from ckptstore.core.model import CommitInfo, Shape
 from ckptstore.engine.near import near
@@ -40,7 +40,8 @@ def run(args: Namespace, screen: Screen) -> Exit:
         queries = store.queries()
         info = queries.commit(_resolve(queries, args))
         everything = _rows(store, queries, info, content=args.long)
-        rows = [row for row in everything if not args.globs or any(_matches(row.path, glob) for glob in args.globs)]
+        is_selected = selector(args.globs or "*")
+        rows = [row for row in everything if is_selected(row.path)]
         if args.globs and not rows:
             keys = {*(row.path for row in everything), *info.schemas}
             raise NotFound(f"no leaf of {short(info.id)} matches {' or '.join(map(repr, args.globs))}{near(args.globs[0], keys)}")
@@ -69,9 +70,19 @@ def _resolve(queries: Queries, args: Namespace) -> CommitId:
 
 def _rows(store: Opening, queries: Queries, info: CommitInfo, *, content: bool) -> list[Row]:
     rows = []
-    for tree in leaves_of(store, queries, info).values():
+    leaves = leaves_of(store, queries, info)
+    pickles = pickles_of(store, info, leaves)
+    for key, tree in leaves.items():
+        pickled = set(pickles[key])
         rows += [
-            Row(leaf.path, leaf.kind, leaf.dtype, leaf.shape, tensor_bytes(leaf), tree[leaf.alias].path if leaf.alias >= 0 else None)
+            Row(
+                leaf.path,
+                "pickle" if leaf.path in pickled else leaf.kind,
+                leaf.dtype,
+                leaf.shape,
+                tensor_bytes(leaf),
+                tree[leaf.alias].path if leaf.alias >= 0 else None,
+            )
             for leaf in tree
         ]
     return _with_content(store, info, rows) if content else rows
@@ -90,10 +101,6 @@ def _with_content(store: Opening, info: CommitInfo, rows: Sequence[Row]) -> list
         value = value_text(content.inline) if row.kind == "value" and content.inline is not None else None
         found.append(replace(row, nbytes=nbytes, chunks=0 if row.alias_of else len(content.ids) // CHUNK_ID_BYTES, value=value))
     return found
-
-
-def _matches(path: str, glob: str) -> bool:
-    return path == glob or path.startswith(f"{glob.rstrip('/')}/") or fnmatchcase(path, glob)
 
 
 def _listed(rows: Sequence[Row], *, long: bool) -> Table:

@@ -1,18 +1,28 @@
 """`ckptstore migrate`: bring this host's catalog up to this version of ckptstore, and say what that took."""
 
+import os
 import sqlite3
 from argparse import Namespace
+from contextlib import closing
 from pathlib import Path
 
-from ckptstore.cli.exits import Exit
+from ckptstore.cli.exits import Exit, NoStore
 from ckptstore.cli.screen import Screen
-from ckptstore.cli.stores import opened
-from ckptstore.engine.opening import CATALOG_NAME
+from ckptstore.cli.stores import find, opened
+from ckptstore.engine.opening import CATALOG_NAME, read_config
+from ckptstore.errors import NotFound
 from ckptstore.index.queries import REVISION
+from ckptstore.objects.backend import open_backend
 from ckptstore.text import count_text
 
 
 def run(args: Namespace, screen: Screen) -> Exit:
+    if args.log_to:
+        return _move(args, screen)
+    if args.restore_log:
+        return _restore(args, screen)
+    if _in_database(find(args.store, os.environ, Path.cwd())):
+        return _migrate_tables(args, screen)
     with opened(args) as store:
         path = store.index_directory / CATALOG_NAME
         before = _revision(path)
@@ -25,6 +35,53 @@ def run(args: Namespace, screen: Screen) -> Exit:
             screen.document({"store": store.url, **document})
         else:
             screen.line(f"{path}: {_story(before, after)}; {count_text(commits, 'commit')}, log entry {entry}")
+    return Exit.OK if after == REVISION else Exit.FAILED
+
+
+def _in_database(place: str) -> bool:
+    with closing(open_backend(place, read_only=True)) as backend:
+        try:
+            return read_config(backend).in_database
+        except NotFound as error:
+            raise NoStore(str(error)) from error
+
+
+def _move(args: Namespace, screen: Screen) -> Exit:
+    from ckptstore.upkeep.move_log import move_log
+
+    place = find(args.store, os.environ, Path.cwd())
+    with screen.working("moving the log"):
+        moved = move_log(place, None if args.log_to == "store" else args.log_to, index=args.index)
+    if screen.json:
+        screen.document({"store": place, "log": moved.place, "generation": moved.generation, "entries": moved.entries})
+    else:
+        screen.line(f"the log is in {moved.place} now (entry {moved.entries}, generation {moved.generation})")
+    return Exit.OK
+
+
+def _restore(args: Namespace, screen: Screen) -> Exit:
+    from ckptstore.upkeep.move_log import restore_log
+
+    place = find(args.store, os.environ, Path.cwd())
+    with screen.working("making the database again"):
+        missing = restore_log(place, index=args.index)
+    if screen.json:
+        screen.document({"store": place, "restored": missing})
+    else:
+        screen.line(f"put {count_text(missing, 'log row')} back into the database")
+    return Exit.OK
+
+
+def _migrate_tables(args: Namespace, screen: Screen) -> Exit:
+    from ckptstore.upkeep.move_log import migrate_tables
+
+    place = find(args.store, os.environ, Path.cwd())
+    with screen.working("bringing the tables up to date"):
+        before, after = migrate_tables(place, index=args.index)
+    if screen.json:
+        screen.document({"store": place, "before": before, "after": after, "wanted": REVISION})
+    else:
+        screen.line(f"the tables in the database: {_story(before, after)}")
     return Exit.OK if after == REVISION else Exit.FAILED
 
 

@@ -62,11 +62,12 @@ def build() -> Parser:
         epilog=_EPILOG,
         parents=[_common()],
     )
-    top.set_defaults(store=None, json=False, debug=False)
+    top.set_defaults(store=None, index=None, json=False, debug=False)
     top.add_argument("--version", action=_Version, help="print the version and exit")
     common = _common()  # another one: parsers share the options of a parent, and top's have defaults now
     commands = top.add_subparsers(dest="command", metavar="COMMAND", title="commands", parser_class=Parser)
-    for add in (_add_init, _add_log, _add_show, _add_ls, _add_diff, _add_tag, _add_stats, *_UPKEEP, _add_migrate, _add_completion):
+    queries = (_add_log, _add_show, _add_ls, _add_diff, _add_tag, _add_stats)
+    for add in (_add_init, *queries, *_UPKEEP, *_MIRRORS, _add_migrate, _add_completion):
         add(commands, common)
     top.commands = commands.choices
     return top
@@ -90,6 +91,7 @@ def _common() -> ArgumentParser:
     parser = ArgumentParser(add_help=False, argument_default=SUPPRESS)
     group = parser.add_argument_group("common options")
     group.add_argument("-s", "--store", metavar="STORE", help="the store: a directory or a URL")
+    group.add_argument("--index", metavar="URL", help="the database that holds the log, if one does (default: $CKPTSTORE_INDEX)")
     group.add_argument("--json", action="store_true", help="print one JSON document (docs/cli.md)")
     group.add_argument("--debug", action="store_true", help="show tracebacks and what is going on")
     return parser
@@ -110,6 +112,7 @@ def _add_init(commands: Any, common: ArgumentParser) -> None:
         "--chunk-size", type=_size, default=CHUNK_BYTES, metavar="SIZE", help="64KiB to 64MiB, a power of two (default: 1MiB)"
     )
     parser.add_argument("--codec", choices=CODECS, default="raw", metavar="CODEC", help=f"{', '.join(CODECS)} (default: raw)")
+    parser.add_argument("--private", action="store_true", help="readable and writable by you alone, with all that is made in it")
 
 
 def _add_log(commands: Any, common: ArgumentParser) -> None:
@@ -149,7 +152,12 @@ def _add_ls(commands: Any, common: ArgumentParser) -> None:
         "one line, whose pattern is a GLOB for the next `ls`.",
     )
     _add_ref(parser)
-    parser.add_argument("globs", nargs="*", metavar="GLOB", help="leaves whose path matches or lies below: model, '*.bias' (* crosses /)")
+    parser.add_argument(
+        "globs",
+        nargs="*",
+        metavar="GLOB",
+        help="leaves whose path, in full or below its key, matches or lies below: model, 'layers.*', '*.bias' (* crosses /)",
+    )
     parser.add_argument(
         "-l", "--long", action="store_true", help="with kind, chunks, the values of small leaves, and what is shared memory"
     )
@@ -287,15 +295,108 @@ def _add_sessions(commands: Any, common: ArgumentParser) -> None:
 _UPKEEP = (_add_forget, _add_undelete, _add_gc, _add_sessions, _add_fsck, _add_repair, _add_reindex, _add_doctor)
 
 
+def _add_push(commands: Any, common: ArgumentParser) -> None:
+    parser = _command(
+        commands,
+        common,
+        "push",
+        "bring commits to another store",
+        "Bring commits and their tags to the store TO: those that are named, else all. Only what TO lacks travels; a commit appears\n"
+        "there whole, under the same id. What was interrupted goes on where it was when the command is run again.",
+    )
+    parser.add_argument("other", metavar="TO", help="a directory or a URL")
+    parser.add_argument("--create", action="store_true", help="make the store TO if there is none")
+    _add_mirror_options(parser)
+
+
+def _add_pull(commands: Any, common: ArgumentParser) -> None:
+    parser = _command(
+        commands, common, "pull", "bring commits from another store", "Bring commits and their tags from the store FROM, as `push` does."
+    )
+    parser.add_argument("other", metavar="FROM", help="a directory or a URL")
+    _add_mirror_options(parser)
+
+
+def _add_clone(commands: Any, common: ArgumentParser) -> None:
+    parser = _command(
+        commands,
+        common,
+        "clone",
+        "make a store with the commits of another one",
+        "Make the store TO with every commit and tag of the store FROM. Run again, it completes a clone that was interrupted.",
+    )
+    parser.add_argument("other", metavar="FROM", help="a directory or a URL")
+    parser.add_argument("to", metavar="TO", help="a new directory or a URL")
+    parser.add_argument("--run", metavar="RUN", help="only the commits of one run")
+    parser.add_argument("--verify", action="store_true", help="read back what was written")
+    parser.set_defaults(module="mirror", refs=(), ancestors=False, tags=True, force=False, dry_run=False)
+
+
+def _add_mirror_options(parser: Parser) -> None:
+    parser.add_argument("refs", nargs="*", metavar="REF", help="these commits (default: all), looked for where they come from")
+    parser.add_argument("--run", metavar="RUN", help="only the commits of one run; steps and 'latest' are looked for in it")
+    parser.add_argument("--ancestors", action="store_true", help="with the REFs, all commits that they descend from")
+    tags = parser.add_mutually_exclusive_group()
+    tags.add_argument("--force", action="store_true", help="let tags move that name another commit in the target")
+    tags.add_argument("--no-tags", action="store_false", dest="tags", help="leave tags out")
+    parser.add_argument("--verify", action="store_true", help="read back what was written before a commit appears")
+    parser.add_argument("-n", "--dry-run", action="store_true", help="only say which commits, chunks and bytes would travel")
+    parser.set_defaults(module="mirror")
+
+
+def _add_import(commands: Any, common: ArgumentParser) -> None:
+    parser = _command(
+        commands,
+        common,
+        "import",
+        "commit a file or a directory of another format",
+        "Commit what is at PATH: a .safetensors file, a .safetensors.index.json with its shards, a .pt file, a directory of DCP or of\n"
+        "TorchSnapshot, or any other directory, such as a Hugging Face model. What the store has already takes no room again.",
+    )
+    parser.add_argument("path", metavar="PATH", help="a file or a directory")
+    parser.add_argument("--run", metavar="RUN", help="the run of the new commit (default: $CKPTSTORE_RUN, else main)")
+    parser.add_argument("--step", type=_count, metavar="N", help="its step")
+    parser.add_argument("--tag", action="append", default=[], metavar="NAME", help="a tag for it; may be repeated")
+    parser.add_argument("--message", default="", metavar="TEXT", help="its message (default: where it is from)")
+    parser.add_argument("--metric", action="append", default=[], metavar="NAME=VALUE", help="a metric of it; may be repeated")
+    parser.add_argument("--allow-pickle", action="store_true", help="unpickle what could not be read otherwise: it may run any code")
+    parser.set_defaults(module="imports")
+
+
+def _add_export(commands: Any, common: ArgumentParser) -> None:
+    parser = _command(
+        commands,
+        common,
+        "export",
+        "write a commit as files of another format",
+        "Write a commit to PATH. What was imported from files becomes the same files again; else PATH's name or --format says what to\n"
+        "write: safetensors (tensors only), torch (a .pt file), dcp (a directory for torch.distributed.checkpoint).",
+    )
+    parser.add_argument("ref", metavar="REF", help="which commit")
+    parser.add_argument("path", metavar="PATH", help="a new file or directory")
+    parser.add_argument("--run", metavar="RUN", help="look for steps, 'latest' and 'best:' in this run")
+    formats = ("files", "safetensors", "torch", "dcp")
+    parser.add_argument("--format", choices=formats, metavar="FORMAT", help=f"one of {', '.join(formats)}")
+    parser.add_argument("--select", default="*", metavar="KEY|GLOB", help="one key of the state (model), or leaves by their paths")
+    parser.add_argument("--allow-pickle", action="store_true", help="unpickle what was pickled when it was committed")
+
+
+_MIRRORS = (_add_push, _add_pull, _add_clone, _add_import, _add_export)
+
+
 def _add_migrate(commands: Any, common: ArgumentParser) -> None:
-    _command(
+    parser = _command(
         commands,
         common,
         "migrate",
-        "bring the catalog up to this version of ckptstore",
-        "Bring this host's catalog of the store up to this version of ckptstore. Every command does so when it must; this one\n"
-        "says what it did. Packs, commits and the log are not touched.",
+        "bring the catalog up to this version of ckptstore, or move the log",
+        "Bring this host's catalog of the store up to this version of ckptstore. Every command does so when it must, but for tables\n"
+        "in PostgreSQL; this one says what it did. With --log-to, move the store's log into a database, or back into the store;\n"
+        "with --restore-log, make a lost database again from the copies of its entries. Packs and commits are not touched.",
     )
+    what = parser.add_mutually_exclusive_group()
+    what.add_argument("--log-to", metavar="URL", help="postgresql+psycopg://USER@HOST/DATABASE, or 'store'; others commit again after it")
+    what.add_argument("--restore-log", action="store_true", help="bring the database that --index names up to the copies in the store")
 
 
 def _add_completion(commands: Any, common: ArgumentParser) -> None:

@@ -9,10 +9,11 @@ from typing import TYPE_CHECKING, Any
 from ckptstore.cli import moments
 from ckptstore.cli.documents import commit_document
 from ckptstore.cli.exits import Exit
+from ckptstore.cli.layout import print_layout, read_layout
 from ckptstore.cli.screen import Screen
 from ckptstore.cli.stores import opened
 from ckptstore.cli.tables import Column, Table, fields
-from ckptstore.cli.trees import leaves_of, tensor_bytes
+from ckptstore.cli.trees import leaves_of, pickles_of, tensor_bytes
 from ckptstore.cli.wording import commit_text, metric_text, short, step_text
 from ckptstore.core.ids import CommitId, pack_session
 from ckptstore.core.model import CommitInfo
@@ -33,22 +34,48 @@ def run(args: Namespace, screen: Screen) -> Exit:
         info = queries.commit(queries.resolve(args.ref, args.run))
         children = [child for child in queries.log() if info.id in child.parents]
         leaves = leaves_of(store, queries, info)
+        pickles, unknown = _pickles(store, info, leaves)
+        layout, unread = _layout(store, info)
         packs = [pack for pack in queries.packs() if pack_session(pack.id) == info.session]
         if not screen.json:
             _print_facts(screen, info, [_known(queries, parent) for parent in info.parents], children)
             _print_metrics(screen, info)
-            _print_trees(screen, leaves)
+            _print_trees(screen, leaves, pickles)
+            if layout:
+                print_layout(screen, layout)
             _print_packs(screen, packs)
             screen.flush()
         usage, problem = (None, None) if args.fast or info.forgotten else _usage(store, screen, info)
         if screen.json:
-            screen.document(_document(store, info, children, leaves, packs, usage, problem))
+            document = _document(store, info, children, leaves, pickles, packs, usage, problem or unknown or unread)
+            screen.document({**document, "layout": layout})
         else:
             _print_bytes(screen, info, usage)
     if problem:
         screen.complain(f"exclusive and shared bytes cannot be told: {problem}")
-        return Exit.DAMAGED
-    return Exit.OK
+    if unknown:
+        screen.complain(f"whether there are pickles cannot be told: {unknown}")
+    if unread:
+        screen.complain(f"how ranks held it cannot be told: {unread}")
+    return Exit.DAMAGED if problem or unknown or unread else Exit.OK
+
+
+def _layout(store: Opening, info: CommitInfo) -> tuple[dict[str, Any] | None, str | None]:
+    """How ranks held the commit, or why that cannot be told. What is forgotten may be gone."""
+    if info.forgotten:
+        return None, None
+    try:
+        return read_layout(store, info), None
+    except (Corrupt, NotFound) as error:
+        return None, str(error)
+
+
+def _pickles(store: Opening, info: CommitInfo, leaves: dict[str, list[LeafInfo]]) -> tuple[dict[str, list[str]], str | None]:
+    """The paths of pickled leaves by key, or why they cannot be told."""
+    try:
+        return pickles_of(store, info, leaves), None
+    except (Corrupt, NotFound) as error:
+        return {}, str(error)
 
 
 def _usage(store: Opening, screen: Screen, info: CommitInfo) -> "tuple[CommitUsage | None, str | None]":
@@ -87,13 +114,15 @@ def _print_metrics(screen: Screen, info: CommitInfo) -> None:
         screen.table(fields("Metrics", [(name, metric_text(value)) for name, value in info.metrics.items()]))
 
 
-def _print_trees(screen: Screen, leaves: dict[str, list[LeafInfo]]) -> None:
+def _print_trees(screen: Screen, leaves: dict[str, list[LeafInfo]], pickles: dict[str, list[str]]) -> None:
     columns = (Column("key", style="bold"), Column("leaves", right=True), Column("tensor bytes", right=True), Column("types", fit="wrap"))
     rows = tuple(
-        (key, f"{len(tree):,}", bytes_text(sum(tensor_bytes(leaf) or 0 for leaf in tree)), _kinds_text(tree))
+        (key, f"{len(tree):,}", bytes_text(sum(tensor_bytes(leaf) or 0 for leaf in tree)), _kinds_text(tree, pickles.get(key, ())))
         for key, tree in leaves.items()
     )
     screen.table(Table(columns, rows, title="Trees"))
+    if paths := [path for found in pickles.values() for path in found]:
+        screen.line(f"Pickled, so restored with allow_pickle=True only: {_several(paths)}")
 
 
 def _print_packs(screen: Screen, packs: Sequence[PackInfo]) -> None:
@@ -116,9 +145,14 @@ def _print_bytes(screen: Screen, info: CommitInfo, usage: "CommitUsage | None") 
     screen.table(fields("Bytes", pairs))
 
 
-def _kinds_text(leaves: Sequence[LeafInfo]) -> str:
+def _kinds(leaves: Sequence[LeafInfo], pickles: Sequence[str]) -> Counter[str]:
+    pickled = set(pickles)
+    return Counter("pickle" if leaf.path in pickled else leaf.dtype or leaf.kind for leaf in leaves)
+
+
+def _kinds_text(leaves: Sequence[LeafInfo], pickles: Sequence[str]) -> str:
     """`24 float32, 3 value`."""
-    counts = Counter(leaf.dtype or leaf.kind for leaf in leaves)
+    counts = _kinds(leaves, pickles)
     return ", ".join(f"{count:,} {kind}" for kind, count in counts.most_common())
 
 
@@ -139,6 +173,7 @@ def _document(
     info: CommitInfo,
     children: Sequence[CommitInfo],
     leaves: dict[str, list[LeafInfo]],
+    pickles: dict[str, list[str]],
     packs: Sequence[PackInfo],
     usage: "CommitUsage | None",
     problem: str | None,
@@ -157,7 +192,8 @@ def _document(
                 "schema": info.schemas[key],
                 "leaves": len(tree),
                 "tensor_bytes": sum(tensor_bytes(leaf) or 0 for leaf in tree),
-                "dtypes": dict(Counter(leaf.dtype or leaf.kind for leaf in tree)),
+                "dtypes": dict(_kinds(tree, pickles.get(key, ()))),
+                "pickles": pickles.get(key, []),
             }
             for key, tree in leaves.items()
         ],

@@ -23,7 +23,7 @@ def opened(args: Namespace) -> Iterator[Opening]:
     """The store that the command line means. Raises `NoStore`, or `UnusableStore` for something else in its place."""
     place = find(args.store, os.environ, Path.cwd())
     try:
-        opening = Opening(place)
+        opening = Opening(place, index=args.index)
     except NotFound as error:
         raise NoStore(str(error)) from error
     except InvalidInput as error:
@@ -42,7 +42,7 @@ def standing(args: Namespace) -> Iterator["Ground"]:
     place = find(args.store, os.environ, Path.cwd())
     with ExitStack() as stack:
         try:
-            ground = stack.enter_context(open_ground(place))
+            ground = stack.enter_context(open_ground(place, index=args.index))
         except NotFound as error:
             raise NoStore(str(error)) from error
         except InvalidInput as error:

@@ -8,6 +8,7 @@ from ckptstore.core.dtypes import nbytes_of
 from ckptstore.core.model import CommitInfo, Schema
 from ckptstore.engine.opening import Opening
 from ckptstore.index.queries import LeafInfo, Queries
+from ckptstore.state.paths import pickled
 
 if TYPE_CHECKING:
     from ckptstore.engine.checkout import Reader, Tree
@@ -16,6 +17,17 @@ if TYPE_CHECKING:
 def leaves_of(store: Opening, queries: Queries, info: CommitInfo) -> dict[str, list[LeafInfo]]:
     """The leaves of each key. The catalog has them; a schema that it lacks is read from the packs."""
     return {key: queries.leaves(schema) or _leaves_read(store, schema) for key, schema in info.schemas.items()}
+
+
+def pickles_of(store: Opening, info: CommitInfo, leaves: dict[str, list[LeafInfo]]) -> dict[str, list[str]]:
+    """The paths of each key's leaves that are pickles, which a restore reads with `allow_pickle=True` only.
+
+    The catalog takes a pickle for the bytes that it is: the schemas of trees that have bytes at all are read from the packs.
+    """
+    return {
+        key: pickled(_schema_read(store, info.schemas[key])) if any(leaf.kind == "bytes" for leaf in tree) else []
+        for key, tree in leaves.items()
+    }
 
 
 def tensor_bytes(leaf: LeafInfo) -> int | None:
@@ -43,10 +55,14 @@ def trees_of(reader: "Reader", info: CommitInfo) -> dict[str, "Tree"]:
     return {key: reader.tree(key, ref) for key, ref in reader.document(info.session, info.id).trees}
 
 
-def _leaves_read(store: Opening, schema_id: str) -> list[LeafInfo]:
+def _schema_read(store: Opening, schema_id: str) -> Schema:
     from ckptstore.core.ids import parse_chunk_id
     from ckptstore.objects.schema import decode_schema
 
-    schema: Schema = decode_schema(store.objects.read_metadata(parse_chunk_id(schema_id)))
+    return decode_schema(store.objects.read_metadata(parse_chunk_id(schema_id)))
+
+
+def _leaves_read(store: Opening, schema_id: str) -> list[LeafInfo]:
+    schema = _schema_read(store, schema_id)
     columns = (schema.paths, schema.kinds, schema.dtypes, schema.shapes, schema.aliases)
     return [LeafInfo(*row) for row in zip(*columns, strict=True)]

@@ -29,7 +29,7 @@ def _newer(place: Path) -> None:
 
 
 USAGE = [
-    ("lgo", "no command 'lgo' (did you mean log?)"),
+    ("lgo", "no command 'lgo' (did you mean log or clone?)"),
     ("frobnicate", "no command 'frobnicate'; there are init, log, show"),
     ("log --grap", "did not understand '--grap' (did you mean --graph"),
     ("log -n x", "'x' is no count"),

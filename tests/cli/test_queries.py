@@ -37,9 +37,10 @@ DOCUMENTS: dict[str, dict[str, Any]] = {
     "show best": {
         "store": str,
         "commit": {**COMMIT, "children": [str], "exclusive_bytes": int, "shared_bytes": int},
-        "trees": [{"key": str, "schema": str, "leaves": int, "tensor_bytes": int, "dtypes": {str: int}}],
+        "trees": [{"key": str, "schema": str, "leaves": int, "tensor_bytes": int, "dtypes": {str: int}, "pickles": [str]}],
         "packs": [{"id": str, "bytes": int, "chunks": int, "metadata": bool}],
         "problem": None,
+        "layout": None,
     },
     "ls": {"store": str, "commit": str, "leaves": [LEAF]},
     "ls -l": {"store": str, "commit": str, "leaves": [{**LEAF, "chunks": int, "value": (str, None)}]},
@@ -203,7 +204,14 @@ def test_ls_in_a_pipe_is_one_line_per_leaf(made_store: Path) -> None:
 
 @pytest.mark.parametrize(
     ("globs", "count"),
-    [(["model"], 52), (["model/layers.3*"], 11), (["model/head"], 1), (["progress/", "*.49.weight"], 5), (["counters/*", "model"], LEAVES)],
+    [
+        (["model"], 52),
+        (["model/layers.3*"], 11),
+        (["layers.3*"], 11),
+        (["model/head"], 1),
+        (["progress/", "*.49.weight"], 5),
+        (["counters/*", "model"], LEAVES),
+    ],
 )
 def test_ls_takes_globs_and_what_lies_below(made_store: Path, globs: list[str], count: int) -> None:
     assert len(call("ls", "latest", *globs, "--json", "-s", str(made_store)).document["leaves"]) == count

@@ -1,0 +1,181 @@
+"""A store as those see it who keep it: forget, collect, check, repair, copy to other stores."""
+
+import os
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack, closing
+from typing import Any
+
+from ckptstore.engine.naming import find_commit
+from ckptstore.engine.opening import Opening
+from ckptstore.engine.transfer import Threads
+from ckptstore.errors import InvalidInput
+from ckptstore.objects.backend import open_backend
+from ckptstore.upkeep.activity import Activity, activities
+from ckptstore.upkeep.doctor import Check, doctor
+from ckptstore.upkeep.findings import Level, Report, parse_share
+from ckptstore.upkeep.forget import forget_by_policy, forget_commits, undelete
+from ckptstore.upkeep.fsck import fsck
+from ckptstore.upkeep.gc import MAX_UNUSED, GcOptions, GcReport, collect
+from ckptstore.upkeep.ground import ground_of
+from ckptstore.upkeep.mirror import Mirrored, MirrorOptions, mirror
+from ckptstore.upkeep.mirror_ends import choose, other_end
+from ckptstore.upkeep.progress import Progress, silent
+from ckptstore.upkeep.reindex import Reindexed, reindex
+from ckptstore.upkeep.repair import Repaired, repair
+from ckptstore.upkeep.retention import ForgetPlan, Policy
+from ckptstore.upkeep.usage import Usage, usage
+
+
+class Keeping:
+    """The part of `Store` that training does not need."""
+
+    run: str
+    _opening: Opening
+    _threads: Threads
+
+    def forget(
+        self, what: Policy | str | int | Sequence[Policy | str | int], *, all_runs: bool = False, dry_run: bool = False
+    ) -> ForgetPlan:
+        """Forget commits: those that `what` names (refs), or those of this run that no policy of `what` keeps, in `all_runs` if wanted.
+
+        Nothing is deleted before the next `gc`; until then `undelete` brings them back. Tagged commits, the two newest of each run and the
+        best by the store's settings are never forgotten. Returns the plan that was, or with `dry_run` would be, executed.
+
+        Raises `InvalidInput` for nothing to go by, `Conflict` for a named commit that may not go.
+        """
+        self._opening.check_writable()
+        wanted = [what] if isinstance(what, Policy | str | int) else list(what)
+        policies = [item for item in wanted if isinstance(item, Policy)]
+        refs = [item for item in wanted if not isinstance(item, Policy)]
+        if policies and refs:
+            raise InvalidInput("a policy says what to keep, a ref what to forget: give one or the other")
+        if refs:
+            plan = forget_commits(self._opening, [find_commit(self._opening, ref, self.run).id for ref in refs], dry_run=dry_run)
+        else:
+            plan = forget_by_policy(self._opening, policies, run=None if all_runs else self.run, dry_run=dry_run)
+        if not dry_run:
+            self._opening.follow()
+        return plan
+
+    def undelete(self, refs: str | int | Sequence[str | int]) -> None:
+        """Bring forgotten commits back, by their ids or the beginnings of them.
+
+        Raises `NotFound` for one that a gc has purged, `Conflict` for one that is not forgotten.
+        """
+        self._opening.check_writable()
+        wanted = [refs] if isinstance(refs, str | int) else refs
+        undelete(self._opening, [find_commit(self._opening, ref, self.run).id for ref in wanted])
+        self._opening.follow()
+
+    def gc(
+        self,
+        *,
+        dry_run: bool = False,
+        max_unused: float = MAX_UNUSED,
+        max_repack_bytes: int | None = None,
+        impatient: bool = False,
+        progress: Progress = silent,
+    ) -> GcReport:
+        """Remove what no commit needs; safe while others commit, read and collect. With `dry_run`, only say what that would be.
+
+        Packs of which more than the share `max_unused` is dead are copied together, at most `max_repack_bytes` of them. What a commit in
+        flight may still reuse is deleted by a later gc, unless `impatient`: then that commit writes it again.
+
+        Raises `Corrupt`, before anything is deleted, if a commit's metadata cannot be read.
+        """
+        options = GcOptions(max_unused, max_repack_bytes, impatient)
+        report = collect(self._opening, options, dry_run=dry_run, progress=progress)
+        if not dry_run:
+            self._opening.follow()
+        return report
+
+    def sessions(self) -> tuple[Activity, ...]:
+        """Who is writing to the store now, and which condemned packs wait for whom."""
+        return activities(self._opening)
+
+    def usage(self) -> Usage:
+        """Logical, new, exclusive and shared bytes of every commit, and what the store holds in all. Reads every page once."""
+        return usage(self._opening)
+
+    def fsck(self, level: Level = Level.CONNECTIVITY, *, read_data: str | None = None) -> Report:
+        """Look for damage as far as `level`; with `read_data` (`"5%"`, `"10G"`, `"100%"`) read and hash so much of what is stored, what was
+        verified longest ago first. Changes nothing."""
+        return fsck(ground_of(self._opening), level=level, share=parse_share(read_data) if read_data else None)
+
+    def repair(self, *mirrors: str | os.PathLike[str], apply: bool = False, read_data: str | None = None) -> Repaired:
+        """Plan what can be done about damage, with chunks, documents and log entries from `mirrors` too; with `apply`, do it.
+
+        A store that cannot be opened any more is repaired by `ckptstore repair`.
+        """
+        if apply:
+            self._opening.check_writable()
+        share = parse_share(read_data) if read_data else None
+        with ExitStack() as stack:
+            backends = [stack.enter_context(closing(open_backend(os.fspath(place), read_only=True))) for place in mirrors]
+            return repair(ground_of(self._opening), mirrors=backends, apply=apply, share=share)
+
+    def push(
+        self,
+        to: str | os.PathLike[str],
+        *refs: str | int,
+        run: str | None = None,
+        ancestors: bool = False,
+        tags: bool = True,
+        force: bool = False,
+        verify: bool = False,
+        create: bool = False,
+        dry_run: bool = False,
+        storage_options: Mapping[str, Any] | None = None,
+        progress: Progress = silent,
+    ) -> Mirrored:
+        """Bring commits of this store into the one at `to`, with the tags that name them: those that `refs` name (with `ancestors`, what
+        they descend from too), else all of `run`, else all.
+
+        Only chunks that `to` lacks travel. A commit appears there at once, whole, under the same id. What is interrupted can be repeated.
+        With `force`, tags move; with `verify`, what was written is read back; with `create`, the store is made where there is none; with
+        `dry_run`, the result says what would travel.
+
+        Raises `NotFound` for a ref or store that is not there, `InvalidInput` for a store that cuts chunks otherwise, `Conflict` before
+        anything is sent if a tag would move, `Unavailable` if storage fails. Commits that are damaged here are named in the result.
+        """
+        options = MirrorOptions(tags, force, verify)
+        wanted = choose(self._opening, refs, run=run or (self.run if refs else None), ancestors=ancestors)
+        with other_end(to, like=self._opening.config if create else None, storage_options=storage_options) as target:
+            return mirror(self._opening, target, wanted, options, self._threads, dry_run=dry_run, progress=progress)
+
+    def pull(
+        self,
+        source: str | os.PathLike[str],
+        *refs: str | int,
+        run: str | None = None,
+        ancestors: bool = False,
+        tags: bool = True,
+        force: bool = False,
+        verify: bool = False,
+        dry_run: bool = False,
+        storage_options: Mapping[str, Any] | None = None,
+        progress: Progress = silent,
+    ) -> Mirrored:
+        """Bring commits of the store at `source` into this one; as `push`, the other way round. `refs` are looked for there."""
+        self._opening.check_writable()
+        options = MirrorOptions(tags, force, verify)
+        with other_end(source, read_only=True, storage_options=storage_options) as origin:
+            wanted = choose(origin, refs, run=run or (self.run if refs else None), ancestors=ancestors)
+            return mirror(origin, self._opening, wanted, options, self._threads, dry_run=dry_run, progress=progress)
+
+    def mirror(
+        self, to: str | os.PathLike[str], *, storage_options: Mapping[str, Any] | None = None, progress: Progress = silent
+    ) -> Mirrored:
+        """Make the store at `to`, which is made if need be, have every commit of this one and every tag mean what it means here.
+
+        What only the mirror has stays there.
+        """
+        return self.push(to, force=True, create=True, storage_options=storage_options, progress=progress)
+
+    def reindex(self) -> Reindexed:
+        """Make this host's catalog and chunk index anew from log and packs."""
+        return reindex(self._opening)
+
+    def doctor(self) -> tuple[Check, ...]:
+        """Try the storage out, and look whether the next commit will fit."""
+        return doctor(self._opening)
