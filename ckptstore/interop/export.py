@@ -179,8 +179,7 @@ def _write_torch(snapshot: Snapshot, scratch: Path, select: str, allow_pickle: b
     import torch
 
     torch.save(_state(snapshot, select, allow_pickle), scratch)
-    with open(scratch, "rb") as file:
-        os.fsync(file.fileno())
+    _sync(scratch)
     return 0
 
 
@@ -247,14 +246,21 @@ def _in_place(target: Path) -> Iterator[Path]:
     scratch = target.with_name(f".{target.stem}-{secrets.token_hex(6)}{target.suffix}")
     try:
         yield scratch
+        for folder in [path for path in scratch.rglob("*") if path.is_dir()] + [scratch] * scratch.is_dir():
+            _sync(folder)
         os.rename(scratch, target)
-        folder = os.open(target.parent, os.O_RDONLY)
-        try:
-            os.fsync(folder)
-        finally:
-            os.close(folder)
+        _sync(target.parent)
     finally:
         if scratch.is_dir():
             shutil.rmtree(scratch, ignore_errors=True)
         else:
             scratch.unlink(missing_ok=True)
+
+
+def _sync(path: Path) -> None:
+    """Make a file's bytes, or a folder's names, durable."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -9,6 +9,7 @@ import logging
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from itertools import accumulate, islice
 
 from ckptstore.core.config import PACK_BYTES_LOCAL, PACK_BYTES_REMOTE, RUN_BYTES
 from ckptstore.core.ids import CHUNK_ID_BYTES, ChunkId, CommitId, document_key
@@ -335,6 +336,7 @@ class _Carrier:
     def __init__(self, source: Opening, batches: Iterable[Sequence[Cargo]], packs: SessionPacks) -> None:
         self._source, self._batches, self._packs = source, batches, packs
         self._packer = packs.packer()
+        self._memory = bytearray(RUN_BYTES)
 
     def work(self) -> None:
         try:
@@ -346,17 +348,23 @@ class _Carrier:
             raise
 
     def _batch(self, batch: Sequence[Cargo]) -> None:
-        buffers = [[memoryview(bytearray(size)) for size in cargo.sizes] for cargo in batch]
+        buffers = self._buffers([size for cargo in batch for size in cargo.sizes])
+        ids = b"".join(chunk for cargo in batch for chunk in cargo.ids)
         with _reading_source():
-            self._source.objects.read_into(
-                b"".join(chunk for cargo in batch for chunk in cargo.ids),
-                [buffer for part in buffers for buffer in part],
-                describe=lambda i: "on its way to a mirror",
-            )
-        for cargo, raws in zip(batch, buffers, strict=True):
+            self._source.objects.read_into(ids, buffers, describe=lambda i: "on its way to a mirror")
+        filled = iter(buffers)
+        for cargo in batch:
             codec = codecs.SPLIT_ZSTD if self._packs.codec == codecs.ZSTD and cargo.width > 1 else self._packs.codec
+            raws = list(islice(filled, len(cargo.ids)))
             self._packer.add(cargo.ids, raws, cargo.width, TENSOR, codec=codec, run_bytes=cargo.raw_bytes)
         self._packer.flush()
+
+    def _buffers(self, sizes: Sequence[int]) -> list[memoryview]:
+        """Memory for chunks of `sizes`: the same for every batch, as fresh memory costs as much as the copy into it."""
+        if sum(sizes) > len(self._memory):  # chunks may be larger than a run
+            self._memory = bytearray(sum(sizes))
+        memory, ends = memoryview(self._memory), list(accumulate(sizes))
+        return [memory[end - size : end] for size, end in zip(sizes, ends, strict=True)]
 
 
 def _metadata_kinds(document: CommitDocument) -> dict[ChunkId, int]:

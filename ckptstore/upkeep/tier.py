@@ -85,16 +85,18 @@ class Tier:
 
     def close(self) -> None:
         """Send what can be sent; if the mirror is away, the next process that opens the store goes on."""
-        if not self.flush():
-            logger.warning("not everything in %s has reached %s; it is sent when the store is opened again", self._own.url, self.place)
-        with self._changed:
-            self._closing = True
-            self._changed.notify_all()
-        self._thread.join()
-        self._threads.close()
-        self._own.close()
-        if self._remote:
-            self._remote[1].close()
+        try:
+            if not self.flush():
+                logger.warning("not everything in %s has reached %s; it is sent when the store is opened again", self._own.url, self.place)
+        finally:
+            with self._changed:
+                self._closing = True
+                self._changed.notify_all()
+            self._thread.join()
+            self._threads.close()
+            self._own.close()
+            if self._remote:
+                self._remote[1].close()
 
     # -- reading --
 
@@ -193,11 +195,20 @@ class Tier:
     def _send(self) -> None:
         remote = self._opened()
         done = mirror(self._own, remote, all_commits(self._own.log.replay()), MirrorOptions(force=True), self._threads)
-        if self._damaged or done.damaged:
-            self._damaged = False
-            repair(ground_of(self._own), mirrors=[remote.backend], apply=True, share=Share())
+        self._damaged = self._damaged or bool(done.damaged)
+        if self._damaged:
+            self._heal(remote)
         if self._keep:
             self._trim(remote.log.replay())
+
+    def _heal(self, remote: Opening) -> None:
+        """Bring back what is damaged here. What is found damaged meanwhile, or could not be healed, has its turn the next time."""
+        self._damaged = False
+        try:
+            repair(ground_of(self._own), mirrors=[remote.backend], apply=True, share=Share())
+        except BaseException:
+            self._damaged = True
+            raise
 
     def _trim(self, arrived: State) -> None:
         """Forget here what no policy keeps and the mirror has."""

@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+import ckptstore
+from tests.crash.works import CHUNK_BYTES, small
 from tests.faults.nursery import Nursery
 
 
@@ -17,6 +19,14 @@ def scratch() -> Iterator[Path]:
     memory = Path("/dev/shm")
     with tempfile.TemporaryDirectory(prefix="ckptstore-", dir=memory if memory.is_dir() else None) as place:
         yield Path(place)
+
+
+def store_of(place: Path, steps: int) -> Path:
+    """A store at `place` with a small commit for each of `steps`."""
+    with ckptstore.open(place, chunk_bytes=CHUNK_BYTES) as store:
+        for step in range(steps):
+            store.commit(small(step), step=step)
+    return place
 
 
 @pytest.fixture

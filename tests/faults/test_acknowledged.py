@@ -12,7 +12,8 @@ from ckptstore.errors import Unavailable
 from ckptstore.index.catalog import Catalog
 from ckptstore.index.chunks import environment
 from ckptstore.objects.local import LocalBackend
-from tests.crash.works import CHUNK_BYTES, small
+from tests.crash.works import small
+from tests.faults.fixtures import store_of
 from tests.faults.witness import assert_same, view_of
 
 STEP = 2
@@ -20,11 +21,7 @@ STEP = 2
 
 @pytest.fixture
 def template(scratch: Path) -> Path:
-    place = scratch / "store"
-    with ckptstore.open(place, chunk_bytes=CHUNK_BYTES) as store:
-        for step in range(STEP):
-            store.commit(small(step), step=step)
-    return place
+    return store_of(scratch / "store", STEP)
 
 
 def _refuse(*_: object) -> None:

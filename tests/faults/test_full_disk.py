@@ -13,8 +13,9 @@ from ckptstore.engine.reserve import RESERVE_KEY
 from ckptstore.errors import NoSpace, Unavailable
 from ckptstore.objects.local import LocalBackend
 from tests.cli.running import run
-from tests.crash.works import CHUNK_BYTES, small
+from tests.crash.works import small
 from tests.faults import mounts
+from tests.faults.fixtures import store_of
 from tests.faults.mounts import free_bytes, leave_free, small_disk
 from tests.faults.nursery import Nursery
 from tests.faults.witness import assert_no_garbage_after_gc, assert_sound, view_of
@@ -35,11 +36,7 @@ def _mountable() -> None:
 
 @pytest.fixture
 def template(scratch: Path) -> Path:
-    place = scratch / "template"
-    with ckptstore.open(place, chunk_bytes=CHUNK_BYTES) as store:
-        for step in range(STEP):
-            store.commit(small(step), step=step)
-    return place
+    return store_of(scratch / "template", STEP)
 
 
 @pytest.fixture

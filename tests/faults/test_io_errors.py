@@ -10,8 +10,9 @@ import pytest
 
 import ckptstore
 from ckptstore.history.log import APPEND_TIMEOUT_S
-from tests.crash.works import CHUNK_BYTES, STORE, WORKS, small
+from tests.crash.works import STORE, WORKS, small
 from tests.faults import strace
+from tests.faults.fixtures import store_of
 from tests.faults.nursery import Nursery
 from tests.faults.strace import every_call, traced
 from tests.faults.witness import assert_sound, view_of
@@ -30,11 +31,7 @@ def _traceable() -> None:
 
 @pytest.fixture
 def template(scratch: Path) -> Path:
-    place = scratch / "template"
-    with ckptstore.open(place, chunk_bytes=CHUNK_BYTES) as store:
-        for step in range(STEP):
-            store.commit(small(step), step=step)
-    return place
+    return store_of(scratch / "template", STEP)
 
 
 def _places(deed: str, calls: str, template: Path, scratch: Path, nursery: Nursery) -> list[tuple[str, int]]:

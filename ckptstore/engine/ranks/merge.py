@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 from ckptstore.core.model import LeafKind, Node, Schema, Shape
 from ckptstore.engine.ranks.describe import RankTree
+from ckptstore.state.containers import leaves_of
 
 RANKS = "ranks"
 """The node type whose children are under the numbers of the ranks that have them."""
@@ -154,7 +155,7 @@ class _Merger:
 
     def _depth(self, nodes: Sequence[tuple[int, Node | int]]) -> int:
         """How many segments the paths of all leaves below `nodes` have in common."""
-        paths = [self._trees[rank].schema.paths[leaf].split("/") for rank, node in nodes for leaf in _leaves_of(node)]
+        paths = [self._trees[rank].schema.paths[leaf].split("/") for rank, node in nodes for leaf in leaves_of(node)]
         shortest = min(map(len, paths), default=0)
         return next((i for i in range(shortest) if len({path[i] for path in paths}) > 1), shortest)
 
@@ -191,14 +192,6 @@ def _same_ranks(a: MergedLeaf, b: MergedLeaf) -> bool:
 
 def _has_elements(tree: RankTree, leaf: int) -> bool:
     return leaf not in tree.held or bool(tree.held[leaf].boxes)
-
-
-def _leaves_of(node: Node | int) -> Iterator[int]:
-    if isinstance(node, int):
-        yield node
-    else:
-        for child in node.children:
-            yield from _leaves_of(child)
 
 
 def _hashable(key: Any) -> Any:

@@ -7,6 +7,7 @@ from ckptstore.core.model import Node, Schema
 from ckptstore.engine.checkout import Tree
 from ckptstore.engine.ranks.merge import RANKS
 from ckptstore.errors import InvalidInput
+from ckptstore.state.containers import leaves_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,11 +82,11 @@ class _View:
         return Node(node.type, tuple(child for _, child in there), keys, node.attrs)
 
     def _choose(self, node: Node) -> Node | int | None:
-        depth = _depth([self._schema.paths[leaf] for child in node.children for leaf in _leaves_of(child)], node.keys or ())
+        depth = _depth([self._schema.paths[leaf] for child in node.children for leaf in leaves_of(child)], node.keys or ())
         for rank, child in zip(node.keys or (), node.children, strict=True):
             if rank == self._viewer.owner:
                 return self.visit(child, depth)
-        paths = [self._schema.paths[leaf] for leaf in _leaves_of(node)][:1]
+        paths = [self._schema.paths[leaf] for leaf in leaves_of(node)][:1]
         self.ownerless.append(("/".join((paths or ["?"])[0].split("/")[:depth]), list(node.keys or ())))
         return None
 
@@ -109,11 +110,3 @@ def _depth(paths: Sequence[str], ranks: Sequence[int]) -> int:
     if len(names) == 1:
         return shortest - 1
     return next((i for i in range(shortest) if len({path[i] for path in split}) > 1), shortest - 1)
-
-
-def _leaves_of(node: Node | int) -> Iterator[int]:
-    if isinstance(node, int):
-        yield node
-    else:
-        for child in node.children:
-            yield from _leaves_of(child)
