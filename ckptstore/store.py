@@ -5,7 +5,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
 from types import TracebackType
@@ -345,8 +345,14 @@ class Store(Keeping):
         Raises what an asynchronous commit failed with if nobody has seen it, after everything was closed.
         """
         failed = self._async.drain()
-        if self._tier:
-            self._tier.close()
+        with ExitStack() as closing:
+            closing.callback(self._let_go)
+            if self._tier:
+                closing.callback(self._tier.close)
+        if failed:
+            raise failed
+
+    def _let_go(self) -> None:
         with self._lock:
             self._async.close()
             if "_hired" in self.__dict__:
@@ -354,8 +360,6 @@ class Store(Keeping):
             self._threads.close()
             self._reading.close()
             self._opening.close()
-        if failed:
-            raise failed
 
     @cached_property
     def _committer(self) -> Committer:

@@ -170,3 +170,16 @@ def test_without_a_mirror_there_is_nothing_to_wait_for(place: Path) -> None:
     with ckptstore.open(place) as store:
         store.commit(state(0), step=0)
         assert store.flush_mirror()
+
+
+def test_an_error_of_our_own_in_the_upload_is_raised_by_close_and_leaves_nothing_open(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> None:
+        raise AssertionError("a mistake in this code")
+
+    before = set(threading.enumerate())
+    monkeypatch.setattr(tier.Tier, "_send", fail)
+    store = opened(place)
+    store.commit(state(1), step=1)
+    with pytest.raises(RuntimeError, match="ended by an error of its own"):
+        store.close()
+    assert not [thread.name for thread in threading.enumerate() if thread not in before]
