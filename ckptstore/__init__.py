@@ -15,6 +15,7 @@ from ckptstore.errors import Busy, Cancelled, CkptStoreError, Conflict, Corrupt,
 if TYPE_CHECKING:
     from ckptstore.access import clone, open
     from ckptstore.engine.progress import CommitProgress
+    from ckptstore.pointing import open_pointer, write_pointer
     from ckptstore.snapshot import Snapshot
     from ckptstore.state.stateful import RNGState, StateDict
     from ckptstore.state.values import register_class, register_value
@@ -48,13 +49,17 @@ __all__ = [
     "__version__",
     "clone",
     "open",
+    "open_pointer",
     "register_class",
     "register_value",
+    "write_pointer",
 ]
 
 _LATER = {
     "clone": "ckptstore.access",
     "open": "ckptstore.access",
+    "open_pointer": "ckptstore.pointing",
+    "write_pointer": "ckptstore.pointing",
     "Store": "ckptstore.store",
     "PendingCommit": "ckptstore.store",
     "CommitProgress": "ckptstore.engine.progress",

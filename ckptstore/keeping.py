@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, closing
 from typing import Any
 
-from ckptstore.engine.naming import find_commit
+from ckptstore.engine.naming import AnyRef, find_commit
 from ckptstore.engine.opening import Opening
 from ckptstore.engine.transfer import Threads
 from ckptstore.errors import InvalidInput
@@ -34,7 +34,7 @@ class Keeping:
     _threads: Threads
 
     def forget(
-        self, what: Policy | str | int | Sequence[Policy | str | int], *, all_runs: bool = False, dry_run: bool = False
+        self, what: Policy | AnyRef | Sequence[Policy | AnyRef], *, all_runs: bool = False, dry_run: bool = False
     ) -> ForgetPlan:
         """Forget commits: those that `what` names (refs), or those of this run that no policy of `what` keeps, in `all_runs` if wanted.
 
@@ -44,7 +44,7 @@ class Keeping:
         Raises `InvalidInput` for nothing to go by, `Conflict` for a named commit that may not go.
         """
         self._opening.check_writable()
-        wanted = [what] if isinstance(what, Policy | str | int) else list(what)
+        wanted = list(what) if isinstance(what, Sequence) and not isinstance(what, str) else [what]
         policies = [item for item in wanted if isinstance(item, Policy)]
         refs = [item for item in wanted if not isinstance(item, Policy)]
         if policies and refs:
@@ -57,13 +57,13 @@ class Keeping:
             self._opening.follow()
         return plan
 
-    def undelete(self, refs: str | int | Sequence[str | int]) -> None:
+    def undelete(self, refs: AnyRef | Sequence[AnyRef]) -> None:
         """Bring forgotten commits back, by their ids or the beginnings of them.
 
         Raises `NotFound` for one that a gc has purged, `Conflict` for one that is not forgotten.
         """
         self._opening.check_writable()
-        wanted = [refs] if isinstance(refs, str | int) else refs
+        wanted = list(refs) if isinstance(refs, Sequence) and not isinstance(refs, str) else [refs]
         undelete(self._opening, [find_commit(self._opening, ref, self.run).id for ref in wanted])
         self._opening.follow()
 
@@ -117,7 +117,7 @@ class Keeping:
     def push(
         self,
         to: str | os.PathLike[str],
-        *refs: str | int,
+        *refs: AnyRef,
         run: str | None = None,
         ancestors: bool = False,
         tags: bool = True,
@@ -146,7 +146,7 @@ class Keeping:
     def pull(
         self,
         source: str | os.PathLike[str],
-        *refs: str | int,
+        *refs: AnyRef,
         run: str | None = None,
         ancestors: bool = False,
         tags: bool = True,

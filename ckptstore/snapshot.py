@@ -3,7 +3,8 @@
 from collections.abc import Callable, Mapping, MutableMapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from typing import TYPE_CHECKING, Any, cast
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Self, cast
 
 from ckptstore.core.geometry import box_of_region
 from ckptstore.core.globs import selector
@@ -66,6 +67,7 @@ class Snapshot:
         self._reader = reader
         self._document = document
         self._restoring, self._restored = restoring, restored
+        self._closing: Callable[[], None] = lambda: None
         self._read_trees: dict[str, Tree] = {}
         self.id = commit
         self.tags = tags
@@ -74,6 +76,20 @@ class Snapshot:
     def __repr__(self) -> str:
         step = "" if self.step is None else f", step={self.step}"
         return f"<Snapshot {self.id[:12]} run={self.run}{step}>"
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Close the store if it was opened for this snapshot alone (`ckptstore.open_pointer`); nothing else is held. Idempotent."""
+        self._closing()
+
+    def close_with(self, closing: Callable[[], None]) -> None:
+        """Have `close` call `closing`, which may be called again."""
+        self._closing = closing
 
     @property
     def run(self) -> str:

@@ -21,7 +21,7 @@ from ckptstore.engine.commit import CommitStats, Committed, Committer
 from ckptstore.engine.compare import Difference, compare
 from ckptstore.engine.hiring import HiredCommitter
 from ckptstore.engine.label import Label, label_of
-from ckptstore.engine.naming import find_commit
+from ckptstore.engine.naming import AnyRef, find_commit, through_pointers
 from ckptstore.engine.opening import Opening
 from ckptstore.engine.pending import Pending
 from ckptstore.engine.progress import CommitProgress, Watch
@@ -258,13 +258,13 @@ class Store(Keeping):
         if failed:
             raise failed
 
-    def checkout(self, ref: str | int = "latest") -> Snapshot:
+    def checkout(self, ref: AnyRef = "latest") -> Snapshot:
         """A read handle on a commit: a step (int) of this run, a tag, a commit id or its beginning, `"latest"`, `"run@100"`, `"latest~2"`,
-        `"best:val_loss"`.
+        `"best:val_loss"`, the path of a pointer file, a snapshot.
 
         Raises `NotFound` naming near ones, `InvalidInput` for an ambiguous ref, `Corrupt` for a damaged commit document.
         """
-        reader, info = self._find(ref)
+        reader, info = through_pointers(ref, self._find)
         return self._snapshot(info, reader)
 
     def resume(
@@ -321,7 +321,7 @@ class Store(Keeping):
         """Every tag and the commit it names."""
         return {info.name: info.commit for info in self._opening.queries().tags()}
 
-    def tag(self, name: str, ref: str | int = "latest") -> None:
+    def tag(self, name: str, ref: AnyRef = "latest") -> None:
         """Let `name` mean the commit `ref`, moving it if it meant another."""
         set_tag(self._opening, self._reader, check_tag(name), self._resolve(ref))
         self._wake_tier()
@@ -330,7 +330,7 @@ class Store(Keeping):
         """Remove a tag; the commit stays. Raises `NotFound` for a tag that is not there."""
         remove_tag(self._opening, name)
 
-    def diff(self, a: str | int, b: str | int) -> Difference:
+    def diff(self, a: AnyRef, b: AnyRef) -> Difference:
         """What changed from commit `a` to commit `b`, leaf by leaf."""
         return compare(*(self._snapshot(self._resolve(ref)).trees for ref in (a, b)))
 
@@ -385,7 +385,7 @@ class Store(Keeping):
     def _reader(self) -> Reader:
         return Reader(self._opening.config, self._opening.objects, self._reading)
 
-    def _resolve(self, ref: str | int) -> Resolved:
+    def _resolve(self, ref: AnyRef) -> Resolved:
         return find_commit(self._opening, ref, self.run)
 
     def _candidates(self, peers: Peers) -> list[Resolved]:

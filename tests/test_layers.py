@@ -17,7 +17,15 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("errors", "text"),
     ("core",),
     ("objects", "history"),
-    ("objects.backend", "objects.local", "objects.remote", "objects.s3", "objects.s3_requests", "objects.s3_upload"),
+    (
+        "objects.backend",
+        "objects.local",
+        "objects.pointers",
+        "objects.remote",
+        "objects.s3",
+        "objects.s3_requests",
+        "objects.s3_upload",
+    ),
     (
         "objects.footers",
         "objects.packing",
@@ -31,7 +39,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ),
     ("engine",),
     ("upkeep",),
-    ("access", "keeping", "store", "snapshot", ""),
+    ("access", "keeping", "pointing", "store", "snapshot", ""),
     ("cli", "web", "interop", "__main__"),
 )
 """From the ground up. A module belongs to the longest prefix that names it; `""` is `ckptstore/__init__.py`."""

@@ -14,6 +14,7 @@ from ckptstore.cli.tables import Column, Table
 from ckptstore.cli.trees import reading, trees_of
 from ckptstore.cli.wording import commit_text, type_text, value_text
 from ckptstore.engine.compare import LeafChange, compare
+from ckptstore.engine.naming import find_id
 from ckptstore.text import bytes_text
 
 if TYPE_CHECKING:
@@ -60,9 +61,9 @@ class Row:
 
 
 def run(args: Namespace, screen: Screen) -> Exit:
-    with opened(args) as store:
+    with opened(args, args.a, args.b) as store:
         queries = store.queries()
-        infos = [queries.commit(queries.resolve(ref, args.run)) for ref in (args.a, args.b)]
+        infos = [queries.commit(find_id(queries, ref, args.run)) for ref in (args.a, args.b)]
         with reading(store) as reader:
             before, after = (trees_of(reader, info) for info in infos)
         found = compare(before, after)

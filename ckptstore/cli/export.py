@@ -11,7 +11,7 @@ from ckptstore.text import bytes_text, count_text
 
 
 def run(args: Namespace, screen: Screen) -> Exit:
-    with opened(args) as opening:
+    with opened(args, args.ref) as opening:
         from ckptstore.core.settings import Settings
         from ckptstore.interop.export import export
         from ckptstore.store import Store

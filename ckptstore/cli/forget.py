@@ -9,6 +9,7 @@ from ckptstore.cli.screen import Screen
 from ckptstore.cli.stores import opened
 from ckptstore.cli.tables import Column, Table
 from ckptstore.cli.wording import short, step_text
+from ckptstore.engine.naming import find_id
 from ckptstore.text import count_text
 from ckptstore.upkeep.forget import forget_by_policy, forget_commits
 from ckptstore.upkeep.retention import KeepBest, KeepEverySteps, KeepLast, KeepPeriods, KeepWithin, Period, Policy
@@ -24,12 +25,12 @@ def run(args: Namespace, screen: Screen) -> Exit:
     policies = _policies(args)
     if policies and args.refs:
         raise UsageError("--keep options say what stays, REFs what goes: give one or the other", COMMAND)
-    with opened(args) as store:
+    with opened(args, *args.refs) as store:
         if not args.dry_run:
             store.check_writable()
         if args.refs:
             queries = store.queries()
-            plan = forget_commits(store, [queries.resolve(ref, args.run) for ref in args.refs], dry_run=args.dry_run)
+            plan = forget_commits(store, [find_id(queries, ref, args.run) for ref in args.refs], dry_run=args.dry_run)
         else:
             plan = forget_by_policy(store, policies, run=args.run, dry_run=args.dry_run)
         if not args.dry_run:

@@ -14,6 +14,7 @@ from ckptstore.cli.wording import short, step_text, value_text
 from ckptstore.core.globs import selector
 from ckptstore.core.ids import CHUNK_ID_BYTES, CommitId
 from ckptstore.core.model import CommitInfo, Shape
+from ckptstore.engine.naming import find_id
 from ckptstore.engine.near import near
 from ckptstore.engine.opening import Opening
 from ckptstore.errors import InvalidInput, NotFound
@@ -36,7 +37,7 @@ class Row:
 
 
 def run(args: Namespace, screen: Screen) -> Exit:
-    with opened(args) as store:
+    with opened(args, args.ref) as store:
         queries = store.queries()
         info = queries.commit(_resolve(queries, args))
         everything = _rows(store, queries, info, content=args.long)
@@ -61,7 +62,7 @@ def run(args: Namespace, screen: Screen) -> Exit:
 
 def _resolve(queries: Queries, args: Namespace) -> CommitId:
     try:
-        return queries.resolve(args.ref, args.run)
+        return find_id(queries, args.ref, args.run)
     except (NotFound, InvalidInput) as error:
         if not args.globs:
             error.add_note(f"to list leaves of the newest commit, say `ckptstore ls latest '{args.ref}'`")

@@ -39,7 +39,7 @@ def _ends(args: Namespace, stack: ExitStack) -> tuple[Opening, Opening]:
     """Source and target. Only `clone`, and `push --create`, make a store."""
     try:
         if args.command == "push":
-            source = stack.enter_context(opened(args))
+            source = stack.enter_context(opened(args, *args.refs))
             return source, stack.enter_context(other_end(args.other, like=source.config if args.create else None))
         source = stack.enter_context(other_end(args.other, read_only=True))
         if args.command == "pull":

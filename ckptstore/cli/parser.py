@@ -12,7 +12,7 @@ from ckptstore.core.config import CHUNK_BYTES, CODECS
 
 _REFS = """\
 A REF is a step, 'latest', 'best:METRIC' or 'best:METRIC:max', a tag, the beginning of a commit id (6 digits or
-more), 'RUN@STEP' or 'RUN@latest', and any of them with '~K' behind for the K-th parent."""
+more), 'RUN@STEP' or 'RUN@latest', any of them with '~K' behind for the K-th parent, and the path of a pointer file."""
 
 _EPILOG = f"""\
 {_REFS}

@@ -17,6 +17,7 @@ from ckptstore.cli.trees import leaves_of, pickles_of, tensor_bytes
 from ckptstore.cli.wording import commit_text, metric_text, short, step_text
 from ckptstore.core.ids import CommitId, pack_session
 from ckptstore.core.model import CommitInfo
+from ckptstore.engine.naming import find_id
 from ckptstore.engine.opening import Opening
 from ckptstore.errors import Corrupt, NotFound
 from ckptstore.index.queries import LeafInfo, PackInfo, Queries
@@ -29,9 +30,9 @@ RELATIVES_SHOWN = 8
 
 
 def run(args: Namespace, screen: Screen) -> Exit:
-    with opened(args) as store:
+    with opened(args, args.ref) as store:
         queries = store.queries()
-        info = queries.commit(queries.resolve(args.ref, args.run))
+        info = queries.commit(find_id(queries, args.ref, args.run))
         children = [child for child in queries.log() if info.id in child.parents]
         leaves = leaves_of(store, queries, info)
         pickles, unknown = _pickles(store, info, leaves)

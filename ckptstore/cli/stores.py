@@ -1,16 +1,21 @@
-"""Which store a command is about: `-s`, else `$CKPTSTORE`, else the nearest enclosing directory that is one."""
+"""Which store a command is about: `-s`, else `$CKPTSTORE`, else the nearest enclosing directory that is one.
+
+Where a pointer file stands for a commit, `./its/path` says the store too, and any path of one does where nothing else says it.
+"""
 
 import os
 from argparse import Namespace
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ckptstore.cli.exits import NoStore, UnusableStore
 from ckptstore.core.ids import CONFIG_KEY
+from ckptstore.engine.naming import is_path
 from ckptstore.engine.opening import Opening
 from ckptstore.errors import InvalidInput, NotFound
+from ckptstore.objects.pointers import is_pointer, read_pointer
 
 if TYPE_CHECKING:
     from ckptstore.upkeep.ground import Ground
@@ -19,9 +24,12 @@ VARIABLE = "CKPTSTORE"
 
 
 @contextmanager
-def opened(args: Namespace) -> Iterator[Opening]:
-    """The store that the command line means. Raises `NoStore`, or `UnusableStore` for something else in its place."""
-    place = find(args.store, os.environ, Path.cwd())
+def opened(args: Namespace, *refs: str) -> Iterator[Opening]:
+    """The store that the command line means, of whose commits `refs` speak.
+
+    Raises `NoStore`, or `UnusableStore` for something else in its place.
+    """
+    place = _place(args, refs)
     try:
         opening = Opening(place, index=args.index)
     except NotFound as error:
@@ -48,6 +56,17 @@ def standing(args: Namespace) -> Iterator["Ground"]:
         except InvalidInput as error:
             raise UnusableStore(str(error)) from error
         yield ground
+
+
+def _place(args: Namespace, refs: Sequence[str]) -> str:
+    if not args.store and (path := next(filter(is_path, refs), None)):
+        return read_pointer(path).store
+    try:
+        return find(args.store, os.environ, Path.cwd())
+    except NoStore:
+        if path := next(filter(is_pointer, refs), None):
+            return read_pointer(path).store
+        raise
 
 
 def find(named: str | None, environment: Mapping[str, str], directory: Path) -> str:

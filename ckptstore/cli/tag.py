@@ -12,6 +12,7 @@ from ckptstore.cli.tables import Column, Table
 from ckptstore.cli.trees import reading
 from ckptstore.cli.wording import commit_text, first_line, short, step_text
 from ckptstore.core.ids import check_tag
+from ckptstore.engine.naming import find_id
 from ckptstore.engine.near import near
 from ckptstore.engine.opening import Opening
 from ckptstore.errors import NotFound
@@ -20,7 +21,7 @@ from ckptstore.errors import NotFound
 def run(args: Namespace, screen: Screen) -> Exit:
     if args.delete and args.name:
         raise UsageError("-d removes tags and takes no other arguments", "ckptstore tag")
-    with opened(args) as store:
+    with opened(args, *filter(None, [args.ref])) as store:
         if args.delete:
             return _remove(store, screen, args.delete)
         if args.name:
@@ -76,7 +77,7 @@ def _set(store: Opening, screen: Screen, name: str, ref: str, run: str | None) -
     from ckptstore.engine.tagging import set_tag
 
     queries = store.queries()
-    info = queries.commit(queries.resolve(ref, run))
+    info = queries.commit(find_id(queries, ref, run))
     before = next((tag.commit for tag in queries.tags() if tag.name == name), None)
     with reading(store) as reader:
         set_tag(store, reader, name, info)

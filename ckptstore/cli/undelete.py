@@ -6,13 +6,15 @@ from ckptstore.cli.exits import Exit
 from ckptstore.cli.screen import Screen
 from ckptstore.cli.stores import opened
 from ckptstore.cli.wording import commit_text
+from ckptstore.engine.naming import find_id
 from ckptstore.upkeep.forget import undelete
 
 
 def run(args: Namespace, screen: Screen) -> Exit:
-    with opened(args) as store:
+    with opened(args, *args.refs) as store:
         store.check_writable()
-        infos = store.queries().commits(args.refs)
+        queries = store.queries()
+        infos = [queries.commit(find_id(queries, ref, None)) for ref in args.refs]
         undelete(store, [info.id for info in infos])
         store.follow()
         if screen.json:

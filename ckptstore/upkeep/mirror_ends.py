@@ -7,7 +7,7 @@ from typing import Any
 
 from ckptstore.core.config import StoreConfig
 from ckptstore.core.ids import CommitId
-from ckptstore.engine.naming import find_commit
+from ckptstore.engine.naming import AnyRef, find_commit
 from ckptstore.engine.opening import Opening, init_store
 from ckptstore.errors import Conflict, InvalidInput, NotFound
 from ckptstore.upkeep.mirror_plan import all_commits, with_ancestors
@@ -40,7 +40,7 @@ def other_end(
         opening.close()
 
 
-def choose(source: Opening, refs: Sequence[str | int], *, run: str | None, ancestors: bool = False) -> frozenset[CommitId]:
+def choose(source: Opening, refs: Sequence[AnyRef], *, run: str | None, ancestors: bool = False) -> frozenset[CommitId]:
     """The commits that `refs` name, with `ancestors` all that they descend from; without refs all commits of `run`, or of all runs.
 
     Raises `NotFound` and `InvalidInput` for refs as `checkout` does.
