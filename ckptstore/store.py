@@ -15,12 +15,14 @@ from ckptstore.core.ids import CommitId, check_tag
 from ckptstore.core.model import CommitDocument, CommitInfo
 from ckptstore.core.refs import Latest, parse_ref
 from ckptstore.core.settings import Settings
-from ckptstore.engine.asynchronous import AsyncCommits, Descent, Made, Overlap, Staging, Wish
+from ckptstore.engine.asynchronous import AsyncCommits, Made, Overlap, Staging, Wish
 from ckptstore.engine.checkout import Reader
 from ckptstore.engine.commit import CommitStats, Committed, Committer
 from ckptstore.engine.compare import Difference, compare
+from ckptstore.engine.descent import Descent
 from ckptstore.engine.hiring import HiredCommitter
 from ckptstore.engine.label import Label, label_of
+from ckptstore.engine.look_up import LookUp
 from ckptstore.engine.naming import AnyRef, find_commit, through_pointers
 from ckptstore.engine.opening import Opening
 from ckptstore.engine.pending import Pending
@@ -87,6 +89,7 @@ class Store(Keeping):
         self._async = AsyncCommits(
             self._commit_staged,
             self._descent,
+            lambda: LookUp(opening.config, opening.objects, opening.log),
             max_in_flight=settings.max_in_flight,
             staging_bytes=settings.staging_bytes,
             shared=settings.executor == "process",
@@ -197,6 +200,7 @@ class Store(Keeping):
         overlap: Overlap = "wait",
         staging: Staging = "eager",
         trust_version: bool = False,
+        dedup_first: bool = False,
         on_progress: Callable[[CommitProgress], object] | None = None,
         process_group: Any = None,
     ) -> PendingCommit:
@@ -210,6 +214,7 @@ class Store(Keeping):
         With `staging="lazy"` the call returns before parameters and optimizer state have been copied: that happens while forward and
         backward run, and the next step of an optimizer waits for it. Whoever writes to them elsewhere calls `pending.wait_staged()` first.
         With `trust_version`, frozen parameters that torch has not seen written since the last commit are neither copied nor hashed.
+        With `dedup_first`, the call hashes the state and copies only what the store lacks: less memory, a longer call where much is new.
 
         Raises what `commit` raises for a state that cannot be stored, and what an earlier asynchronous commit failed with if nobody has
         seen it: then this one was not begun. Several ranks cannot commit together in the background: where torch.distributed is initialized
@@ -219,7 +224,7 @@ class Store(Keeping):
             raise InvalidInput('commit_async cannot commit for several ranks together: call commit, or pass process_group="alone"')
         self._opening.check_writable()
         label = label_of(self.run, step, tag, message, metrics)
-        return self._async.start(app_state, label, Wish(overlap, staging, trust_version, allow_pickle, on_progress))
+        return self._async.start(app_state, label, Wish(overlap, staging, trust_version, dedup_first, allow_pickle, on_progress))
 
     def every(
         self,

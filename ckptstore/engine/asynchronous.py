@@ -2,25 +2,28 @@
 
 import os
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Generic, Literal, NamedTuple, TypeAlias, TypeVar
 
 from ckptstore.core.ids import CommitId
 from ckptstore.engine.background import Background
+from ckptstore.engine.descent import Descent, parents_of
 from ckptstore.engine.label import Label
 from ckptstore.engine.lazy import LazyCopy
+from ckptstore.engine.loan import Loan, PendingWatch
+from ckptstore.engine.look_up import LookUp
 from ckptstore.engine.pending import Pending
-from ckptstore.engine.plan import Run
 from ckptstore.engine.progress import CommitProgress, Milestone, Watch
 from ckptstore.engine.transfer import Threads
-from ckptstore.errors import Busy, Conflict, InvalidInput
+from ckptstore.errors import Busy, InvalidInput
 from ckptstore.state.arenas import Arena, ArenaPool, default_budget
 from ckptstore.state.flat import Flat
 from ckptstore.state.flatten import flatten
 from ckptstore.state.optimizers import StepHooks, changed_by_steps, optimizers_in, versions
-from ckptstore.state.staging import StagingPlan, leaves_of, plan_staging, stage, with_leaves
+from ckptstore.state.staging import LookedUp, StagingPlan, leaves_of, plan_staging, stage, with_leaves
 from ckptstore.state.trust import Candidate, Trust
 from ckptstore.text import bytes_text
 
@@ -40,6 +43,7 @@ class Wish:
     overlap: Overlap = "wait"
     staging: Staging = "eager"
     trust_version: bool = False
+    dedup_first: bool = False
     allow_pickle: bool = False
     on_progress: Callable[[CommitProgress], object] | None = None
 
@@ -48,36 +52,8 @@ class Wish:
             raise InvalidInput(f"overlap is {self.overlap!r}; wanted 'wait' or 'skip'")
         if self.staging not in ("eager", "lazy"):
             raise InvalidInput(f"staging is {self.staging!r}; wanted 'eager' or 'lazy'")
-
-
-class Descent:
-    """Which commit the next one descends from: the one committed, put in flight or restored last."""
-
-    def __init__(self) -> None:
-        self._tip: CommitId | Pending[Any] | None = None
-        self._lock = threading.Lock()
-
-    def now(self, commit: CommitId) -> None:
-        """The next commit descends from `commit`."""
-        with self._lock:
-            self._tip = commit
-
-    def then(self, pending: Pending[Any]) -> CommitId | Pending[Any] | None:
-        """The next commit descends from `pending`; gives what `pending` itself descends from."""
-        with self._lock:
-            before, self._tip = self._tip, pending
-            return before
-
-    def parents(self) -> tuple[CommitId, ...]:
-        """The parents of a commit made now, with nothing in flight."""
-        with self._lock:
-            return parents_of(self._tip)
-
-
-def parents_of(tip: CommitId | Pending[Any] | None) -> tuple[CommitId, ...]:
-    """The parents that `tip` stands for; none means the run's newest commit. A pending commit must have ended."""
-    commit = tip.tip if isinstance(tip, Pending) else tip
-    return (commit,) if commit else ()
+        if self.dedup_first and self.staging == "lazy":
+            raise InvalidInput("dedup_first reads the whole state within the call, which staging='lazy' is there to avoid; choose one")
 
 
 class AsyncCommits(Generic[S]):
@@ -90,6 +66,7 @@ class AsyncCommits(Generic[S]):
         self,
         commit: Callable[[Mapping[str, Flat], Arena, Label, Pending[S], Watch], "Made[S]"],
         descent: Descent,
+        look_up: Callable[[], LookUp],
         *,
         max_in_flight: int,
         staging_bytes: int | None,
@@ -97,7 +74,7 @@ class AsyncCommits(Generic[S]):
         place: str,
     ) -> None:
         self._shared = shared
-        self._commit, self._descent, self._staging_bytes = commit, descent, staging_bytes
+        self._commit, self._descent, self._look_up, self._staging_bytes = commit, descent, look_up, staging_bytes
         self._background = Background(max_in_flight, place)
         self._copiers = Threads(min(len(os.sched_getaffinity(0)), COPYING_THREADS))
         self._stagers = Threads(1)
@@ -113,11 +90,11 @@ class AsyncCommits(Generic[S]):
 
     def start(self, app_state: Mapping[str, Any], label: Label, wish: Wish) -> Pending[S]:
         """Stage `app_state` and let its commit go on in the background."""
-        with self._calls:
+        with self._calls, ExitStack() as taken:
             pending: Pending[S] = Pending(label.step, wish.on_progress)
             if not self._background.admit(wait=wish.overlap == "wait"):
                 return _skipped(pending, "another commit is in flight")
-            state = self._plan(app_state, wish)
+            state = self._plan(app_state, wish, taken)
             pending.state_bytes = sum(source.nbytes for source in leaves_of(state.flats))
             if self._shared and state.plan.borrowed:
                 raise InvalidInput(
@@ -127,7 +104,8 @@ class AsyncCommits(Generic[S]):
             arena = self.pool.take(state.plan.nbytes, wait=wish.overlap == "wait")
             if arena is None:
                 return _skipped(pending, f"{bytes_text(state.plan.nbytes)} of staging memory are not free")
-            job = self._stage(pending, state, arena, label)
+            taken.callback(self.pool.give, arena)
+            job = self._stage(pending, state, arena, label, taken)
             self._background.start(pending, lambda: self._finish(job))
             job.loan.wait()
             pending.reached(Milestone.HELD)
@@ -155,7 +133,7 @@ class AsyncCommits(Generic[S]):
         self._copiers.close()
         self._stagers.close()
 
-    def _plan(self, app_state: Mapping[str, Any], wish: Wish) -> "_State":
+    def _plan(self, app_state: Mapping[str, Any], wish: Wish, taken: ExitStack) -> "_State":
         flats = flatten(app_state, allow_pickle=wish.allow_pickle)
         sources = leaves_of(flats)
         paths = [path for flat in flats.values() for path in flat.schema.paths]
@@ -169,17 +147,19 @@ class AsyncCommits(Generic[S]):
             optimizers = optimizers_in(app_state)
             self._hooks.install(optimizers)
             lazy = changed_by_steps(optimizers, sources)
-        plan = plan_staging(sources, self.pool.budget_bytes, lazy)
-        return _State(with_leaves(flats, sources), plan, lazy & plan.offsets.keys(), candidates, paths)
+        flats = with_leaves(flats, sources)
+        looked_up: Mapping[int, LookedUp] = {}
+        if wish.dedup_first:
+            look_up = self._look_up()
+            taken.callback(look_up.open_session().end)
+            looked_up = look_up.find(flats, self._copiers)
+        plan = plan_staging(sources, self.pool.budget_bytes, lazy, looked_up)
+        return _State(flats, plan, lazy & plan.offsets.keys(), looked_up, candidates, paths)
 
-    def _stage(self, pending: Pending[S], state: "_State", arena: Arena, label: Label) -> "_Job[S]":
+    def _stage(self, pending: Pending[S], state: "_State", arena: Arena, label: Label, taken: ExitStack) -> "_Job[S]":
         plan, sources = state.plan, leaves_of(state.flats)
         loan = Loan(plan, [source.nbytes for source in sources])
-        try:
-            staged = stage(plan, state.flats, arena, self._copiers.spread)
-        except BaseException:
-            self.pool.give(arena)
-            raise
+        staged = stage(plan, state.flats, arena, self._copiers.spread, state.looked_up)
         lazy = None
         if plan.later:
             lazy = LazyCopy(pending, plan.later, arena, lambda: versions(sources, state.lazy), state.paths.__getitem__)
@@ -189,7 +169,7 @@ class AsyncCommits(Generic[S]):
         elif not plan.borrowed:
             pending.reached(Milestone.STAGED)
         base = self._descent.then(pending)
-        return _Job(pending, staged, arena, base, label, loan, lazy, state.candidates)
+        return _Job(pending, staged, arena, taken.pop_all(), base, label, loan, lazy, state.candidates)
 
     def _finish(self, job: "_Job[S]") -> None:
         """The rest of a commit, in the background. Raises nothing."""
@@ -198,7 +178,7 @@ class AsyncCommits(Generic[S]):
         failed: BaseException | None = None
         try:
             self._await_copy(job)
-            made = self._commit(job.staged, job.arena, replace(job.label, parents=parents), pending, _PendingWatch(pending, job.loan))
+            made = self._commit(job.staged, job.arena, replace(job.label, parents=parents), pending, PendingWatch(pending, job.loan))
             pending.tip = made.id
             self._trust.remember(job.candidates, made.ids)
         except BaseException as error:
@@ -206,7 +186,7 @@ class AsyncCommits(Generic[S]):
             if job.candidates:
                 self._trust.forget()
         finally:
-            self.pool.give(job.arena)
+            job.taken.close()
         if failed:
             failed.add_note(f"{pending.name}, in the background")
             pending.fail(failed)
@@ -230,20 +210,22 @@ class _State:
     flats: Mapping[str, Flat]
     plan: StagingPlan
     lazy: frozenset[int]
+    looked_up: Mapping[int, LookedUp]
     candidates: list[Candidate]
     paths: list[str]
 
 
 @dataclass(frozen=True, slots=True)
 class _Job(Generic[S]):
-    """A commit that has been handed over."""
+    """A commit that has been handed over. `taken` is closed when it has ended: staging memory is given back, and sessions end."""
 
     pending: Pending[S]
     staged: Mapping[str, Flat]
     arena: Arena
+    taken: ExitStack
     base: CommitId | Pending[Any] | None
     label: Label
-    loan: "Loan"
+    loan: Loan
     lazy: LazyCopy | None
     candidates: list[Candidate]
 
@@ -254,61 +236,6 @@ class Made(NamedTuple, Generic[S]):
     id: CommitId
     ids: Mapping[int, bytes]
     result: S
-
-
-class Loan:
-    """The bytes of leaves that stay the caller's: it waits until they have been written."""
-
-    def __init__(self, plan: StagingPlan, leaf_bytes: Sequence[int]) -> None:
-        self.leaves = frozenset(plan.borrowed)
-        self._left = sum(leaf_bytes[n] for n in self.leaves)
-        self._lock = threading.Lock()
-        self._settled = threading.Event()
-        if not self._left:
-            self._settled.set()
-
-    def worked(self, batch: Sequence[Run]) -> bool:
-        """Whether this was the last of it."""
-        done = sum(run.raw_bytes for run in batch if run.part.leaf in self.leaves)
-        if not done:
-            return False
-        with self._lock:
-            self._left -= done
-            return not self._left
-
-    def settle(self) -> None:
-        self._settled.set()
-
-    def wait(self) -> None:
-        self._settled.wait()
-
-
-class _PendingWatch(Watch):
-    """Tells a pending commit how far it is, and stops it when its caller called it off."""
-
-    def __init__(self, pending: Pending[Any], loan: Loan) -> None:
-        self._pending, self._loan, self._attempts = pending, loan, 0
-
-    def worked(self, batch: Sequence[Run]) -> None:
-        if self._loan.worked(batch):
-            self._pending.reached(Milestone.STAGED)
-            self._loan.settle()
-        self._pending.check()
-
-    def reached(self, milestone: Milestone) -> None:
-        self._pending.reached(milestone)
-
-    def publishing(self) -> None:
-        self._pending.publish()
-
-    def starting(self) -> None:
-        self._pending.check()
-        self._attempts += 1
-        if self._attempts > 1 and self._loan.leaves:
-            raise Conflict(
-                f"the commit would have to start anew, and {len(self._loan.leaves)} leaves that did not fit into the staging memory "
-                "may have changed since; repeat the commit, or open the store with more staging_bytes"
-            )
 
 
 def _nothing_left() -> None:

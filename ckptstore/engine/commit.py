@@ -100,7 +100,7 @@ class Committer:
         for key, flat in flats.items():
             trees.append(_Tree(key, flat, first))
             first += len(flat.leaves)
-        plan = self._plan_for([_extent(tree.flat, i) for tree in trees for i in range(len(tree.flat.leaves))], room.run_bytes)
+        plan = self._plan_for([extent_of(tree.flat, i) for tree in trees for i in range(len(tree.flat.leaves))], room.run_bytes)
         for _ in range(ATTEMPTS):
             watch.starting()
             try:
@@ -176,7 +176,8 @@ def _contents(trees: Sequence[_Tree], plan: CommitPlan, written: Written) -> Ite
         yield TreeContent(tree.key, tree.flat.schema, [_content(tree, i, inline, written) for i in range(len(tree.flat.leaves))])
 
 
-def _extent(flat: Flat, i: int) -> Extent:
+def extent_of(flat: Flat, i: int) -> Extent:
+    """What a plan must know of leaf `i`, held whole."""
     source = flat.leaves[i]
     if flat.schema.kinds[i] == "tensor" and source.nbytes:
         dtype = flat.schema.dtypes[i]

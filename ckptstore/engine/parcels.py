@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from ckptstore.core.ids import CommitId
 from ckptstore.engine.label import Label
 from ckptstore.objects.schema import decode_schema, encode_schema
-from ckptstore.state.arenas import ArenaSource
+from ckptstore.state.arenas import ArenaSource, PartSource
 from ckptstore.state.flat import Flat, Source
 
 _LENGTHS = struct.Struct(">QQ")
@@ -63,7 +63,8 @@ def _exactly(connection: socket.socket, nbytes: int) -> bytes:
 
 
 def describe(flats: Mapping[str, Flat], label: Label) -> tuple[dict[str, Any], bytes]:
-    """A staged state and its label as JSON and a blob. A leaf lies in the arena, or else its bytes or its chunks' ids lie in the blob."""
+    """A staged state and its label as JSON and a blob. A leaf lies in the arena, whole or in part, or else its bytes or its chunks' ids lie
+    in the blob."""
     blob = bytearray()
 
     def put(data: bytes | memoryview) -> list[int]:
@@ -74,7 +75,8 @@ def describe(flats: Mapping[str, Flat], label: Label) -> tuple[dict[str, Any], b
         if isinstance(source, ArenaSource):
             return {"arena": [source.offset, source.offset + source.nbytes], "width": source.width}
         if source.known_ids is not None:
-            return {"known": put(source.known_ids), "nbytes": source.nbytes, "width": source.width}
+            places = source.places if isinstance(source, PartSource) else ()
+            return {"known": put(source.known_ids), "places": places, "nbytes": source.nbytes, "width": source.width}
         memory = source.view(0, source.nbytes)
         assert memory is not None  # what is not in the arena is bytes
         return {"bytes": put(memory), "width": source.width}

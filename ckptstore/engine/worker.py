@@ -17,24 +17,11 @@ from ckptstore.engine.opening import Opening
 from ckptstore.engine.parcels import Message, close_fd, flats_from, label_from, receive, send
 from ckptstore.engine.progress import Milestone, Watch
 from ckptstore.engine.transfer import Threads
-from ckptstore.errors import Cancelled, CkptStoreError, Conflict
-from ckptstore.state.arenas import ArenaSource
+from ckptstore.errors import Cancelled, CkptStoreError
+from ckptstore.state.arenas import ArenaSource, PartSource, Place
 from ckptstore.state.flat import Source
 
 NICE = 10
-
-
-class KnownChunks:
-    """A leaf that the trainer did not hand over, since the store has its chunks."""
-
-    def __init__(self, known_ids: bytes, nbytes: int, width: int) -> None:
-        self.known_ids, self.nbytes, self.width = known_ids, nbytes, width
-
-    def view(self, start: int, stop: int) -> memoryview:
-        raise Conflict("chunks of a frozen weight that the store had when the state was staged are gone; repeat the commit")
-
-    def stage(self, start: int, stop: int, out: memoryview) -> None:
-        self.view(start, stop)
 
 
 class Worker:
@@ -86,7 +73,8 @@ class Worker:
             start, stop = leaf["arena"]
             return ArenaSource(self._arena, start, stop - start, leaf["width"])
         if "known" in leaf:
-            return KnownChunks(blob[slice(*leaf["known"])], leaf["nbytes"], leaf["width"])
+            places = [Place(*place) for place in leaf["places"]]
+            return PartSource(self._arena, places, blob[slice(*leaf["known"])], leaf["nbytes"], leaf["width"])
         start, stop = leaf["bytes"]
         return ArenaSource(memoryview(blob), start, stop - start, leaf["width"])
 

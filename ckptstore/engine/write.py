@@ -15,13 +15,13 @@ from ckptstore.core.ids import CHUNK_ID_BYTES, ChunkId, SessionId, digest, pack_
 from ckptstore.engine.plan import CommitPlan, Part, Run
 from ckptstore.engine.progress import UNWATCHED, Watch
 from ckptstore.engine.transfer import Threads, shared
-from ckptstore.errors import CkptStoreError, Conflict
+from ckptstore.errors import CkptStoreError, Conflict, NotFound
 from ckptstore.history.fold import State
 from ckptstore.objects import codecs
 from ckptstore.objects.pack import TENSOR
 from ckptstore.objects.packing import ClosedPack, OpenPack, Packer
 from ckptstore.objects.store import ObjectStore
-from ckptstore.state.flat import Source
+from ckptstore.state.flat import NotCopied, Source
 
 PARALLEL_BYTES = 4 << 20
 """A commit of fewer bytes is done by the calling thread alone: one pack instead of several, no hand-over."""
@@ -66,6 +66,25 @@ class Dedup:
         numbers = iter(self._numbers(b"".join(joined for _, _, joined in unknown)) if unknown else ())
         found = {id(run): self._fresh_run(run, ids, joined, numbers) for run, ids, joined in unknown}
         return [found.get(id(run)) or [False] * len(ids) for run, ids in runs]
+
+    def live(self, ids: bytes) -> list[bool]:
+        """Whether a live pack holds each of `ids`. Notes nothing."""
+        return [self._is_live(number) for number in self._numbers(ids)]
+
+    def read_back(self, chunk: ChunkId, nbytes: int) -> memoryview:
+        """The bytes of a chunk that a live pack held when the state was staged: a condemned pack is still read, until it is deleted.
+
+        Raises `Conflict` if it has been: then nobody has them any more.
+        """
+        data = memoryview(bytearray(nbytes))
+        try:
+            self._objects.read_into(chunk, [data])
+        except NotFound as error:
+            raise Conflict(
+                f"chunk {chunk.hex()[:12]} was in the store when the state was staged and has been collected since, so that its bytes are "
+                f"gone; repeat the commit, without an impatient gc beside it"
+            ) from error
+        return data
 
     def _known(self, run: Run, ids: bytes) -> bool:
         packs = self._runs.packs_of(run, ids)
@@ -269,8 +288,8 @@ class _Worker:
             at = (run.first - run.part.first) * CHUNK_ID_BYTES
             self._ids[run.part.leaf][at : at + len(run_ids) * CHUNK_ID_BYTES] = b"".join(run_ids)
             if any(is_new):
-                run_views = run_views or self._checked(run, run_ids)
-                self._add(run.part, list(compress(run_ids, is_new)), list(compress(run_views, is_new)))
+                new_views = list(compress(run_views, is_new)) if run_views else self._fetched(run, run_ids, is_new)
+                self._add(run.part, list(compress(run_ids, is_new)), new_views)
         self._packer.flush()
 
     def _known(self, run: Run) -> list[ChunkId]:
@@ -281,12 +300,26 @@ class _Worker:
         first = run.first - run.part.first
         return [ChunkId(ids[i * CHUNK_ID_BYTES : (i + 1) * CHUNK_ID_BYTES]) for i in range(first, first + len(run.cuts) - 1)]
 
-    def _checked(self, run: Run, ids: list[ChunkId]) -> list[memoryview]:
-        """The bytes of chunks whose ids were known, and which the store has lost meanwhile: compared, since they were not hashed."""
-        (views,) = self._views([run], lambda nbytes: memoryview(bytearray(nbytes)))  # the scratch is in use
-        if any(ChunkId(digest(view)) != chunk for chunk, view in zip(ids, views, strict=True)):
-            raise Conflict("chunks that the store had when the state was staged are gone, and their tensor has changed; repeat the commit")
-        return views
+    def _fetched(self, run: Run, ids: list[ChunkId], wanted: Sequence[bool]) -> list[memoryview]:
+        """The bytes of those chunks whose ids were known and which no live pack holds: compared, since they were not hashed."""
+        source = self._sources[run.part.leaf]
+        return [
+            self._fetch(source, chunk, start, stop) for chunk, (start, stop) in compress(zip(ids, pairwise(run.cuts), strict=True), wanted)
+        ]
+
+    def _fetch(self, source: Source, chunk: ChunkId, start: int, stop: int) -> memoryview:
+        try:
+            data = source.view(start, stop)
+            if data is None:
+                data = memoryview(bytearray(stop - start))  # the scratch is in use
+                source.stage(start, stop, data)
+        except NotCopied:
+            return self._dedup.read_back(chunk, stop - start)
+        if digest(data) != chunk:
+            raise Conflict(
+                f"bytes {start}:{stop} of a tensor were written to after they had been hashed as {chunk.hex()[:12]}; repeat the commit"
+            )
+        return data
 
     def _add(self, part: Part, ids: list[ChunkId], raws: list[memoryview]) -> None:
         self._packer.add(ids, raws, part.width, TENSOR, codec=self._codec_of(part), run_bytes=sum(map(len, raws)))

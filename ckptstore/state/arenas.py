@@ -8,11 +8,15 @@ import ctypes
 import mmap
 import os
 import threading
+from bisect import bisect_right
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
+from typing import NamedTuple
 from weakref import finalize
 
 from ckptstore.core.config import MIN_STAGING_BYTES
+from ckptstore.state.flat import NotCopied
 
 _SHARE_OF_AVAILABLE = 0.5
 
@@ -47,6 +51,33 @@ class ArenaSource:
 
     def view(self, start: int, stop: int) -> memoryview:
         return self.memory[self.offset + start : self.offset + stop]
+
+    def stage(self, start: int, stop: int, out: memoryview) -> None:
+        out[:] = self.view(start, stop)
+
+
+class Place(NamedTuple):
+    """Bytes `start:stop` of something larger lie at `offset` of an arena."""
+
+    start: int
+    stop: int
+    offset: int
+
+
+class PartSource:
+    """A leaf whose chunks' ids are known, and of which no more lies in `memory` than `places` say, in order."""
+
+    __slots__ = ("known_ids", "memory", "nbytes", "places", "width")
+
+    def __init__(self, memory: memoryview, places: Sequence[Place], known_ids: bytes, nbytes: int, width: int) -> None:
+        self.memory, self.places, self.known_ids, self.nbytes, self.width = memory, tuple(places), known_ids, nbytes, width
+
+    def view(self, start: int, stop: int) -> memoryview:
+        i = bisect_right(self.places, start, key=lambda place: place.start) - 1
+        if i < 0 or stop > self.places[i].stop:
+            raise NotCopied(f"bytes {start}:{stop} of a leaf of {self.nbytes} were left to the store")
+        offset = self.places[i].offset + start - self.places[i].start
+        return self.memory[offset : offset + stop - start]
 
     def stage(self, start: int, stop: int, out: memoryview) -> None:
         out[:] = self.view(start, stop)

@@ -7,8 +7,15 @@ from typing import Literal, NamedTuple, Protocol, TypeAlias
 from ckptstore.core.model import Box, Schema, Shape
 
 
+class NotCopied(Exception):
+    """Bytes of a source with known ids that it does not have: they were left to the store. It is for the engine, and reaches no caller."""
+
+
 class Source(Protocol):
-    """The raw bytes of one leaf: `nbytes` of them, in elements of `width` bytes. Threads may stage side by side."""
+    """The raw bytes of one leaf: `nbytes` of them, in elements of `width` bytes. Threads may stage side by side.
+
+    A source with known ids may raise `NotCopied` when it is asked for bytes, chunk by chunk.
+    """
 
     @property
     def nbytes(self) -> int: ...

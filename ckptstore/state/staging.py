@@ -1,18 +1,19 @@
 """A state, copied so that training may go on: first which bytes go where, then the copy itself, by several threads.
 
 Each byte of memory is copied once, however many leaves show it (tied weights, views). Values are encoded when the state is flattened, and
-small leaves become `bytes`; the rest goes to one arena. What does not fit is *borrowed*: those leaves, the first of the state, stay where
-they are, and the caller waits until they have been written.
+small leaves become `bytes`; the rest goes to one arena. Of leaves that were looked up, only what the store lacks is copied. What does not
+fit is *borrowed*: those leaves, the first of the state, stay where they are, and the caller waits until they have been written.
 """
 
 import ctypes
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import Protocol, TypeAlias, TypeVar
 
 from ckptstore.core.model import INLINE_BYTES
 from ckptstore.state import tensors
-from ckptstore.state.arenas import Arena, ArenaSource
+from ckptstore.state.arenas import Arena, ArenaSource, PartSource, Place
 from ckptstore.state.flat import Flat, Source
 from ckptstore.state.leaves import BytesSource, TensorSource
 
@@ -24,6 +25,8 @@ PIECE_BYTES = 8 << 20
 TASK_COPIES = 256
 
 _ALIGNMENT = 64
+
+NOTHING_LOOKED_UP: Mapping[int, "LookedUp"] = MappingProxyType({})
 
 
 class Spread(Protocol):
@@ -59,12 +62,24 @@ Copy: TypeAlias = Move | Gather
 
 
 @dataclass(frozen=True, slots=True)
+class LookedUp:
+    """A leaf that was hashed before it is copied: the ids of its chunks, and the byte ranges that no live pack of the store holds."""
+
+    ids: bytes
+    missing: tuple[tuple[int, int], ...]
+
+
+@dataclass(frozen=True, slots=True)
 class StagingPlan:
-    """What to copy into an arena of `nbytes`. Leaves are numbered through all keys: `offsets` says where a leaf will lie, `small` are those
-    that become `bytes`, `borrowed` those that stay where they are. `later` is what may be copied while training goes on."""
+    """What to copy into an arena of `nbytes`.
+
+    Leaves are numbered through all keys: `offsets` says where a leaf will lie, `parts` where what is copied of one that was looked up,
+    `small` are those that become `bytes`, `borrowed` those that stay where they are. `later` is what may be copied while training goes on.
+    """
 
     nbytes: int
     offsets: dict[int, int]
+    parts: dict[int, tuple[Place, ...]]
     small: tuple[int, ...]
     borrowed: tuple[int, ...]
     tasks: tuple[tuple[Copy, ...], ...]
@@ -79,33 +94,51 @@ def leaves_of(flats: Mapping[str, Flat]) -> list[Source]:
 def with_leaves(flats: Mapping[str, Flat], sources: Sequence[Source]) -> dict[str, Flat]:
     """The same keys with other sources, numbered through all keys."""
     numbered = iter(sources)
-    return {key: Flat(flat.schema, [next(numbered) for _ in flat.leaves]) for key, flat in flats.items()}
+    return {key: replace(flat, leaves=[next(numbered) for _ in flat.leaves]) for key, flat in flats.items()}
 
 
-def plan_staging(sources: Sequence[Source], room_bytes: int, lazy: frozenset[int] = frozenset()) -> StagingPlan:
+def plan_staging(
+    sources: Sequence[Source],
+    room_bytes: int,
+    lazy: frozenset[int] = frozenset(),
+    looked_up: Mapping[int, LookedUp] = NOTHING_LOOKED_UP,
+) -> StagingPlan:
     """Where the bytes of `sources` go, and which leaves do not fit `room_bytes`. Reads no bytes.
 
     Those of the leaves `lazy` that nothing else shares memory with may be copied later. Leaves whose chunks are known stay where they are.
+    Of the leaves `looked_up` only what is missing is copied.
     """
     tensor_leaves = {n: source for n, source in enumerate(sources) if isinstance(source, TensorSource) and source.known_ids is None}
     small = tuple(n for n, source in tensor_leaves.items() if source.nbytes <= INLINE_BYTES)
     large = {n: source for n, source in tensor_leaves.items() if source.nbytes > INLINE_BYTES}
     offsets: dict[int, int] = {}
+    parts: dict[int, tuple[Place, ...]] = {}
     copies: list[Copy] = []
     later: list[Copy] = []
     borrowed: list[int] = []
     end = 0
     for group in sorted(_groups(large), key=lambda group: max(group.leaves), reverse=True):
-        if borrowed or end + group.nbytes > room_bytes:
+        places, stop = _places(group.spans(looked_up), end)
+        if borrowed or stop > room_bytes:
             borrowed.extend(group.leaves)
             continue
-        offsets.update((n, end + at) for n, at in group.leaves.items())
-        (later if group.leaves.keys() <= lazy else copies).extend(group.copies(large, end))
-        end += -(-group.nbytes // _ALIGNMENT) * _ALIGNMENT
-    return StagingPlan(end, offsets, small, tuple(sorted(borrowed)), tuple(_tasks(copies)), tuple(_tasks(later)))
+        for n, at in group.leaves.items():
+            if n in looked_up:
+                parts[n] = tuple(_within(places, at, at + large[n].nbytes))
+            else:
+                offsets[n] = end + at
+        (later if group.leaves.keys() <= lazy else copies).extend(group.copies(large, places))
+        end = stop
+    return StagingPlan(end, offsets, parts, small, tuple(sorted(borrowed)), tuple(_tasks(copies)), tuple(_tasks(later)))
 
 
-def stage(plan: StagingPlan, flats: Mapping[str, Flat], arena: Arena | None, spread: Spread) -> dict[str, Flat]:
+def stage(
+    plan: StagingPlan,
+    flats: Mapping[str, Flat],
+    arena: Arena | None,
+    spread: Spread,
+    looked_up: Mapping[int, LookedUp] = NOTHING_LOOKED_UP,
+) -> dict[str, Flat]:
     """Carry out `plan` but for what may be copied later: the same keys with sources that do not change any more once that is copied, too,
     and what is borrowed given back."""
     sources = leaves_of(flats)
@@ -115,6 +148,8 @@ def stage(plan: StagingPlan, flats: Mapping[str, Flat], arena: Arena | None, spr
         spread(lambda task: copy_task(task, arena), plan.tasks)
         for n, offset in plan.offsets.items():
             sources[n] = ArenaSource(arena.memory, offset, sources[n].nbytes, sources[n].width)
+        for n, places in plan.parts.items():
+            sources[n] = PartSource(arena.memory, places, looked_up[n].ids, sources[n].nbytes, sources[n].width)
     return with_leaves(flats, sources)
 
 
@@ -126,14 +161,49 @@ class _Group:
     nbytes: int
     leaves: dict[int, int]
 
-    def copies(self, sources: Mapping[int, TensorSource], offset: int) -> Iterator[Copy]:
-        for start in range(0, self.nbytes, PIECE_BYTES):
-            stop = min(start + PIECE_BYTES, self.nbytes)
-            if self.address:
-                yield Move(self.address + start, offset + start, stop - start)
-            else:
-                (n,) = self.leaves
-                yield Gather(sources[n], start, stop, offset + start)
+    def spans(self, looked_up: Mapping[int, LookedUp]) -> list[tuple[int, int]]:
+        """The bytes that must be copied: all, or what is missing of any of the leaves."""
+        if not self.leaves.keys() <= looked_up.keys():
+            return [(0, self.nbytes)]
+        return merged((at + start, at + stop) for n, at in self.leaves.items() for start, stop in looked_up[n].missing)
+
+    def copies(self, sources: Mapping[int, TensorSource], places: Sequence[Place]) -> Iterator[Copy]:
+        for place in places:
+            for start in range(place.start, place.stop, PIECE_BYTES):
+                stop, offset = min(start + PIECE_BYTES, place.stop), place.offset + start - place.start
+                if self.address:
+                    yield Move(self.address + start, offset, stop - start)
+                else:
+                    (n,) = self.leaves
+                    yield Gather(sources[n], start, stop, offset)
+
+
+def merged(spans: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
+    """The same bytes in as few spans as possible, in order."""
+    found: list[tuple[int, int]] = []
+    for start, stop in sorted(spans):
+        if found and start <= found[-1][1]:
+            found[-1] = found[-1][0], max(stop, found[-1][1])
+        else:
+            found.append((start, stop))
+    return found
+
+
+def _places(spans: Sequence[tuple[int, int]], end: int) -> tuple[list[Place], int]:
+    """`spans` one behind the other from `end` on, and where they end."""
+    places = []
+    for start, stop in spans:
+        places.append(Place(start, stop, end))
+        end += -(-(stop - start) // _ALIGNMENT) * _ALIGNMENT
+    return places, end
+
+
+def _within(places: Sequence[Place], first: int, last: int) -> Iterator[Place]:
+    """What lies in `first:last`, counted from `first`."""
+    for start, stop, offset in places:
+        if start < last and stop > first:
+            begin = max(start, first)
+            yield Place(begin - first, min(stop, last) - first, offset + begin - start)
 
 
 def _groups(sources: Mapping[int, TensorSource]) -> Iterator[_Group]:
