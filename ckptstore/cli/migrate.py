@@ -11,7 +11,7 @@ from ckptstore.cli.screen import Screen
 from ckptstore.cli.stores import find, opened
 from ckptstore.engine.opening import CATALOG_NAME, read_config
 from ckptstore.errors import NotFound
-from ckptstore.index.queries import REVISION
+from ckptstore.index.readable import REVISION
 from ckptstore.objects.backend import open_backend
 from ckptstore.text import count_text
 

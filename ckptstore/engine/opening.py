@@ -21,7 +21,8 @@ from ckptstore.engine.reserve import ensure_reserve
 from ckptstore.errors import Conflict, Corrupt, InvalidInput, NotFound, ReadOnly, Unavailable
 from ckptstore.history.entries import Position
 from ckptstore.history.log import Log
-from ckptstore.index.queries import Queries, open_catalog
+from ckptstore.index.queries import Queries
+from ckptstore.index.readable import open_catalog
 from ckptstore.objects.backend import Backend, open_backend
 from ckptstore.objects.config import decode_config, encode_config
 

@@ -24,7 +24,8 @@ from ckptstore.history.entries import Entry, Position
 from ckptstore.index import catalog_file
 from ckptstore.index.catalog_file import UNUSABLE, CatalogFile, cause
 from ckptstore.index.folding import Folding, leaf_rows
-from ckptstore.index.queries import KINDS, Queries, Rows, ShardInfo, is_busy
+from ckptstore.index.queries import KINDS, Queries, Rows, ShardInfo
+from ckptstore.index.readable import is_busy
 from ckptstore.index.tables import commits, leaves, position, schemas, shards
 
 P = ParamSpec("P")

@@ -20,7 +20,8 @@ from ckptstore.core.places import make_directories, write_file
 from ckptstore.history.entries import origin
 from ckptstore.index import tables
 from ckptstore.index.file_lock import file_lock
-from ckptstore.index.queries import REVISION, Rows, catalog_error, is_busy, is_current
+from ckptstore.index.queries import Rows
+from ckptstore.index.readable import REVISION, catalog_error, is_busy, is_current
 
 LOCK_TIMEOUT_S = 2.0
 UNUSABLE = (SQLAlchemyError, ValueError)

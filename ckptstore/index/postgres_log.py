@@ -20,7 +20,7 @@ from ckptstore.index import catalog_file
 from ckptstore.index.catalog import fold_entries
 from ckptstore.index.catalog_file import make_tables
 from ckptstore.index.postgres import Database, Lost, quoted
-from ckptstore.index.queries import REVISION
+from ckptstore.index.readable import REVISION
 from ckptstore.objects.backend import Backend
 
 _BATCH = 500

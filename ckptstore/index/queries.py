@@ -1,28 +1,20 @@
 """What the catalog answers: portable SQL with named parameters, run by whoever holds a connection.
 
-`open_catalog` reads a catalog with the standard library alone, so that a command which only asks does not wait for SQLAlchemy to be
-imported; `Catalog.queries` asks the same through SQLAlchemy. Answers are as of the log position that was folded last.
+`index.readable` asks with the standard library alone, `Catalog.queries` through SQLAlchemy. Answers are as of the log position that was
+folded last.
 """
 
 import math
-import sqlite3
-import threading
-import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from os import PathLike
-from pathlib import Path
 from types import NoneType
 from typing import Any, NamedTuple, Self, TypeAlias
 
-from ckptstore.core.ids import CommitId, PackId, SessionId, StoreId
+from ckptstore.core.ids import CommitId, PackId, SessionId
 from ckptstore.core.model import CommitInfo, LeafKind, Shape
 from ckptstore.core.refs import Ancestor, Best, Latest, Name, Ref, Step, parse_ref
-from ckptstore.errors import Corrupt, InvalidInput, NotFound, Unavailable
+from ckptstore.errors import Corrupt, InvalidInput, NotFound
 from ckptstore.history.entries import Position
-
-REVISION = "0003"
-"""The revision of `migrations/` that these queries and `tables` are written for."""
 
 KINDS: tuple[LeafKind, ...] = ("tensor", "value", "bytes")
 
@@ -43,14 +35,6 @@ _NO_VALUES: Mapping[str, Any] = {}
 _COMMIT_TYPES: Types = (int, str, str, str, str, _MAYBE_INT, str, int, int, int, int, int)
 _COMMIT = "n, id, content, session, run, step, message, time_ns, logical_bytes, new_bytes, leaves, forgotten"
 _BATCH = 500
-_BUSY = {
-    sqlite3.SQLITE_BUSY,
-    sqlite3.SQLITE_LOCKED,
-    sqlite3.SQLITE_READONLY,
-    sqlite3.SQLITE_IOERR,
-    sqlite3.SQLITE_FULL,
-    sqlite3.SQLITE_CANTOPEN,
-}
 
 
 class TagInfo(NamedTuple):
@@ -362,66 +346,6 @@ class Queries:
             for row in self._rows(types, sql.format(", ".join(f":{name}" for name in values)), values):
                 grouped[row[0]].append(row[1:])
             yield grouped
-
-
-def open_catalog(path: str | PathLike[str], store: StoreId) -> Queries | None:
-    """Queries on the catalog of `store` at `path`, or None if there is none that they can read. Threads may share them."""
-    try:
-        connection = _connect(Path(path))
-    except (sqlite3.Error, UnicodeError):
-        return None
-    lock = threading.Lock()
-
-    def ask(sql: str, values: Mapping[str, Any]) -> Rows:
-        try:
-            with lock:
-                return connection.execute(sql, values).fetchall()
-        except (sqlite3.Error, UnicodeError) as error:
-            raise catalog_error(error, str(path)) from error
-
-    try:
-        if is_current(ask, store):
-            queries = Queries(ask, connection.close)
-            # sqlite3's connections are part of a cycle: left to the garbage collector they keep the file open long after their last use.
-            weakref.finalize(queries, connection.close).atexit = False
-            return queries
-    except (Corrupt, Unavailable):
-        pass
-    connection.close()
-    return None
-
-
-def is_current(ask: Ask, store: StoreId) -> bool:
-    """Whether a catalog is of `store` and of the revision that these queries are written for."""
-    revisions, stores = ask("SELECT version_num FROM alembic_version", {}), ask("SELECT store FROM position", {})
-    return [row[0] for row in revisions] == [REVISION] and [row[0] for row in stores] == [store]
-
-
-def catalog_error(error: BaseException, place: str) -> Corrupt | Unavailable:
-    """What an error of SQLite means for the caller."""
-    if is_busy(error):
-        return Unavailable(f"the catalog {place} did not answer: {error}; repeat the call, or free its disk")
-    return Corrupt(f"the catalog {place} is damaged: {error}; run `ckptstore reindex`")
-
-
-def is_busy(error: BaseException) -> bool:
-    """Whether the database is whole for all that the error says, and somebody or something only stands in the way."""
-    return getattr(error, "sqlite_errorcode", 0) & 0xFF in _BUSY
-
-
-def _connect(path: Path) -> sqlite3.Connection:
-    """Read-only; in a folder that cannot be written a catalog that nobody has open is read as it lies."""
-    place = path.absolute().as_uri()
-    connection = sqlite3.connect(f"{place}?mode=ro", uri=True, timeout=5, isolation_level=None, check_same_thread=False)
-    try:
-        connection.execute("SELECT 1 FROM sqlite_master").fetchone()
-    except sqlite3.OperationalError:
-        connection.close()
-        wal = path.with_name(path.name + "-wal")
-        if not path.exists() or (wal.exists() and wal.stat().st_size):
-            raise
-        return sqlite3.connect(f"{place}?mode=ro&immutable=1", uri=True, isolation_level=None, check_same_thread=False)
-    return connection
 
 
 def _typed(types: Types, rows: Rows, *, one: bool) -> list[tuple[Any, ...]]:

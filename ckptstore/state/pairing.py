@@ -5,8 +5,6 @@ are, unless they are one content. What finds no tensor gets a new one.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import fields, is_dataclass
-from enum import Enum
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -15,6 +13,7 @@ from torch.nn.parameter import is_lazy
 from ckptstore.core.model import Node, Schema
 from ckptstore.errors import InvalidInput
 from ckptstore.state import containers, paths, tensors, values
+from ckptstore.state.classes import TargetClasses
 from ckptstore.state.composites import split_tensor
 from ckptstore.state.containers import Parts
 from ckptstore.state.conversion import Converting, convertible, destination
@@ -72,7 +71,7 @@ class Pairing:
     def __init__(
         self,
         schema: Schema,
-        classes: "TargetClasses",
+        classes: TargetClasses,
         content_of: ContentOf,
         claims: dict[int, Claim],
         *,
@@ -348,50 +347,6 @@ class Pairing:
         shape = next((values.decode_value(value) for name, value in node.attrs if name == "shape"), "")
         inner = ", ".join(self._describe(child) for child in node.children if isinstance(child, int))
         return f"{node.type}{shape} of {inner}"
-
-
-class TargetClasses(Mapping[str, type]):
-    """The classes of the objects in a target, by name; collected when the first is asked for."""
-
-    def __init__(self, target: Any) -> None:
-        self._target = target
-        self._found: dict[str, type] | None = None
-
-    def _classes(self) -> dict[str, type]:
-        if self._found is None:
-            self._found = {}
-            self._collect(self._target, self._found, set())
-        return self._found
-
-    def _collect(self, value: Any, found: dict[str, type], seen: set[int]) -> None:
-        if id(value) in seen:
-            return
-        seen.add(id(value))
-        cls = type(value)
-        if isinstance(value, Enum | torch.Tensor) or is_dataclass(cls) or hasattr(cls, "_fields"):
-            found[values.class_name(cls)] = cls
-        if containers.is_stateful(value):
-            value = state_of(value)
-        if isinstance(value, dict):
-            factory = getattr(value, "default_factory", None)
-            if isinstance(factory, type):
-                found[values.class_name(factory)] = factory
-            below: Any = (*value.keys(), *value.values())
-        elif isinstance(value, list | tuple | set | frozenset):
-            below = value
-        else:
-            below = [getattr(value, field.name, None) for field in fields(cls)] if is_dataclass(cls) else ()
-        for child in below:
-            self._collect(child, found, seen)
-
-    def __getitem__(self, name: str) -> type:
-        return self._classes()[name]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._classes())
-
-    def __len__(self) -> int:
-        return len(self._classes())
 
 
 def children_of(node: Node, target: Any, classes: Mapping[str, type]) -> list[Any]:

@@ -11,12 +11,13 @@ import torch
 
 from ckptstore.core.model import Node, Schema
 from ckptstore.state import containers, paths, tensors, values
+from ckptstore.state.classes import TargetClasses
 from ckptstore.state.conversion import Converting
 from ckptstore.state.flatten import state_of
 from ckptstore.state.inflate import Inflater, decode_leaf, refuse_pickles
 from ckptstore.state.leaves import Destination, HeldDestination
 from ckptstore.state.loading import load
-from ckptstore.state.pairing import Claim, ContentOf, Mismatch, Pairing, TargetClasses, children_of
+from ckptstore.state.pairing import Claim, ContentOf, Mismatch, Pairing, children_of
 from ckptstore.state.ranks.held import is_dtensor
 from ckptstore.state.stateful import RNGState, StateDict
 

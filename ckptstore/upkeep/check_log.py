@@ -8,7 +8,8 @@ from ckptstore.core.ids import ChunkId, CommitId, checkpoint_key, log_key
 from ckptstore.errors import CkptStoreError
 from ckptstore.history.fold import State
 from ckptstore.history.log import Log
-from ckptstore.index.queries import LeafInfo, Queries, open_catalog
+from ckptstore.index.queries import LeafInfo, Queries
+from ckptstore.index.readable import open_catalog
 from ckptstore.upkeep.chain import BadEntry, Chain
 from ckptstore.upkeep.findings import Finding, Kind, Severity
 from ckptstore.upkeep.ground import Ground

@@ -14,7 +14,8 @@ from ckptstore.engine.opening import CATALOG_NAME, CHUNKS_NAME, Opening, index_d
 from ckptstore.errors import CkptStoreError, Corrupt, InvalidInput, NotFound
 from ckptstore.history.entries import Position
 from ckptstore.history.log import Log
-from ckptstore.index.queries import Queries, open_catalog
+from ckptstore.index.queries import Queries
+from ckptstore.index.readable import open_catalog
 from ckptstore.objects.backend import Backend, open_backend
 from ckptstore.objects.config import decode_config
 from ckptstore.upkeep.chain import read_small

@@ -1,1 +1,1 @@
-"""The revisions, oldest first; the newest is `index.queries.REVISION`."""
+"""The revisions, oldest first; the newest is `index.readable.REVISION`."""

@@ -19,7 +19,8 @@ from ckptstore.core.ids import StoreId
 from ckptstore.errors import Corrupt, Unavailable
 from ckptstore.index import catalog_file
 from ckptstore.index.catalog import Catalog
-from ckptstore.index.queries import REVISION, ShardInfo, open_catalog
+from ckptstore.index.queries import ShardInfo
+from ckptstore.index.readable import REVISION, open_catalog
 from tests.index.building import STORE, LogBuilder
 
 ROOT = Path(__file__).parents[2]

@@ -13,7 +13,8 @@ from ckptstore.core.ids import StoreId
 from ckptstore.errors import CkptStoreError, InvalidInput, NotFound
 from ckptstore.history.entries import Condemn, Forget, Tag
 from ckptstore.index.catalog import Catalog
-from ckptstore.index.queries import Queries, RunInfo, TagInfo, Totals, open_catalog
+from ckptstore.index.queries import Queries, RunInfo, TagInfo, Totals
+from ckptstore.index.readable import open_catalog
 from tests.index.building import STORE, LogBuilder
 
 ALIKE = "abcdef0" + "1" * 57, "abcdef0" + "2" * 57
@@ -153,7 +154,7 @@ def test_asking_needs_no_sqlalchemy(tmp_path: Path) -> None:
     with closing(Catalog.open(path, STORE)) as catalog:
         catalog.fold(history().entries)
     code = (
-        f"import sys; from ckptstore.index.queries import open_catalog; print(len(open_catalog({str(path)!r}, {STORE!r}).log()),"
+        f"import sys; from ckptstore.index.readable import open_catalog; print(len(open_catalog({str(path)!r}, {STORE!r}).log()),"
         " {'sqlalchemy', 'numpy', 'lmdb'} & set(sys.modules))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -187,5 +187,3 @@ def test_a_file_that_shrinks_meanwhile_makes_no_commit(tmp_path: Path, store: St
     with pytest.raises(ckptstore.Unavailable, match="changed while"):
         import_path(store, tmp_path / "model.safetensors")
     assert store.log() == []
-
-

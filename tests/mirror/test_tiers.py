@@ -44,7 +44,6 @@ def away(monkeypatch: pytest.MonkeyPatch) -> Callable[[bool], None]:
     """A switch that takes the mirror's storage away."""
     gone = threading.Event()
     for name in ("read", "read_into", "read_tail", "size", "put", "put_new", "create", "list", "delete"):
-
         monkeypatch.setattr(FsspecBackend, name, _unless(gone, getattr(FsspecBackend, name)))
     return lambda on: gone.set() if on else gone.clear()
 

@@ -6,7 +6,7 @@ import ckptstore
 from ckptstore.core.ids import pack_key
 from ckptstore.engine.opening import CATALOG_NAME, CHUNKS_NAME, Opening
 from ckptstore.index.chunks import ChunkIndex
-from ckptstore.index.queries import open_catalog
+from ckptstore.index.readable import open_catalog
 from ckptstore.upkeep.reindex import reindex
 from tests.upkeep.stores import assert_restores, check
 
