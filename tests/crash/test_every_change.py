@@ -18,8 +18,7 @@ from tests.faults.witness import View, assert_no_garbage_after_gc, assert_same, 
 class Crashes:
     """The work done once, and what must be seen of it after a crash."""
 
-    def __init__(self, work: Work, scratch: Path, patch: pytest.MonkeyPatch) -> None:
-        work.checkpoints(patch)
+    def __init__(self, work: Work, scratch: Path) -> None:
         self.scratch = scratch
         base = work.base(scratch / "base")
         self.recording, _ = record(base, scratch, work)
@@ -65,18 +64,16 @@ class Crashes:
 
 @pytest.mark.parametrize("crash", [Recording.kill, Recording.cut], ids=["kill", "power cut"])
 @pytest.mark.parametrize("name", WORKS)
-def test_after_a_crash_there_is_the_old_state_or_the_new(
-    name: str, crash: Callable[[Recording, int], Wreck], scratch: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    crashes = Crashes(WORKS[name], scratch, monkeypatch)
+def test_after_a_crash_there_is_the_old_state_or_the_new(name: str, crash: Callable[[Recording, int], Wreck], scratch: Path) -> None:
+    crashes = Crashes(WORKS[name], scratch)
     crashes.check(crashes.every(lambda n: crash(crashes.recording, n)))
 
 
 @pytest.mark.soak
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("name", WORKS)
-def test_whatever_a_power_cut_leaves_of_what_was_not_durable(name: str, scratch: Path, monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
-    crashes, random = Crashes(WORKS[name], scratch, monkeypatch), Random(seed)
+def test_whatever_a_power_cut_leaves_of_what_was_not_durable(name: str, scratch: Path, seed: int) -> None:
+    crashes, random = Crashes(WORKS[name], scratch), Random(seed)
     for n in crashes.recording.points:
         for _ in range(20):
             try:
@@ -98,7 +95,7 @@ def test_a_missing_fsync_is_noticed(who: type, method: str, scratch: Path, monke
             self._close()
 
     monkeypatch.setattr(who, method, forgetful)
-    crashes = Crashes(WORKS["a commit"], scratch, monkeypatch)
+    crashes = Crashes(WORKS["a commit"], scratch)
     monkeypatch.undo()
     with pytest.raises((AssertionError, CkptStoreError)):
         crashes.check(crashes.every(crashes.recording.cut))

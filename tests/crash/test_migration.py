@@ -38,10 +38,10 @@ def _survives_a_crash_at_every_statement(base: Path, scratch: Path) -> int:
 
 
 def test_a_crash_while_the_catalog_is_migrated(scratch: Path) -> None:
-    base = WORKS["a commit"].base(scratch / "base")
-    with closing(sqlite3.connect(base / INDEX / CATALOG_NAME)) as connection:
-        connection.executescript("DROP TABLE shards; UPDATE alembic_version SET version_num = '0001';")
+    base = WORKS["a migration of the catalog"].base(scratch / "base")
     assert _survives_a_crash_at_every_statement(base, scratch) >= 3
+    with closing(sqlite3.connect(scratch / "recorded" / INDEX / CATALOG_NAME)) as catalog:
+        assert catalog.execute("SELECT count(*) FROM entries").fetchone() == (0,), "made anew and not migrated"
 
 
 def test_a_crash_while_the_indexes_are_made(scratch: Path) -> None:

@@ -1,6 +1,8 @@
 """What is done to a store while it crashes, and the small stores that it is done to."""
 
+import sqlite3
 from collections.abc import Callable, Mapping
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -9,6 +11,7 @@ import pytest
 
 import ckptstore
 from ckptstore.core.ids import CommitId
+from ckptstore.engine.opening import CATALOG_NAME
 from ckptstore.errors import NotFound
 from ckptstore.history import log
 from ckptstore.store import Store
@@ -18,6 +21,8 @@ from tests.upkeep.collecting import state_of
 STORE = "store"
 CHUNK_BYTES = 65536
 NEVER = 1000
+FIRST_REVISION = "DROP TABLE shards; DROP TABLE entries; UPDATE alembic_version SET version_num = '0001';"
+"""Makes the catalog what the first revision of its tables was."""
 
 
 def small(step: int) -> dict[str, Any]:
@@ -30,16 +35,20 @@ def open_small(disk: Path) -> Store:
 
 @dataclass(frozen=True)
 class Work:
-    """Something done to a store of `commits`, of which `forgotten` are forgotten, with a checkpoint every so many entries."""
+    """Something done to a store of `commits`, of which `forgotten` are forgotten, with a checkpoint every so many entries, and with a
+    catalog on which `catalog` (SQL) was done."""
 
     do: Callable[[Store], object]
     commits: int = 3
     forgotten: tuple[int, ...] = ()
     checkpoint_every: int = NEVER
+    catalog: str = ""
 
     def __call__(self, disk: Path) -> None:
-        with open_small(disk) as store:
-            self.do(store)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(log, "CHECKPOINT_EVERY", self.checkpoint_every)
+            with open_small(disk) as store:
+                self.do(store)
 
     def base(self, disk: Path) -> Path:
         """A disk with a store as it is before; its second commit is tagged."""
@@ -50,10 +59,10 @@ class Work:
                     store.commit(small(step), step=step, tag="first" if step == 1 else ())
                 if self.forgotten:
                     store.forget(self.forgotten)
+        if self.catalog:
+            with closing(sqlite3.connect(disk / STORE / "index" / CATALOG_NAME)) as connection:
+                connection.executescript(self.catalog)
         return disk
-
-    def checkpoints(self, patch: pytest.MonkeyPatch) -> None:
-        patch.setattr(log, "CHECKPOINT_EVERY", self.checkpoint_every)
 
 
 def commit(step: int, **label: Any) -> Callable[[Store], object]:
@@ -79,6 +88,7 @@ WORKS = {
     "an undelete": Work(undelete, commits=4, forgotten=(0,)),
     "a gc with repack": Work(gc, commits=4, forgotten=(0,)),
     "a checkpoint of the log": Work(lambda store: store.tag("best", 0), checkpoint_every=1),
+    "a migration of the catalog": Work(lambda store: store.log(), catalog=FIRST_REVISION),
 }
 
 

@@ -21,6 +21,7 @@ from ckptstore.index import catalog_file
 from ckptstore.index.catalog import Catalog
 from ckptstore.index.queries import ShardInfo
 from ckptstore.index.readable import REVISION, open_catalog
+from tests.crash.works import FIRST_REVISION
 from tests.index.building import STORE, LogBuilder
 
 ROOT = Path(__file__).parents[2]
@@ -69,7 +70,7 @@ def test_an_older_catalog_is_migrated_with_its_rows(tmp_path: Path) -> None:
     log = some_log()
     path = made(tmp_path / "catalog.sqlite", log)
     with closing(sqlite3.connect(path)) as connection:
-        connection.executescript("DROP TABLE shards; DROP TABLE entries; UPDATE alembic_version SET version_num = '0001';")
+        connection.executescript(FIRST_REVISION)
     assert open_catalog(path, STORE) is None
     with closing(Catalog.open(path, STORE)) as catalog:
         assert catalog.position() == log.entries[-1].position
