@@ -17,7 +17,7 @@ from typing import TypeVar, cast
 
 from ckptstore.core.config import MIB
 from ckptstore.core.ids import SessionId, new_session_id
-from ckptstore.core.places import rights
+from ckptstore.core.places import is_network_filesystem, rights
 from ckptstore.errors import CkptStoreError, Corrupt, NoSpace, NotFound, ReadOnly, Unavailable
 from ckptstore.objects.backend import check_key
 from ckptstore.objects.growing import GrowingFile
@@ -26,6 +26,9 @@ _OPEN_FILES = 64
 _IOV_MAX = os.sysconf("SC_IOV_MAX")
 _READ = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW
 _CREATE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
+_LOST = frozenset(getattr(errno, name, errno.EIO) for name in ("EIO", "EBADMSG", "EUCLEAN", "EILSEQ", "ENODATA"))
+"""What Linux says of bytes that a disk cannot give back: bad sectors, and blocks whose checksum does not match."""
+
 _SYNC_FILE_RANGE_WRITE = 2
 _WRITE_BACK_BYTES = 32 * MIB
 
@@ -47,20 +50,14 @@ class LocalBackend:
         self._opened = lru_cache(_OPEN_FILES)(partial(_open_object, self.url))
 
     def read(self, key: str, start: int = 0, stop: int | None = None) -> bytes:
-        file = _open_object(self.url, key)
-        try:
-            end = os.fstat(file.fd).st_size
-            return _pread(file.fd, start, end if stop is None else min(stop, end))
-        except OSError as error:
-            raise _failure(error, "read", key, self.url) from error
+        def whole(fd: int) -> bytes:
+            end = os.fstat(fd).st_size
+            return _pread(fd, start, end if stop is None else min(stop, end))
+
+        return self._reading(key, _open_object(self.url, key), whole)
 
     def read_into(self, key: str, offset: int, buffers: Sequence[memoryview]) -> None:
-        file = self._opened(key)
-        try:
-            missing = _transfer(os.preadv, file.fd, offset, buffers)
-        except OSError as error:
-            self._opened.cache_clear()
-            raise _failure(error, "read", key, self.url) from error
+        missing = self._reading(key, self._opened(key), lambda fd: _transfer(os.preadv, fd, offset, buffers))
         if missing:
             raise Corrupt(
                 f"{key} in {self.url} ends {missing} bytes before it should: wanted {sum(b.nbytes for b in buffers)} bytes "
@@ -78,12 +75,11 @@ class LocalBackend:
                     os.posix_fadvise(file.fd, offset, nbytes, os.POSIX_FADV_WILLNEED)
 
     def read_tail(self, key: str, nbytes: int) -> tuple[bytes, int]:
-        file = _open_object(self.url, key)
-        try:
-            end = os.fstat(file.fd).st_size
-            return _pread(file.fd, max(end - nbytes, 0), end), end
-        except OSError as error:
-            raise _failure(error, "read", key, self.url) from error
+        def tail(fd: int) -> tuple[bytes, int]:
+            end = os.fstat(fd).st_size
+            return _pread(fd, max(end - nbytes, 0), end), end
+
+        return self._reading(key, _open_object(self.url, key), tail)
 
     def size(self, key: str) -> int | None:
         try:
@@ -144,6 +140,28 @@ class LocalBackend:
     def forget_open_files(self) -> None:
         """Open objects anew from here on: one was replaced or deleted."""
         self._opened.cache_clear()
+
+    def _reading(self, key: str, file: "_OpenFile", action: Callable[[int], T]) -> T:
+        """`action` with the descriptor of an object. A disk that fails is asked once more, for a cable may have been at fault.
+
+        If it fails again, what it had there is lost: damage like any other, unless a network lies in between.
+        """
+        try:
+            return action(file.fd)
+        except OSError as error:
+            self._opened.cache_clear()
+            if error.errno not in _LOST:
+                raise _failure(error, "read", key, self.url) from error
+        file = _open_object(self.url, key)
+        try:
+            return action(file.fd)
+        except OSError as error:
+            if error.errno not in _LOST or is_network_filesystem(Path(self.url)):
+                raise _failure(error, "read", key, self.url) from error
+            raise Corrupt(
+                f"cannot read {key} in {self.url}: {error.strerror}, twice; the disk lost some of it: "
+                f"restore another commit, or run `ckptstore fsck` and `ckptstore repair`"
+            ) from error
 
     def _path(self, key: str) -> str:
         return f"{self.url}/{check_key(key)}"

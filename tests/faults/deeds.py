@@ -137,6 +137,29 @@ def restore_twice(report: Report, place: str, step: int) -> None:
             report("error", type(error).__name__, error)
 
 
+def carry_on(report: Report, place: str, step: int) -> None:
+    """What a run does when it starts again, and what its keepers do: resume, commit, look and collect."""
+
+    def resume(store: Store) -> int | None:
+        snapshot = store.resume(state := dict(small(step)))
+        assert snapshot is not None and snapshot.step is not None
+        assert_same(state, small(snapshot.step), "resumed")
+        return snapshot.step
+
+    works: dict[str, Callable[[Store], object]] = {
+        "resumed": resume,
+        "committed": lambda store: store.commit(small(step), step=step).id,
+        "looked": lambda store: len(store.fsck(read_data="100%").findings),
+        "collected": lambda store: store.gc(max_unused=0.0).freed_bytes,
+    }
+    with ckptstore.open(place, threads=1) as store:
+        for kind, act in works.items():
+            try:
+                report(kind, act(store))
+            except CkptStoreError as error:
+                report("error", kind, type(error).__name__, error)
+
+
 def push(report: Report, source: str, target: str, parcel_bytes: int) -> None:
     """Bring every commit of one store into another, in parcels."""
     with closing(Opening(source, read_only=True)) as ours, closing(Opening(target)) as theirs:
@@ -209,5 +232,5 @@ def _time_waits(report: Report) -> None:
     catalog.Catalog._write = timed("catalog", catalog.Catalog._write)  # type: ignore[method-assign]
 
 
-_ALL = (work, change_on, commit_async_on, commit_twice, restore_twice, push, churn)
+_ALL = (work, change_on, commit_async_on, commit_twice, restore_twice, carry_on, push, churn)
 DEEDS: dict[str, Callable[..., None]] = {deed.__name__: deed for deed in _ALL}

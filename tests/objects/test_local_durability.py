@@ -175,7 +175,8 @@ def test_a_failed_write_tells_what_to_do(
     [
         (errno.ENOENT, NotFound),
         (errno.ESTALE, NotFound),
-        (errno.EIO, Unavailable),
+        (errno.EIO, Corrupt),
+        (errno.EBADMSG, Corrupt),
         (errno.EACCES, Unavailable),
         (errno.ELOOP, Corrupt),
         (errno.EISDIR, Corrupt),

@@ -1,0 +1,103 @@
+"""A disk that cannot read what it has: damage to what lay there, and to nothing else. Training resumes, and upkeep goes on."""
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+import ckptstore
+from ckptstore.core.ids import checkpoint_key, document_key
+from ckptstore.history import log
+from tests.crash.works import CHUNK_BYTES, small
+from tests.faults import strace
+from tests.faults.nursery import Nursery
+from tests.faults.strace import traced
+from tests.faults.witness import assert_sound, view_of
+from tests.upkeep.collecting import opened
+
+STEP = 3
+READS = "read,pread64,preadv,preadv2"
+Choice = Callable[[Path], str]
+
+
+@pytest.fixture(autouse=True)
+def _traceable() -> None:
+    if reason := strace.problem():
+        pytest.skip(reason)
+
+
+@pytest.fixture
+def place(scratch: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Three commits, the last of which was followed by a checkpoint of the log."""
+    place = scratch / "store"
+    with ckptstore.open(place, chunk_bytes=CHUNK_BYTES) as store:
+        for step in range(STEP):
+            monkeypatch.setattr(log, "CHECKPOINT_EVERY", STEP)
+            store.commit(small(step), step=step)
+    return place
+
+
+def _newest(place: Path) -> tuple[str, str]:
+    """The session and the id of the newest commit."""
+    with opened(place) as opening:
+        commit, row = max(opening.log.replay().commits.items(), key=lambda item: item[1].n)
+    return row.session, commit
+
+
+def data(place: Path) -> str:
+    session, _ = _newest(place)
+    return f"packs/{session[:2]}/{session}-0-0"
+
+
+def metadata(place: Path) -> str:
+    session, _ = _newest(place)
+    return f"packs/{session[:2]}/{session}-0-1"
+
+
+def document(place: Path) -> str:
+    session, commit = _newest(place)
+    return document_key(session, commit)  # type: ignore[arg-type]  # plain strings
+
+
+def checkpoint(place: Path) -> str:
+    return checkpoint_key(STEP)
+
+
+def catalog(place: Path) -> str:
+    return "index/catalog.sqlite"
+
+
+def chunk_index(place: Path) -> str:
+    return "index/chunks.lmdb/data.mdb"
+
+
+CASES = [
+    pytest.param(data, STEP - 2, True, id="data"),
+    pytest.param(data, STEP - 2, False, id="data, no index"),
+    pytest.param(document, STEP - 2, True, id="document"),
+    pytest.param(metadata, STEP - 1, False, id="metadata, no index"),
+    pytest.param(checkpoint, STEP - 1, True, id="checkpoint"),
+    pytest.param(catalog, STEP - 1, True, id="catalog"),
+    pytest.param(chunk_index, STEP - 1, True, id="chunk index"),
+]
+
+
+@pytest.mark.parametrize(("choose", "resumed", "indexed"), CASES)
+def test_what_cannot_be_read_is_damage_to_itself_alone(
+    choose: Choice, resumed: int, indexed: bool, place: Path, scratch: Path, nursery: Nursery
+) -> None:
+    bad = choose(place)
+    if not indexed:
+        shutil.rmtree(place / "index")
+    before = view_of(place)
+    child = nursery.start("carry_on", place=str(place), step=STEP)
+    code = traced(child, scratch / "log", "-P", str(place / bad), "-e", f"inject={READS}:error=EIO", calls=READS)
+    errors = [error[:2] for error in child.reports("error")]
+    assert not code and errors == ([["collected", "Corrupt"]] if choose is document else []), (bad, code, child.reports("error"))
+    assert child.reports("resumed") == [[str(resumed)]]
+    assert int(child.reports("looked")[0][0]) or bad.startswith("index/")
+    ((committed,),) = child.reports("committed")
+    assert view_of(place).live == before.live | {committed}, "whatever could not be read may be read again on another day"
+    with ckptstore.open(place) as store:
+        assert_sound(place, {info.id: small(info.step or 0) for info in store.log()})
