@@ -1,12 +1,9 @@
 """The store as training code uses it: what went in comes back, what does not fit is refused, nothing is half-done."""
 
-import json
 import logging
-import multiprocessing
 import os
 import subprocess
 import sys
-import tempfile
 import threading
 from pathlib import Path
 from typing import Any
@@ -15,10 +12,7 @@ import pytest
 import torch
 
 import ckptstore
-from ckptstore import Conflict, Corrupt, InvalidInput, NotFound, ReadOnly, Unavailable
-from ckptstore.engine import opening
-from ckptstore.engine.opening import Opening, init_store
-from ckptstore.objects.backend import Backend
+from ckptstore import Corrupt, InvalidInput, NotFound, Unavailable
 
 
 def net(width: int = 64) -> torch.nn.Module:
@@ -228,85 +222,6 @@ def test_lineage_follows_what_was_restored(place: Path) -> None:
 # -- what is refused --
 
 
-def test_a_directory_that_is_no_store_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "notes.txt").write_text("mine")
-    with pytest.raises(InvalidInput, match=r"notes\.txt"):
-        ckptstore.open(tmp_path)
-    with pytest.raises(NotFound, match="ckptstore init"):
-        ckptstore.open(tmp_path / "nothing", create=False)
-    assert [p.name for p in tmp_path.iterdir()] == ["notes.txt"]
-
-
-@pytest.mark.parametrize(
-    ("change", "error", "says"),
-    [
-        (lambda text: text[:40], Corrupt, "not JSON"),
-        (lambda text: "", Corrupt, "not JSON"),
-        (lambda text: json.dumps({"name": "something else"}), InvalidInput, "not a ckptstore's"),
-        (lambda text: json.dumps({**json.loads(text), "ckptstore": 2}), InvalidInput, "format 2"),
-        (lambda text: json.dumps({**json.loads(text), "chunk_bytes": 1 << 16}), Corrupt, "check does not match"),
-    ],
-)
-def test_a_store_file_that_is_not_ours_or_damaged_is_refused(place: Path, change: Any, error: type[Exception], says: str) -> None:
-    init_store(place)
-    config = place / "ckptstore.json"
-    config.write_text(change(config.read_text()))
-    with pytest.raises(error, match=says):
-        ckptstore.open(place)
-
-
-@pytest.mark.parametrize(("kind", "error"), [("read", InvalidInput), ("write", ReadOnly)])
-def test_unknown_features_stop_readers_or_writers(place: Path, kind: str, error: type[Exception]) -> None:
-    from dataclasses import replace
-
-    from ckptstore.objects.config import decode_config, encode_config
-
-    init_store(place)
-    with ckptstore.open(place) as store:
-        store.commit({"n": 1}, step=1)
-    config = place / "ckptstore.json"
-    features = {kind: ("teleport",)}
-    config.write_bytes(encode_config(replace(decode_config(config.read_bytes(), "here"), **features)))
-    if kind == "read":
-        with pytest.raises(error, match="teleport"):
-            ckptstore.open(place)
-        return
-    with ckptstore.open(place) as store:
-        assert store.checkout(1).read("n") == 1
-        with pytest.raises(error, match="teleport"):
-            store.commit({"n": 2})
-
-
-def test_a_read_only_store_can_be_read_and_not_written(place: Path) -> None:
-    with ckptstore.open(place) as store:
-        store.commit({"n": 1}, step=1)
-    before = {p: p.read_bytes() for p in files(place, ".")}
-    with ckptstore.open(place, read_only=True) as store:
-        assert store.checkout(1).read("n") == 1
-        for write in (lambda: store.commit({"n": 2}), lambda: store.tag("x"), lambda: store.untag("x")):
-            with pytest.raises(ReadOnly, match="read_only"):
-                write()
-    assert {p: p.read_bytes() for p in files(place, ".")} == before
-
-
-def test_an_unwritable_path_is_a_clear_error(place: Path) -> None:
-    ckptstore.open(place).close()
-    with tempfile.TemporaryDirectory() as closed:
-        os.chmod(closed, 0o555)
-        child = os.fork()  # root may write anywhere, so a child that is somebody else tries
-        if not child:
-            status = 1
-            try:
-                os.seteuid(65534)
-                ckptstore.open(Path(closed) / "store")
-            except ReadOnly as error:
-                status = 0 if "right to write" in str(error) else 2
-            finally:
-                os._exit(status)
-        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
-        assert os.listdir(closed) == []
-
-
 def test_a_missing_or_an_extra_leaf_is_named_and_strict_false_lists_both(place: Path) -> None:
     def model(**sizes: int) -> torch.nn.Module:
         return torch.nn.ParameterDict({name: torch.full((n,), float(n)) for name, n in sizes.items()})
@@ -429,36 +344,6 @@ def test_losing_the_indexes_loses_nothing(place: Path, lost: str) -> None:
 # -- many at once --
 
 
-def test_a_store_that_appears_while_another_is_made_is_opened(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    refuse = opening._refuse_foreign
-
-    def another_is_faster(backend: Backend) -> None:
-        monkeypatch.undo()
-        init_store(place)
-        refuse(backend)
-
-    monkeypatch.setattr(opening, "_refuse_foreign", another_is_faster)
-    with ckptstore.open(place) as store:
-        assert store.log() == []
-
-
-def test_of_two_processes_that_make_a_store_at_once_one_makes_it(place: Path) -> None:
-    context = multiprocessing.get_context("spawn")
-    with context.Pool(2) as pool:
-        ids = pool.map(_open_and_commit, [(str(place), i) for i in range(8)], chunksize=1)
-    assert len(set(ids)) == 1
-    with ckptstore.open(place) as store:
-        assert sorted(info.step for info in store.log()) == list(range(8))
-        assert all(torch.equal(store.checkout(i).read("w"), torch.full((50_000,), float(i))) for i in range(8))
-
-
-def _open_and_commit(job: tuple[str, int]) -> str:
-    place, step = job
-    with ckptstore.open(place) as store:
-        store.commit({"w": torch.full((50_000,), float(step)), "same": torch.arange(50_000)}, step=step)
-        return store.id
-
-
 def test_threads_may_share_a_store(place: Path) -> None:
     failed: list[BaseException] = []
 
@@ -477,12 +362,6 @@ def test_threads_may_share_a_store(place: Path) -> None:
         for thread in threads:
             thread.join()
         assert not failed and len(store.log()) == 6
-
-
-def test_init_is_refused_where_there_is_a_store(place: Path) -> None:
-    init_store(place)
-    with pytest.raises(Conflict, match="is a store already"):
-        init_store(place)
 
 
 def test_a_failing_disk_leaves_nothing_visible(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -512,49 +391,3 @@ def test_a_commit_says_what_it_cost_in_one_line(place: Path, caplog: pytest.LogC
     line = caplog.messages[-1]
     assert line.startswith(f"commit {snapshot.id[:12]} step 5 (x): 3.9 KiB -> ") and "durable after" in line
     assert snapshot.stats.logical_bytes == 4000 and snapshot.stats.held_s >= snapshot.stats.durable_s >= snapshot.stats.packed_s
-
-
-def test_opening_reads_without_torch_know_the_position(place: Path) -> None:
-    with ckptstore.open(place) as store:
-        store.commit({"n": 1})
-    opening = Opening(place, read_only=True)
-    assert opening.queries().position().n == 1
-    opening.close()
-
-
-# -- tensors that are tied in the target --
-
-
-def test_what_is_tied_across_keys_is_read_once_where_the_commit_has_one_content(place: Path) -> None:
-    with ckptstore.open(place) as store:
-        wanted = torch.randn(1000, 300)
-        snap = store.commit({"model": {"w": wanted, "n": torch.ones(2)}, "average": {"w": wanted.clone()}})
-        shared = torch.zeros(1000, 300)
-        target = {"model": {"w": shared, "n": torch.zeros(2)}, "average": {"w": shared}}
-        snap.restore(target)
-        assert target["model"]["w"] is target["average"]["w"] is shared
-        assert torch.equal(shared, wanted)
-
-
-def test_what_is_tied_across_keys_cannot_be_restored_to_two_contents(place: Path) -> None:
-    with ckptstore.open(place) as store:
-        snap = store.commit({"model": {"w": torch.ones(3)}, "average": {"w": torch.full((3,), 2.0)}})
-        shared = torch.zeros(3)
-        for strict in (True, False):
-            with pytest.raises(InvalidInput, match=r"average/w: the commit has a content of its own, the target has one tensor .* model/w"):
-                snap.restore({"model": {"w": shared}, "average": {"w": shared}}, strict=strict)
-            assert shared.tolist() == [0, 0, 0]
-        snap.restore({"model": {"w": shared}}, strict=False)
-        assert shared.tolist() == [1, 1, 1]
-
-
-def test_modules_that_share_weights_across_keys_are_treated_alike(place: Path) -> None:
-    with ckptstore.open(place) as store:
-        one, other = torch.nn.Linear(3, 3), torch.nn.Linear(3, 3)
-        apart = store.commit({"one": one, "other": other})
-        tied = store.commit({"one": one, "other": one})
-        module = torch.nn.Linear(3, 3)
-        with pytest.raises(InvalidInput, match="other/weight"):
-            apart.restore({"one": module, "other": module})
-        tied.restore({"one": module, "other": module})
-        assert torch.equal(module.weight, one.weight)

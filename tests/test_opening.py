@@ -1,0 +1,145 @@
+"""How a place becomes a store, who may open it, and what is refused before anything is touched."""
+
+import json
+import multiprocessing
+import os
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import ckptstore
+from ckptstore import Conflict, Corrupt, InvalidInput, NotFound, ReadOnly
+from ckptstore.engine import opening
+from ckptstore.engine.opening import Opening, init_store
+from ckptstore.objects.backend import Backend
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Path:
+    return tmp_path / "store"
+
+
+def test_a_directory_that_is_no_store_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "notes.txt").write_text("mine")
+    with pytest.raises(InvalidInput, match=r"notes\.txt"):
+        ckptstore.open(tmp_path)
+    with pytest.raises(NotFound, match="ckptstore init"):
+        ckptstore.open(tmp_path / "nothing", create=False)
+    assert [p.name for p in tmp_path.iterdir()] == ["notes.txt"]
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "says"),
+    [
+        (lambda text: text[:40], Corrupt, "not JSON"),
+        (lambda text: "", Corrupt, "not JSON"),
+        (lambda text: json.dumps({"name": "something else"}), InvalidInput, "not a ckptstore's"),
+        (lambda text: json.dumps({**json.loads(text), "ckptstore": 2}), InvalidInput, "format 2"),
+        (lambda text: json.dumps({**json.loads(text), "chunk_bytes": 1 << 16}), Corrupt, "check does not match"),
+    ],
+)
+def test_a_store_file_that_is_not_ours_or_damaged_is_refused(place: Path, change: Any, error: type[Exception], says: str) -> None:
+    init_store(place)
+    config = place / "ckptstore.json"
+    config.write_text(change(config.read_text()))
+    with pytest.raises(error, match=says):
+        ckptstore.open(place)
+
+
+@pytest.mark.parametrize(("kind", "error"), [("read", InvalidInput), ("write", ReadOnly)])
+def test_unknown_features_stop_readers_or_writers(place: Path, kind: str, error: type[Exception]) -> None:
+    from dataclasses import replace
+
+    from ckptstore.objects.config import decode_config, encode_config
+
+    init_store(place)
+    with ckptstore.open(place) as store:
+        store.commit({"n": 1}, step=1)
+    config = place / "ckptstore.json"
+    features = {kind: ("teleport",)}
+    config.write_bytes(encode_config(replace(decode_config(config.read_bytes(), "here"), **features)))
+    if kind == "read":
+        with pytest.raises(error, match="teleport"):
+            ckptstore.open(place)
+        return
+    with ckptstore.open(place) as store:
+        assert store.checkout(1).read("n") == 1
+        with pytest.raises(error, match="teleport"):
+            store.commit({"n": 2})
+
+
+def test_a_read_only_store_can_be_read_and_not_written(place: Path) -> None:
+    with ckptstore.open(place) as store:
+        store.commit({"n": 1}, step=1)
+    before = {p: p.read_bytes() for p in place.rglob("*") if p.is_file()}
+    with ckptstore.open(place, read_only=True) as store:
+        assert store.checkout(1).read("n") == 1
+        for write in (lambda: store.commit({"n": 2}), lambda: store.tag("x"), lambda: store.untag("x")):
+            with pytest.raises(ReadOnly, match="read_only"):
+                write()
+    assert {p: p.read_bytes() for p in place.rglob("*") if p.is_file()} == before
+
+
+def test_an_unwritable_path_is_a_clear_error(place: Path) -> None:
+    ckptstore.open(place).close()
+    with tempfile.TemporaryDirectory() as closed:
+        os.chmod(closed, 0o555)
+        child = os.fork()  # root may write anywhere, so a child that is somebody else tries
+        if not child:
+            status = 1
+            try:
+                os.seteuid(65534)
+                ckptstore.open(Path(closed) / "store")
+            except ReadOnly as error:
+                status = 0 if "right to write" in str(error) else 2
+            finally:
+                os._exit(status)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+        assert os.listdir(closed) == []
+
+
+def test_a_store_that_appears_while_another_is_made_is_opened(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    refuse = opening._refuse_foreign
+
+    def another_is_faster(backend: Backend) -> None:
+        monkeypatch.undo()
+        init_store(place)
+        refuse(backend)
+
+    monkeypatch.setattr(opening, "_refuse_foreign", another_is_faster)
+    with ckptstore.open(place) as store:
+        assert store.log() == []
+
+
+def test_of_two_processes_that_make_a_store_at_once_one_makes_it(place: Path) -> None:
+    context = multiprocessing.get_context("spawn")
+    with context.Pool(2) as pool:
+        ids = pool.map(_open_and_commit, [(str(place), i) for i in range(8)], chunksize=1)
+    assert len(set(ids)) == 1
+    with ckptstore.open(place) as store:
+        assert sorted(info.step for info in store.log()) == list(range(8))
+        assert all(torch.equal(store.checkout(i).read("w"), torch.full((50_000,), float(i))) for i in range(8))
+
+
+def _open_and_commit(job: tuple[str, int]) -> str:
+    place, step = job
+    with ckptstore.open(place) as store:
+        store.commit({"w": torch.full((50_000,), float(step)), "same": torch.arange(50_000)}, step=step)
+        return store.id
+
+
+def test_init_is_refused_where_there_is_a_store(place: Path) -> None:
+    init_store(place)
+    with pytest.raises(Conflict, match="is a store already"):
+        init_store(place)
+
+
+def test_opening_reads_without_torch_know_the_position(place: Path) -> None:
+    with ckptstore.open(place) as store:
+        store.commit({"n": 1})
+    opening = Opening(place, read_only=True)
+    assert opening.queries().position().n == 1
+    opening.close()
