@@ -9,6 +9,7 @@ from ckptstore.engine.checkout import Reader, Tree, Wanted
 from ckptstore.engine.views import Select, View, renamed, selected, whole
 from ckptstore.errors import InvalidInput
 from ckptstore.state.conversion import checked
+from ckptstore.state.parameters import ParameterNames
 from ckptstore.state.restore import bind
 
 if TYPE_CHECKING:
@@ -57,6 +58,7 @@ class Restoring:
         partial, views = options.select is not None, _views(commit, trees, app_state, options)
         self._trees = {key: view.tree for key, view in views.items()}
         claims: dict[int, Claim] = {}
+        names = ParameterNames(app_state)
         self._bindings = bindings = {
             key: bind(
                 app_state[key],
@@ -67,7 +69,9 @@ class Restoring:
                 content_of=view.tree.content_key,
                 check=view.tree.check,
                 claims=claims,
+                names=names,
                 partial=partial,
+                in_order=options.rename is not None,
                 dtype=None if options.dtype is None else checked(options.dtype),
             )
             for key, view in views.items()

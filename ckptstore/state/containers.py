@@ -19,7 +19,10 @@ from ckptstore.state.values import Classes
 
 _PLAIN_FACTORIES = (dict, list, set, tuple, int, float, complex, str, bool, bytes, frozenset, deque, OrderedDict, Counter, defaultdict)
 _FACTORIES: dict[str, Any] = {cls.__name__: cls for cls in _PLAIN_FACTORIES}
-MAPPINGS = ("dict", "OrderedDict", "defaultdict", "Counter")
+PARAMETERS, NAMES = "parameters", "names"
+"""Node types of an optimizer's state: what it has of each parameter, under its name, and the names in their order, which are no leaf."""
+
+MAPPINGS = ("dict", "OrderedDict", "defaultdict", "Counter", PARAMETERS)
 """Node types whose objects are dicts."""
 
 _DIVISIBLE = ("list", "tuple", "deque", "namedtuple", "dataclass", "stateful")
@@ -37,6 +40,14 @@ class Stateful(Protocol):
     def state_dict(self) -> Any: ...
 
     def load_state_dict(self, state_dict: Any, /) -> Any: ...
+
+
+class Named(dict[Any, Any]):
+    """What an optimizer has of each parameter, by name."""
+
+
+class Names(list[str]):
+    """Names in their order. Ranks may have parts of one such list."""
 
 
 class Parts(NamedTuple):
@@ -218,6 +229,14 @@ def _join_ordered(joint: Joint) -> OrderedDict[Any, Any]:
     return joined
 
 
+def _split_named(value: Named) -> Parts:
+    return _split_mapping(value)._replace(type=PARAMETERS)
+
+
+def _split_names(value: Names) -> Parts:
+    return Parts(NAMES, [], attrs=(("names", attribute(list(value), "a list of names")),))
+
+
 def _split_defaultdict(value: defaultdict[Any, Any]) -> Parts:
     factory = value.default_factory
     if factory is None:
@@ -319,6 +338,8 @@ def _add_containers() -> None:
         add_container(cls, _split_mapping)
     add_container(OrderedDict, _split_ordered)
     add_container(defaultdict, _split_defaultdict)
+    add_container(Named, _split_named)
+    add_container(Names, _split_names)
     for sequence in (list, tuple):
         add_container(sequence, lambda value: Parts(type(value).__name__, value))
     add_container(deque, _split_deque)
@@ -327,6 +348,8 @@ def _add_containers() -> None:
     add_node_type("OrderedDict", "mapping", _join_ordered)
     add_node_type("defaultdict", "mapping", _join_defaultdict)
     add_node_type("ranks", "mapping", lambda joint: dict(joint.items()))
+    add_node_type(PARAMETERS, "mapping", lambda joint: dict(joint.items()))
+    add_node_type(NAMES, "sequence", lambda joint: list(joint.attrs["names"]))
     add_node_type("list", "sequence", lambda joint: list(joint.children))
     add_node_type("tuple", "sequence", lambda joint: tuple(joint.children))
     add_node_type("deque", "sequence", lambda joint: deque(joint.children, joint.attrs["maxlen"]), _refill_deque)

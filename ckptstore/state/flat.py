@@ -50,8 +50,9 @@ class HeldLeaf:
     parts: tuple[tuple[Box, Source], ...]
 
 
-Mark: TypeAlias = Literal["replica", "lead", "private"]
-"""What is known of a leaf that ranks hold whole: the same on all of them; the first rank's counts; each rank's is its own."""
+Mark: TypeAlias = Literal["replica", "lead", "private", "numbered"]
+"""What is known of a leaf that ranks hold whole: the same on all of them; the first rank's counts; each rank's is its own. *numbered* is
+one that ranks divide and that an optimizer's number names, which may be another parameter's on another mesh."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+from torch.optim.optimizer import Optimizer
 
 from ckptstore.core.model import LeafKind, Node, Schema, Shape
 from ckptstore.errors import InvalidInput
@@ -16,6 +17,7 @@ from ckptstore.state.containers import Parts
 from ckptstore.state.flat import Flat, HeldLeaf, Source
 from ckptstore.state.leaves import NOTHING, BytesSource, TensorSource
 from ckptstore.state.modules import state_dict_of
+from ckptstore.state.parameters import ParameterNames, named_state
 from ckptstore.state.ranks.held import held_of, is_distributed
 from ckptstore.state.tensors import DTYPE_NAMES
 
@@ -27,7 +29,8 @@ MAX_NESTING = 80
 
 
 def flatten(app_state: Mapping[str, Any], *, allow_pickle: bool = False, ranks: bool = False) -> dict[str, Flat]:
-    """Every key of `app_state`, in its order. Objects with `state_dict()` and `load_state_dict()` give their state dict.
+    """Every key of `app_state`, in its order. Objects with `state_dict()` and `load_state_dict()` give their state dict; that of an
+    optimizer has the names of its parameters, if the modules in `app_state` have them all.
 
     Raises `InvalidInput`, naming the path and the way out, for what cannot be stored. With `allow_pickle`, objects of unknown types are
     pickled and marked as such. With `ranks`, a distributed tensor is one leaf, of which this rank holds boxes.
@@ -35,12 +38,8 @@ def flatten(app_state: Mapping[str, Any], *, allow_pickle: bool = False, ranks: 
     for key in app_state:
         if not isinstance(key, str):
             raise InvalidInput(f"the application state has the key {key!r}; its keys must be strings")
-    return {key: flatten_tree(key, value, allow_pickle=allow_pickle, ranks=ranks) for key, value in app_state.items()}
-
-
-def flatten_tree(key: str, value: Any, *, allow_pickle: bool = False, ranks: bool = False) -> Flat:
-    """One key of a state."""
-    return _Tree(allow_pickle, ranks).flatten(key, value)
+    names = ParameterNames(app_state)
+    return {key: _Tree(names, allow_pickle, ranks).flatten(key, value) for key, value in app_state.items()}
 
 
 def state_of(value: Any) -> Any:
@@ -53,8 +52,8 @@ def state_of(value: Any) -> Any:
 class _Tree:
     """The columns of a schema on their way, one item per leaf."""
 
-    def __init__(self, allow_pickle: bool, ranks: bool) -> None:
-        self._allow_pickle, self._ranks = allow_pickle, ranks
+    def __init__(self, names: ParameterNames, allow_pickle: bool, ranks: bool) -> None:
+        self._names, self._allow_pickle, self._ranks = names, allow_pickle, ranks
         self._paths: list[str] = []
         self._kinds: list[LeafKind] = []
         self._dtypes: list[str] = []
@@ -66,7 +65,8 @@ class _Tree:
         self._open: dict[int, str] = {}
 
     def flatten(self, key: str, value: Any) -> Flat:
-        skeleton = self._visit(state_of(value), paths.segment(values.encode_key(key)))
+        state = named_state(value, self._names) if isinstance(value, Optimizer) else state_of(value)
+        skeleton = self._visit(state, paths.segment(values.encode_key(key)))
         columns = (tuple(column) for column in (self._paths, self._kinds, self._dtypes, self._shapes, self._aliases))
         return Flat(Schema(skeleton, *columns), self._leaves, self._held)  # type: ignore[arg-type]  # the columns in the order of its fields
 
@@ -95,6 +95,8 @@ class _Tree:
             return Parts("registered", [known.encode(value)], attrs=(("name", known.name),))
         if isinstance(value, torch.nn.Module):
             return Parts("stateful", [state_dict_of(value)])
+        if isinstance(value, Optimizer):
+            return Parts("stateful", [named_state(value, self._names)])
         if isinstance(value, torch.Tensor):
             parts = split_tensor(value)
             return parts if isinstance(parts, Parts) else Parts(_ITSELF, [parts])

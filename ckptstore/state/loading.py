@@ -15,6 +15,9 @@ def load(target: Any, state: Any, *, strict: bool) -> None:
         if isinstance(target, torch.nn.Module):
             target.load_state_dict(with_wrappers(target, state), strict=strict)
         elif isinstance(target, torch.optim.Optimizer):
+            if not strict:
+                # What the commit does not have stays, here too.
+                state = {**state, "state": {**target.state_dict()["state"], **state["state"]}}
             target.load_state_dict(state)
             _keep_dtypes(target, state)
         else:

@@ -26,6 +26,13 @@ def with_wrappers(module: nn.Module, state: "OrderedDict[str, Any]") -> "Ordered
     return _renamed(state, lambda key: _with(key, prefixes)) if prefixes else state
 
 
+def named_parameters_of(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    """`module.named_parameters()` under the names of `state_dict_of`."""
+    prefixes = _wrapper_prefixes(module)
+    for name, parameter in module.named_parameters():
+        yield _without(name, prefixes), parameter
+
+
 def _renamed(state: "OrderedDict[str, Any]", rename: Callable[[str], str]) -> "OrderedDict[str, Any]":
     renamed = OrderedDict((rename(key), value) for key, value in state.items())
     metadata = getattr(state, "_metadata", None)

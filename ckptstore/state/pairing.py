@@ -9,6 +9,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch.nn.parameter import is_lazy
+from torch.optim.optimizer import Optimizer
 
 from ckptstore.core.model import Node, Schema
 from ckptstore.errors import InvalidInput
@@ -20,7 +21,9 @@ from ckptstore.state.conversion import Converting, convertible, destination
 from ckptstore.state.flatten import state_of
 from ckptstore.state.leaves import Destination, HeldDestination
 from ckptstore.state.modules import own_loading, state_dict_of
-from ckptstore.state.ranks.held import empty_like_held, held_of, is_distributed
+from ckptstore.state.numbering import numbered
+from ckptstore.state.parameters import ParameterNames
+from ckptstore.state.ranks.held import empty_like_held, held_of, is_distributed, is_dtensor
 from ckptstore.state.stateful import RNGState, StateDict
 
 _MARKS = ("torch.Parameter", "torch.Tensor")
@@ -64,8 +67,8 @@ class Pairing:
     After `pair` and `complete`, `objects[i]` is what stands at tensor leaf `i` once its bytes are there. `direct[i]` says that it is the
     target's own, `kept` has the target's own objects that stand for a node, by its id. `claims` says which memory is taken, by its address,
     and is shared by all trees of one restore. With `partial`, the skeleton has some leaves only; what the target has beside them is not
-    ours. With `dtype`, floating leaves are converted where the target has a tensor of it. `models` are
-    distributed tensors that say how new tensors for leaves are to be placed.
+    ours. With `dtype`, floating leaves are converted where the target has a tensor of it. `names` are those of the parameters of all
+    modules that are restored; with `in_order`, an optimizer's may be called otherwise than in the commit.
     """
 
     def __init__(
@@ -75,17 +78,20 @@ class Pairing:
         content_of: ContentOf,
         claims: dict[int, Claim],
         *,
+        names: ParameterNames,
         partial: bool = False,
+        in_order: bool = False,
         dtype: torch.dtype | None = None,
     ) -> None:
         self.schema, self.content_of = schema, content_of
+        self._names, self._in_order = names, in_order
         self._classes, self._claims = classes, claims
         self._partial, self._dtype = partial, dtype
         self._convertible = frozenset() if dtype is None else convertible(schema, dtype)
         count = len(schema)
         self.objects: list[Any] = [None] * count
         self.destinations: list[Destination | Converting | HeldDestination | None] = [None] * count
-        self.models: dict[int, torch.Tensor] = {}
+        self._models: dict[int, torch.Tensor] = {}
         self.direct = [False] * count
         self.wanted = [not partial] * count
         for leaf in containers.leaves_of(schema.skeleton) if partial else ():
@@ -136,6 +142,19 @@ class Pairing:
             taken.append((encoded, child))
         return Node(node.type, tuple(child for _, child in taken), tuple(key for key, _ in taken), node.attrs)
 
+    def pair_optimizer(self, node: Node | int, optimizer: Optimizer, path: str) -> Node | int:
+        """As `pair`, for an optimizer's state; returns `node` with the optimizer's numbers, without parameters that it does not have."""
+        found = numbered(node, optimizer, self._names, in_order=self._in_order)
+        if found is not None:
+            for name, child in found.unexpected:
+                self.unexpected.append(f"{path}/state/{paths.segment(name)}")
+                self._leave_out(child)
+            self.missing.extend(f"{path}/state/{paths.segment(name)}" for name in found.missing if not self._partial)
+            self._models.update((leaf, model) for leaf, model in found.models.items() if is_dtensor(model))
+            node = found.skeleton
+        self.pair(node, optimizer.state_dict(), path, report=False)
+        return node
+
     def wanted_bytes(self) -> list[int]:
         """The leaves that are no tensors and have a place."""
         return [i for i, kind in enumerate(self.schema.kinds) if kind != "tensor" and self.wanted[i]]
@@ -158,7 +177,7 @@ class Pairing:
 
     def _make(self, leaf: int) -> None:
         """A new tensor for a leaf, placed on ranks as its model is, if there is one of its shape."""
-        name, shape, model = self.schema.dtypes[leaf], self.schema.shapes[leaf], self.models.get(leaf)
+        name, shape, model = self.schema.dtypes[leaf], self.schema.shapes[leaf], self._models.get(leaf)
         if model is None or tuple(model.shape) != shape:
             self.objects[leaf] = tensors.empty(self._new_dtypes.get(leaf, name), shape)
             self.destinations[leaf] = destination(self.objects[leaf], name)
@@ -170,6 +189,8 @@ class Pairing:
     def _pair_stateful(self, node: Node | int, target: Any, path: str) -> None:
         if isinstance(target, torch.nn.Module):
             self.narrowed[id(node)] = self.pair_module(node, target, path)
+        elif isinstance(target, Optimizer):
+            self.narrowed[id(node)] = self.pair_optimizer(node, target, path)
         elif isinstance(target, StateDict):
             self.pair(node, target, path, report=True)
         else:

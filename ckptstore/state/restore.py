@@ -4,10 +4,11 @@ Modules and other objects with `load_state_dict` get a state dict made of their 
 filled where they stand and other values are replaced.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
+from torch.optim.optimizer import Optimizer
 
 from ckptstore.core.model import Node, Schema
 from ckptstore.state import containers, paths, tensors, values
@@ -18,7 +19,7 @@ from ckptstore.state.inflate import Inflater, decode_leaf, refuse_pickles
 from ckptstore.state.leaves import Destination, HeldDestination
 from ckptstore.state.loading import load
 from ckptstore.state.pairing import Claim, ContentOf, Mismatch, Pairing, children_of
-from ckptstore.state.ranks.held import is_dtensor
+from ckptstore.state.parameters import ParameterNames
 from ckptstore.state.stateful import RNGState, StateDict
 
 __all__ = ["Binding", "Mismatch", "bind"]
@@ -34,13 +35,16 @@ def bind(
     content_of: ContentOf = lambda leaf: leaf,
     check: Callable[[int], None] = lambda leaf: None,
     claims: dict[int, Claim] | None = None,
+    names: ParameterNames | None = None,
     partial: bool = False,
+    in_order: bool = False,
     dtype: torch.dtype | None = None,
 ) -> "Binding":
     """Find the place of every leaf of `schema` in `target`, the object under `key` of an application state. Changes nothing.
 
     With `strict`, a plain container becomes what was committed; without it, entries that only the target has stay. Bindings of one restore
-    share `claims`, so that tensors which are tied across keys get one content, by `content_of`, or are mismatched. With `partial`, `schema`
+    share `claims`, so that tensors which are tied across keys get one content, by `content_of`, or are mismatched, and `names`, by which an
+    optimizer's parameters are found; with `in_order`, what is called otherwise is matched in its order. With `partial`, `schema`
     has some leaves only: the target is to keep everything else, and lacks nothing. With `dtype`, floating leaves are converted where the
     target has a tensor of that dtype.
     """
@@ -48,28 +52,28 @@ def bind(
     if not allow_pickle:
         refuse_pickles(schema)
     classes = TargetClasses(target)
-    pairing = Pairing(schema, classes, content_of, {} if claims is None else claims, partial=partial, dtype=dtype)
+    pairing = Pairing(
+        schema,
+        classes,
+        content_of,
+        {} if claims is None else claims,
+        names=names or ParameterNames({key: target}),
+        partial=partial,
+        in_order=in_order,
+        dtype=dtype,
+    )
     skeleton = schema.skeleton
     path = paths.segment(key)
     if isinstance(target, torch.nn.Module):
         skeleton = pairing.pair_module(skeleton, target, path)
+    elif isinstance(target, Optimizer):
+        skeleton = pairing.pair_optimizer(skeleton, target, path)
     elif isinstance(target, StateDict) or not containers.is_stateful(target):
         pairing.pair(skeleton, target, path, report=True)
     else:
         pairing.pair(skeleton, target.state_dict(), path, report=False)
-    if isinstance(target, torch.optim.Optimizer):
-        pairing.models = dict(_models(target, schema))
     pairing.complete(check)
     return Binding(target, skeleton, pairing, _Settler(schema, pairing, classes, strict, allow_pickle, partial))
-
-
-def _models(optimizer: torch.optim.Optimizer, schema: Schema) -> Iterator[tuple[int, torch.Tensor]]:
-    """Leaves of the state of distributed parameters, which is placed as they are: a fresh optimizer has no state to go by."""
-    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    for leaf, path in enumerate(schema.paths):
-        _, kind, number, *_ = (*path.split("/"), "", "")
-        if kind == "state" and number.isdecimal() and int(number) < len(parameters) and is_dtensor(parameters[int(number)]):
-            yield leaf, parameters[int(number)]
 
 
 class Binding:

@@ -198,16 +198,23 @@ def _hashable(key: Any) -> Any:
     return (str(key),) if isinstance(key, list) else key
 
 
+_UNITED = ("metadata", "names")
+"""Attributes of which ranks have parts: the versions of modules, the names of an optimizer's parameters."""
+
+
 def _joint_attrs(each: Sequence[tuple[tuple[str, Any], ...]]) -> tuple[tuple[str, Any], ...] | None:
-    """The attributes that nodes have in common; the versions of modules, which every rank has for its own modules, are united."""
+    """The attributes that nodes have in common; lists of which every rank has what belongs to its own modules are united."""
     if all(attrs == each[0] for attrs in each):
         return each[0]
     columns = [dict(attrs) for attrs in each]
-    versions = [attrs.pop("metadata", None) for attrs in columns]
-    if any(attrs != columns[0] for attrs in columns) or any(not _is_map(version) for version in versions):
-        return None
-    united = [*versions[0][:1], *_unique(item for version in versions for item in version[1:])]
-    return tuple(sorted({**columns[0], "metadata": united}.items()))
+    joint = dict(columns[0])
+    for name in _UNITED:
+        parts = [column.pop(name, None) for column in columns]
+        if any(_is_map(part) for part in parts):
+            if not all(map(_is_map, parts)):
+                return None
+            joint[name] = [*parts[0][:1], *_unique(item for part in parts for item in part[1:])]
+    return None if any(column != columns[0] for column in columns) else tuple(sorted(joint.items()))
 
 
 def _is_map(value: Any) -> bool:

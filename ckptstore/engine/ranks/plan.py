@@ -126,7 +126,7 @@ def _place(plan: RanksPlan, target: Target, tree: MergedTree, leaf: MergedLeaf, 
         raise Conflict(f"{leaf.path} is divided among ranks and private as well; leave it out of private=")
     elif divided:
         boxes = _boxes(tree, leaf)
-        _check_tiles(leaf, boxes)
+        _check_tiles(leaf, boxes, numbered="numbered" in marks)
         if nbytes_of(leaf) <= INLINE_BYTES:
             plan.reported[target] = _places(tree, holders)
         else:
@@ -156,9 +156,15 @@ def _boxes(tree: MergedTree, leaf: MergedLeaf) -> dict[object, dict[Box, list[Pl
     return by_mesh
 
 
-def _check_tiles(leaf: MergedLeaf, by_mesh: Mapping[object, Mapping[Box, Sequence[Place]]]) -> None:
+def _check_tiles(leaf: MergedLeaf, by_mesh: Mapping[object, Mapping[Box, Sequence[Place]]], *, numbered: bool) -> None:
+    groups = " and ".join(f"ranks {_ranks(boxes.values())}" for boxes in by_mesh.values())
+    if numbered and len(by_mesh) > 1:
+        # Even if the bytes are equal: at step 0 the moments of all parameters are.
+        raise Conflict(
+            f"{leaf.path} is named by a number that several meshes give to parameters of theirs: {groups}. Put the modules whose parameters "
+            f"the optimizer has into the application state: then its state is named as they are"
+        )
     if len({tuple(sorted(boxes)) for boxes in by_mesh.values()}) > 1:
-        groups = " and ".join(f"ranks {_ranks(boxes.values())}" for boxes in by_mesh.values())
         raise Conflict(
             f"{leaf.path} is divided by several meshes in different ways: {groups}. "
             f"If these are different tensors (pipeline stages, say), give them different paths: key optimizer state by parameter name, "

@@ -14,6 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ckptstore.state.flat import Flat, Mark
 from ckptstore.state.leaves import TensorSource
+from ckptstore.state.numbering import is_named
 from ckptstore.state.stateful import RNGState
 
 
@@ -64,6 +65,8 @@ def _marks(value: Any, flat: Flat, known: _Replicas, globs: Globs) -> dict[int, 
         return dict.fromkeys(range(count), "private")
     marks: dict[int, Mark] = {}
     if isinstance(value, torch.optim.Optimizer):
+        if not is_named(flat.schema.skeleton):
+            marks.update((i, "numbered") for i in flat.held)
         if known.objects.issuperset(id(each) for group in value.param_groups for each in group["params"]):
             marks.update((i, "replica") for i, kind in enumerate(flat.schema.kinds) if kind == "tensor" and i not in flat.held)
     elif known.parameters or known.buffers:
