@@ -44,8 +44,14 @@ def step(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
 
 
 def frozen_copy(state: dict[str, Any]) -> dict[str, Any]:
-    """What a commit of `state` must give back."""
-    return {key: copy.deepcopy(_state_dict(value)) for key, value in state.items()}
+    """What a commit of `state` must give back: its optimizer has the names of its model's parameters."""
+    copied = {key: copy.deepcopy(_state_dict(value)) for key, value in state.items()}
+    names = [name for name, _ in state["model"].named_parameters()]
+    optimizer = copied["optimizer"]
+    optimizer["state"] = {names[number]: value for number, value in optimizer["state"].items()}
+    for group in optimizer["param_groups"]:
+        group["params"] = [names[number] for number in group["params"]]
+    return copied
 
 
 def spoil(state: dict[str, Any]) -> None:

@@ -1,6 +1,5 @@
 """Lazy staging: the call returns before parameters are copied, and no optimizer step sees it."""
 
-import copy
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -13,6 +12,7 @@ import ckptstore
 from ckptstore import Conflict
 from ckptstore.engine import lazy
 from ckptstore.state import staging
+from tests.asynchronous.states import frozen_copy
 from tests.state.carrying import assert_same
 
 Make = Callable[[Any], torch.optim.Optimizer]
@@ -70,8 +70,7 @@ class Training:
         self.state["progress"]["step"] += 1
 
     def copy(self) -> dict[str, Any]:
-        state = {key: copy.deepcopy(value.state_dict() if hasattr(value, "state_dict") else value) for key, value in self.state.items()}
-        return {**state, "optimizer": by_name(state["optimizer"], self.model)}
+        return frozen_copy(self.state)
 
 
 def _survives(store: ckptstore.Store, training: Training, times: int) -> None:

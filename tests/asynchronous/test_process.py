@@ -1,5 +1,6 @@
 """Commits made by a process of its own: the same commits, without torch, and neither side's death is the other's."""
 
+import copy
 import os
 import signal
 from pathlib import Path
@@ -22,14 +23,14 @@ def test_its_commits_are_those_of_a_thread(tmp_path: Path) -> None:
     everything = training()
     with ckptstore.open(tmp_path / "store", executor="process", chunk_bytes=65536) as store:
         for step in range(3):
-            wanted = frozen_copy(everything)
+            wanted, same = frozen_copy(everything), copy.deepcopy(everything)
             pending = store.commit_async(everything, step=step, metrics={"loss": 0.1 * step}, tag="t", message="said")
             with attack(everything):
                 snapshot = pending.wait()
             assert_committed(snapshot, wanted)
         assert snapshot.metrics == {"loss": 0.2} and snapshot.message == "said" and snapshot.tags == ("t",)
         assert snapshot.stats and snapshot.stats.new_bytes
-        assert store.commit(wanted).content_id == snapshot.content_id
+        assert store.commit(same).content_id == snapshot.content_id
         assert [info.step for info in store.log()] == [None, 2, 1, 0]
         store.checkout("t").verify()
 

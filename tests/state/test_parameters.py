@@ -150,5 +150,5 @@ def test_other_groups_are_refused(store: ckptstore.Store) -> None:
     model = module()
     snapshot = store.commit({"model": model, "optimizer": AdamW(model.parameters())})
     groups = AdamW([{"params": list(model[0].parameters())}, {"params": list(model[1].parameters())}])
-    with pytest.raises(InvalidInput, match="AdamW refuses .*parameter group"):
+    with pytest.raises(InvalidInput, match=r"AdamW refuses .*parameter group"):
         snapshot.restore({"model": model, "optimizer": groups})

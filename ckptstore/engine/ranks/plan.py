@@ -161,8 +161,8 @@ def _check_tiles(leaf: MergedLeaf, by_mesh: Mapping[object, Mapping[Box, Sequenc
     if numbered and len(by_mesh) > 1:
         # Even if the bytes are equal: at step 0 the moments of all parameters are.
         raise Conflict(
-            f"{leaf.path} is named by a number that several meshes give to parameters of theirs: {groups}. Put the modules whose parameters "
-            f"the optimizer has into the application state: then its state is named as they are"
+            f"{leaf.path} is named by a number that several meshes give to parameters of theirs: {groups}. Put the modules whose "
+            f"parameters the optimizer has into the application state: then its state is named as they are"
         )
     if len({tuple(sorted(boxes)) for boxes in by_mesh.values()}) > 1:
         raise Conflict(
