@@ -102,6 +102,10 @@ def checkpoint_key(n: int) -> str:
     return f"log/checkpoint-{n:012d}"
 
 
+def segment_key(n: int) -> str:
+    return f"log/segment-{n:012d}"
+
+
 def session_key(session: SessionId) -> str:
     return f"sessions/{session}"
 

@@ -9,7 +9,7 @@ import secrets
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from ckptstore.core.ids import StoreId, checkpoint_key
@@ -58,14 +58,14 @@ class Log:
         """The entries are at `place`, or in the store's own `log/`. `memory` is a file of this host's where the state is kept between
         processes, for storage that is slow to ask."""
         self._backend = backend
-        self._place = place or LogFiles(backend)
+        self._place = place or LogFiles(backend, store)
         self._state = genesis(store, generation)
         self._memory = memory
         self._remembered = 0
         self._recent: deque[Entry] = deque(maxlen=RECENT)
         self._opened = False
         self._lock = threading.RLock()
-        self._checkpointing: threading.Thread | None = None
+        self._gathering: threading.Thread | None = None
 
     @property
     def state(self) -> State:
@@ -122,7 +122,7 @@ class Log:
         Raises `Corrupt` if the chain is broken, or if the log does not have that entry: then the caller remembers another log's.
         """
         position = Position(after, prev_hash, prev_bytes) if after else origin(self._state.store)
-        entries = self._behind(position)
+        entries = self._spliced(position)
         first = next(entries, None)
         if first is not None:
             yield first
@@ -159,15 +159,15 @@ class Log:
                 if self._create(data, entry, deadline):
                     self._check_successor(entry)
                     self._advance(entry)
-                    self._write_checkpoint_behind(entry.n)
+                    self._gather_behind(entry.n)
                     return entry
                 if time.monotonic() > deadline:
                     raise Busy(f"others appended to the log for {timeout_s:.0f} s without a gap; nothing was appended, repeat")
 
     def close(self) -> None:
-        """Wait for a checkpoint that is being written, and keep what this process knows for the next."""
-        if self._checkpointing is not None:
-            self._checkpointing.join()
+        """Wait for a segment or checkpoint that is being written, and keep what this process knows for the next."""
+        if self._gathering is not None:
+            self._gathering.join()
         if self._opened:
             self._remember(1)
 
@@ -244,11 +244,21 @@ class Log:
 
     def _behind(self, position: Position) -> Iterator[Entry]:
         """The entries behind `position`, the chain verified link by link."""
-        for data in self._place.behind(position.n):
-            entry = decode_entry(data)
+        for entry in self._place.behind(position.n):
             check_follows(entry, position, self._state.store)
             position = entry.position
             yield entry
+
+    def _spliced(self, position: Position) -> Iterator[Entry]:
+        """As `_behind`, but what this process has read already is not read again."""
+        with self._lock:
+            known = list(self._recent)
+        for entry in self._behind(position):
+            yield entry
+            if known and (known[0].n, known[0].prev_hash, known[0].prev_bytes) == (entry.n + 1, entry.hash, entry.bytes):
+                yield from known
+                yield from self._behind(known[-1].position)
+                return
 
     def _check_has(self, position: Position) -> None:
         if not self.has(position):
@@ -318,20 +328,27 @@ class Log:
             return None
         return state if state.position == entry.position and n == entry.n else None
 
-    def _write_checkpoint_behind(self, n: int) -> None:
-        """Off the critical path: whoever appends every CHECKPOINT_EVERY-th entry writes the state."""
-        if n % CHECKPOINT_EVERY:
+    def _gather_behind(self, n: int) -> None:
+        """Off the critical path: what lets others read less of the log. Whoever appends the last entry of a segment writes that segment,
+        whoever appends every CHECKPOINT_EVERY-th entry the state."""
+        if n % CHECKPOINT_EVERY and not self._place.gathers(n):
             return
-        if self._checkpointing is not None:
-            self._checkpointing.join()
-        self._checkpointing = threading.Thread(target=self._write_checkpoint, args=(self._state,), name="ckptstore-checkpoint")
-        self._checkpointing.start()
+        if self._gathering is not None:
+            self._gathering.join()
+        self._gathering = threading.Thread(target=self._gather, args=(self._state, tuple(self._recent)), name="ckptstore-log")
+        self._gathering.start()
+
+    def _gather(self, state: State, newest: Sequence[Entry]) -> None:
+        try:
+            if self._place.gathers(state.n):
+                self._place.gather(state.n, newest)
+            if state.n % CHECKPOINT_EVERY == 0:
+                self._write_checkpoint(state)
+        except CkptStoreError as error:
+            _logger.warning("what was to be saved at entry %d of the log was not; the next open reads more of the log: %s", state.n, error)
 
     def _write_checkpoint(self, state: State) -> None:
-        try:
-            self._backend.put(checkpoint_key(state.n), encode_state(state))
-            keys = [key for key, _ in self._backend.list(_CHECKPOINT_PREFIX)]
-            for key in keys[:-CHECKPOINTS_KEPT]:
-                self._backend.delete(key)
-        except CkptStoreError as error:
-            _logger.warning("the state after entry %d of the log was not saved; the next open reads more of the log: %s", state.n, error)
+        self._backend.put(checkpoint_key(state.n), encode_state(state))
+        keys = [key for key, _ in self._backend.list(_CHECKPOINT_PREFIX)]
+        for key in keys[:-CHECKPOINTS_KEPT]:
+            self._backend.delete(key)

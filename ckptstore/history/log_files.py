@@ -2,18 +2,28 @@
 
 import logging
 import secrets
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
+from functools import cached_property
+from itertools import takewhile
 from typing import Protocol
 
-from ckptstore.core.ids import log_key
+from ckptstore.core.ids import StoreId, log_key, segment_key
 from ckptstore.core.places import is_network_filesystem
-from ckptstore.errors import NotFound, ReadOnly
-from ckptstore.history.entries import Entry
+from ckptstore.errors import Corrupt, NotFound, ReadOnly
+from ckptstore.history.entries import Entry, check_follows, decode_entry
+from ckptstore.history.segments import SEGMENT_ENTRIES, decode_segment, encode_segment, segment_end
 from ckptstore.objects.backend import Backend
 
 _READ_AHEAD = 32
+_SEGMENTS_AT_ONCE = 8
+_FAR = 8
+"""So many new entries were met one by one when it pays to ask for segments."""
+
+_SEGMENT_PREFIX = "log/segment-"
+_COMPLETED_EVERY = 10 * SEGMENT_ENTRIES
+"""Whoever appends such an entry writes the segments, too, that others did not come to write."""
 
 _logger = logging.getLogger("ckptstore")
 
@@ -28,8 +38,8 @@ class LogPlace(Protocol):
     def read(self, n: int) -> bytes | None:
         """The bytes of entry `n`, None if there is none."""
 
-    def behind(self, n: int) -> Iterator[bytes]:
-        """The bytes of the entries behind `n`, up to the first that is not there."""
+    def behind(self, n: int) -> Iterator[Entry]:
+        """The entries behind `n`, up to the first that is not there. Whether each follows on the one before is for the caller to see."""
 
     def has(self, n: int) -> bool:
         """Whether there is an entry `n`; one look-up."""
@@ -43,6 +53,15 @@ class LogPlace(Protocol):
     def settle(self, n: int) -> None:
         """Make entry `n`, which was found there, as durable as `create` would have."""
 
+    def gathers(self, n: int) -> bool:
+        """Whether there is something for `gather` to do at entry `n`."""
+
+    def gather(self, n: int, newest: Sequence[Entry]) -> None:
+        """Put the entries up to `n` together, so that `behind` finds them in fewer steps; `newest` are those that the caller knows.
+
+        Nothing depends on it. Raises what storage raises.
+        """
+
     def turn(self) -> AbstractContextManager[None]:
         """Within, others who append wait, where the place can make them. What holds the log together does not depend on it."""
 
@@ -53,37 +72,23 @@ class LogPlace(Protocol):
 class LogFiles:
     """The log in the store itself."""
 
-    def __init__(self, backend: Backend) -> None:
-        self._backend = backend
+    def __init__(self, backend: Backend, store: StoreId) -> None:
+        self._backend, self._store = backend, store
 
-    @property
+    @cached_property
     def is_local(self) -> bool:
         root = self._backend.durable_root
         return root is not None and not is_network_filesystem(root)
 
     def read(self, n: int) -> bytes | None:
-        try:
-            return self._backend.read(log_key(n))
-        except NotFound:
-            return None
+        return self._read(log_key(n))
 
-    def behind(self, n: int) -> Iterator[bytes]:
-        """From a bucket more and more of them at a time."""
-        if self._backend.durable_root is not None:
-            while (data := self.read(n := n + 1)) is not None:
-                yield data
-            return
+    def behind(self, n: int) -> Iterator[Entry]:
+        """From a bucket more and more of them at a time, and where there are many, from segments."""
         if (data := self.read(n + 1)) is None:
             return
-        yield data
-        with ThreadPoolExecutor(_READ_AHEAD) as pool:
-            n, batch = n + 1, 2
-            while True:
-                for data in pool.map(self.read, range(n + 1, n + 1 + batch)):
-                    if data is None:
-                        return
-                    yield data
-                n, batch = n + batch, min(2 * batch, _READ_AHEAD)
+        yield decode_entry(data)
+        yield from self._one_by_one(n + 1) if self.is_local else self._many(n + 1)
 
     def has(self, n: int) -> bool:
         return self._backend.size(log_key(n)) is not None
@@ -93,6 +98,22 @@ class LogFiles:
 
     def settle(self, n: int) -> None:
         self._backend.sync_dirs((log_key(n),))
+
+    def gathers(self, n: int) -> bool:
+        """A disk of this host is asked for a file as fast as for a part of one."""
+        return n % SEGMENT_ENTRIES == 0 and not self.is_local
+
+    def gather(self, n: int, newest: Sequence[Entry]) -> None:
+        """The last segment, and now and then those before it that are not there."""
+        if len(newest) >= SEGMENT_ENTRIES and newest[-1].n == n:
+            self._backend.put(segment_key(n), encode_segment(newest[-SEGMENT_ENTRIES:]))
+            wanted = range(SEGMENT_ENTRIES, n, SEGMENT_ENTRIES) if n % _COMPLETED_EVERY == 0 else range(0)
+        else:
+            wanted = range(n, n + 1)
+        there = {key for key, _ in self._backend.list(_SEGMENT_PREFIX)} if wanted else set()
+        for last in wanted:
+            if segment_key(last) not in there:
+                self._write_segment(last)
 
     def turn(self) -> AbstractContextManager[None]:
         return nullcontext()
@@ -105,3 +126,56 @@ class LogFiles:
             self._backend.delete(scratch)
         except ReadOnly:
             _logger.debug("%s is read-only: names cached as absent expire by themselves", self._backend.url)
+
+    def _read(self, key: str) -> bytes | None:
+        try:
+            return self._backend.read(key)
+        except NotFound:
+            return None
+
+    def _one_by_one(self, n: int) -> Iterator[Entry]:
+        while (data := self.read(n := n + 1)) is not None:
+            yield decode_entry(data)
+
+    def _many(self, n: int) -> Iterator[Entry]:
+        # A name that a network filesystem found absent stays so for a while: there nothing is asked for that may not be there yet.
+        limit = 1 if self._backend.durable_root is not None else _READ_AHEAD
+        with ThreadPoolExecutor(limit) as pool:
+            met, batch, look_from = 1, min(2, limit), 0
+            while True:
+                if met >= _FAR and n >= look_from:
+                    entries = self._from_segments(pool, n)
+                    yield from entries
+                    more = len(entries) > (_SEGMENTS_AT_ONCE - 1) * SEGMENT_ENTRIES
+                    n = entries[-1].n if entries else n
+                    look_from = n if more else segment_end(n + 1)
+                    continue
+                for data in pool.map(self.read, range(n + 1, n + 1 + batch)):
+                    if data is None:
+                        return
+                    yield decode_entry(data)
+                n, met, batch = n + batch, met + batch, min(2 * batch, limit)
+
+    def _from_segments(self, pool: ThreadPoolExecutor, n: int) -> list[Entry]:
+        """The entries behind `n` as far as segments have them; none if the log's own entry at their end is another one."""
+        first = segment_end(n + 1)
+        numbers = range(first, first + _SEGMENTS_AT_ONCE * SEGMENT_ENTRIES, SEGMENT_ENTRIES)
+        found = takewhile(lambda data: data is not None, pool.map(self._read, map(segment_key, numbers)))
+        entries: list[Entry] = []
+        try:
+            for last, data in zip(numbers, found, strict=False):
+                segment = decode_segment(data or b"", last, self._store)
+                if entries:
+                    check_follows(segment[0], entries[-1].position, self._store)
+                entries += segment
+            if not entries or decode_entry(self.read(entries[-1].n) or b"").position == entries[-1].position:
+                return entries[n % SEGMENT_ENTRIES :]
+            raise Corrupt(f"the log's entry {entries[-1].n} is another one")
+        except Corrupt as error:
+            _logger.warning("segments of the log behind entry %d are not used: %s", n, error)
+            return []
+
+    def _write_segment(self, last: int) -> None:
+        with ThreadPoolExecutor(_READ_AHEAD) as pool:
+            files = list(pool.map(self.read, range(last - SEGMENT_ENTRIES + 1, last + 1)))
+        self._backend.put(segment_key(last), encode_segment([decode_entry(data or b"") for data in files]))

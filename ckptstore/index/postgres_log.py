@@ -15,7 +15,7 @@ from sqlalchemy import Connection, text
 
 from ckptstore.core.ids import StoreId, log_key
 from ckptstore.errors import Corrupt, InvalidInput, NotFound, ReadOnly, Unavailable
-from ckptstore.history.entries import Entry, Position
+from ckptstore.history.entries import Entry, Position, decode_entry
 from ckptstore.index import catalog_file
 from ckptstore.index.catalog import fold_entries
 from ckptstore.index.catalog_file import make_tables
@@ -128,7 +128,7 @@ class PostgresLog:
 
         return self._ask(work)
 
-    def behind(self, n: int) -> Iterator[bytes]:
+    def behind(self, n: int) -> Iterator[Entry]:
         while True:
 
             def work(connection: Connection, after: int = n) -> list[bytes]:
@@ -136,7 +136,7 @@ class PostgresLog:
                 return [bytes(row[0]) for row in connection.execute(sql, {"n": after, "limit": _BATCH})]
 
             found = self._ask(work)
-            yield from found
+            yield from map(decode_entry, found)
             n += len(found)
             if len(found) < _BATCH:
                 return
@@ -163,6 +163,13 @@ class PostgresLog:
 
     def settle(self, n: int) -> None:
         """Nothing: what can be read was committed."""
+
+    def gathers(self, n: int) -> bool:
+        """Never: many rows are one question."""
+        return False
+
+    def gather(self, n: int, newest: Sequence[Entry]) -> None:
+        """Nothing."""
 
     @contextmanager
     def turn(self) -> Iterator[None]:

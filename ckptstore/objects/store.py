@@ -41,7 +41,7 @@ GAP_BYTES = 256 << 10
 REMOTE_READ_BYTES = 4 * MIB
 """A read from a bucket is not cut into smaller ones for the sake of more threads."""
 
-FOOTERS_AT_ONCE = 16
+FOOTERS_AT_ONCE = 32
 """So many footers are read from a bucket side by side."""
 
 Spread: TypeAlias = Callable[[Callable[[int], None], Sequence[int]], object]

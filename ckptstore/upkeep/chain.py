@@ -10,11 +10,12 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 
 from ckptstore.core.config import MIB
-from ckptstore.core.ids import StoreId, checkpoint_key, log_key
+from ckptstore.core.ids import StoreId, checkpoint_key, log_key, segment_key
 from ckptstore.errors import CkptStoreError, Corrupt, NotFound, Unavailable
 from ckptstore.history.checkpoints import decode_state
 from ckptstore.history.entries import Entry, NewerEntry, Position, decode_entry, origin
 from ckptstore.history.fold import State, apply, genesis
+from ckptstore.history.segments import decode_segment
 from ckptstore.objects.backend import Backend
 
 ENTRY_BYTES_MAX = 256 * MIB
@@ -23,15 +24,18 @@ GAP_MAX = 1000
 
 _ENTRY = re.compile(r"log/([0-9]{12})")
 _CHECKPOINT = re.compile(r"log/checkpoint-([0-9]{12})")
+_SEGMENT = re.compile(r"log/segment-([0-9]{12})")
 _READ_AHEAD = 16
 
 
 @dataclass(frozen=True, slots=True)
 class LogFiles:
-    """The names in `log/`: numbers of entries and of checkpoints, in order; `unknown` are other keys, and entries that lie too far off."""
+    """The names in `log/`: numbers of entries, checkpoints and segments, in order; `unknown` are other keys, and entries that lie too far
+    off."""
 
     entries: tuple[int, ...]
     checkpoints: tuple[int, ...]
+    segments: tuple[int, ...]
     unknown: tuple[str, ...]
 
     @property
@@ -53,7 +57,8 @@ class BadEntry:
 class Chain:
     """The log after a look at every entry. `state` is exact if `certain`; else what bad entries did is not in it.
 
-    `bad_checkpoints` are those that are not the state at this log's own entry, with what is wrong with them.
+    `bad_checkpoints` are those that are not the state at this log's own entry, `bad_segments` those that do not end with it, with what is
+    wrong with them.
     """
 
     state: State
@@ -61,22 +66,25 @@ class Chain:
     head: int
     bad: tuple[BadEntry, ...]
     bad_checkpoints: tuple[tuple[int, str], ...]
+    bad_segments: tuple[tuple[int, str], ...]
     unknown: tuple[str, ...]
 
 
 def list_log(backend: Backend) -> LogFiles:
     """What lies in `log/`."""
     entries: list[int] = []
-    checkpoints, unknown = [], []
+    checkpoints, segments, unknown = [], [], []
     for key, _ in backend.list("log/"):
         found = _ENTRY.fullmatch(key)
         if found and 0 < int(found[1]) <= (entries[-1] if entries else 0) + GAP_MAX:
             entries.append(int(found[1]))
         elif found := _CHECKPOINT.fullmatch(key):
             checkpoints.append(int(found[1]))
+        elif found := _SEGMENT.fullmatch(key):
+            segments.append(int(found[1]))
         else:
             unknown.append(key)
-    return LogFiles(tuple(entries), tuple(checkpoints), tuple(unknown))
+    return LogFiles(tuple(entries), tuple(checkpoints), tuple(segments), tuple(unknown))
 
 
 def read_chain(backend: Backend, store: StoreId, generation: int, *, remembered: Position | None = None) -> Chain:
@@ -89,13 +97,16 @@ def read_chain(backend: Backend, store: StoreId, generation: int, *, remembered:
     witnesses = {n: state.position for n, state in states.items() if n <= files.head + GAP_MAX}
     if remembered and 0 < remembered.n <= files.head + GAP_MAX:
         witnesses.setdefault(remembered.n, remembered)
-    examination = _Examination(store, generation, states)
+    ends, bad_segments = _read_segments(backend, files, store)
+    examination = _Examination(store, generation, states, ends)
     head = max([files.head, *witnesses])
     for n, data in _contents(backend, head):
         examination.add(n, data)
     bad = tuple(replace(entry, wanted=entry.wanted or witnesses.get(entry.n)) for entry in examination.finish())
     strangers = tuple((n, "it is not the state at this log's own entry") for n in states if n not in examination.matched)
-    return Chain(examination.state, examination.certain, head, bad, (*bad_checkpoints, *strangers), files.unknown)
+    foreign = tuple((n, "it does not end with this log's own entry") for n in ends if n not in examination.ended)
+    segments = (*bad_segments, *foreign)
+    return Chain(examination.state, examination.certain, head, bad, (*bad_checkpoints, *strangers), segments, files.unknown)
 
 
 def decode_at(n: int, data: bytes, store: StoreId) -> Entry:
@@ -121,11 +132,12 @@ class _Examination:
     An entry waits until its successor has not spoken against it; then it is applied.
     """
 
-    def __init__(self, store: StoreId, generation: int, checkpoints: Mapping[int, State]) -> None:
+    def __init__(self, store: StoreId, generation: int, checkpoints: Mapping[int, State], ends: Mapping[int, Position]) -> None:
         self.state = genesis(store, generation)
         self.certain = True
         self.matched: set[int] = set()
-        self._store, self._checkpoints = store, checkpoints
+        self.ended: set[int] = set()
+        self._store, self._checkpoints, self._ends = store, checkpoints, ends
         self._bad: dict[int, BadEntry] = {}
         self._waiting: tuple[Entry, bytes] | None = None
 
@@ -169,6 +181,8 @@ class _Examination:
             return
         self.certain = self.certain and entry.n == self.state.n + 1
         self.state = apply(self.state, entry)
+        if self._ends.get(entry.n) == entry.position:
+            self.ended.add(entry.n)
         checkpoint = self._checkpoints.get(entry.n)
         if checkpoint is not None and checkpoint.position == entry.position:
             self.matched.add(entry.n)
@@ -195,6 +209,19 @@ def _read_checkpoints(
         except (Corrupt, NotFound) as error:
             bad.append((n, str(error)))
     return states, tuple(bad)
+
+
+def _read_segments(backend: Backend, files: LogFiles, store: StoreId) -> tuple[dict[int, Position], tuple[tuple[int, str], ...]]:
+    """The last entry of each segment, and what is wrong with those that are none."""
+    ends, bad = {}, []
+    with ThreadPoolExecutor(_READ_AHEAD) as pool:
+        contents = pool.map(lambda n: read_small(backend, segment_key(n)), files.segments)
+        for n, data in zip(files.segments, contents, strict=True):
+            try:
+                ends[n] = decode_segment(_there(data), n, store)[-1].position
+            except (Corrupt, NotFound) as error:
+                bad.append((n, str(error)))
+    return ends, tuple(bad)
 
 
 def _contents(backend: Backend, last: int) -> Iterator[tuple[int, bytes | None]]:

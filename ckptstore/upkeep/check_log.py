@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 from itertools import takewhile
 from typing import Any
 
-from ckptstore.core.ids import ChunkId, CommitId, checkpoint_key, log_key
+from ckptstore.core.ids import ChunkId, CommitId, checkpoint_key, log_key, segment_key
 from ckptstore.errors import CkptStoreError
 from ckptstore.history.fold import State
 from ckptstore.history.log import Log
@@ -19,11 +19,14 @@ _REPAIR = "run `ckptstore repair`: it knows whether the entry can be made again,
 
 
 def log_findings(chain: Chain) -> Iterator[Finding]:
-    """Entries and checkpoints that are not what they should be. Pure."""
+    """Entries, checkpoints and segments that are not what they should be. Pure."""
     yield from (_bad_entry(bad) for bad in chain.bad)
     for n, problem in chain.bad_checkpoints:
         what = f"the checkpoint of the log's state at entry {n} is ignored: {problem}"
         yield Finding(Kind.CHECKPOINT, what, "run `ckptstore repair --apply`, which removes it", Severity.INDEX, checkpoint_key(n), n)
+    for n, problem in chain.bad_segments:
+        what = f"the segment of the log up to entry {n} is ignored: {problem}"
+        yield Finding(Kind.CHECKPOINT, what, "run `ckptstore repair --apply`, which removes it", Severity.INDEX, segment_key(n), n)
     for key in chain.unknown:
         yield Finding(Kind.FOREIGN, f"{key} is nothing that belongs into a log", "delete it if it is yours", Severity.NOTE, key)
     if not chain.certain:

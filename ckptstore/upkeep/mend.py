@@ -8,10 +8,11 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
-from ckptstore.core.ids import CommitId, StoreId, digest, document_key, log_key
+from ckptstore.core.ids import CommitId, StoreId, digest, document_key, log_key, segment_key
 from ckptstore.errors import CkptStoreError, Unavailable
-from ckptstore.history.entries import Entry
+from ckptstore.history.entries import Entry, encode_again
 from ckptstore.history.fold import CommitRow
+from ckptstore.history.segments import decode_segment, segment_end
 from ckptstore.objects.backend import Backend
 from ckptstore.objects.documents import decode_document
 from ckptstore.upkeep.chain import BadEntry, decode_at, read_small
@@ -31,10 +32,11 @@ class Mended:
     origin: str
 
 
-def mend_entry(bad: BadEntry, store: StoreId, mirrors: Sequence[Backend], kept: bytes | None) -> Mended | None:
-    """The entry that belongs at `bad.n`, from its own bytes, from `kept` (the catalog's copy) or from a mirror; None if nobody has it."""
+def mend_entry(bad: BadEntry, store: StoreId, own: Backend, mirrors: Sequence[Backend], kept: bytes | None) -> Mended | None:
+    """The entry that belongs at `bad.n`, from its own bytes, from `kept` (the catalog's copy), from a segment of the store's `own` or from
+    a mirror; None if nobody has it."""
     key = log_key(bad.n)
-    for origin, data in _versions(bad, mirrors, kept):
+    for origin, data in _versions(bad, store, own, mirrors, kept):
         if _is_the_one(bad, data, store):
             return Mended(key, data, origin)
     if bad.data is not None and (found := flipped_back(bad.data, lambda candidate: _accepted(bad, candidate, store))):
@@ -63,14 +65,24 @@ def _document_keys(mirror: Backend, key: str, commit: CommitId) -> Iterator[str]
         yield from (other for other, _ in mirror.list("commits/") if other.endswith(f"-{commit}") and other != key)
 
 
-def _versions(bad: BadEntry, mirrors: Sequence[Backend], kept: bytes | None) -> Iterator[tuple[str, bytes]]:
+def _versions(
+    bad: BadEntry, store: StoreId, own: Backend, mirrors: Sequence[Backend], kept: bytes | None
+) -> Iterator[tuple[str, bytes]]:
     if bad.data is not None:
         yield "its own body, under a new first line", _with_own_hash(bad.data)
     if kept is not None:
         yield "the catalog's copy", kept
+    yield from (("a segment of the log", encode_again(entry)) for entry in _in_segment(own, bad.n, store))
     for mirror in mirrors:
         if (data := read_small(mirror, log_key(bad.n))) is not None:
             yield mirror.url, data
+
+
+def _in_segment(backend: Backend, n: int, store: StoreId) -> Iterator[Entry]:
+    """Entry `n` as a segment has it, if there is one."""
+    last = segment_end(n)
+    with suppress(CkptStoreError):
+        yield from (entry for entry in decode_segment(read_small(backend, segment_key(last)) or b"", last, store) if entry.n == n)
 
 
 def _with_own_hash(data: bytes) -> bytes:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import TypeAlias
 
 from ckptstore.core.config import MIB, StoreConfig
-from ckptstore.core.ids import CONFIG_KEY, ChunkId, CommitId, PackId, checkpoint_key, new_session_id
+from ckptstore.core.ids import CONFIG_KEY, ChunkId, CommitId, PackId, checkpoint_key, new_session_id, segment_key
 from ckptstore.core.places import make_directories
 from ckptstore.errors import CkptStoreError
 from ckptstore.history import entries
@@ -180,12 +180,14 @@ def _plan_log(facts: Facts, mirrors: Sequence[Backend]) -> tuple[list[Action], l
     findings = {finding.entry: finding for finding in facts.report.findings if finding.kind is Kind.ENTRY}
     copies = facts.ground.copies(bad.n for bad in facts.chain.bad)
     for bad in facts.chain.bad:
-        mended = mend_entry(bad, facts.ground.config.store, mirrors, copies.get(bad.n))
+        mended = mend_entry(bad, facts.ground.config.store, facts.ground.backend, mirrors, copies.get(bad.n))
         if mended:
             actions.append(PutBack(mended))
         else:
             hopeless.append(findings[bad.n])
-    actions += (SetAside(checkpoint_key(n), problem) for n, problem in facts.chain.bad_checkpoints if not facts.chain.bad)
+    if not facts.chain.bad:
+        actions += (SetAside(checkpoint_key(n), problem) for n, problem in facts.chain.bad_checkpoints)
+        actions += (SetAside(segment_key(n), problem) for n, problem in facts.chain.bad_segments)
     return actions, hopeless
 
 

@@ -70,12 +70,12 @@ def assert_equal(got: Any, wanted: Any) -> None:
         assert got == wanted
 
 
-def check(store: Path, level: Level = Level.PACKS, share: Share | None = None) -> Report:
+def check(store: Path | str, level: Level = Level.PACKS, share: Share | None = None) -> Report:
     with open_ground(store) as ground:
         return fsck(ground, level=level, share=share)
 
 
-def heal(store: Path, *mirrors: Path, apply: bool = True, data: bool = True) -> Repaired:
+def heal(store: Path | str, *mirrors: Path, apply: bool = True, data: bool = True) -> Repaired:
     backends: list[Backend] = [open_backend(str(mirror), read_only=True) for mirror in mirrors]
     with open_ground(store) as ground:
         return repair(ground, mirrors=backends, apply=apply, share=Share() if data else None)

@@ -1,17 +1,21 @@
 """repair heals what can be proved, names what cannot, changes nothing in a dry run and deletes nothing at all."""
 
 import hashlib
+import secrets
+import shutil
 from pathlib import Path
 
 import pytest
 
 import ckptstore
-from ckptstore.core.ids import pack_key, twin_key
+from ckptstore.core.ids import log_key, pack_key, segment_key, twin_key
 from ckptstore.engine.opening import Opening
 from ckptstore.errors import Corrupt, NotFound
 from ckptstore.history.fold import Pack
+from ckptstore.history.segments import SEGMENT_ENTRIES
+from ckptstore.objects.backend import open_backend
 from ckptstore.upkeep.findings import Kind, Level
-from ckptstore.upkeep.repair import CopyTwin, Mark, PutBack, Rebuild, SavePacks, WriteConfig
+from ckptstore.upkeep.repair import CopyTwin, Mark, PutBack, Rebuild, SavePacks, SetAside, WriteConfig
 from tests.upkeep.stores import (
     assert_restores,
     check,
@@ -299,3 +303,28 @@ def test_an_index_that_lies_is_made_anew(store: Path) -> None:
     done = heal(store)
     assert [type(action) for action in done.applied] == [Rebuild]
     assert_whole(store)
+
+
+def test_a_segment_of_the_log_gives_back_an_entry_and_is_set_aside_when_it_is_damaged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CKPTSTORE_CACHE", str(tmp_path))
+    place = f"memory://{secrets.token_hex(8)}"
+    with ckptstore.open(place) as store:
+        store.commit({"x": 1}, step=1)
+        for i in range(SEGMENT_ENTRIES):
+            store.tag(f"t{i}", 1)
+    backend = open_backend(place)
+    lost, segment = backend.read(log_key(7)), segment_key(SEGMENT_ENTRIES)
+    backend.delete(log_key(7))
+    shutil.rmtree(tmp_path)  # the catalog has copies, too
+    (action,) = heal(place).applied
+    assert isinstance(action, PutBack) and action.mended.origin == "a segment of the log"
+    assert backend.read(log_key(7)) == lost
+    backend.put(segment, backend.read(segment)[:-1])
+    (finding,) = check(place).findings
+    assert finding.key == segment
+    (action,) = heal(place).applied
+    assert isinstance(action, SetAside)
+    assert backend.size(segment) is None and backend.size(f"quarantine/{segment}") is not None
+    assert check(place).findings == ()
