@@ -33,6 +33,7 @@ def open(
     storage_options: Mapping[str, Any] | None = None,
     direct_io: bool = False,
     index: str | None = None,
+    read_cache_bytes: int | None = None,
     mirror: str | os.PathLike[str] | None = None,
     keep_local: Policy | Sequence[Policy] = (),
     mirror_options: Mapping[str, Any] | None = None,
@@ -44,6 +45,9 @@ def open(
     directories get the mode 0700 and its files 0600, whatever the umask of those who write them.
     `index="postgresql+psycopg://USER@HOST/DATABASE"` makes a store whose log and catalog are in that database, and is needed, or
     `$CKPTSTORE_INDEX`, to open one (docs/shared-store.md).
+
+    `read_cache_bytes` (default `$CKPTSTORE_READ_CACHE_BYTES`, else 0) is how much of what is read from a bucket this host keeps on its
+    disk, for all its processes; a store in a directory needs none.
 
     `threads` (default `$CKPTSTORE_THREADS`, else by the processors) hash, read and write. With `direct_io`, large packs are written past
     the page cache of a local disk: what others have there stays, and the next restore on this host reads the disk. On a full disk a commit
@@ -73,6 +77,7 @@ def open(
         storage_options=None if storage_options is None else dict(storage_options),
         direct_io=direct_io,
         index=index,
+        read_cache_bytes=read_cache_bytes,
     )
     if mirror is not None and is_several(None):
         raise InvalidInput("mirror= is for one process; with several ranks open without it, and let one rank call store.mirror(to=…)")
@@ -122,9 +127,18 @@ def clone(
 
 
 def _find_or_make(place: str | os.PathLike[str], settings: Settings) -> Opening:
-    options = settings.storage_options
+    def opened() -> Opening:
+        return Opening(
+            place,
+            read_only=settings.read_only,
+            storage_options=settings.storage_options,
+            direct_io=settings.direct_io,
+            index=settings.index,
+            read_cache_bytes=settings.read_cache_bytes,
+        )
+
     try:
-        return Opening(place, read_only=settings.read_only, storage_options=options, direct_io=settings.direct_io, index=settings.index)
+        return opened()
     except NotFound:
         if not settings.create or settings.read_only:
             raise
@@ -134,7 +148,7 @@ def _find_or_make(place: str | os.PathLike[str], settings: Settings) -> Opening:
             chunk_bytes=settings.chunk_bytes,
             codec=settings.codec,
             private=settings.private,
-            storage_options=options,
+            storage_options=settings.storage_options,
             index=settings.index,
         )
-    return Opening(place, storage_options=options, direct_io=settings.direct_io, index=settings.index)
+    return opened()

@@ -29,6 +29,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     (
         "objects.footers",
         "objects.packing",
+        "objects.read_cache",
         "objects.store",
         "history.log",
         "history.log_files",

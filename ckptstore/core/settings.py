@@ -1,7 +1,7 @@
 """One process's choices about a store, validated where they come in: arguments of `open` and environment variables.
 
-`$CKPTSTORE_RUN`, `$CKPTSTORE_THREADS` and `$CKPTSTORE_STAGING_BYTES` set what the caller leaves open. Imports pydantic: for training
-code, not for queries.
+`$CKPTSTORE_RUN`, `$CKPTSTORE_THREADS`, `$CKPTSTORE_STAGING_BYTES` and `$CKPTSTORE_READ_CACHE_BYTES` set what the caller leaves open.
+Imports pydantic: for training code, not for queries.
 """
 
 import os
@@ -15,6 +15,7 @@ from ckptstore.errors import InvalidInput
 
 DEFAULT_RUN = "main"
 Executor: TypeAlias = Literal["thread", "process"]
+_SET_OUTSIDE = ("run", "threads", "staging_bytes", "read_cache_bytes")
 OnFull: TypeAlias = Literal["raise", "gc"]
 
 
@@ -37,11 +38,12 @@ class Settings(BaseModel):
     executor: Executor = "thread"
     storage_options: dict[str, Any] = Field(default_factory=dict)
     direct_io: bool = False
+    read_cache_bytes: Annotated[int, Field(ge=0)] = 0
 
     @classmethod
     def of(cls, **given: Any) -> Self:
         """Settings from arguments, those that are None left out, then the environment, then defaults. Raises `InvalidInput`."""
-        set_outside = {name: os.environ.get(f"CKPTSTORE_{name.upper()}") for name in ("run", "threads", "staging_bytes")}
+        set_outside = {name: os.environ.get(f"CKPTSTORE_{name.upper()}") for name in _SET_OUTSIDE}
         named = {**set_outside, **_without_none(given)}
         try:
             return cls(**_without_none(named))

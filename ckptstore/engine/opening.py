@@ -36,6 +36,7 @@ logger = logging.getLogger("ckptstore")
 CATALOG_NAME = "catalog.sqlite"
 CHUNKS_NAME = "chunks.lmdb"
 STATE_NAME = "state"
+READ_CACHE_NAME = "read"
 
 
 def init_store(
@@ -99,7 +100,9 @@ class Opening:
         storage_options: dict[str, Any] | None = None,
         direct_io: bool = False,
         index: str | None = None,
+        read_cache_bytes: int = 0,
     ) -> None:
+        self._read_cache_bytes = read_cache_bytes
         self.backend = open_backend(os.fspath(place), read_only=read_only, storage_options=storage_options, direct_io=direct_io)
         self.url = self.backend.url
         self.config = read_config(self.backend)
@@ -130,9 +133,13 @@ class Opening:
     def objects(self) -> "ObjectStore":
         """The store's chunks, with this host's chunk index."""
         from ckptstore.index.chunks import ChunkIndex
+        from ckptstore.objects.read_cache import ReadCache
         from ckptstore.objects.store import ObjectStore
 
-        return ObjectStore(self.backend, ChunkIndex.open(self.index_directory / CHUNKS_NAME, self.config.store), self.log)
+        chunks = ChunkIndex.open(self.index_directory / CHUNKS_NAME, self.config.store)
+        cached = self._read_cache_bytes > 0 and self.backend.durable_root is None
+        cache = ReadCache(self.index_directory / READ_CACHE_NAME, self._read_cache_bytes) if cached else None
+        return ObjectStore(self.backend, chunks, self.log, cache)
 
     @cached_property
     def catalog(self) -> "Catalog | PostgresCatalog":

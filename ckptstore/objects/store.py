@@ -7,7 +7,6 @@ replay of the log and a look into the footers of packs that are new; it is missi
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
@@ -22,6 +21,8 @@ from ckptstore.index.chunks import ChunkIndex
 from ckptstore.objects import codecs, footers
 from ckptstore.objects.backend import Backend
 from ckptstore.objects.metadata_cache import MetadataCache
+from ckptstore.objects.read_cache import ReadCache
+from ckptstore.objects.reads import Read, Request, plan_reads, with_gaps
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -54,24 +55,13 @@ METADATA_BYTES_MAX = 256 * MIB
 """What claims to be larger is no schema, page or layout: a footer that was made up must not cost memory."""
 
 
-@dataclass(frozen=True, slots=True)
-class Read:
-    """Chunks that lie behind each other in a pack, perhaps with gaps: `which` are their positions in the request, in order of offset.
-
-    With `encoded` they are read aside, since some of them must be decoded."""
-
-    pack: PackId
-    offset: int
-    stored_bytes: int
-    which: tuple[int, ...]
-    encoded: bool
-
-
 class ObjectStore:
     """The chunks of one store. Threads may share it."""
 
-    def __init__(self, backend: Backend, index: ChunkIndex, log: Log) -> None:
+    def __init__(self, backend: Backend, index: ChunkIndex, log: Log, cache: ReadCache | None = None) -> None:
+        """`cache` keeps what is read, for a place that is slow to read from."""
         self.backend = backend
+        self._cache = cache
         self.index = index
         self._log = log
         self._metadata = MetadataCache(METADATA_CACHE_BYTES)
@@ -203,7 +193,9 @@ class ObjectStore:
         threads: int,
         read_bytes: int,
     ) -> None:
-        request = _Request(ids, out, where if where is not None else self.located(ids), range(len(out)), describe)
+        request = Request(ids, out, where if where is not None else self.located(ids), range(len(out)), describe)
+        if self._cache is not None:
+            request = self._not_cached(request, self._cache, run)
         while moved := self._read_all(request, run, threads, read_bytes):
             # A pack that is gone was collected, and its chunks were copied before; that may happen again while we look.
             self._look_again()
@@ -213,19 +205,34 @@ class ObjectStore:
                     name = f"{request.short(i)} ({request.name(i)})"
                     raise NotFound(f"the pack of chunk {name} is listed, but not there; run `ckptstore fsck`")
 
-    def _again(self, request: "_Request", which: Sequence[int]) -> "_Request":
-        """The chunks `which` of a request, located anew."""
-        ids = b"".join(map(request.id, which))
-        positions = [request.positions[i] for i in which]
-        return _Request(ids, [request.out[i] for i in which], self.located(ids), positions, request.describe)
+    def _not_cached(self, request: Request, cache: ReadCache, run: Spread | None) -> Request:
+        """What is left of a request after the cache has given what it has."""
+        rest: list[int] = []
 
-    def _read_all(self, request: "_Request", run: Spread | None, threads: int, read_bytes: int) -> list[int]:
+        def task(i: int) -> None:
+            if not cache.read_into(ChunkId(request.id(i)), request.out[i]):
+                rest.append(i)
+
+        if run:
+            run(task, range(len(request.out)))
+        else:
+            for i in range(len(request.out)):
+                task(i)
+        return request.part(sorted(rest), request.where[sorted(rest)])
+
+    def _again(self, request: Request, which: Sequence[int]) -> Request:
+        """The chunks `which` of a request, located anew."""
+        return request.part(which, self.located(b"".join(map(request.id, which))))
+
+    def _read_all(self, request: Request, run: Spread | None, threads: int, read_bytes: int) -> list[int]:
         """Read what the request wants; returns the positions whose pack is not there."""
         stored_bytes = int(request.where["stored"].sum())
         if stored_bytes <= ALONE_BYTES and not self._remote:
             run, threads = None, 1
         least = REMOTE_READ_BYTES if self._remote else MIB
-        reads, missing = self._plan(request.where, min(read_bytes, max(least, stored_bytes // threads)))
+        limit_bytes = min(read_bytes, max(least, stored_bytes // threads))
+        names = self._pack_names(set(request.where["pack"].tolist()))
+        reads, missing = plan_reads(request.where, names, limit_bytes, gap_bytes=GAP_BYTES if self._remote else 0)
 
         def will_need(i: int) -> None:
             if i < len(reads):
@@ -281,37 +288,6 @@ class ObjectStore:
         self.sync(state, thorough=True)
         return state
 
-    def _plan(self, where: "NDArray[np.void]", limit_bytes: int) -> tuple[list[Read], list[int]]:
-        """Coalesce chunks that lie one behind the other in a pack, from a bucket near each other, up to `limit_bytes` a read; and the
-        positions of chunks whose pack nobody lists any more."""
-        gap_bytes = GAP_BYTES if self._remote else 0
-        order = np.lexsort((where["offset"], where["pack"]))
-        rows = where[order]
-        ends = rows["offset"] + rows["stored"]
-        packs, starts, codecs_ = rows["pack"].tolist(), rows["offset"].tolist(), rows["codec"].tolist()
-        stops, positions = ends.tolist(), order.tolist()
-        names = self._pack_names(set(packs))
-        reads: list[Read] = []
-        missing: list[int] = []
-        i = 0
-        while i < len(positions):
-            j = i + 1
-            while (
-                j < len(positions)
-                and packs[j] == packs[i]
-                and (codecs_[j] == codecs_[i] or self._remote)
-                and 0 <= starts[j] - stops[j - 1] <= gap_bytes
-                and stops[j] - starts[i] <= limit_bytes
-            ):
-                j += 1
-            encoded = any(codec != codecs.RAW for codec in codecs_[i:j])
-            if name := names.get(packs[i]):
-                reads.append(Read(name, starts[i], stops[j - 1] - starts[i], tuple(positions[i:j]), encoded))
-            else:
-                missing.extend(positions[i:j])
-            i = j
-        return reads, missing
-
     def _pack_names(self, numbers: set[int]) -> dict[int, PackId]:
         """The packs of these numbers, but for those that are not listed any more."""
         if unknown := numbers - self._names.keys():
@@ -322,7 +298,7 @@ class ObjectStore:
             self._names.update((n, packs[n].id) for n in unknown if n in packs)
         return {n: self._names[n] for n in numbers if n in self._names}
 
-    def _read(self, read: Read, request: "_Request") -> None:
+    def _read(self, read: Read, request: Request) -> None:
         for i in read.which:
             if len(request.out[i]) != int(request.where["raw"][i]):
                 raise Corrupt(
@@ -334,19 +310,22 @@ class ObjectStore:
             failed = {i: problem for i, problem in failed.items() if not self._saved(i, read, request)}
         for problem in failed.values():
             raise problem
+        if self._cache is not None:
+            for i in read.which:
+                self._cache.put(ChunkId(request.id(i)), request.out[i])
 
-    def _saved(self, i: int, read: Read, request: "_Request") -> bool:
+    def _saved(self, i: int, read: Read, request: Request) -> bool:
         """Whether one chunk of `read` could be read alone, from the twin or, where the trouble is another chunk's, from the pack itself."""
         row = request.where[i]
         alone = Read(read.pack, int(row["offset"]), int(row["stored"]), (i,), read.encoded)
         return any(not self._try_read(key, alone, request) for key in (twin_key(read.pack), pack_key(read.pack)))
 
-    def _try_read(self, key: str, read: Read, request: "_Request") -> dict[int, Exception]:
+    def _try_read(self, key: str, read: Read, request: Request) -> dict[int, Exception]:
         """Read into the request's memory; returns what is wrong with each chunk that is not what its id says."""
         stored = memoryview(bytearray(read.stored_bytes)) if read.encoded else None
         short: Exception | None = None
         try:
-            self.backend.read_into(key, read.offset, _with_gaps(read, request) if stored is None else [stored])
+            self.backend.read_into(key, read.offset, with_gaps(read, request) if stored is None else [stored])
         except Corrupt as error:
             short = error  # an object that ends early has its beginning
         except (NotFound, Unavailable) as error:
@@ -355,7 +334,7 @@ class ObjectStore:
         problems = {i: self._problem(i, read, request, stored) for i in read.which}
         return {i: short or problem for i, problem in problems.items() if problem}
 
-    def _problem(self, i: int, read: Read, request: "_Request", stored: memoryview | None) -> Exception | None:
+    def _problem(self, i: int, read: Read, request: Request, stored: memoryview | None) -> Exception | None:
         """What is wrong with chunk `i` of the request, once it is decoded from `stored` bytes if it is encoded."""
         try:
             if stored is not None:
@@ -373,40 +352,8 @@ class ObjectStore:
         return None
 
 
-def _with_gaps(read: Read, request: "_Request") -> list[memoryview]:
-    """Where the bytes of a read of raw chunks go; those between two chunks go nowhere."""
-    buffers, at = [], read.offset
-    for i in read.which:
-        offset, out = int(request.where["offset"][i]), request.out[i]
-        if offset > at:
-            buffers.append(memoryview(bytearray(offset - at)))
-        buffers.append(out)
-        at = offset + out.nbytes
-    return buffers
-
-
 def _check_sizes(chunks: Sequence[ChunkId], where: "NDArray[np.void]") -> None:
     if (largest := int(where["raw"].max())) > METADATA_BYTES_MAX:
         chunk = chunks[int(where["raw"].argmax())]
         what = f"chunk {chunk.hex()[:12]} claims {largest} bytes of metadata"
         raise Corrupt(f"{what}; wanted at most {METADATA_BYTES_MAX}; run `ckptstore fsck`")
-
-
-@dataclass(frozen=True, slots=True)
-class _Request:
-    """What one call of `read_into` wants: chunk `i` of `ids` into `out[i]`; for its caller it is number `positions[i]`."""
-
-    ids: bytes
-    out: Sequence[memoryview]
-    where: "NDArray[np.void]"
-    positions: Sequence[int]
-    describe: Callable[[int], str]
-
-    def id(self, i: int) -> bytes:
-        return self.ids[i * CHUNK_ID_BYTES : (i + 1) * CHUNK_ID_BYTES]
-
-    def short(self, i: int) -> str:
-        return self.id(i).hex()[:12]
-
-    def name(self, i: int) -> str:
-        return self.describe(self.positions[i])
