@@ -26,6 +26,8 @@ from ckptstore.text import count_text, seconds_text
 
 CHUNK_BYTES = 1 << 16
 COPIERS = 32
+REUSED = 100
+"""So many packs hold what a made-up commit has in common with those before it."""
 
 
 def make_store(place: str, *, commits: int, entries: int) -> None:
@@ -36,7 +38,7 @@ def make_store(place: str, *, commits: int, entries: int) -> None:
     opening = Opening(place)
     *_, last = (entry.body for entry in opening.log.read_entries())
     assert isinstance(last, Commit)
-    reused = frozenset(opening.log.replay().packs)
+    reused = frozenset(sorted(opening.log.replay().packs)[-REUSED:])
     for n in range(opening.log.replay().n, entries):
         commit = CommitId(secrets.token_hex(32))
         opening.log.append(replace(last, session=new_session_id(), commit=commit, step=n, packs=(), reused=reused))

@@ -91,7 +91,7 @@ def set_to_json(numbers: frozenset[int]) -> list[Any]:
 def parse_set(value: Any) -> frozenset[int]:
     first, bitmap = parse_items(value)
     bits = int.from_bytes(base64.b64decode(parse_text(bitmap), validate=True), "little")
-    return frozenset(parse_count(first) + i for i, bit in enumerate(bin(bits)[:1:-1]) if bit == "1")
+    return frozenset(number for number, bit in enumerate(bin(bits)[:1:-1], parse_count(first)) if bit == "1")
 
 
 def packs_to_json(packs: tuple[PackRecord, ...]) -> list[Any]:
