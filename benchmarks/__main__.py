@@ -8,7 +8,7 @@ import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from benchmarks import held, history, memory, report, restores, results, saves
+from benchmarks import held, history, memory, report, restores, results, saves, training
 from benchmarks.context import Context
 from benchmarks.disk import work_dir
 from benchmarks.measure import Result
@@ -28,6 +28,8 @@ CASES: dict[str, Callable[[Context], Result]] = {
     "tiny": saves.tiny,
     "big": saves.big,
     "held": held.held,
+    "async-training": training.async_training,
+    "async-step": training.async_step,
     "restore-warm": restores.restore_warm,
     "restore-cold": restores.restore_cold,
     "one-tensor": restores.one_tensor,

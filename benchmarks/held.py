@@ -1,7 +1,7 @@
 """How long an asynchronous save keeps its caller. What goes on afterwards is waited for untimed, before anybody else acts."""
 
 import ctypes
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -15,9 +15,13 @@ from benchmarks.context import Context, Slot
 from benchmarks.limits import RUN_BYTES, THREADS
 from benchmarks.measure import Entrant, Result, alternate
 from benchmarks.states import State
+from benchmarks.training import Work
 
 LIMIT_COPY = "limit: memcpy"
-THREAD, PROCESS = "ckptstore", "ckptstore, a process"
+THREAD, PROCESS, LAZY, FROZEN = "ckptstore", "ckptstore, a process", "ckptstore, lazy", "ckptstore, frozen"
+
+FORWARD_BACKWARD_S = 0.4
+"""Between a commit and the optimizer's step that may have to wait for it."""
 
 
 def held(context: Context) -> Result:
@@ -26,6 +30,7 @@ def held(context: Context) -> Result:
     with ExitStack() as stack:
         entrants = [stack.enter_context(copying(state))]
         entrants += [ours(context, state, stack, name, executor) for name, executor in ((THREAD, "thread"), (PROCESS, "process"))]
+        entrants += [lazy(context, state, stack), frozen(context, state, stack)]
         wanted = {peer.name for peer in context.peers}
         if "DCP" in wanted:
             stack.enter_context(process_group(context.folder() / "rendezvous"))
@@ -54,6 +59,57 @@ def ours(context: Context, state: State, stack: ExitStack, name: str, executor: 
     store = stack.enter_context(ckptstore.open(context.folder(), executor=executor))
     pending: list[ckptstore.PendingCommit] = []
     return Entrant(name, lambda: pending.append(store.commit_async(state.app)), after=lambda: pending.pop().wait())
+
+
+def lazy(context: Context, state: State, stack: ExitStack) -> Entrant:
+    """The same bytes as weights and moments of a real optimizer: what counts is the call and the wait before the next step."""
+    store = stack.enter_context(ckptstore.open(context.folder()))
+    model, optimizer = trained(state)
+    work = Work(FORWARD_BACKWARD_S * context.scale)
+    pending: list[ckptstore.PendingCommit] = []
+
+    def act() -> None:
+        pending.append(store.commit_async({"model": model, "optimizer": optimizer}, staging="lazy"))
+        work.step()
+        optimizer.step()
+
+    def held_s() -> float:
+        return pending.pop().timings.held_s or 0.0
+
+    return Entrant(LAZY, act, after=lambda: pending[-1].wait(), value=held_s)
+
+
+def frozen(context: Context, state: State, stack: ExitStack) -> Entrant:
+    store = stack.enter_context(ckptstore.open(context.folder()))
+    tensors = {path: tensor.clone() for path, tensor in state.tensors.items()}  # no other entrant writes to these
+    model = parameters(tensors).requires_grad_(False)
+    pending: list[ckptstore.PendingCommit] = []
+
+    def act() -> None:
+        pending.append(store.commit_async({"model": model}, trust_version=True))
+
+    return Entrant(FROZEN, act, after=lambda: pending.pop().wait())
+
+
+def parameters(tensors: Mapping[str, torch.Tensor]) -> torch.nn.Module:
+    """A module whose parameters are these tensors."""
+    module = torch.nn.Module()
+    for path, tensor in tensors.items():
+        module.register_parameter(path.replace(".", "/"), torch.nn.Parameter(tensor))
+    return module
+
+
+def trained(state: State) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+    """A model and its AdamW, made of the tensors of `states.gpt`. The gradients are one memory of zeros: nothing diverges."""
+    model = parameters({path: tensor for path, tensor in state.tensors.items() if path.startswith("model/")})
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-9, fused=True)
+    zeros = torch.zeros(max(parameter.numel() for parameter in model.parameters()))
+    for path, parameter in model.named_parameters():
+        name = path.removeprefix("model/").replace("/", ".")
+        moments = {moment: state.tensors[f"optimizer/{moment}/{name}"] for moment in ("exp_avg", "exp_avg_sq")}
+        optimizer.state[parameter] = {"step": torch.tensor(1.0), **moments}
+        parameter.grad = zeros[: parameter.numel()].view_as(parameter)
+    return model, optimizer
 
 
 def theirs(context: Context, name: str, save: Callable[[Path], Callable[[], object]]) -> Entrant:

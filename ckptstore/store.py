@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from types import TracebackType
 from typing import Any, Literal, Self, TypeAlias
 
@@ -15,7 +15,7 @@ from ckptstore.core.ids import CommitId, check_tag
 from ckptstore.core.model import CommitDocument, CommitInfo
 from ckptstore.core.refs import Latest, parse_ref
 from ckptstore.core.settings import Settings
-from ckptstore.engine.asynchronous import AsyncCommits, Made, Overlap, Staging, Wish
+from ckptstore.engine.asynchronous import AsyncCommits
 from ckptstore.engine.checkout import Reader
 from ckptstore.engine.commit import CommitStats, Committed, Committer
 from ckptstore.engine.compare import Difference, compare
@@ -26,13 +26,15 @@ from ckptstore.engine.look_up import LookUp
 from ckptstore.engine.naming import AnyRef, find_commit, through_pointers
 from ckptstore.engine.opening import Opening
 from ckptstore.engine.pending import Pending
-from ckptstore.engine.progress import CommitProgress, Watch
+from ckptstore.engine.progress import UNWATCHED, CommitProgress, Watch
+from ckptstore.engine.ranks.agree import begun_by_all, is_due_for_all
 from ckptstore.engine.ranks.commit import Prepare, RanksCommitted, RanksCommitter
 from ckptstore.engine.ranks.lead import Options
 from ckptstore.engine.ranks.restore import agreed, on_all
 from ckptstore.engine.schedule import Schedule, rule_of
 from ckptstore.engine.tagging import remove_tag, set_tag
 from ckptstore.engine.transfer import Threads
+from ckptstore.engine.wish import Made, Overlap, Route, Staging, Wish, by_itself
 from ckptstore.errors import Corrupt, InvalidInput, NotFound
 from ckptstore.history.resolve import Resolved, newest_first
 from ckptstore.keeping import Keeping
@@ -41,7 +43,7 @@ from ckptstore.state.arenas import Arena, ArenaPool
 from ckptstore.state.flat import Flat
 from ckptstore.state.flatten import flatten
 from ckptstore.state.ranks.marks import Globs, marked
-from ckptstore.state.ranks.peers import TIMEOUT_S, Peers, is_several, peers_of
+from ckptstore.state.ranks.peers import BACKGROUND, TIMEOUT_S, Peers, peers_of
 from ckptstore.text import bytes_text, seconds_text
 from ckptstore.upkeep.full_disk import DiskWatch
 from ckptstore.upkeep.tier import Tier
@@ -86,8 +88,7 @@ class Store(Keeping):
         self._disk = DiskWatch(opening, settings.run, settings.on_full)
         self._descent = Descent()
         self._best_rate = 0.0
-        self._async = AsyncCommits(
-            self._commit_staged,
+        self._async: AsyncCommits[Snapshot] = AsyncCommits(
             self._descent,
             lambda: LookUp(opening.config, opening.objects, opening.log),
             max_in_flight=settings.max_in_flight,
@@ -151,15 +152,19 @@ class Store(Keeping):
         """
         if peers := peers_of(process_group, timeout_s):
             globs = Globs(tuple(replicated), tuple(private))
+            failed = self._async.drain()
 
             def prepare() -> tuple[Label, dict[str, Flat]]:
-                self._async.settle()
+                if failed:
+                    raise failed
                 self._opening.check_writable()
                 label = label_of(self.run, step, tag, message, metrics)
                 flats = marked(app_state, flatten(app_state, allow_pickle=allow_pickle, ranks=True), globs)
                 return replace(label, parents=self._descent.parents()), flats
 
-            return self._commit_together(peers, prepare, Options(canonical, trust_replicated))
+            committed = self._commit_together(peers, prepare, Options(canonical, trust_replicated), time.perf_counter())
+            self._descent.now(committed.id)
+            return self._committed(committed)
 
         def flats() -> Mapping[str, Flat]:
             return flatten(app_state, allow_pickle=allow_pickle)
@@ -203,6 +208,11 @@ class Store(Keeping):
         dedup_first: bool = False,
         on_progress: Callable[[CommitProgress], object] | None = None,
         process_group: Any = None,
+        replicated: Sequence[str] = (),
+        private: Sequence[str] = (),
+        canonical: bool = True,
+        trust_replicated: bool = True,
+        timeout_s: float = TIMEOUT_S,
     ) -> PendingCommit:
         """Copy `app_state` and return; hash, write and publish the copy in the background (docs/async.md).
 
@@ -216,15 +226,19 @@ class Store(Keeping):
         With `trust_version`, frozen parameters that torch has not seen written since the last commit are neither copied nor hashed.
         With `dedup_first`, the call hashes the state and copies only what the store lacks: less memory, a longer call where much is new.
 
+        Where torch.distributed is initialized with several ranks, all of them call this, as they call `commit`, whose parameters mean the
+        same here; the call returns when every rank has copied its part, and the rest goes over connections of its own, so that training may
+        communicate meanwhile. Such a commit copies all that a rank holds: no `executor="process"`, `trust_version` or `dedup_first`.
+
         Raises what `commit` raises for a state that cannot be stored, and what an earlier asynchronous commit failed with if nobody has
-        seen it: then this one was not begun. Several ranks cannot commit together in the background: where torch.distributed is initialized
-        with more than one, it is `InvalidInput` unless `process_group="alone"` says that each commits its own state by itself.
+        seen it: then this one was not begun, on any rank.
         """
-        if is_several(process_group):
-            raise InvalidInput('commit_async cannot commit for several ranks together: call commit, or pass process_group="alone"')
         self._opening.check_writable()
         label = label_of(self.run, step, tag, message, metrics)
-        return self._async.start(app_state, label, Wish(overlap, staging, trust_version, dedup_first, allow_pickle, on_progress))
+        wish = Wish(overlap, staging, trust_version, dedup_first, allow_pickle, on_progress)
+        globs, options = Globs(tuple(replicated), tuple(private)), Options(canonical, trust_replicated)
+        together = self._together(app_state, wish, globs, options, process_group, timeout_s)
+        return self._async.start(app_state, label, wish, together or self._alone(app_state, wish))
 
     def every(
         self,
@@ -239,9 +253,10 @@ class Store(Keeping):
 
         That is after every multiple of `steps`, every so many `seconds`, or with `"auto"` as often as is best by what the last commit cost
         training and by `mtbf_s`, the mean time between failures. When the signal `on_signal` has come, the next call commits, waits until
-        that is durable, and sets `stopped`; only the main thread can ask for it. Raises `InvalidInput` unless one rule is given.
+        that is durable, and sets `stopped`; only the main thread can ask for it. Several ranks all make one with the same arguments, and
+        call it at each step: the first rank's clock counts, and a signal to any rank. Raises `InvalidInput` unless one rule is given.
         """
-        return Schedule(self.commit_async, rule_of(auto, steps, seconds, mtbf_s), on_signal)
+        return Schedule(self.commit_async, rule_of(auto, steps, seconds, mtbf_s), on_signal, _agreed_schedule)
 
     @property
     def staging(self) -> ArenaPool:
@@ -433,9 +448,12 @@ class Store(Keeping):
                 committed = self._make(flats, lambda: self._hired.commit(flats, arena, label, pending.started, watch))
             else:
                 committed = self._make(flats, lambda: self._committer.commit(flats, label, pending.started, watch))
+        return self._made(committed, committed.ids, pending)
+
+    def _made(self, committed: Committed | RanksCommitted, ids: Mapping[int, bytes], pending: PendingCommit) -> Made[Snapshot]:
         held_s = pending.timings.held_s or pending.age_s
         snapshot = self._committed(replace(committed, stats=replace(committed.stats, held_s=held_s)))
-        return Made(committed.id, committed.ids, snapshot)
+        return Made(committed.id, ids, snapshot)
 
     def _make(self, flats: Mapping[str, Flat], commit: Callable[[], Committed]) -> Committed:
         logical_bytes = sum(leaf.nbytes for flat in flats.values() for leaf in flat.leaves)
@@ -443,13 +461,45 @@ class Store(Keeping):
         self._opening.follow({ref.schema.hex(): committed.schemas[key] for key, ref in committed.document.trees})
         return committed
 
-    def _commit_together(self, peers: Peers, prepare: Prepare, options: Options) -> Snapshot:
+    def _commit_together(
+        self, peers: Peers, prepare: Prepare, options: Options, started: float, watch: Watch = UNWATCHED
+    ) -> RanksCommitted:
         with self._lock:
-            committed = self._ranks_committer.commit(peers, prepare, options, time.perf_counter())
+            committed = self._ranks_committer.commit(peers, prepare, options, started, watch)
             if peers.leads:
                 self._opening.follow()
-            self._descent.now(committed.id)
-        return self._committed(committed)
+            return committed
+
+    def _alone(self, app_state: Mapping[str, Any], wish: Wish) -> Route[Snapshot]:
+        """The way by which this process commits in the background by itself."""
+
+        def flats() -> dict[str, Flat]:
+            return flatten(app_state, allow_pickle=wish.allow_pickle)
+
+        return Route(flats, self._commit_staged, by_itself, whole=self._settings.executor == "process")
+
+    def _together(
+        self, app_state: Mapping[str, Any], wish: Wish, globs: Globs, options: Options, process_group: Any, timeout_s: float
+    ) -> Route[Snapshot] | None:
+        """The way by which several ranks commit in the background; None if this process is by itself."""
+        peers = peers_of(process_group, timeout_s)
+        behind = peers_of(process_group, timeout_s, channel=BACKGROUND)
+        if not (peers and behind):
+            return None
+        if self._settings.executor == "process" or wish.trust_version or wish.dedup_first:
+            raise InvalidInput(
+                "several ranks commit together in the background from a thread of their own, and copy all that they hold: leave out "
+                'executor="process", trust_version and dedup_first'
+            )
+
+        def flats() -> dict[str, Flat]:
+            return marked(app_state, flatten(app_state, allow_pickle=wish.allow_pickle, ranks=True), globs)
+
+        def make(staged: Mapping[str, Flat], arena: Arena, label: Label, pending: PendingCommit, watch: Watch) -> Made[Snapshot]:
+            committed = self._commit_together(behind, lambda: (label, staged), options, pending.started, watch)
+            return self._made(committed, {}, pending)
+
+        return Route(flats, make, partial(begun_by_all, peers), whole=True)
 
     def _committed(self, committed: Committed | RanksCommitted) -> Snapshot:
         self._wake_tier()
@@ -486,3 +536,9 @@ class Store(Keeping):
             seconds_text(stats.durable_s),
             share,
         )
+
+
+def _agreed_schedule(options: Mapping[str, Any], due: bool, came: bool) -> tuple[bool, bool]:
+    """What the ranks that commit with these options make of what each of them thinks."""
+    peers = peers_of(options.get("process_group"), options.get("timeout_s", TIMEOUT_S))
+    return is_due_for_all(peers, due, came) if peers else (due, came)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, Generic, Literal, NamedTuple, TypeAlias, TypeVar
+from typing import Any, Generic, TypeVar
 
 from ckptstore.core.ids import CommitId
 from ckptstore.engine.background import Background
@@ -16,55 +16,28 @@ from ckptstore.engine.lazy import LazyCopy
 from ckptstore.engine.loan import Loan, PendingWatch
 from ckptstore.engine.look_up import LookUp
 from ckptstore.engine.pending import Pending
-from ckptstore.engine.progress import CommitProgress, Milestone, Watch
+from ckptstore.engine.progress import Milestone
 from ckptstore.engine.transfer import Threads
+from ckptstore.engine.wish import Route, Wish
 from ckptstore.errors import Busy, InvalidInput
 from ckptstore.state.arenas import Arena, ArenaPool, default_budget
 from ckptstore.state.flat import Flat
-from ckptstore.state.flatten import flatten
 from ckptstore.state.optimizers import StepHooks, changed_by_steps, optimizers_in, versions
-from ckptstore.state.staging import LookedUp, StagingPlan, leaves_of, plan_staging, stage, with_leaves
+from ckptstore.state.staging import LookedUp, StagingPlan, leaves_of, paths_of, plan_staging, stage, with_leaves
 from ckptstore.state.trust import Candidate, Trust
 from ckptstore.text import bytes_text
 
 COPYING_THREADS = 8
 """More do not copy faster: memory is the limit."""
 
-Overlap: TypeAlias = Literal["wait", "skip"]
-Staging: TypeAlias = Literal["eager", "lazy"]
-
 S = TypeVar("S")
 
 
-@dataclass(frozen=True, slots=True)
-class Wish:
-    """How a caller wants an asynchronous commit: `overlap` says what to do while others are in flight or staging memory is taken."""
-
-    overlap: Overlap = "wait"
-    staging: Staging = "eager"
-    trust_version: bool = False
-    dedup_first: bool = False
-    allow_pickle: bool = False
-    on_progress: Callable[[CommitProgress], object] | None = None
-
-    def __post_init__(self) -> None:
-        if self.overlap not in ("wait", "skip"):
-            raise InvalidInput(f"overlap is {self.overlap!r}; wanted 'wait' or 'skip'")
-        if self.staging not in ("eager", "lazy"):
-            raise InvalidInput(f"staging is {self.staging!r}; wanted 'eager' or 'lazy'")
-        if self.dedup_first and self.staging == "lazy":
-            raise InvalidInput("dedup_first reads the whole state within the call, which staging='lazy' is there to avoid; choose one")
-
-
 class AsyncCommits(Generic[S]):
-    """The asynchronous commits of one store object.
-
-    `commit` makes a commit of a staged state; it is called by one thread at a time.
-    """
+    """The asynchronous commits of one store object."""
 
     def __init__(
         self,
-        commit: Callable[[Mapping[str, Flat], Arena, Label, Pending[S], Watch], "Made[S]"],
         descent: Descent,
         look_up: Callable[[], LookUp],
         *,
@@ -74,7 +47,7 @@ class AsyncCommits(Generic[S]):
         place: str,
     ) -> None:
         self._shared = shared
-        self._commit, self._descent, self._look_up, self._staging_bytes = commit, descent, look_up, staging_bytes
+        self._descent, self._look_up, self._staging_bytes = descent, look_up, staging_bytes
         self._background = Background(max_in_flight, place)
         self._copiers = Threads(min(len(os.sched_getaffinity(0)), COPYING_THREADS))
         self._stagers = Threads(1)
@@ -88,28 +61,27 @@ class AsyncCommits(Generic[S]):
         """Staging memory, made when it is first needed, when it is known how much is available."""
         return ArenaPool(self._staging_bytes or default_budget(), shared=self._shared)
 
-    def start(self, app_state: Mapping[str, Any], label: Label, wish: Wish) -> Pending[S]:
+    def start(self, app_state: Mapping[str, Any], label: Label, wish: Wish, route: Route[S]) -> Pending[S]:
         """Stage `app_state` and let its commit go on in the background."""
+        begun: list[_Begun] = []
+
+        def begin() -> str:
+            found = self._begin(app_state, wish, route, taken)
+            if isinstance(found, str):
+                return found
+            begun.append(found)
+            return ""
+
         with self._calls, ExitStack() as taken:
             pending: Pending[S] = Pending(label.step, wish.on_progress)
-            if not self._background.admit(wait=wish.overlap == "wait"):
-                return _skipped(pending, "another commit is in flight")
-            state = self._plan(app_state, wish, taken)
-            pending.state_bytes = sum(source.nbytes for source in leaves_of(state.flats))
-            if self._shared and state.plan.borrowed:
-                raise InvalidInput(
-                    f"a state of {bytes_text(pending.state_bytes)} does not fit into {bytes_text(self.pool.budget_bytes)} of staging "
-                    "memory, and another process sees no more of it: open the store with more staging_bytes, or with executor='thread'"
-                )
-            arena = self.pool.take(state.plan.nbytes, wait=wish.overlap == "wait")
-            if arena is None:
-                return _skipped(pending, f"{bytes_text(state.plan.nbytes)} of staging memory are not free")
-            taken.callback(self.pool.give, arena)
-            job = self._stage(pending, state, arena, label, taken)
+            if why_not := route.begin(begin):
+                pending.fail(Busy(f"{pending.name} was skipped, as overlap='skip' says: {why_not}; nothing was changed"))
+                return pending
+            job = self._hand_over(pending, begun[0], label, route, taken)
             self._background.start(pending, lambda: self._finish(job))
             job.loan.wait()
             pending.reached(Milestone.HELD)
-        if state.plan.borrowed:
+        if job.loan.leaves:
             pending.wait_staged()
         return pending
 
@@ -133,10 +105,25 @@ class AsyncCommits(Generic[S]):
         self._copiers.close()
         self._stagers.close()
 
-    def _plan(self, app_state: Mapping[str, Any], wish: Wish, taken: ExitStack) -> "_State":
-        flats = flatten(app_state, allow_pickle=wish.allow_pickle)
-        sources = leaves_of(flats)
-        paths = [path for flat in flats.values() for path in flat.schema.paths]
+    def _begin(self, app_state: Mapping[str, Any], wish: Wish, route: Route[S], taken: ExitStack) -> "_Begun | str":
+        """Copy what must be copied before the call returns, or say why that cannot be now."""
+        if not self._background.admit(wait=wish.overlap == "wait"):
+            return "another commit is in flight"
+        state = self._plan(app_state, route.flatten(), wish, taken)
+        if route.whole and state.plan.borrowed:
+            raise InvalidInput(
+                f"a state of {bytes_text(state.nbytes)} does not fit into {bytes_text(self.pool.budget_bytes)} of staging memory, and who "
+                "makes this commit, another process or several ranks, wants all of it there: open the store with more staging_bytes"
+            )
+        arena = self.pool.take(state.plan.nbytes, wait=wish.overlap == "wait")
+        if arena is None:
+            return f"{bytes_text(state.plan.nbytes)} of staging memory are not free"
+        taken.callback(self.pool.give, arena)
+        staged = stage(state.plan, state.flats, arena, self._copiers.spread, state.looked_up)
+        return _Begun(state, arena, staged)
+
+    def _plan(self, app_state: Mapping[str, Any], flats: Mapping[str, Flat], wish: Wish, taken: ExitStack) -> "_State":
+        sources, paths = leaves_of(flats), paths_of(flats)
         candidates: list[Candidate] = []
         if wish.trust_version:
             candidates = self._trust.candidates(app_state, sources, paths)
@@ -156,37 +143,38 @@ class AsyncCommits(Generic[S]):
         plan = plan_staging(sources, self.pool.budget_bytes, lazy, looked_up)
         return _State(flats, plan, lazy & plan.offsets.keys(), looked_up, candidates, paths)
 
-    def _stage(self, pending: Pending[S], state: "_State", arena: Arena, label: Label, taken: ExitStack) -> "_Job[S]":
-        plan, sources = state.plan, leaves_of(state.flats)
+    def _hand_over(self, pending: Pending[S], begun: "_Begun", label: Label, route: Route[S], taken: ExitStack) -> "_Job[S]":
+        state, plan, sources = begun.state, begun.state.plan, leaves_of(begun.state.flats)
+        pending.state_bytes = state.nbytes
         loan = Loan(plan, [source.nbytes for source in sources])
-        staged = stage(plan, state.flats, arena, self._copiers.spread, state.looked_up)
         lazy = None
         if plan.later:
-            lazy = LazyCopy(pending, plan.later, arena, lambda: versions(sources, state.lazy), state.paths.__getitem__)
+            lazy = LazyCopy(pending, plan.later, begun.arena, lambda: versions(sources, state.lazy), state.paths.__getitem__)
             pending.help_staging = lazy.hold
             self._lazy.append(lazy)
             self._stagers.submit(lazy.work)
         elif not plan.borrowed:
             pending.reached(Milestone.STAGED)
         base = self._descent.then(pending)
-        return _Job(pending, staged, arena, taken.pop_all(), base, label, loan, lazy, state.candidates)
+        return _Job(pending, begun, taken.pop_all(), base, label, route, loan, lazy)
 
     def _finish(self, job: "_Job[S]") -> None:
         """The rest of a commit, in the background. Raises nothing."""
         pending, parents = job.pending, parents_of(job.base)
         pending.tip = parents[0] if parents else None
+        candidates = job.begun.state.candidates
         failed: BaseException | None = None
         try:
-            self._await_copy(job)
-            made = self._commit(job.staged, job.arena, replace(job.label, parents=parents), pending, PendingWatch(pending, job.loan))
+            label, watch = replace(job.label, parents=parents), PendingWatch(pending, job.loan)
+            with job.taken:
+                self._await_copy(job)
+                made = job.route.make(job.begun.staged, job.begun.arena, label, pending, watch)
             pending.tip = made.id
-            self._trust.remember(job.candidates, made.ids)
+            self._trust.remember(candidates, made.ids)
         except BaseException as error:
             failed = error
-            if job.candidates:
+            if candidates:
                 self._trust.forget()
-        finally:
-            job.taken.close()
         if failed:
             failed.add_note(f"{pending.name}, in the background")
             pending.fail(failed)
@@ -214,34 +202,33 @@ class _State:
     candidates: list[Candidate]
     paths: list[str]
 
+    @property
+    def nbytes(self) -> int:
+        return sum(source.nbytes for source in leaves_of(self.flats))
+
+
+@dataclass(frozen=True, slots=True)
+class _Begun:
+    """A state that has been copied, but for what may be copied later; `staged` are the sources of the copy, which lies in `arena`."""
+
+    state: _State
+    arena: Arena
+    staged: Mapping[str, Flat]
+
 
 @dataclass(frozen=True, slots=True)
 class _Job(Generic[S]):
     """A commit that has been handed over. `taken` is closed when it has ended: staging memory is given back, and sessions end."""
 
     pending: Pending[S]
-    staged: Mapping[str, Flat]
-    arena: Arena
+    begun: _Begun
     taken: ExitStack
     base: CommitId | Pending[Any] | None
     label: Label
+    route: Route[S]
     loan: Loan
     lazy: LazyCopy | None
-    candidates: list[Candidate]
-
-
-class Made(NamedTuple, Generic[S]):
-    """A commit that exists: its id, the ids of its chunks by leaf, and what a caller gets for it."""
-
-    id: CommitId
-    ids: Mapping[int, bytes]
-    result: S
 
 
 def _nothing_left() -> None:
     """What is left to copy of a state that was copied."""
-
-
-def _skipped(pending: Pending[S], why: str) -> Pending[S]:
-    pending.fail(Busy(f"{pending.name} was skipped, as overlap='skip' says: {why}; nothing was changed"))
-    return pending

@@ -4,15 +4,17 @@ import math
 import signal
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import FrameType, TracebackType
-from typing import Any, Generic, Self, TypeVar
+from typing import Any, Generic, Self, TypeAlias, TypeVar
 
 from ckptstore.engine.pending import Pending
 from ckptstore.errors import InvalidInput
 
 S = TypeVar("S")
+
+Agree: TypeAlias = Callable[[Mapping[str, Any], bool, bool], tuple[bool, bool]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,11 +64,12 @@ class Schedule(Generic[S]):
     """Call it after each step: it commits when that is due. With a signal, it commits once more when that comes, waits, and is `stopped`.
 
     The signal's handler only sets a flag: at the moment of a signal an optimizer may be half-way through its step. A context manager, or
-    `close`, gives the signal back.
+    `close`, gives the signal back. `agree` is asked, with the options of the call, what several ranks make of whether a commit is due and
+    whether the signal came.
     """
 
-    def __init__(self, commit: Callable[..., Pending[S]], rule: Rule, on_signal: signal.Signals | None) -> None:
-        self._commit, self._rule = commit, rule
+    def __init__(self, commit: Callable[..., Pending[S]], rule: Rule, on_signal: signal.Signals | None, agree: Agree) -> None:
+        self._commit, self._rule, self._agree = commit, rule, agree
         self._came = threading.Event()
         self._signal, self._before = on_signal, None if on_signal is None else signal.signal(on_signal, self._note)
         self._last: Pending[S] | None = None
@@ -85,12 +88,16 @@ class Schedule(Generic[S]):
         """Commit `app_state` if it is due after `step`; None if not. `options` are those of `commit_async`, whose errors it raises."""
         if self.stopped:
             return None
-        if self._came.is_set():
-            pending = self._begin(app_state, step, options)
+        due, came = self._is_due(step), self._came.is_set()
+        if self._rule.steps is None or self._signal is not None:  # else every rank counts alike
+            due, came = self._agree(options, due, came)
+        if not (due or came):
+            return None
+        pending = self._begin(app_state, step, options)
+        if came:
             pending.wait()
             self.stopped = True
-            return pending
-        return self._begin(app_state, step, options) if self._is_due(step) else None
+        return pending
 
     @property
     def interval_s(self) -> float | None:

@@ -16,6 +16,7 @@ from torch.utils.hooks import RemovableHandle
 from ckptstore.state import tensors
 from ckptstore.state.flat import Source
 from ckptstore.state.leaves import TensorSource
+from ckptstore.state.ranks.held import held_of, is_distributed
 
 
 class StepHooks:
@@ -54,7 +55,8 @@ def optimizers_in(app_state: Mapping[str, Any]) -> list[Optimizer]:
 
 def changed_by_steps(optimizers: Sequence[Optimizer], sources: Sequence[Source]) -> frozenset[int]:
     """The numbers of the leaves that lie in memory which only steps of `optimizers` write: their parameters and their state."""
-    owned = {_storage(tensor) for optimizer in optimizers for tensor in _tensors_of(optimizer) if tensors.is_strided(tensor)}
+    written = chain.from_iterable(_memories_of(tensor) for optimizer in optimizers for tensor in _tensors_of(optimizer))
+    owned = {_storage(tensor) for tensor in written if tensors.is_strided(tensor)}
     return frozenset(n for n, source in enumerate(sources) if isinstance(source, TensorSource) and _storage(source.tensor) in owned)
 
 
@@ -76,6 +78,11 @@ def _tensors_in(value: Any) -> Iterator[torch.Tensor]:
         yield from chain.from_iterable(map(_tensors_in, value.values()))
     elif isinstance(value, list | tuple):
         yield from chain.from_iterable(map(_tensors_in, value))
+
+
+def _memories_of(tensor: torch.Tensor) -> Sequence[torch.Tensor]:
+    """The tensors that have memory: of a distributed one, what this rank holds of it."""
+    return [part for _, part in held_of(tensor).parts] if is_distributed(tensor) else [tensor]
 
 
 def _storage(tensor: torch.Tensor) -> int:

@@ -87,14 +87,29 @@ class StagingPlan:
 
 
 def leaves_of(flats: Mapping[str, Flat]) -> list[Source]:
-    """The sources of all keys, as they are numbered in plans."""
-    return [source for flat in flats.values() for source in flat.leaves]
+    """The sources of all keys, as they are numbered in plans: of each key the leaves, then the boxes that this rank holds of others."""
+    return [source for flat in flats.values() for source in (*flat.leaves, *(part for _, part in _held_in(flat)))]
+
+
+def paths_of(flats: Mapping[str, Flat]) -> list[str]:
+    """The path of each source, numbered in the same way."""
+    return [path for flat in flats.values() for path in (*flat.schema.paths, *(flat.schema.paths[n] for n, _ in _held_in(flat)))]
 
 
 def with_leaves(flats: Mapping[str, Flat], sources: Sequence[Source]) -> dict[str, Flat]:
-    """The same keys with other sources, numbered through all keys."""
+    """The same keys with other sources, numbered in the same way."""
     numbered = iter(sources)
-    return {key: replace(flat, leaves=[next(numbered) for _ in flat.leaves]) for key, flat in flats.items()}
+    return {key: _with(flat, numbered) for key, flat in flats.items()}
+
+
+def _held_in(flat: Flat) -> Iterator[tuple[int, Source]]:
+    return ((n, source) for n, held in flat.held.items() for _, source in held.parts)
+
+
+def _with(flat: Flat, numbered: Iterator[Source]) -> Flat:
+    leaves = [next(numbered) for _ in flat.leaves]
+    held = {n: replace(each, parts=tuple((box, next(numbered)) for box, _ in each.parts)) for n, each in flat.held.items()}
+    return replace(flat, leaves=leaves, held=held)
 
 
 def plan_staging(

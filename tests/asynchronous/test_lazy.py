@@ -7,6 +7,9 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 
 import ckptstore
 from ckptstore import Conflict
@@ -23,6 +26,8 @@ OPTIMIZERS: dict[str, Make] = {
     "AdamW single": lambda p: torch.optim.AdamW(p, foreach=False),
     "SGD": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9),
 }
+MODELS = [*OPTIMIZERS, "FSDP2"]
+"""Kinds of training: the last one's parameters are DTensors, stepped by AdamW."""
 
 
 @pytest.fixture
@@ -47,13 +52,24 @@ def nobody_copies(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
     begin.set()
 
 
+@pytest.fixture
+def group_of_one(tmp_path: Path) -> Iterator[None]:
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path / 'rendezvous'}", rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
 class Training:
     """A model with BatchNorm and its average, trained step by step."""
 
-    def __init__(self, optimizer: Make) -> None:
+    def __init__(self, optimizer: Make, *, sharded: bool = False) -> None:
         self.model = torch.nn.Sequential(torch.nn.Linear(64, 400), torch.nn.BatchNorm1d(400), torch.nn.Linear(400, 64))
-        self.optimizer = optimizer(self.model.parameters())
         self.average = torch.optim.swa_utils.AveragedModel(self.model, multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn(0.9))
+        if sharded:
+            mesh = dist.device_mesh.init_device_mesh("cpu", (1,))
+            for model in (self.model, self.average):
+                fully_shard(model, mesh=mesh)
+        self.optimizer = optimizer(self.model.parameters())
         self.state = {"model": self.model, "optimizer": self.optimizer, "average": self.average, "progress": {"step": 0}}
 
     def step(self) -> None:
@@ -70,7 +86,17 @@ class Training:
         self.state["progress"]["step"] += 1
 
     def copy(self) -> dict[str, Any]:
-        return frozen_copy(self.state)
+        return {key: _here(value) for key, value in frozen_copy(self.state).items()}
+
+
+def _here(value: Any) -> Any:
+    """With what this rank holds, which is all, in the place of DTensors."""
+    if isinstance(value, DTensor):
+        return value.to_local()
+    if isinstance(value, dict):
+        for key, each in value.items():
+            value[key] = _here(each)
+    return value
 
 
 def _survives(store: ckptstore.Store, training: Training, times: int) -> None:
@@ -83,21 +109,25 @@ def _survives(store: ckptstore.Store, training: Training, times: int) -> None:
         assert_same(pending.wait().state_dict(), wanted)
 
 
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
-def test_a_lazy_commit_is_the_state_as_of_the_call(store: ckptstore.Store, optimizer: str) -> None:
-    _survives(store, Training(OPTIMIZERS[optimizer]), 3)
+def _trained(kind: str) -> Training:
+    return Training(OPTIMIZERS.get(kind, OPTIMIZERS["AdamW foreach"]), sharded=kind not in OPTIMIZERS)
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_a_lazy_commit_is_the_state_as_of_the_call(store: ckptstore.Store, group_of_one: None, kind: str) -> None:
+    _survives(store, _trained(kind), 3)
 
 
 @pytest.mark.soak
 @pytest.mark.timeout(3600)
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
-def test_two_hundred_lazy_commits(store: ckptstore.Store, optimizer: str) -> None:
-    _survives(store, Training(OPTIMIZERS[optimizer]), 200)
+@pytest.mark.parametrize("kind", MODELS)
+def test_two_hundred_lazy_commits(store: ckptstore.Store, group_of_one: None, kind: str) -> None:
+    _survives(store, _trained(kind), 200)
 
 
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
-def test_the_step_waits_and_helps(store: ckptstore.Store, optimizer: str, nobody_copies: threading.Event) -> None:
-    training = Training(OPTIMIZERS[optimizer])
+@pytest.mark.parametrize("kind", MODELS)
+def test_the_step_waits_and_helps(store: ckptstore.Store, group_of_one: None, kind: str, nobody_copies: threading.Event) -> None:
+    training = _trained(kind)
     training.step()
     wanted = training.copy()
     pending = store.commit_async(training.state, staging="lazy")

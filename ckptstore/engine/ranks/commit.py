@@ -18,6 +18,7 @@ from ckptstore.core.ids import CommitId, SessionId
 from ckptstore.core.model import CommitDocument
 from ckptstore.engine.commit import ATTEMPTS, CommitStats
 from ckptstore.engine.label import Label
+from ckptstore.engine.progress import UNWATCHED, Milestone, Watch
 from ckptstore.engine.ranks import frames
 from ckptstore.engine.ranks.describe import encode_description
 from ckptstore.engine.ranks.lead import AGAIN, DESCRIBE, DONE, PLANNED, Lead, Options, digest_of, head_of
@@ -56,16 +57,17 @@ class RanksCommitter:
         self._task: RankTask | None = None
         self._runs = RunMemory()
 
-    def commit(self, peers: Peers, prepare: Prepare, options: Options, started: float) -> RanksCommitted:
+    def commit(self, peers: Peers, prepare: Prepare, options: Options, started: float, watch: Watch = UNWATCHED) -> RanksCommitted:
         """Write this rank's part of a state; every rank of `peers` must call it with its own. The coordinator's label and options count.
+        `watch` is told of the progress; what it raises, on any rank, stops all of them.
 
         Raises one error on all ranks: `Conflict` for states that do not make one, for replicas that have diverged, and if others kept
         removing what this commit wanted to reuse; otherwise what the causes have in common, `causes` naming ranks.
         """
         try:
-            label, flats, session = self._plan(peers, prepare, options)
+            label, flats, session = self._plan(peers, prepare, options, watch)
             for _ in range(ATTEMPTS):
-                outcome = self._attempt(peers, flats, session, label, started)
+                outcome = self._attempt(peers, flats, session, label, started, watch)
                 if isinstance(outcome, RanksCommitted):
                     self._lead.close(ended=True)
                     return outcome
@@ -74,12 +76,13 @@ class RanksCommitter:
             self._lead.close(ended=False)
         raise Conflict(f"the commit was refused {ATTEMPTS} times because others changed the store meanwhile; repeat it")
 
-    def _plan(self, peers: Peers, prepare: Prepare, options: Options) -> tuple[Label, Mapping[str, Flat], SessionId]:
+    def _plan(self, peers: Peers, prepare: Prepare, options: Options, watch: Watch) -> tuple[Label, Mapping[str, Flat], SessionId]:
         described: list[tuple[Label, Mapping[str, Flat], bytes]] = []
 
         def describe() -> bytes:
             asked = bool(described)
             if not asked:
+                watch.starting()
                 label, flats = prepare()
                 described.append((label, flats, encode_description(flats)))
             label, _, description = described[0]
@@ -98,11 +101,11 @@ class RanksCommitter:
         return label, flats, SessionId(session.decode())
 
     def _attempt(
-        self, peers: Peers, flats: Mapping[str, Flat], session: SessionId, label: Label, started: float
+        self, peers: Peers, flats: Mapping[str, Flat], session: SessionId, label: Label, started: float, watch: Watch
     ) -> RanksCommitted | SessionId:
         assert self._task is not None
         packs = SessionPacks.of(self._config, self._objects, session, self._threads, peers.rank)
-        attempt = _Attempt(self._lead, peers, packs, label, started)
+        attempt = _Attempt(self._lead, peers, packs, label, started, watch)
         try:
             work = RankWork(list(flats.values()), self._task, self._config.chunk_bytes, packs, self._threads)
             return attempt.run(work, self._look, self._registered)
@@ -128,8 +131,8 @@ class RanksCommitter:
 class _Attempt:
     """The second and the third round, under one session. `handed_in` says whether the coordinator may have asked the log."""
 
-    def __init__(self, lead: Lead, peers: Peers, packs: SessionPacks, label: Label, started: float) -> None:
-        self._lead, self._peers, self._packs, self._label, self._started = lead, peers, packs, label, started
+    def __init__(self, lead: Lead, peers: Peers, packs: SessionPacks, label: Label, started: float, watch: Watch) -> None:
+        self._lead, self._peers, self._packs, self._label, self._started, self._watch = lead, peers, packs, label, started, watch
         self._dedup: Dedup | None = None
         self._packed_s = 0.0
         self.handed_in = False
@@ -146,6 +149,7 @@ class _Attempt:
             raise _refusal(*canonical.decode(first))
         commit, numbers, totals = frames.split(second, 3)
         durable_s = time.perf_counter() - self._started
+        self._watch.reached(Milestone.DURABLE)
         register(numbers, self._packs)
         return self._committed(CommitId(commit.decode()), first, canonical.decode(totals), durable_s)
 
@@ -157,8 +161,11 @@ class _Attempt:
 
     def _receipt(self, work: RankWork, decided: bytes) -> bytes:
         work.write_decided([tuple(each) for each in canonical.decode(decided)])
+        self._watch.reached(Milestone.HASHED)
         self._packs.wait()
         self._packed_s = time.perf_counter() - self._started
+        self._watch.reached(Milestone.WRITTEN)
+        self._watch.publishing()
         written = work.written
         head = {
             "packs": [[pack.record.id, pack.record.bytes, pack.record.chunks] for pack in self._packs.closed],

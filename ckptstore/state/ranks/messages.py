@@ -47,7 +47,11 @@ def failure(what: str, causes: Mapping[int, Cause], size: int) -> CkptStoreError
     """The one exception for what failed on some of `size` ranks: of the class they have in common, if there is one."""
     lines = [f"rank {rank}: {cause}" for rank, cause in sorted(causes.items())]
     more = f"\n  and {len(lines) - _SHOWN} more" if len(lines) > _SHOWN else ""
-    error = _class_of(causes)(f"{what} failed on {len(causes)} of {size} ranks:\n  " + "\n  ".join(lines[:_SHOWN]) + more)
+    if len(causes) == size > 1 and len(set(causes.values())) == 1:
+        said = f"{what} failed on all {size} ranks: {causes[0]}"
+    else:
+        said = f"{what} failed on {len(causes)} of {size} ranks:\n  " + "\n  ".join(lines[:_SHOWN]) + more
+    error = _class_of(causes)(said)
     error.causes = {rank: str(cause) for rank, cause in sorted(causes.items())}
     return error
 

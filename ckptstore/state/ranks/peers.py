@@ -27,6 +27,9 @@ TIMEOUT_S = 300.0
 ALONE = "alone"
 """Given for a process group: this process does it by itself, whatever is initialized."""
 
+FOREGROUND, BACKGROUND = "calls", "background"
+"""Channels: connections for what a caller waits for, and for commits that go on behind its back."""
+
 _HEAD = struct.Struct("<16sIBxxxQ")
 _OK, _FAILED = range(2)
 _ROUND_TAG, _DATA_TAG = range(2)
@@ -214,21 +217,22 @@ class Peers:
 
 
 _GONE = "gone"
-_known: dict[tuple[int, tuple[int, ...]], Peers] = {}
-_made: dict[tuple[int, tuple[int, ...]], int] = {}
+_known: dict[tuple[int, tuple[int, ...], str], Peers] = {}
+_made: dict[tuple[int, tuple[int, ...], str], int] = {}
 _stores: list[Any] = []
 
 
-def peers_of(process_group: Any = None, timeout_s: float = TIMEOUT_S) -> Peers | None:
+def peers_of(process_group: Any = None, timeout_s: float = TIMEOUT_S, *, channel: str = FOREGROUND) -> Peers | None:
     """The ranks of `process_group` (the default one without it), connected; None if this process is to work by itself.
 
-    That is so if nothing is initialized, the group has one rank, or `process_group` is `"alone"`. All ranks of the group must call this the
-    first time. Raises `InvalidInput` if this process is not in the group, `Unavailable` if the ranks cannot reach each other.
+    That is so if nothing is initialized, the group has one rank, or `process_group` is `"alone"`. What runs on a thread of its own has a
+    `channel` of its own, so that its rounds do not mix with the caller's. All ranks of the group must call this the first time. Raises
+    `InvalidInput` if this process is not in the group, `Unavailable` if the ranks cannot reach each other.
     """
     if not is_several(process_group):
         return None
     group = process_group if process_group is not None else dist.group.WORLD
-    return _connected(tuple(dist.get_process_group_ranks(group)), dist.get_rank(group), timeout_s)
+    return _connected(tuple(dist.get_process_group_ranks(group)), dist.get_rank(group), timeout_s, channel)
 
 
 def is_several(process_group: Any = None) -> bool:
@@ -247,15 +251,15 @@ def is_several(process_group: Any = None) -> bool:
     return len(dist.get_process_group_ranks(group)) > 1
 
 
-def _connected(ranks: tuple[int, ...], rank: int, timeout_s: float) -> Peers:
+def _connected(ranks: tuple[int, ...], rank: int, timeout_s: float, channel: str) -> Peers:
     store = dist.distributed_c10d._get_default_store()
     if not any(store is known for known in _stores):
         _stores.append(store)  # kept alive, so that no later store has its identity
-    key = (id(store), ranks)
+    key = (id(store), ranks, channel)
     peers = _known.get(key)
     if peers is None:
         number = _made[key] = _made.get(key, -1) + 1
-        own = dist.distributed_c10d.PrefixStore(f"ckptstore/{'-'.join(map(str, ranks))}/{number}", store)
+        own = dist.distributed_c10d.PrefixStore(f"ckptstore/{channel}/{'-'.join(map(str, ranks))}/{number}", store)
         try:
             group = dist.ProcessGroupGloo(own, rank, len(ranks), timedelta(seconds=timeout_s))
         except RuntimeError as error:
