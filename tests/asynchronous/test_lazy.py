@@ -123,6 +123,7 @@ def test_a_lazy_commit_is_the_state_as_of_the_call(store: ckptstore.Store, group
 @pytest.mark.parametrize("kind", MODELS)
 def test_two_hundred_lazy_commits(store: ckptstore.Store, group_of_one: None, kind: str) -> None:
     _survives(store, _trained(kind), 200)
+    print(f"{kind}: 200 lazy commits of 200 are the state as of the call")
 
 
 @pytest.mark.parametrize("kind", MODELS)

@@ -4,8 +4,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from random import Random
 from shutil import copytree, rmtree
+from typing import Any
 
 import pytest
+import torch
 
 import ckptstore
 from ckptstore.core.ids import CommitId
@@ -98,6 +100,22 @@ def test_no_inode_left_at_every_new_file_of_a_commit(template: Path, scratch: Pa
                 assert {commit for _, commit in child.reports("committed")} <= contents.keys()
                 assert {kind for kind, _ in child.reports("error")} <= {"NoSpace"}
             assert_sound(place, contents)
+
+
+@pytest.mark.parametrize("executor", ["thread", "process"])
+def test_full_while_a_commit_is_made_in_the_background(template: Path, disk: Path, executor: Any) -> None:
+    place = copytree(template, disk / "store")
+    before = view_of(place)
+    with ckptstore.open(place, executor=executor) as store:
+        store.commit_async(small(STEP), step=STEP).wait()
+        ballast = leave_free(disk, 4 * PAGE)
+        with pytest.raises(NoSpace, match="make room"):
+            store.commit_async({"t": torch.randn(500_000)}, step=STEP + 1).wait()
+        ballast.unlink()
+        after = store.commit_async({"t": torch.randn(100_000)}, step=STEP + 2).wait()
+        assert store.checkout(after.parents[0]).step == STEP
+        after.verify()
+    assert len(view_of(place).live) == len(before.live) + 2
 
 
 def test_the_command_frees_a_completely_full_disk(template: Path, disk: Path) -> None:
