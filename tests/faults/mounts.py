@@ -1,11 +1,11 @@
-"""Filesystems of a test's own: small ones that fill up, and ones whose power can be cut. Both need root."""
+"""Filesystems of a test's own: small ones that fill up, ones that lose sectors, and ones whose power can be cut. They need root."""
 
 import fcntl
 import os
 import shutil
 import struct
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
@@ -15,6 +15,8 @@ _FS_IOC_SHUTDOWN = 0x8004587D
 """_IOR('X', 125, __u32), of XFS first and now of ext4 and f2fs as well: what xfstests cuts power with."""
 
 _WITHOUT_LOG_FLUSH = 2
+_FIBMAP = 1
+_BLOCK_BYTES = 4096
 _IMAGE_BYTES = {"ext4": 64 << 20, "xfs": 320 << 20}
 
 
@@ -66,6 +68,32 @@ class PowerDisk:
 
     def unmount(self) -> None:
         _run("umount", str(self.mountpoint))
+
+
+@contextmanager
+def failing_disk(mountpoint: Path) -> Iterator[Callable[[Path, int], None]]:
+    """A disk that `lose(path, offset)` makes unreadable from a byte of a file on. What is written there afterwards can be read again."""
+    image = mountpoint.with_name(f"{mountpoint.name}.img")
+    mountpoint.mkdir()
+    with image.open("wb") as file:
+        file.truncate(_IMAGE_BYTES["ext4"])
+    _run("mkfs.ext4", "-q", "-b", str(_BLOCK_BYTES), str(image))
+    _run("mount", "-o", "loop", str(image), str(mountpoint))
+
+    def lose(path: Path, offset: int) -> None:
+        fd = os.open(path, os.O_RDWR)
+        try:
+            os.fsync(fd)
+            (block,) = struct.unpack("I", fcntl.ioctl(fd, _FIBMAP, struct.pack("I", offset // _BLOCK_BYTES)))
+            os.truncate(image, block * _BLOCK_BYTES)
+            os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+        finally:
+            os.close(fd)
+
+    try:
+        yield lose
+    finally:
+        _run("umount", str(mountpoint))
 
 
 @cache

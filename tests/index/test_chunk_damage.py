@@ -24,6 +24,7 @@ from ckptstore.index.chunks import index as module
 from ckptstore.index.chunks.environment import DATABASES
 from ckptstore.index.chunks.records import decode, encode, ids_of, seed_of
 from ckptstore.index.file_lock import file_lock
+from tests.faults.mounts import failing_disk, power_disk_problem
 from tests.index.building import STORE, footer, pack_name
 from tests.index.test_chunks import assert_found, assert_missing, ids
 
@@ -89,6 +90,22 @@ def damage_and_use(good: Path, seed: int) -> None:
 
 def test_whatever_bytes_change_no_process_dies_and_no_place_is_wrong(tmp_path: Path, seed: int) -> None:
     run("damage_and_use(path, seed); print('survived')", filled(tmp_path / "good"), seed)
+
+
+def test_a_page_that_the_disk_cannot_read_costs_no_process(tmp_path: Path) -> None:
+    if problem := power_disk_problem("ext4"):
+        pytest.skip(problem)
+    with failing_disk(tmp_path / "disk") as lose:
+        path = filled(tmp_path / "disk" / "chunks.lmdb")
+        lose(path / "data.mdb", (path / "data.mdb").stat().st_size // 2)
+        run("use_after_loss(path)\nprint('survived')", path, 0)
+
+
+def use_after_loss(path: Path) -> None:
+    with closing(ChunkIndex.open(path, STORE)) as index:
+        assert_right_or_missing(index)
+        index.add_pack(50, pack_name(50), footer(300, 50))
+        assert_found(index, 50, footer(300, 50))
 
 
 @pytest.mark.parametrize("left_bytes", [0, 4096, 5000, 8192, 40_000])

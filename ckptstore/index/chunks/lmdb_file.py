@@ -8,6 +8,7 @@ values are not looked at: records carry checks of their own. The format is that 
 
 import struct
 from collections.abc import Iterator
+from io import BufferedReader
 from pathlib import Path
 from typing import NamedTuple
 
@@ -63,7 +64,8 @@ class _Nodes(NamedTuple):
 def check(path: Path, sizes: dict[bytes, tuple[int, int] | None]) -> None:
     """Raise `Damaged` unless `path` is a sound LMDB file with exactly the databases `sizes`.
 
-    These are names, with the bytes of every key and value where all are alike. Nobody may write to the file meanwhile.
+    These are names, with the bytes of every key and value where all are alike. Nobody may write to the file meanwhile. Raises `OSError`
+    if the disk cannot read all of it.
     """
     try:
         page_bytes, free, main, pages = _open(path)
@@ -81,7 +83,7 @@ def check(path: Path, sizes: dict[bytes, tuple[int, int] | None]) -> None:
 def _open(path: Path) -> tuple[int, _Tree, _Tree, _Pages]:
     with path.open("rb") as file:
         head = file.read(65536 + 4096)
-        size = file.seek(0, 2)
+        size = len(head) + _read_through(file)
     page_bytes = struct.unpack_from("<I", head, _TREES_AT)[0] if len(head) >= 4096 else 0
     if page_bytes.bit_count() != 1 or not 512 <= page_bytes <= 65536 or len(head) < 2 * page_bytes:
         raise Damaged("no LMDB file")
@@ -90,6 +92,14 @@ def _open(path: Path) -> tuple[int, _Tree, _Tree, _Pages]:
     if {free.page_bytes, metas[0][0].page_bytes, metas[1][0].page_bytes} != {page_bytes} or size < (last + 1) * page_bytes:
         raise Damaged(f"it has {size} bytes; its header wants {last + 1} pages")
     return page_bytes, free, main, np.memmap(path, np.uint8, "r", shape=(last + 1, page_bytes))
+
+
+def _read_through(file: BufferedReader) -> int:
+    """Read the rest of a file; returns its bytes. A page that the disk cannot give back raises here; mapped, it would end the process."""
+    buffer, total = bytearray(_BLOCK_PAGES * 4096), 0
+    while got := file.readinto(buffer):
+        total += got
+    return total
 
 
 def _meta(page: bytes, number: int) -> tuple[_Tree, _Tree, int, int]:
