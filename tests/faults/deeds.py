@@ -23,6 +23,7 @@ from ckptstore.store import Store
 from ckptstore.upkeep.mirror import MirrorOptions, mirror
 from ckptstore.upkeep.mirror_ends import choose
 from ckptstore.upkeep.retention import KeepLast
+from tests.cli.running import call
 from tests.crash.works import CHUNK_BYTES, WORKS, small
 from tests.faults.witness import assert_same
 
@@ -160,6 +161,12 @@ def carry_on(report: Report, place: str, step: int) -> None:
                 report("error", kind, type(error).__name__, error)
 
 
+def command(report: Report, words: list[str]) -> None:
+    """`ckptstore words… --json`; says the exit code and the document."""
+    done = call(*words, "--json")
+    report("exit", done.code, done.out)
+
+
 def push(report: Report, source: str, target: str, parcel_bytes: int) -> None:
     """Bring every commit of one store into another, in parcels."""
     with closing(Opening(source, read_only=True)) as ours, closing(Opening(target)) as theirs:
@@ -232,5 +239,5 @@ def _time_waits(report: Report) -> None:
     catalog.Catalog._write = timed("catalog", catalog.Catalog._write)  # type: ignore[method-assign]
 
 
-_ALL = (work, change_on, commit_async_on, commit_twice, restore_twice, carry_on, push, churn)
+_ALL = (work, change_on, commit_async_on, commit_twice, restore_twice, carry_on, command, push, churn)
 DEEDS: dict[str, Callable[..., None]] = {deed.__name__: deed for deed in _ALL}

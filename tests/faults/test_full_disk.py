@@ -24,7 +24,7 @@ from tests.faults.witness import assert_no_garbage_after_gc, assert_sound, view_
 from tests.upkeep.collecting import opened
 
 PAGE = 4096
-DISK_BYTES = 8 << 20
+DISK_BYTES = 64 << 20
 STEP = 4
 ENOUGH = 2 << 20
 """Room in which every commit here fits."""
