@@ -1,7 +1,6 @@
 """The power goes while a process commits, tags, forgets and collects on a real ext4 or xfs: what was acknowledged is so when it is back."""
 
 import time
-from collections import Counter
 from pathlib import Path
 from random import Random
 from tempfile import TemporaryDirectory
@@ -13,7 +12,7 @@ from ckptstore.upkeep.retention import KeepLast
 from tests.crash.works import CHUNK_BYTES, contents_of, small
 from tests.faults.mounts import PowerDisk, power_disk_problem
 from tests.faults.nursery import Child, Nursery
-from tests.faults.witness import assert_no_garbage_after_gc, assert_sound, view_of
+from tests.faults.witness import assert_acknowledged, assert_no_garbage_after_gc, assert_sound
 
 MOST_COMMITS = 8
 LONGEST_S = 0.03
@@ -52,14 +51,9 @@ def _wait_for_any_moment(child: Child, commits: int, random: Random) -> None:
 
 
 def _check(place: Path, child: Child, where: str) -> int:
-    committed, tagged = child.reports("committed"), child.reports("tagged")
     with ckptstore.open(place, chunk_bytes=CHUNK_BYTES) as store:
         store.commit(small(7), step=7)
-        view = view_of(place)
-    doubtful, away = _forgotten(child)
-    assert {commit for _, commit in committed} - doubtful - away <= view.live, f"acknowledged, and lost: {where}"
-    assert not away & view.live, f"forgotten, and there again: {where}"
-    assert {name for (name,) in tagged} <= {name for name, _ in view.tags}, where
+    acknowledged = assert_acknowledged(place, child, where)
     contents = contents_of(place)
     assert_sound(place, contents)
     with ckptstore.open(place) as store:
@@ -67,15 +61,7 @@ def _check(place: Path, child: Child, where: str) -> int:
             store.untag(name)
         store.forget(KeepLast(2))
     assert_no_garbage_after_gc(place, contents)
-    return len(committed)
-
-
-def _forgotten(child: Child) -> tuple[set[str], set[str]]:
-    """The commits that may be forgotten or not, since the power went in between, and those that are, for certain."""
-    times = {kind: Counter(commit for (commit,) in child.reports(kind)) for kind in ("forgetting", "forgotten", "returning", "returned")}
-    begun, done = times["forgetting"] + times["returning"], times["forgotten"] + times["returned"]
-    doubtful = {commit for commit in begun if begun[commit] != done[commit]}
-    return doubtful, {commit for commit in begun if times["forgotten"][commit] > times["returned"][commit]} - doubtful
+    return acknowledged
 
 
 @pytest.mark.parametrize(("kind", "cuts"), [("ext4", 3), ("xfs", 2)])

@@ -35,6 +35,10 @@ class Child:
         os.kill(self.pid, signal.SIGKILL)
         self.wait()
 
+    def alive(self) -> bool:
+        """Whether it has not ended yet."""
+        return Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+
     def wait(self) -> int:
         """The exit code; negative for the signal that ended it."""
         return self._code

@@ -73,12 +73,12 @@ def chunk_index(place: Path) -> str:
 
 
 CASES = [
-    pytest.param(data, STEP - 2, True, id="data"),
+    pytest.param(data, STEP - 2, True, marks=pytest.mark.soak, id="data"),
     pytest.param(data, STEP - 2, False, id="data, no index"),
     pytest.param(document, STEP - 2, True, id="document"),
     pytest.param(metadata, STEP - 1, False, id="metadata, no index"),
-    pytest.param(checkpoint, STEP - 1, True, id="checkpoint"),
-    pytest.param(catalog, STEP - 1, True, id="catalog"),
+    pytest.param(checkpoint, STEP - 1, True, marks=pytest.mark.soak, id="checkpoint"),
+    pytest.param(catalog, STEP - 1, True, marks=pytest.mark.soak, id="catalog"),
     pytest.param(chunk_index, STEP - 1, True, id="chunk index"),
 ]
 

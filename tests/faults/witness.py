@@ -1,6 +1,7 @@
 """Is a store sound? Every commit it shows restores bit for bit, its indexes say what its log says, and gc leaves no garbage in it."""
 
 import time
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -11,6 +12,7 @@ import torch
 import ckptstore
 from ckptstore.core.ids import CommitId
 from ckptstore.upkeep.watch import STALE_S
+from tests.faults.nursery import Child
 from tests.upkeep.collecting import ALL, collected, garbage, opened
 
 Contents = Mapping[CommitId, Mapping[str, Any]]
@@ -58,6 +60,24 @@ def assert_no_garbage_after_gc(place: Path, contents: Contents) -> None:
     assert not left, f"garbage after gc: {sorted(left)}"
     after = assert_sound(place, contents)
     assert (after.live, after.tags, after.forgotten) == (before.live, before.tags, frozenset())
+
+
+def assert_acknowledged(place: Path, child: Child, where: str) -> int:
+    """Everything that a child of the deed `change_on` was told is done is so; returns the number of its commits."""
+    committed, tagged = child.reports("committed"), child.reports("tagged")
+    view, (doubtful, away) = view_of(place), _forgotten(child)
+    assert {commit for _, commit in committed} - doubtful - away <= view.live, f"acknowledged, and lost: {where}"
+    assert not away & view.live, f"forgotten, and there again: {where}"
+    assert {name for (name,) in tagged} <= {name for name, _ in view.tags}, where
+    return len(committed)
+
+
+def _forgotten(child: Child) -> tuple[set[str], set[str]]:
+    """The commits that may be forgotten or not, since the child ended in between, and those that are, for certain."""
+    times = {kind: Counter(commit for (commit,) in child.reports(kind)) for kind in ("forgetting", "forgotten", "returning", "returned")}
+    begun, done = times["forgetting"] + times["returning"], times["forgotten"] + times["returned"]
+    doubtful = {commit for commit in begun if begun[commit] != done[commit]}
+    return doubtful, {commit for commit in begun if times["forgotten"][commit] > times["returned"][commit]} - doubtful
 
 
 def assert_same(got: Any, wanted: Any, where: str) -> None:

@@ -4,7 +4,10 @@ from pathlib import Path
 
 import pytest
 
+from tests.faults.fixtures import nursery, scratch
 from tests.upkeep.stores import copy_of, make_store
+
+__all__ = ["nursery", "scratch"]
 
 
 @pytest.fixture(scope="session")

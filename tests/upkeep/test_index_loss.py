@@ -1,17 +1,23 @@
 """Indexes are caches: deleted, cut, replaced by an old copy or another store's, also beneath a store that is open, nothing is lost."""
 
+import os
 import shutil
+import time
 from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import pytest
 
 import ckptstore
 from ckptstore.store import Store
+from tests.crash.works import contents_of
+from tests.faults.nursery import Child, Nursery
+from tests.faults.witness import assert_acknowledged, assert_sound
 from tests.upkeep.stores import assert_restores, check, copy_of, make_store, state
-
-CATALOG, CHUNKS = "catalog.sqlite", "chunks.lmdb"
 
 
 @pytest.fixture(scope="module")
@@ -19,33 +25,20 @@ def stranger(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_store(tmp_path_factory.mktemp("stranger") / "store", steps=2)
 
 
-def remove(index: Path, old: Path, other: Path) -> None:
-    shutil.rmtree(index)
+def remove(path: Path, *_: Path) -> None:
+    path.unlink()
 
 
-def remove_catalog(index: Path, old: Path, other: Path) -> None:
-    for path in index.glob(f"{CATALOG}*"):
-        path.unlink()
+def truncate(path: Path, *_: Path) -> None:
+    os.truncate(path, path.stat().st_size // 2)
 
 
-def remove_chunks(index: Path, old: Path, other: Path) -> None:
-    shutil.rmtree(index / CHUNKS)
+def empty(path: Path, *_: Path) -> None:
+    path.write_bytes(b"")
 
 
-def truncate(index: Path, old: Path, other: Path) -> None:
-    for path in (index / CATALOG, index / CHUNKS / "data.mdb"):
-        with path.open("r+b") as file:
-            file.truncate(path.stat().st_size // 2)
-
-
-def empty(index: Path, old: Path, other: Path) -> None:
-    for path in (index / CATALOG, index / CHUNKS / "data.mdb"):
-        path.write_bytes(b"")
-
-
-def fill_with_noise(index: Path, old: Path, other: Path) -> None:
-    for path in (index / CATALOG, index / CHUNKS / "data.mdb"):
-        replace_file(path, bytes(range(256)) * (path.stat().st_size // 256))
+def fill_with_noise(path: Path, *_: Path) -> None:
+    replace_file(path, bytes(range(256)) * (path.stat().st_size // 256))
 
 
 def replace_file(path: Path, data: bytes) -> None:
@@ -55,17 +48,40 @@ def replace_file(path: Path, data: bytes) -> None:
     new.replace(path)
 
 
-def old_copy(index: Path, old: Path, other: Path) -> None:
-    swap(index, old)
+def old_copy(path: Path, old: Path, other: Path) -> None:
+    replace_file(path, old.read_bytes())
 
 
-def of_another_store(index: Path, old: Path, other: Path) -> None:
-    swap(index, other / "index")
+def of_another_store(path: Path, old: Path, other: Path) -> None:
+    replace_file(path, other.read_bytes())
 
 
-def swap(index: Path, source: Path) -> None:
+FILES = {"catalog": ("catalog.sqlite",), "chunk index": ("chunks.lmdb/data.mdb",), "both": ("catalog.sqlite", "chunks.lmdb/data.mdb")}
+HOW = (remove, truncate, empty, fill_with_noise, old_copy, of_another_store)
+
+
+@dataclass(frozen=True)
+class ToFiles:
+    """`how` done to each of `files` of an index; SQLite's other files go with a catalog that is gone or another."""
+
+    how: Callable[[Path, Path, Path], None]
+    files: tuple[str, ...]
+
+    def __call__(self, index: Path, old: Path, other: Path) -> None:
+        for name in self.files:
+            self.how(index / name, old / name, other / name)
+            if self.how in (remove, old_copy, of_another_store):
+                for more in index.glob(f"{name}-*"):
+                    more.unlink()
+
+
+def remove_all(index: Path, old: Path, other: Path) -> None:
     shutil.rmtree(index)
-    shutil.copytree(source, index)
+
+
+def swap_all(index: Path, old: Path, other: Path) -> None:
+    shutil.rmtree(index)
+    shutil.copytree(other, index)
 
 
 def becomes_a_file(index: Path, old: Path, other: Path) -> None:
@@ -74,17 +90,12 @@ def becomes_a_file(index: Path, old: Path, other: Path) -> None:
 
 
 Damage = Callable[[Path, Path, Path], None]
-DAMAGES: list[Damage] = [
-    remove,
-    remove_catalog,
-    remove_chunks,
-    truncate,
-    empty,
-    fill_with_noise,
-    old_copy,
-    of_another_store,
-    becomes_a_file,
-]
+DAMAGES: dict[str, Damage] = {
+    **{f"{how.__name__}, {which}": ToFiles(how, files) for how in HOW for which, files in FILES.items()},
+    "remove all": remove_all,
+    "swap all": swap_all,
+    "becomes a file": becomes_a_file,
+}
 
 
 def answers(store: Store) -> tuple[Any, ...]:
@@ -99,14 +110,14 @@ def answers(store: Store) -> tuple[Any, ...]:
     )
 
 
-@pytest.mark.parametrize("damage", DAMAGES, ids=lambda damage: damage.__name__)
+@pytest.mark.parametrize("damage", DAMAGES.values(), ids=DAMAGES)
 def test_a_lost_index_costs_nothing(store: Path, stranger: Path, tmp_path: Path, damage: Damage) -> None:
     old = tmp_path / "old"
     shutil.copytree(store / "index", old)
     with ckptstore.open(store) as opened:
         opened.commit(state(3), step=3, metrics={"loss": 0.01}, tag="newest")
         wanted = answers(opened)
-    damage(store / "index", old, stranger)
+    damage(store / "index", old, stranger / "index")
     with ckptstore.open(store) as opened:
         assert answers(opened) == wanted
         for step in range(4):
@@ -119,27 +130,67 @@ def test_a_lost_index_costs_nothing(store: Path, stranger: Path, tmp_path: Path,
         assert check(store).findings == ()
 
 
-@pytest.mark.parametrize("damage", DAMAGES, ids=lambda damage: damage.__name__)
+@pytest.mark.parametrize("damage", DAMAGES.values(), ids=DAMAGES)
 def test_a_lost_index_beneath_an_open_store_costs_nothing(store: Path, stranger: Path, tmp_path: Path, damage: Damage) -> None:
     old = tmp_path / "old"
     shutil.copytree(store / "index", old)
     with ckptstore.open(store) as opened:
         opened.commit(state(3), step=3, metrics={"loss": 0.01}, tag="newest")
         wanted = answers(opened)
-        damage(store / "index", old, stranger)
+        damage(store / "index", old, stranger / "index")
         for step in range(4):
             assert_restores(opened, step, step)
         assert answers(opened) == wanted
-        damage_again = remove if (store / "index").is_dir() else None
+        damage_again = remove_all if (store / "index").is_dir() else None
         opened.commit(state(4), step=4)
         assert_restores(opened, 4, 4)
         if damage_again:
-            damage_again(store / "index", old, stranger)
+            damage_again(store / "index", old, stranger / "index")
         opened.commit(state(5), step=5)
         assert [info.step for info in opened.log()] == [5, 4, 3, 2, 1, 0]
     with ckptstore.open(store) as opened:
         for step in range(6):
             assert_restores(opened, step, step)
+
+
+BENEATH = [damage for name, damage in DAMAGES.items() if not name.startswith(("truncate", "empty", "becomes"))]
+"""What leaves the files whole that somebody has mapped: a file that is cut in the microseconds in which liblmdb reads it ends a process."""
+
+
+def _lose_indexes(times: int, stranger: Path, scratch: Path, nursery: Nursery, seed: int) -> None:
+    place, old, random = scratch / "store", scratch / "old", Random(seed)
+    child = nursery.start("change_on", place=str(place), first=1000).go()
+    try:
+        for n in range(times):
+            _wait_for_commits(child, 2)
+            if not n:
+                shutil.copytree(place / "index", old)
+            damage = random.choice(BENEATH)
+            with suppress(FileNotFoundError):  # a file that the trainer is replacing just now is gone already
+                damage(place / "index", old, stranger / "index")
+        _wait_for_commits(child, 2)
+    finally:
+        child.kill()
+    assert not child.reports("error"), (seed, child.reports("error"))
+    assert assert_acknowledged(place, child, f"seed {seed}") > 2 * times
+    assert_sound(place, contents_of(place))
+
+
+def _wait_for_commits(child: Child, more: int) -> None:
+    wanted = len(child.reports("committed")) + more
+    while len(child.reports("committed")) < wanted:
+        assert child.alive(), "the trainer died"
+        time.sleep(0.001)
+
+
+def test_a_running_trainer_loses_its_indexes_and_nothing_else(stranger: Path, scratch: Path, nursery: Nursery, seed: int) -> None:
+    _lose_indexes(5, stranger, scratch, nursery, seed)
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(1800)
+def test_a_running_trainer_loses_its_indexes_a_hundred_times(stranger: Path, scratch: Path, nursery: Nursery, seed: int) -> None:
+    _lose_indexes(100, stranger, scratch, nursery, seed)
 
 
 def test_reindex_gives_the_same_answers(store: Path) -> None:

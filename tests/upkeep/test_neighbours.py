@@ -19,12 +19,9 @@ from ckptstore.engine import opening as opening_module
 from ckptstore.history.sessions import is_gone, open_session, read_sessions
 from ckptstore.objects.backend import open_backend
 from tests.crash.works import CHUNK_BYTES, contents_of, small
-from tests.faults.fixtures import nursery, scratch
 from tests.faults.nursery import Nursery
 from tests.faults.witness import assert_same, assert_sound, view_of
 from tests.shared.sites import on
-
-__all__ = ["nursery", "scratch"]
 
 MOMENTS = 2
 LONGEST_S = 20.0
