@@ -37,6 +37,7 @@ def open(
     mirror: str | os.PathLike[str] | None = None,
     keep_local: Policy | Sequence[Policy] = (),
     mirror_options: Mapping[str, Any] | None = None,
+    mirror_index: str | None = None,
 ) -> Store:
     """Open the store at `place`, a directory or an fsspec URL; with `create`, make it where there is nothing yet.
 
@@ -56,8 +57,9 @@ def open(
     asynchronous commits may copy states to, `max_in_flight` (default 1) how many may be under way. With `executor="process"` they are made
     by a process of their own, which shares no interpreter lock with training and finishes its commit when the trainer dies.
 
-    With `mirror`, another store (`mirror_options` are its storage options), commits are durable at `place` at once and uploaded in the
-    background (docs/mirrors.md). `keep_local` says which commits stay at `place` once they have arrived there (default: all).
+    With `mirror`, another store (`mirror_options` are its storage options, `mirror_index` is the database that has its log), commits are
+    durable at `place` at once and uploaded in the background (docs/mirrors.md). `keep_local` says which commits stay at `place` once they
+    have arrived there (default: all).
 
     Raises `NotFound` if there is no store, `InvalidInput` if `place` holds something else or a store of a newer format, `Corrupt` if
     `ckptstore.json` is damaged, `ReadOnly` or `Unavailable` if it cannot be made.
@@ -82,7 +84,7 @@ def open(
     if mirror is not None and is_several(None):
         raise InvalidInput("mirror= is for one process; with several ranks open without it, and let one rank call store.mirror(to=…)")
     if mirror is not None and chunk_bytes is None and codec is None:
-        settings = _like_mirror(settings, mirror, mirror_options)
+        settings = _like_mirror(settings, mirror, mirror_options, mirror_index)
     opening = _find_or_make(place, settings)
     if not read_only:
         opening.warm()
@@ -90,14 +92,16 @@ def open(
     if mirror is not None and not read_only:
         keep = (keep_local,) if isinstance(keep_local, Policy) else tuple(keep_local)
         own = Opening(place, storage_options=settings.storage_options, index=index)
-        tier = Tier(own, os.fspath(mirror), keep=keep, storage_options=mirror_options)
+        tier = Tier(own, os.fspath(mirror), keep=keep, storage_options=mirror_options, index=mirror_index)
     return Store(opening, settings, tier)
 
 
-def _like_mirror(settings: Settings, mirror: str | os.PathLike[str], mirror_options: Mapping[str, Any] | None) -> Settings:
+def _like_mirror(
+    settings: Settings, mirror: str | os.PathLike[str], storage_options: Mapping[str, Any] | None, index: str | None
+) -> Settings:
     """Settings with which a store that is made now can be uploaded to `mirror`, if that is there."""
     try:
-        with other_end(mirror, read_only=True, storage_options=mirror_options) as there:
+        with other_end(mirror, read_only=True, storage_options=storage_options, index=index) as there:
             return settings.model_copy(update={"chunk_bytes": there.config.chunk_bytes, "codec": there.config.codec})
     except (NotFound, Unavailable):
         return settings
@@ -110,18 +114,22 @@ def clone(
     run: str | None = None,
     verify: bool = False,
     storage_options: Mapping[str, Any] | None = None,
+    index: str | None = None,
+    to_options: Mapping[str, Any] | None = None,
+    to_index: str | None = None,
     progress: Progress = silent,
 ) -> Store:
     """A new store at `to` with every commit and tag of the one at `source`, opened for `run`. A clone that was interrupted is completed.
 
-    `storage_options` are for `source`. Raises as `Store.pull` does.
+    `storage_options` and `index`, the database that has its log, are for `source`, `to_options` and `to_index` for `to`. Raises as
+    `Store.pull` does.
     """
-    settings = Settings.of(run=run)
-    with other_end(source, read_only=True, storage_options=storage_options) as origin, ExitStack() as undo:
-        with other_end(to, like=origin.config):
+    settings = Settings.of(run=run, storage_options=dict(to_options or {}), index=to_index)
+    with other_end(source, read_only=True, storage_options=storage_options, index=index) as origin, ExitStack() as undo:
+        with other_end(to, like=origin.config, storage_options=to_options, index=to_index):
             pass  # made
-        store = undo.enter_context(Store(Opening(to), settings))
-        store.pull(source, verify=verify, storage_options=storage_options, progress=progress)
+        store = undo.enter_context(Store(Opening(to, storage_options=settings.storage_options, index=to_index), settings))
+        store.pull(source, verify=verify, storage_options=storage_options, index=index, progress=progress)
         undo.pop_all()
         return store
 

@@ -102,8 +102,15 @@ class Keeping:
         verified longest ago first. Changes nothing."""
         return fsck(ground_of(self._opening), level=level, share=parse_share(read_data) if read_data else None)
 
-    def repair(self, *mirrors: str | os.PathLike[str], apply: bool = False, read_data: str | None = None) -> Repaired:
+    def repair(
+        self,
+        *mirrors: str | os.PathLike[str],
+        apply: bool = False,
+        read_data: str | None = None,
+        storage_options: Mapping[str, Any] | None = None,
+    ) -> Repaired:
         """Plan what can be done about damage, with chunks, documents and log entries from `mirrors` too; with `apply`, do it.
+        `storage_options` are those of the mirrors.
 
         A store that cannot be opened any more is repaired by `ckptstore repair`.
         """
@@ -111,7 +118,9 @@ class Keeping:
             self._opening.check_writable()
         share = parse_share(read_data) if read_data else None
         with ExitStack() as stack:
-            backends = [stack.enter_context(closing(open_backend(os.fspath(place), read_only=True))) for place in mirrors]
+            options = dict(storage_options or {})
+            opened = (open_backend(os.fspath(place), read_only=True, storage_options=options) for place in mirrors)
+            backends = [stack.enter_context(closing(backend)) for backend in opened]
             return repair(ground_of(self._opening), mirrors=backends, apply=apply, share=share)
 
     def push(
@@ -126,6 +135,7 @@ class Keeping:
         create: bool = False,
         dry_run: bool = False,
         storage_options: Mapping[str, Any] | None = None,
+        index: str | None = None,
         progress: Progress = silent,
     ) -> Mirrored:
         """Bring commits of this store into the one at `to`, with the tags that name them: those that `refs` name (with `ancestors`, what
@@ -133,14 +143,15 @@ class Keeping:
 
         Only chunks that `to` lacks travel. A commit appears there at once, whole, under the same id. What is interrupted can be repeated.
         With `force`, tags move; with `verify`, what was written is read back; with `create`, the store is made where there is none; with
-        `dry_run`, the result says what would travel.
+        `dry_run`, the result says what would travel. `storage_options` and `index`, the database that has its log, are those of `to`.
 
         Raises `NotFound` for a ref or store that is not there, `InvalidInput` for a store that cuts chunks otherwise, `Conflict` before
         anything is sent if a tag would move, `Unavailable` if storage fails. Commits that are damaged here are named in the result.
         """
         options = MirrorOptions(tags, force, verify)
         wanted = choose(self._opening, refs, run=run or (self.run if refs else None), ancestors=ancestors)
-        with other_end(to, like=self._opening.config if create else None, storage_options=storage_options) as target:
+        like = self._opening.config if create else None
+        with other_end(to, like=like, storage_options=storage_options, index=index) as target:
             return mirror(self._opening, target, wanted, options, self._threads, dry_run=dry_run, progress=progress)
 
     def pull(
@@ -154,23 +165,29 @@ class Keeping:
         verify: bool = False,
         dry_run: bool = False,
         storage_options: Mapping[str, Any] | None = None,
+        index: str | None = None,
         progress: Progress = silent,
     ) -> Mirrored:
         """Bring commits of the store at `source` into this one; as `push`, the other way round. `refs` are looked for there."""
         self._opening.check_writable()
         options = MirrorOptions(tags, force, verify)
-        with other_end(source, read_only=True, storage_options=storage_options) as origin:
+        with other_end(source, read_only=True, storage_options=storage_options, index=index) as origin:
             wanted = choose(origin, refs, run=run or (self.run if refs else None), ancestors=ancestors)
             return mirror(origin, self._opening, wanted, options, self._threads, dry_run=dry_run, progress=progress)
 
     def mirror(
-        self, to: str | os.PathLike[str], *, storage_options: Mapping[str, Any] | None = None, progress: Progress = silent
+        self,
+        to: str | os.PathLike[str],
+        *,
+        storage_options: Mapping[str, Any] | None = None,
+        index: str | None = None,
+        progress: Progress = silent,
     ) -> Mirrored:
         """Make the store at `to`, which is made if need be, have every commit of this one and every tag mean what it means here.
 
         What only the mirror has stays there.
         """
-        return self.push(to, force=True, create=True, storage_options=storage_options, progress=progress)
+        return self.push(to, force=True, create=True, storage_options=storage_options, index=index, progress=progress)
 
     def reindex(self) -> Reindexed:
         """Make this host's catalog and chunk index anew from log and packs."""

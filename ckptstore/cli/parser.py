@@ -306,6 +306,7 @@ def _add_push(commands: Any, common: ArgumentParser) -> None:
     )
     parser.add_argument("other", metavar="TO", help="a directory or a URL")
     parser.add_argument("--create", action="store_true", help="make the store TO if there is none")
+    _add_end_index(parser, "to")
     _add_mirror_options(parser)
 
 
@@ -314,6 +315,7 @@ def _add_pull(commands: Any, common: ArgumentParser) -> None:
         commands, common, "pull", "bring commits from another store", "Bring commits and their tags from the store FROM, as `push` does."
     )
     parser.add_argument("other", metavar="FROM", help="a directory or a URL")
+    _add_end_index(parser, "from")
     _add_mirror_options(parser)
 
 
@@ -329,7 +331,13 @@ def _add_clone(commands: Any, common: ArgumentParser) -> None:
     parser.add_argument("to", metavar="TO", help="a new directory or a URL")
     parser.add_argument("--run", metavar="RUN", help="only the commits of one run")
     parser.add_argument("--verify", action="store_true", help="read back what was written")
+    for end in ("from", "to"):
+        _add_end_index(parser, end)
     parser.set_defaults(module="mirror", refs=(), ancestors=False, tags=True, force=False, dry_run=False)
+
+
+def _add_end_index(parser: Parser, end: str) -> None:
+    parser.add_argument(f"--{end}-index", metavar="URL", help=f"the database that has the log of the store {end.upper()}, if one does")
 
 
 def _add_mirror_options(parser: Parser) -> None:

@@ -30,7 +30,7 @@ def open_log_place(config: StoreConfig, backend: Backend, index: str | None) -> 
     if not way:
         raise InvalidInput(
             f'the log of {backend.url} is in {config.log_place}: name that database, with index="postgresql+psycopg://USER@HOST/DATABASE", '
-            f"--index or ${VARIABLE}"
+            f"--index (--to-index, --from-index for the other end of a mirror) or ${VARIABLE}"
         )
     log = database_log(way, config.store, backend)
     try:

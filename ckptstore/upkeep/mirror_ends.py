@@ -20,20 +20,22 @@ def other_end(
     read_only: bool = False,
     like: StoreConfig | None = None,
     storage_options: Mapping[str, Any] | None = None,
+    index: str | None = None,
 ) -> Iterator[Opening]:
-    """The store at `place`; with `like`, one is made where there is none, cut and encoded as that one is.
+    """The store at `place`; with `like`, one is made where there is none, cut and encoded as that one is. `index` is the database that has,
+    or will have, its log.
 
     Raises `NotFound` if there is none.
     """
     options = dict(storage_options or {})
     try:
-        opening = Opening(place, read_only=read_only, storage_options=options)
+        opening = Opening(place, read_only=read_only, storage_options=options, index=index)
     except NotFound:
         if like is None:
             raise
         with suppress(Conflict):  # another process made it at the same time
-            init_store(place, chunk_bytes=like.chunk_bytes, codec=like.codec, storage_options=options)
-        opening = Opening(place, storage_options=options)
+            init_store(place, chunk_bytes=like.chunk_bytes, codec=like.codec, storage_options=options, index=index)
+        opening = Opening(place, storage_options=options, index=index)
     try:
         yield opening
     finally:

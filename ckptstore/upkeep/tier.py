@@ -48,13 +48,14 @@ class Tier:
         *,
         keep: Sequence[Policy] = (),
         storage_options: Mapping[str, Any] | None = None,
+        index: str | None = None,
     ) -> None:
         """`own` is the store, opened for uploading alone, and closed with this. What no policy of `keep` keeps is forgotten
-        here once it has arrived, and collected; without policies nothing is."""
+        here once it has arrived, and collected; without policies nothing is. `storage_options` and `index` are the mirror's."""
         self.place = place
         self._keep = tuple(keep)
         self._own = own
-        self._storage_options = storage_options
+        self._storage_options, self._index = storage_options, index
         self._threads = Threads(THREADS)
         self._changed = threading.Condition()
         self._wanted, self._done = 1, 0  # what was committed before this process is sent too
@@ -150,7 +151,8 @@ class Tier:
         with self._remote_lock:
             if self._remote is None:
                 stack = ExitStack()
-                remote = stack.enter_context(other_end(self.place, like=self._own.config, storage_options=self._storage_options))
+                end = other_end(self.place, like=self._own.config, storage_options=self._storage_options, index=self._index)
+                remote = stack.enter_context(end)
                 self._remote = remote, stack
             return self._remote[0]
 

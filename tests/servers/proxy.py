@@ -33,11 +33,12 @@ class Faults:
 
 
 class Proxy:
-    """Forwards to `target`, or does not; `requests` counts the HTTP requests that came."""
+    """Forwards to `target`, or does not; `requests` counts the HTTP requests that came, `sent_bytes` what came with them and all."""
 
     def __init__(self, target: tuple[str, int], seed: int) -> None:
         self.faults = Faults()
         self.requests = 0
+        self.sent_bytes = 0
         self._target = target
         self._random = random.Random(seed)
         self._listener = socket.create_server(("127.0.0.1", 0), backlog=64)
@@ -125,6 +126,7 @@ class Proxy:
     def _forward(self, data: bytes, source: socket.socket, sink: socket.socket, upward: bool) -> bool:
         """False if this connection has ended here."""
         faults = self.faults
+        self.sent_bytes += len(data) if upward else 0
         if upward and data.startswith(_METHODS):
             self.requests += 1
             if self._random.random() < faults.busy:
