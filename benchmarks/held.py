@@ -103,11 +103,12 @@ def trained(state: State) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
     """A model and its AdamW, made of the tensors of `states.gpt`. The gradients are one memory of zeros: nothing diverges."""
     model = parameters({path: tensor for path, tensor in state.tensors.items() if path.startswith("model/")})
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-9, fused=True)
-    zeros = torch.zeros(max(parameter.numel() for parameter in model.parameters()))
+    device = next(model.parameters()).device
+    zeros = torch.zeros(max(parameter.numel() for parameter in model.parameters()), device=device)
     for path, parameter in model.named_parameters():
         name = path.removeprefix("model/").replace("/", ".")
         moments = {moment: state.tensors[f"optimizer/{moment}/{name}"] for moment in ("exp_avg", "exp_avg_sq")}
-        optimizer.state[parameter] = {"step": torch.tensor(1.0), **moments}
+        optimizer.state[parameter] = {"step": torch.tensor(1.0, device=device), **moments}
         parameter.grad = zeros[: parameter.numel()].view_as(parameter)
     return model, optimizer
 

@@ -38,6 +38,8 @@ class Arena:
                 self._map.madvise(getattr(mmap, advice))
         self.memory = memoryview(self._map)
         self.address = ctypes.addressof(ctypes.c_char.from_buffer(self._map))
+        self.pinned = False
+        """Whether devices have been told of it (`state.devices`)."""
 
 
 class ArenaSource:

@@ -14,6 +14,7 @@ from typing import Protocol, TypeAlias, TypeVar
 from ckptstore.core.model import INLINE_BYTES
 from ckptstore.state import tensors
 from ckptstore.state.arenas import Arena, ArenaSource, PartSource, Place
+from ckptstore.state.devices import beside_training, devices_of, prepare
 from ckptstore.state.flat import Flat, Source
 from ckptstore.state.leaves import BytesSource, TensorSource
 
@@ -160,6 +161,7 @@ def stage(
     for n in plan.small:
         sources[n] = _bytes_of(sources[n])
     if arena is not None:
+        prepare(devices_of(source.tensor for source in sources if isinstance(source, TensorSource)), arena)
         spread(lambda task: copy_task(task, arena), plan.tasks)
         for n, offset in plan.offsets.items():
             sources[n] = ArenaSource(arena.memory, offset, sources[n].nbytes, sources[n].width)
@@ -258,7 +260,8 @@ def copy_task(task: Sequence[Copy], arena: Arena) -> None:
         if isinstance(copy, Move):
             ctypes.memmove(arena.address + copy.offset, copy.address, copy.nbytes)  # without the GIL
         else:
-            copy.source.stage(copy.start, copy.stop, arena.memory[copy.offset : copy.offset + copy.nbytes])
+            with beside_training(copy.source.tensor.device):
+                copy.source.stage(copy.start, copy.stop, arena.memory[copy.offset : copy.offset + copy.nbytes])
 
 
 def _bytes_of(source: Source) -> BytesSource:

@@ -122,10 +122,12 @@ def write_range(tensor: torch.Tensor, start: int, data: memoryview) -> None:
     if not len(data):
         return
     source = _from_memory(data)
+    if tensor.is_cuda:
+        source = source.pin_memory()  # from torch's pool: the copy is then left to the device, in order with what is launched next
     at = 0
     with torch.no_grad():
         for run in _runs(_integers(tensor), start, start + len(data)):
-            run.copy_(as_dtype(source[at : at + run.nbytes], run.dtype, run.shape))
+            run.copy_(as_dtype(source[at : at + run.nbytes], run.dtype, run.shape), non_blocking=tensor.is_cuda)
             at += run.nbytes
 
 

@@ -1,0 +1,65 @@
+"""States on a CUDA device: what is decided without one, and, where there is one, commits and restores of it."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+import ckptstore
+from benchmarks import cuda
+from ckptstore.state.devices import beside_training, devices_of
+from ckptstore.state.leaves import TensorSource
+from ckptstore.state.staging import PIECE_BYTES, Gather, plan_staging
+
+needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="torch finds no CUDA device here")
+
+
+def test_what_lies_on_a_device_is_fetched_piece_by_piece() -> None:
+    away = torch.empty(3 * PIECE_BYTES + 1, dtype=torch.uint8, device="meta")  # on no host's memory, like a device's
+    plan = plan_staging([TensorSource(away), TensorSource(torch.zeros(5000))], 1 << 40)
+    fetched = [copy for task in plan.tasks for copy in task if isinstance(copy, Gather)]
+    assert [(copy.start, copy.stop) for copy in fetched] == [
+        (0, PIECE_BYTES), (PIECE_BYTES, 2 * PIECE_BYTES), (2 * PIECE_BYTES, 3 * PIECE_BYTES), (3 * PIECE_BYTES, 3 * PIECE_BYTES + 1)
+    ]  # fmt: skip
+
+
+def test_without_a_device_none_is_prepared() -> None:
+    assert devices_of([torch.zeros(3), torch.empty(3, device="meta")]) == frozenset()
+    with beside_training(torch.device("cpu")) as stream:
+        assert stream is None
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device here, and it would be measured")
+def test_the_benchmark_says_that_there_is_no_device(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cuda.main([]) == 0
+    assert "finds no CUDA device here: nothing was measured" in capsys.readouterr().out
+
+
+@needs_cuda
+@pytest.mark.parametrize("staging", ["eager", "lazy"])
+@pytest.mark.parametrize("executor", ["thread", "process"])
+def test_a_commit_is_the_state_on_the_device_as_of_the_call(tmp_path: Path, staging: str, executor: str) -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(1024, 4096), torch.nn.Linear(4096, 1024)).cuda()
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    with ckptstore.open(tmp_path / "store", executor=executor) as store:  # type: ignore[arg-type]  # one of the two
+        for step in range(5):
+            model(torch.randn(64, 1024, device="cuda")).square().mean().backward()
+            wanted = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+            pending = store.commit_async({"model": model, "optimizer": optimizer}, step=step, staging=staging)  # type: ignore[arg-type]
+            optimizer.step()
+            snapshot = pending.wait()
+            assert {name: torch.equal(snapshot.read(f"model/{name}"), tensor.cpu()) for name, tensor in wanted.items()} == dict.fromkeys(
+                wanted, True
+            )
+
+
+@needs_cuda
+def test_a_restore_lands_on_the_device(tmp_path: Path) -> None:
+    state = {"t": torch.randn(5_000_000, device="cuda"), "strided": torch.randn(700, 900, device="cuda").t()}
+    wanted = {name: tensor.clone() for name, tensor in state.items()}
+    with ckptstore.open(tmp_path / "store") as store:
+        store.commit(state)
+        for tensor in state.values():
+            tensor.zero_()
+        store.checkout().restore(state)
+        assert all(torch.equal(state[name], wanted[name]) for name in wanted)
