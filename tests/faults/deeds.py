@@ -178,12 +178,15 @@ def push(report: Report, source: str, target: str, parcel_bytes: int) -> None:
 # -- many at once -------------------------------------------------------------------------------------------------------------------
 
 
-def churn(report: Report, place: str, me: int, everybody: int, seed: int, seconds: float) -> None:
-    """Commit, restore, forget and collect until time is up, in a run of one's own; says how long each wait for others took.
+def churn(report: Report, place: str, me: int, everybody: int, seed: int, seconds: float, cache: str = "") -> None:
+    """Commit, restore, forget and collect until time is up, in a run of one's own, on a host whose cache directory is `cache` if given;
+    says how long each wait for others took.
 
     Retained are the commits that bear a tag `keep-…`, which nobody removes: whoever finds one restores it.
     """
     _time_waits(report)
+    if cache:
+        os.environ["CKPTSTORE_CACHE"] = cache
     random = Random(f"{seed} {me}")
     deadline = time.monotonic() + seconds
     with ckptstore.open(place, chunk_bytes=CHUNK_BYTES, run=f"run-{me}", threads=1) as store:

@@ -1,4 +1,5 @@
-"""Filesystems of a test's own: small ones that fill up, ones that lose sectors, and ones whose power can be cut. They need root."""
+"""Filesystems of a test's own: small ones that fill up, ones that lose sectors, ones that several hosts mount, and ones whose power
+can be cut. They need root."""
 
 import fcntl
 import os
@@ -10,6 +11,8 @@ from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
+
+from ckptstore.core.places import is_network_filesystem
 
 _FS_IOC_SHUTDOWN = 0x8004587D
 """_IOR('X', 125, __u32), of XFS first and now of ext4 and f2fs as well: what xfstests cuts power with."""
@@ -94,6 +97,37 @@ def failing_disk(mountpoint: Path) -> Iterator[Callable[[Path, int], None]]:
         yield lose
     finally:
         _run("umount", str(mountpoint))
+
+
+@contextmanager
+def shared_directory(directory: Path, hosts: int) -> Iterator[list[Path]]:
+    """A directory as several hosts see it: each through a mount of its own, by its name a network filesystem, that believes for seconds
+    which names and sizes it has seen."""
+    directory.mkdir()
+    mountpoints = [directory.with_name(f"{directory.name}-{host}") for host in range(hosts)]
+    mounted: list[Path] = []
+    try:
+        for mountpoint in mountpoints:
+            mountpoint.mkdir()
+            _run("bindfs", "-o", "subtype=sshfs,attr_timeout=5,entry_timeout=5", str(directory), str(mountpoint))
+            mounted.append(mountpoint)
+        yield mountpoints
+    finally:
+        for mountpoint in mounted:
+            _run("umount", str(mountpoint))
+
+
+@cache
+def shared_directory_problem() -> str:
+    """Why a directory cannot be mounted as a network filesystem here; empty if it can."""
+    if not shutil.which("bindfs"):
+        return "bindfs is not installed"
+    with TemporaryDirectory() as folder:
+        try:
+            with shared_directory(Path(folder, "shared"), 1) as (mountpoint,):
+                return "" if is_network_filesystem(mountpoint) else "a mount of bindfs does not look like a network filesystem here"
+        except (OSError, subprocess.CalledProcessError) as error:
+            return f"bindfs cannot mount here: {_why(error)}"
 
 
 @cache

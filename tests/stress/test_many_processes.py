@@ -1,33 +1,40 @@
 """Many processes commit, restore, forget and collect in one store: what is retained restores, and nobody waits long for others."""
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
 from ckptstore.core.ids import CommitId
 from tests.crash.works import small
+from tests.faults.mounts import shared_directory, shared_directory_problem
 from tests.faults.nursery import Nursery
 from tests.faults.witness import assert_no_garbage_after_gc, view_of
 from tests.upkeep.collecting import opened
 
 LONGEST_WAIT_S = 1.0
+HOSTS = 2
 COUNTED = ("committed", "restored", "collected", "forgotten", "conflict")
 
 
-def _share_a_store(processes: int, seconds: float, scratch: Path, nursery: Nursery, seed: int) -> None:
-    place = scratch / "store"
-    children = [nursery.start("churn", place=str(place), me=me, everybody=processes, seed=seed, seconds=seconds) for me in range(processes)]
+def _share_a_store(seats: Sequence[tuple[Path, Path | None]], seconds: float, nursery: Nursery, seed: int) -> list[int]:
+    """A process for each of `seats`: a place that leads to the store, and a cache directory if its host has one of its own. Returns the
+    steps that were committed."""
+    children = [
+        nursery.start("churn", place=str(place), me=me, everybody=len(seats), seed=seed, seconds=seconds, cache=str(cache or ""))
+        for me, (place, cache) in enumerate(seats)
+    ]
     for child in children:
         child.go()
     codes = [child.wait() for child in children]
-    assert codes == [0] * processes, f"seed {seed}: exit codes {codes}"
+    assert codes == [0] * len(seats), f"seed {seed}: exit codes {codes}"
     waits = sorted(float(s) for child in children for _, s in child.reports("waited"))
     counts = {kind: sum(len(child.reports(kind)) for child in children) for kind in COUNTED}
     wait_s = waits[len(waits) * 99 // 100]
-    print(f"{processes} processes, {seconds:.0f} s: {counts}; 99 % of {len(waits)} waits <= {wait_s:.3f} s, all <= {waits[-1]:.3f} s")
-    assert counts["restored"] >= processes and counts["committed"] >= processes
+    print(f"{len(seats)} processes, {seconds:.0f} s: {counts}; 99 % of {len(waits)} waits <= {wait_s:.3f} s, all <= {waits[-1]:.3f} s")
+    assert counts["restored"] >= len(seats) and counts["committed"] >= len(seats)
     assert wait_s < LONGEST_WAIT_S, f"seed {seed}"
-    _check_what_is_left(place, [int(step) for child in children for step, _ in child.reports("committed")])
+    return [int(step) for child in children for step, _ in child.reports("committed")]
 
 
 def _check_what_is_left(place: Path, steps: list[int]) -> None:
@@ -39,11 +46,33 @@ def _check_what_is_left(place: Path, steps: list[int]) -> None:
     assert_no_garbage_after_gc(place, contents)
 
 
+def _share_among_hosts(processes: int, seconds: float, scratch: Path, nursery: Nursery, seed: int) -> None:
+    if reason := shared_directory_problem():
+        pytest.skip(reason)
+    caches = [scratch / f"cache-{host}" for host in range(HOSTS)]
+    with shared_directory(scratch / "shared", HOSTS) as mountpoints:
+        seats = [(mountpoints[n % HOSTS] / "store", caches[n % HOSTS]) for n in range(processes)]
+        steps = _share_a_store(seats, seconds, nursery, seed)
+    assert not (scratch / "shared" / "store" / "index").exists()
+    assert all(list(cache.glob("*/catalog.sqlite")) and list(cache.glob("*/chunks.lmdb")) for cache in caches)
+    _check_what_is_left(scratch / "shared" / "store", steps)
+
+
 def test_three_processes_share_a_store(scratch: Path, nursery: Nursery, seed: int) -> None:
-    _share_a_store(3, 6.0, scratch, nursery, seed)
+    _check_what_is_left(scratch / "store", _share_a_store([(scratch / "store", None)] * 3, 6.0, nursery, seed))
+
+
+def test_two_hosts_share_a_directory(scratch: Path, nursery: Nursery, seed: int) -> None:
+    _share_among_hosts(2, 4.0, scratch, nursery, seed)
 
 
 @pytest.mark.soak
 @pytest.mark.timeout(600)
 def test_eight_processes_share_a_store_for_a_minute(scratch: Path, nursery: Nursery, seed: int) -> None:
-    _share_a_store(8, 60.0, scratch, nursery, seed)
+    _check_what_is_left(scratch / "store", _share_a_store([(scratch / "store", None)] * 8, 60.0, nursery, seed))
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(600)
+def test_eight_processes_of_two_hosts_share_a_directory_for_a_minute(scratch: Path, nursery: Nursery, seed: int) -> None:
+    _share_among_hosts(8, 60.0, scratch, nursery, seed)
