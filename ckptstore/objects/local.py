@@ -27,7 +27,7 @@ _IOV_MAX = os.sysconf("SC_IOV_MAX")
 _READ = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW
 _CREATE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
 _LOST = frozenset(getattr(errno, name, errno.EIO) for name in ("EIO", "EBADMSG", "EUCLEAN", "EILSEQ", "ENODATA"))
-"""What Linux says of bytes that a disk cannot give back: bad sectors, and blocks whose checksum does not match."""
+"""What Linux says where a disk cannot give back what it had: bad sectors, blocks and inodes whose checksum does not match."""
 
 _SYNC_FILE_RANGE_WRITE = 2
 _WRITE_BACK_BYTES = 32 * MIB
@@ -142,10 +142,7 @@ class LocalBackend:
         self._opened.cache_clear()
 
     def _reading(self, key: str, file: "_OpenFile", action: Callable[[int], T]) -> T:
-        """`action` with the descriptor of an object. A disk that fails is asked once more, for a cable may have been at fault.
-
-        If it fails again, what it had there is lost: damage like any other, unless a network lies in between.
-        """
+        """`action` with the descriptor of an object. A disk that fails is asked once more, for a cable may have been at fault."""
         try:
             return action(file.fd)
         except OSError as error:
@@ -156,12 +153,7 @@ class LocalBackend:
         try:
             return action(file.fd)
         except OSError as error:
-            if error.errno not in _LOST or is_network_filesystem(Path(self.url)):
-                raise _failure(error, "read", key, self.url) from error
-            raise Corrupt(
-                f"cannot read {key} in {self.url}: {error.strerror}, twice; the disk lost some of it: "
-                f"restore another commit, or run `ckptstore fsck` and `ckptstore repair`"
-            ) from error
+            raise _unreadable(error, key, self.url) from error
 
     def _path(self, key: str) -> str:
         return f"{self.url}/{check_key(key)}"
@@ -349,7 +341,7 @@ def _open_object(root: str, key: str) -> _OpenFile:
     try:
         return _OpenFile(os.open(f"{root}/{check_key(key)}", _READ))
     except OSError as error:
-        raise _failure(error, "read", key, root) from error
+        raise _unreadable(error, key, root) from error
 
 
 def _is_cached(fd: int, offset: int) -> bool:
@@ -400,6 +392,16 @@ def _sync_file_range() -> Callable[[int, int, int, int], int]:
         return lambda fd, offset, nbytes, flags: 0
     function.argtypes = (ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint)
     return cast(Callable[[int, int, int, int], int], function)
+
+
+def _unreadable(error: OSError, key: str, root: str) -> CkptStoreError:
+    """What a failed read means: what a disk cannot give back is damage like any other, unless a network lies in between."""
+    if error.errno not in _LOST or is_network_filesystem(Path(root)):
+        return _failure(error, "read", key, root)
+    return Corrupt(
+        f"cannot read {key} in {root}: {error.strerror}; the disk lost some of it: "
+        f"restore another commit, or run `ckptstore fsck` and `ckptstore repair`"
+    )
 
 
 def _failure(error: OSError, verb: str, key: str, root: str, *, writing: bool = False, nbytes: int = 0) -> CkptStoreError:

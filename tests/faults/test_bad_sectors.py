@@ -18,6 +18,7 @@ from tests.upkeep.collecting import opened
 
 STEP = 3
 READS = "read,pread64,preadv,preadv2"
+OPENS = "openat"
 Choice = Callable[[Path], str]
 
 
@@ -73,26 +74,32 @@ def chunk_index(place: Path) -> str:
 
 
 CASES = [
-    pytest.param(data, STEP - 2, True, marks=pytest.mark.soak, id="data"),
-    pytest.param(data, STEP - 2, False, id="data, no index"),
-    pytest.param(document, STEP - 2, True, id="document"),
-    pytest.param(metadata, STEP - 1, False, id="metadata, no index"),
-    pytest.param(checkpoint, STEP - 1, True, marks=pytest.mark.soak, id="checkpoint"),
-    pytest.param(catalog, STEP - 1, True, marks=pytest.mark.soak, id="catalog"),
-    pytest.param(chunk_index, STEP - 1, True, id="chunk index"),
+    pytest.param(data, READS, STEP - 2, True, marks=pytest.mark.soak, id="data"),
+    pytest.param(data, READS, STEP - 2, False, id="data, no index"),
+    pytest.param(data, OPENS, STEP - 2, True, id="the inode of data"),
+    pytest.param(document, READS, STEP - 2, True, id="document"),
+    pytest.param(document, OPENS, STEP - 2, True, marks=pytest.mark.soak, id="the inode of a document"),
+    pytest.param(metadata, READS, STEP - 1, False, id="metadata, no index"),
+    pytest.param(metadata, OPENS, STEP - 1, False, marks=pytest.mark.soak, id="the inode of metadata"),
+    pytest.param(checkpoint, READS, STEP - 1, True, marks=pytest.mark.soak, id="checkpoint"),
+    pytest.param(checkpoint, OPENS, STEP - 1, True, marks=pytest.mark.soak, id="the inode of a checkpoint"),
+    pytest.param(catalog, READS, STEP - 1, True, marks=pytest.mark.soak, id="catalog"),
+    pytest.param(catalog, OPENS, STEP - 1, True, marks=pytest.mark.soak, id="the inode of a catalog"),
+    pytest.param(chunk_index, READS, STEP - 1, True, id="chunk index"),
+    pytest.param(chunk_index, OPENS, STEP - 1, True, marks=pytest.mark.soak, id="the inode of a chunk index"),
 ]
 
 
-@pytest.mark.parametrize(("choose", "resumed", "indexed"), CASES)
+@pytest.mark.parametrize(("choose", "calls", "resumed", "indexed"), CASES)
 def test_what_cannot_be_read_is_damage_to_itself_alone(
-    choose: Choice, resumed: int, indexed: bool, place: Path, scratch: Path, nursery: Nursery
+    choose: Choice, calls: str, resumed: int, indexed: bool, place: Path, scratch: Path, nursery: Nursery
 ) -> None:
     bad = choose(place)
     if not indexed:
         shutil.rmtree(place / "index")
     before = view_of(place)
     child = nursery.start("carry_on", place=str(place), step=STEP)
-    code = traced(child, scratch / "log", "-P", str(place / bad), "-e", f"inject={READS}:error=EIO", calls=READS)
+    code = traced(child, scratch / "log", "-P", str(place / bad), "-e", f"inject={calls}:error=EIO", calls=calls)
     errors = [error[:2] for error in child.reports("error")]
     assert not code and errors == ([["collected", "Corrupt"]] if choose is document else []), (bad, code, child.reports("error"))
     assert child.reports("resumed") == [[str(resumed)]]

@@ -66,11 +66,22 @@ def test_the_newest_migration_is_the_revision_that_is_stamped() -> None:
     assert ScriptDirectory.from_config(config).get_current_head() == REVISION
 
 
-def test_an_older_catalog_is_migrated_with_its_rows(tmp_path: Path) -> None:
+EARLIER = {"0001": FIRST_REVISION, "0002": "DROP TABLE entries; UPDATE alembic_version SET version_num = '0002';"}
+"""What makes a catalog of today one of each earlier revision."""
+
+
+def test_every_earlier_revision_is_tried() -> None:
+    config = Config()
+    config.set_main_option("script_location", str(catalog_file.migrations()))
+    assert {script.revision for script in ScriptDirectory.from_config(config).walk_revisions()} == {*EARLIER, REVISION}
+
+
+@pytest.mark.parametrize("revision", EARLIER)
+def test_an_older_catalog_is_migrated_with_its_rows(tmp_path: Path, revision: str) -> None:
     log = some_log()
     path = made(tmp_path / "catalog.sqlite", log)
     with closing(sqlite3.connect(path)) as connection:
-        connection.executescript(FIRST_REVISION)
+        connection.executescript(EARLIER[revision])
     assert open_catalog(path, STORE) is None
     with closing(Catalog.open(path, STORE)) as catalog:
         assert catalog.position() == log.entries[-1].position

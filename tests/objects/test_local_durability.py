@@ -9,6 +9,7 @@ import pytest
 
 from ckptstore.core.ids import SessionId
 from ckptstore.errors import CkptStoreError, Corrupt, NotFound, ReadOnly, Unavailable
+from ckptstore.objects import local
 from ckptstore.objects.backend import Backend, open_backend
 
 SESSION = SessionId("5" * 24)
@@ -190,6 +191,37 @@ def test_a_failed_read_tells_what_to_do(monkeypatch: pytest.MonkeyPatch, root: P
     for read in (backend.read, lambda k: backend.read_tail(k, 1), lambda k: backend.read_into(k, 0, [memoryview(bytearray(1))])):
         with pytest.raises(kind):
             read("a")
+
+
+def test_a_file_whose_inode_is_damaged_is_corrupt(monkeypatch: pytest.MonkeyPatch, root: Path) -> None:
+    backend = open_backend(root)
+    backend.put("a", b"x")
+    monkeypatch.setattr(os, "open", failing(errno.EUCLEAN))
+    with pytest.raises(Corrupt, match="cannot read a"):
+        backend.read("a")
+
+
+def test_a_disk_that_fails_once_is_asked_again(monkeypatch: pytest.MonkeyPatch, root: Path) -> None:
+    backend = open_backend(root)
+    backend.put("a", b"x")
+    pread, errors = os.pread, iter([OSError(errno.EIO, "once")])
+
+    def flaky(fd: int, n: int, offset: int) -> bytes:
+        if error := next(errors, None):
+            raise error
+        return pread(fd, n, offset)
+
+    monkeypatch.setattr(os, "pread", flaky)
+    assert backend.read("a") == b"x"
+
+
+def test_a_server_that_is_away_has_lost_nothing(monkeypatch: pytest.MonkeyPatch, root: Path) -> None:
+    backend = open_backend(root)
+    backend.put("a", b"x")
+    monkeypatch.setattr(local, "is_network_filesystem", lambda path: path == root)
+    monkeypatch.setattr(os, "pread", failing(errno.EIO))
+    with pytest.raises(Unavailable):
+        backend.read("a")
 
 
 def test_a_filesystem_without_hard_links_says_so(monkeypatch: pytest.MonkeyPatch, root: Path) -> None:
