@@ -1,7 +1,7 @@
 """What `checkout` returns: a read handle on one commit."""
 
-from collections.abc import Callable, Mapping, MutableMapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, MutableMapping
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, cast
@@ -14,7 +14,8 @@ from ckptstore.engine.assembly import assemble
 from ckptstore.engine.checkout import Destination, Reader, Tree, Wanted
 from ckptstore.engine.mapping import Unmappable
 from ckptstore.engine.near import near
-from ckptstore.engine.ranks.own import Viewer, own_trees
+from ckptstore.engine.ranks.layout import Layout
+from ckptstore.engine.ranks.own import Viewer, own_trees, tree_of_rank
 from ckptstore.engine.ranks.restore import check_loaders, restore_together
 from ckptstore.engine.restore import RestoreOptions, RestoreReport, Restoring
 from ckptstore.engine.views import Select, selected, whole
@@ -134,6 +135,22 @@ class Snapshot:
     def keys(self) -> list[str]:
         """The keys of the application state, in order."""
         return [key for key, _ in self._document.trees]
+
+    @property
+    def layout(self) -> Layout | None:
+        """How the ranks that made the commit held its leaves; None for a commit of one."""
+        return self._reader.layout(self._document)
+
+    def only(self, keys: Iterable[str]) -> "Snapshot":
+        """This commit as if it had no keys but `keys`; those that it does not have are ignored."""
+        kept = frozenset(keys)
+        return self._narrowed({key: tree for key, tree in self._read_trees.items() if key in kept}, kept)
+
+    def of_rank(self, rank: int) -> "Snapshot":
+        """This commit as `rank` had it: what is each rank's own is that rank's, under the path it had there; what only others have of
+        their own is left out."""
+        trees = {key: own for key, tree in self.trees.items() if (own := tree_of_rank(tree, rank)) is not None}
+        return self._narrowed(trees, frozenset(trees))
 
     def leaves(self, select: Select = "*") -> list[Leaf]:
         """The leaves that the glob `select` (or one of several) matches, in order: by their path, in full or below their key."""
@@ -324,6 +341,14 @@ class Snapshot:
         if len(self._read_trees) < len(self._document.trees):
             self._read_trees.update(self._reader.trees(self._document.trees))
         return {key: self._read_trees[key] for key in self.keys()}
+
+    def _narrowed(self, trees: dict[str, Tree], keys: frozenset[str]) -> "Snapshot":
+        document = replace(self._document, trees=tuple(each for each in self._document.trees if each[0] in keys))
+        narrowed = Snapshot(
+            self._reader, self.id, document, tags=self.tags, stats=self.stats, restoring=self._restoring, restored=self._restored
+        )
+        narrowed._read_trees = trees
+        return narrowed
 
     def _tree(self, key: str) -> Tree:
         if key not in self._read_trees:

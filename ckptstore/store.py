@@ -112,6 +112,11 @@ class Store(Keeping):
         return self._opening.url
 
     @property
+    def chunk_bytes(self) -> int:
+        """The target of the chunk grid: how large chunks are, at most."""
+        return self._opening.config.chunk_bytes
+
+    @property
     def id(self) -> str:
         """The store's id, the same for everybody who opens it."""
         return self._opening.config.store
@@ -129,6 +134,7 @@ class Store(Keeping):
         process_group: Any = None,
         replicated: Sequence[str] = (),
         private: Sequence[str] = (),
+        compare: bool = True,
         canonical: bool = True,
         trust_replicated: bool = True,
         timeout_s: float = TIMEOUT_S,
@@ -141,7 +147,8 @@ class Store(Keeping):
 
         Where torch.distributed is initialized with several ranks, all of them (of `process_group`, if given) commit together, each its own
         part, and get one snapshot; `process_group="alone"` commits this process by itself (docs/distributed.md). `replicated` and `private`
-        are globs of paths that are the same on all ranks, or each rank's own; without `canonical`, chunks that the edges of shards cut are
+        are globs of paths that are the same on all ranks, or each rank's own; of the rest, what is equal on the ranks that have it is one,
+        or without `compare` each rank's own as well. Without `canonical`, chunks that the edges of shards cut are
         not completed, so that ids depend on the number of ranks; without `trust_replicated`, every replica is hashed whole. No rank waits
         for another longer than `timeout_s`.
 
@@ -151,7 +158,7 @@ class Store(Keeping):
         With several ranks, every rank raises, and `causes` says what failed where.
         """
         if peers := peers_of(process_group, timeout_s):
-            globs = Globs(tuple(replicated), tuple(private))
+            globs = Globs(tuple(replicated), tuple(private), compare)
             failed = self._async.drain()
 
             def prepare() -> tuple[Label, dict[str, Flat]]:
@@ -210,6 +217,7 @@ class Store(Keeping):
         process_group: Any = None,
         replicated: Sequence[str] = (),
         private: Sequence[str] = (),
+        compare: bool = True,
         canonical: bool = True,
         trust_replicated: bool = True,
         timeout_s: float = TIMEOUT_S,
@@ -236,7 +244,7 @@ class Store(Keeping):
         self._opening.check_writable()
         label = label_of(self.run, step, tag, message, metrics)
         wish = Wish(overlap, staging, trust_version, dedup_first, allow_pickle, on_progress)
-        globs, options = Globs(tuple(replicated), tuple(private)), Options(canonical, trust_replicated)
+        globs, options = Globs(tuple(replicated), tuple(private), compare), Options(canonical, trust_replicated)
         together = self._together(app_state, wish, globs, options, process_group, timeout_s)
         return self._async.start(app_state, label, wish, together or self._alone(app_state, wish))
 

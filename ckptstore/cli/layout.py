@@ -8,8 +8,7 @@ from ckptstore.cli.tables import Column, Table
 from ckptstore.core.ids import document_key
 from ckptstore.core.model import CommitInfo
 from ckptstore.engine.opening import Opening
-from ckptstore.errors import Corrupt
-from ckptstore.objects import canonical
+from ckptstore.engine.ranks.layout import Placed, decode_layout
 from ckptstore.objects.documents import decode_document
 
 
@@ -18,13 +17,10 @@ def read_layout(store: Opening, info: CommitInfo) -> dict[str, Any] | None:
     document = decode_document(store.backend.read(document_key(info.session, info.id)), info.id)
     if document.layout is None:
         return None
-    layout = canonical.decode(store.objects.read_metadata(document.layout))
-    try:
-        groups = Counter(_group(leaf) for tree in layout["trees"].values() for leaf in tree.values())
-        named = [{"placements": placements, "mesh": mesh, "ranks": ranks, "leaves": n} for (placements, mesh, ranks), n in groups.items()]
-        return {"world": canonical.field(layout, "world", int), "groups": named}
-    except (AttributeError, KeyError, TypeError) as error:
-        raise Corrupt(f"the layout of commit {info.id[:12]} is damaged: {error!r}; run `ckptstore fsck`") from error
+    layout = decode_layout(store.objects.read_metadata(document.layout))
+    groups = Counter(map(_group, layout.leaves.values()))
+    named = [{"placements": placements, "mesh": mesh, "ranks": ranks, "leaves": n} for (placements, mesh, ranks), n in groups.items()]
+    return {"world": layout.world, "groups": named}
 
 
 def print_layout(screen: Screen, layout: dict[str, Any]) -> None:
@@ -33,8 +29,6 @@ def print_layout(screen: Screen, layout: dict[str, Any]) -> None:
     screen.table(Table(columns, rows, title=f"Layout: {layout['world']} ranks"))
 
 
-def _group(leaf: dict[str, Any]) -> tuple[str, str, int]:
+def _group(leaf: Placed) -> tuple[str, str, int]:
     """How a leaf was placed, the shape of the mesh, and how many ranks had some of it."""
-    ranks = {rank for held in leaf["ranks"] for rank in held}
-    mesh = "x".join(map(str, leaf["mesh"][0])) if leaf["mesh"] else ""
-    return ", ".join(leaf["placements"]) or "whole", mesh, len(ranks)
+    return ", ".join(leaf.placements) or "whole", "x".join(map(str, leaf.mesh or ())), len({rank for ranks in leaf.ranks for rank in ranks})

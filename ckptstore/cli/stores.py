@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from ckptstore.cli.exits import NoStore, UnusableStore
 from ckptstore.core.ids import CONFIG_KEY
+from ckptstore.core.places import enclosing_store
 from ckptstore.engine.naming import is_path
 from ckptstore.engine.opening import Opening
 from ckptstore.errors import InvalidInput, NotFound
@@ -73,9 +74,8 @@ def find(named: str | None, environment: Mapping[str, str], directory: Path) -> 
     """The store's path or URL. Raises `NoStore` where neither a name nor a directory around says one."""
     if place := named or environment.get(VARIABLE):
         return place
-    for candidate in (directory, *directory.parents):
-        if (candidate / CONFIG_KEY).is_file():
-            return str(candidate)
+    if (found := enclosing_store(directory)) is not None:
+        return str(found)
     raise NoStore(f"no store in {directory} or above it; {_advice(directory)}")
 
 

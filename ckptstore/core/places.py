@@ -6,6 +6,8 @@ import tempfile
 from contextlib import suppress
 from pathlib import Path
 
+from ckptstore.core.ids import CONFIG_KEY
+
 _NETWORK = frozenset(
     [
         "nfs",
@@ -28,6 +30,19 @@ _NETWORK = frozenset(
         "fuse.juicefs",
     ]
 )
+
+
+BESIDE = ".ckptstore"
+"""A store under this name serves the directory that it lies in, which holds other things too."""
+
+
+def enclosing_store(directory: Path) -> Path | None:
+    """The nearest store: `directory`, what lies in it as `.ckptstore`, or the same of a directory above."""
+    for candidate in (directory, *directory.parents):
+        for place in (candidate, candidate / BESIDE):
+            if (place / CONFIG_KEY).is_file():
+                return place
+    return None
 
 
 def cache_directory() -> Path:

@@ -15,6 +15,7 @@ from ckptstore.core.ids import CHUNK_ID_BYTES, CommitId, SessionId, document_key
 from ckptstore.core.model import Box, CommitDocument, LeafContent, Schema, Shape, TreeRef
 from ckptstore.engine.budget import ReadRoom, read_room
 from ckptstore.engine.mapping import Unmappable, check_mapped, map_leaf
+from ckptstore.engine.ranks.layout import Layout, decode_layout
 from ckptstore.engine.select import Piece, select
 from ckptstore.engine.transfer import Threads
 from ckptstore.errors import Corrupt
@@ -151,6 +152,10 @@ class Reader:
         schema_bytes, *pages = self._objects.read_metadata_many([ref.schema, *ref.pages])
         schema = decode_schema(schema_bytes)
         return Tree(key, ref, schema, join_pages(pages, len(schema)), self._config.chunk_bytes)
+
+    def layout(self, document: CommitDocument) -> Layout | None:
+        """How the ranks that made the commit held its leaves; None for a commit of one."""
+        return None if document.layout is None else decode_layout(self._objects.read_metadata(document.layout))
 
     def trees(self, refs: Iterable[tuple[str, TreeRef]]) -> dict[str, Tree]:
         """Several trees; what they have in packs together is read together."""

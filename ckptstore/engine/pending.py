@@ -111,6 +111,10 @@ class Pending(Generic[T]):
         self.seen = True
         return error
 
+    def then(self, callback: Callable[["Pending[T]"], object]) -> None:
+        """Have `callback` called with this once it has ended, at once if it has, by whatever thread ends it. What it raises is logged."""
+        self._future.add_done_callback(lambda future: callback(self))
+
     def cancel(self) -> bool:
         """Call the commit off. True if it will not be made; False if it has ended or its log entry is on its way already."""
         with self._lock:

@@ -61,7 +61,8 @@ def _flats(place: Path, *, allow_pickle: bool) -> Mapping[str, Flat]:
         from ckptstore.state.flatten import flatten
 
         return flatten(as_app_state(load_torch(place, str(place), allow_pickle=allow_pickle)), allow_pickle=allow_pickle)
-    from ckptstore.interop import dcp, torchsnapshot
+    from ckptstore.interop import dcp
+    from ckptstore.interop.torchsnapshot import directory as torchsnapshot
 
     read = dcp.read_directory if kind == "dcp" else torchsnapshot.read_directory
     return read(place, allow_pickle=allow_pickle)
@@ -70,7 +71,8 @@ def _flats(place: Path, *, allow_pickle: bool) -> Mapping[str, Flat]:
 def kind_of(place: Path) -> Kind:
     """What lies at `place`. Raises `InvalidInput` for a file of no known kind, or nothing."""
     if place.is_dir():
-        from ckptstore.interop import dcp, torchsnapshot
+        from ckptstore.interop import dcp
+        from ckptstore.interop.torchsnapshot import directory as torchsnapshot
 
         for kind, name in (("dcp", dcp.METADATA), ("torchsnapshot", torchsnapshot.METADATA)):
             if (place / name).is_file():

@@ -266,7 +266,7 @@ class Pairing:
             if report:
                 self._mismatch(path, self._describe(node), _describe(target))
             return
-        mine = Claim(self, node, target.shape, tuple(n for _, part in held.parts for n in part.stride()))
+        mine = Claim(self, node, held.shape, tuple(n for _, part in held.parts for n in part.stride()))
         first = self._claims.setdefault(held.parts[0][1].data_ptr(), mine) if held.parts else mine
         if first is mine:
             self.destinations[node] = HeldDestination(tuple((box, Destination(part)) for box, part in held.parts))

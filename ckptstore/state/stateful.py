@@ -25,7 +25,8 @@ class RNGState:
     """The random number generators of Python, numpy, torch on the CPU and every CUDA device.
 
     Has no state of its own: `state_dict` reads the generators without drawing from them, `load_state_dict` sets them; of CUDA devices,
-    those that both sides have. A restore does so after everything else, so that nothing it runs draws afterwards.
+    those that both sides have. A restore does so after everything else, so that nothing it runs draws afterwards. What TorchSnapshot's
+    object of this name has, torch's generator on the CPU as `rng_state`, is taken too.
     """
 
     def state_dict(self) -> dict[str, Any]:
@@ -37,6 +38,9 @@ class RNGState:
         return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        if "rng_state" in state_dict:
+            torch.set_rng_state(state_dict["rng_state"])
+            return
         random.setstate(state_dict["python"])
         torch.set_rng_state(state_dict["torch"])
         if "numpy" in state_dict:

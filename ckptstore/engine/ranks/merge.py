@@ -59,7 +59,9 @@ def finish(tree: MergedTree, private: frozenset[int]) -> tuple[Schema, list[tupl
     """The schema of the whole state with the leaves numbered `private` divided by rank, and what each of its leaves is: a merged leaf, and
     the rank whose own it is."""
     found: list[tuple[int, int | None]] = []
-    skeleton = _divide(tree.skeleton, tree, private, found)
+    # What is tied to a leaf that is divided by rank is divided as it is, so that each rank's own stay tied.
+    tied = frozenset(i for i, leaf in enumerate(tree.leaves) if leaf.alias in private)
+    skeleton = _divide(tree.skeleton, tree, private | tied, found)
     numbers = {each: i for i, each in enumerate(found)}
     leaves = [tree.leaves[i] for i, _ in found]
     return (

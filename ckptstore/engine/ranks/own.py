@@ -31,6 +31,15 @@ def own_trees(trees: Mapping[str, Tree], viewer: Viewer, *, strict: bool) -> dic
     return {key: _own(tree, viewer, strict) if _has_ranks(tree.schema.skeleton) else tree for key, tree in trees.items()}
 
 
+def tree_of_rank(tree: Tree, rank: int) -> Tree | None:
+    """`tree` as `rank` had it, without what only others have of their own; None if nothing is left."""
+    if not _has_ranks(tree.schema.skeleton):
+        return tree
+    view = _View(tree.schema, Viewer(rank))
+    skeleton = view.visit(tree.schema.skeleton)
+    return None if skeleton is None else view.tree(tree, skeleton)
+
+
 def owners(node: Node | int) -> Iterator[frozenset[int]]:
     """For every place below `node` where ranks have their own, whose they are."""
     if isinstance(node, int):
@@ -55,7 +64,7 @@ def _own(tree: Tree, viewer: Viewer, strict: bool) -> Tree:
             f"pass private={{{viewer.rank}: <rank whose to take>}}, or strict=False to leave it as it is"
         )
     assert skeleton is not None
-    return Tree(tree.key, tree.ref, view.schema(skeleton), [tree.contents[i] for i in view.taken], tree.chunk_bytes)
+    return view.tree(tree, skeleton)
 
 
 class _View:
@@ -90,7 +99,10 @@ class _View:
         self.ownerless.append(("/".join((paths or ["?"])[0].split("/")[:depth]), list(node.keys or ())))
         return None
 
-    def schema(self, skeleton: Node | int) -> Schema:
+    def tree(self, tree: Tree, skeleton: Node | int) -> Tree:
+        return Tree(tree.key, tree.ref, self._schema_of(skeleton), [tree.contents[i] for i in self.taken], tree.chunk_bytes)
+
+    def _schema_of(self, skeleton: Node | int) -> Schema:
         old, numbers = self._schema, {leaf: i for i, leaf in enumerate(self.taken)}
         return Schema(
             skeleton,

@@ -49,7 +49,8 @@ def held_of(tensor: Any) -> Held:
         return _held_of_dtensor(tensor)
     shards = (_shard_part(shard) for shard in tensor.local_shards())
     parts = tuple((box, part) for box, part in shards if 0 not in box.lengths)
-    return Held(tuple(tensor.metadata().size), tensor.dtype, None, (type(tensor.sharding_spec()).__name__,), parts)
+    metadata = tensor.metadata()  # which has what attributes of the tensor would warn about
+    return Held(tuple(metadata.size), metadata.tensor_properties.dtype, None, (type(tensor.sharding_spec()).__name__,), parts)
 
 
 def empty_like_held(tensor: Any, dtype: torch.dtype) -> Any:

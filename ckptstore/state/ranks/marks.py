@@ -20,10 +20,14 @@ from ckptstore.state.stateful import RNGState
 
 @dataclass(frozen=True, slots=True)
 class Globs:
-    """What the caller knows, by globs of paths: leaves that are replicas, and leaves that are each rank's own."""
+    """What the caller knows, by globs of paths: leaves that are replicas, and leaves that are each rank's own.
+
+    With `compare`, content decides about what nothing is known of; without it, that is each rank's own, equal or not.
+    """
 
     replicated: tuple[str, ...] = ()
     private: tuple[str, ...] = ()
+    compare: bool = True
 
 
 def marked(app_state: Mapping[str, Any], flats: Mapping[str, Flat], globs: Globs) -> dict[str, Flat]:
@@ -76,9 +80,18 @@ def _marks(value: Any, flat: Flat, known: _Replicas, globs: Globs) -> dict[int, 
                     marks[i] = "lead"
                 elif address in known.parameters:
                     marks[i] = "replica"
-    marks.update((i, "replica") for i in _matching(flat.schema.paths, globs.replicated) if i not in flat.held)
+    wanted = _matching(flat.schema.paths, globs.replicated)
+    # Buffers that the first rank's count of may differ until the next forward broadcasts them.
+    marks.update((i, "replica") for i in wanted if i not in flat.held and marks.get(i) != "lead")
+    if not globs.compare and not _is_parallel(value):
+        marks = {i: marks.get(i, "private") for i in range(count) if i in marks or i not in flat.held}
     marks.update((i, "private") for i in _matching(flat.schema.paths, globs.private))
     return marks
+
+
+def _is_parallel(value: Any) -> bool:
+    """Whether what `value` holds besides parameters and buffers is to be equal too: DistributedDataParallel makes ranks do the same."""
+    return isinstance(value, torch.nn.Module) and any(isinstance(module, DistributedDataParallel) for module in value.modules())
 
 
 def _matching(paths: Sequence[str], globs: Sequence[str]) -> list[int]:

@@ -4,7 +4,6 @@ Of a snapshot of several ranks, what is replicated or sharded is put together ag
 from what it had for itself, so it is refused.
 """
 
-import base64
 import io
 import json
 import struct
@@ -18,6 +17,7 @@ from ckptstore.core.model import Box, Shape
 from ckptstore.errors import InvalidInput
 from ckptstore.interop.pickles import load_torch
 from ckptstore.interop.sources import FileRange, Loaded, Placeholders, Shelf, check_tiling, inside, read_range
+from ckptstore.interop.torchsnapshot.manifest import primitive
 from ckptstore.state.flat import Flat
 
 if TYPE_CHECKING:
@@ -84,7 +84,7 @@ class _Snapshot:
             return self._pieces(path, entry["chunks"] if kind == "ChunkedTensor" else entry["shards"], entry.get("shape"))
         if kind == "object":
             return self._object(entry)
-        return _primitive(kind, entry["serialized_value"])
+        return primitive(kind, entry["serialized_value"])
 
     def _tensor(self, path: str, entry: dict[str, Any]) -> "torch.Tensor":
         dtype, shape = _dtype(path, entry), _shape(entry["shape"])
@@ -170,18 +170,6 @@ def _merged(root: Path, manifest: dict[str, Any], world_size: int) -> dict[str, 
         elif entry["type"] != "list" and entry != known:
             raise InvalidInput(f"{root}: each of {world_size} ranks has {path} for itself (rank {rank}); load it with TorchSnapshot")
     return merged
-
-
-def _primitive(kind: str, text: str) -> Any:
-    if kind == "bool" and text in ("True", "False"):
-        return text == "True"
-    if kind == "float":
-        return struct.unpack("<d", base64.b64decode(text, validate=True))[0]
-    if kind == "bytes":
-        return base64.b64decode(text, validate=True)
-    if kind in ("int", "str"):
-        return int(text) if kind == "int" else text
-    raise InvalidInput(f"an entry of the manifest is of the unknown type {kind[:40]!r}")
 
 
 def _dtype(path: str, entry: dict[str, Any]) -> str:

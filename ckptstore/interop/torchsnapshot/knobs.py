@@ -1,0 +1,67 @@
+"""Which of TorchSnapshot's environment variables mean something here.
+
+| variable | here |
+|---|---|
+| `TORCHSNAPSHOT_PER_RANK_MEMORY_BUDGET_BYTES` | the `memory_budget_bytes` of commits and restores |
+| `TORCHSNAPSHOT_MAX_CHUNK_SIZE_BYTES_OVERRIDE` | above which size the manifest shows a tensor in ranges of rows; no byte changes |
+| `TORCHSNAPSHOT_MAX_SHARD_SIZE_BYTES_OVERRIDE` | likewise, for what one rank had of a divided tensor |
+
+The slab size and the batching have no counterpart: small tensors lie in packs together anyway, and replicas are always divided among ranks.
+"""
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from ckptstore.errors import InvalidInput
+
+_BUDGET = "TORCHSNAPSHOT_PER_RANK_MEMORY_BUDGET_BYTES"
+_CHUNK = "TORCHSNAPSHOT_MAX_CHUNK_SIZE_BYTES_OVERRIDE"
+_SHARD = "TORCHSNAPSHOT_MAX_SHARD_SIZE_BYTES_OVERRIDE"
+_DEFAULT_BYTES = 512 << 20
+
+
+def get_memory_budget_bytes() -> int | None:
+    return _number(_BUDGET)
+
+
+def get_max_chunk_size_bytes() -> int:
+    return _number(_CHUNK) or _DEFAULT_BYTES
+
+
+def get_max_shard_size_bytes() -> int:
+    return _number(_SHARD) or _DEFAULT_BYTES
+
+
+@contextmanager
+def override_max_chunk_size_bytes(max_chunk_size_bytes: int) -> Iterator[None]:
+    with _overridden(_CHUNK, max_chunk_size_bytes):
+        yield
+
+
+@contextmanager
+def override_max_shard_size_bytes(max_shard_size_bytes: int) -> Iterator[None]:
+    with _overridden(_SHARD, max_shard_size_bytes):
+        yield
+
+
+def _number(variable: str) -> int | None:
+    text = os.environ.get(variable)
+    if text is None:
+        return None
+    if not text.strip().isdecimal() or not int(text):
+        raise InvalidInput(f"${variable} is {text!r}; wanted a number of bytes greater than zero")
+    return int(text)
+
+
+@contextmanager
+def _overridden(variable: str, value: int) -> Iterator[None]:
+    before = os.environ.get(variable)
+    os.environ[variable] = str(value)
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[variable]
+        else:
+            os.environ[variable] = before

@@ -1,0 +1,159 @@
+"""What a snapshot's manifest consists of: TorchSnapshot's kinds of entries, as values that are made from a commit (`views`).
+
+Entries are frozen. Their shapes, offsets and keys are lists, as scripts compare them with lists; every call makes new ones.
+"""
+
+import base64
+import json
+import struct
+from dataclasses import asdict, dataclass, field
+from typing import Any, ClassVar, TypeAlias
+
+from ckptstore.errors import InvalidInput
+
+
+@dataclass(frozen=True)
+class Entry:
+    """What lies under one path. `type` names the kind."""
+
+    type: str
+
+
+@dataclass(frozen=True)
+class TensorEntry(Entry):
+    """A tensor. `location` is the path of its leaf in the commit, or of what it is made of, where it is no plain one."""
+
+    type: str = field(default="Tensor", init=False)
+    location: str
+    serializer: str
+    dtype: str
+    shape: list[int]
+    replicated: bool
+    byte_range: list[int] | None = None
+
+    @property
+    def byte_range_tuple(self) -> tuple[int, int] | None:
+        return None if self.byte_range is None else (self.byte_range[0], self.byte_range[1])
+
+
+@dataclass(frozen=True)
+class Shard:
+    """A box of a tensor."""
+
+    offsets: list[int]
+    sizes: list[int]
+    tensor: TensorEntry
+
+
+@dataclass(frozen=True)
+class ShardedTensorEntry(Entry):
+    """What one rank had of a tensor that several ranks divided."""
+
+    type: str = field(default="ShardedTensor", init=False)
+    shards: list[Shard]
+
+
+@dataclass(frozen=True)
+class ChunkedTensorEntry(Entry):
+    """A large tensor. `chunks` are ranges of its rows; that they lie in chunks of the store is another matter."""
+
+    type: str = field(default="ChunkedTensor", init=False)
+    dtype: str
+    shape: list[int]
+    chunks: list[Shard]
+    replicated: bool
+
+
+@dataclass(frozen=True)
+class ObjectEntry(Entry):
+    """A value that is neither a tensor nor a primitive, or a container of a kind that TorchSnapshot would pickle."""
+
+    type: str = field(default="object", init=False)
+    location: str
+    serializer: str
+    obj_type: str
+    replicated: bool
+
+
+@dataclass(frozen=True)
+class ListEntry(Entry):
+    type: str = field(default="list", init=False)
+
+
+@dataclass(frozen=True)
+class DictEntry(Entry):
+    type: str = field(default="dict", init=False)
+    keys: list[str | int]
+
+
+@dataclass(frozen=True)
+class OrderedDictEntry(Entry):
+    type: str = field(default="OrderedDict", init=False)
+    keys: list[str | int]
+
+
+@dataclass(frozen=True)
+class PrimitiveEntry(Entry):
+    """A number, a string, bytes or a boolean. `type` is the name of its class."""
+
+    supported_types: ClassVar[tuple[str, ...]] = ("int", "str", "bool", "bytes", "float")
+
+    serialized_value: str
+    replicated: bool
+    readable: str | None = None
+
+    @classmethod
+    def from_object(cls, value: Any, *, replicated: bool = False) -> "PrimitiveEntry":
+        """The entry for `value`. Raises `TypeError` for what is no primitive."""
+        name = type(value).__name__
+        if name not in cls.supported_types:
+            raise TypeError(f"a {name} is no primitive; wanted one of {', '.join(cls.supported_types)}")
+        if name == "float":
+            return cls(name, base64.b64encode(struct.pack("<d", value)).decode(), replicated, str(value))
+        return cls(name, base64.b64encode(value).decode() if name == "bytes" else str(value), replicated)
+
+    def get_value(self) -> int | str | bool | bytes | float:
+        return primitive(self.type, self.serialized_value)
+
+
+def primitive(kind: str, text: str) -> int | str | bool | bytes | float:
+    """The value that a manifest has as `text`. Raises `InvalidInput` for an unknown kind, `ValueError` for text of another."""
+    if kind == "bool" and text in ("True", "False"):
+        return text == "True"
+    if kind == "float":
+        return float(struct.unpack("<d", base64.b64decode(text, validate=True))[0])
+    if kind == "bytes":
+        return base64.b64decode(text, validate=True)
+    if kind in ("int", "str"):
+        return int(text) if kind == "int" else text
+    raise InvalidInput(f"an entry of the manifest is of the unknown type {kind[:40]!r}")
+
+
+Manifest: TypeAlias = dict[str, Entry]
+"""Entries by `RANK/KEY/…`."""
+
+
+@dataclass(frozen=True)
+class SnapshotMetadata:
+    """By how many ranks a snapshot was taken, and what is in it."""
+
+    version: str
+    world_size: int
+    manifest: Manifest
+
+    def to_yaml(self) -> str:
+        """As TorchSnapshot writes it: JSON, which is YAML as well."""
+        return json.dumps(asdict(self), sort_keys=False, indent=2)
+
+
+def is_container_entry(entry: Entry) -> bool:
+    return isinstance(entry, ListEntry | DictEntry | OrderedDictEntry)
+
+
+def is_dict_entry(entry: Entry) -> bool:
+    return isinstance(entry, DictEntry | OrderedDictEntry)
+
+
+def is_replicated(entry: Entry) -> bool:
+    """Whether every rank can read it, however many restore."""
+    return bool(getattr(entry, "replicated", False))

@@ -1,0 +1,139 @@
+"""What the path of a snapshot means: a store, a name in it, and a pointer file at the path itself (docs/decisions/018-…).
+
+The store of `dir/name` is the nearest one that encloses it, else a new one at `dir`, or at `dir/.ckptstore` where `dir` holds other things.
+The snapshot is a commit with the tag `name`. In a bucket there is no pointer: the tag alone is the name.
+"""
+
+import os
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import closing
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ckptstore.core.ids import CONFIG_KEY, check_tag, digest
+from ckptstore.core.places import BESIDE, enclosing_store
+from ckptstore.errors import Conflict, InvalidInput, NotFound
+from ckptstore.interop.torchsnapshot.directory import METADATA
+from ckptstore.objects.backend import open_backend
+from ckptstore.objects.pointers import is_pointer, read_pointer
+
+_LOCAL = ("fs", "file", "")
+_OURS = frozenset({CONFIG_KEY, "packs", "commits", "log", "sessions", "index", "tmp", "reserve", "quarantine"})
+_UNSAFE = re.compile(r"[^A-Za-z0-9_./-]|(?<=\.)\.|(?<=/)/")
+_TAG_CHARACTERS = 200
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """A snapshot's store, a path or a URL; its tag there; and the path of its pointer file, None in a bucket."""
+
+    store: str
+    tag: str
+    pointer: str | None
+
+
+def place_to_take(path: str, storage_options: Mapping[str, Any] | None = None) -> Place:
+    """Where a snapshot of this path goes. Nothing is made yet.
+
+    Raises `Conflict` for a path at which something else lies, `InvalidInput` for one that is a store or among a store's own files.
+    """
+    local = local_path(path)
+    if local is None:
+        return _in_bucket(path, storage_options)
+    if (local / CONFIG_KEY).is_file():
+        raise InvalidInput(f"{path} is a store; name the snapshot: {os.path.join(path, 'NAME')}")
+    pointer = _pointer(local)
+    if os.path.lexists(pointer) and not is_pointer(pointer):
+        raise Conflict(f"there is something else than a snapshot of ckptstore at {pointer}; choose another path, or remove it")
+    store = enclosing_store(local.parent) or _new_store(local.parent)
+    return Place(str(store), tag_of(_name(local, store)), str(pointer))
+
+
+def refs_to_read(path: str, storage_options: Mapping[str, Any] | None = None) -> tuple[str, tuple[str, ...]]:
+    """The store of an existing snapshot and how its commit may be called there: the first of these that there is.
+
+    A path may also lead into a store that scripts with the native interface made: `STORE/REF`, or `STORE` for the newest commit.
+    Raises `NotFound` if no store encloses the path, `InvalidInput` for a file or directory that is something else.
+    """
+    local = local_path(path)
+    if local is None:
+        place = _in_bucket(path, storage_options)
+        return place.store, (place.tag, path.removeprefix(place.store).strip("/"))
+    if (local / CONFIG_KEY).is_file():
+        return str(local), ("latest",)
+    pointer = _pointer(local)
+    if os.path.lexists(pointer):
+        return _pointed_to(pointer)
+    store = enclosing_store(local.parent)
+    if store is None:
+        raise NotFound(f"there is no snapshot at {path}, and no store above it; check the path")
+    name = _name(local, store)
+    return str(store), (tag_of(name), name)
+
+
+def local_path(path: str) -> Path | None:
+    """The absolute path that `path` names on this host, None for a URL of a bucket."""
+    scheme, separator, rest = os.fspath(path).partition("://")
+    if separator and scheme not in _LOCAL:
+        return None
+    return Path(os.path.abspath(rest if separator else path))
+
+
+def tag_of(name: str) -> str:
+    """The tag for a snapshot's name. Two names have two tags; one that can be a tag as it is, and has no `+`, is its own."""
+    escaped = _UNSAFE.sub(lambda found: "".join(f"+{byte:02X}" for byte in found[0].encode()), name)
+    if not re.match(r"[A-Za-z0-9_]", escaped) or escaped == "latest" or escaped.isdecimal() or escaped.startswith("snapshot/"):
+        escaped = f"snapshot/{escaped}"
+    if len(escaped) > _TAG_CHARACTERS:
+        escaped = f"snapshot/{digest(name.encode()).hex()}"
+    return check_tag(escaped)
+
+
+def _pointer(local: Path) -> Path:
+    """Where the pointer of a snapshot lies: in a directory that was made for it, under the name that TorchSnapshot gives its metadata."""
+    return local / METADATA if local.is_dir() else local
+
+
+def _pointed_to(pointer: Path) -> tuple[str, tuple[str, ...]]:
+    try:
+        found = read_pointer(pointer)
+    except InvalidInput as error:
+        if pointer.name != METADATA:
+            raise
+        raise InvalidInput(
+            f"{pointer.parent} is a directory that TorchSnapshot wrote, not a snapshot of ckptstore: `ckptstore import {pointer.parent} "
+            f"--tag {tag_of(pointer.parent.name)}` brings it into a store"
+        ) from error
+    return found.store, (found.id,)
+
+
+def _new_store(directory: Path) -> Path:
+    holds_others = directory.is_dir() and next(directory.iterdir(), None) is not None
+    return directory / BESIDE if holds_others else directory
+
+
+def _name(local: Path, store: Path) -> str:
+    base = store.parent if store.name == BESIDE else store
+    name = local.relative_to(base)
+    if base == store and name.parts[0] in _OURS:
+        raise InvalidInput(f"{local} is the store's own; snapshots in {store} cannot be called {', '.join(sorted(_OURS))}")
+    return name.as_posix()
+
+
+def _in_bucket(path: str, storage_options: Mapping[str, Any] | None) -> Place:
+    parts = path.rstrip("/").split("/")
+    if len(parts) < 5 or not all(parts[3:]):
+        raise InvalidInput(f"{path} is no path of a snapshot in a bucket; wanted {parts[0]}//BUCKET/PREFIX/NAME")
+    for store, name in _above(parts):
+        with closing(open_backend(store, read_only=True, storage_options=dict(storage_options or {}) or None)) as backend:
+            if backend.size(CONFIG_KEY) is not None:
+                return Place(store, tag_of(name), None)
+    return Place("/".join(parts[:-1]), tag_of(parts[-1]), None)
+
+
+def _above(parts: list[str]) -> Iterator[tuple[str, str]]:
+    """Every prefix that could be the path's store, the nearest first, and the name within it."""
+    for length in range(len(parts) - 1, 3, -1):
+        yield "/".join(parts[:length]), "/".join(parts[length:])

@@ -1,0 +1,285 @@
+"""`Snapshot` and `PendingSnapshot` as TorchSnapshot 0.1.0 has them: each call becomes one on a store."""
+
+import logging
+import threading
+from typing import Any
+
+from ckptstore.core.ids import CommitId
+from ckptstore.engine.pending import Pending
+from ckptstore.engine.ranks.restore import on_all
+from ckptstore.errors import CkptStoreError, NotFound
+from ckptstore.interop.torchsnapshot import __version__ as interface_version
+from ckptstore.interop.torchsnapshot import knobs
+from ckptstore.interop.torchsnapshot.manifest import Manifest, SnapshotMetadata
+from ckptstore.interop.torchsnapshot.names import split_rank
+from ckptstore.interop.torchsnapshot.places import refs_to_read
+from ckptstore.interop.torchsnapshot.preparing import Prepare
+from ckptstore.interop.torchsnapshot.problems import SnapshotFailed
+from ckptstore.interop.torchsnapshot.reading import read
+from ckptstore.interop.torchsnapshot.stateful import AppState
+from ckptstore.interop.torchsnapshot.stores import store_at
+from ckptstore.interop.torchsnapshot.taking import LEAST_CHUNKS, Agreed, agree, check_stateful, options_of, ordered, undisturbed
+from ckptstore.interop.torchsnapshot.views import Index, manifest_of
+from ckptstore.objects.pointers import Pointer, write_pointer
+from ckptstore.snapshot import Snapshot as Commit
+from ckptstore.state.ranks.peers import Peers, peers_of
+from ckptstore.state.stateful import RNGState
+from ckptstore.store import Store
+
+logger = logging.getLogger("ckptstore")
+
+
+class Snapshot:
+    """A snapshot by its path. Nothing is looked up before the first use.
+
+    `path` may be one that `take` was given, that of any pointer file, or `STORE/REF` for a commit made otherwise. `pg` are the ranks that
+    restore together, all of the default group without it. `storage_options` are those of `ckptstore.open`.
+    """
+
+    def __init__(self, path: str, pg: Any = None, storage_options: dict[str, Any] | None = None) -> None:
+        self.path = path
+        self.pg = pg
+        self._storage_options = storage_options
+        self._found: tuple[str, CommitId] | None = None
+        self._indexes: dict[int, tuple[Store, Index]] = {}
+
+    @classmethod
+    def take(
+        cls,
+        path: str,
+        app_state: AppState,
+        pg: Any = None,
+        replicated: list[str] | None = None,
+        storage_options: dict[str, Any] | None = None,
+        _custom_tensor_prepare_func: Prepare | None = None,
+        *,
+        step: int | None = None,
+        metrics: dict[str, float] | None = None,
+        allow_pickle: bool = False,
+    ) -> "Snapshot":
+        """Commit `app_state`, tag it with the snapshot's name, and let the file at `path` point to it; durable when this returns.
+
+        With several ranks, all of `pg` call this together. `replicated` are globs of paths (`"model/*"`, `"**"`) that are the same on all
+        ranks; what DistributedDataParallel keeps equal and what ranks divide is known, everything else is each rank's own. A path that has
+        been taken before comes to mean the new commit; the old one stays in the store's log.
+
+        `step` and `metrics` are kept with the commit; objects that could only be pickled need `allow_pickle`.
+
+        Raises `TypeError` for values that are not stateful, `Conflict` for a path at which something else lies and for replicas that
+        differ, and else as `Store.commit` does: on all ranks, and nothing has changed.
+        """
+        check_stateful(app_state)
+        peers = peers_of(pg)
+        agreed = agree(peers, path, replicated or [], storage_options)
+        store = store_at(agreed.place.store, storage_options)
+        options = options_of(store, agreed, _custom_tensor_prepare_func)
+        with undisturbed(app_state):
+            commit = store.commit(
+                ordered(app_state, _custom_tensor_prepare_func),
+                step=step,
+                metrics=metrics,
+                allow_pickle=allow_pickle,
+                process_group=pg,
+                **options,
+            )
+        _point(peers, agreed, commit)
+        return cls._of(agreed, commit.id, pg, storage_options)
+
+    @classmethod
+    def async_take(
+        cls,
+        path: str,
+        app_state: AppState,
+        pg: Any = None,
+        replicated: list[str] | None = None,
+        storage_options: dict[str, Any] | None = None,
+        _custom_tensor_prepare_func: Prepare | None = None,
+        *,
+        step: int | None = None,
+        metrics: dict[str, float] | None = None,
+        allow_pickle: bool = False,
+    ) -> "PendingSnapshot":
+        """As `take`, in the background: the snapshot is the state as of this call, whatever is done to it once this has returned.
+
+        With several ranks the call makes the whole snapshot before it returns.
+        """
+        check_stateful(app_state)
+        if peers_of(pg):
+            done = cls.take(
+                path,
+                app_state,
+                pg,
+                replicated,
+                storage_options,
+                _custom_tensor_prepare_func,
+                step=step,
+                metrics=metrics,
+                allow_pickle=allow_pickle,
+            )
+            return PendingSnapshot(done)
+        agreed = agree(None, path, replicated or [], storage_options)
+        store = store_at(agreed.place.store, storage_options)
+        with undisturbed(app_state):
+            pending = store.commit_async(
+                ordered(app_state, _custom_tensor_prepare_func),
+                step=step,
+                metrics=metrics,
+                tag=agreed.place.tag,
+                allow_pickle=allow_pickle,
+                process_group=pg,
+            )
+        return PendingSnapshot(cls(agreed.path, pg, storage_options), pending, agreed)
+
+    def restore(
+        self, app_state: AppState, strict: bool = True, *, memory_budget_bytes: int | None = None, allow_pickle: bool = False
+    ) -> None:
+        """Bring `app_state`, all of the snapshot's or a part of its keys, to what was taken, in place where there is a place.
+
+        The number of ranks may be another one: replicas and what ranks divided is there for all, what was each rank's own for the rank of
+        the same number only. A rank without its own raises, unless not `strict`: then it keeps what it has, and modules what the snapshot
+        lacks. A random generator is set last, and left alone on a rank that had none. Raises as `ckptstore.Snapshot.restore` does.
+        """
+        check_stateful(app_state)
+        peers = peers_of(self.pg)
+        commit = on_all(peers, self._commit) if peers else self._commit()
+        wanted = _with_own_generator(commit, app_state, peers.rank if peers else 0)
+        budget = memory_budget_bytes or knobs.get_memory_budget_bytes()
+        store = self._store()
+        commit.only(wanted).restore(
+            wanted,
+            strict=strict,
+            memory_budget_bytes=budget and max(budget, LEAST_CHUNKS * store.chunk_bytes),
+            allow_pickle=allow_pickle,
+            process_group=self.pg,
+        )
+
+    def read_object(
+        self, path: str, obj_out: Any = None, memory_budget_bytes: int | None = None, *, allow_pickle: bool = False
+    ) -> Any:
+        """One object by its path in the manifest (`"0/model/weight"`), without reading others.
+
+        A tensor lands in `obj_out` if that has its shape and dtype; of a DTensor or ShardedTensor, the part that this rank has. Else, and
+        where the object is no tensor, `obj_out` is ignored and a new one returned; of a tensor that ranks divided, the whole. Temporary
+        buffers stay within `memory_budget_bytes`, or the three chunks that are the least. Raises `NoSuchObject`.
+        """
+        rank, rest = split_rank(path)
+        return read(self._index(rank), rest, obj_out, memory_budget_bytes=memory_budget_bytes, allow_pickle=allow_pickle)
+
+    def get_manifest(self) -> Manifest:
+        """What is in the snapshot: entries by path, of all ranks; replicas stand under rank 0."""
+        return manifest_of(self._commit())
+
+    def get_state_dict_for_key(self, key: str, *, allow_pickle: bool = False) -> Any:
+        """The state under one key as this rank had it, freshly allocated; divided tensors whole."""
+        peers = peers_of(self.pg)
+        return self._commit().of_rank(peers.rank if peers else 0).state_dict(key, allow_pickle=allow_pickle)
+
+    @property
+    def metadata(self) -> SnapshotMetadata:
+        """The manifest, and by how many ranks the snapshot was taken."""
+        layout = self._commit().layout
+        return SnapshotMetadata(interface_version, layout.world if layout else 1, self.get_manifest())
+
+    @property
+    def commit(self) -> Commit:
+        """The commit that this snapshot is: its id, history, metrics, and everything else that ckptstore offers for it."""
+        return self._commit()
+
+    @classmethod
+    def _of(cls, agreed: Agreed, commit: CommitId, pg: Any, storage_options: dict[str, Any] | None) -> "Snapshot":
+        snapshot = cls(agreed.path, pg, storage_options)
+        snapshot._found = agreed.place.store, commit
+        return snapshot
+
+    def _commit(self) -> Commit:
+        if self._found is None:
+            self._found = self._find()
+        return self._store().checkout(self._found[1])
+
+    def _store(self) -> Store:
+        assert self._found is not None
+        return store_at(self._found[0], self._storage_options)
+
+    def _find(self) -> tuple[str, CommitId]:
+        place, refs = refs_to_read(self.path, self._storage_options)
+        store = store_at(place, self._storage_options)
+        for ref in refs[:-1]:
+            try:
+                return place, store.checkout(ref).id
+            except NotFound:
+                continue
+        try:
+            return place, store.checkout(refs[-1]).id
+        except CkptStoreError as error:
+            raise NotFound(f"there is no snapshot at {self.path}: {error}") from error
+
+    def _index(self, rank: int) -> Index:
+        commit = self._commit()
+        store, index = self._indexes.get(rank, (None, None))
+        if index is None or store is not self._store():
+            index = Index(commit, rank)
+            self._indexes[rank] = self._store(), index
+        return index
+
+
+class PendingSnapshot:
+    """A snapshot that is being taken in the background. The interpreter does not exit before it has been."""
+
+    def __init__(self, snapshot: Snapshot, pending: Pending[Commit] | None = None, agreed: Agreed | None = None) -> None:
+        self.path, self.pg = snapshot.path, snapshot.pg
+        self._snapshot, self._pending, self._agreed = snapshot, pending, agreed
+        self._ended = threading.Event()
+        self._failed: BaseException | None = None
+        if pending is None:
+            self._ended.set()
+        else:
+            pending.then(self._finish)
+
+    def wait(self) -> Snapshot:
+        """The snapshot, once it is durable and its path points to it. Raises `SnapshotFailed`, from what it failed with."""
+        self._ended.wait()
+        failed = self._failed or (self._pending.exception() if self._pending else None)
+        if failed:
+            raise SnapshotFailed(f"the snapshot {self.path} was not taken: {failed}") from failed
+        return self._snapshot
+
+    def done(self) -> bool:
+        """Whether it has ended, well or not."""
+        return self._ended.is_set()
+
+    def _finish(self, pending: Pending[Commit]) -> None:
+        try:
+            if pending.failure() is None and self._agreed is not None:
+                commit = pending.wait()
+                self._snapshot._found = self._agreed.place.store, commit.id
+                _point(None, self._agreed, commit)
+        except CkptStoreError as error:
+            self._failed = error
+            logger.error("the snapshot %s is in its store, but its pointer file could not be written: %s", self.path, error)
+        finally:
+            self._ended.set()
+
+
+def _point(peers: Peers | None, agreed: Agreed, commit: Commit) -> None:
+    """Let the file at the path mean the commit, before any rank goes on."""
+
+    def write() -> bytes:
+        if agreed.place.pointer is not None and (peers is None or peers.leads):
+            write_pointer(agreed.place.pointer, Pointer(agreed.place.store, commit.id))
+        return b""
+
+    if peers is None:
+        write()
+    else:
+        peers.round("snapshot: point", write, lambda handed_in: handed_in)
+
+
+def _with_own_generator(commit: Commit, app_state: AppState, rank: int) -> dict[str, Any]:
+    """The state without a random generator of which the commit has others' only."""
+    wanted = dict(app_state)
+    for key in [key for key, value in app_state.items() if isinstance(value, RNGState)]:
+        held = commit.only([key])
+        if held.leaves() and not held.of_rank(rank).leaves():
+            logger.warning("rank %d had no random generator in this snapshot; it keeps the state it has", rank)
+            del wanted[key]
+    return wanted

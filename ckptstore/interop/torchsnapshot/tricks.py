@@ -1,0 +1,43 @@
+"""Adapters for objects whose `state_dict` is not what a snapshot should hold.
+
+Modules within DistributedDataParallel, FSDP2 modules and their optimizers, and DTensors need none: a commit has a module's own names, and
+knows what is a replica and what is divided.
+"""
+
+from typing import Any
+
+import torch
+from torch.distributed.fsdp import FullyShardedDataParallel
+
+_PREFIX = "module."
+
+
+class FSDPOptimizerAdapter:
+    """The optimizer of a FullyShardedDataParallel module (FSDP1), its state under the parameters' names.
+
+    snapshot = Snapshot.take("ckpt/1", {"model": fsdp, "optim": FSDPOptimizerAdapter(fsdp, optimizer)})
+    """
+
+    def __init__(self, module: FullyShardedDataParallel, optimizer: torch.optim.Optimizer) -> None:
+        self.module, self.optimizer = module, optimizer
+
+    def state_dict(self) -> dict[str, Any]:
+        return FullyShardedDataParallel.optim_state_dict(self.module, self.optimizer)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        own = FullyShardedDataParallel.optim_state_dict_to_load(self.module, self.optimizer, state_dict)
+        self.optimizer.load_state_dict(own)
+
+
+class DistributedDataParallelAdapter:
+    """A plain module that takes what was saved from one within DistributedDataParallel. Needed only for state that has the wrapper's
+    prefix in its names, as a directory of TorchSnapshot that was imported."""
+
+    def __init__(self, module: torch.nn.Module) -> None:
+        self.module = module
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.module.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.module.load_state_dict({name.removeprefix(_PREFIX): value for name, value in state_dict.items()})
