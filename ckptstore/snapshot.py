@@ -22,6 +22,7 @@ from ckptstore.engine.views import Select, selected, whole
 from ckptstore.errors import InvalidInput, NotFound
 from ckptstore.state import conversion, tensors
 from ckptstore.state.inflate import inflate_leaf
+from ckptstore.state.numbering import unnamed
 from ckptstore.state.paths import segment
 from ckptstore.state.ranks.peers import TIMEOUT_S, peers_of
 
@@ -150,6 +151,13 @@ class Snapshot:
         """This commit as `rank` had it: what is each rank's own is that rank's, under the path it had there; what only others have of
         their own is left out."""
         trees = {key: own for key, tree in self.trees.items() if (own := tree_of_rank(tree, rank)) is not None}
+        return self._narrowed(trees, frozenset(trees))
+
+    def numbered(self) -> "Snapshot":
+        """This commit with the states of optimizers as torch's `state_dict` gives them: parameters by number, not by name. Paths, with
+        which `read` and `select` are told what is meant, stay what they are."""
+        schemas = {key: replace(tree.schema, skeleton=unnamed(tree.schema.skeleton)) for key, tree in self.trees.items()}
+        trees = {key: replace(self.trees[key], schema=schema) for key, schema in schemas.items()}
         return self._narrowed(trees, frozenset(trees))
 
     def leaves(self, select: Select = "*") -> list[Leaf]:

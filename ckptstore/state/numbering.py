@@ -5,6 +5,7 @@ What was committed under numbers is taken as it is, by position, as torch does.
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -52,6 +53,26 @@ def numbered(skeleton: Node | int, optimizer: Optimizer, names: ParameterNames, 
     inner = Node("dict", tuple(child for _, child in kept), tuple(key for key, _ in kept))
     below = (inner if child is state else _groups(child, optimizer) if child is groups else child for child in skeleton.children)
     return Numbered(replace(skeleton, children=tuple(below)), dict(_models(inner, parameters)), tuple(foreign), found.missing)
+
+
+def unnamed(skeleton: Node | int) -> Node | int:
+    """An optimizer's state under the numbers that torch gives its parameters, in the order of their names; anything else as it is."""
+    state, groups = _child(skeleton, "state"), _child(skeleton, "param_groups")
+    if not isinstance(skeleton, Node) or not isinstance(state, Node) or not is_named(skeleton):
+        return skeleton
+    numbers = {name: number for number, name in enumerate(_committed_names(groups))}
+    keys = tuple(numbers.get(key, key) if type(key) is str else key for key in state.keys or ())
+    below = {id(state): replace(state, type="dict", keys=keys), id(groups): _numbered_groups(groups)}
+    return replace(skeleton, children=tuple(below.get(id(child), child) for child in skeleton.children))  # type: ignore[misc]  # none is None
+
+
+def _numbered_groups(groups: Node | int | None) -> Node | int | None:
+    if not isinstance(groups, Node):
+        return groups
+    counts = [len(_committed_names(replace(groups, children=(group,)))) for group in groups.children]
+    firsts = accumulate(counts, initial=0)
+    children = (_group(group, range(first, first + n)) for group, first, n in zip(groups.children, firsts, counts, strict=False))
+    return replace(groups, children=tuple(children))
 
 
 class _Match:

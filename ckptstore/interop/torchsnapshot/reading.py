@@ -6,14 +6,14 @@ from typing import Any
 import torch
 
 from ckptstore.core.geometry import intersect
-from ckptstore.core.model import Box, Shape
+from ckptstore.core.model import Box, Node, Shape
 from ckptstore.engine.near import near
 from ckptstore.errors import InvalidInput
 from ckptstore.interop.torchsnapshot.problems import NoSuchObject
 from ckptstore.interop.torchsnapshot.views import Index, Item
 from ckptstore.snapshot import Region, Snapshot
 from ckptstore.state import tensors
-from ckptstore.state.containers import leaves_of
+from ckptstore.state.containers import NAMES, leaves_of
 from ckptstore.state.ranks.held import held_of, is_distributed
 
 logger = logging.getLogger("ckptstore")
@@ -67,13 +67,13 @@ def _without_wrappers(path: str) -> str:
 
 def _is_list(index: Index, item: Item, steps: list[int]) -> bool:
     """Whether `item` is a list of values that has something at `steps`."""
-    if not isinstance(item.node, int) or index.trees[item.key].schema.kinds[item.node] != "value":
-        return False
-    value = index.snapshot.read(index.path_of(item, item.node))
+    value = index.value_of(item)
     return type(value) is list and len(steps) == 1 and steps[0] < len(value)
 
 
 def _read_object(index: Index, item: Item, memory_budget_bytes: int | None, allow_pickle: bool) -> Any:
+    if isinstance(item.node, Node) and item.node.type == NAMES:
+        return index.value_of(item)
     if isinstance(item.node, int):
         return index.snapshot.read(index.path_of(item, item.node), memory_budget_bytes=memory_budget_bytes, allow_pickle=allow_pickle)
     paths = [index.path_of(item, leaf) for leaf in leaves_of(item.node)]

@@ -172,7 +172,7 @@ class Snapshot:
     def get_state_dict_for_key(self, key: str, *, allow_pickle: bool = False) -> Any:
         """The state under one key as this rank had it, freshly allocated; divided tensors whole."""
         peers = peers_of(self.pg)
-        return self._commit().of_rank(peers.rank if peers else 0).state_dict(key, allow_pickle=allow_pickle)
+        return self._commit().only([key]).of_rank(peers.rank if peers else 0).numbered().state_dict(key, allow_pickle=allow_pickle)
 
     @property
     def metadata(self) -> SnapshotMetadata:

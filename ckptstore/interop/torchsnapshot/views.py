@@ -31,13 +31,15 @@ from ckptstore.interop.torchsnapshot.manifest import (
 from ckptstore.interop.torchsnapshot.names import encode
 from ckptstore.snapshot import Snapshot
 from ckptstore.state import values
-from ckptstore.state.containers import is_wrapper, leaves_of
+from ckptstore.state.containers import NAMES, is_wrapper, leaves_of
 
 RAW = "buffer_protocol"
 """How TorchSnapshot calls a tensor's plain bytes."""
 
 OTHER = "ckptstore"
 """The serializer of what is no plain tensor: composed of leaves, without a pickle (docs/values.md)."""
+
+NO_VALUE = object()
 
 _DICTS = ("dict", "OrderedDict")
 
@@ -63,7 +65,7 @@ class Index:
     """What one rank had, by path without the rank."""
 
     def __init__(self, snapshot: Snapshot, rank: int) -> None:
-        self.snapshot = snapshot.of_rank(rank)
+        self.snapshot = snapshot.of_rank(rank).numbered()
         self.trees: Mapping[str, Tree] = self.snapshot.trees
         self.items: dict[str, Item] = {}
         for key, tree in self.trees.items():
@@ -73,6 +75,14 @@ class Index:
     def path_of(self, item: Item, leaf: int) -> str:
         """The path of a leaf in the commit."""
         return self.trees[item.key].schema.paths[leaf]
+
+    def value_of(self, item: Item) -> Any:
+        """The value of an item that is one, or the list of numbers that the schema has; `NO_VALUE` for anything else."""
+        if isinstance(item.node, Node):
+            return values.decode_value(dict(item.node.attrs)["names"]) if item.node.type == NAMES else NO_VALUE
+        if self.trees[item.key].schema.kinds[item.node] == "tensor":
+            return NO_VALUE
+        return self.snapshot.read(self.path_of(item, item.node))
 
 
 def manifest_of(snapshot: Snapshot) -> Manifest:
@@ -145,23 +155,23 @@ class _Entries:
         leaf = item.leaf
         if leaf is not None and schema.kinds[leaf] == "tensor":
             yield path, _tensor(schema.paths[leaf], schema.dtypes[leaf], schema.shapes[leaf], replicated)
-        elif isinstance(item.node, Node):
+        elif isinstance(item.node, Node) and item.node.type != NAMES:
             yield path, _composite(item.node, schema, leaves, replicated)
         else:
-            yield from self._value(path, schema.paths[item.node], replicated)
+            yield from self._value(path, item, schema.paths[leaves[0]] if leaves else "", replicated)
 
-    def _value(self, path: str, leaf_path: str, replicated: bool) -> Iterator[tuple[str, Entry]]:
+    def _value(self, path: str, item: Item, location: str, replicated: bool) -> Iterator[tuple[str, Entry]]:
         try:
-            value = self._index.snapshot.read(leaf_path)
+            value = self._index.value_of(item)
         except InvalidInput:  # of a class that is not known here
-            yield path, ObjectEntry(leaf_path, OTHER, "unknown", replicated)
+            yield path, ObjectEntry(location, OTHER, "unknown", replicated)
             return
         if type(value) is not list:
-            yield path, _of_value(value, leaf_path, replicated)
+            yield path, _of_value(value, location, replicated)
             return
         yield path, ListEntry()
         for i, each in enumerate(value):
-            yield f"{path}/{i}", _of_value(each, leaf_path, replicated)
+            yield f"{path}/{i}", _of_value(each, location, replicated)
 
     def _sharded(self, schema: Schema, leaf: int, placed: Placed) -> ShardedTensorEntry:
         path, dtype, shape = schema.paths[leaf], schema.dtypes[leaf], schema.shapes[leaf]
