@@ -4,7 +4,11 @@ import copy
 import os
 import subprocess
 import sys
+import warnings
 from collections import OrderedDict
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +22,8 @@ from ckptstore.interop.torchsnapshot.manifest import ChunkedTensorEntry, DictEnt
 from ckptstore.interop.torchsnapshot.places import tag_of
 from ckptstore.interop.torchsnapshot.tricks import DistributedDataParallelAdapter
 from tests.cli.running import call
+from tests.interop import simple_example
+from tests.servers.s3 import S3Server, new_url
 
 
 class Model(torch.nn.Module):
@@ -47,6 +53,16 @@ def equal(a: Any, b: Any) -> bool:
     if isinstance(a, list | tuple):
         return len(a) == len(b) and all(map(equal, a, b))
     return bool(a == b)
+
+
+@contextmanager
+def peer() -> Iterator[Any]:
+    """The real TorchSnapshot, without what it says about a newer torch."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        import torchsnapshot
+
+        yield torchsnapshot
 
 
 # -- getting started --
@@ -127,18 +143,13 @@ def test_one_rng_state_takes_what_the_other_committed(tmp_path: Path) -> None:
         assert torch.equal(torch.rand(1), drawn)
 
 
-def test_the_simple_example_resumes_in_another_process(tmp_path: Path) -> None:
-    script = Path(__file__).with_name("simple_example.py")
-
-    def run(*arguments: str) -> list[str]:
-        done = subprocess.run([sys.executable, str(script), *arguments], capture_output=True, text=True, check=True)
-        return [line for line in done.stdout.splitlines() if line]
-
-    whole = run(str(tmp_path), "4")
-    paths = [Path(line.partition(" ")[0]) for line in whole]
-    assert all(path.is_file() for path in paths) and len(paths) == 4
-    resumed = run(str(tmp_path), "4", str(paths[1]))
-    assert [line.partition(" ")[2] for line in resumed] == [line.partition(" ")[2] for line in whole[2:]]
+def test_the_simple_example_resumes_in_another_process(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    simple_example.main(str(tmp_path), 4, None)
+    whole = [line.split(" ") for line in capsys.readouterr().out.splitlines()]
+    assert len(whole) == 4 and all(Path(path).is_file() for path, _ in whole)
+    command = [sys.executable, simple_example.__file__, str(tmp_path), "4", whole[1][0]]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert [line.split(" ")[1] for line in done.stdout.splitlines()] == [loss for _, loss in whole[2:]]
 
 
 def test_a_part_of_the_state_is_restored_alone(tmp_path: Path) -> None:
@@ -218,17 +229,15 @@ def test_an_object_lands_in_place_where_it_can(tmp_path: Path) -> None:
 
 
 def test_the_manifest_is_that_of_torchsnapshot(tmp_path: Path) -> None:
-    from torchsnapshot import Snapshot as Peer
-    from torchsnapshot import StateDict as PeerDict
-
     model, optimizer = trained()
     plain = {key: value for key, value in OBJECTS.items() if key not in ("sparse", "empty")}
-    theirs = Peer.take(str(tmp_path / "theirs"), {"model": model, "optim": optimizer, "s": PeerDict(**plain)}).get_manifest()
+    with peer() as torchsnapshot:
+        state = {"model": model, "optim": optimizer, "s": torchsnapshot.StateDict(**plain)}
+        theirs = torchsnapshot.Snapshot.take(str(tmp_path / "theirs"), state).get_manifest()
     ours = Snapshot.take(str(tmp_path / "ours"), {"model": model, "optim": optimizer, "s": StateDict(**plain)}).get_manifest()
 
     def comparable(entry: Any) -> dict[str, Any]:
-        found = {name: getattr(entry, name) for name in type(entry).__dataclass_fields__}
-        return {name: value for name, value in found.items() if name not in ("location", "serializer", "byte_range")}
+        return {name: value for name, value in asdict(entry).items() if name not in ("location", "serializer", "byte_range")}
 
     assert {path: comparable(entry) for path, entry in ours.items()} == {path: comparable(entry) for path, entry in theirs.items()}
     assert {type(entry).__name__ for entry in ours.values()} == {type(entry).__name__ for entry in theirs.values()}
@@ -314,9 +323,9 @@ def test_deleting_the_file_does_not_delete_the_commit(tmp_path: Path) -> None:
         Snapshot(str(path)).get_manifest()
 
 
-@pytest.mark.parametrize("name", ["10", "latest", ".hidden", "epoch=3 loss=0.5", "a+b", "ü", "x" * 300, "a..b", "snapshot/1"])
+@pytest.mark.parametrize("name", ["10", "latest", ".hidden", "epoch=3 loss=0.5", "a+b", "ü", "x" * 210, "a..b", "snapshot/1"])
 def test_any_name_can_be_a_snapshots(tmp_path: Path, name: str) -> None:
-    path = tmp_path / "runs" / (name if len(name) < 255 else name[:250])
+    path = tmp_path / "runs" / name
     Snapshot.take(str(path), {"s": StateDict(x=name)})
     path.unlink()
     assert Snapshot(str(path)).read_object("0/s/x") == name
@@ -338,11 +347,9 @@ def test_what_else_lies_at_a_path_is_left_alone(tmp_path: Path) -> None:
 
 
 def test_a_directory_of_torchsnapshot_is_told_from_a_snapshot(tmp_path: Path) -> None:
-    from torchsnapshot import Snapshot as Peer
-    from torchsnapshot import StateDict as PeerDict
-
-    Peer.take(str(tmp_path / "old"), {"s": PeerDict(x=torch.ones(3))})
-    with pytest.raises(ckptstore.InvalidInput, match="ckptstore import .*old --tag old"):
+    with peer() as torchsnapshot:
+        torchsnapshot.Snapshot.take(str(tmp_path / "old"), {"s": torchsnapshot.StateDict(x=torch.ones(3))})
+    with pytest.raises(ckptstore.InvalidInput, match=r"ckptstore import .*old --tag old"):
         Snapshot(str(tmp_path / "old")).restore({"s": StateDict()})
     with pytest.raises(ckptstore.Conflict):
         Snapshot.take(str(tmp_path / "old"), {"s": StateDict()})
@@ -367,8 +374,8 @@ def test_snapshots_and_native_commits_are_one_thing(tmp_path: Path) -> None:
         assert equal(other.state_dict(), model.state_dict())
 
 
-def test_a_bucket_holds_snapshots_too(s3: Any) -> None:
-    url, options = s3.new_url(), s3.storage_options
+def test_a_bucket_holds_snapshots_too(s3: S3Server) -> None:
+    url, options = new_url(), s3.options()
     snapshot = Snapshot.take(f"{url}/runs/a", {"s": StateDict(w=torch.ones(4))}, storage_options=options)
     assert Snapshot.take(f"{url}/runs/deep/b", {"s": StateDict(w=torch.ones(4))}, storage_options=options).commit.new_bytes == 0
     assert torch.equal(Snapshot(f"{url}/runs/a", storage_options=options).read_object("0/s/w"), torch.ones(4))

@@ -9,7 +9,6 @@ from ckptstore.engine.pending import Pending
 from ckptstore.engine.ranks.restore import on_all
 from ckptstore.errors import CkptStoreError, NotFound
 from ckptstore.interop.torchsnapshot import __version__ as interface_version
-from ckptstore.interop.torchsnapshot import knobs
 from ckptstore.interop.torchsnapshot.manifest import Manifest, SnapshotMetadata
 from ckptstore.interop.torchsnapshot.names import split_rank
 from ckptstore.interop.torchsnapshot.places import refs_to_read
@@ -18,7 +17,7 @@ from ckptstore.interop.torchsnapshot.problems import SnapshotFailed
 from ckptstore.interop.torchsnapshot.reading import read
 from ckptstore.interop.torchsnapshot.stateful import AppState
 from ckptstore.interop.torchsnapshot.stores import store_at
-from ckptstore.interop.torchsnapshot.taking import LEAST_CHUNKS, Agreed, agree, check_stateful, options_of, ordered, undisturbed
+from ckptstore.interop.torchsnapshot.taking import Agreed, agree, budget_of, check_stateful, ordered, undisturbed, whose
 from ckptstore.interop.torchsnapshot.views import Index, manifest_of
 from ckptstore.objects.pointers import Pointer, write_pointer
 from ckptstore.snapshot import Snapshot as Commit
@@ -72,15 +71,15 @@ class Snapshot:
         peers = peers_of(pg)
         agreed = agree(peers, path, replicated or [], storage_options)
         store = store_at(agreed.place.store, storage_options)
-        options = options_of(store, agreed, _custom_tensor_prepare_func)
         with undisturbed(app_state):
             commit = store.commit(
                 ordered(app_state, _custom_tensor_prepare_func),
                 step=step,
                 metrics=metrics,
+                memory_budget_bytes=budget_of(store, None),
                 allow_pickle=allow_pickle,
                 process_group=pg,
-                **options,
+                **whose(agreed, _custom_tensor_prepare_func),
             )
         _point(peers, agreed, commit)
         return cls._of(agreed, commit.id, pg, storage_options)
@@ -101,34 +100,23 @@ class Snapshot:
     ) -> "PendingSnapshot":
         """As `take`, in the background: the snapshot is the state as of this call, whatever is done to it once this has returned.
 
-        With several ranks the call makes the whole snapshot before it returns.
+        The state is copied to staging memory, which is kept for the next call. What fails later, `wait` raises, or the next `take`.
         """
         check_stateful(app_state)
-        if peers_of(pg):
-            done = cls.take(
-                path,
-                app_state,
-                pg,
-                replicated,
-                storage_options,
-                _custom_tensor_prepare_func,
-                step=step,
-                metrics=metrics,
-                allow_pickle=allow_pickle,
-            )
-            return PendingSnapshot(done)
-        agreed = agree(None, path, replicated or [], storage_options)
+        peers = peers_of(pg)
+        agreed = agree(peers, path, replicated or [], storage_options)
         store = store_at(agreed.place.store, storage_options)
         with undisturbed(app_state):
             pending = store.commit_async(
                 ordered(app_state, _custom_tensor_prepare_func),
                 step=step,
                 metrics=metrics,
-                tag=agreed.place.tag,
                 allow_pickle=allow_pickle,
                 process_group=pg,
+                **whose(agreed, _custom_tensor_prepare_func),
             )
-        return PendingSnapshot(cls(agreed.path, pg, storage_options), pending, agreed)
+        leads = peers is None or peers.leads
+        return PendingSnapshot(cls(agreed.path, pg, storage_options), pending, agreed, leads=leads)
 
     def restore(
         self, app_state: AppState, strict: bool = True, *, memory_budget_bytes: int | None = None, allow_pickle: bool = False
@@ -143,12 +131,10 @@ class Snapshot:
         peers = peers_of(self.pg)
         commit = on_all(peers, self._commit) if peers else self._commit()
         wanted = _with_own_generator(commit, app_state, peers.rank if peers else 0)
-        budget = memory_budget_bytes or knobs.get_memory_budget_bytes()
-        store = self._store()
         commit.only(wanted).restore(
             wanted,
             strict=strict,
-            memory_budget_bytes=budget and max(budget, LEAST_CHUNKS * store.chunk_bytes),
+            memory_budget_bytes=budget_of(self._store(), memory_budget_bytes),
             allow_pickle=allow_pickle,
             process_group=self.pg,
         )
@@ -225,20 +211,17 @@ class Snapshot:
 class PendingSnapshot:
     """A snapshot that is being taken in the background. The interpreter does not exit before it has been."""
 
-    def __init__(self, snapshot: Snapshot, pending: Pending[Commit] | None = None, agreed: Agreed | None = None) -> None:
+    def __init__(self, snapshot: Snapshot, pending: Pending[Commit], agreed: Agreed, *, leads: bool) -> None:
         self.path, self.pg = snapshot.path, snapshot.pg
-        self._snapshot, self._pending, self._agreed = snapshot, pending, agreed
+        self._snapshot, self._pending, self._agreed, self._leads = snapshot, pending, agreed, leads
         self._ended = threading.Event()
         self._failed: BaseException | None = None
-        if pending is None:
-            self._ended.set()
-        else:
-            pending.then(self._finish)
+        pending.then(self._finish)
 
     def wait(self) -> Snapshot:
         """The snapshot, once it is durable and its path points to it. Raises `SnapshotFailed`, from what it failed with."""
         self._ended.wait()
-        failed = self._failed or (self._pending.exception() if self._pending else None)
+        failed = self._failed or self._pending.exception()
         if failed:
             raise SnapshotFailed(f"the snapshot {self.path} was not taken: {failed}") from failed
         return self._snapshot
@@ -249,10 +232,11 @@ class PendingSnapshot:
 
     def _finish(self, pending: Pending[Commit]) -> None:
         try:
-            if pending.failure() is None and self._agreed is not None:
+            if pending.failure() is None:
                 commit = pending.wait()
                 self._snapshot._found = self._agreed.place.store, commit.id
-                _point(None, self._agreed, commit)
+                if self._leads:
+                    _write_pointer(self._agreed, commit)
         except CkptStoreError as error:
             self._failed = error
             logger.error("the snapshot %s is in its store, but its pointer file could not be written: %s", self.path, error)
@@ -264,14 +248,19 @@ def _point(peers: Peers | None, agreed: Agreed, commit: Commit) -> None:
     """Let the file at the path mean the commit, before any rank goes on."""
 
     def write() -> bytes:
-        if agreed.place.pointer is not None and (peers is None or peers.leads):
-            write_pointer(agreed.place.pointer, Pointer(agreed.place.store, commit.id))
+        if peers is None or peers.leads:
+            _write_pointer(agreed, commit)
         return b""
 
     if peers is None:
         write()
     else:
         peers.round("snapshot: point", write, lambda handed_in: handed_in)
+
+
+def _write_pointer(agreed: Agreed, commit: Commit) -> None:
+    if agreed.place.pointer is not None:
+        write_pointer(agreed.place.pointer, Pointer(agreed.place.store, commit.id))
 
 
 def _with_own_generator(commit: Commit, app_state: AppState, rank: int) -> dict[str, Any]:

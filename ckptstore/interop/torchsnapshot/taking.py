@@ -20,7 +20,7 @@ from ckptstore.store import Store
 logger = logging.getLogger("ckptstore")
 
 LEAST_CHUNKS = 4
-"""A commit needs memory for so many chunks (`engine.budget`); a smaller budget from the environment is raised to that."""
+"""Commits and restores need memory for so many chunks at most (`engine.budget`)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,13 +87,14 @@ def ordered(app_state: Mapping[str, Any], prepare: Prepare | None) -> dict[str, 
     return {key: app_state[key] if isinstance(app_state[key], RNGState) else Prepared(key, app_state[key], prepare) for key in keys}
 
 
-def options_of(store: Store, agreed: Agreed, prepare: Prepare | None) -> dict[str, Any]:
-    """What `Store.commit` is told beside the state: a rank's own is what nobody called a replica, as TorchSnapshot's rules have it."""
-    budget = knobs.get_memory_budget_bytes()
-    return {
-        "tag": agreed.place.tag,
-        "memory_budget_bytes": budget and max(budget, LEAST_CHUNKS * store.chunk_bytes),
-        "replicated": agreed.replicated,
-        # Prepared tensors are no longer those that DistributedDataParallel keeps equal, so content has to tell.
-        "compare": prepare is not None,
-    }
+def whose(agreed: Agreed, prepare: Prepare | None) -> dict[str, Any]:
+    """What a commit is told of the state: its name, and that what nobody called a replica is each rank's own, as TorchSnapshot's rules
+    have it."""
+    # Prepared tensors are no longer those that DistributedDataParallel keeps equal, so content has to tell.
+    return {"tag": agreed.place.tag, "replicated": agreed.replicated, "compare": prepare is not None}
+
+
+def budget_of(store: Store, wanted: int | None) -> int | None:
+    """The memory budget that a call or the environment gives, or the least that the store needs if that is more."""
+    budget = wanted or knobs.get_memory_budget_bytes()
+    return budget and max(budget, LEAST_CHUNKS * store.chunk_bytes)
