@@ -125,6 +125,6 @@ def test_a_failure_in_the_background_is_raised_by_wait(tmp_path: Path) -> None:
             return super().state_dict()
 
     pending = Snapshot.async_take(str(path), {"s": Taking(x=1)})
-    with pytest.raises(RuntimeError, match="was not taken.*no pointer file"):
+    with pytest.raises(RuntimeError, match=r"was not taken.*no pointer file"):
         pending.wait()
     assert pending.done() and path.is_dir()
