@@ -8,7 +8,7 @@ import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from benchmarks import held, history, memory, report, restores, results, saves, training
+from benchmarks import held, history, memory, report, restores, results, saves, snapshots, training
 from benchmarks.context import Context
 from benchmarks.disk import work_dir
 from benchmarks.measure import Result
@@ -33,6 +33,8 @@ CASES: dict[str, Callable[[Context], Result]] = {
     "restore-warm": restores.restore_warm,
     "restore-cold": restores.restore_cold,
     "one-tensor": restores.one_tensor,
+    "snapshot-take": snapshots.snapshot_take,
+    "snapshot-restore": snapshots.snapshot_restore,
     "overhead-changed": history.overhead_changed,
     "overhead-unchanged": history.overhead_unchanged,
     "fixed-cost": history.fixed_cost,

@@ -212,6 +212,8 @@ def test_every_path_of_the_manifest_can_be_read(tmp_path: Path) -> None:
         if isinstance(entry, PrimitiveEntry):
             assert entry.get_value() == read[path] and type(entry.get_value()) is type(read[path])
     assert equal(snapshot.get_state_dict_for_key("s")["nested"], OBJECTS["nested"])
+    with pytest.raises(KeyError, match="no key 't'; it has s"):
+        snapshot.get_state_dict_for_key("t")
     assert snapshot.read_object("0/s/number", 777) == 42
 
 

@@ -13,7 +13,7 @@ from ckptstore.interop.torchsnapshot.manifest import Manifest, SnapshotMetadata
 from ckptstore.interop.torchsnapshot.names import split_rank
 from ckptstore.interop.torchsnapshot.places import refs_to_read
 from ckptstore.interop.torchsnapshot.preparing import Prepare
-from ckptstore.interop.torchsnapshot.problems import SnapshotFailed
+from ckptstore.interop.torchsnapshot.problems import NoSuchObject, SnapshotFailed
 from ckptstore.interop.torchsnapshot.reading import read
 from ckptstore.interop.torchsnapshot.stateful import AppState
 from ckptstore.interop.torchsnapshot.stores import store_at
@@ -157,8 +157,10 @@ class Snapshot:
 
     def get_state_dict_for_key(self, key: str, *, allow_pickle: bool = False) -> Any:
         """The state under one key as this rank had it, freshly allocated; divided tensors whole."""
-        peers = peers_of(self.pg)
-        return self._commit().only([key]).of_rank(peers.rank if peers else 0).numbered().state_dict(key, allow_pickle=allow_pickle)
+        peers, commit = peers_of(self.pg), self._commit()
+        if key not in commit.keys():  # noqa: SIM118  # a commit is no mapping
+            raise NoSuchObject(f"the snapshot has no key {key!r}; it has {', '.join(commit.keys())}")
+        return commit.only([key]).of_rank(peers.rank if peers else 0).numbered().state_dict(key, allow_pickle=allow_pickle)
 
     @property
     def metadata(self) -> SnapshotMetadata:
