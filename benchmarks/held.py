@@ -95,18 +95,18 @@ def parameters(tensors: Mapping[str, torch.Tensor]) -> torch.nn.Module:
     """A module whose parameters are these tensors."""
     module = torch.nn.Module()
     for path, tensor in tensors.items():
-        module.register_parameter(path.replace(".", "/"), torch.nn.Parameter(tensor))
+        module.register_parameter(path.replace(".", "-").replace("/", "-"), torch.nn.Parameter(tensor))
     return module
 
 
 def trained(state: State) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
     """A model and its AdamW, made of the tensors of `states.gpt`. The gradients are one memory of zeros: nothing diverges."""
-    model = parameters({path: tensor for path, tensor in state.tensors.items() if path.startswith("model/")})
+    names = [path.removeprefix("model/") for path in state.tensors if path.startswith("model/")]
+    model = parameters({name: state.tensors[f"model/{name}"] for name in names})
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-9, fused=True)
     device = next(model.parameters()).device
     zeros = torch.zeros(max(parameter.numel() for parameter in model.parameters()), device=device)
-    for path, parameter in model.named_parameters():
-        name = path.removeprefix("model/").replace("/", ".")
+    for name, parameter in zip(names, model.parameters(), strict=True):
         moments = {moment: state.tensors[f"optimizer/{moment}/{name}"] for moment in ("exp_avg", "exp_avg_sq")}
         optimizer.state[parameter] = {"step": torch.tensor(1.0, device=device), **moments}
         parameter.grad = zeros[: parameter.numel()].view_as(parameter)

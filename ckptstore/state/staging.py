@@ -265,6 +265,9 @@ def copy_task(task: Sequence[Copy], arena: Arena) -> None:
 
 
 def _bytes_of(source: Source) -> BytesSource:
+    memory = source.view(0, source.nbytes)
+    if memory is not None:
+        return BytesSource(bytes(memory), source.width)
     buffer = bytearray(source.nbytes)
     source.stage(0, source.nbytes, memoryview(buffer))
     return BytesSource(bytes(buffer), source.width)

@@ -64,19 +64,22 @@ class Trust:
         in_optimizers = {id(p) for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]}
         modules = [value for value in app_state.values() if isinstance(value, torch.nn.Module)]
         everything = {id(t): t for module in modules for t in (*module.parameters(), *module.buffers())}
-        sharers = Counter(_storage(t) for t in everything.values() if tensors.is_strided(t))
-        leaves = Counter(_storage(source.tensor) for source in sources if isinstance(source, TensorSource))
+        storages = {id(t): _storage(t) for t in everything.values() if tensors.is_strided(t)}
+        sharers = Counter(storages.values())
+        leaves = {n: _storage(source.tensor) for n, source in enumerate(sources) if isinstance(source, TensorSource)}
+        showing = Counter(leaves.values())
         frozen = {
-            p.data_ptr(): p
+            storages[id(p)]: p
             for p in everything.values()
-            if _is_frozen(p) and id(p) not in in_optimizers and p not in _stepped and p not in self._betrayed and sharers[_storage(p)] == 1
+            if _is_frozen(p) and id(p) not in in_optimizers and sharers[storages[id(p)]] == 1 and not self._is_suspect(p)
         }
         found = []
-        for n, source in enumerate(sources):
-            if isinstance(source, TensorSource) and source.nbytes > INLINE_BYTES and leaves[_storage(source.tensor)] == 1:
-                parameter = frozen.get(source.tensor.data_ptr())
-                if parameter is not None and parameter.shape == source.tensor.shape and parameter.dtype == source.tensor.dtype:
-                    found.append(Candidate(n, paths[n], parameter, parameter._version))
+        for n, storage in leaves.items():
+            parameter, source = frozen.get(storage), sources[n]
+            if parameter is None or showing[storage] > 1 or source.nbytes <= INLINE_BYTES or not isinstance(source, TensorSource):
+                continue
+            if _place(parameter) == _place(source.tensor):
+                found.append(Candidate(n, paths[n], parameter, parameter._version))
         return found
 
     def known(self, candidates: Sequence[Candidate]) -> dict[int, KnownSource]:
@@ -85,13 +88,15 @@ class Trust:
             self._commits += 1
             if self._commits % CHECK_EVERY == 0:
                 return {}
-            return {c.leaf: KnownSource(c.parameter.detach(), self._seen[c.parameter].ids) for c in candidates if self._is_as_seen(c)}
+            seen = ((candidate, self._as_seen(candidate)) for candidate in candidates)
+            return {candidate.leaf: KnownSource(candidate.parameter.detach(), was.ids) for candidate, was in seen if was}
 
     def remember(self, candidates: Sequence[Candidate], ids: Mapping[int, bytes]) -> None:
         """A commit found these ids. One that differs from what was trusted is an alarm: somebody wrote without torch noticing."""
         with self._lock:
             for candidate in candidates:
-                if self._is_as_seen(candidate) and self._seen[candidate.parameter].ids != ids[candidate.leaf]:
+                was = self._as_seen(candidate)
+                if was and was.ids != ids[candidate.leaf]:
                     self._betray(candidate)
                 self._seen[candidate.parameter] = _seen(candidate, ids[candidate.leaf])
 
@@ -109,9 +114,14 @@ class Trust:
             CHECK_EVERY,
         )
 
-    def _is_as_seen(self, candidate: Candidate) -> bool:
-        seen = self._seen.get(candidate.parameter)
-        return seen is not None and seen == _seen(candidate, seen.ids)
+    def _as_seen(self, candidate: Candidate) -> _Seen | None:
+        """What was seen of the parameter, if it is as it was then."""
+        seen: _Seen | None = self._seen.get(candidate.parameter)
+        return seen if seen is not None and seen == _seen(candidate, seen.ids) else None
+
+    def _is_suspect(self, parameter: torch.Tensor) -> bool:
+        """Whether it is known to be written by somebody. Asked of an empty dictionary, a look-up would cost more than all else."""
+        return any(known and parameter in known for known in (_stepped, self._betrayed))
 
 
 _stepped = WeakIdKeyDictionary()
@@ -143,6 +153,10 @@ def _is_frozen(tensor: torch.Tensor) -> bool:
 def _seen(candidate: Candidate, ids: bytes) -> _Seen:
     parameter = candidate.parameter
     return _Seen(parameter.data_ptr(), candidate.version, tuple(parameter.shape), parameter.dtype, ids)
+
+
+def _place(tensor: torch.Tensor) -> tuple[int, torch.Size, torch.dtype]:
+    return tensor.data_ptr(), tensor.shape, tensor.dtype
 
 
 def _storage(tensor: torch.Tensor) -> int:
