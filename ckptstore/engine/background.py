@@ -49,14 +49,21 @@ class Background:
         return True
 
     def start(self, pending: Pending[Any], work: Callable[[], object]) -> None:
-        """Let `work` run after everything that was started before. It ends `pending` and raises nothing."""
+        """Let `work` run after everything that was started before. It ends `pending` and raises nothing.
+
+        Where no thread can be had (their number is limited, or the interpreter is ending), the caller does the work itself.
+        """
         with self._changed:
             self._jobs.append(work)
             self._pending.append(pending)
-            if not self._working:
-                self._working = True
-                _have_exits_watched(os.getpid())
-                threading.Thread(target=self._run, name="ckptstore-commits").start()
+            if self._working:
+                return
+            self._working = True
+        try:
+            _have_exits_watched(os.getpid())
+            threading.Thread(target=self._run, name="ckptstore-commits").start()
+        except RuntimeError:
+            self._run()
 
     def drain(self) -> BaseException | None:
         """Wait until nothing is in flight; gives the first failure that nobody has seen."""

@@ -29,7 +29,7 @@ class LazyCopy:
         self._tasks = shared(tasks)
         self._left = len(tasks)
         self._lock = threading.Lock()
-        self._ended = threading.Event()
+        self._copied, self._ended = threading.Event(), threading.Event()
         self._error: BaseException | None = None
 
     def work(self) -> None:
@@ -47,16 +47,16 @@ class LazyCopy:
 
     def hold(self) -> None:
         """Return when nothing is left. Called by the training thread ahead of a write: what was written before by others shows here."""
-        if self._ended.is_set():
+        if self._copied.is_set():
             return
         started = time.perf_counter()
         self._look()
         self.work()
-        self._ended.wait()
+        self._copied.wait()
         self._pending.held_longer(time.perf_counter() - started)
 
     def wait(self) -> None:
-        """Wait until nothing is left; raises what went wrong."""
+        """Wait until nothing is left and that has been told; raises what went wrong."""
         self._ended.wait()
         if self._error:
             raise self._error
@@ -66,8 +66,12 @@ class LazyCopy:
             self._look()
         except BaseException as error:
             self._error = error
-        self._ended.set()  # whatever happened: an optimizer may be waiting
-        self._pending.reached(Milestone.STAGED)
+        self._pending.copied()
+        self._copied.set()  # whatever happened: an optimizer may be waiting
+        try:
+            self._pending.reached(Milestone.STAGED)
+        finally:
+            self._ended.set()  # not before: milestones are told in order
 
     def _look(self) -> None:
         """An alarm, not a proof: many writes are not counted, and the count rises after the write."""

@@ -4,7 +4,6 @@ A message is two lengths (big-endian, 8 bytes each), JSON, and the bytes. Neithe
 """
 
 import json
-import os
 import socket
 import struct
 from collections.abc import Mapping, Sequence
@@ -96,9 +95,3 @@ def label_from(said: Mapping[str, Any]) -> Label:
 def flats_from(keys: Sequence[Any], blob: bytes, source: Any) -> dict[str, Flat]:
     """The state that `describe` was given; `source(leaf, blob)` makes each leaf's source."""
     return {key: Flat(decode_schema(blob[slice(*where)]), [source(leaf, blob) for leaf in leaves]) for key, where, leaves in keys}
-
-
-def close_fd(fd: int) -> None:
-    """Let go of a descriptor that came along, if one did."""
-    if fd >= 0:
-        os.close(fd)

@@ -142,10 +142,14 @@ class Pending(Generic[T]):
             self.check()
             self._publishing = True
 
+    def copied(self) -> None:
+        """From here on it is `staged`, whoever has yet to be told."""
+        self._staged.set()
+
     def reached(self, milestone: Milestone) -> None:
         """Note a milestone and tell the callback; one that raises is logged, and the commit goes on."""
         if milestone is Milestone.STAGED:
-            self._staged.set()
+            self.copied()
         self._reached[milestone] = seconds = self.age_s
         if self._on_progress:
             try:

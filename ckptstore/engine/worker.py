@@ -14,7 +14,7 @@ from typing import Any
 
 from ckptstore.engine.commit import Committer
 from ckptstore.engine.opening import Opening
-from ckptstore.engine.parcels import Message, close_fd, flats_from, label_from, receive, send
+from ckptstore.engine.parcels import Message, flats_from, label_from, receive, send
 from ckptstore.engine.progress import Milestone, Watch
 from ckptstore.engine.transfer import Threads
 from ckptstore.errors import Cancelled, CkptStoreError
@@ -51,7 +51,7 @@ class Worker:
         """Look at the memory that came along; until another one comes, staged states lie there."""
         if fd >= 0:
             self._arena = memoryview(mmap.mmap(fd, 0))
-            close_fd(fd)
+            os.close(fd)
 
     def _commit(self, committer: Committer, message: Message) -> Message:
         says = message.says

@@ -211,6 +211,21 @@ def test_a_commit_that_exists_cannot_be_called_off(store: ckptstore.Store) -> No
     assert len(store.log()) == 1
 
 
+def test_without_threads_the_caller_makes_the_commit(store: ckptstore.Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    store.commit_async(state(1), step=1)
+    leave_committing(store)  # the store has its other threads, and the one that made the commit has ended
+
+    class NoThread(threading.Thread):
+        def start(self) -> None:
+            raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(background.threading, "Thread", NoThread)
+        assert store.commit_async(state(2), step=2).done()
+    assert [info.step for info in store.log()] == [2, 1]
+    assert store.commit_async(state(3), step=3).wait().step == 3
+
+
 # -- failing --
 
 

@@ -141,6 +141,27 @@ def test_the_step_waits_and_helps(store: ckptstore.Store, group_of_one: None, ki
     assert_same(pending.wait().state_dict(), wanted)
 
 
+def test_milestones_are_told_in_order_though_nobody_waits_for_who_is_told(store: ckptstore.Store) -> None:
+    training = Training(OPTIMIZERS["SGD"])
+    told: list[str] = []
+    staged, hashed = threading.Event(), threading.Event()
+
+    def on_progress(progress: ckptstore.CommitProgress) -> None:
+        if progress.milestone == "staged":
+            staged.set()
+            hashed.wait(0.5)  # it must not come before this returns
+        told.append(progress.milestone)
+        if progress.milestone == "hashed":
+            hashed.set()
+
+    pending = store.commit_async(training.state, staging="lazy", on_progress=on_progress)
+    staged.wait(20)
+    training.step()
+    assert pending.staged()
+    pending.wait()
+    assert [milestone for milestone in told if milestone != "held"] == ["staged", "hashed", "written", "durable"]
+
+
 @pytest.mark.filterwarnings("ignore:.*is deprecated:DeprecationWarning")  # what dynamo imports says so
 def test_a_compiled_step_waits_too(store: ckptstore.Store, nobody_copies: threading.Event) -> None:
     training = Training(OPTIMIZERS["AdamW foreach"])
