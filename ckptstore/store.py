@@ -26,9 +26,9 @@ from ckptstore.engine.look_up import LookUp
 from ckptstore.engine.naming import AnyRef, find_commit, through_pointers
 from ckptstore.engine.opening import Opening
 from ckptstore.engine.pending import Pending
-from ckptstore.engine.progress import UNWATCHED, CommitProgress, Watch
+from ckptstore.engine.progress import CommitProgress, Watch
 from ckptstore.engine.ranks.agree import begun_by_all, is_due_for_all
-from ckptstore.engine.ranks.commit import Prepare, RanksCommitted, RanksCommitter
+from ckptstore.engine.ranks.commit import RanksCommitted, RanksCommitter
 from ckptstore.engine.ranks.lead import Options
 from ckptstore.engine.ranks.restore import agreed, on_all
 from ckptstore.engine.schedule import Schedule, rule_of
@@ -82,7 +82,7 @@ class Store(Keeping):
         if tier:
             opening.objects.rescue = tier.rescue
         self._opening, self._settings = opening, settings
-        self._threads = Threads(settings.threads)
+        self._threads, self._aside = Threads(settings.threads), Threads(settings.threads, aside=True)
         self._reading = self._threads if opening.backend.durable_root else Threads(max(settings.threads, REMOTE_READS))
         self._lock = threading.Lock()
         self._disk = DiskWatch(opening, settings.run, settings.on_full)
@@ -169,7 +169,9 @@ class Store(Keeping):
                 flats = marked(app_state, flatten(app_state, allow_pickle=allow_pickle, ranks=True), globs)
                 return replace(label, parents=self._descent.parents()), flats
 
-            committed = self._commit_together(peers, prepare, Options(canonical, trust_replicated), time.perf_counter())
+            with self._lock:
+                options = Options(canonical, trust_replicated)
+                committed = self._followed(peers, self._ranks_committer.commit(peers, prepare, options, time.perf_counter()))
             self._descent.now(committed.id)
             return self._committed(committed)
 
@@ -386,6 +388,7 @@ class Store(Keeping):
             if "_hired" in self.__dict__:
                 self._hired.close()
             self._threads.close()
+            self._aside.close()
             self._reading.close()
             self._opening.close()
 
@@ -394,8 +397,16 @@ class Store(Keeping):
         return Committer(self._opening.config, self._opening.objects, self._opening.log, self._threads)
 
     @cached_property
+    def _committer_aside(self) -> Committer:
+        return Committer(self._opening.config, self._opening.objects, self._opening.log, self._aside)
+
+    @cached_property
     def _ranks_committer(self) -> RanksCommitter:
         return RanksCommitter(self._opening.config, self._opening.objects, self._opening.log, self._threads)
+
+    @cached_property
+    def _ranks_committer_aside(self) -> RanksCommitter:
+        return RanksCommitter(self._opening.config, self._opening.objects, self._opening.log, self._aside)
 
     @cached_property
     def _hired(self) -> HiredCommitter:
@@ -455,7 +466,7 @@ class Store(Keeping):
             if self._settings.executor == "process":
                 committed = self._make(flats, lambda: self._hired.commit(flats, arena, label, pending.started, watch))
             else:
-                committed = self._make(flats, lambda: self._committer.commit(flats, label, pending.started, watch))
+                committed = self._make(flats, lambda: self._committer_aside.commit(flats, label, pending.started, watch))
         return self._made(committed, committed.ids, pending)
 
     def _made(self, committed: Committed | RanksCommitted, ids: Mapping[int, bytes], pending: PendingCommit) -> Made[Snapshot]:
@@ -469,14 +480,10 @@ class Store(Keeping):
         self._opening.follow({ref.schema.hex(): committed.schemas[key] for key, ref in committed.document.trees})
         return committed
 
-    def _commit_together(
-        self, peers: Peers, prepare: Prepare, options: Options, started: float, watch: Watch = UNWATCHED
-    ) -> RanksCommitted:
-        with self._lock:
-            committed = self._ranks_committer.commit(peers, prepare, options, started, watch)
-            if peers.leads:
-                self._opening.follow()
-            return committed
+    def _followed(self, peers: Peers, committed: RanksCommitted) -> RanksCommitted:
+        if peers.leads:
+            self._opening.follow()
+        return committed
 
     def _alone(self, app_state: Mapping[str, Any], wish: Wish) -> Route[Snapshot]:
         """The way by which this process commits in the background by itself."""
@@ -504,7 +511,12 @@ class Store(Keeping):
             return marked(app_state, flatten(app_state, allow_pickle=wish.allow_pickle, ranks=True), globs)
 
         def make(staged: Mapping[str, Flat], arena: Arena, label: Label, pending: PendingCommit, watch: Watch) -> Made[Snapshot]:
-            committed = self._commit_together(behind, lambda: (label, staged), options, pending.started, watch)
+            def prepare() -> tuple[Label, Mapping[str, Flat]]:
+                return label, staged
+
+            with self._lock:
+                committed = self._ranks_committer_aside.commit(behind, prepare, options, pending.started, watch)
+                self._followed(behind, committed)
             return self._made(committed, {}, pending)
 
         return Route(flats, make, partial(begun_by_all, peers), whole=True)

@@ -15,6 +15,7 @@ from typing import Any
 from weakref import WeakSet
 
 from ckptstore.engine.pending import Pending
+from ckptstore.engine.transfer import step_aside
 from ckptstore.text import seconds_text
 
 NOTICE_S = 4.0
@@ -61,7 +62,7 @@ class Background:
             self._working = True
         try:
             _have_exits_watched(os.getpid())
-            threading.Thread(target=self._run, name="ckptstore-commits").start()
+            threading.Thread(target=self._run_aside, name="ckptstore-commits").start()
         except RuntimeError:
             self._run()
 
@@ -101,6 +102,10 @@ class Background:
 
     def _in_flight(self) -> list[Pending[Any]]:
         return [pending for pending in self._pending if not pending.done()]
+
+    def _run_aside(self) -> None:
+        step_aside()
+        self._run()
 
     def _run(self) -> None:
         while True:

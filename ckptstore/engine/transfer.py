@@ -7,17 +7,23 @@ import os
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, wait
+from contextlib import suppress
 from queue import SimpleQueue
 from typing import Any, TypeVar
 
 T = TypeVar("T")
 
 
-class Threads:
-    """A pool that lives as long as its store, made when it is first needed and made anew after a fork."""
+ASIDE_NICE = 10
+"""By how much threads step aside that work behind a caller's back: training keeps its cores, and idle ones are used all the same."""
 
-    def __init__(self, count: int) -> None:
+
+class Threads:
+    """A pool that lives as long as its store, made when it is first needed and made anew after a fork; `aside`, one of low priority."""
+
+    def __init__(self, count: int, *, aside: bool = False) -> None:
         self.count = count
+        self._aside = aside
         self._pool: _Pool | None = None
         self._pid = 0
         self._lock = threading.Lock()
@@ -69,14 +75,22 @@ class Threads:
     def _alive(self) -> "_Pool":
         with self._lock:
             if self._pool is None or self._pid != os.getpid():
-                self._pool, self._pid = _Pool(self.count), os.getpid()
+                self._pool, self._pid = _Pool(self.count, self._aside), os.getpid()
             return self._pool
+
+
+def step_aside() -> None:
+    """Lower the priority of the calling thread, for good: what was lowered cannot be raised again without rights."""
+    with suppress(OSError):  # a sandbox that forbids it
+        own = threading.get_native_id()  # on Linux, a thread has a priority of its own
+        os.setpriority(os.PRIO_PROCESS, own, os.getpriority(os.PRIO_PROCESS, own) + ASIDE_NICE)
 
 
 class _Pool:
     """Daemon threads, unlike `ThreadPoolExecutor`'s: when the main thread has ended, a commit in the background still needs them."""
 
-    def __init__(self, count: int) -> None:
+    def __init__(self, count: int, aside: bool) -> None:
+        self._aside = aside
         self._queue: SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = SimpleQueue()
         self._threads = [threading.Thread(target=self._work, name=f"ckptstore-{i}", daemon=True) for i in range(count)]
         for thread in self._threads:
@@ -95,6 +109,8 @@ class _Pool:
             thread.join()
 
     def _work(self) -> None:
+        if self._aside:
+            step_aside()
         while (item := self._queue.get()) is not None:
             future, work = item
             try:

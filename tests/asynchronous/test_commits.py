@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import os
 import shutil
 import threading
 from collections.abc import Iterator
@@ -13,6 +14,7 @@ import torch
 import ckptstore
 from ckptstore import Busy, Cancelled, InvalidInput, Unavailable
 from ckptstore.engine import background
+from ckptstore.engine.transfer import ASIDE_NICE, Threads
 from tests.asynchronous.states import Gate, held_commit
 
 MIB = 1 << 20
@@ -209,6 +211,23 @@ def test_a_commit_that_exists_cannot_be_called_off(store: ckptstore.Store) -> No
     pending.wait()
     assert not pending.cancel()
     assert len(store.log()) == 1
+
+
+def test_who_works_behind_the_callers_back_steps_aside(store: ckptstore.Store) -> None:
+    def priority() -> int:
+        return os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
+
+    own = priority()
+    low = min(own + ASIDE_NICE, 19)
+    seen: dict[str, int] = {}
+    store.commit(state(1))
+    pending = store.commit_async(state(2, 3_000_000), on_progress=lambda progress: seen.update({progress.milestone: priority()}))
+    pending.wait()
+    assert {milestone: seen[milestone] for milestone in ("staged", "hashed", "durable")} == {"staged": own, "hashed": low, "durable": low}
+    assert priority() == own
+    pool = Threads(1, aside=True)
+    assert pool.submit(priority).result() == low
+    pool.close()
 
 
 def test_without_threads_the_caller_makes_the_commit(store: ckptstore.Store, monkeypatch: pytest.MonkeyPatch) -> None:
