@@ -9,10 +9,10 @@ import os
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from itertools import islice
 from pathlib import Path
-from typing import Any, Concatenate, ParamSpec
+from typing import Any, Concatenate, ParamSpec, TypeAlias
 
 from sqlalchemy import Connection, bindparam, insert, select, update
 from sqlalchemy.exc import DBAPIError
@@ -29,6 +29,7 @@ from ckptstore.index.readable import is_busy
 from ckptstore.index.tables import commits, leaves, position, schemas, shards
 
 P = ParamSpec("P")
+Within: TypeAlias = AbstractContextManager[object]
 
 _SLICE = 500
 _POSITION = select(position.c.n, position.c.hash, position.c.bytes)
@@ -176,9 +177,14 @@ def _transaction(connection: Connection) -> Iterator[Connection]:
         raise
 
 
-def fold_entries(connection: Connection, entries: Sequence[Entry]) -> bool:
-    """Fold `entries` within a transaction; False if they do not follow on the position."""
-    at = Position(*connection.execute(_POSITION).one())
+def fold_entries(
+    connection: Connection, entries: Sequence[Entry], *, at: Position | None = None, at_once: Callable[[Connection], Within] = nullcontext
+) -> bool:
+    """Fold `entries` within a transaction; False if they do not follow on the position, which is `at` if the caller knows it.
+
+    Within `at_once` come statements of which nobody needs the answers.
+    """
+    at = at or Position(*connection.execute(_POSITION).one())
     new = [entry for entry in entries if entry.n > at.n]
     if not new:
         return True
@@ -187,7 +193,8 @@ def fold_entries(connection: Connection, entries: Sequence[Entry]) -> bool:
     folding = Folding(connection)
     for entry in new:
         folding.add(entry)
-    folding.finish(new[-1])
+    with at_once(connection):
+        folding.finish(new[-1])
     return True
 
 

@@ -178,6 +178,25 @@ class Database:
         return without(" ".join(str(error).split()), password)
 
 
+@contextmanager
+def at_once(connection: Connection) -> Iterator[None]:
+    """Within, statements are sent without waiting for each other's answers, of which there must be none to read.
+
+    Over a network whoever holds a lock keeps the others waiting for each round trip.
+    """
+    import psycopg  # an extra, which the engine has found
+
+    raw = connection.connection.driver_connection
+    if not isinstance(raw, psycopg.Connection) or not psycopg.Pipeline.is_supported():
+        yield
+        return
+    try:
+        with raw.pipeline():
+            yield
+    except psycopg.Error as error:
+        raise DBAPIError.instance(None, None, error, psycopg.Error) from error
+
+
 def quoted(schema: str) -> str:
     """A schema's name in SQL."""
     return f'"{schema}"'

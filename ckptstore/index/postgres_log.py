@@ -9,7 +9,8 @@ import logging
 import secrets
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TypeVar
+from functools import partial
+from typing import NamedTuple, TypeVar
 
 from sqlalchemy import Connection, text
 
@@ -19,7 +20,7 @@ from ckptstore.history.entries import Entry, Position, decode_entry
 from ckptstore.index import catalog_file
 from ckptstore.index.catalog import fold_entries
 from ckptstore.index.catalog_file import make_tables
-from ckptstore.index.postgres import Database, Lost, quoted
+from ckptstore.index.postgres import Database, Lost, at_once, quoted
 from ckptstore.index.readable import REVISION
 from ckptstore.objects.backend import Backend
 
@@ -40,6 +41,7 @@ class PostgresLog:
         self.database = database
         self._backend, self._store = backend, store
         self._in_turn: Connection | None = None
+        self._locked: _Locked | None = None
         self._copied = 0
         self._compared = False
 
@@ -104,7 +106,7 @@ class PostgresLog:
 
     def position(self) -> Position:
         """The last entry."""
-        return self.database.read(_lock)
+        return self.database.read(_lock).position
 
     def copy_rest(self) -> None:
         """See to it that every entry has its copy."""
@@ -129,6 +131,8 @@ class PostgresLog:
         return self._ask(work)
 
     def behind(self, n: int) -> Iterator[Entry]:
+        if self._in_turn is not None and self._locked is not None and self._locked.position.n <= n:
+            return  # nobody can have appended since
         while True:
 
             def work(connection: Connection, after: int = n) -> list[bytes]:
@@ -146,13 +150,14 @@ class PostgresLog:
 
     def create(self, entry: Entry, data: bytes) -> bool:
         in_turn, self._in_turn = self._in_turn, None
-        if in_turn is None:
+        locked, self._locked = self._locked, None
+        if in_turn is None or locked is None:
             with self.database.transaction() as connection:
-                copied = self._insert(connection, entry)
+                copied = self._insert(connection, entry, _lock(connection))
         else:
             try:
                 with self.database.errors():
-                    copied = self._insert(in_turn, entry)
+                    copied = self._insert(in_turn, entry, locked)
             except BaseException:
                 in_turn.invalidate()  # lest it keep its lock from the next attempt
                 raise
@@ -174,12 +179,16 @@ class PostgresLog:
     @contextmanager
     def turn(self) -> Iterator[None]:
         """A transaction that has the last entry locked; `create` ends it."""
-        with self.database.transaction(_lock) as connection:
+
+        def lock(connection: Connection) -> None:
+            self._locked = _lock(connection)
+
+        with self.database.transaction(lock) as connection:
             self._in_turn = connection
             try:
                 yield
             finally:
-                self._in_turn = None
+                self._in_turn = self._locked = None
 
     def refresh(self) -> None:
         """Nothing: a database does not remember what was absent."""
@@ -194,20 +203,22 @@ class PostgresLog:
                 self._in_turn = None
         return self.database.read(work)
 
-    def _insert(self, connection: Connection, entry: Entry) -> int | None:
-        """Insert and COMMIT; up to which entry there were copies before, or None if this is not the next entry."""
-        if _lock(connection) != (entry.n - 1, entry.prev_hash, entry.prev_bytes):
+    def _insert(self, connection: Connection, entry: Entry, locked: "_Locked") -> int | None:
+        """Insert and COMMIT; up to which entry there were copies before, or None if this is not the next entry.
+
+        Others wait meanwhile, so it takes few round trips.
+        """
+        if locked.position != (entry.n - 1, entry.prev_hash, entry.prev_bytes):
             connection.rollback()
             return None
         self._check_not_behind(entry.n)
-        copied = int(connection.execute(text("SELECT copied FROM place")).scalar_one())
-        if self._copied > copied:
-            connection.execute(text("UPDATE place SET copied = :n"), {"n": self._copied})
-        fold_entries(connection, [entry])
+        copied = max(locked.copied, self._copied)
+        with_copied = partial(_with_copied, copied=copied if copied > locked.copied else None)
+        fold_entries(connection, [entry], at=locked.position, at_once=with_copied)
         self._compared = False  # until the COMMIT is answered: another database may answer the next time
         connection.commit()
         self._compared = True
-        return max(copied, self._copied)
+        return copied
 
     # -- copies --
 
@@ -238,7 +249,24 @@ def token_of(place: str) -> str:
     return place.rpartition("#")[2]
 
 
-def _lock(connection: Connection) -> Position:
-    """The last entry. Until the transaction ends, nobody else appends."""
-    n, digest, size = connection.execute(text("SELECT n, hash, bytes FROM position FOR UPDATE")).one()
-    return Position(int(n), str(digest), int(size))
+@contextmanager
+def _with_copied(connection: Connection, copied: int | None) -> Iterator[None]:
+    """As `at_once`, and with what is sent within goes up to which entry there are copies, if that is new."""
+    with at_once(connection):
+        yield
+        if copied is not None:
+            connection.execute(text("UPDATE place SET copied = :n"), {"n": copied})
+
+
+class _Locked(NamedTuple):
+    """The last entry, which stays that until the transaction ends, and up to which entry there are copies."""
+
+    position: Position
+    copied: int
+
+
+def _lock(connection: Connection) -> _Locked:
+    """Until the transaction ends, nobody else appends."""
+    sql = text("SELECT position.n, position.hash, position.bytes, place.copied FROM position, place FOR UPDATE")
+    n, digest, size, copied = connection.execute(sql).one()
+    return _Locked(Position(int(n), str(digest), int(size)), int(copied))

@@ -5,17 +5,20 @@ An object store shows an object whole and durably once its upload is acknowledge
 
 import threading
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
-from ckptstore.core.ids import SessionId
+from ckptstore.core.ids import SessionId, new_session_id
 from ckptstore.core.secrets import redact, secrets_of, without
 from ckptstore.errors import CkptStoreError, Corrupt, InvalidInput, NotFound, ReadOnly, Unavailable
 from ckptstore.objects.backend import OpenFile, check_key
 
 _EXCLUSIVE = ("memory", "gs", "gcs", "az", "abfs", "abfss")
-"""Where fsspec's `mode="create"` is one atomic request; elsewhere two writers could both believe that they created an object."""
+"""Where fsspec's `mode="create"` is one atomic request; elsewhere two writers could both believe that they created an object.
+
+That is the library's doing, and older ones ignored the mode, so a process tries it out before it relies on it.
+"""
 
 _memory_lock = threading.Lock()
 """fsspec's memory filesystem looks and then creates; under this lock the two are one step."""
@@ -41,6 +44,7 @@ class FsspecBackend:
         self.durable_root: Path | None = None
         self._root = root.rstrip("/")
         self._read_only = read_only
+        self._tried_out = scheme == "memory"
         self._exclusion: AbstractContextManager[object] = _memory_lock if scheme == "memory" else nullcontext()
 
     def read(self, key: str, start: int = 0, stop: int | None = None) -> bytes:
@@ -98,9 +102,10 @@ class FsspecBackend:
     def put_new(self, key: str, data: bytes | memoryview) -> bool:
         """As in `Backend`. A repeated request may meet its own object and answer False: who needs to know reads the object."""
         self._check_writable(key)
+        if not self._tried_out:
+            self._try_out()
         try:
-            with self._exclusion:
-                self._fs.pipe_file(self._path(key), bytes(data), mode="create")
+            self._create(key, bytes(data))
         except Exception as error:
             # Servers refuse in different words, and an answer may be lost; what the caller asks is whether there is an object.
             if self.size(key) is not None:
@@ -145,6 +150,27 @@ class FsspecBackend:
 
     def _path(self, key: str) -> str:
         return f"{self._root}/{check_key(key)}"
+
+    def _create(self, key: str, data: bytes) -> None:
+        with self._exclusion:
+            self._fs.pipe_file(self._path(key), data, mode="create")
+
+    def _try_out(self) -> None:
+        """Raise `InvalidInput` if what must create an object overwrites one: on this host, log entries would be lost."""
+        key = f"tmp/{new_session_id()}-probe"
+        self.put(key, b"first")
+        try:
+            with suppress(Exception):  # in whatever words it is refused
+                self._create(key, b"second")
+            found = self.read(key)
+        finally:
+            self.delete(key)
+        if found != b"first":
+            raise InvalidInput(
+                f"the library that serves {self.url} on this host ({type(self._fs).__module__}) overwrites objects that it was to create, "
+                f"so writers could lose each other's commits; install a newer one"
+            )
+        self._tried_out = True
 
     def _check_writable(self, key: str) -> None:
         if self._read_only:

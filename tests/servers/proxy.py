@@ -33,17 +33,23 @@ class Faults:
 
 
 class Proxy:
-    """Forwards to `target`, or does not; `requests` counts the HTTP requests that came, `sent_bytes` what came with them and all."""
+    """Forwards to `target`, or does not.
+
+    `requests` counts the HTTP requests that came, `sent_bytes` what came with them and all, `round_trips` how often somebody who had got an
+    answer asked again: where a latency keeps the answers back, how often somebody waited for one.
+    """
 
     def __init__(self, target: tuple[str, int], seed: int) -> None:
         self.faults = Faults()
         self.requests = 0
         self.sent_bytes = 0
+        self.round_trips = 0
         self._target = target
         self._random = random.Random(seed)
         self._listener = socket.create_server(("127.0.0.1", 0), backlog=64)
         self.address: tuple[str, int] = self._listener.getsockname()
         self._open: set[socket.socket] = set()
+        self._answered: set[socket.socket] = set()
         self._closed = threading.Event()
         self._lock = threading.Lock()
         threading.Thread(target=self._accept, daemon=True).start()
@@ -126,7 +132,7 @@ class Proxy:
     def _forward(self, data: bytes, source: socket.socket, sink: socket.socket, upward: bool) -> bool:
         """False if this connection has ended here."""
         faults = self.faults
-        self.sent_bytes += len(data) if upward else 0
+        self._count(data, source if upward else sink, upward)
         if upward and data.startswith(_METHODS):
             self.requests += 1
             if self._random.random() < faults.busy:
@@ -149,6 +155,16 @@ class Proxy:
             return False
         sink.sendall(faults.rewrite(data) if upward and faults.rewrite else data)
         return True
+
+
+    def _count(self, data: bytes, client: socket.socket, upward: bool) -> None:
+        if not upward:
+            self._answered.add(client)
+            return
+        self.sent_bytes += len(data)
+        if client in self._answered:
+            self._answered.discard(client)
+            self.round_trips += 1
 
 
 @contextmanager

@@ -1,0 +1,187 @@
+"""Thirty-two writers append to one log at once: nobody starves."""
+
+import random
+import secrets
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ckptstore.history.log import Log
+from ckptstore.index import postgres_log
+from ckptstore.index.postgres_log import PostgresLog
+from ckptstore.objects.backend import Backend, open_backend
+from tests.history.builders import STORE, fresh_commit
+from tests.servers.postgres import PostgresServer
+from tests.servers.proxy import Proxy, proxy_to
+from tests.shared.sites import Site
+
+WRITERS = 32
+LATENCY_S = 0.02
+LONGEST_S = 10.0
+TURN_ROUND_TRIPS = 8
+"""So many answers whoever has a turn in PostgreSQL may wait for while the others wait: 32 turns at 20 ms take 5 s."""
+
+
+class Network:
+    """A clock that stands still while anybody computes: when every writer waits for an answer, one latency passes, and the server answers
+    all requests that are on their way, in any order."""
+
+    def __init__(self, writers: int, seed: int) -> None:
+        self.now_s = 0.0
+        self._random = random.Random(seed)
+        self._lock = threading.Lock()
+        self._here = writers
+        self._pending: list[tuple[int, Callable[[], Any], Future[Any]]] = []
+
+    def ask(self, writer: int, request: Callable[[], Any]) -> Any:
+        answer: Future[Any] = Future()
+        with self._lock:
+            self._pending.append((writer, request, answer))
+            self._pass_if_all_wait()
+        return answer.result()
+
+    def leave(self) -> None:
+        """A writer is done."""
+        with self._lock:
+            self._here -= 1
+            self._pass_if_all_wait()
+
+    def _pass_if_all_wait(self) -> None:
+        if len({writer for writer, _, _ in self._pending}) < self._here:
+            return
+        self.now_s += LATENCY_S
+        pending, self._pending = self._pending, []
+        self._random.shuffle(pending)
+        answers: list[tuple[Future[Any], Any, BaseException | None]] = []
+        for _, request, answer in pending:
+            try:
+                answers.append((answer, request(), None))
+            except BaseException as error:
+                answers.append((answer, None, error))
+        for answer, result, problem in answers:
+            answer.set_exception(problem) if problem else answer.set_result(result)
+
+
+class Far:
+    """A bucket at the other end of the network, as one writer sees it."""
+
+    def __init__(self, backend: Backend, network: Network, writer: int) -> None:
+        self._backend, self._network, self._writer = backend, network, writer
+
+    def __getattr__(self, name: str) -> Any:
+        method = getattr(self._backend, name)
+        if not callable(method):
+            return method
+        return lambda *args, **options: self._network.ask(self._writer, lambda: method(*args, **options))
+
+
+@pytest.mark.parametrize("appends", [1, pytest.param(25, marks=pytest.mark.soak)])
+def test_nobody_starves_while_thirty_two_append_to_a_log_in_a_bucket(appends: int, seed: int) -> None:
+    backend = open_backend(f"memory://{secrets.token_hex(8)}")
+    network = Network(WRITERS, seed)
+    waits_s: list[float] = []
+    failures: list[BaseException] = []
+
+    def write(me: int) -> None:
+        log = Log(Far(backend, network, me), STORE, 1)  # type: ignore[arg-type]  # a Backend but for its type
+        try:
+            for _ in range(appends):
+                began_s = network.now_s
+                log.append(fresh_commit())
+                waits_s.append(network.now_s - began_s)
+        except BaseException as error:
+            failures.append(error)
+        finally:
+            network.leave()
+
+    threads = [threading.Thread(target=write, args=(me,)) for me in range(WRITERS)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert failures == []
+    print(f"the longest append waited {max(waits_s):.2f} s, all of them took {network.now_s:.2f} s")
+    assert Log(backend, STORE, 1).replay().n == len(waits_s) == WRITERS * appends
+    assert max(waits_s) <= LONGEST_S
+
+
+@pytest.fixture
+def proxy(postgres: PostgresServer) -> Iterator[Proxy]:
+    with proxy_to(postgres.address) as proxy:
+        yield proxy
+
+
+@pytest.fixture
+def site(postgres: PostgresServer, proxy: Proxy, tmp_path: Path) -> Site:
+    """A directory whose log is in PostgreSQL, behind the proxy."""
+    index = postgres.new_url().replace(f":{postgres.port}/", f":{proxy.port}/")
+    assert f":{proxy.port}/" in index
+    return Site(str(tmp_path / "store"), None, {"index": index})
+
+
+def test_a_turn_in_postgresql_takes_few_round_trips(site: Site, proxy: Proxy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From the lock to the answer to COMMIT."""
+    site.open(tmp_path / "maker").close()
+    turns: list[int] = []
+    lock, insert = postgres_log._lock, PostgresLog._insert
+
+    def locked(connection: Any) -> Any:
+        found = lock(connection)
+        turns.append(-proxy.round_trips)
+        return found
+
+    def inserted(self: PostgresLog, *what: Any) -> Any:
+        copied = insert(self, *what)
+        turns[-1] += proxy.round_trips
+        return copied
+
+    monkeypatch.setattr(postgres_log, "_lock", locked)
+    monkeypatch.setattr(PostgresLog, "_insert", inserted)
+    commit = {"metrics": (("loss", 1.0),), "tags": ("best",), "parents": ("a" * 64,)}
+    with site.opened(tmp_path / "mine") as mine, site.opened(tmp_path / "theirs") as theirs:
+        for opening in (mine, theirs):
+            opening.log.append(fresh_commit(**commit))  # it makes the row of the schema
+        turns.clear()
+        proxy.faults.latency_s = 5 * LATENCY_S
+        for opening in (mine, theirs, mine):
+            opening.log.append(fresh_commit(**commit))
+    print(turns)
+    assert len(turns) == 3
+    assert max(turns) <= TURN_ROUND_TRIPS
+
+
+@pytest.mark.soak
+def test_nobody_starves_while_thirty_two_append_to_a_log_in_postgresql(site: Site, proxy: Proxy, tmp_path: Path) -> None:
+    site.open(tmp_path / "maker").close()
+    waits_s: list[float] = []
+    failures: list[BaseException] = []
+    ready = threading.Barrier(WRITERS)
+
+    def write(me: int) -> None:
+        try:
+            with site.opened(tmp_path / f"host-{me}") as opening:
+                opening.log.replay()
+                ready.wait()
+                for _ in range(4):
+                    began_s = time.monotonic()
+                    opening.log.append(fresh_commit())
+                    waits_s.append(time.monotonic() - began_s)
+        except BaseException as error:
+            ready.abort()
+            failures.append(error)
+
+    proxy.faults.latency_s = LATENCY_S
+    threads = [threading.Thread(target=write, args=(me,)) for me in range(WRITERS)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert failures == []
+    print(f"the longest append waited {max(waits_s):.2f} s")
+    assert len(waits_s) == 4 * WRITERS
+    assert max(waits_s) <= LONGEST_S
