@@ -27,6 +27,12 @@ from ckptstore.objects.backend import Backend
 _BATCH = 500
 _PLACE = "CREATE TABLE place (id SMALLINT PRIMARY KEY, token VARCHAR(32) NOT NULL, copied BIGINT NOT NULL)"
 
+_LOCK = text(
+    "WITH turn AS MATERIALIZED (SELECT pg_advisory_xact_lock(:store)) "
+    "SELECT position.n, position.hash, position.bytes, place.copied FROM turn, position, place FOR UPDATE OF position, place"
+)
+"""Rows are what is locked; but who waits for a row may be overtaken, and who waits for an advisory lock gets it in his turn."""
+
 T = TypeVar("T")
 
 _logger = logging.getLogger("ckptstore")
@@ -106,7 +112,7 @@ class PostgresLog:
 
     def position(self) -> Position:
         """The last entry."""
-        return self.database.read(_lock).position
+        return self.database.read(self._lock).position
 
     def copy_rest(self) -> None:
         """See to it that every entry has its copy."""
@@ -153,7 +159,7 @@ class PostgresLog:
         locked, self._locked = self._locked, None
         if in_turn is None or locked is None:
             with self.database.transaction() as connection:
-                copied = self._insert(connection, entry, _lock(connection))
+                copied = self._insert(connection, entry, self._lock(connection))
         else:
             try:
                 with self.database.errors():
@@ -181,7 +187,7 @@ class PostgresLog:
         """A transaction that has the last entry locked; `create` ends it."""
 
         def lock(connection: Connection) -> None:
-            self._locked = _lock(connection)
+            self._locked = self._lock(connection)
 
         with self.database.transaction(lock) as connection:
             self._in_turn = connection
@@ -219,6 +225,11 @@ class PostgresLog:
         connection.commit()
         self._compared = True
         return copied
+
+    def _lock(self, connection: Connection) -> "_Locked":
+        """Until the transaction ends, nobody else appends."""
+        n, digest, size, copied = connection.execute(_LOCK, {"store": int(self._store[:15], 16)}).one()
+        return _Locked(Position(int(n), str(digest), int(size)), int(copied))
 
     # -- copies --
 
@@ -263,10 +274,3 @@ class _Locked(NamedTuple):
 
     position: Position
     copied: int
-
-
-def _lock(connection: Connection) -> _Locked:
-    """Until the transaction ends, nobody else appends."""
-    sql = text("SELECT position.n, position.hash, position.bytes, place.copied FROM position, place FOR UPDATE")
-    n, digest, size, copied = connection.execute(sql).one()
-    return _Locked(Position(int(n), str(digest), int(size)), int(copied))

@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 
 from ckptstore.history.log import Log
-from ckptstore.index import postgres_log
 from ckptstore.index.postgres_log import PostgresLog
 from ckptstore.objects.backend import Backend, open_backend
 from tests.history.builders import STORE, fresh_commit
@@ -128,10 +127,10 @@ def test_a_turn_in_postgresql_takes_few_round_trips(site: Site, proxy: Proxy, tm
     """From the lock to the answer to COMMIT."""
     site.open(tmp_path / "maker").close()
     turns: list[int] = []
-    lock, insert = postgres_log._lock, PostgresLog._insert
+    lock, insert = PostgresLog._lock, PostgresLog._insert
 
-    def locked(connection: Any) -> Any:
-        found = lock(connection)
+    def locked(self: PostgresLog, connection: Any) -> Any:
+        found = lock(self, connection)
         turns.append(-proxy.round_trips)
         return found
 
@@ -140,7 +139,7 @@ def test_a_turn_in_postgresql_takes_few_round_trips(site: Site, proxy: Proxy, tm
         turns[-1] += proxy.round_trips
         return copied
 
-    monkeypatch.setattr(postgres_log, "_lock", locked)
+    monkeypatch.setattr(PostgresLog, "_lock", locked)
     monkeypatch.setattr(PostgresLog, "_insert", inserted)
     commit = {"metrics": (("loss", 1.0),), "tags": ("best",), "parents": ("a" * 64,)}
     with site.opened(tmp_path / "mine") as mine, site.opened(tmp_path / "theirs") as theirs:
