@@ -10,6 +10,7 @@ from ckptstore.engine.opening import Opening
 from ckptstore.engine.transfer import Threads
 from ckptstore.errors import InvalidInput
 from ckptstore.objects.backend import open_backend
+from ckptstore.objects.store import ObjectStore
 from ckptstore.upkeep.activity import Activity, activities
 from ckptstore.upkeep.doctor import Check, doctor
 from ckptstore.upkeep.findings import Level, Report, parse_share
@@ -32,6 +33,16 @@ class Keeping:
     run: str
     _opening: Opening
     _threads: Threads
+
+    @property
+    def chunk_bytes(self) -> int:
+        """What this store cuts tensors into, fixed when it was made."""
+        return self._opening.config.chunk_bytes
+
+    def chunks(self) -> ObjectStore:
+        """The chunks that this store has now, by id: for those who move chunks themselves."""
+        self._opening.objects.sync(self._opening.log.replay(refresh=True))
+        return self._opening.objects
 
     def forget(
         self, what: Policy | AnyRef | Sequence[Policy | AnyRef], *, all_runs: bool = False, dry_run: bool = False

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Literal, NamedTuple, Protocol, TypeAlias
+from typing import Any, Literal, NamedTuple, Protocol, TypeAlias
 
 from ckptstore.core.model import Box, Schema, Shape
 
@@ -43,11 +43,13 @@ class Mesh(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class HeldLeaf:
-    """A leaf of which this rank holds boxes, none perhaps: the leaf's global shape is in the schema. Sources are of one box each."""
+    """A leaf of which this rank holds boxes, none perhaps: the leaf's global shape is in the schema. Sources are of one box each; `origin`
+    is the distributed tensor itself."""
 
     mesh: Mesh | None
     placements: tuple[str, ...]
     parts: tuple[tuple[Box, Source], ...]
+    origin: Any = None
 
 
 Mark: TypeAlias = Literal["replica", "lead", "private", "numbered"]

@@ -150,7 +150,7 @@ class _Tree:
         memory = tuple((box, part.data_ptr(), part.stride()) for box, part in held.parts)
         first = self._by_memory.setdefault((memory, held.shape, held.dtype), number) if memory else number
         parts = tuple((box, TensorSource(part)) for box, part in held.parts)
-        self._held[number] = HeldLeaf(held.mesh, held.placements, parts)
+        self._held[number] = HeldLeaf(held.mesh, held.placements, parts, tensor)
         return self._leaf(path, "tensor", NOTHING, DTYPE_NAMES[held.dtype], held.shape, first if first != number else -1)
 
     def _same_values(self, leaf: int, tensor: torch.Tensor) -> bool:

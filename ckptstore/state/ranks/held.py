@@ -5,6 +5,7 @@ shard has several, and takes milliseconds. A rank outside the mesh, or with noth
 """
 
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -61,6 +62,18 @@ def empty_like_held(tensor: Any, dtype: torch.dtype) -> Any:
     return DTensor.from_local(local, tensor.device_mesh, tensor.placements, run_check=False, shape=tensor.shape, stride=tensor.stride())
 
 
+def empty_local(mesh: Any, placements: Sequence[Any], shape: Shape, stride: Shape, dtype: torch.dtype) -> Any:
+    """A DTensor of any bytes, placed so on `mesh`, without a word to other ranks. Raises ValueError for what cannot be placed so."""
+    from torch.distributed.tensor import DTensor
+
+    where = mesh.get_coordinate()
+    if len(placements) != mesh.ndim or len(stride) != len(shape) or any(p.is_shard() and not 0 <= p.dim < len(shape) for p in placements):
+        raise ValueError(f"a tensor of shape {list(shape)} and stride {list(stride)} on {mesh.ndim} mesh dimensions")
+    local_shape = (0,) if where is None else _geometry(shape, _cuts(mesh, placements, shape, where))[0]
+    local = torch.empty(local_shape, dtype=dtype)
+    return DTensor.from_local(local, mesh, placements, run_check=False, shape=torch.Size(shape), stride=tuple(stride))
+
+
 def is_dtensor(value: Any) -> bool:
     return _is_instance(value, "torch.distributed.tensor", "DTensor")
 
@@ -78,19 +91,23 @@ def _held_of_dtensor(tensor: Any) -> Held:
     where = mesh.get_coordinate()
     if where is None:
         return Held(shape, tensor.dtype, _mesh_of(mesh), names, ())
-    cuts = tuple(
-        Cut(placement.dim % len(shape), size, number, getattr(placement, "split_factor", 1))
-        for placement, size, number in zip(placements, mesh.shape, where, strict=True)
-        if not placement.is_replicate()
-    )
     local = _local_of(tensor)
-    wanted, boxes = _geometry(shape, cuts)
+    wanted, boxes = _geometry(shape, _cuts(mesh, placements, shape, where))
     if tuple(local.shape) != wanted:
         raise InvalidInput(
             f"this rank holds {list(local.shape)} of a DTensor of shape {list(shape)} placed as {', '.join(names)}; wanted {list(wanted)}: "
             f"was it made by from_local without shape and stride? Commit tensor.full_tensor()"
         )
     return Held(shape, tensor.dtype, _mesh_of(mesh), names, tuple((held.box, _view(local, held.local)) for held in boxes))
+
+
+def _cuts(mesh: Any, placements: Sequence[Any], shape: Shape, where: Sequence[int]) -> tuple[Cut, ...]:
+    """What the mesh dimensions that do not replicate leave to the rank at `where`."""
+    return tuple(
+        Cut(placement.dim % len(shape), size, number, getattr(placement, "split_factor", 1))
+        for placement, size, number in zip(placements, mesh.shape, where, strict=True)
+        if not placement.is_replicate()
+    )
 
 
 @lru_cache(4096)

@@ -1,0 +1,107 @@
+"""Which addresses this host may be reached at, and which of a peer's addresses is one that answers.
+
+A host cannot know which of its networks a peer shares, so it names all its addresses, and the peer tries them side by side. Whoever answers
+is asked for the instance first: a secret is told to nobody else, whatever else listens at that address on the peer's own side.
+"""
+
+import contextlib
+import selectors
+import socket
+import struct
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+from ckptstore.interop.exchange.protocol import Address
+
+_FAR_AWAY = ((socket.AF_INET, "192.0.2.1"), (socket.AF_INET6, "2001:db8::1"))
+"""Addresses for documentation: a route to them is the default route. Nothing is sent."""
+
+_LOOPBACK = ("127.0.0.1", "::1")
+_LINK_LOCAL = ("169.254.", "fe80:", "0.")
+"""Addresses that mean something else, or nothing, on another host."""
+
+_SIOCGIFADDR = 0x8915
+_GLOBAL_SCOPE = "00"
+_INTERFACES6 = Path("/proc/net/if_inet6")
+
+
+def own_addresses(port: int, host: str = "") -> tuple[Address, ...]:
+    """Where a server on `port` can be reached, the likeliest first; only at `host` if it is bound to that one."""
+    if host:
+        return ((host, port),)
+    found = [*_by_default_route(), *_of_interfaces(), *_of_interfaces6()] or [*_by_name()]
+    usable = [address for address in dict.fromkeys([*found, *_LOOPBACK]) if not address.startswith(_LINK_LOCAL)]
+    return tuple((address, port) for address in usable)
+
+
+def reach(addresses: Sequence[Address], wait_s: float, is_peer: Callable[[socket.socket], bool]) -> tuple[socket.socket, Address] | None:
+    """A connection to the first of `addresses` that answers within `wait_s` and `is_peer`; all are tried at once."""
+    end = time.monotonic() + wait_s
+    with contextlib.ExitStack() as stack, selectors.DefaultSelector() as selector:
+        for address in addresses:
+            if connecting := _begin(address):
+                stack.callback(connecting.close)
+                selector.register(connecting, selectors.EVENT_WRITE, address)
+        while selector.get_map():
+            ready = selector.select(max(end - time.monotonic(), 0))
+            for key, _ in ready:
+                selector.unregister(key.fileobj)
+                connection = key.fileobj
+                assert isinstance(connection, socket.socket)
+                if not connection.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR) and is_peer(connection):
+                    # `detach` takes it out of reach of the stack, which closes the others.
+                    return socket.socket(fileno=connection.detach()), key.data
+            if not ready:
+                return None
+    return None
+
+
+def _begin(address: Address) -> socket.socket | None:
+    family = socket.AF_INET6 if ":" in address[0] else socket.AF_INET
+    try:
+        connection = socket.socket(family, socket.SOCK_STREAM)
+    except OSError:
+        return None
+    connection.setblocking(False)
+    try:
+        connection.connect_ex(address)
+    except (OSError, OverflowError):
+        connection.close()
+        return None
+    return connection
+
+
+def _by_default_route() -> Iterator[str]:
+    for family, far in _FAR_AWAY:
+        with contextlib.suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as probe:
+            probe.connect((far, 9))
+            yield probe.getsockname()[0]
+
+
+def _of_interfaces() -> Iterator[str]:
+    try:
+        import fcntl
+
+        names = [name for _, name in socket.if_nameindex()]
+    except (ImportError, OSError):
+        return
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        for name in names:
+            with contextlib.suppress(OSError):
+                answer = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
+                yield socket.inet_ntoa(answer[20:24])
+
+
+def _of_interfaces6() -> Iterator[str]:
+    with contextlib.suppress(OSError):
+        for line in _INTERFACES6.read_text().splitlines():
+            digits, _, _, scope, *_ = line.split()
+            if scope == _GLOBAL_SCOPE:
+                yield socket.inet_ntop(socket.AF_INET6, bytes.fromhex(digits))
+
+
+def _by_name() -> Iterator[str]:
+    with contextlib.suppress(OSError):
+        for *_, where in socket.getaddrinfo(socket.gethostname(), None, type=socket.SOCK_STREAM):
+            yield str(where[0])

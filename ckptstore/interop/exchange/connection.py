@@ -1,0 +1,242 @@
+"""One connection to a peer, as the receiver sees it: it asks, and reads no longer and no more than it said it would.
+
+Written on a bare socket, so that every read has a limit of time for all of its bytes: a peer that sends a byte now and then is as slow as
+one that sends none.
+"""
+
+import socket
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+
+from ckptstore.errors import CkptStoreError, Conflict, Corrupt, InvalidInput, Unavailable
+from ckptstore.interop.exchange.addresses import reach
+from ckptstore.interop.exchange.protocol import (
+    DESCRIPTION_BYTES_MAX,
+    HEAD_BYTES_MAX,
+    HELLO_PATH,
+    STEP_HEADER,
+    TRANSFER_HEADER,
+    WAIT_HEADER,
+    Address,
+    Description,
+    Head,
+    Invitation,
+    chunks_path,
+    decode_description,
+    decode_head,
+    decode_sizes,
+    encode_request,
+    sizes_bytes,
+    state_path,
+)
+
+HELLO_S = 2.0
+"""Whoever listens at a peer's address and is not the peer is not waited for longer."""
+
+_REFUSED = {401: InvalidInput, 409: Conflict}
+_WHY_BYTES_MAX = 4096
+_HEAD_PEEK_BYTES = 1024
+_HEAD_END = b"\r\n\r\n"
+
+
+class Deadline:
+    """The end of a call's patience."""
+
+    def __init__(self, timeout_s: float, what: str) -> None:
+        self.timeout_s, self._what = timeout_s, what
+        self._at = time.monotonic() + timeout_s
+
+    def left(self) -> float:
+        """Seconds that are left. Raises TimeoutError if none are."""
+        left = self._at - time.monotonic()
+        if left <= 0:
+            raise TimeoutError(f"timed out after {self.timeout_s:g} s: {self._what}")
+        return left
+
+
+class PeerFailed(Exception):
+    """A peer did not do what it should have; `error` says what, and `final` whether it is useless to ask again."""
+
+    def __init__(self, error: CkptStoreError, *, final: bool = False) -> None:
+        super().__init__(str(error))
+        self.error, self.final = error, final
+
+
+class Route:
+    """How to connect to one peer: any of its addresses, and then the one that answered."""
+
+    def __init__(self, invitation: Invitation, transfer: str, patience_s: float) -> None:
+        self.invitation, self.transfer, self.patience_s = invitation, transfer, patience_s
+        self._address: Address | None = None
+
+    @property
+    def name(self) -> str:
+        host, port = self._address or (self.invitation.addresses or (("nowhere", 0),))[0]
+        return f"{host} port {port}"
+
+    def connect(self, deadline: Deadline) -> "Connection":
+        """Raises `PeerFailed` if the peer answers at none of its addresses."""
+        wait_s = min(deadline.left(), self.patience_s)
+        candidates = (self._address,) if self._address else self.invitation.addresses
+        found = reach(candidates, wait_s, lambda connection: _is_instance(connection, self.invitation.instance, wait_s))
+        if found is None:
+            deadline.left()
+            tried, self._address = ", ".join(host for host, _ in candidates), None
+            raise PeerFailed(Unavailable(f"no transport of this id answers at {tried or 'any address'}"))
+        connection, self._address = found
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        return Connection(connection, self, deadline)
+
+
+class Connection:
+    """A connection to a peer. Whatever it raises but TimeoutError is a `PeerFailed`, after which it is of no use."""
+
+    def __init__(self, connection: socket.socket, route: Route, deadline: Deadline) -> None:
+        self._socket, self._route, self._deadline = connection, route, deadline
+
+    def describe(self, step: int) -> Description:
+        """What is served as `step`; waits until it is."""
+        while True:
+            wait_ms = int(min(self._deadline.left(), self._route.patience_s / 2) * 1000)
+            head = self._ask("GET", state_path(step), {WAIT_HEADER: str(wait_ms)})
+            if head.status != 503:
+                break
+            self._skip(head)
+        data = self._body(head, DESCRIPTION_BYTES_MAX, step)
+        try:
+            description = decode_description(bytes(data))
+        except Corrupt as error:
+            raise PeerFailed(error) from error
+        if description.step != step:
+            raise PeerFailed(Conflict(f"{self._route.name} describes step {description.step}; wanted {step}"), final=True)
+        return description
+
+    def ask_chunks(self, step: int, ids: Sequence[bytes]) -> list[int | None]:
+        """The sizes of chunks, None for those that the peer does not serve; the bytes of the others are to be read next, in order."""
+        head = self._ask("POST", chunks_path(step), {}, b"".join(ids))
+        if head.status != 200:
+            self._body(head, 0, step)
+        sizes = decode_sizes(bytes(self._read(sizes_bytes(len(ids)))))
+        if head.length != sizes_bytes(len(ids)) + sum(size or 0 for size in sizes):
+            raise self._failed(f"announces {head.length} bytes for chunks of other sizes")
+        return sizes
+
+    def read_into(self, out: memoryview) -> None:
+        """Fill `out`, within the peer's patience."""
+        end = time.monotonic() + self._route.patience_s
+        done = 0
+        while done < len(out):
+            left_s = end - time.monotonic()
+            if left_s <= 0:
+                raise self._failed(f"sent {done} of {len(out)} bytes in {self._route.patience_s:g} s")
+            done += self._receive(out[done:], left_s)
+
+    def cut(self) -> None:
+        """End it, whoever reads from it in another thread."""
+        with suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        with suppress(OSError):
+            self._socket.close()
+
+    def _ask(self, method: str, path: str, headers: dict[str, str], body: bytes = b"") -> Head:
+        invitation = self._route.invitation
+        common = {"Authorization": f"Bearer {invitation.token}", TRANSFER_HEADER: self._route.transfer}
+        try:
+            self._socket.settimeout(min(self._deadline.left(), self._route.patience_s))
+            self._socket.sendall(encode_request(method, path, invitation.instance, common | headers, body))
+        except OSError as error:
+            raise self._broken(error) from error
+        return self._head()
+
+    def _head(self) -> Head:
+        end = time.monotonic() + self._route.patience_s
+        try:
+            return _read_head(lambda out, flags: self._receive(out, end - time.monotonic(), flags))
+        except Corrupt as error:
+            raise PeerFailed(error) from error
+
+    def _body(self, head: Head, limit: int, step: int) -> bytearray:
+        """The body of a good answer; what any other says is why."""
+        if head.status != 200:
+            why = self._read(min(head.length, _WHY_BYTES_MAX)).decode("utf-8", "replace")
+            kind = _REFUSED.get(head.status, Unavailable)
+            served = head.headers.get(STEP_HEADER.lower())
+            said = f"serves step {served:.20}; wanted {step}" if served else f"answers {head.status}: {why:.200}"
+            raise PeerFailed(kind(f"{self._route.name} {said}"), final=head.status in _REFUSED)
+        if head.length > limit:
+            raise self._failed(f"describes its state in {head.length} bytes; wanted at most {limit}")
+        return self._read(head.length)
+
+    def _skip(self, head: Head) -> None:
+        self._read(min(head.length, _WHY_BYTES_MAX))
+        if head.length > _WHY_BYTES_MAX or head.headers.get("connection") == "close":
+            raise self._failed("has no room for another connection")
+
+    def _read(self, nbytes: int) -> bytearray:
+        data = bytearray(nbytes)
+        self.read_into(memoryview(data))
+        return data
+
+    def _receive(self, out: memoryview, within_s: float, flags: int = 0) -> int:
+        try:
+            self._socket.settimeout(min(self._deadline.left(), max(within_s, 0.001)))
+            n = self._socket.recv_into(out, 0, flags)
+        except OSError as error:
+            raise self._broken(error) from error
+        if not n:
+            raise self._failed("ended the connection early")
+        return n
+
+    def _broken(self, error: OSError) -> Exception:
+        """What a failed call means. A deadline that has passed is the caller's."""
+        self._deadline.left()
+        if isinstance(error, TimeoutError):
+            return self._failed(f"sent nothing for {self._route.patience_s:g} s")
+        return self._failed(f"broke the connection: {error}")
+
+    def _failed(self, what: str) -> PeerFailed:
+        return PeerFailed(Unavailable(f"{self._route.name} {what}"))
+
+
+def _is_instance(connection: socket.socket, instance: str, wait_s: float) -> bool:
+    """Whether who answers is the instance that is meant; only then it is told the token."""
+    end = time.monotonic() + min(wait_s, HELLO_S)
+
+    def receive(out: memoryview, flags: int = 0) -> int:
+        connection.settimeout(max(end - time.monotonic(), 0.001))
+        n = connection.recv_into(out, 0, flags)
+        if not n:
+            raise ConnectionError
+        return n
+
+    try:
+        connection.settimeout(min(wait_s, HELLO_S))
+        connection.sendall(encode_request("GET", HELLO_PATH, instance, {}, b""))
+        head = _read_head(receive)
+        if head.status != 200 or head.length != len(instance):
+            return False
+        body = bytearray(head.length)
+        got = 0
+        while got < head.length:
+            got += receive(memoryview(body)[got:])
+        return body == instance.encode()
+    except (OSError, Corrupt):
+        return False
+
+
+def _read_head(receive: Callable[[memoryview, int], int]) -> Head:
+    """The head of an answer: it is looked at first, so that what follows stays where it is."""
+    data = bytearray()
+    buffer = memoryview(bytearray(_HEAD_PEEK_BYTES))
+    while len(data) <= HEAD_BYTES_MAX:
+        seen = data + buffer[: receive(buffer, socket.MSG_PEEK)]
+        end = seen.find(_HEAD_END, max(len(data) - len(_HEAD_END), 0))
+        stop = end + len(_HEAD_END) if end >= 0 else len(seen)
+        while len(data) < stop:
+            data += buffer[: receive(buffer[: stop - len(data)], 0)]
+        if end >= 0:
+            return decode_head(bytes(data))
+    raise Corrupt(f"a peer's answer has a head of more than {HEAD_BYTES_MAX} bytes")

@@ -1,0 +1,183 @@
+"""Chunks from several peers at once, each verified before it counts; what one does not give, another is asked for."""
+
+import threading
+from collections.abc import Iterator, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+from ckptstore.core.ids import digest
+from ckptstore.errors import CkptStoreError, Corrupt
+from ckptstore.interop.exchange.connection import Connection, Deadline, PeerFailed, Route
+from ckptstore.interop.exchange.protocol import Description
+from ckptstore.interop.exchange.work import STRIKES, Wanted, Work, all_lost
+
+
+@dataclass(slots=True)
+class Traffic:
+    """What came over the network. `retried` counts chunks that had to be asked for again."""
+
+    requests: int = 0
+    chunks: int = 0
+    bytes: int = 0
+    retried: int = 0
+    lock: threading.Lock = field(default_factory=threading.Lock, repr=False, compare=False)
+
+    def add(self, *, requests: int = 0, chunks: int = 0, nbytes: int = 0, retried: int = 0) -> None:
+        with self.lock:
+            self.requests += requests
+            self.chunks += chunks
+            self.bytes += nbytes
+            self.retried += retried
+
+
+class Peers:
+    """The peers of one transfer of the state `step`: their connections are kept from one fetch to the next, until `close`."""
+
+    def __init__(self, routes: Sequence[Route], step: int, deadline: Deadline, hands: int) -> None:
+        self.traffic = Traffic()
+        self._routes, self._step, self._deadline, self._hands = list(routes), step, deadline, hands
+        self._open: set[Connection] = set()
+        self._idle: dict[Route, list[Connection]] = {route: [] for route in routes}
+        self._closed = False
+        self._lock = threading.Lock()
+
+    def describe(self) -> Description:
+        """The description of the peer that answers first. Raises what the peers failed with if all did, TimeoutError if none is in time."""
+        with self._threads(len(self._routes)) as pool:
+            return self._first({pool.submit(self._describe, route) for route in self._routes})
+
+    def fetch(self, wanted: Sequence[Wanted]) -> None:
+        """Bring every chunk to where it belongs. Raises what stood in the way; nothing is written any more then."""
+        if not wanted:
+            return
+        work = Work(wanted, len(self._routes), self._deadline)
+        hands = min(self._hands, len(wanted))
+        with self._threads(hands * len(self._routes)) as pool:
+            working = [pool.submit(self._work, work, peer) for _ in range(hands) for peer in range(len(self._routes))]
+            try:
+                work.finish()
+            except BaseException as error:
+                work.fail(error)
+                self.close()
+                wait(working)
+                raise
+        # Whoever failed for good is not waited for a second time.
+        self._routes = [route for peer, route in enumerate(self._routes) if peer not in work.lost]
+
+    def close(self) -> None:
+        """Let go of all connections, so that the peers know. Idempotent."""
+        with self._lock:
+            self._closed = True
+            for connection in self._open:
+                connection.cut()
+            for connections in self._idle.values():
+                for connection in connections:
+                    connection.close()
+                connections.clear()
+
+    @contextmanager
+    def _threads(self, count: int) -> Iterator[ThreadPoolExecutor]:
+        """Threads that nobody waits for: when all has been received, some may still try to reach a peer that does not answer."""
+        pool = ThreadPoolExecutor(count, thread_name_prefix="ckptstore-peer")
+        try:
+            yield pool
+        finally:
+            pool.shutdown(wait=False, cancel_futures=True)
+
+    def _describe(self, route: Route) -> Description:
+        for attempt in range(1, STRIKES + 1):
+            try:
+                with self._connection(route) as connection:
+                    self.traffic.add(requests=1)
+                    return connection.describe(self._step)
+            except PeerFailed as failed:
+                if failed.final or attempt == STRIKES or self._closed:
+                    raise failed.error from failed
+        raise AssertionError("the last attempt returns or raises")
+
+    def _first(self, waiting: "set[Future[Description]]") -> Description:
+        errors: list[CkptStoreError] = []
+        while waiting:
+            done, waiting = wait(waiting, timeout=self._deadline.left(), return_when=FIRST_COMPLETED)
+            for future in done:
+                try:
+                    return future.result()
+                except CkptStoreError as error:
+                    errors.append(error)
+        raise all_lost(errors)
+
+    def _work(self, work: Work, peer: int) -> None:
+        try:
+            while batch := work.take(peer):
+                left = list(batch)
+                try:
+                    with self._connection(self._routes[peer]) as connection:
+                        self._receive(work, peer, connection, left)
+                except PeerFailed as failed:
+                    self.traffic.add(retried=len(left))
+                    work.struck(peer, failed.error, final=failed.final)
+                    work.back(peer, left)
+        except BaseException as error:
+            work.fail(error)
+
+    def _receive(self, work: Work, peer: int, connection: Connection, left: list[Wanted]) -> None:
+        """Receive what is `left` of a batch, which has afterwards what did not come."""
+        self.traffic.add(requests=1)
+        sizes = connection.ask_chunks(self._step, [each.chunk for each in left])
+        asked = list(zip(left, sizes, strict=True))
+        left[:] = [each for each, size in asked if size is not None]
+        work.back(peer, [each for each, size in asked if size is None], lacked=True)
+        for each, size in asked:
+            if size not in (None, each.nbytes):
+                raise PeerFailed(Corrupt(f"a peer has {size} bytes for chunk {each.chunk.hex()[:12]}; wanted {each.nbytes}"))
+        wrong: list[Wanted] = []
+        while left:
+            each = left[0]
+            data = each.memory if each.memory is not None else memoryview(bytearray(each.nbytes))
+            connection.read_into(data)
+            self.traffic.add(chunks=1, nbytes=each.nbytes)
+            del left[0]
+            if digest(data) == each.chunk:
+                each.land(data)
+                work.landed(peer)
+            else:
+                wrong.append(each)
+        if wrong:
+            self.traffic.add(retried=len(wrong))
+            names = ", ".join(each.chunk.hex()[:12] for each in wrong[:4])
+            work.struck(peer, Corrupt(f"{len(wrong)} chunks came damaged from a peer, or it is not what it says: {names}"))
+            work.back(peer, wrong)
+
+    @contextmanager
+    def _connection(self, route: Route) -> Iterator[Connection]:
+        """A connection that is kept for the next one who wants it, unless something went wrong."""
+        connection = self._kept(route) or self._opened(route)
+        try:
+            yield connection
+        except BaseException:
+            with self._lock:
+                self._open.discard(connection)
+            connection.close()
+            raise
+        with self._lock:
+            self._open.discard(connection)
+            if self._closed:
+                connection.close()
+            else:
+                self._idle[route].append(connection)
+
+    def _kept(self, route: Route) -> Connection | None:
+        with self._lock:
+            connection = self._idle[route].pop() if self._idle[route] else None
+            if connection:
+                self._open.add(connection)
+            return connection
+
+    def _opened(self, route: Route) -> Connection:
+        connection = route.connect(self._deadline)
+        with self._lock:
+            if self._closed:
+                connection.cut()
+            self._open.add(connection)
+        return connection

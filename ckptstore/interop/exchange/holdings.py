@@ -1,0 +1,119 @@
+"""Chunks that this process has already, by id: in its live state, in its store, in what a broken transfer left behind.
+
+What is taken from here is hashed where it lands. A chunk that turned out to be another is simply not here.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import pairwise
+from typing import TYPE_CHECKING, TypeAlias
+
+from ckptstore.core.config import RUN_BYTES
+from ckptstore.core.ids import digest
+from ckptstore.engine.plan import Run, plan_chunks
+from ckptstore.engine.transfer import Threads
+from ckptstore.errors import Corrupt, NotFound, Unavailable
+from ckptstore.interop.exchange.connection import Deadline
+from ckptstore.interop.exchange.offer import parts_of, read_part
+from ckptstore.interop.exchange.work import Wanted
+from ckptstore.state.flat import Flat, Source
+
+if TYPE_CHECKING:
+    from ckptstore.objects.store import ObjectStore
+
+
+Bring: TypeAlias = Callable[[Sequence[Wanted]], Iterable[Wanted]]
+"""Lands chunks that should be here, and gives those that are not."""
+
+
+class Holdings:
+    """What is here, for one transfer. `objects` is the local store, if there is one."""
+
+    def __init__(self, threads: Threads, deadline: Deadline, objects: "ObjectStore | None" = None) -> None:
+        self._threads, self._deadline, self._objects = threads, deadline, objects
+        self._live: dict[bytes, tuple[Source, int, int]] = {}
+        self._left: Mapping[bytes, memoryview] = {}
+
+    def add_live(self, live: Flat, chunk_bytes: int) -> None:
+        """Hash a live state, cut as the sender cuts its own."""
+        parts = parts_of(live)
+
+        def index(batch: Sequence[Run]) -> None:
+            self._deadline.left()
+            for run in batch:
+                source = parts[run.part.leaf].source
+                for start, stop in pairwise(run.cuts):
+                    self._live[digest(read_part(source, start, stop))] = source, start, stop
+
+        self._threads.spread(index, plan_chunks([part.extent for part in parts], chunk_bytes).batches)
+
+    def add_left(self, left: Mapping[bytes, memoryview]) -> None:
+        """Count what an earlier transfer brought."""
+        self._left = left
+
+    def land(self, wanted: Sequence[Wanted]) -> list[Wanted]:
+        """Bring what is here to where it belongs; what is not."""
+        missing = self._land(wanted, [each.chunk in self._live or each.chunk in self._left for each in wanted], self._copy)
+        if self._objects is None or not missing:
+            return missing
+        found = self._objects.locate(b"".join(each.chunk for each in missing))["found"]
+        return self._land(missing, found.tolist(), self._read)
+
+    def _land(self, wanted: Sequence[Wanted], is_here: Sequence[object], bring: Bring) -> list[Wanted]:
+        here = [each for each, there in zip(wanted, is_here, strict=True) if there]
+        missing: list[Wanted] = [each for each, there in zip(wanted, is_here, strict=True) if not there]
+
+        def task(batch: Sequence[Wanted]) -> None:
+            self._deadline.left()
+            missing.extend(bring(batch))
+
+        self._threads.spread(task, list(batches(here)))
+        return missing
+
+    def _copy(self, batch: Sequence[Wanted]) -> Iterator[Wanted]:
+        for each in batch:
+            out = _room(each)
+            if self._take(each.chunk, out) and digest(out) == each.chunk:
+                each.land(out)
+            else:
+                yield each
+
+    def _take(self, chunk: bytes, out: memoryview) -> bool:
+        found, left = self._live.get(chunk), self._left.get(chunk)
+        if found:
+            source, start, stop = found
+            if stop - start == len(out):
+                source.stage(start, stop, out)
+                return True
+        if left is not None and len(left) == len(out):
+            out[:] = left
+            return True
+        return False
+
+    def _read(self, batch: Sequence[Wanted]) -> Sequence[Wanted]:
+        assert self._objects is not None
+        out = [_room(each) for each in batch]
+        try:
+            self._objects.read_into(b"".join(each.chunk for each in batch), out)
+        except (Corrupt, NotFound, Unavailable):
+            return batch  # peers have it, and a damaged store is fsck's to tell of
+        for each, data in zip(batch, out, strict=True):
+            each.land(data)
+        return ()
+
+
+def batches(wanted: Sequence[Wanted]) -> Iterator[list[Wanted]]:
+    """What one thread does at a time, so that memory beside the state stays bounded."""
+    batch: list[Wanted] = []
+    size = 0
+    for each in wanted:
+        batch.append(each)
+        size += each.nbytes
+        if size >= RUN_BYTES:
+            yield batch
+            batch, size = [], 0
+    if batch:
+        yield batch
+
+
+def _room(wanted: Wanted) -> memoryview:
+    return wanted.memory if wanted.memory is not None else memoryview(bytearray(wanted.nbytes))

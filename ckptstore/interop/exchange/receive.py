@@ -1,0 +1,218 @@
+"""A state from what peers serve and what this process has: which chunks are wanted, which are here already, which must come.
+
+Nothing counts as received until the bytes at its place, or beside it, have been hashed. Into live tensors only verified bytes are written.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from ckptstore.core.ids import ChunkId, digest
+from ckptstore.core.model import TreeRef
+from ckptstore.engine.checkout import Destination, Tree
+from ckptstore.engine.select import Piece, select
+from ckptstore.engine.transfer import Threads
+from ckptstore.errors import Corrupt
+from ckptstore.interop.exchange.connection import Deadline
+from ckptstore.interop.exchange.fetch import Peers
+from ckptstore.interop.exchange.holdings import Holdings, batches
+from ckptstore.interop.exchange.offer import KEY
+from ckptstore.interop.exchange.protocol import Description
+from ckptstore.interop.exchange.targets import Target, check_claims, make_targets
+from ckptstore.interop.exchange.work import Wanted
+from ckptstore.objects.pages import join_pages
+from ckptstore.objects.schema import decode_schema
+from ckptstore.state import tensors
+from ckptstore.state.flat import Flat
+from ckptstore.state.inflate import inflate
+from ckptstore.state.leaves import Destination as TensorDestination
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+    from ckptstore.objects.store import ObjectStore
+
+
+@dataclass(frozen=True, slots=True)
+class Here:
+    """What this process has: its live state, which is also where the received one goes if `in_place`; its store; what was `left` behind."""
+
+    threads: Threads
+    live: Flat | None
+    in_place: bool
+    objects: "ObjectStore | None"
+    meshes: "Sequence[DeviceMesh]"
+    left: Mapping[bytes, memoryview]
+    max_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Received:
+    """What a transfer took: of `chunks`, of `nbytes` together, `fetched_chunks` came from peers, the others were here. `retried` were asked
+    for again, since a peer broke off or sent other bytes."""
+
+    chunks: int
+    nbytes: int
+    fetched_chunks: int
+    fetched_bytes: int
+    requests: int
+    retried: int
+
+
+@dataclass(slots=True)
+class _Want:
+    """A chunk and all the places that it goes to."""
+
+    nbytes: int
+    landings: "list[_Landing]"
+
+
+@dataclass(frozen=True, slots=True)
+class _Landing:
+    """One place: `memory` is the destination's own, if it has any that may be written to by the byte."""
+
+    piece: Piece
+    destination: Destination
+    memory: memoryview | None
+    live: bool
+
+    @property
+    def direct(self) -> memoryview | None:
+        """Where the chunk may be received: new memory that takes all of it in one piece."""
+        at = self.piece.at
+        return self.memory[at : at + self.piece.raw_bytes] if self.memory is not None and at is not None and not self.live else None
+
+    def land(self, data: memoryview) -> None:
+        if self.memory is not None:
+            self.piece.land(data, self.memory)
+            return
+        for source, target, n in self.piece.moves:
+            self.destination.write(target, data[source : source + n])
+
+    def is_there(self, chunk: bytes) -> bool:
+        """Whether live memory has the chunk already, at this place."""
+        at, nbytes = self.piece.at, self.piece.raw_bytes
+        if not self.live or at is None:
+            return False
+        if self.memory is not None:
+            return digest(self.memory[at : at + nbytes]) == chunk
+        if not isinstance(self.destination, TensorDestination):
+            return False
+        data = memoryview(bytearray(nbytes))
+        tensors.read_range(self.destination.tensor, at, at + nbytes, data)
+        return digest(data) == chunk
+
+
+@dataclass(slots=True)
+class Transfer:
+    """One state on its way. `landed` are the chunks that came to new memory, also when the transfer fails."""
+
+    peers: Peers
+    here: Here
+    deadline: Deadline
+    landed: dict[bytes, memoryview] = field(default_factory=dict)
+
+    def run(self) -> tuple[Any, Received]:
+        """Raises `Corrupt`, `InvalidInput`, `Conflict`, `Unavailable` for what peers said or did, TimeoutError when time is up."""
+        description = self.peers.describe()
+        tree = self._tree(description)
+        check_claims(tree, description.placed, self.here.max_bytes)
+        targets = make_targets(tree, description.placed, self.here.live if self.here.in_place else None, self._meshes())
+        wants = _plan(tree, targets)
+        self._bring(wants, description)
+        _land_inline(tree, targets)
+        state = inflate(tree.schema, [_content(target) for target in targets])
+        traffic = self.peers.traffic
+        metadata = dict(description.metadata)
+        nbytes = sum(want.nbytes for want in wants.values()) + sum(metadata.values())
+        chunks = len(wants) + len(metadata)
+        return state, Received(chunks, nbytes, traffic.chunks, traffic.bytes, traffic.requests, traffic.retried)
+
+    def _tree(self, description: Description) -> Tree:
+        """Schema and pages, from the store or the peers."""
+        data = {chunk: bytearray(nbytes) for chunk, nbytes in description.metadata}
+        wanted = [Wanted(chunk, len(each), memoryview(each), _nothing) for chunk, each in data.items()]
+        self.peers.fetch(Holdings(self.here.threads, self.deadline, self.here.objects).land(wanted))
+        try:
+            schema = decode_schema(bytes(data[description.schema[0]]))
+            contents = join_pages([bytes(data[page]) for page, _ in description.pages], len(schema))
+        except Corrupt as error:
+            raise Corrupt(f"a peer describes a state that is none: {error}") from error
+        if not all(0 <= leaf < len(schema) for leaf in description.placed):
+            raise Corrupt("a peer describes DTensors that its state does not have")
+        ref = TreeRef(ChunkId(description.schema[0]), tuple(ChunkId(page) for page, _ in description.pages))
+        return Tree(KEY, ref, schema, contents, description.chunk_bytes)
+
+    def _bring(self, wants: dict[bytes, _Want], description: Description) -> None:
+        holdings = Holdings(self.here.threads, self.deadline, self.here.objects)
+        holdings.add_left(self.here.left)
+        if self.here.in_place:
+            self.here.threads.spread(self._drop_what_is_there, list(_groups(wants)))
+        elif self.here.live:
+            holdings.add_live(self.here.live, description.chunk_bytes)
+        wanted = [self._wanted(chunk, want) for chunk, want in wants.items() if want.landings]
+        self.peers.fetch(holdings.land(wanted))
+
+    def _drop_what_is_there(self, wants: Iterable[tuple[bytes, _Want]]) -> None:
+        self.deadline.left()
+        for chunk, want in wants:
+            want.landings = [landing for landing in want.landings if not landing.is_there(chunk)]
+
+    def _wanted(self, chunk: bytes, want: _Want) -> Wanted:
+        first = next((landing for landing in want.landings if landing.direct is not None), None)
+        memory = first.direct if first else None
+
+        def land(data: memoryview) -> None:
+            for landing in want.landings:
+                if landing is not first:
+                    landing.land(data)
+            if memory is not None:
+                self.landed[chunk] = memory
+
+        return Wanted(chunk, want.nbytes, memory, land)
+
+    def _meshes(self) -> "Iterator[DeviceMesh]":
+        yield from self.here.meshes
+        for held in self.here.live.held.values() if self.here.live else ():
+            if hasattr(held.origin, "device_mesh"):
+                yield held.origin.device_mesh
+
+
+def _plan(tree: Tree, targets: Sequence[Target]) -> dict[bytes, _Want]:
+    """Every chunk that is wanted, once, with all its places."""
+    wants: dict[bytes, _Want] = {}
+    for i, target in enumerate(targets):
+        content = tree.content(i)
+        if content.inline is not None:
+            continue
+        shape, width = tree.extent(i)
+        for box, destination in target.parts:
+            memory = destination.memory()
+            for piece in select(content, shape, width, tree.chunk_bytes, box):
+                want = wants.setdefault(piece.chunk, _Want(piece.raw_bytes, []))
+                if want.nbytes != piece.raw_bytes:
+                    raise Corrupt(f"a peer names one chunk for parts of {want.nbytes} and of {piece.raw_bytes} bytes; one of them is wrong")
+                want.landings.append(_Landing(piece, destination, memory, target.live))
+    return wants
+
+
+def _land_inline(tree: Tree, targets: Sequence[Target]) -> None:
+    """Small leaves that go to live tensors, last, since nothing can fail any more."""
+    for i, target in enumerate(targets):
+        inline = tree.content(i).inline
+        if inline and target.live:
+            for _, destination in target.parts:
+                destination.write(0, memoryview(inline))
+
+
+def _content(target: Target) -> Any:
+    return bytes(target.value) if isinstance(target.value, bytearray) else target.value
+
+
+def _groups(wants: dict[bytes, _Want]) -> Iterator[list[tuple[bytes, _Want]]]:
+    for batch in batches([Wanted(chunk, want.nbytes, None, _nothing) for chunk, want in wants.items()]):
+        yield [(each.chunk, wants[each.chunk]) for each in batch]
+
+
+def _nothing(data: memoryview) -> None:
+    """The bytes are where they belong."""

@@ -1,0 +1,181 @@
+"""torchft's checkpoint transport on chunks: a replica that joins late takes from its peers only what it lacks (docs/torchft.md).
+
+`StoreTransport` stands where torchft's `HTTPTransport` does, in a `Manager` or alone.
+"""
+
+import logging
+import secrets
+import threading
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from ckptstore.core.config import CHUNK_BYTES, default_threads
+from ckptstore.core.host import free_bytes
+from ckptstore.engine.transfer import Threads
+from ckptstore.errors import InvalidInput
+from ckptstore.interop.exchange.addresses import own_addresses
+from ckptstore.interop.exchange.board import Board
+from ckptstore.interop.exchange.connection import Deadline, Route
+from ckptstore.interop.exchange.fetch import Peers
+from ckptstore.interop.exchange.offer import flatten_state, make_offer
+from ckptstore.interop.exchange.protocol import Invitation, decode_invitation, encode_invitation
+from ckptstore.interop.exchange.receive import Here, Received, Transfer
+from ckptstore.interop.exchange.server import TransportServer
+from ckptstore.state.arenas import ArenaPool, default_budget
+
+try:
+    from torchft.checkpointing.transport import CheckpointTransport
+except ImportError as error:
+    raise ImportError(f'StoreTransport needs torchft: pip install "ckptstore[torchft]" ({error})') from error
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+    from ckptstore.store import Store
+
+__all__ = ["Received", "StoreTransport"]
+
+T = TypeVar("T")
+
+logger = logging.getLogger("ckptstore.transport")
+
+PATIENCE_S = 10.0
+"""A peer that does not send a chunk within this time is given up for now, and others are asked."""
+
+CONNECTIONS = 4
+
+
+class StoreTransport(CheckpointTransport[T]):  # type: ignore[misc]  # mypy does not look into torchft
+    """A `CheckpointTransport` that sends and receives states of any nesting, chunk by chunk, every chunk verified; nothing is pickled.
+
+    `timeout` bounds what has no timeout of its own. With `store`, chunks that it has are neither copied to be served nor asked for. With
+    `state_dict`, a function that gives the live state (in the structure in which states are sent), what has not changed there is not asked
+    for; `in_place` writes what is received into its tensors. `meshes` are those that DTensors may be placed on, besides those of the live
+    state. Served is at `host` and `port`, by default on all addresses and a free port.
+
+    What must be copied to be served takes at most `staging_bytes`, by default half of what the host has; a state of more than `max_bytes`,
+    by default what is free, is not received. Each peer gets up to `connections`; one that sends no chunk for `patience` is passed over.
+    """
+
+    def __init__(
+        self,
+        timeout: timedelta,
+        store: "Store | None" = None,
+        *,
+        state_dict: Callable[[], Any] | None = None,
+        in_place: bool = False,
+        meshes: "Sequence[DeviceMesh]" = (),
+        host: str = "",
+        port: int = 0,
+        staging_bytes: int | None = None,
+        max_bytes: int | None = None,
+        connections: int = CONNECTIONS,
+        patience: timedelta = timedelta(seconds=PATIENCE_S),
+    ) -> None:
+        if in_place and state_dict is None:
+            raise InvalidInput("in_place writes into the tensors of the live state: pass state_dict, a function that gives it")
+        self._timeout_s, self._store, self._state_dict, self._in_place = timeout.total_seconds(), store, state_dict, in_place
+        self._meshes, self._staging_bytes, self._max_bytes = tuple(meshes), staging_bytes, max_bytes
+        self._connections, self._patience_s = connections, patience.total_seconds()
+        self._chunk_bytes = store.chunk_bytes if store else CHUNK_BYTES
+        self._threads = Threads(default_threads())
+        self._board = Board()
+        self._sending, self._receiving = threading.Lock(), threading.Lock()
+        self._left: dict[bytes, memoryview] = {}
+        instance, token = secrets.token_hex(16), secrets.token_hex(32)
+        self._server = TransportServer(self._board, instance, token, timeout_s=self._timeout_s, host=host, port=port)
+        self._metadata = encode_invitation(Invitation(instance, token, own_addresses(self._server.port, host)))
+        self.staged_bytes = 0
+        """What the last `send_checkpoint` had to copy."""
+        self.received: Received | None = None
+        """What the last `recv_checkpoint` that succeeded took."""
+
+    def metadata(self) -> str:
+        """What a peer needs to receive from here: addresses, and a token, which is a secret."""
+        return self._metadata
+
+    def send_checkpoint(self, dst_ranks: list[int], step: int, state_dict: T, timeout: timedelta) -> None:
+        """Hold `state_dict` still as of now and serve it as `step`, to anybody who has this transport's metadata, until the next call of
+        this or of `disallow_checkpoint`.
+
+        Once this returns, the tensors may change. Raises `InvalidInput` for what cannot travel, naming its path; TimeoutError if what was
+        served before is still being taken when `timeout` is over and cannot be cut off.
+        """
+        deadline = Deadline(timeout.total_seconds(), f"the state of step {step} could not be served")
+        with self._sending:
+            self._withdraw(deadline.left())
+            objects = self._store.chunks() if self._store else None
+            offer = make_offer(state_dict, step, chunk_bytes=self._chunk_bytes, pool=self._pool, threads=self._threads, objects=objects)
+            self.staged_bytes = offer.staged_bytes
+            self._board.post(offer)
+
+    def disallow_checkpoint(self) -> None:
+        """Serve nothing any more. Waits for those who are receiving; who is not done after the transport's timeout is cut off."""
+        with self._sending:
+            self._withdraw(self._timeout_s)
+
+    def recv_checkpoint(self, src_rank: int, metadata: str, step: int, timeout: timedelta) -> T:
+        """The state that the transport with this `metadata` serves as `step`; waits until it does.
+
+        Raises TimeoutError when `timeout` is over, `Conflict` if another step is served, `InvalidInput` for metadata that is refused and
+        for a state that cannot be received here, `Unavailable` if the peer is gone, `Corrupt` if it keeps sending what it does not
+        announce. What came before a failure is not asked for again by the next call. After a failure with `in_place`, the live tensors
+        hold verified bytes of both states.
+        """
+        return self.recv_from([metadata], step, timeout)
+
+    def recv_from(self, sources: Sequence[str], step: int, timeout: timedelta) -> T:
+        """As `recv_checkpoint`, from several transports that serve one state, at once; who of them fails is not needed."""
+        if not sources:
+            raise InvalidInput("there is nobody to receive from: pass the metadata of at least one transport")
+        deadline = Deadline(timeout.total_seconds(), f"the state of step {step} has not been received")
+        invitations = list(dict.fromkeys(map(decode_invitation, sources)))
+        transfer, patience_s = secrets.token_hex(8), min(self._patience_s, max(timeout.total_seconds(), 0.001))
+        routes = [Route(invitation, transfer, patience_s) for invitation in invitations]
+        with self._receiving:
+            return self._receive(Peers(routes, step, deadline, self._connections), deadline)
+
+    def shutdown(self, wait: bool = True) -> None:
+        """Serve nothing, and let go of memory, threads and the port; with `wait`, return when that is done. Idempotent."""
+        self._server.close(wait=wait)
+        self._left = {}
+        if wait:
+            with self._sending:
+                self._withdraw(0)
+            self._threads.close()
+
+    def _withdraw(self, timeout_s: float) -> None:
+        if late := self._board.withdraw(timeout_s):
+            logger.warning("cut off %d connections of peers that were still receiving after %.1f s", late, timeout_s)
+
+    def _receive(self, peers: Peers, deadline: Deadline) -> T:
+        transfer = Transfer(peers, self._here(), deadline)
+        try:
+            state, self.received = transfer.run()
+        except BaseException:
+            self._left = {**self._left, **transfer.landed}
+            raise
+        finally:
+            peers.close()
+        self._left = {}
+        return state  # type: ignore[no-any-return]  # what was sent decides its type
+
+    def _here(self) -> Here:
+        live = flatten_state(self._state_dict()) if self._state_dict else None
+        max_bytes = self._max_bytes if self._max_bytes is not None else free_bytes()
+        return Here(
+            self._threads,
+            live,
+            self._in_place,
+            self._store.chunks() if self._store else None,
+            self._meshes,
+            self._left,
+            max_bytes if max_bytes is not None else 1 << 62,
+        )
+
+    @cached_property
+    def _pool(self) -> ArenaPool:
+        """Memory for states that are served, known when it is first needed."""
+        return ArenaPool(self._staging_bytes or default_budget())
