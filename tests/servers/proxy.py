@@ -28,6 +28,8 @@ class Faults:
     busy: float = 0.0
     refuse: bool = False
     rewrite: Callable[[bytes], bytes] | None = None
+    spoil: Callable[[bytes], bytes] | None = None
+    """Rewrites answers."""
     silent: threading.Event = field(default_factory=threading.Event)
     """While it is set, nothing is forwarded and nothing answered."""
 
@@ -153,7 +155,8 @@ class Proxy:
             sink.shutdown(socket.SHUT_RDWR)
             source.shutdown(socket.SHUT_RDWR)
             return False
-        sink.sendall(faults.rewrite(data) if upward and faults.rewrite else data)
+        change = faults.rewrite if upward else faults.spoil
+        sink.sendall(change(data) if change else data)
         return True
 
 

@@ -51,8 +51,8 @@ class Peers:
         """Bring every chunk to where it belongs. Raises what stood in the way; nothing is written any more then."""
         if not wanted:
             return
-        work = Work(wanted, len(self._routes), self._deadline)
         hands = min(self._hands, len(wanted))
+        work = Work(wanted, len(self._routes), hands * len(self._routes), self._deadline)
         with self._threads(hands * len(self._routes)) as pool:
             working = [pool.submit(self._work, work, peer) for _ in range(hands) for peer in range(len(self._routes))]
             try:

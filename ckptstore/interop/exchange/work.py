@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from ckptstore.core.config import RUN_BYTES
+from ckptstore.core.config import MIB, RUN_BYTES
 from ckptstore.errors import CkptStoreError, Unavailable
 from ckptstore.interop.exchange.connection import Deadline
 from ckptstore.interop.exchange.protocol import IDS_PER_REQUEST
@@ -31,8 +31,10 @@ class Wanted:
 class Work:
     """The chunks of one fetch, shared by the threads that ask `peers`, which are numbered."""
 
-    def __init__(self, wanted: Sequence[Wanted], peers: int, deadline: Deadline) -> None:
+    def __init__(self, wanted: Sequence[Wanted], peers: int, hands: int, deadline: Deadline) -> None:
         self._todo = deque(wanted)
+        # Little is divided among all hands, much is taken as fast as each can.
+        self._batch_bytes = min(RUN_BYTES, max(MIB, sum(each.nbytes for each in wanted) // hands))
         self._missing = len(wanted)
         self._deadline = deadline
         self._strikes = [0] * peers
@@ -102,7 +104,7 @@ class Work:
         batch: list[Wanted] = []
         passed: list[Wanted] = []
         size = 0
-        while self._todo and len(batch) < IDS_PER_REQUEST and size < RUN_BYTES:
+        while self._todo and len(batch) < IDS_PER_REQUEST and (not batch or size < self._batch_bytes):
             each = self._todo.popleft()
             if each.chunk in self._lacks[peer]:
                 passed.append(each)

@@ -1,0 +1,1 @@
+"""Tests of states that travel between processes."""

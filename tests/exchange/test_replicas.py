@@ -1,0 +1,68 @@
+"""Replicas that are processes: one joins late and recovers from a peer, and again, and then nobody serves; DTensors keep their place."""
+
+import os
+import signal
+from collections.abc import Iterator
+
+import pytest
+
+from ckptstore.errors import Unavailable
+from tests.exchange import replicas
+from tests.exchange.conftest import SOON, Start, assert_same, state_of
+from tests.ranks.pool import Pool
+
+METADATA_CHUNKS = 2
+LARGE = 96
+"""MiB."""
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[Pool]:
+    pool = Pool(4)
+    yield pool
+    pool.close()
+
+
+def test_replicas_recover_from_a_peer_twice_and_then_time_out(pool: Pool) -> None:
+    source = pool.run(replicas.begin)[0]
+    for step, recovering in ((1, (1, 2)), (2, (2,))):
+        taken = pool.run(replicas.take_part, step, source, step, recovering, ranks=[0, 1, 2])
+        assert all(taken[rank][0] == taken[rank][1] > 0 for rank in recovering)
+        pool.run(replicas.withdraw, ranks=[0, 1, 2])
+    assert pool.run(replicas.receive, 3, source, 0.01, ranks=[2]) == ["TimeoutError"]
+    pool.run(replicas.send, 4, 4, ranks=[2])  # goes on at once, though nobody comes
+    pool.run(replicas.end)
+
+
+def test_a_large_state_is_received_in_little_memory(pool: Pool) -> None:
+    source = pool.run(replicas.begin, ranks=[0])[0]
+    pool.run(replicas.send, 1, 5, LARGE, ranks=[0])
+    (grown,) = pool.run(replicas.receive_in_little_memory, source, 1, LARGE, ranks=[1])
+    assert pool.run(replicas.digests, LARGE, 5, ranks=[1]) == [True]
+    print(f"the receiver grew by {grown >> 20} MiB for {LARGE} MiB")
+    assert grown < LARGE << 19
+    pool.run(replicas.end)
+
+
+def test_dtensors_of_every_layout_are_placed_on_the_receivers_own_mesh(pool: Pool) -> None:
+    pool.run(replicas.exchange_dtensors, 4)
+
+
+def test_a_dtensor_whose_mesh_nobody_knows_is_refused_by_its_path(pool: Pool) -> None:
+    for refusal in pool.run(replicas.refuse_dtensors_without_a_mesh):
+        assert "state/w lies on" in refusal and "meshes=" in refusal
+
+
+def test_a_peer_that_is_killed_is_unavailable_and_another_gives_the_state(start: Start) -> None:
+    pool = Pool(1)
+    try:
+        (killed,) = pool.run(replicas.begin)
+        pool.run(replicas.send, 1, 1)
+        receiver, second = start(), start()
+        second.send_checkpoint([1], 1, state_of(6), SOON)
+        os.kill(pool.run(replicas.pid)[0], signal.SIGKILL)
+        with pytest.raises(Unavailable):
+            receiver.recv_checkpoint(0, killed, 1, SOON)
+        assert_same(receiver.recv_from([killed, second.metadata()], 1, SOON), state_of(6))
+    finally:
+        pool.close()
