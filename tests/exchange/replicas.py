@@ -104,7 +104,7 @@ def refuse_dtensors_without_a_mesh(rank: int) -> str:
     sender: StoreTransport[Any] = StoreTransport(SOON)
     receiver: StoreTransport[Any] = StoreTransport(SOON)
     try:
-        sender.send_checkpoint([0], 1, {"w": layout("rows", full(), 4)}, SOON)
+        sender.send_checkpoint([0], 1, {"w": layout("rows", full(), 3)}, SOON)
         receiver.recv_checkpoint(0, sender.metadata(), 1, SOON)
     except ValueError as error:
         return str(error)

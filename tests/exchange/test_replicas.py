@@ -18,7 +18,7 @@ LARGE = 96
 
 @pytest.fixture(scope="module")
 def pool() -> Iterator[Pool]:
-    pool = Pool(4)
+    pool = Pool(3)
     yield pool
     pool.close()
 
@@ -45,7 +45,7 @@ def test_a_large_state_is_received_in_little_memory(pool: Pool) -> None:
 
 
 def test_dtensors_of_every_layout_are_placed_on_the_receivers_own_mesh(pool: Pool) -> None:
-    pool.run(replicas.exchange_dtensors, 4)
+    pool.run(replicas.exchange_dtensors, 3)
 
 
 def test_a_dtensor_whose_mesh_nobody_knows_is_refused_by_its_path(pool: Pool) -> None:

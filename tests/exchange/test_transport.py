@@ -1,5 +1,7 @@
 """What a transport carries, when it serves and for whom, and what it does not ask for because it is there already."""
 
+import importlib.util
+import sys
 import threading
 import time
 from dataclasses import replace
@@ -11,6 +13,7 @@ import pytest
 import torch
 
 import ckptstore
+import ckptstore.interop.torchft as transport_module
 from ckptstore.errors import Conflict, InvalidInput, Unavailable
 from ckptstore.interop.exchange.protocol import decode_invitation, encode_invitation
 from ckptstore.interop.torchft import StoreTransport
@@ -280,6 +283,14 @@ def test_after_shutdown_nobody_answers(start: Start) -> None:
     sender.shutdown()
     with pytest.raises(Unavailable, match="no transport of this id answers"):
         receive(receiver, sender)
+
+
+def test_without_torchft_the_import_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "torchft.checkpointing.transport", None)
+    spec = importlib.util.spec_from_file_location("again", transport_module.__file__)
+    assert spec and spec.loader
+    with pytest.raises(ImportError, match=r'pip install "ckptstore\[torchft\]"'):
+        spec.loader.exec_module(importlib.util.module_from_spec(spec))
 
 
 def test_in_place_needs_a_live_state(start: Start) -> None:

@@ -22,9 +22,9 @@ from ckptstore.interop.exchange.targets import Target, check_claims, make_target
 from ckptstore.interop.exchange.work import Wanted
 from ckptstore.objects.pages import join_pages
 from ckptstore.objects.schema import decode_schema
-from ckptstore.state import tensors
+from ckptstore.state import containers, tensors
 from ckptstore.state.flat import Flat
-from ckptstore.state.inflate import inflate
+from ckptstore.state.inflate import inflate, refuse_pickles
 from ckptstore.state.leaves import Destination as TensorDestination
 
 if TYPE_CHECKING:
@@ -136,8 +136,10 @@ class Transfer:
         try:
             schema = decode_schema(bytes(data[description.schema[0]]))
             contents = join_pages([bytes(data[page]) for page, _ in description.pages], len(schema))
+            containers.check(schema.skeleton)
         except Corrupt as error:
             raise Corrupt(f"a peer describes a state that is none: {error}") from error
+        refuse_pickles(schema)
         if not all(0 <= leaf < len(schema) for leaf in description.placed):
             raise Corrupt("a peer describes DTensors that its state does not have")
         ref = TreeRef(ChunkId(description.schema[0]), tuple(ChunkId(page) for page, _ in description.pages))
@@ -197,7 +199,7 @@ def _plan(tree: Tree, targets: Sequence[Target]) -> dict[bytes, _Want]:
 
 
 def _land_inline(tree: Tree, targets: Sequence[Target]) -> None:
-    """Small leaves that go to live tensors, last, since nothing can fail any more."""
+    """Small leaves that go to live tensors: last, when everything else is there."""
     for i, target in enumerate(targets):
         inline = tree.content(i).inline
         if inline and target.live:
