@@ -173,6 +173,7 @@ class StoreTransport(CheckpointTransport[T]):  # type: ignore[misc]  # mypy does
             self._meshes,
             self._left,
             max_bytes if max_bytes is not None else 1 << 62,
+            self._chunk_bytes,
         )
 
     @cached_property

@@ -16,8 +16,11 @@ from ckptstore.interop.exchange.connection import Deadline
 from ckptstore.interop.exchange.offer import parts_of, read_part
 from ckptstore.interop.exchange.work import Wanted
 from ckptstore.state.flat import Flat, Source
+from ckptstore.state.leaves import TensorSource
 
 if TYPE_CHECKING:
+    import torch
+
     from ckptstore.objects.store import ObjectStore
 
 
@@ -31,10 +34,12 @@ class Holdings:
     def __init__(self, threads: Threads, deadline: Deadline, objects: "ObjectStore | None" = None) -> None:
         self._threads, self._deadline, self._objects = threads, deadline, objects
         self._live: dict[bytes, tuple[Source, int, int]] = {}
+        self._at: dict[tuple[int, int, int], bytes] = {}
         self._left: Mapping[bytes, memoryview] = {}
 
     def add_live(self, live: Flat, chunk_bytes: int) -> None:
         """Hash a live state, cut as the sender cuts its own."""
+        self._live, self._at = {}, {}
         parts = parts_of(live)
 
         def index(batch: Sequence[Run]) -> None:
@@ -42,16 +47,25 @@ class Holdings:
             for run in batch:
                 source = parts[run.part.leaf].source
                 for start, stop in pairwise(run.cuts):
-                    self._live[digest(read_part(source, start, stop))] = source, start, stop
+                    chunk = digest(read_part(source, start, stop))
+                    self._live[chunk] = source, start, stop
+                    if isinstance(source, TensorSource):
+                        self._at[source.tensor.data_ptr(), start, stop] = chunk
 
         self._threads.spread(index, plan_chunks([part.extent for part in parts], chunk_bytes).batches)
+
+    def chunk_at(self, tensor: "torch.Tensor", start: int, stop: int) -> bytes | None:
+        """The chunk that these bytes of a live tensor were when they were hashed."""
+        return self._at.get((tensor.data_ptr(), start, stop))
 
     def add_left(self, left: Mapping[bytes, memoryview]) -> None:
         """Count what an earlier transfer brought."""
         self._left = left
 
-    def land(self, wanted: Sequence[Wanted]) -> list[Wanted]:
-        """Bring what is here to where it belongs; what is not."""
+    def land(self, wanted: Sequence[Wanted], *, without_live: bool = False) -> list[Wanted]:
+        """Bring what is here to where it belongs; what is not. `without_live` if the live state is what is written to."""
+        if without_live:
+            self._live = {}
         missing = self._land(wanted, [each.chunk in self._live or each.chunk in self._left for each in wanted], self._copy)
         if self._objects is None or not missing:
             return missing

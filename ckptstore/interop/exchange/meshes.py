@@ -31,9 +31,7 @@ def placed_leaves(flat: Flat) -> dict[int, Placed]:
             continue
         if not is_dtensor(held.origin):
             kind = type(held.origin).__name__
-            raise InvalidInput(
-                f"{flat.schema.paths[leaf]} is a {kind}; of distributed tensors, only DTensors can be sent: convert it"
-            )
+            raise InvalidInput(f"{flat.schema.paths[leaf]} is a {kind}; of distributed tensors, only DTensors can be sent: convert it")
         found[leaf] = placed(held.origin)
     return found
 

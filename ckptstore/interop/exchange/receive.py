@@ -3,11 +3,12 @@
 Nothing counts as received until the bytes at its place, or beside it, have been hashed. Into live tensors only verified bytes are written.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from ckptstore.core.ids import ChunkId, digest
+from ckptstore.core.ids import ChunkId
 from ckptstore.core.model import TreeRef
 from ckptstore.engine.checkout import Destination, Tree
 from ckptstore.engine.select import Piece, select
@@ -15,14 +16,14 @@ from ckptstore.engine.transfer import Threads
 from ckptstore.errors import Corrupt
 from ckptstore.interop.exchange.connection import Deadline
 from ckptstore.interop.exchange.fetch import Peers
-from ckptstore.interop.exchange.holdings import Holdings, batches
+from ckptstore.interop.exchange.holdings import Holdings
 from ckptstore.interop.exchange.offer import KEY
 from ckptstore.interop.exchange.protocol import Description
 from ckptstore.interop.exchange.targets import Target, check_claims, make_targets
 from ckptstore.interop.exchange.work import Wanted
 from ckptstore.objects.pages import join_pages
 from ckptstore.objects.schema import decode_schema
-from ckptstore.state import containers, tensors
+from ckptstore.state import containers
 from ckptstore.state.flat import Flat
 from ckptstore.state.inflate import inflate, refuse_pickles
 from ckptstore.state.leaves import Destination as TensorDestination
@@ -44,6 +45,7 @@ class Here:
     meshes: "Sequence[DeviceMesh]"
     left: Mapping[bytes, memoryview]
     max_bytes: int
+    chunk_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,18 +91,12 @@ class _Landing:
         for source, target, n in self.piece.moves:
             self.destination.write(target, data[source : source + n])
 
-    def is_there(self, chunk: bytes) -> bool:
-        """Whether live memory has the chunk already, at this place."""
-        at, nbytes = self.piece.at, self.piece.raw_bytes
-        if not self.live or at is None:
+    def is_there(self, holdings: Holdings) -> bool:
+        """Whether live memory had the chunk already, at this place, when it was hashed."""
+        at, destination = self.piece.at, self.destination
+        if not self.live or at is None or not isinstance(destination, TensorDestination):
             return False
-        if self.memory is not None:
-            return digest(self.memory[at : at + nbytes]) == chunk
-        if not isinstance(self.destination, TensorDestination):
-            return False
-        data = memoryview(bytearray(nbytes))
-        tensors.read_range(self.destination.tensor, at, at + nbytes, data)
-        return digest(data) == chunk
+        return holdings.chunk_at(destination.tensor, at, at + self.piece.raw_bytes) == self.piece.chunk
 
 
 @dataclass(slots=True)
@@ -114,12 +110,14 @@ class Transfer:
 
     def run(self) -> tuple[Any, Received]:
         """Raises `Corrupt`, `InvalidInput`, `Conflict`, `Unavailable` for what peers said or did, TimeoutError when time is up."""
-        description = self.peers.describe()
+        described = self.here.threads.submit(self.peers.describe)
+        holdings = self._holdings(described)
+        description = described.result()
         tree = self._tree(description)
         check_claims(tree, description.placed, self.here.max_bytes)
         targets = make_targets(tree, description.placed, self.here.live if self.here.in_place else None, self._meshes())
         wants = _plan(tree, targets)
-        self._bring(wants, description)
+        self._bring(wants, holdings)
         _land_inline(tree, targets)
         state = inflate(tree.schema, [_content(target) for target in targets])
         traffic = self.peers.traffic
@@ -145,20 +143,21 @@ class Transfer:
         ref = TreeRef(ChunkId(description.schema[0]), tuple(ChunkId(page) for page, _ in description.pages))
         return Tree(KEY, ref, schema, contents, description.chunk_bytes)
 
-    def _bring(self, wants: dict[bytes, _Want], description: Description) -> None:
+    def _holdings(self, described: "Future[Description]") -> Holdings:
+        """What is here. The live state is hashed while the peer still hashes its own, and again if that is cut otherwise."""
         holdings = Holdings(self.here.threads, self.deadline, self.here.objects)
         holdings.add_left(self.here.left)
-        if self.here.in_place:
-            self.here.threads.spread(self._drop_what_is_there, list(_groups(wants)))
-        elif self.here.live:
-            holdings.add_live(self.here.live, description.chunk_bytes)
-        wanted = [self._wanted(chunk, want) for chunk, want in wants.items() if want.landings]
-        self.peers.fetch(holdings.land(wanted))
+        if self.here.live:
+            holdings.add_live(self.here.live, self.here.chunk_bytes)
+            if described.result().chunk_bytes != self.here.chunk_bytes:
+                holdings.add_live(self.here.live, described.result().chunk_bytes)
+        return holdings
 
-    def _drop_what_is_there(self, wants: Iterable[tuple[bytes, _Want]]) -> None:
-        self.deadline.left()
-        for chunk, want in wants:
-            want.landings = [landing for landing in want.landings if not landing.is_there(chunk)]
+    def _bring(self, wants: dict[bytes, _Want], holdings: Holdings) -> None:
+        for want in wants.values():
+            want.landings = [landing for landing in want.landings if not landing.is_there(holdings)]
+        wanted = [self._wanted(chunk, want) for chunk, want in wants.items() if want.landings]
+        self.peers.fetch(holdings.land(wanted, without_live=self.here.in_place))
 
     def _wanted(self, chunk: bytes, want: _Want) -> Wanted:
         first = next((landing for landing in want.landings if landing.direct is not None), None)
@@ -209,11 +208,6 @@ def _land_inline(tree: Tree, targets: Sequence[Target]) -> None:
 
 def _content(target: Target) -> Any:
     return bytes(target.value) if isinstance(target.value, bytearray) else target.value
-
-
-def _groups(wants: dict[bytes, _Want]) -> Iterator[list[tuple[bytes, _Want]]]:
-    for batch in batches([Wanted(chunk, want.nbytes, None, _nothing) for chunk, want in wants.items()]):
-        yield [(each.chunk, wants[each.chunk]) for each in batch]
 
 
 def _nothing(data: memoryview) -> None:
