@@ -8,7 +8,7 @@ import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from benchmarks import held, history, memory, report, restores, results, saves, snapshots, training
+from benchmarks import held, history, memory, report, restores, results, saves, snapshots, training, transports
 from benchmarks.context import Context
 from benchmarks.disk import work_dir
 from benchmarks.measure import Result
@@ -41,6 +41,8 @@ CASES: dict[str, Callable[[Context], Result]] = {
     "log": history.shell_log,
     "peak-save": memory.peak_save,
     "peak-restore": memory.peak_restore,
+    "torchft-full": transports.full,
+    "torchft-recovery": transports.recovery,
 }
 
 

@@ -11,7 +11,7 @@ from typing import Any
 from benchmarks.disk import filesystem
 from benchmarks.measure import Result, Series
 
-PACKAGES = ("torch", "safetensors", "torchsnapshot", "torch_checkpointing", "blake3")
+PACKAGES = ("torch", "safetensors", "torchsnapshot", "torch_checkpointing", "torchft", "blake3")
 
 
 @dataclass(frozen=True, slots=True)

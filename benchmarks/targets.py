@@ -58,5 +58,13 @@ TARGETS = (
     Target("peak-save", "peak memory of a commit, bytes", at_most=256 * MIB),
     Target("peak-restore", "peak memory of a restore, bytes", at_most=256 * MIB),
     Target("fixed-cost", "the 10,000th commit, of the 10th", "after 10 commits", at_most=1.2, ours="after 10,000 commits"),
+    Target("torchft-full", "all of a state from a peer, against torchft's HTTPTransport", "torchft HTTPTransport", at_least=1),
+    Target(
+        "torchft-recovery",
+        "5 % of a state's chunks from a peer, against torchft's HTTPTransport",
+        "torchft HTTPTransport",
+        at_least=8,
+        ours="ckptstore, in place, committed",
+    ),
     Target("log", "`ckptstore log -n 20` after 10,000 commits, seconds", at_most=0.35, ours="ckptstore log -n 20"),
 )

@@ -49,7 +49,7 @@ class Move:
 class Gather:
     """The bytes `start:stop` of a leaf that does not lie in one piece of this host's memory, to an offset in the arena."""
 
-    source: Source
+    source: TensorSource
     start: int
     stop: int
     offset: int

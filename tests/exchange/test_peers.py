@@ -110,7 +110,7 @@ def test_what_came_before_a_failure_is_not_asked_for_by_the_next_call(start: Sta
         receiver.recv_checkpoint(0, metadata, 1, SOON)
     assert_same(receiver.recv_checkpoint(0, sender.metadata(), 1, SOON), state)
     assert receiver.received is not None
-    assert receiver.received.fetched_chunks < receiver.received.chunks  # how much was still in buffers when the peer died is not ours to say
+    assert receiver.received.fetched_chunks < receiver.received.chunks  # the last were in buffers when the peer died
 
 
 def test_a_peer_that_always_sends_other_bytes_is_refused(start: Start, wire: Wire) -> None:

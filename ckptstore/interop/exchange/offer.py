@@ -23,8 +23,9 @@ from ckptstore.objects.pages import split_pages
 from ckptstore.objects.schema import encode_schema
 from ckptstore.state import tensors
 from ckptstore.state.arenas import Arena, ArenaPool
+from ckptstore.state.devices import devices_of, prepare
 from ckptstore.state.flat import Flat, Source
-from ckptstore.state.flatten import flatten_tree
+from ckptstore.state.flatten import flatten
 from ckptstore.state.leaves import TensorSource
 from ckptstore.state.staging import Copy, Gather, Move, copy_task
 from ckptstore.text import bytes_text
@@ -47,7 +48,7 @@ class Part:
 
 def flatten_state(state: Any) -> Flat:
     """The leaves of any state; a DTensor is a leaf that this rank has boxes of. Raises `InvalidInput`, naming what cannot travel."""
-    return flatten_tree(KEY, state, ranks=True)
+    return flatten({KEY: state}, ranks=True)[KEY]
 
 
 def parts_of(flat: Flat) -> list[Part]:
@@ -152,6 +153,7 @@ class _Staging:
 
     def copy(self, arena: Arena, threads: Threads) -> dict[bytes, memoryview]:
         """The chunks that were copied, by the ids of the copies, which `ids` has afterwards."""
+        prepare(devices_of(part.source.tensor for part in self._parts if isinstance(part.source, TensorSource)), arena)
         threads.spread(lambda places: self._copy(places, arena), self._places)
         return {
             bytes(self._ids[place.part][place.where]): arena.memory[place.offset : place.offset + place.nbytes]
@@ -165,7 +167,11 @@ class _Staging:
 
     def _copy(self, places: "list[_Place]", arena: Arena) -> None:
         for place in places:
-            copy_task((_copy_of(self._parts[place.part].source, place),), arena)
+            source = self._parts[place.part].source
+            if isinstance(source, TensorSource):
+                copy_task((_copy_of(source, place),), arena)
+            else:
+                source.stage(place.start, place.stop, arena.memory[place.offset : place.offset + place.nbytes])
             # Still in the processor's cache, so that hashing hardly touches memory.
             self._ids[place.part][place.where] = digest(arena.memory[place.offset : place.offset + place.nbytes])
 
@@ -194,8 +200,8 @@ def _places(run: Run) -> Iterator[_Place]:
         yield _Place(run.part.leaf, run.first + i, start, stop)
 
 
-def _copy_of(source: Source, place: _Place) -> Copy:
-    if isinstance(source, TensorSource) and tensors.is_plain(source.tensor):
+def _copy_of(source: TensorSource, place: _Place) -> Copy:
+    if tensors.is_plain(source.tensor):
         return Move(source.tensor.data_ptr() + place.start, place.offset, place.nbytes)
     return Gather(source, place.start, place.stop, place.offset)
 
