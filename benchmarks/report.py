@@ -34,6 +34,8 @@ round hardly do. *CPU* is processor time of all threads, user and system, per GB
 * Limits: *write*: two threads append 8 MiB at a time, each to its own file, ask for write-back every 64 MiB, and sync;
   *read*: two threads `preadv` into place; *read, then BLAKE3*: the same, and the hash of what was read, the least that a verified
   restore must do; *memcpy*: `Tensor.copy_`; *BLAKE3*: two threads, 1 MiB at a time.
+* `torchft-full` and `torchft-recovery`: the sender is a process on the same host. Loopback is faster than most networks, so that what
+  hashing costs shows in full, and what fewer bytes gain does not. *CPU* is the receiver's.
 * Warm: the files are in the page cache. Cold: all of the contestant's files were synced and evicted
   (`POSIX_FADV_DONTNEED`).
 """
