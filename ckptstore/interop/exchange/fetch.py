@@ -127,7 +127,8 @@ class Peers:
         sizes = connection.ask_chunks(self._step, [each.chunk for each in left])
         asked = list(zip(left, sizes, strict=True))
         left[:] = [each for each, size in asked if size is not None]
-        work.back(peer, [each for each, size in asked if size is None], lacked=True)
+        if lacked := [each for each, size in asked if size is None]:
+            work.back(peer, lacked, lacked=True)
         for each, size in asked:
             if size not in (None, each.nbytes):
                 raise PeerFailed(Corrupt(f"a peer has {size} bytes for chunk {each.chunk.hex()[:12]}; wanted {each.nbytes}"))
