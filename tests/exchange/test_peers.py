@@ -162,6 +162,18 @@ def test_of_several_peers_all_give_and_those_that_cannot_are_passed_over(start: 
     assert given["good"] > 1 << 20 and given["second"] > 1 << 20
 
 
+def test_peers_that_disagree_about_a_state_never_give_a_mixture(start: Start) -> None:
+    states = [state_of(8, seed=seed) for seed in (1, 2)]
+    weights_of(states[1])["a"] = weights_of(states[0])["a"].clone()  # half of the chunks are the same
+    senders = [start(), start()]
+    for sender, state in zip(senders, states, strict=True):
+        sender.send_checkpoint([2], 1, state, SOON)
+    receiver = start()
+    got = receiver.recv_from([sender.metadata() for sender in senders], 1, SOON)
+    assert_same(got, states[0] if weights_of(got)["b"].equal(weights_of(states[0])["b"]) else states[1])
+    assert receiver.received is not None and receiver.received.retried == 0
+
+
 def test_a_peer_that_falls_silent_is_passed_over(start: Start, wire: Wire) -> None:
     state = state_of(24)
     good, silent = start(), start()
