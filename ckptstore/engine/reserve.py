@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from ckptstore.core.ids import new_session_id
-from ckptstore.errors import NoSpace, ReadOnly, Unavailable
+from ckptstore.errors import Corrupt, NoSpace, ReadOnly, Unavailable
 from ckptstore.objects.backend import Backend
 
 RESERVE_KEY = "reserve"
@@ -24,7 +24,10 @@ def ensure_reserve(backend: Backend) -> None:
     """
     if backend.durable_root is None:
         return
-    there = backend.size(RESERVE_KEY) or 0
+    try:
+        there = backend.size(RESERVE_KEY) or 0
+    except Corrupt:
+        there = 0
     for size in range(RESERVE_BYTES, max(there, PROBE_BYTES - 1), -PROBE_BYTES):
         try:
             backend.put(RESERVE_KEY, secrets.token_bytes(size))

@@ -87,7 +87,7 @@ class LocalBackend:
         except (FileNotFoundError, NotADirectoryError):
             return None
         except OSError as error:
-            raise _failure(error, "look up", key, self.url) from error
+            raise _unreadable(error, key, self.url) from error
         return status.st_size if S_ISREG(status.st_mode) else None
 
     def put(self, key: str, data: bytes | memoryview, *, durable: bool = True) -> None:
@@ -236,7 +236,7 @@ class LocalBackend:
             elif key.startswith(prefix) and entries[key].is_file(follow_symlinks=False):
                 # A file deleted since is not there; one that another process is deleting is listed or not, both are right.
                 with suppress(FileNotFoundError):
-                    yield key, entries[key].stat(follow_symlinks=False).st_size
+                    yield key, _listed_bytes(entries[key])
 
 
 class LocalWriter:
@@ -342,6 +342,16 @@ def _open_object(root: str, key: str) -> _OpenFile:
         return _OpenFile(os.open(f"{root}/{check_key(key)}", _READ))
     except OSError as error:
         raise _unreadable(error, key, root) from error
+
+
+def _listed_bytes(entry: os.DirEntry[str]) -> int:
+    """The size of a file; 0 where its inode is damaged, since its name counts all the same."""
+    try:
+        return entry.stat(follow_symlinks=False).st_size
+    except OSError as error:
+        if error.errno in _LOST:
+            return 0
+        raise
 
 
 def _is_cached(fd: int, offset: int) -> bool:

@@ -1,5 +1,6 @@
 """fsck's third level: every listed pack is there, of the right size, both footers read; the chunk index agrees; what lies around."""
 
+import os
 import re
 from collections.abc import Iterator, Mapping
 
@@ -38,7 +39,11 @@ def pack_findings(backend: Backend, pack: Pack, table: FooterTable) -> Iterator[
     if len(table) != pack.chunks:
         yield _object(pack, pack_key(pack.id), f"has {len(table)} chunks; the log says {pack.chunks}")
     for key in keys_of(pack.id, metadata=pack.metadata):
-        size = backend.size(key)
+        try:
+            size = backend.size(key)
+        except Corrupt as error:
+            yield _object(pack, key, f"is damaged: {error}")
+            continue
         if size is None:
             yield _object(pack, key, "is missing")
         elif size != pack.bytes:
@@ -89,7 +94,7 @@ def _orphan(key: str, size: int, closed: bool) -> Finding:
 
 def index_findings(ground: Ground, state: State, tables: Mapping[PackId, FooterTable]) -> Iterator[Finding]:
     """Chunks that this host's chunk index looks for in the wrong place. One that it does not know is looked for again when it is needed."""
-    if not ground.chunks_path.exists():
+    if not os.path.exists(ground.chunks_path):
         return
     index = ChunkIndex.open(ground.chunks_path, ground.config.store)
     try:

@@ -8,6 +8,7 @@ import pytest
 
 import ckptstore
 from ckptstore.core.ids import checkpoint_key, document_key
+from ckptstore.engine.reserve import RESERVE_KEY
 from ckptstore.history import log
 from tests.crash.works import CHUNK_BYTES, small
 from tests.faults import strace
@@ -18,7 +19,7 @@ from tests.upkeep.collecting import opened
 
 STEP = 3
 READS = "read,pread64,preadv,preadv2"
-OPENS = "openat"
+OPENS = "openat,newfstatat"
 Choice = Callable[[Path], str]
 
 
@@ -65,6 +66,10 @@ def checkpoint(place: Path) -> str:
     return checkpoint_key(STEP)
 
 
+def reserve(place: Path) -> str:
+    return RESERVE_KEY
+
+
 def catalog(place: Path) -> str:
     return "index/catalog.sqlite"
 
@@ -83,6 +88,7 @@ CASES = [
     pytest.param(metadata, OPENS, STEP - 1, False, marks=pytest.mark.soak, id="the inode of metadata"),
     pytest.param(checkpoint, READS, STEP - 1, True, marks=pytest.mark.soak, id="checkpoint"),
     pytest.param(checkpoint, OPENS, STEP - 1, True, marks=pytest.mark.soak, id="the inode of a checkpoint"),
+    pytest.param(reserve, OPENS, STEP - 1, True, marks=pytest.mark.soak, id="the inode of the reserve"),
     pytest.param(catalog, READS, STEP - 1, True, marks=pytest.mark.soak, id="catalog"),
     pytest.param(catalog, OPENS, STEP - 1, True, marks=pytest.mark.soak, id="the inode of a catalog"),
     pytest.param(chunk_index, READS, STEP - 1, True, id="chunk index"),
@@ -103,7 +109,7 @@ def test_what_cannot_be_read_is_damage_to_itself_alone(
     errors = [error[:2] for error in child.reports("error")]
     assert not code and errors == ([["collected", "Corrupt"]] if choose is document else []), (bad, code, child.reports("error"))
     assert child.reports("resumed") == [[str(resumed)]]
-    assert int(child.reports("looked")[0][0]) or bad.startswith("index/")
+    assert int(child.reports("looked")[0][0]) or bad.startswith(("index/", "reserve"))
     ((committed,),) = child.reports("committed")
     assert view_of(place).live == before.live | {committed}, "whatever could not be read may be read again on another day"
     with ckptstore.open(place) as store:
