@@ -26,7 +26,7 @@ from tests.upkeep.collecting import opened
 PAGE = 4096
 DISK_BYTES = 64 << 20
 STEP = 4
-ENOUGH = 2 << 20
+ENOUGH = 512 << 10
 """Room in which every commit here fits."""
 
 
@@ -76,7 +76,7 @@ def _fill_up(rooms: range, template: Path, disk: Path, nursery: Nursery) -> None
 def test_full_at_some_pages_of_a_commit(template: Path, disk: Path, nursery: Nursery, seed: int) -> None:
     step = 16 * PAGE
     rooms = range(Random(seed).randrange(8) * PAGE, ENOUGH, step)
-    for room in (*rooms[:8], rooms[-1]):
+    for room in rooms:
         _commit_with(room, template, disk, nursery)
 
 

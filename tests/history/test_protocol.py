@@ -73,6 +73,7 @@ def test_nothing_is_lost_in_any_interleaving(scope: Scope) -> None:
 @pytest.mark.parametrize("scope", HOLDING_LONG, ids=str)
 def test_nothing_is_lost_in_any_interleaving_of_more_actors(scope: Scope) -> None:
     result = explore(scope, NO_LIMIT)
+    print(f"{result.worlds:,} states{'' if result.complete else ', not all'}")
     assert not result.lost, "\n".join(result.path)
 
 
