@@ -29,8 +29,10 @@ _START_S = 60.0
 class PostgresServer:
     """One server with its data in a directory of its own."""
 
-    def __init__(self) -> None:
+    def __init__(self, network: str | None = None) -> None:
+        """With `network`, hosts on it may come as well."""
         self._bin = _binaries()
+        self._listen = "*" if network else "127.0.0.1"
         self._home = Path(tempfile.mkdtemp(prefix="ckptstore-postgres-"))
         self._as: dict[str, Any] = {}
         if os.getuid() == 0:
@@ -41,6 +43,9 @@ class PostgresServer:
         self._process: subprocess.Popen[bytes] | None = None
         initdb = [self._bin / "initdb", "-D", self._home / "data", "-A", "trust", "-U", "postgres", "--no-sync", "--locale=C", "-E", "UTF8"]
         subprocess.run(initdb, check=True, capture_output=True, cwd=self._home, **self._as)
+        if network:
+            with open(self._home / "data" / "pg_hba.conf", "a", encoding="ascii") as rules:
+                rules.write(f"host all all {network} trust\n")
         self.start()
         with self.admin() as connection:
             connection.execute(f"CREATE ROLE {ROLE} LOGIN PASSWORD '{PASSWORD}'")
@@ -53,7 +58,7 @@ class PostgresServer:
         """Start, and wait until it takes connections."""
         options = [
             "-c",
-            "listen_addresses=127.0.0.1",
+            f"listen_addresses={self._listen}",
             "-p",
             str(self.port),
             "-k",
@@ -98,9 +103,9 @@ class PostgresServer:
             connection.execute(f"GRANT CREATE ON DATABASE {name} TO {ROLE}")
         return name
 
-    def url(self, database: str, *, port: int | None = None) -> str:
+    def url(self, database: str, *, host: str = "127.0.0.1", port: int | None = None) -> str:
         """The way to a database as the plain role."""
-        return f"postgresql+psycopg://{ROLE}:{PASSWORD}@127.0.0.1:{port or self.port}/{database}"
+        return f"postgresql+psycopg://{ROLE}:{PASSWORD}@{host}:{port or self.port}/{database}"
 
     def new_url(self) -> str:
         """The way to a new database."""
@@ -113,9 +118,9 @@ class PostgresServer:
 
 
 @contextmanager
-def postgres_server() -> Iterator[PostgresServer]:
+def postgres_server(network: str | None = None) -> Iterator[PostgresServer]:
     """A server for the time of the block."""
-    server = PostgresServer()
+    server = PostgresServer(network)
     try:
         yield server
     finally:

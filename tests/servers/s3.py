@@ -54,15 +54,15 @@ def s3_server() -> Iterator[S3Server]:
 
 
 @contextmanager
-def moto_server() -> Iterator[S3Server]:
+def moto_server(address: str = "127.0.0.1") -> Iterator[S3Server]:
     """moto, with a bucket. It takes any signature, so a proxy may change requests on their way."""
     from moto.server import ThreadedMotoServer
 
-    moto = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
+    moto = ThreadedMotoServer(ip_address=address, port=0, verbose=False)
     moto.start()
     try:
-        host, port = moto.get_host_and_port()
-        server = S3Server(f"http://{host}:{port}", "testing-key", "testing-secret")
+        port = moto.get_host_and_port()[1]
+        server = S3Server(f"http://127.0.0.1:{port}", "testing-key", "testing-secret")
         make_bucket(server)
         yield server
     finally:
