@@ -142,12 +142,13 @@ def _answer(error: BaseException) -> tuple[int, str]:
 def _may_pass(error: Exception) -> bool:
     """Whether the same request may succeed if it is repeated."""
     from aiohttp import ClientError as BrokenTransfer
+    from botocore.exceptions import ConnectionError as NotConnected
     from botocore.exceptions import FlexibleChecksumError, HTTPClientError, IncompleteReadError
 
     status, code = _answer(error)
     if status:
         return status >= 500 or status in (408, 429) or code in _PASSING
-    return isinstance(error, HTTPClientError | IncompleteReadError | FlexibleChecksumError | BrokenTransfer | OSError)
+    return isinstance(error, HTTPClientError | NotConnected | IncompleteReadError | FlexibleChecksumError | BrokenTransfer | OSError)
 
 
 def _with_limits(options: dict[str, Any], deadline_s: float) -> dict[str, Any]:

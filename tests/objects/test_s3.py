@@ -1,13 +1,15 @@
 """A bucket is held to the contract of every place for objects, and to what only buckets do."""
 
 import random
+import socket
 from typing import Any
 
 import pytest
 
 from ckptstore.core.ids import SessionId
-from ckptstore.errors import CkptStoreError, InvalidInput, NotFound
+from ckptstore.errors import CkptStoreError, InvalidInput, NotFound, Unavailable
 from ckptstore.objects.backend import Backend, open_backend
+from ckptstore.objects.s3_requests import Requests
 from ckptstore.objects.s3_upload import PART_BYTES
 from tests.objects.test_backend import SESSION, BackendContract
 from tests.servers.s3 import S3Server, new_url
@@ -111,3 +113,21 @@ def test_a_session_is_named_by_the_uploads_of_its_packs_only() -> None:
     assert _name_of(pack, "id").startswith(f"tmp/{SessionId('ab' * 12)}-")
     assert _upload_of(_name_of(pack, "id")) == (pack, "id")
     assert _name_of("place/log/checkpoint-000000001000", "id").startswith(f"tmp/{'0' * 24}-")
+
+
+def test_a_server_that_takes_no_connections_is_asked_until_the_deadline() -> None:
+    """As while it is started anew, or while a cable is unplugged."""
+    attempts = 0
+
+    async def look(client: Any) -> None:
+        nonlocal attempts
+        attempts += 1
+        await client.head_object(Bucket="any", Key="any")
+
+    with socket.socket() as nobody:
+        nobody.bind(("127.0.0.1", 0))  # and never listens
+        endpoint = f"http://127.0.0.1:{nobody.getsockname()[1]}"
+        requests = Requests("s3://any", {"endpoint_url": endpoint, "key": "k", "secret": "s", "deadline_s": 2})
+        with pytest.raises(Unavailable, match="given up after 2 s"):
+            requests.run(look, "look")
+    assert attempts > 1
