@@ -166,7 +166,7 @@ def test_a_part_of_the_state_is_restored_alone(tmp_path: Path) -> None:
 
 
 def test_strict_says_whether_a_module_may_lack_something(tmp_path: Path) -> None:
-    snapshot = Snapshot.take(str(tmp_path / "snap"), {"m": torch.nn.Linear(3, 3, bias=False)})
+    snapshot = Snapshot.take(tmp_path / "snap", {"m": torch.nn.Linear(3, 3, bias=False)})
     target = torch.nn.Linear(3, 3)
     with pytest.raises(ValueError, match="m/bias"):
         snapshot.restore({"m": target})

@@ -118,6 +118,10 @@ def test_what_is_neither_replicated_nor_divided_is_for_the_rank_that_had_it(pool
     with pytest.raises(RuntimeError, match=r"own/number"):
         snapshot.read_object("3/own/number")
     assert snapshot.metadata.world_size == 2
+    commit = snapshot.commit
+    assert commit.of_rank(1).state_dict("own")["number"] == 1 and set(commit.state_dict("own")["number"]) == {0, 1}
+    assert commit.of_rank(2).state_dict("own").keys() == {"same"} and commit.only(["lin", "x"]).keys() == ["lin"]
+    assert commit.layout is not None and commit.layout.leaves["own/same"].ranks == ((0, 1),)
 
 
 def take_globs(rank: int, path: str, globs: list[list[str]]) -> list[str] | None:
@@ -358,3 +362,6 @@ def commit_tied(rank: int, path: str) -> bool:
 
 def test_tied_weights_of_each_rank_come_back(pool: Pool, tmp_path: Path) -> None:
     assert pool.run(commit_tied, str(tmp_path / "snap")) == [True] * 4
+    with ckptstore.open(tmp_path) as store:
+        assert not store.fsck(read_data="100%").findings
+        assert store.checkout("snap").layout is not None

@@ -75,7 +75,7 @@ def refs_to_read(path: str, storage_options: Mapping[str, Any] | None = None) ->
 
 def local_path(path: str) -> Path | None:
     """The absolute path that `path` names on this host, None for a URL of a bucket."""
-    scheme, separator, rest = os.fspath(path).partition("://")
+    scheme, separator, rest = path.partition("://")
     if separator and scheme not in _LOCAL:
         return None
     return Path(os.path.abspath(rest if separator else path))

@@ -1,6 +1,7 @@
 """`Snapshot` and `PendingSnapshot` as TorchSnapshot 0.1.0 has them: each call becomes one on a store."""
 
 import logging
+import os
 import threading
 from typing import Any
 
@@ -35,8 +36,8 @@ class Snapshot:
     restore together, all of the default group without it. `storage_options` are those of `ckptstore.open`.
     """
 
-    def __init__(self, path: str, pg: Any = None, storage_options: dict[str, Any] | None = None) -> None:
-        self.path = path
+    def __init__(self, path: str | os.PathLike[str], pg: Any = None, storage_options: dict[str, Any] | None = None) -> None:
+        self.path = os.fspath(path)
         self.pg = pg
         self._storage_options = storage_options
         self._found: tuple[str, CommitId] | None = None
@@ -45,7 +46,7 @@ class Snapshot:
     @classmethod
     def take(
         cls,
-        path: str,
+        path: str | os.PathLike[str],
         app_state: AppState,
         pg: Any = None,
         replicated: list[str] | None = None,
@@ -69,7 +70,7 @@ class Snapshot:
         """
         check_stateful(app_state)
         peers = peers_of(pg)
-        agreed = agree(peers, path, replicated or [], storage_options)
+        agreed = agree(peers, os.fspath(path), replicated or [], storage_options)
         store = store_at(agreed.place.store, storage_options)
         with undisturbed(app_state):
             commit = store.commit(
@@ -87,7 +88,7 @@ class Snapshot:
     @classmethod
     def async_take(
         cls,
-        path: str,
+        path: str | os.PathLike[str],
         app_state: AppState,
         pg: Any = None,
         replicated: list[str] | None = None,
@@ -104,7 +105,7 @@ class Snapshot:
         """
         check_stateful(app_state)
         peers = peers_of(pg)
-        agreed = agree(peers, path, replicated or [], storage_options)
+        agreed = agree(peers, os.fspath(path), replicated or [], storage_options)
         store = store_at(agreed.place.store, storage_options)
         with undisturbed(app_state):
             pending = store.commit_async(
