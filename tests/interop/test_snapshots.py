@@ -314,6 +314,14 @@ def test_a_path_that_is_taken_again_means_the_new_commit_and_the_old_one_stays(t
     assert Snapshot(str(tmp_path / "1")).read_object("0/s/x") == 1, "a path into the store may be any ref"
 
 
+def test_a_path_means_what_was_taken_last_however_it_was_taken(tmp_path: Path) -> None:
+    path = str(tmp_path / "last")
+    for x in range(5):
+        Snapshot.async_take(path, {"s": StateDict(x=-x)})
+        Snapshot.take(path, {"s": StateDict(x=x)})
+        assert Snapshot(path).read_object("0/s/x") == x
+
+
 def test_deleting_the_file_does_not_delete_the_commit(tmp_path: Path) -> None:
     path = tmp_path / "runs" / "a"
     Snapshot.take(str(path), {"s": StateDict(x=1)})

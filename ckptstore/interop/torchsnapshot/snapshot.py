@@ -82,6 +82,7 @@ class Snapshot:
                 process_group=pg,
                 **whose(agreed, _custom_tensor_prepare_func),
             )
+        _await_pointers(agreed.path)
         _point(peers, agreed, commit)
         return cls._of(agreed, commit.id, pg, storage_options)
 
@@ -219,6 +220,7 @@ class PendingSnapshot:
         self._snapshot, self._pending, self._agreed, self._leads = snapshot, pending, agreed, leads
         self._ended = threading.Event()
         self._failed: BaseException | None = None
+        _unfinished.add(self)
         pending.then(self._finish)
 
     def wait(self) -> Snapshot:
@@ -244,7 +246,19 @@ class PendingSnapshot:
             self._failed = error
             logger.error("the snapshot %s is in its store, but its pointer file could not be written: %s", self.path, error)
         finally:
+            _unfinished.discard(self)
             self._ended.set()
+
+
+_unfinished: set[PendingSnapshot] = set()
+"""Those whose pointers may be yet to be written."""
+
+
+def _await_pointers(path: str) -> None:
+    """Return when what was taken before has been pointed to: a commit has ended a moment before that."""
+    for pending in tuple(_unfinished):
+        if pending.path == path:
+            pending._ended.wait()
 
 
 def _point(peers: Peers | None, agreed: Agreed, commit: Commit) -> None:

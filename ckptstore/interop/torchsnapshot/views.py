@@ -31,7 +31,7 @@ from ckptstore.interop.torchsnapshot.manifest import (
 from ckptstore.interop.torchsnapshot.names import encode
 from ckptstore.snapshot import Snapshot
 from ckptstore.state import values
-from ckptstore.state.containers import NAMES, is_wrapper, leaves_of
+from ckptstore.state.containers import NAMES, leaves_of
 
 RAW = "buffer_protocol"
 """How TorchSnapshot calls a tensor's plain bytes."""
@@ -228,9 +228,9 @@ def _composite(node: Node, schema: Schema, leaves: list[int], replicated: bool) 
         known = "dtype" in attrs
         dtype = str(values.decode_value(attrs["dtype"])) if known else f"torch.{schema.dtypes[leaves[-1]]}"
         return TensorEntry(location, OTHER, dtype, shape, replicated)
-    name = attrs.get("class") or (node.type if "." in node.type else f"builtins.{node.type}")
-    if is_wrapper(node.type) and len(leaves) == 1 and node.type.startswith("torch.thin"):
+    if node.type == "torch.thin_subclass":
         return TensorEntry(location, OTHER, f"torch.{schema.dtypes[leaves[0]]}", list(schema.shapes[leaves[0]]), replicated)
+    name = attrs.get("class") or (node.type if "." in node.type else f"builtins.{node.type}")
     return ObjectEntry(location, OTHER, str(name), replicated)
 
 
