@@ -283,6 +283,19 @@ class Snapshot:
         wanted = [Wanted(*found[path], destination) for path, destination in destinations.items()]
         self._reader.read(wanted, self.id, memory_budget_bytes=memory_budget_bytes)
 
+    def land(self, wanted: "Iterable[tuple[Tree, int, Destination, Box | None]]") -> None:
+        """Bring leaves of `trees` by their numbers, or boxes of them, to where they go: verified, and in no order."""
+        self._restoring()
+        self._reader.read([Wanted(*each) for each in wanted], self.id)
+
+    def leaf_bytes(self, tree: Tree, number: int) -> bytes:
+        """All bytes of a leaf of `trees`, verified: of a value or of bytes."""
+        return self._reader.leaf_bytes(tree, number, self.id)
+
+    def layout(self) -> dict[str, Any] | None:
+        """What the commit says of who held what when it was made (docs/format.md §7); None if one process held everything."""
+        return self._reader.layout(self._document)
+
     def open(self, path: str, *, verify: bool = False) -> "torch.Tensor":
         """One tensor, mapped into memory instead of read: its pages come from the packs when they are touched.
 

@@ -25,6 +25,7 @@ from ckptstore.engine.label import Label, label_of
 from ckptstore.engine.look_up import LookUp
 from ckptstore.engine.naming import AnyRef, find_commit, through_pointers
 from ckptstore.engine.opening import Opening
+from ckptstore.engine.parts import PartsCommitter
 from ckptstore.engine.pending import Pending
 from ckptstore.engine.progress import CommitProgress, Watch
 from ckptstore.engine.ranks.agree import begun_by_all, is_due_for_all
@@ -110,6 +111,21 @@ class Store(Keeping):
     @property
     def url(self) -> str:
         return self._opening.url
+
+    def check_writable(self) -> None:
+        """Raise `ReadOnly` unless this store may be committed to."""
+        self._opening.check_writable()
+
+    @property
+    def reopening(self) -> dict[str, Any]:
+        """What `ckptstore.open` takes to open this store again, for the same run, in another process."""
+        settings = self._settings
+        return {"place": self.url, "run": self.run, "storage_options": settings.storage_options, "index": settings.index}
+
+    @property
+    def chunk_bytes(self) -> int:
+        """What a chunk has at most, but for a row that is larger."""
+        return self._opening.config.chunk_bytes
 
     @property
     def chunk_bytes(self) -> int:
@@ -200,6 +216,30 @@ class Store(Keeping):
             state = flats()
             committed = self._make(state, lambda: self._committer.commit(state, label, started, memory_budget_bytes=memory_budget_bytes))
             self._descent.now(committed.id)
+        return self._committed(committed)
+
+    @cached_property
+    def parts(self) -> PartsCommitter:
+        """For commits whose parts another library's ranks write: `open` and `write` are for them, `commit_parts` ends it."""
+        return PartsCommitter(self._opening.config, self._opening.objects, self._opening.log, self._threads)
+
+    def commit_parts(
+        self,
+        publish: Callable[[Label], RanksCommitted],
+        *,
+        step: int | None = None,
+        tag: str | Sequence[str] = (),
+        message: str = "",
+        metrics: Mapping[str, float] | None = None,
+        run: str | None = None,
+    ) -> Snapshot:
+        """The commit that `publish` makes of parts (`parts.publish`), in this run or in `run`."""
+        label = label_of(run or self.run, step, tag, message, metrics)
+        with self._lock:
+            committed = publish(label if run else replace(label, parents=self._descent.parents()))
+            self._opening.follow()
+            if not run:
+                self._descent.now(committed.id)
         return self._committed(committed)
 
     def commit_async(

@@ -17,7 +17,7 @@ from ckptstore.engine.plan import CommitPlan, Extent, plan_commit
 from ckptstore.engine.progress import UNWATCHED, Milestone, Watch
 from ckptstore.engine.publish import Publisher, TreeContent, entry_body
 from ckptstore.engine.transfer import Threads
-from ckptstore.engine.write import Dedup, RunMemory, SessionPacks, Written, write_chunks
+from ckptstore.engine.write import Dedup, RunMemory, SessionPacks, Written, read_all, write_chunks
 from ckptstore.errors import Conflict, NoSpace
 from ckptstore.history import entries
 from ckptstore.history.log import Log, Refused
@@ -167,7 +167,8 @@ def index_packs(objects: ObjectStore, entry: entries.Entry, packs: SessionPacks)
     assert isinstance(entry.body, entries.Commit)
     tables = {pack.record.id: pack.table for pack in packs.closed}
     for record in entry.body.packs:
-        objects.registered(record.number, record.id, tables[record.id])
+        if record.id in tables:
+            objects.registered(record.number, record.id, tables[record.id])
 
 
 def _contents(trees: Sequence[_Tree], plan: CommitPlan, written: Written) -> Iterator[TreeContent]:
@@ -189,9 +190,4 @@ def _content(tree: _Tree, i: int, inline: frozenset[int], written: Written) -> L
     number, source = tree.first + i, tree.flat.leaves[i]
     if number not in inline:
         return LeafContent(ids=written.ids[number], raw_bytes=source.nbytes)
-    memory = source.view(0, source.nbytes)
-    if memory is not None:
-        return LeafContent(inline=bytes(memory), raw_bytes=source.nbytes)
-    buffer = bytearray(source.nbytes)
-    source.stage(0, source.nbytes, memoryview(buffer))
-    return LeafContent(inline=bytes(buffer), raw_bytes=source.nbytes)
+    return LeafContent(inline=read_all(source), raw_bytes=source.nbytes)

@@ -249,6 +249,16 @@ def write_metadata(chunks: Mapping[ChunkId, tuple[bytes, int]], dedup: Dedup, pa
         raise
 
 
+def read_all(source: Source) -> bytes:
+    """All bytes of a small source."""
+    memory = source.view(0, source.nbytes)
+    if memory is not None:
+        return bytes(memory)
+    buffer = bytearray(source.nbytes)
+    source.stage(0, source.nbytes, memoryview(buffer))
+    return bytes(buffer)
+
+
 class _Worker:
     """One thread of a commit."""
 

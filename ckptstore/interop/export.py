@@ -186,6 +186,11 @@ def _write_torch(snapshot: Snapshot, scratch: Path, select: str, allow_pickle: b
 def _write_dcp(snapshot: Snapshot, scratch: Path, select: str, allow_pickle: bool) -> int:
     from torch.distributed.checkpoint.state_dict_saver import save
 
+    from ckptstore.interop.dcp import store_to_dcp
+
+    if select == "*":
+        store_to_dcp(snapshot, scratch, allow_pickle=allow_pickle)
+        return 0
     state = _state(snapshot, select, allow_pickle)
     save(state if isinstance(state, dict) else {select: state}, checkpoint_id=scratch, no_dist=True)
     return 0

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from os import PathLike
 from pathlib import Path
-from typing import Literal, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 from ckptstore.errors import InvalidInput
 from ckptstore.interop import directory
@@ -42,6 +42,11 @@ def import_path(store: Store, path: str | PathLike[str], labels: Labels | None =
     """
     labels = labels or Labels()
     place = Path(path)
+    if kind_of(place) == "dcp":
+        from ckptstore.interop.dcp import dcp_to_store
+
+        names: dict[str, Any] = {"step": labels.step, "tag": labels.tags, "message": labels.message, "metrics": labels.metrics}
+        return dcp_to_store(place, store, **names, allow_pickle=allow_pickle)
     return store.commit_flat(
         lambda: _flats(place, allow_pickle=allow_pickle),
         step=labels.step,
@@ -61,17 +66,15 @@ def _flats(place: Path, *, allow_pickle: bool) -> Mapping[str, Flat]:
         from ckptstore.state.flatten import flatten
 
         return flatten(as_app_state(load_torch(place, str(place), allow_pickle=allow_pickle)), allow_pickle=allow_pickle)
-    from ckptstore.interop import dcp
     from ckptstore.interop.torchsnapshot import directory as torchsnapshot
 
-    read = dcp.read_directory if kind == "dcp" else torchsnapshot.read_directory
-    return read(place, allow_pickle=allow_pickle)
+    return torchsnapshot.read_directory(place, allow_pickle=allow_pickle)
 
 
 def kind_of(place: Path) -> Kind:
     """What lies at `place`. Raises `InvalidInput` for a file of no known kind, or nothing."""
     if place.is_dir():
-        from ckptstore.interop import dcp
+        from ckptstore.interop.dcp import directory as dcp
         from ckptstore.interop.torchsnapshot import directory as torchsnapshot
 
         for kind, name in (("dcp", dcp.METADATA), ("torchsnapshot", torchsnapshot.METADATA)):

@@ -43,6 +43,10 @@ OURS = ("ckptstore.state.pickles", "ckptstore.interop.pickles")
 HARMLESS = {
     ("ckptstore.interop.pickles", "pickle.Unpickler"): "gives records that do nothing, and refuses every other name",
     ("ckptstore.interop.export", "torch.save"): "writes the file that the user asked for",
+    (
+        "ckptstore.interop.dcp.objects",
+        "torch.save",
+    ): "writes objects for those who read what DCP writes",
 }
 """What ckptstore does without being asked for it, and why it may."""
 

@@ -108,7 +108,7 @@ class Lead:
         metadata = self._publisher.write_metadata(trees, dedup, packs, self._layout)
         packs.wait()
         records = [pack.record for pack in packs.closed]
-        records += [_record(each) for head in heads[1:] for each in head["packs"]]
+        records += [record_of(each) for head in heads[1:] for each in head["packs"]]
         reused = dedup.reused.union(*(head["reused"] for head in heads[1:]))
         if not label.parents:
             label = replace(label, parents=self._log.replay().runs.get(label.run, ())[-1:])
@@ -172,7 +172,8 @@ def _receipts(handed_in: Sequence[bytes]) -> tuple[list[Any], list[Receipt]]:
     return [canonical.decode(part[0]) for part in parts], [Receipt(*part[1:]) for part in parts]
 
 
-def _record(fields: Sequence[Any]) -> PackRecord:
+def record_of(fields: Sequence[Any]) -> PackRecord:
+    """A pack as a rank's receipt names it; raises `Corrupt`."""
     name, nbytes, chunks = fields
     if not isinstance(nbytes, int) or not isinstance(chunks, int):
         raise Corrupt("a rank's receipt is damaged; do all ranks run one version of ckptstore?")

@@ -17,7 +17,7 @@ from ckptstore.engine.plan import Extent, plan_chunks
 from ckptstore.engine.ranks.hashing import hash_chunks
 from ckptstore.engine.ranks.tasks import CellTask, FragmentTask, RankTask, SendTask, Spot
 from ckptstore.engine.transfer import Threads
-from ckptstore.engine.write import Dedup, SessionPacks, write_chunks
+from ckptstore.engine.write import Dedup, SessionPacks, read_all, write_chunks
 from ckptstore.errors import Corrupt
 from ckptstore.state.flat import Flat, Source
 from ckptstore.state.ranks.peers import Part, Peers
@@ -111,7 +111,7 @@ class RankWork:
             pieces = self._pieces(spot)
             raw_bytes = sum(extent.raw_bytes for extent, _ in pieces)
             if self._global_bytes(spot) <= INLINE_BYTES:
-                found.append(Report(b"".join(_read(source) for _, source in pieces), b"", raw_bytes))
+                found.append(Report(b"".join(read_all(source) for _, source in pieces), b"", raw_bytes))
             else:
                 found.append(None)
                 parts.extend(pieces)
@@ -313,15 +313,6 @@ def _chosen(task: RankTask, session: SessionId) -> Iterator[tuple[Spot, int]]:
             yield from ((spot, cell) for cell in range(cells))
         elif (i + seed) % min(SAMPLE, len(task.shared)) == 0:
             yield spot, (seed // SAMPLE + i) % cells
-
-
-def _read(source: Source) -> bytes:
-    memory = source.view(0, source.nbytes)
-    if memory is not None:
-        return bytes(memory)
-    buffer = bytearray(source.nbytes)
-    source.stage(0, source.nbytes, memoryview(buffer))
-    return bytes(buffer)
 
 
 def _width(schema: Schema, leaf: int) -> int:

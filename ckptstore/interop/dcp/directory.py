@@ -5,7 +5,7 @@ gives an inert record for each. What else a file names is refused.
 """
 
 import io
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,8 +14,7 @@ from ckptstore.core.dtypes import WIDTHS, nbytes_of, width_of
 from ckptstore.core.model import Box, Shape
 from ckptstore.errors import InvalidInput
 from ckptstore.interop.pickles import load_inert, load_torch
-from ckptstore.interop.sources import Loaded, Placeholders, Shelf, check_tiling, inside, read_range
-from ckptstore.state.flat import Flat
+from ckptstore.interop.sources import Loaded, Shelf, check_tiling, inside, read_range
 
 if TYPE_CHECKING:
     import torch
@@ -35,31 +34,37 @@ class Part:
     lengths: Shape
 
 
-def read_directory(root: Path, *, allow_pickle: bool = False) -> dict[str, Flat]:
-    """The state in a DCP directory. Tensors are read when they are stored, a few at a time.
+@dataclass(frozen=True, slots=True)
+class Found:
+    """An item: its name, the keys that lead to it, and where its bytes come from. An object has none, and is `value`."""
+
+    name: str
+    keys: tuple[str | int, ...]
+    dtype: str = ""
+    shape: Shape = ()
+    source: Loaded | None = None
+    value: Any = None
+
+
+def found_in(root: Path, *, allow_pickle: bool = False) -> list[Found]:
+    """The items of a DCP directory. Tensors are read when they are stored, a few at a time.
 
     Raises `InvalidInput` for what is no such directory, for names that leave it, pieces that do not make up a tensor, and, unless
     `allow_pickle`, for objects that only unpickling could read.
     """
     found = load_inert(root / METADATA, METADATA_BYTES_MAX)
-    places, shelf = Placeholders(), Shelf()
+    shelf = Shelf()
     try:
         parts = dict(_parts(root, found))
-        values = [(path, _value(root, name, item, parts.get(name, []), places, shelf, allow_pickle)) for name, item, path in _items(found)]
-        state = _nested(values)
+        nesting = getattr(found, "planner_data", None) or {}
+        return [
+            _found(root, name, tuple(nesting.get(name) or (name,)), item, parts.get(name, []), shelf, allow_pickle)
+            for name, item in found.state_dict_metadata.items()
+        ]
     except (AttributeError, TypeError, ValueError, KeyError, IndexError) as error:
         if isinstance(error, InvalidInput):
             raise
         raise InvalidInput(f"{root / METADATA} is no metadata of DCP that this version reads: {error!r:.200}") from error
-    return places.flatten(state, allow_pickle=allow_pickle)
-
-
-def _items(found: Any) -> Iterator[tuple[str, Any, tuple[str | int, ...]]]:
-    """Each item's name, its record, and its place in the state."""
-    nesting = getattr(found, "planner_data", None) or {}
-    for name, item in found.state_dict_metadata.items():
-        path = nesting.get(name) or ("model", name)
-        yield name, item, tuple(path)
 
 
 def _parts(root: Path, found: Any) -> Iterable[tuple[str, list[Part]]]:
@@ -77,17 +82,19 @@ def _parts(root: Path, found: Any) -> Iterable[tuple[str, list[Part]]]:
     return parts.items()
 
 
-def _value(root: Path, name: str, item: Any, parts: list[Part], places: Placeholders, shelf: Shelf, allow_pickle: bool) -> Any:
+def _found(root: Path, name: str, keys: tuple[Any, ...], item: Any, parts: list[Part], shelf: Shelf, allow_pickle: bool) -> Found:
+    if not all(type(key) in (str, int) for key in keys):
+        raise InvalidInput(f"{root}: the keys that lead to {name} are {str(keys)[:80]}; wanted texts and numbers")
     if type(item).__name__ == "BytesStorageMetadata":
         if len(parts) != 1:
             raise InvalidInput(f"{root}: {name} is stored in {len(parts)} places; wanted one")
-        return _load(parts[0], name, allow_pickle=allow_pickle)
+        return Found(name, keys, value=_load(parts[0], name, allow_pickle=allow_pickle))
     dtype, shape = _dtype(name, item.properties), _shape(item.size)
     boxes = {_shape(chunk.offsets): _shape(chunk.sizes) for chunk in item.chunks}
     chunks = [Part(p.path, p.start, p.nbytes, p.offsets, boxes[p.offsets]) for p in parts if p.offsets in boxes and p.offsets is not None]
     check_tiling(f"{name} in {root}", shape, [Box(chunk.offsets or (), chunk.lengths) for chunk in chunks])
-    nbytes = nbytes_of(dtype, shape)
-    return places.put(dtype, shape, Loaded(_loader(name, dtype, shape, chunks), nbytes, width_of(dtype), shelf))
+    source = Loaded(_loader(name, dtype, shape, chunks), nbytes_of(dtype, shape), width_of(dtype), shelf)
+    return Found(name, keys, dtype, shape, source)
 
 
 def _loader(name: str, dtype: str, shape: Shape, chunks: list[Part]) -> "Callable[[], torch.Tensor]":
@@ -132,22 +139,3 @@ def _shape(sizes: Any) -> Shape:
     if not all(type(n) is int and n >= 0 for n in shape):
         raise InvalidInput(f"{str(shape)[:80]} is no shape")
     return shape
-
-
-def _nested(values: list[tuple[tuple[str | int, ...], Any]]) -> dict[str, Any]:
-    """Dicts and lists again, from each value and its place."""
-    root: dict[Any, Any] = {}
-    for path, value in values:
-        at = root
-        for step in path[:-1]:
-            at = at.setdefault(step, {})
-        at[path[-1]] = value
-    return {str(key): _with_lists(value) for key, value in root.items()}
-
-
-def _with_lists(value: Any) -> Any:
-    if type(value) is not dict:
-        return value
-    if value and all(type(key) is int for key in value) and sorted(value) == list(range(len(value))):
-        return [_with_lists(value[i]) for i in range(len(value))]
-    return {key: _with_lists(item) for key, item in value.items()}

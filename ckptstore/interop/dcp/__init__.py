@@ -1,0 +1,31 @@
+"""`torch.distributed.checkpoint` (DCP) on a store: pass `StoreWriter` and `StoreReader` to `dcp.save`, `dcp.load` and `dcp.async_save`.
+
+    dcp.save(state_dict, storage_writer=StoreWriter("checkpoints", step=100))
+    dcp.load(state_dict, storage_reader=StoreReader("checkpoints", 100))
+
+What is saved is a commit as any other: the native API reads it, and a native commit is loaded by DCP.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from ckptstore.interop.dcp.convert import dcp_to_store, store_to_dcp
+    from ckptstore.interop.dcp.reader import StoreReader
+    from ckptstore.interop.dcp.writer import StoreWriter
+
+__all__ = ["StoreReader", "StoreWriter", "dcp_to_store", "store_to_dcp"]
+
+# An import of a DCP directory needs none of torch.distributed.
+_LATER = {
+    "StoreReader": "ckptstore.interop.dcp.reader",
+    "StoreWriter": "ckptstore.interop.dcp.writer",
+    "dcp_to_store": "ckptstore.interop.dcp.convert",
+    "store_to_dcp": "ckptstore.interop.dcp.convert",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name in _LATER:
+        return getattr(import_module(_LATER[name]), name)
+    raise AttributeError(f"module 'ckptstore.interop.dcp' has no attribute {name!r}")

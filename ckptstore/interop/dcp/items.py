@@ -1,0 +1,193 @@
+"""What a rank writes of DCP's items: tensors where they are, other objects by the registry; and the messages that say what became of them.
+
+Objects are taken from the planner's `lookup_object`, so that nothing is pickled. A planner that makes bytes of its own (`resolve_data`,
+`transform_object`) is asked for them; those of `torch.save` that hold plain values become values again, others stay the bytes that they
+are.
+"""
+
+import io
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import torch
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
+
+from ckptstore.core import dtypes
+from ckptstore.core.model import Box, LeafContent, Schema, Shape
+from ckptstore.engine.parts import Part, decode_contents, encode_contents
+from ckptstore.engine.plan import Extent
+from ckptstore.engine.ranks import frames
+from ckptstore.errors import Corrupt, InvalidInput
+from ckptstore.interop.pickles import load_torch
+from ckptstore.interop.sources import Loaded, Shelf
+from ckptstore.objects import canonical
+from ckptstore.objects.schema import decode_schema, encode_schema
+from ckptstore.state import tensors
+from ckptstore.state.flat import Source
+from ckptstore.state.flatten import flatten_tree
+from ckptstore.state.leaves import NOTHING, TensorSource
+from ckptstore.state.paths import segment
+
+_EMPTY = LeafContent(inline=b"")
+
+
+@dataclass(frozen=True, slots=True)
+class BoxItem:
+    """A box of a tensor of `shape`."""
+
+    dtype: str
+    shape: Shape
+    box: Box
+
+
+@dataclass(frozen=True, slots=True)
+class ObjectItem:
+    """An object as `flatten` took it apart, its paths without the item's own; `is_bytes` says that it is what the planner wrote."""
+
+    schema: Schema
+    is_bytes: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """An item that has been written: what it is, the content of each of its leaves, and who wrote it."""
+
+    name: str
+    item: "BoxItem | ObjectItem"
+    contents: Sequence[LeafContent]
+    rank: int
+
+
+Resolved: TypeAlias = tuple[BoxItem | ObjectItem, list[Source]]
+
+
+def resolve(plan: SavePlan, planner: SavePlanner, *, allow_pickle: bool) -> list[Resolved]:
+    """The items of a rank's final plan, in its order, and where their bytes are.
+
+    Raises `InvalidInput`, naming the item, for what the registry does not know unless `allow_pickle`, and for data that is not what was
+    planned.
+    """
+    shelf = Shelf()
+    return [
+        _object(planner, item, allow_pickle) if item.type == WriteItemType.BYTE_IO else _tensor(planner, item, shelf, allow_pickle)
+        for item in plan.items
+    ]
+
+
+def parts_of(resolved: Sequence[Resolved], *, alone: bool) -> list[Part]:
+    """What is to be written of the items, one part for each leaf that has bytes. A rank that saves `alone` has tensors of its boxes."""
+    return [part for item, sources in resolved for part in _parts(item, sources, alone)]
+
+
+def messages_of(resolved: Sequence[Resolved], contents: Sequence[LeafContent]) -> list[bytes]:
+    """For each item what the coordinator must know of it; `contents` are those of `parts_of`."""
+    messages, given = [], iter(contents)
+    for item, sources in resolved:
+        found = [_EMPTY if source is NOTHING else next(given) for source in sources]
+        if isinstance(item, BoxItem):
+            head: list[Any] = [item.dtype, list(item.shape), list(item.box.offsets), list(item.box.lengths)]
+            messages.append(frames.join([canonical.encode(head), b"", encode_contents(found)]))
+        else:
+            messages.append(frames.join([canonical.encode([item.is_bytes]), encode_schema(item.schema), encode_contents(found)]))
+    return messages
+
+
+def decode_message(name: str, rank: int, message: object) -> Stored:
+    """The inverse of `messages_of` for one item; raises `Corrupt`."""
+    if not isinstance(message, bytes):
+        raise Corrupt(f"rank {rank} says nothing of {name}; do all ranks use a StoreWriter, and one version of ckptstore?")
+    head_bytes, schema_bytes, contents = frames.split(message, 3)
+    head = canonical.decode(head_bytes)
+    if schema_bytes:
+        schema = decode_schema(schema_bytes)
+        return Stored(name, ObjectItem(schema, head[0]), decode_contents(contents, len(schema)), rank)
+    dtype, shape, offsets, lengths = head
+    return Stored(name, BoxItem(dtype, tuple(shape), Box(tuple(offsets), tuple(lengths))), decode_contents(contents, 1), rank)
+
+
+def _parts(item: "BoxItem | ObjectItem", sources: Sequence[Source], alone: bool) -> list[Part]:
+    if isinstance(item, BoxItem):
+        shape = item.box.lengths if alone else item.shape
+        box = None if item.box.lengths == shape else item.box
+        extent = Extent(shape, dtypes.width_of(item.dtype), sources[0].nbytes, _is_float(item.dtype), box)
+        return [Part(extent, sources[0], dtypes.nbytes_of(item.dtype, shape) if sources[0].nbytes else 0)]
+    found = []
+    for i, source in enumerate(sources):
+        if source is NOTHING:
+            continue
+        dtype = item.schema.dtypes[i]
+        if item.schema.kinds[i] == "tensor" and source.nbytes:
+            extent = Extent(item.schema.shapes[i], source.width, source.nbytes, _is_float(dtype))
+        else:
+            extent = Extent((source.nbytes,), 1, source.nbytes, False)
+        found.append(Part(extent, source, source.nbytes))
+    return found
+
+
+def _is_float(dtype: str) -> bool:
+    return dtype.startswith(("float", "bfloat"))
+
+
+def _tensor(planner: SavePlanner, item: WriteItem, shelf: Shelf, allow_pickle: bool) -> Resolved:
+    name, data = item.index.fqn, item.tensor_data
+    if data is None or data.chunk is None:
+        raise InvalidInput(f"{name} is planned as a tensor without saying which part of it")
+    box = Box(tuple(data.chunk.offsets), tuple(data.chunk.sizes))
+    tensor = _resolved(planner, item)
+    if not tensors.is_strided(tensor) or type(tensor) not in (torch.Tensor, torch.nn.Parameter):
+        return flattened(name, tensor, allow_pickle, is_bytes=False)
+    if tuple(tensor.shape) != box.lengths:
+        raise InvalidInput(f"{name}: the planner gives {list(tensor.shape)} of it; its plan says {list(box.lengths)}")
+    return BoxItem(tensors.DTYPE_NAMES[tensor.dtype], tuple(data.size), box), [_source(planner, item, tensor, shelf)]
+
+
+def _source(planner: SavePlanner, item: WriteItem, tensor: torch.Tensor, shelf: Shelf) -> Source:
+    if _lends(planner):
+        return TensorSource(tensor)
+    # The planner makes what it gives: not all of it is to be held at once.
+    return Loaded(lambda: _resolved(planner, item), tensor.nbytes, tensor.itemsize, shelf)
+
+
+def _resolved(planner: SavePlanner, item: WriteItem) -> torch.Tensor:
+    tensor = planner.resolve_data(item)
+    if not isinstance(tensor, torch.Tensor):
+        raise InvalidInput(f"the planner gives a {type(tensor).__qualname__} for the tensor {item.index.fqn}")
+    return tensor.detach()
+
+
+def _object(planner: SavePlanner, item: WriteItem, allow_pickle: bool) -> Resolved:
+    name = item.index.fqn
+    if _lends(planner):
+        return flattened(name, planner.lookup_object(item.index), allow_pickle, is_bytes=False)  # type: ignore[attr-defined]
+    data = planner.resolve_data(item)
+    if not isinstance(data, io.BytesIO):
+        raise InvalidInput(f"the planner gives a {type(data).__qualname__} for the object {name}; wanted io.BytesIO")
+    try:
+        value = load_torch(io.BytesIO(data.getvalue()), name, allow_pickle=False)  # which runs nothing
+        return flattened(name, value, allow_pickle, is_bytes=False)
+    except InvalidInput:
+        return flattened(name, data.getvalue(), allow_pickle, is_bytes=True)
+
+
+def _lends(planner: SavePlanner) -> bool:
+    """Whether the planner gives the objects of the state dict themselves."""
+    cls: Any = type(planner)
+    return (
+        isinstance(planner, DefaultSavePlanner)
+        and cls.resolve_data is DefaultSavePlanner.resolve_data
+        and cls.transform_object is DefaultSavePlanner.transform_object
+    )
+
+
+def flattened(name: str, value: Any, allow_pickle: bool, *, is_bytes: bool) -> Resolved:
+    """An object as an item, taken apart by the registry."""
+    flat = flatten_tree(name, value, allow_pickle=allow_pickle)
+    own, schema = len(segment(name)), flat.schema
+    paths = tuple(path[own:] for path in schema.paths)
+    return ObjectItem(Schema(schema.skeleton, paths, *_columns(schema)), is_bytes), flat.leaves
+
+
+def _columns(schema: Schema) -> tuple[Any, ...]:
+    return schema.kinds, schema.dtypes, schema.shapes, schema.aliases

@@ -1,0 +1,273 @@
+"""`StoreReader`: `dcp.load` reads a commit, whoever made it.
+
+DCP's metadata is made from the commit's schemas and pages; nothing is unpickled. Boxes are read straight into the tensors that the planner
+gives, every chunk verified; objects come from the registry.
+"""
+
+import io
+import os
+import uuid
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint._traverse import set_element
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION
+from torch.distributed.checkpoint.metadata import (
+    STORAGE_TYPES,
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    StorageMeta,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
+from torch.distributed.checkpoint.storage import StorageReader
+from torch.futures import Future
+
+from ckptstore.core.config import MIB
+from ckptstore.core.model import Box
+from ckptstore.engine.naming import AnyRef
+from ckptstore.errors import Conflict, InvalidInput, NotFound
+from ckptstore.interop.dcp.names import Marks, Named, named
+from ckptstore.interop.dcp.objects import dumped, marks_of, objects_of
+from ckptstore.interop.dcp.places import CheckpointId, StorePlace, can_name, of_rank, ref_of_rank
+from ckptstore.snapshot import Snapshot
+from ckptstore.state import conversion, tensors
+from ckptstore.store import Store
+
+__all__ = ["StoreReader"]
+
+BATCH_BYTES = 256 * MIB
+"""So much is read at a time into tensors that a planner makes for the purpose."""
+
+
+class StoreReader(StorageReader):
+    """Loads from a store: `dcp.load(state_dict, storage_reader=StoreReader("checkpoints", "latest"))`.
+
+    `store` is an open store, or a place as for `ckptstore.open` (`run`, `storage_options` and `index` are its options). `ref` is what
+    `store.checkout` takes; a `checkpoint_id` given to `dcp.load` is taken instead. Every rank must find the same commit.
+
+    Any commit can be loaded: `{"model": …}` committed natively has the names `model.…`; with `key="model"`, that key alone and without its
+    name. A tensor of another dtype than the commit's raises, unless `cast` says that floats may be converted. Objects that were pickled are
+    read with `allow_pickle` only.
+    """
+
+    def __init__(
+        self,
+        store: Store | str | os.PathLike[str],
+        ref: AnyRef = "latest",
+        *,
+        run: str | None = None,
+        key: str | None = None,
+        cast: bool = False,
+        allow_pickle: bool = False,
+        storage_options: Mapping[str, Any] | None = None,
+        index: str | None = None,
+    ) -> None:
+        super().__init__()
+        self._place = StorePlace(store, run=run, storage_options=storage_options, index=index)
+        self._first_ref = self._ref = ref
+        self._key, self._cast, self._allow_pickle = key, cast, allow_pickle
+        self._checkpoint_id: CheckpointId | None = None
+        self._load_id = ""
+        self._snapshot: Snapshot | None = None
+        self._marks = Marks()
+        self._items: dict[str, Named] = {}
+        self.reset()
+
+    @property
+    def checkpoint_id(self) -> CheckpointId:
+        """What the next load was told to read; the store's place where nobody said."""
+        return self._checkpoint_id if self._checkpoint_id is not None else str(self._place)
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: CheckpointId) -> bool:
+        """Whether `checkpoint_id` can name a commit."""
+        return can_name(checkpoint_id)
+
+    def reset(self, checkpoint_id: CheckpointId | None = None) -> None:
+        """Forget what was read; the next load is of `checkpoint_id`, or of what this reader was made for."""
+        self._ref = self._first_ref if checkpoint_id is None else checkpoint_id
+        self._checkpoint_id = checkpoint_id
+        self._load_id = str(uuid.uuid4())
+        self._snapshot, self._items = None, {}
+        self._place.close()
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        """DCP's metadata of the commit; with `rank`, of what that rank saved without coordination.
+
+        Raises `NotFound` if there is no such commit.
+        """
+        store = self._place.store(read_only=True)
+        rank: int | None = kwargs.get("rank")
+        try:
+            ref = self._ref if rank is None else ref_of_rank(self._ref, store.run, rank)
+            self._snapshot = self._whole(store, ref) if rank is None else store.checkout(ref)
+            self._marks = marks_of(self._snapshot)
+            if rank is None and self._marks.rank is not None:
+                raise NotFound(f"commit {self._snapshot.id[:12]} is what rank {self._marks.rank} saved by itself, not the whole")
+            self._items = named(self._snapshot.trees, self._marks, self._key)
+        except BaseException:
+            self._place.close()
+            raise
+        return Metadata(
+            state_dict_metadata={name: _metadata(item) for name, item in self._items.items()},
+            planner_data={name: item.keys for name, item in self._items.items()},
+            storage_data={"store": store.url, "commit": self._snapshot.id},
+            storage_meta=StorageMeta(checkpoint_id=self.checkpoint_id, save_id=self._snapshot.id, load_id=self._load_id),
+            version=CURRENT_DCP_VERSION,
+        )
+
+    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        if self._snapshot is None or (metadata.storage_data or {}).get("commit") != self._snapshot.id:
+            raise InvalidInput("the metadata is not what this reader read last; call read_metadata first")
+
+    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
+        plan.storage_data = self._read().id if self._marks.rank is None else None
+        return plan
+
+    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
+        """Raises `Conflict` unless every rank has found the same commit; of ranks that saved by themselves each has its own."""
+        found = {plan.storage_data for plan in plans} - {None}
+        if len(found) > 1:
+            ids = ", ".join(sorted(commit[:12] for commit in found))
+            raise Conflict(f"ranks found different commits ({ids}): {self._ref!r} moved meanwhile; load again, or by a step or an id")
+        return plans
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        """Read what was planned; verified and in place when this returns."""
+        try:
+            snapshot = self._read()
+            self._load_objects([item for item in plan.items if item.type == LoadItemType.BYTE_IO], planner, snapshot)
+            for batch in _batches([item for item in plan.items if item.type == LoadItemType.TENSOR], planner):
+                self._load_tensors(batch, planner, snapshot)
+        finally:
+            self._place.close()
+        done: Future[None] = Future()
+        done.set_result(None)
+        return done
+
+    def close(self) -> None:
+        """Let go of the store, if it was opened here. Every load does so itself; one that fails before it reads does not."""
+        self._place.close()
+
+    def _read(self) -> Snapshot:
+        if self._snapshot is None:
+            raise InvalidInput("nothing to load from; call read_metadata first")
+        return self._snapshot
+
+    def _whole(self, store: Store, ref: AnyRef) -> Snapshot:
+        """The commit `ref`; `latest` is none where ranks have saved by themselves since."""
+        snapshot = store.checkout(ref)
+        if ref == "latest" and any(info.time_ns > snapshot.time.timestamp() * 1e9 for info in store.log(1, run=of_rank(store.run, 0))):
+            raise NotFound(f"the newest of run {store.run} is what ranks saved by themselves; step {snapshot.step} is the newest whole one")
+        return snapshot
+
+    def _load_objects(self, requests: list[ReadItem], planner: LoadPlanner, snapshot: Snapshot) -> None:
+        items = {request.storage_index.fqn: self._item(request) for request in requests}
+        values = objects_of(snapshot, items, allow_pickle=self._allow_pickle)
+        for request in requests:
+            name = request.storage_index.fqn
+            if items[name].path in self._marks.raw:
+                planner.load_bytes(request, io.BytesIO(values[name]))
+            else:
+                _hand_over(planner, request, values[name])
+
+    def _load_tensors(self, requests: Iterable[ReadItem], planner: LoadPlanner, snapshot: Snapshot) -> None:
+        targets, wanted, aside = [], [], []
+        for request in requests:
+            item = self._item(request)
+            target = planner.resolve_tensor(request)
+            number, box = _where(item, request)
+            committed = item.tree.schema.dtypes[number]
+            self._check(item, request, target, committed)
+            landing = target.detach()
+            if not tensors.is_strided(landing) or not tensors.is_writable_by_range(landing):
+                landing = torch.empty(landing.shape, dtype=landing.dtype)
+                aside.append((target, landing))
+            wanted.append((item.tree, number, conversion.destination(landing, committed), box))
+            targets.append((request, target))
+        snapshot.land(wanted)
+        for target, landing in aside:
+            target.detach().copy_(landing)
+        for request, target in targets:
+            planner.commit_tensor(request, target)
+
+    def _check(self, item: Named, request: ReadItem, target: torch.Tensor, committed: str) -> None:
+        if tuple(target.shape) != tuple(request.lengths):
+            raise InvalidInput(f"{item.name}: the planner gives {list(target.shape)} for a part of shape {list(request.lengths)}")
+        own = tensors.DTYPE_NAMES[target.dtype]
+        may = target.dtype in conversion.FLOATS and conversion.converts(committed, target.dtype)
+        if own != committed and not (may and self._cast):
+            way = "StoreReader(…, cast=True) converts" if may else "make a tensor of that dtype"
+            raise InvalidInput(f"{item.name} was saved as {committed}, and the state dict has {own} for it; {way}")
+
+    def _item(self, request: ReadItem) -> Named:
+        name = request.storage_index.fqn
+        if name not in self._items:
+            raise NotFound(f"commit {self._read().id[:12]} has nothing called {name!r}")
+        return self._items[name]
+
+
+def _metadata(item: Named) -> STORAGE_TYPES:
+    schema = item.tree.schema
+    if item.parts:
+        first = item.parts[0][1]
+        chunks = [_chunk(box) for box, _ in item.parts]
+        shape = item.shape
+        return TensorStorageMetadata(TensorProperties(dtype=tensors.dtype_of(schema.dtypes[first])), torch.Size(shape), chunks)
+    if item.tensor is None:
+        return BytesStorageMetadata()
+    shape = schema.shapes[item.tensor]
+    boxes = item.tree.content(item.tensor).boxes or (Box((0,) * len(shape), shape),)
+    properties = TensorProperties(dtype=tensors.dtype_of(schema.dtypes[item.tensor]))
+    return TensorStorageMetadata(properties, torch.Size(shape), [_chunk(box) for box in boxes])
+
+
+def _chunk(box: Box) -> ChunkStorageMetadata:
+    return ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.lengths))
+
+
+def _where(item: Named, request: ReadItem) -> tuple[int, Box]:
+    """The leaf, and the box of it, that a request is for."""
+    start = tuple(request.storage_index.offset or (0,) * len(request.lengths))
+    offsets, lengths = tuple(request.storage_offsets), tuple(request.lengths)
+    if item.tensor is not None:
+        return item.tensor, Box(tuple(a + b for a, b in zip(start, offsets, strict=True)), lengths)
+    for box, number in item.parts:
+        if box.offsets == start:
+            return number, Box(offsets, lengths)
+    raise InvalidInput(f"{item.name} is no tensor, or has no part at {list(start)}")
+
+
+def _batches(requests: list[ReadItem], planner: LoadPlanner) -> Iterator[list[ReadItem]]:
+    """All at once into tensors that are there; some at a time where the planner makes tensors for the purpose."""
+    cls: Any = type(planner)
+    default = DefaultLoadPlanner
+    if isinstance(planner, default) and cls.resolve_tensor is default.resolve_tensor and cls.transform_tensor is default.transform_tensor:
+        yield requests
+        return
+    batch: list[ReadItem] = []
+    size = 0
+    for request in requests:
+        batch.append(request)
+        size += 8 * request.lengths.numel()
+        if size >= BATCH_BYTES:
+            yield batch
+            batch, size = [], 0
+    yield batch
+
+
+def _hand_over(planner: LoadPlanner, request: ReadItem, value: Any) -> None:
+    """Put an object where the planner would. One that has its own way of reading bytes gets them as torch.save writes them."""
+    if isinstance(planner, DefaultLoadPlanner) and type(planner).load_bytes is DefaultLoadPlanner.load_bytes:
+        name = request.dest_index.fqn
+        if planner.flatten_state_dict:
+            set_element(planner.original_state_dict, planner.mappings[name], value)
+        else:
+            planner.state_dict[name] = value
+        return
+    planner.load_bytes(request, dumped(value))

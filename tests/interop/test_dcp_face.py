@@ -1,0 +1,427 @@
+"""`dcp.save` and `dcp.load` on a store, in one process: what goes in comes out, natively and by DCP, however DCP is called."""
+
+import io
+import warnings
+from collections import OrderedDict
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
+from torch.distributed.checkpoint.planner import WriteItemType
+from torch.distributed.checkpoint.state_dict_loader import _load_state_dict_from_keys
+
+import ckptstore
+from ckptstore import Conflict, Corrupt, InvalidInput, NotFound
+from ckptstore.interop.dcp import StoreReader, StoreWriter, dcp_to_store, store_to_dcp
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is", "ignore:TypedStorage is deprecated", "ignore:Detected an existing")
+
+
+def nested() -> dict[str, Any]:
+    torch.manual_seed(0)
+    return {
+        "model": OrderedDict(w=torch.randn(300, 100), b=torch.randn(100).bfloat16(), empty=torch.empty(0, 3)),
+        "optimizer": {"state": {0: {"exp_avg": torch.randn(300, 100), "step": torch.tensor(3.0)}}, "groups": [{"lr": 0.1, "params": [0]}]},
+        "progress": {"epoch": 3, "name": "run", "best": None, "pair": (1, 2.5), "raw": b"\x00\x01", "file": io.BytesIO(b"abc")},
+        "loss": 0.25,
+    }
+
+
+def zeros(state: Any) -> Any:
+    """The same containers, with other content."""
+    if isinstance(state, dict):
+        return type(state)((key, zeros(value)) for key, value in state.items())
+    if isinstance(state, list):
+        return [zeros(value) for value in state]
+    return torch.zeros_like(state) if isinstance(state, torch.Tensor) else 0
+
+
+def same(a: Any, b: Any) -> bool:
+    if isinstance(a, torch.Tensor):
+        return isinstance(b, torch.Tensor) and a.dtype == b.dtype and torch.equal(a, b)
+    if isinstance(a, io.BytesIO):
+        return isinstance(b, io.BytesIO) and a.getvalue() == b.getvalue()
+    if isinstance(a, dict):
+        return isinstance(b, dict) and a.keys() == b.keys() and all(same(a[key], b[key]) for key in a)
+    if isinstance(a, list):
+        return isinstance(b, list) and len(a) == len(b) and all(map(same, a, b))
+    return type(a) is type(b) and bool(a == b)
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Path:
+    return tmp_path / "store"
+
+
+def test_a_nested_state_dict_comes_back(place: Path) -> None:
+    state = nested()
+    writer = StoreWriter(place, step=7, tag="a", metrics={"loss": 0.25})
+    metadata = dcp.save(state, storage_writer=writer)
+    found = zeros(state)
+    del found["optimizer"]["state"][0]  # DCP makes texts of numbers in a mapping's keys, and puts objects there
+    found["optimizer"]["state"]["0"] = zeros(state["optimizer"]["state"][0])
+    dcp.load(found, storage_reader=StoreReader(place, 7))
+    found["optimizer"]["state"] = {int(key): value for key, value in found["optimizer"]["state"].items()}
+    assert same(found, state)
+    with ckptstore.open(place) as store:
+        snap = store.checkout("a")
+        assert (snap.id, snap.step, snap.metrics) == (writer.commit, 7, {"loss": 0.25})
+        assert metadata.storage_meta is not None and metadata.storage_meta.save_id == snap.id
+        assert same(snap.state_dict(), {**state, "model": dict(state["model"])})
+        assert snap.layout() is None
+
+
+def test_a_flat_state_dict_is_the_key_model(place: Path) -> None:
+    model = torch.nn.Linear(40, 30)
+    dcp.save(model.state_dict(), storage_writer=StoreWriter(place, step=1))
+    other = torch.nn.Linear(40, 30)
+    state = other.state_dict()
+    dcp.load(state, storage_reader=StoreReader(place))
+    assert same(dict(state), dict(model.state_dict()))
+    with ckptstore.open(place) as store:
+        assert store.checkout(1).keys() == ["model"]
+        third = torch.nn.Linear(40, 30)
+        store.checkout(1).restore({"model": third})
+        assert same(dict(third.state_dict()), dict(model.state_dict()))
+
+
+def test_a_native_commit_is_loaded_by_dcp(place: Path) -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(40, 30), torch.nn.Linear(30, 2))
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.randn(3, 40)).sum().backward()
+    optimizer.step()
+    with ckptstore.open(place) as store:
+        store.commit({"model": model, "optimizer": optimizer, "epoch": 3}, step=1)
+        other = torch.nn.Sequential(torch.nn.Linear(40, 30), torch.nn.Linear(30, 2))
+        found: dict[str, Any] = {"model": other.state_dict(), "epoch": 0}
+        dcp.load(found, storage_reader=StoreReader(store))
+        assert same(dict(found["model"]), dict(model.state_dict())) and found["epoch"] == 3
+        flat = {name: torch.zeros_like(tensor) for name, tensor in model.state_dict().items()}
+        dcp.load(flat, storage_reader=StoreReader(store, key="model"))
+        assert same(flat, dict(model.state_dict()))
+        tree = _load_state_dict_from_keys(storage_reader=StoreReader(store))
+        assert torch.equal(tree["optimizer"]["state"]["0"]["exp_avg"], optimizer.state_dict()["state"][0]["exp_avg"])
+        assert tree["optimizer"]["param_groups"][0]["betas"] == (0.9, 0.999)
+        assert set(_load_state_dict_from_keys("model", storage_reader=StoreReader(store))) == {"model"}
+
+
+def test_an_optimizer_saved_by_dcp_is_restored_natively(place: Path) -> None:
+    model = torch.nn.Linear(40, 30)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.randn(3, 40)).sum().backward()
+    optimizer.step()
+    dcp.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, storage_writer=StoreWriter(place))
+    other = torch.nn.Linear(40, 30)
+    again = torch.optim.AdamW(other.parameters())
+    with ckptstore.open(place) as store:
+        store.checkout().restore({"model": other, "optimizer": again})
+    assert same(again.state_dict(), optimizer.state_dict())
+
+
+def test_saving_again_costs_nothing_and_leaves_the_old_commit(place: Path) -> None:
+    with ckptstore.open(place) as store:
+        state = {"w": torch.randn(1000, 300)}
+        dcp.save(state, checkpoint_id="ckpt/best", storage_writer=StoreWriter(store))
+        first = store.checkout("ckpt/best")
+        dcp.save(state, checkpoint_id="ckpt/best", storage_writer=StoreWriter(store))
+        second = store.checkout("ckpt/best")
+        assert second.id != first.id and second.content_id == first.content_id and second.new_bytes == 0
+        assert second.parents == (first.id,)
+        dcp.save({"w": torch.zeros(1000, 300)}, checkpoint_id="ckpt/best", storage_writer=StoreWriter(store))
+        found = {"w": torch.empty(1000, 300)}
+        dcp.load(found, checkpoint_id=first.id, storage_reader=StoreReader(store))
+        assert same(found, state)
+        dcp.load(found, checkpoint_id="ckpt/best", storage_reader=StoreReader(store))
+        assert not found["w"].any()
+
+
+def test_a_failed_save_shows_nothing_and_leaves_the_old_commit(place: Path) -> None:
+    with ckptstore.open(place) as store:
+        dcp.save({"a": torch.ones(3)}, checkpoint_id="best", storage_writer=StoreWriter(store))
+        with pytest.raises(CheckpointException, match=r"odd.*register_value"):
+            dcp.save({"a": torch.zeros(3), "odd": object()}, checkpoint_id="best", storage_writer=StoreWriter(store))
+        assert len(store.log()) == 1
+        found = {"a": torch.zeros(3)}
+        dcp.load(found, checkpoint_id="best", storage_reader=StoreReader(store))
+        assert same(found, {"a": torch.ones(3)})
+
+
+def test_an_id_that_is_digits_is_a_step_and_a_path_is_a_pointer(place: Path, tmp_path: Path) -> None:
+    path = tmp_path / "run" / "step_5"
+    dcp.save({"a": torch.ones(3)}, checkpoint_id="41", storage_writer=StoreWriter(place))
+    dcp.save({"a": torch.full((3,), 2.0)}, checkpoint_id=path, storage_writer=StoreWriter(place))
+    for name, value in (("41", 1.0), (path, 2.0), (str(path), 2.0)):
+        found = {"a": torch.zeros(3)}
+        dcp.load(found, checkpoint_id=name, storage_reader=StoreReader(place))
+        assert same(found, {"a": torch.full((3,), value)})
+    with ckptstore.open_pointer(path) as snap:
+        assert snap.step is None
+    (tmp_path / "old").mkdir()
+    with pytest.raises(CheckpointException, match="no pointer file"):
+        dcp.save({"a": torch.ones(3)}, checkpoint_id=tmp_path / "old", storage_writer=StoreWriter(place))
+    assert [StoreWriter.validate_checkpoint_id(name) for name in ("a/b", "12", "/x", tmp_path, "a b", "latest")] == [True] * 4 + [False] * 2
+
+
+def test_what_is_missing_is_said(place: Path) -> None:
+    dcp.save({"a": torch.ones(3)}, storage_writer=StoreWriter(place))
+    with pytest.raises(CheckpointException, match=r"Missing key.*b"):
+        dcp.load({"a": torch.ones(3), "b": torch.ones(3)}, storage_reader=StoreReader(place))
+    found = {"a": torch.zeros(3), "b": torch.zeros(3)}
+    dcp.load(found, storage_reader=StoreReader(place), planner=DefaultLoadPlanner(allow_partial_load=True))
+    assert same(found, {"a": torch.ones(3), "b": torch.zeros(3)})
+    with pytest.raises(CheckpointException, match="no commit of step 9"):
+        dcp.load({"a": torch.zeros(3)}, storage_reader=StoreReader(place, 9))
+    with pytest.raises(CheckpointException, match="Size mismatch"):
+        dcp.load({"a": torch.zeros(4)}, storage_reader=StoreReader(place))
+
+
+def test_another_dtype_is_converted_only_when_wanted(place: Path) -> None:
+    """DCP itself casts without a word."""
+    dcp.save({"a": torch.ones(3), "n": torch.arange(3)}, storage_writer=StoreWriter(place))
+    with pytest.raises(CheckpointException, match=r"a was saved as float32.*cast=True"):
+        dcp.load({"a": torch.zeros(3).half()}, storage_reader=StoreReader(place))
+    found = {"a": torch.zeros(3).half()}
+    dcp.load(found, storage_reader=StoreReader(place, cast=True))
+    assert same(found, {"a": torch.ones(3).half()})
+    with pytest.raises(CheckpointException, match="n was saved as int64"):
+        dcp.load({"n": torch.zeros(3)}, storage_reader=StoreReader(place, cast=True))
+
+
+def test_a_flipped_bit_is_found(place: Path) -> None:
+    """DCP itself loads it."""
+    dcp.save({"a": torch.randn(1000, 100)}, storage_writer=StoreWriter(place))
+    for pack in (place / "packs").rglob("*-0-0"):
+        data = bytearray(pack.read_bytes())
+        data[5000] ^= 1
+        pack.write_bytes(data)
+    with pytest.raises(CheckpointException, match="does not match its id") as caught:
+        dcp.load({"a": torch.zeros(1000, 100)}, storage_reader=StoreReader(place))
+    assert isinstance(caught.value.failures[0][0], Corrupt)
+
+
+# -- planners --
+
+
+class HalfPlanner(DefaultSavePlanner):
+    """Saves in half precision: the example of DCP's documentation."""
+
+    def create_local_plan(self) -> Any:
+        plan = super().create_local_plan()
+        for item in plan.items:
+            if item.tensor_data is not None:
+                item.tensor_data.properties.dtype = torch.float16
+        return plan
+
+    def resolve_data(self, write_item: Any) -> Any:
+        item = super().resolve_data(write_item)
+        return item if write_item.type == WriteItemType.BYTE_IO else item.to(torch.float16)
+
+
+class FormatPlanner(DefaultSavePlanner):
+    """Writes objects in a way of its own."""
+
+    def transform_object(self, write_item: Any, object: Any) -> Any:
+        return io.BytesIO(b"mine:" + repr(object).encode()) if write_item.type == WriteItemType.BYTE_IO else object
+
+
+class FormatLoadPlanner(DefaultLoadPlanner):
+    def load_bytes(self, read_item: Any, value: io.BytesIO) -> None:
+        self.original_state_dict[read_item.dest_index.fqn] = value.read().decode()
+
+
+class RenamingLoadPlanner(DefaultLoadPlanner):
+    """Counts what it is asked to commit, and loads into tensors of its own."""
+
+    def resolve_tensor(self, read_item: Any) -> Any:
+        self.own = torch.empty(tuple(read_item.lengths))
+        return self.own
+
+    def commit_tensor(self, read_item: Any, tensor: torch.Tensor) -> None:
+        self.lookup_tensor(read_item.dest_index).copy_(tensor * 2)
+
+
+def test_a_planner_that_changes_tensors_is_asked_for_them(place: Path) -> None:
+    state = {"w": torch.randn(2000, 300), "n": 3}
+    dcp.save(state, storage_writer=StoreWriter(place), planner=HalfPlanner())
+    found = {"w": torch.zeros(2000, 300).half(), "n": 0}
+    dcp.load(found, storage_reader=StoreReader(place))
+    assert same(found, {"w": state["w"].half(), "n": 3})
+
+
+def test_a_planner_that_makes_bytes_gets_its_bytes_again(place: Path) -> None:
+    dcp.save({"w": torch.ones(3), "n": 3}, storage_writer=StoreWriter(place), planner=FormatPlanner())
+    found: dict[str, Any] = {"w": torch.zeros(3), "n": 0}
+    dcp.load(found, storage_reader=StoreReader(place), planner=FormatLoadPlanner())
+    assert found["n"] == "mine:3"
+    with ckptstore.open(place) as store:
+        assert store.checkout().state_dict()["model"]["n"] == b"mine:3"
+
+
+def test_a_planner_that_reads_bytes_gets_what_torch_saves(place: Path) -> None:
+    class Reading(DefaultLoadPlanner):
+        def load_bytes(self, read_item: Any, value: io.BytesIO) -> None:
+            self.original_state_dict[read_item.dest_index.fqn] = torch.load(value, weights_only=True)
+
+    dcp.save({"w": torch.ones(3), "n": [1, "x"]}, storage_writer=StoreWriter(place))
+    found: dict[str, Any] = {"w": torch.zeros(3), "n": 0}
+    dcp.load(found, storage_reader=StoreReader(place), planner=Reading())
+    assert found["n"] == [1, "x"]
+
+
+def test_a_planner_that_loads_aside_commits_each_tensor(place: Path) -> None:
+    state = {"w": torch.randn(30, 30)}
+    dcp.save(state, storage_writer=StoreWriter(place))
+    found = {"w": torch.zeros(30, 30)}
+    dcp.load(found, storage_reader=StoreReader(place), planner=RenamingLoadPlanner())
+    assert torch.equal(found["w"], state["w"] * 2)
+
+
+def test_an_unflattened_state_dict_has_whole_objects(place: Path) -> None:
+    state = {"w": torch.randn(3), "extra": {"a": [1, 2], "t": torch.arange(4)}}
+    dcp.save(state, storage_writer=StoreWriter(place), planner=DefaultSavePlanner(flatten_state_dict=False))
+    found: dict[str, Any] = {"w": torch.zeros(3), "extra": None}
+    dcp.load(found, storage_reader=StoreReader(place), planner=DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False))
+    assert same(found, state)
+
+
+def test_a_cached_plan_saves_what_is_there_now(place: Path) -> None:
+    """DCP's plan caching ignores dtypes, so that its metadata says another one than its bytes have."""
+    planner_cache(DefaultSavePlanner)
+    with ckptstore.open(place) as store:
+        for step in range(4):
+            state = {"w": torch.full((2000,), float(step)), "n": step}
+            if step == 3:
+                state["w"] = state["w"].double()
+            dcp.save(state, storage_writer=StoreWriter(store, step=step), planner=DefaultSavePlanner(enable_plan_caching=True))
+        for step in range(4):
+            dtype = torch.float64 if step == 3 else torch.float32
+            found = {"w": torch.zeros(2000, dtype=dtype), "n": None}
+            dcp.load(found, storage_reader=StoreReader(store, step))
+            assert same(found, {"w": torch.full((2000,), float(step), dtype=dtype), "n": step})
+
+
+def planner_cache(cls: Any) -> None:
+    """Forget what other tests have planned."""
+    for name in ("_cached_save_plan", "_cached_all_plans", "_cached_global_plan", "_cached_metadata", "_cached_final_save_plan"):
+        getattr(cls, name).clear()
+
+
+# -- values --
+
+
+def test_sparse_quantized_and_tied_tensors(place: Path) -> None:
+    """DCP itself cannot save sparse tensors."""
+    w = torch.randn(20, 20)
+    state = {"m": {"a": w, "b": w, "s": torch.eye(4).to_sparse(), "p": torch.nn.Parameter(torch.ones(3))}}
+    dcp.save(state, storage_writer=StoreWriter(place))
+    found = {"m": {"a": torch.zeros(20, 20), "b": torch.zeros(20, 20), "s": torch.zeros(4, 4).to_sparse(), "p": torch.zeros(3)}}
+    dcp.load(found, storage_reader=StoreReader(place))
+    assert torch.equal(found["m"]["a"], w) and torch.equal(found["m"]["b"], w)
+    assert torch.equal(found["m"]["s"].to_dense(), torch.eye(4)) and torch.equal(found["m"]["p"], torch.ones(3))
+
+
+class Odd:
+    def __init__(self, n: int) -> None:
+        self.n = n
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Odd) and other.n == self.n
+
+
+@pytest.mark.pickles
+def test_what_the_registry_does_not_know_is_pickled_only_when_allowed(place: Path) -> None:
+    dcp.save({"w": torch.ones(3), "odd": Odd(3)}, storage_writer=StoreWriter(place, allow_pickle=True))
+    found: dict[str, Any] = {"w": torch.zeros(3), "odd": None}
+    with pytest.raises(CheckpointException, match="is a pickle"):
+        dcp.load(found, storage_reader=StoreReader(place))
+    dcp.load(found, storage_reader=StoreReader(place, allow_pickle=True))
+    assert found["odd"] == Odd(3)
+
+
+def test_names_that_dcp_cannot_tell_apart_are_refused(place: Path) -> None:
+    with ckptstore.open(place) as store:
+        store.commit({"m": {"a.b": torch.ones(1), "a": {"b": torch.ones(1)}}})
+        with pytest.raises(CheckpointException, match=r"m/a\.b and m/a/b are both"):
+            dcp.load({"m": {}}, storage_reader=StoreReader(store))
+
+
+# -- asynchronous --
+
+
+@pytest.mark.parametrize("kind", ["thread"])
+def test_async_save_in_a_thread(place: Path, kind: str) -> None:
+    with ckptstore.open(place) as store:
+        state = {"w": torch.ones(1000, 300)}
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            future = dcp.async_save(state, checkpoint_id="a", storage_writer=StoreWriter(store), no_dist=True)
+            state["w"].zero_()
+            future.result()
+        found = {"w": torch.zeros(1000, 300)}
+        dcp.load(found, checkpoint_id="a", storage_reader=StoreReader(store))
+        assert found["w"].all()
+        failed = dcp.async_save({"odd": object()}, storage_writer=StoreWriter(store), no_dist=True)
+        with pytest.raises(CheckpointException, match="odd"):
+            failed.result()
+
+
+def test_a_writer_is_pickled_as_its_place(place: Path) -> None:
+    import copy
+
+    with ckptstore.open(place, run="exp") as store:
+        writer = copy.deepcopy(StoreWriter(store, step=3))
+    dcp.save({"w": torch.ones(3)}, storage_writer=writer)
+    with ckptstore.open(place, run="exp") as store:
+        assert store.checkout().step == 3
+
+
+# -- directories --
+
+
+def test_a_dcp_directory_becomes_a_commit_and_a_directory_again(place: Path, tmp_path: Path) -> None:
+    state = {"model": {"w": torch.randn(600, 700), "b": torch.randn(3)}, "progress": {"epoch": 3, "list": [1, 2]}}
+    dcp.save(state, checkpoint_id=tmp_path / "dcp")
+    with ckptstore.open(place) as store:
+        snap = dcp_to_store(tmp_path / "dcp", store, step=3, tag="imported")
+        assert same(snap.state_dict(), state)
+        assert (snap.step, snap.tags) == (3, ("imported",))
+        dcp.save(state, storage_writer=StoreWriter(store))
+        assert store.checkout().content_id == snap.content_id  # the same, whichever way it came
+        store_to_dcp(snap, tmp_path / "again")
+        with pytest.raises(Conflict):
+            store_to_dcp(snap, tmp_path / "again")
+    found = zeros(state)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        dcp.load(found, checkpoint_id=tmp_path / "again")
+    assert same(found, state)
+
+
+def test_a_flat_directory_keeps_its_names(place: Path, tmp_path: Path) -> None:
+    state = dict(torch.nn.Linear(30, 40).state_dict())
+    dcp.save(state, checkpoint_id=tmp_path / "dcp")
+    with ckptstore.open(place) as store:
+        snap = dcp_to_store(tmp_path / "dcp", store)
+        assert snap.keys() == ["model"]
+        found = zeros(state)
+        dcp.load(found, storage_reader=StoreReader(store))
+        assert same(found, state)
+        store_to_dcp(snap, tmp_path / "again")
+    found = zeros(state)
+    dcp.load(found, checkpoint_id=tmp_path / "again")
+    assert same(found, state)
+
+
+def test_a_reader_says_what_it_needs(place: Path) -> None:
+    dcp.save({"a": torch.ones(3)}, storage_writer=StoreWriter(place))
+    with ckptstore.open(place) as store:
+        with pytest.raises(InvalidInput, match="open store"):
+            StoreReader(store, run="x")
+        with pytest.raises(NotFound):
+            StoreReader(store, "nothing").read_metadata()
+        metadata = StoreReader(store, key=None).read_metadata()
+        assert list(metadata.state_dict_metadata) == ["a"]
