@@ -8,7 +8,7 @@ import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from benchmarks import held, history, memory, report, restores, results, saves, snapshots, training, transports
+from benchmarks import dcp_face, held, history, memory, report, restores, results, saves, snapshots, training, transports
 from benchmarks.context import Context
 from benchmarks.disk import work_dir
 from benchmarks.measure import Result
@@ -39,6 +39,7 @@ CASES: dict[str, Callable[[Context], Result]] = {
     "overhead-unchanged": history.overhead_unchanged,
     "fixed-cost": history.fixed_cost,
     "log": history.shell_log,
+    "dcp-face": dcp_face.dcp_face,
     "peak-save": memory.peak_save,
     "peak-restore": memory.peak_restore,
     "torchft-full": transports.full,

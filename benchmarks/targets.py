@@ -55,6 +55,8 @@ TARGETS = (
     Target("restore-cold", "cold restore, verified, of the raw cold read", "limit: read", at_least=0.9),
     Target("restore-cold", "cold restore, against DCP", "DCP", at_least=2),
     Target("one-tensor", "one 4 MiB tensor from an open store, seconds", at_most=0.003),
+    Target("dcp-face", "dcp.save on a store, against DCP's files", "FileSystemWriter", at_least=2.5, ours="StoreWriter"),
+    Target("dcp-face", "dcp.load from a store, against DCP's files", "FileSystemReader", at_least=2, ours="StoreReader"),
     Target("peak-save", "peak memory of a commit, bytes", at_most=256 * MIB),
     Target("peak-restore", "peak memory of a restore, bytes", at_most=256 * MIB),
     Target("fixed-cost", "the 10,000th commit, of the 10th", "after 10 commits", at_most=1.2, ours="after 10,000 commits"),

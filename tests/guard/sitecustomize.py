@@ -27,15 +27,16 @@ ALLOWED = (
     "torch.multiprocessing",
     "torch.distributed",
     "torch.serialization",
+    "torch.storage",
     "torch._dynamo",
     "torchsnapshot",
     "torch_checkpointing",
     "jinja2",
     "moto",
 )
-"""Modules, and those below them, whose pickles are no affair of ckptstore's: worker processes, DCP's collectives, the compiler (which takes
-hashes of them), the peers' wheels, the S3 server of the tests; and torch's own file, behind `torch.load` and `torch.save`, which are
-guarded themselves."""
+"""Modules, and those below them, whose pickles are no affair of ckptstore's: worker processes, DCP's and FSDP's collectives, the compiler
+(which takes hashes of them), the peers' wheels, the S3 server of the tests; and torch's own file, behind `torch.load` and `torch.save`,
+which are guarded themselves."""
 
 OURS = ("ckptstore.state.pickles", "ckptstore.interop.pickles")
 """Where ckptstore may, if the caller asks for it."""
