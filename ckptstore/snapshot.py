@@ -292,10 +292,6 @@ class Snapshot:
         """All bytes of a leaf of `trees`, verified: of a value or of bytes."""
         return self._reader.leaf_bytes(tree, number, self.id)
 
-    def layout(self) -> dict[str, Any] | None:
-        """What the commit says of who held what when it was made (docs/format.md §7); None if one process held everything."""
-        return self._reader.layout(self._document)
-
     def open(self, path: str, *, verify: bool = False) -> "torch.Tensor":
         """One tensor, mapped into memory instead of read: its pages come from the packs when they are touched.
 

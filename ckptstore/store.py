@@ -124,11 +124,6 @@ class Store(Keeping):
 
     @property
     def chunk_bytes(self) -> int:
-        """What a chunk has at most, but for a row that is larger."""
-        return self._opening.config.chunk_bytes
-
-    @property
-    def chunk_bytes(self) -> int:
         """The target of the chunk grid: how large chunks are, at most."""
         return self._opening.config.chunk_bytes
 
@@ -234,6 +229,7 @@ class Store(Keeping):
         run: str | None = None,
     ) -> Snapshot:
         """The commit that `publish` makes of parts (`parts.publish`), in this run or in `run`."""
+        self._async.settle()
         label = label_of(run or self.run, step, tag, message, metrics)
         with self._lock:
             committed = publish(label if run else replace(label, parents=self._descent.parents()))

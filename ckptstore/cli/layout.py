@@ -20,7 +20,7 @@ def read_layout(store: Opening, info: CommitInfo) -> dict[str, Any] | None:
     layout = decode_layout(store.objects.read_metadata(document.layout))
     groups = Counter(map(_group, layout.leaves.values()))
     named = [{"placements": placements, "mesh": mesh, "ranks": ranks, "leaves": n} for (placements, mesh, ranks), n in groups.items()]
-    return {"world": layout.world, "groups": named}
+    return {"world": layout.world, "groups": named} if layout.world > 1 else None
 
 
 def print_layout(screen: Screen, layout: dict[str, Any]) -> None:
@@ -31,4 +31,6 @@ def print_layout(screen: Screen, layout: dict[str, Any]) -> None:
 
 def _group(leaf: Placed) -> tuple[str, str, int]:
     """How a leaf was placed, the shape of the mesh, and how many ranks had some of it."""
-    return ", ".join(leaf.placements) or "whole", "x".join(map(str, leaf.mesh or ())), len({rank for ranks in leaf.ranks for rank in ranks})
+    ranks = {rank for ranks in leaf.ranks for rank in ranks}
+    boxes = f"{len(leaf.boxes)} boxes" if leaf.boxes else "whole"
+    return ", ".join(leaf.placements) or boxes, "x".join(map(str, leaf.mesh or ())), len(ranks)

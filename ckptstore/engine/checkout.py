@@ -6,7 +6,7 @@ Every chunk is compared with its id on the way. Readers hold nothing in the stor
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache, partial
-from typing import Any, Protocol
+from typing import Protocol
 
 from ckptstore.core import dtypes
 from ckptstore.core.config import StoreConfig
@@ -19,7 +19,6 @@ from ckptstore.engine.ranks.layout import Layout, decode_layout
 from ckptstore.engine.select import Piece, select
 from ckptstore.engine.transfer import Threads
 from ckptstore.errors import Corrupt
-from ckptstore.objects.canonical import decode
 from ckptstore.objects.documents import decode_document
 from ckptstore.objects.pages import join_pages
 from ckptstore.objects.schema import decode_schema
@@ -202,15 +201,6 @@ class Reader:
         if verify:
             check_mapped(data, pieces, self._threads.spread, f"leaf {tree.schema.paths[number]}, commit {commit[:12]}")
         return data
-
-    def layout(self, document: CommitDocument) -> dict[str, Any] | None:
-        """The commit's layout, if it has one. Raises `Corrupt`."""
-        if document.layout is None:
-            return None
-        found = decode(self._objects.read_metadata(document.layout))
-        if not isinstance(found, dict):
-            raise Corrupt(f"layout {document.layout.hex()[:12]} is damaged: it is no object; run `ckptstore fsck`")
-        return found
 
     def leaf_bytes(self, tree: Tree, number: int, commit: CommitId, *, memory_budget_bytes: int | None = None) -> bytes:
         """All bytes of a leaf: for values and `bytes` leaves."""

@@ -72,7 +72,7 @@ def test_a_nested_state_dict_comes_back(place: Path) -> None:
         assert (snap.id, snap.step, snap.metrics) == (writer.commit, 7, {"loss": 0.25})
         assert metadata.storage_meta is not None and metadata.storage_meta.save_id == snap.id
         assert same(snap.state_dict(), {**state, "model": dict(state["model"])})
-        assert snap.layout() is None
+        assert snap.layout is None
 
 
 def test_a_flat_state_dict_is_the_key_model(place: Path) -> None:
@@ -148,6 +148,24 @@ def test_a_failed_save_shows_nothing_and_leaves_the_old_commit(place: Path) -> N
         found = {"a": torch.zeros(3)}
         dcp.load(found, checkpoint_id="best", storage_reader=StoreReader(store))
         assert same(found, {"a": torch.ones(3)})
+
+
+def test_a_save_that_never_finishes_shows_nothing(place: Path) -> None:
+    """As a process that is killed before DCP calls `finish`."""
+    with ckptstore.open(place) as store:
+        dcp.save({"a": torch.ones(3)}, storage_writer=StoreWriter(store))
+        writer, planner = StoreWriter(store), DefaultSavePlanner()
+        planner.set_up_planner({"b": torch.randn(1000, 1000)}, is_coordinator=True)
+        writer.set_up_storage_writer(True)
+        plan = writer.prepare_local_plan(planner.create_local_plan())
+        (plan,), _ = planner.create_global_plan([plan])
+        (plan,) = writer.prepare_global_plan([plan])
+        writer.write_data(plan, planner).wait()
+        written = [path for path in (place / "packs").rglob("*") if path.stat().st_size > 4_000_000]
+        assert len(written) == 1 and len(store.log()) == 1
+    with ckptstore.open(place) as store:
+        assert [leaf.path for leaf in store.checkout().leaves()] == ["model/a"]
+        assert not store.fsck(read_data="100%").findings
 
 
 def test_an_id_that_is_digits_is_a_step_and_a_path_is_a_pointer(place: Path, tmp_path: Path) -> None:

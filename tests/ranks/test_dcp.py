@@ -18,6 +18,7 @@ from torch.distributed.checkpoint import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.placement_types import _StridedShard
 
 import ckptstore
 from ckptstore.interop.dcp import StoreReader, StoreWriter
@@ -30,12 +31,13 @@ LAYOUTS: dict[str, tuple[bool, tuple[Any, ...]]] = {
     "columns": (False, (Shard(1),)),
     "mesh": (True, (Shard(0), Shard(1))),
     "hybrid": (True, (Replicate(), Shard(0))),
+    "strided": (True, (_StridedShard(0, split_factor=2), Shard(0))),
 }
 """Those that DCP's own planner knows how to divide."""
 
 
 def state(n: int, tensor: torch.Tensor) -> dict[str, Any]:
-    """FSDP2 (rows), tensor parallel (columns, mesh), HSDP (hybrid), FSDP1 (sharded tensors), and what every rank has."""
+    """FSDP2 (rows), tensor parallel (columns, mesh), both (strided), HSDP (hybrid), FSDP1 (sharded tensors), and what every rank has."""
     found: dict[str, Any] = {name: placed(tensor, mesh_of(n, two), placements) for name, (two, placements) in LAYOUTS.items()}
     found["plain"] = tensor.clone()
     found["sharded"] = sharded(tensor, n)

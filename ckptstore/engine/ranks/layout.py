@@ -35,6 +35,8 @@ class Layout:
 
     world: int
     leaves: Mapping[str, Placed]
+    dcp: Mapping[str, Any] | None = None
+    """What DCP calls the leaves, where DCP saved them (`interop.dcp.names`)."""
 
 
 def decode_layout(data: bytes) -> Layout:
@@ -42,7 +44,7 @@ def decode_layout(data: bytes) -> Layout:
     try:
         document = canonical.decode(data)
         leaves = {path: _placed(leaf) for tree in document["trees"].values() for path, leaf in tree.items()}
-        return Layout(canonical.field(document, "world", int), leaves)
+        return Layout(canonical.field(document, "world", int), leaves, document.get("dcp"))
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise Corrupt(f"a commit's layout is damaged: {error!r}; run `ckptstore fsck`") from error
 

@@ -23,6 +23,9 @@ Keys: TypeAlias = tuple[str | int, ...]
 """The keys that lead to an item: text for those of mappings, numbers for places in lists."""
 
 
+DCP_VERSION = "1.0.0"
+"""Of the metadata that DCP writes; torch before 2.8 has none."""
+
 FLAT_KEY = "model"
 """The key that a state dict without anything nested becomes."""
 

@@ -46,9 +46,9 @@ def dumped(value: Any) -> io.BytesIO:
 
 def marks_of(snapshot: Snapshot) -> Marks:
     """What a commit's layout says of DCP's names. Raises `Corrupt`."""
-    layout = snapshot.layout() or {}
+    layout = snapshot.layout
     try:
-        return Marks.of(layout["dcp"]) if "dcp" in layout else Marks()
+        return Marks() if layout is None or layout.dcp is None else Marks.of(layout.dcp)
     except (AttributeError, KeyError, TypeError) as error:
         raise Corrupt(f"the layout of commit {snapshot.id[:12]} is damaged: {error!r}; run `ckptstore fsck`") from error
 

@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint._traverse import set_element
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
-from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION
 from torch.distributed.checkpoint.metadata import (
     STORAGE_TYPES,
     BytesStorageMetadata,
@@ -31,7 +30,7 @@ from ckptstore.core.config import MIB
 from ckptstore.core.model import Box
 from ckptstore.engine.naming import AnyRef
 from ckptstore.errors import Conflict, InvalidInput, NotFound
-from ckptstore.interop.dcp.names import Marks, Named, named
+from ckptstore.interop.dcp.names import DCP_VERSION, Marks, Named, named
 from ckptstore.interop.dcp.objects import dumped, marks_of, objects_of
 from ckptstore.interop.dcp.places import CheckpointId, StorePlace, can_name, of_rank, ref_of_rank
 from ckptstore.snapshot import Snapshot
@@ -113,13 +112,14 @@ class StoreReader(StorageReader):
         except BaseException:
             self._place.close()
             raise
-        return Metadata(
+        metadata = Metadata(
             state_dict_metadata={name: _metadata(item) for name, item in self._items.items()},
             planner_data={name: item.keys for name, item in self._items.items()},
             storage_data={"store": store.url, "commit": self._snapshot.id},
             storage_meta=StorageMeta(checkpoint_id=self.checkpoint_id, save_id=self._snapshot.id, load_id=self._load_id),
-            version=CURRENT_DCP_VERSION,
         )
+        metadata.version = DCP_VERSION
+        return metadata
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         if self._snapshot is None or (metadata.storage_data or {}).get("commit") != self._snapshot.id:

@@ -11,7 +11,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
@@ -23,7 +22,7 @@ from ckptstore.errors import Conflict
 from ckptstore.history.sessions import Session
 from ckptstore.interop.dcp.items import decode_message, messages_of, parts_of, resolve
 from ckptstore.interop.dcp.meeting import assign, session_of
-from ckptstore.interop.dcp.names import FLAT_KEY
+from ckptstore.interop.dcp.names import DCP_VERSION, FLAT_KEY
 from ckptstore.interop.dcp.places import CheckpointId, Name, StorePlace, can_name, name_of, name_of_rank, of_rank
 from ckptstore.interop.dcp.trees import plant
 from ckptstore.objects.pointers import Pointer, is_pointer, write_pointer
@@ -86,7 +85,7 @@ class StoreWriter(StorageWriter):
 
     def reset(self, checkpoint_id: CheckpointId | None = None) -> None:
         """Forget the last save; the next one is called `checkpoint_id`."""
-        self._name = name_of(checkpoint_id)
+        name_of(checkpoint_id)  # which raises, before anything is forgotten
         self._checkpoint_id = checkpoint_id
         self._let_go()
         self.commit = None
@@ -100,8 +99,8 @@ class StoreWriter(StorageWriter):
         self._started = time.perf_counter()
         self._rank = kwargs.get("rank") or 0
         self._alone = not kwargs.get("use_collectives", True)
-        if self._alone:
-            self._name = name_of_rank(name_of(self._checkpoint_id), self._rank)
+        name = name_of(self._checkpoint_id)
+        self._name = name_of_rank(name, self._rank) if self._alone else name
         pointer = self._name.pointer
         if pointer is not None and (is_coordinator or self._alone) and os.path.lexists(pointer) and not is_pointer(pointer):
             raise Conflict(f"{pointer} is there and is no pointer file; give another checkpoint_id, or remove it")
@@ -166,7 +165,7 @@ class StoreWriter(StorageWriter):
             self.commit = snapshot.id
             if self._name.pointer is not None:
                 write_pointer(self._name.pointer, Pointer(store.url, snapshot.id))
-            metadata.version = CURRENT_DCP_VERSION
+            metadata.version = DCP_VERSION
             metadata.storage_data = {"store": store.url, "commit": snapshot.id}
             metadata.storage_meta = self.storage_meta()
         finally:
