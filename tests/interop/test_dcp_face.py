@@ -12,11 +12,13 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.planner import WriteItemType
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict_from_keys
 
 import ckptstore
 from ckptstore import Conflict, Corrupt, InvalidInput, NotFound
 from ckptstore.interop.dcp import StoreReader, StoreWriter, dcp_to_store, store_to_dcp
+from ckptstore.upkeep.findings import Kind
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is", "ignore:TypedStorage is deprecated", "ignore:Detected an existing")
 
@@ -104,9 +106,25 @@ def test_a_native_commit_is_loaded_by_dcp(place: Path) -> None:
         dcp.load(flat, storage_reader=StoreReader(store, key="model"))
         assert same(flat, dict(model.state_dict()))
         tree = _load_state_dict_from_keys(storage_reader=StoreReader(store))
-        assert torch.equal(tree["optimizer"]["state"]["0"]["exp_avg"], optimizer.state_dict()["state"][0]["exp_avg"])
+        assert torch.equal(tree["optimizer"]["state"]["0.weight"]["exp_avg"], optimizer.state_dict()["state"][0]["exp_avg"])
         assert tree["optimizer"]["param_groups"][0]["betas"] == (0.9, 0.999)
         assert set(_load_state_dict_from_keys("model", storage_reader=StoreReader(store))) == {"model"}
+
+
+def test_a_native_optimizer_is_loaded_by_dcp_under_the_names_of_its_parameters(place: Path) -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(40, 30), torch.nn.Linear(30, 2))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.5)
+    model(torch.randn(3, 40)).sum().backward()
+    optimizer.step()
+    other = torch.nn.Sequential(torch.nn.Linear(40, 30), torch.nn.Linear(30, 2))
+    again = torch.optim.AdamW(other.parameters())
+    with ckptstore.open(place) as store:
+        store.commit({"model": model, "optimizer": optimizer})
+        weights, moments = get_state_dict(other, again)
+        dcp.load({"model": weights, "optimizer": moments}, storage_reader=StoreReader(store))
+        set_state_dict(other, again, model_state_dict=weights, optim_state_dict=moments)
+    assert same(dict(other.state_dict()), dict(model.state_dict()))
+    assert same(again.state_dict()["state"], optimizer.state_dict()["state"]) and again.param_groups[0]["lr"] == 0.5
 
 
 def test_an_optimizer_saved_by_dcp_is_restored_natively(place: Path) -> None:
@@ -165,7 +183,7 @@ def test_a_save_that_never_finishes_shows_nothing(place: Path) -> None:
         assert len(written) == 1 and len(store.log()) == 1
     with ckptstore.open(place) as store:
         assert [leaf.path for leaf in store.checkout().leaves()] == ["model/a"]
-        assert not store.fsck(read_data="100%").findings
+        assert {finding.kind for finding in store.fsck(read_data="100%").findings} == {Kind.ORPHAN}
 
 
 def test_an_id_that_is_digits_is_a_step_and_a_path_is_a_pointer(place: Path, tmp_path: Path) -> None:

@@ -26,7 +26,7 @@ from ckptstore.objects import canonical
 from ckptstore.objects.schema import decode_schema, encode_schema
 from ckptstore.state import tensors
 from ckptstore.state.flat import Source
-from ckptstore.state.flatten import flatten_tree
+from ckptstore.state.flatten import flatten
 from ckptstore.state.leaves import NOTHING, TensorSource
 from ckptstore.state.paths import segment
 
@@ -183,7 +183,7 @@ def _lends(planner: SavePlanner) -> bool:
 
 def flattened(name: str, value: Any, allow_pickle: bool, *, is_bytes: bool) -> Resolved:
     """An object as an item, taken apart by the registry."""
-    flat = flatten_tree(name, value, allow_pickle=allow_pickle)
+    flat = flatten({name: value}, allow_pickle=allow_pickle)[name]
     own, schema = len(segment(name)), flat.schema
     paths = tuple(path[own:] for path in schema.paths)
     return ObjectItem(Schema(schema.skeleton, paths, *_columns(schema)), is_bytes), flat.leaves
