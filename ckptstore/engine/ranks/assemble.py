@@ -119,7 +119,10 @@ def _diverged(plan: RanksPlan, target: Target, rank: int) -> None:
 
 
 def _tree(plan: RanksPlan, number: int, tree: MergedTree, decided: Decided, ids: dict[Target, bytearray]) -> TreeContent:
-    schema, leaves = finish(tree, frozenset(target.leaf for target in decided.private if target.tree == number))
+    private = frozenset(target.leaf for target in decided.private if target.tree == number)
+    if (number, private) not in plan.finished:
+        plan.finished[number, private] = finish(tree, private)
+    schema, leaves = plan.finished[number, private]
     contents = []
     for (i, rank), alias in zip(leaves, schema.aliases, strict=True):
         target = Target(number, i)
@@ -135,6 +138,7 @@ def _tree(plan: RanksPlan, number: int, tree: MergedTree, decided: Decided, ids:
 
 
 def _tree_layout(plan: RanksPlan, number: int, tree: MergedTree) -> Iterator[tuple[str, dict[str, Any]]]:
+    written: dict[int, list[Any]] = {}  # boxes by their identity: leaves that are held alike share them
     for i, leaf in enumerate(tree.leaves):
         held = [(holder.rank, tree.trees[holder.rank].held.get(holder.leaf)) for holder in leaf.holders]
         if leaf.alias >= 0 or (len(held) == 1 and held[0][1] is None):
@@ -142,12 +146,14 @@ def _tree_layout(plan: RanksPlan, number: int, tree: MergedTree) -> Iterator[tup
         tiled = plan.tiled.get(Target(number, i))
         first = next((each for _, each in held if each is not None), None)
         boxes = tiled.boxes if tiled else ()
+        if id(boxes) not in written:
+            written[id(boxes)] = [[list(box.offsets), list(box.lengths)] for box in boxes]
         yield (
             leaf.path,
             {
                 "mesh": first.mesh and [list(first.mesh.shape), list(first.mesh.ranks)] if first else None,
                 "placements": list(first.placements) if first else [],
-                "boxes": [[list(box.offsets), list(box.lengths)] for box in boxes],
+                "boxes": written[id(boxes)],
                 "ranks": [sorted({place.rank for place in places}) for places in tiled.holders] if tiled else [[rank for rank, _ in held]],
             },
         )

@@ -22,6 +22,7 @@ from ckptstore.engine.progress import UNWATCHED, Milestone, Watch
 from ckptstore.engine.ranks import frames
 from ckptstore.engine.ranks.describe import encode_description
 from ckptstore.engine.ranks.lead import AGAIN, DESCRIBE, DONE, PLANNED, Lead, Options, digest_of, head_of
+from ckptstore.engine.ranks.moves import Boxes, Moves, moves_of
 from ckptstore.engine.ranks.tasks import RankTask, decode_task
 from ckptstore.engine.ranks.work import RankWork
 from ckptstore.engine.transfer import Threads
@@ -55,6 +56,7 @@ class RanksCommitter:
         self._lead = Lead(config, objects, log)
         self._described = b""
         self._task: RankTask | None = None
+        self._moves: Moves | None = None
         self._runs = RunMemory()
 
     def commit(self, peers: Peers, prepare: Prepare, options: Options, started: float, watch: Watch = UNWATCHED) -> RanksCommitted:
@@ -97,7 +99,7 @@ class RanksCommitter:
             kind, session, task = frames.split(peers.round("commit: plan", describe, answer), 3)
         label, flats, description = described[0]
         if kind == PLANNED:
-            self._described, self._task, self._runs = digest_of(description), decode_task(task), RunMemory()
+            self._described, self._task, self._moves, self._runs = digest_of(description), decode_task(task), None, RunMemory()
         return label, flats, SessionId(session.decode())
 
     def _attempt(
@@ -107,14 +109,20 @@ class RanksCommitter:
         packs = SessionPacks.of(self._config, self._objects, session, self._threads, peers.rank)
         attempt = _Attempt(self._lead, peers, packs, label, started, watch)
         try:
-            work = RankWork(list(flats.values()), self._task, self._config.chunk_bytes, packs, self._threads)
-            return attempt.run(work, self._look, self._registered)
+            return attempt.run(self._work(peers, flats, packs), self._look, self._registered)
         except BaseException as error:
             # Once the coordinator may have asked the log, only its answer says whether these packs are part of a commit.
             if not attempt.handed_in or (isinstance(error, CkptStoreError) and error.causes and 0 not in error.causes):
                 with suppress(CkptStoreError):
                     packs.drop()
             raise
+
+    def _work(self, peers: Peers, flats: Mapping[str, Flat], packs: SessionPacks) -> RankWork:
+        assert self._task is not None
+        boxes = Boxes(list(flats.values()), self._config.chunk_bytes)
+        if self._moves is None:
+            self._moves = moves_of(self._task, boxes, peers.rank)
+        return RankWork(boxes, self._task, self._moves, self._config.chunk_bytes, packs, self._threads)
 
     def _look(self) -> Dedup:
         state = self._log.replay()

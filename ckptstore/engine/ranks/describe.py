@@ -3,7 +3,7 @@
 It changes only when the state's structure does, so that a commit like the last one names its digest instead.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -37,22 +37,28 @@ class RankTree:
 def encode_description(flats: Mapping[str, Flat]) -> bytes:
     meshes: dict[Mesh | None, int] = {}
     placements: dict[tuple[str, ...], int] = {}
+    holdings: dict[Holding, int] = {}
     trees, schemas = [], []
     for key, flat in flats.items():
         held = [
-            [
-                leaf,
-                meshes.setdefault(each.mesh, len(meshes)),
-                placements.setdefault(each.placements, len(placements)),
-                *(n for box, _ in each.parts for numbers in box for n in numbers),
-            ]
+            [leaf, holdings.setdefault(Holding(each.mesh, each.placements, tuple([box for box, _ in each.parts])), len(holdings))]
             for leaf, each in flat.held.items()
         ]
         trees.append([key, held, list(flat.marks.items())])
         schemas.append(encode_schema(flat.schema))
+    # Layers repeat: most leaves are held as many others are.
+    distinct = [
+        [
+            meshes.setdefault(mesh, len(meshes)),
+            placements.setdefault(names, len(placements)),
+            [[list(numbers) for numbers in box] for box in boxes],
+        ]
+        for mesh, names, boxes in holdings
+    ]
     head = {
         "meshes": [mesh and [list(mesh.shape), list(mesh.ranks)] for mesh in meshes],
         "placements": [list(names) for names in placements],
+        "holdings": distinct,
         "trees": trees,
     }
     return frames.join([canonical.encode(head), frames.join(schemas)])
@@ -65,9 +71,10 @@ def decode_description(data: bytes, schemas: dict[bytes, Schema]) -> list[RankTr
         head = canonical.decode(head_bytes)
         meshes = [None if mesh is None else Mesh(tuple(mesh[0]), tuple(mesh[1])) for mesh in head["meshes"]]
         placements = [tuple(names) for names in head["placements"]]
+        holdings = [Holding(meshes[mesh], placements[names], _boxes(boxes)) for mesh, names, boxes in head["holdings"]]
         encoded = frames.split(joined, len(head["trees"]))
         return [
-            RankTree(key, _schema(schema, schemas), schema, dict(_holdings(held, schemas[schema], meshes, placements)), dict(marks))
+            RankTree(key, _schema(schema, schemas), schema, {leaf: holdings[number] for leaf, number in held}, dict(marks))
             for (key, held, marks), schema in zip(head["trees"], encoded, strict=True)
         ]
     except (KeyError, TypeError, ValueError, IndexError) as error:
@@ -80,14 +87,5 @@ def _schema(data: bytes, known: dict[bytes, Schema]) -> Schema:
     return known[data]
 
 
-def _holdings(
-    held: Sequence[Any], schema: Schema, meshes: Sequence[Mesh | None], placements: Sequence[tuple[str, ...]]
-) -> Iterator[tuple[int, Holding]]:
-    for leaf, mesh, placement, *numbers in held:
-        yield leaf, Holding(meshes[mesh], placements[placement], _boxes(numbers, len(schema.shapes[leaf])))
-
-
-def _boxes(numbers: list[int], n: int) -> tuple[Box, ...]:
-    if not n:
-        return (Box((), ()),)
-    return tuple(Box(tuple(numbers[i : i + n]), tuple(numbers[i + n : i + 2 * n])) for i in range(0, len(numbers), 2 * n))
+def _boxes(boxes: Sequence[Any]) -> tuple[Box, ...]:
+    return tuple(Box(tuple(offsets), tuple(lengths)) for offsets, lengths in boxes)

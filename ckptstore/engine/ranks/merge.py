@@ -7,7 +7,7 @@ one rank, becomes such a node later (`finish`).
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 from ckptstore.core.model import LeafKind, Node, Schema, Shape
 from ckptstore.engine.ranks.describe import RankTree
@@ -46,6 +46,10 @@ class MergedTree:
     trees: dict[int, RankTree] = field(default_factory=dict)
 
 
+Finished: TypeAlias = tuple[Schema, list[tuple[int, int | None]]]
+"""A schema, and what each of its leaves is: a merged leaf, and the rank whose own it is."""
+
+
 def merge(by_rank: Sequence[Sequence[RankTree]]) -> list[MergedTree]:
     """Every key that any rank has, in the order of the first rank that has it."""
     keys: dict[str, dict[int, RankTree]] = {}
@@ -55,9 +59,8 @@ def merge(by_rank: Sequence[Sequence[RankTree]]) -> list[MergedTree]:
     return [_merge_key(key, trees) for key, trees in keys.items()]
 
 
-def finish(tree: MergedTree, private: frozenset[int]) -> tuple[Schema, list[tuple[int, int | None]]]:
-    """The schema of the whole state with the leaves numbered `private` divided by rank, and what each of its leaves is: a merged leaf, and
-    the rank whose own it is."""
+def finish(tree: MergedTree, private: frozenset[int]) -> Finished:
+    """The whole state with the leaves numbered `private` divided by rank."""
     found: list[tuple[int, int | None]] = []
     # What is tied to a leaf that is divided by rank is divided as it is, so that each rank's own stay tied.
     tied = frozenset(i for i, leaf in enumerate(tree.leaves) if leaf.alias in private)
@@ -175,6 +178,8 @@ class _Merger:
 
 def _join_aliases(tree: MergedTree) -> None:
     """A leaf is an alias if it is one, of one and the same leaf, on every rank that has elements of it."""
+    if not any(alias >= 0 for each in tree.trees.values() for alias in each.schema.aliases):
+        return
     numbers = {(holder.rank, holder.leaf): i for i, leaf in enumerate(tree.leaves) for holder in leaf.holders}
     for i, leaf in enumerate(tree.leaves):
         holders = [holder for holder in leaf.holders if _has_elements(tree.trees[holder.rank], holder.leaf)]

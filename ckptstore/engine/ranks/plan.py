@@ -12,8 +12,8 @@ from typing import NamedTuple
 from ckptstore.core import dtypes
 from ckptstore.core.geometry import Grid, grid
 from ckptstore.core.model import INLINE_BYTES, Box
-from ckptstore.engine.ranks.merge import Holder, MergedLeaf, MergedTree
-from ckptstore.engine.ranks.tiling import Span, Tiling, misfit, tile
+from ckptstore.engine.ranks.merge import Finished, Holder, MergedLeaf, MergedTree
+from ckptstore.engine.ranks.tiling import Cell, Fragment, Span, Tiling, misfit, tile
 from ckptstore.errors import Conflict
 
 # A model repeats its shapes: what was cut once need not be cut again.
@@ -91,6 +91,8 @@ class RanksPlan:
     shared: list[tuple[Place, int]] = field(default_factory=list)
     load: list[int] = field(default_factory=list)
     exchanged_bytes: int = 0
+    finished: dict[tuple[int, frozenset[int]], Finished] = field(default_factory=dict)
+    """Trees as they are when certain leaves have turned out to be private, by number."""
 
 
 def plan_ranks(trees: Sequence[MergedTree], size: int, chunk_bytes: int, *, canonical: bool) -> RanksPlan:
@@ -99,10 +101,16 @@ def plan_ranks(trees: Sequence[MergedTree], size: int, chunk_bytes: int, *, cano
     Raises `Conflict`, naming path and ranks, for boxes that do not tile a leaf exactly once, and for meshes that divide it differently.
     """
     plan = RanksPlan(list(trees), load=[0] * size)
+    alike: dict[object, Target] = {}
     for t, tree in enumerate(trees):
         for i, leaf in enumerate(tree.leaves):
             if leaf.alias < 0:
-                _place(plan, Target(t, i), tree, leaf, chunk_bytes, canonical)
+                target = Target(t, i)
+                first = alike.setdefault(_how_held(tree, leaf), target)
+                if first == target:
+                    _place(plan, target, tree, leaf, chunk_bytes, canonical)
+                else:
+                    _place_alike(plan, first, target, tree.key, leaf)
     _assign(plan, chunk_bytes)
     return plan
 
@@ -110,6 +118,25 @@ def plan_ranks(trees: Sequence[MergedTree], size: int, chunk_bytes: int, *, cano
 def nbytes_of(leaf: MergedLeaf) -> int:
     """Raw bytes of a tensor."""
     return dtypes.nbytes_of(leaf.dtype, leaf.shape)
+
+
+def _how_held(tree: MergedTree, leaf: MergedLeaf) -> object:
+    """Equal for leaves that are placed alike: a model repeats its layers, and descriptions their holdings."""
+    holders = [(tree.trees[rank], rank, number) for rank, number in leaf.holders]
+    return leaf.kind, leaf.dtype, leaf.shape, tuple([(rank, id(each.held.get(n)), each.marks.get(n)) for each, rank, n in holders])
+
+
+def _place_alike(plan: RanksPlan, first: Target, target: Target, key: str, leaf: MergedLeaf) -> None:
+    """Place a leaf as `first` was."""
+    numbers = dict(leaf.holders)
+
+    def own(places: Sequence[Place]) -> tuple[Place, ...]:
+        return tuple([Place(rank, key, numbers[rank], part) for rank, _, _, part in places])
+
+    if (tiled := plan.tiled.get(first)) is not None:
+        plan.tiled[target] = Tiled(tiled.boxes, tiled.tiling, tuple([own(places) for places in tiled.holders]))
+    if (reported := plan.reported.get(first)) is not None:
+        plan.reported[target] = own(reported)
 
 
 def _place(plan: RanksPlan, target: Target, tree: MergedTree, leaf: MergedLeaf, chunk_bytes: int, canonical: bool) -> None:
@@ -232,32 +259,49 @@ def _give(plan: RanksPlan, job: Job, nbytes: int) -> None:
     plan.load[job.place.rank] += nbytes
 
 
+class _CutCell(NamedTuple):
+    """A cell that edges cut: its fragments with their boxes and bytes, and the bytes of the largest."""
+
+    chunk: int
+    fragments: tuple[tuple[Fragment, Box, int], ...]
+    largest: int
+    nbytes: int
+
+
 def _assign_cells(plan: RanksPlan, chunk_bytes: int) -> None:
     on_the_way = window = 0
+    cut: dict[int, list[_CutCell]] = {}
     for target, tiled in plan.tiled.items():
-        for cell in tiled.tiling.cells:
-            parts = []
-            for fragment in cell.fragments:
-                cells = _cells(plan, target, tiled.boxes[fragment.box], chunk_bytes)
-                start, stop = cells.span(fragment.cell)
-                parts.append((fragment, cells.cell(fragment.cell), stop - start))
-            largest = max(nbytes for _, _, nbytes in parts)
-            able = [place for fragment, _, nbytes in parts if nbytes == largest for place in tiled.holders[fragment.box]]
+        if id(tiled.tiling) not in cut:
+            cut[id(tiled.tiling)] = [_cut_cell(plan, target, tiled, cell, chunk_bytes) for cell in tiled.tiling.cells]
+        for chunk, parts, largest, nbytes in cut[id(tiled.tiling)]:
+            able = [place for fragment, _, size in parts if size == largest for place in tiled.holders[fragment.box]]
             owner = min(able, key=lambda place: plan.load[place.rank])
             fragments = tuple(
-                FragmentPlan(_nearest(tiled.holders[fragment.box], owner.rank), fragment.cell, box) for fragment, box, _ in parts
+                [FragmentPlan(_nearest(tiled.holders[fragment.box], owner.rank), fragment.cell, box) for fragment, box, _ in parts]
             )
-            total = sum(nbytes for _, _, nbytes in parts)
-            moved = sum(n for (_, _, n), fragment in zip(parts, fragments, strict=True) if fragment.place.rank != owner.rank)
+            moved = sum([n for (_, _, n), fragment in zip(parts, fragments, strict=True) if fragment.place.rank != owner.rank])
             if on_the_way + moved > WINDOW_BYTES:
                 window, on_the_way = window + 1, 0
             on_the_way += moved
             plan.exchanged_bytes += moved
-            plan.load[owner.rank] += total
-            plan.cells.append(CellJob(owner, target, cell.chunk, fragments, window))
+            plan.load[owner.rank] += nbytes
+            plan.cells.append(CellJob(owner, target, chunk, fragments, window))
+
+
+def _cut_cell(plan: RanksPlan, target: Target, tiled: Tiled, cell: Cell, chunk_bytes: int) -> _CutCell:
+    parts = []
+    for fragment in cell.fragments:
+        cells = _cells(plan, target, tiled.boxes[fragment.box], chunk_bytes)
+        start, stop = cells.span(fragment.cell)
+        parts.append((fragment, cells.cell(fragment.cell), stop - start))
+    sizes = [nbytes for _, _, nbytes in parts]
+    return _CutCell(cell.chunk, tuple(parts), max(sizes), sum(sizes))
 
 
 def _nearest(places: Sequence[Place], rank: int) -> Place:
+    if len(places) == 1:
+        return places[0]
     return next((place for place in places if place.rank == rank), places[0])
 
 

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -69,7 +69,7 @@ def empty_local(mesh: Any, placements: Sequence[Any], shape: Shape, stride: Shap
     where = mesh.get_coordinate()
     if len(placements) != mesh.ndim or len(stride) != len(shape) or any(p.is_shard() and not 0 <= p.dim < len(shape) for p in placements):
         raise ValueError(f"a tensor of shape {list(shape)} and stride {list(stride)} on {mesh.ndim} mesh dimensions")
-    local_shape = (0,) if where is None else _geometry(shape, _cuts(mesh, placements, shape, where))[0]
+    local_shape = (0,) if where is None else _placed(mesh, tuple(placements), shape, tuple(where)).local_shape
     local = torch.empty(local_shape, dtype=dtype)
     return DTensor.from_local(local, mesh, placements, run_check=False, shape=torch.Size(shape), stride=tuple(stride))
 
@@ -79,40 +79,54 @@ def is_dtensor(value: Any) -> bool:
 
 
 def _is_instance(value: Any, module: str, name: str) -> bool:
+    return _is_subclass(type(value), module, name)  # type: ignore[arg-type]  # classes are hashable
+
+
+@lru_cache(256)
+def _is_subclass(cls: type, module: str, name: str) -> bool:
+    # Whoever has such an object has imported its module.
     known = sys.modules.get(module)
-    return known is not None and isinstance(value, getattr(known, name))
+    return known is not None and issubclass(cls, getattr(known, name))
+
+
+class _Placed(NamedTuple):
+    """What a DTensor's placements say of one rank: the shape of its part and the boxes in it."""
+
+    mesh: Mesh
+    names: tuple[str, ...]
+    local_shape: Shape
+    boxes: tuple[HeldBox, ...]
 
 
 def _held_of_dtensor(tensor: Any) -> Held:
-    mesh, placements, shape = tensor.device_mesh, tensor.placements, tuple(tensor.shape)
+    mesh, shape = tensor.device_mesh, tuple(tensor.shape)
+    where = mesh.get_coordinate()
+    placed = _placed(mesh, tensor.placements, shape, None if where is None else tuple(where))
+    if where is None:
+        return Held(shape, tensor.dtype, placed.mesh, placed.names, ())
+    local = _local_of(tensor)
+    if tuple(local.shape) != placed.local_shape:
+        raise InvalidInput(
+            f"this rank holds {list(local.shape)} of a DTensor of shape {list(shape)} placed as {', '.join(placed.names)}; wanted "
+            f"{list(placed.local_shape)}: was it made by from_local without shape and stride? Commit tensor.full_tensor()"
+        )
+    return Held(shape, tensor.dtype, placed.mesh, placed.names, tuple((held.box, _view(local, held.local)) for held in placed.boxes))
+
+
+@lru_cache(1 << 14)
+def _placed(mesh: Any, placements: tuple[Any, ...], shape: Shape, where: tuple[int, ...] | None) -> _Placed:
+    """Tensors of one shape are placed alike, layer after layer and commit after commit."""
     if any(placement.is_partial() for placement in placements):
         raise InvalidInput("a DTensor with Partial placements holds unfinished sums; redistribute it to Replicate or Shard first")
     names = tuple(map(str, placements))
-    where = mesh.get_coordinate()
     if where is None:
-        return Held(shape, tensor.dtype, _mesh_of(mesh), names, ())
-    local = _local_of(tensor)
-    wanted, boxes = _geometry(shape, _cuts(mesh, placements, shape, where))
-    if tuple(local.shape) != wanted:
-        raise InvalidInput(
-            f"this rank holds {list(local.shape)} of a DTensor of shape {list(shape)} placed as {', '.join(names)}; wanted {list(wanted)}: "
-            f"was it made by from_local without shape and stride? Commit tensor.full_tensor()"
-        )
-    return Held(shape, tensor.dtype, _mesh_of(mesh), names, tuple((held.box, _view(local, held.local)) for held in boxes))
-
-
-def _cuts(mesh: Any, placements: Sequence[Any], shape: Shape, where: Sequence[int]) -> tuple[Cut, ...]:
-    """What the mesh dimensions that do not replicate leave to the rank at `where`."""
-    return tuple(
+        return _Placed(_mesh_of(mesh), names, (), ())
+    cuts = tuple(
         Cut(placement.dim % len(shape), size, number, getattr(placement, "split_factor", 1))
         for placement, size, number in zip(placements, mesh.shape, where, strict=True)
         if not placement.is_replicate()
     )
-
-
-@lru_cache(4096)
-def _geometry(shape: Shape, cuts: tuple[Cut, ...]) -> tuple[Shape, tuple[HeldBox, ...]]:
-    return local_shape(shape, cuts), held_boxes(shape, cuts)
+    return _Placed(_mesh_of(mesh), names, local_shape(shape, cuts), held_boxes(shape, cuts))
 
 
 @lru_cache(256)
