@@ -14,12 +14,13 @@ from ckptstore.errors import Busy, Cancelled, CkptStoreError, Conflict, Corrupt,
 
 if TYPE_CHECKING:
     from ckptstore.access import clone, open
+    from ckptstore.committing import PendingCommit
     from ckptstore.engine.progress import CommitProgress
     from ckptstore.pointing import open_pointer, write_pointer
     from ckptstore.snapshot import Snapshot
     from ckptstore.state.stateful import RNGState, StateDict
     from ckptstore.state.values import register_class, register_value
-    from ckptstore.store import PendingCommit, Store
+    from ckptstore.store import Store
     from ckptstore.upkeep.retention import KeepBest, KeepEverySteps, KeepLast, KeepPeriods, KeepWithin
 
 __version__ = "0.1.0"
@@ -61,7 +62,7 @@ _LATER = {
     "open_pointer": "ckptstore.pointing",
     "write_pointer": "ckptstore.pointing",
     "Store": "ckptstore.store",
-    "PendingCommit": "ckptstore.store",
+    "PendingCommit": "ckptstore.committing",
     "CommitProgress": "ckptstore.engine.progress",
     "Snapshot": "ckptstore.snapshot",
     "StateDict": "ckptstore.state.stateful",

@@ -1,65 +1,32 @@
 """The store as training code sees it: commit, checkout, resume, tag, look."""
 
 import logging
-import signal
-import threading
-import time
-from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from collections.abc import Mapping, MutableMapping
+from contextlib import ExitStack
+from dataclasses import dataclass
 from types import TracebackType
-from typing import Any, Literal, Self, TypeAlias
+from typing import Any, Self
 
+from ckptstore.committing import Committing
 from ckptstore.core.ids import CommitId, check_tag
-from ckptstore.core.model import CommitDocument, CommitInfo
+from ckptstore.core.model import CommitInfo
 from ckptstore.core.refs import Latest, parse_ref
 from ckptstore.core.settings import Settings
-from ckptstore.engine.asynchronous import AsyncCommits
 from ckptstore.engine.checkout import Reader
-from ckptstore.engine.commit import CommitStats, Committed, Committer
 from ckptstore.engine.compare import Difference, compare
-from ckptstore.engine.descent import Descent
-from ckptstore.engine.hiring import HiredCommitter
-from ckptstore.engine.label import Label, label_of
-from ckptstore.engine.look_up import LookUp
 from ckptstore.engine.naming import AnyRef, find_commit, through_pointers
 from ckptstore.engine.opening import Opening
-from ckptstore.engine.parts import PartsCommitter
-from ckptstore.engine.pending import Pending
-from ckptstore.engine.progress import CommitProgress, Watch
-from ckptstore.engine.ranks.agree import begun_by_all, is_due_for_all
-from ckptstore.engine.ranks.commit import RanksCommitted, RanksCommitter
-from ckptstore.engine.ranks.lead import Options
 from ckptstore.engine.ranks.restore import agreed, on_all
-from ckptstore.engine.schedule import Schedule, rule_of
 from ckptstore.engine.tagging import remove_tag, set_tag
-from ckptstore.engine.transfer import Threads
-from ckptstore.engine.wish import Made, Overlap, Route, Staging, Wish, by_itself
-from ckptstore.errors import Corrupt, InvalidInput, NotFound
+from ckptstore.errors import Corrupt, NotFound
 from ckptstore.history.resolve import Resolved, newest_first
 from ckptstore.keeping import Keeping
 from ckptstore.snapshot import Snapshot
-from ckptstore.state.arenas import Arena, ArenaPool
-from ckptstore.state.flat import Flat
-from ckptstore.state.flatten import flatten
-from ckptstore.state.ranks.marks import Globs, marked
-from ckptstore.state.ranks.peers import BACKGROUND, TIMEOUT_S, Peers, peers_of
-from ckptstore.text import bytes_text, seconds_text
-from ckptstore.upkeep.full_disk import DiskWatch
+from ckptstore.state.ranks.peers import TIMEOUT_S, Peers, peers_of
 from ckptstore.upkeep.tier import Tier
 
 logger = logging.getLogger("ckptstore")
 logger.addHandler(logging.NullHandler())
-
-PendingCommit: TypeAlias = Pending[Snapshot]
-"""What `Store.commit_async` returns."""
-
-RATE_BYTES = 64 << 20
-"""Commits that write less say nothing about the disk's speed."""
-
-REMOTE_READS = 8
-"""So many reads from a bucket are under way at once, whatever the number of processors: they wait for the network."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,32 +38,14 @@ class Skipped:
     reason: str
 
 
-class Store(Keeping):
+class Store(Committing, Keeping):
     """A store, opened for one training run. Threads may share it; a forked child opens its own.
 
     Use it as a context manager, or call `close`.
     """
 
     def __init__(self, opening: Opening, settings: Settings, tier: Tier | None = None) -> None:
-        self.run = settings.run
-        self._tier = tier
-        if tier:
-            opening.objects.rescue = tier.rescue
-        self._opening, self._settings = opening, settings
-        self._threads, self._aside = Threads(settings.threads), Threads(settings.threads, aside=True)
-        self._reading = self._threads if opening.backend.durable_root else Threads(max(settings.threads, REMOTE_READS))
-        self._lock = threading.Lock()
-        self._disk = DiskWatch(opening, settings.run, settings.on_full)
-        self._descent = Descent()
-        self._best_rate = 0.0
-        self._async: AsyncCommits[Snapshot] = AsyncCommits(
-            self._descent,
-            lambda: LookUp(opening.config, opening.objects, opening.log),
-            max_in_flight=settings.max_in_flight,
-            staging_bytes=settings.staging_bytes,
-            shared=settings.executor == "process",
-            place=opening.url,
-        )
+        super().__init__(opening, settings, tier)
         self.skipped: tuple[Skipped, ...] = ()
 
     def __repr__(self) -> str:
@@ -123,206 +72,9 @@ class Store(Keeping):
         return {"place": self.url, "run": self.run, "storage_options": settings.storage_options, "index": settings.index}
 
     @property
-    def chunk_bytes(self) -> int:
-        """The target of the chunk grid: how large chunks are, at most."""
-        return self._opening.config.chunk_bytes
-
-    @property
     def id(self) -> str:
         """The store's id, the same for everybody who opens it."""
         return self._opening.config.store
-
-    def commit(
-        self,
-        app_state: Mapping[str, Any],
-        *,
-        step: int | None = None,
-        tag: str | Sequence[str] = (),
-        message: str = "",
-        metrics: Mapping[str, float] | None = None,
-        memory_budget_bytes: int | None = None,
-        allow_pickle: bool = False,
-        process_group: Any = None,
-        replicated: Sequence[str] = (),
-        private: Sequence[str] = (),
-        compare: bool = True,
-        canonical: bool = True,
-        trust_replicated: bool = True,
-        timeout_s: float = TIMEOUT_S,
-    ) -> Snapshot:
-        """Store `app_state` as a new commit of this run and return it; durable when this returns.
-
-        `app_state` maps names to objects with `state_dict()` or to plain containers and values. `tag` names the commit (moving a tag that
-        exists) and protects it from retention. Its parent is the commit that this store object committed, restored or resumed last, else
-        the run's newest. What must be staged or encoded takes at most `memory_budget_bytes`; without it, what the host can spare.
-
-        Where torch.distributed is initialized with several ranks, all of them (of `process_group`, if given) commit together, each its own
-        part, and get one snapshot; `process_group="alone"` commits this process by itself (docs/distributed.md). `replicated` and `private`
-        are globs of paths that are the same on all ranks, or each rank's own; of the rest, what is equal on the ranks that have it is one,
-        or without `compare` each rank's own as well. Without `canonical`, chunks that the edges of shards cut are
-        not completed, so that ids depend on the number of ranks; without `trust_replicated`, every replica is hashed whole. No rank waits
-        for another longer than `timeout_s`.
-
-        Before the first commit, and when the disk gets short, a warning is logged. Raises `InvalidInput` for what cannot be stored, naming
-        its path; `Unavailable` if storage fails; `NoSpace` if it is full, saying what is missing and what would free it; `Conflict` if
-        others kept changing what this commit builds on. Whatever is raised, nothing is visible and nothing is lost.
-        With several ranks, every rank raises, and `causes` says what failed where.
-        """
-        if peers := peers_of(process_group, timeout_s):
-            globs = Globs(tuple(replicated), tuple(private), compare)
-            failed = self._async.drain()
-
-            def prepare() -> tuple[Label, dict[str, Flat]]:
-                if failed:
-                    raise failed
-                self._opening.check_writable()
-                label = label_of(self.run, step, tag, message, metrics)
-                flats = marked(app_state, flatten(app_state, allow_pickle=allow_pickle, ranks=True), globs)
-                return replace(label, parents=self._descent.parents()), flats
-
-            with self._lock:
-                options = Options(canonical, trust_replicated)
-                committed = self._followed(peers, self._ranks_committer.commit(peers, prepare, options, time.perf_counter()))
-            self._descent.now(committed.id)
-            return self._committed(committed)
-
-        def flats() -> Mapping[str, Flat]:
-            return flatten(app_state, allow_pickle=allow_pickle)
-
-        return self.commit_flat(flats, step=step, tag=tag, message=message, metrics=metrics, memory_budget_bytes=memory_budget_bytes)
-
-    def commit_flat(
-        self,
-        flats: Callable[[], Mapping[str, Flat]],
-        *,
-        step: int | None = None,
-        tag: str | Sequence[str] = (),
-        message: str = "",
-        metrics: Mapping[str, float] | None = None,
-        memory_budget_bytes: int | None = None,
-    ) -> Snapshot:
-        """Commit what `flats` returns, a state that is flattened already: its leaves' bytes may come from anywhere, as in an import."""
-        self._async.settle()
-        self._opening.check_writable()
-        label = label_of(self.run, step, tag, message, metrics)
-        with self._lock:
-            started = time.perf_counter()
-            label = replace(label, parents=self._descent.parents())
-            state = flats()
-            committed = self._make(state, lambda: self._committer.commit(state, label, started, memory_budget_bytes=memory_budget_bytes))
-            self._descent.now(committed.id)
-        return self._committed(committed)
-
-    @cached_property
-    def parts(self) -> PartsCommitter:
-        """For commits whose parts another library's ranks write: `open` and `write` are for them, `commit_parts` ends it."""
-        return PartsCommitter(self._opening.config, self._opening.objects, self._opening.log, self._threads)
-
-    def commit_parts(
-        self,
-        publish: Callable[[Label], RanksCommitted],
-        *,
-        step: int | None = None,
-        tag: str | Sequence[str] = (),
-        message: str = "",
-        metrics: Mapping[str, float] | None = None,
-        run: str | None = None,
-    ) -> Snapshot:
-        """The commit that `publish` makes of parts (`parts.publish`), in this run or in `run`."""
-        self._async.settle()
-        label = label_of(run or self.run, step, tag, message, metrics)
-        with self._lock:
-            committed = publish(label if run else replace(label, parents=self._descent.parents()))
-            self._opening.follow()
-            if not run:
-                self._descent.now(committed.id)
-        return self._committed(committed)
-
-    def commit_async(
-        self,
-        app_state: Mapping[str, Any],
-        *,
-        step: int | None = None,
-        tag: str | Sequence[str] = (),
-        message: str = "",
-        metrics: Mapping[str, float] | None = None,
-        allow_pickle: bool = False,
-        overlap: Overlap = "wait",
-        staging: Staging = "eager",
-        trust_version: bool = False,
-        dedup_first: bool = False,
-        on_progress: Callable[[CommitProgress], object] | None = None,
-        process_group: Any = None,
-        replicated: Sequence[str] = (),
-        private: Sequence[str] = (),
-        compare: bool = True,
-        canonical: bool = True,
-        trust_replicated: bool = True,
-        timeout_s: float = TIMEOUT_S,
-    ) -> PendingCommit:
-        """Copy `app_state` and return; hash, write and publish the copy in the background (docs/async.md).
-
-        The commit is the state as of this call, whatever is done to its tensors afterwards. Commits are made in the order of the calls.
-        While `max_in_flight` commits are under way, or the staging memory is taken, the call waits; with `overlap="skip"` it returns at
-        once with a commit that is `done` and whose `wait` raises `Busy`. A state larger than the staging memory is copied as far as it
-        fits, and the call waits until the rest has been written. `on_progress` is called at each milestone, on whatever thread reaches it.
-
-        With `staging="lazy"` the call returns before parameters and optimizer state have been copied: that happens while forward and
-        backward run, and the next step of an optimizer waits for it. Whoever writes to them elsewhere calls `pending.wait_staged()` first.
-        With `trust_version`, frozen parameters that torch has not seen written since the last commit are neither copied nor hashed.
-        With `dedup_first`, the call hashes the state and copies only what the store lacks: less memory, a longer call where much is new.
-
-        Where torch.distributed is initialized with several ranks, all of them call this, as they call `commit`, whose parameters mean the
-        same here; the call returns when every rank has copied its part, and the rest goes over connections of its own, so that training may
-        communicate meanwhile. Such a commit copies all that a rank holds: no `executor="process"`, `trust_version` or `dedup_first`.
-
-        Raises what `commit` raises for a state that cannot be stored, and what an earlier asynchronous commit failed with if nobody has
-        seen it: then this one was not begun, on any rank.
-        """
-        self._opening.check_writable()
-        label = label_of(self.run, step, tag, message, metrics)
-        wish = Wish(overlap, staging, trust_version, dedup_first, allow_pickle, on_progress)
-        globs, options = Globs(tuple(replicated), tuple(private), compare), Options(canonical, trust_replicated)
-        together = self._together(app_state, wish, globs, options, process_group, timeout_s)
-        return self._async.start(app_state, label, wish, together or self._alone(app_state, wish))
-
-    def every(
-        self,
-        auto: Literal["auto"] | None = None,
-        *,
-        steps: int | None = None,
-        seconds: float | None = None,
-        mtbf_s: float | None = None,
-        on_signal: signal.Signals | None = None,
-    ) -> Schedule[Snapshot]:
-        """A schedule to call after each step, `every(app_state, step=step, …)`: it calls `commit_async` when that is due.
-
-        That is after every multiple of `steps`, every so many `seconds`, or with `"auto"` as often as is best by what the last commit cost
-        training and by `mtbf_s`, the mean time between failures. When the signal `on_signal` has come, the next call commits, waits until
-        that is durable, and sets `stopped`; only the main thread can ask for it. Several ranks all make one with the same arguments, and
-        call it at each step: the first rank's clock counts, and a signal to any rank. Raises `InvalidInput` unless one rule is given.
-        """
-        return Schedule(self.commit_async, rule_of(auto, steps, seconds, mtbf_s), on_signal, _agreed_schedule)
-
-    @property
-    def staging(self) -> ArenaPool:
-        """The memory that asynchronous commits copy states to: its `budget_bytes` and `held_bytes`."""
-        return self._async.pool
-
-    @property
-    def worker_pid(self) -> int | None:
-        """The process that makes asynchronous commits with `executor="process"`; None while there is none."""
-        return self._hired.pid if "_hired" in self.__dict__ else None
-
-    @contextmanager
-    def committing(self) -> Iterator[None]:
-        """Before the block is left, also by an exception, wait for the commits that are in flight; raises what one of them failed with."""
-        try:
-            yield
-        finally:
-            failed = self._async.drain()
-        if failed:
-            raise failed
 
     def checkout(self, ref: AnyRef = "latest") -> Snapshot:
         """A read handle on a commit: a step (int) of this run, a tag, a commit id or its beginning, `"latest"`, `"run@100"`, `"latest~2"`,
@@ -418,48 +170,6 @@ class Store(Keeping):
         if failed:
             raise failed
 
-    def _let_go(self) -> None:
-        with self._lock:
-            self._async.close()
-            if "_hired" in self.__dict__:
-                self._hired.close()
-            self._threads.close()
-            self._aside.close()
-            self._reading.close()
-            self._opening.close()
-
-    @cached_property
-    def _committer(self) -> Committer:
-        return Committer(self._opening.config, self._opening.objects, self._opening.log, self._threads)
-
-    @cached_property
-    def _committer_aside(self) -> Committer:
-        return Committer(self._opening.config, self._opening.objects, self._opening.log, self._aside)
-
-    @cached_property
-    def _ranks_committer(self) -> RanksCommitter:
-        return RanksCommitter(self._opening.config, self._opening.objects, self._opening.log, self._threads)
-
-    @cached_property
-    def _ranks_committer_aside(self) -> RanksCommitter:
-        return RanksCommitter(self._opening.config, self._opening.objects, self._opening.log, self._aside)
-
-    @cached_property
-    def _hired(self) -> HiredCommitter:
-        settings = self._settings
-        return HiredCommitter(
-            self._reader,
-            place=self.url,
-            storage_options=settings.storage_options,
-            direct_io=settings.direct_io,
-            index=settings.index,
-            threads=settings.threads,
-        )
-
-    @cached_property
-    def _reader(self) -> Reader:
-        return Reader(self._opening.config, self._opening.objects, self._reading)
-
     def _resolve(self, ref: AnyRef) -> Resolved:
         return find_commit(self._opening, ref, self.run)
 
@@ -488,113 +198,6 @@ class Store(Keeping):
         state = self._opening.log.replay()
         return self._tier.newest_first(self.run, state) if self._tier else [(None, info) for info in newest_first(state, self.run)]
 
-    def _wake_tier(self) -> None:
-        if self._tier:
-            self._tier.wake()
-
     def _snapshot(self, info: Resolved, reader: Reader | None = None) -> Snapshot:
         document = (reader or self._reader).document(info.session, info.id)
         return self._handle(info.id, document, info.tags, reader=reader)
-
-    def _commit_staged(self, flats: Mapping[str, Flat], arena: Arena, label: Label, pending: PendingCommit, watch: Watch) -> Made[Snapshot]:
-        """What the background does with a state that was staged."""
-        with self._lock:
-            if self._settings.executor == "process":
-                committed = self._make(flats, lambda: self._hired.commit(flats, arena, label, pending.started, watch))
-            else:
-                committed = self._make(flats, lambda: self._committer_aside.commit(flats, label, pending.started, watch))
-        return self._made(committed, committed.ids, pending)
-
-    def _made(self, committed: Committed | RanksCommitted, ids: Mapping[int, bytes], pending: PendingCommit) -> Made[Snapshot]:
-        held_s = pending.timings.held_s or pending.age_s
-        snapshot = self._committed(replace(committed, stats=replace(committed.stats, held_s=held_s)))
-        return Made(committed.id, ids, snapshot)
-
-    def _make(self, flats: Mapping[str, Flat], commit: Callable[[], Committed]) -> Committed:
-        logical_bytes = sum(leaf.nbytes for flat in flats.values() for leaf in flat.leaves)
-        committed = self._disk.fit(commit, logical_bytes)
-        self._opening.follow({ref.schema.hex(): committed.schemas[key] for key, ref in committed.document.trees})
-        return committed
-
-    def _followed(self, peers: Peers, committed: RanksCommitted) -> RanksCommitted:
-        if peers.leads:
-            self._opening.follow()
-        return committed
-
-    def _alone(self, app_state: Mapping[str, Any], wish: Wish) -> Route[Snapshot]:
-        """The way by which this process commits in the background by itself."""
-
-        def flats() -> dict[str, Flat]:
-            return flatten(app_state, allow_pickle=wish.allow_pickle)
-
-        return Route(flats, self._commit_staged, by_itself, whole=self._settings.executor == "process")
-
-    def _together(
-        self, app_state: Mapping[str, Any], wish: Wish, globs: Globs, options: Options, process_group: Any, timeout_s: float
-    ) -> Route[Snapshot] | None:
-        """The way by which several ranks commit in the background; None if this process is by itself."""
-        peers = peers_of(process_group, timeout_s)
-        behind = peers_of(process_group, timeout_s, channel=BACKGROUND)
-        if not (peers and behind):
-            return None
-        if self._settings.executor == "process" or wish.trust_version or wish.dedup_first:
-            raise InvalidInput(
-                "several ranks commit together in the background from a thread of their own, and copy all that they hold: leave out "
-                'executor="process", trust_version and dedup_first'
-            )
-
-        def flats() -> dict[str, Flat]:
-            return marked(app_state, flatten(app_state, allow_pickle=wish.allow_pickle, ranks=True), globs)
-
-        def make(staged: Mapping[str, Flat], arena: Arena, label: Label, pending: PendingCommit, watch: Watch) -> Made[Snapshot]:
-            def prepare() -> tuple[Label, Mapping[str, Flat]]:
-                return label, staged
-
-            with self._lock:
-                committed = self._ranks_committer_aside.commit(behind, prepare, options, pending.started, watch)
-                self._followed(behind, committed)
-            return self._made(committed, {}, pending)
-
-        return Route(flats, make, partial(begun_by_all, peers), whole=True)
-
-    def _committed(self, committed: Committed | RanksCommitted) -> Snapshot:
-        self._wake_tier()
-        self._disk.after(committed.stats.logical_bytes, committed.stats.new_bytes)
-        self._report(committed)
-        return self._handle(committed.id, committed.document, committed.document.tags, committed.stats)
-
-    def _handle(
-        self,
-        commit: CommitId,
-        document: CommitDocument,
-        tags: tuple[str, ...],
-        stats: CommitStats | None = None,
-        reader: Reader | None = None,
-    ) -> Snapshot:
-        """A snapshot that waits for lazy copies before it restores, and is the parent of what is committed after it has."""
-        reader = reader or self._reader
-        return Snapshot(reader, commit, document, tags=tags, stats=stats, restoring=self._async.hold, restored=self._descent.now)
-
-    def _report(self, committed: Committed | RanksCommitted) -> None:
-        """One line for people; everything in it is in `Snapshot.stats` too."""
-        stats, document = committed.stats, committed.document
-        if stats.new_bytes >= RATE_BYTES:
-            self._best_rate = max(self._best_rate, stats.written_bytes_per_s)
-        share = f", {stats.written_bytes_per_s / self._best_rate:.0%} of the disk's best here" if stats.new_bytes >= RATE_BYTES else ""
-        logger.info(
-            "commit %s%s%s: %s -> %s new, held %s, durable after %s%s",
-            committed.id[:12],
-            "" if document.step is None else f" step {document.step}",
-            f" ({', '.join(document.tags)})" if document.tags else "",
-            bytes_text(stats.logical_bytes),
-            bytes_text(stats.new_bytes),
-            seconds_text(stats.held_s),
-            seconds_text(stats.durable_s),
-            share,
-        )
-
-
-def _agreed_schedule(options: Mapping[str, Any], due: bool, came: bool) -> tuple[bool, bool]:
-    """What the ranks that commit with these options make of what each of them thinks."""
-    peers = peers_of(options.get("process_group"), options.get("timeout_s", TIMEOUT_S))
-    return is_due_for_all(peers, due, came) if peers else (due, came)

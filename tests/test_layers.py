@@ -40,7 +40,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ),
     ("engine",),
     ("upkeep",),
-    ("access", "keeping", "pointing", "store", "snapshot", ""),
+    ("access", "committing", "keeping", "pointing", "store", "snapshot", ""),
     ("cli", "web", "interop", "__main__"),
 )
 """From the ground up. A module belongs to the longest prefix that names it; `""` is `ckptstore/__init__.py`."""
