@@ -6,10 +6,23 @@ from pathlib import Path
 
 import pytest
 
-EXAMPLES = sorted((Path(__file__).parents[1] / "examples").glob("*.py"))
+FOLDER = Path(__file__).parents[1] / "examples"
+MANY_RANKS = FOLDER / "many_ranks.py"
+EXAMPLES = sorted(set(FOLDER.glob("*.py")) - {MANY_RANKS})
 
 
 @pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.stem)
 def test_an_example_runs_as_it_is(example: Path) -> None:
-    done = subprocess.run([sys.executable, "-W", "error", str(example)], capture_output=True, text=True, check=False)
+    run(str(example))
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("kind", ["fsdp", "ddp"])
+def test_training_on_many_ranks_survives_a_kill(kind: str) -> None:
+    run(str(MANY_RANKS), kind)
+
+
+def run(*arguments: str) -> None:
+    done = subprocess.run([sys.executable, "-W", "error", *arguments], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr

@@ -43,11 +43,12 @@ def mesh_of(n: int, two_dimensional: bool) -> DeviceMesh:
 
 def placed(tensor: torch.Tensor, mesh: DeviceMesh, placements: tuple[Any, ...]) -> DTensor:
     """`tensor` on `mesh`, cut by torch's own placements."""
-    local = tensor
+    local, where = tensor, mesh.get_coordinate()
+    assert where is not None
     for dim, placement in enumerate(placements):
         if not placement.is_replicate():
             parts = placement._split_tensor(local, mesh.size(dim), with_padding=False, contiguous=True)[0]
-            local = parts[mesh.get_local_rank(dim)]
+            local = parts[where[dim]]
     return DTensor.from_local(
         local.clone(memory_format=torch.contiguous_format), mesh, placements, run_check=False, shape=tensor.shape, stride=tensor.stride()
     )

@@ -2,7 +2,7 @@
 
 import os
 import signal
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,13 +10,15 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Shard
 
 import ckptstore
 from ckptstore.engine.ranks.commit import _Attempt
 from ckptstore.engine.ranks.lead import Lead
 from ckptstore.engine.write import SessionPacks
 from ckptstore.state.ranks.peers import Peers
-from tests.ranks.layouts import full, group_of, layout, meet
+from tests.ranks.layouts import full, group_of, layout, meet, placed
 from tests.ranks.pool import Pool
 
 
@@ -130,25 +132,47 @@ def test_pipeline_stages_are_one_state_for_any_number_of_ranks(pool: Pool, tmp_p
         pool.run(restore_stages, tmp_path / "store", n)
 
 
+PHASES: dict[str, tuple[type, str]] = {
+    "plan": (Peers, "round"),
+    "exchange": (Peers, "exchange"),
+    "decide": (_Attempt, "_report"),
+    "receipt": (_Attempt, "_receipt"),
+    "publish": (Lead, "publish"),
+    "appended": (Lead, "_append"),
+}
+"""Where a rank is killed: when it gets there, or, for the last, when it has been there. The last two only the coordinator reaches."""
+
+
 def die(rank: int, path: Path, victim: int, survivors: list[int], phase: str) -> str | None:
-    """`victim` is killed in `phase`; the others raise, and commit without it."""
+    """`victim` is killed in `phase`; the others raise at once, though they would wait for 300 s, and commit without it."""
     ranks = sorted([victim, *survivors])
     group = dist.new_group(ranks, use_local_synchronization=True)
-    state = {"w": {"x": torch.arange(200_000.0)}}
-    with ckptstore.open(path) as store:
+    with ckptstore.open(path, chunk_bytes=1 << 16) as store:
         before = len(store.log())
         if rank == victim:
-            owner, name = {"plan": (Peers, "round"), "decide": (_Attempt, "_report"), "receipt": (_Attempt, "_receipt")}.get(
-                phase, (Lead, "publish")
-            )
-            setattr(owner, name, lambda *args, **kwargs: os.kill(os.getpid(), signal.SIGKILL))
-        with pytest.raises(ckptstore.Unavailable):
-            store.commit(state, process_group=group, timeout_s=20)
-        assert len(store.log()) == before
-        with pytest.raises(ckptstore.Unavailable):
-            store.commit(state, process_group=group, timeout_s=20)
+            owner, name = PHASES[phase]
+            reached = getattr(owner, name)
+
+            def kill(*args: Any, **kwargs: Any) -> None:
+                if phase == "appended":
+                    reached(*args, **kwargs)
+                os.kill(os.getpid(), signal.SIGKILL)
+
+            setattr(owner, name, kill)
+        with pytest.raises(ckptstore.Unavailable) as caught:
+            store.commit(sharded_over(ranks, before), process_group=group)
+        assert ranks.index(victim) in caught.value.causes
+        assert len(store.log()) == before + (phase == "appended")
+        with pytest.raises(ckptstore.Unavailable, match="was lost before"):
+            store.commit(sharded_over(ranks, before), process_group=group)
         left = dist.new_group(survivors, use_local_synchronization=True)
-        return store.commit(state, process_group=left, timeout_s=20).id
+        return store.commit(sharded_over(survivors, before + 10), process_group=left).id
+
+
+def sharded_over(ranks: list[int], number: int) -> dict[str, Any]:
+    """A tensor whose cells the edges between these ranks cut."""
+    mesh = DeviceMesh("cpu", torch.tensor(ranks), _init_backend=False)
+    return {"w": {"x": placed(full() + number, mesh, (Shard(0),)), "y": torch.arange(200_000.0) + number}}
 
 
 @pytest.fixture
@@ -158,14 +182,37 @@ def doomed() -> Iterator[Pool]:
     pool.close()
 
 
-def test_survivors_of_a_killed_rank_raise_and_go_on_without_it(doomed: Pool, tmp_path: Path) -> None:
+def kill_one_by_one(pool: Pool, path: Path, deaths: Sequence[tuple[int, str]]) -> None:
     alive = [0, 1, 2, 3]
-    for victim, phase in ((2, "decide"), (3, "receipt"), (0, "publish")):
+    for victim, phase in deaths:
         survivors = [rank for rank in alive if rank != victim]
-        results = doomed.run(die, tmp_path / "store", victim, survivors, phase, ranks=alive)
+        results = pool.run(die, path, victim, survivors, phase, ranks=alive)
         ids = [result for rank, result in zip(alive, results, strict=True) if rank != victim]
         assert len(set(ids)) == 1 and isinstance(ids[0], str)
         alive = survivors
-    with ckptstore.open(tmp_path / "store") as store:
-        assert len(store.log()) == 3
+    with ckptstore.open(path) as store:
+        assert len(store.log()) == len(deaths) + [phase for _, phase in deaths].count("appended")
         assert not store.fsck(read_data="100%").damaged
+
+
+def test_survivors_of_a_killed_rank_raise_and_go_on_without_it(doomed: Pool, tmp_path: Path) -> None:
+    kill_one_by_one(doomed, tmp_path / "store", [(2, "exchange"), (0, "appended")])
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(
+    "deaths",
+    [
+        [(3, "plan"), (2, "exchange")],
+        [(2, "decide"), (3, "receipt")],
+        [(0, "plan"), (1, "decide")],
+        [(0, "exchange"), (1, "receipt")],
+        [(0, "decide"), (1, "publish")],
+        [(0, "receipt"), (1, "appended")],
+        [(0, "publish"), (3, "decide")],
+    ],
+    ids=lambda deaths: " ".join(f"{phase} of {victim}" for victim, phase in deaths),
+)
+def test_any_rank_may_die_in_any_phase(doomed: Pool, tmp_path: Path, deaths: list[tuple[int, str]]) -> None:
+    kill_one_by_one(doomed, tmp_path / "store", deaths)

@@ -58,6 +58,7 @@ def train_and_commit(rank: int, path: Path, kind: str) -> tuple[list[float], str
         first = store.commit({"model": module, "optimizer": optimizer}, step=0)
         untouched = [len(optimizer.state), train(module, optimizer, 0, 3)]
         snapshot = store.commit({"model": module, "optimizer": optimizer, "rng": ckptstore.RNGState()}, step=3)
+        store.commit({"model": module, "optimizer": optimizer}, tag=f"{kind}-without-rng")
         losses = train(module, optimizer, 3, 6)
     plain, plain_optimizer = MAKE[kind](4)
     assert untouched == [0, train(plain, plain_optimizer, 0, 3)]
@@ -74,8 +75,11 @@ def resume_and_train(rank: int, path: Path, kind: str, n: int, run: str) -> tupl
     module, optimizer = MAKE[kind](n) if n > 1 else (network(), None)
     optimizer = optimizer or torch.optim.AdamW(module.parameters(), lr=1e-3)
     with ckptstore.open(path, run=run) as store:
-        snapshot = store.resume({"model": module, "optimizer": optimizer, "rng": ckptstore.RNGState()}, process_group=group_of(n))
-        assert snapshot is not None and snapshot.step == 3
+        snapshot = store.checkout(f"{run}@3")
+        snapshot.restore({"model": module, "optimizer": optimizer, "rng": ckptstore.RNGState()}, process_group=group_of(n))
+        again = store.commit({"model": module, "optimizer": optimizer}, process_group=group_of(n))
+        assert again.content_id == store.checkout(f"{run}-without-rng").content_id
+        assert again.new_bytes <= 0.01 * again.logical_bytes
     state = {name.removeprefix("module."): value for name, value in whole(module.state_dict()).items()}
     return train(module, optimizer, 3, 6), state
 
