@@ -8,7 +8,6 @@ them take seconds to make. Each commit refers to `--chunks` chunks, `--own` of w
 
 import argparse
 import os
-import resource
 import subprocess
 import sys
 import tempfile
@@ -19,6 +18,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
+from benchmarks.memory import status_bytes
 from ckptstore.core.ids import CHUNK_ID_BYTES, ChunkId, CommitId, SessionId, digest, document_key, new_session_id, pack_id, pack_key
 from ckptstore.core.model import CommitDocument, LeafContent, Node, PackEntry, PackRecord, Schema, TreeRef
 from ckptstore.engine.opening import Opening, init_store
@@ -75,7 +75,7 @@ def measure(place: Path) -> dict[str, float]:
     return {
         "mark_s": mark_s,
         "cpu_s": cpu_s,
-        "peak_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+        "peak_bytes": status_bytes("VmHWM"),  # ru_maxrss would begin with what the parent had when it forked
         "live": live,
         "packs": len(marked.uses),
     }

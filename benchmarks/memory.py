@@ -53,7 +53,8 @@ def _probe(name: str, operation: str, folder: Path, scale: float) -> int:
     return extra_bytes
 
 
-def _status_bytes(field: str) -> int:
+def status_bytes(field: str) -> int:
+    """A field of this process's status (proc_pid_status(5)): `VmRSS`, or `VmHWM`, its highest since the program was started."""
     found = re.search(rf"^{field}:\s+(\d+) kB", Path("/proc/self/status").read_text(), re.MULTILINE)
     assert found is not None
     return int(found[1]) * 1024
@@ -62,9 +63,9 @@ def _status_bytes(field: str) -> int:
 def _extra_bytes(act: Callable[[], object]) -> int:
     gc.collect()
     Path("/proc/self/clear_refs").write_text("5")
-    before = _status_bytes("VmRSS")
+    before = status_bytes("VmRSS")
     act()
-    return _status_bytes("VmHWM") - before
+    return status_bytes("VmHWM") - before
 
 
 def probe(name: str, operation: str, folder: Path, scale: float) -> int:

@@ -178,8 +178,9 @@ class Opening:
     def _queries_at_head(self) -> Queries:
         self.log.replay()
         self.follow()
-        if self._is_head(self.catalog.position()):
-            return self.catalog.queries()
+        queries = self.catalog.queries()
+        if self._is_head(queries.position()):
+            return queries
         return self._fold_in_memory()
 
     def _made_anew(self, error: Corrupt) -> Queries:

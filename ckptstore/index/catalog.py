@@ -10,6 +10,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any, Concatenate, ParamSpec, TypeAlias
@@ -77,8 +78,12 @@ class Catalog:
         return self.queries().position()
 
     def queries(self) -> Queries:
-        """The read side, through this catalog's connection."""
-        return Queries(self._ask)
+        """The read side, of the file that is open now: its answers are as of its position or later ones, whatever becomes of the path.
+
+        They raise `Corrupt` once this catalog has let go of that file.
+        """
+        with self._lock:
+            return Queries(partial(self._ask, self._opened()))
 
     def fold(self, entries: Iterable[Entry]) -> bool:
         """Fold `entries`, which follow one on the other; those that are in the tables already are passed over.
@@ -128,10 +133,12 @@ class Catalog:
                     self.reset()
                 return False
 
-    def _ask(self, sql: str, values: Mapping[str, Any]) -> Rows:
+    def _ask(self, file: CatalogFile, sql: str, values: Mapping[str, Any]) -> Rows:
         with self._lock:
+            if file is not self._file:
+                raise Corrupt(f"the catalog {self._path or 'in memory'} was closed or replaced while it was asked; ask again")
             try:
-                return catalog_file.ask(self._opened().connection, sql, values)
+                return catalog_file.ask(file.connection, sql, values)
             except Corrupt:
                 self.reset()
                 raise

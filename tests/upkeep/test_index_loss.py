@@ -153,6 +153,21 @@ def test_a_lost_index_beneath_an_open_store_costs_nothing(store: Path, stranger:
             assert_restores(opened, step, step)
 
 
+CATALOGS = {name: damage for name, damage in DAMAGES.items() if not name.endswith("chunk index")}
+
+
+@pytest.mark.parametrize("damage", CATALOGS.values(), ids=CATALOGS)
+def test_a_catalog_that_is_lost_between_two_questions_is_asked_on(store: Path, stranger: Path, tmp_path: Path, damage: Damage) -> None:
+    old = tmp_path / "old"
+    shutil.copytree(store / "index", old)
+    with ckptstore.open(store) as opened:
+        opened.commit(state(3), step=3, tag="newest")
+        queries = opened._opening.queries()
+        commits, tags = queries.log(), queries.tags()
+        damage(store / "index", old, stranger / "index")
+        assert (queries.log(), queries.tags()) == (commits, tags)
+
+
 BENEATH = [damage for name, damage in DAMAGES.items() if not name.startswith(("truncate", "empty", "becomes"))]
 """What leaves the files whole that somebody has mapped: a file that is cut in the microseconds in which liblmdb reads it ends a process."""
 
