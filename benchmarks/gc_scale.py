@@ -18,7 +18,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from benchmarks.memory import status_bytes
+from benchmarks.status import status_bytes
 from ckptstore.core.ids import CHUNK_ID_BYTES, ChunkId, CommitId, SessionId, digest, document_key, new_session_id, pack_id, pack_key
 from ckptstore.core.model import CommitDocument, LeafContent, Node, PackEntry, PackRecord, Schema, TreeRef
 from ckptstore.engine.opening import Opening, init_store

@@ -7,7 +7,6 @@ state itself takes does not count; pages that a call maps from files do. That pr
 
 import gc
 import json
-import re
 import subprocess
 import sys
 import warnings
@@ -22,6 +21,7 @@ from benchmarks.measure import Result, Series
 from benchmarks.peers import PEERS
 from benchmarks.progress import note
 from benchmarks.saves import OURS
+from benchmarks.status import status_bytes
 
 ROUNDS = 3
 
@@ -51,13 +51,6 @@ def _probe(name: str, operation: str, folder: Path, scale: float) -> int:
     command = [sys.executable, "-m", "benchmarks.memory", name, operation, str(folder), str(scale)]
     extra_bytes: int = json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout)
     return extra_bytes
-
-
-def status_bytes(field: str) -> int:
-    """A field of this process's status (proc_pid_status(5)): `VmRSS`, or `VmHWM`, its highest since the program was started."""
-    found = re.search(rf"^{field}:\s+(\d+) kB", Path("/proc/self/status").read_text(), re.MULTILINE)
-    assert found is not None
-    return int(found[1]) * 1024
 
 
 def _extra_bytes(act: Callable[[], object]) -> int:
