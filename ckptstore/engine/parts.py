@@ -72,15 +72,15 @@ class PartsCommitter:
             plan = plan_chunks([parts[i].extent for i in chunked], self._config.chunk_bytes)
             written = write_chunks(plan, [parts[i].source for i in chunked], dedup, packs, self._threads)
             packs.wait()
+            ids = {i: written.ids[number] for number, i in enumerate(chunked)}
+            contents = [
+                LeafContent(ids=ids[i], raw_bytes=part.source.nbytes) if i in ids else LeafContent(inline=read_all(part.source))
+                for i, part in enumerate(parts)
+            ]
         except BaseException:
-            with suppress(CkptStoreError):
+            with suppress(CkptStoreError):  # what is left carries the session's name, by which gc finds it
                 packs.drop()
             raise
-        ids = {i: written.ids[number] for number, i in enumerate(chunked)}
-        contents = [
-            LeafContent(ids=ids[i], raw_bytes=part.source.nbytes) if i in ids else LeafContent(inline=read_all(part.source))
-            for i, part in enumerate(parts)
-        ]
         self._own = packs, dedup
         head = {
             "packs": [[pack.record.id, pack.record.bytes, pack.record.chunks] for pack in packs.closed],
