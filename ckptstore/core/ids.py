@@ -106,6 +106,10 @@ def segment_key(n: int) -> str:
     return f"log/segment-{n:012d}"
 
 
+def footers_key(batch: int) -> str:
+    return f"footers/{batch:012d}"
+
+
 def session_key(session: SessionId) -> str:
     return f"sessions/{session}"
 

@@ -7,7 +7,9 @@ from typing import Any
 MASK = "***"
 
 _SECRET_NAME = re.compile(r"key|secret|token|password|credential|sas", re.IGNORECASE)
-_USER_INFO = re.compile(r"(?<=://)[^/@\s]*@")
+_USER_INFO = re.compile(r"(?<=://)(?:[^/@:\s]*:\S*|[^/\s]*)@")
+"""A password that nobody has quoted may have any sign in it, `/` and `@` too: what follows a colon goes up to the last `@`."""
+
 _SECRET_OPTION = re.compile(r"([?&](?:[^=&\s]*(?:key|secret|token|password|credential)[^=&\s]*)=)[^&\s]*", re.IGNORECASE)
 _SHORTEST = 6
 """Shorter values are words of every message (`test`), and no secrets worth the name."""

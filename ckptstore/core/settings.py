@@ -37,7 +37,7 @@ class Settings(BaseModel):
     index: str | None = None
     executor: Executor = "thread"
     storage_options: dict[str, Any] = Field(default_factory=dict)
-    direct_io: bool = False
+    direct_io: bool | None = None
     read_cache_bytes: Annotated[int, Field(ge=0)] = 0
 
     @classmethod

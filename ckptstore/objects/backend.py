@@ -4,6 +4,7 @@ An object has a key, a path relative to the store's root with `/` between its pa
 place by one of three methods, and each of them shows readers the whole object or none of it: `put`, `put_new`, `Writer.finish`.
 """
 
+import os
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Protocol
@@ -72,9 +73,9 @@ class Backend(Protocol):
         After `Unavailable` the object may exist or not, and only reading it tells; after `NoSpace` it does not.
         """
 
-    def create(self, key: str, *, session: SessionId, lean: bool = False) -> Writer:
+    def create(self, key: str, *, session: SessionId, lean: bool = False, aside: bool = False) -> Writer:
         """A writer for a large object; what a crash leaves behind is named after `session`. A `lean` one does without a buffer where it
-        can, at the cost of processor time."""
+        can, at the cost of processor time. One that works `aside` should take little from others, even if it takes longer."""
 
     def sync_dirs(self, keys: Iterable[str]) -> None:
         """Make the names of finished objects durable, each directory once."""
@@ -95,12 +96,13 @@ def open_backend(
     read_only: bool = False,
     storage_options: dict[str, Any] | None = None,
     fsync: bool = True,
-    direct_io: bool = False,
+    direct_io: bool | None = None,
 ) -> Backend:
     """The backend for `url`: a path or `file://` for a local directory, else what fsspec knows (`s3://…`, `gs://…`, `memory://…`).
 
-    Nothing is created and nothing looked up. `fsync=False` gives up durability on a local disk, for tests and scratch stores.
-    With `direct_io`, the bulk of large objects is written past a local disk's page cache. `storage_options` go to fsspec.
+    Nothing is created and nothing looked up; `~` is the user's home. `fsync=False` gives up durability on a local disk, for tests and
+    scratch stores. With `direct_io`, the bulk of large objects is written past a local disk's page cache; with None, of those that are
+    written aside. `storage_options` go to fsspec.
     """
     text = str(url)
     scheme, separator, rest = text.partition("://")
@@ -109,7 +111,7 @@ def open_backend(
             raise InvalidInput(f"storage_options {sorted(storage_options)} mean nothing for the local path {text!r}; leave them out")
         from ckptstore.objects.local import LocalBackend
 
-        return LocalBackend(rest if separator else url, read_only=read_only, fsync=fsync, direct_io=direct_io)
+        return LocalBackend(rest if separator else os.path.expanduser(url), read_only=read_only, fsync=fsync, direct_io=direct_io)
     if scheme in ("s3", "s3a"):
         from ckptstore.objects.s3 import S3Backend
 

@@ -1,8 +1,9 @@
 """How a file that is written from front to back gets its bytes: through the page cache, or the bulk of large ones past it.
 
-What is written through the page cache pushes out what others have there. Past it, whole blocks go from aligned memory straight to the disk
-(`O_DIRECT`, open(2)) from `DIRECT_FROM` on; what is left at the end, less than a block, goes through the page cache again. Where the
-filesystem refuses, everything does (docs/decisions/007).
+What is written through the page cache pushes out what others have there, and costs a copy. Past it, whole blocks go from aligned memory
+straight to the disk (`O_DIRECT`, open(2)) from `DIRECT_FROM` on: bytes that lie in whole blocks from where they are, others by way of a
+buffer. What is left at the end, less than a block, goes through the page cache again. Where the filesystem refuses, everything does
+(docs/decisions/007 and 029).
 """
 
 import errno
@@ -18,7 +19,7 @@ BLOCK_BYTES = 4096
 """A multiple of every disk's logical block in use."""
 DIRECT_FROM = 8 * MIB
 """Smaller files are likely to be read again soon, and wait for little."""
-BUFFER_BYTES = 8 * MIB
+BUFFER_BYTES = 2 * MIB
 
 WriteAll: TypeAlias = Callable[[int, Sequence[memoryview]], None]
 """Write the buffers, one behind the other, from an offset on."""
@@ -35,7 +36,9 @@ class GrowingFile:
         self._write_all = write_all
         self._may_go_direct = direct
         self._aligned: memoryview | None = None
-        self._filled = 0
+        self._queue: list[memoryview] = []
+        """Whole blocks that come before `aligned[queued:filled]`."""
+        self._queued = self._filled = 0
         self._offset = 0
 
     @property
@@ -44,7 +47,7 @@ class GrowingFile:
         return self._aligned is not None
 
     def append(self, buffers: Sequence[memoryview]) -> None:
-        """Add `buffers`, which are the caller's again on return; up to `BUFFER_BYTES` of them wait for the next call or `finish`."""
+        """Add `buffers`, which are the caller's again on return; copies of up to `BUFFER_BYTES` wait for the next call or `finish`."""
         rest = [buffer.cast("B") for buffer in buffers if buffer.nbytes]
         if self._aligned is None and self._may_go_direct and self._offset >= DIRECT_FROM:
             rest = self._go_direct(rest)
@@ -52,14 +55,15 @@ class GrowingFile:
             self._write(rest)
         else:
             for buffer in rest:
-                self._gather(self._aligned, buffer)
+                self._add(self._aligned, buffer)
+            if self._queue:
+                self._write_queue(self._aligned)
 
     def finish(self) -> None:
         """Write what waits."""
         if self._aligned is not None:
-            whole = self._filled // BLOCK_BYTES * BLOCK_BYTES
-            tail = self._aligned[whole : self._filled]
-            self._write_blocks(self._aligned[:whole])
+            self._write_queue(self._aligned)
+            tail = self._aligned[: self._filled]
             self._aligned = None
             _set_direct(self._fd, False)
             self._write([tail])
@@ -74,32 +78,56 @@ class GrowingFile:
                 self._aligned = memoryview(mmap.mmap(-1, BUFFER_BYTES))
         return rest
 
-    def _gather(self, aligned: memoryview, data: memoryview) -> None:
+    def _add(self, aligned: memoryview, data: memoryview) -> None:
+        while len(data):
+            whole = _in_blocks(data) if self._filled % BLOCK_BYTES == 0 else 0
+            if whole:
+                self._queue += [aligned[self._queued : self._filled], data[:whole]]
+                self._queued = self._filled
+                data = data[whole:]
+            else:
+                data = self._copy(aligned, data)
+
+    def _copy(self, aligned: memoryview, data: memoryview) -> memoryview:
+        """Copy as much of `data` as there is room for; returns the rest."""
         import numpy as np  # here, because queries do not wait for it
 
-        while len(data):
-            n = min(len(data), BUFFER_BYTES - self._filled)
-            # A copy, because the disk takes aligned memory only; numpy's, because it lets other threads run meanwhile.
-            np.copyto(np.frombuffer(aligned[self._filled : self._filled + n], np.uint8), np.frombuffer(data[:n], np.uint8))
-            self._filled += n
-            data = data[n:]
-            if self._filled == BUFFER_BYTES:
-                self._write_blocks(aligned)
-                self._filled = 0
+        n = min(len(data), BUFFER_BYTES - self._filled)
+        # A copy, because the disk takes aligned memory only; numpy's, because it lets other threads run meanwhile.
+        np.copyto(np.frombuffer(aligned[self._filled : self._filled + n], np.uint8), np.frombuffer(data[:n], np.uint8))
+        self._filled += n
+        if self._filled == BUFFER_BYTES:
+            self._write_queue(aligned)
+        return data[n:]
 
-    def _write_blocks(self, blocks: memoryview) -> None:
+    def _write_queue(self, aligned: memoryview) -> None:
+        """Write all but the last block where that is not whole: it waits at the front of `aligned`."""
+        whole = self._filled // BLOCK_BYTES * BLOCK_BYTES
+        blocks = [*self._queue, aligned[self._queued : whole]]
         try:
-            self._write([blocks])
+            self._write(blocks)
         except OSError as error:
             if error.errno != errno.EINVAL:
                 raise
             # A disk of larger blocks: the page cache takes them as they are.
             _set_direct(self._fd, False)
-            self._write([blocks])
+            self._write(blocks)
+        self._filled -= whole
+        aligned[: self._filled] = aligned[whole : whole + self._filled]
+        self._queue.clear()
+        self._queued = 0
 
     def _write(self, buffers: Sequence[memoryview]) -> None:
         self._write_all(self._offset, buffers)
         self._offset += sum(len(buffer) for buffer in buffers)
+
+
+def _in_blocks(data: memoryview) -> int:
+    """How many bytes of `data` lie in whole blocks of memory, from its beginning on."""
+    import numpy as np
+
+    address = np.frombuffer(data, np.uint8).__array_interface__["data"][0]
+    return 0 if address % BLOCK_BYTES else len(data) // BLOCK_BYTES * BLOCK_BYTES
 
 
 def _set_direct(fd: int, on: bool) -> bool:

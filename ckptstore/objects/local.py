@@ -38,7 +38,7 @@ T = TypeVar("T")
 class LocalBackend:
     """See `Backend`. Temporary files lie in `tmp/` under the root, so that a rename stays within one filesystem."""
 
-    def __init__(self, root: str | Path, *, read_only: bool = False, fsync: bool = True, direct_io: bool = False) -> None:
+    def __init__(self, root: str | Path, *, read_only: bool = False, fsync: bool = True, direct_io: bool | None = None) -> None:
         self.durable_root: Path | None = Path(root).absolute()
         self.url = str(self.durable_root)
         self._read_only = read_only
@@ -109,8 +109,9 @@ class LocalBackend:
                 raise Unavailable(f"{key} is there, but not known to be durable: {error}") from error
         return created
 
-    def create(self, key: str, *, session: SessionId, lean: bool = False) -> "LocalWriter":
-        return self._writer(key, session, self._fsync, direct_io=self._direct_io and not lean)
+    def create(self, key: str, *, session: SessionId, lean: bool = False, aside: bool = False) -> "LocalWriter":
+        direct_io = aside if self._direct_io is None else self._direct_io
+        return self._writer(key, session, self._fsync, direct_io=direct_io and not lean)
 
     def sync_dirs(self, keys: Iterable[str]) -> None:
         for directory in sorted({os.path.dirname(self._path(key)) for key in keys}):
@@ -163,7 +164,7 @@ class LocalBackend:
             raise ReadOnly(f"cannot change {key}: {self.url} was opened for reading only; open it without read_only")
 
     def _write(self, key: str, data: bytes | memoryview, *, durable: bool) -> "LocalWriter":
-        writer = self._writer(key, self._owner, self._fsync if durable else _no_fsync, direct_io=self._direct_io)
+        writer = self._writer(key, self._owner, self._fsync if durable else _no_fsync, direct_io=bool(self._direct_io))
         try:
             writer.append((memoryview(data),))
         except BaseException:

@@ -41,7 +41,7 @@ class ClosedPack:
 class OpenPack:
     """A pack that is being written, data and twin alike."""
 
-    def __init__(self, backend: Backend, name: PackId, *, metadata: bool, lean: bool = False) -> None:
+    def __init__(self, backend: Backend, name: PackId, *, metadata: bool, lean: bool = False, aside: bool = False) -> None:
         self.name = name
         self.offset = 0
         self.entries: list[PackEntry] = []
@@ -53,7 +53,7 @@ class OpenPack:
         self._writers: list[Writer] = []
         try:
             for key in self._keys:
-                self._writers.append(backend.create(key, session=pack_session(name), lean=lean))
+                self._writers.append(backend.create(key, session=pack_session(name), lean=lean, aside=aside))
         except BaseException:
             self.discard()
             raise
@@ -116,9 +116,10 @@ class Packer:
         pack_bytes: int,
         rank: int = 0,
         lean: bool = False,
+        aside: bool = False,
         metadata: bool = False,
     ) -> None:
-        self._backend, self._session, self._numbers, self._rank, self._lean = backend, session, numbers, rank, lean
+        self._backend, self._session, self._numbers, self._rank, self._lean, self._aside = backend, session, numbers, rank, lean, aside
         self._close_pack, self._pack_bytes, self._metadata = close_pack, pack_bytes, metadata
         self._pack: OpenPack | None = None
 
@@ -167,7 +168,7 @@ class Packer:
         self.flush()
         self.close_with(self._close_pack)
         name = pack_id(self._session, self._rank, next(self._numbers))
-        self._pack = OpenPack(self._backend, name, metadata=self._metadata, lean=self._lean)
+        self._pack = OpenPack(self._backend, name, metadata=self._metadata, lean=self._lean, aside=self._aside)
         return self._pack
 
 

@@ -113,7 +113,7 @@ class FsspecBackend:
             raise self._failure(error, "create", key, data) from error
         return True
 
-    def create(self, key: str, *, session: SessionId, lean: bool = False) -> "FsspecWriter":
+    def create(self, key: str, *, session: SessionId, lean: bool = False, aside: bool = False) -> "FsspecWriter":
         self._check_writable(key)
         check_key(key)
         return FsspecWriter(self, key)

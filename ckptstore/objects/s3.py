@@ -1,5 +1,7 @@
 """Objects in a bucket, through s3fs's client: ranged reads straight into the reader's memory, parallel uploads, conditional puts.
 
+With `client=obstore`, as an option or as `s3://BUCKET/PATH?client=obstore`, obstore moves the bytes.
+
 A bucket shows an object whole and durably once its upload is acknowledged, so there is nothing to fsync. An upload that was never
 completed shows up as a temporary file, `tmp/<session>-…`, and deleting that aborts it: gc treats both alike.
 """
@@ -15,10 +17,13 @@ from ckptstore.core.ids import SessionId
 from ckptstore.core.secrets import redact
 from ckptstore.errors import Corrupt, InvalidInput, NotFound, ReadOnly
 from ckptstore.objects.backend import OpenFile, check_key
+from ckptstore.objects.s3_obstore import Obstore, ObstoreReads
+from ckptstore.objects.s3_obstore_upload import ObstoreWriter
+from ckptstore.objects.s3_reads import ClientReads, S3Reads
 from ckptstore.objects.s3_requests import Requests, is_status
 from ckptstore.objects.s3_upload import PART_BYTES, PARTS_IN_FLIGHT, S3Writer
 
-_READ_BYTES = 1 << 20
+_CLIENTS = ("s3fs", "obstore")
 _UPLOADS = "tmp/"
 _SESSION_OF = re.compile(r".*/(?P<session>[0-9a-f]{24})-[0-9]+-[0-9]+(?:\.2)?")
 _NOBODY = "0" * 24
@@ -29,38 +34,32 @@ class S3Backend:
     """See `Backend`."""
 
     def __init__(self, url: str, *, read_only: bool = False, storage_options: dict[str, Any] | None = None) -> None:
-        place = url.partition("://")[2].rstrip("/")
-        self._bucket, _, root = place.partition("/")
+        url, _, query = url.partition("?")
+        options = dict(storage_options or {})
+        client = _client(query, options.pop("client", _CLIENTS[0]))
+        self._bucket, _, root = url.partition("://")[2].rstrip("/").partition("/")
         if "@" in self._bucket or not self._bucket:
             raise InvalidInput(f"{redact(url)} names no bucket: wanted s3://BUCKET/PATH; key and secret belong in storage_options")
         self.url = url.rstrip("/")
         self.durable_root: Path | None = None
         self._prefix = f"{root}/" if root else ""
         self._read_only = read_only
-        self._requests = Requests(self.url, storage_options or {})
+        self._requests = Requests(self.url, options)
+        self._obstore = Obstore(self._bucket, options) if client == "obstore" else None
+        self._reads: S3Reads = ObstoreReads(self._obstore) if self._obstore else ClientReads(self._bucket)
         self._slots = threading.Semaphore(PARTS_IN_FLIGHT)
 
     def read(self, key: str, start: int = 0, stop: int | None = None) -> bytes:
         path = self._path(key)
         if stop is not None and start >= stop:
             return b""
-
-        async def read(client: Any) -> bytes:
-            answer = await _get(client, self._bucket, path, _range(start, stop))
-            return b"" if answer is None else await _body(answer)
-
-        return self._requests.run(read, f"read {key}")
+        return self._requests.run(lambda client: self._reads.read(client, path, start, stop), f"read {key}")
 
     def read_into(self, key: str, offset: int, buffers: Sequence[memoryview]) -> None:
         path = self._path(key)
         views = [buffer if buffer.ndim == 1 and buffer.itemsize == 1 else buffer.cast("B") for buffer in buffers if buffer.nbytes]
         wanted = sum(view.nbytes for view in views)
-
-        async def read(client: Any) -> int:
-            answer = await _get(client, self._bucket, path, _range(offset, offset + max(wanted, 1)))
-            return 0 if answer is None else await _fill(answer, views)
-
-        got = self._requests.run(read, f"read {key}")
+        got = self._requests.run(lambda client: self._reads.fill(client, path, offset, views), f"read {key}")
         if got < wanted:
             raise Corrupt(f"{key} in {self.url} is too short: wanted {wanted} bytes from {offset} on, got {got}; run `ckptstore fsck`")
 
@@ -72,16 +71,7 @@ class S3Backend:
 
     def read_tail(self, key: str, nbytes: int) -> tuple[bytes, int]:
         path = self._path(key)
-
-        async def read(client: Any) -> tuple[bytes, int]:
-            answer = await _get(client, self._bucket, path, f"bytes=-{nbytes}")
-            if answer is None:
-                return b"", 0
-            data = await _body(answer)
-            size = int(answer["ContentRange"].rpartition("/")[2]) if "ContentRange" in answer else len(data)
-            return data[-nbytes:], size
-
-        return self._requests.run(read, f"read {key}")
+        return self._requests.run(lambda client: self._reads.tail(client, path, nbytes), f"read {key}")
 
     def size(self, key: str) -> int | None:
         path = self._path(key)
@@ -97,9 +87,9 @@ class S3Backend:
     def put(self, key: str, data: bytes | memoryview, *, durable: bool = True) -> None:
         path = self._path(key)
         self._check_writable(key)
-        writer = S3Writer(self._requests, self._bucket, path, self._slots)
         view = memoryview(data)
         if view.nbytes > PART_BYTES:
+            writer = self._writer(path)
             writer.append([view])
             writer.finish()
         else:
@@ -123,10 +113,10 @@ class S3Backend:
 
         return self._requests.run(create, f"create {key} ({len(body)} bytes)", writing=True)
 
-    def create(self, key: str, *, session: SessionId, lean: bool = False) -> S3Writer:
+    def create(self, key: str, *, session: SessionId, lean: bool = False, aside: bool = False) -> S3Writer:
         path = self._path(key)
         self._check_writable(key)
-        return S3Writer(self._requests, self._bucket, path, self._slots)
+        return self._writer(path)
 
     def sync_dirs(self, keys: Iterable[str]) -> None:
         """A bucket has no directories."""
@@ -152,7 +142,9 @@ class S3Backend:
     def list(self, prefix: str) -> Iterator[tuple[str, int]]:
         if directory := prefix.rpartition("/")[0]:
             check_key(directory)
-        return self._uploads() if prefix == _UPLOADS else self._objects(prefix)
+        if prefix == _UPLOADS:
+            return iter(sorted([*self._objects(prefix), *self._uploads()]))
+        return self._objects(prefix)
 
     def close(self) -> None:
         """s3fs shares its connections among all who use them, so they stay open."""
@@ -194,6 +186,11 @@ class S3Backend:
             position = {"KeyMarker": page["NextKeyMarker"], "UploadIdMarker": page["NextUploadIdMarker"]}
         yield from ((key, 0) for key in sorted(keys))
 
+    def _writer(self, path: str) -> S3Writer:
+        if self._obstore and self._obstore.usable:
+            return ObstoreWriter(self._requests, self._obstore, path, self._slots)
+        return S3Writer(self._requests, self._bucket, path, self._slots)
+
     def _put(self, path: str, key: str, body: bytes) -> None:
         what = f"write {key} ({len(body)} bytes)"
         self._requests.run(lambda client: client.put_object(Bucket=self._bucket, Key=path, Body=io.BytesIO(body)), what, writing=True)
@@ -206,33 +203,15 @@ class S3Backend:
             raise ReadOnly(f"cannot change {key}: {self.url} was opened for reading only; open it without read_only")
 
 
-async def _get(client: Any, bucket: str, path: str, wanted: str) -> Any:
-    """The answer to a ranged read; None for a range behind the object's end."""
-    try:
-        return await client.get_object(Bucket=bucket, Key=path, **({"Range": wanted} if wanted else {}))
-    except client.exceptions.ClientError as error:
-        if is_status(error, 416):
-            return None
-        raise
-
-
-async def _body(answer: Any) -> bytes:
-    async with answer["Body"] as body:
-        return bytes(await body.read())
-
-
-async def _fill(answer: Any, views: Sequence[memoryview]) -> int:
-    """Put the body into `views` as it comes; how many bytes that were. What is more than they take is not read."""
-    got, rest = 0, list(views)
-    async with answer["Body"] as body:
-        while rest and (data := memoryview(await body.read(_READ_BYTES))):
-            while data and rest:
-                n = min(len(data), len(rest[0]))
-                rest[0][:n] = data[:n]
-                data, rest[0], got = data[n:], rest[0][n:], got + n
-                if not rest[0]:
-                    rest.pop(0)
-    return got
+def _client(query: str, otherwise: str) -> str:
+    """The client that a URL asks for behind its `?`, or the other one."""
+    name, _, value = query.partition("=")
+    if query and name != "client":
+        raise InvalidInput(f"a bucket's URL knows no {name!r} behind the '?'; wanted client=s3fs or client=obstore")
+    client = value if query else otherwise
+    if client not in _CLIENTS:
+        raise InvalidInput(f"no client for buckets is called {client!r}; wanted one of {', '.join(_CLIENTS)}")
+    return client
 
 
 async def _exists(client: Any, bucket: str, path: str) -> bool:
@@ -243,12 +222,6 @@ async def _exists(client: Any, bucket: str, path: str) -> bool:
             return False
         raise
     return True
-
-
-def _range(start: int, stop: int | None) -> str:
-    if stop is None:
-        return f"bytes={start}-" if start else ""
-    return f"bytes={start}-{stop - 1}"
 
 
 def _name_of(path: str, upload: str) -> str:

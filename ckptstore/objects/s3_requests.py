@@ -31,6 +31,9 @@ _PASSING = frozenset(
 )
 """Codes of answers that may be others next time, beside every status of 500 and above."""
 
+_OBSTORE_STATUS = {"FileNotFoundError": 404, "PermissionDeniedError": 403, "UnauthenticatedError": 401}
+"""What obstore raises instead of telling the status."""
+
 T = TypeVar("T")
 Request = Callable[[Any], Awaitable[T]]
 """What to do with the client, an aiobotocore one."""
@@ -50,15 +53,18 @@ class Requests:
         self._pid = 0
         self._in_vain = False
 
-    def run(self, request: Request[T], what: str, *, writing: bool = False) -> T:
-        """The answer to `request`; `what` says what it is for. Raises `NotFound`, `ReadOnly`, `InvalidInput` or `Unavailable`."""
-        return self.result(self.start(request), what, writing=writing)
+    def run(self, request: Request[T], what: str, *, writing: bool = False, once: bool = False) -> T:
+        """The answer to `request`; `what` says what it is for. One that repeats what fails by itself is sent `once`.
 
-    def start(self, request: Request[T]) -> "Future[T]":
+        Raises `NotFound`, `ReadOnly`, `InvalidInput` or `Unavailable`.
+        """
+        return self.result(self.start(request, once=once), what, writing=writing)
+
+    def start(self, request: Request[T], *, once: bool = False) -> "Future[T]":
         """Begin with `request` and go on at once."""
         loop, client = self._connected()
         deadline = time.monotonic() + (min(SHORT_DEADLINE_S, self._deadline_s) if self._in_vain else self._deadline_s)
-        return asyncio.run_coroutine_threadsafe(self._until(deadline, request, client), loop)
+        return asyncio.run_coroutine_threadsafe(self._until(deadline, request, client, once), loop)
 
     def result(self, future: "Future[T]", what: str, *, writing: bool = False) -> T:
         """The answer to a request that was started."""
@@ -69,15 +75,15 @@ class Requests:
         except Exception as error:
             raise self._failure(error, what, writing) from error
 
-    async def _until(self, deadline: float, request: Request[T], client: Any) -> T:
+    async def _until(self, deadline: float, request: Request[T], client: Any, once: bool) -> T:
         pause_s = _FIRST_PAUSE_S
         while True:
             try:
-                async with asyncio.timeout(max((deadline - time.monotonic()) / 2, _LEAST_ATTEMPT_S)):
+                async with asyncio.timeout(max((deadline - time.monotonic()) / (1 if once else 2), _LEAST_ATTEMPT_S)):
                     answer = await request(client)
             except Exception as error:
-                if not _may_pass(error):
-                    self._in_vain = False
+                if once or not _may_pass(error):
+                    self._in_vain = once and not _answer(error)[0]
                     raise
                 wait_s = random.uniform(pause_s / 2, pause_s)
                 if time.monotonic() + wait_s > deadline:
@@ -111,7 +117,7 @@ class Requests:
     def _failure(self, error: Exception, what: str, writing: bool) -> CkptStoreError:
         """What `error` means to the caller."""
         status, code = _answer(error)
-        said = without(str(error) or type(error).__name__, self._secrets)
+        said = without(str(error).partition("\n")[0] or type(error).__name__, self._secrets)
         told = f"cannot {what} in {self._url}: {said}"
         if code == "NoSuchBucket":
             if writing:
@@ -133,6 +139,8 @@ def is_status(error: BaseException, *statuses: int) -> bool:
 
 def _answer(error: BaseException) -> tuple[int, str]:
     """Status and code of the server's answer, (0, "") where there was none."""
+    if status := _OBSTORE_STATUS.get(type(error).__name__):
+        return status, ""
     response = getattr(error, "response", None)
     if not isinstance(response, dict):
         return 0, ""

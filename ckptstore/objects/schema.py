@@ -32,6 +32,20 @@ def encode_schema(schema: Schema) -> bytes:
         raise InvalidInput(f"containers are nested too deep; wanted {canonical.MAX_DEPTH // 2 - 1} levels at most") from error
 
 
+class LastSchemas:
+    """How the schemas of the last commit are encoded, by key: most commits have the same."""
+
+    def __init__(self) -> None:
+        self._known: dict[str, tuple[Schema, bytes]] = {}
+
+    def encode(self, key: str, schema: Schema) -> bytes:
+        """What `encode_schema` says."""
+        known = self._known.get(key)
+        if known is None or known[0] != schema:
+            known = self._known[key] = schema, encode_schema(schema)
+        return known[1]
+
+
 def decode_schema(data: bytes | memoryview) -> Schema:
     """The inverse of `encode_schema`, except that `attrs` come back sorted by name; raises `Corrupt`."""
     obj = canonical.decode(data)

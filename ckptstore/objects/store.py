@@ -2,11 +2,15 @@
 
 What is read is always compared with its id. A chunk that the index does not know, or whose pack is gone, is looked for again after a
 replay of the log and a look into the footers of packs that are new; it is missing only when no pack that the log lists holds it.
+
+The index is believed only of packs that the log knows under the same number and the same id: a store that was copied, or brought back from
+a backup, gives the numbers that this host knows to other packs.
 """
 
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
@@ -15,11 +19,13 @@ from ckptstore.core.config import MIB, RUN_BYTES
 from ckptstore.core.ids import CHUNK_ID_BYTES, ChunkId, PackId, digest, pack_key, twin_key
 from ckptstore.core.model import Location
 from ckptstore.errors import CkptStoreError, Corrupt, NotFound, Unavailable
-from ckptstore.history.fold import State
+from ckptstore.history.fold import Pack, State
 from ckptstore.history.log import Log
 from ckptstore.index.chunks import ChunkIndex
+from ckptstore.index.distrust import Distrust
 from ckptstore.objects import codecs, footers
-from ckptstore.objects.backend import Backend
+from ckptstore.objects.backend import Backend, OpenFile
+from ckptstore.objects.footer_batches import AT_ONCE, FooterBatches
 from ckptstore.objects.metadata_cache import MetadataCache
 from ckptstore.objects.read_cache import ReadCache
 from ckptstore.objects.reads import Read, Request, plan_reads, with_gaps
@@ -42,9 +48,6 @@ GAP_BYTES = 256 << 10
 REMOTE_READ_BYTES = 4 * MIB
 """A read from a bucket is not cut into smaller ones for the sake of more threads."""
 
-FOOTERS_AT_ONCE = 32
-"""So many footers are read from a bucket side by side."""
-
 Spread: TypeAlias = Callable[[Callable[[int], None], Sequence[int]], object]
 
 Rescue: TypeAlias = Callable[[bytes, Sequence[memoryview], CkptStoreError], None]
@@ -55,18 +58,31 @@ METADATA_BYTES_MAX = 256 * MIB
 """What claims to be larger is no schema, page or layout: a footer that was made up must not cost memory."""
 
 
+@dataclass(frozen=True, slots=True)
+class FileRange:
+    """Bytes of chunks, as they are stored, in a file of this host that stays open as long as this is referred to."""
+
+    file: OpenFile
+    offset: int
+    nbytes: int
+
+    def fileno(self) -> int:
+        return self.file.fd
+
+
 class ObjectStore:
     """The chunks of one store. Threads may share it."""
 
-    def __init__(self, backend: Backend, index: ChunkIndex, log: Log, cache: ReadCache | None = None) -> None:
+    def __init__(self, backend: Backend, index: ChunkIndex, log: Log, distrust: Distrust, cache: ReadCache | None = None) -> None:
         """`cache` keeps what is read, for a place that is slow to read from."""
         self.backend = backend
+        self.distrust = distrust
         self._cache = cache
         self.index = index
         self._log = log
         self._metadata = MetadataCache(METADATA_CACHE_BYTES)
-        self._names: dict[int, PackId] = {}
         self._remote = backend.durable_root is None
+        self._batches = FooterBatches(backend) if self._remote else None
         self._indexed_below = 0
         self.rescue: Rescue | None = None
         self._lock = threading.Lock()
@@ -78,23 +94,24 @@ class ObjectStore:
         """
         with self._lock:
             if thorough or not self._indexed_below:
-                have = self.index.indexed()
+                have = self.index.pack_ids(self.index.indexed())
                 if any(n >= state.next_pack for n in have):
                     # Others share the index and have registered packs since. What they indexed is in a log that is replayed now.
                     state = self._log.replay()
-                wanted: Iterable[int] = sorted(n for n in state.packs if n not in have)
-                if gone := [n for n in have if n not in state.packs]:
-                    self.index.drop_packs(gone)
+                foreign = {n for n, pack in have.items() if n not in state.packs or state.packs[n].id != pack}
+                if foreign:
+                    self.index.drop_packs(foreign)
+                wanted: Iterable[int] = sorted(n for n in state.packs if n not in have or n in foreign)
             else:
                 wanted = (n for n in range(self._indexed_below, state.next_pack) if n in state.packs)
-            for number, table in self._footers(list(wanted), state):
+            for number, table in self._footers(list(wanted), state, thorough):
                 # A pack that cannot be read holds nothing that can be reused or restored from it; `fsck` reports it.
                 if table is not None:
                     self.index.add_pack(number, state.packs[number].id, table)
             self._indexed_below = state.next_pack
 
-    def _footers(self, numbers: Sequence[int], state: State) -> "Iterator[tuple[int, NDArray[np.void] | None]]":
-        """The footers of packs, side by side from a bucket; None for one that cannot be read."""
+    def _footers(self, numbers: Sequence[int], state: State, thorough: bool) -> "Iterator[tuple[int, NDArray[np.void] | None]]":
+        """The footers of packs, side by side from a bucket, from batches unless `thorough`; None for one that cannot be read."""
 
         def read(number: int) -> "tuple[int, NDArray[np.void] | None]":
             pack = state.packs[number]
@@ -106,8 +123,11 @@ class ObjectStore:
         if not self._remote or len(numbers) < 2:
             yield from map(read, numbers)
             return
-        with ThreadPoolExecutor(min(FOOTERS_AT_ONCE, len(numbers))) as pool:
-            yield from pool.map(read, numbers)
+        known = self._batches.tables(numbers, state) if self._batches and not thorough else {}
+        yield from known.items()
+        if rest := [number for number in numbers if number not in known]:
+            with ThreadPoolExecutor(min(AT_ONCE, len(rest))) as pool:
+                yield from pool.map(read, rest)
 
     def registered(self, number: int, pack: PackId, table: "NDArray[np.void]") -> None:
         """Index a pack of our own that a log entry has just registered."""
@@ -115,10 +135,18 @@ class ObjectStore:
             self.index.add_pack(number, pack, table)
             if number == self._indexed_below:
                 self._indexed_below += 1
+        if self._batches:
+            self._batches.complete(number, self._log.state.packs)
 
     def locate(self, ids: bytes) -> "NDArray[np.void]":
-        """Where each of `ids` (32 bytes each) lies, as LOCATION_DTYPE rows; `found` is 0 where the index does not know."""
-        return self.index.get_many(ids)
+        """Where each of `ids` (32 bytes each) lies, as LOCATION_DTYPE rows; `found` is 0 where the index does not know, or knows of
+        another store's packs."""
+        rows = self.index.get_many(ids)
+        numbers = set(np.unique(rows["pack"][rows["found"] == 1]).tolist())
+        indexed, listed = self.index.pack_ids(numbers), self._pack_names(numbers)
+        if foreign := [n for n in numbers if n not in listed or indexed.get(n) != listed[n]]:
+            rows["found"][np.isin(rows["pack"], foreign)] = 0
+        return rows
 
     def locations(self, ids: bytes, *, look_again: bool = False) -> list[Location]:
         """Where each of `ids` lies; with `look_again`, after a replay of the log. Raises `NotFound` for one that no listed pack holds."""
@@ -131,9 +159,36 @@ class ObjectStore:
         columns = (where[name].tolist() for name in ("pack", "offset", "stored", "raw", "codec", "width"))
         return [Location(names[pack], *rest) for pack, *rest in zip(*columns, strict=True)]
 
+    def file_ranges(self, ids: bytes) -> list[FileRange] | None:
+        """Where the bytes of `ids` lie, one chunk behind the other, not verified; None where they do not lie in files of this host as they
+        are, or not any more: `read_into` gives them."""
+        if self._remote:
+            return None
+        found: list[FileRange] = []
+        last: Location | None = None
+        try:
+            for place in self.locations(ids):
+                if place.codec != codecs.RAW:
+                    return None
+                if last and (last.pack, last.offset + last.stored_bytes) == (place.pack, place.offset):
+                    found[-1] = replace(found[-1], nbytes=found[-1].nbytes + place.stored_bytes)
+                else:
+                    found.append(FileRange(self.backend.open_file(pack_key(place.pack)), place.offset, place.stored_bytes))
+                last = place
+        except (NotFound, Unavailable):
+            return None
+        return found
+
     def packs_of(self, ids: bytes) -> frozenset[int]:
         """The numbers of the packs that hold `ids`."""
         return frozenset(np.unique(self.located(ids)["pack"]).tolist())
+
+    def is_there(self, pack: Pack) -> bool:
+        """Whether a local disk has a listed pack with all its bytes; a bucket is not asked."""
+        try:
+            return self._remote or self.backend.size(pack_key(pack.id)) == pack.bytes
+        except Corrupt:
+            return False
 
     def read_metadata(self, chunk: ChunkId) -> bytes:
         """A schema, page or layout, verified, from memory where it was read before."""
@@ -201,7 +256,8 @@ class ObjectStore:
             self._look_again()
             before, request = request, self._again(request, moved)
             for i, was in enumerate(moved):
-                if request.where["pack"][i] == before.where["pack"][was]:
+                if (number := int(request.where["pack"][i])) == before.where["pack"][was]:
+                    self.distrust.add(self._log.state.packs[number].id)
                     name = f"{request.short(i)} ({request.name(i)})"
                     raise NotFound(f"the pack of chunk {name} is listed, but not there; run `ckptstore fsck`")
 
@@ -255,6 +311,8 @@ class ObjectStore:
         return missing
 
     def close(self) -> None:
+        if self._batches:
+            self._batches.close()
         self.index.close()
 
     def located(self, ids: bytes) -> "NDArray[np.void]":
@@ -289,14 +347,11 @@ class ObjectStore:
         return state
 
     def _pack_names(self, numbers: set[int]) -> dict[int, PackId]:
-        """The packs of these numbers, but for those that are not listed any more."""
-        if unknown := numbers - self._names.keys():
-            self._names.update(self.index.pack_ids(unknown))
-        if unknown := numbers - self._names.keys():
-            # The index has lost them since it gave the locations; the log knows the names as well.
+        """The packs of these numbers, but for those that are not listed."""
+        packs = self._log.state.packs
+        if any(n not in packs for n in numbers):
             packs = self._log.replay().packs
-            self._names.update((n, packs[n].id) for n in unknown if n in packs)
-        return {n: self._names[n] for n in numbers if n in self._names}
+        return {n: packs[n].id for n in numbers if n in packs}
 
     def _read(self, read: Read, request: Request) -> None:
         for i in read.which:
@@ -309,6 +364,8 @@ class ObjectStore:
         if failed and self.backend.size(twin_key(read.pack)) is not None:
             failed = {i: problem for i, problem in failed.items() if not self._saved(i, read, request)}
         for problem in failed.values():
+            if isinstance(problem, Corrupt):
+                self.distrust.add(read.pack)
             raise problem
         if self._cache is not None:
             for i in read.which:

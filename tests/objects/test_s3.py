@@ -2,6 +2,7 @@
 
 import random
 import socket
+import time
 from typing import Any
 
 import pytest
@@ -9,9 +10,11 @@ import pytest
 from ckptstore.core.ids import SessionId
 from ckptstore.errors import CkptStoreError, InvalidInput, NotFound, Unavailable
 from ckptstore.objects.backend import Backend, open_backend
+from ckptstore.objects.s3_obstore import ObstoreReads
 from ckptstore.objects.s3_requests import Requests
 from ckptstore.objects.s3_upload import PART_BYTES
 from tests.objects.test_backend import SESSION, BackendContract
+from tests.servers.proxy import proxy_to
 from tests.servers.s3 import S3Server, new_url
 
 
@@ -79,6 +82,146 @@ class TestS3(BackendContract):
 
         monkeypatch.setattr(backend._requests, "run", small_pages)  # type: ignore[attr-defined]
         assert [key for key, _ in backend.list("log/")] == [f"log/{n}" for n in range(7)]
+
+
+class TestThroughObstore(TestS3):
+    """The same, where obstore moves the bytes."""
+
+    @pytest.fixture
+    def url(self, s3: S3Server) -> str:
+        return f"{new_url()}?client=obstore"
+
+    @pytest.mark.parametrize("name", ["a", "with space", "grün", "100%", "a+b", "~[x]{y}^"])
+    def test_names_of_every_kind_are_read(self, s3: S3Server, url: str, name: str) -> None:
+        backend = open_backend(url.replace("/store", f"/{name}"), storage_options=s3.options())
+        backend.put(f"{name}/b", b"0123456789")
+        assert (backend.read(f"{name}/b"), backend.read_tail(f"{name}/b", 3)) == (b"0123456789", (b"789", 10))
+
+    def test_a_read_is_one_request_and_so_is_one_in_vain(self, s3: S3Server, url: str) -> None:
+        with proxy_to(s3.address) as proxy:
+            backend = open_backend(url, storage_options=s3.behind(proxy.endpoint).options())
+            backend.put("a", b"0123456789")
+            out = memoryview(bytearray(4))
+            backend.read("a")
+            before = proxy.requests
+            backend.read("a", 2, 5)
+            backend.read_into("a", 1, [out])
+            backend.read_tail("a", 5)
+            with pytest.raises(NotFound):
+                backend.read("b")
+            assert proxy.requests == before + 4
+
+    def test_obstore_is_what_reads(self, backend: Backend, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr("ckptstore.objects.s3_reads.ClientReads._get", None)
+        backend.put("a", b"0123456789")
+        out = memoryview(bytearray(4))
+        backend.read_into("a", 3, [out[:1], out[1:]])
+        assert bytes(out) == b"3456"
+        assert (backend.read("a"), backend.read("a", 8), backend.read_tail("a", 2)) == (b"0123456789", b"89", (b"89", 10))
+        assert not [record for record in caplog.records if record.name == "ckptstore"]
+
+    def test_what_obstore_fails_at_is_read_by_s3fs_and_said_once(self, backend: Backend, caplog: pytest.LogCaptureFixture) -> None:
+        backend.put("a", b"")
+        for _ in range(2):
+            assert backend.read_tail("a", 8) == (b"", 0)  # a range of an empty object is one that S3 cannot satisfy
+        assert [record.levelname for record in caplog.records if record.name == "ckptstore"] == ["WARNING"]
+        assert "testing-secret" not in caplog.text
+
+    def test_obstore_is_what_uploads(self, backend: Backend, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr("ckptstore.objects.s3_upload.S3Writer._send", None)
+        for size in (10, 2 * PART_BYTES + 5):
+            whole = random.randbytes(size)
+            writer = backend.create("packs/aa/x", session=SESSION)
+            writer.append([memoryview(whole)])
+            writer.finish()
+            assert backend.read("packs/aa/x") == whole
+
+    def test_what_was_appended_is_the_callers_again(self, backend: Backend) -> None:
+        buffer, whole = bytearray(3 << 20), random.randbytes(30 << 20)
+        writer = backend.create("packs/aa/x", session=SESSION)
+        for start in range(0, len(whole), len(buffer)):
+            buffer[:] = whole[start : start + len(buffer)]
+            writer.append([memoryview(buffer)])
+        buffer[:] = bytes(len(buffer))
+        writer.finish()
+        assert backend.read("packs/aa/x") == whole
+
+    @pytest.mark.parametrize("fault", ["reset", "busy"])
+    def test_an_upload_is_repeated_until_it_succeeds(self, s3: S3Server, url: str, seed: int, fault: str) -> None:
+        whole = random.randbytes(3 * PART_BYTES + 5)
+        with proxy_to(s3.address, seed) as proxy:
+            backend = open_backend(url, storage_options=s3.behind(proxy.endpoint).options())
+            setattr(proxy.faults, fault, 0.3 if fault == "busy" else 0.001)
+            backend.put("packs/aa/x", whole)
+        assert open_backend(url, storage_options=s3.options()).read("packs/aa/x") == whole
+
+    def test_an_upload_to_a_server_that_went_silent_ends_at_the_deadline_and_leaves_what_gc_finds(self, s3: S3Server, url: str) -> None:
+        with proxy_to(s3.address) as proxy:
+            backend = open_backend(url, storage_options=s3.behind(proxy.endpoint).options(deadline_s=2))
+            writer = backend.create(f"packs/{SESSION[:2]}/{SESSION}-0-3", session=SESSION)
+            writer.append([memoryview(bytes(PART_BYTES + 1))])
+            while not list(backend.list("tmp/")):
+                pass
+            proxy.faults.silent.set()
+            started = time.monotonic()
+            with pytest.raises(Unavailable, match="given up after 2 s"):
+                writer.finish()
+            assert time.monotonic() - started < 30
+        left = open_backend(url, storage_options=s3.options())
+        assert [SESSION in key for key, _ in left.list("tmp/")] == [True]
+        assert not list(left.list("packs/"))
+
+    def test_a_completion_whose_answer_was_lost_is_found(self, s3: S3Server, url: str) -> None:
+        lost = []
+
+        def lose(data: bytes) -> bytes:
+            if b"CompleteMultipartUploadResult" in data and not lost:
+                lost.append(data)
+                raise OSError("the connection broke")
+            return data
+
+        with proxy_to(s3.address) as proxy:
+            backend = open_backend(url, storage_options=s3.behind(proxy.endpoint).options(deadline_s=4))
+            proxy.faults.spoil = lose
+            backend.put("packs/aa/x", whole := random.randbytes(PART_BYTES + 5))
+            assert lost
+            assert backend.read("packs/aa/x") == whole
+
+    @pytest.mark.parametrize("fault", ["reset", "busy", "cut"])
+    def test_a_read_is_repeated_until_it_succeeds(self, s3: S3Server, url: str, seed: int, fault: str) -> None:
+        whole = random.randbytes(3 << 20)
+        open_backend(url, storage_options=s3.options()).put("a", whole)
+        with proxy_to(s3.address, seed) as proxy:
+            setattr(proxy.faults, fault, 0.5 if fault == "busy" else 0.02)
+            backend = open_backend(url, storage_options=s3.behind(proxy.endpoint).options())
+            for _ in range(3):
+                out = memoryview(bytearray(len(whole)))
+                backend.read_into("a", 0, [out])
+                assert out == whole
+
+    def test_a_read_from_a_server_that_went_silent_ends_at_the_deadline(self, s3: S3Server, url: str) -> None:
+        with proxy_to(s3.address) as proxy:
+            backend = open_backend(url, storage_options=s3.behind(proxy.endpoint).options(deadline_s=2))
+            backend.put("a", b"x")
+            backend.read("a")
+            proxy.faults.silent.set()
+            started = time.monotonic()
+            with pytest.raises(Unavailable, match="given up after 2 s"):
+                backend.read("a")
+            assert time.monotonic() - started < 20
+
+
+@pytest.mark.parametrize("more", ["?client=curl", "?clint=obstore", "?obstore"])
+def test_a_client_that_is_not_known_is_refused(more: str) -> None:
+    with pytest.raises(InvalidInput, match="obstore"):
+        open_backend(f"s3://bucket/store{more}")
+
+
+def test_the_client_may_be_an_option_and_is_no_part_of_the_name() -> None:
+    for url, options in (("s3://bucket/store?client=obstore", None), ("s3://bucket/store", {"client": "obstore"})):
+        backend = open_backend(url, storage_options=options)
+        assert backend.url == "s3://bucket/store"
+        assert isinstance(backend._reads, ObstoreReads)  # type: ignore[attr-defined]
 
 
 def test_a_bucket_that_is_not_there_is_named(s3: S3Server) -> None:

@@ -1,4 +1,4 @@
-"""Hosts joined to a server by cables of their own, each in a network namespace: a cable can be unplugged. Root only.
+"""Hosts joined to a server, and to each other, by cables of their own, each in a network namespace: a cable can be unplugged. Root only.
 
 All addresses are in namespaces that are made here, and go with them.
 """
@@ -16,25 +16,31 @@ from pathlib import Path
 NETWORK = "198.18.0.0/24"
 """Of the addresses that are set aside for measurements (RFC 2544)."""
 
+CABLE = "cable"
+"""The network interface of a host."""
+
+_SERVER_ADDRESS = "198.18.0.1"
+
 _NEW_NETWORK = 0x40000000
 
 
 @dataclass(frozen=True, slots=True)
 class Host:
-    """A host's namespace, and the server's address as it sees it."""
+    """A host's namespace, the server's address as it sees it, and its own as others do."""
 
     name: str
     server_address: str
+    address: str
 
     def command(self, *words: str) -> list[str]:
         """A command that runs `words` there."""
         return ["ip", "netns", "exec", self.name, *words]
 
     def unplug(self) -> None:
-        _ip("-n", self.name, "link", "set", "cable", "down")
+        _ip("-n", self.name, "link", "set", CABLE, "down")
 
     def plug(self) -> None:
-        _ip("-n", self.name, "link", "set", "cable", "up")
+        _ip("-n", self.name, "link", "set", CABLE, "up")
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +75,9 @@ def hosts_joined(count: int) -> Iterator[Site]:
             _ip("netns", "add", name)
             made.append(name)
             _ip("-n", name, "link", "set", "lo", "up")
-        yield Site(Host(server, "127.0.0.1"), tuple(_join(server, name, i) for i, name in enumerate(names)))
+        _ip("-n", server, "link", "add", "switch", "type", "bridge")
+        _up(server, "switch", _SERVER_ADDRESS)
+        yield Site(Host(server, "127.0.0.1", _SERVER_ADDRESS), tuple(_join(server, name, i) for i, name in enumerate(names)))
     finally:
         for name in made:
             _ip("netns", "del", name)
@@ -94,12 +102,17 @@ def within(namespace: str) -> Iterator[None]:
 
 
 def _join(server: str, host: str, number: int) -> Host:
-    ours, theirs = (f"198.18.0.{4 * number + i}" for i in (1, 2))
-    _ip("-n", host, "link", "add", "cable", "type", "veth", "peer", "name", f"cable{number}", "netns", server)
-    for namespace, link, address in ((server, f"cable{number}", ours), (host, "cable", theirs)):
-        _ip("-n", namespace, "addr", "add", f"{address}/30", "dev", link)
-        _ip("-n", namespace, "link", "set", link, "up")
-    return Host(host, ours)
+    socket, address = f"{CABLE}{number}", f"198.18.0.{number + 2}"
+    _ip("-n", host, "link", "add", CABLE, "type", "veth", "peer", "name", socket, "netns", server)
+    _ip("-n", server, "link", "set", socket, "master", "switch")
+    _ip("-n", server, "link", "set", socket, "up")
+    _up(host, CABLE, address)
+    return Host(host, _SERVER_ADDRESS, address)
+
+
+def _up(namespace: str, link: str, address: str) -> None:
+    _ip("-n", namespace, "addr", "add", f"{address}/24", "dev", link)
+    _ip("-n", namespace, "link", "set", link, "up")
 
 
 def _ip(*words: str) -> None:

@@ -111,6 +111,13 @@ class PostgresServer:
         """The way to a new database."""
         return self.url(self.new_database())
 
+    def copied_url(self, url: str) -> str:
+        """The way to a new database with all that is in the one at `url`, to which nobody is connected."""
+        name = f"db_{secrets.token_hex(6)}"
+        with self.admin() as connection:
+            connection.execute(f"CREATE DATABASE {name} TEMPLATE {url.rpartition('/')[2]}")
+        return self.url(name)
+
     def _end(self, how: signal.Signals) -> None:
         assert self._process is not None
         self._process.send_signal(how)

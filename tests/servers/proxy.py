@@ -3,6 +3,7 @@
 One thread per direction of a connection. What a test sets on `faults` holds for connections that are open as well.
 """
 
+import os
 import random
 import socket
 import struct
@@ -10,6 +11,9 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
 
 _BUSY = (
     b"HTTP/1.1 503 Slow Down\r\nContent-Type: application/xml\r\nConnection: close\r\nContent-Length: 58\r\n\r\n"
@@ -32,6 +36,25 @@ class Faults:
     """Rewrites answers."""
     silent: threading.Event = field(default_factory=threading.Event)
     """While it is set, nothing is forwarded and nothing answered."""
+
+
+FAULTS: dict[str, Callable[[Faults], None]] = {
+    "latency": lambda faults: setattr(faults, "latency_s", 0.2),
+    "resets": lambda faults: setattr(faults, "reset", 0.05),
+    "cuts": lambda faults: setattr(faults, "cut", 0.05),
+    "503": lambda faults: setattr(faults, "busy", 0.3),
+    "refusal": lambda faults: setattr(faults, "refuse", True),
+    "silence": lambda faults: faults.silent.set(),
+}
+"""What a network and a server do now and then, and more often here."""
+DEAD = ("refusal", "silence")
+"""Nothing gets through."""
+
+
+def faults(*at_first: str, but: str = "") -> list[Any]:
+    """Parameters: `make test` has a time limit and tries these; `make soak` the others, `make test-real` every fault."""
+    chosen = tuple(FAULTS) if "CKPTSTORE_TEST_S3" in os.environ else at_first
+    return [fault if fault in chosen else pytest.param(fault, marks=pytest.mark.soak) for fault in FAULTS if fault != but]
 
 
 class Proxy:
@@ -68,6 +91,12 @@ class Proxy:
         """Forward new connections to another place: the server was started anew."""
         self._target = target
 
+    def break_by(self, fault: str) -> None:
+        """Let one of `FAULTS` happen from here on."""
+        FAULTS[fault](self.faults)
+        if fault in DEAD:
+            self.drop()
+
     def heal(self) -> None:
         """From here on nothing goes wrong; connections that were silent are dropped."""
         silent = self.faults.silent
@@ -85,7 +114,6 @@ class Proxy:
 
     def close(self) -> None:
         self._closed.set()
-        self.faults.silent.clear()
         self._listener.close()
         self.drop()
 
@@ -142,8 +170,12 @@ class Proxy:
                 source.shutdown(socket.SHUT_RDWR)
                 sink.shutdown(socket.SHUT_RDWR)
                 return False
-        while faults.silent.is_set() and not self._closed.wait(0.01):
-            pass
+        while faults.silent.is_set():
+            if self._closed.wait(0.01):
+                # What was held back never arrives: the cable was pulled.
+                _reset(source)
+                _reset(sink)
+                return False
         if not upward and faults.latency_s:
             self._closed.wait(faults.latency_s)
         if self._random.random() < faults.reset:
@@ -158,7 +190,6 @@ class Proxy:
         change = faults.rewrite if upward else faults.spoil
         sink.sendall(change(data) if change else data)
         return True
-
 
     def _count(self, data: bytes, client: socket.socket, upward: bool) -> None:
         if not upward:

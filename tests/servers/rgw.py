@@ -53,6 +53,9 @@ rgw frontends = beast endpoint=127.0.0.1:{port} tcp_nodelay=1
 rgw data = {home}/rgw
 rgw enable usage log = false
 rgw run sync thread = false
+rgw gc obj min wait = 1
+rgw gc processor period = 1
+rgw gc processor max time = 1
 rgw dns name = localhost
 """
 

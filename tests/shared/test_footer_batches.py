@@ -1,0 +1,112 @@
+"""A host without a cache reads the footers of many packs from few objects, and believes none that is not the pack's."""
+
+import secrets
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from ckptstore.core.ids import footers_key
+from ckptstore.errors import Corrupt
+from ckptstore.objects.footer_batches import BATCH_PACKS, decode_batch, encode_batch
+from ckptstore.objects.footers import read_tail_of
+from ckptstore.objects.remote import FsspecBackend
+from tests.shared.sites import Site
+from tests.upkeep.collecting import state_of
+from tests.upkeep.stores import assert_equal
+
+COMMITS = BATCH_PACKS // 2 + 5
+"""Of two packs each."""
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Site:
+    site = Site(f"memory://{secrets.token_hex(8)}")
+    with site.open(tmp_path_factory.mktemp("maker")) as store:
+        for step in range(COMMITS):
+            store.commit(state_of(step), step=step)
+    return site
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
+    """How often tails of packs and batches are read."""
+    asked: Counter[str] = Counter()
+    for name in ("read_tail", "read"):
+        real = getattr(FsspecBackend, name)
+
+        def counting(self: FsspecBackend, key: str, *more: int, _name: str = name, _real: object = real) -> object:
+            asked["batches" if key.startswith("footers/") else _name] += 1
+            return _real(self, key, *more)  # type: ignore[operator]
+
+        monkeypatch.setattr(FsspecBackend, name, counting)
+    return asked
+
+
+def test_a_host_without_a_cache_reads_a_batch_instead_of_a_hundred_footers(site: Site, tmp_path: Path, asked: Counter[str]) -> None:
+    with site.opened(tmp_path) as opening:
+        state = opening.log.replay()
+        opening.warm()
+        assert len(opening.objects.index.indexed()) == len(state.packs) == 2 * COMMITS
+        assert asked["batches"] == 1
+        assert asked["read_tail"] <= len(state.packs) - BATCH_PACKS + 4
+    with site.open(tmp_path) as store:
+        for step in (0, COMMITS - 1):
+            assert_equal(store.checkout(step).state_dict(), state_of(step))
+        again = store.commit(state_of(3), step=1000)
+        assert again.stats is not None and again.stats.new_chunks == 0
+
+
+def test_a_batch_holds_the_footers_as_they_lie_in_the_packs(site: Site, tmp_path: Path) -> None:
+    with site.opened(tmp_path) as opening:
+        packs = opening.log.replay().packs
+        tails = decode_batch(opening.backend.read(footers_key(0)))
+        assert sorted(tails) == sorted(packs[n].id for n in range(1, BATCH_PACKS))
+        for n in range(1, BATCH_PACKS, 7):
+            assert tails[packs[n].id] == read_tail_of(opening.backend, packs[n].id, metadata=packs[n].metadata)
+
+
+@pytest.mark.parametrize("wrong", ["absent", "cut", "flipped", "exchanged", "foreign"])
+def test_a_batch_that_is_not_what_it_should_be_is_not_believed(site: Site, tmp_path: Path, asked: Counter[str], wrong: str) -> None:
+    with site.opened(tmp_path / "mine") as opening:
+        backend, good = opening.backend, opening.backend.read(footers_key(0))
+        tails = decode_batch(good)
+        names = list(tails)
+        flipped = bytearray(good)
+        flipped[len(good) // 2] ^= 1
+        exchanged = dict(zip(names, [bytes(72), *list(tails.values())[1:]], strict=True))
+        spoilt = {"cut": good[:-9], "flipped": bytes(flipped), "exchanged": encode_batch(exchanged), "foreign": encode_batch({"x": b"y"})}
+        backend.delete(footers_key(0))
+        if wrong in spoilt:
+            backend.put(footers_key(0), spoilt[wrong])
+        asked.clear()
+        opening.warm()
+        assert len(opening.objects.index.indexed()) == 2 * COMMITS
+        assert asked["read_tail"] >= (1 if wrong == "exchanged" else BATCH_PACKS)
+        backend.put(footers_key(0), good)
+
+
+def test_an_index_that_is_made_anew_is_made_from_the_packs_themselves(site: Site, tmp_path: Path, asked: Counter[str]) -> None:
+    with site.open(tmp_path) as store:
+        asked.clear()
+        store.reindex()
+    assert asked["batches"] == 0
+    assert asked["read_tail"] >= 2 * COMMITS
+
+
+@pytest.mark.parametrize("data", [b"", b"x", b"0" * 64 + b"\n"])
+def test_what_is_no_batch_is_corrupt(data: bytes) -> None:
+    with pytest.raises(Corrupt):
+        decode_batch(data)
+
+
+def test_batches_of_packs_that_are_all_gone_are_deleted(tmp_path: Path) -> None:
+    site = Site(f"memory://{secrets.token_hex(8)}")
+    site.open(tmp_path).close()
+    with site.opened(tmp_path) as opening:
+        backend = opening.backend
+        backend.put(footers_key(7), encode_batch({}))
+    with site.open(tmp_path) as store:
+        for step in range(BATCH_PACKS // 2):
+            store.commit(state_of(step), step=step)
+    assert [key for key, _ in backend.list("footers/")] == [footers_key(0)]
