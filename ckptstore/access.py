@@ -31,7 +31,7 @@ def open(
     max_in_flight: int | None = None,
     executor: Executor | None = None,
     storage_options: Mapping[str, Any] | None = None,
-    direct_io: bool = False,
+    direct_io: bool | None = None,
     index: str | None = None,
     read_cache_bytes: int | None = None,
     mirror: str | os.PathLike[str] | None = None,
@@ -50,9 +50,10 @@ def open(
     `read_cache_bytes` (default `$CKPTSTORE_READ_CACHE_BYTES`, else 0) is how much of what is read from a bucket this host keeps on its
     disk, for all its processes; a store in a directory needs none.
 
-    `threads` (default `$CKPTSTORE_THREADS`, else by the processors) hash, read and write. With `direct_io`, large packs are written past
-    the page cache of a local disk: what others have there stays, and the next restore on this host reads the disk. On a full disk a commit
-    raises `NoSpace`, or with `on_full="gc"` collects what was forgotten and tries once more.
+    `threads` (default `$CKPTSTORE_THREADS`, else by the processors) hash, read and write. With `direct_io=True`, large packs are written
+    past the page cache of a local disk: what others have there stays, and the next restore on this host reads the disk. By default that is
+    so for what is committed in the background, where it saves processor time; with False, for nothing. On a full disk a commit raises
+    `NoSpace`, or with `on_full="gc"` collects what was forgotten and tries once more.
     `staging_bytes` (default `$CKPTSTORE_STAGING_BYTES`, else half of what is available at the first `commit_async`) is the memory that
     asynchronous commits may copy states to, `max_in_flight` (default 1) how many may be under way. With `executor="process"` they are made
     by a process of their own, which shares no interpreter lock with training and finishes its commit when the trainer dies.

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import cached_property, partial
+from functools import cache, cached_property, partial
 from typing import Any, Literal, TypeAlias
 
 from ckptstore.core.ids import CommitId
@@ -23,9 +23,9 @@ from ckptstore.engine.look_up import LookUp
 from ckptstore.engine.opening import Opening
 from ckptstore.engine.parts import PartsCommitter
 from ckptstore.engine.pending import Pending
-from ckptstore.engine.progress import CommitProgress, Watch
+from ckptstore.engine.progress import UNWATCHED, CommitProgress, Watch
 from ckptstore.engine.ranks.agree import begun_by_all, is_due_for_all
-from ckptstore.engine.ranks.commit import RanksCommitted, RanksCommitter
+from ckptstore.engine.ranks.commit import Prepare, RanksCommitted, RanksCommitter
 from ckptstore.engine.ranks.lead import Options
 from ckptstore.engine.schedule import Schedule, rule_of
 from ckptstore.engine.transfer import Threads
@@ -106,7 +106,7 @@ class Committing:
         are globs of paths that are the same on all ranks, or each rank's own; of the rest, what is equal on the ranks that have it is one,
         or without `compare` each rank's own as well. Without `canonical`, chunks that the edges of shards cut are
         not completed, so that ids depend on the number of ranks; without `trust_replicated`, every replica is hashed whole. No rank waits
-        for another longer than `timeout_s`.
+        for another longer than `timeout_s`. `memory_budget_bytes` is for one process; docs/distributed.md says what a rank takes.
 
         Before the first commit, and when the disk gets short, a warning is logged. Raises `InvalidInput` for what cannot be stored, naming
         its path; `Unavailable` if storage fails; `NoSpace` if it is full, saying what is missing and what would free it; `Conflict` if
@@ -125,9 +125,8 @@ class Committing:
                 flats = marked(app_state, flatten(app_state, allow_pickle=allow_pickle, ranks=True), globs)
                 return replace(label, parents=self._descent.parents()), flats
 
-            with self._lock:
-                options = Options(canonical, trust_replicated)
-                committed = self._followed(peers, self._ranks_committer.commit(peers, prepare, options, time.perf_counter()))
+            options = Options(canonical, trust_replicated)
+            committed = self._make_together(self._ranks_committer, peers, prepare, options, time.perf_counter())
             self._descent.now(committed.id)
             return self._committed(committed)
 
@@ -300,7 +299,7 @@ class Committing:
         settings = self._settings
         return HiredCommitter(
             self._reader,
-            place=self._opening.url,
+            place=self._opening.place,
             storage_options=settings.storage_options,
             direct_io=settings.direct_io,
             index=settings.index,
@@ -335,9 +334,25 @@ class Committing:
         self._opening.follow({ref.schema.hex(): committed.schemas[key] for key, ref in committed.document.trees})
         return committed
 
-    def _followed(self, peers: Peers, committed: RanksCommitted) -> RanksCommitted:
-        if peers.leads:
-            self._opening.follow()
+    def _make_together(
+        self, committer: RanksCommitter, peers: Peers, prepare: Prepare, options: Options, started: float, watch: Watch = UNWATCHED
+    ) -> RanksCommitted:
+        sizes: list[int] = []
+
+        @cache  # of a commit that did not fit, the state is not asked for again
+        def prepared() -> tuple[Label, Mapping[str, Flat]]:
+            label, flats = prepare()
+            sizes.append(sum(flat.nbytes for flat in flats.values()))
+            if peers.leads:
+                self._disk.before(sizes[0])
+            return label, flats
+
+        with self._lock:
+            committed = self._disk.fit_together(
+                peers, lambda: committer.commit(peers, prepared, options, started, watch), lambda: sum(sizes)
+            )
+            if peers.leads:
+                self._opening.follow()
         return committed
 
     def _alone(self, app_state: Mapping[str, Any], wish: Wish) -> Route[Snapshot]:
@@ -369,9 +384,7 @@ class Committing:
             def prepare() -> tuple[Label, Mapping[str, Flat]]:
                 return label, staged
 
-            with self._lock:
-                committed = self._ranks_committer_aside.commit(behind, prepare, options, pending.started, watch)
-                self._followed(behind, committed)
+            committed = self._make_together(self._ranks_committer_aside, behind, prepare, options, pending.started, watch)
             return self._made(committed, {}, pending)
 
         return Route(flats, make, partial(begun_by_all, peers), whole=True)

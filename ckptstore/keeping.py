@@ -1,14 +1,16 @@
 """A store as those see it who keep it: forget, collect, check, repair, copy to other stores."""
 
+import logging
 import os
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, closing
 from typing import Any
 
+from ckptstore.engine.look_up import Guard
 from ckptstore.engine.naming import AnyRef, find_commit
 from ckptstore.engine.opening import Opening
 from ckptstore.engine.transfer import Threads
-from ckptstore.errors import InvalidInput
+from ckptstore.errors import InvalidInput, ReadOnly, Unavailable
 from ckptstore.objects.backend import open_backend
 from ckptstore.objects.store import ObjectStore
 from ckptstore.upkeep.activity import Activity, activities
@@ -25,6 +27,8 @@ from ckptstore.upkeep.reindex import Reindexed, reindex
 from ckptstore.upkeep.repair import Repaired, repair
 from ckptstore.upkeep.retention import ForgetPlan, Policy
 from ckptstore.upkeep.usage import Usage, usage
+
+logger = logging.getLogger("ckptstore")
 
 
 class Keeping:
@@ -44,9 +48,17 @@ class Keeping:
         self._opening.objects.sync(self._opening.log.replay(refresh=True))
         return self._opening.objects
 
-    def forget(
-        self, what: Policy | AnyRef | Sequence[Policy | AnyRef], *, all_runs: bool = False, dry_run: bool = False
-    ) -> ForgetPlan:
+    def guard(self, what: str) -> Guard | None:
+        """A session of this process, which does `what`, that keeps the chunks it finds from being collected; None if this store cannot be
+        written to, so that nothing can be kept."""
+        try:
+            self._opening.check_writable()
+            return Guard(self._opening.objects, self._opening.log, what)
+        except (ReadOnly, Unavailable) as error:
+            logger.warning("%s cannot be relied on for chunks: %s", self._opening.url, error)
+            return None
+
+    def forget(self, what: Policy | AnyRef | Sequence[Policy | AnyRef], *, all_runs: bool = False, dry_run: bool = False) -> ForgetPlan:
         """Forget commits: those that `what` names (refs), or those of this run that no policy of `what` keeps, in `all_runs` if wanted.
 
         Nothing is deleted before the next `gc`; until then `undelete` brings them back. Tagged commits, the two newest of each run and the

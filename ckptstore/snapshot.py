@@ -14,6 +14,7 @@ from ckptstore.engine.assembly import assemble
 from ckptstore.engine.checkout import Destination, Reader, Tree, Wanted
 from ckptstore.engine.mapping import Unmappable
 from ckptstore.engine.near import near
+from ckptstore.engine.ranks.broadcast import Broadcast
 from ckptstore.engine.ranks.layout import Layout
 from ckptstore.engine.ranks.own import Viewer, own_trees, tree_of_rank
 from ckptstore.engine.ranks.restore import check_loaders, restore_together
@@ -21,6 +22,7 @@ from ckptstore.engine.restore import RestoreOptions, RestoreReport, Restoring
 from ckptstore.engine.views import Select, selected, whole
 from ckptstore.errors import InvalidInput, NotFound
 from ckptstore.state import conversion, tensors
+from ckptstore.state.flatten import check_app_state
 from ckptstore.state.inflate import inflate_leaf
 from ckptstore.state.numbering import unnamed
 from ckptstore.state.paths import segment
@@ -178,6 +180,7 @@ class Snapshot:
         allow_pickle: bool = False,
         process_group: Any = None,
         private: Mapping[int, int] | None = None,
+        broadcast: bool | None = None,
         timeout_s: float = TIMEOUT_S,
     ) -> RestoreReport:
         """Bring `app_state` to what was committed, in place: no tensor is allocated that the target already has.
@@ -196,20 +199,27 @@ class Snapshot:
         Where torch.distributed is initialized with several ranks, all of them (of `process_group`, if given) restore together, however many
         committed: each reads the boxes that its own tensors have, and what fails on one rank raises on all. `process_group="alone"`
         restores this process by itself. What was private to a rank goes to the rank of that number; `private` maps other ranks to those
-        whose they take.
+        whose they take. With `broadcast`, a chunk that several ranks need is read by one of them, which sends it to the others; without a
+        word, where the store is in a bucket. All ranks must say the same, else each reads what it needs.
         """
         options = RestoreOptions(strict, allow_pickle, select, rename, dtype, memory_budget_bytes)
         peers = peers_of(process_group, timeout_s)
         viewer = Viewer(peers.rank if peers else 0, peers.size if peers else 1, private or {})
 
         def begin() -> Restoring:
+            check_app_state(app_state)
             self._restoring()
             check_loaders(self.trees, app_state, viewer)
             own = own_trees(self.trees, viewer, strict=strict)
             return Restoring(self._reader, self.id, own, app_state, options)
 
+        def broadcast_of(restoring: Restoring) -> Broadcast | None:
+            if not (self._reader.remote if broadcast is None else broadcast):
+                return None
+            return Broadcast(self._reader, restoring.reading, b"".join(c.ids for tree in self.trees.values() for c in tree.contents))
+
         if peers:
-            restoring = restore_together(peers, self.id, begin)
+            restoring = restore_together(peers, self.id, begin, broadcast_of)
         else:
             restoring = begin()
             restoring.read()

@@ -26,7 +26,6 @@ from ckptstore.state.ranks.peers import TIMEOUT_S, Peers, peers_of
 from ckptstore.upkeep.tier import Tier
 
 logger = logging.getLogger("ckptstore")
-logger.addHandler(logging.NullHandler())
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +68,7 @@ class Store(Committing, Keeping):
     def reopening(self) -> dict[str, Any]:
         """What `ckptstore.open` takes to open this store again, for the same run, in another process."""
         settings = self._settings
-        return {"place": self.url, "run": self.run, "storage_options": settings.storage_options, "index": settings.index}
+        return {"place": self._opening.place, "run": self.run, "storage_options": settings.storage_options, "index": settings.index}
 
     @property
     def id(self) -> str:
@@ -94,6 +93,7 @@ class Store(Committing, Keeping):
         allow_pickle: bool = False,
         process_group: Any = None,
         private: Mapping[int, int] | None = None,
+        broadcast: bool | None = None,
         timeout_s: float = TIMEOUT_S,
     ) -> Snapshot | None:
         """Restore the newest commit of this run that verifies and return it; None on a run without commits.
@@ -114,6 +114,7 @@ class Store(Committing, Keeping):
                     allow_pickle=allow_pickle,
                     process_group=process_group,
                     private=private,
+                    broadcast=broadcast,
                     timeout_s=timeout_s,
                 )
             except (Corrupt, NotFound) as error:

@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping
 from itertools import compress
 
 from ckptstore.core.config import StoreConfig
+from ckptstore.core.ids import CHUNK_ID_BYTES
 from ckptstore.core.model import INLINE_BYTES
 from ckptstore.engine.commit import extent_of
 from ckptstore.engine.plan import Part, plan_commit
@@ -50,6 +51,30 @@ class LookUp:
         state = self._log.replay()
         self._objects.sync(state)
         return iter(Dedup(self._objects, state, RunMemory()).live(ids) if ids else ())
+
+
+class Guard:
+    """A session that keeps what was found in the store from a patient gc, until `end`: for chunks that are handed out and not written."""
+
+    def __init__(self, objects: ObjectStore, log: Log, what: str) -> None:
+        """Raises what storage does if the session cannot be written down."""
+        self.objects = objects
+        self._session = open_session(objects.backend, what)
+        state = log.replay(refresh=True)  # not before the session is there: a gc that has condemned by now has not seen it
+        objects.sync(state)
+        self._dedup = Dedup(objects, state, RunMemory())
+
+    def held(self, ids: bytes) -> dict[bytes, int]:
+        """The raw bytes of those of `ids` that live packs hold."""
+        if not ids:
+            return {}
+        sizes = self.objects.locate(ids)["raw"].tolist()
+        live = self._dedup.live(ids)
+        return {ids[i * CHUNK_ID_BYTES : (i + 1) * CHUNK_ID_BYTES]: sizes[i] for i in range(len(sizes)) if live[i]}
+
+    def end(self) -> None:
+        """Nobody asks for what was found any more. Idempotent."""
+        self._session.end()
 
 
 def _leaves(flats: Mapping[str, Flat]) -> Iterator[tuple[Flat, int, Source]]:

@@ -18,8 +18,8 @@ from ckptstore.core.model import Schema
 from ckptstore.core.places import is_network_filesystem, local_cache_directory, make_directories, rights
 from ckptstore.engine.log_places import database_log, open_log_place
 from ckptstore.engine.reserve import ensure_reserve
-from ckptstore.errors import Conflict, Corrupt, InvalidInput, NotFound, ReadOnly, Unavailable
-from ckptstore.history.entries import Position
+from ckptstore.errors import CkptStoreError, Conflict, Corrupt, InvalidInput, NotFound, ReadOnly, Unavailable
+from ckptstore.history.entries import Position, check_follows, decode_entry
 from ckptstore.history.log import Log
 from ckptstore.index.queries import Queries
 from ckptstore.index.readable import open_catalog
@@ -98,26 +98,64 @@ class Opening:
         *,
         read_only: bool = False,
         storage_options: dict[str, Any] | None = None,
-        direct_io: bool = False,
+        direct_io: bool | None = None,
         index: str | None = None,
         read_cache_bytes: int = 0,
     ) -> None:
         self._read_cache_bytes = read_cache_bytes
         self.backend = open_backend(os.fspath(place), read_only=read_only, storage_options=storage_options, direct_io=direct_io)
         self.url = self.backend.url
+        # What opens the same store the same way elsewhere: a URL may have options, and secrets, which `url` for people has not.
+        self.place = os.fspath(place) if self.backend.durable_root is None else self.url
         self.config = read_config(self.backend)
         self.read_only = read_only
+        self._closed = self._has_its_end = False
         self.database = open_log_place(self.config, self.backend, index)
         self.log = Log(self.backend, self.config.store, self.config.generation, place=self.database, memory=self._memory())
 
     def check_writable(self) -> None:
-        """Raise `ReadOnly` unless this handle may write to the store."""
+        """Raise `ReadOnly` unless this handle may write to the store, `InvalidInput` once it was closed, `Corrupt` if the log has lost
+        its end: what is appended there would bury commits that were acknowledged."""
+        if self._closed:
+            raise InvalidInput(f"{self.url} was closed; open it again")
         if self.read_only:
             raise ReadOnly(f"{self.url} was opened read-only; open it without read_only=True to change it")
         if unknown := self.config.unknown_write_features:
             raise ReadOnly(
                 f"{self.url} needs {', '.join(sorted(unknown))} to be written, which this ckptstore does not know: install a newer one"
             )
+
+        if not self._has_its_end and (lost := self._lost_end()):
+            raise Corrupt(lost)
+        self._has_its_end = True
+
+    def _lost_end(self) -> str | None:
+        """What is to be said of a log that ends before entries which continue it, and which a catalog beside it has; else None.
+
+        A catalog elsewhere on this host says nothing: it may be of another copy of this store, which went on.
+        """
+        root = self.backend.durable_root
+        if self.database is not None or root is None or self.index_directory != root / "index":
+            return None
+        catalog = open_catalog(self.index_directory / CATALOG_NAME, self.config.store)
+        if catalog is None:
+            return None
+        try:
+            remembered = catalog.position().n  # first: others may append meanwhile
+            head = self.log.replay(refresh=True).position
+            data = catalog.entry(head.n + 1) if head.n < remembered else None
+            if data is None:
+                return None
+            check_follows(decode_entry(data), head, self.config.store)
+        except CkptStoreError:
+            return None
+        finally:
+            catalog.close()
+        return (
+            f"the log of {self.url} ends at entry {head.n}, and the catalog beside it knows the entries up to {remembered}, which continue "
+            f"it: they were acknowledged and are lost from log/; `ckptstore repair --apply` puts them back from the catalog; if the store "
+            f"was set back on purpose, `ckptstore reindex` takes the log as it is"
+        )
 
     def _memory(self) -> Path | None:
         """Where this host keeps the log's state: for a bucket, whose log takes a request an entry to read, and for a database."""
@@ -133,13 +171,14 @@ class Opening:
     def objects(self) -> "ObjectStore":
         """The store's chunks, with this host's chunk index."""
         from ckptstore.index.chunks import ChunkIndex
+        from ckptstore.index.distrust import DISTRUST_NAME, Distrust
         from ckptstore.objects.read_cache import ReadCache
         from ckptstore.objects.store import ObjectStore
 
         chunks = ChunkIndex.open(self.index_directory / CHUNKS_NAME, self.config.store)
         cached = self._read_cache_bytes > 0 and self.backend.durable_root is None
         cache = ReadCache(self.index_directory / READ_CACHE_NAME, self._read_cache_bytes) if cached else None
-        return ObjectStore(self.backend, chunks, self.log, cache)
+        return ObjectStore(self.backend, chunks, self.log, Distrust(self.index_directory / DISTRUST_NAME), cache)
 
     @cached_property
     def catalog(self) -> "Catalog | PostgresCatalog":
@@ -177,6 +216,9 @@ class Opening:
 
     def _queries_at_head(self) -> Queries:
         self.log.replay()
+        if lost := self._lost_end():
+            logger.warning("%s", lost)
+            return self._fold_in_memory()
         self.follow()
         queries = self.catalog.queries()
         if self._is_head(queries.position()):
@@ -192,14 +234,16 @@ class Opening:
     def follow(self, schemas: Mapping[str, Schema] | None = None) -> None:
         """Fold into the catalog what the log has beyond it. `schemas` are at hand, by chunk id in hex; others are read from the store.
 
-        Raises `Corrupt` only for a damaged log: a catalog that does not belong to it is made anew, one that cannot be written stays behind,
-        and so does any when storage does not answer. What was appended to the log stays acknowledged.
+        Raises `Corrupt` only for a log that is damaged or has lost its end: a catalog that does not belong to it is made anew, one that
+        cannot be written stays behind, and so does any when storage does not answer. What was appended to the log stays acknowledged.
         """
         try:
             try:
                 self._fold(schemas or {})
             except Corrupt as error:
                 self.log.replay()  # a broken log is not the catalog's fault, and `repair` may need what it remembers
+                if lost := self._lost_end():
+                    raise Corrupt(lost) from error
                 logger.warning("the catalog of %s is made anew: %s", self.url, error)
                 self.catalog.reset()
                 self._fold(schemas or {})
@@ -238,7 +282,8 @@ class Opening:
         return not self.log.head_after(position.n) and self.log.has(position)
 
     def close(self) -> None:
-        """Close what was opened; idempotent."""
+        """Close what was opened; idempotent. What was checked out can still be read, and nothing can be written."""
+        self._closed = True
         for name in ("objects", "catalog"):
             if name in self.__dict__:
                 self.__dict__.pop(name).close()
@@ -328,8 +373,10 @@ def refuse_careless(backend: Backend) -> None:
 
 def _refuse_foreign(backend: Backend) -> None:
     root = backend.durable_root
-    if root is None or not root.is_dir():
+    if root is None or not root.exists():
         return
+    if not root.is_dir():
+        raise InvalidInput(f"{root} is a file; wanted a directory, or a path where one can be made")
     # A configuration that is there by now is another process's, and the exclusive create will say so.
     ours = {CONFIG_KEY, "packs", "commits", "log", "sessions", "index", "tmp", "reserve"}
     foreign = sorted(entry.name for entry in root.iterdir() if entry.name not in ours)

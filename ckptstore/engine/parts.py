@@ -6,6 +6,7 @@ anywhere before the entry leaves files that no entry names.
 """
 
 import time
+from collections import Counter
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -13,7 +14,7 @@ from typing import NamedTuple
 
 from ckptstore.core.config import StoreConfig
 from ckptstore.core.ids import SessionId, document_key
-from ckptstore.core.model import INLINE_BYTES, LeafContent
+from ckptstore.core.model import INLINE_BYTES, LeafContent, PackRecord
 from ckptstore.engine.commit import CommitStats, index_packs
 from ckptstore.engine.label import Label
 from ckptstore.engine.plan import Extent, plan_chunks
@@ -24,7 +25,7 @@ from ckptstore.engine.ranks.commit import RanksCommitted
 from ckptstore.engine.ranks.lead import record_of
 from ckptstore.engine.transfer import Threads
 from ckptstore.engine.write import Dedup, RunMemory, SessionPacks, read_all, write_chunks
-from ckptstore.errors import CkptStoreError, Conflict, NoSpace
+from ckptstore.errors import CkptStoreError, Conflict, InvalidInput, NoSpace
 from ckptstore.history.log import Log, Refused
 from ckptstore.history.sessions import Session, open_session
 from ckptstore.objects import canonical
@@ -96,9 +97,12 @@ class PartsCommitter:
     ) -> RanksCommitted:
         """Append the commit of what all writers have written, and end the session. A label without parents gets the run's newest commit.
 
-        Raises `Conflict` if others have removed meanwhile what a writer reused: write everything again, under another session.
+        Raises `Conflict` if others have removed meanwhile what a writer reused: write everything again, under another session;
+        `InvalidInput` if two writers had one number, so that the packs of one lie over those of the other.
         """
         heads = [canonical.decode(receipt) for receipt in receipts]
+        written = [record_of(each) for head in heads for each in head["packs"]]
+        _check_apart(written)
         packs, dedup = self._own_of(session.id)
         state = self._log.replay()
         if not label.parents:
@@ -107,7 +111,7 @@ class PartsCommitter:
         packs.wait()
         own = [pack.record for pack in packs.closed]
         known = {record.id for record in own}
-        records = own + [record for head in heads for record in map(record_of, head["packs"]) if record.id not in known]
+        records = own + [record for record in written if record.id not in known]
         reused = dedup.reused.union(*(head["reused"] for head in heads))
         leaves = sum(len(tree.schema) for tree in trees)
         published = self._publisher.write_document(session.id, label, metadata, records, logical_bytes=logical_bytes(trees), leaves=leaves)
@@ -145,6 +149,12 @@ class PartsCommitter:
         if own is not None and own[0].session == session:
             return own
         return SessionPacks.of(self._config, self._objects, session, self._threads), self._look([])
+
+
+def _check_apart(packs: Sequence[PackRecord]) -> None:
+    twice = [name for name, count in Counter(pack.id for pack in packs).items() if count > 1]
+    if twice:
+        raise InvalidInput(f"two writers of this commit wrote a pack {twice[0]}: each needs a rank of its own; repeat the save")
 
 
 def encode_contents(contents: Sequence[LeafContent]) -> bytes:

@@ -2,7 +2,7 @@
 
 Pure and total. The invariant that both keep, whatever writers, readers and gc do between each other: every chunk of a commit that is
 not forgotten lies in a pack that the state lists as live. `check` guards it, so it is asked right before an entry is appended at the
-head of the log; `apply` trusts what the log holds. `tests/history/protocol_model.py` explores all interleavings of these two functions.
+head of the log; `apply` trusts what the log holds. `tests/history/model` explores all interleavings of these two functions.
 
 A pack is *live* (a target for dedup), or *condemned* (still readable, and live again once an entry refers to it), or gone from the
 state, after which its object may be deleted. Its *stamp* is the number of the last entry that referred to it.

@@ -5,6 +5,7 @@ create schemas in it. A transaction that gets no answer is cut off from this sid
 """
 
 import os
+import re
 import socket
 import threading
 import time
@@ -155,7 +156,7 @@ class Database:
             raise Unavailable(f"{self.name} does not do as it should: {self._told(error)}; repeat the call") from error
 
     def _failure(self, error: DBAPIError) -> CkptStoreError:
-        code = str(getattr(error.orig, "sqlstate", None) or "")
+        code = str(getattr(error.orig, "sqlstate", None) or "") or _refused(str(error.orig))
         told = f"{self.name}: {self._told(cause(error))}"
         if not code and type(error.orig).__name__ in ("DataError", "ProgrammingError"):
             return InvalidInput(f"{told}; PostgreSQL cannot store this")
@@ -165,6 +166,8 @@ class Database:
             return NotFound(f"{told}; there is no log of store {self._store} in this database")
         if code == "3D000":
             return InvalidInput(f"{told}; make the database first")
+        if code.startswith("28"):
+            return InvalidInput(f"{told}; see to user and password, and to who may connect")
         if code == "42501":
             return ReadOnly(f"{told}; get the right to create schemas in this database (GRANT CREATE ON DATABASE), or to write to this one")
         if code.startswith("22"):
@@ -176,6 +179,15 @@ class Database:
     def _told(self, error: BaseException) -> str:
         password = frozenset([str(self._url.password)] if self._url.password else [])
         return without(" ".join(str(error).split()), password)
+
+
+def _refused(said: str) -> str:
+    """The code of a final refusal to connect, which the driver tells in words only; nothing for what may pass, such as a start."""
+    if "FATAL" not in said:
+        return ""
+    if re.search(r'database "[^"]*" does not exist', said):
+        return "3D000"
+    return "28000" if re.search(r'authentication failed|no pg_hba\.conf entry|role "[^"]*" does not exist', said) else ""
 
 
 @contextmanager
@@ -205,7 +217,7 @@ def quoted(schema: str) -> str:
 def _parse(url: str) -> URL:
     try:
         parsed = make_url(url)
-    except ArgumentError as error:
+    except (ArgumentError, ValueError) as error:  # ValueError for a port that is no number
         raise InvalidInput(f"index={redact(url)!r} is no URL; wanted postgresql+psycopg://USER@HOST/DATABASE") from error
     if parsed.get_backend_name() != "postgresql":
         raise InvalidInput(f"index={redact(url)!r}: wanted postgresql+psycopg://USER@HOST/DATABASE, since nothing else can hold a log")

@@ -200,15 +200,16 @@ class Queries:
         return [PackInfo(row[0], row[1], row[2], row[3], bool(row[4]), bool(row[5])) for row in rows]
 
     def totals(self) -> Totals:
+        # The casts are for PostgreSQL, whose sums of whole numbers are decimals.
         commits = self._one(
             (int,) * 4,
             "SELECT COUNT(CASE WHEN forgotten = 0 THEN 1 END), COUNT(CASE WHEN forgotten <> 0 THEN 1 END),"
-            " COALESCE(SUM(CASE WHEN forgotten = 0 THEN logical_bytes END), 0), COUNT(DISTINCT run) FROM commits",
+            " CAST(COALESCE(SUM(CASE WHEN forgotten = 0 THEN logical_bytes END), 0) AS BIGINT), COUNT(DISTINCT run) FROM commits",
         )
         packs = self._one(
             (int,) * 5,
-            "SELECT COUNT(*), COALESCE(SUM(bytes), 0), COALESCE(SUM(chunks), 0),"
-            " COUNT(CASE WHEN condemned THEN 1 END), COALESCE(SUM(CASE WHEN condemned THEN bytes END), 0) FROM packs",
+            "SELECT COUNT(*), CAST(COALESCE(SUM(bytes), 0) AS BIGINT), CAST(COALESCE(SUM(chunks), 0) AS BIGINT),"
+            " COUNT(CASE WHEN condemned THEN 1 END), CAST(COALESCE(SUM(CASE WHEN condemned THEN bytes END), 0) AS BIGINT) FROM packs",
         )
         return Totals(*commits, *self._one((int,), "SELECT COUNT(*) FROM tags"), *packs)
 

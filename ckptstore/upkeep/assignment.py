@@ -2,7 +2,8 @@
 
 A chunk is *live* if a commit needs it. Needed chunks are told apart from others by the first 8 bytes of their ids, so that a confusion
 keeps a chunk too many and never one too few. Of several packs that hold a live chunk one is *assigned*, so that the duplicates die; here
-whole ids are compared, because a confusion would lose a chunk.
+whole ids are compared, because a confusion would lose a chunk. Whoever lets duplicates die reads the copies that are to stay (`contested`)
+and says which are damaged (`reject`): another one is assigned then, and if none is sound all of them stay.
 """
 
 from collections.abc import Sequence
@@ -36,6 +37,9 @@ class Holdings:
         self._groups: Keys = np.empty(0, np.uint64)
         self._sizes = np.empty(0, np.int64)
         self._live = np.empty(0, np.bool_)
+        self._contested: npt.NDArray[np.int64] = np.empty(0, np.int64)
+        self._told: npt.NDArray[np.int64] = np.empty(0, np.int64)
+        self._rejected: list[npt.NDArray[np.int64]] = [np.empty(0, np.int64)]
 
     def put(self, pack: int, table: FooterTable) -> None:
         """The footer of the pack at position `pack`. The chunks of a pack that is never put count as held nowhere."""
@@ -72,19 +76,34 @@ class Holdings:
     def assign(self) -> npt.NDArray[np.bool_]:
         """For each chunk of each pack whether it is live and assigned to that pack.
 
-        A chunk in several packs goes to the one that other live chunks keep most bytes of, so that the others empty.
+        A chunk in several packs goes to the one that other live chunks keep most bytes of, so that the others empty, unless that was
+        rejected; if all were, it stays in each.
         """
         assigned = np.zeros(len(self._ids), np.bool_)
         assigned[self._order[np.repeat(self._live & (self._sizes == 1), self._sizes)]] = True
         several = self._order[np.repeat(self._live & (self._sizes > 1), self._sizes)]
         if len(several):
             rank = self._preference(assigned)[self._pack_of(several)]
-            words = self._ids[several]
-            order = np.lexsort((rank, *(words[:, i] for i in range(_ID_WORDS))))
-            several, words = several[order], words[order]
+            words, rejected = self._ids[several], np.isin(several, np.concatenate(self._rejected))
+            order = np.lexsort((rank, rejected, *(words[:, i] for i in range(_ID_WORDS))))
+            several, words, rejected = several[order], words[order], rejected[order]
             first = np.concatenate(([True], (words[1:] != words[:-1]).any(axis=1)))
-            assigned[several[first]] = True
+            all_rejected = rejected[first][np.cumsum(first) - 1]
+            assigned[several[first | all_rejected]] = True
+            alone = np.append(first[1:], True)
+            self._contested = several[first & ~alone & ~rejected]
         return assigned
+
+    def contested(self) -> dict[int, npt.NDArray[np.int64]]:
+        """The chunks, by pack and in order of offset, that were assigned by `assign` while other packs hold them too, each told once."""
+        rows = np.setdiff1d(self._contested, self._told)
+        self._told = np.concatenate((self._told, rows))
+        packs = self._pack_of(rows)
+        return {int(pack): rows[packs == pack] - self._starts[pack] for pack in np.unique(packs)}
+
+    def reject(self, pack: int, rows: Sequence[int]) -> None:
+        """These chunks of the pack at position `pack` are damaged there. May be called from several threads."""
+        self._rejected.append(self._starts[pack] + np.array(rows, np.int64))
 
     def live_chunks(self, assigned: npt.NDArray[np.bool_]) -> npt.NDArray[np.int64]:
         """How many chunks are assigned to each pack."""

@@ -1,14 +1,14 @@
 """fsck's last level: stored bytes read and compared with chunk ids, the packs first that were verified longest ago.
 
-When each pack was verified last, and what was damaged then, is kept in the host's index directory, pack by pack, so that a run which is
-stopped goes on where it was. A record that is lost costs reading again, nothing else.
+When each pack was verified last is kept in the host's index directory, pack by pack, so that a run which is stopped goes on where it was;
+a record that is lost costs reading again, nothing else. Packs in which damage is found are noted as such for every process of the host.
 """
 
 import json
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -20,6 +20,7 @@ from ckptstore.core.places import make_directories, write_file
 from ckptstore.engine.transfer import Threads
 from ckptstore.errors import Corrupt, NotFound, Unavailable
 from ckptstore.history.fold import Pack
+from ckptstore.index.distrust import Distrust
 from ckptstore.objects import pack as packs
 from ckptstore.objects.backend import Backend
 from ckptstore.upkeep.findings import Share
@@ -32,12 +33,8 @@ _SAVE_EVERY_S = 5.0
 _Problem: TypeAlias = Corrupt | NotFound | Unavailable
 
 
-@dataclass(frozen=True, slots=True)
-class Verified:
-    """Unix seconds at which packs were verified last, and the packs in which damage was found then."""
-
-    times: Mapping[PackId, int] = field(default_factory=dict)
-    damaged: frozenset[PackId] = frozenset()
+Verified: TypeAlias = Mapping[PackId, int]
+"""Unix seconds at which packs were verified last."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,8 +52,8 @@ def load_record(directory: Path, store: StoreId) -> Verified:
     with suppress(OSError, ValueError, KeyError, TypeError, AttributeError):
         fields: dict[str, Any] = json.loads((directory / RECORD_NAME).read_text())
         if fields["store"] == store:
-            return Verified({PackId(p): int(t) for p, t in fields["times"].items()}, frozenset(map(PackId, fields["damaged"])))
-    return Verified()
+            return {PackId(p): int(t) for p, t in fields["times"].items()}
+    return {}
 
 
 def save_record(directory: Path, store: StoreId, verified: Verified) -> None:
@@ -64,16 +61,16 @@ def save_record(directory: Path, store: StoreId, verified: Verified) -> None:
     with suppress(OSError):
         make_directories(directory)
         new = directory / f"{RECORD_NAME}.new"
-        write_file(new, json.dumps({"store": store, "times": verified.times, "damaged": sorted(verified.damaged)}).encode())
+        write_file(new, json.dumps({"store": store, "times": verified}).encode())
         new.replace(directory / RECORD_NAME)
 
 
-def choose(listed: Iterable[Pack], verified: Verified, share: Share) -> list[Pack]:
-    """The packs to read: those verified longest ago until `share` of all bytes is reached, and those in which damage was found. Pure."""
-    packs = sorted(listed, key=lambda pack: (verified.times.get(pack.id, 0), pack.id))
+def choose(listed: Iterable[Pack], verified: Verified, suspects: Set[PackId], share: Share) -> list[Pack]:
+    """The packs to read: those verified longest ago until `share` of all bytes is reached, and the `suspects`. Pure."""
+    packs = sorted(listed, key=lambda pack: (verified.get(pack.id, 0), pack.id))
     chosen, rest = [], share.of(sum(map(bytes_of, packs)))
     for pack in packs:
-        if rest > 0 or pack.id in verified.damaged:
+        if rest > 0 or pack.id in suspects:
             chosen.append(pack)
             rest -= bytes_of(pack)
     return chosen
@@ -90,18 +87,19 @@ def verify_packs(
     tables: Mapping[PackId, packs.FooterTable],
     verified: Verified,
     save: Callable[[Verified], None],
+    distrust: Distrust,
     progress: Progress,
 ) -> Iterator[BadChunk]:
-    """Read `chosen` and yield what is damaged. `save` gets the record every few seconds and at the end, however this ends."""
+    """Read `chosen` and yield what is damaged, noted in `distrust` by then. `save` gets the record every few seconds and at the end,
+    however this ends."""
     threads = Threads(default_threads())
     total, done, saved = sum(map(bytes_of, chosen)), 0, time.monotonic()
     try:
         for pack in chosen:
             bad = verify_pack(backend, pack, tables[pack.id], threads)
+            (distrust.add if bad else distrust.discard)(pack.id)
             yield from bad
-            times = {**verified.times, pack.id: int(time.time())}
-            damaged = verified.damaged | {pack.id} if bad else verified.damaged - {pack.id}
-            verified = Verified(times, damaged)
+            verified = {**verified, pack.id: int(time.time())}
             done += bytes_of(pack)
             progress("data", done, total)
             if time.monotonic() - saved > _SAVE_EVERY_S:
@@ -136,8 +134,7 @@ def _verify_object(backend: Backend, key: str, pack: PackId, table: packs.Footer
 def prune(verified: Verified, listed: Iterable[Pack]) -> Verified:
     """The record without packs that are gone."""
     names = {pack.id for pack in listed}
-    times = {name: t for name, t in verified.times.items() if name in names}
-    return replace(verified, times=times, damaged=verified.damaged & names)
+    return {name: t for name, t in verified.items() if name in names}
 
 
 def _groups(entries: Sequence[PackEntry]) -> list[list[PackEntry]]:

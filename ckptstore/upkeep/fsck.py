@@ -122,16 +122,16 @@ class _Fsck:
         self._findings += index_findings(self._ground, chain.state, tables)
 
     def _data(self, chain: Chain, tables: Mapping[PackId, FooterTable]) -> list[BadChunk]:
-        ground = self._ground
+        ground, distrust = self._ground, self._ground.distrust
         readable = [pack for pack in chain.state.packs.values() if pack.id in tables]
         record = check_data.prune(check_data.load_record(ground.index_directory, ground.config.store), readable)
-        chosen = check_data.choose(readable, record, self._share)
+        chosen = check_data.choose(readable, record, distrust.packs(), self._share)
         self._data_bytes = sum(map(check_data.bytes_of, chosen))
 
         def save(verified: check_data.Verified) -> None:
             check_data.save_record(ground.index_directory, ground.config.store, verified)
 
-        return list(check_data.verify_packs(ground.backend, chosen, tables, record, save, self._progress))
+        return list(check_data.verify_packs(ground.backend, chosen, tables, record, save, distrust, self._progress))
 
     def _name(self, chain: Chain, trees: Trees, missing: Collection[ChunkId], bad: Collection[BadChunk]) -> frozenset[ChunkId]:
         """Say of each damaged chunk whose it is, and return those that are somebody's. One that is sound elsewhere costs no commit."""

@@ -1,19 +1,24 @@
 """A commit beside a disk that fills up: told of beforehand, explained when it did not fit, and with `on_full="gc"` tried again after a gc.
 
-A commit that did not fit has ended its session and deleted what it wrote before anything here is done, so a gc need not wait for it.
+A commit that did not fit has ended its session and deleted what it wrote before anything here is done, so a gc need not wait for it. Where
+many ranks commit, that holds for all of them, and the coordinator collects while the others wait.
 """
 
 import logging
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from concurrent.futures import wait as wait_for
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
 from ckptstore.core.settings import OnFull
 from ckptstore.engine import forecast
 from ckptstore.engine.opening import Opening
+from ckptstore.engine.transfer import Threads
 from ckptstore.errors import CkptStoreError, NoSpace
 from ckptstore.history.state import NEWEST_KEPT, State
+from ckptstore.state.ranks.peers import Peers
 from ckptstore.text import bytes_text
 from ckptstore.upkeep.gc import GcOptions, collect, plans_at
 from ckptstore.upkeep.gc_plan import GcPlan
@@ -22,6 +27,11 @@ from ckptstore.upkeep.retention import KeepLast, plan_policies
 logger = logging.getLogger("ckptstore")
 
 T = TypeVar("T")
+
+PATIENCE = 4
+"""After this part of the time that ranks wait for each other, those that wait for a gc hear that it goes on."""
+
+_GOES_ON, _AGAIN, _EXPLAINED = b"w", b"a", b"e"
 
 EVERYTHING = GcOptions(max_unused=0.0, impatient=True)
 """On a full disk nobody else can commit either, so nothing waits for them."""
@@ -93,6 +103,46 @@ class DiskWatch:
         except NoSpace as error:
             raise self._explained(error, logical_bytes) from error
 
+    def fit_together(self, peers: Peers, commit: Callable[[], T], logical_bytes: Callable[[], int]) -> T:
+        """`fit` for a commit that every rank of `peers` takes part in, of a state that has `logical_bytes` by what this rank knows once it
+        did not fit. The coordinator's `on_full` counts, and what it sees of the disk.
+
+        Raises one `NoSpace` on all ranks, whose `causes` say where the disk was full.
+        """
+        try:
+            return commit()
+        except NoSpace as error:
+            if said := self._relieved(peers, logical_bytes, collect=True):
+                raise _joined(error, said) from error
+        try:
+            return commit()
+        except NoSpace as error:
+            raise _joined(error, self._relieved(peers, logical_bytes, collect=False)) from error
+
+    def _relieved(self, peers: Peers, logical_bytes: Callable[[], int], *, collect: bool) -> str:
+        """Nothing after a gc of the coordinator that freed something, else what is missing and what would free it."""
+        begun: list[Future[bytes]] = []
+        threads = Threads(1)
+
+        def look() -> bytes:
+            if collect and self._on_full == "gc" and self._collected():
+                return _AGAIN
+            return _EXPLAINED + "; ".join(self._explanation(logical_bytes())).encode()
+
+        def answer(handed_in: Sequence[bytes]) -> list[bytes]:
+            if not begun:
+                begun.append(threads.submit(look))
+            wait_for(begun, peers.timeout_s / PATIENCE)
+            return [begun[0].result() if begun[0].done() else _GOES_ON] * len(handed_in)
+
+        try:
+            said = _GOES_ON
+            while said == _GOES_ON:
+                said = peers.round("commit: full", bytes, answer)
+        finally:
+            threads.close()
+        return said.removeprefix(_EXPLAINED).decode() if said != _AGAIN else ""
+
     def _collected(self) -> bool:
         """Whether a gc freed something; one that fails is logged, and the commit's own error is raised."""
         try:
@@ -105,13 +155,17 @@ class DiskWatch:
         return report.freed_bytes > 0
 
     def _explained(self, error: NoSpace, logical_bytes: int) -> NoSpace:
-        said = [str(error)]
+        return NoSpace("; ".join([str(error), *self._explanation(logical_bytes)]))
+
+    def _explanation(self, logical_bytes: int) -> list[str]:
+        """What is missing for a state of so many bytes, and what would free it."""
+        said = []
         try:
             said.append(forecast.shortage(forecast.look(self._opening, self._run, logical_bytes=logical_bytes)))
             said.append(str(relief(self._opening)))
         except CkptStoreError as other:
             logger.debug("nobody knows what could be freed: %s", other)
-        return NoSpace("; ".join(said))
+        return said
 
     def _warn(self, room: forecast.Room) -> None:
         text = forecast.warning(room)
@@ -119,6 +173,12 @@ class DiskWatch:
             warned, self._warned = self._warned, bool(text)
         if text and not warned:
             logger.warning("%s: %s", self._opening.url, text)
+
+
+def _joined(error: NoSpace, said: str) -> NoSpace:
+    joined = NoSpace(f"{error}; {said}")
+    joined.causes = error.causes
+    return joined
 
 
 def _forgetting(state: State) -> State:

@@ -14,6 +14,7 @@ from ckptstore.engine.opening import CATALOG_NAME, CHUNKS_NAME, Opening, index_d
 from ckptstore.errors import CkptStoreError, Corrupt, InvalidInput, NotFound
 from ckptstore.history.entries import Position
 from ckptstore.history.log import Log
+from ckptstore.index.distrust import DISTRUST_NAME, Distrust
 from ckptstore.index.queries import Queries
 from ckptstore.index.readable import open_catalog
 from ckptstore.objects.backend import Backend, open_backend
@@ -43,6 +44,11 @@ class Ground:
     def open_log(self) -> Log:
         """The log, for appending to it."""
         return Log(self.backend, self.config.store, self.config.generation, place=self.database)
+
+    @property
+    def distrust(self) -> Distrust:
+        """The packs in which this host has seen damage."""
+        return Distrust(self.index_directory / DISTRUST_NAME)
 
     @property
     def catalog_path(self) -> Path:

@@ -2,12 +2,14 @@
 
 Reads what decides and nothing else: the footers of live packs, the documents of commits that are not forgotten, and each of their pages
 once, however many commits share it; every hash is checked. A page that cannot be read ends the mark, because nobody knows what it keeps.
-A pack whose footer cannot be read is taken to hold nothing, and is left alone.
+A pack whose footer cannot be read is taken to hold nothing, and is left alone. Where several packs hold a chunk, the copy that is to
+stay is read: a sound one must not die for one that is damaged.
 """
 
 import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import numpy.typing as npt
@@ -79,7 +81,7 @@ def mark(backend: Backend, state: State, threads: Threads, report: Progress = si
     pages = _read_documents(backend, state, needs, report)
     _read_pages(backend, metadata, pages, needs, threads, report)
     needs.flush()
-    assigned = holdings.assign()
+    assigned = _assign(backend, [pack for _, pack in packs], holdings, threads, report)
     chunks, nbytes = holdings.live_chunks(assigned).tolist(), holdings.live_bytes(assigned).tolist()
     uses = [PackUse(number, pack, chunks[i], nbytes[i], i in readable) for i, (number, pack) in enumerate(packs)]
     return Mark(state, uses, len(needs.missing), holdings, assigned)
@@ -190,6 +192,42 @@ def _wanted(metadata: Sequence[tuple[Pack, FooterTable]], unread: dict[ChunkId, 
         ]
         if rows:
             yield pack, table[rows]
+
+
+def _assign(backend: Backend, packs: Sequence[Pack], holdings: Holdings, threads: Threads, report: Progress) -> npt.NDArray[np.bool_]:
+    """Which chunks are live and counted for which pack, each in a copy that is alone or sound."""
+    assigned = holdings.assign()
+    while contested := holdings.contested():
+        counter = Counter(report, "compare copies", sum(map(len, contested.values())))
+        threads.spread(partial(_reject_damaged, backend, packs, holdings, counter), list(contested.items()))
+        assigned = holdings.assign()
+    return assigned
+
+
+def _reject_damaged(
+    backend: Backend, packs: Sequence[Pack], holdings: Holdings, counter: Counter, contested: tuple[int, npt.NDArray[np.int64]]
+) -> None:
+    i, rows = contested
+    holdings.reject(i, _damaged(backend, packs[i], rows))
+    counter.add(len(rows))
+
+
+def _damaged(backend: Backend, pack: Pack, rows: npt.NDArray[np.int64]) -> list[int]:
+    """Which of the chunks `rows` of a pack cannot be read as their ids say."""
+    try:
+        table = footers.read_table(backend, pack.id, metadata=pack.metadata)
+    except (Corrupt, NotFound):
+        return rows.tolist()  # type: ignore[no-any-return]  # numpy's tolist is untyped
+    if _all_sound(backend, pack, table[rows]):
+        return []
+    return [row for row in rows.tolist() if not _all_sound(backend, pack, table[[row]])]
+
+
+def _all_sound(backend: Backend, pack: Pack, table: FooterTable) -> bool:
+    try:
+        return all(True for _ in read_chunks(backend, pack.id, table, metadata=pack.metadata))
+    except (Corrupt, NotFound):
+        return False
 
 
 def _unmarkable(commit: CommitId, error: Exception) -> Corrupt:

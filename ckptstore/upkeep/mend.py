@@ -65,9 +65,7 @@ def _document_keys(mirror: Backend, key: str, commit: CommitId) -> Iterator[str]
         yield from (other for other, _ in mirror.list("commits/") if other.endswith(f"-{commit}") and other != key)
 
 
-def _versions(
-    bad: BadEntry, store: StoreId, own: Backend, mirrors: Sequence[Backend], kept: bytes | None
-) -> Iterator[tuple[str, bytes]]:
+def _versions(bad: BadEntry, store: StoreId, own: Backend, mirrors: Sequence[Backend], kept: bytes | None) -> Iterator[tuple[str, bytes]]:
     if bad.data is not None:
         yield "its own body, under a new first line", _with_own_hash(bad.data)
     if kept is not None:

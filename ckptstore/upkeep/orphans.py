@@ -16,7 +16,7 @@ from ckptstore.objects.backend import Backend
 
 _PACK = re.compile(r"packs/[0-9a-f]{2}/(?P<name>(?P<session>[0-9a-f]{24})-[0-9]+-[0-9]+)(?:\.2)?")
 _DOCUMENT = re.compile(r"commits/(?P<session>[0-9a-f]{24})-[0-9a-f]{64}")
-_TEMPORARY = re.compile(r"tmp/(?P<name>(?P<session>[0-9a-f]{24})-[0-9a-f]+)")
+_TEMPORARY = re.compile(r"tmp/(?P<name>(?P<session>[0-9a-f]{24})-[0-9a-z]+)")
 _SESSION = re.compile(r"sessions/(?P<session>[0-9a-f]{24})")
 _CHECKPOINT = re.compile(r"log/checkpoint-[0-9]{12}")
 

@@ -15,11 +15,12 @@ from ckptstore.core.ids import CONFIG_KEY, ChunkId, CommitId, PackId, checkpoint
 from ckptstore.core.places import make_directories
 from ckptstore.errors import CkptStoreError
 from ckptstore.history import entries
+from ckptstore.history.entries import Position
 from ckptstore.history.log import Log
 from ckptstore.history.sessions import open_session
 from ckptstore.objects.backend import Backend
 from ckptstore.objects.config import encode_config
-from ckptstore.upkeep.chain import read_small
+from ckptstore.upkeep.chain import decode_at, read_small
 from ckptstore.upkeep.findings import Finding, Kind, Level, Report, Severity, Share
 from ckptstore.upkeep.fsck import Facts, examine
 from ckptstore.upkeep.ground import Ground
@@ -175,14 +176,19 @@ def plan_repair(facts: Facts, mirrors: Sequence[Backend]) -> RepairPlan:
 
 
 def _plan_log(facts: Facts, mirrors: Sequence[Backend]) -> tuple[list[Action], list[Finding]]:
+    """What to put back, the last entry first: it says which one belongs before it, and a log with a gap is not appended to meanwhile."""
     actions: list[Action] = []
     hopeless = []
     findings = {finding.entry: finding for finding in facts.report.findings if finding.kind is Kind.ENTRY}
     copies = facts.ground.copies(bad.n for bad in facts.chain.bad)
-    for bad in facts.chain.bad:
-        mended = mend_entry(bad, facts.ground.config.store, facts.ground.backend, mirrors, copies.get(bad.n))
-        if mended:
+    store, before = facts.ground.config.store, None
+    for bad in reversed(facts.chain.bad):
+        if before and before.n == bad.n:
+            bad = replace(bad, wanted=bad.wanted or before)
+        if mended := mend_entry(bad, store, facts.ground.backend, mirrors, copies.get(bad.n)):
             actions.append(PutBack(mended))
+            entry = decode_at(bad.n, mended.data, store)
+            before = Position(bad.n - 1, entry.prev_hash, entry.prev_bytes)
         else:
             hopeless.append(findings[bad.n])
     if not facts.chain.bad:

@@ -10,7 +10,9 @@ import pytest
 from ckptstore.core.ids import ChunkId, digest, new_session_id, pack_key, twin_key
 from ckptstore.engine.opening import Opening, init_store
 from ckptstore.errors import Corrupt
+from ckptstore.history.entries import Register
 from ckptstore.index.chunks import ChunkIndex
+from ckptstore.index.distrust import Distrust
 from ckptstore.objects import codecs
 from ckptstore.objects.pack import PAGE
 from ckptstore.objects.packing import ClosedPack, Packer, one_by_one
@@ -29,9 +31,10 @@ def pack(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tuple[Openi
     values = range(4) if request.param == codecs.ZSTD else range(256)
     chunks = [bytes(random.choices(values, k=CHUNK_BYTES)) for _ in range(CHUNKS)]
     closed: list[ClosedPack] = []
+    session = new_session_id()
     packer = Packer(
         opening.backend,
-        new_session_id(),
+        session,
         count(),
         lambda pack: closed.append(pack.close(one_by_one)),
         pack_bytes=1 << 20,
@@ -41,13 +44,16 @@ def pack(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tuple[Openi
     packer.add(ids, [memoryview(c) for c in chunks], 1, PAGE, codec=request.param, run_bytes=CHUNKS * CHUNK_BYTES)
     packer.flush()
     packer.close_with(lambda pack: closed.append(pack.close(one_by_one)))
+    opening.log.append(Register(session, 0, 0, (closed[0].record,), frozenset()))
     yield opening, closed[0]
     opening.close()
 
 
 def _fresh(opening: Opening, closed: ClosedPack) -> ObjectStore:
     """The store's chunks as somebody sees them who has read nothing yet."""
-    objects = ObjectStore(opening.backend, ChunkIndex.open(Path(opening.url) / "nowhere" / "index", opening.config.store), opening.log)
+    nowhere = Path(opening.url) / "nowhere"
+    index = ChunkIndex.open(nowhere / "index", opening.config.store)
+    objects = ObjectStore(opening.backend, index, opening.log, Distrust(nowhere / "distrusted"))
     objects.registered(1, closed.record.id, closed.table)
     return objects
 

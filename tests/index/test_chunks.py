@@ -95,6 +95,22 @@ def test_no_ids_and_an_empty_pack(index: ChunkIndex) -> None:
     assert index.indexed() == set()
 
 
+@pytest.mark.parametrize("place", ["disk", "memory"])
+def test_a_pack_takes_the_place_of_another_one_of_the_same_number(place: str, tmp_path: Path) -> None:
+    """As after a store was brought back from a backup."""
+    if place == "memory":
+        (tmp_path / "chunks.lmdb").touch()
+        (tmp_path / "chunks.lmdb.lock").mkdir()
+    with closing(ChunkIndex.open(tmp_path / "chunks.lmdb", STORE)) as index:
+        assert index.on_disk == (place == "disk")
+        before, after = footer(50, 1), footer(50, 2)
+        index.add_pack(7, pack_name(7), before)
+        index.add_pack(7, pack_name(8), after)
+        assert_found(index, 7, after)
+        assert_missing(index, before)
+        assert index.pack_ids([7]) == {7: pack_name(8)}
+
+
 def test_adding_a_pack_again_changes_nothing(index: ChunkIndex) -> None:
     table = footer(50, 1)
     for _ in range(3):

@@ -57,6 +57,27 @@ def test_a_duplicate_stays_where_most_bytes_stay_anyway() -> None:
     assert holdings.live_chunks(holdings.assign()).tolist() == [0, 3]
 
 
+@given(st.lists(st.lists(chunks, unique=True, min_size=1, max_size=6), min_size=1, max_size=5), st.data())
+def test_a_copy_that_stays_is_sound_or_every_copy_stays(packs: list[list[ChunkId]], data: st.DataObject) -> None:
+    copies = [(i, row) for i, ids in enumerate(packs) for row in range(len(ids))]
+    damaged = data.draw(st.sets(st.sampled_from(copies)))
+    holdings = Holdings([len(ids) for ids in packs])
+    for i, ids in enumerate(packs):
+        holdings.put(i, footer(ids, 64))
+    holdings.sort()
+    holdings.need(keys_of(b"".join(sorted({name for ids in packs for name in ids}))))
+    assigned = holdings.assign()
+    while contested := holdings.contested():
+        for i, rows in contested.items():
+            holdings.reject(i, [row for row in rows.tolist() if (i, row) in damaged])
+        assigned = holdings.assign()
+    stays = {(i, row) for i in range(len(packs)) for row in np.flatnonzero(holdings.of_pack(i, assigned)).tolist()}
+    for name in {name for ids in packs for name in ids}:
+        held = {(i, row) for i, row in copies if packs[i][row] == name}
+        sound = held - damaged
+        assert len(stays & sound) == 1 if sound else held <= stays
+
+
 def test_a_needed_chunk_that_no_pack_holds_is_reported() -> None:
     holdings = Holdings([1])
     holdings.put(0, footer([chunk(1, 1)], 64))

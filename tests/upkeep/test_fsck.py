@@ -12,7 +12,7 @@ from ckptstore.errors import InvalidInput
 from ckptstore.history import entries
 from ckptstore.history.fold import Pack, State
 from ckptstore.upkeep import check_data
-from ckptstore.upkeep.check_data import Verified, choose
+from ckptstore.upkeep.check_data import choose
 from ckptstore.upkeep.findings import Kind, Level, Severity, Share, parse_share
 from tests.upkeep.stores import check, files, flip, large_state, make_store
 
@@ -137,7 +137,7 @@ def test_reading_goes_on_where_it_was_stopped(tmp_path: Path) -> None:
         report = check(store, share=Share(percent=20))
         assert 0 < report.looked.data_bytes < total
         record = check_data.load_record(store / "index", state_of(store).store)
-        seen |= set(record.times)
+        seen |= set(record)
         if len(seen) == report.looked.packs:
             return
     raise AssertionError("some packs are never read")
@@ -145,17 +145,17 @@ def test_reading_goes_on_where_it_was_stopped(tmp_path: Path) -> None:
 
 def test_packs_are_chosen_by_how_long_ago_they_were_verified() -> None:
     packs = [_pack(str(i), 100) for i in range(4)]
-    verified = Verified({packs[0].id: 50, packs[1].id: 20}, frozenset([packs[0].id]))
-    chosen = [pack.id for pack in choose(packs, verified, Share(bytes=250))]
+    verified, suspects = {packs[0].id: 50, packs[1].id: 20}, {packs[0].id}
+    chosen = [pack.id for pack in choose(packs, verified, suspects, Share(bytes=250))]
     assert chosen == [packs[2].id, packs[3].id, packs[1].id, packs[0].id]
-    assert [pack.id for pack in choose(packs, verified, Share(percent=25))] == [packs[2].id, packs[0].id]
+    assert [pack.id for pack in choose(packs, verified, suspects, Share(percent=25))] == [packs[2].id, packs[0].id]
 
 
 def test_a_damaged_record_of_what_was_verified_is_ignored(store: Path) -> None:
     check(store, Level.DATA)
     for text in ("", "[]", '{"store": 1}', '{"store": "x", "times": 3}'):
         (store / "index" / check_data.RECORD_NAME).write_text(text)
-        assert check_data.load_record(store / "index", state_of(store).store) == Verified()
+        assert check_data.load_record(store / "index", state_of(store).store) == {}
     assert check(store, Level.DATA).findings == ()
 
 

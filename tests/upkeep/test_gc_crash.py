@@ -1,17 +1,33 @@
 """A gc that ends after any of its changes loses nothing, and the next one leaves no garbage."""
 
-import shutil
 from pathlib import Path
+from random import Random
 
 import pytest
 
-from ckptstore.access import open
+from ckptstore.upkeep.forget import forget_by_policy
 from ckptstore.upkeep.gc import collect
+from ckptstore.upkeep.retention import KeepLast
 from ckptstore.upkeep.watch import STALE_S
-from tests.upkeep.collecting import ALL, Stopped, collected, garbage, make, opened_stopping, verify
+from tests.faults.fixtures import scratch
+from tests.shared.sites import Site, Sites, kinds, sites_of
+from tests.upkeep.collecting import ALL, collected, garbage, make, verify
+from tests.upkeep.stopping import Stopped, opened_stopping
+
+__all__ = ["scratch"]
+
+STEPS, FORGOTTEN = 9, [0, 2, 4, 6]
+KEPT = [1, 3, 5, 7, 8]
+SAMPLED = 2
 
 
-def stopped_after(place: Path, changes: int) -> int | None:
+@pytest.fixture(params=kinds("local"))
+def sites(request: pytest.FixtureRequest, scratch: Path, monkeypatch: pytest.MonkeyPatch) -> Sites:
+    monkeypatch.setenv("CKPTSTORE_CACHE", str(scratch / "host"))
+    return sites_of(request, scratch)
+
+
+def stopped_after(place: Site, changes: int) -> int | None:
     """Run a gc that ends after so many changes; None, or how many a whole one takes."""
     opening, stopping = opened_stopping(place, changes)
     try:
@@ -23,37 +39,47 @@ def stopped_after(place: Path, changes: int) -> int | None:
         opening.close()
 
 
-def test_a_gc_may_end_after_any_change(tmp_path: Path) -> None:
-    source = tmp_path / "source"
-    make(source, 9, forget=[0, 2, 4, 6])
-    for changes in range(1_000):
-        place = tmp_path / "store"
-        shutil.copytree(source, place)
-        total = stopped_after(place, changes)
-        verify(place, [1, 3, 5, 7, 8])
-        for s in (0.0, STALE_S, 2 * STALE_S):
-            collected(place, clock=lambda s=s: s)
-        assert not garbage(place), f"after change {changes}"
-        verify(place, [1, 3, 5, 7, 8])
-        shutil.rmtree(place)
-        if total is not None:
-            assert total == changes
-            return
+def end_after(place: Site, changes: int) -> int | None:
+    """Let a gc end there, see that nothing is lost, and let the following ones find what it left; the result is that of `stopped_after`."""
+    total = stopped_after(place, changes)
+    verify(place, KEPT)
+    for s in (0.0, STALE_S, 2 * STALE_S):
+        collected(place, clock=lambda s=s: s)
+    assert not garbage(place), f"after change {changes}"
+    verify(place, KEPT)
+    return total
+
+
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("sites", kinds("local", long=True), indirect=True)
+def test_a_gc_may_end_after_any_change(sites: Sites) -> None:
+    source = sites.new()
+    make(source, STEPS, forget=FORGOTTEN)
+    total = next(total for changes in range(1_000) if (total := end_after(sites.copied(source), changes)) is not None)
+    assert total > 20
+
+
+@pytest.mark.parametrize("sites", kinds("memory", "bucket and database"), indirect=True)
+def test_a_gc_may_end_after_some_changes(sites: Sites, seed: int) -> None:
+    source = sites.new()
+    make(source, STEPS, forget=FORGOTTEN)
+    total = end_after(sites.copied(source), 1_000)
+    assert total is not None
+    for changes in Random(seed).sample(range(total), SAMPLED):
+        assert end_after(sites.copied(source), changes) is None
 
 
 @pytest.mark.parametrize("changes", [0, 1, 2])
-def test_a_forget_that_ends_at_any_change_has_happened_or_not(tmp_path: Path, changes: int) -> None:
-    from ckptstore.upkeep.forget import forget_by_policy
-    from ckptstore.upkeep.retention import KeepLast
-
-    make(tmp_path, 5)
-    opening, _ = opened_stopping(tmp_path, changes)
+def test_a_forget_that_ends_at_any_change_has_happened_or_not(sites: Sites, changes: int) -> None:
+    place = sites.new()
+    make(place, 5)
+    opening, _ = opened_stopping(place, changes)
     try:
         forget_by_policy(opening, [KeepLast(2)])
     except Stopped:
         pass
     finally:
         opening.close()
-    with open(tmp_path) as store:
+    with place.open() as store:
         assert len(store.log()) in (2, 5)
-    verify(tmp_path, [3, 4])
+    verify(place, [3, 4])

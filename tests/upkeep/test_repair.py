@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 
 import ckptstore
+from ckptstore.cli.exits import Exit
+from ckptstore.cli.main import main as cli
 from ckptstore.core.ids import log_key, pack_key, segment_key, twin_key
 from ckptstore.engine.opening import Opening
 from ckptstore.errors import Corrupt, NotFound
@@ -161,6 +163,32 @@ def test_the_last_log_entry_is_missed_if_the_catalog_remembers_it(store: Path, t
     assert [f.entry for f in check(store).findings if f.kind is Kind.ENTRY and f.entry] == [5]
     heal(store, mirror)
     assert_whole(store)
+
+
+@pytest.mark.parametrize("lost", [1, 2, 4])
+def test_a_log_that_lost_its_end_is_not_continued_and_gets_it_back(store: Path, lost: int, caplog: pytest.LogCaptureFixture) -> None:
+    before = fingerprint(store)
+    for n in range(6 - lost, 6):
+        (store / "log" / f"{n:012d}").unlink()
+    with pytest.raises(Corrupt, match=rf"ends at entry {5 - lost}, .* up to 5, .*`ckptstore repair --apply`"):
+        ckptstore.open(store)
+    with ckptstore.open(store, read_only=True) as opened:
+        assert len(opened.log(all_runs=True)) == 5 - lost
+    for command in (["tag", "x", "main@0"], ["forget", "main@0"], ["gc"]):
+        assert cli(["-s", str(store), *command]) == Exit.DAMAGED
+    assert cli(["-s", str(store), "log"]) == Exit.OK
+    assert "repair --apply" in caplog.text
+    heal(store)
+    assert fingerprint(store) == before
+    assert_whole(store)
+
+
+def test_a_store_that_was_set_back_on_purpose_goes_on_after_reindex(store: Path) -> None:
+    (store / "log" / "000000000005").unlink()
+    assert cli(["-s", str(store), "reindex"]) == Exit.OK
+    with ckptstore.open(store) as opened:
+        opened.commit({"n": 1}, step=7)
+        assert [info.step for info in opened.log()] == [7, 2, 1, 0]
 
 
 def test_a_damaged_document_is_mended_from_its_own_bytes_or_a_mirror(store: Path, tmp_path: Path) -> None:

@@ -13,9 +13,11 @@ _BATCH = 65536
 
 
 def insert(env: Environment, txn: Transaction, number: int, row: bytes, ids: npt.NDArray[np.void], rows: Locations) -> int:
-    """Put a pack into the index unless it is there; the number of the transaction."""
+    """Put a pack into the index unless it is there, in place of another one of the same number; the number of the transaction."""
     key = number.to_bytes(NUMBER_BYTES)
-    if txn.get(key, db=env.packs) != row:
+    if (there := txn.get(key, db=env.packs)) != row:
+        if there is not None:
+            remove(env, txn, {number})
         for start in range(0, len(ids), _BATCH):
             _insert_batch(env, txn, number, ids[start : start + _BATCH].tolist(), as_values(rows[start : start + _BATCH]))
         txn.put(key, row, db=env.packs)

@@ -6,6 +6,7 @@ values are not looked at: records carry checks of their own. The format is that 
 `mdb.c`); any other does not pass.
 """
 
+import os
 import struct
 from collections.abc import Iterator
 from io import BufferedReader
@@ -96,7 +97,8 @@ def _open(path: Path) -> tuple[int, _Tree, _Tree, _Pages]:
 
 def _read_through(file: BufferedReader) -> int:
     """Read the rest of a file; returns its bytes. A page that the disk cannot give back raises here; mapped, it would end the process."""
-    buffer, total = bytearray(_BLOCK_PAGES * 4096), 0
+    left = os.fstat(file.fileno()).st_size - file.tell()
+    buffer, total = bytearray(min(max(left, 1), _BLOCK_PAGES * 4096)), 0  # a small index is opened often, and 8 MiB are a millisecond
     while got := file.readinto(buffer):
         total += got
     return total

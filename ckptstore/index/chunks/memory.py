@@ -24,6 +24,8 @@ class MemoryRecords:
         self._by_id: dict[bytes, bytes] = {}
 
     def add(self, number: int, pack: PackId, ids: npt.NDArray[np.void], rows: Locations) -> None:
+        if self.packs.get(number, pack) != pack:
+            self.drop([number])
         self._by_id.update(zip(ids.tolist(), as_values(rows), strict=True))
         self._contents[number] = ids, rows
         self.packs[number] = pack
