@@ -12,12 +12,14 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard
+from torch.distributed.tensor.placement_types import _StridedShard
 
 import ckptstore
+from ckptstore.engine.ranks import plan
 from ckptstore.engine.ranks.commit import _Attempt
 from ckptstore.engine.ranks.lead import Lead
 from ckptstore.engine.write import SessionPacks
-from ckptstore.state.ranks.peers import Peers
+from ckptstore.state.ranks.peers import TIMEOUT_S, Peers, peers_of
 from tests.ranks.layouts import full, group_of, layout, meet, placed
 from tests.ranks.pool import Pool
 
@@ -140,13 +142,21 @@ PHASES: dict[str, tuple[type, str]] = {
     "publish": (Lead, "publish"),
     "appended": (Lead, "_append"),
 }
-"""Where a rank is killed: when it gets there, or, for the last, when it has been there. The last two only the coordinator reaches."""
+"""Where a rank is killed: when it gets there, or, for the last, when it has been there. The last two only the coordinator reaches. One
+that falls into silence is there and says nothing."""
+
+SILENCE_S = 15.0
 
 
 def die(rank: int, path: Path, victim: int, survivors: list[int], phase: str) -> str | None:
     """`victim` is killed in `phase`; the others raise at once, though they would wait for 300 s, and commit without it."""
     ranks = sorted([victim, *survivors])
+    plan.WINDOW_BYTES = 1  # so that every cut cell is exchanged in a window of its own
     group = dist.new_group(ranks, use_local_synchronization=True)
+    silent = phase == "silence"
+    assert peers_of(group)
+    if silent and rank == victim:
+        return None
     with ckptstore.open(path, chunk_bytes=1 << 16) as store:
         before = len(store.log())
         if rank == victim:
@@ -160,8 +170,9 @@ def die(rank: int, path: Path, victim: int, survivors: list[int], phase: str) ->
 
             setattr(owner, name, kill)
         with pytest.raises(ckptstore.Unavailable) as caught:
-            store.commit(sharded_over(ranks, before), process_group=group)
+            store.commit(sharded_over(ranks, before), process_group=group, timeout_s=SILENCE_S if silent else TIMEOUT_S)
         assert ranks.index(victim) in caught.value.causes
+        assert not silent or list(caught.value.causes) == [ranks.index(victim)], "who was silent, and nobody else"
         assert len(store.log()) == before + (phase == "appended")
         with pytest.raises(ckptstore.Unavailable, match="was lost before"):
             store.commit(sharded_over(ranks, before), process_group=group)
@@ -170,9 +181,10 @@ def die(rank: int, path: Path, victim: int, survivors: list[int], phase: str) ->
 
 
 def sharded_over(ranks: list[int], number: int) -> dict[str, Any]:
-    """A tensor whose cells the edges between these ranks cut."""
+    """Tensors whose cells the edges between these ranks cut, of the second one between any two of them in turn."""
     mesh = DeviceMesh("cpu", torch.tensor(ranks), _init_backend=False)
-    return {"w": {"x": placed(full() + number, mesh, (Shard(0),)), "y": torch.arange(200_000.0) + number}}
+    rows, fused = (placed(full() + number, mesh, (each,)) for each in (Shard(0), _StridedShard(0, split_factor=3)))
+    return {"w": {"x": rows, "y": torch.arange(200_000.0) + number, "z": fused}}
 
 
 @pytest.fixture
@@ -196,7 +208,7 @@ def kill_one_by_one(pool: Pool, path: Path, deaths: Sequence[tuple[int, str]]) -
 
 
 def test_survivors_of_a_killed_rank_raise_and_go_on_without_it(doomed: Pool, tmp_path: Path) -> None:
-    kill_one_by_one(doomed, tmp_path / "store", [(2, "exchange"), (0, "appended")])
+    kill_one_by_one(doomed, tmp_path / "store", [(3, "silence"), (2, "exchange"), (0, "appended")])
 
 
 @pytest.mark.soak
@@ -205,6 +217,7 @@ def test_survivors_of_a_killed_rank_raise_and_go_on_without_it(doomed: Pool, tmp
     "deaths",
     [
         [(3, "plan"), (2, "exchange")],
+        [(0, "silence"), (1, "silence")],
         [(2, "decide"), (3, "receipt")],
         [(0, "plan"), (1, "decide")],
         [(0, "exchange"), (1, "receipt")],

@@ -8,8 +8,8 @@ from ckptstore.core.ids import CHUNK_ID_BYTES
 from ckptstore.core.model import LeafContent
 from ckptstore.engine.publish import TreeContent
 from ckptstore.engine.ranks.decide import Decided
-from ckptstore.engine.ranks.merge import MergedTree, finish
-from ckptstore.engine.ranks.plan import Place, RanksPlan, Target, Tiled, nbytes_of
+from ckptstore.engine.ranks.merge import MergedLeaf, MergedTree, finish
+from ckptstore.engine.ranks.plan import Place, RanksPlan, Shared, Target, Tiled, nbytes_of
 from ckptstore.errors import Conflict
 from ckptstore.objects import canonical
 
@@ -25,9 +25,9 @@ class Receipt(NamedTuple):
 
 
 class Sighting(NamedTuple):
-    """The id of cell `cell` of a box as a rank has it that did not write it."""
+    """The id of cell `cell` of a shared box as a rank has it that did not write it."""
 
-    place: Place
+    shared: Shared
     cell: int
     id: bytes
 
@@ -67,19 +67,17 @@ def _tiled_ids(plan: RanksPlan, receipts: Sequence[Receipt]) -> dict[Target, byt
         ]
         at[rank] += count * CHUNK_ID_BYTES
     at = [0] * len(receipts)
-    for cell in plan.cells:
-        rank = cell.owner.rank
+    for target, recipe, _ in plan.cells:
+        rank, chunk = recipe.owner.rank, recipe.chunk
         found = receipts[rank].cells[at[rank] : at[rank] + CHUNK_ID_BYTES]
-        ids[cell.target][cell.chunk * CHUNK_ID_BYTES : (cell.chunk + 1) * CHUNK_ID_BYTES] = found
+        ids[target][chunk * CHUNK_ID_BYTES : (chunk + 1) * CHUNK_ID_BYTES] = found
         at[rank] += CHUNK_ID_BYTES
     return ids
 
 
 def _compare(plan: RanksPlan, decided: Decided, ids: dict[Target, bytearray], sightings: Sequence[Sighting]) -> None:
     """Hold what replicas have against what was written for them."""
-    boxes = {place: (target, box) for target, tiled in plan.tiled.items() for box, held in enumerate(tiled.holders) for place in held}
-    for place, cell, chunk in sightings:
-        target, box = boxes[place]
+    for (target, box, place, _), cell, chunk in sightings:
         number = _chunk_of(plan.tiled[target], box, cell)
         if number is not None and ids[target][number * CHUNK_ID_BYTES : (number + 1) * CHUNK_ID_BYTES] != chunk:
             _diverged(plan, target, place.rank)
@@ -94,7 +92,7 @@ def _compare(plan: RanksPlan, decided: Decided, ids: dict[Target, bytearray], si
 def _boxes_of(plan: RanksPlan, target: Target, place: Place) -> list[int]:
     """The numbers of the boxes that a rank holds of a leaf, in its order."""
     tree, tiled = plan.trees[target.tree], plan.tiled[target]
-    holding = tree.trees[place.rank].held.get(place.leaf)
+    holding = tree.trees[place.rank].held.get(plan.leaf(target).holders[place.holder].leaf)
     return list(range(len(tiled.boxes))) if holding is None else [tiled.boxes.index(box) for box in holding.boxes]
 
 
@@ -109,8 +107,7 @@ def _chunk_of(tiled: Tiled, box: int, cell: int) -> int | None:
 
 
 def _diverged(plan: RanksPlan, target: Target, rank: int) -> None:
-    tree = plan.trees[target.tree]
-    leaf = tree.leaves[target.leaf]
+    leaf = plan.leaf(target)
     ranks = [holder.rank for holder in leaf.holders]
     raise Conflict(
         f"{leaf.path} is one tensor on ranks {ranks}, but rank {rank} has other bytes than the rank that writes them. Replicas that have "
@@ -138,22 +135,29 @@ def _tree(plan: RanksPlan, number: int, tree: MergedTree, decided: Decided, ids:
 
 
 def _tree_layout(plan: RanksPlan, number: int, tree: MergedTree) -> Iterator[tuple[str, dict[str, Any]]]:
-    written: dict[int, list[Any]] = {}  # boxes by their identity: leaves that are held alike share them
+    known: dict[int, dict[str, Any]] = {}  # by the identity of what leaves that are held alike have in common
     for i, leaf in enumerate(tree.leaves):
-        held = [(holder.rank, tree.trees[holder.rank].held.get(holder.leaf)) for holder in leaf.holders]
-        if leaf.alias >= 0 or (len(held) == 1 and held[0][1] is None):
-            continue
         tiled = plan.tiled.get(Target(number, i))
-        first = next((each for _, each in held if each is not None), None)
-        boxes = tiled.boxes if tiled else ()
-        if id(boxes) not in written:
-            written[id(boxes)] = [[list(box.offsets), list(box.lengths)] for box in boxes]
-        yield (
-            leaf.path,
-            {
-                "mesh": first.mesh and [list(first.mesh.shape), list(first.mesh.ranks)] if first else None,
-                "placements": list(first.placements) if first else [],
-                "boxes": written[id(boxes)],
-                "ranks": [sorted({place.rank for place in places}) for places in tiled.holders] if tiled else [[rank for rank, _ in held]],
-            },
-        )
+        if leaf.alias >= 0 or _is_whole_on_one(tree, leaf):
+            continue
+        if tiled is None:
+            yield leaf.path, _leaf_layout(tree, leaf, None)
+        else:
+            if id(tiled) not in known:
+                known[id(tiled)] = _leaf_layout(tree, leaf, tiled)
+            yield leaf.path, known[id(tiled)]
+
+
+def _is_whole_on_one(tree: MergedTree, leaf: MergedLeaf) -> bool:
+    return len(leaf.holders) == 1 and leaf.holders[0].leaf not in tree.trees[leaf.holders[0].rank].held
+
+
+def _leaf_layout(tree: MergedTree, leaf: MergedLeaf, tiled: Tiled | None) -> dict[str, Any]:
+    held = (tree.trees[rank].held.get(number) for rank, number in leaf.holders)
+    first = next((each for each in held if each is not None), None)
+    return {
+        "mesh": first.mesh and [list(first.mesh.shape), list(first.mesh.ranks)] if first else None,
+        "placements": list(first.placements) if first else [],
+        "boxes": [[list(box.offsets), list(box.lengths)] for box in tiled.boxes] if tiled else [],
+        "ranks": [sorted({place.rank for place in places}) for places in tiled.holders] if tiled else [[rank for rank, _ in leaf.holders]],
+    }

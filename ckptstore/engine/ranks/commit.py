@@ -3,7 +3,8 @@
 1. *plan*: ranks say what they hold, the coordinator says who does what and names the session. 2. *decide*: fragments of cut chunks have
 been exchanged and planned chunks written; of leaves that ranks hold for reasons unknown they report what they have. 3. *publish*: packs
 are closed and durable, the coordinator writes pages, schemas, layout and document, and appends the entry. A failure on any rank before the
-third round's answer is everybody's, and nothing is visible; after it the commit exists.
+third round's answer is everybody's, and nothing is visible; after it the commit exists. After a plan that is new there is one round more,
+in which every rank says that it can follow: from then on, others wait for what it sends.
 """
 
 import time
@@ -12,7 +13,6 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from ckptstore import errors
 from ckptstore.core.config import StoreConfig
 from ckptstore.core.ids import CommitId, SessionId
 from ckptstore.core.model import CommitDocument
@@ -21,18 +21,20 @@ from ckptstore.engine.label import Label
 from ckptstore.engine.progress import UNWATCHED, Milestone, Watch
 from ckptstore.engine.ranks import frames
 from ckptstore.engine.ranks.describe import encode_description
-from ckptstore.engine.ranks.lead import AGAIN, DESCRIBE, DONE, PLANNED, Lead, Options, digest_of, head_of
+from ckptstore.engine.ranks.lead import AGAIN, DESCRIBE, DONE, PLANNED, Lead, Options, digest_of, head_of, refused
 from ckptstore.engine.ranks.moves import Boxes, Moves, moves_of
 from ckptstore.engine.ranks.tasks import RankTask, decode_task
 from ckptstore.engine.ranks.work import RankWork
 from ckptstore.engine.transfer import Threads
 from ckptstore.engine.write import Dedup, RunMemory, SessionPacks
-from ckptstore.errors import CkptStoreError, Conflict
+from ckptstore.errors import CkptStoreError, Conflict, NoSpace
 from ckptstore.history.log import Log
 from ckptstore.objects import canonical
 from ckptstore.objects.documents import decode_document
+from ckptstore.objects.schema import LastSchemas
 from ckptstore.objects.store import ObjectStore
 from ckptstore.state.flat import Flat
+from ckptstore.state.ranks.messages import Cause, failure
 from ckptstore.state.ranks.peers import Peers
 
 Prepare: TypeAlias = Callable[[], tuple[Label, Mapping[str, Flat]]]
@@ -54,6 +56,7 @@ class RanksCommitter:
     def __init__(self, config: StoreConfig, objects: ObjectStore, log: Log, threads: Threads) -> None:
         self._config, self._objects, self._log, self._threads = config, objects, log, threads
         self._lead = Lead(config, objects, log)
+        self._schemas = LastSchemas()
         self._described = b""
         self._task: RankTask | None = None
         self._moves: Moves | None = None
@@ -74,6 +77,9 @@ class RanksCommitter:
                     self._lead.close(ended=True)
                     return outcome
                 session = outcome
+        except NoSpace:
+            self._lead.close(ended=True)  # every rank deletes what it wrote: the gc that makes room need not wait for the session
+            raise
         finally:
             self._lead.close(ended=False)
         raise Conflict(f"the commit was refused {ATTEMPTS} times because others changed the store meanwhile; repeat it")
@@ -86,7 +92,7 @@ class RanksCommitter:
             if not asked:
                 watch.starting()
                 label, flats = prepare()
-                described.append((label, flats, encode_description(flats)))
+                described.append((label, flats, encode_description(flats, self._schemas)))
             label, _, description = described[0]
             known = digest_of(description) == self._described and not asked
             return frames.join([head_of(label), digest_of(description), b"" if known else description])
@@ -99,17 +105,24 @@ class RanksCommitter:
             kind, session, task = frames.split(peers.round("commit: plan", describe, answer), 3)
         label, flats, description = described[0]
         if kind == PLANNED:
-            self._described, self._task, self._moves, self._runs = digest_of(description), decode_task(task), None, RunMemory()
+            self._described = b""  # until every rank is known to be able to follow the plan
+            peers.round("commit: prepare", lambda: self._follow(task, flats, peers.rank), lambda ready: ready)
+            self._described = digest_of(description)
         return label, flats, SessionId(session.decode())
+
+    def _follow(self, task: bytes, flats: Mapping[str, Flat], rank: int) -> bytes:
+        """Work out what a new task means here."""
+        self._task, self._runs = decode_task(task), RunMemory()
+        self._moves = moves_of(self._task, Boxes(list(flats.values()), self._config.chunk_bytes), rank)
+        return b""
 
     def _attempt(
         self, peers: Peers, flats: Mapping[str, Flat], session: SessionId, label: Label, started: float, watch: Watch
     ) -> RanksCommitted | SessionId:
-        assert self._task is not None
         packs = SessionPacks.of(self._config, self._objects, session, self._threads, peers.rank)
         attempt = _Attempt(self._lead, peers, packs, label, started, watch)
         try:
-            return attempt.run(self._work(peers, flats, packs), self._look, self._registered)
+            return attempt.run(self._work(flats, packs), self._look, self._registered)
         except BaseException as error:
             # Once the coordinator may have asked the log, only its answer says whether these packs are part of a commit.
             if not attempt.handed_in or (isinstance(error, CkptStoreError) and error.causes and 0 not in error.causes):
@@ -117,11 +130,9 @@ class RanksCommitter:
                     packs.drop()
             raise
 
-    def _work(self, peers: Peers, flats: Mapping[str, Flat], packs: SessionPacks) -> RankWork:
-        assert self._task is not None
+    def _work(self, flats: Mapping[str, Flat], packs: SessionPacks) -> RankWork:
+        assert self._task is not None and self._moves is not None
         boxes = Boxes(list(flats.values()), self._config.chunk_bytes)
-        if self._moves is None:
-            self._moves = moves_of(self._task, boxes, peers.rank)
         return RankWork(boxes, self._task, self._moves, self._config.chunk_bytes, packs, self._threads)
 
     def _look(self) -> Dedup:
@@ -143,6 +154,7 @@ class _Attempt:
         self._lead, self._peers, self._packs, self._label, self._started, self._watch = lead, peers, packs, label, started, watch
         self._dedup: Dedup | None = None
         self._packed_s = 0.0
+        self._failed: Exception | None = None
         self.handed_in = False
 
     def run(self, work: RankWork, look: Callable[[], Dedup], register: Callable[[bytes, SessionPacks], None]) -> RanksCommitted | SessionId:
@@ -154,7 +166,7 @@ class _Attempt:
             self._packs.drop()
             if kind == AGAIN:
                 return SessionId(first.decode())
-            raise _refusal(*canonical.decode(first))
+            raise failure("commit: publish", {0: Cause(*canonical.decode(first))}, self._peers.size) from self._failed
         commit, numbers, totals = frames.split(second, 3)
         durable_s = time.perf_counter() - self._started
         self._watch.reached(Milestone.DURABLE)
@@ -164,7 +176,7 @@ class _Attempt:
     def _report(self, work: RankWork, look: Callable[[], Dedup]) -> bytes:
         self._dedup = work.write(self._peers, look)
         samples = work.samples(self._packs.session)
-        where = canonical.encode([[*sample.spot, sample.cell] for sample in samples])
+        where = canonical.encode([[sample.shared, sample.cell] for sample in samples])
         return frames.join([work.reports(), where, b"".join(sample.id for sample in samples)])
 
     def _receipt(self, work: RankWork, decided: bytes) -> bytes:
@@ -186,12 +198,16 @@ class _Attempt:
         return frames.join([canonical.encode(head), written.jobs, written.cells, written.decided])
 
     def _publish(self, handed_in: list[bytes]) -> list[bytes]:
+        """What fails before the log is asked is a refusal too: ranks that know it delete what they wrote."""
         assert self._dedup is not None
         try:
             return self._lead.publish(handed_in, self._label, self._dedup, self._packs)
-        except BaseException:
+        except BaseException as error:
             self.handed_in = self._lead.asked
-            raise
+            if self.handed_in or not isinstance(error, Exception):
+                raise
+            self._failed = error
+            return refused(error, self._peers.size)
 
     def _committed(self, commit: CommitId, stored: bytes, totals: dict[str, int], durable_s: float) -> RanksCommitted:
         document = decode_document(stored, commit)
@@ -206,8 +222,3 @@ class _Attempt:
             time.perf_counter() - self._started,
         )
         return RanksCommitted(commit, document, stats)
-
-
-def _refusal(kind: str, text: str) -> CkptStoreError:
-    cls = getattr(errors, kind, CkptStoreError)
-    return cls(text) if isinstance(cls, type) and issubclass(cls, CkptStoreError) else CkptStoreError(text)

@@ -12,7 +12,7 @@ from ckptstore.core.geometry import byte_ranges
 from ckptstore.core.model import Box, LeafContent
 from ckptstore.engine.ranks.merge import MergedLeaf, MergedTree
 from ckptstore.engine.ranks.plan import Place, RanksPlan, Target
-from ckptstore.engine.ranks.work import Report, split_ids
+from ckptstore.engine.ranks.reports import Report, split_ids
 from ckptstore.errors import Conflict
 
 
@@ -38,11 +38,11 @@ def decide(plan: RanksPlan, reports: Sequence[Sequence[Report]]) -> Decided:
     taken: set[bytes] = set()
     for target, places in plan.reported.items():
         tree = plan.trees[target.tree]
-        leaf = tree.leaves[target.leaf]
+        leaf = plan.leaf(target)
         here = {place: next(found[place.rank]) for place in places}
         if target in plan.tiled:
             decided.compared[target] = {place: report.ids for place, (_, report) in here.items()}
-        elif leaf.kind == "tensor" and any(place.leaf in tree.trees[place.rank].held for place in places):
+        elif leaf.kind == "tensor" and any(holder.leaf in tree.trees[holder.rank].held for holder in leaf.holders):
             content = _assembled(tree, leaf, {place: report.inline or b"" for place, (_, report) in here.items()})
             decided.contents[target, None] = LeafContent(inline=content, raw_bytes=len(content))
         else:
@@ -53,7 +53,7 @@ def decide(plan: RanksPlan, reports: Sequence[Sequence[Report]]) -> Decided:
 
 def _decide_whole(decided: Decided, target: Target, tree: MergedTree, here: Mapping[Place, tuple[int, Report]]) -> None:
     leaf = tree.leaves[target.leaf]
-    marks = {tree.trees[place.rank].marks.get(place.leaf) for place in here}
+    marks = {tree.trees[place.rank].marks.get(leaf.holders[place.holder].leaf) for place in here}
     contents = {place.rank: _content(report) for place, (_, report) in here.items()}
     if "private" not in marks and len(set(contents.values())) == 1:
         decided.contents[target, None] = next(iter(contents.values()))
@@ -106,7 +106,7 @@ def _assembled(tree: MergedTree, leaf: MergedLeaf, parts: Mapping[Place, bytes])
     data = bytearray(dtypes.nbytes_of(leaf.dtype, leaf.shape))
     filled: dict[Box, tuple[int, bytes]] = {}
     for place, joined in parts.items():
-        holding = tree.trees[place.rank].held.get(place.leaf)
+        holding = tree.trees[place.rank].held.get(leaf.holders[place.holder].leaf)
         at = 0
         for box in holding.boxes if holding else (Box((0,) * len(leaf.shape), leaf.shape),):
             ranges = list(byte_ranges(leaf.shape, box, width))

@@ -5,22 +5,14 @@ It changes only when the state's structure does, so that a commit like the last 
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 from ckptstore.core.model import Box, Schema
 from ckptstore.engine.ranks import frames
 from ckptstore.errors import Corrupt
 from ckptstore.objects import canonical
-from ckptstore.objects.schema import decode_schema, encode_schema
-from ckptstore.state.flat import Flat, Mark, Mesh
-
-
-class Holding(NamedTuple):
-    """A leaf of which a rank holds `boxes`."""
-
-    mesh: Mesh | None
-    placements: tuple[str, ...]
-    boxes: tuple[Box, ...]
+from ckptstore.objects.schema import LastSchemas, decode_schema
+from ckptstore.state.flat import Flat, Holding, Mark, Mesh
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,18 +26,20 @@ class RankTree:
     marks: Mapping[int, Mark]
 
 
-def encode_description(flats: Mapping[str, Flat]) -> bytes:
+def encode_description(flats: Mapping[str, Flat], schemas: LastSchemas) -> bytes:
     meshes: dict[Mesh | None, int] = {}
     placements: dict[tuple[str, ...], int] = {}
     holdings: dict[Holding, int] = {}
-    trees, schemas = [], []
+    known: dict[int, int] = {}  # numbers of holdings by their identity, which costs no hash of a mesh of many ranks
+    trees = []
     for key, flat in flats.items():
-        held = [
-            [leaf, holdings.setdefault(Holding(each.mesh, each.placements, tuple([box for box, _ in each.parts])), len(holdings))]
-            for leaf, each in flat.held.items()
-        ]
+        held = []
+        for leaf, (holding, _, _) in flat.held.items():
+            number = known.get(id(holding))
+            if number is None:
+                number = known[id(holding)] = holdings.setdefault(holding, len(holdings))
+            held.append((leaf, number))
         trees.append([key, held, list(flat.marks.items())])
-        schemas.append(encode_schema(flat.schema))
     # Layers repeat: most leaves are held as many others are.
     distinct = [
         [
@@ -61,7 +55,7 @@ def encode_description(flats: Mapping[str, Flat]) -> bytes:
         "holdings": distinct,
         "trees": trees,
     }
-    return frames.join([canonical.encode(head), frames.join(schemas)])
+    return frames.join([canonical.encode(head), frames.join([schemas.encode(key, flat.schema) for key, flat in flats.items()])])
 
 
 def decode_description(data: bytes, schemas: dict[bytes, Schema]) -> list[RankTree]:

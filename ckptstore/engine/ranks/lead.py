@@ -15,9 +15,9 @@ from ckptstore.engine.ranks.assemble import Receipt, Sighting, assemble, layout_
 from ckptstore.engine.ranks.decide import Decided, decide
 from ckptstore.engine.ranks.describe import RankTree, decode_description
 from ckptstore.engine.ranks.merge import merge
-from ckptstore.engine.ranks.plan import Place, RanksPlan, plan_ranks
+from ckptstore.engine.ranks.plan import RanksPlan, Shared, plan_ranks
+from ckptstore.engine.ranks.reports import decode_reports, split_ids
 from ckptstore.engine.ranks.tasks import encode_tasks
-from ckptstore.engine.ranks.work import decode_reports
 from ckptstore.engine.write import Dedup, SessionPacks
 from ckptstore.errors import CkptStoreError, Conflict, Corrupt, NoSpace
 from ckptstore.history import entries
@@ -65,15 +65,17 @@ class Lead:
         messages = [frames.split(each, 3) for each in handed_in]
         _check_labels([head for head, _, _ in messages], label)
         digests = [found for _, found, _ in messages]
-        if any(not full for _, _, full in messages) and digests != self._described:
+        full = [description for _, _, description in messages]
+        if not all(full) and digests != self._described:
             return [frames.join([DESCRIBE, b"", b""])] * len(messages)
         session = self._open_session()
-        if digests == self._described and options == self._options:
+        # Who sends its description has no task for it: another store object, or a plan that some rank could not follow.
+        if digests == self._described and options == self._options and not any(full):
             return [frames.join([SAME, session.encode(), b""])] * len(messages)
         known: dict[bytes, Schema] = {}
         descriptions = self._descriptions
         if digests != self._described:
-            descriptions = [decode_description(full, known) for _, _, full in messages]
+            descriptions = [decode_description(each, known) for each in full]
         self._described = []
         self._plan = plan_ranks(merge(descriptions), len(messages), self._config.chunk_bytes, canonical=options.canonical)
         self._layout = layout_of(self._plan, len(messages))
@@ -92,11 +94,18 @@ class Lead:
                 counts[place.rank] += 1
         self._decided = decide(self._plan, [decode_reports(part[0], count) for part, count in zip(parts, counts, strict=True)])
         self._sightings = [
-            Sighting(Place(rank, self._descriptions[rank][tree].key, leaf, box), cell, chunk)
-            for rank, (_, where, ids) in enumerate(parts)
-            for (tree, leaf, box, cell), chunk in zip(canonical.decode(where), _ids(ids), strict=True)
+            Sighting(shared[number], cell, chunk)
+            for shared, (_, where, ids) in zip(self._shared_by_rank(len(parts)), parts, strict=True)
+            for (number, cell), chunk in zip(canonical.decode(where), split_ids(ids), strict=True)
         ]
         return [canonical.encode([list(write) for write in writes]) for writes in self._decided.writes]
+
+    def _shared_by_rank(self, size: int) -> list[list[Shared]]:
+        """What each rank's task names as shared, in its order."""
+        shared: list[list[Shared]] = [[] for _ in range(size)]
+        for each in self._plan.shared:
+            shared[each.place.rank].append(each)
+        return shared
 
     def publish(self, handed_in: Sequence[bytes], label: Label, dedup: Dedup, packs: SessionPacks) -> list[bytes]:
         """Append what ranks have written, and answer how that went.
@@ -133,10 +142,10 @@ class Lead:
             self.asked = False
             with suppress(CkptStoreError):
                 self._objects.backend.delete(document_key(published.document.session, published.commit))
-            self.close(ended=False)
+            self.close(ended=isinstance(error, NoSpace))
             if isinstance(error, Refused) and error.refusal.again:
                 return [frames.join([AGAIN, self._open_session().encode(), b""])] * len(heads)
-            return [frames.join([REFUSED, canonical.encode(list(cause_of(error))), b""])] * len(heads)
+            return refused(error, len(heads))
         assert isinstance(entry.body, entries.Commit)
         numbers = canonical.encode([[record.number, record.id] for record in entry.body.packs])
         totals = {name: sum(head[name] for head in heads) for name in ("chunks", "new_chunks", "sent_bytes")}
@@ -149,6 +158,11 @@ class Lead:
         self.asked = False
         self.session = open_session(self._objects.backend, "commit")
         return self.session.id
+
+
+def refused(error: Exception, size: int) -> list[bytes]:
+    """What `size` ranks are told of a commit that was not appended, for certain."""
+    return [frames.join([REFUSED, canonical.encode(list(cause_of(error))), b""])] * size
 
 
 def head_of(label: Label) -> bytes:
@@ -178,7 +192,3 @@ def record_of(fields: Sequence[Any]) -> PackRecord:
     if not isinstance(nbytes, int) or not isinstance(chunks, int):
         raise Corrupt("a rank's receipt is damaged; do all ranks run one version of ckptstore?")
     return PackRecord(parse_pack_id(name), nbytes, chunks, metadata=False)
-
-
-def _ids(data: bytes) -> list[bytes]:
-    return [data[i : i + 32] for i in range(0, len(data), 32)]

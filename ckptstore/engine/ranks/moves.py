@@ -11,18 +11,25 @@ from typing import NamedTuple
 
 from ckptstore.core import dtypes
 from ckptstore.core.geometry import Grid, byte_ranges, grid, within
-from ckptstore.core.model import Box
 from ckptstore.engine.plan import CommitPlan, Extent
-from ckptstore.engine.ranks.tasks import CellTask, FragmentTask, RankTask, SendTask, Spot
+from ckptstore.engine.ranks.tasks import CellTask, Completing, RankTask, SendTask, Spot
 from ckptstore.state.flat import Flat, Source
 
 
 class Stretch(NamedTuple):
     """Bytes `start:stop` of a box's own memory."""
 
-    spot: Spot
+    part: int
     start: int
     stop: int
+
+
+class Outgoing(NamedTuple):
+    """A stretch of a leaf."""
+
+    tree: int
+    leaf: int
+    stretch: Stretch
 
 
 class Inflow(NamedTuple):
@@ -34,18 +41,26 @@ class Inflow(NamedTuple):
     ranges: tuple[tuple[int, int], ...]
 
 
-class Completion(NamedTuple):
-    """A chunk that this rank puts together."""
+class Assembly(NamedTuple):
+    """What a chunk is put together from."""
 
     extent: Extent
     parts: tuple[Inflow, ...]
+
+
+class Completion(NamedTuple):
+    """A chunk of a leaf that this rank puts together."""
+
+    tree: int
+    leaf: int
+    how: Assembly
 
 
 @dataclass(frozen=True, slots=True)
 class Window:
     """What is on its way at a time: to each rank stretches one behind the other, from each rank so many bytes."""
 
-    outgoing: tuple[tuple[int, tuple[Stretch, ...]], ...]
+    outgoing: tuple[tuple[int, tuple[Outgoing, ...]], ...]
     incoming: tuple[tuple[int, int], ...]
     completions: tuple[Completion, ...]
 
@@ -109,45 +124,62 @@ class Boxes:
         return flat, spot.leaf if alias < 0 else alias
 
     def stretch(self, spot: Spot, cell: int) -> Stretch:
-        return Stretch(spot, *self._grid(self.extent(spot)).span(cell))
+        return Stretch(spot.part, *self._grid(self.extent(spot)).span(cell))
 
-    def completion(self, task: CellTask, rank: int) -> Completion:
-        """What rank `rank` is to do for a cell."""
-        extent = self.extent(task.spot)
-        cell = grid(extent.shape, extent.width, self._chunk_bytes).cell(task.chunk)
-        parts = tuple(self._inflow(task, fragment, cell, extent.width, rank) for fragment in task.fragments)
+    def assembly(self, tree: int, leaf: int, how: Completing, rank: int) -> Assembly:
+        """What rank `rank` is to do for a cell of a leaf."""
+        extent = self.extent(Spot(tree, leaf, how.part))
+        cell = grid(extent.shape, extent.width, self._chunk_bytes).cell(how.chunk)
+        alone = len(how.fragments) == 1
+        parts = []
+        for fragment in how.fragments:
+            own = self.stretch(Spot(tree, leaf, fragment.part), fragment.cell) if fragment.rank == rank else None
+            nbytes = extent.width * prod(fragment.box.lengths)
+            # Columns of a small leaf lie apart in it; what lies in one piece is the rule.
+            ranges = ((0, nbytes),) if alone else tuple(byte_ranges(cell.lengths, within(fragment.box, cell), extent.width))
+            parts.append(Inflow(fragment.rank, own, nbytes, ranges))
         nbytes = sum(part.nbytes for part in parts)
-        return Completion(Extent((nbytes // extent.width,), extent.width, nbytes, extent.floating), parts)
-
-    def _inflow(self, task: CellTask, fragment: FragmentTask, cell: Box, width: int, rank: int) -> Inflow:
-        own = None
-        if fragment.rank == rank:
-            own = self.stretch(Spot(task.spot.tree, task.spot.leaf, fragment.part), fragment.cell)
-        nbytes = width * prod(fragment.box.lengths)
-        # Columns of a small leaf lie apart in it; what lies in one piece is the rule.
-        ranges = ((0, nbytes),) if len(task.fragments) == 1 else tuple(byte_ranges(cell.lengths, within(fragment.box, cell), width))
-        return Inflow(fragment.rank, own, nbytes, ranges)
+        return Assembly(Extent((nbytes // extent.width,), extent.width, nbytes, extent.floating), tuple(parts))
 
     def _grid(self, extent: Extent) -> Grid:
         return grid(extent.shape, extent.width, self._chunk_bytes, extent.box)
 
 
 def moves_of(task: RankTask, boxes: Boxes, rank: int) -> Moves:
-    """The moves of rank `rank`."""
+    """The moves of rank `rank`. What is done alike with many leaves is worked out for the first of them."""
     sends = {window: list(found) for window, found in groupby(task.sends, lambda send: send.window)}
     cells = {window: list(found) for window, found in groupby(task.cells, lambda cell: cell.window)}
-    windows = (_window(sends.get(number, ()), cells.get(number, ()), boxes, rank) for number in sorted(sends.keys() | cells.keys()))
-    return Moves(tuple(windows), tuple(boxes.cells(job.spot, job.first, job.stop) for job in task.jobs))
+    stretches: dict[int, Stretch] = {}
+    assemblies: dict[int, Assembly] = {}
+
+    def outgoing(send: SendTask) -> Outgoing:
+        _, tree, leaf, how = send
+        if id(how) not in stretches:
+            stretches[id(how)] = boxes.stretch(Spot(tree, leaf, how.part), how.cell)
+        return Outgoing(tree, leaf, stretches[id(how)])
+
+    def completion(cell: CellTask) -> Completion:
+        _, tree, leaf, how = cell
+        if id(how) not in assemblies:
+            assemblies[id(how)] = boxes.assembly(tree, leaf, how, rank)
+        return Completion(tree, leaf, assemblies[id(how)])
+
+    def window(number: int) -> Window:
+        to: dict[int, list[Outgoing]] = {}
+        for send in sends.get(number, ()):
+            to.setdefault(send.how.to, []).append(outgoing(send))
+        completions = tuple(map(completion, cells.get(number, ())))
+        return Window(tuple((to_rank, tuple(found)) for to_rank, found in sorted(to.items())), _incoming(completions), completions)
+
+    windows = tuple(map(window, sorted(sends.keys() | cells.keys())))
+    return Moves(windows, tuple(boxes.cells(job.spot, job.first, job.stop) for job in task.jobs))
 
 
-def _window(sends: Sequence[SendTask], cells: Sequence[CellTask], boxes: Boxes, rank: int) -> Window:
-    outgoing: dict[int, list[Stretch]] = {}
-    for send in sends:
-        outgoing.setdefault(send.to, []).append(boxes.stretch(send.spot, send.cell))
-    completions = tuple(boxes.completion(cell, rank) for cell in cells)
+def _incoming(completions: Sequence[Completion]) -> tuple[tuple[int, int], ...]:
+    """From each rank so many bytes."""
     incoming: dict[int, int] = {}
-    for completion in completions:
-        for part in completion.parts:
-            if part.own is None:
-                incoming[part.rank] = incoming.get(part.rank, 0) + part.nbytes
-    return Window(tuple((to, tuple(found)) for to, found in sorted(outgoing.items())), tuple(sorted(incoming.items())), completions)
+    for _, _, how in completions:
+        for rank, own, nbytes, _ in how.parts:
+            if own is None:
+                incoming[rank] = incoming.get(rank, 0) + nbytes
+    return tuple(sorted(incoming.items()))

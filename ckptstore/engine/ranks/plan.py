@@ -2,6 +2,8 @@
 
 A leaf whose replicas are known, or that ranks divide, is written at once: each chunk by one rank, the load even by bytes. A leaf that ranks
 hold for reasons unknown is *reported* first (`decide`): each rank says what it has, and what is equal is one.
+
+Leaves that are held alike, as those of a model's layers are, share what is said of them: only the load decides leaf by leaf.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -31,12 +33,11 @@ class Target(NamedTuple):
 
 
 class Place(NamedTuple):
-    """Box number `part` of a leaf on one rank: the leaf's key and its number there."""
+    """Box number `part` of a leaf on one rank, which is number `holder` among those that have the leaf: the same for leaves held alike."""
 
     rank: int
-    key: str
-    leaf: int
     part: int
+    holder: int
 
 
 class Job(NamedTuple):
@@ -57,19 +58,37 @@ class FragmentPlan(NamedTuple):
     box: Box
 
 
-class CellJob(NamedTuple):
-    """A chunk that rank `owner` puts together from fragments, in window number `window` of the exchange."""
+@dataclass(frozen=True, slots=True)
+class Recipe:
+    """How rank `owner` puts chunk `chunk` of a leaf together, of which `moved` bytes come from others. For all leaves held alike."""
 
     owner: Place
-    target: Target
     chunk: int
     fragments: tuple[FragmentPlan, ...]
+    moved: int
+
+
+class CellJob(NamedTuple):
+    """A chunk that is put together, in window number `window` of the exchange."""
+
+    target: Target
+    recipe: Recipe
     window: int
+
+
+class Shared(NamedTuple):
+    """Box number `box` of a leaf, of `cells` cells, which the rank at `place` has and others as well."""
+
+    target: Target
+    box: int
+    place: Place
+    cells: int
 
 
 @dataclass(frozen=True, slots=True)
 class Tiled:
-    """A leaf whose chunks are planned: `boxes` tile it, `holders` have each of them, the first mesh's before others'."""
+    """A leaf whose chunks are planned: `boxes` tile it, `holders` have each of them, the first mesh's before others'. Leaves held alike
+    have one and the same."""
 
     boxes: tuple[Box, ...]
     tiling: Tiling
@@ -78,7 +97,7 @@ class Tiled:
 
 @dataclass(slots=True)
 class RanksPlan:
-    """The coordinator's plan. `reports` and `shared` are by rank: leaves to report, and boxes that others have as well.
+    """The coordinator's plan. `reported` leaves are named by all who report them.
 
     What is in neither `tiled` nor `reported` has no content: an alias, a tensor without elements.
     """
@@ -88,11 +107,14 @@ class RanksPlan:
     reported: dict[Target, tuple[Place, ...]] = field(default_factory=dict)
     jobs: list[Job] = field(default_factory=list)
     cells: list[CellJob] = field(default_factory=list)
-    shared: list[tuple[Place, int]] = field(default_factory=list)
+    shared: list[Shared] = field(default_factory=list)
     load: list[int] = field(default_factory=list)
     exchanged_bytes: int = 0
     finished: dict[tuple[int, frozenset[int]], Finished] = field(default_factory=dict)
     """Trees as they are when certain leaves have turned out to be private, by number."""
+
+    def leaf(self, target: Target) -> MergedLeaf:
+        return self.trees[target.tree].leaves[target.leaf]
 
 
 def plan_ranks(trees: Sequence[MergedTree], size: int, chunk_bytes: int, *, canonical: bool) -> RanksPlan:
@@ -110,7 +132,7 @@ def plan_ranks(trees: Sequence[MergedTree], size: int, chunk_bytes: int, *, cano
                 if first == target:
                     _place(plan, target, tree, leaf, chunk_bytes, canonical)
                 else:
-                    _place_alike(plan, first, target, tree.key, leaf)
+                    _place_alike(plan, first, target)
     _assign(plan, chunk_bytes)
     return plan
 
@@ -126,17 +148,12 @@ def _how_held(tree: MergedTree, leaf: MergedLeaf) -> object:
     return leaf.kind, leaf.dtype, leaf.shape, tuple([(rank, id(each.held.get(n)), each.marks.get(n)) for each, rank, n in holders])
 
 
-def _place_alike(plan: RanksPlan, first: Target, target: Target, key: str, leaf: MergedLeaf) -> None:
+def _place_alike(plan: RanksPlan, first: Target, target: Target) -> None:
     """Place a leaf as `first` was."""
-    numbers = dict(leaf.holders)
-
-    def own(places: Sequence[Place]) -> tuple[Place, ...]:
-        return tuple([Place(rank, key, numbers[rank], part) for rank, _, _, part in places])
-
     if (tiled := plan.tiled.get(first)) is not None:
-        plan.tiled[target] = Tiled(tiled.boxes, tiled.tiling, tuple([own(places) for places in tiled.holders]))
+        plan.tiled[target] = tiled
     if (reported := plan.reported.get(first)) is not None:
-        plan.reported[target] = own(reported)
+        plan.reported[target] = reported
 
 
 def _place(plan: RanksPlan, target: Target, tree: MergedTree, leaf: MergedLeaf, chunk_bytes: int, canonical: bool) -> None:
@@ -146,7 +163,7 @@ def _place(plan: RanksPlan, target: Target, tree: MergedTree, leaf: MergedLeaf, 
     if marks == {"lead"}:
         holders = holders[:1]
     if leaf.kind != "tensor":
-        plan.reported[target] = _places(tree, holders)
+        plan.reported[target] = _places(holders)
     elif nbytes_of(leaf) == 0:
         return
     elif "private" in marks and divided:
@@ -155,31 +172,31 @@ def _place(plan: RanksPlan, target: Target, tree: MergedTree, leaf: MergedLeaf, 
         boxes = _boxes(tree, leaf)
         _check_tiles(leaf, boxes, numbered="numbered" in marks)
         if nbytes_of(leaf) <= INLINE_BYTES:
-            plan.reported[target] = _places(tree, holders)
+            plan.reported[target] = _places(holders)
         else:
             _tile(plan, target, tree, leaf, boxes, chunk_bytes, canonical)
     elif nbytes_of(leaf) <= INLINE_BYTES or "private" in marks or (len(holders) > 1 and marks != {"replica"}):
-        plan.reported[target] = _places(tree, holders)
+        plan.reported[target] = _places(holders)
     else:
         whole = Box((0,) * len(leaf.shape), leaf.shape)
         tiling = _tile_boxes(leaf.shape, dtypes.width_of(leaf.dtype), chunk_bytes, (whole,))
-        plan.tiled[target] = Tiled((whole,), tiling, (_places(tree, holders),))
+        plan.tiled[target] = Tiled((whole,), tiling, (_places(holders),))
 
 
-def _places(tree: MergedTree, holders: Sequence[Holder]) -> tuple[Place, ...]:
-    return tuple(Place(holder.rank, tree.key, holder.leaf, 0) for holder in holders)
+def _places(holders: Sequence[Holder]) -> tuple[Place, ...]:
+    return tuple(Place(holder.rank, 0, i) for i, holder in enumerate(holders))
 
 
 def _boxes(tree: MergedTree, leaf: MergedLeaf) -> dict[object, dict[Box, list[Place]]]:
     """Who holds which box, mesh by mesh; a rank that holds the leaf whole is a mesh of its own kind."""
     by_mesh: dict[object, dict[Box, list[Place]]] = {}
     whole = Box((0,) * len(leaf.shape), leaf.shape)
-    for rank, number in leaf.holders:
+    for i, (rank, number) in enumerate(leaf.holders):
         held = tree.trees[rank].held.get(number)
         boxes = (whole,) if held is None else held.boxes
         mesh = "whole" if held is None else held.mesh
         for part, box in enumerate(boxes):
-            by_mesh.setdefault(mesh, {}).setdefault(box, []).append(Place(rank, tree.key, number, part))
+            by_mesh.setdefault(mesh, {}).setdefault(box, []).append(Place(rank, part, i))
     return by_mesh
 
 
@@ -224,7 +241,7 @@ def _tile(
     tiling = _tile_boxes(leaf.shape, dtypes.width_of(leaf.dtype), chunk_bytes, boxes, canonical=canonical and not others)
     plan.tiled[target] = Tiled(boxes, tiling, tuple(tuple(first[box]) for box in boxes))
     if others:
-        plan.reported[target] = tuple({place[:3]: place for held in others for places in held.values() for place in places}.values())
+        plan.reported[target] = tuple({place.rank: place for held in others for places in held.values() for place in places}.values())
 
 
 def _assign(plan: RanksPlan, chunk_bytes: int) -> None:
@@ -236,7 +253,7 @@ def _assign(plan: RanksPlan, chunk_bytes: int) -> None:
             nbytes = cells.span(span.stop - 1)[1] - cells.span(span.first)[0]
             _give(plan, Job(tiled.holders[span.box][0], span.first, span.stop, target, span.chunk), nbytes)
     _assign_cells(plan, chunk_bytes)
-    for target, tiled, span in sorted(spans, key=lambda item: -nbytes_of(_leaf(plan, item[0]))):
+    for target, tiled, span in sorted(spans, key=lambda item: -nbytes_of(plan.leaf(item[0]))):
         if len(tiled.holders[span.box]) > 1:
             _spread(plan, target, span, tiled.holders[span.box], _cells(plan, target, tiled.boxes[span.box], chunk_bytes))
     order = {target: i for i, target in enumerate(plan.tiled)}
@@ -251,7 +268,7 @@ def _spread(plan: RanksPlan, target: Target, span: Span, holders: Sequence[Place
         place = min(holders, key=lambda each: plan.load[each.rank])
         job = Job(place, start, end, target, span.chunk + start - span.first)
         _give(plan, job, cells.span(end - 1)[1] - cells.span(start)[0])
-    plan.shared.extend((place, len(cells)) for place in holders)
+    plan.shared.extend(Shared(target, span.box, place, len(cells)) for place in holders)
 
 
 def _give(plan: RanksPlan, job: Job, nbytes: int) -> None:
@@ -259,44 +276,46 @@ def _give(plan: RanksPlan, job: Job, nbytes: int) -> None:
     plan.load[job.place.rank] += nbytes
 
 
-class _CutCell(NamedTuple):
-    """A cell that edges cut: its fragments with their boxes and bytes, and the bytes of the largest."""
+class _CutCell:
+    """A cell that edges cut, of leaves held alike: its bytes, who has the most of them, and what each of these would do."""
 
-    chunk: int
-    fragments: tuple[tuple[Fragment, Box, int], ...]
-    largest: int
-    nbytes: int
+    def __init__(self, tiled: Tiled, cell: Cell, grids: Sequence[Grid]) -> None:
+        parts = [(fragment, grids[fragment.box].cell(fragment.cell), _nbytes(grids[fragment.box], fragment)) for fragment in cell.fragments]
+        self._chunk, self._holders, self._parts = cell.chunk, tiled.holders, parts
+        self.nbytes = sum(nbytes for _, _, nbytes in parts)
+        largest = max(nbytes for _, _, nbytes in parts)
+        self.able = [place for fragment, _, nbytes in parts if nbytes == largest for place in tiled.holders[fragment.box]]
+        self._recipes: dict[Place, Recipe] = {}
+
+    def recipe(self, owner: Place) -> Recipe:
+        if owner not in self._recipes:
+            places = [_nearest(self._holders[fragment.box], owner.rank) for fragment, _, _ in self._parts]
+            moved = sum(nbytes for place, (_, _, nbytes) in zip(places, self._parts, strict=True) if place.rank != owner.rank)
+            fragments = [FragmentPlan(place, fragment.cell, box) for place, (fragment, box, _) in zip(places, self._parts, strict=True)]
+            self._recipes[owner] = Recipe(owner, self._chunk, tuple(fragments), moved)
+        return self._recipes[owner]
 
 
 def _assign_cells(plan: RanksPlan, chunk_bytes: int) -> None:
     on_the_way = window = 0
     cut: dict[int, list[_CutCell]] = {}
     for target, tiled in plan.tiled.items():
-        if id(tiled.tiling) not in cut:
-            cut[id(tiled.tiling)] = [_cut_cell(plan, target, tiled, cell, chunk_bytes) for cell in tiled.tiling.cells]
-        for chunk, parts, largest, nbytes in cut[id(tiled.tiling)]:
-            able = [place for fragment, _, size in parts if size == largest for place in tiled.holders[fragment.box]]
-            owner = min(able, key=lambda place: plan.load[place.rank])
-            fragments = tuple(
-                [FragmentPlan(_nearest(tiled.holders[fragment.box], owner.rank), fragment.cell, box) for fragment, box, _ in parts]
-            )
-            moved = sum([n for (_, _, n), fragment in zip(parts, fragments, strict=True) if fragment.place.rank != owner.rank])
-            if on_the_way + moved > WINDOW_BYTES:
+        if id(tiled) not in cut:
+            grids = [_cells(plan, target, box, chunk_bytes) for box in tiled.boxes] if tiled.tiling.cells else []
+            cut[id(tiled)] = [_CutCell(tiled, cell, grids) for cell in tiled.tiling.cells]
+        for cell in cut[id(tiled)]:
+            recipe = cell.recipe(min(cell.able, key=lambda place: plan.load[place.rank]))
+            if on_the_way + recipe.moved > WINDOW_BYTES:
                 window, on_the_way = window + 1, 0
-            on_the_way += moved
-            plan.exchanged_bytes += moved
-            plan.load[owner.rank] += nbytes
-            plan.cells.append(CellJob(owner, target, chunk, fragments, window))
+            on_the_way += recipe.moved
+            plan.exchanged_bytes += recipe.moved
+            plan.load[recipe.owner.rank] += cell.nbytes
+            plan.cells.append(CellJob(target, recipe, window))
 
 
-def _cut_cell(plan: RanksPlan, target: Target, tiled: Tiled, cell: Cell, chunk_bytes: int) -> _CutCell:
-    parts = []
-    for fragment in cell.fragments:
-        cells = _cells(plan, target, tiled.boxes[fragment.box], chunk_bytes)
-        start, stop = cells.span(fragment.cell)
-        parts.append((fragment, cells.cell(fragment.cell), stop - start))
-    sizes = [nbytes for _, _, nbytes in parts]
-    return _CutCell(cell.chunk, tuple(parts), max(sizes), sum(sizes))
+def _nbytes(cells: Grid, fragment: Fragment) -> int:
+    start, stop = cells.span(fragment.cell)
+    return stop - start
 
 
 def _nearest(places: Sequence[Place], rank: int) -> Place:
@@ -306,9 +325,5 @@ def _nearest(places: Sequence[Place], rank: int) -> Place:
 
 
 def _cells(plan: RanksPlan, target: Target, box: Box, chunk_bytes: int) -> Grid:
-    leaf = _leaf(plan, target)
+    leaf = plan.leaf(target)
     return _grid(leaf.shape, dtypes.width_of(leaf.dtype), chunk_bytes, box)
-
-
-def _leaf(plan: RanksPlan, target: Target) -> MergedLeaf:
-    return plan.trees[target.tree].leaves[target.leaf]

@@ -1,10 +1,12 @@
-"""A restore on many ranks: each reads what it needs by itself, and what fails on one fails on all."""
+"""A restore on many ranks: each reads what it needs, or its share of what several need, and what fails on one fails on all."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 from ckptstore.core.ids import CommitId
 from ckptstore.engine.checkout import Tree
+from ckptstore.engine.ranks import frames
+from ckptstore.engine.ranks.broadcast import Broadcast
 from ckptstore.engine.ranks.own import Viewer, owners
 from ckptstore.engine.restore import Restoring
 from ckptstore.errors import Conflict, InvalidInput
@@ -14,25 +16,43 @@ from ckptstore.state.ranks.peers import Peers
 T = TypeVar("T")
 
 
-def restore_together(peers: Peers, commit: CommitId, begin: Callable[[], Restoring]) -> Restoring:
-    """Restore `commit` on every rank of `peers`. Nothing is handed over before every rank has read its part.
+def restore_together(
+    peers: Peers, commit: CommitId, begin: Callable[[], Restoring], broadcast_of: Callable[[Restoring], Broadcast | None]
+) -> Restoring:
+    """Restore `commit` on every rank of `peers`. Nothing is touched before every rank has found that the commit fits its state, nothing is
+    handed over before every rank has its part. What `broadcast_of` gives brings what ranks need in common; None on any rank, and each
+    reads its own.
 
     Raises one error on all ranks: `Conflict` if they restore different commits, otherwise what the causes have in common.
     """
-    begun: list[Restoring] = []
+    begun: list[tuple[Restoring, Broadcast | None]] = []
+
+    def bind() -> bytes:
+        restoring = begin()
+        broadcast = broadcast_of(restoring)
+        begun.append((restoring, broadcast))
+        return frames.join([commit.encode(), broadcast.need() if broadcast else b""])
+
+    def share(handed_in: list[bytes]) -> list[bytes]:
+        parts = [frames.split(each, 2) for each in handed_in]
+        _check_same([theirs for theirs, _ in parts])
+        broadcast = begun[0][1]
+        return broadcast.answer([need for _, need in parts]) if broadcast else [b""] * len(parts)
+
+    task = peers.round("restore: bind", bind, share)
+    restoring, broadcast = begun[0]
 
     def read() -> bytes:
-        begun.append(begin())
-        begun[0].read()
-        return commit.encode()
-
-    def finish() -> bytes:
-        begun[0].finish()
+        restoring.read(broadcast.run(peers, task) if broadcast and task else None)
         return b""
 
-    peers.round("restore: read", read, _check_same)
+    def finish() -> bytes:
+        restoring.finish()
+        return b""
+
+    peers.round("restore: read", read, lambda handed_in: handed_in)
     peers.round("restore: finish", finish, lambda handed_in: handed_in)
-    return begun[0]
+    return restoring
 
 
 def agreed(peers: Peers, candidates: Sequence[CommitId]) -> list[CommitId]:
@@ -67,8 +87,7 @@ def check_loaders(trees: Mapping[str, Tree], app_state: Mapping[str, Any], viewe
             )
 
 
-def _check_same(handed_in: list[bytes]) -> list[bytes]:
+def _check_same(handed_in: Sequence[bytes]) -> None:
     if len(set(handed_in)) > 1:
         named = ", ".join(f"rank {rank}: {commit.decode()[:12]}" for rank, commit in enumerate(handed_in))
         raise Conflict(f"ranks restore different commits ({named}); name a commit by its step, its tag or its id on all of them")
-    return handed_in

@@ -1,11 +1,11 @@
 """A rank's part of the plan, as the coordinator sends it."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from ckptstore.core.model import Box
-from ckptstore.engine.ranks.plan import CellJob, Place, RanksPlan
+from ckptstore.engine.ranks.plan import Place, RanksPlan, Recipe, Target
 from ckptstore.errors import Corrupt
 from ckptstore.objects import canonical
 
@@ -26,13 +26,21 @@ class JobTask(NamedTuple):
     stop: int
 
 
+class Sending(NamedTuple):
+    """Send cell `cell` of box `part` to rank `to`: what is done alike with leaves held alike."""
+
+    to: int
+    part: int
+    cell: int
+
+
 class SendTask(NamedTuple):
-    """Send cell `cell` of a box to rank `to`."""
+    """Do `how` with a leaf."""
 
     window: int
-    to: int
-    spot: Spot
-    cell: int
+    tree: int
+    leaf: int
+    how: Sending
 
 
 class FragmentTask(NamedTuple):
@@ -44,18 +52,29 @@ class FragmentTask(NamedTuple):
     box: Box
 
 
-class CellTask(NamedTuple):
-    """Complete chunk `chunk` of a leaf from fragments, hash and write it."""
+class Completing(NamedTuple):
+    """Complete chunk `chunk` of a leaf, of which this rank has box `part`, from fragments, hash and write it."""
 
-    window: int
-    spot: Spot
+    part: int
     chunk: int
     fragments: tuple[FragmentTask, ...]
 
 
+class CellTask(NamedTuple):
+    """Do `how` with a leaf."""
+
+    window: int
+    tree: int
+    leaf: int
+    how: Completing
+
+
 @dataclass(frozen=True, slots=True)
 class RankTask:
-    """All that a rank does before anything is decided by content. `shared` are boxes that others have as well, and how many cells."""
+    """All that a rank does before anything is decided by content. `shared` are boxes that others have as well, and how many cells.
+
+    Leaves that the coordinator planned alike are done alike: their `how` is one and the same object.
+    """
 
     jobs: tuple[JobTask, ...]
     sends: tuple[SendTask, ...]
@@ -65,55 +84,82 @@ class RankTask:
     trust_replicated: bool
 
 
+class _Columns:
+    """A task on its way: lists of numbers, as they travel."""
+
+    def __init__(self) -> None:
+        self.jobs: list[list[int]] = []
+        self.sendings: list[list[int]] = []
+        self.sends: list[tuple[int, ...]] = []
+        self.completings: list[list[Any]] = []
+        self.cells: list[tuple[int, ...]] = []
+        self.reports: list[list[int]] = []
+        self.shared: list[list[int]] = []
+
+
+class _Role(NamedTuple):
+    """What a rank does in a recipe: number `how` of its sendings or completings, for the leaves in `leaves`."""
+
+    rank: int
+    holder: int
+    how: int
+    leaves: list[tuple[int, ...]]
+
+
 def encode_tasks(plan: RanksPlan, keys: Sequence[Sequence[str]], *, trust_replicated: bool) -> list[bytes]:
     """The task of every rank; `keys` are each rank's keys in order."""
-    numbers = [{key: i for i, key in enumerate(names)} for names in keys]
-    tasks: list[dict[str, Any]] = [{"jobs": [], "sends": [], "cells": [], "reports": [], "shared": []} for _ in keys]
+    trees = [[names.index(tree.key) if tree.key in names else -1 for tree in plan.trees] for names in keys]
+    tasks = [_Columns() for _ in keys]
 
-    def spot(place: Place) -> list[int]:
-        return [numbers[place.rank][place.key], place.leaf, place.part]
+    def spot(target: Target, place: Place) -> list[int]:
+        return [trees[place.rank][target.tree], plan.leaf(target).holders[place.holder].leaf, place.part]
 
     for job in plan.jobs:
-        tasks[job.place.rank]["jobs"].append([*spot(job.place), job.first, job.stop])
-    for cell in plan.cells:
-        _add_cell(tasks, cell, spot)
-    for places in plan.reported.values():
+        tasks[job.place.rank].jobs.append([*spot(job.target, job.place), job.first, job.stop])
+    roles: dict[int, list[_Role]] = {}  # by the identity of recipes
+    for target, recipe, window in plan.cells:
+        if id(recipe) not in roles:
+            roles[id(recipe)] = list(_roles(recipe, tasks))
+        holders = plan.leaf(target).holders
+        for rank, holder, how, leaves in roles[id(recipe)]:
+            leaves.append((window, trees[rank][target.tree], holders[holder].leaf, how))
+    for target, places in plan.reported.items():
         for place in places:
-            tasks[place.rank]["reports"].append(spot(place))
-    for place, cells in plan.shared:
-        tasks[place.rank]["shared"].append([*spot(place), cells])
-    return [canonical.encode({**task, "trust": trust_replicated}) for task in tasks]
+            tasks[place.rank].reports.append(spot(target, place))
+    for shared in plan.shared:
+        tasks[shared.place.rank].shared.append([*spot(shared.target, shared.place), shared.cells])
+    return [canonical.encode({**vars(task), "trust": trust_replicated}) for task in tasks]
 
 
-def _add_cell(tasks: list[dict[str, Any]], job: CellJob, spot: Any) -> None:
-    owner = job.owner.rank
-    fragments = []
-    for place, cell, box in job.fragments:
-        if place.rank != owner:
-            tasks[place.rank]["sends"].append([job.window, owner, *spot(place), cell])
+def _roles(recipe: Recipe, tasks: Sequence[_Columns]) -> Iterator[_Role]:
+    owner, fragments = recipe.owner, []
+    for place, cell, box in recipe.fragments:
         fragments.append([place.rank, place.part, cell, *box.offsets, *box.lengths])
-    tasks[owner]["cells"].append([job.window, *spot(job.owner), job.chunk, fragments])
+        if place.rank != owner.rank:
+            task = tasks[place.rank]
+            task.sendings.append([owner.rank, place.part, cell])
+            yield _Role(place.rank, place.holder, len(task.sendings) - 1, task.sends)
+    task = tasks[owner.rank]
+    task.completings.append([owner.part, recipe.chunk, fragments])
+    yield _Role(owner.rank, owner.holder, len(task.completings) - 1, task.cells)
 
 
 def decode_task(data: bytes) -> RankTask:
     """The inverse of `encode_tasks` for one rank; raises `Corrupt`."""
     try:
         task = canonical.decode(data)
+        sendings = [Sending(*each) for each in task["sendings"]]
+        completings = [Completing(part, chunk, tuple(map(_fragment, fragments))) for part, chunk, fragments in task["completings"]]
         return RankTask(
             tuple(JobTask(Spot(*job[:3]), job[3], job[4]) for job in task["jobs"]),
-            tuple(SendTask(send[0], send[1], Spot(*send[2:5]), send[5]) for send in task["sends"]),
-            tuple(_cell(cell) for cell in task["cells"]),
+            tuple([SendTask(window, tree, leaf, sendings[how]) for window, tree, leaf, how in task["sends"]]),
+            tuple([CellTask(window, tree, leaf, completings[how]) for window, tree, leaf, how in task["cells"]]),
             tuple(Spot(*report) for report in task["reports"]),
             tuple((Spot(*shared[:3]), shared[3]) for shared in task["shared"]),
             bool(task["trust"]),
         )
     except (KeyError, TypeError, ValueError, IndexError) as error:
         raise Corrupt(f"the coordinator's plan is damaged: {error!r}; do all ranks run one version of ckptstore?") from error
-
-
-def _cell(cell: Sequence[Any]) -> CellTask:
-    window, tree, leaf, part, chunk, fragments = cell
-    return CellTask(window, Spot(tree, leaf, part), chunk, tuple(_fragment(each) for each in fragments))
 
 
 def _fragment(numbers: Sequence[int]) -> FragmentTask:

@@ -1,21 +1,20 @@
 """What a rank does for a commit of many: exchange fragments, hash, write, and report what it has. The part that moves bytes."""
 
-import struct
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from ckptstore.core.config import MIB
-from ckptstore.core.ids import CHUNK_ID_BYTES, SessionId
+from ckptstore.core.ids import SessionId
 from ckptstore.core.model import INLINE_BYTES
 from ckptstore.engine.plan import CommitPlan, Extent, plan_chunks
 from ckptstore.engine.ranks.hashing import hash_chunks
-from ckptstore.engine.ranks.moves import Boxes, Completion, Moves, Stretch
+from ckptstore.engine.ranks.moves import Boxes, Completion, Moves, Outgoing, Stretch
+from ckptstore.engine.ranks.reports import Report, encode_reports
 from ckptstore.engine.ranks.tasks import RankTask, Spot
 from ckptstore.engine.transfer import Threads
 from ckptstore.engine.write import Dedup, SessionPacks, read_all, write_chunks
-from ckptstore.errors import Corrupt
 from ckptstore.state.flat import Source
 from ckptstore.state.ranks.peers import Part, Peers
 
@@ -25,22 +24,11 @@ CELL_BYTES = 128 * MIB
 SAMPLE = 32
 """Of so many boxes that others write, one is hashed here as well."""
 
-_REPORT = struct.Struct("<BQQ")
-_INLINE, _IDS = range(2)
-
-
-class Report(NamedTuple):
-    """What a rank has of a leaf: its bytes, or the ids of its chunks. `raw_bytes` is the length."""
-
-    inline: bytes | None
-    ids: bytes
-    raw_bytes: int
-
 
 class Sample(NamedTuple):
-    """The id of a chunk that another rank writes: cell `cell` of a box, as it is here."""
+    """The id of a chunk that another rank writes: cell `cell` of the task's shared box number `shared`, as it is here."""
 
-    spot: Spot
+    shared: int
     cell: int
     id: bytes
 
@@ -121,8 +109,9 @@ class RankWork:
     def samples(self, session: SessionId) -> list[Sample]:
         """Chunks that others write of boxes that this rank has as well: some, or all if replicas are not trusted."""
         chosen = list(_chosen(self._task, session))
-        ids = self._hash([spot for spot, _ in chosen], [self._boxes.cells(spot, cell, cell + 1) for spot, cell in chosen])
-        return [Sample(spot, cell, chunk) for (spot, cell), chunk in zip(chosen, ids, strict=True)]
+        spots = [self._task.shared[number][0] for number, _ in chosen]
+        ids = self._hash(spots, [self._boxes.cells(spot, cell, cell + 1) for spot, (_, cell) in zip(spots, chosen, strict=True)])
+        return [Sample(number, cell, chunk) for (number, cell), chunk in zip(chosen, ids, strict=True)]
 
     def _hash(self, spots: Sequence[Spot], extents: Sequence[Extent]) -> list[bytes]:
         return hash_chunks(plan_chunks(extents, self._chunk_bytes), list(map(self._boxes.source, spots)), self._threads)
@@ -152,48 +141,50 @@ class RankWork:
     def _exchanged(self, peers: Peers) -> Iterator[tuple[Extent, bytearray]]:
         """The completed cells, window by window. After a failure of this rank what it sends and yields is of no worth, but it is sent."""
         for window in self._moves.windows:
-            outgoing = [Part(rank, self._joined(stretches)) for rank, stretches in window.outgoing]
+            outgoing = [Part(rank, self._joined(found)) for rank, found in window.outgoing]
             incoming = [Part(rank, memoryview(bytearray(nbytes))) for rank, nbytes in window.incoming]
-            peers.exchange(outgoing, incoming)
+            with self._failing_later():
+                peers.exchange(outgoing, incoming)
             self.written.sent_bytes += sum(len(part.memory) for part in outgoing)
             arrived = {part.rank: _Cursor(part.memory) for part in incoming}
             for completion in window.completions:
-                yield completion.extent, self._complete(completion, arrived)
+                yield completion.how.extent, self._complete(completion, arrived)
 
-    def _joined(self, stretches: Sequence[Stretch]) -> memoryview:
+    def _joined(self, outgoing: Sequence[Outgoing]) -> memoryview:
         """One message: the stretches one behind the other, copied, since they are sent while others are staged."""
-        message = memoryview(bytearray(sum(stop - start for _, start, stop in stretches)))
+        message = memoryview(bytearray(sum(stretch.stop - stretch.start for _, _, stretch in outgoing)))
         at = 0
         with self._failing_later():
-            for stretch in stretches:
+            for tree, leaf, stretch in outgoing:
                 end = at + stretch.stop - stretch.start
-                self._stage(stretch, message[at:end])
+                self._stage(tree, leaf, stretch, message[at:end])
                 at = end
         return message
 
     def _complete(self, completion: Completion, arrived: Mapping[int, "_Cursor"]) -> bytearray:
-        data = bytearray(completion.extent.raw_bytes)
+        tree, leaf, how = completion
+        data = bytearray(how.extent.raw_bytes)
         memory = memoryview(data)
-        for part in completion.parts:
+        for part in how.parts:
             if part.own is None:
                 buffer = arrived[part.rank].take(part.nbytes)
             elif len(part.ranges) == 1:
                 start, stop = part.ranges[0]
                 with self._failing_later():
-                    self._stage(part.own, memory[start:stop])
+                    self._stage(tree, leaf, part.own, memory[start:stop])
                 continue
             else:
                 buffer = memoryview(bytearray(part.nbytes))
                 with self._failing_later():
-                    self._stage(part.own, buffer)
+                    self._stage(tree, leaf, part.own, buffer)
             at = 0
             for start, stop in part.ranges:
                 memory[start:stop] = buffer[at : at + stop - start]
                 at += stop - start
         return data
 
-    def _stage(self, stretch: Stretch, out: memoryview) -> None:
-        source = self._boxes.source(stretch.spot)
+    def _stage(self, tree: int, leaf: int, stretch: Stretch, out: memoryview) -> None:
+        source = self._boxes.source(Spot(tree, leaf, stretch.part))
         memory = source.view(stretch.start, stretch.stop)
         if memory is None:
             source.stage(stretch.start, stretch.stop, out)
@@ -228,37 +219,11 @@ class _Bytes:
         out[:] = memoryview(self._data)[start:stop]
 
 
-def encode_reports(reports: Sequence[Report]) -> bytes:
-    heads = [
-        _REPORT.pack(_INLINE, report.raw_bytes, len(report.inline))
-        if report.inline is not None
-        else _REPORT.pack(_IDS, report.raw_bytes, len(report.ids))
-        for report in reports
-    ]
-    return b"".join((*heads, *(report.ids if report.inline is None else report.inline for report in reports)))
-
-
-def decode_reports(data: bytes, count: int) -> list[Report]:
-    """The inverse of `encode_reports` for `count` reports; raises `Corrupt`."""
-    at = count * _REPORT.size
-    heads = list(_REPORT.iter_unpack(data[:at])) if len(data) >= at else []
-    if len(heads) != count or at + sum(size for _, _, size in heads) != len(data):
-        raise Corrupt(f"a rank's {count} reports do not fit {len(data)} bytes; do all ranks run one version of ckptstore?")
-    found = []
-    for kind, raw_bytes, size in heads:
-        part, at = data[at : at + size], at + size
-        found.append(Report(part, b"", raw_bytes) if kind == _INLINE else Report(None, part, raw_bytes))
-    return found
-
-
-def split_ids(data: bytes) -> list[bytes]:
-    return [data[i : i + CHUNK_ID_BYTES] for i in range(0, len(data), CHUNK_ID_BYTES)]
-
-
-def _chosen(task: RankTask, session: SessionId) -> Iterator[tuple[Spot, int]]:
+def _chosen(task: RankTask, session: SessionId) -> Iterator[tuple[int, int]]:
+    """Shared boxes by their number in the task, and cells of them."""
     seed = int(session[:12], 16)
-    for i, (spot, cells) in enumerate(task.shared):
+    for i, (_, cells) in enumerate(task.shared):
         if not task.trust_replicated:
-            yield from ((spot, cell) for cell in range(cells))
+            yield from ((i, cell) for cell in range(cells))
         elif (i + seed) % min(SAMPLE, len(task.shared)) == 0:
-            yield spot, (seed // SAMPLE + i) % cells
+            yield i, (seed // SAMPLE + i) % cells

@@ -6,27 +6,24 @@ shard has several, and takes milliseconds. A rank outside the mesh, or with noth
 
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
 
 from ckptstore.core.model import Box, Shape
-from ckptstore.core.placements import Cut, HeldBox, held_boxes, local_shape
+from ckptstore.core.placements import Cut, held_boxes, local_shape
 from ckptstore.errors import InvalidInput
 from ckptstore.state import tensors
-from ckptstore.state.flat import Mesh
+from ckptstore.state.flat import Holding, Mesh
 
 
-@dataclass(frozen=True, slots=True)
-class Held:
-    """A distributed tensor as this rank has it. `parts` are the boxes and, as views of the rank's memory, their elements."""
+class Held(NamedTuple):
+    """A distributed tensor as this rank has it. `parts` are the holding's boxes and, as views of the rank's memory, their elements."""
 
     shape: Shape
     dtype: torch.dtype
-    mesh: Mesh | None
-    placements: tuple[str, ...]
+    holding: Holding
     parts: tuple[tuple[Box, torch.Tensor], ...]
 
 
@@ -51,7 +48,8 @@ def held_of(tensor: Any) -> Held:
     shards = (_shard_part(shard) for shard in tensor.local_shards())
     parts = tuple((box, part) for box, part in shards if 0 not in box.lengths)
     metadata = tensor.metadata()  # which has what attributes of the tensor would warn about
-    return Held(tuple(metadata.size), metadata.tensor_properties.dtype, None, (type(tensor.sharding_spec()).__name__,), parts)
+    holding = Holding(None, (type(tensor.sharding_spec()).__name__,), tuple(box for box, _ in parts))
+    return Held(tuple(metadata.size), metadata.tensor_properties.dtype, holding, parts)
 
 
 def empty_like_held(tensor: Any, dtype: torch.dtype) -> Any:
@@ -70,7 +68,7 @@ def empty_local(mesh: Any, placements: Sequence[Any], shape: Shape, stride: Shap
     if len(placements) != mesh.ndim or len(stride) != len(shape) or any(p.is_shard() and not 0 <= p.dim < len(shape) for p in placements):
         raise ValueError(f"a tensor of shape {list(shape)} and stride {list(stride)} on {mesh.ndim} mesh dimensions")
     local_shape = (0,) if where is None else _placed(mesh, tuple(placements), shape, tuple(where)).local_shape
-    local = torch.empty(local_shape, dtype=dtype)
+    local = tensors.in_huge_pages(torch.empty(local_shape, dtype=dtype))
     return DTensor.from_local(local, mesh, placements, run_check=False, shape=torch.Size(shape), stride=tuple(stride))
 
 
@@ -90,12 +88,11 @@ def _is_subclass(cls: type, module: str, name: str) -> bool:
 
 
 class _Placed(NamedTuple):
-    """What a DTensor's placements say of one rank: the shape of its part and the boxes in it."""
+    """What a DTensor's placements say of one rank: the shape of its part, the boxes in it, and where in the part each of them lies."""
 
-    mesh: Mesh
-    names: tuple[str, ...]
+    holding: Holding
     local_shape: Shape
-    boxes: tuple[HeldBox, ...]
+    local: tuple[Box, ...]
 
 
 def _held_of_dtensor(tensor: Any) -> Held:
@@ -103,14 +100,18 @@ def _held_of_dtensor(tensor: Any) -> Held:
     where = mesh.get_coordinate()
     placed = _placed(mesh, tensor.placements, shape, None if where is None else tuple(where))
     if where is None:
-        return Held(shape, tensor.dtype, placed.mesh, placed.names, ())
+        return Held(shape, tensor.dtype, placed.holding, ())
     local = _local_of(tensor)
     if tuple(local.shape) != placed.local_shape:
         raise InvalidInput(
-            f"this rank holds {list(local.shape)} of a DTensor of shape {list(shape)} placed as {', '.join(placed.names)}; wanted "
-            f"{list(placed.local_shape)}: was it made by from_local without shape and stride? Commit tensor.full_tensor()"
+            f"this rank holds {list(local.shape)} of a DTensor of shape {list(shape)} placed as {', '.join(placed.holding.placements)}; "
+            f"wanted {list(placed.local_shape)}: was it made by from_local without shape and stride? Commit tensor.full_tensor()"
         )
-    return Held(shape, tensor.dtype, placed.mesh, placed.names, tuple((held.box, _view(local, held.local)) for held in placed.boxes))
+    boxes = placed.holding.boxes
+    if len(boxes) == 1:  # all of what is here
+        return Held(shape, tensor.dtype, placed.holding, ((boxes[0], local),))
+    parts = tuple([(box, _view(local, place)) for box, place in zip(boxes, placed.local, strict=True)])
+    return Held(shape, tensor.dtype, placed.holding, parts)
 
 
 @lru_cache(1 << 14)
@@ -120,13 +121,15 @@ def _placed(mesh: Any, placements: tuple[Any, ...], shape: Shape, where: tuple[i
         raise InvalidInput("a DTensor with Partial placements holds unfinished sums; redistribute it to Replicate or Shard first")
     names = tuple(map(str, placements))
     if where is None:
-        return _Placed(_mesh_of(mesh), names, (), ())
+        return _Placed(Holding(_mesh_of(mesh), names, ()), (), ())
     cuts = tuple(
         Cut(placement.dim % len(shape), size, number, getattr(placement, "split_factor", 1))
         for placement, size, number in zip(placements, mesh.shape, where, strict=True)
         if not placement.is_replicate()
     )
-    return _Placed(_mesh_of(mesh), names, local_shape(shape, cuts), held_boxes(shape, cuts))
+    held = held_boxes(shape, cuts)
+    holding = Holding(_mesh_of(mesh), names, tuple(each.box for each in held))
+    return _Placed(holding, local_shape(shape, cuts), tuple(each.local for each in held))
 
 
 @lru_cache(256)

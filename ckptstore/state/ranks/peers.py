@@ -24,6 +24,9 @@ from ckptstore.state.ranks.messages import MAX_BYTES, Cause, cause_of, decode_ca
 TIMEOUT_S = 300.0
 """How long a rank waits for another before it takes it for gone."""
 
+GRACE_S = 5.0
+"""How long a rank that was cut off waits to hear from the coordinator who is to blame."""
+
 ALONE = "alone"
 """Given for a process group: this process does it by itself, whatever is initialized."""
 
@@ -52,6 +55,7 @@ class Peers:
         self._sequence = 0
         self._lost: dict[int, Cause] = {}
         self._told = False  # whether the others know of the lost ranks
+        self._unreached: set[int] = set()  # those that an exchange failed with
         self._lock = threading.Lock()
 
     @property
@@ -84,15 +88,31 @@ class Peers:
     def exchange(self, outgoing: Sequence[Part], incoming: Sequence[Part]) -> None:
         """Send and receive bytes directly; both sides must name the same parts in the same order.
 
-        Raises `Unavailable` if a rank is gone; the round that follows tells the others.
+        Raises `Unavailable` if a rank is gone, after all parts of the others; the round that follows tells them. Until then, who has more
+        to exchange goes on, with bytes of no worth: others wait for them.
         """
-        try:
-            works = [self._group.recv([_tensor(part.memory)], part.rank, _DATA_TAG) for part in incoming if len(part.memory)]
-            works += [self._group.send([_tensor(part.memory)], part.rank, _DATA_TAG) for part in outgoing if len(part.memory)]
-            for work in works:
+        works = [(part.rank, self._post(self._group.recv, part)) for part in incoming if len(part.memory)]
+        works += [(part.rank, self._post(self._group.send, part)) for part in outgoing if len(part.memory)]
+        failed: RuntimeError | None = None
+        for rank, work in works:
+            try:
+                if isinstance(work, RuntimeError):
+                    raise work
                 self._wait(work)
+            except RuntimeError as error:
+                self._unreached.add(rank)
+                failed = failed or error
+        if failed:
+            raise Unavailable(f"a rank is gone, or was silent for {self.timeout_s:g} s, while bytes were exchanged: {failed}") from failed
+
+    def _post(self, begin: Callable[..., Any], part: Part) -> Any:
+        """The transfer of one part on its way, or why it cannot be."""
+        if part.rank in self._unreached:
+            return RuntimeError(f"rank {part.rank} could not be reached before")
+        try:
+            return begin([_tensor(part.memory)], part.rank, _DATA_TAG)
         except RuntimeError as error:
-            raise Unavailable(f"a rank is gone, or was silent for {self.timeout_s:g} s, while bytes were exchanged: {error}") from error
+            return error
 
     def _lead(self, what: str, payload: bytes, own: BaseException | None, answer: Callable[[list[bytes]], Sequence[bytes]]) -> bytes:
         payloads, causes = self._gather(what)
@@ -159,8 +179,10 @@ class Peers:
         return answer
 
     def _post_mortem(self) -> dict[int, Cause]:
-        """What the coordinator left in the store before it lost us."""
+        """What the coordinator leaves in the store when it has lost a rank: waited for, since gloo cuts all connections of a rank that one
+        other was silent for, before that rank itself hears of it. Nothing, if it is the coordinator that is gone."""
         key = f"lost/{self._sequence}"
+        _quietly(lambda: self._store.wait([key], timedelta(seconds=min(GRACE_S, self.timeout_s))))
         found = _quietly(lambda: self._store.get(key) if self._store.check([key]) else None)
         return decode_causes(bytes(found)) if found else {}
 
@@ -261,9 +283,12 @@ def _connected(ranks: tuple[int, ...], rank: int, timeout_s: float, channel: str
         number = _made[key] = _made.get(key, -1) + 1
         own = dist.distributed_c10d.PrefixStore(f"ckptstore/{channel}/{'-'.join(map(str, ranks))}/{number}", store)
         try:
+            own.set(f"came/{rank}", "1")
             group = dist.ProcessGroupGloo(own, rank, len(ranks), timedelta(seconds=timeout_s))
         except RuntimeError as error:
-            raise Unavailable(f"the {len(ranks)} ranks cannot reach each other within {timeout_s:g} s: {error}") from error
+            absent = _quietly(lambda: [other for other in range(len(ranks)) if not own.check([f"came/{other}"])])
+            who = f"; rank {', '.join(map(str, absent))} never came" if absent else ""
+            raise Unavailable(f"the {len(ranks)} ranks cannot reach each other within {timeout_s:g} s{who}: {error}") from error
         peers = _known[key] = Peers(group, rank, len(ranks), own, timeout_s)
     peers.timeout_s = timeout_s
     return peers

@@ -1,0 +1,95 @@
+"""Ranks on two hosts share a directory and have caches of their own: they commit and restore; when a host is lost, the other goes on."""
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+import torch
+
+import ckptstore
+from tests.faults import mounts
+from tests.faults.mounts import shared_directory
+from tests.ranks.layouts import full
+from tests.servers import hosts
+from tests.servers.hosts import CABLE, Host, hosts_joined
+
+pytestmark = [pytest.mark.soak, pytest.mark.timeout(600)]
+
+PER_HOST = 2
+
+
+class _Job:
+    """Four ranks, two on each host."""
+
+    def __init__(self, stack: ExitStack, tmp_path: Path) -> None:
+        self._folder = tmp_path
+        self.hosts = stack.enter_context(hosts_joined(2)).hosts
+        self._places = stack.enter_context(shared_directory(tmp_path / "shared", 2))
+        self.ranks: list[subprocess.Popen[str]] = []
+        stack.callback(self._end)
+
+    def start(self, lost: list[int]) -> None:
+        for rank in range(2 * PER_HOST):
+            host, place = self.hosts[rank // PER_HOST], self._places[rank // PER_HOST]
+            command = host.command(sys.executable, "-m", "tests.ranks.rank_of_host", str(rank), self.hosts[0].address, str(place / "store"))
+            environment = {**os.environ, "CKPTSTORE_CACHE": str(self._folder / host.name), "GLOO_SOCKET_IFNAME": CABLE}
+            pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+            self.ranks.append(subprocess.Popen([*command, *map(str, lost)], env=environment, text=True, **pipes))  # type: ignore[call-overload]
+
+    def said(self, rank: int) -> list[str]:
+        """The next line of a rank, in words."""
+        out = self.ranks[rank].stdout
+        assert out
+        return str(out.readline()).split()
+
+    def lose(self, host: Host) -> None:
+        """Nobody hears of the end of its processes."""
+        host.unplug()
+        first = self.hosts.index(host) * PER_HOST
+        for rank in self.ranks[first : first + PER_HOST]:
+            rank.kill()
+            rank.wait()
+
+    def go_on(self, rank: int) -> None:
+        into = self.ranks[rank].stdin
+        assert into
+        into.write("\n")
+        into.flush()
+
+    def _end(self) -> None:
+        for rank in self.ranks:
+            rank.kill()
+            rank.communicate()
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> Iterator[_Job]:
+    if reason := hosts.problem() or mounts.shared_directory_problem():
+        pytest.skip(reason)
+    with ExitStack() as stack:
+        yield _Job(stack, tmp_path)
+
+
+def test_when_a_host_is_lost_the_ranks_of_the_other_go_on(job: _Job, tmp_path: Path) -> None:
+    lost, left = [2, 3], [0, 1]
+    job.start(lost)
+    committed = [job.said(rank) for rank in range(4)]
+    assert len({commit for _, commit in committed}) == 1
+    caches = [sorted(path.name for path in (tmp_path / host.name).rglob("*.lmdb")) for host in job.hosts]
+    assert all(caches), "each host keeps an index of its own"
+    job.lose(job.hosts[1])
+    for rank in left:
+        job.go_on(rank)
+    for rank in left:
+        assert job.said(rank) == ["raised", "2", "3"]
+    went_on = [job.said(rank) for rank in left]
+    assert went_on[0][:2] == ["went", "on"] and went_on[0] == went_on[1]
+    assert [job.ranks[rank].wait() for rank in left] == [0, 0]
+    with ckptstore.open(tmp_path / "shared" / "store") as store:
+        assert [info.step for info in store.log()] == [2, 1]
+        assert torch.equal(store.checkout(2).read("model/rows"), full())
+        assert not store.fsck(read_data="100%").findings
