@@ -2,10 +2,10 @@
 
 import os
 import threading
-from collections.abc import Callable, Mapping
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, Generic, TypeVar
 
 from ckptstore.core.ids import CommitId
@@ -21,9 +21,10 @@ from ckptstore.engine.transfer import Threads
 from ckptstore.engine.wish import Route, Wish
 from ckptstore.errors import Busy, InvalidInput
 from ckptstore.state.arenas import Arena, ArenaPool, default_budget
+from ckptstore.state.arrivals import Arrivals
 from ckptstore.state.flat import Flat
 from ckptstore.state.optimizers import StepHooks, changed_by_steps, optimizers_in, versions
-from ckptstore.state.staging import LookedUp, StagingPlan, leaves_of, paths_of, plan_staging, stage, with_leaves
+from ckptstore.state.staging import LookedUp, StagingPlan, leaves_away, leaves_of, paths_of, plan_staging, stage, with_leaves
 from ckptstore.state.trust import Candidate, Trust
 from ckptstore.text import bytes_text
 
@@ -79,11 +80,21 @@ class AsyncCommits(Generic[S]):
                 return pending
             job = self._hand_over(pending, begun[0], label, route, taken)
             self._background.start(pending, lambda: self._finish(job))
-            job.loan.wait()
+            self._keep(job, eager=wish.staging == "eager")
             pending.reached(Milestone.HELD)
         if job.loan.leaves:
             pending.wait_staged()
         return pending
+
+    def _keep(self, job: "_Job[S]", *, eager: bool) -> None:
+        """Return when the caller may go on. Whoever interrupts that may write to what is being read: it calls the commit off."""
+        try:
+            if job.lazy and eager:
+                job.lazy.hold()
+            job.loan.wait()
+        except BaseException:
+            job.pending.cancel()
+            raise
 
     def hold(self) -> None:
         """Return when everything that was handed over has been copied: the state is about to be written to."""
@@ -109,7 +120,7 @@ class AsyncCommits(Generic[S]):
         """Copy what must be copied before the call returns, or say why that cannot be now."""
         if not self._background.admit(wait=wish.overlap == "wait"):
             return "another commit is in flight"
-        state = self._plan(app_state, route.flatten(), wish, taken)
+        state = self._plan(app_state, route.flatten(), wish, taken, whole=route.whole)
         if route.whole and state.plan.borrowed:
             raise InvalidInput(
                 f"a state of {bytes_text(state.nbytes)} does not fit into {bytes_text(self.pool.budget_bytes)} of staging memory, and who "
@@ -119,10 +130,11 @@ class AsyncCommits(Generic[S]):
         if arena is None:
             return f"{bytes_text(state.plan.nbytes)} of staging memory are not free"
         taken.callback(self.pool.give, arena)
-        staged = stage(state.plan, state.flats, arena, self._copiers.spread, state.looked_up)
-        return _Begun(state, arena, staged)
+        arrivals = Arrivals(state.plan.later)
+        staged = stage(state.plan, state.flats, arena, self._copiers.spread, state.looked_up, arrivals)
+        return _Begun(state, arena, arrivals, staged)
 
-    def _plan(self, app_state: Mapping[str, Any], flats: Mapping[str, Flat], wish: Wish, taken: ExitStack) -> "_State":
+    def _plan(self, app_state: Mapping[str, Any], flats: Mapping[str, Flat], wish: Wish, taken: ExitStack, *, whole: bool) -> "_State":
         sources, paths = leaves_of(flats), paths_of(flats)
         candidates: list[Candidate] = []
         if wish.trust_version:
@@ -130,17 +142,20 @@ class AsyncCommits(Generic[S]):
             for n, known in self._trust.known(candidates).items():
                 sources[n] = known
         lazy: frozenset[int] = frozenset()
+        away: frozenset[int] = frozenset()
         if wish.staging == "lazy":
             optimizers = optimizers_in(app_state)
             self._hooks.install(optimizers)
             lazy = changed_by_steps(optimizers, sources)
+        elif not (whole or wish.dedup_first):
+            away = leaves_away(sources)
         flats = with_leaves(flats, sources)
         looked_up: Mapping[int, LookedUp] = {}
         if wish.dedup_first:
             look_up = self._look_up()
             taken.callback(look_up.open_session().end)
             looked_up = look_up.find(flats, self._copiers)
-        plan = plan_staging(sources, self.pool.budget_bytes, lazy, looked_up)
+        plan = plan_staging(sources, self.pool.budget_bytes, lazy | away, looked_up)
         return _State(flats, plan, lazy & plan.offsets.keys(), looked_up, candidates, paths)
 
     def _hand_over(self, pending: Pending[S], begun: "_Begun", label: Label, route: Route[S], taken: ExitStack) -> "_Job[S]":
@@ -149,7 +164,8 @@ class AsyncCommits(Generic[S]):
         loan = Loan(plan, [source.nbytes for source in sources])
         lazy = None
         if plan.later:
-            lazy = LazyCopy(pending, plan.later, begun.arena, lambda: versions(sources, state.lazy), state.paths.__getitem__)
+            looks = partial(versions, sources, state.lazy)
+            lazy = LazyCopy(pending, plan.later, begun.arena, begun.arrivals, looks, state.paths.__getitem__)
             pending.help_staging = lazy.hold
             self._lazy.append(lazy)
             self._stagers.submit(lazy.work)
@@ -165,9 +181,10 @@ class AsyncCommits(Generic[S]):
         candidates = job.begun.state.candidates
         failed: BaseException | None = None
         try:
-            label, watch = replace(job.label, parents=parents), PendingWatch(pending, job.loan)
-            with job.taken:
-                self._await_copy(job)
+            with job.taken, self._copying(job) as copied:
+                if job.route.whole:
+                    copied()
+                label, watch = replace(job.label, parents=parents), PendingWatch(pending, job.loan, copied)
                 made = job.route.make(job.begun.staged, job.begun.arena, label, pending, watch)
             pending.tip = made.id
             self._trust.remember(candidates, made.ids)
@@ -182,13 +199,19 @@ class AsyncCommits(Generic[S]):
             pending.succeed(made.result)
         job.loan.settle()
 
-    def _await_copy(self, job: "_Job[S]") -> None:
-        if job.lazy:
-            try:
-                job.lazy.wait()
-            finally:
-                self._lazy.remove(job.lazy)
-                job.pending.help_staging = _nothing_left
+    @contextmanager
+    def _copying(self, job: "_Job[S]") -> Iterator[Callable[[], None]]:
+        """Gives what waits for the copy and raises what went wrong with it. The block is not left before the copy has ended: the arena is
+        another commit's then."""
+        if not job.lazy:
+            yield _nothing_left
+            return
+        try:
+            yield job.lazy.wait
+        finally:
+            job.lazy.wait_ended()
+            self._lazy.remove(job.lazy)
+            job.pending.help_staging = _nothing_left
 
 
 @dataclass(frozen=True, slots=True)
@@ -213,6 +236,7 @@ class _Begun:
 
     state: _State
     arena: Arena
+    arrivals: Arrivals
     staged: Mapping[str, Flat]
 
 

@@ -15,6 +15,9 @@ from ckptstore.objects.growing import BUFFER_BYTES
 ASIDE_BYTES = 32 * MIB
 """More chunks than this at a time make nothing faster."""
 
+SHARED_BYTES = 64 * MIB
+"""So that each of several ranks has some requests under way at once."""
+
 PACK_BUFFERS_BYTES = 2 * BUFFER_BYTES
 """A thread fills one pack while another of its packs is being closed."""
 
@@ -24,11 +27,15 @@ FREE_SHARE = 8
 
 @dataclass(frozen=True, slots=True)
 class ReadRoom:
-    """`threads` read up to `read_bytes` of encoded chunks each and decode one; `aside_bytes` of chunks are held until they are copied."""
+    """`threads` read up to `read_bytes` of encoded chunks each and decode one; `aside_bytes` of chunks are held until they are copied.
+
+    Of chunks that ranks send each other, `shared_bytes` are on their way to and from a rank, and as many are read meanwhile.
+    """
 
     threads: int
     read_bytes: int
     aside_bytes: int
+    shared_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +53,9 @@ def read_room(budget_bytes: int | None, chunk_bytes: int, threads: int) -> ReadR
     budget = _budget(budget_bytes, 3 * chunk_bytes, most)
     threads = _threads(threads, budget, 4 * chunk_bytes)
     read_bytes = _within(chunk_bytes, budget // 2 // threads - chunk_bytes, max(RUN_BYTES, chunk_bytes))
-    return ReadRoom(threads, read_bytes, _within(chunk_bytes, budget - threads * (read_bytes + chunk_bytes), max(ASIDE_BYTES, chunk_bytes)))
+    aside_bytes = _within(chunk_bytes, budget - threads * (read_bytes + chunk_bytes), max(ASIDE_BYTES, chunk_bytes))
+    shared_bytes = SHARED_BYTES if budget_bytes is None and budget == most else aside_bytes // 2
+    return ReadRoom(threads, read_bytes, aside_bytes, max(shared_bytes, chunk_bytes))
 
 
 def write_room(budget_bytes: int | None, chunk_bytes: int, threads: int, *, encoding: bool) -> WriteRoom:

@@ -6,7 +6,7 @@ Every chunk is compared with its id on the way. Readers hold nothing in the stor
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache, partial
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from ckptstore.core import dtypes
 from ckptstore.core.config import StoreConfig
@@ -23,6 +23,10 @@ from ckptstore.objects.documents import decode_document
 from ckptstore.objects.pages import join_pages
 from ckptstore.objects.schema import decode_schema
 from ckptstore.objects.store import ObjectStore
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
 
 RECENT = 16
 """So many documents and trees are kept decoded."""
@@ -126,19 +130,45 @@ class Wanted:
 
 
 @dataclass(frozen=True, slots=True)
-class _Job:
-    """One piece on its way to its destination."""
+class Job:
+    """One piece on its way to its destination, whose own memory is `memory` if it has some."""
 
     piece: Piece
     wanted: Wanted
     memory: memoryview | None
+
+    @property
+    def place(self) -> memoryview | None:
+        """Where the chunk can be read in place; None if it must be read aside and landed."""
+        at = self.piece.at
+        return None if self.memory is None or at is None else self.memory[at : at + self.piece.raw_bytes]
+
+    def land(self, data: memoryview) -> None:
+        """Copy the chunk's bytes to where they go."""
+        if self.memory is not None:
+            self.piece.land(data, self.memory)
+            return
+        for source, target, n in self.piece.moves:
+            self.wanted.destination.write(target, data[source : source + n])
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """What is to be read of `commit`, and with how much memory: leaves that lie in pages, and the pieces of all others."""
+
+    commit: CommitId
+    room: ReadRoom
+    inline: tuple[Wanted, ...]
+    jobs: tuple[Job, ...]
 
 
 class Reader:
     """Reads commits of one store."""
 
     def __init__(self, config: StoreConfig, objects: ObjectStore, threads: Threads) -> None:
-        self._config, self._objects, self._threads = config, objects, threads
+        self._objects, self.threads = objects, threads
+        self.chunk_bytes = config.chunk_bytes
+        self.remote = objects.backend.durable_root is None
         # Both never change, so what was read lately is at hand for the next look at the same commit.
         self.document = lru_cache(RECENT)(self._document)
         self.tree = lru_cache(RECENT)(self._tree)
@@ -151,7 +181,7 @@ class Reader:
         """Schema and pages of one key."""
         schema_bytes, *pages = self._objects.read_metadata_many([ref.schema, *ref.pages])
         schema = decode_schema(schema_bytes)
-        return Tree(key, ref, schema, join_pages(pages, len(schema)), self._config.chunk_bytes)
+        return Tree(key, ref, schema, join_pages(pages, len(schema)), self.chunk_bytes)
 
     def layout(self, document: CommitDocument) -> Layout | None:
         """How the ranks that made the commit held its leaves; None for a commit of one."""
@@ -170,22 +200,36 @@ class Reader:
         Returns how many raw bytes were read from packs. Raises `Corrupt` naming leaf, pack and commit, and `InvalidInput` for a budget that
         is too small. After an error while reading, destinations hold some new bytes and some old.
         """
-        room = read_room(memory_budget_bytes, self._config.chunk_bytes, self._threads.count)
-        direct: list[_Job] = []
-        aside: list[_Job] = []
+        return self.carry_out(self.reading(wanted, commit, memory_budget_bytes=memory_budget_bytes))
+
+    def reading(self, wanted: Iterable[Wanted], commit: CommitId, *, memory_budget_bytes: int | None = None) -> Reading:
+        """What `read` would do. Nothing moves. Raises `Corrupt` for pages that do not fit the shapes, `InvalidInput` for the budget."""
+        room = read_room(memory_budget_bytes, self.chunk_bytes, self.threads.count)
+        inline: list[Wanted] = []
+        jobs: list[Job] = []
         for want in wanted:
             want.tree.check(want.number)
             content = want.tree.content(want.number)
-            memory = want.destination.memory()
             if content.inline is not None:
-                self._land_inline(content.inline, want, memory)
+                inline.append(want)
                 continue
             shape, width = want.tree.extent(want.number)
-            for piece in select(content, shape, width, want.tree.chunk_bytes, want.box):
-                (direct if memory is not None and piece.in_place else aside).append(_Job(piece, want, memory))
-        self._read_direct(direct, commit, room)
-        self._read_aside(aside, commit, room)
-        return sum(job.piece.raw_bytes for jobs in (direct, aside) for job in jobs)
+            memory = want.destination.memory()
+            jobs.extend(Job(piece, want, memory) for piece in select(content, shape, width, want.tree.chunk_bytes, want.box))
+        return Reading(commit, room, tuple(inline), tuple(jobs))
+
+    def carry_out(self, reading: Reading, jobs: Sequence[Job] | None = None) -> int:
+        """Do it, or of its pieces only `jobs`; returns how many raw bytes were read from packs."""
+        jobs = reading.jobs if jobs is None else jobs
+        for want in reading.inline:
+            self._land_inline(want)
+        self._read_direct([job for job in jobs if job.place is not None], reading)
+        self._read_aside([job for job in jobs if job.place is None], reading)
+        return sum(job.piece.raw_bytes for job in jobs)
+
+    def raw_bytes_of(self, ids: bytes) -> "NDArray[np.int64]":
+        """The sizes of chunks by their ids, as footers say."""
+        return self._objects.located(ids)["raw"].astype("i8")
 
     def map(self, tree: Tree, number: int, commit: CommitId, *, verify: bool = False) -> memoryview:
         """The bytes of a leaf, mapped into memory instead of read; unless `verify`, they are not compared with their ids.
@@ -199,7 +243,7 @@ class Reader:
         pieces = list(select(content, *tree.extent(number), tree.chunk_bytes))
         data = map_leaf(self._objects, pieces, tree.extent(number)[1])
         if verify:
-            check_mapped(data, pieces, self._threads.spread, f"leaf {tree.schema.paths[number]}, commit {commit[:12]}")
+            check_mapped(data, pieces, self.threads.spread, f"leaf {tree.schema.paths[number]}, commit {commit[:12]}")
         return data
 
     def leaf_bytes(self, tree: Tree, number: int, commit: CommitId, *, memory_budget_bytes: int | None = None) -> bytes:
@@ -225,7 +269,8 @@ class Reader:
         nowhere = _Nowhere()
         self.read((Wanted(tree, i, nowhere) for i in range(len(tree.schema)) if tree.schema.aliases[i] < 0), commit)
 
-    def _land_inline(self, data: bytes, want: Wanted, memory: memoryview | None) -> None:
+    def _land_inline(self, want: Wanted) -> None:
+        data, memory = want.tree.content(want.number).inline or b"", want.destination.memory()
         shape, width = want.tree.extent(want.number)
         if want.box is not None:
             moves: Iterable[tuple[int, int, int]] = _inline_moves(shape, width, want.box)
@@ -237,45 +282,38 @@ class Reader:
             elif n:
                 want.destination.write(target, memoryview(data)[source : source + n])
 
-    def _read_direct(self, jobs: Sequence[_Job], commit: CommitId, room: ReadRoom) -> None:
-        if not jobs:
-            return
-        out = []
-        for job in jobs:
-            assert job.memory is not None and job.piece.at is not None
-            out.append(job.memory[job.piece.at : job.piece.at + job.piece.raw_bytes])
-        self._fetch(jobs, out, commit, room)
+    def _read_direct(self, jobs: Sequence[Job], reading: Reading) -> None:
+        if jobs:
+            self.fetch(jobs, [place for job in jobs if (place := job.place) is not None], reading)
 
-    def _read_aside(self, jobs: Sequence[_Job], commit: CommitId, room: ReadRoom) -> None:
+    def _read_aside(self, jobs: Sequence[Job], reading: Reading) -> None:
         """Through scratch memory of at most `room.aside_bytes` at a time."""
         i = 0
         while i < len(jobs):
             j, size = i, 0
-            while j < len(jobs) and (j == i or size + jobs[j].piece.raw_bytes <= room.aside_bytes):
+            while j < len(jobs) and (j == i or size + jobs[j].piece.raw_bytes <= reading.room.aside_bytes):
                 size += jobs[j].piece.raw_bytes
                 j += 1
             out = [memoryview(bytearray(job.piece.raw_bytes)) for job in jobs[i:j]]
-            self._fetch(jobs[i:j], out, commit, room)
+            self.fetch(jobs[i:j], out, reading)
             for job, data in zip(jobs[i:j], out, strict=True):
-                if job.memory is not None:
-                    job.piece.land(data, job.memory)
-                    continue
-                for source, target, n in job.piece.moves:
-                    job.wanted.destination.write(target, data[source : source + n])
+                job.land(data)
             i = j
 
-    def _fetch(self, jobs: Sequence[_Job], out: Sequence[memoryview], commit: CommitId, room: ReadRoom) -> None:
+    def fetch(self, jobs: Sequence[Job], out: Sequence[memoryview], reading: Reading) -> None:
+        """Read the chunks of `jobs` into `out`, verified."""
+
         def describe(i: int) -> str:
             want = jobs[i].wanted
-            return f"leaf {want.tree.schema.paths[want.number]}, commit {commit[:12]}"
+            return f"leaf {want.tree.schema.paths[want.number]}, commit {reading.commit[:12]}"
 
         self._objects.read_into(
             b"".join(job.piece.chunk for job in jobs),
             out,
-            run=partial(self._threads.spread, hands=room.threads),
+            run=partial(self.threads.spread, hands=reading.room.threads),
             describe=describe,
-            threads=room.threads,
-            read_bytes=room.read_bytes,
+            threads=reading.room.threads,
+            read_bytes=reading.room.read_bytes,
         )
 
 

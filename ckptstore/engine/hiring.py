@@ -29,10 +29,10 @@ class HiredCommitter:
     """Makes commits like `engine.commit.Committer`, in a worker process, of states that lie in shared arenas. One at a time."""
 
     def __init__(
-        self, reader: Reader, *, place: str, storage_options: Mapping[str, Any], direct_io: bool, index: str | None, threads: int
+        self, reader: Reader, *, place: str, storage_options: Mapping[str, Any], direct_io: bool | None, index: str | None, threads: int
     ) -> None:
         self._reader = reader
-        options = {"storage_options": dict(storage_options), "direct_io": direct_io, "index": index}
+        options = {"storage_options": dict(storage_options), "direct_io": direct_io is not False, "index": index}  # all of it is aside
         self._opening = {"place": place, "threads": threads, **options}
         self._process: subprocess.Popen[bytes] | None = None
         self._connection: socket.socket | None = None

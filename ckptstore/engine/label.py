@@ -1,7 +1,10 @@
 """What a caller says about a commit beside its state, checked."""
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from operator import index
+from typing import Any
 
 from ckptstore.core.ids import CommitId, check_tag
 from ckptstore.errors import InvalidInput
@@ -26,8 +29,11 @@ def label_of(run: str, step: object, tag: str | Sequence[str], message: object, 
 
 
 def _step(step: object) -> int | None:
-    if step is None or (isinstance(step, int) and not isinstance(step, bool) and step >= 0):
-        return step
+    if step is None:
+        return None
+    with suppress(TypeError):
+        if not isinstance(step, bool) and (number := index(step)) >= 0:  # type: ignore[arg-type]  # numpy's and torch's whole numbers as well
+            return number
     raise InvalidInput(f"step is {step!r}; wanted a whole number from 0 on, or None")
 
 
@@ -43,7 +49,12 @@ def _metrics(metrics: Mapping[str, float] | None) -> tuple[tuple[str, float], ..
         if not isinstance(name, str) or not name:
             raise InvalidInput(f"a metric's name is {name!r}; wanted a string")
         try:
-            pairs.append((name, float(value)))
-        except (TypeError, ValueError) as error:
+            pairs.append((name, _number(value)))
+        except (TypeError, ValueError, RuntimeError) as error:
             raise InvalidInput(f"metric {name!r} is {value!r}; wanted a number") from error
     return tuple(sorted(pairs))
+
+
+def _number(value: Any) -> float:
+    """A number as it is, or the one element of a tensor, which may be part of a graph."""
+    return float(value.item() if hasattr(value, "item") else value)

@@ -1,4 +1,4 @@
-"""The part of a copy that goes on while training does: whoever must not go on before it has ended takes part in it."""
+"""The part of a copy that goes on when a commit has begun to read it: whoever must not go on before it has ended takes part in it."""
 
 import threading
 import time
@@ -10,6 +10,7 @@ from ckptstore.engine.progress import Milestone
 from ckptstore.engine.transfer import shared
 from ckptstore.errors import Conflict
 from ckptstore.state.arenas import Arena
+from ckptstore.state.arrivals import Arrivals
 from ckptstore.state.staging import Copy, copy_task
 
 
@@ -21,28 +22,25 @@ class LazyCopy:
         pending: Pending[Any],
         tasks: Sequence[Sequence[Copy]],
         arena: Arena,
+        arrivals: Arrivals,
         versions: Callable[[], Mapping[int, int]],
         path: Callable[[int], str],
     ) -> None:
-        self._pending, self._arena, self._path = pending, arena, path
+        self._pending, self._arena, self._arrivals, self._path = pending, arena, arrivals, path
         self._versions, self._before = versions, versions()
-        self._tasks = shared(tasks)
-        self._left = len(tasks)
-        self._lock = threading.Lock()
+        self._tasks = shared(enumerate(tasks))
         self._copied, self._ended = threading.Event(), threading.Event()
         self._error: BaseException | None = None
 
     def work(self) -> None:
         """Copy until nothing is left to take; threads may do so side by side."""
-        for task in self._tasks:
+        for number, task in self._tasks:
+            failed: BaseException | None = None
             try:
                 copy_task(task, self._arena)
             except BaseException as error:
-                self._error = error
-            with self._lock:
-                self._left -= 1
-                last = not self._left
-            if last:
+                self._error = failed = error
+            if self._arrivals.arrived(number, failed):
                 self._end()
 
     def hold(self) -> None:
@@ -57,9 +55,13 @@ class LazyCopy:
 
     def wait(self) -> None:
         """Wait until nothing is left and that has been told; raises what went wrong."""
-        self._ended.wait()
+        self.wait_ended()
         if self._error:
             raise self._error
+
+    def wait_ended(self) -> None:
+        """The same, whatever went wrong: nothing is written to the arena any more."""
+        self._ended.wait()
 
     def _end(self) -> None:
         try:

@@ -1,7 +1,7 @@
 """Leaves that stay the caller's until they have been written, and the watch that tells when: on it, the caller waits."""
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from ckptstore.engine.pending import Pending
@@ -39,10 +39,11 @@ class Loan:
 
 
 class PendingWatch(Watch):
-    """Tells a pending commit how far it is, and stops it when its caller called it off."""
+    """Tells a pending commit how far it is, and stops it when its caller called it off. `copied` waits until the state has been copied and
+    that has been told; it raises what went wrong."""
 
-    def __init__(self, pending: Pending[Any], loan: Loan) -> None:
-        self._pending, self._loan, self._attempts = pending, loan, 0
+    def __init__(self, pending: Pending[Any], loan: Loan, copied: Callable[[], object]) -> None:
+        self._pending, self._loan, self._copied, self._attempts = pending, loan, copied, 0
 
     def worked(self, batch: Sequence[Run]) -> None:
         if self._loan.worked(batch):
@@ -51,6 +52,7 @@ class PendingWatch(Watch):
         self._pending.check()
 
     def reached(self, milestone: Milestone) -> None:
+        self._copied()
         self._pending.reached(milestone)
 
     def publishing(self) -> None:

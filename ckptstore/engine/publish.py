@@ -13,7 +13,7 @@ from ckptstore.history import entries
 from ckptstore.objects.documents import content_id, encode_document
 from ckptstore.objects.pack import LAYOUT, PAGE, SCHEMA
 from ckptstore.objects.pages import split_pages
-from ckptstore.objects.schema import encode_schema
+from ckptstore.objects.schema import LastSchemas
 from ckptstore.objects.store import ObjectStore
 
 
@@ -41,18 +41,19 @@ class Published(NamedTuple):
 
 
 class Publisher:
-    """Writes the metadata and documents of one store's commits. Remembers how the schemas of the last commit are encoded."""
+    """Writes the metadata and documents of one store's commits."""
 
     def __init__(self, config: StoreConfig, objects: ObjectStore) -> None:
         self._config, self._objects = config, objects
-        self._schemas: dict[str, tuple[Schema, ChunkId, bytes]] = {}
+        self._schemas = LastSchemas()
 
     def write_metadata(self, trees: Iterable[TreeContent], dedup: Dedup, packs: SessionPacks, layout: bytes | None = None) -> Metadata:
         """Pack the schemas, the pages and the layout that are new; the pack is closed but not yet awaited."""
         metadata: dict[ChunkId, tuple[bytes, int]] = {}
         refs = []
         for key, tree_schema, contents in trees:
-            schema_id, schema = self._encoded(key, tree_schema)
+            schema = self._schemas.encode(key, tree_schema)
+            schema_id = ChunkId(digest(schema))
             named = [(ChunkId(digest(data)), data) for data in split_pages(tree_schema.kinds, contents)]
             metadata[schema_id] = (schema, SCHEMA)
             metadata.update((chunk, (data, PAGE)) for chunk, data in named)
@@ -89,13 +90,6 @@ class Publisher:
         commit, stored = encode_document(document)
         self._objects.backend.put(document_key(session, commit), stored)
         return Published(document, commit, len(stored))
-
-    def _encoded(self, key: str, schema: Schema) -> tuple[ChunkId, bytes]:
-        known = self._schemas.get(key)
-        if known is None or known[0] != schema:
-            data = encode_schema(schema)
-            known = self._schemas[key] = schema, ChunkId(digest(data)), data
-        return known[1], known[2]
 
 
 def entry_body(published: Published, records: Sequence[PackRecord], reused: Iterable[int]) -> entries.Commit:

@@ -2,10 +2,11 @@
 
 from collections.abc import Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ckptstore.core.ids import CommitId
-from ckptstore.engine.checkout import Reader, Tree, Wanted
+from ckptstore.engine.checkout import Job, Reader, Reading, Tree, Wanted
 from ckptstore.engine.views import Select, View, renamed, selected, whole
 from ckptstore.errors import InvalidInput
 from ckptstore.state.conversion import checked
@@ -27,13 +28,22 @@ class RestoreReport:
     """What a restore left out: paths the target wants and the commit lacks, and paths that only the commit has.
 
     `needed_bytes` are those of the tensors that this process restored, `read_bytes` the raw bytes of the chunks that it read for them:
-    chunks are read whole.
+    chunks are read whole. `received_bytes` are those of chunks that another rank read and sent.
     """
 
     missing: tuple[str, ...]
     unexpected: tuple[str, ...]
     needed_bytes: int = 0
     read_bytes: int = 0
+    received_bytes: int = 0
+
+
+class Brought(NamedTuple):
+    """What ranks have brought together: the pieces that are left for this one, and the raw bytes of chunks that it read and was sent."""
+
+    left: Sequence[Job]
+    read_bytes: int
+    received_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,8 +92,9 @@ class Restoring:
         _refuse(commit, bindings, missing if options.strict else [], unexpected if options.strict else [])
         self.report = RestoreReport(tuple(missing), tuple(unexpected))
 
-    def read(self) -> None:
-        """Bring the bytes of all tensors to where they belong. After an error, these hold bytes of both states."""
+    @cached_property
+    def reading(self) -> Reading:
+        """What `read` will do. Raises `Corrupt` for pages that do not fit the shapes, `InvalidInput` for the budget."""
         wanted = [
             Wanted(self._trees[key], i, part, box)
             for key, binding in self._bindings.items()
@@ -91,8 +102,16 @@ class Restoring:
             if destination is not None
             for box, part in destination.parts
         ]
-        read_bytes = self._reader.read(wanted, self._commit, memory_budget_bytes=self._options.memory_budget_bytes)
-        self.report = replace(self.report, needed_bytes=sum(want.nbytes for want in wanted), read_bytes=read_bytes)
+        self.report = replace(self.report, needed_bytes=sum(want.nbytes for want in wanted))
+        return self._reader.reading(wanted, self._commit, memory_budget_bytes=self._options.memory_budget_bytes)
+
+    def read(self, brought: Brought | None = None) -> None:
+        """Bring the bytes of all tensors to where they belong, but for those that were `brought`. After an error, these hold bytes of both
+        states."""
+        read_bytes = self._reader.carry_out(self.reading, brought and brought.left)
+        if brought:
+            read_bytes += brought.read_bytes
+        self.report = replace(self.report, read_bytes=read_bytes, received_bytes=brought.received_bytes if brought else 0)
 
     def finish(self) -> None:
         """Hand over: everything that is no tensor, and states to objects that take one."""

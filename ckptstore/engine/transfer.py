@@ -8,6 +8,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, wait
 from contextlib import suppress
+from pathlib import Path
 from queue import SimpleQueue
 from typing import Any, TypeVar
 
@@ -23,7 +24,7 @@ class Threads:
 
     def __init__(self, count: int, *, aside: bool = False) -> None:
         self.count = count
-        self._aside = aside
+        self.aside = aside
         self._pool: _Pool | None = None
         self._pid = 0
         self._lock = threading.Lock()
@@ -75,15 +76,24 @@ class Threads:
     def _alive(self) -> "_Pool":
         with self._lock:
             if self._pool is None or self._pid != os.getpid():
-                self._pool, self._pid = _Pool(self.count, self._aside), os.getpid()
+                self._pool, self._pid = _Pool(self.count, self.aside), os.getpid()
             return self._pool
 
 
-def step_aside() -> None:
-    """Lower the priority of the calling thread, for good: what was lowered cannot be raised again without rights."""
+def step_aside(process: int | None = None) -> None:
+    """Lower the priority of the calling thread against the main thread of `process` (this one by default), for good: what was lowered
+    cannot be raised again without rights. Threads and processes inherit it, so that a thread may have stepped aside by birth."""
     with suppress(OSError):  # a sandbox that forbids it
-        own = threading.get_native_id()  # on Linux, a thread has a priority of its own
-        os.setpriority(os.PRIO_PROCESS, own, os.getpriority(os.PRIO_PROCESS, own) + ASIDE_NICE)
+        ahead = os.getpriority(os.PRIO_PROCESS, process or os.getpid())
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), ahead + ASIDE_NICE)  # on Linux, a thread has one of its own
+
+
+def step_aside_of_parent() -> None:
+    """The same for a process that leads a session, before it starts threads. Where Linux groups processes by session (autogroup, sched(7)),
+    it shares processors among sessions first, and the priority of a thread counts within its own only."""
+    step_aside(os.getppid())
+    with suppress(OSError):  # Linux does not group, or there is no /proc
+        Path("/proc/self/autogroup").write_text(str(ASIDE_NICE), encoding="ascii")
 
 
 class _Pool:

@@ -16,12 +16,10 @@ from ckptstore.engine.commit import Committer
 from ckptstore.engine.opening import Opening
 from ckptstore.engine.parcels import Message, flats_from, label_from, receive, send
 from ckptstore.engine.progress import Milestone, Watch
-from ckptstore.engine.transfer import Threads
+from ckptstore.engine.transfer import Threads, step_aside_of_parent
 from ckptstore.errors import Cancelled, CkptStoreError
 from ckptstore.state.arenas import ArenaSource, PartSource, Place
 from ckptstore.state.flat import Source
-
-NICE = 10
 
 
 class Worker:
@@ -106,7 +104,7 @@ class TellingWatch(Watch):
 
 def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    os.nice(NICE)
+    step_aside_of_parent()
     with socket.socket(fileno=int(sys.argv[1])) as connection:
         Worker(connection).serve()
 

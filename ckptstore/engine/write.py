@@ -16,7 +16,7 @@ from ckptstore.engine.plan import CommitPlan, Part, Run
 from ckptstore.engine.progress import UNWATCHED, Watch
 from ckptstore.engine.transfer import Threads, shared
 from ckptstore.errors import CkptStoreError, Conflict, NotFound
-from ckptstore.history.fold import State
+from ckptstore.history.fold import Pack, State
 from ckptstore.objects import codecs
 from ckptstore.objects.pack import TENSOR
 from ckptstore.objects.packing import ClosedPack, OpenPack, Packer
@@ -46,12 +46,14 @@ class RunMemory:
 
 
 class Dedup:
-    """Which chunks a commit need not write: those in live packs, and those that it has taken on already. Threads share it."""
+    """Which chunks a commit need not write: those in live packs that can be relied on, and those that it has taken on already. Threads
+    share it."""
 
     def __init__(self, objects: ObjectStore, state: State, runs: RunMemory) -> None:
         self._objects = objects
         self._state = state
         self._runs = runs
+        self._distrusted = objects.distrust.packs()
         self._live: dict[int, bool] = {}
         self._taken: dict[ChunkId, object] = {}
         self.reused: set[int] = set()
@@ -118,8 +120,11 @@ class Dedup:
         live = self._live.get(number)
         if live is None:
             pack = self._state.packs.get(number)
-            live = self._live[number] = pack is not None and pack.live
+            live = self._live[number] = pack is not None and self._is_reliable(pack)
         return live
+
+    def _is_reliable(self, pack: Pack) -> bool:
+        return pack.live and pack.id not in self._distrusted and self._objects.is_there(pack)
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,6 +177,7 @@ class SessionPacks:
             pack_bytes=self._pack_bytes,
             rank=self._rank,
             lean=self._lean,
+            aside=self._threads.aside,
             metadata=metadata,
         )
 

@@ -16,6 +16,7 @@ from typing import NamedTuple
 from weakref import finalize
 
 from ckptstore.core.config import MIN_STAGING_BYTES
+from ckptstore.state.arrivals import Arrivals
 from ckptstore.state.flat import NotCopied
 
 _SHARE_OF_AVAILABLE = 0.5
@@ -43,15 +44,18 @@ class Arena:
 
 
 class ArenaSource:
-    """A leaf that lies in `memory` from `offset` on; valid until the arena is given back."""
+    """A leaf that lies in `memory` from `offset` on, or will: who asks for bytes waits for their arrival. Valid until the arena is given
+    back."""
 
-    __slots__ = ("memory", "nbytes", "offset", "width")
+    __slots__ = ("arrivals", "memory", "nbytes", "offset", "width")
     known_ids: bytes | None = None
 
-    def __init__(self, memory: memoryview, offset: int, nbytes: int, width: int) -> None:
-        self.memory, self.offset, self.nbytes, self.width = memory, offset, nbytes, width
+    def __init__(self, memory: memoryview, offset: int, nbytes: int, width: int, arrivals: Arrivals | None = None) -> None:
+        self.memory, self.offset, self.nbytes, self.width, self.arrivals = memory, offset, nbytes, width, arrivals
 
     def view(self, start: int, stop: int) -> memoryview:
+        if self.arrivals:
+            self.arrivals.wait(self.offset + start, self.offset + stop)
         return self.memory[self.offset + start : self.offset + stop]
 
     def stage(self, start: int, stop: int, out: memoryview) -> None:

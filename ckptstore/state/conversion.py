@@ -12,6 +12,7 @@ import torch
 from ckptstore.core.model import Node, Schema
 from ckptstore.errors import InvalidInput
 from ckptstore.state import containers, tensors
+from ckptstore.state.devices import current_stream, through
 from ckptstore.state.leaves import Destination
 
 FLOATS = frozenset(
@@ -57,10 +58,11 @@ def destination(tensor: torch.Tensor, committed: str) -> "Destination | Converti
 class Converting:
     """As `leaves.Destination`, for bytes of another dtype: they become the tensor's as they are handed over, chunk by chunk."""
 
-    __slots__ = ("_dtype", "nbytes", "tensor")
+    __slots__ = ("_dtype", "_stream", "nbytes", "tensor")
 
     def __init__(self, tensor: torch.Tensor, committed: str) -> None:
         self.tensor = tensor
+        self._stream = current_stream(tensor)
         self._dtype = tensors.dtype_of(committed)
         self.nbytes: int = tensor.numel() * self._dtype.itemsize
 
@@ -79,4 +81,5 @@ class Converting:
 
     def write(self, start: int, data: memoryview) -> None:
         """Convert `data`, whole elements, to the tensor's elements from byte `start` of the committed ones on."""
-        tensors.convert_range(self.tensor, self._dtype, start, data)
+        with through(self._stream):
+            tensors.convert_range(self.tensor, self._dtype, start, data)

@@ -1,12 +1,14 @@
-"""How bytes leave a CUDA device: on a stream beside training's, behind what training had launched, into memory that is pinned for it.
+"""How bytes leave a CUDA device and come back, in order with what its user launches.
 
-The copy of a piece waits on its thread, without the GIL, until the piece has arrived; several threads keep the device's copy engine busy.
-Only states with tensors on such a device come here.
+What the caller waits for, a commit or a restore, goes through the stream that was current in the call, whatever thread copies: behind what
+was launched before, ahead of what is launched next. What is staged goes through a stream beside training's, behind what training had
+launched by the call, into memory that is pinned for it. The copy of a piece waits on its thread, without the GIL, until the piece has
+arrived; several threads keep the device's copy engine busy.
 """
 
 import logging
 from collections.abc import Iterable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import cache
 from typing import Any
 from weakref import finalize
@@ -16,6 +18,27 @@ import torch
 from ckptstore.state.arenas import Arena
 
 logger = logging.getLogger("ckptstore")
+
+AWAY = frozenset(["cuda"])
+"""Kinds of devices whose bytes arrive by themselves, while the processor hashes others."""
+
+_PORTABLE = 1
+"""`cudaHostRegisterPortable`: pinned for every device, not only the current one."""
+
+
+def is_away(tensor: torch.Tensor) -> bool:
+    """Whether the tensor's bytes take a way on which the processor is free."""
+    return tensor.device.type in AWAY
+
+
+def current_stream(tensor: torch.Tensor) -> Any:
+    """The stream that the calling thread launches on where the tensor lies; None for one in this host's memory."""
+    return torch.cuda.current_stream(tensor.device) if tensor.is_cuda else None
+
+
+def through(stream: Any) -> AbstractContextManager[Any]:
+    """Within it, copies go through `stream`. Each thread has a current stream of its own, which may be another than the caller's."""
+    return nullcontext() if stream is None else torch.cuda.stream(stream)
 
 
 def devices_of(tensors: Iterable[torch.Tensor]) -> frozenset[torch.device]:
@@ -46,9 +69,12 @@ def _pin(arena: Arena) -> None:
     if arena.pinned:
         return
     cudart: Any = torch.cuda.cudart()
-    error = int(cudart.cudaHostRegister(arena.address, arena.nbytes, 0))
+    error = int(cudart.cudaHostRegister(arena.address, arena.nbytes, _PORTABLE))
     arena.pinned = True  # or not to be asked again
     if error:
+        # CUDA reports it once more, to whoever launches a kernel next: that must not be training.
+        with suppress(RuntimeError):
+            torch.ones(1, device="cuda")
         logger.warning(
             "%d bytes of staging memory could not be pinned (CUDA error %d): copies from the device are slower", arena.nbytes, error
         )

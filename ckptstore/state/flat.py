@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple, Protocol, TypeAlias
 
+from ckptstore.core import dtypes
 from ckptstore.core.model import Box, Schema, Shape
 
 
@@ -41,13 +42,19 @@ class Mesh(NamedTuple):
     ranks: tuple[int, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class HeldLeaf:
-    """A leaf of which this rank holds boxes, none perhaps: the leaf's global shape is in the schema. Sources are of one box each; `origin`
-    is the distributed tensor itself."""
+class Holding(NamedTuple):
+    """How a rank holds a leaf: which boxes of it, none perhaps. Leaves that are placed alike mostly have one and the same."""
 
     mesh: Mesh | None
     placements: tuple[str, ...]
+    boxes: tuple[Box, ...]
+
+
+class HeldLeaf(NamedTuple):
+    """A leaf of which this rank holds boxes: the leaf's global shape is in the schema. Sources are of one box each, in the order of the
+    holding's; `origin` is the distributed tensor itself."""
+
+    holding: Holding
     parts: tuple[tuple[Box, Source], ...]
     origin: Any = None
 
@@ -69,3 +76,9 @@ class Flat:
     leaves: list[Source]
     held: Mapping[int, HeldLeaf] = field(default_factory=dict)
     marks: Mapping[int, Mark] = field(default_factory=dict)
+
+    @property
+    def nbytes(self) -> int:
+        """Raw bytes of all leaves, of those that ranks divide all of it."""
+        divided = sum(dtypes.nbytes_of(self.schema.dtypes[i], self.schema.shapes[i]) for i in self.held if self.schema.aliases[i] < 0)
+        return divided + sum(source.nbytes for i, source in enumerate(self.leaves) if i not in self.held)

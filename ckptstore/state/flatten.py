@@ -35,11 +35,19 @@ def flatten(app_state: Mapping[str, Any], *, allow_pickle: bool = False, ranks: 
     Raises `InvalidInput`, naming the path and the way out, for what cannot be stored. With `allow_pickle`, objects of unknown types are
     pickled and marked as such. With `ranks`, a distributed tensor is one leaf, of which this rank holds boxes.
     """
+    check_app_state(app_state)
+    names = ParameterNames(app_state)
+    return {key: _Tree(names, allow_pickle, ranks).flatten(key, value) for key, value in app_state.items()}
+
+
+def check_app_state(app_state: object) -> None:
+    """Raise `InvalidInput` for what is no mapping of names to objects."""
+    if not isinstance(app_state, Mapping):
+        kind = type(app_state).__name__
+        raise InvalidInput(f'the application state is a {kind}; wanted a dict of names to objects, such as {{"model": model}}')
     for key in app_state:
         if not isinstance(key, str):
             raise InvalidInput(f"the application state has the key {key!r}; its keys must be strings")
-    names = ParameterNames(app_state)
-    return {key: _Tree(names, allow_pickle, ranks).flatten(key, value) for key, value in app_state.items()}
 
 
 def state_of(value: Any) -> Any:
@@ -147,10 +155,10 @@ class _Tree:
             raise InvalidInput(f"{path}: {error}") from error
         number = len(self._paths)
         # Boxes without elements are none, so that every address is one.
-        memory = tuple((box, part.data_ptr(), part.stride()) for box, part in held.parts)
-        first = self._by_memory.setdefault((memory, held.shape, held.dtype), number) if memory else number
-        parts = tuple((box, TensorSource(part)) for box, part in held.parts)
-        self._held[number] = HeldLeaf(held.mesh, held.placements, parts, tensor)
+        memory = tuple([(part.data_ptr(), part.stride()) for _, part in held.parts])
+        first = self._by_memory.setdefault((memory, held.holding.boxes, held.shape, held.dtype), number) if memory else number
+        parts = tuple([(box, TensorSource(part)) for box, part in held.parts])
+        self._held[number] = HeldLeaf(held.holding, parts, tensor)
         return self._leaf(path, "tensor", NOTHING, DTYPE_NAMES[held.dtype], held.shape, first if first != number else -1)
 
     def _same_values(self, leaf: int, tensor: torch.Tensor) -> bool:

@@ -4,16 +4,19 @@ import torch
 
 from ckptstore.core.model import Box
 from ckptstore.state import tensors
+from ckptstore.state.devices import current_stream, through
 
 
 class TensorSource:
-    """The raw bytes of a strided tensor on any device. Keeps the tensor alive; threads may stage side by side."""
+    """The raw bytes of a strided tensor on any device, as of what the thread that makes this has launched there. Keeps the tensor alive;
+    threads may stage side by side."""
 
-    __slots__ = ("nbytes", "tensor", "width")
+    __slots__ = ("nbytes", "stream", "tensor", "width")
     known_ids: bytes | None = None
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self.tensor = tensor
+        self.stream = current_stream(tensor)
         self.nbytes: int = tensor.nbytes
         self.width: int = tensor.itemsize
 
@@ -28,7 +31,8 @@ class TensorSource:
 
     def stage(self, start: int, stop: int, out: memoryview) -> None:
         """Copy the bytes `start:stop` to `out`."""
-        tensors.read_range(self.tensor, start, stop, out)
+        with through(self.stream):
+            tensors.read_range(self.tensor, start, stop, out)
 
 
 class KnownSource(TensorSource):
@@ -66,13 +70,15 @@ NOTHING = BytesSource(b"")
 class Destination:
     """Where the raw bytes of one leaf land: a strided tensor on any device whose elements have memory of their own.
 
-    Either `memory` is filled, or every byte is handed to `write`, in any order and from any thread.
+    Either `memory` is filled, or every byte is handed to `write`, in any order and from any thread. On a device it lands ahead of what the
+    thread that makes this launches next, and behind what it launched before.
     """
 
-    __slots__ = ("nbytes", "tensor")
+    __slots__ = ("nbytes", "stream", "tensor")
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self.tensor = tensor
+        self.stream = current_stream(tensor)
         self.nbytes: int = tensor.nbytes
 
     def memory(self) -> memoryview | None:
@@ -81,7 +87,8 @@ class Destination:
 
     def write(self, start: int, data: memoryview) -> None:
         """Land `data`, whole elements, at byte `start`."""
-        tensors.write_range(self.tensor, start, data)
+        with through(self.stream):
+            tensors.write_range(self.tensor, start, data)
 
     @property
     def parts(self) -> tuple[tuple[Box | None, "Destination"], ...]:

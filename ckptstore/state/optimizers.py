@@ -5,6 +5,7 @@ may be copied until the step begins.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import cached_property
 from itertools import chain
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -26,10 +27,7 @@ class StepHooks:
     """
 
     def __init__(self, hold: Callable[[], object]) -> None:
-        def before(optimizer: Optimizer, *args: Any) -> None:
-            hold()
-
-        self._before = torch.compiler.disable(before)  # a compiled step breaks its graph here instead of tracing threads
+        self._hold = hold
         self._steps: RemovableHandle | None = None
         self._loads: WeakKeyDictionary[Optimizer, RemovableHandle] = WeakKeyDictionary()
 
@@ -39,6 +37,16 @@ class StepHooks:
         for optimizer in optimizers:
             if optimizer not in self._loads:
                 self._loads[optimizer] = optimizer.register_load_state_dict_pre_hook(self._before)
+
+    @cached_property
+    def _before(self) -> Callable[..., None]:
+        """A compiled step breaks its graph here instead of tracing threads. To say so imports torch's compiler, a second and a half."""
+
+        def before(optimizer: Optimizer, *args: Any) -> None:
+            self._hold()
+
+        disabled: Callable[..., None] = torch.compiler.disable(before)
+        return disabled
 
     def remove(self) -> None:
         for handle in (self._steps, *self._loads.values()):

@@ -8,13 +8,16 @@ fit is *borrowed*: those leaves, the first of the state, stay where they are, an
 import ctypes
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from types import MappingProxyType
 from typing import Protocol, TypeAlias, TypeVar
 
 from ckptstore.core.model import INLINE_BYTES
+from ckptstore.objects.pack import align
 from ckptstore.state import tensors
 from ckptstore.state.arenas import Arena, ArenaSource, PartSource, Place
-from ckptstore.state.devices import beside_training, devices_of, prepare
+from ckptstore.state.arrivals import Arrivals
+from ckptstore.state.devices import beside_training, devices_of, is_away, prepare
 from ckptstore.state.flat import Flat, Source
 from ckptstore.state.leaves import BytesSource, TensorSource
 
@@ -24,8 +27,6 @@ PIECE_BYTES = 8 << 20
 """What a thread copies at a time; a multiple of every element's width."""
 
 TASK_COPIES = 256
-
-_ALIGNMENT = 64
 
 NOTHING_LOOKED_UP: Mapping[int, "LookedUp"] = MappingProxyType({})
 
@@ -97,6 +98,11 @@ def paths_of(flats: Mapping[str, Flat]) -> list[str]:
     return [path for flat in flats.values() for path in (*flat.schema.paths, *(flat.schema.paths[n] for n, _ in _held_in(flat)))]
 
 
+def leaves_away(sources: Sequence[Source]) -> frozenset[int]:
+    """The numbers of those that lie on a device, whose bytes may be hashed while others are on their way from there."""
+    return frozenset(n for n, source in enumerate(sources) if isinstance(source, TensorSource) and is_away(source.tensor))
+
+
 def with_leaves(flats: Mapping[str, Flat], sources: Sequence[Source]) -> dict[str, Flat]:
     """The same keys with other sources, numbered in the same way."""
     numbered = iter(sources)
@@ -109,7 +115,7 @@ def _held_in(flat: Flat) -> Iterator[tuple[int, Source]]:
 
 def _with(flat: Flat, numbered: Iterator[Source]) -> Flat:
     leaves = [next(numbered) for _ in flat.leaves]
-    held = {n: replace(each, parts=tuple((box, next(numbered)) for box, _ in each.parts)) for n, each in flat.held.items()}
+    held = {n: each._replace(parts=tuple((box, next(numbered)) for box, _ in each.parts)) for n, each in flat.held.items()}
     return replace(flat, leaves=leaves, held=held)
 
 
@@ -130,7 +136,7 @@ def plan_staging(
     offsets: dict[int, int] = {}
     parts: dict[int, tuple[Place, ...]] = {}
     copies: list[Copy] = []
-    later: list[Copy] = []
+    later: list[Iterable[Copy]] = []
     borrowed: list[int] = []
     end = 0
     for group in sorted(_groups(large), key=lambda group: max(group.leaves), reverse=True):
@@ -142,10 +148,14 @@ def plan_staging(
             if n in looked_up:
                 parts[n] = tuple(_within(places, at, at + large[n].nbytes))
             else:
-                offsets[n] = end + at
-        (later if group.leaves.keys() <= lazy else copies).extend(group.copies(large, places))
+                offsets[n] = places[0].offset + at
+        if group.leaves.keys() <= lazy:
+            later.append(group.copies(large, places))
+        else:
+            copies.extend(group.copies(large, places))
         end = stop
-    return StagingPlan(end, offsets, parts, small, tuple(sorted(borrowed)), tuple(_tasks(copies)), tuple(_tasks(later)))
+    in_order = chain.from_iterable(reversed(later))  # the first leaf first: it is the first to be hashed, perhaps meanwhile
+    return StagingPlan(end, offsets, parts, small, tuple(sorted(borrowed)), tuple(_tasks(copies)), tuple(_tasks(in_order)))
 
 
 def stage(
@@ -154,9 +164,10 @@ def stage(
     arena: Arena | None,
     spread: Spread,
     looked_up: Mapping[int, LookedUp] = NOTHING_LOOKED_UP,
+    arrivals: Arrivals | None = None,
 ) -> dict[str, Flat]:
     """Carry out `plan` but for what may be copied later: the same keys with sources that do not change any more once that is copied, too,
-    and what is borrowed given back."""
+    and what is borrowed given back. Who reads what is copied later waits for its arrival."""
     sources = leaves_of(flats)
     for n in plan.small:
         sources[n] = _bytes_of(sources[n])
@@ -164,7 +175,7 @@ def stage(
         prepare(devices_of(source.tensor for source in sources if isinstance(source, TensorSource)), arena)
         spread(lambda task: copy_task(task, arena), plan.tasks)
         for n, offset in plan.offsets.items():
-            sources[n] = ArenaSource(arena.memory, offset, sources[n].nbytes, sources[n].width)
+            sources[n] = ArenaSource(arena.memory, offset, sources[n].nbytes, sources[n].width, arrivals)
         for n, places in plan.parts.items():
             sources[n] = PartSource(arena.memory, places, looked_up[n].ids, sources[n].nbytes, sources[n].width)
     return with_leaves(flats, sources)
@@ -207,11 +218,13 @@ def merged(spans: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
 
 
 def _places(spans: Sequence[tuple[int, int]], end: int) -> tuple[list[Place], int]:
-    """`spans` one behind the other from `end` on, and where they end."""
+    """`spans` one behind the other from `end` on, aligned as in a pack, so that they can go to the disk from where they lie; and where
+    they end."""
     places = []
     for start, stop in spans:
-        places.append(Place(start, stop, end))
-        end += -(-(stop - start) // _ALIGNMENT) * _ALIGNMENT
+        offset = align(end, stop - start)
+        places.append(Place(start, stop, offset))
+        end = offset + stop - start
     return places, end
 
 
@@ -240,7 +253,7 @@ def _groups(sources: Mapping[int, TensorSource]) -> Iterator[_Group]:
         yield _Group(start, stop - start, leaves)
 
 
-def _tasks(copies: Sequence[Copy]) -> Iterator[tuple[Copy, ...]]:
+def _tasks(copies: Iterable[Copy]) -> Iterator[tuple[Copy, ...]]:
     """Copies, several small ones together: a hand-over costs more than a few kilobytes."""
     task: list[Copy] = []
     size = 0
@@ -260,8 +273,9 @@ def copy_task(task: Sequence[Copy], arena: Arena) -> None:
         if isinstance(copy, Move):
             ctypes.memmove(arena.address + copy.offset, copy.address, copy.nbytes)  # without the GIL
         else:
-            with beside_training(copy.source.tensor.device):
-                copy.source.stage(copy.start, copy.stop, arena.memory[copy.offset : copy.offset + copy.nbytes])
+            tensor = copy.source.tensor
+            with beside_training(tensor.device):
+                tensors.read_range(tensor, copy.start, copy.stop, arena.memory[copy.offset : copy.offset + copy.nbytes])
 
 
 def _bytes_of(source: Source) -> BytesSource:

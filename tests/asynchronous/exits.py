@@ -1,6 +1,7 @@
-"""Ways in which a script ends with a commit in flight. Run with a folder and the names of ways: prints how each ended.
+"""Ways in which a script ends with a commit in flight. Run with a folder and the names of ways, `KIND: WAY`: prints how each ended.
 
-Each way is a fork of this script that imports nothing more and then ends as any interpreter ends.
+Each way is a fork of this script that imports nothing more and then ends as any interpreter ends. The kind says who makes the commit: a
+`thread`, a `process`, or a thread while the state is still being copied (`lazy`).
 """
 
 import os
@@ -16,31 +17,42 @@ from ckptstore.engine import background
 from ckptstore.index import catalog, chunks
 from ckptstore.objects import store as objects
 
-IMPORTED = (ckptstore.open, catalog, chunks, objects)
-"""Once, before the forks."""
+IMPORTED = (ckptstore.open, catalog, chunks, objects, torch.compiler.disable(len), torch.optim.SGD([torch.zeros(1)]).state_dict())
+"""Once, before the forks: optimizers import torch's compiler."""
 
 SLOW_S = 0.6
 
+WAITS_AT = {"thread": "hashed", "process": "hashed", "lazy": "staged"}
+"""The milestone at which each kind of commit is in flight when the script ends."""
+
+_kind = "thread"
+
 
 def _slowly(progress: ckptstore.CommitProgress) -> None:
-    """A disk that takes its time."""
-    if progress.milestone == "hashed":
+    """A disk that takes its time, and so does what copies lazily."""
+    if progress.milestone == WAITS_AT[_kind]:
         time.sleep(SLOW_S)
 
 
 def _interrupting(progress: ckptstore.CommitProgress) -> None:
-    if progress.milestone == "hashed":
+    if progress.milestone == WAITS_AT[_kind]:
         os.kill(os.getpid(), signal.SIGINT)
         time.sleep(SLOW_S)
 
 
-def _live(way: str, place: Path) -> None:
-    background.NOTICE_S = 0.2
-    state = {"t": torch.arange(100_000)}
-    store = ckptstore.open(place, threads=1)
+def _live(kind: str, way: str, place: Path) -> None:
+    global _kind
+    _kind, background.NOTICE_S = kind, 0.2
+    model = torch.nn.Linear(300, 300)
+    store = ckptstore.open(place, threads=1, executor="process" if kind == "process" else "thread")
     if way == "a failure":
         Path(store.url, "sessions").touch()
-    store.commit_async(state, step=1, on_progress=_interrupting if way == "Ctrl-C" else _slowly)
+    store.commit_async(
+        {"model": model, "optimizer": torch.optim.SGD(model.parameters())},
+        step=1,
+        staging="lazy" if kind == "lazy" else "eager",
+        on_progress=_interrupting if way == "Ctrl-C" else _slowly,
+    )
     if way == "an exception":
         raise ZeroDivisionError("in the training loop")
     if way == "sys.exit":
@@ -67,4 +79,4 @@ def _main() -> str:
 if __name__ == "__main__":
     way = _main()
     if way:
-        _live(way, Path(sys.argv[1], way))
+        _live(*way.split(": "), Path(sys.argv[1], way))

@@ -7,6 +7,7 @@ import shutil
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -15,7 +16,9 @@ import ckptstore
 from ckptstore import Busy, Cancelled, InvalidInput, Unavailable
 from ckptstore.engine import background
 from ckptstore.engine.transfer import ASIDE_NICE, Threads
+from ckptstore.objects.growing import BLOCK_BYTES, DIRECT_FROM
 from tests.asynchronous.states import Gate, held_commit
+from tests.objects.test_growing import cached, takes_direct_writes
 
 MIB = 1 << 20
 
@@ -225,9 +228,32 @@ def test_who_works_behind_the_callers_back_steps_aside(store: ckptstore.Store) -
     pending.wait()
     assert {milestone: seen[milestone] for milestone in ("staged", "hashed", "durable")} == {"staged": own, "hashed": low, "durable": low}
     assert priority() == own
-    pool = Threads(1, aside=True)
+    pool, started_by_it = Threads(1, aside=True), Threads(1, aside=True)
     assert pool.submit(priority).result() == low
+    assert pool.submit(lambda: started_by_it.submit(priority)).result().result() == low
+    started_by_it.close()
     pool.close()
+
+
+@pytest.mark.parametrize(
+    ("executor", "direct_io", "in_cache"),
+    [("thread", None, [True, False]), ("process", None, [True, False]), ("thread", True, [False, False]), ("process", False, [True, True])],
+)
+def test_what_is_committed_in_the_background_leaves_the_page_cache_alone(
+    tmp_path: Path, executor: Any, direct_io: bool | None, in_cache: list[bool]
+) -> None:
+    (tmp_path / "file").touch()
+    if not takes_direct_writes(tmp_path / "file"):
+        pytest.skip("the filesystem of the temporary directory refuses O_DIRECT")
+    found, seen = [], set()
+    with ckptstore.open(tmp_path / "store", threads=1, executor=executor, direct_io=direct_io) as store:
+        for commit in (store.commit, lambda state: store.commit_async(state).wait()):
+            snapshot = commit({"t": torch.randint(1 << 62, (DIRECT_FROM // 4,))})
+            (pack,) = {pack for pack in Path(store.url, "packs").glob("*/*") if pack.stat().st_size > DIRECT_FROM} - seen
+            seen.add(pack)
+            found.append(cached(pack, DIRECT_FROM + BLOCK_BYTES))
+            snapshot.verify()
+    assert found == in_cache
 
 
 def test_without_threads_the_caller_makes_the_commit(store: ckptstore.Store, monkeypatch: pytest.MonkeyPatch) -> None:

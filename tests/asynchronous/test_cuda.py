@@ -63,3 +63,40 @@ def test_a_restore_lands_on_the_device(tmp_path: Path) -> None:
             tensor.zero_()
         store.checkout().restore(state)
         assert all(torch.equal(state[name], wanted[name]) for name in wanted)
+
+
+@needs_cuda
+@pytest.mark.parametrize("how", ["commit", "eager", "lazy"])
+def test_who_launches_on_another_stream_commits_and_restores_in_order_with_it(tmp_path: Path, how: str) -> None:
+    """The threads that copy have streams of their own: theirs would neither wait for the caller's nor be waited for."""
+    tensor, factor = torch.zeros(8_000_000, device="cuda"), torch.randn(4096, 4096, device="cuda")
+    torch.cuda.synchronize()
+    with ckptstore.open(tmp_path / "store") as store, torch.cuda.stream(torch.cuda.Stream()):
+        for _ in range(50):
+            factor @ factor  # so that what follows is launched long before it is done
+        tensor.add_(1)
+        if how == "commit":
+            snapshot = store.commit({"t": tensor})
+        else:
+            pending = store.commit_async({"t": tensor}, staging=how)  # type: ignore[arg-type]  # one of the two
+            tensor.add_(1)
+            snapshot = pending.wait()
+        assert torch.equal(snapshot.read("t"), torch.ones(8_000_000))
+        tensor.zero_()
+        snapshot.restore({"t": tensor})
+        assert int(tensor.sum()) == 8_000_000
+
+
+@needs_cuda
+def test_memory_that_cannot_be_pinned_is_slower_and_no_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    original = torch.cuda.cudart()
+
+    class Refusing:
+        cudaHostRegister = staticmethod(lambda address, nbytes, flags: original.cudaHostRegister(0, nbytes, flags))
+
+    monkeypatch.setattr(torch.cuda, "cudart", Refusing)
+    tensor = torch.ones(5_000_000, device="cuda")
+    with ckptstore.open(tmp_path / "store") as store:
+        pending = store.commit_async({"t": tensor})
+        tensor.add_(1)
+        assert torch.equal(pending.wait().read("t"), torch.ones(5_000_000))

@@ -9,8 +9,12 @@ import pytest
 import ckptstore
 from tests.faults.nursery import ROOT
 
-WAYS = {"the end": 0, "an exception": 1, "sys.exit": 3, "Ctrl-C": -2, "a failure": 0}
+CODES = {"the end": 0, "an exception": 1, "Ctrl-C": -2}
 """Ways to end, and the exit code of each."""
+
+FAILURE = "thread: a failure"
+KINDS = ("thread", "process", "lazy")
+WAYS = {f"{kind}: {way}": code for kind in KINDS for way, code in CODES.items()} | {"thread: sys.exit": 3, FAILURE: 0}
 
 
 @pytest.fixture(scope="module")
@@ -21,13 +25,13 @@ def ended(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, int
         cwd=ROOT,
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=240,
         check=True,
     )
     return folder, {way: int(code) for way, code in (line.split("\t") for line in done.stdout.splitlines())}
 
 
-@pytest.mark.parametrize("way", [way for way in WAYS if way != "a failure"])
+@pytest.mark.parametrize("way", [way for way in WAYS if way != FAILURE])
 def test_an_exit_waits_for_the_commit_in_flight_and_says_so(ended: tuple[Path, dict[str, int]], way: str) -> None:
     folder, codes = ended
     said = Path(folder, f"{way}.err").read_text()
@@ -39,6 +43,6 @@ def test_an_exit_waits_for_the_commit_in_flight_and_says_so(ended: tuple[Path, d
 
 def test_a_failure_that_nobody_saw_is_told_at_the_end(ended: tuple[Path, dict[str, int]]) -> None:
     folder, codes = ended
-    said = Path(folder, "a failure.err").read_text()
-    assert codes["a failure"] == WAYS["a failure"], said
+    said = Path(folder, f"{FAILURE}.err").read_text()
+    assert codes[FAILURE] == WAYS[FAILURE], said
     assert "was not made" in said and "sessions" in said

@@ -1,6 +1,7 @@
 """What an asynchronous commit takes of memory: its staging pool, and nothing that stays."""
 
 import gc
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from weakref import ref
@@ -20,6 +21,53 @@ def resident_bytes() -> int:
     """Memory that is this process's own; pages of files, such as the chunk index, are the page cache's."""
     status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
     return sum(int(status[kind].split()[0]) << 10 for kind in ("RssAnon", "RssShmem"))
+
+
+TENSORS, TENSOR_BYTES = 6, 8 * MIB
+STATE_BYTES = TENSORS * TENSOR_BYTES
+
+
+def peak_of(act: Callable[[], object]) -> int:
+    """By how much this process's memory grew at most while `act` ran."""
+    status = Path("/proc/self/status")
+
+    def kib(field: str) -> int:
+        return next(int(line.split()[1]) for line in status.read_text().splitlines() if line.startswith(field))
+
+    gc.collect()
+    Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew (proc(5))
+    before = kib("VmRSS")
+    act()
+    return (kib("VmHWM") - before) << 10
+
+
+@pytest.mark.parametrize(
+    ("options", "how", "changed", "limit"),
+    [
+        ({}, {}, TENSORS, STATE_BYTES),
+        ({"executor": "process"}, {}, TENSORS, STATE_BYTES),
+        ({"staging_bytes": 2 * TENSOR_BYTES}, {}, TENSORS, 2 * TENSOR_BYTES),
+        ({}, {"staging": "lazy"}, TENSORS, STATE_BYTES),
+        ({}, {"dedup_first": True}, 1, TENSOR_BYTES),
+        ({"executor": "process"}, {"dedup_first": True}, 1, TENSOR_BYTES),
+        ({}, {"trust_version": True}, 0, 0),
+    ],
+    ids=str,
+)
+def test_a_commit_takes_no_more_memory_than_what_it_must_copy(
+    tmp_path: Path, options: dict[str, Any], how: dict[str, Any], changed: int, limit: int
+) -> None:
+    model = torch.nn.ParameterList(torch.rand(TENSOR_BYTES // 4) for _ in range(TENSORS)).requires_grad_(False)
+    state = {"model": model} if "trust_version" in how else {"model": model, "optimizer": torch.optim.SGD(model)}
+    with ckptstore.open(tmp_path / "store", **options) as store:
+        store.commit_async({"small": torch.arange(1000)}).wait()  # what is imported, and the worker
+        store.commit_async(state, trust_version="trust_version" in how).wait()
+        store._async.pool._free.clear()  # what staging takes is to be seen again
+        for parameter in model[:changed]:
+            parameter.uniform_()
+        grown = peak_of(lambda: store.commit_async(state, **how).wait())
+    print(f"{options} {how}: {grown / MIB:.1f} MiB more, at most {limit / MIB:.0f} wanted")
+    assert grown <= limit + SLACK_BYTES
 
 
 def test_nothing_of_a_commit_lives_on_once_two_more_were_made(tmp_path: Path) -> None:

@@ -34,6 +34,14 @@ def test_neighbours_in_memory_are_two_leaves() -> None:
     assert len(set(plan.offsets.values())) == 2 and plan.nbytes >= base.nbytes
 
 
+def test_large_leaves_lie_as_in_packs_so_that_the_disk_takes_them_from_there() -> None:
+    sizes = [100_001, 5_000, 65_536, 70_000, 64]
+    plan = plan_staging(sources([torch.zeros(size, dtype=torch.uint8) for size in sizes]), PLENTY)
+    assert [plan.offsets[n] % (4096 if size >= 65_536 else 64) for n, size in enumerate(sizes) if n in plan.offsets] == [0] * 4
+    arena = ArenaPool(PLENTY).take(plan.nbytes)
+    assert arena and arena.address % 4096 == 0
+
+
 def test_what_does_not_fit_is_borrowed_from_the_first_leaf_on() -> None:
     tensors = [torch.zeros(MIB, dtype=torch.uint8) for _ in range(5)]
     plan = plan_staging(sources(tensors), 2 * MIB)
