@@ -106,8 +106,8 @@ class StoreTransport(CheckpointTransport[T]):  # type: ignore[misc]  # mypy does
         deadline = Deadline(timeout.total_seconds(), f"the state of step {step} could not be served")
         with self._sending:
             self._withdraw(deadline.left())
-            objects = self._store.chunks() if self._store else None
-            offer = make_offer(state_dict, step, chunk_bytes=self._chunk_bytes, pool=self._pool, threads=self._threads, objects=objects)
+            guard = self._store.guard("serve") if self._store else None
+            offer = make_offer(state_dict, step, chunk_bytes=self._chunk_bytes, pool=self._pool, threads=self._threads, guard=guard)
             self.staged_bytes = offer.staged_bytes
             self._board.post(offer)
 
@@ -142,9 +142,14 @@ class StoreTransport(CheckpointTransport[T]):  # type: ignore[misc]  # mypy does
         self._server.close(wait=wait)
         self._left = {}
         if wait:
-            with self._sending:
-                self._withdraw(0)
-            self._threads.close()
+            self._let_go()
+        else:
+            threading.Thread(target=self._let_go, name="ckptstore-transport-end", daemon=True).start()
+
+    def _let_go(self) -> None:
+        with self._sending:
+            self._withdraw(0)
+        self._threads.close()
 
     def _withdraw(self, timeout_s: float) -> None:
         if late := self._board.withdraw(timeout_s):

@@ -157,6 +157,18 @@ def test_a_chunk_counts_wherever_the_live_state_has_it(start: Start) -> None:
     assert receiver.received is not None and receiver.received.fetched_chunks == METADATA_CHUNKS
 
 
+def test_chunks_that_changed_places_are_not_asked_for(start: Start) -> None:
+    a, b, c = torch.randn(700, 1000), torch.randn(700, 1000), torch.randn(700, 1000)
+    live = {"x": b.clone(), "y": a.clone(), "other size": c.clone(), "z": torch.zeros(350_000, dtype=torch.complex64)}
+    state = {"x": a, "y": b, "other size": torch.randn(10, 1000), "z": c}
+    before = copy_of(live)
+    sender, receiver = start(), start(state_dict=lambda: live)
+    sender.send_checkpoint([1], 1, state, SOON)
+    assert_same(receive(receiver, sender), state)
+    assert receiver.received is not None and receiver.received.fetched_chunks == 1 + METADATA_CHUNKS
+    assert_same(live, before)
+
+
 def test_in_place_the_live_tensors_take_what_came_and_keep_what_they_had(start: Start) -> None:
     state = state_of(12)
     live = copy_of(state)

@@ -1,4 +1,4 @@
-"""A store to import into."""
+"""A store to import into, or a place for one."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -7,6 +7,12 @@ import pytest
 
 import ckptstore
 from ckptstore.store import Store
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Path:
+    """Where a store may be made."""
+    return tmp_path / "store"
 
 
 @pytest.fixture

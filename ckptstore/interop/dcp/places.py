@@ -57,6 +57,23 @@ class StorePlace:
             store.close()
 
 
+class AtPlace:
+    """What `StoreWriter` and `StoreReader` say alike of where a checkpoint is."""
+
+    _place: StorePlace
+    _checkpoint_id: CheckpointId | None = None
+
+    @property
+    def checkpoint_id(self) -> CheckpointId:
+        """What the next save or load was told to be of; the store's place where nobody said."""
+        return self._checkpoint_id if self._checkpoint_id is not None else str(self._place)
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: CheckpointId) -> bool:
+        """Whether `checkpoint_id` can name a commit."""
+        return can_name(checkpoint_id)
+
+
 @dataclass(frozen=True, slots=True)
 class Name:
     """What a save is to be called: a tag, a step or a pointer file; nothing of these perhaps."""

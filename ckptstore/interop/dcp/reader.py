@@ -32,7 +32,7 @@ from ckptstore.engine.naming import AnyRef
 from ckptstore.errors import Conflict, InvalidInput, NotFound
 from ckptstore.interop.dcp.names import DCP_VERSION, Marks, Named, named
 from ckptstore.interop.dcp.objects import dumped, marks_of, objects_of
-from ckptstore.interop.dcp.places import CheckpointId, StorePlace, can_name, of_rank, ref_of_rank
+from ckptstore.interop.dcp.places import AtPlace, CheckpointId, StorePlace, of_rank, ref_of_rank
 from ckptstore.snapshot import Snapshot
 from ckptstore.state import conversion, tensors
 from ckptstore.store import Store
@@ -43,7 +43,7 @@ BATCH_BYTES = 256 * MIB
 """So much is read at a time into tensors that a planner makes for the purpose."""
 
 
-class StoreReader(StorageReader):
+class StoreReader(AtPlace, StorageReader):
     """Loads from a store: `dcp.load(state_dict, storage_reader=StoreReader("checkpoints", "latest"))`.
 
     `store` is an open store, or a place as for `ckptstore.open` (`run`, `storage_options` and `index` are its options). `ref` is what
@@ -70,22 +70,11 @@ class StoreReader(StorageReader):
         self._place = StorePlace(store, run=run, storage_options=storage_options, index=index)
         self._first_ref = self._ref = ref
         self._key, self._cast, self._allow_pickle = key, cast, allow_pickle
-        self._checkpoint_id: CheckpointId | None = None
         self._load_id = ""
         self._snapshot: Snapshot | None = None
         self._marks = Marks()
         self._items: dict[str, Named] = {}
         self.reset()
-
-    @property
-    def checkpoint_id(self) -> CheckpointId:
-        """What the next load was told to read; the store's place where nobody said."""
-        return self._checkpoint_id if self._checkpoint_id is not None else str(self._place)
-
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: CheckpointId) -> bool:
-        """Whether `checkpoint_id` can name a commit."""
-        return can_name(checkpoint_id)
 
     def reset(self, checkpoint_id: CheckpointId | None = None) -> None:
         """Forget what was read; the next load is of `checkpoint_id`, or of what this reader was made for."""

@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+import torch.distributed as dist
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
@@ -23,7 +24,7 @@ from ckptstore.history.sessions import Session
 from ckptstore.interop.dcp.items import decode_message, messages_of, parts_of, resolve
 from ckptstore.interop.dcp.meeting import assign, session_of
 from ckptstore.interop.dcp.names import DCP_VERSION, FLAT_KEY
-from ckptstore.interop.dcp.places import CheckpointId, Name, StorePlace, can_name, name_of, name_of_rank, of_rank
+from ckptstore.interop.dcp.places import AtPlace, CheckpointId, Name, StorePlace, name_of, name_of_rank, of_rank
 from ckptstore.interop.dcp.trees import plant
 from ckptstore.objects.pointers import Pointer, is_pointer, write_pointer
 from ckptstore.store import Store
@@ -31,7 +32,7 @@ from ckptstore.store import Store
 __all__ = ["StoreWriter"]
 
 
-class StoreWriter(StorageWriter):
+class StoreWriter(AtPlace, StorageWriter):
     """Saves to a store: `dcp.save(state_dict, storage_writer=StoreWriter("checkpoints", step=100))`.
 
     `store` is an open store, or a place as for `ckptstore.open`, which is then opened for each save (`run`, `storage_options` and `index`
@@ -63,7 +64,6 @@ class StoreWriter(StorageWriter):
         self._step, self._metrics, self._message = step, metrics, message
         self._tags = ((tag,) if isinstance(tag, str) else tuple(tag)) if tag else ()
         self._key, self._allow_pickle = key, allow_pickle
-        self._checkpoint_id: CheckpointId | None = None
         self._name = Name()
         self._rank, self._alone = 0, False
         self._started = 0.0
@@ -72,16 +72,6 @@ class StoreWriter(StorageWriter):
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_session": None}
-
-    @property
-    def checkpoint_id(self) -> CheckpointId:
-        """What the next save is called; the store's place where nobody said."""
-        return self._checkpoint_id if self._checkpoint_id is not None else str(self._place)
-
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: CheckpointId) -> bool:
-        """Whether `checkpoint_id` can name a commit."""
-        return can_name(checkpoint_id)
 
     def reset(self, checkpoint_id: CheckpointId | None = None) -> None:
         """Forget the last save; the next one is called `checkpoint_id`."""
@@ -97,7 +87,7 @@ class StoreWriter(StorageWriter):
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         self._let_go()
         self._started = time.perf_counter()
-        self._rank = kwargs.get("rank") or 0
+        self._rank = kwargs["rank"] if kwargs.get("rank") is not None else _own_rank()
         self._alone = not kwargs.get("use_collectives", True)
         name = name_of(self._checkpoint_id)
         self._name = name_of_rank(name, self._rank) if self._alone else name
@@ -187,6 +177,11 @@ class StoreWriter(StorageWriter):
         session, self._session = self._session, None
         if session is not None:
             session.abandon()
+
+
+def _own_rank() -> int:
+    """Which of the ranks that write under one session this is: the DCP of torch 2.6 does not say, and packs of one name are one."""
+    return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
 
 
 def _result(item: Any, message: bytes) -> WriteResult:

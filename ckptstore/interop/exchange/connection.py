@@ -17,6 +17,7 @@ from ckptstore.interop.exchange.protocol import (
     HELLO_PATH,
     STEP_HEADER,
     TRANSFER_HEADER,
+    VERIFY_HEADER,
     WAIT_HEADER,
     Address,
     Description,
@@ -112,9 +113,12 @@ class Connection:
             raise PeerFailed(Conflict(f"{self._route.name} describes step {description.step}; wanted {step}"), final=True)
         return description
 
-    def ask_chunks(self, step: int, ids: Sequence[bytes]) -> list[int | None]:
-        """The sizes of chunks, None for those that the peer does not serve; the bytes of the others are to be read next, in order."""
-        head = self._ask("POST", chunks_path(step), {}, b"".join(ids))
+    def ask_chunks(self, step: int, ids: Sequence[bytes], *, verified: bool = False) -> list[int | None]:
+        """The sizes of chunks, None for those that the peer does not serve; the bytes of the others are to be read next, in order.
+
+        With `verified`, the peer is to compare them with their ids before it sends them.
+        """
+        head = self._ask("POST", chunks_path(step), {VERIFY_HEADER: "1"} if verified else {}, b"".join(ids))
         if head.status != 200:
             self._body(head, 0, step)
         sizes = decode_sizes(bytes(self._read(sizes_bytes(len(ids)))))

@@ -40,6 +40,8 @@ class Peers:
         self._open: set[Connection] = set()
         self._idle: dict[Route, list[Connection]] = {route: [] for route in routes}
         self._closed = False
+        # What came damaged, or broke off: the peer's disk may be at fault, which it notices if it is asked to look.
+        self._doubted: set[bytes] = set()
         self._lock = threading.Lock()
 
     def describe(self) -> Description:
@@ -115,6 +117,7 @@ class Peers:
                     with self._connection(self._routes[peer]) as connection:
                         self._receive(work, peer, connection, left)
                 except PeerFailed as failed:
+                    self._doubted.update(each.chunk for each in left[:1])
                     self.traffic.add(retried=len(left))
                     work.struck(peer, failed.error, final=failed.final)
                     work.back(peer, left)
@@ -124,7 +127,8 @@ class Peers:
     def _receive(self, work: Work, peer: int, connection: Connection, left: list[Wanted]) -> None:
         """Receive what is `left` of a batch, which has afterwards what did not come."""
         self.traffic.add(requests=1)
-        sizes = connection.ask_chunks(self._step, [each.chunk for each in left])
+        verified = any(each.chunk in self._doubted for each in left)
+        sizes = connection.ask_chunks(self._step, [each.chunk for each in left], verified=verified)
         asked = list(zip(left, sizes, strict=True))
         left[:] = [each for each, size in asked if size is not None]
         if lacked := [each for each, size in asked if size is None]:
@@ -145,6 +149,7 @@ class Peers:
             else:
                 wrong.append(each)
         if wrong:
+            self._doubted.update(each.chunk for each in wrong)
             self.traffic.add(retried=len(wrong))
             names = ", ".join(each.chunk.hex()[:12] for each in wrong[:4])
             work.struck(peer, Corrupt(f"{len(wrong)} chunks came damaged from a peer, or it is not what it says: {names}"))

@@ -3,7 +3,7 @@
 What is taken from here is hashed where it lands. A chunk that turned out to be another is simply not here.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import pairwise
 from typing import TYPE_CHECKING, TypeAlias
 
@@ -37,10 +37,9 @@ class Holdings:
         self._at: dict[tuple[int, int, int], bytes] = {}
         self._left: Mapping[bytes, memoryview] = {}
 
-    def add_live(self, live: Flat, chunk_bytes: int) -> None:
-        """Hash a live state, cut as the sender cuts its own."""
-        self._live, self._at = {}, {}
-        parts = parts_of(live)
+    def add_live(self, live: Flat, chunk_bytes: int, *, without: Collection[Source] = ()) -> None:
+        """Hash a live state, cut as the sender cuts its own, but for the leaves of `without`."""
+        parts = [part for part in parts_of(live) if part.source not in without]
 
         def index(batch: Sequence[Run]) -> None:
             self._deadline.left()
@@ -61,6 +60,25 @@ class Holdings:
     def add_left(self, left: Mapping[bytes, memoryview]) -> None:
         """Count what an earlier transfer brought."""
         self._left = left
+
+    def land_alike(self, wanted: Sequence[Wanted], alike: Mapping[bytes, tuple[Source, int]]) -> list[Wanted]:
+        """Bring to the memory of chunks what the live state has in their places, by leaf and first byte, and hash it there; what it is not.
+
+        What turned out to be another chunk is known as that: the live state is read once.
+        """
+
+        def bring(batch: Sequence[Wanted]) -> Iterator[Wanted]:
+            for each in batch:
+                assert each.memory is not None
+                source, start = alike[each.chunk]
+                source.stage(start, start + each.nbytes, each.memory)
+                if (found := digest(each.memory)) == each.chunk:
+                    each.land(each.memory)
+                else:
+                    self._live[found] = source, start, start + each.nbytes
+                    yield each
+
+        return self._land(wanted, [each.chunk in alike for each in wanted], bring)
 
     def land(self, wanted: Sequence[Wanted], *, without_live: bool = False) -> list[Wanted]:
         """Bring what is here to where it belongs; what is not. `without_live` if the live state is what is written to."""

@@ -1,19 +1,19 @@
 """A state held still, so that peers can take its chunks while training goes on: what is hashed, what is copied, what need not be.
 
-A chunk that the local store has is served from there, and not copied. All others are copied to one arena, and hashed there: what is served
-is what was hashed, whatever is done to the tensors meanwhile.
+A chunk that the local store has is served from there, and not copied: a session guards it from gc until the offer is closed. All others are
+copied to one arena, and hashed there: what is served is what was hashed, whatever is done to the tensors meanwhile.
 """
 
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
-
-import numpy as np
+from typing import Any
 
 from ckptstore.core.config import RUN_BYTES
 from ckptstore.core.ids import CHUNK_ID_BYTES, digest
 from ckptstore.core.model import INLINE_BYTES, LeafContent
+from ckptstore.engine.look_up import Guard
 from ckptstore.engine.plan import CommitPlan, Extent, Run, plan_chunks
 from ckptstore.engine.transfer import Threads
 from ckptstore.errors import Corrupt, InvalidInput, NotFound, Unavailable
@@ -21,6 +21,7 @@ from ckptstore.interop.exchange.meshes import placed_leaves
 from ckptstore.interop.exchange.protocol import Description, encode_description
 from ckptstore.objects.pages import split_pages
 from ckptstore.objects.schema import encode_schema
+from ckptstore.objects.store import FileRange
 from ckptstore.state import tensors
 from ckptstore.state.arenas import Arena, ArenaPool
 from ckptstore.state.devices import devices_of, prepare
@@ -29,9 +30,6 @@ from ckptstore.state.flatten import flatten
 from ckptstore.state.leaves import TensorSource
 from ckptstore.state.staging import Copy, Gather, Move, copy_task
 from ckptstore.text import bytes_text
-
-if TYPE_CHECKING:
-    from ckptstore.objects.store import ObjectStore
 
 KEY = "state"
 """What is sent is one value of any kind: the only key of an application state."""
@@ -68,75 +66,86 @@ def read_part(source: Source, start: int, stop: int) -> memoryview:
 class Offer:
     """The chunks of one state, and its description. `staged_bytes` are those that were copied."""
 
-    def __init__(
-        self, step: int, description: bytes, chunks: dict[bytes, memoryview], stored: dict[bytes, int], objects: "ObjectStore | None"
-    ) -> None:
-        self.step, self.description = step, description
-        self._chunks, self._stored, self._objects = chunks, stored, objects
-        self.staged_bytes = 0
-        self._release: Callable[[], None] = lambda: None
-
-    def holding(self, arena: Arena, staged_bytes: int, pool: ArenaPool) -> "Offer":
-        """The same offer, whose chunks lie in `arena`, which `close` gives back."""
-        self.staged_bytes = staged_bytes
-        self._release = lambda: pool.give(arena)
-        return self
+    def __init__(self, step: int, description: bytes, chunks: dict[bytes, memoryview], held: "_Held", taken: ExitStack) -> None:
+        """`chunks` lie in memory that `taken` gives back, and what it ends keeps what is `held` in the store."""
+        self.step, self.description, self.staged_bytes = step, description, held.staged_bytes
+        self._chunks, self._stored, self._guard, self._taken = chunks, held.stored, held.guard, taken
 
     def sizes(self, ids: Sequence[bytes]) -> list[int | None]:
         """Raw bytes of each chunk, None for one that is not part of this state."""
         return [len(self._chunks[chunk]) if chunk in self._chunks else self._stored.get(chunk) for chunk in ids]
 
-    def read(self, ids: Sequence[bytes]) -> Iterator[memoryview]:
-        """The bytes of chunks that are part of this state, one after the other. Raises `Unavailable` if the store has lost one."""
+    def spans(self, ids: Sequence[bytes], *, verified: bool) -> Iterator[memoryview | FileRange]:
+        """The bytes of chunks that are part of this state, one after the other; what the store has is compared with its ids if `verified`,
+        and need not be otherwise, since who receives it does that. Raises `Unavailable` if the store has lost one."""
         for in_store, some in itertools.groupby(ids, lambda chunk: chunk not in self._chunks):
             if in_store:
-                yield from self._read_stored(list(some))
+                yield from self._stored_spans(list(some), verified=verified)
             else:
                 yield from map(self._chunks.__getitem__, some)
 
     def close(self) -> None:
-        """Give the memory back: nobody may read any more."""
+        """Give the memory back and let gc go on: nobody may read any more."""
         self._chunks = {}
-        self._release()
-        self._release = lambda: None
+        self._taken.close()
 
-    def _read_stored(self, ids: list[bytes]) -> Iterator[memoryview]:
-        assert self._objects is not None
+    def _stored_spans(self, ids: list[bytes], *, verified: bool) -> Iterator[memoryview | FileRange]:
+        assert self._guard is not None
+        objects = self._guard.objects
         for some in _batches(ids, self._stored):
+            joined = b"".join(some)
+            if not verified and (ranges := objects.file_ranges(joined)):
+                yield from ranges
+                continue
             out = [memoryview(bytearray(self._stored[chunk])) for chunk in some]
             try:
-                self._objects.read_into(b"".join(some), out)
+                objects.read_into(joined, out)
             except (Corrupt, NotFound) as error:
                 raise Unavailable(f"the store no longer gives what was to be served from it: {error}") from error
             yield from out
 
 
-def make_offer(state: Any, step: int, *, chunk_bytes: int, pool: ArenaPool, threads: Threads, objects: "ObjectStore | None") -> Offer:
-    """Hold `state` still. Raises `InvalidInput` for what cannot travel or does not fit into the pool, none of which may be taken."""
-    flat = flatten_state(state)
-    parts = parts_of(flat)
-    plan = plan_chunks([part.extent for part in parts], chunk_bytes)
-    ids = [bytearray(len(part) * CHUNK_ID_BYTES) for part in plan.parts]
-    stored: dict[bytes, int] = {}
-    if objects is not None:
-        threads.spread(lambda batch: _hash_batch(batch, parts, ids), plan.batches)
-        stored = _stored_chunks(objects, ids)
-    staging = _Staging(plan, parts, ids, stored)
-    if staging.nbytes > pool.budget_bytes:
+@dataclass(frozen=True, slots=True)
+class _Held:
+    """What of a state need not be copied, by id and raw bytes, thanks to `guard`, and how much was."""
+
+    stored: dict[bytes, int]
+    guard: Guard | None
+    staged_bytes: int
+
+
+def make_offer(state: Any, step: int, *, chunk_bytes: int, pool: ArenaPool, threads: Threads, guard: Guard | None) -> Offer:
+    """Hold `state` still; `guard`, of the store that may have it, is ended with the offer, or if there will be none.
+
+    Raises `InvalidInput` for what cannot travel or does not fit into the pool, of which nothing may be taken.
+    """
+    with ExitStack() as taken:
+        if guard:
+            taken.callback(guard.end)
+        flat = flatten_state(state)
+        parts = parts_of(flat)
+        plan = plan_chunks([part.extent for part in parts], chunk_bytes)
+        ids = [bytearray(len(part) * CHUNK_ID_BYTES) for part in plan.parts]
+        stored: dict[bytes, int] = {}
+        if guard:
+            threads.spread(lambda batch: _hash_batch(batch, parts, ids), plan.batches)
+            stored = guard.held(b"".join(ids))
+        staging = _Staging(plan, parts, ids, stored)
+        chunks = staging.copy(_room(staging.nbytes, pool, taken), threads) if staging.nbytes else {}
+        description = _describe(flat, parts, ids, step, chunk_bytes, chunks)
+        return Offer(step, description, chunks, _Held(stored, guard, staging.nbytes), taken.pop_all())
+
+
+def _room(nbytes: int, pool: ArenaPool, taken: ExitStack) -> Arena:
+    if nbytes > pool.budget_bytes:
         raise InvalidInput(
-            f"to send this state, {bytes_text(staging.nbytes)} must be copied, and staging memory is limited to "
+            f"to send this state, {bytes_text(nbytes)} must be copied, and staging memory is limited to "
             f"{bytes_text(pool.budget_bytes)}: give the transport more staging_bytes, or a store in which the state is committed"
         )
-    arena = pool.take(staging.nbytes, wait=False) if staging.nbytes else None
-    try:
-        chunks = staging.copy(arena, threads) if arena else {}
-        description = _describe(flat, parts, ids, step, chunk_bytes, chunks)
-    except BaseException:
-        if arena:
-            pool.give(arena)
-        raise
-    offer = Offer(step, description, chunks, stored, objects)
-    return offer.holding(arena, staging.nbytes, pool) if arena else offer
+    arena = pool.take(nbytes, wait=False)
+    assert arena is not None, "what was served before has been withdrawn"
+    taken.callback(pool.give, arena)
+    return arena
 
 
 class _Staging:
@@ -209,13 +218,6 @@ def _copy_of(source: TensorSource, place: _Place) -> Copy:
 def _hash_batch(batch: Iterable[Run], parts: Sequence[Part], ids: list[bytearray]) -> None:
     for place in itertools.chain.from_iterable(map(_places, batch)):
         ids[place.part][place.where] = digest(read_part(parts[place.part].source, place.start, place.stop))
-
-
-def _stored_chunks(objects: "ObjectStore", ids: list[bytearray]) -> dict[bytes, int]:
-    joined = b"".join(ids)
-    where = objects.locate(joined)
-    sizes = where["raw"].tolist()
-    return {joined[i * CHUNK_ID_BYTES : (i + 1) * CHUNK_ID_BYTES]: sizes[i] for i in np.flatnonzero(where["found"]).tolist()}
 
 
 def _describe(

@@ -28,6 +28,9 @@ WAIT_HEADER = "Ckptstore-Wait-Ms"
 TRANSFER_HEADER = "Ckptstore-Transfer"
 """What a receiver calls its transfer: while one is under way, what it takes is not withdrawn."""
 
+VERIFY_HEADER = "Ckptstore-Verify"
+"""In a request for chunks of which some came damaged: the server is to compare what it sends with the ids, too."""
+
 STEP_HEADER = "Ckptstore-Step"
 """The step that is served, where another one was asked for."""
 

@@ -24,7 +24,7 @@ from ckptstore.interop.exchange.work import Wanted
 from ckptstore.objects.pages import join_pages
 from ckptstore.objects.schema import decode_schema
 from ckptstore.state import containers
-from ckptstore.state.flat import Flat
+from ckptstore.state.flat import Flat, Source
 from ckptstore.state.inflate import inflate, refuse_pickles
 from ckptstore.state.leaves import Destination as TensorDestination
 
@@ -68,15 +68,27 @@ class _Want:
     nbytes: int
     landings: "list[_Landing]"
 
+    @property
+    def first(self) -> "_Landing | None":
+        """The place that the chunk is received at."""
+        return next((landing for landing in self.landings if landing.direct is not None), None)
+
+    def alike(self) -> tuple[Source, int] | None:
+        """Where the live state has what was in that place, if it does: a leaf, and the first of its bytes."""
+        first = self.first
+        return (first.alike, first.piece.at) if first and first.alike is not None and first.piece.at is not None else None
+
 
 @dataclass(frozen=True, slots=True)
 class _Landing:
-    """One place: `memory` is the destination's own, if it has any that may be written to by the byte."""
+    """One place: `memory` is the destination's own, if it has any that may be written to by the byte; `alike` is the leaf of the live state
+    that has the same path and size."""
 
     piece: Piece
     destination: Destination
     memory: memoryview | None
     live: bool
+    alike: Source | None
 
     @property
     def direct(self) -> memoryview | None:
@@ -116,8 +128,8 @@ class Transfer:
         tree = self._tree(description)
         check_claims(tree, description.placed, self.here.max_bytes)
         targets = make_targets(tree, description.placed, self.here.live if self.here.in_place else None, self._meshes())
-        wants = _plan(tree, targets)
-        self._bring(wants, holdings)
+        wants = _plan(tree, targets, _sources(self.here.live))
+        self._bring(wants, holdings, description.chunk_bytes)
         _land_inline(tree, targets)
         state = inflate(tree.schema, [_content(target) for target in targets])
         traffic = self.peers.traffic
@@ -144,23 +156,29 @@ class Transfer:
         return Tree(KEY, ref, schema, contents, description.chunk_bytes)
 
     def _holdings(self, described: "Future[Description]") -> Holdings:
-        """What is here. The live state is hashed while the peer still hashes its own, and again if that is cut otherwise."""
+        """What is here. A live state that is to be written to is hashed while the peer still hashes its own, and again if that is cut
+        otherwise; one that is not, where its copy lands."""
         holdings = Holdings(self.here.threads, self.deadline, self.here.objects)
         holdings.add_left(self.here.left)
-        if self.here.live:
+        if self.here.live and self.here.in_place:
             holdings.add_live(self.here.live, self.here.chunk_bytes)
             if described.result().chunk_bytes != self.here.chunk_bytes:
                 holdings.add_live(self.here.live, described.result().chunk_bytes)
         return holdings
 
-    def _bring(self, wants: dict[bytes, _Want], holdings: Holdings) -> None:
+    def _bring(self, wants: dict[bytes, _Want], holdings: Holdings, chunk_bytes: int) -> None:
         for want in wants.values():
             want.landings = [landing for landing in want.landings if not landing.is_there(holdings)]
         wanted = [self._wanted(chunk, want) for chunk, want in wants.items() if want.landings]
+        if self.here.live and not self.here.in_place:
+            alike = {chunk: found for chunk, want in wants.items() if (found := want.alike())}
+            wanted = holdings.land_alike(wanted, alike)
+            if wanted:  # they may be anywhere else
+                holdings.add_live(self.here.live, chunk_bytes, without={source for source, _ in alike.values()})
         self.peers.fetch(holdings.land(wanted, without_live=self.here.in_place))
 
     def _wanted(self, chunk: bytes, want: _Want) -> Wanted:
-        first = next((landing for landing in want.landings if landing.direct is not None), None)
+        first = want.first
         memory = first.direct if first else None
 
         def land(data: memoryview) -> None:
@@ -179,21 +197,29 @@ class Transfer:
                 yield held.origin.device_mesh
 
 
-def _plan(tree: Tree, targets: Sequence[Target]) -> dict[bytes, _Want]:
-    """Every chunk that is wanted, once, with all its places."""
+def _sources(live: Flat | None) -> dict[str, Source]:
+    """The leaves of a live state that are whole here, by path."""
+    return {live.schema.paths[i]: source for i, source in enumerate(live.leaves) if i not in live.held} if live else {}
+
+
+def _plan(tree: Tree, targets: Sequence[Target], sources: Mapping[str, Source]) -> dict[bytes, _Want]:
+    """Every chunk that is wanted, once, with all its places, and with what is alike in `sources`."""
     wants: dict[bytes, _Want] = {}
     for i, target in enumerate(targets):
         content = tree.content(i)
         if content.inline is not None:
             continue
         shape, width = tree.extent(i)
+        source = sources.get(tree.schema.paths[i])
         for box, destination in target.parts:
             memory = destination.memory()
+            fits = source and box is None and memory is not None and (source.nbytes, source.width) == (len(memory), width)
+            alike = source if fits else None
             for piece in select(content, shape, width, tree.chunk_bytes, box):
                 want = wants.setdefault(piece.chunk, _Want(piece.raw_bytes, []))
                 if want.nbytes != piece.raw_bytes:
                     raise Corrupt(f"a peer names one chunk for parts of {want.nbytes} and of {piece.raw_bytes} bytes; one of them is wrong")
-                want.landings.append(_Landing(piece, destination, memory, target.live))
+                want.landings.append(_Landing(piece, destination, memory, target.live, alike))
     return wants
 
 

@@ -23,11 +23,13 @@ from ckptstore.interop.exchange.protocol import (
     IDS_PER_REQUEST,
     STEP_HEADER,
     TRANSFER_HEADER,
+    VERIFY_HEADER,
     WAIT_HEADER,
     encode_sizes,
     parse_path,
     split_ids,
 )
+from ckptstore.objects.store import FileRange
 
 logger = logging.getLogger("ckptstore.transport")
 
@@ -200,12 +202,18 @@ class _Handler(BaseHTTPRequestHandler):
         self._begin(HTTPStatus.OK, len(table) + sum(size for size in sizes if size is not None))
         self.wfile.write(table)
         try:
-            for data in offer.read(there):
-                self.connection.sendall(data)
+            for span in offer.spans(there, verified=VERIFY_HEADER in self.headers):
+                self._send_span(span)
         except Unavailable as error:
             # The length has been said, so that the only honest end is an early one.
             logger.warning("a chunk cannot be served: %s", error)
             self.close_connection = True
+
+    def _send_span(self, span: memoryview | FileRange) -> None:
+        if isinstance(span, memoryview):
+            self.connection.sendall(span)
+        elif (sent := self.connection.sendfile(span, span.offset, span.nbytes)) < span.nbytes:
+            raise Unavailable(f"a pack ends {span.nbytes - sent} bytes early; run `ckptstore fsck`")
 
     def _answer(self, status: HTTPStatus, body: bytes, headers: dict[str, str] | None = None) -> None:
         self._begin(status, len(body), headers)

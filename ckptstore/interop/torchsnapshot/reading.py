@@ -77,9 +77,7 @@ def _read_object(index: Index, item: Item, memory_budget_bytes: int | None, allo
     if isinstance(item.node, int):
         return index.snapshot.read(index.path_of(item, item.node), memory_budget_bytes=memory_budget_bytes, allow_pickle=allow_pickle)
     paths = [index.path_of(item, leaf) for leaf in leaves_of(item.node)]
-    value = index.snapshot.state_dict(
-        item.key, select=paths or None, memory_budget_bytes=memory_budget_bytes, allow_pickle=allow_pickle
-    )
+    value = index.snapshot.state_dict(item.key, select=paths or None, memory_budget_bytes=memory_budget_bytes, allow_pickle=allow_pickle)
     for step in item.trail:
         value = value[step]
     return value

@@ -141,9 +141,7 @@ class Snapshot:
             process_group=self.pg,
         )
 
-    def read_object(
-        self, path: str, obj_out: Any = None, memory_budget_bytes: int | None = None, *, allow_pickle: bool = False
-    ) -> Any:
+    def read_object(self, path: str, obj_out: Any = None, memory_budget_bytes: int | None = None, *, allow_pickle: bool = False) -> Any:
         """One object by its path in the manifest (`"0/model/weight"`), without reading others.
 
         A tensor lands in `obj_out` if that has its shape and dtype; of a DTensor or ShardedTensor, the part that this rank has. Else, and
