@@ -6,7 +6,8 @@ from typing import Any
 import pytest
 
 from ckptstore.history import fold
-from tests.history.protocol_model import Scope, explore
+from tests.history.model.explore import explore
+from tests.history.model.world import Scope
 
 NO_LIMIT = 10_000_000
 
