@@ -14,6 +14,7 @@ from hypothesis import HealthCheck, settings
 from tests.guard import sitecustomize as guard
 from tests.servers.postgres import PostgresServer, postgres_server
 from tests.servers.s3 import S3Server, s3_server
+from tests.showing import Showing
 
 SEED = int(os.environ.setdefault("CKPTSTORE_TEST_SEED", str(secrets.randbelow(2**32))))  # set: the workers of pytest-xdist draw the same
 
@@ -26,6 +27,7 @@ settings.load_profile(os.environ.get("CKPTSTORE_TEST_PROFILE", "default"))
 def pytest_configure(config: pytest.Config) -> None:
     if config.getoption("hypothesis_seed", None) is None:
         config.option.hypothesis_seed = str(SEED)
+    config.pluginmanager.register(Showing(config))
     folders = [str(Path(guard.__file__).parent), *filter(None, [os.environ.get("PYTHONPATH")])]
     os.environ["PYTHONPATH"] = os.pathsep.join(folders)
 

@@ -3,6 +3,8 @@
 import json
 import multiprocessing
 import os
+import subprocess
+import sys
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -29,6 +31,20 @@ def test_a_directory_that_is_no_store_is_refused(tmp_path: Path) -> None:
     with pytest.raises(NotFound, match="ckptstore init"):
         ckptstore.open(tmp_path / "nothing", create=False)
     assert [p.name for p in tmp_path.iterdir()] == ["notes.txt"]
+
+
+def test_a_script_that_opens_commits_and_resumes_does_not_import_torchs_compiler(place: Path) -> None:
+    code = (
+        "import sys, torch, ckptstore\n"
+        "model = torch.nn.Linear(3, 2)\n"
+        f"with ckptstore.open({str(place)!r}) as store:\n"
+        "    store.commit({'model': model}, step=1)\n"
+        "    store.commit_async({'model': model}, step=2).wait()\n"
+        "    assert store.resume({'model': model}).step == 2\n"
+        "print('torch._dynamo' in sys.modules)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.stdout == "False\n", done
 
 
 @pytest.mark.parametrize(
@@ -81,6 +97,29 @@ def test_a_read_only_store_can_be_read_and_not_written(place: Path) -> None:
             with pytest.raises(ReadOnly, match="read_only"):
                 write()
     assert {p: p.read_bytes() for p in place.rglob("*") if p.is_file()} == before
+
+
+def test_a_store_that_was_closed_takes_nothing_any_more(place: Path) -> None:
+    with ckptstore.open(place) as store:
+        snapshot = store.commit({"n": 1, "model": {"weight": torch.arange(3000.0)}}, step=1)
+    for write in (lambda: store.commit({"n": 2}), lambda: store.commit_async({"n": 2}), lambda: store.tag("x"), lambda: store.gc()):
+        with pytest.raises(InvalidInput, match="was closed; open it again"):
+            write()
+    assert torch.equal(snapshot.read("model/weight"), torch.arange(3000.0))
+
+
+def test_a_tilde_is_the_home_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    with ckptstore.open("~/runs/checkpoints") as store:
+        assert store.url == str(tmp_path / "runs" / "checkpoints")
+    assert (tmp_path / "runs" / "checkpoints" / "ckptstore.json").is_file()
+
+
+def test_a_file_where_a_store_should_be_made_is_a_clear_error(place: Path) -> None:
+    place.write_text("notes")
+    with pytest.raises(InvalidInput, match="is a file; wanted a directory"):
+        ckptstore.open(place)
+    assert place.read_text() == "notes"
 
 
 def test_an_unwritable_path_is_a_clear_error(place: Path) -> None:

@@ -5,9 +5,11 @@ import os
 import subprocess
 import sys
 import threading
+import warnings
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -278,7 +280,9 @@ def test_keys_with_slashes_dots_percents_spaces_and_unicode_never_collide(place:
         ({"step": -1}, "step is -1"),
         ({"step": 1.5}, "step is 1.5"),
         ({"step": True}, "step is True"),
+        ({"step": torch.tensor(1.5)}, "step is tensor"),
         ({"metrics": {"loss": "low"}}, "'loss' is 'low'"),
+        ({"metrics": {"loss": torch.ones(2)}}, "'loss' is tensor"),
         ({"metrics": {1: 2.0}}, "name is 1"),
         ({"message": 5}, "message is 5"),
     ],
@@ -286,6 +290,24 @@ def test_keys_with_slashes_dots_percents_spaces_and_unicode_never_collide(place:
 def test_a_label_that_cannot_be_is_refused(place: Path, arguments: dict[str, Any], says: str) -> None:
     with ckptstore.open(place) as store, pytest.raises(InvalidInput, match=says):
         store.commit({"n": 1}, **arguments)
+
+
+def test_steps_and_metrics_may_be_whatever_counts_as_a_number(place: Path) -> None:
+    loss = torch.tensor(0.5, requires_grad=True) * 2
+    with warnings.catch_warnings(), ckptstore.open(place) as store:
+        warnings.simplefilter("error")
+        store.commit({"n": 1}, step=torch.tensor(7), metrics={"loss": loss, "acc": np.float32(0.25)})  # type: ignore[arg-type, dict-item]
+        store.commit({"n": 2}, step=np.int64(8))  # type: ignore[arg-type]
+        assert [(info.step, dict(info.metrics)) for info in store.log()] == [(8, {}), (7, {"loss": 1.0, "acc": 0.25})]
+
+
+@pytest.mark.parametrize("given", [torch.nn.Linear(2, 2), [torch.ones(2)], None])
+def test_a_state_that_is_no_dict_of_names_is_refused(place: Path, given: Any) -> None:
+    with ckptstore.open(place) as store:
+        snapshot = store.commit({"n": 1})
+        for call in (store.commit, store.commit_async, snapshot.restore, store.resume):
+            with pytest.raises(InvalidInput, match="wanted a dict of names to objects"):
+                call(given)
 
 
 def test_what_cannot_be_stored_is_named_and_leaves_nothing(place: Path) -> None:

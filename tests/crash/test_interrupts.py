@@ -38,7 +38,8 @@ def _interrupt(name: str, disk: Path, after: int, contents: Contents) -> bool:
     return True
 
 
-def _every(name: str, scratch: Path, first: int, every: int) -> None:
+def _every(name: str, scratch: Path, first: int, every: int) -> int:
+    """How many changes there were, each `every`th of which was interrupted."""
     base = WORKS[name].base(scratch / "base")
     contents = contents_of(copytree(base, scratch / "looked at") / STORE)
     after, goes_on = first, True
@@ -52,6 +53,7 @@ def _every(name: str, scratch: Path, first: int, every: int) -> None:
         rmtree(disk)
         after += every
     assert after > first + every
+    return after
 
 
 @pytest.mark.parametrize("name", ["a commit", "a gc with repack"])
@@ -64,4 +66,4 @@ def test_an_interrupted_store_goes_on(name: str, scratch: Path, seed: int) -> No
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("name", [name for name, work in WORKS.items() if work.commits])
 def test_a_store_interrupted_anywhere_goes_on(name: str, scratch: Path) -> None:
-    _every(name, scratch, 0, 1)
+    print(f"{name}: interrupted at each of {_every(name, scratch, 0, 1)} changes")

@@ -18,7 +18,7 @@ MOST_COMMITS = 8
 LONGEST_S = 0.03
 
 
-def _cut_power(kind: str, cuts: int, nursery: Nursery, seed: int) -> None:
+def _cut_power(kind: str, cuts: int, nursery: Nursery, seed: int) -> str:
     if reason := power_disk_problem(kind):
         pytest.skip(reason)
     random, acknowledged = Random(seed), 0
@@ -40,7 +40,7 @@ def _cut_power(kind: str, cuts: int, nursery: Nursery, seed: int) -> None:
             finally:
                 disk.unmount()
     assert acknowledged
-    print(f"{kind}: {cuts} power cuts, {acknowledged} acknowledged commits, none lost")
+    return f"{kind}: {cuts} power cuts, {acknowledged} acknowledged commits, none lost"
 
 
 def _wait_for_any_moment(child: Child, commits: int, random: Random) -> None:
@@ -73,4 +73,4 @@ def test_nothing_acknowledged_is_lost_when_the_power_goes(kind: str, cuts: int, 
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("kind", ["ext4", "xfs"])
 def test_nothing_acknowledged_is_lost_in_a_hundred_power_cuts(kind: str, nursery: Nursery, seed: int) -> None:
-    _cut_power(kind, 100, nursery, seed)
+    print(_cut_power(kind, 100, nursery, seed))

@@ -71,5 +71,5 @@ def test_killed_at_some_calls(name: str, scratch: Path, nursery: Nursery, seed: 
 def test_killed_at_every_call(name: str, scratch: Path, nursery: Nursery) -> None:
     base = WORKS[name].base(scratch / "base")
     calls = _calls(name, base, scratch, nursery)
-    print(f"{name}: {len(calls)} calls")
     _killed_at(calls, name, base, scratch, nursery)
+    print(f"{name}: killed at each of {len(calls)} calls")

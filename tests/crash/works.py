@@ -1,6 +1,7 @@
 """What is done to a store while it crashes, and the small stores that it is done to."""
 
 import sqlite3
+import warnings
 from collections.abc import Callable, Mapping
 from contextlib import closing
 from dataclasses import dataclass
@@ -69,6 +70,19 @@ def commit(step: int, **label: Any) -> Callable[[Store], object]:
     return lambda store: store.commit(small(step), step=step, **label)
 
 
+def save_by_dcp(step: int) -> Callable[[Store], object]:
+    def save(store: Store) -> None:
+        import torch.distributed.checkpoint as dcp
+
+        from ckptstore.interop.dcp import StoreWriter
+
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # that it is alone
+            dcp.save(small(step), storage_writer=StoreWriter(store, step=step, tag=("best", "first")))
+
+    return save
+
+
 def undelete(store: Store) -> None:
     store.undelete(list(view_of(Path(store.url)).forgotten))
 
@@ -86,6 +100,7 @@ def gc(store: Store) -> None:
 WORKS = {
     "a new store and its first commit": Work(commit(0), commits=0),
     "a commit": Work(commit(3, tag=("best", "first"))),
+    "a save by DCP": Work(save_by_dcp(3)),
     "a commit of nothing new": Work(commit(0)),
     "a tag": Work(lambda store: store.tag("best", 0)),
     "a tag that moves": Work(lambda store: store.tag("first", 0)),

@@ -1,6 +1,5 @@
 """What the children of the nursery do. Each deed reports what it has achieved, and is over when it cannot go on."""
 
-import ctypes
 import os
 import sys
 import time
@@ -25,10 +24,9 @@ from ckptstore.upkeep.mirror_ends import choose
 from ckptstore.upkeep.retention import KeepLast
 from tests.cli.running import call
 from tests.crash.works import CHUNK_BYTES, WORKS, small
+from tests.faults.strace import allow_tracing
 from tests.faults.witness import assert_same
 
-_PR_SET_PTRACER = 0x59616D61
-_ANYONE = ctypes.c_ulong(-1)
 _FINISHED, _FAILED = 0, 1
 _ATTEMPTS = 4
 
@@ -40,7 +38,7 @@ def live(request: dict[str, Any]) -> None:
     code = _FAILED
     try:
         torch.set_num_threads(1)
-        ctypes.CDLL(None).prctl(_PR_SET_PTRACER, _ANYONE, 0, 0, 0)
+        allow_tracing()
         lines = os.open(request["lines"], os.O_WRONLY | os.O_APPEND)
 
         def report(kind: str, *words: object) -> None:

@@ -6,8 +6,9 @@ import os
 import shutil
 import struct
 import subprocess
+import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -20,6 +21,7 @@ _FS_IOC_SHUTDOWN = 0x8004587D
 _WITHOUT_LOG_FLUSH = 2
 _FIBMAP = 1
 _BLOCK_BYTES = 4096
+_LONGEST_NAMESPACE_S = 300.0
 _IMAGE_BYTES = {"ext4": 64 << 20, "xfs": 320 << 20}
 
 
@@ -31,7 +33,7 @@ def small_disk(mountpoint: Path, *, size_bytes: int, files: int = 0) -> Iterator
     try:
         yield mountpoint
     finally:
-        _run("umount", str(mountpoint))
+        _run("umount", "--lazy", str(mountpoint))  # a process that has just been told to close what it has there may not be through
 
 
 def free_bytes(place: Path) -> int:
@@ -70,7 +72,22 @@ class PowerDisk:
             os.close(fd)
 
     def unmount(self) -> None:
+        """Until the filesystem is gone: a mount namespace that somebody made meanwhile (`ip netns` does) has a copy of the mount, and as
+        long as it is there, mounting again gives the filesystem that was shut down, not the disk that it left."""
         _run("umount", str(self.mountpoint))
+        deadline = time.monotonic() + _LONGEST_NAMESPACE_S
+        while self._attached():
+            if time.monotonic() > deadline:
+                raise OSError(f"{self.mountpoint} is unmounted, and {self._image} still in use: another mount namespace keeps it")
+            time.sleep(0.01)
+
+    def _attached(self) -> bool:
+        """Whether a loop device still leads to the image."""
+        for device in Path("/sys/block").glob("loop*/loop/backing_file"):
+            with suppress(OSError):  # it went meanwhile
+                if device.read_text().strip() == str(self._image):
+                    return True
+        return False
 
 
 @contextmanager

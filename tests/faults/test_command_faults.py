@@ -98,6 +98,7 @@ def test_full_at_some_pages_of_an_import(template: Path, scratch: Path, disk: Pa
 def test_full_at_every_page_of_an_import(template: Path, scratch: Path, disk: Path, nursery: Nursery) -> None:
     fitted = _full(range(0, ENOUGH, PAGE), template, scratch, disk, nursery)
     assert not fitted[0] and fitted[-1], "the disk was never full, or always"
+    print(f"full after each of {len(fitted)} pages: {fitted.count(True)} imports fitted")
 
 
 def _traced(words: list[str], scratch: Path, nursery: Nursery, calls: str, *options: str) -> Child:
@@ -163,10 +164,14 @@ def test_some_failing_reads_of_an_export(template: Path, scratch: Path, nursery:
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("error", ["EIO", "ENOSPC"])
 def test_every_failing_write_of_an_import(error: str, template: Path, scratch: Path, nursery: Nursery) -> None:
-    _imports(_writes(template, scratch, nursery), error, template, scratch, nursery)
+    places = _writes(template, scratch, nursery)
+    _imports(places, error, template, scratch, nursery)
+    print(f"{error} at each of {len(places)} calls of an import")
 
 
 @pytest.mark.soak
 @pytest.mark.timeout(3600)
 def test_every_failing_read_of_an_export(template: Path, scratch: Path, nursery: Nursery) -> None:
-    _exports(_reads(template, scratch, nursery), template, scratch, nursery)
+    places = _reads(template, scratch, nursery)
+    _exports(places, template, scratch, nursery)
+    print(f"EIO at each of {len(places)} reads of an export")

@@ -84,6 +84,7 @@ def test_full_at_some_pages_of_a_commit(template: Path, disk: Path, nursery: Nur
 @pytest.mark.timeout(3600)
 def test_full_at_every_page_of_a_commit(template: Path, disk: Path, nursery: Nursery) -> None:
     _fill_up(range(0, ENOUGH, PAGE), template, disk, nursery)
+    print(f"full after each of {ENOUGH // PAGE} pages of two commits")
 
 
 @pytest.mark.soak

@@ -97,10 +97,14 @@ def test_a_log_that_cannot_be_written_any_more_is_reported_within_seconds(scratc
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("error", ["EIO", "ENOSPC"])
 def test_every_failing_write_of_a_commit(error: str, template: Path, scratch: Path, nursery: Nursery) -> None:
-    _commits(_places("commit_twice", WRITES, template, scratch, nursery), error, template, scratch, nursery)
+    places = _places("commit_twice", WRITES, template, scratch, nursery)
+    _commits(places, error, template, scratch, nursery)
+    print(f"{error} at each of {len(places)} calls of two commits")
 
 
 @pytest.mark.soak
 @pytest.mark.timeout(3600)
 def test_every_failing_read_of_a_restore(template: Path, scratch: Path, nursery: Nursery) -> None:
-    _restores(_places("restore_twice", READS, template, scratch, nursery), template, scratch, nursery)
+    places = _places("restore_twice", READS, template, scratch, nursery)
+    _restores(places, template, scratch, nursery)
+    print(f"EIO at each of {len(places)} reads of two restores")

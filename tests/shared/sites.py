@@ -1,17 +1,25 @@
-"""Where a shared store lies, and the hosts that open it: each has a cache directory of its own."""
+"""Where a store lies, of each kind that there is, and the hosts that open it: each has a cache directory of its own."""
 
 import os
+import secrets
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 import ckptstore
 from ckptstore.engine.opening import Opening
+from ckptstore.objects.backend import Backend, open_backend
 from ckptstore.store import Store
+from tests.servers.postgres import PostgresServer
+from tests.servers.s3 import S3Server, new_url
 
 CHUNK_BYTES = 1 << 16
+KINDS = ("local", "memory", "bucket", "local and database", "bucket and database")
+WITHOUT_SERVER = KINDS[:2]
 
 
 @dataclass(frozen=True)
@@ -22,25 +30,83 @@ class Site:
     options: Mapping[str, Any] | None = None
     more: Mapping[str, Any] = field(default_factory=dict)
 
-    def open(self, host: Path, **settings: Any) -> Store:
-        """Open it as the host whose cache directory is `host`."""
+    @property
+    def folder(self) -> Path | None:
+        """The directory that it is, unless it is a bucket."""
+        return None if "://" in self.place else Path(self.place)
+
+    def open(self, host: Path | None = None, **settings: Any) -> Store:
+        """Open it as the host whose cache directory is `host`, or as this one."""
         with on(host):
             return ckptstore.open(self.place, storage_options=self.options, **{"chunk_bytes": CHUNK_BYTES, **self.more, **settings})
 
     @contextmanager
-    def opened(self, host: Path) -> Iterator[Opening]:
+    def opened(self, host: Path | None = None) -> Iterator[Opening]:
         """Its parts, as that host sees them."""
         with on(host):
-            opening = Opening(self.place, storage_options=None if self.options is None else dict(self.options), **self.more)
+            opening = self.opening()
             try:
                 yield opening
             finally:
                 opening.close()
 
+    def opening(self) -> Opening:
+        """Its parts, to be closed by the caller."""
+        return Opening(self.place, storage_options=None if self.options is None else dict(self.options), **self.more)
+
+    def backend(self) -> Backend:
+        """Its objects, whatever they are."""
+        return open_backend(self.place, storage_options=None if self.options is None else dict(self.options))
+
+
+@dataclass(frozen=True)
+class Sites:
+    """Makes places of one kind for stores, each unused."""
+
+    kind: str
+    folder: Path
+    s3: S3Server | None
+    postgres: PostgresServer | None
+
+    def new(self) -> Site:
+        more = {"index": self.postgres.new_url()} if self.postgres else {}
+        if self.s3:
+            return Site(new_url(), self.s3.options(), more)
+        name = secrets.token_hex(8)
+        return Site(f"memory://{name}" if self.kind == "memory" else str(self.folder / name / "store"), None, more)
+
+    def copied(self, site: Site) -> Site:
+        """A place with the same store as `site`, which nobody has open."""
+        copy = self.new()
+        if self.postgres:
+            copy = replace(copy, more={"index": self.postgres.copied_url(str(site.more["index"]))})
+        source, target = site.backend(), copy.backend()
+        for key, _ in source.list(""):
+            target.put(key, source.read(key), durable=False)
+        return copy
+
+
+def kinds(*at_first: str, long: bool = False) -> list[Any]:
+    """Parameters for the fixture `sites`: `make test` has a time limit and takes the kinds `at_first`, `make soak` the others,
+    `make test-real` all that need a server, unless it would take `long`."""
+    if "CKPTSTORE_TEST_S3" in os.environ:
+        at_first = () if long else KINDS[len(WITHOUT_SERVER) :]
+    return [kind if kind in at_first else pytest.param(kind, marks=pytest.mark.soak) for kind in KINDS]
+
+
+def sites_of(request: pytest.FixtureRequest, folder: Path) -> Sites:
+    """What a fixture with `kinds` as its parameters returns."""
+    kind: str = request.param
+    s3 = request.getfixturevalue("s3") if "bucket" in kind else None
+    return Sites(kind, folder, s3, request.getfixturevalue("postgres") if "database" in kind else None)
+
 
 @contextmanager
-def on(host: Path) -> Iterator[None]:
+def on(host: Path | None) -> Iterator[None]:
     """Within, this process keeps its caches where `host` does."""
+    if host is None:
+        yield
+        return
     before = os.environ.get("CKPTSTORE_CACHE")
     os.environ["CKPTSTORE_CACHE"] = str(host)
     try:

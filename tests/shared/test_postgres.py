@@ -2,6 +2,7 @@
 
 import secrets
 import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ from ckptstore.engine.opening import Opening
 from ckptstore.errors import Conflict, Corrupt, InvalidInput, NotFound, Unavailable
 from ckptstore.history.entries import Settings
 from ckptstore.history.log import Refused
+from ckptstore.index.postgres import DEADLINE_S
 from ckptstore.upkeep.move_log import migrate_tables, move_log, restore_log
 from ckptstore.upkeep.retention import KeepLast
 from tests.servers.postgres import PASSWORD, PostgresServer, postgres_server
@@ -383,3 +385,12 @@ def test_a_database_that_is_away_is_waited_for_and_then_named(tmp_path: Path, mo
         store.close()
     with pytest.raises((NotFound, Unavailable)):
         Opening(site.place, **site.more)
+
+
+def test_a_server_that_refuses_for_good_is_not_asked_until_the_deadline(postgres: PostgresServer, tmp_path: Path) -> None:
+    nobody = postgres.url("none").replace(f"trainer:{PASSWORD}@", f"nobody:{PASSWORD}@")
+    for index, says in ((postgres.url("none"), "make the database first"), (nobody, "see to user and password")):
+        started = time.monotonic()
+        with pytest.raises(InvalidInput, match=says):
+            ckptstore.open(tmp_path / "store", index=index)
+        assert time.monotonic() - started < DEADLINE_S / 2

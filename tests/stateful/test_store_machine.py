@@ -1,6 +1,8 @@
 """Any order of commits, checkouts, tags, forgetting, collecting, crashes and reopening, by two writers, against a dict."""
 
+import os
 import tempfile
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from random import Random
@@ -32,6 +34,9 @@ CONTENTS = st.integers(0, 5)
 
 ANY = st.integers(0, 2**16)
 MEMORY = Path("/dev/shm")
+MACHINES = int(os.environ.get("CKPTSTORE_TEST_MACHINES", "600"))
+COUNTS = Counter[str]()
+"""What the machines of this process did."""
 
 
 def content(seed: int) -> dict[str, Any]:
@@ -76,6 +81,7 @@ class StoreMachine(RuleBasedStateMachine):
         return View(frozenset(self.live), frozenset(self.forgotten), frozenset(self.tags.items()))
 
     def committed(self, commit: CommitId, run: str, seed: int, tag: str | None) -> None:
+        COUNTS["commits"] += 1
         self.order.append(commit)
         self.contents[commit], self.runs[commit] = content(seed), run
         if tag:
@@ -87,7 +93,14 @@ class StoreMachine(RuleBasedStateMachine):
 
     # -- ordinary life --
 
-    @initialize()
+    @initialize(seeds=st.lists(st.tuples(WRITERS, CONTENTS), max_size=4))
+    def begin(self, seeds: list[tuple[int, int]]) -> None:
+        """With a few commits, for a store that has none until the end shows little."""
+        COUNTS["machines"] += 1
+        self.open_writers()
+        for who, seed in seeds:
+            self.commit(who, seed, None)
+
     def open_writers(self) -> None:
         self.stores = [ckptstore.open(self.place, run=run, chunk_bytes=CHUNK_BYTES, threads=1) for run in RUNS]
 
@@ -160,6 +173,7 @@ class StoreMachine(RuleBasedStateMachine):
     @rule(who=WRITERS, max_unused=st.sampled_from((0.0, 0.3)))
     def gc(self, who: int, max_unused: float) -> None:
         self.stores[who].gc(max_unused=max_unused)
+        COUNTS["gcs"] += 1
         self.purged()
 
     @rule(who=WRITERS)
@@ -202,6 +216,7 @@ class StoreMachine(RuleBasedStateMachine):
             with ckptstore.open(disk / STORE, run=RUNS[who], threads=1) as store:
                 return work(store)
 
+        COUNTS["crashes"] += 1
         with tempfile.TemporaryDirectory(dir=self.folder) as scratch:
             recording, result = record(self.disk, Path(scratch), works)
             n = any % len(recording.points)
@@ -215,6 +230,7 @@ class StoreMachine(RuleBasedStateMachine):
     @invariant()
     def log_says_what_the_model_says(self) -> None:
         if self.stores:
+            COUNTS["steps"] += 1
             assert view_of(self.place) == self.view()
 
     @invariant()
@@ -234,12 +250,16 @@ class StoreMachine(RuleBasedStateMachine):
             rmtree(self.folder)
 
 
+@pytest.mark.timeout(900)
 def test_a_store_is_what_a_dict_of_its_commits_says() -> None:
-    run_state_machine_as_test(StoreMachine, settings=settings(max_examples=8, stateful_step_count=30))  # type: ignore[no-untyped-call]
+    """Two thousand steps, the first commits of each machine not counted."""
+    run_state_machine_as_test(StoreMachine, settings=settings(max_examples=34, stateful_step_count=60))  # type: ignore[no-untyped-call]
 
 
 @pytest.mark.soak
-@pytest.mark.timeout(7200)
+@pytest.mark.timeout(4 * 3600)
 def test_a_store_is_what_a_dict_says_for_very_long() -> None:
-    long = settings(max_examples=600, stateful_step_count=60, suppress_health_check=list(HealthCheck))
+    long = settings(max_examples=MACHINES, stateful_step_count=60, suppress_health_check=list(HealthCheck))
+    before = COUNTS.copy()
     run_state_machine_as_test(StoreMachine, settings=long)  # type: ignore[no-untyped-call]
+    print(", ".join(f"{count} {what}" for what, count in (COUNTS - before).items()))

@@ -31,7 +31,8 @@ def _share_a_store(seats: Sequence[tuple[Path, Path | None]], seconds: float, nu
     waits = sorted(float(s) for child in children for _, s in child.reports("waited"))
     counts = {kind: sum(len(child.reports(kind)) for child in children) for kind in COUNTED}
     wait_s = waits[len(waits) * 99 // 100]
-    print(f"{len(seats)} processes, {seconds:.0f} s: {counts}; 99 % of {len(waits)} waits <= {wait_s:.3f} s, all <= {waits[-1]:.3f} s")
+    done = ", ".join(f"{count} {kind}" for kind, count in counts.items())
+    print(f"{len(seats)} processes, {seconds:.0f} s: {done}; 99 % of {len(waits)} waits <= {wait_s:.3f} s, all <= {waits[-1]:.3f} s")
     assert counts["restored"] >= len(seats) and counts["committed"] >= len(seats)
     assert wait_s < LONGEST_WAIT_S, f"seed {seed}"
     return [int(step) for child in children for step, _ in child.reports("committed")]
