@@ -8,9 +8,25 @@ import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from benchmarks import dcp_face, held, history, memory, report, restores, results, saves, snapshots, training, transports
+from benchmarks import (
+    dcp_face,
+    held,
+    history,
+    memory,
+    ranks,
+    ranks_cost,
+    report,
+    restores,
+    results,
+    s3,
+    saves,
+    snapshots,
+    training,
+    transports,
+)
 from benchmarks.context import Context
 from benchmarks.disk import work_dir
+from benchmarks.links import NoLink
 from benchmarks.measure import Result
 from benchmarks.peers import PEERS
 from benchmarks.plot import draw
@@ -40,10 +56,19 @@ CASES: dict[str, Callable[[Context], Result]] = {
     "fixed-cost": history.fixed_cost,
     "log": history.shell_log,
     "dcp-face": dcp_face.dcp_face,
+    "ranks": ranks.ranks,
+    "ranks-fixed": ranks_cost.fixed,
+    "ranks-leaves": ranks_cost.leaves,
+    "ranks-written": ranks_cost.written,
+    "ranks-resharded": ranks_cost.resharded,
     "peak-save": memory.peak_save,
     "peak-restore": memory.peak_restore,
+    "s3-commit": s3.s3_commit,
+    "s3-restore": s3.s3_restore,
     "torchft-full": transports.full,
     "torchft-recovery": transports.recovery,
+    "torchft-full-link": transports.full_link,
+    "torchft-recovery-link": transports.recovery_link,
 }
 
 
@@ -53,6 +78,7 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=ROUNDS, help=f"rounds that count (default {ROUNDS})")
     parser.add_argument("--peer", action="append", choices=[peer.name for peer in PEERS], help="only this peer; may be repeated")
     parser.add_argument("--dir", type=Path, help="a folder on a disk with 15 GB free (default: the temporary folder)")
+    parser.add_argument("--link", default="10gbit", metavar="RATE", help="between hosts, as `tc` writes it (default 10gbit); needs root")
     parser.add_argument("--scale", type=float, default=1.0, help="shrink the states to try the harness; needs --out")
     parser.add_argument("--out", type=Path, default=ROOT, help="where benchmarks/results, docs and README.md are (default: the repository)")
     parsed = parser.parse_args(argv)
@@ -69,7 +95,7 @@ def run(case: str, folder: Path, chosen: argparse.Namespace) -> Record:
     place = folder / case
     place.mkdir()
     peers = tuple(peer for peer in PEERS if chosen.peer is None or peer.name in chosen.peer)
-    result = CASES[case](Context(place, chosen.rounds, chosen.scale, peers))
+    result = CASES[case](Context(place, chosen.rounds, chosen.scale, peers, chosen.link))
     shutil.rmtree(place)
     return Record(result, len(next(iter(result.series.values())).values), machine)
 
@@ -94,7 +120,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         for number, case in enumerate(chosen.case or CASES, 1):
             phase(f"{case} ({number} of {len(chosen.case or CASES)})")
-            record = run(case, folder, chosen)
+            try:
+                record = run(case, folder, chosen)
+            except NoLink as error:
+                phase(f"{case} is left out: {error}")
+                continue
             results.save(chosen.out / "benchmarks" / "results", record)
             print("\n" + "\n\n".join(filter(None, [report.case_table(record.result), report.target_table([record])])), flush=True)
     finally:

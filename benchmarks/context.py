@@ -9,12 +9,14 @@ from benchmarks.peers import PEERS, Peer
 
 @dataclass(slots=True)
 class Context:
-    """`dir` is this run's own folder on a disk; `scale` shrinks the states to try the harness."""
+    """`dir` is this run's own folder on a disk; `scale` shrinks the states to try the harness. `link` is the rate
+    between hosts, as `tc` writes it."""
 
     dir: Path
     rounds: int
     scale: float = 1.0
     peers: tuple[Peer, ...] = PEERS
+    link: str = "10gbit"
     _folders: int = field(default=0, init=False)
 
     def folder(self) -> Path:

@@ -26,6 +26,8 @@ def draw(path: Path, records: Sequence[Record]) -> None:
     from matplotlib import pyplot
 
     results = [record.result for record in records if record.result.case in PLOTTED]
+    if not results:
+        return
     figure, panels = pyplot.subplots(1, len(results), figsize=(3.4 * len(results), 3.6), squeeze=False, layout="constrained")
     for panel, result in zip(panels[0], results, strict=True):
         names = list(reversed(result.series))

@@ -34,8 +34,17 @@ round hardly do. *CPU* is processor time of all threads, user and system, per GB
 * Limits: *write*: two threads append 8 MiB at a time, each to its own file, ask for write-back every 64 MiB, and sync;
   *read*: two threads `preadv` into place; *read, then BLAKE3*: the same, and the hash of what was read, the least that a verified
   restore must do; *memcpy*: `Tensor.copy_`; *BLAKE3*: two threads, 1 MiB at a time.
-* `torchft-full` and `torchft-recovery`: the sender is a process on the same host. Loopback is faster than most networks, so that what
-  hashing costs shows in full, and what fewer bytes gain does not. *CPU* is the receiver's.
+* `torchft-full` and `torchft-recovery`: the sender is a process on the same host; both sides begin at the same moment, as in a
+  Manager. Loopback is faster than most networks, so that what hashing costs shows in full, and what fewer bytes gain does not.
+  With `-link`, the sender is in a network namespace of its own, behind a pair of virtual interfaces that `tc` limits to a rate;
+  both still share the processors. *CPU* is the receiver's.
+* `ranks` and `ranks-…`: four processes of one gloo group on this host, which share its two processors; *CPU* is that of all four. The state
+  is the GPT at 0.6 of its width under DistributedDataParallel with AdamW, 0.52 GB on every rank. ckptstore is handed the module and the
+  optimizer; peers get dictionaries of the same tensors, TorchSnapshot with `replicated=["**"]`, and what they wrote is synced within the
+  timed part. A restore is one of every rank. `ranks-leaves`: fresh processes in each round.
+* `s3-commit` and `s3-restore`: 268 MB in 16 tensors. The server runs on the same processors, in memory; its own
+  processor time is not in *CPU*. The raw client is boto3's in threads, with parts and ranges of 8 MiB, eight on their way; it hashes
+  nothing.
 * Warm: the files are in the page cache. Cold: all of the contestant's files were synced and evicted
   (`POSIX_FADV_DONTNEED`).
 """

@@ -52,9 +52,13 @@ def _random(shapes: dict[str, tuple[int, ...]]) -> State:
 
 def gpt(scale: float = 1.0) -> State:
     """171 float32 tensors, 1.45 GB: 57 parameters (7 layers of 8, one embedding) and two moments of each. `scale` shrinks the width."""
+    return _random({f"{group}/{name}": shape for group in GROUPS for name, shape in gpt_shapes(scale).items()})
+
+
+def gpt_shapes(scale: float) -> dict[str, tuple[int, ...]]:
+    """The parameters of `gpt()`."""
     width = max(int(WIDTH * scale), 8)
-    shapes = dict(_layer_shapes(width)) | {"embedding.weight": (VOCABULARY * width // WIDTH, width)}
-    return _random({f"{group}/{name}": shape for group in GROUPS for name, shape in shapes.items()})
+    return dict(_layer_shapes(width)) | {"embedding.weight": (VOCABULARY * width // WIDTH, width)}
 
 
 def _layer_shapes(width: int) -> Iterator[tuple[str, tuple[int, ...]]]:
@@ -81,6 +85,11 @@ def tiny(scale: float = 1.0) -> State:
 def big(scale: float = 1.0) -> State:
     """One tensor of 1 GB."""
     return _random({"model/weight": (int(250_000_000 * scale * scale),)})
+
+
+def slabs(scale: float = 1.0) -> State:
+    """Sixteen tensors of 16 MiB, or fewer."""
+    return _random({f"model/w{i}": (1 << 22,) for i in range(max(int(16 * scale), 1))})
 
 
 def small() -> State:

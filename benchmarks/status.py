@@ -1,5 +1,6 @@
-"""What the kernel says of this process."""
+"""What the kernel says of a process."""
 
+import os
 import re
 from pathlib import Path
 
@@ -9,3 +10,9 @@ def status_bytes(field: str) -> int:
     found = re.search(rf"^{field}:\s+(\d+) kB", Path("/proc/self/status").read_text(), re.MULTILINE)
     assert found is not None
     return int(found[1]) * 1024
+
+
+def cpu_seconds(pid: int) -> float:
+    """Processor time of another process so far, all its threads, user and system."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")

@@ -5,6 +5,8 @@ from dataclasses import dataclass
 from benchmarks.measure import Result, ratio
 
 MIB = 1 << 20
+ABOVE_ONE = "above one rank's"
+OBSTORE = "ckptstore, obstore"
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,13 +59,43 @@ TARGETS = (
     Target("one-tensor", "one 4 MiB tensor from an open store, seconds", at_most=0.003),
     Target("dcp-face", "dcp.save on a store, against DCP's files", "FileSystemWriter", at_least=2.5, ours="StoreWriter"),
     Target("dcp-face", "dcp.load from a store, against DCP's files", "FileSystemReader", at_least=2, ours="StoreReader"),
+    Target("ranks", "commit by four ranks under DDP, against DCP", "DCP", at_least=2.5),
+    Target("ranks", "commit by four ranks under DDP, against TorchSnapshot", "TorchSnapshot", at_least=2.5),
+    Target("ranks", "restore on four ranks, against DCP", "DCP, restore", at_least=2, ours="ckptstore, restore"),
+    Target("ranks", "restore on four ranks, against TorchSnapshot", "TorchSnapshot, restore", at_least=2, ours="ckptstore, restore"),
+    Target("ranks-fixed", "commit of an unchanged small state by four ranks, above one rank's, seconds", at_most=0.03, ours=ABOVE_ONE),
+    Target("ranks-leaves", "10,000 sharded leaves on four ranks, the first commit, seconds", at_most=1, ours="first"),
+    Target("ranks-leaves", "10,000 sharded leaves on four ranks, later commits, seconds", at_most=0.3, ours="later"),
+    Target("ranks-written", "bytes that four ranks write of a state that all have", "one copy", at_most=1.01),
+    Target("ranks-written", "the most of them on one rank", "a quarter", at_most=1.1, ours="most of a rank"),
+    Target("ranks-resharded", "bytes that three ranks read of what four wrote", "needed", at_most=1.1, ours="read"),
     Target("peak-save", "peak memory of a commit, bytes", at_most=256 * MIB),
     Target("peak-restore", "peak memory of a restore, bytes", at_most=256 * MIB),
     Target("fixed-cost", "the 10,000th commit, of the 10th", "after 10 commits", at_most=1.2, ours="after 10,000 commits"),
+    Target("s3-commit", "commit to a bucket, of the raw client's rate", "raw client", at_least=0.8),
+    Target("s3-commit", "commit to a bucket, against DCP through fsspec", "DCP, fsspec", at_least=2),
+    Target("s3-commit", "commit to a bucket, against TorchSnapshot's plugin", "TorchSnapshot, S3 plugin", at_least=2),
+    Target("s3-commit", "commit through obstore, of the raw client's rate", "raw client", at_least=0.8, ours=OBSTORE),
+    Target("s3-commit", "commit through obstore, against DCP through fsspec", "DCP, fsspec", at_least=2, ours=OBSTORE),
+    Target("s3-commit", "commit through obstore, against TorchSnapshot's plugin", "TorchSnapshot, S3 plugin", at_least=2, ours=OBSTORE),
+    Target("s3-restore", "restore from a bucket, of the raw client's rate", "raw client", at_least=0.8),
+    Target("s3-restore", "restore through obstore, of the raw client's rate", "raw client", at_least=0.8, ours=OBSTORE),
+    Target("s3-restore", "restore from a bucket, against DCP through fsspec", "DCP, fsspec", at_least=2),
+    Target("s3-restore", "restore through obstore, against DCP through fsspec", "DCP, fsspec", at_least=2, ours=OBSTORE),
+    Target("s3-restore", "restore from a bucket, against TorchSnapshot's plugin", "TorchSnapshot, S3 plugin", at_least=2),
+    Target("s3-restore", "restore through obstore, against TorchSnapshot's plugin", "TorchSnapshot, S3 plugin", at_least=2, ours=OBSTORE),
     Target("torchft-full", "all of a state from a peer, against torchft's HTTPTransport", "torchft HTTPTransport", at_least=1),
     Target(
         "torchft-recovery",
         "5 % of a state's chunks from a peer, against torchft's HTTPTransport",
+        "torchft HTTPTransport",
+        at_least=8,
+        ours="ckptstore, in place, committed",
+    ),
+    Target("torchft-full-link", "the same over a link between hosts", "torchft HTTPTransport", at_least=1),
+    Target(
+        "torchft-recovery-link",
+        "5 % of a state's chunks over a link between hosts",
         "torchft HTTPTransport",
         at_least=8,
         ours="ckptstore, in place, committed",

@@ -1,12 +1,14 @@
-"""A replica that joins: torchft's transport and ours, from a sender in another process, over the loopback interface.
+"""A replica that joins: torchft's transport and ours, from a sender in another process, over the loopback interface or a link.
 
-A turn is all that a recovery takes: the sender holds its state still and serves it, the receiver receives it. What came is compared,
-untimed, with what was sent.
+A turn is all that a recovery takes: the sender holds its state still and serves it, the receiver receives it. As in a Manager, both begin
+at the same moment. What came is compared, untimed, with what was sent.
 """
 
 import multiprocessing
+import socket
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -16,10 +18,12 @@ import torch
 
 from benchmarks import states
 from benchmarks.context import Context
+from benchmarks.links import Link, link
 from benchmarks.measure import Entrant, Result, alternate
 from benchmarks.states import State
 
-OURS, IN_PLACE, COMMITTED, THEIRS = "ckptstore", "ckptstore, in place", "ckptstore, in place, committed", "torchft HTTPTransport"
+OURS, COMMITTED, THEIRS = "ckptstore", "ckptstore, committed", "torchft HTTPTransport"
+IN_PLACE, IN_PLACE_COMMITTED = "ckptstore, in place", "ckptstore, in place, committed"
 TIMEOUT = timedelta(seconds=120)
 CHUNK_ELEMENTS = (1 << 20) // 4
 EVERY = 20
@@ -28,18 +32,38 @@ EVERY = 20
 
 def full(context: Context) -> Result:
     """Everything travels."""
-    state = states.gpt(context.scale)
-    with sender(context) as ask, ExitStack() as stack:
-        entrants = [
-            _entrant(OURS, "chunks", ask, state, receiving(stack)),
-            _entrant(THEIRS, "stream", ask, state, their_receiving()),
-        ]
-        series = alternate("torchft-full", entrants, context.rounds)
-    return Result("torchft-full", "A replica without a state takes all of it from a peer", "s", state.nbytes, series)
+    return _full("torchft-full", "A replica without a state takes all of it from a peer", context)
+
+
+def full_link(context: Context) -> Result:
+    """Everything travels over a link."""
+    return _full("torchft-full-link", f"A replica without a state takes all of it over {context.link}/s", context, context.link)
 
 
 def recovery(context: Context) -> Result:
     """The receiver has a state of which one chunk of twenty is old."""
+    return _recovery("torchft-recovery", "A replica takes a state of which it lacks 5 % of the chunks from a peer", context)
+
+
+def recovery_link(context: Context) -> Result:
+    """The same over a link."""
+    title = f"A replica takes a state of which it lacks 5 % of the chunks over {context.link}/s"
+    return _recovery("torchft-recovery-link", title, context, context.link)
+
+
+def _full(case: str, title: str, context: Context, rate: str = "") -> Result:
+    state = states.gpt(context.scale)
+    with sender(context, rate) as peer, ExitStack() as stack:
+        entrants = [
+            _entrant(OURS, "chunks", peer, state, receiving(stack)),
+            _entrant(COMMITTED, "committed", peer, state, receiving(stack)),
+            _entrant(THEIRS, "stream", peer, state, their_receiving()),
+        ]
+        series = alternate(case, entrants, context.rounds)
+    return Result(case, title, "s", state.nbytes, series)
+
+
+def _recovery(case: str, title: str, context: Context, rate: str = "") -> Result:
     state = states.gpt(context.scale)
     live = states.nest({path: tensor.clone() for path, tensor in state.tensors.items()})
     old = [(chunk, chunk.sub_(1).clone()) for chunk in _some_chunks(live)]
@@ -48,19 +72,35 @@ def recovery(context: Context) -> Result:
         for chunk, values in old:
             chunk.copy_(values)
 
-    with sender(context) as ask, ExitStack() as stack:
+    with sender(context, rate) as peer, ExitStack() as stack:
         entrants = [
-            _entrant(COMMITTED, "committed", ask, state, receiving(stack, live, in_place=True), revert),
-            _entrant(IN_PLACE, "chunks", ask, state, receiving(stack, live, in_place=True), revert),
-            _entrant(OURS, "chunks", ask, state, receiving(stack, live), revert),
-            _entrant(THEIRS, "stream", ask, state, their_receiving()),
+            _entrant(IN_PLACE_COMMITTED, "committed", peer, state, receiving(stack, live, in_place=True), revert),
+            _entrant(IN_PLACE, "chunks", peer, state, receiving(stack, live, in_place=True), revert),
+            _entrant(OURS, "chunks", peer, state, receiving(stack, live), revert),
+            _entrant(THEIRS, "stream", peer, state, their_receiving()),
         ]
-        series = alternate("torchft-recovery", entrants, context.rounds)
-    return Result("torchft-recovery", "A replica takes a state of which it lacks 5 % of the chunks from a peer", "s", state.nbytes, series)
+        series = alternate(case, entrants, context.rounds)
+    return Result(case, title, "s", state.nbytes, series)
 
 
 Receive = Callable[[str, int], Any]
-Ask = Callable[..., Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Sender:
+    """A process that has the state. It answers what it is told in that order."""
+
+    pipe: Connection
+
+    def tell(self, *what: Any) -> None:
+        self.pipe.send(what)
+
+    def answer(self) -> Any:
+        return self.pipe.recv()
+
+    def ask(self, *what: Any) -> Any:
+        self.tell(*what)
+        return self.answer()
 
 
 def receiving(stack: ExitStack, live: State | None = None, *, in_place: bool = False) -> Receive:
@@ -79,16 +119,19 @@ def their_receiving() -> Receive:
     return lambda metadata, step: transport.recv_checkpoint(0, metadata, step, TIMEOUT)
 
 
-def _entrant(name: str, kind: str, ask: Ask, state: State, receive: Receive, before: Callable[[], object] = lambda: None) -> Entrant:
+def _entrant(name: str, kind: str, peer: Sender, state: State, receive: Receive, before: Callable[[], object] = lambda: None) -> Entrant:
     got: list[Any] = []
     step = iter(range(1, 1 << 30))
+    metadata = peer.ask("metadata", kind)
 
     def act() -> None:
         number = next(step)
-        got.append(receive(ask("send", kind, number), number))
+        peer.tell("send", kind, number)
+        got.append(receive(metadata, number))
+        peer.answer()
 
     def after() -> None:
-        ask("withdraw", kind)
+        peer.ask("withdraw", kind)
         states.require_equal(state, states.State(got[0], dict(_by_path(got.pop()))), name)
 
     return Entrant(name, act, before, after)
@@ -105,25 +148,24 @@ def _some_chunks(state: State) -> list[torch.Tensor]:
 
 
 @contextmanager
-def sender(context: Context) -> Iterator[Ask]:
-    """A process that has the state; `ask` has it send and withdraw."""
+def sender(context: Context, rate: str) -> Iterator[Sender]:
+    """A process that has the state: on this host, or with a `rate` on another one at the end of a link."""
     spawn = multiprocessing.get_context("spawn")
-    ours, theirs = spawn.Pipe()
-    process = spawn.Process(target=_serve, args=(theirs, context.scale, context.folder()), daemon=True)
-    process.start()
-
-    def ask(*what: Any) -> Any:
-        ours.send(what)
-        return ours.recv()
-
-    try:
-        yield ask
-    finally:
-        ask("end")
-        process.join()
+    with link(rate) if rate else nullcontext() as cable:
+        ours, theirs = spawn.Pipe()
+        process = spawn.Process(target=_serve, args=(theirs, context.scale, context.folder(), cable), daemon=True)
+        process.start()
+        peer = Sender(ours)
+        try:
+            yield peer
+        finally:
+            peer.ask("end")
+            process.join()
 
 
-def _serve(pipe: Connection, scale: float, folder: Path) -> None:
+def _serve(pipe: Connection, scale: float, folder: Path, cable: Link | None) -> None:
+    if cable:
+        cable.enter()  # before there are other threads
     from torchft.checkpointing.http_transport import HTTPTransport
 
     import ckptstore
@@ -138,13 +180,19 @@ def _serve(pipe: Connection, scale: float, folder: Path) -> None:
         }
         store.commit(state.app)
         while (what := pipe.recv())[0] != "end":
-            transport = transports[what[1]]
-            if what[0] == "send":
-                transport.send_checkpoint([1], what[2], state.app, TIMEOUT)
-                pipe.send(transport.metadata())
-            else:
-                transport.disallow_checkpoint()
-                pipe.send(None)
+            pipe.send(_do(transports[what[1]], what, state, cable))
         for transport in (transports["chunks"], transports["committed"]):
             transport.shutdown()
     pipe.send(None)
+
+
+def _do(transport: Any, what: Any, state: State, cable: Link | None) -> str | None:
+    if what[0] == "metadata":
+        metadata: str = transport.metadata()
+        # torchft names the host, which no name server knows at the end of this cable.
+        return metadata.replace(f"//{socket.gethostname()}:", f"//{cable.address}:") if cable else metadata
+    if what[0] == "send":
+        transport.send_checkpoint([1], what[2], state.app, TIMEOUT)
+    else:
+        transport.disallow_checkpoint()
+    return None
