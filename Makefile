@@ -22,7 +22,7 @@ help:
 	@echo "make lint    ruff and mypy"
 	@echo "make demo    train, be killed, resume, fine-tune: under two minutes"
 	@echo "make bench   measure against the peers and the machine's limits (BENCH='--case first --rounds 3')"
-	@echo "make soak    the long tests"
+	@echo "make soak    the long tests, hours of them (SOAK='tests/crash -k sigkill' for some; CONTRIBUTING.md says how long each takes)"
 
 $(BIN)/python:
 	@echo "setup 1/4: creating $(VENV)"
@@ -34,14 +34,14 @@ $(READY): pyproject.toml constraints.txt | $(BIN)/python
 	@echo "setup 2/4: installing torch (the long one)"
 	@$(PIP) install -c constraints.txt torch setuptools
 	@echo "setup 3/4: installing the other requirements"
-	@$(PIP) install -c constraints.txt --no-build-isolation -e '.[s3,test,dev]'
+	@$(PIP) install -c constraints.txt --no-build-isolation -e '.[s3,obstore,test,dev]'
 	@echo "setup 4/4: checking"
 	@$(BIN)/python -m pip check --disable-pip-version-check
 	@touch $@
 
 $(READY_BENCH): $(READY)
 	@echo "setup: installing the peers that the benchmarks measure"
-	@$(PIP) install -c constraints.txt --no-build-isolation -e '.[s3,test,dev,bench]'
+	@$(PIP) install -c constraints.txt --no-build-isolation -e '.[s3,obstore,test,dev,bench]'
 	@touch $@
 
 setup: $(READY)
@@ -63,8 +63,9 @@ demo: $(READY)
 bench: $(READY_BENCH)
 	@$(BIN)/python -m benchmarks $(BENCH)
 
+# What a long test prints is shown when it has passed, so the output is a report of what was tried.
 soak: $(READY)
-	@CKPTSTORE_TEST_PROFILE=soak $(BIN)/python -m pytest -m soak --timeout 3600
+	@CKPTSTORE_TEST_PROFILE=soak $(BIN)/python -m pytest -m soak -v --timeout 3600 $(SOAK)
 
 clean:
 	@rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
