@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -99,6 +100,17 @@ def test_what_fsck_finds_another_process_does_not_rely_on(store: Path) -> None:
         training.commit(state(2), step=4)
         assert_equal(training.checkout(4).state_dict(), state(2))
     assert not any(finding.commits for finding in check(store, Level.DATA).findings)
+
+
+def test_what_is_wrong_in_a_mapped_tensor_is_not_relied_on(store: Path) -> None:
+    with opened(store) as training:
+        damage(store)
+        snapshot = training.checkout(2)
+        for name in state(2)["model"]:
+            with suppress(Corrupt):
+                snapshot.open(f"model/{name}", verify=True)
+        training.commit(state(2), step=3)
+    assert_whole(store, 2)
 
 
 def test_a_pack_that_somebody_deleted_or_cut_is_not_relied_on(store: Path) -> None:
