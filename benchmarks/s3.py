@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+from s3fs import S3FileSystem
+
 import ckptstore
 from benchmarks import states
 from benchmarks.bucket import Bucket, real_bucket
@@ -152,7 +154,7 @@ class Commit:
 
 
 @contextmanager
-def _bucket() -> Iterator[Bucket]:
+def bucket_of_a_case() -> Iterator[Bucket]:
     """The bucket, and the environment from which the peers take where it is and who they are."""
     before = dict(os.environ)
     with tempfile.TemporaryDirectory() as folder, real_bucket() as there:
@@ -163,11 +165,13 @@ def _bucket() -> Iterator[Bucket]:
         finally:
             os.environ.clear()
             os.environ.update(before)
+            # Else a peer gets the one that it made for this bucket again, in the next case as well: it is remembered by what it was told.
+            S3FileSystem.clear_instance_cache()
 
 
 def s3_commit(context: Context) -> Result:
     state = states.slabs(context.scale)
-    with _bucket() as there:
+    with bucket_of_a_case() as there:
         commits = [(name, Commit(there, state, client)) for name, client in CLIENTS]
         entrants = [Entrant(name, ours.act, ours.before, ours.after) for name, ours in commits]
         for peer in _peers(there):
@@ -181,7 +185,7 @@ def s3_restore(context: Context) -> Result:
     state = states.slabs(context.scale)
     into = states.blank(state)
     wipe = partial(states.wipe, into)
-    with _bucket() as there:
+    with bucket_of_a_case() as there:
         entrants, stores, place = [], [], there.new_url()
         for name, client in CLIENTS:
             store = ckptstore.open(place, storage_options={**there.storage_options, "client": client})

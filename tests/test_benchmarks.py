@@ -4,11 +4,15 @@ from pathlib import Path
 
 import pytest
 import torch
+from fsspec.core import url_to_fs
 
 from benchmarks import disk, limits, report, states
 from benchmarks.measure import Entrant, Result, Series, alternate, ratio
 from benchmarks.results import Record, load, save
+from benchmarks.s3 import bucket_of_a_case
 from benchmarks.targets import Target
+from tests.servers.proxy import proxy_to
+from tests.servers.s3 import S3Server
 
 
 def result(**series: list[float]) -> Result:
@@ -73,6 +77,19 @@ def test_memory_is_refused_as_a_place() -> None:
         pytest.skip("/dev/shm is no tmpfs here")
     with pytest.raises(SystemExit, match="pass --dir with a folder on a disk"):
         disk.work_dir(memory)
+
+
+def test_a_case_goes_to_its_own_bucket_after_another_case_had_one(s3: S3Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Peers find the server in the environment, and fsspec remembers what it made there for another case."""
+    monkeypatch.setenv("CKPTSTORE_TEST_S3_KEY", s3.key)
+    monkeypatch.setenv("CKPTSTORE_TEST_S3_SECRET", s3.secret)
+    for content in (b"first", b"second"):
+        with proxy_to(s3.address) as server:
+            monkeypatch.setenv("CKPTSTORE_TEST_S3", server.endpoint)
+            with bucket_of_a_case() as there:
+                fs, place = url_to_fs(there.new_url())
+                fs.pipe_file(place, content)
+                assert there.client().get_object(Bucket=there.name, Key=place.partition("/")[2])["Body"].read() == content
 
 
 def test_a_record_comes_back_as_it_was_kept(tmp_path: Path) -> None:

@@ -114,6 +114,7 @@ class Proxy:
 
     def close(self) -> None:
         self._closed.set()
+        self._listener.shutdown(socket.SHUT_RDWR)  # a mere close would let whoever waits in accept() take one more connection
         self._listener.close()
         self.drop()
 
