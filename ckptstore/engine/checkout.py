@@ -243,7 +243,7 @@ class Reader:
         pieces = list(select(content, *tree.extent(number), tree.chunk_bytes))
         data = map_leaf(self._objects, pieces, tree.extent(number)[1])
         if verify:
-            check_mapped(data, pieces, self.threads.spread, f"leaf {tree.schema.paths[number]}, commit {commit[:12]}")
+            check_mapped(self._objects, data, pieces, self.threads.spread, f"leaf {tree.schema.paths[number]}, commit {commit[:12]}")
         return data
 
     def leaf_bytes(self, tree: Tree, number: int, commit: CommitId, *, memory_budget_bytes: int | None = None) -> bytes:

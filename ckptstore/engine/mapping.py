@@ -106,12 +106,13 @@ def map_leaf(objects: ObjectStore, pieces: Sequence[Piece], width: int) -> memor
         return _lay(objects, plan_map(stretches(pieces, objects.locations(ids, look_again=True)), width))
 
 
-def check_mapped(data: memoryview, pieces: Sequence[Piece], spread: Callable[..., object], what: str) -> None:
-    """Compare every chunk of a mapped leaf with its id, which reads them all. Raises `Corrupt`."""
+def check_mapped(objects: ObjectStore, data: memoryview, pieces: Sequence[Piece], spread: Callable[..., object], what: str) -> None:
+    """Compare every chunk of a mapped leaf with its id, which reads them all. Raises `Corrupt`; later commits do not rely on that pack."""
 
     def check(piece: Piece) -> None:
         start = piece.at or 0
         if (got := ChunkId(digest(data[start : start + piece.raw_bytes]))) != piece.chunk:
+            objects.doubt(piece.chunk)
             raise Corrupt(
                 f"chunk {piece.chunk.hex()[:12]} ({what}) does not match its id: got {got.hex()[:12]}; "
                 f"run `ckptstore fsck --read-data`, restore another commit, or heal it with `ckptstore repair`"

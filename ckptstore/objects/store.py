@@ -159,6 +159,10 @@ class ObjectStore:
         columns = (where[name].tolist() for name in ("pack", "offset", "stored", "raw", "codec", "width"))
         return [Location(names[pack], *rest) for pack, *rest in zip(*columns, strict=True)]
 
+    def doubt(self, chunk: ChunkId) -> None:
+        """Rely no more on the pack that this chunk is read from: its bytes were found to be others."""
+        self.distrust.add(self.locations(chunk)[0].pack)
+
     def file_ranges(self, ids: bytes) -> list[FileRange] | None:
         """Where the bytes of `ids` lie, one chunk behind the other, not verified; None where they do not lie in files of this host as they
         are, or not any more: `read_into` gives them."""
