@@ -50,7 +50,7 @@ def _find(index: Index, path: str) -> tuple[Item, list[int]] | None:
         while at:
             item = index.items.get(at)
             if item is not None:
-                return (item, steps) if not steps or _is_list(index, item, steps) else None
+                return (item, steps) if not steps or _is_in_list(index.value_of(item), steps) else None
             at, _, last = at.rpartition("/")
             if not last.isdecimal():
                 break
@@ -65,10 +65,13 @@ def _without_wrappers(path: str) -> str:
     return key + slash + name
 
 
-def _is_list(index: Index, item: Item, steps: list[int]) -> bool:
-    """Whether `item` is a list of values that has something at `steps`."""
-    value = index.value_of(item)
-    return type(value) is list and len(steps) == 1 and steps[0] < len(value)
+def _is_in_list(value: Any, steps: list[int]) -> bool:
+    """Whether `value` is a list of values, or of such lists, that has something at `steps`."""
+    for step in steps:
+        if type(value) is not list or step >= len(value):
+            return False
+        value = value[step]
+    return True
 
 
 def _read_object(index: Index, item: Item, memory_budget_bytes: int | None, allow_pickle: bool) -> Any:

@@ -4,6 +4,7 @@
 under rank 0 only, as in TorchSnapshot.
 """
 
+import collections
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from math import prod
@@ -166,12 +167,7 @@ class _Entries:
         except InvalidInput:  # of a class that is not known here
             yield path, ObjectEntry(location, OTHER, "unknown", replicated)
             return
-        if type(value) is not list:
-            yield path, _of_value(value, location, replicated)
-            return
-        yield path, ListEntry()
-        for i, each in enumerate(value):
-            yield f"{path}/{i}", _of_value(each, location, replicated)
+        yield from _of_value(path, value, location, replicated)
 
     def _sharded(self, schema: Schema, leaf: int, placed: Placed) -> ShardedTensorEntry:
         path, dtype, shape = schema.paths[leaf], schema.dtypes[leaf], schema.shapes[leaf]
@@ -230,12 +226,22 @@ def _composite(node: Node, schema: Schema, leaves: list[int], replicated: bool) 
         return TensorEntry(location, OTHER, dtype, shape, replicated)
     if node.type == "torch.thin_subclass":
         return TensorEntry(location, OTHER, f"torch.{schema.dtypes[leaves[0]]}", list(schema.shapes[leaves[0]]), replicated)
-    name = attrs.get("class") or (node.type if "." in node.type else f"builtins.{node.type}")
+    name = attrs.get("class") or (node.type if "." in node.type else f"{_module_of(node.type)}.{node.type}")
     return ObjectEntry(location, OTHER, str(name), replicated)
 
 
-def _of_value(value: Any, path: str, replicated: bool) -> Entry:
+def _module_of(container: str) -> str:
+    return "collections" if hasattr(collections, container) else "builtins"
+
+
+def _of_value(path: str, value: Any, location: str, replicated: bool) -> Iterator[tuple[str, Entry]]:
+    """The entry of a value, and those of what is in it if it is a list: one leaf holds all of them."""
     cls = type(value)
-    if cls.__module__ == "builtins" and cls.__name__ in PrimitiveEntry.supported_types:
-        return PrimitiveEntry.from_object(value, replicated=replicated)
-    return ObjectEntry(path, OTHER, f"{cls.__module__}.{cls.__name__}", replicated)
+    if cls is list:
+        yield path, ListEntry()
+        for i, each in enumerate(value):
+            yield from _of_value(f"{path}/{i}", each, location, replicated)
+    elif cls.__module__ == "builtins" and cls.__name__ in PrimitiveEntry.supported_types:
+        yield path, PrimitiveEntry.from_object(value, replicated=replicated)
+    else:
+        yield path, ObjectEntry(location, OTHER, f"{cls.__module__}.{cls.__name__}", replicated)
