@@ -114,7 +114,7 @@ class Committing:
         With several ranks, every rank raises, and `causes` says what failed where.
         """
         if peers := peers_of(process_group, timeout_s):
-            globs = Globs(tuple(replicated), tuple(private), compare)
+            globs = Globs.of(replicated, private, compare)
             failed = self._async.drain()
 
             def prepare() -> tuple[Label, dict[str, Flat]]:
@@ -226,7 +226,7 @@ class Committing:
         self._opening.check_writable()
         label = label_of(self.run, step, tag, message, metrics)
         wish = Wish(overlap, staging, trust_version, dedup_first, allow_pickle, on_progress)
-        globs, options = Globs(tuple(replicated), tuple(private), compare), Options(canonical, trust_replicated)
+        globs, options = Globs.of(replicated, private, compare), Options(canonical, trust_replicated)
         together = self._together(app_state, wish, globs, options, process_group, timeout_s)
         return self._async.start(app_state, label, wish, together or self._alone(app_state, wish))
 

@@ -31,7 +31,7 @@ def open_pointer(
             undo.callback(store.close)
             snapshot = store.checkout(pointer.id)
         except NotFound as error:
-            raise NotFound(f"{os.fspath(path)} points to commit {pointer.id[:12]} in {pointer.store}: {error}") from error
+            raise pointer.without_store(path, error) from error
         snapshot.close_with(store.close)
         undo.pop_all()
         return snapshot

@@ -16,6 +16,7 @@ from ckptstore.core.config import CHUNK_BYTES, StoreConfig, check_chunk_bytes, c
 from ckptstore.core.ids import CONFIG_KEY, StoreId, new_session_id, new_store_id, parse_chunk_id
 from ckptstore.core.model import Schema
 from ckptstore.core.places import is_network_filesystem, local_cache_directory, make_directories, rights
+from ckptstore.engine.instead import instead_of_store
 from ckptstore.engine.log_places import database_log, open_log_place
 from ckptstore.engine.reserve import ensure_reserve
 from ckptstore.errors import CkptStoreError, Conflict, Corrupt, InvalidInput, NotFound, ReadOnly, Unavailable
@@ -336,9 +337,7 @@ def read_config(backend: Backend) -> StoreConfig:
         data = backend.read(CONFIG_KEY)
     except NotFound as error:
         _is_store(backend)
-        raise NotFound(
-            f"no store at {backend.url}: there is no {CONFIG_KEY}; make one with `ckptstore init {backend.url}`, or check the path"
-        ) from error
+        raise NotFound(f"no store at {backend.url}: {instead_of_store(backend)}") from error
     return decode_config(data, backend.url)
 
 

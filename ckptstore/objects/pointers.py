@@ -40,6 +40,13 @@ class Pointer:
     store: str
     id: CommitId
 
+    def without_store(self, path: str | os.PathLike[str], error: NotFound) -> NotFound:
+        """What to raise where the pointer at `path` leads to no store, or not to that commit."""
+        return NotFound(
+            f"{os.fspath(path)} points to commit {self.id[:12]} in {self.store}: {error}. If the pointer or its store was copied or moved "
+            "without the other, ckptstore.write_pointer(path, store, ref) makes it anew"
+        )
+
 
 def read_pointer(path: str | os.PathLike[str]) -> Pointer:
     """What the pointer file at `path` says.
@@ -97,7 +104,10 @@ def _read(place: Path) -> bytes:
         raise Unavailable(f"cannot read the pointer file {place}: {error.strerror}") from error
     try:
         if not stat.S_ISREG(os.fstat(fd).st_mode):
-            raise InvalidInput(f"{place} is no file, so no pointer file; a store is opened by ckptstore.open")
+            raise InvalidInput(
+                f"{place} is no file, so no pointer file; a store is opened by ckptstore.open, what other libraries wrote comes into one "
+                "by `ckptstore import`"
+            )
         data = os.read(fd, POINTER_BYTES_MAX + 1)
     except OSError as error:
         raise Unavailable(f"cannot read the pointer file {place}: {error.strerror}") from error

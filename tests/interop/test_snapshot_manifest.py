@@ -40,7 +40,12 @@ def test_every_path_of_the_manifest_can_be_read(tmp_path: Path) -> None:
     read = {path: snapshot.read_object(path) for path in manifest}
     assert read["0/s"].keys() == OBJECTS.keys()
     assert (read["0/s/pair"][0], read["0/s/items/1/x"], read["0/s/numbers/1"], read["0/s/nested/a%2Fb%25/z"]) == (1, 2, 2.5, 1)
-    assert (read["0/s/lists/2"], read["0/s/lists/2/1"], read["0/s/lists/2/1/0"], read["0/s/lists/0/1"]) == ([3, [4.5, "x"]], [4.5, "x"], 4.5, 2)
+    assert (read["0/s/lists/2"], read["0/s/lists/2/1"], read["0/s/lists/2/1/0"], read["0/s/lists/0/1"]) == (
+        [3, [4.5, "x"]],
+        [4.5, "x"],
+        4.5,
+        2,
+    )
     assert (read["0/s//"], read["0/s/x%2Fy/%25a%2Fb"], read["0/s/mixed/0/1"], read["0/s/colliding"]) == ([], 10, "b", OBJECTS["colliding"])
     assert torch.equal(read["0/s/pair"][1], torch.ones(2)) and torch.equal(read["0/s/nested/1"], torch.ones(2))
     assert torch.equal(read["0/s/sparse"].to_dense(), torch.eye(3)) and read["0/s/empty"].shape == (0, 3)
@@ -48,7 +53,9 @@ def test_every_path_of_the_manifest_can_be_read(tmp_path: Path) -> None:
         if isinstance(entry, PrimitiveEntry):
             assert entry.get_value() == read[path] and type(entry.get_value()) is type(read[path])
     state = snapshot.get_state_dict_for_key("s")
-    assert all(equal(state[key], value) and type(state[key]) is type(value) for key, value in OBJECTS.items() if key not in ("sparse", "pair"))
+    assert all(
+        equal(state[key], value) and type(state[key]) is type(value) for key, value in OBJECTS.items() if key not in ("sparse", "pair")
+    )
     for path in ("0/s/lists/2/1/2", "0/s/lists/3", "0/s/lists/0/1/0", "0/s/numbers/2"):
         with pytest.raises(KeyError, match="has nothing at"):
             snapshot.read_object(path)

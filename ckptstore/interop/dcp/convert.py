@@ -74,8 +74,8 @@ def store_to_dcp(snapshot: Snapshot, path: str | os.PathLike[str], *, key: str |
     would have one name.
     """
     root = Path(path)
-    if (root / ".metadata").exists():
-        raise Conflict(f"{root} is a checkpoint already; choose another path")
+    if root.is_file() or (root / ".metadata").exists():
+        raise Conflict(f"{root} is {'a file' if root.is_file() else 'a checkpoint'} already; choose another path")
     planner = _CommitPlanner(snapshot, key, allow_pickle=allow_pickle)
     return _save_state_dict({}, FileSystemWriter(root, overwrite=False), no_dist=True, planner=planner)
 

@@ -97,6 +97,9 @@ class StoreReader(AtPlace, StorageReader):
             self._marks = marks_of(self._snapshot)
             if rank is None and self._marks.rank is not None:
                 raise NotFound(f"commit {self._snapshot.id[:12]} is what rank {self._marks.rank} saved by itself, not the whole")
+            if self._key is not None and self._key not in self._snapshot.trees:
+                keys = ", ".join(self._snapshot.trees)
+                raise NotFound(f"commit {self._snapshot.id[:12]} has no key {self._key!r}; it has {keys}; without key=, it is loaded whole")
             self._items = named(self._snapshot.trees, self._marks, self._key)
         except BaseException:
             self._place.close()

@@ -14,10 +14,10 @@ from typing import Any
 
 from ckptstore.core.ids import CONFIG_KEY, check_tag, digest
 from ckptstore.core.places import BESIDE, enclosing_store
-from ckptstore.errors import Conflict, InvalidInput, NotFound
+from ckptstore.errors import Conflict, Corrupt, InvalidInput, NotFound
 from ckptstore.interop.torchsnapshot.directory import METADATA
 from ckptstore.objects.backend import open_backend
-from ckptstore.objects.pointers import is_pointer, read_pointer
+from ckptstore.objects.pointers import Pointer, is_pointer, read_pointer
 
 _LOCAL = ("fs", "file", "")
 _OURS = frozenset({CONFIG_KEY, "packs", "commits", "log", "sessions", "index", "tmp", "reserve", "quarantine"})
@@ -47,7 +47,7 @@ def place_to_take(path: str, storage_options: Mapping[str, Any] | None = None) -
     pointer = _pointer(local)
     if os.path.lexists(pointer) and not is_pointer(pointer):
         raise Conflict(f"there is something else than a snapshot of ckptstore at {pointer}; choose another path, or remove it")
-    store = enclosing_store(local.parent) or _new_store(local.parent)
+    store = _store_above(local) or _new_store(local.parent)
     return Place(str(store), tag_of(_name(local, store)), str(pointer))
 
 
@@ -66,11 +66,19 @@ def refs_to_read(path: str, storage_options: Mapping[str, Any] | None = None) ->
     pointer = _pointer(local)
     if os.path.lexists(pointer):
         return _pointed_to(pointer)
-    store = enclosing_store(local.parent)
+    store = _store_above(local)
     if store is None:
         raise NotFound(f"there is no snapshot at {path}, and no store above it; check the path")
     name = _name(local, store)
     return str(store), (tag_of(name), name)
+
+
+def pointer_at(path: str) -> Pointer | None:
+    """What the pointer file of an existing snapshot says, if there is one."""
+    local = local_path(path)
+    if local is None or not is_pointer(_pointer(local)):
+        return None
+    return read_pointer(_pointer(local))
 
 
 def local_path(path: str) -> Path | None:
@@ -94,6 +102,21 @@ def tag_of(name: str) -> str:
 def _pointer(local: Path) -> Path:
     """Where the pointer of a snapshot lies: in a directory that was made for it, under the name that TorchSnapshot gives its metadata."""
     return local / METADATA if local.is_dir() else local
+
+
+def _store_above(local: Path) -> Path | None:
+    """The store that encloses a path. Raises `Corrupt` for one that lost its configuration: another one there would split the history."""
+    store = enclosing_store(local.parent)
+    for directory in local.parents:
+        if store is not None and not directory.is_relative_to(store.parent if store.name == BESIDE else store):
+            break
+        for place in (directory, directory / BESIDE):
+            if place != store and all((place / name).is_dir() for name in ("log", "packs", "commits")):
+                raise Corrupt(
+                    f"{place} has a log and no {CONFIG_KEY}: it was a store and lost that file; "
+                    f"`ckptstore --store {place} repair` writes it again"
+                )
+    return store
 
 
 def _pointed_to(pointer: Path) -> tuple[str, tuple[str, ...]]:

@@ -8,11 +8,11 @@ from typing import Any
 from ckptstore.core.ids import CommitId
 from ckptstore.engine.pending import Pending
 from ckptstore.engine.ranks.restore import on_all
-from ckptstore.errors import CkptStoreError, NotFound
+from ckptstore.errors import CkptStoreError, InvalidInput, NotFound
 from ckptstore.interop.torchsnapshot import __version__ as interface_version
 from ckptstore.interop.torchsnapshot.manifest import Manifest, SnapshotMetadata
 from ckptstore.interop.torchsnapshot.names import split_rank
-from ckptstore.interop.torchsnapshot.places import refs_to_read
+from ckptstore.interop.torchsnapshot.places import pointer_at, refs_to_read
 from ckptstore.interop.torchsnapshot.preparing import Prepare
 from ckptstore.interop.torchsnapshot.problems import NoSuchObject, SnapshotFailed
 from ckptstore.interop.torchsnapshot.reading import read
@@ -133,13 +133,19 @@ class Snapshot:
         peers = peers_of(self.pg)
         commit = on_all(peers, self._commit) if peers else self._commit()
         wanted = _with_own_generator(commit, app_state, peers.rank if peers else 0)
-        commit.only(wanted).restore(
-            wanted,
-            strict=strict,
-            memory_budget_bytes=budget_of(self._store(), memory_budget_bytes),
-            allow_pickle=allow_pickle,
-            process_group=self.pg,
-        )
+        try:
+            commit.only(wanted).restore(
+                wanted,
+                strict=strict,
+                memory_budget_bytes=budget_of(self._store(), memory_budget_bytes),
+                allow_pickle=allow_pickle,
+                process_group=self.pg,
+            )
+        except InvalidInput as error:
+            error.add_note(
+                f"the snapshot has the keys {', '.join(commit.keys())}; select=, rename= and dtype= are for snapshot.commit.restore"
+            )
+            raise
 
     def read_object(self, path: str, obj_out: Any = None, memory_budget_bytes: int | None = None, *, allow_pickle: bool = False) -> Any:
         """One object by its path in the manifest (`"0/model/weight"`), without reading others.
@@ -190,7 +196,7 @@ class Snapshot:
 
     def _find(self) -> tuple[str, CommitId]:
         place, refs = refs_to_read(self.path, self._storage_options)
-        store = store_at(place, self._storage_options)
+        store = self._opened(place)
         for ref in refs[:-1]:
             try:
                 return place, store.checkout(ref).id
@@ -200,6 +206,14 @@ class Snapshot:
             return place, store.checkout(refs[-1]).id
         except CkptStoreError as error:
             raise NotFound(f"there is no snapshot at {self.path}: {error}") from error
+
+    def _opened(self, place: str) -> Store:
+        try:
+            return store_at(place, self._storage_options)
+        except NotFound as error:
+            if (pointer := pointer_at(self.path)) is None:
+                raise
+            raise pointer.without_store(self.path, error) from error
 
     def _index(self, rank: int) -> Index:
         commit = self._commit()

@@ -33,7 +33,9 @@ class Agreed:
 
 
 def check_stateful(app_state: Mapping[str, Any]) -> None:
-    """Raise `TypeError` for a value that is not stateful, `UnusableState` for two random generators."""
+    """Raise `TypeError` for what is no dict of stateful values, `UnusableState` for two random generators."""
+    if not isinstance(app_state, Mapping):
+        raise TypeError(f"app_state is a {type(app_state)}; wanted a dict of stateful objects by their keys: {{'model': model}}")
     for key, value in app_state.items():
         if not isinstance(value, Stateful):
             raise TypeError(f"app_state[{key!r}] is a {type(value)}; wanted something stateful: put it into a StateDict(…)")
@@ -43,7 +45,12 @@ def check_stateful(app_state: Mapping[str, Any]) -> None:
 
 
 def agree(peers: Peers | None, path: str, replicated: Sequence[str], storage_options: Mapping[str, Any] | None) -> Agreed:
-    """Find the snapshot's place, make its store if there is none, and settle what counts where ranks were told different things."""
+    """Find the snapshot's place, make its store if there is none, and settle what counts where ranks were told different things.
+
+    Raises `UnusableState` for globs that are no list.
+    """
+    if isinstance(replicated, str):
+        raise UnusableState(f"replicated is {replicated!r}; wanted a list of globs: replicated=[{replicated!r}]")
     if peers is None:
         place = place_to_take(path, storage_options)
         store_at(place.store, storage_options, create=True)

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
+from ckptstore.errors import InvalidInput
 from ckptstore.state.flat import Flat, Mark
 from ckptstore.state.leaves import TensorSource
 from ckptstore.state.numbering import is_named
@@ -28,6 +29,14 @@ class Globs:
     replicated: tuple[str, ...] = ()
     private: tuple[str, ...] = ()
     compare: bool = True
+
+    @classmethod
+    def of(cls, replicated: Sequence[str], private: Sequence[str], compare: bool) -> "Globs":
+        """Raises `InvalidInput` for text in place of a list: each of its characters would be a glob, and a `*` among them means all."""
+        for name, globs in (("replicated", replicated), ("private", private)):
+            if isinstance(globs, str):
+                raise InvalidInput(f"{name} is {globs!r}; wanted a list of globs: {name}=[{globs!r}]")
+        return cls(tuple(replicated), tuple(private), compare)
 
 
 def marked(app_state: Mapping[str, Any], flats: Mapping[str, Flat], globs: Globs) -> dict[str, Flat]:
