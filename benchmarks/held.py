@@ -3,8 +3,11 @@
 import ctypes
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing, contextmanager
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from time import perf_counter
 from typing import Any
 
 import torch
@@ -19,6 +22,8 @@ from benchmarks.training import Work
 
 LIMIT_COPY = "limit: memcpy"
 THREAD, PROCESS, LAZY, FROZEN = "ckptstore", "ckptstore, a process", "ckptstore, lazy", "ckptstore, frozen"
+DCP, DCP_KEPT, DCP_LAZY = "DCP async_save, {}", "DCP async_save, {}, memory kept", "DCP async_save, staged beside"
+KINDS = ("thread", "process")
 
 FORWARD_BACKWARD_S = 0.4
 """Between a commit and the optimizer's step that may have to wait for it."""
@@ -27,14 +32,14 @@ FORWARD_BACKWARD_S = 0.4
 def held(context: Context) -> Result:
     """From the second commit on: the first round, which is not counted, makes everybody's buffers."""
     state = states.gpt(context.scale)
+    work = Work(FORWARD_BACKWARD_S * context.scale)
     with ExitStack() as stack:
         entrants = [stack.enter_context(copying(state))]
         entrants += [ours(context, state, stack, name, executor) for name, executor in ((THREAD, "thread"), (PROCESS, "process"))]
-        entrants += [lazy(context, state, stack), frozen(context, state, stack)]
+        entrants += [lazy(context, state, work, stack), frozen(context, state, stack)]
         wanted = {peer.name for peer in context.peers}
         if "DCP" in wanted:
-            stack.enter_context(process_group(context.folder() / "rendezvous"))
-            entrants += [theirs(context, f"DCP async_save, {kind}", dcp(state, kind)) for kind in ("thread", "process")]
+            entrants += list(dcp(context, state, work, stack))
         if "TorchSnapshot" in wanted:
             entrants.append(theirs(context, "TorchSnapshot async_take", async_take(state)))
         series = alternate("held", entrants, context.rounds)
@@ -61,11 +66,10 @@ def ours(context: Context, state: State, stack: ExitStack, name: str, executor: 
     return Entrant(name, lambda: pending.append(store.commit_async(state.app)), after=lambda: pending.pop().wait())
 
 
-def lazy(context: Context, state: State, stack: ExitStack) -> Entrant:
+def lazy(context: Context, state: State, work: Work, stack: ExitStack) -> Entrant:
     """The same bytes as weights and moments of a real optimizer: what counts is the call and the wait before the next step."""
     store = stack.enter_context(ckptstore.open(context.folder()))
     model, optimizer = trained(state)
-    work = Work(FORWARD_BACKWARD_S * context.scale)
     pending: list[ckptstore.PendingCommit] = []
 
     def act() -> None:
@@ -125,16 +129,57 @@ def theirs(context: Context, name: str, save: Callable[[Path], Callable[[], obje
     return Entrant(name, lambda: waits.append(save(slot.path)), slot.fresh, after)
 
 
-def dcp(state: State, kind: str) -> Callable[[Path], Callable[[], object]]:
+def dcp(context: Context, state: State, work: Work, stack: ExitStack) -> Iterator[Entrant]:
+    """As it is by default, which is fresh memory for each save; with memory that it keeps; and copying while training goes on."""
+    from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+
+    stack.enter_context(process_group(context.folder() / "rendezvous"))
+    off = StagingOptions(use_pinned_memory=False, use_shared_memory=False, use_async_staging=False, use_non_blocking_copy=False)
+    kept = stack.enter_context(closing(DefaultStager(replace(off, use_shared_memory=True))))
+    beside = stack.enter_context(closing(DefaultStager(replace(off, use_async_staging=True))))
+    ways: dict[str, dict[str, Any]] = {DCP: {}, DCP_KEPT: {"async_stager": kept}}
+    for name, options in ways.items():
+        for kind in KINDS:
+            yield theirs(context, name.format(kind), partial(async_save, state.app, kind=kind, **options))
+    yield dcp_lazy(context, state, work, beside)
+
+
+def async_save(app_state: Any, folder: Path, *, kind: str = "thread", **options: Any) -> Callable[[], object]:
+    found = begin_async_save(app_state, folder, kind=kind, **options)
+    return lambda: getattr(found, "upload_completion", found).result()
+
+
+def begin_async_save(app_state: Any, folder: Path, *, kind: str = "thread", **options: Any) -> Any:
     from torch.distributed.checkpoint.filesystem import FileSystemWriter
-    from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType, async_save
+    from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
+    from torch.distributed.checkpoint.state_dict_saver import async_save as save
 
-    def save(folder: Path) -> Callable[[], object]:
-        writer = FileSystemWriter(folder, thread_count=2, sync_files=True)
-        found: Any = async_save(state.app, storage_writer=writer, async_checkpointer_type=AsyncCheckpointerType(kind))
-        return lambda: getattr(found, "upload_completion", found).result()
+    writer = FileSystemWriter(folder, thread_count=2, sync_files=True)
+    return save(app_state, storage_writer=writer, async_checkpointer_type=AsyncCheckpointerType(kind), **options)
 
-    return save
+
+def dcp_lazy(context: Context, state: State, work: Work, stager: Any) -> Entrant:
+    """As `lazy`: the call, and what the caller must wait for itself before the next step."""
+    slot = Slot(context)
+    model, optimizer = trained(state)
+    saves: list[Any] = []
+    held: list[float] = []
+
+    def act() -> None:
+        started = perf_counter()
+        saves.append(begin_async_save({"model": model, "optimizer": optimizer}, slot.path, async_stager=stager))
+        called = perf_counter()
+        work.step()
+        waiting = perf_counter()
+        saves[-1].staging_completion.result()
+        held.append(called - started + perf_counter() - waiting)
+        optimizer.step()
+
+    def after() -> None:
+        saves.pop().upload_completion.result()
+        slot.clear()
+
+    return Entrant(DCP_LAZY, act, slot.fresh, after, value=held.pop)
 
 
 def async_take(state: State) -> Callable[[Path], Callable[[], object]]:

@@ -34,6 +34,12 @@ round hardly do. *CPU* is processor time of all threads, user and system, per GB
 * Limits: *write*: two threads append 8 MiB at a time, each to its own file, ask for write-back every 64 MiB, and sync;
   *read*: two threads `preadv` into place; *read, then BLAKE3*: the same, and the hash of what was read, the least that a verified
   restore must do; *memcpy*: `Tensor.copy_`; *BLAKE3*: two threads, 1 MiB at a time.
+* `held`: what counts is the call, and waits before the next optimizer step; who saves has waited for the save before. The first round,
+  not counted, is everybody's first call. *memcpy*: the state's bytes by two threads, to memory that was touched before: no call that
+  copies all of it before it returns can hold its caller for less. DCP takes fresh memory in each call, most of it pages that must be zeroed
+  first: about three times the processor time of the copy, and what that is in seconds depends on the machine and on what the process has
+  given back before. *Memory kept*: with a `DefaultStager` that is used again (it writes over the save before, so that one has to be waited
+  for). *Staged beside*: one that copies on a thread of its own; its caller waits for `staging_completion` before the next step.
 * `torchft-full` and `torchft-recovery`: the sender is a process on the same host; both sides begin at the same moment, as in a
   Manager. Loopback is faster than most networks, so that what hashing costs shows in full, and what fewer bytes gain does not.
   With `-link`, the sender is in a network namespace of its own, behind a pair of virtual interfaces that `tc` limits to a rate;

@@ -48,6 +48,8 @@ TARGETS = (
     Target("held", "asynchronous commit, against DCP's in a thread", "DCP async_save, thread", at_least=2),
     Target("held", "asynchronous commit, against DCP's in a process", "DCP async_save, process", at_least=2),
     Target("held", "asynchronous commit, against TorchSnapshot's", "TorchSnapshot async_take", at_least=2),
+    Target("held", "lazy commit, against DCP's, memory kept", "DCP async_save, thread, memory kept", at_least=2, ours="ckptstore, lazy"),
+    Target("held", "lazy commit, against DCP's, staged beside", "DCP async_save, staged beside", at_least=2, ours="ckptstore, lazy"),
     Target("async-training", "20 steps with a commit, of the same alone", "training alone", at_most=1.05),
     Target("async-training", "20 steps with a commit by a process", "training alone", at_most=1.05, ours="ckptstore, a process"),
     Target("async-step", "a step while a commit runs, of one alone", "training alone", at_most=1.05),
