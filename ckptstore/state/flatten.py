@@ -73,7 +73,7 @@ class _Tree:
         self._open: dict[int, str] = {}
 
     def flatten(self, key: str, value: Any) -> Flat:
-        state = named_state(value, self._names) if isinstance(value, Optimizer) else state_of(value)
+        state = self._state_of_optimizer(value) if isinstance(value, Optimizer) else state_of(value)
         skeleton = self._visit(state, paths.segment(values.encode_key(key)))
         columns = (tuple(column) for column in (self._paths, self._kinds, self._dtypes, self._shapes, self._aliases))
         return Flat(Schema(skeleton, *columns), self._leaves, self._held)  # type: ignore[arg-type]  # the columns in the order of its fields
@@ -104,11 +104,14 @@ class _Tree:
         if isinstance(value, torch.nn.Module):
             return Parts("stateful", [state_dict_of(value)])
         if isinstance(value, Optimizer):
-            return Parts("stateful", [named_state(value, self._names)])
+            return Parts("stateful", [self._state_of_optimizer(value)])
         if isinstance(value, torch.Tensor):
             parts = split_tensor(value)
             return parts if isinstance(parts, Parts) else Parts(_ITSELF, [parts])
         return None
+
+    def _state_of_optimizer(self, optimizer: Optimizer) -> Any:
+        return named_state(optimizer, self._names, ranks=self._ranks)
 
     def _pickle(self, value: Any) -> Parts:
         if self._allow_pickle:

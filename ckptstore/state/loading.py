@@ -6,6 +6,7 @@ from typing import Any
 import torch
 
 from ckptstore.errors import InvalidInput
+from ckptstore.state.fsdp1 import ShardedOptimizer
 from ckptstore.state.modules import with_wrappers
 
 
@@ -20,10 +21,14 @@ def load(target: Any, state: Any, *, strict: bool) -> None:
                 state = {**state, "state": {**target.state_dict()["state"], **state["state"]}}
             target.load_state_dict(state)
             _keep_dtypes(target, state)
+        elif isinstance(target, ShardedOptimizer):
+            if not strict:
+                state = {**state, "state": {**target.state_dict()["state"], **state["state"]}}
+            load(target.optimizer, target.flat_state_of(state), strict=True)
         else:
             target.load_state_dict(state)
     except (RuntimeError, ValueError) as error:
-        if isinstance(target, torch.nn.Module | torch.optim.Optimizer):
+        if isinstance(target, torch.nn.Module | torch.optim.Optimizer | ShardedOptimizer):
             raise InvalidInput(f"{type(target).__qualname__} refuses the committed state: {error}") from error
         raise
 

@@ -33,6 +33,11 @@ def named_parameters_of(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]
         yield _without(name, prefixes), parameter
 
 
+def named_without_wrappers(module: nn.Module, name: str) -> str:
+    """The name in `state_dict_of(module)` of what `module.state_dict()` calls `name`."""
+    return _without(name, _wrapper_prefixes(module))
+
+
 def _renamed(state: "OrderedDict[str, Any]", rename: Callable[[str], str]) -> "OrderedDict[str, Any]":
     renamed = OrderedDict((rename(key), value) for key, value in state.items())
     metadata = getattr(state, "_metadata", None)

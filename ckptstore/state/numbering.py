@@ -55,6 +55,34 @@ def numbered(skeleton: Node | int, optimizer: Optimizer, names: ParameterNames, 
     return Numbered(replace(skeleton, children=tuple(below)), dict(_models(inner, parameters)), tuple(foreign), found.missing)
 
 
+def named(skeleton: Node | int, own: Sequence[str], models: Mapping[str, torch.Tensor]) -> Numbered:
+    """A skeleton that has names, for an optimizer that takes names, its `own`; `models` are parameters by name."""
+    state = _child(skeleton, "state")
+    assert isinstance(skeleton, Node) and isinstance(state, Node) and state.keys is not None
+    items = list(zip(state.keys, state.children, strict=True))
+    committed = _committed_names(_child(skeleton, "param_groups"))
+    foreign = set(committed or map(str, state.keys)) - set(own)
+    kept = [(key, child) for key, child in items if key not in foreign]
+    inner = replace(state, children=tuple(child for _, child in kept), keys=tuple(key for key, _ in kept))
+    below = tuple(inner if child is state else child for child in skeleton.children)
+    return Numbered(
+        replace(skeleton, children=below),
+        {leaf: models[key] for key, child in kept if key in models for leaf in containers.leaves_of(child)},
+        tuple((str(key), child) for key, child in items if key in foreign),
+        tuple(name for name in own if name not in committed) if committed else (),
+    )
+
+
+def names_in(skeleton: Node | int) -> tuple[str, ...]:
+    """The names under which an optimizer's state was committed; none for numbers."""
+    state = _child(skeleton, "state")
+    return (
+        (*map(str, state.keys or ()), *_committed_names(_child(skeleton, "param_groups")))
+        if is_named(skeleton) and isinstance(state, Node)
+        else ()
+    )
+
+
 def unnamed(skeleton: Node | int) -> Node | int:
     """An optimizer's state under the numbers that torch gives its parameters, in the order of their names; anything else as it is."""
     state, groups = _child(skeleton, "state"), _child(skeleton, "param_groups")

@@ -19,11 +19,12 @@ from ckptstore.state.composites import split_tensor
 from ckptstore.state.containers import Parts
 from ckptstore.state.conversion import Converting, convertible, destination
 from ckptstore.state.flatten import state_of
+from ckptstore.state.fsdp1 import ShardedOptimizer, is_flat
 from ckptstore.state.leaves import Destination, HeldDestination
 from ckptstore.state.modules import own_loading, state_dict_of
-from ckptstore.state.numbering import numbered
+from ckptstore.state.numbering import Numbered, named, names_in, numbered
 from ckptstore.state.parameters import ParameterNames
-from ckptstore.state.ranks.held import empty_like_held, held_of, is_distributed, is_dtensor
+from ckptstore.state.ranks.held import empty_like_held, held_of, is_distributed
 from ckptstore.state.stateful import RNGState, StateDict
 
 _MARKS = ("torch.Parameter", "torch.Tensor")
@@ -65,7 +66,8 @@ class Pairing:
     """Where the leaves of one tree go.
 
     After `pair` and `complete`, `objects[i]` is what stands at tensor leaf `i` once its bytes are there. `direct[i]` says that it is the
-    target's own, `kept` has the target's own objects that stand for a node, by its id. `claims` says which memory is taken, by its address,
+    target's own, `kept` has the target's own objects that stand for a node, by its id, `sharded` what takes the state of an optimizer,
+    by the optimizer's id. `claims` says which memory is taken, by its address,
     and is shared by all trees of one restore. With `partial`, the skeleton has some leaves only; what the target has beside them is not
     ours. With `dtype`, floating leaves are converted where the target has a tensor of it. `names` are those of the parameters of all
     modules that are restored; with `in_order`, an optimizer's may be called otherwise than in the commit.
@@ -99,6 +101,7 @@ class Pairing:
         self.kept: dict[int, Any] = {}
         self.late = False
         self.narrowed: dict[int, Node | int] = {}
+        self.sharded: dict[int, ShardedOptimizer] = {}
         self.missing: list[str] = []
         self.unexpected: list[str] = []
         self.mismatched: list[Mismatch] = []
@@ -144,16 +147,26 @@ class Pairing:
 
     def pair_optimizer(self, node: Node | int, optimizer: Optimizer, path: str) -> Node | int:
         """As `pair`, for an optimizer's state; returns `node` with the optimizer's numbers, without parameters that it does not have."""
-        found = numbered(node, optimizer, self._names, in_order=self._in_order)
+        state, found = self._state_and_place(node, optimizer)
         if found is not None:
             for name, child in found.unexpected:
                 self.unexpected.append(f"{path}/state/{paths.segment(name)}")
                 self._leave_out(child)
             self.missing.extend(f"{path}/state/{paths.segment(name)}" for name in found.missing if not self._partial)
-            self._models.update((leaf, model) for leaf, model in found.models.items() if is_dtensor(model))
+            self._models.update((leaf, model) for leaf, model in found.models.items() if is_distributed(model))
             node = found.skeleton
-        self.pair(node, optimizer.state_dict(), path, report=False)
+        self.pair(node, state, path, report=False)
         return node
+
+    def _state_and_place(self, node: Node | int, optimizer: Optimizer) -> tuple[Any, Numbered | None]:
+        """What an optimizer has, and what of `node` is for it."""
+        sharded = self._names.sharded(optimizer)
+        if sharded is None or not (committed := names_in(node)) or is_flat(committed):
+            return optimizer.state_dict(), numbered(node, optimizer, self._names, in_order=self._in_order)
+        self.sharded[id(optimizer)] = sharded
+        state = sharded.state_dict()
+        own = [name for group in state["param_groups"] for name in group["params"]]
+        return state, named(node, own, sharded.models)
 
     def wanted_bytes(self) -> list[int]:
         """The leaves that are no tensors and have a place."""

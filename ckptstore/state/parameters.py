@@ -13,6 +13,7 @@ import torch
 from torch.optim.optimizer import Optimizer
 
 from ckptstore.state.containers import Named, Names
+from ckptstore.state.fsdp1 import ShardedOptimizer, sharded_optimizer
 from ckptstore.state.modules import named_parameters_of
 
 
@@ -37,6 +38,10 @@ class ParameterNames:
                 found.setdefault(id(parameter), _Found(place, name))
         return found
 
+    def sharded(self, optimizer: Optimizer) -> ShardedOptimizer | None:
+        """`optimizer` by parameters, if it has the flat memory of a module here."""
+        return sharded_optimizer(optimizer, (module for _, module in _modules(self._app_state, "")))
+
     def of(self, optimizer: Optimizer) -> list[list[str]] | None:
         """The names of the parameters, group by group: with the module's place in front where they are of several modules.
 
@@ -49,8 +54,14 @@ class ParameterNames:
         return names if count == sum(map(len, found)) == len({name for group in names for name in group}) else None
 
 
-def named_state(optimizer: Optimizer, names: ParameterNames) -> Any:
-    """`optimizer.state_dict()` with the names of parameters in place of their numbers; as it is where it is of a form of its own."""
+def named_state(optimizer: Optimizer, names: ParameterNames, *, ranks: bool = False) -> Any:
+    """`optimizer.state_dict()` with the names of parameters in place of their numbers; as it is where it is of a form of its own.
+
+    Flat memory of FSDP1 that ranks divide is only told apart if they commit together, which `ranks` says.
+    """
+    sharded = names.sharded(optimizer)
+    if sharded is not None and (ranks or sharded.ranks == 1):
+        return sharded.state_dict()
     state = optimizer.state_dict()
     groups = names.of(optimizer)
     if groups is None or not _is_numbered(state, groups):

@@ -15,6 +15,7 @@ from ckptstore.state import containers, paths, tensors, values
 from ckptstore.state.classes import TargetClasses
 from ckptstore.state.conversion import Converting
 from ckptstore.state.flatten import state_of
+from ckptstore.state.fsdp1 import ShardedOptimizer
 from ckptstore.state.inflate import Inflater, decode_leaf, refuse_pickles
 from ckptstore.state.leaves import Destination, HeldDestination
 from ckptstore.state.loading import load
@@ -119,7 +120,12 @@ class _Settler:
 
     def load(self, node: Node | int, target: Any) -> None:
         """Hand the state at `node` to an object with `load_state_dict`; a part of a state within the object's own state."""
-        state = self._inflater.inflate(node) if not self._partial else self._within(node, state_of(target))
+        target = self._pairing.sharded.get(id(target), target)
+        state = (
+            self._inflater.inflate(node)
+            if not self._partial
+            else self._within(node, target.state_dict() if isinstance(target, ShardedOptimizer) else state_of(target))
+        )
         load(target, state, strict=self._strict)
 
     def _within(self, node: Node | int, state: Any) -> Any:

@@ -6,6 +6,7 @@ shard has several, and takes milliseconds. A rank outside the mesh, or with noth
 
 import sys
 from collections.abc import Sequence
+from copy import deepcopy
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -53,11 +54,23 @@ def held_of(tensor: Any) -> Held:
 
 
 def empty_like_held(tensor: Any, dtype: torch.dtype) -> Any:
-    """A DTensor of any bytes, placed as `tensor` is, with elements of `dtype`."""
+    """A DTensor or ShardedTensor of any bytes, placed as `tensor` is, with elements of `dtype`."""
+    if not is_dtensor(tensor):
+        return _empty_like_sharded(tensor, dtype)
     from torch.distributed.tensor import DTensor
 
     local = torch.empty_like(_local_of(tensor), dtype=dtype)
     return DTensor.from_local(local, tensor.device_mesh, tensor.placements, run_check=False, shape=tensor.shape, stride=tensor.stride())
+
+
+def _empty_like_sharded(tensor: Any, dtype: torch.dtype) -> Any:
+    from torch.distributed._shard.sharded_tensor.api import ShardedTensor
+    from torch.distributed._shard.sharded_tensor.shard import Shard
+
+    metadata = deepcopy(tensor.metadata())
+    metadata.tensor_properties.dtype = dtype
+    shards = [Shard(torch.empty_like(shard.tensor.detach(), dtype=dtype), shard.metadata) for shard in tensor.local_shards()]
+    return ShardedTensor._init_from_local_shards_and_global_metadata(shards, metadata, process_group=tensor._process_group)
 
 
 def empty_local(mesh: Any, placements: Sequence[Any], shape: Shape, stride: Shape, dtype: torch.dtype) -> Any:
