@@ -2,6 +2,7 @@
 
 import os
 import signal
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -170,6 +171,40 @@ def test_what_arrives_damaged_is_read_from_the_store(pool: Pool, committed: Path
     results = pool.run(restore_while_bytes_flip, committed)
     read = [report.read_bytes for _, report in results]
     assert min(read[0], read[2], read[3]) >= 1.5 * read[1], "the others read what rank 1 should have sent them"
+
+
+@contextmanager
+def interrupted() -> Iterator[None]:
+    """Ctrl-C, whenever bytes of an exchange have arrived."""
+    waited = Peers._wait
+
+    def wait(self: Peers, work: Any, timeout_s: float | None = None) -> None:
+        waited(self, work, timeout_s)
+        if sys._getframe(1).f_code is Peers.exchange.__code__:
+            signal.raise_signal(signal.SIGINT)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Peers, "_wait", wait)
+        yield
+
+
+def restore_while_one_is_interrupted(rank: int, path: Path) -> tuple[int, RestoreReport]:
+    meet(4)
+    with ckptstore.open(path, threads=2) as store:
+        targets = {"model": empty_like(state_of(0))}
+        options: dict[str, Any] = {"broadcast": True, "memory_budget_bytes": 8 * CHUNK_BYTES, "timeout_s": 30}
+        if rank == 2:
+            with interrupted(), pytest.raises(KeyboardInterrupt):
+                store.checkout().restore(targets, **options)
+        else:
+            with pytest.raises(ckptstore.CkptStoreError) as caught:
+                store.checkout().restore(targets, **options)
+            assert caught.value.causes == {2: "KeyboardInterrupt"}
+    return restore(rank, path, True)
+
+
+def test_who_is_interrupted_sends_what_others_wait_for_and_all_are_told(pool: Pool, committed: Path) -> None:
+    assert all(report.received_bytes for _, report in pool.run(restore_while_one_is_interrupted, committed))
 
 
 def restore_from_bucket(rank: int, place: str, options: dict[str, Any], cache: Path) -> int:

@@ -44,7 +44,7 @@ class Broadcast:
         self._jobs: dict[int, list[Job]] = {}
         for number, job in zip(numbers, reading.jobs, strict=True):
             self._jobs.setdefault(number, []).append(job)
-        self._failed: Exception | None = None
+        self._failed: BaseException | None = None
         self._lock = threading.Lock()
         self._read_bytes = self._received_bytes = 0
 
@@ -73,7 +73,7 @@ class Broadcast:
         ahead = self._begin(windows[0], peers.rank) if windows else None
         for window, following in zip(windows, [*windows[1:], ()], strict=True):
             assert ahead is not None
-            own = ahead.result()
+            own = self._awaited(ahead)
             ahead = self._begin(following, peers.rank)
             self._exchange(peers, [self._hold(share) for share in window if share.reader != peers.rank], own)
         if self._failed:
@@ -85,6 +85,12 @@ class Broadcast:
         """Read this rank's part of a window while the one before is exchanged."""
         held = [self._hold(share) for share in window if share.reader == rank]
         return self._reader.threads.submit(lambda: self._read(held))
+
+    def _awaited(self, reading: "Future[list[_Held]]") -> list[_Held]:
+        """What has been read ahead, also if this process is interrupted while it waits."""
+        while True:
+            with self._failing_later():
+                return reading.result()
 
     def _read(self, held: list[_Held]) -> list[_Held]:
         with self._failing_later():
@@ -129,7 +135,7 @@ class Broadcast:
         """Others wait for what this rank sends: what fails within is raised when all has been exchanged."""
         try:
             yield
-        except Exception as error:
+        except BaseException as error:
             self._failed = self._failed or error
 
     def _bits(self, needs: Sequence[Need]) -> "NDArray[np.bool_]":

@@ -11,7 +11,7 @@ its backend. The caller's store (of `torch.distributed`) introduces the ranks to
 import struct
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from typing import Any, NamedTuple
 
@@ -20,6 +20,7 @@ import torch.distributed as dist
 
 from ckptstore.errors import CkptStoreError, Conflict, InvalidInput, Unavailable
 from ckptstore.state.ranks.messages import MAX_BYTES, Cause, cause_of, decode_causes, encode_causes, failure
+from ckptstore.state.ranks.waiting import named, told
 
 TIMEOUT_S = 300.0
 """How long a rank waits for another before it takes it for gone."""
@@ -89,11 +90,12 @@ class Peers:
         """Send and receive bytes directly; both sides must name the same parts in the same order.
 
         Raises `Unavailable` if a rank is gone, after all parts of the others; the round that follows tells them. Until then, who has more
-        to exchange goes on, with bytes of no worth: others wait for them.
+        to exchange goes on, with bytes of no worth: others wait for them. An interrupt of this process, too, is raised after all parts.
         """
         works = [(part.rank, self._post(self._group.recv, part)) for part in incoming if len(part.memory)]
         works += [(part.rank, self._post(self._group.send, part)) for part in outgoing if len(part.memory)]
         failed: RuntimeError | None = None
+        stopped: BaseException | None = None
         for rank, work in works:
             try:
                 if isinstance(work, RuntimeError):
@@ -102,6 +104,10 @@ class Peers:
             except RuntimeError as error:
                 self._unreached.add(rank)
                 failed = failed or error
+            except BaseException as error:
+                stopped = stopped or error
+        if stopped:
+            raise stopped
         if failed:
             raise Unavailable(f"a rank is gone, or was silent for {self.timeout_s:g} s, while bytes were exchanged: {failed}") from failed
 
@@ -138,14 +144,15 @@ class Peers:
         deadline = time.monotonic() + self.timeout_s
         causes |= self._lost
         heads = {rank: self._start_head(rank) for rank in range(1, self.size) if rank not in self._lost}
-        for rank, head in heads.items():
-            received = self._try(rank, lambda rank=rank, head=head: self._finish(rank, what, head, deadline))  # type: ignore[misc]
-            if received is None:
-                causes[rank] = self._lost[rank]
-            elif received[0] == _FAILED:
-                causes[rank] = decode_causes(received[1])[rank]
-            else:
-                payloads[rank] = received[1]
+        with told(what, self.timeout_s, lambda: _silent(heads)):
+            for rank, head in heads.items():
+                received = self._try(rank, lambda rank=rank, head=head: self._finish(rank, what, head, deadline))  # type: ignore[misc]
+                if received is None:
+                    causes[rank] = self._lost[rank]
+                elif received[0] == _FAILED:
+                    causes[rank] = decode_causes(received[1])[rank]
+                else:
+                    payloads[rank] = received[1]
         return payloads, causes
 
     def _announce(self, what: str, causes: dict[int, Cause]) -> None:
@@ -160,11 +167,12 @@ class Peers:
 
     def _follow(self, what: str, payload: bytes, own: BaseException | None) -> bytes:
         try:
-            if own is None:
-                self._send(0, what, _OK, payload)
-            else:
-                self._send(0, what, _FAILED, encode_causes({self.rank: cause_of(own)}))
-            status, answer = self._finish(0, what, self._start_head(0), time.monotonic() + self.timeout_s * _MARGIN)
+            with told(what, self.timeout_s, lambda: "rank 0, which has not called, or waits for others itself"):
+                if own is None:
+                    self._send(0, what, _OK, payload)
+                else:
+                    self._send(0, what, _FAILED, encode_causes({self.rank: cause_of(own)}))
+                status, answer = self._finish(0, what, self._start_head(0), time.monotonic() + self.timeout_s * _MARGIN)
         except (RuntimeError, CkptStoreError) as error:
             self._lost[0] = cause_of(error)
             causes = self._post_mortem() or {0: Cause("Unavailable", f"gone, or silent for too long: {error}")}
@@ -281,17 +289,31 @@ def _connected(ranks: tuple[int, ...], rank: int, timeout_s: float, channel: str
     peers = _known.get(key)
     if peers is None:
         number = _made[key] = _made.get(key, -1) + 1
-        own = dist.distributed_c10d.PrefixStore(f"ckptstore/{channel}/{'-'.join(map(str, ranks))}/{number}", store)
+        own: Any = dist.distributed_c10d.PrefixStore(f"ckptstore/{channel}/{'-'.join(map(str, ranks))}/{number}", store)
         try:
             own.set(f"came/{rank}", "1")
-            group = dist.ProcessGroupGloo(own, rank, len(ranks), timedelta(seconds=timeout_s))
+            aside = own.clone()  # the group's own is busy as long as it waits
+            with told("connecting the ranks", timeout_s, lambda: _absent(aside, len(ranks))):
+                group = dist.ProcessGroupGloo(own, rank, len(ranks), timedelta(seconds=timeout_s))
         except RuntimeError as error:
-            absent = _quietly(lambda: [other for other in range(len(ranks)) if not own.check([f"came/{other}"])])
-            who = f"; rank {', '.join(map(str, absent))} never came" if absent else ""
+            absent = _absent(own, len(ranks))
+            who = f"; waited for {absent}" if absent else ""
             raise Unavailable(f"the {len(ranks)} ranks cannot reach each other within {timeout_s:g} s{who}: {error}") from error
         peers = _known[key] = Peers(group, rank, len(ranks), own, timeout_s)
     peers.timeout_s = timeout_s
     return peers
+
+
+def _absent(store: Any, size: int) -> str:
+    """Who has not come to be connected."""
+    found = _quietly(lambda: [other for other in range(size) if not store.check([f"came/{other}"])])
+    return f"{named(found)}, which never came" if found else ""
+
+
+def _silent(heads: Mapping[int, tuple[Any, bytearray]]) -> str:
+    """Who has sent nothing yet. A head that has arrived has a name in it."""
+    found = [rank for rank, (_, head) in heads.items() if not any(head)]
+    return f"{named(found)}, silent so far" if found else ""
 
 
 def _attempt(mine: Callable[[], bytes]) -> tuple[bytes, BaseException | None]:

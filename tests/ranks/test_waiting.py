@@ -1,0 +1,59 @@
+"""Who waits says for whom, long before it gives up."""
+
+import logging
+from pathlib import Path
+from time import monotonic
+
+import pytest
+import torch.distributed as dist
+
+import ckptstore
+from tests.ranks.pool import Pool
+
+TIMEOUT_S = 2.0
+
+
+def commit_in_vain(path: Path, group: object) -> tuple[list[str], str]:
+    """What was said more than half the time-out before the error, and the error."""
+    said: list[tuple[float, str]] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append((monotonic(), record.getMessage()))  # type: ignore[method-assign]  # the shortest handler
+    logger = logging.getLogger("ckptstore")
+    logger.addHandler(handler)
+    try:
+        with ckptstore.open(path) as store, pytest.raises(ckptstore.Unavailable) as caught:
+            store.commit({"x": {"a": 1}}, process_group=group, timeout_s=TIMEOUT_S)
+        return [text for at, text in said if at < monotonic() - TIMEOUT_S / 2], str(caught.value)
+    finally:
+        logger.removeHandler(handler)
+
+
+def wait_for_each_other(rank: int, path: Path) -> list[tuple[list[str], str]]:
+    """Of one pair a rank never comes, of two others one comes once and then no more: the one that follows, the one that leads."""
+    unmet, followed, led = (
+        dist.new_group(pair, use_local_synchronization=True) if rank in pair else None for pair in ((1, 3), (0, 2), (1, 2))
+    )
+    found = []
+    with ckptstore.open(path) as store:
+        for group in (followed, led):
+            if group is not None:
+                store.commit({"x": {"a": 0}}, process_group=group)
+    if rank == 1:
+        found.append(commit_in_vain(path, unmet))
+    if rank == 0:
+        found.append(commit_in_vain(path, followed))
+    if rank == 2:
+        found.append(commit_in_vain(path, led))
+    return found
+
+
+def test_a_rank_that_does_not_come_is_named_before_the_others_give_up(pool: Pool, tmp_path: Path) -> None:
+    leads, unmet, follows, _ = pool.run(wait_for_each_other, tmp_path / "store")
+    ((said, error),) = unmet
+    assert said == ["connecting the ranks has waited 0.2 s for rank 1, which never came; it gives up after 2 s"]
+    assert "waited for rank 1, which never came" in error
+    ((said, error),) = leads
+    assert said == ["commit: plan has waited 0.2 s for rank 1, silent so far; it gives up after 2 s"]
+    assert "rank 1: Unavailable: gone, or silent for too long" in error
+    ((said, _),) = follows
+    assert said == ["commit: plan has waited 0.2 s for rank 0, which has not called, or waits for others itself; it gives up after 2 s"]
