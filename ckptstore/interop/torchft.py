@@ -109,7 +109,16 @@ class StoreTransport(CheckpointTransport[T]):  # type: ignore[misc]  # mypy does
             guard = self._store.guard("serve") if self._store else None
             offer = make_offer(state_dict, step, chunk_bytes=self._chunk_bytes, pool=self._pool, threads=self._threads, guard=guard)
             self.staged_bytes = offer.staged_bytes
-            self._board.post(offer)
+            try:
+                if offer.early:
+                    self._board.post(offer)
+                offer.fill(self._threads)
+            except BaseException:
+                self._withdraw(0)
+                offer.close()
+                raise
+            if not offer.early:
+                self._board.post(offer)
 
     def disallow_checkpoint(self) -> None:
         """Serve nothing any more. Waits for those who are receiving; who is not done after the transport's timeout is cut off."""

@@ -13,6 +13,7 @@ from ckptstore.errors import CkptStoreError, Conflict, Corrupt, InvalidInput, Un
 from ckptstore.interop.exchange.addresses import reach
 from ckptstore.interop.exchange.protocol import (
     DESCRIPTION_BYTES_MAX,
+    EARLY_HEADER,
     HEAD_BYTES_MAX,
     HELLO_PATH,
     STEP_HEADER,
@@ -96,11 +97,10 @@ class Connection:
     def __init__(self, connection: socket.socket, route: Route, deadline: Deadline) -> None:
         self._socket, self._route, self._deadline = connection, route, deadline
 
-    def describe(self, step: int) -> Description:
-        """What is served as `step`; waits until it is."""
+    def describe(self, step: int, *, early: bool = False) -> Description:
+        """What is served as `step`; waits until it is. With `early`, an outline of what still is being copied will do."""
         while True:
-            wait_ms = int(min(self._deadline.left(), self._route.patience_s / 2) * 1000)
-            head = self._ask("GET", state_path(step), {WAIT_HEADER: str(wait_ms)})
+            head = self._ask("GET", state_path(step), self._waiting() | ({EARLY_HEADER: "1"} if early else {}))
             if head.status != 503:
                 break
             self._skip(head)
@@ -111,6 +111,8 @@ class Connection:
             raise PeerFailed(error) from error
         if description.step != step:
             raise PeerFailed(Conflict(f"{self._route.name} describes step {description.step}; wanted {step}"), final=True)
+        if description.early and not early:
+            raise self._failed("gives an outline where a description was wanted")
         return description
 
     def ask_chunks(self, step: int, ids: Sequence[bytes], *, verified: bool = False) -> list[int | None]:
@@ -118,7 +120,7 @@ class Connection:
 
         With `verified`, the peer is to compare them with their ids before it sends them.
         """
-        head = self._ask("POST", chunks_path(step), {VERIFY_HEADER: "1"} if verified else {}, b"".join(ids))
+        head = self._ask("POST", chunks_path(step), self._waiting() | ({VERIFY_HEADER: "1"} if verified else {}), b"".join(ids))
         if head.status != 200:
             self._body(head, 0, step)
         sizes = decode_sizes(bytes(self._read(sizes_bytes(len(ids)))))
@@ -144,6 +146,10 @@ class Connection:
     def close(self) -> None:
         with suppress(OSError):
             self._socket.close()
+
+    def _waiting(self) -> dict[str, str]:
+        """How long the peer may wait before it answers, so that the answer comes within our patience."""
+        return {WAIT_HEADER: str(int(min(self._deadline.left(), self._route.patience_s / 2) * 1000))}
 
     def _ask(self, method: str, path: str, headers: dict[str, str], body: bytes = b"") -> Head:
         invitation = self._route.invitation

@@ -30,6 +30,11 @@ class Traffic:
             self.bytes += nbytes
             self.retried += retried
 
+    def forget_chunks(self) -> None:
+        """What came so far is no part of a state."""
+        with self.lock:
+            self.chunks = self.bytes = 0
+
 
 class Peers:
     """The peers of one transfer of the state `step`: their connections are kept from one fetch to the next, until `close`."""
@@ -44,10 +49,14 @@ class Peers:
         self._doubted: set[bytes] = set()
         self._lock = threading.Lock()
 
-    def describe(self) -> Description:
-        """The description of the peer that answers first. Raises what the peers failed with if all did, TimeoutError if none is in time."""
+    def describe(self, *, early: bool = False) -> Description:
+        """The description of the peer that answers first. Raises what the peers failed with if all did, TimeoutError if none is in time.
+
+        With `early`, the one peer that there is may give an outline.
+        """
+        early = early and len(self._routes) == 1  # numbers are one peer's
         with self._threads(len(self._routes)) as pool:
-            return self._first({pool.submit(self._describe, route) for route in self._routes})
+            return self._first({pool.submit(self._describe, route, early) for route in self._routes})
 
     def fetch(self, wanted: Sequence[Wanted]) -> None:
         """Bring every chunk to where it belongs. Raises what stood in the way; nothing is written any more then."""
@@ -87,12 +96,12 @@ class Peers:
         finally:
             pool.shutdown(wait=False, cancel_futures=True)
 
-    def _describe(self, route: Route) -> Description:
+    def _describe(self, route: Route, early: bool) -> Description:
         for attempt in range(1, STRIKES + 1):
             try:
                 with self._connection(route) as connection:
                     self.traffic.add(requests=1)
-                    return connection.describe(self._step)
+                    return connection.describe(self._step, early=early)
             except PeerFailed as failed:
                 if failed.final or attempt == STRIKES or self._closed:
                     raise failed.error from failed
@@ -131,8 +140,10 @@ class Peers:
         sizes = connection.ask_chunks(self._step, [each.chunk for each in left], verified=verified)
         asked = list(zip(left, sizes, strict=True))
         left[:] = [each for each, size in asked if size is not None]
-        if lacked := [each for each, size in asked if size is None]:
+        if lacked := [each for each, size in asked if size is None and not each.numbered]:
             work.back(peer, lacked, lacked=True)
+        for _ in (each for each, size in asked if size is None and each.numbered):
+            work.landed(peer)
         for each, size in asked:
             if size not in (None, each.nbytes):
                 raise PeerFailed(Corrupt(f"a peer has {size} bytes for chunk {each.chunk.hex()[:12]}; wanted {each.nbytes}"))
@@ -143,7 +154,7 @@ class Peers:
             connection.read_into(data)
             self.traffic.add(chunks=1, nbytes=each.nbytes)
             del left[0]
-            if digest(data) == each.chunk:
+            if each.numbered or digest(data) == each.chunk:
                 each.land(data)
                 work.landed(peer)
             else:

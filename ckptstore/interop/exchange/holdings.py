@@ -49,12 +49,20 @@ class Holdings:
                     chunk = digest(read_part(source, start, stop))
                     self._live[chunk] = source, start, stop
                     if isinstance(source, TensorSource):
-                        self._at[source.tensor.data_ptr(), start, stop] = chunk
+                        self.note(source.tensor, start, stop, chunk)
 
         self._threads.spread(index, plan_chunks([part.extent for part in parts], chunk_bytes).batches)
 
+    def note(self, tensor: "torch.Tensor", start: int, stop: int, chunk: bytes) -> None:
+        """These bytes of a tensor were hashed where they lie."""
+        self._at[tensor.data_ptr(), start, stop] = chunk
+
+    def forget_places(self) -> None:
+        """Tensors of which something was noted are given up: others may come to lie in their memory."""
+        self._at = {}
+
     def chunk_at(self, tensor: "torch.Tensor", start: int, stop: int) -> bytes | None:
-        """The chunk that these bytes of a live tensor were when they were hashed."""
+        """The chunk that these bytes of a tensor were when they were hashed."""
         return self._at.get((tensor.data_ptr(), start, stop))
 
     def add_left(self, left: Mapping[bytes, memoryview]) -> None:

@@ -1,14 +1,16 @@
 """A state held still, so that peers can take its chunks while training goes on: what is hashed, what is copied, what need not be.
 
 A chunk that the local store has is served from there, and not copied: a session guards it from gc until the offer is closed. All others are
-copied to one arena, and hashed there: what is served is what was hashed, whatever is done to the tensors meanwhile.
+copied to one arena, and hashed there: what is served is what was hashed, whatever is done to the tensors meanwhile. Where there is no store
+to ask, an offer can be posted before it is filled: a peer that has nothing takes what has been copied, by number, while the rest is.
 """
 
 import itertools
-from collections.abc import Iterable, Iterator, Sequence
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeAlias
 
 from ckptstore.core.config import RUN_BYTES
 from ckptstore.core.ids import CHUNK_ID_BYTES, digest
@@ -18,7 +20,7 @@ from ckptstore.engine.plan import CommitPlan, Extent, Run, plan_chunks
 from ckptstore.engine.transfer import Threads
 from ckptstore.errors import Corrupt, InvalidInput, NotFound, Unavailable
 from ckptstore.interop.exchange.meshes import placed_leaves
-from ckptstore.interop.exchange.protocol import Description, encode_description
+from ckptstore.interop.exchange.protocol import Description, Placed, decode_number, encode_description, encode_number
 from ckptstore.objects.pages import split_pages
 from ckptstore.objects.schema import encode_schema
 from ckptstore.objects.store import FileRange
@@ -33,6 +35,13 @@ from ckptstore.text import bytes_text
 
 KEY = "state"
 """What is sent is one value of any kind: the only key of an application state."""
+
+
+Copied: TypeAlias = Callable[[Sequence[tuple[int, bytes, memoryview]]], object]
+"""Is told of chunks that have been copied: number, id, bytes."""
+
+_ALIKE = b""
+"""In the place of the id of a chunk that has the bytes of another. No chunk is called that."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,21 +73,78 @@ def read_part(source: Source, start: int, stop: int) -> memoryview:
 
 
 class Offer:
-    """The chunks of one state, and its description. `staged_bytes` are those that were copied."""
+    """The chunks of one state, and its description. `staged_bytes` are those that are copied. Threads may share it.
 
-    def __init__(self, step: int, description: bytes, chunks: dict[bytes, memoryview], held: "_Held", taken: ExitStack) -> None:
-        """`chunks` lie in memory that `taken` gives back, and what it ends keeps what is `held` in the store."""
-        self.step, self.description, self.staged_bytes = step, description, held.staged_bytes
-        self._chunks, self._stored, self._guard, self._taken = chunks, held.stored, held.guard, taken
+    It may be served before `fill`, if `early`: then an outline describes it, and who asks for chunks by number waits until they are copied.
+    """
 
-    def sizes(self, ids: Sequence[bytes]) -> list[int | None]:
-        """Raw bytes of each chunk, None for one that is not part of this state."""
-        return [len(self._chunks[chunk]) if chunk in self._chunks else self._stored.get(chunk) for chunk in ids]
+    def __init__(self, step: int, staging: "_Staging", outline: "_Outline", arena: Arena | None, taken: ExitStack) -> None:
+        """The arena is memory that `taken` gives back, and what it ends keeps what is held in the store."""
+        self.step, self.early, self.staged_bytes = step, staging.guard is None, staging.nbytes
+        self._staging, self._outline, self._arena, self._taken = staging, outline, arena, taken
+        self._stored, self._guard = staging.stored, staging.guard
+        self._chunks: dict[bytes, memoryview] = {}
+        self._numbers: dict[int, bytes] = {}
+        self._description: bytes | None = None
+        self._early_description = (
+            self._described([b"".join(map(encode_number, part)) for part in staging.numbers], early=True) if self.early else None
+        )
+        self._over = False
+        self._changed = threading.Condition()
+
+    def fill(self, threads: Threads) -> None:
+        """Copy what must be, after which the tensors may change. Whatever it raises, nothing more comes: `close` it."""
+        try:
+            if self._arena:
+                self._staging.copy(self._arena, threads, self._copied)
+            self._description = self._described(self._staging.ids, early=False)
+        finally:
+            with self._changed:
+                self._over = True
+                self._changed.notify_all()
+
+    def describe(self, *, early: bool, wait_s: float) -> bytes | None:
+        """The description, once everything has been copied, or the outline at once if `early`; None if neither is there within `wait_s`."""
+        with self._changed:
+            if not (early and self._early_description):
+                self._changed.wait_for(lambda: self._over, wait_s)
+            return self._description or (self._early_description if early else None)
+
+    def sizes(self, ids: Sequence[bytes], wait_s: float = 0) -> list[int | None]:
+        """Raw bytes of each chunk, None for one that is not part of this state, and for a number that has not been copied within `wait_s`
+        or is the same chunk as another."""
+        numbers = {number for chunk in ids if (number := decode_number(chunk)) is not None}
+        with self._changed:
+            if numbers:
+                self._changed.wait_for(lambda: self._over or numbers <= self._numbers.keys(), wait_s)
+            return [self._size(self._named(chunk)) for chunk in ids]
+
+    def _size(self, chunk: bytes) -> int | None:
+        return len(self._chunks[chunk]) if chunk in self._chunks else self._stored.get(chunk)
+
+    def _named(self, chunk: bytes) -> bytes:
+        """The id of a chunk that is asked for by number, if that is known, or by id."""
+        number = decode_number(chunk)
+        return chunk if number is None else self._numbers.get(number, chunk)
+
+    def _copied(self, some: "Sequence[tuple[int, bytes, memoryview]]") -> None:
+        """Chunks are there, by number and id. Of those that are alike, the first is what peers get: they know then what the others are."""
+        with self._changed:
+            for number, chunk, memory in some:
+                self._numbers[number] = chunk if chunk not in self._chunks else _ALIKE
+                self._chunks.setdefault(chunk, memory)
+            self._changed.notify_all()
+
+    def _described(self, ids: Sequence[bytes | bytearray], *, early: bool) -> bytes:
+        """A description with these ids of the parts; its schema and pages can be asked for."""
+        description, metadata = self._outline.describe(self.step, ids, early=early)
+        self._chunks |= metadata
+        return description
 
     def spans(self, ids: Sequence[bytes], *, verified: bool) -> Iterator[memoryview | FileRange]:
         """The bytes of chunks that are part of this state, one after the other; what the store has is compared with its ids if `verified`,
         and need not be otherwise, since who receives it does that. Raises `Unavailable` if the store has lost one."""
-        for in_store, some in itertools.groupby(ids, lambda chunk: chunk not in self._chunks):
+        for in_store, some in itertools.groupby(map(self._named, ids), lambda chunk: chunk not in self._chunks):
             if in_store:
                 yield from self._stored_spans(list(some), verified=verified)
             else:
@@ -105,17 +171,8 @@ class Offer:
             yield from out
 
 
-@dataclass(frozen=True, slots=True)
-class _Held:
-    """What of a state need not be copied, by id and raw bytes, thanks to `guard`, and how much was."""
-
-    stored: dict[bytes, int]
-    guard: Guard | None
-    staged_bytes: int
-
-
 def make_offer(state: Any, step: int, *, chunk_bytes: int, pool: ArenaPool, threads: Threads, guard: Guard | None) -> Offer:
-    """Hold `state` still; `guard`, of the store that may have it, is ended with the offer, or if there will be none.
+    """An offer of `state`, which is to be filled; `guard`, of the store that may have it, is ended with it, or if there will be none.
 
     Raises `InvalidInput` for what cannot travel or does not fit into the pool, of which nothing may be taken.
     """
@@ -130,10 +187,10 @@ def make_offer(state: Any, step: int, *, chunk_bytes: int, pool: ArenaPool, thre
         if guard:
             threads.spread(lambda batch: _hash_batch(batch, parts, ids), plan.batches)
             stored = guard.held(b"".join(ids))
-        staging = _Staging(plan, parts, ids, stored)
-        chunks = staging.copy(_room(staging.nbytes, pool, taken), threads) if staging.nbytes else {}
-        description = _describe(flat, parts, ids, step, chunk_bytes, chunks)
-        return Offer(step, description, chunks, _Held(stored, guard, staging.nbytes), taken.pop_all())
+        staging = _Staging(plan, parts, ids, stored, guard)
+        outline = _Outline(flat, parts, chunk_bytes)
+        arena = _room(staging.nbytes, pool, taken) if staging.nbytes else None
+        return Offer(step, staging, outline, arena, taken.pop_all())
 
 
 def _room(nbytes: int, pool: ArenaPool, taken: ExitStack) -> Arena:
@@ -149,10 +206,17 @@ def _room(nbytes: int, pool: ArenaPool, taken: ExitStack) -> Arena:
 
 
 class _Staging:
-    """Which chunks are copied to which place of an arena of `nbytes`: those that are not `stored`."""
+    """Which chunks are copied to which place of an arena of `nbytes`: those that are not `stored`, by id and raw bytes, thanks to `guard`.
 
-    def __init__(self, plan: CommitPlan, parts: Sequence[Part], ids: list[bytearray], stored: dict[bytes, int]) -> None:
-        self._parts, self._ids = parts, ids
+    `ids` are those of each part, as far as they are known; `numbers` those that each part's chunks have in the state.
+    """
+
+    def __init__(
+        self, plan: CommitPlan, parts: Sequence[Part], ids: list[bytearray], stored: dict[bytes, int], guard: Guard | None
+    ) -> None:
+        self._parts, self.ids, self.stored, self.guard = parts, ids, stored, guard
+        ends = list(itertools.accumulate(map(len, plan.parts), initial=0))
+        self.numbers = list(itertools.starmap(range, itertools.pairwise(ends)))
         self._places: list[list[_Place]] = []
         self.nbytes = 0
         for batch in plan.batches:
@@ -160,29 +224,28 @@ class _Staging:
             if places:
                 self._places.append([replace(place, offset=self._reserve(place.nbytes)) for place in places])
 
-    def copy(self, arena: Arena, threads: Threads) -> dict[bytes, memoryview]:
-        """The chunks that were copied, by the ids of the copies, which `ids` has afterwards."""
+    def copy(self, arena: Arena, threads: Threads, copied: "Copied") -> None:
+        """Copy the chunks, and hand them to `copied` by the ids of the copies, which `ids` has afterwards."""
         prepare(devices_of(part.source.tensor for part in self._parts if isinstance(part.source, TensorSource)), arena)
-        threads.spread(lambda places: self._copy(places, arena), self._places)
-        return {
-            bytes(self._ids[place.part][place.where]): arena.memory[place.offset : place.offset + place.nbytes]
-            for places in self._places
-            for place in places
-        }
+        threads.spread(lambda places: copied(self._copy(places, arena)), self._places)
 
     def _reserve(self, nbytes: int) -> int:
         offset, self.nbytes = self.nbytes, self.nbytes + nbytes
         return offset
 
-    def _copy(self, places: "list[_Place]", arena: Arena) -> None:
+    def _copy(self, places: "list[_Place]", arena: Arena) -> list[tuple[int, bytes, memoryview]]:
+        done = []
         for place in places:
+            memory = arena.memory[place.offset : place.offset + place.nbytes]
             source = self._parts[place.part].source
             if isinstance(source, TensorSource):
                 copy_task((_copy_of(source, place),), arena)
             else:
-                source.stage(place.start, place.stop, arena.memory[place.offset : place.offset + place.nbytes])
+                source.stage(place.start, place.stop, memory)
             # Still in the processor's cache, so that hashing hardly touches memory.
-            self._ids[place.part][place.where] = digest(arena.memory[place.offset : place.offset + place.nbytes])
+            chunk = self.ids[place.part][place.where] = digest(memory)
+            done.append((self.numbers[place.part][place.number], chunk, memory))
+        return done
 
 
 @dataclass(frozen=True, slots=True)
@@ -220,26 +283,34 @@ def _hash_batch(batch: Iterable[Run], parts: Sequence[Part], ids: list[bytearray
         ids[place.part][place.where] = digest(read_part(parts[place.part].source, place.start, place.stop))
 
 
-def _describe(
-    flat: Flat, parts: Sequence[Part], ids: list[bytearray], step: int, chunk_bytes: int, chunks: dict[bytes, memoryview]
-) -> bytes:
-    """The description of the state; its schema and pages join `chunks`."""
-    schema = encode_schema(flat.schema)
-    pages = split_pages(flat.schema.kinds, _contents(flat, parts, ids))
-    metadata = [(digest(data), data) for data in (schema, *pages)]
-    chunks.update((chunk, memoryview(data)) for chunk, data in metadata)
-    sized = [(chunk, len(data)) for chunk, data in metadata]
-    return encode_description(Description(step, chunk_bytes, sized[0], tuple(sized[1:]), placed_leaves(flat)))
+class _Outline:
+    """What a description says but for the ids of chunks. Small leaves are read when it is made."""
 
+    def __init__(self, flat: Flat, parts: Sequence[Part], chunk_bytes: int) -> None:
+        self._chunk_bytes, self._parts = chunk_bytes, parts
+        self._kinds, self._schema = flat.schema.kinds, encode_schema(flat.schema)
+        self._placed: dict[int, Placed] = placed_leaves(flat)
+        chunked = {part.leaf for part in parts}
+        self._contents = [
+            LeafContent(None, b"", source.nbytes) if leaf in chunked else LeafContent(bytes(read_part(source, 0, source.nbytes)))
+            for leaf, source in enumerate(flat.leaves)
+        ]
 
-def _contents(flat: Flat, parts: Sequence[Part], ids: list[bytearray]) -> list[LeafContent]:
-    contents: dict[int, LeafContent] = {}
-    for leaf, group in itertools.groupby(zip(parts, ids, strict=True), lambda pair: pair[0].leaf):
-        some = list(group)
-        boxes = tuple(part.extent.box for part, _ in some if part.extent.box is not None)
-        joined = b"".join(its for _, its in some)
-        contents[leaf] = LeafContent(None, joined, flat.leaves[leaf].nbytes, boxes or None)
-    return [contents.get(leaf) or LeafContent(bytes(read_part(source, 0, source.nbytes))) for leaf, source in enumerate(flat.leaves)]
+    def describe(self, step: int, ids: "Sequence[bytes | bytearray]", *, early: bool) -> tuple[bytes, dict[bytes, memoryview]]:
+        """The description with these ids of the parts, and the chunks that it names itself."""
+        pages = split_pages(self._kinds, self._with(ids))
+        metadata = [(digest(data), data) for data in (self._schema, *pages)]
+        sized = [(chunk, len(data)) for chunk, data in metadata]
+        description = Description(step, self._chunk_bytes, sized[0], tuple(sized[1:]), self._placed, early)
+        return encode_description(description), {chunk: memoryview(data) for chunk, data in metadata}
+
+    def _with(self, ids: "Sequence[bytes | bytearray]") -> list[LeafContent]:
+        contents = list(self._contents)
+        for leaf, group in itertools.groupby(zip(self._parts, ids, strict=True), lambda pair: pair[0].leaf):
+            some = list(group)
+            boxes = tuple(part.extent.box for part, _ in some if part.extent.box is not None)
+            contents[leaf] = replace(contents[leaf], ids=b"".join(its for _, its in some), boxes=boxes or None)
+        return contents
 
 
 def _parts(flat: Flat) -> Iterator[Part]:

@@ -23,13 +23,16 @@ _CHUNKS_PATH = "/ckptstore/1/chunks/"
 _PATH = re.compile(r"/ckptstore/1/(state|chunks)/(-?[0-9]{1,18})")
 
 WAIT_HEADER = "Ckptstore-Wait-Ms"
-"""How long the server may wait until a state is served, in a request for one."""
+"""How long the server may wait until a state is served, or chunks that are asked for by number have been copied."""
 
 TRANSFER_HEADER = "Ckptstore-Transfer"
 """What a receiver calls its transfer: while one is under way, what it takes is not withdrawn."""
 
 VERIFY_HEADER = "Ckptstore-Verify"
 """In a request for chunks of which some came damaged: the server is to compare what it sends with the ids, too."""
+
+EARLY_HEADER = "Ckptstore-Early"
+"""In a request for a state by a peer that has nothing of it: an outline will do, by which it takes chunks while others are copied."""
 
 STEP_HEADER = "Ckptstore-Step"
 """The step that is served, where another one was asked for."""
@@ -44,6 +47,7 @@ _INVITATION = "ckptstore-transport:"
 _INVITATION_BYTES_MAX = 8 << 10
 _ADDRESSES_MAX = 32
 _MISSING = (1 << 64) - 1
+_NUMBER = struct.Struct(">24xQ")
 
 Address: TypeAlias = tuple[str, int]
 """An IPv4 or IPv6 address in digits, and a port."""
@@ -81,13 +85,17 @@ class Placed:
 
 @dataclass(frozen=True, slots=True)
 class Description:
-    """A state that is served: schema and pages are chunks as well, and `placed` says which leaves are DTensors."""
+    """A state that is served: schema and pages are chunks as well, and `placed` says which leaves are DTensors.
+
+    An `early` one is an outline: the state is still being copied, and its pages have numbers in the place of ids.
+    """
 
     step: int
     chunk_bytes: int
     schema: Sized
     pages: tuple[Sized, ...]
     placed: dict[int, Placed]
+    early: bool = False
 
     @property
     def metadata(self) -> tuple[Sized, ...]:
@@ -143,6 +151,7 @@ def encode_description(description: Description) -> bytes:
             "metadata": [[chunk.hex(), nbytes] for chunk, nbytes in description.metadata],
             "meshes": [[mesh.shape, mesh.ranks, mesh.names] for mesh in meshes],
             "placed": [[leaf, meshes.index(p.mesh), p.placements, p.stride] for leaf, p in description.placed.items()],
+            **({"early": True} if description.early else {}),
         }
     )
     return body + digest(body)
@@ -161,12 +170,25 @@ def decode_description(data: bytes) -> Description:
             for leaf, mesh, placements, stride in said["placed"]
         }
         schema, *pages = [(_id(chunk), _number(nbytes)) for chunk, nbytes in said["metadata"]]
-        described = Description(int(said["step"]), check_chunk_bytes(said["chunk_bytes"]), schema, tuple(pages), placed)
+        described = Description(
+            int(said["step"]), check_chunk_bytes(said["chunk_bytes"]), schema, tuple(pages), placed, said.get("early") is True
+        )
     except (ValueError, KeyError, TypeError, IndexError, AttributeError, Corrupt) as error:
         raise Corrupt(f"a peer's description of its state cannot be read: {error!r:.200}") from error
     if sum(nbytes for _, nbytes in described.metadata) > METADATA_BYTES_MAX:
         raise Corrupt(f"a peer's description of its state names more than {METADATA_BYTES_MAX} bytes of metadata")
     return described
+
+
+def encode_number(number: int) -> bytes:
+    """What stands for the id of chunk `number` of a state until it has been copied. No hash comes out like this."""
+    return _NUMBER.pack(number)
+
+
+def decode_number(chunk: bytes) -> int | None:
+    """The number that `chunk` stands for; None for an id."""
+    number: int = _NUMBER.unpack(chunk)[0]
+    return number if chunk == _NUMBER.pack(number) else None
 
 
 def split_ids(body: bytes) -> list[bytes] | None:

@@ -5,10 +5,10 @@ Nothing counts as received until the bytes at its place, or beside it, have been
 
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from ckptstore.core.ids import ChunkId
+from ckptstore.core.ids import ChunkId, digest
 from ckptstore.core.model import TreeRef
 from ckptstore.engine.checkout import Destination, Tree
 from ckptstore.engine.select import Piece, select
@@ -104,11 +104,41 @@ class _Landing:
             self.destination.write(target, data[source : source + n])
 
     def is_there(self, holdings: Holdings) -> bool:
-        """Whether live memory had the chunk already, at this place, when it was hashed."""
+        """Whether the chunk was at this place when that was hashed: in live memory, or since it was taken by number."""
+        return self._known(holdings) == self.piece.chunk
+
+    def is_spoiled(self, holdings: Holdings) -> bool:
+        """Whether another chunk was taken by number to this place."""
+        return self._known(holdings) not in (None, self.piece.chunk)
+
+    def note(self, holdings: Holdings, chunk: bytes) -> None:
+        """Its memory was hashed, and is this chunk."""
         at, destination = self.piece.at, self.destination
-        if not self.live or at is None or not isinstance(destination, TensorDestination):
+        if at is not None and isinstance(destination, TensorDestination):
+            holdings.note(destination.tensor, at, at + self.piece.raw_bytes, chunk)
+
+    def _known(self, holdings: Holdings) -> bytes | None:
+        at, destination = self.piece.at, self.destination
+        if at is None or not isinstance(destination, TensorDestination):
+            return None
+        return holdings.chunk_at(destination.tensor, at, at + self.piece.raw_bytes)
+
+
+@dataclass(frozen=True, slots=True)
+class _Bound:
+    """A description that has been read and found sound, and where its leaves go."""
+
+    description: Description
+    tree: Tree
+    targets: list[Target]
+
+    def fits(self, description: Description, tree: Tree) -> bool:
+        """Whether this is the outline of that: everything is the same but for the ids."""
+        if (self.description.chunk_bytes, self.description.placed) != (description.chunk_bytes, description.placed):
             return False
-        return holdings.chunk_at(destination.tensor, at, at + self.piece.raw_bytes) == self.piece.chunk
+        return self.tree.ref.schema == tree.ref.schema and all(
+            replace(mine, ids=b"") == replace(its, ids=b"") for mine, its in zip(self.tree.contents, tree.contents, strict=True)
+        )
 
 
 @dataclass(slots=True)
@@ -122,13 +152,22 @@ class Transfer:
 
     def run(self) -> tuple[Any, Received]:
         """Raises `Corrupt`, `InvalidInput`, `Conflict`, `Unavailable` for what peers said or did, TimeoutError when time is up."""
-        described = self.here.threads.submit(self.peers.describe)
+        nothing = self.here.live is None and self.here.objects is None and not self.here.left
+        described = self.here.threads.submit(lambda: self.peers.describe(early=nothing))
         holdings = self._holdings(described)
-        description = described.result()
-        tree = self._tree(description)
-        check_claims(tree, description.placed, self.here.max_bytes)
-        targets = make_targets(tree, description.placed, self.here.live if self.here.in_place else None, self._meshes())
+        description, early = described.result(), None
+        if description.early:
+            early = self._outlined(description)
+            self._take_early(early, holdings)
+            description = self.peers.describe()
+        bound = self._bound(description, early)
+        tree, targets = bound.tree, bound.targets
+        if early and targets is not early.targets:
+            holdings.forget_places()
         wants = _plan(tree, targets, _sources(self.here.live))
+        if early:
+            spoiled = sum(any(landing.is_spoiled(holdings) for landing in want.landings) for want in wants.values())
+            self.peers.traffic.add(retried=spoiled)
         self._bring(wants, holdings, description.chunk_bytes)
         _land_inline(tree, targets)
         state = inflate(tree.schema, [_content(target) for target in targets])
@@ -137,6 +176,36 @@ class Transfer:
         nbytes = sum(want.nbytes for want in wants.values()) + sum(metadata.values())
         chunks = len(wants) + len(metadata)
         return state, Received(chunks, nbytes, traffic.chunks, traffic.bytes, traffic.requests, traffic.retried)
+
+    def _bound(self, description: Description, early: "_Bound | None" = None) -> "_Bound":
+        """What a description says, and where its leaves go: where those of the outline went, if it is the same but for the ids."""
+        tree = self._tree(description)
+        check_claims(tree, description.placed, self.here.max_bytes)
+        if early and early.fits(description, tree):
+            return _Bound(description, tree, early.targets)
+        live = self.here.live if self.here.in_place else None
+        return _Bound(description, tree, make_targets(tree, description.placed, live, self._meshes()))
+
+    def _outlined(self, outline: Description) -> "_Bound":
+        bound = self._bound(outline)
+        self.peers.traffic.forget_chunks()
+        return bound
+
+    def _take_early(self, early: "_Bound", holdings: Holdings) -> None:
+        """Take chunks by number while the peer copies others. They count when all are described, where the hash of what came is the one
+        that is wanted."""
+
+        def numbered(chunk: bytes, nbytes: int, landing: _Landing) -> Wanted:
+            def land(data: memoryview) -> None:
+                found = digest(data)
+                self.landed[found] = data
+                landing.note(holdings, found)
+
+            return Wanted(chunk, nbytes, landing.direct, land, numbered=True)
+
+        wants = _plan(early.tree, early.targets, {})
+        self.peers.fetch([numbered(chunk, want.nbytes, want.first) for chunk, want in wants.items() if want.first])
+        holdings.add_left(dict(self.landed))
 
     def _tree(self, description: Description) -> Tree:
         """Schema and pages, from the store or the peers."""

@@ -9,6 +9,7 @@ import logging
 import socket
 import socketserver
 import threading
+import time
 from contextlib import suppress
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler
@@ -19,6 +20,7 @@ from ckptstore.errors import Unavailable
 from ckptstore.interop.exchange.board import Board, OtherStep, Reader
 from ckptstore.interop.exchange.offer import Offer
 from ckptstore.interop.exchange.protocol import (
+    EARLY_HEADER,
     HELLO_PATH,
     IDS_PER_REQUEST,
     STEP_HEADER,
@@ -144,9 +146,14 @@ class _Handler(BaseHTTPRequestHandler):
             return
         named = self._named()
         if named and named[0] == "state":
-            offer = self._offer(named[1])
-            if offer:
-                self._answer(HTTPStatus.OK, offer.description)
+            wait_s = self._wait_s()
+            until = time.monotonic() + wait_s
+            offer = self._offer(named[1], wait_s)
+            description = offer.describe(early=EARLY_HEADER in self.headers, wait_s=until - time.monotonic()) if offer else None
+            if description is not None:
+                self._answer(HTTPStatus.OK, description)
+            elif offer:
+                self._refuse(HTTPStatus.SERVICE_UNAVAILABLE, f"step {named[1]} is still being copied")
         elif named:
             self._refuse(HTTPStatus.METHOD_NOT_ALLOWED, "chunks are asked for with POST")
 
@@ -158,7 +165,7 @@ class _Handler(BaseHTTPRequestHandler):
         if named[0] != "chunks" or ids is None:
             self._refuse(HTTPStatus.BAD_REQUEST, f"wanted the ids of 1 to {IDS_PER_REQUEST} chunks, {CHUNK_ID_BYTES} bytes each")
             return
-        offer = self._offer(named[1])
+        offer = self._offer(named[1], 0)
         if offer:
             self._send_chunks(offer, ids)
 
@@ -181,10 +188,8 @@ class _Handler(BaseHTTPRequestHandler):
             self._refuse(HTTPStatus.NOT_FOUND, "no such path")
         return named
 
-    def _offer(self, step: int) -> Offer | None:
+    def _offer(self, step: int, wait_s: float) -> Offer | None:
         """What is served as `step`. A connection that has joined stays a reader until it ends."""
-        wait_ms = self.headers.get(WAIT_HEADER, "0")
-        wait_s = min(int(wait_ms) / 1000, self.server.service.timeout_s) if wait_ms.isdecimal() and len(wait_ms) < 10 else 0
         self._reader.transfer = self.headers.get(TRANSFER_HEADER, "")[:64]
         try:
             offer = self.server.service.board.join(self._reader, step, wait_s)
@@ -195,8 +200,13 @@ class _Handler(BaseHTTPRequestHandler):
             self._refuse(HTTPStatus.SERVICE_UNAVAILABLE, f"nothing is served now; wanted step {step}")
         return offer
 
+    def _wait_s(self) -> float:
+        """How long the peer lets us wait."""
+        wait_ms = self.headers.get(WAIT_HEADER, "0")
+        return min(int(wait_ms) / 1000, self.server.service.timeout_s) if wait_ms.isdecimal() and len(wait_ms) < 10 else 0
+
     def _send_chunks(self, offer: Offer, ids: list[bytes]) -> None:
-        sizes = offer.sizes(ids)
+        sizes = offer.sizes(ids, self._wait_s())
         there = [chunk for chunk, size in zip(ids, sizes, strict=True) if size is not None]
         table = encode_sizes(sizes)
         self._begin(HTTPStatus.OK, len(table) + sum(size for size in sizes if size is not None))

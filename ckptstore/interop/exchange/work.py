@@ -20,12 +20,16 @@ STRIKES = 4
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """A chunk that is to be fetched. It is received into `memory`, or aside; `land` is called with its verified bytes."""
+    """A chunk that is to be fetched. It is received into `memory`, or aside; `land` is called with its verified bytes.
+
+    With `numbered`, `chunk` is a number: `land` gets whatever came, and a peer need not have it.
+    """
 
     chunk: bytes
     nbytes: int
     memory: memoryview | None
     land: Callable[[memoryview], object]
+    numbered: bool = False
 
 
 class Work:
@@ -53,7 +57,7 @@ class Work:
             return []
 
     def landed(self, peer: int) -> None:
-        """A chunk from `peer` is where it belongs."""
+        """A chunk from `peer` is where it belongs, or need not come."""
         with self._changed:
             self._strikes[peer] = 0
             self._missing -= 1
