@@ -17,7 +17,7 @@ from ckptstore.objects.backend import OpenFile, check_key
 _EXCLUSIVE = ("memory", "gs", "gcs", "az", "abfs", "abfss")
 """Where fsspec's `mode="create"` is one atomic request; elsewhere two writers could both believe that they created an object.
 
-That is the library's doing, and older ones ignored the mode, so a process tries it out before it relies on it.
+Older libraries ignored that mode, and some servers ignore the condition, so a process tries it out before it relies on it.
 """
 
 _memory_lock = threading.Lock()
@@ -167,8 +167,8 @@ class FsspecBackend:
             self.delete(key)
         if found != b"first":
             raise InvalidInput(
-                f"the library that serves {self.url} on this host ({type(self._fs).__module__}) overwrites objects that it was to create, "
-                f"so writers could lose each other's commits; install a newer one"
+                f"what serves {self.url} overwrites objects that it was to create, so writers could lose each other's commits: either the "
+                f"library on this host ({type(self._fs).__module__}), then install a newer one, or the server, then take another one"
             )
         self._tried_out = True
 

@@ -10,6 +10,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+import pytest
+
 BUCKET = "checkpoints"
 
 
@@ -34,6 +36,11 @@ class S3Server:
     def behind(self, endpoint: str) -> "S3Server":
         """The same server, reached by another way."""
         return S3Server(endpoint, self.key, self.secret)
+
+
+def clients() -> list[Any]:
+    """Parameters: `make test` has a time limit and goes through s3fs, `make soak` through obstore; `make test-real` through both."""
+    return ["s3fs", "obstore" if "CKPTSTORE_TEST_S3" in os.environ else pytest.param("obstore", marks=pytest.mark.soak)]
 
 
 def new_url(bucket: str = BUCKET) -> str:

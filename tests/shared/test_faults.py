@@ -3,6 +3,7 @@
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from random import Random
 from typing import TypeVar
@@ -13,7 +14,7 @@ from ckptstore.core.ids import CommitId
 from ckptstore.errors import CkptStoreError, Unavailable
 from tests.servers.postgres import PostgresServer
 from tests.servers.proxy import DEAD, Proxy, faults, proxy_to
-from tests.servers.s3 import S3Server, new_url
+from tests.servers.s3 import S3Server, clients, new_url
 from tests.shared.sites import Site
 from tests.upkeep.collecting import state_of
 from tests.upkeep.stores import assert_equal
@@ -25,14 +26,21 @@ LONGEST_S = 60.0
 BLACK_HOLE_S = 30.0
 PARTITIONED_S = 1.5 * DEADLINE_S
 SAMPLED = 2
+ENDS = [*clients(), "database"]
 
 T = TypeVar("T")
 
 
-@pytest.fixture
-def bucket(s3: S3Server, seed: int) -> Iterator[tuple[Site, Proxy]]:
+@contextmanager
+def _bucket(s3: S3Server, seed: int, client: str) -> Iterator[tuple[Site, Proxy]]:
     with proxy_to(s3.address, seed) as proxy:
-        yield Site(new_url(), s3.behind(proxy.endpoint).options(deadline_s=DEADLINE_S)), proxy
+        yield Site(new_url(), s3.behind(proxy.endpoint).options(deadline_s=DEADLINE_S, client=client)), proxy
+
+
+@pytest.fixture(params=clients())
+def bucket(request: pytest.FixtureRequest, s3: S3Server, seed: int) -> Iterator[tuple[Site, Proxy]]:
+    with _bucket(s3, seed, request.param) as found:
+        yield found
 
 
 @pytest.fixture
@@ -40,6 +48,16 @@ def database(postgres: PostgresServer, tmp_path: Path, seed: int, monkeypatch: p
     monkeypatch.setattr("ckptstore.index.postgres.DEADLINE_S", DEADLINE_S)
     with proxy_to(postgres.address, seed) as proxy:
         yield Site(str(tmp_path / "store"), None, {"index": postgres.url(postgres.new_database(), port=proxy.port)}), proxy
+
+
+@pytest.fixture(params=ENDS)
+def end(request: pytest.FixtureRequest, s3: S3Server, seed: int) -> Iterator[tuple[Site, Proxy]]:
+    """A bucket, reached by one client or the other, or a directory whose log is in a database."""
+    if request.param == "database":
+        yield request.getfixturevalue("database")
+        return
+    with _bucket(s3, seed, request.param) as found:
+        yield found
 
 
 @pytest.mark.parametrize("fault", faults("resets", "silence"))
@@ -54,8 +72,8 @@ def test_a_commit_to_postgresql_is_durable_or_unavailable(database: tuple[Site, 
 
 def _commit_through(site: Site, proxy: Proxy, fault: str, tmp_path: Path) -> None:
     acknowledged: dict[CommitId, int] = {}
-    with site.open(tmp_path / "host") as store:
-        acknowledged[store.commit(state_of(0), step=0).id] = 0
+    with patiently(lambda: site.open(tmp_path / "host")) as store:
+        acknowledged[patiently(lambda: store.commit(state_of(0), step=0)).id] = 0
         proxy.break_by(fault)
         for step in range(1, 2 if fault in DEAD else 4):
             started = time.monotonic()
@@ -65,9 +83,9 @@ def _commit_through(site: Site, proxy: Proxy, fault: str, tmp_path: Path) -> Non
                 print(f"step {step}: {error}")
             assert time.monotonic() - started < LONGEST_S
         proxy.heal()
-        acknowledged[store.commit(state_of(9), step=9).id] = 9
+        acknowledged[patiently(lambda: store.commit(state_of(9), step=9)).id] = 9
     assert len(acknowledged) >= (2 if fault in DEAD else 3 if fault == "latency" else 2)
-    assert_whole(site, tmp_path / "another-host", acknowledged)
+    patiently(lambda: assert_whole(site, tmp_path / "another-host", acknowledged))
 
 
 def assert_whole(site: Site, host: Path, acknowledged: dict[CommitId, int]) -> None:
@@ -81,12 +99,11 @@ def assert_whole(site: Site, host: Path, acknowledged: dict[CommitId, int]) -> N
         assert store.fsck().findings == ()
 
 
-@pytest.mark.parametrize("end", ["bucket", "database"])
 def test_a_host_that_is_partitioned_in_mid_commit_has_committed_whole_or_not_at_all(
-    end: str, request: pytest.FixtureRequest, tmp_path: Path, seed: int
+    end: tuple[Site, Proxy], tmp_path: Path, seed: int
 ) -> None:
     """What it sent last arrived, and it hears nothing more for longer than its deadline."""
-    site, proxy = request.getfixturevalue(end)
+    site, proxy = end
     total = _commit_partitioned(site, proxy, 0, tmp_path / "counting")
     for message in Random(seed).sample(range(1, total + 1), SAMPLED):
         _commit_partitioned(site, proxy, message, tmp_path / f"message-{message}")
@@ -94,9 +111,8 @@ def test_a_host_that_is_partitioned_in_mid_commit_has_committed_whole_or_not_at_
 
 @pytest.mark.soak
 @pytest.mark.timeout(1800)
-@pytest.mark.parametrize("end", ["bucket", "database"])
-def test_a_host_may_be_partitioned_after_any_message_of_a_commit(end: str, request: pytest.FixtureRequest, tmp_path: Path) -> None:
-    site, proxy = request.getfixturevalue(end)
+def test_a_host_may_be_partitioned_after_any_message_of_a_commit(end: tuple[Site, Proxy], tmp_path: Path) -> None:
+    site, proxy = end
     total = _commit_partitioned(site, proxy, 0, tmp_path / "counting")
     for message in range(1, total + 1):
         _commit_partitioned(site, proxy, message, tmp_path / f"message-{message}")
@@ -142,12 +158,9 @@ def patiently(work: Callable[[], T]) -> T:
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize("end", ["bucket", "database"])
-def test_commits_outlast_a_black_hole_or_say_so(
-    end: str, request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_commits_outlast_a_black_hole_or_say_so(end: tuple[Site, Proxy], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With the deadlines that users get."""
-    site, proxy = request.getfixturevalue(end)
+    site, proxy = end
     monkeypatch.undo()
     site = Site(site.place, site.options and {name: value for name, value in site.options.items() if name != "deadline_s"}, site.more)
     acknowledged: dict[CommitId, int] = {}
@@ -169,11 +182,11 @@ def test_commits_outlast_a_black_hole_or_say_so(
 
 def test_reads_go_on_when_the_network_comes_back(bucket: tuple[Site, Proxy], tmp_path: Path) -> None:
     site, proxy = bucket
-    with site.open(tmp_path / "host") as store:
-        store.commit(state_of(1), step=1)
-    with site.open(tmp_path / "host") as store:
+    with patiently(lambda: site.open(tmp_path / "host")) as store:
+        patiently(lambda: store.commit(state_of(1), step=1))
+    with patiently(lambda: site.open(tmp_path / "host")) as store:
         proxy.faults.silent.set()
         with pytest.raises(CkptStoreError):
             store.checkout(1).state_dict()
         proxy.heal()
-        assert_equal(store.checkout(1).state_dict(), state_of(1))
+        assert_equal(patiently(lambda: store.checkout(1).state_dict()), state_of(1))

@@ -9,7 +9,7 @@ import pytest
 from ckptstore.core.ids import CommitId
 from ckptstore.errors import Unavailable
 from tests.servers.rgw import rgw_server
-from tests.servers.s3 import make_bucket, new_url
+from tests.servers.s3 import clients, make_bucket, new_url
 from tests.shared.sites import Site
 from tests.upkeep.collecting import state_of
 from tests.upkeep.stores import assert_equal
@@ -17,13 +17,14 @@ from tests.upkeep.stores import assert_equal
 pytestmark = pytest.mark.skipif("CKPTSTORE_TEST_S3" not in os.environ, reason="needs Ceph's server: `make test-real` starts it")
 
 
-def test_what_was_acknowledged_survives_the_death_of_the_gateway(tmp_path: Path) -> None:
+@pytest.mark.parametrize("client", clients())
+def test_what_was_acknowledged_survives_the_death_of_the_gateway(client: str, tmp_path: Path) -> None:
     acknowledged: dict[CommitId, int] = {}
     failures: list[BaseException] = []
     stop = threading.Event()
     with rgw_server() as rgw:
         make_bucket(rgw.server)
-        site = Site(new_url(), rgw.server.options(deadline_s=5))
+        site = Site(new_url(), rgw.server.options(deadline_s=5, client=client))
         site.open(tmp_path / "host").close()
 
         def write(me: int) -> None:
