@@ -15,7 +15,7 @@ from ckptstore.objects.backend import open_backend
 from ckptstore.objects.store import ObjectStore
 from ckptstore.upkeep.activity import Activity, activities
 from ckptstore.upkeep.doctor import Check, doctor
-from ckptstore.upkeep.findings import Level, Report, parse_share
+from ckptstore.upkeep.findings import Level, Report, parse_level, parse_share
 from ckptstore.upkeep.forget import forget_by_policy, forget_commits, undelete
 from ckptstore.upkeep.fsck import fsck
 from ckptstore.upkeep.gc import MAX_UNUSED, GcOptions, GcReport, collect
@@ -120,10 +120,10 @@ class Keeping:
         """Logical, new, exclusive and shared bytes of every commit, and what the store holds in all. Reads every page once."""
         return usage(self._opening)
 
-    def fsck(self, level: Level = Level.CONNECTIVITY, *, read_data: str | None = None) -> Report:
-        """Look for damage as far as `level`; with `read_data` (`"5%"`, `"10G"`, `"100%"`) read and hash so much of what is stored, what was
-        verified longest ago first. Changes nothing."""
-        return fsck(ground_of(self._opening), level=level, share=parse_share(read_data) if read_data else None)
+    def fsck(self, level: Level | str = Level.CONNECTIVITY, *, read_data: str | None = None) -> Report:
+        """Look for damage as far as `level` (`"refs"`, `"connectivity"`, `"packs"`, `"data"`); with `read_data` (`"5%"`, `"10G"`, `"100%"`)
+        read and hash so much of what is stored, what was verified longest ago first. Changes nothing."""
+        return fsck(ground_of(self._opening), level=parse_level(level), share=parse_share(read_data) if read_data else None)
 
     def repair(
         self,

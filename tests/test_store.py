@@ -413,3 +413,17 @@ def test_a_commit_says_what_it_cost_in_one_line(place: Path, caplog: pytest.LogC
     line = caplog.messages[-1]
     assert line.startswith(f"commit {snapshot.id[:12]} step 5 (x): 3.9 KiB -> ") and "durable after" in line
     assert snapshot.stats.logical_bytes == 4000 and snapshot.stats.held_s >= snapshot.stats.durable_s >= snapshot.stats.packed_s
+
+
+def test_numbers_beyond_what_a_log_holds_are_refused_before_anything_is_written(place: Path) -> None:
+    with ckptstore.open(place) as store:
+        store.commit({"n": 1}, step=2**53, metrics={"loss": float("inf")})
+        before = sorted(place.rglob("*"))
+        with pytest.raises(InvalidInput, match="wanted a whole number from 0 to 9007199254740992, or None"):
+            store.commit({"n": 2}, step=2**53 + 1)
+        with pytest.raises(InvalidInput, match=r"metric 'loss' is 10+; wanted a number"):
+            store.commit({"n": 2}, metrics={"loss": 10**400})
+        with pytest.raises(NotFound):
+            store.checkout("latest~999999999")
+        assert sorted(place.rglob("*")) == before
+        assert store.checkout(2**53).state_dict() == {"n": 1}

@@ -21,7 +21,7 @@ _FORMS = (
 _PREFIX = re.compile(r"[0-9a-f]{6,64}")
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.+/-]*")
 _RUN = re.compile(r"(?:([^@:]*)@)?(.*)", re.DOTALL)
-_ANCESTOR = re.compile(r"(.*?)((?:~[0-9]*)+)", re.DOTALL)
+_ANCESTOR = re.compile(r"(.*?)((?:~[0-9]{0,9})+)", re.DOTALL)
 
 
 @dataclass(frozen=True, slots=True)

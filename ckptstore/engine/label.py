@@ -9,6 +9,9 @@ from typing import Any
 from ckptstore.core.ids import CommitId, check_tag
 from ckptstore.errors import InvalidInput
 
+_STEPS = 2**53 + 1
+"""What a log entry can hold as a number."""
+
 
 @dataclass(frozen=True, slots=True)
 class Label:
@@ -32,9 +35,9 @@ def _step(step: object) -> int | None:
     if step is None:
         return None
     with suppress(TypeError):
-        if not isinstance(step, bool) and (number := index(step)) >= 0:  # type: ignore[arg-type]  # numpy's and torch's whole numbers as well
+        if not isinstance(step, bool) and (number := index(step)) in range(_STEPS):  # type: ignore[arg-type]  # numpy's and torch's whole numbers as well
             return number
-    raise InvalidInput(f"step is {step!r}; wanted a whole number from 0 on, or None")
+    raise InvalidInput(f"step is {step!r:.80}; wanted a whole number from 0 to {_STEPS - 1}, or None")
 
 
 def _message(message: object) -> str:
@@ -50,8 +53,8 @@ def _metrics(metrics: Mapping[str, float] | None) -> tuple[tuple[str, float], ..
             raise InvalidInput(f"a metric's name is {name!r}; wanted a string")
         try:
             pairs.append((name, _number(value)))
-        except (TypeError, ValueError, RuntimeError) as error:
-            raise InvalidInput(f"metric {name!r} is {value!r}; wanted a number") from error
+        except (TypeError, ValueError, OverflowError, RuntimeError) as error:
+            raise InvalidInput(f"metric {name!r} is {value!r:.80}; wanted a number") from error
     return tuple(sorted(pairs))
 
 

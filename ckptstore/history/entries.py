@@ -24,11 +24,11 @@ from ckptstore.history.fields import (
     optional,
     pairs_of,
     parse_attempt,
-    parse_decimal,
     parse_hash,
     parse_integer,
     parse_link,
     parse_setting,
+    parse_time,
     setting_to_json,
     tuple_of,
 )
@@ -264,7 +264,7 @@ _HEADER: dict[str, Field] = {
     "store": Field(as_it_is, parse_store_id),
     "generation": COUNT,
     "attempt": Field(as_it_is, parse_attempt),
-    "time_ns": Field(str, parse_decimal),
+    "time_ns": Field(str, parse_time),
     "prev": Field(list, parse_link),
     "kind": TEXT,
 }

@@ -11,6 +11,7 @@ from ckptstore.core.model import PackRecord
 Setting: TypeAlias = str | int | tuple[str, ...] | None
 
 _LARGEST = 1 << 53
+_TIMES = 1 << 63
 _ATTEMPT = re.compile(r"[0-9a-f]{32}")
 
 
@@ -66,10 +67,11 @@ def parse_attempt(value: Any) -> str:
     return str(value)
 
 
-def parse_decimal(value: Any) -> int:
+def parse_time(value: Any) -> int:
+    """Nanoseconds since 1970, as every index can hold them: to the year 2262."""
     number = int(parse_text(value))
-    if str(number) != value:
-        raise ValueError(f"wanted a decimal number, got {value!r:.80}")
+    if str(number) != value or not -_TIMES <= number < _TIMES:
+        raise ValueError(f"wanted a time in nanoseconds as a decimal number of 63 bits, got {value!r:.80}")
     return number
 
 

@@ -52,7 +52,9 @@ def _resolve(state: State, ref: Ref, run: str | None) -> CommitId | None:
             return state.tags.get(ref.name) or _beginning(state, ref.prefix)
     commit = _resolve(state, ref.base, run)
     for _ in range(ref.generations):
-        row = state.commits.get(commit) if commit else None
+        if commit is None:
+            break
+        row = state.commits.get(commit)
         commit = row.parents[0] if row and row.parents else None
     return commit
 

@@ -109,6 +109,14 @@ class Share:
 _UNITS = {"K": 10, "M": 20, "G": 30, "T": 40}
 
 
+def parse_level(level: Level | str) -> Level:
+    """The level of that name. Raises `InvalidInput`."""
+    try:
+        return Level[level.upper()] if isinstance(level, str) else Level(level)
+    except (KeyError, ValueError) as error:
+        raise InvalidInput(f"{level!r} is no level: wanted {', '.join(known.name.lower() for known in Level)}") from error
+
+
 def parse_share(text: str) -> Share:
     """`5%`, `10G` (also `K`, `M`, `T`: powers of 1024), or a number of bytes. Raises `InvalidInput`."""
     number, unit = (text[:-1], text[-1:].upper()) if text[-1:].upper() in {"%", *_UNITS} else (text, "")

@@ -96,7 +96,10 @@ class KeepBest:
 
 @dataclass(frozen=True, slots=True)
 class KeepWithin:
-    """The commits of at most `seconds` before the newest of their run."""
+    """The commits of at most `seconds` before the newest of their run, by the clocks of those who made them.
+
+    The newest is the last one made, whatever its clock said: one commit under a clock that was ahead would make all others old.
+    """
 
     seconds: int
 
@@ -107,9 +110,8 @@ class KeepWithin:
         return f"within {_span(self.seconds)} of the newest"
 
     def keeps(self, newest_first: Sequence[Candidate]) -> Iterator[tuple[CommitId, str]]:
-        newest_ns = max((row.time_ns for _, row in newest_first), default=0)
         for commit, row in newest_first:
-            if row.time_ns >= newest_ns - self.seconds * _NS:
+            if row.time_ns >= newest_first[0].row.time_ns - self.seconds * _NS:
                 yield commit, str(self)
 
 

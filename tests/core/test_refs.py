@@ -51,7 +51,28 @@ def test_a_ref_means(text: str | int, meaning: Ref) -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["", "@", "@5", "run@", "run@tag", "best:", "a b", "..@5", "~1", "tag~x", "a~1b", "é", "x@best:", "-", "/a", True, None, 1.5]
+    "text",
+    [
+        "",
+        "@",
+        "a~1234567890",
+        "@5",
+        "run@",
+        "run@tag",
+        "best:",
+        "a b",
+        "..@5",
+        "~1",
+        "tag~x",
+        "a~1b",
+        "é",
+        "x@best:",
+        "-",
+        "/a",
+        True,
+        None,
+        1.5,
+    ],
 )
 def test_what_no_ref_looks_like_is_refused(text: object) -> None:
     with pytest.raises(InvalidInput, match="wanted"):

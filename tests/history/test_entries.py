@@ -147,6 +147,8 @@ def sealed(**changes: Any) -> bytes:
         {"attempt": "x"},
         {"time_ns": "1e9"},
         {"time_ns": 1},
+        {"time_ns": str(2**63)},
+        {"time_ns": str(-(2**63) - 1)},
         {"prev": ["c" * 64]},
         {"prev": ["C" * 64, 1]},
         {"store": "../../etc"},

@@ -33,6 +33,13 @@ def test_a_whole_store_has_no_findings(store: Path, level: Level) -> None:
     assert report.looked.entries == 5
 
 
+def test_a_level_has_a_name(store: Path) -> None:
+    with ckptstore.open(store) as opened:
+        assert opened.fsck("packs").level is Level.PACKS
+        with pytest.raises(InvalidInput, match="wanted refs, connectivity, packs, data"):
+            opened.fsck("all")
+
+
 def test_a_changed_log_entry_is_found_at_the_first_level(store: Path) -> None:
     flip(store / "log" / "000000000002", 80)
     report = check(store, Level.REFS)

@@ -70,6 +70,11 @@ def test_a_policy_keeps_what_it_says(policy: Policy, kept: set[int]) -> None:
     assert kept_beyond_pins(LOSSES, [policy]) == kept
 
 
+def test_one_commit_under_a_clock_that_was_ahead_makes_no_other_old() -> None:
+    state = state_of(row(hours=1), row(hours=24 * 4000), row(hours=-24 * 4000), row(hours=2), row(hours=3), row(hours=4))
+    assert kept_beyond_pins(state, [KeepWithin(3 * 3600)]) == {1, 2, 4, 5, 6}
+
+
 def test_periods_begin_in_utc_and_skip_those_without_commits() -> None:
     state = state_of(row(hours=-49), row(hours=-1), row(hours=1), row(hours=2), row(hours=24 * 40))
     assert kept_beyond_pins(state, [KeepPeriods("daily", 3)]) == {2, 4, 5}
