@@ -29,9 +29,9 @@ class Arrivals:
     def arrived(self, task: int, error: BaseException | None = None) -> bool:
         """Note that a task is over, or what it failed with. True if it was the last one."""
         with self._changed:
-            self._missing.discard(task)
             if error is not None:
-                self._failed[task] = error
+                self._failed[task] = error  # first: `wait` looks without the lock
+            self._missing.discard(task)
             self._changed.notify_all()
             return not self._missing
 
