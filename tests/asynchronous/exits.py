@@ -7,6 +7,7 @@ Each way is a fork of this script that imports nothing more and then ends as any
 import os
 import signal
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -26,6 +27,8 @@ WAITS_AT = {"thread": "hashed", "process": "hashed", "lazy": "staged"}
 """The milestone at which each kind of commit is in flight when the script ends."""
 
 _kind = "thread"
+_called = threading.Event()
+"""Set when `commit_async` has returned: who is interrupted in it calls the commit off."""
 
 
 def _slowly(progress: ckptstore.CommitProgress) -> None:
@@ -36,6 +39,7 @@ def _slowly(progress: ckptstore.CommitProgress) -> None:
 
 def _interrupting(progress: ckptstore.CommitProgress) -> None:
     if progress.milestone == WAITS_AT[_kind]:
+        _called.wait(SLOW_S * 100)
         os.kill(os.getpid(), signal.SIGINT)
         time.sleep(SLOW_S)
 
@@ -53,6 +57,7 @@ def _live(kind: str, way: str, place: Path) -> None:
         staging="lazy" if kind == "lazy" else "eager",
         on_progress=_interrupting if way == "Ctrl-C" else _slowly,
     )
+    _called.set()
     if way == "an exception":
         raise ZeroDivisionError("in the training loop")
     if way == "sys.exit":

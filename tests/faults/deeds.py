@@ -15,7 +15,7 @@ import torch
 import ckptstore
 from ckptstore.engine.opening import Opening
 from ckptstore.engine.transfer import Threads
-from ckptstore.errors import CkptStoreError, Conflict
+from ckptstore.errors import CkptStoreError, Conflict, NotFound
 from ckptstore.history.log import Log
 from ckptstore.index import catalog, file_lock
 from ckptstore.store import Store
@@ -91,8 +91,12 @@ def _forget_one(store: Store, report: Report, *, back: bool) -> None:
         report("forgotten", info.id)
         if back:
             report("returning", info.id)
-            store.undelete(info.id)
-            report("returned", info.id)
+            try:
+                store.undelete(info.id)
+            except NotFound:
+                report("purged", info.id)  # by another's gc, which may come in between
+            else:
+                report("returned", info.id)
 
 
 def commit_twice(report: Report, place: str, step: int, ballast: str = "") -> None:

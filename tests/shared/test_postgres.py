@@ -113,9 +113,9 @@ def test_the_way_to_the_database_may_be_in_the_environment(local: Site, host: Pa
 def test_no_password_is_in_files_or_messages(
     local: Site, host: Path, postgres: PostgresServer, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("ckptstore.index.postgres.DEADLINE_S", 0.5)
     with local.open(host) as store:
         store.commit(state_of(1), step=1)
+    monkeypatch.setattr("ckptstore.index.postgres.DEADLINE_S", 0.5)
     for path in Path(local.place).rglob("*"):
         assert not path.is_file() or PASSWORD.encode() not in path.read_bytes()
     for index in (
