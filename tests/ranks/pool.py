@@ -1,8 +1,10 @@
 """Rank processes that live as long as the test session and do what they are sent: importing torch takes longer than most tests."""
 
+import faulthandler
 import multiprocessing
 import os
 import shutil
+import signal
 import tempfile
 import traceback
 from collections.abc import Callable, Sequence
@@ -10,7 +12,8 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
-TIMEOUT_S = 120
+TIMEOUT_S = 240
+"""Longer than anything takes: three imports of torch and a failed save took 96 s on two cores with thirty others at work."""
 
 
 class RankFailed(Exception):
@@ -22,17 +25,24 @@ class RankFailed(Exception):
 
 
 class Pool:
-    """`size` processes of one gloo group. A task is a function of a module of tests; its first argument is the rank."""
+    """`size` processes of one gloo group. A task is a function of a module of tests; its first argument is the rank.
+
+    Where ranks do not answer in time, their stacks go to stderr, and all are ended: what they would still say belongs to no later task,
+    which gets ranks of its own.
+    """
 
     def __init__(self, size: int) -> None:
         self.size = size
+        self._start()
+
+    def _start(self) -> None:
         self._folder = tempfile.mkdtemp(prefix="ckptstore-ranks-")
         context = multiprocessing.get_context("spawn")
         self.processes: list[Any] = []
         self._pipes: list[Connection] = []
-        for rank in range(size):
+        for rank in range(self.size):
             ours, theirs = context.Pipe()
-            process = context.Process(target=_serve, args=(theirs, rank, size, Path(self._folder) / "store"), daemon=True)
+            process = context.Process(target=_serve, args=(theirs, rank, self.size, Path(self._folder) / "store"), daemon=True)
             process.start()
             theirs.close()
             self.processes.append(process)
@@ -40,6 +50,8 @@ class Pool:
 
     def run(self, task: Callable[..., Any], *args: Any, ranks: Sequence[int] | None = None) -> list[Any]:
         """`task(rank, *args)` on every rank (on `ranks`); what each returns, an `EOFError` for one that died."""
+        if not self.processes:
+            self._start()
         chosen = list(range(self.size)) if ranks is None else list(ranks)
         for rank in chosen:
             self._pipes[rank].send((task, args))
@@ -49,6 +61,7 @@ class Pool:
         while waiting:
             ready = wait(list(waiting), TIMEOUT_S)
             if not ready:
+                self._give_up(list(waiting.values()))
                 told = "".join(f"; rank {rank}: {error}" for rank, error in errors.items())
                 raise TimeoutError(f"ranks {sorted(waiting.values())} did not answer within {TIMEOUT_S} s{told}")
             for pipe in ready:
@@ -63,6 +76,15 @@ class Pool:
             raise RankFailed(errors)
         return [results[rank] for rank in chosen]
 
+    def _give_up(self, silent: Sequence[int]) -> None:
+        for rank in silent:
+            os.kill(self.processes[rank].pid, signal.SIGUSR1)
+            self.processes[rank].join(1)  # time to write its stacks
+        for process in self.processes:
+            process.kill()
+        self.close()
+        self.processes = []
+
     def close(self) -> None:
         for pipe in self._pipes:
             pipe.close()
@@ -71,12 +93,13 @@ class Pool:
             if process.is_alive():
                 process.kill()
                 process.join()
-        shutil.rmtree(self._folder)
+        shutil.rmtree(self._folder, ignore_errors=True)
 
 
 def _serve(pipe: Connection, rank: int, size: int, store: Path) -> None:
     import warnings
 
+    faulthandler.register(signal.SIGUSR1)
     import torch
     import torch.distributed as dist
 
