@@ -106,7 +106,7 @@ class Committing:
         are globs of paths that are the same on all ranks, or each rank's own; of the rest, what is equal on the ranks that have it is one,
         or without `compare` each rank's own as well. Without `canonical`, chunks that the edges of shards cut are
         not completed, so that ids depend on the number of ranks; without `trust_replicated`, every replica is hashed whole. No rank waits
-        for another longer than `timeout_s`. `memory_budget_bytes` is for one process; docs/distributed.md says what a rank takes.
+        for another longer than `timeout_s`. `memory_budget_bytes` bounds what each rank takes, bytes that ranks exchange included.
 
         Before the first commit, and when the disk gets short, a warning is logged. Raises `InvalidInput` for what cannot be stored, naming
         its path; `Unavailable` if storage fails; `NoSpace` if it is full, saying what is missing and what would free it; `Conflict` if
@@ -126,7 +126,8 @@ class Committing:
                 return replace(label, parents=self._descent.parents()), flats
 
             options = Options(canonical, trust_replicated)
-            committed = self._make_together(self._ranks_committer, peers, prepare, options, time.perf_counter())
+            budget_bytes, started = memory_budget_bytes, time.perf_counter()
+            committed = self._make_together(self._ranks_committer, peers, prepare, options, started, memory_budget_bytes=budget_bytes)
             self._descent.now(committed.id)
             return self._committed(committed)
 
@@ -335,7 +336,15 @@ class Committing:
         return committed
 
     def _make_together(
-        self, committer: RanksCommitter, peers: Peers, prepare: Prepare, options: Options, started: float, watch: Watch = UNWATCHED
+        self,
+        committer: RanksCommitter,
+        peers: Peers,
+        prepare: Prepare,
+        options: Options,
+        started: float,
+        watch: Watch = UNWATCHED,
+        *,
+        memory_budget_bytes: int | None = None,
     ) -> RanksCommitted:
         sizes: list[int] = []
 
@@ -349,7 +358,9 @@ class Committing:
 
         with self._lock:
             committed = self._disk.fit_together(
-                peers, lambda: committer.commit(peers, prepared, options, started, watch), lambda: sum(sizes)
+                peers,
+                lambda: committer.commit(peers, prepared, options, started, watch, memory_budget_bytes=memory_budget_bytes),
+                lambda: sum(sizes),
             )
             if peers.leads:
                 self._opening.follow()

@@ -21,6 +21,12 @@ SHARED_BYTES = 64 * MIB
 PACK_BUFFERS_BYTES = 2 * BUFFER_BYTES
 """A thread fills one pack while another of its packs is being closed."""
 
+WINDOW_BYTES = 64 * MIB
+"""Pieces of chunks that the ranks of a commit have on their way at a time."""
+
+CELLS_BYTES = 128 * MIB
+"""Chunks that a rank has put together and not written yet."""
+
 FREE_SHARE = 8
 """Without a budget, an eighth of what is free, where that is less than would be of use."""
 
@@ -47,6 +53,16 @@ class WriteRoom:
     lean: bool = False
 
 
+@dataclass(frozen=True, slots=True)
+class RankRoom:
+    """What a rank of many commits with: beside `write`, at most `window_bytes` of pieces are on their way from and to it, and chunks that
+    it has put together are written when there are `cells_bytes` of them."""
+
+    write: WriteRoom
+    window_bytes: int
+    cells_bytes: int
+
+
 def read_room(budget_bytes: int | None, chunk_bytes: int, threads: int) -> ReadRoom:
     """How to read within `budget_bytes` from a store of this chunk size. Raises `InvalidInput`, naming the least that works."""
     most = threads * (max(RUN_BYTES, chunk_bytes) + chunk_bytes) + max(ASIDE_BYTES, threads * chunk_bytes)
@@ -68,6 +84,22 @@ def write_room(budget_bytes: int | None, chunk_bytes: int, threads: int, *, enco
     # A power of two, so that a commit's plan does not change with every page that the host has more or less.
     run_bytes = _within(chunk_bytes, 1 << ((budget // threads - at_work) // share).bit_length() - 1, longest)
     return WriteRoom(threads, run_bytes, budget < threads * (share * run_bytes + at_work + PACK_BUFFERS_BYTES))
+
+
+def rank_room(budget_bytes: int | None, chunk_bytes: int, threads: int, *, encoding: bool) -> RankRoom:
+    """How a rank commits within `budget_bytes`: half of it for what one process would need. Raises `InvalidInput`, naming the least that
+    works."""
+    writing = (4 if encoding else 1) * chunk_bytes
+    if budget_bytes is None:
+        return RankRoom(write_room(None, chunk_bytes, threads, encoding=encoding), WINDOW_BYTES, CELLS_BYTES)
+    # Two chunks more: the one that is put together, and a part of it that lies apart.
+    budget = _budget(budget_bytes, writing + 4 * chunk_bytes, budget_bytes)
+    write_bytes = max(writing, budget // 2)
+    left = max(budget - write_bytes, 4 * chunk_bytes) - 2 * chunk_bytes
+    window_bytes = _within(chunk_bytes, left // 2, WINDOW_BYTES)
+    cells_bytes = _within(chunk_bytes, left - window_bytes, CELLS_BYTES)
+    taken = window_bytes + cells_bytes + 2 * chunk_bytes
+    return RankRoom(write_room(budget - taken, chunk_bytes, threads, encoding=encoding), window_bytes, cells_bytes)
 
 
 def _budget(given: int | None, least: int, most: int) -> int:

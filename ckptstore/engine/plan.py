@@ -77,10 +77,10 @@ def plan_commit(leaves: Sequence[Extent], chunk_bytes: int, run_bytes: int = RUN
     return CommitPlan(inline, parts, _batches_of(parts, run_bytes), sum(leaf.raw_bytes for leaf in leaves))
 
 
-def plan_chunks(parts: Sequence[Extent], chunk_bytes: int) -> CommitPlan:
+def plan_chunks(parts: Sequence[Extent], chunk_bytes: int, run_bytes: int = RUN_BYTES) -> CommitPlan:
     """The plan for parts of leaves that are chunks, however small."""
     planned = tuple(_part(i, part, chunk_bytes) for i, part in enumerate(parts))
-    return CommitPlan((), planned, _batches_of(planned, RUN_BYTES), sum(part.raw_bytes for part in parts))
+    return CommitPlan((), planned, _batches_of(planned, run_bytes), sum(part.raw_bytes for part in parts))
 
 
 def _part(number: int, extent: Extent, chunk_bytes: int) -> Part:

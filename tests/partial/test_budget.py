@@ -14,7 +14,7 @@ from ckptstore import InvalidInput
 from ckptstore.core.config import RUN_BYTES
 from ckptstore.core.host import free_bytes
 from ckptstore.engine import budget
-from ckptstore.engine.budget import PACK_BUFFERS_BYTES, WriteRoom, read_room, write_room
+from ckptstore.engine.budget import PACK_BUFFERS_BYTES, WINDOW_BYTES, WriteRoom, rank_room, read_room, write_room
 from tests.partial.counting import bytes_read, peak_buffers, peak_resident
 
 MIB = 1 << 20
@@ -160,6 +160,18 @@ def test_committing_is_divided_within_the_budget(extra: int, chunk_bytes: int, t
     assert chunk_bytes <= room.run_bytes <= max(RUN_BYTES, chunk_bytes)
     each = 2 * (room.run_bytes + chunk_bytes) if encoding else room.run_bytes
     assert room.threads * (each if room.lean else each + PACK_BUFFERS_BYTES) <= given_bytes
+
+
+@given(st.integers(0, 2 * GIB), chunk_sizes, st.integers(1, 64), st.booleans())
+def test_what_a_rank_commits_with_is_divided_within_the_budget(extra: int, chunk_bytes: int, threads: int, encoding: bool) -> None:
+    given_bytes = (8 if encoding else 5) * chunk_bytes + extra
+    room = rank_room(given_bytes, chunk_bytes, threads, encoding=encoding)
+    assert chunk_bytes <= room.window_bytes <= WINDOW_BYTES or room.window_bytes == chunk_bytes
+    each = 2 * (room.write.run_bytes + chunk_bytes) if encoding else room.write.run_bytes
+    writing = room.write.threads * (each if room.write.lean else each + PACK_BUFFERS_BYTES)
+    assert room.window_bytes + room.cells_bytes + 2 * chunk_bytes + writing <= given_bytes
+    with pytest.raises(InvalidInput, match=f"at least {given_bytes - extra} "):
+        rank_room(given_bytes - extra - 1, chunk_bytes, threads, encoding=encoding)
 
 
 ROOMS: list[tuple[int | None, WriteRoom]] = [

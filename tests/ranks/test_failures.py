@@ -15,7 +15,7 @@ from torch.distributed.tensor import Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
 import ckptstore
-from ckptstore.engine.ranks import plan
+from ckptstore.engine import budget
 from ckptstore.engine.ranks.commit import _Attempt
 from ckptstore.engine.ranks.lead import Lead
 from ckptstore.engine.write import SessionPacks
@@ -151,7 +151,7 @@ SILENCE_S = 15.0
 def die(rank: int, path: Path, victim: int, survivors: list[int], phase: str) -> str | None:
     """`victim` is killed in `phase`; the others raise at once, though they would wait for 300 s, and commit without it."""
     ranks = sorted([victim, *survivors])
-    plan.WINDOW_BYTES = 1  # so that every cut cell is exchanged in a window of its own
+    budget.WINDOW_BYTES = 1  # so that every cut cell is exchanged in a window of its own
     group = dist.new_group(ranks, use_local_synchronization=True)
     silent = phase == "silence"
     assert peers_of(group)

@@ -10,12 +10,13 @@ in which every rank says that it can follow: from then on, others wait for what 
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeAlias
 
 from ckptstore.core.config import StoreConfig
 from ckptstore.core.ids import CommitId, SessionId
 from ckptstore.core.model import CommitDocument
+from ckptstore.engine.budget import rank_room
 from ckptstore.engine.commit import ATTEMPTS, CommitStats
 from ckptstore.engine.label import Label
 from ckptstore.engine.progress import UNWATCHED, Milestone, Watch
@@ -61,16 +62,27 @@ class RanksCommitter:
         self._task: RankTask | None = None
         self._moves: Moves | None = None
         self._runs = RunMemory()
+        self._room = rank_room(None, config.chunk_bytes, threads.count, encoding=config.codec != "raw")
 
-    def commit(self, peers: Peers, prepare: Prepare, options: Options, started: float, watch: Watch = UNWATCHED) -> RanksCommitted:
+    def commit(
+        self,
+        peers: Peers,
+        prepare: Prepare,
+        options: Options,
+        started: float,
+        watch: Watch = UNWATCHED,
+        *,
+        memory_budget_bytes: int | None = None,
+    ) -> RanksCommitted:
         """Write this rank's part of a state; every rank of `peers` must call it with its own. The coordinator's label and options count.
-        `watch` is told of the progress; what it raises, on any rank, stops all of them.
+        `watch` is told of the progress; what it raises, on any rank, stops all of them. What is staged, encoded, exchanged and put together
+        stays within the budget; how much is on its way follows from the coordinator's.
 
         Raises one error on all ranks: `Conflict` for states that do not make one, for replicas that have diverged, and if others kept
         removing what this commit wanted to reuse; otherwise what the causes have in common, `causes` naming ranks.
         """
         try:
-            label, flats, session = self._plan(peers, prepare, options, watch)
+            label, flats, session = self._plan(peers, prepare, options, watch, memory_budget_bytes)
             for _ in range(ATTEMPTS):
                 outcome = self._attempt(peers, flats, session, label, started, watch)
                 if isinstance(outcome, RanksCommitted):
@@ -84,13 +96,17 @@ class RanksCommitter:
             self._lead.close(ended=False)
         raise Conflict(f"the commit was refused {ATTEMPTS} times because others changed the store meanwhile; repeat it")
 
-    def _plan(self, peers: Peers, prepare: Prepare, options: Options, watch: Watch) -> tuple[Label, Mapping[str, Flat], SessionId]:
+    def _plan(
+        self, peers: Peers, prepare: Prepare, options: Options, watch: Watch, memory_budget_bytes: int | None
+    ) -> tuple[Label, Mapping[str, Flat], SessionId]:
         described: list[tuple[Label, Mapping[str, Flat], bytes]] = []
 
         def describe() -> bytes:
             asked = bool(described)
             if not asked:
                 watch.starting()
+                chunk_bytes, encoding = self._config.chunk_bytes, self._config.codec != "raw"
+                self._room = rank_room(memory_budget_bytes, chunk_bytes, self._threads.count, encoding=encoding)
                 label, flats = prepare()
                 described.append((label, flats, encode_description(flats, self._schemas)))
             label, _, description = described[0]
@@ -98,7 +114,7 @@ class RanksCommitter:
             return frames.join([head_of(label), digest_of(description), b"" if known else description])
 
         def answer(handed_in: list[bytes]) -> list[bytes]:
-            return self._lead.plan(handed_in, described[0][0], options)
+            return self._lead.plan(handed_in, described[0][0], replace(options, window_bytes=self._room.window_bytes))
 
         kind = DESCRIBE
         while kind == DESCRIBE:
@@ -119,7 +135,7 @@ class RanksCommitter:
     def _attempt(
         self, peers: Peers, flats: Mapping[str, Flat], session: SessionId, label: Label, started: float, watch: Watch
     ) -> RanksCommitted | SessionId:
-        packs = SessionPacks.of(self._config, self._objects, session, self._threads, peers.rank)
+        packs = SessionPacks.of(self._config, self._objects, session, self._threads, peers.rank, lean=self._room.write.lean)
         attempt = _Attempt(self._lead, peers, packs, label, started, watch)
         try:
             return attempt.run(self._work(flats, packs), self._look, self._registered)
@@ -133,7 +149,7 @@ class RanksCommitter:
     def _work(self, flats: Mapping[str, Flat], packs: SessionPacks) -> RankWork:
         assert self._task is not None and self._moves is not None
         boxes = Boxes(list(flats.values()), self._config.chunk_bytes)
-        return RankWork(boxes, self._task, self._moves, self._config.chunk_bytes, packs, self._threads)
+        return RankWork(boxes, self._task, self._moves, self._config.chunk_bytes, packs, self._threads, self._room)
 
     def _look(self) -> Dedup:
         state = self._log.replay()

@@ -5,26 +5,27 @@ from itertools import pairwise
 
 from ckptstore.core.ids import CHUNK_ID_BYTES, digest
 from ckptstore.engine.plan import CommitPlan, Run
-from ckptstore.engine.transfer import Threads
+from ckptstore.engine.transfer import Threads, shared
 from ckptstore.engine.write import PARALLEL_BYTES
 from ckptstore.state.flat import Source
 
 
-def hash_chunks(plan: CommitPlan, sources: Sequence[Source], threads: Threads) -> list[bytes]:
-    """Per part of the plan the ids of its chunks, in order."""
+def hash_chunks(plan: CommitPlan, sources: Sequence[Source], threads: Threads, hands: int) -> list[bytes]:
+    """Per part of the plan the ids of its chunks, in order; found by at most `hands` threads."""
     ids = [bytearray(CHUNK_ID_BYTES * len(part)) for part in plan.parts]
 
-    def work(batch: tuple[Run, ...]) -> None:
-        for run in batch:
-            at = (run.first - run.part.first) * CHUNK_ID_BYTES
-            found = b"".join(map(digest, _views(run, sources[run.part.leaf])))
-            ids[run.part.leaf][at : at + len(found)] = found
+    def work() -> None:
+        for batch in batches:
+            for run in batch:
+                at = (run.first - run.part.first) * CHUNK_ID_BYTES
+                found = b"".join(map(digest, _views(run, sources[run.part.leaf])))
+                ids[run.part.leaf][at : at + len(found)] = found
 
-    if plan.logical_bytes <= PARALLEL_BYTES:
-        for batch in plan.batches:
-            work(batch)
+    batches = shared(plan.batches)
+    if plan.logical_bytes <= PARALLEL_BYTES or hands == 1:
+        work()
     else:
-        threads.spread(work, plan.batches)
+        threads.together([work] * min(hands, len(plan.batches)), batches.stop)
     return [bytes(each) for each in ids]
 
 

@@ -8,6 +8,7 @@ from typing import Any
 from ckptstore.core.config import StoreConfig
 from ckptstore.core.ids import SessionId, digest, document_key, parse_pack_id
 from ckptstore.core.model import PackRecord, Schema
+from ckptstore.engine.budget import WINDOW_BYTES
 from ckptstore.engine.label import Label
 from ckptstore.engine.publish import Metadata, Published, Publisher, entry_body
 from ckptstore.engine.ranks import frames
@@ -41,6 +42,7 @@ class Options:
 
     canonical: bool = True
     trust_replicated: bool = True
+    window_bytes: int = WINDOW_BYTES
 
 
 class Lead:
@@ -77,7 +79,8 @@ class Lead:
         if digests != self._described:
             descriptions = [decode_description(each, known) for each in full]
         self._described = []
-        self._plan = plan_ranks(merge(descriptions), len(messages), self._config.chunk_bytes, canonical=options.canonical)
+        merged, chunk_bytes = merge(descriptions), self._config.chunk_bytes
+        self._plan = plan_ranks(merged, len(messages), chunk_bytes, canonical=options.canonical, window_bytes=options.window_bytes)
         self._layout = layout_of(self._plan, len(messages))
         tasks = encode_tasks(
             self._plan, [[tree.key for tree in trees] for trees in descriptions], trust_replicated=options.trust_replicated

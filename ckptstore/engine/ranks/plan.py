@@ -14,15 +14,13 @@ from typing import NamedTuple
 from ckptstore.core import dtypes
 from ckptstore.core.geometry import Grid, grid
 from ckptstore.core.model import INLINE_BYTES, Box
+from ckptstore.engine.budget import WINDOW_BYTES
 from ckptstore.engine.ranks.merge import Finished, Holder, MergedLeaf, MergedTree
 from ckptstore.engine.ranks.tiling import Cell, Fragment, Span, Tiling, misfit, tile
 from ckptstore.errors import Conflict
 
 # A model repeats its shapes: what was cut once need not be cut again.
 _grid, _tile_boxes, _misfit = lru_cache(1 << 14)(grid), lru_cache(1 << 12)(tile), lru_cache(1 << 12)(misfit)
-
-WINDOW_BYTES = 64 << 20
-"""So many bytes of fragments are on their way at a time."""
 
 
 class Target(NamedTuple):
@@ -117,8 +115,8 @@ class RanksPlan:
         return self.trees[target.tree].leaves[target.leaf]
 
 
-def plan_ranks(trees: Sequence[MergedTree], size: int, chunk_bytes: int, *, canonical: bool) -> RanksPlan:
-    """The plan for `size` ranks.
+def plan_ranks(trees: Sequence[MergedTree], size: int, chunk_bytes: int, *, canonical: bool, window_bytes: int = WINDOW_BYTES) -> RanksPlan:
+    """The plan for `size` ranks. At most `window_bytes` of fragments are on their way at a time, and a chunk at least.
 
     Raises `Conflict`, naming path and ranks, for boxes that do not tile a leaf exactly once, and for meshes that divide it differently.
     """
@@ -133,7 +131,7 @@ def plan_ranks(trees: Sequence[MergedTree], size: int, chunk_bytes: int, *, cano
                     _place(plan, target, tree, leaf, chunk_bytes, canonical)
                 else:
                     _place_alike(plan, first, target)
-    _assign(plan, chunk_bytes)
+    _assign(plan, chunk_bytes, window_bytes)
     return plan
 
 
@@ -244,7 +242,7 @@ def _tile(
         plan.reported[target] = tuple({place.rank: place for held in others for places in held.values() for place in places}.values())
 
 
-def _assign(plan: RanksPlan, chunk_bytes: int) -> None:
+def _assign(plan: RanksPlan, chunk_bytes: int, window_bytes: int) -> None:
     """Spread the chunks of all tiled leaves: what only one rank has first, then what several have, large leaves first."""
     spans = [(target, tiled, span) for target, tiled in plan.tiled.items() for span in tiled.tiling.spans]
     for target, tiled, span in spans:
@@ -252,7 +250,7 @@ def _assign(plan: RanksPlan, chunk_bytes: int) -> None:
             cells = _cells(plan, target, tiled.boxes[span.box], chunk_bytes)
             nbytes = cells.span(span.stop - 1)[1] - cells.span(span.first)[0]
             _give(plan, Job(tiled.holders[span.box][0], span.first, span.stop, target, span.chunk), nbytes)
-    _assign_cells(plan, chunk_bytes)
+    _assign_cells(plan, chunk_bytes, window_bytes)
     for target, tiled, span in sorted(spans, key=lambda item: -nbytes_of(plan.leaf(item[0]))):
         if len(tiled.holders[span.box]) > 1:
             _spread(plan, target, span, tiled.holders[span.box], _cells(plan, target, tiled.boxes[span.box], chunk_bytes))
@@ -296,7 +294,7 @@ class _CutCell:
         return self._recipes[owner]
 
 
-def _assign_cells(plan: RanksPlan, chunk_bytes: int) -> None:
+def _assign_cells(plan: RanksPlan, chunk_bytes: int, window_bytes: int) -> None:
     on_the_way = window = 0
     cut: dict[int, list[_CutCell]] = {}
     for target, tiled in plan.tiled.items():
@@ -305,7 +303,7 @@ def _assign_cells(plan: RanksPlan, chunk_bytes: int) -> None:
             cut[id(tiled)] = [_CutCell(tiled, cell, grids) for cell in tiled.tiling.cells]
         for cell in cut[id(tiled)]:
             recipe = cell.recipe(min(cell.able, key=lambda place: plan.load[place.rank]))
-            if on_the_way + recipe.moved > WINDOW_BYTES:
+            if on_the_way + recipe.moved > window_bytes:
                 window, on_the_way = window + 1, 0
             on_the_way += recipe.moved
             plan.exchanged_bytes += recipe.moved

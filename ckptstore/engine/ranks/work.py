@@ -5,21 +5,18 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from ckptstore.core.config import MIB
 from ckptstore.core.ids import SessionId
 from ckptstore.core.model import INLINE_BYTES
+from ckptstore.engine.budget import RankRoom
 from ckptstore.engine.plan import CommitPlan, Extent, plan_chunks
 from ckptstore.engine.ranks.hashing import hash_chunks
-from ckptstore.engine.ranks.moves import Boxes, Completion, Moves, Outgoing, Stretch
+from ckptstore.engine.ranks.moves import Boxes, Completion, Moves, Outgoing, Stretch, Window
 from ckptstore.engine.ranks.reports import Report, encode_reports
 from ckptstore.engine.ranks.tasks import RankTask, Spot
 from ckptstore.engine.transfer import Threads
 from ckptstore.engine.write import Dedup, SessionPacks, read_all, write_chunks
 from ckptstore.state.flat import Source
 from ckptstore.state.ranks.peers import Part, Peers
-
-CELL_BYTES = 128 * MIB
-"""Completed chunks are written when there are so many bytes of them."""
 
 SAMPLE = 32
 """Of so many boxes that others write, one is hashed here as well."""
@@ -49,7 +46,10 @@ class RankWritten:
 class RankWork:
     """One attempt of one rank."""
 
-    def __init__(self, boxes: Boxes, task: RankTask, moves: Moves, chunk_bytes: int, packs: SessionPacks, threads: Threads) -> None:
+    def __init__(
+        self, boxes: Boxes, task: RankTask, moves: Moves, chunk_bytes: int, packs: SessionPacks, threads: Threads, room: RankRoom
+    ) -> None:
+        self._room = room
         self._boxes, self._task, self._moves, self._chunk_bytes = boxes, task, moves, chunk_bytes
         self._packs, self._threads = packs, threads
         self._dedup: Dedup | None = None
@@ -68,7 +68,7 @@ class RankWork:
         for extent, data in self._exchanged(peers):
             ready.append((extent, _Bytes(data, extent.width)))
             size += len(data)
-            if size >= CELL_BYTES:
+            if size >= self._room.cells_bytes:
                 with self._failing_later():
                     ids.extend(self._write(ready, f"cells {batches}"))
                 ready, size, batches = [], 0, batches + 1
@@ -114,7 +114,8 @@ class RankWork:
         return [Sample(number, cell, chunk) for (number, cell), chunk in zip(chosen, ids, strict=True)]
 
     def _hash(self, spots: Sequence[Spot], extents: Sequence[Extent]) -> list[bytes]:
-        return hash_chunks(plan_chunks(extents, self._chunk_bytes), list(map(self._boxes.source, spots)), self._threads)
+        plan = plan_chunks(extents, self._chunk_bytes, self._room.write.run_bytes)
+        return hash_chunks(plan, list(map(self._boxes.source, spots)), self._threads, self._room.write.threads)
 
     def _write(self, parts: Sequence[tuple[Extent, Source]], same: str = "") -> list[bytes]:
         """Write parts of which the extents are those of every attempt under the name `same`."""
@@ -122,10 +123,11 @@ class RankWork:
             return []
 
         def make() -> CommitPlan:
-            return plan_chunks([extent for extent, _ in parts], self._chunk_bytes)
+            return plan_chunks([extent for extent, _ in parts], self._chunk_bytes, self._room.write.run_bytes)
 
-        plan = self._moves.plan(same, make) if same else make()
-        written = write_chunks(plan, [source for _, source in parts], self._dedup, self._packs, self._threads)
+        plan = self._moves.plan((same, self._room.write.run_bytes), make) if same else make()
+        sources = [source for _, source in parts]
+        written = write_chunks(plan, sources, self._dedup, self._packs, self._threads, hands=self._room.write.threads)
         self.written.chunks += written.chunks
         self.written.new_chunks += written.new_chunks
         return [written.ids[i] for i in range(len(parts))]
@@ -141,14 +143,17 @@ class RankWork:
     def _exchanged(self, peers: Peers) -> Iterator[tuple[Extent, bytearray]]:
         """The completed cells, window by window. After a failure of this rank what it sends and yields is of no worth, but it is sent."""
         for window in self._moves.windows:
-            outgoing = [Part(rank, self._joined(found)) for rank, found in window.outgoing]
-            incoming = [Part(rank, memoryview(bytearray(nbytes))) for rank, nbytes in window.incoming]
-            with self._failing_later():
-                peers.exchange(outgoing, incoming)
-            self.written.sent_bytes += sum(len(part.memory) for part in outgoing)
-            arrived = {part.rank: _Cursor(part.memory) for part in incoming}
-            for completion in window.completions:
-                yield completion.how.extent, self._complete(completion, arrived)
+            yield from self._in_window(peers, window)  # whose memory is free again when the next one begins
+
+    def _in_window(self, peers: Peers, window: Window) -> Iterator[tuple[Extent, bytearray]]:
+        outgoing = [Part(rank, self._joined(found)) for rank, found in window.outgoing]
+        incoming = [Part(rank, memoryview(bytearray(nbytes))) for rank, nbytes in window.incoming]
+        with self._failing_later():
+            peers.exchange(outgoing, incoming)
+        self.written.sent_bytes += sum(len(part.memory) for part in outgoing)
+        arrived = {part.rank: _Cursor(part.memory) for part in incoming}
+        for completion in window.completions:
+            yield completion.how.extent, self._complete(completion, arrived)
 
     def _joined(self, outgoing: Sequence[Outgoing]) -> memoryview:
         """One message: the stretches one behind the other, copied, since they are sent while others are staged."""
