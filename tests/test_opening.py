@@ -33,6 +33,18 @@ def test_a_directory_that_is_no_store_is_refused(tmp_path: Path) -> None:
     assert [p.name for p in tmp_path.iterdir()] == ["notes.txt"]
 
 
+def test_a_path_that_is_no_unicode_is_a_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    place = tmp_path / os.fsdecode(b"\xff\xe9")
+    for step in (1, 2):
+        with ckptstore.open(place) as store:
+            store.commit({"w": torch.arange(1000.0), "step": step}, step=step)
+            assert torch.equal(store.checkout(1).read("w"), torch.arange(1000.0))
+            assert not store.fsck(read_data="100%").damaged
+            store.gc()
+            assert [info.step for info in store.log()] == [2, 1][2 - step :]
+
+
 def test_a_script_that_opens_commits_and_resumes_does_not_import_torchs_compiler(place: Path) -> None:
     code = (
         "import sys, torch, ckptstore\n"

@@ -16,6 +16,7 @@ from ckptstore.errors import CkptStoreError
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code."""
     words = list(sys.argv[1:] if argv is None else argv)
+    _open_closed_streams()
     asked = Namespace(json="--json" in words, debug="--debug" in words)  # what is known before the line is understood
     try:
         code = _run(words)
@@ -44,6 +45,19 @@ def _run(words: Sequence[str]) -> int:
     _log_to_stderr(debug=args.debug)
     code: int = import_module(f"ckptstore.cli.{args.module}").run(args, Screen(json=args.json))
     return code
+
+
+def _open_closed_streams() -> None:
+    """Whoever started the command with `>&-` or `2>&-`, as daemons do, wants no output and no failure.
+
+    First the numbers up to 2 are taken, lest a file of the store get one that some library prints to.
+    """
+    while (fd := os.open(os.devnull, os.O_RDWR)) <= 2:
+        pass
+    os.close(fd)
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115  # as long as the process
 
 
 def _log_to_stderr(*, debug: bool) -> None:

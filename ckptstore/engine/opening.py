@@ -296,11 +296,18 @@ class Opening:
 
 def index_directory(backend: Backend, store: StoreId, *, read_only: bool) -> Path:
     """Where this host keeps the indexes of `store`: in it if it is on a local disk that may be written to, else in a local cache
-    directory, under the store's id."""
+    directory, under the store's id; there, too, if the store's path is no Unicode, which LMDB does not open."""
     root = backend.durable_root
-    if root is not None and not read_only and not is_network_filesystem(root) and os.access(root, os.W_OK):
+    if root is not None and not read_only and _is_unicode(root) and not is_network_filesystem(root) and os.access(root, os.W_OK):
         return root / "index"
     return _like(root, local_cache_directory() / store)
+
+
+def _is_unicode(path: Path) -> bool:
+    try:
+        return bool(os.fspath(path).encode())
+    except UnicodeEncodeError:
+        return False
 
 
 def _like(root: Path | None, directory: Path) -> Path:

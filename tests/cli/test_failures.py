@@ -2,6 +2,7 @@
 
 import json
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -175,6 +176,13 @@ def test_output_that_cannot_be_written_is_a_failure(made_store: Path, words: lis
     assert done.returncode == 1
     assert done.stderr.startswith(b"ckptstore: ")
     assert b"Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("closed", [">&-", "<&- >&- 2>&-"])
+def test_a_command_that_is_started_without_output_does_its_work(store: Path, closed: str) -> None:
+    command = shlex.join([sys.executable, "-m", "ckptstore", "-s", str(store), "tag", "good", "latest"])
+    assert subprocess.run(f"{command} {closed}", shell=True, timeout=60).returncode == 0
+    assert "good" in call("-s", str(store), "tag", "--names").out.split()
 
 
 def test_without_a_command_the_help_is_shown_and_the_usage_is_wrong(tmp_path: Path) -> None:
