@@ -36,7 +36,8 @@ from ckptstore.state.arenas import Arena, ArenaPool
 from ckptstore.state.flat import Flat
 from ckptstore.state.flatten import flatten
 from ckptstore.state.ranks.marks import Globs, marked
-from ckptstore.state.ranks.peers import BACKGROUND, TIMEOUT_S, Peers, peers_of
+from ckptstore.state.ranks.peers import BACKGROUND, peers_of
+from ckptstore.state.ranks.rounds import TIMEOUT_S, Peers
 from ckptstore.text import bytes_text, seconds_text
 from ckptstore.upkeep.full_disk import DiskWatch
 from ckptstore.upkeep.tier import Tier

@@ -26,7 +26,8 @@ from ckptstore.state.flatten import check_app_state
 from ckptstore.state.inflate import inflate_leaf
 from ckptstore.state.numbering import unnamed
 from ckptstore.state.paths import segment
-from ckptstore.state.ranks.peers import TIMEOUT_S, peers_of
+from ckptstore.state.ranks.peers import peers_of
+from ckptstore.state.ranks.rounds import TIMEOUT_S
 
 if TYPE_CHECKING:
     import torch

@@ -22,7 +22,8 @@ from ckptstore.errors import Corrupt, NotFound
 from ckptstore.history.resolve import Resolved, newest_first
 from ckptstore.keeping import Keeping
 from ckptstore.snapshot import Snapshot
-from ckptstore.state.ranks.peers import TIMEOUT_S, Peers, peers_of
+from ckptstore.state.ranks.peers import peers_of
+from ckptstore.state.ranks.rounds import TIMEOUT_S, Peers
 from ckptstore.upkeep.tier import Tier
 
 logger = logging.getLogger("ckptstore")

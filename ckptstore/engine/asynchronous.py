@@ -22,9 +22,9 @@ from ckptstore.engine.wish import Route, Wish
 from ckptstore.errors import Busy, InvalidInput
 from ckptstore.state.arenas import Arena, ArenaPool, default_budget
 from ckptstore.state.arrivals import Arrivals
-from ckptstore.state.flat import Flat
+from ckptstore.state.flat import Flat, leaves_of
 from ckptstore.state.optimizers import StepHooks, changed_by_steps, optimizers_in, versions
-from ckptstore.state.staging import LookedUp, StagingPlan, leaves_away, leaves_of, paths_of, plan_staging, stage, with_leaves
+from ckptstore.state.staging import LookedUp, StagingPlan, leaves_away, paths_of, plan_staging, stage, with_leaves
 from ckptstore.state.trust import Candidate, Trust
 from ckptstore.text import bytes_text
 

@@ -15,7 +15,6 @@ from ckptstore.core.config import CHUNK_BYTES, default_threads
 from ckptstore.core.host import free_bytes
 from ckptstore.engine.transfer import Threads
 from ckptstore.errors import InvalidInput
-from ckptstore.interop.exchange.addresses import own_addresses
 from ckptstore.interop.exchange.board import Board
 from ckptstore.interop.exchange.connection import Deadline, Route
 from ckptstore.interop.exchange.fetch import Peers
@@ -24,6 +23,7 @@ from ckptstore.interop.exchange.protocol import Invitation, decode_invitation, e
 from ckptstore.interop.exchange.receive import Here, Received, Transfer
 from ckptstore.interop.exchange.server import TransportServer
 from ckptstore.state.arenas import ArenaPool, default_budget
+from ckptstore.state.ranks.addresses import own_addresses
 
 try:
     from torchft.checkpointing.transport import CheckpointTransport

@@ -82,3 +82,10 @@ class Flat:
         """Raw bytes of all leaves, of those that ranks divide all of it."""
         divided = sum(dtypes.nbytes_of(self.schema.dtypes[i], self.schema.shapes[i]) for i in self.held if self.schema.aliases[i] < 0)
         return divided + sum(source.nbytes for i, source in enumerate(self.leaves) if i not in self.held)
+
+
+def leaves_of(flats: Mapping[str, Flat]) -> list[Source]:
+    """The sources of all keys in order: of each key the leaves, then the boxes that this rank holds of others."""
+    return [
+        source for flat in flats.values() for source in (*flat.leaves, *(part for held in flat.held.values() for _, part in held.parts))
+    ]

@@ -18,7 +18,7 @@ from ckptstore.state import tensors
 from ckptstore.state.arenas import Arena, ArenaSource, PartSource, Place
 from ckptstore.state.arrivals import Arrivals
 from ckptstore.state.devices import beside_training, devices_of, is_away, prepare
-from ckptstore.state.flat import Flat, Source
+from ckptstore.state.flat import Flat, Source, leaves_of
 from ckptstore.state.leaves import BytesSource, TensorSource
 
 T = TypeVar("T")
@@ -88,13 +88,8 @@ class StagingPlan:
     later: tuple[tuple[Copy, ...], ...]
 
 
-def leaves_of(flats: Mapping[str, Flat]) -> list[Source]:
-    """The sources of all keys, as they are numbered in plans: of each key the leaves, then the boxes that this rank holds of others."""
-    return [source for flat in flats.values() for source in (*flat.leaves, *(part for _, part in _held_in(flat)))]
-
-
 def paths_of(flats: Mapping[str, Flat]) -> list[str]:
-    """The path of each source, numbered in the same way."""
+    """The path of each source of `leaves_of`."""
     return [path for flat in flats.values() for path in (*flat.schema.paths, *(flat.schema.paths[n] for n, _ in _held_in(flat)))]
 
 

@@ -18,7 +18,7 @@ from ckptstore.engine.opening import Opening
 from ckptstore.engine.transfer import Threads
 from ckptstore.errors import CkptStoreError, NoSpace
 from ckptstore.history.state import NEWEST_KEPT, State
-from ckptstore.state.ranks.peers import Peers
+from ckptstore.state.ranks.rounds import Peers
 from ckptstore.text import bytes_text
 from ckptstore.upkeep.gc import GcOptions, collect, plans_at
 from ckptstore.upkeep.gc_plan import GcPlan

@@ -10,8 +10,9 @@ import torch
 import ckptstore
 from ckptstore import Conflict, InvalidInput
 from ckptstore.state.arenas import Place
+from ckptstore.state.flat import leaves_of
 from ckptstore.state.flatten import flatten
-from ckptstore.state.staging import LookedUp, leaves_of, plan_staging
+from ckptstore.state.staging import LookedUp, plan_staging
 from tests.asynchronous.states import assert_committed, attack, frozen_copy, training
 
 MIB = 1 << 20

@@ -227,9 +227,9 @@ def test_who_does_not_is_found_out(store: ckptstore.Store, nobody_copies: thread
 
 
 def test_only_what_steps_change_is_staged_lazily() -> None:
+    from ckptstore.state.flat import leaves_of
     from ckptstore.state.flatten import flatten
     from ckptstore.state.optimizers import changed_by_steps, optimizers_in
-    from ckptstore.state.staging import leaves_of
 
     training = Training(OPTIMIZERS["AdamW foreach"])
     training.step()

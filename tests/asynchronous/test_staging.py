@@ -3,9 +3,9 @@
 import torch
 
 from ckptstore.state.arenas import ArenaPool, ArenaSource
-from ckptstore.state.flat import Source
+from ckptstore.state.flat import Source, leaves_of
 from ckptstore.state.flatten import flatten
-from ckptstore.state.staging import PIECE_BYTES, Gather, leaves_of, plan_staging, stage
+from ckptstore.state.staging import PIECE_BYTES, Gather, plan_staging, stage
 from tests.state.carrying import raw_bytes
 
 MIB = 1 << 20

@@ -10,9 +10,9 @@ import torch
 
 import ckptstore
 from ckptstore.state import trust
+from ckptstore.state.flat import leaves_of
 from ckptstore.state.flatten import flatten
 from ckptstore.state.leaves import KnownSource
-from ckptstore.state.staging import leaves_of
 from ckptstore.state.trust import Trust
 from tests.state.carrying import assert_same
 

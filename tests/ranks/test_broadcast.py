@@ -14,7 +14,7 @@ import torch
 import ckptstore
 from ckptstore.engine.restore import RestoreReport
 from ckptstore.objects.local import LocalBackend
-from ckptstore.state.ranks.peers import Part, Peers
+from ckptstore.state.ranks.rounds import Part, Peers
 from tests.ranks.layouts import LAYOUTS, full, group_of, layout, meet
 from tests.ranks.pool import Pool
 from tests.servers.s3 import S3Server, new_url

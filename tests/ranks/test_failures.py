@@ -19,7 +19,8 @@ from ckptstore.engine import budget
 from ckptstore.engine.ranks.commit import _Attempt
 from ckptstore.engine.ranks.lead import Lead
 from ckptstore.engine.write import SessionPacks
-from ckptstore.state.ranks.peers import TIMEOUT_S, Peers, peers_of
+from ckptstore.state.ranks.peers import peers_of
+from ckptstore.state.ranks.rounds import TIMEOUT_S, Peers
 from tests.ranks.layouts import full, group_of, layout, meet, placed
 from tests.ranks.pool import Pool
 

@@ -8,7 +8,7 @@ import torch
 
 import ckptstore
 from ckptstore.engine.ranks import commit, lead
-from ckptstore.state.ranks.peers import Peers
+from ckptstore.state.ranks.rounds import Peers
 from tests.ranks.layouts import meet, mesh_of, placed
 from tests.ranks.pool import Pool
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 
-from ckptstore.state.ranks.peers import Peers
+from ckptstore.state.ranks.rounds import Peers
 
 
 def begun_by_all(peers: Peers, begin: Callable[[], str]) -> str:

@@ -17,7 +17,7 @@ from ckptstore.core.ids import digest
 from ckptstore.engine.checkout import Job, Reader, Reading
 from ckptstore.engine.ranks.shares import Need, Numbering, Share, decode_need, decode_shares, encode_need, encode_shares, plan_shares
 from ckptstore.engine.restore import Brought
-from ckptstore.state.ranks.peers import Part, Peers
+from ckptstore.state.ranks.rounds import Part, Peers
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

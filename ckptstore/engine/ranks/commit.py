@@ -36,7 +36,7 @@ from ckptstore.objects.schema import LastSchemas
 from ckptstore.objects.store import ObjectStore
 from ckptstore.state.flat import Flat
 from ckptstore.state.ranks.messages import Cause, failure
-from ckptstore.state.ranks.peers import Peers
+from ckptstore.state.ranks.rounds import Peers
 
 Prepare: TypeAlias = Callable[[], tuple[Label, Mapping[str, Flat]]]
 """Gives what a rank commits when it is asked for: within the first round, so that its failure reaches every rank."""

@@ -11,7 +11,7 @@ from ckptstore.engine.ranks.own import Viewer, owners
 from ckptstore.engine.restore import Restoring
 from ckptstore.errors import Conflict, InvalidInput
 from ckptstore.state.ranks.marks import is_bound_to_world_size
-from ckptstore.state.ranks.peers import Peers
+from ckptstore.state.ranks.rounds import Peers
 
 T = TypeVar("T")
 

@@ -16,7 +16,7 @@ from ckptstore.engine.ranks.tasks import RankTask, Spot
 from ckptstore.engine.transfer import Threads
 from ckptstore.engine.write import Dedup, SessionPacks, read_all, write_chunks
 from ckptstore.state.flat import Source
-from ckptstore.state.ranks.peers import Part, Peers
+from ckptstore.state.ranks.rounds import Part, Peers
 
 SAMPLE = 32
 """Of so many boxes that others write, one is hashed here as well."""

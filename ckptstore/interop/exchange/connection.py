@@ -10,7 +10,6 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 
 from ckptstore.errors import CkptStoreError, Conflict, Corrupt, InvalidInput, Unavailable
-from ckptstore.interop.exchange.addresses import reach
 from ckptstore.interop.exchange.protocol import (
     DESCRIPTION_BYTES_MAX,
     EARLY_HEADER,
@@ -20,7 +19,6 @@ from ckptstore.interop.exchange.protocol import (
     TRANSFER_HEADER,
     VERIFY_HEADER,
     WAIT_HEADER,
-    Address,
     Description,
     Head,
     Invitation,
@@ -32,6 +30,7 @@ from ckptstore.interop.exchange.protocol import (
     sizes_bytes,
     state_path,
 )
+from ckptstore.state.ranks.addresses import Address, reach
 
 HELLO_S = 2.0
 """Whoever listens at a peer's address and is not the peer is not waited for longer."""

@@ -16,6 +16,7 @@ from ckptstore.core.ids import CHUNK_ID_BYTES, digest
 from ckptstore.core.model import Shape
 from ckptstore.errors import Corrupt, InvalidInput
 from ckptstore.objects import canonical
+from ckptstore.state.ranks.addresses import Address
 
 HELLO_PATH = "/ckptstore/1/hello"
 _STATE_PATH = "/ckptstore/1/state/"
@@ -48,9 +49,6 @@ _INVITATION_BYTES_MAX = 8 << 10
 _ADDRESSES_MAX = 32
 _MISSING = (1 << 64) - 1
 _NUMBER = struct.Struct(">24xQ")
-
-Address: TypeAlias = tuple[str, int]
-"""An IPv4 or IPv6 address in digits, and a port."""
 
 Sized: TypeAlias = tuple[bytes, int]
 """A chunk's id and its raw bytes."""

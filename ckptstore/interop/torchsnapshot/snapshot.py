@@ -22,7 +22,8 @@ from ckptstore.interop.torchsnapshot.taking import Agreed, agree, budget_of, che
 from ckptstore.interop.torchsnapshot.views import Index, manifest_of
 from ckptstore.objects.pointers import Pointer, write_pointer
 from ckptstore.snapshot import Snapshot as Commit
-from ckptstore.state.ranks.peers import Peers, peers_of
+from ckptstore.state.ranks.peers import peers_of
+from ckptstore.state.ranks.rounds import Peers
 from ckptstore.state.stateful import RNGState
 from ckptstore.store import Store
 

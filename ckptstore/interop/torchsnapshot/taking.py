@@ -13,7 +13,7 @@ from ckptstore.interop.torchsnapshot.problems import UnusableState
 from ckptstore.interop.torchsnapshot.stateful import Stateful
 from ckptstore.interop.torchsnapshot.stores import store_at
 from ckptstore.objects import canonical
-from ckptstore.state.ranks.peers import Peers
+from ckptstore.state.ranks.rounds import Peers
 from ckptstore.state.stateful import RNGState
 from ckptstore.store import Store
 

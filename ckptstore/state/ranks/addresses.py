@@ -11,8 +11,10 @@ import struct
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import TypeAlias
 
-from ckptstore.interop.exchange.protocol import Address
+Address: TypeAlias = tuple[str, int]
+"""An IPv4 or IPv6 address in digits, and a port."""
 
 _FAR_AWAY = ((socket.AF_INET, "192.0.2.1"), (socket.AF_INET6, "2001:db8::1"))
 """Addresses for documentation: a route to them is the default route. Nothing is sent."""
