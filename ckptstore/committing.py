@@ -17,15 +17,16 @@ from ckptstore.engine.asynchronous import AsyncCommits
 from ckptstore.engine.checkout import Reader
 from ckptstore.engine.commit import CommitStats, Committed, Committer
 from ckptstore.engine.descent import Descent
-from ckptstore.engine.hiring import HiredCommitter
+from ckptstore.engine.hiring import Hired, HiredCommitter
 from ckptstore.engine.label import Label, label_of
 from ckptstore.engine.look_up import LookUp
 from ckptstore.engine.opening import Opening
 from ckptstore.engine.parts import PartsCommitter
 from ckptstore.engine.pending import Pending
-from ckptstore.engine.progress import UNWATCHED, CommitProgress, Watch
+from ckptstore.engine.progress import CommitProgress, Watch
 from ckptstore.engine.ranks.agree import begun_by_all, is_due_for_all
 from ckptstore.engine.ranks.commit import Prepare, RanksCommitted, RanksCommitter
+from ckptstore.engine.ranks.hiring import HiredRanks
 from ckptstore.engine.ranks.lead import Options
 from ckptstore.engine.schedule import Schedule, rule_of
 from ckptstore.engine.transfer import Threads
@@ -127,8 +128,12 @@ class Committing:
                 return replace(label, parents=self._descent.parents()), flats
 
             options = Options(canonical, trust_replicated)
-            budget_bytes, started = memory_budget_bytes, time.perf_counter()
-            committed = self._make_together(self._ranks_committer, peers, prepare, options, started, memory_budget_bytes=budget_bytes)
+            started = time.perf_counter()
+
+            def commit(prepared: Prepare) -> RanksCommitted:
+                return self._ranks_committer.commit(peers, prepared, options, started, memory_budget_bytes=memory_budget_bytes)
+
+            committed = self._make_together(peers, prepare, commit)
             self._descent.now(committed.id)
             return self._committed(committed)
 
@@ -220,7 +225,8 @@ class Committing:
 
         Where torch.distributed is initialized with several ranks, all of them call this, as they call `commit`, whose parameters mean the
         same here; the call returns when every rank has copied its part, and the rest goes over connections of its own, so that training may
-        communicate meanwhile. Such a commit copies all that a rank holds: no `executor="process"`, `trust_version` or `dedup_first`.
+        communicate meanwhile. Such a commit copies all that a rank holds: no `trust_version` or `dedup_first`. With `executor="process"`
+        the ranks' workers make it together, and finish it also when trainers die.
 
         Raises what `commit` raises for a state that cannot be stored, and what an earlier asynchronous commit failed with if nobody has
         seen it: then this one was not begun, on any rank.
@@ -274,7 +280,7 @@ class Committing:
         with self._lock:
             self._async.close()
             if "_hired" in self.__dict__:
-                self._hired.close()
+                self._hired.let_go()
             self._threads.close()
             self._aside.close()
             self._reading.close()
@@ -297,16 +303,23 @@ class Committing:
         return RanksCommitter(self._opening.config, self._opening.objects, self._opening.log, self._aside)
 
     @cached_property
-    def _hired(self) -> HiredCommitter:
+    def _hired(self) -> Hired:
         settings = self._settings
-        return HiredCommitter(
-            self._reader,
+        return Hired(
             place=self._opening.place,
             storage_options=settings.storage_options,
             direct_io=settings.direct_io,
             index=settings.index,
             threads=settings.threads,
         )
+
+    @cached_property
+    def _hired_committer(self) -> HiredCommitter:
+        return HiredCommitter(self._hired, self._reader)
+
+    @cached_property
+    def _hired_ranks(self) -> HiredRanks:
+        return HiredRanks(self._hired)
 
     @cached_property
     def _reader(self) -> Reader:
@@ -320,7 +333,7 @@ class Committing:
         """What the background does with a state that was staged."""
         with self._lock:
             if self._settings.executor == "process":
-                committed = self._make(flats, lambda: self._hired.commit(flats, arena, label, pending.started, watch))
+                committed = self._make(flats, lambda: self._hired_committer.commit(flats, arena, label, pending.started, watch))
             else:
                 committed = self._make(flats, lambda: self._committer_aside.commit(flats, label, pending.started, watch))
         return self._made(committed, committed.ids, pending)
@@ -336,17 +349,7 @@ class Committing:
         self._opening.follow({ref.schema.hex(): committed.schemas[key] for key, ref in committed.document.trees})
         return committed
 
-    def _make_together(
-        self,
-        committer: RanksCommitter,
-        peers: Peers,
-        prepare: Prepare,
-        options: Options,
-        started: float,
-        watch: Watch = UNWATCHED,
-        *,
-        memory_budget_bytes: int | None = None,
-    ) -> RanksCommitted:
+    def _make_together(self, peers: Peers, prepare: Prepare, commit: Callable[[Prepare], RanksCommitted]) -> RanksCommitted:
         sizes: list[int] = []
 
         @cache  # of a commit that did not fit, the state is not asked for again
@@ -358,11 +361,7 @@ class Committing:
             return label, flats
 
         with self._lock:
-            committed = self._disk.fit_together(
-                peers,
-                lambda: committer.commit(peers, prepared, options, started, watch, memory_budget_bytes=memory_budget_bytes),
-                lambda: sum(sizes),
-            )
+            committed = self._disk.fit_together(peers, lambda: commit(prepared), lambda: sum(sizes))
             if peers.leads:
                 self._opening.follow()
         return committed
@@ -383,11 +382,8 @@ class Committing:
         behind = peers_of(process_group, timeout_s, channel=BACKGROUND)
         if not (peers and behind):
             return None
-        if self._settings.executor == "process" or wish.trust_version or wish.dedup_first:
-            raise InvalidInput(
-                "several ranks commit together in the background from a thread of their own, and copy all that they hold: leave out "
-                'executor="process", trust_version and dedup_first'
-            )
+        if wish.trust_version or wish.dedup_first:
+            raise InvalidInput("several ranks that commit together copy all that they hold: leave out trust_version and dedup_first")
 
         def flats() -> dict[str, Flat]:
             return marked(app_state, flatten(app_state, allow_pickle=wish.allow_pickle, ranks=True), globs)
@@ -396,7 +392,12 @@ class Committing:
             def prepare() -> tuple[Label, Mapping[str, Flat]]:
                 return label, staged
 
-            committed = self._make_together(self._ranks_committer_aside, behind, prepare, options, pending.started, watch)
+            def commit(prepared: Prepare) -> RanksCommitted:
+                if self._settings.executor == "process":
+                    return self._hired_ranks.commit(behind, prepared, arena, options, pending.started, watch)
+                return self._ranks_committer_aside.commit(behind, prepared, options, pending.started, watch)
+
+            committed = self._make_together(behind, prepare, commit)
             return self._made(committed, {}, pending)
 
         return Route(flats, make, partial(begun_by_all, peers), whole=True)

@@ -15,7 +15,7 @@ from ckptstore.core.ids import CommitId, SessionId
 from ckptstore.engine.checkout import Reader
 from ckptstore.engine.commit import CommitStats, Committed
 from ckptstore.engine.label import Label
-from ckptstore.engine.parcels import Message, describe, receive, send
+from ckptstore.engine.parcels import Message, describe, error_from, receive, send
 from ckptstore.engine.progress import Milestone, Watch
 from ckptstore.errors import Cancelled, CkptStoreError, Unavailable
 from ckptstore.state.arenas import Arena
@@ -25,52 +25,92 @@ ENDS_S = 60.0
 """A worker that has been told that there is nothing more to do ends within this time, or is left to itself."""
 
 
-class HiredCommitter:
-    """Makes commits like `engine.commit.Committer`, in a worker process, of states that lie in shared arenas. One at a time."""
+class Hired:
+    """One worker process, started when it is needed, and what is said to it. One conversation at a time; whoever has one holds `lock`."""
 
-    def __init__(
-        self, reader: Reader, *, place: str, storage_options: Mapping[str, Any], direct_io: bool | None, index: str | None, threads: int
-    ) -> None:
-        self._reader = reader
+    def __init__(self, *, place: str, storage_options: Mapping[str, Any], direct_io: bool | None, index: str | None, threads: int) -> None:
         options = {"storage_options": dict(storage_options), "direct_io": direct_io is not False, "index": index}  # all of it is aside
         self._opening = {"place": place, "threads": threads, **options}
         self._process: subprocess.Popen[bytes] | None = None
         self._connection: socket.socket | None = None
         self._sent: Arena | None = None
-        self._lock = threading.Lock()
+        self.lock = threading.Lock()
 
     @property
     def pid(self) -> int | None:
         """The worker's process id; None while there is none."""
         return self._process.pid if self._process else None
 
-    def commit(self, flats: Mapping[str, Flat], arena: Arena, label: Label, started: float, watch: Watch) -> Committed:
-        """Have the state in `arena` committed; see `Committer.commit`.
+    @property
+    def alive(self) -> "subprocess.Popen[bytes] | None":
+        """The worker, while it lives."""
+        return self._process if self._connection and self._process and self._process.poll() is None else None
 
-        Raises `Unavailable` if the worker dies: the next call starts another.
+    def ask(self, message: Message, timeout_s: float) -> Message:
+        """What the worker answers within `timeout_s`; one that does not is ended. Raises `Unavailable`."""
+        connection = self._working()
+        try:
+            connection.settimeout(timeout_s)
+            send(connection, message)
+            answer = receive(connection)
+            connection.settimeout(None)
+        except OSError:
+            answer = None
+        if answer is None:
+            pid = self.pid
+            self.end()
+            raise Unavailable(f"the worker process {pid} ended, or was silent for {timeout_s:g} s; the next commit starts another worker")
+        if "failed" in answer.says:
+            raise error_from(answer.says)
+        return answer
+
+    def tell(self, message: Message) -> None:
+        """Say what needs no answer. Raises `Unavailable` if there is no worker."""
+        if not (self._connection and self.alive):
+            raise self._lost()
+        try:
+            send(self._connection, message)
+        except OSError as error:
+            raise self._lost() from error
+
+    def commit(self, message: Message, arena: Arena, watch: Watch, *, anew: bool = True) -> Message:
+        """Have a state that lies in `arena` committed, as `message` says, and tell `watch` how far it is; returns what was made.
+
+        Raises `Unavailable` if the worker dies: the next one to be hired is another, for this commit only `anew`.
         """
-        with self._lock:
-            watch.starting()
-            says, blob = describe(flats, label)
-            try:
-                connection = self._working()
-                send(connection, Message({**says, "started": started}, blob, arena.fd if self._sent is not arena else -1))
-                self._sent = arena
-                done = self._listen(connection, watch)
-            except OSError as error:
-                raise self._lost() from error
-            except BaseException:
-                if self._process and self._process.poll() is not None:
-                    self._dismiss()
-                raise
-        return self._made(done, flats)
+        if not anew and not self.alive:
+            raise self._lost()
+        try:
+            connection = self._working()
+            send(connection, message._replace(fd=arena.fd if self._sent is not arena else -1))
+            self._sent = arena
+            said = self._listen(connection, watch)
+        except OSError as error:
+            raise self._lost() from error
+        except BaseException:
+            self.end()  # it still reads the arena, which is another commit's from here on
+            raise
+        if isinstance(said, CkptStoreError):
+            raise said
+        return said
 
-    def close(self) -> None:
-        """Let the worker go; it ends by itself."""
-        with self._lock:
-            self._dismiss()
+    def let_go(self) -> None:
+        """Say that there is nothing more to do, and wait for the worker's end."""
+        if self._connection:
+            self._connection.close()
+        if self._process:
+            with suppress(subprocess.TimeoutExpired):  # it still makes a commit, and ends when that is made
+                self._process.wait(ENDS_S)
+        self._connection = self._process = self._sent = None
 
-    def _listen(self, connection: socket.socket, watch: Watch) -> Message:
+    def end(self) -> None:
+        """End the worker, whatever it does."""
+        if self._process:
+            self._process.kill()
+        self.let_go()
+
+    def _listen(self, connection: socket.socket, watch: Watch) -> Message | CkptStoreError:
+        """What was made, or what the worker failed with: then it has nothing to do any more."""
         called_off: Cancelled | None = None
         while message := receive(connection):
             if "reached" in message.says:
@@ -82,24 +122,15 @@ class HiredCommitter:
                     called_off = error
                 send(connection, Message({"go": called_off is None}))
             elif "failed" in message.says:
-                raise called_off or _error(message.says["failed"], message.says["text"])
+                return called_off or error_from(message.says)
             else:
                 return message
-        raise self._lost()
-
-    def _made(self, done: Message, flats: Mapping[str, Flat]) -> Committed:
-        commit = CommitId(done.says["done"])
-        document = self._reader.document(SessionId(done.says["session"]), commit)
-        ids, at = {}, 0
-        for leaf, length in zip(done.says["leaves"], done.says["lengths"], strict=True):
-            ids[leaf] = done.blob[at : at + length]
-            at += length
-        return Committed(commit, document, {key: flat.schema for key, flat in flats.items()}, CommitStats(**done.says["stats"]), ids)
+        return self._lost()
 
     def _working(self) -> socket.socket:
         """The connection to a worker that lives, a new one if need be."""
-        if self._connection is None or self._process is None or self._process.poll() is not None:
-            self._dismiss()
+        if self._connection is None or not self.alive:
+            self.let_go()
             ours, theirs = socket.socketpair()
             with theirs:
                 self._process = _start(theirs.fileno())
@@ -108,25 +139,35 @@ class HiredCommitter:
         return self._connection
 
     def _lost(self) -> Unavailable:
-        pid, code = self.pid, None
-        if self._connection:
-            self._connection.close()
-            self._connection = None
-        if self._process:
-            code = self._process.wait(ENDS_S)
-        self._dismiss()
+        pid, process = self.pid, self._process
+        self.let_go()
+        code = process.returncode if process else None
         return Unavailable(
             f"the worker process {pid} ended ({code}) before it said that the commit is durable: look into store.log() whether it exists, "
             f"or commit again; the next commit starts another worker"
         )
 
-    def _dismiss(self) -> None:
-        if self._connection:
-            self._connection.close()
-        if self._process:
-            with suppress(subprocess.TimeoutExpired):  # it still makes a commit, and ends when that is made
-                self._process.wait(ENDS_S)
-        self._connection = self._process = self._sent = None
+
+class HiredCommitter:
+    """Makes commits like `engine.commit.Committer`, in a worker process, of states that lie in shared arenas. One at a time."""
+
+    def __init__(self, hired: Hired, reader: Reader) -> None:
+        self._hired, self._reader = hired, reader
+
+    def commit(self, flats: Mapping[str, Flat], arena: Arena, label: Label, started: float, watch: Watch) -> Committed:
+        """Have the state in `arena` committed; see `Committer.commit`. Raises `Unavailable` if the worker dies: the next call starts
+        another."""
+        with self._hired.lock:
+            watch.starting()
+            says, blob = describe(flats, label)
+            done = self._hired.commit(Message({**says, "started": started}, blob), arena, watch)
+        commit = CommitId(done.says["done"])
+        document = self._reader.document(SessionId(done.says["session"]), commit)
+        ids, at = {}, 0
+        for leaf, length in zip(done.says["leaves"], done.says["lengths"], strict=True):
+            ids[leaf] = done.blob[at : at + length]
+            at += length
+        return Committed(commit, document, {key: flat.schema for key, flat in flats.items()}, CommitStats(**done.says["stats"]), ids)
 
 
 def _start(fd: int) -> "subprocess.Popen[bytes]":
@@ -140,9 +181,3 @@ def _start(fd: int) -> "subprocess.Popen[bytes]":
         start_new_session=True,
         env={**os.environ, "PYTHONPATH": path},
     )
-
-
-def _error(kind: str, text: str) -> CkptStoreError:
-    cls = getattr(errors, kind, CkptStoreError)
-    error: CkptStoreError = cls(text)
-    return error

@@ -9,10 +9,12 @@ import struct
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
+from ckptstore import errors
 from ckptstore.core.ids import CommitId
 from ckptstore.engine.label import Label
+from ckptstore.errors import CkptStoreError
 from ckptstore.objects.schema import decode_schema, encode_schema
-from ckptstore.state.arenas import ArenaSource, PartSource
+from ckptstore.state.arenas import ArenaSource, PartSource, Place
 from ckptstore.state.flat import Flat, Source
 
 _LENGTHS = struct.Struct(">QQ")
@@ -64,34 +66,71 @@ def _exactly(connection: socket.socket, nbytes: int) -> bytes:
 def describe(flats: Mapping[str, Flat], label: Label) -> tuple[dict[str, Any], bytes]:
     """A staged state and its label as JSON and a blob. A leaf lies in the arena, whole or in part, or else its bytes or its chunks' ids lie
     in the blob."""
-    blob = bytearray()
+    blob = Blob()
+    keys = [[key, blob.put(encode_schema(flat.schema)), [blob.leaf(source) for source in flat.leaves]] for key, flat in flats.items()]
+    return {"keys": keys, "label": label_to(label)}, bytes(blob.data)
 
-    def put(data: bytes | memoryview) -> list[int]:
-        blob.extend(data)
-        return [len(blob) - len(data), len(blob)]
 
-    def leaf(source: Source) -> dict[str, Any]:
+class Blob:
+    """Bytes that go beside JSON; what is put there is named by where it begins and ends."""
+
+    def __init__(self) -> None:
+        self.data = bytearray()
+
+    def put(self, data: bytes | memoryview) -> list[int]:
+        self.data.extend(data)
+        return [len(self.data) - len(data), len(self.data)]
+
+    def leaf(self, source: Source) -> dict[str, Any]:
         if isinstance(source, ArenaSource):
             return {"arena": [source.offset, source.offset + source.nbytes], "width": source.width}
         if source.known_ids is not None:
             places = source.places if isinstance(source, PartSource) else ()
-            return {"known": put(source.known_ids), "places": places, "nbytes": source.nbytes, "width": source.width}
+            return {"known": self.put(source.known_ids), "places": places, "nbytes": source.nbytes, "width": source.width}
         memory = source.view(0, source.nbytes)
         assert memory is not None  # what is not in the arena is bytes
-        return {"bytes": put(memory), "width": source.width}
+        return {"bytes": self.put(memory), "width": source.width}
 
-    keys = [[key, put(encode_schema(flat.schema)), [leaf(source) for source in flat.leaves]] for key, flat in flats.items()]
-    said = {name: getattr(label, name) for name in ("run", "step", "message", "metrics", "tags", "parents")}
-    return {"keys": keys, "label": said}, bytes(blob)
+
+def leaf_from(said: Mapping[str, Any], blob: bytes, arena: memoryview) -> Source:
+    """The leaf that `Blob.leaf` was given."""
+    if "arena" in said:
+        start, stop = said["arena"]
+        return ArenaSource(arena, start, stop - start, said["width"])
+    if "known" in said:
+        places = [Place(*place) for place in said["places"]]
+        return PartSource(arena, places, blob[slice(*said["known"])], said["nbytes"], said["width"])
+    start, stop = said["bytes"]
+    return ArenaSource(memoryview(blob), start, stop - start, said["width"])
+
+
+def label_to(label: Label) -> dict[str, Any]:
+    return {name: getattr(label, name) for name in ("run", "step", "message", "metrics", "tags", "parents")}
 
 
 def label_from(said: Mapping[str, Any]) -> Label:
-    """The label that `describe` was given."""
+    """The inverse of `label_to`."""
     metrics = tuple((str(name), float(value)) for name, value in said["metrics"])
     parents = tuple(CommitId(commit) for commit in said["parents"])
     return Label(said["run"], said["step"], said["message"], metrics, tuple(said["tags"]), parents)
 
 
-def flats_from(keys: Sequence[Any], blob: bytes, source: Any) -> dict[str, Flat]:
-    """The state that `describe` was given; `source(leaf, blob)` makes each leaf's source."""
-    return {key: Flat(decode_schema(blob[slice(*where)]), [source(leaf, blob) for leaf in leaves]) for key, where, leaves in keys}
+def flats_from(keys: Sequence[Any], blob: bytes, arena: memoryview) -> dict[str, Flat]:
+    """The state that `describe` was given."""
+    return {key: Flat(decode_schema(blob[slice(*where)]), [leaf_from(leaf, blob, arena) for leaf in leaves]) for key, where, leaves in keys}
+
+
+def failure_to(error: Exception) -> Message:
+    """What a worker says when a commit has failed."""
+    kind, text = (type(error), str(error)) if isinstance(error, CkptStoreError) else (CkptStoreError, f"{type(error).__name__}: {error}")
+    return Message(
+        {"failed": kind.__name__, "text": text, "causes": {str(rank): why for rank, why in getattr(error, "causes", {}).items()}}
+    )
+
+
+def error_from(said: Mapping[str, Any]) -> CkptStoreError:
+    """What `failure_to` was given, as one of our errors."""
+    cls = getattr(errors, said["failed"], CkptStoreError)
+    error: CkptStoreError = cls(said["text"])
+    error.causes = {int(rank): why for rank, why in said["causes"].items()}
+    return error

@@ -10,17 +10,14 @@ import signal
 import socket
 import sys
 from contextlib import suppress
-from typing import Any
 
 from ckptstore.engine.commit import Committer
 from ckptstore.engine.opening import Opening
-from ckptstore.engine.parcels import Message, flats_from, label_from, receive, send
+from ckptstore.engine.parcels import Message, failure_to, flats_from, label_from, receive, send
 from ckptstore.engine.progress import Milestone, Watch
+from ckptstore.engine.ranks.delegate import Delegate
 from ckptstore.engine.transfer import Threads, step_aside_of_parent
-from ckptstore.errors import Cancelled, CkptStoreError
-from ckptstore.state.arenas import ArenaSource, PartSource, Place
-from ckptstore.state.flat import Source
-
+from ckptstore.errors import Cancelled
 
 class Worker:
     """One trainer's worker."""
@@ -30,7 +27,7 @@ class Worker:
         self._arena = memoryview(b"")
 
     def serve(self) -> None:
-        """Open the store that the first message names, then make one commit after the other, until the trainer is gone."""
+        """Open the store that the first message names, then do one thing after the other, until the trainer is gone."""
         first = receive(self._connection)
         if first is None:
             return
@@ -39,9 +36,11 @@ class Worker:
         opening = Opening(asked["place"], **options)
         threads = Threads(asked["threads"])
         committer = Committer(opening.config, opening.objects, opening.log, threads)
+        delegate = Delegate(opening.config, opening.objects, opening.log, threads)
         while message := receive(self._connection):
             self._map(message.fd)
-            self.tell(self._commit(committer, message))
+            self._do(message, committer, delegate)
+        delegate.close()
         threads.close()
         opening.close()
 
@@ -51,30 +50,29 @@ class Worker:
             self._arena = memoryview(mmap.mmap(fd, 0))
             os.close(fd)
 
+    def _do(self, message: Message, committer: Committer, delegate: Delegate) -> None:
+        """What a message asks for, alone or as the delegate of one of many ranks."""
+        try:
+            if "door" in message.says:
+                self.tell(delegate.open_door())
+            elif "invitation" in message.says:
+                delegate.meet(message)
+            elif "group" in message.says:
+                self.tell(delegate.commit(message, self._arena, TellingWatch(self)))
+            else:
+                self.tell(self._commit(committer, message))
+        except Exception as error:
+            self.tell(failure_to(error))
+
     def _commit(self, committer: Committer, message: Message) -> Message:
         says = message.says
-        try:
-            flats = flats_from(says["keys"], message.blob, self._source)
-            made = committer.commit(flats, label_from(says["label"]), says["started"], TellingWatch(self))
-        except CkptStoreError as error:
-            return Message({"failed": type(error).__name__, "text": str(error)})
-        except Exception as error:
-            return Message({"failed": CkptStoreError.__name__, "text": f"{type(error).__name__}: {error}"})
+        flats = flats_from(says["keys"], message.blob, self._arena)
+        made = committer.commit(flats, label_from(says["label"]), says["started"], TellingWatch(self))
         stats = {name: getattr(made.stats, name) for name in made.stats.__slots__}
         leaves = list(made.ids)
         ends = [len(made.ids[n]) for n in leaves]
         done = {"done": made.id, "session": made.document.session, "stats": stats, "leaves": leaves, "lengths": ends}
         return Message(done, b"".join(made.ids[n] for n in leaves))
-
-    def _source(self, leaf: dict[str, Any], blob: bytes) -> Source:
-        if "arena" in leaf:
-            start, stop = leaf["arena"]
-            return ArenaSource(self._arena, start, stop - start, leaf["width"])
-        if "known" in leaf:
-            places = [Place(*place) for place in leaf["places"]]
-            return PartSource(self._arena, places, blob[slice(*leaf["known"])], leaf["nbytes"], leaf["width"])
-        start, stop = leaf["bytes"]
-        return ArenaSource(memoryview(blob), start, stop - start, leaf["width"])
 
     def tell(self, message: Message) -> None:
         """Tell the trainer, if there is one."""

@@ -2,6 +2,7 @@
 
 import os
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Callable
@@ -15,7 +16,7 @@ import torch
 import ckptstore
 from ckptstore.engine.opening import Opening
 from ckptstore.engine.transfer import Threads
-from ckptstore.errors import CkptStoreError, Conflict, NotFound
+from ckptstore.errors import CkptStoreError, Conflict, NotFound, Unavailable
 from ckptstore.history.log import Log
 from ckptstore.index import catalog, file_lock
 from ckptstore.store import Store
@@ -127,6 +128,31 @@ def commit_async_on(report: Report, place: str, first: int, executor: str) -> No
     with ckptstore.open(place, chunk_bytes=CHUNK_BYTES, executor=executor) as store:  # type: ignore[arg-type]  # "thread" or "process"
         for step in range(first, first + 10_000):
             store.commit_async(small(step), step=step, on_progress=on_progress)
+
+
+def commit_together_on(report: Report, place: str, meeting: str, rank: int, size: int, first: int, held: bool = False) -> None:
+    """Commit asynchronously by workers, as one of many ranks of a session each, and again, and say what is known of each commit. With
+    `held`, stay in the midst of the first."""
+    os.setsid()
+    torch.distributed.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=size)
+    asleep = threading.Event()
+
+    def on_progress(progress: ckptstore.CommitProgress) -> None:
+        if progress.milestone == "hashed":
+            report("worker", store.worker_pid)
+        report(progress.milestone, progress.step)
+        if progress.milestone == "hashed" and held:
+            asleep.wait()
+
+    store = ckptstore.open(place, chunk_bytes=CHUNK_BYTES, executor="process")
+    for step in range(first, first + 10_000):
+        try:
+            pending = store.commit_async(small(step), step=step, timeout_s=60, on_progress=on_progress)
+        except Unavailable as error:
+            report("alone", step, *error.causes)
+            return
+        if error := pending.exception():
+            report("failed", step, type(error).__name__, *getattr(error, "causes", ()))
 
 
 def restore_twice(report: Report, place: str, step: int) -> None:
@@ -244,5 +270,16 @@ def _time_waits(report: Report) -> None:
     catalog.Catalog._write = timed("catalog", catalog.Catalog._write)  # type: ignore[method-assign]
 
 
-_ALL = (work, change_on, commit_async_on, commit_twice, restore_twice, carry_on, command, push, churn)
+_ALL = (
+    work,
+    change_on,
+    commit_async_on,
+    commit_together_on,
+    commit_twice,
+    restore_twice,
+    carry_on,
+    command,
+    push,
+    churn,
+)
 DEEDS: dict[str, Callable[..., None]] = {deed.__name__: deed for deed in _ALL}
