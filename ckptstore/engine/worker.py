@@ -6,6 +6,7 @@ it finishes the commit that it was given also when the trainer is gone, then end
 
 import mmap
 import os
+import select
 import signal
 import socket
 import sys
@@ -19,16 +20,23 @@ from ckptstore.engine.ranks.delegate import Delegate
 from ckptstore.engine.transfer import Threads, step_aside_of_parent
 from ckptstore.errors import Cancelled
 
+LOOK_S = 0.5
+"""How often a worker that hears nothing looks whether its trainer lives."""
+
+
 class Worker:
     """One trainer's worker."""
 
     def __init__(self, connection: socket.socket) -> None:
         self._connection = connection
+        self._waiting = select.poll()
+        self._waiting.register(connection, select.POLLIN)
+        self._trainer = os.getppid()
         self._arena = memoryview(b"")
 
     def serve(self) -> None:
         """Open the store that the first message names, then do one thing after the other, until the trainer is gone."""
-        first = receive(self._connection)
+        first = self._heard()
         if first is None:
             return
         asked = first.says
@@ -37,7 +45,7 @@ class Worker:
         threads = Threads(asked["threads"])
         committer = Committer(opening.config, opening.objects, opening.log, threads)
         delegate = Delegate(opening.config, opening.objects, opening.log, threads)
-        while message := receive(self._connection):
+        while message := self._heard():
             self._map(message.fd)
             self._do(message, committer, delegate)
         delegate.close()
@@ -79,10 +87,17 @@ class Worker:
         with suppress(OSError):  # the trainer is gone; its commit is not
             send(self._connection, message)
 
+    def _heard(self) -> Message | None:
+        """What the trainer says next, or None if it is gone: processes that it has forked may hold its end of the connection for longer."""
+        while not self._waiting.poll(1000 * LOOK_S):
+            if os.getppid() != self._trainer:
+                return None
+        return receive(self._connection)
+
     def may_publish(self) -> bool:
         """Whether the trainer has not called the commit off; it has not if it is gone."""
         self.tell(Message({"publishing": True}))
-        answer = receive(self._connection)
+        answer = self._heard()
         return answer is None or bool(answer.says["go"])
 
 

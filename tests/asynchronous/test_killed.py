@@ -1,5 +1,7 @@
 """A trainer is killed at any moment of an asynchronous commit: nothing is torn, and what a worker process holds is finished."""
 
+import os
+import signal
 import time
 from pathlib import Path
 from random import Random
@@ -52,6 +54,22 @@ def _steps(place: Path) -> set[int]:
 
 def test_a_killed_trainers_worker_finishes_its_commit(scratch: Path, nursery: Nursery, seed: int) -> None:
     _kill("process", 1, scratch, nursery, seed)
+
+
+def test_a_child_that_the_trainer_forked_does_not_keep_its_worker_waiting(scratch: Path, nursery: Nursery) -> None:
+    """It holds the trainer's end of everything, as a data loader's process does until it notices."""
+    place = scratch / "store"
+    trainer = nursery.start("commit_beside_a_child", place=str(place)).go()
+    while not trainer.reports("hashed"):
+        time.sleep(0.005)
+    ((child,),), ((worker,),) = trainer.reports("child"), trainer.reports("hashed")
+    trainer.kill()
+    try:
+        while not _is_gone(int(worker)):
+            time.sleep(0.005)
+        assert _steps(place) == {1, 2}
+    finally:
+        os.kill(int(child), signal.SIGKILL)
 
 
 @pytest.mark.soak

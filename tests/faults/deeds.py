@@ -1,6 +1,7 @@
 """What the children of the nursery do. Each deed reports what it has achieved, and is over when it cannot go on."""
 
 import os
+import signal
 import sys
 import threading
 import time
@@ -128,6 +129,24 @@ def commit_async_on(report: Report, place: str, first: int, executor: str) -> No
     with ckptstore.open(place, chunk_bytes=CHUNK_BYTES, executor=executor) as store:  # type: ignore[arg-type]  # "thread" or "process"
         for step in range(first, first + 10_000):
             store.commit_async(small(step), step=step, on_progress=on_progress)
+
+
+def commit_beside_a_child(report: Report, place: str) -> None:
+    """Commit asynchronously by a worker, then fork a child as data loaders do, which holds whatever is open here; commit again and stay in
+    the midst of that."""
+    asleep = threading.Event()
+
+    def on_progress(progress: ckptstore.CommitProgress) -> None:
+        if progress.milestone == "hashed":
+            report("hashed", store.worker_pid)
+            asleep.wait()
+
+    with ckptstore.open(place, chunk_bytes=CHUNK_BYTES, executor="process") as store:
+        store.commit_async(small(1), step=1).wait()
+        if not (child := os.fork()):
+            signal.pause()
+        report("child", child)
+        store.commit_async(small(2), step=2, on_progress=on_progress).wait()
 
 
 def commit_together_on(report: Report, place: str, meeting: str, rank: int, size: int, first: int, held: bool = False) -> None:
@@ -274,6 +293,7 @@ _ALL = (
     work,
     change_on,
     commit_async_on,
+    commit_beside_a_child,
     commit_together_on,
     commit_twice,
     restore_twice,
