@@ -71,6 +71,19 @@ def test_the_trainer_survives_the_workers_death(tmp_path: Path) -> None:
         again.verify()
 
 
+def test_a_commit_that_its_trainer_leaves_is_not_made_and_the_next_one_is_its_own(tmp_path: Path) -> None:
+    """The worker may still read memory that the next state is copied to, and has said what nobody listened to."""
+
+    def leave(progress: ckptstore.CommitProgress) -> None:
+        if progress.milestone == "hashed":
+            raise SystemExit(3)
+
+    with ckptstore.open(tmp_path / "store", executor="process") as store:
+        assert isinstance(store.commit_async(state(1), on_progress=leave).exception(), SystemExit)
+        again = store.commit_async(state(2)).wait()
+        assert torch.equal(again.read("t"), state(2)["t"]) and [info.id for info in store.log()] == [again.id]
+
+
 def test_a_commit_can_be_called_off_before_it_is_published(tmp_path: Path) -> None:
     with ckptstore.open(tmp_path / "store", executor="process") as store:
         gate = Gate("hashed")
