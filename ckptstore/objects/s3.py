@@ -45,7 +45,7 @@ class S3Backend:
         self._prefix = f"{root}/" if root else ""
         self._read_only = read_only
         self._requests = Requests(self.url, options)
-        self._obstore = Obstore(self._bucket, options) if client == "obstore" else None
+        self._obstore = Obstore(self._bucket, options, self._requests) if client == "obstore" else None
         self._reads: S3Reads = ObstoreReads(self._obstore) if self._obstore else ClientReads(self._bucket)
         self._slots = threading.Semaphore(PARTS_IN_FLIGHT)
 

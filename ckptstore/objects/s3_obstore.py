@@ -16,7 +16,7 @@ from urllib.parse import urlsplit
 from ckptstore.core.secrets import secrets_of, without
 from ckptstore.errors import InvalidInput
 from ckptstore.objects.s3_reads import ClientReads, put_into
-from ckptstore.objects.s3_requests import CONNECT_TIMEOUT_S, DEADLINE_S, READ_TIMEOUT_S
+from ckptstore.objects.s3_requests import CONNECT_TIMEOUT_S, DEADLINE_S, READ_TIMEOUT_S, Requests
 
 if TYPE_CHECKING:
     from obstore.store import ClientConfig, S3Credential, S3Store
@@ -38,14 +38,15 @@ T = TypeVar("T")
 class Obstore:
     """obstore's view of one bucket, made when it is first needed."""
 
-    def __init__(self, bucket: str, options: dict[str, Any]) -> None:
-        """`options` are those for s3fs. Raises `InvalidInput` where obstore is not installed."""
+    def __init__(self, bucket: str, options: dict[str, Any], requests: Requests) -> None:
+        """`options` are those for s3fs, and `requests` those that go through it. Raises `InvalidInput` where obstore is not installed."""
         try:
             import obstore
         except ImportError as error:
             raise InvalidInput(f"cannot use obstore: {error}; install ckptstore[obstore], or leave client=obstore out") from error
         self.api = obstore
         self.bucket = bucket
+        self._requests = requests
         self.secrets = secrets_of(options)
         self._deadline = timedelta(seconds=float(options.get("deadline_s", DEADLINE_S)))
         self._trust = _trust(options.get("client_kwargs", {}).get("verify", os.environ.get("AWS_CA_BUNDLE")))
@@ -68,8 +69,7 @@ class Obstore:
         from obstore.store import S3Store
 
         found = urlsplit(await client.generate_presigned_url("get_object", Params={"Bucket": self.bucket, "Key": "any"}))
-        # Not private by choice: the client has no other name for what it signs with.
-        credentials = client._request_signer._credentials
+        credentials = await self._requests.credentials()
         half = self._deadline / 2  # no attempt is begun after the first half, and none lasts for more than one
         return S3Store(
             self.bucket,

@@ -49,6 +49,7 @@ class Requests:
         self._options = _with_limits(given, self._deadline_s)
         self._secrets = secrets_of(options)
         self._client: Any = None
+        self._file_system: Any = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._pid = 0
         self._in_vain = False
@@ -74,6 +75,17 @@ class Requests:
             raise
         except Exception as error:
             raise self._failure(error, what, writing) from error
+
+    async def credentials(self) -> Any:
+        """What the client signs with, as an object of botocore's that renews itself; None if it signs nothing. For use within a request."""
+        from aiobotocore.credentials import AioCredentials
+
+        fs = self._file_system
+        if fs.anon:
+            return None
+        names = ("aws_access_key_id", "aws_secret_access_key", "aws_session_token")
+        key, secret, token = (fs.client_kwargs.get(name) or given for name, given in zip(names, (fs.key, fs.secret, fs.token), strict=True))
+        return AioCredentials(key, secret, token) if key and secret else await fs.session.get_credentials()
 
     async def _until(self, deadline: float, request: Request[T], client: Any, once: bool) -> T:
         pause_s = _FIRST_PAUSE_S
@@ -112,7 +124,7 @@ class Requests:
             self._client = fs.connect()
         except Exception as error:
             raise self._failure(error, "connect to", writing=False) from error
-        self._loop, self._pid = fs.loop, os.getpid()
+        self._file_system, self._loop, self._pid = fs, fs.loop, os.getpid()
 
     def _failure(self, error: Exception, what: str, writing: bool) -> CkptStoreError:
         """What `error` means to the caller."""

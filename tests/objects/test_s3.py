@@ -233,6 +233,25 @@ def test_a_bucket_that_is_not_there_is_named(s3: S3Server) -> None:
         backend.put("a", b"x")
 
 
+@pytest.mark.parametrize(("options", "wanted"), [
+    ({}, ("from-environment", "its-secret")),
+    ({"key": "given", "secret": "given-secret"}, ("given", "given-secret")),
+    ({"client_kwargs": {"aws_access_key_id": "further-in", "aws_secret_access_key": "further-secret"}}, ("further-in", "further-secret")),
+    ({"anon": True}, None),
+])  # fmt: skip
+def test_what_the_client_signs_with_is_told(options: dict[str, Any], wanted: object, monkeypatch: pytest.MonkeyPatch) -> None:
+    """obstore signs with the same; nothing is sent here."""
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "from-environment")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "its-secret")
+    requests = Requests("s3://bucket", {"endpoint_url": "http://127.0.0.1:9", **options})
+
+    async def ask(client: Any) -> object:
+        found = await requests.credentials()
+        return None if found is None else tuple(await found.get_frozen_credentials())[:2]
+
+    assert requests.run(ask, "ask") == wanted
+
+
 def test_credentials_in_the_url_are_refused_and_not_repeated() -> None:
     with pytest.raises(InvalidInput) as caught:
         open_backend("s3://AKIAKEY:topsecret@bucket/store")
