@@ -62,7 +62,10 @@ def read_pointer(path: str | os.PathLike[str]) -> Pointer:
             raise InvalidInput(f"{place} is a pointer file of version {version}, this ckptstore reads {VERSION}: install a newer one")
         return Pointer(_place_of(field(document, "store", str), place), parse_commit_id(document.get("commit")))
     except Corrupt as error:
-        raise InvalidInput(f"{place} is no pointer file of ckptstore: {str(error).removesuffix('; run `ckptstore fsck`')}") from error
+        problem = str(error).removesuffix("; run `ckptstore fsck`")
+        raise InvalidInput(
+            f"{place} is no pointer file of ckptstore: {problem}; if it was one, remove it: its commit is in `ckptstore log`"
+        ) from error
 
 
 def is_pointer(path: str | os.PathLike[str]) -> bool:

@@ -57,6 +57,17 @@ def test_a_pointer_that_was_copied_away_from_its_store_says_so(tmp_path: Path) -
     assert Snapshot(str(tmp_path / "copied" / "a")).read_object("0/s/x") == 1, "a store is copied with its pointers"
 
 
+@pytest.mark.parametrize("kept", [0, 30])
+def test_a_pointer_that_was_cut_off_says_where_its_commit_is(tmp_path: Path, kept: int) -> None:
+    path = tmp_path / "runs" / "a"
+    take(path)
+    path.write_bytes(path.read_bytes()[:kept])
+    with pytest.raises(ckptstore.InvalidInput, match="if it was one, remove it: its commit is in `ckptstore log`"):
+        Snapshot(str(path)).get_manifest()
+    path.unlink()
+    assert Snapshot(str(path)).read_object("0/s/x") == 1
+
+
 def test_a_pointer_in_place_of_a_store_is_named(tmp_path: Path, place: Path) -> None:
     dcp.save({"n": 1}, checkpoint_id=tmp_path / "best", storage_writer=StoreWriter(place))
     with pytest.raises(CheckpointException, match=r"that is a pointer to commit .* of the store .*store; open that store"):

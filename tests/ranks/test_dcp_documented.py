@@ -137,14 +137,14 @@ def move(rank: int, path: Path) -> None:
         optimizer = trained(module, 2)
         dcp.save(state_of(module, optimizer), checkpoint_id=kind.replace(" ", "-"), storage_writer=StoreWriter(path))
         whole[kind] = state_of(module, optimizer, StateDictOptions(full_state_dict=True))
-    for saved, wanted in whole.items():
-        for make in MODULES.values():
-            module = make(mesh)
-            optimizer = trained(module, 1)
-            found = state_of(module, optimizer)
-            dcp.load(found, checkpoint_id=saved.replace(" ", "-"), storage_reader=StoreReader(path))
-            set_state_dict(module, optimizer, model_state_dict=found["model"], optim_state_dict=found["optim"])
-            assert same(state_of(module, optimizer, StateDictOptions(full_state_dict=True)), wanted), saved
+    makers = list(MODULES.values())
+    for (saved, wanted), make in zip(whole.items(), makers[1:] + makers[:1], strict=True):
+        module = make(mesh)
+        optimizer = trained(module, 1)
+        found = state_of(module, optimizer)
+        dcp.load(found, checkpoint_id=saved.replace(" ", "-"), storage_reader=StoreReader(path))
+        set_state_dict(module, optimizer, model_state_dict=found["model"], optim_state_dict=found["optim"])
+        assert same(state_of(module, optimizer, StateDictOptions(full_state_dict=True)), wanted), saved
 
 
 def state_of(module: torch.nn.Module, optimizer: torch.optim.Optimizer, options: StateDictOptions | None = None) -> dict[str, Any]:
