@@ -296,16 +296,17 @@ class _Worker:
 
     def _batch(self, batch: tuple[Run, ...]) -> None:
         known = [self._known(run) for run in batch]
-        fetched = iter(self._views([run for run, ids in zip(batch, known, strict=True) if not ids], self._scratch))
-        views = [[] if ids else next(fetched) for ids in known]
+        fetched = iter(self._memories([run for run, ids in zip(batch, known, strict=True) if not ids], self._scratch))
+        memories = [None if ids else next(fetched) for ids in known]
+        views = [_chunks(run, memory) if memory is not None else [] for run, memory in zip(batch, memories, strict=True)]
         ids = [known_ids or [ChunkId(digest(view)) for view in run_views] for known_ids, run_views in zip(known, views, strict=True)]
         fresh = self._dedup.fresh_runs(list(zip(batch, ids, strict=True)))
-        for run, run_ids, run_views, is_new in zip(batch, ids, views, fresh, strict=True):
+        for run, run_ids, memory, run_views, is_new in zip(batch, ids, memories, views, fresh, strict=True):
             at = (run.first - run.part.first) * CHUNK_ID_BYTES
             self._ids[run.part.leaf][at : at + len(run_ids) * CHUNK_ID_BYTES] = b"".join(run_ids)
             if any(is_new):
                 new_views = list(compress(run_views, is_new)) if run_views else self._fetched(run, run_ids, is_new)
-                self._add(run.part, list(compress(run_ids, is_new)), new_views)
+                self._add(run.part, list(compress(run_ids, is_new)), new_views, memory if all(is_new) else None)
         self._packer.flush()
 
     def _known(self, run: Run) -> list[ChunkId]:
@@ -337,26 +338,26 @@ class _Worker:
             )
         return data
 
-    def _add(self, part: Part, ids: list[ChunkId], raws: list[memoryview]) -> None:
-        self._packer.add(ids, raws, part.width, TENSOR, codec=self._codec_of(part), run_bytes=sum(map(len, raws)))
+    def _add(self, part: Part, ids: list[ChunkId], raws: list[memoryview], whole: memoryview | None) -> None:
+        self._packer.add(ids, raws, part.width, TENSOR, codec=self._codec_of(part), run_bytes=sum(map(len, raws)), whole=whole)
         self.new_chunks += len(ids)
 
     def _codec_of(self, part: Part) -> int:
         """Floats compress better byte plane by byte plane."""
         return codecs.SPLIT_ZSTD if self._codec == codecs.ZSTD and part.floating and part.width > 1 else self._codec
 
-    def _views(self, runs: Sequence[Run], allocate: Callable[[int], memoryview]) -> list[list[memoryview]]:
-        """The chunks of each run where they are, or staged one behind the other in memory that `allocate` gives."""
+    def _memories(self, runs: Sequence[Run], allocate: Callable[[int], memoryview]) -> list[memoryview]:
+        """The bytes of each run where they are, or staged one behind the other in memory that `allocate` gives."""
         memories = [self._sources[run.part.leaf].view(run.cuts[0], run.cuts[-1]) for run in runs]
         scratch, at = allocate(sum(run.raw_bytes for run, memory in zip(runs, memories, strict=True) if memory is None)), 0
-        views = []
+        found = []
         for run, memory in zip(runs, memories, strict=True):
             if memory is None:
                 memory = scratch[at : at + run.raw_bytes]
                 self._sources[run.part.leaf].stage(run.cuts[0], run.cuts[-1], memory)
                 at += run.raw_bytes
-            views.append([memory[start - run.cuts[0] : stop - run.cuts[0]] for start, stop in pairwise(run.cuts)])
-        return views
+            found.append(memory)
+        return found
 
     def _scratch(self, nbytes: int) -> memoryview:
         """Memory of this thread, the batch's until the next one."""
@@ -364,3 +365,8 @@ class _Worker:
             self._staging = memoryview(b"")  # let go of the old one before there is a new one
             self._staging = memoryview(bytearray(nbytes))
         return self._staging[:nbytes]
+
+
+def _chunks(run: Run, memory: memoryview) -> list[memoryview]:
+    """The chunks of a run that lies in `memory`."""
+    return [memory[start - run.cuts[0] : stop - run.cuts[0]] for start, stop in pairwise(run.cuts)]

@@ -132,15 +132,23 @@ class Packer:
         *,
         codec: int,
         run_bytes: int,
+        whole: memoryview | None = None,
     ) -> None:
         """Append a run: chunks that will lie one behind the other. `run_bytes` is its raw length and decides its alignment.
 
-        The memory of `raws` must stay as it is until `flush`.
+        `whole` is the memory in which `raws` lie one behind the other, if they do: what is not encoded goes to storage in one piece then,
+        also where chunks end within the blocks of a disk. The memory of `raws` must stay as it is until `flush`.
         """
         target = self._pack
         if target is None or (target.offset and target.offset + run_bytes > self._pack_bytes):
             target = self._next_pack()
         target.pad_to(pack.align(target.offset, run_bytes))
+        if whole is not None and codec == codecs.RAW:
+            offset = target.append(whole)
+            for chunk, raw in zip(ids, raws, strict=True):
+                target.entries.append(PackEntry(chunk, offset, len(raw), len(raw), codecs.RAW, width, kind, 0))
+                offset += len(raw)
+            return
         for chunk, raw in zip(ids, raws, strict=True):
             used, stored = codecs.encode(codec, raw, width)
             crc = zlib.crc32(stored) if used != codecs.RAW else 0

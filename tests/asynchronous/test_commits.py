@@ -5,7 +5,7 @@ import logging
 import os
 import shutil
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ from ckptstore.engine import background
 from ckptstore.engine.transfer import ASIDE_NICE, Threads
 from ckptstore.objects.growing import BLOCK_BYTES, DIRECT_FROM
 from tests.asynchronous.states import Gate, held_commit
-from tests.objects.test_growing import cached, takes_direct_writes
+from tests.objects.test_growing import address_of, cached, takes_direct_writes
 
 MIB = 1 << 20
 
@@ -254,6 +254,28 @@ def test_what_is_committed_in_the_background_leaves_the_page_cache_alone(
             found.append(cached(pack, DIRECT_FROM + BLOCK_BYTES))
             snapshot.verify()
     assert found == in_cache
+
+
+def test_what_was_copied_goes_to_the_disk_from_there_though_chunks_end_within_its_blocks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").touch()
+    if not takes_direct_writes(tmp_path / "file"):
+        pytest.skip("the filesystem of the temporary directory refuses O_DIRECT")
+    written: list[tuple[int, int]] = []
+    pwritev = os.pwritev
+
+    def seen(fd: int, buffers: Sequence[memoryview], offset: int) -> int:
+        written.extend((address_of(buffer), len(buffer)) for buffer in buffers if len(buffer))
+        return pwritev(fd, buffers, offset)
+
+    tensor = torch.rand(6000, 1001)  # chunks end with rows, of 4,004 bytes
+    with ckptstore.open(tmp_path / "store", threads=1) as store:
+        monkeypatch.setattr(os, "pwritev", seen)
+        store.commit_async({"t": tensor}).wait().verify()
+        (arena,) = store._async.pool._free
+    elsewhere = sum(nbytes for address, nbytes in written if not arena.address <= address < arena.address + arena.nbytes)
+    assert elsewhere < MIB
 
 
 def test_without_threads_the_caller_makes_the_commit(store: ckptstore.Store, monkeypatch: pytest.MonkeyPatch) -> None:
