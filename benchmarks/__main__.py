@@ -69,6 +69,8 @@ CASES: dict[str, Callable[[Context], Result]] = {
     "torchft-recovery": transports.recovery,
     "torchft-full-link": transports.full_link,
     "torchft-recovery-link": transports.recovery_link,
+    "torchft-full-slow-link": transports.full_slow_link,
+    "torchft-recovery-slow-link": transports.recovery_slow_link,
 }
 
 

@@ -42,8 +42,8 @@ round hardly do. *CPU* is processor time of all threads, user and system, per GB
   for). *Staged beside*: one that copies on a thread of its own; its caller waits for `staging_completion` before the next step.
 * `torchft-full` and `torchft-recovery`: the sender is a process on the same host; both sides begin at the same moment, as in a
   Manager. Loopback is faster than most networks, so that what hashing costs shows in full, and what fewer bytes gain does not.
-  With `-link`, the sender is in a network namespace of its own, behind a pair of virtual interfaces that `tc` limits to a rate;
-  both still share the processors. *CPU* is the receiver's.
+  With `-link`, the sender is in a network namespace of its own, behind a pair of virtual interfaces that `tc` limits to a rate,
+  with `-slow-link` to 1gbit; both still share the processors. *CPU* is the receiver's.
 * `ranks` and `ranks-…`: four processes of one gloo group on this host, which share its two processors; *CPU* is that of all four. The state
   is the GPT at 0.6 of its width under DistributedDataParallel with AdamW, 0.52 GB on every rank. ckptstore is handed the module and the
   optimizer; peers get dictionaries of the same tensors, TorchSnapshot with `replicated=["**"]`, and what they wrote is synced within the

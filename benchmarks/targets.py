@@ -102,5 +102,13 @@ TARGETS = (
         at_least=8,
         ours="ckptstore, in place, committed",
     ),
+    Target("torchft-full-slow-link", "all of a state over a slow link", "torchft HTTPTransport", at_least=1),
+    Target(
+        "torchft-recovery-slow-link",
+        "5 % of a state's chunks over a slow link",
+        "torchft HTTPTransport",
+        at_least=8,
+        ours="ckptstore, in place, committed",
+    ),
     Target("log", "`ckptstore log -n 20` after 10,000 commits, seconds", at_most=0.35, ours="ckptstore log -n 20"),
 )

@@ -25,6 +25,7 @@ from benchmarks.states import State
 OURS, COMMITTED, THEIRS = "ckptstore", "ckptstore, committed", "torchft HTTPTransport"
 IN_PLACE, IN_PLACE_COMMITTED = "ckptstore, in place", "ckptstore, in place, committed"
 TIMEOUT = timedelta(seconds=120)
+SLOW = "1gbit"
 CHUNK_ELEMENTS = (1 << 20) // 4
 EVERY = 20
 """One chunk of so many differs: 5 %."""
@@ -49,6 +50,17 @@ def recovery_link(context: Context) -> Result:
     """The same over a link."""
     title = f"A replica takes a state of which it lacks 5 % of the chunks over {context.link}/s"
     return _recovery("torchft-recovery-link", title, context, context.link)
+
+
+def full_slow_link(context: Context) -> Result:
+    """Everything travels over a link that is slower than any processor."""
+    return _full("torchft-full-slow-link", f"A replica without a state takes all of it over {SLOW}/s", context, SLOW)
+
+
+def recovery_slow_link(context: Context) -> Result:
+    """One chunk of twenty travels over such a link."""
+    title = f"A replica takes a state of which it lacks 5 % of the chunks over {SLOW}/s"
+    return _recovery("torchft-recovery-slow-link", title, context, SLOW)
 
 
 def _full(case: str, title: str, context: Context, rate: str = "") -> Result:
