@@ -121,6 +121,11 @@ def open_backend(
     return FsspecBackend(text, read_only=read_only, storage_options=storage_options)
 
 
+def as_bytes(buffer: memoryview) -> memoryview:
+    """The same memory as single bytes in one dimension. Cast only where it has to be: that costs, and buffers may be many."""
+    return buffer if buffer.ndim == 1 and buffer.itemsize == 1 else buffer.cast("B")
+
+
 def check_key(key: str) -> str:
     """`key` if it stays inside the root, else `InvalidInput`."""
     if "\0" in key or not {"", ".", ".."}.isdisjoint(key.split("/")):

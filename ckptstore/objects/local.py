@@ -19,7 +19,7 @@ from ckptstore.core.config import MIB
 from ckptstore.core.ids import SessionId, new_session_id
 from ckptstore.core.places import is_network_filesystem, rights
 from ckptstore.errors import CkptStoreError, Corrupt, NoSpace, NotFound, ReadOnly, Unavailable
-from ckptstore.objects.backend import check_key
+from ckptstore.objects.backend import as_bytes, check_key
 from ckptstore.objects.growing import GrowingFile
 
 _OPEN_FILES = 64
@@ -373,7 +373,7 @@ def _pread(fd: int, start: int, stop: int) -> bytes:
 
 def _transfer(move: Callable[[int, Sequence[memoryview], int], int], fd: int, offset: int, buffers: Sequence[memoryview]) -> int:
     """Repeat `move` (preadv or pwritev) until `buffers` are done; returns the bytes left over at the end of the file."""
-    rest = [b if b.ndim == 1 and b.itemsize == 1 else b.cast("B") for b in buffers if b.nbytes]
+    rest = [as_bytes(buffer) for buffer in buffers if buffer.nbytes]
     first = 0
     while first < len(rest):
         moved = move(fd, rest[first : first + _IOV_MAX], offset)

@@ -16,7 +16,7 @@ from typing import Any
 from ckptstore.core.ids import SessionId
 from ckptstore.core.secrets import redact
 from ckptstore.errors import Corrupt, InvalidInput, NotFound, ReadOnly
-from ckptstore.objects.backend import OpenFile, check_key
+from ckptstore.objects.backend import OpenFile, as_bytes, check_key
 from ckptstore.objects.s3_obstore import Obstore, ObstoreReads
 from ckptstore.objects.s3_obstore_upload import ObstoreWriter
 from ckptstore.objects.s3_reads import ClientReads, S3Reads
@@ -57,7 +57,7 @@ class S3Backend:
 
     def read_into(self, key: str, offset: int, buffers: Sequence[memoryview]) -> None:
         path = self._path(key)
-        views = [buffer if buffer.ndim == 1 and buffer.itemsize == 1 else buffer.cast("B") for buffer in buffers if buffer.nbytes]
+        views = [as_bytes(buffer) for buffer in buffers if buffer.nbytes]
         wanted = sum(view.nbytes for view in views)
         got = self._requests.run(lambda client: self._reads.fill(client, path, offset, views), f"read {key}")
         if got < wanted:

@@ -9,6 +9,7 @@ from typing import Any
 
 from ckptstore.core.config import MIB
 from ckptstore.errors import CkptStoreError, Unavailable
+from ckptstore.objects.backend import as_bytes
 from ckptstore.objects.s3_requests import Requests, is_status
 
 PART_BYTES = 8 * MIB
@@ -31,7 +32,7 @@ class S3Writer:
 
     def append(self, buffers: Sequence[memoryview]) -> None:
         for buffer in buffers:
-            data = buffer if buffer.ndim == 1 and buffer.itemsize == 1 else buffer.cast("B")
+            data = as_bytes(buffer)
             while data.nbytes:
                 if self._part.tell() == PART_BYTES:
                     self._send()
