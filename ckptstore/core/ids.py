@@ -106,6 +106,10 @@ def segment_key(n: int) -> str:
     return f"log/segment-{n:012d}"
 
 
+def log_scratch_key(name: str) -> str:
+    return f"log/scratch-{name}"
+
+
 def footers_key(batch: int) -> str:
     return f"footers/{batch:012d}"
 

@@ -9,7 +9,7 @@ from functools import cached_property
 from itertools import takewhile
 from typing import Protocol
 
-from ckptstore.core.ids import StoreId, log_key, segment_key
+from ckptstore.core.ids import StoreId, log_key, log_scratch_key, segment_key
 from ckptstore.core.places import is_network_filesystem
 from ckptstore.errors import Corrupt, NotFound, ReadOnly
 from ckptstore.history.entries import Entry, check_follows, decode_entry
@@ -119,8 +119,13 @@ class LogFiles:
         return nullcontext()
 
     def refresh(self) -> None:
-        """A change in `log/` by this host makes an NFS client drop what it cached of the directory, names that were absent included."""
-        scratch = f"log/scratch-{secrets.token_hex(12)}"
+        """A change in `log/` by this host makes an NFS client drop what it cached of the directory, names that were absent included.
+
+        Who ends in between leaves an empty file, which `gc` deletes. A bucket is not asked by a client that remembers.
+        """
+        if self._backend.durable_root is None:
+            return
+        scratch = log_scratch_key(secrets.token_hex(12))
         try:
             self._backend.put(scratch, b"", durable=False)
             self._backend.delete(scratch)

@@ -25,6 +25,7 @@ GAP_MAX = 1000
 _ENTRY = re.compile(r"log/([0-9]{12})")
 _CHECKPOINT = re.compile(r"log/checkpoint-([0-9]{12})")
 _SEGMENT = re.compile(r"log/segment-([0-9]{12})")
+_SCRATCH = re.compile(r"log/scratch-[0-9a-f]{24}")
 _READ_AHEAD = 16
 
 
@@ -82,7 +83,7 @@ def list_log(backend: Backend) -> LogFiles:
             checkpoints.append(int(found[1]))
         elif found := _SEGMENT.fullmatch(key):
             segments.append(int(found[1]))
-        else:
+        elif not _SCRATCH.fullmatch(key):
             unknown.append(key)
     return LogFiles(tuple(entries), tuple(checkpoints), tuple(segments), tuple(unknown))
 

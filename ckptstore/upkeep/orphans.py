@@ -19,6 +19,7 @@ _DOCUMENT = re.compile(r"commits/(?P<session>[0-9a-f]{24})-[0-9a-f]{64}")
 _TEMPORARY = re.compile(r"tmp/(?P<name>(?P<session>[0-9a-f]{24})-[0-9a-z]+)")
 _SESSION = re.compile(r"sessions/(?P<session>[0-9a-f]{24})")
 _CHECKPOINT = re.compile(r"log/checkpoint-[0-9]{12}")
+_SCRATCH = re.compile(r"log/scratch-[0-9a-f]{24}")
 
 
 class Orphan(NamedTuple):
@@ -38,6 +39,7 @@ class Listing:
     temporaries: Mapping[str, int]
     sessions: Mapping[str, int]
     checkpoints: tuple[tuple[str, int], ...]
+    scratches: Mapping[str, int]
 
     def unaccounted(self, state: State) -> frozenset[SessionId]:
         """The sessions named by objects that `state` does not list."""
@@ -50,8 +52,9 @@ class Listing:
 def list_objects(backend: Backend) -> Listing:
     """Everything but the log's entries."""
     checkpoints = tuple((key, size) for key, size in backend.list("log/checkpoint-") if _CHECKPOINT.fullmatch(key))
+    scratches = {key: size for key, size in backend.list("log/scratch-") if _SCRATCH.fullmatch(key)}
     packs, documents, temporaries, sessions = (dict(backend.list(prefix)) for prefix in ("packs/", "commits/", "tmp/", "sessions/"))
-    return Listing(packs, documents, temporaries, sessions, checkpoints)
+    return Listing(packs, documents, temporaries, sessions, checkpoints, scratches)
 
 
 def orphans(
@@ -86,6 +89,7 @@ def orphans(
                     for key, size in listing.sessions.items()
                     if (match := _SESSION.fullmatch(key)) and closed(match["session"])
                 ),
+                *(Orphan(key, size, "it was made to be deleted") for key, size in listing.scratches.items()),
                 *(Orphan(key, size, "there are newer checkpoints") for key, size in listing.checkpoints[:-CHECKPOINTS_KEPT]),
             )
         )

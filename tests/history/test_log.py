@@ -322,8 +322,9 @@ def test_an_unknown_store_is_an_empty_log(tmp_path: Path) -> None:
         open_backend(tmp_path).read(log_key(1))
 
 
-def test_a_name_that_a_network_filesystem_believes_absent_is_looked_up_again(backend: Backend) -> None:
+def test_a_name_that_a_network_filesystem_believes_absent_is_looked_up_again(tmp_path: Path) -> None:
     """An NFS client that saw entry 1 absent goes on saying so until something changes in the directory."""
+    backend = open_backend(tmp_path / "store", fsync=False)
     rival = open_log(backend)
 
     class Stale(Wrapped):

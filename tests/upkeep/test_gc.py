@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from ckptstore.core.ids import new_session_id, pack_id, pack_key, twin_key
+from ckptstore.core.ids import log_scratch_key, new_session_id, pack_id, pack_key, twin_key
 from ckptstore.errors import Corrupt
 from ckptstore.history.entries import Over
 from ckptstore.history.sessions import open_session
@@ -209,6 +209,17 @@ def test_unlisted_objects_of_closed_sessions_go_at_once(place: Site) -> None:
         opening.log.append(Over((session,)))
         opening.backend.put(twin_key(pack_id(session, 3, 1)), b"twin")
     assert collected(place).freed_bytes == 4
+    assert not garbage(place)
+
+
+def test_what_a_look_at_the_log_left_behind_goes_and_is_no_finding(place: Site) -> None:
+    make(place, 2)
+    left = log_scratch_key("0123456789abcdef01234567")
+    place.backend().put(left, b"", durable=False)
+    with place.open() as store:
+        assert store.fsck().findings == ()
+    assert garbage(place) == {left}
+    collected(place)
     assert not garbage(place)
 
 
