@@ -115,8 +115,8 @@ class Opening:
         self.log = Log(self.backend, self.config.store, self.config.generation, place=self.database, memory=self._memory())
 
     def check_writable(self) -> None:
-        """Raise `ReadOnly` unless this handle may write to the store, `InvalidInput` once it was closed, `Corrupt` if the log has lost
-        its end: what is appended there would bury commits that were acknowledged."""
+        """Raise `ReadOnly` unless this handle may write to the store, `InvalidInput` once it was closed, `NotFound` if the store is not there
+        any more, `Corrupt` if the log has lost its end: what is appended there would bury commits that were acknowledged."""
         if self._closed:
             raise InvalidInput(f"{self.url} was closed; open it again")
         if self.read_only:
@@ -125,10 +125,19 @@ class Opening:
             raise ReadOnly(
                 f"{self.url} needs {', '.join(sorted(unknown))} to be written, which this ckptstore does not know: install a newer one"
             )
-
+        self._check_in_place()
         if not self._has_its_end and (lost := self._lost_end()):
             raise Corrupt(lost)
         self._has_its_end = True
+
+    def _check_in_place(self) -> None:
+        """A directory that was moved away is not to be made again, by a commit that would be all it holds."""
+        if self.backend.durable_root is None:
+            return
+        if self.log.state.n:
+            self.log.check_head()
+        elif read_config(self.backend).store != self.config.store:
+            raise Corrupt(f"{self.url} is another store than it was when it was opened; open it again")
 
     def _lost_end(self) -> str | None:
         """What is to be said of a log that ends before entries which continue it, and which a catalog beside it has; else None.

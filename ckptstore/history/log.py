@@ -64,6 +64,7 @@ class Log:
         self._remembered = 0
         self._recent: deque[Entry] = deque(maxlen=RECENT)
         self._opened = False
+        self._is_far = backend.durable_root is None  # to look at the head again is a request, which only an append is worth
         self._lock = threading.RLock()
         self._gathering: threading.Thread | None = None
 
@@ -75,15 +76,19 @@ class Log:
     def replay(self, *, refresh: bool = False) -> State:
         """The state at the head of the log.
 
-        `refresh` first makes a network filesystem forget which names it believes to be absent. Raises `Corrupt` for a broken chain.
+        `refresh` first makes a network filesystem forget which names it believes to be absent. Raises `Corrupt` for a broken chain, and
+        where the last entry that this process knows is not there any more.
         """
         with self._lock:
             if refresh:
                 self._place.refresh()
             if not self._opened:
                 self._state = self._recalled() or self._newest_checkpoint() or self._state
+            known = self._state.n
             for entry in self._behind(self._state.position):
                 self._advance(entry)
+            if self._opened and self._state.n == known and not self._is_far:
+                self.check_head()
             if not self._opened:
                 self.check_no_gap(self._state.n)
                 self._opened = True
@@ -100,6 +105,20 @@ class Log:
             return position == origin(self._state.store)
         data = self._place.read(position.n)
         return data is not None and decode_entry(data).position == position
+
+    def check_head(self) -> None:
+        """Raises `Corrupt` if the last entry that this process knows is not in the log any more.
+
+        A store may be moved, deleted, or replaced by a backup or by another copy of itself while it is open. What was appended behind an
+        entry that is not there would be acknowledged and lost.
+        """
+        with self._lock:
+            position = self._state.position
+            if position.n and not self._place.still_has(position):
+                raise Corrupt(
+                    f"entry {position.n} of the log, which this process has read or written, is not in {self._backend.url} any more: the "
+                    f"store was moved, deleted, or replaced by a backup or another copy while it was open; nothing was appended; open it again"
+                )
 
     def check_no_gap(self, n: int) -> None:
         """Raises `Corrupt` if entry `n + 1` is missing although a later one is there: `n` would look like the head of the log.
@@ -155,6 +174,8 @@ class Log:
                 numbered = number(state, body)
                 if refusal := check(state, numbered):
                     raise Refused(refusal)
+                if self._is_far:
+                    self.check_head()
                 data, entry = self._encode(state, numbered, time_ns or time.time_ns())
                 if self._create(data, entry, deadline):
                     self._check_successor(entry)

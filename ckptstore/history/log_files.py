@@ -12,7 +12,7 @@ from typing import Protocol
 from ckptstore.core.ids import StoreId, log_key, log_scratch_key, segment_key
 from ckptstore.core.places import is_network_filesystem
 from ckptstore.errors import Corrupt, NotFound, ReadOnly
-from ckptstore.history.entries import Entry, check_follows, decode_entry
+from ckptstore.history.entries import Entry, Position, check_follows, decode_entry
 from ckptstore.history.segments import SEGMENT_ENTRIES, decode_segment, encode_segment, segment_end
 from ckptstore.objects.backend import Backend
 
@@ -43,6 +43,9 @@ class LogPlace(Protocol):
 
     def has(self, n: int) -> bool:
         """Whether there is an entry `n`; one look-up."""
+
+    def still_has(self, position: Position) -> bool:
+        """Whether the entry at `position`, which was there, still is; True where `create` finds that out by itself."""
 
     def create(self, entry: Entry, data: bytes) -> bool:
         """Create `entry`, whose bytes are `data`, durably; False if its number is taken.
@@ -92,6 +95,11 @@ class LogFiles:
 
     def has(self, n: int) -> bool:
         return self._backend.size(log_key(n)) is not None
+
+    def still_has(self, position: Position) -> bool:
+        """By the hash in its first line: damage further on is for those to find who open the store."""
+        data = self.read(position.n)
+        return data is not None and len(data) == position.bytes and data.startswith(position.hash.encode())
 
     def create(self, entry: Entry, data: bytes) -> bool:
         return self._backend.put_new(log_key(entry.n), data)

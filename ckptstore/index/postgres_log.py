@@ -154,6 +154,10 @@ class PostgresLog:
     def has(self, n: int) -> bool:
         return self.read(n) is not None
 
+    def still_has(self, position: Position) -> bool:
+        """True: an entry is only ever inserted behind the one that it names."""
+        return True
+
     def create(self, entry: Entry, data: bytes) -> bool:
         in_turn, self._in_turn = self._in_turn, None
         locked, self._locked = self._locked, None

@@ -134,8 +134,7 @@ class FsspecBackend:
         directory = prefix.rpartition("/")[0]
         place = self._path(directory) if directory else self._root
         try:
-            self._fs.invalidate_cache()
-            found = self._fs.find(place, detail=True)
+            found = self._find(place)
         except FileNotFoundError:
             return
         except Exception as error:
@@ -144,6 +143,17 @@ class FsspecBackend:
             key = path.removeprefix(f"{self._root}/")
             if key.startswith(prefix):
                 yield key, int(found[path]["size"])
+
+    def _find(self, place: str) -> dict[str, Any]:
+        self._fs.invalidate_cache()
+        while True:
+            try:
+                found: dict[str, Any] = self._fs.find(place, detail=True)
+                return found
+            except RuntimeError as error:
+                # Of memory://, whose dict another thread changed.
+                if "changed size during iteration" not in str(error):
+                    raise
 
     def close(self) -> None:
         """fsspec shares its connections among all who use them, so they stay open."""

@@ -293,6 +293,21 @@ class TestMemory(BackendContract):
     def url(self) -> str:
         return f"memory://{new_session_id()}"
 
+    def test_a_listing_that_another_thread_disturbed_is_made_again(self, backend: Backend, monkeypatch: pytest.MonkeyPatch) -> None:
+        """The garbage collector may let other threads go on while fsspec copies the names that it has."""
+        backend.put("packs/aa/x", b"x")
+        real, disturbed = MemoryFileSystem.find, [True, True]
+
+        def find(fs: MemoryFileSystem, path: str, **more: Any) -> Any:
+            if disturbed:
+                disturbed.pop()
+                for _ in (names := {"a": 1}):
+                    names["b"] = 2
+            return real(fs, path, **more)
+
+        monkeypatch.setattr(MemoryFileSystem, "find", find)
+        assert list(backend.list("packs/")) == [("packs/aa/x", 1)]
+
 
 class _Service(MemoryFileSystem):  # type: ignore[misc]  # fsspec is untyped
     """Stands in for a library behind fsspec: objects in memory, under another scheme."""

@@ -31,7 +31,7 @@ def commit_in_vain(path: Path, group: object) -> tuple[list[str], str]:
 def wait_for_each_other(rank: int, path: Path) -> list[tuple[list[str], str]]:
     """Of one pair a rank never comes, of two others one comes once and then no more: the one that follows, the one that leads."""
     unmet, followed, led = (
-        dist.new_group(pair, use_local_synchronization=True) if rank in pair else None for pair in ((1, 3), (0, 2), (1, 2))
+        group if rank in pair else None for pair in ((1, 3), (0, 2), (1, 2)) for group in (dist.new_group(pair),)
     )
     found = []
     with ckptstore.open(path) as store:
