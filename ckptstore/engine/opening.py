@@ -115,8 +115,8 @@ class Opening:
         self.log = Log(self.backend, self.config.store, self.config.generation, place=self.database, memory=self._memory())
 
     def check_writable(self) -> None:
-        """Raise `ReadOnly` unless this handle may write to the store, `InvalidInput` once it was closed, `NotFound` if the store is not there
-        any more, `Corrupt` if the log has lost its end: what is appended there would bury commits that were acknowledged."""
+        """Raise `ReadOnly` unless this handle may write to the store, `InvalidInput` once it was closed, `NotFound` if the store is gone,
+        `Corrupt` if the log has lost its end: what is appended there would bury commits that were acknowledged."""
         if self._closed:
             raise InvalidInput(f"{self.url} was closed; open it again")
         if self.read_only:

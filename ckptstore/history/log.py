@@ -116,8 +116,9 @@ class Log:
             position = self._state.position
             if position.n and not self._place.still_has(position):
                 raise Corrupt(
-                    f"entry {position.n} of the log, which this process has read or written, is not in {self._backend.url} any more: the "
-                    f"store was moved, deleted, or replaced by a backup or another copy while it was open; nothing was appended; open it again"
+                    f"entry {position.n} of the log, which this process has read or written, is not in {self._backend.url} any more: "
+                    f"the store was moved, deleted, or replaced by a backup or another copy while it was open; nothing was appended; "
+                    f"open it again"
                 )
 
     def check_no_gap(self, n: int) -> None:
