@@ -9,8 +9,7 @@ PYTHON ?= python3.11
 VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
-# More than two cores of work: many tests wait, for a timeout, for ranks that start, for a server.
-WORKERS ?= 3
+WORKERS ?= 2
 READY := $(VENV)/.ready
 READY_BENCH := $(VENV)/.ready-bench
 

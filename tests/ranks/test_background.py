@@ -194,6 +194,7 @@ def doomed() -> Iterator[Pool]:
     pool.close()
 
 
+@pytest.mark.soak
 def test_survivors_of_a_rank_killed_in_the_background_raise_and_go_on_without_it(doomed: Pool, tmp_path: Path) -> None:
     alive = [0, 1, 2]
     for victim, phase in ((2, "_receipt"), (0, "publish")):

@@ -89,6 +89,7 @@ def contents_of(number: int) -> dict[str, Any]:
     return {"model": {"w": full() + number, "same": torch.arange(100_000.0) + number, "number": number}}
 
 
+@pytest.mark.soak
 def test_a_coordinator_killed_before_its_entry_leaves_the_checkpoint_before(tmp_path: Path) -> None:
     check(tmp_path / "store", 0, "no entry")
 

@@ -59,7 +59,7 @@ def test_a_gc_may_end_after_any_change(sites: Sites) -> None:
     assert total > 20
 
 
-@pytest.mark.parametrize("sites", kinds("memory", "bucket and database"), indirect=True)
+@pytest.mark.parametrize("sites", kinds("memory"), indirect=True)
 def test_a_gc_may_end_after_some_changes(sites: Sites, seed: int) -> None:
     source = sites.new()
     make(source, STEPS, forget=FORGOTTEN)
