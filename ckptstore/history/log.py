@@ -171,11 +171,12 @@ class Log:
         deadline = time.monotonic() + timeout_s
         with self._lock, self._place.turn():
             while True:
+                known = self._state.n
                 state = self.replay()
                 numbered = number(state, body)
                 if refusal := check(state, numbered):
                     raise Refused(refusal)
-                if self._is_far:
+                if self._is_far and state.n == known:  # an entry that has just been read is there
                     self.check_head()
                 data, entry = self._encode(state, numbered, time_ns or time.time_ns())
                 if self._create(data, entry, deadline):

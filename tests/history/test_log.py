@@ -344,6 +344,27 @@ def test_a_name_that_a_network_filesystem_believes_absent_is_looked_up_again(tmp
     assert open_log(stale).append(commit(2)).n == 2
 
 
+def test_an_append_to_a_bucket_reads_an_entry_of_others_once() -> None:
+    """Where many append at once, each attempt is a race: no request is made that tells nothing new."""
+    read: list[str] = []
+
+    class Counting(Wrapped):
+        def read(self, key: str) -> bytes:
+            read.append(key)
+            return self._backend.read(key)
+
+    backend = open_backend(f"memory://{uuid4()}")
+    mine = open_log(Counting(backend, lambda create, key, data: create(key, data)))
+    mine.append(commit(1))
+    open_log(backend).append(commit(2))
+    read.clear()
+    assert mine.append(commit(3)).n == 3
+    assert read.count(log_key(1)) == 0 and read.count(log_key(2)) == 1
+    read.clear()
+    mine.append(commit(4))
+    assert read.count(log_key(3)) == 1, "it may be gone since"
+
+
 def test_entries_that_were_removed_are_missed_however_many(tmp_path: Path) -> None:
     """All but the last ones, of which nobody here can know: neither read past nor written anew."""
     last = 9
