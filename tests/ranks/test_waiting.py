@@ -47,6 +47,25 @@ def wait_for_each_other(rank: int, path: Path) -> list[tuple[list[str], str]]:
     return found
 
 
+def commit_without_clones(rank: int, path: Path) -> str:
+    """As with a torch before 2.8, whose stores have no `clone`, ranks that have not met before."""
+    group, kinds = dist.new_group([0, 1, 2]), (dist.Store, dist.PrefixStore)
+    known = {kind: kind.__dict__["clone"] for kind in kinds if "clone" in kind.__dict__}
+    for kind in known:
+        del kind.clone
+    try:
+        with ckptstore.open(path) as store:
+            return store.commit({"x": {"a": 1}}, process_group=group).id if rank < 3 else ""
+    finally:
+        for kind, clone in known.items():
+            kind.clone = clone
+
+
+def test_ranks_meet_also_where_a_store_cannot_be_cloned(pool: Pool, tmp_path: Path) -> None:
+    first, *others, _ = pool.run(commit_without_clones, tmp_path / "store")
+    assert first and others == [first, first]
+
+
 def test_a_rank_that_does_not_come_is_named_before_the_others_give_up(pool: Pool, tmp_path: Path) -> None:
     leads, unmet, follows, _ = pool.run(wait_for_each_other, tmp_path / "store")
     ((said, error),) = unmet

@@ -66,8 +66,8 @@ def _connected(ranks: tuple[int, ...], rank: int, timeout_s: float, channel: str
         own: Any = dist.distributed_c10d.PrefixStore(f"ckptstore/{channel}/{'-'.join(map(str, ranks))}/{number}", store)
         try:
             own.set(f"came/{rank}", "1")
-            aside = own.clone()  # the group's own is busy as long as it waits
-            with told("connecting the ranks", timeout_s, lambda: _absent(aside, len(ranks))):
+            aside = _another(own)
+            with told("connecting the ranks", timeout_s, lambda: _absent(aside, len(ranks)) if aside else ""):
                 group = dist.ProcessGroupGloo(own, rank, len(ranks), timedelta(seconds=timeout_s))
         except RuntimeError as error:
             absent = _absent(own, len(ranks))
@@ -76,6 +76,11 @@ def _connected(ranks: tuple[int, ...], rank: int, timeout_s: float, channel: str
         peers = _known[key] = Peers(_GlooLink(group, own), rank, len(ranks), timeout_s)
     peers.timeout_s = timeout_s
     return peers
+
+
+def _another(store: Any) -> Any:
+    """The same store for another thread, since this one is busy as long as it waits; None where torch cannot: before 2.8, and for some."""
+    return _quietly(store.clone) if hasattr(store, "clone") else None
 
 
 def _absent(store: Any, size: int) -> str:
