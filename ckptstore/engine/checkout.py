@@ -223,8 +223,18 @@ class Reader:
         jobs = reading.jobs if jobs is None else jobs
         for want in reading.inline:
             self._land_inline(want)
-        self._read_direct([job for job in jobs if job.place is not None], reading)
-        self._read_aside([job for job in jobs if job.place is None], reading)
+        direct: list[Job] = []
+        places: list[memoryview] = []
+        aside: list[Job] = []
+        for job in jobs:
+            if (place := job.place) is None:
+                aside.append(job)
+            else:
+                direct.append(job)
+                places.append(place)
+        if direct:
+            self.fetch(direct, places, reading)
+        self._read_aside(aside, reading)
         return sum(job.piece.raw_bytes for job in jobs)
 
     def raw_bytes_of(self, ids: bytes) -> "NDArray[np.int64]":
@@ -281,10 +291,6 @@ class Reader:
                 memory[target : target + n] = data[source : source + n]
             elif n:
                 want.destination.write(target, memoryview(data)[source : source + n])
-
-    def _read_direct(self, jobs: Sequence[Job], reading: Reading) -> None:
-        if jobs:
-            self.fetch(jobs, [place for job in jobs if (place := job.place) is not None], reading)
 
     def _read_aside(self, jobs: Sequence[Job], reading: Reading) -> None:
         """Through scratch memory of at most `room.aside_bytes` at a time."""
