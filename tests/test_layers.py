@@ -20,6 +20,9 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     (
         "objects.backend",
         "objects.local",
+        "objects.local_directories",
+        "objects.local_files",
+        "objects.local_writer",
         "objects.pointers",
         "objects.remote",
         "objects.s3",

@@ -398,7 +398,7 @@ def test_a_failing_disk_leaves_nothing_visible(place: Path, monkeypatch: pytest.
                 raise OSError(5, "Input/output error")
             fsync(fd)
 
-        monkeypatch.setattr(store._opening.backend, "_fsync", failing)
+        monkeypatch.setattr(os, "fsync", failing)
         with pytest.raises(Unavailable, match="Input/output error"):
             store.commit({"w": torch.randn(300_000)}, step=2)
         monkeypatch.setattr(store._opening.backend, "_fsync", fsync)

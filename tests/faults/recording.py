@@ -20,7 +20,7 @@ from sqlalchemy import event
 from sqlalchemy.engine import Engine
 
 from ckptstore.index.chunks import changes as chunk_changes
-from ckptstore.objects import local
+from ckptstore.objects import local, local_directories, local_files, local_writer
 from tests.faults.disk import INDEX, Disk, Left
 
 Change = Callable[[Disk], None]
@@ -145,7 +145,9 @@ def _watched(place: Path, before: Callable[[], None], changed: Callable[[str, Ch
         return call
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(local, "os", _Watcher(place, lock, before, changed))
+        watcher = _Watcher(place, lock, before, changed)
+        for module in (local, local_directories, local_files, local_writer):
+            patch.setattr(module, "os", watcher)
         for name in ("insert", "remove"):
             patch.setattr(chunk_changes, name, looking(getattr(chunk_changes, name)))
         event.listen(Engine, "before_cursor_execute", statement)
@@ -158,7 +160,7 @@ def _watched(place: Path, before: Callable[[], None], changed: Callable[[str, Ch
 
 
 class _Watcher:
-    """Stands in for `os` in `ckptstore.objects.local`. One change is made and noted before the next begins."""
+    """Stands in for `os` in the modules of the local backend. One change is made and noted before the next begins."""
 
     def __init__(self, root: Path, lock: Any, before: Callable[[], None], changed: Callable[[str, Change], None]) -> None:
         self._root, self._lock, self._before, self._changed = f"{root}/", lock, before, changed

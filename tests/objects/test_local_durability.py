@@ -9,7 +9,7 @@ import pytest
 
 from ckptstore.core.ids import SessionId
 from ckptstore.errors import CkptStoreError, Corrupt, NotFound, ReadOnly, Unavailable
-from ckptstore.objects import local
+from ckptstore.objects import local_files
 from ckptstore.objects.backend import Backend, open_backend
 
 SESSION = SessionId("5" * 24)
@@ -218,7 +218,7 @@ def test_a_disk_that_fails_once_is_asked_again(monkeypatch: pytest.MonkeyPatch, 
 def test_a_server_that_is_away_has_lost_nothing(monkeypatch: pytest.MonkeyPatch, root: Path) -> None:
     backend = open_backend(root)
     backend.put("a", b"x")
-    monkeypatch.setattr(local, "is_network_filesystem", lambda path: path == root)
+    monkeypatch.setattr(local_files, "is_network_filesystem", lambda path: path == root)
     monkeypatch.setattr(os, "pread", failing(errno.EIO))
     with pytest.raises(Unavailable):
         backend.read("a")
