@@ -47,6 +47,11 @@ def pack_id(session: SessionId, rank: int, n: int) -> PackId:
     return PackId(f"{session}-{rank}-{n}")
 
 
+def pack_rank(pack: PackId) -> int:
+    """The number of the writer that wrote a pack."""
+    return int(pack.split("-")[1])
+
+
 def pack_session(pack: PackId) -> SessionId:
     """The session that wrote `pack`."""
     return SessionId(pack[:24])

@@ -11,9 +11,10 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import NamedTuple
+from weakref import WeakKeyDictionary, WeakValueDictionary
 
 from ckptstore.core.config import StoreConfig
-from ckptstore.core.ids import SessionId, document_key
+from ckptstore.core.ids import SessionId, document_key, pack_rank
 from ckptstore.core.model import INLINE_BYTES, LeafContent, PackRecord
 from ckptstore.engine.commit import CommitStats, index_packs
 from ckptstore.engine.label import Label
@@ -50,18 +51,23 @@ class PartsWritten:
 
 
 class PartsCommitter:
-    """Writes and publishes parts of commits to one store, one at a time. Remembers what the next commit of the same parts can use."""
+    """Writes and publishes parts of commits to one store; of several at once, too, as asynchronous saves are that overlap. Remembers what
+    the next commit of the same parts can use."""
 
     def __init__(self, config: StoreConfig, objects: ObjectStore, log: Log, threads: Threads) -> None:
         self._config, self._objects, self._log, self._threads = config, objects, log, threads
         self._publisher = Publisher(config, objects)
         self._extents: list[Extent] = []
         self._runs = RunMemory()
-        self._own: tuple[SessionPacks, Dedup] | None = None
+        # What ends without being published, on other ranks or by a failure, is forgotten with its session.
+        self._opened: WeakValueDictionary[SessionId, Session] = WeakValueDictionary()
+        self._own: WeakKeyDictionary[Session, tuple[SessionPacks, Dedup]] = WeakKeyDictionary()
 
     def open(self) -> Session:
         """The session under which all writers of a commit write; for the one that will publish."""
-        return open_session(self._objects.backend, "commit")
+        session = open_session(self._objects.backend, "commit")
+        self._opened[session.id] = session
+        return session
 
     def write(self, session: SessionId, rank: int, parts: Sequence[Part]) -> PartsWritten:
         """Hash `parts` and pack what the store lacks; durable when this returns. `rank` tells the packs of several writers apart."""
@@ -82,7 +88,8 @@ class PartsCommitter:
             with suppress(CkptStoreError):  # what is left carries the session's name, by which gc finds it
                 packs.drop()
             raise
-        self._own = packs, dedup
+        if opened := self._opened.get(session):
+            self._own[opened] = packs, dedup
         head = {
             "packs": [[pack.record.id, pack.record.bytes, pack.record.chunks] for pack in packs.closed],
             "reused": sorted(dedup.reused),
@@ -98,20 +105,20 @@ class PartsCommitter:
         """Append the commit of what all writers have written, and end the session. A label without parents gets the run's newest commit.
 
         Raises `Conflict` if others have removed meanwhile what a writer reused: write everything again, under another session;
-        `InvalidInput` if two writers had one number, so that the packs of one lie over those of the other.
+        `InvalidInput` if two writers had one number, so that the packs of one lie over those of the other, in one process or in two.
         """
         heads = [canonical.decode(receipt) for receipt in receipts]
         written = [record_of(each) for head in heads for each in head["packs"]]
         _check_apart(written)
-        packs, dedup = self._own_of(session.id)
+        packs, dedup = self._own.pop(session) if session in self._own else self._beside(session.id, written)
         state = self._log.replay()
         if not label.parents:
             label = replace(label, parents=state.runs.get(label.run, ())[-1:])
         metadata = self._publisher.write_metadata(trees, dedup, packs, layout)
         packs.wait()
         own = [pack.record for pack in packs.closed]
-        known = {record.id for record in own}
-        records = own + [record for record in written if record.id not in known]
+        records = own + [record for record in written if record not in own]
+        _check_apart(records)  # once more: what this process wrote under a name must be what the receipt says of it
         reused = dedup.reused.union(*(head["reused"] for head in heads))
         leaves = sum(len(tree.schema) for tree in trees)
         published = self._publisher.write_document(session.id, label, metadata, records, logical_bytes=logical_bytes(trees), leaves=leaves)
@@ -143,12 +150,10 @@ class PartsCommitter:
         self._objects.sync(state)
         return Dedup(self._objects, state, self._runs)
 
-    def _own_of(self, session: SessionId) -> tuple[SessionPacks, Dedup]:
-        """What this process wrote under `session` itself."""
-        own, self._own = self._own, None
-        if own is not None and own[0].session == session:
-            return own
-        return SessionPacks.of(self._config, self._objects, session, self._threads), self._look([])
+    def _beside(self, session: SessionId, written: Sequence[PackRecord]) -> tuple[SessionPacks, Dedup]:
+        """For who publishes and has written nothing: packs with names that no writer has."""
+        rank = 1 + max((pack_rank(pack.id) for pack in written), default=-1)
+        return SessionPacks.of(self._config, self._objects, session, self._threads, rank), self._look([])
 
 
 def _check_apart(packs: Sequence[PackRecord]) -> None:

@@ -7,11 +7,14 @@ import pytest
 import torch
 
 import ckptstore
+from ckptstore.core.ids import CommitId, SessionId
 from ckptstore.engine.commit import extent_of
 from ckptstore.engine.label import Label
-from ckptstore.engine.parts import Part
+from ckptstore.engine.parts import Part, PartsWritten
 from ckptstore.engine.publish import TreeContent
 from ckptstore.errors import InvalidInput
+from ckptstore.history.sessions import Session
+from ckptstore.state.flat import Flat
 from ckptstore.state.flatten import flatten
 
 
@@ -20,10 +23,49 @@ def test_writers_that_take_each_other_s_number_are_found_before_the_log_names_th
         session = store.parts.open()
         written = []
         for value in (1.0, 2.0):
-            flat = flatten({"model": {"weight": torch.full((300_000,), value)}})["model"]
-            part = Part(extent_of(flat, 0), flat.leaves[0], flat.leaves[0].nbytes)
-            written.append((flat, store.parts.write(session.id, 0, [part])))
+            written.append(_write(store, session.id, 0, value))
         trees = [TreeContent(str(i), flat.schema, each.contents) for i, (flat, each) in enumerate(written)]
         with pytest.raises(InvalidInput, match="each needs a rank of its own"):
             store.parts.publish(session, Label("main"), trees, None, [each.receipt for _, each in written], time.perf_counter())
         assert store.log() == []
+
+
+def test_commits_whose_parts_are_written_before_either_is_published_are_both_whole(tmp_path: Path) -> None:
+    with ckptstore.open(tmp_path / "store") as store:
+        sessions, written = [store.parts.open() for _ in range(2)], []
+        for value, session in enumerate(sessions):
+            written.append(_write(store, session.id, 0, float(value)))
+        commits = [_publish(store, session, *each) for session, each in zip(sessions, written, strict=True)]
+    with ckptstore.open(tmp_path / "store") as store:
+        for value, commit in enumerate(commits):
+            assert torch.equal(store.checkout(commit).state_dict()["model"]["weight"], torch.full((300_000,), float(value)))
+        assert not store.fsck("data").findings
+
+
+def test_who_publishes_without_having_written_takes_no_writer_s_name(tmp_path: Path) -> None:
+    with ckptstore.open(tmp_path / "store") as writer, ckptstore.open(tmp_path / "store") as publisher:
+        session = publisher.parts.open()
+        commit = _publish(publisher, session, *_write(writer, session.id, 0, 1.0))
+        assert torch.equal(publisher.checkout(commit).state_dict()["model"]["weight"], torch.ones(300_000))
+        assert not publisher.fsck("data").findings
+
+
+def test_a_receipt_of_a_pack_that_was_written_over_is_found_before_the_log_names_it(tmp_path: Path) -> None:
+    with ckptstore.open(tmp_path / "store") as store:
+        session = store.parts.open()
+        first = _write(store, session.id, 0, 1.0)
+        _write(store, session.id, 0, 2.0, elements=400_000)
+        with pytest.raises(InvalidInput, match="each needs a rank of its own"):
+            _publish(store, session, *first)
+        assert store.log() == []
+
+
+def _write(store: ckptstore.Store, session: SessionId, rank: int, value: float, elements: int = 300_000) -> tuple[Flat, PartsWritten]:
+    flat = flatten({"model": {"weight": torch.full((elements,), value)}})["model"]
+    part = Part(extent_of(flat, 0), flat.leaves[0], flat.leaves[0].nbytes)
+    return flat, store.parts.write(session, rank, [part])
+
+
+def _publish(store: ckptstore.Store, session: Session, flat: Flat, written: PartsWritten) -> CommitId:
+    trees = [TreeContent("model", flat.schema, written.contents)]
+    return store.parts.publish(session, Label("main"), trees, None, [written.receipt], time.perf_counter()).id
