@@ -16,6 +16,7 @@ from ckptstore.core.ids import StoreId, checkpoint_key
 from ckptstore.core.places import make_directories, write_file
 from ckptstore.errors import Busy, CkptStoreError, Conflict, Corrupt, InvalidInput, NoSpace, NotFound, Unavailable
 from ckptstore.history.checkpoints import decode_state, encode_state
+from ckptstore.history.contention import Met, pause_s
 from ckptstore.history.entries import Body, Entry, Position, check_follows, decode_entry, encode_entry, origin
 from ckptstore.history.fold import Refusal, State, apply, check, genesis, number
 from ckptstore.history.log_files import LogFiles, LogPlace
@@ -37,6 +38,9 @@ _AHEAD = (*range(2, 18), *(2**i for i in range(5, 13)))
 _FIRST_PAUSE_S = 0.05
 _LONGEST_PAUSE_S = 2.0
 _CHECKPOINT_PREFIX = "log/checkpoint-"
+
+_random = secrets.SystemRandom()
+"""Of the system: hosts of one job may all have seeded `random` alike, and what a trainer draws next is none of the log's business."""
 
 _logger = logging.getLogger("ckptstore")
 
@@ -67,6 +71,7 @@ class Log:
         self._is_far = backend.durable_root is None  # to look at the head again is a request, which only an append is worth
         self._lock = threading.RLock()
         self._gathering: threading.Thread | None = None
+        self._met = Met()
 
     @property
     def state(self) -> State:
@@ -169,23 +174,11 @@ class Log:
         an entry meanwhile.
         """
         deadline = time.monotonic() + timeout_s
-        with self._lock, self._place.turn():
-            while True:
-                known = self._state.n
-                state = self.replay()
-                numbered = number(state, body)
-                if refusal := check(state, numbered):
-                    raise Refused(refusal)
-                if self._is_far and state.n == known:  # an entry that has just been read is there
-                    self.check_head()
-                data, entry = self._encode(state, numbered, time_ns or time.time_ns())
-                if self._create(data, entry, deadline):
-                    self._check_successor(entry)
-                    self._advance(entry)
-                    self._gather_behind(entry.n)
-                    return entry
-                if time.monotonic() > deadline:
-                    raise Busy(f"others appended to the log for {timeout_s:.0f} s without a gap; nothing was appended, repeat")
+        with self._lock:
+            if wait_s := self._met.pause_s(time.monotonic(), _random.random()):
+                time.sleep(wait_s)
+            with self._place.turn():
+                return self._append(body, time_ns, deadline, timeout_s)
 
     def close(self) -> None:
         """Wait for a segment or checkpoint that is being written, and keep what this process knows for the next."""
@@ -195,6 +188,34 @@ class Log:
             self._remember(1)
 
     # -- appending --
+
+    def _append(self, body: Body, time_ns: int | None, deadline: float, timeout_s: float) -> Entry:
+        known, lost_s = self._state.n, 0.0
+        state = self.replay()
+        began = state.n
+        while True:
+            numbered = number(state, body)
+            if refusal := check(state, numbered):
+                raise Refused(refusal)
+            if self._is_far and state.n == known:  # an entry that was read during this call is there
+                self.check_head()
+            data, entry = self._encode(state, numbered, time_ns or time.time_ns())
+            attempted_at_s = time.monotonic()
+            there = self._create(data, entry, deadline)
+            if there.attempt == entry.attempt:
+                self._check_successor(entry)
+                self._advance(entry)
+                self._gather_behind(entry.n)
+                self._met = Met(state.n - began, lost_s, time.monotonic())
+                return entry
+            check_follows(there, state.position, state.store)
+            self._advance(there)
+            if time.monotonic() > deadline:
+                raise Busy(f"others appended to the log for {timeout_s:.0f} s without a gap; nothing was appended, repeat")
+            if not self._place.is_local:
+                lost_s = time.monotonic() - attempted_at_s
+                time.sleep(pause_s(lost_s, there.n - began, _random.random()))
+            state = self.replay()
 
     def _encode(self, state: State, body: Body, time_ns: int) -> tuple[bytes, Entry]:
         """The bytes of the next entry, and that entry as its readers will decode it."""
@@ -213,38 +234,38 @@ class Log:
         except Corrupt as error:
             raise InvalidInput(f"this entry cannot be written, because nobody could read it: {error.__cause__}") from error
 
-    def _create(self, data: bytes, entry: Entry, deadline: float) -> bool:
-        """Whether `entry` took its number; False if another entry did. The same create is repeated until an answer settles it."""
-        pause_s, unknown = _FIRST_PAUSE_S, False
+    def _create(self, data: bytes, entry: Entry, deadline: float) -> Entry:
+        """The entry that took the number of `entry`: itself, or another one. The same create is repeated until an answer settles it."""
+        wait_s, unknown = _FIRST_PAUSE_S, False
         while True:
             try:
-                return self._place.create(entry, data) or self._is_mine(entry)
+                return entry if self._place.create(entry, data) else self._there(entry)
             except (Unavailable, NotFound) as error:
                 if isinstance(error, NoSpace) and not unknown:
                     raise  # what did not fit was not created; but that says nothing of an earlier attempt whose answer was lost
                 if not unknown and self._place.is_local:
                     deadline = min(deadline, time.monotonic() + LOCAL_PATIENCE_S)
                 unknown = True
-                if time.monotonic() + pause_s > deadline:
+                if time.monotonic() + wait_s > deadline:
                     raise Unavailable(
                         f"storage did not say whether entry {entry.n} of the log was created: {error}; "
                         f"delete nothing, repeat the call once storage answers"
                     ) from error
-            time.sleep(pause_s)
-            pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+            time.sleep(wait_s)
+            wait_s = min(2 * wait_s, _LONGEST_PAUSE_S)
 
-    def _is_mine(self, entry: Entry) -> bool:
-        """Whether what is at the number of `entry` is `entry`, created by an earlier attempt whose answer was lost."""
+    def _there(self, entry: Entry) -> Entry:
+        """What is at the number of `entry`: another one, or `entry`, created by an earlier attempt whose answer was lost."""
         data = self._place.read(entry.n)
         if data is None:
             self._place.refresh()
             data = self._place.read(entry.n)
         if data is None:
             raise NotFound(f"entry {entry.n} of the log is there to be created, and not to be read")
-        if decode_entry(data).attempt != entry.attempt:
-            return False
-        self._place.settle(entry.n)
-        return True
+        there = decode_entry(data)
+        if there.attempt == entry.attempt:
+            self._place.settle(entry.n)
+        return there
 
     def _check_successor(self, entry: Entry) -> None:
         """An entry at n + 1 that does not name entry n means that storage lost the entry n that its author had read."""

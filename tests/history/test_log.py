@@ -1,6 +1,7 @@
 """The log loses nothing and forks never: not with many writers, not with answers that get lost, not unnoticed when damaged."""
 
 import multiprocessing
+import random
 import shutil
 import threading
 import time
@@ -13,6 +14,7 @@ import pytest
 from ckptstore.core.ids import StoreId, log_key
 from ckptstore.errors import Conflict, Corrupt, InvalidInput, NotFound, ReadOnly, Unavailable
 from ckptstore.history import log as log_module
+from ckptstore.history.contention import Met, pause_s
 from ckptstore.history.entries import Entry, Forget, Moved, Over, Settings, Tag, encode_entry
 from ckptstore.history.fold import Code
 from ckptstore.history.log import Log, Refused
@@ -363,6 +365,47 @@ def test_an_append_to_a_bucket_reads_an_entry_of_others_once() -> None:
     read.clear()
     mine.append(commit(4))
     assert read.count(log_key(3)) == 1, "it may be gone since"
+
+
+def test_who_lost_a_race_for_a_number_reads_the_winner_once_and_looks_once_for_the_next() -> None:
+    backend = open_backend(f"memory://{uuid4()}")
+    rival, done = open_log(backend), list[tuple[str, str]]()
+
+    def late(create: Create, key: str, data: bytes) -> bool:
+        if key == log_key(1):
+            rival.append(commit(1))
+        done.append(("create", key))
+        return create(key, data)
+
+    class Counting(Wrapped):
+        def read(self, key: str) -> bytes:
+            done.append(("read", key))
+            return self._backend.read(key)
+
+    mine = open_log(Counting(backend, late))
+    mine.replay()
+    done.clear()
+    drawn = random.getstate()
+    assert mine.append(commit(2)).n == 2
+    assert random.getstate() == drawn, "a trainer's random numbers do not depend on who else appended"
+    first, second, third = map(log_key, (1, 2, 3))
+    assert done == [("read", first), ("create", first), ("read", first), ("read", second), ("create", second), ("read", third)]
+
+
+def test_who_was_passed_more_often_waits_less_and_nobody_for_long() -> None:
+    waits_s = [pause_s(0.1, passed, 1.0) for passed in range(100)]
+    assert waits_s == sorted(waits_s, reverse=True)
+    assert waits_s[0] <= 8 * 0.1 and waits_s[31] < 2 * 0.1 and waits_s[-1] > 0.0
+    assert pause_s(0.1, 5, 0.0) == 0.0
+    assert max(pause_s(60.0, passed, 1.0) for passed in range(100)) <= 2.0
+
+
+def test_who_comes_back_at_once_lets_those_through_that_it_met_and_nobody_else_waits() -> None:
+    crowded = Met(passed=20, attempt_s=0.1, ended_s=100.0)
+    assert crowded.pause_s(100.0, 1.0) == pytest.approx(1.0)
+    assert crowded.pause_s(102.5, 1.0) == 0.0, "they are through"
+    assert Met(passed=1, attempt_s=0.1, ended_s=100.0).pause_s(100.0, 1.0) == Met().pause_s(0.0, 1.0) == 0.0
+    assert Met(passed=1000, attempt_s=10.0, ended_s=100.0).pause_s(100.0, 1.0) <= 2.0
 
 
 def test_entries_that_were_removed_are_missed_however_many(tmp_path: Path) -> None:

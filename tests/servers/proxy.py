@@ -62,6 +62,7 @@ class Proxy:
 
     `requests` counts the HTTP requests that came, `sent_bytes` what came with them and all, `round_trips` how often somebody who had got an
     answer asked again: where a latency keeps the answers back, how often somebody waited for one.
+    `beside` are those that were joined to it.
     """
 
     def __init__(self, target: tuple[str, int], seed: int) -> None:
@@ -69,6 +70,7 @@ class Proxy:
         self.requests = 0
         self.sent_bytes = 0
         self.round_trips = 0
+        self.beside: list[Proxy] = []
         self._target = target
         self._random = random.Random(seed)
         self._listener = socket.create_server(("127.0.0.1", 0), backlog=64)
@@ -91,6 +93,11 @@ class Proxy:
         """Forward new connections to another place: the server was started anew."""
         self._target = target
 
+    def join(self, other: "Proxy") -> None:
+        """What happens here from now on happens to the other one as well: both are ways out of one host."""
+        other.faults = self.faults
+        self.beside.append(other)
+
     def break_by(self, fault: str) -> None:
         """Let one of `FAULTS` happen from here on."""
         FAULTS[fault](self.faults)
@@ -101,9 +108,11 @@ class Proxy:
         """From here on nothing goes wrong; connections that were silent are dropped."""
         silent = self.faults.silent
         self.faults = Faults()
-        if silent.is_set():
-            self.drop()
-            silent.clear()
+        for proxy in (self, *self.beside):
+            proxy.faults = self.faults
+            if silent.is_set():
+                proxy.drop()
+        silent.clear()
 
     def drop(self) -> None:
         """Reset every connection."""

@@ -5,6 +5,7 @@
 
 import os
 import secrets
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -62,10 +63,21 @@ def s3_server() -> Iterator[S3Server]:
 
 @contextmanager
 def moto_server(address: str = "127.0.0.1") -> Iterator[S3Server]:
-    """moto, with a bucket. It takes any signature, so a proxy may change requests on their way."""
+    """moto, with a bucket. It takes any signature, so a proxy may change requests on their way.
+
+    It looks whether there is an object and then puts one, and of two requests at once both may find none: here that is one step.
+    """
+    from moto.s3.responses import S3Response
     from moto.server import ThreadedMotoServer
 
+    put, turn = S3Response.put_object, threading.Lock()
+
+    def put_in_turn(response: S3Response) -> Any:
+        with turn:
+            return put(response)
+
     moto = ThreadedMotoServer(ip_address=address, port=0, verbose=False)
+    S3Response.put_object = put_in_turn
     moto.start()
     try:
         port = moto.get_host_and_port()[1]
@@ -74,6 +86,7 @@ def moto_server(address: str = "127.0.0.1") -> Iterator[S3Server]:
         yield server
     finally:
         moto.stop()
+        S3Response.put_object = put
 
 
 def make_bucket(server: S3Server) -> None:

@@ -1,9 +1,11 @@
 """A network that fails in every way: a commit is durable or says `Unavailable` in time, and nothing is torn or lost."""
 
+import os
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from random import Random
 from typing import TypeVar
@@ -26,7 +28,13 @@ LONGEST_S = 60.0
 BLACK_HOLE_S = 30.0
 PARTITIONED_S = 1.5 * DEADLINE_S
 SAMPLED = 2
+PARTS = 3
+"""The long test takes minutes, and is run in so many."""
 ENDS = [*clients(), "database"]
+PARTITIONED = [
+    *ENDS,
+    "bucket and database" if "CKPTSTORE_TEST_S3" in os.environ else pytest.param("bucket and database", marks=pytest.mark.soak),
+]
 
 T = TypeVar("T")
 
@@ -52,9 +60,15 @@ def database(postgres: PostgresServer, tmp_path: Path, seed: int, monkeypatch: p
 
 @pytest.fixture(params=ENDS)
 def end(request: pytest.FixtureRequest, s3: S3Server, seed: int) -> Iterator[tuple[Site, Proxy]]:
-    """A bucket, reached by one client or the other, or a directory whose log is in a database."""
+    """A bucket, reached by one client or the other, a directory whose log is in a database, or a bucket with such a log."""
     if request.param == "database":
         yield request.getfixturevalue("database")
+        return
+    if request.param == "bucket and database":
+        with _bucket(s3, seed, "s3fs") as (site, proxy):
+            beside, postgres = request.getfixturevalue("database")
+            proxy.join(postgres)
+            yield replace(site, more=beside.more), proxy
         return
     with _bucket(s3, seed, request.param) as found:
         yield found
@@ -99,6 +113,7 @@ def assert_whole(site: Site, host: Path, acknowledged: dict[CommitId, int]) -> N
         assert store.fsck().findings == ()
 
 
+@pytest.mark.parametrize("end", PARTITIONED, indirect=True)
 def test_a_host_that_is_partitioned_in_mid_commit_has_committed_whole_or_not_at_all(
     end: tuple[Site, Proxy], tmp_path: Path, seed: int
 ) -> None:
@@ -111,12 +126,15 @@ def test_a_host_that_is_partitioned_in_mid_commit_has_committed_whole_or_not_at_
 
 @pytest.mark.soak
 @pytest.mark.timeout(1800)
-def test_a_host_may_be_partitioned_after_any_message_of_a_commit(end: tuple[Site, Proxy], tmp_path: Path) -> None:
+@pytest.mark.parametrize("part", range(PARTS))
+@pytest.mark.parametrize("end", PARTITIONED, indirect=True)
+def test_a_host_may_be_partitioned_after_any_message_of_a_commit(part: int, end: tuple[Site, Proxy], tmp_path: Path) -> None:
     site, proxy = end
     total = _commit_partitioned(site, proxy, 0, tmp_path / "counting")
-    for message in range(1, total + 1):
+    messages = range(1 + part, total + 1, PARTS)
+    for message in messages:
         _commit_partitioned(site, proxy, message, tmp_path / f"message-{message}")
-    print(f"{total} messages")
+    print(f"{len(messages)} of {total} messages")
 
 
 def _commit_partitioned(site: Site, proxy: Proxy, message: int, folder: Path) -> int:
