@@ -105,8 +105,8 @@ class S3Backend:
             try:
                 await client.put_object(Bucket=self._bucket, Key=path, Body=io.BytesIO(body), IfNoneMatch="*")
             except client.exceptions.ClientError as error:
-                # Servers tell of a lost race in different words (409, 412, on Ceph 400 too); what counts is whether there is an object.
-                if is_status(error, 400, 409, 412) and await _exists(client, self._bucket, path):
+                # 412 says that there is an object. Servers tell of a lost race in other words, too (409, on Ceph 400).
+                if is_status(error, 412) or (is_status(error, 400, 409) and await _exists(client, self._bucket, path)):
                     return False
                 raise
             return True

@@ -8,7 +8,7 @@ short one until an answer comes, so that a caller who cleans up behind a failure
 
 import asyncio
 import os
-import random
+import secrets
 import time
 from collections.abc import Awaitable, Callable
 from concurrent.futures import Future
@@ -33,6 +33,9 @@ _PASSING = frozenset(
 
 _OBSTORE_STATUS = {"FileNotFoundError": 404, "PermissionDeniedError": 403, "UnauthenticatedError": 401}
 """What obstore raises instead of telling the status."""
+
+_random = secrets.SystemRandom()
+"""Of the system: what a trainer that has seeded `random` draws next does not depend on what the network did."""
 
 T = TypeVar("T")
 Request = Callable[[Any], Awaitable[T]]
@@ -97,7 +100,7 @@ class Requests:
                 if once or not _may_pass(error):
                     self._in_vain = once and not _answer(error)[0]
                     raise
-                wait_s = random.uniform(pause_s / 2, pause_s)
+                wait_s = _random.uniform(pause_s / 2, pause_s)
                 if time.monotonic() + wait_s > deadline:
                     self._in_vain = True
                     raise
