@@ -7,6 +7,7 @@ travel as the 16 hex digits of their bits. Readers hash the bytes they read and 
 import json
 import re
 import struct
+from collections.abc import Mapping
 from typing import Any, NoReturn, TypeVar
 
 from ckptstore.errors import Corrupt, InvalidInput
@@ -40,6 +41,15 @@ def encode(value: Any) -> bytes:
     if _deeper_than_allowed(bare):
         raise InvalidInput(f"canonical JSON is nested {MAX_DEPTH} deep at most; use flatter containers")
     return data
+
+
+def encode_joined(parts: Mapping[str, bytes]) -> bytes:
+    """The object of these keys, whose values are encoded already: many may be one and the same. Nested as deep as its values are, and one
+    more, which nobody checks. Raises `InvalidInput` for a key with a lone surrogate."""
+    try:
+        return b"{" + b",".join([b"%b:%b" % (_encoder.encode(key).encode(), parts[key]) for key in sorted(parts)]) + b"}"
+    except ValueError as error:
+        raise InvalidInput(f"canonical JSON cannot hold this key: {error}") from error
 
 
 def decode(data: bytes | memoryview) -> Any:

@@ -7,6 +7,7 @@ the same pages whoever writes them.
 import struct
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from itertools import accumulate
 
 from ckptstore.core.ids import CHUNK_ID_BYTES
@@ -128,7 +129,7 @@ class _PageBuilder:
     def add_ids(self, ids: bytes, start: int, extent: bytes) -> int:
         """As many of `ids`, from byte `start` on, as fit; returns the byte where they stop."""
         stop = min(start + (MAX_IDS - self.ids) * CHUNK_ID_BYTES, len(ids))
-        self.add_leaf(_IDS, memoryview(ids)[start:stop], extent)
+        self.add_leaf(_IDS, ids if stop - start == len(ids) else memoryview(ids)[start:stop], extent)
         self.ids += (stop - start) // CHUNK_ID_BYTES
         return stop
 
@@ -189,13 +190,16 @@ def _check_ids(number: int, content: LeafContent) -> bytes:
 def _encode_extent(kind: LeafKind, content: LeafContent) -> bytes:
     if kind != "tensor":
         return _LENGTH.pack(content.raw_bytes)
-    if content.boxes is None:
-        return b""
-    dimensions = {len(part) for box in content.boxes for part in box}
+    return b"" if content.boxes is None else _encode_boxes(content.boxes)
+
+
+@lru_cache(64)  # layers are held alike
+def _encode_boxes(boxes: tuple[Box, ...]) -> bytes:
+    dimensions = {len(part) for box in boxes for part in box}
     if len(dimensions) != 1 or 0 in dimensions:
-        raise InvalidInput(f"a tensor cannot be held in these boxes: wanted one or more of one number of dimensions, got {content.boxes}")
-    numbers = [n for box in content.boxes for part in box for n in part]
-    return _COUNTS.pack(dimensions.pop(), len(content.boxes)) + struct.pack(f"<{len(numbers)}Q", *numbers)
+        raise InvalidInput(f"a tensor cannot be held in these boxes: wanted one or more of one number of dimensions, got {boxes}")
+    numbers = [n for box in boxes for part in box for n in part]
+    return _COUNTS.pack(dimensions.pop(), len(boxes)) + struct.pack(f"<{len(numbers)}Q", *numbers)
 
 
 def _decode_extent(data: bytes | memoryview) -> LeafContent:

@@ -1,5 +1,6 @@
 """What a key of the application state is to the engine: its schema, and per leaf where the raw bytes come from. Without torch."""
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple, Protocol, TypeAlias
@@ -80,7 +81,8 @@ class Flat:
     @property
     def nbytes(self) -> int:
         """Raw bytes of all leaves, of those that ranks divide all of it."""
-        divided = sum(dtypes.nbytes_of(self.schema.dtypes[i], self.schema.shapes[i]) for i in self.held if self.schema.aliases[i] < 0)
+        kinds = Counter((self.schema.dtypes[i], self.schema.shapes[i]) for i in self.held if self.schema.aliases[i] < 0)
+        divided = sum(count * dtypes.nbytes_of(dtype, shape) for (dtype, shape), count in kinds.items())
         return divided + sum(source.nbytes for i, source in enumerate(self.leaves) if i not in self.held)
 
 

@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch.optim.optimizer import Optimizer
 
-from ckptstore.core.model import LeafKind, Node, Schema, Shape
+from ckptstore.core.collector import uncollected
+from ckptstore.core.model import Box, LeafKind, Node, Schema, Shape
 from ckptstore.errors import InvalidInput
 from ckptstore.state import containers, paths, pickles, tensors, values
 from ckptstore.state.composites import split_tensor
@@ -18,7 +19,7 @@ from ckptstore.state.flat import Flat, HeldLeaf, Source
 from ckptstore.state.leaves import NOTHING, BytesSource, TensorSource
 from ckptstore.state.modules import state_dict_of
 from ckptstore.state.parameters import ParameterNames, named_state
-from ckptstore.state.ranks.held import held_of, is_distributed
+from ckptstore.state.ranks.held import Held, held_of, is_distributed
 from ckptstore.state.tensors import DTYPE_NAMES
 
 _ITSELF = ""
@@ -58,25 +59,23 @@ def state_of(value: Any) -> Any:
 
 
 class _Tree:
-    """The columns of a schema on their way, one item per leaf."""
+    """A schema on its way: of each leaf what its columns say of it, in their order."""
 
     def __init__(self, names: ParameterNames, allow_pickle: bool, ranks: bool) -> None:
         self._names, self._allow_pickle, self._ranks = names, allow_pickle, ranks
-        self._paths: list[str] = []
-        self._kinds: list[LeafKind] = []
-        self._dtypes: list[str] = []
-        self._shapes: list[Shape] = []
-        self._aliases: list[int] = []
+        self._rows: list[tuple[str, LeafKind, str, Shape, int]] = []
         self._leaves: list[Source] = []
         self._held: dict[int, HeldLeaf] = {}
         self._by_memory: dict[tuple[Any, ...], int] = {}
+        self._by_address: dict[int, tuple[Held, int]] = {}
         self._open: dict[int, str] = {}
 
     def flatten(self, key: str, value: Any) -> Flat:
         state = self._state_of_optimizer(value) if isinstance(value, Optimizer) else state_of(value)
-        skeleton = self._visit(state, paths.segment(values.encode_key(key)))
-        columns = (tuple(column) for column in (self._paths, self._kinds, self._dtypes, self._shapes, self._aliases))
-        return Flat(Schema(skeleton, *columns), self._leaves, self._held)  # type: ignore[arg-type]  # the columns in the order of its fields
+        with uncollected():
+            skeleton = self._visit(state, paths.segment(values.encode_key(key)))
+            columns = zip(*self._rows, strict=True) if self._rows else ((),) * 5
+            return Flat(Schema(skeleton, *columns), self._leaves, self._held)
 
     def _visit(self, value: Any, path: str) -> Node | int:
         if type(value) is torch.Tensor:
@@ -144,7 +143,7 @@ class _Tree:
             return self._composite(tensor, path)
         shape, dtype = tuple(tensor.shape), tensor.dtype
         address = tensor.data_ptr()
-        number = len(self._paths)
+        number = len(self._leaves)
         # An address of 0 is that of an empty tensor, which shares nothing.
         first = self._by_memory.setdefault((address, shape, tensor.stride(), dtype), number) if address else number
         if first != number and self._same_values(first, tensor):
@@ -156,13 +155,24 @@ class _Tree:
             held = held_of(tensor)
         except InvalidInput as error:
             raise InvalidInput(f"{path}: {error}") from error
-        number = len(self._paths)
-        # Boxes without elements are none, so that every address is one.
-        memory = tuple([(part.data_ptr(), part.stride()) for _, part in held.parts])
-        first = self._by_memory.setdefault((memory, held.holding.boxes, held.shape, held.dtype), number) if memory else number
-        parts = tuple([(box, TensorSource(part)) for box, part in held.parts])
+        number = len(self._leaves)
+        first = self._first_with_memory_of(held, number) if held.parts else number
+        if len(held.parts) == 1:  # by far the most
+            ((box, part),) = held.parts
+            parts: tuple[tuple[Box, Source], ...] = ((box, TensorSource(part)),)
+        else:
+            parts = tuple([(box, TensorSource(part)) for box, part in held.parts])
         self._held[number] = HeldLeaf(held.holding, parts, tensor)
         return self._leaf(path, "tensor", NOTHING, DTYPE_NAMES[held.dtype], held.shape, first if first != number else -1)
+
+    def _first_with_memory_of(self, held: Held, number: int) -> int:
+        """The first leaf that is the same boxes of the same memory; leaf `number` itself, mostly. Boxes without elements are none, so that
+        every address is one."""
+        there = self._by_address.setdefault(held.parts[0][1].data_ptr(), (held, number))
+        if there[1] == number:
+            return number
+        self._by_memory.setdefault(_memory_of(there[0]), there[1])
+        return self._by_memory.setdefault(_memory_of(held), number)
 
     def _same_values(self, leaf: int, tensor: torch.Tensor) -> bool:
         """Whether the tensor of an earlier leaf, at the same address, reads that memory as `tensor` does."""
@@ -182,10 +192,12 @@ class _Tree:
         return self._container(tensor, parts, names, path)
 
     def _leaf(self, path: str, kind: LeafKind, source: Source, dtype: str = "", shape: Shape = (), alias: int = -1) -> int:
-        self._paths.append(path)
-        self._kinds.append(kind)
-        self._dtypes.append(dtype)
-        self._shapes.append(shape)
-        self._aliases.append(alias)
+        self._rows.append((path, kind, dtype, shape, alias))
         self._leaves.append(source)
-        return len(self._paths) - 1
+        return len(self._rows) - 1
+
+
+def _memory_of(held: Held) -> tuple[Any, ...]:
+    """Equal for distributed tensors that are the same boxes of the same memory."""
+    memory = tuple([(part.data_ptr(), part.stride()) for _, part in held.parts])
+    return memory, held.holding.boxes, held.shape, held.dtype

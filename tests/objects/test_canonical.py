@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from mutations import damaged
 
 from ckptstore.errors import Corrupt, InvalidInput
-from ckptstore.objects.canonical import MAX_DEPTH, MAX_INTEGER, bits_float, decode, encode, field, float_bits
+from ckptstore.objects.canonical import MAX_DEPTH, MAX_INTEGER, bits_float, decode, encode, encode_joined, field, float_bits
 
 TEXT = st.text(st.characters(exclude_categories=["Cs"]))
 VALUES = st.recursive(
@@ -45,6 +45,16 @@ def test_what_is_encoded_comes_back(value: object) -> None:
     assert decode(data) == value
     assert encode(decode(data)) == data
     assert json.loads(data) == value
+
+
+@given(st.dictionaries(TEXT, VALUES, max_size=4))
+def test_an_object_of_encoded_values_is_encoded_as_one_of_values(value: dict[str, object]) -> None:
+    assert encode_joined({key: encode(each) for key, each in value.items()}) == encode(value)
+
+
+def test_a_key_that_json_cannot_hold_is_refused_beside_encoded_values_too() -> None:
+    with pytest.raises(InvalidInput, match="key"):
+        encode_joined({"\ud800": b"1"})
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """A commit like the last one plans nothing anew; one whose tensors have another dtype or shape does. A plan that fails fails on all."""
 
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import pytest
@@ -9,11 +10,13 @@ import torch
 import ckptstore
 from ckptstore.engine.ranks import commit, lead
 from ckptstore.state.ranks.rounds import Peers
-from tests.ranks.layouts import meet, mesh_of, placed
+from tests.ranks.layouts import LAYOUTS, layout, meet, mesh_of, placed
 from tests.ranks.pool import Pool
 
 CUT = (517, 150)
 """Edges between ranks cut its cells."""
+
+CHANGES = ["dtype", "shape", "placement", "mesh", "values", "memory", "ties"]
 
 
 def commit_alike(rank: int, path: Path) -> list[tuple[int, int]]:
@@ -38,6 +41,71 @@ def commit_alike(rank: int, path: Path) -> list[tuple[int, int]]:
             assert all(torch.equal(snapshot.read(f"x/{name}"), whole + i) for i, name in enumerate("abc"))
             found.append((counts["plans"], counts["moves"]))
     return found
+
+
+class Changing:
+    """Four tensors on four ranks that are changed in one way at a time, drawn from a seed that all ranks have."""
+
+    def __init__(self, seed: int) -> None:
+        self.random = Random(seed)
+        self._kinds: dict[str, list[Any]] = {name: [CUT, torch.float32, "rows", i] for i, name in enumerate("abcd")}
+        self._tied: dict[str, str] = {}
+        self._tensors = self._placed()
+
+    def change(self, what: str) -> None:
+        kind = self._kinds[self.random.choice("abcd")]
+        shape, dtype, where, offset = kind
+        if what == "dtype":
+            kind[1] = self.random.choice([each for each in (torch.float32, torch.int32, torch.float64) if each != dtype])
+        elif what == "shape":
+            kind[0] = self.random.choice([each for each in (CUT, (511, 150), (150, 517), (3, 40)) if each != shape])
+        elif what in ("placement", "mesh"):
+            kind[2] = self.random.choice([each for each in LAYOUTS if each != where and LAYOUTS[each][0] == (what == "mesh")])
+        elif what == "ties":
+            self._tied = dict([self.random.sample("abcd", 2)])
+        elif what == "values":  # the memory stays what it was
+            kind[3] = offset + 1
+            for name, tensor in self._placed().items():
+                self._tensors[name].to_local().copy_(tensor.to_local())
+        if what not in ("nothing", "ties", "values"):
+            self._tensors = self._placed()
+
+    def state(self) -> dict[str, Any]:
+        return {name: self._tensors[self._tied.get(name, name)] for name in self._tensors}
+
+    def wholes(self) -> dict[str, torch.Tensor]:
+        return {name: self._whole(self._tied.get(name, name)) for name in self._kinds}
+
+    def _placed(self) -> dict[str, Any]:
+        return {name: layout(kind[2], self._whole(name), 4) for name, kind in self._kinds.items()}
+
+    def _whole(self, name: str) -> torch.Tensor:
+        shape, dtype, _, offset = self._kinds[name]
+        return (torch.arange(shape[0] * shape[1]) + offset).view(shape).to(dtype)
+
+
+def commit_changing(rank: int, path: Path, seed: int) -> list[tuple[str, bool, bool]]:
+    """Commits to one store, each of a state that differs from the one before in one way: how, whether all came back, and, of two of them,
+    whether a store object that remembers no commit names it by the same content."""
+    meet(4)
+    changing, found = Changing(seed), []
+    compared = changing.random.sample(range(1, 1 + len(CHANGES)), 2)
+    with ckptstore.open(path, chunk_bytes=1 << 16) as kept:
+        for step, what in enumerate(["nothing", *changing.random.sample(CHANGES, len(CHANGES))]):
+            changing.change(what)
+            snapshot, alike = kept.commit({"x": changing.state()}, step=step), True
+            if step in compared:
+                with ckptstore.open(path) as fresh:
+                    alike = fresh.commit({"x": changing.state()}, step=step).content_id == snapshot.content_id
+            same = all(torch.equal(snapshot.read(f"x/{name}"), whole) for name, whole in changing.wholes().items())
+            found.append((what, same, alike))
+    return found
+
+
+def test_whatever_changes_between_commits_is_noticed(pool: Pool, tmp_path: Path, seed: int) -> None:
+    for found in pool.run(commit_changing, tmp_path / "store", seed):
+        assert {what for what, _, _ in found} == {"nothing", *CHANGES}
+        assert all(same and alike for _, same, alike in found), found
 
 
 def commit_badly(rank: int, path: Path) -> tuple[dict[int, str], int]:

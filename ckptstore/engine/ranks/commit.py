@@ -13,6 +13,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import TypeAlias
 
+from ckptstore.core.collector import uncollected
 from ckptstore.core.config import StoreConfig
 from ckptstore.core.ids import CommitId, SessionId
 from ckptstore.core.model import CommitDocument
@@ -108,7 +109,8 @@ class RanksCommitter:
                 chunk_bytes, encoding = self._config.chunk_bytes, self._config.codec != "raw"
                 self._room = rank_room(memory_budget_bytes, chunk_bytes, self._threads.count, encoding=encoding)
                 label, flats = prepare()
-                described.append((label, flats, encode_description(flats, self._schemas)))
+                with uncollected():
+                    described.append((label, flats, encode_description(flats, self._schemas)))
             label, _, description = described[0]
             known = digest_of(description) == self._described and not asked
             return frames.join([head_of(label), digest_of(description), b"" if known else description])
@@ -128,8 +130,9 @@ class RanksCommitter:
 
     def _follow(self, task: bytes, flats: Mapping[str, Flat], rank: int) -> bytes:
         """Work out what a new task means here."""
-        self._task, self._runs = decode_task(task), RunMemory()
-        self._moves = moves_of(self._task, Boxes(list(flats.values()), self._config.chunk_bytes), rank)
+        with uncollected():
+            self._task, self._runs = decode_task(task), RunMemory()
+            self._moves = moves_of(self._task, Boxes(list(flats.values()), self._config.chunk_bytes), rank)
         return b""
 
     def _attempt(

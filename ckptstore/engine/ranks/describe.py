@@ -33,12 +33,12 @@ def encode_description(flats: Mapping[str, Flat], schemas: LastSchemas) -> bytes
     known: dict[int, int] = {}  # numbers of holdings by their identity, which costs no hash of a mesh of many ranks
     trees = []
     for key, flat in flats.items():
-        held = []
+        held = [-1] * len(flat.schema)
         for leaf, (holding, _, _) in flat.held.items():
             number = known.get(id(holding))
             if number is None:
                 number = known[id(holding)] = holdings.setdefault(holding, len(holdings))
-            held.append((leaf, number))
+            held[leaf] = number
         trees.append([key, held, list(flat.marks.items())])
     # Layers repeat: most leaves are held as many others are.
     distinct = [
@@ -68,7 +68,7 @@ def decode_description(data: bytes, schemas: dict[bytes, Schema]) -> list[RankTr
         holdings = [Holding(meshes[mesh], placements[names], _boxes(boxes)) for mesh, names, boxes in head["holdings"]]
         encoded = frames.split(joined, len(head["trees"]))
         return [
-            RankTree(key, _schema(schema, schemas), schema, {leaf: holdings[number] for leaf, number in held}, dict(marks))
+            RankTree(key, _schema(schema, schemas), schema, {i: holdings[n] for i, n in enumerate(held) if n >= 0}, dict(marks))
             for (key, held, marks), schema in zip(head["trees"], encoded, strict=True)
         ]
     except (KeyError, TypeError, ValueError, IndexError) as error:

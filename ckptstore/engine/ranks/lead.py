@@ -5,6 +5,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
+from ckptstore.core.collector import uncollected
 from ckptstore.core.config import StoreConfig
 from ckptstore.core.ids import SessionId, digest, document_key, parse_pack_id
 from ckptstore.core.model import PackRecord, Schema
@@ -12,7 +13,7 @@ from ckptstore.engine.budget import WINDOW_BYTES
 from ckptstore.engine.label import Label
 from ckptstore.engine.publish import Metadata, Published, Publisher, entry_body
 from ckptstore.engine.ranks import frames
-from ckptstore.engine.ranks.assemble import Receipt, Sighting, assemble, layout_of, logical_bytes
+from ckptstore.engine.ranks.assemble import Assembler, Receipt, Sighting, layout_of, logical_bytes
 from ckptstore.engine.ranks.decide import Decided, decide
 from ckptstore.engine.ranks.describe import RankTree, decode_description
 from ckptstore.engine.ranks.merge import merge
@@ -55,6 +56,7 @@ class Lead:
         self._descriptions: list[list[RankTree]] = []
         self._options: Options | None = None
         self._plan = RanksPlan([])
+        self._assembler = Assembler(self._plan)
         self._layout = b""
         self._decided = Decided()
         self._sightings: list[Sighting] = []
@@ -74,19 +76,25 @@ class Lead:
         # Who sends its description has no task for it: another store object, or a plan that some rank could not follow.
         if digests == self._described and options == self._options and not any(full):
             return [frames.join([SAME, session.encode(), b""])] * len(messages)
+        with uncollected():
+            tasks = self._tasks(digests, full, options)
+        return [frames.join([PLANNED, session.encode(), task]) for task in tasks]
+
+    def _tasks(self, digests: list[bytes], full: Sequence[bytes], options: Options) -> list[bytes]:
+        """Plan anew; `full` are the ranks' descriptions, or nothing where those of the last plan hold."""
         known: dict[bytes, Schema] = {}
         descriptions = self._descriptions
         if digests != self._described:
             descriptions = [decode_description(each, known) for each in full]
         self._described = []
-        merged, chunk_bytes = merge(descriptions), self._config.chunk_bytes
-        self._plan = plan_ranks(merged, len(messages), chunk_bytes, canonical=options.canonical, window_bytes=options.window_bytes)
-        self._layout = layout_of(self._plan, len(messages))
-        tasks = encode_tasks(
-            self._plan, [[tree.key for tree in trees] for trees in descriptions], trust_replicated=options.trust_replicated
-        )
+        merged, chunk_bytes, size = merge(descriptions), self._config.chunk_bytes, len(full)
+        self._plan = plan_ranks(merged, size, chunk_bytes, canonical=options.canonical, window_bytes=options.window_bytes)
+        self._assembler = Assembler(self._plan)
+        self._layout = layout_of(self._plan, size)
+        keys = [[tree.key for tree in trees] for trees in descriptions]
+        tasks = encode_tasks(self._plan, keys, trust_replicated=options.trust_replicated)
         self._described, self._descriptions, self._options = digests, descriptions, options
-        return [frames.join([PLANNED, session.encode(), task]) for task in tasks]
+        return tasks
 
     def decide(self, handed_in: Sequence[bytes]) -> list[bytes]:
         """Answer what ranks reported of their contents: what is left for each to write."""
@@ -116,7 +124,8 @@ class Lead:
         Whatever this raises, it raises before the log is asked, or when the log's answer is unknown: then nothing may be deleted.
         """
         heads, receipts = _receipts(handed_in)
-        trees = assemble(self._plan, self._decided, receipts, self._sightings)
+        with uncollected():
+            trees = self._assembler.assemble(self._decided, receipts, self._sightings)
         metadata = self._publisher.write_metadata(trees, dedup, packs, self._layout)
         packs.wait()
         records = [pack.record for pack in packs.closed]

@@ -105,7 +105,8 @@ def _merge_key(key: str, trees: dict[int, RankTree]) -> MergedTree:
 
 def _same(key: str, schema: Schema, trees: dict[int, RankTree]) -> MergedTree:
     columns = zip(schema.paths, schema.kinds, schema.dtypes, schema.shapes, strict=True)
-    leaves = [MergedLeaf(*column, tuple(Holder(rank, i) for rank in trees)) for i, column in enumerate(columns)]
+    holders = zip(*([Holder(rank, i) for i in range(len(schema))] for rank in trees), strict=True)
+    leaves = [MergedLeaf(*column, each) for column, each in zip(columns, holders, strict=True)]
     return MergedTree(key, schema.skeleton, leaves, trees)
 
 

@@ -15,7 +15,7 @@ from ckptstore.core import dtypes
 from ckptstore.core.geometry import Grid, grid
 from ckptstore.core.model import INLINE_BYTES, Box
 from ckptstore.engine.budget import WINDOW_BYTES
-from ckptstore.engine.ranks.merge import Finished, Holder, MergedLeaf, MergedTree
+from ckptstore.engine.ranks.merge import Holder, MergedLeaf, MergedTree
 from ckptstore.engine.ranks.tiling import Cell, Fragment, Span, Tiling, misfit, tile
 from ckptstore.errors import Conflict
 
@@ -108,8 +108,6 @@ class RanksPlan:
     shared: list[Shared] = field(default_factory=list)
     load: list[int] = field(default_factory=list)
     exchanged_bytes: int = 0
-    finished: dict[tuple[int, frozenset[int]], Finished] = field(default_factory=dict)
-    """Trees as they are when certain leaves have turned out to be private, by number."""
 
     def leaf(self, target: Target) -> MergedLeaf:
         return self.trees[target.tree].leaves[target.leaf]
@@ -142,8 +140,9 @@ def nbytes_of(leaf: MergedLeaf) -> int:
 
 def _how_held(tree: MergedTree, leaf: MergedLeaf) -> object:
     """Equal for leaves that are placed alike: a model repeats its layers, and descriptions their holdings."""
-    holders = [(tree.trees[rank], rank, number) for rank, number in leaf.holders]
-    return leaf.kind, leaf.dtype, leaf.shape, tuple([(rank, id(each.held.get(n)), each.marks.get(n)) for each, rank, n in holders])
+    trees = tree.trees
+    holders = tuple([(rank, id(trees[rank].held.get(n)), trees[rank].marks.get(n)) for rank, n in leaf.holders])
+    return leaf.kind, leaf.dtype, leaf.shape, holders
 
 
 def _place_alike(plan: RanksPlan, first: Target, target: Target) -> None:

@@ -101,30 +101,31 @@ def _is_subclass(cls: type, module: str, name: str) -> bool:
 
 
 class _Placed(NamedTuple):
-    """What a DTensor's placements say of one rank: the shape of its part, the boxes in it, and where in the part each of them lies."""
+    """What a DTensor's placements say of one rank: the boxes that it has, the shape of its part, and where in the part each box lies."""
 
+    shape: Shape
     holding: Holding
     local_shape: Shape
     local: tuple[Box, ...]
 
 
 def _held_of_dtensor(tensor: Any) -> Held:
-    mesh, shape = tensor.device_mesh, tuple(tensor.shape)
+    mesh = tensor.device_mesh
     where = mesh.get_coordinate()
-    placed = _placed(mesh, tensor.placements, shape, None if where is None else tuple(where))
+    shape, holding, local_shape, local_boxes = _placed(mesh, tensor.placements, tensor.shape, None if where is None else tuple(where))
     if where is None:
-        return Held(shape, tensor.dtype, placed.holding, ())
+        return Held(shape, tensor.dtype, holding, ())
     local = _local_of(tensor)
-    if tuple(local.shape) != placed.local_shape:
+    if local.shape != local_shape:
         raise InvalidInput(
-            f"this rank holds {list(local.shape)} of a DTensor of shape {list(shape)} placed as {', '.join(placed.holding.placements)}; "
-            f"wanted {list(placed.local_shape)}: was it made by from_local without shape and stride? Commit tensor.full_tensor()"
+            f"this rank holds {list(local.shape)} of a DTensor of shape {list(shape)} placed as {', '.join(holding.placements)}; "
+            f"wanted {list(local_shape)}: was it made by from_local without shape and stride? Commit tensor.full_tensor()"
         )
-    boxes = placed.holding.boxes
+    boxes = holding.boxes
     if len(boxes) == 1:  # all of what is here
-        return Held(shape, tensor.dtype, placed.holding, ((boxes[0], local),))
-    parts = tuple([(box, _view(local, place)) for box, place in zip(boxes, placed.local, strict=True)])
-    return Held(shape, tensor.dtype, placed.holding, parts)
+        return Held(shape, tensor.dtype, holding, ((boxes[0], local),))
+    parts = tuple([(box, _view(local, place)) for box, place in zip(boxes, local_boxes, strict=True)])
+    return Held(shape, tensor.dtype, holding, parts)
 
 
 @lru_cache(1 << 14)
@@ -132,9 +133,9 @@ def _placed(mesh: Any, placements: tuple[Any, ...], shape: Shape, where: tuple[i
     """Tensors of one shape are placed alike, layer after layer and commit after commit."""
     if any(placement.is_partial() for placement in placements):
         raise InvalidInput("a DTensor with Partial placements holds unfinished sums; redistribute it to Replicate or Shard first")
-    names = tuple(map(str, placements))
+    names, shape = tuple(map(str, placements)), tuple(shape)
     if where is None:
-        return _Placed(Holding(_mesh_of(mesh), names, ()), (), ())
+        return _Placed(shape, Holding(_mesh_of(mesh), names, ()), (), ())
     cuts = tuple(
         Cut(placement.dim % len(shape), size, number, getattr(placement, "split_factor", 1))
         for placement, size, number in zip(placements, mesh.shape, where, strict=True)
@@ -142,7 +143,7 @@ def _placed(mesh: Any, placements: tuple[Any, ...], shape: Shape, where: tuple[i
     )
     held = held_boxes(shape, cuts)
     holding = Holding(_mesh_of(mesh), names, tuple(each.box for each in held))
-    return _Placed(holding, local_shape(shape, cuts), tuple(each.local for each in held))
+    return _Placed(shape, holding, local_shape(shape, cuts), tuple(each.local for each in held))
 
 
 @lru_cache(256)
@@ -152,9 +153,10 @@ def _mesh_of(mesh: Any) -> Mesh:
 
 def _local_of(tensor: Any) -> torch.Tensor:
     local: Any = tensor._local_tensor  # to_local() would build a view for autograd
-    if hasattr(local, "wait"):  # the result of a collective that may still be under way
+    if type(local) is not torch.Tensor and hasattr(local, "wait"):  # the result of a collective that may still be under way
         local = local.wait()
-    local = local.detach()
+    if local.requires_grad or type(local) is not torch.Tensor:
+        local = local.detach()
     if type(local) is not torch.Tensor or not tensors.is_strided(local):
         raise InvalidInput(f"this rank's part of a DTensor is a {type(local).__qualname__}, no plain block of memory; dequantize it first")
     return local
