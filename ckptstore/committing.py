@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import cache, cached_property, partial
+from functools import cache, partial
 from typing import Any, Literal, TypeAlias
 
 from ckptstore.core.ids import CommitId
@@ -15,9 +15,9 @@ from ckptstore.core.model import CommitDocument
 from ckptstore.core.settings import Settings
 from ckptstore.engine.asynchronous import AsyncCommits
 from ckptstore.engine.checkout import Reader
-from ckptstore.engine.commit import CommitStats, Committed, Committer
+from ckptstore.engine.commit import CommitStats, Committed
+from ckptstore.engine.crew import Crew
 from ckptstore.engine.descent import Descent
-from ckptstore.engine.hiring import Hired, HiredCommitter
 from ckptstore.engine.label import Label, label_of
 from ckptstore.engine.look_up import LookUp
 from ckptstore.engine.opening import Opening
@@ -25,11 +25,9 @@ from ckptstore.engine.parts import PartsCommitter
 from ckptstore.engine.pending import Pending
 from ckptstore.engine.progress import CommitProgress, Watch
 from ckptstore.engine.ranks.agree import begun_by_all, is_due_for_all
-from ckptstore.engine.ranks.commit import Prepare, RanksCommitted, RanksCommitter
-from ckptstore.engine.ranks.hiring import HiredRanks
+from ckptstore.engine.ranks.commit import Prepare, RanksCommitted
 from ckptstore.engine.ranks.lead import Options
 from ckptstore.engine.schedule import Schedule, rule_of
-from ckptstore.engine.transfer import Threads
 from ckptstore.engine.wish import Made, Overlap, Route, Staging, Wish, by_itself
 from ckptstore.errors import InvalidInput
 from ckptstore.snapshot import Snapshot
@@ -51,9 +49,6 @@ PendingCommit: TypeAlias = Pending[Snapshot]
 RATE_BYTES = 64 << 20
 """Commits that write less say nothing about the disk's speed."""
 
-REMOTE_READS = 8
-"""So many reads from a bucket are under way at once, whatever the number of processors: they wait for the network."""
-
 
 class Committing:
     """The part of `Store` that makes commits."""
@@ -64,8 +59,7 @@ class Committing:
         if tier:
             opening.objects.rescue = tier.rescue
         self._opening, self._settings = opening, settings
-        self._threads, self._aside = Threads(settings.threads), Threads(settings.threads, aside=True)
-        self._reading = self._threads if opening.backend.durable_root else Threads(max(settings.threads, REMOTE_READS))
+        self._crew = Crew(opening, settings)
         self._lock = threading.Lock()
         self._disk = DiskWatch(opening, settings.run, settings.on_full)
         self._descent = Descent()
@@ -131,7 +125,7 @@ class Committing:
             started = time.perf_counter()
 
             def commit(prepared: Prepare) -> RanksCommitted:
-                return self._ranks_committer.commit(peers, prepared, options, started, memory_budget_bytes=memory_budget_bytes)
+                return self._crew.ranks.commit(peers, prepared, options, started, memory_budget_bytes=memory_budget_bytes)
 
             committed = self._make_together(peers, prepare, commit)
             self._descent.now(committed.id)
@@ -160,14 +154,14 @@ class Committing:
             started = time.perf_counter()
             label = replace(label, parents=self._descent.parents())
             state = flats()
-            committed = self._make(state, lambda: self._committer.commit(state, label, started, memory_budget_bytes=memory_budget_bytes))
+            committed = self._make(state, lambda: self._crew.one.commit(state, label, started, memory_budget_bytes=memory_budget_bytes))
             self._descent.now(committed.id)
         return self._committed(committed)
 
-    @cached_property
+    @property
     def parts(self) -> PartsCommitter:
         """For commits whose parts another library's ranks write: `open` and `write` are for them, `commit_parts` ends it."""
-        return PartsCommitter(self._opening.config, self._opening.objects, self._opening.log, self._threads)
+        return self._crew.parts
 
     def commit_parts(
         self,
@@ -264,7 +258,7 @@ class Committing:
     @property
     def worker_pid(self) -> int | None:
         """The process that makes asynchronous commits with `executor="process"`; None while there is none."""
-        return self._hired.pid if "_hired" in self.__dict__ else None
+        return self._crew.worker_pid
 
     @contextmanager
     def committing(self) -> Iterator[None]:
@@ -279,51 +273,8 @@ class Committing:
     def _let_go(self) -> None:
         with self._lock:
             self._async.close()
-            if "_hired" in self.__dict__:
-                self._hired.let_go()
-            self._threads.close()
-            self._aside.close()
-            self._reading.close()
+            self._crew.let_go()
             self._opening.close()
-
-    @cached_property
-    def _committer(self) -> Committer:
-        return Committer(self._opening.config, self._opening.objects, self._opening.log, self._threads)
-
-    @cached_property
-    def _committer_aside(self) -> Committer:
-        return Committer(self._opening.config, self._opening.objects, self._opening.log, self._aside)
-
-    @cached_property
-    def _ranks_committer(self) -> RanksCommitter:
-        return RanksCommitter(self._opening.config, self._opening.objects, self._opening.log, self._threads)
-
-    @cached_property
-    def _ranks_committer_aside(self) -> RanksCommitter:
-        return RanksCommitter(self._opening.config, self._opening.objects, self._opening.log, self._aside)
-
-    @cached_property
-    def _hired(self) -> Hired:
-        settings = self._settings
-        return Hired(
-            place=self._opening.place,
-            storage_options=settings.storage_options,
-            direct_io=settings.direct_io,
-            index=settings.index,
-            threads=settings.threads,
-        )
-
-    @cached_property
-    def _hired_committer(self) -> HiredCommitter:
-        return HiredCommitter(self._hired, self._reader)
-
-    @cached_property
-    def _hired_ranks(self) -> HiredRanks:
-        return HiredRanks(self._hired)
-
-    @cached_property
-    def _reader(self) -> Reader:
-        return Reader(self._opening.config, self._opening.objects, self._reading)
 
     def _wake_tier(self) -> None:
         if self._tier:
@@ -333,9 +284,9 @@ class Committing:
         """What the background does with a state that was staged."""
         with self._lock:
             if self._settings.executor == "process":
-                committed = self._make(flats, lambda: self._hired_committer.commit(flats, arena, label, pending.started, watch))
+                committed = self._make(flats, lambda: self._crew.hired_one.commit(flats, arena, label, pending.started, watch))
             else:
-                committed = self._make(flats, lambda: self._committer_aside.commit(flats, label, pending.started, watch))
+                committed = self._make(flats, lambda: self._crew.one_aside.commit(flats, label, pending.started, watch))
         return self._made(committed, committed.ids, pending)
 
     def _made(self, committed: Committed | RanksCommitted, ids: Mapping[int, bytes], pending: PendingCommit) -> Made[Snapshot]:
@@ -372,7 +323,8 @@ class Committing:
         def flats() -> dict[str, Flat]:
             return flatten(app_state, allow_pickle=wish.allow_pickle)
 
-        return Route(flats, self._commit_staged, by_itself, whole=self._settings.executor == "process")
+        elsewhere = self._settings.executor == "process"
+        return Route(flats, self._commit_staged, by_itself, whole=elsewhere, elsewhere=elsewhere)
 
     def _together(
         self, app_state: Mapping[str, Any], wish: Wish, globs: Globs, options: Options, process_group: Any, timeout_s: float
@@ -394,13 +346,14 @@ class Committing:
 
             def commit(prepared: Prepare) -> RanksCommitted:
                 if self._settings.executor == "process":
-                    return self._hired_ranks.commit(behind, prepared, arena, options, pending.started, watch)
-                return self._ranks_committer_aside.commit(behind, prepared, options, pending.started, watch)
+                    return self._crew.hired_ranks.commit(behind, prepared, arena, options, pending.started, watch)
+                return self._crew.ranks_aside.commit(behind, prepared, options, pending.started, watch)
 
             committed = self._make_together(behind, prepare, commit)
             return self._made(committed, {}, pending)
 
-        return Route(flats, make, partial(begun_by_all, peers), whole=True)
+        elsewhere = self._settings.executor == "process"
+        return Route(flats, make, partial(begun_by_all, peers), whole=True, elsewhere=elsewhere)
 
     def _committed(self, committed: Committed | RanksCommitted) -> Snapshot:
         self._wake_tier()
@@ -417,7 +370,7 @@ class Committing:
         reader: Reader | None = None,
     ) -> Snapshot:
         """A snapshot that waits for lazy copies before it restores, and is the parent of what is committed after it has."""
-        reader = reader or self._reader
+        reader = reader or self._crew.reader
         return Snapshot(reader, commit, document, tags=tags, stats=stats, restoring=self._async.hold, restored=self._descent.now)
 
     def _report(self, committed: Committed | RanksCommitted) -> None:

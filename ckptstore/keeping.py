@@ -6,10 +6,10 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, closing
 from typing import Any
 
+from ckptstore.engine.crew import Crew
 from ckptstore.engine.look_up import Guard
 from ckptstore.engine.naming import AnyRef, find_commit
 from ckptstore.engine.opening import Opening
-from ckptstore.engine.transfer import Threads
 from ckptstore.errors import InvalidInput, ReadOnly, Unavailable
 from ckptstore.objects.backend import open_backend
 from ckptstore.objects.store import ObjectStore
@@ -36,7 +36,7 @@ class Keeping:
 
     run: str
     _opening: Opening
-    _threads: Threads
+    _crew: Crew
 
     @property
     def chunk_bytes(self) -> int:
@@ -175,7 +175,7 @@ class Keeping:
         wanted = choose(self._opening, refs, run=run or (self.run if refs else None), ancestors=ancestors)
         like = self._opening.config if create else None
         with other_end(to, like=like, storage_options=storage_options, index=index) as target:
-            return mirror(self._opening, target, wanted, options, self._threads, dry_run=dry_run, progress=progress)
+            return mirror(self._opening, target, wanted, options, self._crew.threads, dry_run=dry_run, progress=progress)
 
     def pull(
         self,
@@ -196,7 +196,7 @@ class Keeping:
         options = MirrorOptions(tags, force, verify)
         with other_end(source, read_only=True, storage_options=storage_options, index=index) as origin:
             wanted = choose(origin, refs, run=run or (self.run if refs else None), ancestors=ancestors)
-            return mirror(origin, self._opening, wanted, options, self._threads, dry_run=dry_run, progress=progress)
+            return mirror(origin, self._opening, wanted, options, self._crew.threads, dry_run=dry_run, progress=progress)
 
     def mirror(
         self,

@@ -143,7 +143,7 @@ class Store(Committing, Keeping):
 
     def tag(self, name: str, ref: AnyRef = "latest") -> None:
         """Let `name` mean the commit `ref`, moving it if it meant another."""
-        set_tag(self._opening, self._reader, check_tag(name), self._resolve(ref))
+        set_tag(self._opening, self._crew.reader, check_tag(name), self._resolve(ref))
         self._wake_tier()
 
     def untag(self, name: str) -> None:
@@ -201,5 +201,5 @@ class Store(Committing, Keeping):
         return self._tier.newest_first(self.run, state) if self._tier else [(None, info) for info in newest_first(state, self.run)]
 
     def _snapshot(self, info: Resolved, reader: Reader | None = None) -> Snapshot:
-        document = (reader or self._reader).document(info.session, info.id)
+        document = (reader or self._crew.reader).document(info.session, info.id)
         return self._handle(info.id, document, info.tags, reader=reader)

@@ -120,7 +120,7 @@ class AsyncCommits(Generic[S]):
         """Copy what must be copied before the call returns, or say why that cannot be now."""
         if not self._background.admit(wait=wish.overlap == "wait"):
             return "another commit is in flight"
-        state = self._plan(app_state, route.flatten(), wish, taken, whole=route.whole)
+        state = self._plan(app_state, route.flatten(), wish, taken, elsewhere=route.elsewhere)
         if route.whole and state.plan.borrowed:
             raise InvalidInput(
                 f"a state of {bytes_text(state.nbytes)} does not fit into {bytes_text(self.pool.budget_bytes)} of staging memory, and who "
@@ -134,7 +134,7 @@ class AsyncCommits(Generic[S]):
         staged = stage(state.plan, state.flats, arena, self._copiers.spread, state.looked_up, arrivals)
         return _Begun(state, arena, arrivals, staged)
 
-    def _plan(self, app_state: Mapping[str, Any], flats: Mapping[str, Flat], wish: Wish, taken: ExitStack, *, whole: bool) -> "_State":
+    def _plan(self, app_state: Mapping[str, Any], flats: Mapping[str, Flat], wish: Wish, taken: ExitStack, *, elsewhere: bool) -> "_State":
         sources, paths = leaves_of(flats), paths_of(flats)
         candidates: list[Candidate] = []
         if wish.trust_version:
@@ -147,7 +147,7 @@ class AsyncCommits(Generic[S]):
             optimizers = optimizers_in(app_state)
             self._hooks.install(optimizers)
             lazy = changed_by_steps(optimizers, sources)
-        elif not (whole or wish.dedup_first):
+        elif not elsewhere:
             away = leaves_away(sources)
         flats = with_leaves(flats, sources)
         looked_up: Mapping[int, LookedUp] = {}
@@ -182,7 +182,7 @@ class AsyncCommits(Generic[S]):
         failed: BaseException | None = None
         try:
             with job.taken, self._copying(job) as copied:
-                if job.route.whole:
+                if job.route.elsewhere:
                     copied()
                 label, watch = replace(job.label, parents=parents), PendingWatch(pending, job.loan, copied)
                 made = job.route.make(job.begun.staged, job.begun.arena, label, pending, watch)

@@ -16,7 +16,8 @@ T = TypeVar("T")
 
 
 ASIDE_NICE = 10
-"""By how much threads step aside that work behind a caller's back: training keeps its cores, and idle ones are used all the same."""
+"""By how much threads step aside that work behind a caller's back: training keeps its cores, and idle ones are used all the same. At 19,
+a commit beside training on all cores took 10.7 s instead of 3.2, and training no less (`--case async-training`)."""
 
 
 class Threads:

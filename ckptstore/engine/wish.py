@@ -52,13 +52,14 @@ class Route(Generic[S]):
 
     `flatten` is called within the call, `make` in the background with the staged state, one at a time. `begin` calls what copies the state,
     which returns why it cannot be begun now, or nothing; several ranks agree there. What is not `whole` may leave leaves uncopied until
-    they have been written.
+    they have been written. What is `elsewhere` is made by somebody who does not see what has arrived: when everything has.
     """
 
     flatten: Callable[[], Mapping[str, Flat]]
     make: Callable[[Mapping[str, Flat], Arena, Label, Pending[S], Watch], Made[S]]
     begin: Callable[[Callable[[], str]], str]
     whole: bool
+    elsewhere: bool
 
 
 def by_itself(begin: Callable[[], str]) -> str:

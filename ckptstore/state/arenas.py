@@ -71,18 +71,23 @@ class Place(NamedTuple):
 
 
 class PartSource:
-    """A leaf whose chunks' ids are known, and of which no more lies in `memory` than `places` say, in order."""
+    """A leaf whose chunks' ids are known, and of which no more lies in `memory`, or will, than `places` say, in order."""
 
-    __slots__ = ("known_ids", "memory", "nbytes", "places", "width")
+    __slots__ = ("arrivals", "known_ids", "memory", "nbytes", "places", "width")
 
-    def __init__(self, memory: memoryview, places: Sequence[Place], known_ids: bytes, nbytes: int, width: int) -> None:
+    def __init__(
+        self, memory: memoryview, places: Sequence[Place], known_ids: bytes, nbytes: int, width: int, arrivals: Arrivals | None = None
+    ) -> None:
         self.memory, self.places, self.known_ids, self.nbytes, self.width = memory, tuple(places), known_ids, nbytes, width
+        self.arrivals = arrivals
 
     def view(self, start: int, stop: int) -> memoryview:
         i = bisect_right(self.places, start, key=lambda place: place.start) - 1
         if i < 0 or stop > self.places[i].stop:
             raise NotCopied(f"bytes {start}:{stop} of a leaf of {self.nbytes} were left to the store")
         offset = self.places[i].offset + start - self.places[i].start
+        if self.arrivals:
+            self.arrivals.wait(offset, offset + stop - start)
         return self.memory[offset : offset + stop - start]
 
     def stage(self, start: int, stop: int, out: memoryview) -> None:

@@ -78,11 +78,11 @@ def test_who_wants_what_could_not_be_copied_is_told_why() -> None:
 # -- the commit --
 
 
-@pytest.mark.parametrize("staging", ["eager", "lazy"])
+@pytest.mark.parametrize("how", [{"staging": "eager"}, {"staging": "lazy"}, {"dedup_first": True}], ids=str)
 def test_each_piece_is_written_before_the_next_one_arrives(
-    store: ckptstore.Store, away: None, monkeypatch: pytest.MonkeyPatch, staging: Any
+    store: ckptstore.Store, away: None, monkeypatch: pytest.MonkeyPatch, how: dict[str, Any]
 ) -> None:
-    written, changed = set[int](), threading.Condition()
+    written, copied, changed = set[int](), list[int](), threading.Condition()
 
     def worked(self: PendingWatch, batch: Sequence[Run]) -> None:
         with changed:
@@ -92,15 +92,16 @@ def test_each_piece_is_written_before_the_next_one_arrives(
     def before(piece: int) -> None:
         with changed:
             assert changed.wait_for(lambda: written >= set(range(piece)), HANGS_S), f"piece {piece}: only {written} were written"
+        copied.append(piece)
 
     monkeypatch.setattr(PendingWatch, "worked", worked)
     copying(monkeypatch, before)
     model = torch.nn.ParameterDict({"w": torch.nn.Parameter(pieces(), requires_grad=False)})
     state = {"model": model, "optimizer": torch.optim.SGD(model.parameters())}
-    pending = store.commit_async(state, staging=staging)
+    pending = store.commit_async(state, **how)
     pending.wait_staged()
     model["w"].zero_()
-    assert written >= set(range(PIECES - 1))
+    assert sorted(copied) == list(range(PIECES)) and written >= set(range(PIECES - 1))
     assert torch.equal(pending.wait().read("model/w"), pieces())
 
 

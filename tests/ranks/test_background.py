@@ -14,14 +14,19 @@ import torch.distributed as dist
 from torch import nn
 
 import ckptstore
+from ckptstore.engine import lazy
+from ckptstore.engine.ranks import hashing
 from ckptstore.engine.ranks.commit import _Attempt
 from ckptstore.engine.ranks.lead import Lead
-from tests.asynchronous.states import Gate
-from tests.ranks.layouts import full, layout, meet
+from ckptstore.state import devices
+from ckptstore.state.staging import PIECE_BYTES
+from tests.asynchronous.states import HANGS_S, Gate
+from tests.ranks.layouts import full, group_of, layout, meet
 from tests.ranks.pool import Pool
 from tests.ranks.test_failures import Refusing
 
 KIB = 1 << 10
+PIECES = 3
 
 
 def a_state(rank: int, n: int, step: float) -> dict[str, Any]:
@@ -192,6 +197,49 @@ def doomed() -> Iterator[Pool]:
     pool = Pool(3)
     yield pool
     pool.close()
+
+
+def hash_what_has_arrived(rank: int, path: Path, how: dict[str, Any]) -> int:
+    """Two ranks deliver a piece only when those before it have been hashed; this host's memory counts as a device's."""
+    group = group_of(2)
+    if rank > 1:
+        return 0
+    hashed, copied, changed = list[int](), list[int](), threading.Condition()
+    model = nn.ParameterDict({"w": nn.Parameter(torch.arange(PIECES * PIECE_BYTES // 8) + rank, requires_grad=False)})
+    state = {"model": model, "optimizer": torch.optim.SGD(model.parameters())}
+    digest, copy = hashing.digest, lazy.copy_task
+
+    def noted_digest(data: memoryview) -> bytes:
+        found = digest(data)
+        with changed:
+            hashed.append(len(data))
+            changed.notify_all()
+        return found
+
+    def copy_task(task: Any, arena: Any) -> None:
+        piece = task[0].offset // PIECE_BYTES
+        with changed:
+            assert changed.wait_for(lambda: sum(hashed) >= piece * PIECE_BYTES, HANGS_S), f"piece {piece}: only {sum(hashed)} bytes"
+        copied.append(piece)
+        copy(task, arena)
+
+    with pytest.MonkeyPatch.context() as patch, ckptstore.open(path) as store:
+        patch.setattr(hashing, "digest", noted_digest)
+        patch.setattr(lazy, "copy_task", copy_task)
+        patch.setattr(devices, "AWAY", frozenset(["cpu"]))
+        pending = store.commit_async(state, process_group=group, private=["model/*"], **how)
+        pending.wait_staged()
+        model["w"].data.zero_()
+        pending.wait()
+    return len(copied)
+
+
+@pytest.mark.parametrize("how", [{"staging": "eager"}, {"staging": "lazy"}], ids=str)
+def test_each_rank_hashes_a_piece_before_the_next_one_arrives(pool: Pool, tmp_path: Path, how: dict[str, Any]) -> None:
+    assert pool.run(hash_what_has_arrived, tmp_path / "store", how) == [PIECES, PIECES, 0, 0]
+    with ckptstore.open(tmp_path / "store") as store:
+        for rank in range(2):
+            assert torch.equal(store.checkout().read(f"model/w/{rank}"), torch.arange(PIECES * PIECE_BYTES // 8) + rank)
 
 
 @pytest.mark.soak
