@@ -7,9 +7,9 @@ arrived; several threads keep the device's copy engine busy.
 """
 
 import logging
+import threading
 from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext, suppress
-from functools import cache
 from typing import Any
 from weakref import finalize
 
@@ -51,7 +51,7 @@ def prepare(devices: Iterable[torch.device], arena: Arena) -> None:
     that waits for the copy."""
     for device in devices:
         _stream(device).wait_stream(torch.cuda.current_stream(device))
-        _pin(arena)
+        _pin(arena, device)
 
 
 def beside_training(device: torch.device) -> AbstractContextManager[Any]:
@@ -59,22 +59,31 @@ def beside_training(device: torch.device) -> AbstractContextManager[Any]:
     return torch.cuda.stream(_stream(device)) if device.type == "cuda" else nullcontext()
 
 
-@cache
+_streams: dict[torch.device, torch.cuda.Stream] = {}
+_making_streams = threading.Lock()
+
+
 def _stream(device: torch.device) -> torch.cuda.Stream:
-    return torch.cuda.Stream(device)
+    """One for the device. Of two, made by threads that commit at once, the one that waits could be another than the one that copies."""
+    with _making_streams:
+        if device not in _streams:
+            _streams[device] = torch.cuda.Stream(device)
+        return _streams[device]
 
 
-def _pin(arena: Arena) -> None:
-    """Once per arena. Where the host allows no more locked memory, copies go through the driver's own buffers: slower, not wrong."""
+def _pin(arena: Arena, device: torch.device) -> None:
+    """Once per arena, for every device, by way of `device`: one that is not used would be set up for it, which takes memory. Where the
+    host allows no more locked memory, copies go through the driver's own buffers: slower, not wrong."""
     if arena.pinned:
         return
     cudart: Any = torch.cuda.cudart()
-    error = int(cudart.cudaHostRegister(arena.address, arena.nbytes, _PORTABLE))
+    with torch.cuda.device(device):
+        error = int(cudart.cudaHostRegister(arena.address, arena.nbytes, _PORTABLE))
     arena.pinned = True  # or not to be asked again
     if error:
         # CUDA reports it once more, to whoever launches a kernel next: that must not be training.
         with suppress(RuntimeError):
-            torch.ones(1, device="cuda")
+            torch.ones(1, device=device)
         logger.warning(
             "%d bytes of staging memory could not be pinned (CUDA error %d): copies from the device are slower", arena.nbytes, error
         )

@@ -172,7 +172,7 @@ def stage(
         for n, offset in plan.offsets.items():
             sources[n] = ArenaSource(arena.memory, offset, sources[n].nbytes, sources[n].width, arrivals)
         for n, places in plan.parts.items():
-            sources[n] = PartSource(arena.memory, places, looked_up[n].ids, sources[n].nbytes, sources[n].width)
+            sources[n] = PartSource(arena.memory, places, looked_up[n].ids, sources[n].nbytes, sources[n].width, arrivals)
     return with_leaves(flats, sources)
 
 

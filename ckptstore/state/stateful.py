@@ -2,6 +2,7 @@
 
 import random
 import sys
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -22,7 +23,7 @@ class StateDict(dict[str, Any]):
 
 
 class RNGState:
-    """The random number generators of Python, numpy, torch on the CPU and every CUDA device.
+    """The random number generators of Python, numpy, torch on the CPU and, where this process uses CUDA, every CUDA device.
 
     Has no state of its own: `state_dict` reads the generators without drawing from them, `load_state_dict` sets them; of CUDA devices,
     those that both sides have. A restore does so after everything else, so that nothing it runs draws afterwards. What TorchSnapshot's
@@ -33,7 +34,7 @@ class RNGState:
         state: dict[str, Any] = {"python": random.getstate(), "torch": torch.get_rng_state()}
         if "numpy" in sys.modules:
             state["numpy"] = sys.modules["numpy"].random.get_state(legacy=False)
-        if torch.cuda.is_available():
+        if torch.cuda.is_initialized():  # to ask sets it up: memory on every device, no forks any more, an error in a forked child
             state["cuda"] = torch.cuda.get_rng_state_all()
         return state
 
@@ -47,6 +48,7 @@ class RNGState:
             import numpy as np
 
             np.random.set_state(state_dict["numpy"])
-        if torch.cuda.is_available():
-            for device, state in zip(range(torch.cuda.device_count()), state_dict.get("cuda", ()), strict=False):
-                torch.cuda.set_rng_state(state, device)
+        for device, state in zip(range(torch.cuda.device_count() if "cuda" in state_dict else 0), state_dict.get("cuda", ()), strict=False):
+            with suppress(RuntimeError):  # a forked child cannot use CUDA
+                torch.cuda.init()  # or torch would seed the generators after what is set here
+            torch.cuda.set_rng_state(state, device)

@@ -1,15 +1,22 @@
 """States on a CUDA device: what is decided without one, and, where there is one, commits and restores of it."""
 
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 import ckptstore
 from benchmarks import cuda
+from ckptstore.state import devices
+from ckptstore.state.arenas import Arena
 from ckptstore.state.devices import beside_training, devices_of
 from ckptstore.state.leaves import TensorSource
 from ckptstore.state.staging import PIECE_BYTES, Gather, plan_staging
+from ckptstore.state.stateful import RNGState
 
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="torch finds no CUDA device here")
 
@@ -27,6 +34,76 @@ def test_without_a_device_none_is_prepared() -> None:
     assert devices_of([torch.zeros(3), torch.empty(3, device="meta")]) == frozenset()
     with beside_training(torch.device("cpu")) as stream:
         assert stream is None
+
+
+def test_threads_that_commit_at_once_share_one_stream_beside_training(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What one waits for must be what the other copies through."""
+    device, found = torch.device("cuda", 77), list[Any]()
+
+    def make(of: torch.device) -> object:
+        if not found:
+            found.append(None)
+            other.start()
+            other.join(0.2)  # it is done by then if it made a stream of its own
+        return object()
+
+    monkeypatch.setattr(torch.cuda, "Stream", make)
+    monkeypatch.setattr(devices, "_streams", {}, raising=False)
+    other = threading.Thread(target=lambda: found.append(devices._stream(device)))
+    found[0:] = [devices._stream(device), *found[1:]]
+    other.join()
+    assert len(found) == 2 and found[0] is found[1]
+
+
+def test_memory_is_pinned_by_way_of_the_device_that_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    used: list[Any] = []
+
+    class Cudart:
+        cudaHostUnregister = staticmethod(lambda address: 0)
+
+        @staticmethod
+        def cudaHostRegister(address: int, nbytes: int, flags: int) -> int:
+            used.append((address, nbytes, flags))
+            return 0
+
+    @contextmanager
+    def on(device: torch.device) -> Iterator[None]:
+        used.append(device)
+        yield
+        used.append("left")
+
+    class Stream:
+        def __init__(self, device: torch.device) -> None: ...
+
+        def wait_stream(self, other: Any) -> None:
+            used.append(other)
+
+    for name, fake in (("cudart", Cudart), ("device", on), ("Stream", Stream), ("current_stream", lambda of: f"current of {of}")):
+        monkeypatch.setattr(torch.cuda, name, fake)
+    monkeypatch.setattr(devices, "_streams", {}, raising=False)
+    arena, one, two = Arena(1 << 21, shared=False), torch.device("cuda", 1), torch.device("cuda", 2)
+    for _ in range(2):
+        devices.prepare([one, two], arena)
+    waited = ["current of cuda:1", "current of cuda:2"]
+    assert used == [waited[0], one, (arena.address, arena.nbytes, 1), "left", waited[1], *waited]
+
+
+def test_generators_of_devices_that_this_process_does_not_use_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a forked child, or in a run on the processor of a host with devices."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    assert "cuda" not in RNGState().state_dict()
+
+
+def test_generators_of_devices_are_set_when_no_seed_comes_after(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch carries out what it was asked for before CUDA is initialized in another order: seeds last."""
+    calls: list[Any] = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "init", lambda: calls.append("init"))
+    monkeypatch.setattr(torch.cuda, "set_rng_state", lambda state, device: calls.append((int(state), device)))
+    RNGState().load_state_dict(RNGState().state_dict() | {"cuda": [torch.tensor(5), torch.tensor(6)]})
+    assert calls == ["init", (5, 0)]
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device here, and it would be measured")
