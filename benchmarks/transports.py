@@ -1,4 +1,4 @@
-"""A replica that joins: torchft's transport and ours, from a sender in another process, over the loopback interface or a link.
+"""A replica that joins: torchft's transport and ours, from a sender in another process, on this host or over a link.
 
 A turn is all that a recovery takes: the sender holds its state still and serves it, the receiver receives it. As in a Manager, both begin
 at the same moment. What came is compared, untimed, with what was sent.
@@ -8,7 +8,7 @@ import multiprocessing
 import socket
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -24,6 +24,7 @@ from benchmarks.states import State
 
 OURS, COMMITTED, THEIRS = "ckptstore", "ckptstore, committed", "torchft HTTPTransport"
 IN_PLACE, IN_PLACE_COMMITTED = "ckptstore, in place", "ckptstore, in place, committed"
+BY_TCP, IN_PLACE_BY_TCP = "ckptstore, over TCP", "ckptstore, in place, over TCP"
 TIMEOUT = timedelta(seconds=120)
 SLOW = "1gbit"
 CHUNK_ELEMENTS = (1 << 20) // 4
@@ -68,6 +69,7 @@ def _full(case: str, title: str, context: Context, rate: str = "") -> Result:
     with sender(context, rate) as peer, ExitStack() as stack:
         entrants = [
             _entrant(OURS, "chunks", peer, state, receiving(stack)),
+            *([] if rate else [_entrant(BY_TCP, "chunks", peer, state, receiving(stack, far=True))]),
             _entrant(COMMITTED, "committed", peer, state, receiving(stack)),
             _entrant(THEIRS, "stream", peer, state, their_receiving()),
         ]
@@ -86,8 +88,9 @@ def _recovery(case: str, title: str, context: Context, rate: str = "") -> Result
 
     with sender(context, rate) as peer, ExitStack() as stack:
         entrants = [
-            _entrant(IN_PLACE_COMMITTED, "committed", peer, state, receiving(stack, live, in_place=True), revert),
             _entrant(IN_PLACE, "chunks", peer, state, receiving(stack, live, in_place=True), revert),
+            *([] if rate else [_entrant(IN_PLACE_BY_TCP, "chunks", peer, state, receiving(stack, live, in_place=True, far=True), revert)]),
+            _entrant(IN_PLACE_COMMITTED, "committed", peer, state, receiving(stack, live, in_place=True), revert),
             _entrant(OURS, "chunks", peer, state, receiving(stack, live), revert),
             _entrant(THEIRS, "stream", peer, state, their_receiving()),
         ]
@@ -115,13 +118,20 @@ class Sender:
         return self.answer()
 
 
-def receiving(stack: ExitStack, live: State | None = None, *, in_place: bool = False) -> Receive:
+def receiving(stack: ExitStack, live: State | None = None, *, in_place: bool = False, far: bool = False) -> Receive:
+    """Our receiver; a `far` one does not know that the sender is on its host."""
+    from ckptstore.interop.exchange.protocol import decode_invitation, encode_invitation
     from ckptstore.interop.torchft import StoreTransport
 
     state_dict = (lambda: live.app) if live else None
     transport: StoreTransport[Any] = StoreTransport(TIMEOUT, state_dict=state_dict, in_place=in_place)
     stack.callback(transport.shutdown)
-    return lambda metadata, step: transport.recv_checkpoint(0, metadata, step, TIMEOUT)
+
+    def receive(metadata: str, step: int) -> Any:
+        told = encode_invitation(replace(decode_invitation(metadata), near=None)) if far else metadata
+        return transport.recv_checkpoint(0, told, step, TIMEOUT)
+
+    return receive
 
 
 def their_receiving() -> Receive:

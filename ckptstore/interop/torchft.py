@@ -18,6 +18,8 @@ from ckptstore.errors import InvalidInput
 from ckptstore.interop.exchange.board import Board
 from ckptstore.interop.exchange.connection import Deadline, Route
 from ckptstore.interop.exchange.fetch import Peers
+from ckptstore.interop.exchange.naming import BLAKE3, XXH3
+from ckptstore.interop.exchange.near import Probe
 from ckptstore.interop.exchange.offer import flatten_state, make_offer
 from ckptstore.interop.exchange.protocol import Invitation, decode_invitation, encode_invitation
 from ckptstore.interop.exchange.receive import Here, Received, Transfer
@@ -86,7 +88,9 @@ class StoreTransport(CheckpointTransport[T]):  # type: ignore[misc]  # mypy does
         self._left: dict[bytes, memoryview] = {}
         instance, token = secrets.token_hex(16), secrets.token_hex(32)
         self._server = TransportServer(self._board, instance, token, timeout_s=self._timeout_s, host=host, port=port)
-        self._metadata = encode_invitation(Invitation(instance, token, own_addresses(self._server.port, host)))
+        self._names = BLAKE3 if store else XXH3
+        self._probe, addresses = Probe(instance), own_addresses(self._server.port, host)
+        self._metadata = encode_invitation(Invitation(instance, token, addresses, self._names, self._probe.near))
         self.staged_bytes = 0
         """What the last `send_checkpoint` had to copy."""
         self.received: Received | None = None
@@ -112,10 +116,13 @@ class StoreTransport(CheckpointTransport[T]):  # type: ignore[misc]  # mypy does
             try:
                 if offer.early:
                     self._board.post(offer)
-                offer.fill(self._threads)
-            except BaseException:
-                self._withdraw(0)
-                offer.close()
+                offer.fill()
+            except BaseException as error:
+                try:
+                    self._withdraw(0)
+                    offer.close()
+                except TimeoutError as late:  # what is still read is given back by the next call
+                    error.add_note(str(late))
                 raise
             if not offer.early:
                 self._board.post(offer)
@@ -143,8 +150,9 @@ class StoreTransport(CheckpointTransport[T]):  # type: ignore[misc]  # mypy does
         invitations = list(dict.fromkeys(map(decode_invitation, sources)))
         transfer, patience_s = secrets.token_hex(8), min(self._patience_s, max(timeout.total_seconds(), 0.001))
         routes = [Route(invitation, transfer, patience_s) for invitation in invitations]
+        names = self._names if all(invitation.names == self._names for invitation in invitations) else BLAKE3
         with self._receiving:
-            return self._receive(Peers(routes, step, deadline, self._connections), deadline)
+            return self._receive(Peers(routes, step, deadline, self._connections), deadline, names)
 
     def shutdown(self, wait: bool = True) -> None:
         """Serve nothing, and let go of memory, threads and the port; with `wait`, return when that is done. Idempotent."""
@@ -164,8 +172,8 @@ class StoreTransport(CheckpointTransport[T]):  # type: ignore[misc]  # mypy does
         if late := self._board.withdraw(timeout_s):
             logger.warning("cut off %d connections of peers that were still receiving after %.1f s", late, timeout_s)
 
-    def _receive(self, peers: Peers, deadline: Deadline) -> T:
-        transfer = Transfer(peers, self._here(), deadline)
+    def _receive(self, peers: Peers, deadline: Deadline, names: str) -> T:
+        transfer = Transfer(peers, self._here(names), deadline)
         try:
             state, self.received = transfer.run()
         except BaseException:
@@ -176,7 +184,7 @@ class StoreTransport(CheckpointTransport[T]):  # type: ignore[misc]  # mypy does
         self._left = {}
         return state  # type: ignore[no-any-return]  # what was sent decides its type
 
-    def _here(self) -> Here:
+    def _here(self, names: str) -> Here:
         live = flatten_state(self._state_dict()) if self._state_dict else None
         max_bytes = self._max_bytes if self._max_bytes is not None else free_bytes()
         return Here(
@@ -188,6 +196,7 @@ class StoreTransport(CheckpointTransport[T]):  # type: ignore[misc]  # mypy does
             self._left,
             max_bytes if max_bytes is not None else 1 << 62,
             self._chunk_bytes,
+            names,
         )
 
     @cached_property

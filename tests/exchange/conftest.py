@@ -35,13 +35,13 @@ def start() -> Iterator[Start]:
 
 @pytest.fixture
 def wire(seed: int) -> Iterator[Wire]:
-    """Puts a proxy before a transport: the metadata that leads there, and the proxy."""
+    """Puts a proxy before a transport: the metadata that leads there, as to another host, and the proxy."""
     with ExitStack() as stack:
 
         def lay(transport: StoreTransport[Any]) -> tuple[str, Proxy]:
             invitation = decode_invitation(transport.metadata())
             proxy = stack.enter_context(proxy_to(("127.0.0.1", invitation.addresses[0][1]), seed))
-            return encode_invitation(replace(invitation, addresses=(proxy.address,))), proxy
+            return encode_invitation(replace(invitation, addresses=(proxy.address,), near=None)), proxy
 
         yield lay
 

@@ -11,6 +11,7 @@ import torch
 
 from ckptstore.engine.transfer import Threads
 from ckptstore.errors import CkptStoreError
+from ckptstore.interop.exchange import board
 from ckptstore.interop.exchange.offer import make_offer
 from ckptstore.interop.exchange.protocol import decode_number, encode_number
 from ckptstore.interop.torchft import StoreTransport
@@ -160,10 +161,11 @@ def test_an_outline_that_is_not_kept_to_gives_the_state_that_is_described(start:
 
     def become_the_other() -> None:
         receiving.until_came(MIB)
-        other.fill(sender._threads)
+        other.fill()
         offer._staging, offer._outline, offer._chunks = other._staging, other._outline, offer._chunks | other._chunks
 
-    offer.fill(Halting(become_the_other))
+    offer._threads = Halting(become_the_other)
+    offer.fill()
     assert_same(receiving.result(), then)
     other.close()
 
@@ -172,3 +174,20 @@ def test_an_outline_that_is_not_kept_to_gives_the_state_that_is_described(start:
 def test_a_number_is_read_as_it_was_written_and_no_id_is_one(number: int) -> None:
     assert decode_number(encode_number(number)) == number
     assert decode_number(b"\1" + encode_number(number)[1:]) is None
+
+
+def test_why_a_sender_failed_is_said_though_a_peer_does_not_let_go(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(board, "CUTTING_S", 0.01)
+    sender = start()
+    reader = board.Reader(lambda: None)
+
+    def join() -> None:
+        sender._board.join(reader, 1, 1.0)
+
+    threads, sender._threads = sender._threads, Halting(join, fails=True)
+    with pytest.raises(OSError, match="the device is gone") as failed:
+        sender.send_checkpoint([1], 1, large_state(), SOON)
+    assert any("1 peers still take a state" in note for note in failed.value.__notes__)
+    sender._board.leave(reader)
+    sender._threads = threads
+    sender.send_checkpoint([1], 2, large_state(), SOON)

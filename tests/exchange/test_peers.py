@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from ckptstore.errors import CkptStoreError, Conflict, Corrupt, Unavailable
+from ckptstore.interop.exchange.connection import Connection, Deadline, PeerFailed, Route
 from ckptstore.interop.exchange.protocol import Invitation, decode_invitation, encode_invitation
 from ckptstore.interop.exchange.server import CONNECTIONS_MAX
 from tests.exchange.conftest import SOON, Start, Wire, assert_same, copy_of, state_of, weights_of
@@ -212,6 +213,41 @@ def test_a_peer_that_sends_a_byte_now_and_then_is_too_slow(start: Start) -> None
         with pytest.raises((TimeoutError, Unavailable)):
             start(patience=IMPATIENT).recv_checkpoint(0, metadata, 1, timedelta(seconds=2))
         assert time.monotonic() - began < 10
+
+
+def test_a_chunk_that_comes_a_byte_now_and_then_is_too_slow() -> None:
+    route = Route(Invitation("1" * 32, "s3cret" * 10, ()), "transfer", IMPATIENT.total_seconds())
+    with socket.create_server(("127.0.0.1", 0)) as listener, socket.create_connection(listener.getsockname()) as ours:
+        theirs = listener.accept()[0]
+        dripping = threading.Thread(target=lambda: drip(theirs))
+        dripping.start()
+        began = time.monotonic()
+        with pytest.raises(PeerFailed, match=r"sent [1-9] of 1000 bytes in 0\.3 s"):
+            Connection(ours, route, Deadline(30, "")).read_into(memoryview(bytearray(1000)))
+        assert 0.3 <= time.monotonic() - began < 5
+        with pytest.raises(TimeoutError, match=r"timed out after 0\.05 s: no chunk"):
+            Connection(ours, route, Deadline(0.05, "no chunk")).read_into(memoryview(bytearray(1000)))
+        theirs.close()
+        dripping.join()
+
+
+def test_a_moment_before_the_deadline_nobody_waits_for_ever() -> None:
+    """A limit of 0 is none to the kernel."""
+
+    class Last(Deadline):
+        def left(self) -> float:
+            return 1e-7
+
+    route = Route(Invitation("1" * 32, "s3cret" * 10, ()), "transfer", 30.0)
+    ours, theirs = socket.socketpair()
+    ends = threading.Timer(5, theirs.close)  # so that the test ends if this does wait
+    ends.start()
+    try:
+        with ours, pytest.raises(PeerFailed, match="sent nothing"):
+            Connection(ours, route, Last(30, "")).read_into(memoryview(bytearray(1000)))
+    finally:
+        ends.cancel()
+        theirs.close()
 
 
 def test_a_stranger_at_the_peers_address_is_not_told_the_token(start: Start) -> None:

@@ -1,6 +1,7 @@
 """What transports say to each other is read as it was written, and whatever else comes is refused."""
 
 import json
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -9,7 +10,7 @@ from hypothesis import strategies as st
 from ckptstore.core.ids import digest
 from ckptstore.errors import Corrupt, InvalidInput
 from ckptstore.interop.exchange import protocol
-from ckptstore.interop.exchange.protocol import Description, Head, Invitation, MeshName, Placed
+from ckptstore.interop.exchange.protocol import Description, Head, Invitation, MeshName, Near, Placed
 from ckptstore.objects import canonical
 
 ids = st.binary(min_size=32, max_size=32)
@@ -24,6 +25,8 @@ descriptions = st.builds(
     sized,
     st.lists(sized, max_size=5).map(tuple),
     st.dictionaries(st.integers(0, 100), places, max_size=4),
+    st.booleans(),
+    st.sampled_from(["blake3", "xxh3"]),
 )
 
 
@@ -54,6 +57,8 @@ def test_a_description_that_was_changed_in_any_byte_is_refused(description: Desc
         {"placed": [[0, 3, [], []]]},
         {"placed": [[0, 0, ["S(0)" * 100], []]]},
         {"placed": 7},
+        {"names": "md5"},
+        {"names": 7},
     ],
 )
 def test_a_description_that_says_what_cannot_be_is_refused_though_its_hash_is_right(change: dict[str, object]) -> None:
@@ -74,6 +79,8 @@ def test_what_is_no_description_is_refused(data: bytes) -> None:
 def test_an_invitation_is_read_as_it_was_written() -> None:
     invitation = Invitation("a" * 32, "b" * 64, (("10.0.0.1", 80), ("fd00::1", 65535)))
     assert protocol.decode_invitation(protocol.encode_invitation(invitation)) == invitation
+    near = replace(invitation, names="xxh3", near=Near("c" * 32, 77, (1 << 47) + 1))
+    assert protocol.decode_invitation(protocol.encode_invitation(near)) == near
 
 
 @pytest.mark.parametrize(
@@ -86,6 +93,9 @@ def test_an_invitation_is_read_as_it_was_written() -> None:
         'ckptstore-transport:{"id":1,"token":"t","at":[]}',
         'ckptstore-transport:{"id":"i","token":"t","at":[["h"]]}',
         'ckptstore-transport:{"id":"i","token":"a\\r\\nb","at":[]}',
+        'ckptstore-transport:{"id":"i","token":"t","at":[],"names":"md5"}',
+        'ckptstore-transport:{"id":"i","token":"t","at":[],"near":["here",-1,0]}',
+        'ckptstore-transport:{"id":"i","token":"t","at":[],"near":[1]}',
         "ckptstore-transport:" + json.dumps({"id": "i", "token": "t" * 10_000, "at": []}),
     ],
 )

@@ -5,16 +5,21 @@ one that sends none.
 """
 
 import socket
+import struct
+import sys
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 
 from ckptstore.errors import CkptStoreError, Conflict, Corrupt, InvalidInput, Unavailable
+from ckptstore.interop.exchange.near import is_near, read_memory
 from ckptstore.interop.exchange.protocol import (
     DESCRIPTION_BYTES_MAX,
     EARLY_HEADER,
     HEAD_BYTES_MAX,
     HELLO_PATH,
+    NAMES_HEADER,
+    NEAR_HEADER,
     STEP_HEADER,
     TRANSFER_HEADER,
     VERIFY_HEADER,
@@ -25,6 +30,7 @@ from ckptstore.interop.exchange.protocol import (
     chunks_path,
     decode_description,
     decode_head,
+    decode_places,
     decode_sizes,
     encode_request,
     sizes_bytes,
@@ -39,6 +45,9 @@ _REFUSED = {401: InvalidInput, 409: Conflict}
 _WHY_BYTES_MAX = 4096
 _HEAD_PEEK_BYTES = 1024
 _HEAD_END = b"\r\n\r\n"
+
+_ALL = socket.MSG_WAITALL if sys.platform == "linux" else 0
+"""Elsewhere, the limit of time is one for each packet."""
 
 
 class Deadline:
@@ -70,6 +79,7 @@ class Route:
     def __init__(self, invitation: Invitation, transfer: str, patience_s: float) -> None:
         self.invitation, self.transfer, self.patience_s = invitation, transfer, patience_s
         self._address: Address | None = None
+        self.near = invitation.near if is_near(invitation.near, invitation.instance) else None
 
     @property
     def name(self) -> str:
@@ -96,10 +106,12 @@ class Connection:
     def __init__(self, connection: socket.socket, route: Route, deadline: Deadline) -> None:
         self._socket, self._route, self._deadline = connection, route, deadline
 
-    def describe(self, step: int, *, early: bool = False) -> Description:
-        """What is served as `step`; waits until it is. With `early`, an outline of what still is being copied will do."""
+    def describe(self, step: int, names: str, *, early: bool = False) -> Description:
+        """What is served as `step`, its chunks called by `names` or by ids; waits until it is. With `early`, an outline of what still is
+        being copied will do."""
+        wanted = {NAMES_HEADER: names} | ({EARLY_HEADER: "1"} if early else {})
         while True:
-            head = self._ask("GET", state_path(step), self._waiting() | ({EARLY_HEADER: "1"} if early else {}))
+            head = self._ask("GET", state_path(step), self._waiting() | wanted)
             if head.status != 503:
                 break
             self._skip(head)
@@ -114,18 +126,32 @@ class Connection:
             raise self._failed("gives an outline where a description was wanted")
         return description
 
-    def ask_chunks(self, step: int, ids: Sequence[bytes], *, verified: bool = False) -> list[int | None]:
-        """The sizes of chunks, None for those that the peer does not serve; the bytes of the others are to be read next, in order.
+    def ask_chunks(self, step: int, ids: Sequence[bytes], *, verified: bool = False) -> tuple[list[int | None], list[int | None]]:
+        """The sizes of chunks, None for those that the peer does not serve, and where they lie in its memory, None for those that it sends;
+        these are to be read next, in order.
 
         With `verified`, the peer is to compare them with their ids before it sends them.
         """
-        head = self._ask("POST", chunks_path(step), self._waiting() | ({VERIFY_HEADER: "1"} if verified else {}), b"".join(ids))
+        headers = ({VERIFY_HEADER: "1"} if verified else {}) | ({NEAR_HEADER: "1"} if self._route.near else {})
+        head = self._ask("POST", chunks_path(step), self._waiting() | headers, b"".join(ids))
         if head.status != 200:
             self._body(head, 0, step)
-        sizes = decode_sizes(bytes(self._read(sizes_bytes(len(ids)))))
-        if head.length != sizes_bytes(len(ids)) + sum(size or 0 for size in sizes):
+        table = sizes_bytes(len(ids))
+        sizes = decode_sizes(bytes(self._read(table)))
+        places: list[int | None] = decode_places(bytes(self._read(table))) if self._route.near else [None] * len(ids)
+        sent = sum(size for size, place in zip(sizes, places, strict=True) if size is not None and place is None)
+        if head.length != (2 * table if self._route.near else table) + sent:
             raise self._failed(f"announces {head.length} bytes for chunks of other sizes")
-        return sizes
+        return sizes, places
+
+    def read_from(self, place: int | None, out: memoryview) -> None:
+        """Fill `out` from the peer's memory, or with what it sends next."""
+        if place is None:
+            self.read_into(out)
+            return
+        self._deadline.left()
+        if not (self._route.near and read_memory(self._route.near.pid, place, out)):
+            raise self._failed("does not let its memory be read any more")
 
     def read_into(self, out: memoryview) -> None:
         """Fill `out`, within the peer's patience."""
@@ -135,7 +161,7 @@ class Connection:
             left_s = end - time.monotonic()
             if left_s <= 0:
                 raise self._failed(f"sent {done} of {len(out)} bytes in {self._route.patience_s:g} s")
-            done += self._receive(out[done:], left_s)
+            done += self._receive(out[done:], left_s, _ALL)
 
     def cut(self) -> None:
         """End it, whoever reads from it in another thread."""
@@ -190,9 +216,17 @@ class Connection:
         return data
 
     def _receive(self, out: memoryview, within_s: float, flags: int = 0) -> int:
+        wait_s = min(self._deadline.left(), max(within_s, 0.001))
         try:
-            self._socket.settimeout(min(self._deadline.left(), max(within_s, 0.001)))
+            if flags & _ALL:
+                # The kernel waits, for all of it: between two looks of ours at a fast connection little more than a packet would come.
+                self._socket.settimeout(None)
+                self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, _timeval(wait_s))
+            else:
+                self._socket.settimeout(wait_s)
             n = self._socket.recv_into(out, 0, flags)
+        except BlockingIOError as error:
+            raise self._broken(TimeoutError()) from error
         except OSError as error:
             raise self._broken(error) from error
         if not n:
@@ -234,6 +268,12 @@ def _is_instance(connection: socket.socket, instance: str, wait_s: float) -> boo
         return body == instance.encode()
     except (OSError, Corrupt):
         return False
+
+
+def _timeval(seconds: float) -> bytes:
+    """For the kernel, which takes 0 for no limit at all."""
+    seconds = max(seconds, 0.001)
+    return struct.pack("@ll", int(seconds), int(seconds % 1 * 1e6))
 
 
 def _read_head(receive: Callable[[memoryview, int], int]) -> Head:

@@ -6,9 +6,9 @@ from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-from ckptstore.core.ids import digest
 from ckptstore.errors import CkptStoreError, Corrupt
 from ckptstore.interop.exchange.connection import Connection, Deadline, PeerFailed, Route
+from ckptstore.interop.exchange.naming import is_named
 from ckptstore.interop.exchange.protocol import Description
 from ckptstore.interop.exchange.work import STRIKES, Wanted, Work, all_lost
 
@@ -49,14 +49,14 @@ class Peers:
         self._doubted: set[bytes] = set()
         self._lock = threading.Lock()
 
-    def describe(self, *, early: bool = False) -> Description:
+    def describe(self, names: str, *, early: bool = False) -> Description:
         """The description of the peer that answers first. Raises what the peers failed with if all did, TimeoutError if none is in time.
 
-        With `early`, the one peer that there is may give an outline.
+        Peers may call chunks by `names`. With `early`, the one peer that there is may give an outline.
         """
         early = early and len(self._routes) == 1  # numbers are one peer's
         with self._threads(len(self._routes)) as pool:
-            return self._first({pool.submit(self._describe, route, early) for route in self._routes})
+            return self._first({pool.submit(self._describe, route, names, early) for route in self._routes})
 
     def fetch(self, wanted: Sequence[Wanted]) -> None:
         """Bring every chunk to where it belongs. Raises what stood in the way; nothing is written any more then."""
@@ -96,12 +96,12 @@ class Peers:
         finally:
             pool.shutdown(wait=False, cancel_futures=True)
 
-    def _describe(self, route: Route, early: bool) -> Description:
+    def _describe(self, route: Route, names: str, early: bool) -> Description:
         for attempt in range(1, STRIKES + 1):
             try:
                 with self._connection(route) as connection:
                     self.traffic.add(requests=1)
-                    return connection.describe(self._step, early=early)
+                    return connection.describe(self._step, names, early=early)
             except PeerFailed as failed:
                 if failed.final or attempt == STRIKES or self._closed:
                     raise failed.error from failed
@@ -137,8 +137,9 @@ class Peers:
         """Receive what is `left` of a batch, which has afterwards what did not come."""
         self.traffic.add(requests=1)
         verified = any(each.chunk in self._doubted for each in left)
-        sizes = connection.ask_chunks(self._step, [each.chunk for each in left], verified=verified)
+        sizes, places = connection.ask_chunks(self._step, [each.chunk for each in left], verified=verified)
         asked = list(zip(left, sizes, strict=True))
+        coming = iter([place for size, place in zip(sizes, places, strict=True) if size is not None])
         left[:] = [each for each, size in asked if size is not None]
         if lacked := [each for each, size in asked if size is None and not each.numbered]:
             work.back(peer, lacked, lacked=True)
@@ -151,10 +152,10 @@ class Peers:
         while left:
             each = left[0]
             data = each.memory if each.memory is not None else memoryview(bytearray(each.nbytes))
-            connection.read_into(data)
+            connection.read_from(next(coming), data)
             self.traffic.add(chunks=1, nbytes=each.nbytes)
             del left[0]
-            if each.numbered or digest(data) == each.chunk:
+            if each.numbered or is_named(data, each.chunk):
                 each.land(data)
                 work.landed(peer)
             else:

@@ -1,4 +1,4 @@
-"""Chunks that this process has already, by id: in its live state, in its store, in what a broken transfer left behind.
+"""Chunks that this process has already, by name: in its live state, in its store, in what a broken transfer left behind.
 
 What is taken from here is hashed where it lands. A chunk that turned out to be another is simply not here.
 """
@@ -8,12 +8,12 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, TypeAlias
 
 from ckptstore.core.config import RUN_BYTES
-from ckptstore.core.ids import digest
 from ckptstore.engine.plan import Run, plan_chunks
 from ckptstore.engine.transfer import Threads
 from ckptstore.errors import Corrupt, NotFound, Unavailable
 from ckptstore.interop.exchange.connection import Deadline
-from ckptstore.interop.exchange.offer import parts_of, read_part
+from ckptstore.interop.exchange.copies import parts_of, read_part
+from ckptstore.interop.exchange.naming import Naming, is_named
 from ckptstore.interop.exchange.work import Wanted
 from ckptstore.state.flat import Flat, Source
 from ckptstore.state.leaves import TensorSource
@@ -37,7 +37,7 @@ class Holdings:
         self._at: dict[tuple[int, int, int], bytes] = {}
         self._left: Mapping[bytes, memoryview] = {}
 
-    def add_live(self, live: Flat, chunk_bytes: int, *, without: Collection[Source] = ()) -> None:
+    def add_live(self, live: Flat, chunk_bytes: int, naming: Naming, *, without: Collection[Source] = ()) -> None:
         """Hash a live state, cut as the sender cuts its own, but for the leaves of `without`."""
         parts = [part for part in parts_of(live) if part.source not in without]
 
@@ -46,7 +46,7 @@ class Holdings:
             for run in batch:
                 source = parts[run.part.leaf].source
                 for start, stop in pairwise(run.cuts):
-                    chunk = digest(read_part(source, start, stop))
+                    chunk = naming(read_part(source, start, stop))
                     self._live[chunk] = source, start, stop
                     if isinstance(source, TensorSource):
                         self.note(source.tensor, start, stop, chunk)
@@ -69,7 +69,7 @@ class Holdings:
         """Count what an earlier transfer brought."""
         self._left = left
 
-    def land_alike(self, wanted: Sequence[Wanted], alike: Mapping[bytes, tuple[Source, int]]) -> list[Wanted]:
+    def land_alike(self, wanted: Sequence[Wanted], alike: Mapping[bytes, tuple[Source, int]], naming: Naming) -> list[Wanted]:
         """Bring to the memory of chunks what the live state has in their places, by leaf and first byte, and hash it there; what it is not.
 
         What turned out to be another chunk is known as that: the live state is read once.
@@ -80,7 +80,7 @@ class Holdings:
                 assert each.memory is not None
                 source, start = alike[each.chunk]
                 source.stage(start, start + each.nbytes, each.memory)
-                if (found := digest(each.memory)) == each.chunk:
+                if (found := naming(each.memory)) == each.chunk:
                     each.land(each.memory)
                 else:
                     self._live[found] = source, start, start + each.nbytes
@@ -112,7 +112,7 @@ class Holdings:
     def _copy(self, batch: Sequence[Wanted]) -> Iterator[Wanted]:
         for each in batch:
             out = _room(each)
-            if self._take(each.chunk, out) and digest(out) == each.chunk:
+            if self._take(each.chunk, out) and is_named(out, each.chunk):
                 each.land(out)
             else:
                 yield each

@@ -2,74 +2,49 @@
 
 A chunk that the local store has is served from there, and not copied: a session guards it from gc until the offer is closed. All others are
 copied to one arena, and hashed there: what is served is what was hashed, whatever is done to the tensors meanwhile. Where there is no store
-to ask, an offer can be posted before it is filled: a peer that has nothing takes what has been copied, by number, while the rest is.
+to ask, chunks get quick names, and ids when a peer first asks for them; and an offer can be posted before it is filled: a peer that has
+nothing takes what has been copied, by number, while the rest is.
 """
 
 import itertools
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
-from typing import Any, TypeAlias
+from typing import Any
 
 from ckptstore.core.config import RUN_BYTES
-from ckptstore.core.ids import CHUNK_ID_BYTES, digest
-from ckptstore.core.model import INLINE_BYTES, LeafContent
+from ckptstore.core.ids import digest
+from ckptstore.core.model import LeafContent
 from ckptstore.engine.look_up import Guard
-from ckptstore.engine.plan import CommitPlan, Extent, Run, plan_chunks
+from ckptstore.engine.plan import plan_chunks
 from ckptstore.engine.transfer import Threads
 from ckptstore.errors import Corrupt, InvalidInput, NotFound, Unavailable
+from ckptstore.interop.exchange.copies import Named, Part, Staging, blank_names, hash_parts, parts_of, read_part
 from ckptstore.interop.exchange.meshes import placed_leaves
+from ckptstore.interop.exchange.naming import BLAKE3, XXH3, quick_name
+from ckptstore.interop.exchange.near import address_of
 from ckptstore.interop.exchange.protocol import Description, Placed, decode_number, encode_description, encode_number
 from ckptstore.objects.pages import split_pages
 from ckptstore.objects.schema import encode_schema
 from ckptstore.objects.store import FileRange
-from ckptstore.state import tensors
 from ckptstore.state.arenas import Arena, ArenaPool
-from ckptstore.state.devices import devices_of, prepare
-from ckptstore.state.flat import Flat, Source
+from ckptstore.state.flat import Flat
 from ckptstore.state.flatten import flatten
-from ckptstore.state.leaves import TensorSource
-from ckptstore.state.staging import Copy, Gather, Move, copy_task
 from ckptstore.text import bytes_text
 
 KEY = "state"
 """What is sent is one value of any kind: the only key of an application state."""
 
 
-Copied: TypeAlias = Callable[[Sequence[tuple[int, bytes, memoryview]]], object]
-"""Is told of chunks that have been copied: number, id, bytes."""
-
 _ALIKE = b""
-"""In the place of the id of a chunk that has the bytes of another. No chunk is called that."""
-
-
-@dataclass(frozen=True, slots=True)
-class Part:
-    """The bytes of a leaf, or of one box of it, that are cut into chunks."""
-
-    leaf: int
-    source: Source
-    extent: Extent
+"""In the place of the name of a chunk that has the bytes of another. No chunk is called that."""
 
 
 def flatten_state(state: Any) -> Flat:
     """The leaves of any state; a DTensor is a leaf that this rank has boxes of. Raises `InvalidInput`, naming what cannot travel."""
     return flatten({KEY: state}, ranks=True)[KEY]
-
-
-def parts_of(flat: Flat) -> list[Part]:
-    """What of a state is chunks: all but aliases and small leaves, which lie in pages."""
-    return list(_parts(flat))
-
-
-def read_part(source: Source, start: int, stop: int) -> memoryview:
-    """Bytes of a leaf, where they are if they can be read there."""
-    view = source.view(start, stop)
-    if view is None:
-        view = memoryview(bytearray(stop - start))
-        source.stage(start, stop, view)
-    return view
 
 
 class Offer:
@@ -78,37 +53,59 @@ class Offer:
     It may be served before `fill`, if `early`: then an outline describes it, and who asks for chunks by number waits until they are copied.
     """
 
-    def __init__(self, step: int, staging: "_Staging", outline: "_Outline", arena: Arena | None, taken: ExitStack) -> None:
-        """The arena is memory that `taken` gives back, and what it ends keeps what is held in the store."""
-        self.step, self.early, self.staged_bytes = step, staging.guard is None, staging.nbytes
-        self._staging, self._outline, self._arena, self._taken = staging, outline, arena, taken
-        self._stored, self._guard = staging.stored, staging.guard
+    def __init__(
+        self,
+        step: int,
+        staging: Staging,
+        outline: "_Outline",
+        stored: "_Stored | None",
+        arena: Arena | None,
+        threads: Threads,
+        taken: ExitStack,
+    ) -> None:
+        """The arena is memory that `taken` gives back, and what it ends keeps what is `stored`."""
+        self.step, self.early, self.staged_bytes = step, stored is None, staging.nbytes
+        self._staging, self._outline, self._stored = staging, outline, stored
+        self._arena, self._threads, self._taken = arena, threads, taken
         self._chunks: dict[bytes, memoryview] = {}
         self._numbers: dict[int, bytes] = {}
-        self._description: bytes | None = None
-        self._early_description = (
-            self._described([b"".join(map(encode_number, part)) for part in staging.numbers], early=True) if self.early else None
-        )
-        self._over = False
+        self._descriptions: dict[str, bytes] = {}
+        numbers = [b"".join(map(encode_number, part)) for part in staging.numbers]
+        self._early_description = self._described(numbers, early=True) if self.early else None
+        self._over = self._closed = False
+        self._renaming: threading.Thread | None = None
         self._changed = threading.Condition()
 
-    def fill(self, threads: Threads) -> None:
+    def fill(self) -> None:
         """Copy what must be, after which the tensors may change. Whatever it raises, nothing more comes: `close` it."""
         try:
             if self._arena:
-                self._staging.copy(self._arena, threads, self._copied)
-            self._description = self._described(self._staging.ids, early=False)
+                self._staging.copy(self._arena, self._threads, self._copied)
+            names = XXH3 if self.early else BLAKE3
+            self._descriptions[names] = self._described(self._staging.names, names)
         finally:
             with self._changed:
                 self._over = True
                 self._changed.notify_all()
 
-    def describe(self, *, early: bool, wait_s: float) -> bytes | None:
-        """The description, once everything has been copied, or the outline at once if `early`; None if neither is there within `wait_s`."""
+    def describe(self, names: str, *, early: bool, wait_s: float) -> bytes | None:
+        """The description, once everything has been copied, or the outline at once if `early`; None if neither is there within `wait_s`.
+
+        Chunks are called by `names` if they can be, else by their ids.
+        """
+        until = time.monotonic() + wait_s
         with self._changed:
-            if not (early and self._early_description):
-                self._changed.wait_for(lambda: self._over, wait_s)
-            return self._description or (self._early_description if early else None)
+            if early and self._early_description and not self._over:
+                return self._early_description
+            self._changed.wait_for(lambda: self._over, wait_s)
+            if not self._descriptions:
+                return None
+            names = names if names in self._descriptions else BLAKE3
+            if names not in self._descriptions and not self._renaming:
+                self._renaming = threading.Thread(target=self._rename, name="ckptstore-transport-ids", daemon=True)
+                self._renaming.start()
+            self._changed.wait_for(lambda: names in self._descriptions, until - time.monotonic())
+            return self._descriptions.get(names)
 
     def sizes(self, ids: Sequence[bytes], wait_s: float = 0) -> list[int | None]:
         """Raw bytes of each chunk, None for one that is not part of this state, and for a number that has not been copied within `wait_s`
@@ -119,27 +116,49 @@ class Offer:
                 self._changed.wait_for(lambda: self._over or numbers <= self._numbers.keys(), wait_s)
             return [self._size(self._named(chunk)) for chunk in ids]
 
+    def places(self, ids: Sequence[bytes]) -> list[int | None]:
+        """Where chunks lie in this process until the offer is closed, None for those that were not copied."""
+        return [address_of(self._chunks[name]) if (name := self._named(chunk)) in self._chunks else None for chunk in ids]
+
     def _size(self, chunk: bytes) -> int | None:
-        return len(self._chunks[chunk]) if chunk in self._chunks else self._stored.get(chunk)
+        return len(self._chunks[chunk]) if chunk in self._chunks else self._stored.sizes.get(chunk) if self._stored else None
 
     def _named(self, chunk: bytes) -> bytes:
-        """The id of a chunk that is asked for by number, if that is known, or by id."""
+        """The name of a chunk that is asked for by number, if that is known, or by name."""
         number = decode_number(chunk)
         return chunk if number is None else self._numbers.get(number, chunk)
 
-    def _copied(self, some: "Sequence[tuple[int, bytes, memoryview]]") -> None:
-        """Chunks are there, by number and id. Of those that are alike, the first is what peers get: they know then what the others are."""
+    def _copied(self, some: Sequence[Named]) -> None:
+        """Chunks are there, by number and name. Of those that are alike, the first is what peers get: they know then what the others
+        are."""
         with self._changed:
             for number, chunk, memory in some:
                 self._numbers[number] = chunk if chunk not in self._chunks else _ALIKE
                 self._chunks.setdefault(chunk, memory)
             self._changed.notify_all()
 
-    def _described(self, ids: Sequence[bytes | bytearray], *, early: bool) -> bytes:
-        """A description with these ids of the parts; its schema and pages can be asked for."""
-        description, metadata = self._outline.describe(self.step, ids, early=early)
+    def _described(self, parts: Sequence[bytes | bytearray], names: str = BLAKE3, *, early: bool = False) -> bytes:
+        """A description with these names of the parts' chunks; its schema and pages can be asked for."""
+        description, metadata = self._outline.describe(self.step, parts, names, early=early)
         self._chunks |= metadata
         return description
+
+    def _rename(self) -> None:
+        """Give ids to chunks that have quick names."""
+
+        def goes_on() -> None:
+            if self._closed:
+                raise Unavailable("the state has been withdrawn")
+
+        ids, chunks = self._staging.names, dict[bytes, memoryview]()
+        with suppress(Unavailable):
+            if self._arena:
+                ids, chunks = self._staging.renamed(self._arena, self._threads, digest, goes_on)
+            description, metadata = self._outline.describe(self.step, ids, BLAKE3, early=False)
+            with self._changed:
+                self._chunks |= metadata | chunks
+                self._descriptions[BLAKE3] = description
+                self._changed.notify_all()
 
     def spans(self, ids: Sequence[bytes], *, verified: bool) -> Iterator[memoryview | FileRange]:
         """The bytes of chunks that are part of this state, one after the other; what the store has is compared with its ids if `verified`,
@@ -152,18 +171,21 @@ class Offer:
 
     def close(self) -> None:
         """Give the memory back and let gc go on: nobody may read any more."""
+        self._closed = True
+        if self._renaming:
+            self._renaming.join()
         self._chunks = {}
         self._taken.close()
 
     def _stored_spans(self, ids: list[bytes], *, verified: bool) -> Iterator[memoryview | FileRange]:
-        assert self._guard is not None
-        objects = self._guard.objects
-        for some in _batches(ids, self._stored):
+        assert self._stored is not None
+        objects, sizes = self._stored.guard.objects, self._stored.sizes
+        for some in _batches(ids, sizes):
             joined = b"".join(some)
             if not verified and (ranges := objects.file_ranges(joined)):
                 yield from ranges
                 continue
-            out = [memoryview(bytearray(self._stored[chunk])) for chunk in some]
+            out = [memoryview(bytearray(sizes[chunk])) for chunk in some]
             try:
                 objects.read_into(joined, out)
             except (Corrupt, NotFound) as error:
@@ -182,15 +204,20 @@ def make_offer(state: Any, step: int, *, chunk_bytes: int, pool: ArenaPool, thre
         flat = flatten_state(state)
         parts = parts_of(flat)
         plan = plan_chunks([part.extent for part in parts], chunk_bytes)
-        ids = [bytearray(len(part) * CHUNK_ID_BYTES) for part in plan.parts]
-        stored: dict[bytes, int] = {}
-        if guard:
-            threads.spread(lambda batch: _hash_batch(batch, parts, ids), plan.batches)
-            stored = guard.held(b"".join(ids))
-        staging = _Staging(plan, parts, ids, stored, guard)
+        ids = hash_parts(plan, parts, threads) if guard else blank_names(plan)
+        stored = _Stored(guard, guard.held(b"".join(ids))) if guard else None
+        staging = Staging(plan, parts, ids, stored.sizes if stored else (), digest if stored else quick_name)
         outline = _Outline(flat, parts, chunk_bytes)
         arena = _room(staging.nbytes, pool, taken) if staging.nbytes else None
-        return Offer(step, staging, outline, arena, taken.pop_all())
+        return Offer(step, staging, outline, stored, arena, threads, taken.pop_all())
+
+
+@dataclass(frozen=True, slots=True)
+class _Stored:
+    """Chunks that the store keeps, as long as `guard` is not ended: their raw bytes, by id."""
+
+    guard: Guard
+    sizes: dict[bytes, int]
 
 
 def _room(nbytes: int, pool: ArenaPool, taken: ExitStack) -> Arena:
@@ -205,86 +232,8 @@ def _room(nbytes: int, pool: ArenaPool, taken: ExitStack) -> Arena:
     return arena
 
 
-class _Staging:
-    """Which chunks are copied to which place of an arena of `nbytes`: those that are not `stored`, by id and raw bytes, thanks to `guard`.
-
-    `ids` are those of each part, as far as they are known; `numbers` those that each part's chunks have in the state.
-    """
-
-    def __init__(
-        self, plan: CommitPlan, parts: Sequence[Part], ids: list[bytearray], stored: dict[bytes, int], guard: Guard | None
-    ) -> None:
-        self._parts, self.ids, self.stored, self.guard = parts, ids, stored, guard
-        ends = list(itertools.accumulate(map(len, plan.parts), initial=0))
-        self.numbers = list(itertools.starmap(range, itertools.pairwise(ends)))
-        self._places: list[list[_Place]] = []
-        self.nbytes = 0
-        for batch in plan.batches:
-            places = [place for run in batch for place in _places(run) if bytes(ids[place.part][place.where]) not in stored]
-            if places:
-                self._places.append([replace(place, offset=self._reserve(place.nbytes)) for place in places])
-
-    def copy(self, arena: Arena, threads: Threads, copied: "Copied") -> None:
-        """Copy the chunks, and hand them to `copied` by the ids of the copies, which `ids` has afterwards."""
-        prepare(devices_of(part.source.tensor for part in self._parts if isinstance(part.source, TensorSource)), arena)
-        threads.spread(lambda places: copied(self._copy(places, arena)), self._places)
-
-    def _reserve(self, nbytes: int) -> int:
-        offset, self.nbytes = self.nbytes, self.nbytes + nbytes
-        return offset
-
-    def _copy(self, places: "list[_Place]", arena: Arena) -> list[tuple[int, bytes, memoryview]]:
-        done = []
-        for place in places:
-            memory = arena.memory[place.offset : place.offset + place.nbytes]
-            source = self._parts[place.part].source
-            if isinstance(source, TensorSource):
-                copy_task((_copy_of(source, place),), arena)
-            else:
-                source.stage(place.start, place.stop, memory)
-            # Still in the processor's cache, so that hashing hardly touches memory.
-            chunk = self.ids[place.part][place.where] = digest(memory)
-            done.append((self.numbers[place.part][place.number], chunk, memory))
-        return done
-
-
-@dataclass(frozen=True, slots=True)
-class _Place:
-    """A chunk: bytes `start:stop` of a part, number `number` of its chunks, and where in the arena it is copied to."""
-
-    part: int
-    number: int
-    start: int
-    stop: int
-    offset: int = 0
-
-    @property
-    def nbytes(self) -> int:
-        return self.stop - self.start
-
-    @property
-    def where(self) -> slice:
-        return slice(self.number * CHUNK_ID_BYTES, (self.number + 1) * CHUNK_ID_BYTES)
-
-
-def _places(run: Run) -> Iterator[_Place]:
-    for i, (start, stop) in enumerate(itertools.pairwise(run.cuts)):
-        yield _Place(run.part.leaf, run.first + i, start, stop)
-
-
-def _copy_of(source: TensorSource, place: _Place) -> Copy:
-    if tensors.is_plain(source.tensor):
-        return Move(source.tensor.data_ptr() + place.start, place.offset, place.nbytes)
-    return Gather(source, place.start, place.stop, place.offset)
-
-
-def _hash_batch(batch: Iterable[Run], parts: Sequence[Part], ids: list[bytearray]) -> None:
-    for place in itertools.chain.from_iterable(map(_places, batch)):
-        ids[place.part][place.where] = digest(read_part(parts[place.part].source, place.start, place.stop))
-
-
 class _Outline:
-    """What a description says but for the ids of chunks. Small leaves are read when it is made."""
+    """What a description says but for the names of chunks. Small leaves are read when it is made."""
 
     def __init__(self, flat: Flat, parts: Sequence[Part], chunk_bytes: int) -> None:
         self._chunk_bytes, self._parts = chunk_bytes, parts
@@ -296,12 +245,14 @@ class _Outline:
             for leaf, source in enumerate(flat.leaves)
         ]
 
-    def describe(self, step: int, ids: "Sequence[bytes | bytearray]", *, early: bool) -> tuple[bytes, dict[bytes, memoryview]]:
-        """The description with these ids of the parts, and the chunks that it names itself."""
-        pages = split_pages(self._kinds, self._with(ids))
+    def describe(
+        self, step: int, parts: "Sequence[bytes | bytearray]", names: str, *, early: bool
+    ) -> tuple[bytes, dict[bytes, memoryview]]:
+        """The description with these names of the parts' chunks, and the chunks that it names itself, by their ids."""
+        pages = split_pages(self._kinds, self._with(parts))
         metadata = [(digest(data), data) for data in (self._schema, *pages)]
         sized = [(chunk, len(data)) for chunk, data in metadata]
-        description = Description(step, self._chunk_bytes, sized[0], tuple(sized[1:]), self._placed, early)
+        description = Description(step, self._chunk_bytes, sized[0], tuple(sized[1:]), self._placed, early, names)
         return encode_description(description), {chunk: memoryview(data) for chunk, data in metadata}
 
     def _with(self, ids: "Sequence[bytes | bytearray]") -> list[LeafContent]:
@@ -311,18 +262,6 @@ class _Outline:
             boxes = tuple(part.extent.box for part, _ in some if part.extent.box is not None)
             contents[leaf] = replace(contents[leaf], ids=b"".join(its for _, its in some), boxes=boxes or None)
         return contents
-
-
-def _parts(flat: Flat) -> Iterator[Part]:
-    for leaf, (source, shape) in enumerate(zip(flat.leaves, flat.schema.shapes, strict=True)):
-        if flat.schema.aliases[leaf] >= 0:
-            continue
-        if leaf in flat.held:
-            for box, part in flat.held[leaf].parts:
-                yield Part(leaf, part, Extent(shape, part.width, part.nbytes, False, box))
-        elif source.nbytes > INLINE_BYTES:
-            whole = shape if flat.schema.kinds[leaf] == "tensor" else (source.nbytes,)
-            yield Part(leaf, source, Extent(whole, source.width, source.nbytes, False))
 
 
 def _batches(ids: Sequence[bytes], sizes: dict[bytes, int]) -> Iterator[list[bytes]]:

@@ -15,6 +15,7 @@ from ckptstore.core.config import MIB, check_chunk_bytes
 from ckptstore.core.ids import CHUNK_ID_BYTES, digest
 from ckptstore.core.model import Shape
 from ckptstore.errors import Corrupt, InvalidInput
+from ckptstore.interop.exchange.naming import BLAKE3, NAMINGS
 from ckptstore.objects import canonical
 from ckptstore.state.ranks.addresses import Address
 
@@ -34,6 +35,12 @@ VERIFY_HEADER = "Ckptstore-Verify"
 
 EARLY_HEADER = "Ckptstore-Early"
 """In a request for a state by a peer that has nothing of it: an outline will do, by which it takes chunks while others are copied."""
+
+NAMES_HEADER = "Ckptstore-Names"
+"""In a request for a state by a peer without a store: chunks may be called by these names instead of ids (`naming`)."""
+
+NEAR_HEADER = "Ckptstore-Near"
+"""In a request for chunks by a peer that can read the server's memory: where they lie there is enough."""
 
 STEP_HEADER = "Ckptstore-Step"
 """The step that is served, where another one was asked for."""
@@ -55,12 +62,24 @@ Sized: TypeAlias = tuple[bytes, int]
 
 
 @dataclass(frozen=True, slots=True)
+class Near:
+    """Where the process of a transport is, for those who are near it, and where in its memory its instance is written."""
+
+    where: str
+    pid: int
+    address: int
+
+
+@dataclass(frozen=True, slots=True)
 class Invitation:
-    """How to reach a transport: `token` opens it, and `instance`, which is no secret, tells it from whoever else answers at an address."""
+    """How to reach a transport: `token` opens it, and `instance`, which is no secret, tells it from whoever else answers at an address.
+    `names` are those that it can give to chunks besides ids."""
 
     instance: str
     token: str = field(repr=False)
     addresses: tuple[Address, ...]
+    names: str = BLAKE3
+    near: Near | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +104,8 @@ class Placed:
 class Description:
     """A state that is served: schema and pages are chunks as well, and `placed` says which leaves are DTensors.
 
-    An `early` one is an outline: the state is still being copied, and its pages have numbers in the place of ids.
+    Chunks of tensors are called by `names`. An `early` one is an outline: the state is still being copied, and its pages have numbers in
+    the place of ids.
     """
 
     step: int
@@ -94,6 +114,7 @@ class Description:
     pages: tuple[Sized, ...]
     placed: dict[int, Placed]
     early: bool = False
+    names: str = BLAKE3
 
     @property
     def metadata(self) -> tuple[Sized, ...]:
@@ -124,7 +145,9 @@ def parse_path(path: str) -> tuple[str, int] | None:
 
 
 def encode_invitation(invitation: Invitation) -> str:
-    fields = {"id": invitation.instance, "token": invitation.token, "at": invitation.addresses}
+    fields: dict[str, Any] = {"id": invitation.instance, "token": invitation.token, "at": invitation.addresses, "names": invitation.names}
+    if near := invitation.near:
+        fields["near"] = [near.where, near.pid, near.address]
     return _INVITATION + json.dumps(fields, separators=(",", ":"))
 
 
@@ -135,7 +158,7 @@ def decode_invitation(text: str) -> Invitation:
             raise ValueError(f"it begins with {text[:40]!r}")
         fields = json.loads(text.removeprefix(_INVITATION))
         addresses = tuple((str(host), int(port)) for host, port in fields["at"][:_ADDRESSES_MAX])
-        return Invitation(_word(fields["id"]), _word(fields["token"]), addresses)
+        return Invitation(_word(fields["id"]), _word(fields["token"]), addresses, _names(fields), _near(fields.get("near")))
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise InvalidInput(f"this is no metadata of a StoreTransport: {error}; both replicas need the same kind of transport") from error
 
@@ -149,6 +172,7 @@ def encode_description(description: Description) -> bytes:
             "metadata": [[chunk.hex(), nbytes] for chunk, nbytes in description.metadata],
             "meshes": [[mesh.shape, mesh.ranks, mesh.names] for mesh in meshes],
             "placed": [[leaf, meshes.index(p.mesh), p.placements, p.stride] for leaf, p in description.placed.items()],
+            "names": description.names,
             **({"early": True} if description.early else {}),
         }
     )
@@ -168,9 +192,8 @@ def decode_description(data: bytes) -> Description:
             for leaf, mesh, placements, stride in said["placed"]
         }
         schema, *pages = [(_id(chunk), _number(nbytes)) for chunk, nbytes in said["metadata"]]
-        described = Description(
-            int(said["step"]), check_chunk_bytes(said["chunk_bytes"]), schema, tuple(pages), placed, said.get("early") is True
-        )
+        chunk_bytes, early = check_chunk_bytes(said["chunk_bytes"]), said.get("early") is True
+        described = Description(int(said["step"]), chunk_bytes, schema, tuple(pages), placed, early, _names(said))
     except (ValueError, KeyError, TypeError, IndexError, AttributeError, Corrupt) as error:
         raise Corrupt(f"a peer's description of its state cannot be read: {error!r:.200}") from error
     if sum(nbytes for _, nbytes in described.metadata) > METADATA_BYTES_MAX:
@@ -202,8 +225,17 @@ def encode_sizes(sizes: Sequence[int | None]) -> bytes:
     return struct.pack(f">{len(sizes)}Q", *(_MISSING if size is None else size for size in sizes))
 
 
+def encode_places(places: Sequence[int | None]) -> bytes:
+    """What follows the sizes for a peer that is near: the addresses of chunks, None for one whose bytes follow."""
+    return encode_sizes(places)
+
+
+def decode_places(data: bytes) -> list[int | None]:
+    return decode_sizes(data)
+
+
 def sizes_bytes(count: int) -> int:
-    """How long the sizes of so many chunks are."""
+    """How long the sizes of so many chunks are, or their places."""
     return 8 * count
 
 
@@ -232,6 +264,20 @@ def _word(value: Any) -> str:
     if not isinstance(value, str) or len(value) > 200 or not value.isprintable():
         raise ValueError(f"{value!r:.80} is no word")
     return value
+
+
+def _names(said: Any) -> str:
+    names = said.get("names", BLAKE3)
+    if names not in NAMINGS:
+        raise ValueError(f"{names!r:.80} are no names of chunks; wanted one of {', '.join(NAMINGS)}")
+    return str(names)
+
+
+def _near(said: Any) -> Near | None:
+    if said is None:
+        return None
+    where, pid, address = said
+    return Near(_word(where), _number(pid) % (1 << 31), _number(address) % (1 << 63))
 
 
 def _number(value: Any) -> int:

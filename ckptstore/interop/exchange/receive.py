@@ -8,7 +8,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from ckptstore.core.ids import ChunkId, digest
+from ckptstore.core.ids import ChunkId
 from ckptstore.core.model import TreeRef
 from ckptstore.engine.checkout import Destination, Tree
 from ckptstore.engine.select import Piece, select
@@ -17,6 +17,7 @@ from ckptstore.errors import Corrupt
 from ckptstore.interop.exchange.connection import Deadline
 from ckptstore.interop.exchange.fetch import Peers
 from ckptstore.interop.exchange.holdings import Holdings
+from ckptstore.interop.exchange.naming import NAMINGS, Naming
 from ckptstore.interop.exchange.offer import KEY
 from ckptstore.interop.exchange.protocol import Description
 from ckptstore.interop.exchange.targets import Target, check_claims, make_targets
@@ -36,7 +37,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Here:
-    """What this process has: its live state, which is also where the received one goes if `in_place`; its store; what was `left` behind."""
+    """What this process has: its live state, which is also where the received one goes if `in_place`; its store; what was `left` behind.
+    Of peers, chunks are asked for by `names`."""
 
     threads: Threads
     live: Flat | None
@@ -46,6 +48,7 @@ class Here:
     left: Mapping[bytes, memoryview]
     max_bytes: int
     chunk_bytes: int
+    names: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,13 +156,13 @@ class Transfer:
     def run(self) -> tuple[Any, Received]:
         """Raises `Corrupt`, `InvalidInput`, `Conflict`, `Unavailable` for what peers said or did, TimeoutError when time is up."""
         nothing = self.here.live is None and self.here.objects is None and not self.here.left
-        described = self.here.threads.submit(lambda: self.peers.describe(early=nothing))
+        described = self.here.threads.submit(lambda: self.peers.describe(self.here.names, early=nothing))
         holdings = self._holdings(described)
         description, early = described.result(), None
         if description.early:
             early = self._outlined(description)
             self._take_early(early, holdings)
-            description = self.peers.describe()
+            description = self.peers.describe(self.here.names)
         bound = self._bound(description, early)
         tree, targets = bound.tree, bound.targets
         if early and targets is not early.targets:
@@ -168,7 +171,7 @@ class Transfer:
         if early:
             spoiled = sum(any(landing.is_spoiled(holdings) for landing in want.landings) for want in wants.values())
             self.peers.traffic.add(retried=spoiled)
-        self._bring(wants, holdings, description.chunk_bytes)
+        self._bring(wants, holdings, description)
         _land_inline(tree, targets)
         state = inflate(tree.schema, [_content(target) for target in targets])
         traffic = self.peers.traffic
@@ -195,9 +198,11 @@ class Transfer:
         """Take chunks by number while the peer copies others. They count when all are described, where the hash of what came is the one
         that is wanted."""
 
+        naming = NAMINGS[self.here.names]
+
         def numbered(chunk: bytes, nbytes: int, landing: _Landing) -> Wanted:
             def land(data: memoryview) -> None:
-                found = digest(data)
+                found = naming(data)
                 self.landed[found] = data
                 landing.note(holdings, found)
 
@@ -230,20 +235,22 @@ class Transfer:
         holdings = Holdings(self.here.threads, self.deadline, self.here.objects)
         holdings.add_left(self.here.left)
         if self.here.live and self.here.in_place:
-            holdings.add_live(self.here.live, self.here.chunk_bytes)
-            if described.result().chunk_bytes != self.here.chunk_bytes:
-                holdings.add_live(self.here.live, described.result().chunk_bytes)
+            expected = self.here.chunk_bytes, self.here.names
+            holdings.add_live(self.here.live, expected[0], NAMINGS[expected[1]])
+            if (said := (described.result().chunk_bytes, described.result().names)) != expected:
+                holdings.add_live(self.here.live, said[0], NAMINGS[said[1]])
         return holdings
 
-    def _bring(self, wants: dict[bytes, _Want], holdings: Holdings, chunk_bytes: int) -> None:
+    def _bring(self, wants: dict[bytes, _Want], holdings: Holdings, description: Description) -> None:
+        naming: Naming = NAMINGS[description.names]
         for want in wants.values():
             want.landings = [landing for landing in want.landings if not landing.is_there(holdings)]
         wanted = [self._wanted(chunk, want) for chunk, want in wants.items() if want.landings]
         if self.here.live and not self.here.in_place:
             alike = {chunk: found for chunk, want in wants.items() if (found := want.alike())}
-            wanted = holdings.land_alike(wanted, alike)
+            wanted = holdings.land_alike(wanted, alike, naming)
             if wanted:  # they may be anywhere else
-                holdings.add_live(self.here.live, chunk_bytes, without={source for source, _ in alike.values()})
+                holdings.add_live(self.here.live, description.chunk_bytes, naming, without={source for source, _ in alike.values()})
         self.peers.fetch(holdings.land(wanted, without_live=self.here.in_place))
 
     def _wanted(self, chunk: bytes, want: _Want) -> Wanted:

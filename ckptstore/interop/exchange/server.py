@@ -18,15 +18,19 @@ from typing import Any
 from ckptstore.core.ids import CHUNK_ID_BYTES
 from ckptstore.errors import Unavailable
 from ckptstore.interop.exchange.board import Board, OtherStep, Reader
+from ckptstore.interop.exchange.naming import BLAKE3
 from ckptstore.interop.exchange.offer import Offer
 from ckptstore.interop.exchange.protocol import (
     EARLY_HEADER,
     HELLO_PATH,
     IDS_PER_REQUEST,
+    NAMES_HEADER,
+    NEAR_HEADER,
     STEP_HEADER,
     TRANSFER_HEADER,
     VERIFY_HEADER,
     WAIT_HEADER,
+    encode_places,
     encode_sizes,
     parse_path,
     split_ids,
@@ -149,11 +153,12 @@ class _Handler(BaseHTTPRequestHandler):
             wait_s = self._wait_s()
             until = time.monotonic() + wait_s
             offer = self._offer(named[1], wait_s)
-            description = offer.describe(early=EARLY_HEADER in self.headers, wait_s=until - time.monotonic()) if offer else None
+            early, names = EARLY_HEADER in self.headers, self.headers.get(NAMES_HEADER, BLAKE3)
+            description = offer.describe(names, early=early, wait_s=until - time.monotonic()) if offer else None
             if description is not None:
                 self._answer(HTTPStatus.OK, description)
             elif offer:
-                self._refuse(HTTPStatus.SERVICE_UNAVAILABLE, f"step {named[1]} is still being copied")
+                self._refuse(HTTPStatus.SERVICE_UNAVAILABLE, f"step {named[1]} is still being copied, or hashed")
         elif named:
             self._refuse(HTTPStatus.METHOD_NOT_ALLOWED, "chunks are asked for with POST")
 
@@ -207,9 +212,12 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _send_chunks(self, offer: Offer, ids: list[bytes]) -> None:
         sizes = offer.sizes(ids, self._wait_s())
-        there = [chunk for chunk, size in zip(ids, sizes, strict=True) if size is not None]
-        table = encode_sizes(sizes)
-        self._begin(HTTPStatus.OK, len(table) + sum(size for size in sizes if size is not None))
+        near = NEAR_HEADER in self.headers
+        places = offer.places(ids) if near else [None] * len(ids)
+        sent = [(chunk, size) for chunk, size, place in zip(ids, sizes, places, strict=True) if size is not None and place is None]
+        there = [chunk for chunk, _ in sent]
+        table = encode_sizes(sizes) + (encode_places(places) if near else b"")
+        self._begin(HTTPStatus.OK, len(table) + sum(size for _, size in sent))
         self.wfile.write(table)
         try:
             for span in offer.spans(there, verified=VERIFY_HEADER in self.headers):

@@ -1,0 +1,162 @@
+"""Which chunks of a state are copied, to which place of an arena, and what the copies are called."""
+
+import itertools
+from collections.abc import Callable, Container, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import TypeAlias
+
+from ckptstore.core.ids import CHUNK_ID_BYTES, digest
+from ckptstore.core.model import INLINE_BYTES
+from ckptstore.engine.plan import CommitPlan, Extent, Run
+from ckptstore.engine.transfer import Threads
+from ckptstore.interop.exchange.naming import Naming
+from ckptstore.state import tensors
+from ckptstore.state.arenas import Arena
+from ckptstore.state.devices import devices_of, prepare
+from ckptstore.state.flat import Flat, Source
+from ckptstore.state.leaves import TensorSource
+from ckptstore.state.staging import Copy, Gather, Move, copy_task
+
+Named: TypeAlias = tuple[int, bytes, memoryview]
+"""A chunk that has been copied: its number in the state, its name, its bytes."""
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """The bytes of a leaf, or of one box of it, that are cut into chunks."""
+
+    leaf: int
+    source: Source
+    extent: Extent
+
+
+def parts_of(flat: Flat) -> list[Part]:
+    """What of a state is chunks: all but aliases and small leaves, which lie in pages."""
+    return list(_parts(flat))
+
+
+def read_part(source: Source, start: int, stop: int) -> memoryview:
+    """Bytes of a leaf, where they are if they can be read there."""
+    view = source.view(start, stop)
+    if view is None:
+        view = memoryview(bytearray(stop - start))
+        source.stage(start, stop, view)
+    return view
+
+
+class Staging:
+    """Which chunks are copied to which place of an arena of `nbytes`: all but those that are `stored`.
+
+    `names` are those of each part: ids where they are stored, and what `naming` gives to the copies. `numbers` are those that each part's
+    chunks have in the state.
+    """
+
+    def __init__(self, plan: CommitPlan, parts: Sequence[Part], ids: list[bytearray], stored: Container[bytes], naming: Naming) -> None:
+        self._parts, self.names, self._naming = parts, ids, naming
+        ends = list(itertools.accumulate(map(len, plan.parts), initial=0))
+        self.numbers = list(itertools.starmap(range, itertools.pairwise(ends)))
+        self._places: list[list[_Place]] = []
+        self.nbytes = 0
+        for batch in plan.batches:
+            places = [place for run in batch for place in _places(run) if bytes(ids[place.part][place.where]) not in stored]
+            if places:
+                self._places.append([replace(place, offset=self._reserve(place.nbytes)) for place in places])
+
+    def copy(self, arena: Arena, threads: Threads, copied: Callable[[Sequence[Named]], object]) -> None:
+        """Copy the chunks, and hand them to `copied` by the names of the copies, which `names` has afterwards."""
+        prepare(devices_of(part.source.tensor for part in self._parts if isinstance(part.source, TensorSource)), arena)
+        threads.spread(lambda places: copied(self._copy(places, arena)), self._places)
+
+    def renamed(
+        self, arena: Arena, threads: Threads, naming: Naming, goes_on: Callable[[], object]
+    ) -> tuple[list[bytearray], dict[bytes, memoryview]]:
+        """What `naming` calls the copies of a state of which nothing is stored: the names of each part, and the chunks. Calls `goes_on` now
+        and then, and raises what that does."""
+        names, chunks = [bytearray(len(part)) for part in self.names], dict[bytes, memoryview]()
+
+        def rename(places: "list[_Place]") -> None:
+            goes_on()
+            for place in places:
+                memory = arena.memory[place.offset : place.offset + place.nbytes]
+                name = names[place.part][place.where] = naming(memory)
+                chunks[name] = memory
+
+        threads.spread(rename, self._places)
+        return names, chunks
+
+    def _reserve(self, nbytes: int) -> int:
+        offset, self.nbytes = self.nbytes, self.nbytes + nbytes
+        return offset
+
+    def _copy(self, places: "list[_Place]", arena: Arena) -> list[Named]:
+        done = []
+        for place in places:
+            memory = arena.memory[place.offset : place.offset + place.nbytes]
+            source = self._parts[place.part].source
+            if isinstance(source, TensorSource):
+                copy_task((_copy_of(source, place),), arena)
+            else:
+                source.stage(place.start, place.stop, memory)
+            # Still in the processor's cache, so that hashing hardly touches memory.
+            name = self.names[place.part][place.where] = self._naming(memory)
+            done.append((self.numbers[place.part][place.number], name, memory))
+        return done
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """A chunk: bytes `start:stop` of a part, number `number` of its chunks, and where in the arena it is copied to."""
+
+    part: int
+    number: int
+    start: int
+    stop: int
+    offset: int = 0
+
+    @property
+    def nbytes(self) -> int:
+        return self.stop - self.start
+
+    @property
+    def where(self) -> slice:
+        return slice(self.number * CHUNK_ID_BYTES, (self.number + 1) * CHUNK_ID_BYTES)
+
+
+def _places(run: Run) -> Iterator[_Place]:
+    for i, (start, stop) in enumerate(itertools.pairwise(run.cuts)):
+        yield _Place(run.part.leaf, run.first + i, start, stop)
+
+
+def _copy_of(source: TensorSource, place: _Place) -> Copy:
+    if tensors.is_plain(source.tensor):
+        return Move(source.tensor.data_ptr() + place.start, place.offset, place.nbytes)
+    return Gather(source, place.start, place.stop, place.offset)
+
+
+def hash_parts(plan: CommitPlan, parts: Sequence[Part], threads: Threads) -> list[bytearray]:
+    """The ids of what the chunks are now, by part."""
+    ids = blank_names(plan)
+
+    def task(batch: Sequence[Run]) -> None:
+        for place in itertools.chain.from_iterable(map(_places, batch)):
+            ids[place.part][place.where] = digest(read_part(parts[place.part].source, place.start, place.stop))
+
+    threads.spread(task, plan.batches)
+    return ids
+
+
+def blank_names(plan: CommitPlan) -> list[bytearray]:
+    """Room for the names of each part's chunks."""
+    return [bytearray(len(part) * CHUNK_ID_BYTES) for part in plan.parts]
+
+
+def _parts(flat: Flat) -> Iterator[Part]:
+    for leaf, (source, shape) in enumerate(zip(flat.leaves, flat.schema.shapes, strict=True)):
+        if flat.schema.aliases[leaf] >= 0:
+            continue
+        if leaf in flat.held:
+            for box, part in flat.held[leaf].parts:
+                yield Part(leaf, part, Extent(shape, part.width, part.nbytes, False, box))
+        elif source.nbytes > INLINE_BYTES:
+            whole = shape if flat.schema.kinds[leaf] == "tensor" else (source.nbytes,)
+            yield Part(leaf, source, Extent(whole, source.width, source.nbytes, False))
