@@ -46,15 +46,16 @@ $(READY_BENCH): $(READY)
 
 setup: $(READY)
 
-# Files stay whole, so that what a file's tests share is made once.
+# Files stay whole, so that what a file's tests share is made once, and in order: tests/conftest.py puts the longest first.
 test: lint
-	@$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile
+	@$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 test-real: $(READY)
 	@$(BIN)/python -m tests.real
 
 lint: $(READY)
 	@$(BIN)/ruff check .
+	@$(BIN)/ruff format --quiet --check .
 	@$(BIN)/mypy
 
 demo: $(READY)

@@ -1,5 +1,6 @@
 """What every test gets: one printed seed for all randomness, the profile Hypothesis runs with, no pickle that it did not ask for."""
 
+import gc
 import os
 import random
 import secrets
@@ -18,6 +19,20 @@ from tests.showing import Showing
 
 SEED = int(os.environ.setdefault("CKPTSTORE_TEST_SEED", str(secrets.randbelow(2**32))))  # set: the workers of pytest-xdist draw the same
 
+LONGEST = (
+    "stateful/test_store_machine.py",
+    "upkeep/test_bitrot.py",
+    "crash/test_every_change.py",
+    "ranks/test_dcp.py",
+    "upkeep/test_gc.py",
+    "mirror/test_shared_ends.py",
+    "asynchronous/test_exits.py",
+    "objects/test_s3.py",
+    "partial/test_budget.py",
+    "asynchronous/test_memory.py",
+)
+"""The files that take 20 to 80 s, first: were one of them the last, the other processes of `make test` would wait for it."""
+
 settings.register_profile("default", deadline=None, print_blob=True)
 settings.register_profile("soak", deadline=None, print_blob=True, max_examples=2_000, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile(os.environ.get("CKPTSTORE_TEST_PROFILE", "default"))
@@ -30,6 +45,17 @@ def pytest_configure(config: pytest.Config) -> None:
     config.pluginmanager.register(Showing(config))
     folders = [str(Path(guard.__file__).parent), *filter(None, [os.environ.get("PYTHONPATH")])]
     os.environ["PYTHONPATH"] = os.pathsep.join(folders)
+    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # hundreds of Pythons are started: each would compile the package anew
+    sys.dont_write_bytecode = False
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    places = {Path(__file__).parent / file: place for place, file in enumerate(LONGEST)}
+    items.sort(key=lambda item: places.get(item.path, len(places)))
+
+
+def pytest_collection_finish() -> None:
+    gc.freeze()  # what has been imported stays: collections, those that tests ask for and others, need not look through it each time
 
 
 def pytest_report_header() -> str:

@@ -4,6 +4,7 @@ Each way is a fork of this script that imports nothing more and then ends as any
 `thread`, a `process`, or a thread while the state is still being copied (`lazy`).
 """
 
+import gc
 import os
 import signal
 import sys
@@ -70,6 +71,7 @@ def _live(kind: str, way: str, place: Path) -> None:
 def _main() -> str:
     folder, *ways = sys.argv[1:]
     children = {}
+    gc.freeze()  # so that the forks' last collection does not copy every page of what is imported
     for way in ways:
         children[way] = os.fork()
         if not children[way]:

@@ -3,16 +3,19 @@
 import os
 import signal
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from random import Random
+from typing import Any
 
 import pytest
 
 import ckptstore
+from ckptstore.core.ids import CommitId
 from tests.crash.works import contents_of
 from tests.faults.fixtures import nursery, scratch
 from tests.faults.nursery import Nursery
-from tests.faults.witness import assert_no_garbage_after_gc, assert_sound
+from tests.faults.witness import assert_no_garbage_after_gc, assert_sound, view_of
 
 __all__ = ["nursery", "scratch"]
 
@@ -26,10 +29,11 @@ def _is_gone(pid: int) -> bool:
         return True
 
 
-def _kill(executor: str, times: int, scratch: Path, nursery: Nursery, seed: int) -> None:
+def _kill(executor: str, times: int, scratch: Path, nursery: Nursery, seed: int, *, lazy: bool = False) -> None:
+    deed = "commit_lazily_on" if lazy else "commit_async_on"
     random, place, finished = Random(seed), scratch / "store", 0
     for n in range(times):
-        child = nursery.start("commit_async_on", place=str(place), first=1000 * n, executor=executor).go()
+        child = nursery.start(deed, place=str(place), first=1000 * n, executor=executor).go()
         while len(child.reports("hashed")) < random.randrange(1, 4):
             time.sleep(0.001)
         time.sleep(random.uniform(0, LONGEST_S))
@@ -40,11 +44,23 @@ def _kill(executor: str, times: int, scratch: Path, nursery: Nursery, seed: int)
         surely = {int(step) for (step,) in child.reports("hashed" if executor == "process" else "durable")}
         assert surely <= _steps(place), f"kill {n} of seed {seed}"
         finished += len(surely)
-    contents = contents_of(place)
+    contents = _stepped_contents_of(place) if lazy else contents_of(place)
     assert_sound(place, contents)
     assert_no_garbage_after_gc(place, contents)
     assert finished
-    print(f"{executor}: {times} kills, {finished} commits that had to be there, all there")
+    print(f"{executor}, {deed}: {times} kills, {finished} commits that had to be there, all there")
+
+
+def _stepped_contents_of(place: Path) -> Mapping[CommitId, Mapping[str, Any]]:
+    """What is there, if each commit is whole: all weights are its step."""
+    contents = {}
+    with ckptstore.open(place) as store:
+        for commit in view_of(place).commits:
+            snapshot = store.checkout(commit)
+            contents[commit] = snapshot.state_dict()
+            for name, weight in contents[commit]["weights"].items():
+                assert weight.eq(snapshot.step).all(), f"{name} of the commit of step {snapshot.step}"
+    return contents
 
 
 def _steps(place: Path) -> set[int]:
@@ -74,6 +90,7 @@ def test_a_child_that_the_trainer_forked_does_not_keep_its_worker_waiting(scratc
 
 @pytest.mark.soak
 @pytest.mark.timeout(3600)
+@pytest.mark.parametrize("staging", ["eager", "lazy"])
 @pytest.mark.parametrize("executor", ["thread", "process"])
-def test_a_trainer_killed_a_hundred_times(executor: str, scratch: Path, nursery: Nursery, seed: int) -> None:
-    _kill(executor, 100, scratch, nursery, seed)
+def test_a_trainer_killed_a_hundred_times(executor: str, staging: str, scratch: Path, nursery: Nursery, seed: int) -> None:
+    _kill(executor, 100, scratch, nursery, seed, lazy=staging == "lazy")

@@ -1,13 +1,14 @@
 """What the children of the nursery do. Each deed reports what it has achieved, and is over when it cannot go on."""
 
 import os
+import resource
 import signal
 import sys
 import threading
 import time
 import traceback
 from collections.abc import Callable
-from contextlib import closing
+from contextlib import closing, suppress
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -21,6 +22,7 @@ from ckptstore.errors import CkptStoreError, Conflict, NotFound, Unavailable
 from ckptstore.history.log import Log
 from ckptstore.index import catalog, file_lock
 from ckptstore.store import Store
+from ckptstore.upkeep.findings import Level
 from ckptstore.upkeep.mirror import MirrorOptions, mirror
 from ckptstore.upkeep.mirror_ends import choose
 from ckptstore.upkeep.retention import KeepLast
@@ -28,6 +30,7 @@ from tests.cli.running import call
 from tests.crash.works import CHUNK_BYTES, WORKS, small
 from tests.faults.strace import allow_tracing
 from tests.faults.witness import assert_same
+from tests.upkeep.stores import check
 
 _FINISHED, _FAILED = 0, 1
 _ATTEMPTS = 4
@@ -101,6 +104,23 @@ def _forget_one(store: Store, report: Report, *, back: bool) -> None:
                 report("returned", info.id)
 
 
+def read_with_little_memory(report: Report, place: str, more_bytes: int) -> None:
+    """Restore every commit and check the store, with no more than `more_bytes` of address space above what is taken already."""
+    with ckptstore.open(place) as store:
+        commits = store.log(all_runs=True)
+        used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+        resource.setrlimit(resource.RLIMIT_AS, (used + more_bytes, -1))
+        try:
+            bytearray(2 * more_bytes)
+        except MemoryError:
+            report("limited")
+        for info in commits:
+            with suppress(CkptStoreError):
+                store.checkout(info.id).state_dict()
+    found = check(Path(place), Level.DATA)
+    report("checked", len(found.damaged_commits), found.damaged)
+
+
 def commit_twice(report: Report, place: str, step: int, ballast: str = "") -> None:
     """Two commits by one store object. What fails is tried again, a few times (a fault strikes each thread), once `ballast` is gone."""
     store = None
@@ -120,15 +140,34 @@ def commit_twice(report: Report, place: str, step: int, ballast: str = "") -> No
 
 def commit_async_on(report: Report, place: str, first: int, executor: str) -> None:
     """Commit asynchronously, and again, and say what is known of each: that it was hashed, that it is durable."""
+    _commit_on(report, place, first, small, executor=executor)
 
+
+def commit_lazily_on(report: Report, place: str, first: int, executor: str) -> None:
+    """The same with weights that are copied while the next step waits to write to them: at step n, all of them are n."""
+    weights = torch.nn.ParameterList(torch.full((50_000,), float(first - 1)) for _ in range(3))
+    for weight in weights:
+        weight.grad = torch.full_like(weight, -1)
+    optimizer = torch.optim.SGD(weights, lr=1.0)
+
+    def stepped(step: int) -> dict[str, Any]:
+        optimizer.step()
+        return {"weights": weights, "optimizer": optimizer}
+
+    _commit_on(report, place, first, stepped, executor=executor, staging="lazy")
+
+
+def _commit_on(
+    report: Report, place: str, first: int, state_at: Callable[[int], dict[str, Any]], *, executor: Any, staging: Any = "eager"
+) -> None:
     def on_progress(progress: ckptstore.CommitProgress) -> None:
         if progress.milestone == "hashed" and store.worker_pid:
             report("worker", store.worker_pid)
         report(progress.milestone, progress.step)
 
-    with ckptstore.open(place, chunk_bytes=CHUNK_BYTES, executor=executor) as store:  # type: ignore[arg-type]  # "thread" or "process"
+    with ckptstore.open(place, chunk_bytes=CHUNK_BYTES, executor=executor) as store:
         for step in range(first, first + 10_000):
-            store.commit_async(small(step), step=step, on_progress=on_progress)
+            store.commit_async(state_at(step), step=step, staging=staging, on_progress=on_progress)
 
 
 def commit_beside_a_child(report: Report, place: str) -> None:
@@ -293,9 +332,11 @@ _ALL = (
     work,
     change_on,
     commit_async_on,
+    commit_lazily_on,
     commit_beside_a_child,
     commit_together_on,
     commit_twice,
+    read_with_little_memory,
     restore_twice,
     carry_on,
     command,

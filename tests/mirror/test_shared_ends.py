@@ -26,6 +26,8 @@ from tests.shared.sites import Site
 from tests.upkeep.stores import CHUNK_BYTES, assert_restores, copy_of, files, flip, large_state, make_store
 
 KILLED = 1
+PARTS = 8
+"""The long test takes minutes, and is run in so many."""
 
 
 @pytest.fixture(scope="module")
@@ -250,12 +252,13 @@ def test_a_push_that_is_killed_at_some_request_is_completed_by_the_next(
 
 @pytest.mark.soak
 @pytest.mark.timeout(3600)
+@pytest.mark.parametrize("part", range(PARTS))
 @pytest.mark.parametrize("kind", ["bucket", "database"])
 def test_a_push_that_is_killed_at_any_request_is_completed_by_the_next(
-    kind: str, place: Path, s3: S3Server, postgres: PostgresServer, proxy: Proxy, tmp_path: Path
+    kind: str, part: int, place: Path, s3: S3Server, postgres: PostgresServer, proxy: Proxy, tmp_path: Path
 ) -> None:
     end = _new_ends(kind, s3, postgres)
     pushes = _Pushes(place, end(), proxy, tmp_path)
     total = _requests_of_a_push(pushes, end)
-    print(f"{total} requests")
-    kill_and_repeat(pushes, end, list(range(1, total)))
+    print(f"{len(numbers := range(1 + part, total, PARTS))} of {total} requests")
+    kill_and_repeat(pushes, end, list(numbers))

@@ -1,4 +1,8 @@
-"""Rank processes that live as long as the test session and do what they are sent: importing torch takes longer than most tests."""
+"""Rank processes that live as long as the test session and do what they are sent: importing torch takes longer than most tests.
+
+Only the first rank of a pool is a Python of its own. The others are forked from a process that has imported what ranks need, one for all
+pools; so the coordinator's imports, and the order in which it walks sets, are not those of the others, as in a real job.
+"""
 
 import faulthandler
 import multiprocessing
@@ -14,6 +18,19 @@ from typing import Any
 
 TIMEOUT_S = 240
 """Longer than anything takes: three imports of torch and a failed save took 96 s on two cores with thirty others at work."""
+
+IMPORTED = [
+    "torch._dynamo",
+    "torch.distributed.checkpoint.state_dict",
+    "torch.distributed.fsdp",
+    "torch.distributed.tensor",
+    "torchsnapshot",
+    "ckptstore.engine.ranks.delegate",
+    "ckptstore.interop.dcp",
+    "ckptstore.store",
+    "tests.ranks.layouts",
+]
+"""What ranks are forked with."""
 
 
 class RankFailed(Exception):
@@ -37,12 +54,14 @@ class Pool:
 
     def _start(self) -> None:
         self._folder = tempfile.mkdtemp(prefix="ckptstore-ranks-")
-        context = multiprocessing.get_context("spawn")
+        alone, forked = multiprocessing.get_context("spawn"), multiprocessing.get_context("forkserver")
+        forked.set_forkserver_preload(IMPORTED)
         self.processes: list[Any] = []
         self._pipes: list[Connection] = []
         for rank in range(self.size):
+            context = forked if rank else alone
             ours, theirs = context.Pipe()
-            process = context.Process(target=_serve, args=(theirs, rank, self.size, Path(self._folder) / "store"), daemon=True)
+            process: Any = context.Process(target=_serve, args=(theirs, rank, self.size, Path(self._folder) / "store"), daemon=True)
             process.start()
             theirs.close()
             self.processes.append(process)

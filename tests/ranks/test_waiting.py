@@ -30,9 +30,7 @@ def commit_in_vain(path: Path, group: object) -> tuple[list[str], str]:
 
 def wait_for_each_other(rank: int, path: Path) -> list[tuple[list[str], str]]:
     """Of one pair a rank never comes, of two others one comes once and then no more: the one that follows, the one that leads."""
-    unmet, followed, led = (
-        group if rank in pair else None for pair in ((1, 3), (0, 2), (1, 2)) for group in (dist.new_group(pair),)
-    )
+    unmet, followed, led = (group if rank in pair else None for pair in ((1, 3), (0, 2), (1, 2)) for group in (dist.new_group(pair),))
     found = []
     with ckptstore.open(path) as store:
         for group in (followed, led):

@@ -1,5 +1,6 @@
 """Any order of commits, checkouts, tags, forgetting, collecting, crashes, reopening and lost caches, by two hosts, against a dict."""
 
+import os
 import shutil
 import tempfile
 import time
@@ -32,6 +33,8 @@ CONTENTS = st.integers(0, 4)
 TAGS = st.none() | st.sampled_from(("best", "prod"))
 ANY = st.integers(0, 2**16)
 MEMORY = Path("/dev/shm")
+MACHINES = int(os.environ.get("CKPTSTORE_TEST_MACHINES", "60"))
+"""The long test's, on each kind of place."""
 
 
 def content(seed: int) -> dict[str, Any]:
@@ -199,5 +202,5 @@ def test_a_shared_store_is_what_a_dict_of_its_commits_says(machine: type[SharedM
 @pytest.mark.parametrize("machine", KINDS, indirect=True)
 def test_a_shared_store_is_what_a_dict_says_for_long(machine: type[SharedMachine]) -> None:
     run_state_machine_as_test(  # type: ignore[no-untyped-call]
-        machine, settings=settings(max_examples=60, stateful_step_count=40, suppress_health_check=list(HealthCheck))
+        machine, settings=settings(max_examples=MACHINES, stateful_step_count=40, suppress_health_check=list(HealthCheck))
     )

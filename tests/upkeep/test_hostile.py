@@ -2,9 +2,6 @@
 
 import json
 import os
-import resource
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -19,6 +16,7 @@ from ckptstore.history import entries
 from ckptstore.objects import canonical, codecs, pack
 from ckptstore.objects.documents import content_id, encode_document
 from ckptstore.upkeep.findings import Level
+from tests.faults.nursery import Nursery
 from tests.upkeep.stores import check, files, heal, make_store, state
 
 MEMORY_BYTES = 600 << 20
@@ -106,29 +104,12 @@ def test_repair_moves_nothing_out_of_the_store_through_a_link(store: Path, tmp_p
     assert treasure.read_bytes() == b"mine"
 
 
-def bounded(code: str, *args: object) -> subprocess.CompletedProcess[str]:
-    """Run `code` with little memory above what the interpreter takes."""
-    return subprocess.run([sys.executable, "-c", code, *map(str, args)], capture_output=True, text=True, check=False)
-
-
-RESTORE = f"""
-import resource, sys
-import ckptstore, torch
-from pathlib import Path
-from tests.upkeep.stores import check, heal
-from ckptstore.upkeep.findings import Level
-with ckptstore.open(sys.argv[1]) as store:
-    store.log()
-    used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
-    resource.setrlimit(resource.RLIMIT_AS, (used + {MEMORY_BYTES}, -1))
-    for info in store.log(all_runs=True):
-        try:
-            store.checkout(info.id).state_dict()
-        except ckptstore.CkptStoreError as error:
-            print(type(error).__name__)
-report = check(Path(sys.argv[1]), Level.DATA)
-print(len(report.damaged_commits), report.damaged)
-"""
+def read_with_little_memory(store: Path, nursery: Nursery) -> list[str]:
+    """What a process says of the store that has little memory above what it takes by itself: how many commits are damaged, if any is."""
+    child = nursery.run("read_with_little_memory", place=str(store), more_bytes=MEMORY_BYTES)
+    assert child.wait() == 0, "see what it wrote to stderr"
+    assert child.reports("limited"), "an allocation above the limit really fails there"
+    return child.reports("checked")[0]
 
 
 def append_commit(store: Path, trees: tuple[tuple[str, TreeRef], ...], chunks: list[tuple[ChunkId, bytes, int, int, int]]) -> None:
@@ -155,17 +136,15 @@ def append_commit(store: Path, trees: tuple[tuple[str, TreeRef], ...], chunks: l
     opening.close()
 
 
-def test_a_schema_that_says_it_is_huge_is_refused_before_it_is_decoded(store: Path) -> None:
+def test_a_schema_that_says_it_is_huge_is_refused_before_it_is_decoded(store: Path, nursery: Nursery) -> None:
     """A zstd frame of some kilobytes that holds 3 GiB of zeros, under its right id or not: nobody may unpack it."""
     bomb = zstandard.ZstdCompressor(level=1).compress(bytes(1 << 20)) * 1
     chunk = ChunkId(digest(b"whatever"))
     append_commit(store, (("m", TreeRef(chunk, ())),), [(chunk, bomb, 3 << 30, codecs.ZSTD, pack.SCHEMA)])
-    done = bounded(RESTORE, store)
-    assert done.returncode == 0, done.stderr[-2000:]
-    assert done.stdout.split()[-2:] == ["1", "True"]
+    assert read_with_little_memory(store, nursery) == ["1", "True"]
 
 
-def test_a_value_that_says_it_is_huge_is_refused_before_memory_is_taken(store: Path) -> None:
+def test_a_value_that_says_it_is_huge_is_refused_before_memory_is_taken(store: Path, nursery: Nursery) -> None:
     """A page whose extent says that a `bytes` leaf has 2^50 bytes, with a single id."""
     from ckptstore.core.model import LeafContent, Node, Schema
     from ckptstore.objects.pages import split_pages
@@ -175,12 +154,10 @@ def test_a_value_that_says_it_is_huge_is_refused_before_memory_is_taken(store: P
     (page,) = split_pages(("bytes",), [LeafContent(ids=digest(b"x"), raw_bytes=1 << 50)])
     chunks = [(ChunkId(digest(data)), data, len(data), codecs.RAW, kind) for data, kind in ((schema, pack.SCHEMA), (page, pack.PAGE))]
     append_commit(store, (("m", TreeRef(chunks[0][0], (chunks[1][0],))),), chunks)
-    done = bounded(RESTORE, store)
-    assert done.returncode == 0, done.stderr[-2000:]
-    assert done.stdout.split()[-2:] == ["1", "True"]
+    assert read_with_little_memory(store, nursery) == ["1", "True"]
 
 
-def test_a_tensor_that_says_it_is_huge_is_refused_before_memory_is_taken(store: Path) -> None:
+def test_a_tensor_that_says_it_is_huge_is_refused_before_memory_is_taken(store: Path, nursery: Nursery) -> None:
     from ckptstore.core.model import LeafContent, Node, Schema
     from ckptstore.objects.pages import split_pages
     from ckptstore.objects.schema import encode_schema
@@ -189,9 +166,7 @@ def test_a_tensor_that_says_it_is_huge_is_refused_before_memory_is_taken(store: 
     (page,) = split_pages(("tensor",), [LeafContent(ids=digest(b"x"))])
     chunks = [(ChunkId(digest(data)), data, len(data), codecs.RAW, kind) for data, kind in ((schema, pack.SCHEMA), (page, pack.PAGE))]
     append_commit(store, (("m", TreeRef(chunks[0][0], (chunks[1][0],))),), chunks)
-    done = bounded(RESTORE, store)
-    assert done.returncode == 0, done.stderr[-2000:]
-    assert done.stdout.split()[-2:] == ["1", "True"]
+    assert read_with_little_memory(store, nursery) == ["1", "True"]
 
 
 def test_numbers_far_behind_the_log_are_not_looked_for(store: Path) -> None:
@@ -216,10 +191,3 @@ def test_what_is_made_obeys_the_umask(tmp_path: Path) -> None:
     finally:
         os.umask(before)
     assert [path for path in store.rglob("*") if path.stat().st_mode & 0o077] == []
-
-
-def test_limits_of_this_test_are_real() -> None:
-    """The child really has little memory: an allocation above the limit fails there."""
-    assert resource.RLIMIT_AS >= 0
-    code = RESTORE.split("report =")[0].split("    for info")[0] + "    bytearray(2 << 30)"
-    assert "MemoryError" in bounded(code, "memory://").stderr
