@@ -1,14 +1,11 @@
-"""The cases of what many ranks cost beside moving bytes: a commit's fixed cost, 10,000 sharded leaves, bytes written, bytes read by others.
+"""The cases of what many ranks cost beside moving bytes: a commit's fixed cost, bytes written, bytes read by others.
 
 Ranks are processes of this host and share its processors.
 """
 
-import statistics
-from collections.abc import Callable
 from contextlib import closing
 from functools import partial
 from pathlib import Path
-from time import perf_counter
 from typing import Any
 
 import torch
@@ -20,18 +17,9 @@ import ckptstore
 from benchmarks import states
 from benchmarks.context import Context
 from benchmarks.measure import Entrant, Result, Series, alternate
-from benchmarks.progress import note
 from benchmarks.ranks import SIZE, close_store, commit, cpu_of, open_store, pool_of, prepare
 from benchmarks.targets import ABOVE_ONE
 from ckptstore.core.ids import parse_pack_id
-from tests.ranks.pool import Pool
-
-SHARDED = 10_000
-ROWS, COLUMNS = 32, 16
-"""Of each of the many leaves: 2 KiB, of which each rank has a part."""
-
-LATER = 4
-"""So many commits after the first one of a layout."""
 
 _here: dict[str, Any] = {}
 """This rank's state and store, in its own process."""
@@ -40,22 +28,6 @@ _here: dict[str, Any] = {}
 def open_small(rank: int, folder: Path) -> None:
     _here["state"] = {"model": {path: tensor.clone() for path, tensor in states.small().tensors.items()}}
     _here["store"] = ckptstore.open(folder)
-
-
-def open_sharded(rank: int, folder: Path, count: int) -> None:
-    """`count` leaves that the ranks divide by rows."""
-    mesh, whole = DeviceMesh("cpu", list(range(SIZE))), (torch.Size((ROWS, COLUMNS)), (COLUMNS, 1))
-    _here["state"] = {"model": {f"layers.{i // 8}.{i % 8}.weight": _part(mesh, *whole) for i in range(count)}}
-    _here["store"] = ckptstore.open(folder)
-
-
-def _part(mesh: DeviceMesh, shape: torch.Size, stride: tuple[int, ...]) -> DTensor:
-    return DTensor.from_local(torch.rand(ROWS // SIZE, COLUMNS), mesh, (Shard(0),), run_check=False, shape=shape, stride=stride)
-
-
-def change(rank: int) -> None:
-    for tensor in _here["state"]["model"].values():
-        tensor.to_local().add_(1)
 
 
 def commit_here(rank: int) -> None:
@@ -80,33 +52,6 @@ def fixed(context: Context) -> Result:
     pairs = zip(series[f"{SIZE} ranks"].values, series["one rank"].values, strict=True)
     series[ABOVE_ONE] = Series([many - one for many, one in pairs])
     return Result("ranks-fixed", f"commit of 8 KiB that have not changed, {SIZE} ranks of this host", "s", 0, series)
-
-
-def leaves(context: Context) -> Result:
-    """Fresh processes in each round, so that nothing is known of the layout; then commits of other content in the same layout."""
-    count = max(int(SHARDED * context.scale), 10)
-    first, later = Series(), Series()
-    for number in range(min(context.rounds, 3)):
-        with pool_of(SIZE) as pool:
-            pool.run(open_sharded, context.folder(), count)
-            _timed(pool, commit_here, first)
-            again = Series()
-            for _ in range(LATER):
-                pool.run(change)
-                _timed(pool, commit_here, again)
-            later.values.append(statistics.median(again.values))
-            later.cpu_seconds.append(statistics.median(again.cpu_seconds))
-            note(f"ranks-leaves: round {number}: {first.values[-1]:.2f} s, {later.values[-1]:.2f} s")
-            pool.run(close_here)
-    title = f"commit of {count:,} leaves that {SIZE} ranks of this host divide, each of 2 KiB"
-    return Result("ranks-leaves", title, "s", 0, {"first": first, "later": later})
-
-
-def _timed(pool: Pool, task: Callable[[int], None], series: Series) -> None:
-    cpu, started = cpu_of(pool), perf_counter()
-    pool.run(task)
-    series.values.append(perf_counter() - started)
-    series.cpu_seconds.append(cpu_of(pool) - cpu)
 
 
 def written(context: Context) -> Result:

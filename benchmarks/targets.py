@@ -7,6 +7,7 @@ from benchmarks.measure import Result, ratio
 MIB = 1 << 20
 ABOVE_ONE = "above one rank's"
 OBSTORE = "ckptstore, obstore"
+COUNTED = "planning and log entry"
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,8 +67,8 @@ TARGETS = (
     Target("ranks", "restore on four ranks, against DCP", "DCP, restore", at_least=2, ours="ckptstore, restore"),
     Target("ranks", "restore on four ranks, against TorchSnapshot", "TorchSnapshot, restore", at_least=2, ours="ckptstore, restore"),
     Target("ranks-fixed", "commit of an unchanged small state by four ranks, above one rank's, seconds", at_most=0.03, ours=ABOVE_ONE),
-    Target("ranks-leaves", "10,000 sharded leaves on four ranks, the first commit, seconds", at_most=1, ours="first"),
-    Target("ranks-leaves", "10,000 sharded leaves on four ranks, later commits, seconds", at_most=0.3, ours="later"),
+    Target("ranks-leaves", "10,000 sharded leaves on four ranks, planning and log entry, seconds", at_most=1, ours=f"first, {COUNTED}"),
+    Target("ranks-leaves", "the same of later commits, seconds", at_most=0.3, ours=f"later, {COUNTED}"),
     Target("ranks-written", "bytes that four ranks write of a state that all have", "one copy", at_most=1.01),
     Target("ranks-written", "the most of them on one rank", "a quarter", at_most=1.1, ours="most of a rank"),
     Target("ranks-resharded", "bytes that three ranks read of what four wrote", "needed", at_most=1.1, ours="read"),
@@ -87,28 +88,18 @@ TARGETS = (
     Target("s3-restore", "restore from a bucket, against TorchSnapshot's plugin", "TorchSnapshot, S3 plugin", at_least=2),
     Target("s3-restore", "restore through obstore, against TorchSnapshot's plugin", "TorchSnapshot, S3 plugin", at_least=2, ours=OBSTORE),
     Target("torchft-full", "all of a state from a peer, against torchft's HTTPTransport", "torchft HTTPTransport", at_least=1),
+    Target("torchft-full", "the same over TCP", "torchft HTTPTransport", at_least=1, ours="ckptstore, over TCP"),
+    Target("torchft-full-link", "the same over a link between hosts", "torchft HTTPTransport", at_least=1),
+    Target("torchft-full-slow-link", "the same over a slow link", "torchft HTTPTransport", at_least=1),
     Target(
         "torchft-recovery",
         "5 % of a state's chunks from a peer, against torchft's HTTPTransport",
         "torchft HTTPTransport",
         at_least=8,
-        ours="ckptstore, in place, committed",
+        ours="ckptstore, in place",
     ),
-    Target("torchft-full-link", "the same over a link between hosts", "torchft HTTPTransport", at_least=1),
-    Target(
-        "torchft-recovery-link",
-        "5 % of a state's chunks over a link between hosts",
-        "torchft HTTPTransport",
-        at_least=8,
-        ours="ckptstore, in place, committed",
-    ),
-    Target("torchft-full-slow-link", "all of a state over a slow link", "torchft HTTPTransport", at_least=1),
-    Target(
-        "torchft-recovery-slow-link",
-        "5 % of a state's chunks over a slow link",
-        "torchft HTTPTransport",
-        at_least=8,
-        ours="ckptstore, in place, committed",
-    ),
+    Target("torchft-recovery", "the same over TCP", "torchft HTTPTransport", at_least=8, ours="ckptstore, in place, over TCP"),
+    Target("torchft-recovery-link", "the same over a link between hosts", "torchft HTTPTransport", at_least=8, ours="ckptstore, in place"),
+    Target("torchft-recovery-slow-link", "the same over a slow link", "torchft HTTPTransport", at_least=8, ours="ckptstore, in place"),
     Target("log", "`ckptstore log -n 20` after 10,000 commits, seconds", at_most=0.35, ours="ckptstore log -n 20"),
 )
