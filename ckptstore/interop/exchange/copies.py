@@ -1,11 +1,13 @@
 """Which chunks of a state are copied, to which place of an arena, and what the copies are called."""
 
+import ctypes
 import itertools
-from collections.abc import Callable, Container, Iterator, Sequence
-from dataclasses import dataclass, replace
-from typing import TypeAlias
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, TypeAlias
 
-from ckptstore.core.ids import CHUNK_ID_BYTES, digest
+from ckptstore.core.collector import uncollected
+from ckptstore.core.ids import CHUNK_ID_BYTES
 from ckptstore.core.model import INLINE_BYTES
 from ckptstore.engine.plan import CommitPlan, Extent, Run
 from ckptstore.engine.transfer import Threads
@@ -15,10 +17,14 @@ from ckptstore.state.arenas import Arena
 from ckptstore.state.devices import devices_of, prepare
 from ckptstore.state.flat import Flat, Source
 from ckptstore.state.leaves import TensorSource
-from ckptstore.state.staging import Copy, Gather, Move, copy_task
+from ckptstore.state.staging import Gather, copy_task
 
 Named: TypeAlias = tuple[int, bytes, memoryview]
 """A chunk that has been copied: its number in the state, its name, its bytes."""
+
+PIECE_BYTES = 512 << 10
+"""What is copied before it is hashed: both copies of it fit the cache that a processor has to itself. Copy and quick name of a chunk of
+1 MiB take 0.073 s per GB in two pieces, and 0.090 s in one (EPYC, 1 MiB of L2)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +39,12 @@ class Part:
 def parts_of(flat: Flat) -> list[Part]:
     """What of a state is chunks: all but aliases and small leaves, which lie in pages."""
     return list(_parts(flat))
+
+
+def read_chunks(source: Source, run: Run) -> Iterator[tuple[int, int, memoryview]]:
+    """The chunks of a run, by the bytes of their leaf that they are."""
+    memory, first = read_part(source, run.cuts[0], run.cuts[-1]), run.cuts[0]
+    return ((start, stop, memory[start - first : stop - first]) for start, stop in itertools.pairwise(run.cuts))
 
 
 def read_part(source: Source, start: int, stop: int) -> memoryview:
@@ -51,16 +63,20 @@ class Staging:
     chunks have in the state.
     """
 
-    def __init__(self, plan: CommitPlan, parts: Sequence[Part], ids: list[bytearray], stored: Container[bytes], naming: Naming) -> None:
+    def __init__(self, plan: CommitPlan, parts: Sequence[Part], ids: list[bytearray], stored: Collection[bytes], naming: Naming) -> None:
         self._parts, self.names, self._naming = parts, ids, naming
         ends = list(itertools.accumulate(map(len, plan.parts), initial=0))
         self.numbers = list(itertools.starmap(range, itertools.pairwise(ends)))
+        self._addresses = list(map(_address, parts))
         self._places: list[list[_Place]] = []
         self.nbytes = 0
-        for batch in plan.batches:
-            places = [place for run in batch for place in _places(run) if bytes(ids[place.part][place.where]) not in stored]
-            if places:
-                self._places.append([replace(place, offset=self._reserve(place.nbytes)) for place in places])
+        with uncollected():
+            for batch in plan.batches:
+                places = [
+                    place for run in batch for place in _places(run) if not stored or bytes(ids[place.part][place.where]) not in stored
+                ]
+                if places:
+                    self._places.append(list(map(self._reserved, places)))
 
     def copy(self, arena: Arena, threads: Threads, copied: Callable[[Sequence[Named]], object]) -> None:
         """Copy the chunks, and hand them to `copied` by the names of the copies, which `names` has afterwards."""
@@ -84,27 +100,35 @@ class Staging:
         threads.spread(rename, self._places)
         return names, chunks
 
-    def _reserve(self, nbytes: int) -> int:
-        offset, self.nbytes = self.nbytes, self.nbytes + nbytes
-        return offset
+    def _reserved(self, place: "_Place") -> "_Place":
+        offset, self.nbytes = self.nbytes, self.nbytes + place.nbytes
+        return place._replace(offset=offset)
 
     def _copy(self, places: "list[_Place]", arena: Arena) -> list[Named]:
         done = []
         for place in places:
             memory = arena.memory[place.offset : place.offset + place.nbytes]
-            source = self._parts[place.part].source
-            if isinstance(source, TensorSource):
-                copy_task((_copy_of(source, place),), arena)
-            else:
-                source.stage(place.start, place.stop, memory)
-            # Still in the processor's cache, so that hashing hardly touches memory.
-            name = self.names[place.part][place.where] = self._naming(memory)
+            name = self.names[place.part][place.where] = self._naming.of_pieces(self._copied(place, memory, arena))
             done.append((self.numbers[place.part][place.number], name, memory))
         return done
 
+    def _copied(self, place: "_Place", memory: memoryview, arena: Arena) -> Iterator[memoryview]:
+        """The pieces of a copy, each when it has been made: still in the processor's cache, so that hashing hardly touches memory."""
+        source, address = self._parts[place.part].source, self._addresses[place.part]
+        if address:
+            for at in range(0, place.nbytes, PIECE_BYTES):
+                piece = memory[at : at + PIECE_BYTES]
+                ctypes.memmove(arena.address + place.offset + at, address + place.start + at, len(piece))  # without the GIL
+                yield piece
+            return
+        if isinstance(source, TensorSource):
+            copy_task((Gather(source, place.start, place.stop, place.offset),), arena)
+        else:
+            source.stage(place.start, place.stop, memory)
+        yield memory
 
-@dataclass(frozen=True, slots=True)
-class _Place:
+
+class _Place(NamedTuple):
     """A chunk: bytes `start:stop` of a part, number `number` of its chunks, and where in the arena it is copied to."""
 
     part: int
@@ -127,22 +151,24 @@ def _places(run: Run) -> Iterator[_Place]:
         yield _Place(run.part.leaf, run.first + i, start, stop)
 
 
-def _copy_of(source: TensorSource, place: _Place) -> Copy:
-    if tensors.is_plain(source.tensor):
-        return Move(source.tensor.data_ptr() + place.start, place.offset, place.nbytes)
-    return Gather(source, place.start, place.stop, place.offset)
+def _address(part: Part) -> int:
+    """Where all of a part lies in this host's memory, 0 if it does not lie there in one piece."""
+    tensor = part.source.tensor if isinstance(part.source, TensorSource) else None
+    return tensor.data_ptr() if tensor is not None and tensors.is_plain(tensor) else 0
 
 
-def hash_parts(plan: CommitPlan, parts: Sequence[Part], threads: Threads) -> list[bytearray]:
-    """The ids of what the chunks are now, by part."""
-    ids = blank_names(plan)
+def hash_parts(plan: CommitPlan, parts: Sequence[Part], threads: Threads, naming: Naming) -> list[bytearray]:
+    """What `naming` calls what the chunks are now, by part."""
+    names = blank_names(plan)
 
     def task(batch: Sequence[Run]) -> None:
-        for place in itertools.chain.from_iterable(map(_places, batch)):
-            ids[place.part][place.where] = digest(read_part(parts[place.part].source, place.start, place.stop))
+        for run in batch:
+            part, first = run.part.leaf, run.first * CHUNK_ID_BYTES
+            some = b"".join(naming(data) for _, _, data in read_chunks(parts[part].source, run))
+            names[part][first : first + len(some)] = some
 
     threads.spread(task, plan.batches)
-    return ids
+    return names
 
 
 def blank_names(plan: CommitPlan) -> list[bytearray]:

@@ -120,11 +120,12 @@ class Peers:
 
     def _work(self, work: Work, peer: int) -> None:
         try:
+            aside = _Aside()
             while batch := work.take(peer):
                 left = list(batch)
                 try:
                     with self._connection(self._routes[peer]) as connection:
-                        self._receive(work, peer, connection, left)
+                        self._receive(work, peer, connection, left, aside)
                 except PeerFailed as failed:
                     self._doubted.update(each.chunk for each in left[:1])
                     self.traffic.add(retried=len(left))
@@ -133,7 +134,7 @@ class Peers:
         except BaseException as error:
             work.fail(error)
 
-    def _receive(self, work: Work, peer: int, connection: Connection, left: list[Wanted]) -> None:
+    def _receive(self, work: Work, peer: int, connection: Connection, left: list[Wanted], aside: "_Aside") -> None:
         """Receive what is `left` of a batch, which has afterwards what did not come."""
         self.traffic.add(requests=1)
         verified = any(each.chunk in self._doubted for each in left)
@@ -151,7 +152,7 @@ class Peers:
         wrong: list[Wanted] = []
         while left:
             each = left[0]
-            data = each.memory if each.memory is not None else memoryview(bytearray(each.nbytes))
+            data = each.memory if each.memory is not None else aside.of(each.nbytes)
             connection.read_from(next(coming), data)
             self.traffic.add(chunks=1, nbytes=each.nbytes)
             del left[0]
@@ -199,3 +200,15 @@ class Peers:
                 connection.cut()
             self._open.add(connection)
         return connection
+
+
+class _Aside:
+    """Memory of one thread for chunks that are not received to where they belong: one after the other."""
+
+    def __init__(self) -> None:
+        self._memory = memoryview(b"")
+
+    def of(self, nbytes: int) -> memoryview:
+        if len(self._memory) < nbytes:
+            self._memory = memoryview(bytearray(nbytes))
+        return self._memory[:nbytes]

@@ -4,7 +4,6 @@ What is taken from here is hashed where it lands. A chunk that turned out to be 
 """
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from itertools import pairwise
 from typing import TYPE_CHECKING, TypeAlias
 
 from ckptstore.core.config import RUN_BYTES
@@ -12,7 +11,7 @@ from ckptstore.engine.plan import Run, plan_chunks
 from ckptstore.engine.transfer import Threads
 from ckptstore.errors import Corrupt, NotFound, Unavailable
 from ckptstore.interop.exchange.connection import Deadline
-from ckptstore.interop.exchange.copies import parts_of, read_part
+from ckptstore.interop.exchange.copies import parts_of, read_chunks
 from ckptstore.interop.exchange.naming import Naming, is_named
 from ckptstore.interop.exchange.work import Wanted
 from ckptstore.state.flat import Flat, Source
@@ -45,8 +44,8 @@ class Holdings:
             self._deadline.left()
             for run in batch:
                 source = parts[run.part.leaf].source
-                for start, stop in pairwise(run.cuts):
-                    chunk = naming(read_part(source, start, stop))
+                for start, stop, data in read_chunks(source, run):
+                    chunk = naming(data)
                     self._live[chunk] = source, start, stop
                     if isinstance(source, TensorSource):
                         self.note(source.tensor, start, stop, chunk)

@@ -23,7 +23,7 @@ from ckptstore.engine.transfer import Threads
 from ckptstore.errors import Corrupt, InvalidInput, NotFound, Unavailable
 from ckptstore.interop.exchange.copies import Named, Part, Staging, blank_names, hash_parts, parts_of, read_part
 from ckptstore.interop.exchange.meshes import placed_leaves
-from ckptstore.interop.exchange.naming import BLAKE3, XXH3, quick_name
+from ckptstore.interop.exchange.naming import BLAKE3, NAMINGS, XXH3
 from ckptstore.interop.exchange.near import address_of
 from ckptstore.interop.exchange.protocol import Description, Placed, decode_number, encode_description, encode_number
 from ckptstore.objects.pages import split_pages
@@ -153,7 +153,7 @@ class Offer:
         ids, chunks = self._staging.names, dict[bytes, memoryview]()
         with suppress(Unavailable):
             if self._arena:
-                ids, chunks = self._staging.renamed(self._arena, self._threads, digest, goes_on)
+                ids, chunks = self._staging.renamed(self._arena, self._threads, NAMINGS[BLAKE3], goes_on)
             description, metadata = self._outline.describe(self.step, ids, BLAKE3, early=False)
             with self._changed:
                 self._chunks |= metadata | chunks
@@ -204,9 +204,9 @@ def make_offer(state: Any, step: int, *, chunk_bytes: int, pool: ArenaPool, thre
         flat = flatten_state(state)
         parts = parts_of(flat)
         plan = plan_chunks([part.extent for part in parts], chunk_bytes)
-        ids = hash_parts(plan, parts, threads) if guard else blank_names(plan)
+        ids = hash_parts(plan, parts, threads, NAMINGS[BLAKE3]) if guard else blank_names(plan)
         stored = _Stored(guard, guard.held(b"".join(ids))) if guard else None
-        staging = Staging(plan, parts, ids, stored.sizes if stored else (), digest if stored else quick_name)
+        staging = Staging(plan, parts, ids, stored.sizes if stored else (), NAMINGS[BLAKE3 if stored else XXH3])
         outline = _Outline(flat, parts, chunk_bytes)
         arena = _room(staging.nbytes, pool, taken) if staging.nbytes else None
         return Offer(step, staging, outline, stored, arena, threads, taken.pop_all())

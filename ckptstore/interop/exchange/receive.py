@@ -8,6 +8,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
+from ckptstore.core.collector import uncollected
 from ckptstore.core.ids import ChunkId
 from ckptstore.core.model import TreeRef
 from ckptstore.engine.checkout import Destination, Tree
@@ -106,13 +107,9 @@ class _Landing:
         for source, target, n in self.piece.moves:
             self.destination.write(target, data[source : source + n])
 
-    def is_there(self, holdings: Holdings) -> bool:
-        """Whether the chunk was at this place when that was hashed: in live memory, or since it was taken by number."""
-        return self._known(holdings) == self.piece.chunk
-
     def is_spoiled(self, holdings: Holdings) -> bool:
         """Whether another chunk was taken by number to this place."""
-        return self._known(holdings) not in (None, self.piece.chunk)
+        return _chunk_at(self.piece, self.destination, holdings) not in (None, self.piece.chunk)
 
     def note(self, holdings: Holdings, chunk: bytes) -> None:
         """Its memory was hashed, and is this chunk."""
@@ -120,11 +117,13 @@ class _Landing:
         if at is not None and isinstance(destination, TensorDestination):
             holdings.note(destination.tensor, at, at + self.piece.raw_bytes, chunk)
 
-    def _known(self, holdings: Holdings) -> bytes | None:
-        at, destination = self.piece.at, self.destination
-        if at is None or not isinstance(destination, TensorDestination):
-            return None
-        return holdings.chunk_at(destination.tensor, at, at + self.piece.raw_bytes)
+
+@dataclass(frozen=True, slots=True)
+class _Plan:
+    """The raw bytes of every chunk of a state, and those of them that are wanted, each once, with all the places that it goes to."""
+
+    sizes: dict[bytes, int]
+    wants: dict[bytes, _Want]
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,17 +166,17 @@ class Transfer:
         tree, targets = bound.tree, bound.targets
         if early and targets is not early.targets:
             holdings.forget_places()
-        wants = _plan(tree, targets, _sources(self.here.live))
+        plan = _plan(tree, targets, _sources(self.here.live), holdings)
         if early:
-            spoiled = sum(any(landing.is_spoiled(holdings) for landing in want.landings) for want in wants.values())
+            spoiled = sum(any(landing.is_spoiled(holdings) for landing in want.landings) for want in plan.wants.values())
             self.peers.traffic.add(retried=spoiled)
-        self._bring(wants, holdings, description)
+        self._bring(plan.wants, holdings, description)
         _land_inline(tree, targets)
         state = inflate(tree.schema, [_content(target) for target in targets])
         traffic = self.peers.traffic
         metadata = dict(description.metadata)
-        nbytes = sum(want.nbytes for want in wants.values()) + sum(metadata.values())
-        chunks = len(wants) + len(metadata)
+        nbytes = sum(plan.sizes.values()) + sum(metadata.values())
+        chunks = len(plan.sizes) + len(metadata)
         return state, Received(chunks, nbytes, traffic.chunks, traffic.bytes, traffic.requests, traffic.retried)
 
     def _bound(self, description: Description, early: "_Bound | None" = None) -> "_Bound":
@@ -208,7 +207,7 @@ class Transfer:
 
             return Wanted(chunk, nbytes, landing.direct, land, numbered=True)
 
-        wants = _plan(early.tree, early.targets, {})
+        wants = _plan(early.tree, early.targets, {}, holdings).wants
         self.peers.fetch([numbered(chunk, want.nbytes, want.first) for chunk, want in wants.items() if want.first])
         holdings.add_left(dict(self.landed))
 
@@ -243,9 +242,7 @@ class Transfer:
 
     def _bring(self, wants: dict[bytes, _Want], holdings: Holdings, description: Description) -> None:
         naming: Naming = NAMINGS[description.names]
-        for want in wants.values():
-            want.landings = [landing for landing in want.landings if not landing.is_there(holdings)]
-        wanted = [self._wanted(chunk, want) for chunk, want in wants.items() if want.landings]
+        wanted = [self._wanted(chunk, want) for chunk, want in wants.items()]
         if self.here.live and not self.here.in_place:
             alike = {chunk: found for chunk, want in wants.items() if (found := want.alike())}
             wanted = holdings.land_alike(wanted, alike, naming)
@@ -278,9 +275,10 @@ def _sources(live: Flat | None) -> dict[str, Source]:
     return {live.schema.paths[i]: source for i, source in enumerate(live.leaves) if i not in live.held} if live else {}
 
 
-def _plan(tree: Tree, targets: Sequence[Target], sources: Mapping[str, Source]) -> dict[bytes, _Want]:
-    """Every chunk that is wanted, once, with all its places, and with what is alike in `sources`."""
-    wants: dict[bytes, _Want] = {}
+@uncollected()
+def _plan(tree: Tree, targets: Sequence[Target], sources: Mapping[str, Source], holdings: Holdings) -> _Plan:
+    """What is wanted but for what is there, with what is alike in `sources`."""
+    sizes, wants = dict[bytes, int](), dict[bytes, _Want]()
     for i, target in enumerate(targets):
         content = tree.content(i)
         if content.inline is not None:
@@ -292,11 +290,19 @@ def _plan(tree: Tree, targets: Sequence[Target], sources: Mapping[str, Source]) 
             fits = source and box is None and memory is not None and (source.nbytes, source.width) == (len(memory), width)
             alike = source if fits else None
             for piece in select(content, shape, width, tree.chunk_bytes, box):
-                want = wants.setdefault(piece.chunk, _Want(piece.raw_bytes, []))
-                if want.nbytes != piece.raw_bytes:
-                    raise Corrupt(f"a peer names one chunk for parts of {want.nbytes} and of {piece.raw_bytes} bytes; one of them is wrong")
-                want.landings.append(_Landing(piece, destination, memory, target.live, alike))
-    return wants
+                chunk, nbytes = piece.chunk, piece.raw_bytes
+                if (known := sizes.setdefault(chunk, nbytes)) != nbytes:
+                    raise Corrupt(f"a peer names one chunk for parts of {known} and of {nbytes} bytes; one of them is wrong")
+                if _chunk_at(piece, destination, holdings) != chunk:
+                    wants.setdefault(chunk, _Want(nbytes, [])).landings.append(_Landing(piece, destination, memory, target.live, alike))
+    return _Plan(sizes, wants)
+
+
+def _chunk_at(piece: Piece, destination: Destination, holdings: Holdings) -> bytes | None:
+    """The chunk that was at this place when that was hashed: in live memory, or since it was taken by number."""
+    if piece.at is None or not isinstance(destination, TensorDestination):
+        return None
+    return holdings.chunk_at(destination.tensor, piece.at, piece.at + piece.raw_bytes)
 
 
 def _land_inline(tree: Tree, targets: Sequence[Target]) -> None:

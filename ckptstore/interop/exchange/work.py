@@ -20,7 +20,8 @@ STRIKES = 4
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """A chunk that is to be fetched. It is received into `memory`, or aside; `land` is called with its verified bytes.
+    """A chunk that is to be fetched. It is received into `memory`, or aside; `land` is called with its verified bytes, which are others
+    when it has returned if they came aside.
 
     With `numbered`, `chunk` is a number: `land` gets whatever came, and a peer need not have it.
     """
