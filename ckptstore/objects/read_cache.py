@@ -116,20 +116,25 @@ class ReadCache:
     def _account(self, nbytes: int) -> None:
         with self._lock:
             self._added_bytes += nbytes
-            held, added = self._held_bytes, self._added_bytes
-        if held is None or added > self._limit_bytes // LOOK_EVERY or held + added > self._limit_bytes:
-            self._evict()
+        while self._may_be_too_much() and self._evict():
+            pass  # whoever adds meanwhile leaves it to this thread
 
-    def _evict(self) -> None:
-        """Count what is there, and let the oldest go if that is too much. Somebody else who is at it does it for us."""
+    def _may_be_too_much(self) -> bool:
+        with self._lock:
+            held, added = self._held_bytes, self._added_bytes
+        return held is None or added > self._limit_bytes // LOOK_EVERY or held + added > self._limit_bytes
+
+    def _evict(self) -> bool:
+        """Count what is there, and let the oldest go if that is too much. False if somebody else is at it, who does it for us."""
         if not self._evicting.acquire(blocking=False):
-            return
+            return False
         try:
             with file_lock(self._directory / "lock", timeout_s=0.0) as held:
                 if held:
                     with self._lock:
                         self._added_bytes = 0
                     self._held_bytes = self._let_go(sorted(self._files()))
+                return held
         finally:
             self._evicting.release()
 

@@ -5,6 +5,7 @@ import secrets
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Callable
 from pathlib import Path
 
@@ -12,7 +13,7 @@ import pytest
 import torch
 
 from ckptstore.core.ids import ChunkId, digest
-from ckptstore.objects.read_cache import LOOK_EVERY, UNFINISHED_S, ReadCache
+from ckptstore.objects.read_cache import LOOK_EVERY, UNFINISHED_S, ReadCache, _File
 from ckptstore.objects.remote import FsspecBackend
 from tests.shared.sites import CHUNK_BYTES, Site
 from tests.upkeep.stores import assert_equal
@@ -127,6 +128,26 @@ def test_what_others_have_kept_counts(tmp_path: Path) -> None:
     for i in range(100):
         keep(mine if i % 2 else theirs, content(i))
     assert sum(path.stat().st_size for path in files(tmp_path / "read")) <= 20_000 * (1 + 2 / LOOK_EVERY)
+
+
+def test_what_is_kept_while_another_thread_evicts_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    cache, let_go = ReadCache(tmp_path / "read", 10_000), ReadCache._let_go
+    looked, go_on = threading.Event(), threading.Event()
+
+    def slowly(self: ReadCache, found: list[_File]) -> int:
+        looked.set()
+        go_on.wait(60)
+        return let_go(self, found)
+
+    monkeypatch.setattr(ReadCache, "_let_go", slowly)
+    evicting = threading.Thread(target=keep, args=(cache, content(0)))
+    evicting.start()
+    looked.wait(60)
+    for i in range(1, 41):
+        keep(cache, content(i))
+    go_on.set()
+    evicting.join()
+    assert 0 < sum(path.stat().st_size for path in files(tmp_path / "read")) <= 10_000 * (1 + 1 / LOOK_EVERY)
 
 
 def link(path: Path) -> None:
