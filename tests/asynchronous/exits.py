@@ -22,32 +22,41 @@ from ckptstore.objects import store as objects
 IMPORTED = (ckptstore.open, catalog, chunks, objects, torch.compiler.disable(len), torch.optim.SGD([torch.zeros(1)]).state_dict())
 """Once, before the forks: optimizers import torch's compiler."""
 
-SLOW_S = 0.6
+LONGEST_S = 60.0
+"""So long a commit is held at most until the wait for it has been told."""
 
 WAITS_AT = {"thread": "hashed", "process": "hashed", "lazy": "staged"}
 """The milestone at which each kind of commit is in flight when the script ends."""
 
 _kind = "thread"
+_said = Path()
+"""Where this process's stderr goes."""
 _called = threading.Event()
 """Set when `commit_async` has returned: who is interrupted in it calls the commit off."""
+
+
+def _until_told() -> None:
+    ends = time.monotonic() + LONGEST_S
+    while b"waiting for" not in _said.read_bytes() and time.monotonic() < ends:
+        time.sleep(0.01)
 
 
 def _slowly(progress: ckptstore.CommitProgress) -> None:
     """A disk that takes its time, and so does what copies lazily."""
     if progress.milestone == WAITS_AT[_kind]:
-        time.sleep(SLOW_S)
+        _until_told()
 
 
 def _interrupting(progress: ckptstore.CommitProgress) -> None:
     if progress.milestone == WAITS_AT[_kind]:
-        _called.wait(SLOW_S * 100)
+        _called.wait(LONGEST_S)
         os.kill(os.getpid(), signal.SIGINT)
-        time.sleep(SLOW_S)
+        _until_told()
 
 
 def _live(kind: str, way: str, place: Path) -> None:
-    global _kind
-    _kind, background.NOTICE_S = kind, 0.2
+    global _kind, _said
+    _kind, _said, background.NOTICE_S = kind, place.with_name(f"{place.name}.err"), 0.2
     model = torch.nn.Linear(300, 300)
     store = ckptstore.open(place, threads=1, executor="process" if kind == "process" else "thread")
     if way == "a failure":

@@ -1,9 +1,11 @@
 """Asynchronous commits as training code sees them: order, parents, waiting, skipping, calling off, failing."""
 
 import asyncio
+import io
 import logging
 import os
 import shutil
+import sys
 import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -172,13 +174,21 @@ def test_committing_waits_also_when_the_block_raises(store: ckptstore.Store) -> 
     assert store.checkout(1).id == pending[0].wait().id
 
 
-def test_close_waits_and_says_so(store: ckptstore.Store, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(background, "NOTICE_S", 0.02)
+def test_close_waits_and_says_so(store: ckptstore.Store, monkeypatch: pytest.MonkeyPatch) -> None:
     pending, go_on = held_commit(store, state(), step=3)
-    threading.Timer(0.2, go_on).start()
+
+    class Told(io.StringIO):
+        """The commit goes on once something was said."""
+
+        def write(self, text: str) -> int:
+            go_on()
+            return super().write(text)
+
+    monkeypatch.setattr(background, "NOTICE_S", 0.02)
+    monkeypatch.setattr(sys, "stderr", told := Told())
     store.close()
     assert pending.wait().step == 3
-    assert "waiting for the commit of step 3" in capfd.readouterr().err
+    assert "waiting for the commit of step 3" in told.getvalue()
 
 
 # -- calling off --
