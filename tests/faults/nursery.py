@@ -10,6 +10,9 @@ import signal
 import subprocess
 import sys
 import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -37,7 +40,18 @@ class Child:
 
     def alive(self) -> bool:
         """Whether it has not ended yet."""
-        return Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+        return _state(Path(f"/proc/{self.pid}/stat")) not in "ZX"
+
+    @contextmanager
+    def stopped(self) -> Iterator[None]:
+        """Within, none of its threads does anything."""
+        os.kill(self.pid, signal.SIGSTOP)
+        try:
+            while {_state(stat) for stat in Path(f"/proc/{self.pid}/task").glob("*/stat")} != {"T"}:
+                time.sleep(0.001)
+            yield
+        finally:
+            os.kill(self.pid, signal.SIGCONT)
 
     def wait(self) -> int:
         """The exit code; negative for the signal that ended it."""
@@ -51,6 +65,11 @@ class Child:
         """What it has written so far of one kind, without the kind; a last line that was cut short does not count."""
         whole = self.lines.read_text().rpartition("\n")[0]
         return [line.split("\t")[1:] for line in whole.split("\n") if line.split("\t")[0] == kind]
+
+
+def _state(stat: Path) -> str:
+    """One letter (proc_pid_stat(5))."""
+    return stat.read_text().rpartition(")")[2].split()[0]
 
 
 class Nursery:

@@ -152,7 +152,7 @@ def _commit_partitioned(site: Site, proxy: Proxy, message: int, folder: Path) ->
         return data
 
     with patiently(lambda: site.open(folder / "host")) as store:
-        step = 100 * len(store.log())
+        step = 100 * len(patiently(store.log))
         proxy.faults.rewrite = forward
         try:
             acknowledged[store.commit(state_of(step), step=step).id] = step

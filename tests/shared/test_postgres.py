@@ -19,6 +19,7 @@ from ckptstore.upkeep.retention import KeepLast
 from tests.servers.postgres import PASSWORD, PostgresServer, postgres_server
 from tests.servers.s3 import S3Server, new_url
 from tests.shared.sites import Site
+from tests.shared.test_faults import patiently
 from tests.upkeep.collecting import state_of
 from tests.upkeep.stores import assert_equal
 
@@ -375,13 +376,13 @@ def test_a_database_that_is_away_is_waited_for_and_then_named(tmp_path: Path, mo
     monkeypatch.setattr("ckptstore.index.postgres.DEADLINE_S", 1.0)
     with postgres_server() as server:
         site = Site(str(tmp_path / "store"), None, {"index": server.new_url()})
-        store = site.open(tmp_path / "host")
+        store = patiently(lambda: site.open(tmp_path / "host"))
         server.kill()
         with pytest.raises(Unavailable, match=r"postgresql://127\.0\.0\.1"):
             store.log()
         server.start()
-        store.commit(state_of(1), step=1)
-        assert [info.step for info in store.log()] == [1]
+        patiently(lambda: store.commit(state_of(1), step=1))
+        assert {info.step for info in patiently(store.log)} == {1}
         store.close()
     with pytest.raises((NotFound, Unavailable)):
         Opening(site.place, **site.more)

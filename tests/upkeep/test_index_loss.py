@@ -180,9 +180,10 @@ def _lose_indexes(times: int, stranger: Path, scratch: Path, nursery: Nursery, s
         for n in range(times):
             _wait_for_commits(child, 2)
             if not n:
-                shutil.copytree(place / "index", old)
+                with child.stopped():  # files that come and go cannot be copied
+                    shutil.copytree(place / "index", old)
             damage = random.choice(BENEATH)
-            with suppress(FileNotFoundError, shutil.Error):  # a file that the trainer is replacing just now is gone already
+            with suppress(OSError):  # the trainer is making or replacing just now what was to go or to come
                 damage(place / "index", old, stranger / "index")
         _wait_for_commits(child, 2)
     finally:
