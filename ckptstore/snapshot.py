@@ -17,7 +17,8 @@ from ckptstore.engine.near import near
 from ckptstore.engine.ranks.broadcast import Broadcast
 from ckptstore.engine.ranks.layout import Layout
 from ckptstore.engine.ranks.own import Viewer, own_trees, tree_of_rank
-from ckptstore.engine.ranks.restore import check_loaders, restore_together
+from ckptstore.engine.ranks.restore import Common, check_loaders, restore_together
+from ckptstore.engine.ranks.vouch import Vouching
 from ckptstore.engine.restore import RestoreOptions, RestoreReport, Restoring
 from ckptstore.engine.views import Select, selected, whole
 from ckptstore.errors import InvalidInput, NotFound
@@ -214,13 +215,12 @@ class Snapshot:
             own = own_trees(self.trees, viewer, strict=strict)
             return Restoring(self._reader, self.id, own, app_state, options)
 
-        def broadcast_of(restoring: Restoring) -> Broadcast | None:
-            if not (self._reader.remote if broadcast is None else broadcast):
-                return None
-            return Broadcast(self._reader, restoring.reading, b"".join(c.ids for tree in self.trees.values() for c in tree.contents))
+        def common_of(restoring: Restoring) -> Common:
+            common = Broadcast if (self._reader.remote if broadcast is None else broadcast) else Vouching
+            return common(self._reader, restoring.reading, b"".join(c.ids for tree in self.trees.values() for c in tree.contents))
 
         if peers:
-            restoring = restore_together(peers, self.id, begin, broadcast_of)
+            restoring = restore_together(peers, self.id, begin, common_of)
         else:
             restoring = begin()
             restoring.read()

@@ -9,6 +9,7 @@ import secrets
 from typing import NewType
 
 from blake3 import blake3
+from xxhash import xxh3_128_digest
 
 from ckptstore.errors import Corrupt, InvalidInput
 
@@ -19,6 +20,7 @@ PackId = NewType("PackId", str)
 CommitId = NewType("CommitId", str)
 
 CHUNK_ID_BYTES = 32
+QUICK_DIGEST_BYTES = 16
 CONFIG_KEY = "ckptstore.json"
 TWIN_SUFFIX = ".2"
 
@@ -33,6 +35,11 @@ _RUN = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.+/-]{0,199}")
 def digest(data: bytes | memoryview) -> bytes:
     """BLAKE3-256 of `data`, 32 bytes."""
     return blake3(data).digest()
+
+
+def quick_digest(data: bytes | memoryview) -> bytes:
+    """XXH3-128 of `data`, 16 bytes: finds what breaks by itself, in an eighth of the time, and not what somebody breaks on purpose."""
+    return xxh3_128_digest(data)
 
 
 def new_store_id() -> StoreId:

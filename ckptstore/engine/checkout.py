@@ -3,7 +3,7 @@
 Every chunk is compared with its id on the way. Readers hold nothing in the store; what moved meanwhile is resolved again.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache, partial
 from typing import TYPE_CHECKING, Protocol
@@ -306,8 +306,8 @@ class Reader:
                 job.land(data)
             i = j
 
-    def fetch(self, jobs: Sequence[Job], out: Sequence[memoryview], reading: Reading) -> None:
-        """Read the chunks of `jobs` into `out`, verified."""
+    def fetch(self, jobs: Sequence[Job], out: Sequence[memoryview], reading: Reading, check: Callable[[int], bool] | None = None) -> None:
+        """Read the chunks of `jobs` into `out`, verified: by their ids, or by what `check` says of each."""
 
         def describe(i: int) -> str:
             want = jobs[i].wanted
@@ -318,6 +318,7 @@ class Reader:
             out,
             run=partial(self.threads.spread, hands=reading.room.threads),
             describe=describe,
+            check=check,
             threads=reading.room.threads,
             read_bytes=reading.room.read_bytes,
         )

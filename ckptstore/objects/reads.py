@@ -1,12 +1,12 @@
 """Which reads give a request for chunks what it wants: planned from where they lie, without I/O."""
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from ckptstore.core.ids import CHUNK_ID_BYTES, PackId
+from ckptstore.core.ids import CHUNK_ID_BYTES, PackId, digest
 from ckptstore.objects import codecs
 
 if TYPE_CHECKING:
@@ -35,11 +35,12 @@ class Request:
     where: "NDArray[np.void]"
     positions: Sequence[int]
     describe: Callable[[int], str]
+    check: Callable[[int], bool] | None
 
     def part(self, which: Sequence[int], where: "NDArray[np.void]") -> "Request":
         """The chunks `which` of this request, which are at `where`."""
         ids = b"".join(map(self.id, which))
-        return Request(ids, [self.out[i] for i in which], where, [self.positions[i] for i in which], self.describe)
+        return Request(ids, [self.out[i] for i in which], where, [self.positions[i] for i in which], self.describe, self.check)
 
     def id(self, i: int) -> bytes:
         return self.ids[i * CHUNK_ID_BYTES : (i + 1) * CHUNK_ID_BYTES]
@@ -49,6 +50,10 @@ class Request:
 
     def name(self, i: int) -> str:
         return self.describe(self.positions[i])
+
+    def is_right(self, i: int) -> bool:
+        """Whether chunk `i`, which has been read, is what its id says."""
+        return digest(self.out[i]) == self.id(i) if self.check is None else self.check(self.positions[i])
 
 
 def plan_reads(
@@ -83,6 +88,17 @@ def plan_reads(
             missing.extend(positions[i:j])
         i = j
     return reads, missing
+
+
+def slices(read: Read, where: "NDArray[np.void]", limit_bytes: int) -> Iterator[Read]:
+    """`read` in parts of up to `limit_bytes` or one chunk, in order."""
+    starts, sizes = where["offset"][list(read.which)].tolist(), where["stored"][list(read.which)].tolist()
+    first = 0
+    for i in range(1, len(read.which) + 1):
+        if i == len(read.which) or starts[i] + sizes[i] - starts[first] > limit_bytes:
+            end = starts[i - 1] + sizes[i - 1]
+            yield replace(read, offset=starts[first], stored_bytes=end - starts[first], which=read.which[first:i])
+            first = i
 
 
 def with_gaps(read: Read, request: Request) -> list[memoryview]:

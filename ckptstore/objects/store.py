@@ -28,7 +28,7 @@ from ckptstore.objects.backend import Backend, OpenFile
 from ckptstore.objects.footer_batches import AT_ONCE, FooterBatches
 from ckptstore.objects.metadata_cache import MetadataCache
 from ckptstore.objects.read_cache import ReadCache
-from ckptstore.objects.reads import Read, Request, plan_reads, with_gaps
+from ckptstore.objects.reads import Read, Request, plan_reads, slices, with_gaps
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -38,6 +38,9 @@ READ_AHEAD = 4
 
 ALONE_BYTES = 4 * MIB
 """So few bytes of a local disk are read by the calling thread alone: to wake others takes longer."""
+
+HASHED_BYTES = MIB
+"""So much of a local disk is read at a time before it is hashed: a processor's own cache holds as much."""
 
 LOOKS = 5
 """So often a chunk is looked up again while others collect."""
@@ -225,6 +228,7 @@ class ObjectStore:
         where: "NDArray[np.void] | None" = None,
         run: Spread | None = None,
         describe: Callable[[int], str] = lambda i: "metadata",
+        check: Callable[[int], bool] | None = None,
         threads: int = 1,
         read_bytes: int = RUN_BYTES,
     ) -> None:
@@ -232,27 +236,19 @@ class ObjectStore:
 
         `run(task, numbers)` spreads the reads, of at most `read_bytes` or one chunk, over `threads` threads; without it they run here. What
         is encoded is read aside: so much memory, and a chunk that is decoded, for each thread. `describe(i)` says what chunk `i` is part
-        of, for errors. Raises `Corrupt` for a chunk whose bytes do not match its id or whose length is not that of `out`, `NotFound` for
+        of, for errors. `check(i)` is asked, on the thread that has read it, whether `out[i]` is right, where the caller knows other ways
+        than its id. Raises `Corrupt` for a chunk whose bytes do not match its id or whose length is not that of `out`, `NotFound` for
         one that no listed pack holds.
         """
         try:
-            self._read_here(ids, out, where, run, describe, threads, read_bytes)
+            request = Request(ids, out, where if where is not None else self.located(ids), range(len(out)), describe, check)
+            self._read_here(request, run, threads, read_bytes)
         except (Corrupt, NotFound) as error:
             if self.rescue is None:
                 raise
             self.rescue(ids, out, error)
 
-    def _read_here(
-        self,
-        ids: bytes,
-        out: Sequence[memoryview],
-        where: "NDArray[np.void] | None",
-        run: Spread | None,
-        describe: Callable[[int], str],
-        threads: int,
-        read_bytes: int,
-    ) -> None:
-        request = Request(ids, out, where if where is not None else self.located(ids), range(len(out)), describe)
+    def _read_here(self, request: Request, run: Spread | None, threads: int, read_bytes: int) -> None:
         if self._cache is not None:
             request = self._not_cached(request, self._cache, run)
         while moved := self._read_all(request, run, threads, read_bytes):
@@ -382,7 +378,16 @@ class ObjectStore:
         return any(not self._try_read(key, alone, request) for key in (twin_key(read.pack), pack_key(read.pack)))
 
     def _try_read(self, key: str, read: Read, request: Request) -> dict[int, Exception]:
-        """Read into the request's memory; returns what is wrong with each chunk that is not what its id says."""
+        """Read into the request's memory; returns what is wrong with each chunk that is not what its id says. From a disk, what has been
+        read is hashed while the processor still has it in its cache."""
+        if self._remote:
+            return self._try_slice(key, read, request)
+        problems: dict[int, Exception] = {}
+        for part in slices(read, request.where, HASHED_BYTES):
+            problems |= self._try_slice(key, part, request)
+        return problems
+
+    def _try_slice(self, key: str, read: Read, request: Request) -> dict[int, Exception]:
         stored = memoryview(bytearray(read.stored_bytes)) if read.encoded else None
         short: Exception | None = None
         try:
@@ -405,9 +410,10 @@ class ObjectStore:
         except Corrupt as error:
             error.add_note(f"while reading {request.name(i)}")
             return error
-        if (got := digest(request.out[i])) != request.id(i):
+        if not request.is_right(i):
             return Corrupt(
-                f"chunk {request.short(i)} in pack {read.pack} ({request.name(i)}) does not match its id: got {got.hex()[:12]}; "
+                f"chunk {request.short(i)} in pack {read.pack} ({request.name(i)}) does not match its id: "
+                f"got {digest(request.out[i]).hex()[:12]}; "
                 f"run `ckptstore fsck --read-data`, restore another commit, or heal it with `ckptstore repair`"
             )
         return None

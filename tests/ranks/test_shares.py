@@ -5,7 +5,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ckptstore.core.ids import digest
-from ckptstore.engine.ranks.shares import ALONE, Numbering, Share, decode_need, decode_shares, encode_need, encode_shares, plan_shares
+from ckptstore.engine.ranks.shares import (
+    ALONE,
+    Numbering,
+    Share,
+    decode_need,
+    decode_shares,
+    encode_need,
+    encode_shares,
+    plan_shares,
+    plan_vouchers,
+)
 
 MIB = 1 << 20
 
@@ -55,6 +65,19 @@ def test_exchanges_come_to_an_end(case: tuple[np.ndarray, np.ndarray, int]) -> N
         assert done, "everybody waits for somebody"
         for rank in done:
             todo[rank].pop(0)
+
+
+@given(cases())
+def test_what_several_need_one_of_them_vouches_for_and_the_load_is_even(case: tuple[np.ndarray, np.ndarray, int]) -> None:
+    needs, _, _ = case
+    vouchers = plan_vouchers(needs)
+    several = needs.sum(axis=0) > 1
+    assert ((vouchers != ALONE) == several).all()
+    assert all(needs[vouchers[number], number] for number in np.flatnonzero(several))
+    for holders in np.unique(needs[:, several], axis=1).T:
+        alike = np.flatnonzero((holders == needs.T).all(axis=1))
+        load = np.bincount(vouchers[alike], minlength=len(needs))[holders]
+        assert load.max() - load.min() <= 1
 
 
 def _all(windows: list[list[Share]]) -> list[Share]:

@@ -5,9 +5,8 @@ does not match is read from the store. A rank that cannot read sends bytes of no
 """
 
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -15,6 +14,7 @@ import numpy as np
 
 from ckptstore.core.ids import digest
 from ckptstore.engine.checkout import Job, Reader, Reading
+from ckptstore.engine.ranks.later import Later
 from ckptstore.engine.ranks.shares import Need, Numbering, Share, decode_need, decode_shares, encode_need, encode_shares, plan_shares
 from ckptstore.engine.restore import Brought
 from ckptstore.state.ranks.rounds import Part, Peers
@@ -44,7 +44,7 @@ class Broadcast:
         self._jobs: dict[int, list[Job]] = {}
         for number, job in zip(numbers, reading.jobs, strict=True):
             self._jobs.setdefault(number, []).append(job)
-        self._failed: BaseException | None = None
+        self._later = Later()
         self._lock = threading.Lock()
         self._read_bytes = self._received_bytes = 0
 
@@ -55,8 +55,6 @@ class Broadcast:
 
     def answer(self, handed_in: Sequence[bytes]) -> list[bytes]:
         """The coordinator's answer to what ranks need; nothing where they do not count alike, as when they restore different parts."""
-        if not all(handed_in):
-            return [b""] * len(handed_in)
         needs = [decode_need(each) for each in handed_in]
         if any(need.digest != self._numbering.digest for need in needs):
             return [b""] * len(handed_in)
@@ -76,8 +74,7 @@ class Broadcast:
             own = self._awaited(ahead)
             ahead = self._begin(following, peers.rank)
             self._exchange(peers, [self._hold(share) for share in window if share.reader != peers.rank], own)
-        if self._failed:
-            raise self._failed
+        self._later.settle()
         left = [job for jobs in self._jobs.values() for job in jobs]
         return Brought(left, self._read_bytes, self._received_bytes)
 
@@ -89,22 +86,22 @@ class Broadcast:
     def _awaited(self, reading: "Future[list[_Held]]") -> list[_Held]:
         """What has been read ahead, also if this process is interrupted while it waits."""
         while True:
-            with self._failing_later():
+            with self._later.failing():
                 return reading.result()
 
     def _read(self, held: list[_Held]) -> list[_Held]:
-        with self._failing_later():
-            if held and not self._failed:
+        with self._later.failing():
+            if held and not self._later.failed:
                 self._reader.fetch([each.jobs[0] for each in held], [each.memory for each in held], self._reading)
                 self._read_bytes += sum(each.share.nbytes for each in held)
         return held
 
     def _exchange(self, peers: Peers, incoming: Sequence[_Held], own: Sequence[_Held]) -> None:
         outgoing = [Part(rank, each.memory) for each in own for rank in each.share.receivers]
-        with self._failing_later():
+        with self._later.failing():
             peers.exchange(outgoing, [Part(each.share.reader, each.memory) for each in incoming])
-        if not self._failed:
-            with self._failing_later():
+        if not self._later.failed:
+            with self._later.failing():
                 for each in own:
                     self._land(each)
                 self._reader.threads.spread(self._receive, incoming)
@@ -129,14 +126,6 @@ class Broadcast:
             if (place := job.place) is not None and len(place) == share.nbytes:
                 return _Held(share, place, jobs, job)
         return _Held(share, memoryview(bytearray(share.nbytes)), jobs, None)
-
-    @contextmanager
-    def _failing_later(self) -> Iterator[None]:
-        """Others wait for what this rank sends: what fails within is raised when all has been exchanged."""
-        try:
-            yield
-        except BaseException as error:
-            self._failed = self._failed or error
 
     def _bits(self, needs: Sequence[Need]) -> "NDArray[np.bool_]":
         rows = [np.unpackbits(np.frombuffer(need.bits, np.uint8), count=len(self._numbering)) for need in needs]

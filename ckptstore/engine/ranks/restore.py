@@ -1,14 +1,13 @@
-"""A restore on many ranks: each reads what it needs, or its share of what several need, and what fails on one fails on all."""
+"""A restore on many ranks: each reads what it needs, what several need is read or hashed by one, and what fails on one fails on all."""
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from ckptstore.core.ids import CommitId
 from ckptstore.engine.checkout import Tree
 from ckptstore.engine.ranks import frames
-from ckptstore.engine.ranks.broadcast import Broadcast
 from ckptstore.engine.ranks.own import Viewer, owners
-from ckptstore.engine.restore import Restoring
+from ckptstore.engine.restore import Brought, Restoring
 from ckptstore.errors import Conflict, InvalidInput
 from ckptstore.state.ranks.marks import is_bound_to_world_size
 from ckptstore.state.ranks.rounds import Peers
@@ -16,34 +15,43 @@ from ckptstore.state.ranks.rounds import Peers
 T = TypeVar("T")
 
 
-def restore_together(
-    peers: Peers, commit: CommitId, begin: Callable[[], Restoring], broadcast_of: Callable[[Restoring], Broadcast | None]
-) -> Restoring:
+class Common(Protocol):
+    """What ranks do about the chunks that several of them need (`broadcast`, `vouch`)."""
+
+    def need(self) -> bytes:
+        """What this rank says of itself; nothing, if it works by itself."""
+
+    def answer(self, handed_in: Sequence[bytes]) -> list[bytes]:
+        """The coordinator's, to what all ranks say of themselves, if all say something: a task for each, or nothing for all."""
+
+    def run(self, peers: Peers, task: bytes) -> Brought:
+        """Do it."""
+
+
+def restore_together(peers: Peers, commit: CommitId, begin: Callable[[], Restoring], common_of: Callable[[Restoring], Common]) -> Restoring:
     """Restore `commit` on every rank of `peers`. Nothing is touched before every rank has found that the commit fits its state, nothing is
-    handed over before every rank has its part. What `broadcast_of` gives brings what ranks need in common; None on any rank, and each
-    reads its own.
+    handed over before every rank has its part. `common_of` says what is done about chunks that several ranks need.
 
     Raises one error on all ranks: `Conflict` if they restore different commits, otherwise what the causes have in common.
     """
-    begun: list[tuple[Restoring, Broadcast | None]] = []
+    begun: list[tuple[Restoring, Common]] = []
 
     def bind() -> bytes:
         restoring = begin()
-        broadcast = broadcast_of(restoring)
-        begun.append((restoring, broadcast))
-        return frames.join([commit.encode(), broadcast.need() if broadcast else b""])
+        common = common_of(restoring)
+        begun.append((restoring, common))
+        return frames.join([commit.encode(), type(common).__name__.encode(), common.need()])
 
     def share(handed_in: list[bytes]) -> list[bytes]:
-        parts = [frames.split(each, 2) for each in handed_in]
-        _check_same([theirs for theirs, _ in parts])
-        broadcast = begun[0][1]
-        return broadcast.answer([need for _, need in parts]) if broadcast else [b""] * len(parts)
+        commits, kinds, needs = zip(*(frames.split(each, 3) for each in handed_in), strict=True)
+        _check_same(commits)
+        return begun[0][1].answer(needs) if len(set(kinds)) == 1 and all(needs) else [b""] * len(needs)
 
     task = peers.round("restore: bind", bind, share)
-    restoring, broadcast = begun[0]
+    restoring, common = begun[0]
 
     def read() -> bytes:
-        restoring.read(broadcast.run(peers, task) if broadcast and task else None)
+        restoring.read(common.run(peers, task) if task else None)
         return b""
 
     def finish() -> bytes:

@@ -1,4 +1,4 @@
-"""Who reads a chunk that several ranks need, in which window, and who gets it from whom. Pure.
+"""Who reads a chunk that several ranks need, in which window, and who gets it from whom; or who hashes it for all. Pure.
 
 Chunks are known by their number: the order in which the commit names them, the same on all ranks. What a rank needs is a bit a chunk.
 """
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 ALONE = -1
-"""In place of a reader: whoever needs the chunk reads it."""
+"""In place of a reader: whoever needs the chunk reads it, and hashes it."""
 
 _WINDOW = struct.Struct("<Q")
 
@@ -101,6 +101,15 @@ def plan_shares(needs: "NDArray[np.bool_]", nbytes: "NDArray[np.int64]", window_
             for part, rank in enumerate(turn):
                 read_bytes[rank] += int(nbytes[block[parts == part]].sum())
     return shares
+
+
+def plan_vouchers(needs: "NDArray[np.bool_]") -> "NDArray[np.int32]":
+    """By the number of a chunk, who hashes what `needs` (ranks × chunks) say that several ranks need, or `ALONE`: an even part each of
+    those that need it, in runs."""
+    vouchers = np.full(needs.shape[1], ALONE, np.int32)
+    for holders, numbers in _groups(needs):
+        vouchers[numbers] = np.array(holders, np.int32)[np.arange(len(numbers)) * len(holders) // len(numbers)]
+    return vouchers
 
 
 class _Pace:
