@@ -50,6 +50,7 @@ def pytest_configure(config: pytest.Config) -> None:
     os.environ["PYTHONPATH"] = os.pathsep.join(folders)
     os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # hundreds of Pythons are started: each would compile the package anew
     sys.dont_write_bytecode = False
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # what a shell starts in the background ignores it, and so would all children
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
