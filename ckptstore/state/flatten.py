@@ -59,23 +59,27 @@ def state_of(value: Any) -> Any:
 
 
 class _Tree:
-    """A schema on its way: of each leaf what its columns say of it, in their order."""
+    """A schema on its way, column by column. Little is kept of a leaf: Python's cycle collector looks through all of it afterwards."""
 
     def __init__(self, names: ParameterNames, allow_pickle: bool, ranks: bool) -> None:
         self._names, self._allow_pickle, self._ranks = names, allow_pickle, ranks
-        self._rows: list[tuple[str, LeafKind, str, Shape, int]] = []
+        self._paths: list[str] = []
+        self._kinds: list[LeafKind] = []
+        self._dtypes: list[str] = []
+        self._shapes: list[Shape] = []
+        self._aliases: list[int] = []
         self._leaves: list[Source] = []
         self._held: dict[int, HeldLeaf] = {}
         self._by_memory: dict[tuple[Any, ...], int] = {}
-        self._by_address: dict[int, tuple[Held, int]] = {}
+        self._by_address: dict[int, int] = {}
         self._open: dict[int, str] = {}
 
     def flatten(self, key: str, value: Any) -> Flat:
         state = self._state_of_optimizer(value) if isinstance(value, Optimizer) else state_of(value)
         with uncollected():
             skeleton = self._visit(state, paths.segment(values.encode_key(key)))
-            columns = zip(*self._rows, strict=True) if self._rows else ((),) * 5
-            return Flat(Schema(skeleton, *columns), self._leaves, self._held)
+            kinds, dtypes, shapes, aliases = tuple(self._kinds), tuple(self._dtypes), tuple(self._shapes), tuple(self._aliases)
+            return Flat(Schema(skeleton, tuple(self._paths), kinds, dtypes, shapes, aliases), self._leaves, self._held)
 
     def _visit(self, value: Any, path: str) -> Node | int:
         if type(value) is torch.Tensor:
@@ -156,22 +160,22 @@ class _Tree:
         except InvalidInput as error:
             raise InvalidInput(f"{path}: {error}") from error
         number = len(self._leaves)
-        first = self._first_with_memory_of(held, number) if held.parts else number
         if len(held.parts) == 1:  # by far the most
             ((box, part),) = held.parts
             parts: tuple[tuple[Box, Source], ...] = ((box, TensorSource(part)),)
         else:
             parts = tuple([(box, TensorSource(part)) for box, part in held.parts])
         self._held[number] = HeldLeaf(held.holding, parts, tensor)
+        first = self._first_with_memory_of(held, number) if parts else number
         return self._leaf(path, "tensor", NOTHING, DTYPE_NAMES[held.dtype], held.shape, first if first != number else -1)
 
     def _first_with_memory_of(self, held: Held, number: int) -> int:
         """The first leaf that is the same boxes of the same memory; leaf `number` itself, mostly. Boxes without elements are none, so that
         every address is one."""
-        there = self._by_address.setdefault(held.parts[0][1].data_ptr(), (held, number))
-        if there[1] == number:
+        there = self._by_address.setdefault(held.parts[0][1].data_ptr(), number)
+        if there == number:
             return number
-        self._by_memory.setdefault(_memory_of(there[0]), there[1])
+        self._by_memory.setdefault(_memory_of(held_of(self._held[there].origin)), there)
         return self._by_memory.setdefault(_memory_of(held), number)
 
     def _same_values(self, leaf: int, tensor: torch.Tensor) -> bool:
@@ -192,9 +196,13 @@ class _Tree:
         return self._container(tensor, parts, names, path)
 
     def _leaf(self, path: str, kind: LeafKind, source: Source, dtype: str = "", shape: Shape = (), alias: int = -1) -> int:
-        self._rows.append((path, kind, dtype, shape, alias))
+        self._paths.append(path)
+        self._kinds.append(kind)
+        self._dtypes.append(dtype)
+        self._shapes.append(shape)
+        self._aliases.append(alias)
         self._leaves.append(source)
-        return len(self._rows) - 1
+        return len(self._leaves) - 1
 
 
 def _memory_of(held: Held) -> tuple[Any, ...]:
