@@ -44,8 +44,6 @@ def pytest_configure(config: pytest.Config) -> None:
     if config.getoption("hypothesis_seed", None) is None:
         config.option.hypothesis_seed = str(SEED)
     config.pluginmanager.register(Showing(config))
-    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # so have shells what they start in the background; tests send it
-        signal.signal(signal.SIGINT, signal.default_int_handler)
     folders = [str(Path(guard.__file__).parent), *filter(None, [os.environ.get("PYTHONPATH")])]
     os.environ["PYTHONPATH"] = os.pathsep.join(folders)
     os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # hundreds of Pythons are started: each would compile the package anew
