@@ -81,7 +81,12 @@ def _add_times() -> None:
 
 def _add_paths() -> None:
     for cls in (PurePosixPath, PureWindowsPath, PosixPath, WindowsPath):
-        add_codec(cls, cls.__name__, lambda x: [encode_value(str(x))], lambda p, _, cls=cls: _path(cls, p[0]))  # type: ignore[misc]
+        add_codec(cls, cls.__name__, _encode_path, lambda p, _, cls=cls: _path(cls, p[0]))  # type: ignore[misc]
+
+
+def _encode_path(value: PurePath) -> list[Any] | None:
+    """None where Python reads the text as another path: before 3.12, that of a Windows server without a share."""
+    return [encode_value(str(value))] if type(value)(str(value)) == value else None
 
 
 def _path(cls: type[PurePath], text: str) -> PurePath:

@@ -10,6 +10,7 @@ from contextlib import suppress
 from decimal import Decimal
 from enum import Enum, Flag, IntEnum, StrEnum
 from fractions import Fraction
+from itertools import product
 from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import Any
 from uuid import UUID
@@ -227,6 +228,18 @@ def test_an_enum_member_that_is_gone_is_named() -> None:
 def test_what_cannot_be_stored_is_refused_with_path_and_ways_out(make: Callable[[], Any]) -> None:
     with pytest.raises(InvalidInput, match=r"^s/a/1: .*(register_value.*allow_pickle=True|use a list)"):
         carry({"a": [1, make()]})
+
+
+def test_a_path_that_python_reads_as_another_one_is_refused_and_every_other_comes_back() -> None:
+    """Before Python 3.12, the text of a Windows path of a server without a share is that of a path without a server."""
+    for length in range(6):
+        for text in map("".join, product("aB\\:", repeat=length)):
+            path = PureWindowsPath(text)
+            if PureWindowsPath(str(path)) == path:
+                assert_same(carry([path]).inflate(), [path])
+            else:
+                with pytest.raises(InvalidInput, match="^s/0: "):
+                    carry([path])
 
 
 DAMAGED = [
