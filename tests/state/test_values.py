@@ -238,7 +238,7 @@ def test_a_path_that_python_reads_as_another_one_is_refused_and_every_other_come
             if PureWindowsPath(str(path)) == path:
                 assert_same(carry([path]).inflate(), [path])
             else:
-                with pytest.raises(InvalidInput, match="^s/0: "):
+                with pytest.raises(InvalidInput, match=r"^s/0: "):
                     carry([path])
 
 
