@@ -44,8 +44,8 @@ round hardly do. *CPU* is processor time of all threads, user and system, per GB
   Manager. Our receiver then reads what must travel from the sender's memory, unless it is said to be *over TCP*: it is not told that
   the sender is near, and all goes through the loopback interface, as all of torchft's does. With `-link`, the sender is in a network
   namespace of its own, behind a pair of virtual interfaces that `tc` limits to a rate, with `-slow-link` to 1gbit, and nobody reads its
-  memory; both still share the processors. *Committed*: the sender has a store in which the state is committed, so that chunks are
-  called by their ids. *CPU* is the receiver's.
+  memory; both still share the processors. *Committed*: the sender has a store in which the state is committed, so that nothing
+  is copied. *CPU* is the receiver's.
 * `ranks` and `ranks-…`: four processes of one gloo group on this host, which share its two processors; *CPU* is that of all four. The state
   is the GPT at 0.6 of its width under DistributedDataParallel with AdamW, 0.52 GB on every rank. ckptstore is handed the module and the
   optimizer; peers get dictionaries of the same tensors, TorchSnapshot with `replicated=["**"]`, and what they wrote is synced within the

@@ -2,7 +2,7 @@
 
 import logging
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, closing
 from typing import Any
 
@@ -12,6 +12,7 @@ from ckptstore.engine.naming import AnyRef, find_commit
 from ckptstore.engine.opening import Opening
 from ckptstore.errors import InvalidInput, ReadOnly, Unavailable
 from ckptstore.objects.backend import open_backend
+from ckptstore.objects.second_names import SecondNames
 from ckptstore.objects.store import ObjectStore
 from ckptstore.upkeep.activity import Activity, activities
 from ckptstore.upkeep.doctor import Check, doctor
@@ -47,6 +48,13 @@ class Keeping:
         """The chunks that this store has now, by id: for those who move chunks themselves."""
         self._opening.objects.sync(self._opening.log.replay(refresh=True))
         return self._opening.objects
+
+    def second_names(self, naming: Callable[[memoryview], bytes]) -> SecondNames:
+        """What chunks are called besides their ids, as far as this process hashes them from now on: by `naming`, or as was asked for
+        before."""
+        objects = self._opening.objects
+        objects.second_names = objects.second_names or SecondNames(naming)
+        return objects.second_names
 
     def guard(self, what: str) -> Guard | None:
         """A session of this process, which does `what`, that keeps the chunks it finds from being collected; None if this store cannot be

@@ -73,6 +73,10 @@ class Dedup:
         """Whether a live pack holds each of `ids`. Notes nothing."""
         return [self._is_live(number) for number in self._numbers(ids)]
 
+    def hash(self, data: memoryview) -> ChunkId:
+        """The id of a chunk."""
+        return self._objects.hash(data)
+
     def read_back(self, chunk: ChunkId, nbytes: int) -> memoryview:
         """The bytes of a chunk that a live pack held when the state was staged: a condemned pack is still read, until it is deleted.
 
@@ -299,7 +303,7 @@ class _Worker:
         fetched = iter(self._memories([run for run, ids in zip(batch, known, strict=True) if not ids], self._scratch))
         memories = [None if ids else next(fetched) for ids in known]
         views = [_chunks(run, memory) if memory is not None else [] for run, memory in zip(batch, memories, strict=True)]
-        ids = [known_ids or [ChunkId(digest(view)) for view in run_views] for known_ids, run_views in zip(known, views, strict=True)]
+        ids = [known_ids or list(map(self._dedup.hash, run_views)) for known_ids, run_views in zip(known, views, strict=True)]
         fresh = self._dedup.fresh_runs(list(zip(batch, ids, strict=True)))
         for run, run_ids, memory, run_views, is_new in zip(batch, ids, memories, views, fresh, strict=True):
             at = (run.first - run.part.first) * CHUNK_ID_BYTES

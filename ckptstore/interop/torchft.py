@@ -18,7 +18,7 @@ from ckptstore.errors import InvalidInput
 from ckptstore.interop.exchange.board import Board
 from ckptstore.interop.exchange.connection import Deadline, Route
 from ckptstore.interop.exchange.fetch import Peers
-from ckptstore.interop.exchange.naming import BLAKE3, XXH3
+from ckptstore.interop.exchange.naming import BLAKE3, XXH3, quick_name
 from ckptstore.interop.exchange.near import Probe
 from ckptstore.interop.exchange.offer import flatten_state, make_offer
 from ckptstore.interop.exchange.protocol import Invitation, decode_invitation, encode_invitation
@@ -88,9 +88,10 @@ class StoreTransport(CheckpointTransport[T]):  # type: ignore[misc]  # mypy does
         self._left: dict[bytes, memoryview] = {}
         instance, token = secrets.token_hex(16), secrets.token_hex(32)
         self._server = TransportServer(self._board, instance, token, timeout_s=self._timeout_s, host=host, port=port)
-        self._names = BLAKE3 if store else XXH3
+        if store:
+            store.second_names(quick_name)
         self._probe, addresses = Probe(instance), own_addresses(self._server.port, host)
-        self._metadata = encode_invitation(Invitation(instance, token, addresses, self._names, self._probe.near))
+        self._metadata = encode_invitation(Invitation(instance, token, addresses, XXH3, self._probe.near))
         self.staged_bytes = 0
         """What the last `send_checkpoint` had to copy."""
         self.received: Received | None = None
@@ -114,8 +115,7 @@ class StoreTransport(CheckpointTransport[T]):  # type: ignore[misc]  # mypy does
             offer = make_offer(state_dict, step, chunk_bytes=self._chunk_bytes, pool=self._pool, threads=self._threads, guard=guard)
             self.staged_bytes = offer.staged_bytes
             try:
-                if offer.early:
-                    self._board.post(offer)
+                self._board.post(offer)
                 offer.fill()
             except BaseException as error:
                 try:
@@ -124,8 +124,6 @@ class StoreTransport(CheckpointTransport[T]):  # type: ignore[misc]  # mypy does
                 except TimeoutError as late:  # what is still read is given back by the next call
                     error.add_note(str(late))
                 raise
-            if not offer.early:
-                self._board.post(offer)
 
     def disallow_checkpoint(self) -> None:
         """Serve nothing any more. Waits for those who are receiving; who is not done after the transport's timeout is cut off."""
@@ -150,9 +148,14 @@ class StoreTransport(CheckpointTransport[T]):  # type: ignore[misc]  # mypy does
         invitations = list(dict.fromkeys(map(decode_invitation, sources)))
         transfer, patience_s = secrets.token_hex(8), min(self._patience_s, max(timeout.total_seconds(), 0.001))
         routes = [Route(invitation, transfer, patience_s) for invitation in invitations]
-        names = self._names if all(invitation.names == self._names for invitation in invitations) else BLAKE3
+        quick = all(invitation.names == XXH3 for invitation in invitations) and not self._needs_ids
         with self._receiving:
-            return self._receive(Peers(routes, step, deadline, self._connections), deadline, names)
+            return self._receive(Peers(routes, step, deadline, self._connections), deadline, XXH3 if quick else BLAKE3)
+
+    @property
+    def _needs_ids(self) -> bool:
+        """Whether much of a state may be in the store, and in no live state: only ids tell."""
+        return self._store is not None and self._state_dict is None
 
     def shutdown(self, wait: bool = True) -> None:
         """Serve nothing, and let go of memory, threads and the port; with `wait`, return when that is done. Idempotent."""

@@ -1,6 +1,6 @@
 """The ids of chunks where they are: nothing is written."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 
 from ckptstore.core.ids import CHUNK_ID_BYTES, digest
@@ -10,15 +10,17 @@ from ckptstore.engine.write import PARALLEL_BYTES
 from ckptstore.state.flat import Source
 
 
-def hash_chunks(plan: CommitPlan, sources: Sequence[Source], threads: Threads, hands: int) -> list[bytes]:
-    """Per part of the plan the ids of its chunks, in order; found by at most `hands` threads."""
+def hash_chunks(
+    plan: CommitPlan, sources: Sequence[Source], threads: Threads, hands: int, name: Callable[[memoryview], bytes] | None = None
+) -> list[bytes]:
+    """Per part of the plan the ids of its chunks, in order, as `name` gives them if there is one; found by at most `hands` threads."""
     ids = [bytearray(CHUNK_ID_BYTES * len(part)) for part in plan.parts]
 
     def work() -> None:
         for batch in batches:
             for run in batch:
                 at = (run.first - run.part.first) * CHUNK_ID_BYTES
-                found = b"".join(map(digest, _views(run, sources[run.part.leaf])))
+                found = b"".join(map(name or digest, _views(run, sources[run.part.leaf])))
                 ids[run.part.leaf][at : at + len(found)] = found
 
     batches = shared(plan.batches)

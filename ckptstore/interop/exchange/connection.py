@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 
+from ckptstore.core.ids import CHUNK_ID_BYTES
 from ckptstore.errors import CkptStoreError, Conflict, Corrupt, InvalidInput, Unavailable
 from ckptstore.interop.exchange.near import is_near, read_memory
 from ckptstore.interop.exchange.protocol import (
@@ -30,9 +31,11 @@ from ckptstore.interop.exchange.protocol import (
     chunks_path,
     decode_description,
     decode_head,
+    decode_ids,
     decode_places,
     decode_sizes,
     encode_request,
+    ids_path,
     sizes_bytes,
     state_path,
 )
@@ -144,6 +147,14 @@ class Connection:
             raise self._failed(f"announces {head.length} bytes for chunks of other sizes")
         return sizes, places
 
+    def ask_ids(self, step: int, names: Sequence[bytes]) -> list[bytes | None]:
+        """The ids of chunks that have quick names, None for those that the peer does not serve."""
+        head = self._ask("POST", ids_path(step), {}, b"".join(names))
+        found = decode_ids(bytes(self._body(head, len(names) * CHUNK_ID_BYTES, step)))
+        if len(found) != len(names):
+            raise self._failed(f"gives {len(found)} ids for {len(names)} chunks")
+        return found
+
     def read_from(self, place: int | None, out: memoryview) -> None:
         """Fill `out` from the peer's memory, or with what it sends next."""
         if place is None:
@@ -202,7 +213,7 @@ class Connection:
             said = f"serves step {served:.20}; wanted {step}" if served else f"answers {head.status}: {why:.200}"
             raise PeerFailed(kind(f"{self._route.name} {said}"), final=head.status in _REFUSED)
         if head.length > limit:
-            raise self._failed(f"describes its state in {head.length} bytes; wanted at most {limit}")
+            raise self._failed(f"answers with {head.length} bytes; wanted at most {limit}")
         return self._read(head.length)
 
     def _skip(self, head: Head) -> None:

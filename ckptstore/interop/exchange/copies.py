@@ -2,7 +2,7 @@
 
 import ctypes
 import itertools
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, TypeAlias
 
@@ -59,12 +59,12 @@ def read_part(source: Source, start: int, stop: int) -> memoryview:
 class Staging:
     """Which chunks are copied to which place of an arena of `nbytes`: all but those that are `stored`.
 
-    `names` are those of each part: ids where they are stored, and what `naming` gives to the copies. `numbers` are those that each part's
-    chunks have in the state.
+    `names` are those of each part: as given where they are stored, and what `naming` gives to the copies. `numbers` are those that each
+    part's chunks have in the state.
     """
 
-    def __init__(self, plan: CommitPlan, parts: Sequence[Part], ids: list[bytearray], stored: Collection[bytes], naming: Naming) -> None:
-        self._parts, self.names, self._naming = parts, ids, naming
+    def __init__(self, plan: CommitPlan, parts: Sequence[Part], names: list[bytearray], stored: Collection[bytes], naming: Naming) -> None:
+        self._parts, self.names, self._naming = parts, names, naming
         ends = list(itertools.accumulate(map(len, plan.parts), initial=0))
         self.numbers = list(itertools.starmap(range, itertools.pairwise(ends)))
         self._addresses = list(map(_address, parts))
@@ -73,7 +73,7 @@ class Staging:
         with uncollected():
             for batch in plan.batches:
                 places = [
-                    place for run in batch for place in _places(run) if not stored or bytes(ids[place.part][place.where]) not in stored
+                    place for run in batch for place in _places(run) if not stored or bytes(names[place.part][place.where]) not in stored
                 ]
                 if places:
                     self._places.append(list(map(self._reserved, places)))
@@ -84,14 +84,16 @@ class Staging:
         threads.spread(lambda places: copied(self._copy(places, arena)), self._places)
 
     def renamed(
-        self, arena: Arena, threads: Threads, naming: Naming, goes_on: Callable[[], object]
+        self, arena: Arena | None, threads: Threads, naming: Naming, known: Mapping[bytes, bytes], goes_on: Callable[[], object]
     ) -> tuple[list[bytearray], dict[bytes, memoryview]]:
-        """What `naming` calls the copies of a state of which nothing is stored: the names of each part, and the chunks. Calls `goes_on` now
-        and then, and raises what that does."""
-        names, chunks = [bytearray(len(part)) for part in self.names], dict[bytes, memoryview]()
+        """What `naming` calls the chunks of each part, and the copies by these names; of those that were stored it is `known`, by their
+        names. Calls `goes_on` now and then, and raises what that does."""
+        names = [bytearray(b"".join(known.get(name, name) for name in split_names(part))) for part in self.names]
+        chunks = dict[bytes, memoryview]()
 
         def rename(places: "list[_Place]") -> None:
             goes_on()
+            assert arena is not None
             for place in places:
                 memory = arena.memory[place.offset : place.offset + place.nbytes]
                 name = names[place.part][place.where] = naming(memory)
@@ -157,23 +159,14 @@ def _address(part: Part) -> int:
     return tensor.data_ptr() if tensor is not None and tensors.is_plain(tensor) else 0
 
 
-def hash_parts(plan: CommitPlan, parts: Sequence[Part], threads: Threads, naming: Naming) -> list[bytearray]:
-    """What `naming` calls what the chunks are now, by part."""
-    names = blank_names(plan)
-
-    def task(batch: Sequence[Run]) -> None:
-        for run in batch:
-            part, first = run.part.leaf, run.first * CHUNK_ID_BYTES
-            some = b"".join(naming(data) for _, _, data in read_chunks(parts[part].source, run))
-            names[part][first : first + len(some)] = some
-
-    threads.spread(task, plan.batches)
-    return names
-
-
 def blank_names(plan: CommitPlan) -> list[bytearray]:
     """Room for the names of each part's chunks."""
     return [bytearray(len(part) * CHUNK_ID_BYTES) for part in plan.parts]
+
+
+def split_names(joined: bytes | bytearray) -> Iterator[bytes]:
+    """The names of a part's chunks."""
+    return (bytes(joined[i : i + CHUNK_ID_BYTES]) for i in range(0, len(joined), CHUNK_ID_BYTES))
 
 
 def _parts(flat: Flat) -> Iterator[Part]:

@@ -1,5 +1,6 @@
 """Chunks from several peers at once, each verified before it counts; what one does not give, another is asked for."""
 
+import logging
 import threading
 from collections.abc import Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
@@ -9,8 +10,10 @@ from dataclasses import dataclass, field
 from ckptstore.errors import CkptStoreError, Corrupt
 from ckptstore.interop.exchange.connection import Connection, Deadline, PeerFailed, Route
 from ckptstore.interop.exchange.naming import is_named
-from ckptstore.interop.exchange.protocol import Description
+from ckptstore.interop.exchange.protocol import IDS_PER_REQUEST, Description
 from ckptstore.interop.exchange.work import STRIKES, Wanted, Work, all_lost
+
+logger = logging.getLogger("ckptstore.transport")
 
 
 @dataclass(slots=True)
@@ -57,6 +60,18 @@ class Peers:
         early = early and len(self._routes) == 1  # numbers are one peer's
         with self._threads(len(self._routes)) as pool:
             return self._first({pool.submit(self._describe, route, names, early) for route in self._routes})
+
+    def ids(self, names: Sequence[bytes]) -> list[bytes | None]:
+        """The ids of chunks that have quick names, as the first peer knows them that answers; None for those of which no peer does."""
+        for route in self._routes:
+            try:
+                with self._connection(route) as connection:
+                    asked = [names[i : i + IDS_PER_REQUEST] for i in range(0, len(names), IDS_PER_REQUEST)]
+                    self.traffic.add(requests=len(asked))
+                    return [chunk for some in asked for chunk in connection.ask_ids(self._step, some)]
+            except PeerFailed as failed:
+                logger.debug("a peer does not tell ids: %s", failed)
+        return [None] * len(names)
 
     def fetch(self, wanted: Sequence[Wanted]) -> None:
         """Bring every chunk to where it belongs. Raises what stood in the way; nothing is written any more then."""

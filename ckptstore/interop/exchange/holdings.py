@@ -92,10 +92,21 @@ class Holdings:
         if without_live:
             self._live = {}
         missing = self._land(wanted, [each.chunk in self._live or each.chunk in self._left for each in wanted], self._copy)
-        if self._objects is None or not missing:
-            return missing
-        found = self._objects.locate(b"".join(each.chunk for each in missing))["found"]
-        return self._land(missing, found.tolist(), self._read)
+        return self._land_stored(missing, [each.chunk for each in missing])
+
+    def land_stored(self, wanted: Sequence[Wanted], ids: Sequence[bytes | None]) -> list[Wanted]:
+        """Bring what the store has of chunks that have quick names to where it belongs; what it has not. `ids` is what a peer says that
+        theirs are: each chunk is compared with its name, too."""
+        told = [(each, chunk) for each, chunk in zip(wanted, ids, strict=True) if chunk]
+        untold = [each for each, chunk in zip(wanted, ids, strict=True) if not chunk]
+        return untold + self._land_stored([each for each, _ in told], [chunk for _, chunk in told])
+
+    def _land_stored(self, wanted: list[Wanted], ids: Sequence[bytes]) -> list[Wanted]:
+        if self._objects is None or not wanted:
+            return wanted
+        found = self._objects.locate(b"".join(ids))["found"]
+        known = {each.chunk: chunk for each, chunk in zip(wanted, ids, strict=True)}
+        return self._land(wanted, found.tolist(), lambda batch: self._read(batch, known))
 
     def _land(self, wanted: Sequence[Wanted], is_here: Sequence[object], bring: Bring) -> list[Wanted]:
         here = [each for each, there in zip(wanted, is_here, strict=True) if there]
@@ -128,16 +139,19 @@ class Holdings:
             return True
         return False
 
-    def _read(self, batch: Sequence[Wanted]) -> Sequence[Wanted]:
+    def _read(self, batch: Sequence[Wanted], ids: Mapping[bytes, bytes]) -> Iterator[Wanted]:
         assert self._objects is not None
         out = [_room(each) for each in batch]
         try:
-            self._objects.read_into(b"".join(each.chunk for each in batch), out)
+            self._objects.read_into(b"".join(ids[each.chunk] for each in batch), out)
         except (Corrupt, NotFound, Unavailable):
-            return batch  # peers have it, and a damaged store is fsck's to tell of
+            yield from batch  # peers have it, and a damaged store is fsck's to tell of
+            return
         for each, data in zip(batch, out, strict=True):
-            each.land(data)
-        return ()
+            if ids[each.chunk] == each.chunk or is_named(data, each.chunk):
+                each.land(data)
+            else:
+                yield each
 
 
 def batches(wanted: Sequence[Wanted]) -> Iterator[list[Wanted]]:

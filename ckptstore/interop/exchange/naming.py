@@ -1,7 +1,8 @@
-"""What a chunk is called while it travels: its id, as in stores, or a quick name where no store takes part (docs/decisions/036-…).
+"""What a chunk is called while it travels: a quick name, or its id, as in stores, for who looks into one (docs/decisions/036-…, 040-…).
 
 A name says which it is. Both are hashes of all of the bytes, and what has come counts when its name is the one that was wanted. An id is
-BLAKE3, which takes six times as long; a quick name is XXH3, which finds whatever breaks by itself and not what somebody breaks on purpose.
+BLAKE3, which takes four to six times as long; a quick name is XXH3, which finds whatever breaks by itself and not what somebody breaks on
+purpose.
 """
 
 from collections.abc import Callable, Iterable
@@ -9,13 +10,9 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from blake3 import blake3
+from xxhash import xxh3_128
 
 from ckptstore.core.ids import CHUNK_ID_BYTES
-
-try:
-    from xxhash import xxh3_128
-except ImportError as error:
-    raise ImportError(f'StoreTransport needs xxhash: pip install "ckptstore[torchft]" ({error})') from error
 
 _QUICK = b"XXH3 of a chunk."
 """How every quick name ends. No id that will ever be met does, and no number (`protocol.encode_number`)."""

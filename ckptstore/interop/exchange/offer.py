@@ -1,9 +1,9 @@
 """A state held still, so that peers can take its chunks while training goes on: what is hashed, what is copied, what need not be.
 
-A chunk that the local store has is served from there, and not copied: a session guards it from gc until the offer is closed. All others are
-copied to one arena, and hashed there: what is served is what was hashed, whatever is done to the tensors meanwhile. Where there is no store
-to ask, chunks get quick names, and ids when a peer first asks for them; and an offer can be posted before it is filled: a peer that has
-nothing takes what has been copied, by number, while the rest is.
+A chunk that the local store is found to have is served from there, and not copied: a session guards it from gc until the offer is closed.
+All others are copied to one arena, and hashed there: what is served is what was hashed, whatever is done to the tensors meanwhile. Chunks
+get quick names, and ids when a peer first asks for them. An offer is posted before it is filled: a peer that has nothing takes what has
+been copied, by number, while the rest is.
 """
 
 import itertools
@@ -11,7 +11,7 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from ckptstore.core.config import RUN_BYTES
@@ -21,11 +21,12 @@ from ckptstore.engine.look_up import Guard
 from ckptstore.engine.plan import plan_chunks
 from ckptstore.engine.transfer import Threads
 from ckptstore.errors import Corrupt, InvalidInput, NotFound, Unavailable
-from ckptstore.interop.exchange.copies import Named, Part, Staging, blank_names, hash_parts, parts_of, read_part
+from ckptstore.interop.exchange.copies import Named, Part, Staging, blank_names, parts_of, read_part, split_names
 from ckptstore.interop.exchange.meshes import placed_leaves
-from ckptstore.interop.exchange.naming import BLAKE3, NAMINGS, XXH3
+from ckptstore.interop.exchange.naming import BLAKE3, NAMINGS, XXH3, quick_name
 from ckptstore.interop.exchange.near import address_of
 from ckptstore.interop.exchange.protocol import Description, Placed, decode_number, encode_description, encode_number
+from ckptstore.interop.exchange.stored import Stored, find_stored
 from ckptstore.objects.pages import split_pages
 from ckptstore.objects.schema import encode_schema
 from ckptstore.objects.store import FileRange
@@ -50,7 +51,7 @@ def flatten_state(state: Any) -> Flat:
 class Offer:
     """The chunks of one state, and its description. `staged_bytes` are those that are copied. Threads may share it.
 
-    It may be served before `fill`, if `early`: then an outline describes it, and who asks for chunks by number waits until they are copied.
+    It may be served before `fill`: then an outline describes it, and who asks for chunks by number waits until they are copied.
     """
 
     def __init__(
@@ -58,31 +59,32 @@ class Offer:
         step: int,
         staging: Staging,
         outline: "_Outline",
-        stored: "_Stored | None",
+        stored: Stored | None,
         arena: Arena | None,
         threads: Threads,
         taken: ExitStack,
     ) -> None:
         """The arena is memory that `taken` gives back, and what it ends keeps what is `stored`."""
-        self.step, self.early, self.staged_bytes = step, stored is None, staging.nbytes
+        self.step, self.staged_bytes = step, staging.nbytes
         self._staging, self._outline, self._stored = staging, outline, stored
         self._arena, self._threads, self._taken = arena, threads, taken
         self._chunks: dict[bytes, memoryview] = {}
         self._numbers: dict[int, bytes] = {}
         self._descriptions: dict[str, bytes] = {}
         numbers = [b"".join(map(encode_number, part)) for part in staging.numbers]
-        self._early_description = self._described(numbers, early=True) if self.early else None
+        self._early_description = self._described(numbers, early=True)
         self._over = self._closed = False
         self._renaming: threading.Thread | None = None
         self._changed = threading.Condition()
+        if stored:
+            self._number_stored(stored)
 
     def fill(self) -> None:
         """Copy what must be, after which the tensors may change. Whatever it raises, nothing more comes: `close` it."""
         try:
             if self._arena:
                 self._staging.copy(self._arena, self._threads, self._copied)
-            names = XXH3 if self.early else BLAKE3
-            self._descriptions[names] = self._described(self._staging.names, names)
+            self._descriptions[XXH3] = self._described(self._staging.names, XXH3)
         finally:
             with self._changed:
                 self._over = True
@@ -95,7 +97,7 @@ class Offer:
         """
         until = time.monotonic() + wait_s
         with self._changed:
-            if early and self._early_description and not self._over:
+            if early and not self._over:
                 return self._early_description
             self._changed.wait_for(lambda: self._over, wait_s)
             if not self._descriptions:
@@ -116,6 +118,11 @@ class Offer:
                 self._changed.wait_for(lambda: self._over or numbers <= self._numbers.keys(), wait_s)
             return [self._size(self._named(chunk)) for chunk in ids]
 
+    def ids(self, names: Sequence[bytes]) -> list[bytes | None]:
+        """The ids of chunks that have quick names, None for one that is not part of this state."""
+        stored = self._stored.ids if self._stored else {}
+        return [stored.get(name) or (digest(self._chunks[name]) if name in self._chunks else None) for name in names]
+
     def places(self, ids: Sequence[bytes]) -> list[int | None]:
         """Where chunks lie in this process until the offer is closed, None for those that were not copied."""
         return [address_of(self._chunks[name]) if (name := self._named(chunk)) in self._chunks else None for chunk in ids]
@@ -127,6 +134,15 @@ class Offer:
         """The name of a chunk that is asked for by number, if that is known, or by name."""
         number = decode_number(chunk)
         return chunk if number is None else self._numbers.get(number, chunk)
+
+    def _number_stored(self, stored: Stored) -> None:
+        """Chunks that are not copied are there from the beginning. Of those that are alike, the first."""
+        names = (name for part in self._staging.names for name in split_names(part))
+        seen = set[bytes]()
+        for number, name in enumerate(names):
+            if name in stored.ids:
+                self._numbers[number] = _ALIKE if name in seen else name
+                seen.add(name)
 
     def _copied(self, some: Sequence[Named]) -> None:
         """Chunks are there, by number and name. Of those that are alike, the first is what peers get: they know then what the others
@@ -150,10 +166,9 @@ class Offer:
             if self._closed:
                 raise Unavailable("the state has been withdrawn")
 
-        ids, chunks = self._staging.names, dict[bytes, memoryview]()
         with suppress(Unavailable):
-            if self._arena:
-                ids, chunks = self._staging.renamed(self._arena, self._threads, NAMINGS[BLAKE3], goes_on)
+            known = self._stored.ids if self._stored else {}
+            ids, chunks = self._staging.renamed(self._arena, self._threads, NAMINGS[BLAKE3], known, goes_on)
             description, metadata = self._outline.describe(self.step, ids, BLAKE3, early=False)
             with self._changed:
                 self._chunks |= metadata | chunks
@@ -181,7 +196,7 @@ class Offer:
         assert self._stored is not None
         objects, sizes = self._stored.guard.objects, self._stored.sizes
         for some in _batches(ids, sizes):
-            joined = b"".join(some)
+            joined = b"".join(self._stored.ids.get(name, name) for name in some)
             if not verified and (ranges := objects.file_ranges(joined)):
                 yield from ranges
                 continue
@@ -190,6 +205,8 @@ class Offer:
                 objects.read_into(joined, out)
             except (Corrupt, NotFound) as error:
                 raise Unavailable(f"the store no longer gives what was to be served from it: {error}") from error
+            if verified:
+                self._stored.check(some, out)
             yield from out
 
 
@@ -204,20 +221,14 @@ def make_offer(state: Any, step: int, *, chunk_bytes: int, pool: ArenaPool, thre
         flat = flatten_state(state)
         parts = parts_of(flat)
         plan = plan_chunks([part.extent for part in parts], chunk_bytes)
-        ids = hash_parts(plan, parts, threads, NAMINGS[BLAKE3]) if guard else blank_names(plan)
-        stored = _Stored(guard, guard.held(b"".join(ids))) if guard else None
-        staging = Staging(plan, parts, ids, stored.sizes if stored else (), NAMINGS[BLAKE3 if stored else XXH3])
+        names, stored = find_stored(plan, parts, threads, guard) if guard else (blank_names(plan), None)
+        staging = Staging(plan, parts, names, stored.ids if stored else (), quick_name)
+        if guard and staging.nbytes > pool.budget_bytes:
+            names, stored = find_stored(plan, parts, threads, guard, patience=True)
+            staging = Staging(plan, parts, names, stored.ids, quick_name)
         outline = _Outline(flat, parts, chunk_bytes)
         arena = _room(staging.nbytes, pool, taken) if staging.nbytes else None
         return Offer(step, staging, outline, stored, arena, threads, taken.pop_all())
-
-
-@dataclass(frozen=True, slots=True)
-class _Stored:
-    """Chunks that the store keeps, as long as `guard` is not ended: their raw bytes, by id."""
-
-    guard: Guard
-    sizes: dict[bytes, int]
 
 
 def _room(nbytes: int, pool: ArenaPool, taken: ExitStack) -> Arena:

@@ -22,7 +22,8 @@ from ckptstore.state.ranks.addresses import Address
 HELLO_PATH = "/ckptstore/1/hello"
 _STATE_PATH = "/ckptstore/1/state/"
 _CHUNKS_PATH = "/ckptstore/1/chunks/"
-_PATH = re.compile(r"/ckptstore/1/(state|chunks)/(-?[0-9]{1,18})")
+_IDS_PATH = "/ckptstore/1/ids/"
+_PATH = re.compile(r"/ckptstore/1/(state|chunks|ids)/(-?[0-9]{1,18})")
 
 WAIT_HEADER = "Ckptstore-Wait-Ms"
 """How long the server may wait until a state is served, or chunks that are asked for by number have been copied."""
@@ -37,7 +38,7 @@ EARLY_HEADER = "Ckptstore-Early"
 """In a request for a state by a peer that has nothing of it: an outline will do, by which it takes chunks while others are copied."""
 
 NAMES_HEADER = "Ckptstore-Names"
-"""In a request for a state by a peer without a store: chunks may be called by these names instead of ids (`naming`)."""
+"""In a request for a state: chunks may be called by these names instead of ids (`naming`)."""
 
 NEAR_HEADER = "Ckptstore-Near"
 """In a request for chunks by a peer that can read the server's memory: where they lie there is enough."""
@@ -55,6 +56,7 @@ _INVITATION = "ckptstore-transport:"
 _INVITATION_BYTES_MAX = 8 << 10
 _ADDRESSES_MAX = 32
 _MISSING = (1 << 64) - 1
+_NO_ID = bytes(CHUNK_ID_BYTES)
 _NUMBER = struct.Struct(">24xQ")
 
 Sized: TypeAlias = tuple[bytes, int]
@@ -138,8 +140,12 @@ def chunks_path(step: int) -> str:
     return f"{_CHUNKS_PATH}{step}"
 
 
+def ids_path(step: int) -> str:
+    return f"{_IDS_PATH}{step}"
+
+
 def parse_path(path: str) -> tuple[str, int] | None:
-    """`state` or `chunks`, and the step; None for any other path."""
+    """`state`, `chunks` or `ids`, and the step; None for any other path."""
     match = _PATH.fullmatch(path)
     return (match[1], int(match[2])) if match else None
 
@@ -218,6 +224,16 @@ def split_ids(body: bytes) -> list[bytes] | None:
     if rest or not 0 < count <= IDS_PER_REQUEST:
         return None
     return [body[i : i + CHUNK_ID_BYTES] for i in range(0, len(body), CHUNK_ID_BYTES)]
+
+
+def encode_ids(ids: Sequence[bytes | None]) -> bytes:
+    """What an answer with the ids of chunks is: None for a chunk that is not served."""
+    return b"".join(chunk or _NO_ID for chunk in ids)
+
+
+def decode_ids(data: bytes) -> list[bytes | None]:
+    found = (data[i : i + CHUNK_ID_BYTES] for i in range(0, len(data), CHUNK_ID_BYTES))
+    return [chunk if chunk != _NO_ID else None for chunk in found]
 
 
 def encode_sizes(sizes: Sequence[int | None]) -> bytes:

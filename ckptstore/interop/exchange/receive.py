@@ -17,10 +17,11 @@ from ckptstore.engine.transfer import Threads
 from ckptstore.errors import Corrupt
 from ckptstore.interop.exchange.connection import Deadline
 from ckptstore.interop.exchange.fetch import Peers
-from ckptstore.interop.exchange.holdings import Holdings
-from ckptstore.interop.exchange.naming import NAMINGS, Naming
+from ckptstore.interop.exchange.holdings import Holdings, batches
+from ckptstore.interop.exchange.naming import BLAKE3, NAMINGS, Naming
 from ckptstore.interop.exchange.offer import KEY
 from ckptstore.interop.exchange.protocol import Description
+from ckptstore.interop.exchange.stored import Hope
 from ckptstore.interop.exchange.targets import Target, check_claims, make_targets
 from ckptstore.interop.exchange.work import Wanted
 from ckptstore.objects.pages import join_pages
@@ -248,7 +249,22 @@ class Transfer:
             wanted = holdings.land_alike(wanted, alike, naming)
             if wanted:  # they may be anywhere else
                 holdings.add_live(self.here.live, description.chunk_bytes, naming, without={source for source, _ in alike.values()})
-        self.peers.fetch(holdings.land(wanted, without_live=self.here.in_place))
+        missing = holdings.land(wanted, without_live=self.here.in_place)
+        if self.here.objects and description.names != BLAKE3:
+            missing = self._from_store(missing, holdings)
+        self.peers.fetch(missing)
+
+    def _from_store(self, missing: list[Wanted], holdings: Holdings) -> list[Wanted]:
+        """Take from the local store what it has, by ids that peers tell, as long as it has enough of that; what it has not."""
+        hope, left = Hope(), list[Wanted]()
+        for batch in batches(missing):
+            if not hope:
+                left += batch
+                continue
+            lacked = holdings.land_stored(batch, self.peers.ids([each.chunk for each in batch]))
+            hope.add(len(batch), len(batch) - len(lacked))
+            left += lacked
+        return left
 
     def _wanted(self, chunk: bytes, want: _Want) -> Wanted:
         first = want.first

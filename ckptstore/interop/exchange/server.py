@@ -30,6 +30,7 @@ from ckptstore.interop.exchange.protocol import (
     TRANSFER_HEADER,
     VERIFY_HEADER,
     WAIT_HEADER,
+    encode_ids,
     encode_places,
     encode_sizes,
     parse_path,
@@ -167,11 +168,13 @@ class _Handler(BaseHTTPRequestHandler):
         named = self._named()
         if not named:
             return
-        if named[0] != "chunks" or ids is None:
-            self._refuse(HTTPStatus.BAD_REQUEST, f"wanted the ids of 1 to {IDS_PER_REQUEST} chunks, {CHUNK_ID_BYTES} bytes each")
+        if named[0] == "state" or ids is None:
+            self._refuse(HTTPStatus.BAD_REQUEST, f"wanted the names of 1 to {IDS_PER_REQUEST} chunks, {CHUNK_ID_BYTES} bytes each")
             return
         offer = self._offer(named[1], 0)
-        if offer:
+        if offer and named[0] == "ids":
+            self._answer(HTTPStatus.OK, encode_ids(offer.ids(ids)))
+        elif offer:
             self._send_chunks(offer, ids)
 
     def _ids(self) -> list[bytes] | None:
