@@ -20,6 +20,7 @@ from benchmarks import states
 from benchmarks.context import Context, Slot
 from benchmarks.disk import settle
 from benchmarks.measure import Entrant, Result, alternate
+from benchmarks.saves import limit_write
 from benchmarks.status import cpu_seconds
 from tests.ranks.pool import Pool
 
@@ -176,7 +177,7 @@ def cpu_of(pool: Pool) -> float:
 def ranks(context: Context) -> Result:
     with pool_of(SIZE) as pool:
         nbytes = pool.run(prepare, context.scale)[0]
-        entrants = [_first_commit(context, pool), _restored(context, pool)]
+        entrants = [_first_commit(context, pool), limit_write(context, states.gpt(context.scale * SCALE)), _restored(context, pool)]
         for name, (save, load) in PEERS.items():
             if name in {peer.name for peer in context.peers}:
                 entrants += [_peer_save(context, pool, name, save), _peer_load(context, pool, name, save, load)]

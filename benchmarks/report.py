@@ -49,9 +49,10 @@ round hardly do. *CPU* is processor time of all threads, user and system, per GB
 * `ranks` and `ranks-…`: four processes of one gloo group on this host, which share its two processors; *CPU* is that of all four. The state
   is the GPT at 0.6 of its width under DistributedDataParallel with AdamW, 0.52 GB on every rank. ckptstore is handed the module and the
   optimizer; peers get dictionaries of the same tensors, TorchSnapshot with `replicated=["**"]`, and what they wrote is synced within the
-  timed part. A restore is one of every rank. `ranks-leaves`: fresh processes in each round; *planning* ends when the last rank
-  knows what it is to do, *log entry* begins when the last rank's packs are durable and ends when the last rank's call returns; between the
-  two, 15 MB of fragments are exchanged, and 20 MB hashed and written.
+  timed part. *Limit: write* is one process that writes the bytes of one rank and syncs them. A restore is one of every rank.
+  `ranks-leaves`: fresh processes in each round; *planning* ends when the last rank knows what it is to do, *log entry* begins when the
+  last rank's packs are durable and ends when the last rank's call returns; between the two, 15 MB of fragments are exchanged, and 20 MB
+  hashed and written.
 * `s3-commit` and `s3-restore`: 268 MB in 16 tensors. The server runs on the same processors, in memory; its own
   processor time is not in *CPU*. The raw client is boto3's in threads, with parts and ranges of 8 MiB, eight on their way; it hashes
   nothing.

@@ -62,6 +62,7 @@ TARGETS = (
     Target("one-tensor", "one 4 MiB tensor from an open store, seconds", at_most=0.003),
     Target("dcp-face", "dcp.save on a store, against DCP's files", "FileSystemWriter", at_least=2.5, ours="StoreWriter"),
     Target("dcp-face", "dcp.load from a store, against DCP's files", "FileSystemReader", at_least=2, ours="StoreReader"),
+    Target("ranks", "commit by four ranks under DDP, of a plain write of the same bytes", "limit: write", at_least=0.85),
     Target("ranks", "commit by four ranks under DDP, against DCP", "DCP", at_least=2.5),
     Target("ranks", "commit by four ranks under DDP, against TorchSnapshot", "TorchSnapshot", at_least=2.5),
     Target("ranks", "restore on four ranks, against DCP", "DCP, restore", at_least=2, ours="ckptstore, restore"),
