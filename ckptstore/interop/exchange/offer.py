@@ -75,7 +75,8 @@ class Offer:
         self._early_description = self._described(numbers, early=True)
         self._over = self._closed = False
         self._renaming: threading.Thread | None = None
-        self._changed = threading.Condition()
+        lock = threading.RLock()
+        self._changed, self._ended = threading.Condition(lock), threading.Condition(lock)
         if stored:
             self._number_stored(stored)
 
@@ -89,6 +90,7 @@ class Offer:
             with self._changed:
                 self._over = True
                 self._changed.notify_all()
+                self._ended.notify_all()
 
     def describe(self, names: str, *, early: bool, wait_s: float) -> bytes | None:
         """The description, once everything has been copied, or the outline at once if `early`; None if neither is there within `wait_s`.
@@ -99,14 +101,14 @@ class Offer:
         with self._changed:
             if early and not self._over:
                 return self._early_description
-            self._changed.wait_for(lambda: self._over, wait_s)
+            self._ended.wait_for(lambda: self._over, wait_s)  # not woken by each batch that has been copied
             if not self._descriptions:
                 return None
             names = names if names in self._descriptions else BLAKE3
             if names not in self._descriptions and not self._renaming:
                 self._renaming = threading.Thread(target=self._rename, name="ckptstore-transport-ids", daemon=True)
                 self._renaming.start()
-            self._changed.wait_for(lambda: names in self._descriptions, until - time.monotonic())
+            self._ended.wait_for(lambda: names in self._descriptions, until - time.monotonic())
             return self._descriptions.get(names)
 
     def sizes(self, ids: Sequence[bytes], wait_s: float = 0) -> list[int | None]:
@@ -173,7 +175,7 @@ class Offer:
             with self._changed:
                 self._chunks |= metadata | chunks
                 self._descriptions[BLAKE3] = description
-                self._changed.notify_all()
+                self._ended.notify_all()
 
     def spans(self, ids: Sequence[bytes], *, verified: bool) -> Iterator[memoryview | FileRange]:
         """The bytes of chunks that are part of this state, one after the other; what the store has is compared with its ids if `verified`,
