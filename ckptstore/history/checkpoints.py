@@ -61,7 +61,7 @@ def decode_state(data: bytes, store: StoreId, generation: int) -> State:
         if (document["fold"], document["store"]) != (FOLD_VERSION, store):
             raise ValueError(f"wanted fold {FOLD_VERSION} of store {store}, got fold {document['fold']} of store {document['store']}")
         return _state(document, store, generation)
-    except (KeyError, TypeError, ValueError, AttributeError, struct.error, zstandard.ZstdError) as error:
+    except (LookupError, TypeError, ValueError, AttributeError, struct.error, zstandard.ZstdError) as error:
         raise Corrupt(f"a checkpoint of the log's state is malformed: {error}; it is ignored and may be deleted") from error
 
 

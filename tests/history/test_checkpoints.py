@@ -11,7 +11,9 @@ from ckptstore.history import checkpoints, log
 from ckptstore.history.checkpoints import decode_state, encode_state
 from ckptstore.history.entries import Condemn, Delete, Forget, Moved, Over, Settings, Undelete
 from ckptstore.history.fold import genesis
+from ckptstore.objects import canonical
 from ckptstore.objects.backend import Backend, open_backend
+from ckptstore.objects.frames import compress, decompress
 from tests.history.builders import STORE, Wrapped, commit, commit_id, folded, open_log, packs, session
 
 FULL = folded(
@@ -73,6 +75,15 @@ def test_a_checkpoint_of_another_store_or_another_fold_is_refused(monkeypatch: p
 
 @pytest.mark.parametrize("frame", [b"", b"no frame", b"\x28\xb5\x2f\xfd" + b"\xff" * 14], ids=["empty", "junk", "huge"])
 def test_a_well_hashed_file_that_is_no_checkpoint_is_refused(frame: bytes) -> None:
+    with pytest.raises(Corrupt):
+        decode_state(digest(frame).hex().encode() + b"\n" + frame, STORE, 1)
+
+
+@pytest.mark.parametrize("moved", [[[]], ["a place alone"], 7, {"place": 1}], ids=repr)
+def test_a_well_hashed_checkpoint_that_says_nonsense_of_where_the_log_went_is_refused(moved: object) -> None:
+    document = canonical.decode(decompress(encode_state(FULL)[65:], 1 << 20))
+    document["state"]["moved"] = moved  # type: ignore[index, call-overload]  # two dicts
+    frame = compress(canonical.encode(document))
     with pytest.raises(Corrupt):
         decode_state(digest(frame).hex().encode() + b"\n" + frame, STORE, 1)
 
