@@ -1,7 +1,7 @@
 """Which reads give a request for chunks what it wants: planned from where they lie, without I/O."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Read:
-    """Chunks that lie behind each other in a pack, perhaps with gaps: `which` are their positions in the request, in order of offset.
+    """Chunks that lie behind each other in a pack, perhaps with gaps: `which` are their positions in the request, in order of `offsets`.
 
     With `encoded` they are read aside, since some of them must be decoded."""
 
@@ -23,6 +23,7 @@ class Read:
     offset: int
     stored_bytes: int
     which: tuple[int, ...]
+    offsets: tuple[int, ...]
     encoded: bool
 
 
@@ -83,29 +84,28 @@ def plan_reads(
             j += 1
         encoded = any(codec != codecs.RAW for codec in codecs_[i:j])
         if name := names.get(packs[i]):
-            reads.append(Read(name, starts[i], stops[j - 1] - starts[i], tuple(positions[i:j]), encoded))
+            reads.append(Read(name, starts[i], stops[j - 1] - starts[i], tuple(positions[i:j]), tuple(starts[i:j]), encoded))
         else:
             missing.extend(positions[i:j])
         i = j
     return reads, missing
 
 
-def slices(read: Read, where: "NDArray[np.void]", limit_bytes: int) -> Iterator[Read]:
-    """`read` in parts of up to `limit_bytes` or one chunk, in order."""
-    starts, sizes = where["offset"][list(read.which)].tolist(), where["stored"][list(read.which)].tolist()
+def slices(read: Read, limit_bytes: int) -> Iterator[Read]:
+    """A read without gaps in parts of up to `limit_bytes` or one chunk, in order."""
+    which, starts, ends = read.which, read.offsets, (*read.offsets[1:], read.offset + read.stored_bytes)
     first = 0
-    for i in range(1, len(read.which) + 1):
-        if i == len(read.which) or starts[i] + sizes[i] - starts[first] > limit_bytes:
-            end = starts[i - 1] + sizes[i - 1]
-            yield replace(read, offset=starts[first], stored_bytes=end - starts[first], which=read.which[first:i])
+    for i in range(1, len(which) + 1):
+        if i == len(which) or ends[i] - starts[first] > limit_bytes:
+            yield Read(read.pack, starts[first], ends[i - 1] - starts[first], which[first:i], starts[first:i], read.encoded)
             first = i
 
 
 def with_gaps(read: Read, request: Request) -> list[memoryview]:
     """Where the bytes of a read of raw chunks go; those between two chunks go nowhere."""
     buffers, at = [], read.offset
-    for i in read.which:
-        offset, out = int(request.where["offset"][i]), request.out[i]
+    for i, offset in zip(read.which, read.offsets, strict=True):
+        out = request.out[i]
         if offset > at:
             buffers.append(memoryview(bytearray(offset - at)))
         buffers.append(out)

@@ -381,7 +381,8 @@ class ObjectStore:
     def _saved(self, i: int, read: Read, request: Request) -> bool:
         """Whether one chunk of `read` could be read alone, from the twin or, where the trouble is another chunk's, from the pack itself."""
         row = request.where[i]
-        alone = Read(read.pack, int(row["offset"]), int(row["stored"]), (i,), read.encoded)
+        offset = int(row["offset"])
+        alone = Read(read.pack, offset, int(row["stored"]), (i,), (offset,), read.encoded)
         return any(not self._try_read(key, alone, request) for key in (twin_key(read.pack), pack_key(read.pack)))
 
     def _try_read(self, key: str, read: Read, request: Request) -> dict[int, Exception]:
@@ -390,7 +391,7 @@ class ObjectStore:
         if self._remote:
             return self._try_slice(key, read, request)
         problems: dict[int, Exception] = {}
-        for part in slices(read, request.where, HASHED_BYTES):
+        for part in slices(read, HASHED_BYTES):
             problems |= self._try_slice(key, part, request)
         return problems
 
