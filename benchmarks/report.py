@@ -56,6 +56,10 @@ round hardly do. *CPU* is processor time of all threads, user and system, per GB
 * `s3-commit` and `s3-restore`: 268 MB in 16 tensors. The server runs on the same processors, in memory; its own
   processor time is not in *CPU*. The raw client is boto3's in threads, with parts and ranges of 8 MiB, eight on their way; it hashes
   nothing.
+* What memory costs that is new to a process, or to the page cache, depends on whether this virtual machine's host had taken it back: 0.1
+  to 1.2 s per GB were seen. Rounds of one contestant then fall into two groups: `StoreWriter` of `dcp-face` took 0.45 or 1.6 s and
+  `FileSystemWriter` 0.7 or 2.1 s, mostly whoever came after a pause; torchft's HTTPTransport of `torchft-recovery` 0.38 s in one run and
+  1.45 s in all others, ckptstore 0.14 s in each.
 * Warm: the files are in the page cache. Cold: all of the contestant's files were synced and evicted
   (`POSIX_FADV_DONTNEED`).
 """
