@@ -128,20 +128,8 @@ def test_shards_of_any_layout_get_what_they_share_from_each_other(pool: Pool, tm
         assert sum(report.read_bytes for report in alone) >= 7 * full().nbytes
 
 
-def restore_damaged(rank: int, path: Path) -> str:
-    meet(4)
-    with ckptstore.open(path) as store:
-        with pytest.raises(ckptstore.Corrupt, match=r"leaf model/0, commit") as caught:
-            store.checkout("damaged").restore({"model": empty_like(state_of(1))}, broadcast=True)
-        targets = empty_like(state_of(0))
-        assert store.resume({"model": targets}, broadcast=True) is not None
-        assert all(torch.equal(targets[name], value) for name, value in state_of(0).items())
-        assert len(store.skipped) == 1
-    return str(caught.value)
-
-
-def test_a_chunk_that_one_rank_cannot_read_fails_on_all_and_resume_takes_the_commit_before(pool: Pool, tmp_path: Path) -> None:
-    path = tmp_path / "store"
+def commit_damaged(path: Path) -> None:
+    """Two commits, of which the second, `damaged`, has lost a chunk."""
     with ckptstore.open(path, chunk_bytes=CHUNK_BYTES) as store:
         store.commit({"model": state_of(0)}, process_group="alone")
         before = set(path.glob("packs/*/*"))
@@ -150,7 +138,23 @@ def test_a_chunk_that_one_rank_cannot_read_fails_on_all_and_resume_takes_the_com
     with pack.open("r+b") as file:
         file.seek(CHUNK_BYTES * 2)
         file.write(b"damage")
-    assert len(set(pool.run(restore_damaged, path))) == 1
+
+
+def restore_damaged(rank: int, path: Path, broadcast: bool) -> str:
+    meet(4)
+    with ckptstore.open(path) as store:
+        with pytest.raises(ckptstore.Corrupt, match=r"leaf model/0, commit") as caught:
+            store.checkout("damaged").restore({"model": empty_like(state_of(1))}, broadcast=broadcast)
+        targets = empty_like(state_of(0))
+        assert store.resume({"model": targets}, broadcast=broadcast) is not None
+        assert all(torch.equal(targets[name], value) for name, value in state_of(0).items())
+        assert len(store.skipped) == 1
+    return str(caught.value)
+
+
+def test_a_chunk_that_one_rank_cannot_read_fails_on_all_and_resume_takes_the_commit_before(pool: Pool, tmp_path: Path) -> None:
+    commit_damaged(tmp_path / "store")
+    assert len(set(pool.run(restore_damaged, tmp_path / "store", True))) == 1
 
 
 def restore_while_bytes_flip(rank: int, path: Path) -> tuple[int, RestoreReport]:

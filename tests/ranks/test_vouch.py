@@ -18,7 +18,7 @@ from ckptstore.objects.local import LocalBackend
 from ckptstore.state.ranks.rounds import Part, Peers
 from tests.ranks.layouts import LAYOUTS, full, group_of, layout, meet
 from tests.ranks.pool import Pool
-from tests.ranks.test_broadcast import CHUNK_BYTES, ELEMENTS, empty_like, kill, state_of
+from tests.ranks.test_broadcast import CHUNK_BYTES, ELEMENTS, commit_damaged, empty_like, kill, restore_damaged, state_of
 
 COPY_BYTES = ELEMENTS * 4
 
@@ -134,29 +134,14 @@ def test_what_one_rank_cannot_read_fails_on_all(pool: Pool, committed: Path, whi
     pool.run(restore_what_stays_spoilt, committed, which)
 
 
-def restore_damaged(rank: int, path: Path) -> str:
-    meet(4)
-    with ckptstore.open(path) as store, vouching():
-        with pytest.raises(ckptstore.Corrupt, match=r"leaf model/0, commit") as caught:
-            store.checkout("damaged").restore({"model": empty_like(state_of(1))})
-        targets = empty_like(state_of(0))
-        assert store.resume({"model": targets}) is not None
-        assert all(torch.equal(targets[name], value) for name, value in state_of(0).items())
-        assert len(store.skipped) == 1
-    return str(caught.value)
+def restore_damaged_together(rank: int, path: Path) -> str:
+    with vouching():
+        return restore_damaged(rank, path, False)
 
 
 def test_a_damaged_chunk_fails_on_all_and_resume_takes_the_commit_before(pool: Pool, tmp_path: Path) -> None:
-    path = tmp_path / "store"
-    with ckptstore.open(path, chunk_bytes=CHUNK_BYTES) as store:
-        store.commit({"model": state_of(0)}, process_group="alone")
-        before = set(path.glob("packs/*/*"))
-        store.commit({"model": state_of(1)}, tag="damaged", process_group="alone")
-    pack = max(set(path.glob("packs/*/*")) - before, key=lambda file: file.stat().st_size)
-    with pack.open("r+b") as file:
-        file.seek(CHUNK_BYTES * 2)
-        file.write(b"damage")
-    assert len(set(pool.run(restore_damaged, path))) == 1
+    commit_damaged(tmp_path / "store")
+    assert len(set(pool.run(restore_damaged_together, tmp_path / "store"))) == 1
 
 
 def restore_while_words_flip(rank: int, path: Path) -> int:
