@@ -3,7 +3,7 @@
 import os
 import signal
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -232,21 +232,26 @@ def kill(*args: Any) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def die_while_sending(rank: int, path: Path) -> None:
+def die_in_the_exchange(rank: int, path: Path, options: dict[str, Any]) -> None:
     meet(4)
     if rank == 2:
         Peers.exchange = kill  # type: ignore[method-assign]  # this process dies of it
     with ckptstore.open(path) as store, pytest.raises(ckptstore.Unavailable) as caught:
-        store.checkout().restore({"model": empty_like(state_of(0))}, broadcast=True, memory_budget_bytes=8 * CHUNK_BYTES)
+        store.checkout().restore({"model": empty_like(state_of(0))}, **options)
     assert 2 in caught.value.causes
+
+
+def assert_death_is_known_to_all(task: Callable[..., None], *args: Any) -> None:
+    """Of four ranks of their own, `task` kills the third, and the others are told."""
+    pool = Pool(4)
+    try:
+        results = pool.run(task, *args)
+    finally:
+        pool.close()
+    assert [isinstance(result, EOFError) for result in results] == [False, False, True, False]
 
 
 @pytest.mark.soak
 @pytest.mark.timeout(300)
 def test_a_rank_that_dies_while_it_sends_is_known_to_all_at_once(committed: Path) -> None:
-    pool = Pool(4)
-    try:
-        results = pool.run(die_while_sending, committed)
-    finally:
-        pool.close()
-    assert [isinstance(result, EOFError) for result in results] == [False, False, True, False]
+    assert_death_is_known_to_all(die_in_the_exchange, committed, {"broadcast": True, "memory_budget_bytes": 8 * CHUNK_BYTES})
