@@ -48,9 +48,16 @@ def test_dtensors_of_every_layout_are_placed_on_the_receivers_own_mesh(pool: Poo
     pool.run(replicas.exchange_dtensors, 3)
 
 
-def test_a_dtensor_whose_mesh_nobody_knows_is_refused_by_its_path(pool: Pool) -> None:
-    for refusal in pool.run(replicas.refuse_dtensors_without_a_mesh):
-        assert "state/w lies on" in refusal and "meshes=" in refusal
+def test_dtensors_whose_mesh_the_receiver_does_not_know_come_on_an_equal_mesh_without_groups(pool: Pool) -> None:
+    pool.run(replicas.exchange_dtensors_without_meshes, 3)
+
+
+def test_a_dtensor_on_a_mesh_without_dimensions_arrives_whole(pool: Pool) -> None:
+    pool.run(replicas.exchange_dtensor_without_dimensions)
+
+
+def test_a_dtensor_on_a_mesh_that_the_receiver_is_no_rank_of_is_refused_by_its_path(pool: Pool) -> None:
+    assert pool.run(replicas.receive_on_mesh_of_first_two_ranks)[2].startswith("state/w lies on")
 
 
 def test_a_peer_that_is_killed_is_unavailable_and_another_gives_the_state(start: Start) -> None:
