@@ -54,7 +54,8 @@ def attach(path: str, shape: Shape, dtype: torch.dtype, wanted: Placed, meshes: 
     mesh = next((mesh for mesh in meshes if mesh_name(mesh) == wanted.mesh), None) or _without_groups(path, wanted)
     if wanted.mesh.shape and mesh.get_coordinate() is None:
         raise InvalidInput(
-            f"{path} lies on {wanted.mesh}, and rank {mesh.get_rank()} is none of its ranks: receive from a peer with the same place in its mesh"
+            f"{path} lies on {wanted.mesh}, and rank {mesh.get_rank()} is none of its ranks: "
+            "receive from a peer with the same place in its mesh"
         )
     try:
         placements = [_placement(text) for text in wanted.placements]
@@ -65,7 +66,7 @@ def attach(path: str, shape: Shape, dtype: torch.dtype, wanted: Placed, meshes: 
 
 
 def _without_groups(path: str, wanted: Placed) -> "DeviceMesh":
-    """A mesh of these ranks and names. Collectives over it fail, since that would take all its ranks; what is equal to it may have groups."""
+    """A mesh of these ranks and names. Collectives over it fail, since groups take all its ranks."""
     from torch import distributed
     from torch.distributed.device_mesh import DeviceMesh
 

@@ -95,8 +95,10 @@ class MeshName:
 
 @dataclass(frozen=True, slots=True)
 class Placed:
-    """How a leaf that is a DTensor lies on a mesh; the leaf's shape is the whole tensor's. `device` is the type of the mesh's devices at the
-    sender; a receiver's own mesh may have devices of another type."""
+    """How a leaf that is a DTensor lies on a mesh; the leaf's shape is the whole tensor's.
+
+    `device` is the type of the mesh's devices at the sender; a receiver's own mesh may have devices of another type.
+    """
 
     mesh: MeshName
     placements: tuple[str, ...]

@@ -1,7 +1,8 @@
 """Which boxes of a distributed tensor this rank holds, and where they lie in memory.
 
 Read off the tensor's mesh and placements by own arithmetic (`core.placements`): what torch offers for it names one box where a strided
-shard has several, and takes milliseconds. A rank outside the mesh, or with nothing of the tensor, holds no box. A mesh without dimensions divides nothing: a rank whose part is the whole tensor holds it, in the mesh or not.
+shard has several, and takes milliseconds. A rank outside the mesh, or with nothing of the tensor, holds no box. A mesh without dimensions
+divides nothing: a rank whose part is the whole tensor holds it, in the mesh or not.
 """
 
 import sys
