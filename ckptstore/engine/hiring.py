@@ -1,6 +1,5 @@
 """The trainer's side of a worker process: start one when it is needed, hand it a staged state, hear how far it is, notice when it dies."""
 
-import os
 import socket
 import subprocess
 import sys
@@ -170,14 +169,38 @@ class HiredCommitter:
         return Committed(commit, document, {key: flat.schema for key, flat in flats.items()}, CommitStats(**done.says["stats"]), ids)
 
 
+_BEGINNING = """\
+import sys
+from importlib.util import module_from_spec, spec_from_file_location
+
+package = sys.argv[2]
+spec = spec_from_file_location("ckptstore", package + "/__init__.py", submodule_search_locations=[package])
+module = sys.modules["ckptstore"] = module_from_spec(spec)
+spec.loader.exec_module(module)
+sys.path.append(package.removesuffix("/ckptstore"))
+
+from ckptstore.engine.worker import main
+
+main()
+"""
+"""The program of a worker: this package, from the folder that the trainer has it from, whatever else is called so.
+
+Everything else comes from where Python is installed and from PYTHONPATH, and last from what lies beside the package, as where both were
+installed into one folder. Never from the working directory (`-P`), in which anybody may have put a module.
+"""
+
+
 def _start(fd: int) -> "subprocess.Popen[bytes]":
-    """A process of its own session, so that what ends the trainer's does not end it."""
-    package = str(Path(errors.__file__).parents[1])
-    path = os.pathsep.join(filter(None, [package, os.environ.get("PYTHONPATH", "")]))
-    return subprocess.Popen(
-        [sys.executable, "-m", "ckptstore.engine.worker", str(fd)],
-        pass_fds=[fd],
-        stdin=subprocess.DEVNULL,
-        start_new_session=True,
-        env={**os.environ, "PYTHONPATH": path},
-    )
+    """A process of its own session, so that what ends the trainer's does not end it. Raises `Unavailable` if none can be started."""
+    package = str(Path(errors.__file__).resolve().parent)
+    try:
+        return subprocess.Popen(
+            [sys.executable, "-P", "-c", _BEGINNING, str(fd), package],
+            pass_fds=[fd],
+            stdin=subprocess.DEVNULL,
+            start_new_session=True,
+        )
+    except OSError as error:
+        raise Unavailable(
+            f"no worker process can be started ({error}): raise the limit of processes, or open the store with executor='thread'"
+        ) from error

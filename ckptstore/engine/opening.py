@@ -112,7 +112,9 @@ class Opening:
         self.read_only = read_only
         self._closed = self._has_its_end = False
         self.database = open_log_place(self.config, self.backend, index)
-        self.log = Log(self.backend, self.config.store, self.config.generation, place=self.database, memory=self._memory())
+        self.log = Log(
+            self.backend, self.config.store, self.config.generation, place=self.database, memory=self._memory(), with_config=True
+        )
 
     def check_writable(self) -> None:
         """Raise `ReadOnly` unless this handle may write to the store, `InvalidInput` once it was closed, `NotFound` if the store is gone,
@@ -136,6 +138,7 @@ class Opening:
             return
         if self.log.state.n:
             self.log.check_head()
+            self.log.check_config()
         elif read_config(self.backend).store != self.config.store:
             raise Corrupt(f"{self.url} is another store than it was when it was opened; open it again")
 

@@ -9,8 +9,9 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, wait
 from contextlib import suppress
 from pathlib import Path
-from queue import SimpleQueue
-from typing import Any, TypeVar
+from typing import TypeVar
+
+from ckptstore.core.threads import Pool
 
 T = TypeVar("T")
 
@@ -26,7 +27,7 @@ class Threads:
     def __init__(self, count: int, *, aside: bool = False) -> None:
         self.count = count
         self.aside = aside
-        self._pool: _Pool | None = None
+        self._pool: Pool | None = None
         self._pid = 0
         self._lock = threading.Lock()
 
@@ -49,7 +50,7 @@ class Threads:
         """Run `works` side by side, the last of them on the calling thread. On a failure call `stop`, wait for the others, and raise the
         first.
 
-        Works are long-lived and must not wait for each other: there may be fewer threads than works.
+        Works are long-lived and must not wait for each other: there may be fewer threads than works, and none but the calling one.
         """
         pool = self._alive()
         futures = [pool.submit(_stopping(work, stop)) for work in works[:-1]]
@@ -65,19 +66,19 @@ class Threads:
             future.result()
 
     def submit(self, work: Callable[[], T]) -> "Future[T]":
-        """Start `work` beside whatever else runs."""
+        """Start `work` beside whatever else runs. Where no thread can be had, it has run when this returns."""
         return self._alive().submit(work)
 
     def close(self) -> None:
         with self._lock:
             if self._pool and self._pid == os.getpid():
-                self._pool.close()
+                self._pool.shutdown()
             self._pool = None
 
-    def _alive(self) -> "_Pool":
+    def _alive(self) -> Pool:
         with self._lock:
             if self._pool is None or self._pid != os.getpid():
-                self._pool, self._pid = _Pool(self.count, self.aside), os.getpid()
+                self._pool, self._pid = Pool(self.count, begin=step_aside if self.aside else None), os.getpid()
             return self._pool
 
 
@@ -95,40 +96,6 @@ def step_aside_of_parent() -> None:
     step_aside(os.getppid())
     with suppress(OSError):  # Linux does not group, or there is no /proc
         Path("/proc/self/autogroup").write_text(str(ASIDE_NICE), encoding="ascii")
-
-
-class _Pool:
-    """Daemon threads, unlike `ThreadPoolExecutor`'s: when the main thread has ended, a commit in the background still needs them."""
-
-    def __init__(self, count: int, aside: bool) -> None:
-        self._aside = aside
-        self._queue: SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = SimpleQueue()
-        self._threads = [threading.Thread(target=self._work, name=f"ckptstore-{i}", daemon=True) for i in range(count)]
-        for thread in self._threads:
-            thread.start()
-
-    def submit(self, work: Callable[[], T]) -> "Future[T]":
-        future: Future[T] = Future()
-        self._queue.put((future, work))
-        return future
-
-    def close(self) -> None:
-        """Let the threads finish what was submitted, and wait for them."""
-        for _ in self._threads:
-            self._queue.put(None)
-        for thread in self._threads:
-            thread.join()
-
-    def _work(self) -> None:
-        if self._aside:
-            step_aside()
-        while (item := self._queue.get()) is not None:
-            future, work = item
-            try:
-                future.set_result(work())
-            except BaseException as error:
-                future.set_exception(error)
-            del item, future, work  # what they refer to must not live until the next item comes
 
 
 class _Shared(Iterable[T]):

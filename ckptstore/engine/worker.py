@@ -1,4 +1,4 @@
-"""A process that makes commits for a trainer: `python -m ckptstore.engine.worker FD`, with a socket at that descriptor.
+"""A process that makes commits for a trainer, started by `engine.hiring` with a socket at the descriptor that its first argument names.
 
 It imports no torch, has a session of its own and low priority, and holds a staged state by a descriptor of the memory that it lies in. So
 it finishes the commit that it was given also when the trainer is gone, then ends.
@@ -120,7 +120,3 @@ def main() -> None:
     step_aside_of_parent()
     with socket.socket(fileno=int(sys.argv[1])) as connection:
         Worker(connection).serve()
-
-
-if __name__ == "__main__":
-    main()

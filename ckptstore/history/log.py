@@ -10,10 +10,12 @@ import threading
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 
-from ckptstore.core.ids import StoreId, checkpoint_key
+from ckptstore.core.ids import CONFIG_KEY, StoreId, checkpoint_key
 from ckptstore.core.places import make_directories, write_file
+from ckptstore.core.threads import behind
 from ckptstore.errors import Busy, CkptStoreError, Conflict, Corrupt, InvalidInput, NoSpace, NotFound, Unavailable
 from ckptstore.history.checkpoints import decode_state, encode_state
 from ckptstore.history.contention import Met, pause_s
@@ -57,10 +59,17 @@ class Log:
     """The log of one store. Threads may share it; one append or replay runs at a time."""
 
     def __init__(
-        self, backend: Backend, store: StoreId, generation: int, *, place: LogPlace | None = None, memory: Path | None = None
+        self,
+        backend: Backend,
+        store: StoreId,
+        generation: int,
+        *,
+        place: LogPlace | None = None,
+        memory: Path | None = None,
+        with_config: bool = False,
     ) -> None:
         """The entries are at `place`, or in the store's own `log/`. `memory` is a file of this host's where the state is kept between
-        processes, for storage that is slow to ask."""
+        processes, for storage that is slow to ask. `with_config`, nothing is appended to a directory that has lost its ckptstore.json."""
         self._backend = backend
         self._place = place or LogFiles(backend, store)
         self._state = genesis(store, generation)
@@ -72,6 +81,7 @@ class Log:
         self._lock = threading.RLock()
         self._gathering: threading.Thread | None = None
         self._met = Met()
+        self._looks_for_config = with_config and backend.durable_root is not None  # to a bucket it would be one more request
 
     @property
     def state(self) -> State:
@@ -125,6 +135,17 @@ class Log:
                     f"the store was moved, deleted, or replaced by a backup or another copy while it was open; nothing was appended; "
                     f"open it again"
                 )
+
+    def check_config(self) -> None:
+        """Raises `Corrupt` if the directory has lost its ckptstore.json: it is being deleted, and what is in it goes next.
+
+        After an entry was created, this decides whether it may be acknowledged.
+        """
+        if self._looks_for_config and self._backend.size(CONFIG_KEY) is None:
+            raise Corrupt(
+                f"{self._backend.url} has lost its ckptstore.json while it was open: the store is being deleted, or was damaged, and a "
+                f"commit in it would be lost; nothing is acknowledged; if it was not meant to go, run `ckptstore repair`, and open it again"
+            )
 
     def check_no_gap(self, n: int) -> None:
         """Raises `Corrupt` if entry `n + 1` is missing although a later one is there: `n` would look like the head of the log.
@@ -203,6 +224,7 @@ class Log:
             attempted_at_s = time.monotonic()
             there = self._create(data, entry, deadline)
             if there.attempt == entry.attempt:
+                self.check_config()
                 self._check_successor(entry)
                 self._advance(entry)
                 self._gather_behind(entry.n)
@@ -379,8 +401,7 @@ class Log:
             return
         if self._gathering is not None:
             self._gathering.join()
-        self._gathering = threading.Thread(target=self._gather, args=(self._state, tuple(self._recent)), name="ckptstore-log")
-        self._gathering.start()
+        self._gathering = behind(partial(self._gather, self._state, tuple(self._recent)), "ckptstore-log")
 
     def _gather(self, state: State, newest: Sequence[Entry]) -> None:
         try:

@@ -3,7 +3,6 @@
 import logging
 import secrets
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from functools import cached_property
 from itertools import takewhile
@@ -11,6 +10,7 @@ from typing import Protocol
 
 from ckptstore.core.ids import StoreId, log_key, log_scratch_key, segment_key
 from ckptstore.core.places import is_network_filesystem
+from ckptstore.core.threads import Pool
 from ckptstore.errors import Corrupt, NotFound, ReadOnly
 from ckptstore.history.entries import Entry, Position, check_follows, decode_entry
 from ckptstore.history.segments import SEGMENT_ENTRIES, decode_segment, encode_segment, segment_end
@@ -153,7 +153,7 @@ class LogFiles:
     def _many(self, n: int) -> Iterator[Entry]:
         # A name that a network filesystem found absent stays so for a while: there nothing is asked for that may not be there yet.
         limit = 1 if self._backend.durable_root is not None else _READ_AHEAD
-        with ThreadPoolExecutor(limit) as pool:
+        with Pool(limit) as pool:
             met, batch, look_from = 1, min(2, limit), 0
             while True:
                 if met >= _FAR and n >= look_from:
@@ -169,7 +169,7 @@ class LogFiles:
                     yield decode_entry(data)
                 n, met, batch = n + batch, met + batch, min(2 * batch, limit)
 
-    def _from_segments(self, pool: ThreadPoolExecutor, n: int) -> list[Entry]:
+    def _from_segments(self, pool: Pool, n: int) -> list[Entry]:
         """The entries behind `n` as far as segments have them; none if the log's own entry at their end is another one."""
         first = segment_end(n + 1)
         numbers = range(first, first + _SEGMENTS_AT_ONCE * SEGMENT_ENTRIES, SEGMENT_ENTRIES)
@@ -189,6 +189,6 @@ class LogFiles:
             return []
 
     def _write_segment(self, last: int) -> None:
-        with ThreadPoolExecutor(_READ_AHEAD) as pool:
+        with Pool(_READ_AHEAD) as pool:
             files = list(pool.map(self.read, range(last - SEGMENT_ENTRIES + 1, last + 1)))
         self._backend.put(segment_key(last), encode_segment([decode_entry(data or b"") for data in files]))

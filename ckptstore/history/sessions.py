@@ -2,7 +2,8 @@
 
 It is a hint for gc's patience, never a lock: whether a session may still append is decided by the log alone. So session files are not
 fsynced, a heart-beat that fails is repeated by the next one, and an absent file means no more than a counter that stands still. One
-thread per process rewrites the files of all its sessions; it starts with the first session and sleeps while there is none.
+thread per process rewrites the files of all its sessions; it starts with the first session and sleeps while there is none. Where it cannot
+be started, or has ended, the next session starts it again, for all of them.
 """
 
 import logging
@@ -104,19 +105,28 @@ class _Heart:
     def __init__(self) -> None:
         self._sessions: set[Session] = set()
         self._changed = threading.Condition()
-        self._started = False
+        self._thread: threading.Thread | None = None
 
     def add(self, session: Session) -> None:
         with self._changed:
             self._sessions.add(session)
-            if not self._started:
-                self._started = True
-                threading.Thread(target=self._run, name="ckptstore-heartbeat", daemon=True).start()
+            if self._thread is None or not self._thread.is_alive():
+                self._thread = self._begun()
             self._changed.notify()
 
     def drop(self, session: Session) -> None:
         with self._changed:
             self._sessions.discard(session)
+
+    def _begun(self) -> threading.Thread | None:
+        """The thread; None where none can be started: a session without beats is taken for dead the sooner, and nothing else."""
+        thread = threading.Thread(target=self._run, name="ckptstore-heartbeat", daemon=True)
+        try:
+            thread.start()
+        except RuntimeError as error:
+            _logger.warning("sessions cannot show that they are alive (%s); the next session tries again", error)
+            return None
+        return thread
 
     def _run(self) -> None:
         while True:
@@ -129,7 +139,7 @@ class _Heart:
             for session in sessions:
                 try:
                     session.beat()
-                except CkptStoreError as error:
+                except Exception as error:  # whatever it is, the others must be seen to live
                     _logger.warning("session %s could not show that it is alive, the next beat may: %s", session.id, error)
 
 
@@ -152,7 +162,11 @@ def open_session(backend: Backend, what: str) -> Session:
     info = SessionInfo(new_session_id(), what, host, _boot(), _pid_namespace(), pid, _start_of(pid) or 0, time.time_ns())
     backend.put(session_key(info.id), encode_session(info), durable=False)
     session = Session(backend, info)
-    _heart.add(session)
+    try:
+        _heart.add(session)
+    except BaseException:
+        session.end()
+        raise
     return session
 
 

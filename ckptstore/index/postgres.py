@@ -19,6 +19,7 @@ from sqlalchemy.exc import ArgumentError, DBAPIError, SQLAlchemyError
 
 from ckptstore.core.ids import StoreId
 from ckptstore.core.secrets import redact, without
+from ckptstore.core.threads import start
 from ckptstore.errors import CkptStoreError, Conflict, InvalidInput, NotFound, ReadOnly, Unavailable
 from ckptstore.index.catalog_file import cause
 
@@ -236,7 +237,11 @@ def _ended_after(connection: Connection, seconds: float) -> Iterator[None]:
         raise Lost("the connection had ended; repeat") from error
     timer = threading.Timer(seconds, _cut, [watched])
     timer.daemon = True
-    timer.start()
+    try:
+        start(timer, "no thread can be started that limits how long the database may take")
+    except Unavailable:
+        watched.close()
+        raise
     try:
         yield
     finally:

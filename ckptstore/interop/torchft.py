@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from ckptstore.core.config import CHUNK_BYTES, default_threads
 from ckptstore.core.host import free_bytes
+from ckptstore.core.threads import behind
 from ckptstore.engine.transfer import Threads
 from ckptstore.errors import InvalidInput
 from ckptstore.interop.exchange.board import Board
@@ -44,7 +45,7 @@ T = TypeVar("T")
 logger = logging.getLogger("ckptstore.transport")
 
 PATIENCE_S = 10.0
-"""A peer that does not send a chunk within this time is given up for now, and others are asked."""
+"""A peer that does not send a chunk within this time is given up for now: others are asked, or the same one again, with more patience."""
 
 CONNECTIONS = 4
 
@@ -134,9 +135,9 @@ class StoreTransport(CheckpointTransport[T]):  # type: ignore[misc]  # mypy does
         """The state that the transport with this `metadata` serves as `step`; waits until it does.
 
         Raises TimeoutError when `timeout` is over, `Conflict` if another step is served, `InvalidInput` for metadata that is refused and
-        for a state that cannot be received here, `Unavailable` if the peer is gone, `Corrupt` if it keeps sending what it does not
-        announce. What came before a failure is not asked for again by the next call. After a failure with `in_place`, the live tensors
-        hold verified bytes of both states.
+        for a state that cannot be received here, `Unavailable` if the peer is gone (a slow one is waited for), `Corrupt` if it keeps
+        sending what it does not announce. What came before a failure is not asked for again by the next call. After a failure with
+        `in_place`, the live tensors hold verified bytes of both states.
         """
         return self.recv_from([metadata], step, timeout)
 
@@ -164,7 +165,7 @@ class StoreTransport(CheckpointTransport[T]):  # type: ignore[misc]  # mypy does
         if wait:
             self._let_go()
         else:
-            threading.Thread(target=self._let_go, name="ckptstore-transport-end", daemon=True).start()
+            behind(self._let_go, "ckptstore-transport-end")
 
     def _let_go(self) -> None:
         with self._sending:

@@ -8,10 +8,11 @@ import logging
 import struct
 import threading
 from collections.abc import Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 from ckptstore.core.config import MIB
 from ckptstore.core.ids import PackId, digest, footers_key
+from ckptstore.core.threads import Pool, behind
 from ckptstore.errors import CkptStoreError, Corrupt, NotFound
 from ckptstore.history.state import Pack, Packs, State
 from ckptstore.objects.backend import Backend
@@ -74,7 +75,7 @@ class FooterBatches:
         batches = [batch for batch, members in wanted.items() if len(members) >= _WORTH and batch < written]
         found: dict[int, FooterTable] = {}
         if batches:
-            with ThreadPoolExecutor(min(AT_ONCE, len(batches))) as pool:
+            with Pool(min(AT_ONCE, len(batches))) as pool:
                 for batch, tails in zip(batches, pool.map(self._read, batches), strict=True):
                     found.update(_checked(wanted[batch], state.packs, tails))
         return found
@@ -84,8 +85,7 @@ class FooterBatches:
         if (last + 1) % BATCH_PACKS:
             return
         self.close()
-        self._writing = threading.Thread(target=self._complete, args=(last // BATCH_PACKS, packs), name="ckptstore-footers")
-        self._writing.start()
+        self._writing = behind(partial(self._complete, last // BATCH_PACKS, packs), "ckptstore-footers")
 
     def close(self) -> None:
         """Wait for what is being written."""
@@ -122,7 +122,7 @@ class FooterBatches:
             except (NotFound, Corrupt):
                 return None  # one that is gone or damaged is for `fsck` to report
 
-        with ThreadPoolExecutor(AT_ONCE) as pool:
+        with Pool(AT_ONCE) as pool:
             tails = dict(filter(None, pool.map(read, members)))
         self._backend.put(footers_key(batch), encode_batch(tails))
 

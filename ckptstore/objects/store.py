@@ -9,7 +9,6 @@ a backup, gives the numbers that this host knows to other packs.
 
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, TypeAlias
 
@@ -18,6 +17,7 @@ import numpy as np
 from ckptstore.core.config import MIB, RUN_BYTES
 from ckptstore.core.ids import CHUNK_ID_BYTES, ChunkId, PackId, digest, pack_key, twin_key
 from ckptstore.core.model import Location
+from ckptstore.core.threads import Pool
 from ckptstore.errors import CkptStoreError, Corrupt, NotFound, Unavailable
 from ckptstore.history.fold import Pack, State
 from ckptstore.history.log import Log
@@ -136,7 +136,7 @@ class ObjectStore:
         known = self._batches.tables(numbers, state) if self._batches and not thorough else {}
         yield from known.items()
         if rest := [number for number in numbers if number not in known]:
-            with ThreadPoolExecutor(min(AT_ONCE, len(rest))) as pool:
+            with Pool(min(AT_ONCE, len(rest))) as pool:
                 yield from pool.map(read, rest)
 
     def registered(self, number: int, pack: PackId, table: "NDArray[np.void]") -> None:

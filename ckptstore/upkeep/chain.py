@@ -6,11 +6,11 @@ hash and length, so of two that do not fit together the first is the wrong one.
 
 import re
 from collections.abc import Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 
 from ckptstore.core.config import MIB
 from ckptstore.core.ids import StoreId, checkpoint_key, log_key, segment_key
+from ckptstore.core.threads import Pool
 from ckptstore.errors import CkptStoreError, Corrupt, NotFound, Unavailable
 from ckptstore.history.checkpoints import decode_state
 from ckptstore.history.entries import Entry, NewerEntry, Position, decode_entry, origin
@@ -215,7 +215,7 @@ def _read_checkpoints(
 def _read_segments(backend: Backend, files: LogFiles, store: StoreId) -> tuple[dict[int, Position], tuple[tuple[int, str], ...]]:
     """The last entry of each segment, and what is wrong with those that are none."""
     ends, bad = {}, []
-    with ThreadPoolExecutor(_READ_AHEAD) as pool:
+    with Pool(_READ_AHEAD) as pool:
         contents = pool.map(lambda n: read_small(backend, segment_key(n)), files.segments)
         for n, data in zip(files.segments, contents, strict=True):
             try:
@@ -227,7 +227,7 @@ def _read_segments(backend: Backend, files: LogFiles, store: StoreId) -> tuple[d
 
 def _contents(backend: Backend, last: int) -> Iterator[tuple[int, bytes | None]]:
     batch = _READ_AHEAD * 8
-    with ThreadPoolExecutor(_READ_AHEAD) as pool:
+    with Pool(_READ_AHEAD) as pool:
         for first in range(1, last + 1, batch):
             numbers = range(first, min(first + batch, last + 1))
             yield from zip(numbers, pool.map(lambda n: read_small(backend, log_key(n)), numbers), strict=True)

@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 
 from ckptstore.core.ids import CHUNK_ID_BYTES, ChunkId, digest
 from ckptstore.core.refs import parse_ref
+from ckptstore.core.threads import start
 from ckptstore.engine.checkout import Reader
 from ckptstore.engine.opening import Opening
 from ckptstore.engine.transfer import Threads
@@ -65,7 +66,11 @@ class Tier:
         self._remote: tuple[Opening, ExitStack] | None = None
         self._remote_lock = threading.Lock()
         self._thread = threading.Thread(target=self._run, name="ckptstore-tier", daemon=True)
-        self._thread.start()
+        try:
+            start(self._thread, f"no thread can be started that uploads to {place}")
+        except Unavailable:
+            own.close()
+            raise
 
     def wake(self) -> None:
         """Something was committed or tagged here."""

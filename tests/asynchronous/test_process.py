@@ -2,7 +2,10 @@
 
 import copy
 import os
+import shutil
 import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -49,6 +52,40 @@ def test_the_worker_is_on_its_own(tmp_path: Path) -> None:
         assert "torch" not in Path(f"/proc/{pid}/maps").read_text()
     with pytest.raises(ProcessLookupError):
         os.kill(pid, 0)
+
+
+@pytest.mark.parametrize("name", ["zstandard", "blake3", "json", "ckptstore"])
+def test_a_module_in_the_working_directory_is_not_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    (tmp_path / f"{name}.py").write_text("open('was_run', 'w').close()\n")
+    monkeypatch.chdir(tmp_path)
+    with ckptstore.open(tmp_path / "store", executor="process") as store:
+        store.commit_async({"m": {"w": torch.ones(300_000)}}, step=1).wait()
+    assert not (tmp_path / "was_run").exists()
+
+
+def test_the_worker_is_of_the_package_that_the_trainer_imported(tmp_path: Path) -> None:
+    """A checkout that a script puts on `sys.path`, while another ckptstore is installed; both are found from any directory."""
+    (tmp_path / "checkout").mkdir()
+    shutil.copytree(Path(ckptstore.__file__).parent, tmp_path / "checkout" / "ckptstore", ignore=shutil.ignore_patterns("__pycache__"))
+    worker = tmp_path / "checkout" / "ckptstore" / "engine" / "worker.py"
+    worker.write_text(worker.read_text() + "\nopen(__file__ + '.was_run', 'w').close()\n")
+    script = (
+        "import sys; sys.path.insert(0, sys.argv[1])\n"
+        "import ckptstore, torch\n"
+        "with ckptstore.open(sys.argv[2], executor='process') as store:\n"
+        "    store.commit_async({'m': {'w': torch.ones(300_000)}}, step=1).wait()\n"
+    )
+    subprocess.run([sys.executable, "-c", script, str(tmp_path / "checkout"), str(tmp_path / "store")], check=True, cwd=tmp_path)
+    assert worker.with_name("worker.py.was_run").exists()
+
+
+def test_a_worker_that_cannot_be_started_is_unavailable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with ckptstore.open(tmp_path / "store", executor="process") as store:
+        monkeypatch.setattr(sys, "executable", str(tmp_path / "no python"))
+        with pytest.raises(Unavailable, match="no worker process can be started"):
+            store.commit_async({"m": {"w": torch.ones(300_000)}}, step=1).wait()
+        monkeypatch.undo()
+        store.commit_async({"m": {"w": torch.ones(300_000)}}, step=1).wait()
 
 
 def test_the_trainer_survives_the_workers_death(tmp_path: Path) -> None:

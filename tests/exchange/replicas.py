@@ -6,8 +6,12 @@ from datetime import timedelta
 from typing import Any
 
 import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from ckptstore.core.ids import digest
+from ckptstore.errors import InvalidInput
 from ckptstore.interop.torchft import StoreTransport
 from ckptstore.state.tensors import memory_of
 from tests.exchange.conftest import assert_same, copy_of, state_of, weights_of
@@ -100,17 +104,59 @@ def exchange_dtensors(rank: int, n: int) -> None:
         receiver.shutdown()
 
 
-def refuse_dtensors_without_a_mesh(rank: int) -> str:
+def carried(state: dict[str, Any]) -> dict[str, Any]:
+    """What a transport without options receives of `state`."""
     sender: StoreTransport[Any] = StoreTransport(SOON)
     receiver: StoreTransport[Any] = StoreTransport(SOON)
     try:
-        sender.send_checkpoint([0], 1, {"w": layout("rows", full(), 3)}, SOON)
-        receiver.recv_checkpoint(0, sender.metadata(), 1, SOON)
-    except ValueError as error:
-        return str(error)
+        sender.send_checkpoint([0], 1, state, SOON)
+        got: dict[str, Any] = receiver.recv_checkpoint(0, sender.metadata(), 1, SOON)
+        return got
     finally:
         sender.shutdown()
         receiver.shutdown()
+
+
+def exchange_dtensors_without_meshes(rank: int, n: int) -> None:
+    """What arrives has the sender's specs, and can be copied to live DTensors without a word to other ranks."""
+    sent = {name: layout(name, full(), n) for name in LAYOUTS}
+    got = carried(sent)
+    assert list(got) == list(sent)
+    for name, tensor in sent.items():
+        assert got[name]._spec == tensor._spec, name
+        live = layout(name, full() * 0, n)
+        live.copy_(got[name])
+        assert torch.equal(live._local_tensor, tensor._local_tensor), name
+    assert len({id(tensor.device_mesh) for tensor in got.values()}) == 2  # one for each of the sender's
+
+
+def exchange_dtensor_without_dimensions(rank: int) -> None:
+    """Such a mesh names one rank; every process that made a tensor on it has all of the tensor."""
+    mesh = DeviceMesh("cpu", 1)
+    sent = {"w": distribute_tensor(torch.arange(6.0).view(2, 3).t(), mesh, []), "empty": distribute_tensor(torch.empty(0, 2), mesh, [])}
+    got = carried(sent)
+    for name, tensor in sent.items():
+        assert torch.equal(got[name]._local_tensor, tensor._local_tensor), name
+        assert got[name]._spec == tensor._spec, name
+
+
+def receive_on_mesh_of_first_two_ranks(rank: int) -> str:
+    """Rank 0 sends a DTensor on ranks 0 and 1; what each rank's refusal says."""
+    tensors: list[Any] = [None]
+    if rank < 2:
+        mesh = DeviceMesh("cpu", torch.arange(2), _init_backend=False)
+        tensors = [DTensor.from_local(torch.ones(2), mesh, [Shard(0)], run_check=False)]
+    metadata: list[Any] = [begin(rank)]
+    if rank == 0:
+        kept["transport"].send_checkpoint([1, 2], 1, {"w": tensors[0]}, SOON)
+    dist.broadcast_object_list(metadata, 0)
+    try:
+        kept["transport"].recv_checkpoint(0, metadata[0], 1, SOON)
+    except InvalidInput as error:
+        return str(error)
+    finally:
+        dist.barrier()
+        end(rank)
     return ""
 
 

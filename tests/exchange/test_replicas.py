@@ -2,13 +2,17 @@
 
 import os
 import signal
+import threading
 from collections.abc import Iterator
+from datetime import timedelta
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from ckptstore.errors import Unavailable
 from tests.exchange import replicas
-from tests.exchange.conftest import SOON, Start, assert_same, state_of
+from tests.exchange.conftest import SOON, Start, Wire, assert_same, state_of
 from tests.ranks.pool import Pool
 
 METADATA_CHUNKS = 2
@@ -48,9 +52,55 @@ def test_dtensors_of_every_layout_are_placed_on_the_receivers_own_mesh(pool: Poo
     pool.run(replicas.exchange_dtensors, 3)
 
 
-def test_a_dtensor_whose_mesh_nobody_knows_is_refused_by_its_path(pool: Pool) -> None:
-    for refusal in pool.run(replicas.refuse_dtensors_without_a_mesh):
-        assert "state/w lies on" in refusal and "meshes=" in refusal
+def test_dtensors_whose_mesh_the_receiver_does_not_know_come_on_an_equal_mesh_without_groups(pool: Pool) -> None:
+    pool.run(replicas.exchange_dtensors_without_meshes, 3)
+
+
+def test_a_dtensor_on_a_mesh_without_dimensions_arrives_whole(pool: Pool) -> None:
+    pool.run(replicas.exchange_dtensor_without_dimensions)
+
+
+def test_a_dtensor_on_a_mesh_that_the_receiver_is_no_rank_of_is_refused_by_its_path(pool: Pool) -> None:
+    assert pool.run(replicas.receive_on_mesh_of_first_two_ranks)[2].startswith("state/w lies on")
+
+
+@pytest.mark.parametrize(
+    ("stopped_s", "options"),
+    [(3, {"patience": timedelta(seconds=0.3)}), pytest.param(14, {}, marks=pytest.mark.soak)],
+)
+@pytest.mark.parametrize("after_bytes", [0, 3 << 20])
+def test_a_peer_that_is_stopped_for_a_while_gives_the_state_within_the_timeout(
+    start: Start, wire: Wire, stopped_s: int, options: dict[str, Any], after_bytes: int
+) -> None:
+    """Over TCP, before the first answer or between chunks: slow is not gone."""
+    pool = Pool(1)
+    try:
+        (metadata,) = pool.run(replicas.begin)
+        pool.run(replicas.send, 1, 1, 24)
+        (pid,) = pool.run(replicas.pid)
+        metadata, proxy = wire(SimpleNamespace(metadata=lambda: metadata))  # type: ignore[arg-type]
+        going_on = threading.Timer(stopped_s, os.kill, (pid, signal.SIGCONT))
+        passed, one_at_a_time = 0, threading.Lock()
+
+        def stop(data: bytes) -> bytes:
+            nonlocal passed
+            with one_at_a_time:
+                passed += len(data)
+                if passed >= after_bytes and not going_on.ident:
+                    os.kill(pid, signal.SIGSTOP)
+                    going_on.start()
+            return data
+
+        if after_bytes:
+            proxy.faults.spoil = stop
+        else:
+            stop(b"")
+        receiver = start(**options)
+        assert_same(receiver.recv_checkpoint(0, metadata, 1, timedelta(seconds=60)), state_of(24))
+        assert going_on.ident
+        going_on.join()
+    finally:
+        pool.close()
 
 
 def test_a_peer_that_is_killed_is_unavailable_and_another_gives_the_state(start: Start) -> None:

@@ -6,6 +6,7 @@ file, which is there however it ends.
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -74,22 +75,29 @@ def _state(stat: Path) -> str:
 
 class Nursery:
     def __init__(self) -> None:
-        self._folder = tempfile.TemporaryDirectory(prefix="ckptstore-nursery-")
+        self.folder = Path(tempfile.mkdtemp(prefix="ckptstore-nursery-"))
         self._count = 0
         self._server = subprocess.Popen(
-            [sys.executable, "-m", "tests.faults.nursery"], cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+            [sys.executable, "-m", "tests.faults.nursery", str(self.folder)],
+            cwd=ROOT,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
         )
         self.ask({})
 
+    @property
+    def pid(self) -> int:
+        return self._server.pid
+
     def close(self) -> None:
-        """Let the server end; children that are still there do not."""
+        """Let the server end, which removes the folder; children that are still there do not."""
         self._server.communicate()
-        self._folder.cleanup()
 
     def start(self, deed: str, **given: Any) -> Child:
         """A child that will do `deed` once it is let go."""
         self._count += 1
-        gate, lines = (Path(self._folder.name, f"{kind}-{self._count}") for kind in ("gate", "lines"))
+        gate, lines = (Path(self.folder, f"{kind}-{self._count}") for kind in ("gate", "lines"))
         os.mkfifo(gate)
         lines.touch()
         pid = int(self.ask({"deed": deed, "given": given, "gate": str(gate), "lines": str(lines)}))
@@ -110,9 +118,11 @@ class Nursery:
         return answer.strip()
 
 
-def _serve() -> None:
+def _serve(folder: Path) -> None:
+    """Until the tests end, in whatever way: then nobody else is there to remove the folder."""
     from tests.faults import deeds
 
+    ends = {number: signal.signal(number, signal.SIG_IGN) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
     requests, answers = os.fdopen(os.dup(0)), os.fdopen(os.dup(1), "w")
     null = os.open(os.devnull, os.O_RDWR)
     os.dup2(null, 0)
@@ -124,11 +134,14 @@ def _serve() -> None:
         elif "deed" in request:
             answer = os.fork()
             if not answer:
+                for number, handler in ends.items():
+                    signal.signal(number, handler)
                 deeds.live(request)
         else:
             answer = os.getpid()
         print(answer, file=answers, flush=True)
+    shutil.rmtree(folder)
 
 
 if __name__ == "__main__":
-    _serve()
+    _serve(Path(sys.argv[1]))

@@ -89,11 +89,11 @@ def test_a_beat_that_fails_is_repeated_by_the_next(backend: Backend) -> None:
 def test_one_thread_beats_for_all_sessions_of_the_process(backend: Backend) -> None:
     opened = [open_session(backend, "commit") for _ in range(5)]
     assert len({s.id for s in opened}) == 5
+    beating = sessions._heart._thread
     for one in opened:
         one.end()
     open_session(backend, "commit").end()
-    assert sum(t.name == "ckptstore-heartbeat" for t in threading.enumerate()) >= 1
-    assert sessions._heart._started
+    assert beating and beating.is_alive() and sessions._heart._thread is beating
 
 
 def test_an_ended_session_leaves_no_file_and_a_failed_one_leaves_it_to_gc(backend: Backend) -> None:

@@ -5,6 +5,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import distribute_tensor
 
 import ckptstore
 from ckptstore.cli.main import main
@@ -42,6 +44,22 @@ def restore_layouts(rank: int, path: Path, n: int) -> list[tuple[int, int]]:
                     assert torch.equal(got.to_local(), wanted), (committed, each, n, name)
                 costs.append((report.read_bytes, report.needed_bytes))
     return costs
+
+
+def commit_and_restore_without_dimensions(rank: int, path: Path) -> bool:
+    """A mesh without dimensions names one rank; every rank that made a tensor on it has all of the tensor."""
+    mesh = DeviceMesh("cpu", 1)
+    with ckptstore.open(path) as store:
+        store.commit({"x": {"w": distribute_tensor(full(), mesh, [])}}, step=1, process_group=group_of(4))
+        state = {"x": {"w": distribute_tensor(torch.zeros_like(full()), mesh, [])}}
+        store.checkout(1).restore(state, process_group=group_of(4))
+        return torch.equal(state["x"]["w"]._local_tensor, full())
+
+
+def test_a_dtensor_on_a_mesh_without_dimensions_is_committed_and_restored_whole(pool: Pool, tmp_path: Path) -> None:
+    assert pool.run(commit_and_restore_without_dimensions, tmp_path / "store") == [True] * 4
+    with ckptstore.open(tmp_path / "store") as store:
+        assert torch.equal(store.checkout(1).read("x/w"), full())
 
 
 @pytest.fixture(scope="module")

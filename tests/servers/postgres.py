@@ -7,6 +7,7 @@ root runs it as nobody.
 import importlib.util
 import os
 import secrets
+import select
 import shutil
 import signal
 import socket
@@ -14,7 +15,7 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -119,9 +120,26 @@ class PostgresServer:
         return self.url(name)
 
     def _end(self, how: signal.Signals) -> None:
+        """End the server, and return when its backends have ended as well: one that has not yet noticed would still answer."""
         assert self._process is not None
-        self._process.send_signal(how)
-        self._process.wait(30)
+        pid = self._process.pid
+        self._process.send_signal(signal.SIGSTOP)  # it forks no backend meanwhile
+        os.waitid(os.P_PID, pid, os.WSTOPPED | os.WEXITED | os.WNOWAIT)
+        with ExitStack() as stack:
+            backends = []
+            for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split():
+                with suppress(ProcessLookupError):
+                    backends.append(os.pidfd_open(int(child)))
+                    stack.callback(os.close, backends[-1])
+            self._process.send_signal(how)
+            self._process.send_signal(signal.SIGCONT)
+            self._process.wait(30)
+            for backend in backends:
+                if how == signal.SIGKILL:
+                    with suppress(ProcessLookupError):
+                        signal.pidfd_send_signal(backend, how)
+                ended, _, _ = select.select([backend], [], [], 30)
+                assert ended, "a backend of a server that was ended is still there after 30 s"
 
 
 @contextmanager

@@ -1,8 +1,11 @@
 """A store whose log is in PostgreSQL: one transaction per entry, copies beside it, and no way to fork it."""
 
+import os
 import secrets
+import select
 import threading
 import time
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -376,16 +379,27 @@ def test_a_database_that_is_away_is_waited_for_and_then_named(tmp_path: Path, mo
     monkeypatch.setattr("ckptstore.index.postgres.DEADLINE_S", 1.0)
     with postgres_server() as server:
         site = Site(str(tmp_path / "store"), None, {"index": server.new_url()})
-        store = patiently(lambda: site.open(tmp_path / "host"))
-        server.kill()
-        with pytest.raises(Unavailable, match=r"postgresql://127\.0\.0\.1"):
-            store.log()
-        server.start()
-        patiently(lambda: store.commit(state_of(1), step=1))
-        assert {info.step for info in patiently(store.log)} == {1}
-        store.close()
+        with patiently(lambda: site.open(tmp_path / "host")) as store:
+            server.kill()
+            with pytest.raises(Unavailable, match=r"postgresql://127\.0\.0\.1"):
+                store.log()
+            server.start()
+            patiently(lambda: store.commit(state_of(1), step=1))
+            assert {info.step for info in patiently(store.log)} == {1}
     with pytest.raises((NotFound, Unavailable)):
         Opening(site.place, **site.more)
+
+
+def test_a_killed_server_has_no_backend_left_that_answers() -> None:
+    """One that is busy would not notice by itself."""
+    with postgres_server() as server, closing(server.admin()) as connection:
+        pid = connection.execute("SELECT pg_backend_pid()").fetchall()[0][0]
+        connection.pgconn.send_query(b"SELECT count(*) FROM generate_series(1, 1000000000)")
+        backend = os.pidfd_open(pid)
+        server.kill()
+        assert select.select([backend], [], [], 0)[0]
+        os.close(backend)
+        server.start()
 
 
 def test_a_server_that_refuses_for_good_is_not_asked_until_the_deadline(postgres: PostgresServer, tmp_path: Path) -> None:

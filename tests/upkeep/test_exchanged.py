@@ -1,7 +1,9 @@
 """A store that is moved, put back or exchanged while a process has it open: nothing is acknowledged that cannot be read afterwards."""
 
 import shutil
+import subprocess
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from uuid import uuid4
 
@@ -9,10 +11,11 @@ import pytest
 import torch
 
 import ckptstore
-from ckptstore.core.ids import log_key
-from ckptstore.errors import Corrupt, NotFound
+from ckptstore.core.ids import CONFIG_KEY, log_key
+from ckptstore.errors import CkptStoreError, Corrupt, NotFound
+from ckptstore.history.log import Log
 from ckptstore.objects.backend import open_backend
-from tests.history.builders import commit, open_log
+from tests.history.builders import STORE, Wrapped, commit, open_log
 
 
 def _state(i: int) -> dict[str, object]:
@@ -67,6 +70,54 @@ def test_a_process_that_has_it_open_commits_and_collects_no_more(store: Path, ha
                 assert torch.equal(again.checkout(i).read("w"), torch.full((4000,), float(i)))
             again.commit(_state(13), step=13)
             assert not again.fsck(read_data="100%").damaged
+
+
+def test_a_store_without_its_config_acknowledges_nothing(store: Path) -> None:
+    """`rm -rf` takes one file after the other, and may take the head of the log last."""
+    with ckptstore.open(store) as trainer:
+        trainer.commit(_state(10), step=10)
+        config = (store / CONFIG_KEY).read_bytes()
+        (store / CONFIG_KEY).unlink()
+        for attempt in (lambda: trainer.commit(_state(12), step=12), trainer.gc, lambda: trainer.tag("best", 1)):
+            with pytest.raises(Corrupt, match=r"has lost its ckptstore\.json"):
+                attempt()
+        (store / CONFIG_KEY).write_bytes(config)
+        trainer.commit(_state(13), step=13)
+        assert [info.step for info in trainer.log()] == [13, 10, 1]
+
+
+def test_an_entry_that_was_created_while_the_config_went_is_not_acknowledged(tmp_path: Path) -> None:
+    backend = open_backend(tmp_path / "store", fsync=False)
+
+    def create(create_new: Callable[[str, bytes], bool], key: str, data: bytes) -> bool:
+        created = create_new(key, data)
+        backend.delete(CONFIG_KEY)
+        return created
+
+    backend.put(CONFIG_KEY, b"{}")
+    log = Log(Wrapped(backend, create), STORE, 1, with_config=True)
+    with pytest.raises(Corrupt, match=r"has lost its ckptstore\.json"):
+        log.append(commit(1))
+
+
+@pytest.mark.parametrize("races", [3, pytest.param(60, marks=pytest.mark.soak)])
+def test_beside_rm_no_commit_is_acknowledged_that_began_without_the_config(tmp_path: Path, races: int) -> None:
+    acknowledged = 0
+    for race in range(races):
+        place = tmp_path / str(race)
+        with ckptstore.open(place) as trainer:
+            for step in range(20):
+                trainer.commit(_state(step), step=step)
+            removing = subprocess.Popen(["rm", "-rf", str(place)], stderr=subprocess.DEVNULL)
+            with suppress(CkptStoreError):
+                for step in range(20, 2000):
+                    begun = (place / CONFIG_KEY).exists()
+                    trainer.commit(_state(step), step=step)
+                    assert begun, f"step {step} of race {race} was acknowledged"
+                    acknowledged += 1
+            removing.wait()
+        shutil.rmtree(place, ignore_errors=True)
+    print(f"{races} races with rm -rf, {acknowledged} commits acknowledged before the config had gone")
 
 
 def test_a_store_that_is_moved_before_its_first_commit_is_missed(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ Written on a bare socket, so that every read has a limit of time for all of its 
 one that sends none.
 """
 
+import errno
 import socket
 import struct
 import sys
@@ -42,7 +43,9 @@ from ckptstore.interop.exchange.protocol import (
 from ckptstore.state.ranks.addresses import Address, reach
 
 HELLO_S = 2.0
-"""Whoever listens at a peer's address and is not the peer is not waited for longer."""
+"""The first wait for an answer at an address, where somebody else may listen. It doubles with each attempt that nobody answers."""
+BUSY_S = 0.25
+"""The pause before a peer without room for another connection is asked again."""
 
 _REFUSED = {401: InvalidInput, 409: Conflict}
 _WHY_BYTES_MAX = 4096
@@ -69,18 +72,26 @@ class Deadline:
 
 
 class PeerFailed(Exception):
-    """A peer did not do what it should have; `error` says what, and `final` whether it is useless to ask again."""
+    """A peer did not do what it should have; `error` says what, and `final` whether it is useless to ask again.
 
-    def __init__(self, error: CkptStoreError, *, final: bool = False) -> None:
+    A `slow` peer gave no answer in time, and may give it later. `since` is when the connection that failed was begun, on the monotonic
+    clock: those that break together are one failure. A connection that lay idle may have been closed meanwhile: it is from no time.
+    """
+
+    def __init__(self, error: CkptStoreError, *, final: bool = False, slow: bool = False, since: float = float("inf")) -> None:
         super().__init__(str(error))
-        self.error, self.final = error, final
+        self.error, self.final, self.slow, self.since = error, final, slow, since
 
 
 class Route:
-    """How to connect to one peer: any of its addresses, and then the one that answered."""
+    """How to connect to one peer: any of its addresses, and then the one that answered.
+
+    `patience_s` doubles when a connection was given up after it: a slow peer gives its answer to a later one.
+    """
 
     def __init__(self, invitation: Invitation, transfer: str, patience_s: float) -> None:
         self.invitation, self.transfer, self.patience_s = invitation, transfer, patience_s
+        self._hello_s = HELLO_S
         self._address: Address | None = None
         self.near = invitation.near if is_near(invitation.near, invitation.instance) else None
 
@@ -91,23 +102,49 @@ class Route:
 
     def connect(self, deadline: Deadline) -> "Connection":
         """Raises `PeerFailed` if the peer answers at none of its addresses."""
-        wait_s = min(deadline.left(), self.patience_s)
+        since, wait_s, hello_s = time.monotonic(), min(deadline.left(), self.patience_s), self._hello_s
         candidates = (self._address,) if self._address else self.invitation.addresses
-        found = reach(candidates, wait_s, lambda connection: _is_instance(connection, self.invitation.instance, wait_s))
+        answers, errors = set[int](), set[int]()
+
+        def is_peer(connection: socket.socket) -> bool:
+            answer = _hello(connection, self.invitation.instance, min(hello_s, since + wait_s - time.monotonic()))
+            answers.add(answer)
+            return answer == 200
+
+        found = reach(candidates, wait_s, is_peer, errors.add)
         if found is None:
             deadline.left()
-            tried, self._address = ", ".join(host for host, _ in candidates), None
-            raise PeerFailed(Unavailable(f"no transport of this id answers at {tried or 'any address'}"))
+            late = _SILENT in answers or (time.monotonic() >= since + wait_s and errno.ECONNREFUSED not in errors)
+            slow = late or _BUSY in answers
+            if _SILENT in answers:
+                self.be_patient(wait_s)
+                self._hello_s = max(self._hello_s, 2 * hello_s)
+            if _BUSY in answers:
+                time.sleep(min(BUSY_S, deadline.left()))
+            if not slow:
+                self._address = None
+            tried = ", ".join(host for host, _ in candidates)
+            raise PeerFailed(Unavailable(f"no transport of this id answers at {tried or 'any address'}"), slow=slow, since=since)
         connection, self._address = found
+        self._hello_s = HELLO_S
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        return Connection(connection, self, deadline)
+        return Connection(connection, self, deadline, since)
+
+    def be_patient(self, waited_s: float) -> None:
+        """Wait longer than `waited_s` for the next answer."""
+        self.patience_s = max(self.patience_s, 2 * waited_s)
 
 
 class Connection:
     """A connection to a peer. Whatever it raises but TimeoutError is a `PeerFailed`, after which it is of no use."""
 
-    def __init__(self, connection: socket.socket, route: Route, deadline: Deadline) -> None:
-        self._socket, self._route, self._deadline = connection, route, deadline
+    def __init__(self, connection: socket.socket, route: Route, deadline: Deadline, since: float = float("inf")) -> None:
+        self._socket, self._route, self._deadline, self._since = connection, route, deadline, since
+        self._patience_s = route.patience_s
+
+    def lay_idle(self) -> None:
+        """It was kept for another exchange: the peer may have closed it meanwhile, which is no failure of the peer."""
+        self._since, self._patience_s = float("-inf"), self._route.patience_s
 
     def describe(self, step: int, names: str, *, early: bool = False) -> Description:
         """What is served as `step`, its chunks called by `names` or by ids; waits until it is. With `early`, an outline of what still is
@@ -166,12 +203,12 @@ class Connection:
 
     def read_into(self, out: memoryview) -> None:
         """Fill `out`, within the peer's patience."""
-        end = time.monotonic() + self._route.patience_s
+        end = time.monotonic() + self._patience_s
         done = 0
         while done < len(out):
             left_s = end - time.monotonic()
             if left_s <= 0:
-                raise self._failed(f"sent {done} of {len(out)} bytes in {self._route.patience_s:g} s")
+                raise self._late(f"sent {done} of {len(out)} bytes")
             done += self._receive(out[done:], left_s, _ALL)
 
     def cut(self) -> None:
@@ -185,20 +222,20 @@ class Connection:
 
     def _waiting(self) -> dict[str, str]:
         """How long the peer may wait before it answers, so that the answer comes within our patience."""
-        return {WAIT_HEADER: str(int(min(self._deadline.left(), self._route.patience_s / 2) * 1000))}
+        return {WAIT_HEADER: str(int(min(self._deadline.left(), self._patience_s / 2) * 1000))}
 
     def _ask(self, method: str, path: str, headers: dict[str, str], body: bytes = b"") -> Head:
         invitation = self._route.invitation
         common = {"Authorization": f"Bearer {invitation.token}", TRANSFER_HEADER: self._route.transfer}
         try:
-            self._socket.settimeout(min(self._deadline.left(), self._route.patience_s))
+            self._socket.settimeout(min(self._deadline.left(), self._patience_s))
             self._socket.sendall(encode_request(method, path, invitation.instance, common | headers, body))
         except OSError as error:
             raise self._broken(error) from error
         return self._head()
 
     def _head(self) -> Head:
-        end = time.monotonic() + self._route.patience_s
+        end = time.monotonic() + self._patience_s
         try:
             return _read_head(lambda out, flags: self._receive(out, end - time.monotonic(), flags))
         except Corrupt as error:
@@ -248,16 +285,24 @@ class Connection:
         """What a failed call means. A deadline that has passed is the caller's."""
         self._deadline.left()
         if isinstance(error, TimeoutError):
-            return self._failed(f"sent nothing for {self._route.patience_s:g} s")
+            return self._late("sent nothing")
         return self._failed(f"broke the connection: {error}")
 
+    def _late(self, what: str) -> PeerFailed:
+        self._route.be_patient(self._patience_s)
+        return PeerFailed(Unavailable(f"{self._route.name} {what} in {self._patience_s:g} s"), slow=True, since=self._since)
+
     def _failed(self, what: str) -> PeerFailed:
-        return PeerFailed(Unavailable(f"{self._route.name} {what}"))
+        return PeerFailed(Unavailable(f"{self._route.name} {what}"), since=self._since)
 
 
-def _is_instance(connection: socket.socket, instance: str, wait_s: float) -> bool:
-    """Whether who answers is the instance that is meant; only then it is told the token."""
-    end = time.monotonic() + min(wait_s, HELLO_S)
+_SILENT, _BUSY, _OTHER = 0, 503, 404
+
+
+def _hello(connection: socket.socket, instance: str, wait_s: float) -> int:
+    """200 if the instance that is meant answers: only then it is told the token. 503 if it may be that one, and has no room; 0 if nothing
+    comes within `wait_s`; 404 for somebody else."""
+    end = time.monotonic() + wait_s
 
     def receive(out: memoryview, flags: int = 0) -> int:
         connection.settimeout(max(end - time.monotonic(), 0.001))
@@ -267,18 +312,20 @@ def _is_instance(connection: socket.socket, instance: str, wait_s: float) -> boo
         return n
 
     try:
-        connection.settimeout(min(wait_s, HELLO_S))
+        connection.settimeout(max(wait_s, 0.001))
         connection.sendall(encode_request("GET", HELLO_PATH, instance, {}, b""))
         head = _read_head(receive)
         if head.status != 200 or head.length != len(instance):
-            return False
+            return _BUSY if head.status == _BUSY else _OTHER
         body = bytearray(head.length)
         got = 0
         while got < head.length:
             got += receive(memoryview(body)[got:])
-        return body == instance.encode()
+        return 200 if body == instance.encode() else _OTHER
+    except TimeoutError:
+        return _SILENT
     except (OSError, Corrupt):
-        return False
+        return _OTHER
 
 
 def _timeval(seconds: float) -> bytes:

@@ -3,10 +3,11 @@
 import logging
 import threading
 from collections.abc import Iterator, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from concurrent.futures import FIRST_COMPLETED, Future, wait
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
+from ckptstore.core.threads import Pool
 from ckptstore.errors import CkptStoreError, Corrupt
 from ckptstore.interop.exchange.connection import Connection, Deadline, PeerFailed, Route
 from ckptstore.interop.exchange.naming import is_named
@@ -103,24 +104,25 @@ class Peers:
                 connections.clear()
 
     @contextmanager
-    def _threads(self, count: int) -> Iterator[ThreadPoolExecutor]:
+    def _threads(self, count: int) -> Iterator[Pool]:
         """Threads that nobody waits for: when all has been received, some may still try to reach a peer that does not answer."""
-        pool = ThreadPoolExecutor(count, thread_name_prefix="ckptstore-peer")
+        pool = Pool(count, name="ckptstore-peer")
         try:
             yield pool
         finally:
             pool.shutdown(wait=False, cancel_futures=True)
 
     def _describe(self, route: Route, names: str, early: bool) -> Description:
-        for attempt in range(1, STRIKES + 1):
+        strikes = 0
+        while True:
             try:
                 with self._connection(route) as connection:
                     self.traffic.add(requests=1)
                     return connection.describe(self._step, names, early=early)
             except PeerFailed as failed:
-                if failed.final or attempt == STRIKES or self._closed:
+                strikes += not (failed.slow or failed.since < 0)
+                if failed.final or strikes == STRIKES or self._closed:
                     raise failed.error from failed
-        raise AssertionError("the last attempt returns or raises")
 
     def _first(self, waiting: "set[Future[Description]]") -> Description:
         errors: list[CkptStoreError] = []
@@ -144,7 +146,7 @@ class Peers:
                 except PeerFailed as failed:
                     self._doubted.update(each.chunk for each in left[:1])
                     self.traffic.add(retried=len(left))
-                    work.struck(peer, failed.error, final=failed.final)
+                    work.struck(peer, failed.error, final=failed.final, slow=failed.slow, since=failed.since)
                     work.back(peer, left)
         except BaseException as error:
             work.fail(error)
@@ -205,6 +207,7 @@ class Peers:
         with self._lock:
             connection = self._idle[route].pop() if self._idle[route] else None
             if connection:
+                connection.lay_idle()
                 self._open.add(connection)
             return connection
 

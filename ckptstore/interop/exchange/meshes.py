@@ -1,6 +1,7 @@
-"""DTensors on their way between replicas: a sender names mesh and placements, a receiver finds its own mesh of the same ranks and names.
+"""DTensors on their way between replicas: a sender names mesh and placements, a receiver places them on a mesh of the same ranks and names.
 
-No mesh is made: that takes all its ranks. On a mesh of the same ranks and names, this process holds what the peer held on its own.
+That is a mesh of its own if it has one. Otherwise the receiver makes a mesh without process groups, which takes no other rank and is equal
+to the one that the training makes. On a mesh of the same ranks and names, this process holds what the peer held on its own.
 """
 
 import re
@@ -37,7 +38,8 @@ def placed_leaves(flat: Flat) -> dict[int, Placed]:
 
 
 def placed(tensor: "DTensor") -> Placed:
-    return Placed(mesh_name(tensor.device_mesh), tuple(map(str, tensor.placements)), tuple(tensor.stride()))
+    mesh = tensor.device_mesh
+    return Placed(mesh_name(mesh), tuple(map(str, tensor.placements)), tuple(tensor.stride()), mesh.device_type)
 
 
 def mesh_name(mesh: "DeviceMesh") -> MeshName:
@@ -45,21 +47,40 @@ def mesh_name(mesh: "DeviceMesh") -> MeshName:
 
 
 def attach(path: str, shape: Shape, dtype: torch.dtype, wanted: Placed, meshes: "Iterable[DeviceMesh]") -> "DTensor":
-    """A DTensor of any bytes, placed as `wanted` says on one of this process's `meshes`.
+    """A DTensor of any bytes, placed as `wanted` says on one of this process's `meshes`, or on a mesh without process groups.
 
-    Raises `InvalidInput` if none of them has these ranks and names, and for placements that do not fit.
+    Raises `InvalidInput` for a mesh of which this process is no rank, and for placements that do not fit.
     """
-    meshes = list(meshes)
-    mesh = next((mesh for mesh in meshes if mesh_name(mesh) == wanted.mesh), None)
-    if mesh is None:
-        known = ", ".join(sorted({str(mesh_name(mesh)) for mesh in meshes})) or "none"
-        raise InvalidInput(f"{path} lies on {wanted.mesh}, and this process's meshes are: {known}; pass meshes= to the transport")
+    mesh = next((mesh for mesh in meshes if mesh_name(mesh) == wanted.mesh), None) or _without_groups(path, wanted)
+    if wanted.mesh.shape and mesh.get_coordinate() is None:
+        raise InvalidInput(
+            f"{path} lies on {wanted.mesh}, and rank {mesh.get_rank()} is none of its ranks: "
+            "receive from a peer with the same place in its mesh"
+        )
     try:
         placements = [_placement(text) for text in wanted.placements]
         tensor: DTensor = empty_local(mesh, placements, shape, wanted.stride, dtype)
         return tensor
     except (ValueError, IndexError, RuntimeError) as error:
         raise InvalidInput(f"{path} cannot be placed as {', '.join(wanted.placements)} on {wanted.mesh}: {error}") from error
+
+
+def _without_groups(path: str, wanted: Placed) -> "DeviceMesh":
+    """A mesh of these ranks and names. Collectives over it fail, since groups take all its ranks."""
+    from torch import distributed
+    from torch.distributed.device_mesh import DeviceMesh
+
+    name = wanted.mesh
+    if not (distributed.is_available() and distributed.is_initialized()):
+        raise InvalidInput(
+            f"{path} is a DTensor on {name}, and this process has no rank: call torch.distributed.init_process_group before it receives, "
+            "or pass meshes= to the transport"
+        )
+    try:
+        ranks = torch.tensor(name.ranks, dtype=torch.int).reshape(name.shape)
+        return DeviceMesh(wanted.device, ranks, mesh_dim_names=name.names or None, _init_backend=False)
+    except (ValueError, RuntimeError, AssertionError, OverflowError) as error:
+        raise InvalidInput(f"{path} lies on {name}, which is no mesh that can be made here: {error}") from error
 
 
 def _placement(text: str) -> Any:

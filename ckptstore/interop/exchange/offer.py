@@ -17,6 +17,7 @@ from typing import Any
 from ckptstore.core.config import RUN_BYTES
 from ckptstore.core.ids import digest
 from ckptstore.core.model import LeafContent
+from ckptstore.core.threads import behind
 from ckptstore.engine.look_up import Guard
 from ckptstore.engine.plan import plan_chunks
 from ckptstore.engine.transfer import Threads
@@ -106,8 +107,7 @@ class Offer:
                 return None
             names = names if names in self._descriptions else BLAKE3
             if names not in self._descriptions and not self._renaming:
-                self._renaming = threading.Thread(target=self._rename, name="ckptstore-transport-ids", daemon=True)
-                self._renaming.start()
+                self._renaming = behind(self._rename, "ckptstore-transport-ids")
             self._ended.wait_for(lambda: names in self._descriptions, until - time.monotonic())
             return self._descriptions.get(names)
 

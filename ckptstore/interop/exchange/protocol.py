@@ -95,11 +95,15 @@ class MeshName:
 
 @dataclass(frozen=True, slots=True)
 class Placed:
-    """How a leaf that is a DTensor lies on a mesh; the leaf's shape is the whole tensor's."""
+    """How a leaf that is a DTensor lies on a mesh; the leaf's shape is the whole tensor's.
+
+    `device` is the type of the mesh's devices at the sender; a receiver's own mesh may have devices of another type.
+    """
 
     mesh: MeshName
     placements: tuple[str, ...]
     stride: tuple[int, ...]
+    device: str = field(default="cpu", compare=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,6 +182,7 @@ def encode_description(description: Description) -> bytes:
             "metadata": [[chunk.hex(), nbytes] for chunk, nbytes in description.metadata],
             "meshes": [[mesh.shape, mesh.ranks, mesh.names] for mesh in meshes],
             "placed": [[leaf, meshes.index(p.mesh), p.placements, p.stride] for leaf, p in description.placed.items()],
+            "devices": [p.device for p in description.placed.values()],
             "names": description.names,
             **({"early": True} if description.early else {}),
         }
@@ -193,9 +198,10 @@ def decode_description(data: bytes) -> Description:
     try:
         said = canonical.decode(body)
         meshes = [MeshName(_numbers(shape), _numbers(ranks), tuple(map(_word, names))) for shape, ranks, names in said["meshes"]]
+        devices = map(_word, said.get("devices") or ["cpu"] * len(said["placed"]))
         placed = {
-            _number(leaf): Placed(meshes[_number(mesh)], tuple(map(_word, placements)), _numbers(stride))
-            for leaf, mesh, placements, stride in said["placed"]
+            _number(leaf): Placed(meshes[_number(mesh)], tuple(map(_word, placements)), _numbers(stride), device)
+            for (leaf, mesh, placements, stride), device in zip(said["placed"], devices, strict=True)
         }
         schema, *pages = [(_id(chunk), _number(nbytes)) for chunk, nbytes in said["metadata"]]
         chunk_bytes, early = check_chunk_bytes(said["chunk_bytes"]), said.get("early") is True

@@ -1,7 +1,8 @@
 """The HTTP side of a transport: who may ask, how many at a time, and what they get (docs/torchft.md).
 
 A request without the token learns the instance, and nothing else. Every wait has a limit, so has every length, and so has the number of
-connections: who opens more is told to come again.
+connections. A connection that has not shown the token is ended after a while, however its bytes trickle, and before that if another one
+needs its place; when all places belong to peers, one more connection is told to come again.
 """
 
 import hmac
@@ -16,6 +17,7 @@ from http.server import BaseHTTPRequestHandler
 from typing import Any
 
 from ckptstore.core.ids import CHUNK_ID_BYTES
+from ckptstore.core.threads import behind, start
 from ckptstore.errors import Unavailable
 from ckptstore.interop.exchange.board import Board, OtherStep, Reader
 from ckptstore.interop.exchange.naming import BLAKE3
@@ -42,7 +44,9 @@ logger = logging.getLogger("ckptstore.transport")
 
 CONNECTIONS_MAX = 64
 HEAD_TIMEOUT_S = 10.0
-"""Who has not shown the token is not waited for longer."""
+"""A connection that has not shown the token by then is ended."""
+_PLACE_S = 1.0
+"""How long the thread of a connection that was ended may take to give its place back."""
 
 
 class TransportServer:
@@ -52,14 +56,18 @@ class TransportServer:
         self._server = _Server(_listen(host, port), _Service(board, instance, token, timeout_s))
         self.port: int = self._server.socket.getsockname()[1]
         self._thread = threading.Thread(target=self._server.serve_forever, name="ckptstore-transport", args=(0.05,), daemon=True)
-        self._thread.start()
+        try:
+            start(self._thread, "no thread can be started that serves this transport")
+        except Unavailable:
+            self._server.server_close()
+            raise
 
     def close(self, *, wait: bool = True) -> None:
         """Accept nobody any more and cut off who is there; with `wait`, return when that is done. Idempotent."""
         if wait:
             self._server.shutdown()
         else:
-            threading.Thread(target=self._server.shutdown, name="ckptstore-transport-end", daemon=True).start()
+            behind(self._server.shutdown, "ckptstore-transport-end")
         self._server.cut_all()
         if wait:
             self._thread.join()
@@ -99,14 +107,20 @@ class _Server(socketserver.ThreadingMixIn, socketserver.TCPServer):
         self.socket, self.service = listening, service
         self._places = threading.BoundedSemaphore(CONNECTIONS_MAX)
         self._open: set[socket.socket] = set()
+        self._strangers: dict[socket.socket, float] = {}  # since when, the oldest first
         self._lock = threading.Lock()
 
     def process_request(self, request: Any, client_address: Any) -> None:
-        if self._places.acquire(blocking=False):
+        if self._places.acquire(blocking=False) or (self._cut_stranger() and self._places.acquire(timeout=_PLACE_S)):
             with self._lock:
                 self._open.add(request)
-            super().process_request(request, client_address)
-            return
+                self._strangers[request] = time.monotonic()
+            try:
+                super().process_request(request, client_address)
+                return
+            except RuntimeError as error:  # no thread can be started: the limit of the user or the container
+                logger.warning("a peer's connection is refused: %s", error)
+                self._leave(request)
         with suppress(OSError):
             request.send(b"HTTP/1.1 503 Service Unavailable\r\nContent-Length: 0\r\nConnection: close\r\n\r\n", socket.MSG_DONTWAIT)
         self.shutdown_request(request)
@@ -115,9 +129,35 @@ class _Server(socketserver.ThreadingMixIn, socketserver.TCPServer):
         try:
             super().process_request_thread(request, client_address)
         finally:
-            with self._lock:
-                self._open.discard(request)
-            self._places.release()
+            self._leave(request)
+
+    def service_actions(self) -> None:
+        """Between two connections, some times a second: end those that have not shown the token in time."""
+        before = time.monotonic() - HEAD_TIMEOUT_S
+        with self._lock:
+            late = [request for request, since in self._strangers.items() if since < before]
+        for request in late:
+            cut(request)
+
+    def admitted(self, request: socket.socket) -> None:
+        """This connection has shown the token: its place is its own."""
+        with self._lock:
+            self._strangers.pop(request, None)
+
+    def _cut_stranger(self) -> bool:
+        """End the oldest connection that has not shown the token."""
+        with self._lock:
+            oldest = next(iter(self._strangers), None)
+            if oldest is not None:
+                del self._strangers[oldest]
+                cut(oldest)
+            return oldest is not None
+
+    def _leave(self, request: socket.socket) -> None:
+        with self._lock:
+            self._open.discard(request)
+            self._strangers.pop(request, None)
+        self._places.release()
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         logger.debug("a peer's connection broke", exc_info=True)
@@ -190,6 +230,7 @@ class _Handler(BaseHTTPRequestHandler):
             self.close_connection = True
             self._refuse(HTTPStatus.UNAUTHORIZED, "this is not the token of this transport: take its metadata again")
             return None
+        self.server.admitted(self.connection)
         self.connection.settimeout(self.server.service.timeout_s)
         named = parse_path(self.path)
         if named is None:

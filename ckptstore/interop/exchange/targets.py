@@ -78,6 +78,9 @@ def _target(tree: Tree, i: int, wanted: Placed | None, there: Mapping[str, Any],
     if wanted:
         fits = found is not None and hasattr(found, "device_mesh") and placed(found) == wanted and _is_like(found, dtype, shape)
         tensor = found if fits else attach(schema.paths[i], shape, dtype, wanted, meshes)
+        assert tensor is not None
+        if all(tensor.device_mesh is not mesh for mesh in meshes):
+            meshes.append(tensor.device_mesh)  # the next leaf on it shares it
         held = held_of(tensor)
         _check_covered(schema.paths[i], content, [box for box, _ in held.parts])
         return Target(tensor, tuple((box, TensorDestination(part)) for box, part in held.parts), fits)

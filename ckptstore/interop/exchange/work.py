@@ -1,10 +1,12 @@
 """Which chunk is asked of which peer: taken, landed, given back, until all have landed or nobody is left to ask. Does no I/O.
 
-A peer that fails is asked again a few times; each chunk that comes from it is a new start. What a peer does not have it is not asked for
-twice.
+A peer that fails is asked again a few times; each chunk that comes from it is a new start. Connections that break together are one
+failure. A slow peer is asked until the deadline, as long as no other peer has what is missing. What a peer does not have it is not asked
+for twice.
 """
 
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -43,6 +45,8 @@ class Work:
         self._missing = len(wanted)
         self._deadline = deadline
         self._strikes = [0] * peers
+        self._struck_at = [float("-inf")] * peers
+        self._slow: set[int] = set()
         self._lacks: list[set[bytes]] = [set() for _ in range(peers)]
         self._lost: dict[int, CkptStoreError] = {}
         self._error: BaseException | None = None
@@ -61,6 +65,7 @@ class Work:
         """A chunk from `peer` is where it belongs, or need not come."""
         with self._changed:
             self._strikes[peer] = 0
+            self._slow.discard(peer)
             self._missing -= 1
             if not self._missing:
                 self._changed.notify_all()
@@ -74,14 +79,18 @@ class Work:
                 self._check()
             self._changed.notify_all()
 
-    def struck(self, peer: int, error: CkptStoreError, *, final: bool = False) -> None:
-        """`peer` failed."""
+    def struck(self, peer: int, error: CkptStoreError, *, final: bool = False, slow: bool = False, since: float = float("inf")) -> None:
+        """`peer` failed, on a connection that was begun at `since`, or was `slow`, which is no failure: others are asked first."""
         with self._changed:
-            self._strikes[peer] += 1
+            if slow:
+                self._slow.add(peer)
+            elif since > self._struck_at[peer]:
+                self._strikes[peer] += 1
+                self._struck_at[peer] = time.monotonic()
             if final or self._strikes[peer] >= STRIKES:
                 self._lost[peer] = error
                 self._check()
-                self._changed.notify_all()
+            self._changed.notify_all()
 
     def fail(self, error: BaseException) -> None:
         """Nothing more is to be done: `finish` raises `error`."""
@@ -111,13 +120,18 @@ class Work:
         size = 0
         while self._todo and len(batch) < IDS_PER_REQUEST and (not batch or size < self._batch_bytes):
             each = self._todo.popleft()
-            if each.chunk in self._lacks[peer]:
+            if each.chunk in self._lacks[peer] or (peer in self._slow and self._faster(each)):
                 passed.append(each)
                 continue
             batch.append(each)
             size += each.nbytes
         self._todo.extendleft(reversed(passed))
         return batch
+
+    def _faster(self, each: Wanted) -> bool:
+        """Whether a peer that is not slow may have this chunk."""
+        peers = set(range(len(self._strikes))) - self._slow - self._lost.keys()
+        return any(each.chunk not in self._lacks[peer] for peer in peers)
 
     def _wait(self) -> None:
         try:

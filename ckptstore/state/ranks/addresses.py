@@ -37,8 +37,13 @@ def own_addresses(port: int, host: str = "") -> tuple[Address, ...]:
     return tuple((address, port) for address in usable)
 
 
-def reach(addresses: Sequence[Address], wait_s: float, is_peer: Callable[[socket.socket], bool]) -> tuple[socket.socket, Address] | None:
-    """A connection to the first of `addresses` that answers within `wait_s` and `is_peer`; all are tried at once."""
+def reach(
+    addresses: Sequence[Address], wait_s: float, is_peer: Callable[[socket.socket], bool], refused: Callable[[int], object] = int
+) -> tuple[socket.socket, Address] | None:
+    """A connection to the first of `addresses` that answers within `wait_s` and `is_peer`; all are tried at once.
+
+    `refused` is called with the error number of each address at which nobody can be reached.
+    """
     end = time.monotonic() + wait_s
     with contextlib.ExitStack() as stack, selectors.DefaultSelector() as selector:
         for address in addresses:
@@ -51,7 +56,9 @@ def reach(addresses: Sequence[Address], wait_s: float, is_peer: Callable[[socket
                 selector.unregister(key.fileobj)
                 connection = key.fileobj
                 assert isinstance(connection, socket.socket)
-                if not connection.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR) and is_peer(connection):
+                if error := connection.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
+                    refused(error)
+                elif is_peer(connection):
                     # `detach` takes it out of reach of the stack, which closes the others.
                     return socket.socket(fileno=connection.detach()), key.data
             if not ready:

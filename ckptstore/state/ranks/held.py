@@ -1,7 +1,8 @@
 """Which boxes of a distributed tensor this rank holds, and where they lie in memory.
 
 Read off the tensor's mesh and placements by own arithmetic (`core.placements`): what torch offers for it names one box where a strided
-shard has several, and takes milliseconds. A rank outside the mesh, or with nothing of the tensor, holds no box.
+shard has several, and takes milliseconds. A rank outside the mesh, or with nothing of the tensor, holds no box. A mesh without dimensions
+divides nothing: a rank whose part is the whole tensor holds it, in the mesh or not.
 """
 
 import sys
@@ -57,10 +58,8 @@ def empty_like_held(tensor: Any, dtype: torch.dtype) -> Any:
     """A DTensor or ShardedTensor of any bytes, placed as `tensor` is, with elements of `dtype`."""
     if not is_dtensor(tensor):
         return _empty_like_sharded(tensor, dtype)
-    from torch.distributed.tensor import DTensor
-
     local = torch.empty_like(_local_of(tensor), dtype=dtype)
-    return DTensor.from_local(local, tensor.device_mesh, tensor.placements, run_check=False, shape=tensor.shape, stride=tensor.stride())
+    return _dtensor(local, tensor.device_mesh, tensor.placements, tensor.shape, tensor.stride())
 
 
 def _empty_like_sharded(tensor: Any, dtype: torch.dtype) -> Any:
@@ -75,14 +74,24 @@ def _empty_like_sharded(tensor: Any, dtype: torch.dtype) -> Any:
 
 def empty_local(mesh: Any, placements: Sequence[Any], shape: Shape, stride: Shape, dtype: torch.dtype) -> Any:
     """A DTensor of any bytes, placed so on `mesh`, without a word to other ranks. Raises ValueError for what cannot be placed so."""
-    from torch.distributed.tensor import DTensor
-
-    where = mesh.get_coordinate()
+    where = mesh.get_coordinate() if mesh.ndim else ()
     if len(placements) != mesh.ndim or len(stride) != len(shape) or any(p.is_shard() and not 0 <= p.dim < len(shape) for p in placements):
         raise ValueError(f"a tensor of shape {list(shape)} and stride {list(stride)} on {mesh.ndim} mesh dimensions")
     local_shape = (0,) if where is None else _placed(mesh, tuple(placements), shape, tuple(where)).local_shape
     local = tensors.in_huge_pages(torch.empty(local_shape, dtype=dtype))
-    return DTensor.from_local(local, mesh, placements, run_check=False, shape=torch.Size(shape), stride=tuple(stride))
+    return _dtensor(local, mesh, placements, shape, stride)
+
+
+def _dtensor(local: torch.Tensor, mesh: Any, placements: Sequence[Any], shape: Shape, stride: Shape) -> Any:
+    """`local` as this rank's part of a DTensor; on a mesh without dimensions too, where `from_local` empties it on ranks outside."""
+    from torch.distributed.tensor import DTensor
+
+    if mesh.ndim:
+        return DTensor.from_local(local, mesh, placements, run_check=False, shape=torch.Size(shape), stride=tuple(stride))
+    from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+
+    spec = DTensorSpec(mesh, (), tensor_meta=TensorMeta(torch.Size(shape), tuple(stride), local.dtype))
+    return DTensor(local, spec, requires_grad=False)
 
 
 def is_dtensor(value: Any) -> bool:
@@ -112,6 +121,8 @@ class _Placed(NamedTuple):
 def _held_of_dtensor(tensor: Any) -> Held:
     mesh = tensor.device_mesh
     where = mesh.get_coordinate()
+    if where is None and not mesh.ndim and tensor._local_tensor.shape == tensor.shape:
+        where = ()
     shape, holding, local_shape, local_boxes = _placed(mesh, tensor.placements, tensor.shape, None if where is None else tuple(where))
     if where is None:
         return Held(shape, tensor.dtype, holding, ())

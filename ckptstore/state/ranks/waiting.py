@@ -3,7 +3,7 @@
 import logging
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 logger = logging.getLogger("ckptstore")
 
@@ -22,7 +22,8 @@ def told(what: str, timeout_s: float, absent: Callable[[], str]) -> Iterator[Non
 
     timer = threading.Timer(after_s, tell)
     timer.daemon = True
-    timer.start()
+    with suppress(RuntimeError):  # no thread can be started: then nothing is said
+        timer.start()
     try:
         yield
     finally:
