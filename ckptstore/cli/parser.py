@@ -29,6 +29,8 @@ class Parser(ArgumentParser):
 
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter, **kwargs)
+        for name in (None, "store"):
+            self.register("action", name, _Once)
         self.commands: dict[str, Parser] = {}
 
     def error(self, message: str) -> NoReturn:
@@ -39,6 +41,25 @@ class Parser(ArgumentParser):
             what = "command" if self.prog == "ckptstore" else message.split(":")[0].removeprefix("argument ").lower()
             message = f"no {what} {mistyped['given']!r}{known}"
         raise UsageError(message, self.prog)
+
+
+class _Once(argparse.Action):
+    """Store the value of an option, and refuse a second one. What may be repeated says so: `action="append"` or `"extend"`.
+
+    Parsers whose options are the same to a user share `given`, the destinations that have a value.
+    """
+
+    def __init__(self, *args: Any, given: dict[str, Any] | None = None, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._given = {} if given is None else given
+
+    def __call__(self, parser: ArgumentParser, namespace: Namespace, values: object, option_string: str | None = None) -> None:
+        if self.option_strings:
+            if self.dest in self._given:
+                both = f"{self._given[self.dest]!r} and {values!r}"
+                raise UsageError(f"{option_string} is given twice, with {both}; it takes one value", parser.prog)
+            self._given[self.dest] = values
+        setattr(namespace, self.dest, values)
 
 
 class _Version(argparse.Action):
@@ -56,15 +77,16 @@ class _Version(argparse.Action):
 
 def build() -> Parser:
     """The parser of the whole command line."""
+    given: dict[str, Any] = {}
     top = Parser(
         prog="ckptstore",
         description="Look into a store of checkpoints and manage it.",
         epilog=_EPILOG,
-        parents=[_common()],
+        parents=[_common(given)],
     )
     top.set_defaults(store=None, index=None, json=False, debug=False)
     top.add_argument("--version", action=_Version, help="print the version and exit")
-    common = _common()  # another one: parsers share the options of a parent, and top's have defaults now
+    common = _common(given)  # another one: parsers share the options of a parent, and top's have defaults now
     commands = top.add_subparsers(dest="command", metavar="COMMAND", title="commands", parser_class=Parser)
     queries = (_add_log, _add_show, _add_ls, _add_diff, _add_tag, _add_stats)
     for add in (_add_init, *queries, *_UPKEEP, *_MIRRORS, _add_migrate, _add_completion):
@@ -85,13 +107,15 @@ def parse(words: Sequence[str]) -> Namespace:
     return args
 
 
-def _common() -> ArgumentParser:
-    """Options that stand before or behind the command."""
+def _common(given: dict[str, Any]) -> ArgumentParser:
+    """Options that stand before or behind the command, once in all."""
     # Their defaults are the top parser's: a subparser's own would overwrite what was given before the command.
-    parser = ArgumentParser(add_help=False, argument_default=SUPPRESS)
+    parser = Parser(add_help=False, argument_default=SUPPRESS)
     group = parser.add_argument_group("common options")
-    group.add_argument("-s", "--store", metavar="STORE", help="the store: a directory or a URL")
-    group.add_argument("--index", metavar="URL", help="the database that holds the log, if one does (default: $CKPTSTORE_INDEX)")
+    group.add_argument("-s", "--store", given=given, metavar="STORE", help="the store: a directory or a URL")
+    group.add_argument(
+        "--index", given=given, metavar="URL", help="the database that holds the log, if one does (default: $CKPTSTORE_INDEX)"
+    )
     group.add_argument("--json", action="store_true", help="print one JSON document (docs/cli.md)")
     group.add_argument("--debug", action="store_true", help="show tracebacks and what is going on")
     return parser
@@ -125,11 +149,20 @@ def _add_log(commands: Any, common: ArgumentParser) -> None:
     )
     parser.add_argument("-n", type=_count, metavar="N", dest="limit", help="at most N commits")
     parser.add_argument("-a", "--all", action="store_true", help="every commit of every run, however many there are")
-    parser.add_argument("--run", metavar="RUN", help="the commits of one run (default: of all)")
-    parser.add_argument("--tag", metavar="GLOB", nargs="?", const="*", help="commits with a tag, or with one that matches GLOB")
+    parser.add_argument("--run", metavar="RUN", action="append", help="the commits of this run (default: of all); may be repeated")
+    parser.add_argument(
+        "--tag",
+        metavar="GLOB",
+        nargs="?",
+        const="*",
+        action="append",
+        help="commits with a tag, or with one that matches GLOB; may be repeated",
+    )
     parser.add_argument("--since", metavar="TIME", help="commits from TIME on: a span before now (90min, 2h, 3d) or a date or time")
     parser.add_argument("--until", metavar="TIME", help="commits up to TIME")
-    parser.add_argument("--metric", metavar="NAME", action="append", help="a column for this metric (default: the first three there are)")
+    parser.add_argument(
+        "--metric", metavar="NAME", action="append", help="a column for this metric; may be repeated (default: the first three)"
+    )
     parser.add_argument("--sort", metavar="METRIC[:max]", help="the best by a metric first: the smallest, with :max the largest")
     graph = parser.add_mutually_exclusive_group()
     graph.add_argument("--graph", action="store_true", default=None, help="draw the lineage (default on a terminal, where it branches)")
@@ -184,7 +217,9 @@ def _add_tag(commands: Any, common: ArgumentParser) -> None:
     parser.add_argument("name", nargs="?", metavar="NAME", help="the tag to set; it moves if it is there already")
     parser.add_argument("ref", nargs="?", metavar="REF", help="the commit it shall mean (default: latest)")
     parser.add_argument("--names", action="store_true", help="list nothing but the names")
-    parser.add_argument("-d", "--delete", nargs="+", metavar="NAME", help="remove these tags; their commits stay")
+    parser.add_argument(
+        "-d", "--delete", nargs="+", action="extend", metavar="NAME", help="remove these tags; their commits stay; may be repeated"
+    )
     parser.add_argument("--run", metavar="RUN", help="look for steps, 'latest' and 'best:' in this run")
 
 
@@ -222,7 +257,12 @@ def _add_repair(commands: Any, common: ArgumentParser) -> None:
     )
     parser.add_argument("--apply", action="store_true", help="do it (default: only say what would be done)")
     parser.add_argument(
-        "--from", action="append", default=[], dest="mirrors", metavar="STORE", help="a mirror, or any other store that has the chunks"
+        "--from",
+        action="append",
+        default=[],
+        dest="mirrors",
+        metavar="STORE",
+        help="a mirror, or any other store that has the chunks; may be repeated",
     )
     parser.add_argument("--read-data", nargs="?", const="100%", metavar="AMOUNT", help="first read and hash stored data, as `fsck` does")
 
@@ -259,7 +299,7 @@ def _add_forget(commands: Any, common: ArgumentParser) -> None:
         action="append",
         default=[],
         metavar=("METRIC[:max]", "N"),
-        help="keep the best N (default: 1) by a metric",
+        help="keep the best N (default: 1) by a metric; may be repeated",
     )
     parser.add_argument("--keep-within", metavar="SPAN", help="keep what is at most SPAN (90min, 12h, 7d) older than the run's newest")
     for period in ("hourly", "daily", "weekly", "monthly"):
@@ -385,7 +425,9 @@ def _add_export(commands: Any, common: ArgumentParser) -> None:
     parser.add_argument("--run", metavar="RUN", help="look for steps, 'latest' and 'best:' in this run")
     formats = ("files", "safetensors", "torch", "dcp")
     parser.add_argument("--format", choices=formats, metavar="FORMAT", help=f"one of {', '.join(formats)}")
-    parser.add_argument("--select", default="*", metavar="KEY|GLOB", help="one key of the state (model), or leaves by their paths")
+    parser.add_argument(
+        "--select", action="append", metavar="KEY|GLOB", help="a key of the state (model), or leaves by their paths; may be repeated"
+    )
     parser.add_argument("--allow-pickle", action="store_true", help="unpickle what was pickled when it was committed")
 
 

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file, save_file
 
 import ckptstore
@@ -41,3 +42,20 @@ def test_what_goes_wrong_is_told(place: Path) -> None:
     assert call("export", "latest", str(place / "model.safetensors")).code == Exit.FAILED
     assert "--format" in call("export", "latest", str(place / "out.bin2")).err
     assert json.loads(call("export", "nosuch", str(place / "y.pt"), "--json").out)["error"]["kind"] == "NotFound"
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is")
+def test_several_selects_add_up_in_every_format(place: Path) -> None:
+    with ckptstore.open(place / "store") as store:
+        store.commit({"model": {"w": torch.ones(3)}, "ema": {"w": torch.zeros(3)}, "step": 7}, tag="state")
+    for format, suffix in (("torch", "pt"), ("dcp", "d"), ("safetensors", "safetensors")):
+        words = ("--select", "model", "--select", "ema", "--format", format)
+        assert call("export", "state", str(place / f"out.{suffix}"), *words).code == 0
+    wanted = {"model": {"w": torch.ones(3)}, "ema": {"w": torch.zeros(3)}}
+    assert str(torch.load(place / "out.pt", weights_only=True)) == str(wanted)
+    empty = {key: {"w": torch.full((3,), 5.0)} for key in wanted}
+    dcp.load(empty, checkpoint_id=place / "out.d", no_dist=True)
+    assert str(empty) == str(wanted)
+    assert load_file(place / "out.safetensors").keys() == {"model.w", "ema.w"}
+    assert call("export", "state", str(place / "mixed.pt"), "--select", "model", "--select", "st*").code == 0
+    assert torch.load(place / "mixed.pt", weights_only=True).keys() == {"model/w", "step"}
