@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Literal, TypeAlias
 from urllib.parse import unquote
 
-from ckptstore.core.model import Node
+from ckptstore.core.model import Node, Shape
 from ckptstore.engine.checkout import Tree
 from ckptstore.errors import Conflict, InvalidInput, NotFound, Unavailable
 from ckptstore.interop.directory import FILES, SUFFIX, group_keys
@@ -108,13 +108,17 @@ def _write_files(snapshot: Snapshot, scratch: Path, selects: Selects, allow_pick
     if selects != (EVERYTHING,):
         raise InvalidInput("the files of an import are exported all together; --select is for the other formats")
     files = snapshot.trees[FILES].schema.paths
-    keys = group_keys([name for name in names if name.endswith(SUFFIX)])
+    headers = {name: parse_header(snapshot.read(path), name) for name, path in zip(names, files, strict=True) if name.endswith(SUFFIX)}
+    keys = group_keys(headers)
+    if not snapshot.trees.keys() >= set(keys.values()):
+        headers = {name: header.unsharded for name, header in headers.items()}  # imports of earlier versions took each file for itself
+        keys = group_keys(headers)
+    shapes = _whole_shapes(headers, keys)
     single = len(names) == 1 and scratch.suffix == Path(names[0]).suffix
     for name, path in zip(names, files, strict=True):
         target = scratch if single else _below(scratch, name)
         if name in keys:
-            header = parse_header(snapshot.read(path), name)
-            _write_tensors(snapshot, target, header, _leaves_of(snapshot, keys[name], header))
+            _write_safetensors_again(snapshot, target, headers[name], keys[name], shapes)
         else:
             with _Writing(target) as file:
                 snapshot.send({path: file.at(0)})
@@ -130,18 +134,34 @@ def _below(root: Path, name: str) -> Path:
     return target
 
 
-def _leaves_of(snapshot: Snapshot, key: str, header: Header) -> dict[str, str]:
-    """The path of each tensor of `header`. Raises `InvalidInput` if the commit's are not of its dtype and shape."""
+def _whole_shapes(headers: Mapping[str, Header], keys: Mapping[str, str]) -> dict[tuple[str, str], Shape]:
+    """The shape of each tensor, by key and name, of which the files have all or a shard each."""
+    shapes: dict[tuple[str, str], Shape] = {}
+    for file, header in headers.items():
+        for entry in header.entries:
+            known = shapes.get((keys[file], entry.name), entry.shape)
+            shapes[keys[file], entry.name] = tuple(map(max, known, map(sum, zip(*entry.box, strict=True))))
+    return shapes
+
+
+def _write_safetensors_again(snapshot: Snapshot, target: Path, header: Header, key: str, shapes: Mapping[tuple[str, str], Shape]) -> None:
+    """The file that `header` describes: the tensors under `key`, or shards of them. Raises `InvalidInput` if they are of another dtype
+    or shape."""
     if key not in snapshot.trees:
         raise InvalidInput(f"commit {snapshot.id[:12]} has no tensors {key!r} for its files; choose a --format")
-    schema = snapshot.trees[key].schema
-    names = schema.skeleton.keys if isinstance(schema.skeleton, Node) else ()
-    there = dict(zip(names or (), range(len(schema)), strict=False))
-    for entry in header.entries:
-        i = there.get(entry.name)
-        if i is None or (schema.dtypes[i], schema.shapes[i]) != (entry.dtype, entry.shape):
-            raise InvalidInput(f"{key}/{entry.name} is not what its file says, {entry.dtype}{list(entry.shape)}; choose a --format")
-    return {entry.name: schema.paths[there[entry.name]] for entry in header.entries}
+    tree = snapshot.trees[key]
+    schema = tree.schema
+    there = dict(zip((schema.skeleton.keys if isinstance(schema.skeleton, Node) else ()) or (), range(len(schema)), strict=False))
+    with _Writing(target) as file:
+        file.at(0).write(0, memoryview(header.raw))
+        wanted = []
+        for entry in header.entries:
+            i, shape = there.get(entry.name), shapes[key, entry.name]
+            if i is None or (schema.dtypes[i], schema.shapes[i]) != (entry.dtype, shape):
+                raise InvalidInput(f"{key}/{entry.name} is not what its file says, {entry.dtype}{list(shape)}; choose a --format")
+            if entry.stop > entry.start:
+                wanted.append((tree, i, file.at(len(header.raw) + entry.start), None if entry.shape == shape else entry.box))
+        snapshot.land(wanted)
 
 
 # -- safetensors --

@@ -95,4 +95,8 @@ def _plan(place: Path) -> directory.DirectoryPlan:
         return directory.plan_directory(place)
     if place.name.endswith(INDEX_SUFFIX):
         return directory.plan_files([place, *(place.parent / name for name in directory.indexed_names(place))])
+    if directory.has_other_shards(place):
+        raise InvalidInput(
+            f"{place} is one of several shards, which are a checkpoint together only; import their directory, {place.parent}"
+        )
     return directory.plan_files([place])
