@@ -17,7 +17,7 @@ from ckptstore.errors import InvalidInput
 from ckptstore.interop.safetensors_file import Entry, Header, read_header
 from ckptstore.interop.sources import FileRange, Held, Joined, check_tiling, flat_dict, inside
 from ckptstore.state.flat import Flat, Source
-from ckptstore.text import count_text
+from ckptstore.text import count_text, unicode_text
 
 FILES = "files"
 MODEL = "model"
@@ -193,4 +193,7 @@ def _walk(root: Path) -> Iterable[tuple[str, Path]]:
             path = Path(folder, name)
             if not path.is_file():
                 raise InvalidInput(f"{path} is no file: a broken link, a socket or a pipe; remove it, or import another directory")
-            yield path.relative_to(root).as_posix(), path
+            relative = path.relative_to(root).as_posix()
+            if unicode_text(relative) != relative:
+                raise InvalidInput(f"the name of {path} is no Unicode, and a commit has its files by their names; rename it")
+            yield relative, path

@@ -13,6 +13,7 @@ from typing import Literal, TypeAlias
 from urllib.parse import unquote
 
 from ckptstore.core.model import Node, Shape
+from ckptstore.core.places import check_path
 from ckptstore.engine.checkout import Tree
 from ckptstore.errors import Conflict, InvalidInput, NotFound, Unavailable
 from ckptstore.interop.directory import FILES, SUFFIX, group_keys
@@ -57,6 +58,7 @@ def export(
     is left.
     """
     target = Path(path)
+    check_path(target)
     if os.path.lexists(target):
         raise Conflict(f"{target} exists; nothing was written, choose another name")
     chosen = format or _format_of(snapshot, target)
@@ -210,8 +212,11 @@ def _selected(snapshot: Snapshot, selects: Selects) -> Iterator[tuple[Tree, int]
 def _write_torch(snapshot: Snapshot, scratch: Path, selects: Selects, allow_pickle: bool) -> int:
     import torch
 
-    torch.save(_state(snapshot, selects, allow_pickle), scratch)
-    _sync(scratch)
+    state = _state(snapshot, selects, allow_pickle)
+    with open(scratch, "xb") as file:  # torch's own opening of a path takes no name that begins with a dot and has no suffix
+        torch.save(state, file)
+        file.flush()
+        os.fsync(file.fileno())
     return 0
 
 
@@ -219,12 +224,14 @@ def _write_dcp(snapshot: Snapshot, scratch: Path, selects: Selects, allow_pickle
     from torch.distributed.checkpoint.state_dict_saver import save
 
     from ckptstore.interop.dcp import store_to_dcp
+    from ckptstore.interop.dcp.convert import errors_of_dcp
 
     if selects == (EVERYTHING,):
         store_to_dcp(snapshot, scratch, allow_pickle=allow_pickle)
         return 0
     state = _state(snapshot, selects, allow_pickle)
-    save(state if isinstance(state, dict) else {selects[0]: state}, checkpoint_id=scratch, no_dist=True)
+    with errors_of_dcp(scratch):
+        save(state if isinstance(state, dict) else {selects[0]: state}, checkpoint_id=scratch, no_dist=True)
     return 0
 
 

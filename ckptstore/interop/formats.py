@@ -18,6 +18,7 @@ from ckptstore.interop.directory import INDEX_SUFFIX, SUFFIX
 from ckptstore.snapshot import Snapshot
 from ckptstore.state.flat import Flat
 from ckptstore.store import Store
+from ckptstore.text import unicode_text
 
 Kind: TypeAlias = Literal["files", "torch", "dcp", "torchsnapshot"]
 
@@ -51,7 +52,7 @@ def import_path(store: Store, path: str | PathLike[str], labels: Labels | None =
         lambda: _flats(place, allow_pickle=allow_pickle),
         step=labels.step,
         tag=labels.tags,
-        message=labels.message or f"imported from {place.name}",
+        message=labels.message or f"imported from {unicode_text(place.name)}",
         metrics=labels.metrics,
     )
 

@@ -1,6 +1,7 @@
 """import and export on the command line."""
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -59,3 +60,33 @@ def test_several_selects_add_up_in_every_format(place: Path) -> None:
     assert load_file(place / "out.safetensors").keys() == {"model.w", "ema.w"}
     assert call("export", "state", str(place / "mixed.pt"), "--select", "model", "--select", "st*").code == 0
     assert torch.load(place / "mixed.pt", weights_only=True).keys() == {"model/w", "step"}
+
+
+def test_an_export_for_torch_takes_any_name(place: Path) -> None:
+    call("import", str(place / "model.safetensors"), "--tag", "a")
+    assert call("export", "a", str(place / "plain"), "--format", "torch").code == 0
+    assert torch.load(place / "plain", weights_only=True)["model"]["w"].shape == (1000,)
+
+
+def test_damage_that_dcp_meets_is_told_as_damage(place: Path) -> None:
+    call("import", str(place / "model.safetensors"), "--tag", "a")
+    for pack in (place / "store" / "packs").rglob("*"):
+        if pack.is_file():
+            data = bytearray(pack.read_bytes())
+            data[100] ^= 1
+            pack.write_bytes(data)
+    result = call("export", "a", str(place / "d"), "--format", "dcp")
+    assert (result.code, (place / "d").exists()) == (Exit.DAMAGED, False)
+    assert "does not match its id" in result.err and result.err.count("\n") == 1
+
+
+def test_a_directory_whose_name_is_no_unicode_is_imported_and_a_file_in_one_is_refused(place: Path) -> None:
+    folder = place / os.fsdecode(b"\xff")
+    folder.mkdir()
+    (folder / "file").write_text("x")
+    made = call("import", str(folder), "--json")
+    assert made.code == 0, made.err
+    assert call("log", "--json").document["commits"][0]["message"] == "imported from \\udcff"
+    (folder / os.fsdecode(b"\xfe")).write_text("x")
+    refused = call("import", str(folder))
+    assert refused.code == Exit.USAGE and "is no Unicode, and a commit has its files by their names; rename it" in refused.err
