@@ -10,10 +10,11 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NoReturn
 
 from ckptstore.core.dtypes import width_of
 from ckptstore.core.model import Box, Shape
-from ckptstore.errors import InvalidInput
+from ckptstore.errors import InvalidInput, Unavailable
 from ckptstore.interop.safetensors_file import Entry, Header, read_header
 from ckptstore.interop.sources import FileRange, Held, Joined, check_tiling, flat_dict, inside
 from ckptstore.state.flat import Flat, Source
@@ -187,7 +188,7 @@ def _text(stored: _Stored) -> str:
 
 
 def _walk(root: Path) -> Iterable[tuple[str, Path]]:
-    for folder, folders, names in os.walk(root):
+    for folder, folders, names in os.walk(root, onerror=_unreadable):
         folders[:] = sorted(set(folders) - _SKIPPED)
         for name in names:
             path = Path(folder, name)
@@ -197,3 +198,7 @@ def _walk(root: Path) -> Iterable[tuple[str, Path]]:
             if unicode_text(relative) != relative:
                 raise InvalidInput(f"the name of {path} is no Unicode, and a commit has its files by their names; rename it")
             yield relative, path
+
+
+def _unreadable(error: OSError) -> NoReturn:
+    raise Unavailable(f"cannot read {error.filename}: {error.strerror}; see to its rights, then repeat") from error

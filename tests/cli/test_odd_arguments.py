@@ -164,34 +164,31 @@ def test_a_home_that_takes_no_files_hinders_no_command(tmp_path: Path) -> None:
     assert load_file(tmp_path / "out.safetensors")["w"].sum() == 3
 
 
-@pytest.mark.parametrize(
-    ("name", "code"), [("model.safetensors", 1), ("model.pt", 1), ("directory", 1), ("model.safetensors.index.json", 1)]
-)
-def test_a_file_that_may_not_be_read_is_not_imported(name: str, code: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["model.pt", "model.safetensors.index.json", "directory/below"])
+def test_a_file_that_may_not_be_read_is_not_imported(name: str, tmp_path: Path) -> None:
     ckptstore.open(tmp_path / "store").close()
     path = tmp_path / name
-    if name == "directory":
+    path.parent.mkdir(exist_ok=True)
+    if name == "directory/below":
+        (path.parent / "readable.txt").write_text("x")
         path.mkdir()
-        save_file({"w": torch.ones(3)}, path / "x.safetensors")
     else:
         path.write_bytes(b"{}" * 50)
     path.chmod(0)
-    result = run_without_privileges("-s", str(tmp_path / "store"), "import", str(path), home=tmp_path)
+    result = run_without_privileges("-s", str(tmp_path / "store"), "import", str(path.parent if path.is_dir() else path), home=tmp_path)
     check_ending(result, [name])
     assert (result.code, result.err.count("\n")) == (Exit.FAILED, 1)
     assert name in result.err and "ermission denied" in result.err
 
 
-@pytest.mark.parametrize("words", ["log", "fsck", "gc", "import", "export 1 OUT", "tag x 1"])
+@pytest.mark.parametrize("words", ["log", "gc", "import"])
 def test_a_store_that_may_not_be_read_says_so(words: str, tmp_path: Path) -> None:
     save_file({"w": torch.ones(3)}, tmp_path / "model.safetensors")
     with ckptstore.open(tmp_path / "store") as made:
         made.commit({"w": torch.ones(3)}, step=1)
     for folder in ("packs", "log"):
         (tmp_path / "store" / folder).chmod(0)
-    given = [str(tmp_path / "out") if word == "OUT" else word for word in words.split()]
-    if words == "import":
-        given.append(str(tmp_path / "model.safetensors"))
+    given = [words, *([str(tmp_path / "model.safetensors")] if words == "import" else [])]
     result = run_without_privileges("-s", str(tmp_path / "store"), *given, home=tmp_path)
     check_ending(result, given)
     assert result.code and "ermission denied" in result.err, (words, result)
