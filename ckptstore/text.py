@@ -27,3 +27,8 @@ def seconds_text(s: float) -> str:
 def count_text(n: int, noun: str) -> str:
     """`1 commit`, `2 commits`, `12,000 commits`."""
     return f"{n:,} {noun}" if n == 1 else f"{n:,} {noun}s"
+
+
+def unicode_text(name: str) -> str:
+    """The name of a file as text that can be stored: bytes that are no Unicode become escapes."""
+    return name.encode(errors="backslashreplace").decode()

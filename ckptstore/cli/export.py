@@ -19,7 +19,7 @@ def run(args: Namespace, screen: Screen) -> Exit:
         found = find_commit(opening, args.ref, args.run)
         with Store(opening, Settings.of()) as store, screen.working(f"exporting {short(found.id)}"):
             snapshot = store.checkout(found.id)
-            done = export(snapshot, args.path, format=args.format, select=args.select, allow_pickle=args.allow_pickle)
+            done = export(snapshot, args.path, format=args.format, select=args.select or "*", allow_pickle=args.allow_pickle)
     if screen.json:
         screen.document(
             {

@@ -1,6 +1,7 @@
 """`ckptstore import`: a file or a directory of another format becomes a commit."""
 
 from argparse import Namespace
+from collections.abc import Sequence
 
 from ckptstore.cli.exits import Exit, UsageError
 from ckptstore.cli.screen import Screen
@@ -10,7 +11,7 @@ from ckptstore.text import bytes_text, count_text
 
 
 def run(args: Namespace, screen: Screen) -> Exit:
-    metrics = dict(map(_metric, args.metric))
+    metrics = _metrics(args.metric)
     with opened(args) as opening:
         from ckptstore.core.settings import Settings
         from ckptstore.interop.formats import Labels, import_path
@@ -37,6 +38,14 @@ def run(args: Namespace, screen: Screen) -> Exit:
         size = f"{bytes_text(made.logical_bytes)}, of which {bytes_text(made.new_bytes)} are new"
         screen.line(f"{short(made.id)} of run {made.run}: {count_text(len(leaves), 'leaf').replace('leafs', 'leaves')}, {size}")
     return Exit.OK
+
+
+def _metrics(texts: Sequence[str]) -> dict[str, float]:
+    metrics: dict[str, float] = {}
+    for name, value in map(_metric, texts):
+        if metrics.setdefault(name, value) != value:
+            raise UsageError(f"two values for the metric {name!r}, {metrics[name]} and {value}; it takes one", "ckptstore import")
+    return metrics
 
 
 def _metric(text: str) -> tuple[str, float]:

@@ -26,10 +26,12 @@ METRIC_COLUMNS = 3
 
 @dataclass(frozen=True, slots=True)
 class Filter:
-    """Which commits are wanted, beyond their run and number. Times are in ns, both ends included; `best` is a metric and whether large is
-    good."""
+    """Which commits are wanted, beyond their number: of any of `runs`, with a tag that any of the globs `tags` matches; None wants all.
 
-    tag: str | None = None
+    Times are in ns, both ends included; `best` is a metric and whether large is good."""
+
+    runs: tuple[str, ...] | None = None
+    tags: tuple[str, ...] | None = None
     since: int | None = None
     until: int | None = None
     best: tuple[str, bool] | None = None
@@ -40,7 +42,8 @@ class Filter:
 
     def wants(self, info: CommitInfo) -> bool:
         return (
-            (self.tag is None or any(fnmatchcase(tag, self.tag) for tag in info.tags))
+            (self.runs is None or info.run in self.runs)
+            and (self.tags is None or any(fnmatchcase(tag, glob) for tag in info.tags for glob in self.tags))
             and (self.since is None or info.time_ns >= self.since)
             and (self.until is None or info.time_ns <= self.until)
         )
@@ -57,7 +60,7 @@ def run(args: Namespace, screen: Screen) -> Exit:
     with opened(args) as store:
         queries = store.queries()
         runs = _runs(queries, args.run)
-        known = queries.log(args.run, limit if wanted.everything else None)
+        known = queries.log(args.run[0] if args.run and not wanted.runs else None, limit if wanted.everything else None)
         total = sum(runs.values()) if wanted.everything else len(matching := [info for info in known if wanted.wants(info)])
         commits = known if wanted.everything else _best_first(matching, wanted.best)[:limit]
         _check_metrics(args.metric or (), known)
@@ -129,17 +132,19 @@ def _filter(args: Namespace, now_ns: int) -> Filter:
         best = (metric, order == "max") if metric and order in ("min", "max") else (args.sort, False)
     since = moments.parse_moment(args.since, now_ns) if args.since else None
     until = moments.parse_moment(args.until, now_ns, end=True) if args.until else None
-    return Filter(args.tag, since, until, best)
+    several = tuple(args.run) if len(set(args.run or ())) > 1 else None  # one alone is chosen by the query
+    return Filter(several, tuple(args.tag) if args.tag else None, since, until, best)
 
 
-def _runs(queries: Queries, named: str | None) -> dict[str, int]:
+def _runs(queries: Queries, named: Sequence[str] | None) -> dict[str, int]:
     """How many commits each run has that may be shown. Raises `NotFound` for a run without any."""
     runs = {info.run: info.commits for info in queries.runs()}
     if named is None:
         return runs
-    if named not in runs:
-        raise NotFound(f"no commit of run {named!r}{near(named, runs) or _those_there(runs)}")
-    return {named: runs[named]}
+    for run in named:
+        if run not in runs:
+            raise NotFound(f"no commit of run {run!r}{near(run, runs) or _those_there(runs)}")
+    return {run: runs[run] for run in named}
 
 
 def _those_there(runs: Iterable[str]) -> str:

@@ -7,6 +7,7 @@ from argparse import SUPPRESS, ArgumentParser, Namespace
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
+from ckptstore.cli.arguments import Parser, count, meant, share, size
 from ckptstore.cli.exits import UsageError
 from ckptstore.core.config import CHUNK_BYTES, CODECS
 
@@ -19,26 +20,6 @@ _EPILOG = f"""\
 
 The store is -s, else $CKPTSTORE, else the nearest enclosing directory that is one.
 Exit codes: 0 ok, 1 failed, 2 usage, 3 partial or damaged, 10 no store, 11 busy, 130 interrupted."""
-
-_INVALID_CHOICE = re.compile(r"invalid choice: '(?P<given>[^']*)' \(choose from (?P<choices>.*)\)")
-_SIZE = re.compile(r"([0-9]+) ?([KMGT]?)(?:iB|B)?", re.IGNORECASE)
-
-
-class Parser(ArgumentParser):
-    """argparse that raises `UsageError` and says what somebody who mistyped may have meant."""
-
-    def __init__(self, **kwargs: Any) -> None:
-        super().__init__(allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter, **kwargs)
-        self.commands: dict[str, Parser] = {}
-
-    def error(self, message: str) -> NoReturn:
-        if mistyped := _INVALID_CHOICE.search(message):
-            choices = re.findall(r"[^', ]+", mistyped["choices"])
-            near = difflib.get_close_matches(mistyped["given"], choices, n=2, cutoff=0.5)
-            known = _meant(near) or f"; there are {', '.join(choices)}"
-            what = "command" if self.prog == "ckptstore" else message.split(":")[0].removeprefix("argument ").lower()
-            message = f"no {what} {mistyped['given']!r}{known}"
-        raise UsageError(message, self.prog)
 
 
 class _Version(argparse.Action):
@@ -56,15 +37,16 @@ class _Version(argparse.Action):
 
 def build() -> Parser:
     """The parser of the whole command line."""
+    given: dict[str, Any] = {}
     top = Parser(
         prog="ckptstore",
         description="Look into a store of checkpoints and manage it.",
         epilog=_EPILOG,
-        parents=[_common()],
+        parents=[_common(given)],
     )
     top.set_defaults(store=None, index=None, json=False, debug=False)
     top.add_argument("--version", action=_Version, help="print the version and exit")
-    common = _common()  # another one: parsers share the options of a parent, and top's have defaults now
+    common = _common(given)  # another one: parsers share the options of a parent, and top's have defaults now
     commands = top.add_subparsers(dest="command", metavar="COMMAND", title="commands", parser_class=Parser)
     queries = (_add_log, _add_show, _add_ls, _add_diff, _add_tag, _add_stats)
     for add in (_add_init, *queries, *_UPKEEP, *_MIRRORS, _add_migrate, _add_completion):
@@ -81,17 +63,19 @@ def parse(words: Sequence[str]) -> Namespace:
         asked = parser.commands.get(args.command, parser)
         options = re.findall(r"--[a-z-]+", asked.format_help())
         near = difflib.get_close_matches(unknown[0].partition("=")[0], options, n=2, cutoff=0.6)
-        raise UsageError(f"did not understand {unknown[0]!r}{_meant(near)}", asked.prog)
+        raise UsageError(f"did not understand {unknown[0]!r}{meant(near)}", asked.prog)
     return args
 
 
-def _common() -> ArgumentParser:
-    """Options that stand before or behind the command."""
+def _common(given: dict[str, Any]) -> ArgumentParser:
+    """Options that stand before or behind the command, once in all."""
     # Their defaults are the top parser's: a subparser's own would overwrite what was given before the command.
-    parser = ArgumentParser(add_help=False, argument_default=SUPPRESS)
+    parser = Parser(add_help=False, argument_default=SUPPRESS)
     group = parser.add_argument_group("common options")
-    group.add_argument("-s", "--store", metavar="STORE", help="the store: a directory or a URL")
-    group.add_argument("--index", metavar="URL", help="the database that holds the log, if one does (default: $CKPTSTORE_INDEX)")
+    group.add_argument("-s", "--store", given=given, metavar="STORE", help="the store: a directory or a URL")
+    group.add_argument(
+        "--index", given=given, metavar="URL", help="the database that holds the log, if one does (default: $CKPTSTORE_INDEX)"
+    )
     group.add_argument("--json", action="store_true", help="print one JSON document (docs/cli.md)")
     group.add_argument("--debug", action="store_true", help="show tracebacks and what is going on")
     return parser
@@ -109,7 +93,7 @@ def _add_init(commands: Any, common: ArgumentParser) -> None:
     parser = _command(commands, common, "init", "make an empty store")
     parser.add_argument("path", nargs="?", metavar="PATH", help="a new or empty directory, or a URL; else -s, else $CKPTSTORE, else here")
     parser.add_argument(
-        "--chunk-size", type=_size, default=CHUNK_BYTES, metavar="SIZE", help="64KiB to 64MiB, a power of two (default: 1MiB)"
+        "--chunk-size", type=size, default=CHUNK_BYTES, metavar="SIZE", help="64KiB to 64MiB, a power of two (default: 1MiB)"
     )
     parser.add_argument("--codec", choices=CODECS, default="raw", metavar="CODEC", help=f"{', '.join(CODECS)} (default: raw)")
     parser.add_argument("--private", action="store_true", help="readable and writable by you alone, with all that is made in it")
@@ -123,13 +107,22 @@ def _add_log(commands: Any, common: ArgumentParser) -> None:
         "list commits, the newest first",
         "List commits, the newest first. A terminal shows the newest 50; a pipe, --all and --json all of them.",
     )
-    parser.add_argument("-n", type=_count, metavar="N", dest="limit", help="at most N commits")
+    parser.add_argument("-n", type=count, metavar="N", dest="limit", help="at most N commits")
     parser.add_argument("-a", "--all", action="store_true", help="every commit of every run, however many there are")
-    parser.add_argument("--run", metavar="RUN", help="the commits of one run (default: of all)")
-    parser.add_argument("--tag", metavar="GLOB", nargs="?", const="*", help="commits with a tag, or with one that matches GLOB")
+    parser.add_argument("--run", metavar="RUN", action="append", help="the commits of this run (default: of all); may be repeated")
+    parser.add_argument(
+        "--tag",
+        metavar="GLOB",
+        nargs="?",
+        const="*",
+        action="append",
+        help="commits with a tag, or with one that matches GLOB; may be repeated",
+    )
     parser.add_argument("--since", metavar="TIME", help="commits from TIME on: a span before now (90min, 2h, 3d) or a date or time")
     parser.add_argument("--until", metavar="TIME", help="commits up to TIME")
-    parser.add_argument("--metric", metavar="NAME", action="append", help="a column for this metric (default: the first three there are)")
+    parser.add_argument(
+        "--metric", metavar="NAME", action="append", help="a column for this metric; may be repeated (default: the first three)"
+    )
     parser.add_argument("--sort", metavar="METRIC[:max]", help="the best by a metric first: the smallest, with :max the largest")
     graph = parser.add_mutually_exclusive_group()
     graph.add_argument("--graph", action="store_true", default=None, help="draw the lineage (default on a terminal, where it branches)")
@@ -184,15 +177,15 @@ def _add_tag(commands: Any, common: ArgumentParser) -> None:
     parser.add_argument("name", nargs="?", metavar="NAME", help="the tag to set; it moves if it is there already")
     parser.add_argument("ref", nargs="?", metavar="REF", help="the commit it shall mean (default: latest)")
     parser.add_argument("--names", action="store_true", help="list nothing but the names")
-    parser.add_argument("-d", "--delete", nargs="+", metavar="NAME", help="remove these tags; their commits stay")
+    parser.add_argument(
+        "-d", "--delete", nargs="+", action="extend", metavar="NAME", help="remove these tags; their commits stay; may be repeated"
+    )
     parser.add_argument("--run", metavar="RUN", help="look for steps, 'latest' and 'best:' in this run")
 
 
 def _add_stats(commands: Any, common: ArgumentParser) -> None:
     parser = _command(commands, common, "stats", "what the store holds, and which commits hold most of it")
-    parser.add_argument(
-        "-n", type=_count, metavar="N", dest="top", default=10, help="the N commits with most exclusive bytes (default: 10)"
-    )
+    parser.add_argument("-n", type=count, metavar="N", dest="top", default=10, help="the N commits with most exclusive bytes (default: 10)")
 
 
 def _add_fsck(commands: Any, common: ArgumentParser) -> None:
@@ -222,7 +215,12 @@ def _add_repair(commands: Any, common: ArgumentParser) -> None:
     )
     parser.add_argument("--apply", action="store_true", help="do it (default: only say what would be done)")
     parser.add_argument(
-        "--from", action="append", default=[], dest="mirrors", metavar="STORE", help="a mirror, or any other store that has the chunks"
+        "--from",
+        action="append",
+        default=[],
+        dest="mirrors",
+        metavar="STORE",
+        help="a mirror, or any other store that has the chunks; may be repeated",
     )
     parser.add_argument("--read-data", nargs="?", const="100%", metavar="AMOUNT", help="first read and hash stored data, as `fsck` does")
 
@@ -251,19 +249,19 @@ def _add_forget(commands: Any, common: ArgumentParser) -> None:
         "run and the best by the store's settings always stay. `undelete` brings commits back until `gc` has removed them.",
     )
     parser.add_argument("refs", nargs="*", metavar="REF", help="forget these; not together with --keep options")
-    parser.add_argument("--keep-last", type=_count, metavar="N", help="keep the newest N")
-    parser.add_argument("--keep-every-steps", type=_count, metavar="N", help="keep steps that are multiples of N")
+    parser.add_argument("--keep-last", type=count, metavar="N", help="keep the newest N")
+    parser.add_argument("--keep-every-steps", type=count, metavar="N", help="keep steps that are multiples of N")
     parser.add_argument(
         "--keep-best",
         nargs="+",
         action="append",
         default=[],
         metavar=("METRIC[:max]", "N"),
-        help="keep the best N (default: 1) by a metric",
+        help="keep the best N (default: 1) by a metric; may be repeated",
     )
     parser.add_argument("--keep-within", metavar="SPAN", help="keep what is at most SPAN (90min, 12h, 7d) older than the run's newest")
     for period in ("hourly", "daily", "weekly", "monthly"):
-        parser.add_argument(f"--keep-{period}", type=_count, metavar="N", help=f"keep the newest {period} commit, N times")
+        parser.add_argument(f"--keep-{period}", type=count, metavar="N", help=f"keep the newest {period} commit, N times")
     parser.add_argument("--run", metavar="RUN", help="only this run (default: all); REFs are looked for in it")
     parser.add_argument("-n", "--dry-run", action="store_true", help="only say what would be forgotten, and why the rest stays")
 
@@ -283,8 +281,8 @@ def _add_gc(commands: Any, common: ArgumentParser) -> None:
         "and collect meanwhile. What a commit in flight may still reuse is freed by a later gc.",
     )
     parser.add_argument("-n", "--dry-run", action="store_true", help="only say what would be done")
-    parser.add_argument("--max-unused", type=_share, default=0.05, metavar="SHARE", help="dead bytes that may stay in packs (default: 5%%)")
-    parser.add_argument("--max-repack", type=_size, metavar="SIZE", help="copy at most so much, such as 10G (default: no limit)")
+    parser.add_argument("--max-unused", type=share, default=0.05, metavar="SHARE", help="dead bytes that may stay in packs (default: 5%%)")
+    parser.add_argument("--max-repack", type=size, metavar="SIZE", help="copy at most so much, such as 10G (default: no limit)")
     parser.add_argument("--impatient", action="store_true", help="free at once; commits in flight may have to write again")
 
 
@@ -363,7 +361,7 @@ def _add_import(commands: Any, common: ArgumentParser) -> None:
     )
     parser.add_argument("path", metavar="PATH", help="a file or a directory")
     parser.add_argument("--run", metavar="RUN", help="the run of the new commit (default: $CKPTSTORE_RUN, else main)")
-    parser.add_argument("--step", type=_count, metavar="N", help="its step")
+    parser.add_argument("--step", type=count, metavar="N", help="its step")
     parser.add_argument("--tag", action="append", default=[], metavar="NAME", help="a tag for it; may be repeated")
     parser.add_argument("--message", default="", metavar="TEXT", help="its message (default: where it is from)")
     parser.add_argument("--metric", action="append", default=[], metavar="NAME=VALUE", help="a metric of it; may be repeated")
@@ -385,7 +383,9 @@ def _add_export(commands: Any, common: ArgumentParser) -> None:
     parser.add_argument("--run", metavar="RUN", help="look for steps, 'latest' and 'best:' in this run")
     formats = ("files", "safetensors", "torch", "dcp")
     parser.add_argument("--format", choices=formats, metavar="FORMAT", help=f"one of {', '.join(formats)}")
-    parser.add_argument("--select", default="*", metavar="KEY|GLOB", help="one key of the state (model), or leaves by their paths")
+    parser.add_argument(
+        "--select", action="append", metavar="KEY|GLOB", help="a key of the state (model), or leaves by their paths; may be repeated"
+    )
     parser.add_argument("--allow-pickle", action="store_true", help="unpickle what was pickled when it was committed")
 
 
@@ -422,26 +422,3 @@ def _add_completion(commands: Any, common: ArgumentParser) -> None:
 def _add_ref(parser: ArgumentParser) -> None:
     parser.add_argument("ref", nargs="?", default="latest", metavar="REF", help="which commit (default: latest)")
     parser.add_argument("--run", metavar="RUN", help="look for steps, 'latest' and 'best:' in this run")
-
-
-def _meant(near: Sequence[str]) -> str:
-    return f" (did you mean {' or '.join(near)}?)" if near else ""
-
-
-def _size(text: str) -> int:
-    if size := _SIZE.fullmatch(text):
-        return int(size[1]) << {"": 0, "K": 10, "M": 20, "G": 30, "T": 40}[size[2].upper()]
-    raise argparse.ArgumentTypeError(f"{text!r} is no size: wanted bytes, or KiB, MiB or GiB, such as 1MiB")
-
-
-def _share(text: str) -> float:
-    share = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)%", text)
-    if share and float(share[1]) <= 100:
-        return float(share[1]) / 100
-    raise argparse.ArgumentTypeError(f"{text!r} is no share: wanted one such as 5%")
-
-
-def _count(text: str) -> int:
-    if text.isascii() and text.isdigit():
-        return int(text)
-    raise argparse.ArgumentTypeError(f"{text!r} is no count: wanted a whole number from 0 on")

@@ -7,6 +7,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from ckptstore.core.ids import CONFIG_KEY
+from ckptstore.errors import InvalidInput
 
 _NETWORK = frozenset(
     [
@@ -43,6 +44,18 @@ def enclosing_store(directory: Path) -> Path | None:
             if (place / CONFIG_KEY).is_file():
                 return place
     return None
+
+
+def check_path(path: str | os.PathLike[str]) -> None:
+    """Raise `InvalidInput` for what cannot be a path on any file system: with a NUL, or with surrogates that stand for no byte."""
+    text = os.fspath(path)
+    try:
+        os.fsencode(text)
+        possible = "\0" not in text
+    except UnicodeEncodeError:
+        possible = False
+    if not possible:
+        raise InvalidInput(f"{text!r} cannot be a path: it has a NUL, or characters that stand for no bytes")
 
 
 def cache_directory() -> Path:

@@ -7,15 +7,18 @@ their own names, where all belong together; else under the name of each file or 
 import json
 import os
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NoReturn
 
 from ckptstore.core.dtypes import width_of
-from ckptstore.errors import InvalidInput
-from ckptstore.interop.safetensors_file import Header, read_header
-from ckptstore.interop.sources import FileRange, Held, flat_dict, inside
-from ckptstore.state.flat import Flat
+from ckptstore.core.model import Box, Shape
+from ckptstore.errors import InvalidInput, Unavailable
+from ckptstore.interop.safetensors_file import Entry, Header, read_header
+from ckptstore.interop.sources import FileRange, Held, Joined, check_tiling, flat_dict, inside
+from ckptstore.state.flat import Flat, Source
+from ckptstore.text import count_text, unicode_text
 
 FILES = "files"
 MODEL = "model"
@@ -24,6 +27,7 @@ INDEX_SUFFIX = ".safetensors.index.json"
 INDEX_BYTES_MAX = 256 << 20
 
 _SHARD = re.compile(r"(?P<stem>.+)-\d{5}-of-\d{5}\.safetensors")
+_DCP_SHARD = re.compile(r"(?P<group>(?:.*/)?)shard-\d{5,}-(?P<stem>[^/]+)-(?P<part>\d{5,})-of-(?P<parts>\d{5,})\.safetensors")
 _SKIPPED = frozenset({".git", ".cache"})
 """What tools keep beside a model for themselves."""
 
@@ -77,6 +81,7 @@ def indexed_names(index: Path) -> list[str]:
 def flats_of(plan: DirectoryPlan) -> dict[str, Flat]:
     """The application state that the plan describes: nothing is read yet but the headers."""
     keys = group_keys(plan.headers)
+    _check_parts(plan.headers)
     flats: dict[str, Flat] = {}
     for key in dict.fromkeys(keys.values()):
         members = [name for name in plan.headers if keys[name] == key]
@@ -89,9 +94,9 @@ def flats_of(plan: DirectoryPlan) -> dict[str, Flat]:
     return flats
 
 
-def group_keys(names: Iterable[str]) -> dict[str, str]:
+def group_keys(headers: Mapping[str, Header]) -> dict[str, str]:
     """Under which key of the state the tensors of each safetensors file are: `model` if all belong together."""
-    groups = {name: match["stem"] if (match := _SHARD.fullmatch(name)) else name.removesuffix(SUFFIX) for name in names}
+    groups = {name: _group(name, header) for name, header in headers.items()}
     if len(set(groups.values())) == 1:
         return dict.fromkeys(groups, MODEL)
     if FILES in groups.values():
@@ -99,21 +104,101 @@ def group_keys(names: Iterable[str]) -> dict[str, str]:
     return groups
 
 
-def _tensors(key: str, members: Iterable[tuple[Path, Header]]) -> Flat:
-    entries = [(path, len(header.raw), entry) for path, header in members for entry in header.entries]
-    names = [entry.name for _, _, entry in entries]
-    if len(set(names)) != len(names):
-        twice = next(name for name in names if names.count(name) > 1)
-        raise InvalidInput(f"two files that belong together ({key}) both have a tensor {twice!r}")
-    sources = [FileRange(path, base + e.start, e.stop - e.start, width_of(e.dtype)) for path, base, e in entries]
-    return flat_dict(key, "tensor", names, sources, [e.dtype for _, _, e in entries], [e.shape for _, _, e in entries])
+def _group(name: str, header: Header) -> str:
+    if shard := _dcp_shard(name, header):
+        return shard["group"] + shard["stem"]
+    return match["stem"] if (match := _SHARD.fullmatch(name)) else name.removesuffix(SUFFIX)
+
+
+def _dcp_shard(name: str, header: Header) -> re.Match[str] | None:
+    """The parts of the name of a file that one rank wrote for itself."""
+    return _DCP_SHARD.fullmatch(name) if header.sharded else None
+
+
+def has_other_shards(path: Path) -> bool:
+    """Whether a file is one of several that ranks wrote into its directory."""
+    mine = _dcp_shard(path.name, read_header(path))
+    if not mine:
+        return False
+    others = filter(None, (_DCP_SHARD.fullmatch(name) for name in os.listdir(path.parent) if name != path.name))
+    return any(other["stem"] == mine["stem"] for other in others)
+
+
+def _check_parts(headers: Mapping[str, Header]) -> None:
+    """Raise `InvalidInput` where no rank's file of a part is there: DCP numbers the files among which the names were divided."""
+    parts: dict[str, dict[int, set[int]]] = {}
+    for name, header in headers.items():
+        if shard := _dcp_shard(name, header):
+            parts.setdefault(shard["group"] + shard["stem"], {}).setdefault(int(shard["parts"]), set()).add(int(shard["part"]))
+    for group, found in parts.items():
+        if len(found) > 1:
+            raise InvalidInput(f"the shards of {group!r} are of several saves, divided into {' and '.join(map(str, sorted(found)))} files")
+        ((wanted, there),) = found.items()
+        if len(there) != wanted or max(there) > wanted:
+            raise InvalidInput(f"shards of {group!r} are missing: wanted files 1 to {wanted} of some rank, got {_few(sorted(there))}")
+
+
+def _few(numbers: Sequence[int]) -> str:
+    return ", ".join(map(str, numbers[:10])) + ("…" if len(numbers) > 10 else "")
+
+
+@dataclass(frozen=True, slots=True)
+class _Stored:
+    """A tensor of a file, `base` bytes into which its data begins."""
+
+    path: Path
+    base: int
+    entry: Entry
+
+    @property
+    def source(self) -> FileRange:
+        return FileRange(self.path, self.base + self.entry.start, self.entry.stop - self.entry.start, width_of(self.entry.dtype))
+
+
+def _tensors(key: str, members: Sequence[tuple[Path, Header]]) -> Flat:
+    by_name: dict[str, list[_Stored]] = {}
+    for path, header in members:
+        for entry in header.entries:
+            by_name.setdefault(entry.name, []).append(_Stored(path, len(header.raw), entry))
+    wholes = [_whole(key, name, stored) for name, stored in by_name.items()]
+    dtypes = [stored[0].entry.dtype for stored in by_name.values()]
+    return flat_dict(key, "tensor", list(by_name), [source for source, _ in wholes], dtypes, [shape for _, shape in wholes])
+
+
+def _whole(key: str, name: str, stored: Sequence[_Stored]) -> tuple[Source, Shape]:
+    """One tensor, of one file or put together from the shards of several."""
+    first = stored[0]
+    if first.entry.saved_offsets is None and len(stored) == 1:
+        return first.source, first.entry.shape
+    boxes = [Box(each.entry.saved_offsets, each.entry.shape) for each in stored if each.entry.saved_offsets is not None]
+    if len(boxes) != len(stored):
+        raise InvalidInput(f"two files that belong together ({key}) both have a tensor {name!r}, and do not say which part of it")
+    for each in stored:
+        if each.entry.dtype != first.entry.dtype or len(each.entry.shape) != len(first.entry.shape):
+            raise InvalidInput(f"the shards of {name!r} are not of one tensor: {_text(first)}, {_text(each)}")
+    shape = tuple(max(column) for column in zip(*(map(sum, zip(*box, strict=True)) for box in boxes), strict=True))
+    check_tiling(f"{name!r} in {first.path.parent}, of {count_text(len(stored), 'shard')}", shape, boxes)
+    if len(stored) == 1:
+        return first.source, shape
+    return Joined(shape, width_of(first.entry.dtype), [(box, each.source) for box, each in zip(boxes, stored, strict=True)]), shape
+
+
+def _text(stored: _Stored) -> str:
+    return f"{stored.entry.dtype}{list(stored.entry.shape)} in {stored.path.name}"
 
 
 def _walk(root: Path) -> Iterable[tuple[str, Path]]:
-    for folder, folders, names in os.walk(root):
+    for folder, folders, names in os.walk(root, onerror=_unreadable):
         folders[:] = sorted(set(folders) - _SKIPPED)
         for name in names:
             path = Path(folder, name)
             if not path.is_file():
                 raise InvalidInput(f"{path} is no file: a broken link, a socket or a pipe; remove it, or import another directory")
-            yield path.relative_to(root).as_posix(), path
+            relative = path.relative_to(root).as_posix()
+            if unicode_text(relative) != relative:
+                raise InvalidInput(f"the name of {path} is no Unicode, and a commit has its files by their names; rename it")
+            yield relative, path
+
+
+def _unreadable(error: OSError) -> NoReturn:
+    raise Unavailable(f"cannot read {error.filename}: {error.strerror}; see to its rights, then repeat") from error

@@ -4,7 +4,7 @@ import fnmatch
 import os
 import secrets
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from os import PathLike
@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Literal, TypeAlias
 from urllib.parse import unquote
 
-from ckptstore.core.model import Node
+from ckptstore.core.model import Node, Shape
+from ckptstore.core.places import check_path
 from ckptstore.engine.checkout import Tree
 from ckptstore.errors import Conflict, InvalidInput, NotFound, Unavailable
 from ckptstore.interop.directory import FILES, SUFFIX, group_keys
@@ -21,6 +22,9 @@ from ckptstore.snapshot import Snapshot
 
 Format: TypeAlias = Literal["files", "safetensors", "torch", "dcp"]
 FORMATS: tuple[Format, ...] = ("files", "safetensors", "torch", "dcp")
+
+Selects: TypeAlias = tuple[str, ...]
+EVERYTHING = "*"
 
 _TORCH_SUFFIXES = (".pt", ".pth", ".bin", ".ckpt")
 
@@ -36,22 +40,30 @@ class Exported:
 
 
 def export(
-    snapshot: Snapshot, path: str | PathLike[str], *, format: Format | None = None, select: str = "*", allow_pickle: bool = False
+    snapshot: Snapshot,
+    path: str | PathLike[str],
+    *,
+    format: Format | None = None,
+    select: str | Sequence[str] = EVERYTHING,
+    allow_pickle: bool = False,
 ) -> Exported:
     """Write a commit to `path`, which must not exist.
 
     `format` is by default what was imported (`files`: the same files, byte for byte), else what the name says (`.safetensors`, `.pt`).
-    `select` takes one key of the state (`model`), or leaves by a glob of their paths. `safetensors` takes tensors only, named by their
-    paths without the key if only one key has some. `torch` and `dcp` hold the state in memory while they write it.
+    `select` takes keys of the state (`model`), or leaves by globs of their paths: one or several, each of which must match something. The
+    export has what any of them matches. `safetensors` takes tensors only, named by their paths without the key if only one key has some.
+    `torch` and `dcp` write one key as its value, several keys as a dict, leaves by their paths; they hold the state in memory.
 
     Raises `Conflict` if `path` exists, `InvalidInput` for what the format cannot hold, `Corrupt` for damaged chunks; then nothing
     is left.
     """
     target = Path(path)
+    check_path(target)
     if os.path.lexists(target):
         raise Conflict(f"{target} exists; nothing was written, choose another name")
     chosen = format or _format_of(snapshot, target)
-    write: Callable[[Snapshot, Path, str, bool], int] = {
+    selects = (select,) if isinstance(select, str) else tuple(dict.fromkeys(select))
+    write: Callable[[Snapshot, Path, Selects, bool], int] = {
         "files": _write_files,
         "safetensors": _write_safetensors,
         "torch": _write_torch,
@@ -59,7 +71,7 @@ def export(
     }[chosen]
     try:
         with _in_place(target) as scratch:
-            left_out = write(snapshot, scratch, select, allow_pickle)
+            left_out = write(snapshot, scratch, selects, allow_pickle)
     except OSError as error:
         raise Unavailable(f"cannot write {target}: {error}") from error
     files = tuple(sorted(p for p in target.rglob("*") if p.is_file())) if target.is_dir() else (target,)
@@ -91,20 +103,24 @@ def _file_names(snapshot: Snapshot) -> list[str]:
     return list(skeleton.keys or ()) if plain else []
 
 
-def _write_files(snapshot: Snapshot, scratch: Path, select: str, allow_pickle: bool) -> int:
+def _write_files(snapshot: Snapshot, scratch: Path, selects: Selects, allow_pickle: bool) -> int:
     names = _file_names(snapshot)
     if not names:
         raise InvalidInput(f"commit {snapshot.id[:12]} was not imported from files: it has no key {FILES!r} of files; choose a --format")
-    if select != "*":
+    if selects != (EVERYTHING,):
         raise InvalidInput("the files of an import are exported all together; --select is for the other formats")
     files = snapshot.trees[FILES].schema.paths
-    keys = group_keys([name for name in names if name.endswith(SUFFIX)])
+    headers = {name: parse_header(snapshot.read(path), name) for name, path in zip(names, files, strict=True) if name.endswith(SUFFIX)}
+    keys = group_keys(headers)
+    if not snapshot.trees.keys() >= set(keys.values()):
+        headers = {name: header.unsharded for name, header in headers.items()}  # imports of earlier versions took each file for itself
+        keys = group_keys(headers)
+    shapes = _whole_shapes(headers, keys)
     single = len(names) == 1 and scratch.suffix == Path(names[0]).suffix
     for name, path in zip(names, files, strict=True):
         target = scratch if single else _below(scratch, name)
         if name in keys:
-            header = parse_header(snapshot.read(path), name)
-            _write_tensors(snapshot, target, header, _leaves_of(snapshot, keys[name], header))
+            _write_safetensors_again(snapshot, target, headers[name], keys[name], shapes)
         else:
             with _Writing(target) as file:
                 snapshot.send({path: file.at(0)})
@@ -120,25 +136,41 @@ def _below(root: Path, name: str) -> Path:
     return target
 
 
-def _leaves_of(snapshot: Snapshot, key: str, header: Header) -> dict[str, str]:
-    """The path of each tensor of `header`. Raises `InvalidInput` if the commit's are not of its dtype and shape."""
+def _whole_shapes(headers: Mapping[str, Header], keys: Mapping[str, str]) -> dict[tuple[str, str], Shape]:
+    """The shape of each tensor, by key and name, of which the files have all or a shard each."""
+    shapes: dict[tuple[str, str], Shape] = {}
+    for file, header in headers.items():
+        for entry in header.entries:
+            known = shapes.get((keys[file], entry.name), entry.shape)
+            shapes[keys[file], entry.name] = tuple(map(max, known, map(sum, zip(*entry.box, strict=True))))
+    return shapes
+
+
+def _write_safetensors_again(snapshot: Snapshot, target: Path, header: Header, key: str, shapes: Mapping[tuple[str, str], Shape]) -> None:
+    """The file that `header` describes: the tensors under `key`, or shards of them. Raises `InvalidInput` if they are of another dtype
+    or shape."""
     if key not in snapshot.trees:
         raise InvalidInput(f"commit {snapshot.id[:12]} has no tensors {key!r} for its files; choose a --format")
-    schema = snapshot.trees[key].schema
-    names = schema.skeleton.keys if isinstance(schema.skeleton, Node) else ()
-    there = dict(zip(names or (), range(len(schema)), strict=False))
-    for entry in header.entries:
-        i = there.get(entry.name)
-        if i is None or (schema.dtypes[i], schema.shapes[i]) != (entry.dtype, entry.shape):
-            raise InvalidInput(f"{key}/{entry.name} is not what its file says, {entry.dtype}{list(entry.shape)}; choose a --format")
-    return {entry.name: schema.paths[there[entry.name]] for entry in header.entries}
+    tree = snapshot.trees[key]
+    schema = tree.schema
+    there = dict(zip((schema.skeleton.keys if isinstance(schema.skeleton, Node) else ()) or (), range(len(schema)), strict=False))
+    with _Writing(target) as file:
+        file.at(0).write(0, memoryview(header.raw))
+        wanted = []
+        for entry in header.entries:
+            i, shape = there.get(entry.name), shapes[key, entry.name]
+            if i is None or (schema.dtypes[i], schema.shapes[i]) != (entry.dtype, shape):
+                raise InvalidInput(f"{key}/{entry.name} is not what its file says, {entry.dtype}{list(shape)}; choose a --format")
+            if entry.stop > entry.start:
+                wanted.append((tree, i, file.at(len(header.raw) + entry.start), None if entry.shape == shape else entry.box))
+        snapshot.land(wanted)
 
 
 # -- safetensors --
 
 
-def _write_safetensors(snapshot: Snapshot, scratch: Path, select: str, allow_pickle: bool) -> int:
-    chosen = list(_selected(snapshot, select))
+def _write_safetensors(snapshot: Snapshot, scratch: Path, selects: Selects, allow_pickle: bool) -> int:
+    chosen = list(_selected(snapshot, selects))
     tensors = [(tree, i) for tree, i in chosen if tree.schema.kinds[i] == "tensor"]
     one_key = len({tree.key for tree, _ in tensors}) == 1
     names = {_name(tree, i, one_key): tree.schema.paths[i] for tree, i in tensors}
@@ -161,47 +193,56 @@ def _write_tensors(snapshot: Snapshot, target: Path, header: Header, paths: Mapp
         snapshot.send({paths[entry.name]: file.at(base + entry.start) for entry in header.entries})
 
 
-def _selected(snapshot: Snapshot, select: str) -> Iterator[tuple[Tree, int]]:
-    found = False
+def _selected(snapshot: Snapshot, selects: Selects) -> Iterator[tuple[Tree, int]]:
+    """The leaves that any of `selects` matches. Raises `NotFound` for one that matches none."""
+    unmatched = set(selects)
     for key, tree in snapshot.trees.items():
         for i, path in enumerate(tree.schema.paths):
-            if key == select or fnmatch.fnmatchcase(path, select):
-                found = True
+            if matching := {select for select in selects if key == select or fnmatch.fnmatchcase(path, select)}:
+                unmatched -= matching
                 yield tree, i
-    if not found:
-        raise NotFound(f"commit {snapshot.id[:12]} has no leaves {select!r}; `ckptstore ls {snapshot.id[:12]}` lists them")
+    for select in selects:
+        if select in unmatched:
+            raise NotFound(f"commit {snapshot.id[:12]} has no leaves {select!r}; `ckptstore ls {snapshot.id[:12]}` lists them")
 
 
 # -- torch's own --
 
 
-def _write_torch(snapshot: Snapshot, scratch: Path, select: str, allow_pickle: bool) -> int:
+def _write_torch(snapshot: Snapshot, scratch: Path, selects: Selects, allow_pickle: bool) -> int:
     import torch
 
-    torch.save(_state(snapshot, select, allow_pickle), scratch)
-    _sync(scratch)
+    state = _state(snapshot, selects, allow_pickle)
+    with open(scratch, "xb") as file:  # torch's own opening of a path takes no name that begins with a dot and has no suffix
+        torch.save(state, file)
+        file.flush()
+        os.fsync(file.fileno())
     return 0
 
 
-def _write_dcp(snapshot: Snapshot, scratch: Path, select: str, allow_pickle: bool) -> int:
+def _write_dcp(snapshot: Snapshot, scratch: Path, selects: Selects, allow_pickle: bool) -> int:
     from torch.distributed.checkpoint.state_dict_saver import save
 
     from ckptstore.interop.dcp import store_to_dcp
+    from ckptstore.interop.dcp.convert import errors_of_dcp
 
-    if select == "*":
+    if selects == (EVERYTHING,):
         store_to_dcp(snapshot, scratch, allow_pickle=allow_pickle)
         return 0
-    state = _state(snapshot, select, allow_pickle)
-    save(state if isinstance(state, dict) else {select: state}, checkpoint_id=scratch, no_dist=True)
+    state = _state(snapshot, selects, allow_pickle)
+    with errors_of_dcp(scratch):
+        save(state if isinstance(state, dict) else {selects[0]: state}, checkpoint_id=scratch, no_dist=True)
     return 0
 
 
-def _state(snapshot: Snapshot, select: str, allow_pickle: bool) -> object:
-    if select == "*":
+def _state(snapshot: Snapshot, selects: Selects, allow_pickle: bool) -> object:
+    """The value of one key; a dict of values by keys; or a dict of leaves by paths where not all of `selects` are keys."""
+    if selects == (EVERYTHING,):
         return snapshot.state_dict(allow_pickle=allow_pickle)
-    if select in snapshot.trees:
-        return snapshot.state_dict(select, allow_pickle=allow_pickle)
-    paths = [tree.schema.paths[i] for tree, i in _selected(snapshot, select)]
+    if all(select in snapshot.trees for select in selects):
+        found = {key: snapshot.state_dict(key, allow_pickle=allow_pickle) for key in selects}
+        return found if len(selects) > 1 else found[selects[0]]
+    paths = [tree.schema.paths[i] for tree, i in _selected(snapshot, selects)]
     return {path: snapshot.read(path, allow_pickle=allow_pickle) for path in paths}
 
 

@@ -18,6 +18,7 @@ from ckptstore.interop.directory import INDEX_SUFFIX, SUFFIX
 from ckptstore.snapshot import Snapshot
 from ckptstore.state.flat import Flat
 from ckptstore.store import Store
+from ckptstore.text import unicode_text
 
 Kind: TypeAlias = Literal["files", "torch", "dcp", "torchsnapshot"]
 
@@ -51,7 +52,7 @@ def import_path(store: Store, path: str | PathLike[str], labels: Labels | None =
         lambda: _flats(place, allow_pickle=allow_pickle),
         step=labels.step,
         tag=labels.tags,
-        message=labels.message or f"imported from {place.name}",
+        message=labels.message or f"imported from {unicode_text(place.name)}",
         metrics=labels.metrics,
     )
 
@@ -95,4 +96,8 @@ def _plan(place: Path) -> directory.DirectoryPlan:
         return directory.plan_directory(place)
     if place.name.endswith(INDEX_SUFFIX):
         return directory.plan_files([place, *(place.parent / name for name in directory.indexed_names(place))])
+    if directory.has_other_shards(place):
+        raise InvalidInput(
+            f"{place} is one of several shards, which are a checkpoint together only; import their directory, {place.parent}"
+        )
     return directory.plan_files([place])

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from ckptstore.core.dtypes import WIDTHS
-from ckptstore.errors import InvalidInput
+from ckptstore.errors import InvalidInput, Unavailable
 
 _DCP = "torch.distributed.checkpoint.metadata"
 _RECORDS = {
@@ -25,7 +25,8 @@ _RECORDS = {
 def load_torch(file: Path | io.BytesIO, name: str, *, allow_pickle: bool) -> Any:
     """What a file of torch.save holds, `name` in errors. Tensors stay in a file until they are read, but for files of torch before 1.6.
 
-    Raises `InvalidInput` for what only running its code could read, unless `allow_pickle`, and for what is damaged or no such file.
+    Raises `InvalidInput` for what only running its code could read, unless `allow_pickle`, and for what is damaged or no such file,
+    `Unavailable` for one that may not be read.
     """
     try:
         return _load(file, mapped=isinstance(file, Path), weights_only=not allow_pickle)
@@ -36,6 +37,8 @@ def load_torch(file: Path | io.BytesIO, name: str, *, allow_pickle: bool) -> Any
             f"{name} holds more than tensors and plain values, and reading it would run its code ({_first_line(error)}); "
             f"if you trust it, import it with --allow-pickle (allow_pickle=True)"
         ) from error
+    except PermissionError as error:
+        raise Unavailable(f"cannot read {name}: {error}; see to its rights, then repeat") from error
     except (RuntimeError, ValueError, EOFError, OSError, KeyError) as error:
         raise InvalidInput(f"{name} is no file of torch.save, or is damaged: {_first_line(error)}") from error
 

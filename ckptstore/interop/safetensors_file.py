@@ -6,12 +6,12 @@ A file is eight bytes with the header's length, little-endian; the header, a JSO
 
 import json
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NoReturn
 
 from ckptstore.core.dtypes import nbytes_of, width_of
-from ckptstore.core.model import Shape
+from ckptstore.core.model import Box, Shape
 from ckptstore.errors import InvalidInput
 from ckptstore.interop.sources import read_range
 
@@ -20,6 +20,9 @@ HEADER_BYTES_MAX = 100_000_000
 
 LENGTH_BYTES = 8
 _METADATA = "__metadata__"
+_SHARDING = "DCP_SHARDING_INFO"
+"""The metadata in which `torch.distributed.checkpoint.HuggingFaceStorageWriter` says where each tensor of a file lies in the global tensor:
+a JSON object of names with `saved_offsets` (torch/distributed/checkpoint/filesystem.py)."""
 
 _DTYPES = {
     "BOOL": "bool",
@@ -49,21 +52,36 @@ _PACKED = {"F4": ("float4_e2m1fn_x2", 2)}
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """A tensor: torch's dtype and shape, and where its bytes are behind the header."""
+    """A tensor: torch's dtype and shape, where its bytes are behind the header, and, in a DCP shard, its place in the global tensor."""
 
     name: str
     dtype: str
     shape: Shape
     start: int
     stop: int
+    saved_offsets: Shape | None = None
+
+    @property
+    def box(self) -> Box:
+        """Where it lies in its global tensor; all of it, for a tensor that is none's shard."""
+        return Box(self.saved_offsets or (0,) * len(self.shape), self.shape)
 
 
 @dataclass(frozen=True, slots=True)
 class Header:
-    """What a file says of itself: `raw` are its bytes before the data, `entries` its tensors in order of offset."""
+    """What a file says of itself: `raw` are its bytes before the data, `entries` its tensors in order of offset.
+
+    With `sharded`, every entry says where it lies in a global tensor.
+    """
 
     raw: bytes
     entries: tuple[Entry, ...]
+    sharded: bool = False
+
+    @property
+    def unsharded(self) -> "Header":
+        """The same, of tensors that are no shards of others."""
+        return Header(self.raw, tuple(replace(entry, saved_offsets=None) for entry in self.entries))
 
     @property
     def data_bytes(self) -> int:
@@ -96,14 +114,14 @@ def parse_header(raw: bytes, where: str) -> Header:
         raise InvalidInput(f"{where} is no safetensors file: its header is no JSON object: {error}") from error
     if not isinstance(document, dict):
         _refuse(where, "its header is no JSON object")
-    document.pop(_METADATA, None)
-    entries = sorted((_entry(where, name, found) for name, found in document.items()), key=lambda entry: (entry.start, entry.stop))
+    offsets = _saved_offsets(where, document.pop(_METADATA, None))
+    entries = sorted((_entry(where, name, found, offsets) for name, found in document.items()), key=lambda entry: (entry.start, entry.stop))
     end = 0
     for entry in entries:
         if entry.start != end:
             _refuse(where, f"the bytes of {entry.name!r} begin at {entry.start}; wanted {end}, where those before end")
         end = entry.stop
-    return Header(raw, tuple(entries))
+    return Header(raw, tuple(entries), offsets is not None)
 
 
 def encode_header(tensors: Iterable[tuple[str, str, Shape]], metadata: Mapping[str, str] | None = None) -> Header:
@@ -121,7 +139,18 @@ def encode_header(tensors: Iterable[tuple[str, str, Shape]], metadata: Mapping[s
     return parse_header(len(text).to_bytes(LENGTH_BYTES, "little") + text, "the new file")
 
 
-def _entry(where: str, name: str, found: Any) -> Entry:
+def _saved_offsets(where: str, metadata: Any) -> dict[str, Any] | None:
+    """Where each tensor of a DCP shard lies, by its name; None for a file that is none."""
+    text = metadata.get(_SHARDING) if isinstance(metadata, dict) else None
+    if text is None:
+        return None
+    try:
+        return {name: found["saved_offsets"] for name, found in json.loads(text, object_pairs_hook=_without_repeats).items()}
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise InvalidInput(f"{where} is no sound shard of DCP: its {_SHARDING} has no saved_offsets by names: {error!r:.200}") from error
+
+
+def _entry(where: str, name: str, found: Any, saved_offsets: Mapping[str, Any] | None) -> Entry:
     if not isinstance(found, dict) or found.keys() != {"dtype", "shape", "data_offsets"}:
         _refuse(where, f"{name[:80]!r} has not dtype, shape and data_offsets")
     code, shape, offsets = found["dtype"], found["shape"], found["data_offsets"]
@@ -130,7 +159,19 @@ def _entry(where: str, name: str, found: Any) -> Entry:
     dtype, torch_shape = _torch_type(where, name, code, tuple(shape))
     if offsets[1] - offsets[0] != nbytes_of(dtype, torch_shape):
         _refuse(where, f"{name[:80]!r}, {code} {shape}, takes {offsets[1] - offsets[0]} bytes; wanted {nbytes_of(dtype, torch_shape)}")
-    return Entry(name, dtype, torch_shape, offsets[0], offsets[1])
+    entry = Entry(name, dtype, torch_shape, offsets[0], offsets[1])
+    return entry if saved_offsets is None else replace(entry, saved_offsets=_begin(where, entry, shape, saved_offsets.get(name)))
+
+
+def _begin(where: str, entry: Entry, published: list[int], saved: Any) -> Shape:
+    """Where the tensor of a shard begins, in torch's elements."""
+    if not _are_counts(saved) or len(saved) != len(published):
+        got = f"its {_SHARDING} has {str(saved)[:80]} for {entry.name[:80]!r}, of shape {published}"
+        _refuse(where, f"{got}; wanted an offset in each dimension")
+    per = published[-1] // entry.shape[-1] if published and entry.shape[-1] else 1
+    if per > 1 and saved[-1] % per:
+        _refuse(where, f"{entry.name[:80]!r} begins at {saved}, within one of torch's elements")
+    return (*saved[:-1], saved[-1] // per) if per > 1 else tuple(saved)
 
 
 def _torch_type(where: str, name: str, code: object, shape: Shape) -> tuple[str, Shape]:

@@ -7,12 +7,11 @@ import os
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
-from itertools import combinations
 from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ckptstore.core.geometry import intersect
+from ckptstore.core.geometry import byte_ranges, intersect, within
 from ckptstore.core.model import Box, LeafKind, Node, Schema, Shape
 from ckptstore.errors import InvalidInput, Unavailable
 from ckptstore.state.flat import Flat, Source
@@ -56,6 +55,55 @@ class Held:
 
     def stage(self, start: int, stop: int, out: memoryview) -> None:
         out[:] = memoryview(self._data)[start:stop]
+
+
+class Joined:
+    """A tensor of `shape` whose boxes are other sources, each with the bytes of its box alone. The boxes tile the tensor."""
+
+    known_ids = None
+    __slots__ = ("_pieces", "_shape", "nbytes", "width")
+
+    def __init__(self, shape: Shape, width: int, pieces: Sequence[tuple[Box, Source]]) -> None:
+        self._shape, self._pieces = shape, pieces
+        self.nbytes, self.width = width * prod(shape), width
+
+    def view(self, start: int, stop: int) -> None:
+        """They must be put together."""
+
+    def stage(self, start: int, stop: int, out: memoryview) -> None:
+        block, first, cut = _block_around(self._shape, self.width, start, stop)
+        if cut:  # the range lies at the ends of two long rows: whole rows would take more memory than it does
+            self.stage(start, cut, out[: cut - start])
+            self.stage(cut, stop, out[cut - start :])
+            return
+        import numpy as np
+
+        joined = np.empty((*block.lengths, self.width), np.uint8)
+        for box, source in self._pieces:
+            if shared := intersect(box, block):
+                # All dimensions behind the block's range are whole, so that what it shares with a box is one range of the box's bytes.
+                ((begin, end),) = byte_ranges(box.lengths, within(shared, box), self.width)
+                data = np.empty((*shared.lengths, self.width), np.uint8)
+                source.stage(begin, end, data.reshape(-1).data)
+                place = within(shared, block)
+                joined[tuple(slice(o, o + n) for o, n in zip(place.offsets, place.lengths, strict=True))] = data
+        out[: stop - start] = joined.reshape(-1).data[start - first : stop - first]
+
+
+def _block_around(shape: Shape, width: int, start: int, stop: int) -> tuple[Box, int, int]:
+    """The least box of a tensor that has its bytes `start:stop` and lies in one piece; its first byte; where to cut the range instead,
+    or 0."""
+    offsets: list[int] = []
+    for dim in range(len(shape)):
+        suffix = width * prod(shape[dim + 1 :])
+        first, last = start // suffix % shape[dim], (stop - 1) // suffix % shape[dim]
+        offsets.append(first)
+        if first != last or dim == len(shape) - 1:
+            cut = (stop - 1) // suffix * suffix if suffix > stop - start else 0
+            rest = shape[dim + 1 :]
+            lengths = ((1,) * dim) + (last - first + 1, *rest)
+            return Box((*offsets, *(0 for _ in rest)), lengths), start // suffix * suffix, cut if first != last else 0
+    return Box((), ()), 0, 0
 
 
 class Loaded:
@@ -165,12 +213,40 @@ def inside(root: Path, name: object) -> Path:
 
 def check_tiling(where: str, shape: Shape, boxes: Sequence[Box]) -> None:
     """Raise `InvalidInput` unless the boxes make up a tensor of `shape`, no element of it twice."""
-    ranks = {len(box.offsets) for box in boxes} | {len(box.lengths) for box in boxes}
-    fit = ranks <= {len(shape)} and all(o + n <= s for box in boxes for o, n, s in zip(box.offsets, box.lengths, shape, strict=True))
-    whole = fit and sum(prod(box.lengths) for box in boxes) == prod(shape)
-    filled = [box for box in boxes if prod(box.lengths)]
-    if not whole or any(intersect(a, b) for a, b in combinations(filled, 2)):
-        raise InvalidInput(f"{where}: the stored pieces do not make up {list(shape)}, each element once")
+    if problem := _tiling_problem(shape, boxes):
+        raise InvalidInput(f"{where}: the stored pieces do not make up {list(shape)}, each element once: {problem}")
+
+
+def _tiling_problem(shape: Shape, boxes: Sequence[Box]) -> str:
+    for box in boxes:
+        if not len(box.offsets) == len(box.lengths) == len(shape):
+            return f"{_box_text(box)} has other dimensions"
+        if any(o + n > s for o, n, s in zip(box.offsets, box.lengths, shape, strict=True)):
+            return f"{_box_text(box)} is not within it"
+    if twice := _overlap([box for box in boxes if prod(box.lengths)]):
+        return f"{_box_text(twice[0])} and {_box_text(twice[1])} overlap"
+    there = sum(prod(box.lengths) for box in boxes)
+    return f"{prod(shape) - there} of {prod(shape)} elements are in none of {len(boxes)} pieces" if there < prod(shape) else ""
+
+
+def _overlap(boxes: Sequence[Box]) -> tuple[Box, Box] | None:
+    """Two boxes that share an element, if there are such. A box is compared with those that it meets in the dimension most cut alone."""
+    ranks = range(len(boxes[0].lengths)) if boxes else range(0)
+    dim = max(ranks, key=lambda i: len({box.offsets[i] for box in boxes}), default=None)
+    if dim is None:
+        return (boxes[0], boxes[1]) if len(boxes) > 1 else None
+    near: list[Box] = []
+    for box in sorted(boxes, key=lambda box: box.offsets[dim]):
+        near = [other for other in near if other.offsets[dim] + other.lengths[dim] > box.offsets[dim]]
+        for other in near:
+            if intersect(other, box):
+                return other, box
+        near.append(box)
+    return None
+
+
+def _box_text(box: Box) -> str:
+    return f"the piece of {list(box.lengths)} at {list(box.offsets)}"
 
 
 def as_app_state(state: Any) -> dict[str, Any]:

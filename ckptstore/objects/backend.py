@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from ckptstore.core.ids import SessionId
+from ckptstore.core.places import check_path
 from ckptstore.errors import InvalidInput
 
 
@@ -102,9 +103,10 @@ def open_backend(
 
     Nothing is created and nothing looked up; `~` is the user's home. `fsync=False` gives up durability on a local disk, for tests and
     scratch stores. With `direct_io`, the bulk of large objects is written past a local disk's page cache; with None, of those that are
-    written aside. `storage_options` go to fsspec.
+    written aside. `storage_options` go to fsspec. Raises `InvalidInput` for what is neither a path nor a URL.
     """
     text = str(url)
+    check_path(text)
     scheme, separator, rest = text.partition("://")
     if not separator or scheme == "file":
         if storage_options:

@@ -37,15 +37,18 @@ class Directories:
     def _make(self, path: str) -> None:
         """The store's own directories become durable with what is put in them, those above it at once."""
         try:
+            self._make_one(path)
+        except FileNotFoundError:
+            self._make(os.path.dirname(path))
+            self._make_one(path)  # fails again below a link that leads nowhere, or in a file system of the kernel
+
+    def _make_one(self, path: str) -> None:
+        try:
             os.mkdir(path, rights(self.root) if len(path) > len(self.root) else 0o777)
         except FileExistsError:
             return
-        except FileNotFoundError:
-            self._make(os.path.dirname(path))
-            self._make(path)
-        else:
-            if len(path) <= len(self.root):
-                self._sync_names(os.path.dirname(path))
+        if len(path) <= len(self.root):
+            self._sync_names(os.path.dirname(path))
 
     def _anchor(self, directory: str) -> None:
         """Make the names of `directory` and of those above it durable, once: another process may have made them just now."""

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ckptstore.core.ids import CommitId, parse_commit_id
-from ckptstore.core.places import make_directories, rights
+from ckptstore.core.places import check_path, make_directories, rights
 from ckptstore.core.secrets import redact
 from ckptstore.errors import CkptStoreError, Conflict, Corrupt, InvalidInput, NotFound, ReadOnly, Unavailable
 from ckptstore.objects.canonical import decode, field
@@ -54,6 +54,7 @@ def read_pointer(path: str | os.PathLike[str]) -> Pointer:
     Raises `NotFound` if nothing is there, `InvalidInput` for anything but a pointer file, `Unavailable` if it cannot be read.
     """
     place = Path(path)
+    check_path(place)
     data = _read(place)
     try:
         document = decode(data)

@@ -135,7 +135,8 @@ def _id(store: Path, ref: str) -> str:
     [("show 101", "NotFound", 1), ("show a@b@c", "InvalidInput", 2), ("lgo", "UsageError", 2), ("log -s /nowhere", "NoStore", 10)],
 )
 def test_with_json_an_error_is_a_document_too(made_store: Path, words: str, kind: str, code: int) -> None:
-    result = call("--json", "-s", str(made_store), *words.split())
+    store = () if " -s " in words else ("-s", str(made_store))
+    result = call("--json", *store, *words.split())
     error = result.document["error"]
     assert (error["kind"], error["exit_code"], result.code) == (kind, code, code)
     assert result.err == f"ckptstore: {error['message']}\n"

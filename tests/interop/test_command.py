@@ -1,10 +1,12 @@
 """import and export on the command line."""
 
 import json
+import os
 from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file, save_file
 
 import ckptstore
@@ -41,3 +43,50 @@ def test_what_goes_wrong_is_told(place: Path) -> None:
     assert call("export", "latest", str(place / "model.safetensors")).code == Exit.FAILED
     assert "--format" in call("export", "latest", str(place / "out.bin2")).err
     assert json.loads(call("export", "nosuch", str(place / "y.pt"), "--json").out)["error"]["kind"] == "NotFound"
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is")
+def test_several_selects_add_up_in_every_format(place: Path) -> None:
+    with ckptstore.open(place / "store") as store:
+        store.commit({"model": {"w": torch.ones(3)}, "ema": {"w": torch.zeros(3)}, "step": 7}, tag="state")
+    for format, suffix in (("torch", "pt"), ("dcp", "d"), ("safetensors", "safetensors")):
+        words = ("--select", "model", "--select", "ema", "--format", format)
+        assert call("export", "state", str(place / f"out.{suffix}"), *words).code == 0
+    wanted = {"model": {"w": torch.ones(3)}, "ema": {"w": torch.zeros(3)}}
+    assert str(torch.load(place / "out.pt", weights_only=True)) == str(wanted)
+    empty = {key: {"w": torch.full((3,), 5.0)} for key in wanted}
+    dcp.load(empty, checkpoint_id=place / "out.d", no_dist=True)
+    assert str(empty) == str(wanted)
+    assert load_file(place / "out.safetensors").keys() == {"model.w", "ema.w"}
+    assert call("export", "state", str(place / "mixed.pt"), "--select", "model", "--select", "st*").code == 0
+    assert torch.load(place / "mixed.pt", weights_only=True).keys() == {"model/w", "step"}
+
+
+def test_an_export_for_torch_takes_any_name(place: Path) -> None:
+    call("import", str(place / "model.safetensors"), "--tag", "a")
+    assert call("export", "a", str(place / "plain"), "--format", "torch").code == 0
+    assert torch.load(place / "plain", weights_only=True)["model"]["w"].shape == (1000,)
+
+
+def test_damage_that_dcp_meets_is_told_as_damage(place: Path) -> None:
+    call("import", str(place / "model.safetensors"), "--tag", "a")
+    for pack in (place / "store" / "packs").rglob("*"):
+        if pack.is_file():
+            data = bytearray(pack.read_bytes())
+            data[100] ^= 1
+            pack.write_bytes(data)
+    result = call("export", "a", str(place / "d"), "--format", "dcp")
+    assert (result.code, (place / "d").exists()) == (Exit.DAMAGED, False)
+    assert "does not match its id" in result.err and result.err.count("\n") == 1
+
+
+def test_a_directory_whose_name_is_no_unicode_is_imported_and_a_file_in_one_is_refused(place: Path) -> None:
+    folder = place / os.fsdecode(b"\xff")
+    folder.mkdir()
+    (folder / "file").write_text("x")
+    made = call("import", str(folder), "--json")
+    assert made.code == 0, made.err
+    assert call("log", "--json").document["commits"][0]["message"] == "imported from \\udcff"
+    (folder / os.fsdecode(b"\xfe")).write_text("x")
+    refused = call("import", str(folder))
+    assert refused.code == Exit.USAGE and "is no Unicode, and a commit has its files by their names; rename it" in refused.err

@@ -3,12 +3,14 @@
 import io
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import create_default_global_save_plan
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex, TensorProperties
@@ -16,7 +18,7 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, TensorWr
 from torch.distributed.checkpoint.state_dict_saver import _save_state_dict
 
 from ckptstore.core.model import Box
-from ckptstore.errors import Conflict, InvalidInput
+from ckptstore.errors import Conflict, InvalidInput, Unavailable
 from ckptstore.interop.dcp.directory import Found, found_in
 from ckptstore.interop.dcp.items import BoxItem, Resolved, decode_message, flattened, messages_of, parts_of
 from ckptstore.interop.dcp.names import FLAT_KEY, Named, named
@@ -26,6 +28,7 @@ from ckptstore.snapshot import Snapshot
 from ckptstore.state import tensors
 from ckptstore.state.leaves import Destination
 from ckptstore.store import Store
+from ckptstore.text import unicode_text
 
 
 def dcp_to_store(
@@ -60,7 +63,7 @@ def dcp_to_store(
             lambda label: store.parts.publish(session, label, planted.trees, planted.layout, [written.receipt], started),
             step=step,
             tag=tag,
-            message=message or f"imported from {root.name}",
+            message=message or f"imported from {unicode_text(root.name)}",
             metrics=metrics,
         )
     finally:
@@ -71,13 +74,26 @@ def store_to_dcp(snapshot: Snapshot, path: str | os.PathLike[str], *, key: str |
     """Write a commit as a directory that `dcp.load` reads without ckptstore; with `key`, that key alone and without its name.
 
     Objects in it are pickles, as DCP writes them. Raises `Conflict` if there is a checkpoint at `path`, `InvalidInput` where two leaves
-    would have one name.
+    would have one name, `Unavailable` if `path` cannot be written, `Corrupt` for damaged chunks.
     """
     root = Path(path)
     if root.is_file() or (root / ".metadata").exists():
         raise Conflict(f"{root} is {'a file' if root.is_file() else 'a checkpoint'} already; choose another path")
     planner = _CommitPlanner(snapshot, key, allow_pickle=allow_pickle)
-    return _save_state_dict({}, FileSystemWriter(root, overwrite=False), no_dist=True, planner=planner)
+    with errors_of_dcp(root):
+        return _save_state_dict({}, FileSystemWriter(root, overwrite=False), no_dist=True, planner=planner)
+
+
+@contextmanager
+def errors_of_dcp(root: Path) -> Iterator[None]:
+    """The error of this process in place of the `CheckpointException`, which is no `Exception`, that DCP wraps around it."""
+    try:
+        yield
+    except CheckpointException as error:
+        failure = next(iter(error.failures.values()))[0]
+        if isinstance(failure, OSError):
+            raise Unavailable(f"cannot write {root}: {failure}") from failure
+        raise failure from error
 
 
 class _CommitPlanner(SavePlanner):

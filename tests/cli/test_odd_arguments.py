@@ -1,0 +1,194 @@
+"""Whatever stands where a path should: every command ends with one line of ours and a documented exit code, never with a traceback."""
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+import ckptstore
+from ckptstore.cli.exits import Exit
+from ckptstore.cli.parser import build
+from tests.cli.running import Result, call, environment
+
+ODD = {
+    "NUL": lambda root: "a\0b",
+    "no Unicode": lambda root: os.fsdecode(os.fsencode(root) + b"/\xff\xfe"),
+    "lone surrogate": lambda root: f"{root}/\ud800",
+    "FIFO": lambda root: str(root / "fifo"),
+    "FIFO with a suffix": lambda root: str(root / "fifo.safetensors"),
+    "FIFO called .pt": lambda root: str(root / "fifo.pt"),
+    "directory": lambda root: str(root / "directory"),
+    "directory called .pt": lambda root: str(root / "directory.pt"),
+    "file": lambda root: str(root / "file"),
+    "below a file": lambda root: str(root / "file" / "x"),
+    "unreadable": lambda root: "/proc/self/mem",
+    "too long": lambda root: str(root / ("x" * 300)),
+    "loop of links": lambda root: str(root / "loop"),
+    "link to nothing": lambda root: str(root / "dangling"),
+    "nothing can be made": lambda root: "/proc/nothing",
+    "device": lambda root: "/dev/null",
+    "URL without a bucket": lambda root: "s3://",
+    "URL of no kind": lambda root: "kind://place",
+    "no URL": lambda root: "://",
+}
+"""What stands where a path should, by what is odd about it."""
+
+STORE = "STORE"
+"""Stands for a good store in the words below, PATH for what is odd, NEW for a path that is new each time."""
+
+OTHERS = {
+    "diff": "1 1",
+    "undelete": "abcdef",
+    "forget": "--keep-last 1",
+    "push": "STORE",
+    "pull": "STORE",
+    "import": "STORE/file",
+    "export": "1 NEW",
+}
+"""What a command needs besides its store."""
+
+NO_STORE_OF_THEIR_OWN = {"init", "clone", "completion"}
+
+WORDS = [
+    *(f"{command} -s PATH {OTHERS.get(command, '')}" for command in build().commands if command not in NO_STORE_OF_THEIR_OWN),
+    "init PATH",
+    "init -s PATH",
+    "clone PATH NEW",
+    "clone STORE PATH",
+    *(f"{words} -s STORE" for words in ("push PATH", "push --create PATH", "pull PATH", "repair --apply --from PATH")),
+    *(f"{command} -s STORE PATH" for command in ("show", "ls", "ls latest", "diff 1", "tag n", "forget -n", "undelete")),
+    "import -s STORE PATH",
+    *(f"export -s STORE 1 PATH {format}" for format in ("", "--format safetensors", "--format torch", "--format dcp", "--format files")),
+    "export -s STORE PATH NEW",
+    "export -s STORE 1 NEW.pt --select PATH",
+    *(f"log -s STORE {option} PATH" for option in ("--run", "--tag", "--metric", "--sort", "--since", "--until", "--index")),
+    "fsck -s STORE --read-data PATH",
+    "forget -n -s STORE --keep-within PATH",
+    "import -s STORE FILES --tag PATH",
+    "import -s STORE FILES --message PATH",
+    "import -s STORE FILES --run PATH",
+]
+
+
+TOUCHING = (
+    "log -s PATH",
+    "fsck -s PATH",
+    "init PATH",
+    "clone STORE PATH",
+    "push",
+    "import -s STORE PATH",
+    "export -s STORE 1 PATH",
+    "show -s",
+)
+"""How the words begin with which every odd path is tried in the default suite; the others are tried with what no name may have."""
+
+QUICK = [(text, kind) for text in WORDS for kind in ODD if text.startswith(TOUCHING) or kind in ("NUL", "lone surrogate")]
+ALL = [(text, kind) for text in WORDS for kind in ODD]
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A good store, files to import, and a file of each odd kind."""
+    root = tmp_path_factory.mktemp("odd")
+    with ckptstore.open(root / STORE) as store:
+        store.commit({"model": {"w": torch.ones(5)}}, step=1)
+    for name in ("fifo", "fifo.safetensors", "fifo.pt"):
+        os.mkfifo(root / name)
+    for name in ("directory", "directory.pt", "FILES"):
+        (root / name).mkdir()
+    save_file({"w": torch.zeros(3)}, root / "FILES" / "model.safetensors")
+    (root / "file").write_text("x")
+    (root / "loop").symlink_to(root / "loop")
+    (root / "dangling").symlink_to(root / "nothing")
+    return root
+
+
+@pytest.fixture
+def place(root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """`root`, for a command that runs tmp_path."""
+    monkeypatch.chdir(tmp_path)
+    return root
+
+
+def words_of(text: str, root: Path, odd: str, new: Path) -> list[str]:
+    meant = {"PATH": odd, "NEW": f"{new}/made", "NEW.pt": f"{new}/made.pt", "FILES": f"{root}/FILES"}
+    return [meant.get(word, word.replace("STORE", f"{root}/{STORE}", 1)) for word in text.split()]
+
+
+def check_ending(result: Result, words: list[str]) -> None:
+    assert result.code in set(Exit), (words, result)
+    assert "Traceback" not in result.err + result.out, (words, result)
+    assert "should not have happened" not in result.err, (words, result)
+    if result.code:
+        assert result.err.startswith("ckptstore: ") and len(result.err) > 20, (words, result)
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is")
+@pytest.mark.parametrize(("text", "kind"), [*QUICK, *(pytest.param(*case, marks=pytest.mark.soak) for case in ALL if case not in QUICK)])
+def test_every_command_ends_with_a_message_of_ours(text: str, kind: str, place: Path, tmp_path: Path) -> None:
+    words = words_of(text, place, ODD[kind](place), tmp_path)
+    check_ending(call(*words), words)
+
+
+def run_without_privileges(*words: str, home: Path) -> Result:
+    """The real command line, for which the modes of files mean something, root's as well."""
+    drop = ("setpriv", "--bounding-set", "-dac_override,-dac_read_search") if not os.geteuid() else ()
+    if drop and not shutil.which(drop[0]):
+        pytest.skip("root needs setpriv (util-linux) to run without its privileges")
+    env = {name: value for name, value in environment().items() if name not in ("XDG_CACHE_HOME", "CKPTSTORE_CACHE")}
+    command = [*drop, sys.executable, "-m", "ckptstore", *words]
+    done = subprocess.run(command, capture_output=True, text=True, env={**env, "HOME": str(home)}, timeout=60, check=False)
+    return Result(done.returncode, done.stdout, done.stderr)
+
+
+def test_a_home_that_takes_no_files_hinders_no_command(tmp_path: Path) -> None:
+    home, store = tmp_path / "home", tmp_path / "store"
+    home.mkdir()
+    home.chmod(0o555)
+    save_file({"w": torch.ones(3)}, tmp_path / "model.safetensors")
+    for words in (
+        ("init", str(store)),
+        ("import", str(tmp_path / "model.safetensors"), "--step", "1"),
+        ("fsck", "--read-data"),
+        ("gc",),
+        ("export", "1", str(tmp_path / "out.safetensors")),
+    ):
+        result = run_without_privileges("-s", str(store), *words, home=home)
+        assert (result.code, result.err) == (0, ""), (words, result)
+    assert list(home.iterdir()) == []
+    assert load_file(tmp_path / "out.safetensors")["w"].sum() == 3
+
+
+@pytest.mark.parametrize("name", ["model.pt", "model.safetensors.index.json", "directory/below"])
+def test_a_file_that_may_not_be_read_is_not_imported(name: str, tmp_path: Path) -> None:
+    ckptstore.open(tmp_path / "store").close()
+    path = tmp_path / name
+    path.parent.mkdir(exist_ok=True)
+    if name == "directory/below":
+        (path.parent / "readable.txt").write_text("x")
+        path.mkdir()
+    else:
+        path.write_bytes(b"{}" * 50)
+    path.chmod(0)
+    result = run_without_privileges("-s", str(tmp_path / "store"), "import", str(path.parent if path.is_dir() else path), home=tmp_path)
+    check_ending(result, [name])
+    assert (result.code, result.err.count("\n")) == (Exit.FAILED, 1)
+    assert name in result.err and "ermission denied" in result.err
+
+
+@pytest.mark.parametrize("words", ["log", "gc", "import"])
+def test_a_store_that_may_not_be_read_says_so(words: str, tmp_path: Path) -> None:
+    save_file({"w": torch.ones(3)}, tmp_path / "model.safetensors")
+    with ckptstore.open(tmp_path / "store") as made:
+        made.commit({"w": torch.ones(3)}, step=1)
+    for folder in ("packs", "log"):
+        (tmp_path / "store" / folder).chmod(0)
+    given = [words, *([str(tmp_path / "model.safetensors")] if words == "import" else [])]
+    result = run_without_privileges("-s", str(tmp_path / "store"), *given, home=tmp_path)
+    check_ending(result, given)
+    assert result.code and "ermission denied" in result.err, (words, result)
