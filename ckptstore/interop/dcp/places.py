@@ -1,7 +1,7 @@
 """Which store, and which commit in it: what `StoreWriter` and `StoreReader` were given, and what DCP calls a checkpoint's id.
 
-A `checkpoint_id` that is a path (absolute, or beginning with `./` or `../`, or a `Path`) is a pointer file there; digits are a step; other
-text is a tag. All three are refs, so what `dcp.save` was given, `dcp.load` finds.
+A `checkpoint_id` that is a path (absolute, or beginning with `./` or `../`, or a `Path`) is a directory there with a pointer file in place
+of DCP's `.metadata`; digits are a step; other text is a tag. All three are refs, so what `dcp.save` was given, `dcp.load` finds.
 """
 
 import os
@@ -12,9 +12,11 @@ from pathlib import Path
 from typing import Any, Generic, TypeAlias, TypeVar
 
 from ckptstore.access import open
-from ckptstore.core.ids import check_tag
+from ckptstore.core.ids import CONFIG_KEY, check_tag
 from ckptstore.engine.naming import AnyRef, is_path
-from ckptstore.errors import InvalidInput
+from ckptstore.errors import Conflict, InvalidInput
+from ckptstore.interop.dcp.directory import METADATA as DCP_METADATA
+from ckptstore.objects.pointers import is_pointer
 from ckptstore.store import Store
 
 CheckpointId: TypeAlias = str | os.PathLike[str]
@@ -140,11 +142,23 @@ class AtPlace(Generic[Work]):
 
 @dataclass(frozen=True, slots=True)
 class Name:
-    """What a save is to be called: a tag, a step or a pointer file; nothing of these perhaps."""
+    """What a save is to be called: a tag, a step or a directory, with the pointer file in it; nothing of these perhaps."""
 
     tag: str | None = None
     step: int | None = None
-    pointer: Path | None = None
+    directory: Path | None = None
+    file: str = DCP_METADATA
+
+    @property
+    def pointer(self) -> Path | None:
+        """The pointer file. Where an earlier version left one at the path itself, that is it. Raises `Conflict` for anything else."""
+        if self.directory is None:
+            return None
+        is_file = os.path.lexists(self.directory) and not self.directory.is_dir()
+        pointer = self.directory if is_file else self.directory / self.file
+        if (os.path.lexists(pointer) and not is_pointer(pointer)) or (self.directory / CONFIG_KEY).exists():
+            raise Conflict(f"{self.directory} is there and has no pointer of ckptstore; give another checkpoint_id, or remove it")
+        return pointer
 
 
 def name_of(checkpoint_id: CheckpointId | None) -> Name:
@@ -152,7 +166,7 @@ def name_of(checkpoint_id: CheckpointId | None) -> Name:
     if checkpoint_id is None or checkpoint_id == "":
         return Name()
     if is_path(checkpoint_id):
-        return Name(pointer=Path(checkpoint_id))
+        return Name(directory=Path(checkpoint_id))
     text = os.fspath(checkpoint_id)
     return Name(step=int(text)) if text.isdecimal() else Name(tag=check_tag(text))
 
@@ -169,7 +183,7 @@ def can_name(checkpoint_id: CheckpointId) -> bool:
 def name_of_rank(name: Name, rank: int) -> Name:
     """What the part of rank `rank` is called, where ranks save without coordination."""
     tag = name.tag and of_rank(name.tag, rank)
-    return Name(tag, name.step, name.pointer and name.pointer.with_name(f"{name.pointer.name}.rank-{rank}"))
+    return Name(tag, name.step, name.directory, f"__{rank}{DCP_METADATA}")
 
 
 def of_rank(label: str, rank: int) -> str:
@@ -180,7 +194,7 @@ def of_rank(label: str, rank: int) -> str:
 def ref_of_rank(ref: AnyRef, run: str, rank: int) -> AnyRef:
     """The ref of what rank `rank` saved without coordination, where `ref` is that of the whole. A commit's id is no ref of a whole."""
     if is_path(ref):
-        return name_of_rank(Name(pointer=Path(os.fspath(ref))), rank).pointer or ref  # type: ignore[arg-type]  # a path, as is_path says
+        return Path(os.fspath(ref)) / name_of_rank(Name(), rank).file  # type: ignore[arg-type]  # a path, as is_path says
     if isinstance(ref, int):
         return f"{of_rank(run, rank)}@{ref}"
     if not isinstance(ref, str):

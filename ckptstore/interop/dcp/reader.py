@@ -52,6 +52,7 @@ class _Load:
     snapshot: Snapshot
     marks: Marks
     items: dict[str, Named]
+    id: str
 
 
 class StoreReader(AtPlace[_Load], StorageReader):
@@ -104,7 +105,7 @@ class StoreReader(AtPlace[_Load], StorageReader):
             if self._key is not None and self._key not in snapshot.trees:
                 keys = ", ".join(snapshot.trees)
                 raise NotFound(f"commit {snapshot.id[:12]} has no key {self._key!r}; it has {keys}; without key=, it is loaded whole")
-            load = _Load(place, snapshot, marks, named(snapshot.trees, marks, self._key))
+            load = _Load(place, snapshot, marks, named(snapshot.trees, marks, self._key), str(uuid.uuid4()))
             self._begin_with(load)
         except BaseException:
             place.close()
@@ -113,7 +114,7 @@ class StoreReader(AtPlace[_Load], StorageReader):
             state_dict_metadata={name: _metadata(item) for name, item in load.items.items()},
             planner_data={name: item.keys for name, item in load.items.items()},
             storage_data={"store": store.url, "commit": snapshot.id},
-            storage_meta=StorageMeta(checkpoint_id=self.checkpoint_id, save_id=snapshot.id, load_id=str(uuid.uuid4())),
+            storage_meta=StorageMeta(checkpoint_id=self.checkpoint_id, save_id=snapshot.id, load_id=load.id),
         )
         metadata.version = DCP_VERSION
         return metadata
@@ -152,6 +153,11 @@ class StoreReader(AtPlace[_Load], StorageReader):
         """Let go of the store, if it was opened here. Every load does so itself; one that fails before it reads does not."""
         if (load := self._begin_with(None)) is not None:
             load.place.close()
+
+    @property
+    def load_id(self) -> str:
+        """What tells this thread's load from others; empty before `read_metadata`."""
+        return self._current.id if self._current else ""
 
     @property
     def _ref(self) -> AnyRef:

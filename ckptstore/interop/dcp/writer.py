@@ -30,7 +30,7 @@ from ckptstore.interop.dcp.meeting import assign, session_of
 from ckptstore.interop.dcp.names import DCP_VERSION, FLAT_KEY
 from ckptstore.interop.dcp.places import AtPlace, CheckpointId, Name, StorePlace, name_of, name_of_rank, of_rank
 from ckptstore.interop.dcp.trees import plant
-from ckptstore.objects.pointers import Pointer, is_pointer, write_pointer
+from ckptstore.objects.pointers import Pointer, write_pointer
 from ckptstore.store import Store
 
 __all__ = ["StoreWriter"]
@@ -66,7 +66,8 @@ class StoreWriter(AtPlace[_Save], StorageWriter):
 
     `store` is an open store, or a place as for `ckptstore.open`, which is then opened for each save (`run`, `storage_options` and `index`
     are its options). `step`, `tag`, `message` and `metrics` are those of the commit. A `checkpoint_id` names it too: digits are its step, a
-    path (`/…`, `./…`, `../…`, a `Path`) gets a pointer file, other text is a tag; what had that name before stays in the store.
+    path (`/…`, `./…`, `../…`, a `Path`) becomes a directory with a pointer file as `.metadata`, other text is a tag; what had that name
+    before stays in the store. With `overwrite=False` a name that is taken is a `Conflict`.
 
     A state dict without anything nested becomes the key `key` of the application state. With `allow_pickle`, objects that the registry does
     not know are pickled and marked as such; without it they are refused, by name.
@@ -88,11 +89,12 @@ class StoreWriter(AtPlace[_Save], StorageWriter):
         allow_pickle: bool = False,
         storage_options: Mapping[str, Any] | None = None,
         index: str | None = None,
+        overwrite: bool = True,
     ) -> None:
         super().__init__(StorePlace(store, run=run, storage_options=storage_options, index=index))
         self._step, self._metrics, self._message = step, metrics, message
         self._tags = ((tag,) if isinstance(tag, str) else tuple(tag)) if tag else ()
-        self._key, self._allow_pickle = key, allow_pickle
+        self._key, self._allow_pickle, self.overwrite = key, allow_pickle, overwrite
         self.commit: CommitId | None = None
 
     def _begin(self) -> None:
@@ -107,6 +109,11 @@ class StoreWriter(AtPlace[_Save], StorageWriter):
         if self._is_home:
             self.commit = None
 
+    @property
+    def save_id(self) -> str | None:
+        """`commit`, under the name that DCP's own writer has for it."""
+        return self.commit
+
     def storage_meta(self) -> StorageMeta | None:
         """What planners get to know of the storage."""
         return StorageMeta(checkpoint_id=self.checkpoint_id, save_id=self._current.commit if self._current else None)
@@ -117,10 +124,9 @@ class StoreWriter(AtPlace[_Save], StorageWriter):
         alone = not kwargs.get("use_collectives", True)
         name = name_of(self._checkpoint_id)
         save = _Save(self._place.another(), name_of_rank(name, rank) if alone else name, rank, alone=alone)
-        pointer = save.name.pointer
-        if pointer is not None and (is_coordinator or alone) and os.path.lexists(pointer) and not is_pointer(pointer):
-            raise Conflict(f"{pointer} is there and is no pointer file; give another checkpoint_id, or remove it")
         self._begin_with(save)
+        if is_coordinator or alone:
+            self._check_name(save)
         save.place.store(create=True).check_writable()
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
@@ -195,11 +201,27 @@ class StoreWriter(AtPlace[_Save], StorageWriter):
             run=of_rank(store.run, save.rank) if save.alone else None,
         )
         self.commit = save.commit = snapshot.id
-        if save.name.pointer is not None:
-            write_pointer(save.name.pointer, Pointer(store.url, snapshot.id))
+        if (pointer := save.name.pointer) is not None:
+            write_pointer(pointer, Pointer(store.url, snapshot.id))
         metadata.version = DCP_VERSION
         metadata.storage_data = {"store": store.url, "commit": snapshot.id}
         metadata.storage_meta = StorageMeta(checkpoint_id=self.checkpoint_id, save_id=snapshot.id)
+
+    def _check_name(self, save: _Save) -> None:
+        """Raise `Conflict` if something that is no pointer has the path, or if something has the name that may not be taken from it."""
+        pointer, name = save.name.pointer, save.name
+        if self.overwrite or name == Name():
+            return
+        store = save.place.store(create=True)
+        run = of_rank(store.run, save.rank) if save.alone else None
+        if pointer is not None:
+            taken = os.path.lexists(pointer)
+        elif name.tag is not None:
+            taken = name.tag in store.tags()
+        else:
+            taken = any(info.step == name.step for info in store.log(None, run=run))
+        if taken:
+            raise Conflict(f"{self.checkpoint_id} names a commit already, and overwrite=False; give another checkpoint_id")
 
     def _labels(self, save: _Save) -> tuple[str, ...]:
         tags = tuple(of_rank(tag, save.rank) for tag in self._tags) if save.alone else self._tags
