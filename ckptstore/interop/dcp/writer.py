@@ -221,7 +221,9 @@ class StoreWriter(AtPlace[_Save], StorageWriter):
         else:
             taken = any(info.step == name.step for info in store.log(None, run=run))
         if taken:
-            raise Conflict(f"{self.checkpoint_id} names a commit already, and overwrite=False; give another checkpoint_id")
+            raise Conflict(
+                f"Checkpoint already exists: {self.checkpoint_id} names a commit, and overwrite=False; give another checkpoint_id"
+            )
 
     def _labels(self, save: _Save) -> tuple[str, ...]:
         tags = tuple(of_rank(tag, save.rank) for tag in self._tags) if save.alone else self._tags
