@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from ckptstore.core.config import StoreConfig
-from ckptstore.core.ids import CommitId, document_key
+from ckptstore.core.ids import CommitId
 from ckptstore.core.model import CommitDocument, LeafContent, Schema
 from ckptstore.engine.budget import WriteRoom, write_room
 from ckptstore.engine.label import Label
@@ -22,6 +22,7 @@ from ckptstore.errors import Conflict, NoSpace
 from ckptstore.history import entries
 from ckptstore.history.log import Log, Refused
 from ckptstore.history.sessions import open_session
+from ckptstore.objects.packing import delete_own
 from ckptstore.objects.store import ObjectStore
 from ckptstore.state.flat import Flat
 
@@ -148,7 +149,7 @@ class Committer:
                 entry = self._log.append(entry_body(published, records, dedup.reused))
             except (Refused, NoSpace):  # nothing was appended; after any other error that is not known, and nothing may be deleted
                 packs.drop()
-                self._objects.backend.delete(document_key(session.id, published.commit))
+                delete_own(self._objects.backend, published.own)
                 session.end()
                 raise
             durable_s = time.perf_counter() - started

@@ -15,12 +15,11 @@ def instead_of_store(backend: Backend) -> str:
     """What to say behind `no store at …:`."""
     root = backend.durable_root
     if root is not None:
-        for place in (root, root / ".snapshot_metadata"):
-            if found := _pointer(place):
-                return (
-                    f"that is a pointer to commit {found.id[:12]} of the store {found.store}; open that store, which takes this path "
-                    "as a ref, or the commit alone by ckptstore.open_pointer"
-                )
+        if found := _pointer(root):
+            return (
+                f"that is a pointer to commit {found.id[:12]} of the store {found.store}; open that store, which takes this path "
+                "as a ref, or the commit alone by ckptstore.open_pointer"
+            )
         for name, library in _WRITERS.items():
             if (root / name).is_file():
                 return f"{library} wrote that directory; `ckptstore --store STORE import {root}` brings it into a store"

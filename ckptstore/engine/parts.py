@@ -14,7 +14,7 @@ from typing import NamedTuple
 from weakref import WeakKeyDictionary, WeakValueDictionary
 
 from ckptstore.core.config import StoreConfig
-from ckptstore.core.ids import SessionId, document_key, pack_rank
+from ckptstore.core.ids import SessionId, pack_rank
 from ckptstore.core.model import INLINE_BYTES, LeafContent, PackRecord
 from ckptstore.engine.commit import CommitStats, index_packs
 from ckptstore.engine.label import Label
@@ -30,6 +30,7 @@ from ckptstore.errors import CkptStoreError, Conflict, InvalidInput, NoSpace
 from ckptstore.history.log import Log, Refused
 from ckptstore.history.sessions import Session, open_session
 from ckptstore.objects import canonical
+from ckptstore.objects.packing import delete_own
 from ckptstore.objects.store import ObjectStore
 from ckptstore.state.flat import Source
 
@@ -125,8 +126,7 @@ class PartsCommitter:
         try:
             entry = self._log.append(entry_body(published, records, reused))
         except (Refused, NoSpace) as error:
-            with suppress(CkptStoreError):
-                self._objects.backend.delete(document_key(session.id, published.commit))
+            delete_own(self._objects.backend, published.own)
             session.abandon()
             if isinstance(error, Refused) and error.refusal.again:
                 raise Conflict("others changed the store while this commit was written; repeat it") from error

@@ -10,6 +10,7 @@ from ckptstore.core.model import CommitDocument, LeafContent, PackRecord, Schema
 from ckptstore.engine.label import Label
 from ckptstore.engine.write import Dedup, SessionPacks, write_metadata
 from ckptstore.history import entries
+from ckptstore.objects.backend import Backend, put_finished
 from ckptstore.objects.documents import content_id, encode_document
 from ckptstore.objects.pack import LAYOUT, PAGE, SCHEMA
 from ckptstore.objects.pages import split_pages
@@ -33,11 +34,12 @@ class Metadata(NamedTuple):
 
 
 class Published(NamedTuple):
-    """A document that is durable, and no commit before the log names it."""
+    """A document that is durable, and no commit before the log names it. `own` are the objects that may be deleted if it never does."""
 
     document: CommitDocument
     commit: CommitId
     document_bytes: int
+    own: tuple[str, ...]
 
 
 class Publisher:
@@ -88,8 +90,13 @@ class Publisher:
             leaves=leaves,
         )
         commit, stored = encode_document(document)
-        self._objects.backend.put(document_key(session, commit), stored)
-        return Published(document, commit, len(stored))
+        return put_document(self._objects.backend, document_key(session, commit), document, commit, stored)
+
+
+def put_document(backend: Backend, key: str, document: CommitDocument, commit: CommitId, stored: bytes) -> Published:
+    """Give the document `stored` its name. Raises `Conflict` if other bytes have it."""
+    created = put_finished(backend, key, stored)
+    return Published(document, commit, len(stored), (key,) if created else ())
 
 
 def entry_body(published: Published, records: Sequence[PackRecord], reused: Iterable[int]) -> entries.Commit:

@@ -3,7 +3,6 @@
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import suppress
 from dataclasses import dataclass
 from itertools import compress, count, islice, pairwise
 from typing import Self
@@ -11,15 +10,15 @@ from typing import Self
 import numpy as np
 
 from ckptstore.core.config import PACK_BYTES_LOCAL, PACK_BYTES_REMOTE, StoreConfig
-from ckptstore.core.ids import CHUNK_ID_BYTES, ChunkId, SessionId, digest, pack_key, twin_key
+from ckptstore.core.ids import CHUNK_ID_BYTES, ChunkId, SessionId, digest, pack_key
 from ckptstore.engine.plan import CommitPlan, Part, Run
 from ckptstore.engine.progress import UNWATCHED, Watch
 from ckptstore.engine.transfer import Threads, shared
-from ckptstore.errors import CkptStoreError, Conflict, NotFound
+from ckptstore.errors import Conflict, NotFound
 from ckptstore.history.fold import Pack, State
 from ckptstore.objects import codecs
 from ckptstore.objects.pack import TENSOR
-from ckptstore.objects.packing import ClosedPack, OpenPack, Packer
+from ckptstore.objects.packing import ClosedPack, OpenPack, Packer, delete_own
 from ckptstore.objects.store import ObjectStore
 from ckptstore.state.flat import NotCopied, Source
 
@@ -205,9 +204,7 @@ class SessionPacks:
         for future in self._closing:
             future.exception()
         for pack in self.closed:
-            with suppress(CkptStoreError):
-                self._objects.backend.delete(pack_key(pack.record.id))
-                self._objects.backend.delete(twin_key(pack.record.id))
+            delete_own(self._objects.backend, pack.own)
 
     def _close_aside(self, pack: OpenPack) -> None:
         self._closing.append(self._threads.submit(lambda: self._close(pack)))

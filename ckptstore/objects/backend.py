@@ -2,6 +2,9 @@
 
 An object has a key, a path relative to the store's root with `/` between its parts. Everything durable in a store is put in its
 place by one of three methods, and each of them shows readers the whole object or none of it: `put`, `put_new`, `Writer.finish`.
+
+A finished object is never replaced: packs, twins, documents and log entries get their name by an exclusive create, so that what went wrong
+above storage cannot change bytes that were acknowledged. `put` is for what changes by design: sessions, the configuration, caches.
 """
 
 import os
@@ -11,7 +14,7 @@ from typing import Any, Protocol
 
 from ckptstore.core.ids import SessionId
 from ckptstore.core.places import check_path
-from ckptstore.errors import InvalidInput
+from ckptstore.errors import Conflict, InvalidInput
 
 
 class Writer(Protocol):
@@ -20,10 +23,13 @@ class Writer(Protocol):
     def append(self, buffers: Sequence[memoryview]) -> None:
         """Write `buffers` one behind the other where the last call ended. They are the caller's again on return."""
 
-    def finish(self) -> None:
-        """Make the bytes durable and put the object in its place; the name is durable after `Backend.sync_dirs`.
+    def finish(self) -> bool:
+        """Make the bytes durable and give the object its name; the name is durable after `Backend.sync_dirs`.
 
-        On failure the object is discarded and `Unavailable` raised: after a failed fsync nobody knows what was written.
+        True if the object is this writer's: on failure of what it is for, the caller may delete it. False if an object with the same bytes
+        has the name, which may be this one by an attempt whose answer was lost, or another writer's. Raises `Conflict` if the name is
+        taken otherwise; what has it stays as it is. After any other failure, `Unavailable`, the object is discarded: after a failed fsync
+        nobody knows what was written.
         """
 
     def discard(self) -> None:
@@ -74,9 +80,10 @@ class Backend(Protocol):
         After `Unavailable` the object may exist or not, and only reading it tells; after `NoSpace` it does not.
         """
 
-    def create(self, key: str, *, session: SessionId, lean: bool = False, aside: bool = False) -> Writer:
+    def create(self, key: str, *, session: SessionId, lean: bool = False, aside: bool = False, replace: bool = False) -> Writer:
         """A writer for a large object; what a crash leaves behind is named after `session`. A `lean` one does without a buffer where it
-        can, at the cost of processor time. One that works `aside` should take little from others, even if it takes longer."""
+        can, at the cost of processor time. One that works `aside` should take little from others, even if it takes longer. A finished
+        object is replaced only by a writer that is told to `replace`, for repairs."""
 
     def sync_dirs(self, keys: Iterable[str]) -> None:
         """Make the names of finished objects durable, each directory once."""
@@ -121,6 +128,26 @@ def open_backend(
     from ckptstore.objects.remote import FsspecBackend
 
     return FsspecBackend(text, read_only=read_only, storage_options=storage_options)
+
+
+def put_finished(backend: Backend, key: str, data: bytes) -> bool:
+    """Create a small object that is never replaced; durable on return. The value is that of `Writer.finish`.
+
+    Raises `Conflict` if other bytes have that name.
+    """
+    if backend.put_new(key, data):
+        return True
+    if backend.read(key) == data:
+        return False
+    raise name_taken(key, backend.url)
+
+
+def name_taken(key: str, url: str) -> Conflict:
+    """What to raise where a finished object would be replaced."""
+    return Conflict(
+        f"{key} in {url} is finished and is never replaced: another writer has taken that name with other bytes, which stay; "
+        f"repeat what failed, it gets names of its own"
+    )
 
 
 def as_bytes(buffer: memoryview) -> memoryview:

@@ -1,8 +1,8 @@
 """Objects as files under a directory, durable against a power cut.
 
-Invariants: a file gets its final name only after its bytes were fsynced; a name counts as durable only after its directory was
-fsynced, and the directories above it were once by this process; no symbolic link is ever opened. Nothing in a store may be read or written
-by somebody who may not do the same to the store's directory.
+Invariants: a file gets its final name only after its bytes were fsynced, and never that of a finished object; a name
+counts as durable only after its directory was fsynced, and the directories above it were once by this process; no symbolic link is ever
+opened. Nothing in a store may be read or written by somebody who may not do the same to the store's directory.
 """
 
 import os
@@ -94,13 +94,13 @@ class LocalBackend:
         return status.st_size if S_ISREG(status.st_mode) else None
 
     def put(self, key: str, data: bytes | memoryview, *, durable: bool = True) -> None:
-        writer = self._write(key, data, durable=durable)
+        writer = self._write(key, data, durable=durable, replace=True)
         writer.finish()
         if durable:
             self.sync_dirs((key,))
 
     def put_new(self, key: str, data: bytes | memoryview) -> bool:
-        writer = self._write(key, data, durable=True)
+        writer = self._write(key, data, durable=True, replace=False)
         try:
             created = writer.link()
         finally:
@@ -112,9 +112,9 @@ class LocalBackend:
                 raise Unavailable(f"{key} is there, but not known to be durable: {error}") from error
         return created
 
-    def create(self, key: str, *, session: SessionId, lean: bool = False, aside: bool = False) -> LocalWriter:
+    def create(self, key: str, *, session: SessionId, lean: bool = False, aside: bool = False, replace: bool = False) -> LocalWriter:
         direct_io = aside if self._direct_io is None else self._direct_io
-        return self._writer(key, session, durable=self._fsync, direct_io=direct_io and not lean)
+        return self._writer(key, session, durable=self._fsync, direct_io=direct_io and not lean, replace=replace)
 
     def sync_dirs(self, keys: Iterable[str]) -> None:
         for directory in sorted({os.path.dirname(self._path(key)) for key in keys}):
@@ -165,8 +165,8 @@ class LocalBackend:
         if self._read_only:
             raise ReadOnly(f"cannot change {key}: {self.url} was opened for reading only; open it without read_only")
 
-    def _write(self, key: str, data: bytes | memoryview, *, durable: bool) -> LocalWriter:
-        writer = self._writer(key, self._owner, durable=durable and self._fsync, direct_io=bool(self._direct_io))
+    def _write(self, key: str, data: bytes | memoryview, *, durable: bool, replace: bool) -> LocalWriter:
+        writer = self._writer(key, self._owner, durable=durable and self._fsync, direct_io=bool(self._direct_io), replace=replace)
         try:
             writer.append((memoryview(data),))
         except BaseException:
@@ -174,7 +174,7 @@ class LocalBackend:
             raise
         return writer
 
-    def _writer(self, key: str, session: SessionId, *, durable: bool, direct_io: bool) -> LocalWriter:
+    def _writer(self, key: str, session: SessionId, *, durable: bool, direct_io: bool, replace: bool) -> LocalWriter:
         check_key(key)
         self._check_writable(key)
         temporary = f"{self.url}/tmp/{session}-{secrets.token_hex(8)}"
@@ -182,7 +182,9 @@ class LocalBackend:
             fd = self._directories.having(temporary, lambda: os.open(temporary, _CREATE, 0o666 & rights(self.url)))
         except OSError as error:
             raise failure(error, "create", key, self.url, writing=True) from error
-        return LocalWriter(self._directories, key, temporary, fd, durable=durable, direct_io=direct_io, replaced=self.forget_open_files)
+        return LocalWriter(
+            self._directories, key, temporary, fd, durable=durable, direct_io=direct_io, replace=replace, named=self.forget_open_files
+        )
 
     def _walk(self, directory: str, prefix: str) -> Iterator[tuple[str, int]]:
         base = f"{directory}/" if directory else ""

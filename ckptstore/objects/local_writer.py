@@ -1,4 +1,7 @@
-"""A file of a store on a local disk while it is written: it gets its final name only after its bytes were fsynced."""
+"""A file of a store on a local disk while it is written: it gets its final name only after its bytes were fsynced.
+
+A new object gets its name by link(2), which never replaces and which every filesystem with hard links has; rename(2) replaces.
+"""
 
 import os
 from collections.abc import Callable, Sequence
@@ -8,6 +11,7 @@ from typing import cast
 
 from ckptstore.core.config import MIB
 from ckptstore.errors import CkptStoreError
+from ckptstore.objects.backend import name_taken
 from ckptstore.objects.growing import GrowingFile
 from ckptstore.objects.local_directories import Directories
 from ckptstore.objects.local_files import failure, transfer
@@ -31,16 +35,18 @@ class LocalWriter:
         *,
         durable: bool,
         direct_io: bool,
-        replaced: Callable[[], None],
+        replace: bool,
+        named: Callable[[], None],
     ) -> None:
-        """`replaced` is called when the object has its name, which another one may have had."""
+        """`named` is called when the object has its name, which another one may have had. A finished one is replaced only if `replace`."""
         self._directories = directories
         self._key = key
         self._path = f"{directories.root}/{key}"
         self._temporary = temporary
         self._fd = fd
         self._durable = durable
-        self._replaced = replaced
+        self._replace = replace
+        self._named = named
         self._written = self._sent = 0
         self._file = GrowingFile(fd, self._write_all, direct=direct_io and durable)
 
@@ -52,28 +58,26 @@ class LocalWriter:
         if self._written - self._sent >= _WRITE_BACK_BYTES:
             self._write_back()
 
-    def finish(self) -> None:
+    def finish(self) -> bool:
         try:
             self._seal()
-            self._directories.having(self._path, partial(os.rename, self._temporary, self._path))
+            created = self._rename() if self._replace else self._link()
         except OSError as error:
             self.discard()
             raise self._failure(error, "make durable") from error
-        self._temporary = ""
-        self._replaced()
+        self.discard()
+        if not created:
+            raise name_taken(self._key, self._directories.root)
+        self._named()
+        return True
 
     def link(self) -> bool:
-        """Like `finish`, unless there is an object of that name: then False. `discard` afterwards in either case."""
+        """Like `finish`, but False if there is an object of that name. `discard` afterwards in either case."""
         try:
             self._seal()
-            try:
-                self._directories.having(self._path, partial(os.link, self._temporary, self._path))
-            except FileExistsError:
-                # NFS may repeat a link whose answer was lost and call its own success a failure; the count of names tells.
-                return os.stat(self._temporary).st_nlink == 2
+            return self._link()
         except OSError as error:
             raise self._failure(error, "create") from error
-        return True
 
     def discard(self) -> None:
         self._close()
@@ -82,6 +86,19 @@ class LocalWriter:
             with suppress(OSError):
                 os.unlink(self._temporary)
             self._temporary = ""
+
+    def _rename(self) -> bool:
+        self._directories.having(self._path, partial(os.rename, self._temporary, self._path))
+        self._temporary = ""
+        return True
+
+    def _link(self) -> bool:
+        try:
+            self._directories.having(self._path, partial(os.link, self._temporary, self._path))
+        except FileExistsError:
+            # NFS may repeat a link whose answer was lost and call its own success a failure; the count of names tells.
+            return os.stat(self._temporary).st_nlink == 2
+        return True
 
     def _write_all(self, offset: int, buffers: Sequence[memoryview]) -> None:
         transfer(os.pwritev, self._fd, offset, buffers)

@@ -2,11 +2,11 @@
 
 Each thread fills its own pack, so a run's chunks lie together without a lock, and the disk is told to start on what has been written
 while the thread hashes on. A pack counts for nothing until it was closed: footer parsed
-back, fsync, rename.
+back, fsync, name.
 """
 
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import TypeAlias
@@ -32,10 +32,11 @@ def one_by_one(task: Callable[[Writer], None], writers: Sequence[Writer]) -> Non
 
 @dataclass(frozen=True, slots=True)
 class ClosedPack:
-    """A durable pack that no log entry names yet, and its footer's table."""
+    """A durable pack that no log entry names yet, and its footer's table. `own` are the objects that may be deleted if none ever will."""
 
     record: PackRecord
     table: pack.FooterTable
+    own: tuple[str, ...]
 
 
 class OpenPack:
@@ -51,6 +52,7 @@ class OpenPack:
         self._backend = backend
         self._keys = [pack_key(name), twin_key(name)] if metadata else [pack_key(name)]
         self._writers: list[Writer] = []
+        self._own: list[str] = []
         try:
             for key in self._keys:
                 self._writers.append(backend.create(key, session=pack_session(name), lean=lean, aside=aside))
@@ -80,27 +82,31 @@ class OpenPack:
         self._flushed = self.offset
 
     def close(self, spread: Spread = one_by_one) -> ClosedPack:
-        """Footer, fsync, rename, of twins side by side. The directory's fsync is the caller's, once for all packs."""
+        """Footer, fsync, name, of twins side by side. The directory's fsync is the caller's, once for all packs.
+
+        Raises `Conflict` if another writer has taken a name: its objects stay.
+        """
         try:
             data_bytes = self.offset
             tail = pack.encode_tail(self.entries, data_bytes, self._metadata)
             table = _read_back(tail, data_bytes)
             self.append(tail)
             self.flush()
-            spread(lambda writer: writer.finish(), self._writers)
+            spread(self._finish, self._writers)
         except BaseException:
             self.discard()
             raise
-        return ClosedPack(PackRecord(self.name, self.offset, len(self.entries), self._metadata), table)
+        return ClosedPack(PackRecord(self.name, self.offset, len(self.entries), self._metadata), table, tuple(self._own))
 
     def discard(self) -> None:
-        """Drop what was written; of twins one may have got its name already."""
+        """Drop what was written; of twins one may have got its name already. What others have finished stays."""
         for writer in self._writers:
             writer.discard()
-        for key in self._keys:
-            # Storage that is out of order keeps it: gc finds it under the session's name.
-            with suppress(CkptStoreError):
-                self._backend.delete(key)
+        delete_own(self._backend, self._own)
+
+    def _finish(self, writer: Writer) -> None:
+        if writer.finish():
+            self._own.append(self._keys[self._writers.index(writer)])
 
 
 class Packer:
@@ -178,6 +184,13 @@ class Packer:
         name = pack_id(self._session, self._rank, next(self._numbers))
         self._pack = OpenPack(self._backend, name, metadata=self._metadata, lean=self._lean, aside=self._aside)
         return self._pack
+
+
+def delete_own(backend: Backend, keys: Iterable[str]) -> None:
+    """Delete objects that no log entry will name. Storage that is out of order keeps them: gc finds them under the session's name."""
+    for key in keys:
+        with suppress(CkptStoreError):
+            backend.delete(key)
 
 
 def _read_back(tail: bytes, footer_offset: int) -> pack.FooterTable:

@@ -2,6 +2,9 @@
 
     {"ckptstore_pointer": 1, "store": "..", "commit": "91bc…"}
 
+A directory may stand for its pointer: scripts expect a checkpoint to be one. The pointer then has the name of the metadata of the library
+whose checkpoint the directory stands for, so that what looks for that file finds it.
+
 `store` is a bucket's URL, or a directory: relative to the pointer's own where the pointer lies in the store or beside it, so that both can
 be moved together. Scripts may list, copy and delete pointers as if they were checkpoints; the commit is not changed by that.
 
@@ -26,6 +29,8 @@ from ckptstore.errors import CkptStoreError, Conflict, Corrupt, InvalidInput, No
 from ckptstore.objects.canonical import decode, field
 
 VERSION = 1
+DIRECTORY_POINTERS = (".metadata", ".snapshot_metadata")
+"""The names of a pointer in a directory that stands for it: as DCP's metadata, and as TorchSnapshot's."""
 POINTER_BYTES_MAX = 16 << 10
 
 _MARK = "ckptstore_pointer"
@@ -48,13 +53,20 @@ class Pointer:
         )
 
 
+def pointer_file(path: str | os.PathLike[str]) -> Path:
+    """The pointer file that `path` stands for: the one in it, if it is a directory with one, else the path itself."""
+    place = Path(path)
+    names = DIRECTORY_POINTERS if place.is_dir() else ()
+    return next((place / name for name in names if os.path.lexists(place / name)), place)
+
+
 def read_pointer(path: str | os.PathLike[str]) -> Pointer:
-    """What the pointer file at `path` says.
+    """What the pointer file at `path` says, or the one in the directory there.
 
     Raises `NotFound` if nothing is there, `InvalidInput` for anything but a pointer file, `Unavailable` if it cannot be read.
     """
-    place = Path(path)
-    check_path(place)
+    check_path(Path(path))
+    place = pointer_file(path)
     data = _read(place)
     try:
         document = decode(data)
@@ -64,13 +76,14 @@ def read_pointer(path: str | os.PathLike[str]) -> Pointer:
         return Pointer(_place_of(field(document, "store", str), place), parse_commit_id(document.get("commit")))
     except Corrupt as error:
         problem = str(error).removesuffix("; run `ckptstore fsck`")
+        others = "; what other libraries wrote comes into one by `ckptstore import`" if place != Path(path) else ""
         raise InvalidInput(
-            f"{place} is no pointer file of ckptstore: {problem}; if it was one, remove it: its commit is in `ckptstore log`"
+            f"{place} is no pointer file of ckptstore: {problem}; if it was one, remove it: its commit is in `ckptstore log`{others}"
         ) from error
 
 
 def is_pointer(path: str | os.PathLike[str]) -> bool:
-    """Whether a pointer file that can be read is at `path`."""
+    """Whether a pointer file that can be read is at `path`, or in the directory there."""
     try:
         read_pointer(path)
     except (CkptStoreError, ValueError):
@@ -81,10 +94,10 @@ def is_pointer(path: str | os.PathLike[str]) -> bool:
 def write_pointer(path: str | os.PathLike[str], pointer: Pointer) -> None:
     """Make the file at `path` mean `pointer`, durably, at once; directories above it are made if need be.
 
-    A pointer file that is there is replaced. Raises `Conflict` for anything else that is there, `InvalidInput` for a store whose URL has
-    secrets in it or is no bucket's, `ReadOnly` or `Unavailable` if the file cannot be written.
+    A pointer file that is there is replaced, or the one in the directory there. Raises `Conflict` for anything else that is there,
+    `InvalidInput` for a store whose URL has secrets in it or is no bucket's, `ReadOnly` or `Unavailable` if the file cannot be written.
     """
-    place = Path(path)
+    place = pointer_file(path)
     if os.path.lexists(place) and not is_pointer(place):
         raise Conflict(f"{place} is there and is no pointer file; choose another path, or remove it")
     try:

@@ -12,7 +12,7 @@ from typing import Any
 from ckptstore.core.ids import SessionId, new_session_id
 from ckptstore.core.secrets import redact, secrets_of, without
 from ckptstore.errors import CkptStoreError, Corrupt, InvalidInput, NotFound, ReadOnly, Unavailable
-from ckptstore.objects.backend import OpenFile, check_key
+from ckptstore.objects.backend import OpenFile, check_key, put_finished
 
 _EXCLUSIVE = ("memory", "gs", "gcs", "az", "abfs", "abfss")
 """Where fsspec's `mode="create"` is one atomic request; elsewhere two writers could both believe that they created an object.
@@ -113,10 +113,10 @@ class FsspecBackend:
             raise self._failure(error, "create", key, data) from error
         return True
 
-    def create(self, key: str, *, session: SessionId, lean: bool = False, aside: bool = False) -> "FsspecWriter":
+    def create(self, key: str, *, session: SessionId, lean: bool = False, aside: bool = False, replace: bool = False) -> "FsspecWriter":
         self._check_writable(key)
         check_key(key)
-        return FsspecWriter(self, key)
+        return FsspecWriter(self, key, replace=replace)
 
     def sync_dirs(self, keys: Iterable[str]) -> None:
         """A bucket has no directories."""
@@ -201,9 +201,10 @@ class FsspecBackend:
 class FsspecWriter:
     """See `Writer`."""
 
-    def __init__(self, backend: FsspecBackend, key: str) -> None:
+    def __init__(self, backend: FsspecBackend, key: str, *, replace: bool) -> None:
         self._backend = backend
         self._key = key
+        self._replace = replace
         self._data = bytearray()
 
     def append(self, buffers: Sequence[memoryview]) -> None:
@@ -211,9 +212,12 @@ class FsspecWriter:
         for buffer in buffers:
             self._data += buffer.cast("B")
 
-    def finish(self) -> None:
+    def finish(self) -> bool:
         data, self._data = self._data, bytearray()
-        self._backend.put(self._key, memoryview(data))
+        if self._replace:
+            self._backend.put(self._key, memoryview(data))
+            return True
+        return put_finished(self._backend, self._key, bytes(data))
 
     def discard(self) -> None:
         self._data = bytearray()

@@ -89,7 +89,7 @@ class S3Backend:
         self._check_writable(key)
         view = memoryview(data)
         if view.nbytes > PART_BYTES:
-            writer = self._writer(path)
+            writer = self._writer(path, replace=True)
             writer.append([view])
             writer.finish()
         else:
@@ -113,10 +113,10 @@ class S3Backend:
 
         return self._requests.run(create, f"create {key} ({len(body)} bytes)", writing=True)
 
-    def create(self, key: str, *, session: SessionId, lean: bool = False, aside: bool = False) -> S3Writer:
+    def create(self, key: str, *, session: SessionId, lean: bool = False, aside: bool = False, replace: bool = False) -> S3Writer:
         path = self._path(key)
         self._check_writable(key)
-        return self._writer(path)
+        return self._writer(path, replace=replace)
 
     def sync_dirs(self, keys: Iterable[str]) -> None:
         """A bucket has no directories."""
@@ -186,10 +186,10 @@ class S3Backend:
             position = {"KeyMarker": page["NextKeyMarker"], "UploadIdMarker": page["NextUploadIdMarker"]}
         yield from ((key, 0) for key in sorted(keys))
 
-    def _writer(self, path: str) -> S3Writer:
+    def _writer(self, path: str, *, replace: bool) -> S3Writer:
         if self._obstore and self._obstore.usable:
-            return ObstoreWriter(self._requests, self._obstore, path, self._slots)
-        return S3Writer(self._requests, self._bucket, path, self._slots)
+            return ObstoreWriter(self._requests, self._obstore, path, self._slots, replace=replace)
+        return S3Writer(self._requests, self._bucket, path, self._slots, replace=replace)
 
     def _put(self, path: str, key: str, body: bytes) -> None:
         what = f"write {key} ({len(body)} bytes)"

@@ -1,6 +1,12 @@
-"""How a large object gets into S3: parts of 8 MiB, several on their way at once while the next is filled."""
+"""How a large object gets into S3: parts of 8 MiB, several on their way at once while the next is filled.
+
+A finished object is never replaced: the request that gives it its name says `If-None-Match: *`. Each object carries its writer's mark as
+metadata, by which a writer whose answer was lost knows its own object. Some servers ignore that condition where an upload of parts is
+completed, so the name is looked up just before: there, two writers that complete at the same moment may still replace one another.
+"""
 
 import io
+import secrets
 import threading
 from collections.abc import Sequence
 from concurrent.futures import Future
@@ -9,7 +15,7 @@ from typing import Any
 
 from ckptstore.core.config import MIB
 from ckptstore.errors import CkptStoreError, Unavailable
-from ckptstore.objects.backend import as_bytes
+from ckptstore.objects.backend import as_bytes, name_taken
 from ckptstore.objects.s3_requests import Requests, is_status
 
 PART_BYTES = 8 * MIB
@@ -18,13 +24,21 @@ PART_BYTES = 8 * MIB
 PARTS_IN_FLIGHT = 8
 """So many parts of one backend wait in memory for their answer; whoever has filled another one waits."""
 
+MARK = "ckptstore-writer"
+"""The metadata that says which writer an object is of."""
+
+_TAKEN = (412, 409, 400)
+"""By 412 a server says that the name is taken; by others (409, on Ceph 400) that the race for it was lost."""
+
 
 class S3Writer:
     """See `Writer`. An object of at most one part is put whole."""
 
-    def __init__(self, requests: Requests, bucket: str, path: str, slots: threading.Semaphore) -> None:
+    def __init__(self, requests: Requests, bucket: str, path: str, slots: threading.Semaphore, *, replace: bool) -> None:
         self._requests, self._slots = requests, slots
         self._object = {"Bucket": bucket, "Key": path}
+        self._replace = replace
+        self._mark = {MARK: secrets.token_hex(16)}
         self._part = io.BytesIO()
         self._sent: list[Future[str]] = []
         self._upload: str | None = None
@@ -41,20 +55,15 @@ class S3Writer:
                 self._end += piece.nbytes
                 data = data[piece.nbytes :]
 
-    def finish(self) -> None:
+    def finish(self) -> bool:
         try:
-            if self._upload is None:
-                body = self._part.getvalue()
-                self._requests.run(
-                    lambda client: client.put_object(**self._object, Body=io.BytesIO(body)), self._what("write"), writing=True
-                )
-            else:
-                self._send()
-                self._complete()
+            if not (self._put() if self._upload is None else self._complete()):
+                raise name_taken(self._object["Key"], f"s3://{self._object['Bucket']}")
         except BaseException:
             self.discard()
             raise
         self._upload, self._part = None, io.BytesIO()
+        return True
 
     def discard(self) -> None:
         upload, self._upload = self._upload, None
@@ -73,7 +82,9 @@ class S3Writer:
         """Let the part that was filled go, and begin the next one."""
         if self._upload is None:
             what = self._what("begin the upload of")
-            created = self._requests.run(lambda client: client.create_multipart_upload(**self._object), what, writing=True)
+            created = self._requests.run(
+                lambda client: client.create_multipart_upload(**self._object, Metadata=self._mark), what, writing=True
+            )
             self._upload = created["UploadId"]
         part, number, upload = self._part.getvalue(), len(self._sent) + 1, self._upload
         self._part = io.BytesIO()
@@ -91,23 +102,66 @@ class S3Writer:
         future.add_done_callback(lambda _: self._slots.release())
         self._sent.append(future)
 
-    def _complete(self) -> None:
+    def _put(self) -> bool:
+        """Put an object of one part. False if another one has the name."""
+        body = self._part.getvalue()
+
+        async def put(client: Any) -> bool:
+            try:
+                await client.put_object(**self._object, **self._condition, Body=io.BytesIO(body), Metadata=self._mark)
+            except client.exceptions.ClientError as error:
+                if not is_status(error, *_TAKEN) or (own := await self._is_own(client)) is None:
+                    raise
+                return own
+            return True
+
+        return self._requests.run(put, self._what("write"), writing=True)
+
+    def _complete(self) -> bool:
+        """Send the last part and make an object of all. False if another one has the name."""
+        self._send()
         what = self._what("upload")
         tags = [self._requests.result(future, what, writing=True) for future in self._sent]
         parts = [{"PartNumber": number, "ETag": tag} for number, tag in enumerate(tags, 1)]
 
-        async def complete(client: Any) -> None:
-            try:
-                await client.complete_multipart_upload(**self._object, UploadId=self._upload, MultipartUpload={"Parts": parts})
-            except client.exceptions.ClientError as error:
-                # An upload that is gone may be one that was completed, by an attempt whose answer was lost.
-                if not is_status(error, 404):
-                    raise
-                found = await client.head_object(**self._object)
-                if found["ContentLength"] != self._end:
-                    raise Unavailable(f"the upload of {self._object['Key']} was aborted by somebody else; repeat the call") from error
+        upload = {"UploadId": self._upload, "MultipartUpload": {"Parts": parts}}
 
-        self._requests.run(complete, what, writing=True)
+        async def complete(client: Any) -> bool:
+            if (own := await self._is_taken(client)) is not None:
+                return own
+            try:
+                await client.complete_multipart_upload(**self._object, **self._condition, **upload)
+            except client.exceptions.ClientError as error:
+                if is_status(error, 501):  # the server does not know the condition here
+                    await client.complete_multipart_upload(**self._object, **upload)
+                    return True
+                # An upload that is gone may be one that was completed, by an attempt whose answer was lost.
+                if not is_status(error, 404, *_TAKEN) or (own := await self._is_own(client)) is None:
+                    raise
+                if not own and self._replace:
+                    raise Unavailable(f"the upload of {self._object['Key']} was aborted by somebody else; repeat the call") from error
+                return own
+            return True
+
+        return self._requests.run(complete, what, writing=True)
+
+    @property
+    def _condition(self) -> dict[str, str]:
+        return {} if self._replace else {"IfNoneMatch": "*"}
+
+    async def _is_taken(self, client: Any) -> bool | None:
+        """None if the name is free or may be replaced, else as `_is_own`."""
+        return None if self._replace else await self._is_own(client)
+
+    async def _is_own(self, client: Any) -> bool | None:
+        """Whether the object that has the name is this writer's; None if there is none."""
+        try:
+            found = await client.head_object(**self._object)
+        except client.exceptions.ClientError as error:
+            if is_status(error, 404):
+                return None
+            raise
+        return bool(found.get("Metadata", {}).get(MARK) == self._mark[MARK])
 
     def _what(self, verb: str) -> str:
         return f"{verb} {self._object['Key']} ({self._end} bytes)"

@@ -16,7 +16,7 @@ from ckptstore.core.ids import CHUNK_ID_BYTES, ChunkId, CommitId, document_key
 from ckptstore.core.model import CommitDocument, PackRecord, Schema
 from ckptstore.engine.checkout import Reader, Tree
 from ckptstore.engine.opening import Opening
-from ckptstore.engine.publish import Published, entry_body
+from ckptstore.engine.publish import entry_body, put_document
 from ckptstore.engine.tagging import set_tag
 from ckptstore.engine.transfer import Threads, shared
 from ckptstore.engine.write import Dedup, RunMemory, SessionPacks, write_metadata
@@ -29,6 +29,7 @@ from ckptstore.history.sessions import Session, open_session
 from ckptstore.objects import codecs, footers
 from ckptstore.objects.documents import decode_document
 from ckptstore.objects.pack import LAYOUT, PAGE, SCHEMA, TENSOR
+from ckptstore.objects.packing import delete_own
 from ckptstore.upkeep.mirror_plan import MirrorPlan, Travel, plan_mirror
 from ckptstore.upkeep.progress import Counter, Progress, silent
 from ckptstore.upkeep.reading import read_chunks
@@ -227,8 +228,7 @@ class _Mirror:
             write_metadata(self._metadata(document), dedup, packs)
             self._close(packs)
             new_bytes += sum(p.record.bytes * (2 if p.record.metadata else 1) for p in packs.closed)
-            self._target.backend.put(document_key(session.id, travel.commit), stored)
-            published = Published(document, travel.commit, len(stored))
+            published = put_document(self._target.backend, document_key(session.id, travel.commit), document, travel.commit, stored)
             told = entry_body(published, [pack.record for pack in packs.closed], dedup.reused)
             body = replace(told, session=session.id, tags=travel.tags, new_bytes=new_bytes)
         except BaseException:
@@ -238,7 +238,7 @@ class _Mirror:
             entry = self._target.log.append(body, time_ns=document.time_ns)
         except (Refused, NoSpace):  # nothing was appended; after any other error that is not known, and nothing may be deleted
             packs.drop()
-            self._target.backend.delete(document_key(session.id, travel.commit))
+            delete_own(self._target.backend, published.own)
             raise
         self._index(entry, packs)
         tally.stored_bytes += new_bytes + len(stored)

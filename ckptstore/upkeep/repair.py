@@ -343,7 +343,7 @@ def _keep_copy(backend: Backend, key: str) -> None:
 def _copy(backend: Backend, source: str, target: str) -> None:
     """Copy an object over another, in pieces, and put it in place at once."""
     size = backend.size(source) or 0
-    writer = backend.create(target, session=new_session_id())
+    writer = backend.create(target, session=new_session_id(), replace=True)
     try:
         for start in range(0, size, 8 * MIB):
             writer.append([memoryview(backend.read(source, start, min(start + 8 * MIB, size)))])

@@ -9,6 +9,7 @@ from shutil import copytree, rmtree
 import pytest
 
 import ckptstore
+from ckptstore.core.ids import log_key
 from ckptstore.history.log import APPEND_TIMEOUT_S
 from tests.crash.works import STORE, WORKS, small
 from tests.faults import strace
@@ -16,6 +17,7 @@ from tests.faults.fixtures import store_of
 from tests.faults.nursery import Nursery
 from tests.faults.strace import every_call, traced
 from tests.faults.witness import assert_sound, view_of
+from tests.upkeep.collecting import opened
 
 STEP = 3
 SAMPLED = 5
@@ -85,8 +87,10 @@ def test_a_log_that_cannot_be_written_any_more_is_reported_within_seconds(scratc
     base = WORKS["a commit"].base(scratch / "base")
     disk = copytree(base, scratch / "disk")
     child = nursery.start("work", disk=str(disk), name="a commit")
+    with opened(base / STORE) as opening:
+        entry = disk / STORE / log_key(opening.log.replay().n + 1)
     started = time.monotonic()
-    assert not traced(child, scratch / "log", "-e", "inject=link:error=EIO", calls=WRITES)
+    assert not traced(child, scratch / "log", "-P", str(entry), "-e", "inject=link:error=EIO", calls="link")
     assert time.monotonic() - started < APPEND_TIMEOUT_S / 2
     ((kind, message),) = child.reports("error")
     assert kind == "Unavailable" and "Input/output error" in message and "delete nothing" in message

@@ -5,6 +5,7 @@ import os
 import random
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +15,10 @@ from fsspec.implementations.memory import MemoryFileSystem
 from fsspec.registry import _registry
 
 import ckptstore
-from ckptstore.core.ids import SessionId, new_session_id
-from ckptstore.errors import Corrupt, InvalidInput, NotFound, ReadOnly
-from ckptstore.objects.backend import Backend, open_backend
+from ckptstore.core.ids import SessionId, new_session_id, pack_id, pack_key, twin_key
+from ckptstore.errors import Conflict, Corrupt, InvalidInput, NotFound, ReadOnly
+from ckptstore.objects.backend import Backend, Writer, open_backend, put_finished
+from ckptstore.objects.packing import OpenPack
 
 SESSION = SessionId("5" * 24)
 BAD_KEYS = ["", "/etc/passwd", "..", "../a", "a/../b", "a//b", "./a", "a/", "a/.", "a\0b"]
@@ -157,6 +159,78 @@ class BackendContract:
                 won = list(pool.map(lambda i, n=n: backend.put_new(f"log/{n}", b"%d" % i), range(8)))
                 assert won.count(True) == 1
                 assert backend.read(f"log/{n}") == b"%d" % won.index(True)
+
+    @pytest.mark.parametrize("whole_bytes", [6, (8 << 20) + 1, (16 << 20) + 5])
+    def test_a_finished_object_is_never_replaced(self, backend: Backend, whole_bytes: int) -> None:
+        first, second = random.randbytes(whole_bytes), random.randbytes(whole_bytes)
+        writers = [written(backend, "packs/aa/x", data) for data in (first, second)]
+        assert writers[0].finish()
+        with pytest.raises(Conflict, match="packs/aa/x"):
+            writers[1].finish()
+        writers[1].discard()
+        assert backend.read("packs/aa/x") == first
+        assert list(backend.list("")) == [("packs/aa/x", whole_bytes)]
+
+    def test_an_object_that_was_put_is_not_replaced_by_a_writer(self, backend: Backend) -> None:
+        backend.put("a", b"first")
+        with pytest.raises(Conflict):
+            written(backend, "a", b"second").finish()
+        assert backend.read("a") == b"first"
+
+    def test_of_many_that_finish_one_object_one_does(self, backend: Backend) -> None:
+        def finish(writer: Writer) -> bool:
+            try:
+                return writer.finish()
+            except Conflict:
+                return False
+
+        with ThreadPoolExecutor(8) as pool:
+            for n in range(10):
+                won = list(pool.map(finish, [written(backend, f"packs/{n}", b"%d" % i) for i in range(8)]))
+                assert won.count(True) == 1
+                assert backend.read(f"packs/{n}") == b"%d" % won.index(True)
+        assert len(list(backend.list(""))) == 10
+
+    def test_only_one_writer_of_equal_bytes_may_take_the_object_for_its_own(self, backend: Backend) -> None:
+        """The other must not delete it when what it was for fails."""
+        assert written(backend, "a", b"same").finish()
+        with suppress(Conflict):
+            assert not written(backend, "a", b"same").finish()
+        assert backend.read("a") == b"same"
+
+    @pytest.mark.parametrize("whole_bytes", [6, (8 << 20) + 1])
+    def test_a_writer_that_is_told_to_replaces(self, backend: Backend, whole_bytes: int) -> None:
+        whole = random.randbytes(whole_bytes)
+        backend.put("a", b"first")
+        writer = backend.create("a", session=SESSION, replace=True)
+        writer.append([memoryview(whole)])
+        assert writer.finish()
+        assert backend.read("a") == whole
+        backend.create("b", session=SESSION, replace=True).finish()
+        assert list(backend.list("")) == [("a", whole_bytes), ("b", 0)]
+
+    def test_a_pack_and_its_twin_stay_when_another_of_that_name_fails(self, backend: Backend) -> None:
+        name = pack_id(SESSION, 0, 0)
+        packs = [OpenPack(backend, name, metadata=True) for _ in range(2)]
+        for pack, data in zip(packs, (b"first", b"other"), strict=True):
+            pack.append(data)
+        closed = packs[0].close()
+        assert closed.own == (pack_key(name), twin_key(name))
+        there = [backend.read(key) for key in closed.own]
+        with pytest.raises(Conflict):
+            packs[1].close()
+        packs[1].discard()
+        assert [backend.read(key) for key in closed.own] == there
+        assert len(list(backend.list(""))) == 2
+        packs[0].discard()
+        assert list(backend.list("")) == []
+
+    def test_a_document_is_put_once(self, backend: Backend) -> None:
+        assert put_finished(backend, "commits/a", b"first")
+        assert not put_finished(backend, "commits/a", b"first")
+        with pytest.raises(Conflict, match="commits/a"):
+            put_finished(backend, "commits/a", b"other")
+        assert backend.read("commits/a") == b"first"
 
     def test_what_is_deleted_is_gone_even_if_it_was_read(self, backend: Backend) -> None:
         backend.put("a", b"x")
@@ -365,6 +439,13 @@ class TestOtherServices(BackendContract):
 def test_a_place_without_exclusive_creation_is_refused(url: str) -> None:
     with pytest.raises(InvalidInput, match="cannot live at"):
         open_backend(url)
+
+
+def written(backend: Backend, key: str, data: bytes) -> Writer:
+    """A writer that has `data` and was not finished."""
+    writer = backend.create(key, session=SESSION)
+    writer.append([memoryview(data)])
+    return writer
 
 
 def space(nbytes: int) -> memoryview:

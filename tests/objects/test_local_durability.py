@@ -61,7 +61,7 @@ def calls(monkeypatch: pytest.MonkeyPatch, root: Path) -> list[str]:
     return done
 
 
-@pytest.mark.parametrize(("write", "placing"), [("put", "rename"), ("put_new", "link"), ("create", "rename")])
+@pytest.mark.parametrize(("write", "placing"), [("put", "rename"), ("put_new", "link"), ("create", "link")])
 def test_bytes_are_safe_before_the_name_and_the_name_before_the_return(calls: list[str], root: Path, write: str, placing: str) -> None:
     WRITES[write](open_backend(root))
     assert [call for call in calls if not call.startswith("unlink")] == [

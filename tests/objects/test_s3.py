@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 
 from ckptstore.core.ids import SessionId
-from ckptstore.errors import CkptStoreError, InvalidInput, NotFound, Unavailable
+from ckptstore.errors import CkptStoreError, Conflict, InvalidInput, NotFound, Unavailable
 from ckptstore.objects.backend import Backend, open_backend
 from ckptstore.objects.s3_obstore import ObstoreReads
 from ckptstore.objects.s3_requests import Requests
 from ckptstore.objects.s3_upload import PART_BYTES
-from tests.objects.test_backend import SESSION, BackendContract
+from tests.objects.test_backend import SESSION, BackendContract, written
 from tests.servers.proxy import proxy_to
 from tests.servers.s3 import S3Server, new_url
 
@@ -44,6 +44,30 @@ class TestS3(BackendContract):
         whole = random.randbytes(PART_BYTES + 100)
         backend.put("log/checkpoint-000000001000", whole)
         assert backend.read("log/checkpoint-000000001000") == whole
+
+    @pytest.mark.parametrize("size", [5, PART_BYTES + 5])
+    def test_an_object_whose_answer_was_lost_is_known_for_its_own(self, s3: S3Server, url: str, size: int) -> None:
+        """It has its name, so the repeated request is refused; what has the name is what was sent."""
+        lost: list[bytes] = []
+        with proxy_to(s3.address) as proxy:
+            backend = open_backend(url, storage_options=s3.behind(proxy.endpoint).options(deadline_s=8))
+            backend.size("packs/aa/x")
+            writer = backend.create("packs/aa/x", session=SESSION)
+            writer.append([memoryview(whole := random.randbytes(size))])
+
+            def lose(data: bytes) -> bytes:
+                ended = b"CompleteMultipartUploadResult" in data if size > PART_BYTES else data.startswith(b"HTTP/1.1 200")
+                if ended and not lost:
+                    lost.append(data)
+                    raise OSError("the connection broke")
+                return data
+
+            proxy.faults.spoil = lose
+            assert writer.finish()
+            assert lost
+            assert backend.read("packs/aa/x") == whole
+            with pytest.raises(Conflict):
+                written(backend, "packs/aa/x", whole).finish()
 
     def test_an_upload_that_a_crash_left_behind_is_listed_under_its_session_and_can_be_deleted(self, url: str, s3: S3Server) -> None:
         backend = open_backend(url, storage_options=s3.options(deadline_s=2))  # moto answers what is not there with 500
@@ -131,10 +155,10 @@ class TestThroughObstore(TestS3):
         monkeypatch.setattr("ckptstore.objects.s3_upload.S3Writer._send", None)
         for size in (10, 2 * PART_BYTES + 5):
             whole = random.randbytes(size)
-            writer = backend.create("packs/aa/x", session=SESSION)
+            writer = backend.create(f"packs/{size}", session=SESSION)
             writer.append([memoryview(whole)])
             writer.finish()
-            assert backend.read("packs/aa/x") == whole
+            assert backend.read(f"packs/{size}") == whole
 
     def test_what_was_appended_is_the_callers_again(self, backend: Backend) -> None:
         buffer, whole = bytearray(3 << 20), random.randbytes(30 << 20)

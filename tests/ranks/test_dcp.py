@@ -270,6 +270,70 @@ def test_async_save_over_ranks(pool: Pool, tmp_path: Path, kind: str, n: int) ->
         assert len(store.log()) == 1
 
 
+class _FirstPlanner(DefaultSavePlanner):
+    """DCP keeps the plans that it caches by the name of the class."""
+
+
+class _SecondPlanner(DefaultSavePlanner):
+    """Those of the saves that overlap with those of `_FirstPlanner`."""
+
+
+def save_overlapping(rank: int, path: Path, rounds: int, *, cached: bool) -> dict[int, str]:
+    meet(4)
+    groups = [dist.new_group(), dist.new_group()]  # whose collectives do not get in each other's way
+    mesh, writer, commits = mesh_of(4, False), StoreWriter(path), {}
+    if cached:
+        for name in ("_cached_save_plan", "_cached_all_plans", "_cached_global_plan", "_cached_metadata", "_cached_final_save_plan"):
+            getattr(DefaultSavePlanner, name).clear()
+    for first in range(0, 2 * rounds, 2):
+        saving = {}
+        for step, group, planner in zip((first, first + 1), groups, (_FirstPlanner, _SecondPlanner), strict=True):
+            values = {"w": placed(full() + step, mesh, (Shard(0),)), "step": step}
+            options = {"planner": planner(enable_plan_caching=True)} if cached else {}
+            saving[step] = dcp.async_save(values, checkpoint_id=str(step), storage_writer=writer, process_group=group, **options)
+            values["w"].to_local().zero_()
+        for step, each in saving.items():
+            commits[step] = str(each.result().storage_meta.save_id)
+    for group in groups:
+        dist.destroy_process_group(group)
+    return commits
+
+
+def _save_overlapping(rank: int, path: Path, rounds: int) -> dict[int, str]:
+    return save_overlapping(rank, path, rounds, cached=False)
+
+
+def _save_overlapping_cached(rank: int, path: Path, rounds: int) -> dict[int, str]:
+    return save_overlapping(rank, path, rounds, cached=True)
+
+
+def _check_overlapping(pool: Pool, path: Path, task: Any, rounds: int) -> None:
+    ckptstore.open(path).close()
+    told = pool.run(quietly, task, path, rounds)
+    assert all(commits == told[0] for commits in told)
+    with ckptstore.open(path) as store:
+        assert {info.step: info.id for info in store.log(None)} == told[0]
+        for step, commit in told[0].items():
+            snapshot = store.checkout(commit)
+            assert torch.equal(snapshot.read("model/w"), full() + step) and snapshot.read("model/step") == step
+        assert store.sessions() == ()
+        assert not store.fsck(read_data="100%").findings
+
+
+@pytest.mark.skipif(OLD_TORCH, reason="torch 2.6 does not cache plans")
+@pytest.mark.parametrize("task", [_save_overlapping, _save_overlapping_cached])
+def test_saves_over_ranks_overlap_through_one_writer(pool: Pool, tmp_path: Path, task: Any) -> None:
+    _check_overlapping(pool, tmp_path / "store", task, 3)
+
+
+@pytest.mark.soak
+@pytest.mark.skipif(OLD_TORCH, reason="torch 2.6 does not cache plans")
+@pytest.mark.parametrize("task", [_save_overlapping, _save_overlapping_cached])
+def test_200_saves_over_ranks_overlap_through_one_writer(pool: Pool, tmp_path: Path, task: Any) -> None:
+    _check_overlapping(pool, tmp_path / "store", task, 100)
+    print("200 saves of four ranks, two at a time through one writer: every one restored bit-equal")
+
+
 # -- training --
 
 

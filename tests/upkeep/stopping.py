@@ -69,9 +69,10 @@ class _StoppingWriter:
         self._stopping._change()
         self._writer.append(*args)
 
-    def finish(self) -> None:
+    def finish(self) -> bool:
         self._stopping._change()
-        self._writer.finish()
+        created: bool = self._writer.finish()
+        return created
 
     def discard(self) -> None:
         """A process that has ended discards nothing."""

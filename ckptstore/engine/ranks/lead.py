@@ -1,13 +1,12 @@
 """What the coordinator does for a commit of many ranks: plan, decide by content, publish. It alone appends to the log."""
 
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
 from ckptstore.core.collector import uncollected
 from ckptstore.core.config import StoreConfig
-from ckptstore.core.ids import SessionId, digest, document_key, parse_pack_id
+from ckptstore.core.ids import SessionId, digest, parse_pack_id
 from ckptstore.core.model import PackRecord, Schema
 from ckptstore.engine.budget import WINDOW_BYTES
 from ckptstore.engine.label import Label
@@ -21,12 +20,13 @@ from ckptstore.engine.ranks.plan import RanksPlan, Shared, plan_ranks
 from ckptstore.engine.ranks.reports import decode_reports, split_ids
 from ckptstore.engine.ranks.tasks import encode_tasks
 from ckptstore.engine.write import Dedup, SessionPacks
-from ckptstore.errors import CkptStoreError, Conflict, Corrupt, NoSpace
+from ckptstore.errors import Conflict, Corrupt, NoSpace
 from ckptstore.history import entries
 from ckptstore.history.log import Log, Refused
 from ckptstore.history.sessions import Session, open_session
 from ckptstore.objects import canonical
 from ckptstore.objects.documents import encode_document
+from ckptstore.objects.packing import delete_own
 from ckptstore.objects.store import ObjectStore
 from ckptstore.state.ranks.messages import cause_of
 
@@ -152,8 +152,7 @@ class Lead:
             entry = self._log.append(entry_body(published, records, reused))
         except (Refused, NoSpace) as error:
             self.asked = False
-            with suppress(CkptStoreError):
-                self._objects.backend.delete(document_key(published.document.session, published.commit))
+            delete_own(self._objects.backend, published.own)
             self.close(ended=isinstance(error, NoSpace))
             if isinstance(error, Refused) and error.refusal.again:
                 return [frames.join([AGAIN, self._open_session().encode(), b""])] * len(heads)

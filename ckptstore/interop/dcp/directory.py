@@ -15,6 +15,7 @@ from ckptstore.core.model import Box, Shape
 from ckptstore.errors import InvalidInput
 from ckptstore.interop.pickles import load_inert, load_torch
 from ckptstore.interop.sources import Loaded, Shelf, check_tiling, inside, read_range
+from ckptstore.objects.pointers import is_pointer, read_pointer
 
 if TYPE_CHECKING:
     import torch
@@ -52,6 +53,11 @@ def found_in(root: Path, *, allow_pickle: bool = False) -> list[Found]:
     Raises `InvalidInput` for what is no such directory, for names that leave it, pieces that do not make up a tensor, and, unless
     `allow_pickle`, for objects that only unpickling could read.
     """
+    if is_pointer(root):
+        pointer = read_pointer(root)
+        raise InvalidInput(
+            f"{root} points to commit {pointer.id[:12]} of the store {pointer.store}; bring that into another by `ckptstore push`"
+        )
     found = load_inert(root / METADATA, METADATA_BYTES_MAX)
     shelf = Shelf()
     try:

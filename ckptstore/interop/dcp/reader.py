@@ -8,6 +8,7 @@ import io
 import os
 import uuid
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -43,7 +44,18 @@ BATCH_BYTES = 256 * MIB
 """So much is read at a time into tensors that a planner makes for the purpose."""
 
 
-class StoreReader(AtPlace, StorageReader):
+@dataclass(slots=True)
+class _Load:
+    """One load: the commit, and the items that it has for DCP."""
+
+    place: StorePlace
+    snapshot: Snapshot
+    marks: Marks
+    items: dict[str, Named]
+    id: str
+
+
+class StoreReader(AtPlace[_Load], StorageReader):
     """Loads from a store: `dcp.load(state_dict, storage_reader=StoreReader("checkpoints", "latest"))`.
 
     `store` is an open store, or a place as for `ckptstore.open` (`run`, `storage_options` and `index` are its options). `ref` is what
@@ -51,7 +63,7 @@ class StoreReader(AtPlace, StorageReader):
 
     Any commit can be loaded: `{"model": …}` committed natively has the names `model.…`; with `key="model"`, that key alone and without its
     name. A tensor of another dtype than the commit's raises, unless `cast` says that floats may be converted. Objects that were pickled are
-    read with `allow_pickle` only.
+    read with `allow_pickle` only. Threads may load through one reader at once, each its own commit.
     """
 
     def __init__(
@@ -66,59 +78,54 @@ class StoreReader(AtPlace, StorageReader):
         storage_options: Mapping[str, Any] | None = None,
         index: str | None = None,
     ) -> None:
-        super().__init__()
-        self._place = StorePlace(store, run=run, storage_options=storage_options, index=index)
-        self._first_ref = self._ref = ref
+        super().__init__(StorePlace(store, run=run, storage_options=storage_options, index=index))
+        self._first_ref = ref
         self._key, self._cast, self._allow_pickle = key, cast, allow_pickle
-        self._load_id = ""
-        self._snapshot: Snapshot | None = None
-        self._marks = Marks()
-        self._items: dict[str, Named] = {}
-        self.reset()
 
     def reset(self, checkpoint_id: CheckpointId | None = None) -> None:
-        """Forget what was read; the next load is of `checkpoint_id`, or of what this reader was made for."""
-        self._ref = self._first_ref if checkpoint_id is None else checkpoint_id
-        self._checkpoint_id = checkpoint_id
-        self._load_id = str(uuid.uuid4())
-        self._snapshot, self._items = None, {}
-        self._place.close()
+        """Forget what this thread read; its next load is of `checkpoint_id`, or of what this reader was made for."""
+        self._name_it(checkpoint_id)
+        self.close()
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         """DCP's metadata of the commit; with `rank`, of what that rank saved without coordination.
 
         Raises `NotFound` if there is no such commit.
         """
-        store = self._place.store(read_only=True)
+        self.close()
+        place = self._place.another()
+        store = place.store(read_only=True)
         rank: int | None = kwargs.get("rank")
         try:
             ref = self._ref if rank is None else ref_of_rank(self._ref, store.run, rank)
-            self._snapshot = self._whole(store, ref) if rank is None else store.checkout(ref)
-            self._marks = marks_of(self._snapshot)
-            if rank is None and self._marks.rank is not None:
-                raise NotFound(f"commit {self._snapshot.id[:12]} is what rank {self._marks.rank} saved by itself, not the whole")
-            if self._key is not None and self._key not in self._snapshot.trees:
-                keys = ", ".join(self._snapshot.trees)
-                raise NotFound(f"commit {self._snapshot.id[:12]} has no key {self._key!r}; it has {keys}; without key=, it is loaded whole")
-            self._items = named(self._snapshot.trees, self._marks, self._key)
+            snapshot = self._whole(store, ref) if rank is None else store.checkout(ref)
+            marks = marks_of(snapshot)
+            if rank is None and marks.rank is not None:
+                raise NotFound(f"commit {snapshot.id[:12]} is what rank {marks.rank} saved by itself, not the whole")
+            if self._key is not None and self._key not in snapshot.trees:
+                keys = ", ".join(snapshot.trees)
+                raise NotFound(f"commit {snapshot.id[:12]} has no key {self._key!r}; it has {keys}; without key=, it is loaded whole")
+            load = _Load(place, snapshot, marks, named(snapshot.trees, marks, self._key), str(uuid.uuid4()))
+            self._begin_with(load)
         except BaseException:
-            self._place.close()
+            place.close()
             raise
         metadata = Metadata(
-            state_dict_metadata={name: _metadata(item) for name, item in self._items.items()},
-            planner_data={name: item.keys for name, item in self._items.items()},
-            storage_data={"store": store.url, "commit": self._snapshot.id},
-            storage_meta=StorageMeta(checkpoint_id=self.checkpoint_id, save_id=self._snapshot.id, load_id=self._load_id),
+            state_dict_metadata={name: _metadata(item) for name, item in load.items.items()},
+            planner_data={name: item.keys for name, item in load.items.items()},
+            storage_data={"store": store.url, "commit": snapshot.id},
+            storage_meta=StorageMeta(checkpoint_id=self.checkpoint_id, save_id=snapshot.id, load_id=load.id),
         )
         metadata.version = DCP_VERSION
         return metadata
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        if self._snapshot is None or (metadata.storage_data or {}).get("commit") != self._snapshot.id:
+        if self._current is None or (metadata.storage_data or {}).get("commit") != self._current.snapshot.id:
             raise InvalidInput("the metadata is not what this reader read last; call read_metadata first")
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        plan.storage_data = self._read().id if self._marks.rank is None else None
+        load = self._read()
+        plan.storage_data = load.snapshot.id if load.marks.rank is None else None
         return plan
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
@@ -131,25 +138,35 @@ class StoreReader(AtPlace, StorageReader):
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         """Read what was planned; verified and in place when this returns."""
+        load = self._read()
         try:
-            snapshot = self._read()
-            self._load_objects([item for item in plan.items if item.type == LoadItemType.BYTE_IO], planner, snapshot)
+            self._load_objects([item for item in plan.items if item.type == LoadItemType.BYTE_IO], planner, load)
             for batch in _batches([item for item in plan.items if item.type == LoadItemType.TENSOR], planner):
-                self._load_tensors(batch, planner, snapshot)
+                self._load_tensors(batch, planner, load)
         finally:
-            self._place.close()
+            load.place.close()
         done: Future[None] = Future()
         done.set_result(None)
         return done
 
     def close(self) -> None:
         """Let go of the store, if it was opened here. Every load does so itself; one that fails before it reads does not."""
-        self._place.close()
+        if (load := self._begin_with(None)) is not None:
+            load.place.close()
 
-    def _read(self) -> Snapshot:
-        if self._snapshot is None:
+    @property
+    def load_id(self) -> str:
+        """What tells this thread's load from others; empty before `read_metadata`."""
+        return self._current.id if self._current else ""
+
+    @property
+    def _ref(self) -> AnyRef:
+        return self._first_ref if self._checkpoint_id is None else self._checkpoint_id
+
+    def _read(self) -> _Load:
+        if self._current is None:
             raise InvalidInput("nothing to load from; call read_metadata first")
-        return self._snapshot
+        return self._current
 
     def _whole(self, store: Store, ref: AnyRef) -> Snapshot:
         """The commit `ref`; `latest` is none where ranks have saved by themselves since."""
@@ -158,20 +175,20 @@ class StoreReader(AtPlace, StorageReader):
             raise NotFound(f"the newest of run {store.run} is what ranks saved by themselves; step {snapshot.step} is the newest whole one")
         return snapshot
 
-    def _load_objects(self, requests: list[ReadItem], planner: LoadPlanner, snapshot: Snapshot) -> None:
-        items = {request.storage_index.fqn: self._item(request) for request in requests}
-        values = objects_of(snapshot, items, allow_pickle=self._allow_pickle)
+    def _load_objects(self, requests: list[ReadItem], planner: LoadPlanner, load: _Load) -> None:
+        items = {request.storage_index.fqn: _item(load, request) for request in requests}
+        values = objects_of(load.snapshot, items, allow_pickle=self._allow_pickle)
         for request in requests:
             name = request.storage_index.fqn
-            if items[name].path in self._marks.raw:
+            if items[name].path in load.marks.raw:
                 planner.load_bytes(request, io.BytesIO(values[name]))
             else:
                 _hand_over(planner, request, values[name])
 
-    def _load_tensors(self, requests: Iterable[ReadItem], planner: LoadPlanner, snapshot: Snapshot) -> None:
+    def _load_tensors(self, requests: Iterable[ReadItem], planner: LoadPlanner, load: _Load) -> None:
         targets, wanted, aside = [], [], []
         for request in requests:
-            item = self._item(request)
+            item = _item(load, request)
             target = planner.resolve_tensor(request)
             number, box = _where(item, request)
             committed = item.tree.schema.dtypes[number]
@@ -182,7 +199,7 @@ class StoreReader(AtPlace, StorageReader):
                 aside.append((target, landing))
             wanted.append((item.tree, number, conversion.destination(landing, committed), box))
             targets.append((request, target))
-        snapshot.land(wanted)
+        load.snapshot.land(wanted)
         for target, landing in aside:
             target.detach().copy_(landing)
         for request, target in targets:
@@ -197,11 +214,12 @@ class StoreReader(AtPlace, StorageReader):
             way = "StoreReader(…, cast=True) converts" if may else "make a tensor of that dtype"
             raise InvalidInput(f"{item.name} was saved as {committed}, and the state dict has {own} for it; {way}")
 
-    def _item(self, request: ReadItem) -> Named:
-        name = request.storage_index.fqn
-        if name not in self._items:
-            raise NotFound(f"commit {self._read().id[:12]} has nothing called {name!r}")
-        return self._items[name]
+
+def _item(load: _Load, request: ReadItem) -> Named:
+    name = request.storage_index.fqn
+    if name not in load.items:
+        raise NotFound(f"commit {load.snapshot.id[:12]} has nothing called {name!r}")
+    return load.items[name]
 
 
 def _metadata(item: Named) -> STORAGE_TYPES:

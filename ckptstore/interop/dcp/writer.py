@@ -2,6 +2,9 @@
 
 DCP plans who writes what, and carries messages from rank to rank; each rank packs its items, and the coordinator's `finish` appends the
 commit. What fails anywhere is raised on every rank by DCP, as `CheckpointException`, and nothing is visible.
+
+Saves through one writer may overlap. What a save is called and where it writes is its own (`_Save`); the session travels in plans and
+receipts, so that parts of two saves cannot become one commit.
 """
 
 import os
@@ -9,7 +12,8 @@ import time
 import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
+from weakref import WeakValueDictionary
 
 import torch.distributed as dist
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
@@ -17,32 +21,59 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
-from ckptstore.core.ids import CommitId
+from ckptstore.core.ids import CommitId, SessionId, parse_session_id
 from ckptstore.engine.ranks import frames
-from ckptstore.errors import Conflict
+from ckptstore.errors import Conflict, InvalidInput
 from ckptstore.history.sessions import Session
 from ckptstore.interop.dcp.items import decode_message, messages_of, parts_of, resolve
 from ckptstore.interop.dcp.meeting import assign, session_of
 from ckptstore.interop.dcp.names import DCP_VERSION, FLAT_KEY
 from ckptstore.interop.dcp.places import AtPlace, CheckpointId, Name, StorePlace, name_of, name_of_rank, of_rank
 from ckptstore.interop.dcp.trees import plant
-from ckptstore.objects.pointers import Pointer, is_pointer, write_pointer
+from ckptstore.objects.pointers import Pointer, write_pointer
 from ckptstore.store import Store
 
 __all__ = ["StoreWriter"]
 
 
-class StoreWriter(AtPlace, StorageWriter):
+class _Save:
+    """One save on one rank: what it is called, and the session under which it writes, if this rank opened it."""
+
+    def __init__(self, place: StorePlace, name: Name, rank: int, *, alone: bool) -> None:
+        self.place, self.name, self.rank, self.alone = place, name, rank, alone
+        self.started = time.perf_counter()
+        self.session: Session | None = None
+        self.commit: CommitId | None = None
+
+    def open_session(self) -> Session:
+        self.end_session()
+        self.session = self.place.store(create=True).parts.open()
+        weakref.finalize(self, self.session.abandon)  # where a rank fails, DCP does not tell the coordinator's writer
+        return self.session
+
+    def end_session(self) -> None:
+        session, self.session = self.session, None
+        if session is not None:
+            session.abandon()
+
+    def let_go(self) -> None:
+        self.end_session()
+        self.place.close()
+
+
+class StoreWriter(AtPlace[_Save], StorageWriter):
     """Saves to a store: `dcp.save(state_dict, storage_writer=StoreWriter("checkpoints", step=100))`.
 
     `store` is an open store, or a place as for `ckptstore.open`, which is then opened for each save (`run`, `storage_options` and `index`
     are its options). `step`, `tag`, `message` and `metrics` are those of the commit. A `checkpoint_id` names it too: digits are its step, a
-    path (`/…`, `./…`, `../…`, a `Path`) gets a pointer file, other text is a tag; what had that name before stays in the store.
+    path (`/…`, `./…`, `../…`, a `Path`) becomes a directory with a pointer file as `.metadata`, other text is a tag; what had that name
+    before stays in the store. With `overwrite=False` a name that is taken is a `Conflict`.
 
     A state dict without anything nested becomes the key `key` of the application state. With `allow_pickle`, objects that the registry does
     not know are pickled and marked as such; without it they are refused, by name.
 
-    After a save, `commit` is the commit's id on the coordinator; on every rank, `storage_meta.save_id` of what `dcp.save` returns is.
+    After a save, `commit` is the commit's id on the coordinator; on every rank, `storage_meta.save_id` of what `dcp.save` returns is. Saves
+    may overlap, as those of `dcp.async_save` do (over ranks, with a process group each); then `commit` is that of the last to end.
     """
 
     def __init__(
@@ -58,125 +89,176 @@ class StoreWriter(AtPlace, StorageWriter):
         allow_pickle: bool = False,
         storage_options: Mapping[str, Any] | None = None,
         index: str | None = None,
+        overwrite: bool = True,
     ) -> None:
-        super().__init__()
-        self._place = StorePlace(store, run=run, storage_options=storage_options, index=index)
+        super().__init__(StorePlace(store, run=run, storage_options=storage_options, index=index))
         self._step, self._metrics, self._message = step, metrics, message
         self._tags = ((tag,) if isinstance(tag, str) else tuple(tag)) if tag else ()
-        self._key, self._allow_pickle = key, allow_pickle
-        self._name = Name()
-        self._rank, self._alone = 0, False
-        self._started = 0.0
-        self._session: Session | None = None
+        self._key, self._allow_pickle, self.overwrite = key, allow_pickle, overwrite
         self.commit: CommitId | None = None
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_session": None}
+    def _begin(self) -> None:
+        super()._begin()
+        self._saves: WeakValueDictionary[SessionId, _Save] = WeakValueDictionary()
 
     def reset(self, checkpoint_id: CheckpointId | None = None) -> None:
-        """Forget the last save; the next one is called `checkpoint_id`."""
+        """Forget this thread's last save; its next one is called `checkpoint_id`."""
         name_of(checkpoint_id)  # which raises, before anything is forgotten
-        self._checkpoint_id = checkpoint_id
-        self._let_go()
-        self.commit = None
+        self._name_it(checkpoint_id)
+        self._forget()
+        if self._is_home:
+            self.commit = None
+
+    @property
+    def save_id(self) -> str | None:
+        """`commit`, under the name that DCP's own writer has for it."""
+        return self.commit
 
     def storage_meta(self) -> StorageMeta | None:
         """What planners get to know of the storage."""
-        return StorageMeta(checkpoint_id=self.checkpoint_id, save_id=self.commit)
+        return StorageMeta(checkpoint_id=self.checkpoint_id, save_id=self._current.commit if self._current else None)
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        self._let_go()
-        self._started = time.perf_counter()
-        self._rank = kwargs["rank"] if kwargs.get("rank") is not None else _own_rank()
-        self._alone = not kwargs.get("use_collectives", True)
+        self._forget()
+        rank = kwargs["rank"] if kwargs.get("rank") is not None else _own_rank()
+        alone = not kwargs.get("use_collectives", True)
         name = name_of(self._checkpoint_id)
-        self._name = name_of_rank(name, self._rank) if self._alone else name
-        pointer = self._name.pointer
-        if pointer is not None and (is_coordinator or self._alone) and os.path.lexists(pointer) and not is_pointer(pointer):
-            raise Conflict(f"{pointer} is there and is no pointer file; give another checkpoint_id, or remove it")
-        self._place.store(create=True).check_writable()
+        save = _Save(self._place.another(), name_of_rank(name, rank) if alone else name, rank, alone=alone)
+        self._begin_with(save)
+        if is_coordinator or alone:
+            self._check_name(save)
+        save.place.store(create=True).check_writable()
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         return plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         """Open the session of this save, and let every rank know it."""
-        self._end_session()
-        self._session = self._place.store(create=True).parts.open()
-        weakref.finalize(self, self._session.abandon)  # where a rank fails, DCP does not tell the coordinator's writer
-        assigned = assign(self._session.id)
+        save = self._in_progress()
+        session = save.open_session()
+        self._saves[session.id] = save
+        assigned = assign(session.id, str(self.checkpoint_id))
         return [replace(plan, storage_data=assigned) for plan in plans]
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Hash and pack this rank's items; durable when this returns."""
+        save = self._in_progress()
         try:
-            session = session_of(plan.storage_data)
+            # The coordinator knows its session; what a cached plan carries is that of an earlier save.
+            session = save.session.id if save.session else session_of(plan.storage_data, save.rank, str(self.checkpoint_id))
             resolved = resolve(plan, planner, allow_pickle=self._allow_pickle)
-            written = self._place.store(create=True).parts.write(session, self._rank, parts_of(resolved, alone=self._alone))
+            written = save.place.store(create=True).parts.write(session, save.rank, parts_of(resolved, alone=save.alone))
             messages = messages_of(resolved, written.contents)
         except BaseException:
-            self._let_go()
+            save.let_go()
             raise
-        # The receipt travels with the first item; a rank without items has nothing to say.
-        texts = [frames.join([message, b"" if i else written.receipt]) for i, message in enumerate(messages)]
+        # Session and receipt travel with the first item; a rank without items has nothing to say.
+        receipt = [session.encode(), written.receipt]
+        texts = [frames.join([message, *([b"", b""] if i else receipt)]) for i, message in enumerate(messages)]
         done: Future[list[WriteResult]] = Future()
         done.set_result([_result(item, text) for item, text in zip(plan.items, texts, strict=True)])
-        if self._session is None:
-            self._place.close()
+        if save.session is None:
+            save.place.close()
         return done
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """Append the commit of what all ranks have written, and say in `metadata` which it is."""
-        assert self._session is not None, "prepare_global_plan comes before finish"
-        store, session = self._place.store(), self._session
+        """Append the commit of what all ranks have written, and say in `metadata` which it is.
+
+        Raises `Conflict` if some of it was written by another save.
+        """
+        told = _told(results)
+        save = self._saves.get(min(told.sessions)) if len(told.sessions) == 1 else self._current
+        if save is None or save.session is None or not told.sessions <= {save.session.id}:
+            raise Conflict("what is to be finished was written by two saves, or by one that ended: nothing was committed; repeat the save")
         try:
-            stored, receipts = [], []
-            for number, found in enumerate(results):
-                for result in found:
-                    message, receipt = frames.split(result.storage_data, 2)
-                    stored.append(decode_message(result.index.fqn, self._rank if self._alone else number, message))
-                    receipts += [receipt] if receipt else []
-            planted = plant(
-                stored,
-                metadata.planner_data if isinstance(metadata.planner_data, Mapping) else {},
-                flat_key=self._key,
-                chunk_bytes=store.chunk_bytes,
-                world=len(results),
-                rank=self._rank if self._alone else None,
-            )
-            snapshot = store.commit_parts(
-                lambda label: store.parts.publish(session, label, planted.trees, planted.layout, receipts, self._started),
-                step=self._step if self._name.step is None else self._name.step,
-                tag=self._labels(),
-                message=self._message,
-                metrics=self._metrics,
-                run=of_rank(store.run, self._rank) if self._alone else None,
-            )
-            self.commit = snapshot.id
-            if self._name.pointer is not None:
-                write_pointer(self._name.pointer, Pointer(store.url, snapshot.id))
-            metadata.version = DCP_VERSION
-            metadata.storage_data = {"store": store.url, "commit": snapshot.id}
-            metadata.storage_meta = self.storage_meta()
+            self._publish(save, save.session, metadata, told)
         finally:
-            self._let_go()
+            save.let_go()
 
     def close(self) -> None:
-        """Let go of the store, if it was opened here. Every save does so itself; a save that failed on another rank does not."""
-        self._let_go()
+        """Let go of the store, if it was opened here, and give up saves in progress. Every save lets go when it ends; one that failed on
+        another rank does not."""
+        self._forget()
+        for save in list(self._saves.values()):
+            save.let_go()
 
-    def _labels(self) -> tuple[str, ...]:
-        tags = tuple(of_rank(tag, self._rank) for tag in self._tags) if self._alone else self._tags
-        return (*tags, self._name.tag) if self._name.tag else tags
+    def _publish(self, save: _Save, session: Session, metadata: Metadata, told: "_Told") -> None:
+        store = save.place.store()
+        planted = plant(
+            [decode_message(name, save.rank if save.alone else number, message) for name, number, message in told.messages],
+            metadata.planner_data if isinstance(metadata.planner_data, Mapping) else {},
+            flat_key=self._key,
+            chunk_bytes=store.chunk_bytes,
+            world=told.world,
+            rank=save.rank if save.alone else None,
+        )
+        snapshot = store.commit_parts(
+            lambda label: store.parts.publish(session, label, planted.trees, planted.layout, told.receipts, save.started),
+            step=self._step if save.name.step is None else save.name.step,
+            tag=self._labels(save),
+            message=self._message,
+            metrics=self._metrics,
+            run=of_rank(store.run, save.rank) if save.alone else None,
+        )
+        self.commit = save.commit = snapshot.id
+        if (pointer := save.name.pointer) is not None:
+            write_pointer(pointer, Pointer(store.url, snapshot.id))
+        metadata.version = DCP_VERSION
+        metadata.storage_data = {"store": store.url, "commit": snapshot.id}
+        metadata.storage_meta = StorageMeta(checkpoint_id=self.checkpoint_id, save_id=snapshot.id)
 
-    def _let_go(self) -> None:
-        self._end_session()
-        self._place.close()
+    def _check_name(self, save: _Save) -> None:
+        """Raise `Conflict` if something that is no pointer has the path, or if something has the name that may not be taken from it."""
+        pointer, name = save.name.pointer, save.name
+        if self.overwrite or name == Name():
+            return
+        store = save.place.store(create=True)
+        run = of_rank(store.run, save.rank) if save.alone else None
+        if pointer is not None:
+            taken = os.path.lexists(pointer)
+        elif name.tag is not None:
+            taken = name.tag in store.tags()
+        else:
+            taken = any(info.step == name.step for info in store.log(None, run=run))
+        if taken:
+            raise Conflict(
+                f"Checkpoint already exists: {self.checkpoint_id} names a commit, and overwrite=False; give another checkpoint_id"
+            )
 
-    def _end_session(self) -> None:
-        session, self._session = self._session, None
-        if session is not None:
-            session.abandon()
+    def _labels(self, save: _Save) -> tuple[str, ...]:
+        tags = tuple(of_rank(tag, save.rank) for tag in self._tags) if save.alone else self._tags
+        return (*tags, save.name.tag) if save.name.tag else tags
+
+    def _in_progress(self) -> _Save:
+        if self._current is None:
+            raise InvalidInput("no save is in progress on this thread; call set_up_storage_writer first")
+        return self._current
+
+    def _forget(self) -> None:
+        """Let this thread's save go."""
+        if (save := self._begin_with(None)) is not None:
+            save.let_go()
+
+
+class _Told(NamedTuple):
+    """What the ranks' results say: of each item its name, its rank and its message; the receipts, and the sessions they are of."""
+
+    messages: list[tuple[str, int, bytes]]
+    receipts: list[bytes]
+    sessions: set[SessionId]
+    world: int
+
+
+def _told(results: Sequence[Sequence[WriteResult]]) -> _Told:
+    told = _Told([], [], set(), len(results))
+    for rank, found in enumerate(results):
+        for result in found:
+            message, session, receipt = frames.split(result.storage_data, 3)
+            told.messages.append((result.index.fqn, rank, message))
+            if session:
+                told.sessions.add(parse_session_id(session.decode()))
+                told.receipts.append(receipt)
+    return told
 
 
 def _own_rank() -> int:

@@ -17,7 +17,7 @@ from ckptstore.core.places import BESIDE, enclosing_store
 from ckptstore.errors import Conflict, Corrupt, InvalidInput, NotFound
 from ckptstore.interop.torchsnapshot.directory import METADATA
 from ckptstore.objects.backend import open_backend
-from ckptstore.objects.pointers import Pointer, is_pointer, read_pointer
+from ckptstore.objects.pointers import DIRECTORY_POINTERS, Pointer, is_pointer, read_pointer
 
 _LOCAL = ("fs", "file", "")
 _OURS = frozenset({CONFIG_KEY, "packs", "commits", "log", "sessions", "index", "tmp", "reserve", "quarantine"})
@@ -101,7 +101,8 @@ def tag_of(name: str) -> str:
 
 def _pointer(local: Path) -> Path:
     """Where the pointer of a snapshot lies: in a directory that was made for it, under the name that TorchSnapshot gives its metadata."""
-    return local / METADATA if local.is_dir() else local
+    names = [name for name in (METADATA, *DIRECTORY_POINTERS) if is_pointer(local / name)]  # one that DCP's interface left, perhaps
+    return local / (names or [METADATA])[0] if local.is_dir() else local
 
 
 def _store_above(local: Path) -> Path | None:
