@@ -13,7 +13,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from ckptstore.core.ids import StoreId, checkpoint_key
-from ckptstore.core.places import make_directories, write_file
+from ckptstore.core.places import make_directories
+from ckptstore.core.scratch import replace_file
 from ckptstore.errors import Busy, CkptStoreError, Conflict, Corrupt, InvalidInput, NoSpace, NotFound, Unavailable
 from ckptstore.history.checkpoints import decode_state, encode_state
 from ckptstore.history.contention import Met, pause_s
@@ -232,7 +233,7 @@ class Log:
         try:
             return data, decode_entry(data)
         except Corrupt as error:
-            raise InvalidInput(f"this entry cannot be written, because nobody could read it: {error.__cause__}") from error
+            raise InvalidInput(f"this entry cannot be written, because nobody could read it: {error.__cause__ or error}") from error
 
     def _create(self, data: bytes, entry: Entry, deadline: float) -> Entry:
         """The entry that took the number of `entry`: itself, or another one. The same create is repeated until an answer settles it."""
@@ -330,14 +331,9 @@ class Log:
         """Keep the state for the next process if it is `least` entries ahead of the one that was kept."""
         if self._memory is None or self._state.n - self._remembered < least:
             return
-        new = self._memory.with_name(f"{self._memory.name}-{secrets.token_hex(8)}")
         try:
             make_directories(self._memory.parent)
-            try:
-                write_file(new, encode_state(self._state))
-                new.replace(self._memory)
-            finally:
-                new.unlink(missing_ok=True)
+            replace_file(self._memory, encode_state(self._state))
         except OSError as error:
             _logger.debug("the state is not kept at %s: %s", self._memory, error)
             return

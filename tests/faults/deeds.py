@@ -253,6 +253,13 @@ def command(report: Report, words: list[str]) -> None:
     report("exit", done.code, done.out)
 
 
+def point(report: Report, place: str, path: str) -> None:
+    """Write a pointer file that names the newest commit."""
+    with ckptstore.open(place, read_only=True) as store:
+        ckptstore.write_pointer(path, store)
+    report("pointed")
+
+
 def push(report: Report, source: str, target: str, parcel_bytes: int) -> None:
     """Bring every commit of one store into another, in parcels."""
     with closing(Opening(source, read_only=True)) as ours, closing(Opening(target)) as theirs:
@@ -340,6 +347,7 @@ _ALL = (
     restore_twice,
     carry_on,
     command,
+    point,
     push,
     churn,
 )
