@@ -31,7 +31,8 @@ def scratch_for(target: Path) -> Iterator[Path]:
         yield folder / target.name
     finally:
         shutil.rmtree(folder, ignore_errors=True)
-        os.close(lock)
+        with suppress(OSError):
+            os.close(lock)
 
 
 def replace_file(target: Path, data: bytes) -> None:

@@ -13,6 +13,7 @@ import json
 import os
 import re
 import stat
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -113,7 +114,8 @@ def _read(place: Path) -> bytes:
     except OSError as error:
         raise Unavailable(f"cannot read the pointer file {place}: {error.strerror}") from error
     finally:
-        os.close(fd)
+        with suppress(OSError):
+            os.close(fd)
     if len(data) > POINTER_BYTES_MAX:
         raise InvalidInput(f"{place} is too large for a pointer file; `ckptstore import` reads checkpoints")
     return data

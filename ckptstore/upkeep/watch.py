@@ -86,7 +86,9 @@ def stale_files(watch: Watch, now_s: float) -> frozenset[str]:
 
 def load_watch(path: Path) -> Watch:
     """What was seen since the last boot; nothing if that cannot be read."""
-    boot = _BOOT_ID.read_text().strip() if _BOOT_ID.exists() else ""
+    boot = ""
+    with suppress(OSError):
+        boot = _BOOT_ID.read_text().strip()
     try:
         found: dict[str, Any] = json.loads(path.read_text())
         if found["boot"] != boot:
