@@ -17,8 +17,7 @@ from ckptstore.errors import Corrupt
 from ckptstore.history.fold import FOLD_VERSION, CommitRow, Pack, State
 from ckptstore.history.state import Commits, Packs
 from ckptstore.objects.canonical import decode, encode
-
-STATE_BYTES_MAX = 1 << 30
+from ckptstore.objects.limits import CHECKPOINT_BYTES_MAX
 
 _HASH_DIGITS = 64
 _SESSION_DIGITS = 24
@@ -67,9 +66,9 @@ def decode_state(data: bytes, store: StoreId, generation: int) -> State:
 
 def _decompress(frame: memoryview) -> bytes:
     size = zstandard.get_frame_parameters(frame).content_size
-    if size > STATE_BYTES_MAX:
-        raise ValueError(f"wanted at most {STATE_BYTES_MAX} bytes, got {size}")
-    return zstandard.ZstdDecompressor().decompress(frame, max_output_size=STATE_BYTES_MAX)
+    if size > CHECKPOINT_BYTES_MAX:
+        raise ValueError(f"wanted at most {CHECKPOINT_BYTES_MAX} bytes, got {size}")
+    return zstandard.ZstdDecompressor().decompress(frame, max_output_size=CHECKPOINT_BYTES_MAX)
 
 
 def _state(document: dict[str, Any], store: StoreId, generation: int) -> State:

@@ -33,6 +33,7 @@ from ckptstore.history.fields import (
     tuple_of,
 )
 from ckptstore.objects.canonical import bits_float, decode, encode, float_bits
+from ckptstore.objects.limits import ENTRY_BYTES_MAX
 
 _HASH_DIGITS = 64
 
@@ -214,6 +215,8 @@ def encode_again(entry: Entry) -> bytes:
 
 def decode_entry(data: bytes) -> Entry:
     """What `encode_entry` encoded. Raises `Corrupt` for anything else and `NewerEntry` for a kind that is not known here."""
+    if len(data) > ENTRY_BYTES_MAX:
+        raise Corrupt(f"an entry of the log has {len(data)} bytes; wanted at most {ENTRY_BYTES_MAX}; run `ckptstore fsck`")
     head, data_hash = data[: _HASH_DIGITS + 1], digest(memoryview(data)[_HASH_DIGITS + 1 :]).hex()
     if head != data_hash.encode() + b"\n":
         raise Corrupt(f"an entry of the log does not match its hash: wanted {head!r}, got {data_hash}; run `ckptstore fsck`")

@@ -2,7 +2,7 @@
 
 import base64
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple, TypeAlias
 
 from ckptstore.core.ids import parse_chunk_id, parse_commit_id, parse_pack_id, parse_session_id
@@ -81,19 +81,70 @@ def parse_link(value: Any) -> tuple[str, int]:
 
 
 def set_to_json(numbers: frozenset[int]) -> list[Any]:
+    """A bitmap without its runs of zero bytes: what a set takes depends on how many numbers it has, not on how far they lie apart.
+
+    Packs are numbered on for as long as the store lives, and a commit relies on a few old ones and on many of the newest.
+    """
     if not numbers:
         return [0, ""]
     first = min(numbers)
-    bits = bytearray((max(numbers) - first) // 8 + 1)
+    bits: dict[int, int] = {}
     for number in numbers:
-        bits[(number - first) >> 3] |= 1 << ((number - first) & 7)
-    return [first, base64.b64encode(bits).decode()]
+        at = (number - first) >> 3
+        bits[at] = bits.get(at, 0) | 1 << ((number - first) & 7)
+    coded, end = bytearray(), 0
+    for start, bitmap in _stretches(bits):
+        coded += _varint(start - end) + _varint(len(bitmap)) + bitmap
+        end = start + len(bitmap)
+    return [first, base64.b64encode(coded).decode()]
 
 
 def parse_set(value: Any) -> frozenset[int]:
-    first, bitmap = parse_items(value)
-    bits = int.from_bytes(base64.b64decode(parse_text(bitmap), validate=True), "little")
-    return frozenset(number for number, bit in enumerate(bin(bits)[:1:-1], parse_count(first)) if bit == "1")
+    """The inverse of `set_to_json`. Takes memory for the numbers that are there, wherever they lie."""
+    first, text = parse_items(value)
+    coded, at, end, numbers = base64.b64decode(parse_text(text), validate=True), 0, parse_count(first), set()
+    while at < len(coded):
+        skipped, at = _read_varint(coded, at)
+        length, at = _read_varint(coded, at)
+        bitmap, at, end = coded[at : at + length], at + length, end + 8 * skipped
+        bits = bin(int.from_bytes(bitmap, "little"))[:1:-1]
+        numbers |= {number for number, bit in enumerate(bits, end) if bit == "1"}
+        end += 8 * length
+    found = frozenset(numbers)
+    if end > _LARGEST or set_to_json(found) != value:
+        raise ValueError(f"wanted a set of numbers, got {value!r:.80}")
+    return found
+
+
+def _stretches(bits: Mapping[int, int]) -> Iterator[tuple[int, bytes]]:
+    """The bytes of a bitmap, by their places, as stretches without a byte that is zero."""
+    start, stretch = 0, bytearray()
+    for at in sorted(bits):
+        if at != start + len(stretch):
+            yield start, bytes(stretch)
+            start, stretch = at, bytearray()
+        stretch.append(bits[at])
+    yield start, bytes(stretch)
+
+
+def _varint(value: int) -> bytes:
+    """LEB128."""
+    coded = bytearray()
+    while value >= 0x80:
+        coded.append(value & 0x7F | 0x80)
+        value >>= 7
+    return bytes((*coded, value))
+
+
+def _read_varint(coded: bytes, at: int) -> tuple[int, int]:
+    """A number and where the next one begins."""
+    value = shift = 0
+    while shift < _LARGEST.bit_length() and at < len(coded):
+        byte = coded[at]
+        value, shift, at = value | (byte & 0x7F) << shift, shift + 7, at + 1
+        if byte < 0x80:
+            return value, at
+    raise ValueError("wanted a number of at most 53 bits, got no end of it")
 
 
 def packs_to_json(packs: tuple[PackRecord, ...]) -> list[Any]:

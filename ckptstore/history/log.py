@@ -14,7 +14,8 @@ from functools import partial
 from pathlib import Path
 
 from ckptstore.core.ids import CONFIG_KEY, StoreId, checkpoint_key
-from ckptstore.core.places import make_directories, write_file
+from ckptstore.core.places import make_directories
+from ckptstore.core.scratch import replace_file
 from ckptstore.core.threads import behind
 from ckptstore.errors import Busy, CkptStoreError, Conflict, Corrupt, InvalidInput, NoSpace, NotFound, Unavailable
 from ckptstore.history.checkpoints import decode_state, encode_state
@@ -254,7 +255,7 @@ class Log:
         try:
             return data, decode_entry(data)
         except Corrupt as error:
-            raise InvalidInput(f"this entry cannot be written, because nobody could read it: {error.__cause__}") from error
+            raise InvalidInput(f"this entry cannot be written, because nobody could read it: {error.__cause__ or error}") from error
 
     def _create(self, data: bytes, entry: Entry, deadline: float) -> Entry:
         """The entry that took the number of `entry`: itself, or another one. The same create is repeated until an answer settles it."""
@@ -352,14 +353,9 @@ class Log:
         """Keep the state for the next process if it is `least` entries ahead of the one that was kept."""
         if self._memory is None or self._state.n - self._remembered < least:
             return
-        new = self._memory.with_name(f"{self._memory.name}-{secrets.token_hex(8)}")
         try:
             make_directories(self._memory.parent)
-            try:
-                write_file(new, encode_state(self._state))
-                new.replace(self._memory)
-            finally:
-                new.unlink(missing_ok=True)
+            replace_file(self._memory, encode_state(self._state))
         except OSError as error:
             _logger.debug("the state is not kept at %s: %s", self._memory, error)
             return

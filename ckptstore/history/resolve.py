@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 from ckptstore.core.ids import CommitId, SessionId
 from ckptstore.core.refs import Best, Latest, Name, Ref, Step
+from ckptstore.errors import Corrupt
 from ckptstore.history.state import CommitRow, State
 
 
@@ -23,7 +24,10 @@ class Resolved(NamedTuple):
 
 
 def resolve(state: State, ref: Ref, run: str | None) -> Resolved | None:
-    """The commit that `ref` names, in `run` where it names none; None if there is none, or several begin with its digits."""
+    """The commit that `ref` names, in `run` where it names none; None if there is none, or several begin with its digits.
+
+    Raises `Corrupt` where more generations are asked for than there are commits, and the parents form a circle.
+    """
     commit = _resolve(state, ref, run)
     return None if commit is None or commit not in state.commits else resolved(state, commit)
 
@@ -51,12 +55,19 @@ def _resolve(state: State, ref: Ref, run: str | None) -> CommitId | None:
         case Name():
             return state.tags.get(ref.name) or _beginning(state, ref.prefix)
     commit = _resolve(state, ref.base, run)
-    for _ in range(ref.generations):
+    for _ in range(min(ref.generations, len(state.commits))):
         if commit is None:
             break
         row = state.commits.get(commit)
         commit = row.parents[0] if row and row.parents else None
+    if ref.generations > len(state.commits) and commit is not None and commit in state.commits:
+        raise circular(commit)
     return commit
+
+
+def circular(commit: CommitId) -> Corrupt:
+    """More generations than there are commits: honest ids are hashes, which cannot name each other in a circle."""
+    return Corrupt(f"the first parents of commit {commit[:12]} lead back to it, so the log was forged or damaged; run `ckptstore fsck`")
 
 
 def _by_age(state: State, run: str | None) -> list[tuple[CommitId, CommitRow]]:

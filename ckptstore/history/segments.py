@@ -8,16 +8,14 @@ import struct
 from collections.abc import Sequence
 from itertools import pairwise
 
-from ckptstore.core.config import MIB
 from ckptstore.core.ids import StoreId, digest
 from ckptstore.errors import Corrupt
 from ckptstore.history.entries import Entry, check_follows, decode_entry, encode_again
 from ckptstore.objects.frames import compress, decompress
+from ckptstore.objects.limits import SEGMENT_BYTES_MAX
 
 SEGMENT_ENTRIES = 100
 """Few enough for whoever appends the last one to know them all, and to leave less than that many to be asked for one by one."""
-
-SEGMENT_BYTES_MAX = 256 * MIB
 
 _HASH_DIGITS = 64
 _LENGTHS = struct.Struct(f"<{SEGMENT_ENTRIES}I")

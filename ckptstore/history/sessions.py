@@ -175,11 +175,16 @@ def read_sessions(backend: Backend) -> Iterator[SessionInfo]:
     for key, _ in backend.list(_PREFIX):
         try:
             session = parse_session_id(key.removeprefix(_PREFIX))
+        except Corrupt as error:
+            _logger.warning("%s is no session: %s", key, error)
+            continue
+        try:
             yield decode_session(session, backend.read(key))
         except NotFound:
             continue
         except Corrupt as error:
-            _logger.warning("%s is no session: %s", key, error)
+            _logger.warning("nothing is known of session %s but its id: %s", session, error)
+            yield SessionInfo(session)
 
 
 def is_gone(info: SessionInfo) -> bool:

@@ -7,7 +7,7 @@ import fcntl
 import os
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from ckptstore.core.places import rights
@@ -29,7 +29,8 @@ def file_lock(path: Path, *, timeout_s: float, exclusive: bool = True) -> Iterat
     try:
         yield _take(fd, fcntl.LOCK_EX if exclusive else fcntl.LOCK_SH, time.monotonic() + timeout_s)
     finally:
-        os.close(fd)
+        with suppress(OSError):  # the descriptor and its lock are gone whatever close(2) says
+            os.close(fd)
 
 
 def _take(fd: int, kind: int, deadline: float) -> bool:

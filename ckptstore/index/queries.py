@@ -15,6 +15,7 @@ from ckptstore.core.model import CommitInfo, LeafKind, Shape
 from ckptstore.core.refs import Ancestor, Best, Latest, Name, Ref, Step, parse_ref
 from ckptstore.errors import Corrupt, InvalidInput, NotFound
 from ckptstore.history.entries import Position
+from ckptstore.history.resolve import circular
 
 KINDS: tuple[LeafKind, ...] = ("tensor", "value", "bytes")
 
@@ -261,12 +262,14 @@ class Queries:
         raise NotFound(f"no tag {'or commit ' if ref.prefix else ''}{ref.name!r}; {self._names_near(ref.name)}")
 
     def _ancestor(self, commit: CommitId, ref: Ancestor) -> CommitId:
+        # No line of parents is longer than there are commits, unless it is a circle, which would be walked for as long as was asked for.
+        ((commits,),) = self._rows((int,), "SELECT COUNT(*) FROM commits", {})
         rows = self._rows(
             (str, int, _MAYBE_INT),
             "WITH RECURSIVE line (id, depth) AS (SELECT CAST(:id AS VARCHAR(64)), 0 UNION ALL SELECT p.parent, line.depth + 1 FROM line"
             " JOIN commits c ON c.id = line.id JOIN parents p ON p.n = c.n AND p.position = 0 WHERE line.depth < :depth)"
             " SELECT line.id, line.depth, c.n FROM line LEFT JOIN commits c ON c.id = line.id ORDER BY line.depth DESC LIMIT 1",
-            {"id": commit, "depth": ref.generations},
+            {"id": commit, "depth": min(ref.generations, commits)},
             one=True,
         )
         ancestor, depth, n = rows[0]
@@ -274,6 +277,8 @@ class Queries:
             raise NotFound(
                 f"the first parent {depth} generations before {commit[:12]}, {ancestor[:12]}, has been purged; see `ckptstore log`"
             )
+        if depth == commits < ref.generations:
+            raise circular(CommitId(ancestor))
         if depth < ref.generations:
             raise NotFound(f"commit {commit[:12]} has {depth} generations of first parents; wanted {ref.generations}")
         return CommitId(ancestor)

@@ -2,8 +2,6 @@
 
 import fnmatch
 import os
-import secrets
-import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -14,6 +12,7 @@ from urllib.parse import unquote
 
 from ckptstore.core.model import Node, Shape
 from ckptstore.core.places import check_path
+from ckptstore.core.scratch import scratch_for
 from ckptstore.engine.checkout import Tree
 from ckptstore.errors import Conflict, InvalidInput, NotFound, Unavailable
 from ckptstore.interop.directory import FILES, SUFFIX, group_keys
@@ -289,18 +288,12 @@ class _Writing:
 def _in_place(target: Path) -> Iterator[Path]:
     """A name beside `target` that becomes it if the block ends well; else nothing is left of it."""
     target.parent.mkdir(parents=True, exist_ok=True)
-    scratch = target.with_name(f".{target.stem}-{secrets.token_hex(6)}{target.suffix}")
-    try:
-        yield scratch
-        for folder in [path for path in scratch.rglob("*") if path.is_dir()] + [scratch] * scratch.is_dir():
+    with scratch_for(target) as new:
+        yield new
+        for folder in [path for path in new.rglob("*") if path.is_dir()] + [new] * new.is_dir():
             _sync(folder)
-        os.rename(scratch, target)
-        _sync(target.parent)
-    finally:
-        if scratch.is_dir():
-            shutil.rmtree(scratch, ignore_errors=True)
-        else:
-            scratch.unlink(missing_ok=True)
+        os.rename(new, target)
+    _sync(target.parent)
 
 
 def _sync(path: Path) -> None:

@@ -15,13 +15,13 @@ from ckptstore.core.ids import (
     parse_store_id,
 )
 from ckptstore.core.model import CommitDocument, TreeRef
-from ckptstore.errors import Corrupt
+from ckptstore.errors import Corrupt, InvalidInput
 from ckptstore.objects import canonical
 from ckptstore.objects.canonical import bits_float, field, float_bits
 from ckptstore.objects.frames import compress, decompress
+from ckptstore.objects.limits import DOCUMENT_BYTES_MAX
 
 _VERSION = 1
-_MAX_BYTES = 256 << 20
 
 
 def content_id(trees: Iterable[tuple[str, TreeRef]]) -> str:
@@ -32,7 +32,10 @@ def content_id(trees: Iterable[tuple[str, TreeRef]]) -> str:
 def encode_document(document: CommitDocument) -> tuple[CommitId, bytes]:
     """The commit's id and the bytes to store. Raises `InvalidInput` for what canonical JSON cannot hold."""
     data = canonical.encode(_to_json(document))
-    return CommitId(digest(data).hex()), compress(data)
+    stored = compress(data)
+    if (size := max(len(data), len(stored))) > DOCUMENT_BYTES_MAX:
+        raise InvalidInput(f"a commit's document would have {size} bytes, wanted at most {DOCUMENT_BYTES_MAX}; say less in it")
+    return CommitId(digest(data).hex()), stored
 
 
 def decode_document(stored: bytes, commit: CommitId | None) -> CommitDocument:
@@ -40,7 +43,7 @@ def decode_document(stored: bytes, commit: CommitId | None) -> CommitDocument:
 
     At most 256 MiB are allocated whatever `stored` says.
     """
-    data = decompress(stored, _MAX_BYTES)
+    data = decompress(stored, DOCUMENT_BYTES_MAX)
     if commit is not None and (got := digest(data).hex()) != commit:
         raise Corrupt(f"the document of commit {commit} does not match its id: got {got}; run `ckptstore fsck`")
     document = _from_json(canonical.decode(data))

@@ -10,7 +10,6 @@ import threading
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 
-from ckptstore.core.config import MIB
 from ckptstore.core.ids import PackId, digest, footers_key
 from ckptstore.core.threads import Pool, behind
 from ckptstore.errors import CkptStoreError, Corrupt, NotFound
@@ -18,10 +17,10 @@ from ckptstore.history.state import Pack, Packs, State
 from ckptstore.objects.backend import Backend
 from ckptstore.objects.footers import read_tail_of
 from ckptstore.objects.frames import compress, decompress
+from ckptstore.objects.limits import FOOTERS_BYTES_MAX
 from ckptstore.objects.pack import TRAILER_BYTES, FooterTable, parse_footer, parse_trailer
 
 BATCH_PACKS = 100
-BATCH_BYTES_MAX = 256 * MIB
 AT_ONCE = 32
 """So many objects are read from a bucket side by side."""
 
@@ -48,7 +47,7 @@ def decode_batch(data: bytes) -> dict[str, bytes]:
     frame = memoryview(data)[_HASH_DIGITS + 1 :]
     if data[: _HASH_DIGITS + 1] != digest(frame).hex().encode() + b"\n":
         raise Corrupt("a batch of footers does not match its hash; it is ignored and may be deleted")
-    content, at, tails = decompress(frame, BATCH_BYTES_MAX), 0, {}
+    content, at, tails = decompress(frame, FOOTERS_BYTES_MAX), 0, {}
     while at < len(content):
         try:
             name, nbytes = _HEAD.unpack_from(content, at)

@@ -18,6 +18,7 @@ from ckptstore.core.ids import SessionId, new_session_id
 from ckptstore.core.places import rights
 from ckptstore.errors import CkptStoreError, Corrupt, NoSpace, ReadOnly, Unavailable
 from ckptstore.objects.backend import check_key
+from ckptstore.objects.limits import check_size
 from ckptstore.objects.local_directories import Directories
 from ckptstore.objects.local_files import (
     LOST,
@@ -55,6 +56,8 @@ class LocalBackend:
     def read(self, key: str, start: int = 0, stop: int | None = None) -> bytes:
         def whole(fd: int) -> bytes:
             end = os.fstat(fd).st_size
+            if stop is None:
+                check_size(key, end, self.url)
             return read_range(fd, start, end if stop is None else min(stop, end))
 
         return self._reading(key, open_object(self.url, key), whole)
@@ -194,12 +197,19 @@ class LocalBackend:
         except (FileNotFoundError, NotADirectoryError):
             return
         except OSError as error:
-            raise failure(error, "list", directory, self.url) from error
+            raise failure(error, "list", directory or "the store", self.url) from error
         for key in sorted(entries):
             if key.endswith("/"):
                 if key.startswith(prefix) or prefix.startswith(key):
                     yield from self._walk(key[:-1], prefix)
-            elif key.startswith(prefix) and entries[key].is_file(follow_symlinks=False):
-                # A file deleted since is not there; one that another process is deleting is listed or not, both are right.
-                with suppress(FileNotFoundError):
-                    yield key, listed_bytes(entries[key])
+            elif key.startswith(prefix) and (size := self._listed(key, entries[key])) is not None:
+                yield key, size
+
+    def _listed(self, key: str, entry: os.DirEntry[str]) -> int | None:
+        """The size of a file. None for what is none, and for one deleted since; what another process deletes may be listed or not."""
+        try:
+            return listed_bytes(entry) if entry.is_file(follow_symlinks=False) else None
+        except FileNotFoundError:
+            return None
+        except OSError as error:
+            raise failure(error, "list", key, self.url) from error

@@ -5,6 +5,7 @@ A name counts as durable only after its directory was fsynced, and the directori
 
 import os
 from collections.abc import Callable
+from contextlib import suppress
 from typing import TypeVar
 
 from ckptstore.core.places import rights
@@ -37,17 +38,18 @@ class Directories:
     def _make(self, path: str) -> None:
         """The store's own directories become durable with what is put in them, those above it at once."""
         try:
-            self._make_one(path)
-        except FileNotFoundError:
-            self._make(os.path.dirname(path))
-            self._make_one(path)  # fails again below a link that leads nowhere, or in a file system of the kernel
-
-    def _make_one(self, path: str) -> None:
-        try:
-            os.mkdir(path, rights(self.root) if len(path) > len(self.root) else 0o777)
+            self._make_below(path)
         except FileExistsError:
             return
-        if len(path) <= len(self.root):
+        except FileNotFoundError:
+            self._make(os.path.dirname(path))
+            with suppress(FileExistsError):  # another process may be making them
+                self._make_below(path)  # once more, not for ever: a link that leads nowhere is there, and nothing can be made below it
+
+    def _make_below(self, path: str) -> None:
+        own = len(path) > len(self.root)
+        os.mkdir(path, rights(self.root) if own else 0o777)
+        if not own:
             self._sync_names(os.path.dirname(path))
 
     def _anchor(self, directory: str) -> None:

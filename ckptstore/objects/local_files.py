@@ -2,7 +2,9 @@
 
 import errno
 import os
+import stat
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from ckptstore.core.places import is_network_filesystem
@@ -13,7 +15,8 @@ LOST = frozenset(getattr(errno, name, errno.EIO) for name in ("EIO", "EBADMSG", 
 """What Linux says where a disk cannot give back what it had: bad sectors, blocks and inodes whose checksum does not match."""
 
 _IOV_MAX = os.sysconf("SC_IOV_MAX")
-_READ = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW
+_READ = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY
+"""Without waiting: a FIFO would wait for a writer that never comes."""
 
 
 class Descriptor:
@@ -25,14 +28,25 @@ class Descriptor:
         self.fd = fd
 
     def __del__(self, close: Callable[[int], None] = os.close) -> None:  # bound early: at exit the module may be gone first
-        close(self.fd)
+        with suppress(OSError):  # it was read from; what it said has been checked
+            close(self.fd)
 
 
 def open_object(root: str, key: str) -> Descriptor:
+    """The regular file at `key`, open. Raises `Corrupt` for whatever else lies there: links, directories, FIFOs, sockets, devices."""
     try:
-        return Descriptor(os.open(f"{root}/{check_key(key)}", _READ))
+        file = Descriptor(os.open(f"{root}/{check_key(key)}", _READ))
+        mode = os.fstat(file.fd).st_mode
     except OSError as error:
         raise unreadable(error, key, root) from error
+    if not stat.S_ISREG(mode):
+        raise Corrupt(f"cannot read {key} in {root}: it is {_kind_of(mode)}; wanted a regular file; run `ckptstore fsck`")
+    return file
+
+
+def _kind_of(mode: int) -> str:
+    kinds = {stat.S_IFDIR: "a directory", stat.S_IFIFO: "a FIFO", stat.S_IFSOCK: "a socket", stat.S_IFCHR: "a device"}
+    return kinds.get(stat.S_IFMT(mode), "a device")
 
 
 def listed_bytes(entry: os.DirEntry[str]) -> int:
@@ -95,7 +109,7 @@ def failure(error: OSError, verb: str, key: str, root: str, *, writing: bool = F
         return NoSpace(f"{what}; wanted {nbytes} bytes, free are {_free_bytes(root)}; `ckptstore forget` and `gc` make room, then repeat")
     if writing and error.errno in (errno.EACCES, errno.EROFS):
         return ReadOnly(f"{what}; open it with read_only=True or get the right to write there")
-    if error.errno in (errno.ELOOP, errno.EISDIR):
+    if error.errno in (errno.ELOOP, errno.EISDIR, errno.ENXIO):
         return Corrupt(f"{what}; wanted a regular file; run `ckptstore fsck`")
     if not writing and error.errno in (errno.ENOENT, errno.ENOTDIR, errno.ESTALE):
         return NotFound(f"there is no {key} in {root}")

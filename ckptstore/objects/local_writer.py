@@ -80,7 +80,8 @@ class LocalWriter:
             raise self._failure(error, "create") from error
 
     def discard(self) -> None:
-        self._close()
+        with suppress(OSError):  # nobody will read it
+            self._close()
         if self._temporary:
             # What cannot be unlinked now is found by gc under the session's name.
             with suppress(OSError):

@@ -15,6 +15,7 @@ from ckptstore.core.ids import ChunkId, digest
 from ckptstore.core.model import PackEntry
 from ckptstore.errors import Corrupt, InvalidInput
 from ckptstore.objects.codecs import KNOWN_CODECS, RAW
+from ckptstore.objects.limits import CHUNK_BYTES_MAX, FOOTERS_BYTES_MAX
 
 TENSOR, SCHEMA, PAGE, LAYOUT = range(4)
 """Kinds of chunk. Only the first lies in data packs, only the others in metadata packs."""
@@ -91,6 +92,8 @@ def parse_trailer(data: bytes, pack_bytes: int) -> Trailer:
         raise _corrupt("version", _VERSION, version)
     if kind not in (0, 1):
         raise _corrupt("kind", "0 or 1", kind)
+    if nbytes > FOOTERS_BYTES_MAX:
+        raise _corrupt("footer", f"at most {FOOTERS_BYTES_MAX} bytes", nbytes)
     if nbytes % FOOTER_DTYPE.itemsize or offset + nbytes + TRAILER_BYTES != pack_bytes:
         raise _corrupt("size", f"{offset} bytes of data, {nbytes} of footer and {TRAILER_BYTES} more", pack_bytes)
     return Trailer(offset, nbytes, bool(kind), data[: _HEAD.size], data[_HEAD.size : 64])
@@ -147,6 +150,7 @@ def _check_columns(table: FooterTable, metadata: bool) -> None:
         (np.isin(table["codec"], KNOWN_CODECS), "a known codec"),
         (table["kind"] <= LAYOUT, "a known kind of chunk"),
         ((table["kind"] != TENSOR) == metadata, "tensor bytes in data packs only and all else in metadata packs only"),
+        (table["stored"] <= CHUNK_BYTES_MAX, f"at most {CHUNK_BYTES_MAX} stored bytes"),
         (table["width"] > 0, "an element width"),
         (table["base"] == _NO_BASE, "no base"),
         (table["zero"] == np.void(bytes(5)), "zeros at the end"),

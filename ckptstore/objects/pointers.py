@@ -15,15 +15,14 @@ commit is an id, which is a hash and cannot mean another commit, and its store c
 import json
 import os
 import re
-import secrets
 import stat
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from ckptstore.core.ids import CommitId, parse_commit_id
 from ckptstore.core.places import check_path, make_directories, rights
+from ckptstore.core.scratch import scratch_for
 from ckptstore.core.secrets import redact
 from ckptstore.errors import CkptStoreError, Conflict, Corrupt, InvalidInput, NotFound, ReadOnly, Unavailable
 from ckptstore.objects.canonical import decode, field
@@ -129,7 +128,8 @@ def _read(place: Path) -> bytes:
     except OSError as error:
         raise Unavailable(f"cannot read the pointer file {place}: {error.strerror}") from error
     finally:
-        os.close(fd)
+        with suppress(OSError):
+            os.close(fd)
     if len(data) > POINTER_BYTES_MAX:
         raise InvalidInput(f"{place} is too large for a pointer file; `ckptstore import` reads checkpoints")
     return data
@@ -158,26 +158,15 @@ def _name_of(store: str, pointer: Path) -> str:
 
 
 def _replace(place: Path, data: bytes) -> None:
-    with _scratch(place) as (fd, name):
+    with scratch_for(place) as new:
+        fd = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666 & rights(place.parent))
         with open(fd, "wb") as file:
             file.write(data)
             file.flush()
             os.fsync(file.fileno())
-        os.rename(name, place)  # where a symbolic link had appeared, it would be replaced, not followed
+        os.rename(new, place)  # where a symbolic link had appeared, it would be replaced, not followed
     folder = os.open(place.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         os.fsync(folder)
     finally:
         os.close(folder)
-
-
-@contextmanager
-def _scratch(place: Path) -> Iterator[tuple[int, Path]]:
-    """A new file beside `place`, gone when the block ends unless it was renamed."""
-    name = place.with_name(f".{place.name}-{secrets.token_hex(6)}")
-    fd = os.open(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666 & rights(place.parent))
-    try:
-        yield fd, name
-    finally:
-        with suppress(FileNotFoundError):
-            os.unlink(name)

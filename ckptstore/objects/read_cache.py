@@ -70,7 +70,8 @@ class ReadCache:
         except OSError as error:
             _logger.debug("a cached chunk cannot be read: %s", error)
         finally:
-            os.close(fd)
+            with suppress(OSError):
+                os.close(fd)
         with suppress(OSError):
             path.unlink()
         return False

@@ -13,6 +13,7 @@ from ckptstore.core.ids import SessionId, new_session_id
 from ckptstore.core.secrets import redact, secrets_of, without
 from ckptstore.errors import CkptStoreError, Corrupt, InvalidInput, NotFound, ReadOnly, Unavailable
 from ckptstore.objects.backend import OpenFile, check_key, put_finished
+from ckptstore.objects.limits import check_size, largest
 
 _EXCLUSIVE = ("memory", "gs", "gcs", "az", "abfs", "abfss")
 """Where fsspec's `mode="create"` is one atomic request; elsewhere two writers could both believe that they created an object.
@@ -50,13 +51,16 @@ class FsspecBackend:
     def read(self, key: str, start: int = 0, stop: int | None = None) -> bytes:
         if stop is not None and start >= stop:
             return b""
+        limit = largest(key)
+        end = limit + 1 if stop is None and limit is not None else stop
         try:
-            data: bytes = self._fs.cat_file(self._path(key), start=start or None, end=stop)
+            data: bytes = self._fs.cat_file(self._path(key), start=start or None, end=end)
         except Exception as error:
             # Some answer a range behind the object's end with an error.
-            if start and (size := self.size(key)) is not None and start >= size:
+            if (start or end) and (size := self.size(key)) is not None and start >= size:
                 return b""
             raise self._failure(error, "read", key) from error
+        check_size(key, start + len(data), self.url)
         return data
 
     def read_into(self, key: str, offset: int, buffers: Sequence[memoryview]) -> None:

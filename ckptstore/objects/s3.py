@@ -10,6 +10,7 @@ import io
 import re
 import threading
 from collections.abc import Iterable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from ckptstore.core.ids import SessionId
 from ckptstore.core.secrets import redact
 from ckptstore.errors import Corrupt, InvalidInput, NotFound, ReadOnly
 from ckptstore.objects.backend import OpenFile, as_bytes, check_key
+from ckptstore.objects.limits import check_size
 from ckptstore.objects.s3_obstore import Obstore, ObstoreReads
 from ckptstore.objects.s3_obstore_upload import ObstoreWriter
 from ckptstore.objects.s3_reads import ClientReads, S3Reads
@@ -53,7 +55,8 @@ class S3Backend:
         path = self._path(key)
         if stop is not None and start >= stop:
             return b""
-        return self._requests.run(lambda client: self._reads.read(client, path, start, stop), f"read {key}")
+        check = partial(check_size, key, where=self.url) if stop is None else None
+        return self._requests.run(lambda client: self._reads.read(client, path, start, stop, check), f"read {key}")
 
     def read_into(self, key: str, offset: int, buffers: Sequence[memoryview]) -> None:
         path = self._path(key)

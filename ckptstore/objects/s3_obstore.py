@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from urllib.parse import urlsplit
 
 from ckptstore.core.secrets import secrets_of, without
-from ckptstore.errors import InvalidInput
-from ckptstore.objects.s3_reads import ClientReads, put_into
+from ckptstore.errors import CkptStoreError, InvalidInput
+from ckptstore.objects.s3_reads import ClientReads, SizeCheck, put_into
 from ckptstore.objects.s3_requests import CONNECT_TIMEOUT_S, DEADLINE_S, READ_TIMEOUT_S, Requests
 
 if TYPE_CHECKING:
@@ -96,15 +96,17 @@ class ObstoreReads:
         self._plain = ClientReads(obstore.bucket)
         self._told = False
 
-    async def read(self, client: Any, path: str, start: int, stop: int | None) -> bytes:
+    async def read(self, client: Any, path: str, start: int, stop: int | None, check: SizeCheck | None = None) -> bytes:
         async def ask(store: "S3Store") -> bytes:
             if stop is not None:
                 return bytes(await self._obstore.api.get_range_async(store, path, start=start, end=stop))
             found = await self._obstore.api.get_async(store, path, options={"range": {"offset": start}} if start else None)
+            if check:
+                check(found.meta["size"])
             return bytes(await found.bytes_async())
 
         found = await self._asked(client, ask)
-        return await self._plain.read(client, path, start, stop) if found is None else found
+        return await self._plain.read(client, path, start, stop, check) if found is None else found
 
     async def fill(self, client: Any, path: str, offset: int, views: Sequence[memoryview]) -> int:
         wanted = sum(view.nbytes for view in views)
@@ -132,7 +134,7 @@ class ObstoreReads:
             return None
         try:
             return await ask(await self._obstore.store(client))
-        except FileNotFoundError:
+        except (FileNotFoundError, CkptStoreError):
             raise
         except Exception as error:
             self._tell(error)

@@ -1,18 +1,21 @@
 """How the bytes of objects come out of S3: whole, a range straight into the reader's memory, or the tail."""
 
-from collections.abc import Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol, TypeAlias
 
 from ckptstore.objects.s3_requests import is_status
 
 _READ_BYTES = 1 << 20
 
+SizeCheck: TypeAlias = Callable[[int], None]
+"""Raises `Corrupt` for an object of more bytes than one of its kind may have."""
+
 
 class S3Reads(Protocol):
     """Reads for one bucket, each a single attempt within `Requests.run`, whose client each of them gets."""
 
-    async def read(self, client: Any, path: str, start: int, stop: int | None) -> bytes:
-        """The bytes `start:stop` of the object, as many of them as there are."""
+    async def read(self, client: Any, path: str, start: int, stop: int | None, check: SizeCheck | None = None) -> bytes:
+        """The bytes `start:stop` of the object, as many of them as there are. `check` is told where they end before they are read."""
 
     async def fill(self, client: Any, path: str, offset: int, views: Sequence[memoryview]) -> int:
         """Fill `views`, of bytes, from `offset` on; how many bytes there were for them."""
@@ -27,8 +30,10 @@ class ClientReads:
     def __init__(self, bucket: str) -> None:
         self._bucket = bucket
 
-    async def read(self, client: Any, path: str, start: int, stop: int | None) -> bytes:
+    async def read(self, client: Any, path: str, start: int, stop: int | None, check: SizeCheck | None = None) -> bytes:
         answer = await self._get(client, path, _range(start, stop))
+        if check and answer is not None:
+            check(start + int(answer["ContentLength"]))
         return b"" if answer is None else await _body(answer)
 
     async def fill(self, client: Any, path: str, offset: int, views: Sequence[memoryview]) -> int:

@@ -16,6 +16,7 @@ from typing import NamedTuple
 from weakref import finalize
 
 from ckptstore.core.config import MIN_STAGING_BYTES
+from ckptstore.errors import Unavailable
 from ckptstore.state.arrivals import Arrivals
 from ckptstore.state.flat import NotCopied
 
@@ -30,9 +31,14 @@ class Arena:
         self.fd = _shared_memory(nbytes) if shared else -1
         """With it, another process can look at the same memory; -1 if that was not asked for."""
         flags = mmap.MAP_SHARED if shared else mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
-        self._map = mmap.mmap(self.fd, nbytes, flags=flags)
+        try:
+            self._map = mmap.mmap(self.fd, nbytes, flags=flags)
+        except OSError as error:
+            if shared:
+                _close(self.fd)
+            raise _no_memory(nbytes, error) from error
         if shared:
-            finalize(self, os.close, self.fd)
+            finalize(self, _close, self.fd)
         # Without these hints it works as well, only slower. A forked child would make every page of it a copy-on-write fault for us.
         for advice in ("MADV_HUGEPAGE", "MADV_DONTFORK"):
             with suppress(AttributeError, OSError):
@@ -144,9 +150,28 @@ class ArenaPool:
 
 
 def _shared_memory(nbytes: int) -> int:
-    fd = os.memfd_create("ckptstore-staging", os.MFD_CLOEXEC)
-    os.ftruncate(fd, nbytes)
+    try:
+        fd = os.memfd_create("ckptstore-staging", os.MFD_CLOEXEC)
+    except OSError as error:
+        raise _no_memory(nbytes, error) from error
+    try:
+        os.ftruncate(fd, nbytes)
+    except OSError as error:
+        _close(fd)
+        raise _no_memory(nbytes, error) from error
     return fd
+
+
+def _close(fd: int) -> None:
+    with suppress(OSError):  # nothing but memory is behind it
+        os.close(fd)
+
+
+def _no_memory(nbytes: int, error: OSError) -> Unavailable:
+    return Unavailable(
+        f"cannot have {nbytes} bytes of memory to stage a state in: {error.strerror}; raise the limit of open files (`ulimit -n`) or of "
+        "memory, or commit with less memory, then repeat"
+    )
 
 
 def default_budget() -> int:

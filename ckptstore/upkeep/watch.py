@@ -6,7 +6,6 @@ commit and never a chunk: `history.fold.check` refuses an entry of a session tha
 """
 
 import json
-import os
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -14,7 +13,8 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from ckptstore.core.ids import PackId, SessionId
-from ckptstore.core.places import make_directories, write_file
+from ckptstore.core.places import make_directories
+from ckptstore.core.scratch import replace_file
 from ckptstore.history.sessions import SessionInfo, is_gone
 from ckptstore.history.state import State
 
@@ -86,7 +86,9 @@ def stale_files(watch: Watch, now_s: float) -> frozenset[str]:
 
 def load_watch(path: Path) -> Watch:
     """What was seen since the last boot; nothing if that cannot be read."""
-    boot = _BOOT_ID.read_text().strip() if _BOOT_ID.exists() else ""
+    boot = ""
+    with suppress(OSError):
+        boot = _BOOT_ID.read_text().strip()
     try:
         found: dict[str, Any] = json.loads(path.read_text())
         if found["boot"] != boot:
@@ -107,9 +109,7 @@ def save_watch(path: Path, watch: Watch) -> None:
     }
     with suppress(OSError):
         make_directories(path.parent)
-        aside = path.with_name(f"{path.name}.{os.getpid()}")
-        write_file(aside, json.dumps(found).encode())
-        aside.replace(path)
+        replace_file(path, json.dumps(found).encode())
 
 
 def _since(before: Mapping[Name, tuple[int, float]], values: Mapping[Name, int], now_s: float) -> dict[Name, tuple[int, float]]:

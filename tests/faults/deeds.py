@@ -1,9 +1,12 @@
 """What the children of the nursery do. Each deed reports what it has achieved, and is over when it cannot go on."""
 
+import importlib
 import os
 import resource
+import shutil
 import signal
 import sys
+import tempfile
 import threading
 import time
 import traceback
@@ -34,6 +37,7 @@ from tests.upkeep.stores import check
 
 _FINISHED, _FAILED = 0, 1
 _ATTEMPTS = 4
+_PATIENCE_S = 60.0
 
 Report = Callable[..., None]
 
@@ -49,7 +53,10 @@ def live(request: dict[str, Any]) -> None:
         def report(kind: str, *words: object) -> None:
             os.write(lines, ("\t".join([kind, *(str(word).replace("\n", " ") for word in words)]) + "\n").encode())
 
-        with open(request["gate"]):
+        if request["deed"] == use.__name__:
+            _import_what_it_needs(**request["given"])
+            report("ready")
+        with suppress(OSError), open(request["gate"]):  # a fault may strike this close
             pass
         DEEDS[request["deed"]](report, **request["given"])
         code = _FINISHED
@@ -224,6 +231,55 @@ def restore_twice(report: Report, place: str, step: int) -> None:
             report("error", type(error).__name__, error)
 
 
+def use(report: Report, place: str, what: str, step: int) -> None:
+    """Something that a trainer or a keeper does, and again until it was done; says what each attempt came to, and how long it took."""
+    for _ in range(_ATTEMPTS):
+        started = time.monotonic()
+        try:
+            _use(report, place, what, step)
+            report("done", time.monotonic() - started)
+            return
+        except CkptStoreError as error:
+            report("error", type(error).__name__, error, time.monotonic() - started)
+        except BaseException as error:
+            traceback.print_exc()
+            at = [f"{frame.name} at {Path(frame.filename).name}:{frame.lineno}" for frame in traceback.extract_tb(error.__traceback__)[-5:]]
+            report("raw", type(error).__name__, error, at)
+
+
+def _use(report: Report, place: str, what: str, step: int) -> None:
+    what, _, executor = what.partition(" by a ")
+    with ckptstore.open(place, create=False, executor=executor or "thread") as store:  # type: ignore[arg-type]  # of the two words
+        match what:
+            case "commit":
+                report("committed", step, store.commit(small(step), step=step).id)
+            case "commit_async":
+                report("committed", step, store.commit_async(small(step), step=step).wait(_PATIENCE_S).id)
+            case "restore":
+                assert_same(store.checkout(0).state_dict(), small(0), "restored")
+            case "gc":
+                store.gc()
+            case "fsck":
+                assert not store.fsck(read_data="100%").damaged
+
+
+def _import_what_it_needs(place: str, what: str, step: int) -> None:
+    """A child tries the deed out, so that no fault strikes Python while it imports modules, and nothing else has been done before."""
+    readable, writable = os.pipe()
+    if not (child := os.fork()):
+        with suppress(BaseException), tempfile.TemporaryDirectory() as folder:
+            _use(lambda *_: None, str(shutil.copytree(place, Path(folder, "store"))), what, step)
+        os.write(writable, "\n".join(sorted(sys.modules)).encode())
+        os._exit(0)
+    os.close(writable)
+    with open(readable) as found:
+        names = found.read().split("\n")
+    os.waitpid(child, 0)
+    for name in names:
+        with suppress(ImportError):
+            importlib.import_module(name)
+
+
 def carry_on(report: Report, place: str, step: int) -> None:
     """What a run does when it starts again, and what its keepers do: resume, commit, look and collect."""
 
@@ -251,6 +307,13 @@ def command(report: Report, words: list[str]) -> None:
     """`ckptstore words… --json`; says the exit code and the document."""
     done = call(*words, "--json")
     report("exit", done.code, done.out)
+
+
+def point(report: Report, place: str, path: str) -> None:
+    """Write a pointer file that names the newest commit."""
+    with ckptstore.open(place, read_only=True) as store:
+        ckptstore.write_pointer(path, store)
+    report("pointed")
 
 
 def push(report: Report, source: str, target: str, parcel_bytes: int) -> None:
@@ -340,6 +403,8 @@ _ALL = (
     restore_twice,
     carry_on,
     command,
+    point,
+    use,
     push,
     churn,
 )

@@ -37,9 +37,9 @@ def failing(pid: int, calls: str, error: str) -> Iterator[None]:
         tracer.communicate()
 
 
-def traced(child: Child, log: Path, *options: str, calls: str = CHANGES) -> int:
-    """Let `child` go with a tracer attached; its exit code. `log` gets the calls it made."""
-    tracer = _tracer("-f", "-p", str(child.pid), "-o", str(log), "-e", f"trace={calls}", *options)
+def traced(child: Child, log: Path, *options: str, calls: str = CHANGES, threads: bool = True) -> int:
+    """Let `child` go with a tracer attached; its exit code. `log` gets the calls it made, of its main thread only without `threads`."""
+    tracer = _tracer(*["-f"] * threads, "-p", str(child.pid), "-o", str(log), "-e", f"trace={calls}", *options)
     child.go()
     code = child.wait()
     tracer.communicate()

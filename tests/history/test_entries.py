@@ -48,7 +48,7 @@ def hexes(digits: int) -> st.SearchStrategy[str]:
 sessions = hexes(24).map(SessionId)
 commits = st.lists(hexes(64).map(CommitId), max_size=3).map(tuple)
 counts = st.integers(0, 2**53)
-numbers = st.frozensets(st.integers(1, 3000), max_size=40)
+numbers = st.frozensets(st.integers(1, 3000) | st.integers(1, 2**53 - 8), max_size=40)
 words = st.text(max_size=20).filter(lambda text: text.isprintable())
 labels = st.from_regex(r"[A-Za-z0-9_][A-Za-z_]{0,8}x", fullmatch=True)
 
@@ -105,9 +105,20 @@ def test_the_bytes_of_an_entry_are_those_of_the_format() -> None:
     head, body = data.split(b"\n")
     assert head == digest(body).hex().encode()
     assert body == (
-        b'{"attempt":"' + b"b" * 32 + b'","generation":1,"kind":"delete","n":7,"packs":[9,"CQ=="],"prev":["' + b"c" * 64 + b'",321],'
+        b'{"attempt":"' + b"b" * 32 + b'","generation":1,"kind":"delete","n":7,"packs":[9,"AAEJ"],"prev":["' + b"c" * 64 + b'",321],'
         b'"store":"' + b"5" * 32 + b'","time_ns":"1700000000123456789"}'
     )
+
+
+def test_an_entry_takes_what_the_number_of_its_packs_takes_however_far_apart_they_lie() -> None:
+    near, far = frozenset({1, *range(50, 90, 2)}), frozenset({1, *range(5_000_000, 5_000_040, 2)})
+    sizes = [len(encode_entry(Delete(packs), **HEADER)) for packs in (near, far)]
+    assert sizes[1] <= sizes[0] + 4
+
+
+def test_a_set_of_numbers_beyond_all_memory_is_read() -> None:
+    far = frozenset({1, 2**53 - 1_000})
+    assert decode_entry(encode_entry(Delete(far), **HEADER)).body == Delete(far)
 
 
 @pytest.mark.parametrize("damage", [0x01, 0x80])
@@ -161,8 +172,14 @@ def sealed(**changes: Any) -> bytes:
         {"packs": [[1, "0" * 24 + "-0-0", -1, 1, 0]]},
         {"packs": {}},
         {"reused": [0, "!"]},
-        {"reused": [-1, "AQ=="]},
+        {"reused": [-1, "AAEB"]},
         {"reused": [0]},
+        {"reused": [5, "AAEC"]},
+        {"reused": [5, "AAIBAA=="]},
+        {"reused": [5, "AAEBAAEB"]},
+        {"reused": [5, "AAE="]},
+        {"reused": [5, "gICAgICAgICAgIA="]},
+        {"reused": [2**53, "AAEB"]},
         {"metrics": {"loss": 1}},
         {"metrics": []},
         {"schemas": {"model": "x"}},

@@ -5,13 +5,17 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import closing
+from functools import reduce
 from pathlib import Path
 
 import pytest
 
-from ckptstore.core.ids import StoreId
-from ckptstore.errors import CkptStoreError, InvalidInput, NotFound
+from ckptstore.core.ids import CommitId, StoreId
+from ckptstore.core.refs import parse_ref
+from ckptstore.errors import CkptStoreError, Corrupt, InvalidInput, NotFound
+from ckptstore.history import fold
 from ckptstore.history.entries import Condemn, Forget, Tag
+from ckptstore.history.resolve import resolve
 from ckptstore.index.catalog import Catalog
 from ckptstore.index.queries import Queries, RunInfo, TagInfo, Totals
 from ckptstore.index.readable import open_catalog
@@ -99,6 +103,23 @@ REFUSED: list[tuple[str | int, type[CkptStoreError], str]] = [
 def test_what_is_not_there_is_refused_with_what_is(queries: Queries, ref: str | int, error: type[CkptStoreError], words: str) -> None:
     with pytest.raises(error, match=words):
         queries.resolve(ref, "main")
+
+
+@pytest.mark.timeout(30)
+@pytest.mark.parametrize("generations", [3, 100_000_000])
+def test_a_circle_of_parents_is_not_walked_for_ever(tmp_path: Path, generations: int) -> None:
+    log, ids = LogBuilder(), ["1" * 64, "2" * 64]
+    for commit, parent in zip(ids, ids[::-1], strict=True):
+        log.commit(id_=commit, parents=[CommitId(parent)])
+    with closing(Catalog.open(tmp_path / "catalog.sqlite", STORE)) as catalog:
+        catalog.fold(log.entries)
+        assert catalog.queries().resolve("latest~2", "main") == ids[1]
+        with pytest.raises(Corrupt, match="lead back to it"):
+            catalog.queries().resolve(f"latest~{generations}", "main")
+    state = reduce(fold.apply, log.entries, fold.genesis(STORE, 1))
+    assert resolve(state, parse_ref("latest~2"), "main") == resolve(state, parse_ref("latest"), "main")
+    with pytest.raises(Corrupt, match="lead back to it"):
+        resolve(state, parse_ref(f"latest~{generations}"), "main")
 
 
 def test_an_empty_store_says_so() -> None:

@@ -3,7 +3,7 @@
 import os
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TypeAlias, TypeVar
 
@@ -81,7 +81,8 @@ class Environment:
             self._empty()
             self._closed = True
             self.lmdb.close()
-            os.close(self._fd)
+            with suppress(OSError):  # it was only read from
+                os.close(self._fd)
 
     def halt(self, timeout_s: float) -> None:
         """Wait until no thread uses the map, and keep them away until `go_on`."""
@@ -95,7 +96,8 @@ class Environment:
         """In a child process: close what was halted before the fork; False if it was not."""
         if self._halted:
             self.lmdb.close()
-            os.close(self._fd)
+            with suppress(OSError):  # it was only read from
+                os.close(self._fd)
         return self._halted
 
     @contextmanager
