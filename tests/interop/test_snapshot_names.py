@@ -13,7 +13,12 @@ from ckptstore.interop.torchsnapshot import Snapshot, StateDict, rss_profiler
 
 NAMES = {
     "": ["PendingSnapshot", "RNGState", "Snapshot", "StateDict", "Stateful", "__version__"],
-    "knobs": ["override_max_chunk_size_bytes", "override_max_shard_size_bytes"],
+    "knobs": [
+        "override_is_batching_disabled",
+        "override_max_chunk_size_bytes",
+        "override_max_shard_size_bytes",
+        "override_slab_size_threshold_bytes",
+    ],
     "manifest": ["Manifest", "SnapshotMetadata", "is_replicated"],
     "rng_state": ["RNGState"],
     "rss_profiler": ["measure_rss_deltas"],

@@ -12,6 +12,7 @@ from typing import Any, TypeAlias
 
 from ckptstore.access import open
 from ckptstore.core.ids import check_tag
+from ckptstore.core.secrets import redact
 from ckptstore.engine.naming import AnyRef, is_path
 from ckptstore.errors import InvalidInput
 from ckptstore.store import Store
@@ -42,7 +43,7 @@ class StorePlace:
         self._store = None
 
     def __str__(self) -> str:
-        return str(self._arguments["place"])
+        return redact(str(self._arguments["place"]))
 
     def store(self, *, create: bool = False, read_only: bool = False) -> Store:
         """The store, opened if it is not."""

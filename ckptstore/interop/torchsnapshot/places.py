@@ -17,6 +17,7 @@ from typing import Any
 from ckptstore.core.discovery import BESIDE, SAFE, base_of, distrust, is_alone, search
 from ckptstore.core.ids import CONFIG_KEY, check_tag, digest
 from ckptstore.core.places import make_directories, rights
+from ckptstore.core.secrets import redact
 from ckptstore.errors import Conflict, Corrupt, InvalidInput, NotFound, ReadOnly
 from ckptstore.interop.torchsnapshot.directory import METADATA
 from ckptstore.objects.backend import open_backend
@@ -179,7 +180,7 @@ def _name(local: Path, store: Path) -> str:
 def _in_bucket(path: str, storage_options: Mapping[str, Any] | None) -> Place:
     parts = path.rstrip("/").split("/")
     if len(parts) < 5 or not all(parts[3:]):
-        raise InvalidInput(f"{path} is no path of a snapshot in a bucket; wanted {parts[0]}//BUCKET/PREFIX/NAME")
+        raise InvalidInput(f"{redact(path)} is no path of a snapshot in a bucket; wanted {parts[0]}//BUCKET/PREFIX/NAME")
     for store, name in _above(parts):
         with closing(open_backend(store, read_only=True, storage_options=dict(storage_options or {}) or None)) as backend:
             if backend.size(CONFIG_KEY) is not None:
