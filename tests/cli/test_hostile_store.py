@@ -1,19 +1,22 @@
 """A store whose every text says something to a terminal: no command passes it on, on a terminal, in a pipe or as JSON."""
 
 import json
-import os
 import re
+import time
+from contextlib import closing
 from pathlib import Path
 
 import pytest
 import torch
 
 import ckptstore
+from ckptstore.core.ids import new_session_id, session_key
 from ckptstore.history import sessions
+from ckptstore.objects.backend import open_backend
 from tests.cli.running import Result, call, run, run_on_terminal
 
 EVIL = "\x1b]52;c;ZXZpbA==\x07\x1b[2J\x9b31mEVIL\r\x08\x7f\u202e\u2028\n[red]"
-"""The clipboard, the screen, a colour in eight bits, the line's beginning, another direction of writing, a line's end, and rich's markup."""
+"""The clipboard, the screen, a colour in eight bits, the start of the line, another direction of writing, a line's end, rich's markup."""
 
 COMMANDS: dict[str, list[str]] = {
     "log": ["log", "--all"],
@@ -63,21 +66,10 @@ def hostile(tmp_path_factory: pytest.TempPathFactory) -> Path:
         for step in (1, 2):
             state = {f"model{EVIL}": {f"w{EVIL}": torch.full((4,), float(step)), f"note{EVIL}": f"value{EVIL}{step}"}}
             store.commit(state, step=step, message=f"message{EVIL}", metrics={f"loss{EVIL}": 1.0 / step}, tag=f"t{step}")
-    folder = place / "sessions"
-    with pytest.MonkeyPatch.context() as patch:
-        nodename = os.uname()
-        patch.setattr(sessions.os, "uname", lambda: os_uname(nodename, f"host{EVIL}"))
-        store = ckptstore.open(place)
-        store.commit({"a": 1}, step=3)
-        written = {path.name: path.read_bytes() for path in folder.iterdir()}
-        store.close()
-    for name, data in written.items():
-        (folder / name).write_bytes(data)
+    session = sessions.SessionInfo(new_session_id(), f"what{EVIL}", f"host{EVIL}", f"boot{EVIL}", f"space{EVIL}", 1, 1, time.time_ns())
+    with closing(open_backend(str(place))) as backend:
+        backend.put(session_key(session.id), sessions.encode_session(session))
     return place
-
-
-def os_uname(real: os.uname_result, name: str) -> os.uname_result:
-    return os.uname_result((real.sysname, name, real.release, real.version, real.machine))
 
 
 def assert_harmless(text: str, what: str, allowed: str = "") -> None:
@@ -118,4 +110,5 @@ def test_the_text_is_there_in_escapes_and_whole_in_json(hostile: Path) -> None:
     assert r"\x1b]52;c;ZXZpbA==\x07\x1b[2J\x9b31mEVIL" in call("-s", str(hostile), "log").out
     assert r"\x1b]52" in call("-s", str(hostile), "sessions").out
     assert any(commit["message"] == f"message{EVIL}" for commit in call("-s", str(hostile), "--json", "log").document["commits"])
-    assert f"model{EVIL}/w{EVIL}" in {leaf["path"] for leaf in call("-s", str(hostile), "--json", "ls", "1").document["leaves"]}
+    paths = {leaf["path"] for leaf in call("-s", str(hostile), "--json", "ls", "1").document["leaves"]}
+    assert any(path.startswith("model%1B]52") and "\x9b31mEVIL" in path for path in paths)
