@@ -127,7 +127,7 @@ def clone(
     """
     settings = Settings.of(run=run, storage_options=dict(to_options or {}), index=to_index)
     with other_end(source, read_only=True, storage_options=storage_options, index=index) as origin, ExitStack() as undo:
-        with other_end(to, like=origin.config, storage_options=to_options, index=to_index):
+        with other_end(to, like=origin, storage_options=to_options, index=to_index):
             pass  # made
         store = undo.enter_context(Store(Opening(to, storage_options=settings.storage_options, index=to_index), settings))
         store.pull(source, verify=verify, storage_options=storage_options, index=index, progress=progress)

@@ -181,7 +181,7 @@ class Keeping:
         """
         options = MirrorOptions(tags, force, verify)
         wanted = choose(self._opening, refs, run=run or (self.run if refs else None), ancestors=ancestors)
-        like = self._opening.config if create else None
+        like = self._opening if create else None
         with other_end(to, like=like, storage_options=storage_options, index=index) as target:
             return mirror(self._opening, target, wanted, options, self._crew.threads, dry_run=dry_run, progress=progress)
 

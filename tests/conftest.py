@@ -6,6 +6,7 @@ import random
 import secrets
 import signal
 import sys
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from zlib import crc32
@@ -77,6 +78,13 @@ def _seeded(seed: int) -> None:
         sys.modules["numpy"].random.seed(seed)
     if "torch" in sys.modules:
         sys.modules["torch"].manual_seed(seed)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _ceiling(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """A store that happens to lie above the directories of the tests is none of theirs, nor of the processes that they start."""
+    base = tmp_path_factory.getbasetemp()
+    os.environ["CKPTSTORE_CEILING"] = os.pathsep.join([str(base), str(base.parent), tempfile.gettempdir()])
 
 
 @pytest.fixture(autouse=True)

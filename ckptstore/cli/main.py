@@ -10,6 +10,7 @@ from ckptstore.cli.exits import Exit, exit_of
 from ckptstore.cli.parser import build, parse
 from ckptstore.cli.screen import Screen
 from ckptstore.cli.tables import printable
+from ckptstore.core.secrets import redact
 from ckptstore.errors import CkptStoreError
 
 
@@ -63,17 +64,23 @@ def _open_closed_streams() -> None:
 def _log_to_stderr(*, debug: bool) -> None:
     import logging
 
-    logging.basicConfig(stream=sys.stderr, level=logging.WARNING, format="ckptstore: %(message)s")
+    class Printable(logging.Formatter):
+        def format(self, record: logging.LogRecord) -> str:
+            return _printable_lines(super().format(record))
+
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(Printable("ckptstore: %(message)s"))
+    logging.basicConfig(handlers=[handler], level=logging.WARNING)
     logging.getLogger("ckptstore").setLevel(logging.DEBUG if debug else logging.WARNING)
 
 
 def _fail(error: BaseException, asked: Namespace) -> Exit:
     code = exit_of(error)
-    message = _message(error)
+    message = redact(_message(error))  # whatever was typed in the wrong place
     if asked.debug:
         import traceback
 
-        traceback.print_exception(error)
+        print(_printable_lines(redact("".join(traceback.format_exception(error)))), end="", file=sys.stderr)
     print(f"ckptstore: {printable(message)}", file=sys.stderr)
     try:
         if asked.json:
@@ -82,6 +89,10 @@ def _fail(error: BaseException, asked: Namespace) -> Exit:
     except OSError:
         _discard_output()
     return code
+
+
+def _printable_lines(text: str) -> str:
+    return "\n".join(map(printable, text.split("\n")))
 
 
 def _discard_output() -> None:

@@ -40,11 +40,11 @@ def _ends(args: Namespace, stack: ExitStack) -> tuple[Opening, Opening]:
     try:
         if args.command == "push":
             source = stack.enter_context(opened(args, *args.refs))
-            return source, stack.enter_context(other_end(args.other, like=source.config if args.create else None, index=args.to_index))
+            return source, stack.enter_context(other_end(args.other, like=source if args.create else None, index=args.to_index))
         source = stack.enter_context(other_end(args.other, read_only=True, index=args.from_index))
         if args.command == "pull":
             return source, stack.enter_context(opened(args))
-        return source, stack.enter_context(other_end(args.to, like=source.config, index=args.to_index))
+        return source, stack.enter_context(other_end(args.to, like=source, index=args.to_index))
     except NoStore:
         raise
     except NotFound as error:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from ckptstore.cli.screen import Screen
+from ckptstore.cli.tables import printable
 
 PAUSE_S = 0.1
 
@@ -46,4 +47,4 @@ def _print_json(phase: str, done: int, total: int) -> None:
 
 def _print_line(phase: str, done: int, total: int) -> None:
     share = f"{done / total:.0%}" if total else ""
-    print(f"\r\x1b[K{phase} {share}", end="", file=sys.stderr, flush=True)
+    print(f"\r\x1b[K{printable(phase)} {share}", end="", file=sys.stderr, flush=True)

@@ -51,7 +51,7 @@ class Screen:
     def hint(self, text: str) -> None:
         """Print what only a person wants to know; nothing in a pipe."""
         if self.terminal:
-            self._console().print(text, style="dim")
+            self._console().print(printable(text), style="dim")
 
     def complain(self, text: str) -> None:
         """Say on standard error what went wrong."""
@@ -68,7 +68,7 @@ class Screen:
             yield
             return
         self.out.flush()
-        print(f"{text} …", end="", file=sys.stderr, flush=True)
+        print(f"{printable(text)} …", end="", file=sys.stderr, flush=True)
         try:
             yield
         finally:
@@ -98,7 +98,7 @@ class Screen:
                 width=width,
             )
         for row in table.rows:
-            grid.add_row(*(Text(printable(cell)) for cell in row))
+            grid.add_row(*(Text(cell) for cell in row))
         # Where even the least widths are too much, the terminal wraps the lines: a cut id would be no use.
         self._console(sum(widths) + GAP * len(widths)).print(grid, crop=False)
         if table.footer:

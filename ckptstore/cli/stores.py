@@ -1,4 +1,4 @@
-"""Which store a command is about: `-s`, else `$CKPTSTORE`, else the nearest enclosing directory that is one.
+"""Which store a command is about: `-s`, else `$CKPTSTORE`, else the nearest enclosing directory that is one (`core.discovery`).
 
 Where a pointer file stands for a commit, `./its/path` says the store too, and any path of one does where nothing else says it.
 """
@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ckptstore.cli.exits import NoStore, UnusableStore
+from ckptstore.core.discovery import distrust, search
 from ckptstore.core.ids import CONFIG_KEY
-from ckptstore.core.places import enclosing_store
 from ckptstore.engine.naming import is_path
 from ckptstore.engine.opening import Opening
 from ckptstore.errors import InvalidInput, NotFound
@@ -66,17 +66,31 @@ def _place(args: Namespace, refs: Sequence[str]) -> str:
         return find(args.store, os.environ, Path.cwd())
     except NoStore:
         if path := next(filter(is_pointer, refs), None):
-            return read_pointer(path).store
+            return _store_of_found(Path(path))
         raise
 
 
+def _store_of_found(pointer: Path) -> str:
+    """The store of a pointer file that a ref happened to be the name of. Raises `NoStore` for one that others could have put there."""
+    place = Path(os.path.abspath(pointer))
+    if reason := distrust(place.parent) or distrust(place):
+        raise NoStore(f"{pointer} is a pointer file, which does not say the store because {reason}; if you mean it, write ./{pointer}")
+    return read_pointer(place).store
+
+
 def find(named: str | None, environment: Mapping[str, str], directory: Path) -> str:
-    """The store's path or URL. Raises `NoStore` where neither a name nor a directory around says one."""
+    """The store's path or URL. Raises `NoStore` where neither a name nor a directory around says one, and for one around that others could
+    have put there."""
     if place := named or environment.get(VARIABLE):
         return place
-    if (found := enclosing_store(directory)) is not None:
-        return str(found)
-    raise NoStore(f"no store in {directory} or above it; {_advice(directory)}")
+    try:
+        found = search(directory)
+    except InvalidInput as error:
+        raise NoStore(str(error)) from error
+    if found.store is not None:
+        return str(found.store)
+    end = f" (the search ended there: {found.end})" if found.end else ""
+    raise NoStore(f"no store in {directory} or above it{end}; {_advice(directory)}")
 
 
 def _advice(directory: Path) -> str:

@@ -48,17 +48,28 @@ def fields(title: str, pairs: Sequence[tuple[str, ...]]) -> Table:
 
 
 def printable(text: str) -> str:
-    """`text` without anything that a terminal would obey: control characters as escapes."""
+    """`text` without anything that a terminal would obey: control characters as escapes.
+
+    Whatever a command prints passes through here, since all text in a store, and in an error about it, may be somebody else's.
+    """
     if text.isprintable():
         return text
     return "".join(c if c.isprintable() else c.encode("unicode_escape", "backslashreplace").decode() for c in text)
 
 
+def shown(table: Table) -> Table:
+    """The table with nothing in it that a terminal would obey. Names of columns come from a store too: metrics have any."""
+    columns = tuple(replace(column, name=printable(column.name)) for column in table.columns)
+    rows = tuple(tuple(map(printable, row)) for row in table.rows)
+    return replace(table, columns=columns, rows=rows, title=printable(table.title), footer=printable(table.footer))
+
+
 def plain(table: Table) -> list[str]:
     """The table as aligned lines: names in capitals, `-` for an empty cell, nothing ever cut."""
+    table = shown(table)
     names = [tuple(column.name.upper() for column in table.columns)] if table.header else []
     empty = "-" if table.header else ""
-    cells = [*names, *(tuple(printable(cell) or empty for cell in row) for row in table.rows)]
+    cells = [*names, *(tuple(cell or empty for cell in row) for row in table.rows)]
     widths = _widths(cells, len(table.columns))
     indent = "  " if table.title else ""
     lines = [indent + _line(row, table.columns, widths) for row in cells]
@@ -66,10 +77,11 @@ def plain(table: Table) -> list[str]:
 
 
 def fitted(table: Table, width: int) -> tuple[Table, list[int]]:
-    """The table for a terminal of `width` characters and its columns' widths.
+    """The table as it is `shown` on a terminal of `width` characters, and its columns' widths.
 
     Spare columns go where even the least widths of all columns are too much; then cells are cut or wrapped, those on the right first.
     """
+    table = shown(table)
     while _total(_least(table)) > width and any(column.spare for column in table.columns):
         table = table.without(max(table.columns, key=lambda column: column.spare).name)
     widths, least = _natural(table), _least(table)
@@ -80,7 +92,7 @@ def fitted(table: Table, width: int) -> tuple[Table, list[int]]:
 
 def _natural(table: Table) -> list[int]:
     names = [tuple(column.name for column in table.columns)] if table.header else []
-    return _widths([*names, *(tuple(map(printable, row)) for row in table.rows)], len(table.columns))
+    return _widths([*names, *table.rows], len(table.columns))
 
 
 def _least(table: Table) -> list[int]:

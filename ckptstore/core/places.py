@@ -1,12 +1,12 @@
 """Where things may live on this host: which file systems are shared, where the cache directory is, and who may read what lies where."""
 
 import os
+import re
 import stat
 import tempfile
 from contextlib import suppress
 from pathlib import Path
 
-from ckptstore.core.ids import CONFIG_KEY
 from ckptstore.errors import InvalidInput
 
 _NETWORK = frozenset(
@@ -32,18 +32,8 @@ _NETWORK = frozenset(
     ]
 )
 
-
-BESIDE = ".ckptstore"
-"""A store under this name serves the directory that it lies in, which holds other things too."""
-
-
-def enclosing_store(directory: Path) -> Path | None:
-    """The nearest store: `directory`, what lies in it as `.ckptstore`, or the same of a directory above."""
-    for candidate in (directory, *directory.parents):
-        for place in (candidate, candidate / BESIDE):
-            if (place / CONFIG_KEY).is_file():
-                return place
-    return None
+_MOUNT_TABLE = Path("/proc/self/mountinfo")
+_OCTAL = re.compile(rb"\\([0-3][0-7]{2})")
 
 
 def check_path(path: str | os.PathLike[str]) -> None:
@@ -113,15 +103,35 @@ def is_network_filesystem(path: Path) -> bool:
 
 def file_system(path: Path) -> str:
     """The type of the file system that `path` is on (`ext4`), `""` where the mount table cannot be read."""
-    try:
-        lines = Path("/proc/self/mountinfo").read_text().splitlines()
-    except OSError:
-        return ""
     target = os.path.realpath(path)
     best, kind = -1, ""
-    for line in lines:
-        left, _, right = line.partition(" - ")
-        mount = left.split()[4].encode().decode("unicode_escape")
+    for mount, its_kind in _mounts() or ():
         if (target == mount or target.startswith(mount.rstrip("/") + "/")) and len(mount) >= best:
-            best, kind = len(mount), right.split()[0]
+            best, kind = len(mount), its_kind
     return kind
+
+
+def mount_points() -> frozenset[Path] | None:
+    """Where file systems are mounted on this host, None where the mount table cannot be read."""
+    mounts = _mounts()
+    return None if mounts is None else frozenset(Path(mount) for mount, _ in mounts)
+
+
+def _mounts() -> list[tuple[str, str]] | None:
+    """Each mount point with the type of its file system, in the order in which they were mounted."""
+    try:
+        return parse_mounts(_MOUNT_TABLE.read_bytes())
+    except OSError:
+        return None
+
+
+def parse_mounts(table: bytes) -> list[tuple[str, str]]:
+    """The mount points and types of a mount table as proc_pid_mountinfo(5) describes it: paths are bytes, in which a space, a tab, a
+    newline and a backslash are three octal digits behind a backslash."""
+    mounts = []
+    for line in table.split(b"\n"):
+        left, _, right = line.partition(b" - ")
+        if right:
+            path = _OCTAL.sub(lambda found: bytes([int(found[1], 8)]), left.split(b" ")[4])
+            mounts.append((os.fsdecode(path), os.fsdecode(right.split(b" ")[0])))
+    return mounts

@@ -6,6 +6,7 @@ and the other opens it.
 
 import logging
 import os
+import stat
 from collections.abc import Mapping
 from contextlib import suppress
 from functools import cached_property
@@ -46,11 +47,12 @@ def init_store(
     chunk_bytes: int = CHUNK_BYTES,
     codec: str = "raw",
     private: bool = False,
+    as_private_as: Path | None = None,
     storage_options: dict[str, Any] | None = None,
     index: str | None = None,
 ) -> StoreConfig:
     """Make an empty store at `place`, with its log in the database at `index` if that is given. A `private` one is its owner's alone, and
-    so is all that anybody ever makes in it.
+    so is all that anybody ever makes in it; one in a directory that is `as_private_as` another directory has no more rights than that.
 
     Raises `Conflict` if there is one already, `InvalidInput` for a directory that holds something else or a bucket whose server ignores
     conditional writes, `ReadOnly` or `Unavailable` if it cannot be written.
@@ -61,7 +63,9 @@ def init_store(
         if not _is_store(backend):
             _refuse_foreign(backend)
             if private:
-                _make_private(backend)
+                _make_private(backend, 0o700)
+            elif as_private_as is not None and backend.durable_root is not None:
+                _make_private(backend, *_rights_and_group(as_private_as))
             if _create(backend, config, index):
                 return decode_config(backend.read(CONFIG_KEY), backend.url)
         raise Conflict(f"{backend.url} is a store already; open it, or choose another directory")
@@ -331,15 +335,19 @@ def _like(root: Path | None, directory: Path) -> Path:
     return directory
 
 
-def _make_private(backend: Backend) -> None:
-    """Make the store's directory its owner's before anything lies in it: whatever is made there has no more rights than it (`rights`)."""
+def _make_private(backend: Backend, most: int, group: int | None = None) -> None:
+    """Make the store's directory no more than `most` before anything lies in it: whatever is made there has no more rights than it
+    (`rights`). Rights for a `group` are for no other one."""
     root = backend.durable_root
     if root is None:
         raise InvalidInput(f"{backend.url} is no directory: who may read it is for the bucket's policy to say; leave private out")
     new = [directory for directory in (root, *root.parents) if not directory.exists()]
     try:
-        root.mkdir(mode=0o700, parents=True, exist_ok=True)
-        root.chmod(0o700)
+        root.mkdir(mode=most, parents=True, exist_ok=True)
+        status = root.stat()
+        if group not in (None, status.st_gid):
+            most &= 0o707 | (most & 0o007) << 3
+        root.chmod(stat.S_IMODE(status.st_mode) & (~0o777 | most) | 0o700)
         for directory in new:
             fd = os.open(directory.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
             try:
@@ -348,6 +356,13 @@ def _make_private(backend: Backend) -> None:
                 os.close(fd)
     except OSError as error:
         raise ReadOnly(f"cannot make {root} private: {error.strerror}; get the right to write there") from error
+
+
+def _rights_and_group(directory: Path) -> tuple[int, int | None]:
+    try:
+        return rights(directory), os.stat(directory).st_gid
+    except OSError as error:
+        raise Unavailable(f"cannot look at {directory}: {error.strerror}; see to the storage, then repeat") from error
 
 
 def read_config(backend: Backend) -> StoreConfig:

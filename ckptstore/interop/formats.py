@@ -6,12 +6,14 @@
 | a `.pt` file (`torch.save`), a DCP directory, a TorchSnapshot directory | the state in it |
 """
 
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from os import PathLike
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
+from ckptstore.core.secrets import redact
 from ckptstore.errors import InvalidInput
 from ckptstore.interop import directory
 from ckptstore.interop.directory import INDEX_SUFFIX, SUFFIX
@@ -42,6 +44,10 @@ def import_path(store: Store, path: str | PathLike[str], labels: Labels | None =
     pickles that could run code, unless `allow_pickle`; `Unavailable` if files change meanwhile.
     """
     labels = labels or Labels()
+    if "://" in os.fspath(path):
+        raise InvalidInput(
+            f"{redact(os.fspath(path))} is a URL; wanted a file or a directory of this host. `ckptstore pull` reads other stores"
+        )
     place = Path(path)
     if kind_of(place) == "dcp":
         from ckptstore.interop.dcp import dcp_to_store

@@ -40,7 +40,7 @@ class S3Backend:
         options = dict(storage_options or {})
         client = _client(query, options.pop("client", _CLIENTS[0]))
         self._bucket, _, root = url.partition("://")[2].rstrip("/").partition("/")
-        if "@" in self._bucket or not self._bucket:
+        if not self._bucket or "@" in self._bucket or ":" in self._bucket:  # with a colon, a `/` may be the password's
             raise InvalidInput(f"{redact(url)} names no bucket: wanted s3://BUCKET/PATH; key and secret belong in storage_options")
         self.url = url.rstrip("/")
         self.durable_root: Path | None = None
@@ -208,12 +208,12 @@ class S3Backend:
 
 def _client(query: str, otherwise: str) -> str:
     """The client that a URL asks for behind its `?`, or the other one."""
-    name, _, value = query.partition("=")
-    if query and name != "client":
-        raise InvalidInput(f"a bucket's URL knows no {name!r} behind the '?'; wanted client=s3fs or client=obstore")
-    client = value if query else otherwise
+    given = dict(each.partition("=")[::2] for each in query.split("&")) if query else {}
+    if unknown := sorted(given.keys() - {"client"}):  # the names alone: what is unknown may have a secret for its value
+        raise InvalidInput(f"a bucket's URL knows no {unknown[0]!r} behind the '?'; wanted client=s3fs or client=obstore")
+    client = given.get("client", otherwise)
     if client not in _CLIENTS:
-        raise InvalidInput(f"no client for buckets is called {client!r}; wanted one of {', '.join(_CLIENTS)}")
+        raise InvalidInput(f"no client for buckets is called {redact(client)!r}; wanted one of {', '.join(_CLIENTS)}")
     return client
 
 

@@ -5,7 +5,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any
 
-from ckptstore.core.config import StoreConfig
 from ckptstore.core.ids import CommitId
 from ckptstore.engine.naming import AnyRef, find_commit
 from ckptstore.engine.opening import Opening, init_store
@@ -18,11 +17,12 @@ def other_end(
     place: str | os.PathLike[str],
     *,
     read_only: bool = False,
-    like: StoreConfig | None = None,
+    like: Opening | None = None,
     storage_options: Mapping[str, Any] | None = None,
     index: str | None = None,
 ) -> Iterator[Opening]:
-    """The store at `place`; with `like`, one is made where there is none, cut and encoded as that one is. `index` is the database that has,
+    """The store at `place`; with `like`, one is made where there is none, cut and encoded as that one is, and in a directory
+    no less private than that one's. `index` is the database that has,
     or will have, its log.
 
     Raises `NotFound` if there is none.
@@ -34,7 +34,8 @@ def other_end(
         if like is None:
             raise
         with suppress(Conflict):  # another process made it at the same time
-            init_store(place, chunk_bytes=like.chunk_bytes, codec=like.codec, storage_options=options, index=index)
+            config, root = like.config, like.backend.durable_root
+            init_store(place, chunk_bytes=config.chunk_bytes, codec=config.codec, as_private_as=root, storage_options=options, index=index)
         opening = Opening(place, storage_options=options, index=index)
     try:
         yield opening

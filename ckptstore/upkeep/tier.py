@@ -156,7 +156,7 @@ class Tier:
         with self._remote_lock:
             if self._remote is None:
                 stack = ExitStack()
-                end = other_end(self.place, like=self._own.config, storage_options=self._storage_options, index=self._index)
+                end = other_end(self.place, like=self._own, storage_options=self._storage_options, index=self._index)
                 remote = stack.enter_context(end)
                 self._remote = remote, stack
             return self._remote[0]

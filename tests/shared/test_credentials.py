@@ -6,6 +6,7 @@ import os
 import re
 import subprocess
 import sys
+import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,9 @@ import pytest
 
 from ckptstore.cli.exits import Exit
 from ckptstore.errors import CkptStoreError
+from ckptstore.interop.dcp import StoreReader
+from ckptstore.interop.torchsnapshot import Snapshot
+from tests.cli.running import call
 from tests.servers.postgres import PASSWORD, PostgresServer
 from tests.servers.proxy import Proxy, proxy_to
 from tests.servers.s3 import S3Server, new_url
@@ -121,6 +125,18 @@ def failing(site: Site, server: S3Server, proxy: Proxy, postgres: PostgresServer
         "a password with an at": lambda: Site(new_url(), site.options, {"index": f"mysql://trainer:a@{PASSWORD}@host/x"}).open(host),
         "no port": lambda: Site(new_url(), site.options, {"index": f"postgresql://trainer:{PASSWORD}@host:port/x"}).open(host),
         "a bucket with a password": lambda: Site(f"s3://key:{server.secret}@bucket/x", site.options).open(host),
+        "a bucket with a slash in its password": lambda: Site(f"s3://key:a/{server.secret}@bucket/x", site.options).open(host),
+        "a secret as a bucket's option": lambda: Site(f"{new_url()}?aws_secret_access_key={server.secret}", site.options).open(host),
+        "a secret behind another option": lambda: Site(f"{new_url()}?client=obstore&secret={server.secret}", site.options).open(host),
+        "a snapshot in such a bucket": lambda: Snapshot(
+            f"s3://key:a/{server.secret}@bucket/x/1", storage_options=site.options
+        ).get_manifest(),
+        "a short path in such a bucket": lambda: Snapshot(f"s3://key:{server.secret}@bucket", storage_options=site.options).get_manifest(),
+        "a DCP load from such a bucket": lambda: StoreReader(
+            f"s3://key:a/{server.secret}@bucket/x", storage_options=site.options
+        ).read_metadata(),
+        "a database without a scheme": lambda: Site(new_url(), site.options, {"index": f"trainer:{PASSWORD}@host/x"}).open(host),
+        "a database in words": lambda: Site(new_url(), site.options, {"index": f"host=h user=u password={PASSWORD}"}).open(host),
         "a scheme that is unknown": lambda: Site(f"nonsense://key:{server.secret}@bucket/x", site.options).open(host),
         "another log": lambda: Site(site.place, site.options, {"index": postgres.new_url()}).open(host),
     }
@@ -142,9 +158,48 @@ def test_no_error_and_no_cause_of_one_says_who_we_are(
             with pytest.raises((CkptStoreError, TypeError)) as caught:
                 attempt()
             assert_untold(str(caught.value), name, server)
-            told = [str(each) for each in _chain(caught.value)]
+            told = [f"{each} {each!r}" for each in _chain(caught.value)] + traceback.format_exception(caught.value)[-1:]
             assert_untold("\n".join(told), f"what caused {name}", server)
     assert_untold(caplog.text, "the log", server)
+
+
+def test_the_command_line_shows_no_secret_in_a_place(server: S3Server, tmp_path: Path) -> None:
+    """Each command that takes a place, with secrets where they do not belong; `--debug` shows what caused an error too."""
+    store = str(tmp_path / "store")
+    assert call("init", store).code == Exit.OK
+    places = [
+        f"s3://key:a/{server.secret}@bucket/x",
+        f"s3://bucket/x?aws_secret_access_key={server.secret}",
+        f"nonsense://key:a/{server.secret}@bucket/x",
+        f"az://bucket/x?sig={server.secret}",
+    ]
+    for place in places:
+        for words in (
+            ["-s", place, "log"],
+            ["-s", place, "--json", "log"],
+            ["-s", place, "--debug", "fsck"],
+            ["-s", place, "migrate"],
+            ["-s", store, "push", place],
+            ["-s", store, "pull", place],
+            ["clone", place, str(tmp_path / "clone")],
+            ["clone", store, place],
+            ["init", place],
+            ["-s", store, "import", place],
+            ["log", "-s", place, "--nonsense"],
+            ["log", place],
+        ):
+            result = call(*words)
+            assert result.code not in (Exit.OK, Exit.INTERRUPTED), words
+            told = re.sub(r"(?m)^    .*$", "", result.out + result.err)  # source lines of a traceback name variables, not values
+            assert_untold(told, " ".join(words[2:]), server)
+    for index in (f"trainer:{PASSWORD}@host/x", f"mysql://trainer:a/{PASSWORD}@host/x", f"host=h password={PASSWORD}"):
+        for words in (
+            ["--index", index, "--debug", "log"],
+            ["migrate", "--log-to", index],
+            ["push", str(tmp_path / "o"), "--create", "--to-index", index],
+        ):
+            result = call("-s", store, *words)
+            assert_untold(result.out + result.err, " ".join(words), server)
 
 
 def _chain(error: BaseException | None) -> list[BaseException]:

@@ -13,6 +13,7 @@ from typing import Any, Generic, TypeAlias, TypeVar
 
 from ckptstore.access import open
 from ckptstore.core.ids import CONFIG_KEY, check_tag
+from ckptstore.core.secrets import redact
 from ckptstore.engine.naming import AnyRef, is_path
 from ckptstore.errors import Conflict, InvalidInput
 from ckptstore.interop.dcp.directory import METADATA as DCP_METADATA
@@ -47,7 +48,7 @@ class StorePlace:
         self._store = None
 
     def __str__(self) -> str:
-        return str(self._arguments["place"])
+        return redact(str(self._arguments["place"]))
 
     def another(self) -> "StorePlace":
         """The same place, for one save or load: opened and closed without regard to others, unless the store was given open."""

@@ -5,6 +5,7 @@
 | `TORCHSNAPSHOT_PER_RANK_MEMORY_BUDGET_BYTES` | the `memory_budget_bytes` of commits and restores |
 | `TORCHSNAPSHOT_MAX_CHUNK_SIZE_BYTES_OVERRIDE` | above which size the manifest shows a tensor in ranges of rows; no byte changes |
 | `TORCHSNAPSHOT_MAX_SHARD_SIZE_BYTES_OVERRIDE` | likewise, for what one rank had of a divided tensor |
+| `TORCHSNAPSHOT_DISABLE_BATCHING`, `TORCHSNAPSHOT_SLAB_SIZE_THRESHOLD_BYTES_OVERRIDE` | nothing; scripts may set them |
 
 The slab size and the batching have no counterpart: small tensors lie in packs together anyway, and replicas are always divided among ranks.
 """
@@ -18,7 +19,10 @@ from ckptstore.errors import InvalidInput
 _BUDGET = "TORCHSNAPSHOT_PER_RANK_MEMORY_BUDGET_BYTES"
 _CHUNK = "TORCHSNAPSHOT_MAX_CHUNK_SIZE_BYTES_OVERRIDE"
 _SHARD = "TORCHSNAPSHOT_MAX_SHARD_SIZE_BYTES_OVERRIDE"
+_SLAB = "TORCHSNAPSHOT_SLAB_SIZE_THRESHOLD_BYTES_OVERRIDE"
+_UNBATCHED = "TORCHSNAPSHOT_DISABLE_BATCHING"
 _DEFAULT_BYTES = 512 << 20
+_DEFAULT_SLAB_BYTES = 128 << 20
 
 
 def get_memory_budget_bytes() -> int | None:
@@ -33,6 +37,14 @@ def get_max_shard_size_bytes() -> int:
     return _number(_SHARD) or _DEFAULT_BYTES
 
 
+def get_slab_size_threshold_bytes() -> int:
+    return _number(_SLAB) or _DEFAULT_SLAB_BYTES
+
+
+def is_batching_disabled() -> bool:
+    return os.environ.get(_UNBATCHED, "").lower() in ("true", "1")
+
+
 @contextmanager
 def override_max_chunk_size_bytes(max_chunk_size_bytes: int) -> Iterator[None]:
     with _overridden(_CHUNK, max_chunk_size_bytes):
@@ -42,6 +54,18 @@ def override_max_chunk_size_bytes(max_chunk_size_bytes: int) -> Iterator[None]:
 @contextmanager
 def override_max_shard_size_bytes(max_shard_size_bytes: int) -> Iterator[None]:
     with _overridden(_SHARD, max_shard_size_bytes):
+        yield
+
+
+@contextmanager
+def override_slab_size_threshold_bytes(slab_size_threshold_bytes: int) -> Iterator[None]:
+    with _overridden(_SLAB, slab_size_threshold_bytes):
+        yield
+
+
+@contextmanager
+def override_is_batching_disabled(disabled: bool) -> Iterator[None]:
+    with _overridden(_UNBATCHED, int(disabled)):
         yield
 
 
@@ -57,11 +81,15 @@ def _number(variable: str) -> int | None:
 @contextmanager
 def _overridden(variable: str, value: int) -> Iterator[None]:
     before = os.environ.get(variable)
-    os.environ[variable] = str(value)
+    _set(variable, str(value))
     try:
         yield
     finally:
-        if before is None:
-            del os.environ[variable]
-        else:
-            os.environ[variable] = before
+        _set(variable, before)
+
+
+def _set(variable: str, value: str | None) -> None:
+    if value is None:
+        os.environ.pop(variable, None)
+    else:
+        os.environ[variable] = value

@@ -1,9 +1,11 @@
 """What the path of a snapshot means: a store, a name in it, and a pointer file at the path itself (docs/decisions/018-…).
 
-The store of `dir/name` is the nearest one that encloses it, else a new one at `dir`, or at `dir/.ckptstore` where `dir` holds other things.
-The snapshot is a commit with the tag `name`. In a bucket there is no pointer: the tag alone is the name.
+The store of `dir/name` is the nearest one that encloses it (`core.discovery`), else a new one at `dir`, or at `dir/.ckptstore` where `dir`
+holds other things; where others may write to `dir`, at `dir/name/.ckptstore`. The snapshot is a commit with the tag `name`. In a bucket
+there is no pointer: the tag alone is the name.
 """
 
+import logging
 import os
 import re
 from collections.abc import Iterator, Mapping
@@ -12,12 +14,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ckptstore.core.discovery import BESIDE, SAFE, base_of, distrust, is_alone, search
 from ckptstore.core.ids import CONFIG_KEY, check_tag, digest
-from ckptstore.core.places import BESIDE, enclosing_store
-from ckptstore.errors import Conflict, Corrupt, InvalidInput, NotFound
+from ckptstore.core.places import make_directories, rights
+from ckptstore.core.secrets import redact
+from ckptstore.errors import Conflict, Corrupt, InvalidInput, NotFound, ReadOnly
 from ckptstore.interop.torchsnapshot.directory import METADATA
 from ckptstore.objects.backend import open_backend
 from ckptstore.objects.pointers import DIRECTORY_POINTERS, Pointer, is_pointer, read_pointer
+
+logger = logging.getLogger("ckptstore")
 
 _LOCAL = ("fs", "file", "")
 _OURS = frozenset({CONFIG_KEY, "packs", "commits", "log", "sessions", "index", "tmp", "reserve", "quarantine"})
@@ -35,9 +41,11 @@ class Place:
 
 
 def place_to_take(path: str, storage_options: Mapping[str, Any] | None = None) -> Place:
-    """Where a snapshot of this path goes. Nothing is made yet.
+    """Where a snapshot of this path goes. The directory above it is made if it is missing; the store and the pointer are not.
 
-    Raises `Conflict` for a path at which something else lies, `InvalidInput` for one that is a store or among a store's own files.
+    Raises `Conflict` for a path at which something else lies, `InvalidInput` for one that is a store, among a store's own files, below a
+    store that others could have put there or in a directory where a new one would be theirs to change, `ReadOnly` if a directory cannot be
+    made.
     """
     local = local_path(path)
     if local is None:
@@ -47,7 +55,9 @@ def place_to_take(path: str, storage_options: Mapping[str, Any] | None = None) -
     pointer = _pointer(local)
     if os.path.lexists(pointer) and not is_pointer(pointer):
         raise Conflict(f"there is something else than a snapshot of ckptstore at {pointer}; choose another path, or remove it")
-    store = _store_above(local) or _new_store(local.parent)
+    if (store := _store_above(local)) is None:
+        store = _new_store(local)
+        pointer = _pointer(local)  # a new store may lie in the path itself, which is a directory then
     return Place(str(store), tag_of(_name(local, store)), str(pointer))
 
 
@@ -107,17 +117,15 @@ def _pointer(local: Path) -> Path:
 
 def _store_above(local: Path) -> Path | None:
     """The store that encloses a path. Raises `Corrupt` for one that lost its configuration: another one there would split the history."""
-    store = enclosing_store(local.parent)
-    for directory in local.parents:
-        if store is not None and not directory.is_relative_to(store.parent if store.name == BESIDE else store):
-            break
+    found = search(local)
+    for directory in found.passed:
         for place in (directory, directory / BESIDE):
-            if place != store and all((place / name).is_dir() for name in ("log", "packs", "commits")):
+            if all((place / name).is_dir() for name in ("log", "packs", "commits")):
                 raise Corrupt(
                     f"{place} has a log and no {CONFIG_KEY}: it was a store and lost that file; "
                     f"`ckptstore --store {place} repair` writes it again"
                 )
-    return store
+    return found.store
 
 
 def _pointed_to(pointer: Path) -> tuple[str, tuple[str, ...]]:
@@ -133,14 +141,38 @@ def _pointed_to(pointer: Path) -> tuple[str, tuple[str, ...]]:
     return found.store, (found.id,)
 
 
-def _new_store(directory: Path) -> Path:
-    holds_others = directory.is_dir() and next(directory.iterdir(), None) is not None
-    return directory / BESIDE if holds_others else directory
+def _new_store(local: Path) -> Path:
+    """Where the store of a snapshot's path is made, where none encloses it: in the directory above if that is this user's alone, else in
+    the path itself, which is made for it."""
+    directory = local.parent
+    try:
+        make_directories(directory)
+        if is_alone(directory):
+            holds_others = next(directory.iterdir(), None) is not None
+            return directory / BESIDE if holds_others else directory
+        if not local.is_dir():
+            local.mkdir(mode=rights(directory) & ~0o022)
+            logger.warning(
+                "%s: the snapshot %s is a store of its own, which shares nothing with others; list the directory in $%s to share one store",
+                distrust(directory),
+                local,
+                SAFE,
+            )
+    except OSError as error:
+        raise ReadOnly(f"cannot make a store for the snapshot {local}: {error.strerror}; choose another path") from error
+    if is_alone(local):
+        return local / BESIDE
+    raise InvalidInput(
+        f"no store is made for the snapshot {local}, because {distrust(local)}, and so could change it; choose a path in a directory of "
+        f"your own, or list one that you share in ${SAFE}"
+    )
 
 
 def _name(local: Path, store: Path) -> str:
-    base = store.parent if store.name == BESIDE else store
-    name = local.relative_to(base)
+    base, real = Path(os.path.realpath(base_of(store))), Path(os.path.realpath(local))
+    if base == real:
+        return local.name
+    name = real.relative_to(base)
     if base == store and name.parts[0] in _OURS:
         raise InvalidInput(f"{local} is the store's own; snapshots in {store} cannot be called {', '.join(sorted(_OURS))}")
     return name.as_posix()
@@ -149,7 +181,7 @@ def _name(local: Path, store: Path) -> str:
 def _in_bucket(path: str, storage_options: Mapping[str, Any] | None) -> Place:
     parts = path.rstrip("/").split("/")
     if len(parts) < 5 or not all(parts[3:]):
-        raise InvalidInput(f"{path} is no path of a snapshot in a bucket; wanted {parts[0]}//BUCKET/PREFIX/NAME")
+        raise InvalidInput(f"{redact(path)} is no path of a snapshot in a bucket; wanted {parts[0]}//BUCKET/PREFIX/NAME")
     for store, name in _above(parts):
         with closing(open_backend(store, read_only=True, storage_options=dict(storage_options or {}) or None)) as backend:
             if backend.size(CONFIG_KEY) is not None:

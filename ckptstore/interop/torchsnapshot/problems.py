@@ -1,4 +1,4 @@
-"""What this interface raises where scripts for TorchSnapshot expect a `RuntimeError`: an error of ckptstore's that is one too."""
+"""Errors of ckptstore that are what scripts for TorchSnapshot expect as well: a `RuntimeError`, or an `AssertionError`."""
 
 from ckptstore.errors import CkptStoreError, InvalidInput, NotFound
 
@@ -13,3 +13,11 @@ class UnusableState(InvalidInput, RuntimeError):
 
 class NoSuchObject(NotFound, RuntimeError):
     """A snapshot has nothing under a path: ask `get_manifest` for those that it has."""
+
+
+class NoSuchKey(NoSuchObject, AssertionError):
+    """A snapshot has no state under a key: ask `metadata` for those that it has."""
+
+
+class MissingKeys(InvalidInput, AssertionError):
+    """The target of a restore has keys that the snapshot lacks: leave them out, or pass `strict=False`."""

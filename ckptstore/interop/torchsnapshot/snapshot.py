@@ -14,7 +14,7 @@ from ckptstore.interop.torchsnapshot.manifest import Manifest, SnapshotMetadata
 from ckptstore.interop.torchsnapshot.names import split_rank
 from ckptstore.interop.torchsnapshot.places import pointer_at, refs_to_read
 from ckptstore.interop.torchsnapshot.preparing import Prepare
-from ckptstore.interop.torchsnapshot.problems import NoSuchObject, SnapshotFailed
+from ckptstore.interop.torchsnapshot.problems import MissingKeys, NoSuchKey, SnapshotFailed
 from ckptstore.interop.torchsnapshot.reading import read
 from ckptstore.interop.torchsnapshot.stateful import AppState
 from ckptstore.interop.torchsnapshot.stores import store_at
@@ -128,7 +128,8 @@ class Snapshot:
 
         The number of ranks may be another one: replicas and what ranks divided is there for all, what was each rank's own for the rank of
         the same number only. A rank without its own raises, unless not `strict`: then it keeps what it has, and modules what the snapshot
-        lacks. A random generator is set last, and left alone on a rank that had none. Raises as `ckptstore.Snapshot.restore` does.
+        lacks. A random generator is set last, and left alone on a rank that had none. Raises as `ckptstore.Snapshot.restore` does, and
+        `MissingKeys`, which is an `InvalidInput`, for keys that the snapshot lacks.
         """
         check_stateful(app_state)
         peers = peers_of(self.pg)
@@ -143,10 +144,14 @@ class Snapshot:
                 process_group=self.pg,
             )
         except InvalidInput as error:
-            error.add_note(
-                f"the snapshot has the keys {', '.join(commit.keys())}; select=, rename= and dtype= are for snapshot.commit.restore"
-            )
-            raise
+            note = f"the snapshot has the keys {', '.join(commit.keys())}; select=, rename= and dtype= are for snapshot.commit.restore"
+            if set(wanted) <= set(commit.keys()):
+                error.add_note(note)
+                raise
+            missing = MissingKeys(str(error))
+            missing.causes = error.causes
+            missing.add_note(note)
+            raise missing from error
 
     def read_object(self, path: str, obj_out: Any = None, memory_budget_bytes: int | None = None, *, allow_pickle: bool = False) -> Any:
         """One object by its path in the manifest (`"0/model/weight"`), without reading others.
@@ -162,12 +167,18 @@ class Snapshot:
         """What is in the snapshot: entries by path, of all ranks; replicas stand under rank 0."""
         return manifest_of(self._commit())
 
-    def get_state_dict_for_key(self, key: str, *, allow_pickle: bool = False) -> Any:
-        """The state under one key as this rank had it, freshly allocated; divided tensors whole."""
+    def get_state_dict_for_key(self, key: str, replicate_from_rank0: bool = False, *, allow_pickle: bool = False) -> Any:
+        """The state under one key as this rank had it, or with `replicate_from_rank0` as the first rank had it, freshly allocated; divided
+        tensors whole. Raises `NoSuchKey`."""
         peers, commit = peers_of(self.pg), self._commit()
         if key not in commit.keys():  # noqa: SIM118  # a commit is no mapping
-            raise NoSuchObject(f"the snapshot has no key {key!r}; it has {', '.join(commit.keys())}")
-        return commit.only([key]).of_rank(peers.rank if peers else 0).numbered().state_dict(key, allow_pickle=allow_pickle)
+            raise NoSuchKey(f"{key!r} is absent in both manifest and flattened: the snapshot has the keys {', '.join(commit.keys())}")
+        return (
+            commit.only([key])
+            .of_rank(peers.rank if peers and not replicate_from_rank0 else 0)
+            .numbered()
+            .state_dict(key, allow_pickle=allow_pickle)
+        )
 
     @property
     def metadata(self) -> SnapshotMetadata:
