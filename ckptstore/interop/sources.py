@@ -29,6 +29,7 @@ class FileRange:
     """`nbytes` bytes of a file from `offset` on, in elements of `width` bytes."""
 
     known_ids = None
+    still = False
     __slots__ = ("_offset", "_path", "nbytes", "width")
 
     def __init__(self, path: Path, offset: int, nbytes: int, width: int = 1) -> None:
@@ -46,6 +47,7 @@ class Held:
     """Bytes that are there."""
 
     known_ids = None
+    still = True
     __slots__ = ("_data", "nbytes", "width")
 
     def __init__(self, data: bytes) -> None:
@@ -62,6 +64,7 @@ class Loaded:
     """A tensor that `load` gives whole; `shelf` keeps it while it is likely to be asked for again."""
 
     known_ids = None
+    still = False
     __slots__ = ("_load", "_shelf", "nbytes", "width")
 
     def __init__(self, load: "Callable[[], torch.Tensor]", nbytes: int, width: int, shelf: "Shelf") -> None:
