@@ -13,6 +13,7 @@ from tests.ranks.pool import Pool
 from tests.stress.test_racing_writers import writing_to
 
 N = 2
+OWN = ["own/*"]
 
 
 def race(rank: int, path: Path, commits: int) -> int:
@@ -23,9 +24,9 @@ def race(rank: int, path: Path, commits: int) -> int:
         return 0
     refused = 0
     shards = layout("rows", torch.zeros(2001, 1500), N)
-    own, unknown = torch.zeros(2_000_000), torch.zeros(300_000)
-    planned = {"model": {"shards": shards}, "own": {"t": own}}
-    compared = {**planned, "other": {"t": unknown}}
+    own, unknown = torch.zeros(300_000), torch.zeros(300_000)
+    planned = {"model": {"shards": shards}}
+    compared = {**planned, "own": {"t": own}, "other": {"t": unknown}}
     with ckptstore.open(path) as store:
         with ExitStack() as writers:
             for tensor in (shards._local_tensor, own, unknown):
@@ -34,14 +35,14 @@ def race(rank: int, path: Path, commits: int) -> int:
                 state = compared if step % 4 == 3 else planned
                 try:
                     if step % 4 == 2:
-                        store.commit_async(state, step=step, private=["own/*"], process_group=group_of(N)).wait()
+                        store.commit_async(state, step=step, private=OWN, process_group=group_of(N)).wait()
                     else:
-                        store.commit(state, step=step, private=["own/*"], process_group=group_of(N))
+                        store.commit(state, step=step, private=OWN, process_group=group_of(N))
                 except Conflict:  # what was compared has changed until it was written
                     refused += 1
         for tensor in (shards._local_tensor, own, unknown):
             tensor.fill_(1)
-        store.commit(compared, step=commits, private=["own/*"], process_group=group_of(N))
+        store.commit(compared, step=commits, private=OWN, process_group=group_of(N))
     return refused
 
 
@@ -50,7 +51,7 @@ def _race(pool: Pool, place: Path, commits: int) -> None:
     refused = pool.run(race, place, commits)[0]
     with ckptstore.open(place) as store:
         infos = store.log(all_runs=True)
-        assert len(infos) == commits + 1 - refused > 1
+        assert len(infos) == commits + 1 - refused > commits // 2
         assert not store.fsck("data").findings
         clean = store.checkout(infos[0].id).state_dict()
         assert all(torch.equal(tensor, torch.ones_like(tensor)) for tensor in (clean["model"]["shards"], clean["other"]["t"]))
