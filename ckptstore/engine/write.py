@@ -48,6 +48,14 @@ class RunMemory:
         known = self._found.get((run.part.leaf, run.first))
         return known[1] if known and known[0] == ids else None
 
+    def ids_of(self, run: Run) -> bytes:
+        """The ids of the run's chunks then; none for a run that was new, or has changed since."""
+        known = self._found.get((run.part.leaf, run.first))
+        return known[0] if known else b""
+
+    def forget(self, run: Run) -> None:
+        self._found.pop((run.part.leaf, run.first), None)
+
     def remember(self, run: Run, ids: bytes, packs: frozenset[int]) -> None:
         self._found[run.part.leaf, run.first] = ids, packs
 
@@ -59,7 +67,7 @@ class Dedup:
     def __init__(self, objects: ObjectStore, state: State, runs: RunMemory) -> None:
         self._objects = objects
         self._state = state
-        self._runs = runs
+        self.runs = runs
         self._distrusted = objects.distrust.packs()
         self._live: dict[int, bool] = {}
         self._taken: dict[ChunkId, object] = {}
@@ -100,7 +108,7 @@ class Dedup:
         return data
 
     def _known(self, run: Run, ids: bytes) -> bool:
-        packs = self._runs.packs_of(run, ids)
+        packs = self.runs.packs_of(run, ids)
         if packs is None or not all(map(self._is_live, packs)):
             return False
         self.reused |= packs
@@ -110,7 +118,7 @@ class Dedup:
         held = list(islice(numbers, len(ids)))
         fresh = [self._is_fresh(chunk, number) for chunk, number in zip(ids, held, strict=True)]
         if all(map(self._is_live, held)):
-            self._runs.remember(run, joined, frozenset(held))
+            self.runs.remember(run, joined, frozenset(held))
         return fresh
 
     def _numbers(self, ids: bytes) -> list[int]:
@@ -323,7 +331,7 @@ class _Worker:
         self._packer.flush()
 
     def _hashed(self, batch: Sequence[Run]) -> list[tuple[list[ChunkId], memoryview | None]]:
-        """The ids of each run's chunks, and its bytes, which nobody else writes to; None for a run whose ids were known."""
+        """The ids of each run's chunks, and its bytes, which nobody else writes to; None for a run of which probably nothing is new."""
         places, nbytes = self._places(batch)
         if len(self._memory) < nbytes:
             self._memory = self._scratch.take(nbytes)
@@ -331,7 +339,8 @@ class _Worker:
         for run, place in zip(batch, places, strict=True):
             if place is not None:
                 memory = self._memory[place : place + run.raw_bytes]
-                found.append((self._copied(run, memory), memory))
+                unchanged = self._unchanged(run)
+                found.append((unchanged, None) if unchanged else (self._copied(run, memory), memory))
             elif ids := self._known(run):
                 found.append((ids, None))
             else:
@@ -355,6 +364,19 @@ class _Worker:
                 end = start + run.raw_bytes
         return places, end
 
+    def _unchanged(self, run: Run) -> list[ChunkId]:
+        """The ids of a run's chunks, hashed where they are, if they are those that the store had last time, else none. That damages
+        nothing: of such a run nothing is written, unless its pack has gone, and then only after a comparison."""
+        expected = self._dedup.runs.ids_of(run)
+        live = self._sources[run.part.leaf].view(run.cuts[0], run.cuts[-1]) if expected else None
+        ids: list[ChunkId] = []
+        for i, chunk in enumerate(_chunks(run, live) if live is not None else ()):
+            ids.append(ChunkId(digest(chunk)))
+            if ids[-1] != expected[i * CHUNK_ID_BYTES : (i + 1) * CHUNK_ID_BYTES]:
+                self._dedup.runs.forget(run)
+                return []
+        return ids
+
     def _copied(self, run: Run, out: memoryview) -> list[ChunkId]:
         """Copy a run, and hash the copy: chunk by chunk, while the processor's cache has it."""
         source = self._sources[run.part.leaf]
@@ -377,7 +399,7 @@ class _Worker:
         return [ChunkId(ids[i * CHUNK_ID_BYTES : (i + 1) * CHUNK_ID_BYTES]) for i in range(first, first + len(run.cuts) - 1)]
 
     def _fetched(self, run: Run, ids: list[ChunkId], wanted: Sequence[bool]) -> list[memoryview]:
-        """The bytes of those chunks whose ids were known and which no live pack holds: compared, since they were not hashed."""
+        """The bytes of those chunks of which no copy was hashed and which no live pack holds: compared, since they may have changed."""
         source = self._sources[run.part.leaf]
         return [
             self._fetch(source, chunk, start, stop) for chunk, (start, stop) in compress(zip(ids, pairwise(run.cuts), strict=True), wanted)

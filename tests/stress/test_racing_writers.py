@@ -109,3 +109,19 @@ def test_a_racing_write_tears_a_state_and_never_damages_the_store(way: str, tmp_
 @pytest.mark.parametrize("way", WAYS)
 def test_a_thousand_commits_beside_a_racing_writer(way: str, tmp_path: Path) -> None:
     _race(tmp_path / "store", way, 1_000)
+
+
+def test_an_unchanged_state_whose_packs_have_gone_is_written_again(tmp_path: Path) -> None:
+    state = {"m": {"t": torch.randn(3_000_000)}}
+    with ckptstore.open(tmp_path / "store") as store:
+        for step in range(3):  # the second finds what the first wrote, and is remembered
+            last = store.commit(state, step=step)
+        for step in (5, 6):
+            store.commit({"other": step}, step=step)
+        store.forget([0, 1, 2])
+        store.gc(impatient=True)
+        again = store.commit(state, step=7)
+        assert last.stats is not None and last.stats.new_chunks <= 1
+        assert again.stats is not None and again.stats.new_chunks >= 12
+        assert torch.equal(store.checkout(7).state_dict("m")["t"], state["m"]["t"])
+        assert not store.fsck("data").findings
