@@ -61,6 +61,7 @@ class Committing:
         self._opening, self._settings = opening, settings
         self._crew = Crew(opening, settings)
         self._lock = threading.Lock()
+        self._thread = threading.local()
         self._disk = DiskWatch(opening, settings.run, settings.on_full)
         self._descent = Descent()
         self._best_rate = 0.0
@@ -78,7 +79,7 @@ class Committing:
         app_state: Mapping[str, Any],
         *,
         step: int | None = None,
-        tag: str | Sequence[str] = (),
+        tag: str | Sequence[str] | None = (),
         message: str = "",
         metrics: Mapping[str, float] | None = None,
         memory_budget_bytes: int | None = None,
@@ -109,8 +110,9 @@ class Committing:
         others kept changing what this commit builds on. Whatever is raised, nothing is visible and nothing is lost.
         With several ranks, every rank raises, and `causes` says what failed where.
         """
+        self._check_not_within()
+        globs = Globs.of(replicated, private, compare)
         if peers := peers_of(process_group, timeout_s):
-            globs = Globs.of(replicated, private, compare)
             failed = self._async.drain()
 
             def prepare() -> tuple[Label, dict[str, Flat]]:
@@ -118,7 +120,8 @@ class Committing:
                     raise failed
                 self._opening.check_writable()
                 label = label_of(self.run, step, tag, message, metrics)
-                flats = marked(app_state, flatten(app_state, allow_pickle=allow_pickle, ranks=True), globs)
+                with self._within():
+                    flats = marked(app_state, flatten(app_state, allow_pickle=allow_pickle, ranks=True), globs)
                 return replace(label, parents=self._descent.parents()), flats
 
             options = Options(canonical, trust_replicated)
@@ -141,19 +144,21 @@ class Committing:
         flats: Callable[[], Mapping[str, Flat]],
         *,
         step: int | None = None,
-        tag: str | Sequence[str] = (),
+        tag: str | Sequence[str] | None = (),
         message: str = "",
         metrics: Mapping[str, float] | None = None,
         memory_budget_bytes: int | None = None,
     ) -> Snapshot:
         """Commit what `flats` returns, a state that is flattened already: its leaves' bytes may come from anywhere, as in an import."""
+        self._check_not_within()
         self._async.settle()
         self._opening.check_writable()
         label = label_of(self.run, step, tag, message, metrics)
         with self._lock:
             started = time.perf_counter()
             label = replace(label, parents=self._descent.parents())
-            state = flats()
+            with self._within():
+                state = flats()
             committed = self._make(state, lambda: self._crew.one.commit(state, label, started, memory_budget_bytes=memory_budget_bytes))
             self._descent.now(committed.id)
         return self._committed(committed)
@@ -168,12 +173,13 @@ class Committing:
         publish: Callable[[Label], RanksCommitted],
         *,
         step: int | None = None,
-        tag: str | Sequence[str] = (),
+        tag: str | Sequence[str] | None = (),
         message: str = "",
         metrics: Mapping[str, float] | None = None,
         run: str | None = None,
     ) -> Snapshot:
         """The commit that `publish` makes of parts (`parts.publish`), in this run or in `run`."""
+        self._check_not_within()
         self._async.settle()
         label = label_of(run or self.run, step, tag, message, metrics)
         with self._lock:
@@ -188,7 +194,7 @@ class Committing:
         app_state: Mapping[str, Any],
         *,
         step: int | None = None,
-        tag: str | Sequence[str] = (),
+        tag: str | Sequence[str] | None = (),
         message: str = "",
         metrics: Mapping[str, float] | None = None,
         allow_pickle: bool = False,
@@ -225,6 +231,7 @@ class Committing:
         Raises what `commit` raises for a state that cannot be stored, and what an earlier asynchronous commit failed with if nobody has
         seen it: then this one was not begun, on any rank.
         """
+        self._check_not_within()
         self._opening.check_writable()
         label = label_of(self.run, step, tag, message, metrics)
         wish = Wish(overlap, staging, trust_version, dedup_first, allow_pickle, on_progress)
@@ -269,6 +276,22 @@ class Committing:
             failed = self._async.drain()
         if failed:
             raise failed
+
+    @contextmanager
+    def _within(self) -> Iterator[None]:
+        """Within the block this thread asks the caller's objects for their state: they must not commit to this store themselves."""
+        self._thread.within = True
+        try:
+            yield
+        finally:
+            self._thread.within = False
+
+    def _check_not_within(self) -> None:
+        if getattr(self._thread, "within", False):
+            raise InvalidInput(
+                "a state_dict() that is called for a commit commits to, or closes, the same store: that commit would wait for itself; "
+                "do it before the commit or after it"
+            )
 
     def _let_go(self) -> None:
         with self._lock:
@@ -321,7 +344,8 @@ class Committing:
         """The way by which this process commits in the background by itself."""
 
         def flats() -> dict[str, Flat]:
-            return flatten(app_state, allow_pickle=wish.allow_pickle)
+            with self._within():
+                return flatten(app_state, allow_pickle=wish.allow_pickle)
 
         elsewhere = self._settings.executor == "process"
         return Route(flats, self._commit_staged, by_itself, whole=elsewhere, elsewhere=elsewhere)
@@ -338,7 +362,8 @@ class Committing:
             raise InvalidInput("several ranks that commit together copy all that they hold: leave out trust_version and dedup_first")
 
         def flats() -> dict[str, Flat]:
-            return marked(app_state, flatten(app_state, allow_pickle=wish.allow_pickle, ranks=True), globs)
+            with self._within():
+                return marked(app_state, flatten(app_state, allow_pickle=wish.allow_pickle, ranks=True), globs)
 
         def make(staged: Mapping[str, Flat], arena: Arena, label: Label, pending: PendingCommit, watch: Watch) -> Made[Snapshot]:
             def prepare() -> tuple[Label, Mapping[str, Flat]]:

@@ -148,6 +148,8 @@ class Snapshot:
 
     def only(self, keys: Iterable[str]) -> "Snapshot":
         """This commit as if it had no keys but `keys`; those that it does not have are ignored."""
+        if isinstance(keys, str) or not isinstance(keys, Iterable):
+            raise InvalidInput(f"only({keys!r:.80}): wanted names of keys, such as only([{next(iter(self.keys()), 'model')!r}])")
         kept = frozenset(keys)
         return self._narrowed({key: tree for key, tree in self._read_trees.items() if key in kept}, kept)
 
@@ -270,6 +272,8 @@ class Snapshot:
         Raises `InvalidInput` unless the tensor has the shape and the dtype of what is read; with `dtype`, the tensor's own, floats are
         converted to it. After an error while reading, the tensor may hold some new bytes and some old.
         """
+        if not tensors.is_tensor(tensor):
+            raise InvalidInput(f"read_into got a {type(tensor).__name__} in the place of the tensor: read_into(tensor, path)")
         tree, i = self._find(path)
         if tree.schema.kinds[i] != "tensor":
             raise InvalidInput(f"{path} is a {tree.schema.kinds[i]}, no tensor; use read")
@@ -388,12 +392,17 @@ class Snapshot:
 
     def _find(self, path: str) -> tuple[Tree, int]:
         """The leaf's tree, the only one that is looked at, and its number there."""
+        if not isinstance(path, str):
+            raise InvalidInput(f"{type(path).__name__} {path!r:.80} is no path of a leaf; wanted a string such as {self._example()!r}")
         key = next((key for key in self.keys() if segment(key) == path.partition("/")[0]), None)
         tree = None if key is None else self._tree(key)
         if tree is not None and path in tree.numbers:
             return tree, tree.numbers[path]
         paths = [p for tree in self.trees.values() for p in tree.schema.paths]
         raise NotFound(f"commit {self.id[:12]} has no leaf {path!r}{near(path, paths)}; `ckptstore ls {self.id[:12]}` lists them")
+
+    def _example(self) -> str:
+        return next((path for tree in self.trees.values() for path in tree.schema.paths), "model/weight")
 
     def _land(self, tree: Tree, i: int, box: Box | None, tensor: "torch.Tensor", memory_budget_bytes: int | None) -> None:
         wanted = Wanted(tree, i, conversion.destination(tensor, tree.schema.dtypes[i]), box)
@@ -407,7 +416,7 @@ def _box(tree: Tree, i: int, region: Region | None) -> tuple[Box | None, Shape]:
         return None, shape
     try:
         return box_of_region(shape, region if isinstance(region, tuple) else (region,))
-    except (ValueError, IndexError) as error:
+    except (ValueError, IndexError, TypeError) as error:
         raise InvalidInput(f"region of {path}: {error}; the leaf's shape is {tuple(shape)}") from error
 
 

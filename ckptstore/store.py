@@ -8,7 +8,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from ckptstore.committing import Committing
-from ckptstore.core.ids import CommitId, check_tag
+from ckptstore.core.ids import CommitId, check_run, check_tag
 from ckptstore.core.model import CommitInfo
 from ckptstore.core.refs import Latest, parse_ref
 from ckptstore.core.settings import Settings
@@ -18,7 +18,7 @@ from ckptstore.engine.naming import AnyRef, find_commit, through_pointers
 from ckptstore.engine.opening import Opening
 from ckptstore.engine.ranks.restore import agreed, on_all
 from ckptstore.engine.tagging import remove_tag, set_tag
-from ckptstore.errors import Corrupt, NotFound
+from ckptstore.errors import Corrupt, InvalidInput, NotFound
 from ckptstore.history.resolve import Resolved, newest_first
 from ckptstore.keeping import Keeping
 from ckptstore.snapshot import Snapshot
@@ -131,7 +131,9 @@ class Store(Committing, Keeping):
 
     def log(self, limit: int | None = None, *, run: str | None = None, all_runs: bool = False) -> list[CommitInfo]:
         """The commits of this run (of `run`, or of `all_runs`), newest first, forgotten ones left out."""
-        return self._opening.queries().log(None if all_runs else run or self.run, limit)
+        if limit is not None and not (isinstance(limit, int) and 0 <= limit < 1 << 63):
+            raise InvalidInput(f"limit is {limit!r:.80}; wanted a number of commits, or None for all")
+        return self._opening.queries().log(None if all_runs else check_run(run or self.run), limit)
 
     def runs(self) -> list[str]:
         """The runs that have commits."""
@@ -164,6 +166,7 @@ class Store(Committing, Keeping):
 
         Raises what an asynchronous commit failed with if nobody has seen it, after everything was closed.
         """
+        self._check_not_within()
         failed = self._async.drain()
         with ExitStack() as closing:
             closing.callback(self._let_go)

@@ -21,6 +21,12 @@ PACK_BYTES_LOCAL = 256 * MIB
 PACK_BYTES_REMOTE = 64 * MIB
 CODECS = ("raw", "zstd")
 """What a store offers new chunks to; with `zstd`, floats are split into byte planes first."""
+MESSAGE_BYTES_MAX = 64 << 10
+METRICS_MAX = 256
+METRIC_NAME_BYTES_MAX = 200
+TAGS_MAX = 100
+"""What a caller may say about a commit: the log keeps it for good, also when the commit is forgotten. Names of tags and runs have at most
+200 characters."""
 LOG_FILES = "log/"
 """The log's place where it is in the store itself."""
 IN_POSTGRESQL = "postgresql"

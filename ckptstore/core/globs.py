@@ -13,9 +13,9 @@ from ckptstore.errors import InvalidInput
 
 def selector(select: str | Sequence[str]) -> Callable[[str], bool]:
     """Whether a path is selected by the glob, or by one of several. Raises `InvalidInput` for what is no glob."""
-    globs = (select,) if isinstance(select, str) else tuple(select)
+    globs = (select,) if isinstance(select, str) or not isinstance(select, Sequence) else tuple(select)
     if not globs or not all(isinstance(glob, str) and glob for glob in globs):
-        raise InvalidInput(f"select is {select!r}; wanted a glob such as 'layers.*', or several")
+        raise InvalidInput(f"select is {select!r:.80}; wanted a glob such as 'layers.*', or several")
     found = re.compile("|".join(alternative for glob in globs for alternative in _alternatives(glob.rstrip("/") or glob))).match
 
     def is_selected(path: str) -> bool:

@@ -139,7 +139,7 @@ def _parse(pattern: re.Pattern[str], text: object, noun: str) -> str:
 def _check_label(pattern: re.Pattern[str], name: object, noun: str) -> str:
     if not isinstance(name, str) or not pattern.fullmatch(name) or "//" in name or ".." in name or name.endswith("/"):
         raise InvalidInput(
-            f"{name!r} cannot be a {noun}: wanted 1 to 200 letters, digits and _ . + - /, "
+            f"{name!r:.80} cannot be a {noun}: wanted 1 to 200 letters, digits and _ . + - /, "
             f"beginning with a letter, a digit or _, without '..', '//' or a '/' at the end"
         )
     if noun == "tag" and (name == "latest" or name.isdecimal()):

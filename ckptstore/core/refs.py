@@ -18,6 +18,8 @@ _FORMS = (
     "a step, 'latest', 'best:METRIC' or 'best:METRIC:max', a tag, at least 6 digits of a commit id, 'RUN@STEP', "
     "any of them with '~K' behind"
 )
+_STEP_MAX = 2**53
+"""Of the log's entries: no commit has a larger one."""
 _PREFIX = re.compile(r"[0-9a-f]{6,64}")
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.+/-]*")
 _RUN = re.compile(r"(?:([^@:]*)@)?(.*)", re.DOTALL)
@@ -70,10 +72,10 @@ Ref: TypeAlias = Step | Latest | Best | Name | Ancestor
 
 def parse_ref(ref: str | int) -> Ref:
     """The ref that `ref` says; an integer is a step. Raises `InvalidInput` for what no ref looks like."""
-    if isinstance(ref, int) and not isinstance(ref, bool):
+    if isinstance(ref, int) and not isinstance(ref, bool) and abs(ref) <= _STEP_MAX:
         return Step(ref)
-    if not isinstance(ref, str):
-        raise InvalidInput(f"{ref!r} is no ref: wanted {_FORMS}")
+    if not isinstance(ref, str) or "\0" in ref or not ref.isprintable():
+        raise InvalidInput(f"{ref!r:.80} is no ref: wanted {_FORMS}")
     ancestor = _ANCESTOR.fullmatch(ref)
     if not ancestor:
         return _parse_base(ref)

@@ -1,11 +1,13 @@
 """What a caller says about a commit beside its state, checked."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import islice
 from operator import index
 from typing import Any
 
+from ckptstore.core.config import MESSAGE_BYTES_MAX, METRIC_NAME_BYTES_MAX, METRICS_MAX, TAGS_MAX
 from ckptstore.core.ids import CommitId, check_tag
 from ckptstore.errors import InvalidInput
 
@@ -25,10 +27,10 @@ class Label:
     parents: tuple[CommitId, ...] = ()
 
 
-def label_of(run: str, step: object, tag: str | Sequence[str], message: object, metrics: Mapping[str, float] | None) -> Label:
-    """A label without parents; raises `InvalidInput` for what cannot be one."""
-    tags = tuple(check_tag(name) for name in ([tag] if isinstance(tag, str) else tag))
-    return Label(run, _step(step), _message(message), _metrics(metrics), tags)
+def label_of(run: str, step: object, tag: str | Sequence[str] | None, message: object, metrics: Mapping[str, float] | None) -> Label:
+    """A label without parents; `tag=None` means none. Raises `InvalidInput` for what cannot be one, and for what exceeds a limit of
+    `core.config`."""
+    return Label(run, _step(step), _message(message), _metrics(metrics), _tags(tag))
 
 
 def _step(step: object) -> int | None:
@@ -40,22 +42,51 @@ def _step(step: object) -> int | None:
     raise InvalidInput(f"step is {step!r:.80}; wanted a whole number from 0 to {_STEPS - 1}, or None")
 
 
+def _tags(tag: object) -> tuple[str, ...]:
+    if tag is None or isinstance(tag, str):
+        return () if tag is None else (check_tag(tag),)
+    if not isinstance(tag, Iterable):
+        raise InvalidInput(f"tag is {tag!r:.80}; wanted a name, several, or None")
+    names = list(islice(tag, TAGS_MAX + 1))
+    if len(names) > TAGS_MAX:
+        raise InvalidInput(f"a commit gets at most {TAGS_MAX} tags at once; give it more with store.tag")
+    return tuple(map(check_tag, names))
+
+
 def _message(message: object) -> str:
-    if isinstance(message, str):
-        return message
-    raise InvalidInput(f"message is {message!r}; wanted a string")
+    if not isinstance(message, str):
+        raise InvalidInput(f"message is {message!r:.80}; wanted a string")
+    if (nbytes := _utf8_bytes(message, "the message")) > MESSAGE_BYTES_MAX:
+        raise InvalidInput(
+            f"the message has {nbytes} bytes; wanted at most {MESSAGE_BYTES_MAX}, which the log keeps for good: commit longer texts as "
+            "values of the state"
+        )
+    return message
 
 
-def _metrics(metrics: Mapping[str, float] | None) -> tuple[tuple[str, float], ...]:
+def _metrics(metrics: object) -> tuple[tuple[str, float], ...]:
+    if metrics is None:
+        return ()
+    if not isinstance(metrics, Mapping):
+        raise InvalidInput(f'metrics are {metrics!r:.80}; wanted a dict of names to numbers, such as {{"loss": 0.5}}')
+    if len(metrics) > METRICS_MAX:
+        raise InvalidInput(f"{len(metrics)} metrics; wanted at most {METRICS_MAX}, which the log keeps for good: commit more as values")
     pairs = []
-    for name, value in (metrics or {}).items():
-        if not isinstance(name, str) or not name:
-            raise InvalidInput(f"a metric's name is {name!r}; wanted a string")
+    for name, value in metrics.items():
+        if not isinstance(name, str) or not name or _utf8_bytes(name, "a metric's name") > METRIC_NAME_BYTES_MAX:
+            raise InvalidInput(f"a metric's name is {name!r:.80}; wanted a string of 1 to {METRIC_NAME_BYTES_MAX} bytes")
         try:
             pairs.append((name, _number(value)))
         except (TypeError, ValueError, OverflowError, RuntimeError) as error:
             raise InvalidInput(f"metric {name!r} is {value!r:.80}; wanted a number") from error
     return tuple(sorted(pairs))
+
+
+def _utf8_bytes(text: str, noun: str) -> int:
+    try:
+        return len(text.encode())
+    except UnicodeEncodeError as error:
+        raise InvalidInput(f"{noun} is {text!r:.80}, which is no text: {error.reason}") from error
 
 
 def _number(value: Any) -> float:

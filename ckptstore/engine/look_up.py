@@ -43,7 +43,7 @@ class LookUp:
                 extents.append(extent_of(flat, i))
                 sources.append(source)
         plan = plan_commit(extents, self._config.chunk_bytes)
-        ids = hash_chunks(plan, sources, threads, threads.count, self._objects.hash)
+        ids = hash_chunks(plan, sources, threads, threads.count, self._objects.hash, copied=self._objects.second_names is not None)
         live = self._live(b"".join(ids[part.leaf] for part in plan.parts))
         return {wanted[part.leaf]: LookedUp(ids[part.leaf], _missing(part, live)) for part in plan.parts}
 

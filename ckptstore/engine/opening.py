@@ -41,6 +41,17 @@ STATE_NAME = "state"
 READ_CACHE_NAME = "read"
 
 
+def place_text(place: str | os.PathLike[str]) -> str:
+    """The text of a path or URL. Raises `InvalidInput` for what is neither, or what no file can be called."""
+    try:
+        text = os.fspath(place)
+        if isinstance(text, str) and text and b"\0" not in os.fsencode(text):
+            return text
+    except (TypeError, UnicodeEncodeError) as error:
+        raise InvalidInput(f"{place!r:.80} is no place of a store: wanted a path or a URL") from error
+    raise InvalidInput(f"{place!r:.80} is no place of a store: wanted a path or a URL")
+
+
 def init_store(
     place: str | os.PathLike[str],
     *,
@@ -58,7 +69,7 @@ def init_store(
     conditional writes, `ReadOnly` or `Unavailable` if it cannot be written.
     """
     config = StoreConfig(new_store_id(), check_chunk_bytes(chunk_bytes), check_codec(codec))
-    backend = open_backend(os.fspath(place), storage_options=storage_options)
+    backend = open_backend(place_text(place), storage_options=storage_options)
     try:
         if not _is_store(backend):
             _refuse_foreign(backend)
@@ -108,7 +119,7 @@ class Opening:
         read_cache_bytes: int = 0,
     ) -> None:
         self._read_cache_bytes = read_cache_bytes
-        self.backend = open_backend(os.fspath(place), read_only=read_only, storage_options=storage_options, direct_io=direct_io)
+        self.backend = open_backend(place_text(place), read_only=read_only, storage_options=storage_options, direct_io=direct_io)
         self.url = self.backend.url
         # What opens the same store the same way elsewhere: a URL may have options, and secrets, which `url` for people has not.
         self.place = os.fspath(place) if self.backend.durable_root is None else self.url

@@ -1,7 +1,11 @@
-"""Hash what a plan names, drop what the store has, pack the rest: the part of a commit that moves bytes."""
+"""Hash what a plan names, drop what the store has, pack the rest: the part of a commit that moves bytes.
+
+The invariant: the bytes that are hashed are the bytes that are written, whoever writes to the state meanwhile. A thread copies memory that
+others may write to into memory of its own, hashes the copy and writes the copy (docs/decisions/043-…).
+"""
 
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from itertools import compress, count, islice, pairwise
@@ -13,14 +17,17 @@ from ckptstore.core.config import PACK_BYTES_LOCAL, PACK_BYTES_REMOTE, StoreConf
 from ckptstore.core.ids import CHUNK_ID_BYTES, ChunkId, SessionId, digest, pack_key
 from ckptstore.engine.plan import CommitPlan, Part, Run
 from ckptstore.engine.progress import UNWATCHED, Watch
-from ckptstore.engine.transfer import Threads, shared
+from ckptstore.engine.transfer import NO_MEMORY, Scratch, Threads, shared
 from ckptstore.errors import Conflict, NotFound
 from ckptstore.history.fold import Pack, State
 from ckptstore.objects import codecs
-from ckptstore.objects.pack import TENSOR
+from ckptstore.objects.pack import TENSOR, align
 from ckptstore.objects.packing import ClosedPack, OpenPack, Packer, delete_own
 from ckptstore.objects.store import ObjectStore
 from ckptstore.state.flat import NotCopied, Source
+
+COPIED_BY_NUMPY = 64 << 10
+"""From so many bytes on a copy lets other threads run meanwhile; for fewer, to arrange that costs more than the copy."""
 
 PARALLEL_BYTES = 4 << 20
 """A commit of fewer bytes is done by the calling thread alone: one pack instead of several, no hand-over."""
@@ -40,6 +47,14 @@ class RunMemory:
         known = self._found.get((run.part.leaf, run.first))
         return known[1] if known and known[0] == ids else None
 
+    def ids_of(self, run: Run) -> bytes:
+        """The ids of the run's chunks then; none for a run that was new, or has changed since."""
+        known = self._found.get((run.part.leaf, run.first))
+        return known[0] if known else b""
+
+    def forget(self, run: Run) -> None:
+        self._found.pop((run.part.leaf, run.first), None)
+
     def remember(self, run: Run, ids: bytes, packs: frozenset[int]) -> None:
         self._found[run.part.leaf, run.first] = ids, packs
 
@@ -51,7 +66,7 @@ class Dedup:
     def __init__(self, objects: ObjectStore, state: State, runs: RunMemory) -> None:
         self._objects = objects
         self._state = state
-        self._runs = runs
+        self.runs = runs
         self._distrusted = objects.distrust.packs()
         self._live: dict[int, bool] = {}
         self._taken: dict[ChunkId, object] = {}
@@ -92,7 +107,7 @@ class Dedup:
         return data
 
     def _known(self, run: Run, ids: bytes) -> bool:
-        packs = self._runs.packs_of(run, ids)
+        packs = self.runs.packs_of(run, ids)
         if packs is None or not all(map(self._is_live, packs)):
             return False
         self.reused |= packs
@@ -102,7 +117,7 @@ class Dedup:
         held = list(islice(numbers, len(ids)))
         fresh = [self._is_fresh(chunk, number) for chunk, number in zip(ids, held, strict=True)]
         if all(map(self._is_live, held)):
-            self._runs.remember(run, joined, frozenset(held))
+            self.runs.remember(run, joined, frozenset(held))
         return fresh
 
     def _numbers(self, ids: bytes) -> list[int]:
@@ -231,7 +246,7 @@ def write_chunks(
     batches = shared(plan.batches)
     small = sum(part.raw_bytes for part in plan.parts) <= PARALLEL_BYTES
     hands = 1 if small else min(hands or threads.count, threads.count, len(plan.batches))
-    workers = [_Worker(batches, sources, ids, dedup, packs, watch) for _ in range(hands)]
+    workers = [_Worker(batches, sources, ids, dedup, packs, watch, threads.scratch) for _ in range(hands)]
     if workers:
         threads.together([worker.work for worker in workers], batches.stop)
     new = sum(worker.new_chunks for worker in workers)
@@ -277,13 +292,16 @@ class _Worker:
         dedup: Dedup,
         packs: SessionPacks,
         watch: Watch,
+        scratch: Scratch,
     ) -> None:
         self.new_chunks = 0
         self._batches, self._sources, self._ids = batches, sources, ids
         self._dedup, self._packs, self._watch = dedup, packs, watch
         self._packer = packs.packer()
         self._codec = packs.codec
-        self._staging = memoryview(b"")
+        self._scratch = scratch
+        self._memory = NO_MEMORY
+        """Of this thread alone; a batch's until the next one."""
 
     def work(self) -> None:
         try:
@@ -294,21 +312,80 @@ class _Worker:
         except BaseException:
             self._packer.discard()
             raise
+        finally:
+            self._scratch.give(self._memory)
+            self._memory = NO_MEMORY
 
     def _batch(self, batch: tuple[Run, ...]) -> None:
-        known = [self._known(run) for run in batch]
-        fetched = iter(self._memories([run for run, ids in zip(batch, known, strict=True) if not ids], self._scratch))
-        memories = [None if ids else next(fetched) for ids in known]
-        views = [_chunks(run, memory) if memory is not None else [] for run, memory in zip(batch, memories, strict=True)]
-        ids = [known_ids or list(map(self._dedup.hash, run_views)) for known_ids, run_views in zip(known, views, strict=True)]
-        fresh = self._dedup.fresh_runs(list(zip(batch, ids, strict=True)))
-        for run, run_ids, memory, run_views, is_new in zip(batch, ids, memories, views, fresh, strict=True):
+        hashed = self._hashed(batch)
+        fresh = self._dedup.fresh_runs([(run, ids) for run, (ids, _) in zip(batch, hashed, strict=True)])
+        for run, (ids, memory), is_new in zip(batch, hashed, fresh, strict=True):
             at = (run.first - run.part.first) * CHUNK_ID_BYTES
-            self._ids[run.part.leaf][at : at + len(run_ids) * CHUNK_ID_BYTES] = b"".join(run_ids)
+            self._ids[run.part.leaf][at : at + len(ids) * CHUNK_ID_BYTES] = b"".join(ids)
             if any(is_new):
-                new_views = list(compress(run_views, is_new)) if run_views else self._fetched(run, run_ids, is_new)
-                self._add(run.part, list(compress(run_ids, is_new)), new_views, memory if all(is_new) else None)
+                new = self._fetched(run, ids, is_new) if memory is None else list(compress(_chunks(run, memory), is_new))
+                self._add(run.part, list(compress(ids, is_new)), new, memory if all(is_new) else None)
         self._packer.flush()
+
+    def _hashed(self, batch: Sequence[Run]) -> list[tuple[list[ChunkId], memoryview | None]]:
+        """The ids of each run's chunks, and its bytes, which nobody else writes to; None for a run of which probably nothing is new."""
+        places, nbytes = self._places(batch)
+        if len(self._memory) < nbytes:
+            self._memory = self._scratch.take(nbytes)
+        found: list[tuple[list[ChunkId], memoryview | None]] = []
+        for run, place in zip(batch, places, strict=True):
+            if place is not None:
+                memory = self._memory[place : place + run.raw_bytes]
+                unchanged = self._unchanged(run)
+                found.append((unchanged, None) if unchanged else (self._copied(run, memory), memory))
+            elif ids := self._known(run):
+                found.append((ids, None))
+            else:
+                still = self._sources[run.part.leaf].view(run.cuts[0], run.cuts[-1])
+                assert still is not None  # as it promises
+                found.append((list(map(self._dedup.hash, _chunks(run, still))), still))
+        return found
+
+    def _places(self, batch: Sequence[Run]) -> tuple[list[int | None], int]:
+        """Where in this thread's memory each run goes that must be copied, aligned as in a pack, so that it can go to the disk from
+        there; and how many bytes that takes."""
+        places: list[int | None] = []
+        end = 0
+        for run in batch:
+            source = self._sources[run.part.leaf]
+            if source.still or source.known_ids is not None:
+                places.append(None)
+            else:
+                start = align(end, run.raw_bytes)
+                places.append(start)
+                end = start + run.raw_bytes
+        return places, end
+
+    def _unchanged(self, run: Run) -> list[ChunkId]:
+        """The ids of a run's chunks, hashed where they are, if they are those that the store had last time, else none. That damages
+        nothing: of such a run nothing is written, unless its pack has gone, and then only after a comparison."""
+        expected = self._dedup.runs.ids_of(run)
+        live = self._sources[run.part.leaf].view(run.cuts[0], run.cuts[-1]) if expected else None
+        ids: list[ChunkId] = []
+        for i, chunk in enumerate(_chunks(run, live) if live is not None else ()):
+            ids.append(ChunkId(digest(chunk)))
+            if ids[-1] != expected[i * CHUNK_ID_BYTES : (i + 1) * CHUNK_ID_BYTES]:
+                self._dedup.runs.forget(run)
+                return []
+        return ids
+
+    def _copied(self, run: Run, out: memoryview) -> list[ChunkId]:
+        """Copy a run, and hash the copy: chunk by chunk, while the processor's cache has it."""
+        source = self._sources[run.part.leaf]
+        live = source.view(run.cuts[0], run.cuts[-1])
+        if live is None:
+            source.stage(run.cuts[0], run.cuts[-1], out)
+            return list(map(self._dedup.hash, _chunks(run, out)))
+        ids = []
+        for here, there in zip(_chunks(run, live), _chunks(run, out), strict=True):
+            _copy(here, there)
+            ids.append(self._dedup.hash(there))
+        return ids
 
     def _known(self, run: Run) -> list[ChunkId]:
         """The ids of the run's chunks where they need not be hashed, else none."""
@@ -319,7 +396,7 @@ class _Worker:
         return [ChunkId(ids[i * CHUNK_ID_BYTES : (i + 1) * CHUNK_ID_BYTES]) for i in range(first, first + len(run.cuts) - 1)]
 
     def _fetched(self, run: Run, ids: list[ChunkId], wanted: Sequence[bool]) -> list[memoryview]:
-        """The bytes of those chunks whose ids were known and which no live pack holds: compared, since they were not hashed."""
+        """The bytes of those chunks of which no copy was hashed and which no live pack holds: compared, since they may have changed."""
         source = self._sources[run.part.leaf]
         return [
             self._fetch(source, chunk, start, stop) for chunk, (start, stop) in compress(zip(ids, pairwise(run.cuts), strict=True), wanted)
@@ -327,9 +404,9 @@ class _Worker:
 
     def _fetch(self, source: Source, chunk: ChunkId, start: int, stop: int) -> memoryview:
         try:
-            data = source.view(start, stop)
+            data = source.view(start, stop) if source.still else None
             if data is None:
-                data = memoryview(bytearray(stop - start))  # the scratch is in use
+                data = memoryview(bytearray(stop - start))  # a copy, since it is compared and then written; the scratch is in use
                 source.stage(start, stop, data)
         except NotCopied:
             return self._dedup.read_back(chunk, stop - start)
@@ -347,27 +424,14 @@ class _Worker:
         """Floats compress better byte plane by byte plane."""
         return codecs.SPLIT_ZSTD if self._codec == codecs.ZSTD and part.floating and part.width > 1 else self._codec
 
-    def _memories(self, runs: Sequence[Run], allocate: Callable[[int], memoryview]) -> list[memoryview]:
-        """The bytes of each run where they are, or staged one behind the other in memory that `allocate` gives."""
-        memories = [self._sources[run.part.leaf].view(run.cuts[0], run.cuts[-1]) for run in runs]
-        scratch, at = allocate(sum(run.raw_bytes for run, memory in zip(runs, memories, strict=True) if memory is None)), 0
-        found = []
-        for run, memory in zip(runs, memories, strict=True):
-            if memory is None:
-                memory = scratch[at : at + run.raw_bytes]
-                self._sources[run.part.leaf].stage(run.cuts[0], run.cuts[-1], memory)
-                at += run.raw_bytes
-            found.append(memory)
-        return found
-
-    def _scratch(self, nbytes: int) -> memoryview:
-        """Memory of this thread, the batch's until the next one."""
-        if len(self._staging) < nbytes:
-            self._staging = memoryview(b"")  # let go of the old one before there is a new one
-            self._staging = memoryview(bytearray(nbytes))
-        return self._staging[:nbytes]
-
 
 def _chunks(run: Run, memory: memoryview) -> list[memoryview]:
     """The chunks of a run that lies in `memory`."""
     return [memory[start - run.cuts[0] : stop - run.cuts[0]] for start, stop in pairwise(run.cuts)]
+
+
+def _copy(source: memoryview, target: memoryview) -> None:
+    if len(source) < COPIED_BY_NUMPY:
+        target[:] = source
+    else:
+        np.copyto(np.frombuffer(target, np.uint8), np.frombuffer(source, np.uint8))

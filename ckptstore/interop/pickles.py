@@ -2,6 +2,8 @@
 
 import io
 import pickle
+import zipfile
+import zlib
 from pathlib import Path
 from typing import Any
 
@@ -23,13 +25,14 @@ _RECORDS = {
 
 
 def load_torch(file: Path | io.BytesIO, name: str, *, allow_pickle: bool) -> Any:
-    """What a file of torch.save holds, `name` in errors. Tensors stay in a file until they are read, but for files of torch before 1.6.
+    """What a file of torch.save holds, `name` in errors. Tensors stay in a file until they are read, but for files of torch before 1.6
+    and for archives that were packed again with compression, whose entries are read and compared with their checksums.
 
     Raises `InvalidInput` for what only running its code could read, unless `allow_pickle`, and for what is damaged or no such file,
     `Unavailable` for one that may not be read.
     """
     try:
-        return _load(file, mapped=isinstance(file, Path), weights_only=not allow_pickle)
+        return _load(file, mapped=isinstance(file, Path) and _may_be_mapped(file), weights_only=not allow_pickle)
     except pickle.UnpicklingError as error:
         if allow_pickle:
             raise InvalidInput(f"{name} is no file of torch.save: {error}") from error
@@ -65,6 +68,21 @@ def _load(file: Path | io.BytesIO, *, mapped: bool, weights_only: bool) -> Any:
         if mapped and "mmap can only be used with files saved with" in str(error):
             return _load(file, mapped=False, weights_only=weights_only)
         raise
+
+
+def _may_be_mapped(file: Path) -> bool:
+    """Whether the bytes of every entry lie in the file as they are: torch maps them without a look at how they were packed."""
+    if not zipfile.is_zipfile(file):
+        return True  # what torch makes of it is for torch to say
+    try:
+        with zipfile.ZipFile(file) as archive:
+            stored = all(each.compress_type == zipfile.ZIP_STORED for each in archive.infolist())
+            damaged = None if stored else archive.testzip()
+    except (zipfile.BadZipFile, zlib.error, NotImplementedError, RuntimeError, EOFError) as error:
+        raise ValueError(f"its archive cannot be read: {error}") from error
+    if damaged is not None:
+        raise ValueError(f"its entry {damaged[:80]!r} does not match its checksum")
+    return stored
 
 
 def _first_line(error: BaseException) -> str:

@@ -28,6 +28,7 @@ class FileRange:
     """`nbytes` bytes of a file from `offset` on, in elements of `width` bytes."""
 
     known_ids = None
+    still = False
     __slots__ = ("_offset", "_path", "nbytes", "width")
 
     def __init__(self, path: Path, offset: int, nbytes: int, width: int = 1) -> None:
@@ -45,6 +46,7 @@ class Held:
     """Bytes that are there."""
 
     known_ids = None
+    still = True
     __slots__ = ("_data", "nbytes", "width")
 
     def __init__(self, data: bytes) -> None:
@@ -61,6 +63,7 @@ class Joined:
     """A tensor of `shape` whose boxes are other sources, each with the bytes of its box alone. The boxes tile the tensor."""
 
     known_ids = None
+    still = False
     __slots__ = ("_pieces", "_shape", "nbytes", "width")
 
     def __init__(self, shape: Shape, width: int, pieces: Sequence[tuple[Box, Source]]) -> None:
@@ -110,6 +113,7 @@ class Loaded:
     """A tensor that `load` gives whole; `shelf` keeps it while it is likely to be asked for again."""
 
     known_ids = None
+    still = False
     __slots__ = ("_load", "_shelf", "nbytes", "width")
 
     def __init__(self, load: "Callable[[], torch.Tensor]", nbytes: int, width: int, shelf: "Shelf") -> None:

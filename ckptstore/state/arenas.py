@@ -55,6 +55,7 @@ class ArenaSource:
 
     __slots__ = ("arrivals", "memory", "nbytes", "offset", "width")
     known_ids: bytes | None = None
+    still = True
 
     def __init__(self, memory: memoryview, offset: int, nbytes: int, width: int, arrivals: Arrivals | None = None) -> None:
         self.memory, self.offset, self.nbytes, self.width, self.arrivals = memory, offset, nbytes, width, arrivals
@@ -80,6 +81,7 @@ class PartSource:
     """A leaf whose chunks' ids are known, and of which no more lies in `memory`, or will, than `places` say, in order."""
 
     __slots__ = ("arrivals", "known_ids", "memory", "nbytes", "places", "width")
+    still = True
 
     def __init__(
         self, memory: memoryview, places: Sequence[Place], known_ids: bytes, nbytes: int, width: int, arrivals: Arrivals | None = None

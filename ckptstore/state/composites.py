@@ -55,6 +55,8 @@ def _refuse_without_memory(tensor: torch.Tensor) -> None:
         raise InvalidInput("a meta tensor has no values; materialize it (module.to_empty(device=…)) and fill it first")
     if tensor.is_mkldnn:
         raise InvalidInput("an mkldnn tensor's memory is opaque; store tensor.to_dense()")
+    if tensor.is_quantized:
+        tensors.check_memory(tensor)  # before its integers are looked at: torch would give them new memory
     if type(tensor).__name__ == "MaskedTensor":
         raise InvalidInput("a masked tensor cannot be stored; store get_data() and get_mask()")
 

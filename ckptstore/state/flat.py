@@ -29,6 +29,11 @@ class Source(Protocol):
     def known_ids(self) -> bytes | None:
         """The ids of its chunks, 32 bytes each, if they need not be hashed; None if they must."""
 
+    @property
+    def still(self) -> bool:
+        """Whether `view` gives every range, of memory that nobody writes to as long as the source is in use. If not, a reader that needs
+        the same bytes twice copies them first."""
+
     def view(self, start: int, stop: int) -> memoryview | None:
         """The bytes `start:stop` where they are, or None if they must be staged."""
 

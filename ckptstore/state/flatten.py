@@ -145,6 +145,10 @@ class _Tree:
     def _tensor(self, tensor: torch.Tensor, path: str) -> Node | int:
         if not tensors.is_strided(tensor) or tensor.requires_grad:
             return self._composite(tensor, path)
+        try:
+            tensors.check_memory(tensor)
+        except InvalidInput as error:
+            raise InvalidInput(f"{path}: {error}") from error
         shape, dtype = tuple(tensor.shape), tensor.dtype
         address = tensor.data_ptr()
         number = len(self._leaves)
@@ -157,6 +161,8 @@ class _Tree:
     def _distributed(self, tensor: torch.Tensor, path: str) -> int:
         try:
             held = held_of(tensor)
+            for _, local in held.parts:
+                tensors.check_memory(local)
         except InvalidInput as error:
             raise InvalidInput(f"{path}: {error}") from error
         number = len(self._leaves)

@@ -13,6 +13,7 @@ class TensorSource:
 
     __slots__ = ("nbytes", "stream", "tensor", "width")
     known_ids: bytes | None = None
+    still = False
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self.tensor = tensor
@@ -50,6 +51,7 @@ class BytesSource:
 
     __slots__ = ("data", "nbytes", "width")
     known_ids: bytes | None = None
+    still = True
 
     def __init__(self, data: bytes, width: int = 1) -> None:
         self.data = data

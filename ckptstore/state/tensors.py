@@ -91,6 +91,33 @@ def memory_of(tensor: torch.Tensor) -> memoryview:
     return memoryview(array).cast("B")
 
 
+def is_tensor(value: object) -> bool:
+    return isinstance(value, torch.Tensor)
+
+
+def check_memory(tensor: torch.Tensor) -> None:
+    """Raise `InvalidInput` for a tensor whose elements are not all in memory that is there: its storage was freed or made smaller, or it
+    is a stand-in of one of torch's transforms, which has none."""
+    if not tensor.numel():
+        return
+    try:
+        address, there = tensor.data_ptr(), tensor.untyped_storage().nbytes()
+    except RuntimeError as error:  # NotImplementedError is one
+        raise InvalidInput(f"a tensor without memory of its own, inside of vmap, grad or the like, has no bytes: {_OUTSIDE}") from error
+    last = tensor.storage_offset() + sum((n - 1) * abs(step) for n, step in zip(tensor.shape, tensor.stride(), strict=True))
+    needed = -(-(last + 1) * tensor.itemsize // _PER_BYTE.get(tensor.dtype, 1))
+    if there < needed:
+        raise InvalidInput(
+            f"a tensor whose storage has {there} bytes needs {needed}: it was freed or made smaller (untyped_storage().resize_); "
+            f"commit before that, or leave the tensor out"
+        )
+    if not address and not tensor.is_meta:
+        raise InvalidInput(f"a tensor without memory, as functionalize and zeros that are never made have it, has no bytes: {_OUTSIDE}")
+
+
+_OUTSIDE = "commit outside of the transform, or materialize it (torch.zeros, clone())"
+
+
 def is_strided(tensor: torch.Tensor) -> bool:
     """Whether a tensor is one block of memory with strides, and its dtype says all about its elements."""
     return (

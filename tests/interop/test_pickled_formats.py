@@ -4,6 +4,7 @@ import json
 import os
 import pickle
 import warnings
+import zipfile
 from argparse import Namespace
 from collections.abc import Iterator
 from pathlib import Path
@@ -57,6 +58,39 @@ def test_a_pt_file_comes_in_and_goes_out(legacy: bool, store: Store, tmp_path: P
     assert_equal(torch.load(tmp_path / "again.pt", weights_only=True), training())
     export(made, tmp_path / "model.pt", select="model")
     assert_equal(torch.load(tmp_path / "model.pt", weights_only=True), training()["model"])
+
+
+def _packed_again(path: Path, method: int, only: str = "") -> None:
+    """The same archive, its entries (those whose names contain `only`) compressed."""
+    with zipfile.ZipFile(path) as archive:
+        entries = [(each.filename, archive.read(each)) for each in archive.infolist()]
+    with zipfile.ZipFile(path, "w") as archive:
+        for name, data in entries:
+            archive.writestr(name, data, method if only in name else zipfile.ZIP_STORED)
+
+
+@pytest.mark.pickles
+@pytest.mark.parametrize("only", ["", "/data/", "data/1"])
+def test_a_pt_file_that_was_packed_again_with_compression_comes_in_whole(only: str, store: Store, tmp_path: Path) -> None:
+    state = {"a": torch.arange(100_000), "b": torch.zeros(50_000), "c": torch.randn(1000)}
+    torch.save(state, tmp_path / "ours.pt")
+    _packed_again(tmp_path / "ours.pt", zipfile.ZIP_DEFLATED, only)
+    assert_equal(import_path(store, tmp_path / "ours.pt").state_dict("model"), state)
+
+
+@pytest.mark.pickles
+def test_a_compressed_pt_file_whose_bytes_do_not_match_their_checksum_is_refused(store: Store, tmp_path: Path) -> None:
+    path = tmp_path / "ours.pt"
+    torch.save({"a": torch.arange(100_000), "b": torch.randn(1000)}, path)
+    _packed_again(path, zipfile.ZIP_DEFLATED, "data/0")
+    with zipfile.ZipFile(path) as archive:
+        stored = next(each for each in archive.infolist() if each.filename.endswith("data/1"))
+    data = bytearray(path.read_bytes())
+    data[stored.header_offset + 30 + len(stored.filename) + 500] ^= 1
+    path.write_bytes(data)
+    with pytest.raises(InvalidInput, match=r"data/1' does not match its checksum"):
+        import_path(store, path)
+    assert store.log() == []
 
 
 @pytest.mark.pickles

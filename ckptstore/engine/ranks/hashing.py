@@ -11,16 +11,23 @@ from ckptstore.state.flat import Source
 
 
 def hash_chunks(
-    plan: CommitPlan, sources: Sequence[Source], threads: Threads, hands: int, name: Callable[[memoryview], bytes] | None = None
+    plan: CommitPlan,
+    sources: Sequence[Source],
+    threads: Threads,
+    hands: int,
+    name: Callable[[memoryview], bytes] | None = None,
+    *,
+    copied: bool = False,
 ) -> list[bytes]:
-    """Per part of the plan the ids of its chunks, in order, as `name` gives them if there is one; found by at most `hands` threads."""
+    """Per part of the plan the ids of its chunks, in order, as `name` gives them if there is one; found by at most `hands` threads. If
+    `copied`, what others may write to is copied first, for a `name` that reads its bytes twice."""
     ids = [bytearray(CHUNK_ID_BYTES * len(part)) for part in plan.parts]
 
     def work() -> None:
         for batch in batches:
             for run in batch:
                 at = (run.first - run.part.first) * CHUNK_ID_BYTES
-                found = b"".join(map(name or digest, _views(run, sources[run.part.leaf])))
+                found = b"".join(map(name or digest, _views(run, sources[run.part.leaf], copied)))
                 ids[run.part.leaf][at : at + len(found)] = found
 
     batches = shared(plan.batches)
@@ -31,9 +38,9 @@ def hash_chunks(
     return [bytes(each) for each in ids]
 
 
-def _views(run: Run, source: Source) -> list[memoryview]:
+def _views(run: Run, source: Source, copied: bool) -> list[memoryview]:
     base, end = run.cuts[0], run.cuts[-1]
-    memory = source.view(base, end)
+    memory = None if copied and not source.still else source.view(base, end)
     if memory is None:
         memory = memoryview(bytearray(run.raw_bytes))
         source.stage(base, end, memory)

@@ -212,6 +212,7 @@ class _Bytes:
     """A completed chunk as a source."""
 
     known_ids: bytes | None = None
+    still = True
 
     def __init__(self, data: bytearray, width: int) -> None:
         self._data = data

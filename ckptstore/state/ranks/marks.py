@@ -34,8 +34,8 @@ class Globs:
     def of(cls, replicated: Sequence[str], private: Sequence[str], compare: bool) -> "Globs":
         """Raises `InvalidInput` for text in place of a list: each of its characters would be a glob, and a `*` among them means all."""
         for name, globs in (("replicated", replicated), ("private", private)):
-            if isinstance(globs, str):
-                raise InvalidInput(f"{name} is {globs!r}; wanted a list of globs: {name}=[{globs!r}]")
+            if isinstance(globs, str) or not isinstance(globs, Sequence) or not all(isinstance(glob, str) for glob in globs):
+                raise InvalidInput(f"{name} is {globs!r:.80}; wanted a list of globs: {name}=['model/*']")
         return cls(tuple(replicated), tuple(private), compare)
 
 

@@ -1,0 +1,101 @@
+"""Arguments of a wrong type or size get an error of ours, in words; nothing is changed, and no limit is left out."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import ckptstore
+from ckptstore import Store
+from ckptstore.core.config import MESSAGE_BYTES_MAX, METRIC_NAME_BYTES_MAX, METRICS_MAX, TAGS_MAX
+from ckptstore.errors import InvalidInput, NotFound
+
+LABELS: dict[str, dict[str, Any]] = {
+    "metrics are a number": {"metrics": 5},
+    "metrics are a list": {"metrics": [1]},
+    "metrics are text": {"metrics": "loss"},
+    "a metric's name is no text": {"metrics": {5: 1.0}},
+    "a metric's name is a surrogate": {"metrics": {"\ud800": 1.0}},
+    "a metric's name is long": {"metrics": {"é" * (METRIC_NAME_BYTES_MAX // 2 + 1): 1.0}},
+    "too many metrics": {"metrics": {f"m{n}": 0.0 for n in range(METRICS_MAX + 1)}},
+    "a tag is a number": {"tag": 5},
+    "a tag is bytes": {"tag": b"ab"},
+    "a tag is long": {"tag": "x" * 10**6},
+    "too many tags": {"tag": [f"t{n}" for n in range(TAGS_MAX + 1)]},
+    "a message is bytes": {"message": b"x"},
+    "a message is a surrogate": {"message": "\ud800"},
+    "a message is long": {"message": "é" * (MESSAGE_BYTES_MAX // 2) + "x"},
+    "globs are a number": {"private": 5},
+}
+
+CALLS: dict[str, Callable[[Store, Any], object]] = {
+    "read(5)": lambda store, snapshot: snapshot.read(5),
+    "read(None)": lambda store, snapshot: snapshot.read(None),
+    "read with NUL": lambda store, snapshot: snapshot.read("m/t\0"),
+    "a region of text": lambda store, snapshot: snapshot.read("m/t", "x"),
+    "open(5)": lambda store, snapshot: snapshot.open(5),
+    "read_into(path, tensor)": lambda store, snapshot: snapshot.read_into("m/t", torch.zeros(2, 3)),
+    "read_into(tensor, tensor)": lambda store, snapshot: snapshot.read_into(torch.zeros(2, 3), torch.zeros(1)),
+    "only(text)": lambda store, snapshot: snapshot.only("m"),
+    "only(5)": lambda store, snapshot: snapshot.only(5),
+    "leaves(5)": lambda store, snapshot: snapshot.leaves(5),
+    "restore(select=5)": lambda store, snapshot: snapshot.restore({"m": {}}, select=5),
+    "checkout(2**200)": lambda store, snapshot: store.checkout(2**200),
+    "checkout(-2**200)": lambda store, snapshot: store.checkout(-(2**200)),
+    "checkout(2**63)": lambda store, snapshot: store.checkout(2**63),
+    "checkout(str(2**200))": lambda store, snapshot: store.checkout(str(2**200)),
+    "checkout with NUL": lambda store, snapshot: store.checkout("best:\0"),
+    "checkout of a surrogate": lambda store, snapshot: store.checkout("best:\ud800"),
+    "tag of 2**200": lambda store, snapshot: store.tag("a", 2**200),
+    "log of text": lambda store, snapshot: store.log("x"),  # type: ignore[arg-type]  # a mistake that is made
+    "log(-1)": lambda store, snapshot: store.log(-1),
+    "log(2**70)": lambda store, snapshot: store.log(2**70),
+    "log of a run 5": lambda store, snapshot: store.log(run=5),  # type: ignore[arg-type]  # a mistake that is made
+    "open a place with NUL": lambda store, snapshot: ckptstore.open("a\0b", create=False),
+    "open a number": lambda store, snapshot: ckptstore.open(5),  # type: ignore[arg-type]  # a mistake that is made
+    "open a surrogate": lambda store, snapshot: ckptstore.open("/tmp/\ud800x", create=False),
+    "clone to NUL": lambda store, snapshot: ckptstore.clone(store.url, "a\0b"),
+}
+
+
+@pytest.mark.parametrize("what", LABELS)
+@pytest.mark.parametrize("way", ["commit", "commit_async"])
+def test_what_is_said_of_a_commit_is_checked_and_bounded(way: str, what: str, tmp_path: Path) -> None:
+    with ckptstore.open(tmp_path / "store") as store:
+        with pytest.raises(InvalidInput) as raised:
+            getattr(store, way)({"a": 1}, **LABELS[what])
+        assert len(str(raised.value)) < 500
+        assert store.log() == []
+
+
+def test_all_that_may_be_said_of_a_commit_makes_a_small_entry(tmp_path: Path) -> None:
+    said: dict[str, Any] = {
+        "message": "x" * MESSAGE_BYTES_MAX,
+        "metrics": {f"{n:0{METRIC_NAME_BYTES_MAX}}": n / 7 for n in range(METRICS_MAX)},
+        "tag": [f"{n:0200}x"[-200:] for n in range(TAGS_MAX)],
+    }
+    with ckptstore.open(tmp_path / "store") as store:
+        snapshot = store.commit({"a": 1}, **said)
+        assert snapshot.message == said["message"] and snapshot.metrics == said["metrics"]
+        assert sorted(store.tags()) == sorted(said["tag"])
+    assert max(path.stat().st_size for path in (tmp_path / "store" / "log").iterdir()) < 256 << 10
+
+
+def test_no_tag_may_be_said_as_none(tmp_path: Path) -> None:
+    with ckptstore.open(tmp_path / "store") as store:
+        store.commit({"a": 1}, tag=None)
+        store.commit_async({"a": 2}, tag=None).wait()
+        assert store.tags() == {} and len(store.log()) == 2
+
+
+@pytest.mark.parametrize("what", CALLS)
+def test_a_mistaken_call_gets_an_error_of_ours(what: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with ckptstore.open(tmp_path / "store") as store:
+        snapshot = store.commit({"m": {"t": torch.arange(6.0).view(2, 3), "v": 5}}, step=1)
+        with pytest.raises((InvalidInput, NotFound)) as raised:
+            CALLS[what](store, snapshot)
+        assert len(str(raised.value)) < 500
+        assert not caplog.records  # no catalog was taken for damaged
+        assert [info.id for info in store.log()] == [snapshot.id]
