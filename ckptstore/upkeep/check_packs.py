@@ -2,17 +2,19 @@
 
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 
 import numpy as np
 
-from ckptstore.core.ids import PackId, pack_key, pack_session, twin_key
+from ckptstore.core.ids import ChunkId, PackId, pack_key, pack_session, twin_key
+from ckptstore.core.model import PackEntry
 from ckptstore.errors import Corrupt, NotFound, Unavailable
 from ckptstore.history.fold import Pack, State
 from ckptstore.index.chunks import ChunkIndex
+from ckptstore.index.chunks.remains import remains
 from ckptstore.objects.backend import Backend
 from ckptstore.objects.footers import read_table_at
-from ckptstore.objects.pack import FooterTable
+from ckptstore.objects.pack import TENSOR, FooterTable
 from ckptstore.text import bytes_text
 from ckptstore.upkeep.findings import Finding, Kind, Severity
 from ckptstore.upkeep.ground import Ground
@@ -20,6 +22,9 @@ from ckptstore.upkeep.inventory import keys_of
 
 _PACK = re.compile(r"packs/([0-9a-f]{2})/(([0-9a-f]{24})-(0|[1-9][0-9]{0,6})-(0|[1-9][0-9]{0,6}))(\.2)?")
 _DOCUMENT = re.compile(r"commits/([0-9a-f]{24})-([0-9a-f]{64})")
+UNKNOWN = -1
+"""The kind of a metadata chunk that only the chunk index remembers: it says itself what it is."""
+
 _HEAL = "run `ckptstore repair`: what verifies is saved; --from names a mirror that has the rest"
 
 
@@ -114,6 +119,20 @@ def index_findings(ground: Ground, state: State, tables: Mapping[PackId, FooterT
                 yield Finding(Kind.CHUNK_INDEX, what, "run `ckptstore reindex`", Severity.INDEX, pack=name)
     finally:
         index.close()
+
+
+def remembered(ground: Ground, state: State, names: Collection[PackId | None]) -> dict[PackId, list[PackEntry]]:
+    """What is left in this host's chunk index of what packs hold; of metadata the kind is `UNKNOWN`. Does not open the index."""
+    packs = {number: pack for number, pack in state.packs.items() if pack.id in names}
+    found: dict[PackId, list[PackEntry]] = {}
+    for ids, rows in remains(ground.chunks_path, ground.config.store) if packs else ():
+        for number in packs.keys() & set(rows["pack"].tolist()):
+            mine, kind = rows["pack"] == number, UNKNOWN if packs[number].metadata else TENSOR
+            columns = [rows[mine][field].tolist() for field in ("offset", "stored", "raw", "codec", "width")]
+            columns += [[kind] * len(columns[0]), [0] * len(columns[0])]
+            entries = [PackEntry(ChunkId(chunk), *place) for chunk, *place in zip(ids[mine].tolist(), *columns, strict=True)]
+            found.setdefault(packs[number].id, []).extend(entries)
+    return found
 
 
 def _disagrees(index: ChunkIndex, number: int, name: PackId, listed: Mapping[int, FooterTable]) -> bool:

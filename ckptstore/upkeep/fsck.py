@@ -8,18 +8,18 @@ from the store between the log and the look; only what holds then is reported.
 """
 
 from collections import defaultdict
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from ckptstore.core.ids import ChunkId, CommitId, PackId
-from ckptstore.core.model import CommitDocument, TreeRef
+from ckptstore.core.model import CommitDocument, PackEntry, TreeRef
 from ckptstore.errors import CkptStoreError, Corrupt, NotFound, Unavailable
 from ckptstore.history.fold import CommitRow, State
 from ckptstore.upkeep import check_data
 from ckptstore.upkeep.chain import Chain, read_chain
 from ckptstore.upkeep.check_data import BadChunk
 from ckptstore.upkeep.check_log import catalog_findings, document_findings, log_findings, ref_findings
-from ckptstore.upkeep.check_packs import index_findings, orphan_findings, pack_findings, unreadable
+from ckptstore.upkeep.check_packs import index_findings, orphan_findings, pack_findings, remembered, unreadable
 from ckptstore.upkeep.contents import Contents, contents_of, taken
 from ckptstore.upkeep.findings import Finding, Kind, Level, Looked, Report, Severity, Share
 from ckptstore.upkeep.ground import Ground
@@ -36,7 +36,7 @@ LOOKS = 20
 @dataclass(frozen=True, slots=True)
 class Facts:
     """What fsck has learned, for `repair`: `missing` chunks are needed and lie nowhere, `bad` ones lie there damaged; `needed` are those of
-    both that commits need."""
+    both that commits need. `remembered` is what this host's chunk index knew of packs that have something wrong."""
 
     ground: Ground
     chain: Chain
@@ -44,6 +44,7 @@ class Facts:
     missing: tuple[ChunkId, ...]
     bad: tuple[BadChunk, ...]
     needed: frozenset[ChunkId]
+    remembered: Mapping[PackId, Sequence[PackEntry]]
     report: Report
 
 
@@ -68,6 +69,7 @@ class _Fsck:
     def __init__(self, ground: Ground, level: Level, share: Share, progress: Progress) -> None:
         self._ground, self._level, self._share, self._progress = ground, level, share, progress
         self._data_bytes = 0
+        self._remembered: Mapping[PackId, Sequence[PackEntry]] = {}
 
     def run(self) -> Facts:
         ground, backend = self._ground, self._ground.backend
@@ -104,7 +106,7 @@ class _Fsck:
             sum(map(check_data.bytes_of, state.packs.values())),
         )
         report = Report(self._level, findings, looked)
-        return Facts(ground, replace(chain, state=state), contents, seen.missing, tuple(bad), needed, report)
+        return Facts(ground, replace(chain, state=state), contents, seen.missing, tuple(bad), needed, self._remembered, report)
 
     def _look(self, contents: Contents, before: "_Seen | None" = None) -> "_Seen":
         """What is wrong as far as `contents` tell; with `before`, only where something was wrong then."""
@@ -120,6 +122,9 @@ class _Fsck:
         if self._level >= Level.PACKS:
             suspects = None if before is None else {finding.pack for finding in before.packs}
             packs = self._packs(contents, suspects)
+            if before is None:
+                # Before the index is opened: one that is damaged is made anew then.
+                self._remembered = remembered(self._ground, contents.state, {*contents.problems, *(f.pack for f in packs)})
             if before is None or before.index:
                 index = list(index_findings(self._ground, contents.state, contents.tables))
         return _Seen(

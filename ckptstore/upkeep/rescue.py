@@ -5,11 +5,9 @@ its footers names, or that this host's chunk index remembers where no footer doe
 another pack spares that only if it was read, too. Where storage does not answer, the pack stays.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from os.path import exists
-from typing import TypeAlias
 
 from ckptstore.core.ids import ChunkId, PackId
 from ckptstore.core.model import PackEntry
@@ -18,20 +16,16 @@ from ckptstore.history import entries
 from ckptstore.history.log import Log
 from ckptstore.history.sessions import open_session
 from ckptstore.objects.backend import Backend
-from ckptstore.objects.pack import LAYOUT, PAGE, SCHEMA, TENSOR
+from ckptstore.objects.pack import LAYOUT, PAGE, SCHEMA
 from ckptstore.objects.pages import decode_page
 from ckptstore.objects.schema import decode_schema
+from ckptstore.upkeep.check_packs import UNKNOWN
 from ckptstore.upkeep.findings import Kind
 from ckptstore.upkeep.fsck import Facts
 from ckptstore.upkeep.ground import Ground
 from ckptstore.upkeep.inventory import keys_of, read_chunk, read_chunk_at
 from ckptstore.upkeep.quarantine import copy_object, quarantine
 from ckptstore.upkeep.salvage import Donor, Source, find_sources, is_metadata, pack_numbers, read_source, records, write_packs
-
-_UNKNOWN = -1
-"""The kind of a metadata chunk that only the chunk index remembers: it says itself what it is."""
-
-_Remembered: TypeAlias = Mapping[PackId, Sequence[PackEntry]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,14 +67,10 @@ class _Rescue:
         self._wrong = {name: keys for name in self._numbers if (keys := _wrong_objects(facts, name))}
 
     @cached_property
-    def _remembered(self) -> _Remembered:
-        return _remembered(self._facts, {self._numbers[name]: name for name in self._wrong})
-
-    @cached_property
     def _donors(self) -> list[Donor]:
         places: dict[ChunkId, list[tuple[str, PackEntry]]] = {}
-        for name, remembered in self._remembered.items():
-            for key in self._keys(name):
+        for name, remembered in self._facts.remembered.items():
+            for key in self._keys(name) if name in self._numbers else ():
                 for entry in remembered:
                     places.setdefault(entry.chunk, []).append((key, entry))
         return [Donor(self._backend, places), *map(Donor, self._mirrors)]
@@ -150,13 +140,13 @@ class _Rescue:
         """Every chunk that the pack is known to hold: by either of its footers, or by the chunk index."""
         tables = (self._donors[0].tables[key] for key in self._keys(name) if key in self._donors[0].tables)
         listed = {ChunkId(chunk) for table in tables for chunk in table["chunk"].tolist()}
-        return listed | {entry.chunk for entry in self._remembered.get(name, ())}
+        return listed | {entry.chunk for entry in self._facts.remembered.get(name, ())}
 
     def _keys(self, name: PackId) -> tuple[str, ...]:
         return keys_of(name, metadata=self._facts.contents.state.packs[self._numbers[name]].metadata)
 
     def _named(self, source: Source) -> Source:
-        if source.entry.kind != _UNKNOWN:
+        if source.entry.kind != UNKNOWN:
             return source
         return replace(source, entry=source.entry._replace(kind=_kind_of(read_source(self._donors, source))))
 
@@ -165,27 +155,6 @@ def _wrong_objects(facts: Facts, name: PackId) -> set[str]:
     """The objects of a pack that are not as they should be; those that storage would not give are left alone."""
     kinds = (Kind.PACK, Kind.TWIN, Kind.CHUNK)
     return {finding.key for finding in facts.report.findings if finding.pack == name and finding.kind in kinds and finding.key}
-
-
-def _remembered(facts: Facts, packs: Mapping[int, PackId]) -> _Remembered:
-    """What this host's chunk index knows of `packs`."""
-    from ckptstore.index.chunks import ChunkIndex
-
-    ground, state = facts.ground, facts.contents.state
-    if not packs or not exists(ground.chunks_path):
-        return {}
-    index = ChunkIndex.open(ground.chunks_path, ground.config.store)
-    found = {}
-    try:
-        for number, name in packs.items():
-            kind = _UNKNOWN if state.packs[number].metadata else TENSOR
-            ids, rows = index.of_pack(number, name)
-            columns = [rows[field].tolist() for field in ("offset", "stored", "raw", "codec", "width")]
-            columns += [[kind] * len(ids), [0] * len(ids)]
-            found[name] = [PackEntry(ChunkId(chunk), *place) for chunk, *place in zip(ids.tolist(), *columns, strict=True)]
-    finally:
-        index.close()
-    return found
 
 
 def _kind_of(metadata: memoryview) -> int:

@@ -183,16 +183,11 @@ def _flipped_table(backend: Backend, key: str) -> FooterTable | None:
         except Corrupt:
             return None
 
-    return flipped_back(_footer_of(tail, size), parse)
-
-
-def _footer_of(tail: bytes, size: int) -> bytes:
-    """The part of `tail` in which a turned bit could matter: all of it where the trailer does not say where the footer begins."""
     try:
         trailer = parse_trailer(tail[-TRAILER_BYTES:], size)
-    except Corrupt:
-        return tail
-    return tail[-trailer.footer_bytes - TRAILER_BYTES :]
+    except Corrupt:  # then the bit is in the trailer, and nowhere else need be looked for it
+        return flipped_back(tail[-TRAILER_BYTES:], lambda candidate: parse(tail[:-TRAILER_BYTES] + candidate))
+    return flipped_back(tail[-trailer.footer_bytes - TRAILER_BYTES :], parse)
 
 
 def _runs(sources: Iterable[Source]) -> Iterator[list[Source]]:

@@ -11,7 +11,7 @@ import torch
 
 import ckptstore
 from ckptstore import KeepLast
-from ckptstore.core.ids import CommitId, checkpoint_key
+from ckptstore.core.ids import CommitId, PackId, checkpoint_key, pack_key
 from ckptstore.errors import CkptStoreError
 from ckptstore.history.checkpoints import encode_state
 from ckptstore.store import Store
@@ -25,13 +25,12 @@ MOST_DAMAGES = 6
 
 
 def state(step: int) -> dict[str, Any]:
-    """Two leaves of several chunks, one of which steps share by threes, and one that all share."""
+    """Two leaves of two chunks, one of which steps share by threes."""
     own, group = torch.Generator().manual_seed(step), torch.Generator().manual_seed(1000 + step // 3)
     return {
         "model": {
             "own": torch.randn(40, 500, generator=own),
             "group": torch.randn(30, 500, generator=group),
-            "all": torch.arange(600, dtype=torch.float32),
         },
         "step": step,
     }
@@ -55,8 +54,9 @@ def make(place: Path, *, codec: str) -> States:
         log = opening.log.replay()
         opening.backend.put(checkpoint_key(log.n), encode_state(log))
     steps = {commit: row.step for commit, row in log.commits.items() if not row.soft}
-    orphan = next((place / "packs").rglob("*-0-0"))
-    shutil.copy(orphan, orphan.with_name(f"{'0' * 24}-0-0"))
+    orphan = place / pack_key(PackId(f"{'0' * 24}-0-0"))
+    orphan.parent.mkdir(exist_ok=True)
+    shutil.copy(next((place / "packs").rglob("*-0-0")), orphan)
     return {commit: state(step or 0) for commit, step in steps.items()}
 
 

@@ -52,18 +52,6 @@ def remove(env: Environment, txn: Transaction, gone: set[int]) -> int:
     return txn.id()
 
 
-def records_of(env: Environment, txn: Transaction, number: int) -> list[tuple[bytes, bytes]]:
-    """Chunk ids and records of all that the index knows to lie in one pack."""
-    found, suffix = [], number.to_bytes(NUMBER_BYTES)
-    for key, value in txn.cursor(env.chunks):
-        if int.from_bytes(value[:NUMBER_BYTES], "little") == number:
-            found.append((key, value))
-    for key, value in txn.cursor(env.others):
-        if key[CHUNK_ID_BYTES:] == suffix:
-            found.append((key[:CHUNK_ID_BYTES], value))
-    return found
-
-
 def _chunks_of(env: Environment, txn: Transaction, packs: set[int]) -> list[bytes]:
     """The chunks that the index finds in one of `packs`."""
     chunks: list[bytes] = []

@@ -34,7 +34,6 @@ from ckptstore.index.chunks.records import (
     NOTHING,
     RECORD_BYTES,
     Locations,
-    as_values,
     decode,
     decode_pack,
     encode,
@@ -104,21 +103,6 @@ class ChunkIndex:
     def indexed(self) -> set[int]:
         """The numbers of the packs that are wholly in the index. Falls back to none after damage."""
         return set(self._packs())
-
-    def of_pack(self, number: int, pack: PackId) -> tuple[npt.NDArray[np.void], Locations]:
-        """Ids and locations of the chunks that lie in a pack, as far as the index knows: what is left of a footer that cannot be read.
-        Reads the whole index."""
-        pairs: list[tuple[bytes, bytes]] = []
-        if self.pack_ids([number]) == {number: pack}:
-            env = self._current()
-            pairs = (self._read(env, lambda env, txn: changes.records_of(env, txn, number)) if env else None) or []
-            with self._lock:
-                if number in self._memory.packs:
-                    ids, rows = self._memory.contents(number)
-                    pairs += zip(ids.tolist(), as_values(rows), strict=True)
-        keys = ids_of(b"".join(key for key, _ in pairs))
-        rows, _ = decode(self._seed, keys, bytearray().join(value for _, value in pairs))
-        return keys[rows["found"] == 1], rows[rows["found"] == 1]
 
     def add_pack(self, number: int, pack: PackId, table: npt.NDArray[np.void]) -> None:
         """Index the chunks of a pack, whose footer is `table`, rows of `FOOTER_DTYPE`. Idempotent.
