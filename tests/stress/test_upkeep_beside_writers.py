@@ -12,7 +12,7 @@ from tests.faults.witness import assert_no_garbage_after_gc
 from tests.upkeep.collecting import opened
 from tests.upkeep.stores import check, heal
 
-FEW = 12
+FEW = 6
 MANY = int(os.environ.get("CKPTSTORE_TEST_BUSY_FSCKS", "200"))
 REPAIRS = 4
 """Every so many runs of fsck are followed by a repair."""
