@@ -44,10 +44,8 @@ def _look(place: Path, runs: int, nursery: Nursery, seed: int, *, churners: int)
         for child in children:
             child.kill()
     counts = {kind: sum(len(child.reports(kind)) for child in children) for kind in ("committed", "forgotten", "collected")}
-    done_beside = ", ".join(f"{count} {kind}" for kind, count in counts.items())
-    print(
-        f"{runs} runs of fsck, {-(-runs // REPAIRS)} of repair, beside {churners} processes: {done_beside}; {len(found)} alarms; seed {seed}"
-    )
+    beside = ", ".join(f"{count} {kind}" for kind, count in counts.items())
+    print(f"{runs} runs of fsck, {-(-runs // REPAIRS)} of repair, beside {churners} processes ({beside}): {len(found)} alarms; seed {seed}")
     assert found == []
     assert counts["committed"] > churners
     with opened(place) as opening:
