@@ -12,7 +12,8 @@ from ckptstore.cli.stores import standing
 from ckptstore.objects.backend import Backend, open_backend
 from ckptstore.text import count_text
 from ckptstore.upkeep.findings import parse_share
-from ckptstore.upkeep.repair import Action, CopyTwin, Mark, PutBack, Rebuild, Repaired, SavePacks, SetAside, WriteConfig, repair
+from ckptstore.upkeep.repair import Action, Mark, PutBack, Rebuild, Repaired, SetAside, WriteConfig, repair
+from ckptstore.upkeep.rescue import CopyTwin, SavePacks
 
 
 def run(args: Namespace, screen: Screen) -> Exit:

@@ -7,6 +7,7 @@ folded last.
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from types import NoneType
 from typing import Any, NamedTuple, Self, TypeAlias
 
@@ -111,6 +112,16 @@ class Queries:
         """From the first question that this catalog is too damaged to answer, all go to what `other` gives for the error."""
         self._other = other
         return self
+
+    @contextmanager
+    def one_moment(self) -> Iterator[None]:
+        """Within, all answers are as of one moment, whatever others fold meanwhile. For a catalog in a file that nobody else asks by this
+        connection."""
+        self._ask("BEGIN", _NO_VALUES)
+        try:
+            yield
+        finally:
+            self._ask("ROLLBACK", _NO_VALUES)
 
     def position(self) -> Position:
         """The log entry that was folded last; `n` is 0 before the first."""

@@ -263,7 +263,8 @@ class ObjectStore:
             self._look_again()
             before, request = request, self._again(request, moved)
             for i, was in enumerate(moved):
-                if (number := int(request.where["pack"][i])) == before.where["pack"][was]:
+                number = int(request.where["pack"][i])
+                if (number, request.where["offset"][i]) == (before.where["pack"][was], before.where["offset"][was]):
                     self.distrust.add(self._log.state.packs[number].id)
                     name = f"{request.short(i)} ({request.name(i)})"
                     raise NotFound(f"the pack of chunk {name} is listed, but not there; run `ckptstore fsck`")
@@ -370,13 +371,25 @@ class ObjectStore:
         failed = self._try_read(pack_key(read.pack), read, request)
         if failed and self.backend.size(twin_key(read.pack)) is not None:
             failed = {i: problem for i, problem in failed.items() if not self._saved(i, read, request)}
-        for problem in failed.values():
+        for i, problem in failed.items():
             if isinstance(problem, Corrupt):
+                if self._is_misplaced(i, read, request):
+                    self.index.reset()
+                    raise NotFound(f"pack {read.pack} does not hold what the chunk index says; every footer is read again") from problem
                 self.distrust.add(read.pack)
             raise problem
         if self._cache is not None:
             for i in read.which:
                 self._cache.put(ChunkId(request.id(i)), request.out[i])
+
+    def _is_misplaced(self, i: int, read: Read, request: Request) -> bool:
+        """Whether the pack's own footer has chunk `i` elsewhere, or not at all: then the index is wrong, and not the pack."""
+        try:
+            table = footers.read_table_at(self.backend, pack_key(read.pack))
+        except (Corrupt, NotFound, Unavailable):
+            return False
+        at = table[table["offset"] == request.where["offset"][i]]
+        return request.id(i) not in at["chunk"].tolist()
 
     def _saved(self, i: int, read: Read, request: Request) -> bool:
         """Whether one chunk of `read` could be read alone, from the twin or, where the trouble is another chunk's, from the pack itself."""

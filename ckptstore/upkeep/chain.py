@@ -191,6 +191,13 @@ class _Examination:
                 self.state, self.certain = checkpoint, True
 
 
+def _is_gone(backend: Backend, key: str) -> bool:
+    try:
+        return backend.size(key) is None
+    except CkptStoreError:
+        return False
+
+
 def _there(data: bytes | None) -> bytes:
     if data is None:
         raise NotFound("it is missing or cannot be read")
@@ -208,7 +215,8 @@ def _read_checkpoints(
                 raise Corrupt(f"it is the state at entry {state.n}")
             states[n] = state
         except (Corrupt, NotFound) as error:
-            bad.append((n, str(error)))
+            if not _is_gone(backend, checkpoint_key(n)):  # older ones are deleted as new ones come
+                bad.append((n, str(error)))
     return states, tuple(bad)
 
 

@@ -2,19 +2,26 @@
 
 import os
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from itertools import takewhile
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from ckptstore.core.ids import ChunkId, CommitId, checkpoint_key, log_key, segment_key
 from ckptstore.errors import CkptStoreError
 from ckptstore.history.fold import State
-from ckptstore.history.log import Log
 from ckptstore.index.queries import LeafInfo, Queries
 from ckptstore.index.readable import open_catalog
 from ckptstore.upkeep.chain import BadEntry, Chain
 from ckptstore.upkeep.findings import Finding, Kind, Severity
 from ckptstore.upkeep.ground import Ground
 from ckptstore.upkeep.trees import Trees, in_order
+
+if TYPE_CHECKING:
+    from ckptstore.index.catalog import Catalog
+
+_LOOKS = 5
+"""So often the catalog is looked at while others change it."""
 
 _REPAIR = "run `ckptstore repair`: it knows whether the entry can be made again, from a mirror with --from"
 
@@ -49,21 +56,41 @@ def catalog_findings(ground: Ground, trees: Trees) -> Iterator[Finding]:
 
     if not os.path.exists(ground.catalog_path):  # unlike Path.exists, false for one whose inode is damaged: it is made anew
         return
+    for _ in range(_LOOKS):
+        stamp = _stamp(ground.catalog_path)
+        found = list(_catalog_findings(ground, trees, Catalog.temporary(ground.config.store)))
+        if not found or _stamp(ground.catalog_path) == stamp:  # others may put another one in its place, or are making it
+            break
+    yield from found
+
+
+def _catalog_findings(ground: Ground, trees: Trees, fresh: "Catalog") -> Iterator[Finding]:
+    """Compare the catalog, as of one moment, with what is folded into `fresh`, which is closed."""
     catalog = open_catalog(ground.catalog_path, ground.config.store)
     if catalog is None:
+        fresh.close()
         yield _catalog("cannot be read, or is of another store or version")
         return
-    fresh = Catalog.temporary(ground.config.store)
-    log = Log(ground.backend, ground.config.store, ground.config.generation)
     try:
-        position = catalog.position()
-        fresh.fold(takewhile(lambda entry: entry.n <= position.n, log.read_entries()))
-        yield from (_catalog(what) for what in _differences(catalog, fresh.queries(), trees))
+        with catalog.one_moment():
+            position = catalog.position()
+            fresh.fold(takewhile(lambda entry: entry.n <= position.n, ground.open_log().read_entries()))
+            yield from (_catalog(what) for what in _differences(catalog, fresh.queries(), trees))
     except CkptStoreError as error:
         yield _catalog(str(error))
     finally:
         fresh.close()
         catalog.close()
+
+
+def _stamp(path: Path) -> tuple[int, ...]:
+    """What tells that the file at `path`, or what is on its way into it, has changed."""
+    stamps: list[int] = []
+    for name in (path, path.with_name(path.name + "-wal")):
+        with suppress(OSError):
+            status = os.stat(name)
+            stamps += (status.st_ino, status.st_size, status.st_mtime_ns)
+    return tuple(stamps)
 
 
 def document_findings(state: State, problems: Sequence[tuple[CommitId, CkptStoreError]]) -> Iterator[Finding]:
@@ -99,7 +126,8 @@ def _differences(catalog: Queries, fresh: Queries, trees: Trees) -> Iterator[str
             yield f"has other {name} than the log: {_first_difference(got, wanted)}"
     for schema in sorted({schema for info in fresh.log(forgotten=True) for schema in info.schemas.values()}):
         leaves = catalog.leaves(schema)
-        if leaves is not None and leaves != _leaves(trees, schema):
+        wanted = _leaves(trees, schema)  # none if the schema cannot be read, which is a finding of its own
+        if leaves is not None and wanted is not None and leaves != wanted:
             yield f"has other leaves than schema {schema[:12]}"
 
 

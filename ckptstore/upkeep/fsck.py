@@ -2,43 +2,49 @@
 
 Nothing is believed that cannot be checked: the log is folded from its first entry, chunks are looked for in footers and not in the index,
 documents, schemas and pages are read and compared with their ids. What is found is data; `repair` decides from it what to do.
+
+Others may write, forget and collect meanwhile. So what is found is looked at again, by the log as it is then, until nothing was taken
+from the store between the log and the look; only what holds then is reported.
 """
 
 from collections import defaultdict
-from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 from ckptstore.core.ids import ChunkId, CommitId, PackId
-from ckptstore.core.model import CommitDocument, TreeRef
+from ckptstore.core.model import CommitDocument, PackEntry, TreeRef
 from ckptstore.errors import CkptStoreError, Corrupt, NotFound, Unavailable
-from ckptstore.objects.pack import FooterTable
+from ckptstore.history.fold import CommitRow, State
 from ckptstore.upkeep import check_data
 from ckptstore.upkeep.chain import Chain, read_chain
 from ckptstore.upkeep.check_data import BadChunk
 from ckptstore.upkeep.check_log import catalog_findings, document_findings, log_findings, ref_findings
-from ckptstore.upkeep.check_packs import index_findings, orphan_findings, pack_findings, unreadable
+from ckptstore.upkeep.check_packs import index_findings, orphan_findings, pack_findings, remembered, unreadable
+from ckptstore.upkeep.contents import Contents, contents_of, taken
 from ckptstore.upkeep.findings import Finding, Kind, Level, Looked, Report, Severity, Share
 from ckptstore.upkeep.ground import Ground
-from ckptstore.upkeep.inventory import Inventory, load_tables
 from ckptstore.upkeep.progress import Progress, silent
 from ckptstore.upkeep.trees import Referrer, Trees, in_order, metadata_of, misfits
 
 _HEAL = "run `ckptstore repair`, with --from and a mirror that has the chunk; or commit the same state again and repair then"
 
 
+LOOKS = 20
+"""So often fsck looks again at what is missing while others take packs and commits from the store."""
+
+
 @dataclass(frozen=True, slots=True)
 class Facts:
     """What fsck has learned, for `repair`: `missing` chunks are needed and lie nowhere, `bad` ones lie there damaged; `needed` are those of
-    both that commits need."""
+    both that commits need. `remembered` is what this host's chunk index knew of packs that have something wrong."""
 
     ground: Ground
     chain: Chain
-    tables: Mapping[PackId, FooterTable]
-    inventory: Inventory
-    trees: Trees
+    contents: Contents
     missing: tuple[ChunkId, ...]
     bad: tuple[BadChunk, ...]
     needed: frozenset[ChunkId]
+    remembered: Mapping[PackId, Sequence[PackEntry]]
     report: Report
 
 
@@ -62,68 +68,101 @@ class _Fsck:
 
     def __init__(self, ground: Ground, level: Level, share: Share, progress: Progress) -> None:
         self._ground, self._level, self._share, self._progress = ground, level, share, progress
-        self._findings: list[Finding] = [ground.problem] if ground.problem else []
         self._data_bytes = 0
+        self._remembered: Mapping[PackId, Sequence[PackEntry]] = {}
 
     def run(self) -> Facts:
         ground, backend = self._ground, self._ground.backend
         self._progress("log", 0, 0)
         chain = read_chain(backend, ground.config.store, ground.config.generation, remembered=ground.remembered())
-        state = chain.state
-        loaded = dict(load_tables(backend, state))
-        problems = {name: table for name, table in loaded.items() if isinstance(table, CkptStoreError)}
-        tables = {name: table for name, table in loaded.items() if not isinstance(table, CkptStoreError)}
-        inventory = Inventory(tables)
-        trees = Trees(backend, inventory)
-        self._findings += [*log_findings(chain), *ref_findings(state), *unreadable(state, problems)]
+        contents = contents_of(backend, chain.state)
+        catalog = list(catalog_findings(ground, contents.trees)) if not chain.bad else []
+        seen = self._look(contents)
+        bad = self._data(contents) if self._level >= Level.DATA else []
         if not chain.bad:
-            self._findings += catalog_findings(ground, trees)
-        missing: list[ChunkId] = []
-        bad: list[BadChunk] = []
-        if self._level >= Level.CONNECTIVITY:
-            missing = self._connectivity(chain, inventory, trees)
-        if self._level >= Level.PACKS:
-            self._packs(chain, tables)
-        if self._level >= Level.DATA:
-            bad = self._data(chain, tables)
-        needed = self._name(chain, trees, missing, bad)
+            contents, seen, bad = self._looked_again(contents, seen, bad)
+        orphans = list(orphan_findings(backend, lambda: self._present(chain))) if self._level >= Level.PACKS else []
+        needed, chunks = self._name(contents, seen.missing, bad)
+        state = contents.state
+        findings = (
+            *([ground.problem] if ground.problem else []),
+            *log_findings(chain),
+            *ref_findings(state),
+            *unreadable(state, contents.problems),
+            *catalog,
+            *seen.trees,
+            *document_findings(state, seen.documents),
+            *seen.packs,
+            *orphans,
+            *seen.index,
+            *chunks,
+        )
         looked = Looked(
             chain.head,
             len(state.commits) if self._level >= Level.CONNECTIVITY else 0,
             len(state.packs),
-            len(inventory),
+            len(contents.inventory),
             self._data_bytes,
             sum(map(check_data.bytes_of, state.packs.values())),
         )
-        report = Report(self._level, tuple(self._findings), looked)
-        return Facts(ground, chain, tables, inventory, trees, tuple(missing), tuple(bad), needed, report)
+        report = Report(self._level, findings, looked)
+        return Facts(ground, replace(chain, state=state), contents, seen.missing, tuple(bad), needed, self._remembered, report)
 
-    def _connectivity(self, chain: Chain, inventory: Inventory, trees: Trees) -> list[ChunkId]:
-        """Read documents, schemas and pages; returns the chunks that commits need and no pack holds, or holds only damaged (metadata)."""
-        problems: list[tuple[CommitId, CkptStoreError]] = []
-        walk = _Walk(trees, inventory, self._ground.config.chunk_bytes)
-        rows = in_order(chain.state)
-        for done, (commit, row) in enumerate(rows):
-            self._progress("commits", done, len(rows))
-            try:
-                self._findings += walk.commit(commit, trees.document(commit, row), forgotten=row.soft > 0)
-            except (Corrupt, NotFound, Unavailable) as error:
-                problems.append((commit, error))
-        self._findings += document_findings(chain.state, problems)
-        return sorted(walk.missing)
+    def _look(self, contents: Contents, before: "_Seen | None" = None) -> "_Seen":
+        """What is wrong as far as `contents` tell; with `before`, only where something was wrong then."""
+        walk = _Walk(contents, self._ground.config.chunk_bytes)
+        if self._level >= Level.CONNECTIVITY:
+            rows = in_order(contents.state)
+            for done, (commit, row) in enumerate(rows):
+                self._progress("commits", done, len(rows))
+                if before is None or commit in before.commits:
+                    walk.commit(commit, row)
+        packs: list[Finding] = []
+        index: list[Finding] = []
+        if self._level >= Level.PACKS:
+            suspects = None if before is None else {finding.pack for finding in before.packs}
+            packs = self._packs(contents, suspects)
+            if before is None:
+                # Before the index is opened: one that is damaged is made anew then.
+                self._remembered = remembered(self._ground, contents.state, {*contents.problems, *(f.pack for f in packs)})
+            if before is None or before.index:
+                index = list(index_findings(self._ground, contents.state, contents.tables))
+        return _Seen(
+            frozenset(walk.commits), tuple(sorted(walk.missing)), tuple(walk.documents), tuple(walk.findings), tuple(packs), tuple(index)
+        )
 
-    def _packs(self, chain: Chain, tables: Mapping[PackId, FooterTable]) -> None:
-        listed = sorted(chain.state.packs.values(), key=lambda pack: pack.id)
+    def _looked_again(self, contents: Contents, seen: "_Seen", bad: list[BadChunk]) -> "tuple[Contents, _Seen, list[BadChunk]]":
+        """What still holds: `seen` looked at anew until nothing was taken from the store meanwhile."""
+        log, twins = self._ground.open_log(), False
+        for _ in range(LOOKS):
+            if not (seen.commits or seen.packs or seen.index or bad or contents.problems):
+                break
+            now = log.replay(refresh=True)
+            if not taken(contents.state, now) and (twins or not seen.missing):
+                break
+            # Twins are looked into once something is missing: a pack that was exchanged hides what its twin still holds.
+            twins = twins or bool(seen.missing)
+            contents = contents_of(self._ground.backend, now, contents, twins=twins)
+            seen = self._look(contents, seen)
+            listed = {pack.id for pack in now.packs.values()}
+            bad = [chunk for chunk in bad if chunk.pack in listed]
+        return contents, seen, bad
+
+    def _present(self, chain: Chain) -> State:
+        return chain.state if chain.bad else self._ground.open_log().replay(refresh=True)
+
+    def _packs(self, contents: Contents, suspects: Collection[PackId | None] | None) -> list[Finding]:
+        found: list[Finding] = []
+        listed = sorted(contents.state.packs.values(), key=lambda pack: pack.id)
         for done, pack in enumerate(listed):
             self._progress("packs", done, len(listed))
-            if pack.id in tables:
-                self._findings += pack_findings(self._ground.backend, pack, tables[pack.id])
-        self._findings += orphan_findings(self._ground.backend, chain.state)
-        self._findings += index_findings(self._ground, chain.state, tables)
+            if pack.id in contents.tables and (suspects is None or pack.id in suspects):
+                found += pack_findings(self._ground.backend, pack, contents.tables[pack.id])
+        return found
 
-    def _data(self, chain: Chain, tables: Mapping[PackId, FooterTable]) -> list[BadChunk]:
-        ground, distrust = self._ground, self._ground.distrust
-        readable = [pack for pack in chain.state.packs.values() if pack.id in tables]
+    def _data(self, contents: Contents) -> list[BadChunk]:
+        ground, distrust, tables = self._ground, self._ground.distrust, contents.tables
+        readable = [pack for pack in contents.state.packs.values() if pack.id in tables]
         record = check_data.prune(check_data.load_record(ground.index_directory, ground.config.store), readable)
         chosen = check_data.choose(readable, record, distrust.packs(), self._share)
         self._data_bytes = sum(map(check_data.bytes_of, chosen))
@@ -133,19 +172,23 @@ class _Fsck:
 
         return list(check_data.verify_packs(ground.backend, chosen, tables, record, save, distrust, self._progress))
 
-    def _name(self, chain: Chain, trees: Trees, missing: Collection[ChunkId], bad: Collection[BadChunk]) -> frozenset[ChunkId]:
-        """Say of each damaged chunk whose it is, and return those that are somebody's. One that is sound elsewhere costs no commit."""
+    def _name(
+        self, contents: Contents, missing: Collection[ChunkId], bad: Collection[BadChunk]
+    ) -> tuple[frozenset[ChunkId], list[Finding]]:
+        """Say of each damaged chunk whose it is. Returns those that are somebody's, and the findings; one that is sound elsewhere costs no
+        commit."""
+        findings: list[Finding] = []
         objects: dict[ChunkId, list[BadChunk]] = defaultdict(list)
         for chunk in bad:
             objects[chunk.entry.chunk].append(chunk)
-        referrers = trees.referrers(chain.state, {*missing, *objects})
-        soft = {commit for commit, row in chain.state.commits.items() if row.soft}
+        referrers = contents.trees.referrers(contents.state, {*missing, *objects})
+        soft = {commit for commit, row in contents.state.commits.items() if row.soft}
         for lost in missing:
             if lost not in objects:
-                self._findings.append(_missing(lost, referrers.get(lost, Referrer((), "")), soft))
+                findings.append(_missing(lost, referrers.get(lost, Referrer((), "")), soft))
         for found in objects.values():
-            self._findings += (_damaged(chunk, referrers.get(chunk.entry.chunk), soft, self._sound(trees, chunk)) for chunk in found)
-        return frozenset(referrers)
+            findings += (_damaged(chunk, referrers.get(chunk.entry.chunk), soft, self._sound(contents.trees, chunk)) for chunk in found)
+        return frozenset(referrers), findings
 
     def _sound(self, trees: Trees, bad: BadChunk) -> bool:
         try:
@@ -155,16 +198,48 @@ class _Fsck:
         return True
 
 
-class _Walk:
-    """Every distinct tree and page of the commits, once. `missing` grows with the chunks that lie nowhere, or that cannot be read."""
+@dataclass(frozen=True, slots=True)
+class _Seen:
+    """What one look has found: the `missing` chunks, `documents` that cannot be read, `trees` that do not fit; `commits` are those that any
+    of it hits."""
 
-    def __init__(self, trees: Trees, inventory: Inventory, chunk_bytes: int) -> None:
+    commits: frozenset[CommitId]
+    missing: tuple[ChunkId, ...]
+    documents: tuple[tuple[CommitId, CkptStoreError], ...]
+    trees: tuple[Finding, ...]
+    packs: tuple[Finding, ...]
+    index: tuple[Finding, ...]
+
+
+class _Walk:
+    """Every distinct tree and page of the commits, once. `missing` grows with the chunks that lie nowhere, or that cannot be read, and
+    `commits` with those that anything is wrong with."""
+
+    def __init__(self, contents: Contents, chunk_bytes: int) -> None:
         self.missing: set[ChunkId] = set()
-        self._trees, self._inventory, self._chunk_bytes = trees, inventory, chunk_bytes
+        self.commits: set[CommitId] = set()
+        self.documents: list[tuple[CommitId, CkptStoreError]] = []
+        self.findings: list[Finding] = []
+        self._trees, self._inventory, self._chunk_bytes = contents.trees, contents.inventory, chunk_bytes
         self._known: set[ChunkId] = set()
         self._met: set[TreeRef | ChunkId] = set()
+        self._wrong: set[TreeRef | ChunkId] = set()
 
-    def commit(self, commit: CommitId, document: CommitDocument, *, forgotten: bool) -> Iterator[Finding]:
+    def commit(self, commit: CommitId, row: CommitRow) -> None:
+        """Look at one commit."""
+        try:
+            document = self._trees.document(commit, row)
+        except (Corrupt, NotFound, Unavailable) as error:
+            self.documents.append((commit, error))
+            self.commits.add(commit)
+            return
+        self.findings += self._document(commit, document, forgotten=row.soft > 0)
+        refs = [ref for _, ref in document.trees]
+        pages = [page for ref in refs for page in ref.pages]
+        if not self.missing.isdisjoint(metadata_of(document)) or not self._wrong.isdisjoint([*refs, *pages]):
+            self.commits.add(commit)
+
+    def _document(self, commit: CommitId, document: CommitDocument, *, forgotten: bool) -> Iterator[Finding]:
         """What is wrong with the trees of a commit beyond missing chunks."""
         for chunk in metadata_of(document):
             self._metadata(chunk)
@@ -176,6 +251,7 @@ class _Walk:
                 continue
             self._met.add(ref)
             for what in self._misfits(ref):
+                self._wrong.add(ref)
                 severity = Severity.NOTE if forgotten else Severity.DAMAGE
                 text = f"tree {key} of commit {commit[:12]} does not fit together: {what}"
                 yield Finding(Kind.TREE, text, "restore another commit", severity, leaf=what.split(" ")[0], commits=(commit,))
@@ -195,7 +271,9 @@ class _Walk:
             return
         self._met.add(page)
         try:
-            self.missing.update(self._inventory.missing(self._trees.page_ids(page)))
+            missing = self._inventory.missing(self._trees.page_ids(page))
+            self.missing.update(missing)
+            self._wrong |= {page} if missing else set()
         except Corrupt:
             return  # a page that is what its id says and makes no sense: its tree says so
 

@@ -1,7 +1,7 @@
 """Which chunks a store's packs hold, by their footers alone: no index is asked, so that none can hide what is missing."""
 
 from collections.abc import Iterable, Iterator, Mapping
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 import numpy as np
 
@@ -19,6 +19,10 @@ if TYPE_CHECKING:
 _WORDS = CHUNK_ID_BYTES // 8
 
 
+Strays: TypeAlias = Mapping[str, tuple[PackId, pack.FooterTable]]
+"""Tables of twins that list other chunks than their pack does, by key."""
+
+
 class Place(NamedTuple):
     """A chunk in a pack; `keys` are the objects that hold it there, the pack and its twin."""
 
@@ -30,12 +34,12 @@ class Place(NamedTuple):
 class Inventory:
     """The chunks of packs whose footers could be read."""
 
-    def __init__(self, tables: Mapping[PackId, pack.FooterTable]) -> None:
-        self._tables = dict(tables)
-        self._packs = list(self._tables)
-        lengths = [len(self._tables[p]) for p in self._packs]
+    def __init__(self, tables: Mapping[PackId, pack.FooterTable], strays: "Strays | None" = None) -> None:
+        self._tables: list[tuple[PackId, str | None, pack.FooterTable]] = [(name, None, table) for name, table in tables.items()]
+        self._tables += [(name, key, table) for key, (name, table) in (strays or {}).items()]
+        lengths = [len(table) for _, _, table in self._tables]
         self._starts = np.concatenate(([0], np.cumsum(lengths, dtype=np.int64)))
-        ids = [_words(self._tables[p]["chunk"].tobytes()) for p in self._packs]
+        ids = [_words(table["chunk"].tobytes()) for _, _, table in self._tables]
         rows = np.concatenate(ids) if ids else np.empty((0, _WORDS), "<u8")
         self._order = np.argsort(rows[:, 0], kind="stable")
         self._rows = rows[self._order]
@@ -62,14 +66,19 @@ class Inventory:
 
     def _place(self, at: int) -> Place:
         number = int(np.searchsorted(self._starts, at, "right")) - 1
-        name, row = self._packs[number], at - int(self._starts[number])
-        entry = pack.entries(self._tables[name][row : row + 1])[0]
-        return Place(name, keys_of(name, metadata=entry.kind != pack.TENSOR), entry)
+        (name, key, table), row = self._tables[number], at - int(self._starts[number])
+        entry = pack.entries(table[row : row + 1])[0]
+        return Place(name, (key,) if key else keys_of(name, metadata=entry.kind != pack.TENSOR), entry)
 
 
-def load_tables(backend: Backend, state: State) -> Iterator[tuple[PackId, pack.FooterTable | Corrupt | NotFound | Unavailable]]:
-    """The footer of every pack that the log lists, or why it cannot be read."""
+def load_tables(
+    backend: Backend, state: State, known: Mapping[PackId, pack.FooterTable] | None = None
+) -> Iterator[tuple[PackId, pack.FooterTable | Corrupt | NotFound | Unavailable]]:
+    """The footer of every pack that the log lists, or why it cannot be read; those that are `known` are not read again."""
     for _, listed in sorted(state.packs.items()):
+        if known and listed.id in known:
+            yield listed.id, known[listed.id]
+            continue
         try:
             yield listed.id, footers.read_table(backend, listed.id, metadata=listed.metadata)
         except (Corrupt, NotFound, Unavailable) as error:

@@ -25,11 +25,12 @@ _WRONG_DIGITS = 2
 
 @dataclass(frozen=True, slots=True)
 class Mended:
-    """The exact bytes of an object, and where they are from."""
+    """The exact bytes of an object, and where they are from; `commit` if it is a document."""
 
     key: str
     data: bytes
     origin: str
+    commit: CommitId | None = None
 
 
 def mend_entry(bad: BadEntry, store: StoreId, own: Backend, mirrors: Sequence[Backend], kept: bytes | None) -> Mended | None:
@@ -51,10 +52,10 @@ def mend_document(backend: Backend, commit: CommitId, row: CommitRow, mirrors: S
         for place in _document_keys(mirror, key, commit):
             data = read_small(mirror, place)
             if data is not None and _is_document(data, commit):
-                return Mended(key, data, mirror.url)
+                return Mended(key, data, mirror.url, commit)
     own = read_small(backend, key)
     if own is not None and (found := flipped_back(own, lambda candidate: candidate if _is_document(candidate, commit) else None)):
-        return Mended(key, found, "its own bytes, one bit turned back")
+        return Mended(key, found, "its own bytes, one bit turned back", commit)
     return None
 
 

@@ -1,41 +1,40 @@
 """What can be done about damage, and doing it: a plan made from fsck's facts, then applied step by step.
 
-Three rules. Nothing is written that is not proved to be what was there, or to match its id; the one exception is a lost `ckptstore.json`,
+Four rules. Nothing is written that is not proved to be what was there, or to match its id; the one exception is a lost `ckptstore.json`,
 and the plan says so. Nothing is deleted: what is replaced goes to `quarantine/`. The log only ever grows, as by any other writer; an entry
-is put back only as the exact bytes that the rest of the log attests, so history never forks.
+is put back only as the exact bytes that the rest of the log attests, so history never forks. And no copy that reads is taken away before
+another one is durable and listed, so that no repair costs a commit (`upkeep.rescue`).
 """
 
-import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeAlias
 
-from ckptstore.core.config import MIB, StoreConfig
-from ckptstore.core.ids import CONFIG_KEY, ChunkId, CommitId, PackId, checkpoint_key, new_session_id, segment_key
-from ckptstore.core.places import make_directories
-from ckptstore.errors import CkptStoreError
+from ckptstore.core.config import StoreConfig
+from ckptstore.core.ids import CONFIG_KEY, CommitId, checkpoint_key, segment_key
+from ckptstore.errors import Conflict, Corrupt, NotFound
 from ckptstore.history import entries
 from ckptstore.history.entries import Position
 from ckptstore.history.log import Log
-from ckptstore.history.sessions import open_session
 from ckptstore.objects.backend import Backend
 from ckptstore.objects.config import encode_config
-from ckptstore.upkeep.chain import decode_at, read_small
+from ckptstore.upkeep.chain import decode_at
 from ckptstore.upkeep.findings import Finding, Kind, Level, Report, Severity, Share
 from ckptstore.upkeep.fsck import Facts, examine
 from ckptstore.upkeep.ground import Ground
-from ckptstore.upkeep.inventory import keys_of
 from ckptstore.upkeep.mend import Mended, mend_document, mend_entry
 from ckptstore.upkeep.progress import Progress, silent
-from ckptstore.upkeep.salvage import Donor, Source, find_sources, is_metadata, pack_numbers, pack_of_key, records, write_packs
+from ckptstore.upkeep.quarantine import keep_copy, quarantine
+from ckptstore.upkeep.rescue import CopyTwin, SavePacks, copy_twin, plan_packs, save_packs
 
 DAMAGED_SETTING = "damaged"
 """The setting that names the commits which cannot be restored whole."""
 
-QUARANTINE = "quarantine/"
-
 ROUNDS = 3
 """A repaired log brings packs and commits to light, and those may need repair; then the marks follow."""
+
+RETRIES = 10
+"""So often a plan is made anew because others changed the store meanwhile."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,24 +58,6 @@ class SetAside:
 
     key: str
     why: str
-
-
-@dataclass(frozen=True, slots=True)
-class CopyTwin:
-    """Replace one of a pack's twins by the sound other one."""
-
-    source: str
-    target: str
-
-
-@dataclass(frozen=True, slots=True)
-class SavePacks:
-    """Copy what verifies (`sources`) into new packs, register them, and take the packs `damaged` (by number) out of the log and aside.
-    `lost` are chunks that commits need and nobody has."""
-
-    damaged: tuple[tuple[int, PackId], ...]
-    sources: tuple[Source, ...]
-    lost: tuple[ChunkId, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,19 +110,25 @@ def repair(
     """Look for damage, plan, and with `apply` carry the plan out. With `share`, so much stored data is read and hashed first; packs in
     which an earlier fsck found damage are read in any case.
 
-    Nobody needs to be kept out meanwhile. Raises `Conflict` if others changed what was to be repaired: repeat it.
+    Nobody needs to be kept out meanwhile: each action looks at the log as it is then, and if others changed what it is about, the plan is
+    made anew. Raises `Conflict` if they do so again and again: repeat it.
     """
     facts = _look(ground, share, progress)
     before, plan = facts.report, plan_repair(facts, mirrors)
-    first, applied = plan, list[Action]()
-    for _ in range(ROUNDS if apply else 0):
-        if not plan.actions:
-            break
-        for action in plan.actions:
-            progress("repair", len(applied), len(applied) + len(plan.actions))
-            _apply(action, facts.ground, mirrors)
-            applied.append(action)
-        if any(isinstance(action, WriteConfig) for action in plan.actions):
+    first, applied, rounds, retries = plan, list[Action](), ROUNDS if apply else 0, RETRIES
+    while rounds and plan.actions:
+        try:
+            for action in plan.actions:
+                progress("repair", len(applied), len(applied) + len(plan.actions))
+                _apply(action, facts.ground, mirrors)
+                applied.append(action)
+            rounds -= 1
+        except (Conflict, Corrupt, NotFound):
+            # Others changed what the plan is made from. It is made anew, from the store as it is now.
+            if not retries:
+                raise
+            retries -= 1
+        if any(isinstance(action, WriteConfig) for action in applied):
             ground = replace(ground, problem=None)
         facts = _look(ground, share, progress)
         plan = plan_repair(facts, mirrors)
@@ -168,9 +155,9 @@ def plan_repair(facts: Facts, mirrors: Sequence[Backend]) -> RepairPlan:
     for commit in _commits_without_document(facts.report):
         if document := mend_document(facts.ground.backend, commit, facts.chain.state.commits[commit], mirrors):
             actions.append(PutBack(document))
-    actions += _plan_packs(facts, mirrors)
+    actions += plan_packs(facts, mirrors)
     actions += _plan_marks(facts, actions)
-    if any(finding.severity is Severity.INDEX and finding.kind is not Kind.CHECKPOINT for finding in facts.report.findings):
+    if _indexes_disagree(facts) and not _only_the_index_knows(facts, actions):
         actions.append(Rebuild("the indexes say something else than the store"))
     return RepairPlan(tuple(actions), tuple(_hopeless(facts, actions)))
 
@@ -201,40 +188,6 @@ def _commits_without_document(report: Report) -> Iterator[CommitId]:
     return (finding.commits[0] for finding in report.findings if finding.kind is Kind.DOCUMENT)
 
 
-def _plan_packs(facts: Facts, mirrors: Sequence[Backend]) -> Iterator[Action]:
-    numbers = {pack.id: number for number, pack in facts.chain.state.packs.items()}
-    damaged: set[PackId] = set()
-    for name in sorted({finding.pack for finding in facts.report.findings if finding.pack is not None} & set(numbers)):
-        pack = facts.chain.state.packs[numbers[name]]
-        wrong = _wrong_objects(facts, name)
-        sound = [key for key in keys_of(name, metadata=pack.metadata) if key not in wrong]
-        if sound:
-            yield from (CopyTwin(sound[0], key) for key in sorted(wrong))
-        elif wrong:
-            damaged.add(name)
-    save = _save(facts, damaged, numbers, mirrors)
-    if save.damaged or save.sources:
-        yield save
-
-
-def _wrong_objects(facts: Facts, name: PackId) -> set[str]:
-    """The objects of a pack that are not as they should be; those that storage would not give are left alone."""
-    kinds = (Kind.PACK, Kind.TWIN, Kind.CHUNK)
-    return {finding.key for finding in facts.report.findings if finding.pack == name and finding.kind in kinds and finding.key}
-
-
-def _save(facts: Facts, damaged: set[PackId], numbers: dict[PackId, int], mirrors: Sequence[Backend]) -> SavePacks:
-    donors = [Donor(facts.ground.backend), *map(Donor, mirrors)]
-    own = {chunk for key, table in donors[0].tables.items() if pack_of_key(key) in damaged for chunk in table["chunk"].tolist()}
-    own |= {chunk for name in damaged & set(facts.tables) for chunk in facts.tables[name]["chunk"].tolist()}
-    held = {chunk for name, table in facts.tables.items() if name not in damaged for chunk in table["chunk"].tolist()}
-    bad = {chunk.entry.chunk for chunk in facts.bad}
-    wanted = sorted(((own | bad) - held) | set(facts.missing))
-    sources = find_sources(donors, wanted)
-    lost = tuple(chunk for chunk in wanted if chunk not in sources and chunk in facts.needed)
-    return SavePacks(tuple((numbers[name], name) for name in sorted(damaged)), tuple(sources[c] for c in wanted if c in sources), lost)
-
-
 def _plan_marks(facts: Facts, actions: Sequence[Action]) -> Iterator[Action]:
     """Marks come when nothing else is left to do: only then it is known what stays damaged."""
     if actions:
@@ -243,6 +196,16 @@ def _plan_marks(facts: Facts, actions: Sequence[Action]) -> Iterator[Action]:
     damaged = tuple(sorted(facts.report.damaged_commits))
     if damaged != marked:
         yield Mark(damaged)
+
+
+def _indexes_disagree(facts: Facts) -> bool:
+    return any(finding.severity is Severity.INDEX and finding.kind is not Kind.CHECKPOINT for finding in facts.report.findings)
+
+
+def _only_the_index_knows(facts: Facts, actions: Sequence[Action]) -> bool:
+    """Whether a pack stays of which no footer can be read: what it holds is found by the chunk index alone."""
+    saved = {name for action in actions if isinstance(action, SavePacks) for _, name in action.damaged}
+    return not facts.contents.problems.keys() <= saved
 
 
 def _hopeless(facts: Facts, actions: Sequence[Action]) -> Iterator[Finding]:
@@ -261,17 +224,16 @@ def _apply(action: Action, ground: Ground, mirrors: Sequence[Backend]) -> None:
     backend = ground.backend
     match action:
         case WriteConfig():
-            _keep_copy(backend, CONFIG_KEY)
+            keep_copy(backend, CONFIG_KEY)
             backend.put(CONFIG_KEY, encode_config(action.config))
         case PutBack():
-            _keep_copy(backend, action.mended.key)
-            backend.put(action.mended.key, action.mended.data)
+            _put_back(action.mended, ground)
         case SetAside():
             quarantine(backend, action.key)
         case CopyTwin():
-            _copy(backend, action.source, action.target)
+            copy_twin(action, ground, _log(ground))
         case SavePacks():
-            _save_packs(action, ground, mirrors)
+            save_packs(action, ground, _log(ground), mirrors)
         case Mark():
             setting = action.commits or None
             _log(ground).append(entries.Settings(((DAMAGED_SETTING, setting),)))
@@ -279,28 +241,15 @@ def _apply(action: Action, ground: Ground, mirrors: Sequence[Backend]) -> None:
             _drop_indexes(ground)
 
 
-def _save_packs(action: SavePacks, ground: Ground, mirrors: Sequence[Backend]) -> None:
-    """New packs first, then the log, then the damaged objects: a crash anywhere leaves the old state or the new."""
-    donors = [Donor(ground.backend), *map(Donor, mirrors)]
-    log = _log(ground)
-    with open_session(ground.backend, "repair") as session:
-        numbers = pack_numbers()
-        closed = []
-        for metadata in (False, True):
-            part = [source for source in action.sources if is_metadata(source) is metadata]
-            if part:
-                closed += write_packs(donors, part, session.id, metadata=metadata, numbers=numbers)
-        state = log.replay()
-        condemned = frozenset(number for number, _ in action.damaged if number in state.packs and state.packs[number].live)
-        if closed:
-            log.append(entries.Register(session.id, state.n, state.fence, records(closed), condemned))
-        elif condemned:
-            log.append(entries.Condemn(state.n, state.fence, condemned, ()))
-    if gone := frozenset(number for number, _ in action.damaged if number in log.state.packs):
-        log.append(entries.Delete(gone))
-    for number, name in action.damaged:
-        for key in keys_of(name, metadata=state.packs[number].metadata):
-            quarantine(ground.backend, key)
+def _put_back(mended: Mended, ground: Ground) -> None:
+    """An entry's name is never free, so that nobody takes it; a document is needed only as long as its commit is listed."""
+    if mended.commit is None:
+        keep_copy(ground.backend, mended.key)
+    elif mended.commit not in _log(ground).state.commits:
+        return
+    else:
+        quarantine(ground.backend, mended.key)
+    ground.backend.put(mended.key, mended.data)
 
 
 def _log(ground: Ground) -> Log:
@@ -317,38 +266,3 @@ def _drop_indexes(ground: Ground) -> None:
     index = ChunkIndex.open(ground.chunks_path, ground.config.store)
     index.reset()
     index.close()
-
-
-def quarantine(backend: Backend, key: str) -> None:
-    """Move an object to `quarantine/`; an absent one is fine."""
-    if backend.size(key) is None:
-        return
-    if backend.durable_root is None:
-        _copy(backend, key, QUARANTINE + key)
-        backend.delete(key)
-        return
-    target = backend.durable_root / QUARANTINE / key
-    make_directories(target.parent)
-    os.replace(backend.durable_root / key, target)
-    backend.sync_dirs([key, QUARANTINE + key])
-
-
-def _keep_copy(backend: Backend, key: str) -> None:
-    """A copy in `quarantine/` of a small object that is about to be replaced: its name is never free in between."""
-    data = read_small(backend, key)
-    if data is not None:
-        backend.put(QUARANTINE + key, data)
-
-
-def _copy(backend: Backend, source: str, target: str) -> None:
-    """Copy an object over another, in pieces, and put it in place at once."""
-    size = backend.size(source) or 0
-    writer = backend.create(target, session=new_session_id(), replace=True)
-    try:
-        for start in range(0, size, 8 * MIB):
-            writer.append([memoryview(backend.read(source, start, min(start + 8 * MIB, size)))])
-        writer.finish()
-    except (CkptStoreError, OSError):
-        writer.discard()
-        raise
-    backend.sync_dirs([target])

@@ -12,7 +12,7 @@ from functools import cached_property
 from itertools import pairwise
 
 from ckptstore.core.config import PACK_BYTES_LOCAL, PACK_BYTES_REMOTE, RUN_BYTES
-from ckptstore.core.ids import ChunkId, PackId, SessionId, digest, pack_key
+from ckptstore.core.ids import ChunkId, SessionId, digest, pack_key
 from ckptstore.core.model import PackEntry, PackRecord
 from ckptstore.errors import Corrupt, NotFound, Unavailable
 from ckptstore.objects import codecs
@@ -23,7 +23,7 @@ from ckptstore.objects.packing import ClosedPack, OpenPack, Packer
 from ckptstore.upkeep.inventory import read_chunk_at
 from ckptstore.upkeep.recover import FLIP_BYTES_MAX, flipped_back
 
-_PACK_FILE = re.compile(r"(quarantine/)?packs/[0-9a-f]{2}/([0-9a-f]{24}-[0-9]{1,7}-[0-9]{1,7})(\.2)?")
+_PACK_FILE = re.compile(r"(quarantine/)?packs/[0-9a-f]{2}/([0-9a-f]{24}-[0-9]{1,7}-[0-9]{1,7})(\.2)?(~[0-9]+)?")
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,10 +37,12 @@ class Source:
 
 
 class Donor:
-    """A directory with packs: this store or a mirror. Its log and its index are not looked at."""
+    """A directory with packs: this store or a mirror. Its log and its index are not looked at; `remembered` are places, by chunk, which
+    no footer may tell any more."""
 
-    def __init__(self, backend: Backend) -> None:
+    def __init__(self, backend: Backend, remembered: Mapping[ChunkId, Sequence[tuple[str, PackEntry]]] | None = None) -> None:
         self.backend = backend
+        self._remembered = remembered or {}
 
     @cached_property
     def tables(self) -> Mapping[str, FooterTable]:
@@ -59,6 +61,7 @@ class Donor:
         """Where the footers say that `chunk` lies."""
         for key, row in self._places.get(chunk, ()):
             yield key, entries(self.tables[key][row : row + 1])[0]
+        yield from self._remembered.get(chunk, ())
 
     def _tables(self) -> Iterator[tuple[str, FooterTable]]:
         for prefix in ("packs/", "quarantine/packs/"):
@@ -76,7 +79,8 @@ class Donor:
 
 
 def find_sources(donors: Sequence[Donor], wanted: Iterable[ChunkId]) -> dict[ChunkId, Source]:
-    """For each of `wanted` the first place that was read and matched. Donor 0 is the store itself."""
+    """For each of `wanted` the first place that was read and matched. Donor 0 is the store itself. Raises `Unavailable` if a chunk is found
+    nowhere and one of its places did not answer: nobody knows yet whether it is lost."""
     found: dict[ChunkId, Source] = {}
     for chunk in wanted:
         if source := _source(donors, chunk):
@@ -134,24 +138,23 @@ def pack_numbers() -> Iterator[int]:
     return itertools.count()
 
 
-def pack_of_key(key: str) -> PackId | None:
-    """The pack that an object's key is of, if it is one."""
-    found = _PACK_FILE.fullmatch(key)
-    return PackId(found[2]) if found else None
-
-
 def _source(donors: Sequence[Donor], chunk: ChunkId) -> Source | None:
     tried: list[tuple[int, str, PackEntry]] = []
+    unanswered: Unavailable | None = None
     for number, donor in enumerate(donors):
         for key, entry in donor.entries_of(chunk):
             try:
                 read_chunk_at(donor.backend, key, entry)
                 return Source(number, key, entry)
-            except (Corrupt, NotFound, Unavailable):
+            except (Corrupt, NotFound):
                 tried.append((number, key, entry))
+            except Unavailable as error:
+                unanswered = error
     for number, key, entry in tried:
         if _flipped_chunk(donors[number].backend, key, entry) is not None:
             return Source(number, key, entry, flip=True)
+    if unanswered is not None:
+        raise unanswered
     return None
 
 
@@ -180,16 +183,11 @@ def _flipped_table(backend: Backend, key: str) -> FooterTable | None:
         except Corrupt:
             return None
 
-    return flipped_back(_footer_of(tail, size), parse)
-
-
-def _footer_of(tail: bytes, size: int) -> bytes:
-    """The part of `tail` in which a turned bit could matter: all of it where the trailer does not say where the footer begins."""
     try:
         trailer = parse_trailer(tail[-TRAILER_BYTES:], size)
-    except Corrupt:
-        return tail
-    return tail[-trailer.footer_bytes - TRAILER_BYTES :]
+    except Corrupt:  # then the bit is in the trailer, and nowhere else need be looked for it
+        return flipped_back(tail[-TRAILER_BYTES:], lambda candidate: parse(tail[:-TRAILER_BYTES] + candidate))
+    return flipped_back(tail[-trailer.footer_bytes - TRAILER_BYTES :], parse)
 
 
 def _runs(sources: Iterable[Source]) -> Iterator[list[Source]]:

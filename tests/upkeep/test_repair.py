@@ -17,7 +17,8 @@ from ckptstore.history.fold import Pack
 from ckptstore.history.segments import SEGMENT_ENTRIES
 from ckptstore.objects.backend import open_backend
 from ckptstore.upkeep.findings import Kind, Level
-from ckptstore.upkeep.repair import CopyTwin, Mark, PutBack, Rebuild, SavePacks, SetAside, WriteConfig
+from ckptstore.upkeep.repair import Mark, PutBack, Rebuild, SetAside, WriteConfig
+from ckptstore.upkeep.rescue import CopyTwin, SavePacks
 from tests.upkeep.stores import (
     assert_restores,
     check,

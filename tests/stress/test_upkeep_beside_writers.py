@@ -1,0 +1,63 @@
+"""`fsck` and `repair` of a sound store in which others commit, forget and collect: no false alarm, and nothing is repaired."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+from ckptstore.upkeep.findings import Level, Report, Severity
+from tests.crash.works import small
+from tests.faults.nursery import Nursery
+from tests.faults.witness import assert_no_garbage_after_gc
+from tests.upkeep.collecting import opened
+from tests.upkeep.stores import check, heal
+
+FEW = 6
+MANY = int(os.environ.get("CKPTSTORE_TEST_BUSY_FSCKS", "200"))
+REPAIRS = 4
+"""Every so many runs of fsck are followed by a repair."""
+
+_LONGER_THAN_ANY_TEST_S = 3600.0
+
+
+def _alarms(report: Report) -> list[str]:
+    return [finding.what for finding in report.findings if finding.severity is not Severity.NOTE]
+
+
+def _look(place: Path, runs: int, nursery: Nursery, seed: int, *, churners: int) -> None:
+    children = [
+        nursery.start("churn", place=str(place), me=me, everybody=churners, seed=seed, seconds=_LONGER_THAN_ANY_TEST_S)
+        for me in range(churners)
+    ]
+    for child in children:
+        child.go()
+    found: list[str] = []
+    try:
+        while not all(child.reports("committed") for child in children):
+            assert all(child.alive() for child in children)
+        for run in range(runs):
+            found += _alarms(check(place, Level.DATA if run % 2 else Level.PACKS))
+            if run % REPAIRS == 0:
+                done = heal(place, data=False)
+                found += [*_alarms(done.before), *_alarms(done.after), *map(str, done.applied)]
+    finally:
+        for child in children:
+            child.kill()
+    counts = {kind: sum(len(child.reports(kind)) for child in children) for kind in ("committed", "forgotten", "collected")}
+    beside = ", ".join(f"{count} {kind}" for kind, count in counts.items())
+    print(f"{runs} runs of fsck, {-(-runs // REPAIRS)} of repair, beside {churners} processes ({beside}): {len(found)} alarms; seed {seed}")
+    assert found == []
+    assert counts["committed"] > churners
+    with opened(place) as opening:
+        rows = opening.log.replay().commits
+    assert_no_garbage_after_gc(place, {commit: small(row.step or 0) for commit, row in rows.items()})
+
+
+def test_upkeep_beside_writers_raises_no_alarm(scratch: Path, nursery: Nursery, seed: int) -> None:
+    _look(scratch / "store", FEW, nursery, seed, churners=2)
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(3600)
+def test_hundreds_of_runs_beside_writers_raise_no_alarm(scratch: Path, nursery: Nursery, seed: int) -> None:
+    _look(scratch / "store", MANY, nursery, seed, churners=3)
