@@ -5,7 +5,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Mapping
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
@@ -131,8 +131,10 @@ class Hired:
         if self._connection is None or not self.alive:
             self.let_go()
             ours, theirs = socket.socketpair()
-            with theirs:
+            with theirs, ExitStack() as unless_started:
+                unless_started.callback(ours.close)
                 self._process = _start(theirs.fileno())
+                unless_started.pop_all()
             self._connection, self._sent = ours, None
             send(ours, Message(self._opening))
         return self._connection

@@ -80,10 +80,9 @@ class Backend(Protocol):
         After `Unavailable` the object may exist or not, and only reading it tells; after `NoSpace` it does not.
         """
 
-    def create(self, key: str, *, session: SessionId, lean: bool = False, aside: bool = False, replace: bool = False) -> Writer:
+    def create(self, key: str, *, session: SessionId, lean: bool = False, aside: bool = False) -> Writer:
         """A writer for a large object; what a crash leaves behind is named after `session`. A `lean` one does without a buffer where it
-        can, at the cost of processor time. One that works `aside` should take little from others, even if it takes longer. A finished
-        object is replaced only by a writer that is told to `replace`, for repairs."""
+        can, at the cost of processor time. One that works `aside` should take little from others, even if it takes longer."""
 
     def sync_dirs(self, keys: Iterable[str]) -> None:
         """Make the names of finished objects durable, each directory once."""

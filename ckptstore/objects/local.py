@@ -115,9 +115,9 @@ class LocalBackend:
                 raise Unavailable(f"{key} is there, but not known to be durable: {error}") from error
         return created
 
-    def create(self, key: str, *, session: SessionId, lean: bool = False, aside: bool = False, replace: bool = False) -> LocalWriter:
+    def create(self, key: str, *, session: SessionId, lean: bool = False, aside: bool = False) -> LocalWriter:
         direct_io = aside if self._direct_io is None else self._direct_io
-        return self._writer(key, session, durable=self._fsync, direct_io=direct_io and not lean, replace=replace)
+        return self._writer(key, session, durable=self._fsync, direct_io=direct_io and not lean, replace=False)
 
     def sync_dirs(self, keys: Iterable[str]) -> None:
         for directory in sorted({os.path.dirname(self._path(key)) for key in keys}):

@@ -117,10 +117,10 @@ class FsspecBackend:
             raise self._failure(error, "create", key, data) from error
         return True
 
-    def create(self, key: str, *, session: SessionId, lean: bool = False, aside: bool = False, replace: bool = False) -> "FsspecWriter":
+    def create(self, key: str, *, session: SessionId, lean: bool = False, aside: bool = False) -> "FsspecWriter":
         self._check_writable(key)
         check_key(key)
-        return FsspecWriter(self, key, replace=replace)
+        return FsspecWriter(self, key)
 
     def sync_dirs(self, keys: Iterable[str]) -> None:
         """A bucket has no directories."""
@@ -205,10 +205,9 @@ class FsspecBackend:
 class FsspecWriter:
     """See `Writer`."""
 
-    def __init__(self, backend: FsspecBackend, key: str, *, replace: bool) -> None:
+    def __init__(self, backend: FsspecBackend, key: str) -> None:
         self._backend = backend
         self._key = key
-        self._replace = replace
         self._data = bytearray()
 
     def append(self, buffers: Sequence[memoryview]) -> None:
@@ -218,9 +217,6 @@ class FsspecWriter:
 
     def finish(self) -> bool:
         data, self._data = self._data, bytearray()
-        if self._replace:
-            self._backend.put(self._key, memoryview(data))
-            return True
         return put_finished(self._backend, self._key, bytes(data))
 
     def discard(self) -> None:

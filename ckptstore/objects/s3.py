@@ -116,10 +116,10 @@ class S3Backend:
 
         return self._requests.run(create, f"create {key} ({len(body)} bytes)", writing=True)
 
-    def create(self, key: str, *, session: SessionId, lean: bool = False, aside: bool = False, replace: bool = False) -> S3Writer:
+    def create(self, key: str, *, session: SessionId, lean: bool = False, aside: bool = False) -> S3Writer:
         path = self._path(key)
         self._check_writable(key)
-        return self._writer(path, replace=replace)
+        return self._writer(path, replace=False)
 
     def sync_dirs(self, keys: Iterable[str]) -> None:
         """A bucket has no directories."""

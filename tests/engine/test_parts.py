@@ -12,21 +12,30 @@ from ckptstore.engine.commit import extent_of
 from ckptstore.engine.label import Label
 from ckptstore.engine.parts import Part, PartsWritten
 from ckptstore.engine.publish import TreeContent
-from ckptstore.errors import InvalidInput
+from ckptstore.errors import Conflict, InvalidInput
 from ckptstore.history.sessions import Session
 from ckptstore.state.flat import Flat
 from ckptstore.state.flatten import flatten
 
 
-def test_writers_that_take_each_other_s_number_are_found_before_the_log_names_their_packs(tmp_path: Path) -> None:
+def test_a_writer_that_takes_another_s_number_is_refused_and_the_first_one_s_packs_stay(tmp_path: Path) -> None:
     with ckptstore.open(tmp_path / "store") as store:
         session = store.parts.open()
-        written = []
-        for value in (1.0, 2.0):
-            written.append(_write(store, session.id, 0, value))
-        trees = [TreeContent(str(i), flat.schema, each.contents) for i, (flat, each) in enumerate(written)]
+        first = _write(store, session.id, 0, 1.0)
+        with pytest.raises(Conflict, match="is never replaced"):
+            _write(store, session.id, 0, 2.0, elements=400_000)
+        commit = _publish(store, session, *first)
+        assert torch.equal(store.checkout(commit).state_dict()["model"]["weight"], torch.ones(300_000))
+        assert not store.fsck("data").findings
+
+
+def test_a_receipt_that_comes_twice_is_found_before_the_log_names_its_packs(tmp_path: Path) -> None:
+    with ckptstore.open(tmp_path / "store") as store:
+        session = store.parts.open()
+        flat, written = _write(store, session.id, 0, 1.0)
+        trees = [TreeContent("0", flat.schema, written.contents)]
         with pytest.raises(InvalidInput, match="each needs a rank of its own"):
-            store.parts.publish(session, Label("main"), trees, None, [each.receipt for _, each in written], time.perf_counter())
+            store.parts.publish(session, Label("main"), trees, None, [written.receipt] * 2, time.perf_counter())
         assert store.log() == []
 
 
@@ -48,16 +57,6 @@ def test_who_publishes_without_having_written_takes_no_writer_s_name(tmp_path: P
         commit = _publish(publisher, session, *_write(writer, session.id, 0, 1.0))
         assert torch.equal(publisher.checkout(commit).state_dict()["model"]["weight"], torch.ones(300_000))
         assert not publisher.fsck("data").findings
-
-
-def test_a_receipt_of_a_pack_that_was_written_over_is_found_before_the_log_names_it(tmp_path: Path) -> None:
-    with ckptstore.open(tmp_path / "store") as store:
-        session = store.parts.open()
-        first = _write(store, session.id, 0, 1.0)
-        _write(store, session.id, 0, 2.0, elements=400_000)
-        with pytest.raises(InvalidInput, match="each needs a rank of its own"):
-            _publish(store, session, *first)
-        assert store.log() == []
 
 
 def _write(store: ckptstore.Store, session: SessionId, rank: int, value: float, elements: int = 300_000) -> tuple[Flat, PartsWritten]:

@@ -350,14 +350,14 @@ def test_the_next_commit_of_a_lora_run_moves_little_more_than_its_adapter(
 
 
 def test_verifying_finds_what_the_storage_made_of_the_bytes(place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    put = FsspecBackend.put
+    put_new = FsspecBackend.put_new
 
-    def damaging(self: FsspecBackend, key: str, data: Any, **kwargs: Any) -> None:
-        put(self, key, bytes([data[0] ^ 1]) + bytes(data[1:]) if key.startswith("packs/") else data, **kwargs)
+    def damaging(self: FsspecBackend, key: str, data: Any) -> bool:
+        return put_new(self, key, bytes([data[0] ^ 1]) + bytes(data[1:]) if key.startswith("packs/") else data)
 
     with ckptstore.open(place) as store:
         ckptstore.open("memory://bad", chunk_bytes=CHUNK_BYTES).close()
-        monkeypatch.setattr(FsspecBackend, "put", damaging)
+        monkeypatch.setattr(FsspecBackend, "put_new", damaging)
         with pytest.raises(ckptstore.Corrupt):
             store.push("memory://bad", verify=True)
         monkeypatch.undo()

@@ -198,17 +198,6 @@ class BackendContract:
             assert not written(backend, "a", b"same").finish()
         assert backend.read("a") == b"same"
 
-    @pytest.mark.parametrize("whole_bytes", [6, (8 << 20) + 1])
-    def test_a_writer_that_is_told_to_replaces(self, backend: Backend, whole_bytes: int) -> None:
-        whole = random.randbytes(whole_bytes)
-        backend.put("a", b"first")
-        writer = backend.create("a", session=SESSION, replace=True)
-        writer.append([memoryview(whole)])
-        assert writer.finish()
-        assert backend.read("a") == whole
-        backend.create("b", session=SESSION, replace=True).finish()
-        assert list(backend.list("")) == [("a", whole_bytes), ("b", 0)]
-
     def test_a_pack_and_its_twin_stay_when_another_of_that_name_fails(self, backend: Backend) -> None:
         name = pack_id(SESSION, 0, 0)
         packs = [OpenPack(backend, name, metadata=True) for _ in range(2)]

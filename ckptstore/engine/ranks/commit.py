@@ -199,6 +199,16 @@ class _Attempt:
         return frames.join([work.reports(), where, b"".join(sample.id for sample in samples)])
 
     def _receipt(self, work: RankWork, decided: bytes) -> bytes:
+        """Its receipt. A failure of the coordinator's own is told by `_publish`: then all know that the log was not asked."""
+        try:
+            return self._written(work, decided)
+        except Exception as error:
+            if not self._peers.leads:
+                raise
+            self._failed = error
+            return b""
+
+    def _written(self, work: RankWork, decided: bytes) -> bytes:
         work.write_decided([tuple(each) for each in canonical.decode(decided)])
         self._watch.reached(Milestone.HASHED)
         self._packs.wait()
@@ -218,6 +228,8 @@ class _Attempt:
 
     def _publish(self, handed_in: list[bytes]) -> list[bytes]:
         """What fails before the log is asked is a refusal too: ranks that know it delete what they wrote."""
+        if self._failed:
+            return refused(self._failed, self._peers.size)
         assert self._dedup is not None
         try:
             return self._lead.publish(handed_in, self._label, self._dedup, self._packs)
