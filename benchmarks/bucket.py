@@ -12,8 +12,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from ckptstore.objects.s3_requests import Requests
-from tests.servers.rgw import missing_programs, rgw_server
+from ckptstore.storage.s3_requests import Requests
+from tests.support.servers.rgw import missing_programs, rgw_server
 
 BUCKET = "benchmarks"
 START_TIMEOUT_S = 60.0

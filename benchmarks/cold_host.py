@@ -19,10 +19,10 @@ import torch
 import ckptstore
 from benchmarks.bucket import Bucket, bucket, requests_counted
 from ckptstore.core.ids import CommitId, new_session_id
-from ckptstore.engine.opening import Opening
-from ckptstore.history.entries import Commit
-from ckptstore.objects.backend import open_backend
-from ckptstore.text import count_text, seconds_text
+from ckptstore.core.text import count_text, seconds_text
+from ckptstore.log.entries import Commit
+from ckptstore.repository.store_handle import Opening
+from ckptstore.storage.contract import open_backend
 
 CHUNK_BYTES = 1 << 16
 COPIERS = 32

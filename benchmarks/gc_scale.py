@@ -21,17 +21,17 @@ import numpy.typing as npt
 from benchmarks.status import status_bytes
 from ckptstore.core.ids import CHUNK_ID_BYTES, ChunkId, CommitId, SessionId, digest, document_key, new_session_id, pack_id, pack_key
 from ckptstore.core.model import CommitDocument, LeafContent, Node, PackEntry, PackRecord, Schema, TreeRef
-from ckptstore.engine.opening import Opening, init_store
-from ckptstore.engine.transfer import Threads
-from ckptstore.history import entries
-from ckptstore.history.log import Log
+from ckptstore.core.text import bytes_text, seconds_text
+from ckptstore.log import entries
+from ckptstore.log.log import Log
 from ckptstore.objects import pack
-from ckptstore.objects.backend import Backend, open_backend
 from ckptstore.objects.documents import content_id, encode_document
-from ckptstore.objects.packing import OpenPack
 from ckptstore.objects.pages import split_pages
 from ckptstore.objects.schema import encode_schema
-from ckptstore.text import bytes_text, seconds_text
+from ckptstore.repository.pack_writer import OpenPack
+from ckptstore.repository.store_handle import Opening, init_store
+from ckptstore.repository.thread_pool import Threads
+from ckptstore.storage.contract import Backend, open_backend
 
 CHUNK_BYTES = 65536
 PACK_CHUNKS = 1000
@@ -60,7 +60,7 @@ def make_store(place: Path, *, commits: int, chunks: int, own: int, scattered: b
 
 def measure(place: Path) -> dict[str, float]:
     """Mark the store in this process; the memory is the process's peak."""
-    from ckptstore.upkeep.mark import mark
+    from ckptstore.maintenance.gc.mark import mark
 
     opening = Opening(place)
     state = opening.log.replay()

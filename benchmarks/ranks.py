@@ -22,7 +22,7 @@ from benchmarks.disk import settle
 from benchmarks.measure import Entrant, Result, alternate
 from benchmarks.saves import limit_write
 from benchmarks.status import cpu_seconds
-from tests.ranks.pool import Pool
+from tests.distributed.pool import Pool
 
 SIZE = 4
 SCALE = 0.6

@@ -22,8 +22,8 @@ from benchmarks.measure import Result, Series
 from benchmarks.progress import note
 from benchmarks.ranks import SIZE, cpu_of, pool_of
 from benchmarks.targets import COUNTED
-from ckptstore.state.ranks.rounds import Peers
-from tests.ranks.pool import Pool
+from ckptstore.distributed.collective import Peers
+from tests.distributed.pool import Pool
 
 SHARDED = 10_000
 ROWS, COLUMNS = 32, 16

@@ -25,7 +25,7 @@ from benchmarks.saves import OURS
 from benchmarks.states import State
 from benchmarks.targets import OBSTORE
 from ckptstore.core.config import MIB
-from ckptstore.objects.s3_upload import PART_BYTES, PARTS_IN_FLIGHT
+from ckptstore.storage.s3_upload import PART_BYTES, PARTS_IN_FLIGHT
 
 RAW, DCP, SNAPSHOT = "raw client", "DCP, fsspec", "TorchSnapshot, S3 plugin"
 CLIENTS = ((OURS, "s3fs"), (OBSTORE, "obstore"))

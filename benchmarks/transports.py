@@ -120,7 +120,7 @@ class Sender:
 
 def receiving(stack: ExitStack, live: State | None = None, *, in_place: bool = False, far: bool = False) -> Receive:
     """Our receiver; a `far` one does not know that the sender is on its host."""
-    from ckptstore.interop.exchange.protocol import decode_invitation, encode_invitation
+    from ckptstore.interop.chunk_transfer.protocol import decode_invitation, encode_invitation
     from ckptstore.interop.torchft import StoreTransport
 
     state_dict = (lambda: live.app) if live else None

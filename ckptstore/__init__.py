@@ -13,15 +13,15 @@ from typing import TYPE_CHECKING, Any
 from ckptstore.errors import Busy, Cancelled, CkptStoreError, Conflict, Corrupt, InvalidInput, NoSpace, NotFound, ReadOnly, Unavailable
 
 if TYPE_CHECKING:
-    from ckptstore.access import clone, open
+    from ckptstore.commit.progress import CommitProgress
     from ckptstore.committing import PendingCommit
-    from ckptstore.engine.progress import CommitProgress
-    from ckptstore.pointing import open_pointer, write_pointer
+    from ckptstore.maintenance.retention import KeepBest, KeepEverySteps, KeepLast, KeepPeriods, KeepWithin
+    from ckptstore.open_store import clone, open
+    from ckptstore.pointer_api import open_pointer, write_pointer
     from ckptstore.snapshot import Snapshot
     from ckptstore.state.stateful import RNGState, StateDict
     from ckptstore.state.values import register_class, register_value
     from ckptstore.store import Store
-    from ckptstore.upkeep.retention import KeepBest, KeepEverySteps, KeepLast, KeepPeriods, KeepWithin
 
 __version__ = "0.1.0"
 
@@ -57,23 +57,23 @@ __all__ = [
 ]
 
 _LATER = {
-    "clone": "ckptstore.access",
-    "open": "ckptstore.access",
-    "open_pointer": "ckptstore.pointing",
-    "write_pointer": "ckptstore.pointing",
+    "clone": "ckptstore.open_store",
+    "open": "ckptstore.open_store",
+    "open_pointer": "ckptstore.pointer_api",
+    "write_pointer": "ckptstore.pointer_api",
     "Store": "ckptstore.store",
     "PendingCommit": "ckptstore.committing",
-    "CommitProgress": "ckptstore.engine.progress",
+    "CommitProgress": "ckptstore.commit.progress",
     "Snapshot": "ckptstore.snapshot",
     "StateDict": "ckptstore.state.stateful",
     "RNGState": "ckptstore.state.stateful",
     "register_class": "ckptstore.state.values",
     "register_value": "ckptstore.state.values",
-    "KeepLast": "ckptstore.upkeep.retention",
-    "KeepEverySteps": "ckptstore.upkeep.retention",
-    "KeepBest": "ckptstore.upkeep.retention",
-    "KeepWithin": "ckptstore.upkeep.retention",
-    "KeepPeriods": "ckptstore.upkeep.retention",
+    "KeepLast": "ckptstore.maintenance.retention",
+    "KeepEverySteps": "ckptstore.maintenance.retention",
+    "KeepBest": "ckptstore.maintenance.retention",
+    "KeepWithin": "ckptstore.maintenance.retention",
+    "KeepPeriods": "ckptstore.maintenance.retention",
 }
 
 

@@ -10,36 +10,36 @@ from dataclasses import replace
 from functools import cache, partial
 from typing import Any, Literal, TypeAlias
 
+from ckptstore.commit.async_commit import AsyncCommits
+from ckptstore.commit.async_options import Made, Overlap, Route, Staging, Wish, by_itself
+from ckptstore.commit.commit import CommitStats, Committed
+from ckptstore.commit.commit_metadata import Label, label_of
+from ckptstore.commit.dedup_probe import LookUp
+from ckptstore.commit.parent_tracker import Descent
+from ckptstore.commit.pending import Pending
+from ckptstore.commit.progress import CommitProgress, Watch
+from ckptstore.commit.schedule import Schedule, rule_of
 from ckptstore.core.ids import CommitId
 from ckptstore.core.model import CommitDocument
 from ckptstore.core.settings import Settings
-from ckptstore.engine.asynchronous import AsyncCommits
-from ckptstore.engine.checkout import Reader
-from ckptstore.engine.commit import CommitStats, Committed
-from ckptstore.engine.crew import Crew
-from ckptstore.engine.descent import Descent
-from ckptstore.engine.label import Label, label_of
-from ckptstore.engine.look_up import LookUp
-from ckptstore.engine.opening import Opening
-from ckptstore.engine.parts import PartsCommitter
-from ckptstore.engine.pending import Pending
-from ckptstore.engine.progress import CommitProgress, Watch
-from ckptstore.engine.ranks.agree import begun_by_all, is_due_for_all
-from ckptstore.engine.ranks.commit import Prepare, RanksCommitted
-from ckptstore.engine.ranks.lead import Options
-from ckptstore.engine.schedule import Schedule, rule_of
-from ckptstore.engine.wish import Made, Overlap, Route, Staging, Wish, by_itself
+from ckptstore.core.text import bytes_text, seconds_text
+from ckptstore.distributed.collective import TIMEOUT_S, Peers
+from ckptstore.distributed.commit import Prepare, RanksCommitted
+from ckptstore.distributed.consensus import begun_by_all, is_due_for_all
+from ckptstore.distributed.coordinator import Options
+from ckptstore.distributed.external_commit import PartsCommitter
+from ckptstore.distributed.gloo import BACKGROUND, peers_of
 from ckptstore.errors import InvalidInput
+from ckptstore.maintenance.enospc import DiskWatch
+from ckptstore.maintenance.mirror.tiers import Tier
+from ckptstore.repository.store_handle import Opening
+from ckptstore.restore.reader import Reader
+from ckptstore.runtime import Crew
 from ckptstore.snapshot import Snapshot
-from ckptstore.state.arenas import Arena, ArenaPool
-from ckptstore.state.flat import Flat
 from ckptstore.state.flatten import flatten
-from ckptstore.state.ranks.marks import Globs, marked
-from ckptstore.state.ranks.peers import BACKGROUND, peers_of
-from ckptstore.state.ranks.rounds import TIMEOUT_S, Peers
-from ckptstore.text import bytes_text, seconds_text
-from ckptstore.upkeep.full_disk import DiskWatch
-from ckptstore.upkeep.tier import Tier
+from ckptstore.state.leaf_sources import Flat
+from ckptstore.state.replication import Globs, marked
+from ckptstore.state.staging_buffers import Arena, ArenaPool
 
 logger = logging.getLogger("ckptstore")
 

@@ -6,28 +6,28 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, closing
 from typing import Any
 
-from ckptstore.engine.crew import Crew
-from ckptstore.engine.look_up import Guard
-from ckptstore.engine.naming import AnyRef, find_commit
-from ckptstore.engine.opening import Opening
+from ckptstore.commit.dedup_probe import Guard
 from ckptstore.errors import InvalidInput, ReadOnly, Unavailable
-from ckptstore.objects.backend import open_backend
-from ckptstore.objects.second_names import SecondNames
-from ckptstore.objects.store import ObjectStore
-from ckptstore.upkeep.activity import Activity, activities
-from ckptstore.upkeep.doctor import Check, doctor
-from ckptstore.upkeep.findings import Level, Report, parse_level, parse_share
-from ckptstore.upkeep.forget import forget_by_policy, forget_commits, undelete
-from ckptstore.upkeep.fsck import fsck
-from ckptstore.upkeep.gc import MAX_UNUSED, GcOptions, GcReport, collect
-from ckptstore.upkeep.ground import ground_of
-from ckptstore.upkeep.mirror import Mirrored, MirrorOptions, mirror
-from ckptstore.upkeep.mirror_ends import choose, other_end
-from ckptstore.upkeep.progress import Progress, silent
-from ckptstore.upkeep.reindex import Reindexed, reindex
-from ckptstore.upkeep.repair import Repaired, repair
-from ckptstore.upkeep.retention import ForgetPlan, Policy
-from ckptstore.upkeep.usage import Usage, usage
+from ckptstore.maintenance.check.fsck import fsck
+from ckptstore.maintenance.check.offline_store import ground_of
+from ckptstore.maintenance.check.report import Level, Report, parse_level, parse_share
+from ckptstore.maintenance.doctor import Check, doctor
+from ckptstore.maintenance.forget import forget_by_policy, forget_commits, undelete
+from ckptstore.maintenance.gc.activity import Activity, activities
+from ckptstore.maintenance.gc.collect import MAX_UNUSED, GcOptions, GcReport, collect
+from ckptstore.maintenance.mirror.mirror import Mirrored, MirrorOptions, mirror
+from ckptstore.maintenance.mirror.remotes import choose, other_end
+from ckptstore.maintenance.progress import Progress, silent
+from ckptstore.maintenance.reindex import Reindexed, reindex
+from ckptstore.maintenance.repair.repair import Repaired, repair
+from ckptstore.maintenance.retention import ForgetPlan, Policy
+from ckptstore.maintenance.usage import Usage, usage
+from ckptstore.repository.chunk_store import ObjectStore
+from ckptstore.repository.resolve_ref import AnyRef, find_commit
+from ckptstore.repository.second_names import SecondNames
+from ckptstore.repository.store_handle import Opening
+from ckptstore.runtime import Crew
+from ckptstore.storage.contract import open_backend
 
 logger = logging.getLogger("ckptstore")
 

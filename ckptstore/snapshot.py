@@ -10,30 +10,30 @@ from ckptstore.core.geometry import box_of_region
 from ckptstore.core.globs import selector
 from ckptstore.core.ids import CommitId
 from ckptstore.core.model import Box, CommitDocument, Shape
-from ckptstore.engine.assembly import assemble
-from ckptstore.engine.checkout import Destination, Reader, Tree, Wanted
-from ckptstore.engine.mapping import Unmappable
-from ckptstore.engine.near import near
-from ckptstore.engine.ranks.broadcast import Broadcast
-from ckptstore.engine.ranks.layout import Layout
-from ckptstore.engine.ranks.own import Viewer, own_trees, tree_of_rank
-from ckptstore.engine.ranks.restore import Common, check_loaders, restore_together
-from ckptstore.engine.ranks.vouch import Vouching
-from ckptstore.engine.restore import RestoreOptions, RestoreReport, Restoring
-from ckptstore.engine.views import Select, selected, whole
+from ckptstore.core.suggestions import near
+from ckptstore.distributed.broadcast import Broadcast
+from ckptstore.distributed.collective import TIMEOUT_S
+from ckptstore.distributed.gloo import peers_of
+from ckptstore.distributed.rank_view import Viewer, own_trees, tree_of_rank
+from ckptstore.distributed.restore import Common, check_loaders, restore_together
+from ckptstore.distributed.shared_verification import Vouching
 from ckptstore.errors import InvalidInput, NotFound
-from ckptstore.state import conversion, tensors
+from ckptstore.objects.layout import Layout
+from ckptstore.restore.inflate_commit import assemble
+from ckptstore.restore.mmap import Unmappable
+from ckptstore.restore.projection import Select, selected, whole
+from ckptstore.restore.reader import Destination, Reader, Tree, Wanted
+from ckptstore.restore.restore import RestoreOptions, RestoreReport, Restoring
+from ckptstore.state import dtype_cast, tensors
 from ckptstore.state.flatten import check_app_state
 from ckptstore.state.inflate import inflate_leaf
-from ckptstore.state.numbering import unnamed
+from ckptstore.state.optimizer_ids import unnamed
 from ckptstore.state.paths import segment
-from ckptstore.state.ranks.peers import peers_of
-from ckptstore.state.ranks.rounds import TIMEOUT_S
 
 if TYPE_CHECKING:
     import torch
 
-    from ckptstore.engine.commit import CommitStats
+    from ckptstore.commit.commit import CommitStats
     from ckptstore.state.renaming import Rename
 
 
@@ -253,7 +253,7 @@ class Snapshot:
         box, shape = _box(tree, i, region)
         tree.check(i)  # before memory is taken for a shape that may be damaged
         committed = tree.schema.dtypes[i]
-        converted = dtype is not None and conversion.converts(committed, conversion.checked(dtype))
+        converted = dtype is not None and dtype_cast.converts(committed, dtype_cast.checked(dtype))
         out = tensors.empty(tensors.DTYPE_NAMES[dtype] if dtype is not None and converted else committed, shape)
         self._land(tree, i, box, out, memory_budget_bytes)
         return out
@@ -279,7 +279,7 @@ class Snapshot:
             raise InvalidInput(f"{path} is a {tree.schema.kinds[i]}, no tensor; use read")
         box, shape = _box(tree, i, region)
         committed = tree.schema.dtypes[i]
-        converted = dtype is not None and tensor.dtype == dtype and conversion.converts(committed, conversion.checked(dtype))
+        converted = dtype is not None and tensor.dtype == dtype and dtype_cast.converts(committed, dtype_cast.checked(dtype))
         if tuple(tensor.shape) != shape or not (converted or tensors.DTYPE_NAMES[tensor.dtype] == committed):
             wanted, got = f"{committed}{list(shape)}", f"{tensors.DTYPE_NAMES[tensor.dtype]}{list(tensor.shape)}"
             raise InvalidInput(f"{path} needs a tensor {wanted}; got {got}; dtype=tensor.dtype converts floats, shapes must agree")
@@ -351,7 +351,7 @@ class Snapshot:
         if mmap and dtype is not None:
             raise InvalidInput("mmap takes tensors as they are stored, dtype converts them; give one or the other")
         if dtype is not None:
-            conversion.checked(dtype)
+            dtype_cast.checked(dtype)
         trees = self.trees if key is None else {key: self._tree(key)}
         views = whole(trees) if select is None else selected(trees, select, self.id)
         states = {
@@ -405,7 +405,7 @@ class Snapshot:
         return next((path for tree in self.trees.values() for path in tree.schema.paths), "model/weight")
 
     def _land(self, tree: Tree, i: int, box: Box | None, tensor: "torch.Tensor", memory_budget_bytes: int | None) -> None:
-        wanted = Wanted(tree, i, conversion.destination(tensor, tree.schema.dtypes[i]), box)
+        wanted = Wanted(tree, i, dtype_cast.destination(tensor, tree.schema.dtypes[i]), box)
         self._reader.read([wanted], self.id, memory_budget_bytes=memory_budget_bytes)
 
 

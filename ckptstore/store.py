@@ -12,19 +12,19 @@ from ckptstore.core.ids import CommitId, check_run, check_tag
 from ckptstore.core.model import CommitInfo
 from ckptstore.core.refs import Latest, parse_ref
 from ckptstore.core.settings import Settings
-from ckptstore.engine.checkout import Reader
-from ckptstore.engine.compare import Difference, compare
-from ckptstore.engine.naming import AnyRef, find_commit, through_pointers
-from ckptstore.engine.opening import Opening
-from ckptstore.engine.ranks.restore import agreed, on_all
-from ckptstore.engine.tagging import remove_tag, set_tag
+from ckptstore.distributed.collective import TIMEOUT_S, Peers
+from ckptstore.distributed.gloo import peers_of
+from ckptstore.distributed.restore import agreed, on_all
 from ckptstore.errors import Corrupt, InvalidInput, NotFound
-from ckptstore.history.resolve import Resolved, newest_first
 from ckptstore.keeping import Keeping
+from ckptstore.log.resolve import Resolved, newest_first
+from ckptstore.maintenance.mirror.tiers import Tier
+from ckptstore.maintenance.tags import remove_tag, set_tag
+from ckptstore.repository.resolve_ref import AnyRef, find_commit, through_pointers
+from ckptstore.repository.store_handle import Opening
+from ckptstore.restore.diff import Difference, compare
+from ckptstore.restore.reader import Reader
 from ckptstore.snapshot import Snapshot
-from ckptstore.state.ranks.peers import peers_of
-from ckptstore.state.ranks.rounds import TIMEOUT_S, Peers
-from ckptstore.upkeep.tier import Tier
 
 logger = logging.getLogger("ckptstore")
 

@@ -14,10 +14,10 @@ from zlib import crc32
 import pytest
 from hypothesis import HealthCheck, settings
 
-from tests.guard import sitecustomize as guard
-from tests.servers.postgres import PostgresServer, postgres_server
-from tests.servers.s3 import S3Server, s3_server
-from tests.showing import Showing
+from tests.support.guard import sitecustomize as guard
+from tests.support.live_output import Showing
+from tests.support.servers.postgres import PostgresServer, postgres_server
+from tests.support.servers.s3 import S3Server, s3_server
 
 SEED = int(os.environ.setdefault("CKPTSTORE_TEST_SEED", str(secrets.randbelow(2**32))))  # set: the workers of pytest-xdist draw the same
 

@@ -10,15 +10,15 @@ import sys
 import time
 from pathlib import Path
 
-from tests.servers.rgw import missing_programs, rgw_server
+from tests.support.servers.rgw import missing_programs, rgw_server
 
 PACKAGES = ("radosgw", "ceph-mon", "ceph-osd", "postgresql")
 SUITES = (
-    "tests/objects/test_s3.py",
+    "tests/storage/test_s3.py",
     "tests/shared",
-    "tests/mirror/test_shared_ends.py",
-    "tests/upkeep/test_gc.py",
-    "tests/upkeep/test_gc_crash.py",
+    "tests/maintenance/mirror/test_shared_ends.py",
+    "tests/maintenance/test_gc.py",
+    "tests/maintenance/test_gc_crash.py",
 )
 LEFT_OUT = "memory"
 """What has nothing to do with the servers."""

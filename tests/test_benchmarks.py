@@ -11,8 +11,8 @@ from benchmarks.measure import Entrant, Result, Series, alternate, ratio
 from benchmarks.results import Record, load, save
 from benchmarks.s3 import bucket_of_a_case
 from benchmarks.targets import Target
-from tests.servers.proxy import proxy_to
-from tests.servers.s3 import S3Server
+from tests.support.servers.proxy import proxy_to
+from tests.support.servers.s3 import S3Server
 
 
 def result(**series: list[float]) -> Result:

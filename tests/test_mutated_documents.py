@@ -20,13 +20,10 @@ from hypothesis import strategies as st
 import ckptstore
 from ckptstore.core.ids import SessionId, digest
 from ckptstore.core.model import CommitDocument
-from ckptstore.engine.checkout import Reader, Tree
-from ckptstore.engine.opening import Opening
-from ckptstore.engine.transfer import Threads
 from ckptstore.errors import CkptStoreError, Corrupt, InvalidInput, NotFound
-from ckptstore.history.checkpoints import decode_state, encode_state
-from ckptstore.history.entries import NewerEntry, decode_entry
-from ckptstore.history.sessions import decode_session
+from ckptstore.log.entries import NewerEntry, decode_entry
+from ckptstore.log.log_snapshots import decode_state, encode_state
+from ckptstore.log.sessions import decode_session
 from ckptstore.objects import canonical
 from ckptstore.objects.config import decode_config
 from ckptstore.objects.documents import decode_document
@@ -34,11 +31,14 @@ from ckptstore.objects.frames import compress, decompress
 from ckptstore.objects.pack import TRAILER_BYTES, entries, parse_footer, parse_trailer
 from ckptstore.objects.pages import decode_page, join_pages
 from ckptstore.objects.schema import decode_schema
+from ckptstore.repository.store_handle import Opening
+from ckptstore.repository.thread_pool import Threads
+from ckptstore.restore.reader import Reader, Tree
 from ckptstore.snapshot import Snapshot
 from ckptstore.state import values
-from tests.objects.mutations import damaged, reworded
 from tests.state.drawing import composite
 from tests.state.test_structures import Config, Point
+from tests.support.mutations import damaged, reworded
 
 CPU_S = 5.0
 PEAK_BYTES = 16 << 20

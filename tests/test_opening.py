@@ -14,9 +14,9 @@ import torch
 
 import ckptstore
 from ckptstore import Conflict, Corrupt, InvalidInput, NotFound, ReadOnly
-from ckptstore.engine import opening
-from ckptstore.engine.opening import Opening, init_store
-from ckptstore.objects.backend import Backend
+from ckptstore.repository import store_handle
+from ckptstore.repository.store_handle import Opening, init_store
+from ckptstore.storage.contract import Backend
 
 
 @pytest.fixture
@@ -153,14 +153,14 @@ def test_an_unwritable_path_is_a_clear_error(place: Path) -> None:
 
 
 def test_a_store_that_appears_while_another_is_made_is_opened(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    refuse = opening._refuse_foreign
+    refuse = store_handle._refuse_foreign
 
     def another_is_faster(backend: Backend) -> None:
         monkeypatch.undo()
         init_store(place)
         refuse(backend)
 
-    monkeypatch.setattr(opening, "_refuse_foreign", another_is_faster)
+    monkeypatch.setattr(store_handle, "_refuse_foreign", another_is_faster)
     with ckptstore.open(place) as store:
         assert store.log() == []
 
@@ -191,6 +191,6 @@ def test_init_is_refused_where_there_is_a_store(place: Path) -> None:
 def test_opening_reads_without_torch_know_the_position(place: Path) -> None:
     with ckptstore.open(place) as store:
         store.commit({"n": 1})
-    opening = Opening(place, read_only=True)
-    assert opening.queries().position().n == 1
-    opening.close()
+    store_handle = Opening(place, read_only=True)
+    assert store_handle.queries().position().n == 1
+    store_handle.close()

@@ -7,18 +7,18 @@ from typing import TYPE_CHECKING
 
 from ckptstore.cli.documents import commit_document
 from ckptstore.cli.exits import Exit
-from ckptstore.cli.folding import FOLD_ABOVE, fold
+from ckptstore.cli.format import commit_text, type_text, value_text
+from ckptstore.cli.glob_fold import FOLD_ABOVE, fold
 from ckptstore.cli.screen import Screen
 from ckptstore.cli.stores import opened
-from ckptstore.cli.tables import Column, Table
+from ckptstore.cli.table import Column, Table
 from ckptstore.cli.trees import reading, trees_of
-from ckptstore.cli.wording import commit_text, type_text, value_text
-from ckptstore.engine.compare import LeafChange, compare
-from ckptstore.engine.naming import find_id
-from ckptstore.text import bytes_text
+from ckptstore.core.text import bytes_text
+from ckptstore.repository.resolve_ref import find_id
+from ckptstore.restore.diff import LeafChange, compare
 
 if TYPE_CHECKING:
-    from ckptstore.engine.checkout import Tree
+    from ckptstore.restore.reader import Tree
 
 MARKS = {"added": "+", "removed": "-", "changed": "~"}
 

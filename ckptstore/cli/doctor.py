@@ -6,8 +6,8 @@ from dataclasses import asdict
 from ckptstore.cli.exits import Exit
 from ckptstore.cli.screen import Screen
 from ckptstore.cli.stores import opened
-from ckptstore.cli.tables import Column, Table
-from ckptstore.upkeep.doctor import Verdict, doctor
+from ckptstore.cli.table import Column, Table
+from ckptstore.maintenance.doctor import Verdict, doctor
 
 
 def run(args: Namespace, screen: Screen) -> Exit:

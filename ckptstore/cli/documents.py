@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from ckptstore.cli.moments import exact_text
+from ckptstore.cli.timestamps import exact_text
 from ckptstore.core.model import CommitInfo
 
 

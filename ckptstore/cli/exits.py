@@ -49,7 +49,7 @@ def exit_of(error: BaseException) -> Exit:
 
 def _busy(error: BaseException) -> bool:
     """Whether others kept changing what the command wanted to change: running it again may do."""
-    from ckptstore.history.log import Refused
+    from ckptstore.log.log import Refused
 
     cause = error.__cause__ or error
     locked = getattr(cause, "sqlite_errorcode", 0) & 0xFF in (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED)

@@ -3,11 +3,11 @@
 from argparse import Namespace
 
 from ckptstore.cli.exits import Exit
+from ckptstore.cli.format import short
 from ckptstore.cli.screen import Screen
 from ckptstore.cli.stores import opened
-from ckptstore.cli.wording import short
-from ckptstore.engine.naming import find_commit
-from ckptstore.text import bytes_text, count_text
+from ckptstore.core.text import bytes_text, count_text
+from ckptstore.repository.resolve_ref import find_commit
 
 
 def run(args: Namespace, screen: Screen) -> Exit:

@@ -3,19 +3,19 @@
 from argparse import Namespace
 from typing import TYPE_CHECKING
 
-from ckptstore.cli import moments
+from ckptstore.cli import timestamps
 from ckptstore.cli.exits import Exit, UsageError
+from ckptstore.cli.format import short, step_text
 from ckptstore.cli.screen import Screen
 from ckptstore.cli.stores import opened
-from ckptstore.cli.tables import Column, Table
-from ckptstore.cli.wording import short, step_text
-from ckptstore.engine.naming import find_id
-from ckptstore.text import count_text
-from ckptstore.upkeep.forget import forget_by_policy, forget_commits
-from ckptstore.upkeep.retention import KeepBest, KeepEverySteps, KeepLast, KeepPeriods, KeepWithin, Period, Policy
+from ckptstore.cli.table import Column, Table
+from ckptstore.core.text import count_text
+from ckptstore.maintenance.forget import forget_by_policy, forget_commits
+from ckptstore.maintenance.retention import KeepBest, KeepEverySteps, KeepLast, KeepPeriods, KeepWithin, Period, Policy
+from ckptstore.repository.resolve_ref import find_id
 
 if TYPE_CHECKING:
-    from ckptstore.upkeep.retention import ForgetPlan
+    from ckptstore.maintenance.retention import ForgetPlan
 
 COMMAND = "ckptstore forget"
 PERIODS: tuple[Period, ...] = ("hourly", "daily", "weekly", "monthly")
@@ -68,7 +68,7 @@ def _best(words: list[str]) -> KeepBest:
 
 def _span_s(text: str) -> int:
     # A span is read as a moment so long before now; seen from 0 it is the span itself.
-    seconds = -moments.parse_moment(text, 0) // moments.SECOND_NS
+    seconds = -timestamps.parse_moment(text, 0) // timestamps.SECOND_NS
     if seconds <= 0:
         raise UsageError(f"--keep-within takes a span such as 90min, 12h, 7d, not {text!r}", COMMAND)
     return seconds
@@ -89,7 +89,7 @@ def _print(plan: "ForgetPlan", screen: Screen, *, dry_run: bool) -> None:
             short(commit),
             step_text(row.step),
             row.run,
-            moments.utc_text(row.time_ns),
+            timestamps.utc_text(row.time_ns),
             ", ".join(reasons),
         )
         for commit, row, reasons in plan.decisions

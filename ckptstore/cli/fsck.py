@@ -7,10 +7,10 @@ from ckptstore.cli.exits import Exit
 from ckptstore.cli.progress import progress
 from ckptstore.cli.screen import Screen
 from ckptstore.cli.stores import standing
-from ckptstore.cli.tables import Column, Table
-from ckptstore.text import bytes_text, count_text
-from ckptstore.upkeep.findings import Finding, Level, Report, Severity, parse_share
-from ckptstore.upkeep.fsck import fsck
+from ckptstore.cli.table import Column, Table
+from ckptstore.core.text import bytes_text, count_text
+from ckptstore.maintenance.check.fsck import fsck
+from ckptstore.maintenance.check.report import Finding, Level, Report, Severity, parse_share
 
 LEVELS = {level.name.lower(): level for level in Level}
 

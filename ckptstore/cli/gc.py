@@ -7,10 +7,10 @@ from ckptstore.cli.exits import Exit
 from ckptstore.cli.progress import progress
 from ckptstore.cli.screen import Screen
 from ckptstore.cli.stores import opened
-from ckptstore.cli.tables import Column, Table
-from ckptstore.text import bytes_text, count_text
-from ckptstore.upkeep.gc import GcOptions, GcReport, collect
-from ckptstore.upkeep.gc_plan import GcPlan
+from ckptstore.cli.table import Column, Table
+from ckptstore.core.text import bytes_text, count_text
+from ckptstore.maintenance.gc.collect import GcOptions, GcReport, collect
+from ckptstore.maintenance.gc.plan import GcPlan
 
 
 def run(args: Namespace, screen: Screen) -> Exit:

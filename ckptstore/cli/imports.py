@@ -4,10 +4,10 @@ from argparse import Namespace
 from collections.abc import Sequence
 
 from ckptstore.cli.exits import Exit, UsageError
+from ckptstore.cli.format import short
 from ckptstore.cli.screen import Screen
 from ckptstore.cli.stores import opened
-from ckptstore.cli.wording import short
-from ckptstore.text import bytes_text, count_text
+from ckptstore.core.text import bytes_text, count_text
 
 
 def run(args: Namespace, screen: Screen) -> Exit:

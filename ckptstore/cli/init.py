@@ -6,8 +6,8 @@ from argparse import Namespace
 from ckptstore.cli.exits import Exit
 from ckptstore.cli.screen import Screen
 from ckptstore.cli.stores import VARIABLE
-from ckptstore.engine.opening import init_store
-from ckptstore.text import bytes_text
+from ckptstore.core.text import bytes_text
+from ckptstore.repository.store_handle import init_store
 
 
 def run(args: Namespace, screen: Screen) -> Exit:

@@ -4,12 +4,12 @@ from collections import Counter
 from typing import Any
 
 from ckptstore.cli.screen import Screen
-from ckptstore.cli.tables import Column, Table
+from ckptstore.cli.table import Column, Table
 from ckptstore.core.ids import document_key
 from ckptstore.core.model import CommitInfo
-from ckptstore.engine.opening import Opening
-from ckptstore.engine.ranks.layout import Placed, decode_layout
 from ckptstore.objects.documents import decode_document
+from ckptstore.objects.layout import Placed, decode_layout
+from ckptstore.repository.store_handle import Opening
 
 
 def read_layout(store: Opening, info: CommitInfo) -> dict[str, Any] | None:

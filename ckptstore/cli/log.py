@@ -7,18 +7,18 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
-from ckptstore.cli import lineage, moments
+from ckptstore.cli import lineage, timestamps
 from ckptstore.cli.documents import commit_document
 from ckptstore.cli.exits import Exit, UsageError
+from ckptstore.cli.format import first_line, metric_text, step_text
 from ckptstore.cli.screen import Screen
 from ckptstore.cli.stores import opened
-from ckptstore.cli.tables import Column, Table
-from ckptstore.cli.wording import first_line, metric_text, step_text
+from ckptstore.cli.table import Column, Table
 from ckptstore.core.model import CommitInfo
-from ckptstore.engine.near import near
+from ckptstore.core.suggestions import near
+from ckptstore.core.text import bytes_text, count_text
 from ckptstore.errors import NotFound
 from ckptstore.index.queries import Queries
-from ckptstore.text import bytes_text, count_text
 
 SHOWN_ON_A_TERMINAL = 50
 METRIC_COLUMNS = 3
@@ -104,7 +104,7 @@ def _print(
             step_text(info.step),
             *([info.run] if several else []),
             ", ".join(info.tags),
-            moments.age_text(info.time_ns, now_ns) if age else moments.utc_text(info.time_ns),
+            timestamps.age_text(info.time_ns, now_ns) if age else timestamps.utc_text(info.time_ns),
             bytes_text(info.logical_bytes),
             bytes_text(info.new_bytes),
             *(metric_text(info.metrics[name]) if name in info.metrics else "" for name in metrics),
@@ -130,8 +130,8 @@ def _filter(args: Namespace, now_ns: int) -> Filter:
     if args.sort:
         metric, _, order = args.sort.rpartition(":")
         best = (metric, order == "max") if metric and order in ("min", "max") else (args.sort, False)
-    since = moments.parse_moment(args.since, now_ns) if args.since else None
-    until = moments.parse_moment(args.until, now_ns, end=True) if args.until else None
+    since = timestamps.parse_moment(args.since, now_ns) if args.since else None
+    until = timestamps.parse_moment(args.until, now_ns, end=True) if args.until else None
     several = tuple(args.run) if len(set(args.run or ())) > 1 else None  # one alone is chosen by the query
     return Filter(several, tuple(args.tag) if args.tag else None, since, until, best)
 

@@ -5,21 +5,21 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 
 from ckptstore.cli.exits import Exit
-from ckptstore.cli.folding import FOLD_ABOVE, fold
+from ckptstore.cli.format import short, step_text, value_text
+from ckptstore.cli.glob_fold import FOLD_ABOVE, fold
 from ckptstore.cli.screen import Screen
 from ckptstore.cli.stores import opened
-from ckptstore.cli.tables import Column, Table
+from ckptstore.cli.table import Column, Table
 from ckptstore.cli.trees import leaves_of, pickles_of, reading, tensor_bytes, trees_of
-from ckptstore.cli.wording import short, step_text, value_text
 from ckptstore.core.globs import selector
 from ckptstore.core.ids import CHUNK_ID_BYTES, CommitId
 from ckptstore.core.model import CommitInfo, Shape
-from ckptstore.engine.naming import find_id
-from ckptstore.engine.near import near
-from ckptstore.engine.opening import Opening
+from ckptstore.core.suggestions import near
+from ckptstore.core.text import bytes_text, count_text
 from ckptstore.errors import InvalidInput, NotFound
 from ckptstore.index.queries import Queries
-from ckptstore.text import bytes_text, count_text
+from ckptstore.repository.resolve_ref import find_id
+from ckptstore.repository.store_handle import Opening
 
 
 @dataclass(frozen=True, slots=True)

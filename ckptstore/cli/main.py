@@ -9,8 +9,8 @@ from importlib import import_module
 from ckptstore.cli.exits import Exit, exit_of
 from ckptstore.cli.parser import build, parse
 from ckptstore.cli.screen import Screen
-from ckptstore.cli.tables import printable
-from ckptstore.core.secrets import redact
+from ckptstore.cli.table import printable
+from ckptstore.core.redaction import redact
 from ckptstore.errors import CkptStoreError
 
 

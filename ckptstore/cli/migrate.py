@@ -9,11 +9,11 @@ from pathlib import Path
 from ckptstore.cli.exits import Exit, NoStore
 from ckptstore.cli.screen import Screen
 from ckptstore.cli.stores import find, opened
-from ckptstore.engine.opening import CATALOG_NAME, read_config
+from ckptstore.core.text import count_text
 from ckptstore.errors import NotFound
-from ckptstore.index.readable import REVISION
-from ckptstore.objects.backend import open_backend
-from ckptstore.text import count_text
+from ckptstore.index.catalog_sqlite import REVISION
+from ckptstore.repository.store_handle import CATALOG_NAME, read_config
+from ckptstore.storage.contract import open_backend
 
 
 def run(args: Namespace, screen: Screen) -> Exit:
@@ -47,7 +47,7 @@ def _in_database(place: str) -> bool:
 
 
 def _move(args: Namespace, screen: Screen) -> Exit:
-    from ckptstore.upkeep.move_log import move_log
+    from ckptstore.maintenance.move_log import move_log
 
     place = find(args.store, os.environ, Path.cwd())
     with screen.working("moving the log"):
@@ -60,7 +60,7 @@ def _move(args: Namespace, screen: Screen) -> Exit:
 
 
 def _restore(args: Namespace, screen: Screen) -> Exit:
-    from ckptstore.upkeep.move_log import restore_log
+    from ckptstore.maintenance.move_log import restore_log
 
     place = find(args.store, os.environ, Path.cwd())
     with screen.working("making the database again"):
@@ -73,7 +73,7 @@ def _restore(args: Namespace, screen: Screen) -> Exit:
 
 
 def _migrate_tables(args: Namespace, screen: Screen) -> Exit:
-    from ckptstore.upkeep.move_log import migrate_tables
+    from ckptstore.maintenance.move_log import migrate_tables
 
     place = find(args.store, os.environ, Path.cwd())
     with screen.working("bringing the tables up to date"):

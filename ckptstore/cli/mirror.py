@@ -5,18 +5,18 @@ from contextlib import ExitStack
 from typing import Any
 
 from ckptstore.cli.exits import Exit, NoStore
+from ckptstore.cli.format import short
 from ckptstore.cli.progress import progress
 from ckptstore.cli.screen import Screen
 from ckptstore.cli.stores import opened
-from ckptstore.cli.wording import short
 from ckptstore.core.config import default_threads
-from ckptstore.engine.opening import Opening
-from ckptstore.engine.transfer import Threads
+from ckptstore.core.text import bytes_text, count_text
 from ckptstore.errors import NotFound
-from ckptstore.text import bytes_text, count_text
-from ckptstore.upkeep.mirror import Mirrored, MirrorOptions, mirror
-from ckptstore.upkeep.mirror_ends import choose, other_end
-from ckptstore.upkeep.mirror_plan import MirrorPlan
+from ckptstore.maintenance.mirror.mirror import Mirrored, MirrorOptions, mirror
+from ckptstore.maintenance.mirror.plan import MirrorPlan
+from ckptstore.maintenance.mirror.remotes import choose, other_end
+from ckptstore.repository.store_handle import Opening
+from ckptstore.repository.thread_pool import Threads
 
 
 def run(args: Namespace, screen: Screen) -> Exit:

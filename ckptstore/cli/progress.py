@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from ckptstore.cli.screen import Screen
-from ckptstore.cli.tables import printable
+from ckptstore.cli.table import printable
 
 PAUSE_S = 0.1
 

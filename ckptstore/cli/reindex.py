@@ -7,8 +7,8 @@ from ckptstore.cli.exits import Exit
 from ckptstore.cli.progress import progress
 from ckptstore.cli.screen import Screen
 from ckptstore.cli.stores import opened
-from ckptstore.text import count_text
-from ckptstore.upkeep.reindex import reindex
+from ckptstore.core.text import count_text
+from ckptstore.maintenance.reindex import reindex
 
 
 def run(args: Namespace, screen: Screen) -> Exit:

@@ -9,11 +9,11 @@ from ckptstore.cli.fsck import exit_for, finding_document
 from ckptstore.cli.progress import progress
 from ckptstore.cli.screen import Screen
 from ckptstore.cli.stores import standing
-from ckptstore.objects.backend import Backend, open_backend
-from ckptstore.text import count_text
-from ckptstore.upkeep.findings import parse_share
-from ckptstore.upkeep.repair import Action, Mark, PutBack, Rebuild, Repaired, SetAside, WriteConfig, repair
-from ckptstore.upkeep.rescue import CopyTwin, SavePacks
+from ckptstore.core.text import count_text
+from ckptstore.maintenance.check.report import parse_share
+from ckptstore.maintenance.repair.repair import Action, Mark, PutBack, Rebuild, Repaired, SetAside, WriteConfig, repair
+from ckptstore.maintenance.repair.rescue import CopyTwin, SavePacks
+from ckptstore.storage.contract import Backend, open_backend
 
 
 def run(args: Namespace, screen: Screen) -> Exit:

@@ -12,8 +12,8 @@ from contextlib import contextmanager
 from shutil import get_terminal_size
 from typing import TYPE_CHECKING, Any, TextIO
 
-from ckptstore.cli.tables import GAP, Table, fitted, plain, printable
-from ckptstore.cli.wording import ID_DIGITS
+from ckptstore.cli.format import ID_DIGITS
+from ckptstore.cli.table import GAP, Table, fitted, plain, printable
 
 if TYPE_CHECKING:
     from rich.console import Console

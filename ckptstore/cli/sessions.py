@@ -3,13 +3,13 @@
 import time
 from argparse import Namespace
 
-from ckptstore.cli import moments
+from ckptstore.cli import timestamps
 from ckptstore.cli.exits import Exit
 from ckptstore.cli.screen import Screen
 from ckptstore.cli.stores import opened
-from ckptstore.cli.tables import Column, Table
-from ckptstore.text import bytes_text, seconds_text
-from ckptstore.upkeep.activity import activities
+from ckptstore.cli.table import Column, Table
+from ckptstore.core.text import bytes_text, seconds_text
+from ckptstore.maintenance.gc.activity import activities
 
 
 def run(args: Namespace, screen: Screen) -> Exit:
@@ -50,7 +50,7 @@ def run(args: Namespace, screen: Screen) -> Exit:
             activity.info.what,
             activity.info.host,
             str(activity.info.pid or ""),
-            moments.age_text(activity.info.time_ns, now_ns) if activity.info.time_ns else "",
+            timestamps.age_text(activity.info.time_ns, now_ns) if activity.info.time_ns else "",
             seconds_text(activity.still_s) if activity.still_s >= 1 else "",
             f"{activity.packs:,} ({bytes_text(activity.bytes)})" if activity.packs else "",
         )

@@ -6,25 +6,25 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from ckptstore.cli import moments
+from ckptstore.cli import timestamps
 from ckptstore.cli.documents import commit_document
 from ckptstore.cli.exits import Exit
+from ckptstore.cli.format import commit_text, metric_text, short, step_text
 from ckptstore.cli.layout import print_layout, read_layout
 from ckptstore.cli.screen import Screen
 from ckptstore.cli.stores import opened
-from ckptstore.cli.tables import Column, Table, fields
+from ckptstore.cli.table import Column, Table, fields
 from ckptstore.cli.trees import leaves_of, pickles_of, tensor_bytes
-from ckptstore.cli.wording import commit_text, metric_text, short, step_text
 from ckptstore.core.ids import CommitId, pack_session
 from ckptstore.core.model import CommitInfo
-from ckptstore.engine.naming import find_id
-from ckptstore.engine.opening import Opening
+from ckptstore.core.text import bytes_text, count_text
 from ckptstore.errors import Corrupt, NotFound
 from ckptstore.index.queries import LeafInfo, PackInfo, Queries
-from ckptstore.text import bytes_text, count_text
+from ckptstore.repository.resolve_ref import find_id
+from ckptstore.repository.store_handle import Opening
 
 if TYPE_CHECKING:
-    from ckptstore.upkeep.usage import CommitUsage
+    from ckptstore.maintenance.usage import CommitUsage
 
 RELATIVES_SHOWN = 8
 
@@ -81,7 +81,7 @@ def _pickles(store: Opening, info: CommitInfo, leaves: dict[str, list[LeafInfo]]
 
 def _usage(store: Opening, screen: Screen, info: CommitInfo) -> "tuple[CommitUsage | None, str | None]":
     """The commit's exclusive and shared bytes, or why they cannot be told: some other commit may be damaged."""
-    from ckptstore.upkeep.usage import usage
+    from ckptstore.maintenance.usage import usage
 
     try:
         with screen.working("looking at what other commits share"):
@@ -92,14 +92,14 @@ def _usage(store: Opening, screen: Screen, info: CommitInfo) -> "tuple[CommitUsa
 
 
 def _print_facts(screen: Screen, info: CommitInfo, parents: Sequence[str], children: Sequence[CommitInfo]) -> None:
-    age = moments.age_text(info.time_ns, time.time_ns())
+    age = timestamps.age_text(info.time_ns, time.time_ns())
     pairs = [
         ("commit", info.id),
         ("content", info.content),
         ("run", info.run),
         ("step", step_text(info.step)),
         ("tags", ", ".join(info.tags)),
-        ("time", f"{moments.local_text(info.time_ns)} ({age} ago)" if age[-1].isalpha() else moments.local_text(info.time_ns)),
+        ("time", f"{timestamps.local_text(info.time_ns)} ({age} ago)" if age[-1].isalpha() else timestamps.local_text(info.time_ns)),
         ("parents", _several(parents)),
         ("children", _several([commit_text(child) for child in children])),
         ("log entry", f"{info.n}, session {info.session}"),

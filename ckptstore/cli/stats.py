@@ -5,23 +5,23 @@ from argparse import Namespace
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from ckptstore.cli import moments
+from ckptstore.cli import timestamps
 from ckptstore.cli.exits import Exit
+from ckptstore.cli.format import step_text
 from ckptstore.cli.screen import Screen
 from ckptstore.cli.stores import opened
-from ckptstore.cli.tables import Column, Table, fields
-from ckptstore.cli.wording import step_text
+from ckptstore.cli.table import Column, Table, fields
 from ckptstore.core.model import CommitInfo
-from ckptstore.engine.opening import Opening
+from ckptstore.core.text import bytes_text, count_text
 from ckptstore.index.queries import RunInfo, Totals
-from ckptstore.text import bytes_text, count_text
+from ckptstore.repository.store_handle import Opening
 
 if TYPE_CHECKING:
-    from ckptstore.upkeep.usage import CommitUsage, Usage
+    from ckptstore.maintenance.usage import CommitUsage, Usage
 
 
 def run(args: Namespace, screen: Screen) -> Exit:
-    from ckptstore.upkeep.usage import usage
+    from ckptstore.maintenance.usage import usage
 
     with opened(args) as store:
         queries = store.queries()
@@ -67,7 +67,7 @@ def _print_runs(screen: Screen, runs: Sequence[RunInfo]) -> None:
             f"{run.commits:,}",
             run.latest[: screen.id_digits],
             step_text(run.step),
-            moments.age_text(run.time_ns, now_ns) if screen.terminal else moments.utc_text(run.time_ns),
+            timestamps.age_text(run.time_ns, now_ns) if screen.terminal else timestamps.utc_text(run.time_ns),
         )
         for run in runs
     )
@@ -116,7 +116,7 @@ def _print_document(store: Opening, screen: Screen, totals: Totals, runs: Sequen
             "packs": found.packs,
             "chunks": found.chunks,
             "runs": [
-                {"run": run.run, "commits": run.commits, "latest": run.latest, "step": run.step, "time": moments.exact_text(run.time_ns)}
+                {"run": run.run, "commits": run.commits, "latest": run.latest, "step": run.step, "time": timestamps.exact_text(run.time_ns)}
                 for run in runs
             ],
             "usage": [

@@ -13,13 +13,13 @@ from typing import TYPE_CHECKING
 from ckptstore.cli.exits import NoStore, UnusableStore
 from ckptstore.core.discovery import distrust, search
 from ckptstore.core.ids import CONFIG_KEY
-from ckptstore.engine.naming import is_path
-from ckptstore.engine.opening import Opening
 from ckptstore.errors import InvalidInput, NotFound
-from ckptstore.objects.pointers import is_pointer, read_pointer
+from ckptstore.objects.pointer_files import is_pointer, read_pointer
+from ckptstore.repository.resolve_ref import is_path
+from ckptstore.repository.store_handle import Opening
 
 if TYPE_CHECKING:
-    from ckptstore.upkeep.ground import Ground
+    from ckptstore.maintenance.check.offline_store import Ground
 
 VARIABLE = "CKPTSTORE"
 
@@ -46,7 +46,7 @@ def opened(args: Namespace, *refs: str) -> Iterator[Opening]:
 @contextmanager
 def standing(args: Namespace) -> Iterator["Ground"]:
     """The store that the command line means, damaged as it may be. Raises as `opened` does."""
-    from ckptstore.upkeep.ground import open_ground
+    from ckptstore.maintenance.check.offline_store import open_ground
 
     place = find(args.store, os.environ, Path.cwd())
     with ExitStack() as stack:

@@ -4,18 +4,18 @@ import time
 from argparse import Namespace
 from collections.abc import Sequence
 
-from ckptstore.cli import moments
+from ckptstore.cli import timestamps
 from ckptstore.cli.exits import Exit, UsageError
+from ckptstore.cli.format import commit_text, first_line, short, step_text
 from ckptstore.cli.screen import Screen
 from ckptstore.cli.stores import opened
-from ckptstore.cli.tables import Column, Table
+from ckptstore.cli.table import Column, Table
 from ckptstore.cli.trees import reading
-from ckptstore.cli.wording import commit_text, first_line, short, step_text
 from ckptstore.core.ids import check_tag
-from ckptstore.engine.naming import find_id
-from ckptstore.engine.near import near
-from ckptstore.engine.opening import Opening
+from ckptstore.core.suggestions import near
 from ckptstore.errors import NotFound
+from ckptstore.repository.resolve_ref import find_id
+from ckptstore.repository.store_handle import Opening
 
 
 def run(args: Namespace, screen: Screen) -> Exit:
@@ -61,7 +61,7 @@ def _list(store: Opening, screen: Screen, args: Namespace) -> Exit:
             tag.commit[: screen.id_digits],
             step_text(tag.step),
             tag.run,
-            moments.age_text(info.time_ns, now_ns) if age else moments.utc_text(info.time_ns),
+            timestamps.age_text(info.time_ns, now_ns) if age else timestamps.utc_text(info.time_ns),
             first_line(info.message),
         )
         for tag, info in zip(tags, infos, strict=True)
@@ -74,7 +74,7 @@ def _list(store: Opening, screen: Screen, args: Namespace) -> Exit:
 
 
 def _set(store: Opening, screen: Screen, name: str, ref: str, run: str | None) -> Exit:
-    from ckptstore.engine.tagging import set_tag
+    from ckptstore.maintenance.tags import set_tag
 
     queries = store.queries()
     info = queries.commit(find_id(queries, ref, run))
@@ -90,7 +90,7 @@ def _set(store: Opening, screen: Screen, name: str, ref: str, run: str | None) -
 
 
 def _remove(store: Opening, screen: Screen, names: Sequence[str]) -> Exit:
-    from ckptstore.engine.tagging import remove_tag
+    from ckptstore.maintenance.tags import remove_tag
 
     store.check_writable()
     there = {tag.name: tag.commit for tag in store.queries().tags()}

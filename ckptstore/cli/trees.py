@@ -6,12 +6,12 @@ from typing import TYPE_CHECKING
 
 from ckptstore.core.dtypes import nbytes_of
 from ckptstore.core.model import CommitInfo, Schema
-from ckptstore.engine.opening import Opening
 from ckptstore.index.queries import LeafInfo, Queries
+from ckptstore.repository.store_handle import Opening
 from ckptstore.state.paths import pickled
 
 if TYPE_CHECKING:
-    from ckptstore.engine.checkout import Reader, Tree
+    from ckptstore.restore.reader import Reader, Tree
 
 
 def leaves_of(store: Opening, queries: Queries, info: CommitInfo) -> dict[str, list[LeafInfo]]:
@@ -40,8 +40,8 @@ def tensor_bytes(leaf: LeafInfo) -> int | None:
 @contextmanager
 def reading(store: Opening) -> Iterator["Reader"]:
     """A reader of commits, for as long as the context lasts."""
-    from ckptstore.engine.checkout import Reader
-    from ckptstore.engine.transfer import Threads
+    from ckptstore.repository.thread_pool import Threads
+    from ckptstore.restore.reader import Reader
 
     threads = Threads(1)
     try:

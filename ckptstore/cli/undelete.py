@@ -3,11 +3,11 @@
 from argparse import Namespace
 
 from ckptstore.cli.exits import Exit
+from ckptstore.cli.format import commit_text
 from ckptstore.cli.screen import Screen
 from ckptstore.cli.stores import opened
-from ckptstore.cli.wording import commit_text
-from ckptstore.engine.naming import find_id
-from ckptstore.upkeep.forget import undelete
+from ckptstore.maintenance.forget import undelete
+from ckptstore.repository.resolve_ref import find_id
 
 
 def run(args: Namespace, screen: Screen) -> Exit:

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ckptstore.core.ids import CONFIG_KEY
-from ckptstore.core.places import mount_points
+from ckptstore.core.paths import mount_points
 from ckptstore.errors import InvalidInput
 
 BESIDE = ".ckptstore"

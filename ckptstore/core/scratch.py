@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from ckptstore.core.places import rights, write_file
+from ckptstore.core.paths import rights, write_file
 
 _TOKEN_BYTES = 6
 

@@ -21,13 +21,13 @@ from sqlalchemy.exc import DBAPIError
 from ckptstore.core.ids import CommitId, StoreId
 from ckptstore.core.model import Schema
 from ckptstore.errors import Corrupt
-from ckptstore.history.entries import Entry, Position
 from ckptstore.index import catalog_file
 from ckptstore.index.catalog_file import UNUSABLE, CatalogFile, cause
-from ckptstore.index.folding import Folding, leaf_rows
+from ckptstore.index.catalog_fold import Folding, leaf_rows
+from ckptstore.index.catalog_sqlite import is_busy
 from ckptstore.index.queries import KINDS, Queries, Rows, ShardInfo
-from ckptstore.index.readable import is_busy
 from ckptstore.index.tables import commits, leaves, position, schemas, shards
+from ckptstore.log.entries import Entry, Position
 
 P = ParamSpec("P")
 Within: TypeAlias = AbstractContextManager[object]

@@ -16,12 +16,12 @@ from sqlalchemy.engine import URL
 from sqlalchemy.exc import DBAPIError, SQLAlchemyError
 
 from ckptstore.core.ids import StoreId
-from ckptstore.core.places import make_directories, write_file
-from ckptstore.history.entries import origin
+from ckptstore.core.paths import make_directories, write_file
 from ckptstore.index import tables
-from ckptstore.index.file_lock import file_lock
+from ckptstore.index.catalog_sqlite import REVISION, catalog_error, is_busy, is_current
 from ckptstore.index.queries import Rows
-from ckptstore.index.readable import REVISION, catalog_error, is_busy, is_current
+from ckptstore.log.entries import origin
+from ckptstore.storage.file_lock import file_lock
 
 LOCK_TIMEOUT_S = 2.0
 UNUSABLE = (SQLAlchemyError, ValueError)

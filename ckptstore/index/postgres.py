@@ -18,7 +18,7 @@ from sqlalchemy.engine import URL, make_url
 from sqlalchemy.exc import ArgumentError, DBAPIError, SQLAlchemyError
 
 from ckptstore.core.ids import StoreId
-from ckptstore.core.secrets import redact, without
+from ckptstore.core.redaction import redact, without
 from ckptstore.core.threads import start
 from ckptstore.errors import CkptStoreError, Conflict, InvalidInput, NotFound, ReadOnly, Unavailable
 from ckptstore.index.catalog_file import cause

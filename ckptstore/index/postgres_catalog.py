@@ -7,10 +7,10 @@ from sqlalchemy import text
 
 from ckptstore.core.ids import CommitId
 from ckptstore.core.model import Schema
-from ckptstore.history.entries import Entry, Position
 from ckptstore.index.catalog import add_schema, add_shards
 from ckptstore.index.postgres import Database
 from ckptstore.index.queries import Queries, Rows, ShardInfo
+from ckptstore.log.entries import Entry, Position
 
 
 class PostgresCatalog:

@@ -16,13 +16,13 @@ from sqlalchemy import Connection, text
 
 from ckptstore.core.ids import StoreId, log_key
 from ckptstore.errors import Corrupt, InvalidInput, NotFound, ReadOnly, Unavailable
-from ckptstore.history.entries import Entry, Position, decode_entry
 from ckptstore.index import catalog_file
 from ckptstore.index.catalog import fold_entries
 from ckptstore.index.catalog_file import make_tables
+from ckptstore.index.catalog_sqlite import REVISION
 from ckptstore.index.postgres import Database, Lost, at_once, quoted
-from ckptstore.index.readable import REVISION
-from ckptstore.objects.backend import Backend
+from ckptstore.log.entries import Entry, Position, decode_entry
+from ckptstore.storage.contract import Backend
 
 _BATCH = 500
 _PLACE = "CREATE TABLE place (id SMALLINT PRIMARY KEY, token VARCHAR(32) NOT NULL, copied BIGINT NOT NULL)"

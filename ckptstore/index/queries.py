@@ -1,6 +1,6 @@
 """What the catalog answers: portable SQL with named parameters, run by whoever holds a connection.
 
-`index.readable` asks with the standard library alone, `Catalog.queries` through SQLAlchemy. Answers are as of the log position that was
+`index.catalog_sqlite` asks with the standard library alone, `Catalog.queries` through SQLAlchemy. Answers are as of the log position that was
 folded last.
 """
 
@@ -15,8 +15,8 @@ from ckptstore.core.ids import CommitId, PackId, SessionId
 from ckptstore.core.model import CommitInfo, LeafKind, Shape
 from ckptstore.core.refs import Ancestor, Best, Latest, Name, Ref, Step, parse_ref
 from ckptstore.errors import Corrupt, InvalidInput, NotFound
-from ckptstore.history.entries import Position
-from ckptstore.history.resolve import circular
+from ckptstore.log.entries import Position
+from ckptstore.log.resolve import circular
 
 KINDS: tuple[LeafKind, ...] = ("tensor", "value", "bytes")
 

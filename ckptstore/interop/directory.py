@@ -14,11 +14,11 @@ from typing import NoReturn
 
 from ckptstore.core.dtypes import width_of
 from ckptstore.core.model import Box, Shape
+from ckptstore.core.text import count_text, unicode_text
 from ckptstore.errors import InvalidInput, Unavailable
 from ckptstore.interop.safetensors_file import Entry, Header, read_header
 from ckptstore.interop.sources import FileRange, Held, Joined, check_tiling, flat_dict, inside
-from ckptstore.state.flat import Flat, Source
-from ckptstore.text import count_text, unicode_text
+from ckptstore.state.leaf_sources import Flat, Source
 
 FILES = "files"
 MODEL = "model"

@@ -11,12 +11,12 @@ from typing import Literal, TypeAlias
 from urllib.parse import unquote
 
 from ckptstore.core.model import Node, Shape
-from ckptstore.core.places import check_path
+from ckptstore.core.paths import check_path
 from ckptstore.core.scratch import scratch_for
-from ckptstore.engine.checkout import Tree
 from ckptstore.errors import Conflict, InvalidInput, NotFound, Unavailable
 from ckptstore.interop.directory import FILES, SUFFIX, group_keys
 from ckptstore.interop.safetensors_file import Header, encode_header, parse_header
+from ckptstore.restore.reader import Tree
 from ckptstore.snapshot import Snapshot
 
 Format: TypeAlias = Literal["files", "safetensors", "torch", "dcp"]

@@ -13,14 +13,14 @@ from os import PathLike
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
-from ckptstore.core.secrets import redact
+from ckptstore.core.redaction import redact
+from ckptstore.core.text import unicode_text
 from ckptstore.errors import InvalidInput
 from ckptstore.interop import directory
 from ckptstore.interop.directory import INDEX_SUFFIX, SUFFIX
 from ckptstore.snapshot import Snapshot
-from ckptstore.state.flat import Flat
+from ckptstore.state.leaf_sources import Flat
 from ckptstore.store import Store
-from ckptstore.text import unicode_text
 
 Kind: TypeAlias = Literal["files", "torch", "dcp", "torchsnapshot"]
 

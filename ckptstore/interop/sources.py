@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from ckptstore.core.geometry import byte_ranges, intersect, within
 from ckptstore.core.model import Box, LeafKind, Node, Schema, Shape
 from ckptstore.errors import InvalidInput, Unavailable
-from ckptstore.state.flat import Flat, Source
+from ckptstore.state.leaf_sources import Flat, Source
 from ckptstore.state.paths import segment, segments
 
 if TYPE_CHECKING:

@@ -14,19 +14,19 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from ckptstore.core.config import CHUNK_BYTES, default_threads
 from ckptstore.core.host import free_bytes
 from ckptstore.core.threads import behind
-from ckptstore.engine.transfer import Threads
+from ckptstore.distributed.addresses import own_addresses
 from ckptstore.errors import InvalidInput
-from ckptstore.interop.exchange.board import Board
-from ckptstore.interop.exchange.connection import Deadline, Route
-from ckptstore.interop.exchange.fetch import Peers
-from ckptstore.interop.exchange.naming import BLAKE3, XXH3, quick_name
-from ckptstore.interop.exchange.near import Probe
-from ckptstore.interop.exchange.offer import flatten_state, make_offer
-from ckptstore.interop.exchange.protocol import Invitation, decode_invitation, encode_invitation
-from ckptstore.interop.exchange.receive import Here, Received, Transfer
-from ckptstore.interop.exchange.server import TransportServer
-from ckptstore.state.arenas import ArenaPool, default_budget
-from ckptstore.state.ranks.addresses import own_addresses
+from ckptstore.interop.chunk_transfer.chunk_names import BLAKE3, XXH3, quick_name
+from ckptstore.interop.chunk_transfer.connection import Deadline, Route
+from ckptstore.interop.chunk_transfer.fetch import Peers
+from ckptstore.interop.chunk_transfer.process_vm import Probe
+from ckptstore.interop.chunk_transfer.protocol import Invitation, decode_invitation, encode_invitation
+from ckptstore.interop.chunk_transfer.publication import Board
+from ckptstore.interop.chunk_transfer.receive import Here, Received, Transfer
+from ckptstore.interop.chunk_transfer.served_state import flatten_state, make_offer
+from ckptstore.interop.chunk_transfer.server import TransportServer
+from ckptstore.repository.thread_pool import Threads
+from ckptstore.state.staging_buffers import ArenaPool, default_budget
 
 try:
     from torchft.checkpointing.transport import CheckpointTransport

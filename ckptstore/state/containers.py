@@ -83,7 +83,7 @@ _JOINS: dict[str, Join] = {}
 _REFILLS: dict[str, Refill] = {}
 _FORMS: dict[str, Form] = {}
 _COPYING: set[str] = set()
-_PROVIDERS = {"torch": "ckptstore.state.composites", "numpy": "ckptstore.state.numpy_values"}
+_PROVIDERS = {"torch": "ckptstore.state.tensor_subclasses", "numpy": "ckptstore.state.numpy_values"}
 
 
 def add_container(cls: type, split: Split) -> None:

@@ -15,7 +15,7 @@ from weakref import finalize
 
 import torch
 
-from ckptstore.state.arenas import Arena
+from ckptstore.state.staging_buffers import Arena
 
 logger = logging.getLogger("ckptstore")
 

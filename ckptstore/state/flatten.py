@@ -9,17 +9,17 @@ from typing import Any
 import torch
 from torch.optim.optimizer import Optimizer
 
-from ckptstore.core.collector import uncollected
+from ckptstore.core.gc_pause import uncollected
 from ckptstore.core.model import Box, LeafKind, Node, Schema, Shape
 from ckptstore.errors import InvalidInput
 from ckptstore.state import containers, paths, pickles, tensors, values
-from ckptstore.state.composites import split_tensor
 from ckptstore.state.containers import Parts
-from ckptstore.state.flat import Flat, HeldLeaf, Source
+from ckptstore.state.leaf_sources import Flat, HeldLeaf, Source
 from ckptstore.state.leaves import NOTHING, BytesSource, TensorSource
 from ckptstore.state.modules import state_dict_of
-from ckptstore.state.parameters import ParameterNames, named_state
-from ckptstore.state.ranks.held import Held, held_of, is_distributed
+from ckptstore.state.parameter_names import ParameterNames, named_state
+from ckptstore.state.shards import Held, held_of, is_distributed
+from ckptstore.state.tensor_subclasses import split_tensor
 from ckptstore.state.tensors import DTYPE_NAMES
 
 _ITSELF = ""

@@ -12,15 +12,15 @@ from torch.optim.optimizer import Optimizer
 
 from ckptstore.core.model import Node, Schema
 from ckptstore.state import containers, paths, tensors, values
-from ckptstore.state.classes import TargetClasses
-from ckptstore.state.conversion import Converting
+from ckptstore.state.class_registry import TargetClasses
+from ckptstore.state.dtype_cast import Converting
 from ckptstore.state.flatten import state_of
 from ckptstore.state.fsdp1 import ShardedOptimizer
 from ckptstore.state.inflate import Inflater, decode_leaf, refuse_pickles
 from ckptstore.state.leaves import Destination, HeldDestination
 from ckptstore.state.loading import load
-from ckptstore.state.pairing import Claim, ContentOf, Mismatch, Pairing, children_of
-from ckptstore.state.parameters import ParameterNames
+from ckptstore.state.match_target import Claim, ContentOf, Mismatch, Pairing, children_of
+from ckptstore.state.parameter_names import ParameterNames
 from ckptstore.state.stateful import RNGState, StateDict
 
 __all__ = ["Binding", "Mismatch", "bind"]

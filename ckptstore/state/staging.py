@@ -15,11 +15,11 @@ from typing import Protocol, TypeAlias, TypeVar
 from ckptstore.core.model import INLINE_BYTES
 from ckptstore.objects.pack import align
 from ckptstore.state import tensors
-from ckptstore.state.arenas import Arena, ArenaSource, PartSource, Place
-from ckptstore.state.arrivals import Arrivals
+from ckptstore.state.copy_progress import Arrivals
 from ckptstore.state.devices import beside_training, devices_of, is_away, prepare
-from ckptstore.state.flat import Flat, Source, leaves_of
+from ckptstore.state.leaf_sources import Flat, Source, leaves_of
 from ckptstore.state.leaves import BytesSource, TensorSource
+from ckptstore.state.staging_buffers import Arena, ArenaSource, PartSource, Place
 
 T = TypeVar("T")
 

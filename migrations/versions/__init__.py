@@ -1,1 +1,1 @@
-"""The revisions, oldest first; the newest is `index.readable.REVISION`."""
+"""The revisions, oldest first; the newest is `index.catalog_sqlite.REVISION`."""

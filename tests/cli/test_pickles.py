@@ -8,7 +8,7 @@ import torch
 
 import ckptstore
 from tests.cli.running import call, run
-from tests.guard import sitecustomize as guard
+from tests.support.guard import sitecustomize as guard
 
 
 class Odd:

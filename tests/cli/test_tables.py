@@ -2,9 +2,9 @@
 
 import pytest
 
-from ckptstore.cli.folding import fold
-from ckptstore.cli.tables import GAP, Column, Table, fields, fitted, plain, printable
-from ckptstore.cli.wording import first_line, value_text
+from ckptstore.cli.format import first_line, value_text
+from ckptstore.cli.glob_fold import fold
+from ckptstore.cli.table import GAP, Column, Table, fields, fitted, plain, printable
 from ckptstore.state.values import encode_leaf, encode_value
 
 TABLE = Table(

@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 
 from ckptstore.cli.exits import Exit
-from ckptstore.engine.opening import Opening
-from ckptstore.history.sessions import open_session
+from ckptstore.log.sessions import open_session
+from ckptstore.repository.store_handle import Opening
 from tests.cli.running import call, run
-from tests.upkeep.collecting import make, size_of, verify
+from tests.maintenance.collecting import make, size_of, verify
 
 
 @pytest.fixture

@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 
 from ckptstore.errors import CkptStoreError
-from ckptstore.objects.local import LocalBackend
-from ckptstore.objects.local_directories import Directories
-from ckptstore.objects.local_writer import LocalWriter
-from tests.crash.works import STORE, WORKS, Work, contents_of, is_store, open_small, small
-from tests.faults.recording import Recording, Wreck, record
-from tests.faults.witness import View, assert_no_garbage_after_gc, assert_same, assert_sound, view_of
+from ckptstore.storage.local import LocalBackend
+from ckptstore.storage.local_directories import Directories
+from ckptstore.storage.local_writer import LocalWriter
+from tests.support.checker import View, assert_no_garbage_after_gc, assert_same, assert_sound, view_of
+from tests.support.recording import Recording, Wreck, record
+from tests.support.workloads import STORE, WORKS, Work, contents_of, is_store, open_small, small
 
 OUTCOMES = 20
 """So many outcomes of a power cut are drawn at each point. Many are the same; those are looked at once."""

@@ -6,9 +6,9 @@ from shutil import copytree, rmtree
 import pytest
 
 from ckptstore.errors import CkptStoreError
-from tests.crash.works import STORE, WORKS, contents_of, open_small, small
-from tests.faults.recording import Interrupted, interrupted
-from tests.faults.witness import Contents, assert_no_garbage_after_gc, assert_same, assert_sound, view_of
+from tests.support.checker import Contents, assert_no_garbage_after_gc, assert_same, assert_sound, view_of
+from tests.support.recording import Interrupted, interrupted
+from tests.support.workloads import STORE, WORKS, contents_of, open_small, small
 
 NEXT = 9
 

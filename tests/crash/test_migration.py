@@ -7,10 +7,10 @@ from pathlib import Path
 from shutil import copytree, rmtree
 
 import ckptstore
-from ckptstore.engine.opening import CATALOG_NAME, CHUNKS_NAME
-from tests.crash.works import STORE, WORKS, contents_of, open_small
-from tests.faults.recording import record
-from tests.faults.witness import assert_sound
+from ckptstore.repository.store_handle import CATALOG_NAME, CHUNKS_NAME
+from tests.support.checker import assert_sound
+from tests.support.recording import record
+from tests.support.workloads import STORE, WORKS, contents_of, open_small
 
 INDEX = Path(STORE, "index")
 

@@ -8,11 +8,11 @@ from tempfile import TemporaryDirectory
 import pytest
 
 import ckptstore
-from ckptstore.upkeep.retention import KeepLast
-from tests.crash.works import CHUNK_BYTES, contents_of, small
-from tests.faults.mounts import PowerDisk, power_disk_problem
-from tests.faults.nursery import Child, Nursery
-from tests.faults.witness import assert_acknowledged, assert_no_garbage_after_gc, assert_sound
+from ckptstore.maintenance.retention import KeepLast
+from tests.support.checker import assert_acknowledged, assert_no_garbage_after_gc, assert_sound
+from tests.support.fork_server import Child, Nursery
+from tests.support.mounts import PowerDisk, power_disk_problem
+from tests.support.workloads import CHUNK_BYTES, contents_of, small
 
 MOST_COMMITS = 8
 LONGEST_S = 0.03

@@ -8,11 +8,11 @@ from shutil import copytree, rmtree
 import pytest
 
 from ckptstore.errors import CkptStoreError
-from tests.crash.works import STORE, WORKS, contents_of, is_store, open_small, small
-from tests.faults import strace
-from tests.faults.nursery import Nursery
-from tests.faults.strace import every_call, traced
-from tests.faults.witness import View, assert_no_garbage_after_gc, assert_sound, view_of
+from tests.support import strace
+from tests.support.checker import View, assert_no_garbage_after_gc, assert_sound, view_of
+from tests.support.fork_server import Nursery
+from tests.support.strace import every_call, traced
+from tests.support.workloads import STORE, WORKS, contents_of, is_store, open_small, small
 
 SAMPLED = 6
 SIGKILL = -9

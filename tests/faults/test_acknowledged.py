@@ -10,11 +10,11 @@ import pytest
 import ckptstore
 from ckptstore.errors import Unavailable
 from ckptstore.index.catalog import Catalog
-from ckptstore.index.chunks import environment
-from ckptstore.objects.local import LocalBackend
-from tests.crash.works import small
-from tests.faults.fixtures import store_of
-from tests.faults.witness import assert_same, view_of
+from ckptstore.index.chunks import lmdb_env
+from ckptstore.storage.local import LocalBackend
+from tests.support.checker import assert_same, view_of
+from tests.support.fixtures import store_of
+from tests.support.workloads import small
 
 STEP = 2
 
@@ -63,6 +63,6 @@ def test_a_chunk_index_that_storage_does_not_answer_for_is_done_without(template
             raise OSError(errno.EIO, os.strerror(errno.EIO))
 
     with ckptstore.open(template) as store:
-        monkeypatch.setattr(environment, "os", Gone())
+        monkeypatch.setattr(lmdb_env, "os", Gone())
         commit = store.commit(small(STEP), step=STEP).id
         assert_same(store.checkout(commit).state_dict(), small(STEP), "without the chunk index")

@@ -8,14 +8,14 @@ import pytest
 
 import ckptstore
 from ckptstore.core.ids import checkpoint_key, document_key
-from ckptstore.engine.reserve import RESERVE_KEY
-from ckptstore.history import log
-from tests.crash.works import CHUNK_BYTES, small
-from tests.faults import strace
-from tests.faults.nursery import Nursery
-from tests.faults.strace import traced
-from tests.faults.witness import assert_sound, view_of
-from tests.upkeep.collecting import opened
+from ckptstore.log import log
+from ckptstore.storage.reserve import RESERVE_KEY
+from tests.maintenance.collecting import opened
+from tests.support import strace
+from tests.support.checker import assert_sound, view_of
+from tests.support.fork_server import Nursery
+from tests.support.strace import traced
+from tests.support.workloads import CHUNK_BYTES, small
 
 STEP = 3
 READS = "read,pread64,preadv,preadv2"

@@ -11,14 +11,14 @@ import pytest
 
 import ckptstore
 from tests.cli.running import call
-from tests.crash.works import CHUNK_BYTES, small
-from tests.faults import mounts, strace
-from tests.faults.mounts import leave_free, small_disk
-from tests.faults.nursery import Child, Nursery
-from tests.faults.strace import every_call, traced
 from tests.faults.test_full_disk import DISK_BYTES, ENOUGH, PAGE
 from tests.faults.test_io_errors import READS, WRITES
-from tests.faults.witness import assert_no_garbage_after_gc, assert_same, assert_sound, view_of
+from tests.support import mounts, strace
+from tests.support.checker import assert_no_garbage_after_gc, assert_same, assert_sound, view_of
+from tests.support.fork_server import Child, Nursery
+from tests.support.mounts import leave_free, small_disk
+from tests.support.strace import every_call, traced
+from tests.support.workloads import CHUNK_BYTES, small
 
 STEPS = 2
 SAMPLED = 2

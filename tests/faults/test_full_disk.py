@@ -11,17 +11,17 @@ import torch
 
 import ckptstore
 from ckptstore.core.ids import CommitId
-from ckptstore.engine.reserve import RESERVE_KEY
 from ckptstore.errors import NoSpace, Unavailable
-from ckptstore.objects.local import LocalBackend
+from ckptstore.storage.local import LocalBackend
+from ckptstore.storage.reserve import RESERVE_KEY
 from tests.cli.running import run
-from tests.crash.works import small
-from tests.faults import mounts
-from tests.faults.fixtures import store_of
-from tests.faults.mounts import free_bytes, leave_free, small_disk
-from tests.faults.nursery import Nursery
-from tests.faults.witness import assert_no_garbage_after_gc, assert_sound, view_of
-from tests.upkeep.collecting import opened
+from tests.maintenance.collecting import opened
+from tests.support import mounts
+from tests.support.checker import assert_no_garbage_after_gc, assert_sound, view_of
+from tests.support.fixtures import store_of
+from tests.support.fork_server import Nursery
+from tests.support.mounts import free_bytes, leave_free, small_disk
+from tests.support.workloads import small
 
 PAGE = 4096
 DISK_BYTES = 64 << 20

@@ -10,14 +10,14 @@ import pytest
 
 import ckptstore
 from ckptstore.core.ids import log_key
-from ckptstore.history.log import APPEND_TIMEOUT_S
-from tests.crash.works import STORE, WORKS, small
-from tests.faults import strace
-from tests.faults.fixtures import store_of
-from tests.faults.nursery import Nursery
-from tests.faults.strace import every_call, traced
-from tests.faults.witness import assert_sound, view_of
-from tests.upkeep.collecting import opened
+from ckptstore.log.log import APPEND_TIMEOUT_S
+from tests.maintenance.collecting import opened
+from tests.support import strace
+from tests.support.checker import assert_sound, view_of
+from tests.support.fixtures import store_of
+from tests.support.fork_server import Nursery
+from tests.support.strace import every_call, traced
+from tests.support.workloads import STORE, WORKS, small
 
 STEP = 3
 SAMPLED = 5

@@ -8,8 +8,8 @@ import torch
 
 import ckptstore
 from ckptstore.errors import CkptStoreError
-from ckptstore.objects.growing import BUFFER_BYTES, DIRECT_FROM
-from tests.faults.mounts import PowerDisk, power_disk_problem
+from ckptstore.storage.direct_io_file import BUFFER_BYTES, DIRECT_FROM
+from tests.support.mounts import PowerDisk, power_disk_problem
 
 ELEMENTS = (DIRECT_FROM + 2 * BUFFER_BYTES) // 4 + 1234
 

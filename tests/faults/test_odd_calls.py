@@ -12,12 +12,12 @@ from shutil import copytree, rmtree
 import pytest
 
 import ckptstore
-from tests.crash.works import small
-from tests.faults import strace
-from tests.faults.fixtures import store_of
-from tests.faults.nursery import Child, Nursery
-from tests.faults.strace import every_call, traced
-from tests.faults.witness import assert_sound, view_of
+from tests.support import strace
+from tests.support.checker import assert_sound, view_of
+from tests.support.fixtures import store_of
+from tests.support.fork_server import Child, Nursery
+from tests.support.strace import every_call, traced
+from tests.support.workloads import small
 
 STEP = 3
 SOON_S = 30.0

@@ -5,10 +5,10 @@ from typing import Any
 
 import pytest
 
-from tests.faults import strace
-from tests.faults.fixtures import store_of
-from tests.faults.nursery import Nursery
-from tests.faults.strace import traced
+from tests.support import strace
+from tests.support.fixtures import store_of
+from tests.support.fork_server import Nursery
+from tests.support.strace import traced
 
 RENAMES = "rename,renameat,renameat2"
 DEEDS = ("export", "point", "gc")

@@ -8,7 +8,7 @@ import numpy.typing as npt
 
 from ckptstore.core.ids import CommitId, PackId, SessionId, StoreId
 from ckptstore.core.model import Node, PackRecord, Schema
-from ckptstore.history.entries import Body, Commit, Entry, origin
+from ckptstore.log.entries import Body, Commit, Entry, origin
 from ckptstore.objects.pack import FOOTER_DTYPE
 
 STORE = StoreId("5" * 32)

@@ -16,22 +16,10 @@ from hypothesis import strategies as st
 
 from ckptstore.core.ids import CommitId
 from ckptstore.errors import NotFound
-from ckptstore.history.entries import (
-    Condemn,
-    Delete,
-    Entry,
-    Forget,
-    Moved,
-    Over,
-    Register,
-    Settings,
-    Tag,
-    Undelete,
-    origin,
-)
-from ckptstore.history.fold import State, apply, genesis
 from ckptstore.index.catalog import Catalog
 from ckptstore.index.queries import LeafInfo, ShardInfo
+from ckptstore.log.entries import Condemn, Delete, Entry, Forget, Moved, Over, Register, Settings, Tag, Undelete, origin
+from ckptstore.log.fold import State, apply, genesis
 from tests.index.building import MODEL, OPTIMIZER, STORE, LogBuilder, flat_schema, record
 
 spawn = multiprocessing.get_context("spawn")

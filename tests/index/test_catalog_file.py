@@ -19,10 +19,10 @@ from ckptstore.core.ids import StoreId
 from ckptstore.errors import Corrupt, Unavailable
 from ckptstore.index import catalog_file
 from ckptstore.index.catalog import Catalog
+from ckptstore.index.catalog_sqlite import REVISION, open_catalog
 from ckptstore.index.queries import ShardInfo
-from ckptstore.index.readable import REVISION, open_catalog
-from tests.crash.works import FIRST_REVISION
 from tests.index.building import STORE, LogBuilder
+from tests.support.workloads import FIRST_REVISION
 
 ROOT = Path(__file__).parents[2]
 

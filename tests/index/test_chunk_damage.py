@@ -19,14 +19,14 @@ from hypothesis import strategies as st
 from lmdb.verify import verify
 
 from ckptstore.core.ids import StoreId
-from ckptstore.index.chunks import ChunkIndex, lmdb_file
+from ckptstore.index.chunks import ChunkIndex, lmdb_check
 from ckptstore.index.chunks import index as module
-from ckptstore.index.chunks.environment import DATABASES
+from ckptstore.index.chunks.lmdb_env import DATABASES
 from ckptstore.index.chunks.records import decode, encode, ids_of, seed_of
-from ckptstore.index.file_lock import file_lock
-from tests.faults.mounts import failing_disk, power_disk_problem
+from ckptstore.storage.file_lock import file_lock
 from tests.index.building import STORE, footer, pack_name
 from tests.index.test_chunks import assert_found, assert_missing, ids
+from tests.support.mounts import failing_disk, power_disk_problem
 
 PACKS = range(1, 30)
 
@@ -219,7 +219,7 @@ def test_any_flipped_bit_of_a_record_or_its_key_is_noticed(record: int, bit: int
 def test_a_sound_file_passes_where_lmdb_s_own_verifier_passes_it(tmp_path: Path) -> None:
     path = filled(tmp_path / "chunks.lmdb") / "data.mdb"
     assert not verify(str(path), subdir=False)
-    lmdb_file.check(path, DATABASES)
+    lmdb_check.check(path, DATABASES)
 
 
 def test_what_lmdb_s_own_verifier_refuses_in_structure_is_refused(tmp_path: Path, seed: int) -> None:
@@ -232,8 +232,8 @@ def test_what_lmdb_s_own_verifier_refuses_in_structure_is_refused(tmp_path: Path
         path.write_bytes(data)
         if _refuses(path):
             refused += 1
-            with pytest.raises(lmdb_file.Damaged):
-                lmdb_file.check(path, DATABASES)
+            with pytest.raises(lmdb_check.Damaged):
+                lmdb_check.check(path, DATABASES)
     assert refused
 
 

@@ -13,12 +13,12 @@ import pytest
 from ckptstore.core.ids import CommitId, StoreId
 from ckptstore.core.refs import parse_ref
 from ckptstore.errors import CkptStoreError, Corrupt, InvalidInput, NotFound
-from ckptstore.history import fold
-from ckptstore.history.entries import Condemn, Forget, Tag
-from ckptstore.history.resolve import resolve
 from ckptstore.index.catalog import Catalog
+from ckptstore.index.catalog_sqlite import open_catalog
 from ckptstore.index.queries import Queries, RunInfo, TagInfo, Totals
-from ckptstore.index.readable import open_catalog
+from ckptstore.log import fold
+from ckptstore.log.entries import Condemn, Forget, Tag
+from ckptstore.log.resolve import resolve
 from tests.index.building import STORE, LogBuilder
 
 ALIKE = "abcdef0" + "1" * 57, "abcdef0" + "2" * 57
@@ -175,7 +175,7 @@ def test_asking_needs_no_sqlalchemy(tmp_path: Path) -> None:
     with closing(Catalog.open(path, STORE)) as catalog:
         catalog.fold(history().entries)
     code = (
-        f"import sys; from ckptstore.index.readable import open_catalog; print(len(open_catalog({str(path)!r}, {STORE!r}).log()),"
+        f"import sys; from ckptstore.index.catalog_sqlite import open_catalog; print(len(open_catalog({str(path)!r}, {STORE!r}).log()),"
         " {'sqlalchemy', 'numpy', 'lmdb'} & set(sys.modules))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -6,7 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from tests.faults.fixtures import scratch
+from tests.support.fixtures import scratch
 
 __all__ = ["scratch"]
 

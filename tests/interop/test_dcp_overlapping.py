@@ -18,7 +18,7 @@ import ckptstore
 from ckptstore import CkptStoreError
 from ckptstore.core.ids import new_session_id
 from ckptstore.interop.dcp import StoreReader, StoreWriter
-from ckptstore.interop.dcp.meeting import assign, session_of
+from ckptstore.interop.dcp.session import assign, session_of
 from tests.interop.dcp_states import same, zeros
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is", "ignore:TypedStorage is deprecated", "ignore:Detected an existing")

@@ -14,7 +14,7 @@ import ckptstore
 from ckptstore import Conflict, InvalidInput, NotFound
 from ckptstore.interop.dcp import StoreReader, StoreWriter
 from ckptstore.interop.torchsnapshot import Snapshot
-from ckptstore.objects.pointers import Pointer, read_pointer, write_pointer
+from ckptstore.objects.pointer_files import Pointer, read_pointer, write_pointer
 from tests.interop.dcp_states import OLD_TORCH
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is", "ignore:TypedStorage is deprecated", "ignore:Detected an existing")

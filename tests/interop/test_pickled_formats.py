@@ -18,7 +18,7 @@ from ckptstore.errors import InvalidInput
 from ckptstore.interop.export import export
 from ckptstore.interop.formats import import_path
 from ckptstore.store import Store
-from tests.upkeep.stores import assert_equal
+from tests.maintenance.stores import assert_equal
 
 FLAG = "CKPTSTORE_TEST_CODE_RAN"
 

@@ -18,7 +18,7 @@ from ckptstore.interop.export import export
 from ckptstore.interop.formats import Labels, import_path
 from ckptstore.interop.safetensors_file import encode_header, parse_header, read_header
 from ckptstore.store import Store
-from tests.upkeep.stores import files, flip
+from tests.maintenance.stores import files, flip
 
 
 def tensors() -> dict[str, torch.Tensor]:

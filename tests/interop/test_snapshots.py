@@ -16,12 +16,12 @@ import torch
 import ckptstore
 from ckptstore.cli.exits import Exit
 from ckptstore.interop.torchsnapshot import PendingSnapshot, RNGState, Snapshot, StateDict, Stateful, knobs
+from ckptstore.interop.torchsnapshot.locator import tag_of
 from ckptstore.interop.torchsnapshot.manifest import ChunkedTensorEntry
-from ckptstore.interop.torchsnapshot.places import tag_of
 from ckptstore.interop.torchsnapshot.tricks import DistributedDataParallelAdapter
 from tests.cli.running import call
 from tests.interop import simple_example
-from tests.servers.s3 import S3Server, new_url
+from tests.support.servers.s3 import S3Server, new_url
 
 
 class Model(torch.nn.Module):

@@ -7,10 +7,10 @@ import struct
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from mutations import damaged
 
 from ckptstore.errors import Corrupt, InvalidInput
 from ckptstore.objects.canonical import MAX_DEPTH, MAX_INTEGER, bits_float, decode, encode, encode_joined, field, float_bits
+from tests.support.mutations import damaged
 
 TEXT = st.text(st.characters(exclude_categories=["Cs"]))
 VALUES = st.recursive(

@@ -8,11 +8,11 @@ import pytest
 import zstandard
 from hypothesis import given
 from hypothesis import strategies as st
-from mutations import damaged
 
 from ckptstore.errors import Corrupt, InvalidInput
 from ckptstore.objects.codecs import RAW, SPLIT_ZSTD, ZSTD, codec_id, decode_into, encode
 from ckptstore.objects.frames import compress, decompress
+from tests.support.mutations import damaged
 
 CODECS = [RAW, ZSTD, SPLIT_ZSTD]
 CODEC, WIDTH = st.sampled_from(CODECS), st.integers(1, 16)

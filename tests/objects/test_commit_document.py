@@ -6,7 +6,6 @@ from dataclasses import replace
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from mutations import damaged
 
 from ckptstore.core.ids import ChunkId, CommitId, SessionId, StoreId, digest
 from ckptstore.core.model import CommitDocument, TreeRef
@@ -14,6 +13,7 @@ from ckptstore.errors import Corrupt, InvalidInput
 from ckptstore.objects import canonical
 from ckptstore.objects.documents import content_id, decode_document, encode_document
 from ckptstore.objects.frames import compress, decompress
+from tests.support.mutations import damaged
 
 HEX = st.sampled_from("0123456789abcdef")
 CHUNKS = st.binary(min_size=32, max_size=32).map(ChunkId)

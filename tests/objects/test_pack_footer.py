@@ -6,13 +6,10 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from mutations import damaged
 
 from ckptstore.core.ids import ChunkId, PackId, SessionId, digest, pack_id, pack_key, twin_key
 from ckptstore.core.model import PackEntry
 from ckptstore.errors import Corrupt, InvalidInput, NotFound
-from ckptstore.objects.backend import Backend, open_backend
-from ckptstore.objects.footers import read_table
 from ckptstore.objects.pack import (
     FOOTER_DTYPE,
     LAYOUT,
@@ -26,6 +23,9 @@ from ckptstore.objects.pack import (
     parse_footer,
     parse_trailer,
 )
+from ckptstore.repository.footers import read_table
+from ckptstore.storage.contract import Backend, open_backend
+from tests.support.mutations import damaged
 
 PACK = pack_id(SessionId("0" * 24), 0, 1)
 

@@ -8,12 +8,12 @@ from functools import cache
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from mutations import damaged
 
 from ckptstore.core.ids import digest
 from ckptstore.core.model import Box, LeafContent, LeafKind
 from ckptstore.errors import Corrupt, InvalidInput
 from ckptstore.objects.pages import MAX_IDS, MAX_LEAVES, decode_page, join_pages, split_pages
+from tests.support.mutations import damaged
 
 SIZES = st.integers(1, 5) | st.sampled_from([MAX_IDS - 1, MAX_IDS, MAX_IDS + 1, 2 * MAX_IDS, 2 * MAX_IDS + 1])
 U64 = st.integers(0, 2**64 - 1)

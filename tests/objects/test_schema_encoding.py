@@ -3,12 +3,12 @@
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from mutations import damaged
 
 from ckptstore.core.model import LeafKind, Node, Schema
 from ckptstore.errors import Corrupt, InvalidInput
 from ckptstore.objects import canonical
 from ckptstore.objects.schema import decode_schema, encode_schema
+from tests.support.mutations import damaged
 
 TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=6)
 INTEGERS = st.integers(-(2**53), 2**53)

@@ -11,8 +11,8 @@ import time
 from contextlib import ExitStack
 from pathlib import Path
 
-from ckptstore.history.log import Log
-from tests.history.builders import fresh_commit
+from ckptstore.log.log import Log
+from tests.log.builders import fresh_commit
 from tests.shared.sites import Site
 
 

@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 
 import ckptstore
-from ckptstore.engine.opening import Opening
-from ckptstore.objects.backend import Backend, open_backend
+from ckptstore.repository.store_handle import Opening
+from ckptstore.storage.contract import Backend, open_backend
 from ckptstore.store import Store
-from tests.servers.postgres import PostgresServer
-from tests.servers.s3 import S3Server, new_url
+from tests.support.servers.postgres import PostgresServer
+from tests.support.servers.s3 import S3Server, new_url
 
 CHUNK_BYTES = 1 << 16
 KINDS = ("local", "memory", "bucket", "local and database", "bucket and database")

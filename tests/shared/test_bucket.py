@@ -10,19 +10,19 @@ import pytest
 import torch
 
 import ckptstore
-from ckptstore.core import places
+from ckptstore.core import paths
 from ckptstore.core.config import MIB
 from ckptstore.errors import Conflict, InvalidInput, NotFound
-from ckptstore.objects.s3_upload import PART_BYTES
-from ckptstore.upkeep.gc import GcOptions, collect
-from ckptstore.upkeep.retention import KeepLast
-from ckptstore.upkeep.watch import STALE_S
-from tests.servers.postgres import PostgresServer
-from tests.servers.proxy import Proxy, proxy_to
-from tests.servers.s3 import S3Server, moto_server, new_url
+from ckptstore.maintenance.gc.collect import GcOptions, collect
+from ckptstore.maintenance.gc.session_monitor import STALE_S
+from ckptstore.maintenance.retention import KeepLast
+from ckptstore.storage.s3_upload import PART_BYTES
+from tests.maintenance.collecting import state_of
+from tests.maintenance.stores import assert_equal
 from tests.shared.sites import Site, on
-from tests.upkeep.collecting import state_of
-from tests.upkeep.stores import assert_equal
+from tests.support.servers.postgres import PostgresServer
+from tests.support.servers.proxy import Proxy, proxy_to
+from tests.support.servers.s3 import S3Server, moto_server, new_url
 
 
 @pytest.fixture
@@ -144,7 +144,7 @@ def test_of_two_that_make_a_store_at_once_one_makes_it(site: Site, here: Path) -
     for store in stores:
         store.close()
     with pytest.raises(Conflict, match="is a store already"):
-        ckptstore.engine.opening.init_store(site.place, storage_options=dict(site.options or {}))
+        ckptstore.repository.store_handle.init_store(site.place, storage_options=dict(site.options or {}))
 
 
 def test_a_server_that_ignores_conditions_is_refused_with_the_way_out(here: Path, postgres: PostgresServer) -> None:
@@ -163,8 +163,8 @@ def test_a_server_that_ignores_conditions_is_refused_with_the_way_out(here: Path
 
 def test_a_home_directory_on_a_network_filesystem_holds_no_database(site: Site, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     home = tmp_path / "home"
-    monkeypatch.setattr(places, "is_network_filesystem", lambda path: path.is_relative_to(home))
-    monkeypatch.setattr(places.tempfile, "gettempdir", lambda: str(tmp_path))
+    monkeypatch.setattr(paths, "is_network_filesystem", lambda path: path.is_relative_to(home))
+    monkeypatch.setattr(paths.tempfile, "gettempdir", lambda: str(tmp_path))
     with site.open(home) as store:
         store.commit(state_of(1), step=1)
         assert [info.step for info in store.log()] == [1]
@@ -175,12 +175,12 @@ def test_a_home_directory_on_a_network_filesystem_holds_no_database(site: Site, 
 
 
 def test_a_folder_for_temporary_files_that_somebody_else_made_is_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(places, "is_network_filesystem", lambda path: True)
-    monkeypatch.setattr(places.tempfile, "gettempdir", lambda: str(tmp_path))
-    own = places.local_cache_directory()
+    monkeypatch.setattr(paths, "is_network_filesystem", lambda path: True)
+    monkeypatch.setattr(paths.tempfile, "gettempdir", lambda: str(tmp_path))
+    own = paths.local_cache_directory()
     assert own.parent == tmp_path
     own.chmod(0o777)
-    assert not places.local_cache_directory().exists()
+    assert not paths.local_cache_directory().exists()
 
 
 def test_opening_a_store_and_reading_one_tensor_takes_ten_requests(s3: S3Server, proxy: Proxy, here: Path) -> None:

@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 
+from tests.maintenance.collecting import state_of
+from tests.maintenance.stores import assert_equal
 from tests.shared.sites import Site, Sites, kinds, sites_of
-from tests.upkeep.collecting import state_of
-from tests.upkeep.stores import assert_equal
 
 
 @pytest.fixture(params=kinds("memory"))

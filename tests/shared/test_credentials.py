@@ -18,11 +18,11 @@ from ckptstore.errors import CkptStoreError
 from ckptstore.interop.dcp import StoreReader
 from ckptstore.interop.torchsnapshot import Snapshot
 from tests.cli.running import call
-from tests.servers.postgres import PASSWORD, PostgresServer
-from tests.servers.proxy import Proxy, proxy_to
-from tests.servers.s3 import S3Server, new_url
+from tests.maintenance.collecting import state_of
 from tests.shared.sites import Site
-from tests.upkeep.collecting import state_of
+from tests.support.servers.postgres import PASSWORD, PostgresServer
+from tests.support.servers.proxy import Proxy, proxy_to
+from tests.support.servers.s3 import S3Server, new_url
 
 SECRET = "the-buckets-own-secret"
 """The server must take any; Ceph's does not."""

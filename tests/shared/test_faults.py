@@ -14,12 +14,12 @@ import pytest
 
 from ckptstore.core.ids import CommitId
 from ckptstore.errors import CkptStoreError, Unavailable
-from tests.servers.postgres import PostgresServer
-from tests.servers.proxy import DEAD, Proxy, faults, proxy_to
-from tests.servers.s3 import S3Server, clients, new_url
+from tests.maintenance.collecting import state_of
+from tests.maintenance.stores import assert_equal
 from tests.shared.sites import Site
-from tests.upkeep.collecting import state_of
-from tests.upkeep.stores import assert_equal
+from tests.support.servers.postgres import PostgresServer
+from tests.support.servers.proxy import DEAD, Proxy, faults, proxy_to
+from tests.support.servers.s3 import S3Server, clients, new_url
 
 DEADLINE_S = 2.0
 LONGEST_S = 60.0

@@ -8,12 +8,12 @@ import pytest
 
 from ckptstore.core.ids import footers_key
 from ckptstore.errors import Corrupt
-from ckptstore.objects.footer_batches import BATCH_PACKS, decode_batch, encode_batch
-from ckptstore.objects.footers import read_tail_of
-from ckptstore.objects.remote import FsspecBackend
+from ckptstore.repository.footer_batches import BATCH_PACKS, decode_batch, encode_batch
+from ckptstore.repository.footers import read_tail_of
+from ckptstore.storage.fsspec_backend import FsspecBackend
+from tests.maintenance.collecting import state_of
+from tests.maintenance.stores import assert_equal
 from tests.shared.sites import Site
-from tests.upkeep.collecting import state_of
-from tests.upkeep.stores import assert_equal
 
 COMMITS = BATCH_PACKS // 2 + 5
 """Of two packs each."""

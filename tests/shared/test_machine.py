@@ -18,14 +18,14 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from ckptstore.core.ids import CommitId
 from ckptstore.core.settings import Settings
 from ckptstore.errors import Conflict
-from ckptstore.history.state import NEWEST_KEPT
+from ckptstore.log.state import NEWEST_KEPT
+from ckptstore.maintenance.gc.session_monitor import STALE_S
+from ckptstore.maintenance.retention import KeepLast
 from ckptstore.store import Store
-from ckptstore.upkeep.retention import KeepLast
-from ckptstore.upkeep.watch import STALE_S
+from tests.maintenance.collecting import collected, garbage, state_of
+from tests.maintenance.stopping import Stopped, stop_after
+from tests.maintenance.stores import assert_equal
 from tests.shared.sites import KINDS, Sites, kinds, on, sites_of
-from tests.upkeep.collecting import collected, garbage, state_of
-from tests.upkeep.stopping import Stopped, stop_after
-from tests.upkeep.stores import assert_equal
 
 RUNS = ("main", "other")
 WHO = st.integers(0, 1)

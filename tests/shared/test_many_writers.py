@@ -14,15 +14,15 @@ from typing import Any
 
 import pytest
 
-from ckptstore.history import log as log_module
-from ckptstore.history.log import Log
 from ckptstore.index.postgres_log import PostgresLog
-from ckptstore.objects.backend import Backend, open_backend
-from tests.history.builders import STORE, fresh_commit
-from tests.servers.postgres import PostgresServer
-from tests.servers.proxy import Proxy, proxy_to
-from tests.servers.s3 import S3Server, new_url
+from ckptstore.log import log as log_module
+from ckptstore.log.log import Log
+from ckptstore.storage.contract import Backend, open_backend
+from tests.log.builders import STORE, fresh_commit
 from tests.shared.sites import Site
+from tests.support.servers.postgres import PostgresServer
+from tests.support.servers.proxy import Proxy, proxy_to
+from tests.support.servers.s3 import S3Server, new_url
 
 WRITERS = 32
 LATENCY_S = 0.02

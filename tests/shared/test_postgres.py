@@ -12,19 +12,19 @@ import pytest
 
 import ckptstore
 from ckptstore.core.ids import log_key
-from ckptstore.engine.opening import Opening
 from ckptstore.errors import Conflict, Corrupt, InvalidInput, NotFound, Unavailable
-from ckptstore.history.entries import Settings
-from ckptstore.history.log import Refused
 from ckptstore.index.postgres import DEADLINE_S
-from ckptstore.upkeep.move_log import migrate_tables, move_log, restore_log
-from ckptstore.upkeep.retention import KeepLast
-from tests.servers.postgres import PASSWORD, PostgresServer, postgres_server
-from tests.servers.s3 import S3Server, new_url
+from ckptstore.log.entries import Settings
+from ckptstore.log.log import Refused
+from ckptstore.maintenance.move_log import migrate_tables, move_log, restore_log
+from ckptstore.maintenance.retention import KeepLast
+from ckptstore.repository.store_handle import Opening
+from tests.maintenance.collecting import state_of
+from tests.maintenance.stores import assert_equal
 from tests.shared.sites import Site
 from tests.shared.test_faults import patiently
-from tests.upkeep.collecting import state_of
-from tests.upkeep.stores import assert_equal
+from tests.support.servers.postgres import PASSWORD, PostgresServer, postgres_server
+from tests.support.servers.s3 import S3Server, new_url
 
 
 @pytest.fixture(params=["local", "s3"])
@@ -129,7 +129,7 @@ def test_no_password_is_in_files_or_messages(
         "://trainers-own-secret@",
     ):
         with pytest.raises(ckptstore.CkptStoreError) as caught:
-            ckptstore.engine.opening.init_store(f"{local.place}-{secrets.token_hex(4)}", index=index)
+            ckptstore.repository.store_handle.init_store(f"{local.place}-{secrets.token_hex(4)}", index=index)
         error: BaseException | None = caught.value
         assert PASSWORD not in str(error)
     assert PASSWORD not in caplog.text
@@ -236,7 +236,7 @@ def test_a_move_that_was_interrupted_is_finished_by_the_same_command(
         raise Unavailable("the power went")
 
     with monkeypatch.context() as broken:
-        broken.setattr("ckptstore.upkeep.move_log._arrive", stop)
+        broken.setattr("ckptstore.maintenance.move_log._arrive", stop)
         with pytest.raises(Unavailable):
             move_log(plain.place, index)
     with plain.open(host) as store:

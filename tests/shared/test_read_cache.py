@@ -13,10 +13,10 @@ import pytest
 import torch
 
 from ckptstore.core.ids import ChunkId, digest
-from ckptstore.objects.read_cache import LOOK_EVERY, UNFINISHED_S, ReadCache, _File
-from ckptstore.objects.remote import FsspecBackend
+from ckptstore.storage.fsspec_backend import FsspecBackend
+from ckptstore.storage.read_cache import LOOK_EVERY, UNFINISHED_S, ReadCache, _File
+from tests.maintenance.stores import assert_equal
 from tests.shared.sites import CHUNK_BYTES, Site
-from tests.upkeep.stores import assert_equal
 
 CHUNKS = 40
 LIMIT_BYTES = 64 << 20
@@ -216,7 +216,7 @@ WRITER = """
 import sys
 from pathlib import Path
 from ckptstore.core.ids import digest
-from ckptstore.objects.read_cache import ReadCache
+from ckptstore.storage.read_cache import ReadCache
 cache = ReadCache(Path(sys.argv[1]), 2_000_000)
 print("ready", flush=True)
 i = 0

@@ -8,11 +8,11 @@ import pytest
 
 from ckptstore.core.ids import CommitId
 from ckptstore.errors import Unavailable
-from tests.servers.rgw import rgw_server
-from tests.servers.s3 import clients, make_bucket, new_url
+from tests.maintenance.collecting import state_of
+from tests.maintenance.stores import assert_equal
 from tests.shared.sites import Site
-from tests.upkeep.collecting import state_of
-from tests.upkeep.stores import assert_equal
+from tests.support.servers.rgw import rgw_server
+from tests.support.servers.s3 import clients, make_bucket, new_url
 
 pytestmark = pytest.mark.skipif("CKPTSTORE_TEST_S3" not in os.environ, reason="needs Ceph's server: `make test-real` starts it")
 

@@ -13,10 +13,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.servers import hosts
-from tests.servers.hosts import Host, hosts_joined, within
-from tests.servers.postgres import postgres_server
-from tests.servers.s3 import moto_server, new_url
+from tests.support.servers import hosts
+from tests.support.servers.hosts import Host, hosts_joined, within
+from tests.support.servers.postgres import postgres_server
+from tests.support.servers.s3 import moto_server, new_url
 
 SECONDS = float(os.environ.get("CKPTSTORE_TEST_TWO_HOSTS_S", "60"))
 DEADLINE_S = 4

@@ -12,12 +12,12 @@ import time
 
 import ckptstore
 from ckptstore.errors import Busy, Conflict, Unavailable
+from ckptstore.maintenance.check.report import Kind
+from ckptstore.maintenance.retention import KeepLast
 from ckptstore.store import Store
-from ckptstore.upkeep.findings import Kind
-from ckptstore.upkeep.retention import KeepLast
+from tests.maintenance.collecting import state_of
+from tests.maintenance.stores import assert_equal
 from tests.shared.sites import CHUNK_BYTES
-from tests.upkeep.collecting import state_of
-from tests.upkeep.stores import assert_equal
 
 STEPS = 1_000_000
 WANTED = {"keep", "restore", "gc"}

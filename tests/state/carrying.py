@@ -9,9 +9,9 @@ import torch
 from ckptstore.core.model import Schema
 from ckptstore.objects.schema import decode_schema, encode_schema
 from ckptstore.state import tensors
-from ckptstore.state.flat import Source
 from ckptstore.state.flatten import flatten
 from ckptstore.state.inflate import inflate
+from ckptstore.state.leaf_sources import Source
 from ckptstore.state.restore import Binding, bind
 
 

@@ -1,5 +1,5 @@
-"""Fixtures of `tests.faults.fixtures`, for the tests in this folder."""
+"""Fixtures of `tests.support.fixtures`, for the tests in this folder."""
 
-from tests.faults.fixtures import nursery, scratch
+from tests.support.fixtures import nursery, scratch
 
 __all__ = ["nursery", "scratch"]

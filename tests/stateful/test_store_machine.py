@@ -17,13 +17,13 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 import ckptstore
 from ckptstore.core.ids import CommitId
 from ckptstore.errors import Conflict, NotFound
-from ckptstore.history.state import NEWEST_KEPT
+from ckptstore.log.state import NEWEST_KEPT
+from ckptstore.maintenance.retention import KeepLast
 from ckptstore.store import Store
-from ckptstore.upkeep.retention import KeepLast
-from tests.crash.works import CHUNK_BYTES
-from tests.faults.recording import record
-from tests.faults.witness import View, assert_no_garbage_after_gc, assert_same, assert_sound, view_of
-from tests.upkeep.collecting import state_of
+from tests.maintenance.collecting import state_of
+from tests.support.checker import View, assert_no_garbage_after_gc, assert_same, assert_sound, view_of
+from tests.support.recording import record
+from tests.support.workloads import CHUNK_BYTES
 
 STORE = "store"
 RUNS = ("main", "other")

@@ -6,11 +6,11 @@ from pathlib import Path
 import pytest
 
 from ckptstore.core.ids import CommitId
-from tests.crash.works import small
-from tests.faults.mounts import shared_directory, shared_directory_problem
-from tests.faults.nursery import Nursery
-from tests.faults.witness import assert_no_garbage_after_gc, view_of
-from tests.upkeep.collecting import opened
+from tests.maintenance.collecting import opened
+from tests.support.checker import assert_no_garbage_after_gc, view_of
+from tests.support.fork_server import Nursery
+from tests.support.mounts import shared_directory, shared_directory_problem
+from tests.support.workloads import small
 
 LONGEST_WAIT_S = 1.0
 HOSTS = 2

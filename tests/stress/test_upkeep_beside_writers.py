@@ -5,12 +5,12 @@ from pathlib import Path
 
 import pytest
 
-from ckptstore.upkeep.findings import Level, Report, Severity
-from tests.crash.works import small
-from tests.faults.nursery import Nursery
-from tests.faults.witness import assert_no_garbage_after_gc
-from tests.upkeep.collecting import opened
-from tests.upkeep.stores import check, heal
+from ckptstore.maintenance.check.report import Level, Report, Severity
+from tests.maintenance.collecting import opened
+from tests.maintenance.stores import check, heal
+from tests.support.checker import assert_no_garbage_after_gc
+from tests.support.fork_server import Nursery
+from tests.support.workloads import small
 
 FEW = 6
 MANY = int(os.environ.get("CKPTSTORE_TEST_BUSY_FSCKS", "200"))

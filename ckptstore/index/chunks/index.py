@@ -25,9 +25,9 @@ import numpy as np
 import numpy.typing as npt
 
 from ckptstore.core.ids import PackId, StoreId
-from ckptstore.core.places import make_directories, rights, write_file
-from ckptstore.index.chunks import changes, lmdb_file
-from ckptstore.index.chunks.environment import DATABASES, MAP_BYTES, UNSOUND, Environment, Transaction, Work, is_open, let_go, share
+from ckptstore.core.paths import make_directories, rights, write_file
+from ckptstore.index.chunks import lmdb_check, lmdb_writes
+from ckptstore.index.chunks.lmdb_env import DATABASES, MAP_BYTES, UNSOUND, Environment, Transaction, Work, is_open, let_go, share
 from ckptstore.index.chunks.memory import MemoryRecords
 from ckptstore.index.chunks.records import (
     LOCATION_DTYPE,
@@ -42,7 +42,7 @@ from ckptstore.index.chunks.records import (
     seed_of,
     sorted_order,
 )
-from ckptstore.index.file_lock import file_lock
+from ckptstore.storage.file_lock import file_lock
 
 _FORMAT = 1
 _BATCH = 65536
@@ -127,7 +127,7 @@ class ChunkIndex:
         gone = set(numbers)
         with self._lock:
             self._memory.drop(gone)
-            self._write(lambda env, txn: changes.remove(env, txn, gone))
+            self._write(lambda env, txn: lmdb_writes.remove(env, txn, gone))
 
     def reset(self) -> None:
         """Forget everything: for `reindex`, and for a caller that finds no trace of a chunk although every pack is said to be indexed."""
@@ -169,13 +169,13 @@ class ChunkIndex:
             rows = [(int.from_bytes(key), row) for key, row in txn.cursor(env.packs)]
             packs = {number: decode_pack(self._seed, number, row) for number, row in rows}
             if None in packs.values():
-                raise lmdb_file.Damaged(f"{self._path} lists a pack that cannot be")
+                raise lmdb_check.Damaged(f"{self._path} lists a pack that cannot be")
             self._packs_at = txn.id(), {number: pack for number, pack in packs.items() if pack}
         return True
 
     def _insert(self, number: int, pack: PackId, ids: npt.NDArray[np.void], rows: Locations) -> bool:
         row = encode_pack(self._seed, number, pack)
-        done = self._write(lambda env, txn: changes.insert(env, txn, number, row, ids, rows))
+        done = self._write(lambda env, txn: lmdb_writes.insert(env, txn, number, row, ids, rows))
         if done and done - 1 == self._packs_at[0]:
             self._packs_at[1][number] = pack
             self._packs_at = done, self._packs_at[1]
@@ -203,7 +203,7 @@ class ChunkIndex:
                 except lmdb.Error as error:
                     if isinstance(error, lmdb.DiskError) or error.code in _DISK_REFUSES:
                         break
-                except lmdb_file.Damaged:
+                except lmdb_check.Damaged:
                     pass
             self._give_up(env)
         return None
@@ -247,9 +247,9 @@ class ChunkIndex:
         if is_open(self._path):
             return True
         try:
-            lmdb_file.check(self._path / "data.mdb", DATABASES)
+            lmdb_check.check(self._path / "data.mdb", DATABASES)
             return (self._path / "stamp").read_text() == self._stamp()
-        except (OSError, UnicodeDecodeError, lmdb_file.Damaged):
+        except (OSError, UnicodeDecodeError, lmdb_check.Damaged):
             return False
 
     def _make(self) -> None:

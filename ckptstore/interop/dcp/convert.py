@@ -18,17 +18,17 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, TensorWr
 from torch.distributed.checkpoint.state_dict_saver import _save_state_dict
 
 from ckptstore.core.model import Box
+from ckptstore.core.text import unicode_text
 from ckptstore.errors import Conflict, InvalidInput, Unavailable
 from ckptstore.interop.dcp.directory import Found, found_in
 from ckptstore.interop.dcp.items import BoxItem, Resolved, decode_message, flattened, messages_of, parts_of
 from ckptstore.interop.dcp.names import FLAT_KEY, Named, named
 from ckptstore.interop.dcp.objects import dumped, marks_of, objects_of
-from ckptstore.interop.dcp.trees import plant
+from ckptstore.interop.dcp.state_tree import plant
 from ckptstore.snapshot import Snapshot
 from ckptstore.state import tensors
 from ckptstore.state.leaves import Destination
 from ckptstore.store import Store
-from ckptstore.text import unicode_text
 
 
 def dcp_to_store(

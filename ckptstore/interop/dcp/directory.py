@@ -15,7 +15,7 @@ from ckptstore.core.model import Box, Shape
 from ckptstore.errors import InvalidInput
 from ckptstore.interop.pickles import load_inert, load_torch
 from ckptstore.interop.sources import Loaded, Shelf, check_tiling, inside, read_range
-from ckptstore.objects.pointers import is_pointer, read_pointer
+from ckptstore.objects.pointer_files import is_pointer, read_pointer
 
 if TYPE_CHECKING:
     import torch

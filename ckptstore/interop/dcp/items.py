@@ -14,19 +14,19 @@ import torch
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
 
+from ckptstore.commit.plan import Extent
 from ckptstore.core import dtypes
 from ckptstore.core.model import Box, LeafContent, Schema, Shape
-from ckptstore.engine.parts import Part, decode_contents, encode_contents
-from ckptstore.engine.plan import Extent
-from ckptstore.engine.ranks import frames
+from ckptstore.distributed import framing
+from ckptstore.distributed.external_commit import Part, decode_contents, encode_contents
 from ckptstore.errors import Corrupt, InvalidInput
 from ckptstore.interop.pickles import load_torch
 from ckptstore.interop.sources import Loaded, Shelf
 from ckptstore.objects import canonical
 from ckptstore.objects.schema import decode_schema, encode_schema
 from ckptstore.state import tensors
-from ckptstore.state.flat import Source
 from ckptstore.state.flatten import flatten
+from ckptstore.state.leaf_sources import Source
 from ckptstore.state.leaves import NOTHING, TensorSource
 from ckptstore.state.paths import segment
 
@@ -88,9 +88,9 @@ def messages_of(resolved: Sequence[Resolved], contents: Sequence[LeafContent]) -
         found = [_EMPTY if source is NOTHING else next(given) for source in sources]
         if isinstance(item, BoxItem):
             head: list[Any] = [item.dtype, list(item.shape), list(item.box.offsets), list(item.box.lengths)]
-            messages.append(frames.join([canonical.encode(head), b"", encode_contents(found)]))
+            messages.append(framing.join([canonical.encode(head), b"", encode_contents(found)]))
         else:
-            messages.append(frames.join([canonical.encode([item.is_bytes]), encode_schema(item.schema), encode_contents(found)]))
+            messages.append(framing.join([canonical.encode([item.is_bytes]), encode_schema(item.schema), encode_contents(found)]))
     return messages
 
 
@@ -98,7 +98,7 @@ def decode_message(name: str, rank: int, message: object) -> Stored:
     """The inverse of `messages_of` for one item; raises `Corrupt`."""
     if not isinstance(message, bytes):
         raise Corrupt(f"rank {rank} says nothing of {name}; do all ranks use a StoreWriter, and one version of ckptstore?")
-    head_bytes, schema_bytes, contents = frames.split(message, 3)
+    head_bytes, schema_bytes, contents = framing.split(message, 3)
     head = canonical.decode(head_bytes)
     if schema_bytes:
         schema = decode_schema(schema_bytes)

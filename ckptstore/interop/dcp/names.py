@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 from ckptstore.core.model import Box, Node, Schema, Shape
-from ckptstore.engine.checkout import Tree
 from ckptstore.errors import Corrupt, InvalidInput
+from ckptstore.restore.reader import Tree
 from ckptstore.state import containers, paths, values
 
 _TENSORS = ("torch.Parameter", "torch.Tensor", "torch.thin_subclass")

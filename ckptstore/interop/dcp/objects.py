@@ -6,9 +6,9 @@ from typing import Any
 
 import torch
 
-from ckptstore.engine.checkout import Destination, Tree
 from ckptstore.errors import Corrupt
 from ckptstore.interop.dcp.names import Marks, Named
+from ckptstore.restore.reader import Destination, Tree
 from ckptstore.snapshot import Snapshot
 from ckptstore.state import containers, tensors, values
 from ckptstore.state.inflate import Inflater, decode_leaf

@@ -29,13 +29,13 @@ from torch.futures import Future
 
 from ckptstore.core.config import MIB
 from ckptstore.core.model import Box
-from ckptstore.engine.naming import AnyRef
 from ckptstore.errors import Conflict, InvalidInput, NotFound
+from ckptstore.interop.dcp.locator import AtPlace, CheckpointId, StorePlace, of_rank, ref_of_rank
 from ckptstore.interop.dcp.names import DCP_VERSION, Marks, Named, named
 from ckptstore.interop.dcp.objects import dumped, marks_of, objects_of
-from ckptstore.interop.dcp.places import AtPlace, CheckpointId, StorePlace, of_rank, ref_of_rank
+from ckptstore.repository.resolve_ref import AnyRef
 from ckptstore.snapshot import Snapshot
-from ckptstore.state import conversion, tensors
+from ckptstore.state import dtype_cast, tensors
 from ckptstore.store import Store
 
 __all__ = ["StoreReader"]
@@ -197,7 +197,7 @@ class StoreReader(AtPlace[_Load], StorageReader):
             if not tensors.is_strided(landing) or not tensors.is_writable_by_range(landing):
                 landing = torch.empty(landing.shape, dtype=landing.dtype)
                 aside.append((target, landing))
-            wanted.append((item.tree, number, conversion.destination(landing, committed), box))
+            wanted.append((item.tree, number, dtype_cast.destination(landing, committed), box))
             targets.append((request, target))
         load.snapshot.land(wanted)
         for target, landing in aside:
@@ -209,7 +209,7 @@ class StoreReader(AtPlace[_Load], StorageReader):
         if tuple(target.shape) != tuple(request.lengths):
             raise InvalidInput(f"{item.name}: the planner gives {list(target.shape)} for a part of shape {list(request.lengths)}")
         own = tensors.DTYPE_NAMES[target.dtype]
-        may = target.dtype in conversion.FLOATS and conversion.converts(committed, target.dtype)
+        may = target.dtype in dtype_cast.FLOATS and dtype_cast.converts(committed, target.dtype)
         if own != committed and not (may and self._cast):
             way = "StoreReader(…, cast=True) converts" if may else "make a tensor of that dtype"
             raise InvalidInput(f"{item.name} was saved as {committed}, and the state dict has {own} for it; {way}")

@@ -22,15 +22,15 @@ from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
 from ckptstore.core.ids import CommitId, SessionId, parse_session_id
-from ckptstore.engine.ranks import frames
+from ckptstore.distributed import framing
 from ckptstore.errors import Conflict, InvalidInput
-from ckptstore.history.sessions import Session
 from ckptstore.interop.dcp.items import decode_message, messages_of, parts_of, resolve
-from ckptstore.interop.dcp.meeting import assign, session_of
+from ckptstore.interop.dcp.locator import AtPlace, CheckpointId, Name, StorePlace, name_of, name_of_rank, of_rank
 from ckptstore.interop.dcp.names import DCP_VERSION, FLAT_KEY
-from ckptstore.interop.dcp.places import AtPlace, CheckpointId, Name, StorePlace, name_of, name_of_rank, of_rank
-from ckptstore.interop.dcp.trees import plant
-from ckptstore.objects.pointers import Pointer, write_pointer
+from ckptstore.interop.dcp.session import assign, session_of
+from ckptstore.interop.dcp.state_tree import plant
+from ckptstore.log.sessions import Session
+from ckptstore.objects.pointer_files import Pointer, write_pointer
 from ckptstore.store import Store
 
 __all__ = ["StoreWriter"]
@@ -154,7 +154,7 @@ class StoreWriter(AtPlace[_Save], StorageWriter):
             raise
         # Session and receipt travel with the first item; a rank without items has nothing to say.
         receipt = [session.encode(), written.receipt]
-        texts = [frames.join([message, *([b"", b""] if i else receipt)]) for i, message in enumerate(messages)]
+        texts = [framing.join([message, *([b"", b""] if i else receipt)]) for i, message in enumerate(messages)]
         done: Future[list[WriteResult]] = Future()
         done.set_result([_result(item, text) for item, text in zip(plan.items, texts, strict=True)])
         if save.session is None:
@@ -253,7 +253,7 @@ def _told(results: Sequence[Sequence[WriteResult]]) -> _Told:
     told = _Told([], [], set(), len(results))
     for rank, found in enumerate(results):
         for result in found:
-            message, session, receipt = frames.split(result.storage_data, 3)
+            message, session, receipt = framing.split(result.storage_data, 3)
             told.messages.append((result.index.fqn, rank, message))
             if session:
                 told.sessions.add(parse_session_id(session.decode()))

@@ -18,7 +18,7 @@ from ckptstore.errors import InvalidInput
 from ckptstore.interop.pickles import load_torch
 from ckptstore.interop.sources import FileRange, Loaded, Placeholders, Shelf, check_tiling, inside, read_range
 from ckptstore.interop.torchsnapshot.manifest import primitive
-from ckptstore.state.flat import Flat
+from ckptstore.state.leaf_sources import Flat
 
 if TYPE_CHECKING:
     import torch

@@ -1,6 +1,6 @@
 """How a path in a snapshot is spelled: `RANK/KEY/…`, the keys of each level with `%` and `/` escaped."""
 
-from ckptstore.interop.torchsnapshot.problems import NoSuchObject
+from ckptstore.interop.torchsnapshot.errors import NoSuchObject
 
 
 def encode(key: str) -> str:

@@ -11,10 +11,10 @@ from typing import Any, TypeAlias
 
 import torch
 
+from ckptstore.interop.torchsnapshot.errors import UnusableState
 from ckptstore.interop.torchsnapshot.names import encode
-from ckptstore.interop.torchsnapshot.problems import UnusableState
 from ckptstore.state.flatten import state_of
-from ckptstore.state.ranks.held import is_distributed, is_dtensor
+from ckptstore.state.shards import is_distributed, is_dtensor
 
 Prepare: TypeAlias = Callable[[str, torch.Tensor, bool], torch.Tensor]
 """From a path, a tensor, and whether only shape and dtype are wanted, to the tensor that is stored."""

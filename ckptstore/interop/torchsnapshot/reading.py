@@ -7,14 +7,14 @@ import torch
 
 from ckptstore.core.geometry import intersect
 from ckptstore.core.model import Box, Node, Shape
-from ckptstore.engine.near import near
+from ckptstore.core.suggestions import near
 from ckptstore.errors import InvalidInput
-from ckptstore.interop.torchsnapshot.problems import NoSuchObject
+from ckptstore.interop.torchsnapshot.errors import NoSuchObject
 from ckptstore.interop.torchsnapshot.views import Index, Item
 from ckptstore.snapshot import Region, Snapshot
 from ckptstore.state import tensors
 from ckptstore.state.containers import NAMES, leaves_of
-from ckptstore.state.ranks.held import held_of, is_distributed
+from ckptstore.state.shards import held_of, is_distributed
 
 logger = logging.getLogger("ckptstore")
 

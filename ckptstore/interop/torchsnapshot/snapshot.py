@@ -5,25 +5,25 @@ import os
 import threading
 from typing import Any
 
+from ckptstore.commit.pending import Pending
 from ckptstore.core.ids import CommitId
-from ckptstore.engine.pending import Pending
-from ckptstore.engine.ranks.restore import on_all
+from ckptstore.distributed.collective import Peers
+from ckptstore.distributed.gloo import peers_of
+from ckptstore.distributed.restore import on_all
 from ckptstore.errors import CkptStoreError, InvalidInput, NotFound
 from ckptstore.interop.torchsnapshot import __version__ as interface_version
+from ckptstore.interop.torchsnapshot.errors import MissingKeys, NoSuchKey, SnapshotFailed
+from ckptstore.interop.torchsnapshot.locator import pointer_at, refs_to_read
 from ckptstore.interop.torchsnapshot.manifest import Manifest, SnapshotMetadata
 from ckptstore.interop.torchsnapshot.names import split_rank
-from ckptstore.interop.torchsnapshot.places import pointer_at, refs_to_read
 from ckptstore.interop.torchsnapshot.preparing import Prepare
-from ckptstore.interop.torchsnapshot.problems import MissingKeys, NoSuchKey, SnapshotFailed
 from ckptstore.interop.torchsnapshot.reading import read
 from ckptstore.interop.torchsnapshot.stateful import AppState
 from ckptstore.interop.torchsnapshot.stores import store_at
-from ckptstore.interop.torchsnapshot.taking import Agreed, agree, budget_of, check_stateful, ordered, undisturbed, whose
+from ckptstore.interop.torchsnapshot.take import Agreed, agree, budget_of, check_stateful, ordered, undisturbed, whose
 from ckptstore.interop.torchsnapshot.views import Index, manifest_of
-from ckptstore.objects.pointers import Pointer, write_pointer
+from ckptstore.objects.pointer_files import Pointer, write_pointer
 from ckptstore.snapshot import Snapshot as Commit
-from ckptstore.state.ranks.peers import peers_of
-from ckptstore.state.ranks.rounds import Peers
 from ckptstore.state.stateful import RNGState
 from ckptstore.store import Store
 

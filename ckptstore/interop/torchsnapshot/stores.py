@@ -11,9 +11,9 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ckptstore.access import open as open_store
 from ckptstore.core.ids import CONFIG_KEY
 from ckptstore.errors import CkptStoreError
+from ckptstore.open_store import open as open_store
 from ckptstore.store import Store
 
 

@@ -12,8 +12,6 @@ from typing import Any
 
 from ckptstore.core.dtypes import nbytes_of, width_of
 from ckptstore.core.model import Box, Node, Schema, Shape
-from ckptstore.engine.checkout import Tree
-from ckptstore.engine.ranks.layout import Layout, Placed
 from ckptstore.errors import InvalidInput
 from ckptstore.interop.torchsnapshot import knobs
 from ckptstore.interop.torchsnapshot.manifest import (
@@ -30,6 +28,8 @@ from ckptstore.interop.torchsnapshot.manifest import (
     TensorEntry,
 )
 from ckptstore.interop.torchsnapshot.names import encode
+from ckptstore.objects.layout import Layout, Placed
+from ckptstore.restore.reader import Tree
 from ckptstore.snapshot import Snapshot
 from ckptstore.state import values
 from ckptstore.state.containers import NAMES, leaves_of

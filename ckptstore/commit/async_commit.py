@@ -1,0 +1,258 @@
+"""The way of a commit that its caller does not wait for: admit, flatten, stage; then the usual journey behind the caller's back."""
+
+import os
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
+from typing import Any, Generic, TypeVar
+
+from ckptstore.commit.async_options import Route, Wish
+from ckptstore.commit.borrowed_leaves import Loan, PendingWatch
+from ckptstore.commit.commit_metadata import Label
+from ckptstore.commit.commit_queue import Background
+from ckptstore.commit.dedup_probe import LookUp
+from ckptstore.commit.lazy_copy import LazyCopy
+from ckptstore.commit.parent_tracker import Descent, parents_of
+from ckptstore.commit.pending import Pending
+from ckptstore.commit.progress import Milestone
+from ckptstore.core.ids import CommitId
+from ckptstore.core.text import bytes_text
+from ckptstore.errors import Busy, InvalidInput
+from ckptstore.repository.thread_pool import Threads
+from ckptstore.state.copy_progress import Arrivals
+from ckptstore.state.frozen_weights import Candidate, Trust
+from ckptstore.state.leaf_sources import Flat, leaves_of
+from ckptstore.state.optimizer_hooks import StepHooks, changed_by_steps, optimizers_in, versions
+from ckptstore.state.staging import LookedUp, StagingPlan, leaves_away, paths_of, plan_staging, stage, with_leaves
+from ckptstore.state.staging_buffers import Arena, ArenaPool, default_budget
+
+COPYING_THREADS = 8
+"""More do not copy faster: memory is the limit."""
+
+S = TypeVar("S")
+
+
+class AsyncCommits(Generic[S]):
+    """The asynchronous commits of one store object."""
+
+    def __init__(
+        self,
+        descent: Descent,
+        look_up: Callable[[], LookUp],
+        *,
+        max_in_flight: int,
+        staging_bytes: int | None,
+        shared: bool,
+        place: str,
+    ) -> None:
+        self._shared = shared
+        self._descent, self._look_up, self._staging_bytes = descent, look_up, staging_bytes
+        self._background = Background(max_in_flight, place)
+        self._copiers = Threads(min(len(os.sched_getaffinity(0)), COPYING_THREADS))
+        self._stagers = Threads(1)
+        self._calls = threading.Lock()
+        self._trust = Trust()
+        self._hooks = StepHooks(self.hold)
+        self._lazy: list[LazyCopy] = []
+
+    @cached_property
+    def pool(self) -> ArenaPool:
+        """Staging memory, made when it is first needed, when it is known how much is available."""
+        return ArenaPool(self._staging_bytes or default_budget(), shared=self._shared)
+
+    def start(self, app_state: Mapping[str, Any], label: Label, wish: Wish, route: Route[S]) -> Pending[S]:
+        """Stage `app_state` and let its commit go on in the background."""
+        begun: list[_Begun] = []
+
+        def begin() -> str:
+            found = self._begin(app_state, wish, route, taken)
+            if isinstance(found, str):
+                return found
+            begun.append(found)
+            return ""
+
+        with self._calls, ExitStack() as taken:
+            pending: Pending[S] = Pending(label.step, wish.on_progress)
+            if why_not := route.begin(begin):
+                pending.fail(Busy(f"{pending.name} was skipped, as overlap='skip' says: {why_not}; nothing was changed"))
+                return pending
+            job = self._hand_over(pending, begun[0], label, route, taken)
+            self._background.start(pending, lambda: self._finish(job))
+            self._keep(job, eager=wish.staging == "eager")
+            pending.reached(Milestone.HELD)
+        if job.loan.leaves:
+            pending.wait_staged()
+        return pending
+
+    def _keep(self, job: "_Job[S]", *, eager: bool) -> None:
+        """Return when the caller may go on. Whoever interrupts that may write to what is being read: it calls the commit off."""
+        try:
+            if job.lazy and eager:
+                job.lazy.hold()
+            job.loan.wait()
+        except BaseException:
+            job.pending.cancel()
+            raise
+
+    def hold(self) -> None:
+        """Return when everything that was handed over has been copied: the state is about to be written to."""
+        for lazy in tuple(self._lazy):
+            lazy.hold()
+
+    def settle(self) -> None:
+        """Wait until nothing is in flight, and raise what failed without anybody having seen it."""
+        if failed := self.drain():
+            raise failed
+
+    def drain(self) -> BaseException | None:
+        """Wait until nothing is in flight; gives a failure that nobody has seen."""
+        return self._background.drain()
+
+    def close(self) -> None:
+        """Let go of threads; nothing may be in flight."""
+        self._hooks.remove()
+        self._copiers.close()
+        self._stagers.close()
+
+    def _begin(self, app_state: Mapping[str, Any], wish: Wish, route: Route[S], taken: ExitStack) -> "_Begun | str":
+        """Copy what must be copied before the call returns, or say why that cannot be now."""
+        if not self._background.admit(wait=wish.overlap == "wait"):
+            return "another commit is in flight"
+        state = self._plan(app_state, route.flatten(), wish, taken, elsewhere=route.elsewhere)
+        if route.whole and state.plan.borrowed:
+            raise InvalidInput(
+                f"a state of {bytes_text(state.nbytes)} does not fit into {bytes_text(self.pool.budget_bytes)} of staging memory, and who "
+                "makes this commit, another process or several ranks, wants all of it there: open the store with more staging_bytes"
+            )
+        arena = self.pool.take(state.plan.nbytes, wait=wish.overlap == "wait")
+        if arena is None:
+            return f"{bytes_text(state.plan.nbytes)} of staging memory are not free"
+        taken.callback(self.pool.give, arena)
+        arrivals = Arrivals(state.plan.later)
+        staged = stage(state.plan, state.flats, arena, self._copiers.spread, state.looked_up, arrivals)
+        return _Begun(state, arena, arrivals, staged)
+
+    def _plan(self, app_state: Mapping[str, Any], flats: Mapping[str, Flat], wish: Wish, taken: ExitStack, *, elsewhere: bool) -> "_State":
+        sources, paths = leaves_of(flats), paths_of(flats)
+        candidates: list[Candidate] = []
+        if wish.trust_version:
+            candidates = self._trust.candidates(app_state, sources, paths)
+            for n, known in self._trust.known(candidates).items():
+                sources[n] = known
+        lazy: frozenset[int] = frozenset()
+        away: frozenset[int] = frozenset()
+        if wish.staging == "lazy":
+            optimizers = optimizers_in(app_state)
+            self._hooks.install(optimizers)
+            lazy = changed_by_steps(optimizers, sources)
+        elif not elsewhere:
+            away = leaves_away(sources)
+        flats = with_leaves(flats, sources)
+        looked_up: Mapping[int, LookedUp] = {}
+        if wish.dedup_first:
+            look_up = self._look_up()
+            taken.callback(look_up.open_session().end)
+            looked_up = look_up.find(flats, self._copiers)
+        plan = plan_staging(sources, self.pool.budget_bytes, lazy | away, looked_up)
+        return _State(flats, plan, lazy & plan.offsets.keys(), looked_up, candidates, paths)
+
+    def _hand_over(self, pending: Pending[S], begun: "_Begun", label: Label, route: Route[S], taken: ExitStack) -> "_Job[S]":
+        state, plan, sources = begun.state, begun.state.plan, leaves_of(begun.state.flats)
+        pending.state_bytes = state.nbytes
+        loan = Loan(plan, [source.nbytes for source in sources])
+        lazy = None
+        if plan.later:
+            looks = partial(versions, sources, state.lazy)
+            lazy = LazyCopy(pending, plan.later, begun.arena, begun.arrivals, looks, state.paths.__getitem__)
+            pending.help_staging = lazy.hold
+            self._lazy.append(lazy)
+            self._stagers.submit(lazy.work)
+        elif not plan.borrowed:
+            pending.reached(Milestone.STAGED)
+        base = self._descent.then(pending)
+        return _Job(pending, begun, taken.pop_all(), base, label, route, loan, lazy)
+
+    def _finish(self, job: "_Job[S]") -> None:
+        """The rest of a commit, in the background. Raises nothing."""
+        pending, parents = job.pending, parents_of(job.base)
+        pending.tip = parents[0] if parents else None
+        candidates = job.begun.state.candidates
+        failed: BaseException | None = None
+        try:
+            with job.taken, self._copying(job) as copied:
+                if job.route.elsewhere:
+                    copied()
+                label, watch = replace(job.label, parents=parents), PendingWatch(pending, job.loan, copied)
+                made = job.route.make(job.begun.staged, job.begun.arena, label, pending, watch)
+            pending.tip = made.id
+            self._trust.remember(candidates, made.ids)
+        except BaseException as error:
+            failed = error
+            if candidates:
+                self._trust.forget()
+        if failed:
+            failed.add_note(f"{pending.name}, in the background")
+            pending.fail(failed)
+        else:
+            pending.succeed(made.result)
+        job.loan.settle()
+
+    @contextmanager
+    def _copying(self, job: "_Job[S]") -> Iterator[Callable[[], None]]:
+        """Gives what waits for the copy and raises what went wrong with it. The block is not left before the copy has ended: the arena is
+        another commit's then."""
+        if not job.lazy:
+            yield _nothing_left
+            return
+        try:
+            yield job.lazy.wait
+        finally:
+            job.lazy.wait_ended()
+            self._lazy.remove(job.lazy)
+            job.pending.help_staging = _nothing_left
+
+
+@dataclass(frozen=True, slots=True)
+class _State:
+    """A flattened state and how it will be copied: `lazy` are the leaves that are copied while training goes on."""
+
+    flats: Mapping[str, Flat]
+    plan: StagingPlan
+    lazy: frozenset[int]
+    looked_up: Mapping[int, LookedUp]
+    candidates: list[Candidate]
+    paths: list[str]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(source.nbytes for source in leaves_of(self.flats))
+
+
+@dataclass(frozen=True, slots=True)
+class _Begun:
+    """A state that has been copied, but for what may be copied later; `staged` are the sources of the copy, which lies in `arena`."""
+
+    state: _State
+    arena: Arena
+    arrivals: Arrivals
+    staged: Mapping[str, Flat]
+
+
+@dataclass(frozen=True, slots=True)
+class _Job(Generic[S]):
+    """A commit that has been handed over. `taken` is closed when it has ended: staging memory is given back, and sessions end."""
+
+    pending: Pending[S]
+    begun: _Begun
+    taken: ExitStack
+    base: CommitId | Pending[Any] | None
+    label: Label
+    route: Route[S]
+    loan: Loan
+    lazy: LazyCopy | None
+
+
+def _nothing_left() -> None:
+    """What is left to copy of a state that was copied."""

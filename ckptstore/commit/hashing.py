@@ -1,0 +1,47 @@
+"""The ids of chunks where they are: nothing is written."""
+
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+
+from ckptstore.commit.plan import CommitPlan, Run
+from ckptstore.commit.write import PARALLEL_BYTES
+from ckptstore.core.ids import CHUNK_ID_BYTES, digest
+from ckptstore.repository.thread_pool import Threads, shared
+from ckptstore.state.leaf_sources import Source
+
+
+def hash_chunks(
+    plan: CommitPlan,
+    sources: Sequence[Source],
+    threads: Threads,
+    hands: int,
+    name: Callable[[memoryview], bytes] | None = None,
+    *,
+    copied: bool = False,
+) -> list[bytes]:
+    """Per part of the plan the ids of its chunks, in order, as `name` gives them if there is one; found by at most `hands` threads. If
+    `copied`, what others may write to is copied first, for a `name` that reads its bytes twice."""
+    ids = [bytearray(CHUNK_ID_BYTES * len(part)) for part in plan.parts]
+
+    def work() -> None:
+        for batch in batches:
+            for run in batch:
+                at = (run.first - run.part.first) * CHUNK_ID_BYTES
+                found = b"".join(map(name or digest, _views(run, sources[run.part.leaf], copied)))
+                ids[run.part.leaf][at : at + len(found)] = found
+
+    batches = shared(plan.batches)
+    if plan.logical_bytes <= PARALLEL_BYTES or hands == 1:
+        work()
+    else:
+        threads.together([work] * min(hands, len(plan.batches)), batches.stop)
+    return [bytes(each) for each in ids]
+
+
+def _views(run: Run, source: Source, copied: bool) -> list[memoryview]:
+    base, end = run.cuts[0], run.cuts[-1]
+    memory = None if copied and not source.still else source.view(base, end)
+    if memory is None:
+        memory = memoryview(bytearray(run.raw_bytes))
+        source.stage(base, end, memory)
+    return [memory[start - base : stop - base] for start, stop in pairwise(run.cuts)]

@@ -1,0 +1,208 @@
+"""The trainer's side of a worker process: start one when it is needed, hand it a staged state, hear how far it is, notice when it dies."""
+
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Mapping
+from contextlib import ExitStack, suppress
+from pathlib import Path
+from typing import Any
+
+from ckptstore import errors
+from ckptstore.commit.commit import CommitStats, Committed
+from ckptstore.commit.commit_metadata import Label
+from ckptstore.commit.progress import Milestone, Watch
+from ckptstore.commit.worker_protocol import Message, describe, error_from, receive, send
+from ckptstore.core.ids import CommitId, SessionId
+from ckptstore.errors import Cancelled, CkptStoreError, Unavailable
+from ckptstore.restore.reader import Reader
+from ckptstore.state.leaf_sources import Flat
+from ckptstore.state.staging_buffers import Arena
+
+ENDS_S = 60.0
+"""A worker that has been told that there is nothing more to do ends within this time, or is left to itself."""
+
+
+class Hired:
+    """One worker process, started when it is needed, and what is said to it. One conversation at a time; whoever has one holds `lock`."""
+
+    def __init__(self, *, place: str, storage_options: Mapping[str, Any], direct_io: bool | None, index: str | None, threads: int) -> None:
+        options = {"storage_options": dict(storage_options), "direct_io": direct_io is not False, "index": index}  # all of it is aside
+        self._opening = {"place": place, "threads": threads, **options}
+        self._process: subprocess.Popen[bytes] | None = None
+        self._connection: socket.socket | None = None
+        self._sent: Arena | None = None
+        self.lock = threading.Lock()
+
+    @property
+    def pid(self) -> int | None:
+        """The worker's process id; None while there is none."""
+        return self._process.pid if self._process else None
+
+    @property
+    def alive(self) -> "subprocess.Popen[bytes] | None":
+        """The worker, while it lives."""
+        return self._process if self._connection and self._process and self._process.poll() is None else None
+
+    def ask(self, message: Message, timeout_s: float) -> Message:
+        """What the worker answers within `timeout_s`; one that does not is ended. Raises `Unavailable`."""
+        connection = self._working()
+        try:
+            connection.settimeout(timeout_s)
+            send(connection, message)
+            answer = receive(connection)
+            connection.settimeout(None)
+        except OSError:
+            answer = None
+        if answer is None:
+            pid = self.pid
+            self.end()
+            raise Unavailable(f"the worker process {pid} ended, or was silent for {timeout_s:g} s; the next commit starts another worker")
+        if "failed" in answer.says:
+            raise error_from(answer.says)
+        return answer
+
+    def tell(self, message: Message) -> None:
+        """Say what needs no answer. Raises `Unavailable` if there is no worker."""
+        if not (self._connection and self.alive):
+            raise self._lost()
+        try:
+            send(self._connection, message)
+        except OSError as error:
+            raise self._lost() from error
+
+    def commit(self, message: Message, arena: Arena, watch: Watch, *, anew: bool = True) -> Message:
+        """Have a state that lies in `arena` committed, as `message` says, and tell `watch` how far it is; returns what was made.
+
+        Raises `Unavailable` if the worker dies: the next one to be hired is another, for this commit only `anew`.
+        """
+        if not anew and not self.alive:
+            raise self._lost()
+        try:
+            connection = self._working()
+            send(connection, message._replace(fd=arena.fd if self._sent is not arena else -1))
+            self._sent = arena
+            said = self._listen(connection, watch)
+        except OSError as error:
+            raise self._lost() from error
+        except BaseException:
+            self.end()  # it still reads the arena, which is another commit's from here on
+            raise
+        if isinstance(said, CkptStoreError):
+            raise said
+        return said
+
+    def let_go(self) -> None:
+        """Say that there is nothing more to do, and wait for the worker's end."""
+        if self._connection:
+            self._connection.close()
+        if self._process:
+            with suppress(subprocess.TimeoutExpired):  # it still makes a commit, and ends when that is made
+                self._process.wait(ENDS_S)
+        self._connection = self._process = self._sent = None
+
+    def end(self) -> None:
+        """End the worker, whatever it does."""
+        if self._process:
+            self._process.kill()
+        self.let_go()
+
+    def _listen(self, connection: socket.socket, watch: Watch) -> Message | CkptStoreError:
+        """What was made, or what the worker failed with: then it has nothing to do any more."""
+        called_off: Cancelled | None = None
+        while message := receive(connection):
+            if "reached" in message.says:
+                watch.reached(Milestone(message.says["reached"]))
+            elif "publishing" in message.says:
+                try:
+                    watch.publishing()
+                except Cancelled as error:
+                    called_off = error
+                send(connection, Message({"go": called_off is None}))
+            elif "failed" in message.says:
+                return called_off or error_from(message.says)
+            else:
+                return message
+        return self._lost()
+
+    def _working(self) -> socket.socket:
+        """The connection to a worker that lives, a new one if need be."""
+        if self._connection is None or not self.alive:
+            self.let_go()
+            ours, theirs = socket.socketpair()
+            with theirs, ExitStack() as unless_started:
+                unless_started.callback(ours.close)
+                self._process = _start(theirs.fileno())
+                unless_started.pop_all()
+            self._connection, self._sent = ours, None
+            send(ours, Message(self._opening))
+        return self._connection
+
+    def _lost(self) -> Unavailable:
+        pid, process = self.pid, self._process
+        self.let_go()
+        code = process.returncode if process else None
+        return Unavailable(
+            f"the worker process {pid} ended ({code}) before it said that the commit is durable: look into store.log() whether it exists, "
+            f"or commit again; the next commit starts another worker"
+        )
+
+
+class HiredCommitter:
+    """Makes commits like `commit.commit.Committer`, in a worker process, of states that lie in shared arenas. One at a time."""
+
+    def __init__(self, hired: Hired, reader: Reader) -> None:
+        self._hired, self._reader = hired, reader
+
+    def commit(self, flats: Mapping[str, Flat], arena: Arena, label: Label, started: float, watch: Watch) -> Committed:
+        """Have the state in `arena` committed; see `Committer.commit`. Raises `Unavailable` if the worker dies: the next call starts
+        another."""
+        with self._hired.lock:
+            watch.starting()
+            says, blob = describe(flats, label)
+            done = self._hired.commit(Message({**says, "started": started}, blob), arena, watch)
+        commit = CommitId(done.says["done"])
+        document = self._reader.document(SessionId(done.says["session"]), commit)
+        ids, at = {}, 0
+        for leaf, length in zip(done.says["leaves"], done.says["lengths"], strict=True):
+            ids[leaf] = done.blob[at : at + length]
+            at += length
+        return Committed(commit, document, {key: flat.schema for key, flat in flats.items()}, CommitStats(**done.says["stats"]), ids)
+
+
+_BEGINNING = """\
+import sys
+from importlib.util import module_from_spec, spec_from_file_location
+
+package = sys.argv[2]
+spec = spec_from_file_location("ckptstore", package + "/__init__.py", submodule_search_locations=[package])
+module = sys.modules["ckptstore"] = module_from_spec(spec)
+spec.loader.exec_module(module)
+sys.path.append(package.removesuffix("/ckptstore"))
+
+from ckptstore.distributed.worker_process import main
+
+main()
+"""
+"""The program of a worker: this package, from the folder that the trainer has it from, whatever else is called so.
+
+Everything else comes from where Python is installed and from PYTHONPATH, and last from what lies beside the package, as where both were
+installed into one folder. Never from the working directory (`-P`), in which anybody may have put a module.
+"""
+
+
+def _start(fd: int) -> "subprocess.Popen[bytes]":
+    """A process of its own session, so that what ends the trainer's does not end it. Raises `Unavailable` if none can be started."""
+    package = str(Path(errors.__file__).resolve().parent)
+    try:
+        return subprocess.Popen(
+            [sys.executable, "-P", "-c", _BEGINNING, str(fd), package],
+            pass_fds=[fd],
+            stdin=subprocess.DEVNULL,
+            start_new_session=True,
+        )
+    except OSError as error:
+        raise Unavailable(
+            f"no worker process can be started ({error}): raise the limit of processes, or open the store with executor='thread'"
+        ) from error

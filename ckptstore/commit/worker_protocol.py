@@ -1,0 +1,136 @@
+"""What a trainer and its worker say to each other: messages of JSON, bytes beside it, and now and then a file descriptor.
+
+A message is two lengths (big-endian, 8 bytes each), JSON, and the bytes. Neither side trusts the other with code: nothing is unpickled.
+"""
+
+import json
+import socket
+import struct
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from ckptstore import errors
+from ckptstore.commit.commit_metadata import Label
+from ckptstore.core.ids import CommitId
+from ckptstore.errors import CkptStoreError
+from ckptstore.objects.schema import decode_schema, encode_schema
+from ckptstore.state.leaf_sources import Flat, Source
+from ckptstore.state.staging_buffers import ArenaSource, PartSource, Place
+
+_LENGTHS = struct.Struct(">QQ")
+_MOST_FDS = 1
+
+
+class Message(NamedTuple):
+    """`says` is JSON, `blob` the bytes that it refers to, `fd` a descriptor that came along, or -1."""
+
+    says: dict[str, Any]
+    blob: bytes = b""
+    fd: int = -1
+
+
+def send(connection: socket.socket, message: Message) -> None:
+    """Raises `OSError` if nobody listens any more."""
+    text = json.dumps(message.says).encode()
+    head = _LENGTHS.pack(len(text), len(message.blob))
+    if message.fd >= 0:
+        socket.send_fds(connection, [head], [message.fd])
+    else:
+        connection.sendall(head)
+    connection.sendall(text)
+    connection.sendall(message.blob)
+
+
+def receive(connection: socket.socket) -> Message | None:
+    """The next message, or None if the other side is gone."""
+    try:
+        head, fds, _, _ = socket.recv_fds(connection, _LENGTHS.size, _MOST_FDS)
+        fd = fds[0] if fds else -1
+        text_bytes, blob_bytes = _LENGTHS.unpack(head + _exactly(connection, _LENGTHS.size - len(head)))
+        return Message(json.loads(_exactly(connection, text_bytes)), _exactly(connection, blob_bytes), fd)
+    except (OSError, EOFError):
+        return None
+
+
+def _exactly(connection: socket.socket, nbytes: int) -> bytes:
+    data = bytearray(nbytes)
+    got = 0
+    while got < nbytes:
+        n = connection.recv_into(memoryview(data)[got:])
+        if not n:
+            raise EOFError
+        got += n
+    return bytes(data)
+
+
+def describe(flats: Mapping[str, Flat], label: Label) -> tuple[dict[str, Any], bytes]:
+    """A staged state and its label as JSON and a blob. A leaf lies in the arena, whole or in part, or else its bytes or its chunks' ids lie
+    in the blob."""
+    blob = Blob()
+    keys = [[key, blob.put(encode_schema(flat.schema)), [blob.leaf(source) for source in flat.leaves]] for key, flat in flats.items()]
+    return {"keys": keys, "label": label_to(label)}, bytes(blob.data)
+
+
+class Blob:
+    """Bytes that go beside JSON; what is put there is named by where it begins and ends."""
+
+    def __init__(self) -> None:
+        self.data = bytearray()
+
+    def put(self, data: bytes | memoryview) -> list[int]:
+        self.data.extend(data)
+        return [len(self.data) - len(data), len(self.data)]
+
+    def leaf(self, source: Source) -> dict[str, Any]:
+        if isinstance(source, ArenaSource):
+            return {"arena": [source.offset, source.offset + source.nbytes], "width": source.width}
+        if source.known_ids is not None:
+            places = source.places if isinstance(source, PartSource) else ()
+            return {"known": self.put(source.known_ids), "places": places, "nbytes": source.nbytes, "width": source.width}
+        memory = source.view(0, source.nbytes)
+        assert memory is not None  # what is not in the arena is bytes
+        return {"bytes": self.put(memory), "width": source.width}
+
+
+def leaf_from(said: Mapping[str, Any], blob: bytes, arena: memoryview) -> Source:
+    """The leaf that `Blob.leaf` was given."""
+    if "arena" in said:
+        start, stop = said["arena"]
+        return ArenaSource(arena, start, stop - start, said["width"])
+    if "known" in said:
+        places = [Place(*place) for place in said["places"]]
+        return PartSource(arena, places, blob[slice(*said["known"])], said["nbytes"], said["width"])
+    start, stop = said["bytes"]
+    return ArenaSource(memoryview(blob), start, stop - start, said["width"])
+
+
+def label_to(label: Label) -> dict[str, Any]:
+    return {name: getattr(label, name) for name in ("run", "step", "message", "metrics", "tags", "parents")}
+
+
+def label_from(said: Mapping[str, Any]) -> Label:
+    """The inverse of `label_to`."""
+    metrics = tuple((str(name), float(value)) for name, value in said["metrics"])
+    parents = tuple(CommitId(commit) for commit in said["parents"])
+    return Label(said["run"], said["step"], said["message"], metrics, tuple(said["tags"]), parents)
+
+
+def flats_from(keys: Sequence[Any], blob: bytes, arena: memoryview) -> dict[str, Flat]:
+    """The state that `describe` was given."""
+    return {key: Flat(decode_schema(blob[slice(*where)]), [leaf_from(leaf, blob, arena) for leaf in leaves]) for key, where, leaves in keys}
+
+
+def failure_to(error: Exception) -> Message:
+    """What a worker says when a commit has failed."""
+    kind, text = (type(error), str(error)) if isinstance(error, CkptStoreError) else (CkptStoreError, f"{type(error).__name__}: {error}")
+    return Message(
+        {"failed": kind.__name__, "text": text, "causes": {str(rank): why for rank, why in getattr(error, "causes", {}).items()}}
+    )
+
+
+def error_from(said: Mapping[str, Any]) -> CkptStoreError:
+    """What `failure_to` was given, as one of our errors."""
+    cls = getattr(errors, said["failed"], CkptStoreError)
+    error: CkptStoreError = cls(said["text"])
+    error.causes = {int(rank): why for rank, why in said["causes"].items()}
+    return error

@@ -1,0 +1,241 @@
+"""The contents of a state's leaves, and its layout, from what the ranks have written. Pure."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import accumulate
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from ckptstore.commit.publish import TreeContent
+from ckptstore.core import dtypes
+from ckptstore.core.ids import CHUNK_ID_BYTES
+from ckptstore.core.model import Box, LeafContent, Schema
+from ckptstore.distributed.merge import MergedLeaf, MergedTree, finish
+from ckptstore.distributed.plan import Place, RanksPlan, Shared, Target, Tiled, nbytes_of
+from ckptstore.distributed.resolve_content import Decided
+from ckptstore.errors import Conflict, Corrupt
+from ckptstore.objects import canonical
+
+_EMPTY = LeafContent(inline=b"")
+_NOWHERE = (Target(-1, -1), None)
+"""Of this leaf nothing is ever decided: it stands for those without content of their own."""
+
+
+class Receipt(NamedTuple):
+    """The ids of the chunks that a rank wrote: of its jobs, of the cells that it completed, and of what was decided by content."""
+
+    jobs: bytes
+    cells: bytes
+    decided: bytes
+
+
+class Sighting(NamedTuple):
+    """The id of cell `cell` of a shared box as a rank has it that did not write it."""
+
+    shared: Shared
+    cell: int
+    id: bytes
+
+
+class Assembler:
+    """Puts the commits of one plan together. Remembers what does not depend on content: it is the same in the next commit."""
+
+    def __init__(self, plan: RanksPlan) -> None:
+        self._plan = plan
+        self._gathering: _Gathering | None = None
+        self._wholes: dict[tuple[int, frozenset[int]], _Whole] = {}
+
+    def assemble(self, decided: Decided, receipts: Sequence[Receipt], sightings: Sequence[Sighting]) -> list[TreeContent]:
+        """Every tree of the whole state. Raises `Conflict` for replicas that differ, and for content that changed while it was committed;
+        `Corrupt` for receipts that are not those of the plan."""
+        if self._gathering is None:
+            self._gathering = _gathering_of(self._plan, len(receipts))
+        ids = _Ids(self._gathering.where, _gathered(self._gathering, receipts))
+        for rank, (receipt, wanted) in enumerate(zip(receipts, decided.wanted, strict=True)):
+            if receipt.decided != b"".join(wanted):
+                raise Conflict(f"rank {rank} changed its state while it was committed; commit between steps")
+        _compare(self._plan, decided, ids, sightings)
+        return [self._tree(number, decided, ids) for number in range(len(self._plan.trees))]
+
+    def _tree(self, number: int, decided: Decided, ids: "_Ids") -> TreeContent:
+        private = frozenset(target.leaf for target in decided.private if target.tree == number)
+        whole = self._wholes.get((number, private))
+        if whole is None:
+            whole = self._wholes[number, private] = _whole(self._plan, number, private, ids.where)
+        contents, joined = [], ids.joined
+        for start, stop, raw_bytes, boxes, elsewhere in whole.leaves:
+            if elsewhere is None:
+                contents.append(LeafContent(None, joined[start:stop], raw_bytes, boxes))
+            else:
+                contents.append(decided.contents.get(elsewhere, _EMPTY))
+        return TreeContent(self._plan.trees[number].key, whole.schema, contents)
+
+
+def logical_bytes(trees: Sequence[TreeContent]) -> int:
+    """Raw bytes of the whole state, an alias' not counted."""
+    total = 0
+    for _, schema, contents in trees:
+        for kind, dtype, shape, alias, content in zip(schema.kinds, schema.dtypes, schema.shapes, schema.aliases, contents, strict=True):
+            if alias < 0:
+                total += dtypes.nbytes_of(dtype, shape) if kind == "tensor" else content.raw_bytes
+    return total
+
+
+def layout_of(plan: RanksPlan, size: int) -> bytes:
+    """The layout chunk (docs/format.md §7): mesh, placements, boxes and who held them, of every leaf that more than one rank had."""
+    trees = {tree.key: canonical.encode_joined(dict(_tree_layout(plan, t, tree))) for t, tree in enumerate(plan.trees)}
+    return canonical.encode_joined({"world": canonical.encode(size), "trees": canonical.encode_joined(trees)})
+
+
+class _Gathering(NamedTuple):
+    """`order` says which of all ids that ranks hand in, one behind the other, comes when; a target's then lie `where` says, in bytes.
+    `counts` are those of each rank's jobs and cells."""
+
+    counts: list[int]
+    order: "npt.NDArray[np.int64]"
+    where: dict[Target, tuple[int, int]]
+
+
+class _Ids(NamedTuple):
+    """The chunk ids of all planned leaves."""
+
+    where: dict[Target, tuple[int, int]]
+    joined: bytes
+
+    def of(self, target: Target) -> bytes:
+        start, stop = self.where[target]
+        return self.joined[start:stop]
+
+
+class _From(NamedTuple):
+    """A leaf's content: ids `start:stop` of the planned ones, or what was decided of (target, rank) `elsewhere`."""
+
+    start: int
+    stop: int
+    raw_bytes: int
+    boxes: tuple[Box, ...] | None
+    elsewhere: tuple[Target, int | None] | None
+
+
+class _Whole(NamedTuple):
+    """A tree of which certain leaves have turned out to be private."""
+
+    schema: Schema
+    leaves: list[_From]
+
+
+def _gathering_of(plan: RanksPlan, size: int) -> _Gathering:
+    """A rank hands in the ids of its jobs, then those of its cells, each in the order of the plan."""
+    where: dict[Target, tuple[int, int]] = {}
+    end = 0
+    for target, tiled in plan.tiled.items():
+        where[target] = (end, end := end + CHUNK_ID_BYTES * tiled.tiling.chunks)
+    counts = [0] * (2 * size)
+    for job in plan.jobs:
+        counts[2 * job.place.rank] += job.stop - job.first
+    for _, recipe, _ in plan.cells:
+        counts[2 * recipe.owner.rank + 1] += 1
+    at = [0, *accumulate(counts)]
+    order = np.full(end // CHUNK_ID_BYTES, -1, np.int64)
+    for job in plan.jobs:
+        first, count, source = where[job.target][0] // CHUNK_ID_BYTES + job.chunk, job.stop - job.first, at[2 * job.place.rank]
+        order[first : first + count] = range(source, source + count)
+        at[2 * job.place.rank] += count
+    for target, recipe, _ in plan.cells:
+        order[where[target][0] // CHUNK_ID_BYTES + recipe.chunk] = at[2 * recipe.owner.rank + 1]
+        at[2 * recipe.owner.rank + 1] += 1
+    assert order.min(initial=0) >= 0, "a chunk of the plan is nobody's"
+    return _Gathering(counts, order, where)
+
+
+def _gathered(gathering: _Gathering, receipts: Sequence[Receipt]) -> bytes:
+    parts = [part for receipt in receipts for part in (receipt.jobs, receipt.cells)]
+    for i, (part, count) in enumerate(zip(parts, gathering.counts, strict=True)):
+        if len(part) != CHUNK_ID_BYTES * count:
+            raise Corrupt(f"rank {i // 2} hands in {len(part)} bytes of ids; wanted {count} ids; is ckptstore of one version on all ranks?")
+    return np.frombuffer(b"".join(parts), f"V{CHUNK_ID_BYTES}")[gathering.order].tobytes()
+
+
+def _whole(plan: RanksPlan, number: int, private: frozenset[int], where: Mapping[Target, tuple[int, int]]) -> _Whole:
+    tree = plan.trees[number]
+    schema, leaves = finish(tree, private)
+    found = []
+    for (i, rank), alias in zip(leaves, schema.aliases, strict=True):
+        target = Target(number, i)
+        tiled = plan.tiled.get(target) if alias < 0 else None
+        if tiled is None:
+            found.append(_From(0, 0, 0, None, (target, rank) if alias < 0 else _NOWHERE))
+        else:
+            boxes = None if tiled.tiling.whole else tiled.boxes
+            found.append(_From(*where[target], nbytes_of(tree.leaves[i]), boxes, None))
+    return _Whole(schema, found)
+
+
+def _compare(plan: RanksPlan, decided: Decided, ids: _Ids, sightings: Sequence[Sighting]) -> None:
+    """Hold what replicas have against what was written for them."""
+    for (target, box, place, _), cell, chunk in sightings:
+        number = _chunk_of(plan.tiled[target], box, cell)
+        if number is not None and ids.of(target)[number * CHUNK_ID_BYTES : (number + 1) * CHUNK_ID_BYTES] != chunk:
+            _diverged(plan, target, place.rank)
+    for target, found in decided.compared.items():
+        tiled = plan.tiled[target]
+        for place, joined in found.items():
+            wanted = b"".join(_box_ids(tiled, ids.of(target), box) for box in _boxes_of(plan, target, place))
+            if wanted != joined:
+                _diverged(plan, target, place.rank)
+
+
+def _boxes_of(plan: RanksPlan, target: Target, place: Place) -> list[int]:
+    """The numbers of the boxes that a rank holds of a leaf, in its order."""
+    tree, tiled = plan.trees[target.tree], plan.tiled[target]
+    holding = tree.trees[place.rank].held.get(plan.leaf(target).holders[place.holder].leaf)
+    return list(range(len(tiled.boxes))) if holding is None else [tiled.boxes.index(box) for box in holding.boxes]
+
+
+def _box_ids(tiled: Tiled, ids: bytes, box: int) -> bytes:
+    span = next(span for span in tiled.tiling.spans if span.box == box)
+    return ids[span.chunk * CHUNK_ID_BYTES : (span.chunk + span.stop - span.first) * CHUNK_ID_BYTES]
+
+
+def _chunk_of(tiled: Tiled, box: int, cell: int) -> int | None:
+    """The chunk that a box's cell is; None for one that edges cut."""
+    return next((s.chunk + cell - s.first for s in tiled.tiling.spans if s.box == box and s.first <= cell < s.stop), None)
+
+
+def _diverged(plan: RanksPlan, target: Target, rank: int) -> None:
+    leaf = plan.leaf(target)
+    ranks = [holder.rank for holder in leaf.holders]
+    raise Conflict(
+        f"{leaf.path} is one tensor on ranks {ranks}, but rank {rank} has other bytes than the rank that writes them. Replicas that have "
+        f"diverged must be made equal first; different tensors need different paths (key optimizer state by parameter name), or private=[…]"
+    )
+
+
+def _tree_layout(plan: RanksPlan, number: int, tree: MergedTree) -> Iterator[tuple[str, bytes]]:
+    known: dict[int, bytes] = {}  # by the identity of what leaves that are held alike have in common
+    for i, leaf in enumerate(tree.leaves):
+        tiled = plan.tiled.get(Target(number, i))
+        if leaf.alias >= 0 or _is_whole_on_one(tree, leaf):
+            continue
+        if tiled is None:
+            yield leaf.path, canonical.encode(_leaf_layout(tree, leaf, None))
+        else:
+            if id(tiled) not in known:
+                known[id(tiled)] = canonical.encode(_leaf_layout(tree, leaf, tiled))
+            yield leaf.path, known[id(tiled)]
+
+
+def _is_whole_on_one(tree: MergedTree, leaf: MergedLeaf) -> bool:
+    return len(leaf.holders) == 1 and leaf.holders[0].leaf not in tree.trees[leaf.holders[0].rank].held
+
+
+def _leaf_layout(tree: MergedTree, leaf: MergedLeaf, tiled: Tiled | None) -> dict[str, Any]:
+    held = (tree.trees[rank].held.get(number) for rank, number in leaf.holders)
+    first = next((each for each in held if each is not None), None)
+    return {
+        "mesh": first.mesh and [list(first.mesh.shape), list(first.mesh.ranks)] if first else None,
+        "placements": list(first.placements) if first else [],
+        "boxes": [[list(box.offsets), list(box.lengths)] for box in tiled.boxes] if tiled else [],
+        "ranks": [sorted({place.rank for place in places}) for places in tiled.holders] if tiled else [[rank for rank, _ in leaf.holders]],
+    }

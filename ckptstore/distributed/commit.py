@@ -1,0 +1,255 @@
+"""The journey of a state that many ranks hold into the store: three rounds between which each rank hashes and writes its part.
+
+1. *plan*: ranks say what they hold, the coordinator says who does what and names the session. 2. *decide*: fragments of cut chunks have
+been exchanged and planned chunks written; of leaves that ranks hold for reasons unknown they report what they have. 3. *publish*: packs
+are closed and durable, the coordinator writes pages, schemas, layout and document, and appends the entry. A failure on any rank before the
+third round's answer is everybody's, and nothing is visible; after it the commit exists. After a plan that is new there is one round more,
+in which every rank says that it can follow: from then on, others wait for what it sends.
+"""
+
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from typing import TypeAlias
+
+from ckptstore.commit.commit import ATTEMPTS, CommitStats
+from ckptstore.commit.commit_metadata import Label
+from ckptstore.commit.progress import UNWATCHED, Milestone, Watch
+from ckptstore.commit.write import Dedup, RunMemory, SessionPacks
+from ckptstore.core.config import StoreConfig
+from ckptstore.core.gc_pause import uncollected
+from ckptstore.core.ids import CommitId, SessionId
+from ckptstore.core.model import CommitDocument
+from ckptstore.distributed import framing
+from ckptstore.distributed.collective import Peers
+from ckptstore.distributed.coordinator import AGAIN, DESCRIBE, DONE, PLANNED, Lead, Options, digest_of, head_of, refused
+from ckptstore.distributed.describe import encode_description
+from ckptstore.distributed.exchange_plan import Boxes, Moves, moves_of
+from ckptstore.distributed.messages import Cause, failure
+from ckptstore.distributed.rank_plan import RankTask, decode_task
+from ckptstore.distributed.rank_worker import RankWork
+from ckptstore.errors import CkptStoreError, Conflict, NoSpace
+from ckptstore.log.log import Log
+from ckptstore.objects import canonical
+from ckptstore.objects.documents import decode_document
+from ckptstore.objects.schema import LastSchemas
+from ckptstore.repository.chunk_store import ObjectStore
+from ckptstore.repository.memory_budget import rank_room
+from ckptstore.repository.thread_pool import Threads
+from ckptstore.state.leaf_sources import Flat
+
+Prepare: TypeAlias = Callable[[], tuple[Label, Mapping[str, Flat]]]
+"""Gives what a rank commits when it is asked for: within the first round, so that its failure reaches every rank."""
+
+
+@dataclass(frozen=True, slots=True)
+class RanksCommitted:
+    """A commit of many ranks that the log has acknowledged."""
+
+    id: CommitId
+    document: CommitDocument
+    stats: CommitStats
+
+
+class RanksCommitter:
+    """Commits states of many ranks to one store; on every rank, one commit at a time. Remembers this rank's task."""
+
+    def __init__(self, config: StoreConfig, objects: ObjectStore, log: Log, threads: Threads) -> None:
+        self._config, self._objects, self._log, self._threads = config, objects, log, threads
+        self._lead = Lead(config, objects, log)
+        self._schemas = LastSchemas()
+        self._described = b""
+        self._task: RankTask | None = None
+        self._moves: Moves | None = None
+        self._runs = RunMemory()
+        self._room = rank_room(None, config.chunk_bytes, threads.count, encoding=config.codec != "raw")
+
+    def commit(
+        self,
+        peers: Peers,
+        prepare: Prepare,
+        options: Options,
+        started: float,
+        watch: Watch = UNWATCHED,
+        *,
+        memory_budget_bytes: int | None = None,
+    ) -> RanksCommitted:
+        """Write this rank's part of a state; every rank of `peers` must call it with its own. The coordinator's label and options count.
+        `watch` is told of the progress; what it raises, on any rank, stops all of them. What is staged, encoded, exchanged and put together
+        stays within the budget; how much is on its way follows from the coordinator's.
+
+        Raises one error on all ranks: `Conflict` for states that do not make one, for replicas that have diverged, and if others kept
+        removing what this commit wanted to reuse; otherwise what the causes have in common, `causes` naming ranks.
+        """
+        try:
+            label, flats, session = self._plan(peers, prepare, options, watch, memory_budget_bytes)
+            for _ in range(ATTEMPTS):
+                outcome = self._attempt(peers, flats, session, label, started, watch)
+                if isinstance(outcome, RanksCommitted):
+                    self._lead.close(ended=True)
+                    return outcome
+                session = outcome
+        except NoSpace:
+            self._lead.close(ended=True)  # every rank deletes what it wrote: the gc that makes room need not wait for the session
+            raise
+        finally:
+            self._lead.close(ended=False)
+        raise Conflict(f"the commit was refused {ATTEMPTS} times because others changed the store meanwhile; repeat it")
+
+    def _plan(
+        self, peers: Peers, prepare: Prepare, options: Options, watch: Watch, memory_budget_bytes: int | None
+    ) -> tuple[Label, Mapping[str, Flat], SessionId]:
+        described: list[tuple[Label, Mapping[str, Flat], bytes]] = []
+
+        def describe() -> bytes:
+            asked = bool(described)
+            if not asked:
+                watch.starting()
+                chunk_bytes, encoding = self._config.chunk_bytes, self._config.codec != "raw"
+                self._room = rank_room(memory_budget_bytes, chunk_bytes, self._threads.count, encoding=encoding)
+                label, flats = prepare()
+                with uncollected():
+                    described.append((label, flats, encode_description(flats, self._schemas)))
+            label, _, description = described[0]
+            known = digest_of(description) == self._described and not asked
+            return framing.join([head_of(label), digest_of(description), b"" if known else description])
+
+        def answer(handed_in: list[bytes]) -> list[bytes]:
+            return self._lead.plan(handed_in, described[0][0], replace(options, window_bytes=self._room.window_bytes))
+
+        kind = DESCRIBE
+        while kind == DESCRIBE:
+            kind, session, task = framing.split(peers.round("commit: plan", describe, answer), 3)
+        label, flats, description = described[0]
+        if kind == PLANNED:
+            self._described = b""  # until every rank is known to be able to follow the plan
+            peers.round("commit: prepare", lambda: self._follow(task, flats, peers.rank), lambda ready: ready)
+            self._described = digest_of(description)
+        return label, flats, SessionId(session.decode())
+
+    def _follow(self, task: bytes, flats: Mapping[str, Flat], rank: int) -> bytes:
+        """Work out what a new task means here."""
+        with uncollected():
+            self._task, self._runs = decode_task(task), RunMemory()
+            self._moves = moves_of(self._task, Boxes(list(flats.values()), self._config.chunk_bytes), rank)
+        return b""
+
+    def _attempt(
+        self, peers: Peers, flats: Mapping[str, Flat], session: SessionId, label: Label, started: float, watch: Watch
+    ) -> RanksCommitted | SessionId:
+        packs = SessionPacks.of(self._config, self._objects, session, self._threads, peers.rank, lean=self._room.write.lean)
+        attempt = _Attempt(self._lead, peers, packs, label, started, watch)
+        try:
+            return attempt.run(self._work(flats, packs), self._look, self._registered)
+        except BaseException as error:
+            # Once the coordinator may have asked the log, only its answer says whether these packs are part of a commit.
+            if not attempt.handed_in or (isinstance(error, CkptStoreError) and error.causes and 0 not in error.causes):
+                with suppress(CkptStoreError):
+                    packs.drop()
+            raise
+
+    def _work(self, flats: Mapping[str, Flat], packs: SessionPacks) -> RankWork:
+        assert self._task is not None and self._moves is not None
+        boxes = Boxes(list(flats.values()), self._config.chunk_bytes)
+        return RankWork(boxes, self._task, self._moves, self._config.chunk_bytes, packs, self._threads, self._room)
+
+    def _look(self) -> Dedup:
+        state = self._log.replay()
+        self._objects.sync(state)
+        return Dedup(self._objects, state, self._runs)
+
+    def _registered(self, numbers: bytes, packs: SessionPacks) -> None:
+        tables = {pack.record.id: pack.table for pack in packs.closed}
+        for number, name in canonical.decode(numbers):
+            if name in tables:
+                self._objects.registered(number, name, tables[name])
+
+
+class _Attempt:
+    """The second and the third round, under one session. `handed_in` says whether the coordinator may have asked the log."""
+
+    def __init__(self, lead: Lead, peers: Peers, packs: SessionPacks, label: Label, started: float, watch: Watch) -> None:
+        self._lead, self._peers, self._packs, self._label, self._started, self._watch = lead, peers, packs, label, started, watch
+        self._dedup: Dedup | None = None
+        self._packed_s = 0.0
+        self._failed: Exception | None = None
+        self.handed_in = False
+
+    def run(self, work: RankWork, look: Callable[[], Dedup], register: Callable[[bytes, SessionPacks], None]) -> RanksCommitted | SessionId:
+        """The commit, or the session under which to try again."""
+        decided = self._peers.round("commit: decide", lambda: self._report(work, look), self._lead.decide)
+        answer = self._peers.round("commit: publish", lambda: self._receipt(work, decided), self._publish)
+        kind, first, second = framing.split(answer, 3)
+        if kind != DONE:
+            self._packs.drop()
+            if kind == AGAIN:
+                return SessionId(first.decode())
+            raise failure("commit: publish", {0: Cause(*canonical.decode(first))}, self._peers.size) from self._failed
+        commit, numbers, totals = framing.split(second, 3)
+        durable_s = time.perf_counter() - self._started
+        self._watch.reached(Milestone.DURABLE)
+        register(numbers, self._packs)
+        return self._committed(CommitId(commit.decode()), first, canonical.decode(totals), durable_s)
+
+    def _report(self, work: RankWork, look: Callable[[], Dedup]) -> bytes:
+        self._dedup = work.write(self._peers, look)
+        samples = work.samples(self._packs.session)
+        where = canonical.encode([[sample.shared, sample.cell] for sample in samples])
+        return framing.join([work.reports(), where, b"".join(sample.id for sample in samples)])
+
+    def _receipt(self, work: RankWork, decided: bytes) -> bytes:
+        """Its receipt. A failure of the coordinator's own is told by `_publish`: then all know that the log was not asked."""
+        try:
+            return self._written(work, decided)
+        except Exception as error:
+            if not self._peers.leads:
+                raise
+            self._failed = error
+            return b""
+
+    def _written(self, work: RankWork, decided: bytes) -> bytes:
+        work.write_decided([tuple(each) for each in canonical.decode(decided)])
+        self._watch.reached(Milestone.HASHED)
+        self._packs.wait()
+        self._packed_s = time.perf_counter() - self._started
+        self._watch.reached(Milestone.WRITTEN)
+        self._watch.publishing()
+        written = work.written
+        head = {
+            "packs": [[pack.record.id, pack.record.bytes, pack.record.chunks] for pack in self._packs.closed],
+            "reused": sorted(self._dedup.reused) if self._dedup else [],
+            "chunks": written.chunks,
+            "new_chunks": written.new_chunks,
+            "sent_bytes": written.sent_bytes,
+        }
+        self.handed_in = not self._peers.leads
+        return framing.join([canonical.encode(head), written.jobs, written.cells, written.decided])
+
+    def _publish(self, handed_in: list[bytes]) -> list[bytes]:
+        """What fails before the log is asked is a refusal too: ranks that know it delete what they wrote."""
+        if self._failed:
+            return refused(self._failed, self._peers.size)
+        assert self._dedup is not None
+        try:
+            return self._lead.publish(handed_in, self._label, self._dedup, self._packs)
+        except BaseException as error:
+            self.handed_in = self._lead.asked
+            if self.handed_in or not isinstance(error, Exception):
+                raise
+            self._failed = error
+            return refused(error, self._peers.size)
+
+    def _committed(self, commit: CommitId, stored: bytes, totals: dict[str, int], durable_s: float) -> RanksCommitted:
+        document = decode_document(stored, commit)
+        stats = CommitStats(
+            document.logical_bytes,
+            document.new_bytes,
+            document.leaves,
+            totals["chunks"],
+            totals["new_chunks"],
+            self._packed_s,
+            durable_s,
+            time.perf_counter() - self._started,
+        )
+        return RanksCommitted(commit, document, stats)

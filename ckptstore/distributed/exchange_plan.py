@@ -1,0 +1,185 @@
+"""Which bytes of a rank's boxes go where: its task with all geometry done, to the byte. Pure.
+
+It holds as long as the task does, so that a commit like the last one moves bytes and computes nothing.
+"""
+
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, field
+from itertools import groupby
+from math import prod
+from typing import NamedTuple
+
+from ckptstore.commit.plan import CommitPlan, Extent
+from ckptstore.core import dtypes
+from ckptstore.core.geometry import Grid, byte_ranges, grid, within
+from ckptstore.distributed.rank_plan import CellTask, Completing, RankTask, SendTask, Spot
+from ckptstore.state.leaf_sources import Flat, Source
+
+
+class Stretch(NamedTuple):
+    """Bytes `start:stop` of a box's own memory."""
+
+    part: int
+    start: int
+    stop: int
+
+
+class Outgoing(NamedTuple):
+    """A stretch of a leaf."""
+
+    tree: int
+    leaf: int
+    stretch: Stretch
+
+
+class Inflow(NamedTuple):
+    """A part of a chunk: a stretch of this rank's, or the next `nbytes` that `rank` sends. They are `ranges` of the chunk, in order."""
+
+    rank: int
+    own: Stretch | None
+    nbytes: int
+    ranges: tuple[tuple[int, int], ...]
+
+
+class Assembly(NamedTuple):
+    """What a chunk is put together from."""
+
+    extent: Extent
+    parts: tuple[Inflow, ...]
+
+
+class Completion(NamedTuple):
+    """A chunk of a leaf that this rank puts together."""
+
+    tree: int
+    leaf: int
+    how: Assembly
+
+
+@dataclass(frozen=True, slots=True)
+class Window:
+    """What is on its way at a time: to each rank stretches one behind the other, from each rank so many bytes."""
+
+    outgoing: tuple[tuple[int, tuple[Outgoing, ...]], ...]
+    incoming: tuple[tuple[int, int], ...]
+    completions: tuple[Completion, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Moves:
+    """The exchange, window by window, and the extents of the task's jobs. `plan` remembers plans that are made of these."""
+
+    windows: tuple[Window, ...]
+    jobs: tuple[Extent, ...]
+    _plans: dict[Hashable, CommitPlan] = field(default_factory=dict)
+
+    def plan(self, of: Hashable, make: Callable[[], CommitPlan]) -> CommitPlan:
+        if of not in self._plans:
+            self._plans[of] = make()
+        return self._plans[of]
+
+
+class Boxes:
+    """What a rank has of its state, box by box."""
+
+    def __init__(self, flats: Sequence[Flat], chunk_bytes: int) -> None:
+        self._flats, self._chunk_bytes = flats, chunk_bytes
+
+    def source(self, spot: Spot) -> Source:
+        flat, leaf = self.resolved(spot)
+        return flat.held[leaf].parts[spot.part][1] if leaf in flat.held else flat.leaves[leaf]
+
+    def extent(self, spot: Spot) -> Extent:
+        """All of a box."""
+        flat, leaf = self.resolved(spot)
+        source = self.source(spot)
+        if flat.schema.kinds[leaf] != "tensor":
+            return Extent((source.nbytes,), 1, source.nbytes, False)
+        dtype = flat.schema.dtypes[leaf]
+        box = flat.held[leaf].parts[spot.part][0] if leaf in flat.held else None
+        return Extent(flat.schema.shapes[leaf], dtypes.width_of(dtype), source.nbytes, dtype.startswith(("float", "bfloat")), box)
+
+    def cells(self, spot: Spot, first: int, stop: int) -> Extent:
+        """Cells `first:stop` of a box."""
+        extent = self.extent(spot)
+        cells = self._grid(extent)
+        return extent._replace(cells=(first, stop), raw_bytes=cells.span(stop - 1)[1] - cells.span(first)[0])
+
+    def pieces(self, spot: Spot) -> list[Spot]:
+        """All boxes of a leaf."""
+        flat, leaf = self.resolved(spot)
+        return [Spot(spot.tree, spot.leaf, part) for part in range(len(flat.held[leaf].parts))] if leaf in flat.held else [spot]
+
+    def global_bytes(self, spot: Spot) -> int:
+        """Raw bytes of the whole leaf, whoever has them."""
+        flat, leaf = self.resolved(spot)
+        if leaf not in flat.held:
+            return flat.leaves[leaf].nbytes
+        return dtypes.width_of(flat.schema.dtypes[leaf]) * prod(flat.schema.shapes[leaf])
+
+    def resolved(self, spot: Spot) -> tuple[Flat, int]:
+        """An alias here may be none of the whole state: its bytes are those of the leaf it shares memory with."""
+        flat = self._flats[spot.tree]
+        alias = flat.schema.aliases[spot.leaf]
+        return flat, spot.leaf if alias < 0 else alias
+
+    def stretch(self, spot: Spot, cell: int) -> Stretch:
+        return Stretch(spot.part, *self._grid(self.extent(spot)).span(cell))
+
+    def assembly(self, tree: int, leaf: int, how: Completing, rank: int) -> Assembly:
+        """What rank `rank` is to do for a cell of a leaf."""
+        extent = self.extent(Spot(tree, leaf, how.part))
+        cell = grid(extent.shape, extent.width, self._chunk_bytes).cell(how.chunk)
+        alone = len(how.fragments) == 1
+        parts = []
+        for fragment in how.fragments:
+            own = self.stretch(Spot(tree, leaf, fragment.part), fragment.cell) if fragment.rank == rank else None
+            nbytes = extent.width * prod(fragment.box.lengths)
+            # Columns of a small leaf lie apart in it; what lies in one piece is the rule.
+            ranges = ((0, nbytes),) if alone else tuple(byte_ranges(cell.lengths, within(fragment.box, cell), extent.width))
+            parts.append(Inflow(fragment.rank, own, nbytes, ranges))
+        nbytes = sum(part.nbytes for part in parts)
+        return Assembly(Extent((nbytes // extent.width,), extent.width, nbytes, extent.floating), tuple(parts))
+
+    def _grid(self, extent: Extent) -> Grid:
+        return grid(extent.shape, extent.width, self._chunk_bytes, extent.box)
+
+
+def moves_of(task: RankTask, boxes: Boxes, rank: int) -> Moves:
+    """The moves of rank `rank`. What is done alike with many leaves is worked out for the first of them."""
+    sends = {window: list(found) for window, found in groupby(task.sends, lambda send: send.window)}
+    cells = {window: list(found) for window, found in groupby(task.cells, lambda cell: cell.window)}
+    stretches: dict[int, Stretch] = {}
+    assemblies: dict[int, Assembly] = {}
+
+    def outgoing(send: SendTask) -> Outgoing:
+        _, tree, leaf, how = send
+        if id(how) not in stretches:
+            stretches[id(how)] = boxes.stretch(Spot(tree, leaf, how.part), how.cell)
+        return Outgoing(tree, leaf, stretches[id(how)])
+
+    def completion(cell: CellTask) -> Completion:
+        _, tree, leaf, how = cell
+        if id(how) not in assemblies:
+            assemblies[id(how)] = boxes.assembly(tree, leaf, how, rank)
+        return Completion(tree, leaf, assemblies[id(how)])
+
+    def window(number: int) -> Window:
+        to: dict[int, list[Outgoing]] = {}
+        for send in sends.get(number, ()):
+            to.setdefault(send.how.to, []).append(outgoing(send))
+        completions = tuple(map(completion, cells.get(number, ())))
+        return Window(tuple((to_rank, tuple(found)) for to_rank, found in sorted(to.items())), _incoming(completions), completions)
+
+    windows = tuple(map(window, sorted(sends.keys() | cells.keys())))
+    return Moves(windows, tuple(boxes.cells(job.spot, job.first, job.stop) for job in task.jobs))
+
+
+def _incoming(completions: Sequence[Completion]) -> tuple[tuple[int, int], ...]:
+    """From each rank so many bytes."""
+    incoming: dict[int, int] = {}
+    for _, _, how in completions:
+        for rank, own, nbytes, _ in how.parts:
+            if own is None:
+                incoming[rank] = incoming.get(rank, 0) + nbytes
+    return tuple(sorted(incoming.items()))

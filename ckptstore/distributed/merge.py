@@ -1,0 +1,237 @@
+"""One state out of what each rank has of it: which leaves are one, and which are each rank's own. Pure.
+
+Leaves under one path are one leaf if they are of one kind, dtype and shape. Mappings are united, key by key; where ranks have different
+things in one place, a node of type `ranks` has each rank's under its number. What turns out to differ in content, or is known to belong to
+one rank, becomes such a node later (`finish`).
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, TypeAlias
+
+from ckptstore.core.model import LeafKind, Node, Schema, Shape
+from ckptstore.distributed.describe import RankTree
+from ckptstore.state.containers import leaves_of
+
+RANKS = "ranks"
+"""The node type whose children are under the numbers of the ranks that have them."""
+
+
+class Holder(NamedTuple):
+    """A rank that has a leaf, and the leaf's number there."""
+
+    rank: int
+    leaf: int
+
+
+@dataclass(slots=True)
+class MergedLeaf:
+    """A leaf of the whole state. `alias` is an earlier leaf's number or -1."""
+
+    path: str
+    kind: LeafKind
+    dtype: str
+    shape: Shape
+    holders: tuple[Holder, ...]
+    alias: int = -1
+
+
+@dataclass(slots=True)
+class MergedTree:
+    """One key of the whole state; `trees` are those of the ranks that have it."""
+
+    key: str
+    skeleton: Node | int
+    leaves: list[MergedLeaf]
+    trees: dict[int, RankTree] = field(default_factory=dict)
+
+
+Finished: TypeAlias = tuple[Schema, list[tuple[int, int | None]]]
+"""A schema, and what each of its leaves is: a merged leaf, and the rank whose own it is."""
+
+
+def merge(by_rank: Sequence[Sequence[RankTree]]) -> list[MergedTree]:
+    """Every key that any rank has, in the order of the first rank that has it."""
+    keys: dict[str, dict[int, RankTree]] = {}
+    for rank, trees in enumerate(by_rank):
+        for tree in trees:
+            keys.setdefault(tree.key, {})[rank] = tree
+    return [_merge_key(key, trees) for key, trees in keys.items()]
+
+
+def finish(tree: MergedTree, private: frozenset[int]) -> Finished:
+    """The whole state with the leaves numbered `private` divided by rank."""
+    found: list[tuple[int, int | None]] = []
+    # What is tied to a leaf that is divided by rank is divided as it is, so that each rank's own stay tied.
+    tied = frozenset(i for i, leaf in enumerate(tree.leaves) if leaf.alias in private)
+    skeleton = _divide(tree.skeleton, tree, private | tied, found)
+    numbers = {each: i for i, each in enumerate(found)}
+    leaves = [tree.leaves[i] for i, _ in found]
+    return (
+        Schema(
+            skeleton,
+            tuple(leaf.path if rank is None else f"{leaf.path}/{rank}" for leaf, (_, rank) in zip(leaves, found, strict=True)),
+            tuple(leaf.kind for leaf in leaves),
+            tuple(leaf.dtype for leaf in leaves),
+            tuple(leaf.shape for leaf in leaves),
+            tuple(numbers.get((leaf.alias, rank), -1) if leaf.alias >= 0 else -1 for leaf, (_, rank) in zip(leaves, found, strict=True)),
+        ),
+        found,
+    )
+
+
+def _divide(node: Node | int, tree: MergedTree, private: frozenset[int], found: list[tuple[int, int | None]]) -> Node | int:
+    if isinstance(node, Node):
+        return Node(node.type, tuple(_divide(child, tree, private, found) for child in node.children), node.keys, node.attrs)
+    if node not in private:
+        found.append((node, None))
+        return len(found) - 1
+    ranks = [holder.rank for holder in tree.leaves[node].holders]
+    first = len(found)
+    found.extend((node, rank) for rank in ranks)
+    return Node(RANKS, tuple(range(first, first + len(ranks))), tuple(ranks))
+
+
+def _merge_key(key: str, trees: dict[int, RankTree]) -> MergedTree:
+    first = next(iter(trees.values()))
+    if all(tree.schema_bytes == first.schema_bytes for tree in trees.values()):
+        merged = _same(key, first.schema, trees)
+    else:
+        merged = MergedTree(key, 0, [], trees)
+        merged.skeleton = _Merger(merged, trees).merge([(rank, tree.schema.skeleton) for rank, tree in trees.items()])
+    _join_aliases(merged)
+    return merged
+
+
+def _same(key: str, schema: Schema, trees: dict[int, RankTree]) -> MergedTree:
+    columns = zip(schema.paths, schema.kinds, schema.dtypes, schema.shapes, strict=True)
+    holders = zip(*([Holder(rank, i) for i in range(len(schema))] for rank in trees), strict=True)
+    leaves = [MergedLeaf(*column, each) for column, each in zip(columns, holders, strict=True)]
+    return MergedTree(key, schema.skeleton, leaves, trees)
+
+
+class _Merger:
+    """Walks the skeletons of several ranks side by side and collects the leaves of the whole."""
+
+    def __init__(self, merged: MergedTree, trees: Mapping[int, RankTree]) -> None:
+        self._merged, self._trees = merged, trees
+
+    def merge(self, nodes: Sequence[tuple[int, Node | int]]) -> Node | int:
+        """The node for what ranks have in one place."""
+        if all(isinstance(node, int) for _, node in nodes):
+            found = {self._what(rank, node) for rank, node in nodes if isinstance(node, int)}
+            if len(found) == 1:
+                return self._leaf([Holder(rank, node) for rank, node in nodes if isinstance(node, int)])
+        elif all(isinstance(node, Node) for _, node in nodes):
+            inner = [(rank, node) for rank, node in nodes if isinstance(node, Node)]
+            attrs = _joint_attrs([node.attrs for _, node in inner])
+            if attrs is not None and len({(node.type, node.keys is None) for _, node in inner}) == 1:
+                if inner[0][1].keys is not None:
+                    return self._mapping(inner, attrs)
+                if len({len(node.children) for _, node in inner}) == 1:
+                    return self._sequence(inner, attrs)
+        return self._divided(nodes)
+
+    def _mapping(self, nodes: Sequence[tuple[int, Node]], attrs: tuple[tuple[str, Any], ...]) -> Node:
+        below: dict[Any, tuple[Any, list[tuple[int, Node | int]]]] = {}
+        for rank, node in nodes:
+            for key, child in zip(node.keys or (), node.children, strict=True):
+                below.setdefault(_hashable(key), (key, []))[1].append((rank, child))
+        children = tuple(self.merge(found) for _, found in below.values())
+        return Node(nodes[0][1].type, children, tuple(key for key, _ in below.values()), attrs)
+
+    def _sequence(self, nodes: Sequence[tuple[int, Node]], attrs: tuple[tuple[str, Any], ...]) -> Node:
+        children = tuple(self.merge([(rank, node.children[i]) for rank, node in nodes]) for i in range(len(nodes[0][1].children)))
+        return Node(nodes[0][1].type, children, None, attrs)
+
+    def _divided(self, nodes: Sequence[tuple[int, Node | int]]) -> Node:
+        """Each rank's own, under paths that say whose they are."""
+        depth = self._depth(nodes)
+        children = tuple(self._own(rank, node, depth) for rank, node in nodes)
+        return Node(RANKS, children, tuple(rank for rank, _ in nodes))
+
+    def _own(self, rank: int, node: Node | int, depth: int) -> Node | int:
+        if isinstance(node, Node):
+            return Node(node.type, tuple(self._own(rank, child, depth) for child in node.children), node.keys, node.attrs)
+        number = self._leaf([Holder(rank, node)])
+        leaf = self._merged.leaves[number]
+        segments = leaf.path.split("/")
+        leaf.path = "/".join((*segments[:depth], str(rank), *segments[depth:]))
+        return number
+
+    def _depth(self, nodes: Sequence[tuple[int, Node | int]]) -> int:
+        """How many segments the paths of all leaves below `nodes` have in common."""
+        paths = [self._trees[rank].schema.paths[leaf].split("/") for rank, node in nodes for leaf in leaves_of(node)]
+        shortest = min(map(len, paths), default=0)
+        return next((i for i in range(shortest) if len({path[i] for path in paths}) > 1), shortest)
+
+    def _leaf(self, holders: Sequence[Holder]) -> int:
+        rank, number = holders[0]
+        schema = self._trees[rank].schema
+        columns = (schema.paths[number], schema.kinds[number], schema.dtypes[number], schema.shapes[number])
+        self._merged.leaves.append(MergedLeaf(*columns, tuple(holders)))
+        return len(self._merged.leaves) - 1
+
+    def _what(self, rank: int, leaf: int) -> tuple[LeafKind, str, Shape]:
+        schema = self._trees[rank].schema
+        return schema.kinds[leaf], schema.dtypes[leaf], schema.shapes[leaf]
+
+
+def _join_aliases(tree: MergedTree) -> None:
+    """A leaf is an alias if it is one, of one and the same leaf, on every rank that has elements of it."""
+    if not any(alias >= 0 for each in tree.trees.values() for alias in each.schema.aliases):
+        return
+    numbers = {(holder.rank, holder.leaf): i for i, leaf in enumerate(tree.leaves) for holder in leaf.holders}
+    for i, leaf in enumerate(tree.leaves):
+        holders = [holder for holder in leaf.holders if _has_elements(tree.trees[holder.rank], holder.leaf)]
+        first = {_alias_of(tree.trees[holder.rank].schema, holder, numbers) for holder in holders}
+        if len(first) == 1 and 0 <= (alias := first.pop()) < i and _same_ranks(tree.leaves[alias], leaf):
+            leaf.alias = alias
+
+
+def _alias_of(schema: Schema, holder: Holder, numbers: Mapping[tuple[int, int], int]) -> int:
+    alias = schema.aliases[holder.leaf]
+    return numbers[holder.rank, alias] if alias >= 0 else -1
+
+
+def _same_ranks(a: MergedLeaf, b: MergedLeaf) -> bool:
+    return [holder.rank for holder in a.holders] == [holder.rank for holder in b.holders]
+
+
+def _has_elements(tree: RankTree, leaf: int) -> bool:
+    return leaf not in tree.held or bool(tree.held[leaf].boxes)
+
+
+def _hashable(key: Any) -> Any:
+    return (str(key),) if isinstance(key, list) else key
+
+
+_UNITED = ("metadata", "names")
+"""Attributes of which ranks have parts: the versions of modules, the names of an optimizer's parameters."""
+
+
+def _joint_attrs(each: Sequence[tuple[tuple[str, Any], ...]]) -> tuple[tuple[str, Any], ...] | None:
+    """The attributes that nodes have in common; lists of which every rank has what belongs to its own modules are united."""
+    if all(attrs == each[0] for attrs in each):
+        return each[0]
+    columns = [dict(attrs) for attrs in each]
+    joint = dict(columns[0])
+    for name in _UNITED:
+        parts = [column.pop(name, None) for column in columns]
+        if any(_is_map(part) for part in parts):
+            if not all(map(_is_map, parts)):
+                return None
+            joint[name] = [*parts[0][:1], *_unique(item for part in parts for item in part[1:])]
+    return None if any(column != columns[0] for column in columns) else tuple(sorted(joint.items()))
+
+
+def _is_map(value: Any) -> bool:
+    return isinstance(value, list) and bool(value)
+
+
+def _unique(items: Iterator[Any]) -> Iterator[Any]:
+    seen: set[str] = set()
+    for item in items:
+        if str(item) not in seen:
+            seen.add(str(item))
+            yield item

@@ -1,0 +1,326 @@
+"""Who hashes and writes which chunks of a state that many ranks hold. Decided by the coordinator, without a byte of content. Pure.
+
+A leaf whose replicas are known, or that ranks divide, is written at once: each chunk by one rank, the load even by bytes. A leaf that ranks
+hold for reasons unknown is *reported* first (`decide`): each rank says what it has, and what is equal is one.
+
+Leaves that are held alike, as those of a model's layers are, share what is said of them: only the load decides leaf by leaf.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import NamedTuple
+
+from ckptstore.core import dtypes
+from ckptstore.core.geometry import Grid, grid
+from ckptstore.core.model import INLINE_BYTES, Box
+from ckptstore.distributed.merge import Holder, MergedLeaf, MergedTree
+from ckptstore.distributed.tiling import Cell, Fragment, Span, Tiling, misfit, tile
+from ckptstore.errors import Conflict
+from ckptstore.repository.memory_budget import WINDOW_BYTES
+
+# A model repeats its shapes: what was cut once need not be cut again.
+_grid, _tile_boxes, _misfit = lru_cache(1 << 14)(grid), lru_cache(1 << 12)(tile), lru_cache(1 << 12)(misfit)
+
+
+class Target(NamedTuple):
+    """A leaf of the whole state: numbers of its tree and of itself."""
+
+    tree: int
+    leaf: int
+
+
+class Place(NamedTuple):
+    """Box number `part` of a leaf on one rank, which is number `holder` among those that have the leaf: the same for leaves held alike."""
+
+    rank: int
+    part: int
+    holder: int
+
+
+class Job(NamedTuple):
+    """Cells `first:stop` of a box, to be hashed and written where they are; they are the leaf's chunks from `chunk` on."""
+
+    place: Place
+    first: int
+    stop: int
+    target: Target
+    chunk: int
+
+
+class FragmentPlan(NamedTuple):
+    """Cell `cell` of a box, which is `box` of the leaf, on its way to the rank that completes a chunk."""
+
+    place: Place
+    cell: int
+    box: Box
+
+
+@dataclass(frozen=True, slots=True)
+class Recipe:
+    """How rank `owner` puts chunk `chunk` of a leaf together, of which `moved` bytes come from others. For all leaves held alike."""
+
+    owner: Place
+    chunk: int
+    fragments: tuple[FragmentPlan, ...]
+    moved: int
+
+
+class CellJob(NamedTuple):
+    """A chunk that is put together, in window number `window` of the exchange."""
+
+    target: Target
+    recipe: Recipe
+    window: int
+
+
+class Shared(NamedTuple):
+    """Box number `box` of a leaf, of `cells` cells, which the rank at `place` has and others as well."""
+
+    target: Target
+    box: int
+    place: Place
+    cells: int
+
+
+@dataclass(frozen=True, slots=True)
+class Tiled:
+    """A leaf whose chunks are planned: `boxes` tile it, `holders` have each of them, the first mesh's before others'. Leaves held alike
+    have one and the same."""
+
+    boxes: tuple[Box, ...]
+    tiling: Tiling
+    holders: tuple[tuple[Place, ...], ...]
+
+
+@dataclass(slots=True)
+class RanksPlan:
+    """The coordinator's plan. `reported` leaves are named by all who report them.
+
+    What is in neither `tiled` nor `reported` has no content: an alias, a tensor without elements.
+    """
+
+    trees: list[MergedTree]
+    tiled: dict[Target, Tiled] = field(default_factory=dict)
+    reported: dict[Target, tuple[Place, ...]] = field(default_factory=dict)
+    jobs: list[Job] = field(default_factory=list)
+    cells: list[CellJob] = field(default_factory=list)
+    shared: list[Shared] = field(default_factory=list)
+    load: list[int] = field(default_factory=list)
+    exchanged_bytes: int = 0
+
+    def leaf(self, target: Target) -> MergedLeaf:
+        return self.trees[target.tree].leaves[target.leaf]
+
+
+def plan_ranks(trees: Sequence[MergedTree], size: int, chunk_bytes: int, *, canonical: bool, window_bytes: int = WINDOW_BYTES) -> RanksPlan:
+    """The plan for `size` ranks. At most `window_bytes` of fragments are on their way at a time, and a chunk at least.
+
+    Raises `Conflict`, naming path and ranks, for boxes that do not tile a leaf exactly once, and for meshes that divide it differently.
+    """
+    plan = RanksPlan(list(trees), load=[0] * size)
+    alike: dict[object, Target] = {}
+    for t, tree in enumerate(trees):
+        for i, leaf in enumerate(tree.leaves):
+            if leaf.alias < 0:
+                target = Target(t, i)
+                first = alike.setdefault(_how_held(tree, leaf), target)
+                if first == target:
+                    _place(plan, target, tree, leaf, chunk_bytes, canonical)
+                else:
+                    _place_alike(plan, first, target)
+    _assign(plan, chunk_bytes, window_bytes)
+    return plan
+
+
+def nbytes_of(leaf: MergedLeaf) -> int:
+    """Raw bytes of a tensor."""
+    return dtypes.nbytes_of(leaf.dtype, leaf.shape)
+
+
+def _how_held(tree: MergedTree, leaf: MergedLeaf) -> object:
+    """Equal for leaves that are placed alike: a model repeats its layers, and descriptions their holdings."""
+    trees = tree.trees
+    holders = tuple([(rank, id(trees[rank].held.get(n)), trees[rank].marks.get(n)) for rank, n in leaf.holders])
+    return leaf.kind, leaf.dtype, leaf.shape, holders
+
+
+def _place_alike(plan: RanksPlan, first: Target, target: Target) -> None:
+    """Place a leaf as `first` was."""
+    if (tiled := plan.tiled.get(first)) is not None:
+        plan.tiled[target] = tiled
+    if (reported := plan.reported.get(first)) is not None:
+        plan.reported[target] = reported
+
+
+def _place(plan: RanksPlan, target: Target, tree: MergedTree, leaf: MergedLeaf, chunk_bytes: int, canonical: bool) -> None:
+    divided = any(holder.leaf in tree.trees[holder.rank].held for holder in leaf.holders)
+    marks = {tree.trees[holder.rank].marks.get(holder.leaf) for holder in leaf.holders}
+    holders = leaf.holders
+    if marks == {"lead"}:
+        holders = holders[:1]
+    if leaf.kind != "tensor":
+        plan.reported[target] = _places(holders)
+    elif nbytes_of(leaf) == 0:
+        return
+    elif "private" in marks and divided:
+        raise Conflict(f"{leaf.path} is divided among ranks and private as well; leave it out of private=")
+    elif divided:
+        boxes = _boxes(tree, leaf)
+        _check_tiles(leaf, boxes, numbered="numbered" in marks)
+        if nbytes_of(leaf) <= INLINE_BYTES:
+            plan.reported[target] = _places(holders)
+        else:
+            _tile(plan, target, tree, leaf, boxes, chunk_bytes, canonical)
+    elif nbytes_of(leaf) <= INLINE_BYTES or "private" in marks or (len(holders) > 1 and marks != {"replica"}):
+        plan.reported[target] = _places(holders)
+    else:
+        whole = Box((0,) * len(leaf.shape), leaf.shape)
+        tiling = _tile_boxes(leaf.shape, dtypes.width_of(leaf.dtype), chunk_bytes, (whole,))
+        plan.tiled[target] = Tiled((whole,), tiling, (_places(holders),))
+
+
+def _places(holders: Sequence[Holder]) -> tuple[Place, ...]:
+    return tuple(Place(holder.rank, 0, i) for i, holder in enumerate(holders))
+
+
+def _boxes(tree: MergedTree, leaf: MergedLeaf) -> dict[object, dict[Box, list[Place]]]:
+    """Who holds which box, mesh by mesh; a rank that holds the leaf whole is a mesh of its own kind."""
+    by_mesh: dict[object, dict[Box, list[Place]]] = {}
+    whole = Box((0,) * len(leaf.shape), leaf.shape)
+    for i, (rank, number) in enumerate(leaf.holders):
+        held = tree.trees[rank].held.get(number)
+        boxes = (whole,) if held is None else held.boxes
+        mesh = "whole" if held is None else held.mesh
+        for part, box in enumerate(boxes):
+            by_mesh.setdefault(mesh, {}).setdefault(box, []).append(Place(rank, part, i))
+    return by_mesh
+
+
+def _check_tiles(leaf: MergedLeaf, by_mesh: Mapping[object, Mapping[Box, Sequence[Place]]], *, numbered: bool) -> None:
+    groups = " and ".join(f"ranks {_ranks(boxes.values())}" for boxes in by_mesh.values())
+    if numbered and len(by_mesh) > 1:
+        # Even if the bytes are equal: at step 0 the moments of all parameters are.
+        raise Conflict(
+            f"{leaf.path} is named by a number that several meshes give to parameters of theirs: {groups}. Put the modules whose "
+            f"parameters the optimizer has into the application state: then its state is named as they are"
+        )
+    if len({tuple(sorted(boxes)) for boxes in by_mesh.values()}) > 1:
+        raise Conflict(
+            f"{leaf.path} is divided by several meshes in different ways: {groups}. "
+            f"If these are different tensors (pipeline stages, say), give them different paths: key optimizer state by parameter name, "
+            f"or name the stage in the application state's key"
+        )
+    boxes = next(iter(by_mesh.values()), {})
+    if problem := _misfit(leaf.shape, tuple(sorted(boxes))):
+        raise Conflict(
+            f"{leaf.path} with shape {list(leaf.shape)} is not held exactly once by ranks {_ranks(boxes.values())}: {problem}; "
+            f"every rank that holds a part must call commit, with a process_group of all of them"
+        )
+
+
+def _ranks(places: Iterable[Sequence[Place]]) -> list[int]:
+    return sorted({place.rank for group in places for place in group})
+
+
+def _tile(
+    plan: RanksPlan,
+    target: Target,
+    tree: MergedTree,
+    leaf: MergedLeaf,
+    by_mesh: Mapping[object, Mapping[Box, Sequence[Place]]],
+    chunk_bytes: int,
+    canonical: bool,
+) -> None:
+    first, *others = by_mesh.values()
+    boxes = tuple(sorted(first))
+    # What several meshes hold must be compared, chunk by chunk: then no chunk may lie in two boxes.
+    tiling = _tile_boxes(leaf.shape, dtypes.width_of(leaf.dtype), chunk_bytes, boxes, canonical=canonical and not others)
+    plan.tiled[target] = Tiled(boxes, tiling, tuple(tuple(first[box]) for box in boxes))
+    if others:
+        plan.reported[target] = tuple({place.rank: place for held in others for places in held.values() for place in places}.values())
+
+
+def _assign(plan: RanksPlan, chunk_bytes: int, window_bytes: int) -> None:
+    """Spread the chunks of all tiled leaves: what only one rank has first, then what several have, large leaves first."""
+    spans = [(target, tiled, span) for target, tiled in plan.tiled.items() for span in tiled.tiling.spans]
+    for target, tiled, span in spans:
+        if len(tiled.holders[span.box]) == 1:
+            cells = _cells(plan, target, tiled.boxes[span.box], chunk_bytes)
+            nbytes = cells.span(span.stop - 1)[1] - cells.span(span.first)[0]
+            _give(plan, Job(tiled.holders[span.box][0], span.first, span.stop, target, span.chunk), nbytes)
+    _assign_cells(plan, chunk_bytes, window_bytes)
+    for target, tiled, span in sorted(spans, key=lambda item: -nbytes_of(plan.leaf(item[0]))):
+        if len(tiled.holders[span.box]) > 1:
+            _spread(plan, target, span, tiled.holders[span.box], _cells(plan, target, tiled.boxes[span.box], chunk_bytes))
+    order = {target: i for i, target in enumerate(plan.tiled)}
+    plan.jobs.sort(key=lambda job: (order[job.target], job.chunk))
+
+
+def _spread(plan: RanksPlan, target: Target, span: Span, holders: Sequence[Place], cells: Grid) -> None:
+    """Divide a span among those who have it, each part to the one with the least to do."""
+    step = -(-(span.stop - span.first) // len(holders))
+    for start in range(span.first, span.stop, step):
+        end = min(start + step, span.stop)
+        place = min(holders, key=lambda each: plan.load[each.rank])
+        job = Job(place, start, end, target, span.chunk + start - span.first)
+        _give(plan, job, cells.span(end - 1)[1] - cells.span(start)[0])
+    plan.shared.extend(Shared(target, span.box, place, len(cells)) for place in holders)
+
+
+def _give(plan: RanksPlan, job: Job, nbytes: int) -> None:
+    plan.jobs.append(job)
+    plan.load[job.place.rank] += nbytes
+
+
+class _CutCell:
+    """A cell that edges cut, of leaves held alike: its bytes, who has the most of them, and what each of these would do."""
+
+    def __init__(self, tiled: Tiled, cell: Cell, grids: Sequence[Grid]) -> None:
+        parts = [(fragment, grids[fragment.box].cell(fragment.cell), _nbytes(grids[fragment.box], fragment)) for fragment in cell.fragments]
+        self._chunk, self._holders, self._parts = cell.chunk, tiled.holders, parts
+        self.nbytes = sum(nbytes for _, _, nbytes in parts)
+        largest = max(nbytes for _, _, nbytes in parts)
+        self.able = [place for fragment, _, nbytes in parts if nbytes == largest for place in tiled.holders[fragment.box]]
+        self._recipes: dict[Place, Recipe] = {}
+
+    def recipe(self, owner: Place) -> Recipe:
+        if owner not in self._recipes:
+            places = [_nearest(self._holders[fragment.box], owner.rank) for fragment, _, _ in self._parts]
+            moved = sum(nbytes for place, (_, _, nbytes) in zip(places, self._parts, strict=True) if place.rank != owner.rank)
+            fragments = [FragmentPlan(place, fragment.cell, box) for place, (fragment, box, _) in zip(places, self._parts, strict=True)]
+            self._recipes[owner] = Recipe(owner, self._chunk, tuple(fragments), moved)
+        return self._recipes[owner]
+
+
+def _assign_cells(plan: RanksPlan, chunk_bytes: int, window_bytes: int) -> None:
+    on_the_way = window = 0
+    cut: dict[int, list[_CutCell]] = {}
+    for target, tiled in plan.tiled.items():
+        if id(tiled) not in cut:
+            grids = [_cells(plan, target, box, chunk_bytes) for box in tiled.boxes] if tiled.tiling.cells else []
+            cut[id(tiled)] = [_CutCell(tiled, cell, grids) for cell in tiled.tiling.cells]
+        for cell in cut[id(tiled)]:
+            recipe = cell.recipe(min(cell.able, key=lambda place: plan.load[place.rank]))
+            if on_the_way + recipe.moved > window_bytes:
+                window, on_the_way = window + 1, 0
+            on_the_way += recipe.moved
+            plan.exchanged_bytes += recipe.moved
+            plan.load[recipe.owner.rank] += cell.nbytes
+            plan.cells.append(CellJob(target, recipe, window))
+
+
+def _nbytes(cells: Grid, fragment: Fragment) -> int:
+    start, stop = cells.span(fragment.cell)
+    return stop - start
+
+
+def _nearest(places: Sequence[Place], rank: int) -> Place:
+    if len(places) == 1:
+        return places[0]
+    return next((place for place in places if place.rank == rank), places[0])
+
+
+def _cells(plan: RanksPlan, target: Target, box: Box, chunk_bytes: int) -> Grid:
+    leaf = plan.leaf(target)
+    return _grid(leaf.shape, dtypes.width_of(leaf.dtype), chunk_bytes, box)

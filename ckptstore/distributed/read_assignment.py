@@ -1,0 +1,174 @@
+"""Who reads a chunk that several ranks need, in which window, and who gets it from whom; or who hashes it for all. Pure.
+
+Chunks are known by their number: the order in which the commit names them, the same on all ranks. What a rank needs is a bit a chunk.
+"""
+
+import struct
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+
+from ckptstore.core.ids import CHUNK_ID_BYTES, digest
+from ckptstore.distributed import framing
+from ckptstore.errors import Corrupt
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+ALONE = -1
+"""In place of a reader: whoever needs the chunk reads it, and hashes it."""
+
+_WINDOW = struct.Struct("<Q")
+
+
+class Numbering:
+    """The numbers of a commit's chunks, whose `ids` are joined in the order in which it names them."""
+
+    def __init__(self, ids: bytes) -> None:
+        self._known, first = np.unique(np.frombuffer(ids, f"V{CHUNK_ID_BYTES}"), return_index=True)
+        self._ids = np.frombuffer(ids, f"V{CHUNK_ID_BYTES}")[np.sort(first)]
+        self._numbers = np.empty(len(first), np.int64)
+        self._numbers[np.argsort(first)] = np.arange(len(first))
+
+    def __len__(self) -> int:
+        return len(self._known)
+
+    @property
+    def digest(self) -> bytes:
+        """Ranks that number alike have the same."""
+        return digest(self.ids)
+
+    @property
+    def ids(self) -> bytes:
+        """The ids by number."""
+        return self._ids.tobytes()
+
+    def numbers(self, ids: bytes) -> "NDArray[np.int64]":
+        """The number of each of `ids`, which the commit must name."""
+        return self._numbers[np.searchsorted(self._known, np.frombuffer(ids, f"V{CHUNK_ID_BYTES}"))]
+
+
+class Need(NamedTuple):
+    """What a rank says: whose numbering it counts by, how many bytes it can take at a time, and a bit for each chunk that it needs."""
+
+    digest: bytes
+    window_bytes: int
+    bits: bytes
+
+
+def encode_need(numbering: Numbering, window_bytes: int, numbers: "NDArray[np.int64]") -> bytes:
+    needed = np.zeros(len(numbering), bool)
+    needed[numbers] = True
+    return framing.join([numbering.digest, _WINDOW.pack(window_bytes), np.packbits(needed).tobytes()])
+
+
+def decode_need(data: bytes) -> Need:
+    """The inverse of `encode_need`; raises `Corrupt`."""
+    found, window, bits = framing.split(data, 3)
+    if len(window) != _WINDOW.size:
+        raise Corrupt("what a rank says of its needs is damaged; do all ranks run one version of ckptstore?")
+    return Need(found, _WINDOW.unpack(window)[0], bits)
+
+
+class Shares(NamedTuple):
+    """By the number of a chunk: who reads it, or `ALONE`, and the window of the exchange in which it travels."""
+
+    readers: "NDArray[np.int32]"
+    windows: "NDArray[np.int32]"
+
+
+def plan_shares(needs: "NDArray[np.bool_]", nbytes: "NDArray[np.int64]", window_bytes: int) -> Shares:
+    """Who reads what `needs` (ranks × chunks) say that several ranks need, of `nbytes` by chunk.
+
+    Each chunk is read by one of those who need it, the load even by bytes, runs of chunks by one rank. In a window no rank has more than
+    `window_bytes` and a chunk on their way.
+    """
+    ranks, chunks = needs.shape
+    shares = Shares(np.full(chunks, ALONE, np.int32), np.zeros(chunks, np.int32))
+    read_bytes = [0] * ranks
+    pace = _Pace(ranks, window_bytes)
+    for holders, numbers in _groups(needs):
+        ends = np.cumsum(nbytes[numbers])
+        for block in np.split(numbers, np.flatnonzero(np.diff((ends - 1) // window_bytes)) + 1):
+            size = int(nbytes[block].sum())
+            shares.windows[block] = pace.window(holders, size)
+            turn = sorted(holders, key=lambda rank: (read_bytes[rank], rank))
+            middles = np.cumsum(nbytes[block]) - nbytes[block] // 2
+            parts = np.minimum(middles * len(turn) // max(size, 1), len(turn) - 1)
+            shares.readers[block] = np.array(turn, np.int32)[parts]
+            for part, rank in enumerate(turn):
+                read_bytes[rank] += int(nbytes[block[parts == part]].sum())
+    return shares
+
+
+def plan_vouchers(needs: "NDArray[np.bool_]") -> "NDArray[np.int32]":
+    """By the number of a chunk, who hashes what `needs` (ranks × chunks) say that several ranks need, or `ALONE`: an even part each of
+    those that need it, in runs."""
+    vouchers = np.full(needs.shape[1], ALONE, np.int32)
+    for holders, numbers in _groups(needs):
+        vouchers[numbers] = np.array(holders, np.int32)[np.arange(len(numbers)) * len(holders) // len(numbers)]
+    return vouchers
+
+
+class _Pace:
+    """The window that each rank is in, and how much it has on its way there."""
+
+    def __init__(self, ranks: int, window_bytes: int) -> None:
+        self._windows, self._filled, self._most = [0] * ranks, [0] * ranks, window_bytes
+
+    def window(self, holders: Sequence[int], nbytes: int) -> int:
+        """The first window in which all `holders` have room for `nbytes` more."""
+        found = max(self._windows[rank] for rank in holders)
+        if any(self._windows[rank] == found and self._filled[rank] and self._filled[rank] + nbytes > self._most for rank in holders):
+            found += 1
+        for rank in holders:
+            filled = self._filled[rank] if self._windows[rank] == found else 0
+            self._windows[rank], self._filled[rank] = found, filled + nbytes
+        return found
+
+
+def _groups(needs: "NDArray[np.bool_]") -> Iterator[tuple[list[int], "NDArray[np.int64]"]]:
+    """Chunks that the same several ranks need: those ranks, and the numbers of the chunks in order."""
+    numbers = np.flatnonzero(needs.sum(axis=0) > 1)
+    if not len(numbers):
+        return
+    packed = np.ascontiguousarray(np.packbits(needs[:, numbers], axis=0).T)
+    _, which = np.unique(packed.view(f"V{packed.shape[1]}").ravel(), return_inverse=True)
+    order = np.argsort(which, kind="stable")
+    for group in np.split(numbers[order], np.flatnonzero(np.diff(which[order])) + 1):
+        yield np.flatnonzero(needs[:, group[0]]).tolist(), group
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """A chunk that travels: number `number`, of `nbytes`, which `reader` reads; `receivers` get it, and are known to the reader alone."""
+
+    number: int
+    nbytes: int
+    reader: int
+    receivers: tuple[int, ...]
+
+
+def encode_shares(shares: Shares, needs: "NDArray[np.bool_]", nbytes: "NDArray[np.int64]", rank: int) -> bytes:
+    """What rank `rank` must know of `shares`."""
+    mine = np.flatnonzero(needs[rank] & (shares.readers != ALONE))
+    read = mine[shares.readers[mine] == rank]
+    columns = (mine.astype("<i8"), nbytes[mine].astype("<i8"), shares.readers[mine].astype("<i4"), shares.windows[mine].astype("<i4"))
+    return framing.join([*(column.tobytes() for column in columns), np.packbits(needs[:, read], axis=0).T.tobytes()])
+
+
+def decode_shares(data: bytes, rank: int, size: int) -> list[list[Share]]:
+    """What rank `rank` of `size` does, window by window, in the order of the chunks' numbers. Raises `Corrupt`."""
+    *columns, bits = framing.split(data, 5)
+    numbers, nbytes, readers, windows = (
+        np.frombuffer(column, kind).tolist() for column, kind in zip(columns, ("<i8", "<i8", "<i4", "<i4"), strict=True)
+    )
+    width = -(-size // 8)
+    receivers = iter(np.unpackbits(np.frombuffer(bits, np.uint8).reshape(-1, width), axis=1, count=size))
+    found: dict[int, list[Share]] = {}
+    for number, length, reader, window in zip(numbers, nbytes, readers, windows, strict=True):
+        others = tuple(each for each in np.flatnonzero(next(receivers)).tolist() if each != rank) if reader == rank else ()
+        found.setdefault(window, []).append(Share(number, length, reader, others))
+    return [found[window] for window in sorted(found)]

@@ -1,0 +1,109 @@
+"""A worker's part of commits that many ranks' workers make together: it meets the others, and makes the journey of `distributed.commit`
+with them. No trainer is needed for that."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from ckptstore.commit.commit_metadata import Label
+from ckptstore.commit.progress import Watch
+from ckptstore.commit.worker_protocol import Blob, Message, label_from, label_to, leaf_from
+from ckptstore.core.config import StoreConfig
+from ckptstore.core.model import Schema
+from ckptstore.distributed.collective import Peers
+from ckptstore.distributed.commit import RanksCommitter
+from ckptstore.distributed.coordinator import Options
+from ckptstore.distributed.describe import decode_description, encode_description
+from ckptstore.distributed.rendezvous import Door, Invitation
+from ckptstore.distributed.tcp import SocketLink
+from ckptstore.errors import Unavailable
+from ckptstore.log.log import Log
+from ckptstore.objects.documents import encode_document
+from ckptstore.objects.schema import LastSchemas
+from ckptstore.repository.chunk_store import ObjectStore
+from ckptstore.repository.thread_pool import Threads
+from ckptstore.state.leaf_sources import Flat, HeldLeaf, leaves_of
+
+MEETING_S = 60.0
+"""All workers are there when they are told to meet, so that none has to wait for another for long."""
+
+_WAY_OUT = "the next commit starts other workers for those that are gone"
+
+
+class Delegate:
+    """One rank's worker, for any number of groups of ranks."""
+
+    def __init__(self, config: StoreConfig, objects: ObjectStore, log: Log, threads: Threads) -> None:
+        self._committer = RanksCommitter(config, objects, log, threads)
+        self._door: Door | None = None
+        self._links: dict[int, SocketLink] = {}
+        self._peers: dict[int, Peers | Exception] = {}
+        self._schemas: dict[bytes, Schema] = {}
+
+    def open_door(self) -> Message:
+        """Where the others will find this worker."""
+        if self._door:
+            self._door.close()
+        self._door = Door()
+        return Message({"addresses": self._door.addresses})
+
+    def meet(self, message: Message) -> None:
+        """Connect with the others of a group. What that fails with, the commits of the group fail with."""
+        group, invited = message.says["group"], message.says["invitation"]
+        places = [[(str(host), int(port)) for host, port in place] for place in invited["places"]]
+        if group in self._links:
+            self._links.pop(group).close()
+        timeout_s = min(MEETING_S, invited["timeout_s"])
+        try:
+            assert self._door is not None
+            link = self._door.meet(Invitation(invited["rank"], places, message.blob), timeout_s)
+        except Exception as error:
+            self._peers[group] = error
+        else:
+            self._links[group] = link
+            self._peers[group] = Peers(link, invited["rank"], len(places), invited["timeout_s"], _WAY_OUT)
+        finally:
+            self._door = None
+
+    def commit(self, message: Message, arena: memoryview, watch: Watch) -> Message:
+        """Make this rank's part of the commit that `Parcels` described, and say what was made."""
+        says, peers = message.says, self._peers.get(message.says["group"])
+        if not isinstance(peers, Peers):
+            raise peers or Unavailable("the worker has not met the workers of other ranks")
+        peers.timeout_s = says["timeout_s"]
+        label, flats = label_from(says["label"]), self._flats(says, message.blob, arena)
+        made = self._committer.commit(peers, lambda: (label, flats), Options(*says["options"]), says["started"], watch)
+        stats = {name: getattr(made.stats, name) for name in made.stats.__slots__}
+        return Message({"done": made.id, "stats": stats}, encode_document(made.document)[1])
+
+    def close(self) -> None:
+        for link in self._links.values():
+            link.close()
+
+    def _flats(self, says: Mapping[str, Any], blob: bytes, arena: memoryview) -> dict[str, Flat]:
+        trees = decode_description(blob[slice(*says["description"])], self._schemas)
+        sources = (leaf_from(leaf, blob, arena) for leaf in says["sources"])
+        flats = {}
+        for tree in trees:
+            leaves = [next(sources) for _ in range(len(tree.schema))]
+            held = {n: HeldLeaf(holding, tuple((box, next(sources)) for box in holding.boxes)) for n, holding in tree.held.items()}
+            flats[tree.key] = Flat(tree.schema, leaves, held, tree.marks)
+        return flats
+
+
+class Parcels:
+    """What a trainer hands its worker of its rank's part of a state."""
+
+    def __init__(self) -> None:
+        self._schemas = LastSchemas()
+
+    def parcel(self, flats: Mapping[str, Flat], label: Label, options: Options, timeout_s: float) -> Message:
+        """A staged state: its description as ranks give it to each other, and where the bytes of each leaf are."""
+        blob = Blob()
+        says = {
+            "label": label_to(label),
+            "options": [options.canonical, options.trust_replicated],
+            "timeout_s": timeout_s,
+            "description": blob.put(encode_description(flats, self._schemas)),
+            "sources": [blob.leaf(source) for source in leaves_of(flats)],
+        }
+        return Message(says, bytes(blob.data))

@@ -1,0 +1,122 @@
+"""A process that makes commits for a trainer, started by `commit.worker_client` with a socket at the descriptor that its first argument names.
+
+It imports no torch, has a session of its own and low priority, and holds a staged state by a descriptor of the memory that it lies in. So
+it finishes the commit that it was given also when the trainer is gone, then ends.
+"""
+
+import mmap
+import os
+import select
+import signal
+import socket
+import sys
+from contextlib import suppress
+
+from ckptstore.commit.commit import Committer
+from ckptstore.commit.progress import Milestone, Watch
+from ckptstore.commit.worker_protocol import Message, failure_to, flats_from, label_from, receive, send
+from ckptstore.distributed.worker_group import Delegate
+from ckptstore.errors import Cancelled
+from ckptstore.repository.store_handle import Opening
+from ckptstore.repository.thread_pool import Threads, step_aside_of_parent
+
+LOOK_S = 0.5
+"""How often a worker that hears nothing looks whether its trainer lives."""
+
+
+class Worker:
+    """One trainer's worker."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self._connection = connection
+        self._waiting = select.poll()
+        self._waiting.register(connection, select.POLLIN)
+        self._trainer = os.getppid()
+        self._arena = memoryview(b"")
+
+    def serve(self) -> None:
+        """Open the store that the first message names, then do one thing after the other, until the trainer is gone."""
+        first = self._heard()
+        if first is None:
+            return
+        asked = first.says
+        options = {name: asked[name] for name in ("storage_options", "direct_io", "index")}
+        opening = Opening(asked["place"], **options)
+        threads = Threads(asked["threads"])
+        committer = Committer(opening.config, opening.objects, opening.log, threads)
+        delegate = Delegate(opening.config, opening.objects, opening.log, threads)
+        while message := self._heard():
+            self._map(message.fd)
+            self._do(message, committer, delegate)
+        delegate.close()
+        threads.close()
+        opening.close()
+
+    def _map(self, fd: int) -> None:
+        """Look at the memory that came along; until another one comes, staged states lie there."""
+        if fd >= 0:
+            self._arena = memoryview(mmap.mmap(fd, 0))
+            os.close(fd)
+
+    def _do(self, message: Message, committer: Committer, delegate: Delegate) -> None:
+        """What a message asks for, alone or as the delegate of one of many ranks."""
+        try:
+            if "door" in message.says:
+                self.tell(delegate.open_door())
+            elif "invitation" in message.says:
+                delegate.meet(message)
+            elif "group" in message.says:
+                self.tell(delegate.commit(message, self._arena, TellingWatch(self)))
+            else:
+                self.tell(self._commit(committer, message))
+        except Exception as error:
+            self.tell(failure_to(error))
+
+    def _commit(self, committer: Committer, message: Message) -> Message:
+        says = message.says
+        flats = flats_from(says["keys"], message.blob, self._arena)
+        made = committer.commit(flats, label_from(says["label"]), says["started"], TellingWatch(self))
+        stats = {name: getattr(made.stats, name) for name in made.stats.__slots__}
+        leaves = list(made.ids)
+        ends = [len(made.ids[n]) for n in leaves]
+        done = {"done": made.id, "session": made.document.session, "stats": stats, "leaves": leaves, "lengths": ends}
+        return Message(done, b"".join(made.ids[n] for n in leaves))
+
+    def tell(self, message: Message) -> None:
+        """Tell the trainer, if there is one."""
+        with suppress(OSError):  # the trainer is gone; its commit is not
+            send(self._connection, message)
+
+    def _heard(self) -> Message | None:
+        """What the trainer says next, or None if it is gone: processes that it has forked may hold its end of the connection for longer."""
+        while not self._waiting.poll(1000 * LOOK_S):
+            if os.getppid() != self._trainer:
+                return None
+        return receive(self._connection)
+
+    def may_publish(self) -> bool:
+        """Whether the trainer has not called the commit off; it has not if it is gone."""
+        self.tell(Message({"publishing": True}))
+        answer = self._heard()
+        return answer is None or bool(answer.says["go"])
+
+
+class TellingWatch(Watch):
+    """Passes on to the trainer what happens to a commit."""
+
+    def __init__(self, worker: Worker) -> None:
+        self._worker = worker
+
+    def reached(self, milestone: Milestone) -> None:
+        self._worker.tell(Message({"reached": milestone.value}))
+
+    def publishing(self) -> None:
+        if not self._worker.may_publish():
+            raise Cancelled("the commit was called off")
+
+
+def main() -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    step_aside_of_parent()
+    with socket.socket(fileno=int(sys.argv[1])) as connection:
+        Worker(connection).serve()

@@ -1,0 +1,224 @@
+"""An LMDB environment as this process may use it: once per path, with a map that grows, and anew after a fork."""
+
+import os
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import TypeAlias, TypeVar
+
+import lmdb
+
+from ckptstore.core.ids import CHUNK_ID_BYTES
+from ckptstore.core.paths import rights
+from ckptstore.index.chunks.lmdb_check import Damaged
+from ckptstore.index.chunks.records import RECORD_BYTES
+
+MAP_BYTES = 1 << 36
+"""Address space for the map, unless the process may not have so much; the file has only the pages that are used."""
+
+NUMBER_BYTES = 4
+DATABASES: dict[bytes, tuple[int, int] | None] = {
+    b"chunks": (CHUNK_ID_BYTES, RECORD_BYTES),
+    b"others": (CHUNK_ID_BYTES + NUMBER_BYTES, RECORD_BYTES),
+    b"packs": None,
+}
+"""Bytes of each database's keys and values. For each chunk, `chunks` has the pack added last, `others` the packs that hold it as well;
+`packs` lists those that are wholly in the index."""
+
+UNSOUND = (lmdb.Error, Damaged)
+"""What is raised where a file cannot be used any more."""
+
+_MAP_BYTES_MIN = 1 << 20
+_MAX_READERS = 1024
+_T = TypeVar("_T")
+Transaction: TypeAlias = "lmdb.Transaction[bytes]"
+Work: TypeAlias = Callable[["Environment", Transaction], _T]
+
+
+class Environment:
+    """An open LMDB environment, shared by all indexes of this process on one path."""
+
+    def __init__(self, folder: Path, map_bytes: int) -> None:
+        self.folder, self.users = folder, 0
+        self.lmdb = _open_lmdb(folder, map_bytes)
+        self.lmdb.reader_check()
+        self.chunks, self.others, self.packs = (self.lmdb.open_db(name) for name in DATABASES)
+        self._fd = os.open(folder / "data.mdb", os.O_RDONLY | os.O_CLOEXEC)
+        self._inode, self._bytes = os.fstat(self._fd).st_ino, 0
+        self._gate, self._halted = threading.Condition(), False
+        self._closed = False
+        self._inside = self._waiting = 0
+
+    def read(self, work: Work[_T]) -> _T:
+        while True:
+            try:
+                with self._using(), self.lmdb.begin(self.chunks) as txn:
+                    return work(self, txn)
+            except lmdb.MapResizedError:
+                self._map(0)
+
+    def write(self, work: Work[_T]) -> _T:
+        """Do `work` in one transaction, again from the start with twice the map where it was too small."""
+        while True:
+            try:
+                with self._using(), self.lmdb.begin(self.chunks, write=True) as txn:
+                    return work(self, txn)
+            except lmdb.MapResizedError:
+                self._map(0)
+            except lmdb.MapFullError:
+                self._map(2 * self.lmdb.info()["map_size"])
+
+    def replaced(self) -> bool:
+        """Whether the path leads elsewhere by now."""
+        try:
+            return (self.folder / "data.mdb").stat().st_ino != self._inode
+        except OSError:
+            return True
+
+    def close(self) -> None:
+        with self._gate:
+            self._empty()
+            self._closed = True
+            self.lmdb.close()
+            with suppress(OSError):  # it was only read from
+                os.close(self._fd)
+
+    def halt(self, timeout_s: float) -> None:
+        """Wait until no thread uses the map, and keep them away until `go_on`."""
+        self._gate.acquire()
+        self._halted = self._empty(timeout_s)
+
+    def go_on(self) -> None:
+        self._gate.release()
+
+    def close_inherited(self) -> bool:
+        """In a child process: close what was halted before the fork; False if it was not."""
+        if self._halted:
+            self.lmdb.close()
+            with suppress(OSError):  # it was only read from
+                os.close(self._fd)
+        return self._halted
+
+    @contextmanager
+    def _using(self) -> Iterator[None]:
+        """Within, the map stays where it is. Raises `Damaged` if the file lost its end: its pages are not to be touched any more."""
+        with self._gate:
+            self._gate.wait_for(lambda: not self._waiting)
+            self._inside += 1
+        try:
+            if self._closed:
+                raise Damaged(f"{self.folder} was closed meanwhile")
+            had = self._bytes  # read first: another thread may see a longer file meanwhile
+            size = self._size()
+            if size < had:
+                raise Damaged(f"{self.folder} lost its end: it has {size} bytes and had {had}")
+            self._bytes = size
+            yield
+        finally:
+            with self._gate:
+                self._inside -= 1
+                self._gate.notify_all()
+
+    def _size(self) -> int:
+        try:
+            return os.fstat(self._fd).st_size
+        except OSError as error:
+            raise Damaged(f"{self.folder} cannot be looked at: {error}") from error
+
+    def _map(self, map_bytes: int) -> None:
+        """Map so many bytes, or with 0 as many as another process has made of them, once no thread uses the map."""
+        with self._gate:
+            self._empty()
+            if not self._closed:
+                self.lmdb.set_mapsize(map_bytes)
+
+    def _empty(self, timeout_s: float | None = None) -> bool:
+        """Wait until no thread uses the map; none may begin to meanwhile, nor before the gate is released."""
+        self._waiting += 1
+        try:
+            return self._gate.wait_for(lambda: not self._inside, timeout_s)
+        finally:
+            self._waiting -= 1
+            self._gate.notify_all()
+
+
+_shared: dict[Path, Environment] = {}
+_lock = threading.Lock()
+
+
+def is_open(folder: Path) -> bool:
+    """Whether this process has what lies at `folder` open already."""
+    with _lock:
+        env = _shared.get(folder)
+        return env is not None and not env.replaced()
+
+
+def share(folder: Path, map_bytes: int) -> Environment:
+    """The environment at `folder`, to be given to `let_go` once."""
+    with _lock:
+        env = _shared.get(folder)
+        if env is None or env.replaced():
+            env = _shared[folder] = Environment(folder, map_bytes)
+        env.users += 1
+        return env
+
+
+def let_go(env: Environment) -> None:
+    """Close `env` after its last user."""
+    with _lock:
+        env.users -= 1
+        if env.users:
+            return
+        if _shared.get(env.folder) is env:
+            del _shared[env.folder]
+    env.close()
+
+
+_FORK_TIMEOUT_S = 30.0
+_left_behind: list[Environment] = []
+
+
+def _before_fork() -> None:
+    """Let no transaction be under way at a fork: closing in the child would end it for the parent."""
+    _lock.acquire()
+    for env in _shared.values():
+        env.halt(_FORK_TIMEOUT_S)
+
+
+def _in_parent() -> None:
+    for env in _shared.values():
+        env.go_on()
+    _lock.release()
+
+
+def _in_child() -> None:
+    """Close what the parent has open, for liblmdb does not open a file twice. What could not be halted stays, and cannot be used here."""
+    global _lock
+    _lock = threading.Lock()
+    for env in _shared.values():
+        if not env.close_inherited():
+            _left_behind.append(env)
+    _shared.clear()
+
+
+os.register_at_fork(before=_before_fork, after_in_parent=_in_parent, after_in_child=_in_child)
+
+
+def _open_lmdb(folder: Path, map_bytes: int) -> lmdb.Environment:
+    """With as much address space as the process may have."""
+    while True:
+        try:
+            return lmdb.open(
+                str(folder),
+                map_size=map_bytes,
+                sync=False,
+                metasync=False,
+                max_dbs=len(DATABASES),
+                max_readers=_MAX_READERS,
+                mode=0o666 & rights(folder),
+            )
+        except (lmdb.MemoryError, MemoryError):
+            if map_bytes <= _MAP_BYTES_MIN:
+                raise
+            map_bytes //= 2

@@ -1,0 +1,82 @@
+"""Packs in which damage was seen on this host: no commit relies on what they hold, until somebody has read them whole again.
+
+A pack stays in the log after a sector of it was lost, and the rest of it is still read. But a commit that took a chunk of it for stored
+would be lost from the start. So whoever meets damage, a restore, `resume` or `fsck --read-data`, notes the pack here for all processes of
+the host; what is committed next is written again, and the older commits are read from that copy.
+
+One line a pack, in a file beside the other indexes. Where it cannot be written, this process alone remembers. A note that is lost costs
+nothing but the next commit's ignorance; one that is wrong costs writing a chunk twice.
+"""
+
+import os
+import threading
+from collections.abc import Callable, Set
+from contextlib import suppress
+from pathlib import Path
+from typing import TypeAlias
+
+from ckptstore.core.ids import PackId
+from ckptstore.core.paths import make_directories, write_file
+from ckptstore.storage.file_lock import file_lock
+
+DISTRUST_NAME = "distrusted"
+
+_LOCK_TIMEOUT_S = 2.0
+_Stamp: TypeAlias = tuple[int, int, int]
+
+
+class Distrust:
+    """The notes at `path`. Threads and processes may share them."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._lock = threading.Lock()
+        self._stamp: _Stamp | None = None
+        self._noted: frozenset[PackId] = frozenset()
+        self._unwritten: frozenset[PackId] = frozenset()
+
+    def packs(self) -> Set[PackId]:
+        """The packs that are noted now, by whatever process."""
+        with self._lock:
+            stamp = self._stamp_now()
+            if stamp != self._stamp:
+                self._stamp, self._noted = stamp, self._read()
+            return self._noted | self._unwritten
+
+    def add(self, pack: PackId) -> None:
+        """Note that there is damage in `pack`."""
+        if pack not in self.packs() and not self._change(lambda packs: packs | {pack}):
+            with self._lock:
+                self._unwritten |= {pack}
+
+    def discard(self, pack: PackId) -> None:
+        """Every byte of `pack` was read, and is what it should be."""
+        if pack in self.packs():
+            with self._lock:
+                self._unwritten -= {pack}
+            self._change(lambda packs: packs - {pack})
+
+    def _change(self, change: Callable[[Set[PackId]], Set[PackId]]) -> bool:
+        """Whether the file says now what `change` made of it."""
+        with suppress(OSError):
+            make_directories(self._path.parent)
+            with file_lock(self._path.with_name(f"{DISTRUST_NAME}.lock"), timeout_s=_LOCK_TIMEOUT_S) as held:
+                if held:
+                    new = self._path.with_name(f"{DISTRUST_NAME}.new")
+                    write_file(new, "".join(f"{pack}\n" for pack in sorted(change(self._read()))).encode())
+                    new.replace(self._path)
+                    return True
+        return False
+
+    def _read(self) -> frozenset[PackId]:
+        try:
+            return frozenset(map(PackId, self._path.read_text(errors="replace").split()))
+        except OSError:
+            return frozenset()
+
+    def _stamp_now(self) -> _Stamp | None:
+        try:
+            status = os.stat(self._path)
+        except OSError:
+            return None
+        return status.st_ino, status.st_size, status.st_mtime_ns

@@ -1,0 +1,157 @@
+"""Which chunk is asked of which peer: taken, landed, given back, until all have landed or nobody is left to ask. Does no I/O.
+
+A peer that fails is asked again a few times; each chunk that comes from it is a new start. Connections that break together are one
+failure. A slow peer is asked until the deadline, as long as no other peer has what is missing. What a peer does not have it is not asked
+for twice.
+"""
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from ckptstore.core.config import MIB, RUN_BYTES
+from ckptstore.errors import CkptStoreError, Unavailable
+from ckptstore.interop.chunk_transfer.connection import Deadline
+from ckptstore.interop.chunk_transfer.protocol import IDS_PER_REQUEST
+
+STRIKES = 4
+"""A peer that failed so many times in a row is asked no more."""
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """A chunk that is to be fetched. It is received into `memory`, or aside; `land` is called with its verified bytes, which are others
+    when it has returned if they came aside.
+
+    With `numbered`, `chunk` is a number: `land` gets whatever came, and a peer need not have it.
+    """
+
+    chunk: bytes
+    nbytes: int
+    memory: memoryview | None
+    land: Callable[[memoryview], object]
+    numbered: bool = False
+
+
+class Work:
+    """The chunks of one fetch, shared by the threads that ask `peers`, which are numbered."""
+
+    def __init__(self, wanted: Sequence[Wanted], peers: int, hands: int, deadline: Deadline) -> None:
+        self._todo = deque(wanted)
+        # Little is divided among all hands, much is taken as fast as each can.
+        self._batch_bytes = min(RUN_BYTES, max(MIB, sum(each.nbytes for each in wanted) // hands))
+        self._missing = len(wanted)
+        self._deadline = deadline
+        self._strikes = [0] * peers
+        self._struck_at = [float("-inf")] * peers
+        self._slow: set[int] = set()
+        self._lacks: list[set[bytes]] = [set() for _ in range(peers)]
+        self._lost: dict[int, CkptStoreError] = {}
+        self._error: BaseException | None = None
+        self._changed = threading.Condition()
+
+    def take(self, peer: int) -> list[Wanted]:
+        """What to ask of `peer` now: a few chunks, or none any more. Waits while others are asked for what this one could give."""
+        with self._changed:
+            while not self._over(peer):
+                if batch := self._batch(peer):
+                    return batch
+                self._wait()
+            return []
+
+    def landed(self, peer: int) -> None:
+        """A chunk from `peer` is where it belongs, or need not come."""
+        with self._changed:
+            self._strikes[peer] = 0
+            self._slow.discard(peer)
+            self._missing -= 1
+            if not self._missing:
+                self._changed.notify_all()
+
+    def back(self, peer: int, wanted: Sequence[Wanted], *, lacked: bool = False) -> None:
+        """`peer` did not give these; with `lacked`, it does not have them."""
+        with self._changed:
+            self._todo.extendleft(reversed(wanted))
+            if lacked:
+                self._lacks[peer].update(each.chunk for each in wanted)
+                self._check()
+            self._changed.notify_all()
+
+    def struck(self, peer: int, error: CkptStoreError, *, final: bool = False, slow: bool = False, since: float = float("inf")) -> None:
+        """`peer` failed, on a connection that was begun at `since`, or was `slow`, which is no failure: others are asked first."""
+        with self._changed:
+            if slow:
+                self._slow.add(peer)
+            elif since > self._struck_at[peer]:
+                self._strikes[peer] += 1
+                self._struck_at[peer] = time.monotonic()
+            if final or self._strikes[peer] >= STRIKES:
+                self._lost[peer] = error
+                self._check()
+            self._changed.notify_all()
+
+    def fail(self, error: BaseException) -> None:
+        """Nothing more is to be done: `finish` raises `error`."""
+        with self._changed:
+            self._error = self._error or error
+            self._changed.notify_all()
+
+    def finish(self) -> None:
+        """Return when all has landed. Raises what stands in the way of that."""
+        with self._changed:
+            while self._missing and not self._error:
+                self._wait()
+            if self._error:
+                raise self._error
+
+    @property
+    def lost(self) -> dict[int, CkptStoreError]:
+        """The peers that are asked no more, and why."""
+        return self._lost
+
+    def _over(self, peer: int) -> bool:
+        return self._error is not None or not self._missing or peer in self._lost
+
+    def _batch(self, peer: int) -> list[Wanted]:
+        batch: list[Wanted] = []
+        passed: list[Wanted] = []
+        size = 0
+        while self._todo and len(batch) < IDS_PER_REQUEST and (not batch or size < self._batch_bytes):
+            each = self._todo.popleft()
+            if each.chunk in self._lacks[peer] or (peer in self._slow and self._faster(each)):
+                passed.append(each)
+                continue
+            batch.append(each)
+            size += each.nbytes
+        self._todo.extendleft(reversed(passed))
+        return batch
+
+    def _faster(self, each: Wanted) -> bool:
+        """Whether a peer that is not slow may have this chunk."""
+        peers = set(range(len(self._strikes))) - self._slow - self._lost.keys()
+        return any(each.chunk not in self._lacks[peer] for peer in peers)
+
+    def _wait(self) -> None:
+        try:
+            self._changed.wait(self._deadline.left())
+        except TimeoutError as error:
+            self._error = self._error or error
+
+    def _check(self) -> None:
+        """Give up when nobody is left, or has what is missing."""
+        living = [peer for peer in range(len(self._strikes)) if peer not in self._lost]
+        if not living:
+            self._error = self._error or all_lost(list(self._lost.values()))
+            return
+        gone = next((each for each in self._todo if all(each.chunk in self._lacks[peer] for peer in living)), None)
+        if gone and not self._error:
+            self._error = Unavailable(f"no peer has chunk {gone.chunk.hex()[:12]} any more; receive again")
+
+
+def all_lost(errors: Sequence[CkptStoreError]) -> CkptStoreError:
+    """What to raise when no peer is left: what the one said, or what all said."""
+    if len({type(error) for error in errors}) == 1:
+        return type(errors[0])("; ".join(dict.fromkeys(map(str, errors))))
+    return Unavailable("no peer could be received from: " + "; ".join(map(str, errors)))

@@ -1,0 +1,111 @@
+"""Which chunks of a state the store has already: asked by quick names where they are known, by ids as long as that is worth it.
+
+A name is known if this process has hashed the chunk by both, as its commits do beside a transport (docs/decisions/040-…). Looking in vain
+costs more than a copy, so it is given up when most of what was looked for is not there.
+"""
+
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import chain
+
+from ckptstore.commit.dedup_probe import Guard
+from ckptstore.commit.plan import CommitPlan, Run
+from ckptstore.core.ids import CHUNK_ID_BYTES
+from ckptstore.errors import Unavailable
+from ckptstore.interop.chunk_transfer.chunk_names import is_named, quick_name
+from ckptstore.interop.chunk_transfer.staging import Part, blank_names, read_chunks
+from ckptstore.repository.second_names import SecondNames
+from ckptstore.repository.thread_pool import Threads
+
+HOPE_CHUNKS = 64
+"""So many are looked for in vain, and two more for each that is found."""
+
+_STRIDE = 8
+"""Batches are taken from all over the state, so that what is found tells of the rest."""
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """Chunks that the store keeps until `guard` is ended: their ids by quick name, and their raw bytes by either. The store's
+    `second_names` are quick names."""
+
+    guard: Guard
+    second_names: SecondNames
+    ids: dict[bytes, bytes] = field(default_factory=dict)
+    sizes: dict[bytes, int] = field(default_factory=dict)
+
+    def add(self, ids: Mapping[bytes, bytes]) -> int:
+        """Take those that live packs hold, of chunks by their quick names. How many they are."""
+        held = self.guard.held(b"".join(ids.values()))
+        found = {name: chunk for name, chunk in ids.items() if chunk in held}
+        self.sizes.update(held)
+        self.sizes.update((name, held[chunk]) for name, chunk in found.items())
+        self.ids.update(found)
+        return len(found)
+
+    def check(self, names: Sequence[bytes], data: Sequence[memoryview]) -> None:
+        """Raise `Unavailable` if one of these chunks is not the one that is called so, and do not call it so again."""
+        for name, each in zip(names, data, strict=True):
+            if not is_named(each, name):
+                self.second_names.forget(name)
+                raise Unavailable(f"chunk {self.ids[name].hex()[:12]} of the store is not the one that {name.hex()[:12]} is; send it again")
+
+
+class Hope:
+    """Whether it is worth to go on looking; with `patience`, always. Threads share it."""
+
+    def __init__(self, *, patience: bool = False) -> None:
+        self._patience, self._lock = patience, threading.Lock()
+        self._left = HOPE_CHUNKS
+
+    def add(self, looked: int, found: int) -> None:
+        with self._lock:
+            self._left += 3 * found - looked
+
+    def __bool__(self) -> bool:
+        return self._patience or self._left > 0
+
+
+def find_stored(
+    plan: CommitPlan, parts: Sequence[Part], threads: Threads, guard: Guard, *, patience: bool = False
+) -> tuple[list[bytearray], Stored]:
+    """The chunks that the store has, and what the chunks of each part are called now, as far as that was asked; with `patience`, of all."""
+    second_names = guard.objects.second_names
+    assert second_names is not None, "a transport has asked for them"
+    names, stored, known = blank_names(plan), Stored(guard, second_names), dict[bytes, bytes]()
+    by_name, by_id = Hope(patience=patience), Hope(patience=patience)
+    scratches = threading.local()
+
+    def learn(data: memoryview) -> tuple[bytes, bytes]:
+        """By both hashes, of a copy: they are of the same bytes, whatever is done to the tensor."""
+        if len(getattr(scratches, "memory", b"")) < len(data):
+            scratches.memory = memoryview(bytearray(len(data)))
+        copy = scratches.memory[: len(data)]
+        copy[:] = data
+        return second_names.learn(copy)
+
+    def task(batch: Sequence[Run]) -> None:
+        if not by_name:
+            return
+        learned, looked, found = dict[bytes, bytes](), 0, 0
+        for run in batch:
+            for number, (_, _, data) in enumerate(read_chunks(parts[run.part.leaf].source, run), run.first):
+                name, looked = quick_name(data), looked + 1
+                if (chunk := second_names.id_of(name)) is not None:
+                    known[name], found = chunk, found + 1
+                elif by_id:
+                    made, name = learn(data)
+                    learned[name] = made
+                names[run.part.leaf][number * CHUNK_ID_BYTES : (number + 1) * CHUNK_ID_BYTES] = name
+        found_by_id = stored.add(learned)
+        by_id.add(len(learned), found_by_id)
+        by_name.add(looked, found + found_by_id)
+
+    threads.spread(task, list(_strided(plan.batches)))
+    stored.add(known)
+    return names, stored
+
+
+def _strided(batches: Sequence[tuple[Run, ...]]) -> Iterator[tuple[Run, ...]]:
+    return chain.from_iterable(batches[first::_STRIDE] for first in range(_STRIDE))

@@ -1,0 +1,206 @@
+"""Which store, and which commit in it: what `StoreWriter` and `StoreReader` were given, and what DCP calls a checkpoint's id.
+
+A `checkpoint_id` that is a path (absolute, or beginning with `./` or `../`, or a `Path`) is a directory there with a pointer file in place
+of DCP's `.metadata`; digits are a step; other text is a tag. All three are refs, so what `dcp.save` was given, `dcp.load` finds.
+"""
+
+import os
+import threading
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Generic, TypeAlias, TypeVar
+
+from ckptstore.core.ids import CONFIG_KEY, check_tag
+from ckptstore.core.redaction import redact
+from ckptstore.errors import Conflict, InvalidInput
+from ckptstore.interop.dcp.directory import METADATA as DCP_METADATA
+from ckptstore.objects.pointer_files import is_pointer
+from ckptstore.open_store import open
+from ckptstore.repository.resolve_ref import AnyRef, is_path
+from ckptstore.store import Store
+
+CheckpointId: TypeAlias = str | os.PathLike[str]
+Work = TypeVar("Work")
+"""A save or a load."""
+
+
+class StorePlace:
+    """A store that is open, or is opened when it is needed. Pickled, it is its place: DCP sends it to a process of its own."""
+
+    def __init__(
+        self, store: Store | str | os.PathLike[str], *, run: str | None, storage_options: Mapping[str, Any] | None, index: str | None
+    ) -> None:
+        if isinstance(store, Store):
+            if run is not None or storage_options is not None or index is not None:
+                raise InvalidInput("run, storage_options and index are those of the open store; leave them out, or pass its path")
+            self._arguments, self._owned = store.reopening, False
+        else:
+            self._arguments = {"place": os.fspath(store), "run": run, "storage_options": storage_options, "index": index}
+            self._owned = True
+        self._store: Store | None = None if self._owned else store  # type: ignore[assignment]  # not owned: a Store
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self._arguments
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self._arguments, self._owned = state, True
+        self._store = None
+
+    def __str__(self) -> str:
+        return redact(str(self._arguments["place"]))
+
+    def another(self) -> "StorePlace":
+        """The same place, for one save or load: opened and closed without regard to others, unless the store was given open."""
+        place = StorePlace.__new__(StorePlace)
+        place._arguments, place._owned = self._arguments, self._owned
+        place._store = None if self._owned else self._store
+        return place
+
+    def store(self, *, create: bool = False, read_only: bool = False) -> Store:
+        """The store, opened if it is not."""
+        if self._store is None:
+            self._store = open(**self._arguments, create=create, read_only=read_only)
+        return self._store
+
+    def close(self) -> None:
+        """Close the store if it was opened here."""
+        if self._owned and self._store is not None:
+            store, self._store = self._store, None
+            store.close()
+
+
+_OF_THIS_PROCESS = ("_home", "_here", "_named", "_work", "_saves")
+"""What is not sent to a process of DCP's."""
+
+
+class AtPlace(Generic[Work]):
+    """What `StoreWriter` and `StoreReader` say alike of where a checkpoint is, and of the saves or loads that go on there.
+
+    DCP makes all calls of a save or load on one thread, and those of `async_save` on a thread of its own. So each thread has a name and a
+    save or load in progress of its own, and those on several threads know nothing of each other. A thread that has none has those of the
+    thread that made this object.
+    """
+
+    def __init__(self, place: StorePlace) -> None:
+        super().__init__()
+        self._place = place
+        self._begin()
+
+    def _begin(self) -> None:
+        """Nothing goes on yet; what is called later belongs to this thread unless another one says otherwise."""
+        self._home = threading.get_ident()
+        self._here = threading.local()
+        self._named: CheckpointId | None = None
+        self._work: Work | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        state = {key: value for key, value in self.__dict__.items() if key not in _OF_THIS_PROCESS}
+        return {**state, "_checkpoint_id": self._checkpoint_id}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        named = state.pop("_checkpoint_id")
+        self.__dict__.update(state)
+        self._begin()
+        self._name_it(named)
+
+    @property
+    def checkpoint_id(self) -> CheckpointId:
+        """The name of this thread's next save or load; the store's place if it has none."""
+        return self._checkpoint_id if self._checkpoint_id is not None else str(self._place)
+
+    @property
+    def _checkpoint_id(self) -> CheckpointId | None:
+        return getattr(self._here, "name", self._named)
+
+    def _name_it(self, checkpoint_id: CheckpointId | None) -> None:
+        self._here.name = checkpoint_id
+        if self._is_home:
+            self._named = checkpoint_id
+
+    @property
+    def _is_home(self) -> bool:
+        return threading.get_ident() == self._home
+
+    @property
+    def _current(self) -> Work | None:
+        """The save or load that a call on this thread is about."""
+        return getattr(self._here, "work", self._work)
+
+    def _begin_with(self, work: Work | None) -> Work | None:
+        """Make `work` this thread's; returns what this thread had of its own."""
+        before: Work | None = getattr(self._here, "work", None)
+        self._here.work = work
+        if self._is_home:
+            self._work = work
+        return before
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: CheckpointId) -> bool:
+        """Whether `checkpoint_id` can name a commit."""
+        return can_name(checkpoint_id)
+
+
+@dataclass(frozen=True, slots=True)
+class Name:
+    """What a save is to be called: a tag, a step or a directory, with the pointer file in it; nothing of these perhaps."""
+
+    tag: str | None = None
+    step: int | None = None
+    directory: Path | None = None
+    file: str = DCP_METADATA
+
+    @property
+    def pointer(self) -> Path | None:
+        """The pointer file. Where an earlier version left one at the path itself, that is it. Raises `Conflict` for anything else."""
+        if self.directory is None:
+            return None
+        is_file = os.path.lexists(self.directory) and not self.directory.is_dir()
+        pointer = self.directory if is_file else self.directory / self.file
+        if (os.path.lexists(pointer) and not is_pointer(pointer)) or (self.directory / CONFIG_KEY).exists():
+            raise Conflict(f"{self.directory} is there and has no pointer of ckptstore; give another checkpoint_id, or remove it")
+        return pointer
+
+
+def name_of(checkpoint_id: CheckpointId | None) -> Name:
+    """What a `checkpoint_id` says. Raises `InvalidInput` for text that can be no tag."""
+    if checkpoint_id is None or checkpoint_id == "":
+        return Name()
+    if is_path(checkpoint_id):
+        return Name(directory=Path(checkpoint_id))
+    text = os.fspath(checkpoint_id)
+    return Name(step=int(text)) if text.isdecimal() else Name(tag=check_tag(text))
+
+
+def can_name(checkpoint_id: CheckpointId) -> bool:
+    """Whether `checkpoint_id` can name a commit."""
+    try:
+        name_of(checkpoint_id)
+    except InvalidInput:
+        return False
+    return True
+
+
+def name_of_rank(name: Name, rank: int) -> Name:
+    """What the part of rank `rank` is called, where ranks save without coordination."""
+    tag = name.tag and of_rank(name.tag, rank)
+    return Name(tag, name.step, name.directory, f"__{rank}{DCP_METADATA}")
+
+
+def of_rank(label: str, rank: int) -> str:
+    """The run, or the tag, of what one rank saved without coordination."""
+    return f"{label}/rank-{rank}"
+
+
+def ref_of_rank(ref: AnyRef, run: str, rank: int) -> AnyRef:
+    """The ref of what rank `rank` saved without coordination, where `ref` is that of the whole. A commit's id is no ref of a whole."""
+    if is_path(ref):
+        return Path(os.fspath(ref)) / name_of_rank(Name(), rank).file  # type: ignore[arg-type]  # a path, as is_path says
+    if isinstance(ref, int):
+        return f"{of_rank(run, rank)}@{ref}"
+    if not isinstance(ref, str):
+        return ref
+    named, at, base = ref.rpartition("@")
+    if base == "latest" or base.isdecimal() or base.startswith(("latest~", "best:")):
+        return f"{of_rank(named if at else run, rank)}@{base}"
+    return of_rank(ref, rank)

@@ -1,0 +1,195 @@
+"""What the path of a snapshot means: a store, a name in it, and a pointer file at the path itself (docs/decisions/018-…).
+
+The store of `dir/name` is the nearest one that encloses it (`core.discovery`), else a new one at `dir`, or at `dir/.ckptstore` where `dir`
+holds other things; where others may write to `dir`, at `dir/name/.ckptstore`. The snapshot is a commit with the tag `name`. In a bucket
+there is no pointer: the tag alone is the name.
+"""
+
+import logging
+import os
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import closing
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ckptstore.core.discovery import BESIDE, SAFE, base_of, distrust, is_alone, search
+from ckptstore.core.ids import CONFIG_KEY, check_tag, digest
+from ckptstore.core.paths import make_directories, rights
+from ckptstore.core.redaction import redact
+from ckptstore.errors import Conflict, Corrupt, InvalidInput, NotFound, ReadOnly
+from ckptstore.interop.torchsnapshot.directory import METADATA
+from ckptstore.objects.pointer_files import DIRECTORY_POINTERS, Pointer, is_pointer, read_pointer
+from ckptstore.storage.contract import open_backend
+
+logger = logging.getLogger("ckptstore")
+
+_LOCAL = ("fs", "file", "")
+_OURS = frozenset({CONFIG_KEY, "packs", "commits", "log", "sessions", "index", "tmp", "reserve", "quarantine"})
+_UNSAFE = re.compile(r"[^A-Za-z0-9_./-]|(?<=\.)\.|(?<=/)/")
+_TAG_CHARACTERS = 200
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """A snapshot's store, a path or a URL; its tag there; and the path of its pointer file, None in a bucket."""
+
+    store: str
+    tag: str
+    pointer: str | None
+
+
+def place_to_take(path: str, storage_options: Mapping[str, Any] | None = None) -> Place:
+    """Where a snapshot of this path goes. The directory above it is made if it is missing; the store and the pointer are not.
+
+    Raises `Conflict` for a path at which something else lies, `InvalidInput` for one that is a store, among a store's own files, below a
+    store that others could have put there or in a directory where a new one would be theirs to change, `ReadOnly` if a directory cannot be
+    made.
+    """
+    local = local_path(path)
+    if local is None:
+        return _in_bucket(path, storage_options)
+    if (local / CONFIG_KEY).is_file():
+        raise InvalidInput(f"{path} is a store; name the snapshot: {os.path.join(path, 'NAME')}")
+    pointer = _pointer(local)
+    if os.path.lexists(pointer) and not is_pointer(pointer):
+        raise Conflict(f"there is something else than a snapshot of ckptstore at {pointer}; choose another path, or remove it")
+    if (store := _store_above(local)) is None:
+        store = _new_store(local)
+        pointer = _pointer(local)  # a new store may lie in the path itself, which is a directory then
+    return Place(str(store), tag_of(_name(local, store)), str(pointer))
+
+
+def refs_to_read(path: str, storage_options: Mapping[str, Any] | None = None) -> tuple[str, tuple[str, ...]]:
+    """The store of an existing snapshot and how its commit may be called there: the first of these that there is.
+
+    A path may also lead into a store that scripts with the native interface made: `STORE/REF`, or `STORE` for the newest commit.
+    Raises `NotFound` if no store encloses the path, `InvalidInput` for a file or directory that is something else.
+    """
+    local = local_path(path)
+    if local is None:
+        place = _in_bucket(path, storage_options)
+        return place.store, (place.tag, path.removeprefix(place.store).strip("/"))
+    if (local / CONFIG_KEY).is_file():
+        return str(local), ("latest",)
+    pointer = _pointer(local)
+    if os.path.lexists(pointer):
+        return _pointed_to(pointer)
+    store = _store_above(local)
+    if store is None:
+        raise NotFound(f"there is no snapshot at {path}, and no store above it; check the path")
+    name = _name(local, store)
+    return str(store), (tag_of(name), name)
+
+
+def pointer_at(path: str) -> Pointer | None:
+    """What the pointer file of an existing snapshot says, if there is one."""
+    local = local_path(path)
+    if local is None or not is_pointer(_pointer(local)):
+        return None
+    return read_pointer(_pointer(local))
+
+
+def local_path(path: str) -> Path | None:
+    """The absolute path that `path` names on this host, None for a URL of a bucket."""
+    scheme, separator, rest = path.partition("://")
+    if separator and scheme not in _LOCAL:
+        return None
+    return Path(os.path.abspath(rest if separator else path))
+
+
+def tag_of(name: str) -> str:
+    """The tag for a snapshot's name. Two names have two tags; one that can be a tag as it is, and has no `+`, is its own."""
+    escaped = _UNSAFE.sub(lambda found: "".join(f"+{byte:02X}" for byte in found[0].encode()), name)
+    if not re.match(r"[A-Za-z0-9_]", escaped) or escaped == "latest" or escaped.isdecimal() or escaped.startswith("snapshot/"):
+        escaped = f"snapshot/{escaped}"
+    if len(escaped) > _TAG_CHARACTERS:
+        escaped = f"snapshot/{digest(name.encode()).hex()}"
+    return check_tag(escaped)
+
+
+def _pointer(local: Path) -> Path:
+    """Where the pointer of a snapshot lies: in a directory that was made for it, under the name that TorchSnapshot gives its metadata."""
+    names = [name for name in (METADATA, *DIRECTORY_POINTERS) if is_pointer(local / name)]  # one that DCP's interface left, perhaps
+    return local / (names or [METADATA])[0] if local.is_dir() else local
+
+
+def _store_above(local: Path) -> Path | None:
+    """The store that encloses a path. Raises `Corrupt` for one that lost its configuration: another one there would split the history."""
+    found = search(local)
+    for directory in found.passed:
+        for place in (directory, directory / BESIDE):
+            if all((place / name).is_dir() for name in ("log", "packs", "commits")):
+                raise Corrupt(
+                    f"{place} has a log and no {CONFIG_KEY}: it was a store and lost that file; "
+                    f"`ckptstore --store {place} repair` writes it again"
+                )
+    return found.store
+
+
+def _pointed_to(pointer: Path) -> tuple[str, tuple[str, ...]]:
+    try:
+        found = read_pointer(pointer)
+    except InvalidInput as error:
+        if pointer.name != METADATA:
+            raise
+        raise InvalidInput(
+            f"{pointer.parent} is a directory that TorchSnapshot wrote, not a snapshot of ckptstore: `ckptstore import {pointer.parent} "
+            f"--tag {tag_of(pointer.parent.name)}` brings it into a store"
+        ) from error
+    return found.store, (found.id,)
+
+
+def _new_store(local: Path) -> Path:
+    """Where the store of a snapshot's path is made, where none encloses it: in the directory above if that is this user's alone, else in
+    the path itself, which is made for it."""
+    directory = local.parent
+    try:
+        make_directories(directory)
+        if is_alone(directory):
+            holds_others = next(directory.iterdir(), None) is not None
+            return directory / BESIDE if holds_others else directory
+        if not local.is_dir():
+            local.mkdir(mode=rights(directory) & ~0o022)
+            logger.warning(
+                "%s: the snapshot %s is a store of its own, which shares nothing with others; list the directory in $%s to share one store",
+                distrust(directory),
+                local,
+                SAFE,
+            )
+    except OSError as error:
+        raise ReadOnly(f"cannot make a store for the snapshot {local}: {error.strerror}; choose another path") from error
+    if is_alone(local):
+        return local / BESIDE
+    raise InvalidInput(
+        f"no store is made for the snapshot {local}, because {distrust(local)}, and so could change it; choose a path in a directory of "
+        f"your own, or list one that you share in ${SAFE}"
+    )
+
+
+def _name(local: Path, store: Path) -> str:
+    base, real = Path(os.path.realpath(base_of(store))), Path(os.path.realpath(local))
+    if base == real:
+        return local.name
+    name = real.relative_to(base)
+    if base == store and name.parts[0] in _OURS:
+        raise InvalidInput(f"{local} is the store's own; snapshots in {store} cannot be called {', '.join(sorted(_OURS))}")
+    return name.as_posix()
+
+
+def _in_bucket(path: str, storage_options: Mapping[str, Any] | None) -> Place:
+    parts = path.rstrip("/").split("/")
+    if len(parts) < 5 or not all(parts[3:]):
+        raise InvalidInput(f"{redact(path)} is no path of a snapshot in a bucket; wanted {parts[0]}//BUCKET/PREFIX/NAME")
+    for store, name in _above(parts):
+        with closing(open_backend(store, read_only=True, storage_options=dict(storage_options or {}) or None)) as backend:
+            if backend.size(CONFIG_KEY) is not None:
+                return Place(store, tag_of(name), None)
+    return Place("/".join(parts[:-1]), tag_of(parts[-1]), None)
+
+
+def _above(parts: list[str]) -> Iterator[tuple[str, str]]:
+    """Every prefix that could be the path's store, the nearest first, and the name within it."""
+    for length in range(len(parts) - 1, 3, -1):
+        yield "/".join(parts[:length]), "/".join(parts[length:])

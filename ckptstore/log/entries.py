@@ -1,0 +1,314 @@
+"""An entry of the log is one atomic change of the store, chained to the entry before it (docs/format.md §8).
+
+A body is what changes; an entry is a body at its place in the chain. The tables below drive the encoder and the decoder both, so
+what one writes the other reads.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple, TypeAlias
+
+from ckptstore.core.ids import CommitId, SessionId, StoreId, check_run, check_tag, digest, parse_commit_id, parse_session_id, parse_store_id
+from ckptstore.core.model import PackRecord
+from ckptstore.errors import Conflict, Corrupt
+from ckptstore.log.fields import (
+    COMMITS,
+    COUNT,
+    NUMBERS,
+    PACKS,
+    SESSION,
+    TEXT,
+    Field,
+    Setting,
+    as_it_is,
+    optional,
+    pairs_of,
+    parse_attempt,
+    parse_hash,
+    parse_integer,
+    parse_link,
+    parse_setting,
+    parse_time,
+    setting_to_json,
+    tuple_of,
+)
+from ckptstore.objects.canonical import bits_float, decode, encode, float_bits
+from ckptstore.storage.limits import ENTRY_BYTES_MAX
+
+_HASH_DIGITS = 64
+
+
+class NewerEntry(Conflict):
+    """A newer ckptstore wrote an entry that this one does not know: upgrade, nothing beyond it may be read or appended."""
+
+
+@dataclass(frozen=True, slots=True)
+class Commit:
+    """`packs` are new, written by `session`; `reused` are numbers of packs already listed that hold the commit's other chunks."""
+
+    session: SessionId
+    commit: CommitId
+    content: str
+    run: str
+    step: int | None
+    parents: tuple[CommitId, ...]
+    message: str
+    metrics: tuple[tuple[str, float], ...]
+    tags: tuple[str, ...]
+    packs: tuple[PackRecord, ...]
+    reused: frozenset[int]
+    schemas: tuple[tuple[str, str], ...]
+    logical_bytes: int
+    new_bytes: int
+    leaves: int
+    document_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Tag:
+    """`name` points at `commit` from now on, at nothing if that is None; `reused` are the packs of the commit."""
+
+    name: str
+    commit: CommitId | None
+    reused: frozenset[int]
+
+
+@dataclass(frozen=True, slots=True)
+class Forget:
+    """`commits` are soft-deleted: no roots for gc any more, but `undelete` may still bring them back."""
+
+    commits: tuple[CommitId, ...]
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Undelete:
+    """`commits` are roots again; `reused` are the packs that hold their chunks."""
+
+    commits: tuple[CommitId, ...]
+    reused: frozenset[int]
+
+
+@dataclass(frozen=True, slots=True)
+class Condemn:
+    """What a mark at position `mark` found dead: `packs` are no dedup targets any more, the commits of `purge` are gone for good.
+
+    `fence` is the last condemning entry that the mark, or this gc since, has seen.
+    """
+
+    mark: int
+    fence: int
+    packs: frozenset[int]
+    purge: tuple[CommitId, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Register:
+    """`packs`, written by `session`, are copies of what lived in the packs `condemn` at a mark at `mark`; or, condemning none, what a
+    mirror received of a commit that is still on its way."""
+
+    session: SessionId
+    mark: int
+    fence: int
+    packs: tuple[PackRecord, ...]
+    condemn: frozenset[int]
+
+
+@dataclass(frozen=True, slots=True)
+class Delete:
+    """Condemned packs that are listed no more: their objects may be deleted from now on."""
+
+    packs: frozenset[int]
+
+
+@dataclass(frozen=True, slots=True)
+class Over:
+    """Sessions that may not append any more: what they wrote and the log does not list is garbage."""
+
+    sessions: tuple[SessionId, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """Settings with their new values; None removes one."""
+
+    values: tuple[tuple[str, Setting], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Moved:
+    """The log goes on at `place` as `next_generation`; here nothing may be appended any more."""
+
+    place: str
+    next_generation: int
+
+
+Body: TypeAlias = Commit | Tag | Forget | Undelete | Condemn | Register | Delete | Over | Settings | Moved
+
+
+class Position(NamedTuple):
+    """A place in the chain: the number, hash and file length of the last entry that was read."""
+
+    n: int
+    hash: str
+    bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """`hash` is that of the encoded body, `bytes` the length of the file; the next entry names both."""
+
+    n: int
+    attempt: str
+    time_ns: int
+    store: StoreId
+    generation: int
+    prev_hash: str
+    prev_bytes: int
+    body: Body
+    hash: str
+    bytes: int
+
+    @property
+    def position(self) -> Position:
+        return Position(self.n, self.hash, self.bytes)
+
+
+def origin(store: StoreId) -> Position:
+    """The position before entry 1."""
+    return Position(0, digest(store.encode()).hex(), 0)
+
+
+def encode_entry(
+    body: Body, *, n: int, attempt: str, time_ns: int, store: StoreId, generation: int, prev_hash: str, prev_bytes: int
+) -> bytes:
+    """The bytes of the file `log/<n>`."""
+    kind = _KIND_OF[type(body)]
+    document: dict[str, Any] = {
+        "n": n,
+        "store": store,
+        "generation": generation,
+        "attempt": attempt,
+        "time_ns": str(time_ns),
+        "prev": [prev_hash, prev_bytes],
+        "kind": kind,
+    }
+    for name, field in _FIELDS[kind].items():
+        document[name] = field.encode(getattr(body, name))
+    data = encode(document)
+    return digest(data).hex().encode() + b"\n" + data
+
+
+def encode_again(entry: Entry) -> bytes:
+    """The bytes that `entry` was decoded from."""
+    return encode_entry(
+        entry.body,
+        n=entry.n,
+        attempt=entry.attempt,
+        time_ns=entry.time_ns,
+        store=entry.store,
+        generation=entry.generation,
+        prev_hash=entry.prev_hash,
+        prev_bytes=entry.prev_bytes,
+    )
+
+
+def decode_entry(data: bytes) -> Entry:
+    """What `encode_entry` encoded. Raises `Corrupt` for anything else and `NewerEntry` for a kind that is not known here."""
+    if len(data) > ENTRY_BYTES_MAX:
+        raise Corrupt(f"an entry of the log has {len(data)} bytes; wanted at most {ENTRY_BYTES_MAX}; run `ckptstore fsck`")
+    head, data_hash = data[: _HASH_DIGITS + 1], digest(memoryview(data)[_HASH_DIGITS + 1 :]).hex()
+    if head != data_hash.encode() + b"\n":
+        raise Corrupt(f"an entry of the log does not match its hash: wanted {head!r}, got {data_hash}; run `ckptstore fsck`")
+    document = decode(data[_HASH_DIGITS + 1 :])
+    try:
+        return _entry(document, data_hash, len(data))
+    except (KeyError, TypeError, ValueError, AttributeError, Corrupt) as error:
+        raise Corrupt(f"an entry of the log, hash {data_hash}, is malformed: {error}; run `ckptstore fsck`") from error
+
+
+def check_follows(entry: Entry, position: Position, store: StoreId) -> None:
+    """Raises `Corrupt` unless `entry` is the one right behind `position` in the log of `store`."""
+    wanted = (position.n + 1, store, position.hash, position.bytes)
+    got = (entry.n, entry.store, entry.prev_hash, entry.prev_bytes)
+    if wanted != got:
+        raise Corrupt(
+            f"the log's chain is broken behind entry {position.n}: wanted (n, store, hash and bytes of the entry before) = {wanted}, "
+            f"got {got}; an entry was lost, exchanged or comes from another store; run `ckptstore fsck`"
+        )
+
+
+def _entry(document: Any, data_hash: str, data_bytes: int) -> Entry:
+    kind = document["kind"]
+    fields = _FIELDS.get(kind)
+    if fields is None:
+        raise NewerEntry(f"entry {document['n']} of the log is of kind {kind!r}, which this version does not know; upgrade ckptstore")
+    if document.keys() - _HEADER.keys() != fields.keys():
+        raise ValueError(f"wanted the keys {sorted(fields)}, got {sorted(document.keys() - _HEADER.keys())}")
+    header = {name: field.decode(document[name]) for name, field in _HEADER.items()}
+    body = _BODY_OF[kind](**{name: field.decode(document[name]) for name, field in fields.items()})
+    prev_hash, prev_bytes = header["prev"]
+    return Entry(
+        header["n"],
+        header["attempt"],
+        header["time_ns"],
+        header["store"],
+        header["generation"],
+        prev_hash,
+        prev_bytes,
+        body,
+        data_hash,
+        data_bytes,
+    )
+
+
+_HEADER: dict[str, Field] = {
+    "n": COUNT,
+    "store": Field(as_it_is, parse_store_id),
+    "generation": COUNT,
+    "attempt": Field(as_it_is, parse_attempt),
+    "time_ns": Field(str, parse_time),
+    "prev": Field(list, parse_link),
+    "kind": TEXT,
+}
+
+_KINDS: dict[type[Body], tuple[str, dict[str, Field]]] = {
+    Commit: (
+        "commit",
+        {
+            "session": SESSION,
+            "commit": Field(as_it_is, parse_commit_id),
+            "content": Field(as_it_is, parse_hash),
+            "run": Field(as_it_is, check_run),
+            "step": optional(parse_integer),
+            "parents": COMMITS,
+            "message": TEXT,
+            "metrics": pairs_of(float_bits, bits_float),
+            "tags": tuple_of(check_tag),
+            "packs": PACKS,
+            "reused": NUMBERS,
+            "schemas": pairs_of(as_it_is, parse_hash),
+            "logical_bytes": COUNT,
+            "new_bytes": COUNT,
+            "leaves": COUNT,
+            "document_bytes": COUNT,
+        },
+    ),
+    Tag: ("tag", {"name": Field(as_it_is, check_tag), "commit": optional(parse_commit_id), "reused": NUMBERS}),
+    Forget: ("forget", {"commits": COMMITS, "reason": TEXT}),
+    Undelete: ("undelete", {"commits": COMMITS, "reused": NUMBERS}),
+    Condemn: ("condemn", {"mark": COUNT, "fence": COUNT, "packs": NUMBERS, "purge": COMMITS}),
+    Register: ("register", {"session": SESSION, "mark": COUNT, "fence": COUNT, "packs": PACKS, "condemn": NUMBERS}),
+    Delete: ("delete", {"packs": NUMBERS}),
+    Over: ("over", {"sessions": tuple_of(parse_session_id)}),
+    Settings: ("settings", {"values": pairs_of(setting_to_json, parse_setting)}),
+    Moved: ("moved", {"place": TEXT, "next_generation": COUNT}),
+}
+_KIND_OF = {cls: kind for cls, (kind, _) in _KINDS.items()}
+_BODY_OF: dict[str, Callable[..., Body]] = {kind: cls for cls, (kind, _) in _KINDS.items()}
+_FIELDS = dict(_KINDS.values())
+
+
+def kind_of(body: Body) -> str:
+    """The word that the log uses for this kind of body."""
+    return _KIND_OF[type(body)]

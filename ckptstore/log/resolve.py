@@ -1,0 +1,93 @@
+"""Which commit a ref names, by the folded log. Pure.
+
+The catalog answers the same from its tables, faster for those who only ask. What is restored or changed is looked up here: the log's
+entries are checked by their hashes, while a bit turned in a table could make another commit the best one.
+"""
+
+import math
+from collections.abc import Iterable
+from typing import NamedTuple
+
+from ckptstore.core.ids import CommitId, SessionId
+from ckptstore.core.refs import Best, Latest, Name, Ref, Step
+from ckptstore.errors import Corrupt
+from ckptstore.log.state import CommitRow, State
+
+
+class Resolved(NamedTuple):
+    """A commit of the log, with the tags that name it."""
+
+    id: CommitId
+    session: SessionId
+    step: int | None
+    tags: tuple[str, ...]
+
+
+def resolve(state: State, ref: Ref, run: str | None) -> Resolved | None:
+    """The commit that `ref` names, in `run` where it names none; None if there is none, or several begin with its digits.
+
+    Raises `Corrupt` where more generations are asked for than there are commits, and the parents form a circle.
+    """
+    commit = _resolve(state, ref, run)
+    return None if commit is None or commit not in state.commits else resolved(state, commit)
+
+
+def newest_first(state: State, run: str) -> list[Resolved]:
+    """The commits of `run` that are not forgotten."""
+    return [resolved(state, commit) for commit, _ in _by_age(state, run)]
+
+
+def resolved(state: State, commit: CommitId) -> Resolved:
+    """What the log says of a commit that it has."""
+    row = state.commits[commit]
+    return Resolved(commit, row.session, row.step, tuple(sorted(tag for tag, named in state.tags.items() if named == commit)))
+
+
+def _resolve(state: State, ref: Ref, run: str | None) -> CommitId | None:
+    match ref:
+        case Step():
+            rows = _by_age(state, run if ref.run is None else ref.run)
+            return _first(commit for commit, row in rows if row.step == ref.step) or _beginning(state, ref.prefix)
+        case Latest():
+            return _first(commit for commit, _ in _by_age(state, run if ref.run is None else ref.run))
+        case Best():
+            return _best(_by_age(state, run if ref.run is None else ref.run), ref)
+        case Name():
+            return state.tags.get(ref.name) or _beginning(state, ref.prefix)
+    commit = _resolve(state, ref.base, run)
+    for _ in range(min(ref.generations, len(state.commits))):
+        if commit is None:
+            break
+        row = state.commits.get(commit)
+        commit = row.parents[0] if row and row.parents else None
+    if ref.generations > len(state.commits) and commit is not None and commit in state.commits:
+        raise circular(commit)
+    return commit
+
+
+def circular(commit: CommitId) -> Corrupt:
+    """More generations than there are commits: honest ids are hashes, which cannot name each other in a circle."""
+    return Corrupt(f"the first parents of commit {commit[:12]} lead back to it, so the log was forged or damaged; run `ckptstore fsck`")
+
+
+def _by_age(state: State, run: str | None) -> list[tuple[CommitId, CommitRow]]:
+    """The newest first."""
+    rows = [(commit, row) for commit, row in state.commits.items() if not row.soft and run in (None, row.run)]
+    return sorted(rows, key=lambda item: item[1].n, reverse=True)
+
+
+def _best(rows: Iterable[tuple[CommitId, CommitRow]], ref: Best) -> CommitId | None:
+    """The newest of equals: `min` keeps the first that it meets."""
+    sign = -1 if ref.order == "max" else 1
+    values = ((sign * value, commit) for commit, row in rows for name, value in row.metrics if name == ref.metric and not math.isnan(value))
+    best = min(values, key=lambda pair: pair[0], default=None)
+    return best and best[1]
+
+
+def _beginning(state: State, prefix: str | None) -> CommitId | None:
+    found = [commit for commit in state.commits if commit.startswith(prefix)] if prefix else []
+    return found[0] if len(found) == 1 else None
+
+
+def _first(commits: Iterable[CommitId]) -> CommitId | None:
+    return next(iter(commits), None)

@@ -1,0 +1,255 @@
+"""A session says that a writer is alive: a file with a counter that moves while its process does.
+
+It is a hint for gc's patience, never a lock: whether a session may still append is decided by the log alone. So session files are not
+fsynced, a heart-beat that fails is repeated by the next one, and an absent file means no more than a counter that stands still. One
+thread per process rewrites the files of all its sessions; it starts with the first session and sleeps while there is none. Where it cannot
+be started, or has ended, the next session starts it again, for all of them.
+"""
+
+import logging
+import os
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import cache
+from types import TracebackType
+from typing import Any, Self
+
+from ckptstore.core.ids import SessionId, new_session_id, parse_session_id, session_key
+from ckptstore.errors import CkptStoreError, Corrupt, NotFound
+from ckptstore.objects.canonical import decode, encode
+from ckptstore.storage.contract import Backend
+
+HEARTBEAT_S = 30.0
+
+_PREFIX = "sessions/"
+_logger = logging.getLogger("ckptstore")
+
+
+@dataclass(frozen=True, slots=True)
+class SessionInfo:
+    """What a session's file says. `start` is when the process started, in clock ticks since the host booted, as in /proc/<pid>/stat.
+
+    `boot`, `pid_namespace` and `start` are empty or 0 where the host does not tell, and in a file that could not be read.
+    """
+
+    id: SessionId
+    what: str = ""
+    host: str = ""
+    boot: str = ""
+    pid_namespace: str = ""
+    pid: int = 0
+    start: int = 0
+    time_ns: int = 0
+    counter: int = 0
+
+
+class Session:
+    """One writer of one commit or one repack. As a context manager it ends if the block succeeds and is abandoned if that raises."""
+
+    def __init__(self, backend: Backend, info: SessionInfo) -> None:
+        self._backend = backend
+        self._info = info
+        self._lock = threading.Lock()
+        self._beating = True
+
+    @property
+    def id(self) -> SessionId:
+        return self._info.id
+
+    def end(self) -> None:
+        """Its entry is in the log: stop and remove the file. May be called again; does nothing in a child after a fork.
+
+        A file that cannot be removed is left to gc: what was acknowledged does not fail for it.
+        """
+        if self._stop():
+            try:
+                self._backend.delete(session_key(self.id))
+            except CkptStoreError as error:
+                _logger.warning("session %s has ended, its file stays until the next gc: %s", self.id, error)
+
+    def abandon(self) -> None:
+        """It failed, or its outcome is unknown: stop and leave the file to gc, which declares the session over first."""
+        self._stop()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if kind is None:
+            self.end()
+        else:
+            self.abandon()
+
+    def beat(self) -> None:
+        """Move the counter, unless the session has stopped."""
+        with self._lock:
+            if self._beating:
+                self._info = replace(self._info, counter=self._info.counter + 1, time_ns=time.time_ns())
+                self._backend.put(session_key(self.id), encode_session(self._info), durable=False)
+
+    def _stop(self) -> bool:
+        """Whether it was this call, in the process that opened the session, that stopped it."""
+        if self._info.pid != os.getpid():
+            return False
+        with self._lock:
+            stopped, self._beating = self._beating, False
+        _heart.drop(self)
+        return stopped
+
+
+class _Heart:
+    """The sessions of this process and the thread that beats for them."""
+
+    def __init__(self) -> None:
+        self._sessions: set[Session] = set()
+        self._changed = threading.Condition()
+        self._thread: threading.Thread | None = None
+
+    def add(self, session: Session) -> None:
+        with self._changed:
+            self._sessions.add(session)
+            if self._thread is None or not self._thread.is_alive():
+                self._thread = self._begun()
+            self._changed.notify()
+
+    def drop(self, session: Session) -> None:
+        with self._changed:
+            self._sessions.discard(session)
+
+    def _begun(self) -> threading.Thread | None:
+        """The thread; None where none can be started: a session without beats is taken for dead the sooner, and nothing else."""
+        thread = threading.Thread(target=self._run, name="ckptstore-heartbeat", daemon=True)
+        try:
+            thread.start()
+        except RuntimeError as error:
+            _logger.warning("sessions cannot show that they are alive (%s); the next session tries again", error)
+            return None
+        return thread
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                while not self._sessions:
+                    self._changed.wait()
+            time.sleep(HEARTBEAT_S)
+            with self._changed:
+                sessions = tuple(self._sessions)
+            for session in sessions:
+                try:
+                    session.beat()
+                except Exception as error:  # whatever it is, the others must be seen to live
+                    _logger.warning("session %s could not show that it is alive, the next beat may: %s", session.id, error)
+
+
+_heart = _Heart()
+
+
+def _forget_the_parents_sessions() -> None:
+    """After a fork the parent beats for its sessions; the child has no thread, and perhaps a lock that nobody will release."""
+    global _heart
+    _heart = _Heart()
+
+
+os.register_at_fork(after_in_child=_forget_the_parents_sessions)
+
+
+def open_session(backend: Backend, what: str) -> Session:
+    """A new session that beats until `end` or `abandon`; `what` tells people what it does."""
+    pid = os.getpid()
+    host = os.uname().nodename
+    info = SessionInfo(new_session_id(), what, host, _boot(), _pid_namespace(), pid, _start_of(pid) or 0, time.time_ns())
+    backend.put(session_key(info.id), encode_session(info), durable=False)
+    session = Session(backend, info)
+    try:
+        _heart.add(session)
+    except BaseException:
+        session.end()
+        raise
+    return session
+
+
+def read_sessions(backend: Backend) -> Iterator[SessionInfo]:
+    """The sessions that have a file; of a damaged file no more than the id is known. One that ends meanwhile may be left out."""
+    for key, _ in backend.list(_PREFIX):
+        try:
+            session = parse_session_id(key.removeprefix(_PREFIX))
+        except Corrupt as error:
+            _logger.warning("%s is no session: %s", key, error)
+            continue
+        try:
+            yield decode_session(session, backend.read(key))
+        except NotFound:
+            continue
+        except Corrupt as error:
+            _logger.warning("nothing is known of session %s but its id: %s", session, error)
+            yield SessionInfo(session)
+
+
+def is_gone(info: SessionInfo) -> bool:
+    """Whether the session's process certainly runs no more: it ran on this boot of this host, in this pid namespace, and is not there."""
+    if not info.boot or (info.boot, info.pid_namespace) != (_boot(), _pid_namespace()):
+        return False
+    try:
+        os.kill(info.pid, 0)
+    except ProcessLookupError:
+        return True
+    except PermissionError:
+        pass
+    start = _start_of(info.pid)
+    return start is not None and start != info.start
+
+
+def encode_session(info: SessionInfo) -> bytes:
+    return encode(
+        {
+            "what": info.what,
+            "host": info.host,
+            "boot": info.boot,
+            "pid_namespace": info.pid_namespace,
+            "pid": info.pid,
+            "start": info.start,
+            "time_ns": str(info.time_ns),
+            "counter": info.counter,
+        }
+    )
+
+
+def decode_session(session: SessionId, data: bytes) -> SessionInfo:
+    """What the file of `session` says; nothing but its id if the file is damaged, as a file that was never fsynced may be."""
+    try:
+        fields: dict[str, Any] = decode(data)
+        what, host, boot, namespace = (str(fields[name]) for name in ("what", "host", "boot", "pid_namespace"))
+        pid, start, time_ns, counter = (int(fields[name]) for name in ("pid", "start", "time_ns", "counter"))
+    except (KeyError, TypeError, ValueError, Corrupt):
+        return SessionInfo(session)
+    if pid <= 0:
+        return SessionInfo(session)
+    return SessionInfo(session, what, host, boot, namespace, pid, start, time_ns, counter)
+
+
+@cache
+def _boot() -> str:
+    try:
+        with open("/proc/sys/kernel/random/boot_id") as file:
+            return file.read().strip()
+    except OSError:
+        return ""
+
+
+def _pid_namespace() -> str:
+    try:
+        return os.readlink("/proc/self/ns/pid")
+    except OSError:
+        return ""
+
+
+def _start_of(pid: int) -> int | None:
+    try:
+        with open(f"/proc/{pid}/stat", "rb") as file:
+            stat = file.read()
+    except OSError:
+        return None
+    # The second field is the program's name in parentheses, which may hold anything; start time is the 22nd.
+    return int(stat[stat.rindex(b")") + 2 :].split()[19])

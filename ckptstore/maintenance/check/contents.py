@@ -1,0 +1,59 @@
+"""What the packs that one state of the log lists say they hold, and the trees that can be read from them.
+
+Another process may collect while this one looks. What is missing counts only if nothing was taken from the store meanwhile: the log says
+so, because an entry that deletes a pack or purges a commit comes before its objects go (docs/gc.md).
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from ckptstore.core.ids import PackId, twin_key
+from ckptstore.errors import Corrupt, NotFound, Unavailable
+from ckptstore.log.fold import State
+from ckptstore.maintenance.check.metadata_reader import Trees
+from ckptstore.objects.pack import FooterTable
+from ckptstore.repository.footer_index import Inventory, Strays, load_tables
+from ckptstore.repository.footers import read_table_at
+from ckptstore.storage.contract import Backend
+
+
+@dataclass(frozen=True, slots=True)
+class Contents:
+    """`tables` are the footers of the listed packs, `problems` why the others could not be read."""
+
+    state: State
+    tables: Mapping[PackId, FooterTable]
+    problems: Mapping[PackId, Corrupt | NotFound | Unavailable]
+    inventory: Inventory
+    trees: Trees
+
+
+def contents_of(backend: Backend, state: State, before: Contents | None = None, *, twins: bool = False) -> Contents:
+    """Read the footers of the packs that `state` lists, but for those that were read `before`. With `twins`, those of twins too: one that
+    was exchanged hides what its sibling holds."""
+    loaded = dict(load_tables(backend, state, before.tables if before else None))
+    tables = {name: table for name, table in loaded.items() if not isinstance(table, Corrupt | NotFound | Unavailable)}
+    problems = {name: error for name, error in loaded.items() if isinstance(error, Corrupt | NotFound | Unavailable)}
+    inventory = Inventory(tables, _strays(backend, state, tables) if twins else None)
+    return Contents(state, tables, problems, inventory, Trees(backend, inventory))
+
+
+def taken(before: State, now: State) -> bool:
+    """Whether packs or commits that `before` lists are not listed `now`. Pure."""
+    names = {pack.id for pack in now.packs.values()}
+    return any(pack.id not in names for pack in before.packs.values()) or any(commit not in now.commits for commit in before.commits)
+
+
+def _strays(backend: Backend, state: State, tables: Mapping[PackId, FooterTable]) -> Strays:
+    found: dict[str, tuple[PackId, FooterTable]] = {}
+    for pack in state.packs.values():
+        if not pack.metadata or pack.id not in tables:
+            continue
+        key = twin_key(pack.id)
+        try:
+            table = read_table_at(backend, key)
+        except (Corrupt, NotFound, Unavailable):
+            continue
+        if table.tobytes() != tables[pack.id].tobytes():
+            found[key] = pack.id, table
+    return found

@@ -1,0 +1,173 @@
+"""fsck's last level: stored bytes read and compared with chunk ids, the packs first that were verified longest ago.
+
+When each pack was verified last is kept in the host's index directory, pack by pack, so that a run which is stopped goes on where it was;
+a record that is lost costs reading again, nothing else. Packs in which damage is found are noted as such for every process of the host.
+"""
+
+import json
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from contextlib import suppress
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, TypeAlias
+
+from ckptstore.core.config import RUN_BYTES, default_threads
+from ckptstore.core.ids import PackId, StoreId
+from ckptstore.core.model import PackEntry
+from ckptstore.core.paths import make_directories, write_file
+from ckptstore.errors import Corrupt, NotFound, Unavailable
+from ckptstore.index.suspect_packs import Distrust
+from ckptstore.log.fold import Pack
+from ckptstore.maintenance.check.report import Share
+from ckptstore.maintenance.progress import Progress
+from ckptstore.objects import pack as packs
+from ckptstore.repository.footer_index import decode_chunk, keys_of, read_chunk_at
+from ckptstore.repository.thread_pool import Threads
+from ckptstore.storage.contract import Backend
+
+RECORD_NAME = "verified.json"
+_SAVE_EVERY_S = 5.0
+
+_Problem: TypeAlias = Corrupt | NotFound | Unavailable
+
+
+Verified: TypeAlias = Mapping[PackId, int]
+"""Unix seconds at which packs were verified last."""
+
+
+@dataclass(frozen=True, slots=True)
+class BadChunk:
+    """A chunk of `pack` that the object `key` does not hold as it should."""
+
+    pack: PackId
+    key: str
+    entry: PackEntry
+    problem: _Problem
+
+
+def load_record(directory: Path, store: StoreId) -> Verified:
+    """What earlier runs verified; nothing if the record is not there, damaged or of another store."""
+    with suppress(OSError, ValueError, KeyError, TypeError, AttributeError):
+        fields: dict[str, Any] = json.loads((directory / RECORD_NAME).read_text())
+        if fields["store"] == store:
+            return {PackId(p): int(t) for p, t in fields["times"].items()}
+    return {}
+
+
+def save_record(directory: Path, store: StoreId, verified: Verified) -> None:
+    """Keep the record; where it cannot be written, the next run begins anew."""
+    with suppress(OSError):
+        make_directories(directory)
+        new = directory / f"{RECORD_NAME}.new"
+        write_file(new, json.dumps({"store": store, "times": verified}).encode())
+        new.replace(directory / RECORD_NAME)
+
+
+def choose(listed: Iterable[Pack], verified: Verified, suspects: Set[PackId], share: Share) -> list[Pack]:
+    """The packs to read: those verified longest ago until `share` of all bytes is reached, and the `suspects`. Pure."""
+    packs = sorted(listed, key=lambda pack: (verified.get(pack.id, 0), pack.id))
+    chosen, rest = [], share.of(sum(map(bytes_of, packs)))
+    for pack in packs:
+        if rest > 0 or pack.id in suspects:
+            chosen.append(pack)
+            rest -= bytes_of(pack)
+    return chosen
+
+
+def bytes_of(pack: Pack) -> int:
+    """What a pack takes, its twin included."""
+    return pack.bytes * (2 if pack.metadata else 1)
+
+
+def verify_packs(
+    backend: Backend,
+    chosen: Sequence[Pack],
+    tables: Mapping[PackId, packs.FooterTable],
+    verified: Verified,
+    save: Callable[[Verified], None],
+    distrust: Distrust,
+    progress: Progress,
+) -> Iterator[BadChunk]:
+    """Read `chosen` and yield what is damaged, noted in `distrust` by then. `save` gets the record every few seconds and at the end,
+    however this ends."""
+    threads = Threads(default_threads())
+    total, done, saved = sum(map(bytes_of, chosen)), 0, time.monotonic()
+    try:
+        for pack in chosen:
+            bad = verify_pack(backend, pack, tables[pack.id], threads)
+            (distrust.add if bad else distrust.discard)(pack.id)
+            yield from bad
+            verified = {**verified, pack.id: int(time.time())}
+            done += bytes_of(pack)
+            progress("data", done, total)
+            if time.monotonic() - saved > _SAVE_EVERY_S:
+                save(verified)
+                saved = time.monotonic()
+    finally:
+        save(verified)
+        threads.close()
+
+
+def verify_pack(backend: Backend, pack: Pack, table: packs.FooterTable, threads: Threads) -> list[BadChunk]:
+    """The chunks of one pack, and of its twin, that are not what their ids say or cannot be read.
+
+    Raises `Unavailable` if nothing of it can be read: that says nothing about its bytes.
+    """
+    return [bad for key in keys_of(pack.id, metadata=pack.metadata) for bad in _verify_object(backend, key, pack.id, table, threads)]
+
+
+def _verify_object(backend: Backend, key: str, pack: PackId, table: packs.FooterTable, threads: Threads) -> list[BadChunk]:
+    bad: list[BadChunk] = []
+
+    def verify(group: Sequence[PackEntry]) -> None:
+        bad.extend(BadChunk(pack, key, entry, problem) for entry, problem in _verify_group(backend, key, group))
+
+    threads.spread(verify, _groups(packs.entries(table)))
+    unanswered = [chunk.problem for chunk in bad if isinstance(chunk.problem, Unavailable)]
+    if unanswered and len(unanswered) == len(table):
+        raise unanswered[0]
+    return sorted(bad, key=lambda chunk: chunk.entry.offset)
+
+
+def prune(verified: Verified, listed: Iterable[Pack]) -> Verified:
+    """The record without packs that are gone."""
+    names = {pack.id for pack in listed}
+    return {name: t for name, t in verified.items() if name in names}
+
+
+def _groups(entries: Sequence[PackEntry]) -> list[list[PackEntry]]:
+    """Entries that lie together, up to `RUN_BYTES` (or one chunk) each: one read."""
+    groups = [[entries[0]]] if entries else []
+    for before, entry in pairwise(entries):
+        if entry.offset + entry.stored_bytes - groups[-1][0].offset <= RUN_BYTES and entry.offset - before.offset <= RUN_BYTES:
+            groups[-1].append(entry)
+        else:
+            groups.append([entry])
+    return groups
+
+
+def _verify_group(backend: Backend, key: str, group: Sequence[PackEntry]) -> Iterator[tuple[PackEntry, _Problem]]:
+    first, stop = group[0].offset, group[-1].offset + group[-1].stored_bytes
+    data = memoryview(bytearray(stop - first))
+    try:
+        backend.read_into(key, first, [data])
+    except (Corrupt, NotFound, Unavailable):
+        # Some of it may be readable: what cannot be read is told apart chunk by chunk.
+        yield from _verify_one_by_one(backend, key, group)
+        return
+    for entry in group:
+        start = entry.offset - first
+        try:
+            decode_chunk(data[start : start + entry.stored_bytes], entry, key)
+        except Corrupt as error:
+            yield entry, error
+
+
+def _verify_one_by_one(backend: Backend, key: str, group: Sequence[PackEntry]) -> Iterator[tuple[PackEntry, _Problem]]:
+    for entry in group:
+        try:
+            read_chunk_at(backend, key, entry)
+        except (Corrupt, NotFound, Unavailable) as error:
+            yield entry, error

@@ -1,0 +1,241 @@
+"""What the files of the log say, be they damaged, exchanged or gone: every entry looked at, the state folded as far as it is known.
+
+`log.log` stops at the first thing that is wrong, as it must; this goes on. An entry is attested by the one behind it, which names its
+hash and length, so of two that do not fit together the first is the wrong one.
+"""
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+
+from ckptstore.core.config import MIB
+from ckptstore.core.ids import StoreId, checkpoint_key, log_key, segment_key
+from ckptstore.core.threads import Pool
+from ckptstore.errors import CkptStoreError, Corrupt, NotFound, Unavailable
+from ckptstore.log.entries import Entry, NewerEntry, Position, decode_entry, origin
+from ckptstore.log.fold import State, apply, genesis
+from ckptstore.log.log_snapshots import decode_state
+from ckptstore.log.segments import decode_segment
+from ckptstore.storage.contract import Backend
+
+ENTRY_BYTES_MAX = 256 * MIB
+GAP_MAX = 1000
+"""An entry further behind the others than this is no entry of this log, whatever its name says."""
+
+_ENTRY = re.compile(r"log/([0-9]{12})")
+_CHECKPOINT = re.compile(r"log/checkpoint-([0-9]{12})")
+_SEGMENT = re.compile(r"log/segment-([0-9]{12})")
+_SCRATCH = re.compile(r"log/scratch-[0-9a-f]{24}")
+_READ_AHEAD = 16
+
+
+@dataclass(frozen=True, slots=True)
+class LogFiles:
+    """The names in `log/`: numbers of entries, checkpoints and segments, in order; `unknown` are other keys, and entries that lie too far
+    off."""
+
+    entries: tuple[int, ...]
+    checkpoints: tuple[int, ...]
+    segments: tuple[int, ...]
+    unknown: tuple[str, ...]
+
+    @property
+    def head(self) -> int:
+        return max(self.entries, default=0)
+
+
+@dataclass(frozen=True, slots=True)
+class BadEntry:
+    """An entry that is missing (`data` is None) or is not the one that belongs at `n`; `wanted` is what others say of the one that does."""
+
+    n: int
+    data: bytes | None
+    problem: str
+    wanted: Position | None
+
+
+@dataclass(frozen=True, slots=True)
+class Chain:
+    """The log after a look at every entry. `state` is exact if `certain`; else what bad entries did is not in it.
+
+    `bad_checkpoints` are those that are not the state at this log's own entry, `bad_segments` those that do not end with it, with what is
+    wrong with them.
+    """
+
+    state: State
+    certain: bool
+    head: int
+    bad: tuple[BadEntry, ...]
+    bad_checkpoints: tuple[tuple[int, str], ...]
+    bad_segments: tuple[tuple[int, str], ...]
+    unknown: tuple[str, ...]
+
+
+def list_log(backend: Backend) -> LogFiles:
+    """What lies in `log/`."""
+    entries: list[int] = []
+    checkpoints, segments, unknown = [], [], []
+    for key, _ in backend.list("log/"):
+        found = _ENTRY.fullmatch(key)
+        if found and 0 < int(found[1]) <= (entries[-1] if entries else 0) + GAP_MAX:
+            entries.append(int(found[1]))
+        elif found := _CHECKPOINT.fullmatch(key):
+            checkpoints.append(int(found[1]))
+        elif found := _SEGMENT.fullmatch(key):
+            segments.append(int(found[1]))
+        elif not _SCRATCH.fullmatch(key):
+            unknown.append(key)
+    return LogFiles(tuple(entries), tuple(checkpoints), tuple(segments), tuple(unknown))
+
+
+def read_chain(backend: Backend, store: StoreId, generation: int, *, remembered: Position | None = None) -> Chain:
+    """Look at every entry; `remembered` is one that somebody has seen in this log, such as the catalog.
+
+    Raises `Conflict` for an entry that only a newer ckptstore can read.
+    """
+    files = list_log(backend)
+    states, bad_checkpoints = _read_checkpoints(backend, files, store, generation)
+    witnesses = {n: state.position for n, state in states.items() if n <= files.head + GAP_MAX}
+    if remembered and 0 < remembered.n <= files.head + GAP_MAX:
+        witnesses.setdefault(remembered.n, remembered)
+    ends, bad_segments = _read_segments(backend, files, store)
+    examination = _Examination(store, generation, states, ends)
+    head = max([files.head, *witnesses])
+    for n, data in _contents(backend, head):
+        examination.add(n, data)
+    bad = tuple(replace(entry, wanted=entry.wanted or witnesses.get(entry.n)) for entry in examination.finish())
+    strangers = tuple((n, "it is not the state at this log's own entry") for n in states if n not in examination.matched)
+    foreign = tuple((n, "it does not end with this log's own entry") for n in ends if n not in examination.ended)
+    segments = (*bad_segments, *foreign)
+    return Chain(examination.state, examination.certain, head, bad, (*bad_checkpoints, *strangers), segments, files.unknown)
+
+
+def decode_at(n: int, data: bytes, store: StoreId) -> Entry:
+    """The entry in the file `log/<n>` of `store`; raises `Corrupt`, or `NewerEntry`."""
+    entry = decode_entry(data)
+    if (entry.n, entry.store) != (n, store):
+        raise Corrupt(f"the file holds entry {entry.n} of store {entry.store}; wanted entry {n} of store {store}")
+    return entry
+
+
+def read_small(backend: Backend, key: str) -> bytes | None:
+    """The bytes of a small object; None for one that is not there, cannot be read, or is far too large to be what its name says."""
+    try:
+        data = backend.read(key, 0, ENTRY_BYTES_MAX + 1)
+    except (NotFound, Corrupt, Unavailable):
+        return None
+    return data if len(data) <= ENTRY_BYTES_MAX else None
+
+
+class _Examination:
+    """One pass over the entries in order: which are good, and the state they make.
+
+    An entry waits until its successor has not spoken against it; then it is applied.
+    """
+
+    def __init__(self, store: StoreId, generation: int, checkpoints: Mapping[int, State], ends: Mapping[int, Position]) -> None:
+        self.state = genesis(store, generation)
+        self.certain = True
+        self.matched: set[int] = set()
+        self.ended: set[int] = set()
+        self._store, self._checkpoints, self._ends = store, checkpoints, ends
+        self._bad: dict[int, BadEntry] = {}
+        self._waiting: tuple[Entry, bytes] | None = None
+
+    def add(self, n: int, data: bytes | None) -> None:
+        """Look at the entry behind the last one added."""
+        try:
+            entry = decode_at(n, _there(data), self._store)
+        except NewerEntry:
+            raise
+        except CkptStoreError as error:
+            self._settle()
+            self._bad[n] = BadEntry(n, data, str(error), None)
+            return
+        self._hear(entry)
+        self._settle()
+        self._waiting = (entry, _there(data))
+
+    def finish(self) -> list[BadEntry]:
+        """The entries that are not good, in order."""
+        self._settle()
+        return [self._bad[n] for n in sorted(self._bad)]
+
+    def _hear(self, entry: Entry) -> None:
+        """What `entry` says of the one before it."""
+        attested = Position(entry.n - 1, entry.prev_hash, entry.prev_bytes)
+        if bad := self._bad.get(entry.n - 1):
+            self._bad[bad.n] = replace(bad, wanted=attested)
+            return
+        before, data = (self._waiting[0].position, self._waiting[1]) if self._waiting else (origin(self._store), None)
+        if before != attested:
+            # Nothing lies before entry 1 that could be wrong, so it is itself.
+            n = max(entry.n - 1, 1)
+            problem = f"entry {entry.n} wants before it the entry {attested}, got {before}"
+            self._bad[n] = BadEntry(n, data, problem, attested if n < entry.n else None)
+
+    def _settle(self) -> None:
+        if self._waiting is None:
+            return
+        (entry, _), self._waiting = self._waiting, None
+        if entry.n in self._bad:
+            return
+        self.certain = self.certain and entry.n == self.state.n + 1
+        self.state = apply(self.state, entry)
+        if self._ends.get(entry.n) == entry.position:
+            self.ended.add(entry.n)
+        checkpoint = self._checkpoints.get(entry.n)
+        if checkpoint is not None and checkpoint.position == entry.position:
+            self.matched.add(entry.n)
+            if not self.certain:
+                self.state, self.certain = checkpoint, True
+
+
+def _is_gone(backend: Backend, key: str) -> bool:
+    try:
+        return backend.size(key) is None
+    except CkptStoreError:
+        return False
+
+
+def _there(data: bytes | None) -> bytes:
+    if data is None:
+        raise NotFound("it is missing or cannot be read")
+    return data
+
+
+def _read_checkpoints(
+    backend: Backend, files: LogFiles, store: StoreId, generation: int
+) -> tuple[dict[int, State], tuple[tuple[int, str], ...]]:
+    states, bad = {}, []
+    for n in files.checkpoints:
+        try:
+            state = decode_state(_there(read_small(backend, checkpoint_key(n))), store, generation)
+            if state.n != n:
+                raise Corrupt(f"it is the state at entry {state.n}")
+            states[n] = state
+        except (Corrupt, NotFound) as error:
+            if not _is_gone(backend, checkpoint_key(n)):  # older ones are deleted as new ones come
+                bad.append((n, str(error)))
+    return states, tuple(bad)
+
+
+def _read_segments(backend: Backend, files: LogFiles, store: StoreId) -> tuple[dict[int, Position], tuple[tuple[int, str], ...]]:
+    """The last entry of each segment, and what is wrong with those that are none."""
+    ends, bad = {}, []
+    with Pool(_READ_AHEAD) as pool:
+        contents = pool.map(lambda n: read_small(backend, segment_key(n)), files.segments)
+        for n, data in zip(files.segments, contents, strict=True):
+            try:
+                ends[n] = decode_segment(_there(data), n, store)[-1].position
+            except (Corrupt, NotFound) as error:
+                bad.append((n, str(error)))
+    return ends, tuple(bad)
+
+
+def _contents(backend: Backend, last: int) -> Iterator[tuple[int, bytes | None]]:
+    batch = _READ_AHEAD * 8
+    with Pool(_READ_AHEAD) as pool:
+        for first in range(1, last + 1, batch):
+            numbers = range(first, min(first + batch, last + 1))
+            yield from zip(numbers, pool.map(lambda n: read_small(backend, log_key(n)), numbers), strict=True)

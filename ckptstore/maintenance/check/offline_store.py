@@ -1,0 +1,123 @@
+"""What fsck and repair stand on: a store's storage and identity, taken from as little as possible and never from an index."""
+
+import os
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from ckptstore.core.config import StoreConfig
+from ckptstore.core.ids import CONFIG_KEY
+from ckptstore.errors import CkptStoreError, Corrupt, InvalidInput, NotFound
+from ckptstore.index.catalog_sqlite import open_catalog
+from ckptstore.index.open_log import open_log_place
+from ckptstore.index.queries import Queries
+from ckptstore.index.suspect_packs import DISTRUST_NAME, Distrust
+from ckptstore.log.entries import Position
+from ckptstore.log.log import Log
+from ckptstore.maintenance.check.log_audit import read_small
+from ckptstore.maintenance.check.report import Finding, Kind
+from ckptstore.maintenance.repair.repair_config import recover_config
+from ckptstore.objects.config import decode_config
+from ckptstore.repository.store_handle import CATALOG_NAME, CHUNKS_NAME, Opening, index_directory
+from ckptstore.storage.contract import Backend, open_backend
+
+if TYPE_CHECKING:
+    from ckptstore.index.postgres_log import PostgresLog
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Ground:
+    """A store as fsck sees it. `problem` is what is wrong with its `ckptstore.json`; then `config` was concluded from the rest, and is
+    `certain` to be what was there, or only right for every commit there is."""
+
+    backend: Backend
+    config: StoreConfig
+    index_directory: Path
+    problem: Finding | None = None
+    certain: bool = True
+    database: "PostgresLog | None" = None
+
+    def open_log(self) -> Log:
+        """The log, for appending to it."""
+        return Log(self.backend, self.config.store, self.config.generation, place=self.database)
+
+    @property
+    def distrust(self) -> Distrust:
+        """The packs in which this host has seen damage."""
+        return Distrust(self.index_directory / DISTRUST_NAME)
+
+    @property
+    def catalog_path(self) -> Path:
+        return self.index_directory / CATALOG_NAME
+
+    @property
+    def chunks_path(self) -> Path:
+        return self.index_directory / CHUNKS_NAME
+
+    def remembered(self) -> Position | None:
+        """The last log entry that this host's catalog has seen."""
+        return self._ask(lambda catalog: Position(*catalog.position()))
+
+    def copies(self, numbers: Iterable[int]) -> dict[int, bytes]:
+        """The catalog's copies of log entries, as far as it has them."""
+        found = self._ask(lambda catalog: {n: data for n in numbers if (data := catalog.entry(n)) is not None})
+        return found or {}
+
+    def _ask(self, question: Callable[[Queries], T]) -> T | None:
+        """The catalog's answer, None if it cannot be read."""
+        catalog = open_catalog(self.catalog_path, self.config.store)
+        if catalog is None:
+            return None
+        try:
+            return question(catalog)
+        except CkptStoreError:
+            return None
+        finally:
+            catalog.close()
+
+
+def ground_of(opening: Opening) -> Ground:
+    """The ground of a store that could be opened."""
+    return Ground(opening.backend, opening.config, opening.index_directory, database=opening.database)
+
+
+@contextmanager
+def open_ground(
+    place: str | os.PathLike[str], *, read_only: bool = False, storage_options: dict[str, Any] | None = None, index: str | None = None
+) -> Iterator[Ground]:
+    """The ground of a store whatever its state.
+
+    Raises `NotFound` where there is none, and `InvalidInput` for something that is none or a store of a newer format.
+    """
+    backend = open_backend(os.fspath(place), read_only=read_only, storage_options=storage_options)
+    try:
+        ground = _ground(backend, read_only=read_only)
+        log = open_log_place(ground.config, backend, index)
+        try:
+            yield replace(ground, database=log)
+        finally:
+            if log is not None:
+                log.database.close()
+    finally:
+        backend.close()
+
+
+def _ground(backend: Backend, *, read_only: bool) -> Ground:
+    data = read_small(backend, CONFIG_KEY)
+    try:
+        if data is None:
+            raise NotFound(f"no store at {backend.url}: there is no {CONFIG_KEY}")
+        config = decode_config(data, backend.url)
+    except (Corrupt, InvalidInput, NotFound) as error:
+        found = recover_config(backend, data)
+        if found is None:
+            raise
+        config, certain = found
+        step = "run `ckptstore repair --apply`, which writes it again"
+        problem = Finding(Kind.CONFIG, str(error), step, key=CONFIG_KEY)
+        return Ground(backend, config, index_directory(backend, config.store, read_only=read_only), problem, certain)
+    return Ground(backend, config, index_directory(backend, config.store, read_only=read_only))

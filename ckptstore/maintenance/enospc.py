@@ -1,0 +1,192 @@
+"""A commit beside a disk that fills up: told of beforehand, explained when it did not fit, and with `on_full="gc"` tried again after a gc.
+
+A commit that did not fit has ended its session and deleted what it wrote before anything here is done, so a gc need not wait for it. Where
+many ranks commit, that holds for all of them, and the coordinator collects while the others wait.
+"""
+
+import logging
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from concurrent.futures import wait as wait_for
+from dataclasses import dataclass, replace
+from typing import TypeVar
+
+from ckptstore.core.settings import OnFull
+from ckptstore.core.text import bytes_text
+from ckptstore.distributed.collective import Peers
+from ckptstore.errors import CkptStoreError, NoSpace
+from ckptstore.log.state import NEWEST_KEPT, State
+from ckptstore.maintenance.gc.collect import GcOptions, collect, plans_at
+from ckptstore.maintenance.gc.plan import GcPlan
+from ckptstore.maintenance.retention import KeepLast, plan_policies
+from ckptstore.repository import disk_forecast
+from ckptstore.repository.store_handle import Opening
+from ckptstore.repository.thread_pool import Threads
+
+logger = logging.getLogger("ckptstore")
+
+T = TypeVar("T")
+
+PATIENCE = 4
+"""After this part of the time that ranks wait for each other, those that wait for a gc hear that it goes on."""
+
+_GOES_ON, _AGAIN, _EXPLAINED = b"w", b"a", b"e"
+
+EVERYTHING = GcOptions(max_unused=0.0, impatient=True)
+"""On a full disk nobody else can commit either, so nothing waits for them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Relief:
+    """What could be freed: by a gc as things are, and by one after a `forget` of all commits but the newest of each run and pinned ones.
+    Copies of what lives on are subtracted."""
+
+    gc_bytes: int
+    forget_bytes: int
+
+    def __str__(self) -> str:
+        if not self.forget_bytes:
+            return "neither `ckptstore gc` nor `ckptstore forget` would free anything: make room on the disk"
+        after = f"after `ckptstore forget --keep-last {NEWEST_KEPT}` it frees {bytes_text(self.forget_bytes)}"
+        if not self.gc_bytes:
+            return f"`ckptstore gc` alone frees nothing, {after}"
+        return f"`ckptstore gc` frees {bytes_text(self.gc_bytes)}, {after}"
+
+
+def relief(opening: Opening) -> Relief:
+    """Plan both. Raises what a dry run of gc raises."""
+    state = opening.log.replay()
+    now, later = plans_at(opening, (state, _forgetting(state)), EVERYTHING)
+    return Relief(_net_bytes(now), _net_bytes(later))
+
+
+class DiskWatch:
+    """What one open store knows about the room on its disk. Threads may share it."""
+
+    def __init__(self, opening: Opening, run: str, on_full: OnFull) -> None:
+        self._opening, self._run, self._on_full = opening, run, on_full
+        self._lock = threading.Lock()
+        self._looked = False
+        self._warned = False
+
+    def before(self, logical_bytes: int) -> None:
+        """Ahead of the first commit: warn if it, or one of the next, will not fit. Never raises: what cannot be known is not said."""
+        with self._lock:
+            looked, self._looked = self._looked, True
+        if looked or self._opening.backend.durable_root is None:
+            return
+        try:
+            room = disk_forecast.look(self._opening, self._run, logical_bytes=logical_bytes)
+        except CkptStoreError as error:
+            logger.debug("nobody knows whether the next commit fits: %s", error)
+            return
+        self._warn(room)
+
+    def after(self, logical_bytes: int, new_bytes: int) -> None:
+        """After each commit: warn once when the disk gets short of room for more like it, and again only after there was enough."""
+        self._warn(disk_forecast.Room(disk_forecast.free_bytes(self._opening), (new_bytes,), logical_bytes, None))
+
+    def fit(self, commit: Callable[[], T], logical_bytes: int) -> T:
+        """What `commit` returns. On a full disk, and with `on_full="gc"`, again after a gc that freed something.
+
+        Raises `NoSpace` saying what is missing and what would free it; the store is as it was.
+        """
+        self.before(logical_bytes)
+        try:
+            return commit()
+        except NoSpace as error:
+            if self._on_full != "gc" or not self._collected():
+                raise self._explained(error, logical_bytes) from error
+        try:
+            return commit()
+        except NoSpace as error:
+            raise self._explained(error, logical_bytes) from error
+
+    def fit_together(self, peers: Peers, commit: Callable[[], T], logical_bytes: Callable[[], int]) -> T:
+        """`fit` for a commit that every rank of `peers` takes part in, of a state that has `logical_bytes` by what this rank knows once it
+        did not fit. The coordinator's `on_full` counts, and what it sees of the disk.
+
+        Raises one `NoSpace` on all ranks, whose `causes` say where the disk was full.
+        """
+        try:
+            return commit()
+        except NoSpace as error:
+            if said := self._relieved(peers, logical_bytes, collect=True):
+                raise _joined(error, said) from error
+        try:
+            return commit()
+        except NoSpace as error:
+            raise _joined(error, self._relieved(peers, logical_bytes, collect=False)) from error
+
+    def _relieved(self, peers: Peers, logical_bytes: Callable[[], int], *, collect: bool) -> str:
+        """Nothing after a gc of the coordinator that freed something, else what is missing and what would free it."""
+        begun: list[Future[bytes]] = []
+        threads = Threads(1)
+
+        def look() -> bytes:
+            if collect and self._on_full == "gc" and self._collected():
+                return _AGAIN
+            return _EXPLAINED + "; ".join(self._explanation(logical_bytes())).encode()
+
+        def answer(handed_in: Sequence[bytes]) -> list[bytes]:
+            if not begun:
+                begun.append(threads.submit(look))
+            wait_for(begun, peers.timeout_s / PATIENCE)
+            return [begun[0].result() if begun[0].done() else _GOES_ON] * len(handed_in)
+
+        try:
+            said = _GOES_ON
+            while said == _GOES_ON:
+                said = peers.round("commit: full", bytes, answer)
+        finally:
+            threads.close()
+        return said.removeprefix(_EXPLAINED).decode() if said != _AGAIN else ""
+
+    def _collected(self) -> bool:
+        """Whether a gc freed something; one that fails is logged, and the commit's own error is raised."""
+        try:
+            report = collect(self._opening, EVERYTHING)
+        except CkptStoreError as error:
+            logger.warning("the disk of %s is full, and gc could not help: %s", self._opening.url, error)
+            return False
+        self._opening.follow()
+        logger.warning("the disk of %s is full: gc freed %s", self._opening.url, bytes_text(report.freed_bytes - report.copied_bytes))
+        return report.freed_bytes > 0
+
+    def _explained(self, error: NoSpace, logical_bytes: int) -> NoSpace:
+        return NoSpace("; ".join([str(error), *self._explanation(logical_bytes)]))
+
+    def _explanation(self, logical_bytes: int) -> list[str]:
+        """What is missing for a state of so many bytes, and what would free it."""
+        said = []
+        try:
+            said.append(disk_forecast.shortage(disk_forecast.look(self._opening, self._run, logical_bytes=logical_bytes)))
+            said.append(str(relief(self._opening)))
+        except CkptStoreError as other:
+            logger.debug("nobody knows what could be freed: %s", other)
+        return said
+
+    def _warn(self, room: disk_forecast.Room) -> None:
+        text = disk_forecast.warning(room)
+        with self._lock:
+            warned, self._warned = self._warned, bool(text)
+        if text and not warned:
+            logger.warning("%s: %s", self._opening.url, text)
+
+
+def _joined(error: NoSpace, said: str) -> NoSpace:
+    joined = NoSpace(f"{error}; {said}")
+    joined.causes = error.causes
+    return joined
+
+
+def _forgetting(state: State) -> State:
+    """`state` as it would be after a forget of everything that may go."""
+    plan = plan_policies(state, [KeepLast(NEWEST_KEPT)])
+    commits = state.commits.update((decision.commit, decision.row._replace(soft=state.n)) for decision in plan.forgotten)
+    return replace(state, commits=commits)
+
+
+def _net_bytes(plan: GcPlan) -> int:
+    return max(plan.freed_now_bytes - plan.copied_bytes, 0)

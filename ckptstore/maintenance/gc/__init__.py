@@ -1,0 +1,1 @@
+"""Garbage collection: mark, condemn, copy, delete."""

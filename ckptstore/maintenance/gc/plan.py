@@ -1,0 +1,108 @@
+"""What a gc is going to do, as data: what dies, what is freed now, what is freed when which session ends, what moves together. Pure.
+
+`--dry-run` prints this, and a real run executes it; only what others do meanwhile can make a difference.
+"""
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Set
+from dataclasses import dataclass
+
+from ckptstore.core.ids import CommitId, PackId, SessionId
+from ckptstore.log.state import Pack, State
+from ckptstore.maintenance.gc.mark import Mark
+from ckptstore.maintenance.gc.orphans import Orphan
+from ckptstore.maintenance.gc.repack import Copy
+
+
+@dataclass(frozen=True, slots=True)
+class Doomed:
+    """A pack without live chunks; `condemned` if an earlier gc has said so in the log. `bytes` includes its twin.
+
+    It is deleted once the sessions `waits` have ended, so that commits in flight which reuse it need not write its chunks again.
+    """
+
+    number: int
+    id: PackId
+    bytes: int
+    condemned: bool
+    waits: tuple[SessionId, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class GcPlan:
+    """A gc marked at log position `mark`. `fence` is the last condemning entry that it knows.
+
+    The sources of `copies` are deleted when the sessions `copies_wait` have ended. `missing` needed chunks lie in no live pack, and the
+    footers of the packs `unreadable` cannot be read: both are for `fsck`, and what might heal them is left alone. With `full` the disk is
+    full, so nothing waits.
+    """
+
+    mark: int
+    fence: int
+    over: tuple[SessionId, ...]
+    purge: tuple[CommitId, ...]
+    doomed: tuple[Doomed, ...]
+    orphans: tuple[Orphan, ...]
+    copies: tuple[Copy, ...]
+    copies_wait: tuple[SessionId, ...]
+    missing: int
+    unreadable: tuple[PackId, ...]
+    full: bool
+
+    @property
+    def condemn(self) -> frozenset[int]:
+        """The packs to condemn now."""
+        return frozenset(pack.number for pack in self.doomed if not pack.condemned)
+
+    @property
+    def freed_now_bytes(self) -> int:
+        """Bytes of all objects that this run deletes."""
+        now = sum(pack.bytes for pack in self.doomed if not pack.waits) + sum(orphan.bytes for orphan in self.orphans)
+        return now + (0 if self.copies_wait else sum(copy.freed_bytes for copy in self.copies))
+
+    @property
+    def freed_later_bytes(self) -> dict[tuple[SessionId, ...], int]:
+        """Bytes that a later run can delete, by the sessions that have to end before."""
+        later: dict[tuple[SessionId, ...], int] = defaultdict(int)
+        for pack in self.doomed:
+            if pack.waits:
+                later[pack.waits] += pack.bytes
+        if self.copies and self.copies_wait:
+            later[self.copies_wait] += sum(copy.freed_bytes for copy in self.copies)
+        return dict(later)
+
+    @property
+    def copied_bytes(self) -> int:
+        """What the new packs take."""
+        return sum(copy.bytes for copy in self.copies)
+
+    @property
+    def empty(self) -> bool:
+        return not (self.over or self.purge or self.doomed or self.orphans or self.copies)
+
+
+def doomed_packs(state: State, marked: Mark, waits: Mapping[PackId, frozenset[SessionId]], active: Set[SessionId]) -> Iterator[Doomed]:
+    """The packs that hold nothing live, those condemned before included. `waits` says who was in flight when a pack was condemned."""
+    for use in marked.uses:
+        if use.dead:
+            yield _doomed(use.number, use.pack, active)
+    if marked.missing:
+        # A condemned pack may hold what is missing: fsck first.
+        return
+    for number, pack in sorted(state.packs.items()):
+        if not pack.live:
+            yield _doomed(number, pack, waits.get(pack.id, active) & active)
+
+
+def soft_deleted(state: State) -> tuple[CommitId, ...]:
+    """The commits that may be purged."""
+    return tuple(sorted(commit for commit, row in state.commits.items() if row.soft))
+
+
+def total_bytes(packs: Iterable[Pack]) -> int:
+    """What packs take, twins included."""
+    return sum(pack.bytes * (2 if pack.metadata else 1) for pack in packs)
+
+
+def _doomed(number: int, pack: Pack, waits: Iterable[SessionId]) -> Doomed:
+    return Doomed(number, pack.id, total_bytes([pack]), not pack.live, tuple(sorted(waits)))

@@ -1,0 +1,206 @@
+"""How the live chunks of sparse and of small packs move together: choose the sources, lay out the copies, copy.
+
+Stored bytes are copied as they are, each chunk compared with its id on the way. Where every chunk comes to lie is known before anything
+is copied, so a plan states the exact size of the files to come.
+"""
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from ckptstore.core.ids import PackId, SessionId, pack_id, pack_key
+from ckptstore.core.model import PackEntry, PackRecord
+from ckptstore.errors import Corrupt, NotFound
+from ckptstore.maintenance.gc.mark import Mark, PackUse
+from ckptstore.objects import pack
+from ckptstore.objects.pack import FOOTER_DTYPE, TRAILER_BYTES, FooterTable
+from ckptstore.repository import footers
+from ckptstore.repository.pack_reader import read_chunks
+from ckptstore.repository.pack_writer import OpenPack
+from ckptstore.repository.thread_pool import Threads
+from ckptstore.storage.contract import Backend
+
+MERGE_PACKS = 8
+"""So many small packs of about one size are merged. The copy is of the next larger size, so no chunk is copied again and again."""
+
+_SIZE_STEP_BITS = 3
+_SMALL_SHARE = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """A pack to copy from: bit `i` of `live` says whether to copy its chunk `i`."""
+
+    number: int
+    id: PackId
+    file_bytes: int
+    metadata: bool
+    live: bytes
+
+    @property
+    def stored_bytes(self) -> int:
+        """What it takes in the store, twin included."""
+        return self.file_bytes * (2 if self.metadata else 1)
+
+
+@dataclass(frozen=True, slots=True)
+class Copy:
+    """One new pack and the packs whose live chunks it will hold. `bytes` is what it will take, twin included."""
+
+    sources: tuple[Source, ...]
+    bytes: int
+
+    @property
+    def metadata(self) -> bool:
+        return self.sources[0].metadata
+
+    @property
+    def freed_bytes(self) -> int:
+        return sum(source.stored_bytes for source in self.sources)
+
+
+class DamagedSource(Exception):
+    """A pack whose live chunks cannot be copied; `__cause__` says why."""
+
+    def __init__(self, source: Source) -> None:
+        super().__init__(source.id)
+        self.source = source
+
+
+# -- what to copy ------------------------------------------------------------------------------------------------------------------
+
+
+def choose(uses: Iterable[PackUse], *, max_unused: float, max_repack_bytes: int | None, pack_bytes: int) -> list[PackUse]:
+    """The packs to copy from: sparse ones, the emptiest first, until at most the share `max_unused` of the remaining bytes is unused; then
+    small ones, where there are enough of a size. At most `max_repack_bytes` are copied."""
+    kept = [use for use in uses if not use.dead]
+    allowance = max_unused * sum(use.pack.bytes * use.files for use in kept)
+    unused = sum(_unused_bytes(use) for use in kept)
+    budget = _Budget(max_repack_bytes)
+    chosen: list[PackUse] = []
+    for use in sorted((use for use in kept if use.sparse), key=lambda use: (-_unused_bytes(use) / use.files / use.pack.bytes, use.number)):
+        if unused <= allowance:
+            break
+        if budget.take(use):
+            unused -= _unused_bytes(use)
+            chosen.append(use)
+    taken = {use.number for use in chosen}
+    for group in _same_size(use for use in kept if use.readable and use.live_bytes < pack_bytes // _SMALL_SHARE):
+        chosen.extend(use for use in group if use.number not in taken and budget.take(use))
+    return sorted(chosen, key=lambda use: (use.pack.metadata, use.number))
+
+
+def plan_copies(backend: Backend, marked: Mark, chosen: Sequence[PackUse], pack_bytes: int) -> Iterator[Copy]:
+    """Which chosen packs share a new pack, in order, each pack in one copy only. Reads footers."""
+    sources: list[Source] = []
+    end = chunks = 0
+    for use in chosen:
+        live = marked.live_rows(use.number)
+        bitmap = np.packbits(live, bitorder="little").tobytes()
+        source = Source(use.number, use.pack.id, use.pack.bytes, use.pack.metadata, bitmap)
+        rows = live_rows(backend, source)
+        if sources and (source.metadata != sources[0].metadata or end + use.live_bytes > pack_bytes):
+            yield _copy(sources, end, chunks)
+            sources, end, chunks = [], 0, 0
+        sources.append(source)
+        chunks += len(rows)
+        _, end = place(rows, end)
+    if sources:
+        yield _copy(sources, end, chunks)
+
+
+def live_rows(backend: Backend, source: Source) -> FooterTable:
+    """The footer's records of the chunks to copy. Raises `Corrupt`, `NotFound`."""
+    table = footers.read_table(backend, source.id, metadata=source.metadata)
+    return table[_bits(source.live, len(table))]
+
+
+def place(rows: FooterTable, end: int) -> tuple[npt.NDArray[np.int64], int]:
+    """The offset of each chunk behind `end` in a new pack, and the new end. What lay side by side stays so, and is aligned as a run."""
+    starts, stored = rows["offset"].astype(np.int64), rows["stored"].astype(np.int64)
+    first = np.flatnonzero(np.concatenate(([True], starts[1:] != (starts + stored)[:-1]))) if len(rows) else np.empty(0, np.int64)
+    offsets = np.empty(len(rows), np.int64)
+    for a, b in zip(first.tolist(), [*first[1:].tolist(), len(rows)], strict=True):
+        run_bytes = int(stored[a:b].sum())
+        start = pack.align(end, run_bytes)
+        offsets[a:b] = start + starts[a:b] - starts[a]
+        end = start + run_bytes
+    return offsets, end
+
+
+def _copy(sources: Sequence[Source], end: int, chunks: int) -> Copy:
+    size = end + chunks * FOOTER_DTYPE.itemsize + TRAILER_BYTES
+    return Copy(tuple(sources), size * (2 if sources[0].metadata else 1))
+
+
+def _unused_bytes(use: PackUse) -> int:
+    """What would be gained: dead chunks and their footers."""
+    if not use.readable or not use.sparse:
+        return 0
+    live = use.live_bytes + use.live_chunks * FOOTER_DTYPE.itemsize + TRAILER_BYTES
+    return max(use.pack.bytes - live, 0) * use.files
+
+
+def _same_size(uses: Iterable[PackUse]) -> list[list[PackUse]]:
+    groups: dict[tuple[bool, int], list[PackUse]] = defaultdict(list)
+    for use in uses:
+        groups[use.pack.metadata, use.live_bytes.bit_length() // _SIZE_STEP_BITS].append(use)
+    return [group for _, group in sorted(groups.items()) if len(group) >= MERGE_PACKS]
+
+
+def _bits(bitmap: bytes, count: int) -> npt.NDArray[np.bool_]:
+    return np.unpackbits(np.frombuffer(bitmap, np.uint8), count=count, bitorder="little").view(np.bool_)
+
+
+class _Budget:
+    """Bytes that may still be copied; None for any number."""
+
+    def __init__(self, limit_bytes: int | None) -> None:
+        self._left = limit_bytes
+
+    def take(self, use: PackUse) -> bool:
+        if self._left is None:
+            return True
+        cost = use.live_bytes * use.files
+        if cost > self._left:
+            return False
+        self._left -= cost
+        return True
+
+
+# -- copying -----------------------------------------------------------------------------------------------------------------------
+
+
+def write_copy(backend: Backend, session: SessionId, copy: Copy, threads: Threads, copied: Callable[[int], None]) -> PackRecord:
+    """Make the new pack of `copy` durable; the log does not list it yet. `copied` is told how many bytes have been.
+
+    Raises `DamagedSource` for a pack that cannot be copied from; then, as after any failure, nothing of the copy is left.
+    """
+    target = OpenPack(backend, pack_id(session, 0, 0), metadata=copy.metadata)
+    try:
+        for source in copy.sources:
+            try:
+                rows = live_rows(backend, source)
+                _append(backend, source, rows, target, copied)
+            except (Corrupt, NotFound) as error:
+                raise DamagedSource(source) from error
+    except BaseException:
+        target.discard()
+        raise
+    closed = target.close(threads.spread)
+    backend.sync_dirs([pack_key(target.name)])
+    return closed.record
+
+
+def _append(backend: Backend, source: Source, rows: FooterTable, target: OpenPack, copied: Callable[[int], None]) -> None:
+    offsets, _ = place(rows, target.offset)
+    entries: list[PackEntry] = pack.entries(rows)
+    for chunk in read_chunks(backend, source.id, rows, metadata=source.metadata):
+        target.pad_to(int(offsets[chunk.row]))
+        offset = target.append(chunk.stored)
+        target.entries.append(entries[chunk.row]._replace(offset=offset))
+        copied(len(chunk.stored))
+    target.flush()

@@ -1,0 +1,124 @@
+"""Which sessions still write, as far as this host can tell: a session is over when its process is gone, or when nothing has moved for long.
+
+Counters are only compared with themselves and times only with this host's own monotonic clock, so no two clocks have to agree. What was
+seen is kept in this host's cache, so that short gc runs add up; after a boot it starts anew. Being wrong costs a slow writer a repeated
+commit and never a chunk: `log.fold.check` refuses an entry of a session that was declared over.
+"""
+
+import json
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+from ckptstore.core.ids import PackId, SessionId
+from ckptstore.core.paths import make_directories
+from ckptstore.core.scratch import replace_file
+from ckptstore.log.sessions import SessionInfo, is_gone
+from ckptstore.log.state import State
+
+STALE_S = 600.0
+NO_FILE = -1
+"""The counter of a session that has no file."""
+
+WATCH_NAME = "watch.json"
+Name = TypeVar("Name", bound=str)
+
+_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+
+
+@dataclass(frozen=True, slots=True)
+class Watch:
+    """What this host has seen. `sessions` and `files` (names in `tmp/`) map to a counter or size and since when it is the same. `waits` are
+    the sessions that were in flight when a pack was condemned, by pack."""
+
+    boot: str
+    sessions: Mapping[SessionId, tuple[int, float]] = field(default_factory=dict)
+    files: Mapping[str, tuple[int, float]] = field(default_factory=dict)
+    waits: Mapping[PackId, frozenset[SessionId]] = field(default_factory=dict)
+
+    def counters(self) -> dict[SessionId, int]:
+        """The counters as they were seen last."""
+        return {session: counter for session, (counter, _) in self.sessions.items()}
+
+    def sizes(self) -> dict[str, int]:
+        """The sizes of files in `tmp/` as they were seen last."""
+        return {name: size for name, (size, _) in self.files.items()}
+
+
+@dataclass(frozen=True, slots=True)
+class Sessions:
+    """Sessions that the log has not closed: those `active`, and those to be declared `over`."""
+
+    active: tuple[SessionInfo, ...]
+    over: tuple[SessionId, ...]
+
+    @property
+    def active_ids(self) -> frozenset[SessionId]:
+        return frozenset(info.id for info in self.active)
+
+
+def observe(watch: Watch, counters: Mapping[SessionId, int], files: Mapping[str, int], now_s: float) -> Watch:
+    """What has been seen by `now_s`: since when each counter and each file is as it is."""
+    return Watch(watch.boot, _since(watch.sessions, counters, now_s), _since(watch.files, files, now_s), watch.waits)
+
+
+def judge(watch: Watch, infos: Iterable[SessionInfo], named: Iterable[SessionId], state: State, now_s: float) -> Sessions:
+    """Tell active sessions from those that are over. `infos` are those with a file, `named` those that only files in the store name."""
+    active, over = [], []
+    for info in infos:
+        if state.closed(info.id):
+            continue
+        if is_gone(info) or _stale(watch.sessions, info.id, now_s):
+            over.append(info.id)
+        else:
+            active.append(info)
+    with_file = {info.id for info in infos}
+    over.extend(s for s in named if s not in with_file and not state.closed(s) and _stale(watch.sessions, s, now_s))
+    return Sessions(tuple(active), tuple(sorted(over)))
+
+
+def stale_files(watch: Watch, now_s: float) -> frozenset[str]:
+    """Names in `tmp/` that nobody has written to for long."""
+    return frozenset(name for name in watch.files if _stale(watch.files, name, now_s))
+
+
+def load_watch(path: Path) -> Watch:
+    """What was seen since the last boot; nothing if that cannot be read."""
+    boot = ""
+    with suppress(OSError):
+        boot = _BOOT_ID.read_text().strip()
+    try:
+        found: dict[str, Any] = json.loads(path.read_text())
+        if found["boot"] != boot:
+            return Watch(boot)
+        waits = {PackId(pack): frozenset(map(SessionId, sessions)) for pack, sessions in found["waits"].items()}
+        return Watch(boot, {SessionId(session): seen for session, seen in _pairs(found["sessions"]).items()}, _pairs(found["files"]), waits)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return Watch(boot)
+
+
+def save_watch(path: Path, watch: Watch) -> None:
+    """Remember `watch`. A full disk may keep it from being remembered; then sessions are given more time."""
+    found = {
+        "boot": watch.boot,
+        "sessions": dict(watch.sessions),
+        "files": dict(watch.files),
+        "waits": {pack: sorted(sessions) for pack, sessions in watch.waits.items()},
+    }
+    with suppress(OSError):
+        make_directories(path.parent)
+        replace_file(path, json.dumps(found).encode())
+
+
+def _since(before: Mapping[Name, tuple[int, float]], values: Mapping[Name, int], now_s: float) -> dict[Name, tuple[int, float]]:
+    return {name: before[name] if name in before and before[name][0] == value else (value, now_s) for name, value in values.items()}
+
+
+def _stale(seen: Mapping[Name, tuple[int, float]], name: Name, now_s: float) -> bool:
+    return name in seen and now_s - seen[name][1] >= STALE_S
+
+
+def _pairs(found: dict[str, Any]) -> dict[str, tuple[int, float]]:
+    return {name: (int(value), float(since_s)) for name, (value, since_s) in found.items()}

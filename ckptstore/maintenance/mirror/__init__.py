@@ -1,0 +1,1 @@
+"""Mirrors: commits that travel between stores."""

@@ -1,0 +1,56 @@
+"""The two ends of a mirror: the other store, opened or made, and the commits that are meant."""
+
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from typing import Any
+
+from ckptstore.core.ids import CommitId
+from ckptstore.errors import Conflict, InvalidInput, NotFound
+from ckptstore.maintenance.mirror.plan import all_commits, with_ancestors
+from ckptstore.repository.resolve_ref import AnyRef, find_commit
+from ckptstore.repository.store_handle import Opening, init_store
+
+
+@contextmanager
+def other_end(
+    place: str | os.PathLike[str],
+    *,
+    read_only: bool = False,
+    like: Opening | None = None,
+    storage_options: Mapping[str, Any] | None = None,
+    index: str | None = None,
+) -> Iterator[Opening]:
+    """The store at `place`; with `like`, one is made where there is none, cut and encoded as that one is, and in a directory
+    no less private than that one's. `index` is the database that has,
+    or will have, its log.
+
+    Raises `NotFound` if there is none.
+    """
+    options = dict(storage_options or {})
+    try:
+        opening = Opening(place, read_only=read_only, storage_options=options, index=index)
+    except NotFound:
+        if like is None:
+            raise
+        with suppress(Conflict):  # another process made it at the same time
+            config, root = like.config, like.backend.durable_root
+            init_store(place, chunk_bytes=config.chunk_bytes, codec=config.codec, as_private_as=root, storage_options=options, index=index)
+        opening = Opening(place, storage_options=options, index=index)
+    try:
+        yield opening
+    finally:
+        opening.close()
+
+
+def choose(source: Opening, refs: Sequence[AnyRef], *, run: str | None, ancestors: bool = False) -> frozenset[CommitId]:
+    """The commits that `refs` name, with `ancestors` all that they descend from; without refs all commits of `run`, or of all runs.
+
+    Raises `NotFound` and `InvalidInput` for refs as `checkout` does.
+    """
+    if not refs:
+        if ancestors:
+            raise InvalidInput("ancestors of what? name a commit, or leave it out: without a ref every commit is meant")
+        return all_commits(source.log.replay(), run)
+    named = frozenset(find_commit(source, ref, run).id for ref in refs)
+    return with_ancestors(source.log.replay(), named) if ancestors else named

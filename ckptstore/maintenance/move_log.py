@@ -1,0 +1,138 @@
+"""How a store's log moves between the store and a database, and how a lost database is made again from the copies of its entries.
+
+A move appends `moved` where the log is, after which nobody can append there; then it copies, then it replaces `ckptstore.json`. One that
+was interrupted is finished by the same command: until then the store can be read and not written.
+"""
+
+import os
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any
+
+from ckptstore.core.config import LOG_FILES, StoreConfig
+from ckptstore.core.ids import CONFIG_KEY
+from ckptstore.errors import Conflict, InvalidInput, NotFound
+from ckptstore.index.open_log import VARIABLE, database_log
+from ckptstore.index.postgres_log import PostgresLog, token_of
+from ckptstore.log.entries import Moved
+from ckptstore.log.log import Log
+from ckptstore.objects.config import encode_config
+from ckptstore.repository.store_handle import Opening, read_config, refuse_careless
+from ckptstore.storage.contract import open_backend
+
+_SLICE = 500
+
+
+@dataclass(frozen=True, slots=True)
+class LogMoved:
+    """Where the log is now, and how many entries it has."""
+
+    place: str
+    generation: int
+    entries: int
+
+
+def move_log(
+    place: str | os.PathLike[str], to: str | None, *, index: str | None = None, storage_options: dict[str, Any] | None = None
+) -> LogMoved:
+    """Move the log to the database at `to`, or with None into the store itself. `index` is the way to where it is, if that is a database.
+
+    Raises `InvalidInput` if it is there already, is on its way elsewhere, or cannot be there; else as opening and appending do.
+    """
+    with closing(Opening(place, index=index, storage_options=storage_options)) as opening:
+        opening.check_writable()
+        if to is None:
+            return _into_the_store(opening)
+        target = database_log(to, opening.config.store, opening.backend)
+        with closing(target.database):
+            return _into_a_database(opening, target)
+
+
+def restore_log(place: str | os.PathLike[str], *, index: str | None = None, storage_options: dict[str, Any] | None = None) -> int:
+    """Bring the database that holds the log up to the copies of its entries, making its tables if they are gone; how many were missing.
+
+    Raises `InvalidInput` for a store whose log is not in a database, `Corrupt` if the database has entries that are not those of the
+    copies.
+    """
+    with _log_of(place, index, storage_options) as (config, log, files):
+        try:
+            log.name()
+        except NotFound:
+            log.make()
+        missing = _fill(log, files)
+        log.copy_rest()
+        log.adopt(config.log_place)
+        return missing
+
+
+def migrate_tables(
+    place: str | os.PathLike[str], *, index: str | None = None, storage_options: dict[str, Any] | None = None
+) -> tuple[str, str]:
+    """Bring the tables in the database up to this version of ckptstore; their revision before and after."""
+    with _log_of(place, index, storage_options) as (_, log, _):
+        before = log.revision()
+        log.migrate()
+        return before, log.revision()
+
+
+def _into_the_store(opening: Opening) -> LogMoved:
+    log = opening.database
+    if log is None:
+        raise InvalidInput(f"the log of {opening.url} is in the store already")
+    refuse_careless(opening.backend)
+    _announce(opening, LOG_FILES)
+    log.copy_rest()
+    return _arrive(opening, LOG_FILES)
+
+
+def _into_a_database(opening: Opening, target: PostgresLog) -> LogMoved:
+    try:
+        name = target.make()
+    except Conflict:  # by a move that was interrupted, or one that led away from there again
+        name = target.name()
+    if opening.config.in_database and token_of(name) == token_of(opening.config.log_place):
+        raise InvalidInput(f"the log of {opening.url} is in {name} already")
+    _announce(opening, name)
+    if opening.database is not None:
+        opening.database.copy_rest()
+    _fill(target, opening.log)
+    return _arrive(opening, name)
+
+
+def _announce(opening: Opening, name: str) -> None:
+    """Append `moved`, unless a move that was interrupted did."""
+    state = opening.log.replay()
+    if state.moved is None or state.moved[0] <= state.generation:
+        opening.log.append(Moved(name, opening.config.generation + 1))
+    elif state.moved[1] != name:
+        raise InvalidInput(f"the log of {opening.url} is on its way to {state.moved[1]}: finish that move first")
+
+
+def _fill(target: PostgresLog, source: Log) -> int:
+    entries, count = source.read_entries(*target.position()), 0
+    while part := list(islice(entries, _SLICE)):
+        target.fill(part)
+        count += len(part)
+    return count
+
+
+def _arrive(opening: Opening, name: str) -> LogMoved:
+    config = opening.config.moved(name, opening.config.generation + 1)
+    opening.backend.put(CONFIG_KEY, encode_config(config))
+    return LogMoved(name, config.generation, opening.log.replay().n)
+
+
+@contextmanager
+def _log_of(
+    place: str | os.PathLike[str], index: str | None, storage_options: dict[str, Any] | None
+) -> Iterator[tuple[StoreConfig, PostgresLog, Log]]:
+    """What `ckptstore.json` says, the log in the database, whatever is there, and the copies of its entries."""
+    with closing(open_backend(os.fspath(place), storage_options=storage_options)) as backend:
+        config, way = read_config(backend), index or os.environ.get(VARIABLE)
+        if not config.in_database or not way:
+            raise InvalidInput(f"{backend.url}: wanted a store whose log is in a database, and --index or ${VARIABLE} to say which")
+        log = database_log(way, config.store, backend)
+        with closing(log.database):
+            yield config, log, Log(backend, config.store, config.generation)

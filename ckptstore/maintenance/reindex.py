@@ -1,0 +1,33 @@
+"""Catalog and chunk index made anew from log and footers: what they said before does not count."""
+
+from dataclasses import dataclass
+
+from ckptstore.maintenance.progress import Progress, silent
+from ckptstore.repository.store_handle import Opening
+
+
+@dataclass(frozen=True, slots=True)
+class Reindexed:
+    """What the new indexes hold. `unreadable` packs are listed by the log, but no footer of them can be read."""
+
+    entries: int
+    commits: int
+    packs: int
+    unreadable: int
+
+
+def reindex(opening: Opening, *, progress: Progress = silent) -> Reindexed:
+    """Throw this host's catalog and chunk index away and build them from the store. Readers and writers may go on meanwhile.
+
+    Raises `Corrupt` for a broken log: `repair` it first.
+    """
+    progress("log", 0, 0)
+    state = opening.log.replay()
+    progress("catalog", 0, state.n)
+    opening.catalog.reset()
+    opening.follow()
+    progress("chunk index", 0, len(state.packs))
+    opening.objects.index.reset()
+    opening.objects.sync(state, thorough=True)
+    indexed = len(opening.objects.index.indexed() & set(state.packs))
+    return Reindexed(state.n, len(state.commits), indexed, len(state.packs) - indexed)

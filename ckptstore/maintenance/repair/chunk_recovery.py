@@ -1,0 +1,206 @@
+"""Where a chunk that its pack lost can still be had, and how what was found gets into new packs.
+
+Everything that might hold a chunk is asked: the damaged packs themselves, their twins, packs that no log entry names, quarantined ones, and
+the packs of mirrors. None of it is believed: a chunk counts when its bytes match its id.
+"""
+
+import itertools
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
+
+from ckptstore.core.config import PACK_BYTES_LOCAL, PACK_BYTES_REMOTE, RUN_BYTES
+from ckptstore.core.ids import ChunkId, SessionId, digest, pack_key
+from ckptstore.core.model import PackEntry, PackRecord
+from ckptstore.errors import Corrupt, NotFound, Unavailable
+from ckptstore.maintenance.repair.repair_config import FLIP_BYTES_MAX, flipped_back
+from ckptstore.objects import codecs
+from ckptstore.objects.pack import TENSOR, TRAILER_BYTES, FooterTable, entries, parse_footer, parse_trailer
+from ckptstore.repository.footer_index import read_chunk_at
+from ckptstore.repository.footers import read_table_at
+from ckptstore.repository.pack_writer import ClosedPack, OpenPack, Packer
+from ckptstore.storage.contract import Backend
+
+_PACK_FILE = re.compile(r"(quarantine/)?packs/[0-9a-f]{2}/([0-9a-f]{24}-[0-9]{1,7}-[0-9]{1,7})(\.2)?(~[0-9]+)?")
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """One place that holds a chunk as its id says: the object `key` of the donor `donor`; with `flip`, once one bit is turned back."""
+
+    donor: int
+    key: str
+    entry: PackEntry
+    flip: bool = False
+
+
+class Donor:
+    """A directory with packs: this store or a mirror. Its log and its index are not looked at; `remembered` are places, by chunk, which
+    no footer may tell any more."""
+
+    def __init__(self, backend: Backend, remembered: Mapping[ChunkId, Sequence[tuple[str, PackEntry]]] | None = None) -> None:
+        self.backend = backend
+        self._remembered = remembered or {}
+
+    @cached_property
+    def tables(self) -> Mapping[str, FooterTable]:
+        """The footers of all objects that look like packs, twins and quarantined ones included, by key; broken ones left out."""
+        return dict(self._tables())
+
+    @cached_property
+    def _places(self) -> Mapping[ChunkId, list[tuple[str, int]]]:
+        places: dict[ChunkId, list[tuple[str, int]]] = {}
+        for key, table in self.tables.items():
+            for row, chunk in enumerate(table["chunk"].tolist()):
+                places.setdefault(ChunkId(chunk), []).append((key, row))
+        return places
+
+    def entries_of(self, chunk: ChunkId) -> Iterator[tuple[str, PackEntry]]:
+        """Where the footers say that `chunk` lies."""
+        for key, row in self._places.get(chunk, ()):
+            yield key, entries(self.tables[key][row : row + 1])[0]
+        yield from self._remembered.get(chunk, ())
+
+    def _tables(self) -> Iterator[tuple[str, FooterTable]]:
+        for prefix in ("packs/", "quarantine/packs/"):
+            for key, _ in self.backend.list(prefix):
+                if _PACK_FILE.fullmatch(key) and (table := self._table(key)) is not None:
+                    yield key, table
+
+    def _table(self, key: str) -> FooterTable | None:
+        try:
+            return read_table_at(self.backend, key)
+        except Corrupt:
+            return _flipped_table(self.backend, key)
+        except (NotFound, Unavailable):
+            return None
+
+
+def find_sources(donors: Sequence[Donor], wanted: Iterable[ChunkId]) -> dict[ChunkId, Source]:
+    """For each of `wanted` the first place that was read and matched. Donor 0 is the store itself. Raises `Unavailable` if a chunk is found
+    nowhere and one of its places did not answer: nobody knows yet whether it is lost."""
+    found: dict[ChunkId, Source] = {}
+    for chunk in wanted:
+        if source := _source(donors, chunk):
+            found[chunk] = source
+    return found
+
+
+def read_source(donors: Sequence[Donor], source: Source) -> memoryview:
+    """The raw bytes of the chunk, verified once more; raises `Corrupt`, `NotFound` or `Unavailable` if they are not there any more."""
+    backend = donors[source.donor].backend
+    if not source.flip:
+        return read_chunk_at(backend, source.key, source.entry)
+    raw = _flipped_chunk(backend, source.key, source.entry)
+    if raw is None:
+        raise Corrupt(f"chunk {source.entry.chunk.hex()[:12]} in {source.key} changed while it was repaired; repeat the repair")
+    return memoryview(raw)
+
+
+def write_packs(
+    donors: Sequence[Donor], sources: Iterable[Source], session: SessionId, *, metadata: bool, numbers: Iterator[int]
+) -> list[ClosedPack]:
+    """Copy chunks into new packs of `session`, durable on return; the log does not list them yet. On failure nothing of them is left."""
+    backend = donors[0].backend
+    closed: list[ClosedPack] = []
+
+    def close(pack: OpenPack) -> None:
+        closed.append(pack.close())
+
+    pack_bytes = PACK_BYTES_LOCAL if backend.durable_root is not None else PACK_BYTES_REMOTE
+    packer = Packer(backend, session, numbers, close, pack_bytes=pack_bytes, metadata=metadata)
+    try:
+        for run in _runs(sources):
+            raws = [read_source(donors, source) for source in run]
+            first = run[0].entry
+            packer.add([s.entry.chunk for s in run], raws, first.width, first.kind, codec=first.codec, run_bytes=sum(map(len, raws)))
+            packer.flush()
+        packer.close_with(close)
+    except BaseException:
+        packer.discard()
+        raise
+    backend.sync_dirs([pack_key(pack.record.id) for pack in closed])
+    return closed
+
+
+def records(closed: Iterable[ClosedPack]) -> tuple[PackRecord, ...]:
+    return tuple(pack.record for pack in closed)
+
+
+def is_metadata(source: Source) -> bool:
+    return source.entry.kind != TENSOR
+
+
+def pack_numbers() -> Iterator[int]:
+    """The `<n>` of a session's packs."""
+    return itertools.count()
+
+
+def _source(donors: Sequence[Donor], chunk: ChunkId) -> Source | None:
+    tried: list[tuple[int, str, PackEntry]] = []
+    unanswered: Unavailable | None = None
+    for number, donor in enumerate(donors):
+        for key, entry in donor.entries_of(chunk):
+            try:
+                read_chunk_at(donor.backend, key, entry)
+                return Source(number, key, entry)
+            except (Corrupt, NotFound):
+                tried.append((number, key, entry))
+            except Unavailable as error:
+                unanswered = error
+    for number, key, entry in tried:
+        if _flipped_chunk(donors[number].backend, key, entry) is not None:
+            return Source(number, key, entry, flip=True)
+    if unanswered is not None:
+        raise unanswered
+    return None
+
+
+def _flipped_chunk(backend: Backend, key: str, entry: PackEntry) -> bytes | None:
+    """A chunk that was stored raw, with the one bit that was turned turned back."""
+    if entry.codec != codecs.RAW or entry.stored_bytes > FLIP_BYTES_MAX:
+        return None
+    try:
+        stored = backend.read(key, entry.offset, entry.offset + entry.stored_bytes)
+    except (Corrupt, NotFound, Unavailable):
+        return None
+    return flipped_back(stored, lambda candidate: candidate if digest(candidate) == entry.chunk else None)
+
+
+def _flipped_table(backend: Backend, key: str) -> FooterTable | None:
+    """The footer of a pack in whose last bytes one bit was turned."""
+    try:
+        tail, size = backend.read_tail(key, FLIP_BYTES_MAX)
+    except (Corrupt, NotFound, Unavailable):
+        return None
+
+    def parse(candidate: bytes) -> FooterTable | None:
+        try:
+            trailer = parse_trailer(candidate[-TRAILER_BYTES:], size)
+            return parse_footer(candidate[-trailer.footer_bytes - TRAILER_BYTES : -TRAILER_BYTES], trailer)
+        except Corrupt:
+            return None
+
+    try:
+        trailer = parse_trailer(tail[-TRAILER_BYTES:], size)
+    except Corrupt:  # then the bit is in the trailer, and nowhere else need be looked for it
+        return flipped_back(tail[-TRAILER_BYTES:], lambda candidate: parse(tail[:-TRAILER_BYTES] + candidate))
+    return flipped_back(tail[-trailer.footer_bytes - TRAILER_BYTES :], parse)
+
+
+def _runs(sources: Iterable[Source]) -> Iterator[list[Source]]:
+    """Sources that lay one behind the other in one object, up to `RUN_BYTES`: they stay together."""
+    ordered = sorted(sources, key=lambda s: (s.donor, s.key, s.entry.offset))
+    run = ordered[:1]
+    for before, source in pairwise(ordered):
+        follows = (before.donor, before.key) == (source.donor, source.key)
+        follows = follows and before.entry.offset + before.entry.stored_bytes == source.entry.offset
+        follows = follows and before.entry[4:7] == source.entry[4:7]  # codec, width and kind
+        if not follows or sum(s.entry.raw_bytes for s in run) + source.entry.raw_bytes > RUN_BYTES:
+            yield run
+            run = []
+        run.append(source)
+    if run:
+        yield run

@@ -1,0 +1,220 @@
+"""Which packs `repair` takes out of a store, and what it copies first, so that no chunk that can be read is lost.
+
+One rule: a copy that reads is not taken away before another one is durable and listed. Every chunk of a damaged pack counts that any of
+its footers names, or that this host's chunk index remembers where no footer does; it is read wherever it may lie, and copied. A copy in
+another pack spares that only if it was read, too. Where storage does not answer, the pack stays.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from ckptstore.core.ids import ChunkId, PackId
+from ckptstore.core.model import PackEntry
+from ckptstore.errors import Conflict, Corrupt, NotFound, Unavailable
+from ckptstore.log import entries
+from ckptstore.log.log import Log
+from ckptstore.log.sessions import open_session
+from ckptstore.maintenance.check.fsck import Facts
+from ckptstore.maintenance.check.offline_store import Ground
+from ckptstore.maintenance.check.packs import UNKNOWN
+from ckptstore.maintenance.check.report import Kind
+from ckptstore.maintenance.repair.chunk_recovery import (
+    Donor,
+    Source,
+    find_sources,
+    is_metadata,
+    pack_numbers,
+    read_source,
+    records,
+    write_packs,
+)
+from ckptstore.maintenance.repair.quarantine import copy_object, quarantine
+from ckptstore.objects.pack import LAYOUT, PAGE, SCHEMA
+from ckptstore.objects.pages import decode_page
+from ckptstore.objects.schema import decode_schema
+from ckptstore.repository.footer_index import keys_of, read_chunk, read_chunk_at
+from ckptstore.storage.contract import Backend
+
+
+@dataclass(frozen=True, slots=True)
+class CopyTwin:
+    """Replace one of a pack's twins by the sound other one."""
+
+    pack: PackId
+    source: str
+    target: str
+
+
+@dataclass(frozen=True, slots=True)
+class SavePacks:
+    """Copy what verifies (`sources`) into new packs, register them, and take the packs `damaged` (by number) out of the log and aside.
+    `lost` are chunks that commits need and nobody has. It holds as long as nobody condemned packs since entry `fence`."""
+
+    damaged: tuple[tuple[int, PackId], ...]
+    sources: tuple[Source, ...]
+    lost: tuple[ChunkId, ...]
+    fence: int
+
+
+# -- deciding ----------------------------------------------------------------------------------------------------------------------
+
+
+def plan_packs(facts: Facts, mirrors: Sequence[Backend]) -> list[CopyTwin | SavePacks]:
+    """What to do about packs and chunks that are damaged. Chunks come before twins: those may be what they are read from."""
+    return _Rescue(facts, mirrors).plan()
+
+
+class _Rescue:
+    """One plan."""
+
+    def __init__(self, facts: Facts, mirrors: Sequence[Backend]) -> None:
+        self._facts, self._mirrors = facts, mirrors
+        self._backend = facts.ground.backend
+        state = facts.contents.state
+        self._numbers = {pack.id: number for number, pack in state.packs.items()}
+        self._wrong = {name: keys for name in self._numbers if (keys := _wrong_objects(facts, name))}
+
+    @cached_property
+    def _donors(self) -> list[Donor]:
+        places: dict[ChunkId, list[tuple[str, PackEntry]]] = {}
+        for name, remembered in self._facts.remembered.items():
+            for key in self._keys(name) if name in self._numbers else ():
+                for entry in remembered:
+                    places.setdefault(entry.chunk, []).append((key, entry))
+        return [Donor(self._backend, places), *map(Donor, self._mirrors)]
+
+    def plan(self) -> list[CopyTwin | SavePacks]:
+        copies: list[CopyTwin | SavePacks] = []
+        damaged: set[PackId] = set()
+        for name in sorted(self._wrong):
+            try:
+                if self._has_sound_twin(name):
+                    source = min(set(self._keys(name)) - self._wrong[name])
+                    copies += (CopyTwin(name, source, key) for key in sorted(self._wrong[name]))
+                else:
+                    self._find(name)
+                    damaged.add(name)
+            except Unavailable:
+                continue  # nobody knows what can be read there: it stays as it is
+        save = self._save(damaged)
+        return [*([save] if save.damaged or save.sources else []), *copies]
+
+    def _has_sound_twin(self, name: PackId) -> bool:
+        """Whether an object of the pack, of which another is wrong, reads whole and has all that the pack is known to hold."""
+        sound = sorted(set(self._keys(name)) - self._wrong[name])
+        table = self._donors[0].tables.get(sound[0]) if sound else None
+        if table is None or self._chunks_of(name) - set(map(ChunkId, table["chunk"].tolist())):
+            return False
+        return all(self._reads(sound[0], chunk) for chunk in self._chunks_of(name))
+
+    def _reads(self, key: str, chunk: ChunkId) -> bool:
+        entry = next(entry for where, entry in self._donors[0].entries_of(chunk) if where == key)
+        try:
+            read_chunk_at(self._backend, key, entry)
+        except (Corrupt, NotFound):
+            return False
+        return True
+
+    def _save(self, damaged: set[PackId]) -> SavePacks:
+        facts = self._facts
+        bad = {chunk.entry.chunk for chunk in facts.bad} | {chunk for name in damaged for chunk in self._chunks_of(name)}
+        wanted = sorted({chunk for chunk in bad if not self._is_held(chunk, damaged)} | set(facts.missing))
+        sources: dict[ChunkId, Source] = {}
+        for chunk in wanted:
+            try:
+                sources |= find_sources(self._donors, [chunk])
+            except Unavailable:
+                continue
+        lost = tuple(chunk for chunk in wanted if chunk not in sources and chunk in facts.needed)
+        saved = tuple(self._named(sources[chunk]) for chunk in wanted if chunk in sources)
+        return SavePacks(tuple((self._numbers[name], name) for name in sorted(damaged)), saved, lost, facts.contents.state.fence)
+
+    def _find(self, name: PackId) -> None:
+        """Raises `Unavailable` if storage would not give a chunk of the pack."""
+        find_sources(self._donors, self._chunks_of(name))
+
+    def _is_held(self, chunk: ChunkId, damaged: set[PackId]) -> bool:
+        """Whether a live pack that stays has a copy which can be read."""
+        packs = self._facts.contents.state.packs
+        places = self._facts.contents.inventory.places(chunk)
+        stay = [place for place in places if place.pack not in damaged and packs[self._numbers[place.pack]].live]
+        try:
+            read_chunk(self._backend, stay)
+        except (Corrupt, NotFound, Unavailable):
+            return False
+        return True
+
+    def _chunks_of(self, name: PackId) -> set[ChunkId]:
+        """Every chunk that the pack is known to hold: by either of its footers, or by the chunk index."""
+        tables = (self._donors[0].tables[key] for key in self._keys(name) if key in self._donors[0].tables)
+        listed = {ChunkId(chunk) for table in tables for chunk in table["chunk"].tolist()}
+        return listed | {entry.chunk for entry in self._facts.remembered.get(name, ())}
+
+    def _keys(self, name: PackId) -> tuple[str, ...]:
+        return keys_of(name, metadata=self._facts.contents.state.packs[self._numbers[name]].metadata)
+
+    def _named(self, source: Source) -> Source:
+        if source.entry.kind != UNKNOWN:
+            return source
+        return replace(source, entry=source.entry._replace(kind=_kind_of(read_source(self._donors, source))))
+
+
+def _wrong_objects(facts: Facts, name: PackId) -> set[str]:
+    """The objects of a pack that are not as they should be; those that storage would not give are left alone."""
+    kinds = (Kind.PACK, Kind.TWIN, Kind.CHUNK)
+    return {finding.key for finding in facts.report.findings if finding.pack == name and finding.kind in kinds and finding.key}
+
+
+def _kind_of(metadata: memoryview) -> int:
+    for kind, decode in ((PAGE, decode_page), (SCHEMA, decode_schema)):
+        try:
+            decode(bytes(metadata))
+            return kind
+        except Corrupt:
+            continue
+    return LAYOUT
+
+
+# -- doing -------------------------------------------------------------------------------------------------------------------------
+
+
+def copy_twin(action: CopyTwin, ground: Ground, log: Log) -> None:
+    """The wrong twin goes aside, the sound one is copied to its place."""
+    if any(pack.id == action.pack for pack in log.state.packs.values()):
+        quarantine(ground.backend, action.target)
+        copy_object(ground.backend, action.source, action.target)
+
+
+def save_packs(action: SavePacks, ground: Ground, log: Log, mirrors: Sequence[Backend]) -> None:
+    """New packs first, then the log, then the damaged objects: a crash anywhere leaves the old state or the new.
+
+    Raises `Conflict` if others condemned packs meanwhile that the plan may rely on, or use the damaged ones: look again.
+    """
+    donors = [Donor(ground.backend), *map(Donor, mirrors)]
+    with open_session(ground.backend, "repair") as session:
+        numbers = pack_numbers()
+        closed = []
+        for metadata in (False, True):
+            part = [source for source in action.sources if is_metadata(source) is metadata]
+            if part:
+                closed += write_packs(donors, part, session.id, metadata=metadata, numbers=numbers)
+        state = log.replay()
+        if state.fence != action.fence:
+            raise Conflict(f"entry {state.fence} of the log condemned packs while the store was repaired; repeat the repair")
+        metadata_of = {number: state.packs[number].metadata for number, name in action.damaged if _is_listed(log, number, name)}
+        condemned = frozenset(number for number in metadata_of if state.packs[number].live)
+        if closed:
+            log.append(entries.Register(session.id, state.n, state.fence, records(closed), condemned))
+        elif condemned:
+            log.append(entries.Condemn(state.n, state.fence, condemned, ()))
+    gone = {number: name for number, name in action.damaged if number in metadata_of and _is_listed(log, number, name)}
+    if gone:
+        log.append(entries.Delete(frozenset(gone)))
+    for number, name in gone.items():
+        for key in keys_of(name, metadata=metadata_of[number]):
+            quarantine(ground.backend, key)
+
+
+def _is_listed(log: Log, number: int, name: PackId) -> bool:
+    return number in log.state.packs and log.state.packs[number].id == name

@@ -1,0 +1,1 @@
+"""Chunks by id: locate, read and verify, deduplicate, write packs."""

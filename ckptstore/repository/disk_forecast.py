@@ -1,0 +1,72 @@
+"""Will the next commit fit? What the last ones took against what is free. `look` asks disk and catalog; what follows from it is pure."""
+
+import os
+from dataclasses import dataclass
+
+from ckptstore.core.text import bytes_text
+from ckptstore.repository.store_handle import Opening
+from ckptstore.storage.reserve import RESERVE_KEY
+
+COMMITS_LOOKED_AT = 5
+COMMITS_AHEAD = 3
+"""So many commits should still fit: a warning comes before the disk is full."""
+
+MAKE_ROOM = "free some: `ckptstore forget`, then `ckptstore gc`"
+
+
+@dataclass(frozen=True, slots=True)
+class Room:
+    """Bytes: `free` on the disk (None for a bucket), the `new` ones of the last commits, the newest first, the `logical` ones of the state
+    to commit, or of the newest commit where none is at hand, and what the store keeps in `reserve`."""
+
+    free: int | None
+    new: tuple[int, ...]
+    logical: int
+    reserve: int | None
+
+
+def look(opening: Opening, run: str | None = None, *, logical_bytes: int | None = None) -> Room:
+    """How much is free, and how much the last commits of `run`, or of all runs, took. `logical_bytes` is the size of the next state."""
+    infos = opening.queries().log(run, limit=COMMITS_LOOKED_AT)
+    reserve = None if opening.backend.durable_root is None else opening.backend.size(RESERVE_KEY)
+    logical = logical_bytes if logical_bytes is not None else infos[0].logical_bytes if infos else 0
+    return Room(free_bytes(opening), tuple(info.new_bytes for info in infos), logical, reserve)
+
+
+def free_bytes(opening: Opening) -> int | None:
+    """What this process may still write there; None for a bucket, and where the disk does not say."""
+    root = opening.backend.durable_root
+    if root is None:
+        return None
+    try:
+        status = os.statvfs(root)
+    except OSError:
+        return None
+    return status.f_bavail * status.f_frsize
+
+
+def expected_bytes(room: Room) -> int:
+    """What the next commit will probably add: the most that one of the last did; its whole state if there was none."""
+    return max(room.new, default=room.logical)
+
+
+def warning(room: Room) -> str:
+    """What to tell people before they commit; empty while there is room for `COMMITS_AHEAD` such commits."""
+    wanted = expected_bytes(room)
+    if room.free is None or room.free >= COMMITS_AHEAD * wanted:
+        return ""
+    seen = f"the next commit takes about {bytes_text(wanted)}, and {bytes_text(room.free)} are free"
+    if room.free < wanted:
+        return f"{seen}: {bytes_text(wanted - room.free)} are missing; {MAKE_ROOM}"
+    return f"{seen}: enough for {room.free // wanted} like it; {MAKE_ROOM}"
+
+
+def shortage(room: Room) -> str:
+    """What was missing when a commit did not fit, now that what it wrote is gone again."""
+    free, wanted = room.free or 0, expected_bytes(room)
+    if wanted > free:
+        return f"this commit takes about {bytes_text(wanted)}, and {bytes_text(free)} are free: {bytes_text(wanted - free)} are missing"
+    if room.logical > free:
+        missing = bytes_text(room.logical - free)
+        return f"this commit takes more than the {bytes_text(free)} that are free: up to {missing} are missing"
+    return f"{bytes_text(free)} are free, enough for the {bytes_text(room.logical)} of this state but for a quota, inodes or its metadata"

@@ -1,0 +1,97 @@
+"""Chunks read straight from a pack by its footer, every one verified; what a pack has lost its twin may still have.
+
+Upkeep reads what the packs say, not what an index remembers of them.
+"""
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from ckptstore.core.config import RUN_BYTES
+from ckptstore.core.ids import PackId, digest, pack_key, twin_key
+from ckptstore.errors import Corrupt, NotFound
+from ckptstore.objects import codecs
+from ckptstore.objects.pack import FooterTable
+from ckptstore.repository.chunk_store import METADATA_BYTES_MAX
+from ckptstore.storage.contract import Backend
+
+GAP_BYTES = 64 << 10
+"""Reading on across so much that nobody wants costs less than another read."""
+
+
+class StoredChunk(NamedTuple):
+    """Row `row` of a table: its bytes as they are stored, and raw. The memory is the caller's."""
+
+    row: int
+    stored: memoryview
+    raw: memoryview
+
+
+def read_chunks(backend: Backend, pack: PackId, rows: FooterTable, *, metadata: bool) -> Iterator[StoredChunk]:
+    """The chunks of `rows`, in order of offset, of a pack that has a twin if it holds `metadata`.
+
+    Raises `Corrupt` for a chunk that does not match its id, `NotFound` for a pack that is not there.
+    """
+    for first, stop in _spans(rows):
+        start = int(rows["offset"][first])
+        size = int(rows["offset"][stop - 1]) + int(rows["stored"][stop - 1]) - start
+        keys = (pack_key(pack), twin_key(pack)) if metadata else (pack_key(pack),)
+        buffers = {keys[0]: _read(backend, keys[0], start, size, last=not metadata)}
+        for i in range(first, stop):
+            yield _verified(backend, keys, buffers, rows, i, start, size)
+
+
+def _verified(
+    backend: Backend, keys: tuple[str, ...], buffers: dict[str, memoryview | None], rows: FooterTable, i: int, start: int, size: int
+) -> StoredChunk:
+    for key in keys:
+        if key not in buffers:
+            buffers[key] = _read(backend, key, start, size, last=True)
+        if (buffer := buffers[key]) is None:
+            continue
+        at = int(rows["offset"][i]) - start
+        stored = buffer[at : at + int(rows["stored"][i])]
+        raw = _decode(stored, int(rows["codec"][i]), int(rows["raw"][i]), int(rows["width"][i]))
+        if raw is not None and digest(raw) == rows["chunk"][i].tobytes():
+            return StoredChunk(i, stored, raw)
+    raise Corrupt(
+        f"chunk {rows['chunk'][i].tobytes().hex()[:12]} in {' and '.join(keys)} of {backend.url} does not match its id; "
+        f"run `ckptstore fsck --read-data`, or heal it with `ckptstore repair`"
+    )
+
+
+def _spans(rows: FooterTable) -> Iterator[tuple[int, int]]:
+    """Rows `first:stop` that one read fetches."""
+    starts, stops = rows["offset"].tolist(), (rows["offset"] + rows["stored"]).tolist()
+    first = 0
+    for i in range(1, len(starts) + 1):
+        if i == len(starts) or starts[i] - stops[i - 1] > GAP_BYTES or stops[i] - starts[first] > RUN_BYTES:
+            yield first, i
+            first = i
+
+
+def _read(backend: Backend, key: str, offset: int, size: int, *, last: bool) -> memoryview | None:
+    """The bytes, zeros behind the end of an object that was cut; None if it is not there and this is not the last place to look."""
+    buffer = memoryview(bytearray(size))
+    try:
+        backend.read_into(key, offset, [buffer])
+    except Corrupt:
+        return buffer  # each chunk is compared with its id
+    except NotFound:
+        if last:
+            raise
+        return None
+    return buffer
+
+
+def _decode(stored: memoryview, codec: int, raw_bytes: int, width: int) -> memoryview | None:
+    """The raw bytes, or None if `stored` is damaged."""
+    if codec == codecs.RAW:
+        return stored
+    if raw_bytes > METADATA_BYTES_MAX:  # more than any chunk has: the footer was forged
+        return None
+    raw = memoryview(bytearray(raw_bytes))
+    try:
+        codecs.decode_into(codec, stored, raw, width)
+    except Corrupt:
+        return None
+    return raw

@@ -1,0 +1,200 @@
+"""How new chunks get into packs: runs, one behind the other, in files that one thread owns.
+
+Each thread fills its own pack, so a run's chunks lie together without a lock, and the disk is told to start on what has been written
+while the thread hashes on. A pack counts for nothing until it was closed: footer parsed
+back, fsync, name.
+"""
+
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from ckptstore.core.config import MIB
+from ckptstore.core.ids import ChunkId, PackId, SessionId, pack_id, pack_key, pack_session, twin_key
+from ckptstore.core.model import PackEntry, PackRecord
+from ckptstore.errors import CkptStoreError
+from ckptstore.objects import codecs, pack
+from ckptstore.storage.contract import Backend, Writer
+
+Spread: TypeAlias = Callable[[Callable[[Writer], None], Sequence[Writer]], None]
+
+FLUSH_BYTES = 2 * MIB
+_ZEROS = bytes(4096)
+
+
+def one_by_one(task: Callable[[Writer], None], writers: Sequence[Writer]) -> None:
+    """The plainest `Spread`."""
+    for writer in writers:
+        task(writer)
+
+
+@dataclass(frozen=True, slots=True)
+class ClosedPack:
+    """A durable pack that no log entry names yet, and its footer's table. `own` are the objects that may be deleted if none ever will."""
+
+    record: PackRecord
+    table: pack.FooterTable
+    own: tuple[str, ...]
+
+
+class OpenPack:
+    """A pack that is being written, data and twin alike."""
+
+    def __init__(self, backend: Backend, name: PackId, *, metadata: bool, lean: bool = False, aside: bool = False) -> None:
+        self.name = name
+        self.offset = 0
+        self.entries: list[PackEntry] = []
+        self._metadata = metadata
+        self._pending: list[memoryview | bytes] = []
+        self._flushed = 0
+        self._backend = backend
+        self._keys = [pack_key(name), twin_key(name)] if metadata else [pack_key(name)]
+        self._writers: list[Writer] = []
+        self._own: list[str] = []
+        try:
+            for key in self._keys:
+                self._writers.append(backend.create(key, session=pack_session(name), lean=lean, aside=aside))
+        except BaseException:
+            self.discard()
+            raise
+
+    def append(self, data: memoryview | bytes) -> int:
+        """Queue `data` at the end; its memory must stay as it is until `flush`. Returns its offset."""
+        start = self.offset
+        self._pending.append(data)
+        self.offset += len(data)
+        if self.offset - self._flushed >= FLUSH_BYTES:
+            self.flush()
+        return start
+
+    def pad_to(self, offset: int) -> None:
+        while self.offset < offset:
+            self.append(_ZEROS[: min(offset - self.offset, len(_ZEROS))])
+
+    def flush(self) -> None:
+        if not self._pending:
+            return
+        for writer in self._writers:
+            writer.append([memoryview(data) for data in self._pending])
+        self._pending.clear()
+        self._flushed = self.offset
+
+    def close(self, spread: Spread = one_by_one) -> ClosedPack:
+        """Footer, fsync, name, of twins side by side. The directory's fsync is the caller's, once for all packs.
+
+        Raises `Conflict` if another writer has taken a name: its objects stay.
+        """
+        try:
+            data_bytes = self.offset
+            tail = pack.encode_tail(self.entries, data_bytes, self._metadata)
+            table = _read_back(tail, data_bytes)
+            self.append(tail)
+            self.flush()
+            spread(self._finish, self._writers)
+        except BaseException:
+            self.discard()
+            raise
+        return ClosedPack(PackRecord(self.name, self.offset, len(self.entries), self._metadata), table, tuple(self._own))
+
+    def discard(self) -> None:
+        """Drop what was written; of twins one may have got its name already. What others have finished stays."""
+        for writer in self._writers:
+            writer.discard()
+        delete_own(self._backend, self._own)
+
+    def _finish(self, writer: Writer) -> None:
+        if writer.finish():
+            self._own.append(self._keys[self._writers.index(writer)])
+
+
+class Packer:
+    """One thread's way into packs; `close_pack` gets each pack that is full, perhaps to close it on another thread."""
+
+    def __init__(
+        self,
+        backend: Backend,
+        session: SessionId,
+        numbers: Iterator[int],
+        close_pack: Callable[[OpenPack], None],
+        *,
+        pack_bytes: int,
+        rank: int = 0,
+        lean: bool = False,
+        aside: bool = False,
+        metadata: bool = False,
+    ) -> None:
+        self._backend, self._session, self._numbers, self._rank, self._lean, self._aside = backend, session, numbers, rank, lean, aside
+        self._close_pack, self._pack_bytes, self._metadata = close_pack, pack_bytes, metadata
+        self._pack: OpenPack | None = None
+
+    def add(
+        self,
+        ids: Sequence[ChunkId],
+        raws: Sequence[memoryview],
+        width: int,
+        kind: int,
+        *,
+        codec: int,
+        run_bytes: int,
+        whole: memoryview | None = None,
+    ) -> None:
+        """Append a run: chunks that will lie one behind the other. `run_bytes` is its raw length and decides its alignment.
+
+        `whole` is the memory in which `raws` lie one behind the other, if they do: what is not encoded goes to storage in one piece then,
+        also where chunks end within the blocks of a disk. The memory of `raws` must stay as it is until `flush`.
+        """
+        target = self._pack
+        if target is None or (target.offset and target.offset + run_bytes > self._pack_bytes):
+            target = self._next_pack()
+        target.pad_to(pack.align(target.offset, run_bytes))
+        if whole is not None and codec == codecs.RAW:
+            offset = target.append(whole)
+            for chunk, raw in zip(ids, raws, strict=True):
+                target.entries.append(PackEntry(chunk, offset, len(raw), len(raw), codecs.RAW, width, kind, 0))
+                offset += len(raw)
+            return
+        for chunk, raw in zip(ids, raws, strict=True):
+            used, stored = codecs.encode(codec, raw, width)
+            crc = zlib.crc32(stored) if used != codecs.RAW else 0
+            offset = target.append(stored)
+            target.entries.append(PackEntry(chunk, offset, len(stored), len(raw), used, width, kind, crc))
+
+    def flush(self) -> None:
+        """Write what `add` queued: its memory is the caller's again."""
+        if self._pack:
+            self._pack.flush()
+
+    def close_with(self, close_pack: Callable[[OpenPack], None]) -> None:
+        """Hand the last pack to `close_pack`."""
+        last, self._pack = self._pack, None
+        if last:
+            close_pack(last)
+
+    def discard(self) -> None:
+        """Drop the pack being written: nothing will refer to it."""
+        if self._pack:
+            self._pack.discard()
+            self._pack = None
+
+    def _next_pack(self) -> OpenPack:
+        self.flush()
+        self.close_with(self._close_pack)
+        name = pack_id(self._session, self._rank, next(self._numbers))
+        self._pack = OpenPack(self._backend, name, metadata=self._metadata, lean=self._lean, aside=self._aside)
+        return self._pack
+
+
+def delete_own(backend: Backend, keys: Iterable[str]) -> None:
+    """Delete objects that no log entry will name. Storage that is out of order keeps them: gc finds them under the session's name."""
+    for key in keys:
+        with suppress(CkptStoreError):
+            backend.delete(key)
+
+
+def _read_back(tail: bytes, footer_offset: int) -> pack.FooterTable:
+    """The table of a footer as a reader will get it: what cannot be read must not be closed."""
+    footer_bytes = len(tail) - pack.TRAILER_BYTES
+    trailer = pack.parse_trailer(tail[footer_bytes:], footer_offset + len(tail))
+    return pack.parse_footer(tail[:footer_bytes], trailer)

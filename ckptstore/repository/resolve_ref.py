@@ -1,0 +1,75 @@
+"""Which commits refs name: by the log, which is checked; the catalog only knows best what to say about a ref that names none."""
+
+import os
+from collections.abc import Callable
+from typing import Protocol, TypeAlias, TypeVar
+
+from ckptstore.core.ids import CommitId
+from ckptstore.core.refs import parse_ref
+from ckptstore.errors import Corrupt, InvalidInput, NotFound
+from ckptstore.index.queries import Queries
+from ckptstore.log.resolve import Resolved, resolve
+from ckptstore.objects.pointer_files import is_pointer, read_pointer
+from ckptstore.repository.store_handle import Opening
+
+T = TypeVar("T")
+
+
+class Handle(Protocol):
+    """Something that is about one commit, as a snapshot or a pointer is."""
+
+    @property
+    def id(self) -> CommitId: ...
+
+
+AnyRef: TypeAlias = str | int | os.PathLike[str] | Handle
+"""A ref, the path of a pointer file, or what is about a commit."""
+
+
+def find_commit(opening: Opening, ref: AnyRef, run: str | None) -> Resolved:
+    """The commit that `ref` names, in `run` where it names none itself, in all runs if that is None.
+
+    Raises `NotFound` naming near ones, `InvalidInput` for what is no ref, the beginning of several ids, or no pointer file.
+    """
+    return through_pointers(ref, lambda plain: _find(opening, plain, run))
+
+
+def find_id(queries: Queries, ref: AnyRef, run: str | None) -> CommitId:
+    """As `find_commit`, by the catalog alone: for those who only ask."""
+    return through_pointers(ref, lambda plain: queries.resolve(plain, run))
+
+
+def through_pointers(ref: AnyRef, find: Callable[[str | int], T]) -> T:
+    """What `find` finds for a plain ref: where `ref` is the path of a pointer file, for the id that this points to.
+
+    Text that could be a tag is a path only if `find` knows no such tag.
+    """
+    plain = _plain(ref)
+    try:
+        return find(plain)
+    except (NotFound, InvalidInput) as error:
+        if plain is not ref:
+            error.add_note(f"{ref!s} points to it")
+        if not isinstance(plain, str) or not is_pointer(plain):
+            raise
+    return find(read_pointer(plain).id)
+
+
+def is_path(ref: AnyRef) -> bool:
+    """Whether `ref` can only be the path of a pointer file."""
+    return isinstance(ref, os.PathLike) or (isinstance(ref, str) and ref.startswith(("/", "./", "../")))
+
+
+def _plain(ref: AnyRef) -> str | int:
+    if is_path(ref):
+        return read_pointer(ref).id  # type: ignore[arg-type]  # a path, as has just been seen
+    # What is no ref at all is refused by parse_ref.
+    return ref.id if hasattr(ref, "id") else ref  # type: ignore[return-value]
+
+
+def _find(opening: Opening, ref: str | int, run: str | None) -> Resolved:
+    parsed = parse_ref(ref)
+    if found := resolve(opening.log.replay(), parsed, run):
+        return found
+    wrong = opening.queries().resolve(parsed, run)
+    raise Corrupt(f"the catalog takes {ref!r} for commit {wrong[:12]}, which the log denies; run `ckptstore reindex`")

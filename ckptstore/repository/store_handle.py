@@ -1,0 +1,430 @@
+"""A store's parts, found and opened: config, storage, log, catalog, chunks. Without torch, so that queries start fast.
+
+A store exists when its `ckptstore.json` does; it is created exclusively, so of two processes that make one store at once, one makes it
+and the other opens it.
+"""
+
+import logging
+import os
+import stat
+from collections.abc import Mapping
+from contextlib import suppress
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ckptstore.core.config import CHUNK_BYTES, StoreConfig, check_chunk_bytes, check_codec
+from ckptstore.core.ids import CONFIG_KEY, StoreId, new_session_id, new_store_id, parse_chunk_id
+from ckptstore.core.model import Schema
+from ckptstore.core.paths import is_network_filesystem, local_cache_directory, make_directories, rights
+from ckptstore.errors import CkptStoreError, Conflict, Corrupt, InvalidInput, NotFound, ReadOnly, Unavailable
+from ckptstore.index.catalog_sqlite import open_catalog
+from ckptstore.index.open_log import database_log, open_log_place
+from ckptstore.index.queries import Queries
+from ckptstore.log.entries import Position, check_follows, decode_entry
+from ckptstore.log.log import Log
+from ckptstore.objects.config import decode_config, encode_config
+from ckptstore.repository.not_a_store import instead_of_store
+from ckptstore.storage.contract import Backend, open_backend
+from ckptstore.storage.reserve import ensure_reserve
+
+if TYPE_CHECKING:
+    from ckptstore.index.catalog import Catalog
+    from ckptstore.index.postgres_catalog import PostgresCatalog
+    from ckptstore.repository.chunk_store import ObjectStore
+
+logger = logging.getLogger("ckptstore")
+
+CATALOG_NAME = "catalog.sqlite"
+CHUNKS_NAME = "chunks.lmdb"
+STATE_NAME = "state"
+READ_CACHE_NAME = "read"
+
+
+def place_text(place: str | os.PathLike[str]) -> str:
+    """The text of a path or URL. Raises `InvalidInput` for what is neither, or what no file can be called."""
+    try:
+        text = os.fspath(place)
+        if isinstance(text, str) and text and b"\0" not in os.fsencode(text):
+            return text
+    except (TypeError, UnicodeEncodeError) as error:
+        raise InvalidInput(f"{place!r:.80} is no place of a store: wanted a path or a URL") from error
+    raise InvalidInput(f"{place!r:.80} is no place of a store: wanted a path or a URL")
+
+
+def init_store(
+    place: str | os.PathLike[str],
+    *,
+    chunk_bytes: int = CHUNK_BYTES,
+    codec: str = "raw",
+    private: bool = False,
+    as_private_as: Path | None = None,
+    storage_options: dict[str, Any] | None = None,
+    index: str | None = None,
+) -> StoreConfig:
+    """Make an empty store at `place`, with its log in the database at `index` if that is given. A `private` one is its owner's alone, and
+    so is all that anybody ever makes in it; one in a directory that is `as_private_as` another directory has no more rights than that.
+
+    Raises `Conflict` if there is one already, `InvalidInput` for a directory that holds something else or a bucket whose server ignores
+    conditional writes, `ReadOnly` or `Unavailable` if it cannot be written.
+    """
+    config = StoreConfig(new_store_id(), check_chunk_bytes(chunk_bytes), check_codec(codec))
+    backend = open_backend(place_text(place), storage_options=storage_options)
+    try:
+        if not _is_store(backend):
+            _refuse_foreign(backend)
+            if private:
+                _make_private(backend, 0o700)
+            elif as_private_as is not None and backend.durable_root is not None:
+                _make_private(backend, *_rights_and_group(as_private_as))
+            if _create(backend, config, index):
+                return decode_config(backend.read(CONFIG_KEY), backend.url)
+        raise Conflict(f"{backend.url} is a store already; open it, or choose another directory")
+    finally:
+        backend.close()
+
+
+def _create(backend: Backend, config: StoreConfig, index: str | None) -> bool:
+    """Whether it was this call that made the store."""
+    log = database_log(index, config.store, backend) if index else None
+    if log is None:
+        refuse_careless(backend)
+    else:
+        config = config.moved(log.make(), config.generation)
+    data = encode_config(config)
+    try:
+        # False may be the answer to a repeated request that met its own object.
+        created = backend.put_new(CONFIG_KEY, data) or backend.read(CONFIG_KEY) == data
+        if log is not None and not created:
+            log.drop()
+    finally:
+        if log is not None:
+            log.database.close()
+    if created:
+        ensure_reserve(backend)
+    return created
+
+
+class Opening:
+    """One process's view of a store. Threads may share it."""
+
+    def __init__(
+        self,
+        place: str | os.PathLike[str],
+        *,
+        read_only: bool = False,
+        storage_options: dict[str, Any] | None = None,
+        direct_io: bool | None = None,
+        index: str | None = None,
+        read_cache_bytes: int = 0,
+    ) -> None:
+        self._read_cache_bytes = read_cache_bytes
+        self.backend = open_backend(place_text(place), read_only=read_only, storage_options=storage_options, direct_io=direct_io)
+        self.url = self.backend.url
+        # What opens the same store the same way elsewhere: a URL may have options, and secrets, which `url` for people has not.
+        self.place = os.fspath(place) if self.backend.durable_root is None else self.url
+        self.config = read_config(self.backend)
+        self.read_only = read_only
+        self._closed = self._has_its_end = False
+        self.database = open_log_place(self.config, self.backend, index)
+        self.log = Log(
+            self.backend, self.config.store, self.config.generation, place=self.database, memory=self._memory(), with_config=True
+        )
+
+    def check_writable(self) -> None:
+        """Raise `ReadOnly` unless this handle may write to the store, `InvalidInput` once it was closed, `NotFound` if the store is gone,
+        `Corrupt` if the log has lost its end: what is appended there would bury commits that were acknowledged."""
+        if self._closed:
+            raise InvalidInput(f"{self.url} was closed; open it again")
+        if self.read_only:
+            raise ReadOnly(f"{self.url} was opened read-only; open it without read_only=True to change it")
+        if unknown := self.config.unknown_write_features:
+            raise ReadOnly(
+                f"{self.url} needs {', '.join(sorted(unknown))} to be written, which this ckptstore does not know: install a newer one"
+            )
+        self._check_in_place()
+        if not self._has_its_end and (lost := self._lost_end()):
+            raise Corrupt(lost)
+        self._has_its_end = True
+
+    def _check_in_place(self) -> None:
+        """A directory that was moved away is not to be made again, by a commit that would be all it holds."""
+        if self.backend.durable_root is None:
+            return
+        if self.log.state.n:
+            self.log.check_head()
+            self.log.check_config()
+        elif read_config(self.backend).store != self.config.store:
+            raise Corrupt(f"{self.url} is another store than it was when it was opened; open it again")
+
+    def _lost_end(self) -> str | None:
+        """What is to be said of a log that ends before entries which continue it, and which a catalog beside it has; else None.
+
+        A catalog elsewhere on this host says nothing: it may be of another copy of this store, which went on.
+        """
+        root = self.backend.durable_root
+        if self.database is not None or root is None or self.index_directory != root / "index":
+            return None
+        catalog = open_catalog(self.index_directory / CATALOG_NAME, self.config.store)
+        if catalog is None:
+            return None
+        try:
+            remembered = catalog.position().n  # first: others may append meanwhile
+            head = self.log.replay(refresh=True).position
+            data = catalog.entry(head.n + 1) if head.n < remembered else None
+            if data is None:
+                return None
+            check_follows(decode_entry(data), head, self.config.store)
+        except CkptStoreError:
+            return None
+        finally:
+            catalog.close()
+        return (
+            f"the log of {self.url} ends at entry {head.n}, and the catalog beside it knows the entries up to {remembered}, which continue "
+            f"it: they were acknowledged and are lost from log/; `ckptstore repair --apply` puts them back from the catalog; if the store "
+            f"was set back on purpose, `ckptstore reindex` takes the log as it is"
+        )
+
+    def _memory(self) -> Path | None:
+        """Where this host keeps the log's state: for a bucket, whose log takes a request an entry to read, and for a database."""
+        slow = self.backend.durable_root is None or self.database is not None
+        return self.index_directory / STATE_NAME if slow else None
+
+    @cached_property
+    def index_directory(self) -> Path:
+        """Where this host keeps its indexes."""
+        return index_directory(self.backend, self.config.store, read_only=self.read_only)
+
+    @cached_property
+    def objects(self) -> "ObjectStore":
+        """The store's chunks, with this host's chunk index."""
+        from ckptstore.index.chunks import ChunkIndex
+        from ckptstore.index.suspect_packs import DISTRUST_NAME, Distrust
+        from ckptstore.repository.chunk_store import ObjectStore
+        from ckptstore.storage.read_cache import ReadCache
+
+        chunks = ChunkIndex.open(self.index_directory / CHUNKS_NAME, self.config.store)
+        cached = self._read_cache_bytes > 0 and self.backend.durable_root is None
+        cache = ReadCache(self.index_directory / READ_CACHE_NAME, self._read_cache_bytes) if cached else None
+        return ObjectStore(self.backend, chunks, self.log, Distrust(self.index_directory / DISTRUST_NAME), cache)
+
+    @cached_property
+    def catalog(self) -> "Catalog | PostgresCatalog":
+        """The catalog, for folding; queries go through `queries`."""
+        if self.database is not None:
+            from ckptstore.index.postgres_catalog import PostgresCatalog
+
+            return PostgresCatalog(self.database.database)
+        from ckptstore.index.catalog import Catalog
+
+        return Catalog.open(self.index_directory / CATALOG_NAME, self.config.store)
+
+    def warm(self) -> None:
+        """Open the indexes and bring them up to the log now, so that the first commit does not pay for it."""
+        self.objects.sync(self.log.replay())
+        self.follow()
+
+    def queries(self) -> Queries:
+        """The catalog's read side, as of the head of the log.
+
+        A catalog that is there and up to date is read without SQLAlchemy. One that cannot be brought up to date, because it is locked or
+        its disk is full, is replaced by one in memory for this call; one that turns out to be damaged is made anew. One in PostgreSQL
+        is always as the log is.
+        """
+        if self.database is not None:
+            self.follow()
+            return self.catalog.queries()
+        quick = open_catalog(self.index_directory / CATALOG_NAME, self.config.store) if "catalog" not in self.__dict__ else None
+        if quick is not None:
+            queries = quick.or_else(self._made_anew)
+            if self._is_head(queries.position()):
+                return queries
+            quick.close()
+        return self._queries_at_head().or_else(self._made_anew)
+
+    def _queries_at_head(self) -> Queries:
+        self.log.replay()
+        if lost := self._lost_end():
+            logger.warning("%s", lost)
+            return self._fold_in_memory()
+        self.follow()
+        queries = self.catalog.queries()
+        if self._is_head(queries.position()):
+            return queries
+        return self._fold_in_memory()
+
+    def _made_anew(self, error: Corrupt) -> Queries:
+        """A catalog is derived, so its damage is no one's loss: begin again with an empty one and fold the log."""
+        logger.warning("the catalog of %s is made anew: %s", self.url, error)
+        self.catalog.reset()
+        return self._queries_at_head()
+
+    def follow(self, schemas: Mapping[str, Schema] | None = None) -> None:
+        """Fold into the catalog what the log has beyond it. `schemas` are at hand, by chunk id in hex; others are read from the store.
+
+        Raises `Corrupt` only for a log that is damaged or has lost its end: a catalog that does not belong to it is made anew, one that
+        cannot be written stays behind, and so does any when storage does not answer. What was appended to the log stays acknowledged.
+        """
+        try:
+            try:
+                self._fold(schemas or {})
+            except Corrupt as error:
+                self.log.replay()  # a broken log is not the catalog's fault, and `repair` may need what it remembers
+                if lost := self._lost_end():
+                    raise Corrupt(lost) from error
+                logger.warning("the catalog of %s is made anew: %s", self.url, error)
+                self.catalog.reset()
+                self._fold(schemas or {})
+        except Unavailable as error:
+            logger.warning("the catalog of %s stays behind: %s", self.url, error)
+
+    def _fold(self, schemas: Mapping[str, Schema]) -> None:
+        if self.database is None:
+            position = self.catalog.position()
+            known = self.log.known_behind(position)
+            self.catalog.fold(self.log.read_entries(*position) if known is None else known)
+        self._add_schemas(self.catalog, schemas)
+
+    def _add_schemas(self, catalog: "Catalog | PostgresCatalog", at_hand: Mapping[str, Schema]) -> None:
+        """The leaves of schemas that commits name. One that cannot be read has none in the catalog; `fsck` reports it."""
+        from ckptstore.objects.schema import decode_schema
+
+        for schema_id in catalog.missing_schemas():
+            with suppress(NotFound, Corrupt):
+                schema = at_hand.get(schema_id) or decode_schema(self.objects.read_metadata(parse_chunk_id(schema_id)))
+                catalog.add_schema(schema_id, schema)
+
+    def _fold_in_memory(self) -> Queries:
+        from ckptstore.index.catalog import Catalog
+
+        catalog = Catalog.temporary(self.config.store)
+        catalog.fold(self.log.read_entries())
+        self._add_schemas(catalog, {})
+        return catalog.queries()
+
+    def _is_head(self, position: Position) -> bool:
+        """Whether nothing follows `position` in the log, and the log has it. Raises `Corrupt` if an entry is missing right behind it."""
+        if self.log.head_after(position.n + 1):
+            self.log.check_no_gap(position.n)
+            return False
+        return not self.log.head_after(position.n) and self.log.has(position)
+
+    def close(self) -> None:
+        """Close what was opened; idempotent. What was checked out can still be read, and nothing can be written."""
+        self._closed = True
+        for name in ("objects", "catalog"):
+            if name in self.__dict__:
+                self.__dict__.pop(name).close()
+        self.log.close()
+        if self.database is not None:
+            self.database.database.close()
+        self.backend.close()
+
+
+def index_directory(backend: Backend, store: StoreId, *, read_only: bool) -> Path:
+    """Where this host keeps the indexes of `store`: in it if it is on a local disk that may be written to, else in a local cache
+    directory, under the store's id; there, too, if the store's path is no Unicode, which LMDB does not open."""
+    root = backend.durable_root
+    if root is not None and not read_only and _is_unicode(root) and not is_network_filesystem(root) and os.access(root, os.W_OK):
+        return root / "index"
+    return _like(root, local_cache_directory() / store)
+
+
+def _is_unicode(path: Path) -> bool:
+    try:
+        return bool(os.fspath(path).encode())
+    except UnicodeEncodeError:
+        return False
+
+
+def _like(root: Path | None, directory: Path) -> Path:
+    """`directory`, made with no more rights than the store at `root`: the index tells what is in it."""
+    if root is not None:
+        with suppress(OSError):
+            make_directories(directory.parent)
+            directory.mkdir(mode=rights(root), exist_ok=True)
+    return directory
+
+
+def _make_private(backend: Backend, most: int, group: int | None = None) -> None:
+    """Make the store's directory no more than `most` before anything lies in it: whatever is made there has no more rights than it
+    (`rights`). Rights for a `group` are for no other one."""
+    root = backend.durable_root
+    if root is None:
+        raise InvalidInput(f"{backend.url} is no directory: who may read it is for the bucket's policy to say; leave private out")
+    new = [directory for directory in (root, *root.parents) if not directory.exists()]
+    try:
+        root.mkdir(mode=most, parents=True, exist_ok=True)
+        status = root.stat()
+        if group not in (None, status.st_gid):
+            most &= 0o707 | (most & 0o007) << 3
+        root.chmod(stat.S_IMODE(status.st_mode) & (~0o777 | most) | 0o700)
+        for directory in new:
+            fd = os.open(directory.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+            try:
+                os.fsync(fd)
+            finally:
+                os.close(fd)
+    except OSError as error:
+        raise ReadOnly(f"cannot make {root} private: {error.strerror}; get the right to write there") from error
+
+
+def _rights_and_group(directory: Path) -> tuple[int, int | None]:
+    try:
+        return rights(directory), os.stat(directory).st_gid
+    except OSError as error:
+        raise Unavailable(f"cannot look at {directory}: {error.strerror}; see to the storage, then repeat") from error
+
+
+def read_config(backend: Backend) -> StoreConfig:
+    """What `ckptstore.json` says. Raises `NotFound` where there is no store, `Corrupt`, `InvalidInput`."""
+    try:
+        data = backend.read(CONFIG_KEY)
+    except NotFound as error:
+        _is_store(backend)
+        raise NotFound(f"no store at {backend.url}: {instead_of_store(backend)}") from error
+    return decode_config(data, backend.url)
+
+
+def _is_store(backend: Backend) -> bool:
+    """Whether there is a store. Raises `Corrupt` for one that lost its `ckptstore.json`: a new one there would bury its commits."""
+    if backend.size(CONFIG_KEY) is not None:
+        return True
+    if next(backend.list("log/"), None):
+        raise Corrupt(f"{backend.url} has a log and no {CONFIG_KEY}: it was a store and lost that file; `ckptstore repair` writes it again")
+    return False
+
+
+def refuse_careless(backend: Backend) -> None:
+    """Raise `InvalidInput` for a bucket that cannot hold a log.
+
+    Some servers take a conditional write for a plain one: two writers would overwrite each other's log entries.
+    """
+    if backend.durable_root is not None:
+        return
+    key = f"tmp/{new_session_id()}-probe"
+    backend.put_new(key, b"first")
+    try:
+        if not backend.put_new(key, b"second") and backend.read(key) == b"first":
+            return
+    finally:
+        backend.delete(key)
+    raise InvalidInput(
+        f"the server of {backend.url} ignores conditional writes (If-None-Match: *), so several writers could lose each other's commits; "
+        f'keep the log in PostgreSQL: index="postgresql+psycopg://…", or use another server'
+    )
+
+
+def _refuse_foreign(backend: Backend) -> None:
+    root = backend.durable_root
+    if root is None or not root.exists():
+        return
+    if not root.is_dir():
+        raise InvalidInput(f"{root} is a file; wanted a directory, or a path where one can be made")
+    # A configuration that is there by now is another process's, and the exclusive create will say so.
+    ours = {CONFIG_KEY, "packs", "commits", "log", "sessions", "index", "tmp", "reserve"}
+    foreign = sorted(entry.name for entry in root.iterdir() if entry.name not in ours)
+    if foreign:
+        raise InvalidInput(
+            f"{root} is no store and holds {len(foreign)} other entries ({', '.join(foreign[:3])}…); choose an empty or a new directory"
+        )

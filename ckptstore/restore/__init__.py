@@ -1,0 +1,1 @@
+"""A commit becomes a state again: plan, read, inflate."""

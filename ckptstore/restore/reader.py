@@ -1,0 +1,341 @@
+"""The journey of a commit's bytes back into a state: document, trees, pieces, reads, in place.
+
+Every chunk is compared with its id on the way. Readers hold nothing in the store; what moved meanwhile is resolved again.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property, lru_cache, partial
+from typing import TYPE_CHECKING, Protocol
+
+from ckptstore.core import dtypes
+from ckptstore.core.config import StoreConfig
+from ckptstore.core.geometry import Grid, byte_ranges, grid
+from ckptstore.core.ids import CHUNK_ID_BYTES, CommitId, SessionId, document_key
+from ckptstore.core.model import Box, CommitDocument, LeafContent, Schema, Shape, TreeRef
+from ckptstore.errors import Corrupt
+from ckptstore.objects.documents import decode_document
+from ckptstore.objects.layout import Layout, decode_layout
+from ckptstore.objects.pages import join_pages
+from ckptstore.objects.schema import decode_schema
+from ckptstore.repository.chunk_store import ObjectStore
+from ckptstore.repository.memory_budget import ReadRoom, read_room
+from ckptstore.repository.thread_pool import Threads
+from ckptstore.restore.mmap import Unmappable, check_mapped, map_leaf
+from ckptstore.restore.read_plan import Piece, select
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+RECENT = 16
+"""So many documents and trees are kept decoded."""
+
+
+class Destination(Protocol):
+    """Where a leaf's raw bytes go (`state.restore`)."""
+
+    def memory(self) -> memoryview | None:
+        """The target's own memory, or None if bytes must be handed over by `write`."""
+
+    def write(self, start: int, data: memoryview) -> None:
+        """Land `data` at byte `start` of the leaf."""
+
+
+class Memory:
+    """A destination that is plain memory."""
+
+    def __init__(self, memory: memoryview) -> None:
+        self._memory = memory
+
+    def memory(self) -> memoryview:
+        return self._memory
+
+    def write(self, start: int, data: memoryview) -> None:
+        self._memory[start : start + len(data)] = data
+
+
+@dataclass(frozen=True)
+class Tree:
+    """One key of a commit: what its leaves are and where their content is."""
+
+    key: str
+    ref: TreeRef
+    schema: Schema
+    contents: Sequence[LeafContent]
+    chunk_bytes: int
+
+    @cached_property
+    def numbers(self) -> dict[str, int]:
+        """Leaf numbers by path."""
+        return {path: i for i, path in enumerate(self.schema.paths)}
+
+    def content(self, i: int) -> LeafContent:
+        """The content of leaf `i`, an alias' from the leaf it shares memory with."""
+        alias = self.schema.aliases[i]
+        return self.contents[i if alias < 0 else alias]
+
+    def content_key(self, i: int) -> object:
+        """What leaf `i` holds, as something that compares; None for shards, which may be cut differently and hold the same."""
+        content = self.content(i)
+        if content.inline is not None:
+            return content.inline
+        return content.ids if content.boxes is None else None
+
+    def extent(self, i: int) -> tuple[Shape, int]:
+        """Shape and element width under which leaf `i` was cut."""
+        if self.schema.kinds[i] == "tensor":
+            return self.schema.shapes[i], dtypes.width_of(self.schema.dtypes[i])
+        return (self.raw_bytes(i),), 1
+
+    def grid(self, i: int) -> Grid:
+        """How leaf `i` was cut, held whole."""
+        return grid(*self.extent(i), self.chunk_bytes)
+
+    def raw_bytes(self, i: int) -> int:
+        if self.schema.kinds[i] == "tensor":
+            return dtypes.nbytes_of(self.schema.dtypes[i], self.schema.shapes[i])
+        content = self.content(i)
+        return content.raw_bytes if content.inline is None else len(content.inline)
+
+    def check(self, i: int) -> None:
+        """Raise `Corrupt` unless leaf `i` has as many bytes or chunks as its shape asks for."""
+        content = self.content(i)
+        if content.inline is not None:
+            wanted, got, what = self.raw_bytes(i), len(content.inline), "bytes"
+        else:
+            shape, width = self.extent(i)
+            boxes = content.boxes or (None,)
+            wanted = sum(len(grid(shape, width, self.chunk_bytes, box)) for box in boxes)
+            got, what = len(content.ids) // CHUNK_ID_BYTES, "chunks"
+        if wanted != got:
+            raise Corrupt(f"the pages of leaf {self.schema.paths[i]} name {got} {what}; wanted {wanted}; run `ckptstore fsck`")
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """A box of leaf `number` of `tree` that is to land in `destination`; the whole leaf without `box`."""
+
+    tree: Tree
+    number: int
+    destination: Destination
+    box: Box | None = None
+
+    @property
+    def nbytes(self) -> int:
+        """Raw bytes that land."""
+        if self.box is None:
+            return self.tree.raw_bytes(self.number)
+        return dtypes.nbytes_of(self.tree.schema.dtypes[self.number], self.box.lengths)
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """One piece on its way to its destination, whose own memory is `memory` if it has some."""
+
+    piece: Piece
+    wanted: Wanted
+    memory: memoryview | None
+
+    @property
+    def place(self) -> memoryview | None:
+        """Where the chunk can be read in place; None if it must be read aside and landed."""
+        at = self.piece.at
+        return None if self.memory is None or at is None else self.memory[at : at + self.piece.raw_bytes]
+
+    def land(self, data: memoryview) -> None:
+        """Copy the chunk's bytes to where they go."""
+        if self.memory is not None:
+            self.piece.land(data, self.memory)
+            return
+        for source, target, n in self.piece.moves:
+            self.wanted.destination.write(target, data[source : source + n])
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """What is to be read of `commit`, and with how much memory: leaves that lie in pages, and the pieces of all others."""
+
+    commit: CommitId
+    room: ReadRoom
+    inline: tuple[Wanted, ...]
+    jobs: tuple[Job, ...]
+
+
+class Reader:
+    """Reads commits of one store."""
+
+    def __init__(self, config: StoreConfig, objects: ObjectStore, threads: Threads) -> None:
+        self._objects, self.threads = objects, threads
+        self.chunk_bytes = config.chunk_bytes
+        self.remote = objects.backend.durable_root is None
+        # Both never change, so what was read lately is at hand for the next look at the same commit.
+        self.document = lru_cache(RECENT)(self._document)
+        self.tree = lru_cache(RECENT)(self._tree)
+
+    def _document(self, session: SessionId, commit: CommitId) -> CommitDocument:
+        """The commit's document, its hash checked."""
+        return decode_document(self._objects.backend.read(document_key(session, commit)), commit)
+
+    def _tree(self, key: str, ref: TreeRef) -> Tree:
+        """Schema and pages of one key."""
+        schema_bytes, *pages = self._objects.read_metadata_many([ref.schema, *ref.pages])
+        schema = decode_schema(schema_bytes)
+        return Tree(key, ref, schema, join_pages(pages, len(schema)), self.chunk_bytes)
+
+    def layout(self, document: CommitDocument) -> Layout | None:
+        """How the ranks that made the commit held its leaves; None for a commit of one."""
+        return None if document.layout is None else decode_layout(self._objects.read_metadata(document.layout))
+
+    def trees(self, refs: Iterable[tuple[str, TreeRef]]) -> dict[str, Tree]:
+        """Several trees; what they have in packs together is read together."""
+        refs = tuple(refs)
+        if len(refs) > 1:
+            self._objects.read_metadata_many([chunk for _, ref in refs for chunk in (ref.schema, *ref.pages)])
+        return {key: self.tree(key, ref) for key, ref in refs}
+
+    def read(self, wanted: Iterable[Wanted], commit: CommitId, *, memory_budget_bytes: int | None = None) -> int:
+        """Bring the bytes of everything in `wanted` to its destination, verified, on all threads that the budget has room for.
+
+        Returns how many raw bytes were read from packs. Raises `Corrupt` naming leaf, pack and commit, and `InvalidInput` for a budget that
+        is too small. After an error while reading, destinations hold some new bytes and some old.
+        """
+        return self.carry_out(self.reading(wanted, commit, memory_budget_bytes=memory_budget_bytes))
+
+    def reading(self, wanted: Iterable[Wanted], commit: CommitId, *, memory_budget_bytes: int | None = None) -> Reading:
+        """What `read` would do. Nothing moves. Raises `Corrupt` for pages that do not fit the shapes, `InvalidInput` for the budget."""
+        room = read_room(memory_budget_bytes, self.chunk_bytes, self.threads.count)
+        inline: list[Wanted] = []
+        jobs: list[Job] = []
+        for want in wanted:
+            want.tree.check(want.number)
+            content = want.tree.content(want.number)
+            if content.inline is not None:
+                inline.append(want)
+                continue
+            shape, width = want.tree.extent(want.number)
+            memory = want.destination.memory()
+            jobs.extend(Job(piece, want, memory) for piece in select(content, shape, width, want.tree.chunk_bytes, want.box))
+        return Reading(commit, room, tuple(inline), tuple(jobs))
+
+    def carry_out(self, reading: Reading, jobs: Sequence[Job] | None = None) -> int:
+        """Do it, or of its pieces only `jobs`; returns how many raw bytes were read from packs."""
+        jobs = reading.jobs if jobs is None else jobs
+        for want in reading.inline:
+            self._land_inline(want)
+        direct: list[Job] = []
+        places: list[memoryview] = []
+        aside: list[Job] = []
+        for job in jobs:
+            if (place := job.place) is None:
+                aside.append(job)
+            else:
+                direct.append(job)
+                places.append(place)
+        if direct:
+            self.fetch(direct, places, reading)
+        self._read_aside(aside, reading)
+        return sum(job.piece.raw_bytes for job in jobs)
+
+    def raw_bytes_of(self, ids: bytes) -> "NDArray[np.int64]":
+        """The sizes of chunks by their ids, as footers say."""
+        return self._objects.located(ids)["raw"].astype("i8")
+
+    def map(self, tree: Tree, number: int, commit: CommitId, *, verify: bool = False) -> memoryview:
+        """The bytes of a leaf, mapped into memory instead of read; unless `verify`, they are not compared with their ids.
+
+        Raises `Unmappable` for a leaf that must be read.
+        """
+        content = tree.content(number)
+        if content.inline is not None:
+            raise Unmappable("it lies in a page")
+        tree.check(number)
+        pieces = list(select(content, *tree.extent(number), tree.chunk_bytes))
+        data = map_leaf(self._objects, pieces, tree.extent(number)[1])
+        if verify:
+            check_mapped(self._objects, data, pieces, self.threads.spread, f"leaf {tree.schema.paths[number]}, commit {commit[:12]}")
+        return data
+
+    def leaf_bytes(self, tree: Tree, number: int, commit: CommitId, *, memory_budget_bytes: int | None = None) -> bytes:
+        """All bytes of a leaf: for values and `bytes` leaves."""
+        inline = tree.content(number).inline
+        if inline is not None:
+            return inline
+        tree.check(number)
+        buffer = bytearray(tree.raw_bytes(number))
+        self.read([Wanted(tree, number, Memory(memoryview(buffer)))], commit, memory_budget_bytes=memory_budget_bytes)
+        return bytes(buffer)
+
+    def packs_of(self, document: CommitDocument) -> frozenset[int]:
+        """The numbers of the packs that hold the commit's chunks now, metadata included."""
+        metadata = [chunk for _, ref in document.trees for chunk in (ref.schema, *ref.pages)]
+        if document.layout is not None:
+            metadata.append(document.layout)
+        contents = (content for key, ref in document.trees for content in self.tree(key, ref).contents)
+        return self._objects.packs_of(b"".join((*metadata, *(content.ids for content in contents))))
+
+    def verify(self, tree: Tree, commit: CommitId) -> None:
+        """Read and check every chunk of `tree`, through scratch memory."""
+        nowhere = _Nowhere()
+        self.read((Wanted(tree, i, nowhere) for i in range(len(tree.schema)) if tree.schema.aliases[i] < 0), commit)
+
+    def _land_inline(self, want: Wanted) -> None:
+        data, memory = want.tree.content(want.number).inline or b"", want.destination.memory()
+        shape, width = want.tree.extent(want.number)
+        if want.box is not None:
+            moves: Iterable[tuple[int, int, int]] = _inline_moves(shape, width, want.box)
+        else:
+            moves = ((0, 0, len(data)),)
+        for source, target, n in moves:
+            if memory is not None:
+                memory[target : target + n] = data[source : source + n]
+            elif n:
+                want.destination.write(target, memoryview(data)[source : source + n])
+
+    def _read_aside(self, jobs: Sequence[Job], reading: Reading) -> None:
+        """Through scratch memory of at most `room.aside_bytes` at a time."""
+        i = 0
+        while i < len(jobs):
+            j, size = i, 0
+            while j < len(jobs) and (j == i or size + jobs[j].piece.raw_bytes <= reading.room.aside_bytes):
+                size += jobs[j].piece.raw_bytes
+                j += 1
+            out = [memoryview(bytearray(job.piece.raw_bytes)) for job in jobs[i:j]]
+            self.fetch(jobs[i:j], out, reading)
+            for job, data in zip(jobs[i:j], out, strict=True):
+                job.land(data)
+            i = j
+
+    def fetch(self, jobs: Sequence[Job], out: Sequence[memoryview], reading: Reading, check: Callable[[int], bool] | None = None) -> None:
+        """Read the chunks of `jobs` into `out`, verified: by their ids, or by what `check` says of each."""
+
+        def describe(i: int) -> str:
+            want = jobs[i].wanted
+            return f"leaf {want.tree.schema.paths[want.number]}, commit {reading.commit[:12]}"
+
+        self._objects.read_into(
+            b"".join(job.piece.chunk for job in jobs),
+            out,
+            run=partial(self.threads.spread, hands=reading.room.threads),
+            describe=describe,
+            check=check,
+            threads=reading.room.threads,
+            read_bytes=reading.room.read_bytes,
+        )
+
+
+class _Nowhere:
+    """A destination for bytes that are only checked."""
+
+    def memory(self) -> None:
+        return None
+
+    def write(self, start: int, data: memoryview) -> None:
+        pass
+
+
+def _inline_moves(shape: Shape, width: int, box: Box) -> Iterable[tuple[int, int, int]]:
+    target = 0
+    for start, stop in byte_ranges(shape, box, width):
+        yield start, target, stop - start
+        target += stop - start

@@ -1,1 +1,0 @@
-"""What is particular to a state that many ranks hold: who they are, and which boxes of its tensors are here."""

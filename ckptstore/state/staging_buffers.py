@@ -1,0 +1,201 @@
+"""Memory that staged states lie in: arenas of a budgeted pool, used again by one commit after the other.
+
+Fresh memory costs as much as a copy into it (page faults), so an arena that was given back stays and is taken again. What is not taken is
+given up only to make room for a larger one.
+"""
+
+import ctypes
+import mmap
+import os
+import threading
+from bisect import bisect_right
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import NamedTuple
+from weakref import finalize
+
+from ckptstore.core.config import MIN_STAGING_BYTES
+from ckptstore.errors import Unavailable
+from ckptstore.state.copy_progress import Arrivals
+from ckptstore.state.leaf_sources import NotCopied
+
+_SHARE_OF_AVAILABLE = 0.5
+
+
+class Arena:
+    """Memory of one staged state, until it is given back to its pool."""
+
+    def __init__(self, nbytes: int, *, shared: bool) -> None:
+        self.nbytes = nbytes
+        self.fd = _shared_memory(nbytes) if shared else -1
+        """With it, another process can look at the same memory; -1 if that was not asked for."""
+        flags = mmap.MAP_SHARED if shared else mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+        try:
+            self._map = mmap.mmap(self.fd, nbytes, flags=flags)
+        except OSError as error:
+            if shared:
+                _close(self.fd)
+            raise _no_memory(nbytes, error) from error
+        if shared:
+            finalize(self, _close, self.fd)
+        # Without these hints it works as well, only slower. A forked child would make every page of it a copy-on-write fault for us.
+        for advice in ("MADV_HUGEPAGE", "MADV_DONTFORK"):
+            with suppress(AttributeError, OSError):
+                self._map.madvise(getattr(mmap, advice))
+        self.memory = memoryview(self._map)
+        self.address = ctypes.addressof(ctypes.c_char.from_buffer(self._map))
+        self.pinned = False
+        """Whether devices have been told of it (`state.devices`)."""
+
+
+class ArenaSource:
+    """A leaf that lies in `memory` from `offset` on, or will: who asks for bytes waits for their arrival. Valid until the arena is given
+    back."""
+
+    __slots__ = ("arrivals", "memory", "nbytes", "offset", "width")
+    known_ids: bytes | None = None
+    still = True
+
+    def __init__(self, memory: memoryview, offset: int, nbytes: int, width: int, arrivals: Arrivals | None = None) -> None:
+        self.memory, self.offset, self.nbytes, self.width, self.arrivals = memory, offset, nbytes, width, arrivals
+
+    def view(self, start: int, stop: int) -> memoryview:
+        if self.arrivals:
+            self.arrivals.wait(self.offset + start, self.offset + stop)
+        return self.memory[self.offset + start : self.offset + stop]
+
+    def stage(self, start: int, stop: int, out: memoryview) -> None:
+        out[:] = self.view(start, stop)
+
+
+class Place(NamedTuple):
+    """Bytes `start:stop` of something larger lie at `offset` of an arena."""
+
+    start: int
+    stop: int
+    offset: int
+
+
+class PartSource:
+    """A leaf whose chunks' ids are known, and of which no more lies in `memory`, or will, than `places` say, in order."""
+
+    __slots__ = ("arrivals", "known_ids", "memory", "nbytes", "places", "width")
+    still = True
+
+    def __init__(
+        self, memory: memoryview, places: Sequence[Place], known_ids: bytes, nbytes: int, width: int, arrivals: Arrivals | None = None
+    ) -> None:
+        self.memory, self.places, self.known_ids, self.nbytes, self.width = memory, tuple(places), known_ids, nbytes, width
+        self.arrivals = arrivals
+
+    def view(self, start: int, stop: int) -> memoryview:
+        i = bisect_right(self.places, start, key=lambda place: place.start) - 1
+        if i < 0 or stop > self.places[i].stop:
+            raise NotCopied(f"bytes {start}:{stop} of a leaf of {self.nbytes} were left to the store")
+        offset = self.places[i].offset + start - self.places[i].start
+        if self.arrivals:
+            self.arrivals.wait(offset, offset + stop - start)
+        return self.memory[offset : offset + stop - start]
+
+    def stage(self, start: int, stop: int, out: memoryview) -> None:
+        out[:] = self.view(start, stop)
+
+
+class ArenaPool:
+    """Arenas of at most `budget_bytes` together, taken and free ones; of `shared` memory if another process is to see them. Threads may
+    share it."""
+
+    def __init__(self, budget_bytes: int, *, shared: bool = False) -> None:
+        self._shared = shared
+        self.budget_bytes = max(budget_bytes // MIN_STAGING_BYTES, 1) * MIN_STAGING_BYTES
+        self._free: list[Arena] = []
+        self._taken_bytes = 0
+        self._changed = threading.Condition()
+
+    @property
+    def held_bytes(self) -> int:
+        """What the pool occupies now."""
+        with self._changed:
+            return self._taken_bytes + sum(arena.nbytes for arena in self._free)
+
+    def take(self, nbytes: int, *, wait: bool = True) -> Arena | None:
+        """An arena of at least `nbytes`, which must be within the budget; waits until there is room, or returns None without `wait`."""
+        size = -(-max(nbytes, 1) // MIN_STAGING_BYTES) * MIN_STAGING_BYTES
+        assert size <= self.budget_bytes
+        with self._changed:
+            while self._taken_bytes + size > self.budget_bytes:
+                if not wait:
+                    return None
+                self._changed.wait()
+            arena = self._best(size)
+            self._taken_bytes += arena.nbytes
+            return arena
+
+    def give(self, arena: Arena) -> None:
+        """Let the next one have it: nobody may refer to its memory any more."""
+        with self._changed:
+            self._taken_bytes -= arena.nbytes
+            self._free.append(arena)
+            self._changed.notify_all()
+
+    def _best(self, size: int) -> Arena:
+        """The smallest free arena that is large enough and within the budget, else a new one in the place of free ones."""
+        room = self.budget_bytes - self._taken_bytes
+        fitting = [arena for arena in self._free if size <= arena.nbytes <= room]
+        if fitting:
+            best = min(fitting, key=lambda arena: arena.nbytes)
+            self._free.remove(best)
+            return best
+        self._free.clear()
+        return Arena(size, shared=self._shared)
+
+
+def _shared_memory(nbytes: int) -> int:
+    try:
+        fd = os.memfd_create("ckptstore-staging", os.MFD_CLOEXEC)
+    except OSError as error:
+        raise _no_memory(nbytes, error) from error
+    try:
+        os.ftruncate(fd, nbytes)
+    except OSError as error:
+        _close(fd)
+        raise _no_memory(nbytes, error) from error
+    return fd
+
+
+def _close(fd: int) -> None:
+    with suppress(OSError):  # nothing but memory is behind it
+        os.close(fd)
+
+
+def _no_memory(nbytes: int, error: OSError) -> Unavailable:
+    return Unavailable(
+        f"cannot have {nbytes} bytes of memory to stage a state in: {error.strerror}; raise the limit of open files (`ulimit -n`) or of "
+        "memory, or commit with less memory, then repeat"
+    )
+
+
+def default_budget() -> int:
+    """Half of the memory that is available now, to this machine and to this control group."""
+    return max(int(_SHARE_OF_AVAILABLE * min(_available_on_host(), _available_in_group())), MIN_STAGING_BYTES)
+
+
+def _available_on_host() -> int:
+    with suppress(OSError, ValueError, IndexError):
+        for line in Path("/proc/meminfo").read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) * 1024
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def _available_in_group() -> float:
+    """By version 2 of control groups, as far as the process sees its own; page cache that can go counts as available."""
+    with suppress(OSError, ValueError):
+        folder = Path("/sys/fs/cgroup")
+        limit = (folder / "memory.max").read_text().strip()
+        if limit != "max":
+            statistics = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
+            used = int((folder / "memory.current").read_text()) - int(statistics.get("inactive_file", 0))
+            return max(int(limit) - used, 0)
+    return float("inf")

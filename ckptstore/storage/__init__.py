@@ -1,0 +1,1 @@
+"""Where objects lie: local disks, buckets, and what fsspec knows."""

@@ -1,0 +1,223 @@
+"""Objects in memory, or in a bucket that is not S3, through fsspec.
+
+An object store shows an object whole and durably once its upload is acknowledged, so there is nothing to fsync and nothing temporary.
+"""
+
+import threading
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext, suppress
+from pathlib import Path
+from typing import Any
+
+from ckptstore.core.ids import SessionId, new_session_id
+from ckptstore.core.redaction import redact, secrets_of, without
+from ckptstore.errors import CkptStoreError, Corrupt, InvalidInput, NotFound, ReadOnly, Unavailable
+from ckptstore.storage.contract import OpenFile, check_key, put_finished
+from ckptstore.storage.limits import check_size, largest
+
+_EXCLUSIVE = ("memory", "gs", "gcs", "az", "abfs", "abfss")
+"""Where fsspec's `mode="create"` is one atomic request; elsewhere two writers could both believe that they created an object.
+
+Older libraries ignored that mode, and some servers ignore the condition, so a process tries it out before it relies on it.
+"""
+
+_memory_lock = threading.Lock()
+"""fsspec's memory filesystem looks and then creates; under this lock the two are one step."""
+
+
+class FsspecBackend:
+    """See `Backend`. A writer keeps its object in memory until `finish`, so packs are best kept small (64 MiB)."""
+
+    def __init__(self, url: str, *, read_only: bool = False, storage_options: dict[str, Any] | None = None) -> None:
+        # Imported here because a store on a local disk should not pay for it.
+        import fsspec
+
+        scheme = url.partition("://")[0]
+        if scheme not in _EXCLUSIVE:
+            raise InvalidInput(f"a store cannot live at {redact(url)}: wanted a local path or one of s3, {', '.join(_EXCLUSIVE)}://")
+        options = storage_options or {}
+        self.url = redact(url.rstrip("/"))
+        self._secrets = secrets_of(options)
+        try:
+            self._fs, root = fsspec.core.url_to_fs(url, use_listings_cache=False, **options)
+        except ImportError as error:
+            raise InvalidInput(f"cannot open {self.url}: {error}") from error
+        self.durable_root: Path | None = None
+        self._root = root.rstrip("/")
+        self._read_only = read_only
+        self._tried_out = scheme == "memory"
+        self._exclusion: AbstractContextManager[object] = _memory_lock if scheme == "memory" else nullcontext()
+
+    def read(self, key: str, start: int = 0, stop: int | None = None) -> bytes:
+        if stop is not None and start >= stop:
+            return b""
+        limit = largest(key)
+        end = limit + 1 if stop is None and limit is not None else stop
+        try:
+            data: bytes = self._fs.cat_file(self._path(key), start=start or None, end=end)
+        except Exception as error:
+            # Some answer a range behind the object's end with an error.
+            if (start or end) and (size := self.size(key)) is not None and start >= size:
+                return b""
+            raise self._failure(error, "read", key) from error
+        check_size(key, start + len(data), self.url)
+        return data
+
+    def read_into(self, key: str, offset: int, buffers: Sequence[memoryview]) -> None:
+        wanted = sum(b.nbytes for b in buffers)
+        data = memoryview(self.read(key, offset, offset + wanted))
+        if data.nbytes != wanted:
+            raise Corrupt(
+                f"{key} in {self.url} is too short: wanted {wanted} bytes from {offset} on, got {data.nbytes}; run `ckptstore fsck`"
+            )
+        for buffer in buffers:
+            buffer.cast("B")[:] = data[: buffer.nbytes]
+            data = data[buffer.nbytes :]
+
+    def open_file(self, key: str) -> OpenFile:
+        raise InvalidInput(f"{self.url} is no local directory, so its packs cannot be mapped into memory; use read instead")
+
+    def will_need(self, key: str, offset: int, nbytes: int) -> None:
+        """Nothing: requests run side by side as it is."""
+
+    def read_tail(self, key: str, nbytes: int) -> tuple[bytes, int]:
+        size = self.size(key)
+        if size is None:
+            raise NotFound(f"there is no {key} in {self.url}")
+        return self.read(key, max(size - nbytes, 0), size), size
+
+    def size(self, key: str) -> int | None:
+        try:
+            found = self._fs.info(self._path(key))
+        except FileNotFoundError:
+            return None
+        except Exception as error:
+            raise self._failure(error, "look up", key) from error
+        return int(found["size"]) if found["type"] == "file" else None
+
+    def put(self, key: str, data: bytes | memoryview, *, durable: bool = True) -> None:
+        self._check_writable(key)
+        try:
+            # Copied unless it is bytes: not every library behind fsspec takes a memoryview.
+            self._fs.pipe_file(self._path(key), bytes(data))
+        except Exception as error:
+            raise self._failure(error, "write", key, data) from error
+
+    def put_new(self, key: str, data: bytes | memoryview) -> bool:
+        """As in `Backend`. A repeated request may meet its own object and answer False: who needs to know reads the object."""
+        self._check_writable(key)
+        if not self._tried_out:
+            self._try_out()
+        try:
+            self._create(key, bytes(data))
+        except Exception as error:
+            # Servers refuse in different words, and an answer may be lost; what the caller asks is whether there is an object.
+            if self.size(key) is not None:
+                return False
+            raise self._failure(error, "create", key, data) from error
+        return True
+
+    def create(self, key: str, *, session: SessionId, lean: bool = False, aside: bool = False) -> "FsspecWriter":
+        self._check_writable(key)
+        check_key(key)
+        return FsspecWriter(self, key)
+
+    def sync_dirs(self, keys: Iterable[str]) -> None:
+        """A bucket has no directories."""
+
+    def delete(self, key: str) -> None:
+        self._check_writable(key)
+        try:
+            self._fs.rm_file(self._path(key))
+        except FileNotFoundError:
+            return
+        except Exception as error:
+            raise self._failure(error, "delete", key) from error
+
+    def list(self, prefix: str) -> Iterator[tuple[str, int]]:
+        directory = prefix.rpartition("/")[0]
+        place = self._path(directory) if directory else self._root
+        try:
+            found = self._find(place)
+        except FileNotFoundError:
+            return
+        except Exception as error:
+            raise self._failure(error, "list", directory) from error
+        for path in sorted(found):
+            key = path.removeprefix(f"{self._root}/")
+            if key.startswith(prefix):
+                yield key, int(found[path]["size"])
+
+    def _find(self, place: str) -> dict[str, Any]:
+        self._fs.invalidate_cache()
+        while True:
+            try:
+                found: dict[str, Any] = self._fs.find(place, detail=True)
+                return found
+            except RuntimeError as error:
+                # Of memory://, whose dict another thread changed.
+                if "changed size during iteration" not in str(error):
+                    raise
+
+    def close(self) -> None:
+        """fsspec shares its connections among all who use them, so they stay open."""
+
+    def _path(self, key: str) -> str:
+        return f"{self._root}/{check_key(key)}"
+
+    def _create(self, key: str, data: bytes) -> None:
+        with self._exclusion:
+            self._fs.pipe_file(self._path(key), data, mode="create")
+
+    def _try_out(self) -> None:
+        """Raise `InvalidInput` if what must create an object overwrites one: on this host, log entries would be lost."""
+        key = f"tmp/{new_session_id()}-probe"
+        self.put(key, b"first")
+        try:
+            with suppress(Exception):  # in whatever words it is refused
+                self._create(key, b"second")
+            found = self.read(key)
+        finally:
+            self.delete(key)
+        if found != b"first":
+            raise InvalidInput(
+                f"what serves {self.url} overwrites objects that it was to create, so writers could lose each other's commits: either the "
+                f"library on this host ({type(self._fs).__module__}), then install a newer one, or the server, then take another one"
+            )
+        self._tried_out = True
+
+    def _check_writable(self, key: str) -> None:
+        if self._read_only:
+            raise ReadOnly(f"cannot change {key}: {self.url} was opened for reading only; open it without read_only")
+
+    def _failure(self, error: Exception, verb: str, key: str, data: bytes | memoryview = b"") -> CkptStoreError:
+        """What `error` means to the caller. Each library behind fsspec has its own errors, and what is not known here may pass."""
+        if isinstance(error, CkptStoreError):
+            return error
+        said = without(str(error), self._secrets)
+        if isinstance(error, FileNotFoundError):
+            return NotFound(f"there is no {key} in {self.url}")
+        if isinstance(error, PermissionError):
+            return ReadOnly(f"cannot {verb} {key} in {self.url}: {said}; get the right to do so")
+        return Unavailable(f"cannot {verb} {key} ({len(data)} bytes) in {self.url}: {said}; see to the storage, then repeat")
+
+
+class FsspecWriter:
+    """See `Writer`."""
+
+    def __init__(self, backend: FsspecBackend, key: str) -> None:
+        self._backend = backend
+        self._key = key
+        self._data = bytearray()
+
+    def append(self, buffers: Sequence[memoryview]) -> None:
+        """Nothing is sent before the object is whole."""
+        for buffer in buffers:
+            self._data += buffer.cast("B")
+
+    def finish(self) -> bool:
+        data, self._data = self._data, bytearray()
+        return put_finished(self._backend, self._key, bytes(data))
+
+    def discard(self) -> None:
+        self._data = bytearray()

@@ -1,0 +1,205 @@
+"""Objects as files under a directory, durable against a power cut.
+
+Invariants: a file gets its final name only after its bytes were fsynced, and never that of a finished object; a name
+counts as durable only after its directory was fsynced, and the directories above it were once by this process; no symbolic link is ever
+opened. Nothing in a store may be read or written by somebody who may not do the same to the store's directory.
+"""
+
+import os
+import secrets
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
+from functools import lru_cache, partial
+from pathlib import Path
+from stat import S_ISREG
+from typing import TypeVar
+
+from ckptstore.core.ids import SessionId, new_session_id
+from ckptstore.core.paths import rights
+from ckptstore.errors import CkptStoreError, Corrupt, NoSpace, ReadOnly, Unavailable
+from ckptstore.storage.contract import check_key
+from ckptstore.storage.limits import check_size
+from ckptstore.storage.local_directories import Directories
+from ckptstore.storage.local_files import LOST, Descriptor, failure, is_cached, listed_bytes, open_object, read_range, transfer, unreadable
+from ckptstore.storage.local_writer import LocalWriter
+
+_OPEN_FILES = 64
+_CREATE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
+
+T = TypeVar("T")
+
+
+class LocalBackend:
+    """See `Backend`. Temporary files lie in `tmp/` under the root, so that a rename stays within one filesystem."""
+
+    def __init__(self, root: str | Path, *, read_only: bool = False, fsync: bool = True, direct_io: bool | None = None) -> None:
+        self.durable_root: Path | None = Path(root).absolute()
+        self.url = str(self.durable_root)
+        self._read_only = read_only
+        self._fsync = fsync
+        self._direct_io = direct_io
+        self._directories = Directories(self.url, fsync=fsync)
+        self._owner = new_session_id()
+        # Evicting a file only drops a reference: a thread that reads from it keeps it open, so no lock is needed.
+        self._opened = lru_cache(_OPEN_FILES)(partial(open_object, self.url))
+
+    def read(self, key: str, start: int = 0, stop: int | None = None) -> bytes:
+        def whole(fd: int) -> bytes:
+            end = os.fstat(fd).st_size
+            if stop is None:
+                check_size(key, end, self.url)
+            return read_range(fd, start, end if stop is None else min(stop, end))
+
+        return self._reading(key, open_object(self.url, key), whole)
+
+    def read_into(self, key: str, offset: int, buffers: Sequence[memoryview]) -> None:
+        missing = self._reading(key, self._opened(key), lambda fd: transfer(os.preadv, fd, offset, buffers))
+        if missing:
+            raise Corrupt(
+                f"{key} in {self.url} ends {missing} bytes before it should: wanted {sum(b.nbytes for b in buffers)} bytes "
+                f"from {offset} on; run `ckptstore fsck`"
+            )
+
+    def open_file(self, key: str) -> Descriptor:
+        return self._opened(key)
+
+    def will_need(self, key: str, offset: int, nbytes: int) -> None:
+        if hasattr(os, "posix_fadvise"):
+            with suppress(CkptStoreError, OSError):
+                file = self._opened(key)
+                if not is_cached(file.fd, offset):
+                    os.posix_fadvise(file.fd, offset, nbytes, os.POSIX_FADV_WILLNEED)
+
+    def read_tail(self, key: str, nbytes: int) -> tuple[bytes, int]:
+        def tail(fd: int) -> tuple[bytes, int]:
+            end = os.fstat(fd).st_size
+            return read_range(fd, max(end - nbytes, 0), end), end
+
+        return self._reading(key, open_object(self.url, key), tail)
+
+    def size(self, key: str) -> int | None:
+        try:
+            status = os.stat(self._path(key), follow_symlinks=False)
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+        except OSError as error:
+            raise unreadable(error, key, self.url) from error
+        return status.st_size if S_ISREG(status.st_mode) else None
+
+    def put(self, key: str, data: bytes | memoryview, *, durable: bool = True) -> None:
+        writer = self._write(key, data, durable=durable, replace=True)
+        writer.finish()
+        if durable:
+            self.sync_dirs((key,))
+
+    def put_new(self, key: str, data: bytes | memoryview) -> bool:
+        writer = self._write(key, data, durable=True, replace=False)
+        try:
+            created = writer.link()
+        finally:
+            writer.discard()
+        if created:
+            try:
+                self.sync_dirs((key,))
+            except NoSpace as error:  # callers take it for "not created", but the name is there
+                raise Unavailable(f"{key} is there, but not known to be durable: {error}") from error
+        return created
+
+    def create(self, key: str, *, session: SessionId, lean: bool = False, aside: bool = False) -> LocalWriter:
+        direct_io = aside if self._direct_io is None else self._direct_io
+        return self._writer(key, session, durable=self._fsync, direct_io=direct_io and not lean, replace=False)
+
+    def sync_dirs(self, keys: Iterable[str]) -> None:
+        for directory in sorted({os.path.dirname(self._path(key)) for key in keys}):
+            self._directories.sync(directory)
+
+    def delete(self, key: str) -> None:
+        path = self._path(key)
+        self._check_writable(key)
+        try:
+            os.unlink(path)
+        except (FileNotFoundError, NotADirectoryError):
+            return
+        except OSError as error:
+            raise failure(error, "delete", key, self.url, writing=True) from error
+        self.forget_open_files()
+
+    def list(self, prefix: str) -> Iterator[tuple[str, int]]:
+        directory = prefix.rpartition("/")[0]
+        if directory:
+            check_key(directory)
+        return self._walk(directory, prefix)
+
+    def close(self) -> None:
+        self.forget_open_files()
+
+    def forget_open_files(self) -> None:
+        """Open objects anew from here on: one was replaced or deleted."""
+        self._opened.cache_clear()
+
+    def _reading(self, key: str, file: Descriptor, action: Callable[[int], T]) -> T:
+        """`action` with the descriptor of an object. A disk that fails is asked once more, for a cable may have been at fault."""
+        try:
+            return action(file.fd)
+        except OSError as error:
+            self._opened.cache_clear()
+            if error.errno not in LOST:
+                raise failure(error, "read", key, self.url) from error
+        file = open_object(self.url, key)
+        try:
+            return action(file.fd)
+        except OSError as error:
+            raise unreadable(error, key, self.url) from error
+
+    def _path(self, key: str) -> str:
+        return f"{self.url}/{check_key(key)}"
+
+    def _check_writable(self, key: str) -> None:
+        if self._read_only:
+            raise ReadOnly(f"cannot change {key}: {self.url} was opened for reading only; open it without read_only")
+
+    def _write(self, key: str, data: bytes | memoryview, *, durable: bool, replace: bool) -> LocalWriter:
+        writer = self._writer(key, self._owner, durable=durable and self._fsync, direct_io=bool(self._direct_io), replace=replace)
+        try:
+            writer.append((memoryview(data),))
+        except BaseException:
+            writer.discard()
+            raise
+        return writer
+
+    def _writer(self, key: str, session: SessionId, *, durable: bool, direct_io: bool, replace: bool) -> LocalWriter:
+        check_key(key)
+        self._check_writable(key)
+        temporary = f"{self.url}/tmp/{session}-{secrets.token_hex(8)}"
+        try:
+            fd = self._directories.having(temporary, lambda: os.open(temporary, _CREATE, 0o666 & rights(self.url)))
+        except OSError as error:
+            raise failure(error, "create", key, self.url, writing=True) from error
+        return LocalWriter(
+            self._directories, key, temporary, fd, durable=durable, direct_io=direct_io, replace=replace, named=self.forget_open_files
+        )
+
+    def _walk(self, directory: str, prefix: str) -> Iterator[tuple[str, int]]:
+        base = f"{directory}/" if directory else ""
+        try:
+            with os.scandir(f"{self.url}/{directory}") as found:
+                entries = {base + e.name + ("/" if e.is_dir(follow_symlinks=False) else ""): e for e in found}
+        except (FileNotFoundError, NotADirectoryError):
+            return
+        except OSError as error:
+            raise failure(error, "list", directory or "the store", self.url) from error
+        for key in sorted(entries):
+            if key.endswith("/"):
+                if key.startswith(prefix) or prefix.startswith(key):
+                    yield from self._walk(key[:-1], prefix)
+            elif key.startswith(prefix) and (size := self._listed(key, entries[key])) is not None:
+                yield key, size
+
+    def _listed(self, key: str, entry: os.DirEntry[str]) -> int | None:
+        """The size of a file. None for what is none, and for one deleted since; what another process deletes may be listed or not."""
+        try:
+            return listed_bytes(entry) if entry.is_file(follow_symlinks=False) else None
+        except FileNotFoundError:
+            return None
+        except OSError as error:
+            raise failure(error, "list", key, self.url) from error

@@ -1,0 +1,171 @@
+"""Chunks that were read from a bucket, kept on this host's disk up to a number of bytes.
+
+A chunk is a file named by its id, so what the file holds can be told from its name: it is compared on every read, and a file that was cut,
+flipped or never finished is no hit and goes. Files appear whole, by a rename, and a reader that has one open keeps it, so processes share
+a cache without a lock; only eviction takes turns. Nothing is ever synced: a cache that a power cut spoils is verified like any other.
+"""
+
+import logging
+import os
+import secrets
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import NamedTuple
+
+from ckptstore.core.ids import ChunkId, digest
+from ckptstore.core.paths import make_directories
+from ckptstore.storage.file_lock import file_lock
+
+LARGEST_SHARE = 8
+"""A chunk larger than this part of the limit is not kept: it would push out too much."""
+
+EVICT_TO = 0.9
+LOOK_EVERY = 16
+"""After so small a part of the limit was added by this process, it looks what others have added."""
+
+UNFINISHED_S = 3600.0
+"""A file that was begun so long ago was left behind by a crash."""
+
+_UNFINISHED = ".new"
+
+_logger = logging.getLogger("ckptstore")
+
+
+class _File(NamedTuple):
+    """A file of the cache; what was used longest ago sorts first."""
+
+    used_s: float
+    bytes: int
+    path: str
+
+
+class ReadCache:
+    """The cache in `directory`, which is made if need be, for this user alone. Threads and processes may share it.
+
+    All processes together keep at most `limit_bytes` and a sixteenth of that for each of them.
+    """
+
+    def __init__(self, directory: Path, limit_bytes: int) -> None:
+        self._directory, self._limit_bytes = directory, limit_bytes
+        self._lock = threading.Lock()
+        self._evicting = threading.Lock()
+        self._held_bytes: int | None = None
+        self._added_bytes = 0
+        self._given_up = False
+
+    def read_into(self, chunk: ChunkId, out: memoryview) -> bool:
+        """Whether the cache has `chunk`, whose bytes are then in `out`; otherwise what is in `out` means nothing."""
+        path = self._path(chunk)
+        try:
+            fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+        except OSError:
+            return False
+        try:
+            if _filled(fd, out) and digest(out) == chunk:
+                os.utime(fd)  # when a file was used last says how soon it goes
+                return True
+        except OSError as error:
+            _logger.debug("a cached chunk cannot be read: %s", error)
+        finally:
+            with suppress(OSError):
+                os.close(fd)
+        with suppress(OSError):
+            path.unlink()
+        return False
+
+    def put(self, chunk: ChunkId, data: memoryview) -> None:
+        """Keep `data`, which is what `chunk` says. What cannot be written is not kept."""
+        if self._given_up or data.nbytes > self._limit_bytes // LARGEST_SHARE:
+            return
+        path = self._path(chunk)
+        try:
+            if path.exists():
+                return
+            self._write(path, data)
+        except OSError as error:
+            self._given_up = True
+            _logger.warning("what is read is not kept in %s any more: %s", self._directory, error.strerror)
+            return
+        self._account(data.nbytes)
+
+    def _path(self, chunk: ChunkId) -> Path:
+        name = chunk.hex()
+        return self._directory / name[:2] / name
+
+    def _write(self, path: Path, data: memoryview) -> None:
+        if not path.parent.is_dir():
+            make_directories(self._directory.parent)
+            for folder in (self._directory, path.parent):
+                folder.mkdir(mode=0o700, exist_ok=True)
+        new = path.with_name(f"{path.name}-{secrets.token_hex(4)}{_UNFINISHED}")
+        fd = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        try:
+            with open(fd, "wb", buffering=0) as file:
+                rest = data.cast("B") if data.nbytes else data
+                while rest.nbytes:
+                    rest = rest[file.write(rest) :]
+            new.replace(path)
+        except BaseException:
+            new.unlink(missing_ok=True)
+            raise
+
+    # -- keeping to the limit --
+
+    def _account(self, nbytes: int) -> None:
+        with self._lock:
+            self._added_bytes += nbytes
+        while self._may_be_too_much() and self._evict():
+            pass  # whoever adds meanwhile leaves it to this thread
+
+    def _may_be_too_much(self) -> bool:
+        with self._lock:
+            held, added = self._held_bytes, self._added_bytes
+        return held is None or added > self._limit_bytes // LOOK_EVERY or held + added > self._limit_bytes
+
+    def _evict(self) -> bool:
+        """Count what is there, and let the oldest go if that is too much. False if somebody else is at it, who does it for us."""
+        if not self._evicting.acquire(blocking=False):
+            return False
+        try:
+            with file_lock(self._directory / "lock", timeout_s=0.0) as held:
+                if held:
+                    with self._lock:
+                        self._added_bytes = 0
+                    self._held_bytes = self._let_go(sorted(self._files()))
+                return held
+        finally:
+            self._evicting.release()
+
+    def _let_go(self, files: list[_File]) -> int:
+        """Remove the files used longest ago until few enough bytes are left; how many those are."""
+        total = sum(file.bytes for file in files)
+        wanted = total if total <= self._limit_bytes else int(self._limit_bytes * EVICT_TO)
+        for file in files:
+            abandoned = file.path.endswith(_UNFINISHED) and file.used_s < time.time() - UNFINISHED_S
+            if total > wanted or abandoned:
+                with suppress(OSError):
+                    os.unlink(file.path)
+                total -= file.bytes
+        return total
+
+    def _files(self) -> Iterator[_File]:
+        with suppress(OSError):
+            for folder in os.scandir(self._directory):
+                if folder.is_dir(follow_symlinks=False):
+                    for entry in os.scandir(folder):
+                        with suppress(OSError):  # gone meanwhile
+                            status = entry.stat(follow_symlinks=False)
+                            yield _File(status.st_mtime, status.st_size, entry.path)
+
+
+def _filled(fd: int, out: memoryview) -> bool:
+    """Whether the file is as long as `out`, which it then fills."""
+    if os.fstat(fd).st_size != out.nbytes:
+        return False
+    rest = out.cast("B") if out.nbytes else out
+    while rest.nbytes and (got := os.readv(fd, [rest])):
+        rest = rest[got:]
+    return not rest.nbytes

@@ -1,0 +1,167 @@
+"""How a large object gets into S3: parts of 8 MiB, several on their way at once while the next is filled.
+
+A finished object is never replaced: the request that gives it its name says `If-None-Match: *`. Each object carries its writer's mark as
+metadata, by which a writer whose answer was lost knows its own object. Some servers ignore that condition where an upload of parts is
+completed, so the name is looked up just before: there, two writers that complete at the same moment may still replace one another.
+"""
+
+import io
+import secrets
+import threading
+from collections.abc import Sequence
+from concurrent.futures import Future
+from contextlib import suppress
+from typing import Any
+
+from ckptstore.core.config import MIB
+from ckptstore.errors import CkptStoreError, Unavailable
+from ckptstore.storage.contract import as_bytes, name_taken
+from ckptstore.storage.s3_requests import Requests, is_status
+
+PART_BYTES = 8 * MIB
+"""S3 wants at least 5 MiB, and takes at most 10,000 parts."""
+
+PARTS_IN_FLIGHT = 8
+"""So many parts of one backend wait in memory for their answer; whoever has filled another one waits."""
+
+MARK = "ckptstore-writer"
+"""The metadata that says which writer an object is of."""
+
+_TAKEN = (412, 409, 400)
+"""By 412 a server says that the name is taken; by others (409, on Ceph 400) that the race for it was lost."""
+
+
+class S3Writer:
+    """See `Writer`. An object of at most one part is put whole."""
+
+    def __init__(self, requests: Requests, bucket: str, path: str, slots: threading.Semaphore, *, replace: bool) -> None:
+        self._requests, self._slots = requests, slots
+        self._object = {"Bucket": bucket, "Key": path}
+        self._replace = replace
+        self._mark = {MARK: secrets.token_hex(16)}
+        self._part = io.BytesIO()
+        self._sent: list[Future[str]] = []
+        self._upload: str | None = None
+        self._end = 0
+
+    def append(self, buffers: Sequence[memoryview]) -> None:
+        for buffer in buffers:
+            data = as_bytes(buffer)
+            while data.nbytes:
+                if self._part.tell() == PART_BYTES:
+                    self._send()
+                piece = data[: PART_BYTES - self._part.tell()]
+                self._part.write(piece)  # a copy, because the caller's memory is his again
+                self._end += piece.nbytes
+                data = data[piece.nbytes :]
+
+    def finish(self) -> bool:
+        try:
+            if not (self._put() if self._upload is None else self._complete()):
+                raise name_taken(self._object["Key"], f"s3://{self._object['Bucket']}")
+        except BaseException:
+            self.discard()
+            raise
+        self._upload, self._part = None, io.BytesIO()
+        return True
+
+    def discard(self) -> None:
+        upload, self._upload = self._upload, None
+        self._part = io.BytesIO()
+        for future in self._sent:
+            future.cancel()
+        self._sent.clear()
+        if upload is not None:
+            # What cannot be aborted now is found by gc under the session's name.
+            with suppress(CkptStoreError):
+                self._requests.run(
+                    lambda client: client.abort_multipart_upload(**self._object, UploadId=upload), self._what("abort"), writing=True
+                )
+
+    def _send(self) -> None:
+        """Let the part that was filled go, and begin the next one."""
+        if self._upload is None:
+            what = self._what("begin the upload of")
+            created = self._requests.run(
+                lambda client: client.create_multipart_upload(**self._object, Metadata=self._mark), what, writing=True
+            )
+            self._upload = created["UploadId"]
+        part, number, upload = self._part.getvalue(), len(self._sent) + 1, self._upload
+        self._part = io.BytesIO()
+
+        async def send(client: Any) -> str:
+            answer = await client.upload_part(**self._object, UploadId=upload, PartNumber=number, Body=io.BytesIO(part))
+            return str(answer["ETag"])
+
+        self._slots.acquire()
+        try:
+            future = self._requests.start(send)
+        except BaseException:
+            self._slots.release()
+            raise
+        future.add_done_callback(lambda _: self._slots.release())
+        self._sent.append(future)
+
+    def _put(self) -> bool:
+        """Put an object of one part. False if another one has the name."""
+        body = self._part.getvalue()
+
+        async def put(client: Any) -> bool:
+            try:
+                await client.put_object(**self._object, **self._condition, Body=io.BytesIO(body), Metadata=self._mark)
+            except client.exceptions.ClientError as error:
+                if not is_status(error, *_TAKEN) or (own := await self._is_own(client)) is None:
+                    raise
+                return own
+            return True
+
+        return self._requests.run(put, self._what("write"), writing=True)
+
+    def _complete(self) -> bool:
+        """Send the last part and make an object of all. False if another one has the name."""
+        self._send()
+        what = self._what("upload")
+        tags = [self._requests.result(future, what, writing=True) for future in self._sent]
+        parts = [{"PartNumber": number, "ETag": tag} for number, tag in enumerate(tags, 1)]
+
+        upload = {"UploadId": self._upload, "MultipartUpload": {"Parts": parts}}
+
+        async def complete(client: Any) -> bool:
+            if (own := await self._is_taken(client)) is not None:
+                return own
+            try:
+                await client.complete_multipart_upload(**self._object, **self._condition, **upload)
+            except client.exceptions.ClientError as error:
+                if is_status(error, 501):  # the server does not know the condition here
+                    await client.complete_multipart_upload(**self._object, **upload)
+                    return True
+                # An upload that is gone may be one that was completed, by an attempt whose answer was lost.
+                if not is_status(error, 404, *_TAKEN) or (own := await self._is_own(client)) is None:
+                    raise
+                if not own and self._replace:
+                    raise Unavailable(f"the upload of {self._object['Key']} was aborted by somebody else; repeat the call") from error
+                return own
+            return True
+
+        return self._requests.run(complete, what, writing=True)
+
+    @property
+    def _condition(self) -> dict[str, str]:
+        return {} if self._replace else {"IfNoneMatch": "*"}
+
+    async def _is_taken(self, client: Any) -> bool | None:
+        """None if the name is free or may be replaced, else as `_is_own`."""
+        return None if self._replace else await self._is_own(client)
+
+    async def _is_own(self, client: Any) -> bool | None:
+        """Whether the object that has the name is this writer's; None if there is none."""
+        try:
+            found = await client.head_object(**self._object)
+        except client.exceptions.ClientError as error:
+            if is_status(error, 404):
+                return None
+            raise
+        return bool(found.get("Metadata", {}).get(MARK) == self._mark[MARK])
+
+    def _what(self, verb: str) -> str:
+        return f"{verb} {self._object['Key']} ({self._end} bytes)"

@@ -1,0 +1,87 @@
+"""What staging copies: each byte of memory once, to places that do not overlap, as much as fits."""
+
+import torch
+
+from ckptstore.state.flatten import flatten
+from ckptstore.state.leaf_sources import Source, leaves_of
+from ckptstore.state.staging import PIECE_BYTES, Gather, plan_staging, stage
+from ckptstore.state.staging_buffers import ArenaPool, ArenaSource
+from tests.state.carrying import raw_bytes
+
+MIB = 1 << 20
+PLENTY = 1 << 40
+
+
+def sources(value: object) -> list[Source]:
+    return leaves_of(flatten({"s": value}))
+
+
+def in_turn(task: object, items: object) -> None:
+    for item in items:  # type: ignore[attr-defined]
+        task(item)  # type: ignore[operator]
+
+
+def test_memory_that_several_leaves_show_is_copied_once() -> None:
+    base = torch.randn(10_000)
+    plan = plan_staging(sources([base, base, base[:5000], base[2000:], base.view(100, 100)]), PLENTY)
+    assert sum(copy.nbytes for task in plan.tasks for copy in task) == base.nbytes
+    assert sorted(plan.offsets.values()) == [0, 0, 0, 8000]
+
+
+def test_neighbours_in_memory_are_two_leaves() -> None:
+    base = torch.randn(10_000)
+    plan = plan_staging(sources([base[:5000], base[5000:]]), PLENTY)
+    assert len(set(plan.offsets.values())) == 2 and plan.nbytes >= base.nbytes
+
+
+def test_large_leaves_lie_as_in_packs_so_that_the_disk_takes_them_from_there() -> None:
+    sizes = [100_001, 5_000, 65_536, 70_000, 64]
+    plan = plan_staging(sources([torch.zeros(size, dtype=torch.uint8) for size in sizes]), PLENTY)
+    assert [plan.offsets[n] % (4096 if size >= 65_536 else 64) for n, size in enumerate(sizes) if n in plan.offsets] == [0] * 4
+    arena = ArenaPool(PLENTY).take(plan.nbytes)
+    assert arena and arena.address % 4096 == 0
+
+
+def test_what_does_not_fit_is_borrowed_from_the_first_leaf_on() -> None:
+    tensors = [torch.zeros(MIB, dtype=torch.uint8) for _ in range(5)]
+    plan = plan_staging(sources(tensors), 2 * MIB)
+    assert plan.borrowed == (0, 1, 2) and set(plan.offsets) == {3, 4} and plan.nbytes == 2 * MIB
+
+
+def test_small_leaves_need_no_room() -> None:
+    plan = plan_staging(sources([torch.zeros(10), 5, "text", torch.zeros(0)]), 0)
+    assert plan.borrowed == () and plan.nbytes == 0 and len(plan.small) == 2
+
+
+def test_a_large_leaf_is_copied_in_pieces_by_several_threads() -> None:
+    plan = plan_staging(sources(torch.zeros(3 * PIECE_BYTES + 1, dtype=torch.uint8)), PLENTY)
+    assert [copy.nbytes for task in plan.tasks for copy in task] == [PIECE_BYTES] * 3 + [1]
+
+
+def test_what_lies_in_no_one_piece_is_gathered() -> None:
+    conjugate = torch.randn(2000, dtype=torch.complex64).conj()
+    state = {"transposed": torch.randn(300, 500).t(), "conjugate": conjugate, "plain": torch.ones(999)}
+    flats = flatten({"s": state})
+    wanted = [raw_bytes(source) for source in leaves_of(flats)]
+    plan = plan_staging(leaves_of(flats), PLENTY)
+    assert sum(isinstance(copy, Gather) for task in plan.tasks for copy in task) == 2
+    arena = ArenaPool(PLENTY).take(plan.nbytes)
+    assert arena
+    staged = leaves_of(stage(plan, flats, arena, in_turn))
+    for tensor in state.values():
+        tensor.zero_()
+    assert [raw_bytes(source) for source in staged] == wanted
+    assert sum(isinstance(source, ArenaSource) for source in staged) == 3
+    assert [source.width for source in staged] == [source.width for source in leaves_of(flats)]
+
+
+def test_a_pool_keeps_to_its_budget_and_gives_arenas_again() -> None:
+    pool = ArenaPool(8 * MIB)
+    first, second = pool.take(3 * MIB), pool.take(4 * MIB)
+    assert first and second and pool.take(2 * MIB, wait=False) is None
+    pool.give(first)
+    assert pool.take(2 * MIB) is first
+    pool.give(first)
+    pool.give(second)
+    third = pool.take(7 * MIB, wait=False)
+    assert third and pool.held_bytes == 8 * MIB

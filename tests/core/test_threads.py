@@ -1,0 +1,168 @@
+"""Where no thread can be started, as at a container's limit of processes: everything is done all the same, or refused in words.
+
+The limit here is a real one: a stack that no address space has room for.
+"""
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch
+
+import ckptstore
+from ckptstore.core.threads import Pool
+from ckptstore.errors import Unavailable
+from ckptstore.log import sessions
+from ckptstore.storage.contract import open_backend
+
+CHUNK = 1 << 16
+
+
+@contextmanager
+def no_threads() -> Iterator[None]:
+    before = threading.stack_size(1 << 47)
+    try:
+        with pytest.raises(RuntimeError, match="can't start new thread"):
+            threading.Thread(target=print).start()
+        yield
+    finally:
+        threading.stack_size(before)
+
+
+def state(seed: int) -> dict[str, dict[str, torch.Tensor]]:
+    generator = torch.Generator().manual_seed(seed)
+    return {"m": {name: torch.rand(300_000, generator=generator) for name in "abc"}}
+
+
+def assert_restored(store: ckptstore.Store, step: int) -> None:
+    wanted = state(step)["m"]
+    found = store.checkout(step).state_dict()["m"]
+    assert all(found[name].equal(wanted[name]) for name in wanted)
+
+
+@pytest.fixture(params=["local", "memory"])
+def place(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    return str(tmp_path / "store") if request.param == "local" else f"memory://{tmp_path.name}/store"
+
+
+def test_a_store_is_used_as_ever(place: str) -> None:
+    with no_threads():
+        with ckptstore.open(place, chunk_bytes=CHUNK) as store:
+            for step in range(3):
+                store.commit(state(step), step=step)
+            store.commit_async(state(3), step=3).wait()
+            store.commit_async(state(4), step=4, dedup_first=True).wait()
+            for step in range(5):
+                assert_restored(store, step)
+            store.gc()
+            assert not store.fsck(read_data="100%").findings
+        with ckptstore.open(place) as store:
+            assert_restored(store, 4)
+
+
+def test_what_many_commits_gather_does_not_fail_the_last_one(place: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Some entries of a log come with a checkpoint or a segment of it, so that others read less of the log."""
+    monkeypatch.setattr("ckptstore.log.log.CHECKPOINT_EVERY", 60)
+    with ckptstore.open(place, chunk_bytes=CHUNK) as store:
+        for step in range(130):
+            with no_threads():
+                store.commit({"n": step}, step=step)
+    with no_threads(), ckptstore.open(place) as store:
+        assert len(store.log()) == 130
+
+
+def test_threads_that_run_out_while_a_store_is_open_are_done_without(tmp_path: Path) -> None:
+    with ckptstore.open(tmp_path / "store", chunk_bytes=CHUNK) as store:
+        store.commit(state(1), step=1)
+        with no_threads():
+            store.commit_async(state(2), step=2).wait()
+            store.commit(state(3), step=3)
+        store.commit(state(4), step=4)
+        for step in (1, 2, 3, 4):
+            assert_restored(store, step)
+
+
+def test_a_session_that_could_not_beat_beats_with_the_next_one_and_leaves_no_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(sessions, "HEARTBEAT_S", 0.005)
+    monkeypatch.setattr(sessions, "_heart", sessions._Heart())
+    backend = open_backend(tmp_path, fsync=False)
+    with no_threads():
+        first = sessions.open_session(backend, "commit")
+    assert "can't start new thread" in caplog.text
+    with sessions.open_session(backend, "commit"):
+        before = counter(backend, first)
+        until(lambda: counter(backend, first) > before)
+    first.end()
+    assert not list(sessions.read_sessions(backend))
+
+
+def test_a_heartbeat_outlives_whatever_a_beat_raises(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sessions, "HEARTBEAT_S", 0.005)
+    monkeypatch.setattr(sessions, "_heart", sessions._Heart())
+    backend, away = open_backend(tmp_path / "here", fsync=False), open_backend(tmp_path / "away", fsync=False)
+    failed = threading.Event()
+
+    def fail(key: str, data: bytes, *, durable: bool = True) -> None:
+        failed.set()
+        raise OSError(24, "too many open files")
+
+    with sessions.open_session(away, "commit"), sessions.open_session(backend, "commit") as session:
+        monkeypatch.setattr(away, "put", fail)
+        assert failed.wait(20)
+        before = counter(backend, session)
+        until(lambda: counter(backend, session) > before + 2)
+        monkeypatch.undo()
+
+
+def test_a_transport_that_cannot_be_served_is_unavailable_and_one_that_serves_refuses_in_words() -> None:
+    pytest.importorskip("torchft")
+    from ckptstore.interop.torchft import StoreTransport
+
+    soon = timedelta(seconds=20)
+    with no_threads(), pytest.raises(Unavailable, match="no thread can be started that serves this transport"):
+        StoreTransport(soon)
+    sender, receiver = StoreTransport(soon), StoreTransport(soon)
+    try:
+        with no_threads():
+            sender.send_checkpoint([1], 1, state(1), soon)
+            with pytest.raises(TimeoutError):  # each of its connections is told that there is no room, and to come again
+                receiver.recv_checkpoint(0, sender.metadata(), 1, timedelta(seconds=1))
+        got = receiver.recv_checkpoint(0, sender.metadata(), 1, soon)
+        assert got["m"]["a"].equal(state(1)["m"]["a"])
+    finally:
+        with no_threads():
+            receiver.shutdown(wait=False)
+        sender.shutdown()
+
+
+@pytest.mark.parametrize("started", [0, 1, 8])
+def test_a_pool_runs_everything_whatever_number_of_threads_it_gets(started: int) -> None:
+    gate = threading.Barrier(started + 1)
+    with Pool(8) as pool:
+        waiting = [pool.submit(gate.wait, 20) for _ in range(started)]
+        with no_threads():
+            found = [pool.submit(lambda n=n: n * n) for n in range(50)]
+            gate.wait(20)
+            assert [each.result(20) for each in found] == [n * n for n in range(50)]
+            with pytest.raises(ZeroDivisionError):
+                pool.submit(lambda: 1 // 0).result(20)
+        assert len([each.result(20) for each in waiting]) == started
+
+
+def counter(backend: object, session: sessions.Session) -> int:
+    return next(info.counter for info in sessions.read_sessions(backend) if info.id == session.id)  # type: ignore[arg-type]
+
+
+def until(holds: Callable[[], bool]) -> None:
+    """Fails by its own time-out; what is waited for comes within milliseconds."""
+    gate = threading.Event()
+    for _ in range(2000):
+        if holds():
+            return
+        gate.wait(0.01)
+    pytest.fail("it never came")

@@ -1,0 +1,137 @@
+"""Rank processes that live as long as the test session and do what they are sent: importing torch takes longer than most tests.
+
+Only the first rank of a pool is a Python of its own. The others are forked from a process that has imported what ranks need, one for all
+pools; so the coordinator's imports, and the order in which it walks sets, are not those of the others, as in a real job.
+"""
+
+import faulthandler
+import multiprocessing
+import os
+import shutil
+import signal
+import tempfile
+import traceback
+from collections.abc import Callable, Sequence
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any
+
+TIMEOUT_S = 240
+"""Longer than anything takes: three imports of torch and a failed save took 96 s on two cores with thirty others at work."""
+
+IMPORTED = [
+    "torch._dynamo",
+    "torch.distributed.checkpoint.state_dict",
+    "torch.distributed.fsdp",
+    "torch.distributed.tensor",
+    "torchsnapshot",
+    "ckptstore.distributed.worker_group",
+    "ckptstore.interop.dcp",
+    "ckptstore.store",
+    "tests.distributed.layouts",
+]
+"""What ranks are forked with."""
+
+
+class RankFailed(Exception):
+    """A task raised on some ranks: `errors` are their tracebacks by rank."""
+
+    def __init__(self, errors: dict[int, str]) -> None:
+        self.errors = errors
+        super().__init__("\n".join(f"rank {rank}:\n{text}" for rank, text in errors.items()))
+
+
+class Pool:
+    """`size` processes of one gloo group. A task is a function of a module of tests; its first argument is the rank.
+
+    Where ranks do not answer in time, their stacks go to stderr, and all are ended: what they would still say belongs to no later task,
+    which gets ranks of its own.
+    """
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self._start()
+
+    def _start(self) -> None:
+        self._folder = tempfile.mkdtemp(prefix="ckptstore-ranks-")
+        alone, forked = multiprocessing.get_context("spawn"), multiprocessing.get_context("forkserver")
+        forked.set_forkserver_preload(IMPORTED)
+        self.processes: list[Any] = []
+        self._pipes: list[Connection] = []
+        for rank in range(self.size):
+            context = forked if rank else alone
+            ours, theirs = context.Pipe()
+            process: Any = context.Process(target=_serve, args=(theirs, rank, self.size, Path(self._folder) / "store"), daemon=True)
+            process.start()
+            theirs.close()
+            self.processes.append(process)
+            self._pipes.append(ours)
+
+    def run(self, task: Callable[..., Any], *args: Any, ranks: Sequence[int] | None = None) -> list[Any]:
+        """`task(rank, *args)` on every rank (on `ranks`); what each returns, an `EOFError` for one that died."""
+        if not self.processes:
+            self._start()
+        chosen = list(range(self.size)) if ranks is None else list(ranks)
+        for rank in chosen:
+            self._pipes[rank].send((task, args))
+        results: dict[int, Any] = {}
+        errors: dict[int, str] = {}
+        waiting = {self._pipes[rank]: rank for rank in chosen}
+        while waiting:
+            ready = wait(list(waiting), TIMEOUT_S)
+            if not ready:
+                self._give_up(list(waiting.values()))
+                told = "".join(f"; rank {rank}: {error}" for rank, error in errors.items())
+                raise TimeoutError(f"ranks {sorted(waiting.values())} did not answer within {TIMEOUT_S} s{told}")
+            for pipe in ready:
+                rank = waiting.pop(pipe)  # type: ignore[call-overload]
+                try:
+                    good, value = pipe.recv()  # type: ignore[union-attr]
+                except (EOFError, ConnectionResetError) as error:
+                    results[rank] = EOFError(str(error))
+                    continue
+                (results if good else errors)[rank] = value
+        if errors:
+            raise RankFailed(errors)
+        return [results[rank] for rank in chosen]
+
+    def _give_up(self, silent: Sequence[int]) -> None:
+        for rank in silent:
+            os.kill(self.processes[rank].pid, signal.SIGUSR1)
+            self.processes[rank].join(1)  # time to write its stacks
+        for process in self.processes:
+            process.kill()
+        self.close()
+        self.processes = []
+
+    def close(self) -> None:
+        for pipe in self._pipes:
+            pipe.close()
+        for process in self.processes:
+            process.join(10)
+            if process.is_alive():
+                process.kill()
+                process.join()
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+
+def _serve(pipe: Connection, rank: int, size: int, store: Path) -> None:
+    import warnings
+
+    faulthandler.register(signal.SIGUSR1)
+    import torch
+    import torch.distributed as dist
+
+    warnings.simplefilter("error")
+    os.environ["CKPTSTORE_THREADS"] = "2"
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=size)
+    while True:
+        try:
+            task, args = pipe.recv()
+        except EOFError:
+            os._exit(0)  # without what torch does at exit, which waits for peers
+        try:
+            pipe.send((True, task(rank, *args)))
+        except BaseException:
+            pipe.send((False, traceback.format_exc()))

@@ -1,0 +1,65 @@
+"""What a rank takes beside its state for a commit or a restore stays within `memory_budget_bytes`, what ranks exchange included."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch.distributed.tensor import DTensor, Shard
+
+import ckptstore
+from tests.distributed.layouts import mesh_of, placed
+from tests.distributed.pool import Pool
+from tests.restore.counting import peak_buffers, peak_resident
+
+MIB = 1 << 20
+BUDGET_BYTES = 4 * MIB
+SLACK_BYTES = MIB
+RESIDENT_SLACK_BYTES = 8 * MIB
+"""Of what the allocators keep, and of what is not Python's."""
+
+SMALL = 160
+"""Leaves of 256 KiB, of which each rank has a quarter: 40 MiB in all, 30 of them exchanged."""
+
+
+def state_of(number: int) -> dict[str, DTensor]:
+    """Leaves of one chunk each, which one rank puts together, and a part of one that does not lie in one piece."""
+    mesh, generator = mesh_of(4, False), torch.Generator().manual_seed(number)
+    small = {str(i): placed(torch.randn((256, 256), generator=generator), mesh, (Shard(0),)) for i in range(SMALL)}
+    local = torch.randn((512, 2048), generator=generator).t()  # 4 MiB
+    return {
+        **small,
+        "turned": DTensor.from_local(local, mesh, (Shard(0),), run_check=False, shape=torch.Size((8192, 512)), stride=(512, 1)),
+    }
+
+
+def commit_and_restore(rank: int, path: Path) -> tuple[int, int, int, int, str]:
+    """Peaks of a commit without a budget, then with one, of a restore with one; resident memory of the second."""
+    with ckptstore.open(path, chunk_bytes=256 << 10, threads=2) as store:
+        store.commit({"model": state_of(1)}, memory_budget_bytes=BUDGET_BYTES)
+        state = {"model": state_of(2)}
+        with peak_buffers() as lean:
+            content = store.commit(state, memory_budget_bytes=BUDGET_BYTES).content_id
+        state = {"model": state_of(3)}
+        with peak_resident() as resident:
+            store.commit(state, memory_budget_bytes=BUDGET_BYTES)
+        store.commit({"model": state_of(1)})
+        state = {"model": state_of(4)}
+        with peak_buffers() as free:
+            store.commit(state)
+        same = {"model": state_of(2)}
+        assert store.commit(same).content_id == content, "a budget changes no chunk"
+        found = {"model": {name: torch.zeros_like(value) for name, value in same["model"].items()}}
+        with peak_buffers() as restored:
+            store.checkout().restore(found, memory_budget_bytes=BUDGET_BYTES, broadcast=True)
+        assert all(torch.equal(found["model"][name].to_local(), value.to_local()) for name, value in same["model"].items())
+        with pytest.raises(ckptstore.InvalidInput, match="at least 1310720 "):
+            store.commit(same, memory_budget_bytes=MIB)
+    return free.bytes, lean.bytes, resident.bytes, restored.bytes, content
+
+
+def test_ranks_commit_and_restore_within_a_budget(pool: Pool, tmp_path: Path) -> None:
+    for free, lean, resident, restored, _ in pool.run(commit_and_restore, tmp_path / "store"):
+        assert lean <= BUDGET_BYTES + SLACK_BYTES
+        assert resident <= BUDGET_BYTES + RESIDENT_SLACK_BYTES
+        assert restored <= BUDGET_BYTES + SLACK_BYTES
+        assert free > 2 * BUDGET_BYTES, "without a budget this state takes more"

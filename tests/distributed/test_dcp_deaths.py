@@ -1,0 +1,108 @@
+"""A rank that is killed in the middle of `dcp.save`: the others are told, and the store is as before or has the whole checkpoint."""
+
+import os
+import signal
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint import CheckpointException
+from torch.distributed.tensor import DeviceMesh, Shard
+
+import ckptstore
+from ckptstore.commit.write import SessionPacks
+from ckptstore.distributed.external_commit import PartsCommitter
+from ckptstore.interop.dcp import StoreReader, StoreWriter
+from ckptstore.log.log import Log
+from tests.distributed.layouts import full, placed
+from tests.distributed.pool import Pool
+from tests.distributed.test_dcp import quietly
+from tests.support.checker import assert_no_garbage_after_gc
+
+PHASES: dict[str, tuple[Any, str, bool]] = {
+    "a plan of its own": (StoreWriter, "prepare_local_plan", False),
+    "a global plan": (StoreWriter, "prepare_global_plan", True),
+    "nothing written": (PartsCommitter, "write", False),
+    "packs not durable": (SessionPacks, "wait", False),
+    "everything written": (PartsCommitter, "write", True),
+    "nothing published": (PartsCommitter, "publish", False),
+    "no entry": (Log, "append", False),
+    "an entry": (Log, "append", True),
+}
+"""What the victim has done when it is killed: it gets to a call, or comes back from it. From the global plan on but for writing, only the
+coordinator, rank 0, gets there."""
+
+RANKS = 3
+
+
+def state(ranks: list[int], number: int) -> dict[str, Any]:
+    mesh = DeviceMesh("cpu", torch.tensor(ranks), _init_backend=False)
+    return {"w": placed(full() + number, mesh, (Shard(0),)), "same": torch.arange(100_000.0) + number, "number": number}
+
+
+def die(rank: int, path: Path, victim: int, phase: str) -> None:
+    """Rank `victim` is killed in the second save. The others load the first one, or the second if it is there, and save a third."""
+    everybody = list(range(RANKS))
+    group = dist.new_group(everybody)
+    dcp.save(state(everybody, 1), storage_writer=StoreWriter(path, step=1), process_group=group)
+    if rank == victim:
+        kill_at(*PHASES[phase])
+    # Gloo breaks off among the survivors; what it raises is its own.
+    with pytest.raises((CheckpointException, RuntimeError)):
+        dcp.save(state(everybody, 2), storage_writer=StoreWriter(path, step=2), process_group=group)
+    survivors = [each for each in everybody if each != victim]
+    left = dist.new_group(survivors, use_local_synchronization=True)
+    there = 2 if phase == "an entry" else 1
+    found = state(survivors, 0)
+    dcp.load(found, storage_reader=StoreReader(path), process_group=left)
+    assert torch.equal(found["w"].to_local(), state(survivors, there)["w"].to_local()) and found["number"] == there
+    dcp.save(state(survivors, 3), storage_writer=StoreWriter(path, step=3), process_group=left)
+
+
+def kill_at(owner: Any, name: str, afterwards: bool) -> None:
+    reached = getattr(owner, name)
+
+    def kill(*args: Any, **kwargs: Any) -> None:
+        if afterwards:
+            reached(*args, **kwargs)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    setattr(owner, name, kill)
+
+
+def check(path: Path, victim: int, phase: str) -> None:
+    with closing(Pool(RANKS)) as doomed:
+        results = doomed.run(quietly, die, path, victim, phase)
+    assert [isinstance(result, EOFError) for result in results] == [rank == victim for rank in range(RANKS)]
+    with ckptstore.open(path) as store:
+        contents = {info.id: contents_of(info.step) for info in store.log() if info.step}
+        assert sorted(content["model"]["number"] for content in contents.values()) == ([1, 2, 3] if phase == "an entry" else [1, 3])
+        assert not store.fsck(read_data="100%").damaged
+    assert_no_garbage_after_gc(path, contents)
+
+
+def contents_of(number: int) -> dict[str, Any]:
+    return {"model": {"w": full() + number, "same": torch.arange(100_000.0) + number, "number": number}}
+
+
+@pytest.mark.soak
+def test_a_coordinator_killed_before_its_entry_leaves_the_checkpoint_before(tmp_path: Path) -> None:
+    check(tmp_path / "store", 0, "no entry")
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("phase", PHASES)
+def test_the_coordinator_may_die_in_any_phase(tmp_path: Path, phase: str) -> None:
+    check(tmp_path / "store", 0, phase)
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("phase", ["a plan of its own", "nothing written", "packs not durable", "everything written"])
+def test_any_other_rank_may_die_in_any_phase(tmp_path: Path, phase: str) -> None:
+    check(tmp_path / "store", 2, phase)

@@ -1,0 +1,105 @@
+"""What a sender serves from its store: gc leaves it alone meanwhile, damage in it is found, and a store that cannot be relied on is not."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+import ckptstore
+from ckptstore.errors import CkptStoreError
+from tests.interop.chunk_transfer.conftest import SOON, Start, assert_same, copy_of, state_of, weights_of
+
+
+def committed_and_forgotten(place: Path) -> None:
+    """One commit of `state_of(6)` that may go, and two newer ones that a run always keeps."""
+    with ckptstore.open(place) as store:
+        first = store.commit({"any key": weights_of(state_of(6))}, step=1)
+        for step in (2, 3):
+            store.commit({"other": step}, step=step)
+        store.forget([first.id])
+
+
+def test_a_gc_leaves_what_is_served_until_it_is_withdrawn(start: Start, tmp_path: Path) -> None:
+    place, state = tmp_path / "store", state_of(6)
+    committed_and_forgotten(place)
+    with ckptstore.open(place) as store, ckptstore.open(place) as other:
+        sender, receiver = start(store), start()
+        sender.send_checkpoint([1], 1, state, SOON)
+        assert sender.staged_bytes == 0
+        assert other.gc(max_unused=0.0).freed_bytes < 1 << 20
+        assert sum(pack.stat().st_size for pack in (place / "packs").rglob("*") if pack.is_file()) > 6 << 20
+        assert_same(receiver.recv_checkpoint(0, sender.metadata(), 1, SOON), state)
+        sender.disallow_checkpoint()
+        assert other.gc(max_unused=0.0).freed_bytes > 6 << 20
+
+
+def test_what_a_gc_has_condemned_already_is_copied(start: Start, tmp_path: Path) -> None:
+    place, state = tmp_path / "store", state_of(6)
+    committed_and_forgotten(place)
+    with ckptstore.open(place) as store, ckptstore.open(place) as other:
+        guard = store.guard("hold the gc back")
+        assert guard is not None
+        other.gc(max_unused=0.0)  # it condemns, and does not delete
+        sender, receiver = start(store), start()
+        sender.send_checkpoint([1], 1, state, SOON)
+        assert sender.staged_bytes == 6 << 20
+        guard.end()
+        other.gc(max_unused=0.0, impatient=True)
+        assert_same(receiver.recv_checkpoint(0, sender.metadata(), 1, SOON), state)
+
+
+@pytest.mark.parametrize("end", ["disallow", "shut down", "shut down at once", "refuse"])
+def test_no_session_outlives_what_was_served(start: Start, tmp_path: Path, end: str) -> None:
+    place = tmp_path / "store"
+    with ckptstore.open(place) as store:
+        store.commit({"any key": weights_of(state_of(2))})
+        sender = start(store, staging_bytes=2 << 20)
+        if end == "refuse":
+            with pytest.raises(ckptstore.InvalidInput, match="staging_bytes"):
+                sender.send_checkpoint([1], 1, {"new": torch.randn(1 << 20)}, SOON)
+        else:
+            sender.send_checkpoint([1], 1, state_of(2), SOON)
+            assert len(list((place / "sessions").iterdir())) == 1
+        if end == "disallow":
+            sender.disallow_checkpoint()
+        elif end != "refuse":
+            sender.shutdown(wait=end == "shut down")
+            sender.shutdown()  # waits for what the other one began
+        assert not list((place / "sessions").iterdir())
+
+
+def test_a_store_that_cannot_be_written_is_not_relied_on(start: Start, tmp_path: Path) -> None:
+    place, state = tmp_path / "store", state_of(2)
+    committed_and_forgotten(place)
+    with ckptstore.open(place, read_only=True) as store:
+        sender, receiver = start(store), start()
+        sender.send_checkpoint([1], 1, state, SOON)
+        assert sender.staged_bytes == 2 << 20
+        assert_same(receiver.recv_checkpoint(0, sender.metadata(), 1, SOON), state)
+
+
+@pytest.mark.parametrize("codec", ["raw", "zstd"])
+def test_what_is_damaged_in_the_store_of_one_peer_comes_from_another(start: Start, tmp_path: Path, codec: str) -> None:
+    state = {"a": torch.randn(1 << 20).bfloat16().float()}  # two of four bytes compress well
+    wanted = copy_of(state)
+    with ckptstore.open(tmp_path / "store", codec=codec) as store:
+        store.commit(state)
+        sender, other, receiver = start(store), start(), start()
+        sender.send_checkpoint([1], 1, state, SOON)
+        other.send_checkpoint([1], 1, state, SOON)
+        assert sender.staged_bytes == 0
+        flip_a_bit_of_each_pack(tmp_path / "store")
+        state["a"].zero_()
+        assert_same(receiver.recv_from([sender.metadata(), other.metadata()], 1, SOON), wanted)
+        with pytest.raises(CkptStoreError, match=r"damaged|early"):
+            receiver.recv_from([sender.metadata()], 1, SOON)
+
+
+def flip_a_bit_of_each_pack(place: Path) -> None:
+    """In the first chunk of those that hold tensors."""
+    for pack in (place / "packs").rglob("*"):
+        if pack.is_file() and pack.stat().st_size > 10_000:
+            pack.chmod(0o600)
+            data = bytearray(pack.read_bytes())
+            data[1000] ^= 1
+            pack.write_bytes(data)

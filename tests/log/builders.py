@@ -1,0 +1,94 @@
+"""Entries, states and logs for tests of the history."""
+
+import secrets
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from ckptstore.core.ids import CommitId, SessionId, StoreId, new_session_id, pack_id
+from ckptstore.core.model import PackRecord
+from ckptstore.log.entries import Body, Commit, Entry
+from ckptstore.log.fold import State, apply, check, genesis, number
+from ckptstore.log.log import Log
+from ckptstore.storage.contract import Backend, open_backend
+
+STORE = StoreId("5" * 32)
+
+
+def session(i: int) -> SessionId:
+    return SessionId(f"{i:024x}")
+
+
+def commit_id(i: int) -> CommitId:
+    return CommitId(f"{i:064x}")
+
+
+def packs(i: int, count: int = 1) -> tuple[PackRecord, ...]:
+    return tuple(PackRecord(pack_id(session(i), 0, k), 1000 + k, 10, metadata=bool(k)) for k in range(count))
+
+
+def commit(i: int, **changes: Any) -> Commit:
+    """Commit `i` of run `main` by session `i`, with one new pack."""
+    fields: dict[str, Any] = {
+        "session": session(i),
+        "commit": commit_id(i),
+        "content": f"{i:064x}",
+        "run": "main",
+        "step": i,
+        "parents": (),
+        "message": "",
+        "metrics": (),
+        "tags": (),
+        "packs": packs(i),
+        "reused": frozenset(),
+        "schemas": (("model", "a" * 64),),
+        "logical_bytes": 4096,
+        "new_bytes": 1000,
+        "leaves": 3,
+        "document_bytes": 300,
+    }
+    return Commit(**{**fields, **changes})
+
+
+def fresh_commit(**changes: Any) -> Commit:
+    """A commit that no other process makes."""
+    writer = new_session_id()
+    pack = PackRecord(pack_id(writer, 0, 0), 1000, 10, metadata=False)
+    return commit(0, session=writer, commit=CommitId(secrets.token_hex(32)), packs=(pack,), **changes)
+
+
+def entry(state: State, body: Body, time_ns: int = 0) -> Entry:
+    return Entry(state.n + 1, "", time_ns, STORE, 1, state.hash, state.bytes, body, f"{state.n + 1:064x}", 500)
+
+
+def step(state: State, body: Body) -> State:
+    """`state` after `body`, which it must admit."""
+    numbered = number(state, body)
+    assert check(state, numbered) is None
+    return apply(state, entry(state, numbered))
+
+
+def folded(*bodies: Body) -> State:
+    state = genesis(STORE, 1)
+    for body in bodies:
+        state = step(state, body)
+    return state
+
+
+def open_log(place: Path | Backend) -> Log:
+    backend = open_backend(place, fsync=False) if isinstance(place, Path) else place
+    return Log(backend, STORE, 1)
+
+
+class Wrapped:
+    """A backend whose `put_new` a test replaces; everything else is the real one's."""
+
+    def __init__(self, backend: Backend, put_new: Callable[[Callable[[str, bytes], bool], str, bytes], bool]) -> None:
+        self._backend = backend
+        self._put_new = put_new
+
+    def put_new(self, key: str, data: bytes) -> bool:
+        return self._put_new(self._backend.put_new, key, data)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._backend, name)

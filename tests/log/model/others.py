@@ -1,0 +1,80 @@
+"""What may everybody else do next? Declare sessions over, forget, undelete and tag the first commit, and read it."""
+
+from collections.abc import Iterator
+
+from ckptstore.log.entries import Body, Forget, Over, Tag, Undelete
+from tests.log.model.world import KEPT, LETTERS, Move, Placed, Scope, World, append, mask_of, refusal, session_of
+
+
+def other_moves(world: World, scope: Scope) -> Iterator[Move]:
+    sessions = [w.name for w in world.writers if w.step != "end" and not w.name.endswith("'")]
+    if len(world.gcs) > 1:
+        sessions += [f"gc{i}{gc.copies}" for i, gc in enumerate(world.gcs) if gc.step == "swap"]
+    for name in sessions:
+        over = Over((session_of(name),))
+        if session_of(name) not in world.state.over and refusal(world, over) is None:
+            yield (name, "is declared over"), append(world, over)
+    if scope.reading:
+        yield from reader_moves(world, scope)
+    if scope.tagging:
+        yield from tag_moves(world)
+    if not scope.forgetting:
+        return
+    if world.undelete is not None:
+        reused = frozenset() if scope.blind_undelete else frozenset(world.numbers[p] for p in world.undelete)
+        undelete = Undelete((KEPT,), reused)
+        if refusal(world, undelete) is None:
+            yield ("k0 is undeleted",), append(world, undelete)._replace(undelete=None, kept=world.kept | {KEPT})
+        else:
+            yield ("the undelete is refused",), world._replace(undelete=None)
+        return
+    row = world.state.commits.get(KEPT)
+    forget = Forget((KEPT,), "")
+    if row is not None and not row.soft and refusal(world, forget) is None:
+        yield ("k0 is forgotten",), append(world, forget)._replace(kept=world.kept - {KEPT})
+    if row is not None and row.soft and scope.undeleting:
+        holders = [p for p in world.state.packs.values() if p.bytes & mask_of(row.content)]
+        if {c for p in holders for c in LETTERS[p.bytes]} >= set(row.content):
+            yield ("undelete looks up the packs of k0",), world._replace(undelete=frozenset(p.id for p in holders))
+
+
+def tag_moves(world: World) -> Iterator[Move]:
+    """A tag and a forget are both planned while the other is not there, and appended later."""
+    row, tagged = world.state.commits.get(KEPT), "tag" in world.state.tags
+    bodies: dict[str, Body] = {"forget": Forget((KEPT,), ""), "tag": Tag("tag", KEPT, frozenset())}
+    for what, body in bodies.items():
+        if what in world.planned:
+            done = world._replace(planned=world.planned - {what})
+            if refusal(world, body) is None:
+                kept = world.kept - {KEPT} if what == "forget" else world.kept
+                yield (f"the {what} of k0 is appended",), append(done, body)._replace(kept=kept)
+            else:
+                yield (f"the {what} of k0 is refused",), done
+        elif row is not None and not row.soft and not tagged:
+            yield (f"a {what} of k0 is planned",), world._replace(planned=world.planned | {what})
+    if tagged:
+        yield ("k0 is untagged",), append(world, Tag("tag", None, frozenset()))
+
+
+def reader_moves(world: World, scope: Scope) -> Iterator[Move]:
+    """A reader of k0 finds places, and reads them later; what is not there any more it looks up in the log's newest state."""
+    row = world.state.commits.get(KEPT)
+    if row is None or row.soft:
+        return  # whoever reads what is forgotten may find it gone
+    if world.reader is None:
+        yield ("a reader locates k0",), world._replace(reader=_located(world, row.content))
+        return
+    gone = [c for c, p in sorted(world.reader) if all(p != there for there, _ in world.objects)]
+    if not gone:
+        yield ("the reader has read k0",), world._replace(reader=None)
+    elif scope.stubborn_reader or {c for c, _ in _located(world, row.content)} < set(row.content):
+        yield ("the reader finds no place",), world._replace(misled=f"{gone} of k0")
+    else:
+        yield ("the reader looks again",), world._replace(reader=_located(world, row.content))
+
+
+def _located(world: World, chunks: str) -> frozenset[Placed]:
+    """For each chunk one of the listed packs that hold it, condemned ones among them, and not the one that a gc would keep."""
+    packs = world.state.packs.values()
+    places = {c: max((p.id for p in packs if c in LETTERS[p.bytes]), default=None) for c in chunks}
+    return frozenset((c, p) for c, p in places.items() if p is not None)

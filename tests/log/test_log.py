@@ -1,0 +1,428 @@
+"""The log loses nothing and forks never: not with many writers, not with answers that get lost, not unnoticed when damaged."""
+
+import multiprocessing
+import random
+import shutil
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from uuid import uuid4
+
+import pytest
+
+from ckptstore.core.ids import StoreId, log_key
+from ckptstore.errors import Conflict, Corrupt, InvalidInput, NotFound, ReadOnly, Unavailable
+from ckptstore.log import log as log_module
+from ckptstore.log.backoff import Met, pause_s
+from ckptstore.log.entries import Entry, Forget, Moved, Over, Settings, Tag, encode_entry
+from ckptstore.log.fold import Code
+from ckptstore.log.log import Log, Refused
+from ckptstore.storage.contract import Backend, open_backend
+from tests.log.builders import STORE, Wrapped, commit, commit_id, fresh_commit, open_log, packs, session
+
+Create = Callable[[str, bytes], bool]
+
+
+@pytest.fixture(params=["local", "memory"])
+def backend(request: pytest.FixtureRequest, tmp_path: Path) -> Backend:
+    if request.param == "memory":
+        return open_backend(f"memory://{uuid4()}")
+    return open_backend(tmp_path / "store", fsync=False)
+
+
+def test_what_is_appended_is_replayed_by_everybody(backend: Backend) -> None:
+    log = open_log(backend)
+    appended = [log.append(commit(i)) for i in range(1, 41)]
+    log.append(Tag("best", commit_id(7), frozenset({7})))
+    other = open_log(backend)
+    assert other.state.n == 0
+    assert other.replay() == log.state == other.state
+    assert list(other.read_entries())[:40] == appended
+    assert dict(log.state.tags) == {"best": commit_id(7)}
+
+
+def test_an_entry_is_refused_before_anything_is_written(backend: Backend) -> None:
+    log = open_log(backend)
+    log.append(commit(1))
+    with pytest.raises(Refused) as caught:
+        log.append(Forget((commit_id(1),), ""))
+    assert isinstance(caught.value, Conflict)
+    assert caught.value.refusal.code is Code.NEWEST
+    assert not log.head_after(1)
+    assert log.append(commit(2)).n == 2
+
+
+def test_a_body_that_nobody_could_read_is_refused(backend: Backend) -> None:
+    log = open_log(backend)
+    for body in (commit(1, run="a/../b"), commit(1, leaves=-1), Settings((("a", 2**60),))):
+        with pytest.raises(InvalidInput):
+            log.append(body)
+    assert not log.head_after(0)
+
+
+def test_a_writer_that_lags_applies_what_others_appended_and_checks_again(backend: Backend) -> None:
+    mine, theirs = open_log(backend), open_log(backend)
+    mine.append(commit(1))
+    theirs.replay()
+    mine.append(Over((session(2),)))
+    with pytest.raises(Refused, match="declared over"):
+        theirs.append(commit(2))
+    entry = theirs.append(commit(3, packs=packs(3, 2)))
+    assert isinstance(entry.body, type(commit(3)))
+    assert [p.number for p in entry.body.packs] == [2, 3]
+
+
+def test_the_race_for_one_number_has_one_winner_and_the_loser_takes_the_next(backend: Backend) -> None:
+    rival = open_log(backend)
+
+    def late(create: Create, key: str, data: bytes) -> bool:
+        if key == log_key(1):
+            rival.append(commit(1, packs=packs(1, 3)))
+        return create(key, data)
+
+    entry = open_log(Wrapped(backend, late)).append(commit(2))
+    assert (entry.n, entry.body.packs[0].number) == (2, 4)  # type: ignore[union-attr]  # a Commit
+    assert [e.n for e in open_log(backend).read_entries()] == [1, 2]
+
+
+# -- answers that get lost ----------------------------------------------------------------------------------------------------------
+
+
+def failing(times: int, *, created: bool) -> Callable[[Create, str, bytes], bool]:
+    """The first `times` creates raise, after or without having created."""
+    left = [times]
+
+    def put_new(create: Create, key: str, data: bytes) -> bool:
+        if left[0]:
+            left[0] -= 1
+            if created:
+                create(key, data)
+            raise Unavailable("no answer")
+        return create(key, data)
+
+    return put_new
+
+
+@pytest.mark.parametrize("created", [True, False])
+@pytest.mark.parametrize("times", [1, 3])
+def test_a_lost_answer_is_settled_by_repeating_the_same_create(
+    backend: Backend, times: int, created: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(log_module, "_FIRST_PAUSE_S", 0.001)
+    log = open_log(Wrapped(backend, failing(times, created=created)))
+    assert log.append(commit(1)).n == 1
+    assert log.append(commit(2)).n == 2
+    assert [e.body for e in open_log(backend).read_entries()] == [e.body for e in log.read_entries()]
+    assert log.state.n == 2
+
+
+def test_a_lost_answer_may_turn_out_to_be_a_lost_race(backend: Backend, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(log_module, "_FIRST_PAUSE_S", 0.001)
+    rival = open_log(backend)
+    calls: list[str] = []
+
+    def put_new(create: Create, key: str, data: bytes) -> bool:
+        calls.append(key)
+        if len(calls) == 1:
+            rival.append(commit(1))
+            raise Unavailable("no answer")
+        return create(key, data)
+
+    assert open_log(Wrapped(backend, put_new)).append(commit(2)).n == 2
+    assert calls == [log_key(1), log_key(1), log_key(2)]
+
+
+@pytest.mark.parametrize("created", [True, False])
+def test_a_writer_that_gives_up_deletes_nothing_and_says_so(backend: Backend, created: bool) -> None:
+    log = open_log(Wrapped(backend, failing(9, created=created)))
+    with pytest.raises(Unavailable, match="delete nothing"):
+        log.append(commit(1), timeout_s=0.0)
+    assert open_log(backend).replay().n == (1 if created else 0)
+    assert log.replay().n == (1 if created else 0)
+
+
+def test_a_local_disk_that_fails_for_good_is_not_waited_for_as_a_network_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(log_module, "LOCAL_PATIENCE_S", 0.1)
+    log = open_log(Wrapped(open_backend(tmp_path, fsync=False), failing(10**6, created=False)))
+    started = time.monotonic()
+    with pytest.raises(Unavailable, match="storage did not say whether entry 1 of the log was created: no answer; delete nothing"):
+        log.append(commit(1))
+    assert time.monotonic() - started < log_module.APPEND_TIMEOUT_S / 2
+
+
+def test_storage_that_loses_an_entry_others_have_seen_is_noticed_before_it_is_acknowledged(backend: Backend) -> None:
+    """The entry at 1 vanishes after a rival built on it; a writer that never saw it takes its number."""
+    rival = open_log(backend)
+    late = open_log(backend)
+    late.replay()
+    rival.append(commit(1))
+    rival.append(commit(2))
+    backend.delete(log_key(1))
+    with pytest.raises(Corrupt, match="chain is broken"):
+        late.append(commit(3))
+
+
+# -- many writers -------------------------------------------------------------------------------------------------------------------
+
+
+def append_many(root: str, count: int, timeout_s: float) -> None:
+    log = Log(open_backend(root, fsync=False), STORE, 1)
+    for _ in range(count):
+        log.append(fresh_commit(), timeout_s=timeout_s)
+
+
+def check_whole(entries: list[Entry], count: int) -> None:
+    assert [e.n for e in entries] == list(range(1, count + 1))
+    assert len({e.attempt for e in entries}) == count
+    assert [number for e in entries for number in (p.number for p in e.body.packs)] == list(range(1, count + 1))  # type: ignore[union-attr]  # commits
+
+
+def test_processes_that_append_at_once_lose_and_fork_nothing(tmp_path: Path) -> None:
+    context = multiprocessing.get_context("spawn")
+    workers = [context.Process(target=append_many, args=(str(tmp_path), 60, 60.0)) for _ in range(3)]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join()
+    assert [worker.exitcode for worker in workers] == [0, 0, 0]
+    log = open_log(tmp_path)
+    assert len(log.replay().commits) == 180
+    check_whole(list(log.read_entries()), 180)
+
+
+def test_threads_that_share_a_log_lose_nothing(backend: Backend) -> None:
+    log = open_log(backend)
+    threads = [threading.Thread(target=lambda: [log.append(fresh_commit()) for _ in range(20)]) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    check_whole(list(open_log(backend).read_entries()), 80)
+
+
+# -- damage -------------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    """A store with a log of five entries."""
+    log = open_log(tmp_path / "store")
+    for i in range(1, 6):
+        log.append(commit(i))
+    return tmp_path / "store"
+
+
+@pytest.mark.parametrize("n", [1, 3, 5])
+def test_any_flipped_byte_of_any_entry_stops_the_replay(root: Path, n: int) -> None:
+    path = root / log_key(n)
+    data = path.read_bytes()
+    for i in range(0, len(data), 7):
+        path.write_bytes(data[:i] + bytes([data[i] ^ 4]) + data[i + 1 :])
+        with pytest.raises(Corrupt):
+            open_log(root).replay()
+        with pytest.raises(Corrupt):
+            list(open_log(root).read_entries())
+
+
+@pytest.mark.parametrize("n", [1, 3, 5])
+def test_a_truncated_entry_stops_the_replay(root: Path, n: int) -> None:
+    path = root / log_key(n)
+    data = path.read_bytes()
+    for size in (0, 64, 65, len(data) - 1):
+        path.write_bytes(data[:size])
+        with pytest.raises(Corrupt):
+            open_log(root).replay()
+
+
+@pytest.mark.parametrize("n", [1, 2, 4])
+def test_a_removed_entry_is_missed(root: Path, n: int) -> None:
+    (root / log_key(n)).unlink()
+    with pytest.raises(Corrupt, match=f"entry {n} of the log is missing"):
+        open_log(root).replay()
+
+
+def test_an_entry_of_a_fork_breaks_the_chain(root: Path, tmp_path: Path) -> None:
+    """Somebody who appended to a copy of the store puts an entry back."""
+    shutil.copytree(root, tmp_path / "copy")
+    for n in (4, 5):
+        (tmp_path / "copy" / log_key(n)).unlink()
+    fork = open_log(tmp_path / "copy")
+    fork.append(commit(44))
+    fork.append(commit(45))
+    shutil.copy(tmp_path / "copy" / log_key(4), root / log_key(4))
+    with pytest.raises(Corrupt, match="chain is broken behind entry 4"):
+        open_log(root).replay()
+    shutil.copy(tmp_path / "copy" / log_key(5), root / log_key(5))
+    assert open_log(root).replay().n == 5
+
+
+def test_a_log_of_another_store_is_refused(root: Path) -> None:
+    with pytest.raises(Corrupt):
+        Log(open_backend(root), StoreId("6" * 32), 1).replay()
+
+
+def test_an_entry_written_after_the_log_has_moved_is_refused(root: Path) -> None:
+    log = open_log(root)
+    log.replay()
+    moved = log.append(Moved("db", 2))
+    data = encode_entry(
+        commit(7), n=7, attempt="a" * 32, time_ns=0, store=STORE, generation=1, prev_hash=moved.hash, prev_bytes=moved.bytes
+    )
+    (root / log_key(7)).write_bytes(data)
+    with pytest.raises(Corrupt, match="generation 1"):
+        open_log(root).replay()
+
+
+def test_a_moved_log_refuses_appends_until_it_is_opened_as_the_next_generation(root: Path) -> None:
+    log = open_log(root)
+    log.append(Moved("db", 2))
+    with pytest.raises(Refused, match="moved to db"):
+        log.append(commit(6))
+    assert Log(open_backend(root, fsync=False), STORE, 2).append(commit(6)).generation == 2
+    with pytest.raises(Corrupt, match="open the store again"):
+        open_log(root).replay()
+
+
+# -- reading ------------------------------------------------------------------------------------------------------------------------
+
+
+def test_entries_are_read_from_where_the_reader_stands(backend: Backend) -> None:
+    log = open_log(backend)
+    entries = [log.append(commit(i)) for i in range(1, 8)]
+    assert list(open_log(backend).read_entries(*entries[3].position)) == entries[4:]
+    assert list(open_log(backend).read_entries(*entries[6].position)) == []
+
+
+def test_a_reader_that_remembers_another_log_is_told(backend: Backend) -> None:
+    log = open_log(backend)
+    entries = [log.append(commit(i)) for i in range(1, 4)]
+    for n, prev_hash, size in ((2, "0" * 64, entries[1].bytes), (3, "0" * 64, entries[2].bytes), (9, entries[2].hash, entries[2].bytes)):
+        with pytest.raises(Corrupt):
+            list(open_log(backend).read_entries(n, prev_hash, size))
+
+
+def test_a_refreshing_replay_leaves_nothing_behind(backend: Backend) -> None:
+    log = open_log(backend)
+    log.append(commit(1))
+    assert log.replay(refresh=True).n == 1
+    assert [key for key, _ in backend.list("log/")] == [log_key(1)]
+
+
+def test_a_read_only_store_is_replayed_and_not_appended_to(root: Path) -> None:
+    log = Log(open_backend(root, read_only=True), STORE, 1)
+    assert log.replay(refresh=True).n == 5
+    with pytest.raises(ReadOnly):
+        log.append(commit(6))
+
+
+def test_an_unknown_store_is_an_empty_log(tmp_path: Path) -> None:
+    log = open_log(tmp_path)
+    assert log.replay().n == 0
+    assert not log.head_after(0)
+    with pytest.raises(NotFound):
+        open_backend(tmp_path).read(log_key(1))
+
+
+def test_a_name_that_a_network_filesystem_believes_absent_is_looked_up_again(tmp_path: Path) -> None:
+    """An NFS client that saw entry 1 absent goes on saying so until something changes in the directory."""
+    backend = open_backend(tmp_path / "store", fsync=False)
+    rival = open_log(backend)
+
+    class Stale(Wrapped):
+        absent = True
+
+        def read(self, key: str) -> bytes:
+            if self.absent and key == log_key(1):
+                raise NotFound(key)
+            return self._backend.read(key)
+
+        def put(self, key: str, data: bytes, *, durable: bool) -> None:
+            self.absent = False
+            self._backend.put(key, data, durable=durable)
+
+    rival.append(commit(1))
+    stale = Stale(backend, lambda create, key, data: create(key, data))
+    assert open_log(stale).append(commit(2)).n == 2
+
+
+def test_an_append_to_a_bucket_reads_an_entry_of_others_once() -> None:
+    """Where many append at once, each attempt is a race: no request is made that tells nothing new."""
+    read: list[str] = []
+
+    class Counting(Wrapped):
+        def read(self, key: str) -> bytes:
+            read.append(key)
+            return self._backend.read(key)
+
+    backend = open_backend(f"memory://{uuid4()}")
+    mine = open_log(Counting(backend, lambda create, key, data: create(key, data)))
+    mine.append(commit(1))
+    open_log(backend).append(commit(2))
+    read.clear()
+    assert mine.append(commit(3)).n == 3
+    assert read.count(log_key(1)) == 0 and read.count(log_key(2)) == 1
+    read.clear()
+    mine.append(commit(4))
+    assert read.count(log_key(3)) == 1, "it may be gone since"
+
+
+def test_who_lost_a_race_for_a_number_reads_the_winner_once_and_looks_once_for_the_next() -> None:
+    backend = open_backend(f"memory://{uuid4()}")
+    rival, done = open_log(backend), list[tuple[str, str]]()
+
+    def late(create: Create, key: str, data: bytes) -> bool:
+        if key == log_key(1):
+            rival.append(commit(1))
+        done.append(("create", key))
+        return create(key, data)
+
+    class Counting(Wrapped):
+        def read(self, key: str) -> bytes:
+            done.append(("read", key))
+            return self._backend.read(key)
+
+    mine = open_log(Counting(backend, late))
+    mine.replay()
+    done.clear()
+    drawn = random.getstate()
+    assert mine.append(commit(2)).n == 2
+    assert random.getstate() == drawn, "a trainer's random numbers do not depend on who else appended"
+    first, second, third = map(log_key, (1, 2, 3))
+    assert done == [("read", first), ("create", first), ("read", first), ("read", second), ("create", second), ("read", third)]
+
+
+def test_who_was_passed_more_often_waits_less_and_nobody_for_long() -> None:
+    waits_s = [pause_s(0.1, passed, 1.0) for passed in range(100)]
+    assert waits_s == sorted(waits_s, reverse=True)
+    assert waits_s[0] <= 8 * 0.1 and waits_s[31] < 2 * 0.1 and waits_s[-1] > 0.0
+    assert pause_s(0.1, 5, 0.0) == 0.0
+    assert max(pause_s(60.0, passed, 1.0) for passed in range(100)) <= 2.0
+
+
+def test_who_comes_back_at_once_lets_those_through_that_it_met_and_nobody_else_waits() -> None:
+    crowded = Met(passed=20, attempt_s=0.1, ended_s=100.0)
+    assert crowded.pause_s(100.0, 1.0) == pytest.approx(1.0)
+    assert crowded.pause_s(102.5, 1.0) == 0.0, "they are through"
+    assert Met(passed=1, attempt_s=0.1, ended_s=100.0).pause_s(100.0, 1.0) == Met().pause_s(0.0, 1.0) == 0.0
+    assert Met(passed=1000, attempt_s=10.0, ended_s=100.0).pause_s(100.0, 1.0) <= 2.0
+
+
+def test_entries_that_were_removed_are_missed_however_many(tmp_path: Path) -> None:
+    """All but the last ones, of which nobody here can know: neither read past nor written anew."""
+    last = 9
+    backend = open_backend(tmp_path / "store", fsync=False)
+    log = open_log(backend)
+    for i in range(1, last + 1):
+        log.append(commit(i))
+    for first in range(1, last):
+        for stop in range(first + 1, last + 1):
+            removed = {log_key(n): backend.read(log_key(n)) for n in range(first, stop)}
+            for key in removed:
+                backend.delete(key)
+            with pytest.raises(Corrupt, match=f"entry {first} of the log is missing"):
+                open_log(backend).append(commit(10))
+            for key, data in removed.items():
+                assert backend.size(key) is None
+                backend.put(key, data)
+    assert open_log(backend).replay().n == last

@@ -1,0 +1,100 @@
+"""No interleaving of writers and gc loses a chunk, and each check that is taken away does lose one."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from ckptstore.log import fold
+from tests.log.model.explore import explore
+from tests.log.model.world import Scope
+
+NO_LIMIT = 10_000_000
+
+HOLDING = [
+    Scope(wants=("abc",)),
+    Scope(wants=("a",), duplicate=True),
+    Scope(wants=("a",), copies=2),
+    Scope(wants=("bc", "c"), forgetting=False),
+    Scope(wants=(), gcs=2, duplicate=True, undeleting=False),
+    Scope(wants=("a",), tagging=True, undeleting=False),
+    Scope(wants=("a",), reading=True),
+    Scope(wants=(), duplicate=True, reading=True, tagging=True),
+    Scope(wants=("bc",), lossy=True, undeleting=False),
+    Scope(wants=("abc",), reindexing=True, undeleting=False),
+]
+HOLDING_LONG = [
+    Scope(),
+    Scope(wants=("a", "b"), undeleting=False),
+    Scope(copies=2),
+    Scope(duplicate=True),
+    Scope(wants=("a",), gcs=2, duplicate=True, undeleting=False),
+    Scope(wants=(), gcs=2, duplicate=True),
+    Scope(wants=(), gcs=2, duplicate=True, undeleting=False, tagging=True, reading=True),
+    Scope(wants=("a",), tagging=True, reading=True, duplicate=True),
+    Scope(wants=("a", "b"), lossy=True, undeleting=False),
+    Scope(wants=("a", "bc"), reindexing=True, undeleting=False),
+    Scope(wants=("abc",), tagging=True, reading=True, lossy=True, reindexing=True),
+]
+
+
+def allow(*_: object) -> None:
+    return None
+
+
+def allow_for(who: str) -> Callable[[Any], Callable[..., Any]]:
+    """Take a check of sessions away for writers (`w`) or gc (`gc`) only."""
+    return lambda original: lambda state, session: None if session.startswith(who) else original(state, session)
+
+
+GC_PAIR = Scope(wants=(), gcs=2, duplicate=True, undeleting=False)
+BROKEN: dict[str, tuple[Scope, str, Callable[[Any], Callable[..., Any]]]] = {
+    "gc condemns what is referred to since the mark": (Scope(), "_stamped", lambda _: allow),
+    "a commit does not look whether its packs are listed": (Scope(), "_reused_gone", lambda _: allow),
+    "gc deletes what is live again": (Scope(), "_still_live", lambda _: allow),
+    "a session that is over commits": (Scope(), "_session_closed", allow_for("w")),
+    "a retry lists its old session's pack": (Scope(), "_foreign", lambda _: allow),
+    "gc purges what was undeleted": (Scope(), "_not_forgotten", lambda _: allow),
+    "gc registers a copy although it was declared over": (Scope(wants=("a",), gcs=2, undeleting=False), "_session_closed", allow_for("gc")),
+    "two gcs do not know of each other": (GC_PAIR, "_fenced", lambda _: allow),
+    "a forget that was planned before a tag forgets the tagged commit": (Scope(wants=(), tagging=True), "_pinned", lambda _: allow),
+    "a tag that was planned before a forget names a forgotten commit": (Scope(wants=(), tagging=True), "_forgotten", lambda _: allow),
+}
+
+
+@pytest.mark.parametrize("scope", HOLDING, ids=str)
+def test_nothing_is_lost_in_any_interleaving(scope: Scope) -> None:
+    result = explore(scope, NO_LIMIT)
+    assert not result.lost, "\n".join(result.path)
+    assert result.complete
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("scope", HOLDING_LONG, ids=str)
+def test_nothing_is_lost_in_any_interleaving_of_more_actors(scope: Scope) -> None:
+    result = explore(scope, NO_LIMIT)
+    print(f"{result.worlds:,} states{'' if result.complete else ', not all'}")
+    assert not result.lost, "\n".join(result.path)
+
+
+@pytest.mark.parametrize("broken", BROKEN)
+def test_each_check_that_is_taken_away_loses_a_chunk(broken: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    scope, check, without = BROKEN[broken]
+    monkeypatch.setattr(fold, check, without(getattr(fold, check)))
+    result = explore(scope, NO_LIMIT)
+    assert result.lost
+    assert result.path
+
+
+RULES = {
+    "an object is deleted before its entry": Scope(object_first=True),
+    "an undelete does not stamp its packs": Scope(blind_undelete=True),
+    "a reader does not look again": Scope(wants=(), duplicate=True, reading=True, stubborn_reader=True),
+    "a writer without an answer deletes its pack": Scope(wants=("a",), lossy=True, undeleting=False, hasty_writer=True),
+}
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_each_rule_that_an_actor_breaks_loses_a_chunk(rule: str) -> None:
+    assert explore(RULES[rule], NO_LIMIT).lost

@@ -1,0 +1,192 @@
+"""Sessions beat while their writer lives, stop when it says so, and are not confused by a fork."""
+
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+import threading
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from ckptstore.core.ids import session_key
+from ckptstore.errors import Unavailable
+from ckptstore.log import sessions
+from ckptstore.log.sessions import SessionInfo, decode_session, encode_session, is_gone, open_session, read_sessions
+from ckptstore.storage.contract import Backend, open_backend
+from tests.log.builders import Wrapped, session
+
+
+@pytest.fixture
+def backend(tmp_path: Path) -> Backend:
+    return open_backend(tmp_path, fsync=False)
+
+
+@pytest.fixture(autouse=True)
+def _own_heart(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each test beats fast and by itself."""
+    monkeypatch.setattr(sessions, "HEARTBEAT_S", 0.005)
+    monkeypatch.setattr(sessions, "_heart", sessions._Heart())
+
+
+def only(backend: Backend) -> SessionInfo:
+    (info,) = read_sessions(backend)
+    return info
+
+
+class Beats(Wrapped):
+    """A backend that counts what is put and may fail to."""
+
+    def __init__(self, backend: Backend, failures: int = 0) -> None:
+        super().__init__(backend, lambda create, key, data: create(key, data))
+        self.changed = threading.Condition()
+        self.puts = 0
+        self.failures = failures
+
+    def put(self, key: str, data: bytes, *, durable: bool = True) -> None:
+        with self.changed:
+            self.puts += 1
+            self.changed.notify_all()
+            if self.puts > 1 and self.failures:
+                self.failures -= 1
+                raise Unavailable("no answer")
+        self._backend.put(key, data, durable=durable)
+
+    def wait_for(self, puts: int) -> None:
+        with self.changed:
+            assert self.changed.wait_for(lambda: self.puts >= puts, timeout=60)
+
+
+def test_a_session_says_who_it_is(backend: Backend) -> None:
+    opened = open_session(backend, "commit")
+    info = only(backend)
+    assert (info.id, info.what, info.pid, info.host) == (opened.id, "commit", os.getpid(), os.uname().nodename)
+    assert info.boot
+    assert info.pid_namespace
+    assert info.start > 0
+    assert not is_gone(info)
+
+
+def test_the_counter_of_a_living_session_moves(backend: Backend) -> None:
+    beats = Beats(backend)
+    opened = open_session(beats, "commit")
+    beats.wait_for(4)
+    opened.end()
+    assert list(read_sessions(backend)) == []
+    opened.end()
+
+
+def test_a_beat_that_fails_is_repeated_by_the_next(backend: Backend) -> None:
+    beats = Beats(backend, failures=2)
+    with open_session(beats, "commit") as opened:
+        beats.wait_for(6)
+        assert only(backend).id == opened.id
+        assert only(backend).counter > 0
+
+
+def test_one_thread_beats_for_all_sessions_of_the_process(backend: Backend) -> None:
+    opened = [open_session(backend, "commit") for _ in range(5)]
+    assert len({s.id for s in opened}) == 5
+    beating = sessions._heart._thread
+    for one in opened:
+        one.end()
+    open_session(backend, "commit").end()
+    assert beating and beating.is_alive() and sessions._heart._thread is beating
+
+
+def test_an_ended_session_leaves_no_file_and_a_failed_one_leaves_it_to_gc(backend: Backend) -> None:
+    with open_session(backend, "commit"):
+        pass
+    assert list(read_sessions(backend)) == []
+    with pytest.raises(ZeroDivisionError), open_session(backend, "commit") as failed:
+        raise ZeroDivisionError
+    before = only(backend)
+    failed.beat()
+    assert only(backend) == before
+    failed.end()
+    assert only(backend) == before
+
+
+def test_a_beat_never_brings_back_the_file_of_an_ended_session(backend: Backend) -> None:
+    opened = open_session(backend, "commit")
+    opened.end()
+    opened.beat()
+    assert list(read_sessions(backend)) == []
+
+
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_a_forked_child_neither_ends_nor_beats_for_its_parents_sessions_and_has_its_own(backend: Backend) -> None:
+    opened = open_session(backend, "parent")
+    pid = os.fork()
+    if pid == 0:
+        failed = 1
+        try:
+            opened.end()
+            assert not sessions._heart._sessions
+            beats = Beats(backend)
+            own = open_session(beats, "child")
+            beats.wait_for(3)
+            assert own.id != opened.id
+            own.end()
+            failed = 0
+        finally:
+            os._exit(failed)
+    assert os.waitpid(pid, 0)[1] == 0
+    assert only(backend).id == opened.id
+    opened.end()
+    assert list(read_sessions(backend)) == []
+
+
+def test_a_process_that_was_killed_is_gone(backend: Backend) -> None:
+    code = f"import sys; from tests.log.test_sessions import wait_as_writer; wait_as_writer({str(backend.durable_root)!r})"
+    child = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    assert child.stdout is not None
+    assert child.stdout.readline() == b"open\n"
+    info = only(backend)
+    assert not is_gone(info)
+    child.send_signal(signal.SIGKILL)
+    child.communicate()
+    assert is_gone(info)
+
+
+def wait_as_writer(root: str) -> None:
+    open_session(open_backend(root), "commit")
+    print("open", flush=True)
+    sys.stdin.read()
+
+
+def test_only_what_certainly_runs_no_more_is_gone(backend: Backend) -> None:
+    open_session(backend, "commit")
+    info = only(backend)
+    process = multiprocessing.get_context("spawn").Process(target=int)
+    process.start()
+    pid = process.pid
+    process.join()
+    assert pid is not None
+    cases = [
+        (replace(info, start=info.start - 1), True),
+        (replace(info, pid=pid), True),
+        (replace(info, pid=pid, boot="another boot"), False),
+        (replace(info, pid=pid, pid_namespace="another namespace"), False),
+        (replace(info, pid=pid, boot=""), False),
+        (replace(info, pid=1), True),
+        (SessionInfo(info.id), False),
+    ]
+    for case, gone in cases:
+        assert is_gone(case) is gone, case
+
+
+def test_a_session_file_reads_back_and_a_damaged_one_gives_no_more_than_its_id() -> None:
+    info = SessionInfo(session(1), "gc", "host", "boot", "pid:[1]", 42, 77, 1_700_000_000_000_000_000, 3)
+    data = encode_session(info)
+    assert decode_session(session(1), data) == info
+    for damaged in (b"", data[:-1], b"[]", b"{}", data.replace(b"42", b'"x"'), data.replace(b"42", b"-1")):
+        assert decode_session(session(1), damaged) == SessionInfo(session(1))
+
+
+def test_files_that_are_no_sessions_are_left_alone(backend: Backend) -> None:
+    backend.put("sessions/README", b"hello", durable=False)
+    backend.put(session_key(session(1)), b"torn", durable=False)
+    assert list(read_sessions(backend)) == [SessionInfo(session(1))]

@@ -1,0 +1,184 @@
+"""A fast disk and a mirror: durable here at once, there in the background; what one has lost the other gives."""
+
+import logging
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from shutil import rmtree
+from typing import Any
+
+import pytest
+import torch
+
+import ckptstore
+from ckptstore.errors import NotFound, Unavailable
+from ckptstore.maintenance.mirror import tiers
+from ckptstore.storage.fsspec_backend import FsspecBackend
+from ckptstore.store import Store
+from tests.maintenance.stores import CHUNK_BYTES, assert_equal, files, flip
+
+MIRROR = "memory://tiers/mirror"
+
+
+def state(step: int) -> dict[str, Any]:
+    generator = torch.Generator().manual_seed(step)
+    return {"model": {"frozen": torch.arange(50_000.0), "own": torch.randn(30_000, generator=generator)}, "step": step}
+
+
+def opened(place: Path, **options: Any) -> Store:
+    return ckptstore.open(place, mirror=MIRROR, **options)
+
+
+def in_mirror() -> dict[int | None, str]:
+    with ckptstore.open(MIRROR, create=False) as there:
+        return {info.step: info.id for info in there.log(all_runs=True)}
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Path:
+    return tmp_path / "local"
+
+
+@pytest.fixture
+def away(monkeypatch: pytest.MonkeyPatch) -> Callable[[bool], None]:
+    """A switch that takes the mirror's storage away."""
+    gone = threading.Event()
+    for name in ("read", "read_into", "read_tail", "size", "put", "put_new", "create", "list", "delete"):
+        monkeypatch.setattr(FsspecBackend, name, _unless(gone, getattr(FsspecBackend, name)))
+    return lambda on: gone.set() if on else gone.clear()
+
+
+def _unless(gone: threading.Event, method: Callable[..., Any]) -> Callable[..., Any]:
+    def call(*args: Any, **options: Any) -> Any:
+        if gone.is_set():
+            raise Unavailable("the network is down")
+        return method(*args, **options)
+
+    return call
+
+
+def test_what_is_committed_here_arrives_there_with_its_tags(place: Path) -> None:
+    with opened(place, chunk_bytes=CHUNK_BYTES) as store:
+        ids = {step: store.commit(state(step), step=step, tag="best" if step == 1 else ()).id for step in range(3)}
+        store.tag("best", 2)
+        assert store.flush_mirror()
+        with ckptstore.open(MIRROR) as there:
+            assert there.tags() == {"best": ids[2]}
+            assert_equal(there.checkout(1).state_dict(), state(1))
+    assert in_mirror() == ids
+
+
+def test_training_goes_on_while_the_mirror_is_away_and_what_is_missing_arrives_later(
+    place: Path, away: Callable[[bool], None], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tiers, "FIRST_PAUSE_S", 0.01)
+    away(True)
+    with caplog.at_level(logging.WARNING, "ckptstore"), opened(place) as store:
+        for step in range(2):
+            store.commit(state(step), step=step)
+        assert not store.flush_mirror()
+        assert_equal(store.checkout().state_dict(), state(1))
+        target = state(0)
+        assert store.resume(target) is not None
+        away(False)
+        assert store.flush_mirror()
+    assert "commits go on" in caplog.text
+    assert set(in_mirror()) == {0, 1}
+
+
+def test_what_a_process_could_not_send_the_next_one_sends(place: Path, away: Callable[[bool], None]) -> None:
+    away(True)
+    with opened(place) as store:
+        store.commit(state(0), step=0)
+    away(False)
+    with opened(place) as store:
+        assert store.flush_mirror()
+    assert set(in_mirror()) == {0}
+
+
+def test_a_new_disk_resumes_from_the_mirror_and_goes_on(place: Path) -> None:
+    with opened(place, chunk_bytes=CHUNK_BYTES) as store:
+        first = [store.commit(state(step), step=step).id for step in range(3)]
+    rmtree(place)
+    with opened(place) as store:
+        assert store._opening.config.chunk_bytes == CHUNK_BYTES
+        target = state(9)
+        resumed = store.resume(target)
+        assert resumed is not None and resumed.id == first[2]
+        assert_equal(target, state(2))
+        assert_equal(store.checkout(0).state_dict(), state(0))
+        with pytest.raises(NotFound):
+            store.checkout("nosuch")
+        made = store.commit(state(3), step=3)
+        assert made.parents == (first[2],)
+    assert set(in_mirror()) == {0, 1, 2, 3}
+
+
+def test_the_newest_of_both_is_resumed(place: Path, tmp_path: Path) -> None:
+    """A job that moved to another host, went on there, and came back."""
+    with opened(place) as store:
+        store.commit(state(0), step=0)
+    with opened(tmp_path / "other") as store:
+        store.resume(state(9))
+        store.commit(state(1), step=1)
+    with opened(place) as store:
+        target = state(9)
+        assert store.checkout("latest").step == 1
+        resumed = store.resume(target)
+        assert resumed is not None and resumed.step == 1
+        assert_equal(target, state(1))
+
+
+def test_what_has_arrived_is_trimmed_here_and_read_there(place: Path) -> None:
+    with opened(place, keep_local=ckptstore.KeepLast(2)) as store:
+        for step in range(5):
+            store.commit(state(step), step=step)
+            assert store.flush_mirror()
+        assert [info.step for info in store.log()] == [4, 3]
+        assert_equal(store.checkout(1).state_dict(), state(1))
+    assert set(in_mirror()) == set(range(5))
+
+
+def test_nothing_is_trimmed_that_has_not_arrived(place: Path, away: Callable[[bool], None]) -> None:
+    away(True)
+    with opened(place, keep_local=ckptstore.KeepLast(2)) as store:
+        for step in range(4):
+            store.commit(state(step), step=step)
+        assert not store.flush_mirror()
+        assert [info.step for info in store.log()] == [3, 2, 1, 0]
+
+
+def test_damage_here_is_read_around_and_healed(place: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with opened(place, chunk_bytes=CHUNK_BYTES) as store:
+        for step in range(3):
+            store.commit(state(step), step=step)
+    for path in files(place, "packs"):
+        flip(path, 4200 if path.stat().st_size > 8000 else 20)
+    with caplog.at_level(logging.WARNING, "ckptstore"), opened(place) as store:
+        for step in range(3):
+            assert_equal(store.checkout(step).state_dict(), state(step))
+        assert store.flush_mirror()
+    assert "instead" in caplog.text
+    with ckptstore.open(place) as store:
+        assert not store.fsck(read_data="100%").damaged
+        for step in range(3):
+            assert_equal(store.checkout(step).state_dict(), state(step))
+
+
+def test_without_a_mirror_there_is_nothing_to_wait_for(place: Path) -> None:
+    with ckptstore.open(place) as store:
+        store.commit(state(0), step=0)
+        assert store.flush_mirror()
+
+
+def test_an_error_of_our_own_in_the_upload_is_raised_by_close_and_leaves_nothing_open(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> None:
+        raise AssertionError("a mistake in this code")
+
+    before = set(threading.enumerate())
+    monkeypatch.setattr(tiers.Tier, "_send", fail)
+    store = opened(place)
+    store.commit(state(1), step=1)
+    with pytest.raises(RuntimeError, match="ended by an error of its own"):
+        store.close()
+    assert not [thread.name for thread in threading.enumerate() if thread not in before]

@@ -1,0 +1,99 @@
+"""A store whose process stops after its n-th change: objects put, created, appended to, finished or deleted, and entries of the log."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from ckptstore.log.log import Log
+from ckptstore.repository.store_handle import Opening
+from tests.maintenance.collecting import at
+from tests.shared.sites import Site
+
+
+class Stopped(BaseException):
+    """The process ended here, as far as the store can tell. No handler of errors may see it."""
+
+
+class StoppingBackend:
+    """A backend on which the change after the first `changes` ends the process; `changed` counts them."""
+
+    def __init__(self, backend: Any, changes: int) -> None:
+        self._backend = backend
+        self._left = changes
+        self.changed = 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._backend, name)
+
+    def put(self, *args: Any, **kwargs: Any) -> None:
+        self._change()
+        self._backend.put(*args, **kwargs)
+
+    def put_new(self, *args: Any) -> bool:
+        self._change()
+        created: bool = self._backend.put_new(*args)
+        return created
+
+    def delete(self, key: str) -> None:
+        self._change()
+        self._backend.delete(key)
+
+    def create(self, *args: Any, **kwargs: Any) -> Any:
+        self._change()
+        return _StoppingWriter(self, self._backend.create(*args, **kwargs))
+
+    def counting(self, change: Callable[..., bool]) -> Callable[..., bool]:
+        """`change` of the log's, after which the process may end before it does anything else."""
+
+        def call(*args: Any) -> bool:
+            self._change()
+            return change(*args)
+
+        return call
+
+    def _change(self) -> None:
+        if not self._left:
+            raise Stopped
+        self._left -= 1
+        self.changed += 1
+
+
+class _StoppingWriter:
+    def __init__(self, stopping: StoppingBackend, writer: Any) -> None:
+        self._stopping, self._writer = stopping, writer
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._writer, name)
+
+    def append(self, *args: Any) -> None:
+        self._stopping._change()
+        self._writer.append(*args)
+
+    def finish(self) -> bool:
+        self._stopping._change()
+        created: bool = self._writer.finish()
+        return created
+
+    def discard(self) -> None:
+        """A process that has ended discards nothing."""
+        if self._stopping._left:
+            self._writer.discard()
+
+
+def opened_stopping(place: Path | Site, changes: int) -> tuple[Opening, StoppingBackend]:
+    """A store whose process ends after so many changes to it."""
+    opening = at(place).opening()
+    return opening, stop_after(opening, changes)
+
+
+def stop_after(opening: Opening, changes: int) -> StoppingBackend:
+    """Let the process that has this view of a store, newly opened, end after so many changes to it."""
+    stopping = StoppingBackend(opening.backend, changes)
+    opening.backend = stopping  # type: ignore[assignment]  # a Backend but for its type
+    if opening.database is None:
+        opening.log = Log(stopping, opening.config.store, opening.config.generation)  # type: ignore[arg-type]
+    else:
+        opening.database._backend = stopping  # type: ignore[assignment]
+        opening.database.create = stopping.counting(opening.database.create)  # type: ignore[method-assign]
+        opening.log = Log(stopping, opening.config.store, opening.config.generation, place=opening.database)  # type: ignore[arg-type]
+    return stopping

@@ -1,0 +1,78 @@
+"""doctor says what a place can do and what is in the way, with a next step for everything that is not fine."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+import ckptstore
+from ckptstore.maintenance.doctor import Check, Storage, Verdict, doctor, judge
+from ckptstore.repository.disk_forecast import Room, expected_bytes
+from ckptstore.repository.store_handle import Opening
+
+FINE = Storage("", "", "", 0.001, "ext4", False, "/cache", False, True, 0.0, -10.0)
+ROOMY = Room(free=1 << 40, new=(1000, 5000, 2000), logical=9000, reserve=1 << 20)
+
+
+def verdicts(checks: tuple[Check, ...]) -> dict[str, Verdict]:
+    return {check.name: check.verdict for check in checks if check.verdict is not Verdict.OK}
+
+
+def test_a_good_place_is_fine() -> None:
+    checks = judge(FINE, ROOMY)
+    assert verdicts(checks) == {}
+    assert not any(check.next for check in checks)
+
+
+@pytest.mark.parametrize(
+    ("storage", "name", "verdict"),
+    [
+        (replace(FINE, writable="no right"), "write", Verdict.FAILED),
+        (replace(FINE, exclusive="an object was created twice"), "exclusive", Verdict.FAILED),
+        (replace(FINE, rename="reads as before"), "rename", Verdict.FAILED),
+        (replace(FINE, fsync_s=0.5), "fsync", Verdict.WARNING),
+        (replace(FINE, clock_skew_s=-60.0), "clock", Verdict.WARNING),
+        (replace(FINE, newest_entry_s=3600.0), "time", Verdict.WARNING),
+        (replace(FINE, network=True, filesystem="nfs4", index_network=True), "filesystem", Verdict.WARNING),
+        (replace(FINE, locks=False), "locks", Verdict.WARNING),
+    ],
+)
+def test_each_fault_has_its_verdict_and_a_next_step(storage: Storage, name: str, verdict: Verdict) -> None:
+    checks = judge(storage, ROOMY)
+    assert verdicts(checks) == {name: verdict}
+    assert all(check.next for check in checks if check.verdict is not Verdict.OK)
+
+
+@pytest.mark.parametrize(
+    ("free", "verdict"), [(4999, Verdict.FAILED), (5000, Verdict.WARNING), (14_999, Verdict.WARNING), (15_000, Verdict.OK)]
+)
+def test_free_space_is_compared_with_the_next_commit(free: int, verdict: Verdict) -> None:
+    assert expected_bytes(ROOMY) == 5000
+    assert verdicts(judge(FINE, replace(ROOMY, free=free))).get("space", Verdict.OK) is verdict
+
+
+def test_a_bucket_has_no_end_and_no_reserve() -> None:
+    assert verdicts(judge(FINE, Room(None, (10**18,), 10**18, None))) == {}
+
+
+def test_a_missing_reserve_is_a_warning() -> None:
+    assert verdicts(judge(FINE, replace(ROOMY, reserve=None))) == {"reserve": Verdict.WARNING}
+
+
+def test_a_real_store_is_examined_without_a_trace(store: Path) -> None:
+    before = sorted(path for path in store.rglob("*") if "index" not in path.parts)
+    opening = Opening(store)
+    checks = {check.name: check for check in doctor(opening)}
+    opening.close()
+    for name in ("write", "exclusive", "rename", "locks", "time"):
+        assert checks[name].verdict is Verdict.OK, checks[name]
+    assert sorted(path for path in store.rglob("*") if "index" not in path.parts) == before
+
+
+def test_a_read_only_opening_is_told_so(store: Path) -> None:
+    opening = Opening(store, read_only=True)
+    checks = {check.name: check for check in doctor(opening)}
+    opening.close()
+    assert checks["write"].verdict is Verdict.FAILED
+    assert "exclusive" not in checks
+    assert isinstance(ckptstore.open(store, read_only=True).log(), list)

@@ -1,0 +1,114 @@
+"""Forget and undelete on a store: what goes, what may not go, what comes back."""
+
+from pathlib import Path
+
+import pytest
+
+from ckptstore.errors import Conflict, InvalidInput, NotFound
+from ckptstore.log.entries import Settings
+from ckptstore.maintenance.retention import KeepBest, KeepEverySteps, KeepLast
+from ckptstore.open_store import open
+from tests.maintenance import collecting
+from tests.maintenance.collecting import state_of
+
+
+def test_forgotten_commits_leave_the_log_and_come_back_whole(tmp_path: Path) -> None:
+    commits = collecting.make(tmp_path, 5)
+    with open(tmp_path) as store:
+        plan = store.forget(KeepLast(2))
+        assert [decision.commit for decision in plan.forgotten] == commits[2::-1]
+        assert [info.step for info in store.log()] == [4, 3]
+        store.undelete([commits[0], commits[2][:12]])
+        assert [info.step for info in store.log()] == [4, 3, 2, 0]
+    collecting.verify(tmp_path, [0, 2, 3, 4])
+
+
+def test_a_dry_run_returns_the_plan_that_is_executed_and_changes_nothing(tmp_path: Path) -> None:
+    collecting.make(tmp_path, 6)
+    with open(tmp_path) as store:
+        planned = store.forget([KeepEverySteps(2), KeepLast(1)], dry_run=True)
+        assert len(store.log()) == 6
+        done = store.forget([KeepEverySteps(2), KeepLast(1)])
+        assert done == planned
+        assert {info.id for info in store.log()} == {decision.commit for decision in planned.kept}
+
+
+def test_a_policy_is_about_the_stores_own_run_unless_all_are_wanted(tmp_path: Path) -> None:
+    for run in "ab":
+        with open(tmp_path, run=run) as store:
+            for step in range(4):
+                store.commit(state_of(step), step=step)
+    with open(tmp_path, run="a") as store:
+        store.forget(KeepLast(2))
+        assert [len(store.log(run=run)) for run in "ab"] == [2, 4]
+        store.forget(KeepLast(2), all_runs=True)
+        assert [len(store.log(run=run)) for run in "ab"] == [2, 2]
+
+
+def test_what_is_pinned_cannot_be_forgotten_by_name(tmp_path: Path) -> None:
+    commits = collecting.make(tmp_path, 5)
+    with open(tmp_path) as store:
+        store._opening.log.append(Settings((("best", ("loss",)),)))
+        best = store.commit(state_of(9), step=9, metrics={"loss": 0.1}).id
+        for step in (10, 11):
+            store.commit(state_of(step), step=step, metrics={"loss": 1.0})
+        store.tag("keep", commits[0])
+        for ref, why in ((commits[0], "tag"), (11, "newest"), (10, "newest"), (best, "best")):
+            with pytest.raises(Conflict, match=why):
+                store.forget(ref)
+            with pytest.raises(Conflict, match=why):
+                store.forget([commits[1], ref], dry_run=True)
+        store.forget(commits[1])
+        store.untag("keep")
+        store.forget(commits[0])
+        assert [info.step for info in store.log()] == [11, 10, 9, 4, 3, 2]
+
+
+def test_forgetting_without_anything_to_go_by_is_refused(tmp_path: Path) -> None:
+    collecting.make(tmp_path, 1)
+    with open(tmp_path) as store:
+        with pytest.raises(InvalidInput, match="no policy"):
+            store.forget([])
+        with pytest.raises(InvalidInput, match="one or the other"):
+            store.forget([KeepLast(1), 0])
+
+
+def test_a_tag_that_appears_while_forget_looks_is_respected(tmp_path: Path) -> None:
+    commits = collecting.make(tmp_path, 5)
+
+    class Tagging(KeepLast):
+        """A policy during whose work somebody tags a commit."""
+
+        def keeps(self, newest_first):  # type: ignore[no-untyped-def]
+            with open(tmp_path) as other:
+                if "late" not in other.tags():
+                    other.tag("late", commits[1])
+            return super().keeps(newest_first)
+
+    with open(tmp_path) as store:
+        plan = store.forget(Tagging(2))
+        assert [decision.commit for decision in plan.forgotten] == [commits[2], commits[0]]
+        assert {info.step for info in store.log()} == {1, 3, 4}
+
+
+def test_undelete_names_what_is_not_forgotten_and_what_is_purged(tmp_path: Path) -> None:
+    commits = collecting.make(tmp_path, 4, forget=[0])
+    with open(tmp_path) as store:
+        with pytest.raises(Conflict, match="not forgotten"):
+            store.undelete(commits[1])
+        store.gc()
+        with pytest.raises(NotFound):
+            store.undelete(commits[0])
+
+
+def test_undelete_makes_condemned_packs_live_again(tmp_path: Path) -> None:
+    commits = collecting.make(tmp_path, 4)
+    with open(tmp_path) as store:
+        store.forget([commits[0]])
+        state = store._opening.log.replay()
+        own = frozenset(n for n, pack in state.packs.items() if pack.stamp == state.commits[commits[0]].n)
+        store.forget([KeepBest("loss")])
+        store.undelete([commits[0], commits[1]])
+        store.gc(max_unused=0.0)
+        assert own <= set(store._opening.log.replay().packs)
+    collecting.verify(tmp_path, [0, 1, 2, 3])

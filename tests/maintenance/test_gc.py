@@ -1,0 +1,358 @@
+"""gc on real stores, wherever they lie: what dies, what moves, what waits, and that a plan is what a run does."""
+
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from ckptstore.core.ids import log_scratch_key, new_session_id, pack_id, pack_key, twin_key
+from ckptstore.errors import Corrupt
+from ckptstore.index.chunks import LOCATION_DTYPE
+from ckptstore.log.entries import Over
+from ckptstore.log.sessions import open_session
+from ckptstore.maintenance.gc.collect import GcOptions, collect
+from ckptstore.maintenance.gc.session_monitor import STALE_S
+from tests.maintenance import collecting
+from tests.maintenance.collecting import collected, garbage, leave_half_written, make, opened, size_of, state_of, verify
+from tests.shared.sites import Site, Sites, kinds, sites_of
+
+EVERYWHERE = pytest.mark.parametrize("sites", kinds("local", "memory", "bucket and database"), indirect=True)
+AMONG_PROCESSES = pytest.mark.parametrize("sites", [kind for kind in kinds("local") if "memory" not in str(kind)], indirect=True)
+
+
+@pytest.fixture(params=kinds("local"))
+def sites(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Sites:
+    monkeypatch.setenv("CKPTSTORE_CACHE", str(tmp_path / "host"))
+    return sites_of(request, tmp_path)
+
+
+@pytest.fixture
+def place(sites: Sites) -> Site:
+    return sites.new()
+
+
+@EVERYWHERE
+@pytest.mark.parametrize("codec", ["raw", "zstd"])
+def test_a_run_does_what_the_dry_run_printed_and_frees_exactly_that_much(place: Site, codec: str) -> None:
+    make(place, 12, forget=range(0, 10, 2), codec=codec)
+    before = size_of(place)
+    planned = collected(place, dry_run=True).plan
+    assert size_of(place) == before
+    report = collected(place)
+    assert report.plan == planned
+    assert report.freed_bytes == planned.freed_now_bytes
+    assert report.copied_bytes == planned.copied_bytes
+    assert size_of(place) == before - planned.freed_now_bytes + planned.copied_bytes < before
+    assert not garbage(place)
+    verify(place, [1, 3, 5, 7, 9, 10, 11])
+
+
+def test_gc_comes_to_rest(place: Site) -> None:
+    """What a run writes may be just enough to be merged by the next, and that is all."""
+    make(place, 12, forget=range(0, 10, 2))
+    runs = [collected(place).plan for _ in range(3)]
+    assert runs[-1].empty
+    assert not runs[1].doomed
+
+
+def test_the_metadata_and_its_twins_go_together(place: Site) -> None:
+    make(place, 6, forget=[0, 1, 2, 3])
+    collected(place)
+    with opened(place) as opening:
+        packs = opening.log.replay().packs.values()
+    backend = place.backend()
+    for pack in packs:
+        here = [key for key in (pack_key(pack.id), twin_key(pack.id)) if backend.size(key) is not None]
+        assert len(here) == (2 if pack.metadata else 1)
+        assert len({backend.read(key) for key in here}) == 1
+
+
+def test_small_packs_are_merged_and_stay_merged(place: Site) -> None:
+    make(place, 20)
+    with opened(place) as opening:
+        before = len(opening.log.replay().packs)
+    assert before == 40
+    report = collected(place, GcOptions())
+    assert report.plan.copies
+    with opened(place) as opening:
+        assert len(opening.log.replay().packs) < before / 4
+    assert collected(place).plan.empty
+    verify(place, range(20))
+
+
+def test_of_a_chunk_in_two_packs_one_copy_dies(place: Site) -> None:
+    """Two writers that did not see each other's chunks."""
+    with place.open() as one, place.open(run="two") as two:
+        one.commit(state_of(1), step=1)
+        with opened(place) as opening:
+            first = size_of(place)
+            assert len(opening.log.replay().packs) == 2
+        # As if it had looked before the other one was done.
+        two._opening.objects.locate = lambda ids: np.zeros(len(ids) // 32, LOCATION_DTYPE)  # type: ignore[method-assign]
+        two.commit(state_of(1), step=1)
+    assert size_of(place) > 1.9 * first
+    collected(place)
+    assert size_of(place) < 1.1 * first
+    verify(place, [1])
+    with place.open(run="two") as store:
+        store.checkout(1).verify()
+
+
+def test_max_repack_limits_what_is_copied(place: Site) -> None:
+    make(place, 20)
+    assert not collected(place, GcOptions(0.0, max_repack_bytes=0), dry_run=True).plan.copies
+    some = collected(place, GcOptions(0.0, max_repack_bytes=1_000_000), dry_run=True).plan
+    assert 0 < some.copied_bytes < 1_100_000
+
+
+def test_max_unused_leaves_a_little_dead_where_it_is(place: Site) -> None:
+    with place.open() as store:
+        for step in range(4):
+            store.commit(state_of(step, own=20_000, shared=2_000_000), step=step)
+        store.forget([0])
+        assert not store.gc(dry_run=True, max_unused=0.05).plan.copies
+        assert store.gc(dry_run=True, max_unused=0.0).plan.copies
+
+
+# -- sessions -----------------------------------------------------------------------------------------------------------------------
+
+
+def test_what_a_session_in_flight_may_reuse_is_freed_when_it_ends(place: Site) -> None:
+    make(place, 6, forget=[0, 1, 2])
+    before = size_of(place)
+    with opened(place) as opening, open_session(opening.backend, "commit") as session:
+        plan = collect(opening, GcOptions(max_repack_bytes=0), dry_run=True).plan
+        later = plan.freed_later_bytes
+        assert list(later) == [(session.id,)]
+        report = collect(opening, GcOptions(max_repack_bytes=0))
+        assert report.freed_bytes == plan.freed_now_bytes
+        with place.open() as store:
+            (activity,) = store.sessions()
+            assert (activity.info.id, activity.status, activity.bytes) == (session.id, "active", later[session.id,])
+    with opened(place) as opening, open_session(opening.backend, "a later commit"):
+        report = collect(opening, GcOptions(max_repack_bytes=0))
+        assert report.freed_bytes == later[session.id,]
+    assert size_of(place) == before - plan.freed_now_bytes - later[session.id,]
+
+
+def test_an_impatient_gc_waits_for_nobody(place: Site) -> None:
+    make(place, 6, forget=[0, 1, 2])
+    with opened(place) as opening, open_session(opening.backend, "commit"):
+        report = collect(opening, GcOptions(0.0, impatient=True))
+        assert not report.plan.freed_later_bytes
+    assert not garbage(place)
+    verify(place, [3, 4, 5])
+
+
+@EVERYWHERE
+def test_orphans_of_a_session_that_stands_still_go_after_ten_minutes_even_over_several_short_runs(place: Site) -> None:
+    make(place, 3)
+    session = new_session_id()
+    for key in (pack_key(pack_id(session, 0, 0)), f"commits/{session}-{'0' * 64}"):
+        place.backend().put(key, b"left behind")
+    leave_half_written(place, session)
+    left_bytes = sum(size for key, size in collecting.objects(place) if session in key)
+    now_s = 1000.0
+    assert collected(place, clock=lambda: now_s).plan.empty
+    assert collected(place, clock=lambda: now_s + STALE_S - 1).plan.empty
+    report = collected(place, clock=lambda: now_s + STALE_S)
+    assert (report.over, report.orphans) == ((session,), 3)
+    assert report.freed_bytes == report.plan.freed_now_bytes == left_bytes
+    assert not garbage(place)
+
+
+def test_an_active_sessions_files_stay_however_long_they_stand_still(place: Site) -> None:
+    make(place, 3)
+    now_s = 1000.0
+    with opened(place) as opening, open_session(opening.backend, "commit") as session:
+        key = leave_half_written(place, session.id)
+        for minutes in range(0, 40, 5):
+            session.beat()
+            collected(place, clock=lambda minutes=minutes: now_s + 60 * minutes)
+        assert [found for found, _ in opening.backend.list("tmp/")] == [key]
+
+
+@pytest.mark.parametrize("trial", ["probe", "doctor"])
+def test_a_trial_that_was_broken_off_leaves_nothing_for_good(place: Site, trial: str) -> None:
+    make(place, 1)
+    key = f"tmp/{new_session_id()}-{trial}"
+    with opened(place) as opening:
+        opening.backend.put(key, b"is this storage any good?")
+    for now_s in (0.0, STALE_S):
+        collected(place, clock=lambda now_s=now_s: 1000.0 + now_s)
+    with opened(place) as opening:
+        assert opening.backend.size(key) is None
+
+
+@AMONG_PROCESSES
+def test_orphans_of_a_process_that_is_gone_go_at_once(place: Site) -> None:
+    make(place, 3)
+    if not (child := os.fork()):
+        try:
+            with opened(place) as opening:
+                session = open_session(opening.backend, "commit")
+                opening.backend.put(pack_key(pack_id(session.id, 0, 0)), b"half a pack")
+        finally:
+            os._exit(0)
+    os.waitpid(child, 0)
+    assert garbage(place)
+    report = collected(place)
+    assert len(report.over) == 1
+    assert not garbage(place)
+
+
+def test_unlisted_objects_of_closed_sessions_go_at_once(place: Site) -> None:
+    make(place, 2)
+    session = new_session_id()
+    with opened(place) as opening:
+        opening.log.append(Over((session,)))
+        opening.backend.put(twin_key(pack_id(session, 3, 1)), b"twin")
+    assert collected(place).freed_bytes == 4
+    assert not garbage(place)
+
+
+def test_what_a_look_at_the_log_left_behind_goes_and_is_no_finding(place: Site) -> None:
+    make(place, 2)
+    left = log_scratch_key("0123456789abcdef01234567")
+    place.backend().put(left, b"", durable=False)
+    with place.open() as store:
+        assert store.fsck().findings == ()
+    assert garbage(place) == {left}
+    collected(place)
+    assert not garbage(place)
+
+
+def test_foreign_files_are_left_alone(place: Site) -> None:
+    make(place, 2)
+    for key in ("packs/readme.txt", "commits/notes", "tmp/mine", "sessions/x", "packs/aa/core.1234"):
+        place.backend().put(key, b"mine")
+    now_s = 1000.0
+    for s in (0, 2 * STALE_S):
+        assert collected(place, clock=lambda s=s: now_s + s).plan.empty
+
+
+# -- others at work meanwhile -------------------------------------------------------------------------------------------------------
+
+
+class During:
+    """Do something once, when a gc reports this phase."""
+
+    def __init__(self, phase: str, action) -> None:  # type: ignore[no-untyped-def]
+        self._phase, self._action = phase, action
+        self.done = False
+
+    def __call__(self, phase: str, done: int, total: int) -> None:
+        if phase == self._phase and not self.done:
+            self.done = True
+            self._action()
+
+
+PHASES = ["list objects", "read footers", "read commits", "read pages", "delete packs", "delete orphans", "copy"]
+
+
+@pytest.mark.parametrize("phase", PHASES)
+def test_a_commit_that_reuses_what_gc_is_about_to_delete_keeps_it(place: Site, phase: str) -> None:
+    make(place, 6, forget=[0, 1, 2])
+
+    def commit() -> None:
+        with place.open() as other:
+            other.commit(state_of(1), step=101)
+
+    during = During(phase, commit)
+    collected(place, progress=during)
+    assert during.done
+    with place.open() as store:
+        assert store.checkout(101).read("model/own").equal(state_of(1)["model"]["own"])
+    collected(place)
+    verify(place, [3, 4, 5])
+    assert not garbage(place)
+
+
+@pytest.mark.parametrize("phase", PHASES[:4])
+def test_an_undelete_during_the_mark_keeps_the_commit(place: Site, phase: str) -> None:
+    commits = make(place, 6, forget=[0, 1, 2])
+
+    def undelete() -> None:
+        with place.open() as other:
+            other.undelete(commits[1])
+
+    report = collected(place, progress=During(phase, undelete))
+    assert set(report.purged) == {commits[0], commits[2]}
+    verify(place, [1, 3, 4, 5])
+
+
+@pytest.mark.parametrize("phase", PHASES)
+def test_another_gc_in_between_makes_this_one_mark_again(place: Site, phase: str) -> None:
+    make(place, 12, forget=range(0, 10, 2))
+    during = During(phase, lambda: collected(place))
+    collected(place, progress=during)
+    assert during.done
+    collected(place)
+    assert not garbage(place)
+    verify(place, [1, 3, 5, 7, 9, 10, 11])
+
+
+def test_a_reader_that_holds_a_snapshot_finds_chunks_that_moved(place: Site) -> None:
+    make(place, 12, forget=range(0, 10, 2))
+    with place.open() as reader:
+        snapshot = reader.checkout(3)
+        collected(place)
+        assert snapshot.state_dict()["model"]["own"].equal(state_of(3)["model"]["own"])
+
+
+# -- damage -------------------------------------------------------------------------------------------------------------------------
+
+
+def metadata_packs(place: Path) -> list[str]:
+    with opened(place) as opening:
+        return [pack_key(pack.id) for pack in opening.log.replay().packs.values() if pack.metadata]
+
+
+def test_a_damaged_page_is_read_from_the_twin(place: Site) -> None:
+    make(place, 4, forget=[0])
+    backend = place.backend()
+    for key in metadata_packs(place):
+        data = backend.read(key)
+        backend.put(key, bytes(len(data) // 2) + data[len(data) // 2 :])
+    collected(place)
+    verify(place, [1, 2, 3])
+
+
+def test_nothing_is_deleted_if_a_page_cannot_be_read(place: Site) -> None:
+    make(place, 4, forget=[0])
+    for key in metadata_packs(place):
+        place.backend().delete(key)
+        place.backend().delete(f"{key}.2")
+    before = collecting.objects(place)
+    with pytest.raises(Corrupt, match="cannot be marked"):
+        collected(place)
+    assert collecting.objects(place) == before
+
+
+def test_a_pack_with_a_damaged_footer_is_left_alone_and_reported(place: Site) -> None:
+    make(place, 4, forget=[0])
+    with opened(place) as opening:
+        data_packs = [pack for pack in opening.log.replay().packs.values() if not pack.metadata]
+    bad = max(data_packs, key=lambda pack: pack.bytes)
+    backend, key = place.backend(), pack_key(bad.id)
+    backend.put(key, backend.read(key)[:-1])
+    report = collected(place)
+    assert report.plan.unreadable == (bad.id,)
+    assert report.plan.missing
+    assert backend.size(key) == bad.bytes - 1
+
+
+def test_a_sparse_pack_with_a_damaged_chunk_stays_and_the_others_move(place: Site) -> None:
+    make(place, 20)
+    with opened(place) as opening:
+        bad = min((n, pack) for n, pack in opening.log.replay().packs.items() if not pack.metadata)[1]
+    backend, key = place.backend(), pack_key(bad.id)
+    data = bytearray(backend.read(key))
+    data[250_000] ^= 1  # behind what all steps share
+    backend.put(key, bytes(data))
+    report = collected(place)
+    assert report.damaged == (bad.id,)
+    assert backend.read(key) == data
+    assert report.copied_bytes
+    verify(place, range(1, 20))

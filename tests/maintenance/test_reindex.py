@@ -1,0 +1,67 @@
+"""reindex makes both indexes from log and footers alone, and they say what they said before."""
+
+from pathlib import Path
+
+import ckptstore
+from ckptstore.core.ids import pack_key
+from ckptstore.index.catalog_sqlite import open_catalog
+from ckptstore.index.chunks import ChunkIndex
+from ckptstore.maintenance.reindex import reindex
+from ckptstore.repository.store_handle import CATALOG_NAME, CHUNKS_NAME, Opening
+from tests.maintenance.stores import assert_restores, check
+
+
+def contents(store: Path) -> tuple[object, ...]:
+    """Everything that catalog and chunk index hold."""
+    opening = Opening(store)
+    state = opening.log.replay()
+    catalog = open_catalog(store / "index" / CATALOG_NAME, state.store)
+    assert catalog is not None
+    index = ChunkIndex.open(store / "index" / CHUNKS_NAME, state.store)
+    commits = catalog.log(forgotten=True)
+    schemas = sorted({schema for info in commits for schema in info.schemas.values()})
+    held = (
+        catalog.position(),
+        commits,
+        catalog.tags(),
+        catalog.runs(),
+        catalog.packs(),
+        [catalog.leaves(schema) for schema in schemas],
+        [catalog.entry(n) for n in range(1, state.n + 1)],
+        index.pack_ids(index.indexed()),
+    )
+    catalog.close()
+    index.close()
+    opening.close()
+    return held
+
+
+def test_the_new_indexes_hold_what_the_old_ones_held(store: Path) -> None:
+    before = contents(store)
+    opening = Opening(store)
+    done = reindex(opening)
+    opening.close()
+    assert (done.entries, done.commits, done.packs, done.unreadable) == (5, 4, 8, 0)
+    assert contents(store) == before
+    assert check(store).findings == ()
+
+
+def test_a_pack_that_cannot_be_read_is_counted_and_hinders_nothing(store: Path) -> None:
+    opening = Opening(store)
+    _, pack = min((number, pack) for number, pack in opening.log.replay().packs.items() if not pack.metadata)
+    (store / pack_key(pack.id)).write_bytes(b"no pack")
+    done = reindex(opening)
+    opening.close()
+    assert (done.packs, done.unreadable) == (7, 1)
+    with ckptstore.open(store) as opened:
+        assert opened.checkout("first").read("model/bias").tolist() == [0.0] * 3
+        assert len(opened.log(all_runs=True)) == 4
+
+
+def test_a_running_store_goes_on(store: Path) -> None:
+    with ckptstore.open(store) as opened:
+        snapshot = opened.checkout(1)
+        opened.reindex()
+        assert snapshot.read("model/bias").tolist() == [1.0] * 3
+        for step in range(3):
+            assert_restores(opened, step, step)

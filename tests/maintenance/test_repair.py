@@ -1,0 +1,350 @@
+"""repair heals what can be proved, names what cannot, changes nothing in a dry run and deletes nothing at all."""
+
+import hashlib
+import secrets
+import shutil
+from pathlib import Path
+
+import pytest
+
+import ckptstore
+from ckptstore.cli.exits import Exit
+from ckptstore.cli.main import main as cli
+from ckptstore.core.ids import log_key, pack_key, segment_key, twin_key
+from ckptstore.errors import Corrupt, NotFound
+from ckptstore.log.fold import Pack
+from ckptstore.log.segments import SEGMENT_ENTRIES
+from ckptstore.maintenance.check.report import Kind, Level
+from ckptstore.maintenance.repair.repair import Mark, PutBack, Rebuild, SetAside, WriteConfig
+from ckptstore.maintenance.repair.rescue import CopyTwin, SavePacks
+from ckptstore.repository.store_handle import Opening
+from ckptstore.storage.contract import open_backend
+from tests.maintenance.stores import assert_restores, check, copy_of, files, flip, heal, large_state, make_store
+
+
+@pytest.fixture(scope="module")
+def large_template(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_store(tmp_path_factory.mktemp("large") / "store", states=large_state)
+
+
+@pytest.fixture
+def large(large_template: Path, tmp_path: Path) -> Path:
+    return copy_of(large_template, tmp_path / "large")
+
+
+def packs_of(store: Path, *, metadata: bool) -> list[Pack]:
+    opening = Opening(store)
+    try:
+        return [pack for _, pack in sorted(opening.log.replay().packs.items()) if pack.metadata is metadata]
+    finally:
+        opening.close()
+
+
+def fingerprint(store: Path) -> dict[str, str]:
+    """Every file but the indexes, which fsck may open."""
+    return {
+        str(path.relative_to(store)): hashlib.sha256(path.read_bytes()).hexdigest()
+        for path in store.rglob("*")
+        if path.is_file() and "index" not in path.relative_to(store).parts
+    }
+
+
+def assert_whole(store: Path) -> None:
+    report = check(store, Level.DATA)
+    assert report.findings == (), report.findings
+    with ckptstore.open(store) as opened:
+        for step in range(3):
+            assert_restores(opened, step, step)
+        assert_restores(opened, "other@100", 100)
+        assert_restores(opened, "first", 0)
+        assert_restores(opened, "moved", 1)
+
+
+def test_a_whole_store_needs_nothing(store: Path) -> None:
+    done = heal(store)
+    assert (done.plan.actions, done.applied) == ((), ())
+
+
+def test_a_dry_run_changes_nothing(store: Path, tmp_path: Path) -> None:
+    flip(store / "log" / "000000000002", 80)
+    flip(store / pack_key(packs_of_damaged(store)), 5)
+    before = fingerprint(store)
+    done = heal(store, apply=False)
+    assert done.plan.actions
+    assert done.applied == ()
+    assert fingerprint(store) == before
+
+
+def packs_of_damaged(store: Path) -> str:
+    return files(store, "packs")[0].name.removesuffix(".2")  # type: ignore[return-value]
+
+
+def test_a_damaged_twin_is_copied_from_its_sibling(store: Path) -> None:
+    for key in (pack_key, twin_key):
+        for pack in packs_of(store, metadata=True):
+            flip(store / key(pack.id), 3)
+        done = heal(store)
+        assert {type(action) for action in done.applied} == {CopyTwin}
+        assert_whole(store)
+
+
+def test_a_lost_twin_and_a_truncated_one_are_made_again(store: Path) -> None:
+    first, second, *_ = packs_of(store, metadata=True)
+    (store / twin_key(first.id)).unlink()
+    (store / pack_key(second.id)).write_bytes((store / pack_key(second.id)).read_bytes()[:-10])
+    heal(store)
+    assert_whole(store)
+
+
+@pytest.mark.parametrize("n", range(1, 6))
+def test_a_bit_in_a_log_entry_is_turned_back(store: Path, n: int) -> None:
+    path = store / "log" / f"{n:012d}"
+    whole = path.read_bytes()
+    for offset in (0, 63, 64, 65, 100, len(whole) - 1):
+        flip(path, offset, bit=1)
+        done = heal(store)
+        assert [type(action) for action in done.applied if not isinstance(action, Rebuild)] == [PutBack]
+        assert path.read_bytes() == whole
+    assert_whole(store)
+
+
+def test_a_lost_log_entry_comes_from_a_mirror_or_not_at_all(store: Path, tmp_path: Path) -> None:
+    mirror = copy_of(store, tmp_path / "mirror")
+    path = store / "log" / "000000000003"
+    path.unlink()
+    (store / "index" / "catalog.sqlite").unlink()
+    done = heal(store)
+    assert not path.exists()
+    assert [finding.entry for finding in done.plan.hopeless] == [3]
+    with pytest.raises(Corrupt), ckptstore.open(store) as opened:
+        opened.log()
+    heal(store, mirror)
+    assert path.read_bytes() == (mirror / "log" / path.name).read_bytes()
+    assert_whole(store)
+
+
+@pytest.mark.parametrize("n", range(1, 6))
+def test_a_lost_log_entry_comes_from_the_catalog(store: Path, n: int) -> None:
+    path = store / "log" / f"{n:012d}"
+    whole = path.read_bytes()
+    path.unlink()
+    done = heal(store)
+    assert isinstance(done.applied[0], PutBack)
+    assert done.applied[0].mended.origin == "the catalog's copy"
+    assert path.read_bytes() == whole
+    assert_whole(store)
+
+
+def test_an_entry_of_a_mirror_with_another_history_is_not_taken(store: Path, tmp_path: Path) -> None:
+    mirror = copy_of(store, tmp_path / "mirror")
+    for path in (store, mirror):
+        with ckptstore.open(path) as opened:
+            opened.tag("theirs" if path is mirror else "ours", 2)
+            opened.tag("more", 2)
+    lost = store / "log" / "000000000006"
+    lost.unlink()
+    (store / "index" / "catalog.sqlite").unlink()
+    done = heal(store, mirror)
+    assert not lost.exists()
+    assert any(finding.entry == 6 for finding in done.plan.hopeless)
+
+
+def test_the_last_log_entry_is_missed_if_the_catalog_remembers_it(store: Path, tmp_path: Path) -> None:
+    mirror = copy_of(store, tmp_path / "mirror")
+    (store / "log" / "000000000005").unlink()
+    assert [f.entry for f in check(store).findings if f.kind is Kind.ENTRY and f.entry] == [5]
+    heal(store, mirror)
+    assert_whole(store)
+
+
+@pytest.mark.parametrize("lost", [1, 2, 4])
+def test_a_log_that_lost_its_end_is_not_continued_and_gets_it_back(store: Path, lost: int, caplog: pytest.LogCaptureFixture) -> None:
+    before = fingerprint(store)
+    for n in range(6 - lost, 6):
+        (store / "log" / f"{n:012d}").unlink()
+    with pytest.raises(Corrupt, match=rf"ends at entry {5 - lost}, .* up to 5, .*`ckptstore repair --apply`"):
+        ckptstore.open(store)
+    with ckptstore.open(store, read_only=True) as opened:
+        assert len(opened.log(all_runs=True)) == 5 - lost
+    for command in (["tag", "x", "main@0"], ["forget", "main@0"], ["gc"]):
+        assert cli(["-s", str(store), *command]) == Exit.DAMAGED
+    assert cli(["-s", str(store), "log"]) == Exit.OK
+    assert "repair --apply" in caplog.text
+    heal(store)
+    assert fingerprint(store) == before
+    assert_whole(store)
+
+
+def test_a_store_that_was_set_back_on_purpose_goes_on_after_reindex(store: Path) -> None:
+    (store / "log" / "000000000005").unlink()
+    assert cli(["-s", str(store), "reindex"]) == Exit.OK
+    with ckptstore.open(store) as opened:
+        opened.commit({"n": 1}, step=7)
+        assert [info.step for info in opened.log()] == [7, 2, 1, 0]
+
+
+def test_a_damaged_document_is_mended_from_its_own_bytes_or_a_mirror(store: Path, tmp_path: Path) -> None:
+    mirror = copy_of(store, tmp_path / "mirror")
+    one, two, *_ = files(store, "commits")
+    flip(one, 40, bit=3)
+    two.unlink()
+    done = heal(store)
+    assert len(done.applied) == 2  # the document that is gone leaves a damaged commit, which is marked
+    assert isinstance(done.applied[-1], Mark)
+    assert done.applied[-1].commits == (two.name[25:],)
+    done = heal(store, mirror)
+    assert done.applied[-1] == Mark(())
+    assert_whole(store)
+
+
+def test_what_verifies_is_saved_from_a_damaged_pack(large: Path) -> None:
+    pack = max(packs_of(large, metadata=False), key=lambda pack: pack.chunks)
+    assert pack.chunks > 3
+    flip(large / pack_key(pack.id), 70_000)
+    before = check(large, Level.DATA)
+    (commit,) = before.damaged_commits
+    done = heal(large)
+    saved = next(action for action in done.applied if isinstance(action, SavePacks))
+    assert len(saved.sources) == pack.chunks - 1
+    assert len(saved.lost) == 1
+    assert done.applied[-1] == Mark((commit,))
+    assert done.after.damaged_commits.keys() == {commit}
+    assert not (large / pack_key(pack.id)).exists()
+    assert (large / "quarantine" / pack_key(pack.id)).exists()
+    with ckptstore.open(large) as opened:
+        with pytest.raises((Corrupt, NotFound)):
+            opened.checkout(commit).state_dict()
+        steps = {info.step: info.id for info in opened.log(all_runs=True)}
+        for step, other in steps.items():
+            if other != commit:
+                assert_restores(opened, other, int(step or 0), large_state)
+
+
+def test_a_lost_chunk_is_healed_from_a_mirror(large: Path, tmp_path: Path) -> None:
+    mirror = copy_of(large, tmp_path / "mirror")
+    for pack in packs_of(large, metadata=False):
+        (large / pack_key(pack.id)).unlink()
+    done = heal(large, mirror)
+    assert not done.plan.hopeless
+    report = check(large, Level.DATA)
+    assert report.findings == ()
+    with ckptstore.open(large) as opened:
+        for step in range(3):
+            assert_restores(opened, step, step, large_state)
+
+
+def test_a_lost_chunk_is_healed_by_committing_it_again(large: Path) -> None:
+    """First repair takes the damaged pack out of the log, so that a commit writes the chunk anew instead of reusing it."""
+    pack = max(packs_of(large, metadata=False), key=lambda pack: pack.chunks)
+    flip(large / pack_key(pack.id), 70_000)
+    (commit,) = check(large, Level.DATA).damaged_commits
+    heal(large)
+    with ckptstore.open(large) as opened:
+        step = int(opened.checkout(commit).step or 0)
+        opened.commit(large_state(step), step=1000)
+        assert_restores(opened, commit, step, large_state)
+    done = heal(large)
+    assert done.applied == (Mark(()),)
+    assert check(large, Level.DATA).findings == ()
+
+
+def test_a_small_chunk_with_a_flipped_bit_heals_itself(store: Path) -> None:
+    pack = packs_of(store, metadata=False)[0]
+    flip(store / pack_key(pack.id), 17, bit=6)
+    done = heal(store)
+    assert not done.plan.hopeless
+    assert_whole(store)
+
+
+def test_packs_with_damaged_footers_are_saved_whole(store: Path) -> None:
+    for pack in packs_of(store, metadata=False):
+        flip(store / pack_key(pack.id), pack.bytes - 90)
+    done = heal(store, data=False)
+    assert not done.plan.hopeless
+    assert_whole(store)
+
+
+def test_both_twins_damaged_in_different_chunks_are_saved(store: Path) -> None:
+    pack = packs_of(store, metadata=True)[0]
+    assert pack.chunks > 1
+    flip(store / pack_key(pack.id), 3)
+    flip(store / twin_key(pack.id), 700)
+    heal(store)
+    assert_whole(store)
+
+
+def test_what_an_earlier_fsck_found_is_repaired_without_reading_everything_again(large: Path, tmp_path: Path) -> None:
+    mirror = copy_of(large, tmp_path / "mirror")
+    pack = packs_of(large, metadata=False)[0]
+    flip(large / pack_key(pack.id), 70_000)
+    assert heal(large, data=False).applied == ()
+    assert check(large, Level.DATA).damaged
+    done = heal(large, mirror, data=False)
+    assert any(isinstance(action, SavePacks) for action in done.applied)
+    assert check(large, Level.DATA).findings == ()
+
+
+def test_a_damaged_config_is_written_again_exactly(store: Path) -> None:
+    path = store / "ckptstore.json"
+    whole = path.read_bytes()
+    for offset in range(0, len(whole), 61):
+        flip(path, offset, bit=2)
+        with pytest.raises(ckptstore.CkptStoreError):
+            ckptstore.open(store).close()
+        heal(store, data=False)
+        assert path.read_bytes() == whole
+    assert_whole(store)
+
+
+@pytest.mark.parametrize("codec", ["raw", "zstd"])
+def test_a_lost_config_is_concluded_from_the_rest(tmp_path: Path, codec: str) -> None:
+    store = make_store(tmp_path / "store", codec=codec, states=large_state)
+    path = store / "ckptstore.json"
+    whole = path.read_bytes()
+    path.unlink()
+    with pytest.raises(Corrupt):
+        ckptstore.open(store)
+    done = heal(store)
+    (action,) = done.applied
+    assert isinstance(action, WriteConfig)
+    assert not action.certain
+    assert path.read_bytes() == whole
+    with ckptstore.open(store) as opened:
+        for step in range(3):
+            assert_restores(opened, step, step, large_state)
+
+
+def test_an_index_that_lies_is_made_anew(store: Path) -> None:
+    import sqlite3
+
+    with sqlite3.connect(store / "index" / "catalog.sqlite") as connection:
+        connection.execute("UPDATE tags SET commit_id = (SELECT id FROM commits WHERE step = 2)")
+    connection.close()
+    done = heal(store)
+    assert [type(action) for action in done.applied] == [Rebuild]
+    assert_whole(store)
+
+
+def test_a_segment_of_the_log_gives_back_an_entry_and_is_set_aside_when_it_is_damaged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CKPTSTORE_CACHE", str(tmp_path))
+    place = f"memory://{secrets.token_hex(8)}"
+    with ckptstore.open(place) as store:
+        store.commit({"x": 1}, step=1)
+        for i in range(SEGMENT_ENTRIES):
+            store.tag(f"t{i}", 1)
+    backend = open_backend(place)
+    lost, segment = backend.read(log_key(7)), segment_key(SEGMENT_ENTRIES)
+    backend.delete(log_key(7))
+    shutil.rmtree(tmp_path)  # the catalog has copies, too
+    (action,) = heal(place).applied
+    assert isinstance(action, PutBack) and action.mended.origin == "a segment of the log"
+    assert backend.read(log_key(7)) == lost
+    backend.put(segment, backend.read(segment)[:-1])
+    (finding,) = check(place).findings
+    assert finding.key == segment
+    (action,) = heal(place).applied
+    assert isinstance(action, SetAside)
+    assert backend.size(segment) is None and backend.size(f"quarantine/{segment}") is not None
+    assert check(place).findings == ()

@@ -1,0 +1,93 @@
+"""A reader beside others that collect: what has moved since it was located is found again, and only what is gone is missing."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+import ckptstore
+from ckptstore.core.ids import digest, pack_key
+from ckptstore.errors import NotFound
+from ckptstore.repository.store_handle import Opening
+from tests.maintenance.collecting import collected, make, opened, state_of
+
+NAMES = "abc"
+KEEP = torch.arange(8192, dtype=torch.float32)
+CHUNK = digest(KEEP.numpy().tobytes())
+
+
+def make_shrinking(place: Path) -> None:
+    """Commits of ever less: as each of the first is forgotten and collected, the pack that holds `keep` is copied once more."""
+    tensors = {name: torch.randn(8192) for name in NAMES}
+    with ckptstore.open(place, chunk_bytes=1 << 16) as store:
+        for step in range(len(NAMES) + 2):
+            store.commit({"m": {"keep": KEEP, **{name: tensors[name] for name in NAMES[step:]}}}, step=step)
+
+
+def collect_again(place: Path) -> None:
+    """Forget the oldest commit and collect: the pack moves."""
+    with ckptstore.open(place) as store:
+        store.forget(store.log()[-1].id)
+    assert collected(place).copied_bytes
+
+
+def read_chunk(opening: Opening, where: object) -> None:
+    out = bytearray(KEEP.nbytes)
+    opening.objects.read_into(CHUNK, [memoryview(out)], where=where)  # type: ignore[arg-type]  # numpy's array
+    assert digest(out) == CHUNK
+
+
+def test_a_pack_that_was_collected_between_looking_up_and_reading_is_looked_up_again(tmp_path: Path) -> None:
+    """The chunk index is shared: another process may have dropped the pack's name from it as well."""
+    make_shrinking(tmp_path)
+    with opened(tmp_path) as opening:
+        opening.objects.sync(opening.log.replay())
+        where = opening.objects.locate(CHUNK)
+        collect_again(tmp_path)
+        with ckptstore.open(tmp_path):
+            pass
+        assert not opening.objects.index.pack_ids({int(where["pack"][0])})
+        read_chunk(opening, where)
+
+
+def test_a_pack_that_moves_again_and_again_while_it_is_looked_for_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    make_shrinking(tmp_path)
+    with opened(tmp_path) as opening:
+        opening.objects.sync(opening.log.replay())
+        where = opening.objects.locate(CHUNK)
+        collect_again(tmp_path)
+        located, moves = opening.objects.locate, [1, 2]
+
+        def locate_and_let_others_collect(ids: bytes) -> object:
+            found = located(ids)
+            if moves and found["found"].all():
+                moves.pop()
+                collect_again(tmp_path)
+            return found
+
+        monkeypatch.setattr(opening.objects, "locate", locate_and_let_others_collect)
+        read_chunk(opening, where)
+        assert not moves
+
+
+def test_an_index_that_is_behind_keeps_what_others_have_indexed_since(tmp_path: Path) -> None:
+    make(tmp_path, 2)
+    with opened(tmp_path) as opening:
+        behind = opening.log.replay()
+        with ckptstore.open(tmp_path) as other:
+            other.commit(state_of(7), step=7)
+            newest = set(opening.objects.index.indexed())
+            assert max(newest) >= behind.next_pack
+            opening.objects.sync(behind, thorough=True)
+            assert set(opening.objects.index.indexed()) == newest
+
+
+def test_a_listed_pack_that_is_not_there_is_missing(tmp_path: Path) -> None:
+    make_shrinking(tmp_path)
+    with opened(tmp_path) as opening:
+        opening.objects.sync(opening.log.replay())
+        for pack in opening.log.state.packs.values():
+            if not pack.metadata:
+                (tmp_path / pack_key(pack.id)).unlink()
+        with pytest.raises(NotFound, match=r"is listed, but not there; run `ckptstore fsck`"):
+            read_chunk(opening, None)

@@ -1,0 +1,88 @@
+"""Metadata is there twice: a chunk is lost only if it is damaged in both places, whatever else is damaged beside it."""
+
+import random
+from collections.abc import Iterator
+from itertools import count, product
+from pathlib import Path
+
+import pytest
+
+from ckptstore.core.ids import ChunkId, digest, new_session_id, pack_key, twin_key
+from ckptstore.errors import Corrupt
+from ckptstore.index.chunks import ChunkIndex
+from ckptstore.index.suspect_packs import Distrust
+from ckptstore.log.entries import Register
+from ckptstore.objects import codecs
+from ckptstore.objects.pack import PAGE
+from ckptstore.repository.chunk_store import ObjectStore
+from ckptstore.repository.pack_writer import ClosedPack, Packer, one_by_one
+from ckptstore.repository.store_handle import Opening, init_store
+from tests.maintenance.stores import flip
+
+CHUNKS = 4
+CHUNK_BYTES = 4096
+
+
+@pytest.fixture(params=[codecs.RAW, codecs.ZSTD], ids=["raw", "zstd"])
+def pack(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tuple[Opening, ClosedPack]]:
+    """A metadata pack whose chunks lie one behind the other, so that one read fetches them all."""
+    init_store(tmp_path / "store")
+    opening = Opening(tmp_path / "store")
+    values = range(4) if request.param == codecs.ZSTD else range(256)
+    chunks = [bytes(random.choices(values, k=CHUNK_BYTES)) for _ in range(CHUNKS)]
+    closed: list[ClosedPack] = []
+    session = new_session_id()
+    packer = Packer(
+        opening.backend,
+        session,
+        count(),
+        lambda pack: closed.append(pack.close(one_by_one)),
+        pack_bytes=1 << 20,
+        metadata=True,
+    )
+    ids = [ChunkId(digest(chunk)) for chunk in chunks]
+    packer.add(ids, [memoryview(c) for c in chunks], 1, PAGE, codec=request.param, run_bytes=CHUNKS * CHUNK_BYTES)
+    packer.flush()
+    packer.close_with(lambda pack: closed.append(pack.close(one_by_one)))
+    opening.log.append(Register(session, 0, 0, (closed[0].record,), frozenset()))
+    yield opening, closed[0]
+    opening.close()
+
+
+def _fresh(opening: Opening, closed: ClosedPack) -> ObjectStore:
+    """The store's chunks as somebody sees them who has read nothing yet."""
+    nowhere = Path(opening.url) / "nowhere"
+    index = ChunkIndex.open(nowhere / "index", opening.config.store)
+    objects = ObjectStore(opening.backend, index, opening.log, Distrust(nowhere / "distrusted"))
+    objects.registered(1, closed.record.id, closed.table)
+    return objects
+
+
+def _ids(pack: ClosedPack) -> list[ChunkId]:
+    return [ChunkId(row["chunk"].tobytes()) for row in pack.table]
+
+
+def test_a_chunk_is_read_from_whichever_twin_has_it(pack: tuple[Opening, ClosedPack]) -> None:
+    opening, closed = pack
+    root, starts = Path(opening.url), closed.table["offset"].tolist()
+    files = [(root / key, (root / key).read_bytes()) for key in (pack_key(closed.record.id), twin_key(closed.record.id))]
+    for places in product(starts, repeat=2):
+        for (file, whole), at in zip(files, places, strict=True):
+            file.write_bytes(whole)
+            flip(file, at + 20)
+        objects = _fresh(opening, closed)
+        if len(set(places)) == 1:
+            with pytest.raises(Corrupt, match=r"`ckptstore fsck"):
+                objects.read_metadata_many(_ids(closed))
+        else:
+            assert [digest(data) for data in objects.read_metadata_many(_ids(closed))] == _ids(closed)
+
+
+def test_a_pack_that_was_cut_and_a_twin_that_is_damaged_make_one_whole(pack: tuple[Opening, ClosedPack]) -> None:
+    opening, closed = pack
+    root = Path(opening.url)
+    with (root / pack_key(closed.record.id)).open("r+b") as file:
+        file.truncate(int(closed.table["offset"][2]) + 1)
+    flip(root / twin_key(closed.record.id), int(closed.table["offset"][0]))
+    got = _fresh(opening, closed).read_metadata_many(_ids(closed))
+    assert [digest(data) for data in got] == _ids(closed)

@@ -1,0 +1,75 @@
+"""The contract of every backend in buckets of Google's and containers of Azure's, on servers that were started for it.
+
+`$CKPTSTORE_TEST_GS` is the endpoint of one that speaks Google's API and has the bucket `checkpoints`, `$CKPTSTORE_TEST_AZ` the connection
+string of one that speaks Azure's and has such a container. Where one is missing, a single test per service is skipped and says so.
+"""
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import ckptstore
+from ckptstore.core.ids import new_session_id
+from ckptstore.storage.contract import Backend
+from tests.maintenance.collecting import state_of
+from tests.maintenance.stores import assert_equal
+from tests.storage.test_backend import BackendContract
+
+GOOGLE, AZURE = "CKPTSTORE_TEST_GS", "CKPTSTORE_TEST_AZ"
+SENDING = pytest.mark.filterwarnings("ignore:Sending a large body:ResourceWarning")  # by what these libraries hand to aiohttp
+
+
+def _missing(variable: str) -> pytest.MarkDecorator:
+    return pytest.mark.skipif(variable not in os.environ, reason=f"needs a server: {variable} names none")
+
+
+def _url(scheme: str) -> str:
+    return f"{scheme}://checkpoints/{new_session_id()}/store"
+
+
+def _options(scheme: str) -> dict[str, Any]:
+    return {"endpoint_url": os.environ[GOOGLE], "token": "anon"} if scheme == "gs" else {"connection_string": os.environ[AZURE]}
+
+
+@SENDING
+@pytest.mark.parametrize("scheme", [pytest.param("gs", marks=_missing(GOOGLE)), pytest.param("az", marks=_missing(AZURE))])
+def test_two_hosts_commit_and_collect(scheme: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    url, options = _url(scheme), _options(scheme)
+    for host in range(2):
+        monkeypatch.setenv("CKPTSTORE_CACHE", str(tmp_path / str(host)))
+        with ckptstore.open(url, storage_options=options) as store:
+            store.commit(state_of(host), step=host)
+    with ckptstore.open(url, storage_options=options) as store:
+        store.gc(max_unused=0.0)
+        for step in range(2):
+            assert_equal(store.checkout(step).state_dict(), state_of(step))
+        assert store.fsck().findings == ()
+
+
+@SENDING
+class _Service(BackendContract):
+    scheme: str
+
+    @pytest.fixture
+    def url(self) -> str:
+        return _url(self.scheme)
+
+    @pytest.fixture
+    def options(self) -> dict[str, Any]:
+        return _options(self.scheme)
+
+    def test_nothing_is_left_of_the_trial(self, backend: Backend) -> None:
+        assert backend.put_new("a", b"x") and not backend.put_new("a", b"y")
+        assert list(backend.list("")) == [("a", 1)]
+
+
+class TestGoogle(_Service):
+    __test__ = GOOGLE in os.environ
+    scheme = "gs"
+
+
+class TestAzure(_Service):
+    __test__ = AZURE in os.environ
+    scheme = "az"

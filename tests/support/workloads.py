@@ -1,0 +1,136 @@
+"""What is done to a store while it crashes, and the small stores that it is done to."""
+
+import sqlite3
+import warnings
+from collections.abc import Callable, Mapping
+from contextlib import closing
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import ckptstore
+from ckptstore.core.ids import CommitId
+from ckptstore.errors import NotFound
+from ckptstore.log import log
+from ckptstore.repository.store_handle import CATALOG_NAME
+from ckptstore.store import Store
+from tests.maintenance.collecting import state_of
+from tests.support.checker import view_of
+
+STORE = "store"
+CHUNK_BYTES = 65536
+NEVER = 1000
+FIRST_REVISION = "DROP TABLE shards; DROP TABLE entries; UPDATE alembic_version SET version_num = '0001';"
+"""Makes the catalog what the first revision of its tables was."""
+
+
+def small(step: int) -> dict[str, Any]:
+    return state_of(step, own=20_000, shared=30_000)
+
+
+def open_small(disk: Path) -> Store:
+    return ckptstore.open(disk / STORE, chunk_bytes=CHUNK_BYTES, threads=1)
+
+
+@dataclass(frozen=True)
+class Work:
+    """Something done to a store of `commits`, of which `forgotten` are forgotten, with a checkpoint every so many entries, and with a
+    catalog on which `catalog` (SQL) was done."""
+
+    do: Callable[[Store], object]
+    commits: int = 3
+    forgotten: tuple[int, ...] = ()
+    checkpoint_every: int = NEVER
+    catalog: str = ""
+
+    def __call__(self, disk: Path) -> None:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(log, "CHECKPOINT_EVERY", self.checkpoint_every)
+            with open_small(disk) as store:
+                self.do(store)
+
+    def base(self, disk: Path) -> Path:
+        """A disk with a store as it is before; its second commit is tagged."""
+        disk.mkdir()
+        if self.commits:
+            with open_small(disk) as store:
+                for step in range(self.commits):
+                    store.commit(small(step), step=step, tag="first" if step == 1 else ())
+                if self.forgotten:
+                    store.forget(self.forgotten)
+        if self.catalog:
+            with closing(sqlite3.connect(disk / STORE / "index" / CATALOG_NAME)) as connection:
+                connection.executescript(self.catalog)
+        return disk
+
+
+def commit(step: int, **label: Any) -> Callable[[Store], object]:
+    return lambda store: store.commit(small(step), step=step, **label)
+
+
+def save_by_dcp(step: int) -> Callable[[Store], object]:
+    def save(store: Store) -> None:
+        import torch.distributed.checkpoint as dcp
+
+        from ckptstore.interop.dcp import StoreWriter
+
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # that it is alone
+            dcp.save(small(step), storage_writer=StoreWriter(store, step=step, tag=("best", "first")))
+
+    return save
+
+
+def undelete(store: Store) -> None:
+    store.undelete(list(view_of(Path(store.url)).forgotten))
+
+
+def checkpoint(store: Store) -> None:
+    """What a thread of its own does otherwise: a tracer counts the calls of each thread, and would strike the first to make so many."""
+    log_of_store = store._opening.log
+    log_of_store._write_checkpoint(log_of_store.replay())
+
+
+def gc(store: Store) -> None:
+    assert store.gc(max_unused=0.0).copied_bytes
+
+
+WORKS = {
+    "a new store and its first commit": Work(commit(0), commits=0),
+    "a commit": Work(commit(3, tag=("best", "first"))),
+    "a save by DCP": Work(save_by_dcp(3)),
+    "a commit of nothing new": Work(commit(0)),
+    "a tag": Work(lambda store: store.tag("best", 0)),
+    "a tag that moves": Work(lambda store: store.tag("first", 0)),
+    "an untag": Work(lambda store: store.untag("first")),
+    "a forget": Work(lambda store: store.forget([0]), commits=4),
+    "an undelete": Work(undelete, commits=4, forgotten=(0,)),
+    "a gc with repack": Work(gc, commits=4, forgotten=(0,)),
+    "a checkpoint of the log": Work(lambda store: store.tag("best", 0), checkpoint_every=1),
+    "a checkpoint of the log alone": Work(checkpoint),
+    "a migration of the catalog": Work(lambda store: store.log(), catalog=FIRST_REVISION),
+}
+
+
+def contents_of(*stores: Path) -> Mapping[CommitId, Mapping[str, Any]]:
+    """What was committed there: a commit's step says it."""
+    contents = {}
+    for place in stores:
+        if not place.exists():
+            continue
+        with ckptstore.open(place) as store:
+            for id in view_of(place).commits:
+                snapshot = store.checkout(id)
+                assert snapshot.step is not None
+                contents[id] = small(snapshot.step)
+    return contents
+
+
+def is_store(place: Path) -> bool:
+    try:
+        ckptstore.open(place, create=False).close()
+    except NotFound:
+        return False
+    return True
