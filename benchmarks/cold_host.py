@@ -21,8 +21,8 @@ from benchmarks.bucket import Bucket, bucket, requests_counted
 from ckptstore.core.ids import CommitId, new_session_id
 from ckptstore.core.text import count_text, seconds_text
 from ckptstore.log.entries import Commit
-from ckptstore.repository.store_handle import Opening
-from ckptstore.storage.contract import open_backend
+from ckptstore.repository.store_handle import StoreHandle
+from ckptstore.storage.contract import open_storage
 
 CHUNK_BYTES = 1 << 16
 COPIERS = 32
@@ -35,19 +35,19 @@ def make_store(place: str, *, commits: int, entries: int) -> None:
     with ckptstore.open(place, chunk_bytes=CHUNK_BYTES) as store:
         for step in range(commits):
             store.commit({"model": {"w": torch.randn(256 << 10 >> 2), "step": step}}, step=step, metrics={"loss": 1.0 / (step + 1)})
-    opening = Opening(place)
-    *_, last = (entry.body for entry in opening.log.read_entries())
+    handle = StoreHandle(place)
+    *_, last = (entry.body for entry in handle.log.read_entries())
     assert isinstance(last, Commit)
-    reused = frozenset(sorted(opening.log.replay().packs)[-REUSED:])
-    for n in range(opening.log.replay().n, entries):
+    reused = frozenset(sorted(handle.log.replay().packs)[-REUSED:])
+    for n in range(handle.log.replay().n, entries):
         commit = CommitId(secrets.token_hex(32))
-        opening.log.append(replace(last, session=new_session_id(), commit=commit, step=n, packs=(), reused=reused))
-    opening.close()
+        handle.log.append(replace(last, session=new_session_id(), commit=commit, step=n, packs=(), reused=reused))
+    handle.close()
 
 
 def copy(source: str, to: str, there: Bucket) -> None:
     """Every object of one place to another."""
-    origin, target = open_backend(source), open_backend(to, storage_options=there.storage_options)
+    origin, target = open_storage(source), open_storage(to, storage_options=there.storage_options)
     with ThreadPoolExecutor(COPIERS) as pool:
         list(pool.map(lambda item: target.put(item[0], origin.read(item[0])), list(origin.list(""))))
 
@@ -82,7 +82,7 @@ def main(argv: list[str] | None = None) -> int:
         os.environ["CKPTSTORE_CACHE"] = f"{folder}/cold"
         open_cold(place, there, "without a cache")
         open_cold(place, there, "with it")
-        target = open_backend(place, storage_options=there.storage_options)
+        target = open_storage(place, storage_options=there.storage_options)
         for key, _ in list(target.list("log/segment-")):
             target.delete(key)
         os.environ["CKPTSTORE_CACHE"] = f"{folder}/colder"

@@ -29,9 +29,9 @@ from ckptstore.objects.documents import content_id, encode_document
 from ckptstore.objects.pages import split_pages
 from ckptstore.objects.schema import encode_schema
 from ckptstore.repository.pack_writer import OpenPack
-from ckptstore.repository.store_handle import Opening, init_store
-from ckptstore.repository.thread_pool import Threads
-from ckptstore.storage.contract import Backend, open_backend
+from ckptstore.repository.store_handle import StoreHandle, init_store
+from ckptstore.repository.thread_pool import ThreadPool
+from ckptstore.storage.contract import Storage, open_storage
 
 CHUNK_BYTES = 65536
 PACK_CHUNKS = 1000
@@ -42,8 +42,8 @@ Ids = npt.NDArray[np.uint8]
 def make_store(place: Path, *, commits: int, chunks: int, own: int, scattered: bool = False, seed: int = 0) -> None:
     """Make a store of `commits` commits; only gc's mark and what reads no chunk of a tensor can work on it."""
     config = init_store(place)
-    backend = open_backend(place, fsync=False)
-    log = Log(backend, config.store, config.generation)
+    storage = open_storage(place, fsync=False)
+    log = Log(storage, config.store, config.generation)
     random = np.random.default_rng(seed)
     schema = _schema(chunks)
     known: dict[ChunkId, int] = {}
@@ -53,23 +53,23 @@ def make_store(place: Path, *, commits: int, chunks: int, own: int, scattered: b
         fresh = random.bytes((own if step else chunks) * CHUNK_ID_BYTES)
         new = np.frombuffer(fresh, np.uint8).reshape(-1, CHUNK_ID_BYTES)
         ids = new.copy() if not step else _with_new(ids, new, step, scattered=scattered)
-        parents = (_commit(backend, log, schema, ids, new, step, parents, known),)
+        parents = (_commit(storage, log, schema, ids, new, step, parents, known),)
     log.close()
-    backend.close()
+    storage.close()
 
 
 def measure(place: Path) -> dict[str, float]:
     """Mark the store in this process; the memory is the process's peak."""
     from ckptstore.maintenance.gc.mark import mark
 
-    opening = Opening(place)
-    state = opening.log.replay()
-    threads = Threads(2)
+    handle = StoreHandle(place)
+    state = handle.log.replay()
+    threads = ThreadPool(2)
     started, started_cpu = time.perf_counter(), time.process_time()
-    marked = mark(opening.backend, state, threads)
+    marked = mark(handle.storage, state, threads)
     mark_s, cpu_s = time.perf_counter() - started, time.process_time() - started_cpu
     threads.close()
-    opening.close()
+    handle.close()
     assert not marked.missing
     live = sum(use.live_chunks for use in marked.uses)
     return {
@@ -118,7 +118,7 @@ def _with_new(ids: Ids, new: Ids, step: int, *, scattered: bool) -> Ids:
 
 
 def _commit(
-    backend: Backend,
+    storage: Storage,
     log: Log,
     schema: bytes,
     ids: Ids,
@@ -129,18 +129,18 @@ def _commit(
 ) -> CommitId:
     session = new_session_id()
     numbers = iter(range(1_000_000))
-    data = [_data_pack(backend, session, next(numbers), part) for part in _parts(new)]
+    data = [_data_pack(storage, session, next(numbers), part) for part in _parts(new)]
     pages = {ChunkId(digest(page)): page for page in split_pages(("tensor",), [LeafContent(ids=ids.tobytes())])}
     schema_id = ChunkId(digest(schema))
     metadata = {schema_id: (schema, pack.SCHEMA)} | {chunk: (page, pack.PAGE) for chunk, page in pages.items()}
     fresh = {chunk: part for chunk, part in metadata.items() if chunk not in known}
-    packs = (*data, _metadata_pack(backend, session, next(numbers), fresh))
+    packs = (*data, _metadata_pack(storage, session, next(numbers), fresh))
     trees = (("model", TreeRef(schema_id, tuple(pages))),)
     document = CommitDocument(
         log.state.store, session, "main", step, "", time.time_ns(), parents, (), (), trees, None, content_id(trees), 0, 0, 1
     )
     commit, stored = encode_document(document)
-    backend.put(document_key(session, commit), stored)
+    storage.put(document_key(session, commit), stored)
     reused = frozenset(range(1, log.state.next_pack))
     entry = log.append(
         entries.Commit(
@@ -171,14 +171,14 @@ def _parts(new: Ids) -> Iterator[Ids]:
         yield new[start : start + PACK_CHUNKS]
 
 
-def _data_pack(backend: Backend, session: SessionId, number: int, ids: Ids) -> PackRecord:
+def _data_pack(storage: Storage, session: SessionId, number: int, ids: Ids) -> PackRecord:
     name = pack_id(session, 0, number)
     rows = [
         PackEntry(ChunkId(chunk.tobytes()), i * CHUNK_BYTES, CHUNK_BYTES, CHUNK_BYTES, 0, 2, pack.TENSOR, 0) for i, chunk in enumerate(ids)
     ]
     data_bytes = len(ids) * CHUNK_BYTES
     tail = pack.encode_tail(rows, data_bytes, metadata=False)
-    path = Path(backend.url, pack_key(name))
+    path = Path(storage.url, pack_key(name))
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("wb") as file:
         file.seek(data_bytes)
@@ -186,12 +186,12 @@ def _data_pack(backend: Backend, session: SessionId, number: int, ids: Ids) -> P
     return PackRecord(name, data_bytes + len(tail), len(rows), metadata=False)
 
 
-def _metadata_pack(backend: Backend, session: SessionId, number: int, chunks: dict[ChunkId, tuple[bytes, int]]) -> PackRecord:
-    target = OpenPack(backend, pack_id(session, 0, number), metadata=True)
+def _metadata_pack(storage: Storage, session: SessionId, number: int, chunks: dict[ChunkId, tuple[bytes, int]]) -> PackRecord:
+    target = OpenPack(storage, pack_id(session, 0, number), metadata=True)
     for chunk, (data, kind) in chunks.items():
         target.pad_to(pack.align(target.offset, len(data)))
         target.entries.append(PackEntry(chunk, target.append(data), len(data), len(data), 0, 1, kind, 0))
-    return target.close(Threads(1).spread).record
+    return target.close(ThreadPool(1).spread).record
 
 
 def _schema(chunks: int) -> bytes:

@@ -22,7 +22,7 @@ from benchmarks.measure import Result, Series
 from benchmarks.progress import note
 from benchmarks.ranks import SIZE, cpu_of, pool_of
 from benchmarks.targets import COUNTED
-from ckptstore.distributed.collective import Peers
+from ckptstore.distributed.collective import Collective
 from tests.distributed.pool import Pool
 
 SHARDED = 10_000
@@ -97,9 +97,9 @@ def _part(mesh: DeviceMesh, shape: torch.Size, stride: tuple[int, ...]) -> DTens
 
 def _mark_rounds() -> None:
     """Note in this process when rounds end, and when there is something to publish."""
-    do = Peers.round
+    do = Collective.round
 
-    def marking(self: Peers, what: str, mine: Callable[[], bytes], answer: Any) -> bytes:
+    def marking(self: Collective, what: str, mine: Callable[[], bytes], answer: Any) -> bytes:
         def handed_in() -> bytes:
             data = mine()
             _here["written"] = time.monotonic()
@@ -110,7 +110,7 @@ def _mark_rounds() -> None:
             _here["planned"] = time.monotonic()
         return found
 
-    Peers.round = marking  # type: ignore[method-assign]  # a process that measures, and nothing else
+    Collective.round = marking  # type: ignore[method-assign]  # a process that measures, and nothing else
 
 
 def _changed(pool: Pool) -> tuple[dict[str, float], float]:

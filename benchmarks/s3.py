@@ -30,7 +30,7 @@ from ckptstore.storage.s3_upload import PART_BYTES, PARTS_IN_FLIGHT
 RAW, DCP, SNAPSHOT = "raw client", "DCP, fsspec", "TorchSnapshot, S3 plugin"
 CLIENTS = ((OURS, "s3fs"), (OBSTORE, "obstore"))
 
-Deed = Callable[[State, str], object]
+Scenario = Callable[[State, str], object]
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,8 +38,8 @@ class Peer:
     """Writes a state to a place in the bucket, and fills a state from there."""
 
     name: str
-    write: Deed
-    load: Deed
+    write: Scenario
+    load: Scenario
 
 
 class RawClient:

@@ -11,11 +11,11 @@ from functools import cache, partial
 from typing import Any, Literal, TypeAlias
 
 from ckptstore.commit.async_commit import AsyncCommits
-from ckptstore.commit.async_options import Made, Overlap, Route, Staging, Wish, by_itself
+from ckptstore.commit.async_options import AsyncOptions, AsyncResult, CommitRoute, Overlap, Staging, by_itself
 from ckptstore.commit.commit import CommitStats, Committed
-from ckptstore.commit.commit_metadata import Label, label_of
-from ckptstore.commit.dedup_probe import LookUp
-from ckptstore.commit.parent_tracker import Descent
+from ckptstore.commit.commit_metadata import CommitMetadata, label_of
+from ckptstore.commit.dedup_probe import DedupProbe
+from ckptstore.commit.parent_tracker import ParentTracker
 from ckptstore.commit.pending import Pending
 from ckptstore.commit.progress import CommitProgress, Watch
 from ckptstore.commit.schedule import Schedule, rule_of
@@ -23,23 +23,23 @@ from ckptstore.core.ids import CommitId
 from ckptstore.core.model import CommitDocument
 from ckptstore.core.settings import Settings
 from ckptstore.core.text import bytes_text, seconds_text
-from ckptstore.distributed.collective import TIMEOUT_S, Peers
+from ckptstore.distributed.collective import TIMEOUT_S, Collective
 from ckptstore.distributed.commit import Prepare, RanksCommitted
 from ckptstore.distributed.consensus import begun_by_all, is_due_for_all
 from ckptstore.distributed.coordinator import Options
 from ckptstore.distributed.external_commit import PartsCommitter
-from ckptstore.distributed.gloo import BACKGROUND, peers_of
+from ckptstore.distributed.gloo import BACKGROUND, collective_of
 from ckptstore.errors import InvalidInput
 from ckptstore.maintenance.enospc import DiskWatch
 from ckptstore.maintenance.mirror.tiers import Tier
-from ckptstore.repository.store_handle import Opening
+from ckptstore.repository.store_handle import StoreHandle
 from ckptstore.restore.reader import Reader
-from ckptstore.runtime import Crew
+from ckptstore.runtime import StoreRuntime
 from ckptstore.snapshot import Snapshot
 from ckptstore.state.flatten import flatten
-from ckptstore.state.leaf_sources import Flat
+from ckptstore.state.leaf_sources import FlatState
 from ckptstore.state.replication import Globs, marked
-from ckptstore.state.staging_buffers import Arena, ArenaPool
+from ckptstore.state.staging_buffers import Buffer, BufferPool
 
 logger = logging.getLogger("ckptstore")
 
@@ -53,25 +53,25 @@ RATE_BYTES = 64 << 20
 class Committing:
     """The part of `Store` that makes commits."""
 
-    def __init__(self, opening: Opening, settings: Settings, tier: Tier | None = None) -> None:
+    def __init__(self, handle: StoreHandle, settings: Settings, tier: Tier | None = None) -> None:
         self.run = settings.run
         self._tier = tier
         if tier:
-            opening.objects.rescue = tier.rescue
-        self._opening, self._settings = opening, settings
-        self._crew = Crew(opening, settings)
+            handle.objects.rescue = tier.rescue
+        self._handle, self._settings = handle, settings
+        self._runtime = StoreRuntime(handle, settings)
         self._lock = threading.Lock()
         self._thread = threading.local()
-        self._disk = DiskWatch(opening, settings.run, settings.on_full)
-        self._descent = Descent()
+        self._disk = DiskWatch(handle, settings.run, settings.on_full)
+        self._parent_tracker = ParentTracker()
         self._best_rate = 0.0
         self._async: AsyncCommits[Snapshot] = AsyncCommits(
-            self._descent,
-            lambda: LookUp(opening.config, opening.objects, opening.log),
+            self._parent_tracker,
+            lambda: DedupProbe(handle.config, handle.objects, handle.log),
             max_in_flight=settings.max_in_flight,
             staging_bytes=settings.staging_bytes,
             shared=settings.executor == "process",
-            place=opening.url,
+            place=handle.url,
         )
 
     def commit(
@@ -112,36 +112,36 @@ class Committing:
         """
         self._check_not_within()
         globs = Globs.of(replicated, private, compare)
-        if peers := peers_of(process_group, timeout_s):
+        if peers := collective_of(process_group, timeout_s):
             failed = self._async.drain()
 
-            def prepare() -> tuple[Label, dict[str, Flat]]:
+            def prepare() -> tuple[CommitMetadata, dict[str, FlatState]]:
                 if failed:
                     raise failed
-                self._opening.check_writable()
+                self._handle.check_writable()
                 label = label_of(self.run, step, tag, message, metrics)
                 with self._within():
                     flats = marked(app_state, flatten(app_state, allow_pickle=allow_pickle, ranks=True), globs)
-                return replace(label, parents=self._descent.parents()), flats
+                return replace(label, parents=self._parent_tracker.parents()), flats
 
             options = Options(canonical, trust_replicated)
             started = time.perf_counter()
 
             def commit(prepared: Prepare) -> RanksCommitted:
-                return self._crew.ranks.commit(peers, prepared, options, started, memory_budget_bytes=memory_budget_bytes)
+                return self._runtime.ranks.commit(peers, prepared, options, started, memory_budget_bytes=memory_budget_bytes)
 
             committed = self._make_together(peers, prepare, commit)
-            self._descent.now(committed.id)
+            self._parent_tracker.now(committed.id)
             return self._committed(committed)
 
-        def flats() -> Mapping[str, Flat]:
+        def flats() -> Mapping[str, FlatState]:
             return flatten(app_state, allow_pickle=allow_pickle)
 
         return self.commit_flat(flats, step=step, tag=tag, message=message, metrics=metrics, memory_budget_bytes=memory_budget_bytes)
 
     def commit_flat(
         self,
-        flats: Callable[[], Mapping[str, Flat]],
+        flats: Callable[[], Mapping[str, FlatState]],
         *,
         step: int | None = None,
         tag: str | Sequence[str] | None = (),
@@ -152,25 +152,25 @@ class Committing:
         """Commit what `flats` returns, a state that is flattened already: its leaves' bytes may come from anywhere, as in an import."""
         self._check_not_within()
         self._async.settle()
-        self._opening.check_writable()
+        self._handle.check_writable()
         label = label_of(self.run, step, tag, message, metrics)
         with self._lock:
             started = time.perf_counter()
-            label = replace(label, parents=self._descent.parents())
+            label = replace(label, parents=self._parent_tracker.parents())
             with self._within():
                 state = flats()
-            committed = self._make(state, lambda: self._crew.one.commit(state, label, started, memory_budget_bytes=memory_budget_bytes))
-            self._descent.now(committed.id)
+            committed = self._make(state, lambda: self._runtime.one.commit(state, label, started, memory_budget_bytes=memory_budget_bytes))
+            self._parent_tracker.now(committed.id)
         return self._committed(committed)
 
     @property
     def parts(self) -> PartsCommitter:
         """For commits whose parts another library's ranks write: `open` and `write` are for them, `commit_parts` ends it."""
-        return self._crew.parts
+        return self._runtime.parts
 
     def commit_parts(
         self,
-        publish: Callable[[Label], RanksCommitted],
+        publish: Callable[[CommitMetadata], RanksCommitted],
         *,
         step: int | None = None,
         tag: str | Sequence[str] | None = (),
@@ -183,10 +183,10 @@ class Committing:
         self._async.settle()
         label = label_of(run or self.run, step, tag, message, metrics)
         with self._lock:
-            committed = publish(label if run else replace(label, parents=self._descent.parents()))
-            self._opening.follow()
+            committed = publish(label if run else replace(label, parents=self._parent_tracker.parents()))
+            self._handle.follow()
             if not run:
-                self._descent.now(committed.id)
+                self._parent_tracker.now(committed.id)
         return self._committed(committed)
 
     def commit_async(
@@ -232,12 +232,12 @@ class Committing:
         seen it: then this one was not begun, on any rank.
         """
         self._check_not_within()
-        self._opening.check_writable()
+        self._handle.check_writable()
         label = label_of(self.run, step, tag, message, metrics)
-        wish = Wish(overlap, staging, trust_version, dedup_first, allow_pickle, on_progress)
+        async_options = AsyncOptions(overlap, staging, trust_version, dedup_first, allow_pickle, on_progress)
         globs, options = Globs.of(replicated, private, compare), Options(canonical, trust_replicated)
-        together = self._together(app_state, wish, globs, options, process_group, timeout_s)
-        return self._async.start(app_state, label, wish, together or self._alone(app_state, wish))
+        together = self._together(app_state, async_options, globs, options, process_group, timeout_s)
+        return self._async.start(app_state, label, async_options, together or self._alone(app_state, async_options))
 
     def every(
         self,
@@ -258,14 +258,14 @@ class Committing:
         return Schedule(self.commit_async, rule_of(auto, steps, seconds, mtbf_s), on_signal, _agreed_schedule)
 
     @property
-    def staging(self) -> ArenaPool:
+    def staging(self) -> BufferPool:
         """The memory that asynchronous commits copy states to: its `budget_bytes` and `held_bytes`."""
         return self._async.pool
 
     @property
     def worker_pid(self) -> int | None:
         """The process that makes asynchronous commits with `executor="process"`; None while there is none."""
-        return self._crew.worker_pid
+        return self._runtime.worker_pid
 
     @contextmanager
     def committing(self) -> Iterator[None]:
@@ -293,41 +293,43 @@ class Committing:
                 "do it before the commit or after it"
             )
 
-    def _let_go(self) -> None:
+    def _release(self) -> None:
         with self._lock:
             self._async.close()
-            self._crew.let_go()
-            self._opening.close()
+            self._runtime.release()
+            self._handle.close()
 
     def _wake_tier(self) -> None:
         if self._tier:
             self._tier.wake()
 
-    def _commit_staged(self, flats: Mapping[str, Flat], arena: Arena, label: Label, pending: PendingCommit, watch: Watch) -> Made[Snapshot]:
+    def _commit_staged(
+        self, flats: Mapping[str, FlatState], arena: Buffer, label: CommitMetadata, pending: PendingCommit, watch: Watch
+    ) -> AsyncResult[Snapshot]:
         """What the background does with a state that was staged."""
         with self._lock:
             if self._settings.executor == "process":
-                committed = self._make(flats, lambda: self._crew.hired_one.commit(flats, arena, label, pending.started, watch))
+                committed = self._make(flats, lambda: self._runtime.process_committer.commit(flats, arena, label, pending.started, watch))
             else:
-                committed = self._make(flats, lambda: self._crew.one_aside.commit(flats, label, pending.started, watch))
+                committed = self._make(flats, lambda: self._runtime.background_committer.commit(flats, label, pending.started, watch))
         return self._made(committed, committed.ids, pending)
 
-    def _made(self, committed: Committed | RanksCommitted, ids: Mapping[int, bytes], pending: PendingCommit) -> Made[Snapshot]:
+    def _made(self, committed: Committed | RanksCommitted, ids: Mapping[int, bytes], pending: PendingCommit) -> AsyncResult[Snapshot]:
         held_s = pending.timings.held_s or pending.age_s
         snapshot = self._committed(replace(committed, stats=replace(committed.stats, held_s=held_s)))
-        return Made(committed.id, ids, snapshot)
+        return AsyncResult(committed.id, ids, snapshot)
 
-    def _make(self, flats: Mapping[str, Flat], commit: Callable[[], Committed]) -> Committed:
+    def _make(self, flats: Mapping[str, FlatState], commit: Callable[[], Committed]) -> Committed:
         logical_bytes = sum(leaf.nbytes for flat in flats.values() for leaf in flat.leaves)
         committed = self._disk.fit(commit, logical_bytes)
-        self._opening.follow({ref.schema.hex(): committed.schemas[key] for key, ref in committed.document.trees})
+        self._handle.follow({ref.schema.hex(): committed.schemas[key] for key, ref in committed.document.trees})
         return committed
 
-    def _make_together(self, peers: Peers, prepare: Prepare, commit: Callable[[Prepare], RanksCommitted]) -> RanksCommitted:
+    def _make_together(self, peers: Collective, prepare: Prepare, commit: Callable[[Prepare], RanksCommitted]) -> RanksCommitted:
         sizes: list[int] = []
 
         @cache  # of a commit that did not fit, the state is not asked for again
-        def prepared() -> tuple[Label, Mapping[str, Flat]]:
+        def prepared() -> tuple[CommitMetadata, Mapping[str, FlatState]]:
             label, flats = prepare()
             sizes.append(sum(flat.nbytes for flat in flats.values()))
             if peers.leads:
@@ -337,56 +339,64 @@ class Committing:
         with self._lock:
             committed = self._disk.fit_together(peers, lambda: commit(prepared), lambda: sum(sizes))
             if peers.leads:
-                self._opening.follow()
+                self._handle.follow()
         return committed
 
-    def _alone(self, app_state: Mapping[str, Any], wish: Wish) -> Route[Snapshot]:
+    def _alone(self, app_state: Mapping[str, Any], async_options: AsyncOptions) -> CommitRoute[Snapshot]:
         """The way by which this process commits in the background by itself."""
 
-        def flats() -> dict[str, Flat]:
+        def flats() -> dict[str, FlatState]:
             with self._within():
-                return flatten(app_state, allow_pickle=wish.allow_pickle)
+                return flatten(app_state, allow_pickle=async_options.allow_pickle)
 
         elsewhere = self._settings.executor == "process"
-        return Route(flats, self._commit_staged, by_itself, whole=elsewhere, elsewhere=elsewhere)
+        return CommitRoute(flats, self._commit_staged, by_itself, whole=elsewhere, elsewhere=elsewhere)
 
     def _together(
-        self, app_state: Mapping[str, Any], wish: Wish, globs: Globs, options: Options, process_group: Any, timeout_s: float
-    ) -> Route[Snapshot] | None:
+        self,
+        app_state: Mapping[str, Any],
+        async_options: AsyncOptions,
+        globs: Globs,
+        options: Options,
+        process_group: Any,
+        timeout_s: float,
+    ) -> CommitRoute[Snapshot] | None:
         """The way by which several ranks commit in the background; None if this process is by itself."""
-        peers = peers_of(process_group, timeout_s)
-        behind = peers_of(process_group, timeout_s, channel=BACKGROUND)
+        peers = collective_of(process_group, timeout_s)
+        behind = collective_of(process_group, timeout_s, channel=BACKGROUND)
         if not (peers and behind):
             return None
-        if wish.trust_version or wish.dedup_first:
+        if async_options.trust_version or async_options.dedup_first:
             raise InvalidInput("several ranks that commit together copy all that they hold: leave out trust_version and dedup_first")
 
-        def flats() -> dict[str, Flat]:
+        def flats() -> dict[str, FlatState]:
             with self._within():
-                return marked(app_state, flatten(app_state, allow_pickle=wish.allow_pickle, ranks=True), globs)
+                return marked(app_state, flatten(app_state, allow_pickle=async_options.allow_pickle, ranks=True), globs)
 
-        def make(staged: Mapping[str, Flat], arena: Arena, label: Label, pending: PendingCommit, watch: Watch) -> Made[Snapshot]:
-            def prepare() -> tuple[Label, Mapping[str, Flat]]:
+        def make(
+            staged: Mapping[str, FlatState], arena: Buffer, label: CommitMetadata, pending: PendingCommit, watch: Watch
+        ) -> AsyncResult[Snapshot]:
+            def prepare() -> tuple[CommitMetadata, Mapping[str, FlatState]]:
                 return label, staged
 
             def commit(prepared: Prepare) -> RanksCommitted:
                 if self._settings.executor == "process":
-                    return self._crew.hired_ranks.commit(behind, prepared, arena, options, pending.started, watch)
-                return self._crew.ranks_aside.commit(behind, prepared, options, pending.started, watch)
+                    return self._runtime.process_ranks_committer.commit(behind, prepared, arena, options, pending.started, watch)
+                return self._runtime.background_ranks_committer.commit(behind, prepared, options, pending.started, watch)
 
             committed = self._make_together(behind, prepare, commit)
             return self._made(committed, {}, pending)
 
         elsewhere = self._settings.executor == "process"
-        return Route(flats, make, partial(begun_by_all, peers), whole=True, elsewhere=elsewhere)
+        return CommitRoute(flats, make, partial(begun_by_all, peers), whole=True, elsewhere=elsewhere)
 
     def _committed(self, committed: Committed | RanksCommitted) -> Snapshot:
         self._wake_tier()
         self._disk.after(committed.stats.logical_bytes, committed.stats.new_bytes)
         self._report(committed)
-        return self._handle(committed.id, committed.document, committed.document.tags, committed.stats)
+        return self._snapshot_of(committed.id, committed.document, committed.document.tags, committed.stats)
 
-    def _handle(
+    def _snapshot_of(
         self,
         commit: CommitId,
         document: CommitDocument,
@@ -395,8 +405,8 @@ class Committing:
         reader: Reader | None = None,
     ) -> Snapshot:
         """A snapshot that waits for lazy copies before it restores, and is the parent of what is committed after it has."""
-        reader = reader or self._crew.reader
-        return Snapshot(reader, commit, document, tags=tags, stats=stats, restoring=self._async.hold, restored=self._descent.now)
+        reader = reader or self._runtime.reader
+        return Snapshot(reader, commit, document, tags=tags, stats=stats, restoring=self._async.hold, restored=self._parent_tracker.now)
 
     def _report(self, committed: Committed | RanksCommitted) -> None:
         """One line for people; everything in it is in `Snapshot.stats` too."""
@@ -419,5 +429,5 @@ class Committing:
 
 def _agreed_schedule(options: Mapping[str, Any], due: bool, came: bool) -> tuple[bool, bool]:
     """What the ranks that commit with these options make of what each of them thinks."""
-    peers = peers_of(options.get("process_group"), options.get("timeout_s", TIMEOUT_S))
+    peers = collective_of(options.get("process_group"), options.get("timeout_s", TIMEOUT_S))
     return is_due_for_all(peers, due, came) if peers else (due, came)

@@ -6,10 +6,10 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, closing
 from typing import Any
 
-from ckptstore.commit.dedup_probe import Guard
+from ckptstore.commit.dedup_probe import GcPin
 from ckptstore.errors import InvalidInput, ReadOnly, Unavailable
 from ckptstore.maintenance.check.fsck import fsck
-from ckptstore.maintenance.check.offline_store import ground_of
+from ckptstore.maintenance.check.offline_store import offline_store_of
 from ckptstore.maintenance.check.report import Level, Report, parse_level, parse_share
 from ckptstore.maintenance.doctor import Check, doctor
 from ckptstore.maintenance.forget import forget_by_policy, forget_commits, undelete
@@ -25,9 +25,9 @@ from ckptstore.maintenance.usage import Usage, usage
 from ckptstore.repository.chunk_store import ObjectStore
 from ckptstore.repository.resolve_ref import AnyRef, find_commit
 from ckptstore.repository.second_names import SecondNames
-from ckptstore.repository.store_handle import Opening
-from ckptstore.runtime import Crew
-from ckptstore.storage.contract import open_backend
+from ckptstore.repository.store_handle import StoreHandle
+from ckptstore.runtime import StoreRuntime
+from ckptstore.storage.contract import open_storage
 
 logger = logging.getLogger("ckptstore")
 
@@ -36,34 +36,34 @@ class Keeping:
     """The part of `Store` that training does not need."""
 
     run: str
-    _opening: Opening
-    _crew: Crew
+    _handle: StoreHandle
+    _runtime: StoreRuntime
 
     @property
     def chunk_bytes(self) -> int:
         """What this store cuts tensors into, fixed when it was made."""
-        return self._opening.config.chunk_bytes
+        return self._handle.config.chunk_bytes
 
     def chunks(self) -> ObjectStore:
         """The chunks that this store has now, by id: for those who move chunks themselves."""
-        self._opening.objects.sync(self._opening.log.replay(refresh=True))
-        return self._opening.objects
+        self._handle.objects.sync(self._handle.log.replay(refresh=True))
+        return self._handle.objects
 
     def second_names(self, naming: Callable[[memoryview], bytes]) -> SecondNames:
         """What chunks are called besides their ids, as far as this process hashes them from now on: by `naming`, or as was asked for
         before."""
-        objects = self._opening.objects
+        objects = self._handle.objects
         objects.second_names = objects.second_names or SecondNames(naming)
         return objects.second_names
 
-    def guard(self, what: str) -> Guard | None:
+    def guard(self, what: str) -> GcPin | None:
         """A session of this process, which does `what`, that keeps the chunks it finds from being collected; None if this store cannot be
         written to, so that nothing can be kept."""
         try:
-            self._opening.check_writable()
-            return Guard(self._opening.objects, self._opening.log, what)
+            self._handle.check_writable()
+            return GcPin(self._handle.objects, self._handle.log, what)
         except (ReadOnly, Unavailable) as error:
-            logger.warning("%s cannot be relied on for chunks: %s", self._opening.url, error)
+            logger.warning("%s cannot be relied on for chunks: %s", self._handle.url, error)
             return None
 
     def forget(self, what: Policy | AnyRef | Sequence[Policy | AnyRef], *, all_runs: bool = False, dry_run: bool = False) -> ForgetPlan:
@@ -74,18 +74,18 @@ class Keeping:
 
         Raises `InvalidInput` for nothing to go by, `Conflict` for a named commit that may not go.
         """
-        self._opening.check_writable()
+        self._handle.check_writable()
         wanted = list(what) if isinstance(what, Sequence) and not isinstance(what, str) else [what]
         policies = [item for item in wanted if isinstance(item, Policy)]
         refs = [item for item in wanted if not isinstance(item, Policy)]
         if policies and refs:
             raise InvalidInput("a policy says what to keep, a ref what to forget: give one or the other")
         if refs:
-            plan = forget_commits(self._opening, [find_commit(self._opening, ref, self.run).id for ref in refs], dry_run=dry_run)
+            plan = forget_commits(self._handle, [find_commit(self._handle, ref, self.run).id for ref in refs], dry_run=dry_run)
         else:
-            plan = forget_by_policy(self._opening, policies, run=None if all_runs else self.run, dry_run=dry_run)
+            plan = forget_by_policy(self._handle, policies, run=None if all_runs else self.run, dry_run=dry_run)
         if not dry_run:
-            self._opening.follow()
+            self._handle.follow()
         return plan
 
     def undelete(self, refs: AnyRef | Sequence[AnyRef]) -> None:
@@ -93,10 +93,10 @@ class Keeping:
 
         Raises `NotFound` for one that a gc has purged, `Conflict` for one that is not forgotten.
         """
-        self._opening.check_writable()
+        self._handle.check_writable()
         wanted = list(refs) if isinstance(refs, Sequence) and not isinstance(refs, str) else [refs]
-        undelete(self._opening, [find_commit(self._opening, ref, self.run).id for ref in wanted])
-        self._opening.follow()
+        undelete(self._handle, [find_commit(self._handle, ref, self.run).id for ref in wanted])
+        self._handle.follow()
 
     def gc(
         self,
@@ -104,34 +104,34 @@ class Keeping:
         dry_run: bool = False,
         max_unused: float = MAX_UNUSED,
         max_repack_bytes: int | None = None,
-        impatient: bool = False,
+        force: bool = False,
         progress: Progress = silent,
     ) -> GcReport:
         """Remove what no commit needs; safe while others commit, read and collect. With `dry_run`, only say what that would be.
 
         Packs of which more than the share `max_unused` is dead are copied together, at most `max_repack_bytes` of them. What a commit in
-        flight may still reuse is deleted by a later gc, unless `impatient`: then that commit writes it again.
+        flight may still reuse is deleted by a later gc, unless `force`: then that commit writes it again.
 
         Raises `Corrupt`, before anything is deleted, if a commit's metadata cannot be read.
         """
-        options = GcOptions(max_unused, max_repack_bytes, impatient)
-        report = collect(self._opening, options, dry_run=dry_run, progress=progress)
+        options = GcOptions(max_unused, max_repack_bytes, force)
+        report = collect(self._handle, options, dry_run=dry_run, progress=progress)
         if not dry_run:
-            self._opening.follow()
+            self._handle.follow()
         return report
 
     def sessions(self) -> tuple[Activity, ...]:
         """Who is writing to the store now, and which condemned packs wait for whom."""
-        return activities(self._opening)
+        return activities(self._handle)
 
     def usage(self) -> Usage:
         """Logical, new, exclusive and shared bytes of every commit, and what the store holds in all. Reads every page once."""
-        return usage(self._opening)
+        return usage(self._handle)
 
     def fsck(self, level: Level | str = Level.CONNECTIVITY, *, read_data: str | None = None) -> Report:
         """Look for damage as far as `level` (`"refs"`, `"connectivity"`, `"packs"`, `"data"`); with `read_data` (`"5%"`, `"10G"`, `"100%"`)
         read and hash so much of what is stored, what was verified longest ago first. Changes nothing."""
-        return fsck(ground_of(self._opening), level=parse_level(level), share=parse_share(read_data) if read_data else None)
+        return fsck(offline_store_of(self._handle), level=parse_level(level), share=parse_share(read_data) if read_data else None)
 
     def repair(
         self,
@@ -146,13 +146,13 @@ class Keeping:
         A store that cannot be opened any more is repaired by `ckptstore repair`.
         """
         if apply:
-            self._opening.check_writable()
+            self._handle.check_writable()
         share = parse_share(read_data) if read_data else None
         with ExitStack() as stack:
             options = dict(storage_options or {})
-            opened = (open_backend(os.fspath(place), read_only=True, storage_options=options) for place in mirrors)
-            backends = [stack.enter_context(closing(backend)) for backend in opened]
-            return repair(ground_of(self._opening), mirrors=backends, apply=apply, share=share)
+            opened = (open_storage(os.fspath(place), read_only=True, storage_options=options) for place in mirrors)
+            storages = [stack.enter_context(closing(storage)) for storage in opened]
+            return repair(offline_store_of(self._handle), mirrors=storages, apply=apply, share=share)
 
     def push(
         self,
@@ -180,10 +180,10 @@ class Keeping:
         anything is sent if a tag would move, `Unavailable` if storage fails. Commits that are damaged here are named in the result.
         """
         options = MirrorOptions(tags, force, verify)
-        wanted = choose(self._opening, refs, run=run or (self.run if refs else None), ancestors=ancestors)
-        like = self._opening if create else None
+        wanted = choose(self._handle, refs, run=run or (self.run if refs else None), ancestors=ancestors)
+        like = self._handle if create else None
         with other_end(to, like=like, storage_options=storage_options, index=index) as target:
-            return mirror(self._opening, target, wanted, options, self._crew.threads, dry_run=dry_run, progress=progress)
+            return mirror(self._handle, target, wanted, options, self._runtime.threads, dry_run=dry_run, progress=progress)
 
     def pull(
         self,
@@ -200,11 +200,11 @@ class Keeping:
         progress: Progress = silent,
     ) -> Mirrored:
         """Bring commits of the store at `source` into this one; as `push`, the other way round. `refs` are looked for there."""
-        self._opening.check_writable()
+        self._handle.check_writable()
         options = MirrorOptions(tags, force, verify)
         with other_end(source, read_only=True, storage_options=storage_options, index=index) as origin:
             wanted = choose(origin, refs, run=run or (self.run if refs else None), ancestors=ancestors)
-            return mirror(origin, self._opening, wanted, options, self._crew.threads, dry_run=dry_run, progress=progress)
+            return mirror(origin, self._handle, wanted, options, self._runtime.threads, dry_run=dry_run, progress=progress)
 
     def mirror(
         self,
@@ -222,8 +222,8 @@ class Keeping:
 
     def reindex(self) -> Reindexed:
         """Make this host's catalog and chunk index anew from log and packs."""
-        return reindex(self._opening)
+        return reindex(self._handle)
 
     def doctor(self) -> tuple[Check, ...]:
         """Try the storage out, and look whether the next commit will fit."""
-        return doctor(self._opening)
+        return doctor(self._handle)

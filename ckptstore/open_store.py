@@ -12,7 +12,7 @@ from ckptstore.maintenance.mirror.remotes import other_end
 from ckptstore.maintenance.mirror.tiers import Tier
 from ckptstore.maintenance.progress import Progress, silent
 from ckptstore.maintenance.retention import Policy
-from ckptstore.repository.store_handle import Opening, init_store
+from ckptstore.repository.store_handle import StoreHandle, init_store
 from ckptstore.store import Store
 
 
@@ -86,15 +86,15 @@ def open(
         raise InvalidInput("mirror= is for one process; with several ranks open without it, and let one rank call store.mirror(to=…)")
     if mirror is not None and chunk_bytes is None and codec is None:
         settings = _like_mirror(settings, mirror, mirror_options, mirror_index)
-    opening = _find_or_make(place, settings)
+    handle = _find_or_make(place, settings)
     if not read_only:
-        opening.warm()
+        handle.warm()
     tier = None
     if mirror is not None and not read_only:
         keep = (keep_local,) if isinstance(keep_local, Policy) else tuple(keep_local)
-        own = Opening(place, storage_options=settings.storage_options, index=index)
+        own = StoreHandle(place, storage_options=settings.storage_options, index=index)
         tier = Tier(own, os.fspath(mirror), keep=keep, storage_options=mirror_options, index=mirror_index)
-    return Store(opening, settings, tier)
+    return Store(handle, settings, tier)
 
 
 def _like_mirror(
@@ -129,15 +129,15 @@ def clone(
     with other_end(source, read_only=True, storage_options=storage_options, index=index) as origin, ExitStack() as undo:
         with other_end(to, like=origin, storage_options=to_options, index=to_index):
             pass  # made
-        store = undo.enter_context(Store(Opening(to, storage_options=settings.storage_options, index=to_index), settings))
+        store = undo.enter_context(Store(StoreHandle(to, storage_options=settings.storage_options, index=to_index), settings))
         store.pull(source, verify=verify, storage_options=storage_options, index=index, progress=progress)
         undo.pop_all()
         return store
 
 
-def _find_or_make(place: str | os.PathLike[str], settings: Settings) -> Opening:
-    def opened() -> Opening:
-        return Opening(
+def _find_or_make(place: str | os.PathLike[str], settings: Settings) -> StoreHandle:
+    def opened() -> StoreHandle:
+        return StoreHandle(
             place,
             read_only=settings.read_only,
             storage_options=settings.storage_options,

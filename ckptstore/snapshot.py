@@ -13,17 +13,17 @@ from ckptstore.core.model import Box, CommitDocument, Shape
 from ckptstore.core.suggestions import near
 from ckptstore.distributed.broadcast import Broadcast
 from ckptstore.distributed.collective import TIMEOUT_S
-from ckptstore.distributed.gloo import peers_of
-from ckptstore.distributed.rank_view import Viewer, own_trees, tree_of_rank
+from ckptstore.distributed.gloo import collective_of
+from ckptstore.distributed.rank_view import RankView, own_trees, tree_of_rank
 from ckptstore.distributed.restore import Common, check_loaders, restore_together
-from ckptstore.distributed.shared_verification import Vouching
+from ckptstore.distributed.shared_verification import SharedVerification
 from ckptstore.errors import InvalidInput, NotFound
 from ckptstore.objects.layout import Layout
 from ckptstore.restore.inflate_commit import assemble
 from ckptstore.restore.mmap import Unmappable
 from ckptstore.restore.projection import Select, selected, whole
-from ckptstore.restore.reader import Destination, Reader, Tree, Wanted
-from ckptstore.restore.restore import RestoreOptions, RestoreReport, Restoring
+from ckptstore.restore.reader import Destination, Reader, ReadRequest, Tree
+from ckptstore.restore.restore import RestoreOperation, RestoreOptions, RestoreReport
 from ckptstore.state import dtype_cast, tensors
 from ckptstore.state.flatten import check_app_state
 from ckptstore.state.inflate import inflate_leaf
@@ -207,18 +207,18 @@ class Snapshot:
         word, where the store is in a bucket. All ranks must say the same, else each reads what it needs.
         """
         options = RestoreOptions(strict, allow_pickle, select, rename, dtype, memory_budget_bytes)
-        peers = peers_of(process_group, timeout_s)
-        viewer = Viewer(peers.rank if peers else 0, peers.size if peers else 1, private or {})
+        peers = collective_of(process_group, timeout_s)
+        viewer = RankView(peers.rank if peers else 0, peers.size if peers else 1, private or {})
 
-        def begin() -> Restoring:
+        def begin() -> RestoreOperation:
             check_app_state(app_state)
             self._restoring()
             check_loaders(self.trees, app_state, viewer)
             own = own_trees(self.trees, viewer, strict=strict)
-            return Restoring(self._reader, self.id, own, app_state, options)
+            return RestoreOperation(self._reader, self.id, own, app_state, options)
 
-        def common_of(restoring: Restoring) -> Common:
-            common = Broadcast if (self._reader.remote if broadcast is None else broadcast) else Vouching
+        def common_of(restoring: RestoreOperation) -> Common:
+            common = Broadcast if (self._reader.remote if broadcast is None else broadcast) else SharedVerification
             return common(self._reader, restoring.reading, b"".join(c.ids for tree in self.trees.values() for c in tree.contents))
 
         if peers:
@@ -295,13 +295,13 @@ class Snapshot:
         """
         found = {path: self._find(path) for path in destinations}
         self._restoring()
-        wanted = [Wanted(*found[path], destination) for path, destination in destinations.items()]
+        wanted = [ReadRequest(*found[path], destination) for path, destination in destinations.items()]
         self._reader.read(wanted, self.id, memory_budget_bytes=memory_budget_bytes)
 
     def land(self, wanted: "Iterable[tuple[Tree, int, Destination, Box | None]]") -> None:
         """Bring leaves of `trees` by their numbers, or boxes of them, to where they go: verified, and in no order."""
         self._restoring()
-        self._reader.read([Wanted(*each) for each in wanted], self.id)
+        self._reader.read([ReadRequest(*each) for each in wanted], self.id)
 
     def leaf_bytes(self, tree: Tree, number: int) -> bytes:
         """All bytes of a leaf of `trees`, verified: of a value or of bytes."""
@@ -405,7 +405,7 @@ class Snapshot:
         return next((path for tree in self.trees.values() for path in tree.schema.paths), "model/weight")
 
     def _land(self, tree: Tree, i: int, box: Box | None, tensor: "torch.Tensor", memory_budget_bytes: int | None) -> None:
-        wanted = Wanted(tree, i, dtype_cast.destination(tensor, tree.schema.dtypes[i]), box)
+        wanted = ReadRequest(tree, i, dtype_cast.destination(tensor, tree.schema.dtypes[i]), box)
         self._reader.read([wanted], self.id, memory_budget_bytes=memory_budget_bytes)
 
 

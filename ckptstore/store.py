@@ -12,8 +12,8 @@ from ckptstore.core.ids import CommitId, check_run, check_tag
 from ckptstore.core.model import CommitInfo
 from ckptstore.core.refs import Latest, parse_ref
 from ckptstore.core.settings import Settings
-from ckptstore.distributed.collective import TIMEOUT_S, Peers
-from ckptstore.distributed.gloo import peers_of
+from ckptstore.distributed.collective import TIMEOUT_S, Collective
+from ckptstore.distributed.gloo import collective_of
 from ckptstore.distributed.restore import agreed, on_all
 from ckptstore.errors import Corrupt, InvalidInput, NotFound
 from ckptstore.keeping import Keeping
@@ -21,7 +21,7 @@ from ckptstore.log.resolve import Resolved, newest_first
 from ckptstore.maintenance.mirror.tiers import Tier
 from ckptstore.maintenance.tags import remove_tag, set_tag
 from ckptstore.repository.resolve_ref import AnyRef, find_commit, through_pointers
-from ckptstore.repository.store_handle import Opening
+from ckptstore.repository.store_handle import StoreHandle
 from ckptstore.restore.diff import Difference, compare
 from ckptstore.restore.reader import Reader
 from ckptstore.snapshot import Snapshot
@@ -44,8 +44,8 @@ class Store(Committing, Keeping):
     Use it as a context manager, or call `close`.
     """
 
-    def __init__(self, opening: Opening, settings: Settings, tier: Tier | None = None) -> None:
-        super().__init__(opening, settings, tier)
+    def __init__(self, handle: StoreHandle, settings: Settings, tier: Tier | None = None) -> None:
+        super().__init__(handle, settings, tier)
         self.skipped: tuple[Skipped, ...] = ()
 
     def __repr__(self) -> str:
@@ -59,22 +59,22 @@ class Store(Committing, Keeping):
 
     @property
     def url(self) -> str:
-        return self._opening.url
+        return self._handle.url
 
     def check_writable(self) -> None:
         """Raise `ReadOnly` unless this store may be committed to."""
-        self._opening.check_writable()
+        self._handle.check_writable()
 
     @property
     def reopening(self) -> dict[str, Any]:
         """What `ckptstore.open` takes to open this store again, for the same run, in another process."""
         settings = self._settings
-        return {"place": self._opening.place, "run": self.run, "storage_options": settings.storage_options, "index": settings.index}
+        return {"place": self._handle.place, "run": self.run, "storage_options": settings.storage_options, "index": settings.index}
 
     @property
     def id(self) -> str:
         """The store's id, the same for everybody who opens it."""
-        return self._opening.config.store
+        return self._handle.config.store
 
     def checkout(self, ref: AnyRef = "latest") -> Snapshot:
         """A read handle on a commit: a step (int) of this run, a tag, a commit id or its beginning, `"latest"`, `"run@100"`, `"latest~2"`,
@@ -104,7 +104,7 @@ class Store(Committing, Keeping):
         resume the same commit.
         """
         skipped: list[Skipped] = []
-        peers = peers_of(process_group, timeout_s)
+        peers = collective_of(process_group, timeout_s)
         for reader, info in [(None, info) for info in self._candidates(peers)] if peers else self._newest_first():
             try:
                 snapshot = on_all(peers, lambda info=info: self._snapshot(info)) if peers else self._snapshot(info, reader)  # type: ignore[misc]
@@ -133,24 +133,24 @@ class Store(Committing, Keeping):
         """The commits of this run (of `run`, or of `all_runs`), newest first, forgotten ones left out."""
         if limit is not None and not (isinstance(limit, int) and 0 <= limit < 1 << 63):
             raise InvalidInput(f"limit is {limit!r:.80}; wanted a number of commits, or None for all")
-        return self._opening.queries().log(None if all_runs else check_run(run or self.run), limit)
+        return self._handle.queries().log(None if all_runs else check_run(run or self.run), limit)
 
     def runs(self) -> list[str]:
         """The runs that have commits."""
-        return [info.run for info in self._opening.queries().runs()]
+        return [info.run for info in self._handle.queries().runs()]
 
     def tags(self) -> dict[str, CommitId]:
         """Every tag and the commit it names."""
-        return {info.name: info.commit for info in self._opening.queries().tags()}
+        return {info.name: info.commit for info in self._handle.queries().tags()}
 
     def tag(self, name: str, ref: AnyRef = "latest") -> None:
         """Let `name` mean the commit `ref`, moving it if it meant another."""
-        set_tag(self._opening, self._crew.reader, check_tag(name), self._resolve(ref))
+        set_tag(self._handle, self._runtime.reader, check_tag(name), self._resolve(ref))
         self._wake_tier()
 
     def untag(self, name: str) -> None:
         """Remove a tag; the commit stays. Raises `NotFound` for a tag that is not there."""
-        remove_tag(self._opening, name)
+        remove_tag(self._handle, name)
 
     def diff(self, a: AnyRef, b: AnyRef) -> Difference:
         """What changed from commit `a` to commit `b`, leaf by leaf."""
@@ -169,28 +169,28 @@ class Store(Committing, Keeping):
         self._check_not_within()
         failed = self._async.drain()
         with ExitStack() as closing:
-            closing.callback(self._let_go)
+            closing.callback(self._release)
             if self._tier:
                 closing.callback(self._tier.close)
         if failed:
             raise failed
 
     def _resolve(self, ref: AnyRef) -> Resolved:
-        return find_commit(self._opening, ref, self.run)
+        return find_commit(self._handle, ref, self.run)
 
-    def _candidates(self, peers: Peers) -> list[Resolved]:
+    def _candidates(self, peers: Collective) -> list[Resolved]:
         """The commits of this run, newest first: the coordinator's."""
-        found = list(newest_first(self._opening.log.replay(), self.run))
+        found = list(newest_first(self._handle.log.replay(), self.run))
         wanted = agreed(peers, [info.id for info in found])
         if any(commit not in {info.id for info in found} for commit in wanted):
-            found = list(newest_first(self._opening.log.replay(refresh=True), self.run))
+            found = list(newest_first(self._handle.log.replay(refresh=True), self.run))
         known = {info.id: info for info in found}
         return [known[commit] for commit in wanted]
 
     def _find(self, ref: str | int) -> tuple[Reader | None, Resolved]:
         """The commit that `ref` names, and who reads it if it is in the mirror alone. `latest` is the newest of both."""
         if self._tier and isinstance(named := parse_ref(ref), Latest):
-            for found in self._tier.newest_first(named.run or self.run, self._opening.log.replay()):
+            for found in self._tier.newest_first(named.run or self.run, self._handle.log.replay()):
                 return found
         try:
             return None, self._resolve(ref)
@@ -200,9 +200,9 @@ class Store(Committing, Keeping):
             raise
 
     def _newest_first(self) -> list[tuple[Reader | None, Resolved]]:
-        state = self._opening.log.replay()
+        state = self._handle.log.replay()
         return self._tier.newest_first(self.run, state) if self._tier else [(None, info) for info in newest_first(state, self.run)]
 
     def _snapshot(self, info: Resolved, reader: Reader | None = None) -> Snapshot:
-        document = (reader or self._crew.reader).document(info.session, info.id)
-        return self._handle(info.id, document, info.tags, reader=reader)
+        document = (reader or self._runtime.reader).document(info.session, info.id)
+        return self._snapshot_of(info.id, document, info.tags, reader=reader)

@@ -31,8 +31,8 @@ from ckptstore.objects.frames import compress, decompress
 from ckptstore.objects.pack import TRAILER_BYTES, entries, parse_footer, parse_trailer
 from ckptstore.objects.pages import decode_page, join_pages
 from ckptstore.objects.schema import decode_schema
-from ckptstore.repository.store_handle import Opening
-from ckptstore.repository.thread_pool import Threads
+from ckptstore.repository.store_handle import StoreHandle
+from ckptstore.repository.thread_pool import ThreadPool
 from ckptstore.restore.reader import Reader, Tree
 from ckptstore.snapshot import Snapshot
 from ckptstore.state import values
@@ -61,7 +61,7 @@ def state() -> dict[str, Any]:
 class Documents:
     """What a store consists of, as bytes, and the store."""
 
-    opening: Opening
+    handle: StoreHandle
     document: CommitDocument
     config: bytes
     commit: bytes
@@ -78,14 +78,14 @@ def documents(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Documents]:
         store.commit(state(), step=1, tag="t", metrics={"loss": 0.5}, message="m")
         snap = store.commit({**state(), "new": [torch.ones(3)]}, step=2)
         store.tag("other", 1)
-    opening = Opening(place, read_only=True)
+    handle = StoreHandle(place, read_only=True)
     commit = next(place.glob(f"commits/*{snap.id}")).read_bytes()
     document = decode_document(commit, snap.id)
-    read = opening.objects.read_metadata
+    read = handle.objects.read_metadata
     packs = [path.read_bytes() for path in place.glob("packs/*/*")]
     starts = [parse_trailer(pack[-TRAILER_BYTES:], len(pack)).footer_offset for pack in packs]
     yield Documents(
-        opening,
+        handle,
         document,
         (place / "ckptstore.json").read_bytes(),
         decompress(commit, 1 << 20),
@@ -94,7 +94,7 @@ def documents(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Documents]:
         [pack[start:] for pack, start in zip(packs, starts, strict=True)],
         [path.read_bytes() for path in sorted(place.glob("log/0*"))],
     )
-    opening.close()
+    handle.close()
 
 
 @contextmanager
@@ -146,8 +146,8 @@ def read_footer(data: bytes, known: Documents) -> None:
 
 def read_checkpoint(data: bytes, known: Documents) -> None:
     frame = compress(data)
-    store = known.opening.config.store
-    decode_state(digest(frame).hex().encode() + b"\n" + frame, store, known.opening.config.generation)
+    store = known.handle.config.store
+    decode_state(digest(frame).hex().encode() + b"\n" + frame, store, known.handle.config.generation)
 
 
 def read_config(data: bytes, known: Documents) -> None:
@@ -165,7 +165,7 @@ def log_bodies(known: Documents) -> list[bytes]:
 
 
 def checkpoint(known: Documents) -> bytes:
-    return decompress(encode_state(known.opening.log.replay())[65:], 1 << 20)
+    return decompress(encode_state(known.handle.log.replay())[65:], 1 << 20)
 
 
 Read = Callable[[bytes, Documents], object]
@@ -208,13 +208,13 @@ def test_a_changed_document_is_read_or_refused(kind: str, documents: Documents) 
 
 def snapshot(known: Documents, key: str, schema: bytes, pages: list[bytes]) -> Snapshot:
     """The commit with another schema and other pages under one of its keys."""
-    opening, document = known.opening, known.document
+    handle, document = known.handle, known.document
     described = decode_schema(schema)
-    tree = Tree(key, dict(document.trees)[key], described, join_pages(pages, len(described)), opening.config.chunk_bytes)
-    reader = Reader(opening.config, opening.objects, Threads(1))
+    tree = Tree(key, dict(document.trees)[key], described, join_pages(pages, len(described)), handle.config.chunk_bytes)
+    reader = Reader(handle.config, handle.objects, ThreadPool(1))
     whole = reader.tree
     reader.tree = lambda name, ref: tree if name == key else whole(name, ref)  # type: ignore[assignment]
-    return Snapshot(reader, opening.queries().resolve("latest"), document)
+    return Snapshot(reader, handle.queries().resolve("latest"), document)
 
 
 def test_a_commit_of_changed_schemas_and_pages_is_read_or_refused(documents: Documents) -> None:

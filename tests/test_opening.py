@@ -15,8 +15,8 @@ import torch
 import ckptstore
 from ckptstore import Conflict, Corrupt, InvalidInput, NotFound, ReadOnly
 from ckptstore.repository import store_handle
-from ckptstore.repository.store_handle import Opening, init_store
-from ckptstore.storage.contract import Backend
+from ckptstore.repository.store_handle import StoreHandle, init_store
+from ckptstore.storage.contract import Storage
 
 
 @pytest.fixture
@@ -155,10 +155,10 @@ def test_an_unwritable_path_is_a_clear_error(place: Path) -> None:
 def test_a_store_that_appears_while_another_is_made_is_opened(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     refuse = store_handle._refuse_foreign
 
-    def another_is_faster(backend: Backend) -> None:
+    def another_is_faster(storage: Storage) -> None:
         monkeypatch.undo()
         init_store(place)
-        refuse(backend)
+        refuse(storage)
 
     monkeypatch.setattr(store_handle, "_refuse_foreign", another_is_faster)
     with ckptstore.open(place) as store:
@@ -191,6 +191,6 @@ def test_init_is_refused_where_there_is_a_store(place: Path) -> None:
 def test_opening_reads_without_torch_know_the_position(place: Path) -> None:
     with ckptstore.open(place) as store:
         store.commit({"n": 1})
-    store_handle = Opening(place, read_only=True)
+    store_handle = StoreHandle(place, read_only=True)
     assert store_handle.queries().position().n == 1
     store_handle.close()

@@ -401,7 +401,7 @@ def test_a_failing_disk_leaves_nothing_visible(place: Path, monkeypatch: pytest.
         monkeypatch.setattr(os, "fsync", failing)
         with pytest.raises(Unavailable, match="Input/output error"):
             store.commit({"w": torch.randn(300_000)}, step=2)
-        monkeypatch.setattr(store._opening.backend, "_fsync", fsync)
+        monkeypatch.setattr(store._handle.storage, "_fsync", fsync)
         assert files(place, "packs") == before and not files(place, "tmp")
         assert [info.step for info in store.log()] == [1]
         store.commit({"w": torch.randn(300_000)}, step=2)

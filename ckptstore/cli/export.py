@@ -11,19 +11,19 @@ from ckptstore.repository.resolve_ref import find_commit
 
 
 def run(args: Namespace, screen: Screen) -> Exit:
-    with opened(args, args.ref) as opening:
+    with opened(args, args.ref) as handle:
         from ckptstore.core.settings import Settings
         from ckptstore.interop.export import export
         from ckptstore.store import Store
 
-        found = find_commit(opening, args.ref, args.run)
-        with Store(opening, Settings.of()) as store, screen.working(f"exporting {short(found.id)}"):
+        found = find_commit(handle, args.ref, args.run)
+        with Store(handle, Settings.of()) as store, screen.working(f"exporting {short(found.id)}"):
             snapshot = store.checkout(found.id)
             done = export(snapshot, args.path, format=args.format, select=args.select or "*", allow_pickle=args.allow_pickle)
     if screen.json:
         screen.document(
             {
-                "store": opening.url,
+                "store": handle.url,
                 "commit": found.id,
                 "format": done.format,
                 "files": [str(file) for file in done.files],

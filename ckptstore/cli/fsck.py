@@ -17,11 +17,11 @@ LEVELS = {level.name.lower(): level for level in Level}
 
 def run(args: Namespace, screen: Screen) -> Exit:
     share = parse_share(args.read_data) if args.read_data else None
-    with standing(args) as ground:
+    with standing(args) as offline_store:
         with progress(screen) as shown:
-            report = fsck(ground, level=LEVELS[args.level], share=share, progress=shown)
+            report = fsck(offline_store, level=LEVELS[args.level], share=share, progress=shown)
         if screen.json:
-            screen.document({"store": ground.backend.url, **document(report)})
+            screen.document({"store": offline_store.storage.url, **document(report)})
         else:
             show(report, screen)
     return exit_for(report)

@@ -14,7 +14,7 @@ from ckptstore.maintenance.gc.plan import GcPlan
 
 
 def run(args: Namespace, screen: Screen) -> Exit:
-    options = GcOptions(args.max_unused, args.max_repack, args.impatient)
+    options = GcOptions(args.max_unused, args.max_repack, args.force)
     with opened(args) as store:
         with progress(screen) as shown:
             report = collect(store, options, dry_run=args.dry_run, progress=shown)

@@ -12,19 +12,19 @@ from ckptstore.core.text import bytes_text, count_text
 
 def run(args: Namespace, screen: Screen) -> Exit:
     metrics = _metrics(args.metric)
-    with opened(args) as opening:
+    with opened(args) as handle:
         from ckptstore.core.settings import Settings
         from ckptstore.interop.formats import Labels, import_path
         from ckptstore.store import Store
 
-        with Store(opening, Settings.of(run=args.run)) as store, screen.working(f"importing {args.path}"):
+        with Store(handle, Settings.of(run=args.run)) as store, screen.working(f"importing {args.path}"):
             labels = Labels(args.step, tuple(args.tag), args.message, metrics)
             made = import_path(store, args.path, labels, allow_pickle=args.allow_pickle)
     leaves = made.leaves()
     if screen.json:
         screen.document(
             {
-                "store": opening.url,
+                "store": handle.url,
                 "commit": made.id,
                 "run": made.run,
                 "step": made.step,

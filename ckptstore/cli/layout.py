@@ -9,12 +9,12 @@ from ckptstore.core.ids import document_key
 from ckptstore.core.model import CommitInfo
 from ckptstore.objects.documents import decode_document
 from ckptstore.objects.layout import Placed, decode_layout
-from ckptstore.repository.store_handle import Opening
+from ckptstore.repository.store_handle import StoreHandle
 
 
-def read_layout(store: Opening, info: CommitInfo) -> dict[str, Any] | None:
+def read_layout(store: StoreHandle, info: CommitInfo) -> dict[str, Any] | None:
     """`world`, and `groups` of leaves that were placed alike; None for a commit of one rank. Raises `Corrupt` and `NotFound`."""
-    document = decode_document(store.backend.read(document_key(info.session, info.id)), info.id)
+    document = decode_document(store.storage.read(document_key(info.session, info.id)), info.id)
     if document.layout is None:
         return None
     layout = decode_layout(store.objects.read_metadata(document.layout))

@@ -19,7 +19,7 @@ from ckptstore.core.text import bytes_text, count_text
 from ckptstore.errors import InvalidInput, NotFound
 from ckptstore.index.queries import Queries
 from ckptstore.repository.resolve_ref import find_id
-from ckptstore.repository.store_handle import Opening
+from ckptstore.repository.store_handle import StoreHandle
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +69,7 @@ def _resolve(queries: Queries, args: Namespace) -> CommitId:
         raise
 
 
-def _rows(store: Opening, queries: Queries, info: CommitInfo, *, content: bool) -> list[Row]:
+def _rows(store: StoreHandle, queries: Queries, info: CommitInfo, *, content: bool) -> list[Row]:
     rows = []
     leaves = leaves_of(store, queries, info)
     pickles = pickles_of(store, info, leaves)
@@ -89,7 +89,7 @@ def _rows(store: Opening, queries: Queries, info: CommitInfo, *, content: bool) 
     return _with_content(store, info, rows) if content else rows
 
 
-def _with_content(store: Opening, info: CommitInfo, rows: Sequence[Row]) -> list[Row]:
+def _with_content(store: StoreHandle, info: CommitInfo, rows: Sequence[Row]) -> list[Row]:
     """The rows with what only the pages say."""
     with reading(store) as reader:
         trees = trees_of(reader, info)

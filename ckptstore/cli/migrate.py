@@ -13,7 +13,7 @@ from ckptstore.core.text import count_text
 from ckptstore.errors import NotFound
 from ckptstore.index.catalog_sqlite import REVISION
 from ckptstore.repository.store_handle import CATALOG_NAME, read_config
-from ckptstore.storage.contract import open_backend
+from ckptstore.storage.contract import open_storage
 
 
 def run(args: Namespace, screen: Screen) -> Exit:
@@ -39,9 +39,9 @@ def run(args: Namespace, screen: Screen) -> Exit:
 
 
 def _in_database(place: str) -> bool:
-    with closing(open_backend(place, read_only=True)) as backend:
+    with closing(open_storage(place, read_only=True)) as storage:
         try:
-            return read_config(backend).in_database
+            return read_config(storage).in_database
         except NotFound as error:
             raise NoStore(str(error)) from error
 

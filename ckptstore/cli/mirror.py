@@ -15,14 +15,14 @@ from ckptstore.errors import NotFound
 from ckptstore.maintenance.mirror.mirror import Mirrored, MirrorOptions, mirror
 from ckptstore.maintenance.mirror.plan import MirrorPlan
 from ckptstore.maintenance.mirror.remotes import choose, other_end
-from ckptstore.repository.store_handle import Opening
-from ckptstore.repository.thread_pool import Threads
+from ckptstore.repository.store_handle import StoreHandle
+from ckptstore.repository.thread_pool import ThreadPool
 
 
 def run(args: Namespace, screen: Screen) -> Exit:
     with ExitStack() as stack:
         source, target = _ends(args, stack)
-        threads = Threads(default_threads())
+        threads = ThreadPool(default_threads())
         stack.callback(threads.close)
         wanted = choose(source, args.refs, run=args.run, ancestors=args.ancestors)
         options = MirrorOptions(args.tags, args.force, args.verify)
@@ -35,7 +35,7 @@ def run(args: Namespace, screen: Screen) -> Exit:
     return Exit.DAMAGED if done.damaged else Exit.OK
 
 
-def _ends(args: Namespace, stack: ExitStack) -> tuple[Opening, Opening]:
+def _ends(args: Namespace, stack: ExitStack) -> tuple[StoreHandle, StoreHandle]:
     """Source and target. Only `clone`, and `push --create`, make a store."""
     try:
         if args.command == "push":

@@ -283,7 +283,7 @@ def _add_gc(commands: Any, common: ArgumentParser) -> None:
     parser.add_argument("-n", "--dry-run", action="store_true", help="only say what would be done")
     parser.add_argument("--max-unused", type=share, default=0.05, metavar="SHARE", help="dead bytes that may stay in packs (default: 5%%)")
     parser.add_argument("--max-repack", type=size, metavar="SIZE", help="copy at most so much, such as 10G (default: no limit)")
-    parser.add_argument("--impatient", action="store_true", help="free at once; commits in flight may have to write again")
+    parser.add_argument("--force", action="store_true", help="free at once; commits in flight may have to write again")
 
 
 def _add_sessions(commands: Any, common: ArgumentParser) -> None:

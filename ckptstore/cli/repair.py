@@ -13,17 +13,17 @@ from ckptstore.core.text import count_text
 from ckptstore.maintenance.check.report import parse_share
 from ckptstore.maintenance.repair.repair import Action, Mark, PutBack, Rebuild, Repaired, SetAside, WriteConfig, repair
 from ckptstore.maintenance.repair.rescue import CopyTwin, SavePacks
-from ckptstore.storage.contract import Backend, open_backend
+from ckptstore.storage.contract import Storage, open_storage
 
 
 def run(args: Namespace, screen: Screen) -> Exit:
     share = parse_share(args.read_data) if args.read_data else None
-    with standing(args) as ground, ExitStack() as stack:
-        mirrors: list[Backend] = [stack.enter_context(closing(open_backend(place, read_only=True))) for place in args.mirrors]
+    with standing(args) as offline_store, ExitStack() as stack:
+        mirrors: list[Storage] = [stack.enter_context(closing(open_storage(place, read_only=True))) for place in args.mirrors]
         with progress(screen) as shown:
-            done = repair(ground, mirrors=mirrors, apply=args.apply, share=share, progress=shown)
+            done = repair(offline_store, mirrors=mirrors, apply=args.apply, share=share, progress=shown)
         if screen.json:
-            screen.document({"store": ground.backend.url, **_document(done, apply=args.apply)})
+            screen.document({"store": offline_store.storage.url, **_document(done, apply=args.apply)})
         else:
             _show(done, screen, apply=args.apply)
     return exit_for(done.after)
@@ -34,7 +34,7 @@ def _show(done: Repaired, screen: Screen, *, apply: bool) -> None:
         screen.line(f"{'done' if apply else 'would'}: {text_of(action)}")
     if done.plan.more and not apply:
         screen.line("then: what the whole log lists is looked at, and repaired as well")
-    for finding in done.after.findings if apply else done.plan.hopeless:
+    for finding in done.after.findings if apply else done.plan.unrepairable:
         screen.line(f"{finding.severity}: {finding.what}")
         screen.line(f"    next: {finding.next}")
     if not done.plan.actions and not done.applied:
@@ -75,7 +75,7 @@ def _document(done: Repaired, *, apply: bool) -> dict[str, Any]:
     return {
         "applied": apply,
         "actions": [{"action": type(action).__name__, "what": text_of(action)} for action in actions],
-        "hopeless": [finding_document(finding) for finding in done.plan.hopeless],
+        "hopeless": [finding_document(finding) for finding in done.plan.unrepairable],
         "findings": [finding_document(finding) for finding in done.after.findings],
         "damaged_commits": sorted(done.after.damaged_commits),
     }

@@ -21,7 +21,7 @@ from ckptstore.core.text import bytes_text, count_text
 from ckptstore.errors import Corrupt, NotFound
 from ckptstore.index.queries import LeafInfo, PackInfo, Queries
 from ckptstore.repository.resolve_ref import find_id
-from ckptstore.repository.store_handle import Opening
+from ckptstore.repository.store_handle import StoreHandle
 
 if TYPE_CHECKING:
     from ckptstore.maintenance.usage import CommitUsage
@@ -61,7 +61,7 @@ def run(args: Namespace, screen: Screen) -> Exit:
     return Exit.DAMAGED if problem or unknown or unread else Exit.OK
 
 
-def _layout(store: Opening, info: CommitInfo) -> tuple[dict[str, Any] | None, str | None]:
+def _layout(store: StoreHandle, info: CommitInfo) -> tuple[dict[str, Any] | None, str | None]:
     """How ranks held the commit, or why that cannot be told. What is forgotten may be gone."""
     if info.forgotten:
         return None, None
@@ -71,7 +71,7 @@ def _layout(store: Opening, info: CommitInfo) -> tuple[dict[str, Any] | None, st
         return None, str(error)
 
 
-def _pickles(store: Opening, info: CommitInfo, leaves: dict[str, list[LeafInfo]]) -> tuple[dict[str, list[str]], str | None]:
+def _pickles(store: StoreHandle, info: CommitInfo, leaves: dict[str, list[LeafInfo]]) -> tuple[dict[str, list[str]], str | None]:
     """The paths of pickled leaves by key, or why they cannot be told."""
     try:
         return pickles_of(store, info, leaves), None
@@ -79,7 +79,7 @@ def _pickles(store: Opening, info: CommitInfo, leaves: dict[str, list[LeafInfo]]
         return {}, str(error)
 
 
-def _usage(store: Opening, screen: Screen, info: CommitInfo) -> "tuple[CommitUsage | None, str | None]":
+def _usage(store: StoreHandle, screen: Screen, info: CommitInfo) -> "tuple[CommitUsage | None, str | None]":
     """The commit's exclusive and shared bytes, or why they cannot be told: some other commit may be damaged."""
     from ckptstore.maintenance.usage import usage
 
@@ -170,7 +170,7 @@ def _known(queries: Queries, commit: CommitId) -> str:
 
 
 def _document(
-    store: Opening,
+    store: StoreHandle,
     info: CommitInfo,
     children: Sequence[CommitInfo],
     leaves: dict[str, list[LeafInfo]],

@@ -14,7 +14,7 @@ from ckptstore.cli.table import Column, Table, fields
 from ckptstore.core.model import CommitInfo
 from ckptstore.core.text import bytes_text, count_text
 from ckptstore.index.queries import RunInfo, Totals
-from ckptstore.repository.store_handle import Opening
+from ckptstore.repository.store_handle import StoreHandle
 
 if TYPE_CHECKING:
     from ckptstore.maintenance.usage import CommitUsage, Usage
@@ -39,7 +39,7 @@ def run(args: Namespace, screen: Screen) -> Exit:
     return Exit.OK
 
 
-def _print_totals(store: Opening, screen: Screen, totals: Totals, found: "Usage") -> None:
+def _print_totals(store: StoreHandle, screen: Screen, totals: Totals, found: "Usage") -> None:
     forgotten = f" and {totals.forgotten:,} forgotten" if totals.forgotten else ""
     pairs = [
         ("store", store.url, f"chunks of {bytes_text(store.config.chunk_bytes)}, codec {store.config.codec}"),
@@ -99,7 +99,7 @@ def _print_heaviest(screen: Screen, heaviest: "Sequence[CommitUsage]", infos: Se
         screen.table(Table(columns, rows, title="Most exclusive bytes (freed if that commit alone went)"))
 
 
-def _print_document(store: Opening, screen: Screen, totals: Totals, runs: Sequence[RunInfo], found: "Usage") -> None:
+def _print_document(store: StoreHandle, screen: Screen, totals: Totals, runs: Sequence[RunInfo], found: "Usage") -> None:
     screen.document(
         {
             "store": store.url,

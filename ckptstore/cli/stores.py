@@ -16,47 +16,47 @@ from ckptstore.core.ids import CONFIG_KEY
 from ckptstore.errors import InvalidInput, NotFound
 from ckptstore.objects.pointer_files import is_pointer, read_pointer
 from ckptstore.repository.resolve_ref import is_path
-from ckptstore.repository.store_handle import Opening
+from ckptstore.repository.store_handle import StoreHandle
 
 if TYPE_CHECKING:
-    from ckptstore.maintenance.check.offline_store import Ground
+    from ckptstore.maintenance.check.offline_store import OfflineStore
 
 VARIABLE = "CKPTSTORE"
 
 
 @contextmanager
-def opened(args: Namespace, *refs: str) -> Iterator[Opening]:
+def opened(args: Namespace, *refs: str) -> Iterator[StoreHandle]:
     """The store that the command line means, of whose commits `refs` speak.
 
     Raises `NoStore`, or `UnusableStore` for something else in its place.
     """
     place = _place(args, refs)
     try:
-        opening = Opening(place, index=args.index)
+        handle = StoreHandle(place, index=args.index)
     except NotFound as error:
         raise NoStore(str(error)) from error
     except InvalidInput as error:
         raise UnusableStore(str(error)) from error
     try:
-        yield opening
+        yield handle
     finally:
-        opening.close()
+        handle.close()
 
 
 @contextmanager
-def standing(args: Namespace) -> Iterator["Ground"]:
+def standing(args: Namespace) -> Iterator["OfflineStore"]:
     """The store that the command line means, damaged as it may be. Raises as `opened` does."""
-    from ckptstore.maintenance.check.offline_store import open_ground
+    from ckptstore.maintenance.check.offline_store import open_offline_store
 
     place = find(args.store, os.environ, Path.cwd())
     with ExitStack() as stack:
         try:
-            ground = stack.enter_context(open_ground(place, index=args.index))
+            offline_store = stack.enter_context(open_offline_store(place, index=args.index))
         except NotFound as error:
             raise NoStore(str(error)) from error
         except InvalidInput as error:
             raise UnusableStore(str(error)) from error
-        yield ground
+        yield offline_store
 
 
 def _place(args: Namespace, refs: Sequence[str]) -> str:

@@ -15,7 +15,7 @@ from ckptstore.core.ids import check_tag
 from ckptstore.core.suggestions import near
 from ckptstore.errors import NotFound
 from ckptstore.repository.resolve_ref import find_id
-from ckptstore.repository.store_handle import Opening
+from ckptstore.repository.store_handle import StoreHandle
 
 
 def run(args: Namespace, screen: Screen) -> Exit:
@@ -29,7 +29,7 @@ def run(args: Namespace, screen: Screen) -> Exit:
         return _list(store, screen, args)
 
 
-def _list(store: Opening, screen: Screen, args: Namespace) -> Exit:
+def _list(store: StoreHandle, screen: Screen, args: Namespace) -> Exit:
     queries = store.queries()
     tags = queries.tags()
     if args.names and not screen.json:
@@ -73,7 +73,7 @@ def _list(store: Opening, screen: Screen, args: Namespace) -> Exit:
     return Exit.OK
 
 
-def _set(store: Opening, screen: Screen, name: str, ref: str, run: str | None) -> Exit:
+def _set(store: StoreHandle, screen: Screen, name: str, ref: str, run: str | None) -> Exit:
     from ckptstore.maintenance.tags import set_tag
 
     queries = store.queries()
@@ -89,7 +89,7 @@ def _set(store: Opening, screen: Screen, name: str, ref: str, run: str | None) -
     return Exit.OK
 
 
-def _remove(store: Opening, screen: Screen, names: Sequence[str]) -> Exit:
+def _remove(store: StoreHandle, screen: Screen, names: Sequence[str]) -> Exit:
     from ckptstore.maintenance.tags import remove_tag
 
     store.check_writable()

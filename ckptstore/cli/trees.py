@@ -7,19 +7,19 @@ from typing import TYPE_CHECKING
 from ckptstore.core.dtypes import nbytes_of
 from ckptstore.core.model import CommitInfo, Schema
 from ckptstore.index.queries import LeafInfo, Queries
-from ckptstore.repository.store_handle import Opening
+from ckptstore.repository.store_handle import StoreHandle
 from ckptstore.state.paths import pickled
 
 if TYPE_CHECKING:
     from ckptstore.restore.reader import Reader, Tree
 
 
-def leaves_of(store: Opening, queries: Queries, info: CommitInfo) -> dict[str, list[LeafInfo]]:
+def leaves_of(store: StoreHandle, queries: Queries, info: CommitInfo) -> dict[str, list[LeafInfo]]:
     """The leaves of each key. The catalog has them; a schema that it lacks is read from the packs."""
     return {key: queries.leaves(schema) or _leaves_read(store, schema) for key, schema in info.schemas.items()}
 
 
-def pickles_of(store: Opening, info: CommitInfo, leaves: dict[str, list[LeafInfo]]) -> dict[str, list[str]]:
+def pickles_of(store: StoreHandle, info: CommitInfo, leaves: dict[str, list[LeafInfo]]) -> dict[str, list[str]]:
     """The paths of each key's leaves that are pickles, which a restore reads with `allow_pickle=True` only.
 
     The catalog takes a pickle for the bytes that it is: the schemas of trees that have bytes at all are read from the packs.
@@ -38,12 +38,12 @@ def tensor_bytes(leaf: LeafInfo) -> int | None:
 
 
 @contextmanager
-def reading(store: Opening) -> Iterator["Reader"]:
+def reading(store: StoreHandle) -> Iterator["Reader"]:
     """A reader of commits, for as long as the context lasts."""
-    from ckptstore.repository.thread_pool import Threads
+    from ckptstore.repository.thread_pool import ThreadPool
     from ckptstore.restore.reader import Reader
 
-    threads = Threads(1)
+    threads = ThreadPool(1)
     try:
         yield Reader(store.config, store.objects, threads)
     finally:
@@ -55,14 +55,14 @@ def trees_of(reader: "Reader", info: CommitInfo) -> dict[str, "Tree"]:
     return {key: reader.tree(key, ref) for key, ref in reader.document(info.session, info.id).trees}
 
 
-def _schema_read(store: Opening, schema_id: str) -> Schema:
+def _schema_read(store: StoreHandle, schema_id: str) -> Schema:
     from ckptstore.core.ids import parse_chunk_id
     from ckptstore.objects.schema import decode_schema
 
     return decode_schema(store.objects.read_metadata(parse_chunk_id(schema_id)))
 
 
-def _leaves_read(store: Opening, schema_id: str) -> list[LeafInfo]:
+def _leaves_read(store: StoreHandle, schema_id: str) -> list[LeafInfo]:
     schema = _schema_read(store, schema_id)
     columns = (schema.paths, schema.kinds, schema.dtypes, schema.shapes, schema.aliases)
     return [LeafInfo(*row) for row in zip(*columns, strict=True)]

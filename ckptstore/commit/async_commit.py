@@ -8,25 +8,25 @@ from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any, Generic, TypeVar
 
-from ckptstore.commit.async_options import Route, Wish
-from ckptstore.commit.borrowed_leaves import Loan, PendingWatch
-from ckptstore.commit.commit_metadata import Label
+from ckptstore.commit.async_options import AsyncOptions, CommitRoute
+from ckptstore.commit.borrowed_leaves import BorrowedLeaves, PendingWatch
+from ckptstore.commit.commit_metadata import CommitMetadata
 from ckptstore.commit.commit_queue import Background
-from ckptstore.commit.dedup_probe import LookUp
+from ckptstore.commit.dedup_probe import DedupProbe
 from ckptstore.commit.lazy_copy import LazyCopy
-from ckptstore.commit.parent_tracker import Descent, parents_of
+from ckptstore.commit.parent_tracker import ParentTracker, parents_of
 from ckptstore.commit.pending import Pending
 from ckptstore.commit.progress import Milestone
 from ckptstore.core.ids import CommitId
 from ckptstore.core.text import bytes_text
 from ckptstore.errors import Busy, InvalidInput
-from ckptstore.repository.thread_pool import Threads
-from ckptstore.state.copy_progress import Arrivals
-from ckptstore.state.frozen_weights import Candidate, Trust
-from ckptstore.state.leaf_sources import Flat, leaves_of
+from ckptstore.repository.thread_pool import ThreadPool
+from ckptstore.state.copy_progress import CopyProgress
+from ckptstore.state.frozen_weights import Candidate, FrozenWeights
+from ckptstore.state.leaf_sources import FlatState, leaves_of
 from ckptstore.state.optimizer_hooks import StepHooks, changed_by_steps, optimizers_in, versions
 from ckptstore.state.staging import LookedUp, StagingPlan, leaves_away, paths_of, plan_staging, stage, with_leaves
-from ckptstore.state.staging_buffers import Arena, ArenaPool, default_budget
+from ckptstore.state.staging_buffers import Buffer, BufferPool, default_budget
 
 COPYING_THREADS = 8
 """More do not copy faster: memory is the limit."""
@@ -39,8 +39,8 @@ class AsyncCommits(Generic[S]):
 
     def __init__(
         self,
-        descent: Descent,
-        look_up: Callable[[], LookUp],
+        parent_tracker: ParentTracker,
+        look_up: Callable[[], DedupProbe],
         *,
         max_in_flight: int,
         staging_bytes: int | None,
@@ -48,41 +48,41 @@ class AsyncCommits(Generic[S]):
         place: str,
     ) -> None:
         self._shared = shared
-        self._descent, self._look_up, self._staging_bytes = descent, look_up, staging_bytes
+        self._parent_tracker, self._look_up, self._staging_bytes = parent_tracker, look_up, staging_bytes
         self._background = Background(max_in_flight, place)
-        self._copiers = Threads(min(len(os.sched_getaffinity(0)), COPYING_THREADS))
-        self._stagers = Threads(1)
+        self._copiers = ThreadPool(min(len(os.sched_getaffinity(0)), COPYING_THREADS))
+        self._stagers = ThreadPool(1)
         self._calls = threading.Lock()
-        self._trust = Trust()
+        self._trust = FrozenWeights()
         self._hooks = StepHooks(self.hold)
         self._lazy: list[LazyCopy] = []
 
     @cached_property
-    def pool(self) -> ArenaPool:
+    def pool(self) -> BufferPool:
         """Staging memory, made when it is first needed, when it is known how much is available."""
-        return ArenaPool(self._staging_bytes or default_budget(), shared=self._shared)
+        return BufferPool(self._staging_bytes or default_budget(), shared=self._shared)
 
-    def start(self, app_state: Mapping[str, Any], label: Label, wish: Wish, route: Route[S]) -> Pending[S]:
+    def start(self, app_state: Mapping[str, Any], label: CommitMetadata, async_options: AsyncOptions, route: CommitRoute[S]) -> Pending[S]:
         """Stage `app_state` and let its commit go on in the background."""
         begun: list[_Begun] = []
 
         def begin() -> str:
-            found = self._begin(app_state, wish, route, taken)
+            found = self._begin(app_state, async_options, route, taken)
             if isinstance(found, str):
                 return found
             begun.append(found)
             return ""
 
         with self._calls, ExitStack() as taken:
-            pending: Pending[S] = Pending(label.step, wish.on_progress)
+            pending: Pending[S] = Pending(label.step, async_options.on_progress)
             if why_not := route.begin(begin):
                 pending.fail(Busy(f"{pending.name} was skipped, as overlap='skip' says: {why_not}; nothing was changed"))
                 return pending
             job = self._hand_over(pending, begun[0], label, route, taken)
             self._background.start(pending, lambda: self._finish(job))
-            self._keep(job, eager=wish.staging == "eager")
+            self._keep(job, eager=async_options.staging == "eager")
             pending.reached(Milestone.HELD)
-        if job.loan.leaves:
+        if job.borrowed.leaves:
             pending.wait_staged()
         return pending
 
@@ -91,7 +91,7 @@ class AsyncCommits(Generic[S]):
         try:
             if job.lazy and eager:
                 job.lazy.hold()
-            job.loan.wait()
+            job.borrowed.wait()
         except BaseException:
             job.pending.cancel()
             raise
@@ -116,34 +116,42 @@ class AsyncCommits(Generic[S]):
         self._copiers.close()
         self._stagers.close()
 
-    def _begin(self, app_state: Mapping[str, Any], wish: Wish, route: Route[S], taken: ExitStack) -> "_Begun | str":
+    def _begin(self, app_state: Mapping[str, Any], async_options: AsyncOptions, route: CommitRoute[S], taken: ExitStack) -> "_Begun | str":
         """Copy what must be copied before the call returns, or say why that cannot be now."""
-        if not self._background.admit(wait=wish.overlap == "wait"):
+        if not self._background.admit(wait=async_options.overlap == "wait"):
             return "another commit is in flight"
-        state = self._plan(app_state, route.flatten(), wish, taken, elsewhere=route.elsewhere)
+        state = self._plan(app_state, route.flatten(), async_options, taken, elsewhere=route.elsewhere)
         if route.whole and state.plan.borrowed:
             raise InvalidInput(
                 f"a state of {bytes_text(state.nbytes)} does not fit into {bytes_text(self.pool.budget_bytes)} of staging memory, and who "
                 "makes this commit, another process or several ranks, wants all of it there: open the store with more staging_bytes"
             )
-        arena = self.pool.take(state.plan.nbytes, wait=wish.overlap == "wait")
+        arena = self.pool.take(state.plan.nbytes, wait=async_options.overlap == "wait")
         if arena is None:
             return f"{bytes_text(state.plan.nbytes)} of staging memory are not free"
         taken.callback(self.pool.give, arena)
-        arrivals = Arrivals(state.plan.later)
+        arrivals = CopyProgress(state.plan.later)
         staged = stage(state.plan, state.flats, arena, self._copiers.spread, state.looked_up, arrivals)
         return _Begun(state, arena, arrivals, staged)
 
-    def _plan(self, app_state: Mapping[str, Any], flats: Mapping[str, Flat], wish: Wish, taken: ExitStack, *, elsewhere: bool) -> "_State":
+    def _plan(
+        self,
+        app_state: Mapping[str, Any],
+        flats: Mapping[str, FlatState],
+        async_options: AsyncOptions,
+        taken: ExitStack,
+        *,
+        elsewhere: bool,
+    ) -> "_State":
         sources, paths = leaves_of(flats), paths_of(flats)
         candidates: list[Candidate] = []
-        if wish.trust_version:
+        if async_options.trust_version:
             candidates = self._trust.candidates(app_state, sources, paths)
             for n, known in self._trust.known(candidates).items():
                 sources[n] = known
         lazy: frozenset[int] = frozenset()
         away: frozenset[int] = frozenset()
-        if wish.staging == "lazy":
+        if async_options.staging == "lazy":
             optimizers = optimizers_in(app_state)
             self._hooks.install(optimizers)
             lazy = changed_by_steps(optimizers, sources)
@@ -151,17 +159,17 @@ class AsyncCommits(Generic[S]):
             away = leaves_away(sources)
         flats = with_leaves(flats, sources)
         looked_up: Mapping[int, LookedUp] = {}
-        if wish.dedup_first:
+        if async_options.dedup_first:
             look_up = self._look_up()
             taken.callback(look_up.open_session().end)
             looked_up = look_up.find(flats, self._copiers)
         plan = plan_staging(sources, self.pool.budget_bytes, lazy | away, looked_up)
         return _State(flats, plan, lazy & plan.offsets.keys(), looked_up, candidates, paths)
 
-    def _hand_over(self, pending: Pending[S], begun: "_Begun", label: Label, route: Route[S], taken: ExitStack) -> "_Job[S]":
+    def _hand_over(self, pending: Pending[S], begun: "_Begun", label: CommitMetadata, route: CommitRoute[S], taken: ExitStack) -> "_Job[S]":
         state, plan, sources = begun.state, begun.state.plan, leaves_of(begun.state.flats)
         pending.state_bytes = state.nbytes
-        loan = Loan(plan, [source.nbytes for source in sources])
+        borrowed = BorrowedLeaves(plan, [source.nbytes for source in sources])
         lazy = None
         if plan.later:
             looks = partial(versions, sources, state.lazy)
@@ -171,8 +179,8 @@ class AsyncCommits(Generic[S]):
             self._stagers.submit(lazy.work)
         elif not plan.borrowed:
             pending.reached(Milestone.STAGED)
-        base = self._descent.then(pending)
-        return _Job(pending, begun, taken.pop_all(), base, label, route, loan, lazy)
+        base = self._parent_tracker.then(pending)
+        return _Job(pending, begun, taken.pop_all(), base, label, route, borrowed, lazy)
 
     def _finish(self, job: "_Job[S]") -> None:
         """The rest of a commit, in the background. Raises nothing."""
@@ -184,7 +192,7 @@ class AsyncCommits(Generic[S]):
             with job.taken, self._copying(job) as copied:
                 if job.route.elsewhere:
                     copied()
-                label, watch = replace(job.label, parents=parents), PendingWatch(pending, job.loan, copied)
+                label, watch = replace(job.label, parents=parents), PendingWatch(pending, job.borrowed, copied)
                 made = job.route.make(job.begun.staged, job.begun.arena, label, pending, watch)
             pending.tip = made.id
             self._trust.remember(candidates, made.ids)
@@ -197,7 +205,7 @@ class AsyncCommits(Generic[S]):
             pending.fail(failed)
         else:
             pending.succeed(made.result)
-        job.loan.settle()
+        job.borrowed.settle()
 
     @contextmanager
     def _copying(self, job: "_Job[S]") -> Iterator[Callable[[], None]]:
@@ -218,7 +226,7 @@ class AsyncCommits(Generic[S]):
 class _State:
     """A flattened state and how it will be copied: `lazy` are the leaves that are copied while training goes on."""
 
-    flats: Mapping[str, Flat]
+    flats: Mapping[str, FlatState]
     plan: StagingPlan
     lazy: frozenset[int]
     looked_up: Mapping[int, LookedUp]
@@ -235,9 +243,9 @@ class _Begun:
     """A state that has been copied, but for what may be copied later; `staged` are the sources of the copy, which lies in `arena`."""
 
     state: _State
-    arena: Arena
-    arrivals: Arrivals
-    staged: Mapping[str, Flat]
+    arena: Buffer
+    arrivals: CopyProgress
+    staged: Mapping[str, FlatState]
 
 
 @dataclass(frozen=True, slots=True)
@@ -248,9 +256,9 @@ class _Job(Generic[S]):
     begun: _Begun
     taken: ExitStack
     base: CommitId | Pending[Any] | None
-    label: Label
-    route: Route[S]
-    loan: Loan
+    label: CommitMetadata
+    route: CommitRoute[S]
+    borrowed: BorrowedLeaves
     lazy: LazyCopy | None
 
 

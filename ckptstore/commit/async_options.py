@@ -4,13 +4,13 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Generic, Literal, NamedTuple, TypeAlias, TypeVar
 
-from ckptstore.commit.commit_metadata import Label
+from ckptstore.commit.commit_metadata import CommitMetadata
 from ckptstore.commit.pending import Pending
 from ckptstore.commit.progress import CommitProgress, Watch
 from ckptstore.core.ids import CommitId
 from ckptstore.errors import InvalidInput
-from ckptstore.state.leaf_sources import Flat
-from ckptstore.state.staging_buffers import Arena
+from ckptstore.state.leaf_sources import FlatState
+from ckptstore.state.staging_buffers import Buffer
 
 Overlap: TypeAlias = Literal["wait", "skip"]
 Staging: TypeAlias = Literal["eager", "lazy"]
@@ -19,7 +19,7 @@ S = TypeVar("S")
 
 
 @dataclass(frozen=True, slots=True)
-class Wish:
+class AsyncOptions:
     """How a caller wants an asynchronous commit: `overlap` says what to do while others are in flight or staging memory is taken."""
 
     overlap: Overlap = "wait"
@@ -38,7 +38,7 @@ class Wish:
             raise InvalidInput("dedup_first reads the whole state within the call, which staging='lazy' is there to avoid; choose one")
 
 
-class Made(NamedTuple, Generic[S]):
+class AsyncResult(NamedTuple, Generic[S]):
     """A commit that exists: its id, the ids of its chunks by leaf, and what a caller gets for it."""
 
     id: CommitId
@@ -47,7 +47,7 @@ class Made(NamedTuple, Generic[S]):
 
 
 @dataclass(frozen=True, slots=True)
-class Route(Generic[S]):
+class CommitRoute(Generic[S]):
     """How a state becomes a commit.
 
     `flatten` is called within the call, `make` in the background with the staged state, one at a time. `begin` calls what copies the state,
@@ -55,8 +55,8 @@ class Route(Generic[S]):
     they have been written. What is `elsewhere` is made by somebody who does not see what has arrived: when everything has.
     """
 
-    flatten: Callable[[], Mapping[str, Flat]]
-    make: Callable[[Mapping[str, Flat], Arena, Label, Pending[S], Watch], Made[S]]
+    flatten: Callable[[], Mapping[str, FlatState]]
+    make: Callable[[Mapping[str, FlatState], Buffer, CommitMetadata, Pending[S], Watch], AsyncResult[S]]
     begin: Callable[[Callable[[], str]], str]
     whole: bool
     elsewhere: bool

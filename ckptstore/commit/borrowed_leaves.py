@@ -11,7 +11,7 @@ from ckptstore.errors import Conflict
 from ckptstore.state.staging import StagingPlan
 
 
-class Loan:
+class BorrowedLeaves:
     """The bytes of leaves that stay the caller's: it waits until they have been written."""
 
     def __init__(self, plan: StagingPlan, leaf_bytes: Sequence[int]) -> None:
@@ -42,13 +42,13 @@ class PendingWatch(Watch):
     """Tells a pending commit how far it is, and stops it when its caller called it off. `copied` waits until the state has been copied and
     that has been told; it raises what went wrong."""
 
-    def __init__(self, pending: Pending[Any], loan: Loan, copied: Callable[[], object]) -> None:
-        self._pending, self._loan, self._copied, self._attempts = pending, loan, copied, 0
+    def __init__(self, pending: Pending[Any], borrowed: BorrowedLeaves, copied: Callable[[], object]) -> None:
+        self._pending, self._borrowed, self._copied, self._attempts = pending, borrowed, copied, 0
 
     def worked(self, batch: Sequence[Run]) -> None:
-        if self._loan.worked(batch):
+        if self._borrowed.worked(batch):
             self._pending.reached(Milestone.STAGED)
-            self._loan.settle()
+            self._borrowed.settle()
         self._pending.check()
 
     def reached(self, milestone: Milestone) -> None:
@@ -61,8 +61,8 @@ class PendingWatch(Watch):
     def starting(self) -> None:
         self._pending.check()
         self._attempts += 1
-        if self._attempts > 1 and self._loan.leaves:
+        if self._attempts > 1 and self._borrowed.leaves:
             raise Conflict(
-                f"the commit would have to start anew, and {len(self._loan.leaves)} leaves that did not fit into the staging memory "
+                f"the commit would have to start anew, and {len(self._borrowed.leaves)} leaves that did not fit into the staging memory "
                 "may have changed since; repeat the commit, or open the store with more staging_bytes"
             )

@@ -8,11 +8,11 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from ckptstore.commit.commit_metadata import Label
+from ckptstore.commit.commit_metadata import CommitMetadata
 from ckptstore.commit.plan import CommitPlan, Extent, plan_commit
 from ckptstore.commit.progress import UNWATCHED, Milestone, Watch
 from ckptstore.commit.publish import Publisher, TreeContent, entry_body
-from ckptstore.commit.write import Dedup, RunMemory, SessionPacks, Written, read_all, write_chunks
+from ckptstore.commit.write import Dedup, DedupHints, PackSet, Written, read_all, write_chunks
 from ckptstore.core.config import StoreConfig
 from ckptstore.core.ids import CommitId
 from ckptstore.core.model import CommitDocument, LeafContent, Schema
@@ -23,8 +23,8 @@ from ckptstore.log.sessions import open_session
 from ckptstore.repository.chunk_store import ObjectStore
 from ckptstore.repository.memory_budget import WriteRoom, write_room
 from ckptstore.repository.pack_writer import delete_own
-from ckptstore.repository.thread_pool import Threads
-from ckptstore.state.leaf_sources import Flat
+from ckptstore.repository.thread_pool import ThreadPool
+from ckptstore.state.leaf_sources import FlatState
 
 ATTEMPTS = 5
 
@@ -65,25 +65,25 @@ class _Tree:
     """One key of the state on its way: its leaves are numbers `first` and on of the plan."""
 
     key: str
-    flat: Flat
+    flat: FlatState
     first: int
 
 
 class Committer:
     """Commits states of one process to one store, one commit at a time. Remembers what the next commit of the same state can use again."""
 
-    def __init__(self, config: StoreConfig, objects: ObjectStore, log: Log, threads: Threads) -> None:
+    def __init__(self, config: StoreConfig, objects: ObjectStore, log: Log, threads: ThreadPool) -> None:
         self._config, self._objects, self._log, self._threads = config, objects, log, threads
         self._extents: list[Extent] = []
         self._run_bytes = 0
         self._plan = plan_commit([], config.chunk_bytes)
-        self._runs = RunMemory()
+        self._runs = DedupHints()
         self._publisher = Publisher(config, objects)
 
     def commit(
         self,
-        flats: Mapping[str, Flat],
-        label: Label,
+        flats: Mapping[str, FlatState],
+        label: CommitMetadata,
         started: float,
         watch: Watch = UNWATCHED,
         *,
@@ -114,21 +114,23 @@ class Committer:
 
     def _plan_for(self, extents: list[Extent], run_bytes: int) -> CommitPlan:
         if extents != self._extents or run_bytes != self._run_bytes:
-            self._extents, self._run_bytes, self._runs = extents, run_bytes, RunMemory()
+            self._extents, self._run_bytes, self._runs = extents, run_bytes, DedupHints()
             self._plan = plan_commit(extents, self._config.chunk_bytes, run_bytes)
         return self._plan
 
-    def _attempt(self, trees: Sequence[_Tree], plan: CommitPlan, label: Label, started: float, watch: Watch, room: WriteRoom) -> Committed:
-        with open_session(self._objects.backend, "commit") as session:
+    def _attempt(
+        self, trees: Sequence[_Tree], plan: CommitPlan, label: CommitMetadata, started: float, watch: Watch, room: WriteRoom
+    ) -> Committed:
+        with open_session(self._objects.storage, "commit") as session:
             state = self._log.replay()
             self._objects.sync(state)
             if not label.parents:
                 label = replace(label, parents=state.runs.get(label.run, ())[-1:])
-            packs = SessionPacks.of(self._config, self._objects, session.id, self._threads, lean=room.lean)
+            packs = PackSet.of(self._config, self._objects, session.id, self._threads, unbuffered=room.unbuffered)
             dedup = Dedup(self._objects, state, self._runs)
             try:
                 sources = [leaf for tree in trees for leaf in tree.flat.leaves]
-                written = write_chunks(plan, sources, dedup, packs, self._threads, watch, hands=room.threads)
+                written = write_chunks(plan, sources, dedup, packs, self._threads, watch, max_workers=room.threads)
                 watch.reached(Milestone.HASHED)
                 metadata = self._publisher.write_metadata(_contents(trees, plan, written), dedup, packs)
                 packs.wait()
@@ -149,7 +151,7 @@ class Committer:
                 entry = self._log.append(entry_body(published, records, dedup.reused))
             except (Refused, NoSpace):  # nothing was appended; after any other error that is not known, and nothing may be deleted
                 packs.drop()
-                delete_own(self._objects.backend, published.own)
+                delete_own(self._objects.storage, published.own)
                 session.end()
                 raise
             durable_s = time.perf_counter() - started
@@ -163,7 +165,7 @@ class Committer:
         return Committed(published.commit, document, {tree.key: tree.flat.schema for tree in trees}, stats, written.ids)
 
 
-def index_packs(objects: ObjectStore, entry: entries.Entry, packs: SessionPacks) -> None:
+def index_packs(objects: ObjectStore, entry: entries.Entry, packs: PackSet) -> None:
     """Put into the chunk index those of `packs` that `entry` has registered."""
     assert isinstance(entry.body, entries.Commit)
     tables = {pack.record.id: pack.table for pack in packs.closed}
@@ -178,7 +180,7 @@ def _contents(trees: Sequence[_Tree], plan: CommitPlan, written: Written) -> Ite
         yield TreeContent(tree.key, tree.flat.schema, [_content(tree, i, inline, written) for i in range(len(tree.flat.leaves))])
 
 
-def extent_of(flat: Flat, i: int) -> Extent:
+def extent_of(flat: FlatState, i: int) -> Extent:
     """What a plan must know of leaf `i`, held whole."""
     source = flat.leaves[i]
     if flat.schema.kinds[i] == "tensor" and source.nbytes:

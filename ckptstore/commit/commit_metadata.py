@@ -16,7 +16,7 @@ _STEPS = 2**53 + 1
 
 
 @dataclass(frozen=True, slots=True)
-class Label:
+class CommitMetadata:
     """A run and what else describes one commit of it. Without parents it descends from the run's newest commit."""
 
     run: str
@@ -27,10 +27,12 @@ class Label:
     parents: tuple[CommitId, ...] = ()
 
 
-def label_of(run: str, step: object, tag: str | Sequence[str] | None, message: object, metrics: Mapping[str, float] | None) -> Label:
+def label_of(
+    run: str, step: object, tag: str | Sequence[str] | None, message: object, metrics: Mapping[str, float] | None
+) -> CommitMetadata:
     """A label without parents; `tag=None` means none. Raises `InvalidInput` for what cannot be one, and for what exceeds a limit of
     `core.config`."""
-    return Label(run, _step(step), _message(message), _metrics(metrics), _tags(tag))
+    return CommitMetadata(run, _step(step), _message(message), _metrics(metrics), _tags(tag))
 
 
 def _step(step: object) -> int | None:

@@ -11,20 +11,20 @@ from itertools import compress
 from ckptstore.commit.commit import extent_of
 from ckptstore.commit.hashing import hash_chunks
 from ckptstore.commit.plan import Part, plan_commit
-from ckptstore.commit.write import Dedup, RunMemory
+from ckptstore.commit.write import Dedup, DedupHints
 from ckptstore.core.config import StoreConfig
 from ckptstore.core.ids import CHUNK_ID_BYTES
 from ckptstore.core.model import INLINE_BYTES
 from ckptstore.log.log import Log
 from ckptstore.log.sessions import Session, open_session
 from ckptstore.repository.chunk_store import ObjectStore
-from ckptstore.repository.thread_pool import Threads
-from ckptstore.state.leaf_sources import Flat, Source
+from ckptstore.repository.thread_pool import ThreadPool
+from ckptstore.state.leaf_sources import FlatState, Source
 from ckptstore.state.leaves import TensorSource
 from ckptstore.state.staging import LookedUp, merged
 
 
-class LookUp:
+class DedupProbe:
     """Looks for the chunks of states in one store."""
 
     def __init__(self, config: StoreConfig, objects: ObjectStore, log: Log) -> None:
@@ -32,9 +32,9 @@ class LookUp:
 
     def open_session(self) -> Session:
         """To be had before `find`, and ended once the commit has: as long as it lives, what was found can be read."""
-        return open_session(self._objects.backend, "stage")
+        return open_session(self._objects.storage, "stage")
 
-    def find(self, flats: Mapping[str, Flat], threads: Threads) -> dict[int, LookedUp]:
+    def find(self, flats: Mapping[str, FlatState], threads: ThreadPool) -> dict[int, LookedUp]:
         """What is missing of each tensor that would have to be copied, by its leaf's number through all keys."""
         wanted, extents, sources = [], [], []
         for n, (flat, i, source) in enumerate(_leaves(flats)):
@@ -50,19 +50,19 @@ class LookUp:
     def _live(self, ids: bytes) -> Iterator[bool]:
         state = self._log.replay()
         self._objects.sync(state)
-        return iter(Dedup(self._objects, state, RunMemory()).live(ids) if ids else ())
+        return iter(Dedup(self._objects, state, DedupHints()).live(ids) if ids else ())
 
 
-class Guard:
+class GcPin:
     """A session that keeps what was found in the store from a patient gc, until `end`: for chunks that are handed out and not written."""
 
     def __init__(self, objects: ObjectStore, log: Log, what: str) -> None:
         """Raises what storage does if the session cannot be written down."""
         self.objects = objects
-        self._session = open_session(objects.backend, what)
+        self._session = open_session(objects.storage, what)
         state = log.replay(refresh=True)  # not before the session is there: a gc that has condemned by now has not seen it
         objects.sync(state)
-        self._dedup = Dedup(objects, state, RunMemory())
+        self._dedup = Dedup(objects, state, DedupHints())
 
     def held(self, ids: bytes) -> dict[bytes, int]:
         """The raw bytes of those of `ids` that live packs hold."""
@@ -77,7 +77,7 @@ class Guard:
         self._session.end()
 
 
-def _leaves(flats: Mapping[str, Flat]) -> Iterator[tuple[Flat, int, Source]]:
+def _leaves(flats: Mapping[str, FlatState]) -> Iterator[tuple[FlatState, int, Source]]:
     for flat in flats.values():
         yield from ((flat, i, source) for i, source in enumerate(flat.leaves))
 

@@ -6,20 +6,20 @@ from itertools import pairwise
 from ckptstore.commit.plan import CommitPlan, Run
 from ckptstore.commit.write import PARALLEL_BYTES
 from ckptstore.core.ids import CHUNK_ID_BYTES, digest
-from ckptstore.repository.thread_pool import Threads, shared
+from ckptstore.repository.thread_pool import ThreadPool, shared
 from ckptstore.state.leaf_sources import Source
 
 
 def hash_chunks(
     plan: CommitPlan,
     sources: Sequence[Source],
-    threads: Threads,
-    hands: int,
+    threads: ThreadPool,
+    max_workers: int,
     name: Callable[[memoryview], bytes] | None = None,
     *,
     copied: bool = False,
 ) -> list[bytes]:
-    """Per part of the plan the ids of its chunks, in order, as `name` gives them if there is one; found by at most `hands` threads. If
+    """Per part of the plan the ids of its chunks, in order, as `name` gives them if there is one; found by at most `max_workers` threads. If
     `copied`, what others may write to is copied first, for a `name` that reads its bytes twice."""
     ids = [bytearray(CHUNK_ID_BYTES * len(part)) for part in plan.parts]
 
@@ -31,10 +31,10 @@ def hash_chunks(
                 ids[run.part.leaf][at : at + len(found)] = found
 
     batches = shared(plan.batches)
-    if plan.logical_bytes <= PARALLEL_BYTES or hands == 1:
+    if plan.logical_bytes <= PARALLEL_BYTES or max_workers == 1:
         work()
     else:
-        threads.together([work] * min(hands, len(plan.batches)), batches.stop)
+        threads.together([work] * min(max_workers, len(plan.batches)), batches.stop)
     return [bytes(each) for each in ids]
 
 

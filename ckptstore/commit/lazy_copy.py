@@ -9,9 +9,9 @@ from ckptstore.commit.pending import Pending
 from ckptstore.commit.progress import Milestone
 from ckptstore.errors import Conflict
 from ckptstore.repository.thread_pool import shared
-from ckptstore.state.copy_progress import Arrivals
+from ckptstore.state.copy_progress import CopyProgress
 from ckptstore.state.staging import Copy, copy_task
-from ckptstore.state.staging_buffers import Arena
+from ckptstore.state.staging_buffers import Buffer
 
 
 class LazyCopy:
@@ -21,8 +21,8 @@ class LazyCopy:
         self,
         pending: Pending[Any],
         tasks: Sequence[Sequence[Copy]],
-        arena: Arena,
-        arrivals: Arrivals,
+        arena: Buffer,
+        arrivals: CopyProgress,
         versions: Callable[[], Mapping[int, int]],
         path: Callable[[int], str],
     ) -> None:

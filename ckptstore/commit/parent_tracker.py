@@ -7,7 +7,7 @@ from ckptstore.commit.pending import Pending
 from ckptstore.core.ids import CommitId
 
 
-class Descent:
+class ParentTracker:
     """Which commit the next one descends from: the one committed, put in flight or restored last."""
 
     def __init__(self) -> None:

@@ -4,8 +4,8 @@ import time
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from ckptstore.commit.commit_metadata import Label
-from ckptstore.commit.write import Dedup, SessionPacks, write_metadata
+from ckptstore.commit.commit_metadata import CommitMetadata
+from ckptstore.commit.write import Dedup, PackSet, write_metadata
 from ckptstore.core.config import StoreConfig
 from ckptstore.core.ids import ChunkId, CommitId, SessionId, digest, document_key
 from ckptstore.core.model import CommitDocument, LeafContent, PackRecord, Schema, TreeRef
@@ -15,7 +15,7 @@ from ckptstore.objects.pack import LAYOUT, PAGE, SCHEMA
 from ckptstore.objects.pages import split_pages
 from ckptstore.objects.schema import LastSchemas
 from ckptstore.repository.chunk_store import ObjectStore
-from ckptstore.storage.contract import Backend, put_finished
+from ckptstore.storage.contract import Storage, put_finished
 
 
 class TreeContent(NamedTuple):
@@ -49,7 +49,7 @@ class Publisher:
         self._config, self._objects = config, objects
         self._schemas = LastSchemas()
 
-    def write_metadata(self, trees: Iterable[TreeContent], dedup: Dedup, packs: SessionPacks, layout: bytes | None = None) -> Metadata:
+    def write_metadata(self, trees: Iterable[TreeContent], dedup: Dedup, packs: PackSet, layout: bytes | None = None) -> Metadata:
         """Pack the schemas, the pages and the layout that are new; the pack is closed but not yet awaited."""
         metadata: dict[ChunkId, tuple[bytes, int]] = {}
         refs = []
@@ -69,7 +69,14 @@ class Publisher:
         return Metadata(tuple(refs), layout_id)
 
     def write_document(
-        self, session: SessionId, label: Label, metadata: Metadata, records: Sequence[PackRecord], *, logical_bytes: int, leaves: int
+        self,
+        session: SessionId,
+        label: CommitMetadata,
+        metadata: Metadata,
+        records: Sequence[PackRecord],
+        *,
+        logical_bytes: int,
+        leaves: int,
     ) -> Published:
         """Write the document of a commit that registers the packs `records`."""
         document = CommitDocument(
@@ -90,12 +97,12 @@ class Publisher:
             leaves=leaves,
         )
         commit, stored = encode_document(document)
-        return put_document(self._objects.backend, document_key(session, commit), document, commit, stored)
+        return put_document(self._objects.storage, document_key(session, commit), document, commit, stored)
 
 
-def put_document(backend: Backend, key: str, document: CommitDocument, commit: CommitId, stored: bytes) -> Published:
+def put_document(storage: Storage, key: str, document: CommitDocument, commit: CommitId, stored: bytes) -> Published:
     """Give the document `stored` its name. Raises `Conflict` if other bytes have it."""
-    created = put_finished(backend, key, stored)
+    created = put_finished(storage, key, stored)
     return Published(document, commit, len(stored), (key,) if created else ())
 
 

@@ -11,28 +11,28 @@ from typing import Any
 
 from ckptstore import errors
 from ckptstore.commit.commit import CommitStats, Committed
-from ckptstore.commit.commit_metadata import Label
+from ckptstore.commit.commit_metadata import CommitMetadata
 from ckptstore.commit.progress import Milestone, Watch
 from ckptstore.commit.worker_protocol import Message, describe, error_from, receive, send
 from ckptstore.core.ids import CommitId, SessionId
 from ckptstore.errors import Cancelled, CkptStoreError, Unavailable
 from ckptstore.restore.reader import Reader
-from ckptstore.state.leaf_sources import Flat
-from ckptstore.state.staging_buffers import Arena
+from ckptstore.state.leaf_sources import FlatState
+from ckptstore.state.staging_buffers import Buffer
 
 ENDS_S = 60.0
 """A worker that has been told that there is nothing more to do ends within this time, or is left to itself."""
 
 
-class Hired:
+class WorkerClient:
     """One worker process, started when it is needed, and what is said to it. One conversation at a time; whoever has one holds `lock`."""
 
     def __init__(self, *, place: str, storage_options: Mapping[str, Any], direct_io: bool | None, index: str | None, threads: int) -> None:
         options = {"storage_options": dict(storage_options), "direct_io": direct_io is not False, "index": index}  # all of it is aside
-        self._opening = {"place": place, "threads": threads, **options}
+        self._handle = {"place": place, "threads": threads, **options}
         self._process: subprocess.Popen[bytes] | None = None
         self._connection: socket.socket | None = None
-        self._sent: Arena | None = None
+        self._sent: Buffer | None = None
         self.lock = threading.Lock()
 
     @property
@@ -72,7 +72,7 @@ class Hired:
         except OSError as error:
             raise self._lost() from error
 
-    def commit(self, message: Message, arena: Arena, watch: Watch, *, anew: bool = True) -> Message:
+    def commit(self, message: Message, arena: Buffer, watch: Watch, *, anew: bool = True) -> Message:
         """Have a state that lies in `arena` committed, as `message` says, and tell `watch` how far it is; returns what was made.
 
         Raises `Unavailable` if the worker dies: the next one to be hired is another, for this commit only `anew`.
@@ -93,7 +93,7 @@ class Hired:
             raise said
         return said
 
-    def let_go(self) -> None:
+    def release(self) -> None:
         """Say that there is nothing more to do, and wait for the worker's end."""
         if self._connection:
             self._connection.close()
@@ -106,7 +106,7 @@ class Hired:
         """End the worker, whatever it does."""
         if self._process:
             self._process.kill()
-        self.let_go()
+        self.release()
 
     def _listen(self, connection: socket.socket, watch: Watch) -> Message | CkptStoreError:
         """What was made, or what the worker failed with: then it has nothing to do any more."""
@@ -129,19 +129,19 @@ class Hired:
     def _working(self) -> socket.socket:
         """The connection to a worker that lives, a new one if need be."""
         if self._connection is None or not self.alive:
-            self.let_go()
+            self.release()
             ours, theirs = socket.socketpair()
             with theirs, ExitStack() as unless_started:
                 unless_started.callback(ours.close)
                 self._process = _start(theirs.fileno())
                 unless_started.pop_all()
             self._connection, self._sent = ours, None
-            send(ours, Message(self._opening))
+            send(ours, Message(self._handle))
         return self._connection
 
     def _lost(self) -> Unavailable:
         pid, process = self.pid, self._process
-        self.let_go()
+        self.release()
         code = process.returncode if process else None
         return Unavailable(
             f"the worker process {pid} ended ({code}) before it said that the commit is durable: look into store.log() whether it exists, "
@@ -149,19 +149,19 @@ class Hired:
         )
 
 
-class HiredCommitter:
+class ProcessCommitter:
     """Makes commits like `commit.commit.Committer`, in a worker process, of states that lie in shared arenas. One at a time."""
 
-    def __init__(self, hired: Hired, reader: Reader) -> None:
-        self._hired, self._reader = hired, reader
+    def __init__(self, worker_client: WorkerClient, reader: Reader) -> None:
+        self._worker_client, self._reader = worker_client, reader
 
-    def commit(self, flats: Mapping[str, Flat], arena: Arena, label: Label, started: float, watch: Watch) -> Committed:
+    def commit(self, flats: Mapping[str, FlatState], arena: Buffer, label: CommitMetadata, started: float, watch: Watch) -> Committed:
         """Have the state in `arena` committed; see `Committer.commit`. Raises `Unavailable` if the worker dies: the next call starts
         another."""
-        with self._hired.lock:
+        with self._worker_client.lock:
             watch.starting()
             says, blob = describe(flats, label)
-            done = self._hired.commit(Message({**says, "started": started}, blob), arena, watch)
+            done = self._worker_client.commit(Message({**says, "started": started}, blob), arena, watch)
         commit = CommitId(done.says["done"])
         document = self._reader.document(SessionId(done.says["session"]), commit)
         ids, at = {}, 0

@@ -10,12 +10,12 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from ckptstore import errors
-from ckptstore.commit.commit_metadata import Label
+from ckptstore.commit.commit_metadata import CommitMetadata
 from ckptstore.core.ids import CommitId
 from ckptstore.errors import CkptStoreError
 from ckptstore.objects.schema import decode_schema, encode_schema
-from ckptstore.state.leaf_sources import Flat, Source
-from ckptstore.state.staging_buffers import ArenaSource, PartSource, Place
+from ckptstore.state.leaf_sources import FlatState, Source
+from ckptstore.state.staging_buffers import BufferSource, PartSource, Place
 
 _LENGTHS = struct.Struct(">QQ")
 _MOST_FDS = 1
@@ -63,7 +63,7 @@ def _exactly(connection: socket.socket, nbytes: int) -> bytes:
     return bytes(data)
 
 
-def describe(flats: Mapping[str, Flat], label: Label) -> tuple[dict[str, Any], bytes]:
+def describe(flats: Mapping[str, FlatState], label: CommitMetadata) -> tuple[dict[str, Any], bytes]:
     """A staged state and its label as JSON and a blob. A leaf lies in the arena, whole or in part, or else its bytes or its chunks' ids lie
     in the blob."""
     blob = Blob()
@@ -82,7 +82,7 @@ class Blob:
         return [len(self.data) - len(data), len(self.data)]
 
     def leaf(self, source: Source) -> dict[str, Any]:
-        if isinstance(source, ArenaSource):
+        if isinstance(source, BufferSource):
             return {"arena": [source.offset, source.offset + source.nbytes], "width": source.width}
         if source.known_ids is not None:
             places = source.places if isinstance(source, PartSource) else ()
@@ -96,28 +96,30 @@ def leaf_from(said: Mapping[str, Any], blob: bytes, arena: memoryview) -> Source
     """The leaf that `Blob.leaf` was given."""
     if "arena" in said:
         start, stop = said["arena"]
-        return ArenaSource(arena, start, stop - start, said["width"])
+        return BufferSource(arena, start, stop - start, said["width"])
     if "known" in said:
         places = [Place(*place) for place in said["places"]]
         return PartSource(arena, places, blob[slice(*said["known"])], said["nbytes"], said["width"])
     start, stop = said["bytes"]
-    return ArenaSource(memoryview(blob), start, stop - start, said["width"])
+    return BufferSource(memoryview(blob), start, stop - start, said["width"])
 
 
-def label_to(label: Label) -> dict[str, Any]:
+def label_to(label: CommitMetadata) -> dict[str, Any]:
     return {name: getattr(label, name) for name in ("run", "step", "message", "metrics", "tags", "parents")}
 
 
-def label_from(said: Mapping[str, Any]) -> Label:
+def label_from(said: Mapping[str, Any]) -> CommitMetadata:
     """The inverse of `label_to`."""
     metrics = tuple((str(name), float(value)) for name, value in said["metrics"])
     parents = tuple(CommitId(commit) for commit in said["parents"])
-    return Label(said["run"], said["step"], said["message"], metrics, tuple(said["tags"]), parents)
+    return CommitMetadata(said["run"], said["step"], said["message"], metrics, tuple(said["tags"]), parents)
 
 
-def flats_from(keys: Sequence[Any], blob: bytes, arena: memoryview) -> dict[str, Flat]:
+def flats_from(keys: Sequence[Any], blob: bytes, arena: memoryview) -> dict[str, FlatState]:
     """The state that `describe` was given."""
-    return {key: Flat(decode_schema(blob[slice(*where)]), [leaf_from(leaf, blob, arena) for leaf in leaves]) for key, where, leaves in keys}
+    return {
+        key: FlatState(decode_schema(blob[slice(*where)]), [leaf_from(leaf, blob, arena) for leaf in leaves]) for key, where, leaves in keys
+    }
 
 
 def failure_to(error: Exception) -> Message:

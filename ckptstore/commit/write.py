@@ -22,8 +22,8 @@ from ckptstore.log.fold import Pack, State
 from ckptstore.objects import codecs
 from ckptstore.objects.pack import TENSOR, align
 from ckptstore.repository.chunk_store import ObjectStore
-from ckptstore.repository.pack_writer import ClosedPack, OpenPack, Packer, delete_own
-from ckptstore.repository.thread_pool import NO_MEMORY, Scratch, Threads, shared
+from ckptstore.repository.pack_writer import ClosedPack, OpenPack, PackWriter, delete_own
+from ckptstore.repository.thread_pool import NO_MEMORY, Scratch, ThreadPool, shared
 from ckptstore.state.leaf_sources import NotCopied, Source
 
 COPIED_BY_NUMPY = 64 << 10
@@ -33,7 +33,7 @@ PARALLEL_BYTES = 4 << 20
 """A commit of fewer bytes is done by the calling thread alone: one pack instead of several, no hand-over."""
 
 
-class RunMemory:
+class DedupHints:
     """What the last commit of the same plan found for each run: its chunk ids and the packs that held them all.
 
     A run that has not changed since needs no look-up. 32 bytes a chunk.
@@ -63,11 +63,11 @@ class Dedup:
     """Which chunks a commit need not write: those in live packs that can be relied on, and those that it has taken on already. Threads
     share it."""
 
-    def __init__(self, objects: ObjectStore, state: State, runs: RunMemory) -> None:
+    def __init__(self, objects: ObjectStore, state: State, runs: DedupHints) -> None:
         self._objects = objects
         self._state = state
         self.runs = runs
-        self._distrusted = objects.distrust.packs()
+        self._suspected = objects.suspect_packs.packs()
         self._live: dict[int, bool] = {}
         self._taken: dict[ChunkId, object] = {}
         self.reused: set[int] = set()
@@ -142,7 +142,7 @@ class Dedup:
         return live
 
     def _is_reliable(self, pack: Pack) -> bool:
-        return pack.live and pack.id not in self._distrusted and self._objects.is_there(pack)
+        return pack.live and pack.id not in self._suspected and self._objects.is_there(pack)
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,24 +154,24 @@ class Written:
     new_chunks: int
 
 
-class SessionPacks:
+class PackSet:
     """The packs of one session: their names, those closed so far, and how to get rid of them."""
 
     def __init__(
         self,
         objects: ObjectStore,
         session: SessionId,
-        threads: Threads,
+        threads: ThreadPool,
         *,
         codec: int,
         pack_bytes: int,
         rank: int = 0,
-        lean: bool = False,
+        unbuffered: bool = False,
     ) -> None:
         self.closed: list[ClosedPack] = []
         self.session = session
         self._objects, self._threads = objects, threads
-        self._pack_bytes, self._rank, self._lean = pack_bytes, rank, lean
+        self._pack_bytes, self._rank, self._unbuffered = pack_bytes, rank, unbuffered
         self.codec = codec
         self._numbers = count()
         self._closing: list[Future[None]] = []
@@ -179,47 +179,47 @@ class SessionPacks:
 
     @classmethod
     def of(
-        cls, config: StoreConfig, objects: ObjectStore, session: SessionId, threads: Threads, rank: int = 0, *, lean: bool = False
+        cls, config: StoreConfig, objects: ObjectStore, session: SessionId, threads: ThreadPool, rank: int = 0, *, unbuffered: bool = False
     ) -> Self:
-        """Packs as the store and its storage want them, named after `rank`; `lean` ones are written without buffers."""
-        remote = objects.backend.durable_root is None
+        """Packs as the store and its storage want them, named after `rank`; `unbuffered` ones are written without buffers."""
+        remote = objects.storage.durable_root is None
         pack_bytes = PACK_BYTES_REMOTE if remote else PACK_BYTES_LOCAL
-        return cls(objects, session, threads, codec=codecs.codec_id(config.codec), pack_bytes=pack_bytes, rank=rank, lean=lean)
+        return cls(objects, session, threads, codec=codecs.codec_id(config.codec), pack_bytes=pack_bytes, rank=rank, unbuffered=unbuffered)
 
-    def packer(self, *, metadata: bool = False) -> Packer:
-        return Packer(
-            self._objects.backend,
+    def pack_writer(self, *, metadata: bool = False) -> PackWriter:
+        return PackWriter(
+            self._objects.storage,
             self.session,
             self._numbers,
             self._close_aside,
             pack_bytes=self._pack_bytes,
             rank=self._rank,
-            lean=self._lean,
+            unbuffered=self._unbuffered,
             aside=self._threads.aside,
             metadata=metadata,
         )
 
-    def close(self, packer: Packer) -> None:
+    def close(self, pack_writer: PackWriter) -> None:
         """Close the packer's last pack on this thread."""
-        packer.close_with(self._close)
+        pack_writer.close_with(self._close)
 
-    def close_aside(self, packer: Packer) -> None:
+    def close_aside(self, pack_writer: PackWriter) -> None:
         """Close the packer's last pack while this thread goes on; `wait` waits for it."""
-        packer.close_with(self._close_aside)
+        pack_writer.close_with(self._close_aside)
 
     def wait(self) -> None:
         """Wait until every pack is closed and durable."""
         for future in self._closing:
             future.result()
         self._closing.clear()
-        self._objects.backend.sync_dirs([pack_key(pack.record.id) for pack in self.closed])
+        self._objects.storage.sync_dirs([pack_key(pack.record.id) for pack in self.closed])
 
     def drop(self) -> None:
         """Delete what was closed: no log entry will ever name it. What cannot be deleted now is found by gc under the session's name."""
         for future in self._closing:
             future.exception()
         for pack in self.closed:
-            delete_own(self._objects.backend, pack.own)
+            delete_own(self._objects.storage, pack.own)
 
     def _close_aside(self, pack: OpenPack) -> None:
         self._closing.append(self._threads.submit(lambda: self._close(pack)))
@@ -234,40 +234,40 @@ def write_chunks(
     plan: CommitPlan,
     sources: Sequence[Source],
     dedup: Dedup,
-    packs: SessionPacks,
-    threads: Threads,
+    packs: PackSet,
+    threads: ThreadPool,
     watch: Watch = UNWATCHED,
     *,
-    hands: int | None = None,
+    max_workers: int | None = None,
 ) -> Written:
-    """Carry out `plan` on at most `hands` threads; afterwards the packs are closed but not yet awaited. Any thread's failure is raised
+    """Carry out `plan` on at most `max_workers` threads; afterwards the packs are closed but not yet awaited. Any thread's failure is raised
     here."""
     ids = {part.leaf: bytearray(CHUNK_ID_BYTES * len(part)) for part in plan.parts}
     batches = shared(plan.batches)
     small = sum(part.raw_bytes for part in plan.parts) <= PARALLEL_BYTES
-    hands = 1 if small else min(hands or threads.count, threads.count, len(plan.batches))
-    workers = [_Worker(batches, sources, ids, dedup, packs, watch, threads.scratch) for _ in range(hands)]
+    max_workers = 1 if small else min(max_workers or threads.count, threads.count, len(plan.batches))
+    workers = [_Worker(batches, sources, ids, dedup, packs, watch, threads.scratch) for _ in range(max_workers)]
     if workers:
         threads.together([worker.work for worker in workers], batches.stop)
     new = sum(worker.new_chunks for worker in workers)
     return Written({leaf: bytes(data) for leaf, data in ids.items()}, sum(map(len, plan.parts)), new)
 
 
-def write_metadata(chunks: Mapping[ChunkId, tuple[bytes, int]], dedup: Dedup, packs: SessionPacks) -> None:
+def write_metadata(chunks: Mapping[ChunkId, tuple[bytes, int]], dedup: Dedup, packs: PackSet) -> None:
     """Put the metadata chunks (bytes and kind) that are new into a metadata pack, and close it."""
     ids = list(chunks)
     fresh = [chunk for chunk, new in zip(ids, dedup.fresh(ids), strict=True) if new]
     if not fresh:
         return
-    packer = packs.packer(metadata=True)
+    pack_writer = packs.pack_writer(metadata=True)
     try:
         for chunk in fresh:
             data, kind = chunks[chunk]
-            packer.add([chunk], [memoryview(data)], 1, kind, codec=codecs.ZSTD, run_bytes=len(data))
-        packer.flush()
-        packs.close(packer)
+            pack_writer.add([chunk], [memoryview(data)], 1, kind, codec=codecs.ZSTD, run_bytes=len(data))
+        pack_writer.flush()
+        packs.close(pack_writer)
     except BaseException:
-        packer.discard()
+        pack_writer.discard()
         raise
 
 
@@ -290,14 +290,14 @@ class _Worker:
         sources: Sequence[Source],
         ids: Mapping[int, bytearray],
         dedup: Dedup,
-        packs: SessionPacks,
+        packs: PackSet,
         watch: Watch,
         scratch: Scratch,
     ) -> None:
         self.new_chunks = 0
         self._batches, self._sources, self._ids = batches, sources, ids
         self._dedup, self._packs, self._watch = dedup, packs, watch
-        self._packer = packs.packer()
+        self._pack_writer = packs.pack_writer()
         self._codec = packs.codec
         self._scratch = scratch
         self._memory = NO_MEMORY
@@ -308,9 +308,9 @@ class _Worker:
             for batch in self._batches:
                 self._batch(batch)
                 self._watch.worked(batch)
-            self._packs.close_aside(self._packer)
+            self._packs.close_aside(self._pack_writer)
         except BaseException:
-            self._packer.discard()
+            self._pack_writer.discard()
             raise
         finally:
             self._scratch.give(self._memory)
@@ -325,7 +325,7 @@ class _Worker:
             if any(is_new):
                 new = self._fetched(run, ids, is_new) if memory is None else list(compress(_chunks(run, memory), is_new))
                 self._add(run.part, list(compress(ids, is_new)), new, memory if all(is_new) else None)
-        self._packer.flush()
+        self._pack_writer.flush()
 
     def _hashed(self, batch: Sequence[Run]) -> list[tuple[list[ChunkId], memoryview | None]]:
         """The ids of each run's chunks, and its bytes, which nobody else writes to; None for a run of which probably nothing is new."""
@@ -417,7 +417,7 @@ class _Worker:
         return data
 
     def _add(self, part: Part, ids: list[ChunkId], raws: list[memoryview], whole: memoryview | None) -> None:
-        self._packer.add(ids, raws, part.width, TENSOR, codec=self._codec_of(part), run_bytes=sum(map(len, raws)), whole=whole)
+        self._pack_writer.add(ids, raws, part.width, TENSOR, codec=self._codec_of(part), run_bytes=sum(map(len, raws)), whole=whole)
         self.new_chunks += len(ids)
 
     def _codec_of(self, part: Part) -> int:

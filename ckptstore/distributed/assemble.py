@@ -30,7 +30,7 @@ class Receipt(NamedTuple):
     decided: bytes
 
 
-class Sighting(NamedTuple):
+class Observation(NamedTuple):
     """The id of cell `cell` of a shared box as a rank has it that did not write it."""
 
     shared: Shared
@@ -46,7 +46,7 @@ class Assembler:
         self._gathering: _Gathering | None = None
         self._wholes: dict[tuple[int, frozenset[int]], _Whole] = {}
 
-    def assemble(self, decided: Decided, receipts: Sequence[Receipt], sightings: Sequence[Sighting]) -> list[TreeContent]:
+    def assemble(self, decided: Decided, receipts: Sequence[Receipt], sightings: Sequence[Observation]) -> list[TreeContent]:
         """Every tree of the whole state. Raises `Conflict` for replicas that differ, and for content that changed while it was committed;
         `Corrupt` for receipts that are not those of the plan."""
         if self._gathering is None:
@@ -172,7 +172,7 @@ def _whole(plan: RanksPlan, number: int, private: frozenset[int], where: Mapping
     return _Whole(schema, found)
 
 
-def _compare(plan: RanksPlan, decided: Decided, ids: _Ids, sightings: Sequence[Sighting]) -> None:
+def _compare(plan: RanksPlan, decided: Decided, ids: _Ids, sightings: Sequence[Observation]) -> None:
     """Hold what replicas have against what was written for them."""
     for (target, box, place, _), cell, chunk in sightings:
         number = _chunk_of(plan.tiled[target], box, cell)

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from ckptstore.core.ids import digest
-from ckptstore.distributed.collective import Part, Peers
-from ckptstore.distributed.deferred_errors import Later
+from ckptstore.distributed.collective import Collective, Part
+from ckptstore.distributed.deferred_errors import DeferredErrors
 from ckptstore.distributed.read_assignment import (
     Need,
     Numbering,
@@ -25,7 +25,7 @@ from ckptstore.distributed.read_assignment import (
     encode_shares,
     plan_shares,
 )
-from ckptstore.restore.reader import Job, Reader, Reading
+from ckptstore.restore.reader import ChunkRead, Reader, Reading
 from ckptstore.restore.restore import Brought
 
 if TYPE_CHECKING:
@@ -38,8 +38,8 @@ class _Held:
 
     share: Share
     memory: memoryview
-    jobs: Sequence[Job]
-    at_home: Job | None
+    jobs: Sequence[ChunkRead]
+    at_home: ChunkRead | None
 
 
 class Broadcast:
@@ -50,10 +50,10 @@ class Broadcast:
         self._reader, self._reading = reader, reading
         self._numbering = Numbering(ids)
         numbers = self._numbering.numbers(b"".join(job.piece.chunk for job in reading.jobs)).tolist()
-        self._jobs: dict[int, list[Job]] = {}
+        self._jobs: dict[int, list[ChunkRead]] = {}
         for number, job in zip(numbers, reading.jobs, strict=True):
             self._jobs.setdefault(number, []).append(job)
-        self._later = Later()
+        self._later = DeferredErrors()
         self._lock = threading.Lock()
         self._read_bytes = self._received_bytes = 0
 
@@ -71,7 +71,7 @@ class Broadcast:
         shares = plan_shares(bits, nbytes, min(need.window_bytes for need in needs))
         return [encode_shares(shares, bits, nbytes, rank) for rank in range(len(handed_in))]
 
-    def run(self, peers: Peers, task: bytes) -> Brought:
+    def run(self, peers: Collective, task: bytes) -> Brought:
         """Read, send and receive what `task` says.
 
         Raises what failed here, when all has been exchanged.
@@ -105,7 +105,7 @@ class Broadcast:
                 self._read_bytes += sum(each.share.nbytes for each in held)
         return held
 
-    def _exchange(self, peers: Peers, incoming: Sequence[_Held], own: Sequence[_Held]) -> None:
+    def _exchange(self, peers: Collective, incoming: Sequence[_Held], own: Sequence[_Held]) -> None:
         outgoing = [Part(rank, each.memory) for each in own for rank in each.share.receivers]
         with self._later.failing():
             peers.exchange(outgoing, [Part(each.share.reader, each.memory) for each in incoming])

@@ -65,7 +65,7 @@ class Part(NamedTuple):
     memory: memoryview
 
 
-class Peers:
+class Collective:
     """The ranks of one group, numbered as in that group. One operation at a time; rank 0 is the coordinator. `way_out` is what people are
     told to do about a rank that is gone."""
 

@@ -14,21 +14,21 @@ from dataclasses import dataclass, replace
 from typing import TypeAlias
 
 from ckptstore.commit.commit import ATTEMPTS, CommitStats
-from ckptstore.commit.commit_metadata import Label
+from ckptstore.commit.commit_metadata import CommitMetadata
 from ckptstore.commit.progress import UNWATCHED, Milestone, Watch
-from ckptstore.commit.write import Dedup, RunMemory, SessionPacks
+from ckptstore.commit.write import Dedup, DedupHints, PackSet
 from ckptstore.core.config import StoreConfig
 from ckptstore.core.gc_pause import uncollected
 from ckptstore.core.ids import CommitId, SessionId
 from ckptstore.core.model import CommitDocument
 from ckptstore.distributed import framing
-from ckptstore.distributed.collective import Peers
-from ckptstore.distributed.coordinator import AGAIN, DESCRIBE, DONE, PLANNED, Lead, Options, digest_of, head_of, refused
+from ckptstore.distributed.collective import Collective
+from ckptstore.distributed.coordinator import AGAIN, DESCRIBE, DONE, PLANNED, Coordinator, Options, digest_of, head_of, refused
 from ckptstore.distributed.describe import encode_description
 from ckptstore.distributed.exchange_plan import Boxes, Moves, moves_of
 from ckptstore.distributed.messages import Cause, failure
 from ckptstore.distributed.rank_plan import RankTask, decode_task
-from ckptstore.distributed.rank_worker import RankWork
+from ckptstore.distributed.rank_worker import RankWorker
 from ckptstore.errors import CkptStoreError, Conflict, NoSpace
 from ckptstore.log.log import Log
 from ckptstore.objects import canonical
@@ -36,10 +36,10 @@ from ckptstore.objects.documents import decode_document
 from ckptstore.objects.schema import LastSchemas
 from ckptstore.repository.chunk_store import ObjectStore
 from ckptstore.repository.memory_budget import rank_room
-from ckptstore.repository.thread_pool import Threads
-from ckptstore.state.leaf_sources import Flat
+from ckptstore.repository.thread_pool import ThreadPool
+from ckptstore.state.leaf_sources import FlatState
 
-Prepare: TypeAlias = Callable[[], tuple[Label, Mapping[str, Flat]]]
+Prepare: TypeAlias = Callable[[], tuple[CommitMetadata, Mapping[str, FlatState]]]
 """Gives what a rank commits when it is asked for: within the first round, so that its failure reaches every rank."""
 
 
@@ -55,19 +55,19 @@ class RanksCommitted:
 class RanksCommitter:
     """Commits states of many ranks to one store; on every rank, one commit at a time. Remembers this rank's task."""
 
-    def __init__(self, config: StoreConfig, objects: ObjectStore, log: Log, threads: Threads) -> None:
+    def __init__(self, config: StoreConfig, objects: ObjectStore, log: Log, threads: ThreadPool) -> None:
         self._config, self._objects, self._log, self._threads = config, objects, log, threads
-        self._lead = Lead(config, objects, log)
+        self._lead = Coordinator(config, objects, log)
         self._schemas = LastSchemas()
         self._described = b""
         self._task: RankTask | None = None
         self._moves: Moves | None = None
-        self._runs = RunMemory()
+        self._runs = DedupHints()
         self._room = rank_room(None, config.chunk_bytes, threads.count, encoding=config.codec != "raw")
 
     def commit(
         self,
-        peers: Peers,
+        peers: Collective,
         prepare: Prepare,
         options: Options,
         started: float,
@@ -98,9 +98,9 @@ class RanksCommitter:
         raise Conflict(f"the commit was refused {ATTEMPTS} times because others changed the store meanwhile; repeat it")
 
     def _plan(
-        self, peers: Peers, prepare: Prepare, options: Options, watch: Watch, memory_budget_bytes: int | None
-    ) -> tuple[Label, Mapping[str, Flat], SessionId]:
-        described: list[tuple[Label, Mapping[str, Flat], bytes]] = []
+        self, peers: Collective, prepare: Prepare, options: Options, watch: Watch, memory_budget_bytes: int | None
+    ) -> tuple[CommitMetadata, Mapping[str, FlatState], SessionId]:
+        described: list[tuple[CommitMetadata, Mapping[str, FlatState], bytes]] = []
 
         def describe() -> bytes:
             asked = bool(described)
@@ -128,17 +128,17 @@ class RanksCommitter:
             self._described = digest_of(description)
         return label, flats, SessionId(session.decode())
 
-    def _follow(self, task: bytes, flats: Mapping[str, Flat], rank: int) -> bytes:
+    def _follow(self, task: bytes, flats: Mapping[str, FlatState], rank: int) -> bytes:
         """Work out what a new task means here."""
         with uncollected():
-            self._task, self._runs = decode_task(task), RunMemory()
+            self._task, self._runs = decode_task(task), DedupHints()
             self._moves = moves_of(self._task, Boxes(list(flats.values()), self._config.chunk_bytes), rank)
         return b""
 
     def _attempt(
-        self, peers: Peers, flats: Mapping[str, Flat], session: SessionId, label: Label, started: float, watch: Watch
+        self, peers: Collective, flats: Mapping[str, FlatState], session: SessionId, label: CommitMetadata, started: float, watch: Watch
     ) -> RanksCommitted | SessionId:
-        packs = SessionPacks.of(self._config, self._objects, session, self._threads, peers.rank, lean=self._room.write.lean)
+        packs = PackSet.of(self._config, self._objects, session, self._threads, peers.rank, unbuffered=self._room.write.unbuffered)
         attempt = _Attempt(self._lead, peers, packs, label, started, watch)
         try:
             return attempt.run(self._work(flats, packs), self._look, self._registered)
@@ -149,17 +149,17 @@ class RanksCommitter:
                     packs.drop()
             raise
 
-    def _work(self, flats: Mapping[str, Flat], packs: SessionPacks) -> RankWork:
+    def _work(self, flats: Mapping[str, FlatState], packs: PackSet) -> RankWorker:
         assert self._task is not None and self._moves is not None
         boxes = Boxes(list(flats.values()), self._config.chunk_bytes)
-        return RankWork(boxes, self._task, self._moves, self._config.chunk_bytes, packs, self._threads, self._room)
+        return RankWorker(boxes, self._task, self._moves, self._config.chunk_bytes, packs, self._threads, self._room)
 
     def _look(self) -> Dedup:
         state = self._log.replay()
         self._objects.sync(state)
         return Dedup(self._objects, state, self._runs)
 
-    def _registered(self, numbers: bytes, packs: SessionPacks) -> None:
+    def _registered(self, numbers: bytes, packs: PackSet) -> None:
         tables = {pack.record.id: pack.table for pack in packs.closed}
         for number, name in canonical.decode(numbers):
             if name in tables:
@@ -169,14 +169,14 @@ class RanksCommitter:
 class _Attempt:
     """The second and the third round, under one session. `handed_in` says whether the coordinator may have asked the log."""
 
-    def __init__(self, lead: Lead, peers: Peers, packs: SessionPacks, label: Label, started: float, watch: Watch) -> None:
+    def __init__(self, lead: Coordinator, peers: Collective, packs: PackSet, label: CommitMetadata, started: float, watch: Watch) -> None:
         self._lead, self._peers, self._packs, self._label, self._started, self._watch = lead, peers, packs, label, started, watch
         self._dedup: Dedup | None = None
         self._packed_s = 0.0
         self._failed: Exception | None = None
         self.handed_in = False
 
-    def run(self, work: RankWork, look: Callable[[], Dedup], register: Callable[[bytes, SessionPacks], None]) -> RanksCommitted | SessionId:
+    def run(self, work: RankWorker, look: Callable[[], Dedup], register: Callable[[bytes, PackSet], None]) -> RanksCommitted | SessionId:
         """The commit, or the session under which to try again."""
         decided = self._peers.round("commit: decide", lambda: self._report(work, look), self._lead.decide)
         answer = self._peers.round("commit: publish", lambda: self._receipt(work, decided), self._publish)
@@ -192,13 +192,13 @@ class _Attempt:
         register(numbers, self._packs)
         return self._committed(CommitId(commit.decode()), first, canonical.decode(totals), durable_s)
 
-    def _report(self, work: RankWork, look: Callable[[], Dedup]) -> bytes:
+    def _report(self, work: RankWorker, look: Callable[[], Dedup]) -> bytes:
         self._dedup = work.write(self._peers, look)
         samples = work.samples(self._packs.session)
         where = canonical.encode([[sample.shared, sample.cell] for sample in samples])
         return framing.join([work.reports(), where, b"".join(sample.id for sample in samples)])
 
-    def _receipt(self, work: RankWork, decided: bytes) -> bytes:
+    def _receipt(self, work: RankWorker, decided: bytes) -> bytes:
         """Its receipt. A failure of the coordinator's own is told by `_publish`: then all know that the log was not asked."""
         try:
             return self._written(work, decided)
@@ -208,7 +208,7 @@ class _Attempt:
             self._failed = error
             return b""
 
-    def _written(self, work: RankWork, decided: bytes) -> bytes:
+    def _written(self, work: RankWorker, decided: bytes) -> bytes:
         work.write_decided([tuple(each) for each in canonical.decode(decided)])
         self._watch.reached(Milestone.HASHED)
         self._packs.wait()

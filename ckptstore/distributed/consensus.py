@@ -2,10 +2,10 @@
 
 from collections.abc import Callable, Sequence
 
-from ckptstore.distributed.collective import Peers
+from ckptstore.distributed.collective import Collective
 
 
-def begun_by_all(peers: Peers, begin: Callable[[], str]) -> str:
+def begun_by_all(peers: Collective, begin: Callable[[], str]) -> str:
     """Call `begin` on every rank, which returns why this rank cannot begin now, or nothing; gives every rank what was said on any.
 
     What `begin` raises on one rank is raised on all.
@@ -18,7 +18,7 @@ def begun_by_all(peers: Peers, begin: Callable[[], str]) -> str:
     return peers.round("commit: begin", lambda: begin().encode(), answer).decode()
 
 
-def is_due_for_all(peers: Peers, due: bool, came: bool) -> tuple[bool, bool]:
+def is_due_for_all(peers: Collective, due: bool, came: bool) -> tuple[bool, bool]:
     """Whether a commit is due, as the coordinator says, and whether a signal came to any rank."""
 
     def answer(handed_in: Sequence[bytes]) -> list[bytes]:

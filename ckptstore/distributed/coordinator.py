@@ -4,15 +4,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ckptstore.commit.commit_metadata import Label
+from ckptstore.commit.commit_metadata import CommitMetadata
 from ckptstore.commit.publish import Metadata, Published, Publisher, entry_body
-from ckptstore.commit.write import Dedup, SessionPacks
+from ckptstore.commit.write import Dedup, PackSet
 from ckptstore.core.config import StoreConfig
 from ckptstore.core.gc_pause import uncollected
 from ckptstore.core.ids import SessionId, digest, parse_pack_id
 from ckptstore.core.model import PackRecord, Schema
 from ckptstore.distributed import framing
-from ckptstore.distributed.assemble import Assembler, Receipt, Sighting, layout_of, logical_bytes
+from ckptstore.distributed.assemble import Assembler, Observation, Receipt, layout_of, logical_bytes
 from ckptstore.distributed.describe import RankTree, decode_description
 from ckptstore.distributed.merge import merge
 from ckptstore.distributed.messages import cause_of
@@ -46,7 +46,7 @@ class Options:
     window_bytes: int = WINDOW_BYTES
 
 
-class Lead:
+class Coordinator:
     """The coordinator of one store's commits. Remembers the last plan: it holds as long as every rank's description does."""
 
     def __init__(self, config: StoreConfig, objects: ObjectStore, log: Log) -> None:
@@ -59,12 +59,12 @@ class Lead:
         self._assembler = Assembler(self._plan)
         self._layout = b""
         self._decided = Decided()
-        self._sightings: list[Sighting] = []
+        self._sightings: list[Observation] = []
         self.session: Session | None = None
         self.asked = False
         """Whether the log has been asked to take this commit, and its answer is unknown."""
 
-    def plan(self, handed_in: Sequence[bytes], label: Label, options: Options) -> list[bytes]:
+    def plan(self, handed_in: Sequence[bytes], label: CommitMetadata, options: Options) -> list[bytes]:
         """Answer what ranks said of their states."""
         messages = [framing.split(each, 3) for each in handed_in]
         _check_labels([head for head, _, _ in messages], label)
@@ -105,7 +105,7 @@ class Lead:
                 counts[place.rank] += 1
         self._decided = decide(self._plan, [decode_reports(part[0], count) for part, count in zip(parts, counts, strict=True)])
         self._sightings = [
-            Sighting(shared[number], cell, chunk)
+            Observation(shared[number], cell, chunk)
             for shared, (_, where, ids) in zip(self._shared_by_rank(len(parts)), parts, strict=True)
             for (number, cell), chunk in zip(canonical.decode(where), split_ids(ids), strict=True)
         ]
@@ -118,7 +118,7 @@ class Lead:
             shared[each.place.rank].append(each)
         return shared
 
-    def publish(self, handed_in: Sequence[bytes], label: Label, dedup: Dedup, packs: SessionPacks) -> list[bytes]:
+    def publish(self, handed_in: Sequence[bytes], label: CommitMetadata, dedup: Dedup, packs: PackSet) -> list[bytes]:
         """Append what ranks have written, and answer how that went.
 
         Whatever this raises, it raises before the log is asked, or when the log's answer is unknown: then nothing may be deleted.
@@ -152,7 +152,7 @@ class Lead:
             entry = self._log.append(entry_body(published, records, reused))
         except (Refused, NoSpace) as error:
             self.asked = False
-            delete_own(self._objects.backend, published.own)
+            delete_own(self._objects.storage, published.own)
             self.close(ended=isinstance(error, NoSpace))
             if isinstance(error, Refused) and error.refusal.again:
                 return [framing.join([AGAIN, self._open_session().encode(), b""])] * len(heads)
@@ -167,7 +167,7 @@ class Lead:
     def _open_session(self) -> SessionId:
         self.close(ended=False)
         self.asked = False
-        self.session = open_session(self._objects.backend, "commit")
+        self.session = open_session(self._objects.storage, "commit")
         return self.session.id
 
 
@@ -176,7 +176,7 @@ def refused(error: Exception, size: int) -> list[bytes]:
     return [framing.join([REFUSED, canonical.encode(list(cause_of(error))), b""])] * size
 
 
-def head_of(label: Label) -> bytes:
+def head_of(label: CommitMetadata) -> bytes:
     """What ranks must say alike of a commit."""
     return canonical.encode([label.run, label.step])
 
@@ -185,7 +185,7 @@ def digest_of(description: bytes) -> bytes:
     return digest(description)
 
 
-def _check_labels(heads: Sequence[bytes], label: Label) -> None:
+def _check_labels(heads: Sequence[bytes], label: CommitMetadata) -> None:
     for rank, head in enumerate(heads):
         if head != head_of(label):
             run, step = canonical.decode(head)

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 
-class Later:
+class DeferredErrors:
     """Keeps the first error; `settle` raises it."""
 
     def __init__(self) -> None:

@@ -12,7 +12,7 @@ from ckptstore.distributed import framing
 from ckptstore.errors import Corrupt
 from ckptstore.objects import canonical
 from ckptstore.objects.schema import LastSchemas, decode_schema
-from ckptstore.state.leaf_sources import Flat, Holding, Mark, Mesh
+from ckptstore.state.leaf_sources import FlatState, Holding, Mark, Mesh
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +26,7 @@ class RankTree:
     marks: Mapping[int, Mark]
 
 
-def encode_description(flats: Mapping[str, Flat], schemas: LastSchemas) -> bytes:
+def encode_description(flats: Mapping[str, FlatState], schemas: LastSchemas) -> bytes:
     meshes: dict[Mesh | None, int] = {}
     placements: dict[tuple[str, ...], int] = {}
     holdings: dict[Holding, int] = {}

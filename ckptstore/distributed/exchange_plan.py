@@ -12,11 +12,11 @@ from typing import NamedTuple
 from ckptstore.commit.plan import CommitPlan, Extent
 from ckptstore.core import dtypes
 from ckptstore.core.geometry import Grid, byte_ranges, grid, within
-from ckptstore.distributed.rank_plan import CellTask, Completing, RankTask, SendTask, Spot
-from ckptstore.state.leaf_sources import Flat, Source
+from ckptstore.distributed.rank_plan import CellTask, Completing, LeafRef, RankTask, SendTask
+from ckptstore.state.leaf_sources import FlatState, Source
 
 
-class Stretch(NamedTuple):
+class ByteRange(NamedTuple):
     """Bytes `start:stop` of a box's own memory."""
 
     part: int
@@ -29,14 +29,14 @@ class Outgoing(NamedTuple):
 
     tree: int
     leaf: int
-    stretch: Stretch
+    stretch: ByteRange
 
 
-class Inflow(NamedTuple):
+class Incoming(NamedTuple):
     """A part of a chunk: a stretch of this rank's, or the next `nbytes` that `rank` sends. They are `ranges` of the chunk, in order."""
 
     rank: int
-    own: Stretch | None
+    own: ByteRange | None
     nbytes: int
     ranges: tuple[tuple[int, int], ...]
 
@@ -45,7 +45,7 @@ class Assembly(NamedTuple):
     """What a chunk is put together from."""
 
     extent: Extent
-    parts: tuple[Inflow, ...]
+    parts: tuple[Incoming, ...]
 
 
 class Completion(NamedTuple):
@@ -82,14 +82,14 @@ class Moves:
 class Boxes:
     """What a rank has of its state, box by box."""
 
-    def __init__(self, flats: Sequence[Flat], chunk_bytes: int) -> None:
+    def __init__(self, flats: Sequence[FlatState], chunk_bytes: int) -> None:
         self._flats, self._chunk_bytes = flats, chunk_bytes
 
-    def source(self, spot: Spot) -> Source:
+    def source(self, spot: LeafRef) -> Source:
         flat, leaf = self.resolved(spot)
         return flat.held[leaf].parts[spot.part][1] if leaf in flat.held else flat.leaves[leaf]
 
-    def extent(self, spot: Spot) -> Extent:
+    def extent(self, spot: LeafRef) -> Extent:
         """All of a box."""
         flat, leaf = self.resolved(spot)
         source = self.source(spot)
@@ -99,45 +99,45 @@ class Boxes:
         box = flat.held[leaf].parts[spot.part][0] if leaf in flat.held else None
         return Extent(flat.schema.shapes[leaf], dtypes.width_of(dtype), source.nbytes, dtype.startswith(("float", "bfloat")), box)
 
-    def cells(self, spot: Spot, first: int, stop: int) -> Extent:
+    def cells(self, spot: LeafRef, first: int, stop: int) -> Extent:
         """Cells `first:stop` of a box."""
         extent = self.extent(spot)
         cells = self._grid(extent)
         return extent._replace(cells=(first, stop), raw_bytes=cells.span(stop - 1)[1] - cells.span(first)[0])
 
-    def pieces(self, spot: Spot) -> list[Spot]:
+    def pieces(self, spot: LeafRef) -> list[LeafRef]:
         """All boxes of a leaf."""
         flat, leaf = self.resolved(spot)
-        return [Spot(spot.tree, spot.leaf, part) for part in range(len(flat.held[leaf].parts))] if leaf in flat.held else [spot]
+        return [LeafRef(spot.tree, spot.leaf, part) for part in range(len(flat.held[leaf].parts))] if leaf in flat.held else [spot]
 
-    def global_bytes(self, spot: Spot) -> int:
+    def global_bytes(self, spot: LeafRef) -> int:
         """Raw bytes of the whole leaf, whoever has them."""
         flat, leaf = self.resolved(spot)
         if leaf not in flat.held:
             return flat.leaves[leaf].nbytes
         return dtypes.width_of(flat.schema.dtypes[leaf]) * prod(flat.schema.shapes[leaf])
 
-    def resolved(self, spot: Spot) -> tuple[Flat, int]:
+    def resolved(self, spot: LeafRef) -> tuple[FlatState, int]:
         """An alias here may be none of the whole state: its bytes are those of the leaf it shares memory with."""
         flat = self._flats[spot.tree]
         alias = flat.schema.aliases[spot.leaf]
         return flat, spot.leaf if alias < 0 else alias
 
-    def stretch(self, spot: Spot, cell: int) -> Stretch:
-        return Stretch(spot.part, *self._grid(self.extent(spot)).span(cell))
+    def stretch(self, spot: LeafRef, cell: int) -> ByteRange:
+        return ByteRange(spot.part, *self._grid(self.extent(spot)).span(cell))
 
     def assembly(self, tree: int, leaf: int, how: Completing, rank: int) -> Assembly:
         """What rank `rank` is to do for a cell of a leaf."""
-        extent = self.extent(Spot(tree, leaf, how.part))
+        extent = self.extent(LeafRef(tree, leaf, how.part))
         cell = grid(extent.shape, extent.width, self._chunk_bytes).cell(how.chunk)
         alone = len(how.fragments) == 1
         parts = []
         for fragment in how.fragments:
-            own = self.stretch(Spot(tree, leaf, fragment.part), fragment.cell) if fragment.rank == rank else None
+            own = self.stretch(LeafRef(tree, leaf, fragment.part), fragment.cell) if fragment.rank == rank else None
             nbytes = extent.width * prod(fragment.box.lengths)
             # Columns of a small leaf lie apart in it; what lies in one piece is the rule.
             ranges = ((0, nbytes),) if alone else tuple(byte_ranges(cell.lengths, within(fragment.box, cell), extent.width))
-            parts.append(Inflow(fragment.rank, own, nbytes, ranges))
+            parts.append(Incoming(fragment.rank, own, nbytes, ranges))
         nbytes = sum(part.nbytes for part in parts)
         return Assembly(Extent((nbytes // extent.width,), extent.width, nbytes, extent.floating), tuple(parts))
 
@@ -149,13 +149,13 @@ def moves_of(task: RankTask, boxes: Boxes, rank: int) -> Moves:
     """The moves of rank `rank`. What is done alike with many leaves is worked out for the first of them."""
     sends = {window: list(found) for window, found in groupby(task.sends, lambda send: send.window)}
     cells = {window: list(found) for window, found in groupby(task.cells, lambda cell: cell.window)}
-    stretches: dict[int, Stretch] = {}
+    stretches: dict[int, ByteRange] = {}
     assemblies: dict[int, Assembly] = {}
 
     def outgoing(send: SendTask) -> Outgoing:
         _, tree, leaf, how = send
         if id(how) not in stretches:
-            stretches[id(how)] = boxes.stretch(Spot(tree, leaf, how.part), how.cell)
+            stretches[id(how)] = boxes.stretch(LeafRef(tree, leaf, how.part), how.cell)
         return Outgoing(tree, leaf, stretches[id(how)])
 
     def completion(cell: CellTask) -> Completion:

@@ -14,10 +14,10 @@ from typing import NamedTuple
 from weakref import WeakKeyDictionary, WeakValueDictionary
 
 from ckptstore.commit.commit import CommitStats, index_packs
-from ckptstore.commit.commit_metadata import Label
+from ckptstore.commit.commit_metadata import CommitMetadata
 from ckptstore.commit.plan import Extent, plan_chunks
 from ckptstore.commit.publish import Publisher, TreeContent, entry_body
-from ckptstore.commit.write import Dedup, RunMemory, SessionPacks, read_all, write_chunks
+from ckptstore.commit.write import Dedup, DedupHints, PackSet, read_all, write_chunks
 from ckptstore.core.config import StoreConfig
 from ckptstore.core.ids import SessionId, pack_rank
 from ckptstore.core.model import INLINE_BYTES, LeafContent, PackRecord
@@ -31,7 +31,7 @@ from ckptstore.log.sessions import Session, open_session
 from ckptstore.objects import canonical
 from ckptstore.repository.chunk_store import ObjectStore
 from ckptstore.repository.pack_writer import delete_own
-from ckptstore.repository.thread_pool import Threads
+from ckptstore.repository.thread_pool import ThreadPool
 from ckptstore.state.leaf_sources import Source
 
 
@@ -55,25 +55,25 @@ class PartsCommitter:
     """Writes and publishes parts of commits to one store; of several at once, too, as asynchronous saves are that overlap. Remembers what
     the next commit of the same parts can use."""
 
-    def __init__(self, config: StoreConfig, objects: ObjectStore, log: Log, threads: Threads) -> None:
+    def __init__(self, config: StoreConfig, objects: ObjectStore, log: Log, threads: ThreadPool) -> None:
         self._config, self._objects, self._log, self._threads = config, objects, log, threads
         self._publisher = Publisher(config, objects)
         self._extents: list[Extent] = []
-        self._runs = RunMemory()
+        self._runs = DedupHints()
         # What ends without being published, on other ranks or by a failure, is forgotten with its session.
         self._opened: WeakValueDictionary[SessionId, Session] = WeakValueDictionary()
-        self._own: WeakKeyDictionary[Session, tuple[SessionPacks, Dedup]] = WeakKeyDictionary()
+        self._own: WeakKeyDictionary[Session, tuple[PackSet, Dedup]] = WeakKeyDictionary()
 
     def open(self) -> Session:
         """The session under which all writers of a commit write; for the one that will publish."""
-        session = open_session(self._objects.backend, "commit")
+        session = open_session(self._objects.storage, "commit")
         self._opened[session.id] = session
         return session
 
     def write(self, session: SessionId, rank: int, parts: Sequence[Part]) -> PartsWritten:
         """Hash `parts` and pack what the store lacks; durable when this returns. `rank` tells the packs of several writers apart."""
         started = time.perf_counter()
-        packs = SessionPacks.of(self._config, self._objects, session, self._threads, rank)
+        packs = PackSet.of(self._config, self._objects, session, self._threads, rank)
         dedup = self._look([part.extent for part in parts])
         chunked = [i for i, part in enumerate(parts) if part.leaf_bytes > INLINE_BYTES]
         try:
@@ -101,7 +101,13 @@ class PartsCommitter:
         return PartsWritten(contents, canonical.encode(head))
 
     def publish(
-        self, session: Session, label: Label, trees: Sequence[TreeContent], layout: bytes | None, receipts: Sequence[bytes], started: float
+        self,
+        session: Session,
+        label: CommitMetadata,
+        trees: Sequence[TreeContent],
+        layout: bytes | None,
+        receipts: Sequence[bytes],
+        started: float,
     ) -> RanksCommitted:
         """Append the commit of what all writers have written, and end the session. A label without parents gets the run's newest commit.
 
@@ -126,7 +132,7 @@ class PartsCommitter:
         try:
             entry = self._log.append(entry_body(published, records, reused))
         except (Refused, NoSpace) as error:
-            delete_own(self._objects.backend, published.own)
+            delete_own(self._objects.storage, published.own)
             session.abandon()
             if isinstance(error, Refused) and error.refusal.again:
                 raise Conflict("others changed the store while this commit was written; repeat it") from error
@@ -145,15 +151,15 @@ class PartsCommitter:
 
     def _look(self, extents: list[Extent]) -> Dedup:
         if extents != self._extents:
-            self._extents, self._runs = extents, RunMemory()
+            self._extents, self._runs = extents, DedupHints()
         state = self._log.replay()
         self._objects.sync(state)
         return Dedup(self._objects, state, self._runs)
 
-    def _beside(self, session: SessionId, written: Sequence[PackRecord]) -> tuple[SessionPacks, Dedup]:
+    def _beside(self, session: SessionId, written: Sequence[PackRecord]) -> tuple[PackSet, Dedup]:
         """For who publishes and has written nothing: packs with names that no writer has."""
         rank = 1 + max((pack_rank(pack.id) for pack in written), default=-1)
-        return SessionPacks.of(self._config, self._objects, session, self._threads, rank), self._look([])
+        return PackSet.of(self._config, self._objects, session, self._threads, rank), self._look([])
 
 
 def _check_apart(packs: Sequence[PackRecord]) -> None:

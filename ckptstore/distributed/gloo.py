@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ckptstore.distributed.collective import TIMEOUT_S, Peers, Transfer
+from ckptstore.distributed.collective import TIMEOUT_S, Collective, Transfer
 from ckptstore.distributed.stragglers import named, told
 from ckptstore.errors import InvalidInput, Unavailable
 
@@ -21,12 +21,12 @@ ALONE = "alone"
 FOREGROUND, BACKGROUND = "calls", "background"
 """Channels: connections for what a caller waits for, and for commits that go on behind its back."""
 
-_known: dict[tuple[int, tuple[int, ...], str], Peers] = {}
+_known: dict[tuple[int, tuple[int, ...], str], Collective] = {}
 _made: dict[tuple[int, tuple[int, ...], str], int] = {}
 _stores: list[Any] = []
 
 
-def peers_of(process_group: Any = None, timeout_s: float = TIMEOUT_S, *, channel: str = FOREGROUND) -> Peers | None:
+def collective_of(process_group: Any = None, timeout_s: float = TIMEOUT_S, *, channel: str = FOREGROUND) -> Collective | None:
     """The ranks of `process_group` (the default one without it), connected; None if this process is to work by itself.
 
     That is so if nothing is initialized, the group has one rank, or `process_group` is `"alone"`. What runs on a thread of its own has a
@@ -55,7 +55,7 @@ def is_several(process_group: Any = None) -> bool:
     return len(dist.get_process_group_ranks(group)) > 1
 
 
-def _connected(ranks: tuple[int, ...], rank: int, timeout_s: float, channel: str) -> Peers:
+def _connected(ranks: tuple[int, ...], rank: int, timeout_s: float, channel: str) -> Collective:
     store = dist.distributed_c10d._get_default_store()
     if not any(store is known for known in _stores):
         _stores.append(store)  # kept alive, so that no later store has its identity
@@ -73,7 +73,7 @@ def _connected(ranks: tuple[int, ...], rank: int, timeout_s: float, channel: str
             absent = _absent(own, len(ranks))
             who = f"; waited for {absent}" if absent else ""
             raise Unavailable(f"the {len(ranks)} ranks cannot reach each other within {timeout_s:g} s{who}: {error}") from error
-        peers = _known[key] = Peers(_GlooLink(group, own), rank, len(ranks), timeout_s)
+        peers = _known[key] = Collective(_GlooLink(group, own), rank, len(ranks), timeout_s)
     peers.timeout_s = timeout_s
     return peers
 

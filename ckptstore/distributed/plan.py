@@ -57,7 +57,7 @@ class FragmentPlan(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Recipe:
+class ChunkAssembly:
     """How rank `owner` puts chunk `chunk` of a leaf together, of which `moved` bytes come from others. For all leaves held alike."""
 
     owner: Place
@@ -70,7 +70,7 @@ class CellJob(NamedTuple):
     """A chunk that is put together, in window number `window` of the exchange."""
 
     target: Target
-    recipe: Recipe
+    recipe: ChunkAssembly
     window: int
 
 
@@ -282,14 +282,14 @@ class _CutCell:
         self.nbytes = sum(nbytes for _, _, nbytes in parts)
         largest = max(nbytes for _, _, nbytes in parts)
         self.able = [place for fragment, _, nbytes in parts if nbytes == largest for place in tiled.holders[fragment.box]]
-        self._recipes: dict[Place, Recipe] = {}
+        self._recipes: dict[Place, ChunkAssembly] = {}
 
-    def recipe(self, owner: Place) -> Recipe:
+    def recipe(self, owner: Place) -> ChunkAssembly:
         if owner not in self._recipes:
             places = [_nearest(self._holders[fragment.box], owner.rank) for fragment, _, _ in self._parts]
             moved = sum(nbytes for place, (_, _, nbytes) in zip(places, self._parts, strict=True) if place.rank != owner.rank)
             fragments = [FragmentPlan(place, fragment.cell, box) for place, (fragment, box, _) in zip(places, self._parts, strict=True)]
-            self._recipes[owner] = Recipe(owner, self._chunk, tuple(fragments), moved)
+            self._recipes[owner] = ChunkAssembly(owner, self._chunk, tuple(fragments), moved)
         return self._recipes[owner]
 
 

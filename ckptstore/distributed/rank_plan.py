@@ -5,12 +5,12 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from ckptstore.core.model import Box
-from ckptstore.distributed.plan import Place, RanksPlan, Recipe, Target
+from ckptstore.distributed.plan import ChunkAssembly, Place, RanksPlan, Target
 from ckptstore.errors import Corrupt
 from ckptstore.objects import canonical
 
 
-class Spot(NamedTuple):
+class LeafRef(NamedTuple):
     """A box on the rank itself: the number of the key among its keys, the leaf's number, the box's number."""
 
     tree: int
@@ -21,7 +21,7 @@ class Spot(NamedTuple):
 class JobTask(NamedTuple):
     """Hash and write cells `first:stop` of a box."""
 
-    spot: Spot
+    spot: LeafRef
     first: int
     stop: int
 
@@ -79,8 +79,8 @@ class RankTask:
     jobs: tuple[JobTask, ...]
     sends: tuple[SendTask, ...]
     cells: tuple[CellTask, ...]
-    reports: tuple[Spot, ...]
-    shared: tuple[tuple[Spot, int], ...]
+    reports: tuple[LeafRef, ...]
+    shared: tuple[tuple[LeafRef, int], ...]
     trust_replicated: bool
 
 
@@ -131,7 +131,7 @@ def encode_tasks(plan: RanksPlan, keys: Sequence[Sequence[str]], *, trust_replic
     return [canonical.encode({**vars(task), "trust": trust_replicated}) for task in tasks]
 
 
-def _roles(recipe: Recipe, tasks: Sequence[_Columns]) -> Iterator[_Role]:
+def _roles(recipe: ChunkAssembly, tasks: Sequence[_Columns]) -> Iterator[_Role]:
     owner, fragments = recipe.owner, []
     for place, cell, box in recipe.fragments:
         fragments.append([place.rank, place.part, cell, *box.offsets, *box.lengths])
@@ -151,11 +151,11 @@ def decode_task(data: bytes) -> RankTask:
         sendings = [Sending(*each) for each in task["sendings"]]
         completings = [Completing(part, chunk, tuple(map(_fragment, fragments))) for part, chunk, fragments in task["completings"]]
         return RankTask(
-            tuple(JobTask(Spot(*job[:3]), job[3], job[4]) for job in task["jobs"]),
+            tuple(JobTask(LeafRef(*job[:3]), job[3], job[4]) for job in task["jobs"]),
             tuple([SendTask(window, tree, leaf, sendings[how]) for window, tree, leaf, how in task["sends"]]),
             tuple([CellTask(window, tree, leaf, completings[how]) for window, tree, leaf, how in task["cells"]]),
-            tuple(Spot(*report) for report in task["reports"]),
-            tuple((Spot(*shared[:3]), shared[3]) for shared in task["shared"]),
+            tuple(LeafRef(*report) for report in task["reports"]),
+            tuple((LeafRef(*shared[:3]), shared[3]) for shared in task["shared"]),
             bool(task["trust"]),
         )
     except (KeyError, TypeError, ValueError, IndexError) as error:

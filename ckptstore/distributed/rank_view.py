@@ -11,7 +11,7 @@ from ckptstore.state.containers import leaves_of
 
 
 @dataclass(frozen=True, slots=True)
-class Viewer:
+class RankView:
     """Who looks: rank `rank` of `size`, and whose private leaves it takes where not its own."""
 
     rank: int = 0
@@ -23,7 +23,7 @@ class Viewer:
         return self.private.get(self.rank, self.rank)
 
 
-def own_trees(trees: Mapping[str, Tree], viewer: Viewer, *, strict: bool) -> dict[str, Tree]:
+def own_trees(trees: Mapping[str, Tree], viewer: RankView, *, strict: bool) -> dict[str, Tree]:
     """`trees` with each private leaf under the path that it had on the viewer's rank.
 
     Raises `InvalidInput` for private leaves of which none is the viewer's; without `strict`, mappings are left without them.
@@ -35,7 +35,7 @@ def tree_of_rank(tree: Tree, rank: int) -> Tree | None:
     """`tree` as `rank` had it, without what only others have of their own; None if nothing is left."""
     if not _has_ranks(tree.schema.skeleton):
         return tree
-    view = _View(tree.schema, Viewer(rank))
+    view = _View(tree.schema, RankView(rank))
     skeleton = view.visit(tree.schema.skeleton)
     return None if skeleton is None else view.tree(tree, skeleton)
 
@@ -54,7 +54,7 @@ def _has_ranks(node: Node | int) -> bool:
     return isinstance(node, Node) and (node.type == RANKS or any(map(_has_ranks, node.children)))
 
 
-def _own(tree: Tree, viewer: Viewer, strict: bool) -> Tree:
+def _own(tree: Tree, viewer: RankView, strict: bool) -> Tree:
     view = _View(tree.schema, viewer)
     skeleton = view.visit(tree.schema.skeleton)
     if view.ownerless and (strict or skeleton is None):
@@ -68,7 +68,7 @@ def _own(tree: Tree, viewer: Viewer, strict: bool) -> Tree:
 
 
 class _View:
-    def __init__(self, schema: Schema, viewer: Viewer) -> None:
+    def __init__(self, schema: Schema, viewer: RankView) -> None:
         self._schema, self._viewer = schema, viewer
         self._paths: list[str] = []
         self.taken: list[int] = []

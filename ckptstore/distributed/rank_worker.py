@@ -7,15 +7,15 @@ from typing import NamedTuple
 
 from ckptstore.commit.hashing import hash_chunks
 from ckptstore.commit.plan import CommitPlan, Extent, plan_chunks
-from ckptstore.commit.write import Dedup, SessionPacks, read_all, write_chunks
+from ckptstore.commit.write import Dedup, PackSet, read_all, write_chunks
 from ckptstore.core.ids import SessionId
 from ckptstore.core.model import INLINE_BYTES
-from ckptstore.distributed.collective import Part, Peers
-from ckptstore.distributed.exchange_plan import Boxes, Completion, Moves, Outgoing, Stretch, Window
+from ckptstore.distributed.collective import Collective, Part
+from ckptstore.distributed.exchange_plan import Boxes, ByteRange, Completion, Moves, Outgoing, Window
 from ckptstore.distributed.observations import Report, encode_reports
-from ckptstore.distributed.rank_plan import RankTask, Spot
+from ckptstore.distributed.rank_plan import LeafRef, RankTask
 from ckptstore.repository.memory_budget import RankRoom
-from ckptstore.repository.thread_pool import Threads
+from ckptstore.repository.thread_pool import ThreadPool
 from ckptstore.state.leaf_sources import Source
 
 SAMPLE = 32
@@ -43,11 +43,11 @@ class RankWritten:
     failures: list[BaseException] = field(default_factory=list)
 
 
-class RankWork:
+class RankWorker:
     """One attempt of one rank."""
 
     def __init__(
-        self, boxes: Boxes, task: RankTask, moves: Moves, chunk_bytes: int, packs: SessionPacks, threads: Threads, room: RankRoom
+        self, boxes: Boxes, task: RankTask, moves: Moves, chunk_bytes: int, packs: PackSet, threads: ThreadPool, room: RankRoom
     ) -> None:
         self._room = room
         self._boxes, self._task, self._moves, self._chunk_bytes = boxes, task, moves, chunk_bytes
@@ -55,7 +55,7 @@ class RankWork:
         self._dedup: Dedup | None = None
         self.written = RankWritten()
 
-    def write(self, peers: Peers, look: Callable[[], Dedup]) -> Dedup | None:
+    def write(self, peers: Collective, look: Callable[[], Dedup]) -> Dedup | None:
         """Exchange fragments and write what is planned and what the store, as `look` finds it, does not have; returns what that found.
 
         Peers get what they wait for even if something fails here.
@@ -89,7 +89,7 @@ class RankWork:
     def reports(self) -> bytes:
         """What this rank has of the leaves that were asked for."""
         found: list[Report | None] = []
-        hashed: list[Spot] = []
+        hashed: list[LeafRef] = []
         for spot in self._task.reports:
             pieces = self._boxes.pieces(spot)
             if self._boxes.global_bytes(spot) <= INLINE_BYTES:
@@ -113,7 +113,7 @@ class RankWork:
         ids = self._hash(spots, [self._boxes.cells(spot, cell, cell + 1) for spot, (_, cell) in zip(spots, chosen, strict=True)])
         return [Sample(number, cell, chunk) for (number, cell), chunk in zip(chosen, ids, strict=True)]
 
-    def _hash(self, spots: Sequence[Spot], extents: Sequence[Extent]) -> list[bytes]:
+    def _hash(self, spots: Sequence[LeafRef], extents: Sequence[Extent]) -> list[bytes]:
         plan = plan_chunks(extents, self._chunk_bytes, self._room.write.run_bytes)
         return hash_chunks(plan, list(map(self._boxes.source, spots)), self._threads, self._room.write.threads)
 
@@ -127,7 +127,7 @@ class RankWork:
 
         plan = self._moves.plan((same, self._room.write.run_bytes), make) if same else make()
         sources = [source for _, source in parts]
-        written = write_chunks(plan, sources, self._dedup, self._packs, self._threads, hands=self._room.write.threads)
+        written = write_chunks(plan, sources, self._dedup, self._packs, self._threads, max_workers=self._room.write.threads)
         self.written.chunks += written.chunks
         self.written.new_chunks += written.new_chunks
         return [written.ids[i] for i in range(len(parts))]
@@ -140,12 +140,12 @@ class RankWork:
         except BaseException as error:
             self.written.failures.append(error)
 
-    def _exchanged(self, peers: Peers) -> Iterator[tuple[Extent, bytearray]]:
+    def _exchanged(self, peers: Collective) -> Iterator[tuple[Extent, bytearray]]:
         """The completed cells, window by window. After a failure of this rank what it sends and yields is of no worth, but it is sent."""
         for window in self._moves.windows:
             yield from self._in_window(peers, window)  # whose memory is free again when the next one begins
 
-    def _in_window(self, peers: Peers, window: Window) -> Iterator[tuple[Extent, bytearray]]:
+    def _in_window(self, peers: Collective, window: Window) -> Iterator[tuple[Extent, bytearray]]:
         outgoing = [Part(rank, self._joined(found)) for rank, found in window.outgoing]
         incoming = [Part(rank, memoryview(bytearray(nbytes))) for rank, nbytes in window.incoming]
         with self._failing_later():
@@ -188,8 +188,8 @@ class RankWork:
                 at += stop - start
         return data
 
-    def _stage(self, tree: int, leaf: int, stretch: Stretch, out: memoryview) -> None:
-        source = self._boxes.source(Spot(tree, leaf, stretch.part))
+    def _stage(self, tree: int, leaf: int, stretch: ByteRange, out: memoryview) -> None:
+        source = self._boxes.source(LeafRef(tree, leaf, stretch.part))
         memory = source.view(stretch.start, stretch.stop)
         if memory is None:
             source.stage(stretch.start, stretch.stop, out)

@@ -103,13 +103,13 @@ def plan_shares(needs: "NDArray[np.bool_]", nbytes: "NDArray[np.int64]", window_
     return shares
 
 
-def plan_vouchers(needs: "NDArray[np.bool_]") -> "NDArray[np.int32]":
+def plan_verifiers(needs: "NDArray[np.bool_]") -> "NDArray[np.int32]":
     """By the number of a chunk, who hashes what `needs` (ranks × chunks) say that several ranks need, or `ALONE`: an even part each of
     those that need it, in runs."""
-    vouchers = np.full(needs.shape[1], ALONE, np.int32)
+    verifiers = np.full(needs.shape[1], ALONE, np.int32)
     for holders, numbers in _groups(needs):
-        vouchers[numbers] = np.array(holders, np.int32)[np.arange(len(numbers)) * len(holders) // len(numbers)]
-    return vouchers
+        verifiers[numbers] = np.array(holders, np.int32)[np.arange(len(numbers)) * len(holders) // len(numbers)]
+    return verifiers
 
 
 class _Pace:

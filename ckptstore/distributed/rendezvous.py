@@ -46,7 +46,7 @@ class Invitation:
         return frozenset((rank, lane) for rank in range(self.rank + 1, len(self.places)) for lane in _lanes(self.rank))
 
 
-class Door:
+class Listener:
     """A socket that the others can call at; closed once all have met."""
 
     def __init__(self) -> None:

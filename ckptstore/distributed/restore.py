@@ -5,18 +5,18 @@ from typing import Any, Protocol, TypeVar
 
 from ckptstore.core.ids import CommitId
 from ckptstore.distributed import framing
-from ckptstore.distributed.collective import Peers
-from ckptstore.distributed.rank_view import Viewer, owners
+from ckptstore.distributed.collective import Collective
+from ckptstore.distributed.rank_view import RankView, owners
 from ckptstore.errors import Conflict, InvalidInput
 from ckptstore.restore.reader import Tree
-from ckptstore.restore.restore import Brought, Restoring
+from ckptstore.restore.restore import Brought, RestoreOperation
 from ckptstore.state.replication import is_bound_to_world_size
 
 T = TypeVar("T")
 
 
 class Common(Protocol):
-    """What ranks do about the chunks that several of them need (`broadcast`, `vouch`)."""
+    """What ranks do about the chunks that several of them need (`broadcast`, `shared_verification`)."""
 
     def need(self) -> bytes:
         """What this rank says of itself; nothing, if it works by itself."""
@@ -24,17 +24,19 @@ class Common(Protocol):
     def answer(self, handed_in: Sequence[bytes]) -> list[bytes]:
         """The coordinator's, to what all ranks say of themselves, if all say something: a task for each, or nothing for all."""
 
-    def run(self, peers: Peers, task: bytes) -> Brought:
+    def run(self, peers: Collective, task: bytes) -> Brought:
         """Do it."""
 
 
-def restore_together(peers: Peers, commit: CommitId, begin: Callable[[], Restoring], common_of: Callable[[Restoring], Common]) -> Restoring:
+def restore_together(
+    peers: Collective, commit: CommitId, begin: Callable[[], RestoreOperation], common_of: Callable[[RestoreOperation], Common]
+) -> RestoreOperation:
     """Restore `commit` on every rank of `peers`. Nothing is touched before every rank has found that the commit fits its state, nothing is
     handed over before every rank has its part. `common_of` says what is done about chunks that several ranks need.
 
     Raises one error on all ranks: `Conflict` if they restore different commits, otherwise what the causes have in common.
     """
-    begun: list[tuple[Restoring, Common]] = []
+    begun: list[tuple[RestoreOperation, Common]] = []
 
     def bind() -> bytes:
         restoring = begin()
@@ -63,14 +65,14 @@ def restore_together(peers: Peers, commit: CommitId, begin: Callable[[], Restori
     return restoring
 
 
-def agreed(peers: Peers, candidates: Sequence[CommitId]) -> list[CommitId]:
+def agreed(peers: Collective, candidates: Sequence[CommitId]) -> list[CommitId]:
     """The coordinator's candidates, on every rank."""
     mine = "\n".join(candidates).encode()
     answer = peers.round("resume: choose", lambda: mine, lambda handed_in: [handed_in[0]] * len(handed_in))
     return [CommitId(line) for line in answer.decode().splitlines()]
 
 
-def on_all(peers: Peers, act: Callable[[], T]) -> T:
+def on_all(peers: Collective, act: Callable[[], T]) -> T:
     """What `act` returns here; raises on every rank if it raises on any."""
     found: list[T] = []
 
@@ -82,7 +84,7 @@ def on_all(peers: Peers, act: Callable[[], T]) -> T:
     return found[0]
 
 
-def check_loaders(trees: Mapping[str, Tree], app_state: Mapping[str, Any], viewer: Viewer) -> None:
+def check_loaders(trees: Mapping[str, Tree], app_state: Mapping[str, Any], viewer: RankView) -> None:
     """Raise `InvalidInput` for a data loader whose places were those of another number of ranks."""
     for key, tree in trees.items():
         then = frozenset[int]().union(*owners(tree.schema.skeleton))

@@ -13,9 +13,9 @@ import numpy as np
 
 from ckptstore.core.ids import QUICK_DIGEST_BYTES, digest, quick_digest
 from ckptstore.distributed import framing
-from ckptstore.distributed.collective import Part, Peers
-from ckptstore.distributed.deferred_errors import Later
-from ckptstore.distributed.read_assignment import ALONE, Numbering, plan_vouchers
+from ckptstore.distributed.collective import Collective, Part
+from ckptstore.distributed.deferred_errors import DeferredErrors
+from ckptstore.distributed.read_assignment import ALONE, Numbering, plan_verifiers
 from ckptstore.errors import CkptStoreError
 from ckptstore.restore.reader import Reader, Reading
 from ckptstore.restore.restore import Brought
@@ -32,7 +32,7 @@ LEAST_BYTES = 16 << 20
 _UNREAD = bytes(QUICK_DIGEST_BYTES)
 
 
-class Vouching:
+class SharedVerification:
     """The chunks of one restore that this rank reads in place, and others of its group as well."""
 
     def __init__(self, reader: Reader, reading: Reading, ids: bytes) -> None:
@@ -60,15 +60,15 @@ class Vouching:
             return [b""] * len(handed_in)
         return [framing.join(needs[rank - rank % GROUP :][:GROUP]) for rank in range(len(needs))]
 
-    def run(self, peers: Peers, task: bytes) -> Brought:
+    def run(self, peers: Collective, task: bytes) -> Brought:
         """Read what others of the group read as well, and exchange what it is.
 
         What could not be read, or is not what its voucher says, is left. Raises what else failed here, when all has been exchanged.
         """
-        me, later = peers.rank % GROUP, Later()
+        me, later = peers.rank % GROUP, DeferredErrors()
         needs = self._needs(framing.split(task, min(GROUP, peers.size - (peers.rank - me))))
-        vouchers = plan_vouchers(needs)
-        who = vouchers[self._numbers]
+        verifiers = plan_verifiers(needs)
+        who = verifiers[self._numbers]
         found = [_UNREAD] * len(self._jobs)
         with later.failing(), suppress(CkptStoreError):
             self._read(np.flatnonzero(who != ALONE).tolist(), who == me, found)
@@ -76,7 +76,7 @@ class Vouching:
         said = np.zeros((len(self._numbering), QUICK_DIGEST_BYTES), np.uint8)
         said[self._numbers[who == me]] = digests[who == me]
         with later.failing():
-            _exchange(peers, needs, vouchers, said)
+            _exchange(peers, needs, verifiers, said)
         later.settle()
         right = digests.any(axis=1) & (digests == said[self._numbers]).all(axis=1)
         left = [job for job, is_right in zip(self._jobs, right.tolist(), strict=True) if not is_right]
@@ -103,12 +103,12 @@ class Vouching:
         self._reader.fetch(jobs, places, self._reading, check)
 
 
-def _exchange(peers: Peers, needs: "NDArray[np.bool_]", vouchers: "NDArray[np.int32]", said: "NDArray[np.uint8]") -> None:
+def _exchange(peers: Collective, needs: "NDArray[np.bool_]", verifiers: "NDArray[np.int32]", said: "NDArray[np.uint8]") -> None:
     """Send the digests in `said` that this rank vouches for to who needs them, and put in those that others vouch for."""
     me = peers.rank % GROUP
     first, others = peers.rank - me, [rank for rank in range(len(needs)) if rank != me]
-    outgoing = [said[(vouchers == me) & needs[rank]] for rank in others]
-    theirs = [(vouchers == rank) & needs[me] for rank in others]
+    outgoing = [said[(verifiers == me) & needs[rank]] for rank in others]
+    theirs = [(verifiers == rank) & needs[me] for rank in others]
     incoming = [np.zeros((np.count_nonzero(each), QUICK_DIGEST_BYTES), np.uint8) for each in theirs]
     peers.exchange(
         [Part(first + rank, _memory(each)) for rank, each in zip(others, outgoing, strict=True) if len(each)],

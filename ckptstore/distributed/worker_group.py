@@ -4,24 +4,24 @@ with them. No trainer is needed for that."""
 from collections.abc import Mapping
 from typing import Any
 
-from ckptstore.commit.commit_metadata import Label
+from ckptstore.commit.commit_metadata import CommitMetadata
 from ckptstore.commit.progress import Watch
 from ckptstore.commit.worker_protocol import Blob, Message, label_from, label_to, leaf_from
 from ckptstore.core.config import StoreConfig
 from ckptstore.core.model import Schema
-from ckptstore.distributed.collective import Peers
+from ckptstore.distributed.collective import Collective
 from ckptstore.distributed.commit import RanksCommitter
 from ckptstore.distributed.coordinator import Options
 from ckptstore.distributed.describe import decode_description, encode_description
-from ckptstore.distributed.rendezvous import Door, Invitation
+from ckptstore.distributed.rendezvous import Invitation, Listener
 from ckptstore.distributed.tcp import SocketLink
 from ckptstore.errors import Unavailable
 from ckptstore.log.log import Log
 from ckptstore.objects.documents import encode_document
 from ckptstore.objects.schema import LastSchemas
 from ckptstore.repository.chunk_store import ObjectStore
-from ckptstore.repository.thread_pool import Threads
-from ckptstore.state.leaf_sources import Flat, HeldLeaf, leaves_of
+from ckptstore.repository.thread_pool import ThreadPool
+from ckptstore.state.leaf_sources import FlatState, HeldLeaf, leaves_of
 
 MEETING_S = 60.0
 """All workers are there when they are told to meet, so that none has to wait for another for long."""
@@ -29,21 +29,21 @@ MEETING_S = 60.0
 _WAY_OUT = "the next commit starts other workers for those that are gone"
 
 
-class Delegate:
+class WorkerGroup:
     """One rank's worker, for any number of groups of ranks."""
 
-    def __init__(self, config: StoreConfig, objects: ObjectStore, log: Log, threads: Threads) -> None:
+    def __init__(self, config: StoreConfig, objects: ObjectStore, log: Log, threads: ThreadPool) -> None:
         self._committer = RanksCommitter(config, objects, log, threads)
-        self._door: Door | None = None
+        self._door: Listener | None = None
         self._links: dict[int, SocketLink] = {}
-        self._peers: dict[int, Peers | Exception] = {}
+        self._peers: dict[int, Collective | Exception] = {}
         self._schemas: dict[bytes, Schema] = {}
 
     def open_door(self) -> Message:
         """Where the others will find this worker."""
         if self._door:
             self._door.close()
-        self._door = Door()
+        self._door = Listener()
         return Message({"addresses": self._door.addresses})
 
     def meet(self, message: Message) -> None:
@@ -60,14 +60,14 @@ class Delegate:
             self._peers[group] = error
         else:
             self._links[group] = link
-            self._peers[group] = Peers(link, invited["rank"], len(places), invited["timeout_s"], _WAY_OUT)
+            self._peers[group] = Collective(link, invited["rank"], len(places), invited["timeout_s"], _WAY_OUT)
         finally:
             self._door = None
 
     def commit(self, message: Message, arena: memoryview, watch: Watch) -> Message:
-        """Make this rank's part of the commit that `Parcels` described, and say what was made."""
+        """Make this rank's part of the commit that `StagedParts` described, and say what was made."""
         says, peers = message.says, self._peers.get(message.says["group"])
-        if not isinstance(peers, Peers):
+        if not isinstance(peers, Collective):
             raise peers or Unavailable("the worker has not met the workers of other ranks")
         peers.timeout_s = says["timeout_s"]
         label, flats = label_from(says["label"]), self._flats(says, message.blob, arena)
@@ -79,24 +79,24 @@ class Delegate:
         for link in self._links.values():
             link.close()
 
-    def _flats(self, says: Mapping[str, Any], blob: bytes, arena: memoryview) -> dict[str, Flat]:
+    def _flats(self, says: Mapping[str, Any], blob: bytes, arena: memoryview) -> dict[str, FlatState]:
         trees = decode_description(blob[slice(*says["description"])], self._schemas)
         sources = (leaf_from(leaf, blob, arena) for leaf in says["sources"])
         flats = {}
         for tree in trees:
             leaves = [next(sources) for _ in range(len(tree.schema))]
             held = {n: HeldLeaf(holding, tuple((box, next(sources)) for box in holding.boxes)) for n, holding in tree.held.items()}
-            flats[tree.key] = Flat(tree.schema, leaves, held, tree.marks)
+            flats[tree.key] = FlatState(tree.schema, leaves, held, tree.marks)
         return flats
 
 
-class Parcels:
+class StagedParts:
     """What a trainer hands its worker of its rank's part of a state."""
 
     def __init__(self) -> None:
         self._schemas = LastSchemas()
 
-    def parcel(self, flats: Mapping[str, Flat], label: Label, options: Options, timeout_s: float) -> Message:
+    def batch(self, flats: Mapping[str, FlatState], label: CommitMetadata, options: Options, timeout_s: float) -> Message:
         """A staged state: its description as ranks give it to each other, and where the bytes of each leaf are."""
         blob = Blob()
         says = {

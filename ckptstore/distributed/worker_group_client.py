@@ -10,40 +10,40 @@ from collections.abc import Sequence
 
 from ckptstore.commit.commit import CommitStats
 from ckptstore.commit.progress import Watch
-from ckptstore.commit.worker_client import Hired
+from ckptstore.commit.worker_client import WorkerClient
 from ckptstore.commit.worker_protocol import Message
 from ckptstore.core.ids import CommitId
 from ckptstore.distributed import framing
-from ckptstore.distributed.collective import Peers
+from ckptstore.distributed.collective import Collective
 from ckptstore.distributed.commit import Prepare, RanksCommitted
 from ckptstore.distributed.coordinator import Options
 from ckptstore.distributed.messages import cause_of
 from ckptstore.distributed.rendezvous import SECRET_BYTES
-from ckptstore.distributed.worker_group import Parcels
+from ckptstore.distributed.worker_group import StagedParts
 from ckptstore.errors import CkptStoreError
 from ckptstore.objects import canonical
 from ckptstore.objects.documents import decode_document
-from ckptstore.state.staging_buffers import Arena
+from ckptstore.state.staging_buffers import Buffer
 
 
-class HiredRanks:
+class ProcessRanksCommitter:
     """Makes commits like `distributed.commit.RanksCommitter`, in the worker processes of all ranks. One at a time."""
 
-    def __init__(self, hired: Hired) -> None:
-        self._hired = hired
-        self._parcels = Parcels()
-        self._groups: dict[Peers, int] = {}
-        self._met: dict[Peers, subprocess.Popen[bytes]] = {}  # the worker that has met those of the others
+    def __init__(self, worker_client: WorkerClient) -> None:
+        self._worker_client = worker_client
+        self._batches = StagedParts()
+        self._groups: dict[Collective, int] = {}
+        self._met: dict[Collective, subprocess.Popen[bytes]] = {}  # the worker that has met those of the others
 
-    def commit(self, peers: Peers, prepare: Prepare, arena: Arena, options: Options, started: float, watch: Watch) -> RanksCommitted:
+    def commit(self, peers: Collective, prepare: Prepare, arena: Buffer, options: Options, started: float, watch: Watch) -> RanksCommitted:
         """Have the state that lies in `arena` committed; see `RanksCommitter.commit`.
 
         Raises `Unavailable` with `causes` if a worker or a trainer is gone: the next call starts other workers for those that are.
         """
-        with self._hired.lock:
+        with self._worker_client.lock:
             message = self._ready(peers, prepare, options, watch)
             try:
-                done = self._hired.commit(Message({**message.says, "started": started}, message.blob), arena, watch, anew=False)
+                done = self._worker_client.commit(Message({**message.says, "started": started}, message.blob), arena, watch, anew=False)
             except BaseException as error:
                 self._met.pop(peers, None)
                 if isinstance(error, CkptStoreError) and not error.causes:
@@ -52,14 +52,14 @@ class HiredRanks:
         commit = CommitId(done.says["done"])
         return RanksCommitted(commit, decode_document(done.blob, commit), CommitStats(**done.says["stats"]))
 
-    def _ready(self, peers: Peers, prepare: Prepare, options: Options, watch: Watch) -> Message:
+    def _ready(self, peers: Collective, prepare: Prepare, options: Options, watch: Watch) -> Message:
         """What to hand over, once all ranks have it and all workers have met."""
         found: list[Message] = []
 
         def describe() -> bytes:
             watch.starting()
             label, flats = prepare()
-            found.append(self._parcels.parcel(flats, label, options, peers.timeout_s))
+            found.append(self._batches.batch(flats, label, options, peers.timeout_s))
             return bytes([self._has_met(peers)])
 
         def all_of(handed_in: Sequence[bytes]) -> list[bytes]:
@@ -70,16 +70,16 @@ class HiredRanks:
         found[0].says["group"] = self._groups[peers]
         return found[0]
 
-    def _has_met(self, peers: Peers) -> bool:
-        return self._hired.alive is not None and self._met.get(peers) is self._hired.alive
+    def _has_met(self, peers: Collective) -> bool:
+        return self._worker_client.alive is not None and self._met.get(peers) is self._worker_client.alive
 
-    def _meet(self, peers: Peers) -> None:
+    def _meet(self, peers: Collective) -> None:
         """Start workers where there are none, and bring all of them together."""
         group = self._groups.setdefault(peers, len(self._groups))
 
         def open_door() -> bytes:
             self._met.pop(peers, None)
-            return canonical.encode(self._hired.ask(Message({"door": True}), peers.timeout_s).says["addresses"])
+            return canonical.encode(self._worker_client.ask(Message({"door": True}), peers.timeout_s).says["addresses"])
 
         def invite(places: Sequence[bytes]) -> list[bytes]:
             secret = os.urandom(SECRET_BYTES)
@@ -87,6 +87,6 @@ class HiredRanks:
 
         secret, places = framing.split(peers.round("workers: meet", open_door, invite), 2)
         invitation = {"rank": peers.rank, "places": canonical.decode(places), "timeout_s": peers.timeout_s}
-        self._hired.tell(Message({"invitation": invitation, "group": group}, secret))
-        if worker := self._hired.alive:
+        self._worker_client.tell(Message({"invitation": invitation, "group": group}, secret))
+        if worker := self._worker_client.alive:
             self._met[peers] = worker

@@ -15,10 +15,10 @@ from contextlib import suppress
 from ckptstore.commit.commit import Committer
 from ckptstore.commit.progress import Milestone, Watch
 from ckptstore.commit.worker_protocol import Message, failure_to, flats_from, label_from, receive, send
-from ckptstore.distributed.worker_group import Delegate
+from ckptstore.distributed.worker_group import WorkerGroup
 from ckptstore.errors import Cancelled
-from ckptstore.repository.store_handle import Opening
-from ckptstore.repository.thread_pool import Threads, step_aside_of_parent
+from ckptstore.repository.store_handle import StoreHandle
+from ckptstore.repository.thread_pool import ThreadPool, step_aside_of_parent
 
 LOOK_S = 0.5
 """How often a worker that hears nothing looks whether its trainer lives."""
@@ -41,16 +41,16 @@ class Worker:
             return
         asked = first.says
         options = {name: asked[name] for name in ("storage_options", "direct_io", "index")}
-        opening = Opening(asked["place"], **options)
-        threads = Threads(asked["threads"])
-        committer = Committer(opening.config, opening.objects, opening.log, threads)
-        delegate = Delegate(opening.config, opening.objects, opening.log, threads)
+        handle = StoreHandle(asked["place"], **options)
+        threads = ThreadPool(asked["threads"])
+        committer = Committer(handle.config, handle.objects, handle.log, threads)
+        delegate = WorkerGroup(handle.config, handle.objects, handle.log, threads)
         while message := self._heard():
             self._map(message.fd)
             self._do(message, committer, delegate)
         delegate.close()
         threads.close()
-        opening.close()
+        handle.close()
 
     def _map(self, fd: int) -> None:
         """Look at the memory that came along; until another one comes, staged states lie there."""
@@ -58,7 +58,7 @@ class Worker:
             self._arena = memoryview(mmap.mmap(fd, 0))
             os.close(fd)
 
-    def _do(self, message: Message, committer: Committer, delegate: Delegate) -> None:
+    def _do(self, message: Message, committer: Committer, delegate: WorkerGroup) -> None:
         """What a message asks for, alone or as the delegate of one of many ranks."""
         try:
             if "door" in message.says:

@@ -23,7 +23,7 @@ from ckptstore.core.model import Schema
 from ckptstore.errors import Corrupt
 from ckptstore.index import catalog_file
 from ckptstore.index.catalog_file import UNUSABLE, CatalogFile, cause
-from ckptstore.index.catalog_fold import Folding, leaf_rows
+from ckptstore.index.catalog_fold import CatalogFold, leaf_rows
 from ckptstore.index.catalog_sqlite import is_busy
 from ckptstore.index.queries import KINDS, Queries, Rows, ShardInfo
 from ckptstore.index.tables import commits, leaves, position, schemas, shards
@@ -197,7 +197,7 @@ def fold_entries(
         return True
     if (new[0].n - 1, new[0].prev_hash, new[0].prev_bytes) != at:
         return False
-    folding = Folding(connection)
+    folding = CatalogFold(connection)
     for entry in new:
         folding.add(entry)
     with at_once(connection):

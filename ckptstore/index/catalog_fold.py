@@ -33,7 +33,7 @@ _DROP_SCHEMA = (delete(leaves).where(leaves.c.schema == bindparam("key")), delet
 _POSITION = update(position).values(n=bindparam("new_n"), hash=bindparam("new_hash"), bytes=bindparam("new_bytes"))
 
 
-class Folding:
+class CatalogFold:
     """One transaction's worth of entries. `finish` writes what was gathered."""
 
     def __init__(self, connection: Connection) -> None:

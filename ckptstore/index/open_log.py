@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 from ckptstore.core.config import StoreConfig
 from ckptstore.core.ids import StoreId
 from ckptstore.errors import InvalidInput
-from ckptstore.storage.contract import Backend
+from ckptstore.storage.contract import Storage
 
 if TYPE_CHECKING:
     from ckptstore.index.postgres_log import PostgresLog
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 VARIABLE = "CKPTSTORE_INDEX"
 
 
-def open_log_place(config: StoreConfig, backend: Backend, index: str | None) -> "PostgresLog | None":
+def open_log_place(config: StoreConfig, storage: Storage, index: str | None) -> "PostgresLog | None":
     """The database that holds the log; None if the log is in the store. `index` is the caller's way to it, else `$CKPTSTORE_INDEX`.
 
     Raises `InvalidInput` if that is not where the log is: two who name different places would write two histories.
@@ -22,17 +22,17 @@ def open_log_place(config: StoreConfig, backend: Backend, index: str | None) -> 
     if not config.in_database:
         if index is not None:
             raise InvalidInput(
-                f"the log of {backend.url} is in the store itself, not in a database: leave index out, or move the log: "
+                f"the log of {storage.url} is in the store itself, not in a database: leave index out, or move the log: "
                 f"`ckptstore migrate --log-to URL`"
             )
         return None
     way = index or os.environ.get(VARIABLE)
     if not way:
         raise InvalidInput(
-            f'the log of {backend.url} is in {config.log_place}: name that database, with index="postgresql+psycopg://USER@HOST/DATABASE", '
+            f'the log of {storage.url} is in {config.log_place}: name that database, with index="postgresql+psycopg://USER@HOST/DATABASE", '
             f"--index (--to-index, --from-index for the other end of a mirror) or ${VARIABLE}"
         )
-    log = database_log(way, config.store, backend)
+    log = database_log(way, config.store, storage)
     try:
         log.check(config.log_place)
     except BaseException:
@@ -41,10 +41,10 @@ def open_log_place(config: StoreConfig, backend: Backend, index: str | None) -> 
     return log
 
 
-def database_log(index: str, store: StoreId, backend: Backend) -> "PostgresLog":
+def database_log(index: str, store: StoreId, storage: Storage) -> "PostgresLog":
     """The log of `store` in the database at `index`, be it there or not."""
     # Imported here because most stores have no database.
     from ckptstore.index.postgres import Database
     from ckptstore.index.postgres_log import PostgresLog
 
-    return PostgresLog(Database(index, store), backend, store)
+    return PostgresLog(Database(index, store), storage, store)

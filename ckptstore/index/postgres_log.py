@@ -22,7 +22,7 @@ from ckptstore.index.catalog_file import make_tables
 from ckptstore.index.catalog_sqlite import REVISION
 from ckptstore.index.postgres import Database, Lost, at_once, quoted
 from ckptstore.log.entries import Entry, Position, decode_entry
-from ckptstore.storage.contract import Backend
+from ckptstore.storage.contract import Storage
 
 _BATCH = 500
 _PLACE = "CREATE TABLE place (id SMALLINT PRIMARY KEY, token VARCHAR(32) NOT NULL, copied BIGINT NOT NULL)"
@@ -43,9 +43,9 @@ class PostgresLog:
 
     is_local = False
 
-    def __init__(self, database: Database, backend: Backend, store: StoreId) -> None:
+    def __init__(self, database: Database, storage: Storage, store: StoreId) -> None:
         self.database = database
-        self._backend, self._store = backend, store
+        self._storage, self._store = storage, store
         self._in_turn: Connection | None = None
         self._locked: _Locked | None = None
         self._copied = 0
@@ -241,9 +241,9 @@ class PostgresLog:
         """Raise `Corrupt` if there is a copy of entry `n`, which is not in this database; looked up once per connection lost."""
         if self._compared:
             return
-        if self._backend.size(log_key(n)) is not None:
+        if self._storage.size(log_key(n)) is not None:
             raise Corrupt(
-                f"{self.database.name} ends at entry {n - 1} of the log, but {self._backend.url} has a copy of entry {n}: it was restored "
+                f"{self.database.name} ends at entry {n - 1} of the log, but {self._storage.url} has a copy of entry {n}: it was restored "
                 f"from an older backup, or is not the database that it was; run `ckptstore migrate --restore-log`"
             )
 
@@ -252,8 +252,8 @@ class PostgresLog:
         try:
             for m in range(copied + 1, n + 1):
                 entry = data if m == n else self.read(m)
-                if entry is None or (not self._backend.put_new(log_key(m), entry) and self._backend.read(log_key(m)) != entry):
-                    raise Corrupt(f"{log_key(m)} in {self._backend.url} is no copy of entry {m} in {self.database.name}: a fork of the log")
+                if entry is None or (not self._storage.put_new(log_key(m), entry) and self._storage.read(log_key(m)) != entry):
+                    raise Corrupt(f"{log_key(m)} in {self._storage.url} is no copy of entry {m} in {self.database.name}: a fork of the log")
                 self._copied = m
         except (Unavailable, ReadOnly, NotFound) as error:
             _logger.warning("entry %d is in %s and its copy is not made yet: %s", n, self.database.name, error)

@@ -25,7 +25,7 @@ _LOCK_TIMEOUT_S = 2.0
 _Stamp: TypeAlias = tuple[int, int, int]
 
 
-class Distrust:
+class SuspectPacks:
     """The notes at `path`. Threads and processes may share them."""
 
     def __init__(self, path: Path) -> None:

@@ -18,7 +18,7 @@ from ckptstore.core.text import count_text, unicode_text
 from ckptstore.errors import InvalidInput, Unavailable
 from ckptstore.interop.safetensors_file import Entry, Header, read_header
 from ckptstore.interop.sources import FileRange, Held, Joined, check_tiling, flat_dict, inside
-from ckptstore.state.leaf_sources import Flat, Source
+from ckptstore.state.leaf_sources import FlatState, Source
 
 FILES = "files"
 MODEL = "model"
@@ -78,11 +78,11 @@ def indexed_names(index: Path) -> list[str]:
     return names
 
 
-def flats_of(plan: DirectoryPlan) -> dict[str, Flat]:
+def flats_of(plan: DirectoryPlan) -> dict[str, FlatState]:
     """The application state that the plan describes: nothing is read yet but the headers."""
     keys = group_keys(plan.headers)
     _check_parts(plan.headers)
-    flats: dict[str, Flat] = {}
+    flats: dict[str, FlatState] = {}
     for key in dict.fromkeys(keys.values()):
         members = [name for name in plan.headers if keys[name] == key]
         flats[key] = _tensors(key, [(plan.files[name], plan.headers[name]) for name in members])
@@ -155,7 +155,7 @@ class _Stored:
         return FileRange(self.path, self.base + self.entry.start, self.entry.stop - self.entry.start, width_of(self.entry.dtype))
 
 
-def _tensors(key: str, members: Sequence[tuple[Path, Header]]) -> Flat:
+def _tensors(key: str, members: Sequence[tuple[Path, Header]]) -> FlatState:
     by_name: dict[str, list[_Stored]] = {}
     for path, header in members:
         for entry in header.entries:

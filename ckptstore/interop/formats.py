@@ -19,7 +19,7 @@ from ckptstore.errors import InvalidInput
 from ckptstore.interop import directory
 from ckptstore.interop.directory import INDEX_SUFFIX, SUFFIX
 from ckptstore.snapshot import Snapshot
-from ckptstore.state.leaf_sources import Flat
+from ckptstore.state.leaf_sources import FlatState
 from ckptstore.store import Store
 
 Kind: TypeAlias = Literal["files", "torch", "dcp", "torchsnapshot"]
@@ -63,7 +63,7 @@ def import_path(store: Store, path: str | PathLike[str], labels: Labels | None =
     )
 
 
-def _flats(place: Path, *, allow_pickle: bool) -> Mapping[str, Flat]:
+def _flats(place: Path, *, allow_pickle: bool) -> Mapping[str, FlatState]:
     kind = kind_of(place)
     if kind == "files":
         return directory.flats_of(_plan(place))

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from ckptstore.core.geometry import byte_ranges, intersect, within
 from ckptstore.core.model import Box, LeafKind, Node, Schema, Shape
 from ckptstore.errors import InvalidInput, Unavailable
-from ckptstore.state.leaf_sources import Flat, Source
+from ckptstore.state.leaf_sources import FlatState, Source
 from ckptstore.state.paths import segment, segments
 
 if TYPE_CHECKING:
@@ -160,7 +160,7 @@ class Placeholders:
         self._sources[id(tensor)] = tensor, source
         return tensor
 
-    def flatten(self, app_state: Mapping[str, Any], *, allow_pickle: bool) -> dict[str, Flat]:
+    def flatten(self, app_state: Mapping[str, Any], *, allow_pickle: bool) -> dict[str, FlatState]:
         """The flattened state, with the sources in place."""
         from ckptstore.state.flatten import flatten
 
@@ -175,7 +175,7 @@ class Placeholders:
 
 def flat_dict(
     key: str, kind: LeafKind, names: Sequence[str], sources: Sequence[Source], dtypes: Sequence[str] = (), shapes: Sequence[Shape] = ()
-) -> Flat:
+) -> FlatState:
     """A key whose value is one dict of leaves of one kind."""
     paths = tuple(f"{segment(key)}/{name}" for name in segments(names))
     count = len(names)
@@ -187,7 +187,7 @@ def flat_dict(
         tuple(shapes) or ((),) * count,
         (-1,) * count,
     )
-    return Flat(schema, list(sources))
+    return FlatState(schema, list(sources))
 
 
 def read_range(path: Path, offset: int, out: memoryview) -> None:

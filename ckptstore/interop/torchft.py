@@ -21,12 +21,12 @@ from ckptstore.interop.chunk_transfer.connection import Deadline, Route
 from ckptstore.interop.chunk_transfer.fetch import Peers
 from ckptstore.interop.chunk_transfer.process_vm import Probe
 from ckptstore.interop.chunk_transfer.protocol import Invitation, decode_invitation, encode_invitation
-from ckptstore.interop.chunk_transfer.publication import Board
-from ckptstore.interop.chunk_transfer.receive import Here, Received, Transfer
+from ckptstore.interop.chunk_transfer.publication import Publication
+from ckptstore.interop.chunk_transfer.receive import LocalState, Received, Transfer
 from ckptstore.interop.chunk_transfer.served_state import flatten_state, make_offer
 from ckptstore.interop.chunk_transfer.server import TransportServer
-from ckptstore.repository.thread_pool import Threads
-from ckptstore.state.staging_buffers import ArenaPool, default_budget
+from ckptstore.repository.thread_pool import ThreadPool
+from ckptstore.state.staging_buffers import BufferPool, default_budget
 
 try:
     from torchft.checkpointing.transport import CheckpointTransport
@@ -83,12 +83,12 @@ class StoreTransport(CheckpointTransport[T]):  # type: ignore[misc]  # mypy does
         self._meshes, self._staging_bytes, self._max_bytes = tuple(meshes), staging_bytes, max_bytes
         self._connections, self._patience_s = connections, patience.total_seconds()
         self._chunk_bytes = store.chunk_bytes if store else CHUNK_BYTES
-        self._threads = Threads(default_threads())
-        self._board = Board()
+        self._threads = ThreadPool(default_threads())
+        self._publication = Publication()
         self._sending, self._receiving = threading.Lock(), threading.Lock()
         self._left: dict[bytes, memoryview] = {}
         instance, token = secrets.token_hex(16), secrets.token_hex(32)
-        self._server = TransportServer(self._board, instance, token, timeout_s=self._timeout_s, host=host, port=port)
+        self._server = TransportServer(self._publication, instance, token, timeout_s=self._timeout_s, host=host, port=port)
         if store:
             store.second_names(quick_name)
         self._probe, addresses = Probe(instance), own_addresses(self._server.port, host)
@@ -116,7 +116,7 @@ class StoreTransport(CheckpointTransport[T]):  # type: ignore[misc]  # mypy does
             offer = make_offer(state_dict, step, chunk_bytes=self._chunk_bytes, pool=self._pool, threads=self._threads, guard=guard)
             self.staged_bytes = offer.staged_bytes
             try:
-                self._board.post(offer)
+                self._publication.post(offer)
                 offer.fill()
             except BaseException as error:
                 try:
@@ -163,17 +163,17 @@ class StoreTransport(CheckpointTransport[T]):  # type: ignore[misc]  # mypy does
         self._server.close(wait=wait)
         self._left = {}
         if wait:
-            self._let_go()
+            self._release()
         else:
-            behind(self._let_go, "ckptstore-transport-end")
+            behind(self._release, "ckptstore-transport-end")
 
-    def _let_go(self) -> None:
+    def _release(self) -> None:
         with self._sending:
             self._withdraw(0)
         self._threads.close()
 
     def _withdraw(self, timeout_s: float) -> None:
-        if late := self._board.withdraw(timeout_s):
+        if late := self._publication.withdraw(timeout_s):
             logger.warning("cut off %d connections of peers that were still receiving after %.1f s", late, timeout_s)
 
     def _receive(self, peers: Peers, deadline: Deadline, names: str) -> T:
@@ -188,10 +188,10 @@ class StoreTransport(CheckpointTransport[T]):  # type: ignore[misc]  # mypy does
         self._left = {}
         return state  # type: ignore[no-any-return]  # what was sent decides its type
 
-    def _here(self, names: str) -> Here:
+    def _here(self, names: str) -> LocalState:
         live = flatten_state(self._state_dict()) if self._state_dict else None
         max_bytes = self._max_bytes if self._max_bytes is not None else free_bytes()
-        return Here(
+        return LocalState(
             self._threads,
             live,
             self._in_place,
@@ -204,6 +204,6 @@ class StoreTransport(CheckpointTransport[T]):  # type: ignore[misc]  # mypy does
         )
 
     @cached_property
-    def _pool(self) -> ArenaPool:
+    def _pool(self) -> BufferPool:
         """Memory for states that are served, known when it is first needed."""
-        return ArenaPool(self._staging_bytes or default_budget())
+        return BufferPool(self._staging_bytes or default_budget())

@@ -21,9 +21,9 @@ from ckptstore.errors import Busy, CkptStoreError, Conflict, Corrupt, InvalidInp
 from ckptstore.log.backoff import Met, pause_s
 from ckptstore.log.entries import Body, Entry, Position, check_follows, decode_entry, encode_entry, origin
 from ckptstore.log.fold import Refusal, State, apply, check, genesis, number
-from ckptstore.log.log_backend import LogFiles, LogPlace
+from ckptstore.log.log_backend import LogBackend, LogObjects
 from ckptstore.log.log_snapshots import decode_state, encode_state
-from ckptstore.storage.contract import Backend
+from ckptstore.storage.contract import Storage
 
 CHECKPOINT_EVERY = 1000
 CHECKPOINTS_KEPT = 2
@@ -61,28 +61,28 @@ class Log:
 
     def __init__(
         self,
-        backend: Backend,
+        storage: Storage,
         store: StoreId,
         generation: int,
         *,
-        place: LogPlace | None = None,
+        place: LogBackend | None = None,
         memory: Path | None = None,
         with_config: bool = False,
     ) -> None:
         """The entries are at `place`, or in the store's own `log/`. `memory` is a file of this host's where the state is kept between
         processes, for storage that is slow to ask. `with_config`, nothing is appended to a directory that has lost its ckptstore.json."""
-        self._backend = backend
-        self._place = place or LogFiles(backend, store)
+        self._storage = storage
+        self._place = place or LogObjects(storage, store)
         self._state = genesis(store, generation)
         self._memory = memory
         self._remembered = 0
         self._recent: deque[Entry] = deque(maxlen=RECENT)
         self._opened = False
-        self._is_far = backend.durable_root is None  # to look at the head again is a request, which only an append is worth
+        self._is_far = storage.durable_root is None  # to look at the head again is a request, which only an append is worth
         self._lock = threading.RLock()
         self._gathering: threading.Thread | None = None
         self._met = Met()
-        self._looks_for_config = with_config and backend.durable_root is not None  # to a bucket it would be one more request
+        self._looks_for_config = with_config and storage.durable_root is not None  # to a bucket it would be one more request
 
     @property
     def state(self) -> State:
@@ -132,7 +132,7 @@ class Log:
             position = self._state.position
             if position.n and not self._place.still_has(position):
                 raise Corrupt(
-                    f"entry {position.n} of the log, which this process has read or written, is not in {self._backend.url} any more: "
+                    f"entry {position.n} of the log, which this process has read or written, is not in {self._storage.url} any more: "
                     f"the store was moved, deleted, or replaced by a backup or another copy while it was open; nothing was appended; "
                     f"open it again"
                 )
@@ -142,9 +142,9 @@ class Log:
 
         After an entry was created, this decides whether it may be acknowledged.
         """
-        if self._looks_for_config and self._backend.size(CONFIG_KEY) is None:
+        if self._looks_for_config and self._storage.size(CONFIG_KEY) is None:
             raise Corrupt(
-                f"{self._backend.url} has lost its ckptstore.json while it was open: the store is being deleted, or was damaged, and a "
+                f"{self._storage.url} has lost its ckptstore.json while it was open: the store is being deleted, or was damaged, and a "
                 f"commit in it would be lost; nothing is acknowledged; if it was not meant to go, run `ckptstore repair`, and open it again"
             )
 
@@ -383,7 +383,7 @@ class Log:
     def _read_checkpoint(self, n: int) -> State | None:
         """The checkpoint at `n`, if it is there and is that of this log's own entry `n`."""
         try:
-            state = decode_state(self._backend.read(checkpoint_key(n)), self._state.store, self._state.generation)
+            state = decode_state(self._storage.read(checkpoint_key(n)), self._state.store, self._state.generation)
             entry = decode_entry(self._place.read(n) or b"")
         except (NotFound, Corrupt) as error:
             _logger.debug("no usable checkpoint at entry %d: %s", n, error)
@@ -409,7 +409,7 @@ class Log:
             _logger.warning("what was to be saved at entry %d of the log was not; the next open reads more of the log: %s", state.n, error)
 
     def _write_checkpoint(self, state: State) -> None:
-        self._backend.put(checkpoint_key(state.n), encode_state(state))
-        keys = [key for key, _ in self._backend.list(_CHECKPOINT_PREFIX)]
+        self._storage.put(checkpoint_key(state.n), encode_state(state))
+        keys = [key for key, _ in self._storage.list(_CHECKPOINT_PREFIX)]
         for key in keys[:-CHECKPOINTS_KEPT]:
-            self._backend.delete(key)
+            self._storage.delete(key)

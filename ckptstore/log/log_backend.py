@@ -14,7 +14,7 @@ from ckptstore.core.threads import Pool
 from ckptstore.errors import Corrupt, NotFound, ReadOnly
 from ckptstore.log.entries import Entry, Position, check_follows, decode_entry
 from ckptstore.log.segments import SEGMENT_ENTRIES, decode_segment, encode_segment, segment_end
-from ckptstore.storage.contract import Backend
+from ckptstore.storage.contract import Storage
 
 _READ_AHEAD = 32
 _SEGMENTS_AT_ONCE = 8
@@ -28,7 +28,7 @@ _COMPLETED_EVERY = 10 * SEGMENT_ENTRIES
 _logger = logging.getLogger("ckptstore")
 
 
-class LogPlace(Protocol):
+class LogBackend(Protocol):
     """Entries by number, each created once and never changed. One thread at a time."""
 
     @property
@@ -72,15 +72,15 @@ class LogPlace(Protocol):
         """Look anew from here on at what was not there."""
 
 
-class LogFiles:
+class LogObjects:
     """The log in the store itself."""
 
-    def __init__(self, backend: Backend, store: StoreId) -> None:
-        self._backend, self._store = backend, store
+    def __init__(self, storage: Storage, store: StoreId) -> None:
+        self._storage, self._store = storage, store
 
     @cached_property
     def is_local(self) -> bool:
-        root = self._backend.durable_root
+        root = self._storage.durable_root
         return root is not None and not is_network_filesystem(root)
 
     def read(self, n: int) -> bytes | None:
@@ -94,7 +94,7 @@ class LogFiles:
         yield from self._one_by_one(n + 1) if self.is_local else self._many(n + 1)
 
     def has(self, n: int) -> bool:
-        return self._backend.size(log_key(n)) is not None
+        return self._storage.size(log_key(n)) is not None
 
     def still_has(self, position: Position) -> bool:
         """By the hash in its first line: damage further on is for those to find who open the store."""
@@ -102,10 +102,10 @@ class LogFiles:
         return data is not None and len(data) == position.bytes and data.startswith(position.hash.encode())
 
     def create(self, entry: Entry, data: bytes) -> bool:
-        return self._backend.put_new(log_key(entry.n), data)
+        return self._storage.put_new(log_key(entry.n), data)
 
     def settle(self, n: int) -> None:
-        self._backend.sync_dirs((log_key(n),))
+        self._storage.sync_dirs((log_key(n),))
 
     def gathers(self, n: int) -> bool:
         """A disk of this host is asked for a file as fast as for a part of one."""
@@ -114,11 +114,11 @@ class LogFiles:
     def gather(self, n: int, newest: Sequence[Entry]) -> None:
         """The last segment, and now and then those before it that are not there."""
         if len(newest) >= SEGMENT_ENTRIES and newest[-1].n == n:
-            self._backend.put(segment_key(n), encode_segment(newest[-SEGMENT_ENTRIES:]))
+            self._storage.put(segment_key(n), encode_segment(newest[-SEGMENT_ENTRIES:]))
             wanted = range(SEGMENT_ENTRIES, n, SEGMENT_ENTRIES) if n % _COMPLETED_EVERY == 0 else range(0)
         else:
             wanted = range(n, n + 1)
-        there = {key for key, _ in self._backend.list(_SEGMENT_PREFIX)} if wanted else set()
+        there = {key for key, _ in self._storage.list(_SEGMENT_PREFIX)} if wanted else set()
         for last in wanted:
             if segment_key(last) not in there:
                 self._write_segment(last)
@@ -131,18 +131,18 @@ class LogFiles:
 
         Who ends in between leaves an empty file, which `gc` deletes. A bucket is not asked by a client that remembers.
         """
-        if self._backend.durable_root is None:
+        if self._storage.durable_root is None:
             return
         scratch = log_scratch_key(secrets.token_hex(12))
         try:
-            self._backend.put(scratch, b"", durable=False)
-            self._backend.delete(scratch)
+            self._storage.put(scratch, b"", durable=False)
+            self._storage.delete(scratch)
         except ReadOnly:
-            _logger.debug("%s is read-only: names cached as absent expire by themselves", self._backend.url)
+            _logger.debug("%s is read-only: names cached as absent expire by themselves", self._storage.url)
 
     def _read(self, key: str) -> bytes | None:
         try:
-            return self._backend.read(key)
+            return self._storage.read(key)
         except NotFound:
             return None
 
@@ -152,7 +152,7 @@ class LogFiles:
 
     def _many(self, n: int) -> Iterator[Entry]:
         # A name that a network filesystem found absent stays so for a while: there nothing is asked for that may not be there yet.
-        limit = 1 if self._backend.durable_root is not None else _READ_AHEAD
+        limit = 1 if self._storage.durable_root is not None else _READ_AHEAD
         with Pool(limit) as pool:
             met, batch, look_from = 1, min(2, limit), 0
             while True:
@@ -191,4 +191,4 @@ class LogFiles:
     def _write_segment(self, last: int) -> None:
         with Pool(_READ_AHEAD) as pool:
             files = list(pool.map(self.read, range(last - SEGMENT_ENTRIES + 1, last + 1)))
-        self._backend.put(segment_key(last), encode_segment([decode_entry(data or b"") for data in files]))
+        self._storage.put(segment_key(last), encode_segment([decode_entry(data or b"") for data in files]))

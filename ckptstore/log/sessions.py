@@ -19,7 +19,7 @@ from typing import Any, Self
 from ckptstore.core.ids import SessionId, new_session_id, parse_session_id, session_key
 from ckptstore.errors import CkptStoreError, Corrupt, NotFound
 from ckptstore.objects.canonical import decode, encode
-from ckptstore.storage.contract import Backend
+from ckptstore.storage.contract import Storage
 
 HEARTBEAT_S = 30.0
 
@@ -48,8 +48,8 @@ class SessionInfo:
 class Session:
     """One writer of one commit or one repack. As a context manager it ends if the block succeeds and is abandoned if that raises."""
 
-    def __init__(self, backend: Backend, info: SessionInfo) -> None:
-        self._backend = backend
+    def __init__(self, storage: Storage, info: SessionInfo) -> None:
+        self._storage = storage
         self._info = info
         self._lock = threading.Lock()
         self._beating = True
@@ -65,7 +65,7 @@ class Session:
         """
         if self._stop():
             try:
-                self._backend.delete(session_key(self.id))
+                self._storage.delete(session_key(self.id))
             except CkptStoreError as error:
                 _logger.warning("session %s has ended, its file stays until the next gc: %s", self.id, error)
 
@@ -87,7 +87,7 @@ class Session:
         with self._lock:
             if self._beating:
                 self._info = replace(self._info, counter=self._info.counter + 1, time_ns=time.time_ns())
-                self._backend.put(session_key(self.id), encode_session(self._info), durable=False)
+                self._storage.put(session_key(self.id), encode_session(self._info), durable=False)
 
     def _stop(self) -> bool:
         """Whether it was this call, in the process that opened the session, that stopped it."""
@@ -155,13 +155,13 @@ def _forget_the_parents_sessions() -> None:
 os.register_at_fork(after_in_child=_forget_the_parents_sessions)
 
 
-def open_session(backend: Backend, what: str) -> Session:
+def open_session(storage: Storage, what: str) -> Session:
     """A new session that beats until `end` or `abandon`; `what` tells people what it does."""
     pid = os.getpid()
     host = os.uname().nodename
     info = SessionInfo(new_session_id(), what, host, _boot(), _pid_namespace(), pid, _start_of(pid) or 0, time.time_ns())
-    backend.put(session_key(info.id), encode_session(info), durable=False)
-    session = Session(backend, info)
+    storage.put(session_key(info.id), encode_session(info), durable=False)
+    session = Session(storage, info)
     try:
         _heart.add(session)
     except BaseException:
@@ -170,16 +170,16 @@ def open_session(backend: Backend, what: str) -> Session:
     return session
 
 
-def read_sessions(backend: Backend) -> Iterator[SessionInfo]:
+def read_sessions(storage: Storage) -> Iterator[SessionInfo]:
     """The sessions that have a file; of a damaged file no more than the id is known. One that ends meanwhile may be left out."""
-    for key, _ in backend.list(_PREFIX):
+    for key, _ in storage.list(_PREFIX):
         try:
             session = parse_session_id(key.removeprefix(_PREFIX))
         except Corrupt as error:
             _logger.warning("%s is no session: %s", key, error)
             continue
         try:
-            yield decode_session(session, backend.read(key))
+            yield decode_session(session, storage.read(key))
         except NotFound:
             continue
         except Corrupt as error:

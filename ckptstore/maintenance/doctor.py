@@ -16,9 +16,9 @@ from ckptstore.core.ids import new_session_id
 from ckptstore.core.paths import file_system, is_network_filesystem, make_directories
 from ckptstore.core.text import bytes_text, seconds_text
 from ckptstore.errors import CkptStoreError
-from ckptstore.repository.disk_forecast import COMMITS_AHEAD, MAKE_ROOM, Room, expected_bytes, look
-from ckptstore.repository.store_handle import Opening
-from ckptstore.storage.contract import Backend
+from ckptstore.repository.disk_forecast import COMMITS_AHEAD, MAKE_ROOM, DiskRoom, expected_bytes, look
+from ckptstore.repository.store_handle import StoreHandle
+from ckptstore.storage.contract import Storage
 from ckptstore.storage.file_lock import file_lock
 from ckptstore.storage.reserve import RESERVE_BYTES
 
@@ -44,7 +44,7 @@ class Check:
 
 
 @dataclass(frozen=True, slots=True)
-class Storage:
+class StorageFacts:
     """What was seen. Where something could not be tried, it says why in words, else it is empty."""
 
     writable: str
@@ -60,48 +60,48 @@ class Storage:
     newest_entry_s: float
 
 
-def doctor(opening: Opening) -> tuple[Check, ...]:
+def doctor(handle: StoreHandle) -> tuple[Check, ...]:
     """Try the storage of a store out, and look whether there is room for what comes next."""
-    return judge(probe(opening), look(opening))
+    return judge(probe(handle), look(handle))
 
 
-def judge(storage: Storage, space: Room) -> tuple[Check, ...]:
+def judge(facts: StorageFacts, space: DiskRoom) -> tuple[Check, ...]:
     """The verdicts. Pure."""
-    checks = [_tried("write", storage.writable, "files can be made", "get the right to write there, or use the store read-only")]
-    if not storage.writable:
+    checks = [_tried("write", facts.writable, "files can be made", "get the right to write there, or use the store read-only")]
+    if not facts.writable:
         link = "a store needs exclusive creation: hard links on a disk, conditional writes (If-None-Match) in a bucket"
         checks += (
-            _tried("exclusive", storage.exclusive, "of two who create an object one fails", link),
-            _tried("rename", storage.rename, "an object is replaced at once", "use storage that renames atomically"),
-            _fsync(storage),
-            _clock(storage),
+            _tried("exclusive", facts.exclusive, "of two who create an object one fails", link),
+            _tried("rename", facts.rename, "an object is replaced at once", "use storage that renames atomically"),
+            _fsync(facts),
+            _clock(facts),
         )
-    checks += (_filesystem(storage), _locks(storage), _newest(storage), _free(space), _reserve(space))
+    checks += (_filesystem(facts), _locks(facts), _newest(facts), _free(space), _reserve(space))
     return tuple(checks)
 
 
-def probe(opening: Opening) -> Storage:
+def probe(handle: StoreHandle) -> StorageFacts:
     """Try the storage out. Writes a few small objects under `tmp/` and deletes them."""
-    backend = opening.backend
+    storage = handle.storage
     scratch = f"tmp/{new_session_id()}-doctor"
     writable, exclusive, rename, fsync_s, skew_s = "", "", "", 0.0, 0.0
     try:
-        fsync_s = _put_seconds(backend, scratch)
-        exclusive, rename, skew_s = _try_exclusive(backend, scratch), _try_rename(backend, scratch), _clock_skew(backend, scratch)
+        fsync_s = _put_seconds(storage, scratch)
+        exclusive, rename, skew_s = _try_exclusive(storage, scratch), _try_rename(storage, scratch), _clock_skew(storage, scratch)
     except CkptStoreError as error:
         writable = str(error)
     finally:
         with suppress(CkptStoreError):
             for suffix in ("", ".new"):
-                backend.delete(scratch + suffix)
-    root, directory = backend.durable_root, opening.index_directory
-    newest = max((row.time_ns for row in opening.log.replay().commits.values()), default=0)
-    return Storage(
+                storage.delete(scratch + suffix)
+    root, directory = storage.durable_root, handle.index_directory
+    newest = max((row.time_ns for row in handle.log.replay().commits.values()), default=0)
+    return StorageFacts(
         writable,
         exclusive,
         rename,
         fsync_s,
-        file_system(root) if root else backend.url.partition("://")[0],
+        file_system(root) if root else storage.url.partition("://")[0],
         root is not None and is_network_filesystem(root),
         str(directory),
         is_network_filesystem(directory),
@@ -114,35 +114,35 @@ def probe(opening: Opening) -> Storage:
 # -- trying ------------------------------------------------------------------------------------------------------------------------
 
 
-def _put_seconds(backend: Backend, key: str) -> float:
+def _put_seconds(storage: Storage, key: str) -> float:
     """The median time of a small durable write."""
     times = []
     for _ in range(FSYNC_ROUNDS):
         started = time.perf_counter()
-        backend.put(key, secrets.token_bytes(4096))
+        storage.put(key, secrets.token_bytes(4096))
         times.append(time.perf_counter() - started)
     return statistics.median(times)
 
 
-def _try_exclusive(backend: Backend, key: str) -> str:
-    created = backend.put_new(f"{key}.new", b"first")
-    again = backend.put_new(f"{key}.new", b"second")
-    if not created or again or backend.read(f"{key}.new") != b"first":
+def _try_exclusive(storage: Storage, key: str) -> str:
+    created = storage.put_new(f"{key}.new", b"first")
+    again = storage.put_new(f"{key}.new", b"second")
+    if not created or again or storage.read(f"{key}.new") != b"first":
         return "an object was created twice"
     return ""
 
 
-def _try_rename(backend: Backend, key: str) -> str:
+def _try_rename(storage: Storage, key: str) -> str:
     wanted = secrets.token_bytes(64)
-    backend.put(key, wanted)
-    return "" if backend.read(key) == wanted else "an object that was replaced reads as before"
+    storage.put(key, wanted)
+    return "" if storage.read(key) == wanted else "an object that was replaced reads as before"
 
 
-def _clock_skew(backend: Backend, key: str) -> float:
+def _clock_skew(storage: Storage, key: str) -> float:
     """How far the storage's clock is ahead of this host's, as a file's time shows; 0 for a bucket."""
-    if backend.durable_root is None:
+    if storage.durable_root is None:
         return 0.0
-    return os.stat(backend.durable_root / key).st_mtime - time.time()
+    return os.stat(storage.durable_root / key).st_mtime - time.time()
 
 
 def _try_lock(directory: Path) -> bool:
@@ -165,45 +165,45 @@ def _tried(name: str, problem: str, fine: str, next_step: str) -> Check:
     return Check(name, Verdict.FAILED, problem, next_step) if problem else Check(name, Verdict.OK, fine)
 
 
-def _fsync(storage: Storage) -> Check:
-    seen = f"a small durable write takes {seconds_text(storage.fsync_s)}"
-    if storage.fsync_s <= SLOW_FSYNC_S:
+def _fsync(facts: StorageFacts) -> Check:
+    seen = f"a small durable write takes {seconds_text(facts.fsync_s)}"
+    if facts.fsync_s <= SLOW_FSYNC_S:
         return Check("fsync", Verdict.OK, seen)
     return Check("fsync", Verdict.WARNING, seen, "each commit waits for about five of them: use a faster disk, or commit less often")
 
 
-def _clock(storage: Storage) -> Check:
-    seen = f"the storage's clock is {abs(storage.clock_skew_s):.1f} s {'ahead' if storage.clock_skew_s > 0 else 'behind'}"
-    if abs(storage.clock_skew_s) <= CLOCK_SKEW_S:
+def _clock(facts: StorageFacts) -> Check:
+    seen = f"the storage's clock is {abs(facts.clock_skew_s):.1f} s {'ahead' if facts.clock_skew_s > 0 else 'behind'}"
+    if abs(facts.clock_skew_s) <= CLOCK_SKEW_S:
         return Check("clock", Verdict.OK, "this host and the storage agree on the time")
     return Check("clock", Verdict.WARNING, seen, "set the clocks (NTP): ages and `--keep-within` are off; nothing else depends on them")
 
 
-def _newest(storage: Storage) -> Check:
-    if storage.newest_entry_s <= CLOCK_SKEW_S:
+def _newest(facts: StorageFacts) -> Check:
+    if facts.newest_entry_s <= CLOCK_SKEW_S:
         return Check("time", Verdict.OK, "no commit is from the future")
-    seen = f"the newest commit is {seconds_text(storage.newest_entry_s)} in the future"
+    seen = f"the newest commit is {seconds_text(facts.newest_entry_s)} in the future"
     return Check("time", Verdict.WARNING, seen, "set this host's clock, or that of the host that committed (NTP)")
 
 
-def _filesystem(storage: Storage) -> Check:
-    if not storage.network:
-        return Check("filesystem", Verdict.OK, storage.filesystem or "unknown")
-    if storage.index_network:
-        seen = f"{storage.filesystem}, and the index too: {storage.index_directory}"
+def _filesystem(facts: StorageFacts) -> Check:
+    if not facts.network:
+        return Check("filesystem", Verdict.OK, facts.filesystem or "unknown")
+    if facts.index_network:
+        seen = f"{facts.filesystem}, and the index too: {facts.index_directory}"
         return Check("filesystem", Verdict.WARNING, seen, "set CKPTSTORE_CACHE to a directory on a local disk")
-    seen = f"{storage.filesystem}, shared between hosts; the index lies at {storage.index_directory}"
+    seen = f"{facts.filesystem}, shared between hosts; the index lies at {facts.index_directory}"
     return Check("filesystem", Verdict.OK, seen)
 
 
-def _locks(storage: Storage) -> Check:
-    if storage.locks:
-        return Check("locks", Verdict.OK, f"locks work in {storage.index_directory}")
+def _locks(facts: StorageFacts) -> Check:
+    if facts.locks:
+        return Check("locks", Verdict.OK, f"locks work in {facts.index_directory}")
     step = "set CKPTSTORE_CACHE to a directory on a local disk; until then every process keeps an index of its own in memory"
-    return Check("locks", Verdict.WARNING, f"no locks in {storage.index_directory}", step)
+    return Check("locks", Verdict.WARNING, f"no locks in {facts.index_directory}", step)
 
 
-def _free(space: Room) -> Check:
+def _free(space: DiskRoom) -> Check:
     if space.free is None:
         return Check("space", Verdict.OK, "a bucket has no end")
     wanted = expected_bytes(space)
@@ -214,7 +214,7 @@ def _free(space: Room) -> Check:
     return Check("space", verdict, seen, MAKE_ROOM if verdict is Verdict.WARNING else "")
 
 
-def _reserve(space: Room) -> Check:
+def _reserve(space: DiskRoom) -> Check:
     if space.free is None:
         return Check("reserve", Verdict.OK, "a bucket needs none")
     if space.reserve == RESERVE_BYTES:

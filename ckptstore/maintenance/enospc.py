@@ -14,15 +14,15 @@ from typing import TypeVar
 
 from ckptstore.core.settings import OnFull
 from ckptstore.core.text import bytes_text
-from ckptstore.distributed.collective import Peers
+from ckptstore.distributed.collective import Collective
 from ckptstore.errors import CkptStoreError, NoSpace
 from ckptstore.log.state import NEWEST_KEPT, State
 from ckptstore.maintenance.gc.collect import GcOptions, collect, plans_at
 from ckptstore.maintenance.gc.plan import GcPlan
 from ckptstore.maintenance.retention import KeepLast, plan_policies
 from ckptstore.repository import disk_forecast
-from ckptstore.repository.store_handle import Opening
-from ckptstore.repository.thread_pool import Threads
+from ckptstore.repository.store_handle import StoreHandle
+from ckptstore.repository.thread_pool import ThreadPool
 
 logger = logging.getLogger("ckptstore")
 
@@ -33,7 +33,7 @@ PATIENCE = 4
 
 _GOES_ON, _AGAIN, _EXPLAINED = b"w", b"a", b"e"
 
-EVERYTHING = GcOptions(max_unused=0.0, impatient=True)
+EVERYTHING = GcOptions(max_unused=0.0, force=True)
 """On a full disk nobody else can commit either, so nothing waits for them."""
 
 
@@ -54,18 +54,18 @@ class Relief:
         return f"`ckptstore gc` frees {bytes_text(self.gc_bytes)}, {after}"
 
 
-def relief(opening: Opening) -> Relief:
+def relief(handle: StoreHandle) -> Relief:
     """Plan both. Raises what a dry run of gc raises."""
-    state = opening.log.replay()
-    now, later = plans_at(opening, (state, _forgetting(state)), EVERYTHING)
+    state = handle.log.replay()
+    now, later = plans_at(handle, (state, _forgetting(state)), EVERYTHING)
     return Relief(_net_bytes(now), _net_bytes(later))
 
 
 class DiskWatch:
     """What one open store knows about the room on its disk. Threads may share it."""
 
-    def __init__(self, opening: Opening, run: str, on_full: OnFull) -> None:
-        self._opening, self._run, self._on_full = opening, run, on_full
+    def __init__(self, handle: StoreHandle, run: str, on_full: OnFull) -> None:
+        self._handle, self._run, self._on_full = handle, run, on_full
         self._lock = threading.Lock()
         self._looked = False
         self._warned = False
@@ -74,10 +74,10 @@ class DiskWatch:
         """Ahead of the first commit: warn if it, or one of the next, will not fit. Never raises: what cannot be known is not said."""
         with self._lock:
             looked, self._looked = self._looked, True
-        if looked or self._opening.backend.durable_root is None:
+        if looked or self._handle.storage.durable_root is None:
             return
         try:
-            room = disk_forecast.look(self._opening, self._run, logical_bytes=logical_bytes)
+            room = disk_forecast.look(self._handle, self._run, logical_bytes=logical_bytes)
         except CkptStoreError as error:
             logger.debug("nobody knows whether the next commit fits: %s", error)
             return
@@ -85,7 +85,7 @@ class DiskWatch:
 
     def after(self, logical_bytes: int, new_bytes: int) -> None:
         """After each commit: warn once when the disk gets short of room for more like it, and again only after there was enough."""
-        self._warn(disk_forecast.Room(disk_forecast.free_bytes(self._opening), (new_bytes,), logical_bytes, None))
+        self._warn(disk_forecast.DiskRoom(disk_forecast.free_bytes(self._handle), (new_bytes,), logical_bytes, None))
 
     def fit(self, commit: Callable[[], T], logical_bytes: int) -> T:
         """What `commit` returns. On a full disk, and with `on_full="gc"`, again after a gc that freed something.
@@ -103,7 +103,7 @@ class DiskWatch:
         except NoSpace as error:
             raise self._explained(error, logical_bytes) from error
 
-    def fit_together(self, peers: Peers, commit: Callable[[], T], logical_bytes: Callable[[], int]) -> T:
+    def fit_together(self, peers: Collective, commit: Callable[[], T], logical_bytes: Callable[[], int]) -> T:
         """`fit` for a commit that every rank of `peers` takes part in, of a state that has `logical_bytes` by what this rank knows once it
         did not fit. The coordinator's `on_full` counts, and what it sees of the disk.
 
@@ -119,10 +119,10 @@ class DiskWatch:
         except NoSpace as error:
             raise _joined(error, self._relieved(peers, logical_bytes, collect=False)) from error
 
-    def _relieved(self, peers: Peers, logical_bytes: Callable[[], int], *, collect: bool) -> str:
+    def _relieved(self, peers: Collective, logical_bytes: Callable[[], int], *, collect: bool) -> str:
         """Nothing after a gc of the coordinator that freed something, else what is missing and what would free it."""
         begun: list[Future[bytes]] = []
-        threads = Threads(1)
+        threads = ThreadPool(1)
 
         def look() -> bytes:
             if collect and self._on_full == "gc" and self._collected():
@@ -146,12 +146,12 @@ class DiskWatch:
     def _collected(self) -> bool:
         """Whether a gc freed something; one that fails is logged, and the commit's own error is raised."""
         try:
-            report = collect(self._opening, EVERYTHING)
+            report = collect(self._handle, EVERYTHING)
         except CkptStoreError as error:
-            logger.warning("the disk of %s is full, and gc could not help: %s", self._opening.url, error)
+            logger.warning("the disk of %s is full, and gc could not help: %s", self._handle.url, error)
             return False
-        self._opening.follow()
-        logger.warning("the disk of %s is full: gc freed %s", self._opening.url, bytes_text(report.freed_bytes - report.copied_bytes))
+        self._handle.follow()
+        logger.warning("the disk of %s is full: gc freed %s", self._handle.url, bytes_text(report.freed_bytes - report.copied_bytes))
         return report.freed_bytes > 0
 
     def _explained(self, error: NoSpace, logical_bytes: int) -> NoSpace:
@@ -161,18 +161,18 @@ class DiskWatch:
         """What is missing for a state of so many bytes, and what would free it."""
         said = []
         try:
-            said.append(disk_forecast.shortage(disk_forecast.look(self._opening, self._run, logical_bytes=logical_bytes)))
-            said.append(str(relief(self._opening)))
+            said.append(disk_forecast.shortage(disk_forecast.look(self._handle, self._run, logical_bytes=logical_bytes)))
+            said.append(str(relief(self._handle)))
         except CkptStoreError as other:
             logger.debug("nobody knows what could be freed: %s", other)
         return said
 
-    def _warn(self, room: disk_forecast.Room) -> None:
+    def _warn(self, room: disk_forecast.DiskRoom) -> None:
         text = disk_forecast.warning(room)
         with self._lock:
             warned, self._warned = self._warned, bool(text)
         if text and not warned:
-            logger.warning("%s: %s", self._opening.url, text)
+            logger.warning("%s: %s", self._handle.url, text)
 
 
 def _joined(error: NoSpace, said: str) -> NoSpace:

@@ -14,24 +14,24 @@ from ckptstore.log.state import State
 from ckptstore.maintenance.retention import ForgetPlan, Policy, plan_commits, plan_policies
 from ckptstore.objects.documents import decode_document
 from ckptstore.objects.pages import decode_page
-from ckptstore.repository.store_handle import Opening
+from ckptstore.repository.store_handle import StoreHandle
 from ckptstore.storage.reserve import room
 
 ATTEMPTS = 5
 _CHANGED_MEANWHILE = frozenset({Code.TAGGED, Code.NEWEST, Code.BEST, Code.FORGOTTEN, Code.NO_SUCH_COMMIT})
 
 
-def forget_by_policy(opening: Opening, policies: Sequence[Policy], *, run: str | None = None, dry_run: bool = False) -> ForgetPlan:
+def forget_by_policy(handle: StoreHandle, policies: Sequence[Policy], *, run: str | None = None, dry_run: bool = False) -> ForgetPlan:
     """Forget what no policy keeps, in `run` or in all runs; the plan returned is the one that was, or with `dry_run` would be, executed.
 
     Raises `InvalidInput` for no policy at all.
     """
     for _ in range(ATTEMPTS):
-        plan = plan_policies(opening.log.replay(), policies, run)
+        plan = plan_policies(handle.log.replay(), policies, run)
         if dry_run or not plan.forgotten:
             return plan
         try:
-            _append(opening, plan)
+            _append(handle, plan)
         except Refused as error:
             if error.refusal.code not in _CHANGED_MEANWHILE:
                 raise
@@ -41,9 +41,9 @@ def forget_by_policy(opening: Opening, policies: Sequence[Policy], *, run: str |
     raise Conflict(f"others changed the store {ATTEMPTS} times while forget looked; repeat it") from last
 
 
-def forget_commits(opening: Opening, commits: Iterable[CommitId], *, reason: str = "", dry_run: bool = False) -> ForgetPlan:
+def forget_commits(handle: StoreHandle, commits: Iterable[CommitId], *, reason: str = "", dry_run: bool = False) -> ForgetPlan:
     """Forget just these commits. Raises `Conflict` if one of them is pinned or forgotten already, `NotFound` if it is not there."""
-    state = opening.log.replay()
+    state = handle.log.replay()
     wanted = tuple(commits)
     if unknown := [c for c in wanted if c not in state.commits]:
         raise _no_such_commit(unknown)
@@ -51,53 +51,53 @@ def forget_commits(opening: Opening, commits: Iterable[CommitId], *, reason: str
     if refusal := check(state, _body(plan)):
         raise Conflict(refusal.why)
     if not dry_run:
-        _append(opening, plan)
+        _append(handle, plan)
     return plan
 
 
-def undelete(opening: Opening, commits: Sequence[CommitId]) -> None:
+def undelete(handle: StoreHandle, commits: Sequence[CommitId]) -> None:
     """Make forgotten commits roots again, and their packs live.
 
     Raises `NotFound` for a commit that a gc has purged, `Conflict` for one that is not forgotten.
     """
     for _ in range(ATTEMPTS):
-        state = opening.log.replay()
+        state = handle.log.replay()
         if purged := [c for c in commits if c not in state.commits]:
             raise _no_such_commit(purged)
-        reused = frozenset().union(*(_packs_of(opening, state, commit) for commit in commits))
+        reused = frozenset().union(*(_packs_of(handle, state, commit) for commit in commits))
         try:
-            with room(opening.backend):
-                opening.log.append(Undelete(tuple(commits), reused))
+            with room(handle.storage):
+                handle.log.append(Undelete(tuple(commits), reused))
         except Refused as error:
             if error.refusal.code is not Code.PACKS_GONE:
                 raise Conflict(error.refusal.why) from error
             last = error
-            opening.objects.sync(opening.log.state, thorough=True)
+            handle.objects.sync(handle.log.state, thorough=True)
             continue
         return
     raise Conflict(f"gc kept moving the chunks of these commits ({ATTEMPTS} times); repeat undelete") from last
 
 
-def _append(opening: Opening, plan: ForgetPlan) -> None:
-    with room(opening.backend):
-        opening.log.append(_body(plan))
+def _append(handle: StoreHandle, plan: ForgetPlan) -> None:
+    with room(handle.storage):
+        handle.log.append(_body(plan))
 
 
 def _body(plan: ForgetPlan) -> Forget:
     return Forget(tuple(decision.commit for decision in plan.forgotten), plan.reason)
 
 
-def _packs_of(opening: Opening, state: State, commit: CommitId) -> frozenset[int]:
+def _packs_of(handle: StoreHandle, state: State, commit: CommitId) -> frozenset[int]:
     """The packs that hold every chunk of `commit`: from now on they are needed."""
-    document = decode_document(opening.backend.read(document_key(state.commits[commit].session, commit)), commit)
-    opening.objects.sync(state)
+    document = decode_document(handle.storage.read(document_key(state.commits[commit].session, commit)), commit)
+    handle.objects.sync(state)
     pages = [page for _, tree in document.trees for page in tree.pages]
     ids: list[bytes] = [*(tree.schema for _, tree in document.trees), *pages]
     if document.layout is not None:
         ids.append(document.layout)
-    for data in opening.objects.read_metadata_many(pages):
+    for data in handle.objects.read_metadata_many(pages):
         ids.extend(content.ids for content in decode_page(data).leaves)
-    return opening.objects.packs_of(b"".join(ids))
+    return handle.objects.packs_of(b"".join(ids))
 
 
 def _no_such_commit(commits: Sequence[CommitId]) -> NotFound:

@@ -19,8 +19,8 @@ from ckptstore.index.postgres_log import PostgresLog, token_of
 from ckptstore.log.entries import Moved
 from ckptstore.log.log import Log
 from ckptstore.objects.config import encode_config
-from ckptstore.repository.store_handle import Opening, read_config, refuse_careless
-from ckptstore.storage.contract import open_backend
+from ckptstore.repository.store_handle import StoreHandle, read_config, refuse_careless
+from ckptstore.storage.contract import open_storage
 
 _SLICE = 500
 
@@ -41,13 +41,13 @@ def move_log(
 
     Raises `InvalidInput` if it is there already, is on its way elsewhere, or cannot be there; else as opening and appending do.
     """
-    with closing(Opening(place, index=index, storage_options=storage_options)) as opening:
-        opening.check_writable()
+    with closing(StoreHandle(place, index=index, storage_options=storage_options)) as handle:
+        handle.check_writable()
         if to is None:
-            return _into_the_store(opening)
-        target = database_log(to, opening.config.store, opening.backend)
+            return _into_the_store(handle)
+        target = database_log(to, handle.config.store, handle.storage)
         with closing(target.database):
-            return _into_a_database(opening, target)
+            return _into_a_database(handle, target)
 
 
 def restore_log(place: str | os.PathLike[str], *, index: str | None = None, storage_options: dict[str, Any] | None = None) -> int:
@@ -77,37 +77,37 @@ def migrate_tables(
         return before, log.revision()
 
 
-def _into_the_store(opening: Opening) -> LogMoved:
-    log = opening.database
+def _into_the_store(handle: StoreHandle) -> LogMoved:
+    log = handle.database
     if log is None:
-        raise InvalidInput(f"the log of {opening.url} is in the store already")
-    refuse_careless(opening.backend)
-    _announce(opening, LOG_FILES)
+        raise InvalidInput(f"the log of {handle.url} is in the store already")
+    refuse_careless(handle.storage)
+    _announce(handle, LOG_FILES)
     log.copy_rest()
-    return _arrive(opening, LOG_FILES)
+    return _arrive(handle, LOG_FILES)
 
 
-def _into_a_database(opening: Opening, target: PostgresLog) -> LogMoved:
+def _into_a_database(handle: StoreHandle, target: PostgresLog) -> LogMoved:
     try:
         name = target.make()
     except Conflict:  # by a move that was interrupted, or one that led away from there again
         name = target.name()
-    if opening.config.in_database and token_of(name) == token_of(opening.config.log_place):
-        raise InvalidInput(f"the log of {opening.url} is in {name} already")
-    _announce(opening, name)
-    if opening.database is not None:
-        opening.database.copy_rest()
-    _fill(target, opening.log)
-    return _arrive(opening, name)
+    if handle.config.in_database and token_of(name) == token_of(handle.config.log_place):
+        raise InvalidInput(f"the log of {handle.url} is in {name} already")
+    _announce(handle, name)
+    if handle.database is not None:
+        handle.database.copy_rest()
+    _fill(target, handle.log)
+    return _arrive(handle, name)
 
 
-def _announce(opening: Opening, name: str) -> None:
+def _announce(handle: StoreHandle, name: str) -> None:
     """Append `moved`, unless a move that was interrupted did."""
-    state = opening.log.replay()
+    state = handle.log.replay()
     if state.moved is None or state.moved[0] <= state.generation:
-        opening.log.append(Moved(name, opening.config.generation + 1))
+        handle.log.append(Moved(name, handle.config.generation + 1))
     elif state.moved[1] != name:
-        raise InvalidInput(f"the log of {opening.url} is on its way to {state.moved[1]}: finish that move first")
+        raise InvalidInput(f"the log of {handle.url} is on its way to {state.moved[1]}: finish that move first")
 
 
 def _fill(target: PostgresLog, source: Log) -> int:
@@ -118,10 +118,10 @@ def _fill(target: PostgresLog, source: Log) -> int:
     return count
 
 
-def _arrive(opening: Opening, name: str) -> LogMoved:
-    config = opening.config.moved(name, opening.config.generation + 1)
-    opening.backend.put(CONFIG_KEY, encode_config(config))
-    return LogMoved(name, config.generation, opening.log.replay().n)
+def _arrive(handle: StoreHandle, name: str) -> LogMoved:
+    config = handle.config.moved(name, handle.config.generation + 1)
+    handle.storage.put(CONFIG_KEY, encode_config(config))
+    return LogMoved(name, config.generation, handle.log.replay().n)
 
 
 @contextmanager
@@ -129,10 +129,10 @@ def _log_of(
     place: str | os.PathLike[str], index: str | None, storage_options: dict[str, Any] | None
 ) -> Iterator[tuple[StoreConfig, PostgresLog, Log]]:
     """What `ckptstore.json` says, the log in the database, whatever is there, and the copies of its entries."""
-    with closing(open_backend(os.fspath(place), storage_options=storage_options)) as backend:
-        config, way = read_config(backend), index or os.environ.get(VARIABLE)
+    with closing(open_storage(os.fspath(place), storage_options=storage_options)) as storage:
+        config, way = read_config(storage), index or os.environ.get(VARIABLE)
         if not config.in_database or not way:
-            raise InvalidInput(f"{backend.url}: wanted a store whose log is in a database, and --index or ${VARIABLE} to say which")
-        log = database_log(way, config.store, backend)
+            raise InvalidInput(f"{storage.url}: wanted a store whose log is in a database, and --index or ${VARIABLE} to say which")
+        log = database_log(way, config.store, storage)
         with closing(log.database):
-            yield config, log, Log(backend, config.store, config.generation)
+            yield config, log, Log(storage, config.store, config.generation)

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from ckptstore.maintenance.progress import Progress, silent
-from ckptstore.repository.store_handle import Opening
+from ckptstore.repository.store_handle import StoreHandle
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,18 +16,18 @@ class Reindexed:
     unreadable: int
 
 
-def reindex(opening: Opening, *, progress: Progress = silent) -> Reindexed:
+def reindex(handle: StoreHandle, *, progress: Progress = silent) -> Reindexed:
     """Throw this host's catalog and chunk index away and build them from the store. Readers and writers may go on meanwhile.
 
     Raises `Corrupt` for a broken log: `repair` it first.
     """
     progress("log", 0, 0)
-    state = opening.log.replay()
+    state = handle.log.replay()
     progress("catalog", 0, state.n)
-    opening.catalog.reset()
-    opening.follow()
+    handle.catalog.reset()
+    handle.follow()
     progress("chunk index", 0, len(state.packs))
-    opening.objects.index.reset()
-    opening.objects.sync(state, thorough=True)
-    indexed = len(opening.objects.index.indexed() & set(state.packs))
+    handle.objects.index.reset()
+    handle.objects.sync(state, thorough=True)
+    indexed = len(handle.objects.index.indexed() & set(state.packs))
     return Reindexed(state.n, len(state.commits), indexed, len(state.packs) - indexed)

@@ -6,35 +6,35 @@ from ckptstore.errors import NotFound
 from ckptstore.log.entries import Tag
 from ckptstore.log.log import Refused
 from ckptstore.log.resolve import Resolved
-from ckptstore.repository.store_handle import Opening
+from ckptstore.repository.store_handle import StoreHandle
 from ckptstore.restore.reader import Reader
 
 ATTEMPTS = 5
 
 
-def set_tag(opening: Opening, reader: Reader, name: str, info: CommitInfo | Resolved) -> None:
+def set_tag(handle: StoreHandle, reader: Reader, name: str, info: CommitInfo | Resolved) -> None:
     """Let `name` mean the commit, and give its packs new life; looks again if a gc moved them meanwhile.
 
     Raises `Conflict` if the commit was forgotten meanwhile.
     """
-    opening.check_writable()
+    handle.check_writable()
     check_tag(name)
     document = reader.document(info.session, info.id)
     for attempt in range(ATTEMPTS):
         try:
-            opening.log.append(Tag(name, info.id, reader.packs_of(document)))
+            handle.log.append(Tag(name, info.id, reader.packs_of(document)))
             break
         except Refused as error:
             if not error.refusal.again or attempt == ATTEMPTS - 1:
                 raise
-            opening.objects.sync(opening.log.replay(), thorough=True)
-    opening.follow()
+            handle.objects.sync(handle.log.replay(), thorough=True)
+    handle.follow()
 
 
-def remove_tag(opening: Opening, name: str) -> None:
+def remove_tag(handle: StoreHandle, name: str) -> None:
     """Remove a tag; the commit stays. Raises `NotFound` for a tag that is not there."""
-    opening.check_writable()
-    if name not in {tag.name for tag in opening.queries().tags()}:
+    handle.check_writable()
+    if name not in {tag.name for tag in handle.queries().tags()}:
         raise NotFound(f"no tag {name!r}; `ckptstore tag` lists them")
-    opening.log.append(Tag(name, None, frozenset()))
-    opening.follow()
+    handle.log.append(Tag(name, None, frozenset()))
+    handle.follow()

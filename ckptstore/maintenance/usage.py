@@ -18,7 +18,7 @@ from ckptstore.core.model import CommitDocument
 from ckptstore.objects.documents import decode_document
 from ckptstore.objects.pages import decode_page
 from ckptstore.repository import footers
-from ckptstore.repository.store_handle import Opening
+from ckptstore.repository.store_handle import StoreHandle
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -56,21 +56,21 @@ class Usage:
         return sum(commit.logical_bytes for commit in self.commits)
 
 
-def usage(opening: Opening, *, detail: Iterable[CommitId] = ()) -> Usage:
+def usage(handle: StoreHandle, *, detail: Iterable[CommitId] = ()) -> Usage:
     """Add up the store; `shared_bytes` only for the commits of `detail`."""
-    state = opening.log.replay()
-    opening.objects.sync(state)
+    state = handle.log.replay()
+    handle.objects.sync(state)
     rows = sorted(((row.n, commit, row) for commit, row in state.commits.items() if not row.soft), reverse=True)
-    documents = [decode_document(opening.backend.read(document_key(row.session, commit)), commit) for _, commit, row in rows]
+    documents = [decode_document(handle.storage.read(document_key(row.session, commit)), commit) for _, commit, row in rows]
     owners = _page_owners(documents)
-    keys, owner = _owned_keys(opening, owners)
-    packed_keys, sizes, stored_bytes = _packed(opening)
+    keys, owner = _owned_keys(handle, owners)
+    packed_keys, sizes, stored_bytes = _packed(handle)
     size_of = _sizes(keys, packed_keys, sizes)
     exclusive = np.bincount(owner[owner >= 0], weights=size_of[owner >= 0], minlength=len(documents))
     wanted = frozenset(detail)
     commits = []
     for i, ((_, commit, _), document) in enumerate(zip(rows, documents, strict=True)):
-        shared = _referenced(opening, document, keys, size_of) - int(exclusive[i]) if commit in wanted else None
+        shared = _referenced(handle, document, keys, size_of) - int(exclusive[i]) if commit in wanted else None
         commits.append(CommitUsage(commit, document.logical_bytes, document.new_bytes, int(exclusive[i]), shared))
     return Usage(tuple(commits), len(state.packs), len(packed_keys), stored_bytes, stored_bytes - int(size_of.sum()))
 
@@ -93,12 +93,12 @@ def _metadata(document: CommitDocument) -> Iterator[tuple[ChunkId, bool]]:
         yield document.layout, False
 
 
-def _owned_keys(opening: Opening, owners: Mapping[ChunkId, tuple[int, bool]]) -> tuple["Keys", "NDArray[np.int64]"]:
+def _owned_keys(handle: StoreHandle, owners: Mapping[ChunkId, tuple[int, bool]]) -> tuple["Keys", "NDArray[np.int64]"]:
     """Every chunk's key, sorted, and the one commit that needs it, or SHARED."""
     table: list[tuple[Keys, NDArray[np.int64]]] = []
     pending = 0
     for chunk, (owner, is_page) in owners.items():
-        keys = _page_keys(opening, chunk) if is_page else _keys(chunk)
+        keys = _page_keys(handle, chunk) if is_page else _keys(chunk)
         table.append((keys, np.full(len(keys), owner, np.int64)))
         pending += len(keys)
         if pending > MERGE_KEYS:
@@ -106,9 +106,9 @@ def _owned_keys(opening: Opening, owners: Mapping[ChunkId, tuple[int, bool]]) ->
     return _merge(table)
 
 
-def _page_keys(opening: Opening, page: ChunkId) -> "Keys":
+def _page_keys(handle: StoreHandle, page: ChunkId) -> "Keys":
     """The keys of a page and of the chunks that it names."""
-    contents = decode_page(opening.objects.read_metadata(page)).leaves
+    contents = decode_page(handle.objects.read_metadata(page)).leaves
     return np.unique(_keys(page + b"".join(content.ids for content in contents)))
 
 
@@ -127,11 +127,11 @@ def _merge(table: list[tuple["Keys", "NDArray[np.int64]"]]) -> tuple["Keys", "ND
     return keys[first], np.where(least == most, least, SHARED)
 
 
-def _packed(opening: Opening) -> tuple["Keys", "NDArray[np.int64]", int]:
+def _packed(handle: StoreHandle) -> tuple["Keys", "NDArray[np.int64]", int]:
     """Key and stored bytes of every chunk in a listed pack, sorted by key, and the packs' bytes in all, twins included."""
     keys, sizes, total = [], [], 0
-    for pack in opening.log.state.packs.values():
-        table = footers.read_table(opening.backend, pack.id, metadata=pack.metadata)
+    for pack in handle.log.state.packs.values():
+        table = footers.read_table(handle.storage, pack.id, metadata=pack.metadata)
         copies = 2 if pack.metadata else 1
         keys.append(_keys(table["chunk"].tobytes()))
         sizes.append(table["stored"].astype(np.int64) * copies)
@@ -150,8 +150,8 @@ def _sizes(keys: "Keys", packed: "Keys", sizes: "NDArray[np.int64]") -> "NDArray
     return np.where(packed[at] == keys, sizes[at], 0)
 
 
-def _referenced(opening: Opening, document: CommitDocument, keys: "Keys", size_of: "NDArray[np.int64]") -> int:
-    named = [_page_keys(opening, chunk) if is_page else _keys(chunk) for chunk, is_page in _metadata(document)]
+def _referenced(handle: StoreHandle, document: CommitDocument, keys: "Keys", size_of: "NDArray[np.int64]") -> int:
+    named = [_page_keys(handle, chunk) if is_page else _keys(chunk) for chunk, is_page in _metadata(document)]
     if not named:
         return 0
     return int(size_of[np.searchsorted(keys, np.unique(np.concatenate(named)))].sum())

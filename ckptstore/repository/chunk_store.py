@@ -20,7 +20,7 @@ from ckptstore.core.model import Location
 from ckptstore.core.threads import Pool
 from ckptstore.errors import CkptStoreError, Corrupt, NotFound, Unavailable
 from ckptstore.index.chunks import ChunkIndex
-from ckptstore.index.suspect_packs import Distrust
+from ckptstore.index.suspect_packs import SuspectPacks
 from ckptstore.log.fold import Pack, State
 from ckptstore.log.log import Log
 from ckptstore.objects import codecs
@@ -29,7 +29,7 @@ from ckptstore.repository.footer_batches import AT_ONCE, FooterBatches
 from ckptstore.repository.lru import MetadataCache
 from ckptstore.repository.read_planner import Read, Request, plan_reads, slices, with_gaps
 from ckptstore.repository.second_names import SecondNames
-from ckptstore.storage.contract import Backend, OpenFile
+from ckptstore.storage.contract import OpenFile, Storage
 from ckptstore.storage.read_cache import ReadCache
 
 if TYPE_CHECKING:
@@ -78,16 +78,16 @@ class FileRange:
 class ObjectStore:
     """The chunks of one store. Threads may share it."""
 
-    def __init__(self, backend: Backend, index: ChunkIndex, log: Log, distrust: Distrust, cache: ReadCache | None = None) -> None:
+    def __init__(self, storage: Storage, index: ChunkIndex, log: Log, suspect_packs: SuspectPacks, cache: ReadCache | None = None) -> None:
         """`cache` keeps what is read, for a place that is slow to read from."""
-        self.backend = backend
-        self.distrust = distrust
+        self.storage = storage
+        self.suspect_packs = suspect_packs
         self._cache = cache
         self.index = index
         self._log = log
         self._metadata = MetadataCache(METADATA_CACHE_BYTES)
-        self._remote = backend.durable_root is None
-        self._batches = FooterBatches(backend) if self._remote else None
+        self._remote = storage.durable_root is None
+        self._batches = FooterBatches(storage) if self._remote else None
         self._indexed_below = 0
         self.rescue: Rescue | None = None
         self.second_names: SecondNames | None = None
@@ -127,7 +127,7 @@ class ObjectStore:
         def read(number: int) -> "tuple[int, NDArray[np.void] | None]":
             pack = state.packs[number]
             try:
-                return number, footers.read_table(self.backend, pack.id, metadata=pack.metadata)
+                return number, footers.read_table(self.storage, pack.id, metadata=pack.metadata)
             except (NotFound, Corrupt):
                 return number, None
 
@@ -172,7 +172,7 @@ class ObjectStore:
 
     def doubt(self, chunk: ChunkId) -> None:
         """Rely no more on the pack that this chunk is read from: its bytes were found to be others."""
-        self.distrust.add(self.locations(chunk)[0].pack)
+        self.suspect_packs.add(self.locations(chunk)[0].pack)
 
     def file_ranges(self, ids: bytes) -> list[FileRange] | None:
         """Where the bytes of `ids` lie, one chunk behind the other, not verified; None where they do not lie in files of this host as they
@@ -188,7 +188,7 @@ class ObjectStore:
                 if last and (last.pack, last.offset + last.stored_bytes) == (place.pack, place.offset):
                     found[-1] = replace(found[-1], nbytes=found[-1].nbytes + place.stored_bytes)
                 else:
-                    found.append(FileRange(self.backend.open_file(pack_key(place.pack)), place.offset, place.stored_bytes))
+                    found.append(FileRange(self.storage.open_file(pack_key(place.pack)), place.offset, place.stored_bytes))
                 last = place
         except (NotFound, Unavailable):
             return None
@@ -201,7 +201,7 @@ class ObjectStore:
     def is_there(self, pack: Pack) -> bool:
         """Whether a local disk has a listed pack with all its bytes; a bucket is not asked."""
         try:
-            return self._remote or self.backend.size(pack_key(pack.id)) == pack.bytes
+            return self._remote or self.storage.size(pack_key(pack.id)) == pack.bytes
         except Corrupt:
             return False
 
@@ -266,7 +266,7 @@ class ObjectStore:
             for i, was in enumerate(moved):
                 number = int(request.where["pack"][i])
                 if (number, request.where["offset"][i]) == (before.where["pack"][was], before.where["offset"][was]):
-                    self.distrust.add(self._log.state.packs[number].id)
+                    self.suspect_packs.add(self._log.state.packs[number].id)
                     name = f"{request.short(i)} ({request.name(i)})"
                     raise NotFound(f"the pack of chunk {name} is listed, but not there; run `ckptstore fsck`")
 
@@ -301,7 +301,7 @@ class ObjectStore:
 
         def will_need(i: int) -> None:
             if i < len(reads):
-                self.backend.will_need(pack_key(reads[i].pack), reads[i].offset, reads[i].stored_bytes)
+                self.storage.will_need(pack_key(reads[i].pack), reads[i].offset, reads[i].stored_bytes)
 
         def task(i: int) -> None:
             will_need(i + READ_AHEAD)
@@ -370,14 +370,14 @@ class ObjectStore:
                     f"wanted {len(request.out[i])}; run `ckptstore fsck`"
                 )
         failed = self._try_read(pack_key(read.pack), read, request)
-        if failed and self.backend.size(twin_key(read.pack)) is not None:
+        if failed and self.storage.size(twin_key(read.pack)) is not None:
             failed = {i: problem for i, problem in failed.items() if not self._saved(i, read, request)}
         for i, problem in failed.items():
             if isinstance(problem, Corrupt):
                 if self._is_misplaced(i, read, request):
                     self.index.reset()
                     raise NotFound(f"pack {read.pack} does not hold what the chunk index says; every footer is read again") from problem
-                self.distrust.add(read.pack)
+                self.suspect_packs.add(read.pack)
             raise problem
         if self._cache is not None:
             for i in read.which:
@@ -386,7 +386,7 @@ class ObjectStore:
     def _is_misplaced(self, i: int, read: Read, request: Request) -> bool:
         """Whether the pack's own footer has chunk `i` elsewhere, or not at all: then the index is wrong, and not the pack."""
         try:
-            table = footers.read_table_at(self.backend, pack_key(read.pack))
+            table = footers.read_table_at(self.storage, pack_key(read.pack))
         except (Corrupt, NotFound, Unavailable):
             return False
         at = table[table["offset"] == request.where["offset"][i]]
@@ -413,7 +413,7 @@ class ObjectStore:
         stored = memoryview(bytearray(read.stored_bytes)) if read.encoded else None
         short: Exception | None = None
         try:
-            self.backend.read_into(key, read.offset, with_gaps(read, request) if stored is None else [stored])
+            self.storage.read_into(key, read.offset, with_gaps(read, request) if stored is None else [stored])
         except Corrupt as error:
             short = error  # an object that ends early has its beginning
         except (NotFound, Unavailable) as error:

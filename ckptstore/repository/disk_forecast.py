@@ -4,7 +4,7 @@ import os
 from dataclasses import dataclass
 
 from ckptstore.core.text import bytes_text
-from ckptstore.repository.store_handle import Opening
+from ckptstore.repository.store_handle import StoreHandle
 from ckptstore.storage.reserve import RESERVE_KEY
 
 COMMITS_LOOKED_AT = 5
@@ -15,7 +15,7 @@ MAKE_ROOM = "free some: `ckptstore forget`, then `ckptstore gc`"
 
 
 @dataclass(frozen=True, slots=True)
-class Room:
+class DiskRoom:
     """Bytes: `free` on the disk (None for a bucket), the `new` ones of the last commits, the newest first, the `logical` ones of the state
     to commit, or of the newest commit where none is at hand, and what the store keeps in `reserve`."""
 
@@ -25,17 +25,17 @@ class Room:
     reserve: int | None
 
 
-def look(opening: Opening, run: str | None = None, *, logical_bytes: int | None = None) -> Room:
+def look(handle: StoreHandle, run: str | None = None, *, logical_bytes: int | None = None) -> DiskRoom:
     """How much is free, and how much the last commits of `run`, or of all runs, took. `logical_bytes` is the size of the next state."""
-    infos = opening.queries().log(run, limit=COMMITS_LOOKED_AT)
-    reserve = None if opening.backend.durable_root is None else opening.backend.size(RESERVE_KEY)
+    infos = handle.queries().log(run, limit=COMMITS_LOOKED_AT)
+    reserve = None if handle.storage.durable_root is None else handle.storage.size(RESERVE_KEY)
     logical = logical_bytes if logical_bytes is not None else infos[0].logical_bytes if infos else 0
-    return Room(free_bytes(opening), tuple(info.new_bytes for info in infos), logical, reserve)
+    return DiskRoom(free_bytes(handle), tuple(info.new_bytes for info in infos), logical, reserve)
 
 
-def free_bytes(opening: Opening) -> int | None:
+def free_bytes(handle: StoreHandle) -> int | None:
     """What this process may still write there; None for a bucket, and where the disk does not say."""
-    root = opening.backend.durable_root
+    root = handle.storage.durable_root
     if root is None:
         return None
     try:
@@ -45,12 +45,12 @@ def free_bytes(opening: Opening) -> int | None:
     return status.f_bavail * status.f_frsize
 
 
-def expected_bytes(room: Room) -> int:
+def expected_bytes(room: DiskRoom) -> int:
     """What the next commit will probably add: the most that one of the last did; its whole state if there was none."""
     return max(room.new, default=room.logical)
 
 
-def warning(room: Room) -> str:
+def warning(room: DiskRoom) -> str:
     """What to tell people before they commit; empty while there is room for `COMMITS_AHEAD` such commits."""
     wanted = expected_bytes(room)
     if room.free is None or room.free >= COMMITS_AHEAD * wanted:
@@ -61,7 +61,7 @@ def warning(room: Room) -> str:
     return f"{seen}: enough for {room.free // wanted} like it; {MAKE_ROOM}"
 
 
-def shortage(room: Room) -> str:
+def shortage(room: DiskRoom) -> str:
     """What was missing when a commit did not fit, now that what it wrote is gone again."""
     free, wanted = room.free or 0, expected_bytes(room)
     if wanted > free:

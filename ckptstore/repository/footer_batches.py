@@ -17,7 +17,7 @@ from ckptstore.log.state import Pack, Packs, State
 from ckptstore.objects.frames import compress, decompress
 from ckptstore.objects.pack import TRAILER_BYTES, FooterTable, parse_footer, parse_trailer
 from ckptstore.repository.footers import read_tail_of
-from ckptstore.storage.contract import Backend
+from ckptstore.storage.contract import Storage
 from ckptstore.storage.limits import FOOTERS_BYTES_MAX
 
 BATCH_PACKS = 100
@@ -61,8 +61,8 @@ def decode_batch(data: bytes) -> dict[str, bytes]:
 class FooterBatches:
     """The batches of one store in a bucket. Threads may share it."""
 
-    def __init__(self, backend: Backend) -> None:
-        self._backend = backend
+    def __init__(self, storage: Storage) -> None:
+        self._storage = storage
         self._writing: threading.Thread | None = None
 
     def tables(self, numbers: Sequence[int], state: State) -> dict[int, FooterTable]:
@@ -93,11 +93,11 @@ class FooterBatches:
 
     def _read(self, batch: int) -> dict[str, bytes]:
         try:
-            return decode_batch(self._backend.read(footers_key(batch)))
+            return decode_batch(self._storage.read(footers_key(batch)))
         except NotFound:
             return {}
         except Corrupt as error:
-            _logger.warning("%s in %s: %s", footers_key(batch), self._backend.url, error)
+            _logger.warning("%s in %s: %s", footers_key(batch), self._storage.url, error)
             return {}
 
     def _complete(self, newest: int, packs: Packs) -> None:
@@ -105,25 +105,25 @@ class FooterBatches:
         for number, pack in packs.items():
             members.setdefault(number // BATCH_PACKS, []).append(pack)
         try:
-            there = {key for key, _ in self._backend.list(_PREFIX)}
+            there = {key for key, _ in self._storage.list(_PREFIX)}
             missing = [batch for batch in range(newest + 1) if batch in members and footers_key(batch) not in there]
             for batch in missing[-_CAUGHT_UP:]:
                 self._write(batch, members[batch])
             for key in there - set(map(footers_key, members)):
-                self._backend.delete(key)
+                self._storage.delete(key)
         except CkptStoreError as error:
             _logger.warning("footers were not put together; a host without a cache reads more of them: %s", error)
 
     def _write(self, batch: int, members: Iterable[Pack]) -> None:
         def read(pack: Pack) -> tuple[PackId, bytes] | None:
             try:
-                return pack.id, read_tail_of(self._backend, pack.id, metadata=pack.metadata)
+                return pack.id, read_tail_of(self._storage, pack.id, metadata=pack.metadata)
             except (NotFound, Corrupt):
                 return None  # one that is gone or damaged is for `fsck` to report
 
         with Pool(AT_ONCE) as pool:
             tails = dict(filter(None, pool.map(read, members)))
-        self._backend.put(footers_key(batch), encode_batch(tails))
+        self._storage.put(footers_key(batch), encode_batch(tails))
 
 
 def _checked(numbers: Iterable[int], packs: Packs, tails: Mapping[str, bytes]) -> dict[int, FooterTable]:

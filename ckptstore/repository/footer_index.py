@@ -12,7 +12,7 @@ from ckptstore.log.fold import State
 from ckptstore.objects import codecs, pack
 from ckptstore.repository import footers
 from ckptstore.repository.chunk_store import METADATA_BYTES_MAX
-from ckptstore.storage.contract import Backend
+from ckptstore.storage.contract import Storage
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -73,7 +73,7 @@ class Inventory:
 
 
 def load_tables(
-    backend: Backend, state: State, known: Mapping[PackId, pack.FooterTable] | None = None
+    storage: Storage, state: State, known: Mapping[PackId, pack.FooterTable] | None = None
 ) -> Iterator[tuple[PackId, pack.FooterTable | Corrupt | NotFound | Unavailable]]:
     """The footer of every pack that the log lists, or why it cannot be read; those that are `known` are not read again."""
     for _, listed in sorted(state.packs.items()):
@@ -81,7 +81,7 @@ def load_tables(
             yield listed.id, known[listed.id]
             continue
         try:
-            yield listed.id, footers.read_table(backend, listed.id, metadata=listed.metadata)
+            yield listed.id, footers.read_table(storage, listed.id, metadata=listed.metadata)
         except (Corrupt, NotFound, Unavailable) as error:
             yield listed.id, error
 
@@ -91,22 +91,22 @@ def keys_of(name: PackId, *, metadata: bool) -> tuple[str, ...]:
     return (pack_key(name), twin_key(name)) if metadata else (pack_key(name),)
 
 
-def read_chunk(backend: Backend, places: Iterable[Place]) -> memoryview:
+def read_chunk(storage: Storage, places: Iterable[Place]) -> memoryview:
     """The raw bytes of a chunk from the first place where they match its id; raises `Corrupt`, `NotFound` or `Unavailable` if none do."""
     problem: Corrupt | NotFound | Unavailable = NotFound("the chunk lies in no pack")
     for place in places:
         for key in place.keys:
             try:
-                return read_chunk_at(backend, key, place.entry)
+                return read_chunk_at(storage, key, place.entry)
             except (Corrupt, NotFound, Unavailable) as error:
                 problem = error
     raise problem
 
 
-def read_chunk_at(backend: Backend, key: str, entry: PackEntry) -> memoryview:
+def read_chunk_at(storage: Storage, key: str, entry: PackEntry) -> memoryview:
     """The raw bytes of the chunk at `entry` of the pack or twin at `key`, compared with its id."""
     stored = bytearray(entry.stored_bytes)
-    backend.read_into(key, entry.offset, [memoryview(stored)])
+    storage.read_into(key, entry.offset, [memoryview(stored)])
     return decode_chunk(memoryview(stored), entry, key)
 
 

@@ -46,11 +46,11 @@ class ReadRoom:
 
 @dataclass(frozen=True, slots=True)
 class WriteRoom:
-    """`threads` stage runs of up to `run_bytes` each; if `lean`, packs are written without a buffer of their own."""
+    """`threads` stage runs of up to `run_bytes` each; if `unbuffered`, packs are written without a buffer of their own."""
 
     threads: int
     run_bytes: int
-    lean: bool = False
+    unbuffered: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,14 +6,14 @@ from pathlib import Path
 from ckptstore.core.ids import CONFIG_KEY
 from ckptstore.errors import CkptStoreError
 from ckptstore.objects.pointer_files import Pointer, read_pointer
-from ckptstore.storage.contract import Backend
+from ckptstore.storage.contract import Storage
 
 _WRITERS = {".metadata": "torch.distributed.checkpoint", ".snapshot_metadata": "TorchSnapshot"}
 
 
-def instead_of_store(backend: Backend) -> str:
+def instead_of_store(storage: Storage) -> str:
     """What to say behind `no store at …:`."""
-    root = backend.durable_root
+    root = storage.durable_root
     if root is not None:
         if found := _pointer(root):
             return (
@@ -25,7 +25,7 @@ def instead_of_store(backend: Backend) -> str:
                 return f"{library} wrote that directory; `ckptstore --store STORE import {root}` brings it into a store"
         if root.is_file():
             return "that is a file; `ckptstore --store STORE import` reads the checkpoints of other libraries"
-    return f"there is no {CONFIG_KEY}; make one with `ckptstore init {backend.url}`, or check the path"
+    return f"there is no {CONFIG_KEY}; make one with `ckptstore init {storage.url}`, or check the path"
 
 
 def _pointer(place: Path) -> Pointer | None:

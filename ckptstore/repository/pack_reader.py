@@ -12,7 +12,7 @@ from ckptstore.errors import Corrupt, NotFound
 from ckptstore.objects import codecs
 from ckptstore.objects.pack import FooterTable
 from ckptstore.repository.chunk_store import METADATA_BYTES_MAX
-from ckptstore.storage.contract import Backend
+from ckptstore.storage.contract import Storage
 
 GAP_BYTES = 64 << 10
 """Reading on across so much that nobody wants costs less than another read."""
@@ -26,7 +26,7 @@ class StoredChunk(NamedTuple):
     raw: memoryview
 
 
-def read_chunks(backend: Backend, pack: PackId, rows: FooterTable, *, metadata: bool) -> Iterator[StoredChunk]:
+def read_chunks(storage: Storage, pack: PackId, rows: FooterTable, *, metadata: bool) -> Iterator[StoredChunk]:
     """The chunks of `rows`, in order of offset, of a pack that has a twin if it holds `metadata`.
 
     Raises `Corrupt` for a chunk that does not match its id, `NotFound` for a pack that is not there.
@@ -35,17 +35,17 @@ def read_chunks(backend: Backend, pack: PackId, rows: FooterTable, *, metadata: 
         start = int(rows["offset"][first])
         size = int(rows["offset"][stop - 1]) + int(rows["stored"][stop - 1]) - start
         keys = (pack_key(pack), twin_key(pack)) if metadata else (pack_key(pack),)
-        buffers = {keys[0]: _read(backend, keys[0], start, size, last=not metadata)}
+        buffers = {keys[0]: _read(storage, keys[0], start, size, last=not metadata)}
         for i in range(first, stop):
-            yield _verified(backend, keys, buffers, rows, i, start, size)
+            yield _verified(storage, keys, buffers, rows, i, start, size)
 
 
 def _verified(
-    backend: Backend, keys: tuple[str, ...], buffers: dict[str, memoryview | None], rows: FooterTable, i: int, start: int, size: int
+    storage: Storage, keys: tuple[str, ...], buffers: dict[str, memoryview | None], rows: FooterTable, i: int, start: int, size: int
 ) -> StoredChunk:
     for key in keys:
         if key not in buffers:
-            buffers[key] = _read(backend, key, start, size, last=True)
+            buffers[key] = _read(storage, key, start, size, last=True)
         if (buffer := buffers[key]) is None:
             continue
         at = int(rows["offset"][i]) - start
@@ -54,7 +54,7 @@ def _verified(
         if raw is not None and digest(raw) == rows["chunk"][i].tobytes():
             return StoredChunk(i, stored, raw)
     raise Corrupt(
-        f"chunk {rows['chunk'][i].tobytes().hex()[:12]} in {' and '.join(keys)} of {backend.url} does not match its id; "
+        f"chunk {rows['chunk'][i].tobytes().hex()[:12]} in {' and '.join(keys)} of {storage.url} does not match its id; "
         f"run `ckptstore fsck --read-data`, or heal it with `ckptstore repair`"
     )
 
@@ -69,11 +69,11 @@ def _spans(rows: FooterTable) -> Iterator[tuple[int, int]]:
             first = i
 
 
-def _read(backend: Backend, key: str, offset: int, size: int, *, last: bool) -> memoryview | None:
+def _read(storage: Storage, key: str, offset: int, size: int, *, last: bool) -> memoryview | None:
     """The bytes, zeros behind the end of an object that was cut; None if it is not there and this is not the last place to look."""
     buffer = memoryview(bytearray(size))
     try:
-        backend.read_into(key, offset, [buffer])
+        storage.read_into(key, offset, [buffer])
     except Corrupt:
         return buffer  # each chunk is compared with its id
     except NotFound:

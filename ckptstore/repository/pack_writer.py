@@ -16,7 +16,7 @@ from ckptstore.core.ids import ChunkId, PackId, SessionId, pack_id, pack_key, pa
 from ckptstore.core.model import PackEntry, PackRecord
 from ckptstore.errors import CkptStoreError
 from ckptstore.objects import codecs, pack
-from ckptstore.storage.contract import Backend, Writer
+from ckptstore.storage.contract import Storage, Writer
 
 Spread: TypeAlias = Callable[[Callable[[Writer], None], Sequence[Writer]], None]
 
@@ -42,20 +42,20 @@ class ClosedPack:
 class OpenPack:
     """A pack that is being written, data and twin alike."""
 
-    def __init__(self, backend: Backend, name: PackId, *, metadata: bool, lean: bool = False, aside: bool = False) -> None:
+    def __init__(self, storage: Storage, name: PackId, *, metadata: bool, unbuffered: bool = False, aside: bool = False) -> None:
         self.name = name
         self.offset = 0
         self.entries: list[PackEntry] = []
         self._metadata = metadata
         self._pending: list[memoryview | bytes] = []
         self._flushed = 0
-        self._backend = backend
+        self._storage = storage
         self._keys = [pack_key(name), twin_key(name)] if metadata else [pack_key(name)]
         self._writers: list[Writer] = []
         self._own: list[str] = []
         try:
             for key in self._keys:
-                self._writers.append(backend.create(key, session=pack_session(name), lean=lean, aside=aside))
+                self._writers.append(storage.create(key, session=pack_session(name), unbuffered=unbuffered, aside=aside))
         except BaseException:
             self.discard()
             raise
@@ -102,30 +102,37 @@ class OpenPack:
         """Drop what was written; of twins one may have got its name already. What others have finished stays."""
         for writer in self._writers:
             writer.discard()
-        delete_own(self._backend, self._own)
+        delete_own(self._storage, self._own)
 
     def _finish(self, writer: Writer) -> None:
         if writer.finish():
             self._own.append(self._keys[self._writers.index(writer)])
 
 
-class Packer:
+class PackWriter:
     """One thread's way into packs; `close_pack` gets each pack that is full, perhaps to close it on another thread."""
 
     def __init__(
         self,
-        backend: Backend,
+        storage: Storage,
         session: SessionId,
         numbers: Iterator[int],
         close_pack: Callable[[OpenPack], None],
         *,
         pack_bytes: int,
         rank: int = 0,
-        lean: bool = False,
+        unbuffered: bool = False,
         aside: bool = False,
         metadata: bool = False,
     ) -> None:
-        self._backend, self._session, self._numbers, self._rank, self._lean, self._aside = backend, session, numbers, rank, lean, aside
+        self._storage, self._session, self._numbers, self._rank, self._unbuffered, self._aside = (
+            storage,
+            session,
+            numbers,
+            rank,
+            unbuffered,
+            aside,
+        )
         self._close_pack, self._pack_bytes, self._metadata = close_pack, pack_bytes, metadata
         self._pack: OpenPack | None = None
 
@@ -182,15 +189,15 @@ class Packer:
         self.flush()
         self.close_with(self._close_pack)
         name = pack_id(self._session, self._rank, next(self._numbers))
-        self._pack = OpenPack(self._backend, name, metadata=self._metadata, lean=self._lean, aside=self._aside)
+        self._pack = OpenPack(self._storage, name, metadata=self._metadata, unbuffered=self._unbuffered, aside=self._aside)
         return self._pack
 
 
-def delete_own(backend: Backend, keys: Iterable[str]) -> None:
+def delete_own(storage: Storage, keys: Iterable[str]) -> None:
     """Delete objects that no log entry will name. Storage that is out of order keeps them: gc finds them under the session's name."""
     for key in keys:
         with suppress(CkptStoreError):
-            backend.delete(key)
+            storage.delete(key)
 
 
 def _read_back(tail: bytes, footer_offset: int) -> pack.FooterTable:

@@ -10,7 +10,7 @@ from ckptstore.errors import Corrupt, InvalidInput, NotFound
 from ckptstore.index.queries import Queries
 from ckptstore.log.resolve import Resolved, resolve
 from ckptstore.objects.pointer_files import is_pointer, read_pointer
-from ckptstore.repository.store_handle import Opening
+from ckptstore.repository.store_handle import StoreHandle
 
 T = TypeVar("T")
 
@@ -26,12 +26,12 @@ AnyRef: TypeAlias = str | int | os.PathLike[str] | Handle
 """A ref, the path of a pointer file, or what is about a commit."""
 
 
-def find_commit(opening: Opening, ref: AnyRef, run: str | None) -> Resolved:
+def find_commit(handle: StoreHandle, ref: AnyRef, run: str | None) -> Resolved:
     """The commit that `ref` names, in `run` where it names none itself, in all runs if that is None.
 
     Raises `NotFound` naming near ones, `InvalidInput` for what is no ref, the beginning of several ids, or no pointer file.
     """
-    return through_pointers(ref, lambda plain: _find(opening, plain, run))
+    return through_pointers(ref, lambda plain: _find(handle, plain, run))
 
 
 def find_id(queries: Queries, ref: AnyRef, run: str | None) -> CommitId:
@@ -67,9 +67,9 @@ def _plain(ref: AnyRef) -> str | int:
     return ref.id if hasattr(ref, "id") else ref  # type: ignore[return-value]
 
 
-def _find(opening: Opening, ref: str | int, run: str | None) -> Resolved:
+def _find(handle: StoreHandle, ref: str | int, run: str | None) -> Resolved:
     parsed = parse_ref(ref)
-    if found := resolve(opening.log.replay(), parsed, run):
+    if found := resolve(handle.log.replay(), parsed, run):
         return found
-    wrong = opening.queries().resolve(parsed, run)
+    wrong = handle.queries().resolve(parsed, run)
     raise Corrupt(f"the catalog takes {ref!r} for commit {wrong[:12]}, which the log denies; run `ckptstore reindex`")

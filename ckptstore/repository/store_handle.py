@@ -25,7 +25,7 @@ from ckptstore.log.entries import Position, check_follows, decode_entry
 from ckptstore.log.log import Log
 from ckptstore.objects.config import decode_config, encode_config
 from ckptstore.repository.not_a_store import instead_of_store
-from ckptstore.storage.contract import Backend, open_backend
+from ckptstore.storage.contract import Storage, open_storage
 from ckptstore.storage.reserve import ensure_reserve
 
 if TYPE_CHECKING:
@@ -69,43 +69,43 @@ def init_store(
     conditional writes, `ReadOnly` or `Unavailable` if it cannot be written.
     """
     config = StoreConfig(new_store_id(), check_chunk_bytes(chunk_bytes), check_codec(codec))
-    backend = open_backend(place_text(place), storage_options=storage_options)
+    storage = open_storage(place_text(place), storage_options=storage_options)
     try:
-        if not _is_store(backend):
-            _refuse_foreign(backend)
+        if not _is_store(storage):
+            _refuse_foreign(storage)
             if private:
-                _make_private(backend, 0o700)
-            elif as_private_as is not None and backend.durable_root is not None:
-                _make_private(backend, *_rights_and_group(as_private_as))
-            if _create(backend, config, index):
-                return decode_config(backend.read(CONFIG_KEY), backend.url)
-        raise Conflict(f"{backend.url} is a store already; open it, or choose another directory")
+                _make_private(storage, 0o700)
+            elif as_private_as is not None and storage.durable_root is not None:
+                _make_private(storage, *_rights_and_group(as_private_as))
+            if _create(storage, config, index):
+                return decode_config(storage.read(CONFIG_KEY), storage.url)
+        raise Conflict(f"{storage.url} is a store already; open it, or choose another directory")
     finally:
-        backend.close()
+        storage.close()
 
 
-def _create(backend: Backend, config: StoreConfig, index: str | None) -> bool:
+def _create(storage: Storage, config: StoreConfig, index: str | None) -> bool:
     """Whether it was this call that made the store."""
-    log = database_log(index, config.store, backend) if index else None
+    log = database_log(index, config.store, storage) if index else None
     if log is None:
-        refuse_careless(backend)
+        refuse_careless(storage)
     else:
         config = config.moved(log.make(), config.generation)
     data = encode_config(config)
     try:
         # False may be the answer to a repeated request that met its own object.
-        created = backend.put_new(CONFIG_KEY, data) or backend.read(CONFIG_KEY) == data
+        created = storage.put_new(CONFIG_KEY, data) or storage.read(CONFIG_KEY) == data
         if log is not None and not created:
             log.drop()
     finally:
         if log is not None:
             log.database.close()
     if created:
-        ensure_reserve(backend)
+        ensure_reserve(storage)
     return created
 
 
-class Opening:
+class StoreHandle:
     """One process's view of a store. Threads may share it."""
 
     def __init__(
@@ -119,16 +119,16 @@ class Opening:
         read_cache_bytes: int = 0,
     ) -> None:
         self._read_cache_bytes = read_cache_bytes
-        self.backend = open_backend(place_text(place), read_only=read_only, storage_options=storage_options, direct_io=direct_io)
-        self.url = self.backend.url
+        self.storage = open_storage(place_text(place), read_only=read_only, storage_options=storage_options, direct_io=direct_io)
+        self.url = self.storage.url
         # What opens the same store the same way elsewhere: a URL may have options, and secrets, which `url` for people has not.
-        self.place = os.fspath(place) if self.backend.durable_root is None else self.url
-        self.config = read_config(self.backend)
+        self.place = os.fspath(place) if self.storage.durable_root is None else self.url
+        self.config = read_config(self.storage)
         self.read_only = read_only
         self._closed = self._has_its_end = False
-        self.database = open_log_place(self.config, self.backend, index)
+        self.database = open_log_place(self.config, self.storage, index)
         self.log = Log(
-            self.backend, self.config.store, self.config.generation, place=self.database, memory=self._memory(), with_config=True
+            self.storage, self.config.store, self.config.generation, place=self.database, memory=self._memory(), with_config=True
         )
 
     def check_writable(self) -> None:
@@ -149,12 +149,12 @@ class Opening:
 
     def _check_in_place(self) -> None:
         """A directory that was moved away is not to be made again, by a commit that would be all it holds."""
-        if self.backend.durable_root is None:
+        if self.storage.durable_root is None:
             return
         if self.log.state.n:
             self.log.check_head()
             self.log.check_config()
-        elif read_config(self.backend).store != self.config.store:
+        elif read_config(self.storage).store != self.config.store:
             raise Corrupt(f"{self.url} is another store than it was when it was opened; open it again")
 
     def _lost_end(self) -> str | None:
@@ -162,7 +162,7 @@ class Opening:
 
         A catalog elsewhere on this host says nothing: it may be of another copy of this store, which went on.
         """
-        root = self.backend.durable_root
+        root = self.storage.durable_root
         if self.database is not None or root is None or self.index_directory != root / "index":
             return None
         catalog = open_catalog(self.index_directory / CATALOG_NAME, self.config.store)
@@ -187,26 +187,26 @@ class Opening:
 
     def _memory(self) -> Path | None:
         """Where this host keeps the log's state: for a bucket, whose log takes a request an entry to read, and for a database."""
-        slow = self.backend.durable_root is None or self.database is not None
+        slow = self.storage.durable_root is None or self.database is not None
         return self.index_directory / STATE_NAME if slow else None
 
     @cached_property
     def index_directory(self) -> Path:
         """Where this host keeps its indexes."""
-        return index_directory(self.backend, self.config.store, read_only=self.read_only)
+        return index_directory(self.storage, self.config.store, read_only=self.read_only)
 
     @cached_property
     def objects(self) -> "ObjectStore":
         """The store's chunks, with this host's chunk index."""
         from ckptstore.index.chunks import ChunkIndex
-        from ckptstore.index.suspect_packs import DISTRUST_NAME, Distrust
+        from ckptstore.index.suspect_packs import DISTRUST_NAME, SuspectPacks
         from ckptstore.repository.chunk_store import ObjectStore
         from ckptstore.storage.read_cache import ReadCache
 
         chunks = ChunkIndex.open(self.index_directory / CHUNKS_NAME, self.config.store)
-        cached = self._read_cache_bytes > 0 and self.backend.durable_root is None
+        cached = self._read_cache_bytes > 0 and self.storage.durable_root is None
         cache = ReadCache(self.index_directory / READ_CACHE_NAME, self._read_cache_bytes) if cached else None
-        return ObjectStore(self.backend, chunks, self.log, Distrust(self.index_directory / DISTRUST_NAME), cache)
+        return ObjectStore(self.storage, chunks, self.log, SuspectPacks(self.index_directory / DISTRUST_NAME), cache)
 
     @cached_property
     def catalog(self) -> "Catalog | PostgresCatalog":
@@ -318,13 +318,13 @@ class Opening:
         self.log.close()
         if self.database is not None:
             self.database.database.close()
-        self.backend.close()
+        self.storage.close()
 
 
-def index_directory(backend: Backend, store: StoreId, *, read_only: bool) -> Path:
+def index_directory(storage: Storage, store: StoreId, *, read_only: bool) -> Path:
     """Where this host keeps the indexes of `store`: in it if it is on a local disk that may be written to, else in a local cache
     directory, under the store's id; there, too, if the store's path is no Unicode, which LMDB does not open."""
-    root = backend.durable_root
+    root = storage.durable_root
     if root is not None and not read_only and _is_unicode(root) and not is_network_filesystem(root) and os.access(root, os.W_OK):
         return root / "index"
     return _like(root, local_cache_directory() / store)
@@ -346,12 +346,12 @@ def _like(root: Path | None, directory: Path) -> Path:
     return directory
 
 
-def _make_private(backend: Backend, most: int, group: int | None = None) -> None:
+def _make_private(storage: Storage, most: int, group: int | None = None) -> None:
     """Make the store's directory no more than `most` before anything lies in it: whatever is made there has no more rights than it
     (`rights`). Rights for a `group` are for no other one."""
-    root = backend.durable_root
+    root = storage.durable_root
     if root is None:
-        raise InvalidInput(f"{backend.url} is no directory: who may read it is for the bucket's policy to say; leave private out")
+        raise InvalidInput(f"{storage.url} is no directory: who may read it is for the bucket's policy to say; leave private out")
     new = [directory for directory in (root, *root.parents) if not directory.exists()]
     try:
         root.mkdir(mode=most, parents=True, exist_ok=True)
@@ -376,47 +376,47 @@ def _rights_and_group(directory: Path) -> tuple[int, int | None]:
         raise Unavailable(f"cannot look at {directory}: {error.strerror}; see to the storage, then repeat") from error
 
 
-def read_config(backend: Backend) -> StoreConfig:
+def read_config(storage: Storage) -> StoreConfig:
     """What `ckptstore.json` says. Raises `NotFound` where there is no store, `Corrupt`, `InvalidInput`."""
     try:
-        data = backend.read(CONFIG_KEY)
+        data = storage.read(CONFIG_KEY)
     except NotFound as error:
-        _is_store(backend)
-        raise NotFound(f"no store at {backend.url}: {instead_of_store(backend)}") from error
-    return decode_config(data, backend.url)
+        _is_store(storage)
+        raise NotFound(f"no store at {storage.url}: {instead_of_store(storage)}") from error
+    return decode_config(data, storage.url)
 
 
-def _is_store(backend: Backend) -> bool:
+def _is_store(storage: Storage) -> bool:
     """Whether there is a store. Raises `Corrupt` for one that lost its `ckptstore.json`: a new one there would bury its commits."""
-    if backend.size(CONFIG_KEY) is not None:
+    if storage.size(CONFIG_KEY) is not None:
         return True
-    if next(backend.list("log/"), None):
-        raise Corrupt(f"{backend.url} has a log and no {CONFIG_KEY}: it was a store and lost that file; `ckptstore repair` writes it again")
+    if next(storage.list("log/"), None):
+        raise Corrupt(f"{storage.url} has a log and no {CONFIG_KEY}: it was a store and lost that file; `ckptstore repair` writes it again")
     return False
 
 
-def refuse_careless(backend: Backend) -> None:
+def refuse_careless(storage: Storage) -> None:
     """Raise `InvalidInput` for a bucket that cannot hold a log.
 
     Some servers take a conditional write for a plain one: two writers would overwrite each other's log entries.
     """
-    if backend.durable_root is not None:
+    if storage.durable_root is not None:
         return
     key = f"tmp/{new_session_id()}-probe"
-    backend.put_new(key, b"first")
+    storage.put_new(key, b"first")
     try:
-        if not backend.put_new(key, b"second") and backend.read(key) == b"first":
+        if not storage.put_new(key, b"second") and storage.read(key) == b"first":
             return
     finally:
-        backend.delete(key)
+        storage.delete(key)
     raise InvalidInput(
-        f"the server of {backend.url} ignores conditional writes (If-None-Match: *), so several writers could lose each other's commits; "
+        f"the server of {storage.url} ignores conditional writes (If-None-Match: *), so several writers could lose each other's commits; "
         f'keep the log in PostgreSQL: index="postgresql+psycopg://…", or use another server'
     )
 
 
-def _refuse_foreign(backend: Backend) -> None:
-    root = backend.durable_root
+def _refuse_foreign(storage: Storage) -> None:
+    root = storage.durable_root
     if root is None or not root.exists():
         return
     if not root.is_dir():

@@ -50,7 +50,7 @@ class Scratch:
             self._free.append(memory)
 
 
-class Threads:
+class ThreadPool:
     """A pool that lives as long as its store, made when it is first needed and made anew after a fork; `aside`, one of low priority."""
 
     def __init__(self, count: int, *, aside: bool = False) -> None:
@@ -61,10 +61,10 @@ class Threads:
         self._pid = 0
         self._lock = threading.Lock()
 
-    def spread(self, task: Callable[[T], object], items: Sequence[T], *, hands: int | None = None) -> None:
-        """Call `task` for every item, in no order, on at most `hands` threads. One item runs on the calling thread, and so does all with
+    def spread(self, task: Callable[[T], object], items: Sequence[T], *, max_workers: int | None = None) -> None:
+        """Call `task` for every item, in no order, on at most `max_workers` threads. One item runs on the calling thread, and so does all with
         one hand."""
-        if len(items) < 2 or hands == 1:
+        if len(items) < 2 or max_workers == 1:
             for item in items:
                 task(item)
             return
@@ -74,7 +74,7 @@ class Threads:
             for item in shared:
                 task(item)
 
-        self.together([work] * min(hands or self.count, self.count, len(items)), shared.stop)
+        self.together([work] * min(max_workers or self.count, self.count, len(items)), shared.stop)
 
     def together(self, works: Sequence[Callable[[], object]], stop: Callable[[], None]) -> None:
         """Run `works` side by side, the last of them on the calling thread. On a failure call `stop`, wait for the others, and raise the

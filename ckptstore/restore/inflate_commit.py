@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any
 from ckptstore.core.ids import CommitId
 from ckptstore.restore.mmap import Unmappable
 from ckptstore.restore.projection import View
-from ckptstore.restore.reader import Reader, Wanted
+from ckptstore.restore.reader import Reader, ReadRequest
 from ckptstore.state import dtype_cast, tensors
 from ckptstore.state.containers import leaves_of
 from ckptstore.state.inflate import inflate
@@ -40,7 +40,7 @@ def assemble(
             view.tree.check(i)
             name = tensors.DTYPE_NAMES[dtype] if dtype is not None and i in converted else schema.dtypes[i]
             values[i] = tensors.empty(name, schema.shapes[i])
-            wanted.append(Wanted(view.tree, i, dtype_cast.destination(values[i], schema.dtypes[i])))
+            wanted.append(ReadRequest(view.tree, i, dtype_cast.destination(values[i], schema.dtypes[i])))
     reader.read(wanted, commit, memory_budget_bytes=memory_budget_bytes)
     for i in leaves:
         if schema.kinds[i] != "tensor":

@@ -125,8 +125,8 @@ def _lay(objects: ObjectStore, plan: MapPlan) -> memoryview:
     memory = MemoryMap(plan.skew + plan.nbytes)
     for part in plan.mapped:
         key = pack_key(part.pack)
-        memory.put(part.start, objects.backend.open_file(key).fd, part.offset, part.nbytes, key)
+        memory.put(part.start, objects.storage.open_file(key).fd, part.offset, part.nbytes, key)
     data = memory.view(plan.skew, plan.skew + plan.nbytes)
     for part in plan.copied:
-        objects.backend.read_into(pack_key(part.pack), part.offset, [data[part.start : part.stop]])
+        objects.storage.read_into(pack_key(part.pack), part.offset, [data[part.start : part.stop]])
     return data

@@ -20,7 +20,7 @@ from ckptstore.objects.pages import join_pages
 from ckptstore.objects.schema import decode_schema
 from ckptstore.repository.chunk_store import ObjectStore
 from ckptstore.repository.memory_budget import ReadRoom, read_room
-from ckptstore.repository.thread_pool import Threads
+from ckptstore.repository.thread_pool import ThreadPool
 from ckptstore.restore.mmap import Unmappable, check_mapped, map_leaf
 from ckptstore.restore.read_plan import Piece, select
 
@@ -113,7 +113,7 @@ class Tree:
 
 
 @dataclass(frozen=True, slots=True)
-class Wanted:
+class ReadRequest:
     """A box of leaf `number` of `tree` that is to land in `destination`; the whole leaf without `box`."""
 
     tree: Tree
@@ -130,11 +130,11 @@ class Wanted:
 
 
 @dataclass(frozen=True, slots=True)
-class Job:
+class ChunkRead:
     """One piece on its way to its destination, whose own memory is `memory` if it has some."""
 
     piece: Piece
-    wanted: Wanted
+    wanted: ReadRequest
     memory: memoryview | None
 
     @property
@@ -158,24 +158,24 @@ class Reading:
 
     commit: CommitId
     room: ReadRoom
-    inline: tuple[Wanted, ...]
-    jobs: tuple[Job, ...]
+    inline: tuple[ReadRequest, ...]
+    jobs: tuple[ChunkRead, ...]
 
 
 class Reader:
     """Reads commits of one store."""
 
-    def __init__(self, config: StoreConfig, objects: ObjectStore, threads: Threads) -> None:
+    def __init__(self, config: StoreConfig, objects: ObjectStore, threads: ThreadPool) -> None:
         self._objects, self.threads = objects, threads
         self.chunk_bytes = config.chunk_bytes
-        self.remote = objects.backend.durable_root is None
+        self.remote = objects.storage.durable_root is None
         # Both never change, so what was read lately is at hand for the next look at the same commit.
         self.document = lru_cache(RECENT)(self._document)
         self.tree = lru_cache(RECENT)(self._tree)
 
     def _document(self, session: SessionId, commit: CommitId) -> CommitDocument:
         """The commit's document, its hash checked."""
-        return decode_document(self._objects.backend.read(document_key(session, commit)), commit)
+        return decode_document(self._objects.storage.read(document_key(session, commit)), commit)
 
     def _tree(self, key: str, ref: TreeRef) -> Tree:
         """Schema and pages of one key."""
@@ -194,7 +194,7 @@ class Reader:
             self._objects.read_metadata_many([chunk for _, ref in refs for chunk in (ref.schema, *ref.pages)])
         return {key: self.tree(key, ref) for key, ref in refs}
 
-    def read(self, wanted: Iterable[Wanted], commit: CommitId, *, memory_budget_bytes: int | None = None) -> int:
+    def read(self, wanted: Iterable[ReadRequest], commit: CommitId, *, memory_budget_bytes: int | None = None) -> int:
         """Bring the bytes of everything in `wanted` to its destination, verified, on all threads that the budget has room for.
 
         Returns how many raw bytes were read from packs. Raises `Corrupt` naming leaf, pack and commit, and `InvalidInput` for a budget that
@@ -202,11 +202,11 @@ class Reader:
         """
         return self.carry_out(self.reading(wanted, commit, memory_budget_bytes=memory_budget_bytes))
 
-    def reading(self, wanted: Iterable[Wanted], commit: CommitId, *, memory_budget_bytes: int | None = None) -> Reading:
+    def reading(self, wanted: Iterable[ReadRequest], commit: CommitId, *, memory_budget_bytes: int | None = None) -> Reading:
         """What `read` would do. Nothing moves. Raises `Corrupt` for pages that do not fit the shapes, `InvalidInput` for the budget."""
         room = read_room(memory_budget_bytes, self.chunk_bytes, self.threads.count)
-        inline: list[Wanted] = []
-        jobs: list[Job] = []
+        inline: list[ReadRequest] = []
+        jobs: list[ChunkRead] = []
         for want in wanted:
             want.tree.check(want.number)
             content = want.tree.content(want.number)
@@ -215,17 +215,17 @@ class Reader:
                 continue
             shape, width = want.tree.extent(want.number)
             memory = want.destination.memory()
-            jobs.extend(Job(piece, want, memory) for piece in select(content, shape, width, want.tree.chunk_bytes, want.box))
+            jobs.extend(ChunkRead(piece, want, memory) for piece in select(content, shape, width, want.tree.chunk_bytes, want.box))
         return Reading(commit, room, tuple(inline), tuple(jobs))
 
-    def carry_out(self, reading: Reading, jobs: Sequence[Job] | None = None) -> int:
+    def carry_out(self, reading: Reading, jobs: Sequence[ChunkRead] | None = None) -> int:
         """Do it, or of its pieces only `jobs`; returns how many raw bytes were read from packs."""
         jobs = reading.jobs if jobs is None else jobs
         for want in reading.inline:
             self._land_inline(want)
-        direct: list[Job] = []
+        direct: list[ChunkRead] = []
         places: list[memoryview] = []
-        aside: list[Job] = []
+        aside: list[ChunkRead] = []
         for job in jobs:
             if (place := job.place) is None:
                 aside.append(job)
@@ -263,7 +263,7 @@ class Reader:
             return inline
         tree.check(number)
         buffer = bytearray(tree.raw_bytes(number))
-        self.read([Wanted(tree, number, Memory(memoryview(buffer)))], commit, memory_budget_bytes=memory_budget_bytes)
+        self.read([ReadRequest(tree, number, Memory(memoryview(buffer)))], commit, memory_budget_bytes=memory_budget_bytes)
         return bytes(buffer)
 
     def packs_of(self, document: CommitDocument) -> frozenset[int]:
@@ -277,9 +277,9 @@ class Reader:
     def verify(self, tree: Tree, commit: CommitId) -> None:
         """Read and check every chunk of `tree`, through scratch memory."""
         nowhere = _Nowhere()
-        self.read((Wanted(tree, i, nowhere) for i in range(len(tree.schema)) if tree.schema.aliases[i] < 0), commit)
+        self.read((ReadRequest(tree, i, nowhere) for i in range(len(tree.schema)) if tree.schema.aliases[i] < 0), commit)
 
-    def _land_inline(self, want: Wanted) -> None:
+    def _land_inline(self, want: ReadRequest) -> None:
         data, memory = want.tree.content(want.number).inline or b"", want.destination.memory()
         shape, width = want.tree.extent(want.number)
         if want.box is not None:
@@ -292,7 +292,7 @@ class Reader:
             elif n:
                 want.destination.write(target, memoryview(data)[source : source + n])
 
-    def _read_aside(self, jobs: Sequence[Job], reading: Reading) -> None:
+    def _read_aside(self, jobs: Sequence[ChunkRead], reading: Reading) -> None:
         """Through scratch memory of at most `room.aside_bytes` at a time."""
         i = 0
         while i < len(jobs):
@@ -306,7 +306,9 @@ class Reader:
                 job.land(data)
             i = j
 
-    def fetch(self, jobs: Sequence[Job], out: Sequence[memoryview], reading: Reading, check: Callable[[int], bool] | None = None) -> None:
+    def fetch(
+        self, jobs: Sequence[ChunkRead], out: Sequence[memoryview], reading: Reading, check: Callable[[int], bool] | None = None
+    ) -> None:
         """Read the chunks of `jobs` into `out`, verified: by their ids, or by what `check` says of each."""
 
         def describe(i: int) -> str:
@@ -316,7 +318,7 @@ class Reader:
         self._objects.read_into(
             b"".join(job.piece.chunk for job in jobs),
             out,
-            run=partial(self.threads.spread, hands=reading.room.threads),
+            run=partial(self.threads.spread, max_workers=reading.room.threads),
             describe=describe,
             check=check,
             threads=reading.room.threads,

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from ckptstore.core.ids import CommitId
 from ckptstore.errors import InvalidInput
 from ckptstore.restore.projection import Select, View, renamed, selected, whole
-from ckptstore.restore.reader import Job, Reader, Reading, Tree, Wanted
+from ckptstore.restore.reader import ChunkRead, Reader, Reading, ReadRequest, Tree
 from ckptstore.state.dtype_cast import checked
 from ckptstore.state.parameter_names import ParameterNames
 from ckptstore.state.restore import bind
@@ -41,7 +41,7 @@ class RestoreReport:
 class Brought(NamedTuple):
     """What ranks have brought together: the pieces that are left for this one, and the raw bytes of chunks that it read and was sent."""
 
-    left: Sequence[Job]
+    left: Sequence[ChunkRead]
     read_bytes: int
     received_bytes: int
 
@@ -58,7 +58,7 @@ class RestoreOptions:
     memory_budget_bytes: int | None = None
 
 
-class Restoring:
+class RestoreOperation:
     """A restore on its way: bound, then `read`, then `finish`. Raises `InvalidInput` before anything is touched."""
 
     def __init__(
@@ -96,7 +96,7 @@ class Restoring:
     def reading(self) -> Reading:
         """What `read` will do. Raises `Corrupt` for pages that do not fit the shapes, `InvalidInput` for the budget."""
         wanted = [
-            Wanted(self._trees[key], i, part, box)
+            ReadRequest(self._trees[key], i, part, box)
             for key, binding in self._bindings.items()
             for i, destination in enumerate(binding.destinations)
             if destination is not None

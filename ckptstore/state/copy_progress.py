@@ -15,7 +15,7 @@ class Copied(Protocol):
     def nbytes(self) -> int: ...
 
 
-class Arrivals:
+class CopyProgress:
     """Which of `tasks`, each some copies into one arena that do not overlap, have been carried out. Threads may share it."""
 
     def __init__(self, tasks: Sequence[Sequence[Copied]]) -> None:

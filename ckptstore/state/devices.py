@@ -15,7 +15,7 @@ from weakref import finalize
 
 import torch
 
-from ckptstore.state.staging_buffers import Arena
+from ckptstore.state.staging_buffers import Buffer
 
 logger = logging.getLogger("ckptstore")
 
@@ -46,7 +46,7 @@ def devices_of(tensors: Iterable[torch.Tensor]) -> frozenset[torch.device]:
     return frozenset(tensor.device for tensor in tensors if tensor.device.type == "cuda")
 
 
-def prepare(devices: Iterable[torch.device], arena: Arena) -> None:
+def prepare(devices: Iterable[torch.device], arena: Buffer) -> None:
     """What is copied to `arena` from here on was written by what the caller's streams have been given so far, and by nothing later
     that waits for the copy."""
     for device in devices:
@@ -71,7 +71,7 @@ def _stream(device: torch.device) -> torch.cuda.Stream:
         return _streams[device]
 
 
-def _pin(arena: Arena, device: torch.device) -> None:
+def _pin(arena: Buffer, device: torch.device) -> None:
     """Once per arena, for every device, by way of `device`: one that is not used would be set up for it, which takes memory. Where the
     host allows no more locked memory, copies go through the driver's own buffers: slower, not wrong."""
     if arena.pinned:

@@ -14,7 +14,7 @@ from ckptstore.core.model import Box, LeafKind, Node, Schema, Shape
 from ckptstore.errors import InvalidInput
 from ckptstore.state import containers, paths, pickles, tensors, values
 from ckptstore.state.containers import Parts
-from ckptstore.state.leaf_sources import Flat, HeldLeaf, Source
+from ckptstore.state.leaf_sources import FlatState, HeldLeaf, Source
 from ckptstore.state.leaves import NOTHING, BytesSource, TensorSource
 from ckptstore.state.modules import state_dict_of
 from ckptstore.state.parameter_names import ParameterNames, named_state
@@ -29,7 +29,7 @@ MAX_NESTING = 80
 """Containers within containers; each takes two of canonical JSON's 200 levels, and its keys and attributes some more."""
 
 
-def flatten(app_state: Mapping[str, Any], *, allow_pickle: bool = False, ranks: bool = False) -> dict[str, Flat]:
+def flatten(app_state: Mapping[str, Any], *, allow_pickle: bool = False, ranks: bool = False) -> dict[str, FlatState]:
     """Every key of `app_state`, in its order. Objects with `state_dict()` and `load_state_dict()` give their state dict; that of an
     optimizer has the names of its parameters, if the modules in `app_state` have them all.
 
@@ -74,12 +74,12 @@ class _Tree:
         self._by_address: dict[int, int] = {}
         self._open: dict[int, str] = {}
 
-    def flatten(self, key: str, value: Any) -> Flat:
+    def flatten(self, key: str, value: Any) -> FlatState:
         state = self._state_of_optimizer(value) if isinstance(value, Optimizer) else state_of(value)
         with uncollected():
             skeleton = self._visit(state, paths.segment(values.encode_key(key)))
             kinds, dtypes, shapes, aliases = tuple(self._kinds), tuple(self._dtypes), tuple(self._shapes), tuple(self._aliases)
-            return Flat(Schema(skeleton, tuple(self._paths), kinds, dtypes, shapes, aliases), self._leaves, self._held)
+            return FlatState(Schema(skeleton, tuple(self._paths), kinds, dtypes, shapes, aliases), self._leaves, self._held)
 
     def _visit(self, value: Any, path: str) -> Node | int:
         if type(value) is torch.Tensor:

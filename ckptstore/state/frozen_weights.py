@@ -48,7 +48,7 @@ class Candidate:
     version: int
 
 
-class Trust:
+class FrozenWeights:
     """What one store object remembers of frozen weights, from one commit to the next. Threads may share it."""
 
     def __init__(self) -> None:

@@ -71,7 +71,7 @@ one that ranks divide and that an optimizer's number names, which may be another
 
 
 @dataclass(frozen=True, slots=True)
-class Flat:
+class FlatState:
     """One key of the state: what its leaves are, and the source of each. An alias has no bytes of its own.
 
     Where many ranks commit, `held` has the leaves that they divide among them, by number, in place of a source, and `marks` what is known
@@ -91,7 +91,7 @@ class Flat:
         return divided + sum(source.nbytes for i, source in enumerate(self.leaves) if i not in self.held)
 
 
-def leaves_of(flats: Mapping[str, Flat]) -> list[Source]:
+def leaves_of(flats: Mapping[str, FlatState]) -> list[Source]:
     """The sources of all keys in order: of each key the leaves, then the boxes that this rank holds of others."""
     return [
         source for flat in flats.values() for source in (*flat.leaves, *(part for held in flat.held.values() for _, part in held.parts))

@@ -13,7 +13,7 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from ckptstore.errors import InvalidInput
-from ckptstore.state.leaf_sources import Flat, Mark
+from ckptstore.state.leaf_sources import FlatState, Mark
 from ckptstore.state.leaves import TensorSource
 from ckptstore.state.optimizer_ids import is_named
 from ckptstore.state.stateful import RNGState
@@ -39,7 +39,7 @@ class Globs:
         return cls(tuple(replicated), tuple(private), compare)
 
 
-def marked(app_state: Mapping[str, Any], flats: Mapping[str, Flat], globs: Globs) -> dict[str, Flat]:
+def marked(app_state: Mapping[str, Any], flats: Mapping[str, FlatState], globs: Globs) -> dict[str, FlatState]:
     """`flats` with marks."""
     known = _replicas(app_state.values())
     return {key: replace(flat, marks=_marks(app_state[key], flat, known, globs)) for key, flat in flats.items()}
@@ -72,7 +72,7 @@ def _replicas(values: Iterable[Any]) -> _Replicas:
     )
 
 
-def _marks(value: Any, flat: Flat, known: _Replicas, globs: Globs) -> dict[int, Mark]:
+def _marks(value: Any, flat: FlatState, known: _Replicas, globs: Globs) -> dict[int, Mark]:
     count = len(flat.schema)
     if isinstance(value, RNGState) or _is_loader(value):
         return dict.fromkeys(range(count), "private")

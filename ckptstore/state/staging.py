@@ -15,11 +15,11 @@ from typing import Protocol, TypeAlias, TypeVar
 from ckptstore.core.model import INLINE_BYTES
 from ckptstore.objects.pack import align
 from ckptstore.state import tensors
-from ckptstore.state.copy_progress import Arrivals
+from ckptstore.state.copy_progress import CopyProgress
 from ckptstore.state.devices import beside_training, devices_of, is_away, prepare
-from ckptstore.state.leaf_sources import Flat, Source, leaves_of
+from ckptstore.state.leaf_sources import FlatState, Source, leaves_of
 from ckptstore.state.leaves import BytesSource, TensorSource
-from ckptstore.state.staging_buffers import Arena, ArenaSource, PartSource, Place
+from ckptstore.state.staging_buffers import Buffer, BufferSource, PartSource, Place
 
 T = TypeVar("T")
 
@@ -88,7 +88,7 @@ class StagingPlan:
     later: tuple[tuple[Copy, ...], ...]
 
 
-def paths_of(flats: Mapping[str, Flat]) -> list[str]:
+def paths_of(flats: Mapping[str, FlatState]) -> list[str]:
     """The path of each source of `leaves_of`."""
     return [path for flat in flats.values() for path in (*flat.schema.paths, *(flat.schema.paths[n] for n, _ in _held_in(flat)))]
 
@@ -98,17 +98,17 @@ def leaves_away(sources: Sequence[Source]) -> frozenset[int]:
     return frozenset(n for n, source in enumerate(sources) if isinstance(source, TensorSource) and is_away(source.tensor))
 
 
-def with_leaves(flats: Mapping[str, Flat], sources: Sequence[Source]) -> dict[str, Flat]:
+def with_leaves(flats: Mapping[str, FlatState], sources: Sequence[Source]) -> dict[str, FlatState]:
     """The same keys with other sources, numbered in the same way."""
     numbered = iter(sources)
     return {key: _with(flat, numbered) for key, flat in flats.items()}
 
 
-def _held_in(flat: Flat) -> Iterator[tuple[int, Source]]:
+def _held_in(flat: FlatState) -> Iterator[tuple[int, Source]]:
     return ((n, source) for n, held in flat.held.items() for _, source in held.parts)
 
 
-def _with(flat: Flat, numbered: Iterator[Source]) -> Flat:
+def _with(flat: FlatState, numbered: Iterator[Source]) -> FlatState:
     leaves = [next(numbered) for _ in flat.leaves]
     held = {n: each._replace(parts=tuple((box, next(numbered)) for box, _ in each.parts)) for n, each in flat.held.items()}
     return replace(flat, leaves=leaves, held=held)
@@ -155,12 +155,12 @@ def plan_staging(
 
 def stage(
     plan: StagingPlan,
-    flats: Mapping[str, Flat],
-    arena: Arena | None,
+    flats: Mapping[str, FlatState],
+    arena: Buffer | None,
     spread: Spread,
     looked_up: Mapping[int, LookedUp] = NOTHING_LOOKED_UP,
-    arrivals: Arrivals | None = None,
-) -> dict[str, Flat]:
+    arrivals: CopyProgress | None = None,
+) -> dict[str, FlatState]:
     """Carry out `plan` but for what may be copied later: the same keys with sources that do not change any more once that is copied, too,
     and what is borrowed given back. Who reads what is copied later waits for its arrival."""
     sources = leaves_of(flats)
@@ -170,7 +170,7 @@ def stage(
         prepare(devices_of(source.tensor for source in sources if isinstance(source, TensorSource)), arena)
         spread(lambda task: copy_task(task, arena), plan.tasks)
         for n, offset in plan.offsets.items():
-            sources[n] = ArenaSource(arena.memory, offset, sources[n].nbytes, sources[n].width, arrivals)
+            sources[n] = BufferSource(arena.memory, offset, sources[n].nbytes, sources[n].width, arrivals)
         for n, places in plan.parts.items():
             sources[n] = PartSource(arena.memory, places, looked_up[n].ids, sources[n].nbytes, sources[n].width, arrivals)
     return with_leaves(flats, sources)
@@ -262,7 +262,7 @@ def _tasks(copies: Iterable[Copy]) -> Iterator[tuple[Copy, ...]]:
         yield tuple(task)
 
 
-def copy_task(task: Sequence[Copy], arena: Arena) -> None:
+def copy_task(task: Sequence[Copy], arena: Buffer) -> None:
     """Make the copies of one task."""
     for copy in task:
         if isinstance(copy, Move):

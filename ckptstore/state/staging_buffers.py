@@ -17,13 +17,13 @@ from weakref import finalize
 
 from ckptstore.core.config import MIN_STAGING_BYTES
 from ckptstore.errors import Unavailable
-from ckptstore.state.copy_progress import Arrivals
+from ckptstore.state.copy_progress import CopyProgress
 from ckptstore.state.leaf_sources import NotCopied
 
 _SHARE_OF_AVAILABLE = 0.5
 
 
-class Arena:
+class Buffer:
     """Memory of one staged state, until it is given back to its pool."""
 
     def __init__(self, nbytes: int, *, shared: bool) -> None:
@@ -49,7 +49,7 @@ class Arena:
         """Whether devices have been told of it (`state.devices`)."""
 
 
-class ArenaSource:
+class BufferSource:
     """A leaf that lies in `memory` from `offset` on, or will: who asks for bytes waits for their arrival. Valid until the arena is given
     back."""
 
@@ -57,7 +57,7 @@ class ArenaSource:
     known_ids: bytes | None = None
     still = True
 
-    def __init__(self, memory: memoryview, offset: int, nbytes: int, width: int, arrivals: Arrivals | None = None) -> None:
+    def __init__(self, memory: memoryview, offset: int, nbytes: int, width: int, arrivals: CopyProgress | None = None) -> None:
         self.memory, self.offset, self.nbytes, self.width, self.arrivals = memory, offset, nbytes, width, arrivals
 
     def view(self, start: int, stop: int) -> memoryview:
@@ -84,7 +84,7 @@ class PartSource:
     still = True
 
     def __init__(
-        self, memory: memoryview, places: Sequence[Place], known_ids: bytes, nbytes: int, width: int, arrivals: Arrivals | None = None
+        self, memory: memoryview, places: Sequence[Place], known_ids: bytes, nbytes: int, width: int, arrivals: CopyProgress | None = None
     ) -> None:
         self.memory, self.places, self.known_ids, self.nbytes, self.width = memory, tuple(places), known_ids, nbytes, width
         self.arrivals = arrivals
@@ -102,14 +102,14 @@ class PartSource:
         out[:] = self.view(start, stop)
 
 
-class ArenaPool:
+class BufferPool:
     """Arenas of at most `budget_bytes` together, taken and free ones; of `shared` memory if another process is to see them. Threads may
     share it."""
 
     def __init__(self, budget_bytes: int, *, shared: bool = False) -> None:
         self._shared = shared
         self.budget_bytes = max(budget_bytes // MIN_STAGING_BYTES, 1) * MIN_STAGING_BYTES
-        self._free: list[Arena] = []
+        self._free: list[Buffer] = []
         self._taken_bytes = 0
         self._changed = threading.Condition()
 
@@ -119,7 +119,7 @@ class ArenaPool:
         with self._changed:
             return self._taken_bytes + sum(arena.nbytes for arena in self._free)
 
-    def take(self, nbytes: int, *, wait: bool = True) -> Arena | None:
+    def take(self, nbytes: int, *, wait: bool = True) -> Buffer | None:
         """An arena of at least `nbytes`, which must be within the budget; waits until there is room, or returns None without `wait`."""
         size = -(-max(nbytes, 1) // MIN_STAGING_BYTES) * MIN_STAGING_BYTES
         assert size <= self.budget_bytes
@@ -132,14 +132,14 @@ class ArenaPool:
             self._taken_bytes += arena.nbytes
             return arena
 
-    def give(self, arena: Arena) -> None:
+    def give(self, arena: Buffer) -> None:
         """Let the next one have it: nobody may refer to its memory any more."""
         with self._changed:
             self._taken_bytes -= arena.nbytes
             self._free.append(arena)
             self._changed.notify_all()
 
-    def _best(self, size: int) -> Arena:
+    def _best(self, size: int) -> Buffer:
         """The smallest free arena that is large enough and within the budget, else a new one in the place of free ones."""
         room = self.budget_bytes - self._taken_bytes
         fitting = [arena for arena in self._free if size <= arena.nbytes <= room]
@@ -148,7 +148,7 @@ class ArenaPool:
             self._free.remove(best)
             return best
         self._free.clear()
-        return Arena(size, shared=self._shared)
+        return Buffer(size, shared=self._shared)
 
 
 def _shared_memory(nbytes: int) -> int:

@@ -1,4 +1,4 @@
-"""What a place for objects can do, whether it is a local disk or a bucket; `open_backend` picks one by URL.
+"""What a place for objects can do, whether it is a local disk or a bucket; `open_storage` picks one by URL.
 
 An object has a key, a path relative to the store's root with `/` between its parts. Everything durable in a store is put in its
 place by one of three methods, and each of them shows readers the whole object or none of it: `put`, `put_new`, `Writer.finish`.
@@ -24,7 +24,7 @@ class Writer(Protocol):
         """Write `buffers` one behind the other where the last call ended. They are the caller's again on return."""
 
     def finish(self) -> bool:
-        """Make the bytes durable and give the object its name; the name is durable after `Backend.sync_dirs`.
+        """Make the bytes durable and give the object its name; the name is durable after `Storage.sync_dirs`.
 
         True if the object is this writer's: on failure of what it is for, the caller may delete it. False if an object with the same bytes
         has the name, which may be this one by an attempt whose answer was lost, or another writer's. Raises `Conflict` if the name is
@@ -42,7 +42,7 @@ class OpenFile(Protocol):
     fd: int
 
 
-class Backend(Protocol):
+class Storage(Protocol):
     """Objects by key. Safe for threads, and for use in the child after a fork.
 
     Raises `NotFound` for an absent object, `Unavailable` when storage does not answer or is full, `ReadOnly` where writing is not
@@ -80,8 +80,8 @@ class Backend(Protocol):
         After `Unavailable` the object may exist or not, and only reading it tells; after `NoSpace` it does not.
         """
 
-    def create(self, key: str, *, session: SessionId, lean: bool = False, aside: bool = False) -> Writer:
-        """A writer for a large object; what a crash leaves behind is named after `session`. A `lean` one does without a buffer where it
+    def create(self, key: str, *, session: SessionId, unbuffered: bool = False, aside: bool = False) -> Writer:
+        """A writer for a large object; what a crash leaves behind is named after `session`. A `unbuffered` one does without a buffer where it
         can, at the cost of processor time. One that works `aside` should take little from others, even if it takes longer."""
 
     def sync_dirs(self, keys: Iterable[str]) -> None:
@@ -97,14 +97,14 @@ class Backend(Protocol):
         """Give back what is held open; the backend may not be used afterwards."""
 
 
-def open_backend(
+def open_storage(
     url: str | Path,
     *,
     read_only: bool = False,
     storage_options: dict[str, Any] | None = None,
     fsync: bool = True,
     direct_io: bool | None = None,
-) -> Backend:
+) -> Storage:
     """The backend for `url`: a path or `file://` for a local directory, else what fsspec knows (`s3://…`, `gs://…`, `memory://…`).
 
     Nothing is created and nothing looked up; `~` is the user's home. `fsync=False` gives up durability on a local disk, for tests and
@@ -117,28 +117,28 @@ def open_backend(
     if not separator or scheme == "file":
         if storage_options:
             raise InvalidInput(f"storage_options {sorted(storage_options)} mean nothing for the local path {text!r}; leave them out")
-        from ckptstore.storage.local import LocalBackend
+        from ckptstore.storage.local import LocalStorage
 
-        return LocalBackend(rest if separator else os.path.expanduser(url), read_only=read_only, fsync=fsync, direct_io=direct_io)
+        return LocalStorage(rest if separator else os.path.expanduser(url), read_only=read_only, fsync=fsync, direct_io=direct_io)
     if scheme in ("s3", "s3a"):
-        from ckptstore.storage.s3 import S3Backend
+        from ckptstore.storage.s3 import S3Storage
 
-        return S3Backend(text, read_only=read_only, storage_options=storage_options)
-    from ckptstore.storage.fsspec_backend import FsspecBackend
+        return S3Storage(text, read_only=read_only, storage_options=storage_options)
+    from ckptstore.storage.fsspec_backend import FsspecStorage
 
-    return FsspecBackend(text, read_only=read_only, storage_options=storage_options)
+    return FsspecStorage(text, read_only=read_only, storage_options=storage_options)
 
 
-def put_finished(backend: Backend, key: str, data: bytes) -> bool:
+def put_finished(storage: Storage, key: str, data: bytes) -> bool:
     """Create a small object that is never replaced; durable on return. The value is that of `Writer.finish`.
 
     Raises `Conflict` if other bytes have that name.
     """
-    if backend.put_new(key, data):
+    if storage.put_new(key, data):
         return True
-    if backend.read(key) == data:
+    if storage.read(key) == data:
         return False
-    raise name_taken(key, backend.url)
+    raise name_taken(key, storage.url)
 
 
 def name_taken(key: str, url: str) -> Conflict:

@@ -25,7 +25,7 @@ _memory_lock = threading.Lock()
 """fsspec's memory filesystem looks and then creates; under this lock the two are one step."""
 
 
-class FsspecBackend:
+class FsspecStorage:
     """See `Backend`. A writer keeps its object in memory until `finish`, so packs are best kept small (64 MiB)."""
 
     def __init__(self, url: str, *, read_only: bool = False, storage_options: dict[str, Any] | None = None) -> None:
@@ -117,7 +117,7 @@ class FsspecBackend:
             raise self._failure(error, "create", key, data) from error
         return True
 
-    def create(self, key: str, *, session: SessionId, lean: bool = False, aside: bool = False) -> "FsspecWriter":
+    def create(self, key: str, *, session: SessionId, unbuffered: bool = False, aside: bool = False) -> "FsspecWriter":
         self._check_writable(key)
         check_key(key)
         return FsspecWriter(self, key)
@@ -205,8 +205,8 @@ class FsspecBackend:
 class FsspecWriter:
     """See `Writer`."""
 
-    def __init__(self, backend: FsspecBackend, key: str) -> None:
-        self._backend = backend
+    def __init__(self, storage: FsspecStorage, key: str) -> None:
+        self._storage = storage
         self._key = key
         self._data = bytearray()
 
@@ -217,7 +217,7 @@ class FsspecWriter:
 
     def finish(self) -> bool:
         data, self._data = self._data, bytearray()
-        return put_finished(self._backend, self._key, bytes(data))
+        return put_finished(self._storage, self._key, bytes(data))
 
     def discard(self) -> None:
         self._data = bytearray()

@@ -29,7 +29,7 @@ _CREATE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
 T = TypeVar("T")
 
 
-class LocalBackend:
+class LocalStorage:
     """See `Backend`. Temporary files lie in `tmp/` under the root, so that a rename stays within one filesystem."""
 
     def __init__(self, root: str | Path, *, read_only: bool = False, fsync: bool = True, direct_io: bool | None = None) -> None:
@@ -105,9 +105,9 @@ class LocalBackend:
                 raise Unavailable(f"{key} is there, but not known to be durable: {error}") from error
         return created
 
-    def create(self, key: str, *, session: SessionId, lean: bool = False, aside: bool = False) -> LocalWriter:
+    def create(self, key: str, *, session: SessionId, unbuffered: bool = False, aside: bool = False) -> LocalWriter:
         direct_io = aside if self._direct_io is None else self._direct_io
-        return self._writer(key, session, durable=self._fsync, direct_io=direct_io and not lean, replace=False)
+        return self._writer(key, session, durable=self._fsync, direct_io=direct_io and not unbuffered, replace=False)
 
     def sync_dirs(self, keys: Iterable[str]) -> None:
         for directory in sorted({os.path.dirname(self._path(key)) for key in keys}):

@@ -134,12 +134,12 @@ class ReadCache:
                 if held:
                     with self._lock:
                         self._added_bytes = 0
-                    self._held_bytes = self._let_go(sorted(self._files()))
+                    self._held_bytes = self._release(sorted(self._files()))
                 return held
         finally:
             self._evicting.release()
 
-    def _let_go(self, files: list[_File]) -> int:
+    def _release(self, files: list[_File]) -> int:
         """Remove the files used longest ago until few enough bytes are left; how many those are."""
         total = sum(file.bytes for file in files)
         wanted = total if total <= self._limit_bytes else int(self._limit_bytes * EVICT_TO)

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 from ckptstore.core.ids import new_session_id
 from ckptstore.errors import Corrupt, NoSpace, ReadOnly, Unavailable
-from ckptstore.storage.contract import Backend
+from ckptstore.storage.contract import Storage
 
 RESERVE_KEY = "reserve"
 RESERVE_BYTES = 1 << 20
@@ -17,31 +17,31 @@ PROBE_BYTES = 256 << 10
 """Room enough for the entries of one forget or gc."""
 
 
-def ensure_reserve(backend: Backend) -> None:
+def ensure_reserve(storage: Storage) -> None:
     """Make the store's reserve, or as much of it as fits: what a forget gave up and hardly used must be there for the gc that follows.
 
     Its bytes are random, lest a filesystem compress them away. A bucket needs none.
     """
-    if backend.durable_root is None:
+    if storage.durable_root is None:
         return
     try:
-        there = backend.size(RESERVE_KEY) or 0
+        there = storage.size(RESERVE_KEY) or 0
     except Corrupt:
         there = 0
     for size in range(RESERVE_BYTES, max(there, PROBE_BYTES - 1), -PROBE_BYTES):
         try:
-            backend.put(RESERVE_KEY, secrets.token_bytes(size))
+            storage.put(RESERVE_KEY, secrets.token_bytes(size))
         except (Unavailable, ReadOnly):
             continue
         return
 
 
-def is_full(backend: Backend) -> bool:
+def is_full(storage: Storage) -> bool:
     """Whether a few log entries would not fit, by trying: quotas and inodes count as well as blocks."""
-    if backend.durable_root is None:
+    if storage.durable_root is None:
         return False
     try:
-        probe = backend.create("tmp/probe", session=new_session_id())
+        probe = storage.create("tmp/probe", session=new_session_id())
         try:
             probe.append([memoryview(bytes(PROBE_BYTES))])
         finally:
@@ -52,15 +52,15 @@ def is_full(backend: Backend) -> bool:
 
 
 @contextmanager
-def room(backend: Backend) -> Iterator[bool]:
+def room(storage: Storage) -> Iterator[bool]:
     """Within, log entries can be written although the disk is full, and it is: then the value is True.
 
     Afterwards the reserve is made (again) if it can be.
     """
-    full = is_full(backend)
+    full = is_full(storage)
     if full:
-        backend.delete(RESERVE_KEY)
+        storage.delete(RESERVE_KEY)
     try:
         yield full
     finally:
-        ensure_reserve(backend)
+        ensure_reserve(storage)

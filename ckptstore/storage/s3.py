@@ -32,7 +32,7 @@ _NOBODY = "0" * 24
 """The session of uploads that name none: they go when nobody has moved them for long."""
 
 
-class S3Backend:
+class S3Storage:
     """See `Backend`."""
 
     def __init__(self, url: str, *, read_only: bool = False, storage_options: dict[str, Any] | None = None) -> None:
@@ -116,7 +116,7 @@ class S3Backend:
 
         return self._requests.run(create, f"create {key} ({len(body)} bytes)", writing=True)
 
-    def create(self, key: str, *, session: SessionId, lean: bool = False, aside: bool = False) -> S3Writer:
+    def create(self, key: str, *, session: SessionId, unbuffered: bool = False, aside: bool = False) -> S3Writer:
         path = self._path(key)
         self._check_writable(key)
         return self._writer(path, replace=False)

@@ -12,7 +12,7 @@ import torch
 import ckptstore
 from ckptstore.core.ids import new_session_id, session_key
 from ckptstore.log import sessions
-from ckptstore.storage.contract import open_backend
+from ckptstore.storage.contract import open_storage
 from tests.cli.running import Result, call, run, run_on_terminal
 
 EVIL = "\x1b]52;c;ZXZpbA==\x07\x1b[2J\x9b31mEVIL\r\x08\x7f\u202e\u2028\n[red]"
@@ -67,8 +67,8 @@ def hostile(tmp_path_factory: pytest.TempPathFactory) -> Path:
             state = {f"model{EVIL}": {f"w{EVIL}": torch.full((4,), float(step)), f"note{EVIL}": f"value{EVIL}{step}"}}
             store.commit(state, step=step, message=f"message{EVIL}", metrics={f"loss{EVIL}": 1.0 / step}, tag=f"t{step}")
     session = sessions.SessionInfo(new_session_id(), f"what{EVIL}", f"host{EVIL}", f"boot{EVIL}", f"space{EVIL}", 1, 1, time.time_ns())
-    with closing(open_backend(str(place))) as backend:
-        backend.put(session_key(session.id), sessions.encode_session(session))
+    with closing(open_storage(str(place))) as storage:
+        storage.put(session_key(session.id), sessions.encode_session(session))
     return place
 
 

@@ -46,7 +46,7 @@ def test_a_long_line_that_is_not_shown_is_bridged_without_recursion() -> None:
     assert shown([CommitId("4999"), CommitId("0")], parents)[0].parents == (CommitId("0"),)
 
 
-def test_one_line_of_descent_has_no_branches() -> None:
+def test_a_linear_history_has_no_branches() -> None:
     assert not branches(nodes("c:b b:a a:"))
     assert branches(nodes("c:a b:a a:"))
 

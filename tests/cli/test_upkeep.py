@@ -8,7 +8,7 @@ import pytest
 
 from ckptstore.cli.exits import Exit
 from ckptstore.log.sessions import open_session
-from ckptstore.repository.store_handle import Opening
+from ckptstore.repository.store_handle import StoreHandle
 from tests.cli.running import call, run
 from tests.maintenance.collecting import make, size_of, verify
 
@@ -67,15 +67,15 @@ def test_what_cannot_be_done_says_why(place: Path, words: list[str], code: Exit,
 
 def test_sessions_shows_who_is_writing_and_what_waits(place: Path) -> None:
     call("forget", "0", "1")
-    opening = Opening(place)
-    with open_session(opening.backend, "commit") as session:
+    handle = StoreHandle(place)
+    with open_session(handle.storage, "commit") as session:
         later = call("gc", "--json").document["plan"]["freed_later"]
         assert later[0]["sessions"] == [session.id]
         (row,) = call("sessions", "--json").document["sessions"]
         assert (row["session"], row["status"], row["pid"]) == (session.id, "active", os.getpid())
         assert row["waiting_bytes"] > 0
         assert session.id in call("sessions").out
-    opening.close()
+    handle.close()
     assert call("sessions").out == ""
 
 

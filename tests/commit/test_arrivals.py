@@ -15,7 +15,7 @@ from ckptstore.commit import lazy_copy
 from ckptstore.commit.borrowed_leaves import PendingWatch
 from ckptstore.commit.plan import Run
 from ckptstore.state import devices
-from ckptstore.state.copy_progress import Arrivals
+from ckptstore.state.copy_progress import CopyProgress
 from ckptstore.state.staging import PIECE_BYTES, Move
 from tests.commit.states import HANGS_S, assert_committed, attack, frozen_copy, training
 from tests.commit.test_commits import break_storage, mend_storage
@@ -54,7 +54,7 @@ def copying(monkeypatch: pytest.MonkeyPatch, before: Callable[[int], None]) -> N
 
 
 def test_who_wants_bytes_waits_for_those_and_no_others() -> None:
-    arrivals = Arrivals([(Move(1, 0, 100), Move(1, 300, 50)), (Move(1, 100, 100),)])
+    arrivals = CopyProgress([(Move(1, 0, 100), Move(1, 300, 50)), (Move(1, 100, 100),)])
     with ThreadPoolExecutor(3) as threads:
         first, second, both = (threads.submit(arrivals.wait, *span) for span in ((320, 330), (199, 200), (99, 101)))
         arrivals.wait(200, 300)  # nothing is copied there
@@ -67,7 +67,7 @@ def test_who_wants_bytes_waits_for_those_and_no_others() -> None:
 
 
 def test_who_wants_what_could_not_be_copied_is_told_why() -> None:
-    arrivals = Arrivals([(Move(1, 0, 100),), (Move(1, 100, 100),)])
+    arrivals = CopyProgress([(Move(1, 0, 100),), (Move(1, 100, 100),)])
     arrivals.arrived(0, OSError("no bus"))
     arrivals.arrived(1)
     arrivals.wait(100, 200)

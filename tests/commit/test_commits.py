@@ -17,7 +17,7 @@ import torch
 import ckptstore
 from ckptstore import Busy, Cancelled, InvalidInput, Unavailable
 from ckptstore.commit import commit_queue
-from ckptstore.repository.thread_pool import ASIDE_NICE, Threads
+from ckptstore.repository.thread_pool import ASIDE_NICE, ThreadPool
 from ckptstore.storage.direct_io_file import BLOCK_BYTES, DIRECT_FROM
 from tests.commit.states import Gate, held_commit
 from tests.storage.test_direct_io import address_of, cached, takes_direct_writes
@@ -238,7 +238,7 @@ def test_who_works_behind_the_callers_back_steps_aside(store: ckptstore.Store) -
     pending.wait()
     assert {milestone: seen[milestone] for milestone in ("staged", "hashed", "durable")} == {"staged": own, "hashed": low, "durable": low}
     assert priority() == own
-    pool, started_by_it = Threads(1, aside=True), Threads(1, aside=True)
+    pool, started_by_it = ThreadPool(1, aside=True), ThreadPool(1, aside=True)
     assert pool.submit(priority).result() == low
     assert pool.submit(lambda: started_by_it.submit(priority)).result().result() == low
     started_by_it.close()
@@ -343,7 +343,7 @@ def test_a_state_that_cannot_be_stored_is_refused_by_the_call(store: ckptstore.S
     store.commit_async(state()).wait()
 
 
-def test_a_failure_after_the_loan_began_reaches_the_call(tmp_path: Path) -> None:
+def test_a_failure_after_leaves_were_borrowed_reaches_the_call(tmp_path: Path) -> None:
     with ckptstore.open(tmp_path / "store", staging_bytes=2 * MIB) as store:
         large = {"t": torch.zeros(5 * MIB, dtype=torch.uint8)}
         break_storage(store)

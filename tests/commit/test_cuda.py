@@ -15,7 +15,7 @@ from ckptstore.state import devices
 from ckptstore.state.devices import beside_training, devices_of
 from ckptstore.state.leaves import TensorSource
 from ckptstore.state.staging import PIECE_BYTES, Gather, plan_staging
-from ckptstore.state.staging_buffers import Arena
+from ckptstore.state.staging_buffers import Buffer
 from ckptstore.state.stateful import RNGState
 
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="torch finds no CUDA device here")
@@ -81,7 +81,7 @@ def test_memory_is_pinned_by_way_of_the_device_that_is_used(monkeypatch: pytest.
     for name, fake in (("cudart", Cudart), ("device", on), ("Stream", Stream), ("current_stream", lambda of: f"current of {of}")):
         monkeypatch.setattr(torch.cuda, name, fake)
     monkeypatch.setattr(devices, "_streams", {}, raising=False)
-    arena, one, two = Arena(1 << 21, shared=False), torch.device("cuda", 1), torch.device("cuda", 2)
+    arena, one, two = Buffer(1 << 21, shared=False), torch.device("cuda", 1), torch.device("cuda", 2)
     for _ in range(2):
         devices.prepare([one, two], arena)
     waited = ["current of cuda:1", "current of cuda:2"]

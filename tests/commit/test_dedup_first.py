@@ -58,8 +58,8 @@ def test_a_commit_is_the_state_as_of_the_call(tmp_path: Path, executor: Any) -> 
         assert not store.fsck(read_data="100%").damaged
 
 
-def collected_meanwhile(store: ckptstore.Store, state: dict[str, torch.Tensor], *, impatient: bool) -> ckptstore.PendingCommit:
-    """A commit of a state whose chunks a gc condemned, and with `impatient` deleted, after the call and before the rest began."""
+def collected_meanwhile(store: ckptstore.Store, state: dict[str, torch.Tensor], *, force: bool) -> ckptstore.PendingCommit:
+    """A commit of a state whose chunks a gc condemned, and with `force` deleted, after the call and before the rest began."""
     first = store.commit(state, step=1)
     for step in (2, 3):  # the two newest of a run cannot be forgotten
         store.commit({"other": step}, step=step)
@@ -67,15 +67,15 @@ def collected_meanwhile(store: ckptstore.Store, state: dict[str, torch.Tensor], 
         pending = store.commit_async(state, step=4, dedup_first=True)
         with ckptstore.open(store.url) as other:
             other.forget([first.id])
-            freed = other.gc(max_unused=0.0, impatient=impatient).freed_bytes
-        assert (freed > MIB) == impatient
+            freed = other.gc(max_unused=0.0, force=force).freed_bytes
+        assert (freed > MIB) == force
     return pending
 
 
 def test_what_is_condemned_meanwhile_is_read_back(store: ckptstore.Store) -> None:
     state = weights()
     wanted = state["w"].clone()
-    pending = collected_meanwhile(store, state, impatient=False)
+    pending = collected_meanwhile(store, state, force=False)
     state["w"].zero_()
     snapshot = pending.wait()
     assert torch.equal(snapshot.read("w"), wanted)
@@ -85,7 +85,7 @@ def test_what_is_condemned_meanwhile_is_read_back(store: ckptstore.Store) -> Non
 
 def test_what_is_deleted_meanwhile_makes_the_commit_fail_and_nothing_else(store: ckptstore.Store) -> None:
     state = weights()
-    pending = collected_meanwhile(store, state, impatient=True)
+    pending = collected_meanwhile(store, state, force=True)
     with pytest.raises(Conflict, match="collected since"):
         pending.wait()
     assert [info.step for info in store.log()] == [3, 2]

@@ -30,10 +30,10 @@ def _is_gone(pid: int) -> bool:
 
 
 def _kill(executor: str, times: int, scratch: Path, nursery: Nursery, seed: int, *, lazy: bool = False) -> None:
-    deed = "commit_lazily_on" if lazy else "commit_async_on"
+    scenario = "commit_lazily_on" if lazy else "commit_async_on"
     random, place, finished = Random(seed), scratch / "store", 0
     for n in range(times):
-        child = nursery.start(deed, place=str(place), first=1000 * n, executor=executor).go()
+        child = nursery.start(scenario, place=str(place), first=1000 * n, executor=executor).go()
         while len(child.reports("hashed")) < random.randrange(1, 4):
             time.sleep(0.001)
         time.sleep(random.uniform(0, LONGEST_S))
@@ -48,7 +48,7 @@ def _kill(executor: str, times: int, scratch: Path, nursery: Nursery, seed: int,
     assert_sound(place, contents)
     assert_no_garbage_after_gc(place, contents)
     assert finished
-    print(f"{executor}, {deed}: {times} kills, {finished} commits that had to be there, all there")
+    print(f"{executor}, {scenario}: {times} kills, {finished} commits that had to be there, all there")
 
 
 def _stepped_contents_of(place: Path) -> Mapping[CommitId, Mapping[str, Any]]:

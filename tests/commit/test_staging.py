@@ -5,7 +5,7 @@ import torch
 from ckptstore.state.flatten import flatten
 from ckptstore.state.leaf_sources import Source, leaves_of
 from ckptstore.state.staging import PIECE_BYTES, Gather, plan_staging, stage
-from ckptstore.state.staging_buffers import ArenaPool, ArenaSource
+from ckptstore.state.staging_buffers import BufferPool, BufferSource
 from tests.state.carrying import raw_bytes
 
 MIB = 1 << 20
@@ -38,7 +38,7 @@ def test_large_leaves_lie_as_in_packs_so_that_the_disk_takes_them_from_there() -
     sizes = [100_001, 5_000, 65_536, 70_000, 64]
     plan = plan_staging(sources([torch.zeros(size, dtype=torch.uint8) for size in sizes]), PLENTY)
     assert [plan.offsets[n] % (4096 if size >= 65_536 else 64) for n, size in enumerate(sizes) if n in plan.offsets] == [0] * 4
-    arena = ArenaPool(PLENTY).take(plan.nbytes)
+    arena = BufferPool(PLENTY).take(plan.nbytes)
     assert arena and arena.address % 4096 == 0
 
 
@@ -65,18 +65,18 @@ def test_what_lies_in_no_one_piece_is_gathered() -> None:
     wanted = [raw_bytes(source) for source in leaves_of(flats)]
     plan = plan_staging(leaves_of(flats), PLENTY)
     assert sum(isinstance(copy, Gather) for task in plan.tasks for copy in task) == 2
-    arena = ArenaPool(PLENTY).take(plan.nbytes)
+    arena = BufferPool(PLENTY).take(plan.nbytes)
     assert arena
     staged = leaves_of(stage(plan, flats, arena, in_turn))
     for tensor in state.values():
         tensor.zero_()
     assert [raw_bytes(source) for source in staged] == wanted
-    assert sum(isinstance(source, ArenaSource) for source in staged) == 3
+    assert sum(isinstance(source, BufferSource) for source in staged) == 3
     assert [source.width for source in staged] == [source.width for source in leaves_of(flats)]
 
 
 def test_a_pool_keeps_to_its_budget_and_gives_arenas_again() -> None:
-    pool = ArenaPool(8 * MIB)
+    pool = BufferPool(8 * MIB)
     first, second = pool.take(3 * MIB), pool.take(4 * MIB)
     assert first and second and pool.take(2 * MIB, wait=False) is None
     pool.give(first)

@@ -11,7 +11,7 @@ import torch
 import ckptstore
 from ckptstore.state import frozen_weights
 from ckptstore.state.flatten import flatten
-from ckptstore.state.frozen_weights import Trust
+from ckptstore.state.frozen_weights import FrozenWeights
 from ckptstore.state.leaf_sources import leaves_of
 from ckptstore.state.leaves import KnownSource
 from tests.state.carrying import assert_same
@@ -29,7 +29,7 @@ def frozen() -> torch.nn.Module:
     return torch.nn.Sequential(torch.nn.Linear(200, 300), torch.nn.BatchNorm1d(300), torch.nn.Linear(300, 200)).requires_grad_(False)
 
 
-def known(frozen_weights: Trust, state: dict[str, Any]) -> set[str]:
+def known(frozen_weights: FrozenWeights, state: dict[str, Any]) -> set[str]:
     """The paths that would be trusted in the next commit, after one commit of everything that may be."""
     flats = flatten(state)
     sources, paths = leaves_of(flats), [path for flat in flats.values() for path in flat.schema.paths]
@@ -40,13 +40,13 @@ def known(frozen_weights: Trust, state: dict[str, Any]) -> set[str]:
 
 
 def test_frozen_weights_are_trusted_from_the_second_commit_on() -> None:
-    memory, state = Trust(), {"model": frozen()}
+    memory, state = FrozenWeights(), {"model": frozen()}
     assert known(memory, state) == set()
     assert known(memory, state) == {"model/0.weight", "model/0.bias", "model/1.weight", "model/1.bias", "model/2.weight", "model/2.bias"}
 
 
 def test_a_counted_write_ends_it() -> None:
-    memory, state = Trust(), {"model": frozen()}
+    memory, state = FrozenWeights(), {"model": frozen()}
     known(memory, state)
     state["model"][0].weight.add_(1)
     assert WEIGHT not in known(memory, state)
@@ -63,7 +63,7 @@ def replace_parameter(model: Any) -> None:
 
 @pytest.mark.parametrize("change", [replace_data, replace_parameter])
 def test_other_memory_ends_it(change: Any) -> None:
-    memory, state = Trust(), {"model": frozen()}
+    memory, state = FrozenWeights(), {"model": frozen()}
     known(memory, state)
     change(state["model"])
     assert WEIGHT not in known(memory, state)
@@ -80,13 +80,13 @@ def test_what_may_be_written_uncounted_is_never_trusted() -> None:
         "optimizer": torch.optim.SGD([model[0].bias]),
         "other": {"tied": tied.detach()[:200], "plain": torch.zeros(999)},
     }
-    memory = Trust()
+    memory = FrozenWeights()
     known(memory, state)
     assert known(memory, state) == {"model/1.bias"}
 
 
 def test_weights_of_an_optimizer_outside_the_state_are_not_trusted_once_it_has_stepped() -> None:
-    memory, state = Trust(), {"model": frozen()}
+    memory, state = FrozenWeights(), {"model": frozen()}
     known(memory, state)
     torch.optim.SGD([state["model"][0].weight]).step()
     assert WEIGHT not in known(memory, state)
@@ -110,7 +110,7 @@ def test_a_trusted_chunk_that_was_collected_is_written_again(store: ckptstore.St
     for step in (2, 3):
         store.commit({"other": step}, step=step)
     store.forget([first.id])
-    assert store.gc(max_unused=0.0, impatient=True).freed_bytes
+    assert store.gc(max_unused=0.0, force=True).freed_bytes
     again = store.commit_async(state, trust_version=True).wait()
     again.verify()
     assert_same(again.read(WEIGHT), state["model"][0].weight.detach())

@@ -16,7 +16,7 @@ import ckptstore
 from ckptstore.core.threads import Pool
 from ckptstore.errors import Unavailable
 from ckptstore.log import sessions
-from ckptstore.storage.contract import open_backend
+from ckptstore.storage.contract import open_storage
 
 CHUNK = 1 << 16
 
@@ -90,32 +90,32 @@ def test_a_session_that_could_not_beat_beats_with_the_next_one_and_leaves_no_fil
 ) -> None:
     monkeypatch.setattr(sessions, "HEARTBEAT_S", 0.005)
     monkeypatch.setattr(sessions, "_heart", sessions._Heart())
-    backend = open_backend(tmp_path, fsync=False)
+    storage = open_storage(tmp_path, fsync=False)
     with no_threads():
-        first = sessions.open_session(backend, "commit")
+        first = sessions.open_session(storage, "commit")
     assert "can't start new thread" in caplog.text
-    with sessions.open_session(backend, "commit"):
-        before = counter(backend, first)
-        until(lambda: counter(backend, first) > before)
+    with sessions.open_session(storage, "commit"):
+        before = counter(storage, first)
+        until(lambda: counter(storage, first) > before)
     first.end()
-    assert not list(sessions.read_sessions(backend))
+    assert not list(sessions.read_sessions(storage))
 
 
 def test_a_heartbeat_outlives_whatever_a_beat_raises(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sessions, "HEARTBEAT_S", 0.005)
     monkeypatch.setattr(sessions, "_heart", sessions._Heart())
-    backend, away = open_backend(tmp_path / "here", fsync=False), open_backend(tmp_path / "away", fsync=False)
+    storage, away = open_storage(tmp_path / "here", fsync=False), open_storage(tmp_path / "away", fsync=False)
     failed = threading.Event()
 
     def fail(key: str, data: bytes, *, durable: bool = True) -> None:
         failed.set()
         raise OSError(24, "too many open files")
 
-    with sessions.open_session(away, "commit"), sessions.open_session(backend, "commit") as session:
+    with sessions.open_session(away, "commit"), sessions.open_session(storage, "commit") as session:
         monkeypatch.setattr(away, "put", fail)
         assert failed.wait(20)
-        before = counter(backend, session)
-        until(lambda: counter(backend, session) > before + 2)
+        before = counter(storage, session)
+        until(lambda: counter(storage, session) > before + 2)
         monkeypatch.undo()
 
 
@@ -154,8 +154,8 @@ def test_a_pool_runs_everything_whatever_number_of_threads_it_gets(started: int)
         assert len([each.result(20) for each in waiting]) == started
 
 
-def counter(backend: object, session: sessions.Session) -> int:
-    return next(info.counter for info in sessions.read_sessions(backend) if info.id == session.id)  # type: ignore[arg-type]
+def counter(storage: object, session: sessions.Session) -> int:
+    return next(info.counter for info in sessions.read_sessions(storage) if info.id == session.id)  # type: ignore[arg-type]
 
 
 def until(holds: Callable[[], bool]) -> None:

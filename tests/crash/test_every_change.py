@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from ckptstore.errors import CkptStoreError
-from ckptstore.storage.local import LocalBackend
+from ckptstore.storage.local import LocalStorage
 from ckptstore.storage.local_directories import Directories
 from ckptstore.storage.local_writer import LocalWriter
 from tests.support.checker import View, assert_no_garbage_after_gc, assert_same, assert_sound, view_of
@@ -95,7 +95,7 @@ def test_whatever_a_power_cut_leaves_of_what_was_not_durable(name: str, scratch:
 
 @pytest.mark.parametrize(
     ("who", "method"),
-    [(LocalBackend, "sync_dirs"), (Directories, "_anchor"), (LocalWriter, "_seal")],
+    [(LocalStorage, "sync_dirs"), (Directories, "_anchor"), (LocalWriter, "_seal")],
     ids=["of new names", "of new directories", "of bytes"],
 )
 def test_a_missing_fsync_is_noticed(who: type, method: str, scratch: Path, monkeypatch: pytest.MonkeyPatch) -> None:

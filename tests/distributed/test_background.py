@@ -16,7 +16,7 @@ from torch import nn
 import ckptstore
 from ckptstore.commit import hashing, lazy_copy
 from ckptstore.distributed.commit import _Attempt
-from ckptstore.distributed.coordinator import Lead
+from ckptstore.distributed.coordinator import Coordinator
 from ckptstore.state import devices
 from ckptstore.state.staging import PIECE_BYTES
 from tests.commit.states import HANGS_S, Gate
@@ -176,7 +176,7 @@ def die_in_the_background(rank: int, path: Path, victim: int, survivors: list[in
     store = ckptstore.open(path)
     before = len(store.log())
     if rank == victim:
-        owner: Any = Lead if phase == "publish" else _Attempt
+        owner: Any = Coordinator if phase == "publish" else _Attempt
         setattr(owner, phase, lambda *args, **kwargs: os.kill(os.getpid(), signal.SIGKILL))
     pending = store.commit_async(state, process_group=group, timeout_s=20)
     with pytest.raises(ckptstore.Unavailable):

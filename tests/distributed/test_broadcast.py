@@ -12,9 +12,9 @@ import pytest
 import torch
 
 import ckptstore
-from ckptstore.distributed.collective import Part, Peers
+from ckptstore.distributed.collective import Collective, Part
 from ckptstore.restore.restore import RestoreReport
-from ckptstore.storage.local import LocalBackend
+from ckptstore.storage.local import LocalStorage
 from tests.distributed.layouts import LAYOUTS, full, group_of, layout, meet
 from tests.distributed.pool import Pool
 from tests.shared.sites import Site
@@ -42,15 +42,15 @@ def empty_like(state: dict[str, Any]) -> dict[str, Any]:
 def counted() -> Iterator[list[int]]:
     """The bytes of packs that this process reads."""
     found: list[int] = []
-    read_into = LocalBackend.read_into
+    read_into = LocalStorage.read_into
 
-    def counting(self: LocalBackend, key: str, offset: int, buffers: Sequence[memoryview]) -> None:
+    def counting(self: LocalStorage, key: str, offset: int, buffers: Sequence[memoryview]) -> None:
         if key.startswith("packs/"):
             found.append(sum(map(len, buffers)))
         read_into(self, key, offset, buffers)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(LocalBackend, "read_into", counting)
+        patch.setattr(LocalStorage, "read_into", counting)
         yield found
 
 
@@ -92,15 +92,15 @@ def test_what_is_on_its_way_stays_within_the_budget(pool: Pool, committed: Path)
 
 def restore_lean(rank: int, path: Path) -> tuple[int, RestoreReport]:
     largest = 0
-    exchange = Peers.exchange
+    exchange = Collective.exchange
 
-    def watched(self: Peers, outgoing: Sequence[Part], incoming: Sequence[Part]) -> None:
+    def watched(self: Collective, outgoing: Sequence[Part], incoming: Sequence[Part]) -> None:
         nonlocal largest
         largest = max(largest, sum(len(part.memory) for part in incoming))
         exchange(self, outgoing, incoming)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Peers, "exchange", watched)
+        patch.setattr(Collective, "exchange", watched)
         found = restore(rank, path, True, memory_budget_bytes=8 * CHUNK_BYTES)
     assert 0 < largest <= 4 * CHUNK_BYTES
     return found
@@ -158,16 +158,16 @@ def test_a_chunk_that_one_rank_cannot_read_fails_on_all_and_resume_takes_the_com
 
 
 def restore_while_bytes_flip(rank: int, path: Path) -> tuple[int, RestoreReport]:
-    exchange = Peers.exchange
+    exchange = Collective.exchange
 
-    def flipping(self: Peers, outgoing: Sequence[Part], incoming: Sequence[Part]) -> None:
+    def flipping(self: Collective, outgoing: Sequence[Part], incoming: Sequence[Part]) -> None:
         spoilt = [Part(part.rank, memoryview(bytearray(part.memory))) for part in outgoing]
         for part in spoilt:
             part.memory[0] ^= 1
         exchange(self, spoilt if rank == 1 else outgoing, incoming)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Peers, "exchange", flipping)
+        patch.setattr(Collective, "exchange", flipping)
         return restore(rank, path, True)
 
 
@@ -180,15 +180,15 @@ def test_what_arrives_damaged_is_read_from_the_store(pool: Pool, committed: Path
 @contextmanager
 def interrupted() -> Iterator[None]:
     """Ctrl-C, whenever bytes of an exchange have arrived."""
-    waited = Peers._wait
+    waited = Collective._wait
 
-    def wait(self: Peers, work: Any, timeout_s: float | None = None) -> None:
+    def wait(self: Collective, work: Any, timeout_s: float | None = None) -> None:
         waited(self, work, timeout_s)
-        if sys._getframe(1).f_code is Peers.exchange.__code__:
+        if sys._getframe(1).f_code is Collective.exchange.__code__:
             signal.raise_signal(signal.SIGINT)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Peers, "_wait", wait)
+        patch.setattr(Collective, "_wait", wait)
         yield
 
 
@@ -235,7 +235,7 @@ def kill(*args: Any) -> None:
 def die_in_the_exchange(rank: int, path: Path, options: dict[str, Any]) -> None:
     meet(4)
     if rank == 2:
-        Peers.exchange = kill  # type: ignore[method-assign]  # this process dies of it
+        Collective.exchange = kill  # type: ignore[method-assign]  # this process dies of it
     with ckptstore.open(path) as store, pytest.raises(ckptstore.Unavailable) as caught:
         store.checkout().restore({"model": empty_like(state_of(0))}, **options)
     assert 2 in caught.value.causes

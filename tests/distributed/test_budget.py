@@ -37,7 +37,7 @@ def commit_and_restore(rank: int, path: Path) -> tuple[int, int, int, int, str]:
     with ckptstore.open(path, chunk_bytes=256 << 10, threads=2) as store:
         store.commit({"model": state_of(1)}, memory_budget_bytes=BUDGET_BYTES)
         state = {"model": state_of(2)}
-        with peak_buffers() as lean:
+        with peak_buffers() as unbuffered:
             content = store.commit(state, memory_budget_bytes=BUDGET_BYTES).content_id
         state = {"model": state_of(3)}
         with peak_resident() as resident:
@@ -54,12 +54,12 @@ def commit_and_restore(rank: int, path: Path) -> tuple[int, int, int, int, str]:
         assert all(torch.equal(found["model"][name].to_local(), value.to_local()) for name, value in same["model"].items())
         with pytest.raises(ckptstore.InvalidInput, match="at least 1310720 "):
             store.commit(same, memory_budget_bytes=MIB)
-    return free.bytes, lean.bytes, resident.bytes, restored.bytes, content
+    return free.bytes, unbuffered.bytes, resident.bytes, restored.bytes, content
 
 
 def test_ranks_commit_and_restore_within_a_budget(pool: Pool, tmp_path: Path) -> None:
-    for free, lean, resident, restored, _ in pool.run(commit_and_restore, tmp_path / "store"):
-        assert lean <= BUDGET_BYTES + SLACK_BYTES
+    for free, unbuffered, resident, restored, _ in pool.run(commit_and_restore, tmp_path / "store"):
+        assert unbuffered <= BUDGET_BYTES + SLACK_BYTES
         assert resident <= BUDGET_BYTES + RESIDENT_SLACK_BYTES
         assert restored <= BUDGET_BYTES + SLACK_BYTES
         assert free > 2 * BUDGET_BYTES, "without a budget this state takes more"

@@ -14,7 +14,7 @@ from torch.distributed.checkpoint import CheckpointException
 from torch.distributed.tensor import DeviceMesh, Shard
 
 import ckptstore
-from ckptstore.commit.write import SessionPacks
+from ckptstore.commit.write import PackSet
 from ckptstore.distributed.external_commit import PartsCommitter
 from ckptstore.interop.dcp import StoreReader, StoreWriter
 from ckptstore.log.log import Log
@@ -27,7 +27,7 @@ PHASES: dict[str, tuple[Any, str, bool]] = {
     "a plan of its own": (StoreWriter, "prepare_local_plan", False),
     "a global plan": (StoreWriter, "prepare_global_plan", True),
     "nothing written": (PartsCommitter, "write", False),
-    "packs not durable": (SessionPacks, "wait", False),
+    "packs not durable": (PackSet, "wait", False),
     "everything written": (PartsCommitter, "write", True),
     "nothing published": (PartsCommitter, "publish", False),
     "no entry": (Log, "append", False),

@@ -8,14 +8,14 @@ import torch
 
 import ckptstore
 from ckptstore.commit.commit import extent_of
-from ckptstore.commit.commit_metadata import Label
+from ckptstore.commit.commit_metadata import CommitMetadata
 from ckptstore.commit.publish import TreeContent
 from ckptstore.core.ids import CommitId, SessionId
 from ckptstore.distributed.external_commit import Part, PartsWritten
 from ckptstore.errors import Conflict, InvalidInput
 from ckptstore.log.sessions import Session
 from ckptstore.state.flatten import flatten
-from ckptstore.state.leaf_sources import Flat
+from ckptstore.state.leaf_sources import FlatState
 
 
 def test_a_writer_that_takes_another_s_number_is_refused_and_the_first_one_s_packs_stay(tmp_path: Path) -> None:
@@ -35,7 +35,7 @@ def test_a_receipt_that_comes_twice_is_found_before_the_log_names_its_packs(tmp_
         flat, written = _write(store, session.id, 0, 1.0)
         trees = [TreeContent("0", flat.schema, written.contents)]
         with pytest.raises(InvalidInput, match="each needs a rank of its own"):
-            store.parts.publish(session, Label("main"), trees, None, [written.receipt] * 2, time.perf_counter())
+            store.parts.publish(session, CommitMetadata("main"), trees, None, [written.receipt] * 2, time.perf_counter())
         assert store.log() == []
 
 
@@ -59,12 +59,12 @@ def test_who_publishes_without_having_written_takes_no_writer_s_name(tmp_path: P
         assert not publisher.fsck("data").findings
 
 
-def _write(store: ckptstore.Store, session: SessionId, rank: int, value: float, elements: int = 300_000) -> tuple[Flat, PartsWritten]:
+def _write(store: ckptstore.Store, session: SessionId, rank: int, value: float, elements: int = 300_000) -> tuple[FlatState, PartsWritten]:
     flat = flatten({"model": {"weight": torch.full((elements,), value)}})["model"]
     part = Part(extent_of(flat, 0), flat.leaves[0], flat.leaves[0].nbytes)
     return flat, store.parts.write(session, rank, [part])
 
 
-def _publish(store: ckptstore.Store, session: Session, flat: Flat, written: PartsWritten) -> CommitId:
+def _publish(store: ckptstore.Store, session: Session, flat: FlatState, written: PartsWritten) -> CommitId:
     trees = [TreeContent("model", flat.schema, written.contents)]
-    return store.parts.publish(session, Label("main"), trees, None, [written.receipt], time.perf_counter()).id
+    return store.parts.publish(session, CommitMetadata("main"), trees, None, [written.receipt], time.perf_counter()).id

@@ -15,11 +15,11 @@ from torch.distributed.tensor import Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
 import ckptstore
-from ckptstore.commit.write import SessionPacks
-from ckptstore.distributed.collective import TIMEOUT_S, Peers
+from ckptstore.commit.write import PackSet
+from ckptstore.distributed.collective import TIMEOUT_S, Collective
 from ckptstore.distributed.commit import _Attempt
-from ckptstore.distributed.coordinator import Lead
-from ckptstore.distributed.gloo import peers_of
+from ckptstore.distributed.coordinator import Coordinator
+from ckptstore.distributed.gloo import collective_of
 from ckptstore.repository import memory_budget
 from tests.distributed.layouts import full, group_of, layout, meet, placed
 from tests.distributed.pool import Pool
@@ -50,7 +50,7 @@ def commit_with_a_full_disk(rank: int, path: Path) -> str:
     with ckptstore.open(path, chunk_bytes=1 << 16) as store:
         with pytest.MonkeyPatch.context() as patch:
             if rank == 1:
-                patch.setattr(SessionPacks, "packer", _full)
+                patch.setattr(PackSet, "packer", _full)
             with pytest.raises(ckptstore.NoSpace, match="rank 1: NoSpace: no room"):
                 store.commit(state)
         assert store.log() == []
@@ -136,12 +136,12 @@ def test_pipeline_stages_are_one_state_for_any_number_of_ranks(pool: Pool, tmp_p
 
 
 PHASES: dict[str, tuple[type, str]] = {
-    "plan": (Peers, "round"),
-    "exchange": (Peers, "exchange"),
+    "plan": (Collective, "round"),
+    "exchange": (Collective, "exchange"),
     "decide": (_Attempt, "_report"),
     "receipt": (_Attempt, "_receipt"),
-    "publish": (Lead, "publish"),
-    "appended": (Lead, "_append"),
+    "publish": (Coordinator, "publish"),
+    "appended": (Coordinator, "_append"),
 }
 """Where a rank is killed: when it gets there, or, for the last, when it has been there. The last two only the coordinator reaches. One
 that falls into silence is there and says nothing."""
@@ -155,7 +155,7 @@ def die(rank: int, path: Path, victim: int, survivors: list[int], phase: str) ->
     memory_budget.WINDOW_BYTES = 1  # so that every cut cell is exchanged in a window of its own
     group = dist.new_group(ranks, use_local_synchronization=True)
     silent = phase == "silence"
-    assert peers_of(group)
+    assert collective_of(group)
     if silent and rank == victim:
         return None
     with ckptstore.open(path, chunk_bytes=1 << 16) as store:

@@ -10,8 +10,8 @@ from typing import Any, TypeVar
 
 import pytest
 
-from ckptstore.distributed.collective import Part, Peers
-from ckptstore.distributed.rendezvous import Door, Invitation
+from ckptstore.distributed.collective import Collective, Part
+from ckptstore.distributed.rendezvous import Invitation, Listener
 from ckptstore.errors import Unavailable
 
 T = TypeVar("T")
@@ -27,14 +27,14 @@ class Company:
 
     def __init__(self, size: int = SIZE) -> None:
         self.size = size
-        self.doors = [Door() for _ in range(size)]
+        self.doors = [Listener() for _ in range(size)]
         self.secret = os.urandom(32)
 
     def invitation(self, rank: int, secret: bytes | None = None) -> Invitation:
         return Invitation(rank, [door.addresses for door in self.doors], secret or self.secret)
 
-    def peers(self, rank: int, timeout_s: float = TIMEOUT_S) -> Peers:
-        return Peers(self.doors[rank].meet(self.invitation(rank), timeout_s), rank, self.size, timeout_s, "way out")
+    def peers(self, rank: int, timeout_s: float = TIMEOUT_S) -> Collective:
+        return Collective(self.doors[rank].meet(self.invitation(rank), timeout_s), rank, self.size, timeout_s, "way out")
 
     def each(self, work: Callable[[int], T]) -> list[T | BaseException]:
         """What `work(rank)` returns or raises on each rank, side by side."""
@@ -47,7 +47,7 @@ class Company:
             door.close()
 
 
-def close(peers: Peers) -> None:
+def close(peers: Collective) -> None:
     peers._link.close()  # type: ignore[attr-defined]  # a socket link
 
 
@@ -83,7 +83,7 @@ def test_strangers_stay_outside() -> None:
     with ExitStack() as stack:
         strangers = [stack.enter_context(socket.create_connection(("127.0.0.1", port))) for _ in range(3)]
         strangers[1].sendall(b"GET / HTTP/1.1\r\nHost: here\r\n\r\n" + bytes(100))
-        impostor = Door()
+        impostor = Listener()
         stack.callback(impostor.close)
         meeting = threading.Thread(target=lambda: _refused(impostor, company.invitation(1, os.urandom(32))))
         meeting.start()
@@ -94,7 +94,7 @@ def test_strangers_stay_outside() -> None:
             assert not strangers[1].recv(1)
 
 
-def _refused(door: Door, invitation: Invitation) -> None:
+def _refused(door: Listener, invitation: Invitation) -> None:
     with pytest.raises(Unavailable, match="rank 0 could not be reached"):
         door.meet(invitation, 1.0)
 

@@ -9,7 +9,7 @@ import torch
 
 import ckptstore
 from ckptstore.distributed import commit, coordinator
-from ckptstore.distributed.collective import Peers
+from ckptstore.distributed.collective import Collective
 from tests.distributed.layouts import LAYOUTS, layout, meet, mesh_of, placed
 from tests.distributed.pool import Pool
 
@@ -135,14 +135,14 @@ def commit_counted(rank: int, path: Path) -> list[list[str]]:
     meet(4)
     state = {"x": {"a": placed(torch.arange(CUT[0] * CUT[1]).view(CUT), mesh_of(4, False), (torch.distributed.tensor.Shard(0),))}}
     rounds: list[list[str]] = []
-    play = Peers.round
+    play = Collective.round
 
-    def counting(self: Peers, what: str, *args: Any) -> bytes:
+    def counting(self: Collective, what: str, *args: Any) -> bytes:
         rounds[-1].append(what.removeprefix("commit: "))
         return play(self, what, *args)
 
     with pytest.MonkeyPatch.context() as patch, ckptstore.open(path) as store, ckptstore.open(path) as other:
-        patch.setattr(Peers, "round", counting)
+        patch.setattr(Collective, "round", counting)
         for step, used in enumerate((store, store, other if rank == 3 else store)):
             rounds.append([])
             used.commit(state, step=step)

@@ -12,9 +12,9 @@ import torch
 import ckptstore
 from ckptstore.core.ids import digest
 from ckptstore.distributed import shared_verification
-from ckptstore.distributed.collective import Part, Peers
+from ckptstore.distributed.collective import Collective, Part
 from ckptstore.repository import read_planner
-from ckptstore.storage.local import LocalBackend
+from ckptstore.storage.local import LocalStorage
 from tests.distributed.layouts import LAYOUTS, full, group_of, layout, meet
 from tests.distributed.pool import Pool
 from tests.distributed.test_broadcast import (
@@ -40,7 +40,7 @@ def committed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @contextmanager
-def vouching(least_bytes: int = 0) -> Iterator[list[int]]:
+def verified_from(least_bytes: int = 0) -> Iterator[list[int]]:
     """Commits from `least_bytes` on are vouched for; gives how many bytes this process compares with ids."""
     found: list[int] = []
 
@@ -58,32 +58,32 @@ def vouching(least_bytes: int = 0) -> Iterator[list[int]]:
 @contextmanager
 def spoilt(rank: int, which: int, *, again: bool = False) -> Iterator[None]:
     """Whatever rank `which` reads has a flipped bit: what ranks vouch for, or also what is read `again`."""
-    read_into, vouched, flips = LocalBackend.read_into, shared_verification.Vouching._read, again
+    read_into, verified_for_others, flips = LocalStorage.read_into, shared_verification.SharedVerification._read, again
 
-    def flipping(self: LocalBackend, key: str, offset: int, buffers: Sequence[memoryview]) -> None:
+    def flipping(self: LocalStorage, key: str, offset: int, buffers: Sequence[memoryview]) -> None:
         read_into(self, key, offset, buffers)
         if flips and key.startswith("packs/") and len(buffers[0]) == CHUNK_BYTES:
             buffers[0][7] ^= 1
 
-    def read(self: shared_verification.Vouching, *args: Any) -> None:
+    def read(self: shared_verification.SharedVerification, *args: Any) -> None:
         nonlocal flips
         flips = True
         try:
-            vouched(self, *args)
+            verified_for_others(self, *args)
         finally:
             flips = again
 
     with pytest.MonkeyPatch.context() as patch:
         if rank == which:
-            patch.setattr(LocalBackend, "read_into", flipping)
-            patch.setattr(shared_verification.Vouching, "_read", read)
+            patch.setattr(LocalStorage, "read_into", flipping)
+            patch.setattr(shared_verification.SharedVerification, "_read", read)
         yield
 
 
 def restore(rank: int, path: Path, least_bytes: int = 0, **options: Any) -> int:
     """Restore the newest commit; the bytes that this rank compared with ids."""
     meet(4)
-    with ckptstore.open(path, threads=2) as store, vouching(least_bytes) as compared:
+    with ckptstore.open(path, threads=2) as store, verified_from(least_bytes) as compared:
         targets = empty_like(state_of(0))
         report = store.checkout().restore({"model": targets}, **options)
         assert all(torch.equal(targets[name], value) for name, value in state_of(0).items())
@@ -129,7 +129,7 @@ def test_what_one_rank_reads_wrongly_is_read_again(pool: Pool, committed: Path, 
 
 def restore_what_stays_spoilt(rank: int, path: Path, which: int) -> None:
     meet(4)
-    with ckptstore.open(path, threads=2) as store, vouching():
+    with ckptstore.open(path, threads=2) as store, verified_from():
         targets = {"model": empty_like(state_of(0))}
         with spoilt(rank, which, again=True), pytest.raises(ckptstore.Corrupt, match=r"leaf model/\w+, commit") as caught:
             store.checkout().restore(targets)
@@ -143,7 +143,7 @@ def test_what_one_rank_cannot_read_fails_on_all(pool: Pool, committed: Path, whi
 
 
 def restore_damaged_together(rank: int, path: Path) -> str:
-    with vouching():
+    with verified_from():
         return restore_damaged(rank, path, False)
 
 
@@ -154,13 +154,13 @@ def test_a_damaged_chunk_fails_on_all_and_resume_takes_the_commit_before(pool: P
 
 def restore_while_words_flip(rank: int, path: Path) -> int:
     """Rank 1 says what it did not find."""
-    exchange = Peers.exchange
+    exchange = Collective.exchange
 
-    def flipping(self: Peers, outgoing: Sequence[Part], incoming: Sequence[Part]) -> None:
+    def flipping(self: Collective, outgoing: Sequence[Part], incoming: Sequence[Part]) -> None:
         exchange(self, [Part(part.rank, memoryview(bytes(len(part.memory)))) for part in outgoing] if rank == 1 else outgoing, incoming)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Peers, "exchange", flipping)
+        patch.setattr(Collective, "exchange", flipping)
         return restore(rank, path)
 
 
@@ -173,7 +173,7 @@ def restore_layouts(rank: int, path: Path, n: int) -> int:
     meet(n)
     if rank >= n:
         return 0
-    with ckptstore.open(path) as store, vouching() as compared:
+    with ckptstore.open(path) as store, verified_from() as compared:
         state = {"x": {name: layout(name, torch.zeros_like(full()), n) for name in LAYOUTS}}
         store.checkout("layouts").restore(state, process_group=group_of(n))
         assert all(torch.equal(state["x"][name].to_local(), layout(name, full(), n).to_local()) for name in LAYOUTS)
@@ -190,7 +190,7 @@ def test_shards_of_any_layout_are_right(pool: Pool, tmp_path: Path) -> None:
 def restore_own_part(rank: int, path: Path) -> int:
     """Each rank has chunks of its own, and none in common with others."""
     meet(4)
-    with ckptstore.open(path) as store, vouching() as compared:
+    with ckptstore.open(path) as store, verified_from() as compared:
         targets = {f"part{rank}": torch.zeros(4 * CHUNK_BYTES)}
         store.checkout().restore({"parts": targets}, strict=False)
         assert torch.equal(targets[f"part{rank}"], part_of(rank))
@@ -210,20 +210,20 @@ def test_ranks_that_have_nothing_in_common_compare_their_own(pool: Pool, tmp_pat
 @contextmanager
 def interrupted() -> Iterator[None]:
     """Ctrl-C at the first thing that is read."""
-    fetch = shared_verification.Vouching._read
+    fetch = shared_verification.SharedVerification._read
 
-    def read(self: shared_verification.Vouching, *args: Any) -> None:
+    def read(self: shared_verification.SharedVerification, *args: Any) -> None:
         signal.raise_signal(signal.SIGINT)
         fetch(self, *args)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(shared_verification.Vouching, "_read", read)
+        patch.setattr(shared_verification.SharedVerification, "_read", read)
         yield
 
 
 def restore_while_one_is_interrupted(rank: int, path: Path) -> None:
     meet(4)
-    with ckptstore.open(path, threads=2) as store, vouching():
+    with ckptstore.open(path, threads=2) as store, verified_from():
         targets = {"model": empty_like(state_of(0))}
         if rank == 2:
             with interrupted(), pytest.raises(KeyboardInterrupt):
@@ -239,12 +239,12 @@ def test_who_is_interrupted_says_what_others_wait_for_and_all_are_told(pool: Poo
     pool.run(restore_while_one_is_interrupted, committed)
 
 
-def die_while_vouching(rank: int, path: Path) -> None:
-    with vouching():
+def die_while_verifying(rank: int, path: Path) -> None:
+    with verified_from():
         die_in_the_exchange(rank, path, {})
 
 
 @pytest.mark.soak
 @pytest.mark.timeout(300)
-def test_a_rank_that_dies_before_it_has_vouched_is_known_to_all_at_once(committed: Path) -> None:
-    assert_death_is_known_to_all(die_while_vouching, committed)
+def test_a_rank_that_dies_before_it_has_verified_is_known_to_all_at_once(committed: Path) -> None:
+    assert_death_is_known_to_all(die_while_verifying, committed)

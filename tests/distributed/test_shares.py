@@ -14,7 +14,7 @@ from ckptstore.distributed.read_assignment import (
     encode_need,
     encode_shares,
     plan_shares,
-    plan_vouchers,
+    plan_verifiers,
 )
 
 MIB = 1 << 20
@@ -68,15 +68,15 @@ def test_exchanges_come_to_an_end(case: tuple[np.ndarray, np.ndarray, int]) -> N
 
 
 @given(cases())
-def test_what_several_need_one_of_them_vouches_for_and_the_load_is_even(case: tuple[np.ndarray, np.ndarray, int]) -> None:
+def test_shared_chunks_are_verified_by_one_rank_each_and_the_load_is_even(case: tuple[np.ndarray, np.ndarray, int]) -> None:
     needs, _, _ = case
-    vouchers = plan_vouchers(needs)
+    verifiers = plan_verifiers(needs)
     several = needs.sum(axis=0) > 1
-    assert ((vouchers != ALONE) == several).all()
-    assert all(needs[vouchers[number], number] for number in np.flatnonzero(several))
+    assert ((verifiers != ALONE) == several).all()
+    assert all(needs[verifiers[number], number] for number in np.flatnonzero(several))
     for holders in np.unique(needs[:, several], axis=1).T:
         alike = np.flatnonzero((holders == needs.T).all(axis=1))
-        load = np.bincount(vouchers[alike], minlength=len(needs))[holders]
+        load = np.bincount(verifiers[alike], minlength=len(needs))[holders]
         assert load.max() - load.min() <= 1
 
 

@@ -11,7 +11,7 @@ import ckptstore
 from ckptstore.errors import Unavailable
 from ckptstore.index.catalog import Catalog
 from ckptstore.index.chunks import lmdb_env
-from ckptstore.storage.local import LocalBackend
+from ckptstore.storage.local import LocalStorage
 from tests.support.checker import assert_same, view_of
 from tests.support.fixtures import store_of
 from tests.support.workloads import small
@@ -30,7 +30,7 @@ def _refuse(*_: object) -> None:
 
 def test_a_commit_in_the_log_does_not_fail_for_its_session_file(template: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with ckptstore.open(template) as store:
-        monkeypatch.setattr(LocalBackend, "delete", _refuse)
+        monkeypatch.setattr(LocalStorage, "delete", _refuse)
         commit = store.commit(small(STEP), step=STEP).id
     assert commit in view_of(template).live
 

@@ -42,8 +42,8 @@ def place(scratch: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def _newest(place: Path) -> tuple[str, str]:
     """The session and the id of the newest commit."""
-    with opened(place) as opening:
-        commit, row = max(opening.log.replay().commits.items(), key=lambda item: item[1].n)
+    with opened(place) as handle:
+        commit, row = max(handle.log.replay().commits.items(), key=lambda item: item[1].n)
     return row.session, commit
 
 

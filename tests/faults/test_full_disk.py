@@ -12,7 +12,7 @@ import torch
 import ckptstore
 from ckptstore.core.ids import CommitId
 from ckptstore.errors import NoSpace, Unavailable
-from ckptstore.storage.local import LocalBackend
+from ckptstore.storage.local import LocalStorage
 from ckptstore.storage.reserve import RESERVE_KEY
 from tests.cli.running import run
 from tests.maintenance.collecting import opened
@@ -151,9 +151,9 @@ def test_the_command_says_that_the_disk_is_full(template: Path, disk: Path) -> N
 
 
 def test_a_disk_that_is_full_after_a_lost_answer_does_not_say_what_the_answer_was(template: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    put_new, answers = LocalBackend.put_new, iter([Unavailable("the answer was lost"), NoSpace("full")])
+    put_new, answers = LocalStorage.put_new, iter([Unavailable("the answer was lost"), NoSpace("full")])
 
-    def lossy(self: LocalBackend, key: str, data: bytes) -> bool:
+    def lossy(self: LocalStorage, key: str, data: bytes) -> bool:
         answer = next(answers, None) if key.startswith("log/") else None
         if not isinstance(answer, NoSpace):
             created = put_new(self, key, data)
@@ -162,12 +162,12 @@ def test_a_disk_that_is_full_after_a_lost_answer_does_not_say_what_the_answer_wa
         return created
 
     with ckptstore.open(template) as store:
-        monkeypatch.setattr(LocalBackend, "put_new", lossy)
+        monkeypatch.setattr(LocalStorage, "put_new", lossy)
         new = store.commit(small(STEP), step=STEP).id
     assert_sound(template, {commit: small(step) for commit, step in _steps(template).items()})
     assert new in view_of(template).live
 
 
 def _steps(place: Path) -> dict[CommitId, int]:
-    with opened(place) as opening:
-        return {commit: row.step or 0 for commit, row in opening.log.replay().commits.items()}
+    with opened(place) as handle:
+        return {commit: row.step or 0 for commit, row in handle.log.replay().commits.items()}

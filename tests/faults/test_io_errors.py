@@ -36,10 +36,10 @@ def template(scratch: Path) -> Path:
     return store_of(scratch / "template", STEP)
 
 
-def _places(deed: str, calls: str, template: Path, scratch: Path, nursery: Nursery) -> list[tuple[str, int]]:
+def _places(scenario: str, calls: str, template: Path, scratch: Path, nursery: Nursery) -> list[tuple[str, int]]:
     place = copytree(template, scratch / "counted")
-    step = STEP if deed == "commit_twice" else 0
-    assert not traced(nursery.start(deed, place=str(place), step=step), scratch / "log", calls=calls)
+    step = STEP if scenario == "commit_twice" else 0
+    assert not traced(nursery.start(scenario, place=str(place), step=step), scratch / "log", calls=calls)
     return every_call(scratch / "log")
 
 
@@ -87,8 +87,8 @@ def test_a_log_that_cannot_be_written_any_more_is_reported_within_seconds(scratc
     base = WORKS["a commit"].base(scratch / "base")
     disk = copytree(base, scratch / "disk")
     child = nursery.start("work", disk=str(disk), name="a commit")
-    with opened(base / STORE) as opening:
-        entry = disk / STORE / log_key(opening.log.replay().n + 1)
+    with opened(base / STORE) as handle:
+        entry = disk / STORE / log_key(handle.log.replay().n + 1)
     started = time.monotonic()
     assert not traced(child, scratch / "log", "-P", str(entry), "-e", "inject=link:error=EIO", calls="link")
     assert time.monotonic() - started < APPEND_TIMEOUT_S / 2

@@ -33,7 +33,7 @@ ERRORS = {
     "getdents64": "EACCES",
 }
 CALLS = ",".join(ERRORS)
-DEEDS = ("commit", "restore", "gc", "fsck", "commit_async by a thread", "commit_async by a process")
+SCENARIOS = ("commit", "restore", "gc", "fsck", "commit_async by a thread", "commit_async by a process")
 
 
 @pytest.fixture(autouse=True)
@@ -93,7 +93,7 @@ def strike(what: str, at: Sequence[tuple[str, int]], template: Path, scratch: Pa
     return wrong
 
 
-@pytest.mark.parametrize("what", DEEDS)
+@pytest.mark.parametrize("what", SCENARIOS)
 def test_some_calls_that_hardly_ever_fail(what: str, template: Path, scratch: Path, nursery: Nursery, seed: int) -> None:
     found = places(what, template, scratch, nursery)
     wrong = strike(what, Random(seed).sample(found, min(SAMPLED, len(found))), template, scratch, nursery)
@@ -102,7 +102,7 @@ def test_some_calls_that_hardly_ever_fail(what: str, template: Path, scratch: Pa
 
 @pytest.mark.soak
 @pytest.mark.timeout(3600)
-@pytest.mark.parametrize("what", DEEDS)
+@pytest.mark.parametrize("what", SCENARIOS)
 def test_every_call_that_hardly_ever_fails(what: str, template: Path, scratch: Path, nursery: Nursery) -> None:
     found = places(what, template, scratch, nursery)
     wrong = strike(what, found, template, scratch, nursery)

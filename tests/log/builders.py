@@ -10,7 +10,7 @@ from ckptstore.core.model import PackRecord
 from ckptstore.log.entries import Body, Commit, Entry
 from ckptstore.log.fold import State, apply, check, genesis, number
 from ckptstore.log.log import Log
-from ckptstore.storage.contract import Backend, open_backend
+from ckptstore.storage.contract import Storage, open_storage
 
 STORE = StoreId("5" * 32)
 
@@ -75,20 +75,20 @@ def folded(*bodies: Body) -> State:
     return state
 
 
-def open_log(place: Path | Backend) -> Log:
-    backend = open_backend(place, fsync=False) if isinstance(place, Path) else place
-    return Log(backend, STORE, 1)
+def open_log(place: Path | Storage) -> Log:
+    storage = open_storage(place, fsync=False) if isinstance(place, Path) else place
+    return Log(storage, STORE, 1)
 
 
 class Wrapped:
     """A backend whose `put_new` a test replaces; everything else is the real one's."""
 
-    def __init__(self, backend: Backend, put_new: Callable[[Callable[[str, bytes], bool], str, bytes], bool]) -> None:
-        self._backend = backend
+    def __init__(self, storage: Storage, put_new: Callable[[Callable[[str, bytes], bool], str, bytes], bool]) -> None:
+        self._storage = storage
         self._put_new = put_new
 
     def put_new(self, key: str, data: bytes) -> bool:
-        return self._put_new(self._backend.put_new, key, data)
+        return self._put_new(self._storage.put_new, key, data)
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._backend, name)
+        return getattr(self._storage, name)

@@ -13,7 +13,7 @@ from ckptstore.log.fold import genesis
 from ckptstore.log.log_snapshots import decode_state, encode_state
 from ckptstore.objects import canonical
 from ckptstore.objects.frames import compress, decompress
-from ckptstore.storage.contract import Backend, open_backend
+from ckptstore.storage.contract import Storage, open_storage
 from tests.log.builders import STORE, Wrapped, commit, commit_id, folded, open_log, packs, session
 
 FULL = folded(
@@ -35,15 +35,15 @@ FULL = folded(
 
 
 @pytest.fixture
-def backend(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Backend:
+def storage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Storage:
     """A store whose log is checkpointed at every tenth entry."""
     monkeypatch.setattr(log, "CHECKPOINT_EVERY", 10)
-    return open_backend(tmp_path, fsync=False)
+    return open_storage(tmp_path, fsync=False)
 
 
-def fill(backend: Backend, count: int) -> log.Log:
+def fill(storage: Storage, count: int) -> log.Log:
     """A log of `count` commits, its checkpoints written."""
-    filled = open_log(backend)
+    filled = open_log(storage)
     for i in range(1, count + 1):
         filled.append(commit(i))
         filled.close()
@@ -88,66 +88,66 @@ def test_a_well_hashed_checkpoint_that_says_nonsense_of_where_the_log_went_is_re
         decode_state(digest(frame).hex().encode() + b"\n" + frame, STORE, 1)
 
 
-def test_the_newest_two_checkpoints_are_kept(backend: Backend) -> None:
-    fill(backend, 34)
-    assert [key for key, _ in backend.list("log/checkpoint-")] == [checkpoint_key(20), checkpoint_key(30)]
+def test_the_newest_two_checkpoints_are_kept(storage: Storage) -> None:
+    fill(storage, 34)
+    assert [key for key, _ in storage.list("log/checkpoint-")] == [checkpoint_key(20), checkpoint_key(30)]
 
 
 @pytest.mark.parametrize("count", [9, 10, 11, 25, 40, 57])
-def test_the_state_from_a_checkpoint_is_the_state_from_the_whole_log(backend: Backend, count: int) -> None:
-    written = fill(backend, count).state
+def test_the_state_from_a_checkpoint_is_the_state_from_the_whole_log(storage: Storage, count: int) -> None:
+    written = fill(storage, count).state
     read: list[str] = []
-    reopened = open_log(Recording(backend, read)).replay()
-    for key, _ in list(backend.list("log/checkpoint-")):
-        backend.delete(key)
-    assert written == reopened == open_log(backend).replay()
+    reopened = open_log(Recording(storage, read)).replay()
+    for key, _ in list(storage.list("log/checkpoint-")):
+        storage.delete(key)
+    assert written == reopened == open_log(storage).replay()
     assert len([key for key in read if not key.startswith("log/checkpoint-")]) <= 12
 
 
 class Recording(Wrapped):
     """A backend that writes down what is read."""
 
-    def __init__(self, backend: Backend, read: list[str]) -> None:
-        super().__init__(backend, lambda create, key, data: create(key, data))
+    def __init__(self, storage: Storage, read: list[str]) -> None:
+        super().__init__(storage, lambda create, key, data: create(key, data))
         self._read = read
 
     def read(self, key: str) -> bytes:
         self._read.append(key)
-        return self._backend.read(key)
+        return self._storage.read(key)
 
 
-def test_a_damaged_checkpoint_is_ignored_and_the_older_one_serves(backend: Backend) -> None:
-    written = fill(backend, 34).state
+def test_a_damaged_checkpoint_is_ignored_and_the_older_one_serves(storage: Storage) -> None:
+    written = fill(storage, 34).state
     for key in (checkpoint_key(30), checkpoint_key(20)):
-        backend.put(key, b"x" + backend.read(key)[1:])
-        assert open_log(backend).replay() == written
+        storage.put(key, b"x" + storage.read(key)[1:])
+        assert open_log(storage).replay() == written
 
 
-def test_a_checkpoint_that_is_not_of_the_logs_own_entry_is_ignored(backend: Backend, tmp_path: Path) -> None:
-    written = fill(backend, 12).state
-    other = open_log(open_backend(tmp_path / "other", fsync=False))
+def test_a_checkpoint_that_is_not_of_the_logs_own_entry_is_ignored(storage: Storage, tmp_path: Path) -> None:
+    written = fill(storage, 12).state
+    other = open_log(open_storage(tmp_path / "other", fsync=False))
     for i in range(101, 111):
         other.append(commit(i))
     other.close()
-    backend.put(checkpoint_key(10), encode_state(other.state))
-    assert open_log(backend).replay() == written
+    storage.put(checkpoint_key(10), encode_state(other.state))
+    assert open_log(storage).replay() == written
 
 
-def test_a_checkpoint_under_another_number_is_ignored(backend: Backend) -> None:
-    written = fill(backend, 34).state
-    backend.put(checkpoint_key(30), backend.read(checkpoint_key(20)))
-    assert open_log(backend).replay() == written
+def test_a_checkpoint_under_another_number_is_ignored(storage: Storage) -> None:
+    written = fill(storage, 34).state
+    storage.put(checkpoint_key(30), storage.read(checkpoint_key(20)))
+    assert open_log(storage).replay() == written
 
 
-def test_a_checkpoint_that_cannot_be_written_costs_nothing_but_time(backend: Backend, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_checkpoint_that_cannot_be_written_costs_nothing_but_time(storage: Storage, caplog: pytest.LogCaptureFixture) -> None:
     class Full(Wrapped):
         def put(self, key: str, data: bytes) -> None:
             raise Unavailable("the disk is full")
 
-    filled = open_log(Full(backend, lambda create, key, data: create(key, data)))
+    filled = open_log(Full(storage, lambda create, key, data: create(key, data)))
     for i in range(1, 13):
         filled.append(commit(i))
     filled.close()
     assert "the disk is full" in caplog.text
-    assert open_log(backend).replay() == filled.state
-    assert backend.size(log_key(12)) is not None
+    assert open_log(storage).replay() == filled.state
+    assert storage.size(log_key(12)) is not None

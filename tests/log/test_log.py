@@ -18,32 +18,32 @@ from ckptstore.log.backoff import Met, pause_s
 from ckptstore.log.entries import Entry, Forget, Moved, Over, Settings, Tag, encode_entry
 from ckptstore.log.fold import Code
 from ckptstore.log.log import Log, Refused
-from ckptstore.storage.contract import Backend, open_backend
+from ckptstore.storage.contract import Storage, open_storage
 from tests.log.builders import STORE, Wrapped, commit, commit_id, fresh_commit, open_log, packs, session
 
 Create = Callable[[str, bytes], bool]
 
 
 @pytest.fixture(params=["local", "memory"])
-def backend(request: pytest.FixtureRequest, tmp_path: Path) -> Backend:
+def storage(request: pytest.FixtureRequest, tmp_path: Path) -> Storage:
     if request.param == "memory":
-        return open_backend(f"memory://{uuid4()}")
-    return open_backend(tmp_path / "store", fsync=False)
+        return open_storage(f"memory://{uuid4()}")
+    return open_storage(tmp_path / "store", fsync=False)
 
 
-def test_what_is_appended_is_replayed_by_everybody(backend: Backend) -> None:
-    log = open_log(backend)
+def test_what_is_appended_is_replayed_by_everybody(storage: Storage) -> None:
+    log = open_log(storage)
     appended = [log.append(commit(i)) for i in range(1, 41)]
     log.append(Tag("best", commit_id(7), frozenset({7})))
-    other = open_log(backend)
+    other = open_log(storage)
     assert other.state.n == 0
     assert other.replay() == log.state == other.state
     assert list(other.read_entries())[:40] == appended
     assert dict(log.state.tags) == {"best": commit_id(7)}
 
 
-def test_an_entry_is_refused_before_anything_is_written(backend: Backend) -> None:
-    log = open_log(backend)
+def test_an_entry_is_refused_before_anything_is_written(storage: Storage) -> None:
+    log = open_log(storage)
     log.append(commit(1))
     with pytest.raises(Refused) as caught:
         log.append(Forget((commit_id(1),), ""))
@@ -53,16 +53,16 @@ def test_an_entry_is_refused_before_anything_is_written(backend: Backend) -> Non
     assert log.append(commit(2)).n == 2
 
 
-def test_a_body_that_nobody_could_read_is_refused(backend: Backend) -> None:
-    log = open_log(backend)
+def test_a_body_that_nobody_could_read_is_refused(storage: Storage) -> None:
+    log = open_log(storage)
     for body in (commit(1, run="a/../b"), commit(1, leaves=-1), Settings((("a", 2**60),))):
         with pytest.raises(InvalidInput):
             log.append(body)
     assert not log.head_after(0)
 
 
-def test_a_writer_that_lags_applies_what_others_appended_and_checks_again(backend: Backend) -> None:
-    mine, theirs = open_log(backend), open_log(backend)
+def test_a_writer_that_lags_applies_what_others_appended_and_checks_again(storage: Storage) -> None:
+    mine, theirs = open_log(storage), open_log(storage)
     mine.append(commit(1))
     theirs.replay()
     mine.append(Over((session(2),)))
@@ -73,17 +73,17 @@ def test_a_writer_that_lags_applies_what_others_appended_and_checks_again(backen
     assert [p.number for p in entry.body.packs] == [2, 3]
 
 
-def test_the_race_for_one_number_has_one_winner_and_the_loser_takes_the_next(backend: Backend) -> None:
-    rival = open_log(backend)
+def test_the_race_for_one_number_has_one_winner_and_the_loser_takes_the_next(storage: Storage) -> None:
+    rival = open_log(storage)
 
     def late(create: Create, key: str, data: bytes) -> bool:
         if key == log_key(1):
             rival.append(commit(1, packs=packs(1, 3)))
         return create(key, data)
 
-    entry = open_log(Wrapped(backend, late)).append(commit(2))
+    entry = open_log(Wrapped(storage, late)).append(commit(2))
     assert (entry.n, entry.body.packs[0].number) == (2, 4)  # type: ignore[union-attr]  # a Commit
-    assert [e.n for e in open_log(backend).read_entries()] == [1, 2]
+    assert [e.n for e in open_log(storage).read_entries()] == [1, 2]
 
 
 # -- answers that get lost ----------------------------------------------------------------------------------------------------------
@@ -107,19 +107,19 @@ def failing(times: int, *, created: bool) -> Callable[[Create, str, bytes], bool
 @pytest.mark.parametrize("created", [True, False])
 @pytest.mark.parametrize("times", [1, 3])
 def test_a_lost_answer_is_settled_by_repeating_the_same_create(
-    backend: Backend, times: int, created: bool, monkeypatch: pytest.MonkeyPatch
+    storage: Storage, times: int, created: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(log_module, "_FIRST_PAUSE_S", 0.001)
-    log = open_log(Wrapped(backend, failing(times, created=created)))
+    log = open_log(Wrapped(storage, failing(times, created=created)))
     assert log.append(commit(1)).n == 1
     assert log.append(commit(2)).n == 2
-    assert [e.body for e in open_log(backend).read_entries()] == [e.body for e in log.read_entries()]
+    assert [e.body for e in open_log(storage).read_entries()] == [e.body for e in log.read_entries()]
     assert log.state.n == 2
 
 
-def test_a_lost_answer_may_turn_out_to_be_a_lost_race(backend: Backend, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_lost_answer_may_turn_out_to_be_a_lost_race(storage: Storage, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(log_module, "_FIRST_PAUSE_S", 0.001)
-    rival = open_log(backend)
+    rival = open_log(storage)
     calls: list[str] = []
 
     def put_new(create: Create, key: str, data: bytes) -> bool:
@@ -129,36 +129,36 @@ def test_a_lost_answer_may_turn_out_to_be_a_lost_race(backend: Backend, monkeypa
             raise Unavailable("no answer")
         return create(key, data)
 
-    assert open_log(Wrapped(backend, put_new)).append(commit(2)).n == 2
+    assert open_log(Wrapped(storage, put_new)).append(commit(2)).n == 2
     assert calls == [log_key(1), log_key(1), log_key(2)]
 
 
 @pytest.mark.parametrize("created", [True, False])
-def test_a_writer_that_gives_up_deletes_nothing_and_says_so(backend: Backend, created: bool) -> None:
-    log = open_log(Wrapped(backend, failing(9, created=created)))
+def test_a_writer_that_gives_up_deletes_nothing_and_says_so(storage: Storage, created: bool) -> None:
+    log = open_log(Wrapped(storage, failing(9, created=created)))
     with pytest.raises(Unavailable, match="delete nothing"):
         log.append(commit(1), timeout_s=0.0)
-    assert open_log(backend).replay().n == (1 if created else 0)
+    assert open_log(storage).replay().n == (1 if created else 0)
     assert log.replay().n == (1 if created else 0)
 
 
 def test_a_local_disk_that_fails_for_good_is_not_waited_for_as_a_network_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(log_module, "LOCAL_PATIENCE_S", 0.1)
-    log = open_log(Wrapped(open_backend(tmp_path, fsync=False), failing(10**6, created=False)))
+    log = open_log(Wrapped(open_storage(tmp_path, fsync=False), failing(10**6, created=False)))
     started = time.monotonic()
     with pytest.raises(Unavailable, match="storage did not say whether entry 1 of the log was created: no answer; delete nothing"):
         log.append(commit(1))
     assert time.monotonic() - started < log_module.APPEND_TIMEOUT_S / 2
 
 
-def test_storage_that_loses_an_entry_others_have_seen_is_noticed_before_it_is_acknowledged(backend: Backend) -> None:
+def test_storage_that_loses_an_entry_others_have_seen_is_noticed_before_it_is_acknowledged(storage: Storage) -> None:
     """The entry at 1 vanishes after a rival built on it; a writer that never saw it takes its number."""
-    rival = open_log(backend)
-    late = open_log(backend)
+    rival = open_log(storage)
+    late = open_log(storage)
     late.replay()
     rival.append(commit(1))
     rival.append(commit(2))
-    backend.delete(log_key(1))
+    storage.delete(log_key(1))
     with pytest.raises(Corrupt, match="chain is broken"):
         late.append(commit(3))
 
@@ -167,7 +167,7 @@ def test_storage_that_loses_an_entry_others_have_seen_is_noticed_before_it_is_ac
 
 
 def append_many(root: str, count: int, timeout_s: float) -> None:
-    log = Log(open_backend(root, fsync=False), STORE, 1)
+    log = Log(open_storage(root, fsync=False), STORE, 1)
     for _ in range(count):
         log.append(fresh_commit(), timeout_s=timeout_s)
 
@@ -191,14 +191,14 @@ def test_processes_that_append_at_once_lose_and_fork_nothing(tmp_path: Path) -> 
     check_whole(list(log.read_entries()), 180)
 
 
-def test_threads_that_share_a_log_lose_nothing(backend: Backend) -> None:
-    log = open_log(backend)
+def test_threads_that_share_a_log_lose_nothing(storage: Storage) -> None:
+    log = open_log(storage)
     threads = [threading.Thread(target=lambda: [log.append(fresh_commit()) for _ in range(20)]) for _ in range(4)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    check_whole(list(open_log(backend).read_entries()), 80)
+    check_whole(list(open_log(storage).read_entries()), 80)
 
 
 # -- damage -------------------------------------------------------------------------------------------------------------------------
@@ -259,7 +259,7 @@ def test_an_entry_of_a_fork_breaks_the_chain(root: Path, tmp_path: Path) -> None
 
 def test_a_log_of_another_store_is_refused(root: Path) -> None:
     with pytest.raises(Corrupt):
-        Log(open_backend(root), StoreId("6" * 32), 1).replay()
+        Log(open_storage(root), StoreId("6" * 32), 1).replay()
 
 
 def test_an_entry_written_after_the_log_has_moved_is_refused(root: Path) -> None:
@@ -279,7 +279,7 @@ def test_a_moved_log_refuses_appends_until_it_is_opened_as_the_next_generation(r
     log.append(Moved("db", 2))
     with pytest.raises(Refused, match="moved to db"):
         log.append(commit(6))
-    assert Log(open_backend(root, fsync=False), STORE, 2).append(commit(6)).generation == 2
+    assert Log(open_storage(root, fsync=False), STORE, 2).append(commit(6)).generation == 2
     with pytest.raises(Corrupt, match="open the store again"):
         open_log(root).replay()
 
@@ -287,30 +287,30 @@ def test_a_moved_log_refuses_appends_until_it_is_opened_as_the_next_generation(r
 # -- reading ------------------------------------------------------------------------------------------------------------------------
 
 
-def test_entries_are_read_from_where_the_reader_stands(backend: Backend) -> None:
-    log = open_log(backend)
+def test_entries_are_read_from_where_the_reader_stands(storage: Storage) -> None:
+    log = open_log(storage)
     entries = [log.append(commit(i)) for i in range(1, 8)]
-    assert list(open_log(backend).read_entries(*entries[3].position)) == entries[4:]
-    assert list(open_log(backend).read_entries(*entries[6].position)) == []
+    assert list(open_log(storage).read_entries(*entries[3].position)) == entries[4:]
+    assert list(open_log(storage).read_entries(*entries[6].position)) == []
 
 
-def test_a_reader_that_remembers_another_log_is_told(backend: Backend) -> None:
-    log = open_log(backend)
+def test_a_reader_that_remembers_another_log_is_told(storage: Storage) -> None:
+    log = open_log(storage)
     entries = [log.append(commit(i)) for i in range(1, 4)]
     for n, prev_hash, size in ((2, "0" * 64, entries[1].bytes), (3, "0" * 64, entries[2].bytes), (9, entries[2].hash, entries[2].bytes)):
         with pytest.raises(Corrupt):
-            list(open_log(backend).read_entries(n, prev_hash, size))
+            list(open_log(storage).read_entries(n, prev_hash, size))
 
 
-def test_a_refreshing_replay_leaves_nothing_behind(backend: Backend) -> None:
-    log = open_log(backend)
+def test_a_refreshing_replay_leaves_nothing_behind(storage: Storage) -> None:
+    log = open_log(storage)
     log.append(commit(1))
     assert log.replay(refresh=True).n == 1
-    assert [key for key, _ in backend.list("log/")] == [log_key(1)]
+    assert [key for key, _ in storage.list("log/")] == [log_key(1)]
 
 
 def test_a_read_only_store_is_replayed_and_not_appended_to(root: Path) -> None:
-    log = Log(open_backend(root, read_only=True), STORE, 1)
+    log = Log(open_storage(root, read_only=True), STORE, 1)
     assert log.replay(refresh=True).n == 5
     with pytest.raises(ReadOnly):
         log.append(commit(6))
@@ -321,13 +321,13 @@ def test_an_unknown_store_is_an_empty_log(tmp_path: Path) -> None:
     assert log.replay().n == 0
     assert not log.head_after(0)
     with pytest.raises(NotFound):
-        open_backend(tmp_path).read(log_key(1))
+        open_storage(tmp_path).read(log_key(1))
 
 
 def test_a_name_that_a_network_filesystem_believes_absent_is_looked_up_again(tmp_path: Path) -> None:
     """An NFS client that saw entry 1 absent goes on saying so until something changes in the directory."""
-    backend = open_backend(tmp_path / "store", fsync=False)
-    rival = open_log(backend)
+    storage = open_storage(tmp_path / "store", fsync=False)
+    rival = open_log(storage)
 
     class Stale(Wrapped):
         absent = True
@@ -335,14 +335,14 @@ def test_a_name_that_a_network_filesystem_believes_absent_is_looked_up_again(tmp
         def read(self, key: str) -> bytes:
             if self.absent and key == log_key(1):
                 raise NotFound(key)
-            return self._backend.read(key)
+            return self._storage.read(key)
 
         def put(self, key: str, data: bytes, *, durable: bool) -> None:
             self.absent = False
-            self._backend.put(key, data, durable=durable)
+            self._storage.put(key, data, durable=durable)
 
     rival.append(commit(1))
-    stale = Stale(backend, lambda create, key, data: create(key, data))
+    stale = Stale(storage, lambda create, key, data: create(key, data))
     assert open_log(stale).append(commit(2)).n == 2
 
 
@@ -353,12 +353,12 @@ def test_an_append_to_a_bucket_reads_an_entry_of_others_once() -> None:
     class Counting(Wrapped):
         def read(self, key: str) -> bytes:
             read.append(key)
-            return self._backend.read(key)
+            return self._storage.read(key)
 
-    backend = open_backend(f"memory://{uuid4()}")
-    mine = open_log(Counting(backend, lambda create, key, data: create(key, data)))
+    storage = open_storage(f"memory://{uuid4()}")
+    mine = open_log(Counting(storage, lambda create, key, data: create(key, data)))
     mine.append(commit(1))
-    open_log(backend).append(commit(2))
+    open_log(storage).append(commit(2))
     read.clear()
     assert mine.append(commit(3)).n == 3
     assert read.count(log_key(1)) == 0 and read.count(log_key(2)) == 1
@@ -368,8 +368,8 @@ def test_an_append_to_a_bucket_reads_an_entry_of_others_once() -> None:
 
 
 def test_who_lost_a_race_for_a_number_reads_the_winner_once_and_looks_once_for_the_next() -> None:
-    backend = open_backend(f"memory://{uuid4()}")
-    rival, done = open_log(backend), list[tuple[str, str]]()
+    storage = open_storage(f"memory://{uuid4()}")
+    rival, done = open_log(storage), list[tuple[str, str]]()
 
     def late(create: Create, key: str, data: bytes) -> bool:
         if key == log_key(1):
@@ -380,9 +380,9 @@ def test_who_lost_a_race_for_a_number_reads_the_winner_once_and_looks_once_for_t
     class Counting(Wrapped):
         def read(self, key: str) -> bytes:
             done.append(("read", key))
-            return self._backend.read(key)
+            return self._storage.read(key)
 
-    mine = open_log(Counting(backend, late))
+    mine = open_log(Counting(storage, late))
     mine.replay()
     done.clear()
     drawn = random.getstate()
@@ -411,18 +411,18 @@ def test_who_comes_back_at_once_lets_those_through_that_it_met_and_nobody_else_w
 def test_entries_that_were_removed_are_missed_however_many(tmp_path: Path) -> None:
     """All but the last ones, of which nobody here can know: neither read past nor written anew."""
     last = 9
-    backend = open_backend(tmp_path / "store", fsync=False)
-    log = open_log(backend)
+    storage = open_storage(tmp_path / "store", fsync=False)
+    log = open_log(storage)
     for i in range(1, last + 1):
         log.append(commit(i))
     for first in range(1, last):
         for stop in range(first + 1, last + 1):
-            removed = {log_key(n): backend.read(log_key(n)) for n in range(first, stop)}
+            removed = {log_key(n): storage.read(log_key(n)) for n in range(first, stop)}
             for key in removed:
-                backend.delete(key)
+                storage.delete(key)
             with pytest.raises(Corrupt, match=f"entry {first} of the log is missing"):
-                open_log(backend).append(commit(10))
+                open_log(storage).append(commit(10))
             for key, data in removed.items():
-                assert backend.size(key) is None
-                backend.put(key, data)
-    assert open_log(backend).replay().n == last
+                assert storage.size(key) is None
+                storage.put(key, data)
+    assert open_log(storage).replay().n == last

@@ -15,7 +15,7 @@ from ckptstore.log.entries import Settings
 from ckptstore.log.log import Log
 from ckptstore.log.segments import SEGMENT_ENTRIES, decode_segment, encode_segment
 from ckptstore.objects.frames import compress
-from ckptstore.storage.contract import Backend, open_backend
+from ckptstore.storage.contract import Storage, open_storage
 from tests.log.builders import STORE, commit, open_log
 
 COUNT = 3 * SEGMENT_ENTRIES + 20
@@ -25,44 +25,44 @@ SEGMENTS = [segment_key(SEGMENT_ENTRIES * i) for i in (1, 2, 3)]
 class Counting:
     """A bucket that writes down what is read."""
 
-    def __init__(self, backend: Backend) -> None:
-        self._backend = backend
+    def __init__(self, storage: Storage) -> None:
+        self._storage = storage
         self.keys: list[str] = []
 
     def read(self, key: str, start: int = 0, stop: int | None = None) -> bytes:
         self.keys.append(key)
-        return self._backend.read(key, start, stop)
+        return self._storage.read(key, start, stop)
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._backend, name)
+        return getattr(self._storage, name)
 
 
-def bucket() -> Backend:
-    return open_backend(f"memory://{secrets.token_hex(8)}")
+def bucket() -> Storage:
+    return open_storage(f"memory://{secrets.token_hex(8)}")
 
 
-def fill(backend: Backend, count: int) -> Log:
-    filled = open_log(backend)
+def fill(storage: Storage, count: int) -> Log:
+    filled = open_log(storage)
     for i in range(1, count + 1):
         filled.append(commit(i) if i % 3 else Settings((("keep", i),)))
     filled.close()
     return filled
 
 
-def keys(backend: Backend, prefix: str) -> list[str]:
-    return [key for key, _ in backend.list(prefix)]
+def keys(storage: Storage, prefix: str) -> list[str]:
+    return [key for key, _ in storage.list(prefix)]
 
 
 @pytest.fixture(scope="module")
-def filled() -> Backend:
+def filled() -> Storage:
     """A bucket with a log of `COUNT` entries, for tests that only read it."""
-    backend = bucket()
-    fill(backend, COUNT)
-    return backend
+    storage = bucket()
+    fill(storage, COUNT)
+    return storage
 
 
 @pytest.fixture
-def copied(filled: Backend) -> Backend:
+def copied(filled: Storage) -> Storage:
     """The same log, to be damaged."""
     copy = bucket()
     for key in keys(filled, "log/"):
@@ -70,7 +70,7 @@ def copied(filled: Backend) -> Backend:
     return copy
 
 
-def test_a_log_is_read_from_its_segments_in_few_requests(filled: Backend) -> None:
+def test_a_log_is_read_from_its_segments_in_few_requests(filled: Storage) -> None:
     assert keys(filled, "log/segment-") == SEGMENTS
     counting = Counting(filled)
     read = [entry.position for entry in open_log(counting).read_entries()]  # type: ignore[arg-type]  # a Backend but for its type
@@ -79,7 +79,7 @@ def test_a_log_is_read_from_its_segments_in_few_requests(filled: Backend) -> Non
     assert len(counting.keys) <= 100
 
 
-def test_the_entries_of_a_segment_are_those_of_the_log(copied: Backend) -> None:
+def test_the_entries_of_a_segment_are_those_of_the_log(copied: Storage) -> None:
     with_segments = list(open_log(copied).read_entries())
     state = open_log(copied).replay()
     for key in SEGMENTS:
@@ -115,58 +115,58 @@ DAMAGES: dict[str, Callable[[bytes], bytes]] = {
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_a_segment_that_is_not_the_logs_is_ignored(copied: Backend, damage: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_segment_that_is_not_the_logs_is_ignored(copied: Storage, damage: str, caplog: pytest.LogCaptureFixture) -> None:
     wanted = list(open_log(copied).read_entries())
     copied.put(SEGMENTS[1], DAMAGES[damage](copied.read(SEGMENTS[1])))
     assert list(open_log(copied).read_entries()) == wanted
     assert "are not used" in caplog.text
 
 
-def test_a_segment_under_another_number_is_ignored(copied: Backend) -> None:
+def test_a_segment_under_another_number_is_ignored(copied: Storage) -> None:
     wanted = list(open_log(copied).read_entries())
     copied.put(SEGMENTS[0], copied.read(SEGMENTS[1]))
     assert list(open_log(copied).read_entries()) == wanted
 
 
-def test_a_segment_does_not_stand_in_for_a_log_that_ends_before_it(copied: Backend) -> None:
+def test_a_segment_does_not_stand_in_for_a_log_that_ends_before_it(copied: Storage) -> None:
     """As after a bucket was restored from a backup: what the segment has more is not the log's."""
     for n in range(SEGMENT_ENTRIES + 50, COUNT + 1):
         copied.delete(log_key(n))
     assert open_log(copied).replay().n == SEGMENT_ENTRIES + 49
 
 
-def test_entries_whose_chain_is_broken_make_no_segment(filled: Backend) -> None:
+def test_entries_whose_chain_is_broken_make_no_segment(filled: Storage) -> None:
     entries = list(islice(open_log(filled).read_entries(), SEGMENT_ENTRIES))
     entries[40], entries[41] = entries[41], entries[40]
     with pytest.raises(Corrupt, match="chain is broken"):
         decode_segment(encode_segment(entries), SEGMENT_ENTRIES, STORE)
 
 
-def test_whoever_knows_but_the_last_entries_reads_the_rest_of_the_segment(tmp_path: Path, filled: Backend) -> None:
-    backend = bucket()
-    opened = Log(backend, STORE, 1, memory=tmp_path / "state")
+def test_whoever_knows_but_the_last_entries_reads_the_rest_of_the_segment(tmp_path: Path, filled: Storage) -> None:
+    storage = bucket()
+    opened = Log(storage, STORE, 1, memory=tmp_path / "state")
     for i in range(1, SEGMENT_ENTRIES - 4):
         opened.append(commit(i))
     opened.close()
-    again = Log(backend, STORE, 1, memory=tmp_path / "state")
+    again = Log(storage, STORE, 1, memory=tmp_path / "state")
     for i in range(SEGMENT_ENTRIES - 4, SEGMENT_ENTRIES + 1):
         again.append(commit(i))
     again.close()
-    entries = decode_segment(backend.read(SEGMENTS[0]), SEGMENT_ENTRIES, STORE)
-    assert entries == list(open_log(backend).read_entries())
+    entries = decode_segment(storage.read(SEGMENTS[0]), SEGMENT_ENTRIES, STORE)
+    assert entries == list(open_log(storage).read_entries())
 
 
 def test_a_segment_that_its_writer_did_not_live_to_write_is_written_later(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(log_backend, "_COMPLETED_EVERY", 2 * SEGMENT_ENTRIES)
-    backend = bucket()
-    filled = fill(backend, SEGMENT_ENTRIES)
-    written = backend.read(SEGMENTS[0])
-    backend.delete(SEGMENTS[0])
+    storage = bucket()
+    filled = fill(storage, SEGMENT_ENTRIES)
+    written = storage.read(SEGMENTS[0])
+    storage.delete(SEGMENTS[0])
     for i in range(1, SEGMENT_ENTRIES + 1):
         filled.append(Settings((("keep", i),)))
     filled.close()
-    assert keys(backend, "log/segment-") == SEGMENTS[:2]
-    assert backend.read(SEGMENTS[0]) == written
+    assert keys(storage, "log/segment-") == SEGMENTS[:2]
+    assert storage.read(SEGMENTS[0]) == written
 
 
 def test_a_segment_that_cannot_be_written_costs_nothing_but_time(caplog: pytest.LogCaptureFixture) -> None:
@@ -174,13 +174,13 @@ def test_a_segment_that_cannot_be_written_costs_nothing_but_time(caplog: pytest.
         def put(self, key: str, data: bytes) -> None:
             raise Unavailable("the bucket is full")
 
-    backend = bucket()
-    filled = fill(Full(backend), SEGMENT_ENTRIES + 1)  # type: ignore[arg-type]  # a Backend but for its type
+    storage = bucket()
+    filled = fill(Full(storage), SEGMENT_ENTRIES + 1)  # type: ignore[arg-type]  # a Backend but for its type
     assert "the bucket is full" in caplog.text
-    assert open_log(backend).replay() == filled.state
+    assert open_log(storage).replay() == filled.state
 
 
-def test_what_was_read_for_the_state_is_not_read_again_for_the_catalog(copied: Backend, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_was_read_for_the_state_is_not_read_again_for_the_catalog(copied: Storage, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(log, "CHECKPOINT_EVERY", SEGMENT_ENTRIES)
     copied.put(checkpoint_key(3 * SEGMENT_ENTRIES), checkpoint_at(copied, 3 * SEGMENT_ENTRIES))
     counting = Counting(copied)
@@ -193,18 +193,18 @@ def test_what_was_read_for_the_state_is_not_read_again_for_the_catalog(copied: B
     assert not {key for key in counting.keys if log_key(3 * SEGMENT_ENTRIES + 1) < key <= log_key(COUNT)}
 
 
-def checkpoint_at(backend: Backend, n: int) -> bytes:
+def checkpoint_at(storage: Storage, n: int) -> bytes:
     from ckptstore.log.fold import apply, genesis
     from ckptstore.log.log_snapshots import encode_state
 
     state = genesis(STORE, 1)
-    entries: Iterator[Any] = islice(open_log(backend).read_entries(), n)
+    entries: Iterator[Any] = islice(open_log(storage).read_entries(), n)
     for entry in entries:
         state = apply(state, entry)
     return encode_state(state)
 
 
 def test_a_disk_of_this_host_gets_no_segments(tmp_path: Path) -> None:
-    backend = open_backend(tmp_path, fsync=False)
-    fill(backend, SEGMENT_ENTRIES)
-    assert keys(backend, "log/segment-") == []
+    storage = open_storage(tmp_path, fsync=False)
+    fill(storage, SEGMENT_ENTRIES)
+    assert keys(storage, "log/segment-") == []

@@ -9,7 +9,7 @@ import torch
 
 from ckptstore.core.ids import CommitId, SessionId, pack_id, pack_key, twin_key
 from ckptstore.maintenance.gc.collect import GcOptions, GcReport, collect
-from ckptstore.repository.store_handle import Opening
+from ckptstore.repository.store_handle import StoreHandle
 from ckptstore.storage.s3_upload import PART_BYTES
 from tests.shared.sites import Site
 
@@ -59,15 +59,15 @@ def objects(place: Path | Site) -> list[tuple[str, int]]:
     if folder := site.folder:
         found = {path.relative_to(folder).as_posix(): path.stat().st_size for path in folder.rglob("*") if path.is_file()}
     else:
-        backend = site.backend()
-        found = {**dict(backend.list("")), **dict(backend.list("tmp/"))}
+        storage = site.storage()
+        found = {**dict(storage.list("")), **dict(storage.list("tmp/"))}
     return sorted((key, size) for key, size in found.items() if not key.startswith(NOT_COUNTED) or key.startswith("log/scratch-"))
 
 
 def garbage(place: Path | Site) -> set[str]:
     """Packs, documents and temporaries that the log does not list, and condemned packs."""
-    with opened(place) as opening:
-        state = opening.log.replay()
+    with opened(place) as handle:
+        state = handle.log.replay()
         live = [pack for pack in state.packs.values() if pack.live]
         listed = {pack_key(pack.id) for pack in live} | {twin_key(pack.id) for pack in live if pack.metadata}
         listed |= {f"commits/{row.session}-{commit}" for commit, row in state.commits.items()}
@@ -76,22 +76,22 @@ def garbage(place: Path | Site) -> set[str]:
 
 def leave_half_written(place: Site, session: SessionId) -> str:
     """What a writer leaves that ends in the middle of a pack: a temporary file, in a bucket an upload. Its name."""
-    backend = place.backend()
+    storage = place.storage()
     if place.place.startswith("s3:"):
-        backend.create(pack_key(pack_id(session, 7, 7)), session=session).append([memoryview(bytes(PART_BYTES + 1))])
+        storage.create(pack_key(pack_id(session, 7, 7)), session=session).append([memoryview(bytes(PART_BYTES + 1))])
     else:
-        backend.put(f"tmp/{session}-00", b"left behind")
-    (key,) = (key for key, _ in backend.list("tmp/"))
+        storage.put(f"tmp/{session}-00", b"left behind")
+    (key,) = (key for key, _ in storage.list("tmp/"))
     return key
 
 
 @contextmanager
-def opened(place: Path | Site) -> Iterator[Opening]:
-    with at(place).opened() as opening:
-        yield opening
+def opened(place: Path | Site) -> Iterator[StoreHandle]:
+    with at(place).opened() as handle:
+        yield handle
 
 
 def collected(place: Path | Site, options: GcOptions = ALL, **kwargs: Any) -> GcReport:
     """One gc by a process that has just opened the store."""
-    with opened(place) as opening:
-        return collect(opening, options, **kwargs)
+    with opened(place) as handle:
+        return collect(handle, options, **kwargs)

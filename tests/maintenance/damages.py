@@ -50,9 +50,9 @@ def make(place: Path, *, codec: str) -> States:
     with ckptstore.open(place, run="other") as store:
         for step in (20, 21):
             store.commit(state(step), step=step)
-    with opened(place) as opening:
-        log = opening.log.replay()
-        opening.backend.put(checkpoint_key(log.n), encode_state(log))
+    with opened(place) as handle:
+        log = handle.log.replay()
+        handle.storage.put(checkpoint_key(log.n), encode_state(log))
     steps = {commit: row.step for commit, row in log.commits.items() if not row.soft}
     orphan = place / pack_key(PackId(f"{'0' * 24}-0-0"))
     orphan.parent.mkdir(exist_ok=True)
@@ -61,8 +61,8 @@ def make(place: Path, *, codec: str) -> States:
 
 
 def _distrust_everything(store: Store) -> None:
-    for pack in store._opening.log.replay().packs.values():
-        store._opening.objects.distrust.add(pack.id)
+    for pack in store._handle.log.replay().packs.values():
+        store._handle.objects.suspect_packs.add(pack.id)
 
 
 def good(place: Path, states: States) -> frozenset[CommitId]:
@@ -99,10 +99,10 @@ def good_in_copy(place: Path, states: States, *, index: bool) -> frozenset[Commi
 class Damaged:
     """What was done to a store, in words."""
 
-    deeds: tuple[str, ...]
+    scenarios: tuple[str, ...]
 
     def __str__(self) -> str:
-        return "; ".join(self.deeds)
+        return "; ".join(self.scenarios)
 
 
 KINDS: Mapping[str, tuple[int, Callable[[Path], Sequence[Path]]]] = {
@@ -118,14 +118,14 @@ KINDS: Mapping[str, tuple[int, Callable[[Path], Sequence[Path]]]] = {
 
 def damage(place: Path, random: Random) -> Damaged:
     """One to `MOST_DAMAGES` damages, to objects of any kind."""
-    deeds = []
+    scenarios = []
     for _ in range(random.randint(1, MOST_DAMAGES)):
         kind = random.choices(list(KINDS), [weight for weight, _ in KINDS.values()])[0]
         if there := KINDS[kind][1](place):
             path = random.choice(there)
-            deed = random.choice(DEEDS)
-            deeds.append(f"{kind} {path.relative_to(place)} {deed(path, there, random)}")
-    return Damaged(tuple(deeds))
+            scenario = random.choice(SCENARIOS)
+            scenarios.append(f"{kind} {path.relative_to(place)} {scenario(path, there, random)}")
+    return Damaged(tuple(scenarios))
 
 
 def _files(place: Path, folder: str) -> list[Path]:
@@ -198,4 +198,4 @@ def _replace(path: Path, others: Sequence[Path], random: Random) -> str:
     return f"replaced by {other.name}"
 
 
-DEEDS = (_flip, _flip_at_the_end, _truncate, _lengthen, _delete, _zero, _swap, _replace)
+SCENARIOS = (_flip, _flip_at_the_end, _truncate, _lengthen, _delete, _zero, _swap, _replace)

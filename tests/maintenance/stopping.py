@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from ckptstore.log.log import Log
-from ckptstore.repository.store_handle import Opening
+from ckptstore.repository.store_handle import StoreHandle
 from tests.maintenance.collecting import at
 from tests.shared.sites import Site
 
@@ -17,30 +17,30 @@ class Stopped(BaseException):
 class StoppingBackend:
     """A backend on which the change after the first `changes` ends the process; `changed` counts them."""
 
-    def __init__(self, backend: Any, changes: int) -> None:
-        self._backend = backend
+    def __init__(self, storage: Any, changes: int) -> None:
+        self._storage = storage
         self._left = changes
         self.changed = 0
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._backend, name)
+        return getattr(self._storage, name)
 
     def put(self, *args: Any, **kwargs: Any) -> None:
         self._change()
-        self._backend.put(*args, **kwargs)
+        self._storage.put(*args, **kwargs)
 
     def put_new(self, *args: Any) -> bool:
         self._change()
-        created: bool = self._backend.put_new(*args)
+        created: bool = self._storage.put_new(*args)
         return created
 
     def delete(self, key: str) -> None:
         self._change()
-        self._backend.delete(key)
+        self._storage.delete(key)
 
     def create(self, *args: Any, **kwargs: Any) -> Any:
         self._change()
-        return _StoppingWriter(self, self._backend.create(*args, **kwargs))
+        return _StoppingWriter(self, self._storage.create(*args, **kwargs))
 
     def counting(self, change: Callable[..., bool]) -> Callable[..., bool]:
         """`change` of the log's, after which the process may end before it does anything else."""
@@ -80,20 +80,20 @@ class _StoppingWriter:
             self._writer.discard()
 
 
-def opened_stopping(place: Path | Site, changes: int) -> tuple[Opening, StoppingBackend]:
+def opened_stopping(place: Path | Site, changes: int) -> tuple[StoreHandle, StoppingBackend]:
     """A store whose process ends after so many changes to it."""
-    opening = at(place).opening()
-    return opening, stop_after(opening, changes)
+    handle = at(place).handle()
+    return handle, stop_after(handle, changes)
 
 
-def stop_after(opening: Opening, changes: int) -> StoppingBackend:
+def stop_after(handle: StoreHandle, changes: int) -> StoppingBackend:
     """Let the process that has this view of a store, newly opened, end after so many changes to it."""
-    stopping = StoppingBackend(opening.backend, changes)
-    opening.backend = stopping  # type: ignore[assignment]  # a Backend but for its type
-    if opening.database is None:
-        opening.log = Log(stopping, opening.config.store, opening.config.generation)  # type: ignore[arg-type]
+    stopping = StoppingBackend(handle.storage, changes)
+    handle.storage = stopping  # type: ignore[assignment]  # a Backend but for its type
+    if handle.database is None:
+        handle.log = Log(stopping, handle.config.store, handle.config.generation)  # type: ignore[arg-type]
     else:
-        opening.database._backend = stopping  # type: ignore[assignment]
-        opening.database.create = stopping.counting(opening.database.create)  # type: ignore[method-assign]
-        opening.log = Log(stopping, opening.config.store, opening.config.generation, place=opening.database)  # type: ignore[arg-type]
+        handle.database._storage = stopping  # type: ignore[assignment]
+        handle.database.create = stopping.counting(handle.database.create)  # type: ignore[method-assign]
+        handle.log = Log(stopping, handle.config.store, handle.config.generation, place=handle.database)  # type: ignore[arg-type]
     return stopping

@@ -8,10 +8,10 @@ import torch
 
 import ckptstore
 from ckptstore.maintenance.check.fsck import fsck
-from ckptstore.maintenance.check.offline_store import open_ground
+from ckptstore.maintenance.check.offline_store import open_offline_store
 from ckptstore.maintenance.check.report import Level, Report, Share
 from ckptstore.maintenance.repair.repair import Repaired, repair
-from ckptstore.storage.contract import Backend, open_backend
+from ckptstore.storage.contract import Storage, open_storage
 from ckptstore.store import Store
 
 CHUNK_BYTES = 1 << 16
@@ -71,14 +71,14 @@ def assert_equal(got: Any, wanted: Any) -> None:
 
 
 def check(store: Path | str, level: Level = Level.PACKS, share: Share | None = None) -> Report:
-    with open_ground(store) as ground:
-        return fsck(ground, level=level, share=share)
+    with open_offline_store(store) as offline_store:
+        return fsck(offline_store, level=level, share=share)
 
 
 def heal(store: Path | str, *mirrors: Path, apply: bool = True, data: bool = True) -> Repaired:
-    backends: list[Backend] = [open_backend(str(mirror), read_only=True) for mirror in mirrors]
-    with open_ground(store) as ground:
-        return repair(ground, mirrors=backends, apply=apply, share=Share() if data else None)
+    storages: list[Storage] = [open_storage(str(mirror), read_only=True) for mirror in mirrors]
+    with open_offline_store(store) as offline_store:
+        return repair(offline_store, mirrors=storages, apply=apply, share=Share() if data else None)
 
 
 def flip(path: Path, offset: int, bit: int = 0) -> None:

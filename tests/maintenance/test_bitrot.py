@@ -19,13 +19,13 @@ import ckptstore
 from ckptstore.core.ids import checkpoint_key, document_key
 from ckptstore.errors import CkptStoreError
 from ckptstore.index.chunks import ChunkIndex
-from ckptstore.index.suspect_packs import Distrust
+from ckptstore.index.suspect_packs import SuspectPacks
 from ckptstore.log.log_snapshots import encode_state
 from ckptstore.maintenance.check.report import Level
 from ckptstore.objects.documents import decode_document
 from ckptstore.repository.chunk_store import ObjectStore
-from ckptstore.repository.store_handle import Opening
-from ckptstore.repository.thread_pool import Threads
+from ckptstore.repository.store_handle import StoreHandle
+from ckptstore.repository.thread_pool import ThreadPool
 from ckptstore.restore.reader import Reader
 from ckptstore.snapshot import Snapshot
 from tests.maintenance import turned_bits
@@ -48,31 +48,31 @@ def tiny_store(tmp_path_factory: pytest.TempPathFactory) -> Path:
     with ckptstore.open(place) as store:
         for step in STEPS:
             store.commit(tiny(step), step=step, tag="t" if step == STEPS[-1] else (), metrics={"loss": float(step)})
-    opening = Opening(place)
-    opening.backend.put(checkpoint_key(2), encode_state(opening.log.replay()))
-    opening.close()
+    handle = StoreHandle(place)
+    handle.storage.put(checkpoint_key(2), encode_state(handle.log.replay()))
+    handle.close()
     return place
 
 
-def config(opening: Opening) -> Any:
-    return opening.config
+def config(handle: StoreHandle) -> Any:
+    return handle.config
 
 
-def log_state(opening: Opening) -> Any:
-    return opening.log.replay()
+def log_state(handle: StoreHandle) -> Any:
+    return handle.log.replay()
 
 
-def documents(opening: Opening) -> Any:
-    state = opening.log.replay()
-    return {c: decode_document(opening.backend.read(document_key(row.session, c)), c) for c, row in state.commits.items()}
+def documents(handle: StoreHandle) -> Any:
+    state = handle.log.replay()
+    return {c: decode_document(handle.storage.read(document_key(row.session, c)), c) for c, row in state.commits.items()}
 
 
-def restored(opening: Opening) -> Any:
+def restored(handle: StoreHandle) -> Any:
     """What the store gives without any index: the commit of each tag and step, and its state."""
-    state = opening.log.replay()
-    objects = ObjectStore(opening.backend, ChunkIndex.open(NOWHERE, opening.config.store), opening.log, Distrust(NOWHERE))
+    state = handle.log.replay()
+    objects = ObjectStore(handle.storage, ChunkIndex.open(NOWHERE, handle.config.store), handle.log, SuspectPacks(NOWHERE))
     objects.sync(state)
-    reader = Reader(opening.config, objects, Threads(1))
+    reader = Reader(handle.config, objects, ThreadPool(1))
     names = {**{f"tag {tag}": commit for tag, commit in state.tags.items()}, **{f"{row.step}": c for c, row in state.commits.items()}}
     states = {c: Snapshot(reader, c, reader.document(row.session, c)).state_dict() for c, row in state.commits.items()}
     return {name: (commit, as_lists(states[commit])) for name, commit in names.items()}
@@ -84,16 +84,16 @@ def as_lists(value: Any) -> Any:
     return value.tolist() if isinstance(value, torch.Tensor) else value
 
 
-SEEN: dict[str, Callable[[Opening], Any]] = {"packs": restored, "commits": documents, "log": log_state, "ckptstore.json": config}
+SEEN: dict[str, Callable[[StoreHandle], Any]] = {"packs": restored, "commits": documents, "log": log_state, "ckptstore.json": config}
 """What a folder's bytes may change of what a reader sees: if this is as before, all that follows from it is."""
 
 
 def seen(place: Path, folder: str) -> Any:
-    opening = Opening(place, read_only=True)
+    handle = StoreHandle(place, read_only=True)
     try:
-        return SEEN[folder](opening)
+        return SEEN[folder](handle)
     finally:
-        opening.close()
+        handle.close()
 
 
 def trials(path: Path) -> Iterator[tuple[int, int]]:

@@ -61,8 +61,8 @@ def spoil(catalog: Path, table: str, column: str, value: str) -> bool:
 
 
 def every_trial(store: Path) -> list[tuple[str, str, str]]:
-    with opened(store) as opening:
-        reindex(opening)
+    with opened(store) as handle:
+        reindex(handle)
     return [(table, column, value) for table, column in columns(store / "index" / CATALOG_NAME) for value in NONSENSE]
 
 
@@ -70,10 +70,10 @@ def test_every_question_is_answered_whatever_any_row_says(store: Path) -> None:
     """The catalog is whole again before each trial."""
     trials = every_trial(store)
     catalog, whole = store / "index" / CATALOG_NAME, store.parent / "whole.sqlite"
-    with opened(store) as opening:
-        reindex(opening)
-        wanted = answers(opening.queries())
-        opening.catalog.close()
+    with opened(store) as handle:
+        reindex(handle)
+        wanted = answers(handle.queries())
+        handle.catalog.close()
     copyfile(catalog, whole)
     healed = tried = 0
     for table, column, value in trials:
@@ -82,20 +82,20 @@ def test_every_question_is_answered_whatever_any_row_says(store: Path) -> None:
         copyfile(whole, catalog)
         if spoil(catalog, table, column, value):
             tried += 1
-            with opened(store) as opening:
+            with opened(store) as handle:
                 # A key or a number that is merely another one changes a listing, and nobody but fsck knows.
-                healed += answers(opening.queries()) == wanted
+                healed += answers(handle.queries()) == wanted
     assert healed > tried // 3 > 0
 
 
 @pytest.mark.parametrize(("table", "column"), [("leaves", "shape"), ("leaves", "kind"), ("commits", "logical_bytes"), ("packs", "bytes")])
 def test_a_row_that_cannot_be_decoded_heals_the_catalog_for_good(store: Path, table: str, column: str) -> None:
     catalog = store / "index" / CATALOG_NAME
-    with opened(store) as opening:
-        reindex(opening)
-        wanted = answers(opening.queries())
+    with opened(store) as handle:
+        reindex(handle)
+        wanted = answers(handle.queries())
     assert spoil(catalog, table, column, "x'ff00'")
-    with opened(store) as opening:
-        assert answers(opening.queries()) == wanted
+    with opened(store) as handle:
+        assert answers(handle.queries()) == wanted
     with closing(sqlite3.connect(catalog)) as connection:
         assert not connection.execute(f"SELECT 1 FROM {table} WHERE typeof({column}) = 'blob'").fetchall()

@@ -8,7 +8,7 @@ import pytest
 import ckptstore
 from ckptstore.core.ids import pack_key
 from ckptstore.maintenance.check.fsck import fsck
-from ckptstore.maintenance.check.offline_store import open_ground
+from ckptstore.maintenance.check.offline_store import open_offline_store
 from ckptstore.maintenance.check.report import Level, Report, Severity, Share
 from ckptstore.maintenance.progress import Progress
 from ckptstore.maintenance.repair.repair import repair
@@ -48,26 +48,26 @@ def _commit(store: Path) -> None:
 @pytest.mark.parametrize("stage", ["commits", "packs", "data"])
 @pytest.mark.parametrize("act", [collected, _commit])
 def test_fsck_does_not_report_what_others_did_meanwhile(store: Path, stage: str, act: Callable[[Path], object]) -> None:
-    with open_ground(store) as ground:
-        report = fsck(ground, level=Level.DATA, share=Share(), progress=_once(stage, lambda: act(store)))
+    with open_offline_store(store) as offline_store:
+        report = fsck(offline_store, level=Level.DATA, share=Share(), progress=_once(stage, lambda: act(store)))
     assert _alarms(report) == []
 
 
 def test_fsck_still_reports_what_is_damaged_when_others_collect(store: Path) -> None:
-    with opened(store) as opening:
-        kept = opening.log.replay().packs[max(opening.log.replay().packs) - 1]
+    with opened(store) as handle:
+        kept = handle.log.replay().packs[max(handle.log.replay().packs) - 1]
     flip(store / pack_key(kept.id), 5)
-    with open_ground(store) as ground:
-        report = fsck(ground, level=Level.DATA, share=Share(), progress=_once("commits", lambda: collected(store)))
+    with open_offline_store(store) as offline_store:
+        report = fsck(offline_store, level=Level.DATA, share=Share(), progress=_once("commits", lambda: collected(store)))
     assert _alarms(report)
 
 
 def test_a_repair_whose_damaged_pack_is_collected_meanwhile_plans_anew(store: Path) -> None:
-    with opened(store) as opening:
-        forgotten = next(pack for number, pack in sorted(opening.log.replay().packs.items()) if number > 1 and not pack.metadata)
+    with opened(store) as handle:
+        forgotten = next(pack for number, pack in sorted(handle.log.replay().packs.items()) if number > 1 and not pack.metadata)
     flip(store / pack_key(forgotten.id), 5)
-    with open_ground(store) as ground:
-        done = repair(ground, apply=True, share=Share(), progress=_once("repair", lambda: collected(store)))
+    with open_offline_store(store) as offline_store:
+        done = repair(offline_store, apply=True, share=Share(), progress=_once("repair", lambda: collected(store)))
     assert not done.after.damaged
     verify(store, range(2, STEPS))
     assert check(store, Level.DATA, Share()).findings == ()
@@ -78,8 +78,8 @@ def test_what_only_the_chunk_index_knows_is_saved(store: Path) -> None:
     for path in files(store, "packs"):
         path.write_bytes(path.read_bytes()[:-200] + bytes(200))
     verify(store, range(2, STEPS))
-    with open_ground(store) as ground:
-        done = repair(ground, apply=True, share=Share())
+    with open_offline_store(store) as offline_store:
+        done = repair(offline_store, apply=True, share=Share())
     assert not done.after.damaged
     verify(store, range(2, STEPS))
     assert check(store, Level.DATA, Share()).findings == ()

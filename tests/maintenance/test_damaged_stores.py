@@ -28,7 +28,7 @@ def _repair(template: Path, states: States, scratch: Path, seed: str) -> tuple[i
     """Damage a copy of `template` and repair it. How many commits were good before and after, and whether repair raised an error."""
     random, store, mirrors = Random(seed), scratch / "store", []
     shutil.copytree(template, store)
-    deeds = damage(store, random)
+    scenarios = damage(store, random)
     if random.random() < 0.15:
         mirrors.append(shutil.copytree(template, scratch / "mirror"))
         damage(mirrors[0], random)
@@ -37,11 +37,11 @@ def _repair(template: Path, states: States, scratch: Path, seed: str) -> tuple[i
     try:
         heal(store, *mirrors, data=random.random() < 0.7)
     except CkptStoreError as error:
-        refused, deeds = 1, f"{deeds}; refused: {error}"
+        refused, scenarios = 1, f"{scenarios}; refused: {error}"
     bare, after = good_in_copy(store, states, index=False), good(store, states)
     for kind, was, now in (("its index", before[0], after), ("no index", before[1], bare)):
         lost = [states[commit]["step"] for commit in was - now]
-        assert not lost, f"with {kind}, steps {lost} restored before the repair and not after; seed {seed!r}: {template.name}: {deeds}"
+        assert not lost, f"with {kind}, steps {lost} restored before the repair and not after; seed {seed!r}: {template.name}: {scenarios}"
     shutil.rmtree(store)
     shutil.rmtree(scratch / "mirror", ignore_errors=True)
     return len(before[0]), len(after), refused

@@ -14,7 +14,7 @@ import ckptstore
 from ckptstore.core.ids import PackId, pack_key
 from ckptstore.errors import Corrupt
 from ckptstore.maintenance.check.report import Level
-from ckptstore.repository.store_handle import Opening
+from ckptstore.repository.store_handle import StoreHandle
 from ckptstore.store import Store
 from tests.maintenance.collecting import ALL, collected
 from tests.maintenance.stores import CHUNK_BYTES, assert_equal, check, flip
@@ -44,12 +44,12 @@ def opened(place: Path) -> Store:
 
 def tensor_pack(place: Path, n: int = -1) -> PackId:
     """The pack of tensors that was registered `n`-th, by default the newest."""
-    opening = Opening(place)
+    handle = StoreHandle(place)
     try:
-        packs = sorted(opening.log.replay().packs.items())
+        packs = sorted(handle.log.replay().packs.items())
         return [pack.id for _, pack in packs if not pack.metadata][n]
     finally:
-        opening.close()
+        handle.close()
 
 
 def damage(place: Path, n: int = -1) -> PackId:

@@ -6,12 +6,12 @@ from pathlib import Path
 import pytest
 
 import ckptstore
-from ckptstore.maintenance.doctor import Check, Storage, Verdict, doctor, judge
-from ckptstore.repository.disk_forecast import Room, expected_bytes
-from ckptstore.repository.store_handle import Opening
+from ckptstore.maintenance.doctor import Check, StorageFacts, Verdict, doctor, judge
+from ckptstore.repository.disk_forecast import DiskRoom, expected_bytes
+from ckptstore.repository.store_handle import StoreHandle
 
-FINE = Storage("", "", "", 0.001, "ext4", False, "/cache", False, True, 0.0, -10.0)
-ROOMY = Room(free=1 << 40, new=(1000, 5000, 2000), logical=9000, reserve=1 << 20)
+FINE = StorageFacts("", "", "", 0.001, "ext4", False, "/cache", False, True, 0.0, -10.0)
+ROOMY = DiskRoom(free=1 << 40, new=(1000, 5000, 2000), logical=9000, reserve=1 << 20)
 
 
 def verdicts(checks: tuple[Check, ...]) -> dict[str, Verdict]:
@@ -37,7 +37,7 @@ def test_a_good_place_is_fine() -> None:
         (replace(FINE, locks=False), "locks", Verdict.WARNING),
     ],
 )
-def test_each_fault_has_its_verdict_and_a_next_step(storage: Storage, name: str, verdict: Verdict) -> None:
+def test_each_fault_has_its_verdict_and_a_next_step(storage: StorageFacts, name: str, verdict: Verdict) -> None:
     checks = judge(storage, ROOMY)
     assert verdicts(checks) == {name: verdict}
     assert all(check.next for check in checks if check.verdict is not Verdict.OK)
@@ -52,7 +52,7 @@ def test_free_space_is_compared_with_the_next_commit(free: int, verdict: Verdict
 
 
 def test_a_bucket_has_no_end_and_no_reserve() -> None:
-    assert verdicts(judge(FINE, Room(None, (10**18,), 10**18, None))) == {}
+    assert verdicts(judge(FINE, DiskRoom(None, (10**18,), 10**18, None))) == {}
 
 
 def test_a_missing_reserve_is_a_warning() -> None:
@@ -61,18 +61,18 @@ def test_a_missing_reserve_is_a_warning() -> None:
 
 def test_a_real_store_is_examined_without_a_trace(store: Path) -> None:
     before = sorted(path for path in store.rglob("*") if "index" not in path.parts)
-    opening = Opening(store)
-    checks = {check.name: check for check in doctor(opening)}
-    opening.close()
+    handle = StoreHandle(store)
+    checks = {check.name: check for check in doctor(handle)}
+    handle.close()
     for name in ("write", "exclusive", "rename", "locks", "time"):
         assert checks[name].verdict is Verdict.OK, checks[name]
     assert sorted(path for path in store.rglob("*") if "index" not in path.parts) == before
 
 
 def test_a_read_only_opening_is_told_so(store: Path) -> None:
-    opening = Opening(store, read_only=True)
-    checks = {check.name: check for check in doctor(opening)}
-    opening.close()
+    handle = StoreHandle(store, read_only=True)
+    checks = {check.name: check for check in doctor(handle)}
+    handle.close()
     assert checks["write"].verdict is Verdict.FAILED
     assert "exclusive" not in checks
     assert isinstance(ckptstore.open(store, read_only=True).log(), list)

@@ -14,7 +14,7 @@ import ckptstore
 from ckptstore.core.ids import CONFIG_KEY, log_key
 from ckptstore.errors import CkptStoreError, Corrupt, NotFound
 from ckptstore.log.log import Log
-from ckptstore.storage.contract import open_backend
+from ckptstore.storage.contract import open_storage
 from tests.log.builders import STORE, Wrapped, commit, open_log
 
 
@@ -87,15 +87,15 @@ def test_a_store_without_its_config_acknowledges_nothing(store: Path) -> None:
 
 
 def test_an_entry_that_was_created_while_the_config_went_is_not_acknowledged(tmp_path: Path) -> None:
-    backend = open_backend(tmp_path / "store", fsync=False)
+    storage = open_storage(tmp_path / "store", fsync=False)
 
     def create(create_new: Callable[[str, bytes], bool], key: str, data: bytes) -> bool:
         created = create_new(key, data)
-        backend.delete(CONFIG_KEY)
+        storage.delete(CONFIG_KEY)
         return created
 
-    backend.put(CONFIG_KEY, b"{}")
-    log = Log(Wrapped(backend, create), STORE, 1, with_config=True)
+    storage.put(CONFIG_KEY, b"{}")
+    log = Log(Wrapped(storage, create), STORE, 1, with_config=True)
     with pytest.raises(Corrupt, match=r"has lost its ckptstore\.json"):
         log.append(commit(1))
 
@@ -133,14 +133,14 @@ def test_a_store_that_is_moved_before_its_first_commit_is_missed(tmp_path: Path)
 
 @pytest.mark.parametrize("place", ["local", "memory"])
 def test_nothing_is_appended_behind_an_entry_that_is_not_there(place: str, tmp_path: Path) -> None:
-    backend = open_backend(f"memory://{uuid4()}") if place == "memory" else open_backend(tmp_path / "store", fsync=False)
-    log = open_log(backend)
+    storage = open_storage(f"memory://{uuid4()}") if place == "memory" else open_storage(tmp_path / "store", fsync=False)
+    log = open_log(storage)
     for i in (1, 2):
         log.append(commit(i))
-    last = backend.read(log_key(2))
-    backend.delete(log_key(2))
+    last = storage.read(log_key(2))
+    storage.delete(log_key(2))
     with pytest.raises(Corrupt, match="entry 2 of the log"):
         log.append(commit(3))
-    assert backend.size(log_key(3)) is None
-    backend.put(log_key(2), last)
+    assert storage.size(log_key(3)) is None
+    storage.put(log_key(2), last)
     assert log.append(commit(3)).n == 3

@@ -48,7 +48,7 @@ def test_a_policy_is_about_the_stores_own_run_unless_all_are_wanted(tmp_path: Pa
 def test_what_is_pinned_cannot_be_forgotten_by_name(tmp_path: Path) -> None:
     commits = collecting.make(tmp_path, 5)
     with open(tmp_path) as store:
-        store._opening.log.append(Settings((("best", ("loss",)),)))
+        store._handle.log.append(Settings((("best", ("loss",)),)))
         best = store.commit(state_of(9), step=9, metrics={"loss": 0.1}).id
         for step in (10, 11):
             store.commit(state_of(step), step=step, metrics={"loss": 1.0})
@@ -105,10 +105,10 @@ def test_undelete_makes_condemned_packs_live_again(tmp_path: Path) -> None:
     commits = collecting.make(tmp_path, 4)
     with open(tmp_path) as store:
         store.forget([commits[0]])
-        state = store._opening.log.replay()
+        state = store._handle.log.replay()
         own = frozenset(n for n, pack in state.packs.items() if pack.stamp == state.commits[commits[0]].n)
         store.forget([KeepBest("loss")])
         store.undelete([commits[0], commits[1]])
         store.gc(max_unused=0.0)
-        assert own <= set(store._opening.log.replay().packs)
+        assert own <= set(store._handle.log.replay().packs)
     collecting.verify(tmp_path, [0, 1, 2, 3])

@@ -13,16 +13,16 @@ from ckptstore.log.fold import Pack, State
 from ckptstore.maintenance.check import data
 from ckptstore.maintenance.check.data import choose
 from ckptstore.maintenance.check.report import Kind, Level, Severity, Share, parse_share
-from ckptstore.repository.store_handle import Opening
+from ckptstore.repository.store_handle import StoreHandle
 from tests.maintenance.stores import check, files, flip, large_state, make_store
 
 
 def state_of(store: Path) -> State:
-    opening = Opening(store)
+    handle = StoreHandle(store)
     try:
-        return opening.log.replay()
+        return handle.log.replay()
     finally:
-        opening.close()
+        handle.close()
 
 
 @pytest.mark.parametrize("level", list(Level))
@@ -108,11 +108,11 @@ def test_a_damaged_document_names_its_commit(store: Path) -> None:
 def test_what_only_forgotten_commits_need_is_a_note(store: Path) -> None:
     with ckptstore.open(store) as opened:
         opened.untag("first")
-    opening = Opening(store)
-    commit = next(c for c, row in opening.log.replay().commits.items() if row.step == 0)
-    session = opening.log.state.commits[commit].session
-    opening.log.append(entries.Forget((commit,), "test"))
-    opening.close()
+    handle = StoreHandle(store)
+    commit = next(c for c, row in handle.log.replay().commits.items() if row.step == 0)
+    session = handle.log.state.commits[commit].session
+    handle.log.append(entries.Forget((commit,), "test"))
+    handle.close()
     (store / "commits" / f"{session}-{commit}").unlink()
     (finding,) = check(store).findings
     assert (finding.kind, finding.severity) == (Kind.DOCUMENT, Severity.NOTE)

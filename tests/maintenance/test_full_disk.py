@@ -11,7 +11,7 @@ import pytest
 from ckptstore.errors import Unavailable
 from ckptstore.maintenance.retention import KeepLast
 from ckptstore.open_store import open
-from ckptstore.storage.contract import open_backend
+from ckptstore.storage.contract import open_storage
 from ckptstore.storage.reserve import RESERVE_BYTES, RESERVE_KEY, is_full
 from tests.maintenance.collecting import garbage, state_of, verify
 
@@ -44,9 +44,9 @@ def test_a_full_disk_frees_itself(small_disk: Path) -> None:
         for step in range(6):
             store.commit(state_of(step, own=400_000), step=step)
     fill(small_disk)
-    backend = open_backend(place)
-    assert is_full(backend)
-    assert backend.size(RESERVE_KEY) == RESERVE_BYTES
+    storage = open_storage(place)
+    assert is_full(storage)
+    assert storage.size(RESERVE_KEY) == RESERVE_BYTES
     with open(place) as store:
         with pytest.raises(Unavailable):
             store.commit(state_of(7), step=7)
@@ -55,9 +55,9 @@ def test_a_full_disk_frees_itself(small_disk: Path) -> None:
         report = store.gc(max_unused=0.0)
         assert report.freed_bytes > 6_000_000
         store.commit(state_of(8), step=8)
-    assert backend.size(RESERVE_KEY) == RESERVE_BYTES
-    assert not is_full(backend)
-    backend.close()
+    assert storage.size(RESERVE_KEY) == RESERVE_BYTES
+    assert not is_full(storage)
+    storage.close()
     verify(place, [8])
     with open(place) as store:
         for step in (4, 5):

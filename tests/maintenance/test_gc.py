@@ -59,24 +59,24 @@ def test_gc_comes_to_rest(place: Site) -> None:
 def test_the_metadata_and_its_twins_go_together(place: Site) -> None:
     make(place, 6, forget=[0, 1, 2, 3])
     collected(place)
-    with opened(place) as opening:
-        packs = opening.log.replay().packs.values()
-    backend = place.backend()
+    with opened(place) as handle:
+        packs = handle.log.replay().packs.values()
+    storage = place.storage()
     for pack in packs:
-        here = [key for key in (pack_key(pack.id), twin_key(pack.id)) if backend.size(key) is not None]
+        here = [key for key in (pack_key(pack.id), twin_key(pack.id)) if storage.size(key) is not None]
         assert len(here) == (2 if pack.metadata else 1)
-        assert len({backend.read(key) for key in here}) == 1
+        assert len({storage.read(key) for key in here}) == 1
 
 
 def test_small_packs_are_merged_and_stay_merged(place: Site) -> None:
     make(place, 20)
-    with opened(place) as opening:
-        before = len(opening.log.replay().packs)
+    with opened(place) as handle:
+        before = len(handle.log.replay().packs)
     assert before == 40
     report = collected(place, GcOptions())
     assert report.plan.copies
-    with opened(place) as opening:
-        assert len(opening.log.replay().packs) < before / 4
+    with opened(place) as handle:
+        assert len(handle.log.replay().packs) < before / 4
     assert collected(place).plan.empty
     verify(place, range(20))
 
@@ -85,11 +85,11 @@ def test_of_a_chunk_in_two_packs_one_copy_dies(place: Site) -> None:
     """Two writers that did not see each other's chunks."""
     with place.open() as one, place.open(run="two") as two:
         one.commit(state_of(1), step=1)
-        with opened(place) as opening:
+        with opened(place) as handle:
             first = size_of(place)
-            assert len(opening.log.replay().packs) == 2
+            assert len(handle.log.replay().packs) == 2
         # As if it had looked before the other one was done.
-        two._opening.objects.locate = lambda ids: np.zeros(len(ids) // 32, LOCATION_DTYPE)  # type: ignore[method-assign]
+        two._handle.objects.locate = lambda ids: np.zeros(len(ids) // 32, LOCATION_DTYPE)  # type: ignore[method-assign]
         two.commit(state_of(1), step=1)
     assert size_of(place) > 1.9 * first
     collected(place)
@@ -121,25 +121,25 @@ def test_max_unused_leaves_a_little_dead_where_it_is(place: Site) -> None:
 def test_what_a_session_in_flight_may_reuse_is_freed_when_it_ends(place: Site) -> None:
     make(place, 6, forget=[0, 1, 2])
     before = size_of(place)
-    with opened(place) as opening, open_session(opening.backend, "commit") as session:
-        plan = collect(opening, GcOptions(max_repack_bytes=0), dry_run=True).plan
+    with opened(place) as handle, open_session(handle.storage, "commit") as session:
+        plan = collect(handle, GcOptions(max_repack_bytes=0), dry_run=True).plan
         later = plan.freed_later_bytes
         assert list(later) == [(session.id,)]
-        report = collect(opening, GcOptions(max_repack_bytes=0))
+        report = collect(handle, GcOptions(max_repack_bytes=0))
         assert report.freed_bytes == plan.freed_now_bytes
         with place.open() as store:
             (activity,) = store.sessions()
             assert (activity.info.id, activity.status, activity.bytes) == (session.id, "active", later[session.id,])
-    with opened(place) as opening, open_session(opening.backend, "a later commit"):
-        report = collect(opening, GcOptions(max_repack_bytes=0))
+    with opened(place) as handle, open_session(handle.storage, "a later commit"):
+        report = collect(handle, GcOptions(max_repack_bytes=0))
         assert report.freed_bytes == later[session.id,]
     assert size_of(place) == before - plan.freed_now_bytes - later[session.id,]
 
 
 def test_an_impatient_gc_waits_for_nobody(place: Site) -> None:
     make(place, 6, forget=[0, 1, 2])
-    with opened(place) as opening, open_session(opening.backend, "commit"):
-        report = collect(opening, GcOptions(0.0, impatient=True))
+    with opened(place) as handle, open_session(handle.storage, "commit"):
+        report = collect(handle, GcOptions(0.0, force=True))
         assert not report.plan.freed_later_bytes
     assert not garbage(place)
     verify(place, [3, 4, 5])
@@ -150,7 +150,7 @@ def test_orphans_of_a_session_that_stands_still_go_after_ten_minutes_even_over_s
     make(place, 3)
     session = new_session_id()
     for key in (pack_key(pack_id(session, 0, 0)), f"commits/{session}-{'0' * 64}"):
-        place.backend().put(key, b"left behind")
+        place.storage().put(key, b"left behind")
     leave_half_written(place, session)
     left_bytes = sum(size for key, size in collecting.objects(place) if session in key)
     now_s = 1000.0
@@ -165,24 +165,24 @@ def test_orphans_of_a_session_that_stands_still_go_after_ten_minutes_even_over_s
 def test_an_active_sessions_files_stay_however_long_they_stand_still(place: Site) -> None:
     make(place, 3)
     now_s = 1000.0
-    with opened(place) as opening, open_session(opening.backend, "commit") as session:
+    with opened(place) as handle, open_session(handle.storage, "commit") as session:
         key = leave_half_written(place, session.id)
         for minutes in range(0, 40, 5):
             session.beat()
             collected(place, clock=lambda minutes=minutes: now_s + 60 * minutes)
-        assert [found for found, _ in opening.backend.list("tmp/")] == [key]
+        assert [found for found, _ in handle.storage.list("tmp/")] == [key]
 
 
 @pytest.mark.parametrize("trial", ["probe", "doctor"])
 def test_a_trial_that_was_broken_off_leaves_nothing_for_good(place: Site, trial: str) -> None:
     make(place, 1)
     key = f"tmp/{new_session_id()}-{trial}"
-    with opened(place) as opening:
-        opening.backend.put(key, b"is this storage any good?")
+    with opened(place) as handle:
+        handle.storage.put(key, b"is this storage any good?")
     for now_s in (0.0, STALE_S):
         collected(place, clock=lambda now_s=now_s: 1000.0 + now_s)
-    with opened(place) as opening:
-        assert opening.backend.size(key) is None
+    with opened(place) as handle:
+        assert handle.storage.size(key) is None
 
 
 @AMONG_PROCESSES
@@ -190,9 +190,9 @@ def test_orphans_of_a_process_that_is_gone_go_at_once(place: Site) -> None:
     make(place, 3)
     if not (child := os.fork()):
         try:
-            with opened(place) as opening:
-                session = open_session(opening.backend, "commit")
-                opening.backend.put(pack_key(pack_id(session.id, 0, 0)), b"half a pack")
+            with opened(place) as handle:
+                session = open_session(handle.storage, "commit")
+                handle.storage.put(pack_key(pack_id(session.id, 0, 0)), b"half a pack")
         finally:
             os._exit(0)
     os.waitpid(child, 0)
@@ -205,9 +205,9 @@ def test_orphans_of_a_process_that_is_gone_go_at_once(place: Site) -> None:
 def test_unlisted_objects_of_closed_sessions_go_at_once(place: Site) -> None:
     make(place, 2)
     session = new_session_id()
-    with opened(place) as opening:
-        opening.log.append(Over((session,)))
-        opening.backend.put(twin_key(pack_id(session, 3, 1)), b"twin")
+    with opened(place) as handle:
+        handle.log.append(Over((session,)))
+        handle.storage.put(twin_key(pack_id(session, 3, 1)), b"twin")
     assert collected(place).freed_bytes == 4
     assert not garbage(place)
 
@@ -215,7 +215,7 @@ def test_unlisted_objects_of_closed_sessions_go_at_once(place: Site) -> None:
 def test_what_a_look_at_the_log_left_behind_goes_and_is_no_finding(place: Site) -> None:
     make(place, 2)
     left = log_scratch_key("0123456789abcdef01234567")
-    place.backend().put(left, b"", durable=False)
+    place.storage().put(left, b"", durable=False)
     with place.open() as store:
         assert store.fsck().findings == ()
     assert garbage(place) == {left}
@@ -226,7 +226,7 @@ def test_what_a_look_at_the_log_left_behind_goes_and_is_no_finding(place: Site) 
 def test_foreign_files_are_left_alone(place: Site) -> None:
     make(place, 2)
     for key in ("packs/readme.txt", "commits/notes", "tmp/mine", "sessions/x", "packs/aa/core.1234"):
-        place.backend().put(key, b"mine")
+        place.storage().put(key, b"mine")
     now_s = 1000.0
     for s in (0, 2 * STALE_S):
         assert collected(place, clock=lambda s=s: now_s + s).plan.empty
@@ -305,16 +305,16 @@ def test_a_reader_that_holds_a_snapshot_finds_chunks_that_moved(place: Site) -> 
 
 
 def metadata_packs(place: Path) -> list[str]:
-    with opened(place) as opening:
-        return [pack_key(pack.id) for pack in opening.log.replay().packs.values() if pack.metadata]
+    with opened(place) as handle:
+        return [pack_key(pack.id) for pack in handle.log.replay().packs.values() if pack.metadata]
 
 
 def test_a_damaged_page_is_read_from_the_twin(place: Site) -> None:
     make(place, 4, forget=[0])
-    backend = place.backend()
+    storage = place.storage()
     for key in metadata_packs(place):
-        data = backend.read(key)
-        backend.put(key, bytes(len(data) // 2) + data[len(data) // 2 :])
+        data = storage.read(key)
+        storage.put(key, bytes(len(data) // 2) + data[len(data) // 2 :])
     collected(place)
     verify(place, [1, 2, 3])
 
@@ -322,8 +322,8 @@ def test_a_damaged_page_is_read_from_the_twin(place: Site) -> None:
 def test_nothing_is_deleted_if_a_page_cannot_be_read(place: Site) -> None:
     make(place, 4, forget=[0])
     for key in metadata_packs(place):
-        place.backend().delete(key)
-        place.backend().delete(f"{key}.2")
+        place.storage().delete(key)
+        place.storage().delete(f"{key}.2")
     before = collecting.objects(place)
     with pytest.raises(Corrupt, match="cannot be marked"):
         collected(place)
@@ -332,27 +332,27 @@ def test_nothing_is_deleted_if_a_page_cannot_be_read(place: Site) -> None:
 
 def test_a_pack_with_a_damaged_footer_is_left_alone_and_reported(place: Site) -> None:
     make(place, 4, forget=[0])
-    with opened(place) as opening:
-        data_packs = [pack for pack in opening.log.replay().packs.values() if not pack.metadata]
+    with opened(place) as handle:
+        data_packs = [pack for pack in handle.log.replay().packs.values() if not pack.metadata]
     bad = max(data_packs, key=lambda pack: pack.bytes)
-    backend, key = place.backend(), pack_key(bad.id)
-    backend.put(key, backend.read(key)[:-1])
+    storage, key = place.storage(), pack_key(bad.id)
+    storage.put(key, storage.read(key)[:-1])
     report = collected(place)
     assert report.plan.unreadable == (bad.id,)
     assert report.plan.missing
-    assert backend.size(key) == bad.bytes - 1
+    assert storage.size(key) == bad.bytes - 1
 
 
 def test_a_sparse_pack_with_a_damaged_chunk_stays_and_the_others_move(place: Site) -> None:
     make(place, 20)
-    with opened(place) as opening:
-        bad = min((n, pack) for n, pack in opening.log.replay().packs.items() if not pack.metadata)[1]
-    backend, key = place.backend(), pack_key(bad.id)
-    data = bytearray(backend.read(key))
+    with opened(place) as handle:
+        bad = min((n, pack) for n, pack in handle.log.replay().packs.items() if not pack.metadata)[1]
+    storage, key = place.storage(), pack_key(bad.id)
+    data = bytearray(storage.read(key))
     data[250_000] ^= 1  # behind what all steps share
-    backend.put(key, bytes(data))
+    storage.put(key, bytes(data))
     report = collected(place)
     assert report.damaged == (bad.id,)
-    assert backend.read(key) == data
+    assert storage.read(key) == data
     assert report.copied_bytes
     verify(place, range(1, 20))

@@ -29,14 +29,14 @@ def sites(request: pytest.FixtureRequest, scratch: Path, monkeypatch: pytest.Mon
 
 def stopped_after(place: Site, changes: int) -> int | None:
     """Run a gc that ends after so many changes; None, or how many a whole one takes."""
-    opening, stopping = opened_stopping(place, changes)
+    handle, stopping = opened_stopping(place, changes)
     try:
-        collect(opening, ALL, clock=lambda: 0.0)
+        collect(handle, ALL, clock=lambda: 0.0)
         return stopping.changed
     except Stopped:
         return None
     finally:
-        opening.close()
+        handle.close()
 
 
 def end_after(place: Site, changes: int) -> int | None:
@@ -73,13 +73,13 @@ def test_a_gc_may_end_after_some_changes(sites: Sites, seed: int) -> None:
 def test_a_forget_that_ends_at_any_change_has_happened_or_not(sites: Sites, changes: int) -> None:
     place = sites.new()
     make(place, 5)
-    opening, _ = opened_stopping(place, changes)
+    handle, _ = opened_stopping(place, changes)
     try:
-        forget_by_policy(opening, [KeepLast(2)])
+        forget_by_policy(handle, [KeepLast(2)])
     except Stopped:
         pass
     finally:
-        opening.close()
+        handle.close()
     with place.open() as store:
         assert len(store.log()) in (2, 5)
     verify(place, [3, 4])

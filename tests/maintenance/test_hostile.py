@@ -15,7 +15,7 @@ from ckptstore.log import entries
 from ckptstore.maintenance.check.report import Level
 from ckptstore.objects import canonical, codecs, pack
 from ckptstore.objects.documents import content_id, encode_document
-from ckptstore.repository.store_handle import Opening
+from ckptstore.repository.store_handle import StoreHandle
 from tests.maintenance.stores import check, files, heal, make_store, state
 from tests.support.fork_server import Nursery
 
@@ -114,7 +114,7 @@ def read_with_little_memory(store: Path, nursery: Nursery) -> list[str]:
 
 def append_commit(store: Path, trees: tuple[tuple[str, TreeRef], ...], chunks: list[tuple[ChunkId, bytes, int, int, int]]) -> None:
     """A commit made by hand: `chunks` are (id, stored bytes, claimed raw bytes, codec, kind), all in one metadata pack."""
-    opening = Opening(store)
+    handle = StoreHandle(store)
     data, table = b"", []
     for chunk, stored, raw_bytes, codec, kind in chunks:
         table.append(PackEntry(chunk, len(data), len(stored), raw_bytes, codec, 1, kind, 0))
@@ -122,18 +122,16 @@ def append_commit(store: Path, trees: tuple[tuple[str, TreeRef], ...], chunks: l
     name = pack_id(SESSION, 0, 0)
     whole = data + pack.encode_tail(table, len(data), True)
     for key in (pack_key(name), twin_key(name)):
-        opening.backend.put(key, whole)
-    document = CommitDocument(
-        StoreId(opening.config.store), SESSION, "main", 50, "", 1, (), (), (), trees, None, content_id(trees), 1, 1, 1
-    )
+        handle.storage.put(key, whole)
+    document = CommitDocument(StoreId(handle.config.store), SESSION, "main", 50, "", 1, (), (), (), trees, None, content_id(trees), 1, 1, 1)
     commit, stored_document = encode_document(document)
-    opening.backend.put(f"commits/{SESSION}-{commit}", stored_document)
+    handle.storage.put(f"commits/{SESSION}-{commit}", stored_document)
     record = PackRecord(name, len(whole), len(table), True)
     body = entries.Commit(
         SESSION, commit, document.content, "main", 50, (), "", (), (), (record,), frozenset(), (), 1, 1, 1, len(stored_document)
     )
-    opening.log.append(body)
-    opening.close()
+    handle.log.append(body)
+    handle.close()
 
 
 def test_a_schema_that_says_it_is_huge_is_refused_before_it_is_decoded(store: Path, nursery: Nursery) -> None:

@@ -162,7 +162,7 @@ def test_a_catalog_that_is_lost_between_two_questions_is_asked_on(store: Path, s
     shutil.copytree(store / "index", old)
     with ckptstore.open(store) as opened:
         opened.commit(state(3), step=3, tag="newest")
-        queries = opened._opening.queries()
+        queries = opened._handle.queries()
         commits, tags = queries.log(), queries.tags()
         damage(store / "index", old, stranger / "index")
         assert (queries.log(), queries.tags()) == (commits, tags)

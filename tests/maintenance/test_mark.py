@@ -15,21 +15,21 @@ from ckptstore.maintenance.progress import silent
 from ckptstore.objects.documents import decode_document
 from ckptstore.objects.pages import decode_page
 from ckptstore.repository import footers
-from ckptstore.repository.store_handle import Opening
-from ckptstore.repository.thread_pool import Threads
+from ckptstore.repository.store_handle import StoreHandle
+from ckptstore.repository.thread_pool import ThreadPool
 
 
-def needed(opening: Opening) -> set[ChunkId]:
+def needed(handle: StoreHandle) -> set[ChunkId]:
     """What the commits that are not forgotten need, one by one."""
-    state = opening.log.replay()
-    opening.objects.sync(state)
+    state = handle.log.replay()
+    handle.objects.sync(state)
     found: set[ChunkId] = set()
     for commit, row in state.commits.items():
         if row.soft:
             continue
-        for _, tree in decode_document(opening.backend.read(document_key(row.session, commit)), commit).trees:
+        for _, tree in decode_document(handle.storage.read(document_key(row.session, commit)), commit).trees:
             found |= {tree.schema, *tree.pages}
-            for data in opening.objects.read_metadata_many(tree.pages):
+            for data in handle.objects.read_metadata_many(tree.pages):
                 for leaf in decode_page(data).leaves:
                     found |= {ChunkId(leaf.ids[i : i + 32]) for i in range(0, len(leaf.ids), 32)}
     return found
@@ -38,25 +38,25 @@ def needed(opening: Opening) -> set[ChunkId]:
 @pytest.mark.parametrize("scattered", [False, True])
 def test_what_is_live_is_what_the_commits_need(tmp_path: Path, scattered: bool) -> None:
     make_store(tmp_path / "store", commits=12, chunks=5_000, own=250, scattered=scattered)
-    opening = Opening(tmp_path / "store")
-    state = opening.log.replay()
+    handle = StoreHandle(tmp_path / "store")
+    state = handle.log.replay()
     by_age = sorted(state.commits, key=lambda commit: state.commits[commit].n)
-    opening.log.append(Forget(tuple(by_age[:8:2]), ""))
-    state = opening.log.replay()
-    threads = Threads(2)
-    marked = mark(opening.backend, state, threads, silent)
+    handle.log.append(Forget(tuple(by_age[:8:2]), ""))
+    state = handle.log.replay()
+    threads = ThreadPool(2)
+    marked = mark(handle.storage, state, threads, silent)
     threads.close()
     live = []
     for use in marked.uses:
-        table = footers.read_table(opening.backend, use.pack.id, metadata=use.pack.metadata)
+        table = footers.read_table(handle.storage, use.pack.id, metadata=use.pack.metadata)
         rows = table[marked.live_rows(use.number)]
         assert (len(rows), int(rows["stored"].sum())) == (use.live_chunks, use.live_bytes)
         live.extend(rows["chunk"].tolist())
     assert not marked.missing
     assert len(live) == len(set(live))
-    assert set(live) == needed(opening)
+    assert set(live) == needed(handle)
     assert any(use.dead or use.sparse for use in marked.uses)
-    opening.close()
+    handle.close()
 
 
 @pytest.mark.soak

@@ -17,7 +17,7 @@ import ckptstore
 from ckptstore import KeepLast
 from ckptstore.log.sessions import is_gone, open_session, read_sessions
 from ckptstore.repository import store_handle as opening_module
-from ckptstore.storage.contract import open_backend
+from ckptstore.storage.contract import open_storage
 from tests.shared.sites import on
 from tests.support.checker import assert_same, assert_sound, view_of
 from tests.support.fork_server import Nursery
@@ -90,14 +90,14 @@ def test_processes_of_two_containers_with_one_pid_are_two_processes(scratch: Pat
     inside = ["unshare", "--user", "--map-root-user", "--pid", "--fork", "--kill-child"]
     if not shutil.which("unshare") or subprocess.run([*inside, "true"], capture_output=True, check=False).returncode:
         pytest.skip("no pid namespace can be made here")
-    backend = open_backend(scratch / "store", fsync=False)
-    mine = open_session(backend, "commit")
+    storage = open_storage(scratch / "store", fsync=False)
+    mine = open_session(storage, "commit")
     command = [*inside, sys.executable, "-c", CONTAINER, str(scratch / "store")]
     containers = [subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) for _ in range(2)]
     try:
         for container in containers:
             assert container.stdout and container.stdout.readline()
-        others = [info for info in read_sessions(backend) if info.id != mine.id]
+        others = [info for info in read_sessions(storage) if info.id != mine.id]
         assert len(others) == 2
         assert {info.pid for info in others} == {1}
         assert len({info.pid_namespace for info in others}) == 2

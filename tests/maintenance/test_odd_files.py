@@ -12,7 +12,7 @@ import pytest
 import ckptstore
 from ckptstore.errors import CkptStoreError
 from ckptstore.repository.footers import read_table_at
-from ckptstore.storage.contract import open_backend
+from ckptstore.storage.contract import open_storage
 from ckptstore.storage.limits import largest
 from tests.maintenance.stores import check, files, heal, state
 
@@ -92,10 +92,10 @@ def test_what_is_no_file_of_the_store_is_refused_at_once(store: Path, kind: str,
         path = store / kind if kind == "ckptstore.json" else files(store, kind)[0]
         path.unlink()
     ODD[odd](path)
-    backend = open_backend(store)
+    storage = open_storage(store)
     key = path.relative_to(store).as_posix()
     with pytest.raises(CkptStoreError) as refused:
-        read_table_at(backend, key) if kind == "packs" else backend.read(key)
+        read_table_at(storage, key) if kind == "packs" else storage.read(key)
     assert str(store) in str(refused.value)
     use(store)
 
@@ -103,17 +103,17 @@ def test_what_is_no_file_of_the_store_is_refused_at_once(store: Path, kind: str,
 @pytest.mark.parametrize("url", ["{tmp}/store", "memory://odd-{name}"])
 @pytest.mark.parametrize("key", ["ckptstore.json", "sessions/" + "7" * 24])
 def test_an_object_is_read_up_to_its_kinds_limit_and_not_beyond(tmp_path: Path, url: str, key: str) -> None:
-    backend = open_backend(url.format(tmp=tmp_path, name=tmp_path.name))
+    storage = open_storage(url.format(tmp=tmp_path, name=tmp_path.name))
     limit = largest(key)
     assert limit is not None
-    backend.put(key, bytes(limit))
-    assert len(backend.read(key)) == limit
-    backend.put(key, bytes(limit + 1))
+    storage.put(key, bytes(limit))
+    assert len(storage.read(key)) == limit
+    storage.put(key, bytes(limit + 1))
     with pytest.raises(CkptStoreError, match=f"at most {limit}"):
-        backend.read(key)
-    backend.put(key, b"")
-    assert backend.read(key) == b""
-    backend.close()
+        storage.read(key)
+    storage.put(key, b"")
+    assert storage.read(key) == b""
+    storage.close()
 
 
 @pytest.mark.timeout(60)

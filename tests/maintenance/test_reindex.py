@@ -7,14 +7,14 @@ from ckptstore.core.ids import pack_key
 from ckptstore.index.catalog_sqlite import open_catalog
 from ckptstore.index.chunks import ChunkIndex
 from ckptstore.maintenance.reindex import reindex
-from ckptstore.repository.store_handle import CATALOG_NAME, CHUNKS_NAME, Opening
+from ckptstore.repository.store_handle import CATALOG_NAME, CHUNKS_NAME, StoreHandle
 from tests.maintenance.stores import assert_restores, check
 
 
 def contents(store: Path) -> tuple[object, ...]:
     """Everything that catalog and chunk index hold."""
-    opening = Opening(store)
-    state = opening.log.replay()
+    handle = StoreHandle(store)
+    state = handle.log.replay()
     catalog = open_catalog(store / "index" / CATALOG_NAME, state.store)
     assert catalog is not None
     index = ChunkIndex.open(store / "index" / CHUNKS_NAME, state.store)
@@ -32,26 +32,26 @@ def contents(store: Path) -> tuple[object, ...]:
     )
     catalog.close()
     index.close()
-    opening.close()
+    handle.close()
     return held
 
 
 def test_the_new_indexes_hold_what_the_old_ones_held(store: Path) -> None:
     before = contents(store)
-    opening = Opening(store)
-    done = reindex(opening)
-    opening.close()
+    handle = StoreHandle(store)
+    done = reindex(handle)
+    handle.close()
     assert (done.entries, done.commits, done.packs, done.unreadable) == (5, 4, 8, 0)
     assert contents(store) == before
     assert check(store).findings == ()
 
 
 def test_a_pack_that_cannot_be_read_is_counted_and_hinders_nothing(store: Path) -> None:
-    opening = Opening(store)
-    _, pack = min((number, pack) for number, pack in opening.log.replay().packs.items() if not pack.metadata)
+    handle = StoreHandle(store)
+    _, pack = min((number, pack) for number, pack in handle.log.replay().packs.items() if not pack.metadata)
     (store / pack_key(pack.id)).write_bytes(b"no pack")
-    done = reindex(opening)
-    opening.close()
+    done = reindex(handle)
+    handle.close()
     assert (done.packs, done.unreadable) == (7, 1)
     with ckptstore.open(store) as opened:
         assert opened.checkout("first").read("model/bias").tolist() == [0.0] * 3

@@ -17,8 +17,8 @@ from ckptstore.log.segments import SEGMENT_ENTRIES
 from ckptstore.maintenance.check.report import Kind, Level
 from ckptstore.maintenance.repair.repair import Mark, PutBack, Rebuild, SetAside, WriteConfig
 from ckptstore.maintenance.repair.rescue import CopyTwin, SavePacks
-from ckptstore.repository.store_handle import Opening
-from ckptstore.storage.contract import open_backend
+from ckptstore.repository.store_handle import StoreHandle
+from ckptstore.storage.contract import open_storage
 from tests.maintenance.stores import assert_restores, check, copy_of, files, flip, heal, large_state, make_store
 
 
@@ -33,11 +33,11 @@ def large(large_template: Path, tmp_path: Path) -> Path:
 
 
 def packs_of(store: Path, *, metadata: bool) -> list[Pack]:
-    opening = Opening(store)
+    handle = StoreHandle(store)
     try:
-        return [pack for _, pack in sorted(opening.log.replay().packs.items()) if pack.metadata is metadata]
+        return [pack for _, pack in sorted(handle.log.replay().packs.items()) if pack.metadata is metadata]
     finally:
-        opening.close()
+        handle.close()
 
 
 def fingerprint(store: Path) -> dict[str, str]:
@@ -115,7 +115,7 @@ def test_a_lost_log_entry_comes_from_a_mirror_or_not_at_all(store: Path, tmp_pat
     (store / "index" / "catalog.sqlite").unlink()
     done = heal(store)
     assert not path.exists()
-    assert [finding.entry for finding in done.plan.hopeless] == [3]
+    assert [finding.entry for finding in done.plan.unrepairable] == [3]
     with pytest.raises(Corrupt), ckptstore.open(store) as opened:
         opened.log()
     heal(store, mirror)
@@ -146,7 +146,7 @@ def test_an_entry_of_a_mirror_with_another_history_is_not_taken(store: Path, tmp
     (store / "index" / "catalog.sqlite").unlink()
     done = heal(store, mirror)
     assert not lost.exists()
-    assert any(finding.entry == 6 for finding in done.plan.hopeless)
+    assert any(finding.entry == 6 for finding in done.plan.unrepairable)
 
 
 def test_the_last_log_entry_is_missed_if_the_catalog_remembers_it(store: Path, tmp_path: Path) -> None:
@@ -225,7 +225,7 @@ def test_a_lost_chunk_is_healed_from_a_mirror(large: Path, tmp_path: Path) -> No
     for pack in packs_of(large, metadata=False):
         (large / pack_key(pack.id)).unlink()
     done = heal(large, mirror)
-    assert not done.plan.hopeless
+    assert not done.plan.unrepairable
     report = check(large, Level.DATA)
     assert report.findings == ()
     with ckptstore.open(large) as opened:
@@ -252,7 +252,7 @@ def test_a_small_chunk_with_a_flipped_bit_heals_itself(store: Path) -> None:
     pack = packs_of(store, metadata=False)[0]
     flip(store / pack_key(pack.id), 17, bit=6)
     done = heal(store)
-    assert not done.plan.hopeless
+    assert not done.plan.unrepairable
     assert_whole(store)
 
 
@@ -260,7 +260,7 @@ def test_packs_with_damaged_footers_are_saved_whole(store: Path) -> None:
     for pack in packs_of(store, metadata=False):
         flip(store / pack_key(pack.id), pack.bytes - 90)
     done = heal(store, data=False)
-    assert not done.plan.hopeless
+    assert not done.plan.unrepairable
     assert_whole(store)
 
 
@@ -334,17 +334,17 @@ def test_a_segment_of_the_log_gives_back_an_entry_and_is_set_aside_when_it_is_da
         store.commit({"x": 1}, step=1)
         for i in range(SEGMENT_ENTRIES):
             store.tag(f"t{i}", 1)
-    backend = open_backend(place)
-    lost, segment = backend.read(log_key(7)), segment_key(SEGMENT_ENTRIES)
-    backend.delete(log_key(7))
+    storage = open_storage(place)
+    lost, segment = storage.read(log_key(7)), segment_key(SEGMENT_ENTRIES)
+    storage.delete(log_key(7))
     shutil.rmtree(tmp_path)  # the catalog has copies, too
     (action,) = heal(place).applied
     assert isinstance(action, PutBack) and action.mended.origin == "a segment of the log"
-    assert backend.read(log_key(7)) == lost
-    backend.put(segment, backend.read(segment)[:-1])
+    assert storage.read(log_key(7)) == lost
+    storage.put(segment, storage.read(segment)[:-1])
     (finding,) = check(place).findings
     assert finding.key == segment
     (action,) = heal(place).applied
     assert isinstance(action, SetAside)
-    assert backend.size(segment) is None and backend.size(f"quarantine/{segment}") is not None
+    assert storage.size(segment) is None and storage.size(f"quarantine/{segment}") is not None
     assert check(place).findings == ()

@@ -13,7 +13,7 @@ from ckptstore import KeepLast
 from ckptstore.log import log
 from ckptstore.log.sessions import open_session
 from ckptstore.repository import store_handle as opening_module
-from ckptstore.storage.contract import open_backend
+from ckptstore.storage.contract import open_storage
 from tests.cli.running import call
 from tests.maintenance.collecting import state_of
 from tests.maintenance.stores import CHUNK_BYTES, files, flip, heal
@@ -38,11 +38,11 @@ def live(place: Path, *, private: bool) -> None:
         store.sessions()
     flip(files(place, "commits")[0], 30)
     heal(place)
-    backend = open_backend(place)
-    session = open_session(backend, "commit")
-    backend.create("packs/00/unfinished", session=session.id).append([memoryview(b"what a crash leaves")])
+    storage = open_storage(place)
+    session = open_session(storage, "commit")
+    storage.create("packs/00/unfinished", session=session.id).append([memoryview(b"what a crash leaves")])
     session.abandon()
-    backend.close()
+    storage.close()
 
 
 def modes(place: Path) -> dict[str, str]:

@@ -14,7 +14,7 @@ import ckptstore
 from ckptstore import KeepLast
 from ckptstore.core.config import MIB
 from ckptstore.errors import NoSpace
-from ckptstore.repository.disk_forecast import Room, shortage, warning
+from ckptstore.repository.disk_forecast import DiskRoom, shortage, warning
 from tests.cli.running import call
 from tests.maintenance.collecting import garbage
 from tests.support import mounts
@@ -23,7 +23,7 @@ from tests.support.mounts import free_bytes, leave_free, small_disk
 
 DISK_BYTES = 64 * MIB
 STATE_BYTES = 9 * MIB
-ROOMY = Room(free=40 * MIB, new=(9 * MIB, 12 * MIB), logical=20 * MIB, reserve=MIB)
+ROOMY = DiskRoom(free=40 * MIB, new=(9 * MIB, 12 * MIB), logical=20 * MIB, reserve=MIB)
 
 
 def state(step: int, nbytes: int = STATE_BYTES) -> dict[str, Any]:
@@ -58,7 +58,7 @@ def fill_with_commits(store: ckptstore.Store) -> NoSpace:
         (replace(ROOMY, free=MIB), "takes about 12.0 MiB, and 1.0 MiB are free: 11.0 MiB are missing; free some: `ckptstore forget`"),
     ],
 )
-def test_a_warning_says_how_much_is_missing_or_how_often_it_is_enough(room: Room, said: str) -> None:
+def test_a_warning_says_how_much_is_missing_or_how_often_it_is_enough(room: DiskRoom, said: str) -> None:
     assert said in warning(room)
     assert bool(warning(room)) == bool(said)
 
@@ -71,7 +71,7 @@ def test_a_warning_says_how_much_is_missing_or_how_often_it_is_enough(room: Room
         (replace(ROOMY, free=50 * MIB), "but for a quota, inodes"),
     ],
 )
-def test_a_shortage_is_no_less_than_what_was_seen(room: Room, said: str) -> None:
+def test_a_shortage_is_no_less_than_what_was_seen(room: DiskRoom, said: str) -> None:
     assert said in shortage(room)
 
 

@@ -19,8 +19,8 @@ def store(tmp_path: Path) -> Path:
 
 
 def _of_one_size(store: Path, *, metadata: bool) -> tuple[Pack, Pack]:
-    with opened(store) as opening:
-        packs = [pack for _, pack in sorted(opening.log.replay().packs.items()) if pack.metadata is metadata]
+    with opened(store) as handle:
+        packs = [pack for _, pack in sorted(handle.log.replay().packs.items()) if pack.metadata is metadata]
     return next((one, other) for one in packs for other in packs if one.id != other.id and one.bytes == other.bytes)
 
 

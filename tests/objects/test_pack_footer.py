@@ -24,7 +24,7 @@ from ckptstore.objects.pack import (
     parse_trailer,
 )
 from ckptstore.repository.footers import read_table
-from ckptstore.storage.contract import Backend, open_backend
+from ckptstore.storage.contract import Storage, open_storage
 from tests.support.mutations import damaged
 
 PACK = pack_id(SessionId("0" * 24), 0, 1)
@@ -125,28 +125,28 @@ def test_large_runs_start_on_pages_and_small_ones_on_cache_lines(offset: int, ru
 
 
 @pytest.fixture
-def backend(request: pytest.FixtureRequest) -> Backend:
-    return open_backend(f"memory://footers/{request.node.name}")
+def storage(request: pytest.FixtureRequest) -> Storage:
+    return open_storage(f"memory://footers/{request.node.name}")
 
 
-def put_pack(backend: Backend, key: str, count: int, pack: PackId = PACK) -> list[PackEntry]:
+def put_pack(storage: Storage, key: str, count: int, pack: PackId = PACK) -> list[PackEntry]:
     found = [entry(i * 10, 10, PAGE) for i in range(count)]
-    backend.put(key, bytes(count * 10) + encode_tail(found, count * 10, metadata=True))
+    storage.put(key, bytes(count * 10) + encode_tail(found, count * 10, metadata=True))
     return found
 
 
 @pytest.mark.parametrize("count", [0, 1, 1022, 1023, 5000])
-def test_a_footer_of_any_length_is_read_from_the_end_of_its_pack(backend: Backend, count: int) -> None:
-    found = put_pack(backend, pack_key(PACK), count)
-    assert entries(read_table(backend, PACK, metadata=False)) == found
+def test_a_footer_of_any_length_is_read_from_the_end_of_its_pack(storage: Storage, count: int) -> None:
+    found = put_pack(storage, pack_key(PACK), count)
+    assert entries(read_table(storage, PACK, metadata=False)) == found
 
 
 @pytest.mark.parametrize("damage", ["gone", "cut", "flipped"])
-def test_the_twin_answers_for_a_damaged_metadata_pack(backend: Backend, damage: str) -> None:
-    found = put_pack(backend, twin_key(PACK), 3)
-    whole = backend.read(twin_key(PACK))
+def test_the_twin_answers_for_a_damaged_metadata_pack(storage: Storage, damage: str) -> None:
+    found = put_pack(storage, twin_key(PACK), 3)
+    whole = storage.read(twin_key(PACK))
     if damage != "gone":
-        backend.put(pack_key(PACK), whole[:-1] if damage == "cut" else whole[:-100] + b"?" + whole[-99:])
-    assert entries(read_table(backend, PACK, metadata=True)) == found
+        storage.put(pack_key(PACK), whole[:-1] if damage == "cut" else whole[:-100] + b"?" + whole[-99:])
+    assert entries(read_table(storage, PACK, metadata=True)) == found
     with pytest.raises(NotFound if damage == "gone" else Corrupt):
-        read_table(backend, PACK, metadata=False)
+        read_table(storage, PACK, metadata=False)

@@ -156,7 +156,7 @@ def test_committing_is_divided_within_the_budget(extra: int, chunk_bytes: int, t
     assert 1 <= room.threads <= threads
     assert chunk_bytes <= room.run_bytes <= max(RUN_BYTES, chunk_bytes)
     each = 2 * (room.run_bytes + chunk_bytes) if encoding else room.run_bytes
-    assert room.threads * (each if room.lean else each + PACK_BUFFERS_BYTES) <= given_bytes
+    assert room.threads * (each if room.unbuffered else each + PACK_BUFFERS_BYTES) <= given_bytes
 
 
 @given(st.integers(0, 2 * GIB), chunk_sizes, st.integers(1, 64), st.booleans())
@@ -165,18 +165,18 @@ def test_what_a_rank_commits_with_is_divided_within_the_budget(extra: int, chunk
     room = rank_room(given_bytes, chunk_bytes, threads, encoding=encoding)
     assert chunk_bytes <= room.window_bytes <= WINDOW_BYTES or room.window_bytes == chunk_bytes
     each = 2 * (room.write.run_bytes + chunk_bytes) if encoding else room.write.run_bytes
-    writing = room.write.threads * (each if room.write.lean else each + PACK_BUFFERS_BYTES)
+    writing = room.write.threads * (each if room.write.unbuffered else each + PACK_BUFFERS_BYTES)
     assert room.window_bytes + room.cells_bytes + 2 * chunk_bytes + writing <= given_bytes
     with pytest.raises(InvalidInput, match=f"at least {given_bytes - extra} "):
         rank_room(given_bytes - extra - 1, chunk_bytes, threads, encoding=encoding)
 
 
 ROOMS: list[tuple[int | None, WriteRoom]] = [
-    (None, WriteRoom(3, RUN_BYTES, lean=False)),
-    (GIB, WriteRoom(3, RUN_BYTES, lean=False)),
-    (256 * MIB, WriteRoom(3, RUN_BYTES, lean=True)),
-    (64 * MIB, WriteRoom(3, 2 * MIB, lean=True)),
-    (0, WriteRoom(1, MIB, lean=True)),
+    (None, WriteRoom(3, RUN_BYTES, unbuffered=False)),
+    (GIB, WriteRoom(3, RUN_BYTES, unbuffered=False)),
+    (256 * MIB, WriteRoom(3, RUN_BYTES, unbuffered=True)),
+    (64 * MIB, WriteRoom(3, 2 * MIB, unbuffered=True)),
+    (0, WriteRoom(1, MIB, unbuffered=True)),
 ]
 
 

@@ -104,7 +104,7 @@ def test_what_is_mapped_outlives_gc_and_the_store(place: Path) -> None:
         for step in range(3):
             store.commit({"other": step}, step=step)
         store.forget([info.id for info in store.log() if info.step is None])
-        store.gc(impatient=True)
+        store.gc(force=True)
         assert not packs(place)
     assert torch.equal(tensor, whole)
 

@@ -8,7 +8,7 @@ import torch
 import ckptstore
 from ckptstore.core.ids import digest, pack_key
 from ckptstore.errors import NotFound
-from ckptstore.repository.store_handle import Opening
+from ckptstore.repository.store_handle import StoreHandle
 from tests.maintenance.collecting import collected, make, opened, state_of
 
 NAMES = "abc"
@@ -31,32 +31,32 @@ def collect_again(place: Path) -> None:
     assert collected(place).copied_bytes
 
 
-def read_chunk(opening: Opening, where: object) -> None:
+def read_chunk(handle: StoreHandle, where: object) -> None:
     out = bytearray(KEEP.nbytes)
-    opening.objects.read_into(CHUNK, [memoryview(out)], where=where)  # type: ignore[arg-type]  # numpy's array
+    handle.objects.read_into(CHUNK, [memoryview(out)], where=where)  # type: ignore[arg-type]  # numpy's array
     assert digest(out) == CHUNK
 
 
 def test_a_pack_that_was_collected_between_looking_up_and_reading_is_looked_up_again(tmp_path: Path) -> None:
     """The chunk index is shared: another process may have dropped the pack's name from it as well."""
     make_shrinking(tmp_path)
-    with opened(tmp_path) as opening:
-        opening.objects.sync(opening.log.replay())
-        where = opening.objects.locate(CHUNK)
+    with opened(tmp_path) as handle:
+        handle.objects.sync(handle.log.replay())
+        where = handle.objects.locate(CHUNK)
         collect_again(tmp_path)
         with ckptstore.open(tmp_path):
             pass
-        assert not opening.objects.index.pack_ids({int(where["pack"][0])})
-        read_chunk(opening, where)
+        assert not handle.objects.index.pack_ids({int(where["pack"][0])})
+        read_chunk(handle, where)
 
 
 def test_a_pack_that_moves_again_and_again_while_it_is_looked_for_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     make_shrinking(tmp_path)
-    with opened(tmp_path) as opening:
-        opening.objects.sync(opening.log.replay())
-        where = opening.objects.locate(CHUNK)
+    with opened(tmp_path) as handle:
+        handle.objects.sync(handle.log.replay())
+        where = handle.objects.locate(CHUNK)
         collect_again(tmp_path)
-        located, moves = opening.objects.locate, [1, 2]
+        located, moves = handle.objects.locate, [1, 2]
 
         def locate_and_let_others_collect(ids: bytes) -> object:
             found = located(ids)
@@ -65,29 +65,29 @@ def test_a_pack_that_moves_again_and_again_while_it_is_looked_for_is_found(tmp_p
                 collect_again(tmp_path)
             return found
 
-        monkeypatch.setattr(opening.objects, "locate", locate_and_let_others_collect)
-        read_chunk(opening, where)
+        monkeypatch.setattr(handle.objects, "locate", locate_and_let_others_collect)
+        read_chunk(handle, where)
         assert not moves
 
 
 def test_an_index_that_is_behind_keeps_what_others_have_indexed_since(tmp_path: Path) -> None:
     make(tmp_path, 2)
-    with opened(tmp_path) as opening:
-        behind = opening.log.replay()
+    with opened(tmp_path) as handle:
+        behind = handle.log.replay()
         with ckptstore.open(tmp_path) as other:
             other.commit(state_of(7), step=7)
-            newest = set(opening.objects.index.indexed())
+            newest = set(handle.objects.index.indexed())
             assert max(newest) >= behind.next_pack
-            opening.objects.sync(behind, thorough=True)
-            assert set(opening.objects.index.indexed()) == newest
+            handle.objects.sync(behind, thorough=True)
+            assert set(handle.objects.index.indexed()) == newest
 
 
 def test_a_listed_pack_that_is_not_there_is_missing(tmp_path: Path) -> None:
     make_shrinking(tmp_path)
-    with opened(tmp_path) as opening:
-        opening.objects.sync(opening.log.replay())
-        for pack in opening.log.state.packs.values():
+    with opened(tmp_path) as handle:
+        handle.objects.sync(handle.log.replay())
+        for pack in handle.log.state.packs.values():
             if not pack.metadata:
                 (tmp_path / pack_key(pack.id)).unlink()
         with pytest.raises(NotFound, match=r"is listed, but not there; run `ckptstore fsck`"):
-            read_chunk(opening, None)
+            read_chunk(handle, None)

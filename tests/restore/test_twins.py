@@ -10,13 +10,13 @@ import pytest
 from ckptstore.core.ids import ChunkId, digest, new_session_id, pack_key, twin_key
 from ckptstore.errors import Corrupt
 from ckptstore.index.chunks import ChunkIndex
-from ckptstore.index.suspect_packs import Distrust
+from ckptstore.index.suspect_packs import SuspectPacks
 from ckptstore.log.entries import Register
 from ckptstore.objects import codecs
 from ckptstore.objects.pack import PAGE
 from ckptstore.repository.chunk_store import ObjectStore
-from ckptstore.repository.pack_writer import ClosedPack, Packer, one_by_one
-from ckptstore.repository.store_handle import Opening, init_store
+from ckptstore.repository.pack_writer import ClosedPack, PackWriter, one_by_one
+from ckptstore.repository.store_handle import StoreHandle, init_store
 from tests.maintenance.stores import flip
 
 CHUNKS = 4
@@ -24,16 +24,16 @@ CHUNK_BYTES = 4096
 
 
 @pytest.fixture(params=[codecs.RAW, codecs.ZSTD], ids=["raw", "zstd"])
-def pack(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tuple[Opening, ClosedPack]]:
+def pack(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tuple[StoreHandle, ClosedPack]]:
     """A metadata pack whose chunks lie one behind the other, so that one read fetches them all."""
     init_store(tmp_path / "store")
-    opening = Opening(tmp_path / "store")
+    handle = StoreHandle(tmp_path / "store")
     values = range(4) if request.param == codecs.ZSTD else range(256)
     chunks = [bytes(random.choices(values, k=CHUNK_BYTES)) for _ in range(CHUNKS)]
     closed: list[ClosedPack] = []
     session = new_session_id()
-    packer = Packer(
-        opening.backend,
+    pack_writer = PackWriter(
+        handle.storage,
         session,
         count(),
         lambda pack: closed.append(pack.close(one_by_one)),
@@ -41,19 +41,19 @@ def pack(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tuple[Openi
         metadata=True,
     )
     ids = [ChunkId(digest(chunk)) for chunk in chunks]
-    packer.add(ids, [memoryview(c) for c in chunks], 1, PAGE, codec=request.param, run_bytes=CHUNKS * CHUNK_BYTES)
-    packer.flush()
-    packer.close_with(lambda pack: closed.append(pack.close(one_by_one)))
-    opening.log.append(Register(session, 0, 0, (closed[0].record,), frozenset()))
-    yield opening, closed[0]
-    opening.close()
+    pack_writer.add(ids, [memoryview(c) for c in chunks], 1, PAGE, codec=request.param, run_bytes=CHUNKS * CHUNK_BYTES)
+    pack_writer.flush()
+    pack_writer.close_with(lambda pack: closed.append(pack.close(one_by_one)))
+    handle.log.append(Register(session, 0, 0, (closed[0].record,), frozenset()))
+    yield handle, closed[0]
+    handle.close()
 
 
-def _fresh(opening: Opening, closed: ClosedPack) -> ObjectStore:
+def _fresh(handle: StoreHandle, closed: ClosedPack) -> ObjectStore:
     """The store's chunks as somebody sees them who has read nothing yet."""
-    nowhere = Path(opening.url) / "nowhere"
-    index = ChunkIndex.open(nowhere / "index", opening.config.store)
-    objects = ObjectStore(opening.backend, index, opening.log, Distrust(nowhere / "distrusted"))
+    nowhere = Path(handle.url) / "nowhere"
+    index = ChunkIndex.open(nowhere / "index", handle.config.store)
+    objects = ObjectStore(handle.storage, index, handle.log, SuspectPacks(nowhere / "distrusted"))
     objects.registered(1, closed.record.id, closed.table)
     return objects
 
@@ -62,15 +62,15 @@ def _ids(pack: ClosedPack) -> list[ChunkId]:
     return [ChunkId(row["chunk"].tobytes()) for row in pack.table]
 
 
-def test_a_chunk_is_read_from_whichever_twin_has_it(pack: tuple[Opening, ClosedPack]) -> None:
-    opening, closed = pack
-    root, starts = Path(opening.url), closed.table["offset"].tolist()
+def test_a_chunk_is_read_from_whichever_twin_has_it(pack: tuple[StoreHandle, ClosedPack]) -> None:
+    handle, closed = pack
+    root, starts = Path(handle.url), closed.table["offset"].tolist()
     files = [(root / key, (root / key).read_bytes()) for key in (pack_key(closed.record.id), twin_key(closed.record.id))]
     for places in product(starts, repeat=2):
         for (file, whole), at in zip(files, places, strict=True):
             file.write_bytes(whole)
             flip(file, at + 20)
-        objects = _fresh(opening, closed)
+        objects = _fresh(handle, closed)
         if len(set(places)) == 1:
             with pytest.raises(Corrupt, match=r"`ckptstore fsck"):
                 objects.read_metadata_many(_ids(closed))
@@ -78,11 +78,11 @@ def test_a_chunk_is_read_from_whichever_twin_has_it(pack: tuple[Opening, ClosedP
             assert [digest(data) for data in objects.read_metadata_many(_ids(closed))] == _ids(closed)
 
 
-def test_a_pack_that_was_cut_and_a_twin_that_is_damaged_make_one_whole(pack: tuple[Opening, ClosedPack]) -> None:
-    opening, closed = pack
-    root = Path(opening.url)
+def test_a_pack_that_was_cut_and_a_twin_that_is_damaged_make_one_whole(pack: tuple[StoreHandle, ClosedPack]) -> None:
+    handle, closed = pack
+    root = Path(handle.url)
     with (root / pack_key(closed.record.id)).open("r+b") as file:
         file.truncate(int(closed.table["offset"][2]) + 1)
     flip(root / twin_key(closed.record.id), int(closed.table["offset"][0]))
-    got = _fresh(opening, closed).read_metadata_many(_ids(closed))
+    got = _fresh(handle, closed).read_metadata_many(_ids(closed))
     assert [digest(data) for data in got] == _ids(closed)

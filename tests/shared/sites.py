@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 import ckptstore
-from ckptstore.repository.store_handle import Opening
-from ckptstore.storage.contract import Backend, open_backend
+from ckptstore.repository.store_handle import StoreHandle
+from ckptstore.storage.contract import Storage, open_storage
 from ckptstore.store import Store
 from tests.support.servers.postgres import PostgresServer
 from tests.support.servers.s3 import S3Server, new_url
@@ -41,22 +41,22 @@ class Site:
             return ckptstore.open(self.place, storage_options=self.options, **{"chunk_bytes": CHUNK_BYTES, **self.more, **settings})
 
     @contextmanager
-    def opened(self, host: Path | None = None) -> Iterator[Opening]:
+    def opened(self, host: Path | None = None) -> Iterator[StoreHandle]:
         """Its parts, as that host sees them."""
         with on(host):
-            opening = self.opening()
+            handle = self.handle()
             try:
-                yield opening
+                yield handle
             finally:
-                opening.close()
+                handle.close()
 
-    def opening(self) -> Opening:
+    def handle(self) -> StoreHandle:
         """Its parts, to be closed by the caller."""
-        return Opening(self.place, storage_options=None if self.options is None else dict(self.options), **self.more)
+        return StoreHandle(self.place, storage_options=None if self.options is None else dict(self.options), **self.more)
 
-    def backend(self) -> Backend:
+    def storage(self) -> Storage:
         """Its objects, whatever they are."""
-        return open_backend(self.place, storage_options=None if self.options is None else dict(self.options))
+        return open_storage(self.place, storage_options=None if self.options is None else dict(self.options))
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,7 @@ class Sites:
         copy = self.new()
         if self.postgres:
             copy = replace(copy, more={"index": self.postgres.copied_url(str(site.more["index"]))})
-        source, target = site.backend(), copy.backend()
+        source, target = site.storage(), copy.storage()
         for key, _ in source.list(""):
             target.put(key, source.read(key), durable=False)
         return copy

@@ -121,15 +121,15 @@ def test_gc_aborts_the_uploads_of_writers_that_are_gone(site: Site, here: Path) 
     now_s = 1000.0
     with site.open(here) as store:
         store.commit(state_of(1), step=1)
-    with site.opened(here) as opening:
+    with site.opened(here) as handle:
         session = "a" * 24
-        writer = opening.backend.create(f"packs/aa/{session}-0-0", session=session)  # type: ignore[arg-type]  # as one would be
+        writer = handle.storage.create(f"packs/aa/{session}-0-0", session=session)  # type: ignore[arg-type]  # as one would be
         writer.append([memoryview(bytes(PART_BYTES + 1))])
-        ((upload, _),) = opening.backend.list("tmp/")
-        collect(opening, GcOptions(), clock=lambda: now_s)
-        assert [key for key, _ in opening.backend.list("tmp/")] == [upload]
-        collect(opening, GcOptions(), clock=lambda: now_s + 2 * STALE_S)
-        assert list(opening.backend.list("tmp/")) == []
+        ((upload, _),) = handle.storage.list("tmp/")
+        collect(handle, GcOptions(), clock=lambda: now_s)
+        assert [key for key, _ in handle.storage.list("tmp/")] == [upload]
+        collect(handle, GcOptions(), clock=lambda: now_s + 2 * STALE_S)
+        assert list(handle.storage.list("tmp/")) == []
 
 
 def test_of_two_that_make_a_store_at_once_one_makes_it(site: Site, here: Path) -> None:

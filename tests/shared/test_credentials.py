@@ -49,8 +49,8 @@ def assert_untold(text: str | bytes, where: str, server: S3Server) -> None:
 
 
 def everything_written(site: Site, folder: Path, postgres: PostgresServer) -> dict[str, bytes]:
-    backend = site.backend()
-    written = {key: backend.read(key) for key, _ in backend.list("")}
+    storage = site.storage()
+    written = {key: storage.read(key) for key, _ in storage.list("")}
     written |= {str(path): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
     with postgres.admin(str(site.more["index"]).rpartition("/")[2]) as connection:
         tables = "SELECT schemaname, tablename FROM pg_tables WHERE schemaname LIKE 'ckptstore%'"

@@ -10,7 +10,7 @@ from ckptstore.core.ids import footers_key
 from ckptstore.errors import Corrupt
 from ckptstore.repository.footer_batches import BATCH_PACKS, decode_batch, encode_batch
 from ckptstore.repository.footers import read_tail_of
-from ckptstore.storage.fsspec_backend import FsspecBackend
+from ckptstore.storage.fsspec_backend import FsspecStorage
 from tests.maintenance.collecting import state_of
 from tests.maintenance.stores import assert_equal
 from tests.shared.sites import Site
@@ -33,21 +33,21 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     """How often tails of packs and batches are read."""
     asked: Counter[str] = Counter()
     for name in ("read_tail", "read"):
-        real = getattr(FsspecBackend, name)
+        real = getattr(FsspecStorage, name)
 
-        def counting(self: FsspecBackend, key: str, *more: int, _name: str = name, _real: object = real) -> object:
+        def counting(self: FsspecStorage, key: str, *more: int, _name: str = name, _real: object = real) -> object:
             asked["batches" if key.startswith("footers/") else _name] += 1
             return _real(self, key, *more)  # type: ignore[operator]
 
-        monkeypatch.setattr(FsspecBackend, name, counting)
+        monkeypatch.setattr(FsspecStorage, name, counting)
     return asked
 
 
 def test_a_host_without_a_cache_reads_a_batch_instead_of_a_hundred_footers(site: Site, tmp_path: Path, asked: Counter[str]) -> None:
-    with site.opened(tmp_path) as opening:
-        state = opening.log.replay()
-        opening.warm()
-        assert len(opening.objects.index.indexed()) == len(state.packs) == 2 * COMMITS
+    with site.opened(tmp_path) as handle:
+        state = handle.log.replay()
+        handle.warm()
+        assert len(handle.objects.index.indexed()) == len(state.packs) == 2 * COMMITS
         assert asked["batches"] == 1
         assert asked["read_tail"] <= len(state.packs) - BATCH_PACKS + 4
     with site.open(tmp_path) as store:
@@ -58,32 +58,32 @@ def test_a_host_without_a_cache_reads_a_batch_instead_of_a_hundred_footers(site:
 
 
 def test_a_batch_holds_the_footers_as_they_lie_in_the_packs(site: Site, tmp_path: Path) -> None:
-    with site.opened(tmp_path) as opening:
-        packs = opening.log.replay().packs
-        tails = decode_batch(opening.backend.read(footers_key(0)))
+    with site.opened(tmp_path) as handle:
+        packs = handle.log.replay().packs
+        tails = decode_batch(handle.storage.read(footers_key(0)))
         assert sorted(tails) == sorted(packs[n].id for n in range(1, BATCH_PACKS))
         for n in range(1, BATCH_PACKS, 7):
-            assert tails[packs[n].id] == read_tail_of(opening.backend, packs[n].id, metadata=packs[n].metadata)
+            assert tails[packs[n].id] == read_tail_of(handle.storage, packs[n].id, metadata=packs[n].metadata)
 
 
 @pytest.mark.parametrize("wrong", ["absent", "cut", "flipped", "exchanged", "foreign"])
 def test_a_batch_that_is_not_what_it_should_be_is_not_believed(site: Site, tmp_path: Path, asked: Counter[str], wrong: str) -> None:
-    with site.opened(tmp_path / "mine") as opening:
-        backend, good = opening.backend, opening.backend.read(footers_key(0))
+    with site.opened(tmp_path / "mine") as handle:
+        storage, good = handle.storage, handle.storage.read(footers_key(0))
         tails = decode_batch(good)
         names = list(tails)
         flipped = bytearray(good)
         flipped[len(good) // 2] ^= 1
         exchanged = dict(zip(names, [bytes(72), *list(tails.values())[1:]], strict=True))
         spoilt = {"cut": good[:-9], "flipped": bytes(flipped), "exchanged": encode_batch(exchanged), "foreign": encode_batch({"x": b"y"})}
-        backend.delete(footers_key(0))
+        storage.delete(footers_key(0))
         if wrong in spoilt:
-            backend.put(footers_key(0), spoilt[wrong])
+            storage.put(footers_key(0), spoilt[wrong])
         asked.clear()
-        opening.warm()
-        assert len(opening.objects.index.indexed()) == 2 * COMMITS
+        handle.warm()
+        assert len(handle.objects.index.indexed()) == 2 * COMMITS
         assert asked["read_tail"] >= (1 if wrong == "exchanged" else BATCH_PACKS)
-        backend.put(footers_key(0), good)
+        storage.put(footers_key(0), good)
 
 
 def test_an_index_that_is_made_anew_is_made_from_the_packs_themselves(site: Site, tmp_path: Path, asked: Counter[str]) -> None:
@@ -103,10 +103,10 @@ def test_what_is_no_batch_is_corrupt(data: bytes) -> None:
 def test_batches_of_packs_that_are_all_gone_are_deleted(tmp_path: Path) -> None:
     site = Site(f"memory://{secrets.token_hex(8)}")
     site.open(tmp_path).close()
-    with site.opened(tmp_path) as opening:
-        backend = opening.backend
-        backend.put(footers_key(7), encode_batch({}))
+    with site.opened(tmp_path) as handle:
+        storage = handle.storage
+        storage.put(footers_key(7), encode_batch({}))
     with site.open(tmp_path) as store:
         for step in range(BATCH_PACKS // 2):
             store.commit(state_of(step), step=step)
-    assert [key for key, _ in backend.list("footers/")] == [footers_key(0)]
+    assert [key for key, _ in storage.list("footers/")] == [footers_key(0)]

@@ -140,8 +140,8 @@ class SharedMachine(RuleBasedStateMachine):
     @rule(who=WHO, changes=st.integers(0, 30))
     def crash_in_a_gc(self, who: int, changes: int) -> None:
         self._crash(who, changes, lambda store: store.gc(max_unused=0.0))
-        with self.site.opened(self.host(who)) as opening:
-            left = opening.log.replay().commits
+        with self.site.opened(self.host(who)) as handle:
+            left = handle.log.replay().commits
         if self.forgotten.isdisjoint(left):
             self.purged()
 
@@ -149,9 +149,9 @@ class SharedMachine(RuleBasedStateMachine):
         """Do `work` on one host, which ends after so many changes to the store."""
         self.stores[who].close()
         with on(self.host(who)):
-            opening = self.site.opening()
-            stop_after(opening, changes)
-            store = Store(opening, Settings.of(run=RUNS[who], threads=1))
+            handle = self.site.handle()
+            stop_after(handle, changes)
+            store = Store(handle, Settings.of(run=RUNS[who], threads=1))
             with suppress(Stopped):
                 work(store)
             with suppress(Stopped):

@@ -17,7 +17,7 @@ import pytest
 from ckptstore.index.postgres_log import PostgresLog
 from ckptstore.log import log as log_module
 from ckptstore.log.log import Log
-from ckptstore.storage.contract import Backend, open_backend
+from ckptstore.storage.contract import Storage, open_storage
 from tests.log.builders import STORE, fresh_commit
 from tests.shared.sites import Site
 from tests.support.servers.postgres import PostgresServer
@@ -102,11 +102,11 @@ class Network:
 class Far:
     """A bucket at the other end of the network, as one writer sees it."""
 
-    def __init__(self, backend: Backend, network: Network, writer: int) -> None:
-        self._backend, self._network, self._writer = backend, network, writer
+    def __init__(self, storage: Storage, network: Network, writer: int) -> None:
+        self._storage, self._network, self._writer = storage, network, writer
 
     def __getattr__(self, name: str) -> Any:
-        method = getattr(self._backend, name)
+        method = getattr(self._storage, name)
         if not callable(method):
             return method
         return lambda *args, **options: self._network.ask(self._writer, lambda: method(*args, **options))
@@ -120,14 +120,14 @@ def test_nobody_starves_while_thirty_two_append_to_a_log_in_a_bucket(
     appends: int, request_s: float, seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """On a server that has time for all requests, and on one that has not."""
-    backend = open_backend(f"memory://{secrets.token_hex(8)}")
+    storage = open_storage(f"memory://{secrets.token_hex(8)}")
     network = Network(WRITERS, seed, request_s)
     monkeypatch.setattr(log_module, "time", network)
     waits_s: list[float] = []
     failures: list[BaseException] = []
 
     def write(me: int) -> None:
-        log = Log(Far(backend, network, me), STORE, 1)  # type: ignore[arg-type]  # a Backend but for its type
+        log = Log(Far(storage, network, me), STORE, 1)  # type: ignore[arg-type]  # a Backend but for its type
         try:
             for _ in range(appends):
                 began_s = network.now_s
@@ -146,7 +146,7 @@ def test_nobody_starves_while_thirty_two_append_to_a_log_in_a_bucket(
     assert failures == []
     per_append = network.requests / len(waits_s)
     print(f"the longest append waited {max(waits_s):.2f} s, all of them took {network.now_s:.2f} s and {per_append:.0f} requests each")
-    assert Log(backend, STORE, 1).replay().n == len(waits_s) == WRITERS * appends
+    assert Log(storage, STORE, 1).replay().n == len(waits_s) == WRITERS * appends
     assert max(waits_s) <= LONGEST_S
 
 
@@ -184,12 +184,12 @@ def test_a_turn_in_postgresql_takes_few_round_trips(site: Site, proxy: Proxy, tm
     monkeypatch.setattr(PostgresLog, "_insert", inserted)
     commit = {"metrics": (("loss", 1.0),), "tags": ("best",), "parents": ("a" * 64,)}
     with site.opened(tmp_path / "mine") as mine, site.opened(tmp_path / "theirs") as theirs:
-        for opening in (mine, theirs):
-            opening.log.append(fresh_commit(**commit))  # it makes the row of the schema
+        for handle in (mine, theirs):
+            handle.log.append(fresh_commit(**commit))  # it makes the row of the schema
         turns.clear()
         proxy.faults.latency_s = 5 * LATENCY_S
-        for opening in (mine, theirs, mine):
-            opening.log.append(fresh_commit(**commit))
+        for handle in (mine, theirs, mine):
+            handle.log.append(fresh_commit(**commit))
     print(turns)
     assert len(turns) == 3
     assert max(turns) <= TURN_ROUND_TRIPS

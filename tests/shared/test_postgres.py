@@ -18,7 +18,7 @@ from ckptstore.log.entries import Settings
 from ckptstore.log.log import Refused
 from ckptstore.maintenance.move_log import migrate_tables, move_log, restore_log
 from ckptstore.maintenance.retention import KeepLast
-from ckptstore.repository.store_handle import Opening
+from ckptstore.repository.store_handle import StoreHandle
 from tests.maintenance.collecting import state_of
 from tests.maintenance.stores import assert_equal
 from tests.shared.sites import Site
@@ -77,9 +77,9 @@ def test_every_entry_has_its_copy_in_the_store(local: Site, host: Path) -> None:
     with local.open(host) as store:
         for step in range(3):
             store.commit(state_of(step), step=step)
-    with local.opened(host) as opening:
-        assert opening.database is not None
-        entries = [opening.database.read(n) for n in range(1, 4)]
+    with local.opened(host) as handle:
+        assert handle.database is not None
+        entries = [handle.database.read(n) for n in range(1, 4)]
     assert entries == [(Path(local.place) / log_key(n)).read_bytes() for n in range(1, 4)]
 
 
@@ -159,9 +159,9 @@ def test_writers_who_append_at_once_wait_for_their_turn(local: Site, host: Path)
 
     def append(me: int) -> None:
         try:
-            with local.opened(host / str(me)) as opening:
+            with local.opened(host / str(me)) as handle:
                 for i in range(5):
-                    opening.log.append(Settings(((f"best-{me}", f"{i}"),)))
+                    handle.log.append(Settings(((f"best-{me}", f"{i}"),)))
         except BaseException as error:
             failures.append(error)
 
@@ -171,8 +171,8 @@ def test_writers_who_append_at_once_wait_for_their_turn(local: Site, host: Path)
     for thread in threads:
         thread.join()
     assert failures == []
-    with local.opened(host) as opening:
-        state = opening.log.replay()
+    with local.opened(host) as handle:
+        state = handle.log.replay()
     assert state.n == 40
     assert {state.settings[f"best-{me}"] for me in range(8)} == {"4"}
 
@@ -298,17 +298,17 @@ def test_tables_of_another_revision_are_refused_until_they_are_migrated(local: S
 
 def test_a_turn_that_is_lost_before_the_append_is_done_without(local: Site, host: Path, postgres: PostgresServer) -> None:
     local.open(host).close()
-    with local.opened(host) as opening:
-        opening.log.append(Settings((("best-a", "x"),)))
-        assert opening.database is not None
-        with opening.database.turn():
+    with local.opened(host) as handle:
+        handle.log.append(Settings((("best-a", "x"),)))
+        assert handle.database is not None
+        with handle.database.turn():
             with postgres.admin(str(local.more["index"]).rpartition("/")[2]) as connection:
                 connection.execute(
                     "SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE datname = current_database() AND pid <> pg_backend_pid()"
                 )
-            assert opening.database.read(1) is not None
-        opening.log.append(Settings((("best-b", "x"),)))
-        assert {"best-a", "best-b"} <= set(opening.log.replay().settings)
+            assert handle.database.read(1) is not None
+        handle.log.append(Settings((("best-b", "x"),)))
+        assert {"best-a", "best-b"} <= set(handle.log.replay().settings)
 
 
 # -- a server that dies ------------------------------------------------------------------------------------------------------------
@@ -325,12 +325,12 @@ def kill_under_writers(tmp_path: Path, writers: int, kills: int) -> None:
 
         def write(me: int) -> None:
             try:
-                with site.opened(tmp_path / f"host-{me}") as opening:
+                with site.opened(tmp_path / f"host-{me}") as handle:
                     i = 0
                     ready.wait()
                     while not stop.is_set():
                         name = f"best-{me}-{i}"
-                        opening.log.append(Settings(((name, "x"),)))
+                        handle.log.append(Settings(((name, "x"),)))
                         acknowledged.append((name, "x"))
                         i += 1
             except BaseException as error:
@@ -353,15 +353,15 @@ def kill_under_writers(tmp_path: Path, writers: int, kills: int) -> None:
         for thread in threads:
             thread.join()
         assert failures == []
-        with site.opened(tmp_path / "host") as opening:
-            state = opening.log.replay()
+        with site.opened(tmp_path / "host") as handle:
+            state = handle.log.replay()
             names = [name for name, _ in acknowledged]
             assert len(set(names)) == len(names)
             assert set(names) <= set(state.settings)
             assert state.n >= len(names)
-            assert opening.database is not None
-            opening.database.copy_rest()
-            copies = [key for key, _ in opening.backend.list("log/0")]
+            assert handle.database is not None
+            handle.database.copy_rest()
+            copies = [key for key, _ in handle.storage.list("log/0")]
         assert copies == [log_key(n) for n in range(1, state.n + 1)]
 
 
@@ -387,7 +387,7 @@ def test_a_database_that_is_away_is_waited_for_and_then_named(tmp_path: Path, mo
             patiently(lambda: store.commit(state_of(1), step=1))
             assert {info.step for info in patiently(store.log)} == {1}
     with pytest.raises((NotFound, Unavailable)):
-        Opening(site.place, **site.more)
+        StoreHandle(site.place, **site.more)
 
 
 def test_a_killed_server_has_no_backend_left_that_answers() -> None:
@@ -395,10 +395,10 @@ def test_a_killed_server_has_no_backend_left_that_answers() -> None:
     with postgres_server() as server, closing(server.admin()) as connection:
         pid = connection.execute("SELECT pg_backend_pid()").fetchall()[0][0]
         connection.pgconn.send_query(b"SELECT count(*) FROM generate_series(1, 1000000000)")
-        backend = os.pidfd_open(pid)
+        storage = os.pidfd_open(pid)
         server.kill()
-        assert select.select([backend], [], [], 0)[0]
-        os.close(backend)
+        assert select.select([storage], [], [], 0)[0]
+        os.close(storage)
         server.start()
 
 

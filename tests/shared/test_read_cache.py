@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from ckptstore.core.ids import ChunkId, digest
-from ckptstore.storage.fsspec_backend import FsspecBackend
+from ckptstore.storage.fsspec_backend import FsspecStorage
 from ckptstore.storage.read_cache import LOOK_EVERY, UNFINISHED_S, ReadCache, _File
 from tests.maintenance.stores import assert_equal
 from tests.shared.sites import CHUNK_BYTES, Site
@@ -36,13 +36,13 @@ def here(tmp_path: Path) -> Path:
 def reads(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The packs that are read from the bucket from here on."""
     keys: list[str] = []
-    read_into = FsspecBackend.read_into
+    read_into = FsspecStorage.read_into
 
-    def noted(self: FsspecBackend, key: str, offset: int, buffers: list[memoryview]) -> None:
+    def noted(self: FsspecStorage, key: str, offset: int, buffers: list[memoryview]) -> None:
         keys.append(key)
         read_into(self, key, offset, buffers)
 
-    monkeypatch.setattr(FsspecBackend, "read_into", noted)
+    monkeypatch.setattr(FsspecStorage, "read_into", noted)
     return keys
 
 
@@ -131,13 +131,13 @@ def test_what_others_have_kept_counts(tmp_path: Path) -> None:
 
 
 def test_what_is_kept_while_another_thread_evicts_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    cache, let_go = ReadCache(tmp_path / "read", 10_000), ReadCache._let_go
+    cache, release = ReadCache(tmp_path / "read", 10_000), ReadCache._release
     looked, go_on = threading.Event(), threading.Event()
 
     def slowly(self: ReadCache, found: list[_File]) -> int:
         looked.set()
         go_on.wait(60)
-        return let_go(self, found)
+        return release(self, found)
 
     monkeypatch.setattr(ReadCache, "_let_go", slowly)
     evicting = threading.Thread(target=keep, args=(cache, content(0)))

@@ -37,14 +37,14 @@ class _Campaign:
         self._name = self._postgres.new_database() if self._postgres else ""
         assert self.checked() == set()
 
-    def start(self, host: Host, deed: str, *given: str) -> "subprocess.Popen[str]":
+    def start(self, host: Host, scenario: str, *given: str) -> "subprocess.Popen[str]":
         """A process on that host, whose lines go to a file."""
         endpoint = f"http://{host.server_address}:{self._s3.address[1]}"
         index = {"index": self._postgres.url(self._name, host=host.server_address)} if self._postgres else {}
         way = json.dumps({"storage_options": replace(self._s3, endpoint=endpoint).options(deadline_s=DEADLINE_S), **index})
         environment = {**os.environ, "CKPTSTORE_CACHE": str(self.tmp_path / host.name)}
         with open(self.tmp_path / f"lines-{host.name}", "w", encoding="utf-8") as lines:
-            command = host.command(sys.executable, "-m", "tests.shared.worker", deed, self.place, way, *given)
+            command = host.command(sys.executable, "-m", "tests.shared.worker", scenario, self.place, way, *given)
             return subprocess.Popen(command, stdout=lines, stderr=subprocess.STDOUT, env=environment, text=True)
 
     def said(self, host: Host) -> list[str]:

@@ -1,4 +1,4 @@
-"""One host at a shared store, in a process of its own: `python -m tests.shared.worker DEED PLACE WAY …`; WAY is JSON for `ckptstore.open`.
+"""One host at a shared store, in a process of its own: `python -m tests.shared.worker SCENARIO PLACE WAY …`; WAY is JSON for `ckptstore.open`.
 
 `work` commits, restores what others keep, forgets and collects until time is up and it has done each, and says `kept STEP` for each commit
 that was acknowledged with a tag `keep-…`, `away` for each call that ended in `Unavailable`. Whatever else goes wrong ends it. `check` says
@@ -66,7 +66,7 @@ def _one(store: Store, step: int) -> str:
         store.forget(KeepLast(2))
     elif what == "gc":
         try:
-            store.gc(max_unused=0.0, impatient=random.random() < 0.5)
+            store.gc(max_unused=0.0, force=random.random() < 0.5)
         except (Busy, Conflict) as error:  # the other host collects as well
             print(f"gc: {error}", flush=True)
             return "nothing"

@@ -16,10 +16,10 @@ WIDTH = 256
 TENSOR_BYTES = WIDTH * WIDTH * 4
 
 
-def allocated_bytes(deed: Callable[[], Any]) -> int:
-    """What torch's CPU allocator has handed out while `deed` ran, to this thread, which makes all tensors."""
+def allocated_bytes(scenario: Callable[[], Any]) -> int:
+    """What torch's CPU allocator has handed out while `scenario` ran, to this thread, which makes all tensors."""
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as recorded:
-        deed()
+        scenario()
     return sum(max(event.self_cpu_memory_usage, 0) for event in recorded.events())
 
 
@@ -63,7 +63,7 @@ def containers() -> Any:
 
 TARGETS: dict[str, Callable[[], Any]] = {
     "module": lambda: {"model": model()},
-    "compiled module": lambda: {"model": torch.compile(model(), backend="eager")},
+    "compiled module": lambda: {"model": torch.compile(model(), storage="eager")},
     "AdamW": trained(foreach=False),
     "AdamW foreach": trained(foreach=True),
     "AdamW fused": trained(fused=True),

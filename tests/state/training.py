@@ -143,7 +143,7 @@ class Run:
         np.random.seed(seed)
         model = Tied().to(getattr(torch, case.dtype))
         groups = [{"params": list(model.body.parameters()), "weight_decay": 0.1}, {"params": [model.embed.weight]}]
-        self.model: Any = torch.compile(model, backend="eager") if case.compiled else model
+        self.model: Any = torch.compile(model, storage="eager") if case.compiled else model
         self.optimizer = OPTIMIZERS[case.optimizer](model.parameters() if case.optimizer == "LBFGS" else groups)
         self.scheduler = SCHEDULERS[case.scheduler](self.optimizer)
         self.average = AveragedModel(self.model, multi_avg_fn=get_ema_multi_avg_fn(0.9))

@@ -18,7 +18,7 @@ import ckptstore
 from ckptstore.core.ids import SessionId, new_session_id, pack_id, pack_key, twin_key
 from ckptstore.errors import Conflict, Corrupt, InvalidInput, NotFound, ReadOnly
 from ckptstore.repository.pack_writer import OpenPack
-from ckptstore.storage.contract import Backend, Writer, open_backend, put_finished
+from ckptstore.storage.contract import Storage, Writer, open_storage, put_finished
 
 SESSION = SessionId("5" * 24)
 BAD_KEYS = ["", "/etc/passwd", "..", "../a", "a/../b", "a//b", "./a", "a/", "a/.", "a\0b"]
@@ -32,23 +32,23 @@ class BackendContract:
         return None
 
     @pytest.fixture
-    def backend(self, url: str, options: dict[str, Any] | None) -> Iterator[Backend]:
-        backend = open_backend(url, storage_options=options)
-        yield backend
-        backend.close()
+    def storage(self, url: str, options: dict[str, Any] | None) -> Iterator[Storage]:
+        storage = open_storage(url, storage_options=options)
+        yield storage
+        storage.close()
 
-    def test_a_hint_about_what_will_be_read_never_raises(self, backend: Backend) -> None:
-        backend.put("packs/aa/one", b"0123456789")
+    def test_a_hint_about_what_will_be_read_never_raises(self, storage: Storage) -> None:
+        storage.put("packs/aa/one", b"0123456789")
         for key in ("packs/aa/one", "packs/aa/none"):
-            backend.will_need(key, 3, 1 << 20)
-        assert backend.read("packs/aa/one", 3, 5) == b"34"
+            storage.will_need(key, 3, 1 << 20)
+        assert storage.read("packs/aa/one", 3, 5) == b"34"
 
-    def test_what_is_put_is_read(self, backend: Backend) -> None:
-        backend.put("a/b/c", b"0123456789")
-        assert backend.read("a/b/c") == b"0123456789"
-        assert backend.size("a/b/c") == 10
-        backend.put("a/b/c", memoryview(b"new"), durable=False)
-        assert backend.read("a/b/c") == b"new"
+    def test_what_is_put_is_read(self, storage: Storage) -> None:
+        storage.put("a/b/c", b"0123456789")
+        assert storage.read("a/b/c") == b"0123456789"
+        assert storage.size("a/b/c") == 10
+        storage.put("a/b/c", memoryview(b"new"), durable=False)
+        assert storage.read("a/b/c") == b"new"
 
     @pytest.mark.parametrize(
         ("start", "stop", "data"),
@@ -63,121 +63,121 @@ class BackendContract:
             (5, 3, b""),
         ],
     )
-    def test_a_range_holds_what_there_is_of_it(self, backend: Backend, start: int, stop: int | None, data: bytes) -> None:
-        backend.put("a", b"0123456789")
-        assert backend.read("a", start, stop) == data
+    def test_a_range_holds_what_there_is_of_it(self, storage: Storage, start: int, stop: int | None, data: bytes) -> None:
+        storage.put("a", b"0123456789")
+        assert storage.read("a", start, stop) == data
 
     @pytest.mark.parametrize(("nbytes", "data"), [(3, b"789"), (10, b"0123456789"), (99, b"0123456789")])
-    def test_a_tail_comes_with_the_size(self, backend: Backend, nbytes: int, data: bytes) -> None:
-        backend.put("a", b"0123456789")
-        assert backend.read_tail("a", nbytes) == (data, 10)
+    def test_a_tail_comes_with_the_size(self, storage: Storage, nbytes: int, data: bytes) -> None:
+        storage.put("a", b"0123456789")
+        assert storage.read_tail("a", nbytes) == (data, 10)
 
-    def test_an_empty_object_is_an_object(self, backend: Backend) -> None:
-        backend.put("a", b"")
-        assert (backend.size("a"), backend.read("a"), backend.read_tail("a", 8)) == (0, b"", (b"", 0))
+    def test_an_empty_object_is_an_object(self, storage: Storage) -> None:
+        storage.put("a", b"")
+        assert (storage.size("a"), storage.read("a"), storage.read_tail("a", 8)) == (0, b"", (b"", 0))
 
-    def test_what_is_absent_is_not_found(self, backend: Backend) -> None:
-        backend.put("there", b"x")
-        assert backend.size("a") is None
+    def test_what_is_absent_is_not_found(self, storage: Storage) -> None:
+        storage.put("there", b"x")
+        assert storage.size("a") is None
         for key in ("a", "a/b", "there/a"):
             for read in (
-                backend.read,
-                lambda k: backend.read(k, 3),
-                lambda k: backend.read_tail(k, 8),
-                lambda k: backend.read_into(k, 0, [space(1)]),
+                storage.read,
+                lambda k: storage.read(k, 3),
+                lambda k: storage.read_tail(k, 8),
+                lambda k: storage.read_into(k, 0, [space(1)]),
             ):
                 with pytest.raises(NotFound):
                     read(key)
-            backend.delete(key)
+            storage.delete(key)
 
-    def test_a_prefix_of_a_key_is_no_object(self, backend: Backend) -> None:
-        backend.put("a/b", b"x")
-        assert backend.size("a") is None
+    def test_a_prefix_of_a_key_is_no_object(self, storage: Storage) -> None:
+        storage.put("a/b", b"x")
+        assert storage.size("a") is None
 
     @pytest.mark.parametrize("count", [1, 2, 1024, 1025, 3000])
-    def test_bytes_go_into_many_buffers_and_come_from_many(self, backend: Backend, count: int) -> None:
+    def test_bytes_go_into_many_buffers_and_come_from_many(self, storage: Storage, count: int) -> None:
         parts = [random.randbytes(random.randrange(20)) for _ in range(count)]
-        writer = backend.create("p/a", session=SESSION)
+        writer = storage.create("p/a", session=SESSION)
         writer.append([memoryview(b"front")])
         writer.append([memoryview(part) for part in parts])
         writer.finish()
         out = [space(len(part)) for part in parts]
-        backend.read_into("p/a", 5, out)
+        storage.read_into("p/a", 5, out)
         assert [bytes(buffer) for buffer in out] == parts
-        assert backend.read("p/a", 0, 5) == b"front"
+        assert storage.read("p/a", 0, 5) == b"front"
 
-    def test_buffers_of_wider_items_count_in_bytes(self, backend: Backend) -> None:
-        writer = backend.create("a", session=SESSION)
+    def test_buffers_of_wider_items_count_in_bytes(self, storage: Storage) -> None:
+        writer = storage.create("a", session=SESSION)
         writer.append([memoryview(b"0123456789abcdef").cast("Q")])
         writer.finish()
         out = space(16).cast("Q")
-        backend.read_into("a", 0, [out])
+        storage.read_into("a", 0, [out])
         assert bytes(out) == b"0123456789abcdef"
 
     @pytest.mark.parametrize("offset", [1, 10, 11])
-    def test_an_object_that_ends_too_early_is_corrupt(self, backend: Backend, offset: int) -> None:
-        backend.put("a", b"0123456789")
+    def test_an_object_that_ends_too_early_is_corrupt(self, storage: Storage, offset: int) -> None:
+        storage.put("a", b"0123456789")
         with pytest.raises(Corrupt, match="wanted 10 bytes"):
-            backend.read_into("a", offset, [space(4), space(6)])
+            storage.read_into("a", offset, [space(4), space(6)])
 
     @pytest.mark.parametrize("whole_bytes", [1, 4096, 8 << 20, (8 << 20) + 4096, (17 << 20) + 5])
-    def test_a_large_object_grows_by_parts_of_any_size(self, backend: Backend, whole_bytes: int) -> None:
+    def test_a_large_object_grows_by_parts_of_any_size(self, storage: Storage, whole_bytes: int) -> None:
         whole = memoryview(random.randbytes(whole_bytes))
-        writer = backend.create("packs/aa/x", session=SESSION)
+        writer = storage.create("packs/aa/x", session=SESSION)
         start = 0
         while start < whole_bytes:
             stop = start + random.choice((1, 5000, 4096, 1 << 20, 9 << 20))
             writer.append([whole[start : start + 2000], whole[start + 2000 : stop]] if stop - start > 2000 else [whole[start:stop]])
             start = stop
-        assert backend.size("packs/aa/x") is None
+        assert storage.size("packs/aa/x") is None
         writer.finish()
-        backend.sync_dirs(["packs/aa/x", "packs/aa/y"])
-        assert backend.read("packs/aa/x") == whole
+        storage.sync_dirs(["packs/aa/x", "packs/aa/y"])
+        assert storage.read("packs/aa/x") == whole
 
-    def test_what_is_discarded_leaves_nothing(self, backend: Backend) -> None:
-        writer = backend.create("packs/aa/x", session=SESSION)
+    def test_what_is_discarded_leaves_nothing(self, storage: Storage) -> None:
+        writer = storage.create("packs/aa/x", session=SESSION)
         writer.append([memoryview(b"abc")])
         writer.discard()
         writer.discard()
-        assert list(backend.list("")) == []
+        assert list(storage.list("")) == []
 
-    def test_discarding_what_is_finished_does_nothing(self, backend: Backend) -> None:
-        writer = backend.create("a", session=SESSION)
+    def test_discarding_what_is_finished_does_nothing(self, storage: Storage) -> None:
+        writer = storage.create("a", session=SESSION)
         writer.finish()
         writer.discard()
-        assert list(backend.list("")) == [("a", 0)]
+        assert list(storage.list("")) == [("a", 0)]
 
-    def test_an_object_is_created_once(self, backend: Backend) -> None:
-        assert backend.put_new("log/1", b"first")
-        assert not backend.put_new("log/1", b"second")
-        assert backend.read("log/1") == b"first"
-        assert list(backend.list("")) == [("log/1", 5)]
+    def test_an_object_is_created_once(self, storage: Storage) -> None:
+        assert storage.put_new("log/1", b"first")
+        assert not storage.put_new("log/1", b"second")
+        assert storage.read("log/1") == b"first"
+        assert list(storage.list("")) == [("log/1", 5)]
 
-    def test_of_many_that_create_one_object_one_does(self, backend: Backend) -> None:
+    def test_of_many_that_create_one_object_one_does(self, storage: Storage) -> None:
         with ThreadPoolExecutor(8) as pool:
             for n in range(20):
-                won = list(pool.map(lambda i, n=n: backend.put_new(f"log/{n}", b"%d" % i), range(8)))
+                won = list(pool.map(lambda i, n=n: storage.put_new(f"log/{n}", b"%d" % i), range(8)))
                 assert won.count(True) == 1
-                assert backend.read(f"log/{n}") == b"%d" % won.index(True)
+                assert storage.read(f"log/{n}") == b"%d" % won.index(True)
 
     @pytest.mark.parametrize("whole_bytes", [6, (8 << 20) + 1, (16 << 20) + 5])
-    def test_a_finished_object_is_never_replaced(self, backend: Backend, whole_bytes: int) -> None:
+    def test_a_finished_object_is_never_replaced(self, storage: Storage, whole_bytes: int) -> None:
         first, second = random.randbytes(whole_bytes), random.randbytes(whole_bytes)
-        writers = [written(backend, "packs/aa/x", data) for data in (first, second)]
+        writers = [written(storage, "packs/aa/x", data) for data in (first, second)]
         assert writers[0].finish()
         with pytest.raises(Conflict, match="packs/aa/x"):
             writers[1].finish()
         writers[1].discard()
-        assert backend.read("packs/aa/x") == first
-        assert list(backend.list("")) == [("packs/aa/x", whole_bytes)]
+        assert storage.read("packs/aa/x") == first
+        assert list(storage.list("")) == [("packs/aa/x", whole_bytes)]
 
-    def test_an_object_that_was_put_is_not_replaced_by_a_writer(self, backend: Backend) -> None:
-        backend.put("a", b"first")
+    def test_an_object_that_was_put_is_not_replaced_by_a_writer(self, storage: Storage) -> None:
+        storage.put("a", b"first")
         with pytest.raises(Conflict):
-            written(backend, "a", b"second").finish()
-        assert backend.read("a") == b"first"
+            written(storage, "a", b"second").finish()
+        assert storage.read("a") == b"first"
 
-    def test_of_many_that_finish_one_object_one_does(self, backend: Backend) -> None:
+    def test_of_many_that_finish_one_object_one_does(self, storage: Storage) -> None:
         def finish(writer: Writer) -> bool:
             try:
                 return writer.finish()
@@ -186,87 +186,87 @@ class BackendContract:
 
         with ThreadPoolExecutor(8) as pool:
             for n in range(10):
-                won = list(pool.map(finish, [written(backend, f"packs/{n}", b"%d" % i) for i in range(8)]))
+                won = list(pool.map(finish, [written(storage, f"packs/{n}", b"%d" % i) for i in range(8)]))
                 assert won.count(True) == 1
-                assert backend.read(f"packs/{n}") == b"%d" % won.index(True)
-        assert len(list(backend.list(""))) == 10
+                assert storage.read(f"packs/{n}") == b"%d" % won.index(True)
+        assert len(list(storage.list(""))) == 10
 
-    def test_only_one_writer_of_equal_bytes_may_take_the_object_for_its_own(self, backend: Backend) -> None:
+    def test_only_one_writer_of_equal_bytes_may_take_the_object_for_its_own(self, storage: Storage) -> None:
         """The other must not delete it when what it was for fails."""
-        assert written(backend, "a", b"same").finish()
+        assert written(storage, "a", b"same").finish()
         with suppress(Conflict):
-            assert not written(backend, "a", b"same").finish()
-        assert backend.read("a") == b"same"
+            assert not written(storage, "a", b"same").finish()
+        assert storage.read("a") == b"same"
 
-    def test_a_pack_and_its_twin_stay_when_another_of_that_name_fails(self, backend: Backend) -> None:
+    def test_a_pack_and_its_twin_stay_when_another_of_that_name_fails(self, storage: Storage) -> None:
         name = pack_id(SESSION, 0, 0)
-        packs = [OpenPack(backend, name, metadata=True) for _ in range(2)]
+        packs = [OpenPack(storage, name, metadata=True) for _ in range(2)]
         for pack, data in zip(packs, (b"first", b"other"), strict=True):
             pack.append(data)
         closed = packs[0].close()
         assert closed.own == (pack_key(name), twin_key(name))
-        there = [backend.read(key) for key in closed.own]
+        there = [storage.read(key) for key in closed.own]
         with pytest.raises(Conflict):
             packs[1].close()
         packs[1].discard()
-        assert [backend.read(key) for key in closed.own] == there
-        assert len(list(backend.list(""))) == 2
+        assert [storage.read(key) for key in closed.own] == there
+        assert len(list(storage.list(""))) == 2
         packs[0].discard()
-        assert list(backend.list("")) == []
+        assert list(storage.list("")) == []
 
-    def test_a_document_is_put_once(self, backend: Backend) -> None:
-        assert put_finished(backend, "commits/a", b"first")
-        assert not put_finished(backend, "commits/a", b"first")
+    def test_a_document_is_put_once(self, storage: Storage) -> None:
+        assert put_finished(storage, "commits/a", b"first")
+        assert not put_finished(storage, "commits/a", b"first")
         with pytest.raises(Conflict, match="commits/a"):
-            put_finished(backend, "commits/a", b"other")
-        assert backend.read("commits/a") == b"first"
+            put_finished(storage, "commits/a", b"other")
+        assert storage.read("commits/a") == b"first"
 
-    def test_what_is_deleted_is_gone_even_if_it_was_read(self, backend: Backend) -> None:
-        backend.put("a", b"x")
-        backend.read_into("a", 0, [space(1)])
-        backend.delete("a")
-        backend.delete("a")
+    def test_what_is_deleted_is_gone_even_if_it_was_read(self, storage: Storage) -> None:
+        storage.put("a", b"x")
+        storage.read_into("a", 0, [space(1)])
+        storage.delete("a")
+        storage.delete("a")
         with pytest.raises(NotFound):
-            backend.read_into("a", 0, [space(1)])
-        assert backend.put_new("a", b"y")
+            storage.read_into("a", 0, [space(1)])
+        assert storage.put_new("a", b"y")
 
-    def test_what_is_replaced_is_read_anew(self, backend: Backend) -> None:
+    def test_what_is_replaced_is_read_anew(self, storage: Storage) -> None:
         for data in (b"x", b"y"):
-            backend.put("a", data)
+            storage.put("a", data)
             out = space(1)
-            backend.read_into("a", 0, [out])
+            storage.read_into("a", 0, [out])
             assert bytes(out) == data
 
-    def test_keys_are_listed_in_order_and_by_prefix(self, backend: Backend) -> None:
+    def test_keys_are_listed_in_order_and_by_prefix(self, storage: Storage) -> None:
         keys = ["a-b", "a/b", "a/b-c", "a/b0", "a/b.2/c", "a0", "b/log-1", "b/log-2", "b/x"]
         for key in random.sample(keys, len(keys)):
-            backend.put(key, key.encode())
+            storage.put(key, key.encode())
         for prefix in ("", "a", "a-b", "a/", "a/b", "a/b.", "b/log-", "b/log-2", "c", "c/d"):
-            assert list(backend.list(prefix)) == [(key, len(key)) for key in sorted(keys) if key.startswith(prefix)]
+            assert list(storage.list(prefix)) == [(key, len(key)) for key in sorted(keys) if key.startswith(prefix)]
 
     @pytest.mark.parametrize("key", BAD_KEYS)
-    def test_a_key_does_not_leave_the_root(self, backend: Backend, key: str) -> None:
+    def test_a_key_does_not_leave_the_root(self, storage: Storage, key: str) -> None:
         for use in (
-            backend.read,
-            backend.size,
-            backend.delete,
-            lambda k: backend.read_tail(k, 1),
-            lambda k: backend.read_into(k, 0, [space(1)]),
-            lambda k: backend.put(k, b""),
-            lambda k: backend.put_new(k, b""),
-            lambda k: backend.create(k, session=SESSION),
+            storage.read,
+            storage.size,
+            storage.delete,
+            lambda k: storage.read_tail(k, 1),
+            lambda k: storage.read_into(k, 0, [space(1)]),
+            lambda k: storage.put(k, b""),
+            lambda k: storage.put_new(k, b""),
+            lambda k: storage.create(k, session=SESSION),
         ):
             with pytest.raises(InvalidInput):
                 use(key)
 
     @pytest.mark.parametrize("prefix", ["../", "/etc/", "a/../", "a//b"])
-    def test_a_prefix_does_not_leave_the_root(self, backend: Backend, prefix: str) -> None:
+    def test_a_prefix_does_not_leave_the_root(self, storage: Storage, prefix: str) -> None:
         with pytest.raises(InvalidInput):
-            list(backend.list(prefix))
+            list(storage.list(prefix))
 
-    def test_a_backend_for_reading_only_changes_nothing(self, url: str, options: dict[str, Any] | None, backend: Backend) -> None:
-        backend.put("a", b"x")
-        reader = open_backend(url, read_only=True, storage_options=options)
+    def test_a_backend_for_reading_only_changes_nothing(self, url: str, options: dict[str, Any] | None, storage: Storage) -> None:
+        storage.put("a", b"x")
+        reader = open_storage(url, read_only=True, storage_options=options)
         for change in (
             lambda: reader.put("a", b"y"),
             lambda: reader.put_new("b", b"y"),
@@ -278,12 +278,12 @@ class BackendContract:
         assert list(reader.list("")) == [("a", 1)]
         assert reader.read("a") == b"x"
 
-    def test_looking_creates_nothing(self, backend: Backend) -> None:
-        assert backend.size("a") is None
-        assert list(backend.list("")) == []
+    def test_looking_creates_nothing(self, storage: Storage) -> None:
+        assert storage.size("a") is None
+        assert list(storage.list("")) == []
         with pytest.raises(NotFound):
-            backend.read("a")
-        assert backend.durable_root is None or not backend.durable_root.exists()
+            storage.read("a")
+        assert storage.durable_root is None or not storage.durable_root.exists()
 
 
 class TestLocal(BackendContract):
@@ -291,65 +291,65 @@ class TestLocal(BackendContract):
     def url(self, tmp_path: Path) -> str:
         return str(tmp_path / "new" / "store")
 
-    def test_a_file_url_is_a_path(self, url: str, backend: Backend) -> None:
-        backend.put("a", b"x")
-        assert open_backend(f"file://{url}").read("a") == b"x"
-        assert open_backend(Path(url)).durable_root == Path(url)
+    def test_a_file_url_is_a_path(self, url: str, storage: Storage) -> None:
+        storage.put("a", b"x")
+        assert open_storage(f"file://{url}").read("a") == b"x"
+        assert open_storage(Path(url)).durable_root == Path(url)
 
-    def test_a_symbolic_link_is_neither_read_nor_listed(self, url: str, backend: Backend, tmp_path: Path) -> None:
-        backend.put("a", b"x")
+    def test_a_symbolic_link_is_neither_read_nor_listed(self, url: str, storage: Storage, tmp_path: Path) -> None:
+        storage.put("a", b"x")
         (tmp_path / "secret").mkdir()
         (tmp_path / "secret" / "file").write_bytes(b"secret")
         os.symlink(tmp_path / "secret" / "file", f"{url}/link")
         os.symlink(tmp_path / "secret", f"{url}/dir")
-        for read in (backend.read, lambda k: backend.read_into(k, 0, [space(1)])):
+        for read in (storage.read, lambda k: storage.read_into(k, 0, [space(1)])):
             with pytest.raises(Corrupt):
                 read("link")
-        assert list(backend.list("")) == [("a", 1)]
-        assert backend.size("link") is None
+        assert list(storage.list("")) == [("a", 1)]
+        assert storage.size("link") is None
 
-    def test_more_files_are_read_than_are_kept_open(self, backend: Backend) -> None:
+    def test_more_files_are_read_than_are_kept_open(self, storage: Storage) -> None:
         for i in range(200):
-            backend.put(f"packs/{i}", b"%03d" % i, durable=False)
+            storage.put(f"packs/{i}", b"%03d" % i, durable=False)
 
         def read(i: int) -> bool:
             out = space(3)
-            backend.read_into(f"packs/{i}", 0, [out])
+            storage.read_into(f"packs/{i}", 0, [out])
             return bytes(out) == b"%03d" % i
 
         with ThreadPoolExecutor(8) as pool:
             assert all(pool.map(read, random.choices(range(200), k=4000)))
-        packs = f"{Path(backend.url).resolve()}/packs/"
+        packs = f"{Path(storage.url).resolve()}/packs/"
         assert 0 < len([fd for fd in Path("/proc/self/fd").iterdir() if str(fd.resolve()).startswith(packs)]) <= 64
-        backend.close()
+        storage.close()
         assert not [fd for fd in Path("/proc/self/fd").iterdir() if str(fd.resolve()).startswith(packs)]
 
-    def test_a_forked_child_reads_and_writes(self, backend: Backend) -> None:
-        backend.put("a", b"0123")
-        backend.read_into("a", 0, [space(4)])
+    def test_a_forked_child_reads_and_writes(self, storage: Storage) -> None:
+        storage.put("a", b"0123")
+        storage.read_into("a", 0, [space(4)])
 
         def child() -> None:
             out = space(2)
-            backend.read_into("a", 2, [out])
-            backend.put("b", out)
+            storage.read_into("a", 2, [out])
+            storage.put("b", out)
 
         process = multiprocessing.get_context("fork").Process(target=child)
         process.start()
         process.join(30)
         assert process.exitcode == 0
-        assert backend.read("b") == b"23"
+        assert storage.read("b") == b"23"
 
-    def test_files_get_the_rights_that_the_umask_leaves(self, url: str, backend: Backend) -> None:
+    def test_files_get_the_rights_that_the_umask_leaves(self, url: str, storage: Storage) -> None:
         before = os.umask(0o027)
         try:
-            backend.put("a", b"x")
+            storage.put("a", b"x")
         finally:
             os.umask(before)
         assert (Path(url) / "a").stat().st_mode & 0o777 == 0o640
 
     def test_storage_options_are_refused(self, url: str) -> None:
         with pytest.raises(InvalidInput):
-            open_backend(url, storage_options={"key": "x"})
+            open_storage(url, storage_options={"key": "x"})
 
 
 class TestMemory(BackendContract):
@@ -357,9 +357,9 @@ class TestMemory(BackendContract):
     def url(self) -> str:
         return f"memory://{new_session_id()}"
 
-    def test_a_listing_that_another_thread_disturbed_is_made_again(self, backend: Backend, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_a_listing_that_another_thread_disturbed_is_made_again(self, storage: Storage, monkeypatch: pytest.MonkeyPatch) -> None:
         """The garbage collector may let other threads go on while fsspec copies the names that it has."""
-        backend.put("packs/aa/x", b"x")
+        storage.put("packs/aa/x", b"x")
         real, disturbed = MemoryFileSystem.find, [True, True]
 
         def find(fs: MemoryFileSystem, path: str, **more: Any) -> Any:
@@ -370,7 +370,7 @@ class TestMemory(BackendContract):
             return real(fs, path, **more)
 
         monkeypatch.setattr(MemoryFileSystem, "find", find)
-        assert list(backend.list("packs/")) == [("packs/aa/x", 1)]
+        assert list(storage.list("packs/")) == [("packs/aa/x", 1)]
 
 
 class _Service(MemoryFileSystem):  # type: ignore[misc]  # fsspec is untyped
@@ -404,9 +404,9 @@ class TestOtherServices(BackendContract):
     def url(self, service: dict[str, Any]) -> str:
         return f"gs://{new_session_id()}/store"
 
-    def test_nothing_is_left_of_the_trial(self, backend: Backend) -> None:
-        assert backend.put_new("a", b"x") and not backend.put_new("a", b"y")
-        assert list(backend.list("")) == [("a", 1)]
+    def test_nothing_is_left_of_the_trial(self, storage: Storage) -> None:
+        assert storage.put_new("a", b"x") and not storage.put_new("a", b"y")
+        assert list(storage.list("")) == [("a", 1)]
 
     def test_a_library_that_overwrites_is_refused_when_a_store_is_made_and_when_one_is_there(
         self, url: str, service: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -427,12 +427,12 @@ class TestOtherServices(BackendContract):
 @pytest.mark.parametrize("url", ["http://example.org/store", "nonsense://store"])
 def test_a_place_without_exclusive_creation_is_refused(url: str) -> None:
     with pytest.raises(InvalidInput, match="cannot live at"):
-        open_backend(url)
+        open_storage(url)
 
 
-def written(backend: Backend, key: str, data: bytes) -> Writer:
+def written(storage: Storage, key: str, data: bytes) -> Writer:
     """A writer that has `data` and was not finished."""
-    writer = backend.create(key, session=SESSION)
+    writer = storage.create(key, session=SESSION)
     writer.append([memoryview(data)])
     return writer
 

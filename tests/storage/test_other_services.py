@@ -12,7 +12,7 @@ import pytest
 
 import ckptstore
 from ckptstore.core.ids import new_session_id
-from ckptstore.storage.contract import Backend
+from ckptstore.storage.contract import Storage
 from tests.maintenance.collecting import state_of
 from tests.maintenance.stores import assert_equal
 from tests.storage.test_backend import BackendContract
@@ -60,9 +60,9 @@ class _Service(BackendContract):
     def options(self) -> dict[str, Any]:
         return _options(self.scheme)
 
-    def test_nothing_is_left_of_the_trial(self, backend: Backend) -> None:
-        assert backend.put_new("a", b"x") and not backend.put_new("a", b"y")
-        assert list(backend.list("")) == [("a", 1)]
+    def test_nothing_is_left_of_the_trial(self, storage: Storage) -> None:
+        assert storage.put_new("a", b"x") and not storage.put_new("a", b"y")
+        assert list(storage.list("")) == [("a", 1)]
 
 
 class TestGoogle(_Service):

@@ -9,7 +9,7 @@ import pytest
 
 from ckptstore.core.ids import SessionId
 from ckptstore.errors import CkptStoreError, Conflict, InvalidInput, NotFound, Unavailable
-from ckptstore.storage.contract import Backend, open_backend
+from ckptstore.storage.contract import Storage, open_storage
 from ckptstore.storage.s3_obstore import ObstoreReads
 from ckptstore.storage.s3_requests import Requests
 from ckptstore.storage.s3_upload import PART_BYTES
@@ -28,31 +28,31 @@ class TestS3(BackendContract):
         return s3.options()
 
     @pytest.mark.parametrize("size", [PART_BYTES - 1, PART_BYTES, PART_BYTES + 1, 2 * PART_BYTES + 5])
-    def test_objects_around_the_size_of_a_part_come_back(self, backend: Backend, size: int) -> None:
+    def test_objects_around_the_size_of_a_part_come_back(self, storage: Storage, size: int) -> None:
         whole = random.randbytes(size)
-        writer = backend.create("packs/aa/x", session=SESSION)
+        writer = storage.create("packs/aa/x", session=SESSION)
         for start in range(0, size, 3 << 20):
             writer.append([memoryview(whole)[start : start + (3 << 20)]])
         writer.finish()
-        assert backend.size("packs/aa/x") == size
+        assert storage.size("packs/aa/x") == size
         out = memoryview(bytearray(size))
-        backend.read_into("packs/aa/x", 0, [out[: size // 2], out[size // 2 :]])
+        storage.read_into("packs/aa/x", 0, [out[: size // 2], out[size // 2 :]])
         assert bytes(out) == whole
-        assert list(backend.list("tmp/")) == []
+        assert list(storage.list("tmp/")) == []
 
-    def test_a_large_object_is_put_in_parts(self, backend: Backend) -> None:
+    def test_a_large_object_is_put_in_parts(self, storage: Storage) -> None:
         whole = random.randbytes(PART_BYTES + 100)
-        backend.put("log/checkpoint-000000001000", whole)
-        assert backend.read("log/checkpoint-000000001000") == whole
+        storage.put("log/checkpoint-000000001000", whole)
+        assert storage.read("log/checkpoint-000000001000") == whole
 
     @pytest.mark.parametrize("size", [5, PART_BYTES + 5])
     def test_an_object_whose_answer_was_lost_is_known_for_its_own(self, s3: S3Server, url: str, size: int) -> None:
         """It has its name, so the repeated request is refused; what has the name is what was sent."""
         lost: list[bytes] = []
         with proxy_to(s3.address) as proxy:
-            backend = open_backend(url, storage_options=s3.behind(proxy.endpoint).options(deadline_s=8))
-            backend.size("packs/aa/x")
-            writer = backend.create("packs/aa/x", session=SESSION)
+            storage = open_storage(url, storage_options=s3.behind(proxy.endpoint).options(deadline_s=8))
+            storage.size("packs/aa/x")
+            writer = storage.create("packs/aa/x", session=SESSION)
             writer.append([memoryview(whole := random.randbytes(size))])
 
             def lose(data: bytes) -> bytes:
@@ -65,34 +65,34 @@ class TestS3(BackendContract):
             proxy.faults.spoil = lose
             assert writer.finish()
             assert lost
-            assert backend.read("packs/aa/x") == whole
+            assert storage.read("packs/aa/x") == whole
             with pytest.raises(Conflict):
-                written(backend, "packs/aa/x", whole).finish()
+                written(storage, "packs/aa/x", whole).finish()
 
     def test_an_upload_that_a_crash_left_behind_is_listed_under_its_session_and_can_be_deleted(self, url: str, s3: S3Server) -> None:
-        backend = open_backend(url, storage_options=s3.options(deadline_s=2))  # moto answers what is not there with 500
-        writer = backend.create(f"packs/{SESSION[:2]}/{SESSION}-0-3", session=SESSION)
+        storage = open_storage(url, storage_options=s3.options(deadline_s=2))  # moto answers what is not there with 500
+        writer = storage.create(f"packs/{SESSION[:2]}/{SESSION}-0-3", session=SESSION)
         writer.append([memoryview(bytes(PART_BYTES + 1))])
-        assert list(backend.list("packs/")) == []
-        ((key, size),) = backend.list("tmp/")
+        assert list(storage.list("packs/")) == []
+        ((key, size),) = storage.list("tmp/")
         assert key.startswith(f"tmp/{SESSION}-")
         assert size == 0
-        backend.delete(key)
-        backend.delete(key)
-        assert list(backend.list("tmp/")) == []
+        storage.delete(key)
+        storage.delete(key)
+        assert list(storage.list("tmp/")) == []
         with pytest.raises(CkptStoreError):
             writer.finish()
 
-    def test_discarding_an_upload_aborts_it(self, backend: Backend) -> None:
-        writer = backend.create(f"packs/{SESSION[:2]}/{SESSION}-0-3", session=SESSION)
+    def test_discarding_an_upload_aborts_it(self, storage: Storage) -> None:
+        writer = storage.create(f"packs/{SESSION[:2]}/{SESSION}-0-3", session=SESSION)
         writer.append([memoryview(bytes(PART_BYTES + 1))])
         writer.discard()
-        assert list(backend.list("tmp/")) == []
+        assert list(storage.list("tmp/")) == []
 
-    def test_more_objects_are_listed_than_a_page_holds(self, s3: S3Server, backend: Backend, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_more_objects_are_listed_than_a_page_holds(self, s3: S3Server, storage: Storage, monkeypatch: pytest.MonkeyPatch) -> None:
         for n in range(7):
-            backend.put(f"log/{n}", b"x")
-        real = backend._requests.run  # type: ignore[attr-defined]  # the test wants small pages
+            storage.put(f"log/{n}", b"x")
+        real = storage._requests.run  # type: ignore[attr-defined]  # the test wants small pages
 
         def small_pages(request: Any, what: str, **more: Any) -> Any:
             class Client:
@@ -104,8 +104,8 @@ class TestS3(BackendContract):
 
             return real(lambda client: request(Client(client)), what, **more)
 
-        monkeypatch.setattr(backend._requests, "run", small_pages)  # type: ignore[attr-defined]
-        assert [key for key, _ in backend.list("log/")] == [f"log/{n}" for n in range(7)]
+        monkeypatch.setattr(storage._requests, "run", small_pages)  # type: ignore[attr-defined]
+        assert [key for key, _ in storage.list("log/")] == [f"log/{n}" for n in range(7)]
 
 
 class TestThroughObstore(TestS3):
@@ -117,81 +117,81 @@ class TestThroughObstore(TestS3):
 
     @pytest.mark.parametrize("name", ["a", "with space", "grün", "100%", "a+b", "~[x]{y}^"])
     def test_names_of_every_kind_are_read(self, s3: S3Server, url: str, name: str) -> None:
-        backend = open_backend(url.replace("/store", f"/{name}"), storage_options=s3.options())
-        backend.put(f"{name}/b", b"0123456789")
-        assert (backend.read(f"{name}/b"), backend.read_tail(f"{name}/b", 3)) == (b"0123456789", (b"789", 10))
+        storage = open_storage(url.replace("/store", f"/{name}"), storage_options=s3.options())
+        storage.put(f"{name}/b", b"0123456789")
+        assert (storage.read(f"{name}/b"), storage.read_tail(f"{name}/b", 3)) == (b"0123456789", (b"789", 10))
 
     def test_a_read_is_one_request_and_so_is_one_in_vain(self, s3: S3Server, url: str) -> None:
         with proxy_to(s3.address) as proxy:
-            backend = open_backend(url, storage_options=s3.behind(proxy.endpoint).options())
-            backend.put("a", b"0123456789")
+            storage = open_storage(url, storage_options=s3.behind(proxy.endpoint).options())
+            storage.put("a", b"0123456789")
             out = memoryview(bytearray(4))
-            backend.read("a")
+            storage.read("a")
             before = proxy.requests
-            backend.read("a", 2, 5)
-            backend.read_into("a", 1, [out])
-            backend.read_tail("a", 5)
+            storage.read("a", 2, 5)
+            storage.read_into("a", 1, [out])
+            storage.read_tail("a", 5)
             with pytest.raises(NotFound):
-                backend.read("b")
+                storage.read("b")
             assert proxy.requests == before + 4
 
-    def test_obstore_is_what_reads(self, backend: Backend, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_obstore_is_what_reads(self, storage: Storage, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr("ckptstore.storage.s3_reads.ClientReads._get", None)
-        backend.put("a", b"0123456789")
+        storage.put("a", b"0123456789")
         out = memoryview(bytearray(4))
-        backend.read_into("a", 3, [out[:1], out[1:]])
+        storage.read_into("a", 3, [out[:1], out[1:]])
         assert bytes(out) == b"3456"
-        assert (backend.read("a"), backend.read("a", 8), backend.read_tail("a", 2)) == (b"0123456789", b"89", (b"89", 10))
+        assert (storage.read("a"), storage.read("a", 8), storage.read_tail("a", 2)) == (b"0123456789", b"89", (b"89", 10))
         assert not [record for record in caplog.records if record.name == "ckptstore"]
 
-    def test_what_obstore_fails_at_is_read_by_s3fs_and_said_once(self, backend: Backend, caplog: pytest.LogCaptureFixture) -> None:
-        backend.put("a", b"")
+    def test_what_obstore_fails_at_is_read_by_s3fs_and_said_once(self, storage: Storage, caplog: pytest.LogCaptureFixture) -> None:
+        storage.put("a", b"")
         for _ in range(2):
-            assert backend.read_tail("a", 8) == (b"", 0)  # a range of an empty object is one that S3 cannot satisfy
+            assert storage.read_tail("a", 8) == (b"", 0)  # a range of an empty object is one that S3 cannot satisfy
         assert [record.levelname for record in caplog.records if record.name == "ckptstore"] == ["WARNING"]
         assert "testing-secret" not in caplog.text
 
-    def test_obstore_is_what_uploads(self, backend: Backend, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_obstore_is_what_uploads(self, storage: Storage, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr("ckptstore.storage.s3_upload.S3Writer._send", None)
         for size in (10, 2 * PART_BYTES + 5):
             whole = random.randbytes(size)
-            writer = backend.create(f"packs/{size}", session=SESSION)
+            writer = storage.create(f"packs/{size}", session=SESSION)
             writer.append([memoryview(whole)])
             writer.finish()
-            assert backend.read(f"packs/{size}") == whole
+            assert storage.read(f"packs/{size}") == whole
 
-    def test_what_was_appended_is_the_callers_again(self, backend: Backend) -> None:
+    def test_what_was_appended_is_the_callers_again(self, storage: Storage) -> None:
         buffer, whole = bytearray(3 << 20), random.randbytes(30 << 20)
-        writer = backend.create("packs/aa/x", session=SESSION)
+        writer = storage.create("packs/aa/x", session=SESSION)
         for start in range(0, len(whole), len(buffer)):
             buffer[:] = whole[start : start + len(buffer)]
             writer.append([memoryview(buffer)])
         buffer[:] = bytes(len(buffer))
         writer.finish()
-        assert backend.read("packs/aa/x") == whole
+        assert storage.read("packs/aa/x") == whole
 
     @pytest.mark.parametrize("fault", ["reset", "busy"])
     def test_an_upload_is_repeated_until_it_succeeds(self, s3: S3Server, url: str, seed: int, fault: str) -> None:
         whole = random.randbytes(3 * PART_BYTES + 5)
         with proxy_to(s3.address, seed) as proxy:
-            backend = open_backend(url, storage_options=s3.behind(proxy.endpoint).options())
+            storage = open_storage(url, storage_options=s3.behind(proxy.endpoint).options())
             setattr(proxy.faults, fault, 0.3 if fault == "busy" else 0.001)
-            backend.put("packs/aa/x", whole)
-        assert open_backend(url, storage_options=s3.options()).read("packs/aa/x") == whole
+            storage.put("packs/aa/x", whole)
+        assert open_storage(url, storage_options=s3.options()).read("packs/aa/x") == whole
 
     def test_an_upload_to_a_server_that_went_silent_ends_at_the_deadline_and_leaves_what_gc_finds(self, s3: S3Server, url: str) -> None:
         with proxy_to(s3.address) as proxy:
-            backend = open_backend(url, storage_options=s3.behind(proxy.endpoint).options(deadline_s=2))
-            writer = backend.create(f"packs/{SESSION[:2]}/{SESSION}-0-3", session=SESSION)
+            storage = open_storage(url, storage_options=s3.behind(proxy.endpoint).options(deadline_s=2))
+            writer = storage.create(f"packs/{SESSION[:2]}/{SESSION}-0-3", session=SESSION)
             writer.append([memoryview(bytes(PART_BYTES + 1))])
-            while not list(backend.list("tmp/")):
+            while not list(storage.list("tmp/")):
                 pass
             proxy.faults.silent.set()
             started = time.monotonic()
             with pytest.raises(Unavailable, match="given up after 2 s"):
                 writer.finish()
             assert time.monotonic() - started < 30
-        left = open_backend(url, storage_options=s3.options())
+        left = open_storage(url, storage_options=s3.options())
         assert [SESSION in key for key, _ in left.list("tmp/")] == [True]
         assert not list(left.list("packs/"))
 
@@ -205,56 +205,56 @@ class TestThroughObstore(TestS3):
             return data
 
         with proxy_to(s3.address) as proxy:
-            backend = open_backend(url, storage_options=s3.behind(proxy.endpoint).options(deadline_s=4))
+            storage = open_storage(url, storage_options=s3.behind(proxy.endpoint).options(deadline_s=4))
             proxy.faults.spoil = lose
-            backend.put("packs/aa/x", whole := random.randbytes(PART_BYTES + 5))
+            storage.put("packs/aa/x", whole := random.randbytes(PART_BYTES + 5))
             assert lost
-            assert backend.read("packs/aa/x") == whole
+            assert storage.read("packs/aa/x") == whole
 
     @pytest.mark.parametrize("fault", ["reset", "busy", "cut"])
     def test_a_read_is_repeated_until_it_succeeds(self, s3: S3Server, url: str, seed: int, fault: str) -> None:
         whole = random.randbytes(3 << 20)
-        open_backend(url, storage_options=s3.options()).put("a", whole)
+        open_storage(url, storage_options=s3.options()).put("a", whole)
         with proxy_to(s3.address, seed) as proxy:
             setattr(proxy.faults, fault, 0.5 if fault == "busy" else 0.02)
-            backend = open_backend(url, storage_options=s3.behind(proxy.endpoint).options())
+            storage = open_storage(url, storage_options=s3.behind(proxy.endpoint).options())
             for _ in range(3):
                 out = memoryview(bytearray(len(whole)))
-                backend.read_into("a", 0, [out])
+                storage.read_into("a", 0, [out])
                 assert out == whole
 
     def test_a_read_from_a_server_that_went_silent_ends_at_the_deadline(self, s3: S3Server, url: str) -> None:
         with proxy_to(s3.address) as proxy:
-            backend = open_backend(url, storage_options=s3.behind(proxy.endpoint).options(deadline_s=2))
-            backend.put("a", b"x")
-            backend.read("a")
+            storage = open_storage(url, storage_options=s3.behind(proxy.endpoint).options(deadline_s=2))
+            storage.put("a", b"x")
+            storage.read("a")
             proxy.faults.silent.set()
             started = time.monotonic()
             with pytest.raises(Unavailable, match="given up after 2 s"):
-                backend.read("a")
+                storage.read("a")
             assert time.monotonic() - started < 20
 
 
 @pytest.mark.parametrize("more", ["?client=curl", "?clint=obstore", "?obstore"])
 def test_a_client_that_is_not_known_is_refused(more: str) -> None:
     with pytest.raises(InvalidInput, match="obstore"):
-        open_backend(f"s3://bucket/store{more}")
+        open_storage(f"s3://bucket/store{more}")
 
 
 def test_the_client_may_be_an_option_and_is_no_part_of_the_name() -> None:
     for url, options in (("s3://bucket/store?client=obstore", None), ("s3://bucket/store", {"client": "obstore"})):
-        backend = open_backend(url, storage_options=options)
-        assert backend.url == "s3://bucket/store"
-        assert isinstance(backend._reads, ObstoreReads)  # type: ignore[attr-defined]
+        storage = open_storage(url, storage_options=options)
+        assert storage.url == "s3://bucket/store"
+        assert isinstance(storage._reads, ObstoreReads)  # type: ignore[attr-defined]
 
 
 def test_a_bucket_that_is_not_there_is_named(s3: S3Server) -> None:
-    backend = open_backend("s3://no-such-bucket/store", storage_options=s3.options())
+    storage = open_storage("s3://no-such-bucket/store", storage_options=s3.options())
     with pytest.raises(NotFound, match="no-such-bucket"):
-        backend.read("a")
-    assert list(backend.list("")) == []
+        storage.read("a")
+    assert list(storage.list("")) == []
     with pytest.raises(InvalidInput, match="make the bucket first"):
-        backend.put("a", b"x")
+        storage.put("a", b"x")
 
 
 @pytest.mark.parametrize(("options", "wanted"), [
@@ -278,15 +278,15 @@ def test_what_the_client_signs_with_is_told(options: dict[str, Any], wanted: obj
 
 def test_credentials_in_the_url_are_refused_and_not_repeated() -> None:
     with pytest.raises(InvalidInput) as caught:
-        open_backend("s3://AKIAKEY:topsecret@bucket/store")
+        open_storage("s3://AKIAKEY:topsecret@bucket/store")
     assert "topsecret" not in str(caught.value)
 
 
 def test_no_secret_is_in_an_error(s3: S3Server) -> None:
     options = {"endpoint_url": "http://127.0.0.1:1", "key": "AKIAKEY123", "secret": "top-secret-value", "deadline_s": 0.2}
-    backend = open_backend("s3://bucket/store", storage_options=options)
+    storage = open_storage("s3://bucket/store", storage_options=options)
     with pytest.raises(CkptStoreError) as caught:
-        backend.put("a", b"x")
+        storage.put("a", b"x")
     error: BaseException | None = caught.value
     assert "s3://bucket/store" in str(error)
     assert "top-secret-value" not in str(error)

@@ -39,8 +39,8 @@ def _share_a_store(seats: Sequence[tuple[Path, Path | None]], seconds: float, nu
 
 
 def _check_what_is_left(place: Path, steps: list[int]) -> None:
-    with opened(place) as opening:
-        rows = opening.log.replay().commits
+    with opened(place) as handle:
+        rows = handle.log.replay().commits
     assert {row.step for row in rows.values()} <= set(steps)
     contents: dict[CommitId, dict[str, object]] = {commit: small(row.step or 0) for commit, row in rows.items()}
     assert {name for name, _ in view_of(place).tags if name.startswith("keep-")}

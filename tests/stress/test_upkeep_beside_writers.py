@@ -48,8 +48,8 @@ def _look(place: Path, runs: int, nursery: Nursery, seed: int, *, churners: int)
     print(f"{runs} runs of fsck, {-(-runs // REPAIRS)} of repair, beside {churners} processes ({beside}): {len(found)} alarms; seed {seed}")
     assert found == []
     assert counts["committed"] > churners
-    with opened(place) as opening:
-        rows = opening.log.replay().commits
+    with opened(place) as handle:
+        rows = handle.log.replay().commits
     assert_no_garbage_after_gc(place, {commit: small(row.step or 0) for commit, row in rows.items()})
 
 

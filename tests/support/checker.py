@@ -33,8 +33,8 @@ class View:
 
 
 def view_of(place: Path) -> View:
-    with opened(place) as opening:
-        state = opening.log.replay()
+    with opened(place) as handle:
+        state = handle.log.replay()
     forgotten = frozenset(commit for commit, row in state.commits.items() if row.soft)
     return View(frozenset(state.commits) - forgotten, forgotten, frozenset(state.tags.items()))
 

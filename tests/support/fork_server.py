@@ -94,18 +94,18 @@ class Nursery:
         """Let the server end, which removes the folder; children that are still there do not."""
         self._server.communicate()
 
-    def start(self, deed: str, **given: Any) -> Child:
-        """A child that will do `deed` once it is let go."""
+    def start(self, scenario: str, **given: Any) -> Child:
+        """A child that will do `scenario` once it is let go."""
         self._count += 1
         gate, lines = (Path(self.folder, f"{kind}-{self._count}") for kind in ("gate", "lines"))
         os.mkfifo(gate)
         lines.touch()
-        pid = int(self.ask({"deed": deed, "given": given, "gate": str(gate), "lines": str(lines)}))
+        pid = int(self.ask({"deed": scenario, "given": given, "gate": str(gate), "lines": str(lines)}))
         return Child(self, pid, gate, lines)
 
-    def run(self, deed: str, **given: Any) -> Child:
-        """A child that has done `deed` and ended."""
-        child = self.start(deed, **given).go()
+    def run(self, scenario: str, **given: Any) -> Child:
+        """A child that has done `scenario` and ended."""
+        child = self.start(scenario, **given).go()
         child.wait()
         return child
 

@@ -28,13 +28,13 @@ def reworded(draw: st.DrawFn, data: bytes) -> bytes:
         if not sites:
             break
         container, key = draw(st.sampled_from(sites))
-        deed = draw(st.sampled_from(["replace", "copy", "remove", "double"]))
-        if deed == "replace":
+        scenario = draw(st.sampled_from(["replace", "copy", "remove", "double"]))
+        if scenario == "replace":
             container[key] = deepcopy(draw(st.sampled_from(STRANGE)))
-        elif deed == "copy":
+        elif scenario == "copy":
             other, there = draw(st.sampled_from(sites))
             container[key] = deepcopy(other[there])
-        elif deed == "remove":
+        elif scenario == "remove":
             del container[key]
         elif isinstance(container, list):
             container.insert(key, deepcopy(container[key]))

@@ -1,6 +1,6 @@
 """Which changes does a piece of work make, one by one? Recorded, so that a crash after any of them can be looked at; or interrupted.
 
-Changes are those of `LocalBackend`, seen at the calls of `os` that make them. The indexes belong to SQLite and LMDB; they are copied
+Changes are those of `LocalStorage`, seen at the calls of `os` that make them. The indexes belong to SQLite and LMDB; they are copied
 whenever their bytes are others, which is looked at before each change and after each SQL statement.
 """
 
@@ -64,7 +64,7 @@ class Recording:
 
 @dataclass(frozen=True, slots=True)
 class Wreck:
-    """A disk after a crash: what `LocalBackend` left, and a copy of the indexes."""
+    """A disk after a crash: what `LocalStorage` left, and a copy of the indexes."""
 
     left: Left
     index: Path | None
@@ -128,7 +128,7 @@ def interrupted(place: Path, after: int) -> Iterator[None]:
 
 @contextmanager
 def _watched(place: Path, before: Callable[[], None], changed: Callable[[str, Change], None]) -> Iterator[None]:
-    """Call `before` ahead of each change, and `changed` after each that `LocalBackend` made. Stores must be opened within."""
+    """Call `before` ahead of each change, and `changed` after each that `LocalStorage` made. Stores must be opened within."""
 
     lock = threading.RLock()
 

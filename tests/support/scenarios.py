@@ -26,8 +26,8 @@ from ckptstore.maintenance.check.report import Level
 from ckptstore.maintenance.mirror.mirror import MirrorOptions, mirror
 from ckptstore.maintenance.mirror.remotes import choose
 from ckptstore.maintenance.retention import KeepLast
-from ckptstore.repository.store_handle import Opening
-from ckptstore.repository.thread_pool import Threads
+from ckptstore.repository.store_handle import StoreHandle
+from ckptstore.repository.thread_pool import ThreadPool
 from ckptstore.storage import file_lock
 from ckptstore.store import Store
 from tests.cli.running import call
@@ -59,7 +59,7 @@ def live(request: dict[str, Any]) -> None:
             report("ready")
         with suppress(OSError), open(request["gate"]):  # a fault may strike this close
             pass
-        DEEDS[request["deed"]](report, **request["given"])
+        SCENARIOS[request["deed"]](report, **request["given"])
         code = _FINISHED
     except BaseException:
         traceback.print_exc()
@@ -317,11 +317,11 @@ def point(report: Report, place: str, path: str) -> None:
     report("pointed")
 
 
-def push(report: Report, source: str, target: str, parcel_bytes: int) -> None:
+def push(report: Report, source: str, target: str, batch_bytes: int) -> None:
     """Bring every commit of one store into another, in parcels."""
-    with closing(Opening(source, read_only=True)) as ours, closing(Opening(target)) as theirs:
+    with closing(StoreHandle(source, read_only=True)) as ours, closing(StoreHandle(target)) as theirs:
         wanted = choose(ours, (), run=None)
-        done = mirror(ours, theirs, wanted, MirrorOptions(parcel_bytes=parcel_bytes), Threads(1))
+        done = mirror(ours, theirs, wanted, MirrorOptions(batch_bytes=batch_bytes), ThreadPool(1))
     report("sent", len(done.sent), done.chunks)
 
 
@@ -409,4 +409,4 @@ _ALL = (
     push,
     churn,
 )
-DEEDS: dict[str, Callable[..., None]] = {deed.__name__: deed for deed in _ALL}
+SCENARIOS: dict[str, Callable[..., None]] = {scenario.__name__: scenario for scenario in _ALL}

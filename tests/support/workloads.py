@@ -89,7 +89,7 @@ def undelete(store: Store) -> None:
 
 def checkpoint(store: Store) -> None:
     """What a thread of its own does otherwise: a tracer counts the calls of each thread, and would strike the first to make so many."""
-    log_of_store = store._opening.log
+    log_of_store = store._handle.log
     log_of_store._write_checkpoint(log_of_store.replay())
 
 

@@ -27,7 +27,7 @@ import numpy.typing as npt
 from ckptstore.core.ids import PackId, StoreId
 from ckptstore.core.paths import make_directories, rights, write_file
 from ckptstore.index.chunks import lmdb_check, lmdb_writes
-from ckptstore.index.chunks.lmdb_env import DATABASES, MAP_BYTES, UNSOUND, Environment, Transaction, Work, is_open, let_go, share
+from ckptstore.index.chunks.lmdb_env import DATABASES, MAP_BYTES, UNSOUND, LmdbEnvironment, Transaction, Work, is_open, release, share
 from ckptstore.index.chunks.memory import MemoryRecords
 from ckptstore.index.chunks.records import (
     LOCATION_DTYPE,
@@ -60,7 +60,7 @@ class ChunkIndex:
     def __init__(self, path: Path, store: StoreId, map_bytes: int, lock_timeout_s: float) -> None:
         self._path, self._store, self._seed = path, store, seed_of(store)
         self._map_bytes, self._lock_timeout_s = map_bytes, lock_timeout_s
-        self._env: Environment | None = None
+        self._env: LmdbEnvironment | None = None
         self._memory = MemoryRecords()
         self._packs_at: tuple[int, dict[int, PackId]] = -1, {}
         self._after_fork()
@@ -164,7 +164,7 @@ class ChunkIndex:
                 self._packs_at = -1, {}
             return self._packs_at[1] | self._memory.packs
 
-    def _list_packs(self, env: Environment, txn: Transaction) -> bool:
+    def _list_packs(self, env: LmdbEnvironment, txn: Transaction) -> bool:
         if txn.id() != self._packs_at[0]:
             rows = [(int.from_bytes(key), row) for key, row in txn.cursor(env.packs)]
             packs = {number: decode_pack(self._seed, number, row) for number, row in rows}
@@ -181,7 +181,7 @@ class ChunkIndex:
             self._packs_at = done, self._packs_at[1]
         return done is not None
 
-    def _read(self, env: Environment, work: Work[_T]) -> _T | None:
+    def _read(self, env: LmdbEnvironment, work: Work[_T]) -> _T | None:
         """What `work` finds, or None if the file turns out to be damaged; it is made anew then."""
         try:
             return env.read(work)
@@ -212,7 +212,7 @@ class ChunkIndex:
     def _lock_path(self) -> Path:
         return self._path.with_name(self._path.name + ".lock")
 
-    def _current(self) -> Environment | None:
+    def _current(self) -> LmdbEnvironment | None:
         """The environment that the path leads to now, opened if need be."""
         with self._lock:
             if not self._closed and (self._env is None or self._env.replaced()):
@@ -220,7 +220,7 @@ class ChunkIndex:
             self._forked = False
             return self._env
 
-    def _give_up(self, env: Environment) -> None:
+    def _give_up(self, env: LmdbEnvironment) -> None:
         """Replace a damaged file, unless another thread or process has done so."""
         with self._lock:
             if self._env is env:
@@ -267,7 +267,7 @@ class ChunkIndex:
     def _release(self) -> None:
         env, self._env, self._packs_at = self._env, None, (-1, {})
         if env:
-            let_go(env)
+            release(env)
 
     def _after_fork(self) -> None:
         """Locks may be held by threads that only the parent has, and the environment is the parent's."""

@@ -33,10 +33,10 @@ _MAP_BYTES_MIN = 1 << 20
 _MAX_READERS = 1024
 _T = TypeVar("_T")
 Transaction: TypeAlias = "lmdb.Transaction[bytes]"
-Work: TypeAlias = Callable[["Environment", Transaction], _T]
+Work: TypeAlias = Callable[["LmdbEnvironment", Transaction], _T]
 
 
-class Environment:
+class LmdbEnvironment:
     """An open LMDB environment, shared by all indexes of this process on one path."""
 
     def __init__(self, folder: Path, map_bytes: int) -> None:
@@ -143,7 +143,7 @@ class Environment:
             self._gate.notify_all()
 
 
-_shared: dict[Path, Environment] = {}
+_shared: dict[Path, LmdbEnvironment] = {}
 _lock = threading.Lock()
 
 
@@ -154,17 +154,17 @@ def is_open(folder: Path) -> bool:
         return env is not None and not env.replaced()
 
 
-def share(folder: Path, map_bytes: int) -> Environment:
-    """The environment at `folder`, to be given to `let_go` once."""
+def share(folder: Path, map_bytes: int) -> LmdbEnvironment:
+    """The environment at `folder`, to be given to `release` once."""
     with _lock:
         env = _shared.get(folder)
         if env is None or env.replaced():
-            env = _shared[folder] = Environment(folder, map_bytes)
+            env = _shared[folder] = LmdbEnvironment(folder, map_bytes)
         env.users += 1
         return env
 
 
-def let_go(env: Environment) -> None:
+def release(env: LmdbEnvironment) -> None:
     """Close `env` after its last user."""
     with _lock:
         env.users -= 1
@@ -176,7 +176,7 @@ def let_go(env: Environment) -> None:
 
 
 _FORK_TIMEOUT_S = 30.0
-_left_behind: list[Environment] = []
+_left_behind: list[LmdbEnvironment] = []
 
 
 def _before_fork() -> None:

@@ -6,13 +6,13 @@ import numpy as np
 import numpy.typing as npt
 
 from ckptstore.core.ids import CHUNK_ID_BYTES
-from ckptstore.index.chunks.lmdb_env import NUMBER_BYTES, Environment, Transaction
+from ckptstore.index.chunks.lmdb_env import NUMBER_BYTES, LmdbEnvironment, Transaction
 from ckptstore.index.chunks.records import LOCATION_DTYPE, NOTHING, Locations, as_values
 
 _BATCH = 65536
 
 
-def insert(env: Environment, txn: Transaction, number: int, row: bytes, ids: npt.NDArray[np.void], rows: Locations) -> int:
+def insert(env: LmdbEnvironment, txn: Transaction, number: int, row: bytes, ids: npt.NDArray[np.void], rows: Locations) -> int:
     """Put a pack into the index unless it is there, in place of another one of the same number; the number of the transaction."""
     key = number.to_bytes(NUMBER_BYTES)
     if (there := txn.get(key, db=env.packs)) != row:
@@ -24,7 +24,7 @@ def insert(env: Environment, txn: Transaction, number: int, row: bytes, ids: npt
     return txn.id()
 
 
-def _insert_batch(env: Environment, txn: Transaction, number: int, keys: list[bytes], values: list[bytes]) -> None:
+def _insert_batch(env: LmdbEnvironment, txn: Transaction, number: int, keys: list[bytes], values: list[bytes]) -> None:
     cursor = txn.cursor(env.chunks)
     _, added = cursor.putmulti(list(zip(keys, values, strict=True)), overwrite=False)
     if added < len(keys):
@@ -34,7 +34,7 @@ def _insert_batch(env: Environment, txn: Transaction, number: int, keys: list[by
         cursor.putmulti(list(zip(keys, values, strict=True)))
 
 
-def remove(env: Environment, txn: Transaction, gone: set[int]) -> int:
+def remove(env: LmdbEnvironment, txn: Transaction, gone: set[int]) -> int:
     """Take packs out of the index; the number of the transaction."""
     keys = {number.to_bytes(NUMBER_BYTES) for number in gone}
     deleted = [txn.delete(key, db=env.packs) for key in keys]
@@ -52,7 +52,7 @@ def remove(env: Environment, txn: Transaction, gone: set[int]) -> int:
     return txn.id()
 
 
-def _chunks_of(env: Environment, txn: Transaction, packs: set[int]) -> list[bytes]:
+def _chunks_of(env: LmdbEnvironment, txn: Transaction, packs: set[int]) -> list[bytes]:
     """The chunks that the index finds in one of `packs`."""
     chunks: list[bytes] = []
     cursor, wanted = iter(txn.cursor(env.chunks)), np.array(sorted(packs), np.uint32)

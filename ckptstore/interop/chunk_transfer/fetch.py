@@ -12,7 +12,7 @@ from ckptstore.errors import CkptStoreError, Corrupt
 from ckptstore.interop.chunk_transfer.chunk_names import is_named
 from ckptstore.interop.chunk_transfer.connection import Connection, Deadline, PeerFailed, Route
 from ckptstore.interop.chunk_transfer.protocol import IDS_PER_REQUEST, Description
-from ckptstore.interop.chunk_transfer.scheduler import STRIKES, Wanted, Work, all_lost
+from ckptstore.interop.chunk_transfer.scheduler import FAILURES_MAX, Wanted, Work, all_lost
 
 logger = logging.getLogger("ckptstore.transport")
 
@@ -43,9 +43,9 @@ class Traffic:
 class Peers:
     """The peers of one transfer of the state `step`: their connections are kept from one fetch to the next, until `close`."""
 
-    def __init__(self, routes: Sequence[Route], step: int, deadline: Deadline, hands: int) -> None:
+    def __init__(self, routes: Sequence[Route], step: int, deadline: Deadline, max_workers: int) -> None:
         self.traffic = Traffic()
-        self._routes, self._step, self._deadline, self._hands = list(routes), step, deadline, hands
+        self._routes, self._step, self._deadline, self._max_workers = list(routes), step, deadline, max_workers
         self._open: set[Connection] = set()
         self._idle: dict[Route, list[Connection]] = {route: [] for route in routes}
         self._closed = False
@@ -78,10 +78,10 @@ class Peers:
         """Bring every chunk to where it belongs. Raises what stood in the way; nothing is written any more then."""
         if not wanted:
             return
-        hands = min(self._hands, len(wanted))
-        work = Work(wanted, len(self._routes), hands * len(self._routes), self._deadline)
-        with self._threads(hands * len(self._routes)) as pool:
-            working = [pool.submit(self._work, work, peer) for _ in range(hands) for peer in range(len(self._routes))]
+        max_workers = min(self._max_workers, len(wanted))
+        work = Work(wanted, len(self._routes), max_workers * len(self._routes), self._deadline)
+        with self._threads(max_workers * len(self._routes)) as pool:
+            working = [pool.submit(self._work, work, peer) for _ in range(max_workers) for peer in range(len(self._routes))]
             try:
                 work.finish()
             except BaseException as error:
@@ -113,15 +113,15 @@ class Peers:
             pool.shutdown(wait=False, cancel_futures=True)
 
     def _describe(self, route: Route, names: str, early: bool) -> Description:
-        strikes = 0
+        failures = 0
         while True:
             try:
                 with self._connection(route) as connection:
                     self.traffic.add(requests=1)
                     return connection.describe(self._step, names, early=early)
             except PeerFailed as failed:
-                strikes += not (failed.slow or failed.since < 0)
-                if failed.final or strikes == STRIKES or self._closed:
+                failures += not (failed.slow or failed.since < 0)
+                if failed.final or failures == FAILURES_MAX or self._closed:
                     raise failed.error from failed
 
     def _first(self, waiting: "set[Future[Description]]") -> Description:

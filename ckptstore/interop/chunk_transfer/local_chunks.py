@@ -13,8 +13,8 @@ from ckptstore.interop.chunk_transfer.chunk_names import Naming, is_named
 from ckptstore.interop.chunk_transfer.connection import Deadline
 from ckptstore.interop.chunk_transfer.scheduler import Wanted
 from ckptstore.interop.chunk_transfer.staging import parts_of, read_chunks
-from ckptstore.repository.thread_pool import Threads
-from ckptstore.state.leaf_sources import Flat, Source
+from ckptstore.repository.thread_pool import ThreadPool
+from ckptstore.state.leaf_sources import FlatState, Source
 from ckptstore.state.leaves import TensorSource
 
 if TYPE_CHECKING:
@@ -27,16 +27,16 @@ Bring: TypeAlias = Callable[[Sequence[Wanted]], Iterable[Wanted]]
 """Lands chunks that should be here, and gives those that are not."""
 
 
-class Holdings:
+class LocalChunks:
     """What is here, for one transfer. `objects` is the local store, if there is one."""
 
-    def __init__(self, threads: Threads, deadline: Deadline, objects: "ObjectStore | None" = None) -> None:
+    def __init__(self, threads: ThreadPool, deadline: Deadline, objects: "ObjectStore | None" = None) -> None:
         self._threads, self._deadline, self._objects = threads, deadline, objects
         self._live: dict[bytes, tuple[Source, int, int]] = {}
         self._at: dict[tuple[int, int, int], bytes] = {}
         self._left: Mapping[bytes, memoryview] = {}
 
-    def add_live(self, live: Flat, chunk_bytes: int, naming: Naming, *, without: Collection[Source] = ()) -> None:
+    def add_live(self, live: FlatState, chunk_bytes: int, naming: Naming, *, without: Collection[Source] = ()) -> None:
         """Hash a live state, cut as the sender cuts its own, but for the leaves of `without`."""
         parts = [part for part in parts_of(live) if part.source not in without]
 

@@ -13,7 +13,7 @@ import torch
 from ckptstore.core.model import Shape
 from ckptstore.errors import InvalidInput
 from ckptstore.interop.chunk_transfer.protocol import MeshName, Placed
-from ckptstore.state.leaf_sources import Flat
+from ckptstore.state.leaf_sources import FlatState
 from ckptstore.state.shards import empty_local, is_dtensor
 
 if TYPE_CHECKING:
@@ -24,7 +24,7 @@ _SHARD = re.compile(r"S\((\d{1,3})\)")
 _STRIDED_SHARD = re.compile(r"_S\((\d{1,3}), (\d{1,6})\)")
 
 
-def placed_leaves(flat: Flat) -> dict[int, Placed]:
+def placed_leaves(flat: FlatState) -> dict[int, Placed]:
     """How each DTensor of a state lies. Raises `InvalidInput` for a ShardedTensor, which has no mesh."""
     found: dict[int, Placed] = {}
     for leaf, held in flat.held.items():

@@ -7,7 +7,7 @@ import threading
 from collections.abc import Callable
 
 from ckptstore.errors import Conflict
-from ckptstore.interop.chunk_transfer.served_state import Offer
+from ckptstore.interop.chunk_transfer.served_state import ServedState
 
 CUTTING_S = 5.0
 """How long a reader whose connection was cut may take to notice."""
@@ -21,23 +21,23 @@ class Reader:
         self.transfer = ""
 
 
-class Board:
+class Publication:
     """One place for one offer. Threads share it."""
 
     def __init__(self) -> None:
-        self._offer: Offer | None = None
-        self._leaving: Offer | None = None
+        self._offer: ServedState | None = None
+        self._leaving: ServedState | None = None
         self._readers: set[Reader] = set()
         self._changed = threading.Condition()
 
-    def post(self, offer: Offer) -> None:
+    def post(self, offer: ServedState) -> None:
         """Serve `offer`; nothing is served before."""
         with self._changed:
             assert self._offer is None and not self._readers
             self._offer = offer
             self._changed.notify_all()
 
-    def join(self, reader: Reader, step: int, wait_s: float) -> Offer | None:
+    def join(self, reader: Reader, step: int, wait_s: float) -> ServedState | None:
         """What is served as `step`, of which `reader` is a reader from now on; None if nothing is served within `wait_s`.
 
         Raises `OtherStep` if another step is served.
@@ -79,7 +79,7 @@ class Board:
             self._leaving = None
             return late
 
-    def _begun(self, reader: Reader, step: int) -> Offer | None:
+    def _begun(self, reader: Reader, step: int) -> ServedState | None:
         """What is being withdrawn, for a transfer that has begun."""
         begun = any(other.transfer == reader.transfer for other in self._readers)
         return self._leaving if begun and self._leaving and self._leaving.step == step else None

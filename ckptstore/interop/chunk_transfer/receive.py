@@ -15,20 +15,20 @@ from ckptstore.errors import Corrupt
 from ckptstore.interop.chunk_transfer.chunk_names import BLAKE3, NAMINGS, Naming
 from ckptstore.interop.chunk_transfer.connection import Deadline
 from ckptstore.interop.chunk_transfer.fetch import Peers
-from ckptstore.interop.chunk_transfer.local_chunks import Holdings, batches
+from ckptstore.interop.chunk_transfer.local_chunks import LocalChunks, batches
 from ckptstore.interop.chunk_transfer.protocol import Description
 from ckptstore.interop.chunk_transfer.scheduler import Wanted
 from ckptstore.interop.chunk_transfer.served_state import KEY
-from ckptstore.interop.chunk_transfer.store_lookup import Hope
+from ckptstore.interop.chunk_transfer.store_lookup import AdaptiveProbe
 from ckptstore.interop.chunk_transfer.targets import Target, check_claims, make_targets
 from ckptstore.objects.pages import join_pages
 from ckptstore.objects.schema import decode_schema
-from ckptstore.repository.thread_pool import Threads
+from ckptstore.repository.thread_pool import ThreadPool
 from ckptstore.restore.read_plan import Piece, select
 from ckptstore.restore.reader import Destination, Tree
 from ckptstore.state import containers
 from ckptstore.state.inflate import inflate, refuse_pickles
-from ckptstore.state.leaf_sources import Flat, Source
+from ckptstore.state.leaf_sources import FlatState, Source
 from ckptstore.state.leaves import Destination as TensorDestination
 
 if TYPE_CHECKING:
@@ -38,12 +38,12 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class Here:
+class LocalState:
     """What this process has: its live state, which is also where the received one goes if `in_place`; its store; what was `left` behind.
     Of peers, chunks are asked for by `names`."""
 
-    threads: Threads
-    live: Flat | None
+    threads: ThreadPool
+    live: FlatState | None
     in_place: bool
     objects: "ObjectStore | None"
     meshes: "Sequence[DeviceMesh]"
@@ -108,11 +108,11 @@ class _Landing:
         for source, target, n in self.piece.moves:
             self.destination.write(target, data[source : source + n])
 
-    def is_spoiled(self, holdings: Holdings) -> bool:
+    def is_spoiled(self, holdings: LocalChunks) -> bool:
         """Whether another chunk was taken by number to this place."""
         return _chunk_at(self.piece, self.destination, holdings) not in (None, self.piece.chunk)
 
-    def note(self, holdings: Holdings, chunk: bytes) -> None:
+    def note(self, holdings: LocalChunks, chunk: bytes) -> None:
         """Its memory was hashed, and is this chunk."""
         at, destination = self.piece.at, self.destination
         if at is not None and isinstance(destination, TensorDestination):
@@ -149,7 +149,7 @@ class Transfer:
     """One state on its way. `landed` are the chunks that came to new memory, also when the transfer fails."""
 
     peers: Peers
-    here: Here
+    here: LocalState
     deadline: Deadline
     landed: dict[bytes, memoryview] = field(default_factory=dict)
 
@@ -194,7 +194,7 @@ class Transfer:
         self.peers.traffic.forget_chunks()
         return bound
 
-    def _take_early(self, early: "_Bound", holdings: Holdings) -> None:
+    def _take_early(self, early: "_Bound", holdings: LocalChunks) -> None:
         """Take chunks by number while the peer copies others. They count when all are described, where the hash of what came is the one
         that is wanted."""
 
@@ -216,7 +216,7 @@ class Transfer:
         """Schema and pages, from the store or the peers."""
         data = {chunk: bytearray(nbytes) for chunk, nbytes in description.metadata}
         wanted = [Wanted(chunk, len(each), memoryview(each), _nothing) for chunk, each in data.items()]
-        self.peers.fetch(Holdings(self.here.threads, self.deadline, self.here.objects).land(wanted))
+        self.peers.fetch(LocalChunks(self.here.threads, self.deadline, self.here.objects).land(wanted))
         try:
             schema = decode_schema(bytes(data[description.schema[0]]))
             contents = join_pages([bytes(data[page]) for page, _ in description.pages], len(schema))
@@ -229,10 +229,10 @@ class Transfer:
         ref = TreeRef(ChunkId(description.schema[0]), tuple(ChunkId(page) for page, _ in description.pages))
         return Tree(KEY, ref, schema, contents, description.chunk_bytes)
 
-    def _holdings(self, described: "Future[Description]") -> Holdings:
+    def _holdings(self, described: "Future[Description]") -> LocalChunks:
         """What is here. A live state that is to be written to is hashed while the peer still hashes its own, and again if that is cut
         otherwise; one that is not, where its copy lands."""
-        holdings = Holdings(self.here.threads, self.deadline, self.here.objects)
+        holdings = LocalChunks(self.here.threads, self.deadline, self.here.objects)
         holdings.add_left(self.here.left)
         if self.here.live and self.here.in_place:
             expected = self.here.chunk_bytes, self.here.names
@@ -241,7 +241,7 @@ class Transfer:
                 holdings.add_live(self.here.live, said[0], NAMINGS[said[1]])
         return holdings
 
-    def _bring(self, wants: dict[bytes, _Want], holdings: Holdings, description: Description) -> None:
+    def _bring(self, wants: dict[bytes, _Want], holdings: LocalChunks, description: Description) -> None:
         naming: Naming = NAMINGS[description.names]
         wanted = [self._wanted(chunk, want) for chunk, want in wants.items()]
         if self.here.live and not self.here.in_place:
@@ -254,15 +254,15 @@ class Transfer:
             missing = self._from_store(missing, holdings)
         self.peers.fetch(missing)
 
-    def _from_store(self, missing: list[Wanted], holdings: Holdings) -> list[Wanted]:
+    def _from_store(self, missing: list[Wanted], holdings: LocalChunks) -> list[Wanted]:
         """Take from the local store what it has, by ids that peers tell, as long as it has enough of that; what it has not."""
-        hope, left = Hope(), list[Wanted]()
+        probe, left = AdaptiveProbe(), list[Wanted]()
         for batch in batches(missing):
-            if not hope:
+            if not probe:
                 left += batch
                 continue
             lacked = holdings.land_stored(batch, self.peers.ids([each.chunk for each in batch]))
-            hope.add(len(batch), len(batch) - len(lacked))
+            probe.add(len(batch), len(batch) - len(lacked))
             left += lacked
         return left
 
@@ -286,13 +286,13 @@ class Transfer:
                 yield held.origin.device_mesh
 
 
-def _sources(live: Flat | None) -> dict[str, Source]:
+def _sources(live: FlatState | None) -> dict[str, Source]:
     """The leaves of a live state that are whole here, by path."""
     return {live.schema.paths[i]: source for i, source in enumerate(live.leaves) if i not in live.held} if live else {}
 
 
 @uncollected()
-def _plan(tree: Tree, targets: Sequence[Target], sources: Mapping[str, Source], holdings: Holdings) -> _Plan:
+def _plan(tree: Tree, targets: Sequence[Target], sources: Mapping[str, Source], holdings: LocalChunks) -> _Plan:
     """What is wanted but for what is there, with what is alike in `sources`."""
     sizes, wants = dict[bytes, int](), dict[bytes, _Want]()
     for i, target in enumerate(targets):
@@ -314,7 +314,7 @@ def _plan(tree: Tree, targets: Sequence[Target], sources: Mapping[str, Source], 
     return _Plan(sizes, wants)
 
 
-def _chunk_at(piece: Piece, destination: Destination, holdings: Holdings) -> bytes | None:
+def _chunk_at(piece: Piece, destination: Destination, holdings: LocalChunks) -> bytes | None:
     """The chunk that was at this place when that was hashed: in live memory, or since it was taken by number."""
     if piece.at is None or not isinstance(destination, TensorDestination):
         return None

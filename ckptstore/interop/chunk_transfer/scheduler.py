@@ -16,7 +16,7 @@ from ckptstore.errors import CkptStoreError, Unavailable
 from ckptstore.interop.chunk_transfer.connection import Deadline
 from ckptstore.interop.chunk_transfer.protocol import IDS_PER_REQUEST
 
-STRIKES = 4
+FAILURES_MAX = 4
 """A peer that failed so many times in a row is asked no more."""
 
 
@@ -38,13 +38,13 @@ class Wanted:
 class Work:
     """The chunks of one fetch, shared by the threads that ask `peers`, which are numbered."""
 
-    def __init__(self, wanted: Sequence[Wanted], peers: int, hands: int, deadline: Deadline) -> None:
+    def __init__(self, wanted: Sequence[Wanted], peers: int, max_workers: int, deadline: Deadline) -> None:
         self._todo = deque(wanted)
         # Little is divided among all hands, much is taken as fast as each can.
-        self._batch_bytes = min(RUN_BYTES, max(MIB, sum(each.nbytes for each in wanted) // hands))
+        self._batch_bytes = min(RUN_BYTES, max(MIB, sum(each.nbytes for each in wanted) // max_workers))
         self._missing = len(wanted)
         self._deadline = deadline
-        self._strikes = [0] * peers
+        self._failures = [0] * peers
         self._struck_at = [float("-inf")] * peers
         self._slow: set[int] = set()
         self._lacks: list[set[bytes]] = [set() for _ in range(peers)]
@@ -64,7 +64,7 @@ class Work:
     def landed(self, peer: int) -> None:
         """A chunk from `peer` is where it belongs, or need not come."""
         with self._changed:
-            self._strikes[peer] = 0
+            self._failures[peer] = 0
             self._slow.discard(peer)
             self._missing -= 1
             if not self._missing:
@@ -85,9 +85,9 @@ class Work:
             if slow:
                 self._slow.add(peer)
             elif since > self._struck_at[peer]:
-                self._strikes[peer] += 1
+                self._failures[peer] += 1
                 self._struck_at[peer] = time.monotonic()
-            if final or self._strikes[peer] >= STRIKES:
+            if final or self._failures[peer] >= FAILURES_MAX:
                 self._lost[peer] = error
                 self._check()
             self._changed.notify_all()
@@ -130,7 +130,7 @@ class Work:
 
     def _faster(self, each: Wanted) -> bool:
         """Whether a peer that is not slow may have this chunk."""
-        peers = set(range(len(self._strikes))) - self._slow - self._lost.keys()
+        peers = set(range(len(self._failures))) - self._slow - self._lost.keys()
         return any(each.chunk not in self._lacks[peer] for peer in peers)
 
     def _wait(self) -> None:
@@ -141,7 +141,7 @@ class Work:
 
     def _check(self) -> None:
         """Give up when nobody is left, or has what is missing."""
-        living = [peer for peer in range(len(self._strikes)) if peer not in self._lost]
+        living = [peer for peer in range(len(self._failures)) if peer not in self._lost]
         if not living:
             self._error = self._error or all_lost(list(self._lost.values()))
             return

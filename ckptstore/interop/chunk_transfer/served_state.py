@@ -14,7 +14,7 @@ from contextlib import ExitStack, suppress
 from dataclasses import replace
 from typing import Any
 
-from ckptstore.commit.dedup_probe import Guard
+from ckptstore.commit.dedup_probe import GcPin
 from ckptstore.commit.plan import plan_chunks
 from ckptstore.core.config import RUN_BYTES
 from ckptstore.core.ids import digest
@@ -31,10 +31,10 @@ from ckptstore.interop.chunk_transfer.store_lookup import Stored, find_stored
 from ckptstore.objects.pages import split_pages
 from ckptstore.objects.schema import encode_schema
 from ckptstore.repository.chunk_store import FileRange
-from ckptstore.repository.thread_pool import Threads
+from ckptstore.repository.thread_pool import ThreadPool
 from ckptstore.state.flatten import flatten
-from ckptstore.state.leaf_sources import Flat
-from ckptstore.state.staging_buffers import Arena, ArenaPool
+from ckptstore.state.leaf_sources import FlatState
+from ckptstore.state.staging_buffers import Buffer, BufferPool
 
 KEY = "state"
 """What is sent is one value of any kind: the only key of an application state."""
@@ -44,12 +44,12 @@ _ALIKE = b""
 """In the place of the name of a chunk that has the bytes of another. No chunk is called that."""
 
 
-def flatten_state(state: Any) -> Flat:
+def flatten_state(state: Any) -> FlatState:
     """The leaves of any state; a DTensor is a leaf that this rank has boxes of. Raises `InvalidInput`, naming what cannot travel."""
     return flatten({KEY: state}, ranks=True)[KEY]
 
 
-class Offer:
+class ServedState:
     """The chunks of one state, and its description. `staged_bytes` are those that are copied. Threads may share it.
 
     It may be served before `fill`: then an outline describes it, and who asks for chunks by number waits until they are copied.
@@ -61,8 +61,8 @@ class Offer:
         staging: Staging,
         outline: "_Outline",
         stored: Stored | None,
-        arena: Arena | None,
-        threads: Threads,
+        arena: Buffer | None,
+        threads: ThreadPool,
         taken: ExitStack,
     ) -> None:
         """The arena is memory that `taken` gives back, and what it ends keeps what is `stored`."""
@@ -212,7 +212,7 @@ class Offer:
             yield from out
 
 
-def make_offer(state: Any, step: int, *, chunk_bytes: int, pool: ArenaPool, threads: Threads, guard: Guard | None) -> Offer:
+def make_offer(state: Any, step: int, *, chunk_bytes: int, pool: BufferPool, threads: ThreadPool, guard: GcPin | None) -> ServedState:
     """An offer of `state`, which is to be filled; `guard`, of the store that may have it, is ended with it, or if there will be none.
 
     Raises `InvalidInput` for what cannot travel or does not fit into the pool, of which nothing may be taken.
@@ -230,10 +230,10 @@ def make_offer(state: Any, step: int, *, chunk_bytes: int, pool: ArenaPool, thre
             staging = Staging(plan, parts, names, stored.ids, quick_name)
         outline = _Outline(flat, parts, chunk_bytes)
         arena = _room(staging.nbytes, pool, taken) if staging.nbytes else None
-        return Offer(step, staging, outline, stored, arena, threads, taken.pop_all())
+        return ServedState(step, staging, outline, stored, arena, threads, taken.pop_all())
 
 
-def _room(nbytes: int, pool: ArenaPool, taken: ExitStack) -> Arena:
+def _room(nbytes: int, pool: BufferPool, taken: ExitStack) -> Buffer:
     if nbytes > pool.budget_bytes:
         raise InvalidInput(
             f"to send this state, {bytes_text(nbytes)} must be copied, and staging memory is limited to "
@@ -248,7 +248,7 @@ def _room(nbytes: int, pool: ArenaPool, taken: ExitStack) -> Arena:
 class _Outline:
     """What a description says but for the names of chunks. Small leaves are read when it is made."""
 
-    def __init__(self, flat: Flat, parts: Sequence[Part], chunk_bytes: int) -> None:
+    def __init__(self, flat: FlatState, parts: Sequence[Part], chunk_bytes: int) -> None:
         self._chunk_bytes, self._parts = chunk_bytes, parts
         self._kinds, self._schema = flat.schema.kinds, encode_schema(flat.schema)
         self._placed: dict[int, Placed] = placed_leaves(flat)

@@ -36,8 +36,8 @@ from ckptstore.interop.chunk_transfer.protocol import (
     parse_path,
     split_ids,
 )
-from ckptstore.interop.chunk_transfer.publication import Board, OtherStep, Reader
-from ckptstore.interop.chunk_transfer.served_state import Offer
+from ckptstore.interop.chunk_transfer.publication import OtherStep, Publication, Reader
+from ckptstore.interop.chunk_transfer.served_state import ServedState
 from ckptstore.repository.chunk_store import FileRange
 
 logger = logging.getLogger("ckptstore.transport")
@@ -50,10 +50,10 @@ _PLACE_S = 1.0
 
 
 class TransportServer:
-    """Serves what is on `board` to those who have `token`, in threads of its own, until `close`."""
+    """Serves what is on `publication` to those who have `token`, in threads of its own, until `close`."""
 
-    def __init__(self, board: Board, instance: str, token: str, *, timeout_s: float, host: str = "", port: int = 0) -> None:
-        self._server = _Server(_listen(host, port), _Service(board, instance, token, timeout_s))
+    def __init__(self, publication: Publication, instance: str, token: str, *, timeout_s: float, host: str = "", port: int = 0) -> None:
+        self._server = _Server(_listen(host, port), _Service(publication, instance, token, timeout_s))
         self.port: int = self._server.socket.getsockname()[1]
         self._thread = threading.Thread(target=self._server.serve_forever, name="ckptstore-transport", args=(0.05,), daemon=True)
         try:
@@ -86,8 +86,8 @@ def _listen(host: str, port: int) -> socket.socket:
 class _Service:
     """What all connections have in common."""
 
-    def __init__(self, board: Board, instance: str, token: str, timeout_s: float) -> None:
-        self.board, self.instance, self.timeout_s = board, instance, timeout_s
+    def __init__(self, publication: Publication, instance: str, token: str, timeout_s: float) -> None:
+        self.publication, self.instance, self.timeout_s = publication, instance, timeout_s
         self._authorization = f"Bearer {token}".encode()
 
     def admits(self, authorization: str | None) -> bool:
@@ -182,7 +182,7 @@ class _Handler(BaseHTTPRequestHandler):
         self._reader = Reader(lambda: cut(self.connection))
 
     def finish(self) -> None:
-        self.server.service.board.leave(self._reader)
+        self.server.service.publication.leave(self._reader)
         super().finish()
 
     def do_GET(self) -> None:
@@ -237,11 +237,11 @@ class _Handler(BaseHTTPRequestHandler):
             self._refuse(HTTPStatus.NOT_FOUND, "no such path")
         return named
 
-    def _offer(self, step: int, wait_s: float) -> Offer | None:
+    def _offer(self, step: int, wait_s: float) -> ServedState | None:
         """What is served as `step`. A connection that has joined stays a reader until it ends."""
         self._reader.transfer = self.headers.get(TRANSFER_HEADER, "")[:64]
         try:
-            offer = self.server.service.board.join(self._reader, step, wait_s)
+            offer = self.server.service.publication.join(self._reader, step, wait_s)
         except OtherStep as error:
             self._refuse(HTTPStatus.CONFLICT, f"step {error.step} is served, not {step}", {STEP_HEADER: str(error.step)})
             return None
@@ -254,7 +254,7 @@ class _Handler(BaseHTTPRequestHandler):
         wait_ms = self.headers.get(WAIT_HEADER, "0")
         return min(int(wait_ms) / 1000, self.server.service.timeout_s) if wait_ms.isdecimal() and len(wait_ms) < 10 else 0
 
-    def _send_chunks(self, offer: Offer, ids: list[bytes]) -> None:
+    def _send_chunks(self, offer: ServedState, ids: list[bytes]) -> None:
         sizes = offer.sizes(ids, self._wait_s())
         near = NEAR_HEADER in self.headers
         places = offer.places(ids) if near else [None] * len(ids)

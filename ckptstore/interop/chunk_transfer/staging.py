@@ -11,13 +11,13 @@ from ckptstore.core.gc_pause import uncollected
 from ckptstore.core.ids import CHUNK_ID_BYTES
 from ckptstore.core.model import INLINE_BYTES
 from ckptstore.interop.chunk_transfer.chunk_names import Naming
-from ckptstore.repository.thread_pool import Threads
+from ckptstore.repository.thread_pool import ThreadPool
 from ckptstore.state import tensors
 from ckptstore.state.devices import devices_of, prepare
-from ckptstore.state.leaf_sources import Flat, Source
+from ckptstore.state.leaf_sources import FlatState, Source
 from ckptstore.state.leaves import TensorSource
 from ckptstore.state.staging import Gather, copy_task
-from ckptstore.state.staging_buffers import Arena
+from ckptstore.state.staging_buffers import Buffer
 
 Named: TypeAlias = tuple[int, bytes, memoryview]
 """A chunk that has been copied: its number in the state, its name, its bytes."""
@@ -36,7 +36,7 @@ class Part:
     extent: Extent
 
 
-def parts_of(flat: Flat) -> list[Part]:
+def parts_of(flat: FlatState) -> list[Part]:
     """What of a state is chunks: all but aliases and small leaves, which lie in pages."""
     return list(_parts(flat))
 
@@ -78,13 +78,13 @@ class Staging:
                 if places:
                     self._places.append(list(map(self._reserved, places)))
 
-    def copy(self, arena: Arena, threads: Threads, copied: Callable[[Sequence[Named]], object]) -> None:
+    def copy(self, arena: Buffer, threads: ThreadPool, copied: Callable[[Sequence[Named]], object]) -> None:
         """Copy the chunks, and hand them to `copied` by the names of the copies, which `names` has afterwards."""
         prepare(devices_of(part.source.tensor for part in self._parts if isinstance(part.source, TensorSource)), arena)
         threads.spread(lambda places: copied(self._copy(places, arena)), self._places)
 
     def renamed(
-        self, arena: Arena | None, threads: Threads, naming: Naming, known: Mapping[bytes, bytes], goes_on: Callable[[], object]
+        self, arena: Buffer | None, threads: ThreadPool, naming: Naming, known: Mapping[bytes, bytes], goes_on: Callable[[], object]
     ) -> tuple[list[bytearray], dict[bytes, memoryview]]:
         """What `naming` calls the chunks of each part, and the copies by these names; of those that were stored it is `known`, by their
         names. Calls `goes_on` now and then, and raises what that does."""
@@ -106,7 +106,7 @@ class Staging:
         offset, self.nbytes = self.nbytes, self.nbytes + place.nbytes
         return place._replace(offset=offset)
 
-    def _copy(self, places: "list[_Place]", arena: Arena) -> list[Named]:
+    def _copy(self, places: "list[_Place]", arena: Buffer) -> list[Named]:
         done = []
         for place in places:
             memory = arena.memory[place.offset : place.offset + place.nbytes]
@@ -114,7 +114,7 @@ class Staging:
             done.append((self.numbers[place.part][place.number], name, memory))
         return done
 
-    def _copied(self, place: "_Place", memory: memoryview, arena: Arena) -> Iterator[memoryview]:
+    def _copied(self, place: "_Place", memory: memoryview, arena: Buffer) -> Iterator[memoryview]:
         """The pieces of a copy, each when it has been made: still in the processor's cache, so that hashing hardly touches memory."""
         source, address = self._parts[place.part].source, self._addresses[place.part]
         if address:
@@ -169,7 +169,7 @@ def split_names(joined: bytes | bytearray) -> Iterator[bytes]:
     return (bytes(joined[i : i + CHUNK_ID_BYTES]) for i in range(0, len(joined), CHUNK_ID_BYTES))
 
 
-def _parts(flat: Flat) -> Iterator[Part]:
+def _parts(flat: FlatState) -> Iterator[Part]:
     for leaf, (source, shape) in enumerate(zip(flat.leaves, flat.schema.shapes, strict=True)):
         if flat.schema.aliases[leaf] >= 0:
             continue

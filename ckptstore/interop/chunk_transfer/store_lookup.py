@@ -9,16 +9,16 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 
-from ckptstore.commit.dedup_probe import Guard
+from ckptstore.commit.dedup_probe import GcPin
 from ckptstore.commit.plan import CommitPlan, Run
 from ckptstore.core.ids import CHUNK_ID_BYTES
 from ckptstore.errors import Unavailable
 from ckptstore.interop.chunk_transfer.chunk_names import is_named, quick_name
 from ckptstore.interop.chunk_transfer.staging import Part, blank_names, read_chunks
 from ckptstore.repository.second_names import SecondNames
-from ckptstore.repository.thread_pool import Threads
+from ckptstore.repository.thread_pool import ThreadPool
 
-HOPE_CHUNKS = 64
+PROBE_CHUNKS = 64
 """So many are looked for in vain, and two more for each that is found."""
 
 _STRIDE = 8
@@ -30,7 +30,7 @@ class Stored:
     """Chunks that the store keeps until `guard` is ended: their ids by quick name, and their raw bytes by either. The store's
     `second_names` are quick names."""
 
-    guard: Guard
+    guard: GcPin
     second_names: SecondNames
     ids: dict[bytes, bytes] = field(default_factory=dict)
     sizes: dict[bytes, int] = field(default_factory=dict)
@@ -52,12 +52,12 @@ class Stored:
                 raise Unavailable(f"chunk {self.ids[name].hex()[:12]} of the store is not the one that {name.hex()[:12]} is; send it again")
 
 
-class Hope:
+class AdaptiveProbe:
     """Whether it is worth to go on looking; with `patience`, always. Threads share it."""
 
     def __init__(self, *, patience: bool = False) -> None:
         self._patience, self._lock = patience, threading.Lock()
-        self._left = HOPE_CHUNKS
+        self._left = PROBE_CHUNKS
 
     def add(self, looked: int, found: int) -> None:
         with self._lock:
@@ -68,13 +68,13 @@ class Hope:
 
 
 def find_stored(
-    plan: CommitPlan, parts: Sequence[Part], threads: Threads, guard: Guard, *, patience: bool = False
+    plan: CommitPlan, parts: Sequence[Part], threads: ThreadPool, guard: GcPin, *, patience: bool = False
 ) -> tuple[list[bytearray], Stored]:
     """The chunks that the store has, and what the chunks of each part are called now, as far as that was asked; with `patience`, of all."""
     second_names = guard.objects.second_names
     assert second_names is not None, "a transport has asked for them"
     names, stored, known = blank_names(plan), Stored(guard, second_names), dict[bytes, bytes]()
-    by_name, by_id = Hope(patience=patience), Hope(patience=patience)
+    by_name, by_id = AdaptiveProbe(patience=patience), AdaptiveProbe(patience=patience)
     scratches = threading.local()
 
     def learn(data: memoryview) -> tuple[bytes, bytes]:

@@ -20,7 +20,7 @@ from ckptstore.interop.chunk_transfer.meshes import attach, placed
 from ckptstore.interop.chunk_transfer.protocol import Placed
 from ckptstore.restore.reader import Destination, Memory, Tree
 from ckptstore.state import tensors
-from ckptstore.state.leaf_sources import Flat
+from ckptstore.state.leaf_sources import FlatState
 from ckptstore.state.leaves import Destination as TensorDestination
 from ckptstore.state.leaves import TensorSource
 from ckptstore.state.shards import held_of
@@ -57,7 +57,7 @@ def check_claims(tree: Tree, wanted: Mapping[int, Placed], max_bytes: int) -> No
         )
 
 
-def make_targets(tree: Tree, wanted: Mapping[int, Placed], live: Flat | None, meshes: "Iterable[DeviceMesh]") -> list[Target]:
+def make_targets(tree: Tree, wanted: Mapping[int, Placed], live: FlatState | None, meshes: "Iterable[DeviceMesh]") -> list[Target]:
     """A target for every leaf of a tree that `check_claims` has let through; in tensors of `live` where they fit."""
     there = dict(_usable(live)) if live else {}
     known = list(meshes)
@@ -123,7 +123,7 @@ def _check_covered(path: str, content: LeafContent, boxes: list[Box]) -> None:
             raise InvalidInput(f"the peer does not hold what this rank needs of {path}: receive from one with the same place in its mesh")
 
 
-def _usable(live: Flat) -> Iterator[tuple[str, Any]]:
+def _usable(live: FlatState) -> Iterator[tuple[str, Any]]:
     """The live tensors that a leaf may be written to, by path: each has its memory for itself."""
     found: list[tuple[int, Any, list[torch.Tensor]]] = []
     for i, source in enumerate(live.leaves):

@@ -56,7 +56,7 @@ class _Save:
         if session is not None:
             session.abandon()
 
-    def let_go(self) -> None:
+    def release(self) -> None:
         self.end_session()
         self.place.close()
 
@@ -150,7 +150,7 @@ class StoreWriter(AtPlace[_Save], StorageWriter):
             written = save.place.store(create=True).parts.write(session, save.rank, parts_of(resolved, alone=save.alone))
             messages = messages_of(resolved, written.contents)
         except BaseException:
-            save.let_go()
+            save.release()
             raise
         # Session and receipt travel with the first item; a rank without items has nothing to say.
         receipt = [session.encode(), written.receipt]
@@ -173,14 +173,14 @@ class StoreWriter(AtPlace[_Save], StorageWriter):
         try:
             self._publish(save, save.session, metadata, told)
         finally:
-            save.let_go()
+            save.release()
 
     def close(self) -> None:
         """Let go of the store, if it was opened here, and give up saves in progress. Every save lets go when it ends; one that failed on
         another rank does not."""
         self._forget()
         for save in list(self._saves.values()):
-            save.let_go()
+            save.release()
 
     def _publish(self, save: _Save, session: Session, metadata: Metadata, told: "_Told") -> None:
         store = save.place.store()
@@ -237,7 +237,7 @@ class StoreWriter(AtPlace[_Save], StorageWriter):
     def _forget(self) -> None:
         """Let this thread's save go."""
         if (save := self._begin_with(None)) is not None:
-            save.let_go()
+            save.release()
 
 
 class _Told(NamedTuple):

@@ -18,7 +18,7 @@ from ckptstore.errors import InvalidInput
 from ckptstore.interop.pickles import load_torch
 from ckptstore.interop.sources import FileRange, Loaded, Placeholders, Shelf, check_tiling, inside, read_range
 from ckptstore.interop.torchsnapshot.manifest import primitive
-from ckptstore.state.leaf_sources import Flat
+from ckptstore.state.leaf_sources import FlatState
 
 if TYPE_CHECKING:
     import torch
@@ -28,7 +28,7 @@ METADATA_BYTES_MAX = 1 << 30
 _DICTS = ("dict", "OrderedDict")
 
 
-def read_directory(root: Path, *, allow_pickle: bool = False) -> dict[str, Flat]:
+def read_directory(root: Path, *, allow_pickle: bool = False) -> dict[str, FlatState]:
     """The state in a TorchSnapshot directory; raw tensors are read when they are stored, piece by piece.
 
     Raises `InvalidInput` for what is no such directory, for names that leave it, for tensors that are not whole, and, unless
@@ -65,7 +65,7 @@ class _Snapshot:
             if "/" in path:
                 self._below.setdefault(path.rpartition("/")[0], []).append(path)
 
-    def flatten(self) -> dict[str, Flat]:
+    def flatten(self) -> dict[str, FlatState]:
         state = {unquote(path): self._value(path) for path in self._entries if "/" not in path}
         return self._places.flatten(state, allow_pickle=self._allow_pickle)
 

@@ -21,7 +21,7 @@ from ckptstore.core.redaction import redact
 from ckptstore.errors import Conflict, Corrupt, InvalidInput, NotFound, ReadOnly
 from ckptstore.interop.torchsnapshot.directory import METADATA
 from ckptstore.objects.pointer_files import DIRECTORY_POINTERS, Pointer, is_pointer, read_pointer
-from ckptstore.storage.contract import open_backend
+from ckptstore.storage.contract import open_storage
 
 logger = logging.getLogger("ckptstore")
 
@@ -183,8 +183,8 @@ def _in_bucket(path: str, storage_options: Mapping[str, Any] | None) -> Place:
     if len(parts) < 5 or not all(parts[3:]):
         raise InvalidInput(f"{redact(path)} is no path of a snapshot in a bucket; wanted {parts[0]}//BUCKET/PREFIX/NAME")
     for store, name in _above(parts):
-        with closing(open_backend(store, read_only=True, storage_options=dict(storage_options or {}) or None)) as backend:
-            if backend.size(CONFIG_KEY) is not None:
+        with closing(open_storage(store, read_only=True, storage_options=dict(storage_options or {}) or None)) as storage:
+            if storage.size(CONFIG_KEY) is not None:
                 return Place(store, tag_of(name), None)
     return Place("/".join(parts[:-1]), tag_of(parts[-1]), None)
 

@@ -7,8 +7,8 @@ from typing import Any
 
 from ckptstore.commit.pending import Pending
 from ckptstore.core.ids import CommitId
-from ckptstore.distributed.collective import Peers
-from ckptstore.distributed.gloo import peers_of
+from ckptstore.distributed.collective import Collective
+from ckptstore.distributed.gloo import collective_of
 from ckptstore.distributed.restore import on_all
 from ckptstore.errors import CkptStoreError, InvalidInput, NotFound
 from ckptstore.interop.torchsnapshot import __version__ as interface_version
@@ -70,7 +70,7 @@ class Snapshot:
         differ, and else as `Store.commit` does: on all ranks, and nothing has changed.
         """
         check_stateful(app_state)
-        peers = peers_of(pg)
+        peers = collective_of(pg)
         agreed = agree(peers, os.fspath(path), replicated or [], storage_options)
         store = store_at(agreed.place.store, storage_options)
         with undisturbed(app_state):
@@ -106,7 +106,7 @@ class Snapshot:
         The state is copied to staging memory, which is kept for the next call. What fails later, `wait` raises, or the next `take`.
         """
         check_stateful(app_state)
-        peers = peers_of(pg)
+        peers = collective_of(pg)
         agreed = agree(peers, os.fspath(path), replicated or [], storage_options)
         store = store_at(agreed.place.store, storage_options)
         with undisturbed(app_state):
@@ -132,7 +132,7 @@ class Snapshot:
         `MissingKeys`, which is an `InvalidInput`, for keys that the snapshot lacks.
         """
         check_stateful(app_state)
-        peers = peers_of(self.pg)
+        peers = collective_of(self.pg)
         commit = on_all(peers, self._commit) if peers else self._commit()
         wanted = _with_own_generator(commit, app_state, peers.rank if peers else 0)
         try:
@@ -170,7 +170,7 @@ class Snapshot:
     def get_state_dict_for_key(self, key: str, replicate_from_rank0: bool = False, *, allow_pickle: bool = False) -> Any:
         """The state under one key as this rank had it, or with `replicate_from_rank0` as the first rank had it, freshly allocated; divided
         tensors whole. Raises `NoSuchKey`."""
-        peers, commit = peers_of(self.pg), self._commit()
+        peers, commit = collective_of(self.pg), self._commit()
         if key not in commit.keys():  # noqa: SIM118  # a commit is no mapping
             raise NoSuchKey(f"{key!r} is absent in both manifest and flattened: the snapshot has the keys {', '.join(commit.keys())}")
         return (
@@ -285,7 +285,7 @@ def _await_pointers(path: str) -> None:
             pending._ended.wait()
 
 
-def _point(peers: Peers | None, agreed: Agreed, commit: Commit) -> None:
+def _point(peers: Collective | None, agreed: Agreed, commit: Commit) -> None:
     """Let the file at the path mean the commit, before any rank goes on."""
 
     def write() -> bytes:

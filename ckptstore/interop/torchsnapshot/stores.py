@@ -32,7 +32,7 @@ def store_at(place: str, storage_options: Mapping[str, Any] | None = None, *, cr
     """The store at `place`, opened once per process; with `create`, made where there is none. Raises as `ckptstore.open` does."""
     key = (os.getpid(), place, repr(sorted((storage_options or {}).items())))
     with _lock:
-        _let_go()
+        _release()
         known = _open.get(key)
         if known is None:
             store = open_store(place, create=create, storage_options=storage_options or None)
@@ -40,7 +40,7 @@ def store_at(place: str, storage_options: Mapping[str, Any] | None = None, *, cr
         return known.store
 
 
-def _let_go() -> None:
+def _release() -> None:
     """Close stores that are no longer where they were. A forked child leaves its parent's alone."""
     for key, (store, identity) in list(_open.items()):
         pid, place, _ = key

@@ -6,7 +6,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from ckptstore.distributed.collective import Peers
+from ckptstore.distributed.collective import Collective
 from ckptstore.interop.torchsnapshot import knobs
 from ckptstore.interop.torchsnapshot.errors import UnusableState
 from ckptstore.interop.torchsnapshot.locator import Place, place_to_take
@@ -44,7 +44,7 @@ def check_stateful(app_state: Mapping[str, Any]) -> None:
         raise UnusableState(f"app_state has several RNGState objects ({', '.join(generators)}), all about one generator; keep one")
 
 
-def agree(peers: Peers | None, path: str, replicated: Sequence[str], storage_options: Mapping[str, Any] | None) -> Agreed:
+def agree(peers: Collective | None, path: str, replicated: Sequence[str], storage_options: Mapping[str, Any] | None) -> Agreed:
     """Find the snapshot's place, make its store if there is none, and settle what counts where ranks were told different things.
 
     Raises `UnusableState` for globs that are no list.
@@ -57,12 +57,12 @@ def agree(peers: Peers | None, path: str, replicated: Sequence[str], storage_opt
         return Agreed(path, place, tuple(replicated))
 
     def answer(handed_in: list[bytes]) -> list[bytes]:
-        wishes = [canonical.decode(each) for each in handed_in]
-        first = wishes[0][0]
+        async_options_of_ranks = [canonical.decode(each) for each in handed_in]
+        first = async_options_of_ranks[0][0]
         place = place_to_take(first, storage_options)
         store_at(place.store, storage_options, create=True)
-        common = [glob for glob in wishes[0][1] if all(glob in globs for _, globs in wishes)]
-        return [canonical.encode([first, place.store, place.tag, place.pointer, common])] * len(wishes)
+        common = [glob for glob in async_options_of_ranks[0][1] if all(glob in globs for _, globs in async_options_of_ranks)]
+        return [canonical.encode([first, place.store, place.tag, place.pointer, common])] * len(async_options_of_ranks)
 
     answered = peers.round("snapshot: agree", lambda: canonical.encode([path, list(replicated)]), answer)
     first, store, tag, pointer, common = canonical.decode(answered)

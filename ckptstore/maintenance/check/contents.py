@@ -14,7 +14,7 @@ from ckptstore.maintenance.check.metadata_reader import Trees
 from ckptstore.objects.pack import FooterTable
 from ckptstore.repository.footer_index import Inventory, Strays, load_tables
 from ckptstore.repository.footers import read_table_at
-from ckptstore.storage.contract import Backend
+from ckptstore.storage.contract import Storage
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,14 +28,14 @@ class Contents:
     trees: Trees
 
 
-def contents_of(backend: Backend, state: State, before: Contents | None = None, *, twins: bool = False) -> Contents:
+def contents_of(storage: Storage, state: State, before: Contents | None = None, *, twins: bool = False) -> Contents:
     """Read the footers of the packs that `state` lists, but for those that were read `before`. With `twins`, those of twins too: one that
     was exchanged hides what its sibling holds."""
-    loaded = dict(load_tables(backend, state, before.tables if before else None))
+    loaded = dict(load_tables(storage, state, before.tables if before else None))
     tables = {name: table for name, table in loaded.items() if not isinstance(table, Corrupt | NotFound | Unavailable)}
     problems = {name: error for name, error in loaded.items() if isinstance(error, Corrupt | NotFound | Unavailable)}
-    inventory = Inventory(tables, _strays(backend, state, tables) if twins else None)
-    return Contents(state, tables, problems, inventory, Trees(backend, inventory))
+    inventory = Inventory(tables, _strays(storage, state, tables) if twins else None)
+    return Contents(state, tables, problems, inventory, Trees(storage, inventory))
 
 
 def taken(before: State, now: State) -> bool:
@@ -44,14 +44,14 @@ def taken(before: State, now: State) -> bool:
     return any(pack.id not in names for pack in before.packs.values()) or any(commit not in now.commits for commit in before.commits)
 
 
-def _strays(backend: Backend, state: State, tables: Mapping[PackId, FooterTable]) -> Strays:
+def _strays(storage: Storage, state: State, tables: Mapping[PackId, FooterTable]) -> Strays:
     found: dict[str, tuple[PackId, FooterTable]] = {}
     for pack in state.packs.values():
         if not pack.metadata or pack.id not in tables:
             continue
         key = twin_key(pack.id)
         try:
-            table = read_table_at(backend, key)
+            table = read_table_at(storage, key)
         except (Corrupt, NotFound, Unavailable):
             continue
         if table.tobytes() != tables[pack.id].tobytes():

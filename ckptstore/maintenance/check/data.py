@@ -18,14 +18,14 @@ from ckptstore.core.ids import PackId, StoreId
 from ckptstore.core.model import PackEntry
 from ckptstore.core.paths import make_directories, write_file
 from ckptstore.errors import Corrupt, NotFound, Unavailable
-from ckptstore.index.suspect_packs import Distrust
+from ckptstore.index.suspect_packs import SuspectPacks
 from ckptstore.log.fold import Pack
 from ckptstore.maintenance.check.report import Share
 from ckptstore.maintenance.progress import Progress
 from ckptstore.objects import pack as packs
 from ckptstore.repository.footer_index import decode_chunk, keys_of, read_chunk_at
-from ckptstore.repository.thread_pool import Threads
-from ckptstore.storage.contract import Backend
+from ckptstore.repository.thread_pool import ThreadPool
+from ckptstore.storage.contract import Storage
 
 RECORD_NAME = "verified.json"
 _SAVE_EVERY_S = 5.0
@@ -82,22 +82,22 @@ def bytes_of(pack: Pack) -> int:
 
 
 def verify_packs(
-    backend: Backend,
+    storage: Storage,
     chosen: Sequence[Pack],
     tables: Mapping[PackId, packs.FooterTable],
     verified: Verified,
     save: Callable[[Verified], None],
-    distrust: Distrust,
+    suspect_packs: SuspectPacks,
     progress: Progress,
 ) -> Iterator[BadChunk]:
-    """Read `chosen` and yield what is damaged, noted in `distrust` by then. `save` gets the record every few seconds and at the end,
+    """Read `chosen` and yield what is damaged, noted in `suspect_packs` by then. `save` gets the record every few seconds and at the end,
     however this ends."""
-    threads = Threads(default_threads())
+    threads = ThreadPool(default_threads())
     total, done, saved = sum(map(bytes_of, chosen)), 0, time.monotonic()
     try:
         for pack in chosen:
-            bad = verify_pack(backend, pack, tables[pack.id], threads)
-            (distrust.add if bad else distrust.discard)(pack.id)
+            bad = verify_pack(storage, pack, tables[pack.id], threads)
+            (suspect_packs.add if bad else suspect_packs.discard)(pack.id)
             yield from bad
             verified = {**verified, pack.id: int(time.time())}
             done += bytes_of(pack)
@@ -110,19 +110,19 @@ def verify_packs(
         threads.close()
 
 
-def verify_pack(backend: Backend, pack: Pack, table: packs.FooterTable, threads: Threads) -> list[BadChunk]:
+def verify_pack(storage: Storage, pack: Pack, table: packs.FooterTable, threads: ThreadPool) -> list[BadChunk]:
     """The chunks of one pack, and of its twin, that are not what their ids say or cannot be read.
 
     Raises `Unavailable` if nothing of it can be read: that says nothing about its bytes.
     """
-    return [bad for key in keys_of(pack.id, metadata=pack.metadata) for bad in _verify_object(backend, key, pack.id, table, threads)]
+    return [bad for key in keys_of(pack.id, metadata=pack.metadata) for bad in _verify_object(storage, key, pack.id, table, threads)]
 
 
-def _verify_object(backend: Backend, key: str, pack: PackId, table: packs.FooterTable, threads: Threads) -> list[BadChunk]:
+def _verify_object(storage: Storage, key: str, pack: PackId, table: packs.FooterTable, threads: ThreadPool) -> list[BadChunk]:
     bad: list[BadChunk] = []
 
     def verify(group: Sequence[PackEntry]) -> None:
-        bad.extend(BadChunk(pack, key, entry, problem) for entry, problem in _verify_group(backend, key, group))
+        bad.extend(BadChunk(pack, key, entry, problem) for entry, problem in _verify_group(storage, key, group))
 
     threads.spread(verify, _groups(packs.entries(table)))
     unanswered = [chunk.problem for chunk in bad if isinstance(chunk.problem, Unavailable)]
@@ -148,14 +148,14 @@ def _groups(entries: Sequence[PackEntry]) -> list[list[PackEntry]]:
     return groups
 
 
-def _verify_group(backend: Backend, key: str, group: Sequence[PackEntry]) -> Iterator[tuple[PackEntry, _Problem]]:
+def _verify_group(storage: Storage, key: str, group: Sequence[PackEntry]) -> Iterator[tuple[PackEntry, _Problem]]:
     first, stop = group[0].offset, group[-1].offset + group[-1].stored_bytes
     data = memoryview(bytearray(stop - first))
     try:
-        backend.read_into(key, first, [data])
+        storage.read_into(key, first, [data])
     except (Corrupt, NotFound, Unavailable):
         # Some of it may be readable: what cannot be read is told apart chunk by chunk.
-        yield from _verify_one_by_one(backend, key, group)
+        yield from _verify_one_by_one(storage, key, group)
         return
     for entry in group:
         start = entry.offset - first
@@ -165,9 +165,9 @@ def _verify_group(backend: Backend, key: str, group: Sequence[PackEntry]) -> Ite
             yield entry, error
 
 
-def _verify_one_by_one(backend: Backend, key: str, group: Sequence[PackEntry]) -> Iterator[tuple[PackEntry, _Problem]]:
+def _verify_one_by_one(storage: Storage, key: str, group: Sequence[PackEntry]) -> Iterator[tuple[PackEntry, _Problem]]:
     for entry in group:
         try:
-            read_chunk_at(backend, key, entry)
+            read_chunk_at(storage, key, entry)
         except (Corrupt, NotFound, Unavailable) as error:
             yield entry, error

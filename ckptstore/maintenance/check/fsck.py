@@ -21,7 +21,7 @@ from ckptstore.maintenance.check.data import BadChunk
 from ckptstore.maintenance.check.log import catalog_findings, document_findings, log_findings, ref_findings
 from ckptstore.maintenance.check.log_audit import Chain, read_chain
 from ckptstore.maintenance.check.metadata_reader import Referrer, Trees, in_order, metadata_of, misfits
-from ckptstore.maintenance.check.offline_store import Ground
+from ckptstore.maintenance.check.offline_store import OfflineStore
 from ckptstore.maintenance.check.packs import index_findings, orphan_findings, pack_findings, remembered, unreadable
 from ckptstore.maintenance.check.report import Finding, Kind, Level, Looked, Report, Severity, Share
 from ckptstore.maintenance.progress import Progress, silent
@@ -38,7 +38,7 @@ class Facts:
     """What fsck has learned, for `repair`: `missing` chunks are needed and lie nowhere, `bad` ones lie there damaged; `needed` are those of
     both that commits need. `remembered` is what this host's chunk index knew of packs that have something wrong."""
 
-    ground: Ground
+    offline_store: OfflineStore
     chain: Chain
     contents: Contents
     missing: tuple[ChunkId, ...]
@@ -48,44 +48,48 @@ class Facts:
     report: Report
 
 
-def fsck(ground: Ground, *, level: Level = Level.CONNECTIVITY, share: Share | None = None, progress: Progress = silent) -> Report:
+def fsck(
+    offline_store: OfflineStore, *, level: Level = Level.CONNECTIVITY, share: Share | None = None, progress: Progress = silent
+) -> Report:
     """Look as far as `level`; with `share` to the last level, reading so much of the stored data.
 
     Changes nothing in the store. Raises `Unavailable` if storage does not answer, `Conflict` for a log that only a newer ckptstore reads.
     """
-    return examine(ground, level=level, share=share, progress=progress).report
+    return examine(offline_store, level=level, share=share, progress=progress).report
 
 
-def examine(ground: Ground, *, level: Level, share: Share | None = None, suspects: bool = False, progress: Progress = silent) -> Facts:
+def examine(
+    offline_store: OfflineStore, *, level: Level, share: Share | None = None, suspects: bool = False, progress: Progress = silent
+) -> Facts:
     """`fsck`, with what it learned on the way. With `suspects`, packs in which damage was found before are read whatever the level."""
     if suspects and share is None:
-        return _Fsck(ground, max(level, Level.DATA), Share(bytes=0), progress).run()
-    return _Fsck(ground, Level.DATA if share else level, share or Share(), progress).run()
+        return _Fsck(offline_store, max(level, Level.DATA), Share(bytes=0), progress).run()
+    return _Fsck(offline_store, Level.DATA if share else level, share or Share(), progress).run()
 
 
 class _Fsck:
     """One run."""
 
-    def __init__(self, ground: Ground, level: Level, share: Share, progress: Progress) -> None:
-        self._ground, self._level, self._share, self._progress = ground, level, share, progress
+    def __init__(self, offline_store: OfflineStore, level: Level, share: Share, progress: Progress) -> None:
+        self._offline_store, self._level, self._share, self._progress = offline_store, level, share, progress
         self._data_bytes = 0
         self._remembered: Mapping[PackId, Sequence[PackEntry]] = {}
 
     def run(self) -> Facts:
-        ground, backend = self._ground, self._ground.backend
+        offline_store, storage = self._offline_store, self._offline_store.storage
         self._progress("log", 0, 0)
-        chain = read_chain(backend, ground.config.store, ground.config.generation, remembered=ground.remembered())
-        contents = contents_of(backend, chain.state)
-        catalog = list(catalog_findings(ground, contents.trees)) if not chain.bad else []
+        chain = read_chain(storage, offline_store.config.store, offline_store.config.generation, remembered=offline_store.remembered())
+        contents = contents_of(storage, chain.state)
+        catalog = list(catalog_findings(offline_store, contents.trees)) if not chain.bad else []
         seen = self._look(contents)
         bad = self._data(contents) if self._level >= Level.DATA else []
         if not chain.bad:
             contents, seen, bad = self._looked_again(contents, seen, bad)
-        orphans = list(orphan_findings(backend, lambda: self._present(chain))) if self._level >= Level.PACKS else []
+        orphans = list(orphan_findings(storage, lambda: self._present(chain))) if self._level >= Level.PACKS else []
         needed, chunks = self._name(contents, seen.missing, bad)
         state = contents.state
         findings = (
-            *([ground.problem] if ground.problem else []),
+            *([offline_store.problem] if offline_store.problem else []),
             *log_findings(chain),
             *ref_findings(state),
             *unreadable(state, contents.problems),
@@ -106,11 +110,11 @@ class _Fsck:
             sum(map(data.bytes_of, state.packs.values())),
         )
         report = Report(self._level, findings, looked)
-        return Facts(ground, replace(chain, state=state), contents, seen.missing, tuple(bad), needed, self._remembered, report)
+        return Facts(offline_store, replace(chain, state=state), contents, seen.missing, tuple(bad), needed, self._remembered, report)
 
     def _look(self, contents: Contents, before: "_Seen | None" = None) -> "_Seen":
         """What is wrong as far as `contents` tell; with `before`, only where something was wrong then."""
-        walk = _Walk(contents, self._ground.config.chunk_bytes)
+        walk = _Walk(contents, self._offline_store.config.chunk_bytes)
         if self._level >= Level.CONNECTIVITY:
             rows = in_order(contents.state)
             for done, (commit, row) in enumerate(rows):
@@ -124,16 +128,16 @@ class _Fsck:
             packs = self._packs(contents, suspects)
             if before is None:
                 # Before the index is opened: one that is damaged is made anew then.
-                self._remembered = remembered(self._ground, contents.state, {*contents.problems, *(f.pack for f in packs)})
+                self._remembered = remembered(self._offline_store, contents.state, {*contents.problems, *(f.pack for f in packs)})
             if before is None or before.index:
-                index = list(index_findings(self._ground, contents.state, contents.tables))
+                index = list(index_findings(self._offline_store, contents.state, contents.tables))
         return _Seen(
             frozenset(walk.commits), tuple(sorted(walk.missing)), tuple(walk.documents), tuple(walk.findings), tuple(packs), tuple(index)
         )
 
     def _looked_again(self, contents: Contents, seen: "_Seen", bad: list[BadChunk]) -> "tuple[Contents, _Seen, list[BadChunk]]":
         """What still holds: `seen` looked at anew until nothing was taken from the store meanwhile."""
-        log, twins = self._ground.open_log(), False
+        log, twins = self._offline_store.open_log(), False
         for _ in range(LOOKS):
             if not (seen.commits or seen.packs or seen.index or bad or contents.problems):
                 break
@@ -142,14 +146,14 @@ class _Fsck:
                 break
             # Twins are looked into once something is missing: a pack that was exchanged hides what its twin still holds.
             twins = twins or bool(seen.missing)
-            contents = contents_of(self._ground.backend, now, contents, twins=twins)
+            contents = contents_of(self._offline_store.storage, now, contents, twins=twins)
             seen = self._look(contents, seen)
             listed = {pack.id for pack in now.packs.values()}
             bad = [chunk for chunk in bad if chunk.pack in listed]
         return contents, seen, bad
 
     def _present(self, chain: Chain) -> State:
-        return chain.state if chain.bad else self._ground.open_log().replay(refresh=True)
+        return chain.state if chain.bad else self._offline_store.open_log().replay(refresh=True)
 
     def _packs(self, contents: Contents, suspects: Collection[PackId | None] | None) -> list[Finding]:
         found: list[Finding] = []
@@ -157,20 +161,20 @@ class _Fsck:
         for done, pack in enumerate(listed):
             self._progress("packs", done, len(listed))
             if pack.id in contents.tables and (suspects is None or pack.id in suspects):
-                found += pack_findings(self._ground.backend, pack, contents.tables[pack.id])
+                found += pack_findings(self._offline_store.storage, pack, contents.tables[pack.id])
         return found
 
     def _data(self, contents: Contents) -> list[BadChunk]:
-        ground, distrust, tables = self._ground, self._ground.distrust, contents.tables
+        offline_store, suspect_packs, tables = self._offline_store, self._offline_store.suspect_packs, contents.tables
         readable = [pack for pack in contents.state.packs.values() if pack.id in tables]
-        record = data.prune(data.load_record(ground.index_directory, ground.config.store), readable)
-        chosen = data.choose(readable, record, distrust.packs(), self._share)
+        record = data.prune(data.load_record(offline_store.index_directory, offline_store.config.store), readable)
+        chosen = data.choose(readable, record, suspect_packs.packs(), self._share)
         self._data_bytes = sum(map(data.bytes_of, chosen))
 
         def save(verified: data.Verified) -> None:
-            data.save_record(ground.index_directory, ground.config.store, verified)
+            data.save_record(offline_store.index_directory, offline_store.config.store, verified)
 
-        return list(data.verify_packs(ground.backend, chosen, tables, record, save, distrust, self._progress))
+        return list(data.verify_packs(offline_store.storage, chosen, tables, record, save, suspect_packs, self._progress))
 
     def _name(
         self, contents: Contents, missing: Collection[ChunkId], bad: Collection[BadChunk]

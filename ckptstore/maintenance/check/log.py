@@ -14,7 +14,7 @@ from ckptstore.index.queries import LeafInfo, Queries
 from ckptstore.log.fold import State
 from ckptstore.maintenance.check.log_audit import BadEntry, Chain
 from ckptstore.maintenance.check.metadata_reader import Trees, in_order
-from ckptstore.maintenance.check.offline_store import Ground
+from ckptstore.maintenance.check.offline_store import OfflineStore
 from ckptstore.maintenance.check.report import Finding, Kind, Severity
 
 if TYPE_CHECKING:
@@ -50,23 +50,23 @@ def ref_findings(state: State) -> Iterator[Finding]:
             yield Finding(Kind.REF, what, f"set it again: `ckptstore tag {name} REF`, or remove it: `ckptstore tag -d {name}`")
 
 
-def catalog_findings(ground: Ground, trees: Trees) -> Iterator[Finding]:
+def catalog_findings(offline_store: OfflineStore, trees: Trees) -> Iterator[Finding]:
     """Where this host's catalog says something else than a fold of the log up to the same entry. Reads every entry again."""
     from ckptstore.index.catalog import Catalog  # it imports SQLAlchemy, for which a program that never runs fsck need not wait
 
-    if not os.path.exists(ground.catalog_path):  # unlike Path.exists, false for one whose inode is damaged: it is made anew
+    if not os.path.exists(offline_store.catalog_path):  # unlike Path.exists, false for one whose inode is damaged: it is made anew
         return
     for _ in range(_LOOKS):
-        stamp = _stamp(ground.catalog_path)
-        found = list(_catalog_findings(ground, trees, Catalog.temporary(ground.config.store)))
-        if not found or _stamp(ground.catalog_path) == stamp:  # others may put another one in its place, or are making it
+        stamp = _stamp(offline_store.catalog_path)
+        found = list(_catalog_findings(offline_store, trees, Catalog.temporary(offline_store.config.store)))
+        if not found or _stamp(offline_store.catalog_path) == stamp:  # others may put another one in its place, or are making it
             break
     yield from found
 
 
-def _catalog_findings(ground: Ground, trees: Trees, fresh: "Catalog") -> Iterator[Finding]:
+def _catalog_findings(offline_store: OfflineStore, trees: Trees, fresh: "Catalog") -> Iterator[Finding]:
     """Compare the catalog, as of one moment, with what is folded into `fresh`, which is closed."""
-    catalog = open_catalog(ground.catalog_path, ground.config.store)
+    catalog = open_catalog(offline_store.catalog_path, offline_store.config.store)
     if catalog is None:
         fresh.close()
         yield _catalog("cannot be read, or is of another store or version")
@@ -74,7 +74,7 @@ def _catalog_findings(ground: Ground, trees: Trees, fresh: "Catalog") -> Iterato
     try:
         with catalog.one_moment():
             position = catalog.position()
-            fresh.fold(takewhile(lambda entry: entry.n <= position.n, ground.open_log().read_entries()))
+            fresh.fold(takewhile(lambda entry: entry.n <= position.n, offline_store.open_log().read_entries()))
             yield from (_catalog(what) for what in _differences(catalog, fresh.queries(), trees))
     except CkptStoreError as error:
         yield _catalog(str(error))

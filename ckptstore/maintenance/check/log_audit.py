@@ -16,7 +16,7 @@ from ckptstore.log.entries import Entry, NewerEntry, Position, decode_entry, ori
 from ckptstore.log.fold import State, apply, genesis
 from ckptstore.log.log_snapshots import decode_state
 from ckptstore.log.segments import decode_segment
-from ckptstore.storage.contract import Backend
+from ckptstore.storage.contract import Storage
 
 ENTRY_BYTES_MAX = 256 * MIB
 GAP_MAX = 1000
@@ -71,11 +71,11 @@ class Chain:
     unknown: tuple[str, ...]
 
 
-def list_log(backend: Backend) -> LogFiles:
+def list_log(storage: Storage) -> LogFiles:
     """What lies in `log/`."""
     entries: list[int] = []
     checkpoints, segments, unknown = [], [], []
-    for key, _ in backend.list("log/"):
+    for key, _ in storage.list("log/"):
         found = _ENTRY.fullmatch(key)
         if found and 0 < int(found[1]) <= (entries[-1] if entries else 0) + GAP_MAX:
             entries.append(int(found[1]))
@@ -88,20 +88,20 @@ def list_log(backend: Backend) -> LogFiles:
     return LogFiles(tuple(entries), tuple(checkpoints), tuple(segments), tuple(unknown))
 
 
-def read_chain(backend: Backend, store: StoreId, generation: int, *, remembered: Position | None = None) -> Chain:
+def read_chain(storage: Storage, store: StoreId, generation: int, *, remembered: Position | None = None) -> Chain:
     """Look at every entry; `remembered` is one that somebody has seen in this log, such as the catalog.
 
     Raises `Conflict` for an entry that only a newer ckptstore can read.
     """
-    files = list_log(backend)
-    states, bad_checkpoints = _read_checkpoints(backend, files, store, generation)
+    files = list_log(storage)
+    states, bad_checkpoints = _read_checkpoints(storage, files, store, generation)
     witnesses = {n: state.position for n, state in states.items() if n <= files.head + GAP_MAX}
     if remembered and 0 < remembered.n <= files.head + GAP_MAX:
         witnesses.setdefault(remembered.n, remembered)
-    ends, bad_segments = _read_segments(backend, files, store)
+    ends, bad_segments = _read_segments(storage, files, store)
     examination = _Examination(store, generation, states, ends)
     head = max([files.head, *witnesses])
-    for n, data in _contents(backend, head):
+    for n, data in _contents(storage, head):
         examination.add(n, data)
     bad = tuple(replace(entry, wanted=entry.wanted or witnesses.get(entry.n)) for entry in examination.finish())
     strangers = tuple((n, "it is not the state at this log's own entry") for n in states if n not in examination.matched)
@@ -118,10 +118,10 @@ def decode_at(n: int, data: bytes, store: StoreId) -> Entry:
     return entry
 
 
-def read_small(backend: Backend, key: str) -> bytes | None:
+def read_small(storage: Storage, key: str) -> bytes | None:
     """The bytes of a small object; None for one that is not there, cannot be read, or is far too large to be what its name says."""
     try:
-        data = backend.read(key, 0, ENTRY_BYTES_MAX + 1)
+        data = storage.read(key, 0, ENTRY_BYTES_MAX + 1)
     except (NotFound, Corrupt, Unavailable):
         return None
     return data if len(data) <= ENTRY_BYTES_MAX else None
@@ -191,9 +191,9 @@ class _Examination:
                 self.state, self.certain = checkpoint, True
 
 
-def _is_gone(backend: Backend, key: str) -> bool:
+def _is_gone(storage: Storage, key: str) -> bool:
     try:
-        return backend.size(key) is None
+        return storage.size(key) is None
     except CkptStoreError:
         return False
 
@@ -205,26 +205,26 @@ def _there(data: bytes | None) -> bytes:
 
 
 def _read_checkpoints(
-    backend: Backend, files: LogFiles, store: StoreId, generation: int
+    storage: Storage, files: LogFiles, store: StoreId, generation: int
 ) -> tuple[dict[int, State], tuple[tuple[int, str], ...]]:
     states, bad = {}, []
     for n in files.checkpoints:
         try:
-            state = decode_state(_there(read_small(backend, checkpoint_key(n))), store, generation)
+            state = decode_state(_there(read_small(storage, checkpoint_key(n))), store, generation)
             if state.n != n:
                 raise Corrupt(f"it is the state at entry {state.n}")
             states[n] = state
         except (Corrupt, NotFound) as error:
-            if not _is_gone(backend, checkpoint_key(n)):  # older ones are deleted as new ones come
+            if not _is_gone(storage, checkpoint_key(n)):  # older ones are deleted as new ones come
                 bad.append((n, str(error)))
     return states, tuple(bad)
 
 
-def _read_segments(backend: Backend, files: LogFiles, store: StoreId) -> tuple[dict[int, Position], tuple[tuple[int, str], ...]]:
+def _read_segments(storage: Storage, files: LogFiles, store: StoreId) -> tuple[dict[int, Position], tuple[tuple[int, str], ...]]:
     """The last entry of each segment, and what is wrong with those that are none."""
     ends, bad = {}, []
     with Pool(_READ_AHEAD) as pool:
-        contents = pool.map(lambda n: read_small(backend, segment_key(n)), files.segments)
+        contents = pool.map(lambda n: read_small(storage, segment_key(n)), files.segments)
         for n, data in zip(files.segments, contents, strict=True):
             try:
                 ends[n] = decode_segment(_there(data), n, store)[-1].position
@@ -233,9 +233,9 @@ def _read_segments(backend: Backend, files: LogFiles, store: StoreId) -> tuple[d
     return ends, tuple(bad)
 
 
-def _contents(backend: Backend, last: int) -> Iterator[tuple[int, bytes | None]]:
+def _contents(storage: Storage, last: int) -> Iterator[tuple[int, bytes | None]]:
     batch = _READ_AHEAD * 8
     with Pool(_READ_AHEAD) as pool:
         for first in range(1, last + 1, batch):
             numbers = range(first, min(first + batch, last + 1))
-            yield from zip(numbers, pool.map(lambda n: read_small(backend, log_key(n)), numbers), strict=True)
+            yield from zip(numbers, pool.map(lambda n: read_small(storage, log_key(n)), numbers), strict=True)

@@ -15,7 +15,7 @@ from ckptstore.objects.documents import decode_document
 from ckptstore.objects.pages import decode_page, join_pages
 from ckptstore.objects.schema import decode_schema
 from ckptstore.repository.footer_index import Inventory, read_chunk
-from ckptstore.storage.contract import Backend
+from ckptstore.storage.contract import Storage
 
 _CACHED = 1024
 
@@ -33,14 +33,14 @@ class Referrer:
 class Trees:
     """The trees of a store's commits. Schemas and pages are kept while they are likely to be asked for again."""
 
-    def __init__(self, backend: Backend, inventory: Inventory) -> None:
-        self._backend, self._inventory = backend, inventory
+    def __init__(self, storage: Storage, inventory: Inventory) -> None:
+        self._storage, self._inventory = storage, inventory
         self.schema = lru_cache(_CACHED)(self._schema)
         self._page = lru_cache(_CACHED)(self.read)
 
     def document(self, commit: CommitId, row: CommitRow) -> CommitDocument:
         """The document of a commit; raises `Corrupt`, `NotFound` or `Unavailable`."""
-        document = decode_document(self._backend.read(document_key(row.session, commit)), commit)
+        document = decode_document(self._storage.read(document_key(row.session, commit)), commit)
         wanted = (row.run, row.step, row.content)
         if (document.run, document.step, document.content) != wanted:  # store and session are where it was first made: it may be mirrored
             raise Corrupt(f"the document of commit {commit[:12]} is not the one that the log tells of: wanted {wanted}")
@@ -56,7 +56,7 @@ class Trees:
 
     def read(self, chunk: ChunkId) -> bytes:
         """The bytes of a chunk from wherever they match its id; raises `Corrupt`, `NotFound` or `Unavailable`."""
-        return bytes(read_chunk(self._backend, self._inventory.places(chunk)))
+        return bytes(read_chunk(self._storage, self._inventory.places(chunk)))
 
     def page_ids(self, page: ChunkId) -> bytes:
         """The ids of the chunks that a page names."""

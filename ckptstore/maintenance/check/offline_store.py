@@ -13,15 +13,15 @@ from ckptstore.errors import CkptStoreError, Corrupt, InvalidInput, NotFound
 from ckptstore.index.catalog_sqlite import open_catalog
 from ckptstore.index.open_log import open_log_place
 from ckptstore.index.queries import Queries
-from ckptstore.index.suspect_packs import DISTRUST_NAME, Distrust
+from ckptstore.index.suspect_packs import DISTRUST_NAME, SuspectPacks
 from ckptstore.log.entries import Position
 from ckptstore.log.log import Log
 from ckptstore.maintenance.check.log_audit import read_small
 from ckptstore.maintenance.check.report import Finding, Kind
 from ckptstore.maintenance.repair.repair_config import recover_config
 from ckptstore.objects.config import decode_config
-from ckptstore.repository.store_handle import CATALOG_NAME, CHUNKS_NAME, Opening, index_directory
-from ckptstore.storage.contract import Backend, open_backend
+from ckptstore.repository.store_handle import CATALOG_NAME, CHUNKS_NAME, StoreHandle, index_directory
+from ckptstore.storage.contract import Storage, open_storage
 
 if TYPE_CHECKING:
     from ckptstore.index.postgres_log import PostgresLog
@@ -30,11 +30,11 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
-class Ground:
+class OfflineStore:
     """A store as fsck sees it. `problem` is what is wrong with its `ckptstore.json`; then `config` was concluded from the rest, and is
     `certain` to be what was there, or only right for every commit there is."""
 
-    backend: Backend
+    storage: Storage
     config: StoreConfig
     index_directory: Path
     problem: Finding | None = None
@@ -43,12 +43,12 @@ class Ground:
 
     def open_log(self) -> Log:
         """The log, for appending to it."""
-        return Log(self.backend, self.config.store, self.config.generation, place=self.database)
+        return Log(self.storage, self.config.store, self.config.generation, place=self.database)
 
     @property
-    def distrust(self) -> Distrust:
+    def suspect_packs(self) -> SuspectPacks:
         """The packs in which this host has seen damage."""
-        return Distrust(self.index_directory / DISTRUST_NAME)
+        return SuspectPacks(self.index_directory / DISTRUST_NAME)
 
     @property
     def catalog_path(self) -> Path:
@@ -80,44 +80,44 @@ class Ground:
             catalog.close()
 
 
-def ground_of(opening: Opening) -> Ground:
+def offline_store_of(handle: StoreHandle) -> OfflineStore:
     """The ground of a store that could be opened."""
-    return Ground(opening.backend, opening.config, opening.index_directory, database=opening.database)
+    return OfflineStore(handle.storage, handle.config, handle.index_directory, database=handle.database)
 
 
 @contextmanager
-def open_ground(
+def open_offline_store(
     place: str | os.PathLike[str], *, read_only: bool = False, storage_options: dict[str, Any] | None = None, index: str | None = None
-) -> Iterator[Ground]:
+) -> Iterator[OfflineStore]:
     """The ground of a store whatever its state.
 
     Raises `NotFound` where there is none, and `InvalidInput` for something that is none or a store of a newer format.
     """
-    backend = open_backend(os.fspath(place), read_only=read_only, storage_options=storage_options)
+    storage = open_storage(os.fspath(place), read_only=read_only, storage_options=storage_options)
     try:
-        ground = _ground(backend, read_only=read_only)
-        log = open_log_place(ground.config, backend, index)
+        offline_store = _offline_store(storage, read_only=read_only)
+        log = open_log_place(offline_store.config, storage, index)
         try:
-            yield replace(ground, database=log)
+            yield replace(offline_store, database=log)
         finally:
             if log is not None:
                 log.database.close()
     finally:
-        backend.close()
+        storage.close()
 
 
-def _ground(backend: Backend, *, read_only: bool) -> Ground:
-    data = read_small(backend, CONFIG_KEY)
+def _offline_store(storage: Storage, *, read_only: bool) -> OfflineStore:
+    data = read_small(storage, CONFIG_KEY)
     try:
         if data is None:
-            raise NotFound(f"no store at {backend.url}: there is no {CONFIG_KEY}")
-        config = decode_config(data, backend.url)
+            raise NotFound(f"no store at {storage.url}: there is no {CONFIG_KEY}")
+        config = decode_config(data, storage.url)
     except (Corrupt, InvalidInput, NotFound) as error:
-        found = recover_config(backend, data)
+        found = recover_config(storage, data)
         if found is None:
             raise
         config, certain = found
         step = "run `ckptstore repair --apply`, which writes it again"
         problem = Finding(Kind.CONFIG, str(error), step, key=CONFIG_KEY)
-        return Ground(backend, config, index_directory(backend, config.store, read_only=read_only), problem, certain)
-    return Ground(backend, config, index_directory(backend, config.store, read_only=read_only))
+        return OfflineStore(storage, config, index_directory(storage, config.store, read_only=read_only), problem, certain)
+    return OfflineStore(storage, config, index_directory(storage, config.store, read_only=read_only))

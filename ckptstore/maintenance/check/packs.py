@@ -13,12 +13,12 @@ from ckptstore.errors import Corrupt, NotFound, Unavailable
 from ckptstore.index.chunks import ChunkIndex
 from ckptstore.index.chunks.lmdb_salvage import remains
 from ckptstore.log.fold import Pack, State
-from ckptstore.maintenance.check.offline_store import Ground
+from ckptstore.maintenance.check.offline_store import OfflineStore
 from ckptstore.maintenance.check.report import Finding, Kind, Severity
 from ckptstore.objects.pack import TENSOR, FooterTable
 from ckptstore.repository.footer_index import keys_of
 from ckptstore.repository.footers import read_table_at
-from ckptstore.storage.contract import Backend
+from ckptstore.storage.contract import Storage
 
 _PACK = re.compile(r"packs/([0-9a-f]{2})/(([0-9a-f]{24})-(0|[1-9][0-9]{0,6})-(0|[1-9][0-9]{0,6}))(\.2)?")
 _DOCUMENT = re.compile(r"commits/([0-9a-f]{24})-([0-9a-f]{64})")
@@ -41,13 +41,13 @@ def _unanswered(what: str, name: PackId) -> Finding:
     return Finding(Kind.PACK, what, "see to the storage, then run fsck again", pack=name)
 
 
-def pack_findings(backend: Backend, pack: Pack, table: FooterTable) -> Iterator[Finding]:
+def pack_findings(storage: Storage, pack: Pack, table: FooterTable) -> Iterator[Finding]:
     """What is wrong with one pack, of which at least one footer could be read as `table`."""
     if len(table) != pack.chunks:
         yield _object(pack, pack_key(pack.id), f"has {len(table)} chunks; the log says {pack.chunks}")
     for key in keys_of(pack.id, metadata=pack.metadata):
         try:
-            size = backend.size(key)
+            size = storage.size(key)
         except Corrupt as error:
             yield _object(pack, key, f"is damaged: {error}")
             continue
@@ -56,12 +56,12 @@ def pack_findings(backend: Backend, pack: Pack, table: FooterTable) -> Iterator[
         elif size != pack.bytes:
             yield _object(pack, key, f"has {size} bytes; the log says {pack.bytes}")
         else:
-            yield from _footer_findings(backend, pack, key, table)
+            yield from _footer_findings(storage, pack, key, table)
 
 
-def _footer_findings(backend: Backend, pack: Pack, key: str, table: FooterTable) -> Iterator[Finding]:
+def _footer_findings(storage: Storage, pack: Pack, key: str, table: FooterTable) -> Iterator[Finding]:
     try:
-        if read_table_at(backend, key).tobytes() != table.tobytes():
+        if read_table_at(storage, key).tobytes() != table.tobytes():
             yield _object(pack, key, "lists other chunks than its twin")
     except (Corrupt, NotFound) as error:
         yield _object(pack, key, f"has a footer that cannot be read: {error}")
@@ -77,10 +77,10 @@ def _object(pack: Pack, key: str, what: str) -> Finding:
     return Finding(Kind.PACK, f"{key} {what}", _HEAL, key=key, pack=pack.id)
 
 
-def orphan_findings(backend: Backend, present: Callable[[], State]) -> Iterator[Finding]:
+def orphan_findings(storage: Storage, present: Callable[[], State]) -> Iterator[Finding]:
     """Objects that no entry of the log names: left by writers that were stopped, or written right now, or not the store's. They are listed
     before `present` gives the state, so what a commit has listed meanwhile is none."""
-    listed = {prefix: list(backend.list(prefix)) for prefix in ("packs/", "commits/")}
+    listed = {prefix: list(storage.list(prefix)) for prefix in ("packs/", "commits/")}
     state = present()
     packs = {pack.id for pack in state.packs.values()}
     for key, size in listed["packs/"]:
@@ -102,12 +102,12 @@ def _orphan(key: str, size: int, closed: bool) -> Finding:
     return Finding(Kind.ORPHAN, f"{key} ({bytes_text(size)}) is named by no entry of the log", next_step, Severity.NOTE, key)
 
 
-def index_findings(ground: Ground, state: State, tables: Mapping[PackId, FooterTable]) -> Iterator[Finding]:
+def index_findings(offline_store: OfflineStore, state: State, tables: Mapping[PackId, FooterTable]) -> Iterator[Finding]:
     """Chunks that this host's chunk index looks for where the footers do not have them. One that it does not know is looked for again when
     it is needed."""
-    if not os.path.exists(ground.chunks_path):
+    if not os.path.exists(offline_store.chunks_path):
         return
-    index = ChunkIndex.open(ground.chunks_path, ground.config.store)
+    index = ChunkIndex.open(offline_store.chunks_path, offline_store.config.store)
     try:
         listed = {number: tables[pack.id] for number, pack in state.packs.items() if pack.id in tables}
         for number in sorted(index.indexed() & listed.keys()):
@@ -121,11 +121,11 @@ def index_findings(ground: Ground, state: State, tables: Mapping[PackId, FooterT
         index.close()
 
 
-def remembered(ground: Ground, state: State, names: Collection[PackId | None]) -> dict[PackId, list[PackEntry]]:
+def remembered(offline_store: OfflineStore, state: State, names: Collection[PackId | None]) -> dict[PackId, list[PackEntry]]:
     """What is left in this host's chunk index of what packs hold; of metadata the kind is `UNKNOWN`. Does not open the index."""
     packs = {number: pack for number, pack in state.packs.items() if pack.id in names}
     found: dict[PackId, list[PackEntry]] = {}
-    for ids, rows in remains(ground.chunks_path, ground.config.store) if packs else ():
+    for ids, rows in remains(offline_store.chunks_path, offline_store.config.store) if packs else ():
         for number in packs.keys() & set(rows["pack"].tolist()):
             mine, kind = rows["pack"] == number, UNKNOWN if packs[number].metadata else TENSOR
             columns = [rows[mine][field].tolist() for field in ("offset", "stored", "raw", "codec", "width")]

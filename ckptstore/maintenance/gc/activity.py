@@ -8,7 +8,7 @@ from typing import Literal, TypeAlias
 from ckptstore.log.sessions import SessionInfo, is_gone, read_sessions
 from ckptstore.maintenance.gc.plan import total_bytes
 from ckptstore.maintenance.gc.session_monitor import WATCH_NAME, load_watch, observe, save_watch
-from ckptstore.repository.store_handle import Opening
+from ckptstore.repository.store_handle import StoreHandle
 
 Status: TypeAlias = Literal["active", "gone", "closed"]
 """`gone`: its process runs no more, the next gc declares it over. `closed`: the log says that it can append nothing any more."""
@@ -26,11 +26,11 @@ class Activity:
     bytes: int
 
 
-def activities(opening: Opening, *, clock: Callable[[], float] = time.monotonic) -> tuple[Activity, ...]:
+def activities(handle: StoreHandle, *, clock: Callable[[], float] = time.monotonic) -> tuple[Activity, ...]:
     """Every session that has a file, the oldest first. Looking counts as an observation for gc."""
-    infos = tuple(read_sessions(opening.backend))
-    state = opening.log.replay()
-    path = opening.index_directory / WATCH_NAME
+    infos = tuple(read_sessions(handle.storage))
+    state = handle.log.replay()
+    path = handle.index_directory / WATCH_NAME
     now_s = clock()
     before = load_watch(path)
     watch = observe(before, before.counters() | {info.id: info.counter for info in infos}, before.sizes(), now_s)

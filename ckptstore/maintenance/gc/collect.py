@@ -33,8 +33,8 @@ from ckptstore.maintenance.gc.session_monitor import (
     stale_files,
 )
 from ckptstore.maintenance.progress import Counter, Progress, silent
-from ckptstore.repository.store_handle import Opening
-from ckptstore.repository.thread_pool import Threads
+from ckptstore.repository.store_handle import StoreHandle
+from ckptstore.repository.thread_pool import ThreadPool
 from ckptstore.storage.reserve import is_full, room
 
 ATTEMPTS = 3
@@ -44,11 +44,11 @@ MAX_UNUSED = 0.05
 @dataclass(frozen=True, slots=True)
 class GcOptions:
     """`max_unused` is the share of the packs' bytes that may stay dead rather than be copied around, `max_repack_bytes` how much may be
-    copied. With `impatient`, condemned packs are deleted although commits in flight may have to write their chunks again."""
+    copied. With `force`, condemned packs are deleted although commits in flight may have to write their chunks again."""
 
     max_unused: float = MAX_UNUSED
     max_repack_bytes: int | None = None
-    impatient: bool = False
+    force: bool = False
 
     def __post_init__(self) -> None:
         if not 0 <= self.max_unused <= 1:
@@ -78,7 +78,7 @@ class GcReport:
 
 
 def collect(
-    opening: Opening,
+    handle: StoreHandle,
     options: GcOptions = GcOptions(),
     *,
     dry_run: bool = False,
@@ -90,19 +90,19 @@ def collect(
     Raises `Corrupt`, before anything is deleted, if a commit's document or pages cannot be read; `Conflict` if other gcs kept condemning.
     """
     if not dry_run:
-        opening.check_writable()
-    threads = Threads(default_threads())
+        handle.check_writable()
+    threads = ThreadPool(default_threads())
     run: _Run | None = None
     try:
         for _ in range(ATTEMPTS):
             try:
-                facts = _Facts(opening, threads, clock, progress)
+                facts = _Facts(handle, threads, clock, progress)
                 if dry_run:
-                    return GcReport(facts.plan(options, full=not opening.read_only and is_full(opening.backend)))
-                with room(opening.backend) as full:
+                    return GcReport(facts.plan(options, full=not handle.read_only and is_full(handle.storage)))
+                with room(handle.storage) as full:
                     plan = facts.plan(options, full=full)
                     report = replace(run.report, plan=plan) if run else GcReport(plan)
-                    run = _Run(facts, report, patient=not (options.impatient or full))
+                    run = _Run(facts, report, patient=not (options.force or full))
                     return run.execute()
             except _MarkAgain as error:
                 last = error
@@ -111,14 +111,14 @@ def collect(
         threads.close()
 
 
-def plans_at(opening: Opening, states: Iterable[State], options: GcOptions) -> list[GcPlan]:
+def plans_at(handle: StoreHandle, states: Iterable[State], options: GcOptions) -> list[GcPlan]:
     """What a gc on a full disk would do if the log said so: nothing is changed.
 
     Raises `Corrupt` if a commit's document or pages cannot be read, `NotFound` for what another gc is deleting just now.
     """
-    threads = Threads(default_threads())
+    threads = ThreadPool(default_threads())
     try:
-        facts = _Facts(opening, threads, time.monotonic, silent)
+        facts = _Facts(handle, threads, time.monotonic, silent)
         return [facts.plan_at(state, options, full=True) for state in states]
     finally:
         threads.close()
@@ -131,28 +131,28 @@ class _MarkAgain(Exception):
 class _Facts:
     """What a plan is made of, gathered in the order that makes it safe: objects are listed before the log is replayed."""
 
-    def __init__(self, opening: Opening, threads: Threads, clock: Callable[[], float], progress: Progress) -> None:
-        self.opening, self.threads, self.clock, self.progress = opening, threads, clock, progress
-        self._watch_path = opening.index_directory / WATCH_NAME
+    def __init__(self, handle: StoreHandle, threads: ThreadPool, clock: Callable[[], float], progress: Progress) -> None:
+        self.handle, self.threads, self.clock, self.progress = handle, threads, clock, progress
+        self._watch_path = handle.index_directory / WATCH_NAME
         self.watch = load_watch(self._watch_path)
         self.listing = self._list()
 
     def plan(self, options: GcOptions, *, full: bool) -> GcPlan:
-        state = self.opening.log.replay()
+        state = self.handle.log.replay()
         try:
             return self.plan_at(state, options, full=full)
         except (Corrupt, NotFound) as error:
-            if self.opening.log.replay().fence != state.fence:
+            if self.handle.log.replay().fence != state.fence:
                 raise _MarkAgain from error
             raise
 
     def plan_at(self, state: State, options: GcOptions, *, full: bool) -> GcPlan:
-        backend = self.opening.backend
+        storage = self.handle.storage
         sessions = self.look(state)
-        active = frozenset() if full or options.impatient else sessions.active_ids
-        marked = mark(backend, state, self.threads, self.progress)
+        active = frozenset() if full or options.force else sessions.active_ids
+        marked = mark(storage, state, self.threads, self.progress)
         purge = soft_deleted(state)
-        pack_bytes = PACK_BYTES_REMOTE if backend.durable_root is None else PACK_BYTES_LOCAL
+        pack_bytes = PACK_BYTES_REMOTE if storage.durable_root is None else PACK_BYTES_LOCAL
         chosen = choose(marked.uses, max_unused=options.max_unused, max_repack_bytes=options.max_repack_bytes, pack_bytes=pack_bytes)
         return GcPlan(
             mark=marked.n,
@@ -161,7 +161,7 @@ class _Facts:
             purge=purge,
             doomed=tuple(doomed_packs(state, marked, self.watch.waits, active)),
             orphans=orphans(self.listing, state, over=frozenset(sessions.over), purged=frozenset(purge), stale=self.stale(sessions)),
-            copies=tuple(plan_copies(backend, marked, chosen, pack_bytes)),
+            copies=tuple(plan_copies(storage, marked, chosen, pack_bytes)),
             copies_wait=tuple(sorted(active)),
             missing=marked.missing,
             unreadable=tuple(use.pack.id for use in marked.uses if not use.readable),
@@ -170,7 +170,7 @@ class _Facts:
 
     def look(self, state: State) -> Sessions:
         """Who writes now, as seen from `state`; what was seen is remembered."""
-        infos = tuple(read_sessions(self.opening.backend))
+        infos = tuple(read_sessions(self.handle.storage))
         named = self.listing.unaccounted(state) - {info.id for info in infos}
         counters = dict.fromkeys(named, NO_FILE) | {info.id: info.counter for info in infos}
         files = {key.removeprefix("tmp/"): size for key, size in self.listing.temporaries.items()}
@@ -188,7 +188,7 @@ class _Facts:
 
     def _list(self) -> Listing:
         counter = Counter(self.progress, "list objects", 1)
-        listing = list_objects(self.opening.backend)
+        listing = list_objects(self.handle.storage)
         counter.add()
         return listing
 
@@ -199,7 +199,7 @@ class _Run:
     def __init__(self, facts: _Facts, report: GcReport, *, patient: bool) -> None:
         self.report = report
         self._plan = report.plan
-        self._facts, self._backend, self._log = facts, facts.opening.backend, facts.opening.log
+        self._facts, self._storage, self._log = facts, facts.handle.storage, facts.handle.log
         self._patient = patient
         self._fence = self._plan.fence
 
@@ -275,7 +275,7 @@ class _Run:
         for n in sorted(entry.body.packs):
             pack = condemned[n]
             for key in (pack_key(pack.id), twin_key(pack.id)) if pack.metadata else (pack_key(pack.id),):
-                self._backend.delete(key)
+                self._storage.delete(key)
                 self._note(freed_bytes=self.report.freed_bytes + pack.bytes)
             self._note(deleted=(*self.report.deleted, pack.id))
             counter.add()
@@ -288,7 +288,7 @@ class _Run:
         found = [orphan for orphan in orphans(self._facts.listing, state, stale=stale) if orphan.key in planned]
         counter = Counter(self._facts.progress, "delete orphans", len(found))
         for orphan in found:
-            self._backend.delete(orphan.key)
+            self._storage.delete(orphan.key)
             self._note(freed_bytes=self.report.freed_bytes + orphan.bytes, orphans=self.report.orphans + 1)
             counter.add()
 
@@ -314,9 +314,9 @@ class _Run:
 
     def _copied(self, copy: Copy, counter: Counter) -> bool:
         """Whether the copy was made and registered. Its session ends if nothing bears its name; else the next gc declares it over."""
-        with open_session(self._backend, "gc") as session:
+        with open_session(self._storage, "gc") as session:
             try:
-                record = write_copy(self._backend, session.id, copy, self._facts.threads, counter.add)
+                record = write_copy(self._storage, session.id, copy, self._facts.threads, counter.add)
             except (CkptStoreError, DamagedSource):
                 session.end()
                 raise
@@ -354,6 +354,6 @@ class _Run:
 
     def _drop(self, session: Session, record: PackRecord) -> None:
         """Delete a pack whose registration was refused: no entry lists it, and none will. So nobody needs to wait for its session."""
-        self._backend.delete(pack_key(record.id))
-        self._backend.delete(twin_key(record.id))
+        self._storage.delete(pack_key(record.id))
+        self._storage.delete(twin_key(record.id))
         session.end()

@@ -24,8 +24,8 @@ from ckptstore.objects.pack import PAGE, FooterTable
 from ckptstore.objects.pages import decode_page
 from ckptstore.repository import footers
 from ckptstore.repository.pack_reader import read_chunks
-from ckptstore.repository.thread_pool import Threads
-from ckptstore.storage.contract import Backend
+from ckptstore.repository.thread_pool import ThreadPool
+from ckptstore.storage.contract import Storage
 
 BATCH_KEYS = 1 << 19
 
@@ -71,17 +71,17 @@ class Mark:
         return self._holdings.of_pack(self._positions[number], self._assigned)
 
 
-def mark(backend: Backend, state: State, threads: Threads, report: Progress = silent) -> Mark:
+def mark(storage: Storage, state: State, threads: ThreadPool, report: Progress = silent) -> Mark:
     """Mark at `state`. Raises `Corrupt` if a document or page of a commit that is not forgotten cannot be read."""
     packs = [(number, state.packs[number]) for number in sorted(state.packs) if state.packs[number].live]
     holdings = Holdings([pack.chunks for _, pack in packs])
-    readable, metadata = _read_footers(backend, [pack for _, pack in packs], holdings, threads, report)
+    readable, metadata = _read_footers(storage, [pack for _, pack in packs], holdings, threads, report)
     holdings.sort()
     needs = _Needs(holdings)
-    pages = _read_documents(backend, state, needs, report)
-    _read_pages(backend, metadata, pages, needs, threads, report)
+    pages = _read_documents(storage, state, needs, report)
+    _read_pages(storage, metadata, pages, needs, threads, report)
     needs.flush()
-    assigned = _assign(backend, [pack for _, pack in packs], holdings, threads, report)
+    assigned = _assign(storage, [pack for _, pack in packs], holdings, threads, report)
     chunks, nbytes = holdings.live_chunks(assigned).tolist(), holdings.live_bytes(assigned).tolist()
     uses = [PackUse(number, pack, chunks[i], nbytes[i], i in readable) for i, (number, pack) in enumerate(packs)]
     return Mark(state, uses, len(needs.missing), holdings, assigned)
@@ -111,7 +111,7 @@ class _Needs:
 
 
 def _read_footers(
-    backend: Backend, packs: Sequence[Pack], holdings: Holdings, threads: Threads, report: Progress
+    storage: Storage, packs: Sequence[Pack], holdings: Holdings, threads: ThreadPool, report: Progress
 ) -> tuple[set[int], list[tuple[Pack, FooterTable]]]:
     """Put every footer into `holdings`. Returns the positions of the readable ones, and the metadata packs with their footers."""
     readable: set[int] = set()
@@ -121,7 +121,7 @@ def _read_footers(
     def read(i: int) -> None:
         pack = packs[i]
         try:
-            table = footers.read_table(backend, pack.id, metadata=pack.metadata)
+            table = footers.read_table(storage, pack.id, metadata=pack.metadata)
         except (Corrupt, NotFound):
             table = None
         if table is not None and len(table) == pack.chunks:
@@ -135,14 +135,14 @@ def _read_footers(
     return readable, metadata
 
 
-def _read_documents(backend: Backend, state: State, needs: _Needs, report: Progress) -> dict[ChunkId, CommitId]:
+def _read_documents(storage: Storage, state: State, needs: _Needs, report: Progress) -> dict[ChunkId, CommitId]:
     """Every page that a commit needs, and one of the commits that do."""
     roots = [(commit, row) for commit, row in state.commits.items() if not row.soft]
     counter = Counter(report, "read commits", len(roots))
     pages: dict[ChunkId, CommitId] = {}
     for commit, row in roots:
         try:
-            document = decode_document(backend.read(document_key(row.session, commit)), commit)
+            document = decode_document(storage.read(document_key(row.session, commit)), commit)
         except (Corrupt, NotFound) as error:
             raise _unmarkable(commit, error) from error
         others = [tree.schema for _, tree in document.trees]
@@ -157,11 +157,11 @@ def _read_documents(backend: Backend, state: State, needs: _Needs, report: Progr
 
 
 def _read_pages(
-    backend: Backend,
+    storage: Storage,
     metadata: Sequence[tuple[Pack, FooterTable]],
     pages: dict[ChunkId, CommitId],
     needs: _Needs,
-    threads: Threads,
+    threads: ThreadPool,
     report: Progress,
 ) -> None:
     counter = Counter(report, "read pages", len(pages))
@@ -170,7 +170,7 @@ def _read_pages(
     def read(item: tuple[Pack, FooterTable]) -> None:
         pack, rows = item
         try:
-            for chunk in read_chunks(backend, pack.id, rows, metadata=True):
+            for chunk in read_chunks(storage, pack.id, rows, metadata=True):
                 needs.add(b"".join((rows["chunk"][chunk.row].tobytes(), *(leaf.ids for leaf in decode_page(chunk.raw).leaves))))
                 counter.add()
         except (Corrupt, NotFound) as error:
@@ -194,38 +194,38 @@ def _wanted(metadata: Sequence[tuple[Pack, FooterTable]], unread: dict[ChunkId, 
             yield pack, table[rows]
 
 
-def _assign(backend: Backend, packs: Sequence[Pack], holdings: Holdings, threads: Threads, report: Progress) -> npt.NDArray[np.bool_]:
+def _assign(storage: Storage, packs: Sequence[Pack], holdings: Holdings, threads: ThreadPool, report: Progress) -> npt.NDArray[np.bool_]:
     """Which chunks are live and counted for which pack, each in a copy that is alone or sound."""
     assigned = holdings.assign()
     while contested := holdings.contested():
         counter = Counter(report, "compare copies", sum(map(len, contested.values())))
-        threads.spread(partial(_reject_damaged, backend, packs, holdings, counter), list(contested.items()))
+        threads.spread(partial(_reject_damaged, storage, packs, holdings, counter), list(contested.items()))
         assigned = holdings.assign()
     return assigned
 
 
 def _reject_damaged(
-    backend: Backend, packs: Sequence[Pack], holdings: Holdings, counter: Counter, contested: tuple[int, npt.NDArray[np.int64]]
+    storage: Storage, packs: Sequence[Pack], holdings: Holdings, counter: Counter, contested: tuple[int, npt.NDArray[np.int64]]
 ) -> None:
     i, rows = contested
-    holdings.reject(i, _damaged(backend, packs[i], rows))
+    holdings.reject(i, _damaged(storage, packs[i], rows))
     counter.add(len(rows))
 
 
-def _damaged(backend: Backend, pack: Pack, rows: npt.NDArray[np.int64]) -> list[int]:
+def _damaged(storage: Storage, pack: Pack, rows: npt.NDArray[np.int64]) -> list[int]:
     """Which of the chunks `rows` of a pack cannot be read as their ids say."""
     try:
-        table = footers.read_table(backend, pack.id, metadata=pack.metadata)
+        table = footers.read_table(storage, pack.id, metadata=pack.metadata)
     except (Corrupt, NotFound):
         return rows.tolist()  # type: ignore[no-any-return]  # numpy's tolist is untyped
-    if _all_sound(backend, pack, table[rows]):
+    if _all_sound(storage, pack, table[rows]):
         return []
-    return [row for row in rows.tolist() if not _all_sound(backend, pack, table[[row]])]
+    return [row for row in rows.tolist() if not _all_sound(storage, pack, table[[row]])]
 
 
-def _all_sound(backend: Backend, pack: Pack, table: FooterTable) -> bool:
+def _all_sound(storage: Storage, pack: Pack, table: FooterTable) -> bool:
     try:
-        return all(True for _ in read_chunks(backend, pack.id, table, metadata=pack.metadata))
+        return all(True for _ in read_chunks(storage, pack.id, table, metadata=pack.metadata))
     except (Corrupt, NotFound):
         return False
 

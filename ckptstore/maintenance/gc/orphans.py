@@ -12,7 +12,7 @@ from typing import NamedTuple
 from ckptstore.core.ids import CommitId, PackId, SessionId, document_key
 from ckptstore.log.log import CHECKPOINTS_KEPT
 from ckptstore.log.state import State
-from ckptstore.storage.contract import Backend
+from ckptstore.storage.contract import Storage
 
 _PACK = re.compile(r"packs/[0-9a-f]{2}/(?P<name>(?P<session>[0-9a-f]{24})-[0-9]+-[0-9]+)(?:\.2)?")
 _DOCUMENT = re.compile(r"commits/(?P<session>[0-9a-f]{24})-[0-9a-f]{64}")
@@ -49,11 +49,11 @@ class Listing:
         return frozenset(SessionId(session) for group in (packs, documents) for session in group)
 
 
-def list_objects(backend: Backend) -> Listing:
+def list_objects(storage: Storage) -> Listing:
     """Everything but the log's entries."""
-    checkpoints = tuple((key, size) for key, size in backend.list("log/checkpoint-") if _CHECKPOINT.fullmatch(key))
-    scratches = {key: size for key, size in backend.list("log/scratch-") if _SCRATCH.fullmatch(key)}
-    packs, documents, temporaries, sessions = (dict(backend.list(prefix)) for prefix in ("packs/", "commits/", "tmp/", "sessions/"))
+    checkpoints = tuple((key, size) for key, size in storage.list("log/checkpoint-") if _CHECKPOINT.fullmatch(key))
+    scratches = {key: size for key, size in storage.list("log/scratch-") if _SCRATCH.fullmatch(key)}
+    packs, documents, temporaries, sessions = (dict(storage.list(prefix)) for prefix in ("packs/", "commits/", "tmp/", "sessions/"))
     return Listing(packs, documents, temporaries, sessions, checkpoints, scratches)
 
 

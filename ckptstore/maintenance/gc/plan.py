@@ -15,7 +15,7 @@ from ckptstore.maintenance.gc.repack import Copy
 
 
 @dataclass(frozen=True, slots=True)
-class Doomed:
+class DeadPack:
     """A pack without live chunks; `condemned` if an earlier gc has said so in the log. `bytes` includes its twin.
 
     It is deleted once the sessions `waits` have ended, so that commits in flight which reuse it need not write its chunks again.
@@ -41,7 +41,7 @@ class GcPlan:
     fence: int
     over: tuple[SessionId, ...]
     purge: tuple[CommitId, ...]
-    doomed: tuple[Doomed, ...]
+    doomed: tuple[DeadPack, ...]
     orphans: tuple[Orphan, ...]
     copies: tuple[Copy, ...]
     copies_wait: tuple[SessionId, ...]
@@ -81,7 +81,7 @@ class GcPlan:
         return not (self.over or self.purge or self.doomed or self.orphans or self.copies)
 
 
-def doomed_packs(state: State, marked: Mark, waits: Mapping[PackId, frozenset[SessionId]], active: Set[SessionId]) -> Iterator[Doomed]:
+def doomed_packs(state: State, marked: Mark, waits: Mapping[PackId, frozenset[SessionId]], active: Set[SessionId]) -> Iterator[DeadPack]:
     """The packs that hold nothing live, those condemned before included. `waits` says who was in flight when a pack was condemned."""
     for use in marked.uses:
         if use.dead:
@@ -104,5 +104,5 @@ def total_bytes(packs: Iterable[Pack]) -> int:
     return sum(pack.bytes * (2 if pack.metadata else 1) for pack in packs)
 
 
-def _doomed(number: int, pack: Pack, waits: Iterable[SessionId]) -> Doomed:
-    return Doomed(number, pack.id, total_bytes([pack]), not pack.live, tuple(sorted(waits)))
+def _doomed(number: int, pack: Pack, waits: Iterable[SessionId]) -> DeadPack:
+    return DeadPack(number, pack.id, total_bytes([pack]), not pack.live, tuple(sorted(waits)))

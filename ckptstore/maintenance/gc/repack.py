@@ -20,8 +20,8 @@ from ckptstore.objects.pack import FOOTER_DTYPE, TRAILER_BYTES, FooterTable
 from ckptstore.repository import footers
 from ckptstore.repository.pack_reader import read_chunks
 from ckptstore.repository.pack_writer import OpenPack
-from ckptstore.repository.thread_pool import Threads
-from ckptstore.storage.contract import Backend
+from ckptstore.repository.thread_pool import ThreadPool
+from ckptstore.storage.contract import Storage
 
 MERGE_PACKS = 8
 """So many small packs of about one size are merged. The copy is of the next larger size, so no chunk is copied again and again."""
@@ -93,7 +93,7 @@ def choose(uses: Iterable[PackUse], *, max_unused: float, max_repack_bytes: int 
     return sorted(chosen, key=lambda use: (use.pack.metadata, use.number))
 
 
-def plan_copies(backend: Backend, marked: Mark, chosen: Sequence[PackUse], pack_bytes: int) -> Iterator[Copy]:
+def plan_copies(storage: Storage, marked: Mark, chosen: Sequence[PackUse], pack_bytes: int) -> Iterator[Copy]:
     """Which chosen packs share a new pack, in order, each pack in one copy only. Reads footers."""
     sources: list[Source] = []
     end = chunks = 0
@@ -101,7 +101,7 @@ def plan_copies(backend: Backend, marked: Mark, chosen: Sequence[PackUse], pack_
         live = marked.live_rows(use.number)
         bitmap = np.packbits(live, bitorder="little").tobytes()
         source = Source(use.number, use.pack.id, use.pack.bytes, use.pack.metadata, bitmap)
-        rows = live_rows(backend, source)
+        rows = live_rows(storage, source)
         if sources and (source.metadata != sources[0].metadata or end + use.live_bytes > pack_bytes):
             yield _copy(sources, end, chunks)
             sources, end, chunks = [], 0, 0
@@ -112,9 +112,9 @@ def plan_copies(backend: Backend, marked: Mark, chosen: Sequence[PackUse], pack_
         yield _copy(sources, end, chunks)
 
 
-def live_rows(backend: Backend, source: Source) -> FooterTable:
+def live_rows(storage: Storage, source: Source) -> FooterTable:
     """The footer's records of the chunks to copy. Raises `Corrupt`, `NotFound`."""
-    table = footers.read_table(backend, source.id, metadata=source.metadata)
+    table = footers.read_table(storage, source.id, metadata=source.metadata)
     return table[_bits(source.live, len(table))]
 
 
@@ -174,31 +174,31 @@ class _Budget:
 # -- copying -----------------------------------------------------------------------------------------------------------------------
 
 
-def write_copy(backend: Backend, session: SessionId, copy: Copy, threads: Threads, copied: Callable[[int], None]) -> PackRecord:
+def write_copy(storage: Storage, session: SessionId, copy: Copy, threads: ThreadPool, copied: Callable[[int], None]) -> PackRecord:
     """Make the new pack of `copy` durable; the log does not list it yet. `copied` is told how many bytes have been.
 
     Raises `DamagedSource` for a pack that cannot be copied from; then, as after any failure, nothing of the copy is left.
     """
-    target = OpenPack(backend, pack_id(session, 0, 0), metadata=copy.metadata)
+    target = OpenPack(storage, pack_id(session, 0, 0), metadata=copy.metadata)
     try:
         for source in copy.sources:
             try:
-                rows = live_rows(backend, source)
-                _append(backend, source, rows, target, copied)
+                rows = live_rows(storage, source)
+                _append(storage, source, rows, target, copied)
             except (Corrupt, NotFound) as error:
                 raise DamagedSource(source) from error
     except BaseException:
         target.discard()
         raise
     closed = target.close(threads.spread)
-    backend.sync_dirs([pack_key(target.name)])
+    storage.sync_dirs([pack_key(target.name)])
     return closed.record
 
 
-def _append(backend: Backend, source: Source, rows: FooterTable, target: OpenPack, copied: Callable[[int], None]) -> None:
+def _append(storage: Storage, source: Source, rows: FooterTable, target: OpenPack, copied: Callable[[int], None]) -> None:
     offsets, _ = place(rows, target.offset)
     entries: list[PackEntry] = pack.entries(rows)
-    for chunk in read_chunks(backend, source.id, rows, metadata=source.metadata):
+    for chunk in read_chunks(storage, source.id, rows, metadata=source.metadata):
         target.pad_to(int(offsets[chunk.row]))
         offset = target.append(chunk.stored)
         target.entries.append(entries[chunk.row]._replace(offset=offset))

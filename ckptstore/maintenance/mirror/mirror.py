@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from itertools import accumulate, islice
 
 from ckptstore.commit.publish import entry_body, put_document
-from ckptstore.commit.write import Dedup, RunMemory, SessionPacks, write_metadata
+from ckptstore.commit.write import Dedup, DedupHints, PackSet, write_metadata
 from ckptstore.core.config import PACK_BYTES_LOCAL, PACK_BYTES_REMOTE, RUN_BYTES
 from ckptstore.core.ids import CHUNK_ID_BYTES, ChunkId, CommitId, document_key
 from ckptstore.core.model import CommitDocument, PackRecord, Schema
@@ -22,7 +22,7 @@ from ckptstore.log.fold import Code
 from ckptstore.log.log import Refused
 from ckptstore.log.resolve import resolved
 from ckptstore.log.sessions import Session, open_session
-from ckptstore.maintenance.mirror.plan import MirrorPlan, Travel, plan_mirror
+from ckptstore.maintenance.mirror.plan import CommitTransfer, MirrorPlan, plan_mirror
 from ckptstore.maintenance.progress import Counter, Progress, silent
 from ckptstore.maintenance.tags import set_tag
 from ckptstore.objects import codecs
@@ -31,8 +31,8 @@ from ckptstore.objects.pack import LAYOUT, PAGE, SCHEMA, TENSOR
 from ckptstore.repository import footers
 from ckptstore.repository.pack_reader import read_chunks
 from ckptstore.repository.pack_writer import delete_own
-from ckptstore.repository.store_handle import Opening
-from ckptstore.repository.thread_pool import Threads, shared
+from ckptstore.repository.store_handle import StoreHandle
+from ckptstore.repository.thread_pool import ThreadPool, shared
 from ckptstore.restore.reader import Reader, Tree
 
 logger = logging.getLogger("ckptstore")
@@ -66,16 +66,16 @@ class Mirrored:
 @dataclass(frozen=True, slots=True)
 class MirrorOptions:
     """How to bring commits over: with the `tags` that name them, which move with `force`; with `verify`, what was written is read back
-    before a commit appears. `parcel_bytes` is about how much a kill may cost (default: a pack per thread)."""
+    before a commit appears. `batch_bytes` is about how much a kill may cost (default: a pack per thread)."""
 
     tags: bool = True
     force: bool = False
     verify: bool = False
-    parcel_bytes: int | None = None
+    batch_bytes: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
-class Cargo:
+class ChunkBatch:
     """Chunks of one leaf that the target lacks, one behind the other, at most `RUN_BYTES` of them."""
 
     ids: tuple[ChunkId, ...]
@@ -110,11 +110,11 @@ class _Tally:
 
 
 def mirror(
-    source: Opening,
-    target: Opening,
+    source: StoreHandle,
+    target: StoreHandle,
     wanted: Collection[CommitId],
     options: MirrorOptions,
-    threads: Threads,
+    threads: ThreadPool,
     *,
     dry_run: bool = False,
     progress: Progress = silent,
@@ -135,8 +135,8 @@ def mirror(
     return porter.apply(plan)
 
 
-def _check_alike(source: Opening, target: Opening) -> None:
-    if source.backend.url == target.backend.url:
+def _check_alike(source: StoreHandle, target: StoreHandle) -> None:
+    if source.storage.url == target.storage.url:
         raise InvalidInput(f"{source.url} is both source and target; name another store")
     ours, theirs = source.config.chunk_bytes, target.config.chunk_bytes
     if ours != theirs:
@@ -149,11 +149,11 @@ def _check_alike(source: Opening, target: Opening) -> None:
 class _Mirror:
     """Brings commits of `source` into `target`. Both stay in use by others meanwhile."""
 
-    def __init__(self, source: Opening, target: Opening, options: MirrorOptions, threads: Threads, progress: Progress) -> None:
-        remote = target.backend.durable_root is None
+    def __init__(self, source: StoreHandle, target: StoreHandle, options: MirrorOptions, threads: ThreadPool, progress: Progress) -> None:
+        remote = target.storage.durable_root is None
         self._source, self._target, self._threads = source, target, threads
         self._options, self._progress = options, progress
-        self._parcel_bytes = options.parcel_bytes or (PACK_BYTES_REMOTE if remote else PACK_BYTES_LOCAL) * threads.count
+        self._batch_bytes = options.batch_bytes or (PACK_BYTES_REMOTE if remote else PACK_BYTES_LOCAL) * threads.count
         self._from = Reader(source.config, source.objects, threads)
         self._to = Reader(target.config, target.objects, threads)
         self._schemas: dict[str, Schema] = {}
@@ -166,14 +166,14 @@ class _Mirror:
         for travel in plan.commits:
             try:
                 _, document, trees = self._read(travel)
-                cargo = list(self._cargo(trees, dedup))
+                chunk_batch = list(self._cargo(trees, dedup))
                 metadata = self._metadata(document)
             except _DamagedSource as error:
                 logger.warning("commit %s (step %s) cannot be sent: %s", travel.commit[:12], travel.step, error)
                 continue
             fresh = [len(data) for (data, _), new in zip(metadata.values(), dedup.fresh(list(metadata)), strict=True) if new]
-            chunks += sum(len(part.ids) for part in cargo) + len(fresh)
-            raw_bytes += sum(part.raw_bytes for part in cargo)
+            chunks += sum(len(part.ids) for part in chunk_batch) + len(fresh)
+            raw_bytes += sum(part.raw_bytes for part in chunk_batch)
             metadata_bytes += sum(fresh)
         return Load(chunks, raw_bytes, metadata_bytes)
 
@@ -199,11 +199,11 @@ class _Mirror:
 
     # -- one commit --
 
-    def _send(self, travel: Travel, tally: _Tally) -> None:
+    def _send(self, travel: CommitTransfer, tally: _Tally) -> None:
         stored, document, trees = self._read(travel)
         for attempt in range(ATTEMPTS):
             try:
-                with open_session(self._target.backend, "push") as session:
+                with open_session(self._target.storage, "push") as session:
                     self._attempt(session, travel, document, stored, trees, tally)
                 break
             except Refused as error:
@@ -215,13 +215,13 @@ class _Mirror:
         self._schemas |= {tree.ref.schema.hex(): tree.schema for tree in trees}
 
     def _attempt(
-        self, session: Session, travel: Travel, document: CommitDocument, stored: bytes, trees: Sequence[Tree], tally: _Tally
+        self, session: Session, travel: CommitTransfer, document: CommitDocument, stored: bytes, trees: Sequence[Tree], tally: _Tally
     ) -> None:
         dedup = self._dedup()
-        *parcels, last = _parcels(self._cargo(trees, dedup), self._parcel_bytes)
+        *batches, last = _batches(self._cargo(trees, dedup), self._batch_bytes)
         new_bytes = 0
-        for parcel in parcels:
-            records = self._register(parcel, dedup, tally)
+        for batch in batches:
+            records = self._register(batch, dedup, tally)
             new_bytes += sum(record.bytes for record in records)
         packs = self._packs(session)
         try:
@@ -229,7 +229,7 @@ class _Mirror:
             write_metadata(self._metadata(document), dedup, packs)
             self._close(packs)
             new_bytes += sum(p.record.bytes * (2 if p.record.metadata else 1) for p in packs.closed)
-            published = put_document(self._target.backend, document_key(session.id, travel.commit), document, travel.commit, stored)
+            published = put_document(self._target.storage, document_key(session.id, travel.commit), document, travel.commit, stored)
             told = entry_body(published, [pack.record for pack in packs.closed], dedup.reused)
             body = replace(told, session=session.id, tags=travel.tags, new_bytes=new_bytes)
         except BaseException:
@@ -239,18 +239,18 @@ class _Mirror:
             entry = self._target.log.append(body, time_ns=document.time_ns)
         except (Refused, NoSpace):  # nothing was appended; after any other error that is not known, and nothing may be deleted
             packs.drop()
-            delete_own(self._target.backend, published.own)
+            delete_own(self._target.storage, published.own)
             raise
         self._index(entry, packs)
         tally.stored_bytes += new_bytes + len(stored)
 
-    def _register(self, parcel: Sequence[Cargo], dedup: Dedup, tally: _Tally) -> tuple[PackRecord, ...]:
+    def _register(self, batch: Sequence[ChunkBatch], dedup: Dedup, tally: _Tally) -> tuple[PackRecord, ...]:
         """Send a parcel and list its packs, so that they outlive this process. A gc in between may condemn them, but waits for the session
         of the commit before it deletes them."""
-        with open_session(self._target.backend, "push") as session:
+        with open_session(self._target.storage, "push") as session:
             packs = self._packs(session)
             try:
-                self._carry(parcel, packs, tally)
+                self._carry(batch, packs, tally)
                 self._close(packs)
             except BaseException:
                 packs.drop()
@@ -265,18 +265,18 @@ class _Mirror:
             dedup.reused.update(self._index(entry, packs))
         return records
 
-    def _packs(self, session: Session) -> SessionPacks:
-        return SessionPacks.of(self._target.config, self._target.objects, session.id, self._threads)
+    def _packs(self, session: Session) -> PackSet:
+        return PackSet.of(self._target.config, self._target.objects, session.id, self._threads)
 
     def _dedup(self) -> Dedup:
         state = self._target.log.replay()
         self._target.objects.sync(state)
-        return Dedup(self._target.objects, state, RunMemory())
+        return Dedup(self._target.objects, state, DedupHints())
 
-    def _read(self, travel: Travel) -> tuple[bytes, CommitDocument, list[Tree]]:
+    def _read(self, travel: CommitTransfer) -> tuple[bytes, CommitDocument, list[Tree]]:
         """The commit's document, as it is stored and decoded, and its trees."""
         with _reading_source():
-            stored = self._source.backend.read(document_key(travel.session, travel.commit))
+            stored = self._source.storage.read(document_key(travel.session, travel.commit))
             document = decode_document(stored, travel.commit)
             return stored, document, [self._from.tree(key, ref) for key, ref in document.trees]
 
@@ -286,14 +286,14 @@ class _Mirror:
             data = self._source.objects.read_metadata_many(list(kinds))
         return {chunk: (raw, kind) for (chunk, kind), raw in zip(kinds.items(), data, strict=True)}
 
-    def _cargo(self, trees: Sequence[Tree], dedup: Dedup) -> Iterator[Cargo]:
+    def _cargo(self, trees: Sequence[Tree], dedup: Dedup) -> Iterator[ChunkBatch]:
         """What of the trees' chunks the target lacks, leaf by leaf."""
         for tree in trees:
             for content in tree.contents:
                 if content.ids:
                     yield from self._leaf_cargo(content.ids, dedup)
 
-    def _leaf_cargo(self, ids: bytes, dedup: Dedup) -> Iterator[Cargo]:
+    def _leaf_cargo(self, ids: bytes, dedup: Dedup) -> Iterator[ChunkBatch]:
         chunks = [ChunkId(ids[i : i + CHUNK_ID_BYTES]) for i in range(0, len(ids), CHUNK_ID_BYTES)]
         fresh = [chunk for chunk, new in zip(chunks, dedup.fresh(chunks), strict=True) if new]
         if not fresh:
@@ -302,28 +302,28 @@ class _Mirror:
             where = self._source.objects.located(b"".join(fresh))
         sizes, width = where["raw"].tolist(), int(where["width"][0])
         for first, stop in _cut(sizes, RUN_BYTES):
-            yield Cargo(tuple(fresh[first:stop]), tuple(sizes[first:stop]), width)
+            yield ChunkBatch(tuple(fresh[first:stop]), tuple(sizes[first:stop]), width)
 
     # -- bytes --
 
-    def _carry(self, parcel: Sequence[Cargo], packs: SessionPacks, tally: _Tally) -> None:
+    def _carry(self, batch: Sequence[ChunkBatch], packs: PackSet, tally: _Tally) -> None:
         """Read, verify and write; afterwards the packs are on their way."""
-        batches = shared(list(_batches(parcel)))
-        workers = [_Carrier(self._source, batches, packs) for _ in range(min(self._threads.count, len(parcel)))]
+        runs = shared(list(_runs(batch)))
+        workers = [_Carrier(self._source, runs, packs) for _ in range(min(self._threads.count, len(batch)))]
         if workers:
-            self._threads.together([worker.work for worker in workers], batches.stop)
-        tally.chunks += sum(len(cargo.ids) for cargo in parcel)
-        tally.raw_bytes += sum(cargo.raw_bytes for cargo in parcel)
+            self._threads.together([worker.work for worker in workers], runs.stop)
+        tally.chunks += sum(len(chunk_batch.ids) for chunk_batch in batch)
+        tally.raw_bytes += sum(chunk_batch.raw_bytes for chunk_batch in batch)
 
-    def _close(self, packs: SessionPacks) -> None:
+    def _close(self, packs: PackSet) -> None:
         """Wait until the packs are durable; with `verify`, read them back."""
         packs.wait()
         for pack in packs.closed if self._options.verify else ():
-            rows = footers.read_table(self._target.backend, pack.record.id, metadata=pack.record.metadata)
-            for _ in read_chunks(self._target.backend, pack.record.id, rows, metadata=pack.record.metadata):
+            rows = footers.read_table(self._target.storage, pack.record.id, metadata=pack.record.metadata)
+            for _ in read_chunks(self._target.storage, pack.record.id, rows, metadata=pack.record.metadata):
                 pass
 
-    def _index(self, entry: entries.Entry, packs: SessionPacks) -> set[int]:
+    def _index(self, entry: entries.Entry, packs: PackSet) -> set[int]:
         assert isinstance(entry.body, entries.Commit | entries.Register)
         tables = {pack.record.id: pack.table for pack in packs.closed}
         for record in entry.body.packs:
@@ -334,31 +334,31 @@ class _Mirror:
 class _Carrier:
     """One thread that brings chunks from the source into a pack of its own in the target."""
 
-    def __init__(self, source: Opening, batches: Iterable[Sequence[Cargo]], packs: SessionPacks) -> None:
-        self._source, self._batches, self._packs = source, batches, packs
-        self._packer = packs.packer()
+    def __init__(self, source: StoreHandle, runs: Iterable[Sequence[ChunkBatch]], packs: PackSet) -> None:
+        self._source, self._runs, self._packs = source, runs, packs
+        self._pack_writer = packs.pack_writer()
         self._memory = bytearray(RUN_BYTES)
 
     def work(self) -> None:
         try:
-            for batch in self._batches:
-                self._batch(batch)
-            self._packs.close_aside(self._packer)
+            for run in self._runs:
+                self._run(run)
+            self._packs.close_aside(self._pack_writer)
         except BaseException:
-            self._packer.discard()
+            self._pack_writer.discard()
             raise
 
-    def _batch(self, batch: Sequence[Cargo]) -> None:
-        buffers = self._buffers([size for cargo in batch for size in cargo.sizes])
-        ids = b"".join(chunk for cargo in batch for chunk in cargo.ids)
+    def _run(self, run: Sequence[ChunkBatch]) -> None:
+        buffers = self._buffers([size for chunk_batch in run for size in chunk_batch.sizes])
+        ids = b"".join(chunk for chunk_batch in run for chunk in chunk_batch.ids)
         with _reading_source():
             self._source.objects.read_into(ids, buffers, describe=lambda i: "on its way to a mirror")
         filled = iter(buffers)
-        for cargo in batch:
-            codec = codecs.SPLIT_ZSTD if self._packs.codec == codecs.ZSTD and cargo.width > 1 else self._packs.codec
-            raws = list(islice(filled, len(cargo.ids)))
-            self._packer.add(cargo.ids, raws, cargo.width, TENSOR, codec=codec, run_bytes=cargo.raw_bytes)
-        self._packer.flush()
+        for chunk_batch in run:
+            codec = codecs.SPLIT_ZSTD if self._packs.codec == codecs.ZSTD and chunk_batch.width > 1 else self._packs.codec
+            raws = list(islice(filled, len(chunk_batch.ids)))
+            self._pack_writer.add(chunk_batch.ids, raws, chunk_batch.width, TENSOR, codec=codec, run_bytes=chunk_batch.raw_bytes)
+        self._pack_writer.flush()
 
     def _buffers(self, sizes: Sequence[int]) -> list[memoryview]:
         """Memory for chunks of `sizes`: the same for every batch, as fresh memory costs as much as the copy into it."""
@@ -387,23 +387,23 @@ def _cut(sizes: Sequence[int], limit_bytes: int) -> Iterator[tuple[int, int]]:
         yield first, len(sizes)
 
 
-def _batches(parcel: Sequence[Cargo]) -> Iterator[Sequence[Cargo]]:
+def _runs(batch: Sequence[ChunkBatch]) -> Iterator[Sequence[ChunkBatch]]:
     """Small leaves together, so that each read fetches many."""
-    for first, stop in _cut([cargo.raw_bytes for cargo in parcel], RUN_BYTES):
-        yield parcel[first:stop]
+    for first, stop in _cut([chunk_batch.raw_bytes for chunk_batch in batch], RUN_BYTES):
+        yield batch[first:stop]
 
 
-def _parcels(cargo: Iterable[Cargo], parcel_bytes: int) -> list[list[Cargo]]:
+def _batches(chunk_batch: Iterable[ChunkBatch], batch_bytes: int) -> list[list[ChunkBatch]]:
     """At least one parcel, which may be empty."""
-    parcels: list[list[Cargo]] = [[]]
+    batches: list[list[ChunkBatch]] = [[]]
     size = 0
-    for part in cargo:
-        if parcels[-1] and size + part.raw_bytes > parcel_bytes:
-            parcels.append([])
+    for part in chunk_batch:
+        if batches[-1] and size + part.raw_bytes > batch_bytes:
+            batches.append([])
             size = 0
-        parcels[-1].append(part)
+        batches[-1].append(part)
         size += part.raw_bytes
-    return parcels
+    return batches
 
 
 def _rejection(plan: MirrorPlan, url: str) -> str:

@@ -12,7 +12,7 @@ from ckptstore.log.state import State
 
 
 @dataclass(frozen=True, slots=True)
-class Travel:
+class CommitTransfer:
     """A commit that is to be brought over; `session` names its document in the source, `tags` appear with it."""
 
     commit: CommitId
@@ -36,7 +36,7 @@ class MirrorPlan:
     """What to bring over, the oldest commit first; `tags` are those of commits that are there already. `rejected` tags name another commit
     in the target and may not be moved; `forgotten` commits are forgotten in the target and stay so."""
 
-    commits: tuple[Travel, ...]
+    commits: tuple[CommitTransfer, ...]
     tags: tuple[TagMove, ...]
     rejected: tuple[TagMove, ...]
     forgotten: tuple[CommitId, ...]
@@ -59,7 +59,7 @@ def plan_mirror(source: State, target: State, wanted: Collection[CommitId], *, t
     for move in allowed:
         by_commit.setdefault(move.commit, []).append(move.name)
     return MirrorPlan(
-        tuple(Travel(commit, row.session, row.run, row.step, tuple(by_commit.get(commit, ()))) for commit, row in missing),
+        tuple(CommitTransfer(commit, row.session, row.run, row.step, tuple(by_commit.get(commit, ()))) for commit, row in missing),
         tuple(move for move in allowed if move.commit in target.commits),
         rejected,
         forgotten,

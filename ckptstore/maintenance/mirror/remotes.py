@@ -9,7 +9,7 @@ from ckptstore.core.ids import CommitId
 from ckptstore.errors import Conflict, InvalidInput, NotFound
 from ckptstore.maintenance.mirror.plan import all_commits, with_ancestors
 from ckptstore.repository.resolve_ref import AnyRef, find_commit
-from ckptstore.repository.store_handle import Opening, init_store
+from ckptstore.repository.store_handle import StoreHandle, init_store
 
 
 @contextmanager
@@ -17,10 +17,10 @@ def other_end(
     place: str | os.PathLike[str],
     *,
     read_only: bool = False,
-    like: Opening | None = None,
+    like: StoreHandle | None = None,
     storage_options: Mapping[str, Any] | None = None,
     index: str | None = None,
-) -> Iterator[Opening]:
+) -> Iterator[StoreHandle]:
     """The store at `place`; with `like`, one is made where there is none, cut and encoded as that one is, and in a directory
     no less private than that one's. `index` is the database that has,
     or will have, its log.
@@ -29,21 +29,21 @@ def other_end(
     """
     options = dict(storage_options or {})
     try:
-        opening = Opening(place, read_only=read_only, storage_options=options, index=index)
+        handle = StoreHandle(place, read_only=read_only, storage_options=options, index=index)
     except NotFound:
         if like is None:
             raise
         with suppress(Conflict):  # another process made it at the same time
-            config, root = like.config, like.backend.durable_root
+            config, root = like.config, like.storage.durable_root
             init_store(place, chunk_bytes=config.chunk_bytes, codec=config.codec, as_private_as=root, storage_options=options, index=index)
-        opening = Opening(place, storage_options=options, index=index)
+        handle = StoreHandle(place, storage_options=options, index=index)
     try:
-        yield opening
+        yield handle
     finally:
-        opening.close()
+        handle.close()
 
 
-def choose(source: Opening, refs: Sequence[AnyRef], *, run: str | None, ancestors: bool = False) -> frozenset[CommitId]:
+def choose(source: StoreHandle, refs: Sequence[AnyRef], *, run: str | None, ancestors: bool = False) -> frozenset[CommitId]:
     """The commits that `refs` name, with `ancestors` all that they descend from; without refs all commits of `run`, or of all runs.
 
     Raises `NotFound` and `InvalidInput` for refs as `checkout` does.

@@ -16,7 +16,7 @@ from ckptstore.core.threads import start
 from ckptstore.errors import CkptStoreError, Unavailable
 from ckptstore.log.resolve import Resolved, newest_first, resolve
 from ckptstore.log.state import State
-from ckptstore.maintenance.check.offline_store import ground_of
+from ckptstore.maintenance.check.offline_store import offline_store_of
 from ckptstore.maintenance.check.report import Share
 from ckptstore.maintenance.forget import forget_commits
 from ckptstore.maintenance.gc.collect import GcOptions, collect
@@ -25,8 +25,8 @@ from ckptstore.maintenance.mirror.plan import all_commits
 from ckptstore.maintenance.mirror.remotes import other_end
 from ckptstore.maintenance.repair.repair import repair
 from ckptstore.maintenance.retention import Policy, plan_policies
-from ckptstore.repository.store_handle import Opening
-from ckptstore.repository.thread_pool import Threads
+from ckptstore.repository.store_handle import StoreHandle
+from ckptstore.repository.thread_pool import ThreadPool
 from ckptstore.restore.reader import Reader
 
 logger = logging.getLogger("ckptstore")
@@ -44,7 +44,7 @@ class Tier:
 
     def __init__(
         self,
-        own: Opening,
+        own: StoreHandle,
         place: str,
         *,
         keep: Sequence[Policy] = (),
@@ -57,13 +57,13 @@ class Tier:
         self._keep = tuple(keep)
         self._own = own
         self._storage_options, self._index = storage_options, index
-        self._threads = Threads(THREADS)
+        self._threads = ThreadPool(THREADS)
         self._changed = threading.Condition()
         self._wanted, self._done = 1, 0  # what was committed before this process is sent too
         self._failed = False
         self._broken: BaseException | None = None
         self._damaged = self._closing = False
-        self._remote: tuple[Opening, ExitStack] | None = None
+        self._remote: tuple[StoreHandle, ExitStack] | None = None
         self._remote_lock = threading.Lock()
         self._thread = threading.Thread(target=self._run, name="ckptstore-tier", daemon=True)
         try:
@@ -122,7 +122,7 @@ class Tier:
             rows += [(known.get(i.id, there.commits[i.id].time_ns), 0, reader, i) for i in newest_first(there, run)]
         return [(reader, info) for _, _, reader, info in sorted(rows, key=lambda row: row[:2], reverse=True)]
 
-    def _ask(self, question: Callable[[Opening], T | None]) -> T | None:
+    def _ask(self, question: Callable[[StoreHandle], T | None]) -> T | None:
         """The mirror's answer, None (with a warning) if it is away."""
         try:
             return question(self._opened())
@@ -152,7 +152,7 @@ class Tier:
             self._wanted += 1
             self._changed.notify_all()
 
-    def _opened(self) -> Opening:
+    def _opened(self) -> StoreHandle:
         with self._remote_lock:
             if self._remote is None:
                 stack = ExitStack()
@@ -208,11 +208,11 @@ class Tier:
         if self._keep:
             self._trim(remote.log.replay())
 
-    def _heal(self, remote: Opening) -> None:
+    def _heal(self, remote: StoreHandle) -> None:
         """Bring back what is damaged here. What is found damaged meanwhile, or could not be healed, has its turn the next time."""
         self._damaged = False
         try:
-            repair(ground_of(self._own), mirrors=[remote.backend], apply=True, share=Share())
+            repair(offline_store_of(self._own), mirrors=[remote.storage], apply=True, share=Share())
         except BaseException:
             self._damaged = True
             raise

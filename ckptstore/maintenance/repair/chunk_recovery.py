@@ -20,8 +20,8 @@ from ckptstore.objects import codecs
 from ckptstore.objects.pack import TENSOR, TRAILER_BYTES, FooterTable, entries, parse_footer, parse_trailer
 from ckptstore.repository.footer_index import read_chunk_at
 from ckptstore.repository.footers import read_table_at
-from ckptstore.repository.pack_writer import ClosedPack, OpenPack, Packer
-from ckptstore.storage.contract import Backend
+from ckptstore.repository.pack_writer import ClosedPack, OpenPack, PackWriter
+from ckptstore.storage.contract import Storage
 
 _PACK_FILE = re.compile(r"(quarantine/)?packs/[0-9a-f]{2}/([0-9a-f]{24}-[0-9]{1,7}-[0-9]{1,7})(\.2)?(~[0-9]+)?")
 
@@ -36,12 +36,12 @@ class Source:
     flip: bool = False
 
 
-class Donor:
+class ChunkSource:
     """A directory with packs: this store or a mirror. Its log and its index are not looked at; `remembered` are places, by chunk, which
     no footer may tell any more."""
 
-    def __init__(self, backend: Backend, remembered: Mapping[ChunkId, Sequence[tuple[str, PackEntry]]] | None = None) -> None:
-        self.backend = backend
+    def __init__(self, storage: Storage, remembered: Mapping[ChunkId, Sequence[tuple[str, PackEntry]]] | None = None) -> None:
+        self.storage = storage
         self._remembered = remembered or {}
 
     @cached_property
@@ -65,20 +65,20 @@ class Donor:
 
     def _tables(self) -> Iterator[tuple[str, FooterTable]]:
         for prefix in ("packs/", "quarantine/packs/"):
-            for key, _ in self.backend.list(prefix):
+            for key, _ in self.storage.list(prefix):
                 if _PACK_FILE.fullmatch(key) and (table := self._table(key)) is not None:
                     yield key, table
 
     def _table(self, key: str) -> FooterTable | None:
         try:
-            return read_table_at(self.backend, key)
+            return read_table_at(self.storage, key)
         except Corrupt:
-            return _flipped_table(self.backend, key)
+            return _flipped_table(self.storage, key)
         except (NotFound, Unavailable):
             return None
 
 
-def find_sources(donors: Sequence[Donor], wanted: Iterable[ChunkId]) -> dict[ChunkId, Source]:
+def find_sources(donors: Sequence[ChunkSource], wanted: Iterable[ChunkId]) -> dict[ChunkId, Source]:
     """For each of `wanted` the first place that was read and matched. Donor 0 is the store itself. Raises `Unavailable` if a chunk is found
     nowhere and one of its places did not answer: nobody knows yet whether it is lost."""
     found: dict[ChunkId, Source] = {}
@@ -88,40 +88,40 @@ def find_sources(donors: Sequence[Donor], wanted: Iterable[ChunkId]) -> dict[Chu
     return found
 
 
-def read_source(donors: Sequence[Donor], source: Source) -> memoryview:
+def read_source(donors: Sequence[ChunkSource], source: Source) -> memoryview:
     """The raw bytes of the chunk, verified once more; raises `Corrupt`, `NotFound` or `Unavailable` if they are not there any more."""
-    backend = donors[source.donor].backend
+    storage = donors[source.donor].storage
     if not source.flip:
-        return read_chunk_at(backend, source.key, source.entry)
-    raw = _flipped_chunk(backend, source.key, source.entry)
+        return read_chunk_at(storage, source.key, source.entry)
+    raw = _flipped_chunk(storage, source.key, source.entry)
     if raw is None:
         raise Corrupt(f"chunk {source.entry.chunk.hex()[:12]} in {source.key} changed while it was repaired; repeat the repair")
     return memoryview(raw)
 
 
 def write_packs(
-    donors: Sequence[Donor], sources: Iterable[Source], session: SessionId, *, metadata: bool, numbers: Iterator[int]
+    donors: Sequence[ChunkSource], sources: Iterable[Source], session: SessionId, *, metadata: bool, numbers: Iterator[int]
 ) -> list[ClosedPack]:
     """Copy chunks into new packs of `session`, durable on return; the log does not list them yet. On failure nothing of them is left."""
-    backend = donors[0].backend
+    storage = donors[0].storage
     closed: list[ClosedPack] = []
 
     def close(pack: OpenPack) -> None:
         closed.append(pack.close())
 
-    pack_bytes = PACK_BYTES_LOCAL if backend.durable_root is not None else PACK_BYTES_REMOTE
-    packer = Packer(backend, session, numbers, close, pack_bytes=pack_bytes, metadata=metadata)
+    pack_bytes = PACK_BYTES_LOCAL if storage.durable_root is not None else PACK_BYTES_REMOTE
+    pack_writer = PackWriter(storage, session, numbers, close, pack_bytes=pack_bytes, metadata=metadata)
     try:
         for run in _runs(sources):
             raws = [read_source(donors, source) for source in run]
             first = run[0].entry
-            packer.add([s.entry.chunk for s in run], raws, first.width, first.kind, codec=first.codec, run_bytes=sum(map(len, raws)))
-            packer.flush()
-        packer.close_with(close)
+            pack_writer.add([s.entry.chunk for s in run], raws, first.width, first.kind, codec=first.codec, run_bytes=sum(map(len, raws)))
+            pack_writer.flush()
+        pack_writer.close_with(close)
     except BaseException:
-        packer.discard()
+        pack_writer.discard()
         raise
-    backend.sync_dirs([pack_key(pack.record.id) for pack in closed])
+    storage.sync_dirs([pack_key(pack.record.id) for pack in closed])
     return closed
 
 
@@ -138,41 +138,41 @@ def pack_numbers() -> Iterator[int]:
     return itertools.count()
 
 
-def _source(donors: Sequence[Donor], chunk: ChunkId) -> Source | None:
+def _source(donors: Sequence[ChunkSource], chunk: ChunkId) -> Source | None:
     tried: list[tuple[int, str, PackEntry]] = []
     unanswered: Unavailable | None = None
     for number, donor in enumerate(donors):
         for key, entry in donor.entries_of(chunk):
             try:
-                read_chunk_at(donor.backend, key, entry)
+                read_chunk_at(donor.storage, key, entry)
                 return Source(number, key, entry)
             except (Corrupt, NotFound):
                 tried.append((number, key, entry))
             except Unavailable as error:
                 unanswered = error
     for number, key, entry in tried:
-        if _flipped_chunk(donors[number].backend, key, entry) is not None:
+        if _flipped_chunk(donors[number].storage, key, entry) is not None:
             return Source(number, key, entry, flip=True)
     if unanswered is not None:
         raise unanswered
     return None
 
 
-def _flipped_chunk(backend: Backend, key: str, entry: PackEntry) -> bytes | None:
+def _flipped_chunk(storage: Storage, key: str, entry: PackEntry) -> bytes | None:
     """A chunk that was stored raw, with the one bit that was turned turned back."""
     if entry.codec != codecs.RAW or entry.stored_bytes > FLIP_BYTES_MAX:
         return None
     try:
-        stored = backend.read(key, entry.offset, entry.offset + entry.stored_bytes)
+        stored = storage.read(key, entry.offset, entry.offset + entry.stored_bytes)
     except (Corrupt, NotFound, Unavailable):
         return None
     return flipped_back(stored, lambda candidate: candidate if digest(candidate) == entry.chunk else None)
 
 
-def _flipped_table(backend: Backend, key: str) -> FooterTable | None:
+def _flipped_table(storage: Storage, key: str) -> FooterTable | None:
     """The footer of a pack in whose last bytes one bit was turned."""
     try:
-        tail, size = backend.read_tail(key, FLIP_BYTES_MAX)
+        tail, size = storage.read_tail(key, FLIP_BYTES_MAX)
     except (Corrupt, NotFound, Unavailable):
         return None
 

@@ -9,48 +9,48 @@ from ckptstore.core.ids import new_session_id
 from ckptstore.core.paths import make_directories
 from ckptstore.errors import CkptStoreError
 from ckptstore.maintenance.check.log_audit import read_small
-from ckptstore.storage.contract import Backend
+from ckptstore.storage.contract import Storage
 
 QUARANTINE = "quarantine/"
 
 
-def quarantine(backend: Backend, key: str) -> None:
+def quarantine(storage: Storage, key: str) -> None:
     """Move an object to `quarantine/`, where it is durable before it is gone from its place; an absent one is fine."""
-    if backend.size(key) is None:
+    if storage.size(key) is None:
         return
-    kept = _keep(backend, key)
-    backend.sync_dirs([kept])
-    backend.delete(key)
-    if backend.durable_root is not None:
-        backend.sync_dirs([key])
+    kept = _keep(storage, key)
+    storage.sync_dirs([kept])
+    storage.delete(key)
+    if storage.durable_root is not None:
+        storage.sync_dirs([key])
 
 
-def keep_copy(backend: Backend, key: str) -> None:
+def keep_copy(storage: Storage, key: str) -> None:
     """A copy in `quarantine/` of a small object that is about to be replaced: its name is never free in between."""
-    data = read_small(backend, key)
+    data = read_small(storage, key)
     if data is not None:
-        backend.put(next(_free_names(backend, key)), data)
+        storage.put(next(_free_names(storage, key)), data)
 
 
-def copy_object(backend: Backend, source: str, target: str) -> None:
+def copy_object(storage: Storage, source: str, target: str) -> None:
     """Copy an object to a name that is free, in pieces, and put it in place at once."""
-    size = backend.size(source) or 0
-    writer = backend.create(target, session=new_session_id())
+    size = storage.size(source) or 0
+    writer = storage.create(target, session=new_session_id())
     try:
         for start in range(0, size, 8 * MIB):
-            writer.append([memoryview(backend.read(source, start, min(start + 8 * MIB, size)))])
+            writer.append([memoryview(storage.read(source, start, min(start + 8 * MIB, size)))])
         writer.finish()
     except (CkptStoreError, OSError):
         writer.discard()
         raise
-    backend.sync_dirs([target])
+    storage.sync_dirs([target])
 
 
-def _keep(backend: Backend, key: str) -> str:
+def _keep(storage: Storage, key: str) -> str:
     """Give an object a second name in `quarantine/`, or a copy where it can have only one."""
-    names = _free_names(backend, key)
-    if (root := backend.durable_root) is None:
-        copy_object(backend, key, name := next(names))
+    names = _free_names(storage, key)
+    if (root := storage.durable_root) is None:
+        copy_object(storage, key, name := next(names))
         return name
     for name in names:
         make_directories((root / name).parent)
@@ -59,13 +59,13 @@ def _keep(backend: Backend, key: str) -> str:
         except FileExistsError:
             continue
         except OSError:
-            copy_object(backend, key, name)
+            copy_object(storage, key, name)
         return name
     raise AssertionError("there is always another name")
 
 
-def _free_names(backend: Backend, key: str) -> Iterator[str]:
+def _free_names(storage: Storage, key: str) -> Iterator[str]:
     for n in itertools.count():
         name = f"{QUARANTINE}{key}~{n}" if n else f"{QUARANTINE}{key}"
-        if backend.size(name) is None:
+        if storage.size(name) is None:
             yield name

@@ -18,14 +18,14 @@ from ckptstore.log.entries import Position
 from ckptstore.log.log import Log
 from ckptstore.maintenance.check.fsck import Facts, examine
 from ckptstore.maintenance.check.log_audit import decode_at
-from ckptstore.maintenance.check.offline_store import Ground
+from ckptstore.maintenance.check.offline_store import OfflineStore
 from ckptstore.maintenance.check.report import Finding, Kind, Level, Report, Severity, Share
 from ckptstore.maintenance.progress import Progress, silent
 from ckptstore.maintenance.repair.quarantine import keep_copy, quarantine
 from ckptstore.maintenance.repair.repair_objects import Mended, mend_document, mend_entry
 from ckptstore.maintenance.repair.rescue import CopyTwin, SavePacks, copy_twin, plan_packs, save_packs
 from ckptstore.objects.config import encode_config
-from ckptstore.storage.contract import Backend
+from ckptstore.storage.contract import Storage
 
 DAMAGED_SETTING = "damaged"
 """The setting that names the commits which cannot be restored whole."""
@@ -85,7 +85,7 @@ class RepairPlan:
     """
 
     actions: tuple[Action, ...]
-    hopeless: tuple[Finding, ...]
+    unrepairable: tuple[Finding, ...]
     more: bool = False
 
 
@@ -100,9 +100,9 @@ class Repaired:
 
 
 def repair(
-    ground: Ground,
+    offline_store: OfflineStore,
     *,
-    mirrors: Sequence[Backend] = (),
+    mirrors: Sequence[Storage] = (),
     apply: bool = False,
     share: Share | None = None,
     progress: Progress = silent,
@@ -113,14 +113,14 @@ def repair(
     Nobody needs to be kept out meanwhile: each action looks at the log as it is then, and if others changed what it is about, the plan is
     made anew. Raises `Conflict` if they do so again and again: repeat it.
     """
-    facts = _look(ground, share, progress)
+    facts = _look(offline_store, share, progress)
     before, plan = facts.report, plan_repair(facts, mirrors)
     first, applied, rounds, retries = plan, list[Action](), ROUNDS if apply else 0, RETRIES
     while rounds and plan.actions:
         try:
             for action in plan.actions:
                 progress("repair", len(applied), len(applied) + len(plan.actions))
-                _apply(action, facts.ground, mirrors)
+                _apply(action, facts.offline_store, mirrors)
                 applied.append(action)
             rounds -= 1
         except (Conflict, Corrupt, NotFound):
@@ -129,59 +129,59 @@ def repair(
                 raise
             retries -= 1
         if any(isinstance(action, WriteConfig) for action in applied):
-            ground = replace(ground, problem=None)
-        facts = _look(ground, share, progress)
+            offline_store = replace(offline_store, problem=None)
+        facts = _look(offline_store, share, progress)
         plan = plan_repair(facts, mirrors)
     return Repaired(before, first, tuple(applied), facts.report)
 
 
-def _look(ground: Ground, share: Share | None, progress: Progress) -> Facts:
-    return examine(ground, level=Level.PACKS, share=share, suspects=True, progress=progress)
+def _look(offline_store: OfflineStore, share: Share | None, progress: Progress) -> Facts:
+    return examine(offline_store, level=Level.PACKS, share=share, suspects=True, progress=progress)
 
 
 # -- deciding ----------------------------------------------------------------------------------------------------------------------
 
 
-def plan_repair(facts: Facts, mirrors: Sequence[Backend]) -> RepairPlan:
+def plan_repair(facts: Facts, mirrors: Sequence[Storage]) -> RepairPlan:
     """What to do about `facts`. Reads the store and the mirrors, changes nothing."""
     actions: list[Action] = []
-    if facts.ground.problem is not None:
-        actions.append(WriteConfig(facts.ground.config, facts.ground.certain))
-    mended, hopeless = _plan_log(facts, mirrors)
+    if facts.offline_store.problem is not None:
+        actions.append(WriteConfig(facts.offline_store.config, facts.offline_store.certain))
+    mended, unrepairable = _plan_log(facts, mirrors)
     actions += mended
     if facts.chain.bad:
         # Nothing can be appended to a broken log, and what it lists is not certain: first this, then the rest.
-        return RepairPlan(tuple(actions), tuple(hopeless), more=bool(mended))
+        return RepairPlan(tuple(actions), tuple(unrepairable), more=bool(mended))
     for commit in _commits_without_document(facts.report):
-        if document := mend_document(facts.ground.backend, commit, facts.chain.state.commits[commit], mirrors):
+        if document := mend_document(facts.offline_store.storage, commit, facts.chain.state.commits[commit], mirrors):
             actions.append(PutBack(document))
     actions += plan_packs(facts, mirrors)
     actions += _plan_marks(facts, actions)
     if _indexes_disagree(facts) and not _only_the_index_knows(facts, actions):
         actions.append(Rebuild("the indexes say something else than the store"))
-    return RepairPlan(tuple(actions), tuple(_hopeless(facts, actions)))
+    return RepairPlan(tuple(actions), tuple(_unrepairable(facts, actions)))
 
 
-def _plan_log(facts: Facts, mirrors: Sequence[Backend]) -> tuple[list[Action], list[Finding]]:
+def _plan_log(facts: Facts, mirrors: Sequence[Storage]) -> tuple[list[Action], list[Finding]]:
     """What to put back, the last entry first: it says which one belongs before it, and a log with a gap is not appended to meanwhile."""
     actions: list[Action] = []
-    hopeless = []
+    unrepairable = []
     findings = {finding.entry: finding for finding in facts.report.findings if finding.kind is Kind.ENTRY}
-    copies = facts.ground.copies(bad.n for bad in facts.chain.bad)
-    store, before = facts.ground.config.store, None
+    copies = facts.offline_store.copies(bad.n for bad in facts.chain.bad)
+    store, before = facts.offline_store.config.store, None
     for bad in reversed(facts.chain.bad):
         if before and before.n == bad.n:
             bad = replace(bad, wanted=bad.wanted or before)
-        if mended := mend_entry(bad, store, facts.ground.backend, mirrors, copies.get(bad.n)):
+        if mended := mend_entry(bad, store, facts.offline_store.storage, mirrors, copies.get(bad.n)):
             actions.append(PutBack(mended))
             entry = decode_at(bad.n, mended.data, store)
             before = Position(bad.n - 1, entry.prev_hash, entry.prev_bytes)
         else:
-            hopeless.append(findings[bad.n])
+            unrepairable.append(findings[bad.n])
     if not facts.chain.bad:
         actions += (SetAside(checkpoint_key(n), problem) for n, problem in facts.chain.bad_checkpoints)
         actions += (SetAside(segment_key(n), problem) for n, problem in facts.chain.bad_segments)
-    return actions, hopeless
+    return actions, unrepairable
 
 
 def _commits_without_document(report: Report) -> Iterator[CommitId]:
@@ -208,7 +208,7 @@ def _only_the_index_knows(facts: Facts, actions: Sequence[Action]) -> bool:
     return not facts.contents.problems.keys() <= saved
 
 
-def _hopeless(facts: Facts, actions: Sequence[Action]) -> Iterator[Finding]:
+def _unrepairable(facts: Facts, actions: Sequence[Action]) -> Iterator[Finding]:
     """Findings that cost commits and that no action heals."""
     healed = {source.entry.chunk for action in actions if isinstance(action, SavePacks) for source in action.sources}
     put_back = {action.mended.key for action in actions if isinstance(action, PutBack)}
@@ -220,49 +220,49 @@ def _hopeless(facts: Facts, actions: Sequence[Action]) -> Iterator[Finding]:
 # -- doing -------------------------------------------------------------------------------------------------------------------------
 
 
-def _apply(action: Action, ground: Ground, mirrors: Sequence[Backend]) -> None:
-    backend = ground.backend
+def _apply(action: Action, offline_store: OfflineStore, mirrors: Sequence[Storage]) -> None:
+    storage = offline_store.storage
     match action:
         case WriteConfig():
-            keep_copy(backend, CONFIG_KEY)
-            backend.put(CONFIG_KEY, encode_config(action.config))
+            keep_copy(storage, CONFIG_KEY)
+            storage.put(CONFIG_KEY, encode_config(action.config))
         case PutBack():
-            _put_back(action.mended, ground)
+            _put_back(action.mended, offline_store)
         case SetAside():
-            quarantine(backend, action.key)
+            quarantine(storage, action.key)
         case CopyTwin():
-            copy_twin(action, ground, _log(ground))
+            copy_twin(action, offline_store, _log(offline_store))
         case SavePacks():
-            save_packs(action, ground, _log(ground), mirrors)
+            save_packs(action, offline_store, _log(offline_store), mirrors)
         case Mark():
             setting = action.commits or None
-            _log(ground).append(entries.Settings(((DAMAGED_SETTING, setting),)))
+            _log(offline_store).append(entries.Settings(((DAMAGED_SETTING, setting),)))
         case Rebuild():
-            _drop_indexes(ground)
+            _drop_indexes(offline_store)
 
 
-def _put_back(mended: Mended, ground: Ground) -> None:
+def _put_back(mended: Mended, offline_store: OfflineStore) -> None:
     """An entry's name is never free, so that nobody takes it; a document is needed only as long as its commit is listed."""
     if mended.commit is None:
-        keep_copy(ground.backend, mended.key)
-    elif mended.commit not in _log(ground).state.commits:
+        keep_copy(offline_store.storage, mended.key)
+    elif mended.commit not in _log(offline_store).state.commits:
         return
     else:
-        quarantine(ground.backend, mended.key)
-    ground.backend.put(mended.key, mended.data)
+        quarantine(offline_store.storage, mended.key)
+    offline_store.storage.put(mended.key, mended.data)
 
 
-def _log(ground: Ground) -> Log:
-    log = ground.open_log()
+def _log(offline_store: OfflineStore) -> Log:
+    log = offline_store.open_log()
     log.replay()
     return log
 
 
-def _drop_indexes(ground: Ground) -> None:
+def _drop_indexes(offline_store: OfflineStore) -> None:
     from ckptstore.index.catalog import Catalog
     from ckptstore.index.chunks import ChunkIndex
 
-    Catalog.open(ground.catalog_path, ground.config.store).reset()
-    index = ChunkIndex.open(ground.chunks_path, ground.config.store)
+    Catalog.open(offline_store.catalog_path, offline_store.config.store).reset()
+    index = ChunkIndex.open(offline_store.chunks_path, offline_store.config.store)
     index.reset()
     index.close()

@@ -16,7 +16,7 @@ from ckptstore.objects.codecs import RAW
 from ckptstore.objects.config import decode_config
 from ckptstore.objects.pack import TENSOR, FooterTable
 from ckptstore.repository.footer_index import Inventory, load_tables
-from ckptstore.storage.contract import Backend
+from ckptstore.storage.contract import Storage
 
 FLIP_BYTES_MAX = 16384
 """Of larger objects not every bit is tried: it would take minutes."""
@@ -38,18 +38,18 @@ def flipped_back(data: bytes, accept: Callable[[bytes], T | None]) -> T | None:
     return None
 
 
-def recover_config(backend: Backend, data: bytes | None) -> tuple[StoreConfig, bool] | None:
+def recover_config(storage: Storage, data: bytes | None) -> tuple[StoreConfig, bool] | None:
     """The config that was there, and True; or one that is right for every commit there is, and False; None if nothing says what store
     this is. `data` is what is left of the file."""
-    if data is not None and (config := flipped_back(data, lambda candidate: _decoded(candidate, backend.url))):
+    if data is not None and (config := flipped_back(data, lambda candidate: _decoded(candidate, storage.url))):
         return config, True
-    store, generation = _identity(backend)
+    store, generation = _identity(storage)
     if store is None:
         return None
-    state = read_chain(backend, store, generation).state
-    tables = {pack: table for pack, table in load_tables(backend, state) if not isinstance(table, CkptStoreError)}
+    state = read_chain(storage, store, generation).state
+    tables = {pack: table for pack, table in load_tables(storage, state) if not isinstance(table, CkptStoreError)}
     config = StoreConfig(store, codec=_codec(tables.values()), generation=generation)
-    return replace(config, chunk_bytes=_chunk_bytes(Trees(backend, Inventory(tables)), state)), False
+    return replace(config, chunk_bytes=_chunk_bytes(Trees(storage, Inventory(tables)), state)), False
 
 
 def _decoded(data: bytes, where: str) -> StoreConfig | None:
@@ -59,9 +59,9 @@ def _decoded(data: bytes, where: str) -> StoreConfig | None:
         return None
 
 
-def _identity(backend: Backend) -> tuple[StoreId | None, int]:
+def _identity(storage: Storage) -> tuple[StoreId | None, int]:
     """The store that most entries of the log name, and the newest generation."""
-    entries = [entry for n in list_log(backend).entries if (entry := _entry(read_small(backend, log_key(n))))]
+    entries = [entry for n in list_log(storage).entries if (entry := _entry(read_small(storage, log_key(n))))]
     if not entries:
         return None, 1
     store = Counter(entry.store for entry in entries).most_common(1)[0][0]

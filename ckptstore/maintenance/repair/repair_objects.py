@@ -16,7 +16,7 @@ from ckptstore.log.segments import decode_segment, segment_end
 from ckptstore.maintenance.check.log_audit import BadEntry, decode_at, read_small
 from ckptstore.maintenance.repair.repair_config import flipped_back
 from ckptstore.objects.documents import decode_document
-from ckptstore.storage.contract import Backend
+from ckptstore.storage.contract import Storage
 
 _HASH_DIGITS = 64
 _WRONG_DIGITS = 2
@@ -33,7 +33,7 @@ class Mended:
     commit: CommitId | None = None
 
 
-def mend_entry(bad: BadEntry, store: StoreId, own: Backend, mirrors: Sequence[Backend], kept: bytes | None) -> Mended | None:
+def mend_entry(bad: BadEntry, store: StoreId, own: Storage, mirrors: Sequence[Storage], kept: bytes | None) -> Mended | None:
     """The entry that belongs at `bad.n`, from its own bytes, from `kept` (the catalog's copy), from a segment of the store's `own` or from
     a mirror; None if nobody has it."""
     key = log_key(bad.n)
@@ -45,7 +45,7 @@ def mend_entry(bad: BadEntry, store: StoreId, own: Backend, mirrors: Sequence[Ba
     return None
 
 
-def mend_document(backend: Backend, commit: CommitId, row: CommitRow, mirrors: Sequence[Backend]) -> Mended | None:
+def mend_document(storage: Storage, commit: CommitId, row: CommitRow, mirrors: Sequence[Storage]) -> Mended | None:
     """The document of a commit, from its own bytes or a mirror; None if nobody has it."""
     key = document_key(row.session, commit)
     for mirror in mirrors:
@@ -53,20 +53,20 @@ def mend_document(backend: Backend, commit: CommitId, row: CommitRow, mirrors: S
             data = read_small(mirror, place)
             if data is not None and _is_document(data, commit):
                 return Mended(key, data, mirror.url, commit)
-    own = read_small(backend, key)
+    own = read_small(storage, key)
     if own is not None and (found := flipped_back(own, lambda candidate: candidate if _is_document(candidate, commit) else None)):
         return Mended(key, found, "its own bytes, one bit turned back", commit)
     return None
 
 
-def _document_keys(mirror: Backend, key: str, commit: CommitId) -> Iterator[str]:
+def _document_keys(mirror: Storage, key: str, commit: CommitId) -> Iterator[str]:
     """Where a mirror may have the document: in a copy of the store under the same key, where it was pushed to under another session's."""
     yield key
     with suppress(Unavailable):
         yield from (other for other, _ in mirror.list("commits/") if other.endswith(f"-{commit}") and other != key)
 
 
-def _versions(bad: BadEntry, store: StoreId, own: Backend, mirrors: Sequence[Backend], kept: bytes | None) -> Iterator[tuple[str, bytes]]:
+def _versions(bad: BadEntry, store: StoreId, own: Storage, mirrors: Sequence[Storage], kept: bytes | None) -> Iterator[tuple[str, bytes]]:
     if bad.data is not None:
         yield "its own body, under a new first line", _with_own_hash(bad.data)
     if kept is not None:
@@ -77,11 +77,11 @@ def _versions(bad: BadEntry, store: StoreId, own: Backend, mirrors: Sequence[Bac
             yield mirror.url, data
 
 
-def _in_segment(backend: Backend, n: int, store: StoreId) -> Iterator[Entry]:
+def _in_segment(storage: Storage, n: int, store: StoreId) -> Iterator[Entry]:
     """Entry `n` as a segment has it, if there is one."""
     last = segment_end(n)
     with suppress(CkptStoreError):
-        yield from (entry for entry in decode_segment(read_small(backend, segment_key(last)) or b"", last, store) if entry.n == n)
+        yield from (entry for entry in decode_segment(read_small(storage, segment_key(last)) or b"", last, store) if entry.n == n)
 
 
 def _with_own_hash(data: bytes) -> bytes:

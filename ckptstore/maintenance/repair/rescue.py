@@ -16,11 +16,11 @@ from ckptstore.log import entries
 from ckptstore.log.log import Log
 from ckptstore.log.sessions import open_session
 from ckptstore.maintenance.check.fsck import Facts
-from ckptstore.maintenance.check.offline_store import Ground
+from ckptstore.maintenance.check.offline_store import OfflineStore
 from ckptstore.maintenance.check.packs import UNKNOWN
 from ckptstore.maintenance.check.report import Kind
 from ckptstore.maintenance.repair.chunk_recovery import (
-    Donor,
+    ChunkSource,
     Source,
     find_sources,
     is_metadata,
@@ -34,7 +34,7 @@ from ckptstore.objects.pack import LAYOUT, PAGE, SCHEMA
 from ckptstore.objects.pages import decode_page
 from ckptstore.objects.schema import decode_schema
 from ckptstore.repository.footer_index import keys_of, read_chunk, read_chunk_at
-from ckptstore.storage.contract import Backend
+from ckptstore.storage.contract import Storage
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +60,7 @@ class SavePacks:
 # -- deciding ----------------------------------------------------------------------------------------------------------------------
 
 
-def plan_packs(facts: Facts, mirrors: Sequence[Backend]) -> list[CopyTwin | SavePacks]:
+def plan_packs(facts: Facts, mirrors: Sequence[Storage]) -> list[CopyTwin | SavePacks]:
     """What to do about packs and chunks that are damaged. Chunks come before twins: those may be what they are read from."""
     return _Rescue(facts, mirrors).plan()
 
@@ -68,21 +68,21 @@ def plan_packs(facts: Facts, mirrors: Sequence[Backend]) -> list[CopyTwin | Save
 class _Rescue:
     """One plan."""
 
-    def __init__(self, facts: Facts, mirrors: Sequence[Backend]) -> None:
+    def __init__(self, facts: Facts, mirrors: Sequence[Storage]) -> None:
         self._facts, self._mirrors = facts, mirrors
-        self._backend = facts.ground.backend
+        self._storage = facts.offline_store.storage
         state = facts.contents.state
         self._numbers = {pack.id: number for number, pack in state.packs.items()}
         self._wrong = {name: keys for name in self._numbers if (keys := _wrong_objects(facts, name))}
 
     @cached_property
-    def _donors(self) -> list[Donor]:
+    def _donors(self) -> list[ChunkSource]:
         places: dict[ChunkId, list[tuple[str, PackEntry]]] = {}
         for name, remembered in self._facts.remembered.items():
             for key in self._keys(name) if name in self._numbers else ():
                 for entry in remembered:
                     places.setdefault(entry.chunk, []).append((key, entry))
-        return [Donor(self._backend, places), *map(Donor, self._mirrors)]
+        return [ChunkSource(self._storage, places), *map(ChunkSource, self._mirrors)]
 
     def plan(self) -> list[CopyTwin | SavePacks]:
         copies: list[CopyTwin | SavePacks] = []
@@ -111,7 +111,7 @@ class _Rescue:
     def _reads(self, key: str, chunk: ChunkId) -> bool:
         entry = next(entry for where, entry in self._donors[0].entries_of(chunk) if where == key)
         try:
-            read_chunk_at(self._backend, key, entry)
+            read_chunk_at(self._storage, key, entry)
         except (Corrupt, NotFound):
             return False
         return True
@@ -140,7 +140,7 @@ class _Rescue:
         places = self._facts.contents.inventory.places(chunk)
         stay = [place for place in places if place.pack not in damaged and packs[self._numbers[place.pack]].live]
         try:
-            read_chunk(self._backend, stay)
+            read_chunk(self._storage, stay)
         except (Corrupt, NotFound, Unavailable):
             return False
         return True
@@ -179,20 +179,20 @@ def _kind_of(metadata: memoryview) -> int:
 # -- doing -------------------------------------------------------------------------------------------------------------------------
 
 
-def copy_twin(action: CopyTwin, ground: Ground, log: Log) -> None:
+def copy_twin(action: CopyTwin, offline_store: OfflineStore, log: Log) -> None:
     """The wrong twin goes aside, the sound one is copied to its place."""
     if any(pack.id == action.pack for pack in log.state.packs.values()):
-        quarantine(ground.backend, action.target)
-        copy_object(ground.backend, action.source, action.target)
+        quarantine(offline_store.storage, action.target)
+        copy_object(offline_store.storage, action.source, action.target)
 
 
-def save_packs(action: SavePacks, ground: Ground, log: Log, mirrors: Sequence[Backend]) -> None:
+def save_packs(action: SavePacks, offline_store: OfflineStore, log: Log, mirrors: Sequence[Storage]) -> None:
     """New packs first, then the log, then the damaged objects: a crash anywhere leaves the old state or the new.
 
     Raises `Conflict` if others condemned packs meanwhile that the plan may rely on, or use the damaged ones: look again.
     """
-    donors = [Donor(ground.backend), *map(Donor, mirrors)]
-    with open_session(ground.backend, "repair") as session:
+    donors = [ChunkSource(offline_store.storage), *map(ChunkSource, mirrors)]
+    with open_session(offline_store.storage, "repair") as session:
         numbers = pack_numbers()
         closed = []
         for metadata in (False, True):
@@ -213,7 +213,7 @@ def save_packs(action: SavePacks, ground: Ground, log: Log, mirrors: Sequence[Ba
         log.append(entries.Delete(frozenset(gone)))
     for number, name in gone.items():
         for key in keys_of(name, metadata=metadata_of[number]):
-            quarantine(ground.backend, key)
+            quarantine(offline_store.storage, key)
 
 
 def _is_listed(log: Log, number: int, name: PackId) -> bool:

@@ -11,8 +11,8 @@ import ckptstore
 from ckptstore.core.ids import ChunkId, digest
 from ckptstore.errors import CkptStoreError
 from ckptstore.interop.chunk_transfer.chunk_names import quick_name
-from ckptstore.interop.chunk_transfer.served_state import Offer
-from ckptstore.interop.chunk_transfer.store_lookup import HOPE_CHUNKS
+from ckptstore.interop.chunk_transfer.served_state import ServedState
+from ckptstore.interop.chunk_transfer.store_lookup import PROBE_CHUNKS
 from ckptstore.repository import second_names
 from ckptstore.repository.second_names import SecondNames
 from ckptstore.store import Store
@@ -86,7 +86,7 @@ def test_a_chunk_that_is_known_and_was_collected_is_copied(start: Start, tmp_pat
         for step in (2, 3):
             store.commit({"other": step}, step=step)
         store.forget([first.id])
-        store.gc(max_unused=0.0, impatient=True)
+        store.gc(max_unused=0.0, force=True)
         sender.send_checkpoint([1], 1, state, SOON)
         assert sender.staged_bytes == 4 << 20
         assert_same(receiver.recv_checkpoint(0, sender.metadata(), 1, SOON), state)
@@ -111,7 +111,7 @@ def test_looking_for_what_was_not_committed_is_given_up(start: Start, tmp_path: 
         store.commit({"something else": torch.randn(SMALL)})
         sender, receiver = start(store), start()
         sender.send_checkpoint([1], 1, state, SOON)
-        assert HOPE_CHUNKS <= len(learned) < chunks * 3 // 4  # a batch has 128
+        assert PROBE_CHUNKS <= len(learned) < chunks * 3 // 4  # a batch has 128
         assert sender.staged_bytes == chunks * SMALL
         assert_same(receiver.recv_checkpoint(0, sender.metadata(), 1, SOON), state)
 
@@ -159,13 +159,13 @@ def test_what_a_peer_says_of_ids_is_not_believed(start: Start, store: Store, mon
     other = memoryview(weights_of(state)["b"].numpy()).cast("B")[: 1 << 20]
     said: dict[str, Any] = {"the id of another chunk": [digest(other)], "nothing": [None]}
 
-    def ids(self: Offer, names: list[bytes]) -> list[bytes | None]:
+    def ids(self: ServedState, names: list[bytes]) -> list[bytes | None]:
         return said.get(told, [b"short"])[:1] * len(names)
 
     store.commit({"any key": weights_of(state)})
     sender, receiver = start(), start(store, state_dict=lambda: old, in_place=True)
     sender.send_checkpoint([1], 1, state, SOON)
-    monkeypatch.setattr(Offer, "ids", ids)
+    monkeypatch.setattr(ServedState, "ids", ids)
     assert_same(receiver.recv_checkpoint(0, sender.metadata(), 1, SOON), state)
     assert receiver.received is not None and receiver.received.fetched_chunks == 3 + METADATA_CHUNKS
 

@@ -14,7 +14,7 @@ from ckptstore.interop.chunk_transfer import publication
 from ckptstore.interop.chunk_transfer.protocol import decode_number, encode_number
 from ckptstore.interop.chunk_transfer.served_state import make_offer
 from ckptstore.interop.torchft import StoreTransport
-from ckptstore.repository.thread_pool import Threads
+from ckptstore.repository.thread_pool import ThreadPool
 from tests.interop.chunk_transfer.conftest import SOON, Start, Wire, assert_same, copy_of, state_of, weights_of
 from tests.interop.chunk_transfer.test_peers import flipping
 from tests.support.servers.proxy import Proxy
@@ -23,14 +23,14 @@ T = TypeVar("T")
 MIB = 1 << 20
 
 
-class Halting(Threads):
+class Halting(ThreadPool):
     """Does the first half of the work, waits until it may go on, and does the other half, or fails."""
 
     def __init__(self, may_go_on: Callable[[], object], *, fails: bool = False) -> None:
         super().__init__(2)
         self._may_go_on, self._fails = may_go_on, fails
 
-    def spread(self, task: Callable[[T], object], items: Sequence[T], *, hands: int | None = None) -> None:
+    def spread(self, task: Callable[[T], object], items: Sequence[T], *, max_workers: int | None = None) -> None:
         half = len(items) // 2
         for item in items[:half]:
             task(item)
@@ -157,7 +157,7 @@ def test_an_outline_that_is_not_kept_to_gives_the_state_that_is_described(start:
     offer, other = (make_offer(state, 1, pool=sender._pool, **options) for state in (first, then))
     metadata, proxy = wire(sender)
     receiving = Receiving(receiver, metadata, proxy)
-    sender._board.post(offer)
+    sender._publication.post(offer)
 
     def become_the_other() -> None:
         receiving.until_came(MIB)
@@ -176,18 +176,18 @@ def test_a_number_is_read_as_it_was_written_and_no_id_is_one(number: int) -> Non
     assert decode_number(b"\1" + encode_number(number)[1:]) is None
 
 
-def test_why_a_sender_failed_is_said_though_a_peer_does_not_let_go(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_why_a_sender_failed_is_said_though_a_peer_keeps_its_connection(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(publication, "CUTTING_S", 0.01)
     sender = start()
     reader = publication.Reader(lambda: None)
 
     def join() -> None:
-        sender._board.join(reader, 1, 1.0)
+        sender._publication.join(reader, 1, 1.0)
 
     threads, sender._threads = sender._threads, Halting(join, fails=True)
     with pytest.raises(OSError, match="the device is gone") as failed:
         sender.send_checkpoint([1], 1, large_state(), SOON)
     assert any("1 peers still take a state" in note for note in failed.value.__notes__)
-    sender._board.leave(reader)
+    sender._publication.leave(reader)
     sender._threads = threads
     sender.send_checkpoint([1], 2, large_state(), SOON)

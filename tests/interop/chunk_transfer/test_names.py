@@ -13,14 +13,14 @@ import ckptstore
 from ckptstore.core.ids import CHUNK_ID_BYTES, digest
 from ckptstore.interop.chunk_transfer.chunk_names import BLAKE3, NAMINGS, XXH3, is_named, quick_name
 from ckptstore.interop.chunk_transfer.protocol import decode_invitation, decode_number
-from ckptstore.interop.chunk_transfer.served_state import Offer, make_offer
+from ckptstore.interop.chunk_transfer.served_state import ServedState, make_offer
 from ckptstore.interop.torchft import StoreTransport
 from tests.interop.chunk_transfer.conftest import SOON, Start, assert_same, copy_of, state_of, weights_of
 from tests.interop.chunk_transfer.test_early import Halting
 
 
-def served(sender: StoreTransport[Any]) -> Offer:
-    offer = sender._board._offer
+def served(sender: StoreTransport[Any]) -> ServedState:
+    offer = sender._publication._offer
     assert offer is not None
     return offer
 

@@ -69,7 +69,7 @@ def test_who_is_not_the_peer_or_cannot_be_read_is_not_near(start: Start, wire: W
 def test_a_near_peer_whose_memory_is_damaged_gives_no_tensor(start: Start) -> None:
     sender = start()
     sender.send_checkpoint([1], 1, state_of(4), SOON)
-    arena = sender._board._offer._arena  # type: ignore[union-attr]
+    arena = sender._publication._offer._arena  # type: ignore[union-attr]
     assert arena is not None
     arena.memory[3 * MIB + 5] ^= 4
     with pytest.raises(Corrupt, match="damaged"):

@@ -44,7 +44,7 @@ def test_what_a_gc_has_condemned_already_is_copied(start: Start, tmp_path: Path)
         sender.send_checkpoint([1], 1, state, SOON)
         assert sender.staged_bytes == 6 << 20
         guard.end()
-        other.gc(max_unused=0.0, impatient=True)
+        other.gc(max_unused=0.0, force=True)
         assert_same(receiver.recv_checkpoint(0, sender.metadata(), 1, SOON), state)
 
 

@@ -18,7 +18,7 @@ from tests.support.strace import every_call, traced
 
 __all__ = ["nursery", "scratch"]
 
-PARCEL_BYTES = 100_000
+BATCH_BYTES = 100_000
 SAMPLED = 4
 
 
@@ -42,7 +42,7 @@ class _Push:
         self.calls = every_call(scratch / "log")
 
     def start(self, target: Path) -> Child:
-        return self.nursery.start("push", source=str(self.source), target=str(target), parcel_bytes=PARCEL_BYTES)
+        return self.nursery.start("push", source=str(self.source), target=str(target), batch_bytes=BATCH_BYTES)
 
     def killed_at(self, calls: Sequence[tuple[str, int]]) -> None:
         for call, n in calls:
@@ -50,7 +50,7 @@ class _Push:
             traced(self.start(target), self.scratch / "log", "-e", f"inject={call}:signal=SIGKILL:when={n}")
             try:
                 assert_sound(target, self.contents)
-                again = self.nursery.run("push", source=str(self.source), target=str(target), parcel_bytes=PARCEL_BYTES)
+                again = self.nursery.run("push", source=str(self.source), target=str(target), batch_bytes=BATCH_BYTES)
                 assert again.reports("sent")
                 assert view_of(target) == view_of(self.source)
                 assert_no_garbage_after_gc(target, self.contents)

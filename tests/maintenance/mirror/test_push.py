@@ -13,17 +13,17 @@ from ckptstore.errors import Conflict, InvalidInput, NoSpace, NotFound, ReadOnly
 from ckptstore.log.entries import Register
 from ckptstore.maintenance.mirror.mirror import Mirrored, MirrorOptions, mirror
 from ckptstore.maintenance.mirror.remotes import choose
-from ckptstore.repository.store_handle import Opening
-from ckptstore.repository.thread_pool import Threads
-from ckptstore.storage.fsspec_backend import FsspecBackend
-from ckptstore.storage.local import LocalBackend
+from ckptstore.repository.store_handle import StoreHandle
+from ckptstore.repository.thread_pool import ThreadPool
+from ckptstore.storage.fsspec_backend import FsspecStorage
+from ckptstore.storage.local import LocalStorage
 from ckptstore.store import Store
 from tests.maintenance.stores import CHUNK_BYTES, assert_restores, check, copy_of, files, flip, heal, large_state, make_store, state
 from tests.support.fixtures import scratch
 
 __all__ = ["scratch"]
 
-PARCEL_BYTES = 200_000
+BATCH_BYTES = 200_000
 
 
 @pytest.fixture(scope="session")
@@ -42,10 +42,10 @@ def target(request: pytest.FixtureRequest, tmp_path: Path) -> str:
 
 
 @contextmanager
-def counted(backend: type[LocalBackend] | type[FsspecBackend], patch: pytest.MonkeyPatch) -> Iterator[list[int]]:
+def counted(storage: type[LocalStorage] | type[FsspecStorage], patch: pytest.MonkeyPatch) -> Iterator[list[int]]:
     """The sizes of all objects that are written meanwhile, packs included."""
     sizes: list[int] = []
-    put, put_new = backend.put, backend.put_new
+    put, put_new = storage.put, storage.put_new
 
     def counting(write: Callable[..., Any]) -> Callable[..., Any]:
         def call(self: Any, key: str, data: Any, **kwargs: Any) -> Any:
@@ -55,14 +55,14 @@ def counted(backend: type[LocalBackend] | type[FsspecBackend], patch: pytest.Mon
         return call
 
     with patch.context() as within:
-        within.setattr(backend, "put", counting(put))
-        within.setattr(backend, "put_new", counting(put_new))
+        within.setattr(storage, "put", counting(put))
+        within.setattr(storage, "put_new", counting(put_new))
         yield sizes
 
 
-def in_parcels(source: Path, target: Path | str, parcel_bytes: int = PARCEL_BYTES) -> Mirrored:
-    with closing(Opening(source, read_only=True)) as ours, closing(Opening(target)) as theirs:
-        return mirror(ours, theirs, choose(ours, (), run=None), MirrorOptions(parcel_bytes=parcel_bytes), Threads(2))
+def in_batches(source: Path, target: Path | str, batch_bytes: int = BATCH_BYTES) -> Mirrored:
+    with closing(StoreHandle(source, read_only=True)) as ours, closing(StoreHandle(target)) as theirs:
+        return mirror(ours, theirs, choose(ours, (), run=None), MirrorOptions(batch_bytes=batch_bytes), ThreadPool(2))
 
 
 def commits_of(store: Store) -> dict[str, tuple[Any, ...]]:
@@ -211,9 +211,9 @@ def test_a_mirror_of_a_mirror_can_be_pulled_back(place: Path, tmp_path: Path) ->
 # -- killed, damaged, away --
 
 
-def test_parcels_that_arrived_are_not_sent_again(place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_batches_that_arrived_are_not_sent_again(place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whichever object could not be put: what was registered before is found there, and the commit is completed."""
-    whole = in_parcels(place, _empty(tmp_path / "whole"))
+    whole = in_batches(place, _empty(tmp_path / "whole"))
     assert any(isinstance(entry.body, Register) for entry in _log(tmp_path / "whole"))
     repeated = []
     for n in (2, 12, 22, 32):
@@ -221,8 +221,8 @@ def test_parcels_that_arrived_are_not_sent_again(place: Path, tmp_path: Path, mo
         with monkeypatch.context() as patch:
             _fail_at(n, patch)
             with pytest.raises(NoSpace):
-                in_parcels(place, target)
-        repeated.append(in_parcels(place, target).chunks)
+                in_batches(place, target)
+        repeated.append(in_batches(place, target).chunks)
         with ckptstore.open(target) as there, ckptstore.open(place) as store:
             assert commits_of(there) == commits_of(store)
             assert not there.fsck(read_data="100%").damaged
@@ -245,7 +245,7 @@ def _fail_at(n: int, patch: pytest.MonkeyPatch) -> None:
         return call
 
     for name in ("put", "put_new", "create"):
-        patch.setattr(LocalBackend, name, failing(getattr(LocalBackend, name)))
+        patch.setattr(LocalStorage, name, failing(getattr(LocalStorage, name)))
 
 
 def _empty(place: Path) -> Path:
@@ -254,20 +254,20 @@ def _empty(place: Path) -> Path:
 
 
 def _log(place: Path) -> list[Any]:
-    with closing(Opening(place)) as opening:
-        return list(opening.log.read_entries())
+    with closing(StoreHandle(place)) as handle:
+        return list(handle.log.read_entries())
 
 
-def test_a_gc_between_two_attempts_takes_parcels_and_the_second_sends_them_again(place: Path, tmp_path: Path) -> None:
+def test_a_gc_between_two_attempts_takes_batches_and_the_second_sends_them_again(place: Path, tmp_path: Path) -> None:
     target = _empty(tmp_path / "target")
     with pytest.MonkeyPatch.context() as patch:
         _fail_at(30, patch)
         with pytest.raises(NoSpace):
-            in_parcels(place, target)
+            in_batches(place, target)
     with ckptstore.open(target) as there:
-        there.gc(impatient=True, max_unused=0.0)
+        there.gc(force=True, max_unused=0.0)
         assert not there.fsck().findings
-    in_parcels(place, target)
+    in_batches(place, target)
     assert not check(target).findings
 
 
@@ -284,7 +284,7 @@ def test_a_gc_in_the_middle_of_a_push_costs_nothing(place: Path, tmp_path: Path,
         return records
 
     monkeypatch.setattr(module._Mirror, "_register", register_and_collect)
-    done = in_parcels(place, target)
+    done = in_batches(place, target)
     assert len(done.sent) == 4
     assert not check(target).findings
 
@@ -341,7 +341,7 @@ def test_the_next_commit_of_a_lora_run_moves_little_more_than_its_adapter(
             commit(step)
         store.push("memory://lora", create=True)
         commit(commits)
-        with counted(FsspecBackend, monkeypatch) as sizes:
+        with counted(FsspecStorage, monkeypatch) as sizes:
             done = store.push("memory://lora")
     adapter_bytes = layers * 2 * 16 * 1024 * 4
     print(f"{sum(sizes)} bytes put for an adapter of {adapter_bytes}: {sum(sizes) / adapter_bytes:.4f}")
@@ -350,14 +350,14 @@ def test_the_next_commit_of_a_lora_run_moves_little_more_than_its_adapter(
 
 
 def test_verifying_finds_what_the_storage_made_of_the_bytes(place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    put_new = FsspecBackend.put_new
+    put_new = FsspecStorage.put_new
 
-    def damaging(self: FsspecBackend, key: str, data: Any) -> bool:
+    def damaging(self: FsspecStorage, key: str, data: Any) -> bool:
         return put_new(self, key, bytes([data[0] ^ 1]) + bytes(data[1:]) if key.startswith("packs/") else data)
 
     with ckptstore.open(place) as store:
         ckptstore.open("memory://bad", chunk_bytes=CHUNK_BYTES).close()
-        monkeypatch.setattr(FsspecBackend, "put_new", damaging)
+        monkeypatch.setattr(FsspecStorage, "put_new", damaging)
         with pytest.raises(ckptstore.Corrupt):
             store.push("memory://bad", verify=True)
         monkeypatch.undo()

@@ -13,7 +13,7 @@ import torch
 import ckptstore
 from ckptstore.errors import NotFound, Unavailable
 from ckptstore.maintenance.mirror import tiers
-from ckptstore.storage.fsspec_backend import FsspecBackend
+from ckptstore.storage.fsspec_backend import FsspecStorage
 from ckptstore.store import Store
 from tests.maintenance.stores import CHUNK_BYTES, assert_equal, files, flip
 
@@ -44,7 +44,7 @@ def away(monkeypatch: pytest.MonkeyPatch) -> Callable[[bool], None]:
     """A switch that takes the mirror's storage away."""
     gone = threading.Event()
     for name in ("read", "read_into", "read_tail", "size", "put", "put_new", "create", "list", "delete"):
-        monkeypatch.setattr(FsspecBackend, name, _unless(gone, getattr(FsspecBackend, name)))
+        monkeypatch.setattr(FsspecStorage, name, _unless(gone, getattr(FsspecStorage, name)))
     return lambda on: gone.set() if on else gone.clear()
 
 
@@ -101,7 +101,7 @@ def test_a_new_disk_resumes_from_the_mirror_and_goes_on(place: Path) -> None:
         first = [store.commit(state(step), step=step).id for step in range(3)]
     rmtree(place)
     with opened(place) as store:
-        assert store._opening.config.chunk_bytes == CHUNK_BYTES
+        assert store._handle.config.chunk_bytes == CHUNK_BYTES
         target = state(9)
         resumed = store.resume(target)
         assert resumed is not None and resumed.id == first[2]

@@ -126,19 +126,19 @@ class PostgresServer:
         self._process.send_signal(signal.SIGSTOP)  # it forks no backend meanwhile
         os.waitid(os.P_PID, pid, os.WSTOPPED | os.WEXITED | os.WNOWAIT)
         with ExitStack() as stack:
-            backends = []
+            storages = []
             for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split():
                 with suppress(ProcessLookupError):
-                    backends.append(os.pidfd_open(int(child)))
-                    stack.callback(os.close, backends[-1])
+                    storages.append(os.pidfd_open(int(child)))
+                    stack.callback(os.close, storages[-1])
             self._process.send_signal(how)
             self._process.send_signal(signal.SIGCONT)
             self._process.wait(30)
-            for backend in backends:
+            for storage in storages:
                 if how == signal.SIGKILL:
                     with suppress(ProcessLookupError):
-                        signal.pidfd_send_signal(backend, how)
-                ended, _, _ = select.select([backend], [], [], 30)
+                        signal.pidfd_send_signal(storage, how)
+                ended, _, _ = select.select([storage], [], [], 30)
                 assert ended, "a backend of a server that was ended is still there after 30 s"
 
 
