@@ -1,1 +1,2 @@
-"""ckptstore beside its peers and the machine's limits, in one run: `python -m benchmarks --help`."""
+"""ckptstore beside its peers and the machine's limits, in one run: `python -m benchmarks
+--help`."""

@@ -1,4 +1,5 @@
-"""`python -m benchmarks`: run the chosen cases, keep the results, print the tables, write docs/benchmarks.md and the README's numbers."""
+"""`python -m benchmarks`: run the chosen cases, keep the results, print the tables, write
+docs/benchmarks.md and the README's numbers."""
 
 import argparse
 import logging
@@ -77,18 +78,45 @@ CASES: dict[str, Callable[[Context], Result]] = {
 
 def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser("python -m benchmarks", description=__doc__)
-    parser.add_argument("--case", action="append", choices=CASES, help="run this case only; may be repeated")
-    parser.add_argument("--rounds", type=int, default=ROUNDS, help=f"rounds that count (default {ROUNDS})")
-    parser.add_argument("--peer", action="append", choices=[peer.name for peer in PEERS], help="only this peer; may be repeated")
-    parser.add_argument("--dir", type=Path, help="a folder on a disk with 15 GB free (default: the temporary folder)")
-    parser.add_argument("--link", default="10gbit", metavar="RATE", help="between hosts, as `tc` writes it (default 10gbit); needs root")
-    parser.add_argument("--scale", type=float, default=1.0, help="shrink the states to try the harness; needs --out")
-    parser.add_argument("--out", type=Path, default=ROOT, help="where benchmarks/results, docs and README.md are (default: the repository)")
+    parser.add_argument(
+        "--case", action="append", choices=CASES, help="run this case only; may be repeated"
+    )
+    parser.add_argument(
+        "--rounds", type=int, default=ROUNDS, help=f"rounds that count (default {ROUNDS})"
+    )
+    parser.add_argument(
+        "--peer",
+        action="append",
+        choices=[peer.name for peer in PEERS],
+        help="only this peer; may be repeated",
+    )
+    parser.add_argument(
+        "--dir",
+        type=Path,
+        help="a folder on a disk with 15 GB free (default: the temporary folder)",
+    )
+    parser.add_argument(
+        "--link",
+        default="10gbit",
+        metavar="RATE",
+        help="between hosts, as `tc` writes it (default 10gbit); needs root",
+    )
+    parser.add_argument(
+        "--scale", type=float, default=1.0, help="shrink the states to try the harness; needs --out"
+    )
+    parser.add_argument(
+        "--out",
+        type=Path,
+        default=ROOT,
+        help="where benchmarks/results, docs and README.md are (default: the repository)",
+    )
     parsed = parser.parse_args(argv)
     if parsed.rounds < 1:
         parser.error("--rounds must be at least 1")
     if parsed.scale != 1.0 and parsed.out == ROOT:
-        parser.error("--scale needs --out: figures of a shrunk state do not belong into the repository")
+        parser.error(
+            "--scale needs --out: figures of a shrunk state do not belong into the repository"
+        )
     return parsed
 
 
@@ -104,8 +132,11 @@ def run(case: str, folder: Path, chosen: argparse.Namespace) -> Record:
 
 
 def write_documents(out: Path) -> None:
-    """The page, the plot and the README's numbers, from everything that was ever measured into `out`."""
-    records = [record for case in CASES if (record := results.load(out / "benchmarks" / "results", case))]
+    """The page, the plot and the README's numbers, from everything that was ever measured into
+    `out`."""
+    records = [
+        record for case in CASES if (record := results.load(out / "benchmarks" / "results", case))
+    ]
     docs = out / "docs"
     docs.mkdir(exist_ok=True)
     (docs / "benchmarks.md").write_text(report.page(records), encoding="utf-8")
@@ -129,7 +160,13 @@ def main(argv: Sequence[str] | None = None) -> int:
                 phase(f"{case} is left out: {error}")
                 continue
             results.save(chosen.out / "benchmarks" / "results", record)
-            print("\n" + "\n\n".join(filter(None, [report.case_table(record.result), report.target_table([record])])), flush=True)
+            print(
+                "\n"
+                + "\n\n".join(
+                    filter(None, [report.case_table(record.result), report.target_table([record])])
+                ),
+                flush=True,
+            )
     finally:
         shutil.rmtree(folder)
     write_documents(chosen.out)

@@ -1,4 +1,5 @@
-"""A bucket to measure against: moto in a process of its own, Ceph's gateway, or the server that `$CKPTSTORE_TEST_S3` names."""
+"""A bucket to measure against: moto in a process of its own, Ceph's gateway, or the server that
+`$CKPTSTORE_TEST_S3` names."""
 
 import os
 import secrets
@@ -45,7 +46,9 @@ class Bucket:
 
         who = {"aws_access_key_id": self.key, "aws_secret_access_key": self.secret}
         config = Config(max_pool_connections=connections)
-        return boto3.client("s3", endpoint_url=self.endpoint, region_name="us-east-1", config=config, **who)
+        return boto3.client(
+            "s3", endpoint_url=self.endpoint, region_name="us-east-1", config=config, **who
+        )
 
     def delete(self, prefix: str) -> None:
         """Delete every object whose key begins with `prefix`, fewer than a thousand."""
@@ -59,7 +62,12 @@ class Bucket:
 def bucket() -> Iterator[Bucket]:
     """The bucket, made if need be."""
     if endpoint := os.environ.get("CKPTSTORE_TEST_S3"):
-        found = Bucket(endpoint, os.environ["CKPTSTORE_TEST_S3_KEY"], os.environ["CKPTSTORE_TEST_S3_SECRET"], "a server that was named")
+        found = Bucket(
+            endpoint,
+            os.environ["CKPTSTORE_TEST_S3_KEY"],
+            os.environ["CKPTSTORE_TEST_S3_SECRET"],
+            "a server that was named",
+        )
         _make(found)
         yield found
         return
@@ -79,13 +87,19 @@ def bucket() -> Iterator[Bucket]:
 
 @contextmanager
 def real_bucket() -> Iterator[Bucket]:
-    """The bucket of Ceph's gateway where that is installed and no other server is named, else `bucket`."""
+    """The bucket of Ceph's gateway where that is installed and no other server is named, else
+    `bucket`."""
     if "CKPTSTORE_TEST_S3" in os.environ or missing_programs():
         with bucket() as found:
             yield found
         return
     with rgw_server() as rgw:
-        found = Bucket(rgw.server.endpoint, rgw.server.key, rgw.server.secret, "Ceph RGW, in memory, on the same host")
+        found = Bucket(
+            rgw.server.endpoint,
+            rgw.server.key,
+            rgw.server.secret,
+            "Ceph RGW, in memory, on the same host",
+        )
         _make(found)
         yield found
 

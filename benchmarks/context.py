@@ -9,8 +9,8 @@ from benchmarks.peers import PEERS, Peer
 
 @dataclass(slots=True)
 class Context:
-    """`dir` is this run's own folder on a disk; `scale` shrinks the states to try the harness. `link` is the rate
-    between hosts, as `tc` writes it."""
+    """`dir` is this run's own folder on a disk; `scale` shrinks the states to try the harness.
+    `link` is the rate between hosts, as `tc` writes it."""
 
     dir: Path
     rounds: int

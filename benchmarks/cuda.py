@@ -1,6 +1,8 @@
-"""`python -m benchmarks.cuda`: what commits of a state on a CUDA device cost, beside what its bus can do. Without a device it says so.
+"""`python -m benchmarks.cuda`: what commits of a state on a CUDA device cost, beside what its bus
+can do. Without a device it says so.
 
-Figures are medians of the rounds' own values; the state is the GPT of the other cases, 1.45 GB with its moments.
+Figures are medians of the rounds' own values; the state is the GPT of the other cases, 1.45 GB with
+its moments.
 """
 
 import argparse
@@ -25,7 +27,11 @@ STEPS = 20
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser("python -m benchmarks.cuda", description=__doc__)
-    parser.add_argument("--dir", type=Path, help="a folder on a disk with 15 GB free (default: the temporary folder)")
+    parser.add_argument(
+        "--dir",
+        type=Path,
+        help="a folder on a disk with 15 GB free (default: the temporary folder)",
+    )
     parser.add_argument("--rounds", type=int, default=ROUNDS)
     chosen = parser.parse_args(argv)
     if not torch.cuda.is_available():
@@ -44,7 +50,8 @@ def measure(folder: Path, rounds: int) -> None:
     state = states.nest({path: tensor.cuda() for path, tensor in host.tensors.items()})
     model, optimizer = trained(state)
     app = {"model": model, "optimizer": optimizer}
-    bus_s, held_s, lazy_s, alone_s, beside_s, restore_s = ([] for _ in range(6))  # type: ignore[var-annotated]  # of floats, all
+    # of floats, all
+    bus_s, held_s, lazy_s, alone_s, beside_s, restore_s = ([] for _ in range(6))  # type: ignore[var-annotated]
     pinned = torch.empty(state.nbytes, dtype=torch.uint8, pin_memory=True)
     with ckptstore.open(folder / "store") as store:
         for round_ in range(rounds + 1):
@@ -53,16 +60,29 @@ def measure(folder: Path, rounds: int) -> None:
             snapshot = eager.wait()
             alone = steps(optimizer, lambda step: step < STEPS)
             lazy = store.commit_async(app, staging="lazy")
-            beside = steps(optimizer, lambda step: not lazy.done())  # noqa: B023  # it is called before the next round
+            # it is called before the next round
+            beside = steps(optimizer, lambda step: not lazy.done())  # noqa: B023
             lazy.wait()
             restored = seconds(lambda: snapshot.restore(app))  # noqa: B023  # likewise
             if round_:
-                values = (copied, eager.timings.held_s, lazy.timings.held_s, alone, beside, restored)
-                for found, value in zip((bus_s, held_s, lazy_s, alone_s, beside_s, restore_s), values, strict=True):
+                values = (
+                    copied,
+                    eager.timings.held_s,
+                    lazy.timings.held_s,
+                    alone,
+                    beside,
+                    restored,
+                )
+                for found, value in zip(
+                    (bus_s, held_s, lazy_s, alone_s, beside_s, restore_s), values, strict=True
+                ):
                     found.append(value)
     share = median(bus / held for bus, held in zip(bus_s, held_s, strict=True))
     slower = median(beside / alone for beside, alone in zip(beside_s, alone_s, strict=True))
-    print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, {state.nbytes / 1e9:.2f} GB, {rounds} rounds")
+    print(
+        f"{torch.cuda.get_device_name()}, torch {torch.__version__}, {state.nbytes / 1e9:.2f} GB, "
+        f"{rounds} rounds"
+    )
     print(f"device to pinned memory       {state.nbytes / median(bus_s) / 1e9:8.2f} GB/s")
     print(f"share of that, eager staging  {share:8.0%}")
     print(f"stall, eager                  {median(held_s) * 1e3:8.1f} ms")

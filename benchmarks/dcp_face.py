@@ -1,7 +1,9 @@
-"""The case of DCP on a store: the same `dcp.save` and `dcp.load`, with a store's writer and reader and with DCP's own files.
+"""The case of DCP on a store: the same `dcp.save` and `dcp.load`, with a store's writer and reader
+and with DCP's own files.
 
-Saves go to a fresh place and are durable; loads are in place, the files in the page cache, into wiped memory that is compared with what was
-saved, outside the timed part. Creating and opening the store is not timed, nor is creating DCP's folder.
+Saves go to a fresh place and are durable; loads are in place, the files in the page cache, into
+wiped memory that is compared with what was saved, outside the timed part. Creating and opening the
+store is not timed, nor is creating DCP's folder.
 """
 
 from contextlib import closing
@@ -70,8 +72,21 @@ def dcp_face(context: Context) -> Result:
         entrants = [
             Entrant(SAVE, fresh.act, fresh.before, fresh.after),
             Entrant(DCP_SAVE, theirs.act, theirs.before, theirs.after),
-            Entrant(LOAD, lambda: load(into, store), lambda: states.wipe(into), lambda: check(LOAD)),
-            Entrant(DCP_LOAD, lambda: dcp.load(files, into), lambda: states.wipe(into), lambda: check(DCP_LOAD)),
+            Entrant(
+                LOAD, lambda: load(into, store), lambda: states.wipe(into), lambda: check(LOAD)
+            ),
+            Entrant(
+                DCP_LOAD,
+                lambda: dcp.load(files, into),
+                lambda: states.wipe(into),
+                lambda: check(DCP_LOAD),
+            ),
         ]
         series = alternate("dcp-face", entrants, context.rounds)
-    return Result("dcp-face", "dcp.save, durable, and dcp.load, warm: on a store and on DCP's files", "s", state.nbytes, series)
+    return Result(
+        "dcp-face",
+        "dcp.save, durable, and dcp.load, warm: on a store and on DCP's files",
+        "s",
+        state.nbytes,
+        series,
+    )

@@ -1,4 +1,5 @@
-"""What the harness needs of the file system: a real disk, durability, an empty cache, an honest size. Linux only."""
+"""What the harness needs of the file system: a real disk, durability, an empty cache, an honest
+size. Linux only."""
 
 import ctypes
 import os
@@ -25,13 +26,19 @@ def filesystem(path: Path) -> str:
 
 
 def work_dir(wanted: Path | None) -> Path:
-    """A new folder on a disk: below `wanted`, or below the first of the usual places that is one. Exits if there is none."""
+    """A new folder on a disk: below `wanted`, or below the first of the usual places that is one.
+    Exits if there is none."""
     places = [wanted] if wanted else [Path(tempfile.gettempdir()), Path("/var/tmp"), Path.cwd()]
     for place in places:
         if place.is_dir() and filesystem(place) not in IN_MEMORY:
             return Path(tempfile.mkdtemp(prefix="ckptstore-bench-", dir=place))
-    seen = ", ".join(f"{place} ({filesystem(place) if place.is_dir() else 'not a folder'})" for place in places)
-    raise SystemExit(f"no folder on a disk among {seen}: durable writes to memory measure nothing; pass --dir with a folder on a disk")
+    seen = ", ".join(
+        f"{place} ({filesystem(place) if place.is_dir() else 'not a folder'})" for place in places
+    )
+    raise SystemExit(
+        f"no folder on a disk among {seen}: durable writes to memory measure nothing; pass --dir "
+        "with a folder on a disk"
+    )
 
 
 def files(folder: Path) -> Iterator[Path]:
@@ -40,7 +47,8 @@ def files(folder: Path) -> Iterator[Path]:
 
 
 def settle(folder: Path) -> None:
-    """Make everything below `folder` durable: every file, then every directory. What is durable already costs next to nothing."""
+    """Make everything below `folder` durable: every file, then every directory. What is durable
+    already costs next to nothing."""
     paths = list(files(folder))
     if len(paths) > MANY_FILES:
         os.sync()
@@ -54,7 +62,8 @@ def settle(folder: Path) -> None:
 
 
 def drop_cache(folder: Path) -> None:
-    """Evict every file below `folder` from the page cache; pages must be clean for that, so they are written first."""
+    """Evict every file below `folder` from the page cache; pages must be clean for that, so they
+    are written first."""
     settle(folder)
     for path in files(folder):
         fd = os.open(path, os.O_RDONLY)
@@ -71,6 +80,12 @@ def used_bytes(folder: Path) -> int:
 
 
 def start_write_back(fd: int, start: int, stop: int) -> None:
-    """Let the disk work on a range while the processor goes on: `sync_file_range(SYNC_FILE_RANGE_WRITE)`."""
-    if _libc.sync_file_range(fd, ctypes.c_int64(start), ctypes.c_int64(stop - start), ctypes.c_uint(_SYNC_FILE_RANGE_WRITE)):
+    """Let the disk work on a range while the processor goes on:
+    `sync_file_range(SYNC_FILE_RANGE_WRITE)`."""
+    if _libc.sync_file_range(
+        fd,
+        ctypes.c_int64(start),
+        ctypes.c_int64(stop - start),
+        ctypes.c_uint(_SYNC_FILE_RANGE_WRITE),
+    ):
         raise OSError(ctypes.get_errno(), "sync_file_range")

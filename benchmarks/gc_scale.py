@@ -1,9 +1,12 @@
-"""How long gc's mark takes, and in how much memory, on a store of a million chunks: `python -m benchmarks.gc_scale`.
+"""How long gc's mark takes, and in how much memory, on a store of a million chunks: `python -m
+benchmarks.gc_scale`.
 
-The store is made up: its pages, documents, footers and log are real, but the chunks' bytes are holes in sparse files, so that a million of
-them take seconds to make. Each commit refers to `--chunks` chunks, `--own` of which no earlier commit has.
+The store is made up: its pages, documents, footers and log are real, but the chunks' bytes are
+holes in sparse files, so that a million of them take seconds to make. Each commit refers to
+`--chunks` chunks, `--own` of which no earlier commit has.
 
-    --scattered     a commit's own chunks are spread over all of its leaf, so that it shares no page with another
+    --scattered     a commit's own chunks are spread over all of its leaf, so that it shares no page
+    with another
 """
 
 import argparse
@@ -19,8 +22,26 @@ import numpy as np
 import numpy.typing as npt
 
 from benchmarks.status import status_bytes
-from ckptstore.core.ids import CHUNK_ID_BYTES, ChunkId, CommitId, SessionId, digest, document_key, new_session_id, pack_id, pack_key
-from ckptstore.core.model import CommitDocument, LeafContent, Node, PackEntry, PackRecord, Schema, TreeRef
+from ckptstore.core.ids import (
+    CHUNK_ID_BYTES,
+    ChunkId,
+    CommitId,
+    SessionId,
+    digest,
+    document_key,
+    new_session_id,
+    pack_id,
+    pack_key,
+)
+from ckptstore.core.model import (
+    CommitDocument,
+    LeafContent,
+    Node,
+    PackEntry,
+    PackRecord,
+    Schema,
+    TreeRef,
+)
 from ckptstore.core.text import bytes_text, seconds_text
 from ckptstore.log import entries
 from ckptstore.log.log import Log
@@ -31,7 +52,8 @@ from ckptstore.objects.schema import encode_schema
 from ckptstore.repository.pack_writer import OpenPack
 from ckptstore.repository.store_handle import StoreHandle, init_store
 from ckptstore.repository.thread_pool import ThreadPool
-from ckptstore.storage.contract import Storage, open_storage
+from ckptstore.storage.contract import Storage
+from ckptstore.storage.registry import open_storage
 
 CHUNK_BYTES = 65536
 PACK_CHUNKS = 1000
@@ -39,8 +61,11 @@ PACK_CHUNKS = 1000
 Ids = npt.NDArray[np.uint8]
 
 
-def make_store(place: Path, *, commits: int, chunks: int, own: int, scattered: bool = False, seed: int = 0) -> None:
-    """Make a store of `commits` commits; only gc's mark and what reads no chunk of a tensor can work on it."""
+def make_store(
+    place: Path, *, commits: int, chunks: int, own: int, scattered: bool = False, seed: int = 0
+) -> None:
+    """Make a store of `commits` commits; only gc's mark and what reads no chunk of a tensor can
+    work on it."""
     config = init_store(place)
     storage = open_storage(place, fsync=False)
     log = Log(storage, config.store, config.generation)
@@ -75,24 +100,33 @@ def measure(place: Path) -> dict[str, float]:
     return {
         "mark_s": mark_s,
         "cpu_s": cpu_s,
-        "peak_bytes": status_bytes("VmHWM"),  # ru_maxrss would begin with what the parent had when it forked
+        "peak_bytes": status_bytes(
+            "VmHWM"
+        ),  # ru_maxrss would begin with what the parent had when it forked
         "live": live,
         "packs": len(marked.uses),
     }
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--commits", type=int, default=1000)
-    parser.add_argument("--chunks", type=int, default=100_000, help="chunks that each commit refers to")
-    parser.add_argument("--own", type=int, default=1000, help="chunks of a commit that no earlier one has")
+    parser.add_argument(
+        "--chunks", type=int, default=100_000, help="chunks that each commit refers to"
+    )
+    parser.add_argument(
+        "--own", type=int, default=1000, help="chunks of a commit that no earlier one has"
+    )
     parser.add_argument("--scattered", action="store_true")
     parser.add_argument("--measure", type=Path, metavar="STORE", help="mark a store that is there")
     args = parser.parse_args()
     if args.measure:
         found = measure(args.measure)
         print(
-            f"{int(found['live']):,} live chunks in {int(found['packs']):,} packs: marked in {seconds_text(found['mark_s'])}, "
+            f"{int(found['live']):,} live chunks in {int(found['packs']):,} packs: marked in "
+            f"{seconds_text(found['mark_s'])}, "
             f"CPU {seconds_text(found['cpu_s'])}, "
             f"peak memory {bytes_text(found['peak_bytes'])}"
         )
@@ -100,10 +134,14 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as directory:
         place = Path(directory) / "store"
         started = time.perf_counter()
-        make_store(place, commits=args.commits, chunks=args.chunks, own=args.own, scattered=args.scattered)
+        make_store(
+            place, commits=args.commits, chunks=args.chunks, own=args.own, scattered=args.scattered
+        )
         print(f"made in {seconds_text(time.perf_counter() - started)}")
         # In a process of its own, so that the memory is that of the mark.
-        subprocess.run([sys.executable, "-m", "benchmarks.gc_scale", "--measure", str(place)], check=True)
+        subprocess.run(
+            [sys.executable, "-m", "benchmarks.gc_scale", "--measure", str(place)], check=True
+        )
 
 
 def _with_new(ids: Ids, new: Ids, step: int, *, scattered: bool) -> Ids:
@@ -130,14 +168,33 @@ def _commit(
     session = new_session_id()
     numbers = iter(range(1_000_000))
     data = [_data_pack(storage, session, next(numbers), part) for part in _parts(new)]
-    pages = {ChunkId(digest(page)): page for page in split_pages(("tensor",), [LeafContent(ids=ids.tobytes())])}
+    pages = {
+        ChunkId(digest(page)): page
+        for page in split_pages(("tensor",), [LeafContent(ids=ids.tobytes())])
+    }
     schema_id = ChunkId(digest(schema))
-    metadata = {schema_id: (schema, pack.SCHEMA)} | {chunk: (page, pack.PAGE) for chunk, page in pages.items()}
+    metadata = {schema_id: (schema, pack.SCHEMA)} | {
+        chunk: (page, pack.PAGE) for chunk, page in pages.items()
+    }
     fresh = {chunk: part for chunk, part in metadata.items() if chunk not in known}
     packs = (*data, _metadata_pack(storage, session, next(numbers), fresh))
     trees = (("model", TreeRef(schema_id, tuple(pages))),)
     document = CommitDocument(
-        log.state.store, session, "main", step, "", time.time_ns(), parents, (), (), trees, None, content_id(trees), 0, 0, 1
+        log.state.store,
+        session,
+        "main",
+        step,
+        "",
+        time.time_ns(),
+        parents,
+        (),
+        (),
+        trees,
+        None,
+        content_id(trees),
+        0,
+        0,
+        1,
     )
     commit, stored = encode_document(document)
     storage.put(document_key(session, commit), stored)
@@ -174,7 +231,17 @@ def _parts(new: Ids) -> Iterator[Ids]:
 def _data_pack(storage: Storage, session: SessionId, number: int, ids: Ids) -> PackRecord:
     name = pack_id(session, 0, number)
     rows = [
-        PackEntry(ChunkId(chunk.tobytes()), i * CHUNK_BYTES, CHUNK_BYTES, CHUNK_BYTES, 0, 2, pack.TENSOR, 0) for i, chunk in enumerate(ids)
+        PackEntry(
+            ChunkId(chunk.tobytes()),
+            i * CHUNK_BYTES,
+            CHUNK_BYTES,
+            CHUNK_BYTES,
+            0,
+            2,
+            pack.TENSOR,
+            0,
+        )
+        for i, chunk in enumerate(ids)
     ]
     data_bytes = len(ids) * CHUNK_BYTES
     tail = pack.encode_tail(rows, data_bytes, metadata=False)
@@ -186,17 +253,25 @@ def _data_pack(storage: Storage, session: SessionId, number: int, ids: Ids) -> P
     return PackRecord(name, data_bytes + len(tail), len(rows), metadata=False)
 
 
-def _metadata_pack(storage: Storage, session: SessionId, number: int, chunks: dict[ChunkId, tuple[bytes, int]]) -> PackRecord:
+def _metadata_pack(
+    storage: Storage, session: SessionId, number: int, chunks: dict[ChunkId, tuple[bytes, int]]
+) -> PackRecord:
     target = OpenPack(storage, pack_id(session, 0, number), metadata=True)
     for chunk, (data, kind) in chunks.items():
         target.pad_to(pack.align(target.offset, len(data)))
-        target.entries.append(PackEntry(chunk, target.append(data), len(data), len(data), 0, 1, kind, 0))
+        target.entries.append(
+            PackEntry(chunk, target.append(data), len(data), len(data), 0, 1, kind, 0)
+        )
     return target.close(ThreadPool(1).spread).record
 
 
 def _schema(chunks: int) -> bytes:
     shape = (chunks, CHUNK_BYTES // 2)
-    return encode_schema(Schema(Node("dict", (0,), ("w",)), ("model/w",), ("tensor",), ("bfloat16",), (shape,), (-1,)))
+    return encode_schema(
+        Schema(
+            Node("dict", (0,), ("w",)), ("model/w",), ("tensor",), ("bfloat16",), (shape,), (-1,)
+        )
+    )
 
 
 if __name__ == "__main__":

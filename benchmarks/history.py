@@ -1,4 +1,5 @@
-"""The cases where history grows: bytes on disk beside the tensors' own, and what a commit and a log cost after many commits."""
+"""The cases where history grows: bytes on disk beside the tensors' own, and what a commit and a log
+cost after many commits."""
 
 import subprocess
 import sys
@@ -20,8 +21,11 @@ DEPTHS = (10, 1_000, 10_000)
 ROUNDS_FACTOR = 10
 
 
-def _growth_bytes(folder: Path, state: State, commits: int, change: Callable[[State], object]) -> float:
-    """What the store's folder grew by per commit, everything in it counted; the store is closed when it is measured."""
+def _growth_bytes(
+    folder: Path, state: State, commits: int, change: Callable[[State], object]
+) -> float:
+    """What the store's folder grew by per commit, everything in it counted; the store is closed
+    when it is measured."""
     with ckptstore.open(folder) as store:
         store.commit(state.app, step=0)
     before = used_bytes(folder)
@@ -40,7 +44,11 @@ def overhead_changed(context: Context) -> Result:
     def of(size: float) -> float:
         return (size - state.nbytes) / len(state.tensors)
 
-    series = {OURS: Series([of(_growth_bytes(context.folder(), state, CHANGED_COMMITS, states.change_all))])}
+    series = {
+        OURS: Series(
+            [of(_growth_bytes(context.folder(), state, CHANGED_COMMITS, states.change_all))]
+        )
+    }
     for peer in context.peers:
         slot.fresh()
         peer.write(state, slot.path)
@@ -53,7 +61,11 @@ def overhead_changed(context: Context) -> Result:
 
 def overhead_unchanged(context: Context) -> Result:
     state = states.tiny(context.scale)
-    series = {OURS: Series([_growth_bytes(context.folder(), state, UNCHANGED_COMMITS, lambda _state: None)])}
+    series = {
+        OURS: Series(
+            [_growth_bytes(context.folder(), state, UNCHANGED_COMMITS, lambda _state: None)]
+        )
+    }
     title = "bytes on disk for a commit of 20,000 unchanged tensors, mean of 100 commits"
     return Result("overhead-unchanged", title, "B", 0, series)
 
@@ -69,7 +81,8 @@ def _fill(folder: Path, commits: int) -> None:
 
 
 class Deep:
-    """One more commit to a store that has `depth`; a shallow store is made anew before it has grown by a tenth and more than ten."""
+    """One more commit to a store that has `depth`; a shallow store is made anew before it has grown
+    by a tenth and more than ten."""
 
     def __init__(self, context: Context, depth: int) -> None:
         self._context, self._depth = context, depth
@@ -103,7 +116,9 @@ class Deep:
 def fixed_cost(context: Context) -> Result:
     """Commits are short, so there are ten times as many rounds as elsewhere."""
     stores = [Deep(context, max(int(depth * context.scale), 2)) for depth in DEPTHS]
-    series = alternate("fixed-cost", [store.entrant() for store in stores], context.rounds * ROUNDS_FACTOR)
+    series = alternate(
+        "fixed-cost", [store.entrant() for store in stores], context.rounds * ROUNDS_FACTOR
+    )
     for store in stores:
         store.close()
     return Result("fixed-cost", "commit of 8 KiB, durable", "s", 0, series)
@@ -113,15 +128,28 @@ def shell_log(context: Context) -> Result:
     """The whole command as a shell starts it, beside a Python that does nothing."""
     folder = context.folder()
     _fill(folder, max(int(DEPTHS[-1] * context.scale), 20))
-    command = [str(Path(sys.executable).with_name("ckptstore")), "--store", str(folder), "log", "-n", "20"]
+    command = [
+        str(Path(sys.executable).with_name("ckptstore")),
+        "--store",
+        str(folder),
+        "log",
+        "-n",
+        "20",
+    ]
 
     def log() -> None:
-        lines = subprocess.run(command, check=True, capture_output=True, text=True).stdout.splitlines()
+        lines = subprocess.run(
+            command, check=True, capture_output=True, text=True
+        ).stdout.splitlines()
         if len(lines) < 20:
             raise RuntimeError(f"{' '.join(command)} printed {len(lines)} lines, wanted 20 commits")
 
     def python() -> None:
         subprocess.run([sys.executable, "-c", "pass"], check=True)
 
-    series = alternate("log", [Entrant("ckptstore log -n 20", log), Entrant("python -c pass", python)], context.rounds)
+    series = alternate(
+        "log",
+        [Entrant("ckptstore log -n 20", log), Entrant("python -c pass", python)],
+        context.rounds,
+    )
     return Result("log", f"`ckptstore log -n 20` after {DEPTHS[-1]:,} commits", "s", 0, series)

@@ -1,4 +1,5 @@
-"""What the machine can do at best with the same bytes: the least work that a save or a restore must contain, on two threads."""
+"""What the machine can do at best with the same bytes: the least work that a save or a restore must
+contain, on two threads."""
 
 import os
 from collections.abc import Iterable, Iterator
@@ -42,11 +43,16 @@ class Shared(Iterator[Item]):
 
 def pieces(state: State, size: int) -> list[memoryview]:
     """The state's bytes in order, cut at `size` within each tensor."""
-    return [memory[start : start + size] for memory in state.memories() for start in range(0, len(memory), size)]
+    return [
+        memory[start : start + size]
+        for memory in state.memories()
+        for start in range(0, len(memory), size)
+    ]
 
 
 def write(state: State, folder: Path) -> list[Extent]:
-    """Each thread appends the next 8 MiB to its own file, asks for write-back every 64 MiB, and syncs at the end."""
+    """Each thread appends the next 8 MiB to its own file, asks for write-back every 64 MiB, and
+    syncs at the end."""
     runs = Shared(enumerate(pieces(state, RUN_BYTES)))
 
     def append(path: Path) -> list[Extent]:
@@ -66,7 +72,11 @@ def write(state: State, folder: Path) -> list[Extent]:
         return extents
 
     with ThreadPoolExecutor(THREADS) as pool:
-        extents = [extent for some in pool.map(append, [folder / f"{i}" for i in range(THREADS)]) for extent in some]
+        extents = [
+            extent
+            for some in pool.map(append, [folder / f"{i}" for i in range(THREADS)])
+            for extent in some
+        ]
     fd = os.open(folder, os.O_RDONLY)
     os.fsync(fd)
     os.close(fd)
@@ -74,7 +84,8 @@ def write(state: State, folder: Path) -> list[Extent]:
 
 
 def read(extents: list[Extent], into: State, *, hashed: bool = False) -> None:
-    """Each thread reads the next 8 MiB straight into place; with `hashed`, BLAKE3 of every 1 MiB of them follows."""
+    """Each thread reads the next 8 MiB straight into place; with `hashed`, BLAKE3 of every 1 MiB of
+    them follows."""
     runs = pieces(into, RUN_BYTES)
     fds = {path: os.open(path, os.O_RDONLY) for path in {extent.path for extent in extents}}
     shared = Shared(extents)
@@ -83,7 +94,10 @@ def read(extents: list[Extent], into: State, *, hashed: bool = False) -> None:
         for extent in shared:
             got = os.preadv(fds[extent.path], [runs[extent.run]], extent.offset)
             if got != len(runs[extent.run]):
-                raise OSError(f"short read: {got} of {len(runs[extent.run])} bytes of {extent.path} at {extent.offset}")
+                raise OSError(
+                    f"short read: {got} of {len(runs[extent.run])} bytes of {extent.path} at "
+                    f"{extent.offset}"
+                )
             if hashed:
                 for start in range(0, got, CHUNK_BYTES):
                     blake3(runs[extent.run][start : start + CHUNK_BYTES]).digest()

@@ -1,4 +1,5 @@
-"""A cable to another host of a given rate: a network namespace at the end of a pair of virtual interfaces, shaped by `tc`. Root only."""
+"""A cable to another host of a given rate: a network namespace at the end of a pair of virtual
+interfaces, shaped by `tc`. Root only."""
 
 import ctypes
 import os
@@ -12,7 +13,8 @@ from pathlib import Path
 
 BURST = "4mb"
 LATENCY = "50ms"
-"""What the shaper sends at once, and how long a packet may wait in it: enough to keep a fast link full."""
+"""What the shaper sends at once, and how long a packet may wait in it: enough to keep a fast link
+full."""
 
 _NEW_NETWORK = 0x40000000
 
@@ -50,11 +52,28 @@ def link(rate: str) -> Iterator[Link]:
         _run("ip", "-n", name, "addr", "add", f"{network}.2/24", "dev", "cable")
         for where, interface in (((), cable), (("-n", name), "cable")):
             _run("ip", *where, "link", "set", interface, "up")
-            _run("tc", *where, "qdisc", "add", "dev", interface, "root", "tbf", "rate", rate, "burst", BURST, "latency", LATENCY)
+            _run(
+                "tc",
+                *where,
+                "qdisc",
+                "add",
+                "dev",
+                interface,
+                "root",
+                "tbf",
+                "rate",
+                rate,
+                "burst",
+                BURST,
+                "latency",
+                LATENCY,
+            )
         yield Link(name, f"{network}.2")
     finally:
         if Path(f"/run/netns/{name}").exists():
-            _run("ip", "netns", "del", name)  # its end of the cable goes with it, and so does the other
+            _run(
+                "ip", "netns", "del", name
+            )  # its end of the cable goes with it, and so does the other
 
 
 def _run(*words: str) -> None:

@@ -1,6 +1,8 @@
-"""How a comparison is measured: contestants take turns within each round, and what counts is the median of the rounds' own ratios.
+"""How a comparison is measured: contestants take turns within each round, and what counts is the
+median of the rounds' own ratios.
 
-Absolute figures move by a factor of two with the neighbours' load; a ratio within one round hardly does.
+Absolute figures move by a factor of two with the neighbours' load; a ratio within one round hardly
+does.
 """
 
 import os
@@ -19,8 +21,9 @@ def nothing() -> None:
 
 @dataclass(frozen=True, slots=True)
 class Entrant:
-    """`act` is timed; `before` and `after` are not. With `value`, what that gives once all is done counts instead of the time; with
-    `cpu_seconds`, the processor time of those that it counts, so far, instead of this process'."""
+    """`act` is timed; `before` and `after` are not. With `value`, what that gives once all is done
+    counts instead of the time; with `cpu_seconds`, the processor time of those that it counts, so
+    far, instead of this process'."""
 
     name: str
     act: Callable[[], object]
@@ -32,7 +35,8 @@ class Entrant:
 
 @dataclass(frozen=True, slots=True)
 class Series:
-    """One entrant's values, one per round: seconds or bytes. `cpu_seconds` counts all threads and children, user and system."""
+    """One entrant's values, one per round: seconds or bytes. `cpu_seconds` counts all threads and
+    children, user and system."""
 
     values: list[float] = field(default_factory=list)
     cpu_seconds: list[float] = field(default_factory=list)
@@ -44,7 +48,8 @@ class Series:
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """One case. `unit` is `s` or `B`; `nbytes` is the logical size of what one act moves, 0 where speed is not the point."""
+    """One case. `unit` is `s` or `B`; `nbytes` is the logical size of what one act moves, 0 where
+    speed is not the point."""
 
     case: str
     title: str
@@ -55,11 +60,19 @@ class Result:
 
 def ratio(result: Result, over: str, under: str) -> float:
     """The median of the rounds' own quotients of two entrants' values."""
-    return median(a / b for a, b in zip(result.series[over].values, result.series[under].values, strict=True))
+    return median(
+        a / b for a, b in zip(result.series[over].values, result.series[under].values, strict=True)
+    )
 
 
-def alternate(case: str, entrants: Sequence[Entrant], rounds: int, each_round: Callable[[int], object] | None = None) -> dict[str, Series]:
-    """Every entrant acts once in every round, the order rotating; the first round warms up and is not counted."""
+def alternate(
+    case: str,
+    entrants: Sequence[Entrant],
+    rounds: int,
+    each_round: Callable[[int], object] | None = None,
+) -> dict[str, Series]:
+    """Every entrant acts once in every round, the order rotating; the first round warms up and is
+    not counted."""
     series = {entrant.name: Series() for entrant in entrants}
     for number in range(rounds + 1):
         if each_round is not None:

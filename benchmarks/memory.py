@@ -1,8 +1,9 @@
-"""The case of peak memory: one commit or one restore in a process of its own, by the kernel's high-water mark of resident memory.
+"""The case of peak memory: one commit or one restore in a process of its own, by the kernel's
+high-water mark of resident memory.
 
-What is restored was saved by another process. The mark is reset just before the call (`/proc/self/clear_refs`), so that what the
-state itself takes does not count; pages that a call maps from files do. That process is
-`python -m benchmarks.memory WHO save|restore FOLDER SCALE`.
+What is restored was saved by another process. The mark is reset just before the call
+(`/proc/self/clear_refs`), so that what the state itself takes does not count; pages that a call
+maps from files do. That process is `python -m benchmarks.memory WHO save|restore FOLDER SCALE`.
 """
 
 import gc
@@ -35,21 +36,27 @@ def peak_restore(context: Context) -> Result:
 
 
 def _peak(context: Context, operation: str, title: str) -> Result:
-    series: dict[str, Series] = {name: Series() for name in [OURS, *(peer.name for peer in context.peers)]}
+    series: dict[str, Series] = {
+        name: Series() for name in [OURS, *(peer.name for peer in context.peers)]
+    }
     slot = Slot(context)
     for number in range(min(context.rounds, ROUNDS)):
         for name, its in series.items():
             note(f"peak-{operation}: round {number + 1}: {name}")
             slot.fresh()
             saved = _probe(name, "save", slot.path, context.scale)
-            its.values.append(saved if operation == "save" else _probe(name, operation, slot.path, context.scale))
+            its.values.append(
+                saved if operation == "save" else _probe(name, operation, slot.path, context.scale)
+            )
             slot.clear()
     return Result(f"peak-{operation}", title, "B", 0, series)
 
 
 def _probe(name: str, operation: str, folder: Path, scale: float) -> int:
     command = [sys.executable, "-m", "benchmarks.memory", name, operation, str(folder), str(scale)]
-    extra_bytes: int = json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout)
+    extra_bytes: int = json.loads(
+        subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
+    )
     return extra_bytes
 
 
@@ -69,7 +76,11 @@ def probe(name: str, operation: str, folder: Path, scale: float) -> int:
                 return _extra_bytes(lambda: store.commit(state.app, step=0))
             return _extra_bytes(lambda: store.checkout(0).restore(state.app))
     peer = next(peer for peer in PEERS if peer.name == name)
-    return _extra_bytes(partial(peer.write, state, folder) if operation == "save" else partial(peer.load, folder, state))
+    return _extra_bytes(
+        partial(peer.write, state, folder)
+        if operation == "save"
+        else partial(peer.load, folder, state)
+    )
 
 
 if __name__ == "__main__":

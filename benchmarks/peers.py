@@ -1,8 +1,9 @@
 """How each peer writes a state into an empty folder, restores it in place, and reads one tensor.
 
-A peer leaves durability to the caller: the harness syncs every file and folder within the timed part (`disk.settle`). That holds
-for DCP too: torch 2.13, asked to sync its files, calls `fsync` on `.metadata` while the bytes are still in the stream's buffer (strace
-shows the write after it), and never syncs a folder.
+A peer leaves durability to the caller: the harness syncs every file and folder within the timed
+part (`disk.settle`). That holds for DCP too: torch 2.13, asked to sync its files, calls `fsync` on
+`.metadata` while the bytes are still in the stream's buffer (strace shows the write after it), and
+never syncs a folder.
 """
 
 from collections.abc import Callable
@@ -74,7 +75,11 @@ def _dcp_write(state: State, folder: Path) -> None:
     from torch.distributed.checkpoint.filesystem import FileSystemWriter
     from torch.distributed.checkpoint.state_dict_saver import save
 
-    save(state.app, storage_writer=FileSystemWriter(folder, thread_count=2, sync_files=True), no_dist=True)
+    save(
+        state.app,
+        storage_writer=FileSystemWriter(folder, thread_count=2, sync_files=True),
+        no_dist=True,
+    )
 
 
 def _dcp_load(folder: Path, into: State) -> None:
@@ -124,14 +129,21 @@ def _snapshot_read(folder: Path, path: str) -> torch.Tensor:
 
 
 def _checkpointing_manager() -> Any:
-    """Synchronous, one file per key of the state in parallel. Its default of direct I/O fails with EINVAL on ext4 (unaligned writes)."""
+    """Synchronous, one file per key of the state in parallel. Its default of direct I/O fails with
+    EINVAL on ext4 (unaligned writes)."""
     from torch_checkpointing import CheckpointManager
     from torch_checkpointing.checkpoint_writer import CheckpointWriterConfig
     from torch_checkpointing.config import SyncCheckpointSaverConfig
     from torch_checkpointing.storage.filesystem import LocalFileSystemStorageConfig
 
-    saver = SyncCheckpointSaverConfig(writer_config=CheckpointWriterConfig(file_write_max_threads=2))
-    return CheckpointManager(CheckpointManager.Config(save=saver, storage_config=LocalFileSystemStorageConfig(use_direct_io=False)))
+    saver = SyncCheckpointSaverConfig(
+        writer_config=CheckpointWriterConfig(file_write_max_threads=2)
+    )
+    return CheckpointManager(
+        CheckpointManager.Config(
+            save=saver, storage_config=LocalFileSystemStorageConfig(use_direct_io=False)
+        )
+    )
 
 
 def _checkpointing_write(state: State, folder: Path) -> None:

@@ -28,7 +28,9 @@ def draw(path: Path, records: Sequence[Record]) -> None:
     results = [record.result for record in records if record.result.case in PLOTTED]
     if not results:
         return
-    figure, panels = pyplot.subplots(1, len(results), figsize=(3.4 * len(results), 3.6), squeeze=False, layout="constrained")
+    figure, panels = pyplot.subplots(
+        1, len(results), figsize=(3.4 * len(results), 3.6), squeeze=False, layout="constrained"
+    )
     for panel, result in zip(panels[0], results, strict=True):
         names = list(reversed(result.series))
         speeds = [result.nbytes / result.series[name].median / 1e9 for name in names]

@@ -1,4 +1,5 @@
-"""Progress on stderr: one line that renews itself on a terminal, nothing but the phases elsewhere."""
+"""Progress on stderr: one line that renews itself on a terminal, nothing but the phases
+elsewhere."""
 
 import sys
 

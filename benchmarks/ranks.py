@@ -1,7 +1,9 @@
-"""The case of many ranks: the state of a model under DistributedDataParallel, saved and restored by four processes of one gloo group.
+"""The case of many ranks: the state of a model under DistributedDataParallel, saved and restored by
+four processes of one gloo group.
 
-Ranks are processes of this host and share its processors. A turn is over when all ranks are done. What peers wrote is synced by the
-harness within the turn, once their ranks are done. Every restore goes into wiped memory that is compared, untimed, with what was saved.
+Ranks are processes of this host and share its processors. A turn is over when all ranks are done.
+What peers wrote is synced by the harness within the turn, once their ranks are done. Every restore
+goes into wiped memory that is compared, untimed, with what was saved.
 """
 
 import warnings
@@ -26,14 +28,16 @@ from tests.distributed.pool import Pool
 
 SIZE = 4
 SCALE = 0.6
-"""Of the width of the GPT that the other cases save: every rank has the state and memory to restore it into."""
+"""Of the width of the GPT that the other cases save: every rank has the state and memory to restore
+it into."""
 
 SAVE, LOAD = "ckptstore", "ckptstore, restore"
 ROUNDS = 7
 
 
 class Replicas:
-    """What a rank keeps between turns: a model under DistributedDataParallel with its AdamW, and a wiped twin to restore into."""
+    """What a rank keeps between turns: a model under DistributedDataParallel with its AdamW, and a
+    wiped twin to restore into."""
 
     def __init__(self, scale: float) -> None:
         self.saved, self.into = _replica(scale, seed=0), _replica(scale, seed=1)
@@ -67,7 +71,9 @@ def _replica(scale: float, seed: int) -> Replica:
     shapes = states.gpt_shapes(scale * SCALE)
     module = nn.Module()
     for name, shape in shapes.items():
-        module.register_parameter(name.replace(".", "_"), nn.Parameter(torch.empty(shape).uniform_(-1, 1)))
+        module.register_parameter(
+            name.replace(".", "_"), nn.Parameter(torch.empty(shape).uniform_(-1, 1))
+        )
     parallel = nn.parallel.DistributedDataParallel(module)
     optimizer = torch.optim.AdamW(parallel.parameters())
     for parameter in parallel.parameters():
@@ -114,7 +120,10 @@ def dcp_save(rank: int, folder: Path) -> None:
     from torch.distributed.checkpoint.filesystem import FileSystemWriter
     from torch.distributed.checkpoint.state_dict_saver import save
 
-    save(_here[0].saved.plain, storage_writer=FileSystemWriter(folder, thread_count=2, sync_files=True))
+    save(
+        _here[0].saved.plain,
+        storage_writer=FileSystemWriter(folder, thread_count=2, sync_files=True),
+    )
 
 
 def dcp_load(rank: int, folder: Path) -> None:
@@ -149,7 +158,10 @@ def wipe(rank: int) -> None:
 
 def require_restored(rank: int, who: str) -> None:
     replicas = _here[0]
-    wrong = sum(not torch.equal(a, b) for a, b in zip(replicas.saved.tensors(), replicas.into.tensors(), strict=True))
+    wrong = sum(
+        not torch.equal(a, b)
+        for a, b in zip(replicas.saved.tensors(), replicas.into.tensors(), strict=True)
+    )
     if wrong:
         raise RuntimeError(f"{who} did not restore {wrong} tensors on rank {rank}")
 
@@ -177,12 +189,22 @@ def cpu_of(pool: Pool) -> float:
 def ranks(context: Context) -> Result:
     with pool_of(SIZE) as pool:
         nbytes = pool.run(prepare, context.scale)[0]
-        entrants = [_first_commit(context, pool), limit_write(context, states.gpt(context.scale * SCALE)), _restored(context, pool)]
+        entrants = [
+            _first_commit(context, pool),
+            limit_write(context, states.gpt(context.scale * SCALE)),
+            _restored(context, pool),
+        ]
         for name, (save, load) in PEERS.items():
             if name in {peer.name for peer in context.peers}:
-                entrants += [_peer_save(context, pool, name, save), _peer_load(context, pool, name, save, load)]
+                entrants += [
+                    _peer_save(context, pool, name, save),
+                    _peer_load(context, pool, name, save, load),
+                ]
         series = alternate("ranks", entrants, min(context.rounds, ROUNDS))
-    title = f"{SIZE} ranks of this host, one state under DDP: durable save to a fresh place, and restore on every rank"
+    title = (
+        f"{SIZE} ranks of this host, one state under DDP: durable save to a fresh place, and "
+        "restore on every rank"
+    )
     return Result("ranks", title, "s", nbytes, series)
 
 
@@ -197,7 +219,9 @@ def _first_commit(context: Context, pool: Pool) -> Entrant:
         pool.run(close_store)
         slot.clear()
 
-    return Entrant(SAVE, partial(pool.run, commit), before, after, cpu_seconds=partial(cpu_of, pool))
+    return Entrant(
+        SAVE, partial(pool.run, commit), before, after, cpu_seconds=partial(cpu_of, pool)
+    )
 
 
 def _restored(context: Context, pool: Pool) -> Entrant:
@@ -214,10 +238,14 @@ def _restored(context: Context, pool: Pool) -> Entrant:
         pool.run(close_store)
         pool.run(require_restored, LOAD)
 
-    return Entrant(LOAD, partial(pool.run, restore), before, after, cpu_seconds=partial(cpu_of, pool))
+    return Entrant(
+        LOAD, partial(pool.run, restore), before, after, cpu_seconds=partial(cpu_of, pool)
+    )
 
 
-def _peer_save(context: Context, pool: Pool, name: str, save: Callable[[int, Path], None]) -> Entrant:
+def _peer_save(
+    context: Context, pool: Pool, name: str, save: Callable[[int, Path], None]
+) -> Entrant:
     slot = Slot(context)
 
     def act() -> None:
@@ -227,7 +255,13 @@ def _peer_save(context: Context, pool: Pool, name: str, save: Callable[[int, Pat
     return Entrant(name, act, slot.fresh, slot.clear, cpu_seconds=partial(cpu_of, pool))
 
 
-def _peer_load(context: Context, pool: Pool, name: str, save: Callable[[int, Path], None], load: Callable[[int, Path], None]) -> Entrant:
+def _peer_load(
+    context: Context,
+    pool: Pool,
+    name: str,
+    save: Callable[[int, Path], None],
+    load: Callable[[int, Path], None],
+) -> Entrant:
     folder, who = context.folder(), f"{name}, restore"
     pool.run(save, folder)
     settle(folder)

@@ -1,9 +1,11 @@
-"""The case of 10,000 sharded leaves on four ranks: what planning and the log entry cost, beside the bytes that are moved between them.
+"""The case of 10,000 sharded leaves on four ranks: what planning and the log entry cost, beside the
+bytes that are moved between them.
 
-Three parts make a commit. *Planning*: from the call until the last rank knows what it is to do (the state is flattened, described, merged,
-divided). *Bytes*: fragments are exchanged, chunks hashed and written, packs made durable. *Log entry*: from when the last rank's packs are
-durable until the last rank's call has returned (contents put together, pages, schema, layout, document, entry, indexes). Times are those of
-one host's monotonic clock, which its processes share.
+Three parts make a commit. *Planning*: from the call until the last rank knows what it is to do (the
+state is flattened, described, merged, divided). *Bytes*: fragments are exchanged, chunks hashed and
+written, packs made durable. *Log entry*: from when the last rank's packs are durable until the last
+rank's call has returned (contents put together, pages, schema, layout, document, entry, indexes).
+Times are those of one host's monotonic clock, which its processes share.
 """
 
 import statistics
@@ -37,7 +39,8 @@ _PLANNED, _PUBLISHED = ("commit: plan", "commit: prepare"), "commit: publish"
 
 
 class Marks(NamedTuple):
-    """When a rank's commit was called, knew its plan, had its packs durable, and returned: monotonic seconds."""
+    """When a rank's commit was called, knew its plan, had its packs durable, and returned:
+    monotonic seconds."""
 
     called: float
     planned: float
@@ -50,7 +53,8 @@ _here: dict[str, Any] = {}
 
 
 def leaves(context: Context) -> Result:
-    """Fresh processes in each round, so that nothing is known of the layout; then commits of other content in the same layout."""
+    """Fresh processes in each round, so that nothing is known of the layout; then commits of other
+    content in the same layout."""
     count = max(int(SHARDED * context.scale), 10)
     series = {f"{when}, {part}": Series() for when in ("first", "later") for part in PARTS}
     for number in range(min(context.rounds, 3)):
@@ -60,9 +64,15 @@ def leaves(context: Context) -> Result:
             pool.run(close_here)
         for when, commits in found.items():
             for part in PARTS:
-                series[f"{when}, {part}"].values.append(statistics.median(seconds[part] for seconds, _ in commits))
-            series[f"{when}, all of it"].cpu_seconds.append(statistics.median(cpu for _, cpu in commits))
-            parts = ", ".join(f"{part} {series[f'{when}, {part}'].values[-1] * 1000:.0f} ms" for part in PARTS)
+                series[f"{when}, {part}"].values.append(
+                    statistics.median(seconds[part] for seconds, _ in commits)
+                )
+            series[f"{when}, all of it"].cpu_seconds.append(
+                statistics.median(cpu for _, cpu in commits)
+            )
+            parts = ", ".join(
+                f"{part} {series[f'{when}, {part}'].values[-1] * 1000:.0f} ms" for part in PARTS
+            )
             note(f"ranks-leaves: round {number}: {when}: {parts}")
     title = f"commit of {count:,} leaves that {SIZE} ranks of this host divide, each of 2 KiB"
     return Result("ranks-leaves", title, "s", 0, series)
@@ -71,7 +81,9 @@ def leaves(context: Context) -> Result:
 def open_sharded(rank: int, folder: Path, count: int) -> None:
     """`count` leaves that the ranks divide by rows."""
     mesh, whole = DeviceMesh("cpu", list(range(SIZE))), (torch.Size((ROWS, COLUMNS)), (COLUMNS, 1))
-    _here["state"] = {"model": {f"layers.{i // 8}.{i % 8}.weight": _part(mesh, *whole) for i in range(count)}}
+    _here["state"] = {
+        "model": {f"layers.{i // 8}.{i % 8}.weight": _part(mesh, *whole) for i in range(count)}
+    }
     _here["store"] = ckptstore.open(folder)
     _mark_rounds()
 
@@ -92,7 +104,14 @@ def close_here(rank: int) -> None:
 
 
 def _part(mesh: DeviceMesh, shape: torch.Size, stride: tuple[int, ...]) -> DTensor:
-    return DTensor.from_local(torch.rand(ROWS // SIZE, COLUMNS), mesh, (Shard(0),), run_check=False, shape=shape, stride=stride)
+    return DTensor.from_local(
+        torch.rand(ROWS // SIZE, COLUMNS),
+        mesh,
+        (Shard(0),),
+        run_check=False,
+        shape=shape,
+        stride=stride,
+    )
 
 
 def _mark_rounds() -> None:
@@ -110,7 +129,8 @@ def _mark_rounds() -> None:
             _here["planned"] = time.monotonic()
         return found
 
-    Collective.round = marking  # type: ignore[method-assign]  # a process that measures, and nothing else
+    # a process that measures, and nothing else
+    Collective.round = marking  # type: ignore[method-assign]
 
 
 def _changed(pool: Pool) -> tuple[dict[str, float], float]:
@@ -123,7 +143,16 @@ def _timed(pool: Pool) -> tuple[dict[str, float], float]:
     cpu = cpu_of(pool)
     marks: list[Marks] = pool.run(commit_here)
     cpu = cpu_of(pool) - cpu
-    called, planned, written = min(m.called for m in marks), max(m.planned for m in marks), max(m.written for m in marks)
+    called, planned, written = (
+        min(m.called for m in marks),
+        max(m.planned for m in marks),
+        max(m.written for m in marks),
+    )
     returned = max(m.returned for m in marks)
-    seconds = {"planning": planned - called, "bytes": written - planned, "log entry": returned - written, "all of it": returned - called}
+    seconds = {
+        "planning": planned - called,
+        "bytes": written - planned,
+        "log entry": returned - written,
+        "all of it": returned - called,
+    }
     return seconds | {COUNTED: seconds["planning"] + seconds["log entry"]}, cpu

@@ -86,7 +86,13 @@ def case_table(result: Result) -> str:
     """One row per contestant; the first of them is what the others are divided by."""
     ours = next(iter(result.series))
     fast = result.nbytes >= SPEED_FROM_BYTES
-    header = [result.title, "median", *(["GB/s"] if fast else []), f"times {ours}", *(["CPU s/GB"] if fast else [])]
+    header = [
+        result.title,
+        "median",
+        *(["GB/s"] if fast else []),
+        f"times {ours}",
+        *(["CPU s/GB"] if fast else []),
+    ]
     return table(header, (_row(result, name, ours, fast) for name in result.series))
 
 
@@ -103,17 +109,33 @@ def _row(result: Result, name: str, ours: str, fast: bool) -> list[str]:
 
 def target_table(records: Sequence[Record]) -> str:
     """What is promised, beside what came out; empty where nothing is."""
-    found = [(target, record.result) for target in TARGETS for record in records if target.applies(record.result)]
+    found = [
+        (target, record.result)
+        for target in TARGETS
+        for record in records
+        if target.applies(record.result)
+    ]
     if not found:
         return ""
-    return table(["promise", "wanted", "measured", ""], (_target_row(target, result) for target, result in found))
+    return table(
+        ["promise", "wanted", "measured", ""],
+        (_target_row(target, result) for target, result in found),
+    )
 
 
 def _target_row(target: Target, result: Result) -> list[str]:
-    value, (sign, bound) = target.value(result), ("≥", target.at_least) if target.at_least is not None else ("≤", target.at_most)
+    value, (sign, bound) = (
+        target.value(result),
+        ("≥", target.at_least) if target.at_least is not None else ("≤", target.at_most),
+    )
     assert bound is not None
     show = (lambda x: f"{x:.2f}×") if target.other else seconds if result.unit == "s" else size
-    return [target.text.removesuffix(", seconds").removesuffix(", bytes"), f"{sign} {show(bound)}", show(value), _verdict(target, result)]
+    return [
+        target.text.removesuffix(", seconds").removesuffix(", bytes"),
+        f"{sign} {show(bound)}",
+        show(value),
+        _verdict(target, result),
+    ]
 
 
 def _verdict(target: Target, result: Result) -> str:
@@ -124,7 +146,8 @@ def machine_line(record: Record) -> str:
     its = record.machine
     packages = ", ".join(f"{name} {version}" for name, version in its["packages"].items())
     return (
-        f"{its['processors']} × {its['processor']}, {its['memory_bytes'] / 2**30:.0f} GiB of memory, {its['filesystem']}, "
+        f"{its['processors']} × {its['processor']}, {its['memory_bytes'] / 2**30:.0f} GiB of "
+        f"memory, {its['filesystem']}, "
         f"Linux {its['kernel']}, Python {its['python']}; {packages}."
     )
 
@@ -132,31 +155,50 @@ def machine_line(record: Record) -> str:
 def page(records: Sequence[Record]) -> str:
     """docs/benchmarks.md."""
     plot = "![GB/s by case and contestant](benchmarks.svg)"
-    parts = [INTRODUCTION, "## What is promised", target_table(records), plot, "## Cases", *map(section, records), "## Machine"]
+    parts = [
+        INTRODUCTION,
+        "## What is promised",
+        target_table(records),
+        plot,
+        "## Cases",
+        *map(section, records),
+        "## Machine",
+    ]
     return "\n\n".join([*(part.strip() for part in parts), machine_line(records[0])]) + "\n"
 
 
 def section(record: Record) -> str:
     rounds = "once" if record.rounds == 1 else f"{record.rounds} rounds"
     under = f"{rounds}, load {record.machine['load']} at the start."
-    return f"### `{record.result.case}`: {record.result.title}\n\n{case_table(record.result)}\n\n{under}"
+    return (
+        f"### `{record.result.case}`: "
+        f"{record.result.title}\n\n{case_table(record.result)}\n\n{under}"
+    )
 
 
 def headline(records: Sequence[Record]) -> str:
     """The README's table: GB/s of logical state."""
     results = {record.result.case: record.result for record in records}
     cases = [case for case in PLOTTED if case in results]
-    names = list(dict.fromkeys(name for case in cases for name in results[case].series if not name.startswith("limit")))
+    names = list(
+        dict.fromkeys(
+            name for case in cases for name in results[case].series if not name.startswith("limit")
+        )
+    )
     rows = [[name, *(_speed(results[case], name) for case in cases)] for name in names]
     return table(["GB/s, 1.45 GB state, two processors", *cases], rows)
 
 
 def _speed(result: Result, name: str) -> str:
-    return f"{result.nbytes / result.series[name].median / 1e9:.1f}" if name in result.series else ""
+    return (
+        f"{result.nbytes / result.series[name].median / 1e9:.1f}" if name in result.series else ""
+    )
 
 
 def put_headline(readme: Path, records: Sequence[Record]) -> None:
     """Replace what stands between the two marks."""
     before, _, rest = readme.read_text(encoding="utf-8").partition(NUMBERS_BEGIN)
     _, _, after = rest.partition(NUMBERS_END)
-    readme.write_text(f"{before}{NUMBERS_BEGIN}\n{headline(records)}\n{NUMBERS_END}{after}", encoding="utf-8")
+    readme.write_text(
+        f"{before}{NUMBERS_BEGIN}\n{headline(records)}\n{NUMBERS_END}{after}", encoding="utf-8"
+    )

@@ -45,12 +45,21 @@ class Restores:
 
     def acts(self) -> list[tuple[str, Path, Callable[[], object]]]:
         """Name, folder and restore of all who have files."""
-        peers = [(peer.name, folder, partial(peer.load, folder, self.into)) for peer, folder in self.peers]
+        peers = [
+            (peer.name, folder, partial(peer.load, folder, self.into))
+            for peer, folder in self.peers
+        ]
         raw = (LIMIT_READ, self.raw_folder, partial(limits.read, self.extents, self.into))
-        verified = (LIMIT_READ_HASH, self.raw_folder, partial(limits.read, self.extents, self.into, hashed=True))
+        verified = (
+            LIMIT_READ_HASH,
+            self.raw_folder,
+            partial(limits.read, self.extents, self.into, hashed=True),
+        )
         return [(OURS, self.store_folder, self.restore), *peers, raw, verified]
 
-    def entrant(self, name: str, act: Callable[[], object], prepare: Callable[[], object] = lambda: None) -> Entrant:
+    def entrant(
+        self, name: str, act: Callable[[], object], prepare: Callable[[], object] = lambda: None
+    ) -> Entrant:
         def before() -> None:
             states.wipe(self.into)
             prepare()
@@ -64,23 +73,43 @@ class Restores:
 def restore_warm(context: Context) -> Result:
     with closing(Restores(context)) as restores:
         entrants = [restores.entrant(name, act) for name, _, act in restores.acts()]
-        entrants.append(restores.entrant(LIMIT_COPY, partial(limits.copy, restores.state, restores.into)))
+        entrants.append(
+            restores.entrant(LIMIT_COPY, partial(limits.copy, restores.state, restores.into))
+        )
         entrants.append(Entrant(LIMIT_HASH, partial(limits.hash_chunks, restores.state)))
         series = alternate("restore-warm", entrants, context.rounds)
-        return Result("restore-warm", "restore in place, files in the page cache", "s", restores.state.nbytes, series)
+        return Result(
+            "restore-warm",
+            "restore in place, files in the page cache",
+            "s",
+            restores.state.nbytes,
+            series,
+        )
 
 
 def restore_cold(context: Context) -> Result:
     with closing(Restores(context)) as restores:
-        entrants = [restores.entrant(name, act, partial(drop_cache, folder)) for name, folder, act in restores.acts()]
+        entrants = [
+            restores.entrant(name, act, partial(drop_cache, folder))
+            for name, folder, act in restores.acts()
+        ]
         series = alternate("restore-cold", entrants, context.rounds)
-        return Result("restore-cold", "restore in place, files evicted from the page cache", "s", restores.state.nbytes, series)
+        return Result(
+            "restore-cold",
+            "restore in place, files evicted from the page cache",
+            "s",
+            restores.state.nbytes,
+            series,
+        )
 
 
 def one_tensor(context: Context) -> Result:
-    """ckptstore's store stays open; its checkout is timed. The peers have nothing that could stay open."""
+    """ckptstore's store stays open; its checkout is timed. The peers have nothing that could stay
+    open."""
     with closing(Restores(context)) as restores:
-        entrants = [_reading(OURS, lambda path: restores.store.checkout(0).read(path), restores.state)]
+        entrants = [
+            _reading(OURS, lambda path: restores.store.checkout(0).read(path), restores.state)
+        ]
         for peer, folder in restores.peers:
             if peer.read is not None:
                 entrants.append(_reading(peer.name, partial(peer.read, folder), restores.state))

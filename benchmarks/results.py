@@ -1,4 +1,5 @@
-"""Results as JSON: one file per case, with the machine it was measured on; numbers only, no names of people, hosts or folders."""
+"""Results as JSON: one file per case, with the machine it was measured on; numbers only, no names
+of people, hosts or folders."""
 
 import json
 import os
@@ -39,7 +40,10 @@ def machine(folder: Path) -> dict[str, Any]:
 
 def _processor() -> str:
     lines = Path("/proc/cpuinfo").read_text().splitlines()
-    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.machine())
+    return next(
+        (line.partition(":")[2].strip() for line in lines if line.startswith("model name")),
+        platform.machine(),
+    )
 
 
 def save(folder: Path, record: Record) -> None:

@@ -1,8 +1,10 @@
-"""The cases of a bucket: commits to one and restores from it, against the raw client, DCP through fsspec and TorchSnapshot's S3 plugin.
+"""The cases of a bucket: commits to one and restores from it, against the raw client, DCP through
+fsspec and TorchSnapshot's S3 plugin.
 
-The server is on the same host, so its processor time is taken from everybody, and bandwidth costs nothing but that. The raw client is
-boto3's, in threads: parts and ranges of 8 MiB, eight on their way. Opening a store and making a client is not timed. What was written
-is deleted after each act, and every restore is compared with what was saved.
+The server is on the same host, so its processor time is taken from everybody, and bandwidth costs
+nothing but that. The raw client is boto3's, in threads: parts and ranges of 8 MiB, eight on their
+way. Opening a store and making a client is not timed. What was written is deleted after each act,
+and every restore is compared with what was saved.
 """
 
 import os
@@ -54,12 +56,16 @@ class RawClient:
 
         def send(numbered: tuple[int, memoryview]) -> dict[str, Any]:
             number, part = numbered
-            answer = self._client.upload_part(**what, UploadId=upload, PartNumber=number, Body=bytes(part))
+            answer = self._client.upload_part(
+                **what, UploadId=upload, PartNumber=number, Body=bytes(part)
+            )
             return {"PartNumber": number, "ETag": answer["ETag"]}
 
         with ThreadPoolExecutor(PARTS_IN_FLIGHT) as pool:
             parts = list(pool.map(send, enumerate(_parts(state), 1)))
-        self._client.complete_multipart_upload(**what, UploadId=upload, MultipartUpload={"Parts": parts})
+        self._client.complete_multipart_upload(
+            **what, UploadId=upload, MultipartUpload={"Parts": parts}
+        )
 
     def load(self, state: State, url: str) -> None:
         def get(numbered: tuple[int, memoryview]) -> None:
@@ -76,7 +82,11 @@ class RawClient:
 
 def _parts(state: State) -> list[memoryview]:
     """Tensors are a multiple of a part, so that parts lie in the object as they do here."""
-    return [memory[start : start + PART_BYTES] for memory in state.memories() for start in range(0, len(memory), PART_BYTES)]
+    return [
+        memory[start : start + PART_BYTES]
+        for memory in state.memories()
+        for start in range(0, len(memory), PART_BYTES)
+    ]
 
 
 def _key(url: str) -> str:
@@ -111,7 +121,11 @@ def _snapshot_load(state: State, url: str) -> None:
 
 def _peers(there: Bucket) -> tuple[Peer, ...]:
     raw = RawClient(there)
-    return Peer(RAW, raw.write, raw.load), Peer(DCP, _dcp_write, _dcp_load), Peer(SNAPSHOT, _snapshot_write, _snapshot_load)
+    return (
+        Peer(RAW, raw.write, raw.load),
+        Peer(DCP, _dcp_write, _dcp_load),
+        Peer(SNAPSHOT, _snapshot_write, _snapshot_load),
+    )
 
 
 class Place:
@@ -139,7 +153,11 @@ class Commit:
     """Our commit to a store that was just made."""
 
     def __init__(self, there: Bucket, state: State, client: str) -> None:
-        self._options, self._place, self._state = {**there.storage_options, "client": client}, Place(there), state
+        self._options, self._place, self._state = (
+            {**there.storage_options, "client": client},
+            Place(there),
+            state,
+        )
 
     def before(self) -> None:
         self._place.fresh()
@@ -159,13 +177,19 @@ def bucket_of_a_case() -> Iterator[Bucket]:
     before = dict(os.environ)
     with tempfile.TemporaryDirectory() as folder, real_bucket() as there:
         who = {"AWS_ACCESS_KEY_ID": there.key, "AWS_SECRET_ACCESS_KEY": there.secret}
-        os.environ.update(AWS_ENDPOINT_URL=there.endpoint, AWS_DEFAULT_REGION="us-east-1", CKPTSTORE_CACHE=folder, **who)
+        os.environ.update(
+            AWS_ENDPOINT_URL=there.endpoint,
+            AWS_DEFAULT_REGION="us-east-1",
+            CKPTSTORE_CACHE=folder,
+            **who,
+        )
         try:
             yield there
         finally:
             os.environ.clear()
             os.environ.update(before)
-            # Else a peer gets the one that it made for this bucket again, in the next case as well: it is remembered by what it was told.
+            # Else a peer gets the one that it made for this bucket again, in the next case as well:
+            # it is remembered by what it was told.
             S3FileSystem.clear_instance_cache()
 
 
@@ -176,9 +200,13 @@ def s3_commit(context: Context) -> Result:
         entrants = [Entrant(name, ours.act, ours.before, ours.after) for name, ours in commits]
         for peer in _peers(there):
             place = Place(there)
-            entrants.append(Entrant(peer.name, partial(place.write, peer, state), place.fresh, place.clear))
+            entrants.append(
+                Entrant(peer.name, partial(place.write, peer, state), place.fresh, place.clear)
+            )
         series = alternate("s3-commit", entrants, context.rounds)
-        return Result("s3-commit", f"a commit to a bucket ({there.server})", "s", state.nbytes, series)
+        return Result(
+            "s3-commit", f"a commit to a bucket ({there.server})", "s", state.nbytes, series
+        )
 
 
 def s3_restore(context: Context) -> Result:
@@ -188,7 +216,9 @@ def s3_restore(context: Context) -> Result:
     with bucket_of_a_case() as there:
         entrants, stores, place = [], [], there.new_url()
         for name, client in CLIENTS:
-            store = ckptstore.open(place, storage_options={**there.storage_options, "client": client})
+            store = ckptstore.open(
+                place, storage_options={**there.storage_options, "client": client}
+            )
             store.commit(state.app, step=0)
             stores.append(store)
             check = partial(states.require_equal, state, into, name)
@@ -196,8 +226,17 @@ def s3_restore(context: Context) -> Result:
         for peer in _peers(there):
             url = there.new_url()
             peer.write(state, url)
-            entrants.append(Entrant(peer.name, partial(peer.load, into, url), wipe, partial(states.require_equal, state, into, peer.name)))
+            entrants.append(
+                Entrant(
+                    peer.name,
+                    partial(peer.load, into, url),
+                    wipe,
+                    partial(states.require_equal, state, into, peer.name),
+                )
+            )
         series = alternate("s3-restore", entrants, context.rounds)
         for store in stores:
             store.close()
-        return Result("s3-restore", f"a restore from a bucket ({there.server})", "s", state.nbytes, series)
+        return Result(
+            "s3-restore", f"a restore from a bucket ({there.server})", "s", state.nbytes, series
+        )

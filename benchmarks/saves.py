@@ -1,4 +1,5 @@
-"""The cases that save: into a fresh place, and again after nothing, little or one layer has changed."""
+"""The cases that save: into a fresh place, and again after nothing, little or one layer has
+changed."""
 
 from collections.abc import Callable
 from itertools import count
@@ -36,7 +37,8 @@ def limit_hash(state: State) -> Entrant:
 
 
 class FreshStore:
-    """The first commit of a new store, for each act anew. Creating and opening the store is not timed."""
+    """The first commit of a new store, for each act anew. Creating and opening the store is not
+    timed."""
 
     def __init__(self, context: Context, state: State) -> None:
         self._slot = Slot(context)
@@ -63,14 +65,23 @@ def first_save(context: Context, case: str, title: str, state: State) -> Result:
     return Result(case, title, "s", state.nbytes, alternate(case, entrants, context.rounds))
 
 
-def later_save(context: Context, case: str, title: str, state: State, change: Callable[[State, int], object]) -> Result:
-    """Every round changes the state once; ckptstore commits to one store, the peers write all of it to a fresh folder."""
+def later_save(
+    context: Context, case: str, title: str, state: State, change: Callable[[State, int], object]
+) -> Result:
+    """Every round changes the state once; ckptstore commits to one store, the peers write all of it
+    to a fresh folder."""
     with ckptstore.open(context.folder()) as store:
         steps = count()
         store.commit(state.app, step=next(steps))
         ours = Entrant(OURS, lambda: store.commit(state.app, step=next(steps)))
-        entrants = [ours, *(peer_save(context, peer, state) for peer in context.peers), limit_hash(state)]
-        series = alternate(case, entrants, context.rounds, each_round=lambda number: change(state, number))
+        entrants = [
+            ours,
+            *(peer_save(context, peer, state) for peer in context.peers),
+            limit_hash(state),
+        ]
+        series = alternate(
+            case, entrants, context.rounds, each_round=lambda number: change(state, number)
+        )
     return Result(case, title, "s", state.nbytes, series)
 
 
@@ -87,14 +98,24 @@ def big(context: Context) -> Result:
 
 
 def unchanged(context: Context) -> Result:
-    return later_save(context, "unchanged", "commit of an unchanged state", states.gpt(context.scale), lambda _state, _round: None)
+    return later_save(
+        context,
+        "unchanged",
+        "commit of an unchanged state",
+        states.gpt(context.scale),
+        lambda _state, _round: None,
+    )
 
 
 def one_percent(context: Context) -> Result:
     title = "commit after 1 % of the bytes changed, in 14 stretches"
-    return later_save(context, "one-percent", title, states.gpt(context.scale), states.change_one_percent)
+    return later_save(
+        context, "one-percent", title, states.gpt(context.scale), states.change_one_percent
+    )
 
 
 def one_layer(context: Context) -> Result:
     title = "commit after one layer of seven changed"
-    return later_save(context, "one-layer", title, states.gpt(context.scale), states.change_one_layer)
+    return later_save(
+        context, "one-layer", title, states.gpt(context.scale), states.change_one_layer
+    )

@@ -1,4 +1,5 @@
-"""TorchSnapshot's interface on a store against TorchSnapshot itself: the same calls with another import, opening the store included."""
+"""TorchSnapshot's interface on a store against TorchSnapshot itself: the same calls with another
+import, opening the store included."""
 
 from functools import partial
 from pathlib import Path
@@ -36,7 +37,9 @@ def snapshot_take(context: Context) -> Result:
     state, slot = states.gpt(context.scale), Slot(context)
     ours = Entrant(OURS, lambda: _FACE.write(state, slot.path), slot.fresh, slot.clear)
     series = alternate("snapshot-take", [ours, peer_save(context, _PEER, state)], context.rounds)
-    return Result("snapshot-take", "Snapshot.take into an empty folder, durable", "s", state.nbytes, series)
+    return Result(
+        "snapshot-take", "Snapshot.take into an empty folder, durable", "s", state.nbytes, series
+    )
 
 
 def snapshot_restore(context: Context) -> Result:
@@ -48,6 +51,14 @@ def snapshot_restore(context: Context) -> Result:
         peer.write(state, folder)
         settle(folder)
         check = partial(states.require_equal, state, into, peer.name)
-        entrants.append(Entrant(peer.name, partial(peer.load, folder, into), partial(states.wipe, into), check))
+        entrants.append(
+            Entrant(peer.name, partial(peer.load, folder, into), partial(states.wipe, into), check)
+        )
     series = alternate("snapshot-restore", entrants, context.rounds)
-    return Result("snapshot-restore", "Snapshot.restore in place, files in the page cache", "s", state.nbytes, series)
+    return Result(
+        "snapshot-restore",
+        "Snapshot.restore in place, files in the page cache",
+        "s",
+        state.nbytes,
+        series,
+    )

@@ -1,6 +1,8 @@
-"""The states that are saved: a GPT with its Adam moments, many tiny tensors, one big tensor; and how a step changes them.
+"""The states that are saved: a GPT with its Adam moments, many tiny tensors, one big tensor; and
+how a step changes them.
 
-Contents are uniform random floats from a fixed seed, so that nothing compresses and no two chunks are equal.
+Contents are uniform random floats from a fixed seed, so that nothing compresses and no two chunks
+are equal.
 """
 
 from collections.abc import Iterator
@@ -19,7 +21,8 @@ STRETCHES = 14
 
 @dataclass(frozen=True, slots=True)
 class State:
-    """One application state, nested as a user would hand it in and flat by path; both hold the same tensors."""
+    """One application state, nested as a user would hand it in and flat by path; both hold the same
+    tensors."""
 
     app: dict[str, Any]
     tensors: dict[str, torch.Tensor]
@@ -47,12 +50,20 @@ def nest(tensors: dict[str, torch.Tensor]) -> State:
 
 def _random(shapes: dict[str, tuple[int, ...]]) -> State:
     generator = torch.Generator().manual_seed(20)
-    return nest({path: torch.empty(shape).uniform_(-1, 1, generator=generator) for path, shape in shapes.items()})
+    return nest(
+        {
+            path: torch.empty(shape).uniform_(-1, 1, generator=generator)
+            for path, shape in shapes.items()
+        }
+    )
 
 
 def gpt(scale: float = 1.0) -> State:
-    """171 float32 tensors, 1.45 GB: 57 parameters (7 layers of 8, one embedding) and two moments of each. `scale` shrinks the width."""
-    return _random({f"{group}/{name}": shape for group in GROUPS for name, shape in gpt_shapes(scale).items()})
+    """171 float32 tensors, 1.45 GB: 57 parameters (7 layers of 8, one embedding) and two moments of
+    each. `scale` shrinks the width."""
+    return _random(
+        {f"{group}/{name}": shape for group in GROUPS for name, shape in gpt_shapes(scale).items()}
+    )
 
 
 def gpt_shapes(scale: float) -> dict[str, tuple[int, ...]]:
@@ -110,9 +121,16 @@ def wipe(state: State) -> None:
 
 def require_equal(wanted: State, got: State, who: str) -> None:
     """A measurement of a restore that restored something else is worth nothing."""
-    wrong = [path for path, tensor in wanted.tensors.items() if not torch.equal(tensor, got.tensors[path])]
+    wrong = [
+        path
+        for path, tensor in wanted.tensors.items()
+        if not torch.equal(tensor, got.tensors[path])
+    ]
     if wrong:
-        raise RuntimeError(f"{who} did not restore {len(wrong)} of {len(wanted.tensors)} tensors, the first of them {wrong[0]}")
+        raise RuntimeError(
+            f"{who} did not restore {len(wrong)} of {len(wanted.tensors)} tensors, the first of "
+            f"them {wrong[0]}"
+        )
 
 
 def change_all(state: State) -> None:

@@ -1,4 +1,5 @@
-"""What commits in the background cost training: a step while one runs, and twenty steps of half a second with one commit among them."""
+"""What commits in the background cost training: a step while one runs, and twenty steps of half a
+second with one commit among them."""
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -56,7 +57,8 @@ class Committing:
         return self._pending[-1]
 
     def settle(self) -> None:
-        """Wait for what is in flight, note how long it took, and change the state as training would have."""
+        """Wait for what is in flight, note how long it took, and change the state as training would
+        have."""
         while self._pending:
             pending = self._pending.pop()
             pending.wait()
@@ -78,7 +80,10 @@ def async_training(context: Context) -> Result:
     with ExitStack() as stack:
         ours = _committers(context, state, stack)
         entrants = [Entrant(ALONE, lambda: train(None))]
-        entrants += [Entrant(name, partial(train, each.commit), after=each.settle) for name, each in ours.items()]
+        entrants += [
+            Entrant(name, partial(train, each.commit), after=each.settle)
+            for name, each in ours.items()
+        ]
         series = alternate("async-training", entrants, context.rounds)
     title = f"{STEPS} steps of half a second on both cores, one commit of 1.45 GB among them"
     return Result("async-training", title, "s", 0, series | _durable(ours))
@@ -101,21 +106,36 @@ def async_step(context: Context) -> Result:
         work = Work(SHORT_STEP_S * context.scale)
         ours = _committers(context, state, stack)
         entrants = [Entrant(ALONE, alone, value=found.pop)]
-        entrants += [Entrant(name, partial(beside, each), after=each.settle, value=found.pop) for name, each in ours.items()]
+        entrants += [
+            Entrant(name, partial(beside, each), after=each.settle, value=found.pop)
+            for name, each in ours.items()
+        ]
         series = alternate("async-step", entrants, context.rounds)
-    return Result("async-step", "a step on one thread while a commit of 1.45 GB runs, mean", "s", 0, series | _durable(ours))
+    return Result(
+        "async-step",
+        "a step on one thread while a commit of 1.45 GB runs, mean",
+        "s",
+        0,
+        series | _durable(ours),
+    )
 
 
 def _committers(context: Context, state: states.State, stack: ExitStack) -> dict[str, Committing]:
     executors: tuple[tuple[str, Any], ...] = ((THREAD, "thread"), (PROCESS, "process"))
     return {
-        name: Committing(stack.enter_context(ckptstore.open(context.folder(), executor=executor)), state) for name, executor in executors
+        name: Committing(
+            stack.enter_context(ckptstore.open(context.folder(), executor=executor)), state
+        )
+        for name, executor in executors
     }
 
 
 def _durable(ours: dict[str, Committing]) -> dict[str, Series]:
     """The first commit of each, which makes buffers, belongs to the round that warms up."""
-    return {DURABLE.format(name): Series(each.durable.values[1:], each.durable.cpu_seconds[1:]) for name, each in ours.items()}
+    return {
+        DURABLE.format(name): Series(each.durable.values[1:], each.durable.cpu_seconds[1:])
+        for name, each in ours.items()
+    }
 
 
 def _mean_step(work: Work, until: Iterator[object]) -> float:

@@ -1,7 +1,9 @@
-"""A replica that joins: torchft's transport and ours, from a sender in another process, on this host or over a link.
+"""A replica that joins: torchft's transport and ours, from a sender in another process, on this
+host or over a link.
 
-A turn is all that a recovery takes: the sender holds its state still and serves it, the receiver receives it. As in a Manager, both begin
-at the same moment. What came is compared, untimed, with what was sent.
+A turn is all that a recovery takes: the sender holds its state still and serves it, the receiver
+receives it. As in a Manager, both begin at the same moment. What came is compared, untimed, with
+what was sent.
 """
 
 import multiprocessing
@@ -39,12 +41,21 @@ def full(context: Context) -> Result:
 
 def full_link(context: Context) -> Result:
     """Everything travels over a link."""
-    return _full("torchft-full-link", f"A replica without a state takes all of it over {context.link}/s", context, context.link)
+    return _full(
+        "torchft-full-link",
+        f"A replica without a state takes all of it over {context.link}/s",
+        context,
+        context.link,
+    )
 
 
 def recovery(context: Context) -> Result:
     """The receiver has a state of which one chunk of twenty is old."""
-    return _recovery("torchft-recovery", "A replica takes a state of which it lacks 5 % of the chunks from a peer", context)
+    return _recovery(
+        "torchft-recovery",
+        "A replica takes a state of which it lacks 5 % of the chunks from a peer",
+        context,
+    )
 
 
 def recovery_link(context: Context) -> Result:
@@ -55,7 +66,12 @@ def recovery_link(context: Context) -> Result:
 
 def full_slow_link(context: Context) -> Result:
     """Everything travels over a link that is slower than any processor."""
-    return _full("torchft-full-slow-link", f"A replica without a state takes all of it over {SLOW}/s", context, SLOW)
+    return _full(
+        "torchft-full-slow-link",
+        f"A replica without a state takes all of it over {SLOW}/s",
+        context,
+        SLOW,
+    )
 
 
 def recovery_slow_link(context: Context) -> Result:
@@ -69,7 +85,11 @@ def _full(case: str, title: str, context: Context, rate: str = "") -> Result:
     with sender(context, rate) as peer, ExitStack() as stack:
         entrants = [
             _entrant(OURS, "chunks", peer, state, receiving(stack)),
-            *([] if rate else [_entrant(BY_TCP, "chunks", peer, state, receiving(stack, far=True))]),
+            *(
+                []
+                if rate
+                else [_entrant(BY_TCP, "chunks", peer, state, receiving(stack, far=True))]
+            ),
             _entrant(COMMITTED, "committed", peer, state, receiving(stack)),
             _entrant(THEIRS, "stream", peer, state, their_receiving()),
         ]
@@ -88,9 +108,31 @@ def _recovery(case: str, title: str, context: Context, rate: str = "") -> Result
 
     with sender(context, rate) as peer, ExitStack() as stack:
         entrants = [
-            _entrant(IN_PLACE, "chunks", peer, state, receiving(stack, live, in_place=True), revert),
-            *([] if rate else [_entrant(IN_PLACE_BY_TCP, "chunks", peer, state, receiving(stack, live, in_place=True, far=True), revert)]),
-            _entrant(IN_PLACE_COMMITTED, "committed", peer, state, receiving(stack, live, in_place=True), revert),
+            _entrant(
+                IN_PLACE, "chunks", peer, state, receiving(stack, live, in_place=True), revert
+            ),
+            *(
+                []
+                if rate
+                else [
+                    _entrant(
+                        IN_PLACE_BY_TCP,
+                        "chunks",
+                        peer,
+                        state,
+                        receiving(stack, live, in_place=True, far=True),
+                        revert,
+                    )
+                ]
+            ),
+            _entrant(
+                IN_PLACE_COMMITTED,
+                "committed",
+                peer,
+                state,
+                receiving(stack, live, in_place=True),
+                revert,
+            ),
             _entrant(OURS, "chunks", peer, state, receiving(stack, live), revert),
             _entrant(THEIRS, "stream", peer, state, their_receiving()),
         ]
@@ -118,17 +160,23 @@ class Sender:
         return self.answer()
 
 
-def receiving(stack: ExitStack, live: State | None = None, *, in_place: bool = False, far: bool = False) -> Receive:
+def receiving(
+    stack: ExitStack, live: State | None = None, *, in_place: bool = False, far: bool = False
+) -> Receive:
     """Our receiver; a `far` one does not know that the sender is on its host."""
     from ckptstore.interop.chunk_transfer.protocol import decode_invitation, encode_invitation
     from ckptstore.interop.torchft import StoreTransport
 
     state_dict = (lambda: live.app) if live else None
-    transport: StoreTransport[Any] = StoreTransport(TIMEOUT, state_dict=state_dict, in_place=in_place)
+    transport: StoreTransport[Any] = StoreTransport(
+        TIMEOUT, state_dict=state_dict, in_place=in_place
+    )
     stack.callback(transport.shutdown)
 
     def receive(metadata: str, step: int) -> Any:
-        told = encode_invitation(replace(decode_invitation(metadata), near=None)) if far else metadata
+        told = (
+            encode_invitation(replace(decode_invitation(metadata), near=None)) if far else metadata
+        )
         return transport.recv_checkpoint(0, told, step, TIMEOUT)
 
     return receive
@@ -141,7 +189,14 @@ def their_receiving() -> Receive:
     return lambda metadata, step: transport.recv_checkpoint(0, metadata, step, TIMEOUT)
 
 
-def _entrant(name: str, kind: str, peer: Sender, state: State, receive: Receive, before: Callable[[], object] = lambda: None) -> Entrant:
+def _entrant(
+    name: str,
+    kind: str,
+    peer: Sender,
+    state: State,
+    receive: Receive,
+    before: Callable[[], object] = lambda: None,
+) -> Entrant:
     got: list[Any] = []
     step = iter(range(1, 1 << 30))
     metadata = peer.ask("metadata", kind)
@@ -161,21 +216,32 @@ def _entrant(name: str, kind: str, peer: Sender, state: State, receive: Receive,
 
 def _by_path(app: Any, path: str = "") -> Iterator[tuple[str, torch.Tensor]]:
     for key, value in app.items():
-        yield from [(f"{path}{key}", value)] if isinstance(value, torch.Tensor) else _by_path(value, f"{path}{key}/")
+        yield from (
+            [(f"{path}{key}", value)]
+            if isinstance(value, torch.Tensor)
+            else _by_path(value, f"{path}{key}/")
+        )
 
 
 def _some_chunks(state: State) -> list[torch.Tensor]:
     """One chunk of twenty, of all tensors."""
-    return [chunk for tensor in state.tensors.values() for chunk in tensor.view(-1).split(CHUNK_ELEMENTS)][::EVERY]
+    return [
+        chunk
+        for tensor in state.tensors.values()
+        for chunk in tensor.view(-1).split(CHUNK_ELEMENTS)
+    ][::EVERY]
 
 
 @contextmanager
 def sender(context: Context, rate: str) -> Iterator[Sender]:
-    """A process that has the state: on this host, or with a `rate` on another one at the end of a link."""
+    """A process that has the state: on this host, or with a `rate` on another one at the end of a
+    link."""
     spawn = multiprocessing.get_context("spawn")
     with link(rate) if rate else nullcontext() as cable:
         ours, theirs = spawn.Pipe()
-        process = spawn.Process(target=_serve, args=(theirs, context.scale, context.folder(), cable), daemon=True)
+        process = spawn.Process(
+            target=_serve, args=(theirs, context.scale, context.folder(), cable), daemon=True
+        )
         process.start()
         peer = Sender(ours)
         try:
@@ -212,7 +278,11 @@ def _do(transport: Any, what: Any, state: State, cable: Link | None) -> str | No
     if what[0] == "metadata":
         metadata: str = transport.metadata()
         # torchft names the host, which no name server knows at the end of this cable.
-        return metadata.replace(f"//{socket.gethostname()}:", f"//{cable.address}:") if cable else metadata
+        return (
+            metadata.replace(f"//{socket.gethostname()}:", f"//{cable.address}:")
+            if cable
+            else metadata
+        )
     if what[0] == "send":
         transport.send_checkpoint([1], what[2], state.app, TIMEOUT)
     else:

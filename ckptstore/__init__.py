@@ -10,12 +10,29 @@ Importing this package does not import torch; the first use of a name below does
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from ckptstore.errors import Busy, Cancelled, CkptStoreError, Conflict, Corrupt, InvalidInput, NoSpace, NotFound, ReadOnly, Unavailable
+from ckptstore.errors import (
+    Busy,
+    Cancelled,
+    CkptStoreError,
+    Conflict,
+    Corrupt,
+    InvalidInput,
+    NoSpace,
+    NotFound,
+    ReadOnly,
+    Unavailable,
+)
 
 if TYPE_CHECKING:
     from ckptstore.commit.progress import CommitProgress
     from ckptstore.committing import PendingCommit
-    from ckptstore.maintenance.retention import KeepBest, KeepEverySteps, KeepLast, KeepPeriods, KeepWithin
+    from ckptstore.maintenance.retention import (
+        KeepBest,
+        KeepEverySteps,
+        KeepLast,
+        KeepPeriods,
+        KeepWithin,
+    )
     from ckptstore.open_store import clone, open
     from ckptstore.pointer_api import open_pointer, write_pointer
     from ckptstore.snapshot import Snapshot

@@ -10,7 +10,8 @@ from types import MappingProxyType
 class CkptStoreError(Exception):
     """Root of every error that ckptstore raises on purpose.
 
-    `causes` says what failed on which rank, where several ranks did something together; empty otherwise.
+    `causes` says what failed on which rank, where several ranks did something together; empty
+    otherwise.
     """
 
     causes: Mapping[int, str] = MappingProxyType({})
@@ -40,11 +41,13 @@ class Unavailable(CkptStoreError):
 
 
 class NoSpace(Unavailable):
-    """Storage is full, or over its quota: `ckptstore forget` and `ckptstore gc` make room, then repeat the call."""
+    """Storage is full, or over its quota: `ckptstore forget` and `ckptstore gc` make room, then
+    repeat the call."""
 
 
 class Busy(Unavailable):
-    """Others were faster each time, within the time allowed: nothing was changed, repeat the call."""
+    """Others were faster each time, within the time allowed: nothing was changed, repeat the
+    call."""
 
 
 class Cancelled(CkptStoreError):

@@ -39,31 +39,39 @@ def open(
     mirror_options: Mapping[str, Any] | None = None,
     mirror_index: str | None = None,
 ) -> Store:
-    """Open the store at `place`, a directory or an fsspec URL; with `create`, make it where there is nothing yet.
+    """Open the store at `place`, a directory or an fsspec URL; with `create`, make it where there
+    is nothing yet.
 
-    `run` groups the commits of one training run (default `$CKPTSTORE_RUN`, else `main`). `chunk_bytes` (a power of two, default 1 MiB) and
-    `codec` (`raw` or `zstd`) apply only to a store that is made here, and so does `private`, which keeps everybody but its owner out: its
+    `run` groups the commits of one training run (default `$CKPTSTORE_RUN`, else `main`).
+    `chunk_bytes` (a power of two, default 1 MiB) and `codec` (`raw` or `zstd`) apply only to a
+    store that is made here, and so does `private`, which keeps everybody but its owner out: its
     directories get the mode 0700 and its files 0600, whatever the umask of those who write them.
-    `index="postgresql+psycopg://USER@HOST/DATABASE"` makes a store whose log and catalog are in that database, and is needed, or
-    `$CKPTSTORE_INDEX`, to open one (docs/shared-store.md).
+    `index="postgresql+psycopg://USER@HOST/DATABASE"` makes a store whose log and catalog are in
+    that database, and is needed, or `$CKPTSTORE_INDEX`, to open one (docs/shared-store.md).
 
-    `read_cache_bytes` (default `$CKPTSTORE_READ_CACHE_BYTES`, else 0) is how much of what is read from a bucket this host keeps on its
-    disk, for all its processes; a store in a directory needs none.
+    `read_cache_bytes` (default `$CKPTSTORE_READ_CACHE_BYTES`, else 0) is how much of what is read
+    from a bucket this host keeps on its disk, for all its processes; a store in a directory needs
+    none.
 
-    `threads` (default `$CKPTSTORE_THREADS`, else by the processors) hash, read and write. With `direct_io=True`, large packs are written
-    past the page cache of a local disk: what others have there stays, and the next restore on this host reads the disk. By default that is
-    so for what is committed in the background, where it saves processor time; with False, for nothing. On a full disk a commit raises
-    `NoSpace`, or with `on_full="gc"` collects what was forgotten and tries once more.
-    `staging_bytes` (default `$CKPTSTORE_STAGING_BYTES`, else half of what is available at the first `commit_async`) is the memory that
-    asynchronous commits may copy states to, `max_in_flight` (default 1) how many may be under way. With `executor="process"` they are made
-    by a process of their own, which shares no interpreter lock with training and finishes its commit when the trainer dies.
+    `threads` (default `$CKPTSTORE_THREADS`, else by the processors) hash, read and write. With
+    `direct_io=True`, large packs are written past the page cache of a local disk: what others have
+    there stays, and the next restore on this host reads the disk. By default that is so for what is
+    committed in the background, where it saves processor time; with False, for nothing. On a full
+    disk a commit raises `NoSpace`, or with `on_full="gc"` collects what was forgotten and tries
+    once more. `staging_bytes` (default `$CKPTSTORE_STAGING_BYTES`, else half of what is available
+    at the first `commit_async`) is the memory that asynchronous commits may copy states to,
+    `max_in_flight` (default 1) how many may be under way. With `executor="process"` they are made
+    by a process of their own, which shares no interpreter lock with training and finishes its
+    commit when the trainer dies.
 
-    With `mirror`, another store (`mirror_options` are its storage options, `mirror_index` is the database that has its log), commits are
-    durable at `place` at once and uploaded in the background (docs/mirrors.md). `keep_local` says which commits stay at `place` once they
-    have arrived there (default: all).
+    With `mirror`, another store (`mirror_options` are its storage options, `mirror_index` is the
+    database that has its log), commits are durable at `place` at once and uploaded in the
+    background (docs/mirrors.md). `keep_local` says which commits stay at `place` once they have
+    arrived there (default: all).
 
-    Raises `NotFound` if there is no store, `InvalidInput` if `place` holds something else or a store of a newer format, `Corrupt` if
-    `ckptstore.json` is damaged, `ReadOnly` or `Unavailable` if it cannot be made.
+    Raises `NotFound` if there is no store, `InvalidInput` if `place` holds something else or a
+    store of a newer format, `Corrupt` if `ckptstore.json` is damaged, `ReadOnly` or `Unavailable`
+    if it cannot be made.
     """
     settings = Settings.of(
         run=run,
@@ -83,7 +91,10 @@ def open(
         read_cache_bytes=read_cache_bytes,
     )
     if mirror is not None and is_several(None):
-        raise InvalidInput("mirror= is for one process; with several ranks open without it, and let one rank call store.mirror(to=…)")
+        raise InvalidInput(
+            "mirror= is for one process; with several ranks open without it, and let one rank call "
+            "store.mirror(to=…)"
+        )
     if mirror is not None and chunk_bytes is None and codec is None:
         settings = _like_mirror(settings, mirror, mirror_options, mirror_index)
     handle = _find_or_make(place, settings)
@@ -93,17 +104,27 @@ def open(
     if mirror is not None and not read_only:
         keep = (keep_local,) if isinstance(keep_local, Policy) else tuple(keep_local)
         own = StoreHandle(place, storage_options=settings.storage_options, index=index)
-        tier = Tier(own, os.fspath(mirror), keep=keep, storage_options=mirror_options, index=mirror_index)
+        tier = Tier(
+            own, os.fspath(mirror), keep=keep, storage_options=mirror_options, index=mirror_index
+        )
     return Store(handle, settings, tier)
 
 
 def _like_mirror(
-    settings: Settings, mirror: str | os.PathLike[str], storage_options: Mapping[str, Any] | None, index: str | None
+    settings: Settings,
+    mirror: str | os.PathLike[str],
+    storage_options: Mapping[str, Any] | None,
+    index: str | None,
 ) -> Settings:
-    """Settings with which a store that is made now can be uploaded to `mirror`, if that is there."""
+    """Settings with which a store that is made now can be uploaded to `mirror`, if that is
+    there."""
     try:
-        with other_end(mirror, read_only=True, storage_options=storage_options, index=index) as there:
-            return settings.model_copy(update={"chunk_bytes": there.config.chunk_bytes, "codec": there.config.codec})
+        with other_end(
+            mirror, read_only=True, storage_options=storage_options, index=index
+        ) as there:
+            return settings.model_copy(
+                update={"chunk_bytes": there.config.chunk_bytes, "codec": there.config.codec}
+            )
     except (NotFound, Unavailable):
         return settings
 
@@ -120,17 +141,27 @@ def clone(
     to_index: str | None = None,
     progress: Progress = silent,
 ) -> Store:
-    """A new store at `to` with every commit and tag of the one at `source`, opened for `run`. A clone that was interrupted is completed.
+    """A new store at `to` with every commit and tag of the one at `source`, opened for `run`. A
+    clone that was interrupted is completed.
 
-    `storage_options` and `index`, the database that has its log, are for `source`, `to_options` and `to_index` for `to`. Raises as
-    `Store.pull` does.
+    `storage_options` and `index`, the database that has its log, are for `source`, `to_options` and
+    `to_index` for `to`. Raises as `Store.pull` does.
     """
     settings = Settings.of(run=run, storage_options=dict(to_options or {}), index=to_index)
-    with other_end(source, read_only=True, storage_options=storage_options, index=index) as origin, ExitStack() as undo:
+    with (
+        other_end(source, read_only=True, storage_options=storage_options, index=index) as origin,
+        ExitStack() as undo,
+    ):
         with other_end(to, like=origin, storage_options=to_options, index=to_index):
             pass  # made
-        store = undo.enter_context(Store(StoreHandle(to, storage_options=settings.storage_options, index=to_index), settings))
-        store.pull(source, verify=verify, storage_options=storage_options, index=index, progress=progress)
+        store = undo.enter_context(
+            Store(
+                StoreHandle(to, storage_options=settings.storage_options, index=to_index), settings
+            )
+        )
+        store.pull(
+            source, verify=verify, storage_options=storage_options, index=index, progress=progress
+        )
         undo.pop_all()
         return store
 

@@ -1,4 +1,5 @@
-"""Those who make and read the commits of one store: each is engaged when it is first needed, and all are let go together."""
+"""Those who make and read the commits of one store: each is engaged when it is first needed, and
+all are let go together."""
 
 from functools import cached_property
 
@@ -13,17 +14,26 @@ from ckptstore.repository.thread_pool import ThreadPool
 from ckptstore.restore.reader import Reader
 
 REMOTE_READS = 8
-"""So many reads from a bucket are under way at once, whatever the number of processors: they wait for the network."""
+"""So many reads from a bucket are under way at once, whatever the number of processors: they wait
+for the network."""
 
 
 class StoreRuntime:
-    """By one process or by many ranks (`ranks`); while the caller waits, or `aside`, which gives way to training."""
+    """By one process or by many ranks (`ranks`); while the caller waits, or `aside`, which gives
+    way to training."""
 
     def __init__(self, handle: StoreHandle, settings: Settings) -> None:
         self._handle, self._settings = handle, settings
         self._where = handle.config, handle.objects, handle.log
-        self.threads, self._aside = ThreadPool(settings.threads), ThreadPool(settings.threads, aside=True)
-        self._reading = self.threads if handle.storage.durable_root else ThreadPool(max(settings.threads, REMOTE_READS))
+        self.threads, self._aside = (
+            ThreadPool(settings.threads),
+            ThreadPool(settings.threads, aside=True),
+        )
+        self._reading = (
+            self.threads
+            if handle.storage.durable_root
+            else ThreadPool(max(settings.threads, REMOTE_READS))
+        )
 
     @cached_property
     def one(self) -> Committer:

@@ -43,7 +43,8 @@ Region = tuple[slice | int, ...] | slice | int
 
 @dataclass(frozen=True, slots=True)
 class Leaf:
-    """One leaf of a commit: `kind` is `tensor`, `value` or `bytes`; `dtype` and `shape` are of tensors; `nbytes` its raw bytes."""
+    """One leaf of a commit: `kind` is `tensor`, `value` or `bytes`; `dtype` and `shape` are of
+    tensors; `nbytes` its raw bytes."""
 
     path: str
     kind: str
@@ -56,7 +57,8 @@ class Leaf:
 class Snapshot:
     """A read handle on one commit. Holds nothing in the store; threads may share it.
 
-    `stats` says what the commit cost, on the snapshot that `commit` returned; None on one from `checkout`.
+    `stats` says what the commit cost, on the snapshot that `commit` returned; None on one from
+    `checkout`.
     """
 
     def __init__(
@@ -86,11 +88,17 @@ class Snapshot:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         self.close()
 
     def close(self) -> None:
-        """Close the store if it was opened for this snapshot alone (`ckptstore.open_pointer`); nothing else is held. Idempotent."""
+        """Close the store if it was opened for this snapshot alone (`ckptstore.open_pointer`);
+        nothing else is held. Idempotent."""
         self._closing()
 
     def close_with(self, closing: Callable[[], None]) -> None:
@@ -149,25 +157,39 @@ class Snapshot:
     def only(self, keys: Iterable[str]) -> "Snapshot":
         """This commit as if it had no keys but `keys`; those that it does not have are ignored."""
         if isinstance(keys, str) or not isinstance(keys, Iterable):
-            raise InvalidInput(f"only({keys!r:.80}): wanted names of keys, such as only([{next(iter(self.keys()), 'model')!r}])")
+            raise InvalidInput(
+                f"only({keys!r:.80}): wanted names of keys, such as "
+                f"only([{next(iter(self.keys()), 'model')!r}])"
+            )
         kept = frozenset(keys)
-        return self._narrowed({key: tree for key, tree in self._read_trees.items() if key in kept}, kept)
+        return self._narrowed(
+            {key: tree for key, tree in self._read_trees.items() if key in kept}, kept
+        )
 
     def of_rank(self, rank: int) -> "Snapshot":
-        """This commit as `rank` had it: what is each rank's own is that rank's, under the path it had there; what only others have of
-        their own is left out."""
-        trees = {key: own for key, tree in self.trees.items() if (own := tree_of_rank(tree, rank)) is not None}
+        """This commit as `rank` had it: what is each rank's own is that rank's, under the path it
+        had there; what only others have of their own is left out."""
+        trees = {
+            key: own
+            for key, tree in self.trees.items()
+            if (own := tree_of_rank(tree, rank)) is not None
+        }
         return self._narrowed(trees, frozenset(trees))
 
     def numbered(self) -> "Snapshot":
-        """This commit with the states of optimizers as torch's `state_dict` gives them: parameters by number, not by name. Paths, with
-        which `read` and `select` are told what is meant, stay what they are."""
-        schemas = {key: replace(tree.schema, skeleton=unnamed(tree.schema.skeleton)) for key, tree in self.trees.items()}
+        """This commit with the states of optimizers as torch's `state_dict` gives them: parameters
+        by number, not by name. Paths, with which `read` and `select` are told what is meant, stay
+        what they are."""
+        schemas = {
+            key: replace(tree.schema, skeleton=unnamed(tree.schema.skeleton))
+            for key, tree in self.trees.items()
+        }
         trees = {key: replace(self.trees[key], schema=schema) for key, schema in schemas.items()}
         return self._narrowed(trees, frozenset(trees))
 
     def leaves(self, select: Select = "*") -> list[Leaf]:
-        """The leaves that the glob `select` (or one of several) matches, in order: by their path, in full or below their key."""
+        """The leaves that the glob `select` (or one of several) matches, in order: by their path,
+        in full or below their key."""
         is_selected = selector(select)
         numbered = ((tree, i) for tree in self.trees.values() for i in range(len(tree.schema)))
         return [_leaf(tree, i) for tree, i in numbered if is_selected(tree.schema.paths[i])]
@@ -187,24 +209,32 @@ class Snapshot:
         broadcast: bool | None = None,
         timeout_s: float = TIMEOUT_S,
     ) -> RestoreReport:
-        """Bring `app_state` to what was committed, in place: no tensor is allocated that the target already has.
+        """Bring `app_state` to what was committed, in place: no tensor is allocated that the target
+        already has.
 
-        Objects with `load_state_dict` are handed their state; in plain containers tensors are filled where they stand, other values are
-        replaced, and what only the commit has is added. With `strict`, a key or a module's leaf that only one side has, or a tensor that
-        the commit lacks, raises `InvalidInput` before anything is touched; without it, the report lists both. A shape or dtype that differs
-        always raises. After an error while reading (`Corrupt`, `Unavailable`), the target's tensors may hold bytes of both states.
+        Objects with `load_state_dict` are handed their state; in plain containers tensors are
+        filled where they stand, other values are replaced, and what only the commit has is added.
+        With `strict`, a key or a module's leaf that only one side has, or a tensor that the commit
+        lacks, raises `InvalidInput` before anything is touched; without it, the report lists both.
+        A shape or dtype that differs always raises. After an error while reading (`Corrupt`,
+        `Unavailable`), the target's tensors may hold bytes of both states.
 
-        `select`, a glob or several, restores the leaves that match (their path in the commit, in full or below its key) and leaves
-        everything else in `app_state` as it is. `rename` maps prefixes of paths to others, `{"old.": "new."}`, or is a function from path
-        to path; two leaves for one target, and a prefix that no path has, are `InvalidInput`. With `dtype`, floating leaves are converted
-        where the target has a tensor of that dtype; what has no target, or one of its own dtype, stays as it was committed. Buffers beside
-        `app_state` stay within `memory_budget_bytes`; without it, within what the host can spare. docs/partial.md has examples.
+        `select`, a glob or several, restores the leaves that match (their path in the commit, in
+        full or below its key) and leaves everything else in `app_state` as it is. `rename` maps
+        prefixes of paths to others, `{"old.": "new."}`, or is a function from path to path; two
+        leaves for one target, and a prefix that no path has, are `InvalidInput`. With `dtype`,
+        floating leaves are converted where the target has a tensor of that dtype; what has no
+        target, or one of its own dtype, stays as it was committed. Buffers beside `app_state` stay
+        within `memory_budget_bytes`; without it, within what the host can spare. docs/partial.md
+        has examples.
 
-        Where torch.distributed is initialized with several ranks, all of them (of `process_group`, if given) restore together, however many
-        committed: each reads the boxes that its own tensors have, and what fails on one rank raises on all. `process_group="alone"`
-        restores this process by itself. What was private to a rank goes to the rank of that number; `private` maps other ranks to those
-        whose they take. With `broadcast`, a chunk that several ranks need is read by one of them, which sends it to the others; without a
-        word, where the store is in a bucket. All ranks must say the same, else each reads what it needs.
+        Where torch.distributed is initialized with several ranks, all of them (of `process_group`,
+        if given) restore together, however many committed: each reads the boxes that its own
+        tensors have, and what fails on one rank raises on all. `process_group="alone"` restores
+        this process by itself. What was private to a rank goes to the rank of that number;
+        `private` maps other ranks to those whose they take. With `broadcast`, a chunk that several
+        ranks need is read by one of them, which sends it to the others; without a word, where the
+        store is in a bucket. All ranks must say the same, else each reads what it needs.
         """
         options = RestoreOptions(strict, allow_pickle, select, rename, dtype, memory_budget_bytes)
         peers = collective_of(process_group, timeout_s)
@@ -218,8 +248,16 @@ class Snapshot:
             return RestoreOperation(self._reader, self.id, own, app_state, options)
 
         def common_of(restoring: RestoreOperation) -> Common:
-            common = Broadcast if (self._reader.remote if broadcast is None else broadcast) else SharedVerification
-            return common(self._reader, restoring.reading, b"".join(c.ids for tree in self.trees.values() for c in tree.contents))
+            common = (
+                Broadcast
+                if (self._reader.remote if broadcast is None else broadcast)
+                else SharedVerification
+            )
+            return common(
+                self._reader,
+                restoring.reading,
+                b"".join(c.ids for tree in self.trees.values() for c in tree.contents),
+            )
 
         if peers:
             restoring = restore_together(peers, self.id, begin, common_of)
@@ -239,22 +277,30 @@ class Snapshot:
         memory_budget_bytes: int | None = None,
         allow_pickle: bool = False,
     ) -> Any:
-        """One leaf by its path. `region` takes a part of a tensor (slices of step 1 and integers), and only the chunks it needs are read.
+        """One leaf by its path. `region` takes a part of a tensor (slices of step 1 and integers),
+        and only the chunks it needs are read.
 
-        With `dtype`, a floating tensor comes back converted, chunk by chunk; others are left alone. Buffers beside the result stay within
-        `memory_budget_bytes`. Raises `NotFound` for a path that the commit does not have and `InvalidInput` for a region that does not fit.
+        With `dtype`, a floating tensor comes back converted, chunk by chunk; others are left alone.
+        Buffers beside the result stay within `memory_budget_bytes`. Raises `NotFound` for a path
+        that the commit does not have and `InvalidInput` for a region that does not fit.
         """
         tree, i = self._find(path)
         if tree.schema.kinds[i] != "tensor":
             if region is not None:
-                raise InvalidInput(f"{path} is a {tree.schema.kinds[i]}, which has no regions; read it whole")
-            data = self._reader.leaf_bytes(tree, i, self.id, memory_budget_bytes=memory_budget_bytes)
+                raise InvalidInput(
+                    f"{path} is a {tree.schema.kinds[i]}, which has no regions; read it whole"
+                )
+            data = self._reader.leaf_bytes(
+                tree, i, self.id, memory_budget_bytes=memory_budget_bytes
+            )
             return inflate_leaf(tree.schema, i, data, allow_pickle=allow_pickle)
         box, shape = _box(tree, i, region)
         tree.check(i)  # before memory is taken for a shape that may be damaged
         committed = tree.schema.dtypes[i]
         converted = dtype is not None and dtype_cast.converts(committed, dtype_cast.checked(dtype))
-        out = tensors.empty(tensors.DTYPE_NAMES[dtype] if dtype is not None and converted else committed, shape)
+        out = tensors.empty(
+            tensors.DTYPE_NAMES[dtype] if dtype is not None and converted else committed, shape
+        )
         self._land(tree, i, box, out, memory_budget_bytes)
         return out
 
@@ -267,39 +313,65 @@ class Snapshot:
         dtype: "torch.dtype | None" = None,
         memory_budget_bytes: int | None = None,
     ) -> None:
-        """As `read`, into a tensor that is there: on any device, with any strides, as long as no two elements share memory.
+        """As `read`, into a tensor that is there: on any device, with any strides, as long as no
+        two elements share memory.
 
-        Raises `InvalidInput` unless the tensor has the shape and the dtype of what is read; with `dtype`, the tensor's own, floats are
-        converted to it. After an error while reading, the tensor may hold some new bytes and some old.
+        Raises `InvalidInput` unless the tensor has the shape and the dtype of what is read; with
+        `dtype`, the tensor's own, floats are converted to it. After an error while reading, the
+        tensor may hold some new bytes and some old.
         """
         if not tensors.is_tensor(tensor):
-            raise InvalidInput(f"read_into got a {type(tensor).__name__} in the place of the tensor: read_into(tensor, path)")
+            raise InvalidInput(
+                f"read_into got a {type(tensor).__name__} in the place of the tensor: "
+                "read_into(tensor, path)"
+            )
         tree, i = self._find(path)
         if tree.schema.kinds[i] != "tensor":
             raise InvalidInput(f"{path} is a {tree.schema.kinds[i]}, no tensor; use read")
         box, shape = _box(tree, i, region)
         committed = tree.schema.dtypes[i]
-        converted = dtype is not None and tensor.dtype == dtype and dtype_cast.converts(committed, dtype_cast.checked(dtype))
-        if tuple(tensor.shape) != shape or not (converted or tensors.DTYPE_NAMES[tensor.dtype] == committed):
-            wanted, got = f"{committed}{list(shape)}", f"{tensors.DTYPE_NAMES[tensor.dtype]}{list(tensor.shape)}"
-            raise InvalidInput(f"{path} needs a tensor {wanted}; got {got}; dtype=tensor.dtype converts floats, shapes must agree")
+        converted = (
+            dtype is not None
+            and tensor.dtype == dtype
+            and dtype_cast.converts(committed, dtype_cast.checked(dtype))
+        )
+        if tuple(tensor.shape) != shape or not (
+            converted or tensors.DTYPE_NAMES[tensor.dtype] == committed
+        ):
+            wanted, got = (
+                f"{committed}{list(shape)}",
+                f"{tensors.DTYPE_NAMES[tensor.dtype]}{list(tensor.shape)}",
+            )
+            raise InvalidInput(
+                f"{path} needs a tensor {wanted}; got {got}; dtype=tensor.dtype converts floats, "
+                "shapes must agree"
+            )
         if not tensors.is_strided(tensor) or not tensors.is_writable_by_range(tensor):
-            raise InvalidInput(f"{path} cannot be read into a tensor without memory of its own for each element; use read, and copy")
+            raise InvalidInput(
+                f"{path} cannot be read into a tensor without memory of its own for each element; "
+                "use read, and copy"
+            )
         self._restoring()
         self._land(tree, i, box, tensor, memory_budget_bytes)
 
-    def send(self, destinations: Mapping[str, Destination], *, memory_budget_bytes: int | None = None) -> None:
-        """Bring the raw bytes of leaves, by their paths, to where they go: verified, and in no order.
+    def send(
+        self, destinations: Mapping[str, Destination], *, memory_budget_bytes: int | None = None
+    ) -> None:
+        """Bring the raw bytes of leaves, by their paths, to where they go: verified, and in no
+        order.
 
         Raises `NotFound` for a path that the commit does not have.
         """
         found = {path: self._find(path) for path in destinations}
         self._restoring()
-        wanted = [ReadRequest(*found[path], destination) for path, destination in destinations.items()]
+        wanted = [
+            ReadRequest(*found[path], destination) for path, destination in destinations.items()
+        ]
         self._reader.read(wanted, self.id, memory_budget_bytes=memory_budget_bytes)
 
     def land(self, wanted: "Iterable[tuple[Tree, int, Destination, Box | None]]") -> None:
-        """Bring leaves of `trees` by their numbers, or boxes of them, to where they go: verified, and in no order."""
+        """Bring leaves of `trees` by their numbers, or boxes of them, to where they go: verified,
+        and in no order."""
         self._restoring()
         self._reader.read([ReadRequest(*each) for each in wanted], self.id)
 
@@ -308,14 +380,17 @@ class Snapshot:
         return self._reader.leaf_bytes(tree, number, self.id)
 
     def open(self, path: str, *, verify: bool = False) -> "torch.Tensor":
-        """One tensor, mapped into memory instead of read: its pages come from the packs when they are touched.
+        """One tensor, mapped into memory instead of read: its pages come from the packs when they
+        are touched.
 
-        Writing to it changes this process's copy of the page and no file (torch has no read-only tensors). The tensor outlives the store
-        object and a `gc` that deletes its packs. This is the one read that is not verified; `verify=True` reads it all and is.
+        Writing to it changes this process's copy of the page and no file (torch has no read-only
+        tensors). The tensor outlives the store object and a `gc` that deletes its packs. This is
+        the one read that is not verified; `verify=True` reads it all and is.
 
-        Raises `InvalidInput`, and `read` is the way, for a leaf that is stored compressed, that was committed in shards which do not lie
-        one behind the other, or whose parts do not meet at page boundaries, and where the store is no local directory; `Corrupt` if
-        verification fails or a pack is too short; `NotFound` for a path that the commit does not have.
+        Raises `InvalidInput`, and `read` is the way, for a leaf that is stored compressed, that was
+        committed in shards which do not lie one behind the other, or whose parts do not meet at
+        page boundaries, and where the store is no local directory; `Corrupt` if verification fails
+        or a pack is too short; `NotFound` for a path that the commit does not have.
         """
         tree, i = self._find(path)
         if tree.schema.kinds[i] != "tensor":
@@ -338,32 +413,45 @@ class Snapshot:
         memory_budget_bytes: int | None = None,
         allow_pickle: bool = False,
     ) -> Any:
-        """The nested state of one key of the application state (of all keys without `key`), freshly allocated.
+        """The nested state of one key of the application state (of all keys without `key`), freshly
+        allocated.
 
-        Tensors that shared memory when they were committed share it again. `select`, a glob or several, takes only the leaves that match,
-        and only they are read; containers that hold none are left out, and in a list, a tuple, a namedtuple or a dataclass None stands for
-        what is. With `dtype`, floating tensors come back converted, chunk by chunk. With `mmap`, tensors are mapped as by `open`, not
-        verified, and those that cannot be mapped are read: `model.load_state_dict(snap.state_dict("model", mmap=True), assign=True)`.
-        Buffers beside the result stay within `memory_budget_bytes`.
+        Tensors that shared memory when they were committed share it again. `select`, a glob or
+        several, takes only the leaves that match, and only they are read; containers that hold none
+        are left out, and in a list, a tuple, a namedtuple or a dataclass None stands for what is.
+        With `dtype`, floating tensors come back converted, chunk by chunk. With `mmap`, tensors are
+        mapped as by `open`, not verified, and those that cannot be mapped are read:
+        `model.load_state_dict(snap.state_dict("model", mmap=True), assign=True)`. Buffers beside
+        the result stay within `memory_budget_bytes`.
 
-        Raises `NotFound` for a key that the commit does not have and for a selection that nothing matches.
+        Raises `NotFound` for a key that the commit does not have and for a selection that nothing
+        matches.
         """
         if mmap and dtype is not None:
-            raise InvalidInput("mmap takes tensors as they are stored, dtype converts them; give one or the other")
+            raise InvalidInput(
+                "mmap takes tensors as they are stored, dtype converts them; give one or the other"
+            )
         if dtype is not None:
             dtype_cast.checked(dtype)
         trees = self.trees if key is None else {key: self._tree(key)}
         views = whole(trees) if select is None else selected(trees, select, self.id)
         states = {
             name: assemble(
-                self._reader, self.id, view, dtype=dtype, mmap=mmap, allow_pickle=allow_pickle, memory_budget_bytes=memory_budget_bytes
+                self._reader,
+                self.id,
+                view,
+                dtype=dtype,
+                mmap=mmap,
+                allow_pickle=allow_pickle,
+                memory_budget_bytes=memory_budget_bytes,
             )
             for name, view in views.items()
         }
         return states if key is None else states[key]
 
     def verify(self) -> None:
-        """Read every chunk of the commit and compare it with its id; raises `Corrupt` or `NotFound` for the first that fails."""
+        """Read every chunk of the commit and compare it with its id; raises `Corrupt` or `NotFound`
+        for the first that fails."""
         for tree in self.trees.values():
             self._reader.verify(tree, self.id)
 
@@ -375,9 +463,17 @@ class Snapshot:
         return {key: self._read_trees[key] for key in self.keys()}
 
     def _narrowed(self, trees: dict[str, Tree], keys: frozenset[str]) -> "Snapshot":
-        document = replace(self._document, trees=tuple(each for each in self._document.trees if each[0] in keys))
+        document = replace(
+            self._document, trees=tuple(each for each in self._document.trees if each[0] in keys)
+        )
         narrowed = Snapshot(
-            self._reader, self.id, document, tags=self.tags, stats=self.stats, restoring=self._restoring, restored=self._restored
+            self._reader,
+            self.id,
+            document,
+            tags=self.tags,
+            stats=self.stats,
+            restoring=self._restoring,
+            restored=self._restored,
         )
         narrowed._read_trees = trees
         return narrowed
@@ -386,25 +482,42 @@ class Snapshot:
         if key not in self._read_trees:
             ref = dict(self._document.trees).get(key)
             if ref is None:
-                raise NotFound(f"commit {self.id[:12]} has no key {key!r}; it has {', '.join(self.keys())}")
+                raise NotFound(
+                    f"commit {self.id[:12]} has no key {key!r}; it has {', '.join(self.keys())}"
+                )
             self._read_trees[key] = self._reader.tree(key, ref)
         return self._read_trees[key]
 
     def _find(self, path: str) -> tuple[Tree, int]:
         """The leaf's tree, the only one that is looked at, and its number there."""
         if not isinstance(path, str):
-            raise InvalidInput(f"{type(path).__name__} {path!r:.80} is no path of a leaf; wanted a string such as {self._example()!r}")
+            raise InvalidInput(
+                f"{type(path).__name__} {path!r:.80} is no path of a leaf; wanted a string such as "
+                f"{self._example()!r}"
+            )
         key = next((key for key in self.keys() if segment(key) == path.partition("/")[0]), None)
         tree = None if key is None else self._tree(key)
         if tree is not None and path in tree.numbers:
             return tree, tree.numbers[path]
         paths = [p for tree in self.trees.values() for p in tree.schema.paths]
-        raise NotFound(f"commit {self.id[:12]} has no leaf {path!r}{near(path, paths)}; `ckptstore ls {self.id[:12]}` lists them")
+        raise NotFound(
+            f"commit {self.id[:12]} has no leaf {path!r}{near(path, paths)}; `ckptstore ls "
+            f"{self.id[:12]}` lists them"
+        )
 
     def _example(self) -> str:
-        return next((path for tree in self.trees.values() for path in tree.schema.paths), "model/weight")
+        return next(
+            (path for tree in self.trees.values() for path in tree.schema.paths), "model/weight"
+        )
 
-    def _land(self, tree: Tree, i: int, box: Box | None, tensor: "torch.Tensor", memory_budget_bytes: int | None) -> None:
+    def _land(
+        self,
+        tree: Tree,
+        i: int,
+        box: Box | None,
+        tensor: "torch.Tensor",
+        memory_budget_bytes: int | None,
+    ) -> None:
         wanted = ReadRequest(tree, i, dtype_cast.destination(tensor, tree.schema.dtypes[i]), box)
         self._reader.read([wanted], self.id, memory_budget_bytes=memory_budget_bytes)
 
@@ -417,11 +530,20 @@ def _box(tree: Tree, i: int, region: Region | None) -> tuple[Box | None, Shape]:
     try:
         return box_of_region(shape, region if isinstance(region, tuple) else (region,))
     except (ValueError, IndexError, TypeError) as error:
-        raise InvalidInput(f"region of {path}: {error}; the leaf's shape is {tuple(shape)}") from error
+        raise InvalidInput(
+            f"region of {path}: {error}; the leaf's shape is {tuple(shape)}"
+        ) from error
 
 
 def _leaf(tree: Tree, i: int) -> Leaf:
     schema = tree.schema
     alias = schema.aliases[i]
     nbytes = 0 if alias >= 0 else tree.raw_bytes(i)
-    return Leaf(schema.paths[i], schema.kinds[i], schema.dtypes[i], schema.shapes[i], nbytes, schema.paths[alias] if alias >= 0 else None)
+    return Leaf(
+        schema.paths[i],
+        schema.kinds[i],
+        schema.dtypes[i],
+        schema.shapes[i],
+        nbytes,
+        schema.paths[alias] if alias >= 0 else None,
+    )

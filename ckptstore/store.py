@@ -54,7 +54,12 @@ class Store(Committing, Keeping):
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         self.close()
 
     @property
@@ -67,9 +72,15 @@ class Store(Committing, Keeping):
 
     @property
     def reopening(self) -> dict[str, Any]:
-        """What `ckptstore.open` takes to open this store again, for the same run, in another process."""
+        """What `ckptstore.open` takes to open this store again, for the same run, in another
+        process."""
         settings = self._settings
-        return {"place": self._handle.place, "run": self.run, "storage_options": settings.storage_options, "index": settings.index}
+        return {
+            "place": self._handle.place,
+            "run": self.run,
+            "storage_options": settings.storage_options,
+            "index": settings.index,
+        }
 
     @property
     def id(self) -> str:
@@ -77,10 +88,12 @@ class Store(Committing, Keeping):
         return self._handle.config.store
 
     def checkout(self, ref: AnyRef = "latest") -> Snapshot:
-        """A read handle on a commit: a step (int) of this run, a tag, a commit id or its beginning, `"latest"`, `"run@100"`, `"latest~2"`,
-        `"best:val_loss"`, the path of a pointer file, a snapshot.
+        """A read handle on a commit: a step (int) of this run, a tag, a commit id or its beginning,
+        `"latest"`, `"run@100"`, `"latest~2"`, `"best:val_loss"`, the path of a pointer file, a
+        snapshot.
 
-        Raises `NotFound` naming near ones, `InvalidInput` for an ambiguous ref, `Corrupt` for a damaged commit document.
+        Raises `NotFound` naming near ones, `InvalidInput` for an ambiguous ref, `Corrupt` for a
+        damaged commit document.
         """
         reader, info = through_pointers(ref, self._find)
         return self._snapshot(info, reader)
@@ -97,17 +110,25 @@ class Store(Committing, Keeping):
         broadcast: bool | None = None,
         timeout_s: float = TIMEOUT_S,
     ) -> Snapshot | None:
-        """Restore the newest commit of this run that verifies and return it; None on a run without commits.
+        """Restore the newest commit of this run that verifies and return it; None on a run without
+        commits.
 
-        A commit that is damaged is skipped with a warning, and `skipped` says which and why. Raises `Corrupt` if there are commits and none
-        can be restored, `InvalidInput` if the newest does not fit `app_state`. With several ranks, as in `Snapshot.restore`, all of them
-        resume the same commit.
+        A commit that is damaged is skipped with a warning, and `skipped` says which and why. Raises
+        `Corrupt` if there are commits and none can be restored, `InvalidInput` if the newest does
+        not fit `app_state`. With several ranks, as in `Snapshot.restore`, all of them resume the
+        same commit.
         """
         skipped: list[Skipped] = []
         peers = collective_of(process_group, timeout_s)
-        for reader, info in [(None, info) for info in self._candidates(peers)] if peers else self._newest_first():
+        for reader, info in (
+            [(None, info) for info in self._candidates(peers)] if peers else self._newest_first()
+        ):
             try:
-                snapshot = on_all(peers, lambda info=info: self._snapshot(info)) if peers else self._snapshot(info, reader)  # type: ignore[misc]
+                snapshot = (
+                    on_all(peers, lambda info=info: self._snapshot(info))
+                    if peers
+                    else self._snapshot(info, reader)
+                )  # type: ignore[misc]
                 snapshot.restore(
                     app_state,
                     strict=strict,
@@ -126,13 +147,21 @@ class Store(Committing, Keeping):
             return snapshot
         self.skipped = tuple(skipped)
         if skipped:
-            raise Corrupt(f"none of the {len(skipped)} commits of run {self.run} can be restored; the newest: {skipped[0].reason}")
+            raise Corrupt(
+                f"none of the {len(skipped)} commits of run {self.run} can be restored; the "
+                f"newest: {skipped[0].reason}"
+            )
         return None
 
-    def log(self, limit: int | None = None, *, run: str | None = None, all_runs: bool = False) -> list[CommitInfo]:
-        """The commits of this run (of `run`, or of `all_runs`), newest first, forgotten ones left out."""
+    def log(
+        self, limit: int | None = None, *, run: str | None = None, all_runs: bool = False
+    ) -> list[CommitInfo]:
+        """The commits of this run (of `run`, or of `all_runs`), newest first, forgotten ones left
+        out."""
         if limit is not None and not (isinstance(limit, int) and 0 <= limit < 1 << 63):
-            raise InvalidInput(f"limit is {limit!r:.80}; wanted a number of commits, or None for all")
+            raise InvalidInput(
+                f"limit is {limit!r:.80}; wanted a number of commits, or None for all"
+            )
         return self._handle.queries().log(None if all_runs else check_run(run or self.run), limit)
 
     def runs(self) -> list[str]:
@@ -157,14 +186,16 @@ class Store(Committing, Keeping):
         return compare(*(self._snapshot(self._resolve(ref)).trees for ref in (a, b)))
 
     def flush_mirror(self, timeout_s: float | None = None) -> bool:
-        """Wait until all that was committed and tagged so far has arrived in the store's mirror, if it was opened with one; False if the
-        mirror is away or `timeout_s` have passed. `close` does the same."""
+        """Wait until all that was committed and tagged so far has arrived in the store's mirror, if
+        it was opened with one; False if the mirror is away or `timeout_s` have passed. `close` does
+        the same."""
         return self._tier is None or self._tier.flush(timeout_s)
 
     def close(self) -> None:
         """Wait for what is in flight and let go of files and threads; idempotent.
 
-        Raises what an asynchronous commit failed with if nobody has seen it, after everything was closed.
+        Raises what an asynchronous commit failed with if nobody has seen it, after everything was
+        closed.
         """
         self._check_not_within()
         failed = self._async.drain()
@@ -188,7 +219,8 @@ class Store(Committing, Keeping):
         return [known[commit] for commit in wanted]
 
     def _find(self, ref: str | int) -> tuple[Reader | None, Resolved]:
-        """The commit that `ref` names, and who reads it if it is in the mirror alone. `latest` is the newest of both."""
+        """The commit that `ref` names, and who reads it if it is in the mirror alone. `latest` is
+        the newest of both."""
         if self._tier and isinstance(named := parse_ref(ref), Latest):
             for found in self._tier.newest_first(named.run or self.run, self._handle.log.replay()):
                 return found
@@ -201,7 +233,11 @@ class Store(Committing, Keeping):
 
     def _newest_first(self) -> list[tuple[Reader | None, Resolved]]:
         state = self._handle.log.replay()
-        return self._tier.newest_first(self.run, state) if self._tier else [(None, info) for info in newest_first(state, self.run)]
+        return (
+            self._tier.newest_first(self.run, state)
+            if self._tier
+            else [(None, info) for info in newest_first(state, self.run)]
+        )
 
     def _snapshot(self, info: Resolved, reader: Reader | None = None) -> Snapshot:
         document = (reader or self._runtime.reader).document(info.session, info.id)

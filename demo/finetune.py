@@ -1,4 +1,5 @@
-"""The fine-tune: adapters are trained beside a frozen base, and each commit stores the adapters only."""
+"""The fine-tune: adapters are trained beside a frozen base, and each commit stores the adapters
+only."""
 
 from collections.abc import Callable
 
@@ -31,4 +32,7 @@ def finetune(place: str, base: str, say: Callable[[str], object]) -> None:
             state["progress"]["step"] = step
             loss = validation_loss(model, text)
             snapshot = store.commit(state, step=step, metrics={"val_loss": loss})
-            say(f"commit {step}/{COMMITS}: loss {loss:.3f}, {snapshot.new_bytes:,} new bytes of {snapshot.logical_bytes:,}")
+            say(
+                f"commit {step}/{COMMITS}: loss {loss:.3f}, {snapshot.new_bytes:,} new bytes of "
+                f"{snapshot.logical_bytes:,}"
+            )

@@ -1,4 +1,5 @@
-"""The demo's model: a small character-level transformer, and the low-rank adapters of its fine-tune."""
+"""The demo's model: a small character-level transformer, and the low-rank adapters of its
+fine-tune."""
 
 import torch
 from torch import Tensor, nn
@@ -38,7 +39,8 @@ class Block(nn.Module):
 
 
 class CharacterModel(nn.Module):
-    """Predicts the next character. The output layer shares the embedding's memory, as real models do: a tied weight is stored once."""
+    """Predicts the next character. The output layer shares the embedding's memory, as real models
+    do: a tied weight is stored once."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -59,7 +61,8 @@ class CharacterModel(nn.Module):
 
 
 class LowRank(nn.Module):
-    """A frozen linear layer plus a trained product of two thin matrices (Hu et al. 2021, arXiv:2106.09685)."""
+    """A frozen linear layer plus a trained product of two thin matrices (Hu et al. 2021,
+    arXiv:2106.09685)."""
 
     def __init__(self, frozen: nn.Linear) -> None:
         super().__init__()
@@ -73,7 +76,8 @@ class LowRank(nn.Module):
 
 
 def add_adapters(model: CharacterModel) -> list[nn.Parameter]:
-    """Freeze the model, put an adapter around every linear layer of its blocks, and return what is left to train."""
+    """Freeze the model, put an adapter around every linear layer of its blocks, and return what is
+    left to train."""
     model.requires_grad_(False)
     for block in model.blocks:
         for name in ("qkv", "out", "up", "down"):

@@ -1,4 +1,5 @@
-"""What the demo reads: the source code of Python's own standard library, as tensors of character numbers."""
+"""What the demo reads: the source code of Python's own standard library, as tensors of character
+numbers."""
 
 import sysconfig
 from functools import cache
@@ -20,8 +21,11 @@ def library(folder: str = "") -> torch.Tensor:
     return torch.frombuffer(bytearray(b"\n".join(sources)), dtype=torch.uint8)
 
 
-def batch(text: torch.Tensor, size: int, generator: torch.Generator | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-    """`size` random windows and what follows each of their characters, both (size, CONTEXT). Draws from torch's generator by default."""
+def batch(
+    text: torch.Tensor, size: int, generator: torch.Generator | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`size` random windows and what follows each of their characters, both (size, CONTEXT). Draws
+    from torch's generator by default."""
     starts = torch.randint(len(text) - CONTEXT - 1, (size,), generator=generator)
     windows = torch.stack([text[start : start + CONTEXT + 1] for start in starts.tolist()]).long()
     return windows[:, :-1], windows[:, 1:]

@@ -1,6 +1,8 @@
-"""The training job: `python -m demo.train STORE RUN` trains from wherever the run stands to the last step, committing on the way.
+"""The training job: `python -m demo.train STORE RUN` trains from wherever the run stands to the
+last step, committing on the way.
 
-Nothing in it knows whether it was interrupted: `store.resume` brings back weights, moments, random state and step.
+Nothing in it knows whether it was interrupted: `store.resume` brings back weights, moments, random
+state and step.
 """
 
 import random
@@ -23,7 +25,12 @@ SEED = 1234
 
 def app_state(model: CharacterModel, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     """Everything that the next step depends on."""
-    return {"model": model, "optimizer": optimizer, "random": ckptstore.RNGState(), "progress": {"step": 0}}
+    return {
+        "model": model,
+        "optimizer": optimizer,
+        "random": ckptstore.RNGState(),
+        "progress": {"step": 0},
+    }
 
 
 def validation_loss(model: CharacterModel, text: torch.Tensor) -> float:
@@ -33,7 +40,8 @@ def validation_loss(model: CharacterModel, text: torch.Tensor) -> float:
 
 
 def deterministic() -> None:
-    """The same numbers in every process on this machine, from every generator that `RNGState` keeps; one thread: the model is small."""
+    """The same numbers in every process on this machine, from every generator that `RNGState`
+    keeps; one thread: the model is small."""
     torch.use_deterministic_algorithms(True)
     torch.set_num_threads(1)
     random.seed(SEED)
@@ -49,7 +57,11 @@ def train(place: str, run: str, say: Callable[[str], object]) -> None:
     state = app_state(model, optimizer)
     with ckptstore.open(place, run=run) as store:
         resumed = store.resume(state)
-        say("starts from nothing" if resumed is None else f"resumed from step {resumed.step}, commit {resumed.id[:12]}")
+        say(
+            "starts from nothing"
+            if resumed is None
+            else f"resumed from step {resumed.step}, commit {resumed.id[:12]}"
+        )
         for step in range(state["progress"]["step"] + 1, STEPS + 1):
             optimizer.zero_grad()
             loss = loss_of(model, *batch(text, BATCH))
@@ -59,8 +71,13 @@ def train(place: str, run: str, say: Callable[[str], object]) -> None:
                 state["progress"]["step"] = step
                 metrics = {"val_loss": validation_loss(model, text)}
                 say(f"step {step}/{STEPS}: loss {metrics['val_loss']:.3f}, committing")
-                snapshot = store.commit(state, step=step, metrics=metrics, tag=f"{run}-done" if step == STEPS else ())
-                say(f"step {step}/{STEPS}: committed {snapshot.id[:12]}, {snapshot.new_bytes:,} new bytes of {snapshot.logical_bytes:,}")
+                snapshot = store.commit(
+                    state, step=step, metrics=metrics, tag=f"{run}-done" if step == STEPS else ()
+                )
+                say(
+                    f"step {step}/{STEPS}: committed {snapshot.id[:12]}, {snapshot.new_bytes:,} "
+                    f"new bytes of {snapshot.logical_bytes:,}"
+                )
 
 
 if __name__ == "__main__":

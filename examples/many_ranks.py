@@ -1,7 +1,7 @@
 """Training on several ranks that is killed, and goes on with another number of ranks.
 
-Run as it is, it shows that with FSDP2 (`python many_ranks.py ddp`: with DistributedDataParallel). Elsewhere torchrun starts it:
-`torchrun --nproc-per-node 4 many_ranks.py fsdp checkpoints`.
+Run as it is, it shows that with FSDP2 (`python many_ranks.py ddp`: with DistributedDataParallel).
+Elsewhere torchrun starts it: `torchrun --nproc-per-node 4 many_ranks.py fsdp checkpoints`.
 """
 
 import os
@@ -31,11 +31,14 @@ def wrapped(model: torch.nn.Module, kind: str) -> torch.nn.Module:
 
 
 def train(kind: str, place: str, killed_at: int | None) -> None:
-    """Train from wherever the store stands; the last rank is killed in step `killed_at`, if given."""
+    """Train from wherever the store stands; the last rank is killed in step `killed_at`, if
+    given."""
     dist.init_process_group("gloo")
     rank, ranks = dist.get_rank(), dist.get_world_size()
     torch.manual_seed(0)
-    model = wrapped(torch.nn.Sequential(torch.nn.Linear(8, 32), torch.nn.Tanh(), torch.nn.Linear(32, 1)), kind)
+    model = wrapped(
+        torch.nn.Sequential(torch.nn.Linear(8, 32), torch.nn.Tanh(), torch.nn.Linear(32, 1)), kind
+    )
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     app_state = {"model": model, "optimizer": optimizer, "progress": {"step": 0}}
 
@@ -59,7 +62,16 @@ def train(kind: str, place: str, killed_at: int | None) -> None:
 
 def launch(ranks: int, *arguments: str) -> bool:
     """Run this file on so many ranks of this machine; whether all of them came through."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks), __file__, *arguments]
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        str(ranks),
+        __file__,
+        *arguments,
+    ]
     return subprocess.run(command, check=False, stderr=subprocess.DEVNULL).returncode == 0
 
 
@@ -69,12 +81,19 @@ def show(kind: str) -> None:
         place = f"{folder}/checkpoints"
         assert not launch(2, kind, place, str(STEPS // 2)), "a rank was killed"
         with ckptstore.open(place) as store:
-            assert [info.step for info in store.log()] == [2, 1], "what was under way left nothing behind"
+            assert [info.step for info in store.log()] == [2, 1], (
+                "what was under way left nothing behind"
+            )
         assert launch(3, kind, place)
         with ckptstore.open(place) as store:
             commits = store.log()
-            assert [info.step for info in commits] == [6, 5, 4, 3, 2, 1], "training went on where it stood"
-            assert all(newer.parents == (older.id,) for newer, older in zip(commits, commits[1:], strict=False))
+            assert [info.step for info in commits] == [6, 5, 4, 3, 2, 1], (
+                "training went on where it stood"
+            )
+            assert all(
+                newer.parents == (older.id,)
+                for newer, older in zip(commits, commits[1:], strict=False)
+            )
 
 
 if __name__ == "__main__":

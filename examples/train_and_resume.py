@@ -1,4 +1,5 @@
-"""A training loop that can be stopped anywhere and started again: run it twice on the same folder and it goes on where it was."""
+"""A training loop that can be stopped anywhere and started again: run it twice on the same folder
+and it goes on where it was."""
 
 import sys
 import tempfile
@@ -15,7 +16,12 @@ def train(place: str, stop_after: int = STEPS) -> float:
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(8, 32), torch.nn.Tanh(), torch.nn.Linear(32, 1))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    app_state = {"model": model, "optimizer": optimizer, "random": ckptstore.RNGState(), "progress": {"step": 0}}
+    app_state = {
+        "model": model,
+        "optimizer": optimizer,
+        "random": ckptstore.RNGState(),
+        "progress": {"step": 0},
+    }
     loss = torch.tensor(0.0)
 
     with ckptstore.open(place) as store:

@@ -1,4 +1,5 @@
-"""What every test gets: one printed seed for all randomness, the profile Hypothesis runs with, no pickle that it did not ask for."""
+"""What every test gets: one printed seed for all randomness, the profile Hypothesis runs with, no
+pickle that it did not ask for."""
 
 import gc
 import os
@@ -19,7 +20,9 @@ from tests.support.live_output import Showing
 from tests.support.servers.postgres import PostgresServer, postgres_server
 from tests.support.servers.s3 import S3Server, s3_server
 
-SEED = int(os.environ.setdefault("CKPTSTORE_TEST_SEED", str(secrets.randbelow(2**32))))  # set: the workers of pytest-xdist draw the same
+SEED = int(
+    os.environ.setdefault("CKPTSTORE_TEST_SEED", str(secrets.randbelow(2**32)))
+)  # set: the workers of pytest-xdist draw the same
 
 LONGEST = (
     "stateful/test_store_machine.py",
@@ -33,10 +36,17 @@ LONGEST = (
     "partial/test_budget.py",
     "asynchronous/test_memory.py",
 )
-"""The files that take 20 to 80 s, first: were one of them the last, the other processes of `make test` would wait for it."""
+"""The files that take 20 to 80 s, first: were one of them the last, the other processes of `make
+test` would wait for it."""
 
 settings.register_profile("default", deadline=None, print_blob=True)
-settings.register_profile("soak", deadline=None, print_blob=True, max_examples=2_000, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile(
+    "soak",
+    deadline=None,
+    print_blob=True,
+    max_examples=2_000,
+    suppress_health_check=[HealthCheck.too_slow],
+)
 settings.load_profile(os.environ.get("CKPTSTORE_TEST_PROFILE", "default"))
 
 
@@ -47,9 +57,13 @@ def pytest_configure(config: pytest.Config) -> None:
     config.pluginmanager.register(Showing(config))
     folders = [str(Path(guard.__file__).parent), *filter(None, [os.environ.get("PYTHONPATH")])]
     os.environ["PYTHONPATH"] = os.pathsep.join(folders)
-    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # hundreds of Pythons are started: each would compile the package anew
+    os.environ.pop(
+        "PYTHONDONTWRITEBYTECODE", None
+    )  # hundreds of Pythons are started: each would compile the package anew
     sys.dont_write_bytecode = False
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # what a shell starts in the background ignores it, and so would all children
+    signal.signal(
+        signal.SIGINT, signal.default_int_handler
+    )  # what a shell starts in the background ignores it, and so would all children
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -58,7 +72,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish() -> None:
-    gc.freeze()  # what has been imported stays: collections, those that tests ask for and others, need not look through it each time
+    # what has been imported stays: collections, those that tests ask for and others, need not look
+    # through it each time
+    gc.freeze()
 
 
 def pytest_report_header() -> str:
@@ -67,7 +83,8 @@ def pytest_report_header() -> str:
 
 @pytest.fixture
 def seed(request: pytest.FixtureRequest) -> int:
-    """A number that depends on the run's seed and the test's name, so that a test alone draws what it drew in the suite."""
+    """A number that depends on the run's seed and the test's name, so that a test alone draws what
+    it drew in the suite."""
     return crc32(f"{SEED} {request.node.nodeid}".encode())
 
 
@@ -82,14 +99,22 @@ def _seeded(seed: int) -> None:
 
 @pytest.fixture(scope="session", autouse=True)
 def _ceiling(tmp_path_factory: pytest.TempPathFactory) -> None:
-    """A store that happens to lie above the directories of the tests is none of theirs, nor of the processes that they start."""
+    """A store that happens to lie above the directories of the tests is none of theirs, nor of the
+    processes that they start."""
     base = tmp_path_factory.getbasetemp()
-    os.environ["CKPTSTORE_CEILING"] = os.pathsep.join([str(base), str(base.parent), tempfile.gettempdir()])
+    os.environ["CKPTSTORE_CEILING"] = os.pathsep.join(
+        [str(base), str(base.parent), tempfile.gettempdir()]
+    )
 
 
 @pytest.fixture(autouse=True)
-def _no_pickle(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Only a test marked `pickles` may pass allow_pickle=True; whoever else came near a pickle, in whatever process, fails the test."""
+def _no_pickle(
+    request: pytest.FixtureRequest,
+    tmp_path_factory: pytest.TempPathFactory,
+    monkeypatch: pytest.MonkeyPatch,
+) -> Iterator[None]:
+    """Only a test marked `pickles` may pass allow_pickle=True; whoever else came near a pickle, in
+    whatever process, fails the test."""
     report = tmp_path_factory.getbasetemp() / "reached-pickle"
     monkeypatch.setenv(guard.REPORT, str(report))
     if request.node.get_closest_marker("pickles"):

@@ -1,4 +1,5 @@
-"""`make test-real`: the shared store's tests on real servers, Ceph's S3 gateway and Debian's PostgreSQL, installed if need be.
+"""`make test-real`: the shared store's tests on real servers, Ceph's S3 gateway and Debian's
+PostgreSQL, installed if need be.
 
 Ends with the tests' exit code, or with 1 and the reason where the servers cannot be had.
 """
@@ -32,7 +33,10 @@ def main(arguments: list[str]) -> int:
     postgres = _postgres()
     assert postgres is not None
     with rgw_server() as rgw:
-        print(f"test-real: Ceph RGW at {rgw.server.endpoint}, PostgreSQL from {postgres} ({time.monotonic() - started:.0f} s to start)")
+        print(
+            f"test-real: Ceph RGW at {rgw.server.endpoint}, PostgreSQL from {postgres} "
+            f"({time.monotonic() - started:.0f} s to start)"
+        )
         environment = {
             **os.environ,
             "CKPTSTORE_TEST_S3": rgw.server.endpoint,
@@ -40,7 +44,17 @@ def main(arguments: list[str]) -> int:
             "CKPTSTORE_TEST_S3_SECRET": rgw.server.secret,
             "CKPTSTORE_TEST_POSTGRES_BIN": str(postgres),
         }
-        pytest = [sys.executable, "-m", "pytest", *SUITES, "-k", f"not {LEFT_OUT}", "--timeout", "120", *arguments]
+        pytest = [
+            sys.executable,
+            "-m",
+            "pytest",
+            *SUITES,
+            "-k",
+            f"not {LEFT_OUT}",
+            "--timeout",
+            "120",
+            *arguments,
+        ]
         return subprocess.run(pytest, env=environment, check=False).returncode
 
 
@@ -51,9 +65,14 @@ def _install() -> str:
     if os.getuid():
         return f"{', '.join(PACKAGES)} are not installed, and only root may install them"
     if shutil.which("apt-get") is None:
-        return f"{', '.join(PACKAGES)} are not installed, and there is no apt-get to install them with"
+        return (
+            f"{', '.join(PACKAGES)} are not installed, and there is no apt-get to install them with"
+        )
     environment = {**os.environ, "DEBIAN_FRONTEND": "noninteractive"}
-    for command in (["apt-get", "update", "-qq"], ["apt-get", "install", "-y", "-qq", "--no-install-recommends", *PACKAGES]):
+    for command in (
+        ["apt-get", "update", "-qq"],
+        ["apt-get", "install", "-y", "-qq", "--no-install-recommends", *PACKAGES],
+    ):
         done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
         if done.returncode:
             return f"{' '.join(command)} ended with {done.returncode}: {done.stderr.strip()[-500:]}"
@@ -63,7 +82,9 @@ def _install() -> str:
 
 def _postgres() -> Path | None:
     """The folder of Debian's binaries, the newest."""
-    found = sorted(Path("/usr/lib/postgresql").glob("*/bin/postgres"), key=lambda path: float(path.parts[4]))
+    found = sorted(
+        Path("/usr/lib/postgresql").glob("*/bin/postgres"), key=lambda path: float(path.parts[4])
+    )
     return found[-1].parent if found else None
 
 

@@ -1,4 +1,5 @@
-"""Arguments of a wrong type or size get an error of ours, in words; nothing is changed, and no limit is left out."""
+"""Arguments of a wrong type or size get an error of ours, in words; nothing is changed, and no
+limit is left out."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -37,7 +38,9 @@ CALLS: dict[str, Callable[[Store, Any], object]] = {
     "a region of text": lambda store, snapshot: snapshot.read("m/t", "x"),
     "open(5)": lambda store, snapshot: snapshot.open(5),
     "read_into(path, tensor)": lambda store, snapshot: snapshot.read_into("m/t", torch.zeros(2, 3)),
-    "read_into(tensor, tensor)": lambda store, snapshot: snapshot.read_into(torch.zeros(2, 3), torch.zeros(1)),
+    "read_into(tensor, tensor)": lambda store, snapshot: snapshot.read_into(
+        torch.zeros(2, 3), torch.zeros(1)
+    ),
     "only(text)": lambda store, snapshot: snapshot.only("m"),
     "only(5)": lambda store, snapshot: snapshot.only(5),
     "leaves(5)": lambda store, snapshot: snapshot.leaves(5),
@@ -49,12 +52,15 @@ CALLS: dict[str, Callable[[Store, Any], object]] = {
     "checkout with NUL": lambda store, snapshot: store.checkout("best:\0"),
     "checkout of a surrogate": lambda store, snapshot: store.checkout("best:\ud800"),
     "tag of 2**200": lambda store, snapshot: store.tag("a", 2**200),
-    "log of text": lambda store, snapshot: store.log("x"),  # type: ignore[arg-type]  # a mistake that is made
+    # a mistake that is made
+    "log of text": lambda store, snapshot: store.log("x"),  # type: ignore[arg-type]
     "log(-1)": lambda store, snapshot: store.log(-1),
     "log(2**70)": lambda store, snapshot: store.log(2**70),
-    "log of a run 5": lambda store, snapshot: store.log(run=5),  # type: ignore[arg-type]  # a mistake that is made
+    # a mistake that is made
+    "log of a run 5": lambda store, snapshot: store.log(run=5),  # type: ignore[arg-type]
     "open a place with NUL": lambda store, snapshot: ckptstore.open("a\0b", create=False),
-    "open a number": lambda store, snapshot: ckptstore.open(5),  # type: ignore[arg-type]  # a mistake that is made
+    # a mistake that is made
+    "open a number": lambda store, snapshot: ckptstore.open(5),  # type: ignore[arg-type]
     "open a surrogate": lambda store, snapshot: ckptstore.open("/tmp/\ud800x", create=False),
     "clone to NUL": lambda store, snapshot: ckptstore.clone(store.url, "a\0b"),
 }
@@ -62,7 +68,9 @@ CALLS: dict[str, Callable[[Store, Any], object]] = {
 
 @pytest.mark.parametrize("what", LABELS)
 @pytest.mark.parametrize("way", ["commit", "commit_async"])
-def test_what_is_said_of_a_commit_is_checked_and_bounded(way: str, what: str, tmp_path: Path) -> None:
+def test_what_is_said_of_a_commit_is_checked_and_bounded(
+    way: str, what: str, tmp_path: Path
+) -> None:
     with ckptstore.open(tmp_path / "store") as store:
         with pytest.raises(InvalidInput) as raised:
             getattr(store, way)({"a": 1}, **LABELS[what])
@@ -91,7 +99,9 @@ def test_no_tag_may_be_said_as_none(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("what", CALLS)
-def test_a_mistaken_call_gets_an_error_of_ours(what: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_mistaken_call_gets_an_error_of_ours(
+    what: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     with ckptstore.open(tmp_path / "store") as store:
         snapshot = store.commit({"m": {"t": torch.arange(6.0).view(2, 3), "v": 5}}, step=1)
         with pytest.raises((InvalidInput, NotFound)) as raised:

@@ -1,4 +1,5 @@
-"""The benchmarks measure what they say: who takes turns how, which bytes change, what a ratio is, where they refuse to run."""
+"""The benchmarks measure what they say: who takes turns how, which bytes change, what a ratio is,
+where they refuse to run."""
 
 from pathlib import Path
 
@@ -16,7 +17,9 @@ from tests.support.servers.s3 import S3Server
 
 
 def result(**series: list[float]) -> Result:
-    return Result("case", "a case", "s", 0, {name: Series(values, values) for name, values in series.items()})
+    return Result(
+        "case", "a case", "s", 0, {name: Series(values, values) for name, values in series.items()}
+    )
 
 
 def test_a_ratio_is_the_median_of_the_rounds_own_ratios() -> None:
@@ -45,9 +48,14 @@ def test_a_target_says_whether_a_result_keeps_it(target: Target, holds: bool) ->
 def test_the_gpt_has_171_tensors_and_the_right_size() -> None:
     state = states.gpt(1 / 128)
     assert len(state.tensors) == 171
-    assert state.app["optimizer"]["exp_avg"]["layers.0.norm1.bias"] is state.tensors["optimizer/exp_avg/layers.0.norm1.bias"]
+    assert (
+        state.app["optimizer"]["exp_avg"]["layers.0.norm1.bias"]
+        is state.tensors["optimizer/exp_avg/layers.0.norm1.bias"]
+    )
     full = dict(states._layer_shapes(states.WIDTH))
-    parameters = sum(torch.Size(shape).numel() for shape in full.values()) + states.VOCABULARY * states.WIDTH
+    parameters = (
+        sum(torch.Size(shape).numel() for shape in full.values()) + states.VOCABULARY * states.WIDTH
+    )
     assert parameters * 3 * 4 == 1_450_524_672
 
 
@@ -79,8 +87,11 @@ def test_memory_is_refused_as_a_place() -> None:
         disk.work_dir(memory)
 
 
-def test_a_case_goes_to_its_own_bucket_after_another_case_had_one(s3: S3Server, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Peers find the server in the environment, and fsspec remembers what it made there for another case."""
+def test_a_case_goes_to_its_own_bucket_after_another_case_had_one(
+    s3: S3Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Peers find the server in the environment, and fsspec remembers what it made there for another
+    case."""
     monkeypatch.setenv("CKPTSTORE_TEST_S3_KEY", s3.key)
     monkeypatch.setenv("CKPTSTORE_TEST_S3_SECRET", s3.secret)
     for content in (b"first", b"second"):
@@ -89,7 +100,12 @@ def test_a_case_goes_to_its_own_bucket_after_another_case_had_one(s3: S3Server, 
             with bucket_of_a_case() as there:
                 fs, place = url_to_fs(there.new_url())
                 fs.pipe_file(place, content)
-                assert there.client().get_object(Bucket=there.name, Key=place.partition("/")[2])["Body"].read() == content
+                assert (
+                    there.client()
+                    .get_object(Bucket=there.name, Key=place.partition("/")[2])["Body"]
+                    .read()
+                    == content
+                )
 
 
 def test_a_record_comes_back_as_it_was_kept(tmp_path: Path) -> None:

@@ -24,5 +24,7 @@ def test_training_on_many_ranks_survives_a_kill(kind: str) -> None:
 
 
 def run(*arguments: str) -> None:
-    done = subprocess.run([sys.executable, "-W", "error", *arguments], capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, "-W", "error", *arguments], capture_output=True, text=True, check=False
+    )
     assert done.returncode == 0, done.stdout + done.stderr

@@ -1,7 +1,9 @@
-"""Whatever a document says, under hashes that are right: it is read, or refused as `Corrupt` or `InvalidInput`, in little time and memory.
+"""Whatever a document says, under hashes that are right: it is read, or refused as `Corrupt` or
+`InvalidInput`, in little time and memory.
 
-Damage that a hash finds is other tests' subject: here every document is sealed again after it was changed. The documents are those of a
-real store; Hypothesis changes their bytes, or what their JSON says.
+Damage that a hash finds is other tests' subject: here every document is sealed again after it was
+changed. The documents are those of a real store; Hypothesis changes their bytes, or what their JSON
+says.
 """
 
 import json
@@ -42,7 +44,8 @@ from tests.support.mutations import damaged, reworded
 
 CPU_S = 5.0
 PEAK_BYTES = 16 << 20
-"""Much more than these small documents may need, much less than the sizes that a changed number speaks of."""
+"""Much more than these small documents may need, much less than the sizes that a changed number
+speaks of."""
 
 HEAD_BYTES = 32
 """Of a pack's trailer, before its hash."""
@@ -52,9 +55,19 @@ def state() -> dict[str, Any]:
     torch.manual_seed(1)
     module = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.BatchNorm1d(3))
     weight = torch.randn(4, 5)
-    nested = {"l": [1, 2.5, "x"], 0: Point(weight, {"again": weight}), "c": Config(0.1, [torch.eye(3).to_sparse()]), "b": b"x" * 900}
+    nested = {
+        "l": [1, 2.5, "x"],
+        0: Point(weight, {"again": weight}),
+        "c": Config(0.1, [torch.eye(3).to_sparse()]),
+        "b": b"x" * 900,
+    }
     quantized = composite("qint8", seed=1)
-    return {"model": module, "rest": nested, "large": torch.arange(300_000), "q": {"q": quantized, "p": torch.nn.Parameter(weight)}}
+    return {
+        "model": module,
+        "rest": nested,
+        "large": torch.arange(300_000),
+        "q": {"q": quantized, "p": torch.nn.Parameter(weight)},
+    }
 
 
 @dataclass(frozen=True)
@@ -99,7 +112,8 @@ def documents(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Documents]:
 
 @contextmanager
 def bounded() -> Iterator[None]:
-    """Fails for what takes long or much memory; any error that is not one of those allowed passes through and fails as well."""
+    """Fails for what takes long or much memory; any error that is not one of those allowed passes
+    through and fails as well."""
     tracemalloc.start()
     start = time.process_time()
     try:
@@ -129,7 +143,9 @@ def sealed_commit(data: bytes) -> bytes:
     try:
         document = json.loads(data)
         document["content"] = digest(
-            canonical.encode({key: [tree["schema"], tree["pages"]] for key, tree in document["trees"].items()})
+            canonical.encode(
+                {key: [tree["schema"], tree["pages"]] for key, tree in document["trees"].items()}
+            )
         ).hex()
         return json.dumps(document, ensure_ascii=False).encode()
     except (ValueError, TypeError, KeyError, AttributeError, CkptStoreError):
@@ -147,13 +163,17 @@ def read_footer(data: bytes, known: Documents) -> None:
 def read_checkpoint(data: bytes, known: Documents) -> None:
     frame = compress(data)
     store = known.handle.config.store
-    decode_state(digest(frame).hex().encode() + b"\n" + frame, store, known.handle.config.generation)
+    decode_state(
+        digest(frame).hex().encode() + b"\n" + frame, store, known.handle.config.generation
+    )
 
 
 def read_config(data: bytes, known: Documents) -> None:
     try:
         fields = json.loads(data)
-        fields["check"] = digest(canonical.encode({key: value for key, value in fields.items() if key != "check"})).hex()
+        fields["check"] = digest(
+            canonical.encode({key: value for key, value in fields.items() if key != "check"})
+        ).hex()
         data = json.dumps(fields).encode()
     except (ValueError, TypeError, AttributeError, CkptStoreError):
         pass
@@ -170,14 +190,26 @@ def checkpoint(known: Documents) -> bytes:
 
 Read = Callable[[bytes, Documents], object]
 KINDS: dict[str, tuple[Callable[[Documents], list[bytes]], Read]] = {
-    "commit document": (lambda known: [known.commit], lambda data, known: read_commit(sealed_commit(data), known)),
+    "commit document": (
+        lambda known: [known.commit],
+        lambda data, known: read_commit(sealed_commit(data), known),
+    ),
     "schema": (lambda known: list(known.schemas.values()), lambda data, known: decode_schema(data)),
-    "page": (lambda known: [page for pages in known.pages.values() for page in pages], lambda data, known: decode_page(data)),
+    "page": (
+        lambda known: [page for pages in known.pages.values() for page in pages],
+        lambda data, known: decode_page(data),
+    ),
     "footer": (lambda known: known.tails, read_footer),
-    "log entry": (log_bodies, lambda data, known: decode_entry(digest(data).hex().encode() + b"\n" + data)),
+    "log entry": (
+        log_bodies,
+        lambda data, known: decode_entry(digest(data).hex().encode() + b"\n" + data),
+    ),
     "checkpoint of the log": (lambda known: [checkpoint(known)], read_checkpoint),
     "ckptstore.json": (lambda known: [known.config], read_config),
-    "session": (lambda known: [b'{"counter":1,"pid":3,"what":"x"}'], lambda data, known: decode_session(SessionId("0" * 24), data)),
+    "session": (
+        lambda known: [b'{"counter":1,"pid":3,"what":"x"}'],
+        lambda data, known: decode_session(SessionId("0" * 24), data),
+    ),
     "value": (
         lambda known: [b'["list",1,["float","3ff0000000000000"],["set","a"],["deque",3,1]]'],
         lambda data, known: values.decode_leaf(data),
@@ -210,7 +242,13 @@ def snapshot(known: Documents, key: str, schema: bytes, pages: list[bytes]) -> S
     """The commit with another schema and other pages under one of its keys."""
     handle, document = known.handle, known.document
     described = decode_schema(schema)
-    tree = Tree(key, dict(document.trees)[key], described, join_pages(pages, len(described)), handle.config.chunk_bytes)
+    tree = Tree(
+        key,
+        dict(document.trees)[key],
+        described,
+        join_pages(pages, len(described)),
+        handle.config.chunk_bytes,
+    )
     reader = Reader(handle.config, handle.objects, ThreadPool(1))
     whole = reader.tree
     reader.tree = lambda name, ref: tree if name == key else whole(name, ref)  # type: ignore[assignment]
@@ -230,7 +268,12 @@ def test_a_commit_of_changed_schemas_and_pages_is_read_or_refused(documents: Doc
             pages = [data.draw(damaged(page)) for page in pages]
         with suppress(Corrupt):
             snap = snapshot(documents, key, schema, pages)
-            for use in (lambda: snap.restore(target), lambda: snap.state_dict(key), lambda: snap.leaves(), lambda: snap.verify()):
+            for use in (
+                lambda: snap.restore(target),
+                lambda: snap.state_dict(key),
+                lambda: snap.leaves(),
+                lambda: snap.verify(),
+            ):
                 # A chunk that no pack holds is `NotFound`, as one is that was deleted.
                 with bounded(), suppress(NotFound):
                     use()
@@ -239,7 +282,9 @@ def test_a_commit_of_changed_schemas_and_pages_is_read_or_refused(documents: Doc
 
 
 @pytest.mark.parametrize("length", [2**33, 2**40, 2**60])
-def test_a_tensor_that_says_it_is_huge_takes_no_memory_on_any_road(length: int, documents: Documents) -> None:
+def test_a_tensor_that_says_it_is_huge_takes_no_memory_on_any_road(
+    length: int, documents: Documents
+) -> None:
     schema = json.loads(documents.schemas["new"])
     schema["shapes"] = [[length]]
     snap = snapshot(documents, "new", json.dumps(schema).encode(), documents.pages["new"])

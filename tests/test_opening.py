@@ -33,7 +33,9 @@ def test_a_directory_that_is_no_store_is_refused(tmp_path: Path) -> None:
     assert [p.name for p in tmp_path.iterdir()] == ["notes.txt"]
 
 
-def test_a_path_that_is_no_unicode_is_a_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_path_that_is_no_unicode_is_a_path(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     place = tmp_path / os.fsdecode(b"\xff\xe9")
     for step in (1, 2):
@@ -45,7 +47,9 @@ def test_a_path_that_is_no_unicode_is_a_path(tmp_path: Path, monkeypatch: pytest
             assert [info.step for info in store.log()] == [2, 1][2 - step :]
 
 
-def test_a_script_that_opens_commits_and_resumes_does_not_import_torchs_compiler(place: Path) -> None:
+def test_a_script_that_opens_commits_and_resumes_does_not_import_torchs_compiler(
+    place: Path,
+) -> None:
     code = (
         "import sys, torch, ckptstore\n"
         "model = torch.nn.Linear(3, 2)\n"
@@ -66,10 +70,16 @@ def test_a_script_that_opens_commits_and_resumes_does_not_import_torchs_compiler
         (lambda text: "", Corrupt, "not JSON"),
         (lambda text: json.dumps({"name": "something else"}), InvalidInput, "not a ckptstore's"),
         (lambda text: json.dumps({**json.loads(text), "ckptstore": 2}), InvalidInput, "format 2"),
-        (lambda text: json.dumps({**json.loads(text), "chunk_bytes": 1 << 16}), Corrupt, "check does not match"),
+        (
+            lambda text: json.dumps({**json.loads(text), "chunk_bytes": 1 << 16}),
+            Corrupt,
+            "check does not match",
+        ),
     ],
 )
-def test_a_store_file_that_is_not_ours_or_damaged_is_refused(place: Path, change: Any, error: type[Exception], says: str) -> None:
+def test_a_store_file_that_is_not_ours_or_damaged_is_refused(
+    place: Path, change: Any, error: type[Exception], says: str
+) -> None:
     init_store(place)
     config = place / "ckptstore.json"
     config.write_text(change(config.read_text()))
@@ -78,7 +88,9 @@ def test_a_store_file_that_is_not_ours_or_damaged_is_refused(place: Path, change
 
 
 @pytest.mark.parametrize(("kind", "error"), [("read", InvalidInput), ("write", ReadOnly)])
-def test_unknown_features_stop_readers_or_writers(place: Path, kind: str, error: type[Exception]) -> None:
+def test_unknown_features_stop_readers_or_writers(
+    place: Path, kind: str, error: type[Exception]
+) -> None:
     from dataclasses import replace
 
     from ckptstore.objects.config import decode_config, encode_config
@@ -88,7 +100,9 @@ def test_unknown_features_stop_readers_or_writers(place: Path, kind: str, error:
         store.commit({"n": 1}, step=1)
     config = place / "ckptstore.json"
     features = {kind: ("teleport",)}
-    config.write_bytes(encode_config(replace(decode_config(config.read_bytes(), "here"), **features)))
+    config.write_bytes(
+        encode_config(replace(decode_config(config.read_bytes(), "here"), **features))
+    )
     if kind == "read":
         with pytest.raises(error, match="teleport"):
             ckptstore.open(place)
@@ -105,7 +119,11 @@ def test_a_read_only_store_can_be_read_and_not_written(place: Path) -> None:
     before = {p: p.read_bytes() for p in place.rglob("*") if p.is_file()}
     with ckptstore.open(place, read_only=True) as store:
         assert store.checkout(1).read("n") == 1
-        for write in (lambda: store.commit({"n": 2}), lambda: store.tag("x"), lambda: store.untag("x")):
+        for write in (
+            lambda: store.commit({"n": 2}),
+            lambda: store.tag("x"),
+            lambda: store.untag("x"),
+        ):
             with pytest.raises(ReadOnly, match="read_only"):
                 write()
     assert {p: p.read_bytes() for p in place.rglob("*") if p.is_file()} == before
@@ -114,7 +132,12 @@ def test_a_read_only_store_can_be_read_and_not_written(place: Path) -> None:
 def test_a_store_that_was_closed_takes_nothing_any_more(place: Path) -> None:
     with ckptstore.open(place) as store:
         snapshot = store.commit({"n": 1, "model": {"weight": torch.arange(3000.0)}}, step=1)
-    for write in (lambda: store.commit({"n": 2}), lambda: store.commit_async({"n": 2}), lambda: store.tag("x"), lambda: store.gc()):
+    for write in (
+        lambda: store.commit({"n": 2}),
+        lambda: store.commit_async({"n": 2}),
+        lambda: store.tag("x"),
+        lambda: store.gc(),
+    ):
         with pytest.raises(InvalidInput, match="was closed; open it again"):
             write()
     assert torch.equal(snapshot.read("model/weight"), torch.arange(3000.0))
@@ -152,7 +175,9 @@ def test_an_unwritable_path_is_a_clear_error(place: Path) -> None:
         assert os.listdir(closed) == []
 
 
-def test_a_store_that_appears_while_another_is_made_is_opened(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_store_that_appears_while_another_is_made_is_opened(
+    place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     refuse = store_handle._refuse_foreign
 
     def another_is_faster(storage: Storage) -> None:
@@ -172,13 +197,18 @@ def test_of_two_processes_that_make_a_store_at_once_one_makes_it(place: Path) ->
     assert len(set(ids)) == 1
     with ckptstore.open(place) as store:
         assert sorted(info.step for info in store.log()) == list(range(8))
-        assert all(torch.equal(store.checkout(i).read("w"), torch.full((50_000,), float(i))) for i in range(8))
+        assert all(
+            torch.equal(store.checkout(i).read("w"), torch.full((50_000,), float(i)))
+            for i in range(8)
+        )
 
 
 def _open_and_commit(job: tuple[str, int]) -> str:
     place, step = job
     with ckptstore.open(place) as store:
-        store.commit({"w": torch.full((50_000,), float(step)), "same": torch.arange(50_000)}, step=step)
+        store.commit(
+            {"w": torch.full((50_000,), float(step)), "same": torch.arange(50_000)}, step=step
+        )
         return store.id
 
 

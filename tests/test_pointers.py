@@ -1,4 +1,5 @@
-"""Pointer files: a path that means a commit, wherever a ref may stand; what is no pointer file is refused and never followed."""
+"""Pointer files: a path that means a commit, wherever a ref may stand; what is no pointer file is
+refused and never followed."""
 
 import json
 import os
@@ -25,7 +26,9 @@ def store(tmp_path: Path) -> ckptstore.Store:
     return store
 
 
-def test_a_pointer_opens_the_commit_without_the_store(store: ckptstore.Store, tmp_path: Path) -> None:
+def test_a_pointer_opens_the_commit_without_the_store(
+    store: ckptstore.Store, tmp_path: Path
+) -> None:
     written = ckptstore.write_pointer(tmp_path / "exports" / "best", store, 2)
     store.close()
     with ckptstore.open_pointer(tmp_path / "exports" / "best") as snap:
@@ -36,7 +39,12 @@ def test_a_pointer_opens_the_commit_without_the_store(store: ckptstore.Store, tm
 def test_a_path_is_taken_wherever_a_ref_is(store: ckptstore.Store, tmp_path: Path) -> None:
     path = tmp_path / "one"
     first = ckptstore.write_pointer(path, store, 1)
-    assert store.checkout(path).id == store.checkout(str(path)).id == store.checkout(first).id == first.id
+    assert (
+        store.checkout(path).id
+        == store.checkout(str(path)).id
+        == store.checkout(first).id
+        == first.id
+    )
     assert [change.path for change in store.diff(path, 1).changes] == []
     store.tag("old", path)
     assert store.tags() == {"old": first.id}
@@ -49,7 +57,9 @@ def test_a_path_is_taken_wherever_a_ref_is(store: ckptstore.Store, tmp_path: Pat
     assert store.checkout(path).id == first.id
 
 
-def test_a_tag_goes_before_a_file_of_that_name(store: ckptstore.Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_tag_goes_before_a_file_of_that_name(
+    store: ckptstore.Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     ckptstore.write_pointer("good", store, 1)
     assert store.checkout("good").step == 1
@@ -72,7 +82,10 @@ def test_the_command_takes_paths_and_finds_the_store_by_them(
     assert call("diff", path, "3", "--json").document["before"]["id"] == wanted
     assert call("tag", "t", path, "--json").document["commit"] == wanted
     assert call("export", path, str(tmp_path / "out.pt"), "--json").document["commit"] == wanted
-    assert call("-s", str(tmp_path / "store"), "show", "two", "--json").document["commit"]["id"] == wanted
+    assert (
+        call("-s", str(tmp_path / "store"), "show", "two", "--json").document["commit"]["id"]
+        == wanted
+    )
     assert call("show", "./three").code == Exit.FAILED
     assert call("show", "three").code == Exit.NO_STORE
 
@@ -92,8 +105,12 @@ def test_a_pointer_and_its_store_are_moved_together(store: ckptstore.Store, tmp_
 def test_a_pointer_far_from_its_store_names_it_absolutely(tmp_path: Path) -> None:
     (tmp_path / "a" / "b").mkdir(parents=True)
     write_pointer(tmp_path / "a" / "b" / "p", Pointer(str(tmp_path / "x" / "store"), COMMIT))
-    assert json.loads((tmp_path / "a" / "b" / "p").read_text())["store"] == str(tmp_path / "x" / "store")
-    assert read_pointer(tmp_path / "a" / "b" / "p") == Pointer(str(tmp_path / "x" / "store"), COMMIT)
+    assert json.loads((tmp_path / "a" / "b" / "p").read_text())["store"] == str(
+        tmp_path / "x" / "store"
+    )
+    assert read_pointer(tmp_path / "a" / "b" / "p") == Pointer(
+        str(tmp_path / "x" / "store"), COMMIT
+    )
 
 
 def test_a_pointer_is_replaced_at_once_and_nothing_else_ever(tmp_path: Path) -> None:

@@ -1,4 +1,5 @@
-"""The store as training code uses it: what went in comes back, what does not fit is refused, nothing is half-done."""
+"""The store as training code uses it: what went in comes back, what does not fit is refused,
+nothing is half-done."""
 
 import logging
 import os
@@ -18,7 +19,9 @@ from ckptstore import Corrupt, InvalidInput, NotFound, Unavailable
 
 
 def net(width: int = 64) -> torch.nn.Module:
-    return torch.nn.Sequential(torch.nn.Linear(16, width), torch.nn.ReLU(), torch.nn.Linear(width, 4))
+    return torch.nn.Sequential(
+        torch.nn.Linear(16, width), torch.nn.ReLU(), torch.nn.Linear(width, 4)
+    )
 
 
 def training() -> dict[str, Any]:
@@ -27,7 +30,12 @@ def training() -> dict[str, Any]:
     optimizer = torch.optim.AdamW(model.parameters())
     model(torch.randn(8, 16)).sum().backward()
     optimizer.step()
-    return {"model": model, "optimizer": optimizer, "epoch": 3, "history": {"losses": [1.0, 0.5], "best": torch.arange(5)}}
+    return {
+        "model": model,
+        "optimizer": optimizer,
+        "epoch": 3,
+        "history": {"losses": [1.0, 0.5], "best": torch.arange(5)},
+    }
 
 
 def files(root: Path, folder: str) -> list[Path]:
@@ -74,15 +82,23 @@ def test_a_fresh_process_resumes_where_the_last_one_stopped(place: Path) -> None
         store.commit(state, step=1)
     code = (
         "import ckptstore, torch, sys\n"
-        "model = torch.nn.Sequential(torch.nn.Linear(16, 64), torch.nn.ReLU(), torch.nn.Linear(64, 4))\n"
+        "model = torch.nn.Sequential(torch.nn.Linear(16, 64), torch.nn.ReLU(), torch.nn.Linear(64, "
+        "4))\n"
         "optimizer = torch.optim.AdamW(model.parameters())\n"
         "history = {'losses': [], 'best': torch.zeros(5, dtype=torch.int64)}\n"
         "state = {'model': model, 'optimizer': optimizer, 'epoch': 0, 'history': history}\n"
         "snapshot = ckptstore.open(sys.argv[1]).resume(state)\n"
-        "print(snapshot.step, state['epoch'], sum(p.double().sum().item() for p in model.parameters()).hex())\n"
+        "print(snapshot.step, state['epoch'], sum(p.double().sum().item() for p in "
+        "model.parameters()).hex())\n"
     )
-    out = subprocess.run([sys.executable, "-c", code, str(place)], capture_output=True, text=True, check=True).stdout.split()
-    assert out == ["1", "3", sum(p.double().sum().item() for p in state["model"].parameters()).hex()]
+    out = subprocess.run(
+        [sys.executable, "-c", code, str(place)], capture_output=True, text=True, check=True
+    ).stdout.split()
+    assert out == [
+        "1",
+        "3",
+        sum(p.double().sum().item() for p in state["model"].parameters()).hex(),
+    ]
 
 
 def test_resume_on_a_fresh_store_returns_none(place: Path) -> None:
@@ -96,12 +112,18 @@ def test_state_dict_gives_fresh_containers_of_the_same_types(place: Path) -> Non
         state_dict = store.commit(state).state_dict()
     assert list(state_dict) == ["model", "optimizer", "epoch", "history"]
     assert state_dict["history"]["losses"] == [1.0, 0.5] and state_dict["epoch"] == 3
-    assert all(torch.equal(v, state_dict["model"][k]) for k, v in state["model"].state_dict().items())
+    assert all(
+        torch.equal(v, state_dict["model"][k]) for k, v in state["model"].state_dict().items()
+    )
 
 
 @pytest.mark.parametrize("codec", ["raw", "zstd"])
 def test_each_codec_gives_back_the_same_bytes(place: Path, codec: str) -> None:
-    state = {"smooth": torch.linspace(0, 1, 300_000), "random": torch.randn(100_000, dtype=torch.float64), "zeros": torch.zeros(500_000)}
+    state = {
+        "smooth": torch.linspace(0, 1, 300_000),
+        "random": torch.randn(100_000, dtype=torch.float64),
+        "zeros": torch.zeros(500_000),
+    }
     with ckptstore.open(place, codec=codec) as store:
         snapshot = store.commit(state)
         for name, tensor in state.items():
@@ -115,7 +137,9 @@ def test_one_leaf_or_a_part_of_it_can_be_read(place: Path) -> None:
     with ckptstore.open(place) as store:
         snapshot = store.commit({"model": {"w": weight, "n": 7}})
         assert torch.equal(snapshot.read("model/w"), weight)
-        assert torch.equal(snapshot.read("model/w", (slice(5, 2000), slice(10, 20))), weight[5:2000, 10:20])
+        assert torch.equal(
+            snapshot.read("model/w", (slice(5, 2000), slice(10, 20))), weight[5:2000, 10:20]
+        )
         assert torch.equal(snapshot.read("model/w", -1), weight[-1])
         assert snapshot.read("model/n") == 7
         with pytest.raises(InvalidInput, match="step 2"):
@@ -136,7 +160,9 @@ def test_an_unchanged_commit_writes_no_pack(place: Path) -> None:
         packs = files(place, "packs")
         again = store.commit(state, step=2)
         assert files(place, "packs") == packs
-        assert again.new_bytes == 0 and again.content_id == first.content_id and again.id != first.id
+        assert (
+            again.new_bytes == 0 and again.content_id == first.content_id and again.id != first.id
+        )
 
 
 def test_equal_chunks_are_stored_once_across_leaves_and_runs(place: Path) -> None:
@@ -164,12 +190,26 @@ def test_a_change_costs_the_chunks_it_touches(place: Path) -> None:
 
 def test_refs_name_steps_tags_ids_runs_ancestors_and_bests(place: Path) -> None:
     with ckptstore.open(place) as store:
-        ids = [store.commit({"n": i}, step=10 * i, metrics={"loss": abs(i - 2), "acc": i}).id for i in range(4)]
+        ids = [
+            store.commit({"n": i}, step=10 * i, metrics={"loss": abs(i - 2), "acc": i}).id
+            for i in range(4)
+        ]
         store.tag("good", 10)
         with ckptstore.open(place, run="other") as other:
             foreign = other.commit({"n": 9}, step=10).id
-        wanted = {10: 1, "good": 1, ids[2][:10]: 2, "latest": 3, "latest~2": 1, "best:loss": 2, "best:acc:max": 3, "good~1": 0}
-        assert {ref: store.checkout(ref).id for ref in wanted} == {ref: ids[i] for ref, i in wanted.items()}
+        wanted = {
+            10: 1,
+            "good": 1,
+            ids[2][:10]: 2,
+            "latest": 3,
+            "latest~2": 1,
+            "best:loss": 2,
+            "best:acc:max": 3,
+            "good~1": 0,
+        }
+        assert {ref: store.checkout(ref).id for ref in wanted} == {
+            ref: ids[i] for ref, i in wanted.items()
+        }
         assert store.checkout("other@10").id == foreign
         assert [info.id for info in store.log()] == ids[::-1]
         assert [info.parents for info in store.log()] == [(ids[2],), (ids[1],), (ids[0],), ()]
@@ -187,7 +227,9 @@ def test_refs_name_steps_tags_ids_runs_ancestors_and_bests(place: Path) -> None:
         (1.5, InvalidInput, "no ref"),
     ],
 )
-def test_an_unknown_ref_names_near_ones(place: Path, ref: Any, error: type[Exception], says: str) -> None:
+def test_an_unknown_ref_names_near_ones(
+    place: Path, ref: Any, error: type[Exception], says: str
+) -> None:
     with ckptstore.open(place) as store:
         store.commit({"n": 1}, step=10, tag="good", metrics={"loss": 1.0})
         with pytest.raises(error, match=says):
@@ -204,7 +246,25 @@ def test_tags_move_and_go(place: Path) -> None:
             store.untag("y")
 
 
-@pytest.mark.parametrize("name", ["", "a b", "../x", "/x", "x/", "a//b", "latest", "123", "é", "x" * 201, "-x", "a\n", "~1", "a@b"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "",
+        "a b",
+        "../x",
+        "/x",
+        "x/",
+        "a//b",
+        "latest",
+        "123",
+        "é",
+        "x" * 201,
+        "-x",
+        "a\n",
+        "~1",
+        "a@b",
+    ],
+)
 def test_a_tag_with_forbidden_characters_is_refused(place: Path, name: str) -> None:
     with ckptstore.open(place) as store:
         with pytest.raises(InvalidInput, match="cannot be a tag"):
@@ -226,7 +286,9 @@ def test_lineage_follows_what_was_restored(place: Path) -> None:
 
 def test_a_missing_or_an_extra_leaf_is_named_and_strict_false_lists_both(place: Path) -> None:
     def model(**sizes: int) -> torch.nn.Module:
-        return torch.nn.ParameterDict({name: torch.full((n,), float(n)) for name, n in sizes.items()})
+        return torch.nn.ParameterDict(
+            {name: torch.full((n,), float(n)) for name, n in sizes.items()}
+        )
 
     with ckptstore.open(place) as store:
         store.commit({"model": model(a=3, b=4), "gone": 1})
@@ -238,8 +300,13 @@ def test_a_missing_or_an_extra_leaf_is_named_and_strict_false_lists_both(place: 
         assert all(path in str(caught.value) for path in ("model/b", "model/c", "gone", "new"))
         assert torch.equal(target["model"].a, torch.zeros(3))
         report = store.checkout().restore(target, strict=False)
-    assert set(report.missing) == {"model/c", "new"} and set(report.unexpected) == {"model/b", "gone"}
-    assert torch.equal(target["model"].a, torch.full((3,), 3.0)) and torch.equal(target["model"].c, torch.full((5,), 5.0))
+    assert set(report.missing) == {"model/c", "new"} and set(report.unexpected) == {
+        "model/b",
+        "gone",
+    }
+    assert torch.equal(target["model"].a, torch.full((3,), 3.0)) and torch.equal(
+        target["model"].c, torch.full((5,), 5.0)
+    )
 
 
 def test_a_plain_dict_takes_what_the_commit_has_beyond_it(place: Path) -> None:
@@ -247,11 +314,18 @@ def test_a_plain_dict_takes_what_the_commit_has_beyond_it(place: Path) -> None:
         store.commit({"history": {"loss": 0.5, "curve": torch.ones(3)}})
         target: dict[str, Any] = {"history": {}}
         store.checkout().restore(target)
-    assert target["history"]["loss"] == 0.5 and torch.equal(target["history"]["curve"], torch.ones(3))
+    assert target["history"]["loss"] == 0.5 and torch.equal(
+        target["history"]["curve"], torch.ones(3)
+    )
 
 
-@pytest.mark.parametrize(("tensor", "says"), [(torch.zeros(4), r"\[4\]"), (torch.zeros(3, dtype=torch.float64), "float64")])
-def test_a_shape_or_dtype_that_differs_is_never_cast(place: Path, tensor: torch.Tensor, says: str) -> None:
+@pytest.mark.parametrize(
+    ("tensor", "says"),
+    [(torch.zeros(4), r"\[4\]"), (torch.zeros(3, dtype=torch.float64), "float64")],
+)
+def test_a_shape_or_dtype_that_differs_is_never_cast(
+    place: Path, tensor: torch.Tensor, says: str
+) -> None:
     with ckptstore.open(place) as store:
         store.commit({"model": {"a": torch.ones(3)}})
         for strict in (True, False):
@@ -261,9 +335,20 @@ def test_a_shape_or_dtype_that_differs_is_never_cast(place: Path, tensor: torch.
 
 def test_keys_with_slashes_dots_percents_spaces_and_unicode_never_collide(place: Path) -> None:
     state = {
-        "m": {"a.b": torch.tensor(1), "a": {"b": torch.tensor(2)}, "a/b": torch.tensor(3), "a%2Fb": torch.tensor(4), "": torch.tensor(5)},
+        "m": {
+            "a.b": torch.tensor(1),
+            "a": {"b": torch.tensor(2)},
+            "a/b": torch.tensor(3),
+            "a%2Fb": torch.tensor(4),
+            "": torch.tensor(5),
+        },
         "m/a": {"b": torch.tensor(6)},
-        "ü n": {0: torch.tensor(7), "0": torch.tensor(8), True: torch.tensor(9), (1, "x"): torch.tensor(10)},
+        "ü n": {
+            0: torch.tensor(7),
+            "0": torch.tensor(8),
+            True: torch.tensor(9),
+            (1, "x"): torch.tensor(10),
+        },
     }
     with ckptstore.open(place) as store:
         snapshot = store.commit(state)
@@ -287,7 +372,9 @@ def test_keys_with_slashes_dots_percents_spaces_and_unicode_never_collide(place:
         ({"message": 5}, "message is 5"),
     ],
 )
-def test_a_label_that_cannot_be_is_refused(place: Path, arguments: dict[str, Any], says: str) -> None:
+def test_a_label_that_cannot_be_is_refused(
+    place: Path, arguments: dict[str, Any], says: str
+) -> None:
     with ckptstore.open(place) as store, pytest.raises(InvalidInput, match=says):
         store.commit({"n": 1}, **arguments)
 
@@ -296,9 +383,14 @@ def test_steps_and_metrics_may_be_whatever_counts_as_a_number(place: Path) -> No
     loss = torch.tensor(0.5, requires_grad=True) * 2
     with warnings.catch_warnings(), ckptstore.open(place) as store:
         warnings.simplefilter("error")
-        store.commit({"n": 1}, step=torch.tensor(7), metrics={"loss": loss, "acc": np.float32(0.25)})  # type: ignore[arg-type, dict-item]
+        store.commit(
+            {"n": 1}, step=torch.tensor(7), metrics={"loss": loss, "acc": np.float32(0.25)}
+        )  # type: ignore[arg-type, dict-item]
         store.commit({"n": 2}, step=np.int64(8))  # type: ignore[arg-type]
-        assert [(info.step, dict(info.metrics)) for info in store.log()] == [(8, {}), (7, {"loss": 1.0, "acc": 0.25})]
+        assert [(info.step, dict(info.metrics)) for info in store.log()] == [
+            (8, {}),
+            (7, {"loss": 1.0, "acc": 0.25}),
+        ]
 
 
 @pytest.mark.parametrize("given", [torch.nn.Linear(2, 2), [torch.ones(2)], None])
@@ -320,7 +412,9 @@ def test_what_cannot_be_stored_is_named_and_leaves_nothing(place: Path) -> None:
 # -- damage --
 
 
-def test_a_flipped_bit_is_found_and_resume_falls_back(place: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_flipped_bit_is_found_and_resume_falls_back(
+    place: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     tensor = torch.randn(100_000)
     with ckptstore.open(place) as store:
         store.commit({"w": tensor}, step=1)
@@ -386,7 +480,9 @@ def test_threads_may_share_a_store(place: Path) -> None:
         assert not failed and len(store.log()) == 6
 
 
-def test_a_failing_disk_leaves_nothing_visible(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failing_disk_leaves_nothing_visible(
+    place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with ckptstore.open(place) as store:
         store.commit({"w": torch.arange(5)}, step=1)
         before = files(place, "packs")
@@ -407,19 +503,31 @@ def test_a_failing_disk_leaves_nothing_visible(place: Path, monkeypatch: pytest.
         store.commit({"w": torch.randn(300_000)}, step=2)
 
 
-def test_a_commit_says_what_it_cost_in_one_line(place: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_commit_says_what_it_cost_in_one_line(
+    place: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     with ckptstore.open(place) as store, caplog.at_level(logging.INFO, "ckptstore"):
         snapshot = store.commit({"w": torch.zeros(1000)}, step=5, tag="x")
     line = caplog.messages[-1]
-    assert line.startswith(f"commit {snapshot.id[:12]} step 5 (x): 3.9 KiB -> ") and "durable after" in line
-    assert snapshot.stats.logical_bytes == 4000 and snapshot.stats.held_s >= snapshot.stats.durable_s >= snapshot.stats.packed_s
+    assert (
+        line.startswith(f"commit {snapshot.id[:12]} step 5 (x): 3.9 KiB -> ")
+        and "durable after" in line
+    )
+    assert (
+        snapshot.stats.logical_bytes == 4000
+        and snapshot.stats.held_s >= snapshot.stats.durable_s >= snapshot.stats.packed_s
+    )
 
 
-def test_numbers_beyond_what_a_log_holds_are_refused_before_anything_is_written(place: Path) -> None:
+def test_numbers_beyond_what_a_log_holds_are_refused_before_anything_is_written(
+    place: Path,
+) -> None:
     with ckptstore.open(place) as store:
         store.commit({"n": 1}, step=2**53, metrics={"loss": float("inf")})
         before = sorted(place.rglob("*"))
-        with pytest.raises(InvalidInput, match="wanted a whole number from 0 to 9007199254740992, or None"):
+        with pytest.raises(
+            InvalidInput, match="wanted a whole number from 0 to 9007199254740992, or None"
+        ):
             store.commit({"n": 2}, step=2**53 + 1)
         with pytest.raises(InvalidInput, match=r"metric 'loss' is 10+; wanted a number"):
             store.commit({"n": 2}, metrics={"loss": 10**400})

@@ -14,10 +14,14 @@ def place(tmp_path: Path) -> Path:
     return tmp_path / "store"
 
 
-def test_what_is_tied_across_keys_is_read_once_where_the_commit_has_one_content(place: Path) -> None:
+def test_what_is_tied_across_keys_is_read_once_where_the_commit_has_one_content(
+    place: Path,
+) -> None:
     with ckptstore.open(place) as store:
         wanted = torch.randn(1000, 300)
-        snap = store.commit({"model": {"w": wanted, "n": torch.ones(2)}, "average": {"w": wanted.clone()}})
+        snap = store.commit(
+            {"model": {"w": wanted, "n": torch.ones(2)}, "average": {"w": wanted.clone()}}
+        )
         shared = torch.zeros(1000, 300)
         target = {"model": {"w": shared, "n": torch.zeros(2)}, "average": {"w": shared}}
         snap.restore(target)
@@ -27,10 +31,16 @@ def test_what_is_tied_across_keys_is_read_once_where_the_commit_has_one_content(
 
 def test_what_is_tied_across_keys_cannot_be_restored_to_two_contents(place: Path) -> None:
     with ckptstore.open(place) as store:
-        snap = store.commit({"model": {"w": torch.ones(3)}, "average": {"w": torch.full((3,), 2.0)}})
+        snap = store.commit(
+            {"model": {"w": torch.ones(3)}, "average": {"w": torch.full((3,), 2.0)}}
+        )
         shared = torch.zeros(3)
         for strict in (True, False):
-            with pytest.raises(InvalidInput, match=r"average/w: the commit has a content of its own, the target has one tensor .* model/w"):
+            with pytest.raises(
+                InvalidInput,
+                match=r"average/w: the commit has a content of its own, the target has one tensor "
+                r".* model/w",
+            ):
                 snap.restore({"model": {"w": shared}, "average": {"w": shared}}, strict=strict)
             assert shared.tolist() == [0, 0, 0]
         snap.restore({"model": {"w": shared}}, strict=False)

@@ -1,4 +1,5 @@
-"""Parsers and values of the command line: an option is given once or adds up, and what cannot be understood raises `UsageError`."""
+"""Parsers and values of the command line: an option is given once or adds up, and what cannot be
+understood raises `UsageError`."""
 
 import argparse
 import difflib
@@ -17,7 +18,9 @@ class Parser(ArgumentParser):
     """argparse that raises `UsageError` and says what somebody who mistyped may have meant."""
 
     def __init__(self, **kwargs: Any) -> None:
-        super().__init__(allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter, **kwargs)
+        super().__init__(
+            allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter, **kwargs
+        )
         for name in (None, "store"):
             self.register("action", name, Once)
         self.commands: dict[str, Parser] = {}
@@ -27,13 +30,18 @@ class Parser(ArgumentParser):
             choices = re.findall(r"[^', ]+", mistyped["choices"])
             near = difflib.get_close_matches(mistyped["given"], choices, n=2, cutoff=0.5)
             known = meant(near) or f"; there are {', '.join(choices)}"
-            what = "command" if self.prog == "ckptstore" else message.split(":")[0].removeprefix("argument ").lower()
+            what = (
+                "command"
+                if self.prog == "ckptstore"
+                else message.split(":")[0].removeprefix("argument ").lower()
+            )
             message = f"no {what} {mistyped['given']!r}{known}"
         raise UsageError(message, self.prog)
 
 
 class Once(argparse.Action):
-    """Store the value of an option, and refuse a second one. What may be repeated says so: `action="append"` or `"extend"`.
+    """Store the value of an option, and refuse a second one. What may be repeated says so:
+    `action="append"` or `"extend"`.
 
     Parsers whose options are the same to a user share `given`, the destinations that have a value.
     """
@@ -42,11 +50,19 @@ class Once(argparse.Action):
         super().__init__(*args, **kwargs)
         self._given = {} if given is None else given
 
-    def __call__(self, parser: ArgumentParser, namespace: Namespace, values: object, option_string: str | None = None) -> None:
+    def __call__(
+        self,
+        parser: ArgumentParser,
+        namespace: Namespace,
+        values: object,
+        option_string: str | None = None,
+    ) -> None:
         if self.option_strings:
             if self.dest in self._given:
                 both = f"{self._given[self.dest]!r} and {values!r}"
-                raise UsageError(f"{option_string} is given twice, with {both}; it takes one value", parser.prog)
+                raise UsageError(
+                    f"{option_string} is given twice, with {both}; it takes one value", parser.prog
+                )
             self._given[self.dest] = values
         setattr(namespace, self.dest, values)
 
@@ -58,7 +74,9 @@ def meant(near: Sequence[str]) -> str:
 def size(text: str) -> int:
     if found := _SIZE.fullmatch(text):
         return int(found[1]) << {"": 0, "K": 10, "M": 20, "G": 30, "T": 40}[found[2].upper()]
-    raise argparse.ArgumentTypeError(f"{text!r} is no size: wanted bytes, or KiB, MiB or GiB, such as 1MiB")
+    raise argparse.ArgumentTypeError(
+        f"{text!r} is no size: wanted bytes, or KiB, MiB or GiB, such as 1MiB"
+    )
 
 
 def share(text: str) -> float:

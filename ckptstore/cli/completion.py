@@ -1,4 +1,5 @@
-"""`ckptstore completion`: a script that teaches a shell the command line, and the tags of the store at hand."""
+"""`ckptstore completion`: a script that teaches a shell the command line, and the tags of the store
+at hand."""
 
 from argparse import Namespace
 

@@ -1,4 +1,5 @@
-"""`ckptstore diff`: what changed from one commit to another, leaf by leaf, folded on a terminal where there is too much to look at."""
+"""`ckptstore diff`: what changed from one commit to another, leaf by leaf, folded on a terminal
+where there is too much to look at."""
 
 from argparse import Namespace
 from collections.abc import Iterable, Mapping, Sequence
@@ -25,7 +26,8 @@ MARKS = {"added": "+", "removed": "-", "changed": "~"}
 
 @dataclass(frozen=True, slots=True)
 class Side:
-    """A leaf in one of the two commits: the key it belongs to, its type, and the text of its value if it is one."""
+    """A leaf in one of the two commits: the key it belongs to, its type, and the text of its value
+    if it is one."""
 
     key: str
     type: str
@@ -50,12 +52,17 @@ class Row:
     @property
     def what(self) -> str:
         """`float32[3] → float32[4]`, `100 → 200`, or the type of a tensor that has other bytes."""
-        texts = [side.type if side.value is None else side.value for side in (self.before, self.after) if side]
+        texts = [
+            side.type if side.value is None else side.value
+            for side in (self.before, self.after)
+            if side
+        ]
         return texts[0] if len(texts) == 1 or texts[0] == texts[1] else f"{texts[0]} → {texts[1]}"
 
     @property
     def alike(self) -> tuple[str, ...]:
-        """What rows on one folded line have in common: how they changed, and tensors their dtypes, values their text."""
+        """What rows on one folded line have in common: how they changed, and tensors their dtypes,
+        values their text."""
         sides = [side for side in (self.before, self.after) if side]
         return (self.change.change, *(side.dtype or f"{side.type} {side.value}" for side in sides))
 
@@ -68,12 +75,17 @@ def run(args: Namespace, screen: Screen) -> Exit:
             before, after = (trees_of(reader, info) for info in infos)
         found = compare(before, after)
     old, new = _where(before), _where(after)
-    rows = [Row(change, _side(old, change.path), _side(new, change.path)) for change in found.changes]
+    rows = [
+        Row(change, _side(old, change.path), _side(new, change.path)) for change in found.changes
+    ]
     if screen.json:
         screen.document(
             {
                 "store": store.url,
-                **{name: commit_document(info) for name, info in zip(("before", "after"), infos, strict=True)},
+                **{
+                    name: commit_document(info)
+                    for name, info in zip(("before", "after"), infos, strict=True)
+                },
                 "unchanged": found.unchanged,
                 "changed_bytes": found.changed_bytes,
                 "changes": [_document(row) for row in rows],
@@ -100,12 +112,28 @@ def _side(where: Mapping[str, tuple["Tree", int]], path: str) -> Side | None:
     tree, i = where[path]
     kind, inline = tree.schema.kinds[i], tree.content(i).inline
     value = value_text(inline) if kind == "value" and inline is not None else None
-    return Side(tree.key, type_text(kind, tree.schema.dtypes[i], tree.schema.shapes[i]), tree.schema.dtypes[i], value)
+    return Side(
+        tree.key,
+        type_text(kind, tree.schema.dtypes[i], tree.schema.shapes[i]),
+        tree.schema.dtypes[i],
+        value,
+    )
 
 
 def _listed(rows: Iterable[Row]) -> Table:
-    columns = (Column(""), Column("path", fit="wrap"), Column("what", fit="wrap"), Column("changed", right=True), Column("of", right=True))
-    return Table(columns, tuple((MARKS[row.change.change], row.change.path, row.what, *_sizes([row])) for row in rows))
+    columns = (
+        Column(""),
+        Column("path", fit="wrap"),
+        Column("what", fit="wrap"),
+        Column("changed", right=True),
+        Column("of", right=True),
+    )
+    return Table(
+        columns,
+        tuple(
+            (MARKS[row.change.change], row.change.path, row.what, *_sizes([row])) for row in rows
+        ),
+    )
 
 
 def _folded(rows: Iterable[Row]) -> Table:
@@ -131,7 +159,10 @@ def _group(pattern: str, rows: Sequence[Row]) -> tuple[str, ...]:
 def _stat(rows: Sequence[Row], before: Mapping[str, "Tree"], after: Mapping[str, "Tree"]) -> Table:
     columns = (
         Column("key"),
-        *(Column(name, right=True) for name in ("added", "removed", "changed", "unchanged", "changed bytes", "of")),
+        *(
+            Column(name, right=True)
+            for name in ("added", "removed", "changed", "unchanged", "changed bytes", "of")
+        ),
     )
     cells = []
     for key in dict.fromkeys((*after, *before)):
@@ -139,20 +170,37 @@ def _stat(rows: Sequence[Row], before: Mapping[str, "Tree"], after: Mapping[str,
         counts = [sum(row.change.change == change for row in here) for change in MARKS]
         tree = after.get(key)
         unchanged = len(tree.schema) - counts[0] - counts[2] if tree else 0
-        total = sum(tree.raw_bytes(i) for i, alias in enumerate(tree.schema.aliases) if alias < 0) if tree else 0
+        total = (
+            sum(tree.raw_bytes(i) for i, alias in enumerate(tree.schema.aliases) if alias < 0)
+            if tree
+            else 0
+        )
         changed = sum(row.change.changed_bytes for row in here if row.change.change != "removed")
-        cells.append((key, *(f"{count:,}" for count in (*counts, unchanged)), bytes_text(changed), bytes_text(total)))
+        cells.append(
+            (
+                key,
+                *(f"{count:,}" for count in (*counts, unchanged)),
+                bytes_text(changed),
+                bytes_text(total),
+            )
+        )
     return Table(columns, tuple(cells))
 
 
 def _sizes(rows: Sequence[Row]) -> tuple[str, str]:
-    return bytes_text(sum(row.change.changed_bytes for row in rows)), bytes_text(sum(row.change.raw_bytes for row in rows))
+    return bytes_text(sum(row.change.changed_bytes for row in rows)), bytes_text(
+        sum(row.change.raw_bytes for row in rows)
+    )
 
 
 def _summary(rows: Sequence[Row], unchanged: int) -> str:
     if not rows:
         return f"no difference: {unchanged:,} leaves are the same"
-    counts = ", ".join(f"{count:,} {change}" for change in MARKS if (count := sum(row.change.change == change for row in rows)))
+    counts = ", ".join(
+        f"{count:,} {change}"
+        for change in MARKS
+        if (count := sum(row.change.change == change for row in rows))
+    )
     changed, total = _sizes(rows)
     return f"{counts}, {unchanged:,} unchanged; {changed} changed of {total} in these leaves"
 
@@ -161,7 +209,10 @@ def _document(row: Row) -> dict[str, object]:
     return {
         "path": row.change.path,
         "change": row.change.change,
-        **{name: side and {"type": side.type, "value": side.value} for name, side in (("before", row.before), ("after", row.after))},
+        **{
+            name: side and {"type": side.type, "value": side.value}
+            for name, side in (("before", row.before), ("after", row.after))
+        },
         "raw_bytes": row.change.raw_bytes,
         "changed_bytes": row.change.changed_bytes,
     }

@@ -1,4 +1,5 @@
-"""`ckptstore doctor`: whether the storage does what a store needs, and whether the next commit will fit."""
+"""`ckptstore doctor`: whether the storage does what a store needs, and whether the next commit will
+fit."""
 
 from argparse import Namespace
 from dataclasses import asdict
@@ -18,7 +19,12 @@ def run(args: Namespace, screen: Screen) -> Exit:
             screen.document({"store": store.url, "checks": [asdict(check) for check in checks]})
         else:
             columns = (Column("check"), Column("verdict"), Column("seen", fit="wrap"))
-            screen.table(Table(columns, tuple((check.name, check.verdict.value, check.seen) for check in checks)))
+            screen.table(
+                Table(
+                    columns,
+                    tuple((check.name, check.verdict.value, check.seen) for check in checks),
+                )
+            )
             for check in checks:
                 if check.next:
                     screen.line(f"{check.name}: {check.next}")

@@ -1,4 +1,5 @@
-"""The shapes of the `--json` documents that several commands share (docs/cli.md): full ids, exact integers. Pure."""
+"""The shapes of the `--json` documents that several commands share (docs/cli.md): full ids, exact
+integers. Pure."""
 
 from typing import Any
 

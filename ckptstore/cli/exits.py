@@ -19,7 +19,8 @@ class Exit(IntEnum):
 
 
 class UsageError(CkptStoreError):
-    """The command line cannot be understood. `command` is the part of it whose `--help` says how."""
+    """The command line cannot be understood. `command` is the part of it whose `--help` says
+    how."""
 
     def __init__(self, message: str, command: str = "ckptstore") -> None:
         super().__init__(f"{message}; see `{command} --help`")
@@ -52,5 +53,8 @@ def _busy(error: BaseException) -> bool:
     from ckptstore.log.log import Refused
 
     cause = error.__cause__ or error
-    locked = getattr(cause, "sqlite_errorcode", 0) & 0xFF in (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED)
+    locked = getattr(cause, "sqlite_errorcode", 0) & 0xFF in (
+        sqlite3.SQLITE_BUSY,
+        sqlite3.SQLITE_LOCKED,
+    )
     return locked or isinstance(error, Refused | Busy)

@@ -19,7 +19,13 @@ def run(args: Namespace, screen: Screen) -> Exit:
         found = find_commit(handle, args.ref, args.run)
         with Store(handle, Settings.of()) as store, screen.working(f"exporting {short(found.id)}"):
             snapshot = store.checkout(found.id)
-            done = export(snapshot, args.path, format=args.format, select=args.select or "*", allow_pickle=args.allow_pickle)
+            done = export(
+                snapshot,
+                args.path,
+                format=args.format,
+                select=args.select or "*",
+                allow_pickle=args.allow_pickle,
+            )
     if screen.json:
         screen.document(
             {
@@ -32,7 +38,10 @@ def run(args: Namespace, screen: Screen) -> Exit:
             }
         )
     else:
-        screen.line(f"{short(found.id)} to {args.path} as {done.format}: {count_text(len(done.files), 'file')}, {bytes_text(done.bytes)}")
+        screen.line(
+            f"{short(found.id)} to {args.path} as {done.format}: "
+            f"{count_text(len(done.files), 'file')}, {bytes_text(done.bytes)}"
+        )
         if done.left_out:
             screen.line(f"{done.left_out} other leaves are not in it")
     return Exit.OK

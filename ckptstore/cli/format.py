@@ -43,7 +43,8 @@ def type_text(kind: str, dtype: str, shape: tuple[int, ...]) -> str:
 
 
 def value_text(data: bytes) -> str:
-    """The value of a value leaf as Python would write it, as far as that can be said without its class; cut at `VALUE_CHARACTERS`."""
+    """The value of a value leaf as Python would write it, as far as that can be said without its
+    class; cut at `VALUE_CHARACTERS`."""
     try:
         text = _value(canonical.decode(data))
     except (Corrupt, LookupError, TypeError, ValueError):

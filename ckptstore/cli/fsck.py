@@ -29,7 +29,11 @@ def run(args: Namespace, screen: Screen) -> Exit:
 
 def exit_for(report: Report) -> Exit:
     """Damage, and an index that lies, are for somebody to look at; notes are not."""
-    return Exit.OK if all(finding.severity is Severity.NOTE for finding in report.findings) else Exit.DAMAGED
+    return (
+        Exit.OK
+        if all(finding.severity is Severity.NOTE for finding in report.findings)
+        else Exit.DAMAGED
+    )
 
 
 def show(report: Report, screen: Screen) -> None:
@@ -38,8 +42,15 @@ def show(report: Report, screen: Screen) -> None:
         screen.line(f"{finding.severity}: {finding.what}")
         screen.line(f"    next: {finding.next}")
     if report.damaged_commits:
-        columns = (Column("commit"), Column("findings", right=True), Column("one of the leaves", fit="cut"))
-        rows = tuple((commit[:12], str(len(found)), found[0].leaf) for commit, found in report.damaged_commits.items())
+        columns = (
+            Column("commit"),
+            Column("findings", right=True),
+            Column("one of the leaves", fit="cut"),
+        )
+        rows = tuple(
+            (commit[:12], str(len(found)), found[0].leaf)
+            for commit, found in report.damaged_commits.items()
+        )
         screen.table(Table(columns, rows, title="cannot be restored whole"))
     screen.line(_summary(report))
 
@@ -53,7 +64,13 @@ def _summary(report: Report) -> str:
         seen.append(count_text(looked.packs, "pack"))
     if report.level >= Level.DATA:
         seen.append(f"{bytes_text(looked.data_bytes)} of {bytes_text(looked.stored_bytes)} read")
-    verdict = "damaged" if report.damaged else "no damage" if not report.findings else "no damage to any commit"
+    verdict = (
+        "damaged"
+        if report.damaged
+        else "no damage"
+        if not report.findings
+        else "no damage to any commit"
+    )
     return f"{verdict}: {', '.join(seen)}"
 
 

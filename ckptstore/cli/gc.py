@@ -21,8 +21,14 @@ def run(args: Namespace, screen: Screen) -> Exit:
         if not args.dry_run:
             store.follow()
         if screen.json:
-            document: dict[str, Any] = {"store": store.url, "dry_run": args.dry_run, "plan": _plan_document(report.plan)}
-            screen.document(document if args.dry_run else document | {"done": _done_document(report)})
+            document: dict[str, Any] = {
+                "store": store.url,
+                "dry_run": args.dry_run,
+                "plan": _plan_document(report.plan),
+            }
+            screen.document(
+                document if args.dry_run else document | {"done": _done_document(report)}
+            )
     if not screen.json:
         _print_plan(report.plan, screen)
         if not args.dry_run:
@@ -39,30 +45,67 @@ def _print_plan(plan: GcPlan, screen: Screen) -> None:
         ("purge", len(plan.purge), "commit", None, "forgotten"),
         ("condemn", len(plan.condemn), "pack", None, "no commit needs them"),
         ("delete", len(now), "pack", sum(pack.bytes for pack in now), ""),
-        ("delete", len(plan.orphans), "orphan", sum(orphan.bytes for orphan in plan.orphans), "no log entry lists them"),
-        ("copy from", len(sources), "pack", sum(source.stored_bytes for source in sources), "sparse or small"),
+        (
+            "delete",
+            len(plan.orphans),
+            "orphan",
+            sum(orphan.bytes for orphan in plan.orphans),
+            "no log entry lists them",
+        ),
+        (
+            "copy from",
+            len(sources),
+            "pack",
+            sum(source.stored_bytes for source in sources),
+            "sparse or small",
+        ),
         ("copy to", len(plan.copies), "new pack", plan.copied_bytes, ""),
     ]
-    columns = (Column("step", style="bold"), Column("how many", right=True), Column("bytes", right=True), Column("why", fit="cut"))
-    rows = tuple((step, count_text(n, noun), "" if size is None else bytes_text(size), why) for step, n, noun, size, why in steps if n)
+    columns = (
+        Column("step", style="bold"),
+        Column("how many", right=True),
+        Column("bytes", right=True),
+        Column("why", fit="cut"),
+    )
+    rows = tuple(
+        (step, count_text(n, noun), "" if size is None else bytes_text(size), why)
+        for step, n, noun, size, why in steps
+        if n
+    )
     if rows:
         screen.table(Table(columns, rows))
-    screen.line(f"frees {bytes_text(plan.freed_now_bytes)} now, writes {bytes_text(plan.copied_bytes)}")
+    screen.line(
+        f"frees {bytes_text(plan.freed_now_bytes)} now, writes {bytes_text(plan.copied_bytes)}"
+    )
     for sessions, size in plan.freed_later_bytes.items():
-        screen.line(f"frees {bytes_text(size)} when {_sessions_text(sessions)} (`ckptstore sessions`)")
+        screen.line(
+            f"frees {bytes_text(size)} when {_sessions_text(sessions)} (`ckptstore sessions`)"
+        )
     if plan.full:
         screen.line("the disk is full, so commits in flight are not waited for")
     if plan.missing:
-        screen.complain(f"{count_text(plan.missing, 'needed chunk')} in no live pack; condemned packs stay, run `ckptstore fsck`")
+        screen.complain(
+            f"{count_text(plan.missing, 'needed chunk')} in no live pack; condemned packs stay, "
+            "run `ckptstore fsck`"
+        )
     for pack in plan.unreadable:
-        screen.complain(f"the footer of pack {pack} cannot be read; it stays as it is, run `ckptstore fsck`")
+        screen.complain(
+            f"the footer of pack {pack} cannot be read; it stays as it is, run `ckptstore fsck`"
+        )
 
 
 def _print_done(report: GcReport, screen: Screen) -> None:
-    deleted = f"{count_text(len(report.deleted), 'pack')} and {count_text(report.orphans, 'orphan')}"
-    screen.line(f"freed {bytes_text(report.freed_bytes)} ({deleted}), wrote {bytes_text(report.copied_bytes)}")
+    deleted = (
+        f"{count_text(len(report.deleted), 'pack')} and {count_text(report.orphans, 'orphan')}"
+    )
+    screen.line(
+        f"freed {bytes_text(report.freed_bytes)} ({deleted}), wrote "
+        f"{bytes_text(report.copied_bytes)}"
+    )
     for pack in report.damaged:
-        screen.complain(f"pack {pack} is damaged and was not copied; run `ckptstore fsck --read-data`")
+        screen.complain(
+            f"pack {pack} is damaged and was not copied; run `ckptstore fsck --read-data`"
+        )
     if report.stopped:
         screen.complain(f"stopped copying: {report.stopped}")
 
@@ -78,13 +121,29 @@ def _plan_document(plan: GcPlan) -> dict[str, Any]:
         "mark": plan.mark,
         "over": list(plan.over),
         "purge": list(plan.purge),
-        "packs": [{"pack": pack.id, "bytes": pack.bytes, "condemned": pack.condemned, "waits": list(pack.waits)} for pack in plan.doomed],
+        "packs": [
+            {
+                "pack": pack.id,
+                "bytes": pack.bytes,
+                "condemned": pack.condemned,
+                "waits": list(pack.waits),
+            }
+            for pack in plan.doomed
+        ],
         "orphans": [orphan._asdict() for orphan in plan.orphans],
         "copies": [
-            {"from": [source.id for source in copy.sources], "bytes": copy.bytes, "freed_bytes": copy.freed_bytes} for copy in plan.copies
+            {
+                "from": [source.id for source in copy.sources],
+                "bytes": copy.bytes,
+                "freed_bytes": copy.freed_bytes,
+            }
+            for copy in plan.copies
         ],
         "freed_now_bytes": plan.freed_now_bytes,
-        "freed_later": [{"sessions": list(sessions), "bytes": size} for sessions, size in plan.freed_later_bytes.items()],
+        "freed_later": [
+            {"sessions": list(sessions), "bytes": size}
+            for sessions, size in plan.freed_later_bytes.items()
+        ],
         "copied_bytes": plan.copied_bytes,
         "missing_chunks": plan.missing,
         "unreadable": list(plan.unreadable),

@@ -17,7 +17,10 @@ def run(args: Namespace, screen: Screen) -> Exit:
         from ckptstore.interop.formats import Labels, import_path
         from ckptstore.store import Store
 
-        with Store(handle, Settings.of(run=args.run)) as store, screen.working(f"importing {args.path}"):
+        with (
+            Store(handle, Settings.of(run=args.run)) as store,
+            screen.working(f"importing {args.path}"),
+        ):
             labels = Labels(args.step, tuple(args.tag), args.message, metrics)
             made = import_path(store, args.path, labels, allow_pickle=args.allow_pickle)
     leaves = made.leaves()
@@ -36,7 +39,10 @@ def run(args: Namespace, screen: Screen) -> Exit:
         )
     else:
         size = f"{bytes_text(made.logical_bytes)}, of which {bytes_text(made.new_bytes)} are new"
-        screen.line(f"{short(made.id)} of run {made.run}: {count_text(len(leaves), 'leaf').replace('leafs', 'leaves')}, {size}")
+        screen.line(
+            f"{short(made.id)} of run {made.run}: "
+            f"{count_text(len(leaves), 'leaf').replace('leafs', 'leaves')}, {size}"
+        )
     return Exit.OK
 
 
@@ -44,7 +50,10 @@ def _metrics(texts: Sequence[str]) -> dict[str, float]:
     metrics: dict[str, float] = {}
     for name, value in map(_metric, texts):
         if metrics.setdefault(name, value) != value:
-            raise UsageError(f"two values for the metric {name!r}, {metrics[name]} and {value}; it takes one", "ckptstore import")
+            raise UsageError(
+                f"two values for the metric {name!r}, {metrics[name]} and {value}; it takes one",
+                "ckptstore import",
+            )
     return metrics
 
 
@@ -53,4 +62,6 @@ def _metric(text: str) -> tuple[str, float]:
     try:
         return name, float(value)
     except ValueError as error:
-        raise UsageError(f"{text!r} is no metric: wanted one such as loss=2.31", "ckptstore import") from error
+        raise UsageError(
+            f"{text!r} is no metric: wanted one such as loss=2.31", "ckptstore import"
+        ) from error

@@ -14,9 +14,21 @@ def run(args: Namespace, screen: Screen) -> Exit:
     place = args.path or args.store or os.environ.get(VARIABLE) or "."
     if "://" not in place:
         place = os.path.abspath(place)
-    config = init_store(place, chunk_bytes=args.chunk_size, codec=args.codec, private=args.private, index=args.index)
+    config = init_store(
+        place, chunk_bytes=args.chunk_size, codec=args.codec, private=args.private, index=args.index
+    )
     if screen.json:
-        screen.document({"store": place, "store_id": config.store, "chunk_bytes": config.chunk_bytes, "codec": config.codec})
+        screen.document(
+            {
+                "store": place,
+                "store_id": config.store,
+                "chunk_bytes": config.chunk_bytes,
+                "codec": config.codec,
+            }
+        )
     else:
-        screen.line(f"made an empty store at {place} (chunks of {bytes_text(config.chunk_bytes)}, codec {config.codec})")
+        screen.line(
+            f"made an empty store at {place} (chunks of {bytes_text(config.chunk_bytes)}, codec "
+            f"{config.codec})"
+        )
     return Exit.OK

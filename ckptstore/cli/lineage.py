@@ -1,7 +1,8 @@
 """How the lineage of commits is drawn beside a log, newest first: one line per commit. Pure.
 
-A lane is a column in which a line runs down to a commit that is still to come. A commit sits in the leftmost lane that leads to it; the
-other lanes that lead to it end there (`╯`), and parents beyond the first open lanes (`╮`) or join those that lead to them (`├`, `┤`).
+A lane is a column in which a line runs down to a commit that is still to come. A commit sits in the
+leftmost lane that leads to it; the other lanes that lead to it end there (`╯`), and parents beyond
+the first open lanes (`╮`) or join those that lead to them (`├`, `┤`).
 """
 
 from collections.abc import Mapping, Sequence
@@ -15,7 +16,8 @@ ASCII = str.maketrans("●○│─╯╮├┤┼┴┬", "*o|-'.+++'.")
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """A commit to draw. `parents` are among the commits drawn; `cut` says that it has others, which are not."""
+    """A commit to draw. `parents` are among the commits drawn; `cut` says that it has others, which
+    are not."""
 
     id: CommitId
     parents: tuple[CommitId, ...]
@@ -23,7 +25,8 @@ class Node:
 
 
 def shown(order: Sequence[CommitId], parents: Mapping[CommitId, Sequence[CommitId]]) -> list[Node]:
-    """The commits of `order` as nodes. A parent that is not among them is replaced by its nearest ancestors that are.
+    """The commits of `order` as nodes. A parent that is not among them is replaced by its nearest
+    ancestors that are.
 
     `parents` may know more commits than `order` has, in any order.
     """
@@ -38,12 +41,17 @@ def shown(order: Sequence[CommitId], parents: Mapping[CommitId, Sequence[CommitI
             if unknown := [p for p in above if p not in drawn and p not in nearest]:
                 pending.extend(unknown)
                 continue
-            found = (p for parent in above for p in ([parent] if parent in drawn else nearest[parent]))
+            found = (
+                p for parent in above for p in ([parent] if parent in drawn else nearest[parent])
+            )
             nearest[commit] = tuple(dict.fromkeys(found))
             pending.pop()
         return nearest[start]
 
-    return [Node(commit, ancestors(commit), bool(parents.get(commit)) and not ancestors(commit)) for commit in order]
+    return [
+        Node(commit, ancestors(commit), bool(parents.get(commit)) and not ancestors(commit))
+        for commit in order
+    ]
 
 
 def draw(nodes: Sequence[Node]) -> list[str]:
@@ -92,7 +100,11 @@ def _across(cells: Sequence[str], first: int, last: int) -> str:
     out = []
     for i, cell in enumerate(cells):
         inside = first < i < last
-        crossing = {"│": "┼", " ": "─", "╯": "┴", "╮": "┬", "├": "┼", "┤": "┼"}.get(cell, cell) if inside else cell
+        crossing = (
+            {"│": "┼", " ": "─", "╯": "┴", "╮": "┬", "├": "┼", "┤": "┼"}.get(cell, cell)
+            if inside
+            else cell
+        )
         out.append(crossing + ("─" if first <= i < last else " "))
     return "".join(out).rstrip()
 

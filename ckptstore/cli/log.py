@@ -26,7 +26,8 @@ METRIC_COLUMNS = 3
 
 @dataclass(frozen=True, slots=True)
 class Filter:
-    """Which commits are wanted, beyond their number: of any of `runs`, with a tag that any of the globs `tags` matches; None wants all.
+    """Which commits are wanted, beyond their number: of any of `runs`, with a tag that any of the
+    globs `tags` matches; None wants all.
 
     Times are in ns, both ends included; `best` is a metric and whether large is good."""
 
@@ -43,7 +44,10 @@ class Filter:
     def wants(self, info: CommitInfo) -> bool:
         return (
             (self.runs is None or info.run in self.runs)
-            and (self.tags is None or any(fnmatchcase(tag, glob) for tag in info.tags for glob in self.tags))
+            and (
+                self.tags is None
+                or any(fnmatchcase(tag, glob) for tag in info.tags for glob in self.tags)
+            )
             and (self.since is None or info.time_ns >= self.since)
             and (self.until is None or info.time_ns <= self.until)
         )
@@ -52,7 +56,9 @@ class Filter:
 def run(args: Namespace, screen: Screen) -> Exit:
     now_ns = time.time_ns()
     if args.graph and args.sort:
-        raise UsageError("--graph draws commits in the order of the log, which --sort changes", "ckptstore log")
+        raise UsageError(
+            "--graph draws commits in the order of the log, which --sort changes", "ckptstore log"
+        )
     wanted = _filter(args, now_ns)
     limit = args.limit
     if limit is None and screen.terminal and not args.all:
@@ -60,12 +66,25 @@ def run(args: Namespace, screen: Screen) -> Exit:
     with opened(args) as store:
         queries = store.queries()
         runs = _runs(queries, args.run)
-        known = queries.log(args.run[0] if args.run and not wanted.runs else None, limit if wanted.everything else None)
-        total = sum(runs.values()) if wanted.everything else len(matching := [info for info in known if wanted.wants(info)])
+        known = queries.log(
+            args.run[0] if args.run and not wanted.runs else None,
+            limit if wanted.everything else None,
+        )
+        total = (
+            sum(runs.values())
+            if wanted.everything
+            else len(matching := [info for info in known if wanted.wants(info)])
+        )
         commits = known if wanted.everything else _best_first(matching, wanted.best)[:limit]
         _check_metrics(args.metric or (), known)
         if screen.json:
-            screen.document({"store": store.url, "total": total, "commits": [commit_document(info) for info in commits]})
+            screen.document(
+                {
+                    "store": store.url,
+                    "total": total,
+                    "commits": [commit_document(info) for info in commits],
+                }
+            )
             return Exit.OK
     _print(args, screen, commits, known, several=len(runs) > 1, now_ns=now_ns)
     if total > len(commits) and args.limit is None:
@@ -76,11 +95,21 @@ def run(args: Namespace, screen: Screen) -> Exit:
 
 
 def _print(
-    args: Namespace, screen: Screen, commits: Sequence[CommitInfo], known: Sequence[CommitInfo], *, several: bool, now_ns: int
+    args: Namespace,
+    screen: Screen,
+    commits: Sequence[CommitInfo],
+    known: Sequence[CommitInfo],
+    *,
+    several: bool,
+    now_ns: int,
 ) -> None:
     metrics = args.metric or _metrics_present(commits)
     nodes = lineage.shown([info.id for info in commits], {info.id: info.parents for info in known})
-    graph = args.graph if args.graph is not None else screen.terminal and not args.sort and lineage.branches(nodes)
+    graph = (
+        args.graph
+        if args.graph is not None
+        else screen.terminal and not args.sort and lineage.branches(nodes)
+    )
     lines = lineage.draw(nodes) if graph else [""] * len(commits)
     if not screen.unicode:
         lines = [line.translate(lineage.ASCII) for line in lines]
@@ -94,7 +123,10 @@ def _print(
         Column("age" if age else "time", right=age),
         Column("logical", right=True, spare=1),
         Column("new", right=True),
-        *(Column(name, right=True, spare=0 if args.metric or not i else 1 + i, style="cyan") for i, name in enumerate(metrics)),
+        *(
+            Column(name, right=True, spare=0 if args.metric or not i else 1 + i, style="cyan")
+            for i, name in enumerate(metrics)
+        ),
         Column("message", fit="cut"),
     )
     rows = tuple(
@@ -129,10 +161,14 @@ def _filter(args: Namespace, now_ns: int) -> Filter:
     best = None
     if args.sort:
         metric, _, order = args.sort.rpartition(":")
-        best = (metric, order == "max") if metric and order in ("min", "max") else (args.sort, False)
+        best = (
+            (metric, order == "max") if metric and order in ("min", "max") else (args.sort, False)
+        )
     since = timestamps.parse_moment(args.since, now_ns) if args.since else None
     until = timestamps.parse_moment(args.until, now_ns, end=True) if args.until else None
-    several = tuple(args.run) if len(set(args.run or ())) > 1 else None  # one alone is chosen by the query
+    several = (
+        tuple(args.run) if len(set(args.run or ())) > 1 else None
+    )  # one alone is chosen by the query
     return Filter(several, tuple(args.tag) if args.tag else None, since, until, best)
 
 
@@ -162,14 +198,18 @@ def _best_first(commits: Sequence[CommitInfo], best: tuple[str, bool] | None) ->
         value = info.metrics.get(metric, math.nan)
         return math.inf if math.isnan(value) else -value if large else value
 
-    return sorted(commits, key=lambda info: (math.isnan(info.metrics.get(metric, math.nan)), rank(info)))
+    return sorted(
+        commits, key=lambda info: (math.isnan(info.metrics.get(metric, math.nan)), rank(info))
+    )
 
 
 def _check_metrics(wanted: Iterable[str], commits: Sequence[CommitInfo]) -> None:
     names = {name for info in commits for name in info.metrics}
     for name in wanted:
         if commits and name not in names:
-            there = f"; there are {', '.join(sorted(names)[:10])}" if names else "; none has metrics"
+            there = (
+                f"; there are {', '.join(sorted(names)[:10])}" if names else "; none has metrics"
+            )
             raise NotFound(f"no commit here has a metric {name!r}{near(name, names) or there}")
 
 
@@ -179,4 +219,6 @@ def _metrics_present(commits: Sequence[CommitInfo]) -> list[str]:
     for info in commits:
         for name in info.metrics:
             counts[name] = counts.get(name, 0) + 1
-    return sorted(counts, key=lambda name: (-counts[name], "loss" not in name, name))[:METRIC_COLUMNS]
+    return sorted(counts, key=lambda name: (-counts[name], "loss" not in name, name))[
+        :METRIC_COLUMNS
+    ]

@@ -1,4 +1,5 @@
-"""`ckptstore ls`: the leaves of a commit, folded on a terminal where there are too many to look at."""
+"""`ckptstore ls`: the leaves of a commit, folded on a terminal where there are too many to look
+at."""
 
 from argparse import Namespace
 from collections.abc import Sequence
@@ -24,7 +25,8 @@ from ckptstore.repository.store_handle import StoreHandle
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One leaf. `nbytes`, of a leaf that is no tensor, `chunks` and `value` are known with `--long` only."""
+    """One leaf. `nbytes`, of a leaf that is no tensor, `chunks` and `value` are known with `--long`
+    only."""
 
     path: str
     kind: str
@@ -45,18 +47,38 @@ def run(args: Namespace, screen: Screen) -> Exit:
         rows = [row for row in everything if is_selected(row.path)]
         if args.globs and not rows:
             keys = {*(row.path for row in everything), *info.schemas}
-            raise NotFound(f"no leaf of {short(info.id)} matches {' or '.join(map(repr, args.globs))}{near(args.globs[0], keys)}")
+            raise NotFound(
+                f"no leaf of {short(info.id)} matches "
+                f"{' or '.join(map(repr, args.globs))}{near(args.globs[0], keys)}"
+            )
         if screen.json:
-            leaves = [{name: value for name, value in asdict(row).items() if args.long or name not in ("chunks", "value")} for row in rows]
+            leaves = [
+                {
+                    name: value
+                    for name, value in asdict(row).items()
+                    if args.long or name not in ("chunks", "value")
+                }
+                for row in rows
+            ]
             screen.document({"store": store.url, "commit": info.id, "leaves": leaves})
             return Exit.OK
-    folded = args.fold if args.fold is not None else screen.terminal and not args.long and len(rows) > FOLD_ABOVE
+    folded = (
+        args.fold
+        if args.fold is not None
+        else screen.terminal and not args.long and len(rows) > FOLD_ABOVE
+    )
     screen.table(_folded(rows) if folded else _listed(rows, long=args.long))
     step = f", step {step_text(info.step)}" if info.step is not None else ""
     total = bytes_text(sum(row.nbytes or 0 for row in rows))
-    screen.hint(f"{len(rows):,} {'leaf' if len(rows) == 1 else 'leaves'}, {total} of tensors, commit {short(info.id)}{step}")
+    screen.hint(
+        f"{len(rows):,} {'leaf' if len(rows) == 1 else 'leaves'}, {total} of tensors, commit "
+        f"{short(info.id)}{step}"
+    )
     if folded:
-        screen.hint("* stands for numbers; `ckptstore ls REF 'PATTERN'` lists those leaves, --all lists every one")
+        screen.hint(
+            "* stands for numbers; `ckptstore ls REF 'PATTERN'` lists those leaves, --all lists "
+            "every one"
+        )
     return Exit.OK
 
 
@@ -65,7 +87,9 @@ def _resolve(queries: Queries, args: Namespace) -> CommitId:
         return find_id(queries, args.ref, args.run)
     except (NotFound, InvalidInput) as error:
         if not args.globs:
-            error.add_note(f"to list leaves of the newest commit, say `ckptstore ls latest '{args.ref}'`")
+            error.add_note(
+                f"to list leaves of the newest commit, say `ckptstore ls latest '{args.ref}'`"
+            )
         raise
 
 
@@ -99,8 +123,19 @@ def _with_content(store: StoreHandle, info: CommitInfo, rows: Sequence[Row]) -> 
         tree, i = where[row.path]
         content = tree.content(i)
         nbytes = row.nbytes if row.kind == "tensor" else tree.raw_bytes(i)
-        value = value_text(content.inline) if row.kind == "value" and content.inline is not None else None
-        found.append(replace(row, nbytes=nbytes, chunks=0 if row.alias_of else len(content.ids) // CHUNK_ID_BYTES, value=value))
+        value = (
+            value_text(content.inline)
+            if row.kind == "value" and content.inline is not None
+            else None
+        )
+        found.append(
+            replace(
+                row,
+                nbytes=nbytes,
+                chunks=0 if row.alias_of else len(content.ids) // CHUNK_ID_BYTES,
+                value=value,
+            )
+        )
     return found
 
 
@@ -140,12 +175,16 @@ def _folded(rows: Sequence[Row]) -> Table:
         Column("same memory as", fit="wrap"),
     )
     groups = fold(rows, lambda row: (row.path, (row.kind, row.dtype, row.alias_of is None)))
-    return _without_alias(Table(columns, tuple(_group(pattern, group) for pattern, group in groups)), rows)
+    return _without_alias(
+        Table(columns, tuple(_group(pattern, group) for pattern, group in groups)), rows
+    )
 
 
 def _group(pattern: str, rows: Sequence[Row]) -> tuple[str, ...]:
     shapes = dict.fromkeys(row.shape for row in rows)
-    shape = _shape_text(next(iter(shapes))) if len(shapes) == 1 else count_text(len(shapes), "shape")
+    shape = (
+        _shape_text(next(iter(shapes))) if len(shapes) == 1 else count_text(len(shapes), "shape")
+    )
     sizes = [row.nbytes for row in rows if row.nbytes is not None]
     return (
         f"{len(rows):,}",

@@ -1,4 +1,5 @@
-"""The `ckptstore` command from its arguments to its exit code: every error becomes one line on standard error."""
+"""The `ckptstore` command from its arguments to its exit code: every error becomes one line on
+standard error."""
 
 import os
 import sys
@@ -18,7 +19,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code."""
     words = list(sys.argv[1:] if argv is None else argv)
     _open_closed_streams()
-    asked = Namespace(json="--json" in words, debug="--debug" in words)  # what is known before the line is understood
+    asked = Namespace(
+        json="--json" in words, debug="--debug" in words
+    )  # what is known before the line is understood
     try:
         code = _run(words)
         sys.stdout.flush()
@@ -35,7 +38,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _run(words: Sequence[str]) -> int:
     for stream in (sys.stdout, sys.stderr):
-        stream.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]  # a name that is no Unicode is no reason to fail
+        # a name that is no Unicode is no reason to fail
+        stream.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
     try:
         args = parse(words)
         if args.command is None:
@@ -49,9 +53,11 @@ def _run(words: Sequence[str]) -> int:
 
 
 def _open_closed_streams() -> None:
-    """Whoever started the command with `>&-` or `2>&-`, as daemons do, wants no output and no failure.
+    """Whoever started the command with `>&-` or `2>&-`, as daemons do, wants no output and no
+    failure.
 
-    First the numbers up to 2 are taken, lest a file of the store get one that some library prints to.
+    First the numbers up to 2 are taken, lest a file of the store get one that some library prints
+    to.
     """
     while (fd := os.open(os.devnull, os.O_RDWR)) <= 2:
         pass
@@ -80,11 +86,23 @@ def _fail(error: BaseException, asked: Namespace) -> Exit:
     if asked.debug:
         import traceback
 
-        print(_printable_lines(redact("".join(traceback.format_exception(error)))), end="", file=sys.stderr)
+        print(
+            _printable_lines(redact("".join(traceback.format_exception(error)))),
+            end="",
+            file=sys.stderr,
+        )
     print(f"ckptstore: {printable(message)}", file=sys.stderr)
     try:
         if asked.json:
-            Screen(json=True).document({"error": {"kind": type(error).__name__, "message": message, "exit_code": int(code)}})
+            Screen(json=True).document(
+                {
+                    "error": {
+                        "kind": type(error).__name__,
+                        "message": message,
+                        "exit_code": int(code),
+                    }
+                }
+            )
         sys.stdout.flush()
     except OSError:
         _discard_output()
@@ -96,7 +114,8 @@ def _printable_lines(text: str) -> str:
 
 
 def _discard_output() -> None:
-    """Send what is still buffered nowhere, or Python would wait for its reader, or complain, on exit."""
+    """Send what is still buffered nowhere, or Python would wait for its reader, or complain, on
+    exit."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
@@ -107,4 +126,7 @@ def _message(error: BaseException) -> str:
         return "; ".join([str(error), *getattr(error, "__notes__", ())])
     if isinstance(error, OSError):
         return f"{error.strerror or error}{f': {error.filename}' if error.filename else ''}"
-    return f"this should not have happened: {type(error).__name__}: {error}; run it again with --debug and report what it prints"
+    return (
+        f"this should not have happened: {type(error).__name__}: {error}; run it again with "
+        "--debug and report what it prints"
+    )

@@ -1,4 +1,5 @@
-"""`ckptstore migrate`: bring this host's catalog up to this version of ckptstore, and say what that took."""
+"""`ckptstore migrate`: bring this host's catalog up to this version of ckptstore, and say what that
+took."""
 
 import os
 import sqlite3
@@ -13,7 +14,7 @@ from ckptstore.core.text import count_text
 from ckptstore.errors import NotFound
 from ckptstore.index.catalog_sqlite import REVISION
 from ckptstore.repository.store_handle import CATALOG_NAME, read_config
-from ckptstore.storage.contract import open_storage
+from ckptstore.storage.registry import open_storage
 
 
 def run(args: Namespace, screen: Screen) -> Exit:
@@ -31,10 +32,20 @@ def run(args: Namespace, screen: Screen) -> Exit:
             entry, commits = queries.position().n, queries.totals().commits
         after = _revision(path)
         if screen.json:
-            document = {"catalog": str(path), "before": before, "after": after, "wanted": REVISION, "entry": entry, "commits": commits}
+            document = {
+                "catalog": str(path),
+                "before": before,
+                "after": after,
+                "wanted": REVISION,
+                "entry": entry,
+                "commits": commits,
+            }
             screen.document({"store": store.url, **document})
         else:
-            screen.line(f"{path}: {_story(before, after)}; {count_text(commits, 'commit')}, log entry {entry}")
+            screen.line(
+                f"{path}: {_story(before, after)}; {count_text(commits, 'commit')}, log entry "
+                f"{entry}"
+            )
     return Exit.OK if after == REVISION else Exit.FAILED
 
 
@@ -53,9 +64,19 @@ def _move(args: Namespace, screen: Screen) -> Exit:
     with screen.working("moving the log"):
         moved = move_log(place, None if args.log_to == "store" else args.log_to, index=args.index)
     if screen.json:
-        screen.document({"store": place, "log": moved.place, "generation": moved.generation, "entries": moved.entries})
+        screen.document(
+            {
+                "store": place,
+                "log": moved.place,
+                "generation": moved.generation,
+                "entries": moved.entries,
+            }
+        )
     else:
-        screen.line(f"the log is in {moved.place} now (entry {moved.entries}, generation {moved.generation})")
+        screen.line(
+            f"the log is in {moved.place} now (entry {moved.entries}, generation "
+            f"{moved.generation})"
+        )
     return Exit.OK
 
 
@@ -87,7 +108,10 @@ def _migrate_tables(args: Namespace, screen: Screen) -> Exit:
 
 def _story(before: str | None, after: str | None) -> str:
     if after != REVISION:
-        return f"could not be written, so queries run in memory (revision {before or 'none'}, wanted {REVISION})"
+        return (
+            f"could not be written, so queries run in memory (revision {before or 'none'}, "
+            f"wanted {REVISION})"
+        )
     if before == after:
         return f"is up to date (revision {after})"
     if before is None:

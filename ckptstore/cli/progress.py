@@ -1,4 +1,5 @@
-"""How far a long job is, on standard error: a line that changes for people, JSON Lines for programs, nothing in a pipe."""
+"""How far a long job is, on standard error: a line that changes for people, JSON Lines for
+programs, nothing in a pipe."""
 
 import json
 import sys
@@ -14,7 +15,8 @@ PAUSE_S = 0.1
 
 @contextmanager
 def progress(screen: Screen) -> Iterator[Callable[[str, int, int], None]]:
-    """A function that takes the phase, what is done of it and what there is to do; each phase's beginning and end are always shown."""
+    """A function that takes the phase, what is done of it and what there is to do; each phase's
+    beginning and end are always shown."""
     if screen.json:
         yield _Shown(_print_json)
     elif sys.stderr.isatty():

@@ -16,9 +16,18 @@ def run(args: Namespace, screen: Screen) -> Exit:
         with progress(screen) as shown:
             done = reindex(store, progress=shown)
         if screen.json:
-            screen.document({"store": store.url, "index": str(store.index_directory), **asdict(done)})
+            screen.document(
+                {"store": store.url, "index": str(store.index_directory), **asdict(done)}
+            )
         else:
-            broken = f"; {count_text(done.unreadable, 'pack')} cannot be read, see `ckptstore fsck`" if done.unreadable else ""
+            broken = (
+                f"; {count_text(done.unreadable, 'pack')} cannot be read, see `ckptstore fsck`"
+                if done.unreadable
+                else ""
+            )
             packs, commits = count_text(done.packs, "pack"), count_text(done.commits, "commit")
-            screen.line(f"{store.index_directory}: {commits}, {packs}, as of log entry {done.entries}{broken}")
+            screen.line(
+                f"{store.index_directory}: {commits}, {packs}, as of log entry "
+                f"{done.entries}{broken}"
+            )
     return Exit.DAMAGED if done.unreadable else Exit.OK

@@ -11,19 +11,36 @@ from ckptstore.cli.screen import Screen
 from ckptstore.cli.stores import standing
 from ckptstore.core.text import count_text
 from ckptstore.maintenance.check.report import parse_share
-from ckptstore.maintenance.repair.repair import Action, Mark, PutBack, Rebuild, Repaired, SetAside, WriteConfig, repair
+from ckptstore.maintenance.repair.repair import (
+    Action,
+    Mark,
+    PutBack,
+    Rebuild,
+    Repaired,
+    SetAside,
+    WriteConfig,
+    repair,
+)
 from ckptstore.maintenance.repair.rescue import CopyTwin, SavePacks
-from ckptstore.storage.contract import Storage, open_storage
+from ckptstore.storage.contract import Storage
+from ckptstore.storage.registry import open_storage
 
 
 def run(args: Namespace, screen: Screen) -> Exit:
     share = parse_share(args.read_data) if args.read_data else None
     with standing(args) as offline_store, ExitStack() as stack:
-        mirrors: list[Storage] = [stack.enter_context(closing(open_storage(place, read_only=True))) for place in args.mirrors]
+        mirrors: list[Storage] = [
+            stack.enter_context(closing(open_storage(place, read_only=True)))
+            for place in args.mirrors
+        ]
         with progress(screen) as shown:
-            done = repair(offline_store, mirrors=mirrors, apply=args.apply, share=share, progress=shown)
+            done = repair(
+                offline_store, mirrors=mirrors, apply=args.apply, share=share, progress=shown
+            )
         if screen.json:
-            screen.document({"store": offline_store.storage.url, **_document(done, apply=args.apply)})
+            screen.document(
+                {"store": offline_store.storage.url, **_document(done, apply=args.apply)}
+            )
         else:
             _show(done, screen, apply=args.apply)
     return exit_for(done.after)
@@ -38,7 +55,11 @@ def _show(done: Repaired, screen: Screen, *, apply: bool) -> None:
         screen.line(f"{finding.severity}: {finding.what}")
         screen.line(f"    next: {finding.next}")
     if not done.plan.actions and not done.applied:
-        screen.line("there is nothing that could be done" if done.after.damaged else "there is nothing to repair")
+        screen.line(
+            "there is nothing that could be done"
+            if done.after.damaged
+            else "there is nothing to repair"
+        )
     elif not apply:
         screen.line("nothing was changed: add --apply to do it")
 
@@ -50,22 +71,37 @@ def text_of(action: Action) -> str:
             if certain:
                 return "write ckptstore.json as it was"
             return (
-                f"write ckptstore.json anew: store {config.store}, chunk size {config.chunk_bytes}, codec {config.codec}; "
+                f"write ckptstore.json anew: store {config.store}, chunk size "
+                f"{config.chunk_bytes}, codec {config.codec}; "
                 f"certain is the store's id, and that every commit can be read so"
             )
         case PutBack(mended):
-            return f"put back {mended.key} from {mended.origin}; certain: its hash is the one that others name"
+            return (
+                f"put back {mended.key} from {mended.origin}; certain: its hash is the one "
+                "that "
+                "others name"
+            )
         case SetAside(key, why):
             return f"move {key} to quarantine/: {why}"
         case CopyTwin(source, target):
             return f"copy {source} to {target}"
         case SavePacks(damaged, sources, lost):
-            aside = f", and move {', '.join(name for _, name in damaged)} to quarantine/" if damaged else ""
-            gone = f"; {count_text(len(lost), 'chunk')} that commits need could not be found" if lost else ""
+            aside = (
+                f", and move {', '.join(name for _, name in damaged)} to quarantine/"
+                if damaged
+                else ""
+            )
+            gone = (
+                f"; {count_text(len(lost), 'chunk')} that commits need could not be found"
+                if lost
+                else ""
+            )
             return f"write {count_text(len(sources), 'verified chunk')} into new packs{aside}{gone}"
         case Mark(commits):
             named = ", ".join(commit[:12] for commit in commits)
-            return f"mark as damaged: {named}" if commits else "take back the marks of damaged commits"
+            return (
+                f"mark as damaged: {named}" if commits else "take back the marks of damaged commits"
+            )
         case Rebuild(why):
             return f"make this host's indexes anew: {why}"
 
@@ -74,7 +110,9 @@ def _document(done: Repaired, *, apply: bool) -> dict[str, Any]:
     actions = done.applied if apply else done.plan.actions
     return {
         "applied": apply,
-        "actions": [{"action": type(action).__name__, "what": text_of(action)} for action in actions],
+        "actions": [
+            {"action": type(action).__name__, "what": text_of(action)} for action in actions
+        ],
         "hopeless": [finding_document(finding) for finding in done.plan.unrepairable],
         "findings": [finding_document(finding) for finding in done.after.findings],
         "damaged_commits": sorted(done.after.damaged_commits),

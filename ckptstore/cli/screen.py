@@ -1,4 +1,5 @@
-"""Where an answer goes: to a terminal with colours, to a pipe as plain text, or to a program as one JSON document.
+"""Where an answer goes: to a terminal with colours, to a pipe as plain text, or to a program as one
+JSON document.
 
 rich is imported for a terminal only; it would cost a pipe a tenth of a second.
 """
@@ -23,7 +24,8 @@ RICH_ROWS = 500
 
 
 class Screen:
-    """Standard output as a command sees it. `json` is what the user asked for; `terminal` whether a person is looking."""
+    """Standard output as a command sees it. `json` is what the user asked for; `terminal` whether a
+    person is looking."""
 
     def __init__(self, *, json: bool) -> None:
         self.json = json
@@ -34,7 +36,9 @@ class Screen:
 
     def document(self, document: dict[str, Any]) -> None:
         """Print the one JSON document of this command."""
-        text = json.dumps(_exact(document), allow_nan=False, indent=2 if self.out.isatty() else None)
+        text = json.dumps(
+            _exact(document), allow_nan=False, indent=2 if self.out.isatty() else None
+        )
         print(text, file=self.out)
 
     def table(self, table: Table) -> None:
@@ -63,7 +67,8 @@ class Screen:
 
     @contextmanager
     def working(self, text: str) -> Iterator[None]:
-        """Say on standard error what takes a while, as long as it does, if somebody is looking there."""
+        """Say on standard error what takes a while, as long as it does, if somebody is looking
+        there."""
         if not sys.stderr.isatty():
             yield
             return
@@ -87,7 +92,13 @@ class Screen:
         if table.title:
             self._console().print()
             self._console().print(table.title, style="bold underline")
-        grid = RichTable(box=None, show_header=table.header, header_style="dim", pad_edge=False, padding=(0, GAP, 0, 0))
+        grid = RichTable(
+            box=None,
+            show_header=table.header,
+            header_style="dim",
+            pad_edge=False,
+            padding=(0, GAP, 0, 0),
+        )
         for column, width in zip(table.columns, widths, strict=True):
             grid.add_column(
                 Text(column.name),
@@ -99,7 +110,8 @@ class Screen:
             )
         for row in table.rows:
             grid.add_row(*(Text(cell) for cell in row))
-        # Where even the least widths are too much, the terminal wraps the lines: a cut id would be no use.
+        # Where even the least widths are too much, the terminal wraps the lines: a cut id would be
+        # no use.
         self._console(sum(widths) + GAP * len(widths)).print(grid, crop=False)
         if table.footer:
             self._console().print(table.footer, style="dim")

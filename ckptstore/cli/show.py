@@ -1,4 +1,5 @@
-"""`ckptstore show`: everything about one commit. What takes a look at every other commit comes last, so that the rest is there at once."""
+"""`ckptstore show`: everything about one commit. What takes a look at every other commit comes
+last, so that the rest is there at once."""
 
 import time
 from argparse import Namespace
@@ -39,16 +40,22 @@ def run(args: Namespace, screen: Screen) -> Exit:
         layout, unread = _layout(store, info)
         packs = [pack for pack in queries.packs() if pack_session(pack.id) == info.session]
         if not screen.json:
-            _print_facts(screen, info, [_known(queries, parent) for parent in info.parents], children)
+            _print_facts(
+                screen, info, [_known(queries, parent) for parent in info.parents], children
+            )
             _print_metrics(screen, info)
             _print_trees(screen, leaves, pickles)
             if layout:
                 print_layout(screen, layout)
             _print_packs(screen, packs)
             screen.flush()
-        usage, problem = (None, None) if args.fast or info.forgotten else _usage(store, screen, info)
+        usage, problem = (
+            (None, None) if args.fast or info.forgotten else _usage(store, screen, info)
+        )
         if screen.json:
-            document = _document(store, info, children, leaves, pickles, packs, usage, problem or unknown or unread)
+            document = _document(
+                store, info, children, leaves, pickles, packs, usage, problem or unknown or unread
+            )
             screen.document({**document, "layout": layout})
         else:
             _print_bytes(screen, info, usage)
@@ -71,7 +78,9 @@ def _layout(store: StoreHandle, info: CommitInfo) -> tuple[dict[str, Any] | None
         return None, str(error)
 
 
-def _pickles(store: StoreHandle, info: CommitInfo, leaves: dict[str, list[LeafInfo]]) -> tuple[dict[str, list[str]], str | None]:
+def _pickles(
+    store: StoreHandle, info: CommitInfo, leaves: dict[str, list[LeafInfo]]
+) -> tuple[dict[str, list[str]], str | None]:
     """The paths of pickled leaves by key, or why they cannot be told."""
     try:
         return pickles_of(store, info, leaves), None
@@ -79,8 +88,11 @@ def _pickles(store: StoreHandle, info: CommitInfo, leaves: dict[str, list[LeafIn
         return {}, str(error)
 
 
-def _usage(store: StoreHandle, screen: Screen, info: CommitInfo) -> "tuple[CommitUsage | None, str | None]":
-    """The commit's exclusive and shared bytes, or why they cannot be told: some other commit may be damaged."""
+def _usage(
+    store: StoreHandle, screen: Screen, info: CommitInfo
+) -> "tuple[CommitUsage | None, str | None]":
+    """The commit's exclusive and shared bytes, or why they cannot be told: some other commit may be
+    damaged."""
     from ckptstore.maintenance.usage import usage
 
     try:
@@ -91,7 +103,9 @@ def _usage(store: StoreHandle, screen: Screen, info: CommitInfo) -> "tuple[Commi
     return next((commit for commit in found.commits if commit.commit == info.id), None), None
 
 
-def _print_facts(screen: Screen, info: CommitInfo, parents: Sequence[str], children: Sequence[CommitInfo]) -> None:
+def _print_facts(
+    screen: Screen, info: CommitInfo, parents: Sequence[str], children: Sequence[CommitInfo]
+) -> None:
     age = timestamps.age_text(info.time_ns, time.time_ns())
     pairs = [
         ("commit", info.id),
@@ -99,11 +113,19 @@ def _print_facts(screen: Screen, info: CommitInfo, parents: Sequence[str], child
         ("run", info.run),
         ("step", step_text(info.step)),
         ("tags", ", ".join(info.tags)),
-        ("time", f"{timestamps.local_text(info.time_ns)} ({age} ago)" if age[-1].isalpha() else timestamps.local_text(info.time_ns)),
+        (
+            "time",
+            f"{timestamps.local_text(info.time_ns)} ({age} ago)"
+            if age[-1].isalpha()
+            else timestamps.local_text(info.time_ns),
+        ),
         ("parents", _several(parents)),
         ("children", _several([commit_text(child) for child in children])),
         ("log entry", f"{info.n}, session {info.session}"),
-        *(("message" if not i else "", line) for i, line in enumerate(info.message.strip().splitlines())),
+        *(
+            ("message" if not i else "", line)
+            for i, line in enumerate(info.message.strip().splitlines())
+        ),
     ]
     screen.table(fields("", [pair for pair in pairs if pair[1]]))
     if info.forgotten:
@@ -112,13 +134,27 @@ def _print_facts(screen: Screen, info: CommitInfo, parents: Sequence[str], child
 
 def _print_metrics(screen: Screen, info: CommitInfo) -> None:
     if info.metrics:
-        screen.table(fields("Metrics", [(name, metric_text(value)) for name, value in info.metrics.items()]))
+        screen.table(
+            fields("Metrics", [(name, metric_text(value)) for name, value in info.metrics.items()])
+        )
 
 
-def _print_trees(screen: Screen, leaves: dict[str, list[LeafInfo]], pickles: dict[str, list[str]]) -> None:
-    columns = (Column("key", style="bold"), Column("leaves", right=True), Column("tensor bytes", right=True), Column("types", fit="wrap"))
+def _print_trees(
+    screen: Screen, leaves: dict[str, list[LeafInfo]], pickles: dict[str, list[str]]
+) -> None:
+    columns = (
+        Column("key", style="bold"),
+        Column("leaves", right=True),
+        Column("tensor bytes", right=True),
+        Column("types", fit="wrap"),
+    )
     rows = tuple(
-        (key, f"{len(tree):,}", bytes_text(sum(tensor_bytes(leaf) or 0 for leaf in tree)), _kinds_text(tree, pickles.get(key, ())))
+        (
+            key,
+            f"{len(tree):,}",
+            bytes_text(sum(tensor_bytes(leaf) or 0 for leaf in tree)),
+            _kinds_text(tree, pickles.get(key, ())),
+        )
         for key, tree in leaves.items()
     )
     screen.table(Table(columns, rows, title="Trees"))
@@ -127,8 +163,21 @@ def _print_trees(screen: Screen, leaves: dict[str, list[LeafInfo]], pickles: dic
 
 
 def _print_packs(screen: Screen, packs: Sequence[PackInfo]) -> None:
-    columns = (Column("pack"), Column("bytes", right=True), Column("chunks", right=True), Column("holds"))
-    rows = tuple((pack.id, bytes_text(pack.bytes), f"{pack.chunks:,}", "metadata" if pack.metadata else "tensors") for pack in packs)
+    columns = (
+        Column("pack"),
+        Column("bytes", right=True),
+        Column("chunks", right=True),
+        Column("holds"),
+    )
+    rows = tuple(
+        (
+            pack.id,
+            bytes_text(pack.bytes),
+            f"{pack.chunks:,}",
+            "metadata" if pack.metadata else "tensors",
+        )
+        for pack in packs
+    )
     if rows:
         screen.table(Table(columns, rows, title="Packs written by this commit"))
 
@@ -140,7 +189,11 @@ def _print_bytes(screen: Screen, info: CommitInfo, usage: "CommitUsage | None") 
     ]
     if usage is not None and usage.shared_bytes is not None:
         pairs += [
-            ("exclusive", bytes_text(usage.exclusive_bytes), "what would be freed if this commit alone went"),
+            (
+                "exclusive",
+                bytes_text(usage.exclusive_bytes),
+                "what would be freed if this commit alone went",
+            ),
             ("shared", bytes_text(usage.shared_bytes), "what it has in common with other commits"),
         ]
     screen.table(fields("Bytes", pairs))
@@ -158,7 +211,11 @@ def _kinds_text(leaves: Sequence[LeafInfo], pickles: Sequence[str]) -> str:
 
 
 def _several(names: Sequence[str]) -> str:
-    more = f" and {count_text(len(names) - RELATIVES_SHOWN, 'other')}" if len(names) > RELATIVES_SHOWN else ""
+    more = (
+        f" and {count_text(len(names) - RELATIVES_SHOWN, 'other')}"
+        if len(names) > RELATIVES_SHOWN
+        else ""
+    )
     return ", ".join(names[:RELATIVES_SHOWN]) + more
 
 
@@ -198,6 +255,9 @@ def _document(
             }
             for key, tree in leaves.items()
         ],
-        "packs": [{"id": pack.id, "bytes": pack.bytes, "chunks": pack.chunks, "metadata": pack.metadata} for pack in packs],
+        "packs": [
+            {"id": pack.id, "bytes": pack.bytes, "chunks": pack.chunks, "metadata": pack.metadata}
+            for pack in packs
+        ],
         "problem": problem,
     }

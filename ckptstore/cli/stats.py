@@ -28,7 +28,9 @@ def run(args: Namespace, screen: Screen) -> Exit:
         totals, runs = queries.totals(), queries.runs()
         with screen.working(f"looking at what {count_text(totals.commits, 'commit')} share"):
             found = usage(store)
-        heaviest = sorted(found.commits, key=lambda commit: commit.exclusive_bytes, reverse=True)[: args.top]
+        heaviest = sorted(found.commits, key=lambda commit: commit.exclusive_bytes, reverse=True)[
+            : args.top
+        ]
         infos = queries.commits([commit.commit for commit in heaviest])
         if screen.json:
             _print_document(store, screen, totals, runs, found)
@@ -42,10 +44,22 @@ def run(args: Namespace, screen: Screen) -> Exit:
 def _print_totals(store: StoreHandle, screen: Screen, totals: Totals, found: "Usage") -> None:
     forgotten = f" and {totals.forgotten:,} forgotten" if totals.forgotten else ""
     pairs = [
-        ("store", store.url, f"chunks of {bytes_text(store.config.chunk_bytes)}, codec {store.config.codec}"),
-        ("commits", f"{totals.commits:,}{forgotten}", f"{count_text(totals.runs, 'run')}, {count_text(totals.tags, 'tag')}"),
+        (
+            "store",
+            store.url,
+            f"chunks of {bytes_text(store.config.chunk_bytes)}, codec {store.config.codec}",
+        ),
+        (
+            "commits",
+            f"{totals.commits:,}{forgotten}",
+            f"{count_text(totals.runs, 'run')}, {count_text(totals.tags, 'tag')}",
+        ),
         ("logical", bytes_text(found.logical_bytes), "the size of all their states"),
-        ("stored", bytes_text(found.stored_bytes), f"{count_text(found.packs, 'pack')}, {count_text(found.chunks, 'chunk')}"),
+        (
+            "stored",
+            bytes_text(found.stored_bytes),
+            f"{count_text(found.packs, 'pack')}, {count_text(found.chunks, 'chunk')}",
+        ),
         ("dedup", _ratio_text(found), "logical / stored"),
         ("unreferenced", bytes_text(found.unreferenced_bytes), "stored, and no commit needs it"),
     ]
@@ -67,7 +81,9 @@ def _print_runs(screen: Screen, runs: Sequence[RunInfo]) -> None:
             f"{run.commits:,}",
             run.latest[: screen.id_digits],
             step_text(run.step),
-            timestamps.age_text(run.time_ns, now_ns) if screen.terminal else timestamps.utc_text(run.time_ns),
+            timestamps.age_text(run.time_ns, now_ns)
+            if screen.terminal
+            else timestamps.utc_text(run.time_ns),
         )
         for run in runs
     )
@@ -75,7 +91,9 @@ def _print_runs(screen: Screen, runs: Sequence[RunInfo]) -> None:
         screen.table(Table(columns, rows, title="Runs"))
 
 
-def _print_heaviest(screen: Screen, heaviest: "Sequence[CommitUsage]", infos: Sequence[CommitInfo]) -> None:
+def _print_heaviest(
+    screen: Screen, heaviest: "Sequence[CommitUsage]", infos: Sequence[CommitInfo]
+) -> None:
     columns = (
         Column("commit", style="yellow"),
         Column("run"),
@@ -91,15 +109,22 @@ def _print_heaviest(screen: Screen, heaviest: "Sequence[CommitUsage]", infos: Se
             info.run,
             step_text(info.step),
             ", ".join(info.tags),
-            *(bytes_text(n) for n in (commit.logical_bytes, commit.new_bytes, commit.exclusive_bytes)),
+            *(
+                bytes_text(n)
+                for n in (commit.logical_bytes, commit.new_bytes, commit.exclusive_bytes)
+            ),
         )
         for commit, info in zip(heaviest, infos, strict=True)
     )
     if rows:
-        screen.table(Table(columns, rows, title="Most exclusive bytes (freed if that commit alone went)"))
+        screen.table(
+            Table(columns, rows, title="Most exclusive bytes (freed if that commit alone went)")
+        )
 
 
-def _print_document(store: StoreHandle, screen: Screen, totals: Totals, runs: Sequence[RunInfo], found: "Usage") -> None:
+def _print_document(
+    store: StoreHandle, screen: Screen, totals: Totals, runs: Sequence[RunInfo], found: "Usage"
+) -> None:
     screen.document(
         {
             "store": store.url,
@@ -116,7 +141,13 @@ def _print_document(store: StoreHandle, screen: Screen, totals: Totals, runs: Se
             "packs": found.packs,
             "chunks": found.chunks,
             "runs": [
-                {"run": run.run, "commits": run.commits, "latest": run.latest, "step": run.step, "time": timestamps.exact_text(run.time_ns)}
+                {
+                    "run": run.run,
+                    "commits": run.commits,
+                    "latest": run.latest,
+                    "step": run.step,
+                    "time": timestamps.exact_text(run.time_ns),
+                }
                 for run in runs
             ],
             "usage": [

@@ -1,6 +1,8 @@
-"""Which store a command is about: `-s`, else `$CKPTSTORE`, else the nearest enclosing directory that is one (`core.discovery`).
+"""Which store a command is about: `-s`, else `$CKPTSTORE`, else the nearest enclosing directory
+that is one (`core.discovery`).
 
-Where a pointer file stands for a commit, `./its/path` says the store too, and any path of one does where nothing else says it.
+Where a pointer file stands for a commit, `./its/path` says the store too, and any path of one does
+where nothing else says it.
 """
 
 import os
@@ -71,16 +73,20 @@ def _place(args: Namespace, refs: Sequence[str]) -> str:
 
 
 def _store_of_found(pointer: Path) -> str:
-    """The store of a pointer file that a ref happened to be the name of. Raises `NoStore` for one that others could have put there."""
+    """The store of a pointer file that a ref happened to be the name of. Raises `NoStore` for one
+    that others could have put there."""
     place = Path(os.path.abspath(pointer))
     if reason := distrust(place.parent) or distrust(place):
-        raise NoStore(f"{pointer} is a pointer file, which does not say the store because {reason}; if you mean it, write ./{pointer}")
+        raise NoStore(
+            f"{pointer} is a pointer file, which does not say the store because {reason}; if you "
+            f"mean it, write ./{pointer}"
+        )
     return read_pointer(place).store
 
 
 def find(named: str | None, environment: Mapping[str, str], directory: Path) -> str:
-    """The store's path or URL. Raises `NoStore` where neither a name nor a directory around says one, and for one around that others could
-    have put there."""
+    """The store's path or URL. Raises `NoStore` where neither a name nor a directory around says
+    one, and for one around that others could have put there."""
     if place := named or environment.get(VARIABLE):
         return place
     try:

@@ -1,4 +1,5 @@
-"""What a command prints for people: tables with named columns, laid out as plain text or narrowed to a terminal. Pure."""
+"""What a command prints for people: tables with named columns, laid out as plain text or narrowed
+to a terminal. Pure."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -11,9 +12,11 @@ LEAST_WIDTH = 8
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """`fit` says what happens to a cell that is too wide for the terminal: it may be `cut`, `wrap`ped, or must be kept.
+    """`fit` says what happens to a cell that is too wide for the terminal: it may be `cut`,
+    `wrap`ped, or must be kept.
 
-    Columns with a `spare` above 0 are left out of a terminal that is too narrow for all, the largest first. `style` is rich's.
+    Columns with a `spare` above 0 are left out of a terminal that is too narrow for all, the
+    largest first. `style` is rich's.
     """
 
     name: str
@@ -25,7 +28,8 @@ class Column:
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """Rows of cells, one cell per column. `title` stands above, `footer` below; without `header`, columns have no names on display."""
+    """Rows of cells, one cell per column. `title` stands above, `footer` below; without `header`,
+    columns have no names on display."""
 
     columns: tuple[Column, ...]
     rows: tuple[tuple[str, ...], ...]
@@ -36,12 +40,20 @@ class Table:
     def without(self, name: str) -> "Table":
         """The table without its column `name`."""
         keep = [i for i, column in enumerate(self.columns) if column.name != name]
-        return replace(self, columns=tuple(self.columns[i] for i in keep), rows=tuple(tuple(row[i] for i in keep) for row in self.rows))
+        return replace(
+            self,
+            columns=tuple(self.columns[i] for i in keep),
+            rows=tuple(tuple(row[i] for i in keep) for row in self.rows),
+        )
 
 
 def fields(title: str, pairs: Sequence[tuple[str, ...]]) -> Table:
     """Names with their values and, where there is a third item, what the value means."""
-    columns = (Column("name", style="bold"), Column("value", fit="wrap"), Column("meaning", fit="cut", style="dim"))
+    columns = (
+        Column("name", style="bold"),
+        Column("value", fit="wrap"),
+        Column("meaning", fit="cut", style="dim"),
+    )
     width = max((len(pair) for pair in pairs), default=2)
     rows = tuple((*pair, *[""] * (width - len(pair))) for pair in pairs)
     return Table(columns[:width], rows, title=title, header=False)
@@ -50,18 +62,29 @@ def fields(title: str, pairs: Sequence[tuple[str, ...]]) -> Table:
 def printable(text: str) -> str:
     """`text` without anything that a terminal would obey: control characters as escapes.
 
-    Whatever a command prints passes through here, since all text in a store, and in an error about it, may be somebody else's.
+    Whatever a command prints passes through here, since all text in a store, and in an error about
+    it, may be somebody else's.
     """
     if text.isprintable():
         return text
-    return "".join(c if c.isprintable() else c.encode("unicode_escape", "backslashreplace").decode() for c in text)
+    return "".join(
+        c if c.isprintable() else c.encode("unicode_escape", "backslashreplace").decode()
+        for c in text
+    )
 
 
 def shown(table: Table) -> Table:
-    """The table with nothing in it that a terminal would obey. Names of columns come from a store too: metrics have any."""
+    """The table with nothing in it that a terminal would obey. Names of columns come from a store
+    too: metrics have any."""
     columns = tuple(replace(column, name=printable(column.name)) for column in table.columns)
     rows = tuple(tuple(map(printable, row)) for row in table.rows)
-    return replace(table, columns=columns, rows=rows, title=printable(table.title), footer=printable(table.footer))
+    return replace(
+        table,
+        columns=columns,
+        rows=rows,
+        title=printable(table.title),
+        footer=printable(table.footer),
+    )
 
 
 def plain(table: Table) -> list[str]:
@@ -73,13 +96,18 @@ def plain(table: Table) -> list[str]:
     widths = _widths(cells, len(table.columns))
     indent = "  " if table.title else ""
     lines = [indent + _line(row, table.columns, widths) for row in cells]
-    return [*([table.title] if table.title else []), *lines, *([table.footer] if table.footer else [])]
+    return [
+        *([table.title] if table.title else []),
+        *lines,
+        *([table.footer] if table.footer else []),
+    ]
 
 
 def fitted(table: Table, width: int) -> tuple[Table, list[int]]:
     """The table as it is `shown` on a terminal of `width` characters, and its columns' widths.
 
-    Spare columns go where even the least widths of all columns are too much; then cells are cut or wrapped, those on the right first.
+    Spare columns go where even the least widths of all columns are too much; then cells are cut or
+    wrapped, those on the right first.
     """
     table = shown(table)
     while _total(_least(table)) > width and any(column.spare for column in table.columns):
@@ -109,5 +137,8 @@ def _widths(rows: Sequence[Sequence[str]], count: int) -> list[int]:
 
 
 def _line(row: Sequence[str], columns: Sequence[Column], widths: Sequence[int]) -> str:
-    padded = (cell.rjust(width) if column.right else cell.ljust(width) for cell, column, width in zip(row, columns, widths, strict=True))
+    padded = (
+        cell.rjust(width) if column.right else cell.ljust(width)
+        for cell, column, width in zip(row, columns, widths, strict=True)
+    )
     return (" " * GAP).join(padded).rstrip()

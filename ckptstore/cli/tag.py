@@ -40,7 +40,10 @@ def _list(store: StoreHandle, screen: Screen, args: Namespace) -> Exit:
         screen.document(
             {
                 "store": store.url,
-                "tags": [{"name": tag.name, "commit": tag.commit, "run": tag.run, "step": tag.step} for tag in tags],
+                "tags": [
+                    {"name": tag.name, "commit": tag.commit, "run": tag.run, "step": tag.step}
+                    for tag in tags
+                ],
             }
         )
         return Exit.OK
@@ -96,7 +99,10 @@ def _remove(store: StoreHandle, screen: Screen, names: Sequence[str]) -> Exit:
     there = {tag.name: tag.commit for tag in store.queries().tags()}
     for name in names:
         if name not in there:
-            raise NotFound(f"no tag {name!r}{near(name, there)}; nothing was removed, `ckptstore tag` lists them")
+            raise NotFound(
+                f"no tag {name!r}{near(name, there)}; nothing was removed, `ckptstore tag` lists "
+                "them"
+            )
     for name in dict.fromkeys(names):
         remove_tag(store, name)
     if screen.json:

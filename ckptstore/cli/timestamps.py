@@ -1,4 +1,5 @@
-"""How points in time are written and read: ages for people, ISO 8601 for pipes and JSON, and what `--since` understands. Pure."""
+"""How points in time are written and read: ages for people, ISO 8601 for pipes and JSON, and what
+`--since` understands. Pure."""
 
 import re
 from datetime import UTC, datetime, timedelta
@@ -15,7 +16,8 @@ _AGES = ((60, 1, "s"), (3_600, 60, "min"), (2 * 86_400, 3_600, "h"), (30 * 86_40
 
 
 def age_text(time_ns: int, now_ns: int) -> str:
-    """`12 s`, `3 min`, `5 h`, `12 d`; the local date of what is older than a month or lies in the future."""
+    """`12 s`, `3 min`, `5 h`, `12 d`; the local date of what is older than a month or lies in the
+    future."""
     seconds = (now_ns - time_ns) // SECOND_NS
     if seconds >= 0:
         for limit, unit_s, unit in _AGES:
@@ -40,7 +42,8 @@ def exact_text(time_ns: int) -> str:
 
 
 def parse_moment(text: str, now_ns: int, *, end: bool = False) -> int:
-    """The time that `text` says, in ns: a span before now (`90min`, `2h`, `3d`), or a date or time in ISO 8601, local unless it has a zone.
+    """The time that `text` says, in ns: a span before now (`90min`, `2h`, `3d`), or a date or time
+    in ISO 8601, local unless it has a zone.
 
     A date alone is its first moment, or its last with `end`. Raises `InvalidInput`.
     """
@@ -53,7 +56,8 @@ def parse_moment(text: str, now_ns: int, *, end: bool = False) -> int:
         return (moment - _EPOCH) // timedelta(microseconds=1) * 1_000
     except (ValueError, OverflowError, OSError) as error:
         raise InvalidInput(
-            f"{text!r} is no time: wanted a span such as 90min, 2h, 3d, 1w, or a date or time such as 2026-11-20T18:30"
+            f"{text!r} is no time: wanted a span such as 90min, 2h, 3d, 1w, or a date or time such "
+            "as 2026-11-20T18:30"
         ) from error
 
 

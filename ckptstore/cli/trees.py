@@ -1,4 +1,5 @@
-"""What a commit consists of, as the commands see it: its leaves from the catalog, or whole trees where their content is asked for."""
+"""What a commit consists of, as the commands see it: its leaves from the catalog, or whole trees
+where their content is asked for."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,23 +16,34 @@ if TYPE_CHECKING:
 
 
 def leaves_of(store: StoreHandle, queries: Queries, info: CommitInfo) -> dict[str, list[LeafInfo]]:
-    """The leaves of each key. The catalog has them; a schema that it lacks is read from the packs."""
-    return {key: queries.leaves(schema) or _leaves_read(store, schema) for key, schema in info.schemas.items()}
+    """The leaves of each key. The catalog has them; a schema that it lacks is read from the
+    packs."""
+    return {
+        key: queries.leaves(schema) or _leaves_read(store, schema)
+        for key, schema in info.schemas.items()
+    }
 
 
-def pickles_of(store: StoreHandle, info: CommitInfo, leaves: dict[str, list[LeafInfo]]) -> dict[str, list[str]]:
-    """The paths of each key's leaves that are pickles, which a restore reads with `allow_pickle=True` only.
+def pickles_of(
+    store: StoreHandle, info: CommitInfo, leaves: dict[str, list[LeafInfo]]
+) -> dict[str, list[str]]:
+    """The paths of each key's leaves that are pickles, which a restore reads with
+    `allow_pickle=True` only.
 
-    The catalog takes a pickle for the bytes that it is: the schemas of trees that have bytes at all are read from the packs.
+    The catalog takes a pickle for the bytes that it is: the schemas of trees that have bytes at all
+    are read from the packs.
     """
     return {
-        key: pickled(_schema_read(store, info.schemas[key])) if any(leaf.kind == "bytes" for leaf in tree) else []
+        key: pickled(_schema_read(store, info.schemas[key]))
+        if any(leaf.kind == "bytes" for leaf in tree)
+        else []
         for key, tree in leaves.items()
     }
 
 
 def tensor_bytes(leaf: LeafInfo) -> int | None:
-    """Raw bytes of a tensor, 0 for one that shares another's memory; None for a leaf whose size the schema does not say."""
+    """Raw bytes of a tensor, 0 for one that shares another's memory; None for a leaf whose size the
+    schema does not say."""
     if leaf.alias >= 0:
         return 0
     return nbytes_of(leaf.dtype, leaf.shape) if leaf.kind == "tensor" else None

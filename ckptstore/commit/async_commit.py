@@ -1,4 +1,5 @@
-"""The way of a commit that its caller does not wait for: admit, flatten, stage; then the usual journey behind the caller's back."""
+"""The way of a commit that its caller does not wait for: admit, flatten, stage; then the usual
+journey behind the caller's back."""
 
 import os
 import threading
@@ -25,7 +26,15 @@ from ckptstore.state.copy_progress import CopyProgress
 from ckptstore.state.frozen_weights import Candidate, FrozenWeights
 from ckptstore.state.leaf_sources import FlatState, leaves_of
 from ckptstore.state.optimizer_hooks import StepHooks, changed_by_steps, optimizers_in, versions
-from ckptstore.state.staging import LookedUp, StagingPlan, leaves_away, paths_of, plan_staging, stage, with_leaves
+from ckptstore.state.staging import (
+    LookedUp,
+    StagingPlan,
+    leaves_away,
+    paths_of,
+    plan_staging,
+    stage,
+    with_leaves,
+)
 from ckptstore.state.staging_buffers import Buffer, BufferPool, default_budget
 
 COPYING_THREADS = 8
@@ -48,7 +57,11 @@ class AsyncCommits(Generic[S]):
         place: str,
     ) -> None:
         self._shared = shared
-        self._parent_tracker, self._look_up, self._staging_bytes = parent_tracker, look_up, staging_bytes
+        self._parent_tracker, self._look_up, self._staging_bytes = (
+            parent_tracker,
+            look_up,
+            staging_bytes,
+        )
         self._background = Background(max_in_flight, place)
         self._copiers = ThreadPool(min(len(os.sched_getaffinity(0)), COPYING_THREADS))
         self._stagers = ThreadPool(1)
@@ -62,7 +75,13 @@ class AsyncCommits(Generic[S]):
         """Staging memory, made when it is first needed, when it is known how much is available."""
         return BufferPool(self._staging_bytes or default_budget(), shared=self._shared)
 
-    def start(self, app_state: Mapping[str, Any], label: CommitMetadata, async_options: AsyncOptions, route: CommitRoute[S]) -> Pending[S]:
+    def start(
+        self,
+        app_state: Mapping[str, Any],
+        label: CommitMetadata,
+        async_options: AsyncOptions,
+        route: CommitRoute[S],
+    ) -> Pending[S]:
         """Stage `app_state` and let its commit go on in the background."""
         begun: list[_Begun] = []
 
@@ -76,7 +95,12 @@ class AsyncCommits(Generic[S]):
         with self._calls, ExitStack() as taken:
             pending: Pending[S] = Pending(label.step, async_options.on_progress)
             if why_not := route.begin(begin):
-                pending.fail(Busy(f"{pending.name} was skipped, as overlap='skip' says: {why_not}; nothing was changed"))
+                pending.fail(
+                    Busy(
+                        f"{pending.name} was skipped, as overlap='skip' says: {why_not}; nothing "
+                        "was changed"
+                    )
+                )
                 return pending
             job = self._hand_over(pending, begun[0], label, route, taken)
             self._background.start(pending, lambda: self._finish(job))
@@ -87,7 +111,8 @@ class AsyncCommits(Generic[S]):
         return pending
 
     def _keep(self, job: "_Job[S]", *, eager: bool) -> None:
-        """Return when the caller may go on. Whoever interrupts that may write to what is being read: it calls the commit off."""
+        """Return when the caller may go on. Whoever interrupts that may write to what is being
+        read: it calls the commit off."""
         try:
             if job.lazy and eager:
                 job.lazy.hold()
@@ -97,7 +122,8 @@ class AsyncCommits(Generic[S]):
             raise
 
     def hold(self) -> None:
-        """Return when everything that was handed over has been copied: the state is about to be written to."""
+        """Return when everything that was handed over has been copied: the state is about to be
+        written to."""
         for lazy in tuple(self._lazy):
             lazy.hold()
 
@@ -116,22 +142,34 @@ class AsyncCommits(Generic[S]):
         self._copiers.close()
         self._stagers.close()
 
-    def _begin(self, app_state: Mapping[str, Any], async_options: AsyncOptions, route: CommitRoute[S], taken: ExitStack) -> "_Begun | str":
+    def _begin(
+        self,
+        app_state: Mapping[str, Any],
+        async_options: AsyncOptions,
+        route: CommitRoute[S],
+        taken: ExitStack,
+    ) -> "_Begun | str":
         """Copy what must be copied before the call returns, or say why that cannot be now."""
         if not self._background.admit(wait=async_options.overlap == "wait"):
             return "another commit is in flight"
-        state = self._plan(app_state, route.flatten(), async_options, taken, elsewhere=route.elsewhere)
+        state = self._plan(
+            app_state, route.flatten(), async_options, taken, elsewhere=route.elsewhere
+        )
         if route.whole and state.plan.borrowed:
             raise InvalidInput(
-                f"a state of {bytes_text(state.nbytes)} does not fit into {bytes_text(self.pool.budget_bytes)} of staging memory, and who "
-                "makes this commit, another process or several ranks, wants all of it there: open the store with more staging_bytes"
+                f"a state of {bytes_text(state.nbytes)} does not fit into "
+                f"{bytes_text(self.pool.budget_bytes)} of staging memory, and who "
+                "makes this commit, another process or several ranks, wants all of it there: open "
+                "the store with more staging_bytes"
             )
         arena = self.pool.take(state.plan.nbytes, wait=async_options.overlap == "wait")
         if arena is None:
             return f"{bytes_text(state.plan.nbytes)} of staging memory are not free"
         taken.callback(self.pool.give, arena)
         arrivals = CopyProgress(state.plan.later)
-        staged = stage(state.plan, state.flats, arena, self._copiers.spread, state.looked_up, arrivals)
+        staged = stage(
+            state.plan, state.flats, arena, self._copiers.spread, state.looked_up, arrivals
+        )
         return _Begun(state, arena, arrivals, staged)
 
     def _plan(
@@ -166,14 +204,23 @@ class AsyncCommits(Generic[S]):
         plan = plan_staging(sources, self.pool.budget_bytes, lazy | away, looked_up)
         return _State(flats, plan, lazy & plan.offsets.keys(), looked_up, candidates, paths)
 
-    def _hand_over(self, pending: Pending[S], begun: "_Begun", label: CommitMetadata, route: CommitRoute[S], taken: ExitStack) -> "_Job[S]":
+    def _hand_over(
+        self,
+        pending: Pending[S],
+        begun: "_Begun",
+        label: CommitMetadata,
+        route: CommitRoute[S],
+        taken: ExitStack,
+    ) -> "_Job[S]":
         state, plan, sources = begun.state, begun.state.plan, leaves_of(begun.state.flats)
         pending.state_bytes = state.nbytes
         borrowed = BorrowedLeaves(plan, [source.nbytes for source in sources])
         lazy = None
         if plan.later:
             looks = partial(versions, sources, state.lazy)
-            lazy = LazyCopy(pending, plan.later, begun.arena, begun.arrivals, looks, state.paths.__getitem__)
+            lazy = LazyCopy(
+                pending, plan.later, begun.arena, begun.arrivals, looks, state.paths.__getitem__
+            )
             pending.help_staging = lazy.hold
             self._lazy.append(lazy)
             self._stagers.submit(lazy.work)
@@ -192,7 +239,10 @@ class AsyncCommits(Generic[S]):
             with job.taken, self._copying(job) as copied:
                 if job.route.elsewhere:
                     copied()
-                label, watch = replace(job.label, parents=parents), PendingWatch(pending, job.borrowed, copied)
+                label, watch = (
+                    replace(job.label, parents=parents),
+                    PendingWatch(pending, job.borrowed, copied),
+                )
                 made = job.route.make(job.begun.staged, job.begun.arena, label, pending, watch)
             pending.tip = made.id
             self._trust.remember(candidates, made.ids)
@@ -209,8 +259,8 @@ class AsyncCommits(Generic[S]):
 
     @contextmanager
     def _copying(self, job: "_Job[S]") -> Iterator[Callable[[], None]]:
-        """Gives what waits for the copy and raises what went wrong with it. The block is not left before the copy has ended: the arena is
-        another commit's then."""
+        """Gives what waits for the copy and raises what went wrong with it. The block is not left
+        before the copy has ended: the arena is another commit's then."""
         if not job.lazy:
             yield _nothing_left
             return
@@ -224,7 +274,8 @@ class AsyncCommits(Generic[S]):
 
 @dataclass(frozen=True, slots=True)
 class _State:
-    """A flattened state and how it will be copied: `lazy` are the leaves that are copied while training goes on."""
+    """A flattened state and how it will be copied: `lazy` are the leaves that are copied while
+    training goes on."""
 
     flats: Mapping[str, FlatState]
     plan: StagingPlan
@@ -240,7 +291,8 @@ class _State:
 
 @dataclass(frozen=True, slots=True)
 class _Begun:
-    """A state that has been copied, but for what may be copied later; `staged` are the sources of the copy, which lies in `arena`."""
+    """A state that has been copied, but for what may be copied later; `staged` are the sources of
+    the copy, which lies in `arena`."""
 
     state: _State
     arena: Buffer
@@ -250,7 +302,8 @@ class _Begun:
 
 @dataclass(frozen=True, slots=True)
 class _Job(Generic[S]):
-    """A commit that has been handed over. `taken` is closed when it has ended: staging memory is given back, and sessions end."""
+    """A commit that has been handed over. `taken` is closed when it has ended: staging memory is
+    given back, and sessions end."""
 
     pending: Pending[S]
     begun: _Begun

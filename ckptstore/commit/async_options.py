@@ -1,4 +1,5 @@
-"""What is asked of an asynchronous commit: how the state is to be copied, and by which way it becomes a commit."""
+"""What is asked of an asynchronous commit: how the state is to be copied, and by which way it
+becomes a commit."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -20,7 +21,8 @@ S = TypeVar("S")
 
 @dataclass(frozen=True, slots=True)
 class AsyncOptions:
-    """How a caller wants an asynchronous commit: `overlap` says what to do while others are in flight or staging memory is taken."""
+    """How a caller wants an asynchronous commit: `overlap` says what to do while others are in
+    flight or staging memory is taken."""
 
     overlap: Overlap = "wait"
     staging: Staging = "eager"
@@ -35,11 +37,15 @@ class AsyncOptions:
         if self.staging not in ("eager", "lazy"):
             raise InvalidInput(f"staging is {self.staging!r}; wanted 'eager' or 'lazy'")
         if self.dedup_first and self.staging == "lazy":
-            raise InvalidInput("dedup_first reads the whole state within the call, which staging='lazy' is there to avoid; choose one")
+            raise InvalidInput(
+                "dedup_first reads the whole state within the call, which staging='lazy' is there "
+                "to avoid; choose one"
+            )
 
 
 class AsyncResult(NamedTuple, Generic[S]):
-    """A commit that exists: its id, the ids of its chunks by leaf, and what a caller gets for it."""
+    """A commit that exists: its id, the ids of its chunks by leaf, and what a caller gets for
+    it."""
 
     id: CommitId
     ids: Mapping[int, bytes]
@@ -50,13 +56,17 @@ class AsyncResult(NamedTuple, Generic[S]):
 class CommitRoute(Generic[S]):
     """How a state becomes a commit.
 
-    `flatten` is called within the call, `make` in the background with the staged state, one at a time. `begin` calls what copies the state,
-    which returns why it cannot be begun now, or nothing; several ranks agree there. What is not `whole` may leave leaves uncopied until
-    they have been written. What is `elsewhere` is made by somebody who does not see what has arrived: when everything has.
+    `flatten` is called within the call, `make` in the background with the staged state, one at a
+    time. `begin` calls what copies the state, which returns why it cannot be begun now, or nothing;
+    several ranks agree there. What is not `whole` may leave leaves uncopied until they have been
+    written. What is `elsewhere` is made by somebody who does not see what has arrived: when
+    everything has.
     """
 
     flatten: Callable[[], Mapping[str, FlatState]]
-    make: Callable[[Mapping[str, FlatState], Buffer, CommitMetadata, Pending[S], Watch], AsyncResult[S]]
+    make: Callable[
+        [Mapping[str, FlatState], Buffer, CommitMetadata, Pending[S], Watch], AsyncResult[S]
+    ]
     begin: Callable[[Callable[[], str]], str]
     whole: bool
     elsewhere: bool

@@ -1,4 +1,5 @@
-"""Leaves that stay the caller's until they have been written, and the watch that tells when: on it, the caller waits."""
+"""Leaves that stay the caller's until they have been written, and the watch that tells when: on it,
+the caller waits."""
 
 import threading
 from collections.abc import Callable, Sequence
@@ -39,10 +40,12 @@ class BorrowedLeaves:
 
 
 class PendingWatch(Watch):
-    """Tells a pending commit how far it is, and stops it when its caller called it off. `copied` waits until the state has been copied and
-    that has been told; it raises what went wrong."""
+    """Tells a pending commit how far it is, and stops it when its caller called it off. `copied`
+    waits until the state has been copied and that has been told; it raises what went wrong."""
 
-    def __init__(self, pending: Pending[Any], borrowed: BorrowedLeaves, copied: Callable[[], object]) -> None:
+    def __init__(
+        self, pending: Pending[Any], borrowed: BorrowedLeaves, copied: Callable[[], object]
+    ) -> None:
         self._pending, self._borrowed, self._copied, self._attempts = pending, borrowed, copied, 0
 
     def worked(self, batch: Sequence[Run]) -> None:
@@ -63,6 +66,8 @@ class PendingWatch(Watch):
         self._attempts += 1
         if self._attempts > 1 and self._borrowed.leaves:
             raise Conflict(
-                f"the commit would have to start anew, and {len(self._borrowed.leaves)} leaves that did not fit into the staging memory "
-                "may have changed since; repeat the commit, or open the store with more staging_bytes"
+                f"the commit would have to start anew, and {len(self._borrowed.leaves)} leaves "
+                "that did not fit into the staging memory "
+                "may have changed since; repeat the commit, or open the store with more "
+                "staging_bytes"
             )

@@ -1,7 +1,8 @@
 """The journey of a state into the store: plan, pack, document, log entry, indexes, in this order.
 
-The order is the crash-safety proof. A pack is durable before a document names its chunks, the document before the log entry names
-it, and the commit exists when its entry does. A crash anywhere before leaves files that no entry names; gc removes them.
+The order is the crash-safety proof. A pack is durable before a document names its chunks, the
+document before the log entry names it, and the commit exists when its entry does. A crash anywhere
+before leaves files that no entry names; gc removes them.
 """
 
 import time
@@ -31,7 +32,8 @@ ATTEMPTS = 5
 
 @dataclass(frozen=True, slots=True)
 class CommitStats:
-    """What a commit cost. `new_bytes` is what the store's packs grew by; times are in seconds from the call."""
+    """What a commit cost. `new_bytes` is what the store's packs grew by; times are in seconds from
+    the call."""
 
     logical_bytes: int
     new_bytes: int
@@ -57,7 +59,8 @@ class Committed:
     schemas: dict[str, Schema]
     stats: CommitStats
     ids: dict[int, bytes]
-    """The ids of the chunks of each leaf that has some, 32 bytes each; leaves are numbered through all keys."""
+    """The ids of the chunks of each leaf that has some, 32 bytes each; leaves are numbered through
+    all keys."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,9 +73,12 @@ class _Tree:
 
 
 class Committer:
-    """Commits states of one process to one store, one commit at a time. Remembers what the next commit of the same state can use again."""
+    """Commits states of one process to one store, one commit at a time. Remembers what the next
+    commit of the same state can use again."""
 
-    def __init__(self, config: StoreConfig, objects: ObjectStore, log: Log, threads: ThreadPool) -> None:
+    def __init__(
+        self, config: StoreConfig, objects: ObjectStore, log: Log, threads: ThreadPool
+    ) -> None:
         self._config, self._objects, self._log, self._threads = config, objects, log, threads
         self._extents: list[Extent] = []
         self._run_bytes = 0
@@ -89,19 +95,29 @@ class Committer:
         *,
         memory_budget_bytes: int | None = None,
     ) -> Committed:
-        """Write a flattened state and append its entry; durable when this returns. A label without parents gets the run's newest commit as
-        parent; times are counted from `started`, of `time.perf_counter`. `watch` is told of the progress, and may stop it. What is staged
-        or encoded stays within the budget.
+        """Write a flattened state and append its entry; durable when this returns. A label without
+        parents gets the run's newest commit as parent; times are counted from `started`, of
+        `time.perf_counter`. `watch` is told of the progress, and may stop it. What is staged or
+        encoded stays within the budget.
 
-        Raises `InvalidInput` for a budget that is too small, `Unavailable` if storage fails, `Conflict` if others kept removing what this
-        commit wanted to reuse, and what `watch` raises. Whatever is raised, the store is as it was.
+        Raises `InvalidInput` for a budget that is too small, `Unavailable` if storage fails,
+        `Conflict` if others kept removing what this commit wanted to reuse, and what `watch`
+        raises. Whatever is raised, the store is as it was.
         """
-        room = write_room(memory_budget_bytes, self._config.chunk_bytes, self._threads.count, encoding=self._config.codec != "raw")
+        room = write_room(
+            memory_budget_bytes,
+            self._config.chunk_bytes,
+            self._threads.count,
+            encoding=self._config.codec != "raw",
+        )
         trees, first = [], 0
         for key, flat in flats.items():
             trees.append(_Tree(key, flat, first))
             first += len(flat.leaves)
-        plan = self._plan_for([extent_of(tree.flat, i) for tree in trees for i in range(len(tree.flat.leaves))], room.run_bytes)
+        plan = self._plan_for(
+            [extent_of(tree.flat, i) for tree in trees for i in range(len(tree.flat.leaves))],
+            room.run_bytes,
+        )
         for _ in range(ATTEMPTS):
             watch.starting()
             try:
@@ -110,7 +126,10 @@ class Committer:
                 if not error.refusal.again:
                     raise
                 last = error
-        raise Conflict(f"the commit was refused {ATTEMPTS} times because others changed the store meanwhile; repeat it") from last
+        raise Conflict(
+            f"the commit was refused {ATTEMPTS} times because others changed the store meanwhile; "
+            "repeat it"
+        ) from last
 
     def _plan_for(self, extents: list[Extent], run_bytes: int) -> CommitPlan:
         if extents != self._extents or run_bytes != self._run_bytes:
@@ -119,37 +138,60 @@ class Committer:
         return self._plan
 
     def _attempt(
-        self, trees: Sequence[_Tree], plan: CommitPlan, label: CommitMetadata, started: float, watch: Watch, room: WriteRoom
+        self,
+        trees: Sequence[_Tree],
+        plan: CommitPlan,
+        label: CommitMetadata,
+        started: float,
+        watch: Watch,
+        room: WriteRoom,
     ) -> Committed:
         with open_session(self._objects.storage, "commit") as session:
             state = self._log.replay()
             self._objects.sync(state)
             if not label.parents:
                 label = replace(label, parents=state.runs.get(label.run, ())[-1:])
-            packs = PackSet.of(self._config, self._objects, session.id, self._threads, unbuffered=room.unbuffered)
+            packs = PackSet.of(
+                self._config, self._objects, session.id, self._threads, unbuffered=room.unbuffered
+            )
             dedup = Dedup(self._objects, state, self._runs)
             try:
                 sources = [leaf for tree in trees for leaf in tree.flat.leaves]
-                written = write_chunks(plan, sources, dedup, packs, self._threads, watch, max_workers=room.threads)
+                written = write_chunks(
+                    plan, sources, dedup, packs, self._threads, watch, max_workers=room.threads
+                )
                 watch.reached(Milestone.HASHED)
-                metadata = self._publisher.write_metadata(_contents(trees, plan, written), dedup, packs)
+                metadata = self._publisher.write_metadata(
+                    _contents(trees, plan, written), dedup, packs
+                )
                 packs.wait()
                 packed_s = time.perf_counter() - started
                 watch.reached(Milestone.WRITTEN)
                 records = [pack.record for pack in packs.closed]
                 leaves = sum(len(tree.flat.leaves) for tree in trees)
                 published = self._publisher.write_document(
-                    session.id, label, metadata, records, logical_bytes=plan.logical_bytes, leaves=leaves
+                    session.id,
+                    label,
+                    metadata,
+                    records,
+                    logical_bytes=plan.logical_bytes,
+                    leaves=leaves,
                 )
                 watch.publishing()
             except BaseException as error:
                 packs.drop()
                 if isinstance(error, NoSpace):
-                    session.end()  # nothing bears its name any more: the gc that makes room need not wait for it
+                    # nothing bears its name any more: the gc that makes room need not wait for it
+                    session.end()
                 raise
             try:
                 entry = self._log.append(entry_body(published, records, dedup.reused))
-            except (Refused, NoSpace):  # nothing was appended; after any other error that is not known, and nothing may be deleted
+            except (
+                Refused,
+                NoSpace,
+                # nothing was appended; after any other error that is not known, and nothing may be
+                # deleted
+            ):
                 packs.drop()
                 delete_own(self._objects.storage, published.own)
                 session.end()
@@ -160,9 +202,22 @@ class Committer:
         held_s = time.perf_counter() - started
         document = published.document
         stats = CommitStats(
-            plan.logical_bytes, document.new_bytes, document.leaves, written.chunks, written.new_chunks, packed_s, durable_s, held_s
+            plan.logical_bytes,
+            document.new_bytes,
+            document.leaves,
+            written.chunks,
+            written.new_chunks,
+            packed_s,
+            durable_s,
+            held_s,
         )
-        return Committed(published.commit, document, {tree.key: tree.flat.schema for tree in trees}, stats, written.ids)
+        return Committed(
+            published.commit,
+            document,
+            {tree.key: tree.flat.schema for tree in trees},
+            stats,
+            written.ids,
+        )
 
 
 def index_packs(objects: ObjectStore, entry: entries.Entry, packs: PackSet) -> None:
@@ -177,7 +232,11 @@ def index_packs(objects: ObjectStore, entry: entries.Entry, packs: PackSet) -> N
 def _contents(trees: Sequence[_Tree], plan: CommitPlan, written: Written) -> Iterator[TreeContent]:
     inline = frozenset(plan.inline)
     for tree in trees:
-        yield TreeContent(tree.key, tree.flat.schema, [_content(tree, i, inline, written) for i in range(len(tree.flat.leaves))])
+        yield TreeContent(
+            tree.key,
+            tree.flat.schema,
+            [_content(tree, i, inline, written) for i in range(len(tree.flat.leaves))],
+        )
 
 
 def extent_of(flat: FlatState, i: int) -> Extent:
@@ -185,7 +244,12 @@ def extent_of(flat: FlatState, i: int) -> Extent:
     source = flat.leaves[i]
     if flat.schema.kinds[i] == "tensor" and source.nbytes:
         dtype = flat.schema.dtypes[i]
-        return Extent(flat.schema.shapes[i], source.width, source.nbytes, dtype.startswith(("float", "bfloat")))
+        return Extent(
+            flat.schema.shapes[i],
+            source.width,
+            source.nbytes,
+            dtype.startswith(("float", "bfloat")),
+        )
     return Extent((source.nbytes,), 1, source.nbytes, False)
 
 

@@ -17,7 +17,8 @@ _STEPS = 2**53 + 1
 
 @dataclass(frozen=True, slots=True)
 class CommitMetadata:
-    """A run and what else describes one commit of it. Without parents it descends from the run's newest commit."""
+    """A run and what else describes one commit of it. Without parents it descends from the run's
+    newest commit."""
 
     run: str
     step: int | None = None
@@ -28,10 +29,14 @@ class CommitMetadata:
 
 
 def label_of(
-    run: str, step: object, tag: str | Sequence[str] | None, message: object, metrics: Mapping[str, float] | None
+    run: str,
+    step: object,
+    tag: str | Sequence[str] | None,
+    message: object,
+    metrics: Mapping[str, float] | None,
 ) -> CommitMetadata:
-    """A label without parents; `tag=None` means none. Raises `InvalidInput` for what cannot be one, and for what exceeds a limit of
-    `core.config`."""
+    """A label without parents; `tag=None` means none. Raises `InvalidInput` for what cannot be one,
+    and for what exceeds a limit of `core.config`."""
     return CommitMetadata(run, _step(step), _message(message), _metrics(metrics), _tags(tag))
 
 
@@ -39,9 +44,12 @@ def _step(step: object) -> int | None:
     if step is None:
         return None
     with suppress(TypeError):
-        if not isinstance(step, bool) and (number := index(step)) in range(_STEPS):  # type: ignore[arg-type]  # numpy's and torch's whole numbers as well
+        # numpy's and torch's whole numbers as well
+        if not isinstance(step, bool) and (number := index(step)) in range(_STEPS):  # type: ignore[arg-type]
             return number
-    raise InvalidInput(f"step is {step!r:.80}; wanted a whole number from 0 to {_STEPS - 1}, or None")
+    raise InvalidInput(
+        f"step is {step!r:.80}; wanted a whole number from 0 to {_STEPS - 1}, or None"
+    )
 
 
 def _tags(tag: object) -> tuple[str, ...]:
@@ -51,7 +59,9 @@ def _tags(tag: object) -> tuple[str, ...]:
         raise InvalidInput(f"tag is {tag!r:.80}; wanted a name, several, or None")
     names = list(islice(tag, TAGS_MAX + 1))
     if len(names) > TAGS_MAX:
-        raise InvalidInput(f"a commit gets at most {TAGS_MAX} tags at once; give it more with store.tag")
+        raise InvalidInput(
+            f"a commit gets at most {TAGS_MAX} tags at once; give it more with store.tag"
+        )
     return tuple(map(check_tag, names))
 
 
@@ -60,7 +70,8 @@ def _message(message: object) -> str:
         raise InvalidInput(f"message is {message!r:.80}; wanted a string")
     if (nbytes := _utf8_bytes(message, "the message")) > MESSAGE_BYTES_MAX:
         raise InvalidInput(
-            f"the message has {nbytes} bytes; wanted at most {MESSAGE_BYTES_MAX}, which the log keeps for good: commit longer texts as "
+            f"the message has {nbytes} bytes; wanted at most {MESSAGE_BYTES_MAX}, which the log "
+            "keeps for good: commit longer texts as "
             "values of the state"
         )
     return message
@@ -70,13 +81,26 @@ def _metrics(metrics: object) -> tuple[tuple[str, float], ...]:
     if metrics is None:
         return ()
     if not isinstance(metrics, Mapping):
-        raise InvalidInput(f'metrics are {metrics!r:.80}; wanted a dict of names to numbers, such as {{"loss": 0.5}}')
+        raise InvalidInput(
+            f'metrics are {metrics!r:.80}; wanted a dict of names to numbers, such as {{"loss": '
+            f"0.5}}"
+        )
     if len(metrics) > METRICS_MAX:
-        raise InvalidInput(f"{len(metrics)} metrics; wanted at most {METRICS_MAX}, which the log keeps for good: commit more as values")
+        raise InvalidInput(
+            f"{len(metrics)} metrics; wanted at most {METRICS_MAX}, which the log keeps for good: "
+            "commit more as values"
+        )
     pairs = []
     for name, value in metrics.items():
-        if not isinstance(name, str) or not name or _utf8_bytes(name, "a metric's name") > METRIC_NAME_BYTES_MAX:
-            raise InvalidInput(f"a metric's name is {name!r:.80}; wanted a string of 1 to {METRIC_NAME_BYTES_MAX} bytes")
+        if (
+            not isinstance(name, str)
+            or not name
+            or _utf8_bytes(name, "a metric's name") > METRIC_NAME_BYTES_MAX
+        ):
+            raise InvalidInput(
+                f"a metric's name is {name!r:.80}; wanted a string of 1 to {METRIC_NAME_BYTES_MAX} "
+                "bytes"
+            )
         try:
             pairs.append((name, _number(value)))
         except (TypeError, ValueError, OverflowError, RuntimeError) as error:

@@ -1,7 +1,9 @@
-"""Commits behind the caller's back: one after the other, in the order of the calls, and none forgotten when the program ends.
+"""Commits behind the caller's back: one after the other, in the order of the calls, and none
+forgotten when the program ends.
 
-The thread that makes them is no daemon, so that an interpreter that exits waits for it; it ends when it has nothing to do. Whoever waits
-long (`close`, an exit) says so on stderr. A failure is kept until somebody has seen it.
+The thread that makes them is no daemon, so that an interpreter that exits waits for it; it ends
+when it has nothing to do. Whoever waits long (`close`, an exit) says so on stderr. A failure is
+kept until somebody has seen it.
 """
 
 import atexit
@@ -40,7 +42,8 @@ class Background:
             raise failed
 
     def admit(self, *, wait: bool) -> bool:
-        """Whether there is room for one more; waits for it if wanted. Raises like `raise_failure` after having waited."""
+        """Whether there is room for one more; waits for it if wanted. Raises like `raise_failure`
+        after having waited."""
         with self._changed:
             if len(self._in_flight()) >= self._limit:
                 if not wait:
@@ -50,9 +53,11 @@ class Background:
         return True
 
     def start(self, pending: Pending[Any], work: Callable[[], object]) -> None:
-        """Let `work` run after everything that was started before. It ends `pending` and raises nothing.
+        """Let `work` run after everything that was started before. It ends `pending` and raises
+        nothing.
 
-        Where no thread can be had (their number is limited, or the interpreter is ending), the caller does the work itself.
+        Where no thread can be had (their number is limited, or the interpreter is ending), the
+        caller does the work itself.
         """
         with self._changed:
             self._jobs.append(work)
@@ -82,14 +87,23 @@ class Background:
             waiting = self._in_flight()
         for pending in waiting:
             what = f"{pending.name} to {self._place}"
-            print(f"ckptstore: waiting for {what}, {pending.stage} after {seconds_text(pending.age_s)}", file=sys.stderr, flush=True)
+            print(
+                f"ckptstore: waiting for {what}, {pending.stage} after "
+                f"{seconds_text(pending.age_s)}",
+                file=sys.stderr,
+                flush=True,
+            )
         return True
 
     def tell_failures(self) -> None:
         """Say on stderr what failed without anybody having seen it: the last chance."""
         if self._pid == os.getpid():
             while failed := self._take_failure():
-                print(f"ckptstore: a commit to {self._place} was not made: {failed}", file=sys.stderr, flush=True)
+                print(
+                    f"ckptstore: a commit to {self._place} was not made: {failed}",
+                    file=sys.stderr,
+                    flush=True,
+                )
 
     def _take_failure(self) -> BaseException | None:
         with self._changed:

@@ -1,8 +1,9 @@
-"""Which bytes of a state the store has already, asked before the state is copied: hash it where it lies, look up its chunks.
+"""Which bytes of a state the store has already, asked before the state is copied: hash it where it
+lies, look up its chunks.
 
-What the store has need not be copied, but its bytes are then nobody's when it is collected. So a session is open from before the look
-until the commit has ended: a patient gc that condemns a pack meanwhile does not delete it before, and what was condemned is read back
-(docs/decisions/023-…).
+What the store has need not be copied, but its bytes are then nobody's when it is collected. So a
+session is open from before the look until the commit has ended: a patient gc that condemns a pack
+meanwhile does not delete it before, and what was condemned is read back (docs/decisions/023-…).
 """
 
 from collections.abc import Iterator, Mapping
@@ -31,21 +32,36 @@ class DedupProbe:
         self._config, self._objects, self._log = config, objects, log
 
     def open_session(self) -> Session:
-        """To be had before `find`, and ended once the commit has: as long as it lives, what was found can be read."""
+        """To be had before `find`, and ended once the commit has: as long as it lives, what was
+        found can be read."""
         return open_session(self._objects.storage, "stage")
 
     def find(self, flats: Mapping[str, FlatState], threads: ThreadPool) -> dict[int, LookedUp]:
-        """What is missing of each tensor that would have to be copied, by its leaf's number through all keys."""
+        """What is missing of each tensor that would have to be copied, by its leaf's number through
+        all keys."""
         wanted, extents, sources = [], [], []
         for n, (flat, i, source) in enumerate(_leaves(flats)):
-            if isinstance(source, TensorSource) and source.known_ids is None and source.nbytes > INLINE_BYTES:
+            if (
+                isinstance(source, TensorSource)
+                and source.known_ids is None
+                and source.nbytes > INLINE_BYTES
+            ):
                 wanted.append(n)
                 extents.append(extent_of(flat, i))
                 sources.append(source)
         plan = plan_commit(extents, self._config.chunk_bytes)
-        ids = hash_chunks(plan, sources, threads, threads.count, self._objects.hash, copied=self._objects.second_names is not None)
+        ids = hash_chunks(
+            plan,
+            sources,
+            threads,
+            threads.count,
+            self._objects.hash,
+            copied=self._objects.second_names is not None,
+        )
         live = self._live(b"".join(ids[part.leaf] for part in plan.parts))
-        return {wanted[part.leaf]: LookedUp(ids[part.leaf], _missing(part, live)) for part in plan.parts}
+        return {
+            wanted[part.leaf]: LookedUp(ids[part.leaf], _missing(part, live)) for part in plan.parts
+        }
 
     def _live(self, ids: bytes) -> Iterator[bool]:
         state = self._log.replay()
@@ -54,13 +70,16 @@ class DedupProbe:
 
 
 class GcPin:
-    """A session that keeps what was found in the store from a patient gc, until `end`: for chunks that are handed out and not written."""
+    """A session that keeps what was found in the store from a patient gc, until `end`: for chunks
+    that are handed out and not written."""
 
     def __init__(self, objects: ObjectStore, log: Log, what: str) -> None:
         """Raises what storage does if the session cannot be written down."""
         self.objects = objects
         self._session = open_session(objects.storage, what)
-        state = log.replay(refresh=True)  # not before the session is there: a gc that has condemned by now has not seen it
+        state = log.replay(
+            refresh=True
+        )  # not before the session is there: a gc that has condemned by now has not seen it
         objects.sync(state)
         self._dedup = Dedup(objects, state, DedupHints())
 
@@ -70,7 +89,11 @@ class GcPin:
             return {}
         sizes = self.objects.locate(ids)["raw"].tolist()
         live = self._dedup.live(ids)
-        return {ids[i * CHUNK_ID_BYTES : (i + 1) * CHUNK_ID_BYTES]: sizes[i] for i in range(len(sizes)) if live[i]}
+        return {
+            ids[i * CHUNK_ID_BYTES : (i + 1) * CHUNK_ID_BYTES]: sizes[i]
+            for i in range(len(sizes))
+            if live[i]
+        }
 
     def end(self) -> None:
         """Nobody asks for what was found any more. Idempotent."""

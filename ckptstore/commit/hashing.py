@@ -19,8 +19,9 @@ def hash_chunks(
     *,
     copied: bool = False,
 ) -> list[bytes]:
-    """Per part of the plan the ids of its chunks, in order, as `name` gives them if there is one; found by at most `max_workers` threads. If
-    `copied`, what others may write to is copied first, for a `name` that reads its bytes twice."""
+    """Per part of the plan the ids of its chunks, in order, as `name` gives them if there is one;
+    found by at most `max_workers` threads. If `copied`, what others may write to is copied first,
+    for a `name` that reads its bytes twice."""
     ids = [bytearray(CHUNK_ID_BYTES * len(part)) for part in plan.parts]
 
     def work() -> None:

@@ -1,4 +1,5 @@
-"""The part of a copy that goes on when a commit has begun to read it: whoever must not go on before it has ended takes part in it."""
+"""The part of a copy that goes on when a commit has begun to read it: whoever must not go on before
+it has ended takes part in it."""
 
 import threading
 import time
@@ -15,7 +16,8 @@ from ckptstore.state.staging_buffers import Buffer
 
 
 class LazyCopy:
-    """Copies that are left when the call returns. `versions` says how often each leaf has been written to, as far as torch counts it."""
+    """Copies that are left when the call returns. `versions` says how often each leaf has been
+    written to, as far as torch counts it."""
 
     def __init__(
         self,
@@ -44,7 +46,8 @@ class LazyCopy:
                 self._end()
 
     def hold(self) -> None:
-        """Return when nothing is left. Called by the training thread ahead of a write: what was written before by others shows here."""
+        """Return when nothing is left. Called by the training thread ahead of a write: what was
+        written before by others shows here."""
         if self._copied.is_set():
             return
         started = time.perf_counter()
@@ -76,11 +79,14 @@ class LazyCopy:
             self._ended.set()  # not before: milestones are told in order
 
     def _look(self) -> None:
-        """An alarm, not a proof: many writes are not counted, and the count rises after the write."""
+        """An alarm, not a proof: many writes are not counted, and the count rises after the
+        write."""
         now = self._versions()
         written = [n for n, version in self._before.items() if now[n] != version]
         if written and not self._error:
             self._error = Conflict(
-                f"{self._path(written[0])} was written to while it was staged lazily, outside of a step: the commit would hold "
-                f"neither state; call pending.wait_staged() before such a write, or commit with staging='eager'"
+                f"{self._path(written[0])} was written to while it was staged lazily, outside of a "
+                "step: the commit would hold "
+                "neither state; call pending.wait_staged() before such a write, or commit with "
+                "staging='eager'"
             )

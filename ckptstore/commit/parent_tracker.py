@@ -8,7 +8,8 @@ from ckptstore.core.ids import CommitId
 
 
 class ParentTracker:
-    """Which commit the next one descends from: the one committed, put in flight or restored last."""
+    """Which commit the next one descends from: the one committed, put in flight or restored
+    last."""
 
     def __init__(self) -> None:
         self._tip: CommitId | Pending[Any] | None = None
@@ -32,6 +33,7 @@ class ParentTracker:
 
 
 def parents_of(tip: CommitId | Pending[Any] | None) -> tuple[CommitId, ...]:
-    """The parents that `tip` stands for; none means the run's newest commit. A pending commit must have ended."""
+    """The parents that `tip` stands for; none means the run's newest commit. A pending commit must
+    have ended."""
     commit = tip.tip if isinstance(tip, Pending) else tip
     return (commit,) if commit else ()

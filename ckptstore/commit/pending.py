@@ -22,7 +22,8 @@ T = TypeVar("T")
 class Timings:
     """When each milestone was reached, in seconds from the call; None before it is.
 
-    `held_s` is how long the training thread was kept: the call, waiting for room or for the commit before, and waits in optimizer hooks.
+    `held_s` is how long the training thread was kept: the call, waiting for room or for the commit
+    before, and waits in optimizer hooks.
     """
 
     held_s: float | None = None
@@ -33,9 +34,12 @@ class Timings:
 
 
 class Pending(Generic[T]):
-    """A commit that goes on in the background. Threads may share it; `await` gives what `wait` returns."""
+    """A commit that goes on in the background. Threads may share it; `await` gives what `wait`
+    returns."""
 
-    def __init__(self, step: int | None, on_progress: Callable[[CommitProgress], object] | None = None) -> None:
+    def __init__(
+        self, step: int | None, on_progress: Callable[[CommitProgress], object] | None = None
+    ) -> None:
         self.step = step
         self.state_bytes = 0
         self.started = time.perf_counter()
@@ -49,9 +53,11 @@ class Pending(Generic[T]):
         self.help_staging: Callable[[], object] = lambda: None
         """Takes part in the copying that is left, if any."""
         self.tip: CommitId | None = None
-        """What the next commit descends from once this one has ended: this one, or, if it was not made, its parent."""
+        """What the next commit descends from once this one has ended: this one, or, if it was not
+        made, its parent."""
         self.seen = False
-        """Whether the caller has been given the outcome. A failure that nobody has seen is raised by the next call."""
+        """Whether the caller has been given the outcome. A failure that nobody has seen is raised
+        by the next call."""
 
     def __repr__(self) -> str:
         return f"<{self.name}: {self.stage}>"
@@ -76,10 +82,13 @@ class Pending(Generic[T]):
     @property
     def timings(self) -> Timings:
         """The milestones so far."""
-        return Timings(**{f"{milestone}_s": seconds for milestone, seconds in dict(self._reached).items()})
+        return Timings(
+            **{f"{milestone}_s": seconds for milestone, seconds in dict(self._reached).items()}
+        )
 
     def staged(self) -> bool:
-        """Whether the state has been copied: whatever is written to its tensors from now on, the commit does not see."""
+        """Whether the state has been copied: whatever is written to its tensors from now on, the
+        commit does not see."""
         return self._staged.is_set()
 
     def done(self) -> bool:
@@ -87,7 +96,8 @@ class Pending(Generic[T]):
         return self._future.done()
 
     def wait_staged(self, timeout_s: float | None = None) -> None:
-        """Wait until `staged`; raises `TimeoutError`, and what the commit failed with if it failed before."""
+        """Wait until `staged`; raises `TimeoutError`, and what the commit failed with if it failed
+        before."""
         if timeout_s is None:
             self.help_staging()
         if not self._staged.wait(timeout_s):
@@ -96,8 +106,8 @@ class Pending(Generic[T]):
             raise error
 
     def wait(self, timeout_s: float | None = None) -> T:
-        """The commit, once it is durable. Raises what it failed with, `Cancelled`, `Busy` if it was skipped, or `TimeoutError` if it has
-        not ended within `timeout_s`: then it goes on."""
+        """The commit, once it is durable. Raises what it failed with, `Cancelled`, `Busy` if it was
+        skipped, or `TimeoutError` if it has not ended within `timeout_s`: then it goes on."""
         if error := self.exception(timeout_s):
             raise error
         return self._future.result()
@@ -107,16 +117,20 @@ class Pending(Generic[T]):
         try:
             error = self._future.exception(timeout_s)
         except TimeoutError as late:
-            raise TimeoutError(f"the commit is not durable after {timeout_s} s ({self.stage}); it goes on") from late
+            raise TimeoutError(
+                f"the commit is not durable after {timeout_s} s ({self.stage}); it goes on"
+            ) from late
         self.seen = True
         return error
 
     def then(self, callback: Callable[["Pending[T]"], object]) -> None:
-        """Have `callback` called with this once it has ended, at once if it has, by whatever thread ends it. What it raises is logged."""
+        """Have `callback` called with this once it has ended, at once if it has, by whatever thread
+        ends it. What it raises is logged."""
         self._future.add_done_callback(lambda future: callback(self))
 
     def cancel(self) -> bool:
-        """Call the commit off. True if it will not be made; False if it has ended or its log entry is on its way already."""
+        """Call the commit off. True if it will not be made; False if it has ended or its log entry
+        is on its way already."""
         with self._lock:
             if self._publishing or self.done():
                 return False
@@ -147,7 +161,8 @@ class Pending(Generic[T]):
         self._staged.set()
 
     def reached(self, milestone: Milestone) -> None:
-        """Note a milestone and tell the callback; one that raises is logged, and the commit goes on."""
+        """Note a milestone and tell the callback; one that raises is logged, and the commit goes
+        on."""
         if milestone is Milestone.STAGED:
             self.copied()
         self._reached[milestone] = seconds = self.age_s

@@ -1,7 +1,8 @@
 """Which bytes of which leaves are one piece of work: deciding only, no bytes move.
 
-A run is up to 8 MiB of consecutive chunks of one leaf. A batch is what a thread takes at a time: one large run, or many small ones, so
-that ten thousand small leaves do not cost ten thousand hand-overs.
+A run is up to 8 MiB of consecutive chunks of one leaf. A batch is what a thread takes at a time:
+one large run, or many small ones, so that ten thousand small leaves do not cost ten thousand
+hand-overs.
 """
 
 from collections.abc import Iterator, Sequence
@@ -17,8 +18,8 @@ BATCH_RUNS = 256
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """A leaf, or a part of one, that is stored as chunks `first:stop` of its cut: its number in the plan, its element width in bytes, and
-    whether its elements are floats."""
+    """A leaf, or a part of one, that is stored as chunks `first:stop` of its cut: its number in the
+    plan, its element width in bytes, and whether its elements are floats."""
 
     leaf: int
     grid: Grid
@@ -35,8 +36,8 @@ class Part:
 class Extent(NamedTuple):
     """What the plan must know of a leaf; one that is no tensor is a vector of its bytes.
 
-    With `box`, it is that box of a leaf of `shape`; with `cells`, that half-open range of its cut. `raw_bytes` are those of what is to be
-    stored.
+    With `box`, it is that box of a leaf of `shape`; with `cells`, that half-open range of its cut.
+    `raw_bytes` are those of what is to be stored.
     """
 
     shape: Shape
@@ -49,7 +50,8 @@ class Extent(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """Consecutive chunks of a part from chunk `first` on: chunk `first + i` is the bytes `cuts[i]:cuts[i + 1]` of the leaf."""
+    """Consecutive chunks of a part from chunk `first` on: chunk `first + i` is the bytes
+    `cuts[i]:cuts[i + 1]` of the leaf."""
 
     part: Part
     first: int
@@ -70,17 +72,30 @@ class CommitPlan:
     logical_bytes: int
 
 
-def plan_commit(leaves: Sequence[Extent], chunk_bytes: int, run_bytes: int = RUN_BYTES) -> CommitPlan:
-    """The plan for leaves in order. With less memory for staging, runs are shorter: `run_bytes`, or one chunk."""
+def plan_commit(
+    leaves: Sequence[Extent], chunk_bytes: int, run_bytes: int = RUN_BYTES
+) -> CommitPlan:
+    """The plan for leaves in order. With less memory for staging, runs are shorter: `run_bytes`, or
+    one chunk."""
     inline = tuple(i for i, leaf in enumerate(leaves) if leaf.raw_bytes <= INLINE_BYTES)
-    parts = tuple(_part(i, leaf, chunk_bytes) for i, leaf in enumerate(leaves) if leaf.raw_bytes > INLINE_BYTES)
-    return CommitPlan(inline, parts, _batches_of(parts, run_bytes), sum(leaf.raw_bytes for leaf in leaves))
+    parts = tuple(
+        _part(i, leaf, chunk_bytes)
+        for i, leaf in enumerate(leaves)
+        if leaf.raw_bytes > INLINE_BYTES
+    )
+    return CommitPlan(
+        inline, parts, _batches_of(parts, run_bytes), sum(leaf.raw_bytes for leaf in leaves)
+    )
 
 
-def plan_chunks(parts: Sequence[Extent], chunk_bytes: int, run_bytes: int = RUN_BYTES) -> CommitPlan:
+def plan_chunks(
+    parts: Sequence[Extent], chunk_bytes: int, run_bytes: int = RUN_BYTES
+) -> CommitPlan:
     """The plan for parts of leaves that are chunks, however small."""
     planned = tuple(_part(i, part, chunk_bytes) for i, part in enumerate(parts))
-    return CommitPlan((), planned, _batches_of(planned, run_bytes), sum(part.raw_bytes for part in parts))
+    return CommitPlan(
+        (), planned, _batches_of(planned, run_bytes), sum(part.raw_bytes for part in parts)
+    )
 
 
 def _part(number: int, extent: Extent, chunk_bytes: int) -> Part:

@@ -8,7 +8,8 @@ from ckptstore.commit.plan import Run
 
 
 class Milestone(StrEnum):
-    """What happens to a commit, in order: the caller goes on; the state is copied; its chunks have ids; packs are closed; it exists."""
+    """What happens to a commit, in order: the caller goes on; the state is copied; its chunks have
+    ids; packs are closed; it exists."""
 
     HELD = "held"
     STAGED = "staged"
@@ -19,7 +20,8 @@ class Milestone(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class CommitProgress:
-    """A milestone of the commit of `step`, reached so many seconds after the call; `state_bytes` is the state's size."""
+    """A milestone of the commit of `step`, reached so many seconds after the call; `state_bytes` is
+    the state's size."""
 
     milestone: Milestone
     step: int | None
@@ -28,19 +30,23 @@ class CommitProgress:
 
 
 class Watch:
-    """What a commit calls on its way, from any of its threads; this one lets it go its way. What a method raises, the commit raises."""
+    """What a commit calls on its way, from any of its threads; this one lets it go its way. What a
+    method raises, the commit raises."""
 
     def starting(self) -> None:
-        """An attempt begins, the first or, because others changed the store meanwhile, another one: all sources are read (again)."""
+        """An attempt begins, the first or, because others changed the store meanwhile, another one:
+        all sources are read (again)."""
 
     def worked(self, batch: Sequence[Run]) -> None:
-        """A batch was hashed and what is new of it written: its sources will not be asked for these bytes again in this attempt."""
+        """A batch was hashed and what is new of it written: its sources will not be asked for these
+        bytes again in this attempt."""
 
     def reached(self, milestone: Milestone) -> None:
         """`HASHED`, `WRITTEN` or `DURABLE`."""
 
     def publishing(self) -> None:
-        """The log entry is about to be appended: from here on the commit can no longer be called off."""
+        """The log entry is about to be appended: from here on the commit can no longer be called
+        off."""
 
 
 UNWATCHED = Watch()

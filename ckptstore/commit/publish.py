@@ -1,4 +1,5 @@
-"""How content that lies in packs becomes a commit: schemas, pages and layout, the document, and what the log entry says. In this order."""
+"""How content that lies in packs becomes a commit: schemas, pages and layout, the document, and
+what the log entry says. In this order."""
 
 import time
 from collections.abc import Iterable, Sequence
@@ -19,7 +20,8 @@ from ckptstore.storage.contract import Storage, put_finished
 
 
 class TreeContent(NamedTuple):
-    """One key of a state whose chunks have been packed: what its leaves are, and their contents in order."""
+    """One key of a state whose chunks have been packed: what its leaves are, and their contents in
+    order."""
 
     key: str
     schema: Schema
@@ -34,7 +36,8 @@ class Metadata(NamedTuple):
 
 
 class Published(NamedTuple):
-    """A document that is durable, and no commit before the log names it. `own` are the objects that may be deleted if it never does."""
+    """A document that is durable, and no commit before the log names it. `own` are the objects that
+    may be deleted if it never does."""
 
     document: CommitDocument
     commit: CommitId
@@ -49,14 +52,23 @@ class Publisher:
         self._config, self._objects = config, objects
         self._schemas = LastSchemas()
 
-    def write_metadata(self, trees: Iterable[TreeContent], dedup: Dedup, packs: PackSet, layout: bytes | None = None) -> Metadata:
-        """Pack the schemas, the pages and the layout that are new; the pack is closed but not yet awaited."""
+    def write_metadata(
+        self,
+        trees: Iterable[TreeContent],
+        dedup: Dedup,
+        packs: PackSet,
+        layout: bytes | None = None,
+    ) -> Metadata:
+        """Pack the schemas, the pages and the layout that are new; the pack is closed but not yet
+        awaited."""
         metadata: dict[ChunkId, tuple[bytes, int]] = {}
         refs = []
         for key, tree_schema, contents in trees:
             schema = self._schemas.encode(key, tree_schema)
             schema_id = ChunkId(digest(schema))
-            named = [(ChunkId(digest(data)), data) for data in split_pages(tree_schema.kinds, contents)]
+            named = [
+                (ChunkId(digest(data)), data) for data in split_pages(tree_schema.kinds, contents)
+            ]
             metadata[schema_id] = (schema, SCHEMA)
             metadata.update((chunk, (data, PAGE)) for chunk, data in named)
             refs.append((key, TreeRef(schema_id, tuple(chunk for chunk, _ in named))))
@@ -97,17 +109,24 @@ class Publisher:
             leaves=leaves,
         )
         commit, stored = encode_document(document)
-        return put_document(self._objects.storage, document_key(session, commit), document, commit, stored)
+        return put_document(
+            self._objects.storage, document_key(session, commit), document, commit, stored
+        )
 
 
-def put_document(storage: Storage, key: str, document: CommitDocument, commit: CommitId, stored: bytes) -> Published:
+def put_document(
+    storage: Storage, key: str, document: CommitDocument, commit: CommitId, stored: bytes
+) -> Published:
     """Give the document `stored` its name. Raises `Conflict` if other bytes have it."""
     created = put_finished(storage, key, stored)
     return Published(document, commit, len(stored), (key,) if created else ())
 
 
-def entry_body(published: Published, records: Sequence[PackRecord], reused: Iterable[int]) -> entries.Commit:
-    """What the log is to say of a commit that registers the packs `records` and needs those numbered `reused`."""
+def entry_body(
+    published: Published, records: Sequence[PackRecord], reused: Iterable[int]
+) -> entries.Commit:
+    """What the log is to say of a commit that registers the packs `records` and needs those
+    numbered `reused`."""
     document = published.document
     return entries.Commit(
         session=document.session,

@@ -1,4 +1,5 @@
-"""When to commit: every so many steps or seconds, as often as costs and failures make it best, and once more when a signal comes."""
+"""When to commit: every so many steps or seconds, as often as costs and failures make it best, and
+once more when a signal comes."""
 
 import math
 import signal
@@ -19,16 +20,18 @@ Agree: TypeAlias = Callable[[Mapping[str, Any], bool, bool], tuple[bool, bool]]
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """What the caller wants, exactly one of: `steps` between commits, `seconds` between them, or `mtbf_s`, the mean time between failures
-    from which the best interval follows."""
+    """What the caller wants, exactly one of: `steps` between commits, `seconds` between them, or
+    `mtbf_s`, the mean time between failures from which the best interval follows."""
 
     steps: int | None = None
     seconds: float | None = None
     mtbf_s: float | None = None
 
-    def due(self, step: int, last_step: int, since_s: float, cost_s: float, durable_s: float) -> bool:
-        """Whether to commit after `step`, if the last commit was due after `last_step`, began `since_s` ago, cost training `cost_s` and was
-        durable after `durable_s`."""
+    def due(
+        self, step: int, last_step: int, since_s: float, cost_s: float, durable_s: float
+    ) -> bool:
+        """Whether to commit after `step`, if the last commit was due after `last_step`, began
+        `since_s` ago, cost training `cost_s` and was durable after `durable_s`."""
         if self.steps is not None:
             return step // self.steps > last_step // self.steps
         if self.seconds is not None:
@@ -40,19 +43,25 @@ class Rule:
 def rule_of(auto: object, steps: object, seconds: object, mtbf_s: object) -> Rule:
     """Raises `InvalidInput` unless exactly one rule is asked for, with positive numbers."""
     if auto not in (None, "auto") or sum(each is not None for each in (auto, steps, seconds)) != 1:
-        raise InvalidInput("wanted one of every(steps=…), every(seconds=…) and every('auto', mtbf_s=…)")
+        raise InvalidInput(
+            "wanted one of every(steps=…), every(seconds=…) and every('auto', mtbf_s=…)"
+        )
     if steps is not None and (not isinstance(steps, int) or isinstance(steps, bool) or steps < 1):
         raise InvalidInput(f"steps is {steps!r}; wanted a whole number from 1 on")
     if auto and mtbf_s is None:
-        raise InvalidInput("'auto' needs mtbf_s, the mean time between failures in seconds: of one machine, divided by how many there are")
+        raise InvalidInput(
+            "'auto' needs mtbf_s, the mean time between failures in seconds: of one machine, "
+            "divided by how many there are"
+        )
     return Rule(steps, _positive("seconds", seconds), _positive("mtbf_s", mtbf_s) if auto else None)
 
 
 def best_interval_s(cost_s: float, mtbf_s: float) -> float:
-    """The time between the ends of commits that loses least, if each costs training `cost_s` and failures come `mtbf_s` apart on average.
+    """The time between the ends of commits that loses least, if each costs training `cost_s` and
+    failures come `mtbf_s` apart on average.
 
-    J. T. Daly, "A higher order estimate of the optimum checkpoint interval for restart dumps", 2006, equation 37; its first term is Young's
-    of 1974.
+    J. T. Daly, "A higher order estimate of the optimum checkpoint interval for restart dumps",
+    2006, equation 37; its first term is Young's of 1974.
     """
     if cost_s >= 2 * mtbf_s:
         return mtbf_s
@@ -61,17 +70,28 @@ def best_interval_s(cost_s: float, mtbf_s: float) -> float:
 
 
 class Schedule(Generic[S]):
-    """Call it after each step: it commits when that is due. With a signal, it commits once more when that comes, waits, and is `stopped`.
+    """Call it after each step: it commits when that is due. With a signal, it commits once more
+    when that comes, waits, and is `stopped`.
 
-    The signal's handler only sets a flag: at the moment of a signal an optimizer may be half-way through its step. A context manager, or
-    `close`, gives the signal back. `agree` is asked, with the options of the call, what several ranks make of whether a commit is due and
-    whether the signal came.
+    The signal's handler only sets a flag: at the moment of a signal an optimizer may be half-way
+    through its step. A context manager, or `close`, gives the signal back. `agree` is asked, with
+    the options of the call, what several ranks make of whether a commit is due and whether the
+    signal came.
     """
 
-    def __init__(self, commit: Callable[..., Pending[S]], rule: Rule, on_signal: signal.Signals | None, agree: Agree) -> None:
+    def __init__(
+        self,
+        commit: Callable[..., Pending[S]],
+        rule: Rule,
+        on_signal: signal.Signals | None,
+        agree: Agree,
+    ) -> None:
         self._commit, self._rule, self._agree = commit, rule, agree
         self._came = threading.Event()
-        self._signal, self._before = on_signal, None if on_signal is None else signal.signal(on_signal, self._note)
+        self._signal, self._before = (
+            on_signal,
+            None if on_signal is None else signal.signal(on_signal, self._note),
+        )
         self._last: Pending[S] | None = None
         self._last_step: int | None = None
         self._began = time.monotonic()
@@ -81,11 +101,17 @@ class Schedule(Generic[S]):
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         self.close()
 
     def __call__(self, app_state: Any, *, step: int, **options: Any) -> Pending[S] | None:
-        """Commit `app_state` if it is due after `step`; None if not. `options` are those of `commit_async`, whose errors it raises."""
+        """Commit `app_state` if it is due after `step`; None if not. `options` are those of
+        `commit_async`, whose errors it raises."""
         if self.stopped:
             return None
         due, came = self._is_due(step), self._came.is_set()
@@ -101,7 +127,8 @@ class Schedule(Generic[S]):
 
     @property
     def interval_s(self) -> float | None:
-        """With `"auto"`, the seconds between commits that are best by what the last one cost; None before it is known, and otherwise."""
+        """With `"auto"`, the seconds between commits that are best by what the last one cost; None
+        before it is known, and otherwise."""
         if self._rule.mtbf_s is None or self._last is None or not self._last.done():
             return None
         return max(best_interval_s(self._cost_s, self._rule.mtbf_s), self._durable_s)
@@ -117,7 +144,9 @@ class Schedule(Generic[S]):
             self._last_step = step - 1
         if self._rule.mtbf_s is not None and (self._last is None or not self._last.done()):
             return self._last is None  # the first one measures; no next one before it has
-        return self._rule.due(step, self._last_step, time.monotonic() - self._began, self._cost_s, self._durable_s)
+        return self._rule.due(
+            step, self._last_step, time.monotonic() - self._began, self._cost_s, self._durable_s
+        )
 
     def _begin(self, app_state: Any, step: int, options: dict[str, Any]) -> Pending[S]:
         self._last_step, self._began = step, time.monotonic()

@@ -1,4 +1,5 @@
-"""The trainer's side of a worker process: start one when it is needed, hand it a staged state, hear how far it is, notice when it dies."""
+"""The trainer's side of a worker process: start one when it is needed, hand it a staged state, hear
+how far it is, notice when it dies."""
 
 import socket
 import subprocess
@@ -21,14 +22,28 @@ from ckptstore.state.leaf_sources import FlatState
 from ckptstore.state.staging_buffers import Buffer
 
 ENDS_S = 60.0
-"""A worker that has been told that there is nothing more to do ends within this time, or is left to itself."""
+"""A worker that has been told that there is nothing more to do ends within this time, or is left to
+itself."""
 
 
 class WorkerClient:
-    """One worker process, started when it is needed, and what is said to it. One conversation at a time; whoever has one holds `lock`."""
+    """One worker process, started when it is needed, and what is said to it. One conversation at a
+    time; whoever has one holds `lock`."""
 
-    def __init__(self, *, place: str, storage_options: Mapping[str, Any], direct_io: bool | None, index: str | None, threads: int) -> None:
-        options = {"storage_options": dict(storage_options), "direct_io": direct_io is not False, "index": index}  # all of it is aside
+    def __init__(
+        self,
+        *,
+        place: str,
+        storage_options: Mapping[str, Any],
+        direct_io: bool | None,
+        index: str | None,
+        threads: int,
+    ) -> None:
+        options = {
+            "storage_options": dict(storage_options),
+            "direct_io": direct_io is not False,
+            "index": index,
+        }  # all of it is aside
         self._handle = {"place": place, "threads": threads, **options}
         self._process: subprocess.Popen[bytes] | None = None
         self._connection: socket.socket | None = None
@@ -43,10 +58,15 @@ class WorkerClient:
     @property
     def alive(self) -> "subprocess.Popen[bytes] | None":
         """The worker, while it lives."""
-        return self._process if self._connection and self._process and self._process.poll() is None else None
+        return (
+            self._process
+            if self._connection and self._process and self._process.poll() is None
+            else None
+        )
 
     def ask(self, message: Message, timeout_s: float) -> Message:
-        """What the worker answers within `timeout_s`; one that does not is ended. Raises `Unavailable`."""
+        """What the worker answers within `timeout_s`; one that does not is ended. Raises
+        `Unavailable`."""
         connection = self._working()
         try:
             connection.settimeout(timeout_s)
@@ -58,7 +78,10 @@ class WorkerClient:
         if answer is None:
             pid = self.pid
             self.end()
-            raise Unavailable(f"the worker process {pid} ended, or was silent for {timeout_s:g} s; the next commit starts another worker")
+            raise Unavailable(
+                f"the worker process {pid} ended, or was silent for {timeout_s:g} s; the next "
+                "commit starts another worker"
+            )
         if "failed" in answer.says:
             raise error_from(answer.says)
         return answer
@@ -72,10 +95,14 @@ class WorkerClient:
         except OSError as error:
             raise self._lost() from error
 
-    def commit(self, message: Message, arena: Buffer, watch: Watch, *, anew: bool = True) -> Message:
-        """Have a state that lies in `arena` committed, as `message` says, and tell `watch` how far it is; returns what was made.
+    def commit(
+        self, message: Message, arena: Buffer, watch: Watch, *, anew: bool = True
+    ) -> Message:
+        """Have a state that lies in `arena` committed, as `message` says, and tell `watch` how far
+        it is; returns what was made.
 
-        Raises `Unavailable` if the worker dies: the next one to be hired is another, for this commit only `anew`.
+        Raises `Unavailable` if the worker dies: the next one to be hired is another, for this
+        commit only `anew`.
         """
         if not anew and not self.alive:
             raise self._lost()
@@ -98,7 +125,9 @@ class WorkerClient:
         if self._connection:
             self._connection.close()
         if self._process:
-            with suppress(subprocess.TimeoutExpired):  # it still makes a commit, and ends when that is made
+            with suppress(
+                subprocess.TimeoutExpired
+            ):  # it still makes a commit, and ends when that is made
                 self._process.wait(ENDS_S)
         self._connection = self._process = self._sent = None
 
@@ -144,31 +173,48 @@ class WorkerClient:
         self.release()
         code = process.returncode if process else None
         return Unavailable(
-            f"the worker process {pid} ended ({code}) before it said that the commit is durable: look into store.log() whether it exists, "
+            f"the worker process {pid} ended ({code}) before it said that the commit is durable: "
+            "look into store.log() whether it exists, "
             f"or commit again; the next commit starts another worker"
         )
 
 
 class ProcessCommitter:
-    """Makes commits like `commit.commit.Committer`, in a worker process, of states that lie in shared arenas. One at a time."""
+    """Makes commits like `commit.commit.Committer`, in a worker process, of states that lie in
+    shared arenas. One at a time."""
 
     def __init__(self, worker_client: WorkerClient, reader: Reader) -> None:
         self._worker_client, self._reader = worker_client, reader
 
-    def commit(self, flats: Mapping[str, FlatState], arena: Buffer, label: CommitMetadata, started: float, watch: Watch) -> Committed:
-        """Have the state in `arena` committed; see `Committer.commit`. Raises `Unavailable` if the worker dies: the next call starts
-        another."""
+    def commit(
+        self,
+        flats: Mapping[str, FlatState],
+        arena: Buffer,
+        label: CommitMetadata,
+        started: float,
+        watch: Watch,
+    ) -> Committed:
+        """Have the state in `arena` committed; see `Committer.commit`. Raises `Unavailable` if the
+        worker dies: the next call starts another."""
         with self._worker_client.lock:
             watch.starting()
             says, blob = describe(flats, label)
-            done = self._worker_client.commit(Message({**says, "started": started}, blob), arena, watch)
+            done = self._worker_client.commit(
+                Message({**says, "started": started}, blob), arena, watch
+            )
         commit = CommitId(done.says["done"])
         document = self._reader.document(SessionId(done.says["session"]), commit)
         ids, at = {}, 0
         for leaf, length in zip(done.says["leaves"], done.says["lengths"], strict=True):
             ids[leaf] = done.blob[at : at + length]
             at += length
-        return Committed(commit, document, {key: flat.schema for key, flat in flats.items()}, CommitStats(**done.says["stats"]), ids)
+        return Committed(
+            commit,
+            document,
+            {key: flat.schema for key, flat in flats.items()},
+            CommitStats(**done.says["stats"]),
+            ids,
+        )
 
 
 _BEGINNING = """\
@@ -185,15 +231,18 @@ from ckptstore.distributed.worker_process import main
 
 main()
 """
-"""The program of a worker: this package, from the folder that the trainer has it from, whatever else is called so.
+"""The program of a worker: this package, from the folder that the trainer has it from, whatever
+else is called so.
 
-Everything else comes from where Python is installed and from PYTHONPATH, and last from what lies beside the package, as where both were
-installed into one folder. Never from the working directory (`-P`), in which anybody may have put a module.
+Everything else comes from where Python is installed and from PYTHONPATH, and last from what lies
+beside the package, as where both were installed into one folder. Never from the working directory
+(`-P`), in which anybody may have put a module.
 """
 
 
 def _start(fd: int) -> "subprocess.Popen[bytes]":
-    """A process of its own session, so that what ends the trainer's does not end it. Raises `Unavailable` if none can be started."""
+    """A process of its own session, so that what ends the trainer's does not end it. Raises
+    `Unavailable` if none can be started."""
     package = str(Path(errors.__file__).resolve().parent)
     try:
         return subprocess.Popen(
@@ -204,5 +253,6 @@ def _start(fd: int) -> "subprocess.Popen[bytes]":
         )
     except OSError as error:
         raise Unavailable(
-            f"no worker process can be started ({error}): raise the limit of processes, or open the store with executor='thread'"
+            f"no worker process can be started ({error}): raise the limit of processes, or open "
+            "the store with executor='thread'"
         ) from error

@@ -1,6 +1,8 @@
-"""What a trainer and its worker say to each other: messages of JSON, bytes beside it, and now and then a file descriptor.
+"""What a trainer and its worker say to each other: messages of JSON, bytes beside it, and now and
+then a file descriptor.
 
-A message is two lengths (big-endian, 8 bytes each), JSON, and the bytes. Neither side trusts the other with code: nothing is unpickled.
+A message is two lengths (big-endian, 8 bytes each), JSON, and the bytes. Neither side trusts the
+other with code: nothing is unpickled.
 """
 
 import json
@@ -22,7 +24,8 @@ _MOST_FDS = 1
 
 
 class Message(NamedTuple):
-    """`says` is JSON, `blob` the bytes that it refers to, `fd` a descriptor that came along, or -1."""
+    """`says` is JSON, `blob` the bytes that it refers to, `fd` a descriptor that came along, or
+    -1."""
 
     says: dict[str, Any]
     blob: bytes = b""
@@ -46,8 +49,12 @@ def receive(connection: socket.socket) -> Message | None:
     try:
         head, fds, _, _ = socket.recv_fds(connection, _LENGTHS.size, _MOST_FDS)
         fd = fds[0] if fds else -1
-        text_bytes, blob_bytes = _LENGTHS.unpack(head + _exactly(connection, _LENGTHS.size - len(head)))
-        return Message(json.loads(_exactly(connection, text_bytes)), _exactly(connection, blob_bytes), fd)
+        text_bytes, blob_bytes = _LENGTHS.unpack(
+            head + _exactly(connection, _LENGTHS.size - len(head))
+        )
+        return Message(
+            json.loads(_exactly(connection, text_bytes)), _exactly(connection, blob_bytes), fd
+        )
     except (OSError, EOFError):
         return None
 
@@ -64,10 +71,13 @@ def _exactly(connection: socket.socket, nbytes: int) -> bytes:
 
 
 def describe(flats: Mapping[str, FlatState], label: CommitMetadata) -> tuple[dict[str, Any], bytes]:
-    """A staged state and its label as JSON and a blob. A leaf lies in the arena, whole or in part, or else its bytes or its chunks' ids lie
-    in the blob."""
+    """A staged state and its label as JSON and a blob. A leaf lies in the arena, whole or in part,
+    or else its bytes or its chunks' ids lie in the blob."""
     blob = Blob()
-    keys = [[key, blob.put(encode_schema(flat.schema)), [blob.leaf(source) for source in flat.leaves]] for key, flat in flats.items()]
+    keys = [
+        [key, blob.put(encode_schema(flat.schema)), [blob.leaf(source) for source in flat.leaves]]
+        for key, flat in flats.items()
+    ]
     return {"keys": keys, "label": label_to(label)}, bytes(blob.data)
 
 
@@ -86,7 +96,12 @@ class Blob:
             return {"arena": [source.offset, source.offset + source.nbytes], "width": source.width}
         if source.known_ids is not None:
             places = source.places if isinstance(source, PartSource) else ()
-            return {"known": self.put(source.known_ids), "places": places, "nbytes": source.nbytes, "width": source.width}
+            return {
+                "known": self.put(source.known_ids),
+                "places": places,
+                "nbytes": source.nbytes,
+                "width": source.width,
+            }
         memory = source.view(0, source.nbytes)
         assert memory is not None  # what is not in the arena is bytes
         return {"bytes": self.put(memory), "width": source.width}
@@ -105,28 +120,44 @@ def leaf_from(said: Mapping[str, Any], blob: bytes, arena: memoryview) -> Source
 
 
 def label_to(label: CommitMetadata) -> dict[str, Any]:
-    return {name: getattr(label, name) for name in ("run", "step", "message", "metrics", "tags", "parents")}
+    return {
+        name: getattr(label, name)
+        for name in ("run", "step", "message", "metrics", "tags", "parents")
+    }
 
 
 def label_from(said: Mapping[str, Any]) -> CommitMetadata:
     """The inverse of `label_to`."""
     metrics = tuple((str(name), float(value)) for name, value in said["metrics"])
     parents = tuple(CommitId(commit) for commit in said["parents"])
-    return CommitMetadata(said["run"], said["step"], said["message"], metrics, tuple(said["tags"]), parents)
+    return CommitMetadata(
+        said["run"], said["step"], said["message"], metrics, tuple(said["tags"]), parents
+    )
 
 
 def flats_from(keys: Sequence[Any], blob: bytes, arena: memoryview) -> dict[str, FlatState]:
     """The state that `describe` was given."""
     return {
-        key: FlatState(decode_schema(blob[slice(*where)]), [leaf_from(leaf, blob, arena) for leaf in leaves]) for key, where, leaves in keys
+        key: FlatState(
+            decode_schema(blob[slice(*where)]), [leaf_from(leaf, blob, arena) for leaf in leaves]
+        )
+        for key, where, leaves in keys
     }
 
 
 def failure_to(error: Exception) -> Message:
     """What a worker says when a commit has failed."""
-    kind, text = (type(error), str(error)) if isinstance(error, CkptStoreError) else (CkptStoreError, f"{type(error).__name__}: {error}")
+    kind, text = (
+        (type(error), str(error))
+        if isinstance(error, CkptStoreError)
+        else (CkptStoreError, f"{type(error).__name__}: {error}")
+    )
     return Message(
-        {"failed": kind.__name__, "text": text, "causes": {str(rank): why for rank, why in getattr(error, "causes", {}).items()}}
+        {
+            "failed": kind.__name__,
+            "text": text,
+            "causes": {str(rank): why for rank, why in getattr(error, "causes", {}).items()},
+        }
     )
 
 

@@ -1,7 +1,9 @@
-"""Hash what a plan names, drop what the store has, pack the rest: the part of a commit that moves bytes.
+"""Hash what a plan names, drop what the store has, pack the rest: the part of a commit that moves
+bytes.
 
-The invariant: the bytes that are hashed are the bytes that are written, whoever writes to the state meanwhile. A thread copies memory that
-others may write to into memory of its own, hashes the copy and writes the copy (docs/decisions/043-…).
+The invariant: the bytes that are hashed are the bytes that are written, whoever writes to the state
+meanwhile. A thread copies memory that others may write to into memory of its own, hashes the copy
+and writes the copy (docs/decisions/043-…).
 """
 
 import threading
@@ -27,14 +29,17 @@ from ckptstore.repository.thread_pool import NO_MEMORY, Scratch, ThreadPool, sha
 from ckptstore.state.leaf_sources import NotCopied, Source
 
 COPIED_BY_NUMPY = 64 << 10
-"""From so many bytes on a copy lets other threads run meanwhile; for fewer, to arrange that costs more than the copy."""
+"""From so many bytes on a copy lets other threads run meanwhile; for fewer, to arrange that costs
+more than the copy."""
 
 PARALLEL_BYTES = 4 << 20
-"""A commit of fewer bytes is done by the calling thread alone: one pack instead of several, no hand-over."""
+"""A commit of fewer bytes is done by the calling thread alone: one pack instead of several, no
+hand-over."""
 
 
 class DedupHints:
-    """What the last commit of the same plan found for each run: its chunk ids and the packs that held them all.
+    """What the last commit of the same plan found for each run: its chunk ids and the packs that
+    held them all.
 
     A run that has not changed since needs no look-up. 32 bytes a chunk.
     """
@@ -60,8 +65,8 @@ class DedupHints:
 
 
 class Dedup:
-    """Which chunks a commit need not write: those in live packs that can be relied on, and those that it has taken on already. Threads
-    share it."""
+    """Which chunks a commit need not write: those in live packs that can be relied on, and those
+    that it has taken on already. Threads share it."""
 
     def __init__(self, objects: ObjectStore, state: State, runs: DedupHints) -> None:
         self._objects = objects
@@ -73,14 +78,24 @@ class Dedup:
         self.reused: set[int] = set()
 
     def fresh(self, ids: Sequence[ChunkId]) -> list[bool]:
-        """For each chunk whether the caller is the one to write it. `reused` gets the packs of those that are there."""
-        return [self._is_fresh(chunk, number) for chunk, number in zip(ids, self._numbers(b"".join(ids)), strict=True)]
+        """For each chunk whether the caller is the one to write it. `reused` gets the packs of
+        those that are there."""
+        return [
+            self._is_fresh(chunk, number)
+            for chunk, number in zip(ids, self._numbers(b"".join(ids)), strict=True)
+        ]
 
     def fresh_runs(self, runs: Sequence[tuple[Run, Sequence[ChunkId]]]) -> list[list[bool]]:
         """The same, run by run."""
-        unknown = [(run, ids, joined) for run, ids in runs if not self._known(run, joined := b"".join(ids))]
-        numbers = iter(self._numbers(b"".join(joined for _, _, joined in unknown)) if unknown else ())
-        found = {id(run): self._fresh_run(run, ids, joined, numbers) for run, ids, joined in unknown}
+        unknown = [
+            (run, ids, joined) for run, ids in runs if not self._known(run, joined := b"".join(ids))
+        ]
+        numbers = iter(
+            self._numbers(b"".join(joined for _, _, joined in unknown)) if unknown else ()
+        )
+        found = {
+            id(run): self._fresh_run(run, ids, joined, numbers) for run, ids, joined in unknown
+        }
         return [found.get(id(run)) or [False] * len(ids) for run, ids in runs]
 
     def live(self, ids: bytes) -> list[bool]:
@@ -92,7 +107,8 @@ class Dedup:
         return self._objects.hash(data)
 
     def read_back(self, chunk: ChunkId, nbytes: int) -> memoryview:
-        """The bytes of a chunk that a live pack held when the state was staged: a condemned pack is still read, until it is deleted.
+        """The bytes of a chunk that a live pack held when the state was staged: a condemned pack is
+        still read, until it is deleted.
 
         Raises `Conflict` if it has been: then nobody has them any more.
         """
@@ -101,7 +117,8 @@ class Dedup:
             self._objects.read_into(chunk, [data])
         except NotFound as error:
             raise Conflict(
-                f"chunk {chunk.hex()[:12]} was in the store when the state was staged and has been collected since, so that its bytes are "
+                f"chunk {chunk.hex()[:12]} was in the store when the state was staged and has been "
+                "collected since, so that its bytes are "
                 f"gone; repeat the commit, without an impatient gc beside it"
             ) from error
         return data
@@ -113,7 +130,9 @@ class Dedup:
         self.reused |= packs
         return True
 
-    def _fresh_run(self, run: Run, ids: Sequence[ChunkId], joined: bytes, numbers: Iterator[int]) -> list[bool]:
+    def _fresh_run(
+        self, run: Run, ids: Sequence[ChunkId], joined: bytes, numbers: Iterator[int]
+    ) -> list[bool]:
         held = list(islice(numbers, len(ids)))
         fresh = [self._is_fresh(chunk, number) for chunk, number in zip(ids, held, strict=True)]
         if all(map(self._is_live, held)):
@@ -125,7 +144,8 @@ class Dedup:
         if not self._state.packs:
             return [0] * (len(ids) // CHUNK_ID_BYTES)
         where = self._objects.locate(ids)
-        return np.where(where["found"] == 1, where["pack"], 0).tolist()  # type: ignore[no-any-return]  # numpy's tolist is untyped
+        # numpy's tolist is untyped
+        return np.where(where["found"] == 1, where["pack"], 0).tolist()  # type: ignore[no-any-return]
 
     def _is_fresh(self, chunk: ChunkId, number: int) -> bool:
         if self._is_live(number):
@@ -147,7 +167,8 @@ class Dedup:
 
 @dataclass(frozen=True, slots=True)
 class Written:
-    """What `write_chunks` did: the chunk ids of each part's leaf in grid order, and how many chunks were new."""
+    """What `write_chunks` did: the chunk ids of each part's leaf in grid order, and how many chunks
+    were new."""
 
     ids: dict[int, bytes]
     chunks: int
@@ -179,12 +200,28 @@ class PackSet:
 
     @classmethod
     def of(
-        cls, config: StoreConfig, objects: ObjectStore, session: SessionId, threads: ThreadPool, rank: int = 0, *, unbuffered: bool = False
+        cls,
+        config: StoreConfig,
+        objects: ObjectStore,
+        session: SessionId,
+        threads: ThreadPool,
+        rank: int = 0,
+        *,
+        unbuffered: bool = False,
     ) -> Self:
-        """Packs as the store and its storage want them, named after `rank`; `unbuffered` ones are written without buffers."""
+        """Packs as the store and its storage want them, named after `rank`; `unbuffered` ones are
+        written without buffers."""
         remote = objects.storage.durable_root is None
         pack_bytes = PACK_BYTES_REMOTE if remote else PACK_BYTES_LOCAL
-        return cls(objects, session, threads, codec=codecs.codec_id(config.codec), pack_bytes=pack_bytes, rank=rank, unbuffered=unbuffered)
+        return cls(
+            objects,
+            session,
+            threads,
+            codec=codecs.codec_id(config.codec),
+            pack_bytes=pack_bytes,
+            rank=rank,
+            unbuffered=unbuffered,
+        )
 
     def pack_writer(self, *, metadata: bool = False) -> PackWriter:
         return PackWriter(
@@ -215,7 +252,8 @@ class PackSet:
         self._objects.storage.sync_dirs([pack_key(pack.record.id) for pack in self.closed])
 
     def drop(self) -> None:
-        """Delete what was closed: no log entry will ever name it. What cannot be deleted now is found by gc under the session's name."""
+        """Delete what was closed: no log entry will ever name it. What cannot be deleted now is
+        found by gc under the session's name."""
         for future in self._closing:
             future.exception()
         for pack in self.closed:
@@ -240,20 +278,29 @@ def write_chunks(
     *,
     max_workers: int | None = None,
 ) -> Written:
-    """Carry out `plan` on at most `max_workers` threads; afterwards the packs are closed but not yet awaited. Any thread's failure is raised
-    here."""
+    """Carry out `plan` on at most `max_workers` threads; afterwards the packs are closed but not
+    yet awaited. Any thread's failure is raised here."""
     ids = {part.leaf: bytearray(CHUNK_ID_BYTES * len(part)) for part in plan.parts}
     batches = shared(plan.batches)
     small = sum(part.raw_bytes for part in plan.parts) <= PARALLEL_BYTES
-    max_workers = 1 if small else min(max_workers or threads.count, threads.count, len(plan.batches))
-    workers = [_Worker(batches, sources, ids, dedup, packs, watch, threads.scratch) for _ in range(max_workers)]
+    max_workers = (
+        1 if small else min(max_workers or threads.count, threads.count, len(plan.batches))
+    )
+    workers = [
+        _Worker(batches, sources, ids, dedup, packs, watch, threads.scratch)
+        for _ in range(max_workers)
+    ]
     if workers:
         threads.together([worker.work for worker in workers], batches.stop)
     new = sum(worker.new_chunks for worker in workers)
-    return Written({leaf: bytes(data) for leaf, data in ids.items()}, sum(map(len, plan.parts)), new)
+    return Written(
+        {leaf: bytes(data) for leaf, data in ids.items()}, sum(map(len, plan.parts)), new
+    )
 
 
-def write_metadata(chunks: Mapping[ChunkId, tuple[bytes, int]], dedup: Dedup, packs: PackSet) -> None:
+def write_metadata(
+    chunks: Mapping[ChunkId, tuple[bytes, int]], dedup: Dedup, packs: PackSet
+) -> None:
     """Put the metadata chunks (bytes and kind) that are new into a metadata pack, and close it."""
     ids = list(chunks)
     fresh = [chunk for chunk, new in zip(ids, dedup.fresh(ids), strict=True) if new]
@@ -263,7 +310,9 @@ def write_metadata(chunks: Mapping[ChunkId, tuple[bytes, int]], dedup: Dedup, pa
     try:
         for chunk in fresh:
             data, kind = chunks[chunk]
-            pack_writer.add([chunk], [memoryview(data)], 1, kind, codec=codecs.ZSTD, run_bytes=len(data))
+            pack_writer.add(
+                [chunk], [memoryview(data)], 1, kind, codec=codecs.ZSTD, run_bytes=len(data)
+            )
         pack_writer.flush()
         packs.close(pack_writer)
     except BaseException:
@@ -318,17 +367,26 @@ class _Worker:
 
     def _batch(self, batch: tuple[Run, ...]) -> None:
         hashed = self._hashed(batch)
-        fresh = self._dedup.fresh_runs([(run, ids) for run, (ids, _) in zip(batch, hashed, strict=True)])
+        fresh = self._dedup.fresh_runs(
+            [(run, ids) for run, (ids, _) in zip(batch, hashed, strict=True)]
+        )
         for run, (ids, memory), is_new in zip(batch, hashed, fresh, strict=True):
             at = (run.first - run.part.first) * CHUNK_ID_BYTES
             self._ids[run.part.leaf][at : at + len(ids) * CHUNK_ID_BYTES] = b"".join(ids)
             if any(is_new):
-                new = self._fetched(run, ids, is_new) if memory is None else list(compress(_chunks(run, memory), is_new))
-                self._add(run.part, list(compress(ids, is_new)), new, memory if all(is_new) else None)
+                new = (
+                    self._fetched(run, ids, is_new)
+                    if memory is None
+                    else list(compress(_chunks(run, memory), is_new))
+                )
+                self._add(
+                    run.part, list(compress(ids, is_new)), new, memory if all(is_new) else None
+                )
         self._pack_writer.flush()
 
     def _hashed(self, batch: Sequence[Run]) -> list[tuple[list[ChunkId], memoryview | None]]:
-        """The ids of each run's chunks, and its bytes, which nobody else writes to; None for a run of which probably nothing is new."""
+        """The ids of each run's chunks, and its bytes, which nobody else writes to; None for a run
+        of which probably nothing is new."""
         places, nbytes = self._places(batch)
         if len(self._memory) < nbytes:
             self._memory = self._scratch.take(nbytes)
@@ -337,7 +395,9 @@ class _Worker:
             if place is not None:
                 memory = self._memory[place : place + run.raw_bytes]
                 unchanged = self._unchanged(run)
-                found.append((unchanged, None) if unchanged else (self._copied(run, memory), memory))
+                found.append(
+                    (unchanged, None) if unchanged else (self._copied(run, memory), memory)
+                )
             elif ids := self._known(run):
                 found.append((ids, None))
             else:
@@ -347,8 +407,8 @@ class _Worker:
         return found
 
     def _places(self, batch: Sequence[Run]) -> tuple[list[int | None], int]:
-        """Where in this thread's memory each run goes that must be copied, aligned as in a pack, so that it can go to the disk from
-        there; and how many bytes that takes."""
+        """Where in this thread's memory each run goes that must be copied, aligned as in a pack, so
+        that it can go to the disk from there; and how many bytes that takes."""
         places: list[int | None] = []
         end = 0
         for run in batch:
@@ -362,8 +422,9 @@ class _Worker:
         return places, end
 
     def _unchanged(self, run: Run) -> list[ChunkId]:
-        """The ids of a run's chunks, hashed where they are, if they are those that the store had last time, else none. That damages
-        nothing: of such a run nothing is written, unless its pack has gone, and then only after a comparison."""
+        """The ids of a run's chunks, hashed where they are, if they are those that the store had
+        last time, else none. That damages nothing: of such a run nothing is written, unless its
+        pack has gone, and then only after a comparison."""
         expected = self._dedup.runs.ids_of(run)
         live = self._sources[run.part.leaf].view(run.cuts[0], run.cuts[-1]) if expected else None
         ids: list[ChunkId] = []
@@ -393,36 +454,58 @@ class _Worker:
         if ids is None:
             return []
         first = run.first - run.part.first
-        return [ChunkId(ids[i * CHUNK_ID_BYTES : (i + 1) * CHUNK_ID_BYTES]) for i in range(first, first + len(run.cuts) - 1)]
+        return [
+            ChunkId(ids[i * CHUNK_ID_BYTES : (i + 1) * CHUNK_ID_BYTES])
+            for i in range(first, first + len(run.cuts) - 1)
+        ]
 
     def _fetched(self, run: Run, ids: list[ChunkId], wanted: Sequence[bool]) -> list[memoryview]:
-        """The bytes of those chunks of which no copy was hashed and which no live pack holds: compared, since they may have changed."""
+        """The bytes of those chunks of which no copy was hashed and which no live pack holds:
+        compared, since they may have changed."""
         source = self._sources[run.part.leaf]
         return [
-            self._fetch(source, chunk, start, stop) for chunk, (start, stop) in compress(zip(ids, pairwise(run.cuts), strict=True), wanted)
+            self._fetch(source, chunk, start, stop)
+            for chunk, (start, stop) in compress(zip(ids, pairwise(run.cuts), strict=True), wanted)
         ]
 
     def _fetch(self, source: Source, chunk: ChunkId, start: int, stop: int) -> memoryview:
         try:
             data = source.view(start, stop) if source.still else None
             if data is None:
-                data = memoryview(bytearray(stop - start))  # a copy, since it is compared and then written; the scratch is in use
+                data = memoryview(
+                    bytearray(stop - start)
+                )  # a copy, since it is compared and then written; the scratch is in use
                 source.stage(start, stop, data)
         except NotCopied:
             return self._dedup.read_back(chunk, stop - start)
         if digest(data) != chunk:
             raise Conflict(
-                f"bytes {start}:{stop} of a tensor were written to after they had been hashed as {chunk.hex()[:12]}; repeat the commit"
+                f"bytes {start}:{stop} of a tensor were written to after they had been hashed as "
+                f"{chunk.hex()[:12]}; repeat the commit"
             )
         return data
 
-    def _add(self, part: Part, ids: list[ChunkId], raws: list[memoryview], whole: memoryview | None) -> None:
-        self._pack_writer.add(ids, raws, part.width, TENSOR, codec=self._codec_of(part), run_bytes=sum(map(len, raws)), whole=whole)
+    def _add(
+        self, part: Part, ids: list[ChunkId], raws: list[memoryview], whole: memoryview | None
+    ) -> None:
+        self._pack_writer.add(
+            ids,
+            raws,
+            part.width,
+            TENSOR,
+            codec=self._codec_of(part),
+            run_bytes=sum(map(len, raws)),
+            whole=whole,
+        )
         self.new_chunks += len(ids)
 
     def _codec_of(self, part: Part) -> int:
         """Floats compress better byte plane by byte plane."""
-        return codecs.SPLIT_ZSTD if self._codec == codecs.ZSTD and part.floating and part.width > 1 else self._codec
+        return (
+            codecs.SPLIT_ZSTD
+            if self._codec == codecs.ZSTD and part.floating and part.width > 1
+            else self._codec
+        )
 
 
 def _chunks(run: Run, memory: memoryview) -> list[memoryview]:

@@ -25,8 +25,8 @@ MESSAGE_BYTES_MAX = 64 << 10
 METRICS_MAX = 256
 METRIC_NAME_BYTES_MAX = 200
 TAGS_MAX = 100
-"""What a caller may say about a commit: the log keeps it for good, also when the commit is forgotten. Names of tags and runs have at most
-200 characters."""
+"""What a caller may say about a commit: the log keeps it for good, also when the commit is
+forgotten. Names of tags and runs have at most 200 characters."""
 LOG_FILES = "log/"
 """The log's place where it is in the store itself."""
 IN_POSTGRESQL = "postgresql"
@@ -68,7 +68,10 @@ def check_chunk_bytes(n: object) -> int:
     """`n` if it can be a store's chunk size, else `InvalidInput`."""
     if isinstance(n, int) and CHUNK_BYTES_MIN <= n <= CHUNK_BYTES_MAX and n.bit_count() == 1:
         return n
-    raise InvalidInput(f"chunk_bytes is {n!r}; wanted a power of two from {CHUNK_BYTES_MIN} to {CHUNK_BYTES_MAX}, such as {CHUNK_BYTES}")
+    raise InvalidInput(
+        f"chunk_bytes is {n!r}; wanted a power of two from {CHUNK_BYTES_MIN} to {CHUNK_BYTES_MAX}, "
+        f"such as {CHUNK_BYTES}"
+    )
 
 
 def check_codec(name: object) -> str:
@@ -79,5 +82,6 @@ def check_codec(name: object) -> str:
 
 
 def default_threads() -> int:
-    """Threads that hash, read and write: one more than the processors this process may use, since some wait for the disk; at most four."""
+    """Threads that hash, read and write: one more than the processors this process may use, since
+    some wait for the disk; at most four."""
     return min(len(os.sched_getaffinity(0)) + 1, 4)

@@ -1,14 +1,17 @@
-"""The search for the store that encloses a directory: how far up it looks, and which stores it refuses (docs/decisions/042-…).
+"""The search for the store that encloses a directory: how far up it looks, and which stores it
+refuses (docs/decisions/042-…).
 
-Only this search goes upwards, for commands and for interfaces that know paths alone. A store that the user names is never checked here:
-naming it is consent, and being below it is not. A directory is looked at while it is this user's alone. The search ends at
+Only this search goes upwards, for commands and for interfaces that know paths alone. A store that
+the user names is never checked here: naming it is consent, and being below it is not. A directory
+is looked at while it is this user's alone. The search ends at
 
 * a directory of another user, or one that others may write to, which it looks at last,
 * the directory above a mount point, likewise,
 * a directory of `$CKPTSTORE_CEILING`, which it does not look at, unless it began there.
 
-A store at its end, or one whose own directory or configuration others could have put there, is refused in words. Directories of
-`$CKPTSTORE_SAFE_DIRECTORIES`, and all below them, count as this user's alone and as one file system.
+A store at its end, or one whose own directory or configuration others could have put there, is
+refused in words. Directories of `$CKPTSTORE_SAFE_DIRECTORIES`, and all below them, count as this
+user's alone and as one file system.
 """
 
 import grp
@@ -31,8 +34,8 @@ SAFE = "CKPTSTORE_SAFE_DIRECTORIES"
 
 @dataclass(frozen=True, slots=True)
 class Search:
-    """The `store` that was found, the directories that were `passed` on the way to it, and why the search went no further up (`end`,
-    empty where it reached the root or a store)."""
+    """The `store` that was found, the directories that were `passed` on the way to it, and why the
+    search went no further up (`end`, empty where it reached the root or a store)."""
 
     store: Path | None
     passed: tuple[Path, ...]
@@ -40,10 +43,12 @@ class Search:
 
 
 def search(start: Path) -> Search:
-    """Look for the store that encloses `start`, which need not exist: at `start`, and at each directory above while that is this user's
-    alone. Symbolic links on the way to `start` are resolved first.
+    """Look for the store that encloses `start`, which need not exist: at `start`, and at each
+    directory above while that is this user's alone. Symbolic links on the way to `start` are
+    resolved first.
 
-    Raises `InvalidInput` for a store that others could have put there, naming it and the ways to use it or to leave it out.
+    Raises `InvalidInput` for a store that others could have put there, naming it and the ways to
+    use it or to leave it out.
     """
     start = Path(os.path.realpath(start))
     ceilings, safe, mounts = _listed(CEILING), _listed(SAFE), mount_points()
@@ -74,13 +79,15 @@ def base_of(store: Path) -> Path:
 
 
 def is_alone(directory: Path) -> bool:
-    """Whether a store may be made in `directory` unasked: it is this user's alone, or listed as safe."""
+    """Whether a store may be made in `directory` unasked: it is this user's alone, or listed as
+    safe."""
     directory = Path(os.path.realpath(directory))
     return _covers(_listed(SAFE), directory) or not distrust(directory)
 
 
 def distrust(path: Path) -> str:
-    """Why others could have put `path`, or what is in it, there; empty if only this user could. A path that is not there is nobody's."""
+    """Why others could have put `path`, or what is in it, there; empty if only this user could. A
+    path that is not there is nobody's."""
     try:
         status = path.lstat()
     except FileNotFoundError:
@@ -91,13 +98,21 @@ def distrust(path: Path) -> str:
         return f"{path} is a symbolic link"
     if status.st_uid != os.geteuid():
         return f"{path} belongs to another user ({_user(status.st_uid)})"
-    if status.st_mode & stat.S_IWOTH or (status.st_mode & stat.S_IWGRP and not _is_private(path, status.st_gid)):
-        return f"others may write to {path} (mode {stat.S_IMODE(status.st_mode):o}, group {_group(status.st_gid)})"
+    if status.st_mode & stat.S_IWOTH or (
+        status.st_mode & stat.S_IWGRP and not _is_private(path, status.st_gid)
+    ):
+        return (
+            f"others may write to {path} (mode {stat.S_IMODE(status.st_mode):o}, group "
+            f"{_group(status.st_gid)})"
+        )
     return ""
 
 
 def _store_in(directory: Path) -> Path | None:
-    return next((place for place in (directory, directory / BESIDE) if os.path.lexists(place / CONFIG_KEY)), None)
+    return next(
+        (place for place in (directory, directory / BESIDE) if os.path.lexists(place / CONFIG_KEY)),
+        None,
+    )
 
 
 def _distrust_store(store: Path) -> str:
@@ -105,7 +120,8 @@ def _distrust_store(store: Path) -> str:
 
 
 def _beyond(below: Path | None, mounts: frozenset[Path] | None) -> str:
-    """Why the directory above `below`, which was looked at, is another file system's; empty if it is not."""
+    """Why the directory above `below`, which was looked at, is another file system's; empty if it
+    is not."""
     if below is None:
         return ""
     is_mount = os.path.ismount(below) if mounts is None else below in mounts
@@ -114,14 +130,20 @@ def _beyond(below: Path | None, mounts: frozenset[Path] | None) -> str:
 
 def _refusal(store: Path, directory: Path, reason: str) -> str:
     return (
-        f"there is a store at {store}, which is not used because nobody named it and {reason}. If you know it, name it: -s {store}, or "
-        f"ckptstore.open({str(store)!r}); or list {base_of(store)} in ${SAFE}, for all that lies below it. "
+        f"there is a store at {store}, which is not used because nobody named it and {reason}. If "
+        f"you know it, name it: -s {store}, or "
+        f"ckptstore.open({str(store)!r}); or list {base_of(store)} in ${SAFE}, for all that lies "
+        "below it. "
         f"To leave it out, list {directory} in ${CEILING}"
     )
 
 
 def _listed(variable: str) -> frozenset[Path]:
-    return frozenset(Path(os.path.realpath(place)) for place in os.environ.get(variable, "").split(os.pathsep) if place)
+    return frozenset(
+        Path(os.path.realpath(place))
+        for place in os.environ.get(variable, "").split(os.pathsep)
+        if place
+    )
 
 
 def _covers(listed: frozenset[Path], directory: Path) -> bool:
@@ -129,7 +151,8 @@ def _covers(listed: frozenset[Path], directory: Path) -> bool:
 
 
 def _is_private(path: Path, gid: int) -> bool:
-    """Whether a group is this user's private one, as many systems make for each account, and no access list says more."""
+    """Whether a group is this user's private one, as many systems make for each account, and no
+    access list says more."""
     try:
         user, group = pwd.getpwuid(os.geteuid()), grp.getgrgid(gid)
     except KeyError:

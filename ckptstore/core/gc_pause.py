@@ -1,8 +1,9 @@
 """How work that makes many objects and drops none of them is spared Python's cycle collector.
 
-A walk over 10,000 tensors keeps some 60,000 new objects; meanwhile the collector looks through all that the process has, torch's included,
-once or twice, which takes longer than the walk. Only short work without I/O belongs here: the whole process goes without it meanwhile,
-and cycles that hold a device's memory are freed later.
+A walk over 10,000 tensors keeps some 60,000 new objects; meanwhile the collector looks through all
+that the process has, torch's included, once or twice, which takes longer than the walk. Only short
+work without I/O belongs here: the whole process goes without it meanwhile, and cycles that hold a
+device's memory are freed later.
 """
 
 import gc
@@ -18,8 +19,8 @@ _was_on = False
 
 @contextmanager
 def uncollected() -> Iterator[None]:
-    """Within it no collection begins by itself. Threads may be inside at once: the last one out turns the collector on again, if the first
-    one in turned it off."""
+    """Within it no collection begins by itself. Threads may be inside at once: the last one out
+    turns the collector on again, if the first one in turned it off."""
     _enter()
     try:
         yield

@@ -1,7 +1,8 @@
-"""Where a tensor is cut into chunks, from its global shape and element width alone (docs/format.md §3).
+"""Where a tensor is cut into chunks, from its global shape and element width alone (docs/format.md
+§3).
 
-The same bytes of the same tensor get the same cut whoever holds them, so the same state gives the same chunk ids from any number of
-ranks as long as shard edges lie on the grid's lines.
+The same bytes of the same tensor get the same cut whoever holds them, so the same state gives the
+same chunk ids from any number of ranks as long as shard edges lie on the grid's lines.
 """
 
 from collections.abc import Iterator
@@ -49,14 +50,18 @@ class Grid:
         )
 
     def covering(self, start: int, stop: int) -> tuple[int, int]:
-        """The half-open range of cells that hold any of the bytes `start:stop` of the box's memory; `start < stop`."""
+        """The half-open range of cells that hold any of the bytes `start:stop` of the box's memory;
+        `start < stop`."""
         return self._cell_at(start), self._cell_at(stop - 1) + 1
 
     def spans(self) -> Iterator[tuple[int, int]]:
         """Every cell's `span`, in order."""
         stop = 0
         # All rows of cells but the first and the last are whole.
-        ends = [(b - a) * self.suffix for a, b in map(self._row_range, sorted({0, self._per_prefix - 1}))]
+        ends = [
+            (b - a) * self.suffix
+            for a, b in map(self._row_range, sorted({0, self._per_prefix - 1}))
+        ]
         rows = [*ends[:1], *[self.rows * self.suffix] * (self._per_prefix - 2), *ends[1:]]
         for _ in range(self._prefixes):
             for nbytes in rows:
@@ -79,7 +84,8 @@ class Grid:
 
 
 def grid(shape: Shape, width: int, chunk_bytes: int, box: Box | None = None) -> Grid:
-    """The cut of `box` of a tensor of `shape` with `width` bytes per element; of the whole tensor without `box`."""
+    """The cut of `box` of a tensor of `shape` with `width` bytes per element; of the whole tensor
+    without `box`."""
     box = box or Box((0,) * len(shape), shape)
     lengths = box.lengths
     if not lengths:
@@ -94,7 +100,8 @@ def grid(shape: Shape, width: int, chunk_bytes: int, box: Box | None = None) -> 
 
 
 def byte_ranges(outer: Shape, inner: Box, width: int) -> Iterator[tuple[int, int]]:
-    """The half-open byte ranges of box `inner` in the row-major memory of a tensor of shape `outer`, in order, as long as they come."""
+    """The half-open byte ranges of box `inner` in the row-major memory of a tensor of shape
+    `outer`, in order, as long as they come."""
     if 0 in inner.lengths:
         return
     whole = len(outer)
@@ -114,20 +121,27 @@ def byte_ranges(outer: Shape, inner: Box, width: int) -> Iterator[tuple[int, int
 def intersect(a: Box, b: Box) -> Box | None:
     """The box that `a` and `b` share, or None."""
     offsets = tuple(map(max, a.offsets, b.offsets))
-    ends = tuple(min(x + n, y + m) for x, n, y, m in zip(a.offsets, a.lengths, b.offsets, b.lengths, strict=True))
+    ends = tuple(
+        min(x + n, y + m)
+        for x, n, y, m in zip(a.offsets, a.lengths, b.offsets, b.lengths, strict=True)
+    )
     lengths = tuple(e - o for o, e in zip(offsets, ends, strict=True))
     return None if any(n <= 0 for n in lengths) else Box(offsets, lengths)
 
 
 def within(inner: Box, outer: Box) -> Box:
     """`inner` in the indices of `outer`."""
-    return Box(tuple(i - o for i, o in zip(inner.offsets, outer.offsets, strict=True)), inner.lengths)
+    return Box(
+        tuple(i - o for i, o in zip(inner.offsets, outer.offsets, strict=True)), inner.lengths
+    )
 
 
 def box_of_region(shape: Shape, region: tuple[slice | int, ...]) -> tuple[Box, Shape]:
-    """The box that `region` names in a tensor of `shape`, and the shape of the result (integers drop their dimension).
+    """The box that `region` names in a tensor of `shape`, and the shape of the result (integers
+    drop their dimension).
 
-    Raises ValueError for more dimensions than `shape` has, for a step other than 1, and IndexError for an integer out of range.
+    Raises ValueError for more dimensions than `shape` has, for a step other than 1, and IndexError
+    for an integer out of range.
     """
     if len(region) > len(shape):
         raise ValueError(f"a region of {len(region)} dimensions for a tensor of shape {shape}")

@@ -38,7 +38,8 @@ def digest(data: bytes | memoryview) -> bytes:
 
 
 def quick_digest(data: bytes | memoryview) -> bytes:
-    """XXH3-128 of `data`, 16 bytes: finds what breaks by itself, in an eighth of the time, and not what somebody breaks on purpose."""
+    """XXH3-128 of `data`, 16 bytes: finds what breaks by itself, in an eighth of the time, and not
+    what somebody breaks on purpose."""
     return xxh3_128_digest(data)
 
 
@@ -132,16 +133,27 @@ def session_key(session: SessionId) -> str:
 
 def _parse(pattern: re.Pattern[str], text: object, noun: str) -> str:
     if not isinstance(text, str) or not pattern.fullmatch(text):
-        raise Corrupt(f"not a {noun}: {str(text)[:80]!r}; wanted {pattern.pattern}; run `ckptstore fsck`")
+        raise Corrupt(
+            f"not a {noun}: {str(text)[:80]!r}; wanted {pattern.pattern}; run `ckptstore fsck`"
+        )
     return text
 
 
 def _check_label(pattern: re.Pattern[str], name: object, noun: str) -> str:
-    if not isinstance(name, str) or not pattern.fullmatch(name) or "//" in name or ".." in name or name.endswith("/"):
+    if (
+        not isinstance(name, str)
+        or not pattern.fullmatch(name)
+        or "//" in name
+        or ".." in name
+        or name.endswith("/")
+    ):
         raise InvalidInput(
             f"{name!r:.80} cannot be a {noun}: wanted 1 to 200 letters, digits and _ . + - /, "
             f"beginning with a letter, a digit or _, without '..', '//' or a '/' at the end"
         )
     if noun == "tag" and (name == "latest" or name.isdecimal()):
-        raise InvalidInput(f"{name!r} cannot be a tag: it already means {'a step' if name.isdecimal() else 'the newest commit'}")
+        raise InvalidInput(
+            f"{name!r} cannot be a tag: it already means "
+            f"{'a step' if name.isdecimal() else 'the newest commit'}"
+        )
     return name

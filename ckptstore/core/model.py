@@ -24,7 +24,8 @@ class Box(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """A container of the skeleton. `children` are nodes or numbers of leaves; `keys` only for mappings."""
+    """A container of the skeleton. `children` are nodes or numbers of leaves; `keys` only for
+    mappings."""
 
     type: str
     children: tuple["Node | int", ...]
@@ -36,7 +37,8 @@ class Node:
 class Schema:
     """What the leaves of one tree are, without their content: columns, one item per leaf.
 
-    `dtypes[i]` is `""` and `shapes[i]` is `()` unless `kinds[i]` is `tensor`; `aliases[i]` is -1 or an earlier leaf's number.
+    `dtypes[i]` is `""` and `shapes[i]` is `()` unless `kinds[i]` is `tensor`; `aliases[i]` is -1 or
+    an earlier leaf's number.
     """
 
     skeleton: Node | int
@@ -54,8 +56,8 @@ class Schema:
 class LeafContent:
     """The content of one leaf: its bytes, or the chunks that hold them.
 
-    `ids` are 32 bytes per chunk in grid order, one behind the other; `raw_bytes` is the leaf's length; `boxes` is None for a leaf
-    held whole.
+    `ids` are 32 bytes per chunk in grid order, one behind the other; `raw_bytes` is the leaf's
+    length; `boxes` is None for a leaf held whole.
     """
 
     inline: bytes | None = None

@@ -1,4 +1,5 @@
-"""Where things may live on this host: which file systems are shared, where the cache directory is, and who may read what lies where."""
+"""Where things may live on this host: which file systems are shared, where the cache directory is,
+and who may read what lies where."""
 
 import os
 import re
@@ -37,7 +38,8 @@ _OCTAL = re.compile(rb"\\([0-3][0-7]{2})")
 
 
 def check_path(path: str | os.PathLike[str]) -> None:
-    """Raise `InvalidInput` for what cannot be a path on any file system: with a NUL, or with surrogates that stand for no byte."""
+    """Raise `InvalidInput` for what cannot be a path on any file system: with a NUL, or with
+    surrogates that stand for no byte."""
     text = os.fspath(path)
     try:
         os.fsencode(text)
@@ -45,7 +47,9 @@ def check_path(path: str | os.PathLike[str]) -> None:
     except UnicodeEncodeError:
         possible = False
     if not possible:
-        raise InvalidInput(f"{text!r} cannot be a path: it has a NUL, or characters that stand for no bytes")
+        raise InvalidInput(
+            f"{text!r} cannot be a path: it has a NUL, or characters that stand for no bytes"
+        )
 
 
 def cache_directory() -> Path:
@@ -56,10 +60,12 @@ def cache_directory() -> Path:
 
 
 def local_cache_directory() -> Path:
-    """The cache directory if it lies on a local disk, else a folder of this user's alone in the host's directory for temporary files.
+    """The cache directory if it lies on a local disk, else a folder of this user's alone in the
+    host's directory for temporary files.
 
-    Databases that are mapped or locked belong on a local disk only: a home directory that many hosts mount is none. What cannot be had
-    is no error here; whoever opens an index there goes without one.
+    Databases that are mapped or locked belong on a local disk only: a home directory that many
+    hosts mount is none. What cannot be had is no error here; whoever opens an index there goes
+    without one.
     """
     directory = cache_directory()
     if not is_network_filesystem(directory):
@@ -68,13 +74,18 @@ def local_cache_directory() -> Path:
     with suppress(OSError):
         own.mkdir(mode=0o700, exist_ok=True)
         status = own.lstat()
-        if stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid() and not status.st_mode & 0o022:
+        if (
+            stat.S_ISDIR(status.st_mode)
+            and status.st_uid == os.getuid()
+            and not status.st_mode & 0o022
+        ):
             return own
     return Path(os.devnull) / "ckptstore"
 
 
 def rights(directory: str | Path) -> int:
-    """The most rights that what is made in `directory` may have: its own, and always all for the owner. The umask takes away more."""
+    """The most rights that what is made in `directory` may have: its own, and always all for the
+    owner. The umask takes away more."""
     try:
         return stat.S_IMODE(os.stat(directory).st_mode) & 0o777 | 0o700
     except OSError:
@@ -82,7 +93,8 @@ def rights(directory: str | Path) -> int:
 
 
 def make_directories(path: Path) -> None:
-    """Make `path` and what is missing above it, each with no more rights than the one that it lies in. One that is there is fine."""
+    """Make `path` and what is missing above it, each with no more rights than the one that it lies
+    in. One that is there is fine."""
     if not path.is_dir():
         if path.parent != path:
             make_directories(path.parent)
@@ -91,18 +103,24 @@ def make_directories(path: Path) -> None:
 
 def write_file(path: Path, data: bytes) -> None:
     """Write a file anew, with no more rights than its directory."""
-    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666 & rights(path.parent))
+    fd = os.open(
+        path,
+        os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW,
+        0o666 & rights(path.parent),
+    )
     with open(fd, "wb") as file:
         file.write(data)
 
 
 def is_network_filesystem(path: Path) -> bool:
-    """Whether `path` lies on a file system that other hosts may write too, as far as this host's mount table says."""
+    """Whether `path` lies on a file system that other hosts may write too, as far as this host's
+    mount table says."""
     return file_system(path) in _NETWORK
 
 
 def file_system(path: Path) -> str:
-    """The type of the file system that `path` is on (`ext4`), `""` where the mount table cannot be read."""
+    """The type of the file system that `path` is on (`ext4`), `""` where the mount table cannot be
+    read."""
     target = os.path.realpath(path)
     best, kind = -1, ""
     for mount, its_kind in _mounts() or ():
@@ -118,7 +136,8 @@ def mount_points() -> frozenset[Path] | None:
 
 
 def _mounts() -> list[tuple[str, str]] | None:
-    """Each mount point with the type of its file system, in the order in which they were mounted."""
+    """Each mount point with the type of its file system, in the order in which they were
+    mounted."""
     try:
         return parse_mounts(_MOUNT_TABLE.read_bytes())
     except OSError:
@@ -126,8 +145,9 @@ def _mounts() -> list[tuple[str, str]] | None:
 
 
 def parse_mounts(table: bytes) -> list[tuple[str, str]]:
-    """The mount points and types of a mount table as proc_pid_mountinfo(5) describes it: paths are bytes, in which a space, a tab, a
-    newline and a backslash are three octal digits behind a backslash."""
+    """The mount points and types of a mount table as proc_pid_mountinfo(5) describes it: paths are
+    bytes, in which a space, a tab, a newline and a backslash are three octal digits behind a
+    backslash."""
     mounts = []
     for line in table.split(b"\n"):
         left, _, right = line.partition(b" - ")

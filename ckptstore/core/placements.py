@@ -1,8 +1,10 @@
-"""Which boxes of a global tensor one rank holds, from how the tensor is placed on a mesh: arithmetic only, no torch.
+"""Which boxes of a global tensor one rank holds, from how the tensor is placed on a mesh:
+arithmetic only, no torch.
 
-Placements apply from the first mesh dimension to the last, each to the indices that those before it left (`torch.distributed.tensor`).
-A strided shard cuts what is left into `split_factor` stretches, each of these into one part per rank, and gives a rank its part of
-every stretch: its indices are several runs, and its shard several boxes.
+Placements apply from the first mesh dimension to the last, each to the indices that those before it
+left (`torch.distributed.tensor`). A strided shard cuts what is left into `split_factor` stretches,
+each of these into one part per rank, and gives a rank its part of every stretch: its indices are
+several runs, and its shard several boxes.
 """
 
 from collections.abc import Iterator, Sequence
@@ -16,7 +18,8 @@ Run: TypeAlias = tuple[int, int]
 
 
 class Cut(NamedTuple):
-    """One mesh dimension that divides tensor dimension `dim` among `parts` ranks, of which this one is number `number`."""
+    """One mesh dimension that divides tensor dimension `dim` among `parts` ranks, of which this one
+    is number `number`."""
 
     dim: int
     parts: int
@@ -32,7 +35,8 @@ class HeldBox(NamedTuple):
 
 
 def held_boxes(shape: Shape, cuts: Sequence[Cut]) -> tuple[HeldBox, ...]:
-    """The boxes of a tensor of `shape` that a rank holds after `cuts`, in the order of their offsets; none if it holds no element.
+    """The boxes of a tensor of `shape` that a rank holds after `cuts`, in the order of their
+    offsets; none if it holds no element.
 
     Mesh dimensions that replicate cut nothing and are left out of `cuts`.
     """
@@ -82,7 +86,8 @@ def _chunks(size: int, parts: int) -> Iterator[tuple[int, int]]:
 
 
 def _chunk(size: int, parts: int, i: int) -> tuple[int, int]:
-    """The half-open range of part `i` as `torch.chunk` cuts: all parts as large as the first, as long as indices last."""
+    """The half-open range of part `i` as `torch.chunk` cuts: all parts as large as the first, as
+    long as indices last."""
     each = -(-size // parts)
     return min(i * each, size), min((i + 1) * each, size)
 

@@ -6,13 +6,19 @@ from typing import Any
 
 MASK = "***"
 
-_SECRET_NAME = re.compile(r"key|secret|token|passw|pwd|credential|sas|signature$|^sig$", re.IGNORECASE)
-_USER_INFO = re.compile(r"(?<=://)(?:[^/@:\s]*:\S*|[^/\s]*)@|(?<![^\s'\"=(])[^/@:\s'\"=(]+:(?!//)[^\s'\"]*@")
-"""A password that nobody has quoted may have any sign in it, `/` and `@` too: what follows a colon goes up to the last `@`. Without a
-scheme in front (`USER:PASSWORD@HOST/DATABASE`), it ends at a quote."""
+_SECRET_NAME = re.compile(
+    r"key|secret|token|passw|pwd|credential|sas|signature$|^sig$", re.IGNORECASE
+)
+_USER_INFO = re.compile(
+    r"(?<=://)(?:[^/@:\s]*:\S*|[^/\s]*)@|(?<![^\s'\"=(])[^/@:\s'\"=(]+:(?!//)[^\s'\"]*@"
+)
+"""A password that nobody has quoted may have any sign in it, `/` and `@` too: what follows a colon
+goes up to the last `@`. Without a scheme in front (`USER:PASSWORD@HOST/DATABASE`), it ends at a
+quote."""
 
 _SECRET_OPTION = re.compile(
-    r"([?&](?:[^=&\s]*(?:key|secret|token|passw|pwd|credential|signature)[^=&\s]*|sig|sas)=)[^&\s'\"]*", re.IGNORECASE
+    r"([?&](?:[^=&\s]*(?:key|secret|token|passw|pwd|credential|signature)[^=&\s]*|sig|sas)=)[^&\s'\"]*",
+    re.IGNORECASE,
 )
 _PLAIN_NAME = r"\w*(?:secret|passw(?:or)?d|pwd|credential)\w*|\w*(?:access|account|api|session)_?(?:key|token)\w*"
 _ASSIGNED = re.compile(
@@ -20,15 +26,19 @@ _ASSIGNED = re.compile(
     r"""((?<=')[^']*|(?<=")[^"]*|(?<!['"])[^\s'",;)}\]&]+)""",
     re.IGNORECASE,
 )
-"""As connection strings, JSON and Python write it: `password=…`, `"secret": "…"`, `aws_secret_access_key: …`."""
+"""As connection strings, JSON and Python write it: `password=…`, `"secret": "…"`,
+`aws_secret_access_key: …`."""
 
 _SHORTEST = 6
 """Shorter values are words of every message (`test`), and no secrets worth the name."""
 
 
 def redact(text: str) -> str:
-    """`text` with the user part of every URL, and values that are named like secrets, replaced by `***`."""
-    return _ASSIGNED.sub(rf"\1{MASK}", _SECRET_OPTION.sub(rf"\1{MASK}", _USER_INFO.sub(f"{MASK}@", text)))
+    """`text` with the user part of every URL, and values that are named like secrets, replaced by
+    `***`."""
+    return _ASSIGNED.sub(
+        rf"\1{MASK}", _SECRET_OPTION.sub(rf"\1{MASK}", _USER_INFO.sub(f"{MASK}@", text))
+    )
 
 
 def without(text: str, secrets: frozenset[str]) -> str:

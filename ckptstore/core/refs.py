@@ -1,10 +1,11 @@
-"""How a commit is referred to: the text of a ref as a frozen value, without knowing what any store holds.
+"""How a commit is referred to: the text of a ref as a frozen value, without knowing what any store
+holds.
 
-    ref  =  [run "@"] base {"~" K}
-    base =  step | "latest" | "best:" metric [":min" | ":max"] | tag | commit id or at least 6 of its first digits
+    ref  =  [run "@"] base {"~" K} base =  step | "latest" | "best:" metric [":min" | ":max"] | tag
+    | commit id or at least 6 of its first digits
 
-`~K` is the K-th first parent, `~` the first. `run@` goes with a step, `latest` and `best:` only; without it they are looked for in the
-run that the store was opened with.
+`~K` is the K-th first parent, `~` the first. `run@` goes with a step, `latest` and `best:` only;
+without it they are looked for in the run that the store was opened with.
 """
 
 import re
@@ -15,7 +16,8 @@ from ckptstore.core.ids import check_run
 from ckptstore.errors import InvalidInput
 
 _FORMS = (
-    "a step, 'latest', 'best:METRIC' or 'best:METRIC:max', a tag, at least 6 digits of a commit id, 'RUN@STEP', "
+    "a step, 'latest', 'best:METRIC' or 'best:METRIC:max', a tag, at least 6 digits of a commit "
+    "id, 'RUN@STEP', "
     "any of them with '~K' behind"
 )
 _STEP_MAX = 2**53
@@ -71,7 +73,8 @@ Ref: TypeAlias = Step | Latest | Best | Name | Ancestor
 
 
 def parse_ref(ref: str | int) -> Ref:
-    """The ref that `ref` says; an integer is a step. Raises `InvalidInput` for what no ref looks like."""
+    """The ref that `ref` says; an integer is a step. Raises `InvalidInput` for what no ref looks
+    like."""
     if isinstance(ref, int) and not isinstance(ref, bool) and abs(ref) <= _STEP_MAX:
         return Step(ref)
     if not isinstance(ref, str) or "\0" in ref or not ref.isprintable():
@@ -106,7 +109,10 @@ def _parse_best(text: str, wanted: str, run: str | None) -> Best:
     if order == "min" and metric:
         return Best(metric, "min", run)
     if not wanted:
-        raise InvalidInput(f"{text!r} names no metric: wanted 'best:METRIC' (smallest) or 'best:METRIC:max' (largest)")
+        raise InvalidInput(
+            f"{text!r} names no metric: wanted 'best:METRIC' (smallest) or 'best:METRIC:max' "
+            "(largest)"
+        )
     return Best(wanted, "min", run)
 
 

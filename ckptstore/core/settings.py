@@ -1,7 +1,8 @@
-"""One process's choices about a store, validated where they come in: arguments of `open` and environment variables.
+"""One process's choices about a store, validated where they come in: arguments of `open` and
+environment variables.
 
-`$CKPTSTORE_RUN`, `$CKPTSTORE_THREADS`, `$CKPTSTORE_STAGING_BYTES` and `$CKPTSTORE_READ_CACHE_BYTES` set what the caller leaves open.
-Imports pydantic: for training code, not for queries.
+`$CKPTSTORE_RUN`, `$CKPTSTORE_THREADS`, `$CKPTSTORE_STAGING_BYTES` and `$CKPTSTORE_READ_CACHE_BYTES`
+set what the caller leaves open. Imports pydantic: for training code, not for queries.
 """
 
 import os
@@ -20,7 +21,8 @@ OnFull: TypeAlias = Literal["raise", "gc"]
 
 
 class Settings(BaseModel):
-    """What `ckptstore.open` takes. `chunk_bytes`, `codec` and `private` apply only to a store that is made by this call."""
+    """What `ckptstore.open` takes. `chunk_bytes`, `codec` and `private` apply only to a store that
+    is made by this call."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -42,14 +44,20 @@ class Settings(BaseModel):
 
     @classmethod
     def of(cls, **given: Any) -> Self:
-        """Settings from arguments, those that are None left out, then the environment, then defaults. Raises `InvalidInput`."""
+        """Settings from arguments, those that are None left out, then the environment, then
+        defaults. Raises `InvalidInput`."""
         set_outside = {name: os.environ.get(f"CKPTSTORE_{name.upper()}") for name in _SET_OUTSIDE}
         named = {**set_outside, **_without_none(given)}
         try:
             return cls(**_without_none(named))
         except ValidationError as error:
-            problems = "; ".join(f"{'.'.join(map(str, e['loc']))}{_given(e['loc'], e['input'])}: {e['msg']}" for e in error.errors())
-            raise InvalidInput(f"a store cannot be opened with these settings: {problems}") from error
+            problems = "; ".join(
+                f"{'.'.join(map(str, e['loc']))}{_given(e['loc'], e['input'])}: {e['msg']}"
+                for e in error.errors()
+            )
+            raise InvalidInput(
+                f"a store cannot be opened with these settings: {problems}"
+            ) from error
 
 
 def _given(where: tuple[int | str, ...], value: object) -> str:

@@ -1,6 +1,7 @@
 """Threads that may not be had: the number of a user's or a container's is limited.
 
-Work that others wait for runs on the thread that asks for it then. A thread without which nothing would be served is `Unavailable`.
+Work that others wait for runs on the thread that asks for it then. A thread without which nothing
+would be served is `Unavailable`.
 """
 
 import threading
@@ -21,12 +22,14 @@ def start(thread: threading.Thread, why: str) -> None:
         thread.start()
     except RuntimeError as error:
         raise Unavailable(
-            f"{why}: {error}; raise the limit of processes (ulimit -u, or the container's pids), or end others, and repeat"
+            f"{why}: {error}; raise the limit of processes (ulimit -u, or the container's pids), "
+            "or end others, and repeat"
         ) from error
 
 
 def behind(work: Callable[[], object], name: str) -> threading.Thread | None:
-    """Run `work`, which raises nothing, on a thread of its own, which is returned; before this returns where none can be started."""
+    """Run `work`, which raises nothing, on a thread of its own, which is returned; before this
+    returns where none can be started."""
     thread = threading.Thread(target=work, name=name)
     try:
         thread.start()
@@ -37,13 +40,17 @@ def behind(work: Callable[[], object], name: str) -> threading.Thread | None:
 
 
 class Pool(Executor):
-    """Up to `count` daemon threads, each started when it is needed: where fewer can be started there are fewer, and where none can,
-    what is submitted has run when `submit` returns. `begin` is called first on each thread.
+    """Up to `count` daemon threads, each started when it is needed: where fewer can be started
+    there are fewer, and where none can, what is submitted has run when `submit` returns. `begin` is
+    called first on each thread.
 
-    Unlike `ThreadPoolExecutor`'s, they do not end with the main thread: a commit in the background still needs them.
+    Unlike `ThreadPoolExecutor`'s, they do not end with the main thread: a commit in the background
+    still needs them.
     """
 
-    def __init__(self, count: int, *, name: str = "ckptstore", begin: Callable[[], object] | None = None) -> None:
+    def __init__(
+        self, count: int, *, name: str = "ckptstore", begin: Callable[[], object] | None = None
+    ) -> None:
         self._count, self._name, self._begin = count, name, begin
         self._queue: deque[tuple[Future[Any], Callable[[], Any]]] = deque()
         self._threads: list[threading.Thread] = []
@@ -66,7 +73,8 @@ class Pool(Executor):
         return future
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
-        """Let the threads finish what was submitted, or only what they have begun; with `wait`, return when they have."""
+        """Let the threads finish what was submitted, or only what they have begun; with `wait`,
+        return when they have."""
         with self._changed:
             self._closed = True
             if cancel_futures:
@@ -81,7 +89,9 @@ class Pool(Executor):
         """Whether one more thread was started."""
         if len(self._threads) == self._count:
             return False
-        thread = threading.Thread(target=self._work, name=f"{self._name}-{len(self._threads)}", daemon=True)
+        thread = threading.Thread(
+            target=self._work, name=f"{self._name}-{len(self._threads)}", daemon=True
+        )
         try:
             thread.start()
         except RuntimeError:

@@ -1,7 +1,8 @@
 """Which addresses this host may be reached at, and which of a peer's addresses is one that answers.
 
-A host cannot know which of its networks a peer shares, so it names all its addresses, and the peer tries them side by side. Whoever answers
-is asked for the instance first: a secret is told to nobody else, whatever else listens at that address on the peer's own side.
+A host cannot know which of its networks a peer shares, so it names all its addresses, and the peer
+tries them side by side. Whoever answers is asked for the instance first: a secret is told to nobody
+else, whatever else listens at that address on the peer's own side.
 """
 
 import contextlib
@@ -29,18 +30,27 @@ _INTERFACES6 = Path("/proc/net/if_inet6")
 
 
 def own_addresses(port: int, host: str = "") -> tuple[Address, ...]:
-    """Where a server on `port` can be reached, the likeliest first; only at `host` if it is bound to that one."""
+    """Where a server on `port` can be reached, the likeliest first; only at `host` if it is bound
+    to that one."""
     if host:
         return ((host, port),)
     found = [*_by_default_route(), *_of_interfaces(), *_of_interfaces6()] or [*_by_name()]
-    usable = [address for address in dict.fromkeys([*found, *_LOOPBACK]) if not address.startswith(_LINK_LOCAL)]
+    usable = [
+        address
+        for address in dict.fromkeys([*found, *_LOOPBACK])
+        if not address.startswith(_LINK_LOCAL)
+    ]
     return tuple((address, port) for address in usable)
 
 
 def reach(
-    addresses: Sequence[Address], wait_s: float, is_peer: Callable[[socket.socket], bool], refused: Callable[[int], object] = int
+    addresses: Sequence[Address],
+    wait_s: float,
+    is_peer: Callable[[socket.socket], bool],
+    refused: Callable[[int], object] = int,
 ) -> tuple[socket.socket, Address] | None:
-    """A connection to the first of `addresses` that answers within `wait_s` and `is_peer`; all are tried at once.
+    """A connection to the first of `addresses` that answers within `wait_s` and `is_peer`; all are
+    tried at once.
 
     `refused` is called with the error number of each address at which nobody can be reached.
     """
@@ -98,7 +108,9 @@ def _of_interfaces() -> Iterator[str]:
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         for name in names:
             with contextlib.suppress(OSError):
-                answer = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
+                answer = fcntl.ioctl(
+                    probe.fileno(), _SIOCGIFADDR, struct.pack("256s", name.encode()[:15])
+                )
                 yield socket.inet_ntoa(answer[20:24])
 
 

@@ -23,7 +23,8 @@ _NOWHERE = (Target(-1, -1), None)
 
 
 class Receipt(NamedTuple):
-    """The ids of the chunks that a rank wrote: of its jobs, of the cells that it completed, and of what was decided by content."""
+    """The ids of the chunks that a rank wrote: of its jobs, of the cells that it completed, and of
+    what was decided by content."""
 
     jobs: bytes
     cells: bytes
@@ -39,22 +40,28 @@ class Observation(NamedTuple):
 
 
 class Assembler:
-    """Puts the commits of one plan together. Remembers what does not depend on content: it is the same in the next commit."""
+    """Puts the commits of one plan together. Remembers what does not depend on content: it is the
+    same in the next commit."""
 
     def __init__(self, plan: RanksPlan) -> None:
         self._plan = plan
         self._gathering: _Gathering | None = None
         self._wholes: dict[tuple[int, frozenset[int]], _Whole] = {}
 
-    def assemble(self, decided: Decided, receipts: Sequence[Receipt], sightings: Sequence[Observation]) -> list[TreeContent]:
-        """Every tree of the whole state. Raises `Conflict` for replicas that differ, and for content that changed while it was committed;
-        `Corrupt` for receipts that are not those of the plan."""
+    def assemble(
+        self, decided: Decided, receipts: Sequence[Receipt], sightings: Sequence[Observation]
+    ) -> list[TreeContent]:
+        """Every tree of the whole state. Raises `Conflict` for replicas that differ, and for
+        content that changed while it was committed; `Corrupt` for receipts that are not those of
+        the plan."""
         if self._gathering is None:
             self._gathering = _gathering_of(self._plan, len(receipts))
         ids = _Ids(self._gathering.where, _gathered(self._gathering, receipts))
         for rank, (receipt, wanted) in enumerate(zip(receipts, decided.wanted, strict=True)):
             if receipt.decided != b"".join(wanted):
-                raise Conflict(f"rank {rank} changed its state while it was committed; commit between steps")
+                raise Conflict(
+                    f"rank {rank} changed its state while it was committed; commit between steps"
+                )
         _compare(self._plan, decided, ids, sightings)
         return [self._tree(number, decided, ids) for number in range(len(self._plan.trees))]
 
@@ -76,21 +83,29 @@ def logical_bytes(trees: Sequence[TreeContent]) -> int:
     """Raw bytes of the whole state, an alias' not counted."""
     total = 0
     for _, schema, contents in trees:
-        for kind, dtype, shape, alias, content in zip(schema.kinds, schema.dtypes, schema.shapes, schema.aliases, contents, strict=True):
+        for kind, dtype, shape, alias, content in zip(
+            schema.kinds, schema.dtypes, schema.shapes, schema.aliases, contents, strict=True
+        ):
             if alias < 0:
                 total += dtypes.nbytes_of(dtype, shape) if kind == "tensor" else content.raw_bytes
     return total
 
 
 def layout_of(plan: RanksPlan, size: int) -> bytes:
-    """The layout chunk (docs/format.md §7): mesh, placements, boxes and who held them, of every leaf that more than one rank had."""
-    trees = {tree.key: canonical.encode_joined(dict(_tree_layout(plan, t, tree))) for t, tree in enumerate(plan.trees)}
-    return canonical.encode_joined({"world": canonical.encode(size), "trees": canonical.encode_joined(trees)})
+    """The layout chunk (docs/format.md §7): mesh, placements, boxes and who held them, of every
+    leaf that more than one rank had."""
+    trees = {
+        tree.key: canonical.encode_joined(dict(_tree_layout(plan, t, tree)))
+        for t, tree in enumerate(plan.trees)
+    }
+    return canonical.encode_joined(
+        {"world": canonical.encode(size), "trees": canonical.encode_joined(trees)}
+    )
 
 
 class _Gathering(NamedTuple):
-    """`order` says which of all ids that ranks hand in, one behind the other, comes when; a target's then lie `where` says, in bytes.
-    `counts` are those of each rank's jobs and cells."""
+    """`order` says which of all ids that ranks hand in, one behind the other, comes when; a
+    target's then lie `where` says, in bytes. `counts` are those of each rank's jobs and cells."""
 
     counts: list[int]
     order: "npt.NDArray[np.int64]"
@@ -109,7 +124,8 @@ class _Ids(NamedTuple):
 
 
 class _From(NamedTuple):
-    """A leaf's content: ids `start:stop` of the planned ones, or what was decided of (target, rank) `elsewhere`."""
+    """A leaf's content: ids `start:stop` of the planned ones, or what was decided of (target, rank)
+    `elsewhere`."""
 
     start: int
     stop: int
@@ -126,7 +142,8 @@ class _Whole(NamedTuple):
 
 
 def _gathering_of(plan: RanksPlan, size: int) -> _Gathering:
-    """A rank hands in the ids of its jobs, then those of its cells, each in the order of the plan."""
+    """A rank hands in the ids of its jobs, then those of its cells, each in the order of the
+    plan."""
     where: dict[Target, tuple[int, int]] = {}
     end = 0
     for target, tiled in plan.tiled.items():
@@ -139,7 +156,11 @@ def _gathering_of(plan: RanksPlan, size: int) -> _Gathering:
     at = [0, *accumulate(counts)]
     order = np.full(end // CHUNK_ID_BYTES, -1, np.int64)
     for job in plan.jobs:
-        first, count, source = where[job.target][0] // CHUNK_ID_BYTES + job.chunk, job.stop - job.first, at[2 * job.place.rank]
+        first, count, source = (
+            where[job.target][0] // CHUNK_ID_BYTES + job.chunk,
+            job.stop - job.first,
+            at[2 * job.place.rank],
+        )
         order[first : first + count] = range(source, source + count)
         at[2 * job.place.rank] += count
     for target, recipe, _ in plan.cells:
@@ -153,11 +174,16 @@ def _gathered(gathering: _Gathering, receipts: Sequence[Receipt]) -> bytes:
     parts = [part for receipt in receipts for part in (receipt.jobs, receipt.cells)]
     for i, (part, count) in enumerate(zip(parts, gathering.counts, strict=True)):
         if len(part) != CHUNK_ID_BYTES * count:
-            raise Corrupt(f"rank {i // 2} hands in {len(part)} bytes of ids; wanted {count} ids; is ckptstore of one version on all ranks?")
+            raise Corrupt(
+                f"rank {i // 2} hands in {len(part)} bytes of ids; wanted {count} ids; is "
+                "ckptstore of one version on all ranks?"
+            )
     return np.frombuffer(b"".join(parts), f"V{CHUNK_ID_BYTES}")[gathering.order].tobytes()
 
 
-def _whole(plan: RanksPlan, number: int, private: frozenset[int], where: Mapping[Target, tuple[int, int]]) -> _Whole:
+def _whole(
+    plan: RanksPlan, number: int, private: frozenset[int], where: Mapping[Target, tuple[int, int]]
+) -> _Whole:
     tree = plan.trees[number]
     schema, leaves = finish(tree, private)
     found = []
@@ -172,16 +198,23 @@ def _whole(plan: RanksPlan, number: int, private: frozenset[int], where: Mapping
     return _Whole(schema, found)
 
 
-def _compare(plan: RanksPlan, decided: Decided, ids: _Ids, sightings: Sequence[Observation]) -> None:
+def _compare(
+    plan: RanksPlan, decided: Decided, ids: _Ids, sightings: Sequence[Observation]
+) -> None:
     """Hold what replicas have against what was written for them."""
     for (target, box, place, _), cell, chunk in sightings:
         number = _chunk_of(plan.tiled[target], box, cell)
-        if number is not None and ids.of(target)[number * CHUNK_ID_BYTES : (number + 1) * CHUNK_ID_BYTES] != chunk:
+        if (
+            number is not None
+            and ids.of(target)[number * CHUNK_ID_BYTES : (number + 1) * CHUNK_ID_BYTES] != chunk
+        ):
             _diverged(plan, target, place.rank)
     for target, found in decided.compared.items():
         tiled = plan.tiled[target]
         for place, joined in found.items():
-            wanted = b"".join(_box_ids(tiled, ids.of(target), box) for box in _boxes_of(plan, target, place))
+            wanted = b"".join(
+                _box_ids(tiled, ids.of(target), box) for box in _boxes_of(plan, target, place)
+            )
             if wanted != joined:
                 _diverged(plan, target, place.rank)
 
@@ -190,7 +223,11 @@ def _boxes_of(plan: RanksPlan, target: Target, place: Place) -> list[int]:
     """The numbers of the boxes that a rank holds of a leaf, in its order."""
     tree, tiled = plan.trees[target.tree], plan.tiled[target]
     holding = tree.trees[place.rank].held.get(plan.leaf(target).holders[place.holder].leaf)
-    return list(range(len(tiled.boxes))) if holding is None else [tiled.boxes.index(box) for box in holding.boxes]
+    return (
+        list(range(len(tiled.boxes)))
+        if holding is None
+        else [tiled.boxes.index(box) for box in holding.boxes]
+    )
 
 
 def _box_ids(tiled: Tiled, ids: bytes, box: int) -> bytes:
@@ -200,20 +237,31 @@ def _box_ids(tiled: Tiled, ids: bytes, box: int) -> bytes:
 
 def _chunk_of(tiled: Tiled, box: int, cell: int) -> int | None:
     """The chunk that a box's cell is; None for one that edges cut."""
-    return next((s.chunk + cell - s.first for s in tiled.tiling.spans if s.box == box and s.first <= cell < s.stop), None)
+    return next(
+        (
+            s.chunk + cell - s.first
+            for s in tiled.tiling.spans
+            if s.box == box and s.first <= cell < s.stop
+        ),
+        None,
+    )
 
 
 def _diverged(plan: RanksPlan, target: Target, rank: int) -> None:
     leaf = plan.leaf(target)
     ranks = [holder.rank for holder in leaf.holders]
     raise Conflict(
-        f"{leaf.path} is one tensor on ranks {ranks}, but rank {rank} has other bytes than the rank that writes them. Replicas that have "
-        f"diverged must be made equal first; different tensors need different paths (key optimizer state by parameter name), or private=[…]"
+        f"{leaf.path} is one tensor on ranks {ranks}, but rank {rank} has other bytes than the "
+        "rank that writes them. Replicas that have "
+        "diverged must be made equal first; different tensors need different paths (key optimizer "
+        "state by parameter name), or private=[…]"
     )
 
 
 def _tree_layout(plan: RanksPlan, number: int, tree: MergedTree) -> Iterator[tuple[str, bytes]]:
-    known: dict[int, bytes] = {}  # by the identity of what leaves that are held alike have in common
+    known: dict[
+        int, bytes
+    ] = {}  # by the identity of what leaves that are held alike have in common
     for i, leaf in enumerate(tree.leaves):
         tiled = plan.tiled.get(Target(number, i))
         if leaf.alias >= 0 or _is_whole_on_one(tree, leaf):
@@ -227,7 +275,9 @@ def _tree_layout(plan: RanksPlan, number: int, tree: MergedTree) -> Iterator[tup
 
 
 def _is_whole_on_one(tree: MergedTree, leaf: MergedLeaf) -> bool:
-    return len(leaf.holders) == 1 and leaf.holders[0].leaf not in tree.trees[leaf.holders[0].rank].held
+    return (
+        len(leaf.holders) == 1 and leaf.holders[0].leaf not in tree.trees[leaf.holders[0].rank].held
+    )
 
 
 def _leaf_layout(tree: MergedTree, leaf: MergedLeaf, tiled: Tiled | None) -> dict[str, Any]:
@@ -237,5 +287,7 @@ def _leaf_layout(tree: MergedTree, leaf: MergedLeaf, tiled: Tiled | None) -> dic
         "mesh": first.mesh and [list(first.mesh.shape), list(first.mesh.ranks)] if first else None,
         "placements": list(first.placements) if first else [],
         "boxes": [[list(box.offsets), list(box.lengths)] for box in tiled.boxes] if tiled else [],
-        "ranks": [sorted({place.rank for place in places}) for places in tiled.holders] if tiled else [[rank for rank, _ in leaf.holders]],
+        "ranks": [sorted({place.rank for place in places}) for places in tiled.holders]
+        if tiled
+        else [[rank for rank, _ in leaf.holders]],
     }

@@ -1,7 +1,9 @@
-"""A chunk that several ranks need is read by one of them and sent to the others: the part of a restore that moves such bytes.
+"""A chunk that several ranks need is read by one of them and sent to the others: the part of a
+restore that moves such bytes.
 
-What arrives is compared with its id like what is read: a chunk counts as verified where it was hashed, not where somebody says so. One that
-does not match is read from the store. A rank that cannot read sends bytes of no worth, and says so in the round that follows.
+What arrives is compared with its id like what is read: a chunk counts as verified where it was
+hashed, not where somebody says so. One that does not match is read from the store. A rank that
+cannot read sends bytes of no worth, and says so in the round that follows.
 """
 
 import threading
@@ -34,7 +36,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class _Held:
-    """A chunk on its way, its memory, what it is needed for, and which of these has that memory in its target."""
+    """A chunk on its way, its memory, what it is needed for, and which of these has that memory in
+    its target."""
 
     share: Share
     memory: memoryview
@@ -49,7 +52,9 @@ class Broadcast:
         """`ids` are those of all chunks of the commit, in its order."""
         self._reader, self._reading = reader, reading
         self._numbering = Numbering(ids)
-        numbers = self._numbering.numbers(b"".join(job.piece.chunk for job in reading.jobs)).tolist()
+        numbers = self._numbering.numbers(
+            b"".join(job.piece.chunk for job in reading.jobs)
+        ).tolist()
         self._jobs: dict[int, list[ChunkRead]] = {}
         for number, job in zip(numbers, reading.jobs, strict=True):
             self._jobs.setdefault(number, []).append(job)
@@ -63,7 +68,8 @@ class Broadcast:
         return encode_need(self._numbering, self._reading.room.shared_bytes, numbers)
 
     def answer(self, handed_in: Sequence[bytes]) -> list[bytes]:
-        """The coordinator's answer to what ranks need; nothing where they do not count alike, as when they restore different parts."""
+        """The coordinator's answer to what ranks need; nothing where they do not count alike, as
+        when they restore different parts."""
         needs = [decode_need(each) for each in handed_in]
         if any(need.digest != self._numbering.digest for need in needs):
             return [b""] * len(handed_in)
@@ -82,7 +88,9 @@ class Broadcast:
             assert ahead is not None
             own = self._awaited(ahead)
             ahead = self._begin(following, peers.rank)
-            self._exchange(peers, [self._hold(share) for share in window if share.reader != peers.rank], own)
+            self._exchange(
+                peers, [self._hold(share) for share in window if share.reader != peers.rank], own
+            )
         self._later.settle()
         left = [job for jobs in self._jobs.values() for job in jobs]
         return Brought(left, self._read_bytes, self._received_bytes)
@@ -101,7 +109,9 @@ class Broadcast:
     def _read(self, held: list[_Held]) -> list[_Held]:
         with self._later.failing():
             if held and not self._later.failed:
-                self._reader.fetch([each.jobs[0] for each in held], [each.memory for each in held], self._reading)
+                self._reader.fetch(
+                    [each.jobs[0] for each in held], [each.memory for each in held], self._reading
+                )
                 self._read_bytes += sum(each.share.nbytes for each in held)
         return held
 
@@ -116,7 +126,8 @@ class Broadcast:
                 self._reader.threads.spread(self._receive, incoming)
 
     def _receive(self, held: _Held) -> None:
-        """What does not match is left among the jobs: it is read from the store, which says what is wrong if it is wrong there too."""
+        """What does not match is left among the jobs: it is read from the store, which says what is
+        wrong if it is wrong there too."""
         if digest(held.memory) == held.jobs[0].piece.chunk:
             self._land(held)
             with self._lock:
@@ -137,5 +148,8 @@ class Broadcast:
         return _Held(share, memoryview(bytearray(share.nbytes)), jobs, None)
 
     def _bits(self, needs: Sequence[Need]) -> "NDArray[np.bool_]":
-        rows = [np.unpackbits(np.frombuffer(need.bits, np.uint8), count=len(self._numbering)) for need in needs]
+        rows = [
+            np.unpackbits(np.frombuffer(need.bits, np.uint8), count=len(self._numbering))
+            for need in needs
+        ]
         return np.array(rows, bool)

@@ -1,11 +1,13 @@
-"""The ranks that commit or restore together, and how they talk: rounds with a coordinator, over connections of their own.
+"""The ranks that commit or restore together, and how they talk: rounds with a coordinator, over
+connections of their own.
 
-In a round every rank hands in bytes or what went wrong, the coordinator (rank 0) answers each rank, and an error on any rank is raised on
-every rank. A rank that failed takes part in the round all the same, so the ranks stay in step and the next operation finds all of them
-where they should be. Only a rank that is gone, or silent for longer than the timeout, breaks the connections.
+In a round every rank hands in bytes or what went wrong, the coordinator (rank 0) answers each rank,
+and an error on any rank is raised on every rank. A rank that failed takes part in the round all the
+same, so the ranks stay in step and the next operation finds all of them where they should be. Only
+a rank that is gone, or silent for longer than the timeout, breaks the connections.
 
-What carries the bytes is a `Link`: gloo between trainers (`distributed.gloo`), sockets between their workers (`distributed.tcp`).
-Without torch.
+What carries the bytes is a `Link`: gloo between trainers (`distributed.gloo`), sockets between
+their workers (`distributed.tcp`). Without torch.
 """
 
 import struct
@@ -14,7 +16,14 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
-from ckptstore.distributed.messages import MAX_BYTES, Cause, cause_of, decode_causes, encode_causes, failure
+from ckptstore.distributed.messages import (
+    MAX_BYTES,
+    Cause,
+    cause_of,
+    decode_causes,
+    encode_causes,
+    failure,
+)
 from ckptstore.distributed.stragglers import named, told
 from ckptstore.errors import CkptStoreError, Conflict, InvalidInput, Unavailable
 
@@ -28,7 +37,8 @@ REGROUP = "go on with a group of those left, or restart"
 """What is to be done about a trainer that is lost."""
 
 ROUND, DATA = range(2)
-"""Lanes: between each two ranks, what is sent on one does not wait for what is sent on the other."""
+"""Lanes: between each two ranks, what is sent on one does not wait for what is sent on the
+other."""
 
 _HEAD = struct.Struct("<16sIBxxxQ")
 _OK, _FAILED = range(2)
@@ -40,19 +50,21 @@ class Transfer(Protocol):
     """Bytes on their way."""
 
     def wait(self, timeout_s: float) -> None:
-        """Return when they have been sent, or have come. Raises `RuntimeError` if the other rank is gone, or silent for so long."""
+        """Return when they have been sent, or have come. Raises `RuntimeError` if the other rank is
+        gone, or silent for so long."""
 
 
 class Link(Protocol):
-    """Connections to all other ranks. Bytes of a lane arrive in order; both ends know how many. Raises `RuntimeError` for a rank that is
-    gone."""
+    """Connections to all other ranks. Bytes of a lane arrive in order; both ends know how many.
+    Raises `RuntimeError` for a rank that is gone."""
 
     def send(self, rank: int, lane: int, memory: memoryview) -> Transfer: ...
 
     def receive(self, rank: int, lane: int, memory: memoryview) -> Transfer: ...
 
     def leave(self, name: str, data: bytes) -> None:
-        """Have `data` found under `name` by ranks that cannot be reached any more, where there is a place for it."""
+        """Have `data` found under `name` by ranks that cannot be reached any more, where there is a
+        place for it."""
 
     def left(self, name: str, timeout_s: float) -> bytes | None:
         """What was left there, waited for if it makes sense."""
@@ -66,10 +78,12 @@ class Part(NamedTuple):
 
 
 class Collective:
-    """The ranks of one group, numbered as in that group. One operation at a time; rank 0 is the coordinator. `way_out` is what people are
-    told to do about a rank that is gone."""
+    """The ranks of one group, numbered as in that group. One operation at a time; rank 0 is the
+    coordinator. `way_out` is what people are told to do about a rank that is gone."""
 
-    def __init__(self, link: Link, rank: int, size: int, timeout_s: float, way_out: str = REGROUP) -> None:
+    def __init__(
+        self, link: Link, rank: int, size: int, timeout_s: float, way_out: str = REGROUP
+    ) -> None:
         self.rank, self.size, self.timeout_s = rank, size, timeout_s
         self._link, self._way_out = link, way_out
         self._sequence = 0
@@ -88,13 +102,16 @@ class Collective:
         """Whether a rank has gone, so that nothing can be done together any more."""
         return bool(self._lost)
 
-    def round(self, what: str, mine: Callable[[], bytes], answer: Callable[[list[bytes]], Sequence[bytes]]) -> bytes:
+    def round(
+        self, what: str, mine: Callable[[], bytes], answer: Callable[[list[bytes]], Sequence[bytes]]
+    ) -> bytes:
         """Hand in what `mine` returns and get what the coordinator's `answer` has for this rank.
 
-        `answer` runs on the coordinator only: what all ranks handed in, by rank, to one answer per rank. All ranks must be in the round
-        called `what` (16 ASCII characters at most).
+        `answer` runs on the coordinator only: what all ranks handed in, by rank, to one answer per
+        rank. All ranks must be in the round called `what` (16 ASCII characters at most).
 
-        Raises one error on every rank if anything failed on any: of the causes' class, with `causes` by rank.
+        Raises one error on every rank if anything failed on any: of the causes' class, with
+        `causes` by rank.
         """
         with self._lock:
             if self._lost and (self._told or not self.leads):
@@ -108,11 +125,18 @@ class Collective:
     def exchange(self, outgoing: Sequence[Part], incoming: Sequence[Part]) -> None:
         """Send and receive bytes directly; both sides must name the same parts in the same order.
 
-        Raises `Unavailable` if a rank is gone, after all parts of the others; the round that follows tells them. Until then, who has more
-        to exchange goes on, with bytes of no worth: others wait for them. An interrupt of this process, too, is raised after all parts.
+        Raises `Unavailable` if a rank is gone, after all parts of the others; the round that
+        follows tells them. Until then, who has more to exchange goes on, with bytes of no worth:
+        others wait for them. An interrupt of this process, too, is raised after all parts.
         """
-        works = [(part.rank, self._post(self._link.receive, part)) for part in incoming if len(part.memory)]
-        works += [(part.rank, self._post(self._link.send, part)) for part in outgoing if len(part.memory)]
+        works = [
+            (part.rank, self._post(self._link.receive, part))
+            for part in incoming
+            if len(part.memory)
+        ]
+        works += [
+            (part.rank, self._post(self._link.send, part)) for part in outgoing if len(part.memory)
+        ]
         failed: RuntimeError | None = None
         stopped: BaseException | None = None
         for rank, work in works:
@@ -128,7 +152,10 @@ class Collective:
         if stopped:
             raise stopped
         if failed:
-            raise Unavailable(f"a rank is gone, or was silent for {self.timeout_s:g} s, while bytes were exchanged: {failed}") from failed
+            raise Unavailable(
+                f"a rank is gone, or was silent for {self.timeout_s:g} s, while bytes were "
+                f"exchanged: {failed}"
+            ) from failed
 
     def _post(self, begin: Callable[..., Any], part: Part) -> Any:
         """The transfer of one part on its way, or why it cannot be."""
@@ -139,7 +166,13 @@ class Collective:
         except RuntimeError as error:
             return error
 
-    def _lead(self, what: str, payload: bytes, own: BaseException | None, answer: Callable[[list[bytes]], Sequence[bytes]]) -> bytes:
+    def _lead(
+        self,
+        what: str,
+        payload: bytes,
+        own: BaseException | None,
+        answer: Callable[[list[bytes]], Sequence[bytes]],
+    ) -> bytes:
         payloads, causes = self._gather(what)
         payloads[0] = payload
         if own is not None:
@@ -162,10 +195,14 @@ class Collective:
         causes: dict[int, Cause] = {}
         deadline = time.monotonic() + self.timeout_s
         causes |= self._lost
-        heads = {rank: self._start_head(rank) for rank in range(1, self.size) if rank not in self._lost}
+        heads = {
+            rank: self._start_head(rank) for rank in range(1, self.size) if rank not in self._lost
+        }
         with told(what, self.timeout_s, lambda: _silent(heads)):
             for rank, head in heads.items():
-                received = self._try(rank, lambda rank=rank, head=head: self._finish(rank, what, head, deadline))  # type: ignore[misc]
+                received = self._try(
+                    rank, lambda rank=rank, head=head: self._finish(rank, what, head, deadline)
+                )  # type: ignore[misc]
                 if received is None:
                     causes[rank] = self._lost[rank]
                 elif received[0] == _FAILED:
@@ -186,15 +223,23 @@ class Collective:
 
     def _follow(self, what: str, payload: bytes, own: BaseException | None) -> bytes:
         try:
-            with told(what, self.timeout_s, lambda: "rank 0, which has not called, or waits for others itself"):
+            with told(
+                what,
+                self.timeout_s,
+                lambda: "rank 0, which has not called, or waits for others itself",
+            ):
                 if own is None:
                     self._send(0, what, _OK, payload)
                 else:
                     self._send(0, what, _FAILED, encode_causes({self.rank: cause_of(own)}))
-                status, answer = self._finish(0, what, self._start_head(0), time.monotonic() + self.timeout_s * _MARGIN)
+                status, answer = self._finish(
+                    0, what, self._start_head(0), time.monotonic() + self.timeout_s * _MARGIN
+                )
         except (RuntimeError, CkptStoreError) as error:
             self._lost[0] = cause_of(error)
-            causes = self._post_mortem() or {0: Cause("Unavailable", f"gone, or silent for too long: {error}")}
+            causes = self._post_mortem() or {
+                0: Cause("Unavailable", f"gone, or silent for too long: {error}")
+            }
             if own is not None:
                 causes[self.rank] = cause_of(own)
             self._raise(what, causes, own or error)
@@ -206,15 +251,18 @@ class Collective:
         return answer
 
     def _post_mortem(self) -> dict[int, Cause]:
-        """What the coordinator leaves in the store when it has lost a rank: waited for, since gloo cuts all connections of a rank that one
-        other was silent for, before that rank itself hears of it. Nothing, if it is the coordinator that is gone."""
+        """What the coordinator leaves in the store when it has lost a rank: waited for, since gloo
+        cuts all connections of a rank that one other was silent for, before that rank itself hears
+        of it. Nothing, if it is the coordinator that is gone."""
         found = self._link.left(f"lost/{self._sequence}", min(GRACE_S, self.timeout_s))
         return decode_causes(found) if found else {}
 
     def _raise(self, what: str, causes: dict[int, Cause], own: BaseException | None) -> None:
         if own is not None and not isinstance(own, Exception):
             raise own
-        raise failure(what, {rank: self._for_people(cause) for rank, cause in causes.items()}, self.size) from own
+        raise failure(
+            what, {rank: self._for_people(cause) for rank, cause in causes.items()}, self.size
+        ) from own
 
     def _incomplete(self, what: str) -> Unavailable:
         gone = ", ".join(f"rank {rank}" for rank in sorted(self._lost))
@@ -242,7 +290,13 @@ class Collective:
         except RuntimeError as error:
             return error, head
 
-    def _finish(self, rank: int, what: str, started: tuple[Transfer | RuntimeError, bytearray], deadline: float) -> tuple[int, bytes]:
+    def _finish(
+        self,
+        rank: int,
+        what: str,
+        started: tuple[Transfer | RuntimeError, bytearray],
+        deadline: float,
+    ) -> tuple[int, bytes]:
         work, head = started
         if isinstance(work, RuntimeError):
             raise work
@@ -250,12 +304,17 @@ class Collective:
         name, sequence, status, nbytes = _HEAD.unpack(head)
         theirs = name.rstrip(b"\0").decode(errors="replace")
         if nbytes > MAX_BYTES:
-            raise Unavailable(f"rank {rank} announces {nbytes} bytes; do all ranks run one version of ckptstore?")
+            raise Unavailable(
+                f"rank {rank} announces {nbytes} bytes; do all ranks run one version of ckptstore?"
+            )
         payload = bytearray(nbytes)
         if nbytes:
             self._wait(self._link.receive(rank, ROUND, memoryview(payload)))
         if status == _OK and (theirs, sequence) != (what, self._sequence):
-            error = Conflict(f"it is at {theirs} ({sequence}) while rank {self.rank} is at {what} ({self._sequence})")
+            error = Conflict(
+                f"it is at {theirs} ({sequence}) while rank {self.rank} is at {what} "
+                f"({self._sequence})"
+            )
             return _FAILED, encode_causes({rank: cause_of(error)})
         return status, bytes(payload)
 

@@ -1,10 +1,13 @@
-"""The journey of a state that many ranks hold into the store: three rounds between which each rank hashes and writes its part.
+"""The journey of a state that many ranks hold into the store: three rounds between which each rank
+hashes and writes its part.
 
-1. *plan*: ranks say what they hold, the coordinator says who does what and names the session. 2. *decide*: fragments of cut chunks have
-been exchanged and planned chunks written; of leaves that ranks hold for reasons unknown they report what they have. 3. *publish*: packs
-are closed and durable, the coordinator writes pages, schemas, layout and document, and appends the entry. A failure on any rank before the
-third round's answer is everybody's, and nothing is visible; after it the commit exists. After a plan that is new there is one round more,
-in which every rank says that it can follow: from then on, others wait for what it sends.
+1. *plan*: ranks say what they hold, the coordinator says who does what and names the session. 2.
+   *decide*: fragments of cut chunks have been exchanged and planned chunks written; of leaves that
+   ranks hold for reasons unknown they report what they have. 3. *publish*: packs are closed and
+   durable, the coordinator writes pages, schemas, layout and document, and appends the entry. A
+   failure on any rank before the third round's answer is everybody's, and nothing is visible; after
+   it the commit exists. After a plan that is new there is one round more, in which every rank says
+   that it can follow: from then on, others wait for what it sends.
 """
 
 import time
@@ -23,7 +26,17 @@ from ckptstore.core.ids import CommitId, SessionId
 from ckptstore.core.model import CommitDocument
 from ckptstore.distributed import framing
 from ckptstore.distributed.collective import Collective
-from ckptstore.distributed.coordinator import AGAIN, DESCRIBE, DONE, PLANNED, Coordinator, Options, digest_of, head_of, refused
+from ckptstore.distributed.coordinator import (
+    AGAIN,
+    DESCRIBE,
+    DONE,
+    PLANNED,
+    Coordinator,
+    Options,
+    digest_of,
+    head_of,
+    refused,
+)
 from ckptstore.distributed.describe import encode_description
 from ckptstore.distributed.exchange_plan import Boxes, Moves, moves_of
 from ckptstore.distributed.messages import Cause, failure
@@ -40,7 +53,8 @@ from ckptstore.repository.thread_pool import ThreadPool
 from ckptstore.state.leaf_sources import FlatState
 
 Prepare: TypeAlias = Callable[[], tuple[CommitMetadata, Mapping[str, FlatState]]]
-"""Gives what a rank commits when it is asked for: within the first round, so that its failure reaches every rank."""
+"""Gives what a rank commits when it is asked for: within the first round, so that its failure
+reaches every rank."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,9 +67,12 @@ class RanksCommitted:
 
 
 class RanksCommitter:
-    """Commits states of many ranks to one store; on every rank, one commit at a time. Remembers this rank's task."""
+    """Commits states of many ranks to one store; on every rank, one commit at a time. Remembers
+    this rank's task."""
 
-    def __init__(self, config: StoreConfig, objects: ObjectStore, log: Log, threads: ThreadPool) -> None:
+    def __init__(
+        self, config: StoreConfig, objects: ObjectStore, log: Log, threads: ThreadPool
+    ) -> None:
         self._config, self._objects, self._log, self._threads = config, objects, log, threads
         self._lead = Coordinator(config, objects, log)
         self._schemas = LastSchemas()
@@ -63,7 +80,9 @@ class RanksCommitter:
         self._task: RankTask | None = None
         self._moves: Moves | None = None
         self._runs = DedupHints()
-        self._room = rank_room(None, config.chunk_bytes, threads.count, encoding=config.codec != "raw")
+        self._room = rank_room(
+            None, config.chunk_bytes, threads.count, encoding=config.codec != "raw"
+        )
 
     def commit(
         self,
@@ -75,12 +94,14 @@ class RanksCommitter:
         *,
         memory_budget_bytes: int | None = None,
     ) -> RanksCommitted:
-        """Write this rank's part of a state; every rank of `peers` must call it with its own. The coordinator's label and options count.
-        `watch` is told of the progress; what it raises, on any rank, stops all of them. What is staged, encoded, exchanged and put together
-        stays within the budget; how much is on its way follows from the coordinator's.
+        """Write this rank's part of a state; every rank of `peers` must call it with its own. The
+        coordinator's label and options count. `watch` is told of the progress; what it raises, on
+        any rank, stops all of them. What is staged, encoded, exchanged and put together stays
+        within the budget; how much is on its way follows from the coordinator's.
 
-        Raises one error on all ranks: `Conflict` for states that do not make one, for replicas that have diverged, and if others kept
-        removing what this commit wanted to reuse; otherwise what the causes have in common, `causes` naming ranks.
+        Raises one error on all ranks: `Conflict` for states that do not make one, for replicas that
+        have diverged, and if others kept removing what this commit wanted to reuse; otherwise what
+        the causes have in common, `causes` naming ranks.
         """
         try:
             label, flats, session = self._plan(peers, prepare, options, watch, memory_budget_bytes)
@@ -91,14 +112,26 @@ class RanksCommitter:
                     return outcome
                 session = outcome
         except NoSpace:
-            self._lead.close(ended=True)  # every rank deletes what it wrote: the gc that makes room need not wait for the session
+            self._lead.close(
+                ended=True
+                # every rank deletes what it wrote: the gc that makes room need not wait for the
+                # session
+            )
             raise
         finally:
             self._lead.close(ended=False)
-        raise Conflict(f"the commit was refused {ATTEMPTS} times because others changed the store meanwhile; repeat it")
+        raise Conflict(
+            f"the commit was refused {ATTEMPTS} times because others changed the store meanwhile; "
+            "repeat it"
+        )
 
     def _plan(
-        self, peers: Collective, prepare: Prepare, options: Options, watch: Watch, memory_budget_bytes: int | None
+        self,
+        peers: Collective,
+        prepare: Prepare,
+        options: Options,
+        watch: Watch,
+        memory_budget_bytes: int | None,
     ) -> tuple[CommitMetadata, Mapping[str, FlatState], SessionId]:
         described: list[tuple[CommitMetadata, Mapping[str, FlatState], bytes]] = []
 
@@ -107,16 +140,22 @@ class RanksCommitter:
             if not asked:
                 watch.starting()
                 chunk_bytes, encoding = self._config.chunk_bytes, self._config.codec != "raw"
-                self._room = rank_room(memory_budget_bytes, chunk_bytes, self._threads.count, encoding=encoding)
+                self._room = rank_room(
+                    memory_budget_bytes, chunk_bytes, self._threads.count, encoding=encoding
+                )
                 label, flats = prepare()
                 with uncollected():
                     described.append((label, flats, encode_description(flats, self._schemas)))
             label, _, description = described[0]
             known = digest_of(description) == self._described and not asked
-            return framing.join([head_of(label), digest_of(description), b"" if known else description])
+            return framing.join(
+                [head_of(label), digest_of(description), b"" if known else description]
+            )
 
         def answer(handed_in: list[bytes]) -> list[bytes]:
-            return self._lead.plan(handed_in, described[0][0], replace(options, window_bytes=self._room.window_bytes))
+            return self._lead.plan(
+                handed_in, described[0][0], replace(options, window_bytes=self._room.window_bytes)
+            )
 
         kind = DESCRIBE
         while kind == DESCRIBE:
@@ -124,7 +163,11 @@ class RanksCommitter:
         label, flats, description = described[0]
         if kind == PLANNED:
             self._described = b""  # until every rank is known to be able to follow the plan
-            peers.round("commit: prepare", lambda: self._follow(task, flats, peers.rank), lambda ready: ready)
+            peers.round(
+                "commit: prepare",
+                lambda: self._follow(task, flats, peers.rank),
+                lambda ready: ready,
+            )
             self._described = digest_of(description)
         return label, flats, SessionId(session.decode())
 
@@ -132,19 +175,37 @@ class RanksCommitter:
         """Work out what a new task means here."""
         with uncollected():
             self._task, self._runs = decode_task(task), DedupHints()
-            self._moves = moves_of(self._task, Boxes(list(flats.values()), self._config.chunk_bytes), rank)
+            self._moves = moves_of(
+                self._task, Boxes(list(flats.values()), self._config.chunk_bytes), rank
+            )
         return b""
 
     def _attempt(
-        self, peers: Collective, flats: Mapping[str, FlatState], session: SessionId, label: CommitMetadata, started: float, watch: Watch
+        self,
+        peers: Collective,
+        flats: Mapping[str, FlatState],
+        session: SessionId,
+        label: CommitMetadata,
+        started: float,
+        watch: Watch,
     ) -> RanksCommitted | SessionId:
-        packs = PackSet.of(self._config, self._objects, session, self._threads, peers.rank, unbuffered=self._room.write.unbuffered)
+        packs = PackSet.of(
+            self._config,
+            self._objects,
+            session,
+            self._threads,
+            peers.rank,
+            unbuffered=self._room.write.unbuffered,
+        )
         attempt = _Attempt(self._lead, peers, packs, label, started, watch)
         try:
             return attempt.run(self._work(flats, packs), self._look, self._registered)
         except BaseException as error:
-            # Once the coordinator may have asked the log, only its answer says whether these packs are part of a commit.
-            if not attempt.handed_in or (isinstance(error, CkptStoreError) and error.causes and 0 not in error.causes):
+            # Once the coordinator may have asked the log, only its answer says whether these packs
+            # are part of a commit.
+            if not attempt.handed_in or (
+                isinstance(error, CkptStoreError) and error.causes and 0 not in error.causes
+            ):
                 with suppress(CkptStoreError):
                     packs.drop()
             raise
@@ -152,7 +213,15 @@ class RanksCommitter:
     def _work(self, flats: Mapping[str, FlatState], packs: PackSet) -> RankWorker:
         assert self._task is not None and self._moves is not None
         boxes = Boxes(list(flats.values()), self._config.chunk_bytes)
-        return RankWorker(boxes, self._task, self._moves, self._config.chunk_bytes, packs, self._threads, self._room)
+        return RankWorker(
+            boxes,
+            self._task,
+            self._moves,
+            self._config.chunk_bytes,
+            packs,
+            self._threads,
+            self._room,
+        )
 
     def _look(self) -> Dedup:
         state = self._log.replay()
@@ -167,30 +236,59 @@ class RanksCommitter:
 
 
 class _Attempt:
-    """The second and the third round, under one session. `handed_in` says whether the coordinator may have asked the log."""
+    """The second and the third round, under one session. `handed_in` says whether the coordinator
+    may have asked the log."""
 
-    def __init__(self, lead: Coordinator, peers: Collective, packs: PackSet, label: CommitMetadata, started: float, watch: Watch) -> None:
-        self._lead, self._peers, self._packs, self._label, self._started, self._watch = lead, peers, packs, label, started, watch
+    def __init__(
+        self,
+        lead: Coordinator,
+        peers: Collective,
+        packs: PackSet,
+        label: CommitMetadata,
+        started: float,
+        watch: Watch,
+    ) -> None:
+        self._lead, self._peers, self._packs, self._label, self._started, self._watch = (
+            lead,
+            peers,
+            packs,
+            label,
+            started,
+            watch,
+        )
         self._dedup: Dedup | None = None
         self._packed_s = 0.0
         self._failed: Exception | None = None
         self.handed_in = False
 
-    def run(self, work: RankWorker, look: Callable[[], Dedup], register: Callable[[bytes, PackSet], None]) -> RanksCommitted | SessionId:
+    def run(
+        self,
+        work: RankWorker,
+        look: Callable[[], Dedup],
+        register: Callable[[bytes, PackSet], None],
+    ) -> RanksCommitted | SessionId:
         """The commit, or the session under which to try again."""
-        decided = self._peers.round("commit: decide", lambda: self._report(work, look), self._lead.decide)
-        answer = self._peers.round("commit: publish", lambda: self._receipt(work, decided), self._publish)
+        decided = self._peers.round(
+            "commit: decide", lambda: self._report(work, look), self._lead.decide
+        )
+        answer = self._peers.round(
+            "commit: publish", lambda: self._receipt(work, decided), self._publish
+        )
         kind, first, second = framing.split(answer, 3)
         if kind != DONE:
             self._packs.drop()
             if kind == AGAIN:
                 return SessionId(first.decode())
-            raise failure("commit: publish", {0: Cause(*canonical.decode(first))}, self._peers.size) from self._failed
+            raise failure(
+                "commit: publish", {0: Cause(*canonical.decode(first))}, self._peers.size
+            ) from self._failed
         commit, numbers, totals = framing.split(second, 3)
         durable_s = time.perf_counter() - self._started
         self._watch.reached(Milestone.DURABLE)
         register(numbers, self._packs)
-        return self._committed(CommitId(commit.decode()), first, canonical.decode(totals), durable_s)
+        return self._committed(
+            CommitId(commit.decode()), first, canonical.decode(totals), durable_s
+        )
 
     def _report(self, work: RankWorker, look: Callable[[], Dedup]) -> bytes:
         self._dedup = work.write(self._peers, look)
@@ -199,7 +297,8 @@ class _Attempt:
         return framing.join([work.reports(), where, b"".join(sample.id for sample in samples)])
 
     def _receipt(self, work: RankWorker, decided: bytes) -> bytes:
-        """Its receipt. A failure of the coordinator's own is told by `_publish`: then all know that the log was not asked."""
+        """Its receipt. A failure of the coordinator's own is told by `_publish`: then all know that
+        the log was not asked."""
         try:
             return self._written(work, decided)
         except Exception as error:
@@ -217,7 +316,10 @@ class _Attempt:
         self._watch.publishing()
         written = work.written
         head = {
-            "packs": [[pack.record.id, pack.record.bytes, pack.record.chunks] for pack in self._packs.closed],
+            "packs": [
+                [pack.record.id, pack.record.bytes, pack.record.chunks]
+                for pack in self._packs.closed
+            ],
             "reused": sorted(self._dedup.reused) if self._dedup else [],
             "chunks": written.chunks,
             "new_chunks": written.new_chunks,
@@ -227,7 +329,8 @@ class _Attempt:
         return framing.join([canonical.encode(head), written.jobs, written.cells, written.decided])
 
     def _publish(self, handed_in: list[bytes]) -> list[bytes]:
-        """What fails before the log is asked is a refusal too: ranks that know it delete what they wrote."""
+        """What fails before the log is asked is a refusal too: ranks that know it delete what they
+        wrote."""
         if self._failed:
             return refused(self._failed, self._peers.size)
         assert self._dedup is not None
@@ -240,7 +343,9 @@ class _Attempt:
             self._failed = error
             return refused(error, self._peers.size)
 
-    def _committed(self, commit: CommitId, stored: bytes, totals: dict[str, int], durable_s: float) -> RanksCommitted:
+    def _committed(
+        self, commit: CommitId, stored: bytes, totals: dict[str, int], durable_s: float
+    ) -> RanksCommitted:
         document = decode_document(stored, commit)
         stats = CommitStats(
             document.logical_bytes,

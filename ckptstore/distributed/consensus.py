@@ -1,4 +1,5 @@
-"""What ranks agree on ahead of a commit in the background: that one is due, and that all of them can begin it."""
+"""What ranks agree on ahead of a commit in the background: that one is due, and that all of them
+can begin it."""
 
 from collections.abc import Callable, Sequence
 
@@ -6,13 +7,16 @@ from ckptstore.distributed.collective import Collective
 
 
 def begun_by_all(peers: Collective, begin: Callable[[], str]) -> str:
-    """Call `begin` on every rank, which returns why this rank cannot begin now, or nothing; gives every rank what was said on any.
+    """Call `begin` on every rank, which returns why this rank cannot begin now, or nothing; gives
+    every rank what was said on any.
 
     What `begin` raises on one rank is raised on all.
     """
 
     def answer(handed_in: Sequence[bytes]) -> list[bytes]:
-        reasons = "; ".join(f"rank {rank}: {why.decode()}" for rank, why in enumerate(handed_in) if why)
+        reasons = "; ".join(
+            f"rank {rank}: {why.decode()}" for rank, why in enumerate(handed_in) if why
+        )
         return [reasons.encode()] * len(handed_in)
 
     return peers.round("commit: begin", lambda: begin().encode(), answer).decode()

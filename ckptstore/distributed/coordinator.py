@@ -1,4 +1,5 @@
-"""What the coordinator does for a commit of many ranks: plan, decide by content, publish. It alone appends to the log."""
+"""What the coordinator does for a commit of many ranks: plan, decide by content, publish. It alone
+appends to the log."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -31,10 +32,12 @@ from ckptstore.repository.memory_budget import WINDOW_BYTES
 from ckptstore.repository.pack_writer import delete_own
 
 SAME, PLANNED, DESCRIBE = b"same", b"planned", b"describe"
-"""Answers of the first round: do as last time; here is your task; the digest says nothing to me, send the description."""
+"""Answers of the first round: do as last time; here is your task; the digest says nothing to me,
+send the description."""
 
 DONE, AGAIN, REFUSED = b"done", b"again", b"refused"
-"""Answers of the last round: it is in the log; write what is gone; nothing was appended, and why."""
+"""Answers of the last round: it is in the log; write what is gone; nothing was appended, and
+why."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +50,8 @@ class Options:
 
 
 class Coordinator:
-    """The coordinator of one store's commits. Remembers the last plan: it holds as long as every rank's description does."""
+    """The coordinator of one store's commits. Remembers the last plan: it holds as long as every
+    rank's description does."""
 
     def __init__(self, config: StoreConfig, objects: ObjectStore, log: Log) -> None:
         self._config, self._objects, self._log = config, objects, log
@@ -64,7 +68,9 @@ class Coordinator:
         self.asked = False
         """Whether the log has been asked to take this commit, and its answer is unknown."""
 
-    def plan(self, handed_in: Sequence[bytes], label: CommitMetadata, options: Options) -> list[bytes]:
+    def plan(
+        self, handed_in: Sequence[bytes], label: CommitMetadata, options: Options
+    ) -> list[bytes]:
         """Answer what ranks said of their states."""
         messages = [framing.split(each, 3) for each in handed_in]
         _check_labels([head for head, _, _ in messages], label)
@@ -73,7 +79,8 @@ class Coordinator:
         if not all(full) and digests != self._described:
             return [framing.join([DESCRIBE, b"", b""])] * len(messages)
         session = self._open_session()
-        # Who sends its description has no task for it: another store object, or a plan that some rank could not follow.
+        # Who sends its description has no task for it: another store object, or a plan that some
+        # rank could not follow.
         if digests == self._described and options == self._options and not any(full):
             return [framing.join([SAME, session.encode(), b""])] * len(messages)
         with uncollected():
@@ -81,14 +88,21 @@ class Coordinator:
         return [framing.join([PLANNED, session.encode(), task]) for task in tasks]
 
     def _tasks(self, digests: list[bytes], full: Sequence[bytes], options: Options) -> list[bytes]:
-        """Plan anew; `full` are the ranks' descriptions, or nothing where those of the last plan hold."""
+        """Plan anew; `full` are the ranks' descriptions, or nothing where those of the last plan
+        hold."""
         known: dict[bytes, Schema] = {}
         descriptions = self._descriptions
         if digests != self._described:
             descriptions = [decode_description(each, known) for each in full]
         self._described = []
         merged, chunk_bytes, size = merge(descriptions), self._config.chunk_bytes, len(full)
-        self._plan = plan_ranks(merged, size, chunk_bytes, canonical=options.canonical, window_bytes=options.window_bytes)
+        self._plan = plan_ranks(
+            merged,
+            size,
+            chunk_bytes,
+            canonical=options.canonical,
+            window_bytes=options.window_bytes,
+        )
         self._assembler = Assembler(self._plan)
         self._layout = layout_of(self._plan, size)
         keys = [[tree.key for tree in trees] for trees in descriptions]
@@ -103,13 +117,18 @@ class Coordinator:
         for places in self._plan.reported.values():
             for place in places:
                 counts[place.rank] += 1
-        self._decided = decide(self._plan, [decode_reports(part[0], count) for part, count in zip(parts, counts, strict=True)])
+        self._decided = decide(
+            self._plan,
+            [decode_reports(part[0], count) for part, count in zip(parts, counts, strict=True)],
+        )
         self._sightings = [
             Observation(shared[number], cell, chunk)
             for shared, (_, where, ids) in zip(self._shared_by_rank(len(parts)), parts, strict=True)
             for (number, cell), chunk in zip(canonical.decode(where), split_ids(ids), strict=True)
         ]
-        return [canonical.encode([list(write) for write in writes]) for writes in self._decided.writes]
+        return [
+            canonical.encode([list(write) for write in writes]) for writes in self._decided.writes
+        ]
 
     def _shared_by_rank(self, size: int) -> list[list[Shared]]:
         """What each rank's task names as shared, in its order."""
@@ -118,10 +137,13 @@ class Coordinator:
             shared[each.place.rank].append(each)
         return shared
 
-    def publish(self, handed_in: Sequence[bytes], label: CommitMetadata, dedup: Dedup, packs: PackSet) -> list[bytes]:
+    def publish(
+        self, handed_in: Sequence[bytes], label: CommitMetadata, dedup: Dedup, packs: PackSet
+    ) -> list[bytes]:
         """Append what ranks have written, and answer how that went.
 
-        Whatever this raises, it raises before the log is asked, or when the log's answer is unknown: then nothing may be deleted.
+        Whatever this raises, it raises before the log is asked, or when the log's answer is
+        unknown: then nothing may be deleted.
         """
         heads, receipts = _receipts(handed_in)
         with uncollected():
@@ -134,7 +156,12 @@ class Coordinator:
         if not label.parents:
             label = replace(label, parents=self._log.replay().runs.get(label.run, ())[-1:])
         published = self._publisher.write_document(
-            packs.session, label, metadata, records, logical_bytes=logical_bytes(trees), leaves=sum(len(tree.schema) for tree in trees)
+            packs.session,
+            label,
+            metadata,
+            records,
+            logical_bytes=logical_bytes(trees),
+            leaves=sum(len(tree.schema) for tree in trees),
         )
         return self._append(published, metadata, records, reused, heads)
 
@@ -145,7 +172,12 @@ class Coordinator:
             session.end() if ended else session.abandon()
 
     def _append(
-        self, published: Published, metadata: Metadata, records: list[PackRecord], reused: frozenset[int] | set[int], heads: list[Any]
+        self,
+        published: Published,
+        metadata: Metadata,
+        records: list[PackRecord],
+        reused: frozenset[int] | set[int],
+        heads: list[Any],
     ) -> list[bytes]:
         self.asked = True
         try:
@@ -159,7 +191,10 @@ class Coordinator:
             return refused(error, len(heads))
         assert isinstance(entry.body, entries.Commit)
         numbers = canonical.encode([[record.number, record.id] for record in entry.body.packs])
-        totals = {name: sum(head[name] for head in heads) for name in ("chunks", "new_chunks", "sent_bytes")}
+        totals = {
+            name: sum(head[name] for head in heads)
+            for name in ("chunks", "new_chunks", "sent_bytes")
+        }
         _, stored = encode_document(published.document)
         found = framing.join([published.commit.encode(), numbers, canonical.encode(totals)])
         return [framing.join([DONE, stored, found])] * len(heads)
@@ -189,7 +224,10 @@ def _check_labels(heads: Sequence[bytes], label: CommitMetadata) -> None:
     for rank, head in enumerate(heads):
         if head != head_of(label):
             run, step = canonical.decode(head)
-            raise Conflict(f"rank {rank} commits step {step} of run {run}, rank 0 step {label.step} of run {label.run}; they must agree")
+            raise Conflict(
+                f"rank {rank} commits step {step} of run {run}, rank 0 step {label.step} of run "
+                f"{label.run}; they must agree"
+            )
 
 
 def _receipts(handed_in: Sequence[bytes]) -> tuple[list[Any], list[Receipt]]:

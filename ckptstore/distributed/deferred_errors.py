@@ -1,4 +1,5 @@
-"""What fails on one rank while others wait for what it sends: raised when all has been exchanged."""
+"""What fails on one rank while others wait for what it sends: raised when all has been
+exchanged."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -1,6 +1,8 @@
-"""What a rank tells the coordinator of its state before any byte moves: schemas, and which boxes of which leaves it holds.
+"""What a rank tells the coordinator of its state before any byte moves: schemas, and which boxes of
+which leaves it holds.
 
-It changes only when the state's structure does, so that a commit like the last one names its digest instead.
+It changes only when the state's structure does, so that a commit like the last one names its digest
+instead.
 """
 
 from collections.abc import Mapping, Sequence
@@ -30,7 +32,9 @@ def encode_description(flats: Mapping[str, FlatState], schemas: LastSchemas) -> 
     meshes: dict[Mesh | None, int] = {}
     placements: dict[tuple[str, ...], int] = {}
     holdings: dict[Holding, int] = {}
-    known: dict[int, int] = {}  # numbers of holdings by their identity, which costs no hash of a mesh of many ranks
+    known: dict[
+        int, int
+    ] = {}  # numbers of holdings by their identity, which costs no hash of a mesh of many ranks
     trees = []
     for key, flat in flats.items():
         held = [-1] * len(flat.schema)
@@ -55,24 +59,45 @@ def encode_description(flats: Mapping[str, FlatState], schemas: LastSchemas) -> 
         "holdings": distinct,
         "trees": trees,
     }
-    return framing.join([canonical.encode(head), framing.join([schemas.encode(key, flat.schema) for key, flat in flats.items()])])
+    return framing.join(
+        [
+            canonical.encode(head),
+            framing.join([schemas.encode(key, flat.schema) for key, flat in flats.items()]),
+        ]
+    )
 
 
 def decode_description(data: bytes, schemas: dict[bytes, Schema]) -> list[RankTree]:
-    """The inverse of `encode_description`. `schemas` has those that are known, by their bytes, and gets what is not. Raises `Corrupt`."""
+    """The inverse of `encode_description`. `schemas` has those that are known, by their bytes, and
+    gets what is not. Raises `Corrupt`."""
     head_bytes, joined = framing.split(data, 2)
     try:
         head = canonical.decode(head_bytes)
-        meshes = [None if mesh is None else Mesh(tuple(mesh[0]), tuple(mesh[1])) for mesh in head["meshes"]]
+        meshes = [
+            None if mesh is None else Mesh(tuple(mesh[0]), tuple(mesh[1]))
+            for mesh in head["meshes"]
+        ]
         placements = [tuple(names) for names in head["placements"]]
-        holdings = [Holding(meshes[mesh], placements[names], _boxes(boxes)) for mesh, names, boxes in head["holdings"]]
+        holdings = [
+            Holding(meshes[mesh], placements[names], _boxes(boxes))
+            for mesh, names, boxes in head["holdings"]
+        ]
         encoded = framing.split(joined, len(head["trees"]))
         return [
-            RankTree(key, _schema(schema, schemas), schema, {i: holdings[n] for i, n in enumerate(held) if n >= 0}, dict(marks))
+            RankTree(
+                key,
+                _schema(schema, schemas),
+                schema,
+                {i: holdings[n] for i, n in enumerate(held) if n >= 0},
+                dict(marks),
+            )
             for (key, held, marks), schema in zip(head["trees"], encoded, strict=True)
         ]
     except (KeyError, TypeError, ValueError, IndexError) as error:
-        raise Corrupt(f"a rank's description of its state is damaged: {error!r}; do all ranks run one version of ckptstore?") from error
+        raise Corrupt(
+            f"a rank's description of its state is damaged: {error!r}; do all ranks run one "
+            "version of ckptstore?"
+        ) from error
 
 
 def _schema(data: bytes, known: dict[bytes, Schema]) -> Schema:

@@ -1,6 +1,7 @@
 """Which bytes of a rank's boxes go where: its task with all geometry done, to the byte. Pure.
 
-It holds as long as the task does, so that a commit like the last one moves bytes and computes nothing.
+It holds as long as the task does, so that a commit like the last one moves bytes and computes
+nothing.
 """
 
 from collections.abc import Callable, Hashable, Sequence
@@ -33,7 +34,8 @@ class Outgoing(NamedTuple):
 
 
 class Incoming(NamedTuple):
-    """A part of a chunk: a stretch of this rank's, or the next `nbytes` that `rank` sends. They are `ranges` of the chunk, in order."""
+    """A part of a chunk: a stretch of this rank's, or the next `nbytes` that `rank` sends. They are
+    `ranges` of the chunk, in order."""
 
     rank: int
     own: ByteRange | None
@@ -58,7 +60,8 @@ class Completion(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """What is on its way at a time: to each rank stretches one behind the other, from each rank so many bytes."""
+    """What is on its way at a time: to each rank stretches one behind the other, from each rank so
+    many bytes."""
 
     outgoing: tuple[tuple[int, tuple[Outgoing, ...]], ...]
     incoming: tuple[tuple[int, int], ...]
@@ -67,7 +70,8 @@ class Window:
 
 @dataclass(frozen=True, slots=True)
 class Moves:
-    """The exchange, window by window, and the extents of the task's jobs. `plan` remembers plans that are made of these."""
+    """The exchange, window by window, and the extents of the task's jobs. `plan` remembers plans
+    that are made of these."""
 
     windows: tuple[Window, ...]
     jobs: tuple[Extent, ...]
@@ -97,18 +101,30 @@ class Boxes:
             return Extent((source.nbytes,), 1, source.nbytes, False)
         dtype = flat.schema.dtypes[leaf]
         box = flat.held[leaf].parts[spot.part][0] if leaf in flat.held else None
-        return Extent(flat.schema.shapes[leaf], dtypes.width_of(dtype), source.nbytes, dtype.startswith(("float", "bfloat")), box)
+        return Extent(
+            flat.schema.shapes[leaf],
+            dtypes.width_of(dtype),
+            source.nbytes,
+            dtype.startswith(("float", "bfloat")),
+            box,
+        )
 
     def cells(self, spot: LeafRef, first: int, stop: int) -> Extent:
         """Cells `first:stop` of a box."""
         extent = self.extent(spot)
         cells = self._grid(extent)
-        return extent._replace(cells=(first, stop), raw_bytes=cells.span(stop - 1)[1] - cells.span(first)[0])
+        return extent._replace(
+            cells=(first, stop), raw_bytes=cells.span(stop - 1)[1] - cells.span(first)[0]
+        )
 
     def pieces(self, spot: LeafRef) -> list[LeafRef]:
         """All boxes of a leaf."""
         flat, leaf = self.resolved(spot)
-        return [LeafRef(spot.tree, spot.leaf, part) for part in range(len(flat.held[leaf].parts))] if leaf in flat.held else [spot]
+        return (
+            [LeafRef(spot.tree, spot.leaf, part) for part in range(len(flat.held[leaf].parts))]
+            if leaf in flat.held
+            else [spot]
+        )
 
     def global_bytes(self, spot: LeafRef) -> int:
         """Raw bytes of the whole leaf, whoever has them."""
@@ -118,7 +134,8 @@ class Boxes:
         return dtypes.width_of(flat.schema.dtypes[leaf]) * prod(flat.schema.shapes[leaf])
 
     def resolved(self, spot: LeafRef) -> tuple[FlatState, int]:
-        """An alias here may be none of the whole state: its bytes are those of the leaf it shares memory with."""
+        """An alias here may be none of the whole state: its bytes are those of the leaf it shares
+        memory with."""
         flat = self._flats[spot.tree]
         alias = flat.schema.aliases[spot.leaf]
         return flat, spot.leaf if alias < 0 else alias
@@ -133,20 +150,31 @@ class Boxes:
         alone = len(how.fragments) == 1
         parts = []
         for fragment in how.fragments:
-            own = self.stretch(LeafRef(tree, leaf, fragment.part), fragment.cell) if fragment.rank == rank else None
+            own = (
+                self.stretch(LeafRef(tree, leaf, fragment.part), fragment.cell)
+                if fragment.rank == rank
+                else None
+            )
             nbytes = extent.width * prod(fragment.box.lengths)
             # Columns of a small leaf lie apart in it; what lies in one piece is the rule.
-            ranges = ((0, nbytes),) if alone else tuple(byte_ranges(cell.lengths, within(fragment.box, cell), extent.width))
+            ranges = (
+                ((0, nbytes),)
+                if alone
+                else tuple(byte_ranges(cell.lengths, within(fragment.box, cell), extent.width))
+            )
             parts.append(Incoming(fragment.rank, own, nbytes, ranges))
         nbytes = sum(part.nbytes for part in parts)
-        return Assembly(Extent((nbytes // extent.width,), extent.width, nbytes, extent.floating), tuple(parts))
+        return Assembly(
+            Extent((nbytes // extent.width,), extent.width, nbytes, extent.floating), tuple(parts)
+        )
 
     def _grid(self, extent: Extent) -> Grid:
         return grid(extent.shape, extent.width, self._chunk_bytes, extent.box)
 
 
 def moves_of(task: RankTask, boxes: Boxes, rank: int) -> Moves:
-    """The moves of rank `rank`. What is done alike with many leaves is worked out for the first of them."""
+    """The moves of rank `rank`. What is done alike with many leaves is worked out for the first of
+    them."""
     sends = {window: list(found) for window, found in groupby(task.sends, lambda send: send.window)}
     cells = {window: list(found) for window, found in groupby(task.cells, lambda cell: cell.window)}
     stretches: dict[int, ByteRange] = {}
@@ -169,7 +197,11 @@ def moves_of(task: RankTask, boxes: Boxes, rank: int) -> Moves:
         for send in sends.get(number, ()):
             to.setdefault(send.how.to, []).append(outgoing(send))
         completions = tuple(map(completion, cells.get(number, ())))
-        return Window(tuple((to_rank, tuple(found)) for to_rank, found in sorted(to.items())), _incoming(completions), completions)
+        return Window(
+            tuple((to_rank, tuple(found)) for to_rank, found in sorted(to.items())),
+            _incoming(completions),
+            completions,
+        )
 
     windows = tuple(map(window, sorted(sends.keys() | cells.keys())))
     return Moves(windows, tuple(boxes.cells(job.spot, job.first, job.stop) for job in task.jobs))

@@ -1,7 +1,8 @@
-"""The trainers that act together: gloo connections of our own, made once per set of ranks, for rounds among them.
+"""The trainers that act together: gloo connections of our own, made once per set of ranks, for
+rounds among them.
 
-They lie beside the caller's process group: training may use its group at the same time, whatever its backend. The caller's store (of
-`torch.distributed`) introduces the ranks to each other.
+They lie beside the caller's process group: training may use its group at the same time, whatever
+its backend. The caller's store (of `torch.distributed`) introduces the ranks to each other.
 """
 
 from collections.abc import Callable
@@ -26,32 +27,45 @@ _made: dict[tuple[int, tuple[int, ...], str], int] = {}
 _stores: list[Any] = []
 
 
-def collective_of(process_group: Any = None, timeout_s: float = TIMEOUT_S, *, channel: str = FOREGROUND) -> Collective | None:
-    """The ranks of `process_group` (the default one without it), connected; None if this process is to work by itself.
+def collective_of(
+    process_group: Any = None, timeout_s: float = TIMEOUT_S, *, channel: str = FOREGROUND
+) -> Collective | None:
+    """The ranks of `process_group` (the default one without it), connected; None if this process is
+    to work by itself.
 
-    That is so if nothing is initialized, the group has one rank, or `process_group` is `"alone"`. What runs on a thread of its own has a
-    `channel` of its own, so that its rounds do not mix with the caller's. All ranks of the group must call this the first time. Raises
-    `InvalidInput` if this process is not in the group, `Unavailable` if the ranks cannot reach each other.
+    That is so if nothing is initialized, the group has one rank, or `process_group` is `"alone"`.
+    What runs on a thread of its own has a `channel` of its own, so that its rounds do not mix with
+    the caller's. All ranks of the group must call this the first time. Raises `InvalidInput` if
+    this process is not in the group, `Unavailable` if the ranks cannot reach each other.
     """
     if not is_several(process_group):
         return None
     group = process_group if process_group is not None else dist.group.WORLD
-    return _connected(tuple(dist.get_process_group_ranks(group)), dist.get_rank(group), timeout_s, channel)
+    return _connected(
+        tuple(dist.get_process_group_ranks(group)), dist.get_rank(group), timeout_s, channel
+    )
 
 
 def is_several(process_group: Any = None) -> bool:
-    """Whether several ranks act together. Raises `InvalidInput` for what is no group of this process."""
+    """Whether several ranks act together. Raises `InvalidInput` for what is no group of this
+    process."""
     if isinstance(process_group, str):
         if process_group != ALONE:
-            raise InvalidInput(f"process_group is {process_group!r}; wanted a process group, None, or {ALONE!r}")
+            raise InvalidInput(
+                f"process_group is {process_group!r}; wanted a process group, None, or {ALONE!r}"
+            )
         return False
     if not (dist.is_available() and dist.is_initialized()):
         if process_group is not None:
-            raise InvalidInput("a process_group was given, but torch.distributed is not initialized")
+            raise InvalidInput(
+                "a process_group was given, but torch.distributed is not initialized"
+            )
         return False
     group = process_group if process_group is not None else dist.group.WORLD
     if dist.get_rank(group) < 0:
-        raise InvalidInput("this process is no member of the process_group; only its ranks may call")
+        raise InvalidInput(
+            "this process is no member of the process_group; only its ranks may call"
+        )
     return len(dist.get_process_group_ranks(group)) > 1
 
 
@@ -63,23 +77,33 @@ def _connected(ranks: tuple[int, ...], rank: int, timeout_s: float, channel: str
     peers = _known.get(key)
     if peers is None:
         number = _made[key] = _made.get(key, -1) + 1
-        own: Any = dist.distributed_c10d.PrefixStore(f"ckptstore/{channel}/{'-'.join(map(str, ranks))}/{number}", store)
+        own: Any = dist.distributed_c10d.PrefixStore(
+            f"ckptstore/{channel}/{'-'.join(map(str, ranks))}/{number}", store
+        )
         try:
             own.set(f"came/{rank}", "1")
             aside = _another(own)
-            with told("connecting the ranks", timeout_s, lambda: _absent(aside, len(ranks)) if aside else ""):
+            with told(
+                "connecting the ranks",
+                timeout_s,
+                lambda: _absent(aside, len(ranks)) if aside else "",
+            ):
                 group = dist.ProcessGroupGloo(own, rank, len(ranks), timedelta(seconds=timeout_s))
         except RuntimeError as error:
             absent = _absent(own, len(ranks))
             who = f"; waited for {absent}" if absent else ""
-            raise Unavailable(f"the {len(ranks)} ranks cannot reach each other within {timeout_s:g} s{who}: {error}") from error
+            raise Unavailable(
+                f"the {len(ranks)} ranks cannot reach each other within {timeout_s:g} s{who}: "
+                f"{error}"
+            ) from error
         peers = _known[key] = Collective(_GlooLink(group, own), rank, len(ranks), timeout_s)
     peers.timeout_s = timeout_s
     return peers
 
 
 def _another(store: Any) -> Any:
-    """The same store for another thread, since this one is busy as long as it waits; None where torch cannot: before 2.8, and for some."""
+    """The same store for another thread, since this one is busy as long as it waits; None where
+    torch cannot: before 2.8, and for some."""
     return _quietly(store.clone) if hasattr(store, "clone") else None
 
 
@@ -90,14 +114,16 @@ def _absent(store: Any, size: int) -> str:
 
 
 class _GlooLink:
-    """A gloo group as a link. Gloo cuts all connections of a rank that one other was silent for, before that rank itself hears of it: so it
-    looks into the store for who is to blame."""
+    """A gloo group as a link. Gloo cuts all connections of a rank that one other was silent for,
+    before that rank itself hears of it: so it looks into the store for who is to blame."""
 
     def __init__(self, group: Any, store: Any) -> None:
         self._group, self._store = group, store
 
     def send(self, rank: int, lane: int, memory: memoryview) -> Transfer:
-        memory = memoryview(bytearray(memory)) if memory.readonly else memory  # torch warns of what cannot be written to
+        memory = (
+            memoryview(bytearray(memory)) if memory.readonly else memory
+        )  # torch warns of what cannot be written to
         return _GlooTransfer(self._group.send([_tensor(memory)], rank, lane))
 
     def receive(self, rank: int, lane: int, memory: memoryview) -> Transfer:

@@ -1,8 +1,10 @@
-"""One state out of what each rank has of it: which leaves are one, and which are each rank's own. Pure.
+"""One state out of what each rank has of it: which leaves are one, and which are each rank's own.
+Pure.
 
-Leaves under one path are one leaf if they are of one kind, dtype and shape. Mappings are united, key by key; where ranks have different
-things in one place, a node of type `ranks` has each rank's under its number. What turns out to differ in content, or is known to belong to
-one rank, becomes such a node later (`finish`).
+Leaves under one path are one leaf if they are of one kind, dtype and shape. Mappings are united,
+key by key; where ranks have different things in one place, a node of type `ranks` has each rank's
+under its number. What turns out to differ in content, or is known to belong to one rank, becomes
+such a node later (`finish`).
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -62,7 +64,8 @@ def merge(by_rank: Sequence[Sequence[RankTree]]) -> list[MergedTree]:
 def finish(tree: MergedTree, private: frozenset[int]) -> Finished:
     """The whole state with the leaves numbered `private` divided by rank."""
     found: list[tuple[int, int | None]] = []
-    # What is tied to a leaf that is divided by rank is divided as it is, so that each rank's own stay tied.
+    # What is tied to a leaf that is divided by rank is divided as it is, so that each rank's own
+    # stay tied.
     tied = frozenset(i for i, leaf in enumerate(tree.leaves) if leaf.alias in private)
     skeleton = _divide(tree.skeleton, tree, private | tied, found)
     numbers = {each: i for i, each in enumerate(found)}
@@ -70,19 +73,32 @@ def finish(tree: MergedTree, private: frozenset[int]) -> Finished:
     return (
         Schema(
             skeleton,
-            tuple(leaf.path if rank is None else f"{leaf.path}/{rank}" for leaf, (_, rank) in zip(leaves, found, strict=True)),
+            tuple(
+                leaf.path if rank is None else f"{leaf.path}/{rank}"
+                for leaf, (_, rank) in zip(leaves, found, strict=True)
+            ),
             tuple(leaf.kind for leaf in leaves),
             tuple(leaf.dtype for leaf in leaves),
             tuple(leaf.shape for leaf in leaves),
-            tuple(numbers.get((leaf.alias, rank), -1) if leaf.alias >= 0 else -1 for leaf, (_, rank) in zip(leaves, found, strict=True)),
+            tuple(
+                numbers.get((leaf.alias, rank), -1) if leaf.alias >= 0 else -1
+                for leaf, (_, rank) in zip(leaves, found, strict=True)
+            ),
         ),
         found,
     )
 
 
-def _divide(node: Node | int, tree: MergedTree, private: frozenset[int], found: list[tuple[int, int | None]]) -> Node | int:
+def _divide(
+    node: Node | int, tree: MergedTree, private: frozenset[int], found: list[tuple[int, int | None]]
+) -> Node | int:
     if isinstance(node, Node):
-        return Node(node.type, tuple(_divide(child, tree, private, found) for child in node.children), node.keys, node.attrs)
+        return Node(
+            node.type,
+            tuple(_divide(child, tree, private, found) for child in node.children),
+            node.keys,
+            node.attrs,
+        )
     if node not in private:
         found.append((node, None))
         return len(found) - 1
@@ -98,7 +114,9 @@ def _merge_key(key: str, trees: dict[int, RankTree]) -> MergedTree:
         merged = _same(key, first.schema, trees)
     else:
         merged = MergedTree(key, 0, [], trees)
-        merged.skeleton = _Merger(merged, trees).merge([(rank, tree.schema.skeleton) for rank, tree in trees.items()])
+        merged.skeleton = _Merger(merged, trees).merge(
+            [(rank, tree.schema.skeleton) for rank, tree in trees.items()]
+        )
     _join_aliases(merged)
     return merged
 
@@ -121,18 +139,25 @@ class _Merger:
         if all(isinstance(node, int) for _, node in nodes):
             found = {self._what(rank, node) for rank, node in nodes if isinstance(node, int)}
             if len(found) == 1:
-                return self._leaf([Holder(rank, node) for rank, node in nodes if isinstance(node, int)])
+                return self._leaf(
+                    [Holder(rank, node) for rank, node in nodes if isinstance(node, int)]
+                )
         elif all(isinstance(node, Node) for _, node in nodes):
             inner = [(rank, node) for rank, node in nodes if isinstance(node, Node)]
             attrs = _joint_attrs([node.attrs for _, node in inner])
-            if attrs is not None and len({(node.type, node.keys is None) for _, node in inner}) == 1:
+            if (
+                attrs is not None
+                and len({(node.type, node.keys is None) for _, node in inner}) == 1
+            ):
                 if inner[0][1].keys is not None:
                     return self._mapping(inner, attrs)
                 if len({len(node.children) for _, node in inner}) == 1:
                     return self._sequence(inner, attrs)
         return self._divided(nodes)
 
-    def _mapping(self, nodes: Sequence[tuple[int, Node]], attrs: tuple[tuple[str, Any], ...]) -> Node:
+    def _mapping(
+        self, nodes: Sequence[tuple[int, Node]], attrs: tuple[tuple[str, Any], ...]
+    ) -> Node:
         below: dict[Any, tuple[Any, list[tuple[int, Node | int]]]] = {}
         for rank, node in nodes:
             for key, child in zip(node.keys or (), node.children, strict=True):
@@ -140,8 +165,13 @@ class _Merger:
         children = tuple(self.merge(found) for _, found in below.values())
         return Node(nodes[0][1].type, children, tuple(key for key, _ in below.values()), attrs)
 
-    def _sequence(self, nodes: Sequence[tuple[int, Node]], attrs: tuple[tuple[str, Any], ...]) -> Node:
-        children = tuple(self.merge([(rank, node.children[i]) for rank, node in nodes]) for i in range(len(nodes[0][1].children)))
+    def _sequence(
+        self, nodes: Sequence[tuple[int, Node]], attrs: tuple[tuple[str, Any], ...]
+    ) -> Node:
+        children = tuple(
+            self.merge([(rank, node.children[i]) for rank, node in nodes])
+            for i in range(len(nodes[0][1].children))
+        )
         return Node(nodes[0][1].type, children, None, attrs)
 
     def _divided(self, nodes: Sequence[tuple[int, Node | int]]) -> Node:
@@ -152,7 +182,12 @@ class _Merger:
 
     def _own(self, rank: int, node: Node | int, depth: int) -> Node | int:
         if isinstance(node, Node):
-            return Node(node.type, tuple(self._own(rank, child, depth) for child in node.children), node.keys, node.attrs)
+            return Node(
+                node.type,
+                tuple(self._own(rank, child, depth) for child in node.children),
+                node.keys,
+                node.attrs,
+            )
         number = self._leaf([Holder(rank, node)])
         leaf = self._merged.leaves[number]
         segments = leaf.path.split("/")
@@ -161,14 +196,23 @@ class _Merger:
 
     def _depth(self, nodes: Sequence[tuple[int, Node | int]]) -> int:
         """How many segments the paths of all leaves below `nodes` have in common."""
-        paths = [self._trees[rank].schema.paths[leaf].split("/") for rank, node in nodes for leaf in leaves_of(node)]
+        paths = [
+            self._trees[rank].schema.paths[leaf].split("/")
+            for rank, node in nodes
+            for leaf in leaves_of(node)
+        ]
         shortest = min(map(len, paths), default=0)
         return next((i for i in range(shortest) if len({path[i] for path in paths}) > 1), shortest)
 
     def _leaf(self, holders: Sequence[Holder]) -> int:
         rank, number = holders[0]
         schema = self._trees[rank].schema
-        columns = (schema.paths[number], schema.kinds[number], schema.dtypes[number], schema.shapes[number])
+        columns = (
+            schema.paths[number],
+            schema.kinds[number],
+            schema.dtypes[number],
+            schema.shapes[number],
+        )
         self._merged.leaves.append(MergedLeaf(*columns, tuple(holders)))
         return len(self._merged.leaves) - 1
 
@@ -178,14 +222,25 @@ class _Merger:
 
 
 def _join_aliases(tree: MergedTree) -> None:
-    """A leaf is an alias if it is one, of one and the same leaf, on every rank that has elements of it."""
+    """A leaf is an alias if it is one, of one and the same leaf, on every rank that has elements of
+    it."""
     if not any(alias >= 0 for each in tree.trees.values() for alias in each.schema.aliases):
         return
-    numbers = {(holder.rank, holder.leaf): i for i, leaf in enumerate(tree.leaves) for holder in leaf.holders}
+    numbers = {
+        (holder.rank, holder.leaf): i
+        for i, leaf in enumerate(tree.leaves)
+        for holder in leaf.holders
+    }
     for i, leaf in enumerate(tree.leaves):
-        holders = [holder for holder in leaf.holders if _has_elements(tree.trees[holder.rank], holder.leaf)]
+        holders = [
+            holder for holder in leaf.holders if _has_elements(tree.trees[holder.rank], holder.leaf)
+        ]
         first = {_alias_of(tree.trees[holder.rank].schema, holder, numbers) for holder in holders}
-        if len(first) == 1 and 0 <= (alias := first.pop()) < i and _same_ranks(tree.leaves[alias], leaf):
+        if (
+            len(first) == 1
+            and 0 <= (alias := first.pop()) < i
+            and _same_ranks(tree.leaves[alias], leaf)
+        ):
             leaf.alias = alias
 
 
@@ -207,11 +262,13 @@ def _hashable(key: Any) -> Any:
 
 
 _UNITED = ("metadata", "names")
-"""Attributes of which ranks have parts: the versions of modules, the names of an optimizer's parameters."""
+"""Attributes of which ranks have parts: the versions of modules, the names of an optimizer's
+parameters."""
 
 
 def _joint_attrs(each: Sequence[tuple[tuple[str, Any], ...]]) -> tuple[tuple[str, Any], ...] | None:
-    """The attributes that nodes have in common; lists of which every rank has what belongs to its own modules are united."""
+    """The attributes that nodes have in common; lists of which every rank has what belongs to its
+    own modules are united."""
     if all(attrs == each[0] for attrs in each):
         return each[0]
     columns = [dict(attrs) for attrs in each]

@@ -1,4 +1,5 @@
-"""What ranks tell each other in a round: a payload, or what failed. Bytes only, nothing is pickled."""
+"""What ranks tell each other in a round: a payload, or what failed. Bytes only, nothing is
+pickled."""
 
 from collections.abc import Mapping
 from typing import NamedTuple
@@ -38,19 +39,29 @@ def encode_causes(causes: Mapping[int, Cause]) -> bytes:
 def decode_causes(data: bytes) -> dict[int, Cause]:
     """The inverse of `encode_causes`; raises `Corrupt`."""
     try:
-        return {int(rank): Cause(str(kind), str(text)) for rank, (kind, text) in canonical.decode(data).items()}
+        return {
+            int(rank): Cause(str(kind), str(text))
+            for rank, (kind, text) in canonical.decode(data).items()
+        }
     except (AttributeError, TypeError, ValueError) as error:
-        raise Corrupt(f"a rank's message is damaged: {error}; do all ranks run one version of ckptstore?") from error
+        raise Corrupt(
+            f"a rank's message is damaged: {error}; do all ranks run one version of ckptstore?"
+        ) from error
 
 
 def failure(what: str, causes: Mapping[int, Cause], size: int) -> CkptStoreError:
-    """The one exception for what failed on some of `size` ranks: of the class they have in common, if there is one."""
+    """The one exception for what failed on some of `size` ranks: of the class they have in common,
+    if there is one."""
     lines = [f"rank {rank}: {cause}" for rank, cause in sorted(causes.items())]
     more = f"\n  and {len(lines) - _SHOWN} more" if len(lines) > _SHOWN else ""
     if len(causes) == size > 1 and len(set(causes.values())) == 1:
         said = f"{what} failed on all {size} ranks: {causes[0]}"
     else:
-        said = f"{what} failed on {len(causes)} of {size} ranks:\n  " + "\n  ".join(lines[:_SHOWN]) + more
+        said = (
+            f"{what} failed on {len(causes)} of {size} ranks:\n  "
+            + "\n  ".join(lines[:_SHOWN])
+            + more
+        )
     error = _class_of(causes)(said)
     error.causes = {rank: str(cause) for rank, cause in sorted(causes.items())}
     return error

@@ -1,4 +1,5 @@
-"""What a rank says it has of leaves that ranks hold for reasons unknown, before anybody knows who writes them. Pure."""
+"""What a rank says it has of leaves that ranks hold for reasons unknown, before anybody knows who
+writes them. Pure."""
 
 import struct
 from collections.abc import Sequence
@@ -26,7 +27,9 @@ def encode_reports(reports: Sequence[Report]) -> bytes:
         else _HEAD.pack(_IDS, report.raw_bytes, len(report.ids))
         for report in reports
     ]
-    return b"".join((*heads, *(report.ids if report.inline is None else report.inline for report in reports)))
+    return b"".join(
+        (*heads, *(report.ids if report.inline is None else report.inline for report in reports))
+    )
 
 
 def decode_reports(data: bytes, count: int) -> list[Report]:
@@ -34,11 +37,16 @@ def decode_reports(data: bytes, count: int) -> list[Report]:
     at = count * _HEAD.size
     heads = list(_HEAD.iter_unpack(data[:at])) if len(data) >= at else []
     if len(heads) != count or at + sum(size for _, _, size in heads) != len(data):
-        raise Corrupt(f"a rank's {count} reports do not fit {len(data)} bytes; do all ranks run one version of ckptstore?")
+        raise Corrupt(
+            f"a rank's {count} reports do not fit {len(data)} bytes; do all ranks run one version "
+            "of ckptstore?"
+        )
     found = []
     for kind, raw_bytes, size in heads:
         part, at = data[at : at + size], at + size
-        found.append(Report(part, b"", raw_bytes) if kind == _INLINE else Report(None, part, raw_bytes))
+        found.append(
+            Report(part, b"", raw_bytes) if kind == _INLINE else Report(None, part, raw_bytes)
+        )
     return found
 
 

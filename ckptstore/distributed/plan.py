@@ -1,9 +1,12 @@
-"""Who hashes and writes which chunks of a state that many ranks hold. Decided by the coordinator, without a byte of content. Pure.
+"""Who hashes and writes which chunks of a state that many ranks hold. Decided by the coordinator,
+without a byte of content. Pure.
 
-A leaf whose replicas are known, or that ranks divide, is written at once: each chunk by one rank, the load even by bytes. A leaf that ranks
-hold for reasons unknown is *reported* first (`decide`): each rank says what it has, and what is equal is one.
+A leaf whose replicas are known, or that ranks divide, is written at once: each chunk by one rank,
+the load even by bytes. A leaf that ranks hold for reasons unknown is *reported* first (`decide`):
+each rank says what it has, and what is equal is one.
 
-Leaves that are held alike, as those of a model's layers are, share what is said of them: only the load decides leaf by leaf.
+Leaves that are held alike, as those of a model's layers are, share what is said of them: only the
+load decides leaf by leaf.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -20,7 +23,11 @@ from ckptstore.errors import Conflict
 from ckptstore.repository.memory_budget import WINDOW_BYTES
 
 # A model repeats its shapes: what was cut once need not be cut again.
-_grid, _tile_boxes, _misfit = lru_cache(1 << 14)(grid), lru_cache(1 << 12)(tile), lru_cache(1 << 12)(misfit)
+_grid, _tile_boxes, _misfit = (
+    lru_cache(1 << 14)(grid),
+    lru_cache(1 << 12)(tile),
+    lru_cache(1 << 12)(misfit),
+)
 
 
 class Target(NamedTuple):
@@ -31,7 +38,8 @@ class Target(NamedTuple):
 
 
 class Place(NamedTuple):
-    """Box number `part` of a leaf on one rank, which is number `holder` among those that have the leaf: the same for leaves held alike."""
+    """Box number `part` of a leaf on one rank, which is number `holder` among those that have the
+    leaf: the same for leaves held alike."""
 
     rank: int
     part: int
@@ -39,7 +47,8 @@ class Place(NamedTuple):
 
 
 class Job(NamedTuple):
-    """Cells `first:stop` of a box, to be hashed and written where they are; they are the leaf's chunks from `chunk` on."""
+    """Cells `first:stop` of a box, to be hashed and written where they are; they are the leaf's
+    chunks from `chunk` on."""
 
     place: Place
     first: int
@@ -49,7 +58,8 @@ class Job(NamedTuple):
 
 
 class FragmentPlan(NamedTuple):
-    """Cell `cell` of a box, which is `box` of the leaf, on its way to the rank that completes a chunk."""
+    """Cell `cell` of a box, which is `box` of the leaf, on its way to the rank that completes a
+    chunk."""
 
     place: Place
     cell: int
@@ -58,7 +68,8 @@ class FragmentPlan(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class ChunkAssembly:
-    """How rank `owner` puts chunk `chunk` of a leaf together, of which `moved` bytes come from others. For all leaves held alike."""
+    """How rank `owner` puts chunk `chunk` of a leaf together, of which `moved` bytes come from
+    others. For all leaves held alike."""
 
     owner: Place
     chunk: int
@@ -75,7 +86,8 @@ class CellJob(NamedTuple):
 
 
 class Shared(NamedTuple):
-    """Box number `box` of a leaf, of `cells` cells, which the rank at `place` has and others as well."""
+    """Box number `box` of a leaf, of `cells` cells, which the rank at `place` has and others as
+    well."""
 
     target: Target
     box: int
@@ -85,8 +97,8 @@ class Shared(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Tiled:
-    """A leaf whose chunks are planned: `boxes` tile it, `holders` have each of them, the first mesh's before others'. Leaves held alike
-    have one and the same."""
+    """A leaf whose chunks are planned: `boxes` tile it, `holders` have each of them, the first
+    mesh's before others'. Leaves held alike have one and the same."""
 
     boxes: tuple[Box, ...]
     tiling: Tiling
@@ -113,10 +125,19 @@ class RanksPlan:
         return self.trees[target.tree].leaves[target.leaf]
 
 
-def plan_ranks(trees: Sequence[MergedTree], size: int, chunk_bytes: int, *, canonical: bool, window_bytes: int = WINDOW_BYTES) -> RanksPlan:
-    """The plan for `size` ranks. At most `window_bytes` of fragments are on their way at a time, and a chunk at least.
+def plan_ranks(
+    trees: Sequence[MergedTree],
+    size: int,
+    chunk_bytes: int,
+    *,
+    canonical: bool,
+    window_bytes: int = WINDOW_BYTES,
+) -> RanksPlan:
+    """The plan for `size` ranks. At most `window_bytes` of fragments are on their way at a time,
+    and a chunk at least.
 
-    Raises `Conflict`, naming path and ranks, for boxes that do not tile a leaf exactly once, and for meshes that divide it differently.
+    Raises `Conflict`, naming path and ranks, for boxes that do not tile a leaf exactly once, and
+    for meshes that divide it differently.
     """
     plan = RanksPlan(list(trees), load=[0] * size)
     alike: dict[object, Target] = {}
@@ -139,9 +160,12 @@ def nbytes_of(leaf: MergedLeaf) -> int:
 
 
 def _how_held(tree: MergedTree, leaf: MergedLeaf) -> object:
-    """Equal for leaves that are placed alike: a model repeats its layers, and descriptions their holdings."""
+    """Equal for leaves that are placed alike: a model repeats its layers, and descriptions their
+    holdings."""
     trees = tree.trees
-    holders = tuple([(rank, id(trees[rank].held.get(n)), trees[rank].marks.get(n)) for rank, n in leaf.holders])
+    holders = tuple(
+        [(rank, id(trees[rank].held.get(n)), trees[rank].marks.get(n)) for rank, n in leaf.holders]
+    )
     return leaf.kind, leaf.dtype, leaf.shape, holders
 
 
@@ -153,7 +177,14 @@ def _place_alike(plan: RanksPlan, first: Target, target: Target) -> None:
         plan.reported[target] = reported
 
 
-def _place(plan: RanksPlan, target: Target, tree: MergedTree, leaf: MergedLeaf, chunk_bytes: int, canonical: bool) -> None:
+def _place(
+    plan: RanksPlan,
+    target: Target,
+    tree: MergedTree,
+    leaf: MergedLeaf,
+    chunk_bytes: int,
+    canonical: bool,
+) -> None:
     divided = any(holder.leaf in tree.trees[holder.rank].held for holder in leaf.holders)
     marks = {tree.trees[holder.rank].marks.get(holder.leaf) for holder in leaf.holders}
     holders = leaf.holders
@@ -164,7 +195,9 @@ def _place(plan: RanksPlan, target: Target, tree: MergedTree, leaf: MergedLeaf, 
     elif nbytes_of(leaf) == 0:
         return
     elif "private" in marks and divided:
-        raise Conflict(f"{leaf.path} is divided among ranks and private as well; leave it out of private=")
+        raise Conflict(
+            f"{leaf.path} is divided among ranks and private as well; leave it out of private="
+        )
     elif divided:
         boxes = _boxes(tree, leaf)
         _check_tiles(leaf, boxes, numbered="numbered" in marks)
@@ -172,7 +205,11 @@ def _place(plan: RanksPlan, target: Target, tree: MergedTree, leaf: MergedLeaf, 
             plan.reported[target] = _places(holders)
         else:
             _tile(plan, target, tree, leaf, boxes, chunk_bytes, canonical)
-    elif nbytes_of(leaf) <= INLINE_BYTES or "private" in marks or (len(holders) > 1 and marks != {"replica"}):
+    elif (
+        nbytes_of(leaf) <= INLINE_BYTES
+        or "private" in marks
+        or (len(holders) > 1 and marks != {"replica"})
+    ):
         plan.reported[target] = _places(holders)
     else:
         whole = Box((0,) * len(leaf.shape), leaf.shape)
@@ -185,7 +222,8 @@ def _places(holders: Sequence[Holder]) -> tuple[Place, ...]:
 
 
 def _boxes(tree: MergedTree, leaf: MergedLeaf) -> dict[object, dict[Box, list[Place]]]:
-    """Who holds which box, mesh by mesh; a rank that holds the leaf whole is a mesh of its own kind."""
+    """Who holds which box, mesh by mesh; a rank that holds the leaf whole is a mesh of its own
+    kind."""
     by_mesh: dict[object, dict[Box, list[Place]]] = {}
     whole = Box((0,) * len(leaf.shape), leaf.shape)
     for i, (rank, number) in enumerate(leaf.holders):
@@ -197,24 +235,30 @@ def _boxes(tree: MergedTree, leaf: MergedLeaf) -> dict[object, dict[Box, list[Pl
     return by_mesh
 
 
-def _check_tiles(leaf: MergedLeaf, by_mesh: Mapping[object, Mapping[Box, Sequence[Place]]], *, numbered: bool) -> None:
+def _check_tiles(
+    leaf: MergedLeaf, by_mesh: Mapping[object, Mapping[Box, Sequence[Place]]], *, numbered: bool
+) -> None:
     groups = " and ".join(f"ranks {_ranks(boxes.values())}" for boxes in by_mesh.values())
     if numbered and len(by_mesh) > 1:
         # Even if the bytes are equal: at step 0 the moments of all parameters are.
         raise Conflict(
-            f"{leaf.path} is named by a number that several meshes give to parameters of theirs: {groups}. Put the modules whose "
-            f"parameters the optimizer has into the application state: then its state is named as they are"
+            f"{leaf.path} is named by a number that several meshes give to parameters of theirs: "
+            f"{groups}. Put the modules whose "
+            "parameters the optimizer has into the application state: then its state is named as "
+            "they are"
         )
     if len({tuple(sorted(boxes)) for boxes in by_mesh.values()}) > 1:
         raise Conflict(
             f"{leaf.path} is divided by several meshes in different ways: {groups}. "
-            f"If these are different tensors (pipeline stages, say), give them different paths: key optimizer state by parameter name, "
+            "If these are different tensors (pipeline stages, say), give them different paths: "
+            "key optimizer state by parameter name, "
             f"or name the stage in the application state's key"
         )
     boxes = next(iter(by_mesh.values()), {})
     if problem := _misfit(leaf.shape, tuple(sorted(boxes))):
         raise Conflict(
-            f"{leaf.path} with shape {list(leaf.shape)} is not held exactly once by ranks {_ranks(boxes.values())}: {problem}; "
+            f"{leaf.path} with shape {list(leaf.shape)} is not held exactly once by ranks "
+            f"{_ranks(boxes.values())}: {problem}; "
             f"every rank that holds a part must call commit, with a process_group of all of them"
         )
 
@@ -235,29 +279,54 @@ def _tile(
     first, *others = by_mesh.values()
     boxes = tuple(sorted(first))
     # What several meshes hold must be compared, chunk by chunk: then no chunk may lie in two boxes.
-    tiling = _tile_boxes(leaf.shape, dtypes.width_of(leaf.dtype), chunk_bytes, boxes, canonical=canonical and not others)
+    tiling = _tile_boxes(
+        leaf.shape,
+        dtypes.width_of(leaf.dtype),
+        chunk_bytes,
+        boxes,
+        canonical=canonical and not others,
+    )
     plan.tiled[target] = Tiled(boxes, tiling, tuple(tuple(first[box]) for box in boxes))
     if others:
-        plan.reported[target] = tuple({place.rank: place for held in others for places in held.values() for place in places}.values())
+        plan.reported[target] = tuple(
+            {
+                place.rank: place for held in others for places in held.values() for place in places
+            }.values()
+        )
 
 
 def _assign(plan: RanksPlan, chunk_bytes: int, window_bytes: int) -> None:
-    """Spread the chunks of all tiled leaves: what only one rank has first, then what several have, large leaves first."""
-    spans = [(target, tiled, span) for target, tiled in plan.tiled.items() for span in tiled.tiling.spans]
+    """Spread the chunks of all tiled leaves: what only one rank has first, then what several have,
+    large leaves first."""
+    spans = [
+        (target, tiled, span) for target, tiled in plan.tiled.items() for span in tiled.tiling.spans
+    ]
     for target, tiled, span in spans:
         if len(tiled.holders[span.box]) == 1:
             cells = _cells(plan, target, tiled.boxes[span.box], chunk_bytes)
             nbytes = cells.span(span.stop - 1)[1] - cells.span(span.first)[0]
-            _give(plan, Job(tiled.holders[span.box][0], span.first, span.stop, target, span.chunk), nbytes)
+            _give(
+                plan,
+                Job(tiled.holders[span.box][0], span.first, span.stop, target, span.chunk),
+                nbytes,
+            )
     _assign_cells(plan, chunk_bytes, window_bytes)
     for target, tiled, span in sorted(spans, key=lambda item: -nbytes_of(plan.leaf(item[0]))):
         if len(tiled.holders[span.box]) > 1:
-            _spread(plan, target, span, tiled.holders[span.box], _cells(plan, target, tiled.boxes[span.box], chunk_bytes))
+            _spread(
+                plan,
+                target,
+                span,
+                tiled.holders[span.box],
+                _cells(plan, target, tiled.boxes[span.box], chunk_bytes),
+            )
     order = {target: i for i, target in enumerate(plan.tiled)}
     plan.jobs.sort(key=lambda job: (order[job.target], job.chunk))
 
 
-def _spread(plan: RanksPlan, target: Target, span: Span, holders: Sequence[Place], cells: Grid) -> None:
+def _spread(
+    plan: RanksPlan, target: Target, span: Span, holders: Sequence[Place], cells: Grid
+) -> None:
     """Divide a span among those who have it, each part to the one with the least to do."""
     step = -(-(span.stop - span.first) // len(holders))
     for start in range(span.first, span.stop, step):
@@ -274,21 +343,43 @@ def _give(plan: RanksPlan, job: Job, nbytes: int) -> None:
 
 
 class _CutCell:
-    """A cell that edges cut, of leaves held alike: its bytes, who has the most of them, and what each of these would do."""
+    """A cell that edges cut, of leaves held alike: its bytes, who has the most of them, and what
+    each of these would do."""
 
     def __init__(self, tiled: Tiled, cell: Cell, grids: Sequence[Grid]) -> None:
-        parts = [(fragment, grids[fragment.box].cell(fragment.cell), _nbytes(grids[fragment.box], fragment)) for fragment in cell.fragments]
+        parts = [
+            (
+                fragment,
+                grids[fragment.box].cell(fragment.cell),
+                _nbytes(grids[fragment.box], fragment),
+            )
+            for fragment in cell.fragments
+        ]
         self._chunk, self._holders, self._parts = cell.chunk, tiled.holders, parts
         self.nbytes = sum(nbytes for _, _, nbytes in parts)
         largest = max(nbytes for _, _, nbytes in parts)
-        self.able = [place for fragment, _, nbytes in parts if nbytes == largest for place in tiled.holders[fragment.box]]
+        self.able = [
+            place
+            for fragment, _, nbytes in parts
+            if nbytes == largest
+            for place in tiled.holders[fragment.box]
+        ]
         self._recipes: dict[Place, ChunkAssembly] = {}
 
     def recipe(self, owner: Place) -> ChunkAssembly:
         if owner not in self._recipes:
-            places = [_nearest(self._holders[fragment.box], owner.rank) for fragment, _, _ in self._parts]
-            moved = sum(nbytes for place, (_, _, nbytes) in zip(places, self._parts, strict=True) if place.rank != owner.rank)
-            fragments = [FragmentPlan(place, fragment.cell, box) for place, (fragment, box, _) in zip(places, self._parts, strict=True)]
+            places = [
+                _nearest(self._holders[fragment.box], owner.rank) for fragment, _, _ in self._parts
+            ]
+            moved = sum(
+                nbytes
+                for place, (_, _, nbytes) in zip(places, self._parts, strict=True)
+                if place.rank != owner.rank
+            )
+            fragments = [
+                FragmentPlan(place, fragment.cell, box)
+                for place, (fragment, box, _) in zip(places, self._parts, strict=True)
+            ]
             self._recipes[owner] = ChunkAssembly(owner, self._chunk, tuple(fragments), moved)
         return self._recipes[owner]
 
@@ -298,7 +389,11 @@ def _assign_cells(plan: RanksPlan, chunk_bytes: int, window_bytes: int) -> None:
     cut: dict[int, list[_CutCell]] = {}
     for target, tiled in plan.tiled.items():
         if id(tiled) not in cut:
-            grids = [_cells(plan, target, box, chunk_bytes) for box in tiled.boxes] if tiled.tiling.cells else []
+            grids = (
+                [_cells(plan, target, box, chunk_bytes) for box in tiled.boxes]
+                if tiled.tiling.cells
+                else []
+            )
             cut[id(tiled)] = [_CutCell(tiled, cell, grids) for cell in tiled.tiling.cells]
         for cell in cut[id(tiled)]:
             recipe = cell.recipe(min(cell.able, key=lambda place: plan.load[place.rank]))

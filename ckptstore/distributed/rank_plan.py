@@ -11,7 +11,8 @@ from ckptstore.objects import canonical
 
 
 class LeafRef(NamedTuple):
-    """A box on the rank itself: the number of the key among its keys, the leaf's number, the box's number."""
+    """A box on the rank itself: the number of the key among its keys, the leaf's number, the box's
+    number."""
 
     tree: int
     leaf: int
@@ -53,7 +54,8 @@ class FragmentTask(NamedTuple):
 
 
 class Completing(NamedTuple):
-    """Complete chunk `chunk` of a leaf, of which this rank has box `part`, from fragments, hash and write it."""
+    """Complete chunk `chunk` of a leaf, of which this rank has box `part`, from fragments, hash and
+    write it."""
 
     part: int
     chunk: int
@@ -71,9 +73,11 @@ class CellTask(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class RankTask:
-    """All that a rank does before anything is decided by content. `shared` are boxes that others have as well, and how many cells.
+    """All that a rank does before anything is decided by content. `shared` are boxes that others
+    have as well, and how many cells.
 
-    Leaves that the coordinator planned alike are done alike: their `how` is one and the same object.
+    Leaves that the coordinator planned alike are done alike: their `how` is one and the same
+    object.
     """
 
     jobs: tuple[JobTask, ...]
@@ -98,7 +102,8 @@ class _Columns:
 
 
 class _Role(NamedTuple):
-    """What a rank does in a recipe: number `how` of its sendings or completings, for the leaves in `leaves`."""
+    """What a rank does in a recipe: number `how` of its sendings or completings, for the leaves in
+    `leaves`."""
 
     rank: int
     holder: int
@@ -106,13 +111,22 @@ class _Role(NamedTuple):
     leaves: list[tuple[int, ...]]
 
 
-def encode_tasks(plan: RanksPlan, keys: Sequence[Sequence[str]], *, trust_replicated: bool) -> list[bytes]:
+def encode_tasks(
+    plan: RanksPlan, keys: Sequence[Sequence[str]], *, trust_replicated: bool
+) -> list[bytes]:
     """The task of every rank; `keys` are each rank's keys in order."""
-    trees = [[names.index(tree.key) if tree.key in names else -1 for tree in plan.trees] for names in keys]
+    trees = [
+        [names.index(tree.key) if tree.key in names else -1 for tree in plan.trees]
+        for names in keys
+    ]
     tasks = [_Columns() for _ in keys]
 
     def spot(target: Target, place: Place) -> list[int]:
-        return [trees[place.rank][target.tree], plan.leaf(target).holders[place.holder].leaf, place.part]
+        return [
+            trees[place.rank][target.tree],
+            plan.leaf(target).holders[place.holder].leaf,
+            place.part,
+        ]
 
     for job in plan.jobs:
         tasks[job.place.rank].jobs.append([*spot(job.target, job.place), job.first, job.stop])
@@ -149,17 +163,33 @@ def decode_task(data: bytes) -> RankTask:
     try:
         task = canonical.decode(data)
         sendings = [Sending(*each) for each in task["sendings"]]
-        completings = [Completing(part, chunk, tuple(map(_fragment, fragments))) for part, chunk, fragments in task["completings"]]
+        completings = [
+            Completing(part, chunk, tuple(map(_fragment, fragments)))
+            for part, chunk, fragments in task["completings"]
+        ]
         return RankTask(
             tuple(JobTask(LeafRef(*job[:3]), job[3], job[4]) for job in task["jobs"]),
-            tuple([SendTask(window, tree, leaf, sendings[how]) for window, tree, leaf, how in task["sends"]]),
-            tuple([CellTask(window, tree, leaf, completings[how]) for window, tree, leaf, how in task["cells"]]),
+            tuple(
+                [
+                    SendTask(window, tree, leaf, sendings[how])
+                    for window, tree, leaf, how in task["sends"]
+                ]
+            ),
+            tuple(
+                [
+                    CellTask(window, tree, leaf, completings[how])
+                    for window, tree, leaf, how in task["cells"]
+                ]
+            ),
             tuple(LeafRef(*report) for report in task["reports"]),
             tuple((LeafRef(*shared[:3]), shared[3]) for shared in task["shared"]),
             bool(task["trust"]),
         )
     except (KeyError, TypeError, ValueError, IndexError) as error:
-        raise Corrupt(f"the coordinator's plan is damaged: {error!r}; do all ranks run one version of ckptstore?") from error
+        raise Corrupt(
+            f"the coordinator's plan is damaged: {error!r}; do all ranks run one version of "
+            "ckptstore?"
+        ) from error
 
 
 def _fragment(numbers: Sequence[int]) -> FragmentTask:

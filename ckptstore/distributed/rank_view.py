@@ -1,4 +1,5 @@
-"""What one rank sees of a state that many ranks committed: all that is shared, and of private leaves its own. Pure."""
+"""What one rank sees of a state that many ranks committed: all that is shared, and of private
+leaves its own. Pure."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -26,13 +27,18 @@ class RankView:
 def own_trees(trees: Mapping[str, Tree], viewer: RankView, *, strict: bool) -> dict[str, Tree]:
     """`trees` with each private leaf under the path that it had on the viewer's rank.
 
-    Raises `InvalidInput` for private leaves of which none is the viewer's; without `strict`, mappings are left without them.
+    Raises `InvalidInput` for private leaves of which none is the viewer's; without `strict`,
+    mappings are left without them.
     """
-    return {key: _own(tree, viewer, strict) if _has_ranks(tree.schema.skeleton) else tree for key, tree in trees.items()}
+    return {
+        key: _own(tree, viewer, strict) if _has_ranks(tree.schema.skeleton) else tree
+        for key, tree in trees.items()
+    }
 
 
 def tree_of_rank(tree: Tree, rank: int) -> Tree | None:
-    """`tree` as `rank` had it, without what only others have of their own; None if nothing is left."""
+    """`tree` as `rank` had it, without what only others have of their own; None if nothing is
+    left."""
     if not _has_ranks(tree.schema.skeleton):
         return tree
     view = _View(tree.schema, RankView(rank))
@@ -60,8 +66,10 @@ def _own(tree: Tree, viewer: RankView, strict: bool) -> Tree:
     if view.ownerless and (strict or skeleton is None):
         path, ranks = view.ownerless[0]
         raise InvalidInput(
-            f"{path} (and {len(view.ownerless) - 1} more) is private to ranks {ranks}, and rank {viewer.rank} has none of its own; "
-            f"pass private={{{viewer.rank}: <rank whose to take>}}, or strict=False to leave it as it is"
+            f"{path} (and {len(view.ownerless) - 1} more) is private to ranks {ranks}, and rank "
+            f"{viewer.rank} has none of its own; "
+            f"pass private={{{viewer.rank}: <rank whose to take>}}, or strict=False to leave it as "
+            "it is"
         )
     assert skeleton is not None
     return view.tree(tree, skeleton)
@@ -75,7 +83,8 @@ class _View:
         self.ownerless: list[tuple[str, list[int]]] = []
 
     def visit(self, node: Node | int, cut: int | None = None) -> Node | int | None:
-        """The node as the viewer has it, None for what it has not; paths lose segment number `cut`."""
+        """The node as the viewer has it, None for what it has not; paths lose segment number
+        `cut`."""
         if isinstance(node, int):
             segments = self._schema.paths[node].split("/")
             self._paths.append("/".join(s for i, s in enumerate(segments) if i != cut))
@@ -83,7 +92,10 @@ class _View:
             return len(self.taken) - 1
         if node.type == RANKS:
             return self._choose(node)
-        children = [(key, self.visit(child, cut)) for key, child in zip(node.keys or node.children, node.children, strict=True)]
+        children = [
+            (key, self.visit(child, cut))
+            for key, child in zip(node.keys or node.children, node.children, strict=True)
+        ]
         there = [(key, child) for key, child in children if child is not None]
         if len(there) < len(children) and node.keys is None:
             return None  # a sequence has no gaps
@@ -91,16 +103,27 @@ class _View:
         return Node(node.type, tuple(child for _, child in there), keys, node.attrs)
 
     def _choose(self, node: Node) -> Node | int | None:
-        depth = _depth([self._schema.paths[leaf] for child in node.children for leaf in leaves_of(child)], node.keys or ())
+        depth = _depth(
+            [self._schema.paths[leaf] for child in node.children for leaf in leaves_of(child)],
+            node.keys or (),
+        )
         for rank, child in zip(node.keys or (), node.children, strict=True):
             if rank == self._viewer.owner:
                 return self.visit(child, depth)
         paths = [self._schema.paths[leaf] for leaf in leaves_of(node)][:1]
-        self.ownerless.append(("/".join((paths or ["?"])[0].split("/")[:depth]), list(node.keys or ())))
+        self.ownerless.append(
+            ("/".join((paths or ["?"])[0].split("/")[:depth]), list(node.keys or ()))
+        )
         return None
 
     def tree(self, tree: Tree, skeleton: Node | int) -> Tree:
-        return Tree(tree.key, tree.ref, self._schema_of(skeleton), [tree.contents[i] for i in self.taken], tree.chunk_bytes)
+        return Tree(
+            tree.key,
+            tree.ref,
+            self._schema_of(skeleton),
+            [tree.contents[i] for i in self.taken],
+            tree.chunk_bytes,
+        )
 
     def _schema_of(self, skeleton: Node | int) -> Schema:
         old, numbers = self._schema, {leaf: i for i, leaf in enumerate(self.taken)}

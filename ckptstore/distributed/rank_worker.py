@@ -1,4 +1,5 @@
-"""What a rank does for a commit of many: exchange fragments, hash, write, and report what it has. The part that moves bytes."""
+"""What a rank does for a commit of many: exchange fragments, hash, write, and report what it has.
+The part that moves bytes."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -11,7 +12,14 @@ from ckptstore.commit.write import Dedup, PackSet, read_all, write_chunks
 from ckptstore.core.ids import SessionId
 from ckptstore.core.model import INLINE_BYTES
 from ckptstore.distributed.collective import Collective, Part
-from ckptstore.distributed.exchange_plan import Boxes, ByteRange, Completion, Moves, Outgoing, Window
+from ckptstore.distributed.exchange_plan import (
+    Boxes,
+    ByteRange,
+    Completion,
+    Moves,
+    Outgoing,
+    Window,
+)
 from ckptstore.distributed.observations import Report, encode_reports
 from ckptstore.distributed.rank_plan import LeafRef, RankTask
 from ckptstore.repository.memory_budget import RankRoom
@@ -23,7 +31,8 @@ SAMPLE = 32
 
 
 class Sample(NamedTuple):
-    """The id of a chunk that another rank writes: cell `cell` of the task's shared box number `shared`, as it is here."""
+    """The id of a chunk that another rank writes: cell `cell` of the task's shared box number
+    `shared`, as it is here."""
 
     shared: int
     cell: int
@@ -32,7 +41,8 @@ class Sample(NamedTuple):
 
 @dataclass(slots=True)
 class RankWritten:
-    """Chunk ids of jobs, of completed cells and of what was decided by content, each in the order of its tasks."""
+    """Chunk ids of jobs, of completed cells and of what was decided by content, each in the order
+    of its tasks."""
 
     jobs: bytes = b""
     cells: bytes = b""
@@ -47,7 +57,14 @@ class RankWorker:
     """One attempt of one rank."""
 
     def __init__(
-        self, boxes: Boxes, task: RankTask, moves: Moves, chunk_bytes: int, packs: PackSet, threads: ThreadPool, room: RankRoom
+        self,
+        boxes: Boxes,
+        task: RankTask,
+        moves: Moves,
+        chunk_bytes: int,
+        packs: PackSet,
+        threads: ThreadPool,
+        room: RankRoom,
     ) -> None:
         self._room = room
         self._boxes, self._task, self._moves, self._chunk_bytes = boxes, task, moves, chunk_bytes
@@ -56,7 +73,8 @@ class RankWorker:
         self.written = RankWritten()
 
     def write(self, peers: Collective, look: Callable[[], Dedup]) -> Dedup | None:
-        """Exchange fragments and write what is planned and what the store, as `look` finds it, does not have; returns what that found.
+        """Exchange fragments and write what is planned and what the store, as `look` finds it, does
+        not have; returns what that found.
 
         Peers get what they wait for even if something fails here.
         """
@@ -75,14 +93,19 @@ class RankWorker:
         if self.written.failures:
             raise self.written.failures[0]
         self.written.cells = b"".join((*ids, *self._write(ready, f"cells {batches}")))
-        jobs = zip(self._moves.jobs, (self._boxes.source(job.spot) for job in self._task.jobs), strict=True)
+        jobs = zip(
+            self._moves.jobs, (self._boxes.source(job.spot) for job in self._task.jobs), strict=True
+        )
         self.written.jobs = b"".join(self._write(list(jobs), "jobs"))
         return self._dedup
 
     def write_decided(self, decided: Sequence[tuple[int, int, int]]) -> None:
         """Write chunks `first:stop` of reported leaves: (number of the report, first, stop)."""
         spots = [self._task.reports[number] for number, _, _ in decided]
-        extents = [self._boxes.cells(spot, first, stop) for spot, (_, first, stop) in zip(spots, decided, strict=True)]
+        extents = [
+            self._boxes.cells(spot, first, stop)
+            for spot, (_, first, stop) in zip(spots, decided, strict=True)
+        ]
         jobs = zip(extents, map(self._boxes.source, spots), strict=True)
         self.written.decided = b"".join(self._write(list(jobs)))
 
@@ -103,19 +126,32 @@ class RankWorker:
             if report is None:
                 pieces = self._boxes.pieces(self._task.reports[i])
                 joined = b"".join(next(ids) for _ in pieces)
-                found[i] = Report(None, joined, sum(self._boxes.extent(piece).raw_bytes for piece in pieces))
+                found[i] = Report(
+                    None, joined, sum(self._boxes.extent(piece).raw_bytes for piece in pieces)
+                )
         return encode_reports([report for report in found if report is not None])
 
     def samples(self, session: SessionId) -> list[Sample]:
-        """Chunks that others write of boxes that this rank has as well: some, or all if replicas are not trusted."""
+        """Chunks that others write of boxes that this rank has as well: some, or all if replicas
+        are not trusted."""
         chosen = list(_chosen(self._task, session))
         spots = [self._task.shared[number][0] for number, _ in chosen]
-        ids = self._hash(spots, [self._boxes.cells(spot, cell, cell + 1) for spot, (_, cell) in zip(spots, chosen, strict=True)])
-        return [Sample(number, cell, chunk) for (number, cell), chunk in zip(chosen, ids, strict=True)]
+        ids = self._hash(
+            spots,
+            [
+                self._boxes.cells(spot, cell, cell + 1)
+                for spot, (_, cell) in zip(spots, chosen, strict=True)
+            ],
+        )
+        return [
+            Sample(number, cell, chunk) for (number, cell), chunk in zip(chosen, ids, strict=True)
+        ]
 
     def _hash(self, spots: Sequence[LeafRef], extents: Sequence[Extent]) -> list[bytes]:
         plan = plan_chunks(extents, self._chunk_bytes, self._room.write.run_bytes)
-        return hash_chunks(plan, list(map(self._boxes.source, spots)), self._threads, self._room.write.threads)
+        return hash_chunks(
+            plan, list(map(self._boxes.source, spots)), self._threads, self._room.write.threads
+        )
 
     def _write(self, parts: Sequence[tuple[Extent, Source]], same: str = "") -> list[bytes]:
         """Write parts of which the extents are those of every attempt under the name `same`."""
@@ -123,27 +159,40 @@ class RankWorker:
             return []
 
         def make() -> CommitPlan:
-            return plan_chunks([extent for extent, _ in parts], self._chunk_bytes, self._room.write.run_bytes)
+            return plan_chunks(
+                [extent for extent, _ in parts], self._chunk_bytes, self._room.write.run_bytes
+            )
 
         plan = self._moves.plan((same, self._room.write.run_bytes), make) if same else make()
         sources = [source for _, source in parts]
-        written = write_chunks(plan, sources, self._dedup, self._packs, self._threads, max_workers=self._room.write.threads)
+        written = write_chunks(
+            plan,
+            sources,
+            self._dedup,
+            self._packs,
+            self._threads,
+            max_workers=self._room.write.threads,
+        )
         self.written.chunks += written.chunks
         self.written.new_chunks += written.new_chunks
         return [written.ids[i] for i in range(len(parts))]
 
     @contextmanager
     def _failing_later(self) -> Iterator[None]:
-        """Others wait for what this rank sends: what fails within is raised when all has been exchanged."""
+        """Others wait for what this rank sends: what fails within is raised when all has been
+        exchanged."""
         try:
             yield
         except BaseException as error:
             self.written.failures.append(error)
 
     def _exchanged(self, peers: Collective) -> Iterator[tuple[Extent, bytearray]]:
-        """The completed cells, window by window. After a failure of this rank what it sends and yields is of no worth, but it is sent."""
+        """The completed cells, window by window. After a failure of this rank what it sends and
+        yields is of no worth, but it is sent."""
         for window in self._moves.windows:
-            yield from self._in_window(peers, window)  # whose memory is free again when the next one begins
+            yield from self._in_window(
+                peers, window
+            )  # whose memory is free again when the next one begins
 
     def _in_window(self, peers: Collective, window: Window) -> Iterator[tuple[Extent, bytearray]]:
         outgoing = [Part(rank, self._joined(found)) for rank, found in window.outgoing]
@@ -156,8 +205,11 @@ class RankWorker:
             yield completion.how.extent, self._complete(completion, arrived)
 
     def _joined(self, outgoing: Sequence[Outgoing]) -> memoryview:
-        """One message: the stretches one behind the other, copied, since they are sent while others are staged."""
-        message = memoryview(bytearray(sum(stretch.stop - stretch.start for _, _, stretch in outgoing)))
+        """One message: the stretches one behind the other, copied, since they are sent while others
+        are staged."""
+        message = memoryview(
+            bytearray(sum(stretch.stop - stretch.start for _, _, stretch in outgoing))
+        )
         at = 0
         with self._failing_later():
             for tree, leaf, stretch in outgoing:

@@ -1,6 +1,8 @@
-"""Who reads a chunk that several ranks need, in which window, and who gets it from whom; or who hashes it for all. Pure.
+"""Who reads a chunk that several ranks need, in which window, and who gets it from whom; or who
+hashes it for all. Pure.
 
-Chunks are known by their number: the order in which the commit names them, the same on all ranks. What a rank needs is a bit a chunk.
+Chunks are known by their number: the order in which the commit names them, the same on all ranks.
+What a rank needs is a bit a chunk.
 """
 
 import struct
@@ -24,7 +26,8 @@ _WINDOW = struct.Struct("<Q")
 
 
 class Numbering:
-    """The numbers of a commit's chunks, whose `ids` are joined in the order in which it names them."""
+    """The numbers of a commit's chunks, whose `ids` are joined in the order in which it names
+    them."""
 
     def __init__(self, ids: bytes) -> None:
         self._known, first = np.unique(np.frombuffer(ids, f"V{CHUNK_ID_BYTES}"), return_index=True)
@@ -51,7 +54,8 @@ class Numbering:
 
 
 class Need(NamedTuple):
-    """What a rank says: whose numbering it counts by, how many bytes it can take at a time, and a bit for each chunk that it needs."""
+    """What a rank says: whose numbering it counts by, how many bytes it can take at a time, and a
+    bit for each chunk that it needs."""
 
     digest: bytes
     window_bytes: int
@@ -61,29 +65,36 @@ class Need(NamedTuple):
 def encode_need(numbering: Numbering, window_bytes: int, numbers: "NDArray[np.int64]") -> bytes:
     needed = np.zeros(len(numbering), bool)
     needed[numbers] = True
-    return framing.join([numbering.digest, _WINDOW.pack(window_bytes), np.packbits(needed).tobytes()])
+    return framing.join(
+        [numbering.digest, _WINDOW.pack(window_bytes), np.packbits(needed).tobytes()]
+    )
 
 
 def decode_need(data: bytes) -> Need:
     """The inverse of `encode_need`; raises `Corrupt`."""
     found, window, bits = framing.split(data, 3)
     if len(window) != _WINDOW.size:
-        raise Corrupt("what a rank says of its needs is damaged; do all ranks run one version of ckptstore?")
+        raise Corrupt(
+            "what a rank says of its needs is damaged; do all ranks run one version of ckptstore?"
+        )
     return Need(found, _WINDOW.unpack(window)[0], bits)
 
 
 class Shares(NamedTuple):
-    """By the number of a chunk: who reads it, or `ALONE`, and the window of the exchange in which it travels."""
+    """By the number of a chunk: who reads it, or `ALONE`, and the window of the exchange in which
+    it travels."""
 
     readers: "NDArray[np.int32]"
     windows: "NDArray[np.int32]"
 
 
-def plan_shares(needs: "NDArray[np.bool_]", nbytes: "NDArray[np.int64]", window_bytes: int) -> Shares:
+def plan_shares(
+    needs: "NDArray[np.bool_]", nbytes: "NDArray[np.int64]", window_bytes: int
+) -> Shares:
     """Who reads what `needs` (ranks × chunks) say that several ranks need, of `nbytes` by chunk.
 
-    Each chunk is read by one of those who need it, the load even by bytes, runs of chunks by one rank. In a window no rank has more than
-    `window_bytes` and a chunk on their way.
+    Each chunk is read by one of those who need it, the load even by bytes, runs of chunks by one
+    rank. In a window no rank has more than `window_bytes` and a chunk on their way.
     """
     ranks, chunks = needs.shape
     shares = Shares(np.full(chunks, ALONE, np.int32), np.zeros(chunks, np.int32))
@@ -104,11 +115,13 @@ def plan_shares(needs: "NDArray[np.bool_]", nbytes: "NDArray[np.int64]", window_
 
 
 def plan_verifiers(needs: "NDArray[np.bool_]") -> "NDArray[np.int32]":
-    """By the number of a chunk, who hashes what `needs` (ranks × chunks) say that several ranks need, or `ALONE`: an even part each of
-    those that need it, in runs."""
+    """By the number of a chunk, who hashes what `needs` (ranks × chunks) say that several ranks
+    need, or `ALONE`: an even part each of those that need it, in runs."""
     verifiers = np.full(needs.shape[1], ALONE, np.int32)
     for holders, numbers in _groups(needs):
-        verifiers[numbers] = np.array(holders, np.int32)[np.arange(len(numbers)) * len(holders) // len(numbers)]
+        verifiers[numbers] = np.array(holders, np.int32)[
+            np.arange(len(numbers)) * len(holders) // len(numbers)
+        ]
     return verifiers
 
 
@@ -121,7 +134,12 @@ class _Pace:
     def window(self, holders: Sequence[int], nbytes: int) -> int:
         """The first window in which all `holders` have room for `nbytes` more."""
         found = max(self._windows[rank] for rank in holders)
-        if any(self._windows[rank] == found and self._filled[rank] and self._filled[rank] + nbytes > self._most for rank in holders):
+        if any(
+            self._windows[rank] == found
+            and self._filled[rank]
+            and self._filled[rank] + nbytes > self._most
+            for rank in holders
+        ):
             found += 1
         for rank in holders:
             filled = self._filled[rank] if self._windows[rank] == found else 0
@@ -130,7 +148,8 @@ class _Pace:
 
 
 def _groups(needs: "NDArray[np.bool_]") -> Iterator[tuple[list[int], "NDArray[np.int64]"]]:
-    """Chunks that the same several ranks need: those ranks, and the numbers of the chunks in order."""
+    """Chunks that the same several ranks need: those ranks, and the numbers of the chunks in
+    order."""
     numbers = np.flatnonzero(needs.sum(axis=0) > 1)
     if not len(numbers):
         return
@@ -143,7 +162,8 @@ def _groups(needs: "NDArray[np.bool_]") -> Iterator[tuple[list[int], "NDArray[np
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """A chunk that travels: number `number`, of `nbytes`, which `reader` reads; `receivers` get it, and are known to the reader alone."""
+    """A chunk that travels: number `number`, of `nbytes`, which `reader` reads; `receivers` get it,
+    and are known to the reader alone."""
 
     number: int
     nbytes: int
@@ -151,24 +171,41 @@ class Share:
     receivers: tuple[int, ...]
 
 
-def encode_shares(shares: Shares, needs: "NDArray[np.bool_]", nbytes: "NDArray[np.int64]", rank: int) -> bytes:
+def encode_shares(
+    shares: Shares, needs: "NDArray[np.bool_]", nbytes: "NDArray[np.int64]", rank: int
+) -> bytes:
     """What rank `rank` must know of `shares`."""
     mine = np.flatnonzero(needs[rank] & (shares.readers != ALONE))
     read = mine[shares.readers[mine] == rank]
-    columns = (mine.astype("<i8"), nbytes[mine].astype("<i8"), shares.readers[mine].astype("<i4"), shares.windows[mine].astype("<i4"))
-    return framing.join([*(column.tobytes() for column in columns), np.packbits(needs[:, read], axis=0).T.tobytes()])
+    columns = (
+        mine.astype("<i8"),
+        nbytes[mine].astype("<i8"),
+        shares.readers[mine].astype("<i4"),
+        shares.windows[mine].astype("<i4"),
+    )
+    return framing.join(
+        [*(column.tobytes() for column in columns), np.packbits(needs[:, read], axis=0).T.tobytes()]
+    )
 
 
 def decode_shares(data: bytes, rank: int, size: int) -> list[list[Share]]:
-    """What rank `rank` of `size` does, window by window, in the order of the chunks' numbers. Raises `Corrupt`."""
+    """What rank `rank` of `size` does, window by window, in the order of the chunks' numbers.
+    Raises `Corrupt`."""
     *columns, bits = framing.split(data, 5)
     numbers, nbytes, readers, windows = (
-        np.frombuffer(column, kind).tolist() for column, kind in zip(columns, ("<i8", "<i8", "<i4", "<i4"), strict=True)
+        np.frombuffer(column, kind).tolist()
+        for column, kind in zip(columns, ("<i8", "<i8", "<i4", "<i4"), strict=True)
     )
     width = -(-size // 8)
-    receivers = iter(np.unpackbits(np.frombuffer(bits, np.uint8).reshape(-1, width), axis=1, count=size))
+    receivers = iter(
+        np.unpackbits(np.frombuffer(bits, np.uint8).reshape(-1, width), axis=1, count=size)
+    )
     found: dict[int, list[Share]] = {}
     for number, length, reader, window in zip(numbers, nbytes, readers, windows, strict=True):
-        others = tuple(each for each in np.flatnonzero(next(receivers)).tolist() if each != rank) if reader == rank else ()
+        others = (
+            tuple(each for each in np.flatnonzero(next(receivers)).tolist() if each != rank)
+            if reader == rank
+            else ()
+        )
         found.setdefault(window, []).append(Share(number, length, reader, others))
     return [found[window] for window in sorted(found)]

@@ -1,8 +1,10 @@
-"""How processes that were told of each other connect, each with each, without a store and without those who told them.
+"""How processes that were told of each other connect, each with each, without a store and without
+those who told them.
 
-Who is to be found opens a door and says where; whoever brings the ranks together hands all of them the places and one secret, made for this
-meeting alone, so that neither a name nor a connection of an earlier one is mistaken for it. A rank calls on those before it and is called
-on by those after it. The secret itself is never sent: both ends prove that they know it.
+Who is to be found opens a door and says where; whoever brings the ranks together hands all of them
+the places and one secret, made for this meeting alone, so that neither a name nor a connection of
+an earlier one is mistaken for it. A rank calls on those before it and is called on by those after
+it. The secret itself is never sent: both ends prove that they know it.
 """
 
 import hashlib
@@ -23,7 +25,8 @@ from ckptstore.errors import Unavailable
 SECRET_BYTES = 32
 
 HELLO_S = 5.0
-"""Whoever answers at an address proves within this time that it is the one, or another address is tried."""
+"""Whoever answers at an address proves within this time that it is the one, or another address is
+tried."""
 
 _CALL = struct.Struct("<6sIIB")
 _MAGIC = b"ckpt\0\1"
@@ -43,7 +46,11 @@ class Invitation:
     @property
     def callers(self) -> frozenset[Lane]:
         """Who is to call here."""
-        return frozenset((rank, lane) for rank in range(self.rank + 1, len(self.places)) for lane in _lanes(self.rank))
+        return frozenset(
+            (rank, lane)
+            for rank in range(self.rank + 1, len(self.places))
+            for lane in _lanes(self.rank)
+        )
 
 
 class Listener:
@@ -51,13 +58,16 @@ class Listener:
 
     def __init__(self) -> None:
         if socket.has_dualstack_ipv6():
-            self._socket = socket.create_server(("", 0), family=socket.AF_INET6, dualstack_ipv6=True, backlog=socket.SOMAXCONN)
+            self._socket = socket.create_server(
+                ("", 0), family=socket.AF_INET6, dualstack_ipv6=True, backlog=socket.SOMAXCONN
+            )
         else:
             self._socket = socket.create_server(("", 0), backlog=socket.SOMAXCONN)
         self.addresses = own_addresses(self._socket.getsockname()[1])
 
     def meet(self, invitation: Invitation, timeout_s: float) -> SocketLink:
-        """Connections with all others. Raises `Unavailable` naming those who were not there within `timeout_s`."""
+        """Connections with all others. Raises `Unavailable` naming those who were not there within
+        `timeout_s`."""
         deadline = time.monotonic() + timeout_s
         found: dict[Lane, socket.socket] = {}
         try:
@@ -84,17 +94,24 @@ def _lanes(rank: int) -> tuple[int, ...]:
 
 def _call(invitation: Invitation, rank: int, lane: int, deadline: float) -> socket.socket:
     def is_rank(connection: socket.socket) -> bool:
-        return _greeted(connection, invitation, rank, lane, min(HELLO_S, deadline - time.monotonic()))
+        return _greeted(
+            connection, invitation, rank, lane, min(HELLO_S, deadline - time.monotonic())
+        )
 
     while (left := deadline - time.monotonic()) > 0:
         if found := reach(invitation.places[rank], left, is_rank):
             return found[0]
         time.sleep(min(0.05, left))  # one that refuses or is busy now may not be in a moment
     places = ", ".join(f"{host} port {port}" for host, port in invitation.places[rank])
-    raise Unavailable(f"the worker of rank {rank} could not be reached at {places}: do firewalls let workers of one job connect?")
+    raise Unavailable(
+        f"the worker of rank {rank} could not be reached at {places}: do firewalls let workers of "
+        "one job connect?"
+    )
 
 
-def _greeted(connection: socket.socket, invitation: Invitation, rank: int, lane: int, wait_s: float) -> bool:
+def _greeted(
+    connection: socket.socket, invitation: Invitation, rank: int, lane: int, wait_s: float
+) -> bool:
     """Whether the other side has proved to be `rank`."""
     call = _CALL.pack(_MAGIC, invitation.rank, rank, lane)
     answer = bytearray()
@@ -134,10 +151,13 @@ class _Callers:
                 while missing := self._invitation.callers - self._came.keys():
                     ready = selector.select(max(deadline - time.monotonic(), 0))
                     if not ready and time.monotonic() >= deadline:
-                        ranks = ", ".join(str(rank) for rank in sorted({rank for rank, _ in missing}))
+                        ranks = ", ".join(
+                            str(rank) for rank in sorted({rank for rank, _ in missing})
+                        )
                         raise Unavailable(f"the workers of ranks {ranks} never called")
                     for key, _ in ready:
-                        self._serve(key.fileobj, selector)  # type: ignore[arg-type]  # only sockets are registered
+                        # only sockets are registered
+                        self._serve(key.fileobj, selector)  # type: ignore[arg-type]
         except BaseException:
             for connection in self._came.values():
                 connection.close()
@@ -179,8 +199,13 @@ class _Caller:
 
     @property
     def wanted(self) -> int:
-        """So many bytes are to come: a greeting, and after the answer one more, by which the caller says that it is there still."""
-        return _HELLO_BYTES + len(_THERE) - len(self._said) if len(self._said) >= _HELLO_BYTES else _HELLO_BYTES - len(self._said)
+        """So many bytes are to come: a greeting, and after the answer one more, by which the caller
+        says that it is there still."""
+        return (
+            _HELLO_BYTES + len(_THERE) - len(self._said)
+            if len(self._said) >= _HELLO_BYTES
+            else _HELLO_BYTES - len(self._said)
+        )
 
     def heard(self, more: bytes, connection: socket.socket, invitation: Invitation) -> Lane | None:
         """Who it is, once it has said everything. Raises `ConnectionError` for a stranger."""
@@ -192,7 +217,12 @@ class _Caller:
         if len(self._said) > _HELLO_BYTES:
             return rank, lane
         known = hmac.compare_digest(self._said[_CALL.size :], _proof(invitation, b"call", call))
-        if not known or magic != _MAGIC or to != invitation.rank or (rank, lane) not in invitation.callers:
+        if (
+            not known
+            or magic != _MAGIC
+            or to != invitation.rank
+            or (rank, lane) not in invitation.callers
+        ):
             raise ConnectionError("a stranger")
         connection.sendall(_proof(invitation, b"answer", call))
         return None

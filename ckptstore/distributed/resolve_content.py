@@ -1,7 +1,8 @@
-"""What ranks reported, compared: which leaves are one, which are each rank's own, and who writes what. Pure.
+"""What ranks reported, compared: which leaves are one, which are each rank's own, and who writes
+what. Pure.
 
-A leaf that is the same on all ranks that have it is one. One that differs is private, each rank's its own, unless it was known to be a
-replica: then it has diverged, which is a conflict.
+A leaf that is the same on all ranks that have it is one. One that differs is private, each rank's
+its own, unless it was known to be a replica: then it has diverged, which is a conflict.
 """
 
 from collections.abc import Mapping, Sequence
@@ -18,9 +19,11 @@ from ckptstore.errors import Conflict
 
 @dataclass(slots=True)
 class Decided:
-    """`contents` of leaves by rank, None for a leaf that is one; `private` are the leaves divided by rank.
+    """`contents` of leaves by rank, None for a leaf that is one; `private` are the leaves divided
+    by rank.
 
-    `writes` are (number of the rank's report, first chunk, stop) by rank, and `wanted` the ids that they must turn out to have.
+    `writes` are (number of the rank's report, first chunk, stop) by rank, and `wanted` the ids that
+    they must turn out to have.
     """
 
     contents: dict[tuple[Target, int | None], LeafContent] = field(default_factory=dict)
@@ -31,7 +34,8 @@ class Decided:
 
 
 def decide(plan: RanksPlan, reports: Sequence[Sequence[Report]]) -> Decided:
-    """Compare `reports`, by rank in the order of the rank's task. Raises `Conflict` for replicas that differ, naming path and ranks."""
+    """Compare `reports`, by rank in the order of the rank's task. Raises `Conflict` for replicas
+    that differ, naming path and ranks."""
     decided = Decided(writes=[[] for _ in reports], wanted=[[] for _ in reports])
     load = list(plan.load)
     found = [iter(enumerate(each)) for each in reports]
@@ -42,8 +46,12 @@ def decide(plan: RanksPlan, reports: Sequence[Sequence[Report]]) -> Decided:
         here = {place: next(found[place.rank]) for place in places}
         if target in plan.tiled:
             decided.compared[target] = {place: report.ids for place, (_, report) in here.items()}
-        elif leaf.kind == "tensor" and any(holder.leaf in tree.trees[holder.rank].held for holder in leaf.holders):
-            content = _assembled(tree, leaf, {place: report.inline or b"" for place, (_, report) in here.items()})
+        elif leaf.kind == "tensor" and any(
+            holder.leaf in tree.trees[holder.rank].held for holder in leaf.holders
+        ):
+            content = _assembled(
+                tree, leaf, {place: report.inline or b"" for place, (_, report) in here.items()}
+            )
             decided.contents[target, None] = LeafContent(inline=content, raw_bytes=len(content))
         else:
             _decide_whole(decided, target, tree, here)
@@ -51,7 +59,9 @@ def decide(plan: RanksPlan, reports: Sequence[Sequence[Report]]) -> Decided:
     return decided
 
 
-def _decide_whole(decided: Decided, target: Target, tree: MergedTree, here: Mapping[Place, tuple[int, Report]]) -> None:
+def _decide_whole(
+    decided: Decided, target: Target, tree: MergedTree, here: Mapping[Place, tuple[int, Report]]
+) -> None:
     leaf = tree.leaves[target.leaf]
     marks = {tree.trees[place.rank].marks.get(leaf.holders[place.holder].leaf) for place in here}
     contents = {place.rank: _content(report) for place, (_, report) in here.items()}
@@ -59,7 +69,10 @@ def _decide_whole(decided: Decided, target: Target, tree: MergedTree, here: Mapp
         decided.contents[target, None] = next(iter(contents.values()))
         return
     if "replica" in marks:
-        raise Conflict(f"{leaf.path} should be the same on all ranks, and is not: {_groups(contents)}; {_WAY_OUT}")
+        raise Conflict(
+            f"{leaf.path} should be the same on all ranks, and is not: {_groups(contents)}; "
+            f"{_WAY_OUT}"
+        )
     decided.private.add(target)
     decided.contents.update(((target, rank), content) for rank, content in contents.items())
 
@@ -80,14 +93,18 @@ def _groups(contents: Mapping[int, LeafContent]) -> str:
     return " | ".join(f"ranks {', '.join(group)}" for group in ranks.values())
 
 
-def _spread(decided: Decided, here: Mapping[Place, tuple[int, Report]], load: list[int], taken: set[bytes]) -> None:
+def _spread(
+    decided: Decided, here: Mapping[Place, tuple[int, Report]], load: list[int], taken: set[bytes]
+) -> None:
     """Let each chunk be written by one of those who have it, the one with the least to do."""
     holders: dict[bytes, list[tuple[int, int, int, int]]] = {}
     for place, (number, report) in here.items():
         ids = split_ids(report.ids)
         for i, chunk in enumerate(ids):
             if chunk not in taken:
-                holders.setdefault(chunk, []).append((place.rank, number, i, report.raw_bytes // len(ids)))
+                holders.setdefault(chunk, []).append(
+                    (place.rank, number, i, report.raw_bytes // len(ids))
+                )
     for chunk, found in holders.items():
         rank, number, i, nbytes = min(found, key=lambda each: load[each[0]])
         taken.add(chunk)
@@ -114,7 +131,10 @@ def _assembled(tree: MergedTree, leaf: MergedLeaf, parts: Mapping[Place, bytes])
             mine, at = joined[at : at + nbytes], at + nbytes
             other, theirs = filled.setdefault(box, (place.rank, mine))
             if theirs != mine:
-                raise Conflict(f"{leaf.path} differs between its replicas on rank {other} and rank {place.rank}; {_WAY_OUT}")
+                raise Conflict(
+                    f"{leaf.path} differs between its replicas on rank {other} and rank "
+                    f"{place.rank}; {_WAY_OUT}"
+                )
             done = 0
             for start, stop in ranges:
                 data[start:stop] = mine[done : done + stop - start]

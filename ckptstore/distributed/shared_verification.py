@@ -1,7 +1,9 @@
-"""A chunk that several ranks read is compared with its id by one of them, which tells the others its quick digest: they compare that.
+"""A chunk that several ranks read is compared with its id by one of them, which tells the others
+its quick digest: they compare that.
 
-So is read what lies on a disk as fast as memory, where hashing takes longer than reading. What lies in a rank's memory was hashed there, by
-BLAKE3 or by XXH3 (docs/decisions/041-…). What does not match is read again, and compared with its id.
+So is read what lies on a disk as fast as memory, where hashing takes longer than reading. What lies
+in a rank's memory was hashed there, by BLAKE3 or by XXH3 (docs/decisions/041-…). What does not
+match is read again, and compared with its id.
 """
 
 import zlib
@@ -24,7 +26,8 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 GROUP = 8
-"""So many ranks, one behind the other, vouch for each other: as a rule those of one host, who share its processors."""
+"""So many ranks, one behind the other, vouch for each other: as a rule those of one host, who share
+its processors."""
 
 LEAST_BYTES = 16 << 20
 """A smaller commit is hashed sooner than ranks agree who does it."""
@@ -44,17 +47,19 @@ class SharedVerification:
         self._numbers = self._numbering.numbers(b"".join(job.piece.chunk for job in self._jobs))
 
     def need(self) -> bytes:
-        """What this rank says of itself: by what numbering it counts, and a bit for each chunk that it reads in place. Nothing, if the
-        commit is small."""
+        """What this rank says of itself: by what numbering it counts, and a bit for each chunk that
+        it reads in place. Nothing, if the commit is small."""
         if len(self._numbering) * self._reader.chunk_bytes < LEAST_BYTES:
             return b""
         needed = np.zeros(len(self._numbering), bool)
         needed[self._numbers] = True
-        return framing.join([self._numbering.digest, zlib.compress(np.packbits(needed).tobytes(), 1)])
+        return framing.join(
+            [self._numbering.digest, zlib.compress(np.packbits(needed).tobytes(), 1)]
+        )
 
     def answer(self, handed_in: Sequence[bytes]) -> list[bytes]:
-        """The coordinator's answer: to each rank, what those of its group need. Nothing, where ranks do not count alike, as when they
-        restore different parts."""
+        """The coordinator's answer: to each rank, what those of its group need. Nothing, where
+        ranks do not count alike, as when they restore different parts."""
         numberings, needs = zip(*(framing.split(each, 2) for each in handed_in), strict=True)
         if len(set(numberings)) > 1:
             return [b""] * len(handed_in)
@@ -63,7 +68,8 @@ class SharedVerification:
     def run(self, peers: Collective, task: bytes) -> Brought:
         """Read what others of the group read as well, and exchange what it is.
 
-        What could not be read, or is not what its voucher says, is left. Raises what else failed here, when all has been exchanged.
+        What could not be read, or is not what its voucher says, is left. Raises what else failed
+        here, when all has been exchanged.
         """
         me, later = peers.rank % GROUP, DeferredErrors()
         needs = self._needs(framing.split(task, min(GROUP, peers.size - (peers.rank - me))))
@@ -79,18 +85,25 @@ class SharedVerification:
             _exchange(peers, needs, verifiers, said)
         later.settle()
         right = digests.any(axis=1) & (digests == said[self._numbers]).all(axis=1)
-        left = [job for job, is_right in zip(self._jobs, right.tolist(), strict=True) if not is_right]
-        read_bytes = sum(job.piece.raw_bytes for job in self._jobs) - sum(job.piece.raw_bytes for job in left)
+        left = [
+            job for job, is_right in zip(self._jobs, right.tolist(), strict=True) if not is_right
+        ]
+        read_bytes = sum(job.piece.raw_bytes for job in self._jobs) - sum(
+            job.piece.raw_bytes for job in left
+        )
         return Brought([*left, *self._aside], read_bytes, 0)
 
     def _needs(self, packed: Sequence[bytes]) -> "NDArray[np.bool_]":
         """What the ranks of the group read in place: ranks × chunks."""
         count = len(self._numbering)
         bits = [zlib.decompressobj().decompress(each, -(-count // 8)) for each in packed]
-        return np.array([np.unpackbits(np.frombuffer(each, np.uint8), count=count) for each in bits], bool)
+        return np.array(
+            [np.unpackbits(np.frombuffer(each, np.uint8), count=count) for each in bits], bool
+        )
 
     def _read(self, which: Sequence[int], mine: "NDArray[np.bool_]", found: list[bytes]) -> None:
-        """Read the jobs `which` and note in `found` what came, having compared it with its id where it is `mine` to vouch for."""
+        """Read the jobs `which` and note in `found` what came, having compared it with its id where
+        it is `mine` to vouch for."""
         jobs = [self._jobs[i] for i in which]
         places = [job.place or memoryview(b"") for job in jobs]
 
@@ -103,16 +116,30 @@ class SharedVerification:
         self._reader.fetch(jobs, places, self._reading, check)
 
 
-def _exchange(peers: Collective, needs: "NDArray[np.bool_]", verifiers: "NDArray[np.int32]", said: "NDArray[np.uint8]") -> None:
-    """Send the digests in `said` that this rank vouches for to who needs them, and put in those that others vouch for."""
+def _exchange(
+    peers: Collective,
+    needs: "NDArray[np.bool_]",
+    verifiers: "NDArray[np.int32]",
+    said: "NDArray[np.uint8]",
+) -> None:
+    """Send the digests in `said` that this rank vouches for to who needs them, and put in those
+    that others vouch for."""
     me = peers.rank % GROUP
     first, others = peers.rank - me, [rank for rank in range(len(needs)) if rank != me]
     outgoing = [said[(verifiers == me) & needs[rank]] for rank in others]
     theirs = [(verifiers == rank) & needs[me] for rank in others]
     incoming = [np.zeros((np.count_nonzero(each), QUICK_DIGEST_BYTES), np.uint8) for each in theirs]
     peers.exchange(
-        [Part(first + rank, _memory(each)) for rank, each in zip(others, outgoing, strict=True) if len(each)],
-        [Part(first + rank, _memory(each)) for rank, each in zip(others, incoming, strict=True) if len(each)],
+        [
+            Part(first + rank, _memory(each))
+            for rank, each in zip(others, outgoing, strict=True)
+            if len(each)
+        ],
+        [
+            Part(first + rank, _memory(each))
+            for rank, each in zip(others, incoming, strict=True)
+            if len(each)
+        ],
     )
     for which, each in zip(theirs, incoming, strict=True):
         said[which] = each

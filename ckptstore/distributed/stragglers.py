@@ -13,12 +13,15 @@ PART = 10
 
 @contextmanager
 def told(what: str, timeout_s: float, absent: Callable[[], str]) -> Iterator[None]:
-    """Log a warning if the block takes long. `absent`, asked on another thread, says who is waited for; nothing if it is nobody."""
+    """Log a warning if the block takes long. `absent`, asked on another thread, says who is waited
+    for; nothing if it is nobody."""
     after_s = timeout_s / PART
 
     def tell() -> None:
         if who := absent():
-            logger.warning("%s has waited %.3g s for %s; it gives up after %g s", what, after_s, who, timeout_s)
+            logger.warning(
+                "%s has waited %.3g s for %s; it gives up after %g s", what, after_s, who, timeout_s
+            )
 
     timer = threading.Timer(after_s, tell)
     timer.daemon = True

@@ -1,7 +1,8 @@
-"""A link between processes that have no torch: TCP connections, one per rank and lane, moved on by whoever waits.
+"""A link between processes that have no torch: TCP connections, one per rank and lane, moved on by
+whoever waits.
 
-Nothing runs beside the caller: while it waits for one transfer, all that were begun go on. What times out or breaks is closed, so that the
-other side hears of it. One thread at a time.
+Nothing runs beside the caller: while it waits for one transfer, all that were begun go on. What
+times out or breaks is closed, so that the other side hears of it. One thread at a time.
 """
 
 import selectors
@@ -53,7 +54,9 @@ class SocketLink:
         if transfer.left:
             raise RuntimeError(end.broken)
 
-    def _begin(self, end: "_End", queue: "deque[SocketTransfer]", memory: memoryview) -> "SocketTransfer":
+    def _begin(
+        self, end: "_End", queue: "deque[SocketTransfer]", memory: memoryview
+    ) -> "SocketTransfer":
         if end.broken:
             raise RuntimeError(end.broken)
         transfer = SocketTransfer(self, end, memory.cast("B"))
@@ -74,7 +77,9 @@ class SocketLink:
 
     def _watch(self, end: "_End") -> None:
         """Ask for what can be done with this connection."""
-        events = (selectors.EVENT_READ if end.incoming else 0) | (selectors.EVENT_WRITE if end.outgoing else 0)
+        events = (selectors.EVENT_READ if end.incoming else 0) | (
+            selectors.EVENT_WRITE if end.outgoing else 0
+        )
         if events == end.watched:
             return
         if not end.watched:

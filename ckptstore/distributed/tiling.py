@@ -1,8 +1,10 @@
-"""How the boxes that ranks hold of one leaf become its chunks: which cells a box holds whole, and which are cut by edges. Pure.
+"""How the boxes that ranks hold of one leaf become its chunks: which cells a box holds whole, and
+which are cut by edges. Pure.
 
-A leaf whose boxes keep all of the dimensions behind the grid's own is cut as if it were held whole, so that its chunks do not depend on
-the number of ranks; a cell that a box's edge cuts is put together by one rank. Boxes that divide the dimensions behind are cut each by
-itself (docs/format.md §3).
+A leaf whose boxes keep all of the dimensions behind the grid's own is cut as if it were held whole,
+so that its chunks do not depend on the number of ranks; a cell that a box's edge cuts is put
+together by one rank. Boxes that divide the dimensions behind are cut each by itself (docs/format.md
+§3).
 """
 
 from collections.abc import Iterator, Sequence
@@ -16,7 +18,8 @@ from ckptstore.core.model import Box, Shape
 
 
 class Span(NamedTuple):
-    """Cells `first:stop` of box `box`'s own grid, which are the leaf's chunks from number `chunk` on."""
+    """Cells `first:stop` of box `box`'s own grid, which are the leaf's chunks from number `chunk`
+    on."""
 
     box: int
     first: int
@@ -40,8 +43,8 @@ class Cell(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Tiling:
-    """The chunks of a leaf: `spans` lie in one box each, `cells` in several. `whole` says that they are those of the leaf held whole;
-    else they are the boxes' own, box by box."""
+    """The chunks of a leaf: `spans` lie in one box each, `cells` in several. `whole` says that they
+    are those of the leaf held whole; else they are the boxes' own, box by box."""
 
     whole: bool
     chunks: int
@@ -50,7 +53,8 @@ class Tiling:
 
 
 def misfit(shape: Shape, boxes: Sequence[Box]) -> str | None:
-    """Why `boxes`, distinct and in order of their offsets, do not tile a tensor of `shape` exactly once; None if they do."""
+    """Why `boxes`, distinct and in order of their offsets, do not tile a tensor of `shape` exactly
+    once; None if they do."""
     held, wanted = sum(prod(box.lengths) for box in boxes), prod(shape)
     if any(o < 0 or o + n > size for box in boxes for o, n, size in zip(*box, shape, strict=True)):
         return f"a box lies outside the shape {list(shape)}"
@@ -61,10 +65,16 @@ def misfit(shape: Shape, boxes: Sequence[Box]) -> str | None:
     return None
 
 
-def tile(shape: Shape, width: int, chunk_bytes: int, boxes: Sequence[Box], *, canonical: bool = True) -> Tiling:
-    """The chunks of a leaf of `shape` that `boxes` tile; without `canonical` every box is cut by itself."""
+def tile(
+    shape: Shape, width: int, chunk_bytes: int, boxes: Sequence[Box], *, canonical: bool = True
+) -> Tiling:
+    """The chunks of a leaf of `shape` that `boxes` tile; without `canonical` every box is cut by
+    itself."""
     whole = grid(shape, width, chunk_bytes)
-    if len(boxes) == 1 or (canonical and (len(whole) <= 1 or all(_spans_behind(box, shape, whole.dim) for box in boxes))):
+    if len(boxes) == 1 or (
+        canonical
+        and (len(whole) <= 1 or all(_spans_behind(box, shape, whole.dim) for box in boxes))
+    ):
         return _tile_whole(whole, [grid(shape, width, chunk_bytes, box) for box in boxes])
     spans, chunk = [], 0
     for i, box in enumerate(boxes):
@@ -89,16 +99,26 @@ def _tile_whole(whole: Grid, grids: Sequence[Grid]) -> Tiling:
         for first, stop, chunk, complete in _rows(whole, held):
             if not complete:
                 cut.setdefault(chunk, []).append(Fragment(i, first))
-            elif spans and spans[-1].box == i and spans[-1].stop == first and spans[-1].chunk + first - spans[-1].first == chunk:
+            elif (
+                spans
+                and spans[-1].box == i
+                and spans[-1].stop == first
+                and spans[-1].chunk + first - spans[-1].first == chunk
+            ):
                 spans[-1] = spans[-1]._replace(stop=stop)
             else:
                 spans.append(Span(i, first, stop, chunk))
-    return Tiling(True, len(whole), tuple(spans), tuple(Cell(chunk, tuple(found)) for chunk, found in sorted(cut.items())))
+    return Tiling(
+        True,
+        len(whole),
+        tuple(spans),
+        tuple(Cell(chunk, tuple(found)) for chunk, found in sorted(cut.items())),
+    )
 
 
 def _rows(whole: Grid, held: Grid) -> Iterator[tuple[int, int, int, bool]]:
-    """Ranges of `held`'s cells within one index before the grid's dimension, the chunk number of the first, and whether each of them is a
-    cell of `whole`."""
+    """Ranges of `held`'s cells within one index before the grid's dimension, the chunk number of
+    the first, and whether each of them is a cell of `whole`."""
     dim, rows, size = whole.dim, whole.rows, whole.box.lengths[whole.dim]
     start = held.box.offsets[dim]
     stop = start + held.box.lengths[dim]

@@ -1,5 +1,5 @@
-"""A worker's part of commits that many ranks' workers make together: it meets the others, and makes the journey of `distributed.commit`
-with them. No trainer is needed for that."""
+"""A worker's part of commits that many ranks' workers make together: it meets the others, and makes
+the journey of `distributed.commit` with them. No trainer is needed for that."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -24,7 +24,8 @@ from ckptstore.repository.thread_pool import ThreadPool
 from ckptstore.state.leaf_sources import FlatState, HeldLeaf, leaves_of
 
 MEETING_S = 60.0
-"""All workers are there when they are told to meet, so that none has to wait for another for long."""
+"""All workers are there when they are told to meet, so that none has to wait for another for
+long."""
 
 _WAY_OUT = "the next commit starts other workers for those that are gone"
 
@@ -32,7 +33,9 @@ _WAY_OUT = "the next commit starts other workers for those that are gone"
 class WorkerGroup:
     """One rank's worker, for any number of groups of ranks."""
 
-    def __init__(self, config: StoreConfig, objects: ObjectStore, log: Log, threads: ThreadPool) -> None:
+    def __init__(
+        self, config: StoreConfig, objects: ObjectStore, log: Log, threads: ThreadPool
+    ) -> None:
         self._committer = RanksCommitter(config, objects, log, threads)
         self._door: Listener | None = None
         self._links: dict[int, SocketLink] = {}
@@ -47,7 +50,8 @@ class WorkerGroup:
         return Message({"addresses": self._door.addresses})
 
     def meet(self, message: Message) -> None:
-        """Connect with the others of a group. What that fails with, the commits of the group fail with."""
+        """Connect with the others of a group. What that fails with, the commits of the group fail
+        with."""
         group, invited = message.says["group"], message.says["invitation"]
         places = [[(str(host), int(port)) for host, port in place] for place in invited["places"]]
         if group in self._links:
@@ -60,18 +64,23 @@ class WorkerGroup:
             self._peers[group] = error
         else:
             self._links[group] = link
-            self._peers[group] = Collective(link, invited["rank"], len(places), invited["timeout_s"], _WAY_OUT)
+            self._peers[group] = Collective(
+                link, invited["rank"], len(places), invited["timeout_s"], _WAY_OUT
+            )
         finally:
             self._door = None
 
     def commit(self, message: Message, arena: memoryview, watch: Watch) -> Message:
-        """Make this rank's part of the commit that `StagedParts` described, and say what was made."""
+        """Make this rank's part of the commit that `StagedParts` described, and say what was
+        made."""
         says, peers = message.says, self._peers.get(message.says["group"])
         if not isinstance(peers, Collective):
             raise peers or Unavailable("the worker has not met the workers of other ranks")
         peers.timeout_s = says["timeout_s"]
         label, flats = label_from(says["label"]), self._flats(says, message.blob, arena)
-        made = self._committer.commit(peers, lambda: (label, flats), Options(*says["options"]), says["started"], watch)
+        made = self._committer.commit(
+            peers, lambda: (label, flats), Options(*says["options"]), says["started"], watch
+        )
         stats = {name: getattr(made.stats, name) for name in made.stats.__slots__}
         return Message({"done": made.id, "stats": stats}, encode_document(made.document)[1])
 
@@ -79,13 +88,18 @@ class WorkerGroup:
         for link in self._links.values():
             link.close()
 
-    def _flats(self, says: Mapping[str, Any], blob: bytes, arena: memoryview) -> dict[str, FlatState]:
+    def _flats(
+        self, says: Mapping[str, Any], blob: bytes, arena: memoryview
+    ) -> dict[str, FlatState]:
         trees = decode_description(blob[slice(*says["description"])], self._schemas)
         sources = (leaf_from(leaf, blob, arena) for leaf in says["sources"])
         flats = {}
         for tree in trees:
             leaves = [next(sources) for _ in range(len(tree.schema))]
-            held = {n: HeldLeaf(holding, tuple((box, next(sources)) for box in holding.boxes)) for n, holding in tree.held.items()}
+            held = {
+                n: HeldLeaf(holding, tuple((box, next(sources)) for box in holding.boxes))
+                for n, holding in tree.held.items()
+            }
             flats[tree.key] = FlatState(tree.schema, leaves, held, tree.marks)
         return flats
 
@@ -96,8 +110,15 @@ class StagedParts:
     def __init__(self) -> None:
         self._schemas = LastSchemas()
 
-    def batch(self, flats: Mapping[str, FlatState], label: CommitMetadata, options: Options, timeout_s: float) -> Message:
-        """A staged state: its description as ranks give it to each other, and where the bytes of each leaf are."""
+    def batch(
+        self,
+        flats: Mapping[str, FlatState],
+        label: CommitMetadata,
+        options: Options,
+        timeout_s: float,
+    ) -> Message:
+        """A staged state: its description as ranks give it to each other, and where the bytes of
+        each leaf are."""
         blob = Blob()
         says = {
             "label": label_to(label),

@@ -1,7 +1,9 @@
-"""The trainers' side of commits that their workers make together: have the workers meet, hand each its rank's part, hear how it went.
+"""The trainers' side of commits that their workers make together: have the workers meet, hand each
+its rank's part, hear how it went.
 
-The workers' addresses and a secret travel once through the trainers' own connections. From then on workers need no trainer: they finish the
-commit that they hold whoever of the trainers dies. What failed on any rank makes the next commit meet anew, under another secret.
+The workers' addresses and a secret travel once through the trainers' own connections. From then on
+workers need no trainer: they finish the commit that they hold whoever of the trainers dies. What
+failed on any rank makes the next commit meet anew, under another secret.
 """
 
 import os
@@ -27,32 +29,53 @@ from ckptstore.state.staging_buffers import Buffer
 
 
 class ProcessRanksCommitter:
-    """Makes commits like `distributed.commit.RanksCommitter`, in the worker processes of all ranks. One at a time."""
+    """Makes commits like `distributed.commit.RanksCommitter`, in the worker processes of all ranks.
+    One at a time."""
 
     def __init__(self, worker_client: WorkerClient) -> None:
         self._worker_client = worker_client
         self._batches = StagedParts()
         self._groups: dict[Collective, int] = {}
-        self._met: dict[Collective, subprocess.Popen[bytes]] = {}  # the worker that has met those of the others
+        self._met: dict[
+            Collective, subprocess.Popen[bytes]
+        ] = {}  # the worker that has met those of the others
 
-    def commit(self, peers: Collective, prepare: Prepare, arena: Buffer, options: Options, started: float, watch: Watch) -> RanksCommitted:
+    def commit(
+        self,
+        peers: Collective,
+        prepare: Prepare,
+        arena: Buffer,
+        options: Options,
+        started: float,
+        watch: Watch,
+    ) -> RanksCommitted:
         """Have the state that lies in `arena` committed; see `RanksCommitter.commit`.
 
-        Raises `Unavailable` with `causes` if a worker or a trainer is gone: the next call starts other workers for those that are.
+        Raises `Unavailable` with `causes` if a worker or a trainer is gone: the next call starts
+        other workers for those that are.
         """
         with self._worker_client.lock:
             message = self._ready(peers, prepare, options, watch)
             try:
-                done = self._worker_client.commit(Message({**message.says, "started": started}, message.blob), arena, watch, anew=False)
+                done = self._worker_client.commit(
+                    Message({**message.says, "started": started}, message.blob),
+                    arena,
+                    watch,
+                    anew=False,
+                )
             except BaseException as error:
                 self._met.pop(peers, None)
                 if isinstance(error, CkptStoreError) and not error.causes:
                     error.causes = {peers.rank: str(cause_of(error))}
                 raise
         commit = CommitId(done.says["done"])
-        return RanksCommitted(commit, decode_document(done.blob, commit), CommitStats(**done.says["stats"]))
+        return RanksCommitted(
+            commit, decode_document(done.blob, commit), CommitStats(**done.says["stats"])
+        )
 
-    def _ready(self, peers: Collective, prepare: Prepare, options: Options, watch: Watch) -> Message:
+    def _ready(
+        self, peers: Collective, prepare: Prepare, options: Options, watch: Watch
+    ) -> Message:
         """What to hand over, once all ranks have it and all workers have met."""
         found: list[Message] = []
 
@@ -71,7 +94,10 @@ class ProcessRanksCommitter:
         return found[0]
 
     def _has_met(self, peers: Collective) -> bool:
-        return self._worker_client.alive is not None and self._met.get(peers) is self._worker_client.alive
+        return (
+            self._worker_client.alive is not None
+            and self._met.get(peers) is self._worker_client.alive
+        )
 
     def _meet(self, peers: Collective) -> None:
         """Start workers where there are none, and bring all of them together."""
@@ -79,14 +105,24 @@ class ProcessRanksCommitter:
 
         def open_door() -> bytes:
             self._met.pop(peers, None)
-            return canonical.encode(self._worker_client.ask(Message({"door": True}), peers.timeout_s).says["addresses"])
+            return canonical.encode(
+                self._worker_client.ask(Message({"door": True}), peers.timeout_s).says["addresses"]
+            )
 
         def invite(places: Sequence[bytes]) -> list[bytes]:
             secret = os.urandom(SECRET_BYTES)
-            return [framing.join([secret, canonical.encode([canonical.decode(place) for place in places])])] * len(places)
+            return [
+                framing.join(
+                    [secret, canonical.encode([canonical.decode(place) for place in places])]
+                )
+            ] * len(places)
 
         secret, places = framing.split(peers.round("workers: meet", open_door, invite), 2)
-        invitation = {"rank": peers.rank, "places": canonical.decode(places), "timeout_s": peers.timeout_s}
+        invitation = {
+            "rank": peers.rank,
+            "places": canonical.decode(places),
+            "timeout_s": peers.timeout_s,
+        }
         self._worker_client.tell(Message({"invitation": invitation, "group": group}, secret))
         if worker := self._worker_client.alive:
             self._met[peers] = worker

@@ -1,7 +1,9 @@
-"""A process that makes commits for a trainer, started by `commit.worker_client` with a socket at the descriptor that its first argument names.
+"""A process that makes commits for a trainer, started by `commit.worker_client` with a socket at
+the descriptor that its first argument names.
 
-It imports no torch, has a session of its own and low priority, and holds a staged state by a descriptor of the memory that it lies in. So
-it finishes the commit that it was given also when the trainer is gone, then ends.
+It imports no torch, has a session of its own and low priority, and holds a staged state by a
+descriptor of the memory that it lies in. So it finishes the commit that it was given also when the
+trainer is gone, then ends.
 """
 
 import mmap
@@ -14,7 +16,14 @@ from contextlib import suppress
 
 from ckptstore.commit.commit import Committer
 from ckptstore.commit.progress import Milestone, Watch
-from ckptstore.commit.worker_protocol import Message, failure_to, flats_from, label_from, receive, send
+from ckptstore.commit.worker_protocol import (
+    Message,
+    failure_to,
+    flats_from,
+    label_from,
+    receive,
+    send,
+)
 from ckptstore.distributed.worker_group import WorkerGroup
 from ckptstore.errors import Cancelled
 from ckptstore.repository.store_handle import StoreHandle
@@ -35,7 +44,8 @@ class Worker:
         self._arena = memoryview(b"")
 
     def serve(self) -> None:
-        """Open the store that the first message names, then do one thing after the other, until the trainer is gone."""
+        """Open the store that the first message names, then do one thing after the other, until the
+        trainer is gone."""
         first = self._heard()
         if first is None:
             return
@@ -75,11 +85,19 @@ class Worker:
     def _commit(self, committer: Committer, message: Message) -> Message:
         says = message.says
         flats = flats_from(says["keys"], message.blob, self._arena)
-        made = committer.commit(flats, label_from(says["label"]), says["started"], TellingWatch(self))
+        made = committer.commit(
+            flats, label_from(says["label"]), says["started"], TellingWatch(self)
+        )
         stats = {name: getattr(made.stats, name) for name in made.stats.__slots__}
         leaves = list(made.ids)
         ends = [len(made.ids[n]) for n in leaves]
-        done = {"done": made.id, "session": made.document.session, "stats": stats, "leaves": leaves, "lengths": ends}
+        done = {
+            "done": made.id,
+            "session": made.document.session,
+            "stats": stats,
+            "leaves": leaves,
+            "lengths": ends,
+        }
         return Message(done, b"".join(made.ids[n] for n in leaves))
 
     def tell(self, message: Message) -> None:
@@ -88,7 +106,8 @@ class Worker:
             send(self._connection, message)
 
     def _heard(self) -> Message | None:
-        """What the trainer says next, or None if it is gone: processes that it has forked may hold its end of the connection for longer."""
+        """What the trainer says next, or None if it is gone: processes that it has forked may hold
+        its end of the connection for longer."""
         while not self._waiting.poll(1000 * LOOK_S):
             if os.getppid() != self._trainer:
                 return None

@@ -1,8 +1,10 @@
-"""The log folded into tables, for queries: where it lies, how it is brought up to date, what happens when it cannot be used.
+"""The log folded into tables, for queries: where it lies, how it is brought up to date, what
+happens when it cannot be used.
 
-Everything in it can be folded again from the log, so a catalog that is damaged, foreign, of another store or of a newer ckptstore is
-replaced by an empty one; its position says so and the caller folds from there. Nothing here is held while an entry is appended. Threads
-and processes may share a catalog; folding takes the write lock for a limited time and is skipped when it cannot have it.
+Everything in it can be folded again from the log, so a catalog that is damaged, foreign, of another
+store or of a newer ckptstore is replaced by an empty one; its position says so and the caller folds
+from there. Nothing here is held while an entry is appended. Threads and processes may share a
+catalog; folding takes the write lock for a limited time and is skipped when it cannot have it.
 """
 
 import os
@@ -34,8 +36,12 @@ Within: TypeAlias = AbstractContextManager[object]
 
 _SLICE = 500
 _POSITION = select(position.c.n, position.c.hash, position.c.bytes)
-_UNFILLED = select(schemas.c.number).where(schemas.c.id == bindparam("key"), schemas.c.leaves.is_(None))
-_FILLED = update(schemas).where(schemas.c.number == bindparam("key")).values(leaves=bindparam("count"))
+_UNFILLED = select(schemas.c.number).where(
+    schemas.c.id == bindparam("key"), schemas.c.leaves.is_(None)
+)
+_FILLED = (
+    update(schemas).where(schemas.c.number == bindparam("key")).values(leaves=bindparam("count"))
+)
 _LEAVES = insert(leaves)
 _COMMIT = select(commits.c.n).where(commits.c.id == bindparam("key"))
 _SHARDS = insert(shards)
@@ -54,7 +60,8 @@ class Catalog:
 
     @classmethod
     def open(cls, path: str | os.PathLike[str], store: StoreId) -> "Catalog":
-        """The catalog of `store` at `path`: migrated if an older ckptstore made it, empty if there was none that can be used.
+        """The catalog of `store` at `path`: migrated if an older ckptstore made it, empty if there
+        was none that can be used.
 
         Where none can be written it is in memory.
         """
@@ -78,7 +85,8 @@ class Catalog:
         return self.queries().position()
 
     def queries(self) -> Queries:
-        """The read side, of the file that is open now: its answers are as of its position or later ones, whatever becomes of the path.
+        """The read side, of the file that is open now: its answers are as of its position or later
+        ones, whatever becomes of the path.
 
         They raise `Corrupt` once this catalog has let go of that file.
         """
@@ -86,9 +94,11 @@ class Catalog:
             return Queries(partial(self._ask, self._opened()))
 
     def fold(self, entries: Iterable[Entry]) -> bool:
-        """Fold `entries`, which follow one on the other; those that are in the tables already are passed over.
+        """Fold `entries`, which follow one on the other; those that are in the tables already are
+        passed over.
 
-        False if they do not follow on `position()` or the tables could not be written: look at the position again later, or go on without.
+        False if they do not follow on `position()` or the tables could not be written: look at the
+        position again later, or go on without.
         """
         remaining = iter(entries)
         while part := list(islice(remaining, _SLICE)):
@@ -101,15 +111,18 @@ class Catalog:
         return self.queries().missing_schemas()
 
     def add_schema(self, schema_id: str, schema: Schema) -> bool:
-        """Add the leaves of a schema that commits name; again changes nothing. False if the tables could not be written."""
+        """Add the leaves of a schema that commits name; again changes nothing. False if the tables
+        could not be written."""
         return self._write(add_schema, schema_id, schema)
 
     def add_shards(self, commit: CommitId, boxes: Sequence[ShardInfo]) -> bool:
-        """Add the boxes of a commit of several ranks; again changes nothing. False if the tables could not be written."""
+        """Add the boxes of a commit of several ranks; again changes nothing. False if the tables
+        could not be written."""
         return self._write(add_shards, commit, boxes)
 
     def reset(self) -> None:
-        """Begin again with empty tables: for `reindex`, and for a catalog that is ahead of its log."""
+        """Begin again with empty tables: for `reindex`, and for a catalog that is ahead of its
+        log."""
         with self._lock:
             self.close()
             if self._path:
@@ -122,8 +135,11 @@ class Catalog:
                 self._file.close()
                 self._file = None
 
-    def _write(self, work: Callable[Concatenate[Connection, P], bool], *args: P.args, **kwargs: P.kwargs) -> bool:
-        """Do `work` in one transaction. A catalog that turns out to be damaged is replaced by an empty one."""
+    def _write(
+        self, work: Callable[Concatenate[Connection, P], bool], *args: P.args, **kwargs: P.kwargs
+    ) -> bool:
+        """Do `work` in one transaction. A catalog that turns out to be damaged is replaced by an
+        empty one."""
         with self._lock:
             try:
                 with _transaction(self._opened().connection) as connection:
@@ -136,7 +152,10 @@ class Catalog:
     def _ask(self, file: CatalogFile, sql: str, values: Mapping[str, Any]) -> Rows:
         with self._lock:
             if file is not self._file:
-                raise Corrupt(f"the catalog {self._path or 'in memory'} was closed or replaced while it was asked; ask again")
+                raise Corrupt(
+                    f"the catalog {self._path or 'in memory'} was closed or replaced while it was "
+                    "asked; ask again"
+                )
             try:
                 return catalog_file.ask(file.connection, sql, values)
             except Corrupt:
@@ -152,7 +171,8 @@ class Catalog:
         return self._file
 
     def _after_fork(self) -> None:
-        """The lock may be held by a thread that only the parent has, and SQLite's connections must not cross a fork."""
+        """The lock may be held by a thread that only the parent has, and SQLite's connections must
+        not cross a fork."""
         self._lock = threading.RLock()
         if self._file:
             _abandoned.append(self._file)
@@ -185,9 +205,14 @@ def _transaction(connection: Connection) -> Iterator[Connection]:
 
 
 def fold_entries(
-    connection: Connection, entries: Sequence[Entry], *, at: Position | None = None, at_once: Callable[[Connection], Within] = nullcontext
+    connection: Connection,
+    entries: Sequence[Entry],
+    *,
+    at: Position | None = None,
+    at_once: Callable[[Connection], Within] = nullcontext,
 ) -> bool:
-    """Fold `entries` within a transaction; False if they do not follow on the position, which is `at` if the caller knows it.
+    """Fold `entries` within a transaction; False if they do not follow on the position, which is
+    `at` if the caller knows it.
 
     Within `at_once` come statements of which nobody needs the answers.
     """
@@ -210,7 +235,9 @@ def add_schema(connection: Connection, schema_id: str, schema: Schema) -> bool:
     number = connection.execute(_UNFILLED, {"key": schema_id}).scalar()
     if number is not None:
         kinds = map(_KIND.__getitem__, schema.kinds)
-        columns = zip(schema.paths, kinds, schema.dtypes, schema.shapes, schema.aliases, strict=True)
+        columns = zip(
+            schema.paths, kinds, schema.dtypes, schema.shapes, schema.aliases, strict=True
+        )
         if rows := list(leaf_rows(number, columns)):
             connection.execute(_LEAVES, rows)
         connection.execute(_FILLED, {"key": number, "count": len(schema)})
@@ -221,10 +248,19 @@ def add_shards(connection: Connection, commit: CommitId, boxes: Sequence[ShardIn
     """Add the boxes of a commit within a transaction."""
     n = connection.execute(_COMMIT, {"key": commit}).scalar()
     if n is not None and boxes and not connection.execute(_SHARDED, {"key": n}).first():
-        connection.execute(_SHARDS, [_shard_row(n, number, box) for number, box in enumerate(boxes)])
+        connection.execute(
+            _SHARDS, [_shard_row(n, number, box) for number, box in enumerate(boxes)]
+        )
     return True
 
 
 def _shard_row(n: int, number: int, box: ShardInfo) -> dict[str, Any]:
     offsets, lengths = (",".join(map(str, numbers)) for numbers in (box.offsets, box.lengths))
-    return {"n": n, "number": number, "path": box.path, "rank": box.rank, "offsets": offsets, "lengths": lengths}
+    return {
+        "n": n,
+        "number": number,
+        "path": box.path,
+        "rank": box.rank,
+        "offsets": offsets,
+        "lengths": lengths,
+    }

@@ -1,7 +1,8 @@
 """The catalog's SQLite file: opened, migrated, or put in place of one that cannot be used.
 
-A catalog is put in place whole. That, and looking at one for the first time, take turns by a lock on `<path>.lock`: the write-ahead log
-that one process leaves must never meet a file that another has just put there.
+A catalog is put in place whole. That, and looking at one for the first time, take turns by a lock
+on `<path>.lock`: the write-ahead log that one process leaves must never meet a file that another
+has just put there.
 """
 
 import re
@@ -25,14 +26,16 @@ from ckptstore.storage.file_lock import file_lock
 
 LOCK_TIMEOUT_S = 2.0
 UNUSABLE = (SQLAlchemyError, ValueError)
-"""What is raised where the database does not do as it should; SQLite gives names and texts of a damaged file out as they are."""
+"""What is raised where the database does not do as it should; SQLite gives names and texts of a
+damaged file out as they are."""
 
 _REVISION = re.compile(r"\d{4}")
 _SQLITE_FILES = ("", "-wal", "-shm", "-journal")
 
 
 class CatalogFile:
-    """A connection to the catalog of `store` at `path`, or to one in memory without a path, or where no file can be."""
+    """A connection to the catalog of `store` at `path`, or to one in memory without a path, or
+    where no file can be."""
 
     def __init__(self, path: Path | None, store: StoreId) -> None:
         self._file: tuple[Path, int] | None = None
@@ -78,7 +81,8 @@ def remove(path: Path) -> None:
 
 
 def migrate(connection: Connection) -> None:
-    """Bring the tables up to `REVISION`, from whichever revision they have; from none, that is all of them."""
+    """Bring the tables up to `REVISION`, from whichever revision they have; from none, that is all
+    of them."""
     from alembic import command  # costs 0.25 s and is needed once per release
     from alembic.config import Config
 
@@ -100,7 +104,9 @@ def _prepare(path: Path, store: StoreId) -> bool:
     try:
         make_directories(path.parent)
         for exclusive in (False, True):
-            with file_lock(_beside(path, ".lock"), timeout_s=LOCK_TIMEOUT_S, exclusive=exclusive) as held:
+            with file_lock(
+                _beside(path, ".lock"), timeout_s=LOCK_TIMEOUT_S, exclusive=exclusive
+            ) as held:
                 if held and _usable(path, store, migrate=exclusive):
                     return True
                 if held and exclusive:
@@ -112,7 +118,8 @@ def _prepare(path: Path, store: StoreId) -> bool:
 
 
 def _usable(path: Path, store: StoreId, *, migrate: bool) -> bool:
-    """Whether the file is a current catalog of `store`, with `migrate` after bringing it up to date.
+    """Whether the file is a current catalog of `store`, with `migrate` after bringing it up to
+    date.
 
     Raises where that cannot be told now.
     """
@@ -121,7 +128,9 @@ def _usable(path: Path, store: StoreId, *, migrate: bool) -> bool:
     try:
         connection = _connect(path)
         try:
-            return is_current(lambda sql, values: _rows(connection, sql, values), store) or (migrate and _migrated(connection, store))
+            return is_current(lambda sql, values: _rows(connection, sql, values), store) or (
+                migrate and _migrated(connection, store)
+            )
         finally:
             _close(connection)
     except UNUSABLE as error:
@@ -131,13 +140,18 @@ def _usable(path: Path, store: StoreId, *, migrate: bool) -> bool:
 
 
 def _migrated(connection: Connection, store: StoreId) -> bool:
-    """Whether the tables are an older revision's and now the current one's; not those of a newer or a foreign one."""
+    """Whether the tables are an older revision's and now the current one's; not those of a newer or
+    a foreign one."""
     from alembic.util import CommandError
 
     if [row[0] for row in _rows(connection, "SELECT store FROM position", {})] != [store]:
         return False
-    # Alembic takes what is no revision for an order of its own (`-1` goes one back) and stops the process over others.
-    if not all(_REVISION.fullmatch(str(row[0])) for row in _rows(connection, "SELECT version_num FROM alembic_version", {})):
+    # Alembic takes what is no revision for an order of its own (`-1` goes one back) and stops the
+    # process over others.
+    if not all(
+        _REVISION.fullmatch(str(row[0]))
+        for row in _rows(connection, "SELECT version_num FROM alembic_version", {})
+    ):
         return False
     try:
         migrate(connection)
@@ -161,7 +175,8 @@ def _unlink(path: Path) -> None:
 
 
 def _connect(path: Path | None, *, journal: str = "WAL") -> Connection:
-    """One connection for all threads, which see to it that they take turns; transactions are begun by hand."""
+    """One connection for all threads, which see to it that they take turns; transactions are begun
+    by hand."""
     engine = create_engine(
         URL.create("sqlite", database=str(path) if path else None),
         isolation_level="AUTOCOMMIT",
@@ -191,7 +206,10 @@ def make_tables(connection: Connection, store: StoreId) -> None:
     tables.metadata.create_all(connection, checkfirst=False)
     start = origin(store)
     connection.execute(tables.revision.insert(), {"version_num": REVISION})
-    connection.execute(tables.position.insert(), {"id": 1, "store": store, "n": start.n, "hash": start.hash, "bytes": start.bytes})
+    connection.execute(
+        tables.position.insert(),
+        {"id": 1, "store": store, "n": start.n, "hash": start.hash, "bytes": start.bytes},
+    )
 
 
 def _close(connection: Connection) -> None:

@@ -1,8 +1,10 @@
-"""What each log entry does to the tables of the catalog. The counterpart of `log.fold.apply`, in SQL.
+"""What each log entry does to the tables of the catalog. The counterpart of `log.fold.apply`, in
+SQL.
 
-Statements are built once and rows are gathered over many entries, so that a commit costs a dozen short statements, whatever the
-history, and a thousand commits little more. Rows of packs are touched only where something changes: the packs that a commit reuses may
-be all there are, those of them that were condemned are few.
+Statements are built once and rows are gathered over many entries, so that a commit costs a dozen
+short statements, whatever the history, and a thousand commits little more. Rows of packs are
+touched only where something changes: the packs that a commit reuses may be all there are, those of
+them that were condemned are few.
 """
 
 import math
@@ -14,23 +16,59 @@ from sqlalchemy import Connection, Table, bindparam, delete, insert, select, tex
 
 from ckptstore.core.ids import CommitId
 from ckptstore.core.model import PackRecord
-from ckptstore.index.tables import commit_trees, commits, entries, leaves, metrics, packs, parents, position, schemas, shards, tags
-from ckptstore.log.entries import Commit, Condemn, Delete, Entry, Forget, Register, Tag, Undelete, encode_again
+from ckptstore.index.tables import (
+    commit_trees,
+    commits,
+    entries,
+    leaves,
+    metrics,
+    packs,
+    parents,
+    position,
+    schemas,
+    shards,
+    tags,
+)
+from ckptstore.log.entries import (
+    Commit,
+    Condemn,
+    Delete,
+    Entry,
+    Forget,
+    Register,
+    Tag,
+    Undelete,
+    encode_again,
+)
 
 _INSERTED = (entries, commits, parents, metrics, packs, commit_trees, tags)
 _INSERT = {table: insert(table) for table in (*_INSERTED, schemas)}
 _DELETE_TAG = delete(tags).where(tags.c.name == bindparam("key"))
-_CONDEMNED = select(packs.c.number).where(text("condemned"))  # in the words of the index `packs_condemned`, or SQLite would not use it
-_CONDEMN = update(packs).where(packs.c.number == bindparam("key")).values(condemned=bindparam("value"))
+_CONDEMNED = select(packs.c.number).where(
+    text("condemned")
+)  # in the words of the index `packs_condemned`, or SQLite would not use it
+_CONDEMN = (
+    update(packs).where(packs.c.number == bindparam("key")).values(condemned=bindparam("value"))
+)
 _DELETE_PACK = delete(packs).where(packs.c.number == bindparam("key"))
-_FORGET = update(commits).where(commits.c.id == bindparam("key")).values(forgotten=bindparam("value"))
+_FORGET = (
+    update(commits).where(commits.c.id == bindparam("key")).values(forgotten=bindparam("value"))
+)
 _SCHEMA = select(schemas.c.number).where(schemas.c.id == bindparam("key"))
 _SCHEMAS_OF = select(commit_trees.c.schema).where(commit_trees.c.n == bindparam("key"))
 _USES = select(commit_trees.c.n).where(commit_trees.c.schema == bindparam("key")).limit(1)
 _COMMIT = select(commits.c.n).where(commits.c.id == bindparam("key"))
-_PURGE = tuple(delete(table).where(table.c.n == bindparam("key")) for table in (commits, parents, metrics, commit_trees, shards))
-_DROP_SCHEMA = (delete(leaves).where(leaves.c.schema == bindparam("key")), delete(schemas).where(schemas.c.number == bindparam("key")))
-_POSITION = update(position).values(n=bindparam("new_n"), hash=bindparam("new_hash"), bytes=bindparam("new_bytes"))
+_PURGE = tuple(
+    delete(table).where(table.c.n == bindparam("key"))
+    for table in (commits, parents, metrics, commit_trees, shards)
+)
+_DROP_SCHEMA = (
+    delete(leaves).where(leaves.c.schema == bindparam("key")),
+    delete(schemas).where(schemas.c.number == bindparam("key")),
+)
+_POSITION = update(position).values(
+    n=bindparam("new_n"), hash=bindparam("new_hash"), bytes=bindparam("new_bytes")
+)
 
 
 class CatalogFold:
@@ -71,7 +109,9 @@ class CatalogFold:
     def finish(self, last: Entry) -> None:
         """Write the rest; the catalog stands at `last`."""
         self._flush()
-        self._connection.execute(_POSITION, {"new_n": last.n, "new_hash": last.hash, "new_bytes": last.bytes})
+        self._connection.execute(
+            _POSITION, {"new_n": last.n, "new_hash": last.hash, "new_bytes": last.bytes}
+        )
 
     def _commit(self, body: Commit, n: int, time_ns: int) -> None:
         self._rows[commits].append(
@@ -89,16 +129,30 @@ class CatalogFold:
                 "leaves": body.leaves,
             }
         )
-        self._rows[parents].extend({"n": n, "position": i, "parent": parent} for i, parent in enumerate(body.parents))
-        self._rows[metrics].extend({"n": n, "name": name, "value": None if math.isnan(x) else x} for name, x in body.metrics)
-        self._rows[commit_trees].extend({"n": n, "key": key, "schema": self._schema(schema)} for key, schema in body.schemas)
+        self._rows[parents].extend(
+            {"n": n, "position": i, "parent": parent} for i, parent in enumerate(body.parents)
+        )
+        self._rows[metrics].extend(
+            {"n": n, "name": name, "value": None if math.isnan(x) else x}
+            for name, x in body.metrics
+        )
+        self._rows[commit_trees].extend(
+            {"n": n, "key": key, "schema": self._schema(schema)} for key, schema in body.schemas
+        )
         self._tags.update((name, body.commit) for name in body.tags)
         self._list(body.packs)
         self._set_condemned(body.reused, False)
 
     def _list(self, records: Iterable[PackRecord]) -> None:
         self._rows[packs].extend(
-            {"number": p.number, "id": p.id, "bytes": p.bytes, "chunks": p.chunks, "metadata": p.metadata} for p in records
+            {
+                "number": p.number,
+                "id": p.id,
+                "bytes": p.bytes,
+                "chunks": p.chunks,
+                "metadata": p.metadata,
+            }
+            for p in records
         )
 
     def _schema(self, schema: str) -> int:
@@ -121,12 +175,25 @@ class CatalogFold:
 
     def _purge(self, ids: Iterable[CommitId]) -> None:
         self._flush()
-        numbers = [n for commit in ids for (n,) in self._connection.execute(_COMMIT, {"key": commit})]
-        used = {schema for n in numbers for (schema,) in self._connection.execute(_SCHEMAS_OF, {"key": n})}
+        numbers = [
+            n for commit in ids for (n,) in self._connection.execute(_COMMIT, {"key": commit})
+        ]
+        used = {
+            schema
+            for n in numbers
+            for (schema,) in self._connection.execute(_SCHEMAS_OF, {"key": n})
+        }
         for statement in _PURGE:
             self._each(statement, numbers)
         for statement in _DROP_SCHEMA:
-            self._each(statement, [schema for schema in used if not self._connection.execute(_USES, {"key": schema}).first()])
+            self._each(
+                statement,
+                [
+                    schema
+                    for schema in used
+                    if not self._connection.execute(_USES, {"key": schema}).first()
+                ],
+            )
         self._schemas.clear()
 
     def _each(self, statement: Any, keys: Iterable[int | str], value: int | None = None) -> None:
@@ -139,18 +206,30 @@ class CatalogFold:
     def _flush(self) -> None:
         if self._tags:
             self._connection.execute(_DELETE_TAG, [{"key": name} for name in self._tags])
-            self._rows[tags].extend({"name": name, "commit_id": commit} for name, commit in self._tags.items() if commit)
+            self._rows[tags].extend(
+                {"name": name, "commit_id": commit} for name, commit in self._tags.items() if commit
+            )
             self._tags.clear()
         for table in _INSERTED:
             if rows := self._rows.pop(table, None):
                 self._connection.execute(_INSERT[table], rows)
 
 
-def leaf_rows(schema: int, columns: Iterable[tuple[str, int, str, tuple[int, ...], int]]) -> Iterator[dict[str, Any]]:
+def leaf_rows(
+    schema: int, columns: Iterable[tuple[str, int, str, tuple[int, ...], int]]
+) -> Iterator[dict[str, Any]]:
     """Rows of `leaves` for path, kind, dtype, shape and alias of each leaf."""
     shapes: dict[tuple[int, ...], str] = {}
     for number, (path, kind, dtype, shape, alias) in enumerate(columns):
         lengths = shapes.get(shape)
         if lengths is None:
             lengths = shapes[shape] = ",".join(map(str, shape))
-        yield {"schema": schema, "number": number, "path": path, "kind": kind, "dtype": dtype, "shape": lengths, "alias": alias}
+        yield {
+            "schema": schema,
+            "number": number,
+            "path": path,
+            "kind": kind,
+            "dtype": dtype,
+            "shape": lengths,
+            "alias": alias,
+        }

@@ -1,4 +1,5 @@
-"""A catalog that queries read with the standard library alone: a command that only asks does not wait for SQLAlchemy to be imported."""
+"""A catalog that queries read with the standard library alone: a command that only asks does not
+wait for SQLAlchemy to be imported."""
 
 import sqlite3
 import threading
@@ -26,7 +27,8 @@ _BUSY = {
 
 
 def open_catalog(path: str | PathLike[str], store: StoreId) -> Queries | None:
-    """Queries on the catalog of `store` at `path`, or None if there is none that they can read. Threads may share them."""
+    """Queries on the catalog of `store` at `path`, or None if there is none that they can read.
+    Threads may share them."""
     try:
         connection = _connect(Path(path))
     except (sqlite3.Error, UnicodeError):
@@ -43,7 +45,8 @@ def open_catalog(path: str | PathLike[str], store: StoreId) -> Queries | None:
     try:
         if is_current(ask, store):
             queries = Queries(ask, connection.close)
-            # sqlite3's connections are part of a cycle: left to the garbage collector they keep the file open long after their last use.
+            # sqlite3's connections are part of a cycle: left to the garbage collector they keep the
+            # file open long after their last use.
             weakref.finalize(queries, connection.close).atexit = False
             return queries
     except (Corrupt, Unavailable):
@@ -54,26 +57,35 @@ def open_catalog(path: str | PathLike[str], store: StoreId) -> Queries | None:
 
 def is_current(ask: Ask, store: StoreId) -> bool:
     """Whether a catalog is of `store` and of the revision that these queries are written for."""
-    revisions, stores = ask("SELECT version_num FROM alembic_version", {}), ask("SELECT store FROM position", {})
+    revisions, stores = (
+        ask("SELECT version_num FROM alembic_version", {}),
+        ask("SELECT store FROM position", {}),
+    )
     return [row[0] for row in revisions] == [REVISION] and [row[0] for row in stores] == [store]
 
 
 def catalog_error(error: BaseException, place: str) -> Corrupt | Unavailable:
     """What an error of SQLite means for the caller."""
     if is_busy(error):
-        return Unavailable(f"the catalog {place} did not answer: {error}; repeat the call, or free its disk")
+        return Unavailable(
+            f"the catalog {place} did not answer: {error}; repeat the call, or free its disk"
+        )
     return Corrupt(f"the catalog {place} is damaged: {error}; run `ckptstore reindex`")
 
 
 def is_busy(error: BaseException) -> bool:
-    """Whether the database is whole for all that the error says, and somebody or something only stands in the way."""
+    """Whether the database is whole for all that the error says, and somebody or something only
+    stands in the way."""
     return getattr(error, "sqlite_errorcode", 0) & 0xFF in _BUSY
 
 
 def _connect(path: Path) -> sqlite3.Connection:
-    """Read-only; in a folder that cannot be written a catalog that nobody has open is read as it lies."""
+    """Read-only; in a folder that cannot be written a catalog that nobody has open is read as it
+    lies."""
     place = path.absolute().as_uri()
-    connection = sqlite3.connect(f"{place}?mode=ro", uri=True, timeout=5, isolation_level=None, check_same_thread=False)
+    connection = sqlite3.connect(
+        f"{place}?mode=ro", uri=True, timeout=5, isolation_level=None, check_same_thread=False
+    )
     try:
         connection.execute("SELECT 1 FROM sqlite_master").fetchone()
     except sqlite3.OperationalError:
@@ -81,5 +93,7 @@ def _connect(path: Path) -> sqlite3.Connection:
         wal = path.with_name(path.name + "-wal")
         if not path.exists() or (wal.exists() and wal.stat().st_size):
             raise
-        return sqlite3.connect(f"{place}?mode=ro&immutable=1", uri=True, isolation_level=None, check_same_thread=False)
+        return sqlite3.connect(
+            f"{place}?mode=ro&immutable=1", uri=True, isolation_level=None, check_same_thread=False
+        )
     return connection

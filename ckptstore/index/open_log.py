@@ -1,4 +1,5 @@
-"""Which place a store's log is at: in the store itself, or in the database that `ckptstore.json` names and the caller knows the way to."""
+"""Which place a store's log is at: in the store itself, or in the database that `ckptstore.json`
+names and the caller knows the way to."""
 
 import os
 from typing import TYPE_CHECKING
@@ -14,22 +15,28 @@ if TYPE_CHECKING:
 VARIABLE = "CKPTSTORE_INDEX"
 
 
-def open_log_place(config: StoreConfig, storage: Storage, index: str | None) -> "PostgresLog | None":
-    """The database that holds the log; None if the log is in the store. `index` is the caller's way to it, else `$CKPTSTORE_INDEX`.
+def open_log_place(
+    config: StoreConfig, storage: Storage, index: str | None
+) -> "PostgresLog | None":
+    """The database that holds the log; None if the log is in the store. `index` is the caller's way
+    to it, else `$CKPTSTORE_INDEX`.
 
-    Raises `InvalidInput` if that is not where the log is: two who name different places would write two histories.
+    Raises `InvalidInput` if that is not where the log is: two who name different places would write
+    two histories.
     """
     if not config.in_database:
         if index is not None:
             raise InvalidInput(
-                f"the log of {storage.url} is in the store itself, not in a database: leave index out, or move the log: "
+                f"the log of {storage.url} is in the store itself, not in a database: leave index "
+                "out, or move the log: "
                 f"`ckptstore migrate --log-to URL`"
             )
         return None
     way = index or os.environ.get(VARIABLE)
     if not way:
         raise InvalidInput(
-            f'the log of {storage.url} is in {config.log_place}: name that database, with index="postgresql+psycopg://USER@HOST/DATABASE", '
+            f"the log of {storage.url} is in {config.log_place}: name that database, with "
+            'index="postgresql+psycopg://USER@HOST/DATABASE", '
             f"--index (--to-index, --from-index for the other end of a mirror) or ${VARIABLE}"
         )
     log = database_log(way, config.store, storage)

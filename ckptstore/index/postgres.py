@@ -1,7 +1,9 @@
-"""A PostgreSQL database as a store's index: connections, transactions that end in time, and what its errors mean to the caller.
+"""A PostgreSQL database as a store's index: connections, transactions that end in time, and what
+its errors mean to the caller.
 
-Each store has a schema of its own, `ckptstore_<store id>`, so one database holds many, and a role without special rights will do that may
-create schemas in it. A transaction that gets no answer is cut off from this side: nothing in the client library would ever end it.
+Each store has a schema of its own, `ckptstore_<store id>`, so one database holds many, and a role
+without special rights will do that may create schemas in it. A transaction that gets no answer is
+cut off from this side: nothing in the client library would ever end it.
 """
 
 import os
@@ -39,7 +41,8 @@ T = TypeVar("T")
 
 
 class Lost(Unavailable):
-    """The connection ended, or the server is shutting down or starting: whether a COMMIT under way took place is unknown."""
+    """The connection ended, or the server is shutting down or starting: whether a COMMIT under way
+    took place is unknown."""
 
 
 class Database:
@@ -61,7 +64,8 @@ class Database:
         return f"postgresql://{self._url.host or 'localhost'}{port}/{self._url.database or ''}"
 
     def read(self, work: Callable[[Connection], T]) -> T:
-        """What `work` reads in a transaction of its own; again with another connection while the database is away."""
+        """What `work` reads in a transaction of its own; again with another connection while the
+        database is away."""
         return self.repeat(lambda: self._once(work))
 
     def write(self, work: Callable[[Connection], T]) -> T:
@@ -81,8 +85,11 @@ class Database:
             pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
 
     @contextmanager
-    def transaction(self, begin: Callable[[Connection], object] = lambda connection: None) -> Iterator[Connection]:
-        """A transaction that the block commits by `connection.commit()`; anything else rolls back. Its errors come out as ours.
+    def transaction(
+        self, begin: Callable[[Connection], object] = lambda connection: None
+    ) -> Iterator[Connection]:
+        """A transaction that the block commits by `connection.commit()`; anything else rolls back.
+        Its errors come out as ours.
 
         What `begin` does first is done again with another connection while the database is away.
         """
@@ -123,7 +130,10 @@ class Database:
         if self._engine is None or self._pid != os.getpid():
             if self._engine is not None:
                 self._engine.dispose(close=False)  # the parent's connections stay the parent's
-            settings = {"search_path": self.schema, "idle_in_transaction_session_timeout": f"{_IDLE_S}s"}
+            settings = {
+                "search_path": self.schema,
+                "idle_in_transaction_session_timeout": f"{_IDLE_S}s",
+            }
             arguments = {
                 "options": " ".join(f"-c {name}={value}" for name, value in settings.items()),
                 "connect_timeout": min(CONNECT_TIMEOUT_S, max(int(self._deadline_s), 2)),
@@ -139,10 +149,13 @@ class Database:
                     pool_size=4,
                     max_overflow=8,
                     pool_recycle=600,
-                    use_native_hstore=False,  # which would ask the server about it on every connection
+                    # which would ask the server about it on every connection
+                    use_native_hstore=False,
                 )
             except (ImportError, SQLAlchemyError) as error:
-                raise InvalidInput(f"cannot use {self.name}: {error}; install ckptstore[postgresql]") from error
+                raise InvalidInput(
+                    f"cannot use {self.name}: {error}; install ckptstore[postgresql]"
+                ) from error
             self._pid = os.getpid()
         return self._engine
 
@@ -154,7 +167,9 @@ class Database:
         except DBAPIError as error:
             raise self._failure(error) from error
         except SQLAlchemyError as error:
-            raise Unavailable(f"{self.name} does not do as it should: {self._told(error)}; repeat the call") from error
+            raise Unavailable(
+                f"{self.name} does not do as it should: {self._told(error)}; repeat the call"
+            ) from error
 
     def _failure(self, error: DBAPIError) -> CkptStoreError:
         code = str(getattr(error.orig, "sqlstate", None) or "") or _refused(str(error.orig))
@@ -170,7 +185,10 @@ class Database:
         if code.startswith("28"):
             return InvalidInput(f"{told}; see to user and password, and to who may connect")
         if code == "42501":
-            return ReadOnly(f"{told}; get the right to create schemas in this database (GRANT CREATE ON DATABASE), or to write to this one")
+            return ReadOnly(
+                f"{told}; get the right to create schemas in this database (GRANT CREATE ON "
+                "DATABASE), or to write to this one"
+            )
         if code.startswith("22"):
             return InvalidInput(f"{told}; PostgreSQL cannot store this")
         if code in ("23505", "42P06"):
@@ -183,17 +201,25 @@ class Database:
 
 
 def _refused(said: str) -> str:
-    """The code of a final refusal to connect, which the driver tells in words only; nothing for what may pass, such as a start."""
+    """The code of a final refusal to connect, which the driver tells in words only; nothing for
+    what may pass, such as a start."""
     if "FATAL" not in said:
         return ""
     if re.search(r'database "[^"]*" does not exist', said):
         return "3D000"
-    return "28000" if re.search(r'authentication failed|no pg_hba\.conf entry|role "[^"]*" does not exist', said) else ""
+    return (
+        "28000"
+        if re.search(
+            r'authentication failed|no pg_hba\.conf entry|role "[^"]*" does not exist', said
+        )
+        else ""
+    )
 
 
 @contextmanager
 def at_once(connection: Connection) -> Iterator[None]:
-    """Within, statements are sent without waiting for each other's answers, of which there must be none to read.
+    """Within, statements are sent without waiting for each other's answers, of which there must be
+    none to read.
 
     Over a network whoever holds a lock keeps the others waiting for each round trip.
     """
@@ -219,9 +245,14 @@ def _parse(url: str) -> URL:
     try:
         parsed = make_url(url)
     except (ArgumentError, ValueError) as error:  # ValueError for a port that is no number
-        raise InvalidInput(f"index={redact(url)!r} is no URL; wanted postgresql+psycopg://USER@HOST/DATABASE") from error
+        raise InvalidInput(
+            f"index={redact(url)!r} is no URL; wanted postgresql+psycopg://USER@HOST/DATABASE"
+        ) from error
     if parsed.get_backend_name() != "postgresql":
-        raise InvalidInput(f"index={redact(url)!r}: wanted postgresql+psycopg://USER@HOST/DATABASE, since nothing else can hold a log")
+        raise InvalidInput(
+            f"index={redact(url)!r}: wanted postgresql+psycopg://USER@HOST/DATABASE, since nothing "
+            "else can hold a log"
+        )
     return parsed.set(drivername="postgresql+psycopg")
 
 
@@ -230,10 +261,13 @@ def _ended_after(connection: Connection, seconds: float) -> Iterator[None]:
     """Cut the connection off if the block has not ended by then."""
     raw = connection.connection.driver_connection
     assert raw is not None
-    # A descriptor of our own: the connection's may be closed, and be another file's, when the time is up.
+    # A descriptor of our own: the connection's may be closed, and be another file's, when the time
+    # is up.
     try:
         watched = socket.socket(fileno=os.dup(raw.fileno()))
-    except Exception as error:  # the driver has an error of its own for a connection that ended in the pool
+    except (
+        Exception
+    ) as error:  # the driver has an error of its own for a connection that ended in the pool
         raise Lost("the connection had ended; repeat") from error
     timer = threading.Timer(seconds, _cut, [watched])
     timer.daemon = True

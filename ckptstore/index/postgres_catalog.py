@@ -1,4 +1,5 @@
-"""The catalog in PostgreSQL: the tables that the log's entries change as they are appended, so it is never behind."""
+"""The catalog in PostgreSQL: the tables that the log's entries change as they are appended, so it
+is never behind."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -47,4 +48,6 @@ class PostgresCatalog:
         self._database.close()
 
     def _ask(self, sql: str, values: Mapping[str, Any]) -> Rows:
-        return self._database.read(lambda connection: connection.execute(text(sql), values).fetchall())
+        return self._database.read(
+            lambda connection: connection.execute(text(sql), values).fetchall()
+        )

@@ -1,8 +1,10 @@
-"""The log in PostgreSQL: an entry is a row, and the tables of the catalog change with it in one transaction.
+"""The log in PostgreSQL: an entry is a row, and the tables of the catalog change with it in one
+transaction.
 
-The number of an entry is assigned inside the transaction that holds the row of the last one locked, never by a sequence, so there are no
-gaps. After its COMMIT each entry is copied to the store's own `log/`, from which a lost database can be made again. A database that stands
-behind those copies, as one restored from an older backup does, takes no appends: they would be another history.
+The number of an entry is assigned inside the transaction that holds the row of the last one locked,
+never by a sequence, so there are no gaps. After its COMMIT each entry is copied to the store's own
+`log/`, from which a lost database can be made again. A database that stands behind those copies, as
+one restored from an older backup does, takes no appends: they would be another history.
 """
 
 import logging
@@ -25,13 +27,18 @@ from ckptstore.log.entries import Entry, Position, decode_entry
 from ckptstore.storage.contract import Storage
 
 _BATCH = 500
-_PLACE = "CREATE TABLE place (id SMALLINT PRIMARY KEY, token VARCHAR(32) NOT NULL, copied BIGINT NOT NULL)"
+_PLACE = (
+    "CREATE TABLE place (id SMALLINT PRIMARY KEY, token VARCHAR(32) NOT NULL, copied BIGINT "
+    "NOT NULL)"
+)
 
 _LOCK = text(
     "WITH turn AS MATERIALIZED (SELECT pg_advisory_xact_lock(:store)) "
-    "SELECT position.n, position.hash, position.bytes, place.copied FROM turn, position, place FOR UPDATE OF position, place"
+    "SELECT position.n, position.hash, position.bytes, place.copied FROM turn, position, place FOR "
+    "UPDATE OF position, place"
 )
-"""Rows are what is locked; but who waits for a row may be overtaken, and who waits for an advisory lock gets it in his turn."""
+"""Rows are what is locked; but who waits for a row may be overtaken, and who waits for an advisory
+lock gets it in his turn."""
 
 T = TypeVar("T")
 
@@ -54,7 +61,8 @@ class PostgresLog:
     # -- making and checking --
 
     def make(self) -> str:
-        """Make the schema of the store, empty, and return the name of this place. Raises `Conflict` if there is one."""
+        """Make the schema of the store, empty, and return the name of this place. Raises `Conflict`
+        if there is one."""
         token = secrets.token_hex(16)
 
         def work(connection: Connection) -> None:
@@ -68,11 +76,22 @@ class PostgresLog:
 
     def drop(self) -> None:
         """Remove the store's schema: its log is elsewhere, or was never used."""
-        self.database.write(lambda connection: connection.execute(text(f"DROP SCHEMA IF EXISTS {quoted(self.database.schema)} CASCADE")))
+        self.database.write(
+            lambda connection: connection.execute(
+                text(f"DROP SCHEMA IF EXISTS {quoted(self.database.schema)} CASCADE")
+            )
+        )
 
     def name(self) -> str:
-        """The name of this place as `ckptstore.json` has it. Raises `NotFound` where the database holds no log of this store."""
-        return self._name(self.database.read(lambda connection: str(connection.execute(text("SELECT token FROM place")).scalar_one())))
+        """The name of this place as `ckptstore.json` has it. Raises `NotFound` where the database
+        holds no log of this store."""
+        return self._name(
+            self.database.read(
+                lambda connection: str(
+                    connection.execute(text("SELECT token FROM place")).scalar_one()
+                )
+            )
+        )
 
     def check(self, place: str) -> None:
         """Raise `InvalidInput` unless this database is the one that `place` names."""
@@ -80,20 +99,29 @@ class PostgresLog:
             found = self.name()
         except NotFound as error:
             raise InvalidInput(
-                f"the log of store {self._store} is in {place}, and {self.database.name} holds none of it; name that database, "
+                f"the log of store {self._store} is in {place}, and {self.database.name} holds "
+                "none of it; name that database, "
                 f"or make the log again from its copies: `ckptstore migrate --restore-log`"
             ) from error
         if token_of(found) != token_of(place):
-            raise InvalidInput(f"the log of store {self._store} is in {place}; {self.database.name} holds another one of the same store")
+            raise InvalidInput(
+                f"the log of store {self._store} is in {place}; {self.database.name} holds another "
+                "one of the same store"
+            )
         if (revision := self.revision()) != REVISION:
             raise InvalidInput(
-                f"the tables in {self.database.name} are of revision {revision}; wanted {REVISION}: run `ckptstore migrate`, "
+                f"the tables in {self.database.name} are of revision {revision}; wanted "
+                f"{REVISION}: run `ckptstore migrate`, "
                 f"or install the ckptstore that made them"
             )
 
     def revision(self) -> str:
         """Which revision's tables there are."""
-        return self.database.read(lambda connection: str(connection.execute(text("SELECT version_num FROM alembic_version")).scalar_one()))
+        return self.database.read(
+            lambda connection: str(
+                connection.execute(text("SELECT version_num FROM alembic_version")).scalar_one()
+            )
+        )
 
     def migrate(self) -> None:
         """Bring the tables up to this version of ckptstore."""
@@ -104,7 +132,10 @@ class PostgresLog:
 
         def work(connection: Connection) -> None:
             if not fold_entries(connection, entries):
-                raise Corrupt(f"the entries from {entries[0].n} on do not follow on what is in {self.database.name}; run `ckptstore fsck`")
+                raise Corrupt(
+                    f"the entries from {entries[0].n} on do not follow on what is in "
+                    f"{self.database.name}; run `ckptstore fsck`"
+                )
             connection.execute(text("UPDATE place SET copied = :n"), {"n": entries[-1].n})
 
         if entries:
@@ -122,7 +153,11 @@ class PostgresLog:
 
     def adopt(self, place: str) -> None:
         """Take the name `place`: this log was made again from its copies."""
-        self.database.write(lambda connection: connection.execute(text("UPDATE place SET token = :token"), {"token": token_of(place)}))
+        self.database.write(
+            lambda connection: connection.execute(
+                text("UPDATE place SET token = :token"), {"token": token_of(place)}
+            )
+        )
 
     def _name(self, token: str) -> str:
         return f"{self.database.name}#{token}"
@@ -131,7 +166,9 @@ class PostgresLog:
 
     def read(self, n: int) -> bytes | None:
         def work(connection: Connection) -> bytes | None:
-            found = connection.execute(text("SELECT data FROM entries WHERE n = :n"), {"n": n}).scalar()
+            found = connection.execute(
+                text("SELECT data FROM entries WHERE n = :n"), {"n": n}
+            ).scalar()
             return None if found is None else bytes(found)
 
         return self._ask(work)
@@ -143,7 +180,9 @@ class PostgresLog:
 
             def work(connection: Connection, after: int = n) -> list[bytes]:
                 sql = text("SELECT data FROM entries WHERE n > :n ORDER BY n LIMIT :limit")
-                return [bytes(row[0]) for row in connection.execute(sql, {"n": after, "limit": _BATCH})]
+                return [
+                    bytes(row[0]) for row in connection.execute(sql, {"n": after, "limit": _BATCH})
+                ]
 
             found = self._ask(work)
             yield from map(decode_entry, found)
@@ -214,7 +253,8 @@ class PostgresLog:
         return self.database.read(work)
 
     def _insert(self, connection: Connection, entry: Entry, locked: "_Locked") -> int | None:
-        """Insert and COMMIT; up to which entry there were copies before, or None if this is not the next entry.
+        """Insert and COMMIT; up to which entry there were copies before, or None if this is not the
+        next entry.
 
         Others wait meanwhile, so it takes few round trips.
         """
@@ -225,38 +265,54 @@ class PostgresLog:
         copied = max(locked.copied, self._copied)
         with_copied = partial(_with_copied, copied=copied if copied > locked.copied else None)
         fold_entries(connection, [entry], at=locked.position, at_once=with_copied)
-        self._compared = False  # until the COMMIT is answered: another database may answer the next time
+        self._compared = (
+            False  # until the COMMIT is answered: another database may answer the next time
+        )
         connection.commit()
         self._compared = True
         return copied
 
     def _lock(self, connection: Connection) -> "_Locked":
         """Until the transaction ends, nobody else appends."""
-        n, digest, size, copied = connection.execute(_LOCK, {"store": int(self._store[:15], 16)}).one()
+        n, digest, size, copied = connection.execute(
+            _LOCK, {"store": int(self._store[:15], 16)}
+        ).one()
         return _Locked(Position(int(n), str(digest), int(size)), int(copied))
 
     # -- copies --
 
     def _check_not_behind(self, n: int) -> None:
-        """Raise `Corrupt` if there is a copy of entry `n`, which is not in this database; looked up once per connection lost."""
+        """Raise `Corrupt` if there is a copy of entry `n`, which is not in this database; looked up
+        once per connection lost."""
         if self._compared:
             return
         if self._storage.size(log_key(n)) is not None:
             raise Corrupt(
-                f"{self.database.name} ends at entry {n - 1} of the log, but {self._storage.url} has a copy of entry {n}: it was restored "
-                f"from an older backup, or is not the database that it was; run `ckptstore migrate --restore-log`"
+                f"{self.database.name} ends at entry {n - 1} of the log, but {self._storage.url} "
+                f"has a copy of entry {n}: it was restored "
+                "from an older backup, or is not the database that it was; run `ckptstore migrate "
+                "--restore-log`"
             )
 
     def _copy(self, copied: int, n: int, data: bytes) -> None:
-        """Copy entries `copied + 1` to `n`, the last of them being `data`. What cannot be copied now is copied with the next entry."""
+        """Copy entries `copied + 1` to `n`, the last of them being `data`. What cannot be copied
+        now is copied with the next entry."""
         try:
             for m in range(copied + 1, n + 1):
                 entry = data if m == n else self.read(m)
-                if entry is None or (not self._storage.put_new(log_key(m), entry) and self._storage.read(log_key(m)) != entry):
-                    raise Corrupt(f"{log_key(m)} in {self._storage.url} is no copy of entry {m} in {self.database.name}: a fork of the log")
+                if entry is None or (
+                    not self._storage.put_new(log_key(m), entry)
+                    and self._storage.read(log_key(m)) != entry
+                ):
+                    raise Corrupt(
+                        f"{log_key(m)} in {self._storage.url} is no copy of entry {m} in "
+                        f"{self.database.name}: a fork of the log"
+                    )
                 self._copied = m
         except (Unavailable, ReadOnly, NotFound) as error:
-            _logger.warning("entry %d is in %s and its copy is not made yet: %s", n, self.database.name, error)
+            _logger.warning(
+                "entry %d is in %s and its copy is not made yet: %s", n, self.database.name, error
+            )
 
 
 def token_of(place: str) -> str:
@@ -266,7 +322,8 @@ def token_of(place: str) -> str:
 
 @contextmanager
 def _with_copied(connection: Connection, copied: int | None) -> Iterator[None]:
-    """As `at_once`, and with what is sent within goes up to which entry there are copies, if that is new."""
+    """As `at_once`, and with what is sent within goes up to which entry there are copies, if that
+    is new."""
     with at_once(connection):
         yield
         if copied is not None:
@@ -274,7 +331,8 @@ def _with_copied(connection: Connection, copied: int | None) -> Iterator[None]:
 
 
 class _Locked(NamedTuple):
-    """The last entry, which stays that until the transaction ends, and up to which entry there are copies."""
+    """The last entry, which stays that until the transaction ends, and up to which entry there are
+    copies."""
 
     position: Position
     copied: int

@@ -1,7 +1,7 @@
 """What the catalog answers: portable SQL with named parameters, run by whoever holds a connection.
 
-`index.catalog_sqlite` asks with the standard library alone, `Catalog.queries` through SQLAlchemy. Answers are as of the log position that was
-folded last.
+`index.catalog_sqlite` asks with the standard library alone, `Catalog.queries` through SQLAlchemy.
+Answers are as of the log position that was folded last.
 """
 
 import math
@@ -35,7 +35,11 @@ _MAYBE_FLOAT = (int, float, NoneType)
 _ANY_BYTES = (bytes, memoryview)
 _NO_VALUES: Mapping[str, Any] = {}
 _COMMIT_TYPES: Types = (int, str, str, str, str, _MAYBE_INT, str, int, int, int, int, int)
-_COMMIT = "n, id, content, session, run, step, message, time_ns, logical_bytes, new_bytes, leaves, forgotten"
+_COMMIT = (
+    "n, id, content, session, run, step, message, time_ns, logical_bytes, new_bytes, "
+    "leaves, "
+    "forgotten"
+)
 _BATCH = 500
 
 
@@ -100,7 +104,8 @@ class Totals(NamedTuple):
 
 
 class Queries:
-    """Questions to a catalog. Raises `Corrupt` if it is damaged and `Unavailable` if it does not answer."""
+    """Questions to a catalog. Raises `Corrupt` if it is damaged and `Unavailable` if it does not
+    answer."""
 
     def __init__(self, ask: Ask, close: Callable[[], None] = lambda: None) -> None:
         self._ask = ask
@@ -109,14 +114,15 @@ class Queries:
         """Let go of the connection, if it is these queries' own."""
 
     def or_else(self, other: "Callable[[Corrupt], Queries]") -> Self:
-        """From the first question that this catalog is too damaged to answer, all go to what `other` gives for the error."""
+        """From the first question that this catalog is too damaged to answer, all go to what
+        `other` gives for the error."""
         self._other = other
         return self
 
     @contextmanager
     def one_moment(self) -> Iterator[None]:
-        """Within, all answers are as of one moment, whatever others fold meanwhile. For a catalog in a file that nobody else asks by this
-        connection."""
+        """Within, all answers are as of one moment, whatever others fold meanwhile. For a catalog
+        in a file that nobody else asks by this connection."""
         self._ask("BEGIN", _NO_VALUES)
         try:
             yield
@@ -128,9 +134,15 @@ class Queries:
         return Position(*self._one((int, str, int), "SELECT n, hash, bytes FROM position"))
 
     def log(
-        self, run: str | None = None, limit: int | None = None, *, before: int | None = None, forgotten: bool = False
+        self,
+        run: str | None = None,
+        limit: int | None = None,
+        *,
+        before: int | None = None,
+        forgotten: bool = False,
     ) -> list[CommitInfo]:
-        """Commits, the newest first: of one run or all, at most `limit`, those of entries below `before`, with forgotten ones if wanted."""
+        """Commits, the newest first: of one run or all, at most `limit`, those of entries below
+        `before`, with forgotten ones if wanted."""
         tests = [
             *(["run = :run"] if run is not None else []),
             *(["n < :before"] if before is not None else []),
@@ -139,14 +151,25 @@ class Queries:
         where = f" WHERE {' AND '.join(tests)}" if tests else ""
         stop = " LIMIT :limit" if limit is not None else ""
         values = {"run": run, "before": before, "limit": limit}
-        rows = self._rows(_COMMIT_TYPES, f"SELECT {_COMMIT} FROM commits{where} ORDER BY n DESC{stop}", values)
-        return [info for start in range(0, len(rows), _BATCH) for info in self._infos(rows[start : start + _BATCH])]
+        rows = self._rows(
+            _COMMIT_TYPES, f"SELECT {_COMMIT} FROM commits{where} ORDER BY n DESC{stop}", values
+        )
+        return [
+            info
+            for start in range(0, len(rows), _BATCH)
+            for info in self._infos(rows[start : start + _BATCH])
+        ]
 
     def commit(self, commit: CommitId) -> CommitInfo:
         """One commit, forgotten or not; raises `NotFound`."""
-        rows = self._rows(_COMMIT_TYPES, f"SELECT {_COMMIT} FROM commits WHERE id = :id", {"id": commit})
+        rows = self._rows(
+            _COMMIT_TYPES, f"SELECT {_COMMIT} FROM commits WHERE id = :id", {"id": commit}
+        )
         if not rows:
-            raise NotFound(f"no commit {commit[:12]}: it was never made here or has been purged; see `ckptstore log`")
+            raise NotFound(
+                f"no commit {commit[:12]}: it was never made here or has been purged; see "
+                "`ckptstore log`"
+            )
         return self._infos(rows)[0]
 
     def commits(self, refs: Sequence[Ref | str | int], run: str | None = None) -> list[CommitInfo]:
@@ -154,9 +177,11 @@ class Queries:
         return [self.commit(self.resolve(ref, run)) for ref in refs]
 
     def resolve(self, ref: Ref | str | int, run: str | None = None) -> CommitId:
-        """The commit that `ref` names. Steps, `latest` and `best:` are looked for in the ref's run, else in `run`, else in all runs.
+        """The commit that `ref` names. Steps, `latest` and `best:` are looked for in the ref's run,
+        else in `run`, else in all runs.
 
-        Raises `NotFound` with what is there instead, `InvalidInput` for the beginning of several ids.
+        Raises `NotFound` with what is there instead, `InvalidInput` for the beginning of several
+        ids.
         """
         ref = parse_ref(ref) if isinstance(ref, str | int) else ref
         if isinstance(ref, Step):
@@ -170,7 +195,10 @@ class Queries:
         return self._ancestor(self.resolve(ref.base, run), ref)
 
     def tags(self) -> list[TagInfo]:
-        sql = "SELECT t.name, t.commit_id, c.run, c.step FROM tags t JOIN commits c ON c.id = t.commit_id ORDER BY t.name"
+        sql = (
+            "SELECT t.name, t.commit_id, c.run, c.step FROM tags t JOIN commits c ON c.id = "
+            "t.commit_id ORDER BY t.name"
+        )
         return [TagInfo(*row) for row in self._rows((str, str, str, _MAYBE_INT), sql)]
 
     def runs(self) -> list[RunInfo]:
@@ -178,28 +206,46 @@ class Queries:
         rows = self._rows(
             (str, int, str, _MAYBE_INT, int),
             "SELECT c.run, g.commits, c.id, c.step, c.time_ns"
-            " FROM (SELECT MAX(n) AS n, COUNT(*) AS commits FROM commits WHERE forgotten = 0 GROUP BY run) g"
+            " FROM (SELECT MAX(n) AS n, COUNT(*) AS commits FROM commits WHERE forgotten = 0 GROUP "
+            "BY run) g"
             " JOIN commits c ON c.n = g.n ORDER BY c.n DESC",
         )
         return [RunInfo(*row) for row in rows]
 
     def leaves(self, schema: str) -> list[LeafInfo] | None:
         """The leaves of a schema in their order, or None if they have not been added."""
-        found = self._rows((int,), "SELECT number FROM schemas WHERE id = :id AND leaves IS NOT NULL", {"id": schema})
+        found = self._rows(
+            (int,),
+            "SELECT number FROM schemas WHERE id = :id AND leaves IS NOT NULL",
+            {"id": schema},
+        )
         if not found:
             return None
-        sql = "SELECT path, kind, dtype, shape, alias FROM leaves WHERE schema = :number ORDER BY number"
+        sql = (
+            "SELECT path, kind, dtype, shape, alias FROM leaves WHERE schema = :number ORDER BY "
+            "number"
+        )
         types = (str, _kind, str, _shape, int)
         return [LeafInfo(*row) for row in self._rows(types, sql, {"number": found[0][0]})]
 
     def missing_schemas(self) -> list[str]:
         """The schemas that commits name and whose leaves have not been added."""
-        return [row[0] for row in self._rows((str,), "SELECT id FROM schemas WHERE leaves IS NULL ORDER BY number")]
+        return [
+            row[0]
+            for row in self._rows(
+                (str,), "SELECT id FROM schemas WHERE leaves IS NULL ORDER BY number"
+            )
+        ]
 
     def shards(self, commit: CommitId) -> list[ShardInfo]:
         """The boxes of a commit of several ranks; none for a commit of one rank."""
-        sql = "SELECT s.path, s.rank, s.offsets, s.lengths FROM shards s JOIN commits c ON c.n = s.n WHERE c.id = :id ORDER BY s.number"
-        return [ShardInfo(*row) for row in self._rows((str, int, _shape, _shape), sql, {"id": commit})]
+        sql = (
+            "SELECT s.path, s.rank, s.offsets, s.lengths FROM shards s JOIN commits c ON c.n = "
+            "s.n WHERE c.id = :id ORDER BY s.number"
+        )
+        return [
+            ShardInfo(*row) for row in self._rows((str, int, _shape, _shape), sql, {"id": commit})
+        ]
 
     def entry(self, n: int) -> bytes | None:
         """The copy of log entry `n`, if it was folded here; nobody has checked it since."""
@@ -209,24 +255,33 @@ class Queries:
     def packs(self) -> list[PackInfo]:
         sql = "SELECT number, id, bytes, chunks, metadata, condemned FROM packs ORDER BY number"
         rows = self._rows((int, str, int, int, int, int), sql)
-        return [PackInfo(row[0], row[1], row[2], row[3], bool(row[4]), bool(row[5])) for row in rows]
+        return [
+            PackInfo(row[0], row[1], row[2], row[3], bool(row[4]), bool(row[5])) for row in rows
+        ]
 
     def totals(self) -> Totals:
         # The casts are for PostgreSQL, whose sums of whole numbers are decimals.
         commits = self._one(
             (int,) * 4,
-            "SELECT COUNT(CASE WHEN forgotten = 0 THEN 1 END), COUNT(CASE WHEN forgotten <> 0 THEN 1 END),"
-            " CAST(COALESCE(SUM(CASE WHEN forgotten = 0 THEN logical_bytes END), 0) AS BIGINT), COUNT(DISTINCT run) FROM commits",
+            "SELECT COUNT(CASE WHEN forgotten = 0 THEN 1 END), COUNT(CASE WHEN forgotten <> 0 THEN "
+            "1 END),"
+            " CAST(COALESCE(SUM(CASE WHEN forgotten = 0 THEN logical_bytes END), 0) AS BIGINT), "
+            "COUNT(DISTINCT run) FROM commits",
         )
         packs = self._one(
             (int,) * 5,
-            "SELECT COUNT(*), CAST(COALESCE(SUM(bytes), 0) AS BIGINT), CAST(COALESCE(SUM(chunks), 0) AS BIGINT),"
-            " COUNT(CASE WHEN condemned THEN 1 END), CAST(COALESCE(SUM(CASE WHEN condemned THEN bytes END), 0) AS BIGINT) FROM packs",
+            "SELECT COUNT(*), CAST(COALESCE(SUM(bytes), 0) AS BIGINT), CAST(COALESCE(SUM(chunks), "
+            "0) AS BIGINT),"
+            " COUNT(CASE WHEN condemned THEN 1 END), CAST(COALESCE(SUM(CASE WHEN condemned THEN "
+            "bytes END), 0) AS BIGINT) FROM packs",
         )
         return Totals(*commits, *self._one((int,), "SELECT COUNT(*) FROM tags"), *packs)
 
-    def _rows(self, types: Types, sql: str, values: Mapping[str, Any] = _NO_VALUES, *, one: bool = False) -> list[tuple[Any, ...]]:
-        """The rows, each column of its type; from another catalog, if there is one, where this one's cannot be."""
+    def _rows(
+        self, types: Types, sql: str, values: Mapping[str, Any] = _NO_VALUES, *, one: bool = False
+    ) -> list[tuple[Any, ...]]:
+        """The rows, each column of its type; from another catalog, if there is one, where this
+        one's cannot be."""
         try:
             return _typed(types, self._ask(sql, values), one=one)
         except Corrupt as error:
@@ -254,26 +309,38 @@ class Queries:
     def _best(self, ref: Best, run: str | None) -> CommitId:
         rows = self._rows(
             (str,),
-            "SELECT c.id FROM metrics m JOIN commits c ON c.n = m.n WHERE m.name = :metric AND m.value IS NOT NULL AND c.forgotten = 0"
+            "SELECT c.id FROM metrics m JOIN commits c ON c.n = m.n WHERE m.name = :metric AND "
+            "m.value IS NOT NULL AND c.forgotten = 0"
             f"{_run_test(run)} ORDER BY m.value {'DESC' if ref.order == 'max' else 'ASC'}, m.n DESC LIMIT 1",
             {"metric": ref.metric, "run": run},
         )
         if rows:
             return CommitId(rows[0][0])
-        names = [row[0] for row in self._rows((str,), "SELECT DISTINCT name FROM metrics ORDER BY name LIMIT 20")]
+        names = [
+            row[0]
+            for row in self._rows(
+                (str,), "SELECT DISTINCT name FROM metrics ORDER BY name LIMIT 20"
+            )
+        ]
         raise NotFound(
-            f"no commit{_of(run)} has a metric {ref.metric!r}; " + (f"there are {', '.join(names)}" if names else "none has metrics")
+            f"no commit{_of(run)} has a metric {ref.metric!r}; "
+            + (f"there are {', '.join(names)}" if names else "none has metrics")
         )
 
     def _name(self, ref: Name) -> CommitId:
-        if rows := self._rows((str,), "SELECT commit_id FROM tags WHERE name = :name", {"name": ref.name}):
+        if rows := self._rows(
+            (str,), "SELECT commit_id FROM tags WHERE name = :name", {"name": ref.name}
+        ):
             return CommitId(rows[0][0])
         if ref.prefix and (ids := self._ids(ref.prefix)):
             return _only(ref.prefix, ids)
-        raise NotFound(f"no tag {'or commit ' if ref.prefix else ''}{ref.name!r}; {self._names_near(ref.name)}")
+        raise NotFound(
+            f"no tag {'or commit ' if ref.prefix else ''}{ref.name!r}; {self._names_near(ref.name)}"
+        )
 
     def _ancestor(self, commit: CommitId, ref: Ancestor) -> CommitId:
-        # No line of parents is longer than there are commits, unless it is a circle, which would be walked for as long as was asked for.
+        # No line of parents is longer than there are commits, unless it is a circle, which would be
+        # walked for as long as was asked for.
         ((commits,),) = self._rows((int,), "SELECT COUNT(*) FROM commits", {})
         rows = self._rows(
             (str, int, _MAYBE_INT),
@@ -291,7 +358,9 @@ class Queries:
         if depth == commits < ref.generations:
             raise circular(CommitId(ancestor))
         if depth < ref.generations:
-            raise NotFound(f"commit {commit[:12]} has {depth} generations of first parents; wanted {ref.generations}")
+            raise NotFound(
+                f"commit {commit[:12]} has {depth} generations of first parents; wanted {ref.generations}"
+            )
         return CommitId(ancestor)
 
     def _newest(self, test: str, run: str | None, **values: Any) -> Rows:
@@ -308,18 +377,32 @@ class Queries:
         for test, order in (("step <= :step", "DESC"), ("step >= :step", "ASC")):
             sql = f"SELECT DISTINCT step FROM commits WHERE {test} AND forgotten = 0{_run_test(run)} ORDER BY step {order} LIMIT 3"
             near.update(row[0] for row in self._rows((int,), sql, {"step": step, "run": run}))
-        return f"the nearest steps are {', '.join(map(str, sorted(near)))}" if near else self._runs_there()
+        return (
+            f"the nearest steps are {', '.join(map(str, sorted(near)))}"
+            if near
+            else self._runs_there()
+        )
 
     def _names_near(self, name: str) -> str:
-        from difflib import get_close_matches  # here, because queries that succeed need not wait for it
+        from difflib import (
+            get_close_matches,  # here, because queries that succeed need not wait for it
+        )
 
         tags = [tag.name for tag in self.tags()]
         near = get_close_matches(name, tags, n=5, cutoff=0.5) or tags[:5]
-        return f"there are the tags {', '.join(near)}" if near else f"there are no tags; {self._runs_there()}"
+        return (
+            f"there are the tags {', '.join(near)}"
+            if near
+            else f"there are no tags; {self._runs_there()}"
+        )
 
     def _runs_there(self) -> str:
         runs = self.runs()
-        return f"runs with commits: {', '.join(info.run for info in runs[:10])}" if runs else "the store has no commits"
+        return (
+            f"runs with commits: {', '.join(info.run for info in runs[:10])}"
+            if runs
+            else "the store has no commits"
+        )
 
     def _infos(self, rows: Rows) -> list[CommitInfo]:
         numbers = [row[0] for row in rows]
@@ -346,33 +429,57 @@ class Queries:
             for n, id_, content, session, run, step, message, time_ns, logical_bytes, new_bytes, leaves, forgotten in rows
         ]
 
-    def _details(self, numbers: Sequence[int], ids: Sequence[str]) -> Iterator[dict[Any, list[Any]]]:
+    def _details(
+        self, numbers: Sequence[int], ids: Sequence[str]
+    ) -> Iterator[dict[Any, list[Any]]]:
         """Parents, metrics, schemas and tags of commits, in that order, by number or id."""
         for types, sql, of in (
-            ((int, str), "SELECT n, parent FROM parents WHERE n IN ({}) ORDER BY n, position", numbers),
-            ((int, str, _MAYBE_FLOAT), "SELECT n, name, value FROM metrics WHERE n IN ({}) ORDER BY n, name", numbers),
+            (
+                (int, str),
+                "SELECT n, parent FROM parents WHERE n IN ({}) ORDER BY n, position",
+                numbers,
+            ),
+            (
+                (int, str, _MAYBE_FLOAT),
+                "SELECT n, name, value FROM metrics WHERE n IN ({}) ORDER BY n, name",
+                numbers,
+            ),
             (
                 (int, str, str),
                 "SELECT t.n, t.key, s.id FROM commit_trees t JOIN schemas s ON s.number = t.schema WHERE t.n IN ({}) ORDER BY t.n, t.key",
                 numbers,
             ),
-            ((str, str), "SELECT commit_id, name FROM tags WHERE commit_id IN ({}) ORDER BY name", ids),
+            (
+                (str, str),
+                "SELECT commit_id, name FROM tags WHERE commit_id IN ({}) ORDER BY name",
+                ids,
+            ),
         ):
             values = {f"v{i}": value for i, value in enumerate(of)}
             grouped: dict[Any, list[Any]] = defaultdict(list)
-            for row in self._rows(types, sql.format(", ".join(f":{name}" for name in values)), values):
+            for row in self._rows(
+                types, sql.format(", ".join(f":{name}" for name in values)), values
+            ):
                 grouped[row[0]].append(row[1:])
             yield grouped
 
 
 def _typed(types: Types, rows: Rows, *, one: bool) -> list[tuple[Any, ...]]:
-    """`rows` with each column as its type has it; what has another one, or cannot be read, is damage."""
+    """`rows` with each column as its type has it; what has another one, or cannot be read, is
+    damage."""
     try:
-        found = [tuple(_cell(type_, value) for type_, value in zip(types, row, strict=True)) for row in rows]
+        found = [
+            tuple(_cell(type_, value) for type_, value in zip(types, row, strict=True))
+            for row in rows
+        ]
     except (TypeError, ValueError, LookupError) as error:
-        raise Corrupt(f"the catalog has a row that cannot be: {error}; run `ckptstore reindex`") from error
+        raise Corrupt(
+            f"the catalog has a row that cannot be: {error}; run `ckptstore reindex`"
+        ) from error
     if one and len(found) != 1:
-        raise Corrupt(f"the catalog has {len(found)} rows where one belongs; run `ckptstore reindex`")
+        raise Corrupt(
+            f"the catalog has {len(found)} rows where one belongs; run `ckptstore reindex`"
+        )
     return found
 
 
@@ -392,7 +499,9 @@ def _kind(number: int) -> LeafKind:
 
 def _only(prefix: str, ids: Sequence[CommitId]) -> CommitId:
     if len(ids) > 1:
-        some = ", ".join(commit[: max(12, len(prefix) + 4)] for commit in ids[:5]) + (", …" if len(ids) > 5 else "")
+        some = ", ".join(commit[: max(12, len(prefix) + 4)] for commit in ids[:5]) + (
+            ", …" if len(ids) > 5 else ""
+        )
         raise InvalidInput(f"{prefix!r} begins several commit ids: {some}; give more digits")
     return ids[0]
 

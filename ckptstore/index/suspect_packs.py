@@ -1,11 +1,14 @@
-"""Packs in which damage was seen on this host: no commit relies on what they hold, until somebody has read them whole again.
+"""Packs in which damage was seen on this host: no commit relies on what they hold, until somebody
+has read them whole again.
 
-A pack stays in the log after a sector of it was lost, and the rest of it is still read. But a commit that took a chunk of it for stored
-would be lost from the start. So whoever meets damage, a restore, `resume` or `fsck --read-data`, notes the pack here for all processes of
-the host; what is committed next is written again, and the older commits are read from that copy.
+A pack stays in the log after a sector of it was lost, and the rest of it is still read. But a
+commit that took a chunk of it for stored would be lost from the start. So whoever meets damage, a
+restore, `resume` or `fsck --read-data`, notes the pack here for all processes of the host; what is
+committed next is written again, and the older commits are read from that copy.
 
-One line a pack, in a file beside the other indexes. Where it cannot be written, this process alone remembers. A note that is lost costs
-nothing but the next commit's ignorance; one that is wrong costs writing a chunk twice.
+One line a pack, in a file beside the other indexes. Where it cannot be written, this process alone
+remembers. A note that is lost costs nothing but the next commit's ignorance; one that is wrong
+costs writing a chunk twice.
 """
 
 import os
@@ -60,10 +63,14 @@ class SuspectPacks:
         """Whether the file says now what `change` made of it."""
         with suppress(OSError):
             make_directories(self._path.parent)
-            with file_lock(self._path.with_name(f"{DISTRUST_NAME}.lock"), timeout_s=_LOCK_TIMEOUT_S) as held:
+            with file_lock(
+                self._path.with_name(f"{DISTRUST_NAME}.lock"), timeout_s=_LOCK_TIMEOUT_S
+            ) as held:
                 if held:
                     new = self._path.with_name(f"{DISTRUST_NAME}.new")
-                    write_file(new, "".join(f"{pack}\n" for pack in sorted(change(self._read()))).encode())
+                    write_file(
+                        new, "".join(f"{pack}\n" for pack in sorted(change(self._read()))).encode()
+                    )
                     new.replace(self._path)
                     return True
         return False

@@ -1,7 +1,8 @@
 """The tables of the catalog: the log folded into rows, and the schemas' leaves.
 
-Portable between SQLite and PostgreSQL. Rows that belong to a commit carry the number `n` of its log entry, which is shorter than its id.
-Times and byte counts are 64-bit; a metric that is not a number is NULL.
+Portable between SQLite and PostgreSQL. Rows that belong to a commit carry the number `n` of its log
+entry, which is shorter than its id. Times and byte counts are 64-bit; a metric that is not a number
+is NULL.
 """
 
 from sqlalchemy import (
@@ -94,7 +95,12 @@ packs = Table(
     Column("chunks", BigInteger, nullable=False),
     Column("metadata", Boolean, nullable=False),
     Column("condemned", Boolean, nullable=False, server_default=text("false")),
-    Index("packs_condemned", "number", sqlite_where=text("condemned"), postgresql_where=text("condemned")),
+    Index(
+        "packs_condemned",
+        "number",
+        sqlite_where=text("condemned"),
+        postgresql_where=text("condemned"),
+    ),
 )
 """Packs that the log lists, condemned ones among them."""
 
@@ -104,7 +110,12 @@ schemas = Table(
     Column("number", _Number, primary_key=True, autoincrement=True),
     Column("id", String(64), nullable=False, unique=True),
     Column("leaves", BigInteger),
-    Index("schemas_missing", "number", sqlite_where=text("leaves IS NULL"), postgresql_where=text("leaves IS NULL")),
+    Index(
+        "schemas_missing",
+        "number",
+        sqlite_where=text("leaves IS NULL"),
+        postgresql_where=text("leaves IS NULL"),
+    ),
 )
 """Schemas that commits name; `leaves` is NULL until their leaves were added."""
 
@@ -129,7 +140,8 @@ leaves = Table(
     Column("alias", Integer, nullable=False),
     sqlite_with_rowid=False,
 )
-"""Once per schema, whatever the number of commits: `kind` counts in `queries.KINDS`, `shape` is lengths with commas."""
+"""Once per schema, whatever the number of commits: `kind` counts in `queries.KINDS`, `shape` is
+lengths with commas."""
 
 shards = Table(
     "shards",
@@ -150,7 +162,8 @@ entries = Table(
     Column("n", _Number, primary_key=True, autoincrement=False),
     Column("data", LargeBinary, nullable=False),
 )
-"""The bytes of the log's entries: what `repair` puts back if one is lost and its successor says that these are the right ones."""
+"""The bytes of the log's entries: what `repair` puts back if one is lost and its successor says
+that these are the right ones."""
 
 revision = Table(
     "alembic_version",

@@ -1,7 +1,9 @@
-"""How a directory becomes a commit and again a directory, byte for byte: tensors out of its safetensors files, everything else as it is.
+"""How a directory becomes a commit and again a directory, byte for byte: tensors out of its
+safetensors files, everything else as it is.
 
-The key `files` has each file by its relative name: its bytes, or, of a safetensors file, only its header. The tensors are under `model`, by
-their own names, where all belong together; else under the name of each file or sharded group.
+The key `files` has each file by its relative name: its bytes, or, of a safetensors file, only its
+header. The tensors are under `model`, by their own names, where all belong together; else under the
+name of each file or sharded group.
 """
 
 import json
@@ -27,23 +29,28 @@ INDEX_SUFFIX = ".safetensors.index.json"
 INDEX_BYTES_MAX = 256 << 20
 
 _SHARD = re.compile(r"(?P<stem>.+)-\d{5}-of-\d{5}\.safetensors")
-_DCP_SHARD = re.compile(r"(?P<group>(?:.*/)?)shard-\d{5,}-(?P<stem>[^/]+)-(?P<part>\d{5,})-of-(?P<parts>\d{5,})\.safetensors")
+_DCP_SHARD = re.compile(
+    r"(?P<group>(?:.*/)?)shard-\d{5,}-(?P<stem>[^/]+)-(?P<part>\d{5,})-of-(?P<parts>\d{5,})\.safetensors"
+)
 _SKIPPED = frozenset({".git", ".cache"})
 """What tools keep beside a model for themselves."""
 
 
 @dataclass(frozen=True, slots=True)
 class DirectoryPlan:
-    """What will be read: each file by its relative name, and the headers of those that hold tensors."""
+    """What will be read: each file by its relative name, and the headers of those that hold
+    tensors."""
 
     files: Mapping[str, Path]
     headers: Mapping[str, Header]
 
 
 def plan_directory(root: Path) -> DirectoryPlan:
-    """All files below `root`. Links to files are followed, as Hugging Face's cache consists of them, links to directories are not.
+    """All files below `root`. Links to files are followed, as Hugging Face's cache consists of
+    them, links to directories are not.
 
-    Raises `InvalidInput` for what is neither file nor directory, for a damaged safetensors file, and for an index that names other files.
+    Raises `InvalidInput` for what is neither file nor directory, for a damaged safetensors file,
+    and for an index that names other files.
     """
     files = dict(sorted(_walk(root)))
     if not files:
@@ -51,17 +58,22 @@ def plan_directory(root: Path) -> DirectoryPlan:
     for name, path in files.items():
         if name.endswith(INDEX_SUFFIX):
             indexed_names(path)
-    return DirectoryPlan(files, {name: read_header(path) for name, path in files.items() if name.endswith(SUFFIX)})
+    return DirectoryPlan(
+        files, {name: read_header(path) for name, path in files.items() if name.endswith(SUFFIX)}
+    )
 
 
 def plan_files(paths: Iterable[Path]) -> DirectoryPlan:
     """Single files of one directory."""
     files = {path.name: path for path in sorted(paths)}
-    return DirectoryPlan(files, {name: read_header(path) for name, path in files.items() if name.endswith(SUFFIX)})
+    return DirectoryPlan(
+        files, {name: read_header(path) for name, path in files.items() if name.endswith(SUFFIX)}
+    )
 
 
 def indexed_names(index: Path) -> list[str]:
-    """The names of the files that an index says the tensors are in, each a file beside it. Raises `InvalidInput`."""
+    """The names of the files that an index says the tensors are in, each a file beside it. Raises
+    `InvalidInput`."""
     try:
         if index.stat().st_size > INDEX_BYTES_MAX:
             raise ValueError(f"it has more than {INDEX_BYTES_MAX} bytes")
@@ -72,7 +84,8 @@ def indexed_names(index: Path) -> list[str]:
     for name in names:
         if "/" in name or not name:
             raise InvalidInput(f"{index} names {name[:80]!r}, which is no name of a file beside it")
-        # A link is what Hugging Face's cache has; it was the user's choice to import from there, so only the name is judged.
+        # A link is what Hugging Face's cache has; it was the user's choice to import from there, so
+        # only the name is judged.
         if not (index.parent / name).is_symlink():
             inside(index.parent, name)
     return names
@@ -87,7 +100,9 @@ def flats_of(plan: DirectoryPlan) -> dict[str, FlatState]:
         members = [name for name in plan.headers if keys[name] == key]
         flats[key] = _tensors(key, [(plan.files[name], plan.headers[name]) for name in members])
     sources = [
-        Held(plan.headers[name].raw) if name in plan.headers else FileRange(path, 0, path.stat().st_size)
+        Held(plan.headers[name].raw)
+        if name in plan.headers
+        else FileRange(path, 0, path.stat().st_size)
         for name, path in plan.files.items()
     ]
     flats[FILES] = flat_dict(FILES, "bytes", list(plan.files), sources)
@@ -95,12 +110,16 @@ def flats_of(plan: DirectoryPlan) -> dict[str, FlatState]:
 
 
 def group_keys(headers: Mapping[str, Header]) -> dict[str, str]:
-    """Under which key of the state the tensors of each safetensors file are: `model` if all belong together."""
+    """Under which key of the state the tensors of each safetensors file are: `model` if all belong
+    together."""
     groups = {name: _group(name, header) for name, header in headers.items()}
     if len(set(groups.values())) == 1:
         return dict.fromkeys(groups, MODEL)
     if FILES in groups.values():
-        raise InvalidInput(f"tensors of {FILES}{SUFFIX} would be under the key {FILES!r}, which is taken; rename that file")
+        raise InvalidInput(
+            f"tensors of {FILES}{SUFFIX} would be under the key {FILES!r}, which is taken; rename "
+            "that file"
+        )
     return groups
 
 
@@ -120,22 +139,33 @@ def has_other_shards(path: Path) -> bool:
     mine = _dcp_shard(path.name, read_header(path))
     if not mine:
         return False
-    others = filter(None, (_DCP_SHARD.fullmatch(name) for name in os.listdir(path.parent) if name != path.name))
+    others = filter(
+        None, (_DCP_SHARD.fullmatch(name) for name in os.listdir(path.parent) if name != path.name)
+    )
     return any(other["stem"] == mine["stem"] for other in others)
 
 
 def _check_parts(headers: Mapping[str, Header]) -> None:
-    """Raise `InvalidInput` where no rank's file of a part is there: DCP numbers the files among which the names were divided."""
+    """Raise `InvalidInput` where no rank's file of a part is there: DCP numbers the files among
+    which the names were divided."""
     parts: dict[str, dict[int, set[int]]] = {}
     for name, header in headers.items():
         if shard := _dcp_shard(name, header):
-            parts.setdefault(shard["group"] + shard["stem"], {}).setdefault(int(shard["parts"]), set()).add(int(shard["part"]))
+            parts.setdefault(shard["group"] + shard["stem"], {}).setdefault(
+                int(shard["parts"]), set()
+            ).add(int(shard["part"]))
     for group, found in parts.items():
         if len(found) > 1:
-            raise InvalidInput(f"the shards of {group!r} are of several saves, divided into {' and '.join(map(str, sorted(found)))} files")
+            raise InvalidInput(
+                f"the shards of {group!r} are of several saves, divided into "
+                f"{' and '.join(map(str, sorted(found)))} files"
+            )
         ((wanted, there),) = found.items()
         if len(there) != wanted or max(there) > wanted:
-            raise InvalidInput(f"shards of {group!r} are missing: wanted files 1 to {wanted} of some rank, got {_few(sorted(there))}")
+            raise InvalidInput(
+                f"shards of {group!r} are missing: wanted files 1 to {wanted} of some rank, got "
+                f"{_few(sorted(there))}"
+            )
 
 
 def _few(numbers: Sequence[int]) -> str:
@@ -152,7 +182,12 @@ class _Stored:
 
     @property
     def source(self) -> FileRange:
-        return FileRange(self.path, self.base + self.entry.start, self.entry.stop - self.entry.start, width_of(self.entry.dtype))
+        return FileRange(
+            self.path,
+            self.base + self.entry.start,
+            self.entry.stop - self.entry.start,
+            width_of(self.entry.dtype),
+        )
 
 
 def _tensors(key: str, members: Sequence[tuple[Path, Header]]) -> FlatState:
@@ -162,7 +197,14 @@ def _tensors(key: str, members: Sequence[tuple[Path, Header]]) -> FlatState:
             by_name.setdefault(entry.name, []).append(_Stored(path, len(header.raw), entry))
     wholes = [_whole(key, name, stored) for name, stored in by_name.items()]
     dtypes = [stored[0].entry.dtype for stored in by_name.values()]
-    return flat_dict(key, "tensor", list(by_name), [source for source, _ in wholes], dtypes, [shape for _, shape in wholes])
+    return flat_dict(
+        key,
+        "tensor",
+        list(by_name),
+        [source for source, _ in wholes],
+        dtypes,
+        [shape for _, shape in wholes],
+    )
 
 
 def _whole(key: str, name: str, stored: Sequence[_Stored]) -> tuple[Source, Shape]:
@@ -170,17 +212,35 @@ def _whole(key: str, name: str, stored: Sequence[_Stored]) -> tuple[Source, Shap
     first = stored[0]
     if first.entry.saved_offsets is None and len(stored) == 1:
         return first.source, first.entry.shape
-    boxes = [Box(each.entry.saved_offsets, each.entry.shape) for each in stored if each.entry.saved_offsets is not None]
+    boxes = [
+        Box(each.entry.saved_offsets, each.entry.shape)
+        for each in stored
+        if each.entry.saved_offsets is not None
+    ]
     if len(boxes) != len(stored):
-        raise InvalidInput(f"two files that belong together ({key}) both have a tensor {name!r}, and do not say which part of it")
+        raise InvalidInput(
+            f"two files that belong together ({key}) both have a tensor {name!r}, and do not say "
+            "which part of it"
+        )
     for each in stored:
         if each.entry.dtype != first.entry.dtype or len(each.entry.shape) != len(first.entry.shape):
-            raise InvalidInput(f"the shards of {name!r} are not of one tensor: {_text(first)}, {_text(each)}")
-    shape = tuple(max(column) for column in zip(*(map(sum, zip(*box, strict=True)) for box in boxes), strict=True))
-    check_tiling(f"{name!r} in {first.path.parent}, of {count_text(len(stored), 'shard')}", shape, boxes)
+            raise InvalidInput(
+                f"the shards of {name!r} are not of one tensor: {_text(first)}, {_text(each)}"
+            )
+    shape = tuple(
+        max(column)
+        for column in zip(*(map(sum, zip(*box, strict=True)) for box in boxes), strict=True)
+    )
+    check_tiling(
+        f"{name!r} in {first.path.parent}, of {count_text(len(stored), 'shard')}", shape, boxes
+    )
     if len(stored) == 1:
         return first.source, shape
-    return Joined(shape, width_of(first.entry.dtype), [(box, each.source) for box, each in zip(boxes, stored, strict=True)]), shape
+    return Joined(
+        shape,
+        width_of(first.entry.dtype),
+        [(box, each.source) for box, each in zip(boxes, stored, strict=True)],
+    ), shape
 
 
 def _text(stored: _Stored) -> str:
@@ -193,12 +253,20 @@ def _walk(root: Path) -> Iterable[tuple[str, Path]]:
         for name in names:
             path = Path(folder, name)
             if not path.is_file():
-                raise InvalidInput(f"{path} is no file: a broken link, a socket or a pipe; remove it, or import another directory")
+                raise InvalidInput(
+                    f"{path} is no file: a broken link, a socket or a pipe; remove it, or import "
+                    "another directory"
+                )
             relative = path.relative_to(root).as_posix()
             if unicode_text(relative) != relative:
-                raise InvalidInput(f"the name of {path} is no Unicode, and a commit has its files by their names; rename it")
+                raise InvalidInput(
+                    f"the name of {path} is no Unicode, and a commit has its files by their names; "
+                    "rename it"
+                )
             yield relative, path
 
 
 def _unreadable(error: OSError) -> NoReturn:
-    raise Unavailable(f"cannot read {error.filename}: {error.strerror}; see to its rights, then repeat") from error
+    raise Unavailable(
+        f"cannot read {error.filename}: {error.strerror}; see to its rights, then repeat"
+    ) from error

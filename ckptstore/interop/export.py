@@ -1,4 +1,5 @@
-"""A commit as files of other formats. Bytes go from packs to files through at most some tens of MiB; nothing appears before it is whole."""
+"""A commit as files of other formats. Bytes go from packs to files through at most some tens of
+MiB; nothing appears before it is whole."""
 
 import fnmatch
 import os
@@ -30,7 +31,8 @@ _TORCH_SUFFIXES = (".pt", ".pth", ".bin", ".ckpt")
 
 @dataclass(frozen=True, slots=True)
 class Exported:
-    """What was written: files, their bytes, and the leaves that the format has no place for, or that were not selected."""
+    """What was written: files, their bytes, and the leaves that the format has no place for, or
+    that were not selected."""
 
     format: Format
     files: tuple[Path, ...]
@@ -48,13 +50,15 @@ def export(
 ) -> Exported:
     """Write a commit to `path`, which must not exist.
 
-    `format` is by default what was imported (`files`: the same files, byte for byte), else what the name says (`.safetensors`, `.pt`).
-    `select` takes keys of the state (`model`), or leaves by globs of their paths: one or several, each of which must match something. The
-    export has what any of them matches. `safetensors` takes tensors only, named by their paths without the key if only one key has some.
-    `torch` and `dcp` write one key as its value, several keys as a dict, leaves by their paths; they hold the state in memory.
+    `format` is by default what was imported (`files`: the same files, byte for byte), else what the
+    name says (`.safetensors`, `.pt`). `select` takes keys of the state (`model`), or leaves by
+    globs of their paths: one or several, each of which must match something. The export has what
+    any of them matches. `safetensors` takes tensors only, named by their paths without the key if
+    only one key has some. `torch` and `dcp` write one key as its value, several keys as a dict,
+    leaves by their paths; they hold the state in memory.
 
-    Raises `Conflict` if `path` exists, `InvalidInput` for what the format cannot hold, `Corrupt` for damaged chunks; then nothing
-    is left.
+    Raises `Conflict` if `path` exists, `InvalidInput` for what the format cannot hold, `Corrupt`
+    for damaged chunks; then nothing is left.
     """
     target = Path(path)
     check_path(target)
@@ -73,7 +77,9 @@ def export(
             left_out = write(snapshot, scratch, selects, allow_pickle)
     except OSError as error:
         raise Unavailable(f"cannot write {target}: {error}") from error
-    files = tuple(sorted(p for p in target.rglob("*") if p.is_file())) if target.is_dir() else (target,)
+    files = (
+        tuple(sorted(p for p in target.rglob("*") if p.is_file())) if target.is_dir() else (target,)
+    )
     return Exported(chosen, files, sum(file.stat().st_size for file in files), left_out)
 
 
@@ -85,7 +91,10 @@ def _format_of(snapshot: Snapshot, target: Path) -> Format:
         return "safetensors"
     if target.suffix in _TORCH_SUFFIXES:
         return "torch"
-    raise InvalidInput(f"{target.name!r} does not say which format is wanted: name one with --format ({', '.join(FORMATS)})")
+    raise InvalidInput(
+        f"{target.name!r} does not say which format is wanted: name one with --format "
+        f"({', '.join(FORMATS)})"
+    )
 
 
 # -- the same files again --
@@ -95,24 +104,41 @@ def _file_names(snapshot: Snapshot) -> list[str]:
     """The files that were imported; none for a commit of another kind."""
     tree = snapshot.trees.get(FILES)
     skeleton = tree.schema.skeleton if tree else None
-    if not isinstance(skeleton, Node) or skeleton.type != "dict" or not all(isinstance(key, str) for key in skeleton.keys or ()):
+    if (
+        not isinstance(skeleton, Node)
+        or skeleton.type != "dict"
+        or not all(isinstance(key, str) for key in skeleton.keys or ())
+    ):
         return []
     assert tree
-    plain = skeleton.children == tuple(range(len(tree.schema))) and set(tree.schema.kinds) <= {"bytes"}
+    plain = skeleton.children == tuple(range(len(tree.schema))) and set(tree.schema.kinds) <= {
+        "bytes"
+    }
     return list(skeleton.keys or ()) if plain else []
 
 
 def _write_files(snapshot: Snapshot, scratch: Path, selects: Selects, allow_pickle: bool) -> int:
     names = _file_names(snapshot)
     if not names:
-        raise InvalidInput(f"commit {snapshot.id[:12]} was not imported from files: it has no key {FILES!r} of files; choose a --format")
+        raise InvalidInput(
+            f"commit {snapshot.id[:12]} was not imported from files: it has no key {FILES!r} of "
+            "files; choose a --format"
+        )
     if selects != (EVERYTHING,):
-        raise InvalidInput("the files of an import are exported all together; --select is for the other formats")
+        raise InvalidInput(
+            "the files of an import are exported all together; --select is for the other formats"
+        )
     files = snapshot.trees[FILES].schema.paths
-    headers = {name: parse_header(snapshot.read(path), name) for name, path in zip(names, files, strict=True) if name.endswith(SUFFIX)}
+    headers = {
+        name: parse_header(snapshot.read(path), name)
+        for name, path in zip(names, files, strict=True)
+        if name.endswith(SUFFIX)
+    }
     keys = group_keys(headers)
     if not snapshot.trees.keys() >= set(keys.values()):
-        headers = {name: header.unsharded for name, header in headers.items()}  # imports of earlier versions took each file for itself
+        headers = {
+            name: header.unsharded for name, header in headers.items()
+        }  # imports of earlier versions took each file for itself
         keys = group_keys(headers)
     shapes = _whole_shapes(headers, keys)
     single = len(names) == 1 and scratch.suffix == Path(names[0]).suffix
@@ -127,65 +153,108 @@ def _write_files(snapshot: Snapshot, scratch: Path, selects: Selects, allow_pick
 
 
 def _below(root: Path, name: str) -> Path:
-    """Where the file `name` of a commit goes. Raises `InvalidInput` for a name that leads out of `root`."""
+    """Where the file `name` of a commit goes. Raises `InvalidInput` for a name that leads out of
+    `root`."""
     if not {"", ".", ".."}.isdisjoint(name.split("/")) or "\0" in name or "\\" in name:
-        raise InvalidInput(f"{name[:80]!r} is no name of a file: wanted names joined by '/', without '.' and '..'")
+        raise InvalidInput(
+            f"{name[:80]!r} is no name of a file: wanted names joined by '/', without '.' and '..'"
+        )
     target = root / name
     target.parent.mkdir(parents=True, exist_ok=True)
     return target
 
 
-def _whole_shapes(headers: Mapping[str, Header], keys: Mapping[str, str]) -> dict[tuple[str, str], Shape]:
+def _whole_shapes(
+    headers: Mapping[str, Header], keys: Mapping[str, str]
+) -> dict[tuple[str, str], Shape]:
     """The shape of each tensor, by key and name, of which the files have all or a shard each."""
     shapes: dict[tuple[str, str], Shape] = {}
     for file, header in headers.items():
         for entry in header.entries:
             known = shapes.get((keys[file], entry.name), entry.shape)
-            shapes[keys[file], entry.name] = tuple(map(max, known, map(sum, zip(*entry.box, strict=True))))
+            shapes[keys[file], entry.name] = tuple(
+                map(max, known, map(sum, zip(*entry.box, strict=True)))
+            )
     return shapes
 
 
-def _write_safetensors_again(snapshot: Snapshot, target: Path, header: Header, key: str, shapes: Mapping[tuple[str, str], Shape]) -> None:
-    """The file that `header` describes: the tensors under `key`, or shards of them. Raises `InvalidInput` if they are of another dtype
-    or shape."""
+def _write_safetensors_again(
+    snapshot: Snapshot,
+    target: Path,
+    header: Header,
+    key: str,
+    shapes: Mapping[tuple[str, str], Shape],
+) -> None:
+    """The file that `header` describes: the tensors under `key`, or shards of them. Raises
+    `InvalidInput` if they are of another dtype or shape."""
     if key not in snapshot.trees:
-        raise InvalidInput(f"commit {snapshot.id[:12]} has no tensors {key!r} for its files; choose a --format")
+        raise InvalidInput(
+            f"commit {snapshot.id[:12]} has no tensors {key!r} for its files; choose a --format"
+        )
     tree = snapshot.trees[key]
     schema = tree.schema
-    there = dict(zip((schema.skeleton.keys if isinstance(schema.skeleton, Node) else ()) or (), range(len(schema)), strict=False))
+    there = dict(
+        zip(
+            (schema.skeleton.keys if isinstance(schema.skeleton, Node) else ()) or (),
+            range(len(schema)),
+            strict=False,
+        )
+    )
     with _Writing(target) as file:
         file.at(0).write(0, memoryview(header.raw))
         wanted = []
         for entry in header.entries:
             i, shape = there.get(entry.name), shapes[key, entry.name]
             if i is None or (schema.dtypes[i], schema.shapes[i]) != (entry.dtype, shape):
-                raise InvalidInput(f"{key}/{entry.name} is not what its file says, {entry.dtype}{list(shape)}; choose a --format")
+                raise InvalidInput(
+                    f"{key}/{entry.name} is not what its file says, {entry.dtype}{list(shape)}; "
+                    "choose a --format"
+                )
             if entry.stop > entry.start:
-                wanted.append((tree, i, file.at(len(header.raw) + entry.start), None if entry.shape == shape else entry.box))
+                wanted.append(
+                    (
+                        tree,
+                        i,
+                        file.at(len(header.raw) + entry.start),
+                        None if entry.shape == shape else entry.box,
+                    )
+                )
         snapshot.land(wanted)
 
 
 # -- safetensors --
 
 
-def _write_safetensors(snapshot: Snapshot, scratch: Path, selects: Selects, allow_pickle: bool) -> int:
+def _write_safetensors(
+    snapshot: Snapshot, scratch: Path, selects: Selects, allow_pickle: bool
+) -> int:
     chosen = list(_selected(snapshot, selects))
     tensors = [(tree, i) for tree, i in chosen if tree.schema.kinds[i] == "tensor"]
     one_key = len({tree.key for tree, _ in tensors}) == 1
     names = {_name(tree, i, one_key): tree.schema.paths[i] for tree, i in tensors}
     if len(names) != len(tensors):
-        raise InvalidInput("two tensors would have one name in a safetensors file; export fewer with --select")
-    listed = [(_name(tree, i, one_key), tree.schema.dtypes[i], tree.schema.shapes[i]) for tree, i in tensors]
+        raise InvalidInput(
+            "two tensors would have one name in a safetensors file; export fewer with --select"
+        )
+    listed = [
+        (_name(tree, i, one_key), tree.schema.dtypes[i], tree.schema.shapes[i])
+        for tree, i in tensors
+    ]
     _write_tensors(snapshot, scratch, encode_header(listed, {"format": "pt"}), names)
     return sum(len(tree.schema) for tree in snapshot.trees.values()) - len(tensors)
 
 
 def _name(tree: Tree, i: int, one_key: bool) -> str:
     segments = tree.schema.paths[i].split("/")
-    return ".".join(unquote(segment) for segment in (segments[1:] if one_key and len(segments) > 1 else segments))
+    return ".".join(
+        unquote(segment)
+        for segment in (segments[1:] if one_key and len(segments) > 1 else segments)
+    )
 
 
-def _write_tensors(snapshot: Snapshot, target: Path, header: Header, paths: Mapping[str, str]) -> None:
+def _write_tensors(
+    snapshot: Snapshot, target: Path, header: Header, paths: Mapping[str, str]
+) -> None:
     with _Writing(target) as file:
         file.at(0).write(0, memoryview(header.raw))
         base = len(header.raw)
@@ -197,12 +266,17 @@ def _selected(snapshot: Snapshot, selects: Selects) -> Iterator[tuple[Tree, int]
     unmatched = set(selects)
     for key, tree in snapshot.trees.items():
         for i, path in enumerate(tree.schema.paths):
-            if matching := {select for select in selects if key == select or fnmatch.fnmatchcase(path, select)}:
+            if matching := {
+                select for select in selects if key == select or fnmatch.fnmatchcase(path, select)
+            }:
                 unmatched -= matching
                 yield tree, i
     for select in selects:
         if select in unmatched:
-            raise NotFound(f"commit {snapshot.id[:12]} has no leaves {select!r}; `ckptstore ls {snapshot.id[:12]}` lists them")
+            raise NotFound(
+                f"commit {snapshot.id[:12]} has no leaves {select!r}; `ckptstore ls "
+                f"{snapshot.id[:12]}` lists them"
+            )
 
 
 # -- torch's own --
@@ -212,7 +286,9 @@ def _write_torch(snapshot: Snapshot, scratch: Path, selects: Selects, allow_pick
     import torch
 
     state = _state(snapshot, selects, allow_pickle)
-    with open(scratch, "xb") as file:  # torch's own opening of a path takes no name that begins with a dot and has no suffix
+    with (
+        open(scratch, "xb") as file
+    ):  # torch's own opening of a path takes no name that begins with a dot and has no suffix
         torch.save(state, file)
         file.flush()
         os.fsync(file.fileno())
@@ -230,12 +306,17 @@ def _write_dcp(snapshot: Snapshot, scratch: Path, selects: Selects, allow_pickle
         return 0
     state = _state(snapshot, selects, allow_pickle)
     with errors_of_dcp(scratch):
-        save(state if isinstance(state, dict) else {selects[0]: state}, checkpoint_id=scratch, no_dist=True)
+        save(
+            state if isinstance(state, dict) else {selects[0]: state},
+            checkpoint_id=scratch,
+            no_dist=True,
+        )
     return 0
 
 
 def _state(snapshot: Snapshot, selects: Selects, allow_pickle: bool) -> object:
-    """The value of one key; a dict of values by keys; or a dict of leaves by paths where not all of `selects` are keys."""
+    """The value of one key; a dict of values by keys; or a dict of leaves by paths where not all of
+    `selects` are keys."""
     if selects == (EVERYTHING,):
         return snapshot.state_dict(allow_pickle=allow_pickle)
     if all(select in snapshot.trees for select in selects):

@@ -37,22 +37,36 @@ class Labels:
     metrics: Mapping[str, float] | None = None
 
 
-def import_path(store: Store, path: str | PathLike[str], labels: Labels | None = None, *, allow_pickle: bool = False) -> Snapshot:
-    """Commit what is at `path`. Bytes go from the files into chunks a few MiB at a time; what the store has is not written again.
+def import_path(
+    store: Store,
+    path: str | PathLike[str],
+    labels: Labels | None = None,
+    *,
+    allow_pickle: bool = False,
+) -> Snapshot:
+    """Commit what is at `path`. Bytes go from the files into chunks a few MiB at a time; what the
+    store has is not written again.
 
-    Raises `InvalidInput` for what is there and cannot be read as what it seems to be, for names and offsets that lead elsewhere, and for
-    pickles that could run code, unless `allow_pickle`; `Unavailable` if files change meanwhile.
+    Raises `InvalidInput` for what is there and cannot be read as what it seems to be, for names and
+    offsets that lead elsewhere, and for pickles that could run code, unless `allow_pickle`;
+    `Unavailable` if files change meanwhile.
     """
     labels = labels or Labels()
     if "://" in os.fspath(path):
         raise InvalidInput(
-            f"{redact(os.fspath(path))} is a URL; wanted a file or a directory of this host. `ckptstore pull` reads other stores"
+            f"{redact(os.fspath(path))} is a URL; wanted a file or a directory of this host. "
+            "`ckptstore pull` reads other stores"
         )
     place = Path(path)
     if kind_of(place) == "dcp":
         from ckptstore.interop.dcp import dcp_to_store
 
-        names: dict[str, Any] = {"step": labels.step, "tag": labels.tags, "message": labels.message, "metrics": labels.metrics}
+        names: dict[str, Any] = {
+            "step": labels.step,
+            "tag": labels.tags,
+            "message": labels.message,
+            "metrics": labels.metrics,
+        }
         return dcp_to_store(place, store, **names, allow_pickle=allow_pickle)
     return store.commit_flat(
         lambda: _flats(place, allow_pickle=allow_pickle),
@@ -72,7 +86,10 @@ def _flats(place: Path, *, allow_pickle: bool) -> Mapping[str, FlatState]:
         from ckptstore.interop.sources import as_app_state
         from ckptstore.state.flatten import flatten
 
-        return flatten(as_app_state(load_torch(place, str(place), allow_pickle=allow_pickle)), allow_pickle=allow_pickle)
+        return flatten(
+            as_app_state(load_torch(place, str(place), allow_pickle=allow_pickle)),
+            allow_pickle=allow_pickle,
+        )
     from ckptstore.interop.torchsnapshot import directory as torchsnapshot
 
     return torchsnapshot.read_directory(place, allow_pickle=allow_pickle)
@@ -94,16 +111,22 @@ def kind_of(place: Path) -> Kind:
         return "files"
     if place.suffix in _TORCH_SUFFIXES:
         return "torch"
-    raise InvalidInput(f"{place} is of no known format: wanted {SUFFIX}, {INDEX_SUFFIX}, {', '.join(_TORCH_SUFFIXES)} or a directory")
+    raise InvalidInput(
+        f"{place} is of no known format: wanted {SUFFIX}, {INDEX_SUFFIX}, "
+        f"{', '.join(_TORCH_SUFFIXES)} or a directory"
+    )
 
 
 def _plan(place: Path) -> directory.DirectoryPlan:
     if place.is_dir():
         return directory.plan_directory(place)
     if place.name.endswith(INDEX_SUFFIX):
-        return directory.plan_files([place, *(place.parent / name for name in directory.indexed_names(place))])
+        return directory.plan_files(
+            [place, *(place.parent / name for name in directory.indexed_names(place))]
+        )
     if directory.has_other_shards(place):
         raise InvalidInput(
-            f"{place} is one of several shards, which are a checkpoint together only; import their directory, {place.parent}"
+            f"{place} is one of several shards, which are a checkpoint together only; import their "
+            f"directory, {place.parent}"
         )
     return directory.plan_files([place])

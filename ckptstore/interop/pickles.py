@@ -1,4 +1,5 @@
-"""The one place here where pickles are read: tensors and plain values by torch, DCP's metadata as inert records, more only if allowed."""
+"""The one place here where pickles are read: tensors and plain values by torch, DCP's metadata as
+inert records, more only if allowed."""
 
 import io
 import pickle
@@ -25,29 +26,38 @@ _RECORDS = {
 
 
 def load_torch(file: Path | io.BytesIO, name: str, *, allow_pickle: bool) -> Any:
-    """What a file of torch.save holds, `name` in errors. Tensors stay in a file until they are read, but for files of torch before 1.6
-    and for archives that were packed again with compression, whose entries are read and compared with their checksums.
+    """What a file of torch.save holds, `name` in errors. Tensors stay in a file until they are
+    read, but for files of torch before 1.6 and for archives that were packed again with
+    compression, whose entries are read and compared with their checksums.
 
-    Raises `InvalidInput` for what only running its code could read, unless `allow_pickle`, and for what is damaged or no such file,
-    `Unavailable` for one that may not be read.
+    Raises `InvalidInput` for what only running its code could read, unless `allow_pickle`, and for
+    what is damaged or no such file, `Unavailable` for one that may not be read.
     """
     try:
-        return _load(file, mapped=isinstance(file, Path) and _may_be_mapped(file), weights_only=not allow_pickle)
+        return _load(
+            file,
+            mapped=isinstance(file, Path) and _may_be_mapped(file),
+            weights_only=not allow_pickle,
+        )
     except pickle.UnpicklingError as error:
         if allow_pickle:
             raise InvalidInput(f"{name} is no file of torch.save: {error}") from error
         raise InvalidInput(
-            f"{name} holds more than tensors and plain values, and reading it would run its code ({_first_line(error)}); "
+            f"{name} holds more than tensors and plain values, and reading it would run its code "
+            f"({_first_line(error)}); "
             f"if you trust it, import it with --allow-pickle (allow_pickle=True)"
         ) from error
     except PermissionError as error:
         raise Unavailable(f"cannot read {name}: {error}; see to its rights, then repeat") from error
     except (RuntimeError, ValueError, EOFError, OSError, KeyError) as error:
-        raise InvalidInput(f"{name} is no file of torch.save, or is damaged: {_first_line(error)}") from error
+        raise InvalidInput(
+            f"{name} is no file of torch.save, or is damaged: {_first_line(error)}"
+        ) from error
 
 
 def load_inert(path: Path, bytes_max: int) -> Any:
-    """The records of DCP's metadata, which do nothing. Raises `InvalidInput` for a file that names anything else than DCP does."""
+    """The records of DCP's metadata, which do nothing. Raises `InvalidInput` for a file that names
+    anything else than DCP does."""
     try:
         if path.stat().st_size > bytes_max:
             raise InvalidInput(f"{path} has more than {bytes_max} bytes")
@@ -71,7 +81,8 @@ def _load(file: Path | io.BytesIO, *, mapped: bool, weights_only: bool) -> Any:
 
 
 def _may_be_mapped(file: Path) -> bool:
-    """Whether the bytes of every entry lie in the file as they are: torch maps them without a look at how they were packed."""
+    """Whether the bytes of every entry lie in the file as they are: torch maps them without a look
+    at how they were packed."""
     if not zipfile.is_zipfile(file):
         return True  # what torch makes of it is for torch to say
     try:
@@ -90,7 +101,8 @@ def _first_line(error: BaseException) -> str:
 
 
 class Record:
-    """An object of DCP's metadata: its attributes and nothing else. `columns` is the state of one that has no names for it."""
+    """An object of DCP's metadata: its attributes and nothing else. `columns` is the state of one
+    that has no names for it."""
 
     columns: tuple[Any, ...] = ()
 
@@ -102,7 +114,8 @@ class Record:
 
 
 class _Inert(pickle.Unpickler):
-    """Builds records that do nothing, under names of its own: nothing that a pickle says reaches the classes of torch."""
+    """Builds records that do nothing, under names of its own: nothing that a pickle says reaches
+    the classes of torch."""
 
     def __init__(self, file: io.BufferedReader) -> None:
         super().__init__(file)
@@ -117,9 +130,14 @@ class _Inert(pickle.Unpickler):
             return {"Size": tuple, "set": set}[name]
         if (module, name) == ("collections", "OrderedDict"):
             return dict
-        if (module, name) in (("torch.serialization", "_get_layout"), (_DCP, "_MEM_FORMAT_ENCODING")) or module == "pathlib":
+        if (module, name) in (
+            ("torch.serialization", "_get_layout"),
+            (_DCP, "_MEM_FORMAT_ENCODING"),
+        ) or module == "pathlib":
             return _ignored
-        raise InvalidInput(f"it names {module}.{name}, which DCP's metadata does not; importing it could run code")
+        raise InvalidInput(
+            f"it names {module}.{name}, which DCP's metadata does not; importing it could run code"
+        )
 
     def persistent_load(self, pid: Any) -> Any:
         raise InvalidInput("it refers to objects outside of itself, which DCP's metadata does not")

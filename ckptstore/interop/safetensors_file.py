@@ -1,7 +1,9 @@
-"""The safetensors format, read and written as published (https://huggingface.co/docs/safetensors): a header, then the tensors' bytes.
+"""The safetensors format, read and written as published (https://huggingface.co/docs/safetensors):
+a header, then the tensors' bytes.
 
-A file is eight bytes with the header's length, little-endian; the header, a JSON object of names with `dtype`, `shape` and
-`data_offsets`; and the bytes, without gaps or overlaps. A header is trusted in nothing: sizes are compared before anything is allocated.
+A file is eight bytes with the header's length, little-endian; the header, a JSON object of names
+with `dtype`, `shape` and `data_offsets`; and the bytes, without gaps or overlaps. A header is
+trusted in nothing: sizes are compared before anything is allocated.
 """
 
 import json
@@ -21,8 +23,9 @@ HEADER_BYTES_MAX = 100_000_000
 LENGTH_BYTES = 8
 _METADATA = "__metadata__"
 _SHARDING = "DCP_SHARDING_INFO"
-"""The metadata in which `torch.distributed.checkpoint.HuggingFaceStorageWriter` says where each tensor of a file lies in the global tensor:
-a JSON object of names with `saved_offsets` (torch/distributed/checkpoint/filesystem.py)."""
+"""The metadata in which `torch.distributed.checkpoint.HuggingFaceStorageWriter` says where each
+tensor of a file lies in the global tensor: a JSON object of names with `saved_offsets`
+(torch/distributed/checkpoint/filesystem.py)."""
 
 _DTYPES = {
     "BOOL": "bool",
@@ -47,12 +50,14 @@ _DTYPES = {
 }
 _CODES = {dtype: code for code, dtype in _DTYPES.items()}
 _PACKED = {"F4": ("float4_e2m1fn_x2", 2)}
-"""Codes whose shapes count elements of which torch keeps several in one: torch's last dimension is smaller."""
+"""Codes whose shapes count elements of which torch keeps several in one: torch's last dimension is
+smaller."""
 
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """A tensor: torch's dtype and shape, where its bytes are behind the header, and, in a DCP shard, its place in the global tensor."""
+    """A tensor: torch's dtype and shape, where its bytes are behind the header, and, in a DCP
+    shard, its place in the global tensor."""
 
     name: str
     dtype: str
@@ -69,7 +74,8 @@ class Entry:
 
 @dataclass(frozen=True, slots=True)
 class Header:
-    """What a file says of itself: `raw` are its bytes before the data, `entries` its tensors in order of offset.
+    """What a file says of itself: `raw` are its bytes before the data, `entries` its tensors in
+    order of offset.
 
     With `sharded`, every entry says where it lies in a global tensor.
     """
@@ -89,7 +95,8 @@ class Header:
 
 
 def read_header(path: Path) -> Header:
-    """The header of a file. Raises `InvalidInput` for what is no safetensors file, before more than `HEADER_BYTES_MAX` are read."""
+    """The header of a file. Raises `InvalidInput` for what is no safetensors file, before more than
+    `HEADER_BYTES_MAX` are read."""
     size = path.stat().st_size
     length = bytearray(LENGTH_BYTES)
     if size < LENGTH_BYTES:
@@ -97,43 +104,67 @@ def read_header(path: Path) -> Header:
     read_range(path, 0, memoryview(length))
     header_bytes = int.from_bytes(length, "little")
     if header_bytes > min(HEADER_BYTES_MAX, size - LENGTH_BYTES):
-        _refuse(path, f"its header claims {header_bytes} bytes of {size}; wanted at most {HEADER_BYTES_MAX}")
+        _refuse(
+            path,
+            f"its header claims {header_bytes} bytes of {size}; wanted at most {HEADER_BYTES_MAX}",
+        )
     raw = bytearray(LENGTH_BYTES + header_bytes)
     read_range(path, 0, memoryview(raw))
     header = parse_header(bytes(raw), str(path))
     if header.data_bytes != size - len(raw):
-        _refuse(path, f"its tensors take {header.data_bytes} bytes, and {size - len(raw)} are there")
+        _refuse(
+            path, f"its tensors take {header.data_bytes} bytes, and {size - len(raw)} are there"
+        )
     return header
 
 
 def parse_header(raw: bytes, where: str) -> Header:
-    """The header whose bytes are `raw`. Raises `InvalidInput` for overlaps, gaps, wrong sizes, unknown dtypes, names given twice."""
+    """The header whose bytes are `raw`. Raises `InvalidInput` for overlaps, gaps, wrong sizes,
+    unknown dtypes, names given twice."""
     try:
         document = json.loads(raw[LENGTH_BYTES:].decode(), object_pairs_hook=_without_repeats)
     except (ValueError, RecursionError) as error:
-        raise InvalidInput(f"{where} is no safetensors file: its header is no JSON object: {error}") from error
+        raise InvalidInput(
+            f"{where} is no safetensors file: its header is no JSON object: {error}"
+        ) from error
     if not isinstance(document, dict):
         _refuse(where, "its header is no JSON object")
     offsets = _saved_offsets(where, document.pop(_METADATA, None))
-    entries = sorted((_entry(where, name, found, offsets) for name, found in document.items()), key=lambda entry: (entry.start, entry.stop))
+    entries = sorted(
+        (_entry(where, name, found, offsets) for name, found in document.items()),
+        key=lambda entry: (entry.start, entry.stop),
+    )
     end = 0
     for entry in entries:
         if entry.start != end:
-            _refuse(where, f"the bytes of {entry.name!r} begin at {entry.start}; wanted {end}, where those before end")
+            _refuse(
+                where,
+                f"the bytes of {entry.name!r} begin at {entry.start}; wanted {end}, where those "
+                "before end",
+            )
         end = entry.stop
     return Header(raw, tuple(entries), offsets is not None)
 
 
-def encode_header(tensors: Iterable[tuple[str, str, Shape]], metadata: Mapping[str, str] | None = None) -> Header:
-    """A header for tensors (name, dtype, shape), wide elements first so that all are aligned. Raises `InvalidInput` for a dtype or a name
-    that the format does not have."""
+def encode_header(
+    tensors: Iterable[tuple[str, str, Shape]], metadata: Mapping[str, str] | None = None
+) -> Header:
+    """A header for tensors (name, dtype, shape), wide elements first so that all are aligned.
+    Raises `InvalidInput` for a dtype or a name that the format does not have."""
     document: dict[str, Any] = {_METADATA: dict(metadata)} if metadata else {}
     end = 0
     for name, dtype, shape in sorted(tensors, key=lambda tensor: -width_of(tensor[1])):
         if name in document or name == _METADATA:
-            raise InvalidInput(f"two tensors would be called {name!r} in one safetensors file; export fewer with --select")
+            raise InvalidInput(
+                f"two tensors would be called {name!r} in one safetensors file; export fewer with "
+                "--select"
+            )
         start, end = end, end + nbytes_of(dtype, shape)
-        document[name] = {"dtype": _code(name, dtype), "shape": _published(dtype, shape), "data_offsets": [start, end]}
+        document[name] = {
+            "dtype": _code(name, dtype),
+            "shape": _published(dtype, shape),
+            "data_offsets": [start, end],
+        }
     text = json.dumps(document, separators=(",", ":"), ensure_ascii=False).encode()
     text += b" " * (-len(text) % 8)
     return parse_header(len(text).to_bytes(LENGTH_BYTES, "little") + text, "the new file")
@@ -145,9 +176,15 @@ def _saved_offsets(where: str, metadata: Any) -> dict[str, Any] | None:
     if text is None:
         return None
     try:
-        return {name: found["saved_offsets"] for name, found in json.loads(text, object_pairs_hook=_without_repeats).items()}
+        return {
+            name: found["saved_offsets"]
+            for name, found in json.loads(text, object_pairs_hook=_without_repeats).items()
+        }
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise InvalidInput(f"{where} is no sound shard of DCP: its {_SHARDING} has no saved_offsets by names: {error!r:.200}") from error
+        raise InvalidInput(
+            f"{where} is no sound shard of DCP: its {_SHARDING} has no saved_offsets by names: "
+            f"{error!r:.200}"
+        ) from error
 
 
 def _entry(where: str, name: str, found: Any, saved_offsets: Mapping[str, Any] | None) -> Entry:
@@ -158,9 +195,17 @@ def _entry(where: str, name: str, found: Any, saved_offsets: Mapping[str, Any] |
         _refuse(where, f"the shape or the offsets of {name[:80]!r} are no counts")
     dtype, torch_shape = _torch_type(where, name, code, tuple(shape))
     if offsets[1] - offsets[0] != nbytes_of(dtype, torch_shape):
-        _refuse(where, f"{name[:80]!r}, {code} {shape}, takes {offsets[1] - offsets[0]} bytes; wanted {nbytes_of(dtype, torch_shape)}")
+        _refuse(
+            where,
+            f"{name[:80]!r}, {code} {shape}, takes {offsets[1] - offsets[0]} bytes; wanted "
+            f"{nbytes_of(dtype, torch_shape)}",
+        )
     entry = Entry(name, dtype, torch_shape, offsets[0], offsets[1])
-    return entry if saved_offsets is None else replace(entry, saved_offsets=_begin(where, entry, shape, saved_offsets.get(name)))
+    return (
+        entry
+        if saved_offsets is None
+        else replace(entry, saved_offsets=_begin(where, entry, shape, saved_offsets.get(name)))
+    )
 
 
 def _begin(where: str, entry: Entry, published: list[int], saved: Any) -> Shape:
@@ -177,7 +222,11 @@ def _begin(where: str, entry: Entry, published: list[int], saved: Any) -> Shape:
 def _torch_type(where: str, name: str, code: object, shape: Shape) -> tuple[str, Shape]:
     dtype, per = _PACKED.get(str(code)) or (_DTYPES.get(str(code)), 1)
     if dtype is None or (per > 1 and (not shape or shape[-1] % per)):
-        _refuse(where, f"{name[:80]!r} is {str(code)[:40]!r} of shape {list(shape)}, for which torch has no dtype")
+        _refuse(
+            where,
+            f"{name[:80]!r} is {str(code)[:40]!r} of shape {list(shape)}, for which torch has no "
+            "dtype",
+        )
     return dtype, shape if per == 1 else (*shape[:-1], shape[-1] // per)
 
 
@@ -185,7 +234,10 @@ def _code(name: str, dtype: str) -> str:
     packed = {torch_dtype: code for code, (torch_dtype, _) in _PACKED.items()}
     if code := _CODES.get(dtype) or packed.get(dtype):
         return code
-    raise InvalidInput(f"{name} is {dtype}, which safetensors files cannot hold; export it as torch, or leave it out with --select")
+    raise InvalidInput(
+        f"{name} is {dtype}, which safetensors files cannot hold; export it as torch, or leave it "
+        "out with --select"
+    )
 
 
 def _published(dtype: str, shape: Shape) -> list[int]:
@@ -196,7 +248,9 @@ def _published(dtype: str, shape: Shape) -> list[int]:
 
 
 def _are_counts(value: Any) -> bool:
-    return isinstance(value, list) and all(type(item) is int and 0 <= item < 1 << 63 for item in value)
+    return isinstance(value, list) and all(
+        type(item) is int and 0 <= item < 1 << 63 for item in value
+    )
 
 
 def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

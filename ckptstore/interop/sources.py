@@ -1,6 +1,8 @@
-"""Where the bytes of an import come from: ranges of files, read when they are wanted, so that memory stays bounded.
+"""Where the bytes of an import come from: ranges of files, read when they are wanted, so that
+memory stays bounded.
 
-What several formats can only give tensor by tensor is loaded when its first bytes are asked for, and kept until a few others were.
+What several formats can only give tensor by tensor is loaded when its first bytes are asked for,
+and kept until a few others were.
 """
 
 import os
@@ -60,7 +62,8 @@ class Held:
 
 
 class Joined:
-    """A tensor of `shape` whose boxes are other sources, each with the bytes of its box alone. The boxes tile the tensor."""
+    """A tensor of `shape` whose boxes are other sources, each with the bytes of its box alone. The
+    boxes tile the tensor."""
 
     known_ids = None
     still = False
@@ -75,7 +78,9 @@ class Joined:
 
     def stage(self, start: int, stop: int, out: memoryview) -> None:
         block, first, cut = _block_around(self._shape, self.width, start, stop)
-        if cut:  # the range lies at the ends of two long rows: whole rows would take more memory than it does
+        # the range lies at the ends of two long rows: whole rows would take more memory than it
+        # does
+        if cut:
             self.stage(start, cut, out[: cut - start])
             self.stage(cut, stop, out[cut - start :])
             return
@@ -84,18 +89,23 @@ class Joined:
         joined = np.empty((*block.lengths, self.width), np.uint8)
         for box, source in self._pieces:
             if shared := intersect(box, block):
-                # All dimensions behind the block's range are whole, so that what it shares with a box is one range of the box's bytes.
+                # All dimensions behind the block's range are whole, so that what it shares with a
+                # box is one range of the box's bytes.
                 ((begin, end),) = byte_ranges(box.lengths, within(shared, box), self.width)
                 data = np.empty((*shared.lengths, self.width), np.uint8)
                 source.stage(begin, end, data.reshape(-1).data)
                 place = within(shared, block)
-                joined[tuple(slice(o, o + n) for o, n in zip(place.offsets, place.lengths, strict=True))] = data
+                joined[
+                    tuple(
+                        slice(o, o + n) for o, n in zip(place.offsets, place.lengths, strict=True)
+                    )
+                ] = data
         out[: stop - start] = joined.reshape(-1).data[start - first : stop - first]
 
 
 def _block_around(shape: Shape, width: int, start: int, stop: int) -> tuple[Box, int, int]:
-    """The least box of a tensor that has its bytes `start:stop` and lies in one piece; its first byte; where to cut the range instead,
-    or 0."""
+    """The least box of a tensor that has its bytes `start:stop` and lies in one piece; its first
+    byte; where to cut the range instead, or 0."""
     offsets: list[int] = []
     for dim in range(len(shape)):
         suffix = width * prod(shape[dim + 1 :])
@@ -105,18 +115,25 @@ def _block_around(shape: Shape, width: int, start: int, stop: int) -> tuple[Box,
             cut = (stop - 1) // suffix * suffix if suffix > stop - start else 0
             rest = shape[dim + 1 :]
             lengths = ((1,) * dim) + (last - first + 1, *rest)
-            return Box((*offsets, *(0 for _ in rest)), lengths), start // suffix * suffix, cut if first != last else 0
+            return (
+                Box((*offsets, *(0 for _ in rest)), lengths),
+                start // suffix * suffix,
+                cut if first != last else 0,
+            )
     return Box((), ()), 0, 0
 
 
 class Loaded:
-    """A tensor that `load` gives whole; `shelf` keeps it while it is likely to be asked for again."""
+    """A tensor that `load` gives whole; `shelf` keeps it while it is likely to be asked for
+    again."""
 
     known_ids = None
     still = False
     __slots__ = ("_load", "_shelf", "nbytes", "width")
 
-    def __init__(self, load: "Callable[[], torch.Tensor]", nbytes: int, width: int, shelf: "Shelf") -> None:
+    def __init__(
+        self, load: "Callable[[], torch.Tensor]", nbytes: int, width: int, shelf: "Shelf"
+    ) -> None:
         self._load, self._shelf = load, shelf
         self.nbytes, self.width = nbytes, width
 
@@ -174,7 +191,12 @@ class Placeholders:
 
 
 def flat_dict(
-    key: str, kind: LeafKind, names: Sequence[str], sources: Sequence[Source], dtypes: Sequence[str] = (), shapes: Sequence[Shape] = ()
+    key: str,
+    kind: LeafKind,
+    names: Sequence[str],
+    sources: Sequence[Source],
+    dtypes: Sequence[str] = (),
+    shapes: Sequence[Shape] = (),
 ) -> FlatState:
     """A key whose value is one dict of leaves of one kind."""
     paths = tuple(f"{segment(key)}/{name}" for name in segments(names))
@@ -191,24 +213,32 @@ def flat_dict(
 
 
 def read_range(path: Path, offset: int, out: memoryview) -> None:
-    """Fill `out` from byte `offset` of a file on. Raises `Unavailable` for one that is shorter, or cannot be read."""
+    """Fill `out` from byte `offset` of a file on. Raises `Unavailable` for one that is shorter, or
+    cannot be read."""
     try:
         with open(path, "rb", buffering=0) as file:
             done = 0
             while done < len(out):
                 n = os.preadv(file.fileno(), [out[done:]], offset + done)
                 if not n:
-                    raise Unavailable(f"{path} ends at byte {offset + done}; wanted {len(out) - done} more: it changed while it was read")
+                    raise Unavailable(
+                        f"{path} ends at byte {offset + done}; wanted {len(out) - done} more: it "
+                        "changed while it was read"
+                    )
                 done += n
     except OSError as error:
         raise Unavailable(f"cannot read {path}: {error}") from error
 
 
 def inside(root: Path, name: object) -> Path:
-    """The file `name` of a directory, if it is one. Raises `InvalidInput` for names that lead elsewhere."""
+    """The file `name` of a directory, if it is one. Raises `InvalidInput` for names that lead
+    elsewhere."""
     parts = name.split("/") if isinstance(name, str) else []
     if not parts or not {"", ".", ".."}.isdisjoint(parts) or "\0" in str(name) or "\\" in str(name):
-        raise InvalidInput(f"{str(name)[:80]!r} is no name of a file in {root}: wanted names joined by '/', without '.' and '..'")
+        raise InvalidInput(
+            f"{str(name)[:80]!r} is no name of a file in {root}: wanted names joined by '/', "
+            "without '.' and '..'"
+        )
     path = root.joinpath(*parts)
     if not path.is_file() or not path.resolve().is_relative_to(root.resolve()):
         raise InvalidInput(f"{root} has no file {str(name)[:80]!r} of its own")
@@ -218,7 +248,9 @@ def inside(root: Path, name: object) -> Path:
 def check_tiling(where: str, shape: Shape, boxes: Sequence[Box]) -> None:
     """Raise `InvalidInput` unless the boxes make up a tensor of `shape`, no element of it twice."""
     if problem := _tiling_problem(shape, boxes):
-        raise InvalidInput(f"{where}: the stored pieces do not make up {list(shape)}, each element once: {problem}")
+        raise InvalidInput(
+            f"{where}: the stored pieces do not make up {list(shape)}, each element once: {problem}"
+        )
 
 
 def _tiling_problem(shape: Shape, boxes: Sequence[Box]) -> str:
@@ -230,18 +262,25 @@ def _tiling_problem(shape: Shape, boxes: Sequence[Box]) -> str:
     if twice := _overlap([box for box in boxes if prod(box.lengths)]):
         return f"{_box_text(twice[0])} and {_box_text(twice[1])} overlap"
     there = sum(prod(box.lengths) for box in boxes)
-    return f"{prod(shape) - there} of {prod(shape)} elements are in none of {len(boxes)} pieces" if there < prod(shape) else ""
+    return (
+        f"{prod(shape) - there} of {prod(shape)} elements are in none of {len(boxes)} pieces"
+        if there < prod(shape)
+        else ""
+    )
 
 
 def _overlap(boxes: Sequence[Box]) -> tuple[Box, Box] | None:
-    """Two boxes that share an element, if there are such. A box is compared with those that it meets in the dimension most cut alone."""
+    """Two boxes that share an element, if there are such. A box is compared with those that it
+    meets in the dimension most cut alone."""
     ranks = range(len(boxes[0].lengths)) if boxes else range(0)
     dim = max(ranks, key=lambda i: len({box.offsets[i] for box in boxes}), default=None)
     if dim is None:
         return (boxes[0], boxes[1]) if len(boxes) > 1 else None
     near: list[Box] = []
     for box in sorted(boxes, key=lambda box: box.offsets[dim]):
-        near = [other for other in near if other.offsets[dim] + other.lengths[dim] > box.offsets[dim]]
+        near = [
+            other for other in near if other.offsets[dim] + other.lengths[dim] > box.offsets[dim]
+        ]
         for other in near:
             if intersect(other, box):
                 return other, box
@@ -254,7 +293,8 @@ def _box_text(box: Box) -> str:
 
 
 def as_app_state(state: Any) -> dict[str, Any]:
-    """What was loaded, as an application state: a dict as it is, a plain state dict under the key `model`."""
+    """What was loaded, as an application state: a dict as it is, a plain state dict under the key
+    `model`."""
     import torch
 
     named = isinstance(state, dict) and state and all(type(key) is str for key in state)

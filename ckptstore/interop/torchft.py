@@ -1,4 +1,5 @@
-"""torchft's checkpoint transport on chunks: a replica that joins late takes from its peers only what it lacks (docs/torchft.md).
+"""torchft's checkpoint transport on chunks: a replica that joins late takes from its peers only
+what it lacks (docs/torchft.md).
 
 `StoreTransport` stands where torchft's `HTTPTransport` does, in a `Manager` or alone.
 """
@@ -20,7 +21,11 @@ from ckptstore.interop.chunk_transfer.chunk_names import BLAKE3, XXH3, quick_nam
 from ckptstore.interop.chunk_transfer.connection import Deadline, Route
 from ckptstore.interop.chunk_transfer.fetch import Peers
 from ckptstore.interop.chunk_transfer.process_vm import Probe
-from ckptstore.interop.chunk_transfer.protocol import Invitation, decode_invitation, encode_invitation
+from ckptstore.interop.chunk_transfer.protocol import (
+    Invitation,
+    decode_invitation,
+    encode_invitation,
+)
 from ckptstore.interop.chunk_transfer.publication import Publication
 from ckptstore.interop.chunk_transfer.receive import LocalState, Received, Transfer
 from ckptstore.interop.chunk_transfer.served_state import flatten_state, make_offer
@@ -31,7 +36,9 @@ from ckptstore.state.staging_buffers import BufferPool, default_budget
 try:
     from torchft.checkpointing.transport import CheckpointTransport
 except ImportError as error:
-    raise ImportError(f'StoreTransport needs torchft: pip install "ckptstore[torchft]" ({error})') from error
+    raise ImportError(
+        f'StoreTransport needs torchft: pip install "ckptstore[torchft]" ({error})'
+    ) from error
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -45,21 +52,27 @@ T = TypeVar("T")
 logger = logging.getLogger("ckptstore.transport")
 
 PATIENCE_S = 10.0
-"""A peer that does not send a chunk within this time is given up for now: others are asked, or the same one again, with more patience."""
+"""A peer that does not send a chunk within this time is given up for now: others are asked, or the
+same one again, with more patience."""
 
 CONNECTIONS = 4
 
 
-class StoreTransport(CheckpointTransport[T]):  # type: ignore[misc]  # mypy does not look into torchft
-    """A `CheckpointTransport` that sends and receives states of any nesting, chunk by chunk, every chunk verified; nothing is pickled.
+# mypy does not look into torchft
+class StoreTransport(CheckpointTransport[T]):  # type: ignore[misc]
+    """A `CheckpointTransport` that sends and receives states of any nesting, chunk by chunk, every
+    chunk verified; nothing is pickled.
 
-    `timeout` bounds what has no timeout of its own. With `store`, chunks that it has are neither copied to be served nor asked for. With
-    `state_dict`, a function that gives the live state (in the structure in which states are sent), what has not changed there is not asked
-    for; `in_place` writes what is received into its tensors. `meshes` are those that DTensors may be placed on, besides those of the live
-    state. Served is at `host` and `port`, by default on all addresses and a free port.
+    `timeout` bounds what has no timeout of its own. With `store`, chunks that it has are neither
+    copied to be served nor asked for. With `state_dict`, a function that gives the live state (in
+    the structure in which states are sent), what has not changed there is not asked for; `in_place`
+    writes what is received into its tensors. `meshes` are those that DTensors may be placed on,
+    besides those of the live state. Served is at `host` and `port`, by default on all addresses and
+    a free port.
 
-    What must be copied to be served takes at most `staging_bytes`, by default half of what the host has; a state of more than `max_bytes`,
-    by default what is free, is not received. Each peer gets up to `connections`; one that sends no chunk for `patience` is passed over.
+    What must be copied to be served takes at most `staging_bytes`, by default half of what the host
+    has; a state of more than `max_bytes`, by default what is free, is not received. Each peer gets
+    up to `connections`; one that sends no chunk for `patience` is passed over.
     """
 
     def __init__(
@@ -78,8 +91,16 @@ class StoreTransport(CheckpointTransport[T]):  # type: ignore[misc]  # mypy does
         patience: timedelta = timedelta(seconds=PATIENCE_S),
     ) -> None:
         if in_place and state_dict is None:
-            raise InvalidInput("in_place writes into the tensors of the live state: pass state_dict, a function that gives it")
-        self._timeout_s, self._store, self._state_dict, self._in_place = timeout.total_seconds(), store, state_dict, in_place
+            raise InvalidInput(
+                "in_place writes into the tensors of the live state: pass state_dict, a function "
+                "that gives it"
+            )
+        self._timeout_s, self._store, self._state_dict, self._in_place = (
+            timeout.total_seconds(),
+            store,
+            state_dict,
+            in_place,
+        )
         self._meshes, self._staging_bytes, self._max_bytes = tuple(meshes), staging_bytes, max_bytes
         self._connections, self._patience_s = connections, patience.total_seconds()
         self._chunk_bytes = store.chunk_bytes if store else CHUNK_BYTES
@@ -88,11 +109,15 @@ class StoreTransport(CheckpointTransport[T]):  # type: ignore[misc]  # mypy does
         self._sending, self._receiving = threading.Lock(), threading.Lock()
         self._left: dict[bytes, memoryview] = {}
         instance, token = secrets.token_hex(16), secrets.token_hex(32)
-        self._server = TransportServer(self._publication, instance, token, timeout_s=self._timeout_s, host=host, port=port)
+        self._server = TransportServer(
+            self._publication, instance, token, timeout_s=self._timeout_s, host=host, port=port
+        )
         if store:
             store.second_names(quick_name)
         self._probe, addresses = Probe(instance), own_addresses(self._server.port, host)
-        self._metadata = encode_invitation(Invitation(instance, token, addresses, XXH3, self._probe.near))
+        self._metadata = encode_invitation(
+            Invitation(instance, token, addresses, XXH3, self._probe.near)
+        )
         self.staged_bytes = 0
         """What the last `send_checkpoint` had to copy."""
         self.received: Received | None = None
@@ -102,18 +127,30 @@ class StoreTransport(CheckpointTransport[T]):  # type: ignore[misc]  # mypy does
         """What a peer needs to receive from here: addresses, and a token, which is a secret."""
         return self._metadata
 
-    def send_checkpoint(self, dst_ranks: list[int], step: int, state_dict: T, timeout: timedelta) -> None:
-        """Hold `state_dict` still as of now and serve it as `step`, to anybody who has this transport's metadata, until the next call of
-        this or of `disallow_checkpoint`.
+    def send_checkpoint(
+        self, dst_ranks: list[int], step: int, state_dict: T, timeout: timedelta
+    ) -> None:
+        """Hold `state_dict` still as of now and serve it as `step`, to anybody who has this
+        transport's metadata, until the next call of this or of `disallow_checkpoint`.
 
-        Once this returns, the tensors may change. Raises `InvalidInput` for what cannot travel, naming its path; TimeoutError if what was
-        served before is still being taken when `timeout` is over and cannot be cut off.
+        Once this returns, the tensors may change. Raises `InvalidInput` for what cannot travel,
+        naming its path; TimeoutError if what was served before is still being taken when `timeout`
+        is over and cannot be cut off.
         """
-        deadline = Deadline(timeout.total_seconds(), f"the state of step {step} could not be served")
+        deadline = Deadline(
+            timeout.total_seconds(), f"the state of step {step} could not be served"
+        )
         with self._sending:
             self._withdraw(deadline.left())
             guard = self._store.guard("serve") if self._store else None
-            offer = make_offer(state_dict, step, chunk_bytes=self._chunk_bytes, pool=self._pool, threads=self._threads, guard=guard)
+            offer = make_offer(
+                state_dict,
+                step,
+                chunk_bytes=self._chunk_bytes,
+                pool=self._pool,
+                threads=self._threads,
+                guard=guard,
+            )
             self.staged_bytes = offer.staged_bytes
             try:
                 self._publication.post(offer)
@@ -127,31 +164,45 @@ class StoreTransport(CheckpointTransport[T]):  # type: ignore[misc]  # mypy does
                 raise
 
     def disallow_checkpoint(self) -> None:
-        """Serve nothing any more. Waits for those who are receiving; who is not done after the transport's timeout is cut off."""
+        """Serve nothing any more. Waits for those who are receiving; who is not done after the
+        transport's timeout is cut off."""
         with self._sending:
             self._withdraw(self._timeout_s)
 
     def recv_checkpoint(self, src_rank: int, metadata: str, step: int, timeout: timedelta) -> T:
         """The state that the transport with this `metadata` serves as `step`; waits until it does.
 
-        Raises TimeoutError when `timeout` is over, `Conflict` if another step is served, `InvalidInput` for metadata that is refused and
-        for a state that cannot be received here, `Unavailable` if the peer is gone (a slow one is waited for), `Corrupt` if it keeps
-        sending what it does not announce. What came before a failure is not asked for again by the next call. After a failure with
-        `in_place`, the live tensors hold verified bytes of both states.
+        Raises TimeoutError when `timeout` is over, `Conflict` if another step is served,
+        `InvalidInput` for metadata that is refused and for a state that cannot be received here,
+        `Unavailable` if the peer is gone (a slow one is waited for), `Corrupt` if it keeps sending
+        what it does not announce. What came before a failure is not asked for again by the next
+        call. After a failure with `in_place`, the live tensors hold verified bytes of both states.
         """
         return self.recv_from([metadata], step, timeout)
 
     def recv_from(self, sources: Sequence[str], step: int, timeout: timedelta) -> T:
-        """As `recv_checkpoint`, from several transports that serve one state, at once; who of them fails is not needed."""
+        """As `recv_checkpoint`, from several transports that serve one state, at once; who of them
+        fails is not needed."""
         if not sources:
-            raise InvalidInput("there is nobody to receive from: pass the metadata of at least one transport")
-        deadline = Deadline(timeout.total_seconds(), f"the state of step {step} has not been received")
+            raise InvalidInput(
+                "there is nobody to receive from: pass the metadata of at least one transport"
+            )
+        deadline = Deadline(
+            timeout.total_seconds(), f"the state of step {step} has not been received"
+        )
         invitations = list(dict.fromkeys(map(decode_invitation, sources)))
-        transfer, patience_s = secrets.token_hex(8), min(self._patience_s, max(timeout.total_seconds(), 0.001))
+        transfer, patience_s = (
+            secrets.token_hex(8),
+            min(self._patience_s, max(timeout.total_seconds(), 0.001)),
+        )
         routes = [Route(invitation, transfer, patience_s) for invitation in invitations]
         quick = all(invitation.names == XXH3 for invitation in invitations) and not self._needs_ids
         with self._receiving:
-            return self._receive(Peers(routes, step, deadline, self._connections), deadline, XXH3 if quick else BLAKE3)
+            return self._receive(
+                Peers(routes, step, deadline, self._connections),
+                deadline,
+                XXH3 if quick else BLAKE3,
+            )
 
     @property
     def _needs_ids(self) -> bool:
@@ -159,7 +210,8 @@ class StoreTransport(CheckpointTransport[T]):  # type: ignore[misc]  # mypy does
         return self._store is not None and self._state_dict is None
 
     def shutdown(self, wait: bool = True) -> None:
-        """Serve nothing, and let go of memory, threads and the port; with `wait`, return when that is done. Idempotent."""
+        """Serve nothing, and let go of memory, threads and the port; with `wait`, return when that
+        is done. Idempotent."""
         self._server.close(wait=wait)
         self._left = {}
         if wait:
@@ -174,7 +226,11 @@ class StoreTransport(CheckpointTransport[T]):  # type: ignore[misc]  # mypy does
 
     def _withdraw(self, timeout_s: float) -> None:
         if late := self._publication.withdraw(timeout_s):
-            logger.warning("cut off %d connections of peers that were still receiving after %.1f s", late, timeout_s)
+            logger.warning(
+                "cut off %d connections of peers that were still receiving after %.1f s",
+                late,
+                timeout_s,
+            )
 
     def _receive(self, peers: Peers, deadline: Deadline, names: str) -> T:
         transfer = Transfer(peers, self._here(names), deadline)

@@ -1,16 +1,18 @@
 """How long does a writer wait for others who append to the same log?
 
-Where many append at once, all but one attempt for each number are in vain, and where the server is what limits, each of them makes all
-others slower. Who waits lets others through; but by chance alone some would be let through again and again and one never. So a wait is
-drawn from the time that an attempt takes there, and becomes shorter with the number of entries that others appended since the call
-began; and whoever was passed by many, and comes back at once with the next entry, begins with a wait. That needs no message among the
-writers and no clock that they share.
+Where many append at once, all but one attempt for each number are in vain, and where the server is
+what limits, each of them makes all others slower. Who waits lets others through; but by chance
+alone some would be let through again and again and one never. So a wait is drawn from the time that
+an attempt takes there, and becomes shorter with the number of entries that others appended since
+the call began; and whoever was passed by many, and comes back at once with the next entry, begins
+with a wait. That needs no message among the writers and no clock that they share.
 """
 
 from dataclasses import dataclass
 
 _LONGEST_ATTEMPTS = 8.0
-"""Who was never passed waits for at most so many attempts. Two writers lose little by it, and of thirty-two some four compete."""
+"""Who was never passed waits for at most so many attempts. Two writers lose little by it, and of
+thirty-two some four compete."""
 _PATIENCE = 8.0
 """Whoever so many entries have passed waits half as long."""
 _CROWD = 32
@@ -21,13 +23,15 @@ _LONGEST_S = 2.0
 
 
 def pause_s(attempt_s: float, passed: int, draw: float) -> float:
-    """After an attempt in vain, which took `attempt_s`; others appended `passed` entries since the call began. `draw` is from 0 to 1."""
+    """After an attempt in vain, which took `attempt_s`; others appended `passed` entries since the
+    call began. `draw` is from 0 to 1."""
     return min(draw * _LONGEST_ATTEMPTS * attempt_s, _LONGEST_S) / (1 + passed / _PATIENCE)
 
 
 @dataclass(frozen=True, slots=True)
 class Met:
-    """What a writer met in its last append: how many entries passed it, how long its last attempt in vain took, when it ended."""
+    """What a writer met in its last append: how many entries passed it, how long its last attempt
+    in vain took, when it ended."""
 
     passed: int = 0
     attempt_s: float = 0.0

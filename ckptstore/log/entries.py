@@ -1,14 +1,25 @@
-"""An entry of the log is one atomic change of the store, chained to the entry before it (docs/format.md §8).
+"""An entry of the log is one atomic change of the store, chained to the entry before it
+(docs/format.md §8).
 
-A body is what changes; an entry is a body at its place in the chain. The tables below drive the encoder and the decoder both, so
-what one writes the other reads.
+A body is what changes; an entry is a body at its place in the chain. The tables below drive the
+encoder and the decoder both, so what one writes the other reads.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeAlias
 
-from ckptstore.core.ids import CommitId, SessionId, StoreId, check_run, check_tag, digest, parse_commit_id, parse_session_id, parse_store_id
+from ckptstore.core.ids import (
+    CommitId,
+    SessionId,
+    StoreId,
+    check_run,
+    check_tag,
+    digest,
+    parse_commit_id,
+    parse_session_id,
+    parse_store_id,
+)
 from ckptstore.core.model import PackRecord
 from ckptstore.errors import Conflict, Corrupt
 from ckptstore.log.fields import (
@@ -39,12 +50,14 @@ _HASH_DIGITS = 64
 
 
 class NewerEntry(Conflict):
-    """A newer ckptstore wrote an entry that this one does not know: upgrade, nothing beyond it may be read or appended."""
+    """A newer ckptstore wrote an entry that this one does not know: upgrade, nothing beyond it may
+    be read or appended."""
 
 
 @dataclass(frozen=True, slots=True)
 class Commit:
-    """`packs` are new, written by `session`; `reused` are numbers of packs already listed that hold the commit's other chunks."""
+    """`packs` are new, written by `session`; `reused` are numbers of packs already listed that hold
+    the commit's other chunks."""
 
     session: SessionId
     commit: CommitId
@@ -66,7 +79,8 @@ class Commit:
 
 @dataclass(frozen=True, slots=True)
 class Tag:
-    """`name` points at `commit` from now on, at nothing if that is None; `reused` are the packs of the commit."""
+    """`name` points at `commit` from now on, at nothing if that is None; `reused` are the packs of
+    the commit."""
 
     name: str
     commit: CommitId | None
@@ -75,7 +89,8 @@ class Tag:
 
 @dataclass(frozen=True, slots=True)
 class Forget:
-    """`commits` are soft-deleted: no roots for gc any more, but `undelete` may still bring them back."""
+    """`commits` are soft-deleted: no roots for gc any more, but `undelete` may still bring them
+    back."""
 
     commits: tuple[CommitId, ...]
     reason: str
@@ -91,7 +106,8 @@ class Undelete:
 
 @dataclass(frozen=True, slots=True)
 class Condemn:
-    """What a mark at position `mark` found dead: `packs` are no dedup targets any more, the commits of `purge` are gone for good.
+    """What a mark at position `mark` found dead: `packs` are no dedup targets any more, the commits
+    of `purge` are gone for good.
 
     `fence` is the last condemning entry that the mark, or this gc since, has seen.
     """
@@ -104,8 +120,8 @@ class Condemn:
 
 @dataclass(frozen=True, slots=True)
 class Register:
-    """`packs`, written by `session`, are copies of what lived in the packs `condemn` at a mark at `mark`; or, condemning none, what a
-    mirror received of a commit that is still on its way."""
+    """`packs`, written by `session`, are copies of what lived in the packs `condemn` at a mark at
+    `mark`; or, condemning none, what a mirror received of a commit that is still on its way."""
 
     session: SessionId
     mark: int
@@ -123,7 +139,8 @@ class Delete:
 
 @dataclass(frozen=True, slots=True)
 class Over:
-    """Sessions that may not append any more: what they wrote and the log does not list is garbage."""
+    """Sessions that may not append any more: what they wrote and the log does not list is
+    garbage."""
 
     sessions: tuple[SessionId, ...]
 
@@ -143,7 +160,9 @@ class Moved:
     next_generation: int
 
 
-Body: TypeAlias = Commit | Tag | Forget | Undelete | Condemn | Register | Delete | Over | Settings | Moved
+Body: TypeAlias = (
+    Commit | Tag | Forget | Undelete | Condemn | Register | Delete | Over | Settings | Moved
+)
 
 
 class Position(NamedTuple):
@@ -156,7 +175,8 @@ class Position(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """`hash` is that of the encoded body, `bytes` the length of the file; the next entry names both."""
+    """`hash` is that of the encoded body, `bytes` the length of the file; the next entry names
+    both."""
 
     n: int
     attempt: str
@@ -180,7 +200,15 @@ def origin(store: StoreId) -> Position:
 
 
 def encode_entry(
-    body: Body, *, n: int, attempt: str, time_ns: int, store: StoreId, generation: int, prev_hash: str, prev_bytes: int
+    body: Body,
+    *,
+    n: int,
+    attempt: str,
+    time_ns: int,
+    store: StoreId,
+    generation: int,
+    prev_hash: str,
+    prev_bytes: int,
 ) -> bytes:
     """The bytes of the file `log/<n>`."""
     kind = _KIND_OF[type(body)]
@@ -214,17 +242,26 @@ def encode_again(entry: Entry) -> bytes:
 
 
 def decode_entry(data: bytes) -> Entry:
-    """What `encode_entry` encoded. Raises `Corrupt` for anything else and `NewerEntry` for a kind that is not known here."""
+    """What `encode_entry` encoded. Raises `Corrupt` for anything else and `NewerEntry` for a kind
+    that is not known here."""
     if len(data) > ENTRY_BYTES_MAX:
-        raise Corrupt(f"an entry of the log has {len(data)} bytes; wanted at most {ENTRY_BYTES_MAX}; run `ckptstore fsck`")
+        raise Corrupt(
+            f"an entry of the log has {len(data)} bytes; wanted at most {ENTRY_BYTES_MAX}; run "
+            "`ckptstore fsck`"
+        )
     head, data_hash = data[: _HASH_DIGITS + 1], digest(memoryview(data)[_HASH_DIGITS + 1 :]).hex()
     if head != data_hash.encode() + b"\n":
-        raise Corrupt(f"an entry of the log does not match its hash: wanted {head!r}, got {data_hash}; run `ckptstore fsck`")
+        raise Corrupt(
+            f"an entry of the log does not match its hash: wanted {head!r}, got {data_hash}; run "
+            "`ckptstore fsck`"
+        )
     document = decode(data[_HASH_DIGITS + 1 :])
     try:
         return _entry(document, data_hash, len(data))
     except (KeyError, TypeError, ValueError, AttributeError, Corrupt) as error:
-        raise Corrupt(f"an entry of the log, hash {data_hash}, is malformed: {error}; run `ckptstore fsck`") from error
+        raise Corrupt(
+            f"an entry of the log, hash {data_hash}, is malformed: {error}; run `ckptstore fsck`"
+        ) from error
 
 
 def check_follows(entry: Entry, position: Position, store: StoreId) -> None:
@@ -233,8 +270,10 @@ def check_follows(entry: Entry, position: Position, store: StoreId) -> None:
     got = (entry.n, entry.store, entry.prev_hash, entry.prev_bytes)
     if wanted != got:
         raise Corrupt(
-            f"the log's chain is broken behind entry {position.n}: wanted (n, store, hash and bytes of the entry before) = {wanted}, "
-            f"got {got}; an entry was lost, exchanged or comes from another store; run `ckptstore fsck`"
+            f"the log's chain is broken behind entry {position.n}: wanted (n, store, hash and "
+            f"bytes of the entry before) = {wanted}, "
+            f"got {got}; an entry was lost, exchanged or comes from another store; run `ckptstore "
+            "fsck`"
         )
 
 
@@ -242,9 +281,14 @@ def _entry(document: Any, data_hash: str, data_bytes: int) -> Entry:
     kind = document["kind"]
     fields = _FIELDS.get(kind)
     if fields is None:
-        raise NewerEntry(f"entry {document['n']} of the log is of kind {kind!r}, which this version does not know; upgrade ckptstore")
+        raise NewerEntry(
+            f"entry {document['n']} of the log is of kind {kind!r}, which this version does not "
+            "know; upgrade ckptstore"
+        )
     if document.keys() - _HEADER.keys() != fields.keys():
-        raise ValueError(f"wanted the keys {sorted(fields)}, got {sorted(document.keys() - _HEADER.keys())}")
+        raise ValueError(
+            f"wanted the keys {sorted(fields)}, got {sorted(document.keys() - _HEADER.keys())}"
+        )
     header = {name: field.decode(document[name]) for name, field in _HEADER.items()}
     body = _BODY_OF[kind](**{name: field.decode(document[name]) for name, field in fields.items()})
     prev_hash, prev_bytes = header["prev"]
@@ -294,11 +338,21 @@ _KINDS: dict[type[Body], tuple[str, dict[str, Field]]] = {
             "document_bytes": COUNT,
         },
     ),
-    Tag: ("tag", {"name": Field(as_it_is, check_tag), "commit": optional(parse_commit_id), "reused": NUMBERS}),
+    Tag: (
+        "tag",
+        {
+            "name": Field(as_it_is, check_tag),
+            "commit": optional(parse_commit_id),
+            "reused": NUMBERS,
+        },
+    ),
     Forget: ("forget", {"commits": COMMITS, "reason": TEXT}),
     Undelete: ("undelete", {"commits": COMMITS, "reused": NUMBERS}),
     Condemn: ("condemn", {"mark": COUNT, "fence": COUNT, "packs": NUMBERS, "purge": COMMITS}),
-    Register: ("register", {"session": SESSION, "mark": COUNT, "fence": COUNT, "packs": PACKS, "condemn": NUMBERS}),
+    Register: (
+        "register",
+        {"session": SESSION, "mark": COUNT, "fence": COUNT, "packs": PACKS, "condemn": NUMBERS},
+    ),
     Delete: ("delete", {"packs": NUMBERS}),
     Over: ("over", {"sessions": tuple_of(parse_session_id)}),
     Settings: ("settings", {"values": pairs_of(setting_to_json, parse_setting)}),

@@ -1,4 +1,5 @@
-"""How the values of a log entry are written as JSON and read back: one field, both directions (docs/format.md §8)."""
+"""How the values of a log entry are written as JSON and read back: one field, both directions
+(docs/format.md §8)."""
 
 import base64
 import re
@@ -16,7 +17,8 @@ _ATTEMPT = re.compile(r"[0-9a-f]{32}")
 
 
 class Field(NamedTuple):
-    """How one value is written as JSON and read back; `decode` raises for what `encode` cannot have written."""
+    """How one value is written as JSON and read back; `decode` raises for what `encode` cannot have
+    written."""
 
     encode: Callable[[Any], Any]
     decode: Callable[[Any], Any]
@@ -57,7 +59,8 @@ def sorted_items(value: Any) -> list[tuple[str, Any]]:
 
 
 def parse_hash(value: Any) -> str:
-    """A BLAKE3-256 in hex; it names a schema, a content or an entry, and has the form of a chunk id."""
+    """A BLAKE3-256 in hex; it names a schema, a content or an entry, and has the form of a chunk
+    id."""
     return parse_chunk_id(value).hex()
 
 
@@ -71,7 +74,9 @@ def parse_time(value: Any) -> int:
     """Nanoseconds since 1970, as every index can hold them: to the year 2262."""
     number = int(parse_text(value))
     if str(number) != value or not -_TIMES <= number < _TIMES:
-        raise ValueError(f"wanted a time in nanoseconds as a decimal number of 63 bits, got {value!r:.80}")
+        raise ValueError(
+            f"wanted a time in nanoseconds as a decimal number of 63 bits, got {value!r:.80}"
+        )
     return number
 
 
@@ -81,9 +86,11 @@ def parse_link(value: Any) -> tuple[str, int]:
 
 
 def set_to_json(numbers: frozenset[int]) -> list[Any]:
-    """A bitmap without its runs of zero bytes: what a set takes depends on how many numbers it has, not on how far they lie apart.
+    """A bitmap without its runs of zero bytes: what a set takes depends on how many numbers it has,
+    not on how far they lie apart.
 
-    Packs are numbered on for as long as the store lives, and a commit relies on a few old ones and on many of the newest.
+    Packs are numbered on for as long as the store lives, and a commit relies on a few old ones and
+    on many of the newest.
     """
     if not numbers:
         return [0, ""]
@@ -100,9 +107,15 @@ def set_to_json(numbers: frozenset[int]) -> list[Any]:
 
 
 def parse_set(value: Any) -> frozenset[int]:
-    """The inverse of `set_to_json`. Takes memory for the numbers that are there, wherever they lie."""
+    """The inverse of `set_to_json`. Takes memory for the numbers that are there, wherever they
+    lie."""
     first, text = parse_items(value)
-    coded, at, end, numbers = base64.b64decode(parse_text(text), validate=True), 0, parse_count(first), set()
+    coded, at, end, numbers = (
+        base64.b64decode(parse_text(text), validate=True),
+        0,
+        parse_count(first),
+        set(),
+    )
     while at < len(coded):
         skipped, at = _read_varint(coded, at)
         length, at = _read_varint(coded, at)
@@ -155,7 +168,9 @@ def parse_pack(value: Any) -> PackRecord:
     number, pack, size, chunks, kind = parse_items(value)
     if kind not in (0, 1):
         raise ValueError(f"wanted 0 or 1 as the kind of a pack, got {kind!r:.80}")
-    return PackRecord(parse_pack_id(pack), parse_count(size), parse_count(chunks), bool(kind), parse_count(number))
+    return PackRecord(
+        parse_pack_id(pack), parse_count(size), parse_count(chunks), bool(kind), parse_count(number)
+    )
 
 
 def parse_setting(value: Any) -> Setting:

@@ -1,7 +1,9 @@
-"""The log in a store: replay it to its head, append to it, and know for certain which of the two happened (docs/format.md §8).
+"""The log in a store: replay it to its head, append to it, and know for certain which of the two
+happened (docs/format.md §8).
 
-An entry exists once its object does, and objects are created exclusively, so the log needs no lock, no lease and no clock. The one
-thing that may be unknown is whether a create whose answer was lost took place; that is settled by reading what is at its number.
+An entry exists once its object does, and objects are created exclusively, so the log needs no lock,
+no lease and no clock. The one thing that may be unknown is whether a create whose answer was lost
+took place; that is settled by reading what is at its number.
 """
 
 import logging
@@ -17,9 +19,26 @@ from ckptstore.core.ids import CONFIG_KEY, StoreId, checkpoint_key
 from ckptstore.core.paths import make_directories
 from ckptstore.core.scratch import replace_file
 from ckptstore.core.threads import behind
-from ckptstore.errors import Busy, CkptStoreError, Conflict, Corrupt, InvalidInput, NoSpace, NotFound, Unavailable
+from ckptstore.errors import (
+    Busy,
+    CkptStoreError,
+    Conflict,
+    Corrupt,
+    InvalidInput,
+    NoSpace,
+    NotFound,
+    Unavailable,
+)
 from ckptstore.log.backoff import Met, pause_s
-from ckptstore.log.entries import Body, Entry, Position, check_follows, decode_entry, encode_entry, origin
+from ckptstore.log.entries import (
+    Body,
+    Entry,
+    Position,
+    check_follows,
+    decode_entry,
+    encode_entry,
+    origin,
+)
 from ckptstore.log.fold import Refusal, State, apply, check, genesis, number
 from ckptstore.log.log_backend import LogBackend, LogObjects
 from ckptstore.log.log_snapshots import decode_state, encode_state
@@ -29,7 +48,8 @@ CHECKPOINT_EVERY = 1000
 CHECKPOINTS_KEPT = 2
 APPEND_TIMEOUT_S = 60.0
 LOCAL_PATIENCE_S = 2.0
-"""So long a disk of this host is tried again: one that fails for longer does not come back by itself, as a network does."""
+"""So long a disk of this host is tried again: one that fails for longer does not come back by
+itself, as a network does."""
 RECENT = 1024
 """So many entries are kept decoded, for whoever folds them."""
 REMEMBER_EVERY = 8
@@ -43,13 +63,15 @@ _LONGEST_PAUSE_S = 2.0
 _CHECKPOINT_PREFIX = "log/checkpoint-"
 
 _random = secrets.SystemRandom()
-"""Of the system: hosts of one job may all have seeded `random` alike, and what a trainer draws next is none of the log's business."""
+"""Of the system: hosts of one job may all have seeded `random` alike, and what a trainer draws next
+is none of the log's business."""
 
 _logger = logging.getLogger("ckptstore")
 
 
 class Refused(Conflict):
-    """The state at the head of the log does not admit the entry; nothing was appended. `refusal` says what to do next."""
+    """The state at the head of the log does not admit the entry; nothing was appended. `refusal`
+    says what to do next."""
 
     def __init__(self, refusal: Refusal) -> None:
         super().__init__(refusal.why)
@@ -69,8 +91,9 @@ class Log:
         memory: Path | None = None,
         with_config: bool = False,
     ) -> None:
-        """The entries are at `place`, or in the store's own `log/`. `memory` is a file of this host's where the state is kept between
-        processes, for storage that is slow to ask. `with_config`, nothing is appended to a directory that has lost its ckptstore.json."""
+        """The entries are at `place`, or in the store's own `log/`. `memory` is a file of this
+        host's where the state is kept between processes, for storage that is slow to ask.
+        `with_config`, nothing is appended to a directory that has lost its ckptstore.json."""
         self._storage = storage
         self._place = place or LogObjects(storage, store)
         self._state = genesis(store, generation)
@@ -78,11 +101,15 @@ class Log:
         self._remembered = 0
         self._recent: deque[Entry] = deque(maxlen=RECENT)
         self._opened = False
-        self._is_far = storage.durable_root is None  # to look at the head again is a request, which only an append is worth
+        self._is_far = (
+            storage.durable_root is None
+        )  # to look at the head again is a request, which only an append is worth
         self._lock = threading.RLock()
         self._gathering: threading.Thread | None = None
         self._met = Met()
-        self._looks_for_config = with_config and storage.durable_root is not None  # to a bucket it would be one more request
+        self._looks_for_config = (
+            with_config and storage.durable_root is not None
+        )  # to a bucket it would be one more request
 
     @property
     def state(self) -> State:
@@ -92,8 +119,9 @@ class Log:
     def replay(self, *, refresh: bool = False) -> State:
         """The state at the head of the log.
 
-        `refresh` first makes a network filesystem forget which names it believes to be absent. Raises `Corrupt` for a broken chain, and
-        where the last entry that this process knows is not there any more.
+        `refresh` first makes a network filesystem forget which names it believes to be absent.
+        Raises `Corrupt` for a broken chain, and where the last entry that this process knows is not
+        there any more.
         """
         with self._lock:
             if refresh:
@@ -125,48 +153,68 @@ class Log:
     def check_head(self) -> None:
         """Raises `Corrupt` if the last entry that this process knows is not in the log any more.
 
-        A store may be moved, deleted, or replaced by a backup or by another copy of itself while it is open. What was appended behind an
-        entry that is not there would be acknowledged and lost.
+        A store may be moved, deleted, or replaced by a backup or by another copy of itself while it
+        is open. What was appended behind an entry that is not there would be acknowledged and lost.
         """
         with self._lock:
             position = self._state.position
             if position.n and not self._place.still_has(position):
                 raise Corrupt(
-                    f"entry {position.n} of the log, which this process has read or written, is not in {self._storage.url} any more: "
-                    f"the store was moved, deleted, or replaced by a backup or another copy while it was open; nothing was appended; "
+                    f"entry {position.n} of the log, which this process has read or written, is "
+                    f"not in {self._storage.url} any more: "
+                    "the store was moved, deleted, or replaced by a backup or another copy while "
+                    "it was open; nothing was appended; "
                     f"open it again"
                 )
 
     def check_config(self) -> None:
-        """Raises `Corrupt` if the directory has lost its ckptstore.json: it is being deleted, and what is in it goes next.
+        """Raises `Corrupt` if the directory has lost its ckptstore.json: it is being deleted, and
+        what is in it goes next.
 
         After an entry was created, this decides whether it may be acknowledged.
         """
         if self._looks_for_config and self._storage.size(CONFIG_KEY) is None:
             raise Corrupt(
-                f"{self._storage.url} has lost its ckptstore.json while it was open: the store is being deleted, or was damaged, and a "
-                f"commit in it would be lost; nothing is acknowledged; if it was not meant to go, run `ckptstore repair`, and open it again"
+                f"{self._storage.url} has lost its ckptstore.json while it was open: the store is "
+                "being deleted, or was damaged, and a "
+                "commit in it would be lost; nothing is acknowledged; if it was not meant to go, "
+                "run `ckptstore repair`, and open it again"
             )
 
     def check_no_gap(self, n: int) -> None:
-        """Raises `Corrupt` if entry `n + 1` is missing although a later one is there: `n` would look like the head of the log.
+        """Raises `Corrupt` if entry `n + 1` is missing although a later one is there: `n` would
+        look like the head of the log.
 
-        On a disk of this host several later ones are looked for, since more than one entry may be missing.
+        On a disk of this host several later ones are looked for, since more than one entry may be
+        missing.
         """
-        later = next((n + ahead for ahead in (_AHEAD if self._place.is_local else _AHEAD[:1]) if self.head_after(n + ahead - 1)), None)
+        later = next(
+            (
+                n + ahead
+                for ahead in (_AHEAD if self._place.is_local else _AHEAD[:1])
+                if self.head_after(n + ahead - 1)
+            ),
+            None,
+        )
         if later is None:
             return
-        # All may have been created between two look-ups, the first of which a network filesystem remembers.
+        # All may have been created between two look-ups, the first of which a network filesystem
+        # remembers.
         self._place.refresh()
         if not self.head_after(n):
             raise Corrupt(
-                f"entry {n + 1} of the log is missing, although entry {later} is there; run `ckptstore repair`, with --from and a mirror"
+                f"entry {n + 1} of the log is missing, although entry {later} is there; run "
+                "`ckptstore repair`, with --from and a mirror"
             )
 
-    def read_entries(self, after: int = 0, prev_hash: str = "", prev_bytes: int = 0) -> Iterator[Entry]:
-        """The entries after entry `after`, whose hash and length the caller remembers (for 0 they are not looked at).
+    def read_entries(
+        self, after: int = 0, prev_hash: str = "", prev_bytes: int = 0
+    ) -> Iterator[Entry]:
+        """The entries after entry `after`, whose hash and length the caller remembers (for 0 they
+        are not looked at).
 
-        Raises `Corrupt` if the chain is broken, or if the log does not have that entry: then the caller remembers another log's.
+        Raises `Corrupt` if the chain is broken, or if the log does not have that entry: then the
+        caller remembers another log's.
         """
         position = Position(after, prev_hash, prev_bytes) if after else origin(self._state.store)
         entries = self._spliced(position)
@@ -178,22 +226,31 @@ class Log:
             self._check_has(position)
 
     def known_behind(self, position: Position) -> list[Entry] | None:
-        """The entries behind `position` up to the state that was replayed last, if this process still has them all."""
+        """The entries behind `position` up to the state that was replayed last, if this process
+        still has them all."""
         with self._lock:
             if position == self._state.position:
                 return []
             found = [entry for entry in self._recent if entry.n > position.n]
-            if not found or found[0].n != position.n + 1 or (found[0].prev_hash, found[0].prev_bytes) != position[1:]:
+            if (
+                not found
+                or found[0].n != position.n + 1
+                or (found[0].prev_hash, found[0].prev_bytes) != position[1:]
+            ):
                 return None
             return found
 
-    def append(self, body: Body, *, time_ns: int | None = None, timeout_s: float = APPEND_TIMEOUT_S) -> Entry:
-        """Append `body` at the head of the log, its new packs numbered; durable on return. `time_ns` is when it happened, if not now.
+    def append(
+        self, body: Body, *, time_ns: int | None = None, timeout_s: float = APPEND_TIMEOUT_S
+    ) -> Entry:
+        """Append `body` at the head of the log, its new packs numbered; durable on return.
+        `time_ns` is when it happened, if not now.
 
-        Raises `Refused` if the state at the head does not admit it, `Busy` if others took every number within `timeout_s`, `Unavailable`
-        if storage did not answer within `timeout_s`, a disk of this host within `LOCAL_PATIENCE_S` (the entry may still be in the log, or
-        arrive there: only a replay tells, so delete nothing), `InvalidInput` for a body that has no encoding, `Corrupt` if the log lost
-        an entry meanwhile.
+        Raises `Refused` if the state at the head does not admit it, `Busy` if others took every
+        number within `timeout_s`, `Unavailable` if storage did not answer within `timeout_s`, a
+        disk of this host within `LOCAL_PATIENCE_S` (the entry may still be in the log, or arrive
+        there: only a replay tells, so delete nothing), `InvalidInput` for a body that has no
+        encoding, `Corrupt` if the log lost an entry meanwhile.
         """
         deadline = time.monotonic() + timeout_s
         with self._lock:
@@ -203,7 +260,8 @@ class Log:
                 return self._append(body, time_ns, deadline, timeout_s)
 
     def close(self) -> None:
-        """Wait for a segment or checkpoint that is being written, and keep what this process knows for the next."""
+        """Wait for a segment or checkpoint that is being written, and keep what this process knows
+        for the next."""
         if self._gathering is not None:
             self._gathering.join()
         if self._opened:
@@ -219,7 +277,9 @@ class Log:
             numbered = number(state, body)
             if refusal := check(state, numbered):
                 raise Refused(refusal)
-            if self._is_far and state.n == known:  # an entry that was read during this call is there
+            if (
+                self._is_far and state.n == known
+            ):  # an entry that was read during this call is there
                 self.check_head()
             data, entry = self._encode(state, numbered, time_ns or time.time_ns())
             attempted_at_s = time.monotonic()
@@ -234,7 +294,10 @@ class Log:
             check_follows(there, state.position, state.store)
             self._advance(there)
             if time.monotonic() > deadline:
-                raise Busy(f"others appended to the log for {timeout_s:.0f} s without a gap; nothing was appended, repeat")
+                raise Busy(
+                    f"others appended to the log for {timeout_s:.0f} s without a gap; nothing was "
+                    "appended, repeat"
+                )
             if not self._place.is_local:
                 lost_s = time.monotonic() - attempted_at_s
                 time.sleep(pause_s(lost_s, there.n - began, _random.random()))
@@ -255,30 +318,38 @@ class Log:
         try:
             return data, decode_entry(data)
         except Corrupt as error:
-            raise InvalidInput(f"this entry cannot be written, because nobody could read it: {error.__cause__ or error}") from error
+            raise InvalidInput(
+                "this entry cannot be written, because nobody could read it: "
+                f"{error.__cause__ or error}"
+            ) from error
 
     def _create(self, data: bytes, entry: Entry, deadline: float) -> Entry:
-        """The entry that took the number of `entry`: itself, or another one. The same create is repeated until an answer settles it."""
+        """The entry that took the number of `entry`: itself, or another one. The same create is
+        repeated until an answer settles it."""
         wait_s, unknown = _FIRST_PAUSE_S, False
         while True:
             try:
                 return entry if self._place.create(entry, data) else self._there(entry)
             except (Unavailable, NotFound) as error:
                 if isinstance(error, NoSpace) and not unknown:
-                    raise  # what did not fit was not created; but that says nothing of an earlier attempt whose answer was lost
+                    # what did not fit was not created; but that says nothing of an earlier attempt
+                    # whose answer was lost
+                    raise
                 if not unknown and self._place.is_local:
                     deadline = min(deadline, time.monotonic() + LOCAL_PATIENCE_S)
                 unknown = True
                 if time.monotonic() + wait_s > deadline:
                     raise Unavailable(
-                        f"storage did not say whether entry {entry.n} of the log was created: {error}; "
+                        f"storage did not say whether entry {entry.n} of the log was created: "
+                        f"{error}; "
                         f"delete nothing, repeat the call once storage answers"
                     ) from error
             time.sleep(wait_s)
             wait_s = min(2 * wait_s, _LONGEST_PAUSE_S)
 
     def _there(self, entry: Entry) -> Entry:
-        """What is at the number of `entry`: another one, or `entry`, created by an earlier attempt whose answer was lost."""
+        """What is at the number of `entry`: another one, or `entry`, created by an earlier attempt
+        whose answer was lost."""
         data = self._place.read(entry.n)
         if data is None:
             self._place.refresh()
@@ -291,7 +362,8 @@ class Log:
         return there
 
     def _check_successor(self, entry: Entry) -> None:
-        """An entry at n + 1 that does not name entry n means that storage lost the entry n that its author had read."""
+        """An entry at n + 1 that does not name entry n means that storage lost the entry n that its
+        author had read."""
         data = self._place.read(entry.n + 1)
         if data is not None:
             check_follows(decode_entry(data), entry.position, self._state.store)
@@ -303,7 +375,8 @@ class Log:
         oldest = state.moved[0] if state.moved else 0
         if not oldest <= entry.generation <= state.generation:
             raise Corrupt(
-                f"entry {entry.n} is of generation {entry.generation} of the log; wanted {oldest} to {state.generation}; "
+                f"entry {entry.n} is of generation {entry.generation} of the log; wanted {oldest} "
+                f"to {state.generation}; "
                 f"open the store again, and run `ckptstore fsck` if that does not help"
             )
         self._state = apply(state, entry)
@@ -322,7 +395,11 @@ class Log:
             known = list(self._recent)
         for entry in self._behind(position):
             yield entry
-            if known and (known[0].n, known[0].prev_hash, known[0].prev_bytes) == (entry.n + 1, entry.hash, entry.bytes):
+            if known and (known[0].n, known[0].prev_hash, known[0].prev_bytes) == (
+                entry.n + 1,
+                entry.hash,
+                entry.bytes,
+            ):
                 yield from known
                 yield from self._behind(known[-1].position)
                 return
@@ -330,7 +407,8 @@ class Log:
     def _check_has(self, position: Position) -> None:
         if not self.has(position):
             raise Corrupt(
-                f"this store's log has no entry {position.n} with hash {position.hash}; what remembers it belongs to another log; "
+                f"this store's log has no entry {position.n} with hash {position.hash}; what "
+                "remembers it belongs to another log; "
                 f"run `ckptstore reindex`"
             )
 
@@ -341,7 +419,9 @@ class Log:
         if self._memory is None:
             return None
         try:
-            state = decode_state(self._memory.read_bytes(), self._state.store, self._state.generation)
+            state = decode_state(
+                self._memory.read_bytes(), self._state.store, self._state.generation
+            )
             if not self.has(state.position):
                 return None
         except (OSError, Corrupt):
@@ -350,7 +430,8 @@ class Log:
         return state
 
     def _remember(self, least: int) -> None:
-        """Keep the state for the next process if it is `least` entries ahead of the one that was kept."""
+        """Keep the state for the next process if it is `least` entries ahead of the one that was
+        kept."""
         if self._memory is None or self._state.n - self._remembered < least:
             return
         try:
@@ -365,25 +446,32 @@ class Log:
 
     def _newest_checkpoint(self) -> State | None:
         newest = self._last_multiple() * CHECKPOINT_EVERY
-        for n in range(newest, max(newest - CHECKPOINTS_KEPT * CHECKPOINT_EVERY, 0), -CHECKPOINT_EVERY):
+        for n in range(
+            newest, max(newest - CHECKPOINTS_KEPT * CHECKPOINT_EVERY, 0), -CHECKPOINT_EVERY
+        ):
             if (state := self._read_checkpoint(n)) is not None:
                 return state
         return None
 
     def _last_multiple(self) -> int:
-        """The largest k such that the log has an entry k * CHECKPOINT_EVERY, in few look-ups: double k, then bisect."""
+        """The largest k such that the log has an entry k * CHECKPOINT_EVERY, in few look-ups:
+        double k, then bisect."""
         low, high = 0, 1
         while self.head_after(high * CHECKPOINT_EVERY - 1):
             low, high = high, 2 * high
         while high - low > 1:
             middle = (low + high) // 2
-            low, high = (middle, high) if self.head_after(middle * CHECKPOINT_EVERY - 1) else (low, middle)
+            low, high = (
+                (middle, high) if self.head_after(middle * CHECKPOINT_EVERY - 1) else (low, middle)
+            )
         return low
 
     def _read_checkpoint(self, n: int) -> State | None:
         """The checkpoint at `n`, if it is there and is that of this log's own entry `n`."""
         try:
-            state = decode_state(self._storage.read(checkpoint_key(n)), self._state.store, self._state.generation)
+            state = decode_state(
+                self._storage.read(checkpoint_key(n)), self._state.store, self._state.generation
+            )
             entry = decode_entry(self._place.read(n) or b"")
         except (NotFound, Corrupt) as error:
             _logger.debug("no usable checkpoint at entry %d: %s", n, error)
@@ -391,13 +479,16 @@ class Log:
         return state if state.position == entry.position and n == entry.n else None
 
     def _gather_behind(self, n: int) -> None:
-        """Off the critical path: what lets others read less of the log. Whoever appends the last entry of a segment writes that segment,
-        whoever appends every CHECKPOINT_EVERY-th entry the state."""
+        """Off the critical path: what lets others read less of the log. Whoever appends the last
+        entry of a segment writes that segment, whoever appends every CHECKPOINT_EVERY-th entry the
+        state."""
         if n % CHECKPOINT_EVERY and not self._place.gathers(n):
             return
         if self._gathering is not None:
             self._gathering.join()
-        self._gathering = behind(partial(self._gather, self._state, tuple(self._recent)), "ckptstore-log")
+        self._gathering = behind(
+            partial(self._gather, self._state, tuple(self._recent)), "ckptstore-log"
+        )
 
     def _gather(self, state: State, newest: Sequence[Entry]) -> None:
         try:
@@ -406,7 +497,12 @@ class Log:
             if state.n % CHECKPOINT_EVERY == 0:
                 self._write_checkpoint(state)
         except CkptStoreError as error:
-            _logger.warning("what was to be saved at entry %d of the log was not; the next open reads more of the log: %s", state.n, error)
+            _logger.warning(
+                "what was to be saved at entry %d of the log was not; the next open reads more of "
+                "the log: %s",
+                state.n,
+                error,
+            )
 
     def _write_checkpoint(self, state: State) -> None:
         self._storage.put(checkpoint_key(state.n), encode_state(state))

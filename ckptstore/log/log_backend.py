@@ -1,4 +1,5 @@
-"""Where a log's entries lie: what any such place does, and the usual one, objects in the store's `log/`."""
+"""Where a log's entries lie: what any such place does, and the usual one, objects in the store's
+`log/`."""
 
 import logging
 import secrets
@@ -33,19 +34,22 @@ class LogBackend(Protocol):
 
     @property
     def is_local(self) -> bool:
-        """Whether it is a disk of this host, which does not come back by itself as a network does."""
+        """Whether it is a disk of this host, which does not come back by itself as a network
+        does."""
 
     def read(self, n: int) -> bytes | None:
         """The bytes of entry `n`, None if there is none."""
 
     def behind(self, n: int) -> Iterator[Entry]:
-        """The entries behind `n`, up to the first that is not there. Whether each follows on the one before is for the caller to see."""
+        """The entries behind `n`, up to the first that is not there. Whether each follows on the
+        one before is for the caller to see."""
 
     def has(self, n: int) -> bool:
         """Whether there is an entry `n`; one look-up."""
 
     def still_has(self, position: Position) -> bool:
-        """Whether the entry at `position`, which was there, still is; True where `create` finds that out by itself."""
+        """Whether the entry at `position`, which was there, still is; True where `create` finds
+        that out by itself."""
 
     def create(self, entry: Entry, data: bytes) -> bool:
         """Create `entry`, whose bytes are `data`, durably; False if its number is taken.
@@ -60,13 +64,15 @@ class LogBackend(Protocol):
         """Whether there is something for `gather` to do at entry `n`."""
 
     def gather(self, n: int, newest: Sequence[Entry]) -> None:
-        """Put the entries up to `n` together, so that `behind` finds them in fewer steps; `newest` are those that the caller knows.
+        """Put the entries up to `n` together, so that `behind` finds them in fewer steps; `newest`
+        are those that the caller knows.
 
         Nothing depends on it. Raises what storage raises.
         """
 
     def turn(self) -> AbstractContextManager[None]:
-        """Within, others who append wait, where the place can make them. What holds the log together does not depend on it."""
+        """Within, others who append wait, where the place can make them. What holds the log
+        together does not depend on it."""
 
     def refresh(self) -> None:
         """Look anew from here on at what was not there."""
@@ -87,7 +93,8 @@ class LogObjects:
         return self._read(log_key(n))
 
     def behind(self, n: int) -> Iterator[Entry]:
-        """From a bucket more and more of them at a time, and where there are many, from segments."""
+        """From a bucket more and more of them at a time, and where there are many, from
+        segments."""
         if (data := self.read(n + 1)) is None:
             return
         yield decode_entry(data)
@@ -97,9 +104,14 @@ class LogObjects:
         return self._storage.size(log_key(n)) is not None
 
     def still_has(self, position: Position) -> bool:
-        """By the hash in its first line: damage further on is for those to find who open the store."""
+        """By the hash in its first line: damage further on is for those to find who open the
+        store."""
         data = self.read(position.n)
-        return data is not None and len(data) == position.bytes and data.startswith(position.hash.encode())
+        return (
+            data is not None
+            and len(data) == position.bytes
+            and data.startswith(position.hash.encode())
+        )
 
     def create(self, entry: Entry, data: bytes) -> bool:
         return self._storage.put_new(log_key(entry.n), data)
@@ -115,7 +127,11 @@ class LogObjects:
         """The last segment, and now and then those before it that are not there."""
         if len(newest) >= SEGMENT_ENTRIES and newest[-1].n == n:
             self._storage.put(segment_key(n), encode_segment(newest[-SEGMENT_ENTRIES:]))
-            wanted = range(SEGMENT_ENTRIES, n, SEGMENT_ENTRIES) if n % _COMPLETED_EVERY == 0 else range(0)
+            wanted = (
+                range(SEGMENT_ENTRIES, n, SEGMENT_ENTRIES)
+                if n % _COMPLETED_EVERY == 0
+                else range(0)
+            )
         else:
             wanted = range(n, n + 1)
         there = {key for key, _ in self._storage.list(_SEGMENT_PREFIX)} if wanted else set()
@@ -127,9 +143,11 @@ class LogObjects:
         return nullcontext()
 
     def refresh(self) -> None:
-        """A change in `log/` by this host makes an NFS client drop what it cached of the directory, names that were absent included.
+        """A change in `log/` by this host makes an NFS client drop what it cached of the directory,
+        names that were absent included.
 
-        Who ends in between leaves an empty file, which `gc` deletes. A bucket is not asked by a client that remembers.
+        Who ends in between leaves an empty file, which `gc` deletes. A bucket is not asked by a
+        client that remembers.
         """
         if self._storage.durable_root is None:
             return
@@ -138,7 +156,9 @@ class LogObjects:
             self._storage.put(scratch, b"", durable=False)
             self._storage.delete(scratch)
         except ReadOnly:
-            _logger.debug("%s is read-only: names cached as absent expire by themselves", self._storage.url)
+            _logger.debug(
+                "%s is read-only: names cached as absent expire by themselves", self._storage.url
+            )
 
     def _read(self, key: str) -> bytes | None:
         try:
@@ -151,7 +171,8 @@ class LogObjects:
             yield decode_entry(data)
 
     def _many(self, n: int) -> Iterator[Entry]:
-        # A name that a network filesystem found absent stays so for a while: there nothing is asked for that may not be there yet.
+        # A name that a network filesystem found absent stays so for a while: there nothing is asked
+        # for that may not be there yet.
         limit = 1 if self._storage.durable_root is not None else _READ_AHEAD
         with Pool(limit) as pool:
             met, batch, look_from = 1, min(2, limit), 0
@@ -170,10 +191,13 @@ class LogObjects:
                 n, met, batch = n + batch, met + batch, min(2 * batch, limit)
 
     def _from_segments(self, pool: Pool, n: int) -> list[Entry]:
-        """The entries behind `n` as far as segments have them; none if the log's own entry at their end is another one."""
+        """The entries behind `n` as far as segments have them; none if the log's own entry at their
+        end is another one."""
         first = segment_end(n + 1)
         numbers = range(first, first + _SEGMENTS_AT_ONCE * SEGMENT_ENTRIES, SEGMENT_ENTRIES)
-        found = takewhile(lambda data: data is not None, pool.map(self._read, map(segment_key, numbers)))
+        found = takewhile(
+            lambda data: data is not None, pool.map(self._read, map(segment_key, numbers))
+        )
         entries: list[Entry] = []
         try:
             for last, data in zip(numbers, found, strict=False):
@@ -181,7 +205,10 @@ class LogObjects:
                 if entries:
                     check_follows(segment[0], entries[-1].position, self._store)
                 entries += segment
-            if not entries or decode_entry(self.read(entries[-1].n) or b"").position == entries[-1].position:
+            if (
+                not entries
+                or decode_entry(self.read(entries[-1].n) or b"").position == entries[-1].position
+            ):
                 return entries[n % SEGMENT_ENTRIES :]
             raise Corrupt(f"the log's entry {entries[-1].n} is another one")
         except Corrupt as error:
@@ -191,4 +218,6 @@ class LogObjects:
     def _write_segment(self, last: int) -> None:
         with Pool(_READ_AHEAD) as pool:
             files = list(pool.map(self.read, range(last - SEGMENT_ENTRIES + 1, last + 1)))
-        self._storage.put(segment_key(last), encode_segment([decode_entry(data or b"") for data in files]))
+        self._storage.put(
+            segment_key(last), encode_segment([decode_entry(data or b"") for data in files])
+        )

@@ -1,7 +1,9 @@
-"""A checkpoint is the folded state in one file, so that opening a store need not read its whole log (docs/format.md §9).
+"""A checkpoint is the folded state in one file, so that opening a store need not read its whole log
+(docs/format.md §9).
 
-It is a cache of the log: one that is damaged, of another store, of another fold or not of the log's own entry is `Corrupt` here and
-ignored by `log.log`. Columns instead of rows, ids of one length one behind the other: 10,000 commits are read in a tenth of a second.
+It is a cache of the log: one that is damaged, of another store, of another fold or not of the log's
+own entry is `Corrupt` here and ignored by `log.log`. Columns instead of rows, ids of one length one
+behind the other: 10,000 commits are read in a tenth of a second.
 """
 
 import struct
@@ -42,7 +44,10 @@ def encode_state(state: State) -> bytes:
             "over": "".join(sorted(state.over)),
             "ended": "".join(sorted(state.ended)),
             "fence": state.fence,
-            "settings": {name: list(value) if isinstance(value, tuple) else value for name, value in state.settings.items()},
+            "settings": {
+                name: list(value) if isinstance(value, tuple) else value
+                for name, value in state.settings.items()
+            },
             "runs": {run: list(newest) for run, newest in state.runs.items()},
         },
     }
@@ -51,17 +56,34 @@ def encode_state(state: State) -> bytes:
 
 
 def decode_state(data: bytes, store: StoreId, generation: int) -> State:
-    """What `encode_state` encoded of `store`, for a log opened as `generation`. Raises `Corrupt` for anything else."""
+    """What `encode_state` encoded of `store`, for a log opened as `generation`. Raises `Corrupt`
+    for anything else."""
     frame = memoryview(data)[_HASH_DIGITS + 1 :]
     if data[: _HASH_DIGITS + 1] != digest(frame).hex().encode() + b"\n":
-        raise Corrupt("a checkpoint of the log's state does not match its hash; it is ignored and may be deleted")
+        raise Corrupt(
+            "a checkpoint of the log's state does not match its hash; it is ignored and may be "
+            "deleted"
+        )
     try:
         document = decode(_decompress(frame))
         if (document["fold"], document["store"]) != (FOLD_VERSION, store):
-            raise ValueError(f"wanted fold {FOLD_VERSION} of store {store}, got fold {document['fold']} of store {document['store']}")
+            raise ValueError(
+                f"wanted fold {FOLD_VERSION} of store {store}, got fold {document['fold']} of "
+                f"store {document['store']}"
+            )
         return _state(document, store, generation)
-    except (LookupError, TypeError, ValueError, AttributeError, struct.error, zstandard.ZstdError) as error:
-        raise Corrupt(f"a checkpoint of the log's state is malformed: {error}; it is ignored and may be deleted") from error
+    except (
+        LookupError,
+        TypeError,
+        ValueError,
+        AttributeError,
+        struct.error,
+        zstandard.ZstdError,
+    ) as error:
+        raise Corrupt(
+            f"a checkpoint of the log's state is malformed: {error}; it is ignored and may be "
+            "deleted"
+        ) from error
 
 
 def _decompress(frame: memoryview) -> bytes:
@@ -87,7 +109,9 @@ def _state(document: dict[str, Any], store: StoreId, generation: int) -> State:
         over=HashTrieSet(_cut(fields["over"], _SESSION_DIGITS)),
         ended=HashTrieSet(_cut(fields["ended"], _SESSION_DIGITS)),
         fence=fields["fence"],
-        settings=HashTrieMap((name, tuple(v) if isinstance(v, list) else v) for name, v in fields["settings"].items()),
+        settings=HashTrieMap(
+            (name, tuple(v) if isinstance(v, list) else v) for name, v in fields["settings"].items()
+        ),
         runs=HashTrieMap((run, tuple(newest)) for run, newest in fields["runs"].items()),
     )
 

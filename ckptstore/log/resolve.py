@@ -1,7 +1,8 @@
 """Which commit a ref names, by the folded log. Pure.
 
-The catalog answers the same from its tables, faster for those who only ask. What is restored or changed is looked up here: the log's
-entries are checked by their hashes, while a bit turned in a table could make another commit the best one.
+The catalog answers the same from its tables, faster for those who only ask. What is restored or
+changed is looked up here: the log's entries are checked by their hashes, while a bit turned in a
+table could make another commit the best one.
 """
 
 import math
@@ -24,9 +25,11 @@ class Resolved(NamedTuple):
 
 
 def resolve(state: State, ref: Ref, run: str | None) -> Resolved | None:
-    """The commit that `ref` names, in `run` where it names none; None if there is none, or several begin with its digits.
+    """The commit that `ref` names, in `run` where it names none; None if there is none, or several
+    begin with its digits.
 
-    Raises `Corrupt` where more generations are asked for than there are commits, and the parents form a circle.
+    Raises `Corrupt` where more generations are asked for than there are commits, and the parents
+    form a circle.
     """
     commit = _resolve(state, ref, run)
     return None if commit is None or commit not in state.commits else resolved(state, commit)
@@ -40,16 +43,25 @@ def newest_first(state: State, run: str) -> list[Resolved]:
 def resolved(state: State, commit: CommitId) -> Resolved:
     """What the log says of a commit that it has."""
     row = state.commits[commit]
-    return Resolved(commit, row.session, row.step, tuple(sorted(tag for tag, named in state.tags.items() if named == commit)))
+    return Resolved(
+        commit,
+        row.session,
+        row.step,
+        tuple(sorted(tag for tag, named in state.tags.items() if named == commit)),
+    )
 
 
 def _resolve(state: State, ref: Ref, run: str | None) -> CommitId | None:
     match ref:
         case Step():
             rows = _by_age(state, run if ref.run is None else ref.run)
-            return _first(commit for commit, row in rows if row.step == ref.step) or _beginning(state, ref.prefix)
+            return _first(commit for commit, row in rows if row.step == ref.step) or _beginning(
+                state, ref.prefix
+            )
         case Latest():
-            return _first(commit for commit, _ in _by_age(state, run if ref.run is None else ref.run))
+            return _first(
+                commit for commit, _ in _by_age(state, run if ref.run is None else ref.run)
+            )
         case Best():
             return _best(_by_age(state, run if ref.run is None else ref.run), ref)
         case Name():
@@ -66,20 +78,33 @@ def _resolve(state: State, ref: Ref, run: str | None) -> CommitId | None:
 
 
 def circular(commit: CommitId) -> Corrupt:
-    """More generations than there are commits: honest ids are hashes, which cannot name each other in a circle."""
-    return Corrupt(f"the first parents of commit {commit[:12]} lead back to it, so the log was forged or damaged; run `ckptstore fsck`")
+    """More generations than there are commits: honest ids are hashes, which cannot name each other
+    in a circle."""
+    return Corrupt(
+        f"the first parents of commit {commit[:12]} lead back to it, so the log was forged or "
+        "damaged; run `ckptstore fsck`"
+    )
 
 
 def _by_age(state: State, run: str | None) -> list[tuple[CommitId, CommitRow]]:
     """The newest first."""
-    rows = [(commit, row) for commit, row in state.commits.items() if not row.soft and run in (None, row.run)]
+    rows = [
+        (commit, row)
+        for commit, row in state.commits.items()
+        if not row.soft and run in (None, row.run)
+    ]
     return sorted(rows, key=lambda item: item[1].n, reverse=True)
 
 
 def _best(rows: Iterable[tuple[CommitId, CommitRow]], ref: Best) -> CommitId | None:
     """The newest of equals: `min` keeps the first that it meets."""
     sign = -1 if ref.order == "max" else 1
-    values = ((sign * value, commit) for commit, row in rows for name, value in row.metrics if name == ref.metric and not math.isnan(value))
+    values = (
+        (sign * value, commit)
+        for commit, row in rows
+        for name, value in row.metrics
+        if name == ref.metric and not math.isnan(value)
+    )
     best = min(values, key=lambda pair: pair[0], default=None)
     return best and best[1]
 

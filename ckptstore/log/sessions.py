@@ -1,9 +1,10 @@
 """A session says that a writer is alive: a file with a counter that moves while its process does.
 
-It is a hint for gc's patience, never a lock: whether a session may still append is decided by the log alone. So session files are not
-fsynced, a heart-beat that fails is repeated by the next one, and an absent file means no more than a counter that stands still. One
-thread per process rewrites the files of all its sessions; it starts with the first session and sleeps while there is none. Where it cannot
-be started, or has ended, the next session starts it again, for all of them.
+It is a hint for gc's patience, never a lock: whether a session may still append is decided by the
+log alone. So session files are not fsynced, a heart-beat that fails is repeated by the next one,
+and an absent file means no more than a counter that stands still. One thread per process rewrites
+the files of all its sessions; it starts with the first session and sleeps while there is none.
+Where it cannot be started, or has ended, the next session starts it again, for all of them.
 """
 
 import logging
@@ -29,9 +30,11 @@ _logger = logging.getLogger("ckptstore")
 
 @dataclass(frozen=True, slots=True)
 class SessionInfo:
-    """What a session's file says. `start` is when the process started, in clock ticks since the host booted, as in /proc/<pid>/stat.
+    """What a session's file says. `start` is when the process started, in clock ticks since the
+    host booted, as in /proc/<pid>/stat.
 
-    `boot`, `pid_namespace` and `start` are empty or 0 where the host does not tell, and in a file that could not be read.
+    `boot`, `pid_namespace` and `start` are empty or 0 where the host does not tell, and in a file
+    that could not be read.
     """
 
     id: SessionId
@@ -46,7 +49,8 @@ class SessionInfo:
 
 
 class Session:
-    """One writer of one commit or one repack. As a context manager it ends if the block succeeds and is abandoned if that raises."""
+    """One writer of one commit or one repack. As a context manager it ends if the block succeeds
+    and is abandoned if that raises."""
 
     def __init__(self, storage: Storage, info: SessionInfo) -> None:
         self._storage = storage
@@ -59,7 +63,8 @@ class Session:
         return self._info.id
 
     def end(self) -> None:
-        """Its entry is in the log: stop and remove the file. May be called again; does nothing in a child after a fork.
+        """Its entry is in the log: stop and remove the file. May be called again; does nothing in a
+        child after a fork.
 
         A file that cannot be removed is left to gc: what was acknowledged does not fail for it.
         """
@@ -67,16 +72,24 @@ class Session:
             try:
                 self._storage.delete(session_key(self.id))
             except CkptStoreError as error:
-                _logger.warning("session %s has ended, its file stays until the next gc: %s", self.id, error)
+                _logger.warning(
+                    "session %s has ended, its file stays until the next gc: %s", self.id, error
+                )
 
     def abandon(self) -> None:
-        """It failed, or its outcome is unknown: stop and leave the file to gc, which declares the session over first."""
+        """It failed, or its outcome is unknown: stop and leave the file to gc, which declares the
+        session over first."""
         self._stop()
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         if kind is None:
             self.end()
         else:
@@ -86,7 +99,9 @@ class Session:
         """Move the counter, unless the session has stopped."""
         with self._lock:
             if self._beating:
-                self._info = replace(self._info, counter=self._info.counter + 1, time_ns=time.time_ns())
+                self._info = replace(
+                    self._info, counter=self._info.counter + 1, time_ns=time.time_ns()
+                )
                 self._storage.put(session_key(self.id), encode_session(self._info), durable=False)
 
     def _stop(self) -> bool:
@@ -119,12 +134,15 @@ class _Heart:
             self._sessions.discard(session)
 
     def _begun(self) -> threading.Thread | None:
-        """The thread; None where none can be started: a session without beats is taken for dead the sooner, and nothing else."""
+        """The thread; None where none can be started: a session without beats is taken for dead the
+        sooner, and nothing else."""
         thread = threading.Thread(target=self._run, name="ckptstore-heartbeat", daemon=True)
         try:
             thread.start()
         except RuntimeError as error:
-            _logger.warning("sessions cannot show that they are alive (%s); the next session tries again", error)
+            _logger.warning(
+                "sessions cannot show that they are alive (%s); the next session tries again", error
+            )
             return None
         return thread
 
@@ -140,14 +158,19 @@ class _Heart:
                 try:
                     session.beat()
                 except Exception as error:  # whatever it is, the others must be seen to live
-                    _logger.warning("session %s could not show that it is alive, the next beat may: %s", session.id, error)
+                    _logger.warning(
+                        "session %s could not show that it is alive, the next beat may: %s",
+                        session.id,
+                        error,
+                    )
 
 
 _heart = _Heart()
 
 
 def _forget_the_parents_sessions() -> None:
-    """After a fork the parent beats for its sessions; the child has no thread, and perhaps a lock that nobody will release."""
+    """After a fork the parent beats for its sessions; the child has no thread, and perhaps a lock
+    that nobody will release."""
     global _heart
     _heart = _Heart()
 
@@ -159,7 +182,16 @@ def open_session(storage: Storage, what: str) -> Session:
     """A new session that beats until `end` or `abandon`; `what` tells people what it does."""
     pid = os.getpid()
     host = os.uname().nodename
-    info = SessionInfo(new_session_id(), what, host, _boot(), _pid_namespace(), pid, _start_of(pid) or 0, time.time_ns())
+    info = SessionInfo(
+        new_session_id(),
+        what,
+        host,
+        _boot(),
+        _pid_namespace(),
+        pid,
+        _start_of(pid) or 0,
+        time.time_ns(),
+    )
     storage.put(session_key(info.id), encode_session(info), durable=False)
     session = Session(storage, info)
     try:
@@ -171,7 +203,8 @@ def open_session(storage: Storage, what: str) -> Session:
 
 
 def read_sessions(storage: Storage) -> Iterator[SessionInfo]:
-    """The sessions that have a file; of a damaged file no more than the id is known. One that ends meanwhile may be left out."""
+    """The sessions that have a file; of a damaged file no more than the id is known. One that ends
+    meanwhile may be left out."""
     for key, _ in storage.list(_PREFIX):
         try:
             session = parse_session_id(key.removeprefix(_PREFIX))
@@ -188,7 +221,8 @@ def read_sessions(storage: Storage) -> Iterator[SessionInfo]:
 
 
 def is_gone(info: SessionInfo) -> bool:
-    """Whether the session's process certainly runs no more: it ran on this boot of this host, in this pid namespace, and is not there."""
+    """Whether the session's process certainly runs no more: it ran on this boot of this host, in
+    this pid namespace, and is not there."""
     if not info.boot or (info.boot, info.pid_namespace) != (_boot(), _pid_namespace()):
         return False
     try:
@@ -217,11 +251,16 @@ def encode_session(info: SessionInfo) -> bytes:
 
 
 def decode_session(session: SessionId, data: bytes) -> SessionInfo:
-    """What the file of `session` says; nothing but its id if the file is damaged, as a file that was never fsynced may be."""
+    """What the file of `session` says; nothing but its id if the file is damaged, as a file that
+    was never fsynced may be."""
     try:
         fields: dict[str, Any] = decode(data)
-        what, host, boot, namespace = (str(fields[name]) for name in ("what", "host", "boot", "pid_namespace"))
-        pid, start, time_ns, counter = (int(fields[name]) for name in ("pid", "start", "time_ns", "counter"))
+        what, host, boot, namespace = (
+            str(fields[name]) for name in ("what", "host", "boot", "pid_namespace")
+        )
+        pid, start, time_ns, counter = (
+            int(fields[name]) for name in ("pid", "start", "time_ns", "counter")
+        )
     except (KeyError, TypeError, ValueError, Corrupt):
         return SessionInfo(session)
     if pid <= 0:
@@ -251,5 +290,6 @@ def _start_of(pid: int) -> int | None:
             stat = file.read()
     except OSError:
         return None
-    # The second field is the program's name in parentheses, which may hold anything; start time is the 22nd.
+    # The second field is the program's name in parentheses, which may hold anything; start time is
+    # the 22nd.
     return int(stat[stat.rindex(b")") + 2 :].split()[19])

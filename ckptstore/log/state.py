@@ -1,4 +1,5 @@
-"""What the store is after an entry of the log, as persistent maps: a new state shares with the old one all that did not change."""
+"""What the store is after an entry of the log, as persistent maps: a new state shares with the old
+one all that did not change."""
 
 from dataclasses import dataclass
 from typing import NamedTuple, TypeAlias
@@ -51,9 +52,10 @@ Runs: TypeAlias = "HashTrieMap[str, tuple[CommitId, ...]]"
 class State:
     """The store after entry `n`; `hash` and `bytes` are that entry's, as `n + 1` must name them.
 
-    `generation` is the one that this log was opened as, `moved` the generation and place that the last `moved` entry names.
-    `over` are sessions declared over, `ended` those whose entry is in the log. `fence` is the last entry that condemned.
-    `runs` has the newest commits of each run that are not forgotten, oldest first, at most `NEWEST_KEPT`.
+    `generation` is the one that this log was opened as, `moved` the generation and place that the
+    last `moved` entry names. `over` are sessions declared over, `ended` those whose entry is in the
+    log. `fence` is the last entry that condemned. `runs` has the newest commits of each run that
+    are not forgotten, oldest first, at most `NEWEST_KEPT`.
     """
 
     n: int
@@ -77,7 +79,8 @@ class State:
         return Position(self.n, self.hash, self.bytes)
 
     def closed(self, session: SessionId) -> bool:
-        """Whether `session` can append nothing any more: what it wrote and the log does not list is garbage."""
+        """Whether `session` can append nothing any more: what it wrote and the log does not list is
+        garbage."""
         return session in self.over or session in self.ended
 
 

@@ -1,6 +1,8 @@
-"""Whether a place is fit for a store: what its storage can do, tried out, and whether the next commit will fit.
+"""Whether a place is fit for a store: what its storage can do, tried out, and whether the next
+commit will fit.
 
-`probe` tries and measures; `judge` turns what it saw into verdicts and is pure. Nothing in the store is touched but `tmp/`.
+`probe` tries and measures; `judge` turns what it saw into verdicts and is pure. Nothing in the
+store is touched but `tmp/`.
 """
 
 import os
@@ -16,7 +18,13 @@ from ckptstore.core.ids import new_session_id
 from ckptstore.core.paths import file_system, is_network_filesystem, make_directories
 from ckptstore.core.text import bytes_text, seconds_text
 from ckptstore.errors import CkptStoreError
-from ckptstore.repository.disk_forecast import COMMITS_AHEAD, MAKE_ROOM, DiskRoom, expected_bytes, look
+from ckptstore.repository.disk_forecast import (
+    COMMITS_AHEAD,
+    MAKE_ROOM,
+    DiskRoom,
+    expected_bytes,
+    look,
+)
 from ckptstore.repository.store_handle import StoreHandle
 from ckptstore.storage.contract import Storage
 from ckptstore.storage.file_lock import file_lock
@@ -67,12 +75,27 @@ def doctor(handle: StoreHandle) -> tuple[Check, ...]:
 
 def judge(facts: StorageFacts, space: DiskRoom) -> tuple[Check, ...]:
     """The verdicts. Pure."""
-    checks = [_tried("write", facts.writable, "files can be made", "get the right to write there, or use the store read-only")]
+    checks = [
+        _tried(
+            "write",
+            facts.writable,
+            "files can be made",
+            "get the right to write there, or use the store read-only",
+        )
+    ]
     if not facts.writable:
-        link = "a store needs exclusive creation: hard links on a disk, conditional writes (If-None-Match) in a bucket"
+        link = (
+            "a store needs exclusive creation: hard links on a disk, conditional writes "
+            "(If-None-Match) in a bucket"
+        )
         checks += (
             _tried("exclusive", facts.exclusive, "of two who create an object one fails", link),
-            _tried("rename", facts.rename, "an object is replaced at once", "use storage that renames atomically"),
+            _tried(
+                "rename",
+                facts.rename,
+                "an object is replaced at once",
+                "use storage that renames atomically",
+            ),
             _fsync(facts),
             _clock(facts),
         )
@@ -87,7 +110,11 @@ def probe(handle: StoreHandle) -> StorageFacts:
     writable, exclusive, rename, fsync_s, skew_s = "", "", "", 0.0, 0.0
     try:
         fsync_s = _put_seconds(storage, scratch)
-        exclusive, rename, skew_s = _try_exclusive(storage, scratch), _try_rename(storage, scratch), _clock_skew(storage, scratch)
+        exclusive, rename, skew_s = (
+            _try_exclusive(storage, scratch),
+            _try_rename(storage, scratch),
+            _clock_skew(storage, scratch),
+        )
     except CkptStoreError as error:
         writable = str(error)
     finally:
@@ -111,7 +138,8 @@ def probe(handle: StoreHandle) -> StorageFacts:
     )
 
 
-# -- trying ------------------------------------------------------------------------------------------------------------------------
+# -- trying
+# ------------------------------------------------------------------------------------------------------------------------
 
 
 def _put_seconds(storage: Storage, key: str) -> float:
@@ -139,7 +167,8 @@ def _try_rename(storage: Storage, key: str) -> str:
 
 
 def _clock_skew(storage: Storage, key: str) -> float:
-    """How far the storage's clock is ahead of this host's, as a file's time shows; 0 for a bucket."""
+    """How far the storage's clock is ahead of this host's, as a file's time shows; 0 for a
+    bucket."""
     if storage.durable_root is None:
         return 0.0
     return os.stat(storage.durable_root / key).st_mtime - time.time()
@@ -158,32 +187,55 @@ def _try_lock(directory: Path) -> bool:
         path.unlink(missing_ok=True)
 
 
-# -- judging -----------------------------------------------------------------------------------------------------------------------
+# -- judging
+# -----------------------------------------------------------------------------------------------------------------------
 
 
 def _tried(name: str, problem: str, fine: str, next_step: str) -> Check:
-    return Check(name, Verdict.FAILED, problem, next_step) if problem else Check(name, Verdict.OK, fine)
+    return (
+        Check(name, Verdict.FAILED, problem, next_step)
+        if problem
+        else Check(name, Verdict.OK, fine)
+    )
 
 
 def _fsync(facts: StorageFacts) -> Check:
     seen = f"a small durable write takes {seconds_text(facts.fsync_s)}"
     if facts.fsync_s <= SLOW_FSYNC_S:
         return Check("fsync", Verdict.OK, seen)
-    return Check("fsync", Verdict.WARNING, seen, "each commit waits for about five of them: use a faster disk, or commit less often")
+    return Check(
+        "fsync",
+        Verdict.WARNING,
+        seen,
+        "each commit waits for about five of them: use a faster disk, or commit less often",
+    )
 
 
 def _clock(facts: StorageFacts) -> Check:
-    seen = f"the storage's clock is {abs(facts.clock_skew_s):.1f} s {'ahead' if facts.clock_skew_s > 0 else 'behind'}"
+    seen = (
+        f"the storage's clock is {abs(facts.clock_skew_s):.1f} s "
+        f"{'ahead' if facts.clock_skew_s > 0 else 'behind'}"
+    )
     if abs(facts.clock_skew_s) <= CLOCK_SKEW_S:
         return Check("clock", Verdict.OK, "this host and the storage agree on the time")
-    return Check("clock", Verdict.WARNING, seen, "set the clocks (NTP): ages and `--keep-within` are off; nothing else depends on them")
+    return Check(
+        "clock",
+        Verdict.WARNING,
+        seen,
+        "set the clocks (NTP): ages and `--keep-within` are off; nothing else depends on them",
+    )
 
 
 def _newest(facts: StorageFacts) -> Check:
     if facts.newest_entry_s <= CLOCK_SKEW_S:
         return Check("time", Verdict.OK, "no commit is from the future")
     seen = f"the newest commit is {seconds_text(facts.newest_entry_s)} in the future"
-    return Check("time", Verdict.WARNING, seen, "set this host's clock, or that of the host that committed (NTP)")
+    return Check(
+        "time",
+        Verdict.WARNING,
+        seen,
+        "set this host's clock, or that of the host that committed (NTP)",
+    )
 
 
 def _filesystem(facts: StorageFacts) -> Check:
@@ -191,7 +243,12 @@ def _filesystem(facts: StorageFacts) -> Check:
         return Check("filesystem", Verdict.OK, facts.filesystem or "unknown")
     if facts.index_network:
         seen = f"{facts.filesystem}, and the index too: {facts.index_directory}"
-        return Check("filesystem", Verdict.WARNING, seen, "set CKPTSTORE_CACHE to a directory on a local disk")
+        return Check(
+            "filesystem",
+            Verdict.WARNING,
+            seen,
+            "set CKPTSTORE_CACHE to a directory on a local disk",
+        )
     seen = f"{facts.filesystem}, shared between hosts; the index lies at {facts.index_directory}"
     return Check("filesystem", Verdict.OK, seen)
 
@@ -199,7 +256,10 @@ def _filesystem(facts: StorageFacts) -> Check:
 def _locks(facts: StorageFacts) -> Check:
     if facts.locks:
         return Check("locks", Verdict.OK, f"locks work in {facts.index_directory}")
-    step = "set CKPTSTORE_CACHE to a directory on a local disk; until then every process keeps an index of its own in memory"
+    step = (
+        "set CKPTSTORE_CACHE to a directory on a local disk; until then every process keeps an "
+        "index of its own in memory"
+    )
     return Check("locks", Verdict.WARNING, f"no locks in {facts.index_directory}", step)
 
 
@@ -207,7 +267,10 @@ def _free(space: DiskRoom) -> Check:
     if space.free is None:
         return Check("space", Verdict.OK, "a bucket has no end")
     wanted = expected_bytes(space)
-    seen = f"{bytes_text(space.free)} free, the next commit takes about {bytes_text(wanted)} (state: {bytes_text(space.logical)})"
+    seen = (
+        f"{bytes_text(space.free)} free, the next commit takes about {bytes_text(wanted)} "
+        f"(state: {bytes_text(space.logical)})"
+    )
     if space.free < wanted:
         return Check("space", Verdict.FAILED, seen, MAKE_ROOM)
     verdict = Verdict.WARNING if space.free < COMMITS_AHEAD * wanted else Verdict.OK
@@ -218,6 +281,10 @@ def _reserve(space: DiskRoom) -> Check:
     if space.free is None:
         return Check("reserve", Verdict.OK, "a bucket needs none")
     if space.reserve == RESERVE_BYTES:
-        return Check("reserve", Verdict.OK, f"{bytes_text(RESERVE_BYTES)} are kept so that gc works on a full disk")
+        return Check(
+            "reserve",
+            Verdict.OK,
+            f"{bytes_text(RESERVE_BYTES)} are kept so that gc works on a full disk",
+        )
     step = "run `ckptstore gc` while there is room: it makes the reserve"
     return Check("reserve", Verdict.WARNING, "no room is kept for gc on a full disk", step)

@@ -1,7 +1,9 @@
-"""A commit beside a disk that fills up: told of beforehand, explained when it did not fit, and with `on_full="gc"` tried again after a gc.
+"""A commit beside a disk that fills up: told of beforehand, explained when it did not fit, and with
+`on_full="gc"` tried again after a gc.
 
-A commit that did not fit has ended its session and deleted what it wrote before anything here is done, so a gc need not wait for it. Where
-many ranks commit, that holds for all of them, and the coordinator collects while the others wait.
+A commit that did not fit has ended its session and deleted what it wrote before anything here is
+done, so a gc need not wait for it. Where many ranks commit, that holds for all of them, and the
+coordinator collects while the others wait.
 """
 
 import logging
@@ -29,7 +31,8 @@ logger = logging.getLogger("ckptstore")
 T = TypeVar("T")
 
 PATIENCE = 4
-"""After this part of the time that ranks wait for each other, those that wait for a gc hear that it goes on."""
+"""After this part of the time that ranks wait for each other, those that wait for a gc hear that it
+goes on."""
 
 _GOES_ON, _AGAIN, _EXPLAINED = b"w", b"a", b"e"
 
@@ -39,16 +42,22 @@ EVERYTHING = GcOptions(max_unused=0.0, force=True)
 
 @dataclass(frozen=True, slots=True)
 class Relief:
-    """What could be freed: by a gc as things are, and by one after a `forget` of all commits but the newest of each run and pinned ones.
-    Copies of what lives on are subtracted."""
+    """What could be freed: by a gc as things are, and by one after a `forget` of all commits but
+    the newest of each run and pinned ones. Copies of what lives on are subtracted."""
 
     gc_bytes: int
     forget_bytes: int
 
     def __str__(self) -> str:
         if not self.forget_bytes:
-            return "neither `ckptstore gc` nor `ckptstore forget` would free anything: make room on the disk"
-        after = f"after `ckptstore forget --keep-last {NEWEST_KEPT}` it frees {bytes_text(self.forget_bytes)}"
+            return (
+                "neither `ckptstore gc` nor `ckptstore forget` would free anything: make room "
+                "on the disk"
+            )
+        after = (
+            f"after `ckptstore forget --keep-last {NEWEST_KEPT}` it frees "
+            f"{bytes_text(self.forget_bytes)}"
+        )
         if not self.gc_bytes:
             return f"`ckptstore gc` alone frees nothing, {after}"
         return f"`ckptstore gc` frees {bytes_text(self.gc_bytes)}, {after}"
@@ -71,7 +80,8 @@ class DiskWatch:
         self._warned = False
 
     def before(self, logical_bytes: int) -> None:
-        """Ahead of the first commit: warn if it, or one of the next, will not fit. Never raises: what cannot be known is not said."""
+        """Ahead of the first commit: warn if it, or one of the next, will not fit. Never raises:
+        what cannot be known is not said."""
         with self._lock:
             looked, self._looked = self._looked, True
         if looked or self._handle.storage.durable_root is None:
@@ -84,11 +94,17 @@ class DiskWatch:
         self._warn(room)
 
     def after(self, logical_bytes: int, new_bytes: int) -> None:
-        """After each commit: warn once when the disk gets short of room for more like it, and again only after there was enough."""
-        self._warn(disk_forecast.DiskRoom(disk_forecast.free_bytes(self._handle), (new_bytes,), logical_bytes, None))
+        """After each commit: warn once when the disk gets short of room for more like it, and again
+        only after there was enough."""
+        self._warn(
+            disk_forecast.DiskRoom(
+                disk_forecast.free_bytes(self._handle), (new_bytes,), logical_bytes, None
+            )
+        )
 
     def fit(self, commit: Callable[[], T], logical_bytes: int) -> T:
-        """What `commit` returns. On a full disk, and with `on_full="gc"`, again after a gc that freed something.
+        """What `commit` returns. On a full disk, and with `on_full="gc"`, again after a gc that
+        freed something.
 
         Raises `NoSpace` saying what is missing and what would free it; the store is as it was.
         """
@@ -103,9 +119,12 @@ class DiskWatch:
         except NoSpace as error:
             raise self._explained(error, logical_bytes) from error
 
-    def fit_together(self, peers: Collective, commit: Callable[[], T], logical_bytes: Callable[[], int]) -> T:
-        """`fit` for a commit that every rank of `peers` takes part in, of a state that has `logical_bytes` by what this rank knows once it
-        did not fit. The coordinator's `on_full` counts, and what it sees of the disk.
+    def fit_together(
+        self, peers: Collective, commit: Callable[[], T], logical_bytes: Callable[[], int]
+    ) -> T:
+        """`fit` for a commit that every rank of `peers` takes part in, of a state that has
+        `logical_bytes` by what this rank knows once it did not fit. The coordinator's `on_full`
+        counts, and what it sees of the disk.
 
         Raises one `NoSpace` on all ranks, whose `causes` say where the disk was full.
         """
@@ -119,8 +138,11 @@ class DiskWatch:
         except NoSpace as error:
             raise _joined(error, self._relieved(peers, logical_bytes, collect=False)) from error
 
-    def _relieved(self, peers: Collective, logical_bytes: Callable[[], int], *, collect: bool) -> str:
-        """Nothing after a gc of the coordinator that freed something, else what is missing and what would free it."""
+    def _relieved(
+        self, peers: Collective, logical_bytes: Callable[[], int], *, collect: bool
+    ) -> str:
+        """Nothing after a gc of the coordinator that freed something, else what is missing and what
+        would free it."""
         begun: list[Future[bytes]] = []
         threads = ThreadPool(1)
 
@@ -144,14 +166,21 @@ class DiskWatch:
         return said.removeprefix(_EXPLAINED).decode() if said != _AGAIN else ""
 
     def _collected(self) -> bool:
-        """Whether a gc freed something; one that fails is logged, and the commit's own error is raised."""
+        """Whether a gc freed something; one that fails is logged, and the commit's own error is
+        raised."""
         try:
             report = collect(self._handle, EVERYTHING)
         except CkptStoreError as error:
-            logger.warning("the disk of %s is full, and gc could not help: %s", self._handle.url, error)
+            logger.warning(
+                "the disk of %s is full, and gc could not help: %s", self._handle.url, error
+            )
             return False
         self._handle.follow()
-        logger.warning("the disk of %s is full: gc freed %s", self._handle.url, bytes_text(report.freed_bytes - report.copied_bytes))
+        logger.warning(
+            "the disk of %s is full: gc freed %s",
+            self._handle.url,
+            bytes_text(report.freed_bytes - report.copied_bytes),
+        )
         return report.freed_bytes > 0
 
     def _explained(self, error: NoSpace, logical_bytes: int) -> NoSpace:
@@ -161,7 +190,11 @@ class DiskWatch:
         """What is missing for a state of so many bytes, and what would free it."""
         said = []
         try:
-            said.append(disk_forecast.shortage(disk_forecast.look(self._handle, self._run, logical_bytes=logical_bytes)))
+            said.append(
+                disk_forecast.shortage(
+                    disk_forecast.look(self._handle, self._run, logical_bytes=logical_bytes)
+                )
+            )
             said.append(str(relief(self._handle)))
         except CkptStoreError as other:
             logger.debug("nobody knows what could be freed: %s", other)
@@ -184,7 +217,9 @@ def _joined(error: NoSpace, said: str) -> NoSpace:
 def _forgetting(state: State) -> State:
     """`state` as it would be after a forget of everything that may go."""
     plan = plan_policies(state, [KeepLast(NEWEST_KEPT)])
-    commits = state.commits.update((decision.commit, decision.row._replace(soft=state.n)) for decision in plan.forgotten)
+    commits = state.commits.update(
+        (decision.commit, decision.row._replace(soft=state.n)) for decision in plan.forgotten
+    )
     return replace(state, commits=commits)
 
 

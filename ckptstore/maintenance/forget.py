@@ -1,6 +1,7 @@
 """How commits are forgotten and brought back: one log entry each, nothing is deleted.
 
-A forgotten commit is no root for `gc` any more; until a gc has purged it, `undelete` brings it back whole.
+A forgotten commit is no root for `gc` any more; until a gc has purged it, `undelete` brings it back
+whole.
 """
 
 from collections.abc import Iterable, Sequence
@@ -18,11 +19,20 @@ from ckptstore.repository.store_handle import StoreHandle
 from ckptstore.storage.reserve import room
 
 ATTEMPTS = 5
-_CHANGED_MEANWHILE = frozenset({Code.TAGGED, Code.NEWEST, Code.BEST, Code.FORGOTTEN, Code.NO_SUCH_COMMIT})
+_CHANGED_MEANWHILE = frozenset(
+    {Code.TAGGED, Code.NEWEST, Code.BEST, Code.FORGOTTEN, Code.NO_SUCH_COMMIT}
+)
 
 
-def forget_by_policy(handle: StoreHandle, policies: Sequence[Policy], *, run: str | None = None, dry_run: bool = False) -> ForgetPlan:
-    """Forget what no policy keeps, in `run` or in all runs; the plan returned is the one that was, or with `dry_run` would be, executed.
+def forget_by_policy(
+    handle: StoreHandle,
+    policies: Sequence[Policy],
+    *,
+    run: str | None = None,
+    dry_run: bool = False,
+) -> ForgetPlan:
+    """Forget what no policy keeps, in `run` or in all runs; the plan returned is the one that was,
+    or with `dry_run` would be, executed.
 
     Raises `InvalidInput` for no policy at all.
     """
@@ -38,11 +48,16 @@ def forget_by_policy(handle: StoreHandle, policies: Sequence[Policy], *, run: st
             last = error
             continue
         return plan
-    raise Conflict(f"others changed the store {ATTEMPTS} times while forget looked; repeat it") from last
+    raise Conflict(
+        f"others changed the store {ATTEMPTS} times while forget looked; repeat it"
+    ) from last
 
 
-def forget_commits(handle: StoreHandle, commits: Iterable[CommitId], *, reason: str = "", dry_run: bool = False) -> ForgetPlan:
-    """Forget just these commits. Raises `Conflict` if one of them is pinned or forgotten already, `NotFound` if it is not there."""
+def forget_commits(
+    handle: StoreHandle, commits: Iterable[CommitId], *, reason: str = "", dry_run: bool = False
+) -> ForgetPlan:
+    """Forget just these commits. Raises `Conflict` if one of them is pinned or forgotten already,
+    `NotFound` if it is not there."""
     state = handle.log.replay()
     wanted = tuple(commits)
     if unknown := [c for c in wanted if c not in state.commits]:
@@ -75,7 +90,9 @@ def undelete(handle: StoreHandle, commits: Sequence[CommitId]) -> None:
             handle.objects.sync(handle.log.state, thorough=True)
             continue
         return
-    raise Conflict(f"gc kept moving the chunks of these commits ({ATTEMPTS} times); repeat undelete") from last
+    raise Conflict(
+        f"gc kept moving the chunks of these commits ({ATTEMPTS} times); repeat undelete"
+    ) from last
 
 
 def _append(handle: StoreHandle, plan: ForgetPlan) -> None:
@@ -89,7 +106,9 @@ def _body(plan: ForgetPlan) -> Forget:
 
 def _packs_of(handle: StoreHandle, state: State, commit: CommitId) -> frozenset[int]:
     """The packs that hold every chunk of `commit`: from now on they are needed."""
-    document = decode_document(handle.storage.read(document_key(state.commits[commit].session, commit)), commit)
+    document = decode_document(
+        handle.storage.read(document_key(state.commits[commit].session, commit)), commit
+    )
     handle.objects.sync(state)
     pages = [page for _, tree in document.trees for page in tree.pages]
     ids: list[bytes] = [*(tree.schema for _, tree in document.trees), *pages]
@@ -102,4 +121,7 @@ def _packs_of(handle: StoreHandle, state: State, commit: CommitId) -> frozenset[
 
 def _no_such_commit(commits: Sequence[CommitId]) -> NotFound:
     few = ", ".join(commit[:12] for commit in commits[:4])
-    return NotFound(f"no commit {few}: never made here, or purged by gc; `ckptstore log --forgotten` lists those that can be brought back")
+    return NotFound(
+        f"no commit {few}: never made here, or purged by gc; `ckptstore log --forgotten` lists "
+        "those that can be brought back"
+    )

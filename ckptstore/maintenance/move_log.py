@@ -1,7 +1,9 @@
-"""How a store's log moves between the store and a database, and how a lost database is made again from the copies of its entries.
+"""How a store's log moves between the store and a database, and how a lost database is made again
+from the copies of its entries.
 
-A move appends `moved` where the log is, after which nobody can append there; then it copies, then it replaces `ckptstore.json`. One that
-was interrupted is finished by the same command: until then the store can be read and not written.
+A move appends `moved` where the log is, after which nobody can append there; then it copies, then
+it replaces `ckptstore.json`. One that was interrupted is finished by the same command: until then
+the store can be read and not written.
 """
 
 import os
@@ -20,7 +22,7 @@ from ckptstore.log.entries import Moved
 from ckptstore.log.log import Log
 from ckptstore.objects.config import encode_config
 from ckptstore.repository.store_handle import StoreHandle, read_config, refuse_careless
-from ckptstore.storage.contract import open_storage
+from ckptstore.storage.registry import open_storage
 
 _SLICE = 500
 
@@ -35,11 +37,17 @@ class LogMoved:
 
 
 def move_log(
-    place: str | os.PathLike[str], to: str | None, *, index: str | None = None, storage_options: dict[str, Any] | None = None
+    place: str | os.PathLike[str],
+    to: str | None,
+    *,
+    index: str | None = None,
+    storage_options: dict[str, Any] | None = None,
 ) -> LogMoved:
-    """Move the log to the database at `to`, or with None into the store itself. `index` is the way to where it is, if that is a database.
+    """Move the log to the database at `to`, or with None into the store itself. `index` is the way
+    to where it is, if that is a database.
 
-    Raises `InvalidInput` if it is there already, is on its way elsewhere, or cannot be there; else as opening and appending do.
+    Raises `InvalidInput` if it is there already, is on its way elsewhere, or cannot be there; else
+    as opening and appending do.
     """
     with closing(StoreHandle(place, index=index, storage_options=storage_options)) as handle:
         handle.check_writable()
@@ -50,11 +58,17 @@ def move_log(
             return _into_a_database(handle, target)
 
 
-def restore_log(place: str | os.PathLike[str], *, index: str | None = None, storage_options: dict[str, Any] | None = None) -> int:
-    """Bring the database that holds the log up to the copies of its entries, making its tables if they are gone; how many were missing.
+def restore_log(
+    place: str | os.PathLike[str],
+    *,
+    index: str | None = None,
+    storage_options: dict[str, Any] | None = None,
+) -> int:
+    """Bring the database that holds the log up to the copies of its entries, making its tables if
+    they are gone; how many were missing.
 
-    Raises `InvalidInput` for a store whose log is not in a database, `Corrupt` if the database has entries that are not those of the
-    copies.
+    Raises `InvalidInput` for a store whose log is not in a database, `Corrupt` if the database has
+    entries that are not those of the copies.
     """
     with _log_of(place, index, storage_options) as (config, log, files):
         try:
@@ -68,9 +82,13 @@ def restore_log(place: str | os.PathLike[str], *, index: str | None = None, stor
 
 
 def migrate_tables(
-    place: str | os.PathLike[str], *, index: str | None = None, storage_options: dict[str, Any] | None = None
+    place: str | os.PathLike[str],
+    *,
+    index: str | None = None,
+    storage_options: dict[str, Any] | None = None,
 ) -> tuple[str, str]:
-    """Bring the tables in the database up to this version of ckptstore; their revision before and after."""
+    """Bring the tables in the database up to this version of ckptstore; their revision before and
+    after."""
     with _log_of(place, index, storage_options) as (_, log, _):
         before = log.revision()
         log.migrate()
@@ -107,7 +125,9 @@ def _announce(handle: StoreHandle, name: str) -> None:
     if state.moved is None or state.moved[0] <= state.generation:
         handle.log.append(Moved(name, handle.config.generation + 1))
     elif state.moved[1] != name:
-        raise InvalidInput(f"the log of {handle.url} is on its way to {state.moved[1]}: finish that move first")
+        raise InvalidInput(
+            f"the log of {handle.url} is on its way to {state.moved[1]}: finish that move first"
+        )
 
 
 def _fill(target: PostgresLog, source: Log) -> int:
@@ -128,11 +148,15 @@ def _arrive(handle: StoreHandle, name: str) -> LogMoved:
 def _log_of(
     place: str | os.PathLike[str], index: str | None, storage_options: dict[str, Any] | None
 ) -> Iterator[tuple[StoreConfig, PostgresLog, Log]]:
-    """What `ckptstore.json` says, the log in the database, whatever is there, and the copies of its entries."""
+    """What `ckptstore.json` says, the log in the database, whatever is there, and the copies of its
+    entries."""
     with closing(open_storage(os.fspath(place), storage_options=storage_options)) as storage:
         config, way = read_config(storage), index or os.environ.get(VARIABLE)
         if not config.in_database or not way:
-            raise InvalidInput(f"{storage.url}: wanted a store whose log is in a database, and --index or ${VARIABLE} to say which")
+            raise InvalidInput(
+                f"{storage.url}: wanted a store whose log is in a database, and --index or "
+                f"${VARIABLE} to say which"
+            )
         log = database_log(way, config.store, storage)
         with closing(log.database):
             yield config, log, Log(storage, config.store, config.generation)

@@ -1,4 +1,5 @@
-"""How a long job says how far it is: the phase, what is done of it, and what there is to do (0 where that is not known)."""
+"""How a long job says how far it is: the phase, what is done of it, and what there is to do (0
+where that is not known)."""
 
 import threading
 from collections.abc import Callable

@@ -8,7 +8,8 @@ from ckptstore.repository.store_handle import StoreHandle
 
 @dataclass(frozen=True, slots=True)
 class Reindexed:
-    """What the new indexes hold. `unreadable` packs are listed by the log, but no footer of them can be read."""
+    """What the new indexes hold. `unreadable` packs are listed by the log, but no footer of them
+    can be read."""
 
     entries: int
     commits: int
@@ -17,7 +18,8 @@ class Reindexed:
 
 
 def reindex(handle: StoreHandle, *, progress: Progress = silent) -> Reindexed:
-    """Throw this host's catalog and chunk index away and build them from the store. Readers and writers may go on meanwhile.
+    """Throw this host's catalog and chunk index away and build them from the store. Readers and
+    writers may go on meanwhile.
 
     Raises `Corrupt` for a broken log: `repair` it first.
     """

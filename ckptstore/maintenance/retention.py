@@ -1,7 +1,9 @@
-"""Which commits a store keeps, and why each: policies that a commit needs to please only one of. Pure.
+"""Which commits a store keeps, and why each: policies that a commit needs to please only one of.
+Pure.
 
-Policies look at each run by itself. They never look at a clock: "within 7 days" counts back from the run's newest commit, and days begin
-at midnight UTC, so a plan is the same whenever and wherever it is made, and a run that rested for a month loses nothing by it.
+Policies look at each run by itself. They never look at a clock: "within 7 days" counts back from
+the run's newest commit, and days begin at midnight UTC, so a plan is the same whenever and wherever
+it is made, and a run that rested for a month loses nothing by it.
 """
 
 import math
@@ -18,7 +20,12 @@ from ckptstore.log.state import NEWEST_KEPT, CommitRow, State
 
 Period: TypeAlias = Literal["hourly", "daily", "weekly", "monthly"]
 
-_FORMATS: Mapping[Period, str] = {"hourly": "%Y-%m-%d %H:00", "daily": "%Y-%m-%d", "weekly": "%G-W%V", "monthly": "%Y-%m"}
+_FORMATS: Mapping[Period, str] = {
+    "hourly": "%Y-%m-%d %H:00",
+    "daily": "%Y-%m-%d",
+    "weekly": "%G-W%V",
+    "monthly": "%Y-%m",
+}
 _NS = 1_000_000_000
 
 
@@ -68,7 +75,8 @@ class KeepEverySteps:
 
 @dataclass(frozen=True, slots=True)
 class KeepBest:
-    """The `n` commits of each run with the smallest value of `metric`, or the largest; the newest among equals."""
+    """The `n` commits of each run with the smallest value of `metric`, or the largest; the newest
+    among equals."""
 
     metric: str
     maximize: bool = False
@@ -77,7 +85,9 @@ class KeepBest:
     def __post_init__(self) -> None:
         _at_least_one("keep-best", self.n)
         if not self.metric:
-            raise InvalidInput("keep-best names no metric; wanted one such as val_loss, or accuracy:max")
+            raise InvalidInput(
+                "keep-best names no metric; wanted one such as val_loss, or accuracy:max"
+            )
 
     def __str__(self) -> str:
         return f"best {self.n} by {self.metric}{':max' if self.maximize else ''}"
@@ -96,9 +106,11 @@ class KeepBest:
 
 @dataclass(frozen=True, slots=True)
 class KeepWithin:
-    """The commits of at most `seconds` before the newest of their run, by the clocks of those who made them.
+    """The commits of at most `seconds` before the newest of their run, by the clocks of those who
+    made them.
 
-    The newest is the last one made, whatever its clock said: one commit under a clock that was ahead would make all others old.
+    The newest is the last one made, whatever its clock said: one commit under a clock that was
+    ahead would make all others old.
     """
 
     seconds: int
@@ -130,8 +142,13 @@ class KeepPeriods:
 
     def keeps(self, newest_first: Sequence[Candidate]) -> Iterator[tuple[CommitId, str]]:
         newest: dict[str, CommitId] = {}
-        for commit, row in sorted(newest_first, key=lambda c: (c.row.time_ns, c.row.n), reverse=True):
-            newest.setdefault(datetime.fromtimestamp(row.time_ns // _NS, UTC).strftime(_FORMATS[self.period]), commit)
+        for commit, row in sorted(
+            newest_first, key=lambda c: (c.row.time_ns, c.row.n), reverse=True
+        ):
+            newest.setdefault(
+                datetime.fromtimestamp(row.time_ns // _NS, UTC).strftime(_FORMATS[self.period]),
+                commit,
+            )
         for when, commit in sorted(newest.items(), reverse=True)[: self.n]:
             yield commit, f"{self.period} {when}"
 
@@ -149,7 +166,8 @@ class Decision(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class ForgetPlan:
-    """What a `forget` at log position `n` does; `decisions` are newest first, `reason` goes into the log."""
+    """What a `forget` at log position `n` does; `decisions` are newest first, `reason` goes into
+    the log."""
 
     n: int
     decisions: tuple[Decision, ...]
@@ -165,9 +183,13 @@ class ForgetPlan:
 
 
 def plan_policies(state: State, policies: Sequence[Policy], run: str | None = None) -> ForgetPlan:
-    """Decide about all commits of `run`, or of every run. Raises `InvalidInput` without a policy: that would forget nearly everything."""
+    """Decide about all commits of `run`, or of every run. Raises `InvalidInput` without a policy:
+    that would forget nearly everything."""
     if not policies:
-        raise InvalidInput("forget was given no policy and no commit; say what to keep, such as --keep-last 5, or which commits to forget")
+        raise InvalidInput(
+            "forget was given no policy and no commit; say what to keep, such as --keep-last 5, or "
+            "which commits to forget"
+        )
     runs: dict[str, list[Candidate]] = defaultdict(list)
     for commit, row in state.commits.items():
         if not row.soft and run in (None, row.run):
@@ -180,7 +202,9 @@ def plan_policies(state: State, policies: Sequence[Policy], run: str | None = No
         for policy in policies:
             for commit, why in policy.keeps(candidates):
                 reasons[commit].append(why)
-    rows = sorted((c for candidates in runs.values() for c in candidates), key=lambda c: c.row.n, reverse=True)
+    rows = sorted(
+        (c for candidates in runs.values() for c in candidates), key=lambda c: c.row.n, reverse=True
+    )
     decisions = tuple(Decision(commit, row, tuple(reasons.get(commit, ()))) for commit, row in rows)
     return ForgetPlan(state.n, decisions, "keep " + ", ".join(map(str, policies)))
 

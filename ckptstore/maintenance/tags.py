@@ -13,7 +13,8 @@ ATTEMPTS = 5
 
 
 def set_tag(handle: StoreHandle, reader: Reader, name: str, info: CommitInfo | Resolved) -> None:
-    """Let `name` mean the commit, and give its packs new life; looks again if a gc moved them meanwhile.
+    """Let `name` mean the commit, and give its packs new life; looks again if a gc moved them
+    meanwhile.
 
     Raises `Conflict` if the commit was forgotten meanwhile.
     """

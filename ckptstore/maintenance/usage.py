@@ -1,10 +1,12 @@
 """Which commit costs how many stored bytes: logical, new, exclusive and shared, kept apart.
 
-*Logical* is the size of the state. *New* is what the store grew by when it was committed, a fact of the past. *Exclusive* is what would
-be freed if this commit alone went, *shared* what it has in common with other commits; both change when others come and go.
+*Logical* is the size of the state. *New* is what the store grew by when it was committed, a fact of
+the past. *Exclusive* is what would be freed if this commit alone went, *shared* what it has in
+common with other commits; both change when others come and go.
 
-Every page is read once. Chunks are told apart by the first 8 bytes of their ids, which is enough for adding up sizes: of a million
-chunks two are confused with a probability of one in thirty million.
+Every page is read once. Chunks are told apart by the first 8 bytes of their ids, which is enough
+for adding up sizes: of a million chunks two are confused with a probability of one in thirty
+million.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -31,7 +33,8 @@ MERGE_KEYS = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class CommitUsage:
-    """Bytes of one commit; see the module for the four words. `shared_bytes` is None where it was not asked for."""
+    """Bytes of one commit; see the module for the four words. `shared_bytes` is None where it was
+    not asked for."""
 
     commit: CommitId
     logical_bytes: int
@@ -42,8 +45,8 @@ class CommitUsage:
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """All commits that are not forgotten, newest first. `stored_bytes` is what the packs take, `unreferenced_bytes` the part of it that no
-    such commit needs."""
+    """All commits that are not forgotten, newest first. `stored_bytes` is what the packs take,
+    `unreferenced_bytes` the part of it that no such commit needs."""
 
     commits: tuple[CommitUsage, ...]
     packs: int
@@ -60,19 +63,41 @@ def usage(handle: StoreHandle, *, detail: Iterable[CommitId] = ()) -> Usage:
     """Add up the store; `shared_bytes` only for the commits of `detail`."""
     state = handle.log.replay()
     handle.objects.sync(state)
-    rows = sorted(((row.n, commit, row) for commit, row in state.commits.items() if not row.soft), reverse=True)
-    documents = [decode_document(handle.storage.read(document_key(row.session, commit)), commit) for _, commit, row in rows]
+    rows = sorted(
+        ((row.n, commit, row) for commit, row in state.commits.items() if not row.soft),
+        reverse=True,
+    )
+    documents = [
+        decode_document(handle.storage.read(document_key(row.session, commit)), commit)
+        for _, commit, row in rows
+    ]
     owners = _page_owners(documents)
     keys, owner = _owned_keys(handle, owners)
     packed_keys, sizes, stored_bytes = _packed(handle)
     size_of = _sizes(keys, packed_keys, sizes)
-    exclusive = np.bincount(owner[owner >= 0], weights=size_of[owner >= 0], minlength=len(documents))
+    exclusive = np.bincount(
+        owner[owner >= 0], weights=size_of[owner >= 0], minlength=len(documents)
+    )
     wanted = frozenset(detail)
     commits = []
     for i, ((_, commit, _), document) in enumerate(zip(rows, documents, strict=True)):
-        shared = _referenced(handle, document, keys, size_of) - int(exclusive[i]) if commit in wanted else None
-        commits.append(CommitUsage(commit, document.logical_bytes, document.new_bytes, int(exclusive[i]), shared))
-    return Usage(tuple(commits), len(state.packs), len(packed_keys), stored_bytes, stored_bytes - int(size_of.sum()))
+        shared = (
+            _referenced(handle, document, keys, size_of) - int(exclusive[i])
+            if commit in wanted
+            else None
+        )
+        commits.append(
+            CommitUsage(
+                commit, document.logical_bytes, document.new_bytes, int(exclusive[i]), shared
+            )
+        )
+    return Usage(
+        tuple(commits),
+        len(state.packs),
+        len(packed_keys),
+        stored_bytes,
+        stored_bytes - int(size_of.sum()),
+    )
 
 
 def _page_owners(documents: list[CommitDocument]) -> dict[ChunkId, tuple[int, bool]]:
@@ -93,7 +118,9 @@ def _metadata(document: CommitDocument) -> Iterator[tuple[ChunkId, bool]]:
         yield document.layout, False
 
 
-def _owned_keys(handle: StoreHandle, owners: Mapping[ChunkId, tuple[int, bool]]) -> tuple["Keys", "NDArray[np.int64]"]:
+def _owned_keys(
+    handle: StoreHandle, owners: Mapping[ChunkId, tuple[int, bool]]
+) -> tuple["Keys", "NDArray[np.int64]"]:
     """Every chunk's key, sorted, and the one commit that needs it, or SHARED."""
     table: list[tuple[Keys, NDArray[np.int64]]] = []
     pending = 0
@@ -128,7 +155,8 @@ def _merge(table: list[tuple["Keys", "NDArray[np.int64]"]]) -> tuple["Keys", "ND
 
 
 def _packed(handle: StoreHandle) -> tuple["Keys", "NDArray[np.int64]", int]:
-    """Key and stored bytes of every chunk in a listed pack, sorted by key, and the packs' bytes in all, twins included."""
+    """Key and stored bytes of every chunk in a listed pack, sorted by key, and the packs' bytes in
+    all, twins included."""
     keys, sizes, total = [], [], 0
     for pack in handle.log.state.packs.values():
         table = footers.read_table(handle.storage, pack.id, metadata=pack.metadata)
@@ -150,8 +178,13 @@ def _sizes(keys: "Keys", packed: "Keys", sizes: "NDArray[np.int64]") -> "NDArray
     return np.where(packed[at] == keys, sizes[at], 0)
 
 
-def _referenced(handle: StoreHandle, document: CommitDocument, keys: "Keys", size_of: "NDArray[np.int64]") -> int:
-    named = [_page_keys(handle, chunk) if is_page else _keys(chunk) for chunk, is_page in _metadata(document)]
+def _referenced(
+    handle: StoreHandle, document: CommitDocument, keys: "Keys", size_of: "NDArray[np.int64]"
+) -> int:
+    named = [
+        _page_keys(handle, chunk) if is_page else _keys(chunk)
+        for chunk, is_page in _metadata(document)
+    ]
     if not named:
         return 0
     return int(size_of[np.searchsorted(keys, np.unique(np.concatenate(named)))].sum())

@@ -1,4 +1,5 @@
-"""How a chunk's raw bytes are stored: as they are, as a zstd frame, or as a frame per byte of an element (docs/format.md §4).
+"""How a chunk's raw bytes are stored: as they are, as a zstd frame, or as a frame per byte of an
+element (docs/format.md §4).
 
 Safe for threads.
 """
@@ -25,7 +26,8 @@ def codec_id(name: str) -> int:
 
 
 def encode(codec: int, raw: memoryview, width: int) -> tuple[int, Stored]:
-    """The codec used and the stored bytes: `raw` itself, not a copy, if `codec` does not make it 5 % smaller."""
+    """The codec used and the stored bytes: `raw` itself, not a copy, if `codec` does not make it 5
+    % smaller."""
     if codec == RAW:
         return RAW, raw
     stored = compress(raw) if codec == ZSTD else _split(raw, width)
@@ -33,9 +35,13 @@ def encode(codec: int, raw: memoryview, width: int) -> tuple[int, Stored]:
 
 
 def decode_into(codec: int, stored: Stored, out: memoryview, width: int) -> None:
-    """Fill `out` with the raw bytes. Raises `Corrupt` unless they are exactly as many as `out` takes, before more is allocated."""
+    """Fill `out` with the raw bytes. Raises `Corrupt` unless they are exactly as many as `out`
+    takes, before more is allocated."""
     if codec not in _DECODERS:
-        raise Corrupt(f"codec {codec} is unknown; wanted one of {KNOWN_CODECS}; run `ckptstore fsck` or a newer ckptstore")
+        raise Corrupt(
+            f"codec {codec} is unknown; wanted one of {KNOWN_CODECS}; run `ckptstore fsck` or a "
+            "newer ckptstore"
+        )
     _DECODERS[codec](memoryview(stored), out, width)
 
 
@@ -58,12 +64,15 @@ def _split(raw: memoryview, width: int) -> bytes:
 
 def _fill_raw(stored: memoryview, out: memoryview, width: int) -> None:
     if stored.nbytes != out.nbytes:
-        raise Corrupt(f"a raw chunk has {stored.nbytes} bytes; wanted {out.nbytes}; run `ckptstore fsck`")
+        raise Corrupt(
+            f"a raw chunk has {stored.nbytes} bytes; wanted {out.nbytes}; run `ckptstore fsck`"
+        )
     out[:] = stored
 
 
 def _fill_zstd(stored: memoryview, out: memoryview, width: int) -> None:
-    # Decompressed beside `out` and copied: the library has no one-shot call into a buffer, and its stream is slower than this copy.
+    # Decompressed beside `out` and copied: the library has no one-shot call into a buffer, and its
+    # stream is slower than this copy.
     out[:] = decompress(stored, out.nbytes, min_bytes=out.nbytes)
 
 
@@ -71,7 +80,10 @@ def _fill_split(stored: memoryview, out: memoryview, width: int) -> None:
     head = 5 * width
     sizes = struct.unpack(f"<{width}I", stored[width:head]) if stored.nbytes >= head else ()
     if not sizes or head + sum(sizes) != stored.nbytes or max(stored[:width]) > 1:
-        raise Corrupt(f"the planes of a split-zstd chunk of {stored.nbytes} bytes do not add up; run `ckptstore fsck`")
+        raise Corrupt(
+            f"the planes of a split-zstd chunk of {stored.nbytes} bytes do not add up; run "
+            "`ckptstore fsck`"
+        )
     elements, whole = out.nbytes // width, out.nbytes - out.nbytes % width
     columns = np.frombuffer(out[:whole], np.uint8).reshape(-1, width)
     start = head
@@ -80,10 +92,17 @@ def _fill_split(stored: memoryview, out: memoryview, width: int) -> None:
         part = stored[start : start + size]
         plane = memoryview(decompress(part, wanted, min_bytes=wanted)) if flag else part
         if plane.nbytes != wanted:
-            raise Corrupt(f"plane {i} of a split-zstd chunk has {plane.nbytes} bytes; wanted {wanted}; run `ckptstore fsck`")
+            raise Corrupt(
+                f"plane {i} of a split-zstd chunk has {plane.nbytes} bytes; wanted {wanted}; run "
+                "`ckptstore fsck`"
+            )
         columns[:, i] = np.frombuffer(plane[:elements], np.uint8)
         start += size
     out[whole:] = plane[elements:]
 
 
-_DECODERS: dict[int, Callable[[memoryview, memoryview, int], None]] = {RAW: _fill_raw, ZSTD: _fill_zstd, SPLIT_ZSTD: _fill_split}
+_DECODERS: dict[int, Callable[[memoryview, memoryview, int], None]] = {
+    RAW: _fill_raw,
+    ZSTD: _fill_zstd,
+    SPLIT_ZSTD: _fill_split,
+}

@@ -2,7 +2,13 @@
 
 import json
 
-from ckptstore.core.config import CODECS, FORMAT_VERSION, READ_FEATURES, StoreConfig, check_chunk_bytes
+from ckptstore.core.config import (
+    CODECS,
+    FORMAT_VERSION,
+    READ_FEATURES,
+    StoreConfig,
+    check_chunk_bytes,
+)
 from ckptstore.core.ids import digest, parse_store_id
 from ckptstore.errors import CkptStoreError, Corrupt, InvalidInput
 from ckptstore.objects import canonical
@@ -25,29 +31,37 @@ def encode_config(config: StoreConfig) -> bytes:
 def decode_config(data: bytes, where: str) -> StoreConfig:
     """What `where`/ckptstore.json says.
 
-    Raises `InvalidInput` for a file that is not ours or of a newer format, `Corrupt` for one that was damaged.
+    Raises `InvalidInput` for a file that is not ours or of a newer format, `Corrupt` for one that
+    was damaged.
     """
     try:
         fields = canonical.decode(data)
     except CkptStoreError as error:
         raise Corrupt(
-            f"{where}/ckptstore.json is not JSON ({len(data)} bytes); write it again from a copy, or run `ckptstore repair`"
+            f"{where}/ckptstore.json is not JSON ({len(data)} bytes); write it again from a copy, "
+            "or run `ckptstore repair`"
         ) from error
     if not isinstance(fields, dict) or not isinstance(fields.get("ckptstore"), int):
         raise InvalidInput(
-            f"{where}/ckptstore.json is not a ckptstore's: it has no version under 'ckptstore'; is this the right directory?"
+            f"{where}/ckptstore.json is not a ckptstore's: it has no version under 'ckptstore'; is "
+            "this the right directory?"
         )
     if fields["ckptstore"] > FORMAT_VERSION:
         raise InvalidInput(
-            f"{where} is a store of format {fields['ckptstore']}; this ckptstore reads up to {FORMAT_VERSION}: install a newer ckptstore"
+            f"{where} is a store of format {fields['ckptstore']}; this ckptstore reads up to "
+            f"{FORMAT_VERSION}: install a newer ckptstore"
         )
     check = fields.pop("check", None)
     if check != _check(fields):
-        raise Corrupt(f"{where}/ckptstore.json was changed or damaged: its check does not match; run `ckptstore repair`")
+        raise Corrupt(
+            f"{where}/ckptstore.json was changed or damaged: its check does not match; run "
+            "`ckptstore repair`"
+        )
     config = _parse(fields, where)
     if unknown := frozenset(config.read) - READ_FEATURES:
         raise InvalidInput(
-            f"{where} needs {', '.join(sorted(unknown))} to be read, which this ckptstore does not know: install a newer one"
+            f"{where} needs {', '.join(sorted(unknown))} to be read, which this ckptstore does not "
+            "know: install a newer one"
         )
     return config
 
@@ -64,8 +78,18 @@ def _parse(fields: dict[str, object], where: str) -> StoreConfig:
     ):
         chunk_bytes = check_chunk_bytes(fields.get("chunk_bytes"))
         features = (tuple(map(str, read)), tuple(map(str, write)))
-        return StoreConfig(parse_store_id(fields.get("store")), chunk_bytes, str(codec), log["place"], log["generation"], *features)
-    raise InvalidInput(f"{where}/ckptstore.json lacks a field or has one of the wrong type; wanted docs/format.md §2")
+        return StoreConfig(
+            parse_store_id(fields.get("store")),
+            chunk_bytes,
+            str(codec),
+            log["place"],
+            log["generation"],
+            *features,
+        )
+    raise InvalidInput(
+        f"{where}/ckptstore.json lacks a field or has one of the wrong type; wanted docs/format.md "
+        "§2"
+    )
 
 
 def _check(fields: dict[str, object]) -> str:

@@ -1,4 +1,5 @@
-"""How a commit document is written down: canonical JSON in one zstd frame, named by the hash of the JSON (docs/format.md §7). Pure."""
+"""How a commit document is written down: canonical JSON in one zstd frame, named by the hash of the
+JSON (docs/format.md §7). Pure."""
 
 from base64 import b64decode, b64encode
 from collections.abc import Iterable
@@ -30,25 +31,36 @@ def content_id(trees: Iterable[tuple[str, TreeRef]]) -> str:
 
 
 def encode_document(document: CommitDocument) -> tuple[CommitId, bytes]:
-    """The commit's id and the bytes to store. Raises `InvalidInput` for what canonical JSON cannot hold."""
+    """The commit's id and the bytes to store. Raises `InvalidInput` for what canonical JSON cannot
+    hold."""
     data = canonical.encode(_to_json(document))
     stored = compress(data)
     if (size := max(len(data), len(stored))) > DOCUMENT_BYTES_MAX:
-        raise InvalidInput(f"a commit's document would have {size} bytes, wanted at most {DOCUMENT_BYTES_MAX}; say less in it")
+        raise InvalidInput(
+            f"a commit's document would have {size} bytes, wanted at most {DOCUMENT_BYTES_MAX}; "
+            "say less in it"
+        )
     return CommitId(digest(data).hex()), stored
 
 
 def decode_document(stored: bytes, commit: CommitId | None) -> CommitDocument:
-    """The inverse of `encode_document`, checked against the id `commit` if there is one; raises `Corrupt`.
+    """The inverse of `encode_document`, checked against the id `commit` if there is one; raises
+    `Corrupt`.
 
     At most 256 MiB are allocated whatever `stored` says.
     """
     data = decompress(stored, DOCUMENT_BYTES_MAX)
     if commit is not None and (got := digest(data).hex()) != commit:
-        raise Corrupt(f"the document of commit {commit} does not match its id: got {got}; run `ckptstore fsck`")
+        raise Corrupt(
+            f"the document of commit {commit} does not match its id: got {got}; run `ckptstore "
+            "fsck`"
+        )
     document = _from_json(canonical.decode(data))
     if (got := content_id(document.trees)) != document.content:
-        raise Corrupt(f"a commit document does not match its content id: wanted {document.content}, got {got}; run `ckptstore fsck`")
+        raise Corrupt(
+            f"a commit document does not match its content id: wanted {document.content}, got "
+            f"{got}; run `ckptstore fsck`"
+        )
     return document
 
 
@@ -64,7 +76,10 @@ def _to_json(document: CommitDocument) -> dict[str, Any]:
         "parents": document.parents,
         "metrics": {name: float_bits(value) for name, value in document.metrics},
         "tags": document.tags,
-        "trees": {key: dict(zip(("schema", "pages"), _tree_texts(tree), strict=True)) for key, tree in document.trees},
+        "trees": {
+            key: dict(zip(("schema", "pages"), _tree_texts(tree), strict=True))
+            for key, tree in document.trees
+        },
         "order": [key for key, _ in document.trees],
         "layout": document.layout and document.layout.hex(),
         "content": document.content,
@@ -76,11 +91,17 @@ def _to_json(document: CommitDocument) -> dict[str, Any]:
 
 def _from_json(obj: Any) -> CommitDocument:
     if (version := field(obj, "ckptstore", int)) != _VERSION:
-        raise Corrupt(f"a commit document has version {version}; wanted {_VERSION}; read it with a newer ckptstore")
+        raise Corrupt(
+            f"a commit document has version {version}; wanted {_VERSION}; read it with a newer "
+            "ckptstore"
+        )
     trees = field(obj, "trees", dict)
     order = _strings(obj, "order")
     if sorted(order) != sorted(trees):
-        raise Corrupt(f"a commit document's 'order' is damaged: wanted the keys {sorted(trees)}, got {order}; run `ckptstore fsck`")
+        raise Corrupt(
+            f"a commit document's 'order' is damaged: wanted the keys {sorted(trees)}, got "
+            f"{order}; run `ckptstore fsck`"
+        )
     return CommitDocument(
         store=parse_store_id(field(obj, "store", str)),
         session=parse_session_id(field(obj, "session", str)),
@@ -89,7 +110,9 @@ def _from_json(obj: Any) -> CommitDocument:
         message=field(obj, "message", str),
         time_ns=_decimal(field(obj, "time_ns", str)),
         parents=tuple(map(parse_commit_id, field(obj, "parents", list))),
-        metrics=tuple((name, bits_float(bits)) for name, bits in field(obj, "metrics", dict).items()),
+        metrics=tuple(
+            (name, bits_float(bits)) for name, bits in field(obj, "metrics", dict).items()
+        ),
         tags=_strings(obj, "tags"),
         trees=tuple((key, _tree(trees[key])) for key in order),
         layout=None if obj.get("layout", "") is None else parse_chunk_id(field(obj, "layout", str)),
@@ -108,9 +131,14 @@ def _tree(obj: Any) -> TreeRef:
     try:
         ids = b64decode(field(obj, "pages", str), validate=True)
     except ValueError as error:
-        raise Corrupt(f"a commit document's 'pages' are damaged: {error}; run `ckptstore fsck`") from error
+        raise Corrupt(
+            f"a commit document's 'pages' are damaged: {error}; run `ckptstore fsck`"
+        ) from error
     if len(ids) % CHUNK_ID_BYTES:
-        raise Corrupt(f"a commit document's 'pages' are damaged: {len(ids)} bytes are no whole ids; run `ckptstore fsck`")
+        raise Corrupt(
+            f"a commit document's 'pages' are damaged: {len(ids)} bytes are no whole ids; run "
+            "`ckptstore fsck`"
+        )
     pages = (ChunkId(ids[i : i + CHUNK_ID_BYTES]) for i in range(0, len(ids), CHUNK_ID_BYTES))
     return TreeRef(parse_chunk_id(field(obj, "schema", str)), tuple(pages))
 
@@ -118,7 +146,10 @@ def _tree(obj: Any) -> TreeRef:
 def _strings(obj: Any, key: str) -> tuple[str, ...]:
     items = field(obj, key, list)
     if not all(isinstance(item, str) for item in items):
-        raise Corrupt(f"a commit document's {key!r} is damaged: wanted strings, got {str(items)[:80]}; run `ckptstore fsck`")
+        raise Corrupt(
+            f"a commit document's {key!r} is damaged: wanted strings, got {str(items)[:80]}; run "
+            "`ckptstore fsck`"
+        )
     return tuple(items)
 
 

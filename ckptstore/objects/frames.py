@@ -1,4 +1,5 @@
-"""One zstd frame of known size, and back within a bound. Safe for threads: each has its own zstd contexts."""
+"""One zstd frame of known size, and back within a bound. Safe for threads: each has its own zstd
+contexts."""
 
 import threading
 from typing import TypeAlias
@@ -10,7 +11,8 @@ from ckptstore.errors import Corrupt
 Stored: TypeAlias = bytes | memoryview
 
 _LEVEL = 1
-"""Of normally distributed bfloat16 and float32, level 3 takes up to twice as long and makes 0 to 4 % more of it."""
+"""Of normally distributed bfloat16 and float32, level 3 takes up to twice as long and makes 0 to 4
+% more of it."""
 
 _local = threading.local()
 
@@ -25,7 +27,8 @@ def compress(data: Stored) -> bytes:
 
 
 def decompress(stored: Stored, max_bytes: int, *, min_bytes: int = 0) -> bytes:
-    """The content of exactly one zstd frame of `min_bytes` to `max_bytes`; raises `Corrupt` before more is allocated."""
+    """The content of exactly one zstd frame of `min_bytes` to `max_bytes`; raises `Corrupt` before
+    more is allocated."""
     try:
         decompressor = _local.decompressor
     except AttributeError:
@@ -33,7 +36,10 @@ def decompress(stored: Stored, max_bytes: int, *, min_bytes: int = 0) -> bytes:
     try:
         stated = zstandard.frame_content_size(stored)
         if not min_bytes <= stated <= max_bytes:
-            raise Corrupt(f"a zstd frame says it holds {stated} bytes; wanted {min_bytes} to {max_bytes}; run `ckptstore fsck`")
+            raise Corrupt(
+                f"a zstd frame says it holds {stated} bytes; wanted {min_bytes} to {max_bytes}; "
+                "run `ckptstore fsck`"
+            )
         # The library takes a content size of zero for an unknown one.
         content: bytes = decompressor.decompress(stored, allow_extra_data=False) if stated else b""
     except zstandard.ZstdError as error:

@@ -1,4 +1,5 @@
-"""What a commit's layout says (docs/format.md §7): by how many ranks it was made, and how they held its leaves. Pure."""
+"""What a commit's layout says (docs/format.md §7): by how many ranks it was made, and how they held
+its leaves. Pure."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -11,8 +12,8 @@ from ckptstore.objects import canonical
 
 @dataclass(frozen=True, slots=True)
 class Placed:
-    """How ranks held one leaf: `ranks[i]` are those that had `boxes[i]`. Without boxes, `ranks` has one group: those that had the leaf
-    whole, or one of at most 512 bytes in any way."""
+    """How ranks held one leaf: `ranks[i]` are those that had `boxes[i]`. Without boxes, `ranks` has
+    one group: those that had the leaf whole, or one of at most 512 bytes in any way."""
 
     mesh: Shape | None
     placements: tuple[str, ...]
@@ -26,12 +27,15 @@ class Placed:
 
     def boxes_of(self, rank: int) -> tuple[Box, ...]:
         """What `rank` had of it."""
-        return tuple(box for box, ranks in zip(self.boxes, self.ranks, strict=False) if rank in ranks)
+        return tuple(
+            box for box, ranks in zip(self.boxes, self.ranks, strict=False) if rank in ranks
+        )
 
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """`leaves` are by their path without a rank; those that one rank held whole, and aliases, are not there."""
+    """`leaves` are by their path without a rank; those that one rank held whole, and aliases, are
+    not there."""
 
     world: int
     leaves: Mapping[str, Placed]
@@ -43,7 +47,11 @@ def decode_layout(data: bytes) -> Layout:
     """The layout in a layout chunk. Raises `Corrupt`."""
     try:
         document = canonical.decode(data)
-        leaves = {path: _placed(leaf) for tree in document["trees"].values() for path, leaf in tree.items()}
+        leaves = {
+            path: _placed(leaf)
+            for tree in document["trees"].values()
+            for path, leaf in tree.items()
+        }
         return Layout(canonical.field(document, "world", int), leaves, document.get("dcp"))
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise Corrupt(f"a commit's layout is damaged: {error!r}; run `ckptstore fsck`") from error

@@ -1,6 +1,8 @@
-"""How a pack says what is inside it: a footer of one record per chunk and a trailer (docs/format.md §4). Pure.
+"""How a pack says what is inside it: a footer of one record per chunk and a trailer (docs/format.md
+§4). Pure.
 
-A footer that `parse_footer` returned has its hash checked, and its records lie in order, apart from each other and within the data.
+A footer that `parse_footer` returned has its hash checked, and its records lie in order, apart from
+each other and within the data.
 """
 
 import struct
@@ -95,7 +97,11 @@ def parse_trailer(data: bytes, pack_bytes: int) -> Trailer:
     if nbytes > FOOTERS_BYTES_MAX:
         raise _corrupt("footer", f"at most {FOOTERS_BYTES_MAX} bytes", nbytes)
     if nbytes % FOOTER_DTYPE.itemsize or offset + nbytes + TRAILER_BYTES != pack_bytes:
-        raise _corrupt("size", f"{offset} bytes of data, {nbytes} of footer and {TRAILER_BYTES} more", pack_bytes)
+        raise _corrupt(
+            "size",
+            f"{offset} bytes of data, {nbytes} of footer and {TRAILER_BYTES} more",
+            pack_bytes,
+        )
     return Trailer(offset, nbytes, bool(kind), data[: _HEAD.size], data[_HEAD.size : 64])
 
 
@@ -114,7 +120,10 @@ def parse_footer(footer: bytes | memoryview, trailer: Trailer) -> FooterTable:
 
 def entries(table: FooterTable) -> list[PackEntry]:
     """The records as tuples, for the few places that want them one by one."""
-    columns = (table[name].tolist() for name in ("chunk", "offset", "stored", "raw", "codec", "width", "kind", "crc"))
+    columns = (
+        table[name].tolist()
+        for name in ("chunk", "offset", "stored", "raw", "codec", "width", "kind", "crc")
+    )
     return [PackEntry(ChunkId(chunk), *rest) for chunk, *rest in zip(*columns, strict=True)]
 
 
@@ -125,7 +134,9 @@ def _table(entries: Sequence[PackEntry]) -> FooterTable:
     chunk, *rest = zip(*entries, strict=True)
     try:
         table["chunk"] = np.frombuffer(b"".join(chunk), "V32")
-        for name, column in zip(("offset", "stored", "raw", "codec", "width", "kind", "crc"), rest, strict=True):
+        for name, column in zip(
+            ("offset", "stored", "raw", "codec", "width", "kind", "crc"), rest, strict=True
+        ):
             table[name] = column
     except (ValueError, OverflowError) as error:
         raise InvalidInput(f"these entries make no pack: {error}") from error
@@ -149,12 +160,18 @@ def _check_columns(table: FooterTable, metadata: bool) -> None:
     for ok, what in (
         (np.isin(table["codec"], KNOWN_CODECS), "a known codec"),
         (table["kind"] <= LAYOUT, "a known kind of chunk"),
-        ((table["kind"] != TENSOR) == metadata, "tensor bytes in data packs only and all else in metadata packs only"),
+        (
+            (table["kind"] != TENSOR) == metadata,
+            "tensor bytes in data packs only and all else in metadata packs only",
+        ),
         (table["stored"] <= CHUNK_BYTES_MAX, f"at most {CHUNK_BYTES_MAX} stored bytes"),
         (table["width"] > 0, "an element width"),
         (table["base"] == _NO_BASE, "no base"),
         (table["zero"] == np.void(bytes(5)), "zeros at the end"),
-        (~raw | ((table["stored"] == table["raw"]) & (table["crc"] == 0)), "as many stored as raw bytes and no CRC for a raw chunk"),
+        (
+            ~raw | ((table["stored"] == table["raw"]) & (table["crc"] == 0)),
+            "as many stored as raw bytes and no CRC for a raw chunk",
+        ),
     ):
         if not ok.all():
             i = int(np.argmin(ok))
@@ -162,4 +179,6 @@ def _check_columns(table: FooterTable, metadata: bool) -> None:
 
 
 def _corrupt(part: str, wanted: Any, got: Any) -> Corrupt:
-    return Corrupt(f"the {part} of a pack is damaged: wanted {wanted}, got {got}; run `ckptstore fsck`")
+    return Corrupt(
+        f"the {part} of a pack is damaged: wanted {wanted}, got {got}; run `ckptstore fsck`"
+    )

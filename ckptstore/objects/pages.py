@@ -1,7 +1,7 @@
 """How the content of a tree's leaves is written down in pages (docs/format.md §6). Pure.
 
-A page is closed before its 513th leaf and at 2,048 ids, so that a change to one leaf changes one page, and the same content gives
-the same pages whoever writes them.
+A page is closed before its 513th leaf and at 2,048 ids, so that a change to one leaf changes one
+page, and the same content gives the same pages whoever writes them.
 """
 
 import struct
@@ -27,7 +27,8 @@ _COUNTS = struct.Struct("<II")
 
 @dataclass(frozen=True, slots=True)
 class Page:
-    """Leaves `first_leaf` and following. The ids of the first begin with its id number `first_id`; those of the last may go on."""
+    """Leaves `first_leaf` and following. The ids of the first begin with its id number `first_id`;
+    those of the last may go on."""
 
     first_leaf: int
     first_id: int
@@ -37,8 +38,8 @@ class Page:
 def split_pages(kinds: Sequence[LeafKind], contents: Sequence[LeafContent]) -> list[bytes]:
     """The pages of a tree with leaves of these kinds and contents, in order.
 
-    `raw_bytes` is written for `value` and `bytes` leaves that have ids, `boxes` for tensors that have ids. Raises `InvalidInput` for
-    contents that no page can hold.
+    `raw_bytes` is written for `value` and `bytes` leaves that have ids, `boxes` for tensors that
+    have ids. Raises `InvalidInput` for contents that no page can hold.
     """
     pages: list[bytes] = []
     page = _PageBuilder(0, 0)
@@ -61,7 +62,9 @@ def split_pages(kinds: Sequence[LeafKind], contents: Sequence[LeafContent]) -> l
 
 def decode_page(data: bytes | memoryview) -> Page:
     """One page; raises `Corrupt`. Allocates no more than a few times the size of `data`."""
-    magic, version, first_leaf, count, first_id = _HEAD.unpack_from(data) if len(data) >= _HEAD.size else (b"", 0, 0, 0, 0)
+    magic, version, first_leaf, count, first_id = (
+        _HEAD.unpack_from(data) if len(data) >= _HEAD.size else (b"", 0, 0, 0, 0)
+    )
     if magic != _MAGIC or version != _VERSION:
         raise _corrupt(f"wanted {_MAGIC!r} and version {_VERSION}, got {magic!r} and {version}")
     if not count or _payload_offset(count) > len(data):
@@ -73,7 +76,9 @@ def decode_page(data: bytes | memoryview) -> Page:
     leaves = _decode_leaves(data, kinds, sizes)
     if first_id and leaves[0].inline is not None:
         raise _corrupt("it goes on with a leaf that has no ids")
-    if len(leaves) > MAX_LEAVES or (kinds.count(_IDS) and sum(len(leaf.ids) for leaf in leaves) > MAX_IDS * CHUNK_ID_BYTES):
+    if len(leaves) > MAX_LEAVES or (
+        kinds.count(_IDS) and sum(len(leaf.ids) for leaf in leaves) > MAX_IDS * CHUNK_ID_BYTES
+    ):
         raise _corrupt(f"more than {MAX_LEAVES} leaves or {MAX_IDS} ids")
     return Page(first_leaf, first_id, tuple(leaves))
 
@@ -81,15 +86,21 @@ def decode_page(data: bytes | memoryview) -> Page:
 def join_pages(pages: Iterable[bytes | memoryview], count: int) -> list[LeafContent]:
     """The contents of all `count` leaves of a tree from its pages in order; raises `Corrupt`.
 
-    `raw_bytes` of a tensor that has ids is 0: its schema tells. That the ids are as many as its grid has cells is for the caller to check.
+    `raw_bytes` of a tensor that has ids is 0: its schema tells. That the ids are as many as its
+    grid has cells is for the caller to check.
     """
     leaves: list[LeafContent] = []
     ids: list[bytes] = []
     for page in map(decode_page, pages):
         rest = page.leaves
         if page.first_id:
-            if page.first_leaf != len(leaves) - 1 or page.first_id * CHUNK_ID_BYTES != sum(map(len, ids)):
-                raise _corrupt(f"id {page.first_id} of leaf {page.first_leaf} does not follow what is before it")
+            if page.first_leaf != len(leaves) - 1 or page.first_id * CHUNK_ID_BYTES != sum(
+                map(len, ids)
+            ):
+                raise _corrupt(
+                    f"id {page.first_id} of leaf {page.first_leaf} does not follow what is before "
+                    "it"
+                )
             if replace(leaves[-1], ids=b"") != replace(rest[0], ids=b""):
                 raise _corrupt(f"leaf {page.first_leaf} goes on with another extent")
             ids.append(rest[0].ids)
@@ -129,7 +140,9 @@ class _PageBuilder:
     def add_ids(self, ids: bytes, start: int, extent: bytes) -> int:
         """As many of `ids`, from byte `start` on, as fit; returns the byte where they stop."""
         stop = min(start + (MAX_IDS - self.ids) * CHUNK_ID_BYTES, len(ids))
-        self.add_leaf(_IDS, ids if stop - start == len(ids) else memoryview(ids)[start:stop], extent)
+        self.add_leaf(
+            _IDS, ids if stop - start == len(ids) else memoryview(ids)[start:stop], extent
+        )
         self.ids += (stop - start) // CHUNK_ID_BYTES
         return stop
 
@@ -140,12 +153,25 @@ class _PageBuilder:
             len(payload) // CHUNK_ID_BYTES if kind == _IDS else len(payload)
             for kind, payload in zip(self._kinds, self._payloads, strict=True)
         ]
-        return b"".join((head, self._kinds, bytes(-count % 4), struct.pack(f"<{count}I", *sizes), *self._payloads))
+        return b"".join(
+            (
+                head,
+                self._kinds,
+                bytes(-count % 4),
+                struct.pack(f"<{count}I", *sizes),
+                *self._payloads,
+            )
+        )
 
 
-def _decode_leaves(data: bytes | memoryview, kinds: bytes, sizes: tuple[int, ...]) -> list[LeafContent]:
+def _decode_leaves(
+    data: bytes | memoryview, kinds: bytes, sizes: tuple[int, ...]
+) -> list[LeafContent]:
     if _IDS in kinds:
-        sizes = tuple(size * CHUNK_ID_BYTES if kind == _IDS else size for kind, size in zip(kinds, sizes, strict=True))
+        sizes = tuple(
+            size * CHUNK_ID_BYTES if kind == _IDS else size
+            for kind, size in zip(kinds, sizes, strict=True)
+        )
     stops = list(accumulate(sizes, initial=_payload_offset(len(kinds))))
     if stops[-1] != len(data):
         raise _corrupt(f"its payloads end at byte {stops[-1]} of {len(data)}")
@@ -159,7 +185,9 @@ def _decode_leaves(data: bytes | memoryview, kinds: bytes, sizes: tuple[int, ...
         elif kind == _IDS:
             if not size:
                 raise _corrupt("a leaf without content")
-            leaves.append(LeafContent(None, bytes(data[start : start + size]), extent.raw_bytes, extent.boxes))
+            leaves.append(
+                LeafContent(None, bytes(data[start : start + size]), extent.raw_bytes, extent.boxes)
+            )
             extent = _NO_EXTENT
         elif extent is not _NO_EXTENT:
             raise _corrupt("two extents for one leaf")
@@ -178,12 +206,18 @@ def _finish_last(leaves: list[LeafContent], ids: list[bytes]) -> None:
 
 def _check_inline(number: int, content: LeafContent) -> None:
     if len(content.inline or b"") > INLINE_BYTES or content.ids or content.boxes is not None:
-        raise InvalidInput(f"leaf {number} cannot be inline: wanted at most {INLINE_BYTES} bytes and neither ids nor boxes")
+        raise InvalidInput(
+            f"leaf {number} cannot be inline: wanted at most {INLINE_BYTES} bytes and neither ids "
+            "nor boxes"
+        )
 
 
 def _check_ids(number: int, content: LeafContent) -> bytes:
     if not content.ids or len(content.ids) % CHUNK_ID_BYTES:
-        raise InvalidInput(f"leaf {number} has {len(content.ids)} bytes of ids; wanted a positive multiple of {CHUNK_ID_BYTES}")
+        raise InvalidInput(
+            f"leaf {number} has {len(content.ids)} bytes of ids; wanted a positive multiple of "
+            f"{CHUNK_ID_BYTES}"
+        )
     return content.ids
 
 
@@ -197,7 +231,10 @@ def _encode_extent(kind: LeafKind, content: LeafContent) -> bytes:
 def _encode_boxes(boxes: tuple[Box, ...]) -> bytes:
     dimensions = {len(part) for box in boxes for part in box}
     if len(dimensions) != 1 or 0 in dimensions:
-        raise InvalidInput(f"a tensor cannot be held in these boxes: wanted one or more of one number of dimensions, got {boxes}")
+        raise InvalidInput(
+            "a tensor cannot be held in these boxes: wanted one or more of one number of "
+            f"dimensions, got {boxes}"
+        )
     numbers = [n for box in boxes for part in box for n in part]
     return _COUNTS.pack(dimensions.pop(), len(boxes)) + struct.pack(f"<{len(numbers)}Q", *numbers)
 
@@ -210,7 +247,12 @@ def _decode_extent(data: bytes | memoryview) -> LeafContent:
     if not n or not boxes or len(data) != _COUNTS.size + 16 * n * boxes:
         raise _corrupt(f"{boxes} boxes of {n} dimensions in {len(data)} bytes")
     numbers = struct.unpack_from(f"<{2 * n * boxes}Q", data, _COUNTS.size)
-    return LeafContent(boxes=tuple(Box(numbers[i : i + n], numbers[i + n : i + 2 * n]) for i in range(0, len(numbers), 2 * n)))
+    return LeafContent(
+        boxes=tuple(
+            Box(numbers[i : i + n], numbers[i + n : i + 2 * n])
+            for i in range(0, len(numbers), 2 * n)
+        )
+    )
 
 
 def _payload_offset(count: int) -> int:

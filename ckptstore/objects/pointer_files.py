@@ -2,14 +2,17 @@
 
     {"ckptstore_pointer": 1, "store": "..", "commit": "91bc…"}
 
-A directory may stand for its pointer: scripts expect a checkpoint to be one. The pointer then has the name of the metadata of the library
-whose checkpoint the directory stands for, so that what looks for that file finds it.
+A directory may stand for its pointer: scripts expect a checkpoint to be one. The pointer then has
+the name of the metadata of the library whose checkpoint the directory stands for, so that what
+looks for that file finds it.
 
-`store` is a bucket's URL, or a directory: relative to the pointer's own where the pointer lies in the store or beside it, so that both can
-be moved together. Scripts may list, copy and delete pointers as if they were checkpoints; the commit is not changed by that.
+`store` is a bucket's URL, or a directory: relative to the pointer's own where the pointer lies in
+the store or beside it, so that both can be moved together. Scripts may list, copy and delete
+pointers as if they were checkpoints; the commit is not changed by that.
 
-What a pointer says is foreign input: it may have come with a download. It is read only from a regular file that is no symbolic link, its
-commit is an id, which is a hash and cannot mean another commit, and its store can only be a directory or a bucket.
+What a pointer says is foreign input: it may have come with a download. It is read only from a
+regular file that is no symbolic link, its commit is an id, which is a hash and cannot mean another
+commit, and its store can only be a directory or a bucket.
 """
 
 import json
@@ -24,12 +27,21 @@ from ckptstore.core.ids import CommitId, parse_commit_id
 from ckptstore.core.paths import check_path, make_directories, rights
 from ckptstore.core.redaction import redact
 from ckptstore.core.scratch import scratch_for
-from ckptstore.errors import CkptStoreError, Conflict, Corrupt, InvalidInput, NotFound, ReadOnly, Unavailable
+from ckptstore.errors import (
+    CkptStoreError,
+    Conflict,
+    Corrupt,
+    InvalidInput,
+    NotFound,
+    ReadOnly,
+    Unavailable,
+)
 from ckptstore.objects.canonical import decode, field
 
 VERSION = 1
 DIRECTORY_POINTERS = (".metadata", ".snapshot_metadata")
-"""The names of a pointer in a directory that stands for it: as DCP's metadata, and as TorchSnapshot's."""
+"""The names of a pointer in a directory that stands for it: as DCP's metadata, and as
+TorchSnapshot's."""
 POINTER_BYTES_MAX = 16 << 10
 
 _MARK = "ckptstore_pointer"
@@ -47,13 +59,15 @@ class Pointer:
     def without_store(self, path: str | os.PathLike[str], error: NotFound) -> NotFound:
         """What to raise where the pointer at `path` leads to no store, or not to that commit."""
         return NotFound(
-            f"{os.fspath(path)} points to commit {self.id[:12]} in {self.store}: {error}. If the pointer or its store was copied or moved "
+            f"{os.fspath(path)} points to commit {self.id[:12]} in {self.store}: {error}. If the "
+            "pointer or its store was copied or moved "
             "without the other, ckptstore.write_pointer(path, store, ref) makes it anew"
         )
 
 
 def pointer_file(path: str | os.PathLike[str]) -> Path:
-    """The pointer file that `path` stands for: the one in it, if it is a directory with one, else the path itself."""
+    """The pointer file that `path` stands for: the one in it, if it is a directory with one, else
+    the path itself."""
     place = Path(path)
     names = DIRECTORY_POINTERS if place.is_dir() else ()
     return next((place / name for name in names if os.path.lexists(place / name)), place)
@@ -62,7 +76,8 @@ def pointer_file(path: str | os.PathLike[str]) -> Path:
 def read_pointer(path: str | os.PathLike[str]) -> Pointer:
     """What the pointer file at `path` says, or the one in the directory there.
 
-    Raises `NotFound` if nothing is there, `InvalidInput` for anything but a pointer file, `Unavailable` if it cannot be read.
+    Raises `NotFound` if nothing is there, `InvalidInput` for anything but a pointer file,
+    `Unavailable` if it cannot be read.
     """
     check_path(Path(path))
     place = pointer_file(path)
@@ -71,13 +86,23 @@ def read_pointer(path: str | os.PathLike[str]) -> Pointer:
         document = decode(data)
         version = field(document, _MARK, int)
         if version != VERSION:
-            raise InvalidInput(f"{place} is a pointer file of version {version}, this ckptstore reads {VERSION}: install a newer one")
-        return Pointer(_place_of(field(document, "store", str), place), parse_commit_id(document.get("commit")))
+            raise InvalidInput(
+                f"{place} is a pointer file of version {version}, this ckptstore reads {VERSION}: "
+                "install a newer one"
+            )
+        return Pointer(
+            _place_of(field(document, "store", str), place), parse_commit_id(document.get("commit"))
+        )
     except Corrupt as error:
         problem = str(error).removesuffix("; run `ckptstore fsck`")
-        others = "; what other libraries wrote comes into one by `ckptstore import`" if place != Path(path) else ""
+        others = (
+            "; what other libraries wrote comes into one by `ckptstore import`"
+            if place != Path(path)
+            else ""
+        )
         raise InvalidInput(
-            f"{place} is no pointer file of ckptstore: {problem}; if it was one, remove it: its commit is in `ckptstore log`{others}"
+            f"{place} is no pointer file of ckptstore: {problem}; if it was one, remove it: its "
+            f"commit is in `ckptstore log`{others}"
         ) from error
 
 
@@ -91,17 +116,25 @@ def is_pointer(path: str | os.PathLike[str]) -> bool:
 
 
 def write_pointer(path: str | os.PathLike[str], pointer: Pointer) -> None:
-    """Make the file at `path` mean `pointer`, durably, at once; directories above it are made if need be.
+    """Make the file at `path` mean `pointer`, durably, at once; directories above it are made if
+    need be.
 
-    A pointer file that is there is replaced, or the one in the directory there. Raises `Conflict` for anything else that is there,
-    `InvalidInput` for a store whose URL has secrets in it or is no bucket's, `ReadOnly` or `Unavailable` if the file cannot be written.
+    A pointer file that is there is replaced, or the one in the directory there. Raises `Conflict`
+    for anything else that is there, `InvalidInput` for a store whose URL has secrets in it or is no
+    bucket's, `ReadOnly` or `Unavailable` if the file cannot be written.
     """
     place = pointer_file(path)
     if os.path.lexists(place) and not is_pointer(place):
-        raise Conflict(f"{place} is there and is no pointer file; choose another path, or remove it")
+        raise Conflict(
+            f"{place} is there and is no pointer file; choose another path, or remove it"
+        )
     try:
         make_directories(place.parent)
-        document = {_MARK: VERSION, "store": _name_of(pointer.store, place), "commit": parse_commit_id(pointer.id)}
+        document = {
+            _MARK: VERSION,
+            "store": _name_of(pointer.store, place),
+            "commit": parse_commit_id(pointer.id),
+        }
         _replace(place, json.dumps(document, ensure_ascii=False, indent=1).encode() + b"\n")
     except OSError as error:
         kind = ReadOnly if isinstance(error, PermissionError) else Unavailable
@@ -113,15 +146,20 @@ def _read(place: Path) -> bytes:
         # Not blocking: the path may be a pipe that nobody writes to.
         fd = os.open(place, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
     except (FileNotFoundError, NotADirectoryError) as error:
-        raise NotFound(f"no pointer file at {place}; `ckptstore log` lists the commits of a store") from error
+        raise NotFound(
+            f"no pointer file at {place}; `ckptstore log` lists the commits of a store"
+        ) from error
     except OSError as error:
         if place.is_symlink():
-            raise InvalidInput(f"{place} is a symbolic link, which is not followed; name the pointer file itself") from error
+            raise InvalidInput(
+                f"{place} is a symbolic link, which is not followed; name the pointer file itself"
+            ) from error
         raise Unavailable(f"cannot read the pointer file {place}: {error.strerror}") from error
     try:
         if not stat.S_ISREG(os.fstat(fd).st_mode):
             raise InvalidInput(
-                f"{place} is no file, so no pointer file; a store is opened by ckptstore.open, what other libraries wrote comes into one "
+                f"{place} is no file, so no pointer file; a store is opened by ckptstore.open, "
+                "what other libraries wrote comes into one "
                 "by `ckptstore import`"
             )
         data = os.read(fd, POINTER_BYTES_MAX + 1)
@@ -131,7 +169,9 @@ def _read(place: Path) -> bytes:
         with suppress(OSError):
             os.close(fd)
     if len(data) > POINTER_BYTES_MAX:
-        raise InvalidInput(f"{place} is too large for a pointer file; `ckptstore import` reads checkpoints")
+        raise InvalidInput(
+            f"{place} is too large for a pointer file; `ckptstore import` reads checkpoints"
+        )
     return data
 
 
@@ -150,21 +190,32 @@ def _name_of(store: str, pointer: Path) -> str:
     """The inverse of `_place_of`."""
     if "://" in store:
         if not _BUCKET.fullmatch(store):
-            raise InvalidInput(f"{redact(store)} cannot stand in a pointer file: wanted a directory or a bucket, without secrets")
+            raise InvalidInput(
+                f"{redact(store)} cannot stand in a pointer file: wanted a directory or a bucket, "
+                "without secrets"
+            )
         return store
     root, directory = Path(os.path.realpath(store)), Path(os.path.realpath(pointer.parent))
-    together = directory.is_relative_to(root) or (root.parent != root.parent.parent and directory.is_relative_to(root.parent))
+    together = directory.is_relative_to(root) or (
+        root.parent != root.parent.parent and directory.is_relative_to(root.parent)
+    )
     return os.path.relpath(root, directory) if together else str(root)
 
 
 def _replace(place: Path, data: bytes) -> None:
     with scratch_for(place) as new:
-        fd = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666 & rights(place.parent))
+        fd = os.open(
+            new,
+            os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW,
+            0o666 & rights(place.parent),
+        )
         with open(fd, "wb") as file:
             file.write(data)
             file.flush()
             os.fsync(file.fileno())
-        os.rename(new, place)  # where a symbolic link had appeared, it would be replaced, not followed
+        os.rename(
+            new, place
+        )  # where a symbolic link had appeared, it would be replaced, not followed
     folder = os.open(place.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         os.fsync(folder)

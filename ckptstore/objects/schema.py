@@ -1,4 +1,5 @@
-"""How the schema of a tree is written down: one canonical JSON object of columns (docs/format.md §5). Pure."""
+"""How the schema of a tree is written down: one canonical JSON object of columns (docs/format.md
+§5). Pure."""
 
 from itertools import chain
 from math import prod
@@ -10,7 +11,12 @@ from ckptstore.objects import canonical
 from ckptstore.objects.canonical import field
 
 _KINDS = {"tensor", "value", "bytes"}
-_COMBINATIONS = {("tensor", True, True), ("tensor", True, False), ("value", False, False), ("bytes", False, False)}
+_COMBINATIONS = {
+    ("tensor", True, True),
+    ("tensor", True, False),
+    ("value", False, False),
+    ("bytes", False, False),
+}
 """Which kinds may have a dtype, and a shape of at least one dimension."""
 
 _MAX_DIMENSIONS = 64
@@ -18,7 +24,8 @@ _MAX_BYTES = 1 << 63
 
 
 def encode_schema(schema: Schema) -> bytes:
-    """Raises `InvalidInput` for what canonical JSON cannot hold, such as containers nested 100 deep."""
+    """Raises `InvalidInput` for what canonical JSON cannot hold, such as containers nested 100
+    deep."""
     columns = {
         "paths": schema.paths,
         "kinds": schema.kinds,
@@ -29,7 +36,9 @@ def encode_schema(schema: Schema) -> bytes:
     try:
         return canonical.encode({"skeleton": _node_to_json(schema.skeleton), **columns})
     except RecursionError as error:
-        raise InvalidInput(f"containers are nested too deep; wanted {canonical.MAX_DEPTH // 2 - 1} levels at most") from error
+        raise InvalidInput(
+            f"containers are nested too deep; wanted {canonical.MAX_DEPTH // 2 - 1} levels at most"
+        ) from error
 
 
 class LastSchemas:
@@ -47,7 +56,8 @@ class LastSchemas:
 
 
 def decode_schema(data: bytes | memoryview) -> Schema:
-    """The inverse of `encode_schema`, except that `attrs` come back sorted by name; raises `Corrupt`."""
+    """The inverse of `encode_schema`, except that `attrs` come back sorted by name; raises
+    `Corrupt`."""
     obj = canonical.decode(data)
     paths, kinds, dtypes = (_strings(obj, key) for key in ("paths", "kinds", "dtypes"))
     aliases = field(obj, "aliases", list)
@@ -59,13 +69,18 @@ def decode_schema(data: bytes | memoryview) -> Schema:
     skeleton = _node_from_json(obj.get("skeleton"), numbers)
     if numbers != list(range(len(paths))):
         raise _corrupt(f"skeleton does not name the {len(paths)} leaves once each and in order")
-    return Schema(skeleton, paths, cast(tuple[LeafKind, ...], kinds), dtypes, shapes, tuple(aliases))
+    return Schema(
+        skeleton, paths, cast(tuple[LeafKind, ...], kinds), dtypes, shapes, tuple(aliases)
+    )
 
 
 def _node_to_json(node: Node | int) -> Any:
     if isinstance(node, int):
         return node
-    obj: dict[str, Any] = {"type": node.type, "children": [_node_to_json(child) for child in node.children]}
+    obj: dict[str, Any] = {
+        "type": node.type,
+        "children": [_node_to_json(child) for child in node.children],
+    }
     if node.keys is not None:
         obj["keys"] = node.keys
     if node.attrs:
@@ -74,7 +89,8 @@ def _node_to_json(node: Node | int) -> Any:
 
 
 def _node_from_json(obj: Any, numbers: list[int]) -> Node | int:
-    """The node, with the numbers of its leaves added to `numbers`. `obj` is nested as deep as canonical JSON allows, not deeper."""
+    """The node, with the numbers of its leaves added to `numbers`. `obj` is nested as deep as
+    canonical JSON allows, not deeper."""
     if type(obj) is int:
         numbers.append(obj)
         return obj
@@ -99,7 +115,9 @@ def _keys(obj: Any, count: int) -> tuple[Any, ...]:
 
 
 def _is_key(key: Any) -> bool:
-    return type(key) in (str, int) or (isinstance(key, list) and bool(key) and isinstance(key[0], str))
+    return type(key) in (str, int) or (
+        isinstance(key, list) and bool(key) and isinstance(key[0], str)
+    )
 
 
 def _strings(obj: Any, key: str) -> tuple[str, ...]:
@@ -121,7 +139,11 @@ def _all_of(items: Any, kind: type) -> bool:
 
 
 def _check_columns(
-    paths: tuple[str, ...], kinds: tuple[str, ...], dtypes: tuple[str, ...], shapes: tuple[Shape, ...], aliases: list[Any]
+    paths: tuple[str, ...],
+    kinds: tuple[str, ...],
+    dtypes: tuple[str, ...],
+    shapes: tuple[Shape, ...],
+    aliases: list[Any],
 ) -> None:
     if len(set(paths)) != len(paths):
         raise _corrupt("paths are not unique")
@@ -131,8 +153,12 @@ def _check_columns(
         raise _corrupt("shapes are not shapes of tensors")
     # Few combinations occur, so that each is looked at once.
     if set(zip(kinds, map(bool, dtypes), map(bool, shapes), strict=True)) - _COMBINATIONS:
-        raise _corrupt("leaves have a dtype or a shape without being tensors, or tensors have no dtype")
-    if not _all_of(aliases, int) or not (set(aliases) <= {-1} or all(-1 <= alias < i for i, alias in enumerate(aliases))):
+        raise _corrupt(
+            "leaves have a dtype or a shape without being tensors, or tensors have no dtype"
+        )
+    if not _all_of(aliases, int) or not (
+        set(aliases) <= {-1} or all(-1 <= alias < i for i, alias in enumerate(aliases))
+    ):
         raise _corrupt("aliases do not name earlier leaves")
 
 

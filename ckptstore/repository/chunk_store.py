@@ -1,10 +1,12 @@
 """Chunks by id: which the store has, where they lie, and their verified bytes.
 
-What is read is always compared with its id. A chunk that the index does not know, or whose pack is gone, is looked for again after a
-replay of the log and a look into the footers of packs that are new; it is missing only when no pack that the log lists holds it.
+What is read is always compared with its id. A chunk that the index does not know, or whose pack is
+gone, is looked for again after a replay of the log and a look into the footers of packs that are
+new; it is missing only when no pack that the log lists holds it.
 
-The index is believed only of packs that the log knows under the same number and the same id: a store that was copied, or brought back from
-a backup, gives the numbers that this host knows to other packs.
+The index is believed only of packs that the log knows under the same number and the same id: a
+store that was copied, or brought back from a backup, gives the numbers that this host knows to
+other packs.
 """
 
 import threading
@@ -39,10 +41,12 @@ READ_AHEAD = 4
 """So many reads the disk is told of in advance, so that it works while chunks are hashed."""
 
 ALONE_BYTES = 4 * MIB
-"""So few bytes of a local disk are read by the calling thread alone: to wake others takes longer."""
+"""So few bytes of a local disk are read by the calling thread alone: to wake others takes
+longer."""
 
 HASHED_BYTES = MIB
-"""So much of a local disk is read at a time before it is hashed: a processor's own cache holds as much."""
+"""So much of a local disk is read at a time before it is hashed: a processor's own cache holds as
+much."""
 
 LOOKS = 5
 """So often a chunk is looked up again while others collect."""
@@ -56,16 +60,19 @@ REMOTE_READ_BYTES = 4 * MIB
 Spread: TypeAlias = Callable[[Callable[[int], None], Sequence[int]], object]
 
 Rescue: TypeAlias = Callable[[bytes, Sequence[memoryview], CkptStoreError], None]
-"""Asked to read chunks elsewhere that this store could not give; raises the error that it is given if it cannot."""
+"""Asked to read chunks elsewhere that this store could not give; raises the error that it is given
+if it cannot."""
 
 METADATA_CACHE_BYTES = 64 * MIB
 METADATA_BYTES_MAX = 256 * MIB
-"""What claims to be larger is no schema, page or layout: a footer that was made up must not cost memory."""
+"""What claims to be larger is no schema, page or layout: a footer that was made up must not cost
+memory."""
 
 
 @dataclass(frozen=True, slots=True)
 class FileRange:
-    """Bytes of chunks, as they are stored, in a file of this host that stays open as long as this is referred to."""
+    """Bytes of chunks, as they are stored, in a file of this host that stays open as long as this
+    is referred to."""
 
     file: OpenFile
     offset: int
@@ -78,7 +85,14 @@ class FileRange:
 class ObjectStore:
     """The chunks of one store. Threads may share it."""
 
-    def __init__(self, storage: Storage, index: ChunkIndex, log: Log, suspect_packs: SuspectPacks, cache: ReadCache | None = None) -> None:
+    def __init__(
+        self,
+        storage: Storage,
+        index: ChunkIndex,
+        log: Log,
+        suspect_packs: SuspectPacks,
+        cache: ReadCache | None = None,
+    ) -> None:
         """`cache` keeps what is read, for a place that is slow to read from."""
         self.storage = storage
         self.suspect_packs = suspect_packs
@@ -99,30 +113,45 @@ class ObjectStore:
         return self.second_names.learn(data)[0] if self.second_names else ChunkId(digest(data))
 
     def sync(self, state: State, *, thorough: bool = False) -> None:
-        """Bring the index up to `state`: read the footers of listed packs that it lacks, forget packs that are not listed any more.
+        """Bring the index up to `state`: read the footers of listed packs that it lacks, forget
+        packs that are not listed any more.
 
-        Costs what is new since the last call; the first call, and a `thorough` one, compare all packs.
+        Costs what is new since the last call; the first call, and a `thorough` one, compare all
+        packs.
         """
         with self._lock:
             if thorough or not self._indexed_below:
                 have = self.index.pack_ids(self.index.indexed())
                 if any(n >= state.next_pack for n in have):
-                    # Others share the index and have registered packs since. What they indexed is in a log that is replayed now.
+                    # Others share the index and have registered packs since. What they indexed is
+                    # in a log that is replayed now.
                     state = self._log.replay()
-                foreign = {n for n, pack in have.items() if n not in state.packs or state.packs[n].id != pack}
+                foreign = {
+                    n
+                    for n, pack in have.items()
+                    if n not in state.packs or state.packs[n].id != pack
+                }
                 if foreign:
                     self.index.drop_packs(foreign)
-                wanted: Iterable[int] = sorted(n for n in state.packs if n not in have or n in foreign)
+                wanted: Iterable[int] = sorted(
+                    n for n in state.packs if n not in have or n in foreign
+                )
             else:
-                wanted = (n for n in range(self._indexed_below, state.next_pack) if n in state.packs)
+                wanted = (
+                    n for n in range(self._indexed_below, state.next_pack) if n in state.packs
+                )
             for number, table in self._footers(list(wanted), state, thorough):
-                # A pack that cannot be read holds nothing that can be reused or restored from it; `fsck` reports it.
+                # A pack that cannot be read holds nothing that can be reused or restored from it;
+                # `fsck` reports it.
                 if table is not None:
                     self.index.add_pack(number, state.packs[number].id, table)
             self._indexed_below = state.next_pack
 
-    def _footers(self, numbers: Sequence[int], state: State, thorough: bool) -> "Iterator[tuple[int, NDArray[np.void] | None]]":
-        """The footers of packs, side by side from a bucket, from batches unless `thorough`; None for one that cannot be read."""
+    def _footers(
+        self, numbers: Sequence[int], state: State, thorough: bool
+    ) -> "Iterator[tuple[int, NDArray[np.void] | None]]":
+        """The footers of packs, side by side from a bucket, from batches unless `thorough`; None
+        for one that cannot be read."""
 
         def read(number: int) -> "tuple[int, NDArray[np.void] | None]":
             pack = state.packs[number]
@@ -150,8 +179,8 @@ class ObjectStore:
             self._batches.complete(number, self._log.state.packs)
 
     def locate(self, ids: bytes) -> "NDArray[np.void]":
-        """Where each of `ids` (32 bytes each) lies, as LOCATION_DTYPE rows; `found` is 0 where the index does not know, or knows of
-        another store's packs."""
+        """Where each of `ids` (32 bytes each) lies, as LOCATION_DTYPE rows; `found` is 0 where the
+        index does not know, or knows of another store's packs."""
         rows = self.index.get_many(ids)
         numbers = set(np.unique(rows["pack"][rows["found"] == 1]).tolist())
         indexed, listed = self.index.pack_ids(numbers), self._pack_names(numbers)
@@ -160,23 +189,30 @@ class ObjectStore:
         return rows
 
     def locations(self, ids: bytes, *, look_again: bool = False) -> list[Location]:
-        """Where each of `ids` lies; with `look_again`, after a replay of the log. Raises `NotFound` for one that no listed pack holds."""
+        """Where each of `ids` lies; with `look_again`, after a replay of the log. Raises `NotFound`
+        for one that no listed pack holds."""
         if look_again:
             self._look_again()
         where = self.located(ids)
         names = self._pack_names(numbers := set(where["pack"].tolist()))
         if gone := numbers - names.keys():
-            raise NotFound(f"packs {sorted(gone)[:4]} are not listed any more; repeat the call, or run `ckptstore reindex`")
-        columns = (where[name].tolist() for name in ("pack", "offset", "stored", "raw", "codec", "width"))
+            raise NotFound(
+                f"packs {sorted(gone)[:4]} are not listed any more; repeat the call, or run "
+                "`ckptstore reindex`"
+            )
+        columns = (
+            where[name].tolist() for name in ("pack", "offset", "stored", "raw", "codec", "width")
+        )
         return [Location(names[pack], *rest) for pack, *rest in zip(*columns, strict=True)]
 
     def doubt(self, chunk: ChunkId) -> None:
-        """Rely no more on the pack that this chunk is read from: its bytes were found to be others."""
+        """Rely no more on the pack that this chunk is read from: its bytes were found to be
+        others."""
         self.suspect_packs.add(self.locations(chunk)[0].pack)
 
     def file_ranges(self, ids: bytes) -> list[FileRange] | None:
-        """Where the bytes of `ids` lie, one chunk behind the other, not verified; None where they do not lie in files of this host as they
-        are, or not any more: `read_into` gives them."""
+        """Where the bytes of `ids` lie, one chunk behind the other, not verified; None where they
+        do not lie in files of this host as they are, or not any more: `read_into` gives them."""
         if self._remote:
             return None
         found: list[FileRange] = []
@@ -185,10 +221,19 @@ class ObjectStore:
             for place in self.locations(ids):
                 if place.codec != codecs.RAW:
                     return None
-                if last and (last.pack, last.offset + last.stored_bytes) == (place.pack, place.offset):
+                if last and (last.pack, last.offset + last.stored_bytes) == (
+                    place.pack,
+                    place.offset,
+                ):
                     found[-1] = replace(found[-1], nbytes=found[-1].nbytes + place.stored_bytes)
                 else:
-                    found.append(FileRange(self.storage.open_file(pack_key(place.pack)), place.offset, place.stored_bytes))
+                    found.append(
+                        FileRange(
+                            self.storage.open_file(pack_key(place.pack)),
+                            place.offset,
+                            place.stored_bytes,
+                        )
+                    )
                 last = place
         except (NotFound, Unavailable):
             return None
@@ -240,35 +285,53 @@ class ObjectStore:
         threads: int = 1,
         read_bytes: int = RUN_BYTES,
     ) -> None:
-        """Read each chunk of `ids` into the memory of `out`, whose lengths are the chunks' raw bytes, and verify it.
+        """Read each chunk of `ids` into the memory of `out`, whose lengths are the chunks' raw
+        bytes, and verify it.
 
-        `run(task, numbers)` spreads the reads, of at most `read_bytes` or one chunk, over `threads` threads; without it they run here. What
-        is encoded is read aside: so much memory, and a chunk that is decoded, for each thread. `describe(i)` says what chunk `i` is part
-        of, for errors. `check(i)` is asked, on the thread that has read it, whether `out[i]` is right, where the caller knows other ways
-        than its id. Raises `Corrupt` for a chunk whose bytes do not match its id or whose length is not that of `out`, `NotFound` for
-        one that no listed pack holds.
+        `run(task, numbers)` spreads the reads, of at most `read_bytes` or one chunk, over `threads`
+        threads; without it they run here. What is encoded is read aside: so much memory, and a
+        chunk that is decoded, for each thread. `describe(i)` says what chunk `i` is part of, for
+        errors. `check(i)` is asked, on the thread that has read it, whether `out[i]` is right,
+        where the caller knows other ways than its id. Raises `Corrupt` for a chunk whose bytes do
+        not match its id or whose length is not that of `out`, `NotFound` for one that no listed
+        pack holds.
         """
         try:
-            request = Request(ids, out, where if where is not None else self.located(ids), range(len(out)), describe, check)
+            request = Request(
+                ids,
+                out,
+                where if where is not None else self.located(ids),
+                range(len(out)),
+                describe,
+                check,
+            )
             self._read_here(request, run, threads, read_bytes)
         except (Corrupt, NotFound) as error:
             if self.rescue is None:
                 raise
             self.rescue(ids, out, error)
 
-    def _read_here(self, request: Request, run: Spread | None, threads: int, read_bytes: int) -> None:
+    def _read_here(
+        self, request: Request, run: Spread | None, threads: int, read_bytes: int
+    ) -> None:
         if self._cache is not None:
             request = self._not_cached(request, self._cache, run)
         while moved := self._read_all(request, run, threads, read_bytes):
-            # A pack that is gone was collected, and its chunks were copied before; that may happen again while we look.
+            # A pack that is gone was collected, and its chunks were copied before; that may happen
+            # again while we look.
             self._look_again()
             before, request = request, self._again(request, moved)
             for i, was in enumerate(moved):
                 number = int(request.where["pack"][i])
-                if (number, request.where["offset"][i]) == (before.where["pack"][was], before.where["offset"][was]):
+                if (number, request.where["offset"][i]) == (
+                    before.where["pack"][was],
+                    before.where["offset"][was],
+                ):
                     self.suspect_packs.add(self._log.state.packs[number].id)
                     name = f"{request.short(i)} ({request.name(i)})"
-                    raise NotFound(f"the pack of chunk {name} is listed, but not there; run `ckptstore fsck`")
+                    raise NotFound(
+                        f"the pack of chunk {name} is listed, but not there; run `ckptstore fsck`"
+                    )
 
     def _not_cached(self, request: Request, cache: ReadCache, run: Spread | None) -> Request:
         """What is left of a request after the cache has given what it has."""
@@ -289,7 +352,9 @@ class ObjectStore:
         """The chunks `which` of a request, located anew."""
         return request.part(which, self.located(b"".join(map(request.id, which))))
 
-    def _read_all(self, request: Request, run: Spread | None, threads: int, read_bytes: int) -> list[int]:
+    def _read_all(
+        self, request: Request, run: Spread | None, threads: int, read_bytes: int
+    ) -> list[int]:
         """Read what the request wants; returns the positions whose pack is not there."""
         stored_bytes = int(request.where["stored"].sum())
         if stored_bytes <= ALONE_BYTES and not self._remote:
@@ -297,11 +362,15 @@ class ObjectStore:
         least = REMOTE_READ_BYTES if self._remote else MIB
         limit_bytes = min(read_bytes, max(least, stored_bytes // threads))
         names = self._pack_names(set(request.where["pack"].tolist()))
-        reads, missing = plan_reads(request.where, names, limit_bytes, gap_bytes=GAP_BYTES if self._remote else 0)
+        reads, missing = plan_reads(
+            request.where, names, limit_bytes, gap_bytes=GAP_BYTES if self._remote else 0
+        )
 
         def will_need(i: int) -> None:
             if i < len(reads):
-                self.storage.will_need(pack_key(reads[i].pack), reads[i].offset, reads[i].stored_bytes)
+                self.storage.will_need(
+                    pack_key(reads[i].pack), reads[i].offset, reads[i].stored_bytes
+                )
 
         def task(i: int) -> None:
             will_need(i + READ_AHEAD)
@@ -325,7 +394,8 @@ class ObjectStore:
         self.index.close()
 
     def located(self, ids: bytes) -> "NDArray[np.void]":
-        """Where each of `ids` lies: looked up again while the log says something new, at last in an index made anew."""
+        """Where each of `ids` lies: looked up again while the log says something new, at last in an
+        index made anew."""
         where, seen = self.locate(ids), -1
         for _ in range(LOOKS):
             if where["found"].all():
@@ -337,7 +407,8 @@ class ObjectStore:
         return where if where["found"].all() else self._located_anew(ids)
 
     def _located_anew(self, ids: bytes) -> "NDArray[np.void]":
-        """A damaged key of the index is a chunk that it does not find: before a chunk counts as lost, every footer is read again."""
+        """A damaged key of the index is a chunk that it does not find: before a chunk counts as
+        lost, every footer is read again."""
         self.index.reset()
         self._look_again()
         where = self.locate(ids)
@@ -345,7 +416,8 @@ class ObjectStore:
         if len(lost):
             chunk = ids[int(lost[0]) * CHUNK_ID_BYTES : (int(lost[0]) + 1) * CHUNK_ID_BYTES]
             raise NotFound(
-                f"chunk {chunk.hex()[:12]} and {len(lost) - 1} more lie in no pack that the log lists; "
+                f"chunk {chunk.hex()[:12]} and {len(lost) - 1} more lie in no pack that the log "
+                "lists; "
                 f"run `ckptstore fsck`, or `ckptstore repair` with a mirror"
             )
         return where
@@ -366,17 +438,23 @@ class ObjectStore:
         for i in read.which:
             if len(request.out[i]) != int(request.where["raw"][i]):
                 raise Corrupt(
-                    f"chunk {request.short(i)} ({request.name(i)}) in pack {read.pack} has {int(request.where['raw'][i])} bytes; "
+                    f"chunk {request.short(i)} ({request.name(i)}) in pack {read.pack} has "
+                    f"{int(request.where['raw'][i])} bytes; "
                     f"wanted {len(request.out[i])}; run `ckptstore fsck`"
                 )
         failed = self._try_read(pack_key(read.pack), read, request)
         if failed and self.storage.size(twin_key(read.pack)) is not None:
-            failed = {i: problem for i, problem in failed.items() if not self._saved(i, read, request)}
+            failed = {
+                i: problem for i, problem in failed.items() if not self._saved(i, read, request)
+            }
         for i, problem in failed.items():
             if isinstance(problem, Corrupt):
                 if self._is_misplaced(i, read, request):
                     self.index.reset()
-                    raise NotFound(f"pack {read.pack} does not hold what the chunk index says; every footer is read again") from problem
+                    raise NotFound(
+                        f"pack {read.pack} does not hold what the chunk index says; every footer "
+                        "is read again"
+                    ) from problem
                 self.suspect_packs.add(read.pack)
             raise problem
         if self._cache is not None:
@@ -384,7 +462,8 @@ class ObjectStore:
                 self._cache.put(ChunkId(request.id(i)), request.out[i])
 
     def _is_misplaced(self, i: int, read: Read, request: Request) -> bool:
-        """Whether the pack's own footer has chunk `i` elsewhere, or not at all: then the index is wrong, and not the pack."""
+        """Whether the pack's own footer has chunk `i` elsewhere, or not at all: then the index is
+        wrong, and not the pack."""
         try:
             table = footers.read_table_at(self.storage, pack_key(read.pack))
         except (Corrupt, NotFound, Unavailable):
@@ -393,15 +472,20 @@ class ObjectStore:
         return request.id(i) not in at["chunk"].tolist()
 
     def _saved(self, i: int, read: Read, request: Request) -> bool:
-        """Whether one chunk of `read` could be read alone, from the twin or, where the trouble is another chunk's, from the pack itself."""
+        """Whether one chunk of `read` could be read alone, from the twin or, where the trouble is
+        another chunk's, from the pack itself."""
         row = request.where[i]
         offset = int(row["offset"])
         alone = Read(read.pack, offset, int(row["stored"]), (i,), (offset,), read.encoded)
-        return any(not self._try_read(key, alone, request) for key in (twin_key(read.pack), pack_key(read.pack)))
+        return any(
+            not self._try_read(key, alone, request)
+            for key in (twin_key(read.pack), pack_key(read.pack))
+        )
 
     def _try_read(self, key: str, read: Read, request: Request) -> dict[int, Exception]:
-        """Read into the request's memory; returns what is wrong with each chunk that is not what its id says. From a disk, what has been
-        read is hashed while the processor still has it in its cache."""
+        """Read into the request's memory; returns what is wrong with each chunk that is not what
+        its id says. From a disk, what has been read is hashed while the processor still has it in
+        its cache."""
         if self._remote:
             return self._try_slice(key, read, request)
         problems: dict[int, Exception] = {}
@@ -413,7 +497,9 @@ class ObjectStore:
         stored = memoryview(bytearray(read.stored_bytes)) if read.encoded else None
         short: Exception | None = None
         try:
-            self.storage.read_into(key, read.offset, with_gaps(read, request) if stored is None else [stored])
+            self.storage.read_into(
+                key, read.offset, with_gaps(read, request) if stored is None else [stored]
+            )
         except Corrupt as error:
             short = error  # an object that ends early has its beginning
         except (NotFound, Unavailable) as error:
@@ -422,21 +508,31 @@ class ObjectStore:
         problems = {i: self._problem(i, read, request, stored) for i in read.which}
         return {i: short or problem for i, problem in problems.items() if problem}
 
-    def _problem(self, i: int, read: Read, request: Request, stored: memoryview | None) -> Exception | None:
-        """What is wrong with chunk `i` of the request, once it is decoded from `stored` bytes if it is encoded."""
+    def _problem(
+        self, i: int, read: Read, request: Request, stored: memoryview | None
+    ) -> Exception | None:
+        """What is wrong with chunk `i` of the request, once it is decoded from `stored` bytes if it
+        is encoded."""
         try:
             if stored is not None:
                 row = request.where[i]
                 start = int(row["offset"]) - read.offset
-                codecs.decode_into(int(row["codec"]), stored[start : start + int(row["stored"])], request.out[i], int(row["width"]))
+                codecs.decode_into(
+                    int(row["codec"]),
+                    stored[start : start + int(row["stored"])],
+                    request.out[i],
+                    int(row["width"]),
+                )
         except Corrupt as error:
             error.add_note(f"while reading {request.name(i)}")
             return error
         if not request.is_right(i):
             return Corrupt(
-                f"chunk {request.short(i)} in pack {read.pack} ({request.name(i)}) does not match its id: "
+                f"chunk {request.short(i)} in pack {read.pack} ({request.name(i)}) does not match "
+                "its id: "
                 f"got {digest(request.out[i]).hex()[:12]}; "
-                f"run `ckptstore fsck --read-data`, restore another commit, or heal it with `ckptstore repair`"
+                "run `ckptstore fsck --read-data`, restore another commit, or heal it with "
+                "`ckptstore repair`"
             )
         return None
 

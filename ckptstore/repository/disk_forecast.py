@@ -1,4 +1,5 @@
-"""Will the next commit fit? What the last ones took against what is free. `look` asks disk and catalog; what follows from it is pure."""
+"""Will the next commit fit? What the last ones took against what is free. `look` asks disk and
+catalog; what follows from it is pure."""
 
 import os
 from dataclasses import dataclass
@@ -16,8 +17,9 @@ MAKE_ROOM = "free some: `ckptstore forget`, then `ckptstore gc`"
 
 @dataclass(frozen=True, slots=True)
 class DiskRoom:
-    """Bytes: `free` on the disk (None for a bucket), the `new` ones of the last commits, the newest first, the `logical` ones of the state
-    to commit, or of the newest commit where none is at hand, and what the store keeps in `reserve`."""
+    """Bytes: `free` on the disk (None for a bucket), the `new` ones of the last commits, the newest
+    first, the `logical` ones of the state to commit, or of the newest commit where none is at hand,
+    and what the store keeps in `reserve`."""
 
     free: int | None
     new: tuple[int, ...]
@@ -25,8 +27,11 @@ class DiskRoom:
     reserve: int | None
 
 
-def look(handle: StoreHandle, run: str | None = None, *, logical_bytes: int | None = None) -> DiskRoom:
-    """How much is free, and how much the last commits of `run`, or of all runs, took. `logical_bytes` is the size of the next state."""
+def look(
+    handle: StoreHandle, run: str | None = None, *, logical_bytes: int | None = None
+) -> DiskRoom:
+    """How much is free, and how much the last commits of `run`, or of all runs, took.
+    `logical_bytes` is the size of the next state."""
     infos = handle.queries().log(run, limit=COMMITS_LOOKED_AT)
     reserve = None if handle.storage.durable_root is None else handle.storage.size(RESERVE_KEY)
     logical = logical_bytes if logical_bytes is not None else infos[0].logical_bytes if infos else 0
@@ -34,7 +39,8 @@ def look(handle: StoreHandle, run: str | None = None, *, logical_bytes: int | No
 
 
 def free_bytes(handle: StoreHandle) -> int | None:
-    """What this process may still write there; None for a bucket, and where the disk does not say."""
+    """What this process may still write there; None for a bucket, and where the disk does not
+    say."""
     root = handle.storage.durable_root
     if root is None:
         return None
@@ -46,12 +52,14 @@ def free_bytes(handle: StoreHandle) -> int | None:
 
 
 def expected_bytes(room: DiskRoom) -> int:
-    """What the next commit will probably add: the most that one of the last did; its whole state if there was none."""
+    """What the next commit will probably add: the most that one of the last did; its whole state if
+    there was none."""
     return max(room.new, default=room.logical)
 
 
 def warning(room: DiskRoom) -> str:
-    """What to tell people before they commit; empty while there is room for `COMMITS_AHEAD` such commits."""
+    """What to tell people before they commit; empty while there is room for `COMMITS_AHEAD` such
+    commits."""
     wanted = expected_bytes(room)
     if room.free is None or room.free >= COMMITS_AHEAD * wanted:
         return ""
@@ -65,8 +73,18 @@ def shortage(room: DiskRoom) -> str:
     """What was missing when a commit did not fit, now that what it wrote is gone again."""
     free, wanted = room.free or 0, expected_bytes(room)
     if wanted > free:
-        return f"this commit takes about {bytes_text(wanted)}, and {bytes_text(free)} are free: {bytes_text(wanted - free)} are missing"
+        return (
+            f"this commit takes about {bytes_text(wanted)}, and {bytes_text(free)} are free: "
+            f"{bytes_text(wanted - free)} are missing"
+        )
     if room.logical > free:
         missing = bytes_text(room.logical - free)
-        return f"this commit takes more than the {bytes_text(free)} that are free: up to {missing} are missing"
-    return f"{bytes_text(free)} are free, enough for the {bytes_text(room.logical)} of this state but for a quota, inodes or its metadata"
+        return (
+            f"this commit takes more than the {bytes_text(free)} that are free: up to "
+            f"{missing} "
+            "are missing"
+        )
+    return (
+        f"{bytes_text(free)} are free, enough for the {bytes_text(room.logical)} of this state "
+        "but for a quota, inodes or its metadata"
+    )

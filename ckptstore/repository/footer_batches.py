@@ -1,7 +1,9 @@
-"""A hundred packs' footers in one object, so that a host that knows none need not ask each pack (docs/format.md §9, decisions/033-…).
+"""A hundred packs' footers in one object, so that a host that knows none need not ask each pack
+(docs/format.md §9, decisions/033-…).
 
-It is a cache of the packs: their own footers stay, and are the authority. Each footer lies in it with its trailer, so that it is held
-against its hash and against the bytes that the log says its pack has, as one read from the pack is; one that does not match is not used.
+It is a cache of the packs: their own footers stay, and are the authority. Each footer lies in it
+with its trailer, so that it is held against its hash and against the bytes that the log says its
+pack has, as one read from the pack is; one that does not match is not used.
 """
 
 import logging
@@ -46,13 +48,17 @@ def decode_batch(data: bytes) -> dict[str, bytes]:
     """The tails by pack id; raises `Corrupt`."""
     frame = memoryview(data)[_HASH_DIGITS + 1 :]
     if data[: _HASH_DIGITS + 1] != digest(frame).hex().encode() + b"\n":
-        raise Corrupt("a batch of footers does not match its hash; it is ignored and may be deleted")
+        raise Corrupt(
+            "a batch of footers does not match its hash; it is ignored and may be deleted"
+        )
     content, at, tails = decompress(frame, FOOTERS_BYTES_MAX), 0, {}
     while at < len(content):
         try:
             name, nbytes = _HEAD.unpack_from(content, at)
         except struct.error as error:
-            raise Corrupt(f"a batch of footers ends in mid-entry: {error}; it is ignored and may be deleted") from error
+            raise Corrupt(
+                f"a batch of footers ends in mid-entry: {error}; it is ignored and may be deleted"
+            ) from error
         at += _HEAD.size + nbytes
         tails[name.rstrip(b"\0").decode("ascii", "replace")] = content[at - nbytes : at]
     return tails
@@ -71,7 +77,9 @@ class FooterBatches:
         for number in numbers:
             wanted.setdefault(number // BATCH_PACKS, []).append(number)
         written = state.next_pack // BATCH_PACKS
-        batches = [batch for batch, members in wanted.items() if len(members) >= _WORTH and batch < written]
+        batches = [
+            batch for batch, members in wanted.items() if len(members) >= _WORTH and batch < written
+        ]
         found: dict[int, FooterTable] = {}
         if batches:
             with Pool(min(AT_ONCE, len(batches))) as pool:
@@ -80,11 +88,14 @@ class FooterBatches:
         return found
 
     def complete(self, last: int, packs: Packs) -> None:
-        """In the background, write the batch that pack number `last` is the last of, and a few before it that are not there."""
+        """In the background, write the batch that pack number `last` is the last of, and a few
+        before it that are not there."""
         if (last + 1) % BATCH_PACKS:
             return
         self.close()
-        self._writing = behind(partial(self._complete, last // BATCH_PACKS, packs), "ckptstore-footers")
+        self._writing = behind(
+            partial(self._complete, last // BATCH_PACKS, packs), "ckptstore-footers"
+        )
 
     def close(self) -> None:
         """Wait for what is being written."""
@@ -106,13 +117,20 @@ class FooterBatches:
             members.setdefault(number // BATCH_PACKS, []).append(pack)
         try:
             there = {key for key, _ in self._storage.list(_PREFIX)}
-            missing = [batch for batch in range(newest + 1) if batch in members and footers_key(batch) not in there]
+            missing = [
+                batch
+                for batch in range(newest + 1)
+                if batch in members and footers_key(batch) not in there
+            ]
             for batch in missing[-_CAUGHT_UP:]:
                 self._write(batch, members[batch])
             for key in there - set(map(footers_key, members)):
                 self._storage.delete(key)
         except CkptStoreError as error:
-            _logger.warning("footers were not put together; a host without a cache reads more of them: %s", error)
+            _logger.warning(
+                "footers were not put together; a host without a cache reads more of them: %s",
+                error,
+            )
 
     def _write(self, batch: int, members: Iterable[Pack]) -> None:
         def read(pack: Pack) -> tuple[PackId, bytes] | None:
@@ -126,7 +144,9 @@ class FooterBatches:
         self._storage.put(footers_key(batch), encode_batch(tails))
 
 
-def _checked(numbers: Iterable[int], packs: Packs, tails: Mapping[str, bytes]) -> dict[int, FooterTable]:
+def _checked(
+    numbers: Iterable[int], packs: Packs, tails: Mapping[str, bytes]
+) -> dict[int, FooterTable]:
     """The tables of those packs whose tail is among `tails` and can be theirs."""
     found = {}
     for number in numbers:

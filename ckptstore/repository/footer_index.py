@@ -1,4 +1,5 @@
-"""Which chunks a store's packs hold, by their footers alone: no index is asked, so that none can hide what is missing."""
+"""Which chunks a store's packs hold, by their footers alone: no index is asked, so that none can
+hide what is missing."""
 
 from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, NamedTuple, TypeAlias
@@ -35,8 +36,12 @@ class Place(NamedTuple):
 class Inventory:
     """The chunks of packs whose footers could be read."""
 
-    def __init__(self, tables: Mapping[PackId, pack.FooterTable], strays: "Strays | None" = None) -> None:
-        self._tables: list[tuple[PackId, str | None, pack.FooterTable]] = [(name, None, table) for name, table in tables.items()]
+    def __init__(
+        self, tables: Mapping[PackId, pack.FooterTable], strays: "Strays | None" = None
+    ) -> None:
+        self._tables: list[tuple[PackId, str | None, pack.FooterTable]] = [
+            (name, None, table) for name, table in tables.items()
+        ]
         self._tables += [(name, key, table) for key, (name, table) in (strays or {}).items()]
         lengths = [len(table) for _, _, table in self._tables]
         self._starts = np.concatenate(([0], np.cumsum(lengths, dtype=np.int64)))
@@ -61,7 +66,10 @@ class Inventory:
     def places(self, chunk: ChunkId) -> list[Place]:
         """Every pack that holds `chunk`, and where."""
         word = _words(chunk)[0, 0]
-        first, stop = np.searchsorted(self._first, word, "left"), np.searchsorted(self._first, word, "right")
+        first, stop = (
+            np.searchsorted(self._first, word, "left"),
+            np.searchsorted(self._first, word, "right"),
+        )
         found = (self._place(int(at)) for at in self._order[first:stop])
         return [place for place in found if place.entry.chunk == chunk]
 
@@ -69,13 +77,16 @@ class Inventory:
         number = int(np.searchsorted(self._starts, at, "right")) - 1
         (name, key, table), row = self._tables[number], at - int(self._starts[number])
         entry = pack.entries(table[row : row + 1])[0]
-        return Place(name, (key,) if key else keys_of(name, metadata=entry.kind != pack.TENSOR), entry)
+        return Place(
+            name, (key,) if key else keys_of(name, metadata=entry.kind != pack.TENSOR), entry
+        )
 
 
 def load_tables(
     storage: Storage, state: State, known: Mapping[PackId, pack.FooterTable] | None = None
 ) -> Iterator[tuple[PackId, pack.FooterTable | Corrupt | NotFound | Unavailable]]:
-    """The footer of every pack that the log lists, or why it cannot be read; those that are `known` are not read again."""
+    """The footer of every pack that the log lists, or why it cannot be read; those that are `known`
+    are not read again."""
     for _, listed in sorted(state.packs.items()):
         if known and listed.id in known:
             yield listed.id, known[listed.id]
@@ -92,7 +103,8 @@ def keys_of(name: PackId, *, metadata: bool) -> tuple[str, ...]:
 
 
 def read_chunk(storage: Storage, places: Iterable[Place]) -> memoryview:
-    """The raw bytes of a chunk from the first place where they match its id; raises `Corrupt`, `NotFound` or `Unavailable` if none do."""
+    """The raw bytes of a chunk from the first place where they match its id; raises `Corrupt`,
+    `NotFound` or `Unavailable` if none do."""
     problem: Corrupt | NotFound | Unavailable = NotFound("the chunk lies in no pack")
     for place in places:
         for key in place.keys:
@@ -111,17 +123,22 @@ def read_chunk_at(storage: Storage, key: str, entry: PackEntry) -> memoryview:
 
 
 def decode_chunk(stored: memoryview, entry: PackEntry, key: str) -> memoryview:
-    """The raw bytes of a chunk, which may be those of `stored` itself; raises `Corrupt` unless they match its id, and for one that claims
-    to be larger than any chunk."""
+    """The raw bytes of a chunk, which may be those of `stored` itself; raises `Corrupt` unless they
+    match its id, and for one that claims to be larger than any chunk."""
     if entry.raw_bytes > METADATA_BYTES_MAX:
-        raise Corrupt(f"chunk {entry.chunk.hex()[:12]} in {key} claims {entry.raw_bytes} bytes; wanted at most {METADATA_BYTES_MAX}")
+        raise Corrupt(
+            f"chunk {entry.chunk.hex()[:12]} in {key} claims {entry.raw_bytes} bytes; wanted at "
+            f"most {METADATA_BYTES_MAX}"
+        )
     if entry.codec == codecs.RAW and len(stored) == entry.raw_bytes:
         raw = stored
     else:
         raw = memoryview(bytearray(entry.raw_bytes))
         codecs.decode_into(entry.codec, stored, raw, entry.width)
     if (got := digest(raw)) != entry.chunk:
-        raise Corrupt(f"chunk {entry.chunk.hex()[:12]} in {key} does not match its id: got {got.hex()[:12]}")
+        raise Corrupt(
+            f"chunk {entry.chunk.hex()[:12]} in {key} does not match its id: got {got.hex()[:12]}"
+        )
     return raw
 
 

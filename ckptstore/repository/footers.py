@@ -1,4 +1,5 @@
-"""How the footer of a stored pack is read: usually in one request, from the twin where the pack itself is damaged."""
+"""How the footer of a stored pack is read: usually in one request, from the twin where the pack
+itself is damaged."""
 
 from collections.abc import Callable
 from typing import TypeVar
@@ -15,7 +16,8 @@ _GUESS_BYTES = 65536
 
 
 def read_table(storage: Storage, pack: PackId, *, metadata: bool) -> FooterTable:
-    """The records of `pack`, which has a twin if it holds `metadata`; raises `NotFound`, `Corrupt`, `Unavailable`."""
+    """The records of `pack`, which has a twin if it holds `metadata`; raises `NotFound`, `Corrupt`,
+    `Unavailable`."""
     return _of_pack_or_twin(read_table_at, storage, pack, metadata)
 
 
@@ -33,7 +35,9 @@ def _read_tail_at(storage: Storage, key: str) -> bytes:
     return _read_at(storage, key)[0]
 
 
-def _of_pack_or_twin(read_at: Callable[[Storage, str], T], storage: Storage, pack: PackId, metadata: bool) -> T:
+def _of_pack_or_twin(
+    read_at: Callable[[Storage, str], T], storage: Storage, pack: PackId, metadata: bool
+) -> T:
     try:
         return read_at(storage, pack_key(pack))
     except (Corrupt, NotFound, Unavailable):

@@ -1,4 +1,5 @@
-"""Schemas and pages that were read or written lately, by chunk id, within a byte limit. Least recently used go first."""
+"""Schemas and pages that were read or written lately, by chunk id, within a byte limit. Least
+recently used go first."""
 
 import threading
 from collections import OrderedDict

@@ -1,8 +1,10 @@
-"""How a memory budget is divided among threads and buffers; where the caller gave none, by what the host has free.
+"""How a memory budget is divided among threads and buffers; where the caller gave none, by what the
+host has free.
 
-Counted is what is held beside the state itself: staging of tensors that cannot be hashed where they are, chunks that are encoded or
-decoded, and chunks that are read aside because only a part of them is wanted or the target is not one block of memory. What describes the
-commit, its schema and its pages, is not: it is 32 bytes a chunk.
+Counted is what is held beside the state itself: staging of tensors that cannot be hashed where they
+are, chunks that are encoded or decoded, and chunks that are read aside because only a part of them
+is wanted or the target is not one block of memory. What describes the commit, its schema and its
+pages, is not: it is 32 bytes a chunk.
 """
 
 from dataclasses import dataclass
@@ -33,9 +35,11 @@ FREE_SHARE = 8
 
 @dataclass(frozen=True, slots=True)
 class ReadRoom:
-    """`threads` read up to `read_bytes` of encoded chunks each and decode one; `aside_bytes` of chunks are held until they are copied.
+    """`threads` read up to `read_bytes` of encoded chunks each and decode one; `aside_bytes` of
+    chunks are held until they are copied.
 
-    Of chunks that ranks send each other, `shared_bytes` are on their way to and from a rank, and as many are read meanwhile.
+    Of chunks that ranks send each other, `shared_bytes` are on their way to and from a rank, and as
+    many are read meanwhile.
     """
 
     threads: int
@@ -46,7 +50,8 @@ class ReadRoom:
 
 @dataclass(frozen=True, slots=True)
 class WriteRoom:
-    """`threads` stage runs of up to `run_bytes` each; if `unbuffered`, packs are written without a buffer of their own."""
+    """`threads` stage runs of up to `run_bytes` each; if `unbuffered`, packs are written without a
+    buffer of their own."""
 
     threads: int
     run_bytes: int
@@ -55,8 +60,9 @@ class WriteRoom:
 
 @dataclass(frozen=True, slots=True)
 class RankRoom:
-    """What a rank of many commits with: beside `write`, at most `window_bytes` of pieces are on their way from and to it, and chunks that
-    it has put together are written when there are `cells_bytes` of them."""
+    """What a rank of many commits with: beside `write`, at most `window_bytes` of pieces are on
+    their way from and to it, and chunks that it has put together are written when there are
+    `cells_bytes` of them."""
 
     write: WriteRoom
     window_bytes: int
@@ -64,34 +70,55 @@ class RankRoom:
 
 
 def read_room(budget_bytes: int | None, chunk_bytes: int, threads: int) -> ReadRoom:
-    """How to read within `budget_bytes` from a store of this chunk size. Raises `InvalidInput`, naming the least that works."""
-    most = threads * (max(RUN_BYTES, chunk_bytes) + chunk_bytes) + max(ASIDE_BYTES, threads * chunk_bytes)
+    """How to read within `budget_bytes` from a store of this chunk size. Raises `InvalidInput`,
+    naming the least that works."""
+    most = threads * (max(RUN_BYTES, chunk_bytes) + chunk_bytes) + max(
+        ASIDE_BYTES, threads * chunk_bytes
+    )
     budget = _budget(budget_bytes, 3 * chunk_bytes, most)
     threads = _threads(threads, budget, 4 * chunk_bytes)
-    read_bytes = _within(chunk_bytes, budget // 2 // threads - chunk_bytes, max(RUN_BYTES, chunk_bytes))
-    aside_bytes = _within(chunk_bytes, budget - threads * (read_bytes + chunk_bytes), max(ASIDE_BYTES, chunk_bytes))
+    read_bytes = _within(
+        chunk_bytes, budget // 2 // threads - chunk_bytes, max(RUN_BYTES, chunk_bytes)
+    )
+    aside_bytes = _within(
+        chunk_bytes, budget - threads * (read_bytes + chunk_bytes), max(ASIDE_BYTES, chunk_bytes)
+    )
     shared_bytes = SHARED_BYTES if budget_bytes is None and budget == most else aside_bytes // 2
     return ReadRoom(threads, read_bytes, aside_bytes, max(shared_bytes, chunk_bytes))
 
 
-def write_room(budget_bytes: int | None, chunk_bytes: int, threads: int, *, encoding: bool) -> WriteRoom:
-    """How to commit within `budget_bytes`; `encoding` chunks takes as much again, and two chunks at work. What is left buffers packs."""
+def write_room(
+    budget_bytes: int | None, chunk_bytes: int, threads: int, *, encoding: bool
+) -> WriteRoom:
+    """How to commit within `budget_bytes`; `encoding` chunks takes as much again, and two chunks at
+    work. What is left buffers packs."""
     share, at_work = (2, 2 * chunk_bytes) if encoding else (1, 0)
     longest = max(RUN_BYTES, chunk_bytes)
     least = share * chunk_bytes + at_work
-    budget = _budget(budget_bytes, least, threads * (share * longest + at_work + PACK_BUFFERS_BYTES))
+    budget = _budget(
+        budget_bytes, least, threads * (share * longest + at_work + PACK_BUFFERS_BYTES)
+    )
     threads = _threads(threads, budget, least)
-    # A power of two, so that a commit's plan does not change with every page that the host has more or less.
-    run_bytes = _within(chunk_bytes, 1 << ((budget // threads - at_work) // share).bit_length() - 1, longest)
-    return WriteRoom(threads, run_bytes, budget < threads * (share * run_bytes + at_work + PACK_BUFFERS_BYTES))
+    # A power of two, so that a commit's plan does not change with every page that the host has more
+    # or less.
+    run_bytes = _within(
+        chunk_bytes, 1 << ((budget // threads - at_work) // share).bit_length() - 1, longest
+    )
+    return WriteRoom(
+        threads, run_bytes, budget < threads * (share * run_bytes + at_work + PACK_BUFFERS_BYTES)
+    )
 
 
-def rank_room(budget_bytes: int | None, chunk_bytes: int, threads: int, *, encoding: bool) -> RankRoom:
-    """How a rank commits within `budget_bytes`: half of it for what one process would need. Raises `InvalidInput`, naming the least that
-    works."""
+def rank_room(
+    budget_bytes: int | None, chunk_bytes: int, threads: int, *, encoding: bool
+) -> RankRoom:
+    """How a rank commits within `budget_bytes`: half of it for what one process would need. Raises
+    `InvalidInput`, naming the least that works."""
     writing = (4 if encoding else 1) * chunk_bytes
     if budget_bytes is None:
-        return RankRoom(write_room(None, chunk_bytes, threads, encoding=encoding), WINDOW_BYTES, CELLS_BYTES)
+        return RankRoom(
+            write_room(None, chunk_bytes, threads, encoding=encoding), WINDOW_BYTES, CELLS_BYTES
+        )
     # Two chunks more: the one that is put together, and a part of it that lies apart.
     budget = _budget(budget_bytes, writing + 4 * chunk_bytes, budget_bytes)
     write_bytes = max(writing, budget // 2)
@@ -99,7 +126,11 @@ def rank_room(budget_bytes: int | None, chunk_bytes: int, threads: int, *, encod
     window_bytes = _within(chunk_bytes, left // 2, WINDOW_BYTES)
     cells_bytes = _within(chunk_bytes, left - window_bytes, CELLS_BYTES)
     taken = window_bytes + cells_bytes + 2 * chunk_bytes
-    return RankRoom(write_room(budget - taken, chunk_bytes, threads, encoding=encoding), window_bytes, cells_bytes)
+    return RankRoom(
+        write_room(budget - taken, chunk_bytes, threads, encoding=encoding),
+        window_bytes,
+        cells_bytes,
+    )
 
 
 def _budget(given: int | None, least: int, most: int) -> int:
@@ -107,7 +138,9 @@ def _budget(given: int | None, least: int, most: int) -> int:
         free = free_bytes()
         return most if free is None else _within(least, free // FREE_SHARE, most)
     if not isinstance(given, int) or isinstance(given, bool) or given < least:
-        raise InvalidInput(f"memory_budget_bytes is {given!r}; wanted at least {least} for this store's chunks")
+        raise InvalidInput(
+            f"memory_budget_bytes is {given!r}; wanted at least {least} for this store's chunks"
+        )
     return given
 
 

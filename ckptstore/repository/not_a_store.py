@@ -1,4 +1,5 @@
-"""What lies at a place where a store was looked for: what an error says of it, and what opens it."""
+"""What lies at a place where a store was looked for: what an error says of it, and what opens
+it."""
 
 from contextlib import suppress
 from pathlib import Path
@@ -17,15 +18,24 @@ def instead_of_store(storage: Storage) -> str:
     if root is not None:
         if found := _pointer(root):
             return (
-                f"that is a pointer to commit {found.id[:12]} of the store {found.store}; open that store, which takes this path "
+                f"that is a pointer to commit {found.id[:12]} of the store {found.store}; open "
+                "that store, which takes this path "
                 "as a ref, or the commit alone by ckptstore.open_pointer"
             )
         for name, library in _WRITERS.items():
             if (root / name).is_file():
-                return f"{library} wrote that directory; `ckptstore --store STORE import {root}` brings it into a store"
+                return (
+                    f"{library} wrote that directory; `ckptstore --store STORE import {root}` "
+                    "brings it into a store"
+                )
         if root.is_file():
-            return "that is a file; `ckptstore --store STORE import` reads the checkpoints of other libraries"
-    return f"there is no {CONFIG_KEY}; make one with `ckptstore init {storage.url}`, or check the path"
+            return (
+                "that is a file; `ckptstore --store STORE import` reads the checkpoints of "
+                "other libraries"
+            )
+    return (
+        f"there is no {CONFIG_KEY}; make one with `ckptstore init {storage.url}`, or check the path"
+    )
 
 
 def _pointer(place: Path) -> Pointer | None:

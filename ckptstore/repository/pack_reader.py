@@ -1,4 +1,5 @@
-"""Chunks read straight from a pack by its footer, every one verified; what a pack has lost its twin may still have.
+"""Chunks read straight from a pack by its footer, every one verified; what a pack has lost its twin
+may still have.
 
 Upkeep reads what the packs say, not what an index remembers of them.
 """
@@ -26,10 +27,13 @@ class StoredChunk(NamedTuple):
     raw: memoryview
 
 
-def read_chunks(storage: Storage, pack: PackId, rows: FooterTable, *, metadata: bool) -> Iterator[StoredChunk]:
+def read_chunks(
+    storage: Storage, pack: PackId, rows: FooterTable, *, metadata: bool
+) -> Iterator[StoredChunk]:
     """The chunks of `rows`, in order of offset, of a pack that has a twin if it holds `metadata`.
 
-    Raises `Corrupt` for a chunk that does not match its id, `NotFound` for a pack that is not there.
+    Raises `Corrupt` for a chunk that does not match its id, `NotFound` for a pack that is not
+    there.
     """
     for first, stop in _spans(rows):
         start = int(rows["offset"][first])
@@ -41,7 +45,13 @@ def read_chunks(storage: Storage, pack: PackId, rows: FooterTable, *, metadata: 
 
 
 def _verified(
-    storage: Storage, keys: tuple[str, ...], buffers: dict[str, memoryview | None], rows: FooterTable, i: int, start: int, size: int
+    storage: Storage,
+    keys: tuple[str, ...],
+    buffers: dict[str, memoryview | None],
+    rows: FooterTable,
+    i: int,
+    start: int,
+    size: int,
 ) -> StoredChunk:
     for key in keys:
         if key not in buffers:
@@ -54,7 +64,8 @@ def _verified(
         if raw is not None and digest(raw) == rows["chunk"][i].tobytes():
             return StoredChunk(i, stored, raw)
     raise Corrupt(
-        f"chunk {rows['chunk'][i].tobytes().hex()[:12]} in {' and '.join(keys)} of {storage.url} does not match its id; "
+        f"chunk {rows['chunk'][i].tobytes().hex()[:12]} in {' and '.join(keys)} of {storage.url} "
+        "does not match its id; "
         f"run `ckptstore fsck --read-data`, or heal it with `ckptstore repair`"
     )
 
@@ -64,13 +75,18 @@ def _spans(rows: FooterTable) -> Iterator[tuple[int, int]]:
     starts, stops = rows["offset"].tolist(), (rows["offset"] + rows["stored"]).tolist()
     first = 0
     for i in range(1, len(starts) + 1):
-        if i == len(starts) or starts[i] - stops[i - 1] > GAP_BYTES or stops[i] - starts[first] > RUN_BYTES:
+        if (
+            i == len(starts)
+            or starts[i] - stops[i - 1] > GAP_BYTES
+            or stops[i] - starts[first] > RUN_BYTES
+        ):
             yield first, i
             first = i
 
 
 def _read(storage: Storage, key: str, offset: int, size: int, *, last: bool) -> memoryview | None:
-    """The bytes, zeros behind the end of an object that was cut; None if it is not there and this is not the last place to look."""
+    """The bytes, zeros behind the end of an object that was cut; None if it is not there and this
+    is not the last place to look."""
     buffer = memoryview(bytearray(size))
     try:
         storage.read_into(key, offset, [buffer])

@@ -1,8 +1,8 @@
 """How new chunks get into packs: runs, one behind the other, in files that one thread owns.
 
-Each thread fills its own pack, so a run's chunks lie together without a lock, and the disk is told to start on what has been written
-while the thread hashes on. A pack counts for nothing until it was closed: footer parsed
-back, fsync, name.
+Each thread fills its own pack, so a run's chunks lie together without a lock, and the disk is told
+to start on what has been written while the thread hashes on. A pack counts for nothing until it was
+closed: footer parsed back, fsync, name.
 """
 
 import zlib
@@ -32,7 +32,8 @@ def one_by_one(task: Callable[[Writer], None], writers: Sequence[Writer]) -> Non
 
 @dataclass(frozen=True, slots=True)
 class ClosedPack:
-    """A durable pack that no log entry names yet, and its footer's table. `own` are the objects that may be deleted if none ever will."""
+    """A durable pack that no log entry names yet, and its footer's table. `own` are the objects
+    that may be deleted if none ever will."""
 
     record: PackRecord
     table: pack.FooterTable
@@ -42,7 +43,15 @@ class ClosedPack:
 class OpenPack:
     """A pack that is being written, data and twin alike."""
 
-    def __init__(self, storage: Storage, name: PackId, *, metadata: bool, unbuffered: bool = False, aside: bool = False) -> None:
+    def __init__(
+        self,
+        storage: Storage,
+        name: PackId,
+        *,
+        metadata: bool,
+        unbuffered: bool = False,
+        aside: bool = False,
+    ) -> None:
         self.name = name
         self.offset = 0
         self.entries: list[PackEntry] = []
@@ -55,13 +64,18 @@ class OpenPack:
         self._own: list[str] = []
         try:
             for key in self._keys:
-                self._writers.append(storage.create(key, session=pack_session(name), unbuffered=unbuffered, aside=aside))
+                self._writers.append(
+                    storage.create(
+                        key, session=pack_session(name), unbuffered=unbuffered, aside=aside
+                    )
+                )
         except BaseException:
             self.discard()
             raise
 
     def append(self, data: memoryview | bytes) -> int:
-        """Queue `data` at the end; its memory must stay as it is until `flush`. Returns its offset."""
+        """Queue `data` at the end; its memory must stay as it is until `flush`. Returns its
+        offset."""
         start = self.offset
         self._pending.append(data)
         self.offset += len(data)
@@ -82,7 +96,8 @@ class OpenPack:
         self._flushed = self.offset
 
     def close(self, spread: Spread = one_by_one) -> ClosedPack:
-        """Footer, fsync, name, of twins side by side. The directory's fsync is the caller's, once for all packs.
+        """Footer, fsync, name, of twins side by side. The directory's fsync is the caller's, once
+        for all packs.
 
         Raises `Conflict` if another writer has taken a name: its objects stay.
         """
@@ -96,10 +111,15 @@ class OpenPack:
         except BaseException:
             self.discard()
             raise
-        return ClosedPack(PackRecord(self.name, self.offset, len(self.entries), self._metadata), table, tuple(self._own))
+        return ClosedPack(
+            PackRecord(self.name, self.offset, len(self.entries), self._metadata),
+            table,
+            tuple(self._own),
+        )
 
     def discard(self) -> None:
-        """Drop what was written; of twins one may have got its name already. What others have finished stays."""
+        """Drop what was written; of twins one may have got its name already. What others have
+        finished stays."""
         for writer in self._writers:
             writer.discard()
         delete_own(self._storage, self._own)
@@ -110,7 +130,8 @@ class OpenPack:
 
 
 class PackWriter:
-    """One thread's way into packs; `close_pack` gets each pack that is full, perhaps to close it on another thread."""
+    """One thread's way into packs; `close_pack` gets each pack that is full, perhaps to close it on
+    another thread."""
 
     def __init__(
         self,
@@ -147,10 +168,12 @@ class PackWriter:
         run_bytes: int,
         whole: memoryview | None = None,
     ) -> None:
-        """Append a run: chunks that will lie one behind the other. `run_bytes` is its raw length and decides its alignment.
+        """Append a run: chunks that will lie one behind the other. `run_bytes` is its raw length
+        and decides its alignment.
 
-        `whole` is the memory in which `raws` lie one behind the other, if they do: what is not encoded goes to storage in one piece then,
-        also where chunks end within the blocks of a disk. The memory of `raws` must stay as it is until `flush`.
+        `whole` is the memory in which `raws` lie one behind the other, if they do: what is not
+        encoded goes to storage in one piece then, also where chunks end within the blocks of a
+        disk. The memory of `raws` must stay as it is until `flush`.
         """
         target = self._pack
         if target is None or (target.offset and target.offset + run_bytes > self._pack_bytes):
@@ -159,14 +182,18 @@ class PackWriter:
         if whole is not None and codec == codecs.RAW:
             offset = target.append(whole)
             for chunk, raw in zip(ids, raws, strict=True):
-                target.entries.append(PackEntry(chunk, offset, len(raw), len(raw), codecs.RAW, width, kind, 0))
+                target.entries.append(
+                    PackEntry(chunk, offset, len(raw), len(raw), codecs.RAW, width, kind, 0)
+                )
                 offset += len(raw)
             return
         for chunk, raw in zip(ids, raws, strict=True):
             used, stored = codecs.encode(codec, raw, width)
             crc = zlib.crc32(stored) if used != codecs.RAW else 0
             offset = target.append(stored)
-            target.entries.append(PackEntry(chunk, offset, len(stored), len(raw), used, width, kind, crc))
+            target.entries.append(
+                PackEntry(chunk, offset, len(stored), len(raw), used, width, kind, crc)
+            )
 
     def flush(self) -> None:
         """Write what `add` queued: its memory is the caller's again."""
@@ -189,12 +216,19 @@ class PackWriter:
         self.flush()
         self.close_with(self._close_pack)
         name = pack_id(self._session, self._rank, next(self._numbers))
-        self._pack = OpenPack(self._storage, name, metadata=self._metadata, unbuffered=self._unbuffered, aside=self._aside)
+        self._pack = OpenPack(
+            self._storage,
+            name,
+            metadata=self._metadata,
+            unbuffered=self._unbuffered,
+            aside=self._aside,
+        )
         return self._pack
 
 
 def delete_own(storage: Storage, keys: Iterable[str]) -> None:
-    """Delete objects that no log entry will name. Storage that is out of order keeps them: gc finds them under the session's name."""
+    """Delete objects that no log entry will name. Storage that is out of order keeps them: gc finds
+    them under the session's name."""
     for key in keys:
         with suppress(CkptStoreError):
             storage.delete(key)

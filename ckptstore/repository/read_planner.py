@@ -15,7 +15,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Read:
-    """Chunks that lie behind each other in a pack, perhaps with gaps: `which` are their positions in the request, in order of `offsets`.
+    """Chunks that lie behind each other in a pack, perhaps with gaps: `which` are their positions
+    in the request, in order of `offsets`.
 
     With `encoded` they are read aside, since some of them must be decoded."""
 
@@ -29,7 +30,8 @@ class Read:
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """What one call of `read_into` wants: chunk `i` of `ids` into `out[i]`; for its caller it is number `positions[i]`."""
+    """What one call of `read_into` wants: chunk `i` of `ids` into `out[i]`; for its caller it is
+    number `positions[i]`."""
 
     ids: bytes
     out: Sequence[memoryview]
@@ -41,7 +43,14 @@ class Request:
     def part(self, which: Sequence[int], where: "NDArray[np.void]") -> "Request":
         """The chunks `which` of this request, which are at `where`."""
         ids = b"".join(map(self.id, which))
-        return Request(ids, [self.out[i] for i in which], where, [self.positions[i] for i in which], self.describe, self.check)
+        return Request(
+            ids,
+            [self.out[i] for i in which],
+            where,
+            [self.positions[i] for i in which],
+            self.describe,
+            self.check,
+        )
 
     def id(self, i: int) -> bytes:
         return self.ids[i * CHUNK_ID_BYTES : (i + 1) * CHUNK_ID_BYTES]
@@ -54,16 +63,21 @@ class Request:
 
     def is_right(self, i: int) -> bool:
         """Whether chunk `i`, which has been read, is what its id says."""
-        return digest(self.out[i]) == self.id(i) if self.check is None else self.check(self.positions[i])
+        return (
+            digest(self.out[i]) == self.id(i)
+            if self.check is None
+            else self.check(self.positions[i])
+        )
 
 
 def plan_reads(
     where: "NDArray[np.void]", names: Mapping[int, PackId], limit_bytes: int, *, gap_bytes: int = 0
 ) -> tuple[list[Read], list[int]]:
-    """Coalesce chunks that lie one behind the other in a pack, or up to `gap_bytes` from each other, up to `limit_bytes` a read; and the
-    positions of chunks whose pack is not among `names`.
+    """Coalesce chunks that lie one behind the other in a pack, or up to `gap_bytes` from each
+    other, up to `limit_bytes` a read; and the positions of chunks whose pack is not among `names`.
 
-    What is read along between two chunks goes nowhere; with gaps, chunks of different codecs are read together."""
+    What is read along between two chunks goes nowhere; with gaps, chunks of different codecs are
+    read together."""
     order = np.lexsort((where["offset"], where["pack"]))
     rows = where[order]
     ends = rows["offset"] + rows["stored"]
@@ -84,7 +98,16 @@ def plan_reads(
             j += 1
         encoded = any(codec != codecs.RAW for codec in codecs_[i:j])
         if name := names.get(packs[i]):
-            reads.append(Read(name, starts[i], stops[j - 1] - starts[i], tuple(positions[i:j]), tuple(starts[i:j]), encoded))
+            reads.append(
+                Read(
+                    name,
+                    starts[i],
+                    stops[j - 1] - starts[i],
+                    tuple(positions[i:j]),
+                    tuple(starts[i:j]),
+                    encoded,
+                )
+            )
         else:
             missing.extend(positions[i:j])
         i = j
@@ -93,11 +116,22 @@ def plan_reads(
 
 def slices(read: Read, limit_bytes: int) -> Iterator[Read]:
     """A read without gaps in parts of up to `limit_bytes` or one chunk, in order."""
-    which, starts, ends = read.which, read.offsets, (*read.offsets[1:], read.offset + read.stored_bytes)
+    which, starts, ends = (
+        read.which,
+        read.offsets,
+        (*read.offsets[1:], read.offset + read.stored_bytes),
+    )
     first = 0
     for i in range(1, len(which) + 1):
         if i == len(which) or ends[i] - starts[first] > limit_bytes:
-            yield Read(read.pack, starts[first], ends[i - 1] - starts[first], which[first:i], starts[first:i], read.encoded)
+            yield Read(
+                read.pack,
+                starts[first],
+                ends[i - 1] - starts[first],
+                which[first:i],
+                starts[first:i],
+                read.encoded,
+            )
             first = i
 
 

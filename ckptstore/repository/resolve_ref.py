@@ -1,4 +1,5 @@
-"""Which commits refs name: by the log, which is checked; the catalog only knows best what to say about a ref that names none."""
+"""Which commits refs name: by the log, which is checked; the catalog only knows best what to say
+about a ref that names none."""
 
 import os
 from collections.abc import Callable
@@ -27,9 +28,11 @@ AnyRef: TypeAlias = str | int | os.PathLike[str] | Handle
 
 
 def find_commit(handle: StoreHandle, ref: AnyRef, run: str | None) -> Resolved:
-    """The commit that `ref` names, in `run` where it names none itself, in all runs if that is None.
+    """The commit that `ref` names, in `run` where it names none itself, in all runs if that is
+    None.
 
-    Raises `NotFound` naming near ones, `InvalidInput` for what is no ref, the beginning of several ids, or no pointer file.
+    Raises `NotFound` naming near ones, `InvalidInput` for what is no ref, the beginning of several
+    ids, or no pointer file.
     """
     return through_pointers(ref, lambda plain: _find(handle, plain, run))
 
@@ -40,7 +43,8 @@ def find_id(queries: Queries, ref: AnyRef, run: str | None) -> CommitId:
 
 
 def through_pointers(ref: AnyRef, find: Callable[[str | int], T]) -> T:
-    """What `find` finds for a plain ref: where `ref` is the path of a pointer file, for the id that this points to.
+    """What `find` finds for a plain ref: where `ref` is the path of a pointer file, for the id that
+    this points to.
 
     Text that could be a tag is a path only if `find` knows no such tag.
     """
@@ -57,7 +61,9 @@ def through_pointers(ref: AnyRef, find: Callable[[str | int], T]) -> T:
 
 def is_path(ref: AnyRef) -> bool:
     """Whether `ref` can only be the path of a pointer file."""
-    return isinstance(ref, os.PathLike) or (isinstance(ref, str) and ref.startswith(("/", "./", "../")))
+    return isinstance(ref, os.PathLike) or (
+        isinstance(ref, str) and ref.startswith(("/", "./", "../"))
+    )
 
 
 def _plain(ref: AnyRef) -> str | int:
@@ -72,4 +78,7 @@ def _find(handle: StoreHandle, ref: str | int, run: str | None) -> Resolved:
     if found := resolve(handle.log.replay(), parsed, run):
         return found
     wrong = handle.queries().resolve(parsed, run)
-    raise Corrupt(f"the catalog takes {ref!r} for commit {wrong[:12]}, which the log denies; run `ckptstore reindex`")
+    raise Corrupt(
+        f"the catalog takes {ref!r} for commit {wrong[:12]}, which the log denies; run `ckptstore "
+        "reindex`"
+    )

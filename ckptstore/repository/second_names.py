@@ -1,6 +1,8 @@
-"""What chunks are called besides their ids, by a hash that takes less time, as far as this process has hashed them by both.
+"""What chunks are called besides their ids, by a hash that takes less time, as far as this process
+has hashed them by both.
 
-A name stands for an id here only if both were made of the same bytes. Nothing of it is stored: a new process begins with nothing.
+A name stands for an id here only if both were made of the same bytes. Nothing of it is stored: a
+new process begins with nothing.
 """
 
 import threading
@@ -21,7 +23,8 @@ class SecondNames:
         self._lock = threading.Lock()
 
     def learn(self, data: memoryview) -> tuple[ChunkId, bytes]:
-        """The id of a chunk, and its name, which is known from now on. Nobody may write to `data` meanwhile."""
+        """The id of a chunk, and its name, which is known from now on. Nobody may write to `data`
+        meanwhile."""
         chunk, name = ChunkId(digest(data)), self._naming(data)
         with self._lock:
             self._ids.pop(name, None)

@@ -1,7 +1,8 @@
-"""A store's parts, found and opened: config, storage, log, catalog, chunks. Without torch, so that queries start fast.
+"""A store's parts, found and opened: config, storage, log, catalog, chunks. Without torch, so that
+queries start fast.
 
-A store exists when its `ckptstore.json` does; it is created exclusively, so of two processes that make one store at once, one makes it
-and the other opens it.
+A store exists when its `ckptstore.json` does; it is created exclusively, so of two processes that
+make one store at once, one makes it and the other opens it.
 """
 
 import logging
@@ -16,8 +17,21 @@ from typing import TYPE_CHECKING, Any
 from ckptstore.core.config import CHUNK_BYTES, StoreConfig, check_chunk_bytes, check_codec
 from ckptstore.core.ids import CONFIG_KEY, StoreId, new_session_id, new_store_id, parse_chunk_id
 from ckptstore.core.model import Schema
-from ckptstore.core.paths import is_network_filesystem, local_cache_directory, make_directories, rights
-from ckptstore.errors import CkptStoreError, Conflict, Corrupt, InvalidInput, NotFound, ReadOnly, Unavailable
+from ckptstore.core.paths import (
+    is_network_filesystem,
+    local_cache_directory,
+    make_directories,
+    rights,
+)
+from ckptstore.errors import (
+    CkptStoreError,
+    Conflict,
+    Corrupt,
+    InvalidInput,
+    NotFound,
+    ReadOnly,
+    Unavailable,
+)
 from ckptstore.index.catalog_sqlite import open_catalog
 from ckptstore.index.open_log import database_log, open_log_place
 from ckptstore.index.queries import Queries
@@ -25,7 +39,8 @@ from ckptstore.log.entries import Position, check_follows, decode_entry
 from ckptstore.log.log import Log
 from ckptstore.objects.config import decode_config, encode_config
 from ckptstore.repository.not_a_store import instead_of_store
-from ckptstore.storage.contract import Storage, open_storage
+from ckptstore.storage.contract import Storage
+from ckptstore.storage.registry import open_storage
 from ckptstore.storage.reserve import ensure_reserve
 
 if TYPE_CHECKING:
@@ -42,13 +57,16 @@ READ_CACHE_NAME = "read"
 
 
 def place_text(place: str | os.PathLike[str]) -> str:
-    """The text of a path or URL. Raises `InvalidInput` for what is neither, or what no file can be called."""
+    """The text of a path or URL. Raises `InvalidInput` for what is neither, or what no file can be
+    called."""
     try:
         text = os.fspath(place)
         if isinstance(text, str) and text and b"\0" not in os.fsencode(text):
             return text
     except (TypeError, UnicodeEncodeError) as error:
-        raise InvalidInput(f"{place!r:.80} is no place of a store: wanted a path or a URL") from error
+        raise InvalidInput(
+            f"{place!r:.80} is no place of a store: wanted a path or a URL"
+        ) from error
     raise InvalidInput(f"{place!r:.80} is no place of a store: wanted a path or a URL")
 
 
@@ -62,11 +80,13 @@ def init_store(
     storage_options: dict[str, Any] | None = None,
     index: str | None = None,
 ) -> StoreConfig:
-    """Make an empty store at `place`, with its log in the database at `index` if that is given. A `private` one is its owner's alone, and
-    so is all that anybody ever makes in it; one in a directory that is `as_private_as` another directory has no more rights than that.
+    """Make an empty store at `place`, with its log in the database at `index` if that is given. A
+    `private` one is its owner's alone, and so is all that anybody ever makes in it; one in a
+    directory that is `as_private_as` another directory has no more rights than that.
 
-    Raises `Conflict` if there is one already, `InvalidInput` for a directory that holds something else or a bucket whose server ignores
-    conditional writes, `ReadOnly` or `Unavailable` if it cannot be written.
+    Raises `Conflict` if there is one already, `InvalidInput` for a directory that holds something
+    else or a bucket whose server ignores conditional writes, `ReadOnly` or `Unavailable` if it
+    cannot be written.
     """
     config = StoreConfig(new_store_id(), check_chunk_bytes(chunk_bytes), check_codec(codec))
     storage = open_storage(place_text(place), storage_options=storage_options)
@@ -119,28 +139,43 @@ class StoreHandle:
         read_cache_bytes: int = 0,
     ) -> None:
         self._read_cache_bytes = read_cache_bytes
-        self.storage = open_storage(place_text(place), read_only=read_only, storage_options=storage_options, direct_io=direct_io)
+        self.storage = open_storage(
+            place_text(place),
+            read_only=read_only,
+            storage_options=storage_options,
+            direct_io=direct_io,
+        )
         self.url = self.storage.url
-        # What opens the same store the same way elsewhere: a URL may have options, and secrets, which `url` for people has not.
+        # What opens the same store the same way elsewhere: a URL may have options, and secrets,
+        # which `url` for people has not.
         self.place = os.fspath(place) if self.storage.durable_root is None else self.url
         self.config = read_config(self.storage)
         self.read_only = read_only
         self._closed = self._has_its_end = False
         self.database = open_log_place(self.config, self.storage, index)
         self.log = Log(
-            self.storage, self.config.store, self.config.generation, place=self.database, memory=self._memory(), with_config=True
+            self.storage,
+            self.config.store,
+            self.config.generation,
+            place=self.database,
+            memory=self._memory(),
+            with_config=True,
         )
 
     def check_writable(self) -> None:
-        """Raise `ReadOnly` unless this handle may write to the store, `InvalidInput` once it was closed, `NotFound` if the store is gone,
-        `Corrupt` if the log has lost its end: what is appended there would bury commits that were acknowledged."""
+        """Raise `ReadOnly` unless this handle may write to the store, `InvalidInput` once it was
+        closed, `NotFound` if the store is gone, `Corrupt` if the log has lost its end: what is
+        appended there would bury commits that were acknowledged."""
         if self._closed:
             raise InvalidInput(f"{self.url} was closed; open it again")
         if self.read_only:
-            raise ReadOnly(f"{self.url} was opened read-only; open it without read_only=True to change it")
+            raise ReadOnly(
+                f"{self.url} was opened read-only; open it without read_only=True to change it"
+            )
         if unknown := self.config.unknown_write_features:
             raise ReadOnly(
-                f"{self.url} needs {', '.join(sorted(unknown))} to be written, which this ckptstore does not know: install a newer one"
+                f"{self.url} needs {', '.join(sorted(unknown))} to be written, which this "
+                "ckptstore does not know: install a newer one"
             )
         self._check_in_place()
         if not self._has_its_end and (lost := self._lost_end()):
@@ -148,19 +183,24 @@ class StoreHandle:
         self._has_its_end = True
 
     def _check_in_place(self) -> None:
-        """A directory that was moved away is not to be made again, by a commit that would be all it holds."""
+        """A directory that was moved away is not to be made again, by a commit that would be all it
+        holds."""
         if self.storage.durable_root is None:
             return
         if self.log.state.n:
             self.log.check_head()
             self.log.check_config()
         elif read_config(self.storage).store != self.config.store:
-            raise Corrupt(f"{self.url} is another store than it was when it was opened; open it again")
+            raise Corrupt(
+                f"{self.url} is another store than it was when it was opened; open it again"
+            )
 
     def _lost_end(self) -> str | None:
-        """What is to be said of a log that ends before entries which continue it, and which a catalog beside it has; else None.
+        """What is to be said of a log that ends before entries which continue it, and which a
+        catalog beside it has; else None.
 
-        A catalog elsewhere on this host says nothing: it may be of another copy of this store, which went on.
+        A catalog elsewhere on this host says nothing: it may be of another copy of this store,
+        which went on.
         """
         root = self.storage.durable_root
         if self.database is not None or root is None or self.index_directory != root / "index":
@@ -180,13 +220,16 @@ class StoreHandle:
         finally:
             catalog.close()
         return (
-            f"the log of {self.url} ends at entry {head.n}, and the catalog beside it knows the entries up to {remembered}, which continue "
-            f"it: they were acknowledged and are lost from log/; `ckptstore repair --apply` puts them back from the catalog; if the store "
+            f"the log of {self.url} ends at entry {head.n}, and the catalog beside it knows the "
+            f"entries up to {remembered}, which continue "
+            "it: they were acknowledged and are lost from log/; `ckptstore repair --apply` puts "
+            "them back from the catalog; if the store "
             f"was set back on purpose, `ckptstore reindex` takes the log as it is"
         )
 
     def _memory(self) -> Path | None:
-        """Where this host keeps the log's state: for a bucket, whose log takes a request an entry to read, and for a database."""
+        """Where this host keeps the log's state: for a bucket, whose log takes a request an entry
+        to read, and for a database."""
         slow = self.storage.durable_root is None or self.database is not None
         return self.index_directory / STATE_NAME if slow else None
 
@@ -205,8 +248,18 @@ class StoreHandle:
 
         chunks = ChunkIndex.open(self.index_directory / CHUNKS_NAME, self.config.store)
         cached = self._read_cache_bytes > 0 and self.storage.durable_root is None
-        cache = ReadCache(self.index_directory / READ_CACHE_NAME, self._read_cache_bytes) if cached else None
-        return ObjectStore(self.storage, chunks, self.log, SuspectPacks(self.index_directory / DISTRUST_NAME), cache)
+        cache = (
+            ReadCache(self.index_directory / READ_CACHE_NAME, self._read_cache_bytes)
+            if cached
+            else None
+        )
+        return ObjectStore(
+            self.storage,
+            chunks,
+            self.log,
+            SuspectPacks(self.index_directory / DISTRUST_NAME),
+            cache,
+        )
 
     @cached_property
     def catalog(self) -> "Catalog | PostgresCatalog":
@@ -220,21 +273,27 @@ class StoreHandle:
         return Catalog.open(self.index_directory / CATALOG_NAME, self.config.store)
 
     def warm(self) -> None:
-        """Open the indexes and bring them up to the log now, so that the first commit does not pay for it."""
+        """Open the indexes and bring them up to the log now, so that the first commit does not pay
+        for it."""
         self.objects.sync(self.log.replay())
         self.follow()
 
     def queries(self) -> Queries:
         """The catalog's read side, as of the head of the log.
 
-        A catalog that is there and up to date is read without SQLAlchemy. One that cannot be brought up to date, because it is locked or
-        its disk is full, is replaced by one in memory for this call; one that turns out to be damaged is made anew. One in PostgreSQL
-        is always as the log is.
+        A catalog that is there and up to date is read without SQLAlchemy. One that cannot be
+        brought up to date, because it is locked or its disk is full, is replaced by one in memory
+        for this call; one that turns out to be damaged is made anew. One in PostgreSQL is always as
+        the log is.
         """
         if self.database is not None:
             self.follow()
             return self.catalog.queries()
-        quick = open_catalog(self.index_directory / CATALOG_NAME, self.config.store) if "catalog" not in self.__dict__ else None
+        quick = (
+            open_catalog(self.index_directory / CATALOG_NAME, self.config.store)
+            if "catalog" not in self.__dict__
+            else None
+        )
         if quick is not None:
             queries = quick.or_else(self._made_anew)
             if self._is_head(queries.position()):
@@ -254,22 +313,26 @@ class StoreHandle:
         return self._fold_in_memory()
 
     def _made_anew(self, error: Corrupt) -> Queries:
-        """A catalog is derived, so its damage is no one's loss: begin again with an empty one and fold the log."""
+        """A catalog is derived, so its damage is no one's loss: begin again with an empty one and
+        fold the log."""
         logger.warning("the catalog of %s is made anew: %s", self.url, error)
         self.catalog.reset()
         return self._queries_at_head()
 
     def follow(self, schemas: Mapping[str, Schema] | None = None) -> None:
-        """Fold into the catalog what the log has beyond it. `schemas` are at hand, by chunk id in hex; others are read from the store.
+        """Fold into the catalog what the log has beyond it. `schemas` are at hand, by chunk id in
+        hex; others are read from the store.
 
-        Raises `Corrupt` only for a log that is damaged or has lost its end: a catalog that does not belong to it is made anew, one that
-        cannot be written stays behind, and so does any when storage does not answer. What was appended to the log stays acknowledged.
+        Raises `Corrupt` only for a log that is damaged or has lost its end: a catalog that does not
+        belong to it is made anew, one that cannot be written stays behind, and so does any when
+        storage does not answer. What was appended to the log stays acknowledged.
         """
         try:
             try:
                 self._fold(schemas or {})
             except Corrupt as error:
-                self.log.replay()  # a broken log is not the catalog's fault, and `repair` may need what it remembers
+                # a broken log is not the catalog's fault, and `repair` may need what it remembers
+                self.log.replay()
                 if lost := self._lost_end():
                     raise Corrupt(lost) from error
                 logger.warning("the catalog of %s is made anew: %s", self.url, error)
@@ -285,13 +348,18 @@ class StoreHandle:
             self.catalog.fold(self.log.read_entries(*position) if known is None else known)
         self._add_schemas(self.catalog, schemas)
 
-    def _add_schemas(self, catalog: "Catalog | PostgresCatalog", at_hand: Mapping[str, Schema]) -> None:
-        """The leaves of schemas that commits name. One that cannot be read has none in the catalog; `fsck` reports it."""
+    def _add_schemas(
+        self, catalog: "Catalog | PostgresCatalog", at_hand: Mapping[str, Schema]
+    ) -> None:
+        """The leaves of schemas that commits name. One that cannot be read has none in the catalog;
+        `fsck` reports it."""
         from ckptstore.objects.schema import decode_schema
 
         for schema_id in catalog.missing_schemas():
             with suppress(NotFound, Corrupt):
-                schema = at_hand.get(schema_id) or decode_schema(self.objects.read_metadata(parse_chunk_id(schema_id)))
+                schema = at_hand.get(schema_id) or decode_schema(
+                    self.objects.read_metadata(parse_chunk_id(schema_id))
+                )
                 catalog.add_schema(schema_id, schema)
 
     def _fold_in_memory(self) -> Queries:
@@ -303,14 +371,16 @@ class StoreHandle:
         return catalog.queries()
 
     def _is_head(self, position: Position) -> bool:
-        """Whether nothing follows `position` in the log, and the log has it. Raises `Corrupt` if an entry is missing right behind it."""
+        """Whether nothing follows `position` in the log, and the log has it. Raises `Corrupt` if an
+        entry is missing right behind it."""
         if self.log.head_after(position.n + 1):
             self.log.check_no_gap(position.n)
             return False
         return not self.log.head_after(position.n) and self.log.has(position)
 
     def close(self) -> None:
-        """Close what was opened; idempotent. What was checked out can still be read, and nothing can be written."""
+        """Close what was opened; idempotent. What was checked out can still be read, and nothing
+        can be written."""
         self._closed = True
         for name in ("objects", "catalog"):
             if name in self.__dict__:
@@ -322,10 +392,17 @@ class StoreHandle:
 
 
 def index_directory(storage: Storage, store: StoreId, *, read_only: bool) -> Path:
-    """Where this host keeps the indexes of `store`: in it if it is on a local disk that may be written to, else in a local cache
-    directory, under the store's id; there, too, if the store's path is no Unicode, which LMDB does not open."""
+    """Where this host keeps the indexes of `store`: in it if it is on a local disk that may be
+    written to, else in a local cache directory, under the store's id; there, too, if the store's
+    path is no Unicode, which LMDB does not open."""
     root = storage.durable_root
-    if root is not None and not read_only and _is_unicode(root) and not is_network_filesystem(root) and os.access(root, os.W_OK):
+    if (
+        root is not None
+        and not read_only
+        and _is_unicode(root)
+        and not is_network_filesystem(root)
+        and os.access(root, os.W_OK)
+    ):
         return root / "index"
     return _like(root, local_cache_directory() / store)
 
@@ -338,7 +415,8 @@ def _is_unicode(path: Path) -> bool:
 
 
 def _like(root: Path | None, directory: Path) -> Path:
-    """`directory`, made with no more rights than the store at `root`: the index tells what is in it."""
+    """`directory`, made with no more rights than the store at `root`: the index tells what is in
+    it."""
     if root is not None:
         with suppress(OSError):
             make_directories(directory.parent)
@@ -347,11 +425,14 @@ def _like(root: Path | None, directory: Path) -> Path:
 
 
 def _make_private(storage: Storage, most: int, group: int | None = None) -> None:
-    """Make the store's directory no more than `most` before anything lies in it: whatever is made there has no more rights than it
-    (`rights`). Rights for a `group` are for no other one."""
+    """Make the store's directory no more than `most` before anything lies in it: whatever is made
+    there has no more rights than it (`rights`). Rights for a `group` are for no other one."""
     root = storage.durable_root
     if root is None:
-        raise InvalidInput(f"{storage.url} is no directory: who may read it is for the bucket's policy to say; leave private out")
+        raise InvalidInput(
+            f"{storage.url} is no directory: who may read it is for the bucket's policy to say; "
+            "leave private out"
+        )
     new = [directory for directory in (root, *root.parents) if not directory.exists()]
     try:
         root.mkdir(mode=most, parents=True, exist_ok=True)
@@ -366,18 +447,23 @@ def _make_private(storage: Storage, most: int, group: int | None = None) -> None
             finally:
                 os.close(fd)
     except OSError as error:
-        raise ReadOnly(f"cannot make {root} private: {error.strerror}; get the right to write there") from error
+        raise ReadOnly(
+            f"cannot make {root} private: {error.strerror}; get the right to write there"
+        ) from error
 
 
 def _rights_and_group(directory: Path) -> tuple[int, int | None]:
     try:
         return rights(directory), os.stat(directory).st_gid
     except OSError as error:
-        raise Unavailable(f"cannot look at {directory}: {error.strerror}; see to the storage, then repeat") from error
+        raise Unavailable(
+            f"cannot look at {directory}: {error.strerror}; see to the storage, then repeat"
+        ) from error
 
 
 def read_config(storage: Storage) -> StoreConfig:
-    """What `ckptstore.json` says. Raises `NotFound` where there is no store, `Corrupt`, `InvalidInput`."""
+    """What `ckptstore.json` says. Raises `NotFound` where there is no store, `Corrupt`,
+    `InvalidInput`."""
     try:
         data = storage.read(CONFIG_KEY)
     except NotFound as error:
@@ -387,18 +473,23 @@ def read_config(storage: Storage) -> StoreConfig:
 
 
 def _is_store(storage: Storage) -> bool:
-    """Whether there is a store. Raises `Corrupt` for one that lost its `ckptstore.json`: a new one there would bury its commits."""
+    """Whether there is a store. Raises `Corrupt` for one that lost its `ckptstore.json`: a new one
+    there would bury its commits."""
     if storage.size(CONFIG_KEY) is not None:
         return True
     if next(storage.list("log/"), None):
-        raise Corrupt(f"{storage.url} has a log and no {CONFIG_KEY}: it was a store and lost that file; `ckptstore repair` writes it again")
+        raise Corrupt(
+            f"{storage.url} has a log and no {CONFIG_KEY}: it was a store and lost that file; "
+            "`ckptstore repair` writes it again"
+        )
     return False
 
 
 def refuse_careless(storage: Storage) -> None:
     """Raise `InvalidInput` for a bucket that cannot hold a log.
 
-    Some servers take a conditional write for a plain one: two writers would overwrite each other's log entries.
+    Some servers take a conditional write for a plain one: two writers would overwrite each other's
+    log entries.
     """
     if storage.durable_root is not None:
         return
@@ -410,7 +501,8 @@ def refuse_careless(storage: Storage) -> None:
     finally:
         storage.delete(key)
     raise InvalidInput(
-        f"the server of {storage.url} ignores conditional writes (If-None-Match: *), so several writers could lose each other's commits; "
+        f"the server of {storage.url} ignores conditional writes (If-None-Match: *), so several "
+        "writers could lose each other's commits; "
         f'keep the log in PostgreSQL: index="postgresql+psycopg://…", or use another server'
     )
 
@@ -421,10 +513,12 @@ def _refuse_foreign(storage: Storage) -> None:
         return
     if not root.is_dir():
         raise InvalidInput(f"{root} is a file; wanted a directory, or a path where one can be made")
-    # A configuration that is there by now is another process's, and the exclusive create will say so.
+    # A configuration that is there by now is another process's, and the exclusive create will say
+    # so.
     ours = {CONFIG_KEY, "packs", "commits", "log", "sessions", "index", "tmp", "reserve"}
     foreign = sorted(entry.name for entry in root.iterdir() if entry.name not in ours)
     if foreign:
         raise InvalidInput(
-            f"{root} is no store and holds {len(foreign)} other entries ({', '.join(foreign[:3])}…); choose an empty or a new directory"
+            f"{root} is no store and holds {len(foreign)} other entries "
+            f"({', '.join(foreign[:3])}…); choose an empty or a new directory"
         )

@@ -1,6 +1,7 @@
 """Threads that take work from one queue; the first failure stops them all and reaches the caller.
 
-Hashing, zstd, `pwrite` and `preadv` release the GIL, so threads scale as long as a piece of work is large.
+Hashing, zstd, `pwrite` and `preadv` release the GIL, so threads scale as long as a piece of work is
+large.
 """
 
 import mmap
@@ -18,16 +19,18 @@ T = TypeVar("T")
 
 
 ASIDE_NICE = 10
-"""By how much threads step aside that work behind a caller's back: training keeps its cores, and idle ones are used all the same. At 19,
-a commit beside training on all cores took 10.7 s instead of 3.2, and training no less (`--case async-training`)."""
+"""By how much threads step aside that work behind a caller's back: training keeps its cores, and
+idle ones are used all the same. At 19, a commit beside training on all cores took 10.7 s instead of
+3.2, and training no less (`--case async-training`)."""
 
 
 NO_MEMORY = memoryview(b"")
 
 
 class Scratch:
-    """Memory that threads work in, each in its own: aligned as disks want it, and kept for the next piece of work, since fresh memory costs
-    as much as a copy into it. Threads share it without a lock."""
+    """Memory that threads work in, each in its own: aligned as disks want it, and kept for the next
+    piece of work, since fresh memory costs as much as a copy into it. Threads share it without a
+    lock."""
 
     def __init__(self) -> None:
         self._free: list[memoryview] = []
@@ -51,7 +54,8 @@ class Scratch:
 
 
 class ThreadPool:
-    """A pool that lives as long as its store, made when it is first needed and made anew after a fork; `aside`, one of low priority."""
+    """A pool that lives as long as its store, made when it is first needed and made anew after a
+    fork; `aside`, one of low priority."""
 
     def __init__(self, count: int, *, aside: bool = False) -> None:
         self.count = count
@@ -61,9 +65,11 @@ class ThreadPool:
         self._pid = 0
         self._lock = threading.Lock()
 
-    def spread(self, task: Callable[[T], object], items: Sequence[T], *, max_workers: int | None = None) -> None:
-        """Call `task` for every item, in no order, on at most `max_workers` threads. One item runs on the calling thread, and so does all with
-        one hand."""
+    def spread(
+        self, task: Callable[[T], object], items: Sequence[T], *, max_workers: int | None = None
+    ) -> None:
+        """Call `task` for every item, in no order, on at most `max_workers` threads. One item runs
+        on the calling thread, and so does all with one hand."""
         if len(items) < 2 or max_workers == 1:
             for item in items:
                 task(item)
@@ -77,10 +83,11 @@ class ThreadPool:
         self.together([work] * min(max_workers or self.count, self.count, len(items)), shared.stop)
 
     def together(self, works: Sequence[Callable[[], object]], stop: Callable[[], None]) -> None:
-        """Run `works` side by side, the last of them on the calling thread. On a failure call `stop`, wait for the others, and raise the
-        first.
+        """Run `works` side by side, the last of them on the calling thread. On a failure call
+        `stop`, wait for the others, and raise the first.
 
-        Works are long-lived and must not wait for each other: there may be fewer threads than works, and none but the calling one.
+        Works are long-lived and must not wait for each other: there may be fewer threads than
+        works, and none but the calling one.
         """
         pool = self._alive()
         futures = [pool.submit(_stopping(work, stop)) for work in works[:-1]]
@@ -96,7 +103,8 @@ class ThreadPool:
             future.result()
 
     def submit(self, work: Callable[[], T]) -> "Future[T]":
-        """Start `work` beside whatever else runs. Where no thread can be had, it has run when this returns."""
+        """Start `work` beside whatever else runs. Where no thread can be had, it has run when this
+        returns."""
         return self._alive().submit(work)
 
     def close(self) -> None:
@@ -109,21 +117,28 @@ class ThreadPool:
     def _alive(self) -> Pool:
         with self._lock:
             if self._pool is None or self._pid != os.getpid():
-                self._pool, self._pid = Pool(self.count, begin=step_aside if self.aside else None), os.getpid()
+                self._pool, self._pid = (
+                    Pool(self.count, begin=step_aside if self.aside else None),
+                    os.getpid(),
+                )
             return self._pool
 
 
 def step_aside(process: int | None = None) -> None:
-    """Lower the priority of the calling thread against the main thread of `process` (this one by default), for good: what was lowered
-    cannot be raised again without rights. Threads and processes inherit it, so that a thread may have stepped aside by birth."""
+    """Lower the priority of the calling thread against the main thread of `process` (this one by
+    default), for good: what was lowered cannot be raised again without rights. Threads and
+    processes inherit it, so that a thread may have stepped aside by birth."""
     with suppress(OSError):  # a sandbox that forbids it
         ahead = os.getpriority(os.PRIO_PROCESS, process or os.getpid())
-        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), ahead + ASIDE_NICE)  # on Linux, a thread has one of its own
+        os.setpriority(
+            os.PRIO_PROCESS, threading.get_native_id(), ahead + ASIDE_NICE
+        )  # on Linux, a thread has one of its own
 
 
 def step_aside_of_parent() -> None:
-    """The same for a process that leads a session, before it starts threads. Where Linux groups processes by session (autogroup, sched(7)),
-    it shares processors among sessions first, and the priority of a thread counts within its own only."""
+    """The same for a process that leads a session, before it starts threads. Where Linux groups
+    processes by session (autogroup, sched(7)), it shares processors among sessions first, and the
+    priority of a thread counts within its own only."""
     step_aside(os.getppid())
     with suppress(OSError):  # Linux does not group, or there is no /proc
         Path("/proc/self/autogroup").write_text(str(ASIDE_NICE), encoding="ascii")

@@ -1,4 +1,5 @@
-"""What changed from one commit to another, leaf by leaf, from their schemas and pages alone: no tensor is read."""
+"""What changed from one commit to another, leaf by leaf, from their schemas and pages alone: no
+tensor is read."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -12,8 +13,9 @@ VALUE_TEXT_CHARACTERS = 60
 
 @dataclass(frozen=True, slots=True)
 class LeafChange:
-    """One leaf that differs. `before` and `after` describe it (`float32[768, 768]`, or a value's text); `changed_bytes` of its
-    `raw_bytes` lie in chunks that the other commit does not have under this path."""
+    """One leaf that differs. `before` and `after` describe it (`float32[768, 768]`, or a value's
+    text); `changed_bytes` of its `raw_bytes` lie in chunks that the other commit does not have
+    under this path."""
 
     path: str
     change: Literal["added", "removed", "changed"]
@@ -47,7 +49,9 @@ def compare(before: Mapping[str, Tree], after: Mapping[str, Tree]) -> Difference
         else:
             unchanged += 1
     changes += [
-        LeafChange(path, "removed", _describe(tree, i), "", _own_bytes(tree, i), _own_bytes(tree, i))
+        LeafChange(
+            path, "removed", _describe(tree, i), "", _own_bytes(tree, i), _own_bytes(tree, i)
+        )
         for path, (tree, i) in old.items()
         if path not in new
     ]
@@ -68,7 +72,12 @@ def _change(path: str, old: tuple[Tree, int] | None, tree: Tree, i: int) -> Leaf
     if same_kind and (was.inline, was.ids, was.boxes) == (now.inline, now.ids, now.boxes):
         return None
     return LeafChange(
-        path, "changed", _describe(old_tree, j), _describe(tree, i), size, _changed_bytes(was.ids, tree, i) if same_kind else size
+        path,
+        "changed",
+        _describe(old_tree, j),
+        _describe(tree, i),
+        size,
+        _changed_bytes(was.ids, tree, i) if same_kind else size,
     )
 
 
@@ -86,7 +95,9 @@ def _changed_bytes(old_ids: bytes, tree: Tree, i: int) -> int:
     known = {old_ids[k : k + CHUNK_ID_BYTES] for k in range(0, len(old_ids), CHUNK_ID_BYTES)}
     spans = tree.grid(i).spans()
     return sum(
-        stop - start for k, (start, stop) in enumerate(spans) if content.ids[k * CHUNK_ID_BYTES : (k + 1) * CHUNK_ID_BYTES] not in known
+        stop - start
+        for k, (start, stop) in enumerate(spans)
+        if content.ids[k * CHUNK_ID_BYTES : (k + 1) * CHUNK_ID_BYTES] not in known
     )
 
 
@@ -101,5 +112,7 @@ def _describe(tree: Tree, i: int) -> str:
     inline = tree.content(i).inline
     if kind == "value" and inline is not None:
         text = inline.decode("utf-8", "replace")
-        return text if len(text) <= VALUE_TEXT_CHARACTERS else text[: VALUE_TEXT_CHARACTERS - 1] + "…"
+        return (
+            text if len(text) <= VALUE_TEXT_CHARACTERS else text[: VALUE_TEXT_CHARACTERS - 1] + "…"
+        )
     return f"{kind} of {tree.raw_bytes(i)} bytes"

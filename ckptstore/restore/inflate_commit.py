@@ -1,4 +1,5 @@
-"""A nested state made anew from a commit: whole or a part of it, as it was committed, converted, or mapped into memory."""
+"""A nested state made anew from a commit: whole or a part of it, as it was committed, converted, or
+mapped into memory."""
 
 from typing import TYPE_CHECKING, Any
 
@@ -38,13 +39,21 @@ def assemble(
         values[i] = mapped(reader, commit, view, i) if mmap else None
         if values[i] is None:
             view.tree.check(i)
-            name = tensors.DTYPE_NAMES[dtype] if dtype is not None and i in converted else schema.dtypes[i]
+            name = (
+                tensors.DTYPE_NAMES[dtype]
+                if dtype is not None and i in converted
+                else schema.dtypes[i]
+            )
             values[i] = tensors.empty(name, schema.shapes[i])
-            wanted.append(ReadRequest(view.tree, i, dtype_cast.destination(values[i], schema.dtypes[i])))
+            wanted.append(
+                ReadRequest(view.tree, i, dtype_cast.destination(values[i], schema.dtypes[i]))
+            )
     reader.read(wanted, commit, memory_budget_bytes=memory_budget_bytes)
     for i in leaves:
         if schema.kinds[i] != "tensor":
-            values[i] = reader.leaf_bytes(view.tree, i, commit, memory_budget_bytes=memory_budget_bytes)
+            values[i] = reader.leaf_bytes(
+                view.tree, i, commit, memory_budget_bytes=memory_budget_bytes
+            )
         elif schema.aliases[i] >= 0:
             values[i] = values[schema.aliases[i]]
     return inflate(schema, values, allow_pickle=allow_pickle)
@@ -53,6 +62,8 @@ def assemble(
 def mapped(reader: Reader, commit: CommitId, view: View, leaf: int) -> "torch.Tensor | None":
     """The tensor of a leaf over mapped memory, or None if it must be read."""
     try:
-        return tensors.tensor_from(reader.map(view.tree, leaf, commit), view.schema.dtypes[leaf], view.schema.shapes[leaf])
+        return tensors.tensor_from(
+            reader.map(view.tree, leaf, commit), view.schema.dtypes[leaf], view.schema.shapes[leaf]
+        )
     except Unmappable:
         return None

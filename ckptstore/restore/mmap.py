@@ -1,8 +1,10 @@
-"""A leaf's bytes without reading them: the pages of the packs that hold it, laid one behind the other in memory.
+"""A leaf's bytes without reading them: the pages of the packs that hold it, laid one behind the
+other in memory.
 
-A leaf is written in runs of up to 8 MiB, which lie in the packs of several threads and commits and begin at page boundaries
-(docs/format.md §4). Where runs meet in memory they must meet at a page boundary too. What does not, if it is little, such as the short
-last run of a leaf, is copied; otherwise the leaf has to be read.
+A leaf is written in runs of up to 8 MiB, which lie in the packs of several threads and commits and
+begin at page boundaries (docs/format.md §4). Where runs meet in memory they must meet at a page
+boundary too. What does not, if it is little, such as the short last run of a leaf, is copied;
+otherwise the leaf has to be read.
 """
 
 from collections.abc import Callable, Sequence
@@ -17,7 +19,8 @@ from ckptstore.restore.read_plan import Piece
 from ckptstore.storage.memory_map import PAGE_BYTES, MemoryMap
 
 COPIED_BYTES = 64 << 10
-"""So much of a leaf is copied where it cannot be mapped: runs shorter than this do not begin at a page boundary."""
+"""So much of a leaf is copied where it cannot be mapped: runs shorter than this do not begin at a
+page boundary."""
 
 
 class Unmappable(InvalidInput):
@@ -40,8 +43,8 @@ class Stretch:
 
 @dataclass(frozen=True, slots=True)
 class MapPlan:
-    """Where a leaf's bytes come from. Byte `i` of the leaf is at `skew + i` of the memory. A mapped stretch starts at a page of the memory,
-    a copied one at a byte of the leaf."""
+    """Where a leaf's bytes come from. Byte `i` of the leaf is at `skew + i` of the memory. A mapped
+    stretch starts at a page of the memory, a copied one at a byte of the leaf."""
 
     skew: int
     nbytes: int
@@ -50,11 +53,16 @@ class MapPlan:
 
 
 def stretches(pieces: Sequence[Piece], places: Sequence[Location]) -> list[Stretch]:
-    """The pieces of a whole leaf as stretches, in the order of the leaf. Raises `Unmappable` for encoded and for scattered chunks."""
+    """The pieces of a whole leaf as stretches, in the order of the leaf. Raises `Unmappable` for
+    encoded and for scattered chunks."""
     found: list[Stretch] = []
     if any(place.codec != codecs.RAW for place in places):
         raise Unmappable("it is stored compressed")
-    landing = [(piece.at, piece, place) for piece, place in zip(pieces, places, strict=True) if piece.at is not None]
+    landing = [
+        (piece.at, piece, place)
+        for piece, place in zip(pieces, places, strict=True)
+        if piece.at is not None
+    ]
     if len(landing) < len(pieces):
         raise Unmappable("it was committed in shards whose rows do not lie together")
     for start, piece, place in sorted(landing, key=lambda each: each[0]):
@@ -67,16 +75,20 @@ def stretches(pieces: Sequence[Piece], places: Sequence[Location]) -> list[Stret
 
 
 def plan_map(parts: Sequence[Stretch], width: int, page: int = PAGE_BYTES) -> MapPlan:
-    """How to lay the stretches of a leaf of elements of `width` bytes into memory. Raises `Unmappable` where too much must be copied."""
+    """How to lay the stretches of a leaf of elements of `width` bytes into memory. Raises
+    `Unmappable` where too much must be copied."""
     longest = max(parts, key=lambda part: part.nbytes)
     skew, nbytes = (longest.offset - longest.start) % page, parts[-1].stop
     if skew % width:
-        raise Unmappable(f"its elements of {width} bytes do not begin at multiples of {width} in its pack")
+        raise Unmappable(
+            f"its elements of {width} bytes do not begin at multiples of {width} in its pack"
+        )
     mapped: list[Stretch] = []
     copied: list[Stretch] = []
     for part in parts:
         first, last = skew + part.start, skew + part.stop
-        # The outermost pages are nobody else's; one where two stretches meet belongs to neither file.
+        # The outermost pages are nobody else's; one where two stretches meet belongs to neither
+        # file.
         low = first - first % page if part is parts[0] else first + -first % page
         high = last if part is parts[-1] else last - last % page
         if (part.offset - first) % page or low >= high:
@@ -88,34 +100,50 @@ def plan_map(parts: Sequence[Stretch], width: int, page: int = PAGE_BYTES) -> Ma
         if high < last:
             copied.append(Stretch(high - skew, part.pack, part.offset + high - first, last - high))
     if (total := sum(part.nbytes for part in copied)) > COPIED_BYTES:
-        raise Unmappable(f"{total} of its {nbytes} bytes lie where pages of {page} bytes cannot be laid side by side")
+        raise Unmappable(
+            f"{total} of its {nbytes} bytes lie where pages of {page} bytes cannot be laid side by "
+            "side"
+        )
     return MapPlan(skew, nbytes, tuple(mapped), tuple(copied))
 
 
 def map_leaf(objects: ObjectStore, pieces: Sequence[Piece], width: int) -> memoryview:
-    """The bytes of a whole leaf that is not empty, writable and private to this process; nearly nothing is read, and nothing verified.
+    """The bytes of a whole leaf that is not empty, writable and private to this process; nearly
+    nothing is read, and nothing verified.
 
-    Raises `Unmappable` for a leaf that must be read, `InvalidInput` where the store is no local directory, `Corrupt` for a pack that is too
-    short, `NotFound` for chunks that no pack holds.
+    Raises `Unmappable` for a leaf that must be read, `InvalidInput` where the store is no local
+    directory, `Corrupt` for a pack that is too short, `NotFound` for chunks that no pack holds.
     """
     ids = b"".join(piece.chunk for piece in pieces)
     try:
         return _lay(objects, plan_map(stretches(pieces, objects.locations(ids)), width))
     except NotFound:
-        # A gc has moved them since the index was asked; what is mapped cannot be taken away any more.
-        return _lay(objects, plan_map(stretches(pieces, objects.locations(ids, look_again=True)), width))
+        # A gc has moved them since the index was asked; what is mapped cannot be taken away any
+        # more.
+        return _lay(
+            objects, plan_map(stretches(pieces, objects.locations(ids, look_again=True)), width)
+        )
 
 
-def check_mapped(objects: ObjectStore, data: memoryview, pieces: Sequence[Piece], spread: Callable[..., object], what: str) -> None:
-    """Compare every chunk of a mapped leaf with its id, which reads them all. Raises `Corrupt`; later commits do not rely on that pack."""
+def check_mapped(
+    objects: ObjectStore,
+    data: memoryview,
+    pieces: Sequence[Piece],
+    spread: Callable[..., object],
+    what: str,
+) -> None:
+    """Compare every chunk of a mapped leaf with its id, which reads them all. Raises `Corrupt`;
+    later commits do not rely on that pack."""
 
     def check(piece: Piece) -> None:
         start = piece.at or 0
         if (got := ChunkId(digest(data[start : start + piece.raw_bytes]))) != piece.chunk:
             objects.doubt(piece.chunk)
             raise Corrupt(
-                f"chunk {piece.chunk.hex()[:12]} ({what}) does not match its id: got {got.hex()[:12]}; "
-                f"run `ckptstore fsck --read-data`, restore another commit, or heal it with `ckptstore repair`"
+                f"chunk {piece.chunk.hex()[:12]} ({what}) does not match its id: got "
+                f"{got.hex()[:12]}; "
+                "run `ckptstore fsck --read-data`, restore another commit, or heal it with "
+                "`ckptstore repair`"
             )
 
     spread(check, pieces)

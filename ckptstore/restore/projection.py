@@ -1,4 +1,5 @@
-"""A commit's trees as a caller wants them: some leaves only, or under other names, without a byte being read."""
+"""A commit's trees as a caller wants them: some leaves only, or under other names, without a byte
+being read."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -43,21 +44,26 @@ def selected(trees: Mapping[str, Tree], select: Select, commit: CommitId) -> dic
     globs = [select] if isinstance(select, str) else list(select)
     hint = near(globs[0], [*paths, *(path.partition("/")[2] for path in paths)])
     raise NotFound(
-        f"no leaf of commit {commit[:12]} matches {' or '.join(map(repr, globs))}{hint}; `ckptstore ls {commit[:12]}` lists them"
+        f"no leaf of commit {commit[:12]} matches {' or '.join(map(repr, globs))}{hint}; "
+        f"`ckptstore ls {commit[:12]}` lists them"
     )
 
 
 def renamed(views: Mapping[str, View], rename: "Rename") -> dict[str, View]:
     """The trees under the names that `rename` gives to leaves and keys.
 
-    Raises `InvalidInput` where two leaves or two keys would get one name, and for a prefix that no path has.
+    Raises `InvalidInput` where two leaves or two keys would get one name, and for a prefix that no
+    path has.
     """
     renamer = Renamer(rename)
     found: dict[str, View] = {}
     for key, view in views.items():
         new_key, schema = rename_tree(key, view.schema, renamer)
         if new_key in found:
-            raise InvalidInput(f"rename brings two keys of the commit to {new_key}, {key} among them; leave one out with select")
+            raise InvalidInput(
+                f"rename brings two keys of the commit to {new_key}, {key} among them; leave one "
+                "out with select"
+            )
         found[new_key] = View(view.tree, schema)
     renamer.check_used()
     return found

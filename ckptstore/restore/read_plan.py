@@ -1,7 +1,8 @@
-"""Which chunks a box of a leaf needs, and where their bytes go: wanted boxes cut with held pieces, no I/O.
+"""Which chunks a box of a leaf needs, and where their bytes go: wanted boxes cut with held pieces,
+no I/O.
 
-The destination is the wanted box's own row-major memory. A cell that lands there in one piece is read straight into place; any other is
-read aside and copied range by range.
+The destination is the wanted box's own row-major memory. A cell that lands there in one piece is
+read straight into place; any other is read aside and copied range by range.
 """
 
 from collections.abc import Iterable, Iterator
@@ -23,7 +24,8 @@ Move: TypeAlias = tuple[int, int, int]
 
 @dataclass(frozen=True, slots=True)
 class Moves(Iterable[Move]):
-    """The moves of a cell whose bytes do not land in one piece, made whenever they are asked for: there may be one for each row."""
+    """The moves of a cell whose bytes do not land in one piece, made whenever they are asked for:
+    there may be one for each row."""
 
     cell: Box
     shared: Box
@@ -37,12 +39,15 @@ class Moves(Iterable[Move]):
         """All moves at once, from the chunk to the destination's own memory."""
         source = np.frombuffer(data, _ELEMENTS[self.width]).reshape(self.cell.lengths)
         target = np.frombuffer(memory, _ELEMENTS[self.width]).reshape(self.wanted.lengths)
-        target[_indices(within(self.shared, self.wanted))] = source[_indices(within(self.shared, self.cell))]
+        target[_indices(within(self.shared, self.wanted))] = source[
+            _indices(within(self.shared, self.cell))
+        ]
 
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """One chunk of `raw_bytes` and where its bytes go. With `at`, all of it lands there in one piece, and can be read in place."""
+    """One chunk of `raw_bytes` and where its bytes go. With `at`, all of it lands there in one
+    piece, and can be read in place."""
 
     chunk: ChunkId
     raw_bytes: int
@@ -67,8 +72,11 @@ def whole(content: LeafContent, shape: Shape, width: int, chunk_bytes: int) -> I
         yield _landing(_id(content, i), stop - start, start)
 
 
-def select(content: LeafContent, shape: Shape, width: int, chunk_bytes: int, wanted: Box | None = None) -> Iterator[Piece]:
-    """The pieces that `wanted` (the whole leaf without it) needs, each chunk once, in the order in which they are held."""
+def select(
+    content: LeafContent, shape: Shape, width: int, chunk_bytes: int, wanted: Box | None = None
+) -> Iterator[Piece]:
+    """The pieces that `wanted` (the whole leaf without it) needs, each chunk once, in the order in
+    which they are held."""
     full = Box((0,) * len(shape), shape)
     wanted = wanted or full
     if content.boxes is None and wanted == full:
@@ -83,13 +91,19 @@ def select(content: LeafContent, shape: Shape, width: int, chunk_bytes: int, wan
                 cell = cells.cell(i)
                 if shared := intersect(cell, wanted):
                     start, stop = cells.span(i)
-                    yield _piece(_id(content, first + i), stop - start, Moves(cell, shared, wanted, width))
+                    yield _piece(
+                        _id(content, first + i), stop - start, Moves(cell, shared, wanted, width)
+                    )
         first += len(cells)
 
 
 def _piece(chunk: ChunkId, raw_bytes: int, moves: Moves) -> Piece:
     _, target, nbytes = next(iter(moves))
-    return _landing(chunk, raw_bytes, target) if nbytes == raw_bytes else Piece(chunk, raw_bytes, None, moves)
+    return (
+        _landing(chunk, raw_bytes, target)
+        if nbytes == raw_bytes
+        else Piece(chunk, raw_bytes, None, moves)
+    )
 
 
 def _landing(chunk: ChunkId, raw_bytes: int, at: int) -> Piece:
@@ -100,7 +114,9 @@ def _bounds(held: Box, overlap: Box, width: int) -> tuple[int, int]:
     """The first and the last byte of `overlap` in `held`'s memory, as a half-open range."""
     start = stop = 0
     stride = width
-    for offset, length, extent in zip(reversed(overlap.offsets), reversed(overlap.lengths), reversed(held.lengths), strict=True):
+    for offset, length, extent in zip(
+        reversed(overlap.offsets), reversed(overlap.lengths), reversed(held.lengths), strict=True
+    ):
         start += offset * stride
         stop += (offset + length - 1) * stride
         stride *= extent
@@ -125,7 +141,10 @@ def _moves(cell: Box, shared: Box, wanted: Box, width: int) -> Iterator[Move]:
 
 
 def _indices(box: Box) -> tuple[slice, ...]:
-    return tuple(slice(offset, offset + length) for offset, length in zip(box.offsets, box.lengths, strict=True))
+    return tuple(
+        slice(offset, offset + length)
+        for offset, length in zip(box.offsets, box.lengths, strict=True)
+    )
 
 
 def _id(content: LeafContent, i: int) -> ChunkId:

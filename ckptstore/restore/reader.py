@@ -1,6 +1,7 @@
 """The journey of a commit's bytes back into a state: document, trees, pieces, reads, in place.
 
-Every chunk is compared with its id on the way. Readers hold nothing in the store; what moved meanwhile is resolved again.
+Every chunk is compared with its id on the way. Readers hold nothing in the store; what moved
+meanwhile is resolved again.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -76,7 +77,8 @@ class Tree:
         return self.contents[i if alias < 0 else alias]
 
     def content_key(self, i: int) -> object:
-        """What leaf `i` holds, as something that compares; None for shards, which may be cut differently and hold the same."""
+        """What leaf `i` holds, as something that compares; None for shards, which may be cut
+        differently and hold the same."""
         content = self.content(i)
         if content.inline is not None:
             return content.inline
@@ -109,12 +111,16 @@ class Tree:
             wanted = sum(len(grid(shape, width, self.chunk_bytes, box)) for box in boxes)
             got, what = len(content.ids) // CHUNK_ID_BYTES, "chunks"
         if wanted != got:
-            raise Corrupt(f"the pages of leaf {self.schema.paths[i]} name {got} {what}; wanted {wanted}; run `ckptstore fsck`")
+            raise Corrupt(
+                f"the pages of leaf {self.schema.paths[i]} name {got} {what}; wanted {wanted}; run "
+                "`ckptstore fsck`"
+            )
 
 
 @dataclass(frozen=True, slots=True)
 class ReadRequest:
-    """A box of leaf `number` of `tree` that is to land in `destination`; the whole leaf without `box`."""
+    """A box of leaf `number` of `tree` that is to land in `destination`; the whole leaf without
+    `box`."""
 
     tree: Tree
     number: int
@@ -141,7 +147,11 @@ class ChunkRead:
     def place(self) -> memoryview | None:
         """Where the chunk can be read in place; None if it must be read aside and landed."""
         at = self.piece.at
-        return None if self.memory is None or at is None else self.memory[at : at + self.piece.raw_bytes]
+        return (
+            None
+            if self.memory is None or at is None
+            else self.memory[at : at + self.piece.raw_bytes]
+        )
 
     def land(self, data: memoryview) -> None:
         """Copy the chunk's bytes to where they go."""
@@ -154,7 +164,8 @@ class ChunkRead:
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """What is to be read of `commit`, and with how much memory: leaves that lie in pages, and the pieces of all others."""
+    """What is to be read of `commit`, and with how much memory: leaves that lie in pages, and the
+    pieces of all others."""
 
     commit: CommitId
     room: ReadRoom
@@ -169,7 +180,8 @@ class Reader:
         self._objects, self.threads = objects, threads
         self.chunk_bytes = config.chunk_bytes
         self.remote = objects.storage.durable_root is None
-        # Both never change, so what was read lately is at hand for the next look at the same commit.
+        # Both never change, so what was read lately is at hand for the next look at the same
+        # commit.
         self.document = lru_cache(RECENT)(self._document)
         self.tree = lru_cache(RECENT)(self._tree)
 
@@ -185,25 +197,46 @@ class Reader:
 
     def layout(self, document: CommitDocument) -> Layout | None:
         """How the ranks that made the commit held its leaves; None for a commit of one."""
-        return None if document.layout is None else decode_layout(self._objects.read_metadata(document.layout))
+        return (
+            None
+            if document.layout is None
+            else decode_layout(self._objects.read_metadata(document.layout))
+        )
 
     def trees(self, refs: Iterable[tuple[str, TreeRef]]) -> dict[str, Tree]:
         """Several trees; what they have in packs together is read together."""
         refs = tuple(refs)
         if len(refs) > 1:
-            self._objects.read_metadata_many([chunk for _, ref in refs for chunk in (ref.schema, *ref.pages)])
+            self._objects.read_metadata_many(
+                [chunk for _, ref in refs for chunk in (ref.schema, *ref.pages)]
+            )
         return {key: self.tree(key, ref) for key, ref in refs}
 
-    def read(self, wanted: Iterable[ReadRequest], commit: CommitId, *, memory_budget_bytes: int | None = None) -> int:
-        """Bring the bytes of everything in `wanted` to its destination, verified, on all threads that the budget has room for.
+    def read(
+        self,
+        wanted: Iterable[ReadRequest],
+        commit: CommitId,
+        *,
+        memory_budget_bytes: int | None = None,
+    ) -> int:
+        """Bring the bytes of everything in `wanted` to its destination, verified, on all threads
+        that the budget has room for.
 
-        Returns how many raw bytes were read from packs. Raises `Corrupt` naming leaf, pack and commit, and `InvalidInput` for a budget that
-        is too small. After an error while reading, destinations hold some new bytes and some old.
+        Returns how many raw bytes were read from packs. Raises `Corrupt` naming leaf, pack and
+        commit, and `InvalidInput` for a budget that is too small. After an error while reading,
+        destinations hold some new bytes and some old.
         """
         return self.carry_out(self.reading(wanted, commit, memory_budget_bytes=memory_budget_bytes))
 
-    def reading(self, wanted: Iterable[ReadRequest], commit: CommitId, *, memory_budget_bytes: int | None = None) -> Reading:
-        """What `read` would do. Nothing moves. Raises `Corrupt` for pages that do not fit the shapes, `InvalidInput` for the budget."""
+    def reading(
+        self,
+        wanted: Iterable[ReadRequest],
+        commit: CommitId,
+        *,
+        memory_budget_bytes: int | None = None,
+    ) -> Reading:
+        """What `read` would do. Nothing moves. Raises `Corrupt` for pages that do not fit the
+        shapes, `InvalidInput` for the budget."""
         room = read_room(memory_budget_bytes, self.chunk_bytes, self.threads.count)
         inline: list[ReadRequest] = []
         jobs: list[ChunkRead] = []
@@ -215,7 +248,10 @@ class Reader:
                 continue
             shape, width = want.tree.extent(want.number)
             memory = want.destination.memory()
-            jobs.extend(ChunkRead(piece, want, memory) for piece in select(content, shape, width, want.tree.chunk_bytes, want.box))
+            jobs.extend(
+                ChunkRead(piece, want, memory)
+                for piece in select(content, shape, width, want.tree.chunk_bytes, want.box)
+            )
         return Reading(commit, room, tuple(inline), tuple(jobs))
 
     def carry_out(self, reading: Reading, jobs: Sequence[ChunkRead] | None = None) -> int:
@@ -242,7 +278,8 @@ class Reader:
         return self._objects.located(ids)["raw"].astype("i8")
 
     def map(self, tree: Tree, number: int, commit: CommitId, *, verify: bool = False) -> memoryview:
-        """The bytes of a leaf, mapped into memory instead of read; unless `verify`, they are not compared with their ids.
+        """The bytes of a leaf, mapped into memory instead of read; unless `verify`, they are not
+        compared with their ids.
 
         Raises `Unmappable` for a leaf that must be read.
         """
@@ -253,17 +290,29 @@ class Reader:
         pieces = list(select(content, *tree.extent(number), tree.chunk_bytes))
         data = map_leaf(self._objects, pieces, tree.extent(number)[1])
         if verify:
-            check_mapped(self._objects, data, pieces, self.threads.spread, f"leaf {tree.schema.paths[number]}, commit {commit[:12]}")
+            check_mapped(
+                self._objects,
+                data,
+                pieces,
+                self.threads.spread,
+                f"leaf {tree.schema.paths[number]}, commit {commit[:12]}",
+            )
         return data
 
-    def leaf_bytes(self, tree: Tree, number: int, commit: CommitId, *, memory_budget_bytes: int | None = None) -> bytes:
+    def leaf_bytes(
+        self, tree: Tree, number: int, commit: CommitId, *, memory_budget_bytes: int | None = None
+    ) -> bytes:
         """All bytes of a leaf: for values and `bytes` leaves."""
         inline = tree.content(number).inline
         if inline is not None:
             return inline
         tree.check(number)
         buffer = bytearray(tree.raw_bytes(number))
-        self.read([ReadRequest(tree, number, Memory(memoryview(buffer)))], commit, memory_budget_bytes=memory_budget_bytes)
+        self.read(
+            [ReadRequest(tree, number, Memory(memoryview(buffer)))],
+            commit,
+            memory_budget_bytes=memory_budget_bytes,
+        )
         return bytes(buffer)
 
     def packs_of(self, document: CommitDocument) -> frozenset[int]:
@@ -271,13 +320,22 @@ class Reader:
         metadata = [chunk for _, ref in document.trees for chunk in (ref.schema, *ref.pages)]
         if document.layout is not None:
             metadata.append(document.layout)
-        contents = (content for key, ref in document.trees for content in self.tree(key, ref).contents)
+        contents = (
+            content for key, ref in document.trees for content in self.tree(key, ref).contents
+        )
         return self._objects.packs_of(b"".join((*metadata, *(content.ids for content in contents))))
 
     def verify(self, tree: Tree, commit: CommitId) -> None:
         """Read and check every chunk of `tree`, through scratch memory."""
         nowhere = _Nowhere()
-        self.read((ReadRequest(tree, i, nowhere) for i in range(len(tree.schema)) if tree.schema.aliases[i] < 0), commit)
+        self.read(
+            (
+                ReadRequest(tree, i, nowhere)
+                for i in range(len(tree.schema))
+                if tree.schema.aliases[i] < 0
+            ),
+            commit,
+        )
 
     def _land_inline(self, want: ReadRequest) -> None:
         data, memory = want.tree.content(want.number).inline or b"", want.destination.memory()
@@ -297,7 +355,9 @@ class Reader:
         i = 0
         while i < len(jobs):
             j, size = i, 0
-            while j < len(jobs) and (j == i or size + jobs[j].piece.raw_bytes <= reading.room.aside_bytes):
+            while j < len(jobs) and (
+                j == i or size + jobs[j].piece.raw_bytes <= reading.room.aside_bytes
+            ):
                 size += jobs[j].piece.raw_bytes
                 j += 1
             out = [memoryview(bytearray(job.piece.raw_bytes)) for job in jobs[i:j]]
@@ -307,9 +367,14 @@ class Reader:
             i = j
 
     def fetch(
-        self, jobs: Sequence[ChunkRead], out: Sequence[memoryview], reading: Reading, check: Callable[[int], bool] | None = None
+        self,
+        jobs: Sequence[ChunkRead],
+        out: Sequence[memoryview],
+        reading: Reading,
+        check: Callable[[int], bool] | None = None,
     ) -> None:
-        """Read the chunks of `jobs` into `out`, verified: by their ids, or by what `check` says of each."""
+        """Read the chunks of `jobs` into `out`, verified: by their ids, or by what `check` says of
+        each."""
 
         def describe(i: int) -> str:
             want = jobs[i].wanted

@@ -25,10 +25,12 @@ SHOWN = 8
 
 @dataclass(frozen=True, slots=True)
 class RestoreReport:
-    """What a restore left out: paths the target wants and the commit lacks, and paths that only the commit has.
+    """What a restore left out: paths the target wants and the commit lacks, and paths that only the
+    commit has.
 
-    `needed_bytes` are those of the tensors that this process restored, `read_bytes` the raw bytes of the chunks that it read for them:
-    chunks are read whole. `received_bytes` are those of chunks that another rank read and sent.
+    `needed_bytes` are those of the tensors that this process restored, `read_bytes` the raw bytes
+    of the chunks that it read for them: chunks are read whole. `received_bytes` are those of chunks
+    that another rank read and sent.
     """
 
     missing: tuple[str, ...]
@@ -39,7 +41,8 @@ class RestoreReport:
 
 
 class Brought(NamedTuple):
-    """What ranks have brought together: the pieces that are left for this one, and the raw bytes of chunks that it read and was sent."""
+    """What ranks have brought together: the pieces that are left for this one, and the raw bytes of
+    chunks that it read and was sent."""
 
     left: Sequence[ChunkRead]
     read_bytes: int
@@ -59,12 +62,23 @@ class RestoreOptions:
 
 
 class RestoreOperation:
-    """A restore on its way: bound, then `read`, then `finish`. Raises `InvalidInput` before anything is touched."""
+    """A restore on its way: bound, then `read`, then `finish`. Raises `InvalidInput` before
+    anything is touched."""
 
     def __init__(
-        self, reader: Reader, commit: CommitId, trees: Mapping[str, Tree], app_state: MutableMapping[str, Any], options: RestoreOptions
+        self,
+        reader: Reader,
+        commit: CommitId,
+        trees: Mapping[str, Tree],
+        app_state: MutableMapping[str, Any],
+        options: RestoreOptions,
     ) -> None:
-        self._reader, self._commit, self._app_state, self._options = reader, commit, app_state, options
+        self._reader, self._commit, self._app_state, self._options = (
+            reader,
+            commit,
+            app_state,
+            options,
+        )
         partial, views = options.select is not None, _views(commit, trees, app_state, options)
         self._trees = {key: view.tree for key, view in views.items()}
         claims: dict[int, Claim] = {}
@@ -87,14 +101,24 @@ class RestoreOperation:
             for key, view in views.items()
             if key in app_state
         }
-        missing = [key for key in app_state if key not in views and not partial] + [p for b in bindings.values() for p in b.missing]
-        unexpected = [key for key in views if key not in app_state] + [p for b in bindings.values() for p in b.unexpected]
-        _refuse(commit, bindings, missing if options.strict else [], unexpected if options.strict else [])
+        missing = [key for key in app_state if key not in views and not partial] + [
+            p for b in bindings.values() for p in b.missing
+        ]
+        unexpected = [key for key in views if key not in app_state] + [
+            p for b in bindings.values() for p in b.unexpected
+        ]
+        _refuse(
+            commit,
+            bindings,
+            missing if options.strict else [],
+            unexpected if options.strict else [],
+        )
         self.report = RestoreReport(tuple(missing), tuple(unexpected))
 
     @cached_property
     def reading(self) -> Reading:
-        """What `read` will do. Raises `Corrupt` for pages that do not fit the shapes, `InvalidInput` for the budget."""
+        """What `read` will do. Raises `Corrupt` for pages that do not fit the shapes,
+        `InvalidInput` for the budget."""
         wanted = [
             ReadRequest(self._trees[key], i, part, box)
             for key, binding in self._bindings.items()
@@ -103,15 +127,21 @@ class RestoreOperation:
             for box, part in destination.parts
         ]
         self.report = replace(self.report, needed_bytes=sum(want.nbytes for want in wanted))
-        return self._reader.reading(wanted, self._commit, memory_budget_bytes=self._options.memory_budget_bytes)
+        return self._reader.reading(
+            wanted, self._commit, memory_budget_bytes=self._options.memory_budget_bytes
+        )
 
     def read(self, brought: Brought | None = None) -> None:
-        """Bring the bytes of all tensors to where they belong, but for those that were `brought`. After an error, these hold bytes of both
-        states."""
+        """Bring the bytes of all tensors to where they belong, but for those that were `brought`.
+        After an error, these hold bytes of both states."""
         read_bytes = self._reader.carry_out(self.reading, brought and brought.left)
         if brought:
             read_bytes += brought.read_bytes
-        self.report = replace(self.report, read_bytes=read_bytes, received_bytes=brought.received_bytes if brought else 0)
+        self.report = replace(
+            self.report,
+            read_bytes=read_bytes,
+            received_bytes=brought.received_bytes if brought else 0,
+        )
 
     def finish(self) -> None:
         """Hand over: everything that is no tensor, and states to objects that take one."""
@@ -122,31 +152,53 @@ class RestoreOperation:
                 self._app_state[key] = restored
 
     def _bytes_of(self, tree: Tree, leaf: int) -> bytes:
-        return self._reader.leaf_bytes(tree, leaf, self._commit, memory_budget_bytes=self._options.memory_budget_bytes)
+        return self._reader.leaf_bytes(
+            tree, leaf, self._commit, memory_budget_bytes=self._options.memory_budget_bytes
+        )
 
 
-def _views(commit: CommitId, trees: Mapping[str, Tree], app_state: Mapping[str, Any], options: RestoreOptions) -> dict[str, View]:
-    """What is wanted of each tree, by the key of the state that it goes to; with a selection, of what the state has."""
+def _views(
+    commit: CommitId,
+    trees: Mapping[str, Tree],
+    app_state: Mapping[str, Any],
+    options: RestoreOptions,
+) -> dict[str, View]:
+    """What is wanted of each tree, by the key of the state that it goes to; with a selection, of
+    what the state has."""
     views = whole(trees) if options.select is None else selected(trees, options.select, commit)
     if options.rename is not None:
         views = renamed(views, options.rename)
     if options.select is None:
         return views
     if not views.keys() & app_state.keys():
-        raise InvalidInput(f"what was selected belongs to {', '.join(views)}; the state that is to be restored has {', '.join(app_state)}")
+        raise InvalidInput(
+            f"what was selected belongs to {', '.join(views)}; the state that is to be restored "
+            f"has {', '.join(app_state)}"
+        )
     return {key: view for key, view in views.items() if key in app_state}
 
 
-def _refuse(commit: CommitId, bindings: Mapping[str, "Binding"], missing: Sequence[str], unexpected: Sequence[str]) -> None:
-    problems = [f"{m.path}: the commit has {m.committed}, the target has {m.target}" for b in bindings.values() for m in b.mismatched]
+def _refuse(
+    commit: CommitId,
+    bindings: Mapping[str, "Binding"],
+    missing: Sequence[str],
+    unexpected: Sequence[str],
+) -> None:
+    problems = [
+        f"{m.path}: the commit has {m.committed}, the target has {m.target}"
+        for b in bindings.values()
+        for m in b.mismatched
+    ]
     problems += [f"{path}: wanted by the target, not in the commit" for path in missing]
     problems += [f"{path}: in the commit, not wanted by the target" for path in unexpected]
     if problems:
         more = f"\n  and {len(problems) - SHOWN} more" if len(problems) > SHOWN else ""
         raise InvalidInput(
-            f"commit {commit[:12]} does not fit the state that it was to be restored into; nothing was changed:\n  "
+            f"commit {commit[:12]} does not fit the state that it was to be restored into; nothing "
+            "was changed:\n  "
             + "\n  ".join(problems[:SHOWN])
             + more
-            + "\npass strict=False to leave out what only one side has, select= to restore a part, rename= where names differ, "
+            + "\npass strict=False to leave out what only one side has, select= to restore a part, "
+            "rename= where names differ, "
             "dtype= to convert floats; shapes must agree, what is tied must be one content"
         )

@@ -1,4 +1,5 @@
-"""Which classes a target has: a document only names classes, and none is imported, so those of the target are the ones it can get."""
+"""Which classes a target has: a document only names classes, and none is imported, so those of the
+target are the ones it can get."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import fields, is_dataclass
@@ -41,7 +42,11 @@ class TargetClasses(Mapping[str, type]):
         elif isinstance(value, list | tuple | set | frozenset):
             below = value
         else:
-            below = [getattr(value, field.name, None) for field in fields(cls)] if is_dataclass(cls) else ()
+            below = (
+                [getattr(value, field.name, None) for field in fields(cls)]
+                if is_dataclass(cls)
+                else ()
+            )
         for child in below:
             self._collect(child, found, seen)
 

@@ -1,7 +1,9 @@
-"""Which objects hold others, and how they come apart and together again: the closed registry of a skeleton's node types (docs/values.md).
+"""Which objects hold others, and how they come apart and together again: the closed registry of a
+skeleton's node types (docs/values.md).
 
-`split` takes an object apart into children and attributes, `join` makes an equal one of the same type from them. What a type's children
-mean is said here once, for flattening, inflating and restoring alike.
+`split` takes an object apart into children and attributes, `join` makes an equal one of the same
+type from them. What a type's children mean is said here once, for flattening, inflating and
+restoring alike.
 """
 
 import dataclasses
@@ -17,10 +19,27 @@ from ckptstore.errors import CkptStoreError, Corrupt, InvalidInput
 from ckptstore.state import values
 from ckptstore.state.values import Classes
 
-_PLAIN_FACTORIES = (dict, list, set, tuple, int, float, complex, str, bool, bytes, frozenset, deque, OrderedDict, Counter, defaultdict)
+_PLAIN_FACTORIES = (
+    dict,
+    list,
+    set,
+    tuple,
+    int,
+    float,
+    complex,
+    str,
+    bool,
+    bytes,
+    frozenset,
+    deque,
+    OrderedDict,
+    Counter,
+    defaultdict,
+)
 _FACTORIES: dict[str, Any] = {cls.__name__: cls for cls in _PLAIN_FACTORIES}
 PARAMETERS, NAMES = "parameters", "names"
-"""Node types of an optimizer's state: what it has of each parameter, under its name, and the names in their order, which are no leaf."""
+"""Node types of an optimizer's state: what it has of each parameter, under its name, and the names
+in their order, which are no leaf."""
 
 MAPPINGS = ("dict", "OrderedDict", "defaultdict", "Counter", PARAMETERS)
 """Node types whose objects are dicts."""
@@ -28,7 +47,8 @@ MAPPINGS = ("dict", "OrderedDict", "defaultdict", "Counter", PARAMETERS)
 _DIVISIBLE = ("list", "tuple", "deque", "namedtuple", "dataclass", "stateful")
 
 LEFT_OUT = Node("left out", ())
-"""This very object stands in a narrowed skeleton for what was not selected (`narrowing`); it is never stored."""
+"""This very object stands in a narrowed skeleton for what was not selected (`narrowing`); it is
+never stored."""
 
 _FACTORY_NAMES: dict[Any, str] = {factory: name for name, factory in _FACTORIES.items()}
 
@@ -72,7 +92,8 @@ class Joint(NamedTuple):
 
 
 Form: TypeAlias = Literal["wrapper", "sequence", "mapping", "record"]
-"""What a node's children are: one that has the node's own path; items; values under keys; values under names that are strings."""
+"""What a node's children are: one that has the node's own path; items; values under keys; values
+under names that are strings."""
 
 Split: TypeAlias = Callable[[Any], Parts]
 Join: TypeAlias = Callable[[Joint], Any]
@@ -91,9 +112,12 @@ def add_container(cls: type, split: Split) -> None:
     _SPLITS[cls] = split
 
 
-def add_node_type(name: str, form: Form, join: Join, refill: Refill | None = None, *, copies: bool = False) -> None:
-    """Enter a node type. `refill` brings a target to the new state, or returns False if it is of another type. With `copies`, what `join`
-    makes does not share memory with the tensors that it is made of."""
+def add_node_type(
+    name: str, form: Form, join: Join, refill: Refill | None = None, *, copies: bool = False
+) -> None:
+    """Enter a node type. `refill` brings a target to the new state, or returns False if it is of
+    another type. With `copies`, what `join` makes does not share memory with the tensors that it is
+    made of."""
     _FORMS[name], _JOINS[name] = form, join
     if refill:
         _REFILLS[name] = refill
@@ -102,29 +126,41 @@ def add_node_type(name: str, form: Form, join: Join, refill: Refill | None = Non
 
 
 def split(value: Any) -> Parts | None:
-    """`value` taken apart, or None if it is no container; `InvalidInput` for one that cannot be stored."""
+    """`value` taken apart, or None if it is no container; `InvalidInput` for one that cannot be
+    stored."""
     cls = type(value)
     if cls in _SPLITS:
         return _SPLITS[cls](value)
     if issubclass(cls, tuple) and hasattr(cls, "_fields"):
-        return Parts("namedtuple", list(value), list(cls._fields), (("class", values.class_name(cls)),))
+        return Parts(
+            "namedtuple", list(value), list(cls._fields), (("class", values.class_name(cls)),)
+        )
     if is_stateful(value):
         return Parts("stateful", [value.state_dict()])
     if dataclasses.is_dataclass(cls):
         names = [field.name for field in dataclasses.fields(cls) if hasattr(value, field.name)]
-        return Parts("dataclass", [getattr(value, name) for name in names], names, (("class", values.class_name(cls)),))
+        return Parts(
+            "dataclass",
+            [getattr(value, name) for name in names],
+            names,
+            (("class", values.class_name(cls)),),
+        )
     return None
 
 
 def join(node: Node, children: Sequence[Any], classes: Classes) -> Any:
-    """The object that `node` describes, made of its children. `Corrupt` for a node that no `split` made."""
+    """The object that `node` describes, made of its children. `Corrupt` for a node that no `split`
+    made."""
     return _call(_join_of(node.type), node, children, classes)
 
 
 def refill(target: Any, node: Node, children: Sequence[Any], classes: Classes) -> bool:
-    """Bring `target` to the state of the object that `join` would make; False if it is of another type, or its type knows no such way."""
+    """Bring `target` to the state of the object that `join` would make; False if it is of another
+    type, or its type knows no such way."""
     known = _REFILLS.get(node.type)
-    return known is not None and bool(_call(lambda joint: known(target, joint), node, children, classes))
+    return known is not None and bool(
+        _call(lambda joint: known(target, joint), node, children, classes)
+    )
 
 
 def is_wrapper(name: str) -> bool:
@@ -134,18 +170,21 @@ def is_wrapper(name: str) -> bool:
 
 
 def copies(name: str) -> bool:
-    """Whether objects of this type have memory of their own, so that those made of one tensor must be one object to stay tied."""
+    """Whether objects of this type have memory of their own, so that those made of one tensor must
+    be one object to stay tied."""
     return name in _COPYING
 
 
 def is_mapping(name: str) -> bool:
-    """Whether nodes of this type hold values under keys of any kind, each of which means something without the others."""
+    """Whether nodes of this type hold values under keys of any kind, each of which means something
+    without the others."""
     _join_of(name)
     return _FORMS[name] == "mapping"
 
 
 def is_divisible(name: str) -> bool:
-    """Whether a part of such a node's children is worth something; those of a tensor, an array or a value make it up together."""
+    """Whether a part of such a node's children is worth something; those of a tensor, an array or a
+    value make it up together."""
     return is_mapping(name) or name in _DIVISIBLE
 
 
@@ -162,7 +201,10 @@ def check(node: Node | int) -> None:
         "record": node.keys is not None and all(type(key) is str for key in node.keys),
     }
     if not fits[form]:
-        raise Corrupt(f"the {len(node.children)} children of a {node.type!r} do not make a {form}; run `ckptstore fsck`")
+        raise Corrupt(
+            f"the {len(node.children)} children of a {node.type!r} do not make a {form}; run "
+            "`ckptstore fsck`"
+        )
     for child in node.children:
         check(child)
 
@@ -184,7 +226,10 @@ def attribute(value: Any, what: str) -> Any:
     """The JSON of an attribute; `InvalidInput` naming `what` if it is no value."""
     encoded = values.encode_attribute(value)
     if encoded is values.NOT_A_VALUE:
-        raise InvalidInput(f"{what} is {value!r:.80}, which is no plain value; register the object with ckptstore.register_value")
+        raise InvalidInput(
+            f"{what} is {value!r:.80}, which is no plain value; register the object with "
+            "ckptstore.register_value"
+        )
     return encoded
 
 
@@ -195,8 +240,18 @@ def _call(function: Join, node: Node, children: Sequence[Any], classes: Classes)
         return function(Joint(children, keys, attrs, classes))
     except CkptStoreError:
         raise
-    except (TypeError, ValueError, LookupError, ArithmeticError, AttributeError, RuntimeError) as error:
-        raise Corrupt(f"a container of type {node.type[:40]!r} cannot be put together: {error}; run `ckptstore fsck`") from error
+    except (
+        TypeError,
+        ValueError,
+        LookupError,
+        ArithmeticError,
+        AttributeError,
+        RuntimeError,
+    ) as error:
+        raise Corrupt(
+            f"a container of type {node.type[:40]!r} cannot be put together: {error}; run "
+            "`ckptstore fsck`"
+        ) from error
 
 
 def _join_of(name: str) -> Join:
@@ -204,7 +259,10 @@ def _join_of(name: str) -> Join:
     if name not in _JOINS and root in _PROVIDERS:
         import_module(_PROVIDERS[root])
     if name not in _JOINS:
-        raise Corrupt(f"unknown container type {name[:40]!r}; written by a newer ckptstore, or damaged: run `ckptstore fsck`")
+        raise Corrupt(
+            f"unknown container type {name[:40]!r}; written by a newer ckptstore, or damaged: run "
+            "`ckptstore fsck`"
+        )
     return _JOINS[name]
 
 
@@ -215,7 +273,9 @@ def _split_mapping(value: Any) -> Parts:
 
 def _split_ordered(value: OrderedDict[Any, Any]) -> Parts:
     metadata = getattr(value, "_metadata", None)
-    attrs = () if metadata is None else (("metadata", attribute(metadata, "state_dict()._metadata")),)
+    attrs = (
+        () if metadata is None else (("metadata", attribute(metadata, "state_dict()._metadata")),)
+    )
     return _split_mapping(value)._replace(attrs=attrs)
 
 
@@ -223,7 +283,9 @@ def _join_ordered(joint: Joint) -> OrderedDict[Any, Any]:
     joined: OrderedDict[Any, Any] = OrderedDict(joint.items())
     if "metadata" in joint.attrs:
         metadata = joint.attrs["metadata"]
-        if not isinstance(metadata, dict) or not all(isinstance(entry, dict) for entry in metadata.values()):
+        if not isinstance(metadata, dict) or not all(
+            isinstance(entry, dict) for entry in metadata.values()
+        ):
             raise ValueError(f"metadata is {metadata!r:.80}")
         joined._metadata = metadata  # type: ignore[attr-defined]  # as nn.Module.state_dict does
     return joined
@@ -246,13 +308,18 @@ def _split_defaultdict(value: defaultdict[Any, Any]) -> Parts:
     elif isinstance(factory, type):
         name = values.class_name(factory)
     else:
-        raise InvalidInput(f"a defaultdict with the factory {factory!r} cannot be stored, since code is not; use a class as factory")
+        raise InvalidInput(
+            f"a defaultdict with the factory {factory!r} cannot be stored, since code is not; use "
+            "a class as factory"
+        )
     return _split_mapping(value)._replace(attrs=(("factory", name),))
 
 
 def _join_defaultdict(joint: Joint) -> defaultdict[Any, Any]:
     name = joint.attrs["factory"]
-    factory = None if name is None else _FACTORIES.get(name) or values.class_named(name, joint.classes)
+    factory = (
+        None if name is None else _FACTORIES.get(name) or values.class_named(name, joint.classes)
+    )
     return defaultdict(factory, joint.items())
 
 
@@ -264,17 +331,27 @@ def _join_namedtuple(joint: Joint) -> Any:
     cls: Any = values.class_named(joint.attrs["class"], joint.classes)
     if not issubclass(cls, tuple) or list(getattr(cls, "_fields", ())) != list(joint.keys):
         fields = ", ".join(joint.keys)
-        raise InvalidInput(f"{values.class_name(cls)} is no namedtuple of the fields {fields}; restore with the code that wrote it")
+        raise InvalidInput(
+            f"{values.class_name(cls)} is no namedtuple of the fields {fields}; restore with the "
+            "code that wrote it"
+        )
     return cls._make(joint.children)
 
 
 def _join_dataclass(joint: Joint) -> Any:
     """The instance, made without running the class's own code."""
     cls = values.class_named(joint.attrs["class"], joint.classes)
-    fields = {field.name for field in dataclasses.fields(cls)} if dataclasses.is_dataclass(cls) else set()
+    fields = (
+        {field.name for field in dataclasses.fields(cls)}
+        if dataclasses.is_dataclass(cls)
+        else set()
+    )
     if unknown := set(joint.keys) - fields:
         names = ", ".join(sorted(unknown))
-        raise InvalidInput(f"{values.class_name(cls)} is no dataclass with the fields {names}; restore with the code that wrote it")
+        raise InvalidInput(
+            f"{values.class_name(cls)} is no dataclass with the fields {names}; restore with the "
+            "code that wrote it"
+        )
     made: Any = object.__new__(cls)
     for name, value in joint.items():
         object.__setattr__(made, name, value)
@@ -352,7 +429,12 @@ def _add_containers() -> None:
     add_node_type(NAMES, "sequence", lambda joint: list(joint.attrs["names"]))
     add_node_type("list", "sequence", lambda joint: list(joint.children))
     add_node_type("tuple", "sequence", lambda joint: tuple(joint.children))
-    add_node_type("deque", "sequence", lambda joint: deque(joint.children, joint.attrs["maxlen"]), _refill_deque)
+    add_node_type(
+        "deque",
+        "sequence",
+        lambda joint: deque(joint.children, joint.attrs["maxlen"]),
+        _refill_deque,
+    )
     add_node_type("namedtuple", "record", _join_namedtuple)
     add_node_type("dataclass", "record", _join_dataclass, _refill_dataclass)
 
@@ -361,11 +443,17 @@ def _add_wrappers() -> None:
     add_container(bytearray, _split_bytearray)
     add_container(io.BytesIO, _split_bytesio)
     add_container(random.Random, lambda value: Parts("Random", [value.getstate()]))
-    add_node_type("bytearray", "wrapper", lambda joint: bytearray(joint.children[0]), _refill_bytearray)
+    add_node_type(
+        "bytearray", "wrapper", lambda joint: bytearray(joint.children[0]), _refill_bytearray
+    )
     add_node_type("BytesIO", "wrapper", _join_bytesio)
     add_node_type("Random", "wrapper", _join_random, _refill_random)
     add_node_type("stateful", "wrapper", lambda joint: joint.children[0])
-    add_node_type("registered", "wrapper", lambda joint: values.registered_name(joint.attrs["name"]).decode(joint.children[0]))
+    add_node_type(
+        "registered",
+        "wrapper",
+        lambda joint: values.registered_name(joint.attrs["name"]).decode(joint.children[0]),
+    )
     # What a pickle's bytes mean is for `inflate` to say, which knows whether it may.
     add_node_type("pickle", "wrapper", lambda joint: joint.children[0])
 

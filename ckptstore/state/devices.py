@@ -1,9 +1,10 @@
 """How bytes leave a CUDA device and come back, in order with what its user launches.
 
-What the caller waits for, a commit or a restore, goes through the stream that was current in the call, whatever thread copies: behind what
-was launched before, ahead of what is launched next. What is staged goes through a stream beside training's, behind what training had
-launched by the call, into memory that is pinned for it. The copy of a piece waits on its thread, without the GIL, until the piece has
-arrived; several threads keep the device's copy engine busy.
+What the caller waits for, a commit or a restore, goes through the stream that was current in the
+call, whatever thread copies: behind what was launched before, ahead of what is launched next. What
+is staged goes through a stream beside training's, behind what training had launched by the call,
+into memory that is pinned for it. The copy of a piece waits on its thread, without the GIL, until
+the piece has arrived; several threads keep the device's copy engine busy.
 """
 
 import logging
@@ -32,12 +33,14 @@ def is_away(tensor: torch.Tensor) -> bool:
 
 
 def current_stream(tensor: torch.Tensor) -> Any:
-    """The stream that the calling thread launches on where the tensor lies; None for one in this host's memory."""
+    """The stream that the calling thread launches on where the tensor lies; None for one in this
+    host's memory."""
     return torch.cuda.current_stream(tensor.device) if tensor.is_cuda else None
 
 
 def through(stream: Any) -> AbstractContextManager[Any]:
-    """Within it, copies go through `stream`. Each thread has a current stream of its own, which may be another than the caller's."""
+    """Within it, copies go through `stream`. Each thread has a current stream of its own, which may
+    be another than the caller's."""
     return nullcontext() if stream is None else torch.cuda.stream(stream)
 
 
@@ -47,15 +50,16 @@ def devices_of(tensors: Iterable[torch.Tensor]) -> frozenset[torch.device]:
 
 
 def prepare(devices: Iterable[torch.device], arena: Buffer) -> None:
-    """What is copied to `arena` from here on was written by what the caller's streams have been given so far, and by nothing later
-    that waits for the copy."""
+    """What is copied to `arena` from here on was written by what the caller's streams have been
+    given so far, and by nothing later that waits for the copy."""
     for device in devices:
         _stream(device).wait_stream(torch.cuda.current_stream(device))
         _pin(arena, device)
 
 
 def beside_training(device: torch.device) -> AbstractContextManager[Any]:
-    """Within it, copies from `device` do not wait for what training launches meanwhile, nor training for them."""
+    """Within it, copies from `device` do not wait for what training launches meanwhile, nor
+    training for them."""
     return torch.cuda.stream(_stream(device)) if device.type == "cuda" else nullcontext()
 
 
@@ -64,7 +68,8 @@ _making_streams = threading.Lock()
 
 
 def _stream(device: torch.device) -> torch.cuda.Stream:
-    """One for the device. Of two, made by threads that commit at once, the one that waits could be another than the one that copies."""
+    """One for the device. Of two, made by threads that commit at once, the one that waits could be
+    another than the one that copies."""
     with _making_streams:
         if device not in _streams:
             _streams[device] = torch.cuda.Stream(device)
@@ -72,8 +77,9 @@ def _stream(device: torch.device) -> torch.cuda.Stream:
 
 
 def _pin(arena: Buffer, device: torch.device) -> None:
-    """Once per arena, for every device, by way of `device`: one that is not used would be set up for it, which takes memory. Where the
-    host allows no more locked memory, copies go through the driver's own buffers: slower, not wrong."""
+    """Once per arena, for every device, by way of `device`: one that is not used would be set up
+    for it, which takes memory. Where the host allows no more locked memory, copies go through the
+    driver's own buffers: slower, not wrong."""
     if arena.pinned:
         return
     cudart: Any = torch.cuda.cudart()
@@ -85,7 +91,10 @@ def _pin(arena: Buffer, device: torch.device) -> None:
         with suppress(RuntimeError):
             torch.ones(1, device=device)
         logger.warning(
-            "%d bytes of staging memory could not be pinned (CUDA error %d): copies from the device are slower", arena.nbytes, error
+            "%d bytes of staging memory could not be pinned (CUDA error %d): copies from the "
+            "device are slower",
+            arena.nbytes,
+            error,
         )
     else:
         finalize(arena, cudart.cudaHostUnregister, arena.address)

@@ -1,7 +1,8 @@
-"""Which leaves may come back in another dtype than they were committed in, and how: floats as other floats, when the caller says so.
+"""Which leaves may come back in another dtype than they were committed in, and how: floats as other
+floats, when the caller says so.
 
-Integers, booleans, complex numbers and packed floats stay what they are, and so do the parts of quantized tensors, tensor subclasses and
-numpy arrays, whose dtypes are part of what they mean.
+Integers, booleans, complex numbers and packed floats stay what they are, and so do the parts of
+quantized tensors, tensor subclasses and numpy arrays, whose dtypes are part of what they mean.
 """
 
 from collections.abc import Iterator
@@ -16,11 +17,20 @@ from ckptstore.state.devices import current_stream, through
 from ckptstore.state.leaves import Destination
 
 FLOATS = frozenset(
-    dtype for dtype in tensors.DTYPES.values() if dtype.is_floating_point and dtype is not getattr(torch, "float4_e2m1fn_x2", None)
+    dtype
+    for dtype in tensors.DTYPES.values()
+    if dtype.is_floating_point and dtype is not getattr(torch, "float4_e2m1fn_x2", None)
 )
 """The dtypes that floats are converted from and to: one number to an element."""
 
-_COMPOSITES = ("torch.sparse_", "torch.nested", "torch.jagged", "torch.Parameter", "torch.Tensor", "torch.thin_subclass")
+_COMPOSITES = (
+    "torch.sparse_",
+    "torch.nested",
+    "torch.jagged",
+    "torch.Parameter",
+    "torch.Tensor",
+    "torch.thin_subclass",
+)
 """Tensors made of others whose values are what they seem."""
 
 
@@ -29,7 +39,10 @@ def checked(dtype: Any) -> torch.dtype:
     if isinstance(dtype, torch.dtype) and dtype in FLOATS:
         return dtype
     known = ", ".join(sorted(str(each) for each in FLOATS))
-    raise InvalidInput(f"dtype is {dtype!r}; wanted one of {known}: only floating leaves are converted, and only to floats")
+    raise InvalidInput(
+        f"dtype is {dtype!r}; wanted one of {known}: only floating leaves are converted, and only "
+        "to floats"
+    )
 
 
 def converts(committed: str, dtype: torch.dtype | None) -> bool:
@@ -39,7 +52,9 @@ def converts(committed: str, dtype: torch.dtype | None) -> bool:
 
 def convertible(schema: Schema, dtype: torch.dtype) -> frozenset[int]:
     """The leaves of a tree that become other ones when `dtype` is asked for."""
-    return frozenset(leaf for leaf in _candidates(schema.skeleton) if converts(schema.dtypes[leaf], dtype))
+    return frozenset(
+        leaf for leaf in _candidates(schema.skeleton) if converts(schema.dtypes[leaf], dtype)
+    )
 
 
 def _candidates(node: Node | int) -> Iterator[int]:
@@ -51,12 +66,18 @@ def _candidates(node: Node | int) -> Iterator[int]:
 
 
 def destination(tensor: torch.Tensor, committed: str) -> "Destination | Converting":
-    """Where the bytes of a leaf committed as `committed` land in `tensor`, which has that dtype or is converted to."""
-    return Destination(tensor) if tensors.DTYPE_NAMES[tensor.dtype] == committed else Converting(tensor, committed)
+    """Where the bytes of a leaf committed as `committed` land in `tensor`, which has that dtype or
+    is converted to."""
+    return (
+        Destination(tensor)
+        if tensors.DTYPE_NAMES[tensor.dtype] == committed
+        else Converting(tensor, committed)
+    )
 
 
 class Converting:
-    """As `leaves.Destination`, for bytes of another dtype: they become the tensor's as they are handed over, chunk by chunk."""
+    """As `leaves.Destination`, for bytes of another dtype: they become the tensor's as they are
+    handed over, chunk by chunk."""
 
     __slots__ = ("_dtype", "_stream", "nbytes", "tensor")
 
@@ -73,13 +94,15 @@ class Converting:
 
     @property
     def address(self) -> int:
-        """Where the tensor begins, equal for tied targets; 0 where that does not say all about its memory."""
+        """Where the tensor begins, equal for tied targets; 0 where that does not say all about its
+        memory."""
         return self.tensor.data_ptr() if tensors.is_plain(self.tensor) else 0
 
     def memory(self) -> None:
         """None: every byte is handed to `write`."""
 
     def write(self, start: int, data: memoryview) -> None:
-        """Convert `data`, whole elements, to the tensor's elements from byte `start` of the committed ones on."""
+        """Convert `data`, whole elements, to the tensor's elements from byte `start` of the
+        committed ones on."""
         with through(self._stream):
             tensors.convert_range(self.tensor, self._dtype, start, data)

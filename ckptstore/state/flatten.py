@@ -1,6 +1,8 @@
-"""What the leaves of an application state are: a schema per key, and per leaf where its bytes come from (docs/format.md §5).
+"""What the leaves of an application state are: a schema per key, and per leaf where its bytes come
+from (docs/format.md §5).
 
-Nothing is copied: tensors are referred to, and stay alive as long as what `flatten` returns. Only small values are encoded at once.
+Nothing is copied: tensors are referred to, and stay alive as long as what `flatten` returns. Only
+small values are encoded at once.
 """
 
 from collections.abc import Mapping, Sequence
@@ -26,40 +28,55 @@ _ITSELF = ""
 """Parts of this type are no container: the child stands for the object."""
 
 MAX_NESTING = 80
-"""Containers within containers; each takes two of canonical JSON's 200 levels, and its keys and attributes some more."""
+"""Containers within containers; each takes two of canonical JSON's 200 levels, and its keys and
+attributes some more."""
 
 
-def flatten(app_state: Mapping[str, Any], *, allow_pickle: bool = False, ranks: bool = False) -> dict[str, FlatState]:
-    """Every key of `app_state`, in its order. Objects with `state_dict()` and `load_state_dict()` give their state dict; that of an
-    optimizer has the names of its parameters, if the modules in `app_state` have them all.
+def flatten(
+    app_state: Mapping[str, Any], *, allow_pickle: bool = False, ranks: bool = False
+) -> dict[str, FlatState]:
+    """Every key of `app_state`, in its order. Objects with `state_dict()` and `load_state_dict()`
+    give their state dict; that of an optimizer has the names of its parameters, if the modules in
+    `app_state` have them all.
 
-    Raises `InvalidInput`, naming the path and the way out, for what cannot be stored. With `allow_pickle`, objects of unknown types are
-    pickled and marked as such. With `ranks`, a distributed tensor is one leaf, of which this rank holds boxes.
+    Raises `InvalidInput`, naming the path and the way out, for what cannot be stored. With
+    `allow_pickle`, objects of unknown types are pickled and marked as such. With `ranks`, a
+    distributed tensor is one leaf, of which this rank holds boxes.
     """
     check_app_state(app_state)
     names = ParameterNames(app_state)
-    return {key: _Tree(names, allow_pickle, ranks).flatten(key, value) for key, value in app_state.items()}
+    return {
+        key: _Tree(names, allow_pickle, ranks).flatten(key, value)
+        for key, value in app_state.items()
+    }
 
 
 def check_app_state(app_state: object) -> None:
     """Raise `InvalidInput` for what is no mapping of names to objects."""
     if not isinstance(app_state, Mapping):
         kind = type(app_state).__name__
-        raise InvalidInput(f'the application state is a {kind}; wanted a dict of names to objects, such as {{"model": model}}')
+        raise InvalidInput(
+            f"the application state is a {kind}; wanted a dict of names to objects, such as "
+            f'{{"model": model}}'
+        )
     for key in app_state:
         if not isinstance(key, str):
-            raise InvalidInput(f"the application state has the key {key!r}; its keys must be strings")
+            raise InvalidInput(
+                f"the application state has the key {key!r}; its keys must be strings"
+            )
 
 
 def state_of(value: Any) -> Any:
-    """The state dict of an object that has one, with the names of wrapped modules; anything else as it is."""
+    """The state dict of an object that has one, with the names of wrapped modules; anything else as
+    it is."""
     if isinstance(value, torch.nn.Module):
         return state_dict_of(value)
     return value.state_dict() if containers.is_stateful(value) else value
 
 
 class _Tree:
-    """A schema on its way, column by column. Little is kept of a leaf: Python's cycle collector looks through all of it afterwards."""
+    """A schema on its way, column by column. Little is kept of a leaf: Python's cycle collector
+    looks through all of it afterwards."""
 
     def __init__(self, names: ParameterNames, allow_pickle: bool, ranks: bool) -> None:
         self._names, self._allow_pickle, self._ranks = names, allow_pickle, ranks
@@ -78,8 +95,17 @@ class _Tree:
         state = self._state_of_optimizer(value) if isinstance(value, Optimizer) else state_of(value)
         with uncollected():
             skeleton = self._visit(state, paths.segment(values.encode_key(key)))
-            kinds, dtypes, shapes, aliases = tuple(self._kinds), tuple(self._dtypes), tuple(self._shapes), tuple(self._aliases)
-            return FlatState(Schema(skeleton, tuple(self._paths), kinds, dtypes, shapes, aliases), self._leaves, self._held)
+            kinds, dtypes, shapes, aliases = (
+                tuple(self._kinds),
+                tuple(self._dtypes),
+                tuple(self._shapes),
+                tuple(self._aliases),
+            )
+            return FlatState(
+                Schema(skeleton, tuple(self._paths), kinds, dtypes, shapes, aliases),
+                self._leaves,
+                self._held,
+            )
 
     def _visit(self, value: Any, path: str) -> Node | int:
         if type(value) is torch.Tensor:
@@ -100,7 +126,8 @@ class _Tree:
         return self._container(value, parts, names, path)
 
     def _split(self, value: Any) -> Parts | None:
-        """The parts of what is neither a value nor a container that a target fills: the caller's types, tensors, wrapped modules."""
+        """The parts of what is neither a value nor a container that a target fills: the caller's
+        types, tensors, wrapped modules."""
         known = values.registered(type(value))
         if known:
             return Parts("registered", [known.encode(value)], attrs=(("name", known.name),))
@@ -120,27 +147,50 @@ class _Tree:
         if self._allow_pickle:
             return Parts("pickle", [pickles.dump(value)])
         if isinstance(value, set | frozenset):
-            raise InvalidInput("a set whose items are not plain values has no order to restore; use a list, or a dict")
+            raise InvalidInput(
+                "a set whose items are not plain values has no order to restore; use a list, or a "
+                "dict"
+            )
         name = values.class_name(type(value))
-        raise InvalidInput(f"a {name} cannot be stored; ckptstore.register_value(…, {name}, encode, decode), or pass allow_pickle=True")
+        raise InvalidInput(
+            f"a {name} cannot be stored; ckptstore.register_value(…, {name}, encode, decode), or "
+            "pass allow_pickle=True"
+        )
 
-    def _container(self, value: Any, parts: Parts, names: Sequence[str] | None, path: str) -> Node | int:
+    def _container(
+        self, value: Any, parts: Parts, names: Sequence[str] | None, path: str
+    ) -> Node | int:
         if id(value) in self._open:
-            raise InvalidInput(f"{path} is {self._open[id(value)]} again, which holds it: a cycle cannot be stored; break it first")
+            raise InvalidInput(
+                f"{path} is {self._open[id(value)]} again, which holds it: a cycle cannot be "
+                "stored; break it first"
+            )
         if len(self._open) == MAX_NESTING:
-            raise InvalidInput(f"{path} is nested more than {MAX_NESTING} containers deep; use flatter containers")
+            raise InvalidInput(
+                f"{path} is nested more than {MAX_NESTING} containers deep; use flatter containers"
+            )
         self._open[id(value)] = path
         try:
             if parts.type == _ITSELF or containers.is_wrapper(parts.type):
                 children: tuple[Node | int, ...] = (self._visit(parts.children[0], path),)
             else:
                 below = names if names is not None else map(str, range(len(parts.children)))
-                children = tuple([self._visit(child, f"{path}/{name}") for child, name in zip(parts.children, below, strict=True)])
+                children = tuple(
+                    [
+                        self._visit(child, f"{path}/{name}")
+                        for child, name in zip(parts.children, below, strict=True)
+                    ]
+                )
         finally:
             del self._open[id(value)]
         if parts.type == _ITSELF:
             return children[0]
-        return Node(parts.type, children, None if parts.keys is None else tuple(parts.keys), tuple(sorted(parts.attrs)))
+        return Node(
+            parts.type,
+            children,
+            None if parts.keys is None else tuple(parts.keys),
+            tuple(sorted(parts.attrs)),
+        )
 
     def _tensor(self, tensor: torch.Tensor, path: str) -> Node | int:
         if not tensors.is_strided(tensor) or tensor.requires_grad:
@@ -153,7 +203,11 @@ class _Tree:
         address = tensor.data_ptr()
         number = len(self._leaves)
         # An address of 0 is that of an empty tensor, which shares nothing.
-        first = self._by_memory.setdefault((address, shape, tensor.stride(), dtype), number) if address else number
+        first = (
+            self._by_memory.setdefault((address, shape, tensor.stride(), dtype), number)
+            if address
+            else number
+        )
         if first != number and self._same_values(first, tensor):
             return self._leaf(path, "tensor", NOTHING, DTYPE_NAMES[dtype], shape, first)
         return self._leaf(path, "tensor", TensorSource(tensor), DTYPE_NAMES[dtype], shape)
@@ -173,11 +227,18 @@ class _Tree:
             parts = tuple([(box, TensorSource(part)) for box, part in held.parts])
         self._held[number] = HeldLeaf(held.holding, parts, tensor)
         first = self._first_with_memory_of(held, number) if parts else number
-        return self._leaf(path, "tensor", NOTHING, DTYPE_NAMES[held.dtype], held.shape, first if first != number else -1)
+        return self._leaf(
+            path,
+            "tensor",
+            NOTHING,
+            DTYPE_NAMES[held.dtype],
+            held.shape,
+            first if first != number else -1,
+        )
 
     def _first_with_memory_of(self, held: Held, number: int) -> int:
-        """The first leaf that is the same boxes of the same memory; leaf `number` itself, mostly. Boxes without elements are none, so that
-        every address is one."""
+        """The first leaf that is the same boxes of the same memory; leaf `number` itself, mostly.
+        Boxes without elements are none, so that every address is one."""
         there = self._by_address.setdefault(held.parts[0][1].data_ptr(), number)
         if there == number:
             return number
@@ -185,11 +246,16 @@ class _Tree:
         return self._by_memory.setdefault(_memory_of(held), number)
 
     def _same_values(self, leaf: int, tensor: torch.Tensor) -> bool:
-        """Whether the tensor of an earlier leaf, at the same address, reads that memory as `tensor` does."""
+        """Whether the tensor of an earlier leaf, at the same address, reads that memory as `tensor`
+        does."""
         source = self._leaves[leaf]
         assert isinstance(source, TensorSource)
         other = source.tensor
-        return other.device == tensor.device and other.is_conj() == tensor.is_conj() and other.is_neg() == tensor.is_neg()
+        return (
+            other.device == tensor.device
+            and other.is_conj() == tensor.is_conj()
+            and other.is_neg() == tensor.is_neg()
+        )
 
     def _composite(self, tensor: torch.Tensor, path: str) -> Node | int:
         try:
@@ -201,7 +267,15 @@ class _Tree:
             raise InvalidInput(f"{path}: {error}") from error
         return self._container(tensor, parts, names, path)
 
-    def _leaf(self, path: str, kind: LeafKind, source: Source, dtype: str = "", shape: Shape = (), alias: int = -1) -> int:
+    def _leaf(
+        self,
+        path: str,
+        kind: LeafKind,
+        source: Source,
+        dtype: str = "",
+        shape: Shape = (),
+        alias: int = -1,
+    ) -> int:
         self._paths.append(path)
         self._kinds.append(kind)
         self._dtypes.append(dtype)

@@ -1,7 +1,9 @@
-"""Which weights need neither be copied nor hashed again, because torch says that nobody has written to them since.
+"""Which weights need neither be copied nor hashed again, because torch says that nobody has written
+to them since.
 
-Only an `nn.Parameter` found on a module itself counts, that needs no gradient, is in no optimizer, owns its memory alone, and has the
-storage and `_version` with which it was hashed last. Nothing else is ever trusted: many writes leave `_version` as it was (docs/async.md).
+Only an `nn.Parameter` found on a module itself counts, that needs no gradient, is in no optimizer,
+owns its memory alone, and has the storage and `_version` with which it was hashed last. Nothing
+else is ever trusted: many writes leave `_version` as it was (docs/async.md).
 """
 
 import logging
@@ -49,7 +51,8 @@ class Candidate:
 
 
 class FrozenWeights:
-    """What one store object remembers of frozen weights, from one commit to the next. Threads may share it."""
+    """What one store object remembers of frozen weights, from one commit to the next. Threads may
+    share it."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -57,42 +60,69 @@ class FrozenWeights:
         self._betrayed = WeakIdKeyDictionary()
         self._commits = 0
 
-    def candidates(self, app_state: Mapping[str, Any], sources: Sequence[Source], paths: Sequence[str]) -> list[Candidate]:
+    def candidates(
+        self, app_state: Mapping[str, Any], sources: Sequence[Source], paths: Sequence[str]
+    ) -> list[Candidate]:
         """The leaves that are frozen weights now."""
         _watch_optimizers()
         optimizers = [value for value in app_state.values() if isinstance(value, Optimizer)]
-        in_optimizers = {id(p) for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]}
+        in_optimizers = {
+            id(p)
+            for optimizer in optimizers
+            for group in optimizer.param_groups
+            for p in group["params"]
+        }
         modules = [value for value in app_state.values() if isinstance(value, torch.nn.Module)]
-        everything = {id(t): t for module in modules for t in (*module.parameters(), *module.buffers())}
+        everything = {
+            id(t): t for module in modules for t in (*module.parameters(), *module.buffers())
+        }
         storages = {id(t): _storage(t) for t in everything.values() if tensors.is_strided(t)}
         sharers = Counter(storages.values())
-        leaves = {n: _storage(source.tensor) for n, source in enumerate(sources) if isinstance(source, TensorSource)}
+        leaves = {
+            n: _storage(source.tensor)
+            for n, source in enumerate(sources)
+            if isinstance(source, TensorSource)
+        }
         showing = Counter(leaves.values())
         frozen = {
             storages[id(p)]: p
             for p in everything.values()
-            if _is_frozen(p) and id(p) not in in_optimizers and sharers[storages[id(p)]] == 1 and not self._is_suspect(p)
+            if _is_frozen(p)
+            and id(p) not in in_optimizers
+            and sharers[storages[id(p)]] == 1
+            and not self._is_suspect(p)
         }
         found = []
         for n, storage in leaves.items():
             parameter, source = frozen.get(storage), sources[n]
-            if parameter is None or showing[storage] > 1 or source.nbytes <= INLINE_BYTES or not isinstance(source, TensorSource):
+            if (
+                parameter is None
+                or showing[storage] > 1
+                or source.nbytes <= INLINE_BYTES
+                or not isinstance(source, TensorSource)
+            ):
                 continue
             if _place(parameter) == _place(source.tensor):
                 found.append(Candidate(n, paths[n], parameter, parameter._version))
         return found
 
     def known(self, candidates: Sequence[Candidate]) -> dict[int, KnownSource]:
-        """Sources for those candidates that are as they were last time; none of them when a full check is due."""
+        """Sources for those candidates that are as they were last time; none of them when a full
+        check is due."""
         with self._lock:
             self._commits += 1
             if self._commits % CHECK_EVERY == 0:
                 return {}
             seen = ((candidate, self._as_seen(candidate)) for candidate in candidates)
-            return {candidate.leaf: KnownSource(candidate.parameter.detach(), was.ids) for candidate, was in seen if was}
+            return {
+                candidate.leaf: KnownSource(candidate.parameter.detach(), was.ids)
+                for candidate, was in seen
+                if was
+            }
 
     def remember(self, candidates: Sequence[Candidate], ids: Mapping[int, bytes]) -> None:
-        """A commit found these ids. One that differs from what was trusted is an alarm: somebody wrote without torch noticing."""
+        """A commit found these ids. One that differs from what was trusted is an alarm: somebody
+        wrote without torch noticing."""
         with self._lock:
             for candidate in candidates:
                 was = self._as_seen(candidate)
@@ -108,8 +138,10 @@ class FrozenWeights:
     def _betray(self, candidate: Candidate) -> None:
         self._betrayed[candidate.parameter] = True
         logger.error(
-            "%s has changed although torch counted no write to it: the commits since the last full check, at most %d, hold its old values; "
-            "it is not trusted any more. Commit without trust_version where weights are written behind torch's back",
+            "%s has changed although torch counted no write to it: the commits since the last full "
+            "check, at most %d, hold its old values; "
+            "it is not trusted any more. Commit without trust_version where weights are written "
+            "behind torch's back",
             candidate.path,
             CHECK_EVERY,
         )
@@ -120,7 +152,8 @@ class FrozenWeights:
         return seen if seen is not None and seen == _seen(candidate, seen.ids) else None
 
     def _is_suspect(self, parameter: torch.Tensor) -> bool:
-        """Whether it is known to be written by somebody. Asked of an empty dictionary, a look-up would cost more than all else."""
+        """Whether it is known to be written by somebody. Asked of an empty dictionary, a look-up
+        would cost more than all else."""
         return any(known and parameter in known for known in (_stepped, self._betrayed))
 
 
@@ -152,7 +185,9 @@ def _is_frozen(tensor: torch.Tensor) -> bool:
 
 def _seen(candidate: Candidate, ids: bytes) -> _Seen:
     parameter = candidate.parameter
-    return _Seen(parameter.data_ptr(), candidate.version, tuple(parameter.shape), parameter.dtype, ids)
+    return _Seen(
+        parameter.data_ptr(), candidate.version, tuple(parameter.shape), parameter.dtype, ids
+    )
 
 
 def _place(tensor: torch.Tensor) -> tuple[int, torch.Size, torch.dtype]:

@@ -1,4 +1,5 @@
-"""What a key of the application state is to the engine: its schema, and per leaf where the raw bytes come from. Without torch."""
+"""What a key of the application state is to the engine: its schema, and per leaf where the raw
+bytes come from. Without torch."""
 
 from collections import Counter
 from collections.abc import Mapping
@@ -10,11 +11,13 @@ from ckptstore.core.model import Box, Schema, Shape
 
 
 class NotCopied(Exception):
-    """Bytes of a source with known ids that it does not have: they were left to the store. It is for the engine, and reaches no caller."""
+    """Bytes of a source with known ids that it does not have: they were left to the store. It is
+    for the engine, and reaches no caller."""
 
 
 class Source(Protocol):
-    """The raw bytes of one leaf: `nbytes` of them, in elements of `width` bytes. Threads may stage side by side.
+    """The raw bytes of one leaf: `nbytes` of them, in elements of `width` bytes. Threads may stage
+    side by side.
 
     A source with known ids may raise `NotCopied` when it is asked for bytes, chunk by chunk.
     """
@@ -31,8 +34,8 @@ class Source(Protocol):
 
     @property
     def still(self) -> bool:
-        """Whether `view` gives every range, of memory that nobody writes to as long as the source is in use. If not, a reader that needs
-        the same bytes twice copies them first."""
+        """Whether `view` gives every range, of memory that nobody writes to as long as the source
+        is in use. If not, a reader that needs the same bytes twice copies them first."""
 
     def view(self, start: int, stop: int) -> memoryview | None:
         """The bytes `start:stop` where they are, or None if they must be staged."""
@@ -49,7 +52,8 @@ class Mesh(NamedTuple):
 
 
 class Holding(NamedTuple):
-    """How a rank holds a leaf: which boxes of it, none perhaps. Leaves that are placed alike mostly have one and the same."""
+    """How a rank holds a leaf: which boxes of it, none perhaps. Leaves that are placed alike mostly
+    have one and the same."""
 
     mesh: Mesh | None
     placements: tuple[str, ...]
@@ -57,8 +61,8 @@ class Holding(NamedTuple):
 
 
 class HeldLeaf(NamedTuple):
-    """A leaf of which this rank holds boxes: the leaf's global shape is in the schema. Sources are of one box each, in the order of the
-    holding's; `origin` is the distributed tensor itself."""
+    """A leaf of which this rank holds boxes: the leaf's global shape is in the schema. Sources are
+    of one box each, in the order of the holding's; `origin` is the distributed tensor itself."""
 
     holding: Holding
     parts: tuple[tuple[Box, Source], ...]
@@ -66,16 +70,18 @@ class HeldLeaf(NamedTuple):
 
 
 Mark: TypeAlias = Literal["replica", "lead", "private", "numbered"]
-"""What is known of a leaf that ranks hold whole: the same on all of them; the first rank's counts; each rank's is its own. *numbered* is
-one that ranks divide and that an optimizer's number names, which may be another parameter's on another mesh."""
+"""What is known of a leaf that ranks hold whole: the same on all of them; the first rank's counts;
+each rank's is its own. *numbered* is one that ranks divide and that an optimizer's number names,
+which may be another parameter's on another mesh."""
 
 
 @dataclass(frozen=True, slots=True)
 class FlatState:
-    """One key of the state: what its leaves are, and the source of each. An alias has no bytes of its own.
+    """One key of the state: what its leaves are, and the source of each. An alias has no bytes of
+    its own.
 
-    Where many ranks commit, `held` has the leaves that they divide among them, by number, in place of a source, and `marks` what is known
-    of others.
+    Where many ranks commit, `held` has the leaves that they divide among them, by number, in place
+    of a source, and `marks` what is known of others.
     """
 
     schema: Schema
@@ -86,13 +92,27 @@ class FlatState:
     @property
     def nbytes(self) -> int:
         """Raw bytes of all leaves, of those that ranks divide all of it."""
-        kinds = Counter((self.schema.dtypes[i], self.schema.shapes[i]) for i in self.held if self.schema.aliases[i] < 0)
-        divided = sum(count * dtypes.nbytes_of(dtype, shape) for (dtype, shape), count in kinds.items())
-        return divided + sum(source.nbytes for i, source in enumerate(self.leaves) if i not in self.held)
+        kinds = Counter(
+            (self.schema.dtypes[i], self.schema.shapes[i])
+            for i in self.held
+            if self.schema.aliases[i] < 0
+        )
+        divided = sum(
+            count * dtypes.nbytes_of(dtype, shape) for (dtype, shape), count in kinds.items()
+        )
+        return divided + sum(
+            source.nbytes for i, source in enumerate(self.leaves) if i not in self.held
+        )
 
 
 def leaves_of(flats: Mapping[str, FlatState]) -> list[Source]:
-    """The sources of all keys in order: of each key the leaves, then the boxes that this rank holds of others."""
+    """The sources of all keys in order: of each key the leaves, then the boxes that this rank holds
+    of others."""
     return [
-        source for flat in flats.values() for source in (*flat.leaves, *(part for held in flat.held.values() for _, part in held.parts))
+        source
+        for flat in flats.values()
+        for source in (
+            *flat.leaves,
+            *(part for held in flat.held.values() for _, part in held.parts),
+        )
     ]

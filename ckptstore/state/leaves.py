@@ -1,4 +1,5 @@
-"""Where a leaf's raw bytes come from, and where they go: the two sides that the engine moves bytes between."""
+"""Where a leaf's raw bytes come from, and where they go: the two sides that the engine moves bytes
+between."""
 
 import torch
 
@@ -8,8 +9,8 @@ from ckptstore.state.devices import current_stream, through
 
 
 class TensorSource:
-    """The raw bytes of a strided tensor on any device, as of what the thread that makes this has launched there. Keeps the tensor alive;
-    threads may stage side by side."""
+    """The raw bytes of a strided tensor on any device, as of what the thread that makes this has
+    launched there. Keeps the tensor alive; threads may stage side by side."""
 
     __slots__ = ("nbytes", "stream", "tensor", "width")
     known_ids: bytes | None = None
@@ -22,7 +23,8 @@ class TensorSource:
         self.width: int = tensor.itemsize
 
     def memory(self) -> memoryview | None:
-        """The bytes where they are, or None if they must be staged (another device, not contiguous, a conjugate view)."""
+        """The bytes where they are, or None if they must be staged (another device, not contiguous,
+        a conjugate view)."""
         return tensors.memory_of(self.tensor) if tensors.is_plain(self.tensor) else None
 
     def view(self, start: int, stop: int) -> memoryview | None:
@@ -37,7 +39,8 @@ class TensorSource:
 
 
 class KnownSource(TensorSource):
-    """A tensor whose chunks' ids are known. Only where the store lacks a chunk is it read, and compared with its id."""
+    """A tensor whose chunks' ids are known. Only where the store lacks a chunk is it read, and
+    compared with its id."""
 
     __slots__ = ("known_ids",)
 
@@ -70,10 +73,12 @@ NOTHING = BytesSource(b"")
 
 
 class Destination:
-    """Where the raw bytes of one leaf land: a strided tensor on any device whose elements have memory of their own.
+    """Where the raw bytes of one leaf land: a strided tensor on any device whose elements have
+    memory of their own.
 
-    Either `memory` is filled, or every byte is handed to `write`, in any order and from any thread. On a device it lands ahead of what the
-    thread that makes this launches next, and behind what it launched before.
+    Either `memory` is filled, or every byte is handed to `write`, in any order and from any thread.
+    On a device it lands ahead of what the thread that makes this launches next, and behind what it
+    launched before.
     """
 
     __slots__ = ("nbytes", "stream", "tensor")

@@ -1,4 +1,5 @@
-"""What happens when a state dict is handed to an object: torch's own `load_state_dict`, without what it spoils."""
+"""What happens when a state dict is handed to an object: torch's own `load_state_dict`, without
+what it spoils."""
 
 from itertools import chain
 from typing import Any
@@ -11,7 +12,8 @@ from ckptstore.state.modules import with_wrappers
 
 
 def load(target: Any, state: Any, *, strict: bool) -> None:
-    """`target.load_state_dict(state)`. Raises `InvalidInput` where a module or optimizer refuses its state."""
+    """`target.load_state_dict(state)`. Raises `InvalidInput` where a module or optimizer refuses
+    its state."""
     try:
         if isinstance(target, torch.nn.Module):
             target.load_state_dict(with_wrappers(target, state), strict=strict)
@@ -29,17 +31,22 @@ def load(target: Any, state: Any, *, strict: bool) -> None:
             target.load_state_dict(state)
     except (RuntimeError, ValueError) as error:
         if isinstance(target, torch.nn.Module | torch.optim.Optimizer | ShardedOptimizer):
-            raise InvalidInput(f"{type(target).__qualname__} refuses the committed state: {error}") from error
+            raise InvalidInput(
+                f"{type(target).__qualname__} refuses the committed state: {error}"
+            ) from error
         raise
 
 
 def _keep_dtypes(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
-    """Undo torch's cast of an optimizer's state to its parameters' dtype, which would round fp32 moments under bf16 parameters."""
+    """Undo torch's cast of an optimizer's state to its parameters' dtype, which would round fp32
+    moments under bf16 parameters."""
     numbers = chain.from_iterable(group["params"] for group in state["param_groups"])
     parameters = chain.from_iterable(group["params"] for group in optimizer.param_groups)
     for number, parameter in zip(numbers, parameters, strict=False):
         if number in state["state"]:
-            optimizer.state[parameter] = _in_own_dtype(optimizer.state[parameter], state["state"][number], None)
+            optimizer.state[parameter] = _in_own_dtype(
+                optimizer.state[parameter], state["state"][number], None
+            )
 
 
 def _in_own_dtype(loaded: Any, saved: Any, name: Any) -> Any:

@@ -1,7 +1,8 @@
 """What a module's state dict is without the names that wrappers around modules add, and back.
 
-`torch.compile`, DistributedDataParallel and DataParallel put a module into another one under a fixed name, so that the same weights get
-other keys. The prefix is removed where such a wrapper stands, and nowhere else: a module of one's own called `module` keeps its name.
+`torch.compile`, DistributedDataParallel and DataParallel put a module into another one under a
+fixed name, so that the same weights get other keys. The prefix is removed where such a wrapper
+stands, and nowhere else: a module of one's own called `module` keeps its name.
 """
 
 import sys
@@ -14,14 +15,16 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 
 def state_dict_of(module: nn.Module) -> "OrderedDict[str, Any]":
-    """`module.state_dict()` under the names it would have without wrappers; tensors share memory with the module's."""
+    """`module.state_dict()` under the names it would have without wrappers; tensors share memory
+    with the module's."""
     state: OrderedDict[str, Any] = module.state_dict()  # type: ignore[assignment]  # it is one
     prefixes = _wrapper_prefixes(module)
     return _renamed(state, lambda key: _without(key, prefixes)) if prefixes else state
 
 
 def with_wrappers(module: nn.Module, state: "OrderedDict[str, Any]") -> "OrderedDict[str, Any]":
-    """`state`, named as `state_dict_of` names, under the names that `module.load_state_dict` expects."""
+    """`state`, named as `state_dict_of` names, under the names that `module.load_state_dict`
+    expects."""
     prefixes = _wrapper_prefixes(module)
     return _renamed(state, lambda key: _with(key, prefixes)) if prefixes else state
 
@@ -38,29 +41,43 @@ def named_without_wrappers(module: nn.Module, name: str) -> str:
     return _without(name, _wrapper_prefixes(module))
 
 
-def _renamed(state: "OrderedDict[str, Any]", rename: Callable[[str], str]) -> "OrderedDict[str, Any]":
+def _renamed(
+    state: "OrderedDict[str, Any]", rename: Callable[[str], str]
+) -> "OrderedDict[str, Any]":
     renamed = OrderedDict((rename(key), value) for key, value in state.items())
     metadata = getattr(state, "_metadata", None)
     if metadata is not None:
-        # Metadata is named after modules, not after what they hold. A wrapper and its module get one name; the module's entry is the later.
+        # Metadata is named after modules, not after what they hold. A wrapper and its module get
+        # one name; the module's entry is the later.
         entries = ((f"{name}." if name else "", entry) for name, entry in metadata.items())
-        renamed._metadata = OrderedDict((rename(name).removesuffix("."), entry) for name, entry in entries)  # type: ignore[attr-defined]
+        renamed._metadata = OrderedDict(
+            (rename(name).removesuffix("."), entry) for name, entry in entries
+        )  # type: ignore[attr-defined]
     return renamed
 
 
 def own_loading(module: nn.Module) -> tuple[str, ...]:
-    """The prefixes, as in `state_dict_of`, of submodules that change a state dict on its way in, so that its keys need not match theirs."""
+    """The prefixes, as in `state_dict_of`, of submodules that change a state dict on its way in, so
+    that its keys need not match theirs."""
     prefixes = _wrapper_prefixes(module)
-    found = (f"{name}." if name else "" for name, each in module.named_modules(remove_duplicate=False) if _adapts(each))
+    found = (
+        f"{name}." if name else ""
+        for name, each in module.named_modules(remove_duplicate=False)
+        if _adapts(each)
+    )
     return tuple(_without(prefix, prefixes) for prefix in found)
 
 
 def _adapts(module: nn.Module) -> bool:
-    return bool(module._load_state_dict_pre_hooks) or type(module)._load_from_state_dict is not nn.Module._load_from_state_dict
+    return (
+        bool(module._load_state_dict_pre_hooks)
+        or type(module)._load_from_state_dict is not nn.Module._load_from_state_dict
+    )
 
 
 def _wrapper_prefixes(module: nn.Module) -> list[tuple[str, str]]:
-    """(outer, inner) prefixes of every wrapper within `module`, outermost first: keys below `outer` begin with `inner`."""
+    """(outer, inner) prefixes of every wrapper within `module`, outermost first: keys below `outer`
+    begin with `inner`."""
     return list(_find_wrappers(module, ""))
 
 

@@ -1,7 +1,7 @@
 """Whose memory changes only in an optimizer's step, and a hook that can hold that step.
 
-A parameter is written by `optimizer.step` and nothing else while forward and backward run, and so is an optimizer's state: what lies there
-may be copied until the step begins.
+A parameter is written by `optimizer.step` and nothing else while forward and backward run, and so
+is an optimizer's state: what lies there may be copied until the step begins.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -21,7 +21,8 @@ from ckptstore.state.shards import held_of, is_distributed
 
 
 class StepHooks:
-    """Calls `hold` before each step of any optimizer of this process, and before `load_state_dict` of those that it was given.
+    """Calls `hold` before each step of any optimizer of this process, and before `load_state_dict`
+    of those that it was given.
 
     Compiled steps call it as well.
     """
@@ -40,7 +41,8 @@ class StepHooks:
 
     @cached_property
     def _before(self) -> Callable[..., None]:
-        """A compiled step breaks its graph here instead of tracing threads. To say so imports torch's compiler, a second and a half."""
+        """A compiled step breaks its graph here instead of tracing threads. To say so imports
+        torch's compiler, a second and a half."""
 
         def before(optimizer: Optimizer, *args: Any) -> None:
             self._hold()
@@ -62,10 +64,17 @@ def optimizers_in(app_state: Mapping[str, Any]) -> list[Optimizer]:
 
 
 def changed_by_steps(optimizers: Sequence[Optimizer], sources: Sequence[Source]) -> frozenset[int]:
-    """The numbers of the leaves that lie in memory which only steps of `optimizers` write: their parameters and their state."""
-    written = chain.from_iterable(_memories_of(tensor) for optimizer in optimizers for tensor in _tensors_of(optimizer))
+    """The numbers of the leaves that lie in memory which only steps of `optimizers` write: their
+    parameters and their state."""
+    written = chain.from_iterable(
+        _memories_of(tensor) for optimizer in optimizers for tensor in _tensors_of(optimizer)
+    )
     owned = {_storage(tensor) for tensor in written if tensors.is_strided(tensor)}
-    return frozenset(n for n, source in enumerate(sources) if isinstance(source, TensorSource) and _storage(source.tensor) in owned)
+    return frozenset(
+        n
+        for n, source in enumerate(sources)
+        if isinstance(source, TensorSource) and _storage(source.tensor) in owned
+    )
 
 
 def versions(sources: Sequence[Source], leaves: Iterable[int]) -> dict[int, int]:

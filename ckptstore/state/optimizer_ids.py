@@ -1,4 +1,5 @@
-"""How an optimizer's state that was committed under the names of parameters becomes one under the numbers of a target's. Pure.
+"""How an optimizer's state that was committed under the names of parameters becomes one under the
+numbers of a target's. Pure.
 
 What was committed under numbers is taken as it is, by position, as torch does.
 """
@@ -18,9 +19,11 @@ from ckptstore.state.parameter_names import ParameterNames
 
 @dataclass(frozen=True, slots=True)
 class Numbered:
-    """A committed state as a target optimizer numbers it: `models` are the parameters of its leaves.
+    """A committed state as a target optimizer numbers it: `models` are the parameters of its
+    leaves.
 
-    `unexpected` are the names and nodes of what the target has no parameter for, `missing` the names that the commit does not know.
+    `unexpected` are the names and nodes of what the target has no parameter for, `missing` the
+    names that the commit does not know.
     """
 
     skeleton: Node
@@ -35,11 +38,14 @@ def is_named(skeleton: Node | int) -> bool:
     return isinstance(state, Node) and state.type == containers.PARAMETERS
 
 
-def numbered(skeleton: Node | int, optimizer: Optimizer, names: ParameterNames, *, in_order: bool = False) -> Numbered | None:
-    """The skeleton of an optimizer's state, committed by name or by number, for `optimizer`; None for one of another form.
+def numbered(
+    skeleton: Node | int, optimizer: Optimizer, names: ParameterNames, *, in_order: bool = False
+) -> Numbered | None:
+    """The skeleton of an optimizer's state, committed by name or by number, for `optimizer`; None
+    for one of another form.
 
-    Parameters are found by name. With `in_order`, or if none is found so, those without a counterpart are matched in their order, if there
-    are as many on both sides, as torch does.
+    Parameters are found by name. With `in_order`, or if none is found so, those without a
+    counterpart are matched in their order, if there are as many on both sides, as torch does.
     """
     state, groups = _child(skeleton, "state"), _child(skeleton, "param_groups")
     if not isinstance(skeleton, Node) or not isinstance(state, Node) or state.keys is None:
@@ -47,27 +53,53 @@ def numbered(skeleton: Node | int, optimizer: Optimizer, names: ParameterNames, 
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     if not is_named(skeleton):
         return Numbered(skeleton, dict(_models(state, parameters)))
-    found = _Match(_committed_names(groups), names.of(optimizer), len(parameters), in_order=in_order)
-    kept = [(found.number(key, key), child) for key, child in zip(state.keys, state.children, strict=True) if not found.is_foreign(key)]
-    foreign = [(str(key), child) for key, child in zip(state.keys, state.children, strict=True) if found.is_foreign(key)]
+    found = _Match(
+        _committed_names(groups), names.of(optimizer), len(parameters), in_order=in_order
+    )
+    kept = [
+        (found.number(key, key), child)
+        for key, child in zip(state.keys, state.children, strict=True)
+        if not found.is_foreign(key)
+    ]
+    foreign = [
+        (str(key), child)
+        for key, child in zip(state.keys, state.children, strict=True)
+        if found.is_foreign(key)
+    ]
     inner = Node("dict", tuple(child for _, child in kept), tuple(key for key, _ in kept))
-    below = (inner if child is state else _groups(child, optimizer) if child is groups else child for child in skeleton.children)
-    return Numbered(replace(skeleton, children=tuple(below)), dict(_models(inner, parameters)), tuple(foreign), found.missing)
+    below = (
+        inner if child is state else _groups(child, optimizer) if child is groups else child
+        for child in skeleton.children
+    )
+    return Numbered(
+        replace(skeleton, children=tuple(below)),
+        dict(_models(inner, parameters)),
+        tuple(foreign),
+        found.missing,
+    )
 
 
 def named(skeleton: Node | int, own: Sequence[str], models: Mapping[str, torch.Tensor]) -> Numbered:
-    """A skeleton that has names, for an optimizer that takes names, its `own`; `models` are parameters by name."""
+    """A skeleton that has names, for an optimizer that takes names, its `own`; `models` are
+    parameters by name."""
     state = _child(skeleton, "state")
     assert isinstance(skeleton, Node) and isinstance(state, Node) and state.keys is not None
     items = list(zip(state.keys, state.children, strict=True))
     committed = _committed_names(_child(skeleton, "param_groups"))
     foreign = set(committed or map(str, state.keys)) - set(own)
     kept = [(key, child) for key, child in items if key not in foreign]
-    inner = replace(state, children=tuple(child for _, child in kept), keys=tuple(key for key, _ in kept))
+    inner = replace(
+        state, children=tuple(child for _, child in kept), keys=tuple(key for key, _ in kept)
+    )
     below = tuple(inner if child is state else child for child in skeleton.children)
     return Numbered(
         replace(skeleton, children=below),
-        {leaf: models[key] for key, child in kept if key in models for leaf in containers.leaves_of(child)},
+        {
+            leaf: models[key]
+            for key, child in kept
+            if key in models
+            for leaf in containers.leaves_of(child)
+        },
         tuple((str(key), child) for key, child in items if key in foreign),
         tuple(name for name in own if name not in committed) if committed else (),
     )
@@ -84,38 +116,61 @@ def names_in(skeleton: Node | int) -> tuple[str, ...]:
 
 
 def unnamed(skeleton: Node | int) -> Node | int:
-    """An optimizer's state under the numbers that torch gives its parameters, in the order of their names; anything else as it is."""
+    """An optimizer's state under the numbers that torch gives its parameters, in the order of their
+    names; anything else as it is."""
     state, groups = _child(skeleton, "state"), _child(skeleton, "param_groups")
     if not isinstance(skeleton, Node) or not isinstance(state, Node) or not is_named(skeleton):
         return skeleton
     numbers = {name: number for number, name in enumerate(_committed_names(groups))}
     keys = tuple(numbers.get(key, key) if type(key) is str else key for key in state.keys or ())
-    below = {id(state): replace(state, type="dict", keys=keys), id(groups): _numbered_groups(groups)}
-    return replace(skeleton, children=tuple(below.get(id(child), child) for child in skeleton.children))  # type: ignore[misc]  # none is None
+    below = {
+        id(state): replace(state, type="dict", keys=keys),
+        id(groups): _numbered_groups(groups),
+    }
+    return replace(
+        skeleton, children=tuple(below.get(id(child), child) for child in skeleton.children)
+    )  # type: ignore[misc]  # none is None
 
 
 def _numbered_groups(groups: Node | int | None) -> Node | int | None:
     if not isinstance(groups, Node):
         return groups
-    counts = [len(_committed_names(replace(groups, children=(group,)))) for group in groups.children]
+    counts = [
+        len(_committed_names(replace(groups, children=(group,)))) for group in groups.children
+    ]
     firsts = accumulate(counts, initial=0)
-    children = (_group(group, range(first, first + n)) for group, first, n in zip(groups.children, firsts, counts, strict=False))
+    children = (
+        _group(group, range(first, first + n))
+        for group, first, n in zip(groups.children, firsts, counts, strict=False)
+    )
     return replace(groups, children=tuple(children))
 
 
 class _Match:
-    """Which number each committed parameter has in a target of `count` parameters with `names`, if these are known.
+    """Which number each committed parameter has in a target of `count` parameters with `names`, if
+    these are known.
 
-    `committed` are the names in their order; there are none where only a part of the state is selected.
+    `committed` are the names in their order; there are none where only a part of the state is
+    selected.
     """
 
-    def __init__(self, committed: Sequence[str], names: Sequence[Sequence[str]] | None, count: int, *, in_order: bool) -> None:
+    def __init__(
+        self,
+        committed: Sequence[str],
+        names: Sequence[Sequence[str]] | None,
+        count: int,
+        *,
+        in_order: bool,
+    ) -> None:
         target = [name for group in names or () for name in group]
         self._numbers = {name: number for number, name in enumerate(target)}
         self._committed = frozenset(committed)
         found = {name: self._numbers[name] for name in committed if name in self._numbers}
         taken = set(found.values())
-        left, free = [name for name in committed if name not in found], [n for n in range(count) if n not in taken]
+        left, free = (
+            [name for name in committed if name not in found],
+            [n for n in range(count) if n not in taken],
+        )
         if len(left) == len(free) and (in_order or not found):
             found.update(zip(left, free, strict=True))
             free = []
@@ -126,8 +181,13 @@ class _Match:
         return self._numbers.get(key, default) if type(key) is str else default
 
     def is_foreign(self, key: Any) -> bool:
-        """Whether the target has no such parameter. What is no parameter's at all, as some optimizers have it, is not foreign."""
-        return type(key) is str and key not in self._numbers and (key in self._committed or not self._committed)
+        """Whether the target has no such parameter. What is no parameter's at all, as some
+        optimizers have it, is not foreign."""
+        return (
+            type(key) is str
+            and key not in self._numbers
+            and (key in self._committed or not self._committed)
+        )
 
 
 def _groups(node: Node | int, optimizer: Optimizer) -> Node | int:
@@ -141,11 +201,18 @@ def _groups(node: Node | int, optimizer: Optimizer) -> Node | int:
 
 
 def _group(node: Node | int, numbers: range) -> Node | int:
-    """A group with the target's parameters. The names that its optimizer was given the target knows itself."""
+    """A group with the target's parameters. The names that its optimizer was given the target knows
+    itself."""
     if not isinstance(node, Node) or node.keys is None:
         return node
-    items = [(key, child) for key, child in zip(node.keys, node.children, strict=True) if key != "param_names" or not _is_names(child)]
-    own = Node(containers.NAMES, (), None, (("names", containers.attribute(list(numbers), "names")),))
+    items = [
+        (key, child)
+        for key, child in zip(node.keys, node.children, strict=True)
+        if key != "param_names" or not _is_names(child)
+    ]
+    own = Node(
+        containers.NAMES, (), None, (("names", containers.attribute(list(numbers), "names")),)
+    )
     children = tuple(own if key == "params" and _is_names(child) else child for key, child in items)
     return replace(node, keys=tuple(key for key, _ in items), children=children)
 

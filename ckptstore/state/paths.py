@@ -1,6 +1,8 @@
-"""How a leaf is named: the keys of every level, joined by `/` and escaped (docs/format.md §5). No torch here.
+"""How a leaf is named: the keys of every level, joined by `/` and escaped (docs/format.md §5). No
+torch here.
 
-Keys are *encoded*: a string, an integer within 2^53, or a value array `[tag, payload…]` (docs/values.md).
+Keys are *encoded*: a string, an integer within 2^53, or a value array `[tag, payload…]`
+(docs/values.md).
 """
 
 import re
@@ -26,7 +28,8 @@ def segment(name: str) -> str:
 
 
 def segments(keys: Sequence[Any]) -> list[str]:
-    """The segments of the encoded keys of one mapping, in order; `InvalidInput` if two of them cannot be told apart."""
+    """The segments of the encoded keys of one mapping, in order; `InvalidInput` if two of them
+    cannot be told apart."""
     if set(map(type, keys)) <= {str}:
         # Most keys are their own segments; one look at all of them is cheaper than one at each.
         plain = all(keys) and not _UNSAFE.search("".join(keys))
@@ -35,15 +38,22 @@ def segments(keys: Sequence[Any]) -> list[str]:
     found = [segment(key) if type(key) is str else _typed_segment(key, names) for key in keys]
     if len(set(found)) != len(found):
         twice = next(name for name in found if found.count(name) > 1)
-        raise InvalidInput(f"two keys of one mapping are both called {twice!r}; use keys that differ in more than their bits")
+        raise InvalidInput(
+            f"two keys of one mapping are both called {twice!r}; use keys that differ in more than "
+            "their bits"
+        )
     return found
 
 
 def unescape(name: str) -> str:
-    """The string key that `segment` made `name` of; `InvalidInput` for the segment of another kind of key."""
+    """The string key that `segment` made `name` of; `InvalidInput` for the segment of another kind
+    of key."""
     text = "" if name == "%empty" else _ESCAPED.sub(lambda found: chr(int(found[1], 16)), name)
     if segment(text) != name:
-        raise InvalidInput(f"{name!r} is no segment of a string key; write '%25' for '%', and '%2F' for '/' in a key")
+        raise InvalidInput(
+            f"{name!r} is no segment of a string key; write '%25' for '%', and '%2F' for '/' in a "
+            "key"
+        )
     return text
 
 

@@ -14,9 +14,13 @@ def dump(value: Any) -> bytes:
     try:
         return pickle.dumps(value, protocol=_PROTOCOL)
     except (pickle.PicklingError, TypeError, AttributeError, RecursionError) as error:
-        raise InvalidInput(f"a {type(value).__qualname__} cannot be pickled: {error}; register it with ckptstore.register_value") from error
+        raise InvalidInput(
+            f"a {type(value).__qualname__} cannot be pickled: {error}; register it with "
+            "ckptstore.register_value"
+        ) from error
 
 
 def load(data: bytes | memoryview) -> Any:
-    """The object pickled in `data`. Runs whatever code `data` says: only for stores that the caller trusts."""
+    """The object pickled in `data`. Runs whatever code `data` says: only for stores that the caller
+    trusts."""
     return pickle.loads(data)

@@ -1,7 +1,8 @@
-"""How a target is brought to a committed state in place: `bind` says where the bytes go, `finish` hands over what they make.
+"""How a target is brought to a committed state in place: `bind` says where the bytes go, `finish`
+hands over what they make.
 
-Modules and other objects with `load_state_dict` get a state dict made of their own tensors, already filled. In plain containers tensors are
-filled where they stand and other values are replaced.
+Modules and other objects with `load_state_dict` get a state dict made of their own tensors, already
+filled. In plain containers tensors are filled where they stand and other values are replaced.
 """
 
 from collections.abc import Callable, Mapping
@@ -41,13 +42,16 @@ def bind(
     in_order: bool = False,
     dtype: torch.dtype | None = None,
 ) -> "Binding":
-    """Find the place of every leaf of `schema` in `target`, the object under `key` of an application state. Changes nothing.
+    """Find the place of every leaf of `schema` in `target`, the object under `key` of an
+    application state. Changes nothing.
 
-    With `strict`, a plain container becomes what was committed; without it, entries that only the target has stay. Bindings of one restore
-    share `claims`, so that tensors which are tied across keys get one content, by `content_of`, or are mismatched, and `names`, by which an
-    optimizer's parameters are found; with `in_order`, what is called otherwise is matched in its order. With `partial`, `schema`
-    has some leaves only: the target is to keep everything else, and lacks nothing. With `dtype`, floating leaves are converted where the
-    target has a tensor of that dtype.
+    With `strict`, a plain container becomes what was committed; without it, entries that only the
+    target has stay. Bindings of one restore share `claims`, so that tensors which are tied across
+    keys get one content, by `content_of`, or are mismatched, and `names`, by which an optimizer's
+    parameters are found; with `in_order`, what is called otherwise is matched in its order. With
+    `partial`, `schema` has some leaves only: the target is to keep everything else, and lacks
+    nothing. With `dtype`, floating leaves are converted where the target has a tensor of that
+    dtype.
     """
     containers.check(schema.skeleton)
     if not allow_pickle:
@@ -74,21 +78,28 @@ def bind(
     else:
         pairing.pair(skeleton, target.state_dict(), path, report=False)
     pairing.complete(check)
-    return Binding(target, skeleton, pairing, _Settler(schema, pairing, classes, strict, allow_pickle, partial))
+    return Binding(
+        target, skeleton, pairing, _Settler(schema, pairing, classes, strict, allow_pickle, partial)
+    )
 
 
 class Binding:
     """One key of an application state, ready to take the bytes of a commit.
 
-    `destinations` has, per leaf, where its bytes land (an alias' bytes are those of the leaf it shares memory with), or None.
-    `wanted_bytes` are the leaves whose bytes `finish` wants instead. `missing`, `unexpected` and `mismatched` say what does not fit; as
-    long as `mismatched` is not empty, no bytes may land. `late` bindings are to be finished after all others: they set random number
-    generators.
+    `destinations` has, per leaf, where its bytes land (an alias' bytes are those of the leaf it
+    shares memory with), or None. `wanted_bytes` are the leaves whose bytes `finish` wants instead.
+    `missing`, `unexpected` and `mismatched` say what does not fit; as long as `mismatched` is not
+    empty, no bytes may land. `late` bindings are to be finished after all others: they set random
+    number generators.
     """
 
-    def __init__(self, target: Any, skeleton: Node | int, pairing: Pairing, settler: "_Settler") -> None:
+    def __init__(
+        self, target: Any, skeleton: Node | int, pairing: Pairing, settler: "_Settler"
+    ) -> None:
         self._target, self._skeleton, self._settler = target, skeleton, settler
-        self.destinations: list[Destination | Converting | HeldDestination | None] = pairing.destinations
+        self.destinations: list[Destination | Converting | HeldDestination | None] = (
+            pairing.destinations
+        )
         self.wanted_bytes: list[int] = pairing.wanted_bytes()
         self.missing: list[str] = pairing.missing
         self.unexpected: list[str] = pairing.unexpected
@@ -96,7 +107,8 @@ class Binding:
         self.late = pairing.late or isinstance(target, RNGState)
 
     def finish(self, content: Mapping[int, bytes]) -> Any:
-        """Hand over: `content` has the bytes of `wanted_bytes`, and every destination is filled. To be called once.
+        """Hand over: `content` has the bytes of `wanted_bytes`, and every destination is filled. To
+        be called once.
 
         Returns the target, or what replaces it where it cannot be changed (a number, a tuple).
         """
@@ -108,23 +120,44 @@ class Binding:
 
 
 class _Settler:
-    """Makes objects of leaves and puts them where the target has such: containers keep their identity wherever they can."""
+    """Makes objects of leaves and puts them where the target has such: containers keep their
+    identity wherever they can."""
 
-    def __init__(self, schema: Schema, pairing: Pairing, classes: TargetClasses, strict: bool, allow_pickle: bool, partial: bool) -> None:
-        self._schema, self._pairing, self._classes, self._strict, self._partial = schema, pairing, classes, strict, partial
-        self._inflater = Inflater(schema, pairing.objects, pairing.kept, classes, allow_pickle=allow_pickle)
+    def __init__(
+        self,
+        schema: Schema,
+        pairing: Pairing,
+        classes: TargetClasses,
+        strict: bool,
+        allow_pickle: bool,
+        partial: bool,
+    ) -> None:
+        self._schema, self._pairing, self._classes, self._strict, self._partial = (
+            schema,
+            pairing,
+            classes,
+            strict,
+            partial,
+        )
+        self._inflater = Inflater(
+            schema, pairing.objects, pairing.kept, classes, allow_pickle=allow_pickle
+        )
 
     def decode(self, content: Mapping[int, bytes]) -> None:
         for i, data in content.items():
             self._pairing.objects[i] = decode_leaf(self._schema, i, data, self._classes)
 
     def load(self, node: Node | int, target: Any) -> None:
-        """Hand the state at `node` to an object with `load_state_dict`; a part of a state within the object's own state."""
+        """Hand the state at `node` to an object with `load_state_dict`; a part of a state within
+        the object's own state."""
         target = self._pairing.sharded.get(id(target), target)
         state = (
             self._inflater.inflate(node)
             if not self._partial
-            else self._within(node, target.state_dict() if isinstance(target, ShardedOptimizer) else state_of(target))
+            else self._within(
+                node,
+                target.state_dict() if isinstance(target, ShardedOptimizer) else state_of(target),
+            )
         )
         load(target, state, strict=self._strict)
 
@@ -148,9 +181,18 @@ class _Settler:
             return self._pairing.kept[id(node)]
         if node.type == "stateful":
             return self._settle_stateful(node.children[0], target)
-        if node.type == "pickle" or isinstance(target, torch.Tensor) or containers.copies(node.type):
+        if (
+            node.type == "pickle"
+            or isinstance(target, torch.Tensor)
+            or containers.copies(node.type)
+        ):
             return _overwrite(target, self._inflater.inflate(node))
-        children = [self.settle(child, below) for child, below in zip(node.children, children_of(node, target, self._classes), strict=True)]
+        children = [
+            self.settle(child, below)
+            for child, below in zip(
+                node.children, children_of(node, target, self._classes), strict=True
+            )
+        ]
         if node.type in containers.MAPPINGS and isinstance(target, dict):
             return self._fill_mapping(target, node, children)
         if node.type == "list" and type(target) is list:
@@ -173,7 +215,9 @@ class _Settler:
         self.load(self._pairing.narrowed.get(id(node), node), target)
         return target
 
-    def _fill_mapping(self, target: dict[Any, Any], node: Node, children: list[Any]) -> dict[Any, Any]:
+    def _fill_mapping(
+        self, target: dict[Any, Any], node: Node, children: list[Any]
+    ) -> dict[Any, Any]:
         keys = [values.decode_key(key, self._classes) for key in node.keys or ()]
         if self._strict and not self._partial:
             target.clear()
@@ -183,8 +227,14 @@ class _Settler:
 
 
 def _overwrite(target: Any, made: Any) -> Any:
-    """`target` with the values of `made` where one tensor takes them from another as they are, else `made`."""
-    if not _is_block(target) or not _is_block(made) or target.dtype != made.dtype or target.shape != made.shape:
+    """`target` with the values of `made` where one tensor takes them from another as they are, else
+    `made`."""
+    if (
+        not _is_block(target)
+        or not _is_block(made)
+        or target.dtype != made.dtype
+        or target.shape != made.shape
+    ):
         return made
     if tensors.is_writable_by_range(target):
         tensors.write_range(target, 0, tensors.memory_of(made))

@@ -1,8 +1,11 @@
-"""A state, copied so that training may go on: first which bytes go where, then the copy itself, by several threads.
+"""A state, copied so that training may go on: first which bytes go where, then the copy itself, by
+several threads.
 
-Each byte of memory is copied once, however many leaves show it (tied weights, views). Values are encoded when the state is flattened, and
-small leaves become `bytes`; the rest goes to one arena. Of leaves that were looked up, only what the store lacks is copied. What does not
-fit is *borrowed*: those leaves, the first of the state, stay where they are, and the caller waits until they have been written.
+Each byte of memory is copied once, however many leaves show it (tied weights, views). Values are
+encoded when the state is flattened, and small leaves become `bytes`; the rest goes to one arena. Of
+leaves that were looked up, only what the store lacks is copied. What does not fit is *borrowed*:
+those leaves, the first of the state, stay where they are, and the caller waits until they have been
+written.
 """
 
 import ctypes
@@ -48,7 +51,8 @@ class Move:
 
 @dataclass(frozen=True, slots=True)
 class Gather:
-    """The bytes `start:stop` of a leaf that does not lie in one piece of this host's memory, to an offset in the arena."""
+    """The bytes `start:stop` of a leaf that does not lie in one piece of this host's memory, to an
+    offset in the arena."""
 
     source: TensorSource
     start: int
@@ -65,7 +69,8 @@ Copy: TypeAlias = Move | Gather
 
 @dataclass(frozen=True, slots=True)
 class LookedUp:
-    """A leaf that was hashed before it is copied: the ids of its chunks, and the byte ranges that no live pack of the store holds."""
+    """A leaf that was hashed before it is copied: the ids of its chunks, and the byte ranges that
+    no live pack of the store holds."""
 
     ids: bytes
     missing: tuple[tuple[int, int], ...]
@@ -75,8 +80,9 @@ class LookedUp:
 class StagingPlan:
     """What to copy into an arena of `nbytes`.
 
-    Leaves are numbered through all keys: `offsets` says where a leaf will lie, `parts` where what is copied of one that was looked up,
-    `small` are those that become `bytes`, `borrowed` those that stay where they are. `later` is what may be copied while training goes on.
+    Leaves are numbered through all keys: `offsets` says where a leaf will lie, `parts` where what
+    is copied of one that was looked up, `small` are those that become `bytes`, `borrowed` those
+    that stay where they are. `later` is what may be copied while training goes on.
     """
 
     nbytes: int
@@ -90,12 +96,21 @@ class StagingPlan:
 
 def paths_of(flats: Mapping[str, FlatState]) -> list[str]:
     """The path of each source of `leaves_of`."""
-    return [path for flat in flats.values() for path in (*flat.schema.paths, *(flat.schema.paths[n] for n, _ in _held_in(flat)))]
+    return [
+        path
+        for flat in flats.values()
+        for path in (*flat.schema.paths, *(flat.schema.paths[n] for n, _ in _held_in(flat)))
+    ]
 
 
 def leaves_away(sources: Sequence[Source]) -> frozenset[int]:
-    """The numbers of those that lie on a device, whose bytes may be hashed while others are on their way from there."""
-    return frozenset(n for n, source in enumerate(sources) if isinstance(source, TensorSource) and is_away(source.tensor))
+    """The numbers of those that lie on a device, whose bytes may be hashed while others are on
+    their way from there."""
+    return frozenset(
+        n
+        for n, source in enumerate(sources)
+        if isinstance(source, TensorSource) and is_away(source.tensor)
+    )
 
 
 def with_leaves(flats: Mapping[str, FlatState], sources: Sequence[Source]) -> dict[str, FlatState]:
@@ -110,7 +125,10 @@ def _held_in(flat: FlatState) -> Iterator[tuple[int, Source]]:
 
 def _with(flat: FlatState, numbered: Iterator[Source]) -> FlatState:
     leaves = [next(numbered) for _ in flat.leaves]
-    held = {n: each._replace(parts=tuple((box, next(numbered)) for box, _ in each.parts)) for n, each in flat.held.items()}
+    held = {
+        n: each._replace(parts=tuple((box, next(numbered)) for box, _ in each.parts))
+        for n, each in flat.held.items()
+    }
     return replace(flat, leaves=leaves, held=held)
 
 
@@ -122,10 +140,15 @@ def plan_staging(
 ) -> StagingPlan:
     """Where the bytes of `sources` go, and which leaves do not fit `room_bytes`. Reads no bytes.
 
-    Those of the leaves `lazy` that nothing else shares memory with may be copied later. Leaves whose chunks are known stay where they are.
-    Of the leaves `looked_up` only what is missing is copied.
+    Those of the leaves `lazy` that nothing else shares memory with may be copied later. Leaves
+    whose chunks are known stay where they are. Of the leaves `looked_up` only what is missing is
+    copied.
     """
-    tensor_leaves = {n: source for n, source in enumerate(sources) if isinstance(source, TensorSource) and source.known_ids is None}
+    tensor_leaves = {
+        n: source
+        for n, source in enumerate(sources)
+        if isinstance(source, TensorSource) and source.known_ids is None
+    }
     small = tuple(n for n, source in tensor_leaves.items() if source.nbytes <= INLINE_BYTES)
     large = {n: source for n, source in tensor_leaves.items() if source.nbytes > INLINE_BYTES}
     offsets: dict[int, int] = {}
@@ -149,8 +172,18 @@ def plan_staging(
         else:
             copies.extend(group.copies(large, places))
         end = stop
-    in_order = chain.from_iterable(reversed(later))  # the first leaf first: it is the first to be hashed, perhaps meanwhile
-    return StagingPlan(end, offsets, parts, small, tuple(sorted(borrowed)), tuple(_tasks(copies)), tuple(_tasks(in_order)))
+    in_order = chain.from_iterable(
+        reversed(later)
+    )  # the first leaf first: it is the first to be hashed, perhaps meanwhile
+    return StagingPlan(
+        end,
+        offsets,
+        parts,
+        small,
+        tuple(sorted(borrowed)),
+        tuple(_tasks(copies)),
+        tuple(_tasks(in_order)),
+    )
 
 
 def stage(
@@ -161,24 +194,38 @@ def stage(
     looked_up: Mapping[int, LookedUp] = NOTHING_LOOKED_UP,
     arrivals: CopyProgress | None = None,
 ) -> dict[str, FlatState]:
-    """Carry out `plan` but for what may be copied later: the same keys with sources that do not change any more once that is copied, too,
-    and what is borrowed given back. Who reads what is copied later waits for its arrival."""
+    """Carry out `plan` but for what may be copied later: the same keys with sources that do not
+    change any more once that is copied, too, and what is borrowed given back. Who reads what is
+    copied later waits for its arrival."""
     sources = leaves_of(flats)
     for n in plan.small:
         sources[n] = _bytes_of(sources[n])
     if arena is not None:
-        prepare(devices_of(source.tensor for source in sources if isinstance(source, TensorSource)), arena)
+        prepare(
+            devices_of(source.tensor for source in sources if isinstance(source, TensorSource)),
+            arena,
+        )
         spread(lambda task: copy_task(task, arena), plan.tasks)
         for n, offset in plan.offsets.items():
-            sources[n] = BufferSource(arena.memory, offset, sources[n].nbytes, sources[n].width, arrivals)
+            sources[n] = BufferSource(
+                arena.memory, offset, sources[n].nbytes, sources[n].width, arrivals
+            )
         for n, places in plan.parts.items():
-            sources[n] = PartSource(arena.memory, places, looked_up[n].ids, sources[n].nbytes, sources[n].width, arrivals)
+            sources[n] = PartSource(
+                arena.memory,
+                places,
+                looked_up[n].ids,
+                sources[n].nbytes,
+                sources[n].width,
+                arrivals,
+            )
     return with_leaves(flats, sources)
 
 
 @dataclass(frozen=True, slots=True)
 class _Group:
-    """Leaves that are copied together, each at its offset: those whose memory overlaps, or one that must be gathered."""
+    """Leaves that are copied together, each at its offset: those whose memory overlaps, or one that
+    must be gathered."""
 
     address: int
     nbytes: int
@@ -188,12 +235,21 @@ class _Group:
         """The bytes that must be copied: all, or what is missing of any of the leaves."""
         if not self.leaves.keys() <= looked_up.keys():
             return [(0, self.nbytes)]
-        return merged((at + start, at + stop) for n, at in self.leaves.items() for start, stop in looked_up[n].missing)
+        return merged(
+            (at + start, at + stop)
+            for n, at in self.leaves.items()
+            for start, stop in looked_up[n].missing
+        )
 
-    def copies(self, sources: Mapping[int, TensorSource], places: Sequence[Place]) -> Iterator[Copy]:
+    def copies(
+        self, sources: Mapping[int, TensorSource], places: Sequence[Place]
+    ) -> Iterator[Copy]:
         for place in places:
             for start in range(place.start, place.stop, PIECE_BYTES):
-                stop, offset = min(start + PIECE_BYTES, place.stop), place.offset + start - place.start
+                stop, offset = (
+                    min(start + PIECE_BYTES, place.stop),
+                    place.offset + start - place.start,
+                )
                 if self.address:
                     yield Move(self.address + start, offset, stop - start)
                 else:
@@ -213,8 +269,8 @@ def merged(spans: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
 
 
 def _places(spans: Sequence[tuple[int, int]], end: int) -> tuple[list[Place], int]:
-    """`spans` one behind the other from `end` on, aligned as in a pack, so that they can go to the disk from where they lie; and where
-    they end."""
+    """`spans` one behind the other from `end` on, aligned as in a pack, so that they can go to the
+    disk from where they lie; and where they end."""
     places = []
     for start, stop in spans:
         offset = align(end, stop - start)
@@ -232,8 +288,16 @@ def _within(places: Sequence[Place], first: int, last: int) -> Iterator[Place]:
 
 
 def _groups(sources: Mapping[int, TensorSource]) -> Iterator[_Group]:
-    plain = sorted((source.tensor.data_ptr(), n) for n, source in sources.items() if tensors.is_plain(source.tensor))
-    yield from (_Group(0, source.nbytes, {n: 0}) for n, source in sources.items() if not tensors.is_plain(source.tensor))
+    plain = sorted(
+        (source.tensor.data_ptr(), n)
+        for n, source in sources.items()
+        if tensors.is_plain(source.tensor)
+    )
+    yield from (
+        _Group(0, source.nbytes, {n: 0})
+        for n, source in sources.items()
+        if not tensors.is_plain(source.tensor)
+    )
     leaves: dict[int, int] = {}
     start = stop = 0
     for address, n in plain:
@@ -266,11 +330,18 @@ def copy_task(task: Sequence[Copy], arena: Buffer) -> None:
     """Make the copies of one task."""
     for copy in task:
         if isinstance(copy, Move):
-            ctypes.memmove(arena.address + copy.offset, copy.address, copy.nbytes)  # without the GIL
+            ctypes.memmove(
+                arena.address + copy.offset, copy.address, copy.nbytes
+            )  # without the GIL
         else:
             tensor = copy.source.tensor
             with beside_training(tensor.device):
-                tensors.read_range(tensor, copy.start, copy.stop, arena.memory[copy.offset : copy.offset + copy.nbytes])
+                tensors.read_range(
+                    tensor,
+                    copy.start,
+                    copy.stop,
+                    arena.memory[copy.offset : copy.offset + copy.nbytes],
+                )
 
 
 def _bytes_of(source: Source) -> BytesSource:

@@ -1,7 +1,8 @@
-"""Memory that staged states lie in: arenas of a budgeted pool, used again by one commit after the other.
+"""Memory that staged states lie in: arenas of a budgeted pool, used again by one commit after the
+other.
 
-Fresh memory costs as much as a copy into it (page faults), so an arena that was given back stays and is taken again. What is not taken is
-given up only to make room for a larger one.
+Fresh memory costs as much as a copy into it (page faults), so an arena that was given back stays
+and is taken again. What is not taken is given up only to make room for a larger one.
 """
 
 import ctypes
@@ -39,7 +40,8 @@ class Buffer:
             raise _no_memory(nbytes, error) from error
         if shared:
             finalize(self, _close, self.fd)
-        # Without these hints it works as well, only slower. A forked child would make every page of it a copy-on-write fault for us.
+        # Without these hints it works as well, only slower. A forked child would make every page of
+        # it a copy-on-write fault for us.
         for advice in ("MADV_HUGEPAGE", "MADV_DONTFORK"):
             with suppress(AttributeError, OSError):
                 self._map.madvise(getattr(mmap, advice))
@@ -50,15 +52,28 @@ class Buffer:
 
 
 class BufferSource:
-    """A leaf that lies in `memory` from `offset` on, or will: who asks for bytes waits for their arrival. Valid until the arena is given
-    back."""
+    """A leaf that lies in `memory` from `offset` on, or will: who asks for bytes waits for their
+    arrival. Valid until the arena is given back."""
 
     __slots__ = ("arrivals", "memory", "nbytes", "offset", "width")
     known_ids: bytes | None = None
     still = True
 
-    def __init__(self, memory: memoryview, offset: int, nbytes: int, width: int, arrivals: CopyProgress | None = None) -> None:
-        self.memory, self.offset, self.nbytes, self.width, self.arrivals = memory, offset, nbytes, width, arrivals
+    def __init__(
+        self,
+        memory: memoryview,
+        offset: int,
+        nbytes: int,
+        width: int,
+        arrivals: CopyProgress | None = None,
+    ) -> None:
+        self.memory, self.offset, self.nbytes, self.width, self.arrivals = (
+            memory,
+            offset,
+            nbytes,
+            width,
+            arrivals,
+        )
 
     def view(self, start: int, stop: int) -> memoryview:
         if self.arrivals:
@@ -78,21 +93,36 @@ class Place(NamedTuple):
 
 
 class PartSource:
-    """A leaf whose chunks' ids are known, and of which no more lies in `memory`, or will, than `places` say, in order."""
+    """A leaf whose chunks' ids are known, and of which no more lies in `memory`, or will, than
+    `places` say, in order."""
 
     __slots__ = ("arrivals", "known_ids", "memory", "nbytes", "places", "width")
     still = True
 
     def __init__(
-        self, memory: memoryview, places: Sequence[Place], known_ids: bytes, nbytes: int, width: int, arrivals: CopyProgress | None = None
+        self,
+        memory: memoryview,
+        places: Sequence[Place],
+        known_ids: bytes,
+        nbytes: int,
+        width: int,
+        arrivals: CopyProgress | None = None,
     ) -> None:
-        self.memory, self.places, self.known_ids, self.nbytes, self.width = memory, tuple(places), known_ids, nbytes, width
+        self.memory, self.places, self.known_ids, self.nbytes, self.width = (
+            memory,
+            tuple(places),
+            known_ids,
+            nbytes,
+            width,
+        )
         self.arrivals = arrivals
 
     def view(self, start: int, stop: int) -> memoryview:
         i = bisect_right(self.places, start, key=lambda place: place.start) - 1
         if i < 0 or stop > self.places[i].stop:
-            raise NotCopied(f"bytes {start}:{stop} of a leaf of {self.nbytes} were left to the store")
+            raise NotCopied(
+                f"bytes {start}:{stop} of a leaf of {self.nbytes} were left to the store"
+            )
         offset = self.places[i].offset + start - self.places[i].start
         if self.arrivals:
             self.arrivals.wait(offset, offset + stop - start)
@@ -103,8 +133,8 @@ class PartSource:
 
 
 class BufferPool:
-    """Arenas of at most `budget_bytes` together, taken and free ones; of `shared` memory if another process is to see them. Threads may
-    share it."""
+    """Arenas of at most `budget_bytes` together, taken and free ones; of `shared` memory if another
+    process is to see them. Threads may share it."""
 
     def __init__(self, budget_bytes: int, *, shared: bool = False) -> None:
         self._shared = shared
@@ -120,7 +150,8 @@ class BufferPool:
             return self._taken_bytes + sum(arena.nbytes for arena in self._free)
 
     def take(self, nbytes: int, *, wait: bool = True) -> Buffer | None:
-        """An arena of at least `nbytes`, which must be within the budget; waits until there is room, or returns None without `wait`."""
+        """An arena of at least `nbytes`, which must be within the budget; waits until there is
+        room, or returns None without `wait`."""
         size = -(-max(nbytes, 1) // MIN_STAGING_BYTES) * MIN_STAGING_BYTES
         assert size <= self.budget_bytes
         with self._changed:
@@ -140,7 +171,8 @@ class BufferPool:
             self._changed.notify_all()
 
     def _best(self, size: int) -> Buffer:
-        """The smallest free arena that is large enough and within the budget, else a new one in the place of free ones."""
+        """The smallest free arena that is large enough and within the budget, else a new one in the
+        place of free ones."""
         room = self.budget_bytes - self._taken_bytes
         fitting = [arena for arena in self._free if size <= arena.nbytes <= room]
         if fitting:
@@ -171,14 +203,18 @@ def _close(fd: int) -> None:
 
 def _no_memory(nbytes: int, error: OSError) -> Unavailable:
     return Unavailable(
-        f"cannot have {nbytes} bytes of memory to stage a state in: {error.strerror}; raise the limit of open files (`ulimit -n`) or of "
+        f"cannot have {nbytes} bytes of memory to stage a state in: {error.strerror}; raise the "
+        "limit of open files (`ulimit -n`) or of "
         "memory, or commit with less memory, then repeat"
     )
 
 
 def default_budget() -> int:
     """Half of the memory that is available now, to this machine and to this control group."""
-    return max(int(_SHARE_OF_AVAILABLE * min(_available_on_host(), _available_in_group())), MIN_STAGING_BYTES)
+    return max(
+        int(_SHARE_OF_AVAILABLE * min(_available_on_host(), _available_in_group())),
+        MIN_STAGING_BYTES,
+    )
 
 
 def _available_on_host() -> int:
@@ -190,12 +226,17 @@ def _available_on_host() -> int:
 
 
 def _available_in_group() -> float:
-    """By version 2 of control groups, as far as the process sees its own; page cache that can go counts as available."""
+    """By version 2 of control groups, as far as the process sees its own; page cache that can go
+    counts as available."""
     with suppress(OSError, ValueError):
         folder = Path("/sys/fs/cgroup")
         limit = (folder / "memory.max").read_text().strip()
         if limit != "max":
-            statistics = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
-            used = int((folder / "memory.current").read_text()) - int(statistics.get("inactive_file", 0))
+            statistics = dict(
+                line.split() for line in (folder / "memory.stat").read_text().splitlines()
+            )
+            used = int((folder / "memory.current").read_text()) - int(
+                statistics.get("inactive_file", 0)
+            )
             return max(int(limit) - used, 0)
     return float("inf")

@@ -1,7 +1,8 @@
-"""Which tensors are more than one block of memory, and of which plain tensors they are made (docs/values.md).
+"""Which tensors are more than one block of memory, and of which plain tensors they are made
+(docs/values.md).
 
-`split_tensor` takes parameters, sparse, quantized, nested and jagged tensors and subclasses apart into strided tensors that share
-their memory, and refuses what has no memory of its own.
+`split_tensor` takes parameters, sparse, quantized, nested and jagged tensors and subclasses apart
+into strided tensors that share their memory, and refuses what has no memory of its own.
 """
 
 import sys
@@ -28,7 +29,8 @@ _COMPRESSED = {
 
 
 def split_tensor(tensor: torch.Tensor) -> Parts | torch.Tensor:
-    """What `tensor` is made of; a strided tensor that stands for it as it is; or `InvalidInput` saying why it cannot be stored."""
+    """What `tensor` is made of; a strided tensor that stands for it as it is; or `InvalidInput`
+    saying why it cannot be stored."""
     _refuse_without_memory(tensor)
     if _is_distributed(tensor):
         return _whole_local(tensor)
@@ -36,7 +38,11 @@ def split_tensor(tensor: torch.Tensor) -> Parts | torch.Tensor:
         return _split_parameter(tensor)
     if tensor.requires_grad:
         marked = (("requires_grad", True),)
-        return Parts("torch.Tensor", [tensor.detach()], attrs=marked) if tensor.is_leaf else tensor.detach()
+        return (
+            Parts("torch.Tensor", [tensor.detach()], attrs=marked)
+            if tensor.is_leaf
+            else tensor.detach()
+        )
     if tensor.is_nested:
         return _split_jagged(tensor) if tensor.layout == torch.jagged else _split_nested(tensor)
     if type(tensor) is not torch.Tensor:
@@ -50,13 +56,21 @@ def split_tensor(tensor: torch.Tensor) -> Parts | torch.Tensor:
 
 def _refuse_without_memory(tensor: torch.Tensor) -> None:
     if is_lazy(tensor):
-        raise InvalidInput("an uninitialized parameter has no values yet; run the module once on an input, then commit")
+        raise InvalidInput(
+            "an uninitialized parameter has no values yet; run the module once on an input, then "
+            "commit"
+        )
     if tensor.is_meta:
-        raise InvalidInput("a meta tensor has no values; materialize it (module.to_empty(device=…)) and fill it first")
+        raise InvalidInput(
+            "a meta tensor has no values; materialize it (module.to_empty(device=…)) and fill it "
+            "first"
+        )
     if tensor.is_mkldnn:
         raise InvalidInput("an mkldnn tensor's memory is opaque; store tensor.to_dense()")
     if tensor.is_quantized:
-        tensors.check_memory(tensor)  # before its integers are looked at: torch would give them new memory
+        tensors.check_memory(
+            tensor
+        )  # before its integers are looked at: torch would give them new memory
     if type(tensor).__name__ == "MaskedTensor":
         raise InvalidInput("a masked tensor cannot be stored; store get_data() and get_mask()")
 
@@ -69,10 +83,16 @@ def _is_distributed(tensor: torch.Tensor) -> bool:
 def _whole_local(tensor: Any) -> torch.Tensor:
     """The local part of a distributed tensor where that is all of it."""
     if any(placement.is_partial() for placement in tensor.placements):
-        raise InvalidInput("a DTensor with Partial placements holds unfinished sums; redistribute it to Replicate or Shard first")
+        raise InvalidInput(
+            "a DTensor with Partial placements holds unfinished sums; redistribute it to Replicate "
+            "or Shard first"
+        )
     local: torch.Tensor = tensor.to_local().detach()
     if local.shape != tensor.shape:
-        raise InvalidInput(f"this rank holds {list(local.shape)} of a DTensor of shape {list(tensor.shape)}; commit tensor.full_tensor()")
+        raise InvalidInput(
+            f"this rank holds {list(local.shape)} of a DTensor of shape {list(tensor.shape)}; "
+            "commit tensor.full_tensor()"
+        )
     return local
 
 
@@ -88,40 +108,72 @@ def _join_parameter(joint: Joint) -> torch.nn.Parameter:
     if "class" not in joint.attrs:
         return torch.nn.Parameter(data, requires_grad)
     cls: Any = class_named(joint.attrs["class"], joint.classes)
-    made: torch.nn.Parameter = torch.Tensor._make_subclass(cls, data, requires_grad)  # runs none of the class's own code
+    made: torch.nn.Parameter = torch.Tensor._make_subclass(
+        cls, data, requires_grad
+    )  # runs none of the class's own code
     return made
 
 
 def _split_coo(tensor: torch.Tensor) -> Parts:
-    attrs = (("coalesced", tensor.is_coalesced()), ("shape", attribute(list(tensor.shape), "shape")))
-    return Parts("torch.sparse_coo", [tensor._indices(), tensor._values()], ["indices", "values"], attrs)
+    attrs = (
+        ("coalesced", tensor.is_coalesced()),
+        ("shape", attribute(list(tensor.shape), "shape")),
+    )
+    return Parts(
+        "torch.sparse_coo", [tensor._indices(), tensor._values()], ["indices", "values"], attrs
+    )
 
 
 def _join_coo(joint: Joint) -> torch.Tensor:
     indices, values = joint.children
-    return torch.sparse_coo_tensor(indices, values, joint.attrs["shape"], is_coalesced=joint.attrs["coalesced"], check_invariants=True)
+    return torch.sparse_coo_tensor(
+        indices,
+        values,
+        joint.attrs["shape"],
+        is_coalesced=joint.attrs["coalesced"],
+        check_invariants=True,
+    )
 
 
 def _split_compressed(tensor: torch.Tensor) -> Parts:
     names = _COMPRESSED[tensor.layout]
     children = [*(getattr(tensor, name)() for name in names), tensor.values()]
-    return Parts(str(tensor.layout), children, [*names, "values"], (("shape", attribute(list(tensor.shape), "shape")),))
+    return Parts(
+        str(tensor.layout),
+        children,
+        [*names, "values"],
+        (("shape", attribute(list(tensor.shape), "shape")),),
+    )
 
 
 def _join_compressed(joint: Joint, layout: torch.layout) -> torch.Tensor:
     with _quiet():
         compressed, plain, values = joint.children
-        return torch.sparse_compressed_tensor(compressed, plain, values, joint.attrs["shape"], layout=layout, check_invariants=True)
+        return torch.sparse_compressed_tensor(
+            compressed, plain, values, joint.attrs["shape"], layout=layout, check_invariants=True
+        )
 
 
 def _split_quantized(tensor: torch.Tensor) -> Parts:
-    common = (("dtype", attribute(tensor.dtype, "dtype")), ("shape", attribute(list(tensor.shape), "shape")))
+    common = (
+        ("dtype", attribute(tensor.dtype, "dtype")),
+        ("shape", attribute(list(tensor.shape), "shape")),
+    )
     integers = tensors.quantized_integers(tensor)
     if tensor.qscheme() in (torch.per_tensor_affine, torch.per_tensor_symmetric):
-        attrs = (*common, ("scale", attribute(tensor.q_scale(), "scale")), ("zero_point", tensor.q_zero_point()))
+        attrs = (
+            *common,
+            ("scale", attribute(tensor.q_scale(), "scale")),
+            ("zero_point", tensor.q_zero_point()),
+        )
         return Parts("torch.quantized", [integers], ["integers"], attrs)
     children = [integers, tensor.q_per_channel_scales(), tensor.q_per_channel_zero_points()]
-    return Parts("torch.quantized", children, ["integers", "scales", "zero_points"], (("axis", tensor.q_per_channel_axis()), *common))
+    return Parts(
+        "torch.quantized",
+        children,
+        ["integers", "scales", "zero_points"],
+        (("axis", tensor.q_per_channel_axis()), *common),
+    )
 
 
 def _join_quantized(joint: Joint) -> torch.Tensor:
@@ -133,10 +185,19 @@ def _join_quantized(joint: Joint) -> torch.Tensor:
         if channels:
             scales, zero_points = channels
             made = torch._empty_per_channel_affine_quantized(
-                attrs["shape"], scales=scales, zero_points=zero_points, axis=attrs["axis"], dtype=attrs["dtype"]
+                attrs["shape"],
+                scales=scales,
+                zero_points=zero_points,
+                axis=attrs["axis"],
+                dtype=attrs["dtype"],
             )
         else:
-            made = torch._empty_affine_quantized(attrs["shape"], scale=attrs["scale"], zero_point=attrs["zero_point"], dtype=attrs["dtype"])
+            made = torch._empty_affine_quantized(
+                attrs["shape"],
+                scale=attrs["scale"],
+                zero_point=attrs["zero_point"],
+                dtype=attrs["dtype"],
+            )
     # Copied: torch makes no quantized tensor over memory that is there.
     tensors.quantized_integers(made).copy_(integers)
     return made
@@ -144,7 +205,12 @@ def _join_quantized(joint: Joint) -> torch.Tensor:
 
 def _split_nested(tensor: Any) -> Parts:
     names = ["buffer", "sizes", "strides", "offsets"]
-    children = [tensor.values(), tensor._nested_tensor_size(), tensor._nested_tensor_strides(), tensor._nested_tensor_storage_offsets()]
+    children = [
+        tensor.values(),
+        tensor._nested_tensor_size(),
+        tensor._nested_tensor_strides(),
+        tensor._nested_tensor_storage_offsets(),
+    ]
     return Parts("torch.nested", children, names)
 
 
@@ -152,7 +218,11 @@ def _join_nested(joint: Joint) -> torch.Tensor:
     buffer, sizes, strides, offsets = joint.children
     # torch does not look whether what it is told lies within the buffer.
     last = offsets + ((sizes - 1) * strides).sum(-1) if sizes.numel() else offsets
-    if buffer.dim() != 1 or sizes.shape != strides.shape or any((each < 0).any() for each in (sizes, strides, offsets)):
+    if (
+        buffer.dim() != 1
+        or sizes.shape != strides.shape
+        or any((each < 0).any() for each in (sizes, strides, offsets))
+    ):
         raise ValueError("sizes, strides or offsets that are none")
     if ((last >= buffer.numel()) & (sizes > 0).all(-1)).any():
         raise ValueError(f"parts beyond the {buffer.numel()} elements that there are")
@@ -165,16 +235,27 @@ def _split_jagged(tensor: Any) -> Parts:
     if tensor.lengths() is not None:
         children["lengths"] = tensor.lengths()
     limits = (("max_seqlen", tensor._maybe_max_seqlen), ("min_seqlen", tensor._maybe_min_seqlen))
-    return Parts("torch.jagged", list(children.values()), list(children), (("jagged_dim", tensor._ragged_idx), *limits))
+    return Parts(
+        "torch.jagged",
+        list(children.values()),
+        list(children),
+        (("jagged_dim", tensor._ragged_idx), *limits),
+    )
 
 
 def _join_jagged(joint: Joint) -> torch.Tensor:
     parts = dict(joint.items())
     offsets, jagged_dim = parts["offsets"], joint.attrs["jagged_dim"]
-    if (offsets.diff() < 0).any() or offsets[0] < 0 or offsets[-1] > parts["values"].shape[jagged_dim - 1]:
+    if (
+        (offsets.diff() < 0).any()
+        or offsets[0] < 0
+        or offsets[-1] > parts["values"].shape[jagged_dim - 1]
+    ):
         raise ValueError("offsets that are not within the values")
     with _quiet():
-        return torch.nested.nested_tensor_from_jagged(parts["values"], parts["offsets"], parts.get("lengths"), **joint.attrs)
+        return torch.nested.nested_tensor_from_jagged(
+            parts["values"], parts["offsets"], parts.get("lengths"), **joint.attrs
+        )
 
 
 def _split_subclass(tensor: Any) -> Parts:
@@ -201,10 +282,20 @@ def _split_thin_subclass(tensor: Any) -> Parts:
     """A subclass that adds methods to a tensor and no data."""
     cls = type(tensor)
     if torch._C._dispatch_keys(tensor).has(torch._C.DispatchKey.Python):
-        raise InvalidInput(f"{class_name(cls)} wraps other tensors and has no __tensor_flatten__; give it one, or store its inner tensors")
+        raise InvalidInput(
+            f"{class_name(cls)} wraps other tensors and has no __tensor_flatten__; give it one, or "
+            "store its inner tensors"
+        )
     if getattr(tensor, "__dict__", None):
-        raise InvalidInput(f"{class_name(cls)} has attributes ({', '.join(vars(tensor))}) beside its data; give it __tensor_flatten__")
-    return Parts("torch.thin_subclass", [tensor.as_subclass(torch.Tensor)], attrs=(("class", class_name(cls)),))
+        raise InvalidInput(
+            f"{class_name(cls)} has attributes ({', '.join(vars(tensor))}) beside its data; give "
+            "it __tensor_flatten__"
+        )
+    return Parts(
+        "torch.thin_subclass",
+        [tensor.as_subclass(torch.Tensor)],
+        attrs=(("class", class_name(cls)),),
+    )
 
 
 def _join_thin_subclass(joint: Joint) -> Any:
@@ -213,14 +304,19 @@ def _join_thin_subclass(joint: Joint) -> Any:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Without torch's remarks that quantized, compressed and nested tensors are in beta or deprecated."""
+    """Without torch's remarks that quantized, compressed and nested tensors are in beta or
+    deprecated."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)
         yield
 
 
 def _split_generator(generator: torch.Generator) -> Parts:
-    return Parts("torch.Generator", [generator.get_state()], attrs=(("device", attribute(generator.device, "device")),))
+    return Parts(
+        "torch.Generator",
+        [generator.get_state()],
+        attrs=(("device", attribute(generator.device, "device")),),
+    )
 
 
 def _join_generator(joint: Joint) -> torch.Generator:
@@ -238,10 +334,16 @@ def _refill_generator(target: Any, joint: Joint) -> bool:
 
 def _add_all() -> None:
     add_node_type("torch.Parameter", "wrapper", _join_parameter)
-    add_node_type("torch.Tensor", "wrapper", lambda joint: joint.children[0].detach().requires_grad_(joint.attrs["requires_grad"]))
+    add_node_type(
+        "torch.Tensor",
+        "wrapper",
+        lambda joint: joint.children[0].detach().requires_grad_(joint.attrs["requires_grad"]),
+    )
     add_node_type("torch.sparse_coo", "record", _join_coo)
     for layout in _COMPRESSED:
-        add_node_type(str(layout), "record", lambda joint, layout=layout: _join_compressed(joint, layout))  # type: ignore[misc]
+        add_node_type(
+            str(layout), "record", lambda joint, layout=layout: _join_compressed(joint, layout)
+        )  # type: ignore[misc]
     add_node_type("torch.quantized", "record", _join_quantized, copies=True)
     add_node_type("torch.nested", "record", _join_nested)
     add_node_type("torch.jagged", "record", _join_jagged)

@@ -1,7 +1,8 @@
-"""Where a tensor's raw bytes are: dtypes by name, memory views, and any byte range of any strided tensor, in and out.
+"""Where a tensor's raw bytes are: dtypes by name, memory views, and any byte range of any strided
+tensor, in and out.
 
-Raw bytes are the elements in row-major order, little-endian (docs/format.md §3). They are moved as integers, since some dtypes (bits,
-sub-byte integers, some fp8) have neither `copy_` nor `view`.
+Raw bytes are the elements in row-major order, little-endian (docs/format.md §3). They are moved as
+integers, since some dtypes (bits, sub-byte integers, some fp8) have neither `copy_` nor `view`.
 """
 
 import ctypes
@@ -18,7 +19,9 @@ from ckptstore.core.model import Shape
 from ckptstore.errors import InvalidInput
 
 DTYPES: dict[str, torch.dtype] = {
-    str(dtype).removeprefix("torch."): dtype for dtype in (getattr(torch, name) for name in dir(torch)) if isinstance(dtype, torch.dtype)
+    str(dtype).removeprefix("torch."): dtype
+    for dtype in (getattr(torch, name) for name in dir(torch))
+    if isinstance(dtype, torch.dtype)
 }
 """Every dtype that this torch has, by its name."""
 
@@ -37,7 +40,10 @@ _HUGE_PAGE = 2 << 20
 def dtype_of(name: str) -> torch.dtype:
     """The dtype called `name`; `InvalidInput` if this torch has none."""
     if name not in DTYPES:
-        raise InvalidInput(f"this torch ({torch.__version__}) has no dtype {name[:40]!r}; read with the torch that wrote it or a newer one")
+        raise InvalidInput(
+            f"this torch ({torch.__version__}) has no dtype {name[:40]!r}; read with the torch "
+            "that wrote it or a newer one"
+        )
     return DTYPES[name]
 
 
@@ -45,13 +51,19 @@ def empty(name: str, shape: Shape) -> torch.Tensor:
     """A contiguous CPU tensor of any bytes, all of which are to be written."""
     dtype = dtype_of(name)
     if dtype == torch.complex32:
-        return in_huge_pages(torch.empty(shape, dtype=torch.int32)).view(dtype)  # as complex32, torch would warn
+        return in_huge_pages(torch.empty(shape, dtype=torch.int32)).view(
+            dtype
+        )  # as complex32, torch would warn
     return in_huge_pages(torch.empty(shape, dtype=dtype))
 
 
 def in_huge_pages(tensor: torch.Tensor) -> torch.Tensor:
-    """A new CPU tensor, whose memory is asked to be huge pages: to take it page by page costs more than to fill it. Only a hint."""
-    start, stop = -(-tensor.data_ptr() // _HUGE_PAGE) * _HUGE_PAGE, (tensor.data_ptr() + tensor.nbytes) // _HUGE_PAGE * _HUGE_PAGE
+    """A new CPU tensor, whose memory is asked to be huge pages: to take it page by page costs more
+    than to fill it. Only a hint."""
+    start, stop = (
+        -(-tensor.data_ptr() // _HUGE_PAGE) * _HUGE_PAGE,
+        (tensor.data_ptr() + tensor.nbytes) // _HUGE_PAGE * _HUGE_PAGE,
+    )
     if stop > start and tensor.is_cpu and hasattr(mmap, "MADV_HUGEPAGE"):
         _madvise()(start, stop - start, mmap.MADV_HUGEPAGE)
     return tensor
@@ -65,29 +77,37 @@ def _madvise() -> Callable[[int, int, int], int]:
 
 
 def tensor_from(buffer: Any, name: str, shape: Shape) -> torch.Tensor:
-    """A tensor over the memory of `buffer` (a memoryview, an mmap), which it keeps alive; of a copy if the buffer is read-only."""
+    """A tensor over the memory of `buffer` (a memoryview, an mmap), which it keeps alive; of a copy
+    if the buffer is read-only."""
     view = memoryview(buffer).cast("B")
     nbytes = dtype_of(name).itemsize * prod(shape)
     if len(view) != nbytes:
         raise InvalidInput(f"{len(view)} bytes for a tensor {name}{list(shape)}; wanted {nbytes}")
     if not nbytes:
         return empty(name, shape)
-    return as_dtype(torch.frombuffer(bytearray(view) if view.readonly else view, dtype=torch.uint8), dtype_of(name), shape)
+    return as_dtype(
+        torch.frombuffer(bytearray(view) if view.readonly else view, dtype=torch.uint8),
+        dtype_of(name),
+        shape,
+    )
 
 
 def as_dtype(tensor: torch.Tensor, dtype: torch.dtype, shape: Shape) -> torch.Tensor:
-    """The memory of a contiguous tensor as one of another dtype and shape of as many bytes; works for dtypes that `view` refuses."""
+    """The memory of a contiguous tensor as one of another dtype and shape of as many bytes; works
+    for dtypes that `view` refuses."""
     offset = tensor.storage_offset() * tensor.itemsize // dtype.itemsize
     return _over(tensor.untyped_storage(), dtype, offset, shape, _row_major(shape))
 
 
 def memory_of(tensor: torch.Tensor) -> memoryview:
-    """The raw bytes of a contiguous CPU tensor where they are: flat, writable, format `B`. The view keeps the tensor alive."""
+    """The raw bytes of a contiguous CPU tensor where they are: flat, writable, format `B`. The view
+    keeps the tensor alive."""
     nbytes = tensor.nbytes
     if not nbytes:
         return memoryview(bytearray())
     array = (ctypes.c_ubyte * nbytes).from_address(tensor.data_ptr())
-    array.owner = tensor  # type: ignore[attr-defined]  # whoever holds the view holds the array, and so the tensor
+    # whoever holds the view holds the array, and so the tensor
+    array.owner = tensor  # type: ignore[attr-defined]
     return memoryview(array).cast("B")
 
 
@@ -96,32 +116,46 @@ def is_tensor(value: object) -> bool:
 
 
 def check_memory(tensor: torch.Tensor) -> None:
-    """Raise `InvalidInput` for a tensor whose elements are not all in memory that is there: its storage was freed or made smaller, or it
-    is a stand-in of one of torch's transforms, which has none."""
+    """Raise `InvalidInput` for a tensor whose elements are not all in memory that is there: its
+    storage was freed or made smaller, or it is a stand-in of one of torch's transforms, which has
+    none."""
     if not tensor.numel():
         return
     try:
         address, there = tensor.data_ptr(), tensor.untyped_storage().nbytes()
     except RuntimeError as error:  # NotImplementedError is one
-        raise InvalidInput(f"a tensor without memory of its own, inside of vmap, grad or the like, has no bytes: {_OUTSIDE}") from error
-    last = tensor.storage_offset() + sum((n - 1) * abs(step) for n, step in zip(tensor.shape, tensor.stride(), strict=True))
+        raise InvalidInput(
+            "a tensor without memory of its own, inside of vmap, grad or the like, has no bytes: "
+            f"{_OUTSIDE}"
+        ) from error
+    last = tensor.storage_offset() + sum(
+        (n - 1) * abs(step) for n, step in zip(tensor.shape, tensor.stride(), strict=True)
+    )
     needed = -(-(last + 1) * tensor.itemsize // _PER_BYTE.get(tensor.dtype, 1))
     if there < needed:
         raise InvalidInput(
-            f"a tensor whose storage has {there} bytes needs {needed}: it was freed or made smaller (untyped_storage().resize_); "
+            f"a tensor whose storage has {there} bytes needs {needed}: it was freed or made "
+            "smaller (untyped_storage().resize_); "
             f"commit before that, or leave the tensor out"
         )
     if not address and not tensor.is_meta:
-        raise InvalidInput(f"a tensor without memory, as functionalize and zeros that are never made have it, has no bytes: {_OUTSIDE}")
+        raise InvalidInput(
+            "a tensor without memory, as functionalize and zeros that are never made have it, has "
+            f"no bytes: {_OUTSIDE}"
+        )
 
 
 _OUTSIDE = "commit outside of the transform, or materialize it (torch.zeros, clone())"
 
 
 def is_strided(tensor: torch.Tensor) -> bool:
-    """Whether a tensor is one block of memory with strides, and its dtype says all about its elements."""
+    """Whether a tensor is one block of memory with strides, and its dtype says all about its
+    elements."""
     return (
-        tensor.layout is torch.strided and (tensor.is_cpu or not tensor.is_meta) and not tensor.is_nested and tensor.dtype not in QUANTIZED
+        tensor.layout is torch.strided
+        and (tensor.is_cpu or not tensor.is_meta)
+        and not tensor.is_nested
+        and tensor.dtype not in QUANTIZED
     )
 
 
@@ -131,17 +165,20 @@ def is_plain(tensor: torch.Tensor) -> bool:
 
 
 def is_writable_by_range(tensor: torch.Tensor) -> bool:
-    """Whether `write_range` may be used: each element has memory of its own that holds its bytes as they are."""
+    """Whether `write_range` may be used: each element has memory of its own that holds its bytes as
+    they are."""
     if tensor.is_conj() or tensor.is_neg():
         return False
-    return tensor.is_contiguous() or not any(n > 1 and stride == 0 for n, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return tensor.is_contiguous() or not any(
+        n > 1 and stride == 0 for n, stride in zip(tensor.shape, tensor.stride(), strict=True)
+    )
 
 
 def read_range(tensor: torch.Tensor, start: int, stop: int, out: memoryview) -> None:
     """Copy the raw bytes `start:stop` of a strided tensor, on any device, to `out`.
 
-    Besides `out` it needs memory only where `start` or `stop` lies within an element, or the tensor lives on another device and is not
-    contiguous.
+    Besides `out` it needs memory only where `start` or `stop` lies within an element, or the tensor
+    lives on another device and is not contiguous.
     """
     width = tensor.itemsize
     first, last = start // width, -(-stop // width)
@@ -161,7 +198,8 @@ def read_range(tensor: torch.Tensor, start: int, stop: int, out: memoryview) -> 
 
 
 def write_range(tensor: torch.Tensor, start: int, data: memoryview) -> None:
-    """Copy `data` to the raw bytes from `start` on of a strided tensor on any device; both ends must be whole elements.
+    """Copy `data` to the raw bytes from `start` on of a strided tensor on any device; both ends
+    must be whole elements.
 
     The tensor's elements must not share memory (`is_writable_by_range`).
     """
@@ -169,16 +207,22 @@ def write_range(tensor: torch.Tensor, start: int, data: memoryview) -> None:
         return
     source = _from_memory(data)
     if tensor.is_cuda:
-        source = source.pin_memory()  # from torch's pool: the copy is then left to the device, in order with what is launched next
+        # from torch's pool: the copy is then left to the device, in order with what is launched
+        # next
+        source = source.pin_memory()
     at = 0
     with torch.no_grad():
         for run in _runs(_integers(tensor), start, start + len(data)):
-            run.copy_(as_dtype(source[at : at + run.nbytes], run.dtype, run.shape), non_blocking=tensor.is_cuda)
+            run.copy_(
+                as_dtype(source[at : at + run.nbytes], run.dtype, run.shape),
+                non_blocking=tensor.is_cuda,
+            )
             at += run.nbytes
 
 
 def convert_range(tensor: torch.Tensor, dtype: torch.dtype, start: int, data: memoryview) -> None:
-    """As `write_range`, for `data` of `dtype`, each element converted as `Tensor.to` does; `start` counts bytes of that dtype."""
+    """As `write_range`, for `data` of `dtype`, each element converted as `Tensor.to` does; `start`
+    counts bytes of that dtype."""
     source = _from_memory(data)
     first = start // dtype.itemsize * tensor.itemsize
     at = 0
@@ -190,12 +234,21 @@ def convert_range(tensor: torch.Tensor, dtype: torch.dtype, start: int, data: me
 
 
 def quantized_integers(tensor: torch.Tensor) -> torch.Tensor:
-    """The stored integers of a quantized tensor, sharing its memory: as bytes in a row where several lie in one byte."""
+    """The stored integers of a quantized tensor, sharing its memory: as bytes in a row where
+    several lie in one byte."""
     storage = tensor.untyped_storage()
     if tensor.dtype in _PER_BYTE:
         packed = quantized_nbytes(tensor.dtype, tuple(tensor.shape))
-        return _over(storage, torch.uint8, tensor.storage_offset() // _PER_BYTE[tensor.dtype], (packed,), (1,))
-    integers = {torch.quint8: torch.uint8, torch.qint8: torch.int8, torch.qint32: torch.int32}[tensor.dtype]
+        return _over(
+            storage,
+            torch.uint8,
+            tensor.storage_offset() // _PER_BYTE[tensor.dtype],
+            (packed,),
+            (1,),
+        )
+    integers = {torch.quint8: torch.uint8, torch.qint8: torch.int8, torch.qint32: torch.int32}[
+        tensor.dtype
+    ]
     return _over(storage, integers, tensor.storage_offset(), tuple(tensor.shape), tensor.stride())
 
 
@@ -212,14 +265,22 @@ def _from_memory(data: memoryview) -> torch.Tensor:
 
 
 def _integers(tensor: torch.Tensor) -> torch.Tensor:
-    """The memory of a strided tensor as integers of the element's width, in its shape; elements of 16 bytes become two integers."""
-    storage, shape, stride, offset = tensor.untyped_storage(), tuple(tensor.shape), tensor.stride(), tensor.storage_offset()
+    """The memory of a strided tensor as integers of the element's width, in its shape; elements of
+    16 bytes become two integers."""
+    storage, shape, stride, offset = (
+        tensor.untyped_storage(),
+        tuple(tensor.shape),
+        tensor.stride(),
+        tensor.storage_offset(),
+    )
     if tensor.itemsize == 16:
         return _over(storage, torch.int64, 2 * offset, (*shape, 2), (*(2 * s for s in stride), 1))
     return _over(storage, _INTEGERS[tensor.itemsize], offset, shape, stride)
 
 
-def _over(storage: Any, dtype: torch.dtype, offset: Any, shape: Shape, stride: tuple[int, ...]) -> torch.Tensor:
+def _over(
+    storage: Any, dtype: torch.dtype, offset: Any, shape: Shape, stride: tuple[int, ...]
+) -> torch.Tensor:
     if dtype == torch.complex32:
         return _over(storage, torch.int32, offset, shape, stride).view(dtype)
     return torch.empty(0, dtype=dtype, device=storage.device).set_(storage, offset, shape, stride)
@@ -234,7 +295,8 @@ def _row_major(shape: Shape) -> tuple[int, ...]:
 
 
 def _runs(tensor: torch.Tensor, start: int, stop: int) -> Iterator[torch.Tensor]:
-    """The bytes `start:stop` of a tensor's row-major order as parts of it, in order: whole rows wherever there are some."""
+    """The bytes `start:stop` of a tensor's row-major order as parts of it, in order: whole rows
+    wherever there are some."""
     width = tensor.itemsize
     yield from _element_runs(_flatter(tensor), start // width, stop // width)
 
@@ -259,7 +321,8 @@ def _element_runs(tensor: torch.Tensor, start: int, stop: int) -> Iterator[torch
 
 
 def _flatter(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor with neighbouring dimensions made one where their memory allows: a contiguous tensor becomes a vector."""
+    """The tensor with neighbouring dimensions made one where their memory allows: a contiguous
+    tensor becomes a vector."""
     shape, strides = [1], [1]
     for n, stride in zip(tensor.shape, tensor.stride(), strict=True):
         if n == 1:
@@ -275,7 +338,8 @@ def _flatter(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _resolve_signs(tensor: torch.Tensor, target: torch.Tensor) -> None:
-    """Flip in `target`, raw bytes of `tensor`, the signs that a conjugate or negative view says to flip."""
+    """Flip in `target`, raw bytes of `tensor`, the signs that a conjugate or negative view says to
+    flip."""
     conj, neg = tensor.is_conj(), tensor.is_neg()
     if not conj and not neg:
         return

@@ -1,39 +1,44 @@
-"""What a place for objects can do, whether it is a local disk or a bucket; `open_storage` picks one by URL.
+"""What a place for objects can do, whether it is a local disk or a bucket.
 
-An object has a key, a path relative to the store's root with `/` between its parts. Everything durable in a store is put in its
-place by one of three methods, and each of them shows readers the whole object or none of it: `put`, `put_new`, `Writer.finish`.
+An object has a key, a path relative to the store's root with `/` between its parts. Everything
+durable in a store is put in its place by one of three methods, and each of them shows readers the
+whole object or none of it: `put`, `put_new`, `Writer.finish`.
 
-A finished object is never replaced: packs, twins, documents and log entries get their name by an exclusive create, so that what went wrong
-above storage cannot change bytes that were acknowledged. `put` is for what changes by design: sessions, the configuration, caches.
+A finished object is never replaced: packs, twins, documents and log entries get their name by an
+exclusive create, so that what went wrong above storage cannot change bytes that were acknowledged.
+`put` is for what changes by design: sessions, the configuration, caches.
 """
 
-import os
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 from ckptstore.core.ids import SessionId
-from ckptstore.core.paths import check_path
 from ckptstore.errors import Conflict, InvalidInput
 
 
 class Writer(Protocol):
-    """A large object being written from front to back, by one thread at a time; readers see it after `finish`."""
+    """A large object being written from front to back, by one thread at a time; readers see it
+    after `finish`."""
 
     def append(self, buffers: Sequence[memoryview]) -> None:
-        """Write `buffers` one behind the other where the last call ended. They are the caller's again on return."""
+        """Write `buffers` one behind the other where the last call ended. They are the caller's
+        again on return."""
 
     def finish(self) -> bool:
-        """Make the bytes durable and give the object its name; the name is durable after `Storage.sync_dirs`.
+        """Make the bytes durable and give the object its name; the name is durable after
+        `Storage.sync_dirs`.
 
-        True if the object is this writer's: on failure of what it is for, the caller may delete it. False if an object with the same bytes
-        has the name, which may be this one by an attempt whose answer was lost, or another writer's. Raises `Conflict` if the name is
-        taken otherwise; what has it stays as it is. After any other failure, `Unavailable`, the object is discarded: after a failed fsync
-        nobody knows what was written.
+        True if the object is this writer's: on failure of what it is for, the caller may delete it.
+        False if an object with the same bytes has the name, which may be this one by an attempt
+        whose answer was lost, or another writer's. Raises `Conflict` if the name is taken
+        otherwise; what has it stays as it is. After any other failure, `Unavailable`, the object is
+        discarded: after a failed fsync nobody knows what was written.
         """
 
     def discard(self) -> None:
-        """Forget the object. May be called again and after a failed `finish`; does nothing after a successful one."""
+        """Forget the object. May be called again and after a failed `finish`; does nothing after a
+        successful one."""
 
 
 class OpenFile(Protocol):
@@ -45,8 +50,9 @@ class OpenFile(Protocol):
 class Storage(Protocol):
     """Objects by key. Safe for threads, and for use in the child after a fork.
 
-    Raises `NotFound` for an absent object, `Unavailable` when storage does not answer or is full, `ReadOnly` where writing is not
-    allowed, `Corrupt` for an object that is shorter than it was said to be, `InvalidInput` for a key that leaves the root.
+    Raises `NotFound` for an absent object, `Unavailable` when storage does not answer or is full,
+    `ReadOnly` where writing is not allowed, `Corrupt` for an object that is shorter than it was
+    said to be, `InvalidInput` for a key that leaves the root.
     """
 
     url: str
@@ -57,13 +63,16 @@ class Storage(Protocol):
         """The bytes `start:stop` of the object as it is now, as many of them as there are."""
 
     def read_into(self, key: str, offset: int, buffers: Sequence[memoryview]) -> None:
-        """Fill `buffers`, one behind the other, from `offset` on; only for objects that never change (they may be held open)."""
+        """Fill `buffers`, one behind the other, from `offset` on; only for objects that never
+        change (they may be held open)."""
 
     def open_file(self, key: str) -> OpenFile:
-        """An object that never changes, as an open file: to be mapped. Raises `InvalidInput` where objects are no files of this host."""
+        """An object that never changes, as an open file: to be mapped. Raises `InvalidInput` where
+        objects are no files of this host."""
 
     def will_need(self, key: str, offset: int, nbytes: int) -> None:
-        """A hint that these bytes will be read soon. Never raises: the read itself says what is wrong."""
+        """A hint that these bytes will be read soon. Never raises: the read itself says what is
+        wrong."""
 
     def read_tail(self, key: str, nbytes: int) -> tuple[bytes, int]:
         """The last `nbytes` of the object, or all of a shorter one, and the object's size."""
@@ -72,17 +81,23 @@ class Storage(Protocol):
         """The object's size in bytes, None if it is absent."""
 
     def put(self, key: str, data: bytes | memoryview, *, durable: bool = True) -> None:
-        """Create or replace an object atomically; unless `durable`, a power cut may bring the old one back or leave it empty."""
+        """Create or replace an object atomically; unless `durable`, a power cut may bring the old
+        one back or leave it empty."""
 
     def put_new(self, key: str, data: bytes | memoryview) -> bool:
-        """Create an object atomically and durably, unless there is one: then False, and nothing changes.
+        """Create an object atomically and durably, unless there is one: then False, and nothing
+        changes.
 
-        After `Unavailable` the object may exist or not, and only reading it tells; after `NoSpace` it does not.
+        After `Unavailable` the object may exist or not, and only reading it tells; after `NoSpace`
+        it does not.
         """
 
-    def create(self, key: str, *, session: SessionId, unbuffered: bool = False, aside: bool = False) -> Writer:
-        """A writer for a large object; what a crash leaves behind is named after `session`. A `unbuffered` one does without a buffer where it
-        can, at the cost of processor time. One that works `aside` should take little from others, even if it takes longer."""
+    def create(
+        self, key: str, *, session: SessionId, unbuffered: bool = False, aside: bool = False
+    ) -> Writer:
+        """A writer for a large object; what a crash leaves behind is named after `session`. A
+        `unbuffered` one does without a buffer where it can, at the cost of processor time. One that
+        works `aside` should take little from others, even if it takes longer."""
 
     def sync_dirs(self, keys: Iterable[str]) -> None:
         """Make the names of finished objects durable, each directory once."""
@@ -91,46 +106,16 @@ class Storage(Protocol):
         """Remove an object; an absent one is fine."""
 
     def list(self, prefix: str) -> Iterator[tuple[str, int]]:
-        """Keys that begin with `prefix` and their sizes, sorted by key; symbolic links are neither listed nor followed."""
+        """Keys that begin with `prefix` and their sizes, sorted by key; symbolic links are neither
+        listed nor followed."""
 
     def close(self) -> None:
         """Give back what is held open; the backend may not be used afterwards."""
 
 
-def open_storage(
-    url: str | Path,
-    *,
-    read_only: bool = False,
-    storage_options: dict[str, Any] | None = None,
-    fsync: bool = True,
-    direct_io: bool | None = None,
-) -> Storage:
-    """The backend for `url`: a path or `file://` for a local directory, else what fsspec knows (`s3://…`, `gs://…`, `memory://…`).
-
-    Nothing is created and nothing looked up; `~` is the user's home. `fsync=False` gives up durability on a local disk, for tests and
-    scratch stores. With `direct_io`, the bulk of large objects is written past a local disk's page cache; with None, of those that are
-    written aside. `storage_options` go to fsspec. Raises `InvalidInput` for what is neither a path nor a URL.
-    """
-    text = str(url)
-    check_path(text)
-    scheme, separator, rest = text.partition("://")
-    if not separator or scheme == "file":
-        if storage_options:
-            raise InvalidInput(f"storage_options {sorted(storage_options)} mean nothing for the local path {text!r}; leave them out")
-        from ckptstore.storage.local import LocalStorage
-
-        return LocalStorage(rest if separator else os.path.expanduser(url), read_only=read_only, fsync=fsync, direct_io=direct_io)
-    if scheme in ("s3", "s3a"):
-        from ckptstore.storage.s3 import S3Storage
-
-        return S3Storage(text, read_only=read_only, storage_options=storage_options)
-    from ckptstore.storage.fsspec_backend import FsspecStorage
-
-    return FsspecStorage(text, read_only=read_only, storage_options=storage_options)
-
-
 def put_finished(storage: Storage, key: str, data: bytes) -> bool:
-    """Create a small object that is never replaced; durable on return. The value is that of `Writer.finish`.
+    """Create a small object that is never replaced; durable on return. The value is that of
+    `Writer.finish`.
 
     Raises `Conflict` if other bytes have that name.
     """
@@ -144,18 +129,23 @@ def put_finished(storage: Storage, key: str, data: bytes) -> bool:
 def name_taken(key: str, url: str) -> Conflict:
     """What to raise where a finished object would be replaced."""
     return Conflict(
-        f"{key} in {url} is finished and is never replaced: another writer has taken that name with other bytes, which stay; "
+        f"{key} in {url} is finished and is never replaced: another writer has taken that name "
+        "with other bytes, which stay; "
         f"repeat what failed, it gets names of its own"
     )
 
 
 def as_bytes(buffer: memoryview) -> memoryview:
-    """The same memory as single bytes in one dimension. Cast only where it has to be: that costs, and buffers may be many."""
+    """The same memory as single bytes in one dimension. Cast only where it has to be: that costs,
+    and buffers may be many."""
     return buffer if buffer.ndim == 1 and buffer.itemsize == 1 else buffer.cast("B")
 
 
 def check_key(key: str) -> str:
     """`key` if it stays inside the root, else `InvalidInput`."""
     if "\0" in key or not {"", ".", ".."}.isdisjoint(key.split("/")):
-        raise InvalidInput(f"{key!r} cannot be an object's key: wanted names joined by '/', without '.', '..' and empty ones")
+        raise InvalidInput(
+            f"{key!r} cannot be an object's key: wanted names joined by '/', without '.', '..' and "
+            "empty ones"
+        )
     return key

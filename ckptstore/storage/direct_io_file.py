@@ -1,9 +1,11 @@
-"""How a file that is written from front to back gets its bytes: through the page cache, or the bulk of large ones past it.
+"""How a file that is written from front to back gets its bytes: through the page cache, or the bulk
+of large ones past it.
 
-What is written through the page cache pushes out what others have there, and costs a copy. Past it, whole blocks go from aligned memory
-straight to the disk (`O_DIRECT`, open(2)) from `DIRECT_FROM` on: bytes that lie in whole blocks from where they are, others by way of a
-buffer. What is left at the end, less than a block, goes through the page cache again. Where the filesystem refuses, everything does
-(docs/decisions/007 and 029).
+What is written through the page cache pushes out what others have there, and costs a copy. Past it,
+whole blocks go from aligned memory straight to the disk (`O_DIRECT`, open(2)) from `DIRECT_FROM`
+on: bytes that lie in whole blocks from where they are, others by way of a buffer. What is left at
+the end, less than a block, goes through the page cache again. Where the filesystem refuses,
+everything does (docs/decisions/007 and 029).
 """
 
 import errno
@@ -28,7 +30,8 @@ WriteAll: TypeAlias = Callable[[int, Sequence[memoryview]], None]
 class GrowingFile:
     """Appends to the file behind `fd`, which is empty and open for writing. One thread at a time.
 
-    `write_all` moves the bytes; `OSError`s are the caller's to explain. With `direct=False` the page cache takes everything.
+    `write_all` moves the bytes; `OSError`s are the caller's to explain. With `direct=False` the
+    page cache takes everything.
     """
 
     def __init__(self, fd: int, write_all: WriteAll, *, direct: bool) -> None:
@@ -47,7 +50,8 @@ class GrowingFile:
         return self._aligned is not None
 
     def append(self, buffers: Sequence[memoryview]) -> None:
-        """Add `buffers`, which are the caller's again on return; copies of up to `BUFFER_BYTES` wait for the next call or `finish`."""
+        """Add `buffers`, which are the caller's again on return; copies of up to `BUFFER_BYTES`
+        wait for the next call or `finish`."""
         rest = [buffer.cast("B") for buffer in buffers if buffer.nbytes]
         if self._aligned is None and self._may_go_direct and self._offset >= DIRECT_FROM:
             rest = self._go_direct(rest)
@@ -93,15 +97,20 @@ class GrowingFile:
         import numpy as np  # here, because queries do not wait for it
 
         n = min(len(data), BUFFER_BYTES - self._filled)
-        # A copy, because the disk takes aligned memory only; numpy's, because it lets other threads run meanwhile.
-        np.copyto(np.frombuffer(aligned[self._filled : self._filled + n], np.uint8), np.frombuffer(data[:n], np.uint8))
+        # A copy, because the disk takes aligned memory only; numpy's, because it lets other threads
+        # run meanwhile.
+        np.copyto(
+            np.frombuffer(aligned[self._filled : self._filled + n], np.uint8),
+            np.frombuffer(data[:n], np.uint8),
+        )
         self._filled += n
         if self._filled == BUFFER_BYTES:
             self._write_queue(aligned)
         return data[n:]
 
     def _write_queue(self, aligned: memoryview) -> None:
-        """Write all but the last block where that is not whole: it waits at the front of `aligned`."""
+        """Write all but the last block where that is not whole: it waits at the front of
+        `aligned`."""
         whole = self._filled // BLOCK_BYTES * BLOCK_BYTES
         blocks = [*self._queue, aligned[self._queued : whole]]
         try:

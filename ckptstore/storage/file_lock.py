@@ -1,6 +1,7 @@
 """Turns between the processes of one host: `flock` on a file, given up after a time.
 
-The lock goes with the process that holds it. It protects indexes, which can be made again, and never the store.
+The lock goes with the process that holds it. It protects indexes, which can be made again, and
+never the store.
 """
 
 import fcntl
@@ -17,12 +18,15 @@ _POLL_S = 0.005
 
 @contextmanager
 def file_lock(path: Path, *, timeout_s: float, exclusive: bool = True) -> Iterator[bool]:
-    """Hold the lock within the block. Gives False when it could not be had, at once if `path` cannot be written.
+    """Hold the lock within the block. Gives False when it could not be had, at once if `path`
+    cannot be written.
 
     A thread that holds it and asks again waits for itself.
     """
     try:
-        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666 & rights(path.parent))
+        fd = os.open(
+            path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666 & rights(path.parent)
+        )
     except OSError:
         yield False
         return

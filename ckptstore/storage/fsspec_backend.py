@@ -1,6 +1,7 @@
 """Objects in memory, or in a bucket that is not S3, through fsspec.
 
-An object store shows an object whole and durably once its upload is acknowledged, so there is nothing to fsync and nothing temporary.
+An object store shows an object whole and durably once its upload is acknowledged, so there is
+nothing to fsync and nothing temporary.
 """
 
 import threading
@@ -16,9 +17,11 @@ from ckptstore.storage.contract import OpenFile, check_key, put_finished
 from ckptstore.storage.limits import check_size, largest
 
 _EXCLUSIVE = ("memory", "gs", "gcs", "az", "abfs", "abfss")
-"""Where fsspec's `mode="create"` is one atomic request; elsewhere two writers could both believe that they created an object.
+"""Where fsspec's `mode="create"` is one atomic request; elsewhere two writers could both believe
+that they created an object.
 
-Older libraries ignored that mode, and some servers ignore the condition, so a process tries it out before it relies on it.
+Older libraries ignored that mode, and some servers ignore the condition, so a process tries it out
+before it relies on it.
 """
 
 _memory_lock = threading.Lock()
@@ -26,15 +29,21 @@ _memory_lock = threading.Lock()
 
 
 class FsspecStorage:
-    """See `Backend`. A writer keeps its object in memory until `finish`, so packs are best kept small (64 MiB)."""
+    """See `Backend`. A writer keeps its object in memory until `finish`, so packs are best kept
+    small (64 MiB)."""
 
-    def __init__(self, url: str, *, read_only: bool = False, storage_options: dict[str, Any] | None = None) -> None:
+    def __init__(
+        self, url: str, *, read_only: bool = False, storage_options: dict[str, Any] | None = None
+    ) -> None:
         # Imported here because a store on a local disk should not pay for it.
         import fsspec
 
         scheme = url.partition("://")[0]
         if scheme not in _EXCLUSIVE:
-            raise InvalidInput(f"a store cannot live at {redact(url)}: wanted a local path or one of s3, {', '.join(_EXCLUSIVE)}://")
+            raise InvalidInput(
+                f"a store cannot live at {redact(url)}: wanted a local path or one of s3, "
+                f"{', '.join(_EXCLUSIVE)}://"
+            )
         options = storage_options or {}
         self.url = redact(url.rstrip("/"))
         self._secrets = secrets_of(options)
@@ -46,7 +55,9 @@ class FsspecStorage:
         self._root = root.rstrip("/")
         self._read_only = read_only
         self._tried_out = scheme == "memory"
-        self._exclusion: AbstractContextManager[object] = _memory_lock if scheme == "memory" else nullcontext()
+        self._exclusion: AbstractContextManager[object] = (
+            _memory_lock if scheme == "memory" else nullcontext()
+        )
 
     def read(self, key: str, start: int = 0, stop: int | None = None) -> bytes:
         if stop is not None and start >= stop:
@@ -68,14 +79,18 @@ class FsspecStorage:
         data = memoryview(self.read(key, offset, offset + wanted))
         if data.nbytes != wanted:
             raise Corrupt(
-                f"{key} in {self.url} is too short: wanted {wanted} bytes from {offset} on, got {data.nbytes}; run `ckptstore fsck`"
+                f"{key} in {self.url} is too short: wanted {wanted} bytes from {offset} on, got "
+                f"{data.nbytes}; run `ckptstore fsck`"
             )
         for buffer in buffers:
             buffer.cast("B")[:] = data[: buffer.nbytes]
             data = data[buffer.nbytes :]
 
     def open_file(self, key: str) -> OpenFile:
-        raise InvalidInput(f"{self.url} is no local directory, so its packs cannot be mapped into memory; use read instead")
+        raise InvalidInput(
+            f"{self.url} is no local directory, so its packs cannot be mapped into memory; use "
+            "read instead"
+        )
 
     def will_need(self, key: str, offset: int, nbytes: int) -> None:
         """Nothing: requests run side by side as it is."""
@@ -104,20 +119,24 @@ class FsspecStorage:
             raise self._failure(error, "write", key, data) from error
 
     def put_new(self, key: str, data: bytes | memoryview) -> bool:
-        """As in `Backend`. A repeated request may meet its own object and answer False: who needs to know reads the object."""
+        """As in `Backend`. A repeated request may meet its own object and answer False: who needs
+        to know reads the object."""
         self._check_writable(key)
         if not self._tried_out:
             self._try_out()
         try:
             self._create(key, bytes(data))
         except Exception as error:
-            # Servers refuse in different words, and an answer may be lost; what the caller asks is whether there is an object.
+            # Servers refuse in different words, and an answer may be lost; what the caller asks is
+            # whether there is an object.
             if self.size(key) is not None:
                 return False
             raise self._failure(error, "create", key, data) from error
         return True
 
-    def create(self, key: str, *, session: SessionId, unbuffered: bool = False, aside: bool = False) -> "FsspecWriter":
+    def create(
+        self, key: str, *, session: SessionId, unbuffered: bool = False, aside: bool = False
+    ) -> "FsspecWriter":
         self._check_writable(key)
         check_key(key)
         return FsspecWriter(self, key)
@@ -170,7 +189,8 @@ class FsspecStorage:
             self._fs.pipe_file(self._path(key), data, mode="create")
 
     def _try_out(self) -> None:
-        """Raise `InvalidInput` if what must create an object overwrites one: on this host, log entries would be lost."""
+        """Raise `InvalidInput` if what must create an object overwrites one: on this host, log
+        entries would be lost."""
         key = f"tmp/{new_session_id()}-probe"
         self.put(key, b"first")
         try:
@@ -181,17 +201,25 @@ class FsspecStorage:
             self.delete(key)
         if found != b"first":
             raise InvalidInput(
-                f"what serves {self.url} overwrites objects that it was to create, so writers could lose each other's commits: either the "
-                f"library on this host ({type(self._fs).__module__}), then install a newer one, or the server, then take another one"
+                f"what serves {self.url} overwrites objects that it was to create, so writers "
+                "could lose each other's commits: either the "
+                f"library on this host ({type(self._fs).__module__}), then install a newer one, or "
+                "the server, then take another one"
             )
         self._tried_out = True
 
     def _check_writable(self, key: str) -> None:
         if self._read_only:
-            raise ReadOnly(f"cannot change {key}: {self.url} was opened for reading only; open it without read_only")
+            raise ReadOnly(
+                f"cannot change {key}: {self.url} was opened for reading only; open it without "
+                "read_only"
+            )
 
-    def _failure(self, error: Exception, verb: str, key: str, data: bytes | memoryview = b"") -> CkptStoreError:
-        """What `error` means to the caller. Each library behind fsspec has its own errors, and what is not known here may pass."""
+    def _failure(
+        self, error: Exception, verb: str, key: str, data: bytes | memoryview = b""
+    ) -> CkptStoreError:
+        """What `error` means to the caller. Each library behind fsspec has its own errors, and what
+        is not known here may pass."""
         if isinstance(error, CkptStoreError):
             return error
         said = without(str(error), self._secrets)
@@ -199,7 +227,10 @@ class FsspecStorage:
             return NotFound(f"there is no {key} in {self.url}")
         if isinstance(error, PermissionError):
             return ReadOnly(f"cannot {verb} {key} in {self.url}: {said}; get the right to do so")
-        return Unavailable(f"cannot {verb} {key} ({len(data)} bytes) in {self.url}: {said}; see to the storage, then repeat")
+        return Unavailable(
+            f"cannot {verb} {key} ({len(data)} bytes) in {self.url}: {said}; see to the storage, "
+            "then repeat"
+        )
 
 
 class FsspecWriter:

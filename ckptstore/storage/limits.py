@@ -1,4 +1,5 @@
-"""The largest size of each kind of object that is read whole: a larger one is refused before it is read (docs/format.md §10)."""
+"""The largest size of each kind of object that is read whole: a larger one is refused before it is
+read (docs/format.md §10)."""
 
 from ckptstore.core.config import MIB
 from ckptstore.core.ids import CONFIG_KEY
@@ -27,7 +28,8 @@ _BY_PREFIX = (
 
 
 def largest(key: str) -> int | None:
-    """How many bytes the object at `key` has at most; None for one that is read in ranges, which its footer bounds."""
+    """How many bytes the object at `key` has at most; None for one that is read in ranges, which
+    its footer bounds."""
     return next((limit for prefix, limit in _BY_PREFIX if key.startswith(prefix)), None)
 
 
@@ -35,4 +37,7 @@ def check_size(key: str, nbytes: int, where: str) -> None:
     """Raises `Corrupt` for an object that is larger than anything that a ckptstore writes there."""
     limit = largest(key)
     if limit is not None and nbytes > limit:
-        raise Corrupt(f"{key} in {where} has {nbytes} bytes; wanted at most {limit}, so it is not read; run `ckptstore fsck`")
+        raise Corrupt(
+            f"{key} in {where} has {nbytes} bytes; wanted at most {limit}, so it is not read; run "
+            "`ckptstore fsck`"
+        )

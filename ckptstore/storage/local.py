@@ -1,8 +1,9 @@
 """Objects as files under a directory, durable against a power cut.
 
-Invariants: a file gets its final name only after its bytes were fsynced, and never that of a finished object; a name
-counts as durable only after its directory was fsynced, and the directories above it were once by this process; no symbolic link is ever
-opened. Nothing in a store may be read or written by somebody who may not do the same to the store's directory.
+Invariants: a file gets its final name only after its bytes were fsynced, and never that of a
+finished object; a name counts as durable only after its directory was fsynced, and the directories
+above it were once by this process; no symbolic link is ever opened. Nothing in a store may be read
+or written by somebody who may not do the same to the store's directory.
 """
 
 import os
@@ -20,7 +21,17 @@ from ckptstore.errors import CkptStoreError, Corrupt, NoSpace, ReadOnly, Unavail
 from ckptstore.storage.contract import check_key
 from ckptstore.storage.limits import check_size
 from ckptstore.storage.local_directories import Directories
-from ckptstore.storage.local_files import LOST, Descriptor, failure, is_cached, listed_bytes, open_object, read_range, transfer, unreadable
+from ckptstore.storage.local_files import (
+    LOST,
+    Descriptor,
+    failure,
+    is_cached,
+    listed_bytes,
+    open_object,
+    read_range,
+    transfer,
+    unreadable,
+)
 from ckptstore.storage.local_writer import LocalWriter
 
 _OPEN_FILES = 64
@@ -30,9 +41,17 @@ T = TypeVar("T")
 
 
 class LocalStorage:
-    """See `Backend`. Temporary files lie in `tmp/` under the root, so that a rename stays within one filesystem."""
+    """See `Backend`. Temporary files lie in `tmp/` under the root, so that a rename stays within
+    one filesystem."""
 
-    def __init__(self, root: str | Path, *, read_only: bool = False, fsync: bool = True, direct_io: bool | None = None) -> None:
+    def __init__(
+        self,
+        root: str | Path,
+        *,
+        read_only: bool = False,
+        fsync: bool = True,
+        direct_io: bool | None = None,
+    ) -> None:
         self.durable_root: Path | None = Path(root).absolute()
         self.url = str(self.durable_root)
         self._read_only = read_only
@@ -40,7 +59,8 @@ class LocalStorage:
         self._direct_io = direct_io
         self._directories = Directories(self.url, fsync=fsync)
         self._owner = new_session_id()
-        # Evicting a file only drops a reference: a thread that reads from it keeps it open, so no lock is needed.
+        # Evicting a file only drops a reference: a thread that reads from it keeps it open, so no
+        # lock is needed.
         self._opened = lru_cache(_OPEN_FILES)(partial(open_object, self.url))
 
     def read(self, key: str, start: int = 0, stop: int | None = None) -> bytes:
@@ -53,10 +73,13 @@ class LocalStorage:
         return self._reading(key, open_object(self.url, key), whole)
 
     def read_into(self, key: str, offset: int, buffers: Sequence[memoryview]) -> None:
-        missing = self._reading(key, self._opened(key), lambda fd: transfer(os.preadv, fd, offset, buffers))
+        missing = self._reading(
+            key, self._opened(key), lambda fd: transfer(os.preadv, fd, offset, buffers)
+        )
         if missing:
             raise Corrupt(
-                f"{key} in {self.url} ends {missing} bytes before it should: wanted {sum(b.nbytes for b in buffers)} bytes "
+                f"{key} in {self.url} ends {missing} bytes before it should: wanted "
+                f"{sum(b.nbytes for b in buffers)} bytes "
                 f"from {offset} on; run `ckptstore fsck`"
             )
 
@@ -102,12 +125,18 @@ class LocalStorage:
             try:
                 self.sync_dirs((key,))
             except NoSpace as error:  # callers take it for "not created", but the name is there
-                raise Unavailable(f"{key} is there, but not known to be durable: {error}") from error
+                raise Unavailable(
+                    f"{key} is there, but not known to be durable: {error}"
+                ) from error
         return created
 
-    def create(self, key: str, *, session: SessionId, unbuffered: bool = False, aside: bool = False) -> LocalWriter:
+    def create(
+        self, key: str, *, session: SessionId, unbuffered: bool = False, aside: bool = False
+    ) -> LocalWriter:
         direct_io = aside if self._direct_io is None else self._direct_io
-        return self._writer(key, session, durable=self._fsync, direct_io=direct_io and not unbuffered, replace=False)
+        return self._writer(
+            key, session, durable=self._fsync, direct_io=direct_io and not unbuffered, replace=False
+        )
 
     def sync_dirs(self, keys: Iterable[str]) -> None:
         for directory in sorted({os.path.dirname(self._path(key)) for key in keys}):
@@ -138,7 +167,8 @@ class LocalStorage:
         self._opened.cache_clear()
 
     def _reading(self, key: str, file: Descriptor, action: Callable[[int], T]) -> T:
-        """`action` with the descriptor of an object. A disk that fails is asked once more, for a cable may have been at fault."""
+        """`action` with the descriptor of an object. A disk that fails is asked once more, for a
+        cable may have been at fault."""
         try:
             return action(file.fd)
         except OSError as error:
@@ -156,10 +186,21 @@ class LocalStorage:
 
     def _check_writable(self, key: str) -> None:
         if self._read_only:
-            raise ReadOnly(f"cannot change {key}: {self.url} was opened for reading only; open it without read_only")
+            raise ReadOnly(
+                f"cannot change {key}: {self.url} was opened for reading only; open it without "
+                "read_only"
+            )
 
-    def _write(self, key: str, data: bytes | memoryview, *, durable: bool, replace: bool) -> LocalWriter:
-        writer = self._writer(key, self._owner, durable=durable and self._fsync, direct_io=bool(self._direct_io), replace=replace)
+    def _write(
+        self, key: str, data: bytes | memoryview, *, durable: bool, replace: bool
+    ) -> LocalWriter:
+        writer = self._writer(
+            key,
+            self._owner,
+            durable=durable and self._fsync,
+            direct_io=bool(self._direct_io),
+            replace=replace,
+        )
         try:
             writer.append((memoryview(data),))
         except BaseException:
@@ -167,23 +208,37 @@ class LocalStorage:
             raise
         return writer
 
-    def _writer(self, key: str, session: SessionId, *, durable: bool, direct_io: bool, replace: bool) -> LocalWriter:
+    def _writer(
+        self, key: str, session: SessionId, *, durable: bool, direct_io: bool, replace: bool
+    ) -> LocalWriter:
         check_key(key)
         self._check_writable(key)
         temporary = f"{self.url}/tmp/{session}-{secrets.token_hex(8)}"
         try:
-            fd = self._directories.having(temporary, lambda: os.open(temporary, _CREATE, 0o666 & rights(self.url)))
+            fd = self._directories.having(
+                temporary, lambda: os.open(temporary, _CREATE, 0o666 & rights(self.url))
+            )
         except OSError as error:
             raise failure(error, "create", key, self.url, writing=True) from error
         return LocalWriter(
-            self._directories, key, temporary, fd, durable=durable, direct_io=direct_io, replace=replace, named=self.forget_open_files
+            self._directories,
+            key,
+            temporary,
+            fd,
+            durable=durable,
+            direct_io=direct_io,
+            replace=replace,
+            named=self.forget_open_files,
         )
 
     def _walk(self, directory: str, prefix: str) -> Iterator[tuple[str, int]]:
         base = f"{directory}/" if directory else ""
         try:
             with os.scandir(f"{self.url}/{directory}") as found:
-                entries = {base + e.name + ("/" if e.is_dir(follow_symlinks=False) else ""): e for e in found}
+                entries = {
+                    base + e.name + ("/" if e.is_dir(follow_symlinks=False) else ""): e
+                    for e in found
+                }
         except (FileNotFoundError, NotADirectoryError):
             return
         except OSError as error:
@@ -196,7 +251,8 @@ class LocalStorage:
                 yield key, size
 
     def _listed(self, key: str, entry: os.DirEntry[str]) -> int | None:
-        """The size of a file. None for what is none, and for one deleted since; what another process deletes may be listed or not."""
+        """The size of a file. None for what is none, and for one deleted since; what another
+        process deletes may be listed or not."""
         try:
             return listed_bytes(entry) if entry.is_file(follow_symlinks=False) else None
         except FileNotFoundError:

@@ -1,6 +1,8 @@
-"""The directories of a store on a local disk: made when something is to be put in them, and made durable.
+"""The directories of a store on a local disk: made when something is to be put in them, and made
+durable.
 
-A name counts as durable only after its directory was fsynced, and the directories above it were once by this process.
+A name counts as durable only after its directory was fsynced, and the directories above it were
+once by this process.
 """
 
 import os
@@ -15,7 +17,8 @@ T = TypeVar("T")
 
 
 class Directories:
-    """Those below `root` and, until it exists, above it; with `fsync=False` nothing is made durable."""
+    """Those below `root` and, until it exists, above it; with `fsync=False` nothing is made
+    durable."""
 
     def __init__(self, root: str, *, fsync: bool) -> None:
         self.root = root
@@ -36,7 +39,8 @@ class Directories:
         self._anchor(directory)
 
     def _make(self, path: str) -> None:
-        """The store's own directories become durable with what is put in them, those above it at once."""
+        """The store's own directories become durable with what is put in them, those above it at
+        once."""
         try:
             self._make_below(path)
         except FileExistsError:
@@ -44,7 +48,11 @@ class Directories:
         except FileNotFoundError:
             self._make(os.path.dirname(path))
             with suppress(FileExistsError):  # another process may be making them
-                self._make_below(path)  # once more, not for ever: a link that leads nowhere is there, and nothing can be made below it
+                self._make_below(
+                    path
+                    # once more, not for ever: a link that leads nowhere is there, and nothing can
+                    # be made below it
+                )
 
     def _make_below(self, path: str) -> None:
         own = len(path) > len(self.root)
@@ -53,7 +61,8 @@ class Directories:
             self._sync_names(os.path.dirname(path))
 
     def _anchor(self, directory: str) -> None:
-        """Make the names of `directory` and of those above it durable, once: another process may have made them just now."""
+        """Make the names of `directory` and of those above it durable, once: another process may
+        have made them just now."""
         if directory != self.root and directory not in self._anchored:
             parent = os.path.dirname(directory)
             self._sync_names(parent)

@@ -1,4 +1,5 @@
-"""The files of a store on a local disk: opened without following links, read and written whole, and what their failures mean."""
+"""The files of a store on a local disk: opened without following links, read and written whole, and
+what their failures mean."""
 
 import errno
 import os
@@ -11,8 +12,11 @@ from ckptstore.core.paths import is_network_filesystem
 from ckptstore.errors import CkptStoreError, Corrupt, NoSpace, NotFound, ReadOnly, Unavailable
 from ckptstore.storage.contract import as_bytes, check_key
 
-LOST = frozenset(getattr(errno, name, errno.EIO) for name in ("EIO", "EBADMSG", "EUCLEAN", "EILSEQ", "ENODATA"))
-"""What Linux says where a disk cannot give back what it had: bad sectors, blocks and inodes whose checksum does not match."""
+LOST = frozenset(
+    getattr(errno, name, errno.EIO) for name in ("EIO", "EBADMSG", "EUCLEAN", "EILSEQ", "ENODATA")
+)
+"""What Linux says where a disk cannot give back what it had: bad sectors, blocks and inodes whose
+checksum does not match."""
 
 _IOV_MAX = os.sysconf("SC_IOV_MAX")
 _READ = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY
@@ -27,25 +31,36 @@ class Descriptor:
     def __init__(self, fd: int) -> None:
         self.fd = fd
 
-    def __del__(self, close: Callable[[int], None] = os.close) -> None:  # bound early: at exit the module may be gone first
+    def __del__(
+        self, close: Callable[[int], None] = os.close
+    ) -> None:  # bound early: at exit the module may be gone first
         with suppress(OSError):  # it was read from; what it said has been checked
             close(self.fd)
 
 
 def open_object(root: str, key: str) -> Descriptor:
-    """The regular file at `key`, open. Raises `Corrupt` for whatever else lies there: links, directories, FIFOs, sockets, devices."""
+    """The regular file at `key`, open. Raises `Corrupt` for whatever else lies there: links,
+    directories, FIFOs, sockets, devices."""
     try:
         file = Descriptor(os.open(f"{root}/{check_key(key)}", _READ))
         mode = os.fstat(file.fd).st_mode
     except OSError as error:
         raise unreadable(error, key, root) from error
     if not stat.S_ISREG(mode):
-        raise Corrupt(f"cannot read {key} in {root}: it is {_kind_of(mode)}; wanted a regular file; run `ckptstore fsck`")
+        raise Corrupt(
+            f"cannot read {key} in {root}: it is {_kind_of(mode)}; wanted a regular file; run "
+            "`ckptstore fsck`"
+        )
     return file
 
 
 def _kind_of(mode: int) -> str:
-    kinds = {stat.S_IFDIR: "a directory", stat.S_IFIFO: "a FIFO", stat.S_IFSOCK: "a socket", stat.S_IFCHR: "a device"}
+    kinds = {
+        stat.S_IFDIR: "a directory",
+        stat.S_IFIFO: "a FIFO",
+        stat.S_IFSOCK: "a socket",
+        stat.S_IFCHR: "a device",
+    }
     return kinds.get(stat.S_IFMT(mode), "a device")
 
 
@@ -60,7 +75,8 @@ def listed_bytes(entry: os.DirEntry[str]) -> int:
 
 
 def is_cached(fd: int, offset: int) -> bool:
-    """Whether the page cache has the byte at `offset`: to announce what is there already costs as much as a tenth of reading it."""
+    """Whether the page cache has the byte at `offset`: to announce what is there already costs as
+    much as a tenth of reading it."""
     try:
         return os.preadv(fd, (bytearray(1),), offset, getattr(os, "RWF_NOWAIT", 0)) == 1
     except OSError:
@@ -75,8 +91,14 @@ def read_range(fd: int, start: int, stop: int) -> bytes:
     return parts[0] if len(parts) == 1 else b"".join(parts)
 
 
-def transfer(move: Callable[[int, Sequence[memoryview], int], int], fd: int, offset: int, buffers: Sequence[memoryview]) -> int:
-    """Repeat `move` (preadv or pwritev) until `buffers` are done; returns the bytes left over at the end of the file."""
+def transfer(
+    move: Callable[[int, Sequence[memoryview], int], int],
+    fd: int,
+    offset: int,
+    buffers: Sequence[memoryview],
+) -> int:
+    """Repeat `move` (preadv or pwritev) until `buffers` are done; returns the bytes left over at
+    the end of the file."""
     rest = [as_bytes(buffer) for buffer in buffers if buffer.nbytes]
     first = 0
     while first < len(rest):
@@ -93,7 +115,8 @@ def transfer(move: Callable[[int, Sequence[memoryview], int], int], fd: int, off
 
 
 def unreadable(error: OSError, key: str, root: str) -> CkptStoreError:
-    """What a failed read means: what a disk cannot give back is damage like any other, unless a network lies in between."""
+    """What a failed read means: what a disk cannot give back is damage like any other, unless a
+    network lies in between."""
     if error.errno not in LOST or is_network_filesystem(Path(root)):
         return failure(error, "read", key, root)
     return Corrupt(
@@ -102,11 +125,16 @@ def unreadable(error: OSError, key: str, root: str) -> CkptStoreError:
     )
 
 
-def failure(error: OSError, verb: str, key: str, root: str, *, writing: bool = False, nbytes: int = 0) -> CkptStoreError:
+def failure(
+    error: OSError, verb: str, key: str, root: str, *, writing: bool = False, nbytes: int = 0
+) -> CkptStoreError:
     """What `error` means to the caller."""
     what = f"cannot {verb} {key} in {root}: {error.strerror}"
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
-        return NoSpace(f"{what}; wanted {nbytes} bytes, free are {_free_bytes(root)}; `ckptstore forget` and `gc` make room, then repeat")
+        return NoSpace(
+            f"{what}; wanted {nbytes} bytes, free are {_free_bytes(root)}; `ckptstore forget` and "
+            "`gc` make room, then repeat"
+        )
     if writing and error.errno in (errno.EACCES, errno.EROFS):
         return ReadOnly(f"{what}; open it with read_only=True or get the right to write there")
     if error.errno in (errno.ELOOP, errno.EISDIR, errno.ENXIO):

@@ -1,6 +1,8 @@
-"""A file of a store on a local disk while it is written: it gets its final name only after its bytes were fsynced.
+"""A file of a store on a local disk while it is written: it gets its final name only after its
+bytes were fsynced.
 
-A new object gets its name by link(2), which never replaces and which every filesystem with hard links has; rename(2) replaces.
+A new object gets its name by link(2), which never replaces and which every filesystem with hard
+links has; rename(2) replaces.
 """
 
 import os
@@ -21,9 +23,11 @@ _WRITE_BACK_BYTES = 32 * MIB
 
 
 class LocalWriter:
-    """See `Writer`. The bytes go to `temporary`, which is open for writing as `fd`, and will be `key` in `directories`.
+    """See `Writer`. The bytes go to `temporary`, which is open for writing as `fd`, and will be
+    `key` in `directories`.
 
-    Without `durable` nothing is fsynced. With `direct_io` the bulk of a large file goes past the page cache.
+    Without `durable` nothing is fsynced. With `direct_io` the bulk of a large file goes past the
+    page cache.
     """
 
     def __init__(
@@ -38,7 +42,8 @@ class LocalWriter:
         replace: bool,
         named: Callable[[], None],
     ) -> None:
-        """`named` is called when the object has its name, which another one may have had. A finished one is replaced only if `replace`."""
+        """`named` is called when the object has its name, which another one may have had. A
+        finished one is replaced only if `replace`."""
         self._directories = directories
         self._key = key
         self._path = f"{directories.root}/{key}"
@@ -72,7 +77,8 @@ class LocalWriter:
         return True
 
     def link(self) -> bool:
-        """Like `finish`, but False if there is an object of that name. `discard` afterwards in either case."""
+        """Like `finish`, but False if there is an object of that name. `discard` afterwards in
+        either case."""
         try:
             self._seal()
             return self._link()
@@ -97,7 +103,8 @@ class LocalWriter:
         try:
             self._directories.having(self._path, partial(os.link, self._temporary, self._path))
         except FileExistsError:
-            # NFS may repeat a link whose answer was lost and call its own success a failure; the count of names tells.
+            # NFS may repeat a link whose answer was lost and call its own success a failure; the
+            # count of names tells.
             return os.stat(self._temporary).st_nlink == 2
         return True
 
@@ -106,9 +113,12 @@ class LocalWriter:
         self._written = offset + sum(len(buffer) for buffer in buffers)
 
     def _write_back(self) -> None:
-        """Let the disk begin with what the page cache holds of the file; advice that promises nothing and raises nothing."""
+        """Let the disk begin with what the page cache holds of the file; advice that promises
+        nothing and raises nothing."""
         if self._durable and not self._file.direct:
-            _sync_file_range()(self._fd, self._sent, self._written - self._sent, _SYNC_FILE_RANGE_WRITE)
+            _sync_file_range()(
+                self._fd, self._sent, self._written - self._sent, _SYNC_FILE_RANGE_WRITE
+            )
         self._sent = self._written
 
     def _seal(self) -> None:
@@ -128,7 +138,8 @@ class LocalWriter:
 
 @cache
 def _sync_file_range() -> Callable[[int, int, int, int], int]:
-    """glibc's function; where there is none, one that does nothing. Its errors are left to the fsync that follows."""
+    """glibc's function; where there is none, one that does nothing. Its errors are left to the
+    fsync that follows."""
     # Imported here because queries never write.
     import ctypes
 

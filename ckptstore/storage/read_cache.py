@@ -1,8 +1,10 @@
 """Chunks that were read from a bucket, kept on this host's disk up to a number of bytes.
 
-A chunk is a file named by its id, so what the file holds can be told from its name: it is compared on every read, and a file that was cut,
-flipped or never finished is no hit and goes. Files appear whole, by a rename, and a reader that has one open keeps it, so processes share
-a cache without a lock; only eviction takes turns. Nothing is ever synced: a cache that a power cut spoils is verified like any other.
+A chunk is a file named by its id, so what the file holds can be told from its name: it is compared
+on every read, and a file that was cut, flipped or never finished is no hit and goes. Files appear
+whole, by a rename, and a reader that has one open keeps it, so processes share a cache without a
+lock; only eviction takes turns. Nothing is ever synced: a cache that a power cut spoils is verified
+like any other.
 """
 
 import logging
@@ -43,7 +45,8 @@ class _File(NamedTuple):
 
 
 class ReadCache:
-    """The cache in `directory`, which is made if need be, for this user alone. Threads and processes may share it.
+    """The cache in `directory`, which is made if need be, for this user alone. Threads and
+    processes may share it.
 
     All processes together keep at most `limit_bytes` and a sixteenth of that for each of them.
     """
@@ -57,7 +60,8 @@ class ReadCache:
         self._given_up = False
 
     def read_into(self, chunk: ChunkId, out: memoryview) -> bool:
-        """Whether the cache has `chunk`, whose bytes are then in `out`; otherwise what is in `out` means nothing."""
+        """Whether the cache has `chunk`, whose bytes are then in `out`; otherwise what is in `out`
+        means nothing."""
         path = self._path(chunk)
         try:
             fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
@@ -87,7 +91,9 @@ class ReadCache:
             self._write(path, data)
         except OSError as error:
             self._given_up = True
-            _logger.warning("what is read is not kept in %s any more: %s", self._directory, error.strerror)
+            _logger.warning(
+                "what is read is not kept in %s any more: %s", self._directory, error.strerror
+            )
             return
         self._account(data.nbytes)
 
@@ -123,10 +129,15 @@ class ReadCache:
     def _may_be_too_much(self) -> bool:
         with self._lock:
             held, added = self._held_bytes, self._added_bytes
-        return held is None or added > self._limit_bytes // LOOK_EVERY or held + added > self._limit_bytes
+        return (
+            held is None
+            or added > self._limit_bytes // LOOK_EVERY
+            or held + added > self._limit_bytes
+        )
 
     def _evict(self) -> bool:
-        """Count what is there, and let the oldest go if that is too much. False if somebody else is at it, who does it for us."""
+        """Count what is there, and let the oldest go if that is too much. False if somebody else is
+        at it, who does it for us."""
         if not self._evicting.acquire(blocking=False):
             return False
         try:

@@ -1,6 +1,8 @@
-"""How a completely full disk can still be freed: a file of a mebibyte that is given up for the log entries which say what may go.
+"""How a completely full disk can still be freed: a file of a mebibyte that is given up for the log
+entries which say what may go.
 
-Deleting needs log entries first. Where not even those fit, the reserve is deleted, and made again once there is room.
+Deleting needs log entries first. Where not even those fit, the reserve is deleted, and made again
+once there is room.
 """
 
 import secrets
@@ -18,7 +20,8 @@ PROBE_BYTES = 256 << 10
 
 
 def ensure_reserve(storage: Storage) -> None:
-    """Make the store's reserve, or as much of it as fits: what a forget gave up and hardly used must be there for the gc that follows.
+    """Make the store's reserve, or as much of it as fits: what a forget gave up and hardly used
+    must be there for the gc that follows.
 
     Its bytes are random, lest a filesystem compress them away. A bucket needs none.
     """
@@ -37,7 +40,8 @@ def ensure_reserve(storage: Storage) -> None:
 
 
 def is_full(storage: Storage) -> bool:
-    """Whether a few log entries would not fit, by trying: quotas and inodes count as well as blocks."""
+    """Whether a few log entries would not fit, by trying: quotas and inodes count as well as
+    blocks."""
     if storage.durable_root is None:
         return False
     try:
@@ -53,7 +57,8 @@ def is_full(storage: Storage) -> bool:
 
 @contextmanager
 def room(storage: Storage) -> Iterator[bool]:
-    """Within, log entries can be written although the disk is full, and it is: then the value is True.
+    """Within, log entries can be written although the disk is full, and it is: then the value is
+    True.
 
     Afterwards the reserve is made (again) if it can be.
     """

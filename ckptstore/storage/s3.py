@@ -1,9 +1,12 @@
-"""Objects in a bucket, through s3fs's client: ranged reads straight into the reader's memory, parallel uploads, conditional puts.
+"""Objects in a bucket, through s3fs's client: ranged reads straight into the reader's memory,
+parallel uploads, conditional puts.
 
-With `client=obstore`, as an option or as `s3://BUCKET/PATH?client=obstore`, obstore moves the bytes.
+With `client=obstore`, as an option or as `s3://BUCKET/PATH?client=obstore`, obstore moves the
+bytes.
 
-A bucket shows an object whole and durably once its upload is acknowledged, so there is nothing to fsync. An upload that was never
-completed shows up as a temporary file, `tmp/<session>-…`, and deleting that aborts it: gc treats both alike.
+A bucket shows an object whole and durably once its upload is acknowledged, so there is nothing to
+fsync. An upload that was never completed shows up as a temporary file, `tmp/<session>-…`, and
+deleting that aborts it: gc treats both alike.
 """
 
 import io
@@ -35,20 +38,31 @@ _NOBODY = "0" * 24
 class S3Storage:
     """See `Backend`."""
 
-    def __init__(self, url: str, *, read_only: bool = False, storage_options: dict[str, Any] | None = None) -> None:
+    def __init__(
+        self, url: str, *, read_only: bool = False, storage_options: dict[str, Any] | None = None
+    ) -> None:
         url, _, query = url.partition("?")
         options = dict(storage_options or {})
         client = _client(query, options.pop("client", _CLIENTS[0]))
         self._bucket, _, root = url.partition("://")[2].rstrip("/").partition("/")
-        if not self._bucket or "@" in self._bucket or ":" in self._bucket:  # with a colon, a `/` may be the password's
-            raise InvalidInput(f"{redact(url)} names no bucket: wanted s3://BUCKET/PATH; key and secret belong in storage_options")
+        if (
+            not self._bucket or "@" in self._bucket or ":" in self._bucket
+        ):  # with a colon, a `/` may be the password's
+            raise InvalidInput(
+                f"{redact(url)} names no bucket: wanted s3://BUCKET/PATH; key and secret belong in "
+                "storage_options"
+            )
         self.url = url.rstrip("/")
         self.durable_root: Path | None = None
         self._prefix = f"{root}/" if root else ""
         self._read_only = read_only
         self._requests = Requests(self.url, options)
-        self._obstore = Obstore(self._bucket, options, self._requests) if client == "obstore" else None
-        self._reads: S3Reads = ObstoreReads(self._obstore) if self._obstore else ClientReads(self._bucket)
+        self._obstore = (
+            Obstore(self._bucket, options, self._requests) if client == "obstore" else None
+        )
+        self._reads: S3Reads = (
+            ObstoreReads(self._obstore) if self._obstore else ClientReads(self._bucket)
+        )
         self._slots = threading.Semaphore(PARTS_IN_FLIGHT)
 
     def read(self, key: str, start: int = 0, stop: int | None = None) -> bytes:
@@ -56,25 +70,37 @@ class S3Storage:
         if stop is not None and start >= stop:
             return b""
         check = partial(check_size, key, where=self.url) if stop is None else None
-        return self._requests.run(lambda client: self._reads.read(client, path, start, stop, check), f"read {key}")
+        return self._requests.run(
+            lambda client: self._reads.read(client, path, start, stop, check), f"read {key}"
+        )
 
     def read_into(self, key: str, offset: int, buffers: Sequence[memoryview]) -> None:
         path = self._path(key)
         views = [as_bytes(buffer) for buffer in buffers if buffer.nbytes]
         wanted = sum(view.nbytes for view in views)
-        got = self._requests.run(lambda client: self._reads.fill(client, path, offset, views), f"read {key}")
+        got = self._requests.run(
+            lambda client: self._reads.fill(client, path, offset, views), f"read {key}"
+        )
         if got < wanted:
-            raise Corrupt(f"{key} in {self.url} is too short: wanted {wanted} bytes from {offset} on, got {got}; run `ckptstore fsck`")
+            raise Corrupt(
+                f"{key} in {self.url} is too short: wanted {wanted} bytes from {offset} on, got "
+                f"{got}; run `ckptstore fsck`"
+            )
 
     def open_file(self, key: str) -> OpenFile:
-        raise InvalidInput(f"{self.url} is no local directory, so its packs cannot be mapped into memory; use read instead")
+        raise InvalidInput(
+            f"{self.url} is no local directory, so its packs cannot be mapped into memory; use "
+            "read instead"
+        )
 
     def will_need(self, key: str, offset: int, nbytes: int) -> None:
         """Nothing: requests run side by side as it is."""
 
     def read_tail(self, key: str, nbytes: int) -> tuple[bytes, int]:
         path = self._path(key)
-        return self._requests.run(lambda client: self._reads.tail(client, path, nbytes), f"read {key}")
+        return self._requests.run(
+            lambda client: self._reads.tail(client, path, nbytes), f"read {key}"
+        )
 
     def size(self, key: str) -> int | None:
         path = self._path(key)
@@ -99,24 +125,32 @@ class S3Storage:
             self._put(path, key, bytes(view))
 
     def put_new(self, key: str, data: bytes | memoryview) -> bool:
-        """As in `Backend`. A repeated request may meet its own object and answer False: who needs to know reads the object."""
+        """As in `Backend`. A repeated request may meet its own object and answer False: who needs
+        to know reads the object."""
         path = self._path(key)
         self._check_writable(key)
         body = bytes(data)
 
         async def create(client: Any) -> bool:
             try:
-                await client.put_object(Bucket=self._bucket, Key=path, Body=io.BytesIO(body), IfNoneMatch="*")
+                await client.put_object(
+                    Bucket=self._bucket, Key=path, Body=io.BytesIO(body), IfNoneMatch="*"
+                )
             except client.exceptions.ClientError as error:
-                # 412 says that there is an object. Servers tell of a lost race in other words, too (409, on Ceph 400).
-                if is_status(error, 412) or (is_status(error, 400, 409) and await _exists(client, self._bucket, path)):
+                # 412 says that there is an object. Servers tell of a lost race in other words, too
+                # (409, on Ceph 400).
+                if is_status(error, 412) or (
+                    is_status(error, 400, 409) and await _exists(client, self._bucket, path)
+                ):
                     return False
                 raise
             return True
 
         return self._requests.run(create, f"create {key} ({len(body)} bytes)", writing=True)
 
-    def create(self, key: str, *, session: SessionId, unbuffered: bool = False, aside: bool = False) -> S3Writer:
+    def create(
+        self, key: str, *, session: SessionId, unbuffered: bool = False, aside: bool = False
+    ) -> S3Writer:
         path = self._path(key)
         self._check_writable(key)
         return self._writer(path, replace=False)
@@ -157,7 +191,9 @@ class S3Storage:
         while True:
 
             async def list_page(client: Any, position: dict[str, str] = position) -> Any:
-                return await client.list_objects_v2(Bucket=self._bucket, Prefix=self._prefix + prefix, **position)
+                return await client.list_objects_v2(
+                    Bucket=self._bucket, Prefix=self._prefix + prefix, **position
+                )
 
             try:
                 page = self._requests.run(list_page, f"list {prefix}")
@@ -177,16 +213,23 @@ class S3Storage:
         while True:
 
             async def list_page(client: Any, position: dict[str, str] = position) -> Any:
-                return await client.list_multipart_uploads(Bucket=self._bucket, Prefix=self._prefix, **position)
+                return await client.list_multipart_uploads(
+                    Bucket=self._bucket, Prefix=self._prefix, **position
+                )
 
             try:
                 page = self._requests.run(list_page, "list uploads")
             except NotFound:
                 break
-            keys += [_name_of(upload["Key"], upload["UploadId"]) for upload in page.get("Uploads", ())]
+            keys += [
+                _name_of(upload["Key"], upload["UploadId"]) for upload in page.get("Uploads", ())
+            ]
             if not page.get("IsTruncated"):
                 break
-            position = {"KeyMarker": page["NextKeyMarker"], "UploadIdMarker": page["NextUploadIdMarker"]}
+            position = {
+                "KeyMarker": page["NextKeyMarker"],
+                "UploadIdMarker": page["NextUploadIdMarker"],
+            }
         yield from ((key, 0) for key in sorted(keys))
 
     def _writer(self, path: str, *, replace: bool) -> S3Writer:
@@ -196,24 +239,39 @@ class S3Storage:
 
     def _put(self, path: str, key: str, body: bytes) -> None:
         what = f"write {key} ({len(body)} bytes)"
-        self._requests.run(lambda client: client.put_object(Bucket=self._bucket, Key=path, Body=io.BytesIO(body)), what, writing=True)
+        self._requests.run(
+            lambda client: client.put_object(Bucket=self._bucket, Key=path, Body=io.BytesIO(body)),
+            what,
+            writing=True,
+        )
 
     def _path(self, key: str) -> str:
         return f"{self._prefix}{check_key(key)}"
 
     def _check_writable(self, key: str) -> None:
         if self._read_only:
-            raise ReadOnly(f"cannot change {key}: {self.url} was opened for reading only; open it without read_only")
+            raise ReadOnly(
+                f"cannot change {key}: {self.url} was opened for reading only; open it without "
+                "read_only"
+            )
 
 
 def _client(query: str, otherwise: str) -> str:
     """The client that a URL asks for behind its `?`, or the other one."""
     given = dict(each.partition("=")[::2] for each in query.split("&")) if query else {}
-    if unknown := sorted(given.keys() - {"client"}):  # the names alone: what is unknown may have a secret for its value
-        raise InvalidInput(f"a bucket's URL knows no {unknown[0]!r} behind the '?'; wanted client=s3fs or client=obstore")
+    if unknown := sorted(
+        given.keys() - {"client"}
+    ):  # the names alone: what is unknown may have a secret for its value
+        raise InvalidInput(
+            f"a bucket's URL knows no {unknown[0]!r} behind the '?'; wanted client=s3fs or "
+            "client=obstore"
+        )
     client = given.get("client", otherwise)
     if client not in _CLIENTS:
-        raise InvalidInput(f"no client for buckets is called {redact(client)!r}; wanted one of {', '.join(_CLIENTS)}")
+        raise InvalidInput(
+            f"no client for buckets is called {redact(client)!r}; wanted one of "
+            f"{', '.join(_CLIENTS)}"
+        )
     return client
 
 

@@ -1,8 +1,10 @@
-"""How the bytes of objects come out of S3 through obstore: for less processor time than s3fs takes (docs/decisions/028-…).
+"""How the bytes of objects come out of S3 through obstore: for less processor time than s3fs takes
+(docs/decisions/028-…).
 
-obstore is told what s3fs's client found out: the endpoint, the region, the credentials. For reads its own retries are off, since `Requests`
-repeats what may pass. What it fails at is asked once more through s3fs's client within the same attempt, whose answer says what is wrong in
-words that are known here. Its threads do not survive a fork, so a forked child reads through s3fs.
+obstore is told what s3fs's client found out: the endpoint, the region, the credentials. For reads
+its own retries are off, since `Requests` repeats what may pass. What it fails at is asked once more
+through s3fs's client within the same attempt, whose answer says what is wrong in words that are
+known here. Its threads do not survive a fork, so a forked child reads through s3fs.
 """
 
 import logging
@@ -22,13 +24,15 @@ if TYPE_CHECKING:
     from obstore.store import ClientConfig, S3Credential, S3Store
 
 _CREDENTIALS_LAST = timedelta(minutes=10)
-"""So long obstore may use credentials that expire, then it asks again. botocore renews its own earlier than that before they end."""
+"""So long obstore may use credentials that expire, then it asks again. botocore renews its own
+earlier than that before they end."""
 
 _MANY = 1000
 """So many attempts are never made before a deadline."""
 
 _runtime_pid = 0
-"""The process that used obstore first: its threads live there alone, and are shared by all backends."""
+"""The process that used obstore first: its threads live there alone, and are shared by all
+backends."""
 
 _logger = logging.getLogger("ckptstore")
 
@@ -39,17 +43,23 @@ class Obstore:
     """obstore's view of one bucket, made when it is first needed."""
 
     def __init__(self, bucket: str, options: dict[str, Any], requests: Requests) -> None:
-        """`options` are those for s3fs, and `requests` those that go through it. Raises `InvalidInput` where obstore is not installed."""
+        """`options` are those for s3fs, and `requests` those that go through it. Raises
+        `InvalidInput` where obstore is not installed."""
         try:
             import obstore
         except ImportError as error:
-            raise InvalidInput(f"cannot use obstore: {error}; install ckptstore[obstore], or leave client=obstore out") from error
+            raise InvalidInput(
+                f"cannot use obstore: {error}; install ckptstore[obstore], or leave client=obstore "
+                "out"
+            ) from error
         self.api = obstore
         self.bucket = bucket
         self._requests = requests
         self.secrets = secrets_of(options)
         self._deadline = timedelta(seconds=float(options.get("deadline_s", DEADLINE_S)))
-        self._trust = _trust(options.get("client_kwargs", {}).get("verify", os.environ.get("AWS_CA_BUNDLE")))
+        self._trust = _trust(
+            options.get("client_kwargs", {}).get("verify", os.environ.get("AWS_CA_BUNDLE"))
+        )
         self._stores: dict[bool, S3Store] = {}
 
     @property
@@ -60,7 +70,8 @@ class Obstore:
         return _runtime_pid == os.getpid()
 
     async def store(self, client: Any, *, repeating: bool = False) -> "S3Store":
-        """The bucket as s3fs's client knows it; a `repeating` one repeats requests by itself, for as long as the deadline allows."""
+        """The bucket as s3fs's client knows it; a `repeating` one repeats requests by itself, for
+        as long as the deadline allows."""
         if repeating not in self._stores:
             self._stores[repeating] = await self._connect(client, repeating)
         return self._stores[repeating]
@@ -68,9 +79,15 @@ class Obstore:
     async def _connect(self, client: Any, repeating: bool) -> "S3Store":
         from obstore.store import S3Store
 
-        found = urlsplit(await client.generate_presigned_url("get_object", Params={"Bucket": self.bucket, "Key": "any"}))
+        found = urlsplit(
+            await client.generate_presigned_url(
+                "get_object", Params={"Bucket": self.bucket, "Key": "any"}
+            )
+        )
         credentials = await self._requests.credentials()
-        half = self._deadline / 2  # no attempt is begun after the first half, and none lasts for more than one
+        half = (
+            self._deadline / 2
+        )  # no attempt is begun after the first half, and none lasts for more than one
         return S3Store(
             self.bucket,
             aws_endpoint_url_s3=f"{found.scheme}://{found.netloc}",
@@ -83,8 +100,14 @@ class Obstore:
                 "timeout": half,
                 **self._trust,
             },
-            retry_config={"max_retries": _MANY, "retry_timeout": half} if repeating else {"max_retries": 0},
-            **({"skip_signature": True} if credentials is None else {"credential_provider": _provider(credentials)}),
+            retry_config={"max_retries": _MANY, "retry_timeout": half}
+            if repeating
+            else {"max_retries": 0},
+            **(
+                {"skip_signature": True}
+                if credentials is None
+                else {"credential_provider": _provider(credentials)}
+            ),
         )
 
 
@@ -96,11 +119,17 @@ class ObstoreReads:
         self._plain = ClientReads(obstore.bucket)
         self._told = False
 
-    async def read(self, client: Any, path: str, start: int, stop: int | None, check: SizeCheck | None = None) -> bytes:
+    async def read(
+        self, client: Any, path: str, start: int, stop: int | None, check: SizeCheck | None = None
+    ) -> bytes:
         async def ask(store: "S3Store") -> bytes:
             if stop is not None:
-                return bytes(await self._obstore.api.get_range_async(store, path, start=start, end=stop))
-            found = await self._obstore.api.get_async(store, path, options={"range": {"offset": start}} if start else None)
+                return bytes(
+                    await self._obstore.api.get_range_async(store, path, start=start, end=stop)
+                )
+            found = await self._obstore.api.get_async(
+                store, path, options={"range": {"offset": start}} if start else None
+            )
             if check:
                 check(found.meta["size"])
             return bytes(await found.bytes_async())
@@ -112,7 +141,9 @@ class ObstoreReads:
         wanted = sum(view.nbytes for view in views)
 
         async def ask(store: "S3Store") -> memoryview:
-            return memoryview(await self._obstore.api.get_range_async(store, path, start=offset, length=wanted))
+            return memoryview(
+                await self._obstore.api.get_range_async(store, path, start=offset, length=wanted)
+            )
 
         found = await self._asked(client, ask) if wanted else None
         if found is None:
@@ -122,14 +153,17 @@ class ObstoreReads:
 
     async def tail(self, client: Any, path: str, nbytes: int) -> tuple[bytes, int]:
         async def ask(store: "S3Store") -> tuple[bytes, int]:
-            found = await self._obstore.api.get_async(store, path, options={"range": {"suffix": nbytes}})
+            found = await self._obstore.api.get_async(
+                store, path, options={"range": {"suffix": nbytes}}
+            )
             return bytes(await found.bytes_async()), found.meta["size"]
 
         found = await self._asked(client, ask)
         return await self._plain.tail(client, path, nbytes) if found is None else found
 
     async def _asked(self, client: Any, ask: "Callable[[S3Store], Awaitable[T]]") -> T | None:
-        """obstore's answer, None where it has none. Raises `FileNotFoundError` for an object that is not there."""
+        """obstore's answer, None where it has none. Raises `FileNotFoundError` for an object that
+        is not there."""
         if not self._obstore.usable:
             return None
         try:
@@ -143,7 +177,12 @@ class ObstoreReads:
     def _tell(self, error: Exception) -> None:
         level = logging.DEBUG if self._told else logging.WARNING
         said = without(str(error).partition("\n")[0], self._obstore.secrets)
-        _logger.log(level, "obstore did not read from the bucket %s, s3fs is asked instead: %s", self._obstore.bucket, said)
+        _logger.log(
+            level,
+            "obstore did not read from the bucket %s, s3fs is asked instead: %s",
+            self._obstore.bucket,
+            said,
+        )
         self._told = True
 
 
@@ -152,7 +191,11 @@ def _provider(credentials: Any) -> "Callable[[], Awaitable[S3Credential]]":
 
     async def provide() -> "S3Credential":
         found = await credentials.get_frozen_credentials()
-        expires = datetime.now(UTC) + _CREDENTIALS_LAST if hasattr(credentials, "refresh_needed") else None
+        expires = (
+            datetime.now(UTC) + _CREDENTIALS_LAST
+            if hasattr(credentials, "refresh_needed")
+            else None
+        )
         return {
             "access_key_id": found.access_key,
             "secret_access_key": found.secret_key,

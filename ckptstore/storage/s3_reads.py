@@ -1,4 +1,5 @@
-"""How the bytes of objects come out of S3: whole, a range straight into the reader's memory, or the tail."""
+"""How the bytes of objects come out of S3: whole, a range straight into the reader's memory, or the
+tail."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol, TypeAlias
@@ -12,10 +13,14 @@ SizeCheck: TypeAlias = Callable[[int], None]
 
 
 class S3Reads(Protocol):
-    """Reads for one bucket, each a single attempt within `Requests.run`, whose client each of them gets."""
+    """Reads for one bucket, each a single attempt within `Requests.run`, whose client each of them
+    gets."""
 
-    async def read(self, client: Any, path: str, start: int, stop: int | None, check: SizeCheck | None = None) -> bytes:
-        """The bytes `start:stop` of the object, as many of them as there are. `check` is told where they end before they are read."""
+    async def read(
+        self, client: Any, path: str, start: int, stop: int | None, check: SizeCheck | None = None
+    ) -> bytes:
+        """The bytes `start:stop` of the object, as many of them as there are. `check` is told where
+        they end before they are read."""
 
     async def fill(self, client: Any, path: str, offset: int, views: Sequence[memoryview]) -> int:
         """Fill `views`, of bytes, from `offset` on; how many bytes there were for them."""
@@ -30,7 +35,9 @@ class ClientReads:
     def __init__(self, bucket: str) -> None:
         self._bucket = bucket
 
-    async def read(self, client: Any, path: str, start: int, stop: int | None, check: SizeCheck | None = None) -> bytes:
+    async def read(
+        self, client: Any, path: str, start: int, stop: int | None, check: SizeCheck | None = None
+    ) -> bytes:
         answer = await self._get(client, path, _range(start, stop))
         if check and answer is not None:
             check(start + int(answer["ContentLength"]))
@@ -46,13 +53,19 @@ class ClientReads:
         if answer is None:
             return b"", 0
         data = await _body(answer)
-        size = int(answer["ContentRange"].rpartition("/")[2]) if "ContentRange" in answer else len(data)
+        size = (
+            int(answer["ContentRange"].rpartition("/")[2])
+            if "ContentRange" in answer
+            else len(data)
+        )
         return data[-nbytes:], size
 
     async def _get(self, client: Any, path: str, wanted: str) -> Any:
         """The answer to a ranged read; None for a range behind the object's end."""
         try:
-            return await client.get_object(Bucket=self._bucket, Key=path, **({"Range": wanted} if wanted else {}))
+            return await client.get_object(
+                Bucket=self._bucket, Key=path, **({"Range": wanted} if wanted else {})
+            )
         except client.exceptions.ClientError as error:
             if is_status(error, 416):
                 return None
@@ -60,7 +73,8 @@ class ClientReads:
 
 
 def put_into(views: Sequence[memoryview], data: memoryview) -> list[memoryview]:
-    """Copy `data` to the front of `views`; what is left of these. What is more than they take goes nowhere."""
+    """Copy `data` to the front of `views`; what is left of these. What is more than they take goes
+    nowhere."""
     rest = list(views)
     while data and rest:
         n = min(len(data), len(rest[0]))
@@ -77,7 +91,8 @@ async def _body(answer: Any) -> bytes:
 
 
 async def _fill(answer: Any, views: Sequence[memoryview]) -> int:
-    """Put the body into `views` as it comes; how many bytes that were. What is more than they take is not read."""
+    """Put the body into `views` as it comes; how many bytes that were. What is more than they take
+    is not read."""
     rest = list(views)
     async with answer["Body"] as body:
         while rest and (data := memoryview(await body.read(_READ_BYTES))):

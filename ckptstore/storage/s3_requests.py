@@ -1,9 +1,12 @@
-"""One request to S3 and what becomes of it: repeated in one place until a deadline, its failures told in our errors.
+"""One request to S3 and what becomes of it: repeated in one place until a deadline, its failures
+told in our errors.
 
-s3fs finds credentials and makes the client; its own retries are not used and botocore's are switched off, since layers of retries
-multiply: three of botocore's times five of s3fs's keep a caller waiting for minutes. Here a request is repeated for as long as its
-deadline allows, no single attempt gets more than half of what is left, and once a deadline has passed in vain the next requests get a
-short one until an answer comes, so that a caller who cleans up behind a failure does not wait again for every object.
+s3fs finds credentials and makes the client; its own retries are not used and botocore's are
+switched off, since layers of retries multiply: three of botocore's times five of s3fs's keep a
+caller waiting for minutes. Here a request is repeated for as long as its deadline allows, no single
+attempt gets more than half of what is left, and once a deadline has passed in vain the next
+requests get a short one until an answer comes, so that a caller who cleans up behind a failure does
+not wait again for every object.
 """
 
 import asyncio
@@ -27,15 +30,28 @@ _LEAST_ATTEMPT_S = 1.0
 _FIRST_PAUSE_S = 0.1
 _LONGEST_PAUSE_S = 5.0
 _PASSING = frozenset(
-    ["SlowDown", "Throttling", "ThrottlingException", "RequestTimeout", "InternalError", "ServiceUnavailable", "OperationAborted"]
+    [
+        "SlowDown",
+        "Throttling",
+        "ThrottlingException",
+        "RequestTimeout",
+        "InternalError",
+        "ServiceUnavailable",
+        "OperationAborted",
+    ]
 )
 """Codes of answers that may be others next time, beside every status of 500 and above."""
 
-_OBSTORE_STATUS = {"FileNotFoundError": 404, "PermissionDeniedError": 403, "UnauthenticatedError": 401}
+_OBSTORE_STATUS = {
+    "FileNotFoundError": 404,
+    "PermissionDeniedError": 403,
+    "UnauthenticatedError": 401,
+}
 """What obstore raises instead of telling the status."""
 
 _random = secrets.SystemRandom()
-"""Of the system: what a trainer that has seeded `random` draws next does not depend on what the network did."""
+"""Of the system: what a trainer that has seeded `random` draws next does not depend on what the
+network did."""
 
 T = TypeVar("T")
 Request = Callable[[Any], Awaitable[T]]
@@ -57,8 +73,11 @@ class Requests:
         self._pid = 0
         self._in_vain = False
 
-    def run(self, request: Request[T], what: str, *, writing: bool = False, once: bool = False) -> T:
-        """The answer to `request`; `what` says what it is for. One that repeats what fails by itself is sent `once`.
+    def run(
+        self, request: Request[T], what: str, *, writing: bool = False, once: bool = False
+    ) -> T:
+        """The answer to `request`; `what` says what it is for. One that repeats what fails by
+        itself is sent `once`.
 
         Raises `NotFound`, `ReadOnly`, `InvalidInput` or `Unavailable`.
         """
@@ -67,7 +86,9 @@ class Requests:
     def start(self, request: Request[T], *, once: bool = False) -> "Future[T]":
         """Begin with `request` and go on at once."""
         loop, client = self._connected()
-        deadline = time.monotonic() + (min(SHORT_DEADLINE_S, self._deadline_s) if self._in_vain else self._deadline_s)
+        deadline = time.monotonic() + (
+            min(SHORT_DEADLINE_S, self._deadline_s) if self._in_vain else self._deadline_s
+        )
         return asyncio.run_coroutine_threadsafe(self._until(deadline, request, client, once), loop)
 
     def result(self, future: "Future[T]", what: str, *, writing: bool = False) -> T:
@@ -80,21 +101,31 @@ class Requests:
             raise self._failure(error, what, writing) from error
 
     async def credentials(self) -> Any:
-        """What the client signs with, as an object of botocore's that renews itself; None if it signs nothing. For use within a request."""
+        """What the client signs with, as an object of botocore's that renews itself; None if it
+        signs nothing. For use within a request."""
         from aiobotocore.credentials import AioCredentials
 
         fs = self._file_system
         if fs.anon:
             return None
         names = ("aws_access_key_id", "aws_secret_access_key", "aws_session_token")
-        key, secret, token = (fs.client_kwargs.get(name) or given for name, given in zip(names, (fs.key, fs.secret, fs.token), strict=True))
-        return AioCredentials(key, secret, token) if key and secret else await fs.session.get_credentials()
+        key, secret, token = (
+            fs.client_kwargs.get(name) or given
+            for name, given in zip(names, (fs.key, fs.secret, fs.token), strict=True)
+        )
+        return (
+            AioCredentials(key, secret, token)
+            if key and secret
+            else await fs.session.get_credentials()
+        )
 
     async def _until(self, deadline: float, request: Request[T], client: Any, once: bool) -> T:
         pause_s = _FIRST_PAUSE_S
         while True:
             try:
-                async with asyncio.timeout(max((deadline - time.monotonic()) / (1 if once else 2), _LEAST_ATTEMPT_S)):
+                async with asyncio.timeout(
+                    max((deadline - time.monotonic()) / (1 if once else 2), _LEAST_ATTEMPT_S)
+                ):
                     answer = await request(client)
             except Exception as error:
                 if once or not _may_pass(error):
@@ -116,8 +147,12 @@ class Requests:
             try:
                 import s3fs
             except ImportError as error:
-                raise InvalidInput(f"cannot open {self._url}: {error}; install ckptstore[s3]") from error
-            self._connect(s3fs.S3FileSystem)  # twice if threads meet here, which s3fs makes one client of
+                raise InvalidInput(
+                    f"cannot open {self._url}: {error}; install ckptstore[s3]"
+                ) from error
+            self._connect(
+                s3fs.S3FileSystem
+            )  # twice if threads meet here, which s3fs makes one client of
         assert self._loop is not None
         return self._loop, self._client
 
@@ -142,9 +177,17 @@ class Requests:
             return NotFound(f"cannot {what}: not in {self._url}")
         if status in (401, 403):
             if writing:
-                return ReadOnly(f"{told}; get the right to write there, or open it with read_only=True")
-            return Unavailable(f"{told}; get the right to read there, and look whether key and secret are the right ones")
-        return Unavailable(f"{told} (given up after {self._deadline_s:g} s at most); see to the storage, then repeat")
+                return ReadOnly(
+                    f"{told}; get the right to write there, or open it with read_only=True"
+                )
+            return Unavailable(
+                f"{told}; get the right to read there, and look whether key and secret are the "
+                "right ones"
+            )
+        return Unavailable(
+            f"{told} (given up after {self._deadline_s:g} s at most); see to the storage, then "
+            "repeat"
+        )
 
 
 def is_status(error: BaseException, *statuses: int) -> bool:
@@ -159,7 +202,9 @@ def _answer(error: BaseException) -> tuple[int, str]:
     response = getattr(error, "response", None)
     if not isinstance(response, dict):
         return 0, ""
-    return int(response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0)), str(response.get("Error", {}).get("Code", ""))
+    return int(response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0)), str(
+        response.get("Error", {}).get("Code", "")
+    )
 
 
 def _may_pass(error: Exception) -> bool:
@@ -171,11 +216,20 @@ def _may_pass(error: Exception) -> bool:
     status, code = _answer(error)
     if status:
         return status >= 500 or status in (408, 429) or code in _PASSING
-    return isinstance(error, HTTPClientError | NotConnected | IncompleteReadError | FlexibleChecksumError | BrokenTransfer | OSError)
+    return isinstance(
+        error,
+        HTTPClientError
+        | NotConnected
+        | IncompleteReadError
+        | FlexibleChecksumError
+        | BrokenTransfer
+        | OSError,
+    )
 
 
 def _with_limits(options: dict[str, Any], deadline_s: float) -> dict[str, Any]:
-    """`options` for s3fs with our time limits, and without botocore's retries; what the caller set besides stays."""
+    """`options` for s3fs with our time limits, and without botocore's retries; what the caller set
+    besides stays."""
     config = {
         "connect_timeout": min(CONNECT_TIMEOUT_S, deadline_s),
         "read_timeout": min(READ_TIMEOUT_S, deadline_s),

@@ -1,8 +1,11 @@
-"""How a large object gets into S3: parts of 8 MiB, several on their way at once while the next is filled.
+"""How a large object gets into S3: parts of 8 MiB, several on their way at once while the next is
+filled.
 
-A finished object is never replaced: the request that gives it its name says `If-None-Match: *`. Each object carries its writer's mark as
-metadata, by which a writer whose answer was lost knows its own object. Some servers ignore that condition where an upload of parts is
-completed, so the name is looked up just before: there, two writers that complete at the same moment may still replace one another.
+A finished object is never replaced: the request that gives it its name says `If-None-Match: *`.
+Each object carries its writer's mark as metadata, by which a writer whose answer was lost knows its
+own object. Some servers ignore that condition where an upload of parts is completed, so the name is
+looked up just before: there, two writers that complete at the same moment may still replace one
+another.
 """
 
 import io
@@ -22,19 +25,29 @@ PART_BYTES = 8 * MIB
 """S3 wants at least 5 MiB, and takes at most 10,000 parts."""
 
 PARTS_IN_FLIGHT = 8
-"""So many parts of one backend wait in memory for their answer; whoever has filled another one waits."""
+"""So many parts of one backend wait in memory for their answer; whoever has filled another one
+waits."""
 
 MARK = "ckptstore-writer"
 """The metadata that says which writer an object is of."""
 
 _TAKEN = (412, 409, 400)
-"""By 412 a server says that the name is taken; by others (409, on Ceph 400) that the race for it was lost."""
+"""By 412 a server says that the name is taken; by others (409, on Ceph 400) that the race for it
+was lost."""
 
 
 class S3Writer:
     """See `Writer`. An object of at most one part is put whole."""
 
-    def __init__(self, requests: Requests, bucket: str, path: str, slots: threading.Semaphore, *, replace: bool) -> None:
+    def __init__(
+        self,
+        requests: Requests,
+        bucket: str,
+        path: str,
+        slots: threading.Semaphore,
+        *,
+        replace: bool,
+    ) -> None:
         self._requests, self._slots = requests, slots
         self._object = {"Bucket": bucket, "Key": path}
         self._replace = replace
@@ -75,7 +88,9 @@ class S3Writer:
             # What cannot be aborted now is found by gc under the session's name.
             with suppress(CkptStoreError):
                 self._requests.run(
-                    lambda client: client.abort_multipart_upload(**self._object, UploadId=upload), self._what("abort"), writing=True
+                    lambda client: client.abort_multipart_upload(**self._object, UploadId=upload),
+                    self._what("abort"),
+                    writing=True,
                 )
 
     def _send(self) -> None:
@@ -83,14 +98,18 @@ class S3Writer:
         if self._upload is None:
             what = self._what("begin the upload of")
             created = self._requests.run(
-                lambda client: client.create_multipart_upload(**self._object, Metadata=self._mark), what, writing=True
+                lambda client: client.create_multipart_upload(**self._object, Metadata=self._mark),
+                what,
+                writing=True,
             )
             self._upload = created["UploadId"]
         part, number, upload = self._part.getvalue(), len(self._sent) + 1, self._upload
         self._part = io.BytesIO()
 
         async def send(client: Any) -> str:
-            answer = await client.upload_part(**self._object, UploadId=upload, PartNumber=number, Body=io.BytesIO(part))
+            answer = await client.upload_part(
+                **self._object, UploadId=upload, PartNumber=number, Body=io.BytesIO(part)
+            )
             return str(answer["ETag"])
 
         self._slots.acquire()
@@ -108,7 +127,9 @@ class S3Writer:
 
         async def put(client: Any) -> bool:
             try:
-                await client.put_object(**self._object, **self._condition, Body=io.BytesIO(body), Metadata=self._mark)
+                await client.put_object(
+                    **self._object, **self._condition, Body=io.BytesIO(body), Metadata=self._mark
+                )
             except client.exceptions.ClientError as error:
                 if not is_status(error, *_TAKEN) or (own := await self._is_own(client)) is None:
                     raise
@@ -135,11 +156,18 @@ class S3Writer:
                 if is_status(error, 501):  # the server does not know the condition here
                     await client.complete_multipart_upload(**self._object, **upload)
                     return True
-                # An upload that is gone may be one that was completed, by an attempt whose answer was lost.
-                if not is_status(error, 404, *_TAKEN) or (own := await self._is_own(client)) is None:
+                # An upload that is gone may be one that was completed, by an attempt whose answer
+                # was lost.
+                if (
+                    not is_status(error, 404, *_TAKEN)
+                    or (own := await self._is_own(client)) is None
+                ):
                     raise
                 if not own and self._replace:
-                    raise Unavailable(f"the upload of {self._object['Key']} was aborted by somebody else; repeat the call") from error
+                    raise Unavailable(
+                        f"the upload of {self._object['Key']} was aborted by somebody else; repeat "
+                        "the call"
+                    ) from error
                 return own
             return True
 

@@ -88,14 +88,18 @@ def _make_packs_and_schemas() -> None:
         sa.Column("condemned", sa.Boolean, nullable=False, server_default=sa.text("false")),
     )
     condemned, missing = sa.text("condemned"), sa.text("leaves IS NULL")
-    op.create_index("packs_condemned", "packs", ["number"], sqlite_where=condemned, postgresql_where=condemned)
+    op.create_index(
+        "packs_condemned", "packs", ["number"], sqlite_where=condemned, postgresql_where=condemned
+    )
     op.create_table(
         "schemas",
         sa.Column("number", _NUMBER, primary_key=True, autoincrement=True),
         sa.Column("id", sa.String(64), nullable=False, unique=True),
         sa.Column("leaves", sa.BigInteger),
     )
-    op.create_index("schemas_missing", "schemas", ["number"], sqlite_where=missing, postgresql_where=missing)
+    op.create_index(
+        "schemas_missing", "schemas", ["number"], sqlite_where=missing, postgresql_where=missing
+    )
     op.create_table(
         "leaves",
         sa.Column("schema", _NUMBER, primary_key=True, autoincrement=False),

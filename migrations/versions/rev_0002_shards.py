@@ -11,7 +11,12 @@ down_revision = "0001"
 def upgrade() -> None:
     op.create_table(
         "shards",
-        sa.Column("n", sa.BigInteger().with_variant(INTEGER(), "sqlite"), primary_key=True, autoincrement=False),
+        sa.Column(
+            "n",
+            sa.BigInteger().with_variant(INTEGER(), "sqlite"),
+            primary_key=True,
+            autoincrement=False,
+        ),
         sa.Column("number", sa.Integer, primary_key=True, autoincrement=False),
         sa.Column("path", sa.Text, nullable=False),
         sa.Column("rank", sa.Integer, nullable=False),

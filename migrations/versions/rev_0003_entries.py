@@ -12,6 +12,11 @@ def upgrade() -> None:
     """Entries that were folded before have no copy until `ckptstore reindex`."""
     op.create_table(
         "entries",
-        sa.Column("n", sa.BigInteger().with_variant(INTEGER(), "sqlite"), primary_key=True, autoincrement=False),
+        sa.Column(
+            "n",
+            sa.BigInteger().with_variant(INTEGER(), "sqlite"),
+            primary_key=True,
+            autoincrement=False,
+        ),
         sa.Column("data", sa.LargeBinary, nullable=False),
     )

@@ -1,4 +1,5 @@
-"""Ways to run the command: with pipes for output and on a terminal, as users do, and within the test's process."""
+"""Ways to run the command: with pipes for output and on a terminal, as users do, and within the
+test's process."""
 
 import fcntl
 import io
@@ -33,20 +34,35 @@ class Result:
 
 def environment(extra: Mapping[str, str] | None = None) -> dict[str, str]:
     """What a command inherits: nothing that the machine of the test has set by chance."""
-    ours = {name: value for name, value in os.environ.items() if name not in ("CKPTSTORE", "COLUMNS", "NO_COLOR", "FORCE_COLOR")}
+    ours = {
+        name: value
+        for name, value in os.environ.items()
+        if name not in ("CKPTSTORE", "COLUMNS", "NO_COLOR", "FORCE_COLOR")
+    }
     return {**ours, "TZ": "UTC", "LC_ALL": "C.UTF-8", "TERM": "xterm-256color", **(extra or {})}
 
 
 def run(*words: str, cwd: Path | None = None, env: Mapping[str, str] | None = None) -> Result:
     """Run `ckptstore words…` with pipes for output."""
     command = [sys.executable, "-m", "ckptstore", *words]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=cwd, env=environment(env), timeout=60, check=False)
+    done = subprocess.run(
+        command,
+        capture_output=True,
+        text=True,
+        cwd=cwd,
+        env=environment(env),
+        timeout=60,
+        check=False,
+    )
     return Result(done.returncode, done.stdout, done.stderr)
 
 
 def call(*words: str) -> Result:
     """Run `ckptstore words…` in this process, which saves its start: for tables of many lines."""
-    with io.TextIOWrapper(io.BytesIO(), "utf-8") as out, io.TextIOWrapper(io.BytesIO(), "utf-8") as err:
+    with (
+        io.TextIOWrapper(io.BytesIO(), "utf-8") as out,
+        io.TextIOWrapper(io.BytesIO(), "utf-8") as err,
+    ):
         with redirect_stdout(out), redirect_stderr(err):
             code = main(words)
         return Result(code, _written(out), _written(err))
@@ -57,12 +73,17 @@ def _written(stream: io.TextIOWrapper) -> str:
     return stream.read()
 
 
-def run_on_terminal(*words: str, columns: int = 100, env: Mapping[str, str] | None = None) -> Result:
-    """Run `ckptstore words…` with a terminal for output; `err` is empty, since a terminal shows both."""
+def run_on_terminal(
+    *words: str, columns: int = 100, env: Mapping[str, str] | None = None
+) -> Result:
+    """Run `ckptstore words…` with a terminal for output; `err` is empty, since a terminal shows
+    both."""
     ours, theirs = pty.openpty()
     fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 40, columns, 0, 0))
     command = [sys.executable, "-m", "ckptstore", *words]
-    process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=theirs, stderr=theirs, env=environment(env))
+    process = subprocess.Popen(
+        command, stdin=subprocess.DEVNULL, stdout=theirs, stderr=theirs, env=environment(env)
+    )
     os.close(theirs)
     with open(ours, "rb", buffering=0) as screen:
         seen = b"".join(_chunks(screen))

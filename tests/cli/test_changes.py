@@ -15,14 +15,25 @@ from tests.cli.running import call, environment, run
 def test_init_makes_an_empty_store_with_what_was_chosen(tmp_path: Path) -> None:
     made = run("init", "new/store", "--chunk-size", "64KiB", "--codec", "zstd", cwd=tmp_path)
     assert (made.code, made.err) == (0, "")
-    assert f"made an empty store at {tmp_path}/new/store (chunks of 64.0 KiB, codec zstd)" in made.out
+    assert (
+        f"made an empty store at {tmp_path}/new/store (chunks of 64.0 KiB, codec zstd)" in made.out
+    )
     stats = call("stats", "--json", "-s", str(tmp_path / "new/store")).document
-    assert (stats["chunk_bytes"], stats["codec"], stats["commits"], stats["dedup_ratio"]) == (65_536, "zstd", 0, None)
+    assert (stats["chunk_bytes"], stats["codec"], stats["commits"], stats["dedup_ratio"]) == (
+        65_536,
+        "zstd",
+        0,
+        None,
+    )
 
 
 def test_init_says_in_json_what_it_made(tmp_path: Path) -> None:
     document = run("init", "--json", cwd=tmp_path).document
-    assert (document["store"], document["chunk_bytes"], document["codec"]) == (str(tmp_path), 1 << 20, "raw")
+    assert (document["store"], document["chunk_bytes"], document["codec"]) == (
+        str(tmp_path),
+        1 << 20,
+        "raw",
+    )
 
 
 def test_an_empty_store_answers_every_query(tmp_path: Path) -> None:
@@ -63,26 +74,46 @@ def test_migrate_says_what_it_did(store: Path) -> None:
         connection.execute("UPDATE alembic_version SET version_num = '9999'")
     connection.close()
     document = call("migrate", "--json", "-s", str(store)).document
-    assert (document["before"], document["after"], document["commits"]) == ("9999", document["wanted"], 5)
+    assert (document["before"], document["after"], document["commits"]) == (
+        "9999",
+        document["wanted"],
+        5,
+    )
 
 
 @pytest.mark.parametrize(
-    "words", [["-s", "PLACE", "log"], ["log", "-s", "PLACE"], ["log", "--store=PLACE"], ["--store", "PLACE", "log", "-n1"]]
+    "words",
+    [
+        ["-s", "PLACE", "log"],
+        ["log", "-s", "PLACE"],
+        ["log", "--store=PLACE"],
+        ["--store", "PLACE", "log", "-n1"],
+    ],
 )
 def test_the_store_is_named_before_or_after_the_command(made_store: Path, words: list[str]) -> None:
-    result = run(*(word.replace("PLACE", str(made_store)) for word in words), env={"CKPTSTORE": "/nowhere"})
+    result = run(
+        *(word.replace("PLACE", str(made_store)) for word in words), env={"CKPTSTORE": "/nowhere"}
+    )
     assert (result.code, result.err) == (0, "")
 
 
-def test_the_store_is_the_variable_s_or_the_nearest_around(made_store: Path, tmp_path: Path) -> None:
+def test_the_store_is_the_variable_s_or_the_nearest_around(
+    made_store: Path, tmp_path: Path
+) -> None:
     assert run("log", cwd=tmp_path, env={"CKPTSTORE": str(made_store)}).code == 0
     assert run("log", cwd=made_store / "packs").code == 0
     assert run("log", cwd=tmp_path).code == 10
-    assert f"there is one in {made_store.name}: name it with -s {made_store.name}" in run("log", cwd=made_store.parent).err
+    assert (
+        f"there is one in {made_store.name}: name it with -s {made_store.name}"
+        in run("log", cwd=made_store.parent).err
+    )
 
 
 def test_the_options_of_all_commands_may_stand_before_or_behind(made_store: Path) -> None:
-    before, behind = (call(*words, "-s", str(made_store)).document for words in (["--json", "tag"], ["tag", "--json"]))
+    before, behind = (
+        call(*words, "-s", str(made_store)).document
+        for words in (["--json", "tag"], ["tag", "--json"])
+    )
     assert before == behind
 
 
@@ -95,14 +126,26 @@ def test_version_and_help_need_no_store(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("line", "completed"), [("l", {"log", "ls"}), ("log --gr", {"--graph"}), ("tag -d b", {"best"}), ("show tune", {"tune/first"})]
+    ("line", "completed"),
+    [
+        ("l", {"log", "ls"}),
+        ("log --gr", {"--graph"}),
+        ("tag -d b", {"best"}),
+        ("show tune", {"tune/first"}),
+    ],
 )
-def test_bash_completes_commands_options_and_tags(made_store: Path, tmp_path: Path, line: str, completed: set[str]) -> None:
+def test_bash_completes_commands_options_and_tags(
+    made_store: Path, tmp_path: Path, line: str, completed: set[str]
+) -> None:
     script = tmp_path / "completion"
     script.write_text(run("completion", "bash").out)
     words = line.split()
-    ask = f"source {script}; COMP_WORDS=(ckptstore {line}); COMP_CWORD={len(words)}; _shtab_ckptstore; echo ${{COMPREPLY[@]}}"
-    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"  # where this environment's `ckptstore` is
+    ask = (
+        f"source {script}; COMP_WORDS=(ckptstore {line}); COMP_CWORD={len(words)}; "
+        f"_shtab_ckptstore; echo ${{COMPREPLY[@]}}"
+    )
+    # where this environment's `ckptstore` is
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     env = environment({"CKPTSTORE": str(made_store), "PATH": path})
     done = subprocess.run(["bash", "-c", ask], capture_output=True, text=True, env=env, check=False)
     assert set(done.stdout.split()) == completed

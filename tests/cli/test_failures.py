@@ -1,4 +1,5 @@
-"""What goes wrong ends with one line on standard error, the right exit code, and with `--json` one document on standard output."""
+"""What goes wrong ends with one line on standard error, the right exit code, and with `--json` one
+document on standard output."""
 
 import json
 import os
@@ -66,8 +67,12 @@ FAILED = [
 ]
 
 
-@pytest.mark.parametrize(("words", "message", "code"), [*((w, m, 2) for w, m in USAGE), *((w, m, 1) for w, m in FAILED)])
-def test_bad_input_is_refused_in_one_line_that_helps(made_store: Path, words: str, message: str, code: int) -> None:
+@pytest.mark.parametrize(
+    ("words", "message", "code"), [*((w, m, 2) for w, m in USAGE), *((w, m, 1) for w, m in FAILED)]
+)
+def test_bad_input_is_refused_in_one_line_that_helps(
+    made_store: Path, words: str, message: str, code: int
+) -> None:
     result = call("-s", str(made_store), *words.split())
     assert message in result.err
     assert result.err.startswith("ckptstore: ")
@@ -76,7 +81,9 @@ def test_bad_input_is_refused_in_one_line_that_helps(made_store: Path, words: st
 
 
 def test_an_ambiguous_beginning_of_an_id_lists_what_it_may_mean(made_store: Path) -> None:
-    ids = [commit["id"] for commit in call("log", "--json", "-s", str(made_store)).document["commits"]]
+    ids = [
+        commit["id"] for commit in call("log", "--json", "-s", str(made_store)).document["commits"]
+    ]
     assert call("show", ids[0][:12], "--fast", "-s", str(made_store)).out.split()[1] == ids[0]
 
 
@@ -88,7 +95,9 @@ def test_an_ambiguous_beginning_of_an_id_lists_what_it_may_mean(made_store: Path
         (_foreign, 1, "is this the right directory?"),
     ],
 )
-def test_a_place_without_a_store_says_what_is_there(tmp_path: Path, prepare: Callable[[Path], None], code: int, message: str) -> None:
+def test_a_place_without_a_store_says_what_is_there(
+    tmp_path: Path, prepare: Callable[[Path], None], code: int, message: str
+) -> None:
     place = tmp_path / "place"
     prepare(place)
     result = call("log", "-s", str(place))
@@ -96,8 +105,13 @@ def test_a_place_without_a_store_says_what_is_there(tmp_path: Path, prepare: Cal
     assert message in result.err
 
 
-@pytest.mark.parametrize(("damage", "code", "message"), [(_truncated, 3, "is not JSON"), (_newer, 1, "install a newer ckptstore")])
-def test_a_store_that_cannot_be_read_says_why(store: Path, damage: Callable[[Path], None], code: int, message: str) -> None:
+@pytest.mark.parametrize(
+    ("damage", "code", "message"),
+    [(_truncated, 3, "is not JSON"), (_newer, 1, "install a newer ckptstore")],
+)
+def test_a_store_that_cannot_be_read_says_why(
+    store: Path, damage: Callable[[Path], None], code: int, message: str
+) -> None:
     damage(store)
     result = call("log", "-s", str(store))
     assert (result.code, result.out) == (code, "")
@@ -112,7 +126,9 @@ def test_init_refuses_a_directory_with_something_else_in_it(made_store: Path) ->
 
 
 def test_damage_elsewhere_leaves_what_is_known_of_a_commit(store: Path) -> None:
-    (victim,) = {path for path in (store / "commits").iterdir() if path.name.endswith(_id(store, "100"))}
+    (victim,) = {
+        path for path in (store / "commits").iterdir() if path.name.endswith(_id(store, "100"))
+    }
     victim.write_bytes(b"rubbish")
     shown = call("show", "best", "-s", str(store))
     assert shown.code == 3
@@ -132,9 +148,16 @@ def _id(store: Path, ref: str) -> str:
 
 @pytest.mark.parametrize(
     ("words", "kind", "code"),
-    [("show 101", "NotFound", 1), ("show a@b@c", "InvalidInput", 2), ("lgo", "UsageError", 2), ("log -s /nowhere", "NoStore", 10)],
+    [
+        ("show 101", "NotFound", 1),
+        ("show a@b@c", "InvalidInput", 2),
+        ("lgo", "UsageError", 2),
+        ("log -s /nowhere", "NoStore", 10),
+    ],
 )
-def test_with_json_an_error_is_a_document_too(made_store: Path, words: str, kind: str, code: int) -> None:
+def test_with_json_an_error_is_a_document_too(
+    made_store: Path, words: str, kind: str, code: int
+) -> None:
     store = () if " -s " in words else ("-s", str(made_store))
     result = call("--json", *store, *words.split())
     error = result.document["error"]
@@ -150,7 +173,9 @@ def test_debug_shows_the_traceback(made_store: Path) -> None:
 
 def test_a_reader_that_has_seen_enough_is_no_failure(made_store: Path) -> None:
     command = [sys.executable, "-m", "ckptstore", "ls", "-s", str(made_store)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment()) as process:
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment()
+    ) as process:
         assert process.stdout is not None
         assert process.stderr is not None
         process.stdout.read(10)
@@ -160,7 +185,9 @@ def test_a_reader_that_has_seen_enough_is_no_failure(made_store: Path) -> None:
 
 def test_an_interrupt_ends_with_130_and_without_a_traceback(made_store: Path) -> None:
     command = [sys.executable, "-m", "ckptstore", "ls", "-l", "--json", "-s", str(made_store)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment()) as process:
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment()
+    ) as process:
         assert process.stdout is not None
         assert process.stderr is not None
         process.stdout.read(10)  # it has begun to print, and its pipe is full soon: it waits for us
@@ -173,7 +200,9 @@ def test_an_interrupt_ends_with_130_and_without_a_traceback(made_store: Path) ->
 def test_output_that_cannot_be_written_is_a_failure(made_store: Path, words: list[str]) -> None:
     command = [sys.executable, "-m", "ckptstore", *words, "-s", str(made_store)]
     with open("/dev/full", "wb") as full:
-        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, env=environment(), timeout=60, check=False)
+        done = subprocess.run(
+            command, stdout=full, stderr=subprocess.PIPE, env=environment(), timeout=60, check=False
+        )
     assert done.returncode == 1
     assert done.stderr.startswith(b"ckptstore: ")
     assert b"Traceback" not in done.stderr
@@ -181,7 +210,9 @@ def test_output_that_cannot_be_written_is_a_failure(made_store: Path, words: lis
 
 @pytest.mark.parametrize("closed", [">&-", "<&- >&- 2>&-"])
 def test_a_command_that_is_started_without_output_does_its_work(store: Path, closed: str) -> None:
-    command = shlex.join([sys.executable, "-m", "ckptstore", "-s", str(store), "tag", "good", "latest"])
+    command = shlex.join(
+        [sys.executable, "-m", "ckptstore", "-s", str(store), "tag", "good", "latest"]
+    )
     assert subprocess.run(f"{command} {closed}", shell=True, timeout=60).returncode == 0
     assert "good" in call("-s", str(store), "tag", "--names").out.split()
 

@@ -14,20 +14,35 @@ SLOW = NEVER | {"numpy", "sqlalchemy", "rich", "lmdb"}
 
 def imported(words: str, store: Path) -> set[str]:
     """The packages that `ckptstore words` has imported when it ends well."""
-    code = f"import sys; from ckptstore.cli.main import main; assert main({words.split()!r}) == 0; print(*sys.modules, file=sys.stderr)"
+    code = (
+        f"import sys; from ckptstore.cli.main import main; assert main({words.split()!r}) == "
+        "0; "
+        "print(*sys.modules, file=sys.stderr)"
+    )
     command = [sys.executable, "-c", code]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment({"CKPTSTORE": str(store)}), timeout=60, check=False)
+    done = subprocess.run(
+        command,
+        capture_output=True,
+        text=True,
+        env=environment({"CKPTSTORE": str(store)}),
+        timeout=60,
+        check=False,
+    )
     assert done.returncode == 0, done.stderr
     return {name.partition(".")[0] for name in done.stderr.split()}
 
 
-@pytest.mark.parametrize("words", ["log", "log -n 20 --graph --json", "show --fast", "ls", "ls best model", "tag"])
+@pytest.mark.parametrize(
+    "words", ["log", "log -n 20 --graph --json", "show --fast", "ls", "ls best model", "tag"]
+)
 def test_a_query_imports_nothing_slow(made_store: Path, words: str) -> None:
     assert imported(words, made_store) & SLOW == set()
 
 
 @pytest.mark.parametrize("words", ["show", "ls -l", "diff 100 200", "stats", "migrate"])
-def test_a_query_that_reads_pages_imports_no_more_than_it_must(made_store: Path, words: str) -> None:
+def test_a_query_that_reads_pages_imports_no_more_than_it_must(
+    made_store: Path, words: str
+) -> None:
     assert imported(words, made_store) & (NEVER | {"sqlalchemy", "rich"}) == set()
 
 

@@ -11,7 +11,10 @@ from ckptstore.core.ids import CommitId
 def nodes(text: str) -> list[Node]:
     """`d:b,c c:a b:a a:` from the newest to the oldest."""
     pairs = (word.split(":") for word in text.split())
-    return [Node(CommitId(name), tuple(CommitId(p) for p in parents.split(",") if p)) for name, parents in pairs]
+    return [
+        Node(CommitId(name), tuple(CommitId(p) for p in parents.split(",") if p))
+        for name, parents in pairs
+    ]
 
 
 @pytest.mark.parametrize(
@@ -35,7 +38,10 @@ def test_each_commit_is_one_line(history: str, lines: list[str]) -> None:
 
 
 def test_parents_that_are_not_shown_are_bridged_or_marked() -> None:
-    parents = {CommitId(name): tuple(map(CommitId, above)) for name, above in {"e": "d", "d": "c", "c": "b", "b": "a", "a": ""}.items()}
+    parents = {
+        CommitId(name): tuple(map(CommitId, above))
+        for name, above in {"e": "d", "d": "c", "c": "b", "b": "a", "a": ""}.items()
+    }
     bridged = shown([CommitId("e"), CommitId("b")], parents)
     assert bridged == [Node(CommitId("e"), (CommitId("b"),)), Node(CommitId("b"), (), cut=True)]
     assert draw(bridged) == ["●", "○"]
@@ -57,7 +63,11 @@ def test_any_history_is_drawn_with_one_node_a_line(choices: list[list[int]]) -> 
     history = []
     for i, picks in enumerate(choices):
         older = range(i + 1, count)
-        parents = dict.fromkeys(CommitId(str(older[pick % len(older)])) for pick in picks) if older else ()
+        parents = (
+            dict.fromkeys(CommitId(str(older[pick % len(older)])) for pick in picks)
+            if older
+            else ()
+        )
         history.append(Node(CommitId(str(i)), tuple(parents)))
     lines = draw(history)
     assert [line.count("●") for line in lines] == [1] * count

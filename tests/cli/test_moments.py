@@ -58,7 +58,19 @@ def test_a_date_is_its_first_moment_or_its_last() -> None:
     assert 86_399 * S < last - first < 86_400 * S
 
 
-@pytest.mark.parametrize("text", ["", "yesterday", "3", "3y", "2026-13-01", "h", "99999999999999-01-01", "0001-01-01T00:00+23:59"])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "yesterday",
+        "3",
+        "3y",
+        "2026-13-01",
+        "h",
+        "99999999999999-01-01",
+        "0001-01-01T00:00+23:59",
+    ],
+)
 def test_anything_else_is_refused_with_examples(text: str) -> None:
     with pytest.raises(InvalidInput, match="3d"):
         parse_moment(text, NOW)

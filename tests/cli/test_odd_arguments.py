@@ -1,4 +1,5 @@
-"""Whatever stands where a path should: every command ends with one line of ours and a documented exit code, never with a traceback."""
+"""Whatever stands where a path should: every command ends with one line of ours and a documented
+exit code, never with a traceback."""
 
 import os
 import shutil
@@ -39,7 +40,8 @@ ODD = {
 """What stands where a path should, by what is odd about it."""
 
 STORE = "STORE"
-"""Stands for a good store in the words below, PATH for what is odd, NEW for a path that is new each time."""
+"""Stands for a good store in the words below, PATH for what is odd, NEW for a path that is new each
+time."""
 
 OTHERS = {
     "diff": "1 1",
@@ -55,18 +57,40 @@ OTHERS = {
 NO_STORE_OF_THEIR_OWN = {"init", "clone", "completion"}
 
 WORDS = [
-    *(f"{command} -s PATH {OTHERS.get(command, '')}" for command in build().commands if command not in NO_STORE_OF_THEIR_OWN),
+    *(
+        f"{command} -s PATH {OTHERS.get(command, '')}"
+        for command in build().commands
+        if command not in NO_STORE_OF_THEIR_OWN
+    ),
     "init PATH",
     "init -s PATH",
     "clone PATH NEW",
     "clone STORE PATH",
-    *(f"{words} -s STORE" for words in ("push PATH", "push --create PATH", "pull PATH", "repair --apply --from PATH")),
-    *(f"{command} -s STORE PATH" for command in ("show", "ls", "ls latest", "diff 1", "tag n", "forget -n", "undelete")),
+    *(
+        f"{words} -s STORE"
+        for words in ("push PATH", "push --create PATH", "pull PATH", "repair --apply --from PATH")
+    ),
+    *(
+        f"{command} -s STORE PATH"
+        for command in ("show", "ls", "ls latest", "diff 1", "tag n", "forget -n", "undelete")
+    ),
     "import -s STORE PATH",
-    *(f"export -s STORE 1 PATH {format}" for format in ("", "--format safetensors", "--format torch", "--format dcp", "--format files")),
+    *(
+        f"export -s STORE 1 PATH {format}"
+        for format in (
+            "",
+            "--format safetensors",
+            "--format torch",
+            "--format dcp",
+            "--format files",
+        )
+    ),
     "export -s STORE PATH NEW",
     "export -s STORE 1 NEW.pt --select PATH",
-    *(f"log -s STORE {option} PATH" for option in ("--run", "--tag", "--metric", "--sort", "--since", "--until", "--index")),
+    *(
+        f"log -s STORE {option} PATH"
+        for option in ("--run", "--tag", "--metric", "--sort", "--since", "--until", "--index")
+    ),
     "fsck -s STORE --read-data PATH",
     "forget -n -s STORE --keep-within PATH",
     "import -s STORE FILES --tag PATH",
@@ -85,9 +109,15 @@ TOUCHING = (
     "export -s STORE 1 PATH",
     "show -s",
 )
-"""How the words begin with which every odd path is tried in the default suite; the others are tried with what no name may have."""
+"""How the words begin with which every odd path is tried in the default suite; the others are tried
+with what no name may have."""
 
-QUICK = [(text, kind) for text in WORDS for kind in ODD if text.startswith(TOUCHING) or kind in ("NUL", "lone surrogate")]
+QUICK = [
+    (text, kind)
+    for text in WORDS
+    for kind in ODD
+    if text.startswith(TOUCHING) or kind in ("NUL", "lone surrogate")
+]
 ALL = [(text, kind) for text in WORDS for kind in ODD]
 
 
@@ -116,7 +146,12 @@ def place(root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def words_of(text: str, root: Path, odd: str, new: Path) -> list[str]:
-    meant = {"PATH": odd, "NEW": f"{new}/made", "NEW.pt": f"{new}/made.pt", "FILES": f"{root}/FILES"}
+    meant = {
+        "PATH": odd,
+        "NEW": f"{new}/made",
+        "NEW.pt": f"{new}/made.pt",
+        "FILES": f"{root}/FILES",
+    }
     return [meant.get(word, word.replace("STORE", f"{root}/{STORE}", 1)) for word in text.split()]
 
 
@@ -129,20 +164,38 @@ def check_ending(result: Result, words: list[str]) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is")
-@pytest.mark.parametrize(("text", "kind"), [*QUICK, *(pytest.param(*case, marks=pytest.mark.soak) for case in ALL if case not in QUICK)])
-def test_every_command_ends_with_a_message_of_ours(text: str, kind: str, place: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("text", "kind"),
+    [*QUICK, *(pytest.param(*case, marks=pytest.mark.soak) for case in ALL if case not in QUICK)],
+)
+def test_every_command_ends_with_a_message_of_ours(
+    text: str, kind: str, place: Path, tmp_path: Path
+) -> None:
     words = words_of(text, place, ODD[kind](place), tmp_path)
     check_ending(call(*words), words)
 
 
 def run_without_privileges(*words: str, home: Path) -> Result:
     """The real command line, for which the modes of files mean something, root's as well."""
-    drop = ("setpriv", "--bounding-set", "-dac_override,-dac_read_search") if not os.geteuid() else ()
+    drop = (
+        ("setpriv", "--bounding-set", "-dac_override,-dac_read_search") if not os.geteuid() else ()
+    )
     if drop and not shutil.which(drop[0]):
         pytest.skip("root needs setpriv (util-linux) to run without its privileges")
-    env = {name: value for name, value in environment().items() if name not in ("XDG_CACHE_HOME", "CKPTSTORE_CACHE")}
+    env = {
+        name: value
+        for name, value in environment().items()
+        if name not in ("XDG_CACHE_HOME", "CKPTSTORE_CACHE")
+    }
     command = [*drop, sys.executable, "-m", "ckptstore", *words]
-    done = subprocess.run(command, capture_output=True, text=True, env={**env, "HOME": str(home)}, timeout=60, check=False)
+    done = subprocess.run(
+        command,
+        capture_output=True,
+        text=True,
+        env={**env, "HOME": str(home)},
+        timeout=60,
+        check=False,
+    )
     return Result(done.returncode, done.stdout, done.stderr)
 
 
@@ -175,7 +228,13 @@ def test_a_file_that_may_not_be_read_is_not_imported(name: str, tmp_path: Path) 
     else:
         path.write_bytes(b"{}" * 50)
     path.chmod(0)
-    result = run_without_privileges("-s", str(tmp_path / "store"), "import", str(path.parent if path.is_dir() else path), home=tmp_path)
+    result = run_without_privileges(
+        "-s",
+        str(tmp_path / "store"),
+        "import",
+        str(path.parent if path.is_dir() else path),
+        home=tmp_path,
+    )
     check_ending(result, [name])
     assert (result.code, result.err.count("\n")) == (Exit.FAILED, 1)
     assert name in result.err and "ermission denied" in result.err

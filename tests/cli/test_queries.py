@@ -30,27 +30,56 @@ COMMIT = {
     "leaves": int,
     "forgotten": bool,
 }
-LEAF = {"path": str, "kind": str, "dtype": str, "shape": [int], "nbytes": (int, None), "alias_of": (str, None)}
+LEAF = {
+    "path": str,
+    "kind": str,
+    "dtype": str,
+    "shape": [int],
+    "nbytes": (int, None),
+    "alias_of": (str, None),
+}
 SIDE = ({"type": str, "value": (str, None)}, None)
 DOCUMENTS: dict[str, dict[str, Any]] = {
     "log": {"store": str, "total": int, "commits": [COMMIT]},
     "show best": {
         "store": str,
         "commit": {**COMMIT, "children": [str], "exclusive_bytes": int, "shared_bytes": int},
-        "trees": [{"key": str, "schema": str, "leaves": int, "tensor_bytes": int, "dtypes": {str: int}, "pickles": [str]}],
+        "trees": [
+            {
+                "key": str,
+                "schema": str,
+                "leaves": int,
+                "tensor_bytes": int,
+                "dtypes": {str: int},
+                "pickles": [str],
+            }
+        ],
         "packs": [{"id": str, "bytes": int, "chunks": int, "metadata": bool}],
         "problem": None,
         "layout": None,
     },
     "ls": {"store": str, "commit": str, "leaves": [LEAF]},
-    "ls -l": {"store": str, "commit": str, "leaves": [{**LEAF, "chunks": int, "value": (str, None)}]},
+    "ls -l": {
+        "store": str,
+        "commit": str,
+        "leaves": [{**LEAF, "chunks": int, "value": (str, None)}],
+    },
     "diff 100 200": {
         "store": str,
         "before": COMMIT,
         "after": COMMIT,
         "unchanged": int,
         "changed_bytes": int,
-        "changes": [{"path": str, "change": str, "before": SIDE, "after": SIDE, "raw_bytes": int, "changed_bytes": int}],
+        "changes": [
+            {
+                "path": str,
+                "change": str,
+                "before": SIDE,
+                "after": SIDE,
+                "raw_bytes": int,
+                "changed_bytes": int,
+            }
+        ],
     },
     "tag": {"store": str, "tags": [{"name": str, "commit": str, "run": str, "step": int}]},
     "stats": {
@@ -70,14 +99,26 @@ DOCUMENTS: dict[str, dict[str, Any]] = {
         "runs": [{"run": str, "commits": int, "latest": str, "step": int, "time": str}],
         "usage": [{"commit": str, "logical_bytes": int, "new_bytes": int, "exclusive_bytes": int}],
     },
-    "migrate": {"store": str, "catalog": str, "before": str, "after": str, "wanted": str, "entry": int, "commits": int},
+    "migrate": {
+        "store": str,
+        "catalog": str,
+        "before": str,
+        "after": str,
+        "wanted": str,
+        "entry": int,
+        "commits": int,
+    },
 }
 
 
 def check_shape(found: object, wanted: Any, where: str) -> None:
-    """`wanted` is a type, None, a tuple of alternatives, a list of one item for any number, or a dict by key (or by `str` for any key)."""
+    """`wanted` is a type, None, a tuple of alternatives, a list of one item for any number, or a
+    dict by key (or by `str` for any key)."""
     if isinstance(wanted, tuple):
-        alternative = next((w for w in wanted if isinstance(found, type(w) if not isinstance(w, type) else w)), wanted[0])
+        alternative = next(
+            (w for w in wanted if isinstance(found, type(w) if not isinstance(w, type) else w)),
+            wanted[0],
+        )
         check_shape(found, alternative, where)
     elif isinstance(wanted, list):
         assert isinstance(found, list), where
@@ -107,7 +148,12 @@ def test_every_name_in_a_json_document_is_explained() -> None:
         return set().union(*map(names, shape)) if isinstance(shape, list | tuple) else set()
 
     text = DOCS.read_text(encoding="utf-8")
-    assert [name for shape in DOCUMENTS.values() for name in sorted(names(shape)) if f"`{name}`" not in text] == []
+    assert [
+        name
+        for shape in DOCUMENTS.values()
+        for name in sorted(names(shape))
+        if f"`{name}`" not in text
+    ] == []
 
 
 def log(store: Path, *words: str) -> list[dict[str, Any]]:
@@ -150,7 +196,19 @@ def test_json_has_numbers_that_json_lacks_as_strings(made_store: Path) -> None:
 
 def test_log_in_a_pipe_is_one_plain_line_per_commit(made_store: Path) -> None:
     lines = run("log", "-s", str(made_store)).out.splitlines()
-    assert lines[0].split() == ["COMMIT", "STEP", "RUN", "TAGS", "TIME", "LOGICAL", "NEW", "LOSS", "VAL_LOSS", "ACCURACY", "MESSAGE"]
+    assert lines[0].split() == [
+        "COMMIT",
+        "STEP",
+        "RUN",
+        "TAGS",
+        "TIME",
+        "LOGICAL",
+        "NEW",
+        "LOSS",
+        "VAL_LOSS",
+        "ACCURACY",
+        "MESSAGE",
+    ]
     assert len(lines) == 6
     assert len({len(line.split("Z  ")[0]) for line in lines[1:]}) == 1, "columns are aligned"
     assert "first line\\x1b]0;title\\x07 …" in lines[4]
@@ -158,7 +216,11 @@ def test_log_in_a_pipe_is_one_plain_line_per_commit(made_store: Path) -> None:
 
 
 def test_log_shows_the_metrics_that_were_asked_for(made_store: Path) -> None:
-    header = call("log", "--run", "main", "--metric", "val_loss", "-s", str(made_store)).out.splitlines()[0].split()
+    header = (
+        call("log", "--run", "main", "--metric", "val_loss", "-s", str(made_store))
+        .out.splitlines()[0]
+        .split()
+    )
     assert header == ["COMMIT", "STEP", "TAGS", "TIME", "LOGICAL", "NEW", "VAL_LOSS", "MESSAGE"]
 
 
@@ -176,7 +238,9 @@ def test_show_names_the_four_kinds_of_bytes(made_store: Path) -> None:
         "exclusive": "would be freed if this commit alone went",
         "shared": "in common with other commits",
     }.items():
-        assert any(line.split()[:1] == [name] and meaning in line for line in result.out.splitlines()), name
+        assert any(
+            line.split()[:1] == [name] and meaning in line for line in result.out.splitlines()
+        ), name
     assert "second line" in result.out
     assert "parents    " in result.out
     assert "(step 100)" in result.out
@@ -198,8 +262,14 @@ def test_show_fast_leaves_out_what_takes_a_look_at_every_commit(made_store: Path
 def test_ls_in_a_pipe_is_one_line_per_leaf(made_store: Path) -> None:
     lines = call("ls", "best", "-s", str(made_store)).out.splitlines()
     assert len(lines) == 1 + LEAVES - 52 + 52 + 4
-    assert any(line.split() == ["model/embedding", "float32", "[300000]", "1.1", "MiB", "-"] for line in lines)
-    assert any(line.split() == ["model/head", "float32", "[300000]", "0", "B", "model/embedding"] for line in lines)
+    assert any(
+        line.split() == ["model/embedding", "float32", "[300000]", "1.1", "MiB", "-"]
+        for line in lines
+    )
+    assert any(
+        line.split() == ["model/head", "float32", "[300000]", "0", "B", "model/embedding"]
+        for line in lines
+    )
 
 
 @pytest.mark.parametrize(
@@ -214,11 +284,17 @@ def test_ls_in_a_pipe_is_one_line_per_leaf(made_store: Path) -> None:
     ],
 )
 def test_ls_takes_globs_and_what_lies_below(made_store: Path, globs: list[str], count: int) -> None:
-    assert len(call("ls", "latest", *globs, "--json", "-s", str(made_store)).document["leaves"]) == count
+    assert (
+        len(call("ls", "latest", *globs, "--json", "-s", str(made_store)).document["leaves"])
+        == count
+    )
 
 
 def test_ls_long_shows_values_chunks_and_exact_sizes(made_store: Path) -> None:
-    leaves = {leaf["path"]: leaf for leaf in call("ls", "200", "-l", "--json", "-s", str(made_store)).document["leaves"]}
+    leaves = {
+        leaf["path"]: leaf
+        for leaf in call("ls", "200", "-l", "--json", "-s", str(made_store)).document["leaves"]
+    }
     assert leaves["progress/lr"]["value"] == "0.00025"
     assert leaves["progress/seed"]["value"] == str(2**60)
     assert leaves["progress/text"]["value"] == "'a\\x1b[31mb'"
@@ -269,5 +345,14 @@ def test_stats_add_up(made_store: Path) -> None:
 
 
 def test_tags_are_listed_by_name(made_store: Path) -> None:
-    assert call("tag", "--names", "-s", str(made_store)).out.split() == ["best", "prod", "tune/first"]
-    assert [line.split()[0] for line in call("tag", "-s", str(made_store)).out.splitlines()] == ["TAG", "best", "prod", "tune/first"]
+    assert call("tag", "--names", "-s", str(made_store)).out.split() == [
+        "best",
+        "prod",
+        "tune/first",
+    ]
+    assert [line.split()[0] for line in call("tag", "-s", str(made_store)).out.splitlines()] == [
+        "TAG",
+        "best",
+        "prod",
+        "tune/first",
+    ]

@@ -1,4 +1,5 @@
-"""An option that is given twice: its values are added up, or it is refused in words. No value is dropped in silence."""
+"""An option that is given twice: its values are added up, or it is refused in words. No value is
+dropped in silence."""
 
 from argparse import Action
 from collections.abc import Iterator
@@ -19,7 +20,8 @@ ADDED_UP = {
     "import": {"--metric", "--tag"},
     "export": {"--select"},
 }
-"""Options of which each further value adds something; all other options with a value are refused when given twice."""
+"""Options of which each further value adds something; all other options with a value are refused
+when given twice."""
 
 SAMPLES = ("1", "2", "1%", "2%", "64KiB", "128KiB")
 
@@ -50,24 +52,45 @@ def _accepts(parser: Parser, option: Action, sample: str) -> bool:
 
 def _operands(parser: Parser) -> list[str]:
     """What the command needs besides options."""
-    needed = [action for action in parser._actions if not action.option_strings and action.nargs not in ("?", "*")]
+    needed = [
+        action
+        for action in parser._actions
+        if not action.option_strings and action.nargs not in ("?", "*")
+    ]
     return [str(next(iter(action.choices))) if action.choices else "operand" for action in needed]
 
 
 def _cases() -> list[tuple[str, str]]:
-    return [(command, max(option.option_strings, key=len)) for command, parser in build().commands.items() for option in _options(parser)]
+    return [
+        (command, max(option.option_strings, key=len))
+        for command, parser in build().commands.items()
+        for option in _options(parser)
+    ]
 
 
 def test_every_command_and_its_options_are_tried() -> None:
     cases = _cases()
-    assert {("export", "--select"), ("log", "--since"), ("gc", "--store"), ("tag", "--delete")} <= set(cases)
-    assert {command: names for command in dict(cases) if (names := {n for c, n in cases if c == command} & _adding(command))} == ADDED_UP
+    assert {
+        ("export", "--select"),
+        ("log", "--since"),
+        ("gc", "--store"),
+        ("tag", "--delete"),
+    } <= set(cases)
+    assert {
+        command: names
+        for command in dict(cases)
+        if (names := {n for c, n in cases if c == command} & _adding(command))
+    } == ADDED_UP
 
 
 def _adding(command: str) -> set[str]:
     """The command's options that keep a list."""
     parser = build().commands[command]
-    return {max(o.option_strings, key=len) for o in _options(parser) if type(o).__name__ in ("_AppendAction", "_ExtendAction")}
+    return {
+        max(o.option_strings, key=len)
+        for o in _options(parser)
+        if type(o).__name__ in ("_AppendAction", "_ExtendAction")
+    }
 
 
 @pytest.mark.parametrize(("command", "name"), _cases())
@@ -85,8 +108,17 @@ def test_a_second_value_is_added_or_refused(command: str, name: str) -> None:
             parse(words)
 
 
-@pytest.mark.parametrize("words", [("-s", "a", "log", "-s", "b"), ("-s", "a", "-s", "b", "log"), ("--index", "a", "log", "--index", "b")])
-def test_a_common_option_before_and_behind_the_command_is_given_twice(words: tuple[str, ...]) -> None:
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("-s", "a", "log", "-s", "b"),
+        ("-s", "a", "-s", "b", "log"),
+        ("--index", "a", "log", "--index", "b"),
+    ],
+)
+def test_a_common_option_before_and_behind_the_command_is_given_twice(
+    words: tuple[str, ...],
+) -> None:
     with pytest.raises(UsageError, match="is given twice"):
         parse(words)
 
@@ -94,7 +126,11 @@ def test_a_common_option_before_and_behind_the_command_is_given_twice(words: tup
 def test_the_refusal_says_which_option_and_both_values(made_store: Path) -> None:
     result = call("-s", str(made_store), "log", "--since", "1h", "--since", "2h")
     assert (result.code, result.out) == (2, "")
-    assert result.err == "ckptstore: --since is given twice, with '1h' and '2h'; it takes one value; see `ckptstore log --help`\n"
+    assert (
+        result.err
+        == "ckptstore: --since is given twice, with '1h' and '2h'; it takes one value; see "
+        "`ckptstore log --help`\n"
+    )
 
 
 def test_an_export_has_what_any_select_names(made_store: Path, tmp_path: Path) -> None:
@@ -107,19 +143,35 @@ def test_an_export_has_what_any_select_names(made_store: Path, tmp_path: Path) -
 
 def test_every_select_must_name_something(made_store: Path, tmp_path: Path) -> None:
     target = tmp_path / "x.safetensors"
-    result = call("-s", str(made_store), "export", "100", str(target), "--select", "model", "--select", "modle")
+    result = call(
+        "-s",
+        str(made_store),
+        "export",
+        "100",
+        str(target),
+        "--select",
+        "model",
+        "--select",
+        "modle",
+    )
     assert (result.code, target.exists()) == (1, False)
     assert "has no leaves 'modle'" in result.err
 
 
 def test_the_log_lists_what_any_tag_or_run_names(made_store: Path) -> None:
     def steps(*words: str) -> list[int]:
-        return [commit["step"] for commit in call("-s", str(made_store), "log", "--json", *words).document["commits"]]
+        return [
+            commit["step"]
+            for commit in call("-s", str(made_store), "log", "--json", *words).document["commits"]
+        ]
 
     assert steps("--tag", "best", "--tag", "prod") == [210, 300]
     assert steps("--run", "main", "--run", "tune") == [220, 210, 300, 200, 100]
     assert steps("--run", "tune", "--run", "main", "--tag", "prod", "-n", "1") == [210]
-    assert "no commit of run 'mian'" in call("-s", str(made_store), "log", "--run", "tune", "--run", "mian").err
+    assert (
+        "no commit of run 'mian'"
+        in call("-s", str(made_store), "log", "--run", "tune", "--run", "mian").err
+    )
 
 
 def test_tags_of_every_delete_are_removed(store: Path) -> None:
@@ -130,6 +182,15 @@ def test_tags_of_every_delete_are_removed(store: Path) -> None:
 def test_a_metric_of_two_values_is_refused(store: Path, tmp_path: Path) -> None:
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "file").write_text("x")
-    result = call("-s", str(store), "import", str(tmp_path / "model"), "--metric", "loss=1", "--metric", "loss=2")
+    result = call(
+        "-s",
+        str(store),
+        "import",
+        str(tmp_path / "model"),
+        "--metric",
+        "loss=1",
+        "--metric",
+        "loss=2",
+    )
     assert result.code == 2
     assert "two values for the metric 'loss', 1.0 and 2.0" in result.err

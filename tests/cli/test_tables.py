@@ -8,7 +8,13 @@ from ckptstore.cli.table import GAP, Column, Table, fields, fitted, plain, print
 from ckptstore.state.values import encode_leaf, encode_value
 
 TABLE = Table(
-    (Column("id"), Column("size", right=True), Column("extra", spare=1), Column("spare", spare=2), Column("message", fit="cut")),
+    (
+        Column("id"),
+        Column("size", right=True),
+        Column("extra", spare=1),
+        Column("spare", spare=2),
+        Column("message", fit="cut"),
+    ),
     (("aaaa", "1", "x" * 10, "y" * 10, "m" * 30), ("bb", "222", "", "y", "m")),
 )
 
@@ -22,7 +28,11 @@ def test_plain_text_is_aligned_cut_nowhere_and_says_what_is_empty() -> None:
 
 
 def test_fields_have_no_header_and_a_title_indents_them() -> None:
-    assert plain(fields("Bytes", [("new", "1 B", "what"), ("logical", "2 B")])) == ["Bytes", "  new      1 B  what", "  logical  2 B"]
+    assert plain(fields("Bytes", [("new", "1 B", "what"), ("logical", "2 B")])) == [
+        "Bytes",
+        "  new      1 B  what",
+        "  logical  2 B",
+    ]
 
 
 @pytest.mark.parametrize(
@@ -35,7 +45,9 @@ def test_fields_have_no_header_and_a_title_indents_them() -> None:
         (5, ["id", "size", "message"], 8),
     ],
 )
-def test_a_narrow_terminal_loses_messages_first_and_then_spare_columns(width: int, names: list[str], message: int) -> None:
+def test_a_narrow_terminal_loses_messages_first_and_then_spare_columns(
+    width: int, names: list[str], message: int
+) -> None:
     table, widths = fitted(TABLE, width)
     assert [column.name for column in table.columns] == names
     assert widths[-1] == message
@@ -57,9 +69,24 @@ def test_a_terminal_is_never_handed_what_it_would_obey(text: str, safe: str) -> 
 
 
 def test_paths_that_differ_in_numbers_fold_if_their_kind_is_equal() -> None:
-    items = [("a.0.w", 1), ("a.1.w", 1), ("a.10.w", 2), ("a.h2.w", 1), ("b_1", 1), ("b_2", 1), ("x/7/y/8", 1), ("x/7/y/9", 1)]
+    items = [
+        ("a.0.w", 1),
+        ("a.1.w", 1),
+        ("a.10.w", 2),
+        ("a.h2.w", 1),
+        ("b_1", 1),
+        ("b_2", 1),
+        ("x/7/y/8", 1),
+        ("x/7/y/9", 1),
+    ]
     folded = fold(items, lambda item: item)
-    assert [(pattern, len(group)) for pattern, group in folded] == [("a.*.w", 2), ("a.10.w", 1), ("a.h2.w", 1), ("b_*", 2), ("x/*/y/*", 2)]
+    assert [(pattern, len(group)) for pattern, group in folded] == [
+        ("a.*.w", 2),
+        ("a.10.w", 1),
+        ("a.h2.w", 1),
+        ("b_*", 2),
+        ("x/*/y/*", 2),
+    ]
 
 
 @pytest.mark.parametrize(

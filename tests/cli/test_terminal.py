@@ -1,4 +1,5 @@
-"""What a person sees on a terminal: tables that fit, the lineage, colours if they are wanted, and nothing that a terminal would obey."""
+"""What a person sees on a terminal: tables that fit, the lineage, colours if they are wanted, and
+nothing that a terminal would obey."""
 
 import re
 from pathlib import Path
@@ -27,7 +28,9 @@ def test_log_draws_the_lineage_where_it_branches(made_store: Path) -> None:
 
 
 def test_a_terminal_without_unicode_gets_lines_of_ascii(made_store: Path) -> None:
-    result = run_on_terminal("log", "--graph", "-s", str(made_store), env={"PYTHONIOENCODING": "ascii"})
+    result = run_on_terminal(
+        "log", "--graph", "-s", str(made_store), env={"PYTHONIOENCODING": "ascii"}
+    )
     assert result.code == 0
     assert result.out.isascii()
     assert "*" in result.out
@@ -35,14 +38,21 @@ def test_a_terminal_without_unicode_gets_lines_of_ascii(made_store: Path) -> Non
 
 def test_colours_are_for_terminals_that_want_them(made_store: Path) -> None:
     assert "\x1b[33m" in run_on_terminal("log", "-s", str(made_store)).out
-    assert not re.search(r"\x1b\[3[0-9]m", run_on_terminal("log", "-s", str(made_store), env={"NO_COLOR": "1"}).out)
+    assert not re.search(
+        r"\x1b\[3[0-9]m", run_on_terminal("log", "-s", str(made_store), env={"NO_COLOR": "1"}).out
+    )
     assert "\x1b" not in run_on_terminal("log", "-s", str(made_store), env={"TERM": "dumb"}).out
     assert "\x1b" not in run("log", "-s", str(made_store)).out
 
 
 def test_messages_and_values_cannot_control_the_terminal(made_store: Path) -> None:
     for words in ("log", "show 200", "ls -l 200 progress", "diff 100 200"):
-        shown = ESCAPE.sub("", run_on_terminal(*words.split(), "-s", str(made_store), columns=200).out.replace("\r\x1b[K", ""))
+        shown = ESCAPE.sub(
+            "",
+            run_on_terminal(*words.split(), "-s", str(made_store), columns=200).out.replace(
+                "\r\x1b[K", ""
+            ),
+        )
         assert "\x1b" not in shown, words
         assert "\x07" not in shown, words
 

@@ -1,7 +1,9 @@
-"""Ways in which a script ends with a commit in flight. Run with a folder and the names of ways, `KIND: WAY`: prints how each ended.
+"""Ways in which a script ends with a commit in flight. Run with a folder and the names of ways,
+`KIND: WAY`: prints how each ended.
 
-Each way is a fork of this script that imports nothing more and then ends as any interpreter ends. The kind says who makes the commit: a
-`thread`, a `process`, or a thread while the state is still being copied (`lazy`).
+Each way is a fork of this script that imports nothing more and then ends as any interpreter ends.
+The kind says who makes the commit: a `thread`, a `process`, or a thread while the state is still
+being copied (`lazy`).
 """
 
 import gc
@@ -19,7 +21,14 @@ from ckptstore.commit import commit_queue
 from ckptstore.index import catalog, chunks
 from ckptstore.repository import chunk_store as objects
 
-IMPORTED = (ckptstore.open, catalog, chunks, objects, torch.compiler.disable(len), torch.optim.SGD([torch.zeros(1)]).state_dict())
+IMPORTED = (
+    ckptstore.open,
+    catalog,
+    chunks,
+    objects,
+    torch.compiler.disable(len),
+    torch.optim.SGD([torch.zeros(1)]).state_dict(),
+)
 """Once, before the forks: optimizers import torch's compiler."""
 
 LONGEST_S = 60.0

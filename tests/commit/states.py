@@ -14,11 +14,14 @@ from tests.state.carrying import assert_same
 
 
 def net() -> torch.nn.Module:
-    return torch.nn.Sequential(torch.nn.Linear(64, 96), torch.nn.BatchNorm1d(96), torch.nn.ReLU(), torch.nn.Linear(96, 16))
+    return torch.nn.Sequential(
+        torch.nn.Linear(64, 96), torch.nn.BatchNorm1d(96), torch.nn.ReLU(), torch.nn.Linear(96, 16)
+    )
 
 
 def training(large: int = 300_000) -> dict[str, Any]:
-    """A bit of everything: a module with BatchNorm, optimizer state, tied tensors, views, sparse, strided and tiny ones, plain values."""
+    """A bit of everything: a module with BatchNorm, optimizer state, tied tensors, views, sparse,
+    strided and tiny ones, plain values."""
     model = net()
     optimizer = torch.optim.AdamW(model.parameters())
     step(model, optimizer)
@@ -27,14 +30,26 @@ def training(large: int = 300_000) -> dict[str, Any]:
     tensors = {
         "large": torch.randn(large),
         "tied": [tied, tied],
-        "views": {"all": base, "head": base[:20_000], "overlapping": base[10_000:30_000], "shaped": base[:40_000].view(200, 200)},
+        "views": {
+            "all": base,
+            "head": base[:20_000],
+            "overlapping": base[10_000:30_000],
+            "shaped": base[:40_000].view(200, 200),
+        },
         "strided": torch.randn(300, 200).t(),
-        "sparse": torch.sparse_coo_tensor(torch.tensor([[0, 3, 500]]), torch.randn(3, 400), (1000, 400), check_invariants=True).coalesce(),
+        "sparse": torch.sparse_coo_tensor(
+            torch.tensor([[0, 3, 500]]), torch.randn(3, 400), (1000, 400), check_invariants=True
+        ).coalesce(),
         "tiny": torch.randn(3),
         "integers": torch.arange(1000),
         "half": torch.randn(5000).to(torch.bfloat16),
     }
-    return {"model": model, "optimizer": optimizer, "tensors": tensors, "progress": {"epoch": 1, "losses": [0.5, 0.25]}}
+    return {
+        "model": model,
+        "optimizer": optimizer,
+        "tensors": tensors,
+        "progress": {"epoch": 1, "losses": [0.5, 0.25]},
+    }
 
 
 def step(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
@@ -44,7 +59,8 @@ def step(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
 
 
 def frozen_copy(state: dict[str, Any]) -> dict[str, Any]:
-    """What a commit of `state` must give back: its optimizer has the names of its model's parameters."""
+    """What a commit of `state` must give back: its optimizer has the names of its model's
+    parameters."""
     copied = {key: copy.deepcopy(_state_dict(value)) for key, value in state.items()}
     names = [name for name, _ in state["model"].named_parameters()]
     optimizer = copied["optimizer"]
@@ -95,7 +111,10 @@ def assert_committed(snapshot: Snapshot, wanted: dict[str, Any]) -> None:
 def _strided(state: dict[str, Any]) -> dict[str, Any]:
     """With the parts of the sparse tensor in its place."""
     sparse = state["tensors"]["sparse"]
-    return {**state, "tensors": {**state["tensors"], "sparse": [sparse._indices(), sparse._values()]}}
+    return {
+        **state,
+        "tensors": {**state["tensors"], "sparse": [sparse._indices(), sparse._values()]},
+    }
 
 
 HANGS_S = 20.0
@@ -115,7 +134,9 @@ class Gate:
             self.opened.wait(HANGS_S)
 
 
-def held_commit(store: ckptstore.Store, state: dict[str, Any], **options: Any) -> tuple[ckptstore.PendingCommit, Callable[[], None]]:
+def held_commit(
+    store: ckptstore.Store, state: dict[str, Any], **options: Any
+) -> tuple[ckptstore.PendingCommit, Callable[[], None]]:
     """A commit in flight that has been hashed and goes on when the second is called."""
     gate = Gate("hashed")
     pending = store.commit_async(state, on_progress=gate, **options)

@@ -1,4 +1,5 @@
-"""A copy that goes on while a commit reads what has arrived: from a device, or lazily. A device is played by the processor's own memory."""
+"""A copy that goes on while a commit reads what has arrived: from a device, or lazily. A device is
+played by the processor's own memory."""
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -40,7 +41,8 @@ def pieces() -> torch.Tensor:
 
 
 def copying(monkeypatch: pytest.MonkeyPatch, before: Callable[[int], None]) -> None:
-    """Have `before` called with the number of the piece ahead of each copy that goes on after the call has handed the commit over."""
+    """Have `before` called with the number of the piece ahead of each copy that goes on after the
+    call has handed the commit over."""
     original = lazy_copy.copy_task
 
     def copy_task(task: Sequence[Any], arena: Any) -> None:
@@ -56,7 +58,9 @@ def copying(monkeypatch: pytest.MonkeyPatch, before: Callable[[int], None]) -> N
 def test_who_wants_bytes_waits_for_those_and_no_others() -> None:
     arrivals = CopyProgress([(Move(1, 0, 100), Move(1, 300, 50)), (Move(1, 100, 100),)])
     with ThreadPoolExecutor(3) as threads:
-        first, second, both = (threads.submit(arrivals.wait, *span) for span in ((320, 330), (199, 200), (99, 101)))
+        first, second, both = (
+            threads.submit(arrivals.wait, *span) for span in ((320, 330), (199, 200), (99, 101))
+        )
         arrivals.wait(200, 300)  # nothing is copied there
         assert not arrivals.arrived(0)
         first.result(HANGS_S)
@@ -78,7 +82,9 @@ def test_who_wants_what_could_not_be_copied_is_told_why() -> None:
 # -- the commit --
 
 
-@pytest.mark.parametrize("how", [{"staging": "eager"}, {"staging": "lazy"}, {"dedup_first": True}], ids=str)
+@pytest.mark.parametrize(
+    "how", [{"staging": "eager"}, {"staging": "lazy"}, {"dedup_first": True}], ids=str
+)
 def test_each_piece_is_written_before_the_next_one_arrives(
     store: ckptstore.Store, away: None, monkeypatch: pytest.MonkeyPatch, how: dict[str, Any]
 ) -> None:
@@ -91,7 +97,9 @@ def test_each_piece_is_written_before_the_next_one_arrives(
 
     def before(piece: int) -> None:
         with changed:
-            assert changed.wait_for(lambda: written >= set(range(piece)), HANGS_S), f"piece {piece}: only {written} were written"
+            assert changed.wait_for(lambda: written >= set(range(piece)), HANGS_S), (
+                f"piece {piece}: only {written} were written"
+            )
         copied.append(piece)
 
     monkeypatch.setattr(PendingWatch, "worked", worked)
@@ -118,8 +126,12 @@ def test_a_call_from_a_device_returns_when_everything_has_arrived(
     assert torch.equal(pending.wait().read("t"), pieces())
 
 
-@pytest.mark.parametrize("options", [{}, {"executor": "process"}, {"staging_bytes": 2 << 20}], ids=str)
-def test_a_commit_from_a_device_is_the_state_as_of_the_call(tmp_path: Path, away: None, options: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    "options", [{}, {"executor": "process"}, {"staging_bytes": 2 << 20}], ids=str
+)
+def test_a_commit_from_a_device_is_the_state_as_of_the_call(
+    tmp_path: Path, away: None, options: dict[str, Any]
+) -> None:
     state = training()
     with ckptstore.open(tmp_path / "store", chunk_bytes=65536, **options) as store:
         for step in range(3):
@@ -133,7 +145,9 @@ def test_a_commit_from_a_device_is_the_state_as_of_the_call(tmp_path: Path, away
 # -- failing --
 
 
-def test_a_copy_that_fails_fails_the_commit(store: ckptstore.Store, away: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_copy_that_fails_fails_the_commit(
+    store: ckptstore.Store, away: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def before(piece: int) -> None:
         if piece == 2:
             raise OSError("no bus")
@@ -147,12 +161,16 @@ def test_a_copy_that_fails_fails_the_commit(store: ckptstore.Store, away: None, 
     assert torch.equal(store.commit_async({"t": pieces()}).wait().read("t"), pieces())
 
 
-def test_staging_memory_is_nobody_elses_before_the_copy_has_ended(store: ckptstore.Store, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_staging_memory_is_nobody_elses_before_the_copy_has_ended(
+    store: ckptstore.Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
     begin = threading.Event()
     copying(monkeypatch, lambda piece: begin.wait(HANGS_S) and None)
     break_storage(store)  # the commit fails at once
     model = torch.nn.ParameterDict({"w": torch.nn.Parameter(pieces(), requires_grad=False)})
-    pending = store.commit_async({"model": model, "optimizer": torch.optim.SGD(model.parameters())}, staging="lazy")
+    pending = store.commit_async(
+        {"model": model, "optimizer": torch.optim.SGD(model.parameters())}, staging="lazy"
+    )
     with pytest.raises(TimeoutError):
         pending.wait(timeout_s=0.3)
     begin.set()
@@ -160,7 +178,9 @@ def test_staging_memory_is_nobody_elses_before_the_copy_has_ended(store: ckptsto
     mend_storage(store)
 
 
-def test_who_interrupts_the_call_calls_the_commit_off(store: ckptstore.Store, away: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_who_interrupts_the_call_calls_the_commit_off(
+    store: ckptstore.Store, away: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """What has not been copied then is the caller's to write to."""
 
     def interrupted(self: lazy_copy.LazyCopy) -> None:

@@ -1,4 +1,5 @@
-"""Whatever is written to a state from the moment `commit_async` has returned, the commit is what the state was at the call."""
+"""Whatever is written to a state from the moment `commit_async` has returned, the commit is what
+the state was at the call."""
 
 from pathlib import Path
 from typing import Any

@@ -1,4 +1,5 @@
-"""Asynchronous commits as training code sees them: order, parents, waiting, skipping, calling off, failing."""
+"""Asynchronous commits as training code sees them: order, parents, waiting, skipping, calling off,
+failing."""
 
 import asyncio
 import io
@@ -64,7 +65,9 @@ def test_the_call_returns_while_the_commit_goes_on(store: ckptstore.Store) -> No
     assert pending.done() and pending.exception() is None
 
 
-def test_commits_are_made_in_the_order_of_the_calls_each_the_parent_of_the_next(tmp_path: Path) -> None:
+def test_commits_are_made_in_the_order_of_the_calls_each_the_parent_of_the_next(
+    tmp_path: Path,
+) -> None:
     with ckptstore.open(tmp_path / "store", max_in_flight=3) as store:
         first, go_on = held_commit(store, state(0), step=0)
         others = [store.commit_async(state(step), step=step) for step in (1, 2)]
@@ -76,7 +79,9 @@ def test_commits_are_made_in_the_order_of_the_calls_each_the_parent_of_the_next(
         assert [store.checkout(id).parents for id in ids] == [(), *((id,) for id in ids[:-1])]
 
 
-def test_a_commit_descends_from_what_was_restored_after_the_call_before(store: ckptstore.Store) -> None:
+def test_a_commit_descends_from_what_was_restored_after_the_call_before(
+    store: ckptstore.Store,
+) -> None:
     first = store.commit(state(1))
     second, go_on = held_commit(store, state(2))
     store.checkout(first.id).restore(state())
@@ -86,7 +91,9 @@ def test_a_commit_descends_from_what_was_restored_after_the_call_before(store: c
     assert third.parents == (first.id,)
 
 
-def test_at_most_one_commit_is_in_flight_and_the_next_call_waits_for_it(store: ckptstore.Store) -> None:
+def test_at_most_one_commit_is_in_flight_and_the_next_call_waits_for_it(
+    store: ckptstore.Store,
+) -> None:
     first, go_on = held_commit(store, state(1))
     threading.Timer(0.05, go_on).start()
     second = store.commit_async(state(2))
@@ -145,12 +152,24 @@ def test_milestones_are_told_in_order_and_a_callback_that_fails_stops_nothing(
     with caplog.at_level(logging.ERROR, "ckptstore"):
         pending = store.commit_async(state(), step=4, on_progress=on_progress)
         pending.wait()
-    assert [name for name, *_ in seen if name != "held"] == ["staged", "hashed", "written", "durable"]
+    assert [name for name, *_ in seen if name != "held"] == [
+        "staged",
+        "hashed",
+        "written",
+        "durable",
+    ]
     assert all(rest == (4, 4000) for _, *rest in map(tuple, seen) for rest in [tuple(rest)])
     assert "not my day" in caplog.text
     timings = pending.timings
-    assert None not in (timings.held_s, timings.staged_s, timings.hashed_s, timings.written_s, timings.durable_s)
-    assert timings.staged_s <= timings.hashed_s <= timings.written_s <= timings.durable_s  # type: ignore[operator]  # not None
+    assert None not in (
+        timings.held_s,
+        timings.staged_s,
+        timings.hashed_s,
+        timings.written_s,
+        timings.durable_s,
+    )
+    # not None
+    assert timings.staged_s <= timings.hashed_s <= timings.written_s <= timings.durable_s  # type: ignore[operator]
 
 
 def test_a_coroutine_can_await_a_commit(store: ckptstore.Store) -> None:
@@ -234,9 +253,16 @@ def test_who_works_behind_the_callers_back_steps_aside(store: ckptstore.Store) -
     low = min(own + ASIDE_NICE, 19)
     seen: dict[str, int] = {}
     store.commit(state(1))
-    pending = store.commit_async(state(2, 3_000_000), on_progress=lambda progress: seen.update({progress.milestone: priority()}))
+    pending = store.commit_async(
+        state(2, 3_000_000),
+        on_progress=lambda progress: seen.update({progress.milestone: priority()}),
+    )
     pending.wait()
-    assert {milestone: seen[milestone] for milestone in ("staged", "hashed", "durable")} == {"staged": own, "hashed": low, "durable": low}
+    assert {milestone: seen[milestone] for milestone in ("staged", "hashed", "durable")} == {
+        "staged": own,
+        "hashed": low,
+        "durable": low,
+    }
     assert priority() == own
     pool, started_by_it = ThreadPool(1, aside=True), ThreadPool(1, aside=True)
     assert pool.submit(priority).result() == low
@@ -247,7 +273,12 @@ def test_who_works_behind_the_callers_back_steps_aside(store: ckptstore.Store) -
 
 @pytest.mark.parametrize(
     ("executor", "direct_io", "in_cache"),
-    [("thread", None, [True, False]), ("process", None, [True, False]), ("thread", True, [False, False]), ("process", False, [True, True])],
+    [
+        ("thread", None, [True, False]),
+        ("process", None, [True, False]),
+        ("thread", True, [False, False]),
+        ("process", False, [True, True]),
+    ],
 )
 def test_what_is_committed_in_the_background_leaves_the_page_cache_alone(
     tmp_path: Path, executor: Any, direct_io: bool | None, in_cache: list[bool]
@@ -256,10 +287,16 @@ def test_what_is_committed_in_the_background_leaves_the_page_cache_alone(
     if not takes_direct_writes(tmp_path / "file"):
         pytest.skip("the filesystem of the temporary directory refuses O_DIRECT")
     found, seen = [], set()
-    with ckptstore.open(tmp_path / "store", threads=1, executor=executor, direct_io=direct_io) as store:
+    with ckptstore.open(
+        tmp_path / "store", threads=1, executor=executor, direct_io=direct_io
+    ) as store:
         for commit in (store.commit, lambda state: store.commit_async(state).wait()):
             snapshot = commit({"t": torch.randint(1 << 62, (DIRECT_FROM // 4,))})
-            (pack,) = {pack for pack in Path(store.url, "packs").glob("*/*") if pack.stat().st_size > DIRECT_FROM} - seen
+            (pack,) = {
+                pack
+                for pack in Path(store.url, "packs").glob("*/*")
+                if pack.stat().st_size > DIRECT_FROM
+            } - seen
             seen.add(pack)
             found.append(cached(pack, DIRECT_FROM + BLOCK_BYTES))
             snapshot.verify()
@@ -284,13 +321,21 @@ def test_what_was_copied_goes_to_the_disk_from_there_though_chunks_end_within_it
         monkeypatch.setattr(os, "pwritev", seen)
         store.commit_async({"t": tensor}).wait().verify()
         (arena,) = store._async.pool._free
-    elsewhere = sum(nbytes for address, nbytes in written if not arena.address <= address < arena.address + arena.nbytes)
+    elsewhere = sum(
+        nbytes
+        for address, nbytes in written
+        if not arena.address <= address < arena.address + arena.nbytes
+    )
     assert elsewhere < MIB
 
 
-def test_without_threads_the_caller_makes_the_commit(store: ckptstore.Store, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_threads_the_caller_makes_the_commit(
+    store: ckptstore.Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
     store.commit_async(state(1), step=1)
-    leave_committing(store)  # the store has its other threads, and the one that made the commit has ended
+    leave_committing(
+        store
+    )  # the store has its other threads, and the one that made the commit has ended
 
     class NoThread(threading.Thread):
         def start(self) -> None:
@@ -317,7 +362,9 @@ def test_a_failure_is_raised_by_wait(store: ckptstore.Store) -> None:
 
 
 @pytest.mark.parametrize("call", ["commit", "commit_async", "close", "committing"])
-def test_a_failure_that_nobody_has_seen_is_raised_by_the_next_call_once(store: ckptstore.Store, call: str) -> None:
+def test_a_failure_that_nobody_has_seen_is_raised_by_the_next_call_once(
+    store: ckptstore.Store, call: str
+) -> None:
     kept = store.commit(state(1))
     break_storage(store)
     pending = store.commit_async(state(2))

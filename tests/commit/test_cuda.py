@@ -1,4 +1,5 @@
-"""States on a CUDA device: what is decided without one, and, where there is one, commits and restores of it."""
+"""States on a CUDA device: what is decided without one, and, where there is one, commits and
+restores of it."""
 
 import threading
 from collections.abc import Iterator
@@ -18,11 +19,15 @@ from ckptstore.state.staging import PIECE_BYTES, Gather, plan_staging
 from ckptstore.state.staging_buffers import Buffer
 from ckptstore.state.stateful import RNGState
 
-needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="torch finds no CUDA device here")
+needs_cuda = pytest.mark.skipif(
+    not torch.cuda.is_available(), reason="torch finds no CUDA device here"
+)
 
 
 def test_what_lies_on_a_device_is_fetched_piece_by_piece() -> None:
-    away = torch.empty(3 * PIECE_BYTES + 1, dtype=torch.uint8, device="meta")  # on no host's memory, like a device's
+    away = torch.empty(
+        3 * PIECE_BYTES + 1, dtype=torch.uint8, device="meta"
+    )  # on no host's memory, like a device's
     plan = plan_staging([TensorSource(away), TensorSource(torch.zeros(5000))], 1 << 40)
     fetched = [copy for task in plan.tasks for copy in task if isinstance(copy, Gather)]
     assert [(copy.start, copy.stop) for copy in fetched] == [
@@ -36,7 +41,9 @@ def test_without_a_device_none_is_prepared() -> None:
         assert stream is None
 
 
-def test_threads_that_commit_at_once_share_one_stream_beside_training(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_threads_that_commit_at_once_share_one_stream_beside_training(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """What one waits for must be what the other copies through."""
     device, found = torch.device("cuda", 77), list[Any]()
 
@@ -55,7 +62,9 @@ def test_threads_that_commit_at_once_share_one_stream_beside_training(monkeypatc
     assert len(found) == 2 and found[0] is found[1]
 
 
-def test_memory_is_pinned_by_way_of_the_device_that_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_is_pinned_by_way_of_the_device_that_is_used(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     used: list[Any] = []
 
     class Cudart:
@@ -78,35 +87,55 @@ def test_memory_is_pinned_by_way_of_the_device_that_is_used(monkeypatch: pytest.
         def wait_stream(self, other: Any) -> None:
             used.append(other)
 
-    for name, fake in (("cudart", Cudart), ("device", on), ("Stream", Stream), ("current_stream", lambda of: f"current of {of}")):
+    for name, fake in (
+        ("cudart", Cudart),
+        ("device", on),
+        ("Stream", Stream),
+        ("current_stream", lambda of: f"current of {of}"),
+    ):
         monkeypatch.setattr(torch.cuda, name, fake)
     monkeypatch.setattr(devices, "_streams", {}, raising=False)
-    arena, one, two = Buffer(1 << 21, shared=False), torch.device("cuda", 1), torch.device("cuda", 2)
+    arena, one, two = (
+        Buffer(1 << 21, shared=False),
+        torch.device("cuda", 1),
+        torch.device("cuda", 2),
+    )
     for _ in range(2):
         devices.prepare([one, two], arena)
     waited = ["current of cuda:1", "current of cuda:2"]
     assert used == [waited[0], one, (arena.address, arena.nbytes, 1), "left", waited[1], *waited]
 
 
-def test_generators_of_devices_that_this_process_does_not_use_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_generators_of_devices_that_this_process_does_not_use_are_left_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """As in a forked child, or in a run on the processor of a host with devices."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     assert "cuda" not in RNGState().state_dict()
 
 
-def test_generators_of_devices_are_set_when_no_seed_comes_after(monkeypatch: pytest.MonkeyPatch) -> None:
-    """torch carries out what it was asked for before CUDA is initialized in another order: seeds last."""
+def test_generators_of_devices_are_set_when_no_seed_comes_after(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """torch carries out what it was asked for before CUDA is initialized in another order: seeds
+    last."""
     calls: list[Any] = []
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(torch.cuda, "init", lambda: calls.append("init"))
-    monkeypatch.setattr(torch.cuda, "set_rng_state", lambda state, device: calls.append((int(state), device)))
-    RNGState().load_state_dict(RNGState().state_dict() | {"cuda": [torch.tensor(5), torch.tensor(6)]})
+    monkeypatch.setattr(
+        torch.cuda, "set_rng_state", lambda state, device: calls.append((int(state), device))
+    )
+    RNGState().load_state_dict(
+        RNGState().state_dict() | {"cuda": [torch.tensor(5), torch.tensor(6)]}
+    )
     assert calls == ["init", (5, 0)]
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device here, and it would be measured")
+@pytest.mark.skipif(
+    torch.cuda.is_available(), reason="there is a CUDA device here, and it would be measured"
+)
 def test_the_benchmark_says_that_there_is_no_device(capsys: pytest.CaptureFixture[str]) -> None:
     assert cuda.main([]) == 0
     assert "finds no CUDA device here: nothing was measured" in capsys.readouterr().out
@@ -115,24 +144,33 @@ def test_the_benchmark_says_that_there_is_no_device(capsys: pytest.CaptureFixtur
 @needs_cuda
 @pytest.mark.parametrize("staging", ["eager", "lazy"])
 @pytest.mark.parametrize("executor", ["thread", "process"])
-def test_a_commit_is_the_state_on_the_device_as_of_the_call(tmp_path: Path, staging: str, executor: str) -> None:
+def test_a_commit_is_the_state_on_the_device_as_of_the_call(
+    tmp_path: Path, staging: str, executor: str
+) -> None:
     model = torch.nn.Sequential(torch.nn.Linear(1024, 4096), torch.nn.Linear(4096, 1024)).cuda()
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
-    with ckptstore.open(tmp_path / "store", executor=executor) as store:  # type: ignore[arg-type]  # one of the two
+    # one of the two
+    with ckptstore.open(tmp_path / "store", executor=executor) as store:  # type: ignore[arg-type]
         for step in range(5):
             model(torch.randn(64, 1024, device="cuda")).square().mean().backward()
             wanted = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-            pending = store.commit_async({"model": model, "optimizer": optimizer}, step=step, staging=staging)  # type: ignore[arg-type]
+            pending = store.commit_async(
+                {"model": model, "optimizer": optimizer}, step=step, staging=staging
+            )  # type: ignore[arg-type]
             optimizer.step()
             snapshot = pending.wait()
-            assert {name: torch.equal(snapshot.read(f"model/{name}"), tensor.cpu()) for name, tensor in wanted.items()} == dict.fromkeys(
-                wanted, True
-            )
+            assert {
+                name: torch.equal(snapshot.read(f"model/{name}"), tensor.cpu())
+                for name, tensor in wanted.items()
+            } == dict.fromkeys(wanted, True)
 
 
 @needs_cuda
 def test_a_restore_lands_on_the_device(tmp_path: Path) -> None:
-    state = {"t": torch.randn(5_000_000, device="cuda"), "strided": torch.randn(700, 900, device="cuda").t()}
+    state = {
+        "t": torch.randn(5_000_000, device="cuda"),
+        "strided": torch.randn(700, 900, device="cuda").t(),
+    }
     wanted = {name: tensor.clone() for name, tensor in state.items()}
     with ckptstore.open(tmp_path / "store") as store:
         store.commit(state)
@@ -144,8 +182,11 @@ def test_a_restore_lands_on_the_device(tmp_path: Path) -> None:
 
 @needs_cuda
 @pytest.mark.parametrize("how", ["commit", "eager", "lazy"])
-def test_who_launches_on_another_stream_commits_and_restores_in_order_with_it(tmp_path: Path, how: str) -> None:
-    """The threads that copy have streams of their own: theirs would neither wait for the caller's nor be waited for."""
+def test_who_launches_on_another_stream_commits_and_restores_in_order_with_it(
+    tmp_path: Path, how: str
+) -> None:
+    """The threads that copy have streams of their own: theirs would neither wait for the caller's
+    nor be waited for."""
     tensor, factor = torch.zeros(8_000_000, device="cuda"), torch.randn(4096, 4096, device="cuda")
     torch.cuda.synchronize()
     with ckptstore.open(tmp_path / "store") as store, torch.cuda.stream(torch.cuda.Stream()):
@@ -155,7 +196,8 @@ def test_who_launches_on_another_stream_commits_and_restores_in_order_with_it(tm
         if how == "commit":
             snapshot = store.commit({"t": tensor})
         else:
-            pending = store.commit_async({"t": tensor}, staging=how)  # type: ignore[arg-type]  # one of the two
+            # one of the two
+            pending = store.commit_async({"t": tensor}, staging=how)  # type: ignore[arg-type]
             tensor.add_(1)
             snapshot = pending.wait()
         assert torch.equal(snapshot.read("t"), torch.ones(8_000_000))
@@ -165,11 +207,15 @@ def test_who_launches_on_another_stream_commits_and_restores_in_order_with_it(tm
 
 
 @needs_cuda
-def test_memory_that_cannot_be_pinned_is_slower_and_no_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_that_cannot_be_pinned_is_slower_and_no_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     original = torch.cuda.cudart()
 
     class Refusing:
-        cudaHostRegister = staticmethod(lambda address, nbytes, flags: original.cudaHostRegister(0, nbytes, flags))
+        cudaHostRegister = staticmethod(
+            lambda address, nbytes, flags: original.cudaHostRegister(0, nbytes, flags)
+        )
 
     monkeypatch.setattr(torch.cuda, "cudart", Refusing)
     tensor = torch.ones(5_000_000, device="cuda")

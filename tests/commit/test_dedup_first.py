@@ -1,4 +1,5 @@
-"""`dedup_first`: what the store has is not copied, and the commit is right also when that is collected meanwhile."""
+"""`dedup_first`: what the store has is not copied, and the commit is right also when that is
+collected meanwhile."""
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -40,7 +41,10 @@ def test_only_chunks_that_the_store_lacks_are_copied(store: ckptstore.Store) -> 
     assert store.staging.held_bytes <= 2 * MIB < state["w"].nbytes
     assert snapshot.stats and snapshot.stats.new_chunks == 1
     assert snapshot.content_id != first.content_id
-    assert {name: torch.equal(snapshot.read(name), tensor) for name, tensor in wanted.items()} == {"w": True, "b": True}
+    assert {name: torch.equal(snapshot.read(name), tensor) for name, tensor in wanted.items()} == {
+        "w": True,
+        "b": True,
+    }
 
 
 @pytest.mark.parametrize("executor", ["thread", "process"])
@@ -58,8 +62,11 @@ def test_a_commit_is_the_state_as_of_the_call(tmp_path: Path, executor: Any) -> 
         assert not store.fsck(read_data="100%").damaged
 
 
-def collected_meanwhile(store: ckptstore.Store, state: dict[str, torch.Tensor], *, force: bool) -> ckptstore.PendingCommit:
-    """A commit of a state whose chunks a gc condemned, and with `force` deleted, after the call and before the rest began."""
+def collected_meanwhile(
+    store: ckptstore.Store, state: dict[str, torch.Tensor], *, force: bool
+) -> ckptstore.PendingCommit:
+    """A commit of a state whose chunks a gc condemned, and with `force` deleted, after the call and
+    before the rest began."""
     first = store.commit(state, step=1)
     for step in (2, 3):  # the two newest of a run cannot be forgotten
         store.commit({"other": step}, step=step)
@@ -83,7 +90,9 @@ def test_what_is_condemned_meanwhile_is_read_back(store: ckptstore.Store) -> Non
     assert not store.fsck(read_data="100%").damaged
 
 
-def test_what_is_deleted_meanwhile_makes_the_commit_fail_and_nothing_else(store: ckptstore.Store) -> None:
+def test_what_is_deleted_meanwhile_makes_the_commit_fail_and_nothing_else(
+    store: ckptstore.Store,
+) -> None:
     state = weights()
     pending = collected_meanwhile(store, state, force=True)
     with pytest.raises(Conflict, match="collected since"):
@@ -94,7 +103,9 @@ def test_what_is_deleted_meanwhile_makes_the_commit_fail_and_nothing_else(store:
     assert not store.fsck(read_data="100%").damaged
 
 
-def test_the_session_that_guards_what_was_found_ends_with_the_commit(store: ckptstore.Store) -> None:
+def test_the_session_that_guards_what_was_found_ends_with_the_commit(
+    store: ckptstore.Store,
+) -> None:
     sessions = Path(store.url, "sessions")
     store.commit_async(weights(), dedup_first=True).wait()
     assert not list(sessions.iterdir())
@@ -114,7 +125,11 @@ def test_it_is_refused_where_nothing_may_be_read_within_the_call(store: ckptstor
         ([[], []], [(), ()], 0),
         ([[(0, 8192)], []], [(Place(0, 8192, 0),), (Place(0, 4096, 4096),)], 8192),
         ([[], [(0, 4096)]], [(Place(4096, 8192, 0),), (Place(0, 4096, 0),)], 4096),
-        ([[(0, 4096)], [(4096, 8192)]], [(Place(0, 4096, 0), Place(8192, 12288, 4096)), (Place(4096, 8192, 4096),)], 8192),
+        (
+            [[(0, 4096)], [(4096, 8192)]],
+            [(Place(0, 4096, 0), Place(8192, 12288, 4096)), (Place(4096, 8192, 4096),)],
+            8192,
+        ),
     ],
 )
 def test_memory_that_leaves_share_is_copied_where_any_of_them_lacks_it(
@@ -122,7 +137,9 @@ def test_memory_that_leaves_share_is_copied_where_any_of_them_lacks_it(
 ) -> None:
     base = torch.arange(4096, dtype=torch.float32)
     sources = leaves_of(flatten({"s": [base, base[1024:]]}))
-    plan = plan_staging(sources, MIB, looked_up={n: LookedUp(b"", tuple(spans)) for n, spans in enumerate(missing)})
+    plan = plan_staging(
+        sources, MIB, looked_up={n: LookedUp(b"", tuple(spans)) for n, spans in enumerate(missing)}
+    )
     assert [plan.parts[n] for n in (0, 1)] == parts
     assert sum(copy.nbytes for task in plan.tasks for copy in task) == copied
 

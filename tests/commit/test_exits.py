@@ -1,4 +1,5 @@
-"""However a script ends, its last commit is made or cleanly absent, and who waits for it is told."""
+"""However a script ends, its last commit is made or cleanly absent, and who waits for it is
+told."""
 
 import subprocess
 import sys
@@ -14,7 +15,10 @@ CODES = {"the end": 0, "an exception": 1, "Ctrl-C": -2}
 
 FAILURE = "thread: a failure"
 KINDS = ("thread", "process", "lazy")
-WAYS = {f"{kind}: {way}": code for kind in KINDS for way, code in CODES.items()} | {"thread: sys.exit": 3, FAILURE: 0}
+WAYS = {f"{kind}: {way}": code for kind in KINDS for way, code in CODES.items()} | {
+    "thread: sys.exit": 3,
+    FAILURE: 0,
+}
 
 
 @pytest.fixture(scope="module")
@@ -28,11 +32,15 @@ def ended(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, int
         timeout=240,
         check=True,
     )
-    return folder, {way: int(code) for way, code in (line.split("\t") for line in done.stdout.splitlines())}
+    return folder, {
+        way: int(code) for way, code in (line.split("\t") for line in done.stdout.splitlines())
+    }
 
 
 @pytest.mark.parametrize("way", [way for way in WAYS if way != FAILURE])
-def test_an_exit_waits_for_the_commit_in_flight_and_says_so(ended: tuple[Path, dict[str, int]], way: str) -> None:
+def test_an_exit_waits_for_the_commit_in_flight_and_says_so(
+    ended: tuple[Path, dict[str, int]], way: str
+) -> None:
     folder, codes = ended
     said = Path(folder, f"{way}.err").read_text()
     assert codes[way] == WAYS[way], said

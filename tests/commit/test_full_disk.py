@@ -1,5 +1,5 @@
-"""A disk that fills up at any moment of a commit in the background: somebody is told, nothing is torn, and what was committed before can be
-restored."""
+"""A disk that fills up at any moment of a commit in the background: somebody is told, nothing is
+torn, and what was committed before can be restored."""
 
 import threading
 from collections import Counter
@@ -54,7 +54,8 @@ def ext4(scratch: Path) -> Iterator[Path]:
 
 @contextmanager
 def neighbour(disk: Path, random: Random) -> Iterator[None]:
-    """Somebody who takes all of the disk, or all but some of it, and gives it back, again and again."""
+    """Somebody who takes all of the disk, or all but some of it, and gives it back, again and
+    again."""
     over = threading.Event()
 
     def run() -> None:
@@ -80,11 +81,14 @@ def weights_at(step: int) -> dict[str, torch.Tensor]:
 
 
 class Training:
-    """A model whose weights are a function of the step, and its commits to one store on a disk that is often full."""
+    """A model whose weights are a function of the step, and its commits to one store on a disk that
+    is often full."""
 
     def __init__(self, place: Path, kind: str) -> None:
         self.place, self.kind = place, kind
-        self.model = torch.nn.ParameterDict({name: torch.nn.Parameter(tensor) for name, tensor in weights_at(0).items()})
+        self.model = torch.nn.ParameterDict(
+            {name: torch.nn.Parameter(tensor) for name, tensor in weights_at(0).items()}
+        )
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.0)
         self.contents: dict[CommitId, dict[str, Any]] = {}
         self.told: Counter[str] = Counter()
@@ -96,7 +100,9 @@ class Training:
         state = {"model": self.model, "optimizer": self.optimizer}
         self._advance(step)
         wanted = {"model": weights_at(step), "optimizer": self._optimizer_state()}
-        pending = self.store.commit_async(state, step=step, staging="lazy" if self.kind == "lazy" else "eager")
+        pending = self.store.commit_async(
+            state, step=step, staging="lazy" if self.kind == "lazy" else "eager"
+        )
         self._advance(step + 1)
         teller = (self._wait, self._next, self._block, self._close)[step % TELLERS]
         try:
@@ -131,7 +137,10 @@ class Training:
 
     def _optimizer_state(self) -> dict[str, Any]:
         groups = self.optimizer.state_dict()["param_groups"]
-        return {"state": {}, "param_groups": [{**group, "params": list(self.model)} for group in groups]}
+        return {
+            "state": {},
+            "param_groups": [{**group, "params": list(self.model)} for group in groups],
+        }
 
     def _open(self) -> ckptstore.Store:
         options: dict[str, Any] = {"executor": "process"} if self.kind == "process" else {}
@@ -178,8 +187,13 @@ def _survive(disk: Path, kind: str, times: int, seed: int) -> Counter[str]:
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("filesystem", [in_memory, ext4])
 @pytest.mark.parametrize("kind", ["thread", "process", "lazy"])
-def test_a_disk_that_a_neighbour_fills_a_hundred_times(kind: str, filesystem: Any, scratch: Path, seed: int) -> None:
+def test_a_disk_that_a_neighbour_fills_a_hundred_times(
+    kind: str, filesystem: Any, scratch: Path, seed: int
+) -> None:
     with filesystem(scratch) as disk:
         told = _survive(disk, kind, 100, seed)
     assert len(told) == TELLERS
-    print(f"{kind}, {filesystem.__name__}: 100 commits, {sum(told.values())} of them without room, told by {dict(told)}")
+    print(
+        f"{kind}, {filesystem.__name__}: 100 commits, {sum(told.values())} of them without room, "
+        f"told by {dict(told)}"
+    )

@@ -1,4 +1,5 @@
-"""A trainer is killed at any moment of an asynchronous commit: nothing is torn, and what a worker process holds is finished."""
+"""A trainer is killed at any moment of an asynchronous commit: nothing is torn, and what a worker
+process holds is finished."""
 
 import os
 import signal
@@ -29,7 +30,9 @@ def _is_gone(pid: int) -> bool:
         return True
 
 
-def _kill(executor: str, times: int, scratch: Path, nursery: Nursery, seed: int, *, lazy: bool = False) -> None:
+def _kill(
+    executor: str, times: int, scratch: Path, nursery: Nursery, seed: int, *, lazy: bool = False
+) -> None:
     scenario = "commit_lazily_on" if lazy else "commit_async_on"
     random, place, finished = Random(seed), scratch / "store", 0
     for n in range(times):
@@ -41,14 +44,18 @@ def _kill(executor: str, times: int, scratch: Path, nursery: Nursery, seed: int,
         for (pid,) in child.reports("worker"):
             while not _is_gone(int(pid)):
                 time.sleep(0.001)
-        surely = {int(step) for (step,) in child.reports("hashed" if executor == "process" else "durable")}
+        surely = {
+            int(step) for (step,) in child.reports("hashed" if executor == "process" else "durable")
+        }
         assert surely <= _steps(place), f"kill {n} of seed {seed}"
         finished += len(surely)
     contents = _stepped_contents_of(place) if lazy else contents_of(place)
     assert_sound(place, contents)
     assert_no_garbage_after_gc(place, contents)
     assert finished
-    print(f"{executor}, {scenario}: {times} kills, {finished} commits that had to be there, all there")
+    print(
+        f"{executor}, {scenario}: {times} kills, {finished} commits that had to be there, all there"
+    )
 
 
 def _stepped_contents_of(place: Path) -> Mapping[CommitId, Mapping[str, Any]]:
@@ -59,7 +66,9 @@ def _stepped_contents_of(place: Path) -> Mapping[CommitId, Mapping[str, Any]]:
             snapshot = store.checkout(commit)
             contents[commit] = snapshot.state_dict()
             for name, weight in contents[commit]["weights"].items():
-                assert weight.eq(snapshot.step).all(), f"{name} of the commit of step {snapshot.step}"
+                assert weight.eq(snapshot.step).all(), (
+                    f"{name} of the commit of step {snapshot.step}"
+                )
     return contents
 
 
@@ -68,12 +77,17 @@ def _steps(place: Path) -> set[int]:
         return {info.step for info in store.log() if info.step is not None}
 
 
-def test_a_killed_trainers_worker_finishes_its_commit(scratch: Path, nursery: Nursery, seed: int) -> None:
+def test_a_killed_trainers_worker_finishes_its_commit(
+    scratch: Path, nursery: Nursery, seed: int
+) -> None:
     _kill("process", 1, scratch, nursery, seed)
 
 
-def test_a_child_that_the_trainer_forked_does_not_keep_its_worker_waiting(scratch: Path, nursery: Nursery) -> None:
-    """It holds the trainer's end of everything, as a data loader's process does until it notices."""
+def test_a_child_that_the_trainer_forked_does_not_keep_its_worker_waiting(
+    scratch: Path, nursery: Nursery
+) -> None:
+    """It holds the trainer's end of everything, as a data loader's process does until it
+    notices."""
     place = scratch / "store"
     trainer = nursery.start("commit_beside_a_child", place=str(place)).go()
     while not trainer.reports("hashed"):
@@ -92,5 +106,7 @@ def test_a_child_that_the_trainer_forked_does_not_keep_its_worker_waiting(scratc
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("staging", ["eager", "lazy"])
 @pytest.mark.parametrize("executor", ["thread", "process"])
-def test_a_trainer_killed_a_hundred_times(executor: str, staging: str, scratch: Path, nursery: Nursery, seed: int) -> None:
+def test_a_trainer_killed_a_hundred_times(
+    executor: str, staging: str, scratch: Path, nursery: Nursery, seed: int
+) -> None:
     _kill(executor, 100, scratch, nursery, seed, lazy=staging == "lazy")

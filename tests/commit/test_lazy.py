@@ -38,7 +38,8 @@ def store(tmp_path: Path) -> Iterator[ckptstore.Store]:
 
 @pytest.fixture
 def nobody_copies(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
-    """The thread that copies lazily does not begin before this is set: whoever must wait has to copy himself."""
+    """The thread that copies lazily does not begin before this is set: whoever must wait has to
+    copy himself."""
     begin, copying = threading.Event(), lazy_copy.copy_task
 
     def copy_task(*args: Any) -> None:
@@ -54,7 +55,9 @@ def nobody_copies(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
 
 @pytest.fixture
 def group_of_one(tmp_path: Path) -> Iterator[None]:
-    dist.init_process_group("gloo", init_method=f"file://{tmp_path / 'rendezvous'}", rank=0, world_size=1)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{tmp_path / 'rendezvous'}", rank=0, world_size=1
+    )
     yield
     dist.destroy_process_group()
 
@@ -63,14 +66,23 @@ class Training:
     """A model with BatchNorm and its average, trained step by step."""
 
     def __init__(self, optimizer: Make, *, sharded: bool = False) -> None:
-        self.model = torch.nn.Sequential(torch.nn.Linear(64, 400), torch.nn.BatchNorm1d(400), torch.nn.Linear(400, 64))
-        self.average = torch.optim.swa_utils.AveragedModel(self.model, multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn(0.9))
+        self.model = torch.nn.Sequential(
+            torch.nn.Linear(64, 400), torch.nn.BatchNorm1d(400), torch.nn.Linear(400, 64)
+        )
+        self.average = torch.optim.swa_utils.AveragedModel(
+            self.model, multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn(0.9)
+        )
         if sharded:
             mesh = dist.device_mesh.init_device_mesh("cpu", (1,))
             for model in (self.model, self.average):
                 fully_shard(model, mesh=mesh)
         self.optimizer = optimizer(self.model.parameters())
-        self.state = {"model": self.model, "optimizer": self.optimizer, "average": self.average, "progress": {"step": 0}}
+        self.state = {
+            "model": self.model,
+            "optimizer": self.optimizer,
+            "average": self.average,
+            "progress": {"step": 0},
+        }
 
     def step(self) -> None:
         self.forward_backward()
@@ -110,11 +122,15 @@ def _survives(store: ckptstore.Store, training: Training, times: int) -> None:
 
 
 def _trained(kind: str) -> Training:
-    return Training(OPTIMIZERS.get(kind, OPTIMIZERS["AdamW foreach"]), sharded=kind not in OPTIMIZERS)
+    return Training(
+        OPTIMIZERS.get(kind, OPTIMIZERS["AdamW foreach"]), sharded=kind not in OPTIMIZERS
+    )
 
 
 @pytest.mark.parametrize("kind", MODELS)
-def test_a_lazy_commit_is_the_state_as_of_the_call(store: ckptstore.Store, group_of_one: None, kind: str) -> None:
+def test_a_lazy_commit_is_the_state_as_of_the_call(
+    store: ckptstore.Store, group_of_one: None, kind: str
+) -> None:
     _survives(store, _trained(kind), 3)
 
 
@@ -127,7 +143,9 @@ def test_two_hundred_lazy_commits(store: ckptstore.Store, group_of_one: None, ki
 
 
 @pytest.mark.parametrize("kind", MODELS)
-def test_the_step_waits_and_helps(store: ckptstore.Store, group_of_one: None, kind: str, nobody_copies: threading.Event) -> None:
+def test_the_step_waits_and_helps(
+    store: ckptstore.Store, group_of_one: None, kind: str, nobody_copies: threading.Event
+) -> None:
     training = _trained(kind)
     training.step()
     wanted = training.copy()
@@ -141,7 +159,9 @@ def test_the_step_waits_and_helps(store: ckptstore.Store, group_of_one: None, ki
     assert_same(pending.wait().state_dict(), wanted)
 
 
-def test_milestones_are_told_in_order_though_nobody_waits_for_who_is_told(store: ckptstore.Store) -> None:
+def test_milestones_are_told_in_order_though_nobody_waits_for_who_is_told(
+    store: ckptstore.Store,
+) -> None:
     training = Training(OPTIMIZERS["SGD"])
     told: list[str] = []
     staged, hashed = threading.Event(), threading.Event()
@@ -159,10 +179,17 @@ def test_milestones_are_told_in_order_though_nobody_waits_for_who_is_told(store:
     training.step()
     assert pending.staged()
     pending.wait()
-    assert [milestone for milestone in told if milestone != "held"] == ["staged", "hashed", "written", "durable"]
+    assert [milestone for milestone in told if milestone != "held"] == [
+        "staged",
+        "hashed",
+        "written",
+        "durable",
+    ]
 
 
-@pytest.mark.filterwarnings("ignore:.*is deprecated:DeprecationWarning")  # what dynamo imports says so
+@pytest.mark.filterwarnings(
+    "ignore:.*is deprecated:DeprecationWarning"
+)  # what dynamo imports says so
 def test_a_compiled_step_waits_too(store: ckptstore.Store, nobody_copies: threading.Event) -> None:
     training = Training(OPTIMIZERS["AdamW foreach"])
     training.step()
@@ -176,7 +203,9 @@ def test_a_compiled_step_waits_too(store: ckptstore.Store, nobody_copies: thread
     assert_same(pending.wait().state_dict(), wanted)
 
 
-def test_a_step_under_a_gradient_scaler_waits_too(store: ckptstore.Store, nobody_copies: threading.Event) -> None:
+def test_a_step_under_a_gradient_scaler_waits_too(
+    store: ckptstore.Store, nobody_copies: threading.Event
+) -> None:
     training = Training(OPTIMIZERS["AdamW foreach"])
     training.step()
     scaler = torch.amp.GradScaler("cpu")
@@ -204,7 +233,9 @@ def test_a_restore_waits_too(store: ckptstore.Store, nobody_copies: threading.Ev
     assert_same(pending.wait().state_dict(), wanted)
 
 
-def test_who_writes_elsewhere_waits_first(store: ckptstore.Store, nobody_copies: threading.Event) -> None:
+def test_who_writes_elsewhere_waits_first(
+    store: ckptstore.Store, nobody_copies: threading.Event
+) -> None:
     training = Training(OPTIMIZERS["SGD"])
     wanted = training.copy()
     pending = store.commit_async(training.state, staging="lazy")

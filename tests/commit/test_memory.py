@@ -14,11 +14,13 @@ from ckptstore.commit.pending import Pending
 
 MIB = 1 << 20
 SLACK_BYTES = 12 * MIB
-"""An allocator's moods. One copy of the state a commit would be 8 MiB times 450, one kilobyte a chunk 60 MiB."""
+"""An allocator's moods. One copy of the state a commit would be 8 MiB times 450, one kilobyte a
+chunk 60 MiB."""
 
 
 def resident_bytes() -> int:
-    """Memory that is this process's own; pages of files, such as the chunk index, are the page cache's."""
+    """Memory that is this process's own; pages of files, such as the chunk index, are the page
+    cache's."""
     status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
     return sum(int(status[kind].split()[0]) << 10 for kind in ("RssAnon", "RssShmem"))
 
@@ -32,7 +34,11 @@ def peak_of(act: Callable[[], object]) -> int:
     status = Path("/proc/self/status")
 
     def kib(field: str) -> int:
-        return next(int(line.split()[1]) for line in status.read_text().splitlines() if line.startswith(field))
+        return next(
+            int(line.split()[1])
+            for line in status.read_text().splitlines()
+            if line.startswith(field)
+        )
 
     gc.collect()
     Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew (proc(5))
@@ -57,8 +63,14 @@ def peak_of(act: Callable[[], object]) -> int:
 def test_a_commit_takes_no_more_memory_than_what_it_must_copy(
     tmp_path: Path, options: dict[str, Any], how: dict[str, Any], changed: int, limit: int
 ) -> None:
-    model = torch.nn.ParameterList(torch.rand(TENSOR_BYTES // 4) for _ in range(TENSORS)).requires_grad_(False)
-    state = {"model": model} if "trust_version" in how else {"model": model, "optimizer": torch.optim.SGD(model)}
+    model = torch.nn.ParameterList(
+        torch.rand(TENSOR_BYTES // 4) for _ in range(TENSORS)
+    ).requires_grad_(False)
+    state = (
+        {"model": model}
+        if "trust_version" in how
+        else {"model": model, "optimizer": torch.optim.SGD(model)}
+    )
     with ckptstore.open(tmp_path / "store", **options) as store:
         store.commit_async({"small": torch.arange(1000)}).wait()  # what is imported, and the worker
         store.commit_async(state, trust_version="trust_version" in how).wait()
@@ -79,19 +91,27 @@ def test_nothing_of_a_commit_lives_on_once_two_more_were_made(tmp_path: Path) ->
             pending = store.commit_async(state, step=step)
             seen.append(ref(pending))
             pending.wait()
-            while store._async._background.tell_if_busy():  # who wakes the waiter has a few lines to go
+            while (
+                store._async._background.tell_if_busy()
+            ):  # who wakes the waiter has a few lines to go
                 pass
             del pending, state
             gc.collect()
-            assert tensor() is None  # neither the copy nor the background refers to the caller's memory
+            assert (
+                tensor() is None
+            )  # neither the copy nor the background refers to the caller's memory
         assert [each() is None for each in seen[:-1]] == [True] * 5
 
 
 @pytest.mark.soak
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("executor", ["thread", "process"])
-@pytest.mark.parametrize("how", [{}, {"staging": "lazy"}, {"dedup_first": True}, {"trust_version": True}], ids=str)
-def test_memory_is_flat_over_five_hundred_commits(tmp_path: Path, executor: Any, how: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    "how", [{}, {"staging": "lazy"}, {"dedup_first": True}, {"trust_version": True}], ids=str
+)
+def test_memory_is_flat_over_five_hundred_commits(
+    tmp_path: Path, executor: Any, how: dict[str, Any]
+) -> None:
     model = torch.nn.Sequential(*[torch.nn.Linear(400, 400) for _ in range(4)])
     optimizer = torch.optim.AdamW(model[:2].parameters())
     model[2:].requires_grad_(False)
@@ -110,5 +130,8 @@ def test_memory_is_flat_over_five_hundred_commits(tmp_path: Path, executor: Any,
                 before = resident_bytes()
         gc.collect()
         grown = resident_bytes() - before
-    print(f"{executor} {how}: {before / MIB:.0f} MiB after 100 commits, {grown / MIB:+.1f} MiB after 500")
+    print(
+        f"{executor} {how}: {before / MIB:.0f} MiB after 100 commits, {grown / MIB:+.1f} MiB after "
+        "500"
+    )
     assert grown < SLACK_BYTES

@@ -1,4 +1,5 @@
-"""Commits made by a process of its own: the same commits, without torch, and neither side's death is the other's."""
+"""Commits made by a process of its own: the same commits, without torch, and neither side's death
+is the other's."""
 
 import copy
 import os
@@ -28,11 +29,17 @@ def test_its_commits_are_those_of_a_thread(tmp_path: Path) -> None:
     with ckptstore.open(tmp_path / "store", executor="process", chunk_bytes=65536) as store:
         for step in range(3):
             wanted, same = frozen_copy(everything), copy.deepcopy(everything)
-            pending = store.commit_async(everything, step=step, metrics={"loss": 0.1 * step}, tag="t", message="said")
+            pending = store.commit_async(
+                everything, step=step, metrics={"loss": 0.1 * step}, tag="t", message="said"
+            )
             with attack(everything):
                 snapshot = pending.wait()
             assert_committed(snapshot, wanted)
-        assert snapshot.metrics == {"loss": 0.2} and snapshot.message == "said" and snapshot.tags == ("t",)
+        assert (
+            snapshot.metrics == {"loss": 0.2}
+            and snapshot.message == "said"
+            and snapshot.tags == ("t",)
+        )
         assert snapshot.stats and snapshot.stats.new_bytes
         assert store.commit(same).content_id == snapshot.content_id
         assert [info.step for info in store.log()] == [None, 2, 1, 0]
@@ -46,8 +53,12 @@ def test_the_worker_is_on_its_own(tmp_path: Path) -> None:
         pid = store.worker_pid
         assert pid
         assert os.getsid(pid) == pid
-        assert os.getpriority(os.PRIO_PROCESS, pid) == min(os.getpriority(os.PRIO_PROCESS, 0) + ASIDE_NICE, 19)
-        if (session := Path(f"/proc/{pid}/autogroup")).exists():  # Linux shares processors among sessions first
+        assert os.getpriority(os.PRIO_PROCESS, pid) == min(
+            os.getpriority(os.PRIO_PROCESS, 0) + ASIDE_NICE, 19
+        )
+        if (
+            session := Path(f"/proc/{pid}/autogroup")
+        ).exists():  # Linux shares processors among sessions first
             assert session.read_text().endswith(f"nice {ASIDE_NICE}\n")
         assert "torch" not in Path(f"/proc/{pid}/maps").read_text()
     with pytest.raises(ProcessLookupError):
@@ -55,7 +66,9 @@ def test_the_worker_is_on_its_own(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["zstandard", "blake3", "json", "ckptstore"])
-def test_a_module_in_the_working_directory_is_not_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+def test_a_module_in_the_working_directory_is_not_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
     (tmp_path / f"{name}.py").write_text("open('was_run', 'w').close()\n")
     monkeypatch.chdir(tmp_path)
     with ckptstore.open(tmp_path / "store", executor="process") as store:
@@ -64,9 +77,14 @@ def test_a_module_in_the_working_directory_is_not_run(tmp_path: Path, monkeypatc
 
 
 def test_the_worker_is_of_the_package_that_the_trainer_imported(tmp_path: Path) -> None:
-    """A checkout that a script puts on `sys.path`, while another ckptstore is installed; both are found from any directory."""
+    """A checkout that a script puts on `sys.path`, while another ckptstore is installed; both are
+    found from any directory."""
     (tmp_path / "checkout").mkdir()
-    shutil.copytree(Path(ckptstore.__file__).parent, tmp_path / "checkout" / "ckptstore", ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copytree(
+        Path(ckptstore.__file__).parent,
+        tmp_path / "checkout" / "ckptstore",
+        ignore=shutil.ignore_patterns("__pycache__"),
+    )
     worker = tmp_path / "checkout" / "ckptstore" / "engine" / "worker.py"
     worker.write_text(worker.read_text() + "\nopen(__file__ + '.was_run', 'w').close()\n")
     script = (
@@ -75,11 +93,17 @@ def test_the_worker_is_of_the_package_that_the_trainer_imported(tmp_path: Path) 
         "with ckptstore.open(sys.argv[2], executor='process') as store:\n"
         "    store.commit_async({'m': {'w': torch.ones(300_000)}}, step=1).wait()\n"
     )
-    subprocess.run([sys.executable, "-c", script, str(tmp_path / "checkout"), str(tmp_path / "store")], check=True, cwd=tmp_path)
+    subprocess.run(
+        [sys.executable, "-c", script, str(tmp_path / "checkout"), str(tmp_path / "store")],
+        check=True,
+        cwd=tmp_path,
+    )
     assert worker.with_name("worker.py.was_run").exists()
 
 
-def test_a_worker_that_cannot_be_started_is_unavailable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_worker_that_cannot_be_started_is_unavailable(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with ckptstore.open(tmp_path / "store", executor="process") as store:
         monkeypatch.setattr(sys, "executable", str(tmp_path / "no python"))
         with pytest.raises(Unavailable, match="no worker process can be started"):
@@ -108,8 +132,11 @@ def test_the_trainer_survives_the_workers_death(tmp_path: Path) -> None:
         again.verify()
 
 
-def test_a_commit_that_its_trainer_leaves_is_not_made_and_the_next_one_is_its_own(tmp_path: Path) -> None:
-    """The worker may still read memory that the next state is copied to, and has said what nobody listened to."""
+def test_a_commit_that_its_trainer_leaves_is_not_made_and_the_next_one_is_its_own(
+    tmp_path: Path,
+) -> None:
+    """The worker may still read memory that the next state is copied to, and has said what nobody
+    listened to."""
 
     def leave(progress: ckptstore.CommitProgress) -> None:
         if progress.milestone == "hashed":
@@ -118,7 +145,9 @@ def test_a_commit_that_its_trainer_leaves_is_not_made_and_the_next_one_is_its_ow
     with ckptstore.open(tmp_path / "store", executor="process") as store:
         assert isinstance(store.commit_async(state(1), on_progress=leave).exception(), SystemExit)
         again = store.commit_async(state(2)).wait()
-        assert torch.equal(again.read("t"), state(2)["t"]) and [info.id for info in store.log()] == [again.id]
+        assert torch.equal(again.read("t"), state(2)["t"]) and [
+            info.id for info in store.log()
+        ] == [again.id]
 
 
 def test_a_commit_can_be_called_off_before_it_is_published(tmp_path: Path) -> None:

@@ -50,7 +50,9 @@ def test_every_so_many_seconds(since_s: float, due: bool) -> None:
 
 
 def test_auto_measures_first_and_then_keeps_to_the_best_interval(store: ckptstore.Store) -> None:
-    every = store.every("auto", mtbf_s=YEAR_S)  # an hour's best interval may be over when a busy machine asks
+    every = store.every(
+        "auto", mtbf_s=YEAR_S
+    )  # an hour's best interval may be over when a busy machine asks
     assert every.interval_s is None
     first = every(STATE, step=1)
     assert first is not None

@@ -23,7 +23,9 @@ def in_turn(task: object, items: object) -> None:
 
 def test_memory_that_several_leaves_show_is_copied_once() -> None:
     base = torch.randn(10_000)
-    plan = plan_staging(sources([base, base, base[:5000], base[2000:], base.view(100, 100)]), PLENTY)
+    plan = plan_staging(
+        sources([base, base, base[:5000], base[2000:], base.view(100, 100)]), PLENTY
+    )
     assert sum(copy.nbytes for task in plan.tasks for copy in task) == base.nbytes
     assert sorted(plan.offsets.values()) == [0, 0, 0, 8000]
 
@@ -37,7 +39,11 @@ def test_neighbours_in_memory_are_two_leaves() -> None:
 def test_large_leaves_lie_as_in_packs_so_that_the_disk_takes_them_from_there() -> None:
     sizes = [100_001, 5_000, 65_536, 70_000, 64]
     plan = plan_staging(sources([torch.zeros(size, dtype=torch.uint8) for size in sizes]), PLENTY)
-    assert [plan.offsets[n] % (4096 if size >= 65_536 else 64) for n, size in enumerate(sizes) if n in plan.offsets] == [0] * 4
+    assert [
+        plan.offsets[n] % (4096 if size >= 65_536 else 64)
+        for n, size in enumerate(sizes)
+        if n in plan.offsets
+    ] == [0] * 4
     arena = BufferPool(PLENTY).take(plan.nbytes)
     assert arena and arena.address % 4096 == 0
 
@@ -60,7 +66,11 @@ def test_a_large_leaf_is_copied_in_pieces_by_several_threads() -> None:
 
 def test_what_lies_in_no_one_piece_is_gathered() -> None:
     conjugate = torch.randn(2000, dtype=torch.complex64).conj()
-    state = {"transposed": torch.randn(300, 500).t(), "conjugate": conjugate, "plain": torch.ones(999)}
+    state = {
+        "transposed": torch.randn(300, 500).t(),
+        "conjugate": conjugate,
+        "plain": torch.ones(999),
+    }
     flats = flatten({"s": state})
     wanted = [raw_bytes(source) for source in leaves_of(flats)]
     plan = plan_staging(leaves_of(flats), PLENTY)

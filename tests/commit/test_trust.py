@@ -1,4 +1,5 @@
-"""Frozen weights that torch has not seen written are neither copied nor hashed, and nothing else ever goes without."""
+"""Frozen weights that torch has not seen written are neither copied nor hashed, and nothing else
+ever goes without."""
 
 import logging
 from collections.abc import Iterator
@@ -26,13 +27,19 @@ def store(tmp_path: Path) -> Iterator[ckptstore.Store]:
 
 
 def frozen() -> torch.nn.Module:
-    return torch.nn.Sequential(torch.nn.Linear(200, 300), torch.nn.BatchNorm1d(300), torch.nn.Linear(300, 200)).requires_grad_(False)
+    return torch.nn.Sequential(
+        torch.nn.Linear(200, 300), torch.nn.BatchNorm1d(300), torch.nn.Linear(300, 200)
+    ).requires_grad_(False)
 
 
 def known(frozen_weights: FrozenWeights, state: dict[str, Any]) -> set[str]:
-    """The paths that would be trusted in the next commit, after one commit of everything that may be."""
+    """The paths that would be trusted in the next commit, after one commit of everything that may
+    be."""
     flats = flatten(state)
-    sources, paths = leaves_of(flats), [path for flat in flats.values() for path in flat.schema.paths]
+    sources, paths = (
+        leaves_of(flats),
+        [path for flat in flats.values() for path in flat.schema.paths],
+    )
     candidates = frozen_weights.candidates(state, sources, paths)
     found = frozen_weights.known(candidates)
     frozen_weights.remember(candidates, {c.leaf: b"id" for c in candidates})
@@ -42,7 +49,14 @@ def known(frozen_weights: FrozenWeights, state: dict[str, Any]) -> set[str]:
 def test_frozen_weights_are_trusted_from_the_second_commit_on() -> None:
     memory, state = FrozenWeights(), {"model": frozen()}
     assert known(memory, state) == set()
-    assert known(memory, state) == {"model/0.weight", "model/0.bias", "model/1.weight", "model/1.bias", "model/2.weight", "model/2.bias"}
+    assert known(memory, state) == {
+        "model/0.weight",
+        "model/0.bias",
+        "model/1.weight",
+        "model/1.bias",
+        "model/2.weight",
+        "model/2.bias",
+    }
 
 
 def test_a_counted_write_ends_it() -> None:
@@ -97,7 +111,10 @@ def test_commits_that_trust_read_back_as_they_should(store: ckptstore.Store) -> 
     for step in range(4):
         state["rest"].add_(1)
         pending = store.commit_async(state, step=step, trust_version=True)
-        wanted = {"model": {k: v.clone() for k, v in state["model"].state_dict().items()}, "rest": state["rest"].clone()}
+        wanted = {
+            "model": {k: v.clone() for k, v in state["model"].state_dict().items()},
+            "rest": state["rest"].clone(),
+        }
         state["model"][0].weight.add_(1) if step == 2 else None
         assert_same(dict(pending.wait().state_dict("model")), wanted["model"])
         assert_same(pending.wait().read("rest"), wanted["rest"])

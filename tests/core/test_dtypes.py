@@ -12,4 +12,8 @@ def test_every_dtype_of_torch_that_is_stored_as_itself_has_torch_s_width() -> No
 
 
 def test_no_width_is_listed_that_torch_denies() -> None:
-    assert {name: width for name, width in WIDTHS.items() if hasattr(torch, name) and getattr(torch, name).itemsize != width} == {}
+    assert {
+        name: width
+        for name, width in WIDTHS.items()
+        if hasattr(torch, name) and getattr(torch, name).itemsize != width
+    } == {}

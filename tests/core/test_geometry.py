@@ -49,7 +49,9 @@ def test_a_cell_in_global_indices_names_the_same_bytes(shape: tuple[int, ...], w
         ((100_000,), 4, 7, (0, 65_536)),
     ],
 )
-def test_known_grids(shape: tuple[int, ...], width: int, count: int, first: tuple[int, int] | None) -> None:
+def test_known_grids(
+    shape: tuple[int, ...], width: int, count: int, first: tuple[int, int] | None
+) -> None:
     cells = grid(shape, width, CHUNK)
     assert len(cells) == count
     if first:
@@ -61,7 +63,9 @@ def chunk_ids(cells: Grid, memory: bytes) -> list[bytes]:
 
 
 @given(st.data(), st.sampled_from([2, 4, 8]), st.sampled_from([1, 2, 4]))
-def test_row_shards_on_the_grid_have_the_chunks_of_the_whole(data: st.DataObject, shards: int, width: int) -> None:
+def test_row_shards_on_the_grid_have_the_chunks_of_the_whole(
+    data: st.DataObject, shards: int, width: int
+) -> None:
     columns = data.draw(st.integers(1, 5000), "columns")
     rows_per_cell = grid((1 << 20, columns), width, CHUNK).rows
     cells_per_shard = data.draw(st.integers(1, 3), "cells per shard")
@@ -78,7 +82,10 @@ def test_row_shards_on_the_grid_have_the_chunks_of_the_whole(data: st.DataObject
     pieces = []
     for start, stop in zip(edges, edges[1:], strict=False):
         box = Box((start, 0), (stop - start, columns))
-        pieces += chunk_ids(grid((rows, columns), width, CHUNK, box), tensor[start * columns * width : stop * columns * width])
+        pieces += chunk_ids(
+            grid((rows, columns), width, CHUNK, box),
+            tensor[start * columns * width : stop * columns * width],
+        )
     assert pieces == whole
     trees = [split_pages(["tensor"], [LeafContent(ids=b"".join(ids))]) for ids in (pieces, whole)]
     assert trees[0] == trees[1]
@@ -100,7 +107,9 @@ def test_shards_behind_the_cut_dimension_tile_their_box(data: st.DataObject) -> 
 
 
 @given(big_shapes, st.data())
-def test_covering_names_exactly_the_cells_that_hold_the_bytes(shape: tuple[int, ...], data: st.DataObject) -> None:
+def test_covering_names_exactly_the_cells_that_hold_the_bytes(
+    shape: tuple[int, ...], data: st.DataObject
+) -> None:
     cells = grid(shape, 4, CHUNK)
     total = 4 * prod(shape)
     start = data.draw(st.integers(0, total - 1))
@@ -116,20 +125,40 @@ def test_byte_ranges_pick_what_numpy_picks(shape: tuple[int, ...], data: st.Data
     tensor = np.arange(prod(shape), dtype="<u2").reshape(shape)
     memory = tensor.tobytes()
     got = b"".join(memory[a:b] for a, b in byte_ranges(shape, Box(offsets, lengths), 2))
-    assert got == tensor[tuple(slice(o, o + n) for o, n in zip(offsets, lengths, strict=True))].tobytes()
+    assert (
+        got
+        == tensor[tuple(slice(o, o + n) for o, n in zip(offsets, lengths, strict=True))].tobytes()
+    )
 
 
 @pytest.mark.parametrize(
     ("region", "result"),
-    [((), (4, 6)), ((slice(1, 3),), (2, 6)), ((2,), (6,)), ((-1, slice(None, -2)), (4,)), ((slice(3, 1),), (0, 6)), ((0, 0), ())],
+    [
+        ((), (4, 6)),
+        ((slice(1, 3),), (2, 6)),
+        ((2,), (6,)),
+        ((-1, slice(None, -2)), (4,)),
+        ((slice(3, 1),), (0, 6)),
+        ((0, 0), ()),
+    ],
 )
-def test_a_region_has_the_shape_that_numpy_gives_it(region: tuple[slice | int, ...], result: tuple[int, ...]) -> None:
+def test_a_region_has_the_shape_that_numpy_gives_it(
+    region: tuple[slice | int, ...], result: tuple[int, ...]
+) -> None:
     assert box_of_region((4, 6), region)[1] == np.empty((4, 6))[region].shape == result
 
 
 @pytest.mark.parametrize(
-    ("region", "error"), [((slice(0, 4, 2),), ValueError), ((0, 0, 0), ValueError), ((4,), IndexError), ((-5,), IndexError)]
+    ("region", "error"),
+    [
+        ((slice(0, 4, 2),), ValueError),
+        ((0, 0, 0), ValueError),
+        ((4,), IndexError),
+        ((-5,), IndexError),
+    ],
 )
-def test_a_region_that_does_not_fit_is_refused(region: tuple[slice | int, ...], error: type[Exception]) -> None:
+def test_a_region_that_does_not_fit_is_refused(
+    region: tuple[slice | int, ...], error: type[Exception]
+) -> None:
     with pytest.raises(error):
         box_of_region((4, 6), region)

@@ -22,8 +22,14 @@ from ckptstore.core.paths import file_system, is_network_filesystem, mount_point
         ("data-日本", "data-日本".encode()),
     ],
 )
-def test_a_mount_point_may_have_any_name(name: str, written: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    table = b"21 1 8:1 / / rw shared:1 - ext4 /dev/sda1 rw\n42 21 0:39 / /mnt/" + written + b" rw,relatime - nfs4 host:/x\\040y rw\n"
+def test_a_mount_point_may_have_any_name(
+    name: str, written: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    table = (
+        b"21 1 8:1 / / rw shared:1 - ext4 /dev/sda1 rw\n42 21 0:39 / /mnt/"
+        + written
+        + b" rw,relatime - nfs4 host:/x\\040y rw\n"
+    )
     assert parse_mounts(table) == [("/", "ext4"), (f"/mnt/{name}", "nfs4")]
     (tmp_path / "mountinfo").write_bytes(table)
     monkeypatch.setattr(paths, "_MOUNT_TABLE", tmp_path / "mountinfo")
@@ -36,7 +42,9 @@ def test_a_mount_point_may_have_any_name(name: str, written: bytes, tmp_path: Pa
 def test_the_kernels_own_table_is_understood(tmp_path: Path) -> None:
     point = tmp_path / "größe 2\\ü"
     point.mkdir()
-    done = subprocess.run(["mount", "-t", "tmpfs", "none", str(point)], capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        ["mount", "-t", "tmpfs", "none", str(point)], capture_output=True, text=True, check=False
+    )
     if done.returncode:
         pytest.skip(f"tmpfs cannot be mounted here: {done.stderr.strip()}")
     try:

@@ -1,4 +1,5 @@
-"""The boxes of placements, held against the index lists that torch itself makes by cutting a tensor."""
+"""The boxes of placements, held against the index lists that torch itself makes by cutting a
+tensor."""
 
 from itertools import product
 from math import prod
@@ -15,21 +16,29 @@ from ckptstore.core.placements import Cut, HeldBox, held_boxes, local_shape
 
 
 @st.composite
-def layouts(draw: st.DrawFn) -> tuple[tuple[int, ...], tuple[int, ...], list[Replicate | Shard | _StridedShard]]:
+def layouts(
+    draw: st.DrawFn,
+) -> tuple[tuple[int, ...], tuple[int, ...], list[Replicate | Shard | _StridedShard]]:
     """A shape, a mesh and a placement per mesh dimension."""
     shape = tuple(draw(st.lists(st.integers(0, 13), min_size=1, max_size=3)))
     mesh = tuple(draw(st.lists(st.integers(1, 4), min_size=1, max_size=3)))
     dims = st.integers(0, len(shape) - 1)
-    strided = st.builds(lambda dim, factor: _StridedShard(dim, split_factor=factor), dims, st.integers(1, 5))
+    strided = st.builds(
+        lambda dim, factor: _StridedShard(dim, split_factor=factor), dims, st.integers(1, 5)
+    )
     placement = st.one_of(st.just(Replicate()), dims.map(Shard), strided)
     return shape, mesh, [draw(placement) for _ in mesh]
 
 
-def by_torch(tensor: torch.Tensor, mesh: tuple[int, ...], at: tuple[int, ...], placements: list) -> torch.Tensor:
+def by_torch(
+    tensor: torch.Tensor, mesh: tuple[int, ...], at: tuple[int, ...], placements: list
+) -> torch.Tensor:
     """What torch leaves of `tensor` to the rank at `at`."""
     for parts, index, placement in zip(mesh, at, placements, strict=True):
         if not isinstance(placement, Replicate):
-            tensor = placement._split_tensor(tensor, parts, with_padding=False, contiguous=False)[0][index]
+            tensor = placement._split_tensor(tensor, parts, with_padding=False, contiguous=False)[
+                0
+            ][index]
     return tensor
 
 
@@ -45,7 +54,9 @@ def slices(box: Box) -> tuple[slice, ...]:
     return tuple(slice(o, o + n) for o, n in zip(box.offsets, box.lengths, strict=True))
 
 
-def local_of(tensor: torch.Tensor, shape: tuple[int, ...], held: tuple[HeldBox, ...]) -> torch.Tensor:
+def local_of(
+    tensor: torch.Tensor, shape: tuple[int, ...], held: tuple[HeldBox, ...]
+) -> torch.Tensor:
     """The rank's own tensor, put together from the global one by the boxes."""
     local = torch.full(shape, -1)
     for box, place in held:
@@ -72,18 +83,26 @@ def test_the_boxes_of_a_mesh_tile_the_tensor_once_for_each_replica(layout: tuple
     for at in product(*(range(n) for n in mesh)):
         for box, _ in held_boxes(shape, cuts_of(mesh, at, placements)):
             seen[slices(box)] += 1
-    replicas = prod(n for n, placement in zip(mesh, placements, strict=True) if isinstance(placement, Replicate))
+    replicas = prod(
+        n for n, placement in zip(mesh, placements, strict=True) if isinstance(placement, Replicate)
+    )
     assert (seen == replicas).all()
 
 
 def test_neighbouring_runs_are_one_box() -> None:
-    assert held_boxes((8, 3), [Cut(0, 1, 0, split_factor=4)]) == (HeldBox(Box((0, 0), (8, 3)), Box((0, 0), (8, 3))),)
+    assert held_boxes((8, 3), [Cut(0, 1, 0, split_factor=4)]) == (
+        HeldBox(Box((0, 0), (8, 3)), Box((0, 0), (8, 3))),
+    )
 
 
 def test_fused_projections_are_held_in_as_many_boxes_as_there_are_projections() -> None:
     """Query, key and value rows in one matrix, each divided among two ranks."""
     held = held_boxes((12, 5), [Cut(0, 2, 1, split_factor=3)])
-    assert [(each.box.offsets[0], each.local.offsets[0]) for each in held] == [(2, 0), (6, 2), (10, 4)]
+    assert [(each.box.offsets[0], each.local.offsets[0]) for each in held] == [
+        (2, 0),
+        (6, 2),
+        (10, 4),
+    ]
 
 
 @pytest.mark.parametrize("shape", [(0, 3), (3, 0), (1, 4)])

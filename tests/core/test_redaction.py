@@ -13,8 +13,14 @@ SECRET = "SEKRIT+xyz"
         (f"s3://KEY:{SECRET}@bucket/x", "s3://***@bucket/x"),
         (f"s3://KEY:SE/{SECRET}@bucket/x", "s3://***@bucket/x"),
         (f"s3://KEY:SE/{SECRET}/@/@bucket", "s3://***@bucket"),
-        (f"s3://bucket/x?aws_secret_access_key={SECRET}", "s3://bucket/x?aws_secret_access_key=***"),
-        (f"s3://bucket/x?client=obstore&aws_secret_access_key={SECRET}&b=1", "s3://bucket/x?client=obstore&aws_secret_access_key=***&b=1"),
+        (
+            f"s3://bucket/x?aws_secret_access_key={SECRET}",
+            "s3://bucket/x?aws_secret_access_key=***",
+        ),
+        (
+            f"s3://bucket/x?client=obstore&aws_secret_access_key={SECRET}&b=1",
+            "s3://bucket/x?client=obstore&aws_secret_access_key=***&b=1",
+        ),
         (f"az://c/x?sv=1&sig={SECRET}", "az://c/x?sv=1&sig=***"),
         (f"https://h/x?X-Amz-Signature={SECRET}", "https://h/x?X-Amz-Signature=***"),
         (f"postgresql://h/x?sslpassword={SECRET}", "postgresql://h/x?sslpassword=***"),
@@ -60,4 +66,10 @@ def test_options_named_like_secrets_are_secret() -> None:
         "sas_token": "sassas1",
         "sig": "sigsig1",
     }
-    assert secrets_of({**options, "endpoint_url": "http://h"}) == {"not-short", "abcdefgh", "tokentoken", "sassas1", "sigsig1"}
+    assert secrets_of({**options, "endpoint_url": "http://h"}) == {
+        "not-short",
+        "abcdefgh",
+        "tokentoken",
+        "sassas1",
+        "sigsig1",
+    }

@@ -1,4 +1,5 @@
-"""Where no thread can be started, as at a container's limit of processes: everything is done all the same, or refused in words.
+"""Where no thread can be started, as at a container's limit of processes: everything is done all
+the same, or refused in words.
 
 The limit here is a real one: a stack that no address space has room for.
 """
@@ -16,7 +17,7 @@ import ckptstore
 from ckptstore.core.threads import Pool
 from ckptstore.errors import Unavailable
 from ckptstore.log import sessions
-from ckptstore.storage.contract import open_storage
+from ckptstore.storage.registry import open_storage
 
 CHUNK = 1 << 16
 
@@ -45,7 +46,9 @@ def assert_restored(store: ckptstore.Store, step: int) -> None:
 
 @pytest.fixture(params=["local", "memory"])
 def place(request: pytest.FixtureRequest, tmp_path: Path) -> str:
-    return str(tmp_path / "store") if request.param == "local" else f"memory://{tmp_path.name}/store"
+    return (
+        str(tmp_path / "store") if request.param == "local" else f"memory://{tmp_path.name}/store"
+    )
 
 
 def test_a_store_is_used_as_ever(place: str) -> None:
@@ -63,8 +66,11 @@ def test_a_store_is_used_as_ever(place: str) -> None:
             assert_restored(store, 4)
 
 
-def test_what_many_commits_gather_does_not_fail_the_last_one(place: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Some entries of a log come with a checkpoint or a segment of it, so that others read less of the log."""
+def test_what_many_commits_gather_does_not_fail_the_last_one(
+    place: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Some entries of a log come with a checkpoint or a segment of it, so that others read less of
+    the log."""
     monkeypatch.setattr("ckptstore.log.log.CHECKPOINT_EVERY", 60)
     with ckptstore.open(place, chunk_bytes=CHUNK) as store:
         for step in range(130):
@@ -101,10 +107,15 @@ def test_a_session_that_could_not_beat_beats_with_the_next_one_and_leaves_no_fil
     assert not list(sessions.read_sessions(storage))
 
 
-def test_a_heartbeat_outlives_whatever_a_beat_raises(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_heartbeat_outlives_whatever_a_beat_raises(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(sessions, "HEARTBEAT_S", 0.005)
     monkeypatch.setattr(sessions, "_heart", sessions._Heart())
-    storage, away = open_storage(tmp_path / "here", fsync=False), open_storage(tmp_path / "away", fsync=False)
+    storage, away = (
+        open_storage(tmp_path / "here", fsync=False),
+        open_storage(tmp_path / "away", fsync=False),
+    )
     failed = threading.Event()
 
     def fail(key: str, data: bytes, *, durable: bool = True) -> None:
@@ -119,18 +130,25 @@ def test_a_heartbeat_outlives_whatever_a_beat_raises(tmp_path: Path, monkeypatch
         monkeypatch.undo()
 
 
-def test_a_transport_that_cannot_be_served_is_unavailable_and_one_that_serves_refuses_in_words() -> None:
+def test_a_transport_that_cannot_be_served_is_unavailable_and_one_that_serves_refuses_in_words() -> (
+    None
+):
     pytest.importorskip("torchft")
     from ckptstore.interop.torchft import StoreTransport
 
     soon = timedelta(seconds=20)
-    with no_threads(), pytest.raises(Unavailable, match="no thread can be started that serves this transport"):
+    with (
+        no_threads(),
+        pytest.raises(Unavailable, match="no thread can be started that serves this transport"),
+    ):
         StoreTransport(soon)
     sender, receiver = StoreTransport(soon), StoreTransport(soon)
     try:
         with no_threads():
             sender.send_checkpoint([1], 1, state(1), soon)
-            with pytest.raises(TimeoutError):  # each of its connections is told that there is no room, and to come again
+            with pytest.raises(
+                TimeoutError
+            ):  # each of its connections is told that there is no room, and to come again
                 receiver.recv_checkpoint(0, sender.metadata(), 1, timedelta(seconds=1))
         got = receiver.recv_checkpoint(0, sender.metadata(), 1, soon)
         assert got["m"]["a"].equal(state(1)["m"]["a"])

@@ -1,4 +1,5 @@
-"""A crash after any change: the old state or the new one, everything acknowledged restores, gc leaves nothing behind."""
+"""A crash after any change: the old state or the new one, everything acknowledged restores, gc
+leaves nothing behind."""
 
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -12,12 +13,19 @@ from ckptstore.errors import CkptStoreError
 from ckptstore.storage.local import LocalStorage
 from ckptstore.storage.local_directories import Directories
 from ckptstore.storage.local_writer import LocalWriter
-from tests.support.checker import View, assert_no_garbage_after_gc, assert_same, assert_sound, view_of
+from tests.support.checker import (
+    View,
+    assert_no_garbage_after_gc,
+    assert_same,
+    assert_sound,
+    view_of,
+)
 from tests.support.recording import Recording, Wreck, record
 from tests.support.workloads import STORE, WORKS, Work, contents_of, is_store, open_small, small
 
 OUTCOMES = 20
-"""So many outcomes of a power cut are drawn at each point. Many are the same; those are looked at once."""
+"""So many outcomes of a power cut are drawn at each point. Many are the same; those are looked at
+once."""
 
 
 class Crashes:
@@ -32,13 +40,18 @@ class Crashes:
         self.new = view_of(scratch / "recorded" / STORE)
 
     def check(self, wrecks: Iterable[tuple[str, Wreck]]) -> None:
-        """Look at each wreck that differs from the one before, and let gc clean up wherever the names differ."""
+        """Look at each wreck that differs from the one before, and let gc clean up wherever the
+        names differ."""
         before: Wreck | None = None
         seen = self.old
         for where, wreck in wrecks:
             if wreck != before:
                 try:
-                    seen = self.look_at(wreck, seen, gc=before is None or wreck.left.nodes.keys() != before.left.nodes.keys())
+                    seen = self.look_at(
+                        wreck,
+                        seen,
+                        gc=before is None or wreck.left.nodes.keys() != before.left.nodes.keys(),
+                    )
                 except (AssertionError, CkptStoreError) as error:
                     error.add_note(where)
                     raise
@@ -55,7 +68,9 @@ class Crashes:
                     assert_no_garbage_after_gc(disk / STORE, self.contents)
             else:
                 with open_small(disk) as store:
-                    assert_same(store.commit(small(0)).state_dict(), small(0), "a commit after the crash")
+                    assert_same(
+                        store.commit(small(0)).state_dict(), small(0), "a commit after the crash"
+                    )
             assert seen in (self.old, self.new), "neither the old state nor the new one"
             assert seen == self.new or before == self.old, "it was there, and is gone again"
         finally:
@@ -69,7 +84,9 @@ class Crashes:
 
 @pytest.mark.parametrize("crash", [Recording.kill, Recording.cut], ids=["kill", "power cut"])
 @pytest.mark.parametrize("name", WORKS)
-def test_after_a_crash_there_is_the_old_state_or_the_new(name: str, crash: Callable[[Recording, int], Wreck], scratch: Path) -> None:
+def test_after_a_crash_there_is_the_old_state_or_the_new(
+    name: str, crash: Callable[[Recording, int], Wreck], scratch: Path
+) -> None:
     crashes = Crashes(WORKS[name], scratch)
     crashes.check(crashes.every(lambda n: crash(crashes.recording, n)))
 
@@ -77,7 +94,9 @@ def test_after_a_crash_there_is_the_old_state_or_the_new(name: str, crash: Calla
 @pytest.mark.soak
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("name", WORKS)
-def test_whatever_a_power_cut_leaves_of_what_was_not_durable(name: str, scratch: Path, seed: int) -> None:
+def test_whatever_a_power_cut_leaves_of_what_was_not_durable(
+    name: str, scratch: Path, seed: int
+) -> None:
     crashes, random = Crashes(WORKS[name], scratch), Random(seed)
     seen: dict[bytes, View] = {}
     for n in crashes.recording.points:
@@ -86,7 +105,9 @@ def test_whatever_a_power_cut_leaves_of_what_was_not_durable(name: str, scratch:
             try:
                 if (left := wreck.fingerprint()) not in seen:
                     seen[left] = crashes.look_at(wreck, crashes.old, gc=True)
-                assert seen[left] == crashes.new or n < crashes.recording.points[-1], "acknowledged, and lost"
+                assert seen[left] == crashes.new or n < crashes.recording.points[-1], (
+                    "acknowledged, and lost"
+                )
             except (AssertionError, CkptStoreError) as error:
                 error.add_note(f"seed {seed}, {crashes.recording.name(n)}")
                 raise
@@ -98,13 +119,17 @@ def test_whatever_a_power_cut_leaves_of_what_was_not_durable(name: str, scratch:
     [(LocalStorage, "sync_dirs"), (Directories, "_anchor"), (LocalWriter, "_seal")],
     ids=["of new names", "of new directories", "of bytes"],
 )
-def test_a_missing_fsync_is_noticed(who: type, method: str, scratch: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_fsync_is_noticed(
+    who: type, method: str, scratch: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def forgetful(self: Any, *_: Any) -> None:
         if isinstance(self, LocalWriter):
             self._close()
 
     monkeypatch.setattr(who, method, forgetful)
-    crashes = Crashes(WORKS["a new store and its first commit"], scratch)  # a later one may find the directory of its pack there
+    crashes = Crashes(
+        WORKS["a new store and its first commit"], scratch
+    )  # a later one may find the directory of its pack there
     monkeypatch.undo()
     with pytest.raises((AssertionError, CkptStoreError)):
         crashes.check(crashes.every(crashes.recording.cut))

@@ -1,4 +1,5 @@
-"""Ctrl-C at any change, to the store or to an index: the store object that was interrupted goes on, and nothing is lost."""
+"""Ctrl-C at any change, to the store or to an index: the store object that was interrupted goes on,
+and nothing is lost."""
 
 from pathlib import Path
 from shutil import copytree, rmtree
@@ -6,7 +7,13 @@ from shutil import copytree, rmtree
 import pytest
 
 from ckptstore.errors import CkptStoreError
-from tests.support.checker import Contents, assert_no_garbage_after_gc, assert_same, assert_sound, view_of
+from tests.support.checker import (
+    Contents,
+    assert_no_garbage_after_gc,
+    assert_same,
+    assert_sound,
+    view_of,
+)
 from tests.support.recording import Interrupted, interrupted
 from tests.support.workloads import STORE, WORKS, contents_of, open_small, small
 
@@ -30,7 +37,10 @@ def _interrupt(name: str, disk: Path, after: int, contents: Contents) -> bool:
         with store:
             new = store.commit(small(NEXT), step=NEXT)
             found = {commit: store.checkout(commit) for commit in view_of(disk / STORE).commits}
-    wanted = {commit: contents[commit] if commit in contents else small(snapshot.step or 0) for commit, snapshot in found.items()}
+    wanted = {
+        commit: contents[commit] if commit in contents else small(snapshot.step or 0)
+        for commit, snapshot in found.items()
+    }
     assert before.live <= wanted.keys()
     assert_same(new.state_dict(), small(NEXT), "the next commit")
     assert_sound(disk / STORE, wanted)

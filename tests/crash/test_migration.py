@@ -1,4 +1,5 @@
-"""A crash while the catalog is migrated, made or folded: the next process has all of it, whatever SQLite left."""
+"""A crash while the catalog is migrated, made or folded: the next process has all of it, whatever
+SQLite left."""
 
 import os
 import sqlite3
@@ -21,12 +22,21 @@ def _query(disk: Path) -> list[str]:
 
 
 def _survives_a_crash_at_every_statement(base: Path, scratch: Path) -> int:
-    """The number of states of the indexes that a crash could have left; of the last one, also with half of a file."""
+    """The number of states of the indexes that a crash could have left; of the last one, also with
+    half of a file."""
     recording, wanted = record(base, scratch, _query)
     contents = contents_of(base / STORE)
     indexes = list(dict.fromkeys(recording.indexes))
-    for index, torn in [*((index, None) for index in indexes), (indexes[-1], CATALOG_NAME), (indexes[-1], f"{CATALOG_NAME}-wal")]:
-        disk = copytree(scratch / "recorded", scratch / "crashed", ignore=lambda folder, names: [n for n in names if n == INDEX.name])
+    for index, torn in [
+        *((index, None) for index in indexes),
+        (indexes[-1], CATALOG_NAME),
+        (indexes[-1], f"{CATALOG_NAME}-wal"),
+    ]:
+        disk = copytree(
+            scratch / "recorded",
+            scratch / "crashed",
+            ignore=lambda folder, names: [n for n in names if n == INDEX.name],
+        )
         if (index / INDEX).exists():
             copytree(index / INDEX, disk / INDEX)
         if torn and (file := disk / INDEX / torn).exists():
@@ -41,7 +51,9 @@ def test_a_crash_while_the_catalog_is_migrated(scratch: Path) -> None:
     base = WORKS["a migration of the catalog"].base(scratch / "base")
     assert _survives_a_crash_at_every_statement(base, scratch) >= 3
     with closing(sqlite3.connect(scratch / "recorded" / INDEX / CATALOG_NAME)) as catalog:
-        assert catalog.execute("SELECT count(*) FROM entries").fetchone() == (0,), "made anew and not migrated"
+        assert catalog.execute("SELECT count(*) FROM entries").fetchone() == (0,), (
+            "made anew and not migrated"
+        )
 
 
 def test_a_crash_while_the_indexes_are_made(scratch: Path) -> None:

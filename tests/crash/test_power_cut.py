@@ -1,4 +1,5 @@
-"""The power goes while a process commits, tags, forgets and collects on a real ext4 or xfs: what was acknowledged is so when it is back."""
+"""The power goes while a process commits, tags, forgets and collects on a real ext4 or xfs: what
+was acknowledged is so when it is back."""
 
 import time
 from pathlib import Path
@@ -65,12 +66,16 @@ def _check(place: Path, child: Child, where: str) -> int:
 
 
 @pytest.mark.parametrize(("kind", "cuts"), [("ext4", 3), ("xfs", 2)])
-def test_nothing_acknowledged_is_lost_when_the_power_goes(kind: str, cuts: int, nursery: Nursery, seed: int) -> None:
+def test_nothing_acknowledged_is_lost_when_the_power_goes(
+    kind: str, cuts: int, nursery: Nursery, seed: int
+) -> None:
     _cut_power(kind, cuts, nursery, seed)
 
 
 @pytest.mark.soak
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("kind", ["ext4", "xfs"])
-def test_nothing_acknowledged_is_lost_in_a_hundred_power_cuts(kind: str, nursery: Nursery, seed: int) -> None:
+def test_nothing_acknowledged_is_lost_in_a_hundred_power_cuts(
+    kind: str, nursery: Nursery, seed: int
+) -> None:
     print(_cut_power(kind, 100, nursery, seed))

@@ -1,4 +1,5 @@
-"""SIGKILL at any system call that changes something: what a child was killed at, the next process cleans up after."""
+"""SIGKILL at any system call that changes something: what a child was killed at, the next process
+cleans up after."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -24,7 +25,9 @@ def _traceable() -> None:
         pytest.skip(reason)
 
 
-def _killed_at(calls: Sequence[tuple[str, int]], name: str, base: Path, scratch: Path, nursery: Nursery) -> None:
+def _killed_at(
+    calls: Sequence[tuple[str, int]], name: str, base: Path, scratch: Path, nursery: Nursery
+) -> None:
     old = view_of(base / STORE) if WORKS[name].commits else View()
     changes = view_of(scratch / "counted" / STORE) != old
     for call, n in calls:

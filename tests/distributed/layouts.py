@@ -1,4 +1,5 @@
-"""One tensor placed on ranks in all the ways that a checkpoint must carry, made without communication."""
+"""One tensor placed on ranks in all the ways that a checkpoint must carry, made without
+communication."""
 
 from functools import cache
 from typing import Any
@@ -38,7 +39,14 @@ def group_of(n: int) -> Any:
 def mesh_of(n: int, two_dimensional: bool) -> DeviceMesh:
     """The first `n` ranks as a mesh. Every rank of the pool must ask for it."""
     ranks = torch.arange(n)
-    return DeviceMesh("cpu", ranks.view(-1, 2) if two_dimensional and n % 2 == 0 else ranks.view(1, n) if two_dimensional else ranks)
+    return DeviceMesh(
+        "cpu",
+        ranks.view(-1, 2)
+        if two_dimensional and n % 2 == 0
+        else ranks.view(1, n)
+        if two_dimensional
+        else ranks,
+    )
 
 
 def placed(tensor: torch.Tensor, mesh: DeviceMesh, placements: tuple[Any, ...]) -> DTensor:
@@ -47,10 +55,17 @@ def placed(tensor: torch.Tensor, mesh: DeviceMesh, placements: tuple[Any, ...]) 
     assert where is not None
     for dim, placement in enumerate(placements):
         if not placement.is_replicate():
-            parts = placement._split_tensor(local, mesh.size(dim), with_padding=False, contiguous=True)[0]
+            parts = placement._split_tensor(
+                local, mesh.size(dim), with_padding=False, contiguous=True
+            )[0]
             local = parts[where[dim]]
     return DTensor.from_local(
-        local.clone(memory_format=torch.contiguous_format), mesh, placements, run_check=False, shape=tensor.shape, stride=tensor.stride()
+        local.clone(memory_format=torch.contiguous_format),
+        mesh,
+        placements,
+        run_check=False,
+        shape=tensor.shape,
+        stride=tensor.stride(),
     )
 
 

@@ -1,7 +1,9 @@
-"""Rank processes that live as long as the test session and do what they are sent: importing torch takes longer than most tests.
+"""Rank processes that live as long as the test session and do what they are sent: importing torch
+takes longer than most tests.
 
-Only the first rank of a pool is a Python of its own. The others are forked from a process that has imported what ranks need, one for all
-pools; so the coordinator's imports, and the order in which it walks sets, are not those of the others, as in a real job.
+Only the first rank of a pool is a Python of its own. The others are forked from a process that has
+imported what ranks need, one for all pools; so the coordinator's imports, and the order in which it
+walks sets, are not those of the others, as in a real job.
 """
 
 import faulthandler
@@ -17,7 +19,8 @@ from pathlib import Path
 from typing import Any
 
 TIMEOUT_S = 240
-"""Longer than anything takes: three imports of torch and a failed save took 96 s on two cores with thirty others at work."""
+"""Longer than anything takes: three imports of torch and a failed save took 96 s on two cores with
+thirty others at work."""
 
 IMPORTED = [
     "torch._dynamo",
@@ -42,10 +45,11 @@ class RankFailed(Exception):
 
 
 class Pool:
-    """`size` processes of one gloo group. A task is a function of a module of tests; its first argument is the rank.
+    """`size` processes of one gloo group. A task is a function of a module of tests; its first
+    argument is the rank.
 
-    Where ranks do not answer in time, their stacks go to stderr, and all are ended: what they would still say belongs to no later task,
-    which gets ranks of its own.
+    Where ranks do not answer in time, their stacks go to stderr, and all are ended: what they would
+    still say belongs to no later task, which gets ranks of its own.
     """
 
     def __init__(self, size: int) -> None:
@@ -54,21 +58,31 @@ class Pool:
 
     def _start(self) -> None:
         self._folder = tempfile.mkdtemp(prefix="ckptstore-ranks-")
-        alone, forked = multiprocessing.get_context("spawn"), multiprocessing.get_context("forkserver")
+        alone, forked = (
+            multiprocessing.get_context("spawn"),
+            multiprocessing.get_context("forkserver"),
+        )
         forked.set_forkserver_preload(IMPORTED)
         self.processes: list[Any] = []
         self._pipes: list[Connection] = []
         for rank in range(self.size):
             context = forked if rank else alone
             ours, theirs = context.Pipe()
-            process: Any = context.Process(target=_serve, args=(theirs, rank, self.size, Path(self._folder) / "store"), daemon=True)
+            process: Any = context.Process(
+                target=_serve,
+                args=(theirs, rank, self.size, Path(self._folder) / "store"),
+                daemon=True,
+            )
             process.start()
             theirs.close()
             self.processes.append(process)
             self._pipes.append(ours)
 
-    def run(self, task: Callable[..., Any], *args: Any, ranks: Sequence[int] | None = None) -> list[Any]:
-        """`task(rank, *args)` on every rank (on `ranks`); what each returns, an `EOFError` for one that died."""
+    def run(
+        self, task: Callable[..., Any], *args: Any, ranks: Sequence[int] | None = None
+    ) -> list[Any]:
+        """`task(rank, *args)` on every rank (on `ranks`); what each returns, an `EOFError` for one
+        that died."""
         if not self.processes:
             self._start()
         chosen = list(range(self.size)) if ranks is None else list(ranks)
@@ -82,7 +96,9 @@ class Pool:
             if not ready:
                 self._give_up(list(waiting.values()))
                 told = "".join(f"; rank {rank}: {error}" for rank, error in errors.items())
-                raise TimeoutError(f"ranks {sorted(waiting.values())} did not answer within {TIMEOUT_S} s{told}")
+                raise TimeoutError(
+                    f"ranks {sorted(waiting.values())} did not answer within {TIMEOUT_S} s{told}"
+                )
             for pipe in ready:
                 rank = waiting.pop(pipe)  # type: ignore[call-overload]
                 try:

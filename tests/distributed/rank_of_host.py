@@ -1,8 +1,10 @@
-"""One rank on a host, in a process of its own: `python -m tests.distributed.rank_of_host RANK ADDRESS STORE LOST…`; LOST are ranks that will go.
-At ADDRESS ranks are introduced to each other; `python -m tests.distributed.rank_of_host ADDRESS` does that until its input ends.
+"""One rank on a host, in a process of its own: `python -m tests.distributed.rank_of_host RANK
+ADDRESS STORE LOST…`; LOST are ranks that will go. At ADDRESS ranks are introduced to each other;
+`python -m tests.distributed.rank_of_host ADDRESS` does that until its input ends.
 
-It commits with all, says `committed ID`, and waits for a line. Then the lost ones are gone: it commits again, says `raised RANKS` with the
-ranks that are to blame, goes on with those that are left from what was committed, and says `went on ID`.
+It commits with all, says `committed ID`, and waits for a line. Then the lost ones are gone: it
+commits again, says `raised RANKS` with the ranks that are to blame, goes on with those that are
+left from what was committed, and says `went on ID`.
 """
 
 import sys
@@ -24,7 +26,9 @@ TIMEOUT_S = 10.0
 def main(rank: int, address: str, place: str, lost: list[int]) -> None:
     dist.init_process_group("gloo", store=dist.TCPStore(address, PORT), rank=rank, world_size=SIZE)
     with ckptstore.open(place, chunk_bytes=1 << 16) as store:
-        print("committed", store.commit(state_of(list(range(SIZE)), rank, 1), step=1).id, flush=True)
+        print(
+            "committed", store.commit(state_of(list(range(SIZE)), rank, 1), step=1).id, flush=True
+        )
         sys.stdin.readline()
         try:
             store.commit(state_of(list(range(SIZE)), rank, 2), step=2, timeout_s=TIMEOUT_S)
@@ -38,14 +42,20 @@ def main(rank: int, address: str, place: str, lost: list[int]) -> None:
         assert resumed is not None and resumed.step == 1
         wanted = state_of(left, rank, 1)
         assert torch.equal(state["model"]["rows"].to_local(), wanted["model"]["rows"].to_local())
-        assert torch.equal(state["model"]["whole"], wanted["model"]["whole"]) and state["own"]["at"] == rank
+        assert (
+            torch.equal(state["model"]["whole"], wanted["model"]["whole"])
+            and state["own"]["at"] == rank
+        )
         print("went on", store.commit(state, step=2, process_group=group).id, flush=True)
 
 
 def state_of(ranks: list[int], rank: int, number: int) -> dict[str, Any]:
     """A tensor divided over `ranks`, one that all have, and what is each rank's own."""
     mesh = DeviceMesh("cpu", torch.tensor(ranks), _init_backend=False)
-    model = {"rows": placed(full() * number, mesh, (Shard(0),)), "whole": torch.arange(100_000.0) * number}
+    model = {
+        "rows": placed(full() * number, mesh, (Shard(0),)),
+        "whole": torch.arange(100_000.0) * number,
+    }
     return {"model": model, "own": {"at": rank if number else -1}}
 
 

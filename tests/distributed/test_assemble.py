@@ -1,4 +1,5 @@
-"""Ranks hand in the ids of what they have written: those of other plans than the coordinator's are refused, not mixed up."""
+"""Ranks hand in the ids of what they have written: those of other plans than the coordinator's are
+refused, not mixed up."""
 
 import pytest
 
@@ -21,4 +22,6 @@ def test_ids_of_a_wrong_number_are_refused_also_if_their_sum_is_right() -> None:
     plan = RanksPlan([], {LEAF: tiled}, jobs=jobs)
     two = bytes(2 * CHUNK_ID_BYTES)
     with pytest.raises(Corrupt, match=f"rank 0 hands in {len(two)} bytes of ids; wanted 1 ids"):
-        Assembler(plan).assemble(Decided(wanted=[[], []]), [Receipt(two, b"", b""), Receipt(b"", b"", b"")], [])
+        Assembler(plan).assemble(
+            Decided(wanted=[[], []]), [Receipt(two, b"", b""), Receipt(b"", b"", b"")], []
+        )

@@ -1,4 +1,5 @@
-"""Many ranks commit in the background: one commit, whatever training does meanwhile, and what fails on one rank fails on all."""
+"""Many ranks commit in the background: one commit, whatever training does meanwhile, and what fails
+on one rank fails on all."""
 
 import os
 import signal
@@ -29,12 +30,17 @@ PIECES = 3
 
 
 def a_state(rank: int, n: int, step: float) -> dict[str, Any]:
-    tensors = {"rows": layout("rows", full() + step, n), "columns": layout("columns", full() - step, n), "whole": full() * step}
+    tensors = {
+        "rows": layout("rows", full() + step, n),
+        "columns": layout("columns", full() - step, n),
+        "whole": full() * step,
+    }
     return {"model": tensors, "own": {"rank": rank, "noise": torch.full((3000,), rank + step)}}
 
 
 def commit_while_training(rank: int, path: Path) -> list[str]:
-    """Three commits, each spoilt as soon as the call has returned, with collectives of the training group beside them."""
+    """Three commits, each spoilt as soon as the call has returned, with collectives of the training
+    group beside them."""
     n = 4
     meet(n)
     ids = []
@@ -49,11 +55,19 @@ def commit_while_training(rank: int, path: Path) -> list[str]:
                 dist.all_reduce(torch.ones(100))
             ids.append(pending)
         snapshots = [pending.wait() for pending in ids]
-        assert [snapshot.parents for snapshot in snapshots[1:]] == [(snapshot.id,) for snapshot in snapshots[:-1]]
+        assert [snapshot.parents for snapshot in snapshots[1:]] == [
+            (snapshot.id,) for snapshot in snapshots[:-1]
+        ]
         again = store.commit(a_state(rank, n, 2), private=["own/*"])
         assert again.content_id == snapshots[-1].content_id and again.parents == (snapshots[-1].id,)
         last = ids[-1].timings
-        assert None not in (last.held_s, last.staged_s, last.hashed_s, last.written_s, last.durable_s)
+        assert None not in (
+            last.held_s,
+            last.staged_s,
+            last.hashed_s,
+            last.written_s,
+            last.durable_s,
+        )
     return [snapshot.id for snapshot in snapshots]
 
 
@@ -79,14 +93,18 @@ def fail_and_go_on(rank: int, path: Path) -> None:
             store.commit_async(good, dedup_first=True)
         with pytest.raises(ckptstore.Conflict, match="rank 3 commits step 7"):
             store.commit_async(good, step=7 if rank == 3 else 1).wait()
-        pending = store.commit_async({"x": {"a": torch.full((5000,), float(rank))}}, replicated=["x/*"])  # unequal
+        pending = store.commit_async(
+            {"x": {"a": torch.full((5000,), float(rank))}}, replicated=["x/*"]
+        )  # unequal
         with pytest.raises(ckptstore.Conflict, match=r"all 4 ranks: (?s:.*)x/a is one tensor"):
             store.commit(good)  # what nobody has seen is raised by the next call
         assert pending.done() and store.log() == []
         store.commit_async(good, step=1).wait()
 
 
-def test_what_fails_on_one_rank_fails_on_all_and_the_next_commit_works(pool: Pool, tmp_path: Path) -> None:
+def test_what_fails_on_one_rank_fails_on_all_and_the_next_commit_works(
+    pool: Pool, tmp_path: Path
+) -> None:
     pool.run(fail_and_go_on, tmp_path / "store")
     with ckptstore.open(tmp_path / "store") as store:
         assert [info.step for info in store.log()] == [1]
@@ -97,9 +115,13 @@ def skip_and_call_off(rank: int, path: Path) -> None:
     meet(n)
     gate = Gate("hashed")
     with ckptstore.open(path) as store:
-        pending = store.commit_async(a_state(rank, n, 1), step=1, on_progress=gate if rank == 1 else None)
+        pending = store.commit_async(
+            a_state(rank, n, 1), step=1, on_progress=gate if rank == 1 else None
+        )
         skipped = store.commit_async(a_state(rank, n, 2), step=2, overlap="skip")
-        assert isinstance(skipped.exception(), ckptstore.Busy)  # on ranks too whose own part may have been done
+        assert isinstance(
+            skipped.exception(), ckptstore.Busy
+        )  # on ranks too whose own part may have been done
         if rank == 1:
             gate.there.wait()
             assert pending.cancel()
@@ -120,7 +142,10 @@ def commit_on_schedule(rank: int, path: Path) -> list[int]:
     meet(n)
     begun, ended = [], threading.Event()
     handler = signal.getsignal(signal.SIGUSR1)
-    with ckptstore.open(path) as store, store.every(seconds=1e-9 if rank == 0 else 1e9, on_signal=signal.SIGUSR1) as every:
+    with (
+        ckptstore.open(path) as store,
+        store.every(seconds=1e-9 if rank == 0 else 1e9, on_signal=signal.SIGUSR1) as every,
+    ):
         for step in range(100):
             if step == 3 and rank == 2:
                 os.kill(os.getpid(), signal.SIGUSR1)
@@ -170,7 +195,9 @@ def test_shards_are_staged_lazily_and_steps_wait(pool: Pool, tmp_path: Path) -> 
     pool.run(train_sharded, tmp_path / "store")
 
 
-def die_in_the_background(rank: int, path: Path, victim: int, survivors: list[int], phase: str) -> str | None:
+def die_in_the_background(
+    rank: int, path: Path, victim: int, survivors: list[int], phase: str
+) -> str | None:
     group = dist.new_group(sorted([victim, *survivors]), use_local_synchronization=True)
     state = {"w": {"x": torch.arange(200_000.0)}}
     store = ckptstore.open(path)
@@ -199,12 +226,15 @@ def doomed() -> Iterator[Pool]:
 
 
 def hash_what_has_arrived(rank: int, path: Path, how: dict[str, Any]) -> int:
-    """Two ranks deliver a piece only when those before it have been hashed; this host's memory counts as a device's."""
+    """Two ranks deliver a piece only when those before it have been hashed; this host's memory
+    counts as a device's."""
     group = group_of(2)
     if rank > 1:
         return 0
     hashed, copied, changed = list[int](), list[int](), threading.Condition()
-    model = nn.ParameterDict({"w": nn.Parameter(torch.arange(PIECES * PIECE_BYTES // 8) + rank, requires_grad=False)})
+    model = nn.ParameterDict(
+        {"w": nn.Parameter(torch.arange(PIECES * PIECE_BYTES // 8) + rank, requires_grad=False)}
+    )
     state = {"model": model, "optimizer": torch.optim.SGD(model.parameters())}
     digest, copy = hashing.digest, lazy_copy.copy_task
 
@@ -218,7 +248,9 @@ def hash_what_has_arrived(rank: int, path: Path, how: dict[str, Any]) -> int:
     def copy_task(task: Any, arena: Any) -> None:
         piece = task[0].offset // PIECE_BYTES
         with changed:
-            assert changed.wait_for(lambda: sum(hashed) >= piece * PIECE_BYTES, HANGS_S), f"piece {piece}: only {sum(hashed)} bytes"
+            assert changed.wait_for(lambda: sum(hashed) >= piece * PIECE_BYTES, HANGS_S), (
+                f"piece {piece}: only {sum(hashed)} bytes"
+            )
         copied.append(piece)
         copy(task, arena)
 
@@ -234,19 +266,28 @@ def hash_what_has_arrived(rank: int, path: Path, how: dict[str, Any]) -> int:
 
 
 @pytest.mark.parametrize("how", [{"staging": "eager"}, {"staging": "lazy"}], ids=str)
-def test_each_rank_hashes_a_piece_before_the_next_one_arrives(pool: Pool, tmp_path: Path, how: dict[str, Any]) -> None:
+def test_each_rank_hashes_a_piece_before_the_next_one_arrives(
+    pool: Pool, tmp_path: Path, how: dict[str, Any]
+) -> None:
     assert pool.run(hash_what_has_arrived, tmp_path / "store", how) == [PIECES, PIECES, 0, 0]
     with ckptstore.open(tmp_path / "store") as store:
         for rank in range(2):
-            assert torch.equal(store.checkout().read(f"model/w/{rank}"), torch.arange(PIECES * PIECE_BYTES // 8) + rank)
+            assert torch.equal(
+                store.checkout().read(f"model/w/{rank}"),
+                torch.arange(PIECES * PIECE_BYTES // 8) + rank,
+            )
 
 
 @pytest.mark.soak
-def test_survivors_of_a_rank_killed_in_the_background_raise_and_go_on_without_it(doomed: Pool, tmp_path: Path) -> None:
+def test_survivors_of_a_rank_killed_in_the_background_raise_and_go_on_without_it(
+    doomed: Pool, tmp_path: Path
+) -> None:
     alive = [0, 1, 2]
     for victim, phase in ((2, "_receipt"), (0, "publish")):
         survivors = [rank for rank in alive if rank != victim]
-        results = doomed.run(die_in_the_background, tmp_path / "store", victim, survivors, phase, ranks=alive)
+        results = doomed.run(
+            die_in_the_background, tmp_path / "store", victim, survivors, phase, ranks=alive
+        )
         ids = [result for rank, result in zip(alive, results, strict=True) if rank != victim]
         assert len(set(ids)) == 1 and isinstance(ids[0], str)
         alive = survivors

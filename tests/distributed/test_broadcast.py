@@ -1,4 +1,5 @@
-"""What several ranks need is read once and sent: one copy in all instead of four, verified where it arrives, errors for everybody."""
+"""What several ranks need is read once and sent: one copy in all instead of four, verified where it
+arrives, errors for everybody."""
 
 import os
 import signal
@@ -27,8 +28,15 @@ ELEMENTS = 1_500_000
 def state_of(seed: int) -> dict[str, Any]:
     """Large and small leaves, equal chunks within one leaf, a leaf in a page."""
     generator = torch.Generator().manual_seed(seed)
-    weights = {str(i): torch.randn(size, generator=generator) for i, size in enumerate((ELEMENTS, 20_000, 3))}
-    return {**weights, "zeros": torch.zeros(100_000), "halves": torch.randn(300, 200, generator=generator)}
+    weights = {
+        str(i): torch.randn(size, generator=generator)
+        for i, size in enumerate((ELEMENTS, 20_000, 3))
+    }
+    return {
+        **weights,
+        "zeros": torch.zeros(100_000),
+        "halves": torch.randn(300, 200, generator=generator),
+    }
 
 
 def empty_like(state: dict[str, Any]) -> dict[str, Any]:
@@ -54,7 +62,9 @@ def counted() -> Iterator[list[int]]:
         yield found
 
 
-def restore(rank: int, path: Path, broadcast: bool | None, **more: Any) -> tuple[int, RestoreReport]:
+def restore(
+    rank: int, path: Path, broadcast: bool | None, **more: Any
+) -> tuple[int, RestoreReport]:
     """Restore the newest commit; the bytes read from packs, and the report."""
     meet(4)
     with ckptstore.open(path, threads=2) as store, counted() as found:
@@ -82,7 +92,9 @@ def test_four_ranks_read_one_copy_in_all_instead_of_four(pool: Pool, committed: 
     assert max(report.read_bytes for _, report in together) <= 1.1 * one_copy / 4
     assert all(report.received_bytes == 0 for _, report in alone)
     assert all(report.received_bytes >= 0.7 * one_copy for _, report in together)
-    assert pool.run(restore, committed, None)[0][1].received_bytes == 0, "a local disk is not slower than the network"
+    assert pool.run(restore, committed, None)[0][1].received_bytes == 0, (
+        "a local disk is not slower than the network"
+    )
 
 
 def test_what_is_on_its_way_stays_within_the_budget(pool: Pool, committed: Path) -> None:
@@ -114,17 +126,30 @@ def restore_layouts(rank: int, path: Path, n: int) -> list[RestoreReport] | None
     with ckptstore.open(path) as store:
         for broadcast in (False, True):
             state = {"x": {name: layout(name, torch.zeros_like(full()), n) for name in LAYOUTS}}
-            reports.append(store.checkout("layouts").restore(state, process_group=group_of(n), broadcast=broadcast))
-            assert all(torch.equal(state["x"][name].to_local(), layout(name, full(), n).to_local()) for name in LAYOUTS)
+            reports.append(
+                store.checkout("layouts").restore(
+                    state, process_group=group_of(n), broadcast=broadcast
+                )
+            )
+            assert all(
+                torch.equal(state["x"][name].to_local(), layout(name, full(), n).to_local())
+                for name in LAYOUTS
+            )
     return reports
 
 
-def test_shards_of_any_layout_get_what_they_share_from_each_other(pool: Pool, tmp_path: Path) -> None:
+def test_shards_of_any_layout_get_what_they_share_from_each_other(
+    pool: Pool, tmp_path: Path
+) -> None:
     with ckptstore.open(tmp_path / "store", chunk_bytes=CHUNK_BYTES) as store:
-        store.commit({"x": {name: full() for name in LAYOUTS}}, tag="layouts", process_group="alone")
+        store.commit(
+            {"x": {name: full() for name in LAYOUTS}}, tag="layouts", process_group="alone"
+        )
     for n in (3, 4):
         alone, together = zip(*pool.run(restore_layouts, tmp_path / "store", n)[:n], strict=True)
-        assert sum(report.read_bytes for report in together) <= full().nbytes, "the leaves are equal: one is read"
+        assert sum(report.read_bytes for report in together) <= full().nbytes, (
+            "the leaves are equal: one is read"
+        )
         assert sum(report.read_bytes for report in alone) >= 7 * full().nbytes
 
 
@@ -144,7 +169,9 @@ def restore_damaged(rank: int, path: Path, broadcast: bool) -> str:
     meet(4)
     with ckptstore.open(path) as store:
         with pytest.raises(ckptstore.Corrupt, match=r"leaf model/0, commit") as caught:
-            store.checkout("damaged").restore({"model": empty_like(state_of(1))}, broadcast=broadcast)
+            store.checkout("damaged").restore(
+                {"model": empty_like(state_of(1))}, broadcast=broadcast
+            )
         targets = empty_like(state_of(0))
         assert store.resume({"model": targets}, broadcast=broadcast) is not None
         assert all(torch.equal(targets[name], value) for name, value in state_of(0).items())
@@ -152,7 +179,9 @@ def restore_damaged(rank: int, path: Path, broadcast: bool) -> str:
     return str(caught.value)
 
 
-def test_a_chunk_that_one_rank_cannot_read_fails_on_all_and_resume_takes_the_commit_before(pool: Pool, tmp_path: Path) -> None:
+def test_a_chunk_that_one_rank_cannot_read_fails_on_all_and_resume_takes_the_commit_before(
+    pool: Pool, tmp_path: Path
+) -> None:
     commit_damaged(tmp_path / "store")
     assert len(set(pool.run(restore_damaged, tmp_path / "store", True))) == 1
 
@@ -174,7 +203,9 @@ def restore_while_bytes_flip(rank: int, path: Path) -> tuple[int, RestoreReport]
 def test_what_arrives_damaged_is_read_from_the_store(pool: Pool, committed: Path) -> None:
     results = pool.run(restore_while_bytes_flip, committed)
     read = [report.read_bytes for _, report in results]
-    assert min(read[0], read[2], read[3]) >= 1.5 * read[1], "the others read what rank 1 should have sent them"
+    assert min(read[0], read[2], read[3]) >= 1.5 * read[1], (
+        "the others read what rank 1 should have sent them"
+    )
 
 
 @contextmanager
@@ -196,7 +227,11 @@ def restore_while_one_is_interrupted(rank: int, path: Path) -> tuple[int, Restor
     meet(4)
     with ckptstore.open(path, threads=2) as store:
         targets = {"model": empty_like(state_of(0))}
-        options: dict[str, Any] = {"broadcast": True, "memory_budget_bytes": 8 * CHUNK_BYTES, "timeout_s": 30}
+        options: dict[str, Any] = {
+            "broadcast": True,
+            "memory_budget_bytes": 8 * CHUNK_BYTES,
+            "timeout_s": 30,
+        }
         if rank == 2:
             with interrupted(), pytest.raises(KeyboardInterrupt):
                 store.checkout().restore(targets, **options)
@@ -207,8 +242,12 @@ def restore_while_one_is_interrupted(rank: int, path: Path) -> tuple[int, Restor
     return restore(rank, path, True)
 
 
-def test_who_is_interrupted_sends_what_others_wait_for_and_all_are_told(pool: Pool, committed: Path) -> None:
-    assert all(report.received_bytes for _, report in pool.run(restore_while_one_is_interrupted, committed))
+def test_who_is_interrupted_sends_what_others_wait_for_and_all_are_told(
+    pool: Pool, committed: Path
+) -> None:
+    assert all(
+        report.received_bytes for _, report in pool.run(restore_while_one_is_interrupted, committed)
+    )
 
 
 def restore_from_bucket(rank: int, place: str, options: dict[str, Any], cache: Path) -> int:
@@ -254,4 +293,6 @@ def assert_death_is_known_to_all(task: Callable[..., None], *args: Any) -> None:
 @pytest.mark.soak
 @pytest.mark.timeout(300)
 def test_a_rank_that_dies_while_it_sends_is_known_to_all_at_once(committed: Path) -> None:
-    assert_death_is_known_to_all(die_in_the_exchange, committed, {"broadcast": True, "memory_budget_bytes": 8 * CHUNK_BYTES})
+    assert_death_is_known_to_all(
+        die_in_the_exchange, committed, {"broadcast": True, "memory_budget_bytes": 8 * CHUNK_BYTES}
+    )

@@ -1,4 +1,5 @@
-"""What a rank takes beside its state for a commit or a restore stays within `memory_budget_bytes`, what ranks exchange included."""
+"""What a rank takes beside its state for a commit or a restore stays within `memory_budget_bytes`,
+what ranks exchange included."""
 
 from pathlib import Path
 
@@ -22,18 +23,30 @@ SMALL = 160
 
 
 def state_of(number: int) -> dict[str, DTensor]:
-    """Leaves of one chunk each, which one rank puts together, and a part of one that does not lie in one piece."""
+    """Leaves of one chunk each, which one rank puts together, and a part of one that does not lie
+    in one piece."""
     mesh, generator = mesh_of(4, False), torch.Generator().manual_seed(number)
-    small = {str(i): placed(torch.randn((256, 256), generator=generator), mesh, (Shard(0),)) for i in range(SMALL)}
+    small = {
+        str(i): placed(torch.randn((256, 256), generator=generator), mesh, (Shard(0),))
+        for i in range(SMALL)
+    }
     local = torch.randn((512, 2048), generator=generator).t()  # 4 MiB
     return {
         **small,
-        "turned": DTensor.from_local(local, mesh, (Shard(0),), run_check=False, shape=torch.Size((8192, 512)), stride=(512, 1)),
+        "turned": DTensor.from_local(
+            local,
+            mesh,
+            (Shard(0),),
+            run_check=False,
+            shape=torch.Size((8192, 512)),
+            stride=(512, 1),
+        ),
     }
 
 
 def commit_and_restore(rank: int, path: Path) -> tuple[int, int, int, int, str]:
-    """Peaks of a commit without a budget, then with one, of a restore with one; resident memory of the second."""
+    """Peaks of a commit without a budget, then with one, of a restore with one; resident memory of
+    the second."""
     with ckptstore.open(path, chunk_bytes=256 << 10, threads=2) as store:
         store.commit({"model": state_of(1)}, memory_budget_bytes=BUDGET_BYTES)
         state = {"model": state_of(2)}
@@ -51,7 +64,10 @@ def commit_and_restore(rank: int, path: Path) -> tuple[int, int, int, int, str]:
         found = {"model": {name: torch.zeros_like(value) for name, value in same["model"].items()}}
         with peak_buffers() as restored:
             store.checkout().restore(found, memory_budget_bytes=BUDGET_BYTES, broadcast=True)
-        assert all(torch.equal(found["model"][name].to_local(), value.to_local()) for name, value in same["model"].items())
+        assert all(
+            torch.equal(found["model"][name].to_local(), value.to_local())
+            for name, value in same["model"].items()
+        )
         with pytest.raises(ckptstore.InvalidInput, match="at least 1310720 "):
             store.commit(same, memory_budget_bytes=MIB)
     return free.bytes, unbuffered.bytes, resident.bytes, restored.bytes, content

@@ -1,4 +1,5 @@
-"""`dcp.save` and `dcp.load` on a store over ranks: every layout onto every other, native and back, and what fails is raised on all."""
+"""`dcp.save` and `dcp.load` on a store over ranks: every layout onto every other, native and back,
+and what fails is raised on all."""
 
 import multiprocessing
 import resource
@@ -39,11 +40,19 @@ if not OLD_TORCH:  # torch 2.6 divides them evenly or not at all
 
 
 def state(n: int, tensor: torch.Tensor) -> dict[str, Any]:
-    """FSDP2 (rows), tensor parallel (columns, mesh), both (strided), HSDP (hybrid), FSDP1 (sharded tensors), and what every rank has."""
-    found: dict[str, Any] = {name: placed(tensor, mesh_of(n, two), placements) for name, (two, placements) in LAYOUTS.items()}
+    """FSDP2 (rows), tensor parallel (columns, mesh), both (strided), HSDP (hybrid), FSDP1 (sharded
+    tensors), and what every rank has."""
+    found: dict[str, Any] = {
+        name: placed(tensor, mesh_of(n, two), placements)
+        for name, (two, placements) in LAYOUTS.items()
+    }
     found["plain"] = tensor.clone()
     found["sharded"] = sharded(tensor, n)
-    return {"model": found, "small": placed(tensor[:5, :7], mesh_of(n, False), (Shard(0),)), "epoch": 3}
+    return {
+        "model": found,
+        "small": placed(tensor[:5, :7], mesh_of(n, False), (Shard(0),)),
+        "epoch": 3,
+    }
 
 
 def sharded(tensor: torch.Tensor, n: int) -> ShardedTensor:
@@ -119,7 +128,9 @@ def test_every_layout_is_loaded_onto_every_other(pool: Pool, saved: Path, n: int
 
 
 @pytest.mark.parametrize("n", [1, 4])
-def test_what_dcp_saved_is_restored_natively_on_any_number_of_ranks(pool: Pool, saved: Path, n: int) -> None:
+def test_what_dcp_saved_is_restored_natively_on_any_number_of_ranks(
+    pool: Pool, saved: Path, n: int
+) -> None:
     pool.run(quietly, restore_natively, saved, n)
 
 
@@ -128,7 +139,9 @@ def test_replicas_are_saved_once_and_shards_share_chunks_with_the_whole(saved: P
         for n in (1, 2, 4):
             snapshot = store.checkout(n)
             snapshot.verify()
-            assert all(torch.equal(value, full()) for value in snapshot.state_dict()["model"].values())
+            assert all(
+                torch.equal(value, full()) for value in snapshot.state_dict()["model"].values()
+            )
             assert torch.equal(snapshot.read("small"), full()[:5, :7])
         nbytes = full().nbytes
         # All tensors are equal: columns are chunks of their own, and so are those that edges cut.
@@ -137,7 +150,10 @@ def test_replicas_are_saved_once_and_shards_share_chunks_with_the_whole(saved: P
 
 
 def save_and_fail(rank: int, path: Path, failing: int) -> str:
-    values: dict[str, Any] = {"w": torch.full((1000,), float(rank)), f"own-{rank}": object() if rank == failing else rank}
+    values: dict[str, Any] = {
+        "w": torch.full((1000,), float(rank)),
+        f"own-{rank}": object() if rank == failing else rank,
+    }
     try:
         dcp.save(values, checkpoint_id="x", storage_writer=StoreWriter(path))
     except CheckpointException as error:
@@ -149,20 +165,39 @@ def save_and_fail(rank: int, path: Path, failing: int) -> str:
 def test_a_failure_on_one_rank_is_raised_on_all(pool: Pool, tmp_path: Path, failing: int) -> None:
     path = tmp_path / "store"
     told = pool.run(quietly, save_and_fail, path, failing)
-    assert all(text.startswith(f"[{failing}]") and f"own-{failing}" in text and "register_value" in text for text in told), told
+    assert all(
+        text.startswith(f"[{failing}]") and f"own-{failing}" in text and "register_value" in text
+        for text in told
+    ), told
     assert set(pool.run(quietly, save_and_fail, path, 99)) == {"saved"}  # and the next save works
     with ckptstore.open(path) as store:
         assert [info.tags for info in store.log()] == [("x",)]
-        assert set(store.checkout("x").state_dict()["model"]) == {"w", "own-0", "own-1", "own-2", "own-3"}
+        assert set(store.checkout("x").state_dict()["model"]) == {
+            "w",
+            "own-0",
+            "own-1",
+            "own-2",
+            "own-3",
+        }
 
 
 def save_cached(rank: int, path: Path) -> None:
-    for name in ("_cached_save_plan", "_cached_all_plans", "_cached_global_plan", "_cached_metadata", "_cached_final_save_plan"):
+    for name in (
+        "_cached_save_plan",
+        "_cached_all_plans",
+        "_cached_global_plan",
+        "_cached_metadata",
+        "_cached_final_save_plan",
+    ):
         getattr(DefaultSavePlanner, name).clear()
     meet(4)
     for step in range(4):
         values = {"w": placed(full() + step, mesh_of(4, False), (Shard(0),)), "step": step}
-        dcp.save(values, storage_writer=StoreWriter(path, step=step), planner=DefaultSavePlanner(enable_plan_caching=True))
+        dcp.save(
+            values,
+            storage_writer=StoreWriter(path, step=step),
+            planner=DefaultSavePlanner(enable_plan_caching=True),
+        )
 
 
 @pytest.mark.skipif(OLD_TORCH, reason="torch 2.6 does not cache plans")
@@ -172,7 +207,10 @@ def test_cached_plans_save_under_sessions_of_their_own(pool: Pool, tmp_path: Pat
     with ckptstore.open(path) as store:
         for step in range(4):
             snapshot = store.checkout(step)
-            assert torch.equal(snapshot.read("model/w"), full() + step) and snapshot.read("model/step") == step
+            assert (
+                torch.equal(snapshot.read("model/w"), full() + step)
+                and snapshot.read("model/step") == step
+            )
         assert store.sessions() == ()
         assert not store.fsck(read_data="100%").findings
 
@@ -186,7 +224,9 @@ def save_alone(rank: int, path: Path, value: float, *, together: bool) -> None:
 def load_alone(rank: int, path: Path, ref: Any, value: float) -> Any:
     found = {"w": placed(torch.zeros_like(full()), mesh_of(4, False), (Shard(0),)), "rank": -1}
     dcp.load(found, storage_reader=StoreReader(path, ref))
-    assert torch.equal(found["w"].to_local(), placed(full() + value, mesh_of(4, False), (Shard(0),)).to_local())
+    assert torch.equal(
+        found["w"].to_local(), placed(full() + value, mesh_of(4, False), (Shard(0),)).to_local()
+    )
     return found["rank"]
 
 
@@ -205,7 +245,9 @@ def test_without_collectives_each_rank_has_a_commit_of_its_own(pool: Pool, tmp_p
     pool.run(quietly, _save_apart, path, 2.0)
     for ref in ("latest", 2):
         assert pool.run(quietly, load_alone, path, ref, 2.0) == [0, 1, 2, 3]
-    assert len(set(pool.run(quietly, load_alone, path, 1, 1.0))) == 1  # of the objects, DCP saves one rank's
+    assert (
+        len(set(pool.run(quietly, load_alone, path, 1, 1.0))) == 1
+    )  # of the objects, DCP saves one rank's
     with ckptstore.open(path) as store:
         assert set(store.runs()) == {"main", *(f"main/rank-{rank}" for rank in range(4))}
 
@@ -223,7 +265,10 @@ def test_ranks_that_find_different_commits_do_not_mix_them(pool: Pool, tmp_path:
     with ckptstore.open(path) as store:
         for step in (1, 2):
             store.commit({"w": torch.full((3,), float(step))}, step=step)
-    assert all("different commits" in text for text in pool.run(quietly, load_latest_of_two, path, [1, 1, 2, 1]))
+    assert all(
+        "different commits" in text
+        for text in pool.run(quietly, load_latest_of_two, path, [1, 1, 2, 1])
+    )
     assert set(pool.run(quietly, load_latest_of_two, path, [2, 2, 2, 2])) == {"loaded"}
 
 
@@ -233,11 +278,19 @@ def save_async(rank: int, path: Path, kind: str, n: int) -> None:
         return
     values = {"w": placed(full(), mesh_of(n, False), (Shard(0),)), "plain": full()}
     with checkpointing(kind) as options:
-        future = dcp.async_save(values, checkpoint_id=kind, storage_writer=StoreWriter(path), process_group=group_of(n), **options)
+        future = dcp.async_save(
+            values,
+            checkpoint_id=kind,
+            storage_writer=StoreWriter(path),
+            process_group=group_of(n),
+            **options,
+        )
         values["w"].to_local().zero_()
         values["plain"].zero_()
         assert future.result().storage_meta.save_id
-        failing = dcp.async_save({"x": object()}, storage_writer=StoreWriter(path), process_group=group_of(n), **options)
+        failing = dcp.async_save(
+            {"x": object()}, storage_writer=StoreWriter(path), process_group=group_of(n), **options
+        )
         with pytest.raises(BaseException, match=r"x.*register_value"):
             failing.result()
 
@@ -248,7 +301,9 @@ def checkpointing(kind: str) -> Iterator[dict[str, Any]]:
     import torch.distributed.checkpoint._async_process_executor as executor
     from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
-    multiprocessing.current_process()._config["daemon"] = False  # a daemon, as a rank of the pool is, may have no children
+    multiprocessing.current_process()._config["daemon"] = (
+        False  # a daemon, as a rank of the pool is, may have no children
+    )
     try:
         yield {"async_checkpointer_type": AsyncCheckpointerType(kind)}
     finally:
@@ -266,7 +321,9 @@ def test_async_save_over_ranks(pool: Pool, tmp_path: Path, kind: str, n: int) ->
     pool.run(quietly, save_async, path, kind, n)
     with ckptstore.open(path) as store:
         snapshot = store.checkout(kind)
-        assert torch.equal(snapshot.read("model/w"), full()) and torch.equal(snapshot.read("model/plain"), full())
+        assert torch.equal(snapshot.read("model/w"), full()) and torch.equal(
+            snapshot.read("model/plain"), full()
+        )
         assert len(store.log()) == 1
 
 
@@ -280,17 +337,34 @@ class _SecondPlanner(DefaultSavePlanner):
 
 def save_overlapping(rank: int, path: Path, rounds: int, *, cached: bool) -> dict[int, str]:
     meet(4)
-    groups = [dist.new_group(), dist.new_group()]  # whose collectives do not get in each other's way
+    groups = [
+        dist.new_group(),
+        dist.new_group(),
+    ]  # whose collectives do not get in each other's way
     mesh, writer, commits = mesh_of(4, False), StoreWriter(path), {}
     if cached:
-        for name in ("_cached_save_plan", "_cached_all_plans", "_cached_global_plan", "_cached_metadata", "_cached_final_save_plan"):
+        for name in (
+            "_cached_save_plan",
+            "_cached_all_plans",
+            "_cached_global_plan",
+            "_cached_metadata",
+            "_cached_final_save_plan",
+        ):
             getattr(DefaultSavePlanner, name).clear()
     for first in range(0, 2 * rounds, 2):
         saving = {}
-        for step, group, planner in zip((first, first + 1), groups, (_FirstPlanner, _SecondPlanner), strict=True):
+        for step, group, planner in zip(
+            (first, first + 1), groups, (_FirstPlanner, _SecondPlanner), strict=True
+        ):
             values = {"w": placed(full() + step, mesh, (Shard(0),)), "step": step}
             options = {"planner": planner(enable_plan_caching=True)} if cached else {}
-            saving[step] = dcp.async_save(values, checkpoint_id=str(step), storage_writer=writer, process_group=group, **options)
+            saving[step] = dcp.async_save(
+                values,
+                checkpoint_id=str(step),
+                storage_writer=writer,
+                process_group=group,
+                **options,
+            )
             values["w"].to_local().zero_()
         for step, each in saving.items():
             commits[step] = str(each.result().storage_meta.save_id)
@@ -315,7 +389,10 @@ def _check_overlapping(pool: Pool, path: Path, task: Any, rounds: int) -> None:
         assert {info.step: info.id for info in store.log(None)} == told[0]
         for step, commit in told[0].items():
             snapshot = store.checkout(commit)
-            assert torch.equal(snapshot.read("model/w"), full() + step) and snapshot.read("model/step") == step
+            assert (
+                torch.equal(snapshot.read("model/w"), full() + step)
+                and snapshot.read("model/step") == step
+            )
         assert store.sessions() == ()
         assert not store.fsck(read_data="100%").findings
 
@@ -329,7 +406,9 @@ def test_saves_over_ranks_overlap_through_one_writer(pool: Pool, tmp_path: Path,
 @pytest.mark.soak
 @pytest.mark.skipif(OLD_TORCH, reason="torch 2.6 does not cache plans")
 @pytest.mark.parametrize("task", [_save_overlapping, _save_overlapping_cached])
-def test_200_saves_over_ranks_overlap_through_one_writer(pool: Pool, tmp_path: Path, task: Any) -> None:
+def test_200_saves_over_ranks_overlap_through_one_writer(
+    pool: Pool, tmp_path: Path, task: Any
+) -> None:
     _check_overlapping(pool, tmp_path / "store", task, 100)
     print("200 saves of four ranks, two at a time through one writer: every one restored bit-equal")
 
@@ -364,7 +443,9 @@ def fsdp2(n: int) -> torch.nn.Module:
 def fsdp1(n: int) -> torch.nn.Module:
     from torch.distributed.fsdp import FullyShardedDataParallel, StateDictType
 
-    module = FullyShardedDataParallel(net(), process_group=group_of(n), device_id=torch.device("cpu"), use_orig_params=True)
+    module = FullyShardedDataParallel(
+        net(), process_group=group_of(n), device_id=torch.device("cpu"), use_orig_params=True
+    )
     FullyShardedDataParallel.set_state_dict_type(module, StateDictType.SHARDED_STATE_DICT)
     return module
 
@@ -391,7 +472,12 @@ def train_and_save(rank: int, path: Path, n: int, kind: str) -> list[torch.Tenso
         return []
     module = WRAPPERS[kind](n)
     optimizer = trained(module, 2)
-    dcp.save(weights(module, optimizer), checkpoint_id=f"{kind}-{n}", storage_writer=StoreWriter(path), process_group=group_of(n))
+    dcp.save(
+        weights(module, optimizer),
+        checkpoint_id=f"{kind}-{n}",
+        storage_writer=StoreWriter(path),
+        process_group=group_of(n),
+    )
     if kind == "fsdp1":
         with whole(module):
             return list(module.state_dict().values())
@@ -417,13 +503,22 @@ def load_and_train(rank: int, path: Path, name: str, n: int, kind: str) -> None:
     optimizer = trained(module, 1)
     found = weights(module, optimizer)
     dcp.load(found, checkpoint_id=name, storage_reader=StoreReader(path), process_group=group_of(n))
-    set_state_dict(module, optimizer, model_state_dict=found["model"], optim_state_dict=found["optim"])
+    set_state_dict(
+        module, optimizer, model_state_dict=found["model"], optim_state_dict=found["optim"]
+    )
     again = weights(module, optimizer)
-    dcp.save(again, checkpoint_id=f"{name}-{kind}-{n}", storage_writer=StoreWriter(path), process_group=group_of(n))
+    dcp.save(
+        again,
+        checkpoint_id=f"{name}-{kind}-{n}",
+        storage_writer=StoreWriter(path),
+        process_group=group_of(n),
+    )
 
 
 @pytest.mark.parametrize("kind", list(WRAPPERS))
-def test_training_moves_between_wrappers_and_numbers_of_ranks(pool: Pool, tmp_path: Path, kind: str) -> None:
+def test_training_moves_between_wrappers_and_numbers_of_ranks(
+    pool: Pool, tmp_path: Path, kind: str
+) -> None:
     path = tmp_path / "store"
     trained_on_4 = pool.run(quietly, train_and_save, path, 4, kind)[0]
     for other in WRAPPERS:
@@ -436,11 +531,17 @@ def test_training_moves_between_wrappers_and_numbers_of_ranks(pool: Pool, tmp_pa
             for name, value in state["model"].items():
                 assert torch.equal(again["model"][name], value), (other, name)
             for name, moments in state["optim"]["state"].items():
-                assert all(torch.equal(again["optim"]["state"][name][key], value) for key, value in moments.items()), (other, name)
+                assert all(
+                    torch.equal(again["optim"]["state"][name][key], value)
+                    for key, value in moments.items()
+                ), (other, name)
 
 
 def save_with_a_full_disk(rank: int, path: Path) -> str:
-    values = {f"w{each}": placed(torch.randn(4, 1 << 19), mesh_of(4, False), (Shard(0),)) for each in range(4)}
+    values = {
+        f"w{each}": placed(torch.randn(4, 1 << 19), mesh_of(4, False), (Shard(0),))
+        for each in range(4)
+    }
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     if rank == 2:
         resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, hard))
@@ -453,7 +554,9 @@ def save_with_a_full_disk(rank: int, path: Path) -> str:
     return "saved"
 
 
-def test_a_worker_threads_failure_to_write_is_raised_on_all_ranks(pool: Pool, tmp_path: Path) -> None:
+def test_a_worker_threads_failure_to_write_is_raised_on_all_ranks(
+    pool: Pool, tmp_path: Path
+) -> None:
     """DCP itself, with two threads, publishes metadata with half of the entries."""
     pool.run(quietly, save_layouts, tmp_path / "store", 4)
     told = pool.run(quietly, save_with_a_full_disk, tmp_path / "store")

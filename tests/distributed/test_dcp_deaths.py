@@ -1,4 +1,5 @@
-"""A rank that is killed in the middle of `dcp.save`: the others are told, and the store is as before or has the whole checkpoint."""
+"""A rank that is killed in the middle of `dcp.save`: the others are told, and the store is as
+before or has the whole checkpoint."""
 
 import os
 import signal
@@ -33,19 +34,24 @@ PHASES: dict[str, tuple[Any, str, bool]] = {
     "no entry": (Log, "append", False),
     "an entry": (Log, "append", True),
 }
-"""What the victim has done when it is killed: it gets to a call, or comes back from it. From the global plan on but for writing, only the
-coordinator, rank 0, gets there."""
+"""What the victim has done when it is killed: it gets to a call, or comes back from it. From the
+global plan on but for writing, only the coordinator, rank 0, gets there."""
 
 RANKS = 3
 
 
 def state(ranks: list[int], number: int) -> dict[str, Any]:
     mesh = DeviceMesh("cpu", torch.tensor(ranks), _init_backend=False)
-    return {"w": placed(full() + number, mesh, (Shard(0),)), "same": torch.arange(100_000.0) + number, "number": number}
+    return {
+        "w": placed(full() + number, mesh, (Shard(0),)),
+        "same": torch.arange(100_000.0) + number,
+        "number": number,
+    }
 
 
 def die(rank: int, path: Path, victim: int, phase: str) -> None:
-    """Rank `victim` is killed in the second save. The others load the first one, or the second if it is there, and save a third."""
+    """Rank `victim` is killed in the second save. The others load the first one, or the second if
+    it is there, and save a third."""
     everybody = list(range(RANKS))
     group = dist.new_group(everybody)
     dcp.save(state(everybody, 1), storage_writer=StoreWriter(path, step=1), process_group=group)
@@ -59,7 +65,10 @@ def die(rank: int, path: Path, victim: int, phase: str) -> None:
     there = 2 if phase == "an entry" else 1
     found = state(survivors, 0)
     dcp.load(found, storage_reader=StoreReader(path), process_group=left)
-    assert torch.equal(found["w"].to_local(), state(survivors, there)["w"].to_local()) and found["number"] == there
+    assert (
+        torch.equal(found["w"].to_local(), state(survivors, there)["w"].to_local())
+        and found["number"] == there
+    )
     dcp.save(state(survivors, 3), storage_writer=StoreWriter(path, step=3), process_group=left)
 
 
@@ -77,16 +86,22 @@ def kill_at(owner: Any, name: str, afterwards: bool) -> None:
 def check(path: Path, victim: int, phase: str) -> None:
     with closing(Pool(RANKS)) as doomed:
         results = doomed.run(quietly, die, path, victim, phase)
-    assert [isinstance(result, EOFError) for result in results] == [rank == victim for rank in range(RANKS)]
+    assert [isinstance(result, EOFError) for result in results] == [
+        rank == victim for rank in range(RANKS)
+    ]
     with ckptstore.open(path) as store:
         contents = {info.id: contents_of(info.step) for info in store.log() if info.step}
-        assert sorted(content["model"]["number"] for content in contents.values()) == ([1, 2, 3] if phase == "an entry" else [1, 3])
+        assert sorted(content["model"]["number"] for content in contents.values()) == (
+            [1, 2, 3] if phase == "an entry" else [1, 3]
+        )
         assert not store.fsck(read_data="100%").damaged
     assert_no_garbage_after_gc(path, contents)
 
 
 def contents_of(number: int) -> dict[str, Any]:
-    return {"model": {"w": full() + number, "same": torch.arange(100_000.0) + number, "number": number}}
+    return {
+        "model": {"w": full() + number, "same": torch.arange(100_000.0) + number, "number": number}
+    }
 
 
 @pytest.mark.soak
@@ -103,6 +118,8 @@ def test_the_coordinator_may_die_in_any_phase(tmp_path: Path, phase: str) -> Non
 
 @pytest.mark.soak
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("phase", ["a plan of its own", "nothing written", "packs not durable", "everything written"])
+@pytest.mark.parametrize(
+    "phase", ["a plan of its own", "nothing written", "packs not durable", "everything written"]
+)
 def test_any_other_rank_may_die_in_any_phase(tmp_path: Path, phase: str) -> None:
     check(tmp_path / "store", 2, phase)

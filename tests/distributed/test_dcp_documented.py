@@ -1,5 +1,5 @@
-"""What DCP's documentation, and its tests, say of several ranks: failures in any stage, one kind of tensor loaded as another, and modules
-that are tensor parallel, hybrid or both."""
+"""What DCP's documentation, and its tests, say of several ranks: failures in any stage, one kind of
+tensor loaded as another, and modules that are tensor parallel, hybrid or both."""
 
 import functools
 from pathlib import Path
@@ -28,8 +28,20 @@ from tests.interop.dcp_states import same
 
 # -- failures --
 
-SAVING = {"set_up_planner": 1, "create_local_plan": 3, "create_global_plan": 0, "finish_plan": 2, "resolve_data": 3}
-LOADING = {"set_up_planner": 2, "create_local_plan": 1, "create_global_plan": 0, "finish_plan": 3, "resolve_tensor": 1}
+SAVING = {
+    "set_up_planner": 1,
+    "create_local_plan": 3,
+    "create_global_plan": 0,
+    "finish_plan": 2,
+    "resolve_data": 3,
+}
+LOADING = {
+    "set_up_planner": 2,
+    "create_local_plan": 1,
+    "create_global_plan": 0,
+    "finish_plan": 3,
+    "resolve_tensor": 1,
+}
 """On which rank a planner fails, by the stage in which it does."""
 
 
@@ -47,12 +59,24 @@ def fail_in_every_stage(rank: int, path: Path) -> list[str]:
     dcp.save(rows(1), storage_writer=StoreWriter(path))
     told = []
     for where, who in SAVING.items():
-        with pytest.raises(CheckpointException, match=f"ArithmeticError: failed in {where}") as saving:
-            dcp.save(rows(2), storage_writer=StoreWriter(path), planner=failing(DefaultSavePlanner, where, rank == who))
+        with pytest.raises(
+            CheckpointException, match=f"ArithmeticError: failed in {where}"
+        ) as saving:
+            dcp.save(
+                rows(2),
+                storage_writer=StoreWriter(path),
+                planner=failing(DefaultSavePlanner, where, rank == who),
+            )
         told.append(f"{where} {sorted(saving.value.failures)}")
     for where, who in LOADING.items():
-        with pytest.raises(CheckpointException, match=f"ArithmeticError: failed in {where}") as loading:
-            dcp.load(rows(0), storage_reader=StoreReader(path), planner=failing(DefaultLoadPlanner, where, rank == who))
+        with pytest.raises(
+            CheckpointException, match=f"ArithmeticError: failed in {where}"
+        ) as loading:
+            dcp.load(
+                rows(0),
+                storage_reader=StoreReader(path),
+                planner=failing(DefaultLoadPlanner, where, rank == who),
+            )
         told.append(f"{where} {sorted(loading.value.failures)}")
     found = rows(0)
     dcp.load(found, storage_reader=StoreReader(path))
@@ -61,7 +85,9 @@ def fail_in_every_stage(rank: int, path: Path) -> list[str]:
     return told
 
 
-def test_a_planner_that_fails_on_one_rank_in_any_stage_is_raised_on_all(pool: Pool, tmp_path: Path) -> None:
+def test_a_planner_that_fails_on_one_rank_in_any_stage_is_raised_on_all(
+    pool: Pool, tmp_path: Path
+) -> None:
     wanted = [f"{where} [{who}]" for stages in (SAVING, LOADING) for where, who in stages.items()]
     assert pool.run(quietly, fail_in_every_stage, tmp_path / "store") == [wanted] * 4
     with ckptstore.open(tmp_path / "store") as store:
@@ -73,12 +99,15 @@ def test_a_planner_that_fails_on_one_rank_in_any_stage_is_raised_on_all(pool: Po
 
 
 def grid(tensor: torch.Tensor) -> ShardedTensor:
-    """A block of two by two for each of four ranks: no spec of chunks, but shards that are counted one by one."""
+    """A block of two by two for each of four ranks: no spec of chunks, but shards that are counted
+    one by one."""
     rank = dist.get_rank()
     rows, columns = (tensor.shape[0] + 1) // 2, (tensor.shape[1] + 1) // 2
     offsets = [rank // 2 * rows, rank % 2 * columns]
     part = tensor[offsets[0] : offsets[0] + rows, offsets[1] : offsets[1] + columns].clone()
-    return init_from_local_shards([LocalShard.from_tensor_and_offsets(part, offsets, rank)], *tensor.shape)
+    return init_from_local_shards(
+        [LocalShard.from_tensor_and_offsets(part, offsets, rank)], *tensor.shape
+    )
 
 
 KINDS = {
@@ -91,7 +120,10 @@ KINDS = {
 
 def switch(rank: int, path: Path) -> None:
     meet(4)
-    dcp.save({name: make(full() + i) for i, (name, make) in enumerate(KINDS.items())}, storage_writer=StoreWriter(path))
+    dcp.save(
+        {name: make(full() + i) for i, (name, make) in enumerate(KINDS.items())},
+        storage_writer=StoreWriter(path),
+    )
     for make in KINDS.values():
         found = {name: make(torch.zeros_like(full())) for name in KINDS}
         dcp.load(found, storage_reader=StoreReader(path))
@@ -99,10 +131,15 @@ def switch(rank: int, path: Path) -> None:
             assert torch.equal(local(found[name]), local(make(full() + i))), name
 
 
-def test_sharded_tensors_dtensors_and_plain_ones_are_loaded_as_each_other(pool: Pool, tmp_path: Path) -> None:
+def test_sharded_tensors_dtensors_and_plain_ones_are_loaded_as_each_other(
+    pool: Pool, tmp_path: Path
+) -> None:
     pool.run(quietly, switch, tmp_path / "store")
     with ckptstore.open(tmp_path / "store") as store:
-        assert all(torch.equal(store.checkout().read(f"model/{name}"), full() + i) for i, name in enumerate(KINDS))
+        assert all(
+            torch.equal(store.checkout().read(f"model/{name}"), full() + i)
+            for i, name in enumerate(KINDS)
+        )
 
 
 # -- tensor parallel, hybrid, and both --
@@ -135,7 +172,11 @@ def move(rank: int, path: Path) -> None:
     for kind, make in MODULES.items():
         module = make(mesh)
         optimizer = trained(module, 2)
-        dcp.save(state_of(module, optimizer), checkpoint_id=kind.replace(" ", "-"), storage_writer=StoreWriter(path))
+        dcp.save(
+            state_of(module, optimizer),
+            checkpoint_id=kind.replace(" ", "-"),
+            storage_writer=StoreWriter(path),
+        )
         whole[kind] = state_of(module, optimizer, StateDictOptions(full_state_dict=True))
     makers = list(MODULES.values())
     for (saved, wanted), make in zip(whole.items(), makers[1:] + makers[:1], strict=True):
@@ -143,11 +184,19 @@ def move(rank: int, path: Path) -> None:
         optimizer = trained(module, 1)
         found = state_of(module, optimizer)
         dcp.load(found, checkpoint_id=saved.replace(" ", "-"), storage_reader=StoreReader(path))
-        set_state_dict(module, optimizer, model_state_dict=found["model"], optim_state_dict=found["optim"])
-        assert same(state_of(module, optimizer, StateDictOptions(full_state_dict=True)), wanted), saved
+        set_state_dict(
+            module, optimizer, model_state_dict=found["model"], optim_state_dict=found["optim"]
+        )
+        assert same(state_of(module, optimizer, StateDictOptions(full_state_dict=True)), wanted), (
+            saved
+        )
 
 
-def state_of(module: torch.nn.Module, optimizer: torch.optim.Optimizer, options: StateDictOptions | None = None) -> dict[str, Any]:
+def state_of(
+    module: torch.nn.Module,
+    optimizer: torch.optim.Optimizer,
+    options: StateDictOptions | None = None,
+) -> dict[str, Any]:
     model, optim = get_state_dict(module, optimizer, options=options)
     return {"model": dict(model), "optim": optim}
 

@@ -1,4 +1,5 @@
-"""Experts on some ranks, one each or divided over a mesh of a few, beside layers that all share: one state on any other layout."""
+"""Experts on some ranks, one each or divided over a mesh of a few, beside layers that all share:
+one state on any other layout."""
 
 from functools import cache
 from pathlib import Path
@@ -24,7 +25,12 @@ def mesh(*ranks: int) -> DeviceMesh:
 @cache
 def grid(n: int, experts: int) -> DeviceMesh:
     """`n` ranks: experts are divided over the first dimension, each expert over the second."""
-    return DeviceMesh("cpu", torch.arange(n).view(experts, -1), mesh_dim_names=("experts", "rows"), _init_backend=False)
+    return DeviceMesh(
+        "cpu",
+        torch.arange(n).view(experts, -1),
+        mesh_dim_names=("experts", "rows"),
+        _init_backend=False,
+    )
 
 
 def expert(number: int) -> torch.Tensor:
@@ -40,13 +46,18 @@ def stacked() -> torch.Tensor:
 
 
 def model(rank: int, n: int, filled: bool) -> dict[str, Any]:
-    """What rank `rank` of `n` has: experts of its own, one between two ranks, all of them stacked on a mesh of two dimensions."""
+    """What rank `rank` of `n` has: experts of its own, one between two ranks, all of them stacked
+    on a mesh of two dimensions."""
 
     def of(tensor: torch.Tensor) -> torch.Tensor:
         return tensor if filled else torch.zeros_like(tensor)
 
     own = {f"own.{e}": of(expert(e)) for e in range(EXPERTS) if e % n == rank}
-    pairs = {f"pairs.{e}": placed(of(expert(e)), mesh(*where), (Shard(0),)) for e in (0, 1) if rank in (where := _pair(e, n))}
+    pairs = {
+        f"pairs.{e}": placed(of(expert(e)), mesh(*where), (Shard(0),))
+        for e in (0, 1)
+        if rank in (where := _pair(e, n))
+    }
     all_of_them = grid(n, 2 if n == 4 else 1)
     return {
         **own,
@@ -81,7 +92,9 @@ def restore(rank: int, path: Path, n: int) -> None:
         for committed in (2, 4):
             state = {"model": model(rank, n, False)}
             # A rank takes what it has of the whole.
-            store.checkout(committed).restore(state, process_group=group_of(n), strict=False, broadcast=True)
+            store.checkout(committed).restore(
+                state, process_group=group_of(n), strict=False, broadcast=True
+            )
             for name, value in wanted.items():
                 assert torch.equal(local(state["model"][name]), local(value)), (committed, n, name)
 

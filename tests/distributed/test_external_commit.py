@@ -18,14 +18,18 @@ from ckptstore.state.flatten import flatten
 from ckptstore.state.leaf_sources import FlatState
 
 
-def test_a_writer_that_takes_another_s_number_is_refused_and_the_first_one_s_packs_stay(tmp_path: Path) -> None:
+def test_a_writer_that_takes_another_s_number_is_refused_and_the_first_one_s_packs_stay(
+    tmp_path: Path,
+) -> None:
     with ckptstore.open(tmp_path / "store") as store:
         session = store.parts.open()
         first = _write(store, session.id, 0, 1.0)
         with pytest.raises(Conflict, match="is never replaced"):
             _write(store, session.id, 0, 2.0, elements=400_000)
         commit = _publish(store, session, *first)
-        assert torch.equal(store.checkout(commit).state_dict()["model"]["weight"], torch.ones(300_000))
+        assert torch.equal(
+            store.checkout(commit).state_dict()["model"]["weight"], torch.ones(300_000)
+        )
         assert not store.fsck("data").findings
 
 
@@ -35,36 +39,61 @@ def test_a_receipt_that_comes_twice_is_found_before_the_log_names_its_packs(tmp_
         flat, written = _write(store, session.id, 0, 1.0)
         trees = [TreeContent("0", flat.schema, written.contents)]
         with pytest.raises(InvalidInput, match="each needs a rank of its own"):
-            store.parts.publish(session, CommitMetadata("main"), trees, None, [written.receipt] * 2, time.perf_counter())
+            store.parts.publish(
+                session,
+                CommitMetadata("main"),
+                trees,
+                None,
+                [written.receipt] * 2,
+                time.perf_counter(),
+            )
         assert store.log() == []
 
 
-def test_commits_whose_parts_are_written_before_either_is_published_are_both_whole(tmp_path: Path) -> None:
+def test_commits_whose_parts_are_written_before_either_is_published_are_both_whole(
+    tmp_path: Path,
+) -> None:
     with ckptstore.open(tmp_path / "store") as store:
         sessions, written = [store.parts.open() for _ in range(2)], []
         for value, session in enumerate(sessions):
             written.append(_write(store, session.id, 0, float(value)))
-        commits = [_publish(store, session, *each) for session, each in zip(sessions, written, strict=True)]
+        commits = [
+            _publish(store, session, *each) for session, each in zip(sessions, written, strict=True)
+        ]
     with ckptstore.open(tmp_path / "store") as store:
         for value, commit in enumerate(commits):
-            assert torch.equal(store.checkout(commit).state_dict()["model"]["weight"], torch.full((300_000,), float(value)))
+            assert torch.equal(
+                store.checkout(commit).state_dict()["model"]["weight"],
+                torch.full((300_000,), float(value)),
+            )
         assert not store.fsck("data").findings
 
 
 def test_who_publishes_without_having_written_takes_no_writer_s_name(tmp_path: Path) -> None:
-    with ckptstore.open(tmp_path / "store") as writer, ckptstore.open(tmp_path / "store") as publisher:
+    with (
+        ckptstore.open(tmp_path / "store") as writer,
+        ckptstore.open(tmp_path / "store") as publisher,
+    ):
         session = publisher.parts.open()
         commit = _publish(publisher, session, *_write(writer, session.id, 0, 1.0))
-        assert torch.equal(publisher.checkout(commit).state_dict()["model"]["weight"], torch.ones(300_000))
+        assert torch.equal(
+            publisher.checkout(commit).state_dict()["model"]["weight"], torch.ones(300_000)
+        )
         assert not publisher.fsck("data").findings
 
 
-def _write(store: ckptstore.Store, session: SessionId, rank: int, value: float, elements: int = 300_000) -> tuple[FlatState, PartsWritten]:
+def _write(
+    store: ckptstore.Store, session: SessionId, rank: int, value: float, elements: int = 300_000
+) -> tuple[FlatState, PartsWritten]:
     flat = flatten({"model": {"weight": torch.full((elements,), value)}})["model"]
     part = Part(extent_of(flat, 0), flat.leaves[0], flat.leaves[0].nbytes)
     return flat, store.parts.write(session, rank, [part])
 
 
-def _publish(store: ckptstore.Store, session: Session, flat: FlatState, written: PartsWritten) -> CommitId:
+def _publish(
+    store: ckptstore.Store, session: Session, flat: FlatState, written: PartsWritten
+) -> CommitId:
     trees = [TreeContent("model", flat.schema, written.contents)]
-    return store.parts.publish(session, CommitMetadata("main"), trees, None, [written.receipt], time.perf_counter()).id
+    return store.parts.publish(
+        session, CommitMetadata("main"), trees, None, [written.receipt], time.perf_counter()
+    ).id

@@ -36,7 +36,9 @@ def commit_with_one_failing(rank: int, path: Path) -> str:
     meet(4)
     good = {"model": {"w": layout("rows", full(), 4)}}
     with ckptstore.open(path) as store:
-        with pytest.raises(ckptstore.CkptStoreError, match="rank 2: ValueError: no state today") as caught:
+        with pytest.raises(
+            ckptstore.CkptStoreError, match="rank 2: ValueError: no state today"
+        ) as caught:
             store.commit({"model": Refusing(2, 2)} if rank == 2 else good)
         assert caught.value.causes == {2: "ValueError: no state today"}
         assert isinstance(caught.value.__cause__, ValueError) == (rank == 2)
@@ -68,7 +70,9 @@ def contradict(rank: int, path: Path) -> None:
         with pytest.raises(ckptstore.Conflict, match="rank 3 commits step 7"):
             store.commit({"x": {"a": 1}}, step=7 if rank == 3 else 1)
         part = {"x": {"w": layout("rows", full(), 4)}} if rank else {"x": {}}
-        with pytest.raises(ckptstore.Conflict, match=r"x/w .* not held exactly once by ranks \[1, 2, 3\]"):
+        with pytest.raises(
+            ckptstore.Conflict, match=r"x/w .* not held exactly once by ranks \[1, 2, 3\]"
+        ):
             store.commit(part)
         with pytest.raises(ckptstore.Conflict, match="x/a should be the same"):
             store.commit({"x": {"a": torch.tensor(rank)}}, replicated=["x/*"])
@@ -76,16 +80,26 @@ def contradict(rank: int, path: Path) -> None:
 
 
 def commit_stages(rank: int, path: Path) -> list[str]:
-    """Two stages of two ranks each, with one tensor tied across them, and what is each rank's own."""
+    """Two stages of two ranks each, with one tensor tied across them, and what is each rank's
+    own."""
     meet(4)
     stage = rank // 2
     torch.manual_seed(0)
     tied = torch.randn(300, 40)
-    layers = {f"layers.{2 * stage + i}": torch.full((300, 60), float(2 * stage + i)) for i in range(2)}
+    layers = {
+        f"layers.{2 * stage + i}": torch.full((300, 60), float(2 * stage + i)) for i in range(2)
+    }
     model = {"embed": tied, **layers} if stage == 0 else {**layers, "head": tied}
     generator = torch.Generator().manual_seed(rank)
     with ckptstore.open(path) as store:
-        snapshot = store.commit({"model": model, "rng": ckptstore.RNGState(), "data": {"at": rank, "seen": generator.get_state()}}, step=1)
+        snapshot = store.commit(
+            {
+                "model": model,
+                "rng": ckptstore.RNGState(),
+                "data": {"at": rank, "seen": generator.get_state()},
+            },
+            step=1,
+        )
         assert snapshot.state_dict("data")["at"] == {0: 0, 1: 1, 2: 2, 3: 3}
         return [leaf.path for leaf in snapshot.leaves("model/*")]
 
@@ -96,16 +110,27 @@ def restore_stages(rank: int, path: Path, n: int) -> None:
         return
     torch.manual_seed(0)
     tied = torch.randn(300, 40)
-    model = {"embed": torch.zeros(300, 40), "head": torch.zeros(300, 40), **{f"layers.{i}": torch.zeros(300, 60) for i in range(4)}}
+    model = {
+        "embed": torch.zeros(300, 40),
+        "head": torch.zeros(300, 40),
+        **{f"layers.{i}": torch.zeros(300, 60) for i in range(4)},
+    }
     with ckptstore.open(path) as store:
         data = {"at": -1, "seen": torch.Generator().get_state()}
         snapshot = store.checkout(1)
         snapshot.restore({"model": model, "data": data}, process_group=group_of(n), strict=False)
         assert data["at"] == rank
-        snapshot.restore({"data": data}, process_group=group_of(n), strict=False, private={i: 3 - i for i in range(n)})
+        snapshot.restore(
+            {"data": data},
+            process_group=group_of(n),
+            strict=False,
+            private={i: 3 - i for i in range(n)},
+        )
         assert data["at"] == 3 - rank
         with pytest.raises(ckptstore.InvalidInput, match=f"rank {rank} has none of its own"):
-            snapshot.restore({"data": data}, process_group=group_of(n), private=dict.fromkeys(range(n), 9))
+            snapshot.restore(
+                {"data": data}, process_group=group_of(n), private=dict.fromkeys(range(n), 9)
+            )
     assert torch.equal(model["embed"], tied)
     assert torch.equal(model["head"], tied)
     assert all((model[f"layers.{i}"] == i).all() for i in range(4))
@@ -143,14 +168,15 @@ PHASES: dict[str, tuple[type, str]] = {
     "publish": (Coordinator, "publish"),
     "appended": (Coordinator, "_append"),
 }
-"""Where a rank is killed: when it gets there, or, for the last, when it has been there. The last two only the coordinator reaches. One
-that falls into silence is there and says nothing."""
+"""Where a rank is killed: when it gets there, or, for the last, when it has been there. The last
+two only the coordinator reaches. One that falls into silence is there and says nothing."""
 
 SILENCE_S = 15.0
 
 
 def die(rank: int, path: Path, victim: int, survivors: list[int], phase: str) -> str | None:
-    """`victim` is killed in `phase`; the others raise at once, though they would wait for 300 s, and commit without it."""
+    """`victim` is killed in `phase`; the others raise at once, though they would wait for 300 s,
+    and commit without it."""
     ranks = sorted([victim, *survivors])
     memory_budget.WINDOW_BYTES = 1  # so that every cut cell is exchanged in a window of its own
     group = dist.new_group(ranks, use_local_synchronization=True)
@@ -171,9 +197,15 @@ def die(rank: int, path: Path, victim: int, survivors: list[int], phase: str) ->
 
             setattr(owner, name, kill)
         with pytest.raises(ckptstore.Unavailable) as caught:
-            store.commit(sharded_over(ranks, before), process_group=group, timeout_s=SILENCE_S if silent else TIMEOUT_S)
+            store.commit(
+                sharded_over(ranks, before),
+                process_group=group,
+                timeout_s=SILENCE_S if silent else TIMEOUT_S,
+            )
         assert ranks.index(victim) in caught.value.causes
-        assert not silent or list(caught.value.causes) == [ranks.index(victim)], "who was silent, and nobody else"
+        assert not silent or list(caught.value.causes) == [ranks.index(victim)], (
+            "who was silent, and nobody else"
+        )
         assert len(store.log()) == before + (phase == "appended")
         with pytest.raises(ckptstore.Unavailable, match="was lost before"):
             store.commit(sharded_over(ranks, before), process_group=group)
@@ -182,9 +214,13 @@ def die(rank: int, path: Path, victim: int, survivors: list[int], phase: str) ->
 
 
 def sharded_over(ranks: list[int], number: int) -> dict[str, Any]:
-    """Tensors whose cells the edges between these ranks cut, of the second one between any two of them in turn."""
+    """Tensors whose cells the edges between these ranks cut, of the second one between any two of
+    them in turn."""
     mesh = DeviceMesh("cpu", torch.tensor(ranks), _init_backend=False)
-    rows, fused = (placed(full() + number, mesh, (each,)) for each in (Shard(0), _StridedShard(0, split_factor=3)))
+    rows, fused = (
+        placed(full() + number, mesh, (each,))
+        for each in (Shard(0), _StridedShard(0, split_factor=3))
+    )
     return {"w": {"x": rows, "y": torch.arange(200_000.0) + number, "z": fused}}
 
 
@@ -208,7 +244,9 @@ def kill_one_by_one(pool: Pool, path: Path, deaths: Sequence[tuple[int, str]]) -
         assert not store.fsck(read_data="100%").damaged
 
 
-def test_survivors_of_a_killed_rank_raise_and_go_on_without_it(doomed: Pool, tmp_path: Path) -> None:
+def test_survivors_of_a_killed_rank_raise_and_go_on_without_it(
+    doomed: Pool, tmp_path: Path
+) -> None:
     kill_one_by_one(doomed, tmp_path / "store", [(3, "silence"), (2, "exchange"), (0, "appended")])
 
 
@@ -228,5 +266,7 @@ def test_survivors_of_a_killed_rank_raise_and_go_on_without_it(doomed: Pool, tmp
     ],
     ids=lambda deaths: " ".join(f"{phase} of {victim}" for victim, phase in deaths),
 )
-def test_any_rank_may_die_in_any_phase(doomed: Pool, tmp_path: Path, deaths: list[tuple[int, str]]) -> None:
+def test_any_rank_may_die_in_any_phase(
+    doomed: Pool, tmp_path: Path, deaths: list[tuple[int, str]]
+) -> None:
     kill_one_by_one(doomed, tmp_path / "store", deaths)

@@ -1,4 +1,5 @@
-"""FullyShardedDataParallel (FSDP1) and its optimizer as they are, restored on other numbers of ranks and in other wrappers."""
+"""FullyShardedDataParallel (FSDP1) and its optimizer as they are, restored on other numbers of
+ranks and in other wrappers."""
 
 import warnings
 from collections.abc import Callable
@@ -31,8 +32,13 @@ def network() -> nn.Module:
 
 def fsdp1(n: int, orig: bool) -> nn.Module:
     module = network()
-    options: dict[str, Any] = {"process_group": group_of(n), "device_id": torch.device("cpu"), "use_orig_params": orig}
-    module[0] = FullyShardedDataParallel(module[0], **options)  # type: ignore[operator]  # a Sequential
+    options: dict[str, Any] = {
+        "process_group": group_of(n),
+        "device_id": torch.device("cpu"),
+        "use_orig_params": orig,
+    }
+    # a Sequential
+    module[0] = FullyShardedDataParallel(module[0], **options)  # type: ignore[operator]
     return FullyShardedDataParallel(module, **options)
 
 
@@ -74,14 +80,18 @@ def train_and_commit(rank: int, path: Path, kind: str, n: int) -> tuple[str, lis
         store.commit({"model": module, "optimizer": optimizer}, step=0, process_group=group_of(n))
         assert not optimizer.state, "a commit makes no state"
         losses = [step(module, optimizer, number) for number in range(2)]
-        snapshot = store.commit({"model": module, "optimizer": optimizer}, step=2, process_group=group_of(n))
+        snapshot = store.commit(
+            {"model": module, "optimizer": optimizer}, step=2, process_group=group_of(n)
+        )
         losses += [step(module, optimizer, number) for number in range(2, 4)]
     plain, plain_optimizer = made(kind, n)
     assert losses == [step(plain, plain_optimizer, number) for number in range(4)]
     return snapshot.content_id, losses[2:]
 
 
-def restore_and_train(rank: int, path: Path, run: str, kind: str, n: int, used: bool) -> tuple[list[float], str] | None:
+def restore_and_train(
+    rank: int, path: Path, run: str, kind: str, n: int, used: bool
+) -> tuple[list[float], str] | None:
     """Restore into a fresh optimizer, or into one that has been used; commit, and go on."""
     meet(n)
     if rank >= n:
@@ -92,7 +102,9 @@ def restore_and_train(rank: int, path: Path, run: str, kind: str, n: int, used: 
     where: Any = group_of(n) if n > 1 else "alone"
     with ckptstore.open(path, run=run) as store:
         store.checkout(2).restore({"model": module, "optimizer": optimizer}, process_group=where)
-        again = store.commit({"model": module, "optimizer": optimizer}, process_group=where, tag=f"{kind}-{n}-{used}")
+        again = store.commit(
+            {"model": module, "optimizer": optimizer}, process_group=where, tag=f"{kind}-{n}-{used}"
+        )
     return [step(module, optimizer, number) for number in range(2, 4)], again.content_id
 
 
@@ -100,7 +112,11 @@ def state_in(path: Path, run: str, ref: int | str) -> dict[str, torch.Tensor]:
     """The tensors of a commit, the optimizer's by name."""
     with ckptstore.open(path, run=run) as store:
         state = store.checkout(ref).state_dict()
-    moments = {f"{name}/{key}": value for name, each in state["optimizer"]["state"].items() for key, value in each.items()}
+    moments = {
+        f"{name}/{key}": value
+        for name, each in state["optimizer"]["state"].items()
+        for key, value in each.items()
+    }
     return {**state["model"], **moments}
 
 
@@ -115,11 +131,18 @@ MOVES = [
 
 
 @pytest.mark.parametrize(("kind", "n", "other", "m"), MOVES)
-def test_an_fsdp1_optimizer_goes_on_elsewhere(pool: Pool, tmp_path: Path, kind: str, n: int, other: str, m: int) -> None:
+def test_an_fsdp1_optimizer_goes_on_elsewhere(
+    pool: Pool, tmp_path: Path, kind: str, n: int, other: str, m: int
+) -> None:
     path, run = tmp_path / "store", f"{kind}{n}"
     content, losses = pool.run(quietly, train_and_commit, path, kind, n)[0]
     wanted = state_in(path, run, 2)
-    assert {name for name in wanted if name.startswith("2.bias")} == {"2.bias", "2.bias/step", "2.bias/exp_avg", "2.bias/exp_avg_sq"}
+    assert {name for name in wanted if name.startswith("2.bias")} == {
+        "2.bias",
+        "2.bias/step",
+        "2.bias/exp_avg",
+        "2.bias/exp_avg_sq",
+    }
     assert wanted["0.weight/exp_avg"].shape == (ROWS, 60)
     for used in (False, True):
         for got, again in pool.run(quietly, restore_and_train, path, run, other, m, used)[:m]:
@@ -127,13 +150,19 @@ def test_an_fsdp1_optimizer_goes_on_elsewhere(pool: Pool, tmp_path: Path, kind: 
             assert got == losses or other != kind
             assert again == content or other != kind
         found = state_in(path, run, f"{other}-{m}-{used}")
-        assert set(found) == set(wanted) and all(torch.equal(found[name], value) for name, value in wanted.items())
+        assert set(found) == set(wanted) and all(
+            torch.equal(found[name], value) for name, value in wanted.items()
+        )
 
 
 def restore_parts(rank: int, path: Path) -> None:
     """What does not fit is told; of what is selected, the rest stays."""
     meet(4)
-    options: dict[str, Any] = {"process_group": group_of(4), "device_id": torch.device("cpu"), "use_orig_params": True}
+    options: dict[str, Any] = {
+        "process_group": group_of(4),
+        "device_id": torch.device("cpu"),
+        "use_orig_params": True,
+    }
     other = FullyShardedDataParallel(nn.Linear(60, 3), **options)
     stranger = torch.optim.AdamW(other.parameters())
     module, optimizer = made("fsdp1", 4)
@@ -141,11 +170,22 @@ def restore_parts(rank: int, path: Path) -> None:
         snapshot = store.checkout("fsdp14@2")
         with pytest.raises(ckptstore.InvalidInput) as caught:
             snapshot.restore({"model": other, "optimizer": stranger})
-        assert "optimizer/state/weight: wanted by the target, not in the commit" in str(caught.value)
-        assert "optimizer/state/2.weight: in the commit, not wanted by the target" in str(caught.value)
+        assert "optimizer/state/weight: wanted by the target, not in the commit" in str(
+            caught.value
+        )
+        assert "optimizer/state/2.weight: in the commit, not wanted by the target" in str(
+            caught.value
+        )
         snapshot.restore({"model": module, "optimizer": optimizer}, select="optimizer/state/0.*")
-    of = {id(value): name.removeprefix("_fsdp_wrapped_module.") for name, value in module.named_parameters()}
-    filled = {of[id(parameter)]: float(state["step"]) for parameter, state in optimizer.state.items() if state}
+    of = {
+        id(value): name.removeprefix("_fsdp_wrapped_module.")
+        for name, value in module.named_parameters()
+    }
+    filled = {
+        of[id(parameter)]: float(state["step"])
+        for parameter, state in optimizer.state.items()
+        if state
+    }
     assert set(filled.values()) <= {2.0} and all(name.startswith("0.") for name in filled)
 
 

@@ -1,4 +1,5 @@
-"""A disk that is full for one rank is full for all: one error says where, nothing is left behind, and with `on_full="gc"` room is made."""
+"""A disk that is full for one rank is full for all: one error says where, nothing is left behind,
+and with `on_full="gc"` room is made."""
 
 import logging
 from collections.abc import Iterator
@@ -37,7 +38,9 @@ def allow_tracing(rank: int) -> None:
 def commit_without_room(rank: int, path: Path, full_for: int) -> None:
     meet(4)
     with ckptstore.open(path, chunk_bytes=CHUNK_BYTES) as store:
-        with pytest.raises(ckptstore.NoSpace, match=rf"rank {full_for}: NoSpace: (?s:.*); .* free") as caught:
+        with pytest.raises(
+            ckptstore.NoSpace, match=rf"rank {full_for}: NoSpace: (?s:.*); .* free"
+        ) as caught:
             store.commit({"model": {"w": layout("rows", full() + 1, 4)}}, timeout_s=60)
         assert list(caught.value.causes) == [full_for]
         assert len(store.log()) == 1
@@ -50,7 +53,11 @@ def commit(rank: int, path: Path, number: int) -> str:
 
 
 def files(path: Path) -> set[str]:
-    found = (file for folder in ("packs", "commits", "log", "sessions") for file in (path / folder).rglob("*"))
+    found = (
+        file
+        for folder in ("packs", "commits", "log", "sessions")
+        for file in (path / folder).rglob("*")
+    )
     return {str(file.relative_to(path)) for file in found if file.is_file()}
 
 
@@ -58,8 +65,14 @@ WRITE, LINK = "pwritev,pwritev2", "link,linkat"
 """What packs are written with, and what a log entry is made with."""
 
 
-@pytest.mark.parametrize(("rank", "calls"), [(1, WRITE), (0, WRITE), (0, LINK)], ids=["a pack", "a pack of the coordinator", "the log"])
-def test_what_ranks_wrote_is_gone_when_the_disk_was_full_for_one(pool: Pool, tmp_path: Path, rank: int, calls: str) -> None:
+@pytest.mark.parametrize(
+    ("rank", "calls"),
+    [(1, WRITE), (0, WRITE), (0, LINK)],
+    ids=["a pack", "a pack of the coordinator", "the log"],
+)
+def test_what_ranks_wrote_is_gone_when_the_disk_was_full_for_one(
+    pool: Pool, tmp_path: Path, rank: int, calls: str
+) -> None:
     if reason := strace.problem():
         pytest.skip(reason)
     path = tmp_path / "store"
@@ -77,14 +90,21 @@ def test_what_ranks_wrote_is_gone_when_the_disk_was_full_for_one(pool: Pool, tmp
 
 def state_of(number: int) -> dict[str, dict[str, torch.Tensor]]:
     """The same on every rank, so that it costs one copy."""
-    return {"model": {"w": torch.randn(STATE_BYTES // 4, generator=torch.Generator().manual_seed(number))}}
+    return {
+        "model": {
+            "w": torch.randn(STATE_BYTES // 4, generator=torch.Generator().manual_seed(number))
+        }
+    }
 
 
-def commit_until_full(rank: int, path: Path, on_full: str, background: bool) -> tuple[str, list[str]]:
+def commit_until_full(
+    rank: int, path: Path, on_full: str, background: bool
+) -> tuple[str, list[str]]:
     """Commit until that fails, forget, and commit again; the error and what was logged."""
     records: list[str] = []
     handler = logging.Handler()
-    handler.emit = lambda record: records.append(record.getMessage())  # type: ignore[method-assign]  # the shortest handler
+    # the shortest handler
+    handler.emit = lambda record: records.append(record.getMessage())  # type: ignore[method-assign]
     logger = logging.getLogger("ckptstore")
     logger.addHandler(handler)
     try:
@@ -108,7 +128,9 @@ def commit_until_full(rank: int, path: Path, on_full: str, background: bool) -> 
 
 
 @pytest.mark.parametrize("background", [False, True], ids=["waited for", "in the background"])
-def test_a_commit_of_ranks_on_a_full_disk_collects_what_was_forgotten_and_is_made(pool: Pool, disk: Path, background: bool) -> None:
+def test_a_commit_of_ranks_on_a_full_disk_collects_what_was_forgotten_and_is_made(
+    pool: Pool, disk: Path, background: bool
+) -> None:
     results = pool.run(commit_until_full, disk / "store", "gc", background)
     assert len({error for error, _ in results}) == 1
     assert "after `ckptstore forget --keep-last 2` it frees" in results[0][0]
@@ -131,7 +153,9 @@ def work_with_caches(rank: int, place: str, options: dict[str, Any], caches: lis
         assert torch.equal(target["w"].to_local(), layout("rows", full() + 3, 4).to_local())
 
 
-def test_a_rank_whose_cache_directory_is_full_works_without_it(pool: Pool, disk: Path, tmp_path: Path, s3: S3Server) -> None:
+def test_a_rank_whose_cache_directory_is_full_works_without_it(
+    pool: Pool, disk: Path, tmp_path: Path, s3: S3Server
+) -> None:
     leave_free(disk, 0)
     place = new_url()
     pool.run(work_with_caches, place, s3.options(), [tmp_path, tmp_path, disk, tmp_path])

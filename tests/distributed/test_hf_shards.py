@@ -1,4 +1,5 @@
-"""What ranks wrote with DCP's own Hugging Face writer is one state again when it is imported, however it was sharded."""
+"""What ranks wrote with DCP's own Hugging Face writer is one state again when it is imported,
+however it was sharded."""
 
 from pathlib import Path
 from typing import Any
@@ -33,11 +34,18 @@ DTYPES = (torch.float32, torch.bfloat16, torch.int64, torch.bool)
 
 def wholes() -> dict[str, torch.Tensor]:
     made = torch.Generator().manual_seed(7)
-    names = [f"{layout}.{i}.{dtype}".replace("torch.", "") for layout in LAYOUTS for i in range(len(SHAPES)) for dtype in DTYPES]
+    names = [
+        f"{layout}.{i}.{dtype}".replace("torch.", "")
+        for layout in LAYOUTS
+        for i in range(len(SHAPES))
+        for dtype in DTYPES
+    ]
     state = {}
     for name in names:
         _, i, dtype = name.split(".")
-        state[name] = torch.randint(0, 100, SHAPES[int(i)], generator=made).to(getattr(torch, dtype))
+        state[name] = torch.randint(0, 100, SHAPES[int(i)], generator=made).to(
+            getattr(torch, dtype)
+        )
     return {**state, "scalar": torch.tensor(0.25), "plain": torch.arange(5)}
 
 
@@ -53,7 +61,9 @@ def write(rank: int, path: Path, files: int) -> None:
 
 
 @pytest.mark.parametrize("files", [1, 3])
-def test_shards_of_the_real_writer_are_one_state_again(pool: Pool, tmp_path: Path, files: int) -> None:
+def test_shards_of_the_real_writer_are_one_state_again(
+    pool: Pool, tmp_path: Path, files: int
+) -> None:
     pool.run(quietly, write, tmp_path / "hf", files)
     with ckptstore.open(tmp_path / "store") as store:
         made = import_path(store, tmp_path / "hf")

@@ -1,4 +1,5 @@
-"""Ranks on two hosts share a directory and have caches of their own: they commit and restore; when a host is lost, the other goes on."""
+"""Ranks on two hosts share a directory and have caches of their own: they commit and restore; when
+a host is lost, the other goes on."""
 
 import os
 import subprocess
@@ -40,12 +41,20 @@ class _Job:
         assert self._meeting_point.stdout and self._meeting_point.stdout.readline() == "ready\n"
         for rank in range(2 * PER_HOST):
             host, place = self.hosts[rank // PER_HOST], self._places[rank // PER_HOST]
-            self.ranks.append(self._run(host, str(rank), address, str(place / "store"), *map(str, lost)))
+            self.ranks.append(
+                self._run(host, str(rank), address, str(place / "store"), *map(str, lost))
+            )
 
     def _run(self, host: Host, *words: str) -> "subprocess.Popen[str]":
         command = host.command(sys.executable, "-m", "tests.distributed.rank_of_host", *words)
-        environment = {**os.environ, "CKPTSTORE_CACHE": str(self._folder / host.name), "GLOO_SOCKET_IFNAME": CABLE}
-        return subprocess.Popen(command, env=environment, text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        environment = {
+            **os.environ,
+            "CKPTSTORE_CACHE": str(self._folder / host.name),
+            "GLOO_SOCKET_IFNAME": CABLE,
+        }
+        return subprocess.Popen(
+            command, env=environment, text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE
+        )
 
     def said(self, rank: int) -> list[str]:
         """The next line of a rank, in words."""
@@ -82,7 +91,9 @@ def job(tmp_path: Path) -> Iterator[_Job]:
 
 
 @pytest.mark.parametrize(
-    ("lost", "left", "blamed"), [([2, 3], [0, 1], ["2", "3"]), ([0, 1], [2, 3], ["0"])], ids=["a host", "the coordinator's"]
+    ("lost", "left", "blamed"),
+    [([2, 3], [0, 1], ["2", "3"]), ([0, 1], [2, 3], ["0"])],
+    ids=["a host", "the coordinator's"],
 )
 def test_when_a_host_is_lost_the_ranks_of_the_other_go_on(
     job: _Job, tmp_path: Path, lost: list[int], left: list[int], blamed: list[str]
@@ -91,7 +102,9 @@ def test_when_a_host_is_lost_the_ranks_of_the_other_go_on(
     job.start(lost)
     committed = [job.said(rank) for rank in range(4)]
     assert len({commit for _, commit in committed}) == 1
-    caches = [sorted(path.name for path in (tmp_path / host.name).rglob("*.lmdb")) for host in job.hosts]
+    caches = [
+        sorted(path.name for path in (tmp_path / host.name).rglob("*.lmdb")) for host in job.hosts
+    ]
     assert all(caches), "each host keeps an index of its own"
     job.lose(job.hosts[lost[0] // PER_HOST])
     for rank in left:

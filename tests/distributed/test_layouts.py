@@ -47,16 +47,21 @@ def restore_layouts(rank: int, path: Path, n: int) -> list[tuple[int, int]]:
 
 
 def commit_and_restore_without_dimensions(rank: int, path: Path) -> bool:
-    """A mesh without dimensions names one rank; every rank that made a tensor on it has all of the tensor."""
+    """A mesh without dimensions names one rank; every rank that made a tensor on it has all of the
+    tensor."""
     mesh = DeviceMesh("cpu", 1)
     with ckptstore.open(path) as store:
-        store.commit({"x": {"w": distribute_tensor(full(), mesh, [])}}, step=1, process_group=group_of(4))
+        store.commit(
+            {"x": {"w": distribute_tensor(full(), mesh, [])}}, step=1, process_group=group_of(4)
+        )
         state = {"x": {"w": distribute_tensor(torch.zeros_like(full()), mesh, [])}}
         store.checkout(1).restore(state, process_group=group_of(4))
         return torch.equal(state["x"]["w"]._local_tensor, full())
 
 
-def test_a_dtensor_on_a_mesh_without_dimensions_is_committed_and_restored_whole(pool: Pool, tmp_path: Path) -> None:
+def test_a_dtensor_on_a_mesh_without_dimensions_is_committed_and_restored_whole(
+    pool: Pool, tmp_path: Path
+) -> None:
     assert pool.run(commit_and_restore_without_dimensions, tmp_path / "store") == [True] * 4
     with ckptstore.open(tmp_path / "store") as store:
         assert torch.equal(store.checkout(1).read("x/w"), full())
@@ -82,11 +87,15 @@ def test_every_layout_is_the_tensor_that_was_committed(committed: Path) -> None:
 
 
 @pytest.mark.parametrize("n", [1, 2, 3, 4])
-def test_every_layout_of_every_number_of_ranks_is_restored_onto_every_other(pool: Pool, committed: Path, n: int) -> None:
+def test_every_layout_of_every_number_of_ranks_is_restored_onto_every_other(
+    pool: Pool, committed: Path, n: int
+) -> None:
     pool.run(restore_layouts, committed, n)
 
 
-def test_show_says_how_ranks_held_a_commit(committed: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_show_says_how_ranks_held_a_commit(
+    committed: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["-s", str(committed), "show", "4", "--json"]) == 0
     layout = json.loads(capsys.readouterr().out)["layout"]
     assert layout["world"] == 4

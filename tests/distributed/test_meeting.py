@@ -1,4 +1,5 @@
-"""Processes without torch meet by places and a secret, and talk in rounds: strangers stay outside, and who is missing is named."""
+"""Processes without torch meet by places and a secret, and talk in rounds: strangers stay outside,
+and who is missing is named."""
 
 import os
 import socket
@@ -34,7 +35,13 @@ class Company:
         return Invitation(rank, [door.addresses for door in self.doors], secret or self.secret)
 
     def peers(self, rank: int, timeout_s: float = TIMEOUT_S) -> Collective:
-        return Collective(self.doors[rank].meet(self.invitation(rank), timeout_s), rank, self.size, timeout_s, "way out")
+        return Collective(
+            self.doors[rank].meet(self.invitation(rank), timeout_s),
+            rank,
+            self.size,
+            timeout_s,
+            "way out",
+        )
 
     def each(self, work: Callable[[int], T]) -> list[T | BaseException]:
         """What `work(rank)` returns or raises on each rank, side by side."""
@@ -59,10 +66,20 @@ def test_ranks_meet_and_exchange_more_than_a_socket_buffers() -> None:
         others = [other for other in range(SIZE) if other != rank]
         incoming = [Part(other, memoryview(bytearray(LARGE))) for other in others]
         for number in range(2):
-            peers.exchange([Part(other, memoryview(bytes([rank, other, number, 7]) * (LARGE // 4))) for other in others], incoming)
+            peers.exchange(
+                [
+                    Part(other, memoryview(bytes([rank, other, number, 7]) * (LARGE // 4)))
+                    for other in others
+                ],
+                incoming,
+            )
             for part in incoming:
                 assert part.memory == bytes([part.rank, rank, number, 7]) * (LARGE // 4)
-        told = peers.round("together", lambda: b"%d" % rank * LARGE, lambda handed: [b"".join(each[:2] for each in handed)] * SIZE)
+        told = peers.round(
+            "together",
+            lambda: b"%d" % rank * LARGE,
+            lambda handed: [b"".join(each[:2] for each in handed)] * SIZE,
+        )
         close(peers)
         return told
 
@@ -81,11 +98,15 @@ def test_strangers_stay_outside() -> None:
         return told
 
     with ExitStack() as stack:
-        strangers = [stack.enter_context(socket.create_connection(("127.0.0.1", port))) for _ in range(3)]
+        strangers = [
+            stack.enter_context(socket.create_connection(("127.0.0.1", port))) for _ in range(3)
+        ]
         strangers[1].sendall(b"GET / HTTP/1.1\r\nHost: here\r\n\r\n" + bytes(100))
         impostor = Listener()
         stack.callback(impostor.close)
-        meeting = threading.Thread(target=lambda: _refused(impostor, company.invitation(1, os.urandom(32))))
+        meeting = threading.Thread(
+            target=lambda: _refused(impostor, company.invitation(1, os.urandom(32)))
+        )
         meeting.start()
         assert company.each(work) == [b"01"] * 2
         meeting.join()
@@ -141,4 +162,8 @@ def test_a_rank_that_is_gone_is_known_at_once_and_one_that_is_silent_in_time() -
 
     causes = company.each(work)[0]
     assert isinstance(causes, dict) and causes.keys() == {1, 2}, causes
-    assert "closed the connection" in causes[1] and "silent for" in causes[2] and "way out" in causes[1]
+    assert (
+        "closed the connection" in causes[1]
+        and "silent for" in causes[2]
+        and "way out" in causes[1]
+    )

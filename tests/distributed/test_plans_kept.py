@@ -1,4 +1,5 @@
-"""A commit like the last one plans nothing anew; one whose tensors have another dtype or shape does. A plan that fails fails on all."""
+"""A commit like the last one plans nothing anew; one whose tensors have another dtype or shape
+does. A plan that fails fails on all."""
 
 from pathlib import Path
 from random import Random
@@ -20,7 +21,8 @@ CHANGES = ["dtype", "shape", "placement", "mesh", "values", "memory", "ties"]
 
 
 def commit_alike(rank: int, path: Path) -> list[tuple[int, int]]:
-    """Commits on four ranks; after each, how often the coordinator has planned and this rank has worked out its moves."""
+    """Commits on four ranks; after each, how often the coordinator has planned and this rank has
+    worked out its moves."""
     meet(4)
     found, counts = [], {"plans": 0, "moves": 0}
 
@@ -34,21 +36,31 @@ def commit_alike(rank: int, path: Path) -> list[tuple[int, int]]:
     with pytest.MonkeyPatch.context() as patch, ckptstore.open(path, chunk_bytes=1 << 16) as store:
         patch.setattr(coordinator, "plan_ranks", counting("plans", coordinator.plan_ranks))
         patch.setattr(commit, "moves_of", counting("moves", commit.moves_of))
-        for step, (shape, dtype) in enumerate([(CUT, torch.float32)] * 3 + [(CUT, torch.int32), ((511, 150), torch.int32)]):
+        for step, (shape, dtype) in enumerate(
+            [(CUT, torch.float32)] * 3 + [(CUT, torch.int32), ((511, 150), torch.int32)]
+        ):
             whole = (torch.arange(shape[0] * shape[1]) * (step + 1)).view(shape).to(dtype)
-            state = {name: placed(whole + i, mesh_of(4, False), (torch.distributed.tensor.Shard(0),)) for i, name in enumerate("abc")}
+            state = {
+                name: placed(whole + i, mesh_of(4, False), (torch.distributed.tensor.Shard(0),))
+                for i, name in enumerate("abc")
+            }
             snapshot = store.commit({"x": state}, step=step)
-            assert all(torch.equal(snapshot.read(f"x/{name}"), whole + i) for i, name in enumerate("abc"))
+            assert all(
+                torch.equal(snapshot.read(f"x/{name}"), whole + i) for i, name in enumerate("abc")
+            )
             found.append((counts["plans"], counts["moves"]))
     return found
 
 
 class Changing:
-    """Four tensors on four ranks that are changed in one way at a time, drawn from a seed that all ranks have."""
+    """Four tensors on four ranks that are changed in one way at a time, drawn from a seed that all
+    ranks have."""
 
     def __init__(self, seed: int) -> None:
         self.random = Random(seed)
-        self._kinds: dict[str, list[Any]] = {name: [CUT, torch.float32, "rows", i] for i, name in enumerate("abcd")}
+        self._kinds: dict[str, list[Any]] = {
+            name: [CUT, torch.float32, "rows", i] for i, name in enumerate("abcd")
+        }
         self._tied: dict[str, str] = {}
         self._tensors = self._placed()
 
@@ -56,11 +68,17 @@ class Changing:
         kind = self._kinds[self.random.choice("abcd")]
         shape, dtype, where, offset = kind
         if what == "dtype":
-            kind[1] = self.random.choice([each for each in (torch.float32, torch.int32, torch.float64) if each != dtype])
+            kind[1] = self.random.choice(
+                [each for each in (torch.float32, torch.int32, torch.float64) if each != dtype]
+            )
         elif what == "shape":
-            kind[0] = self.random.choice([each for each in (CUT, (511, 150), (150, 517), (3, 40)) if each != shape])
+            kind[0] = self.random.choice(
+                [each for each in (CUT, (511, 150), (150, 517), (3, 40)) if each != shape]
+            )
         elif what in ("placement", "mesh"):
-            kind[2] = self.random.choice([each for each in LAYOUTS if each != where and LAYOUTS[each][0] == (what == "mesh")])
+            kind[2] = self.random.choice(
+                [each for each in LAYOUTS if each != where and LAYOUTS[each][0] == (what == "mesh")]
+            )
         elif what == "ties":
             self._tied = dict([self.random.sample("abcd", 2)])
         elif what == "values":  # the memory stays what it was
@@ -85,8 +103,9 @@ class Changing:
 
 
 def commit_changing(rank: int, path: Path, seed: int) -> list[tuple[str, bool, bool]]:
-    """Commits to one store, each of a state that differs from the one before in one way: how, whether all came back, and, of two of them,
-    whether a store object that remembers no commit names it by the same content."""
+    """Commits to one store, each of a state that differs from the one before in one way: how,
+    whether all came back, and, of two of them, whether a store object that remembers no commit
+    names it by the same content."""
     meet(4)
     changing, found = Changing(seed), []
     compared = changing.random.sample(range(1, 1 + len(CHANGES)), 2)
@@ -96,8 +115,14 @@ def commit_changing(rank: int, path: Path, seed: int) -> list[tuple[str, bool, b
             snapshot, alike = kept.commit({"x": changing.state()}, step=step), True
             if step in compared:
                 with ckptstore.open(path) as fresh:
-                    alike = fresh.commit({"x": changing.state()}, step=step).content_id == snapshot.content_id
-            same = all(torch.equal(snapshot.read(f"x/{name}"), whole) for name, whole in changing.wholes().items())
+                    alike = (
+                        fresh.commit({"x": changing.state()}, step=step).content_id
+                        == snapshot.content_id
+                    )
+            same = all(
+                torch.equal(snapshot.read(f"x/{name}"), whole)
+                for name, whole in changing.wholes().items()
+            )
             found.append((what, same, alike))
     return found
 
@@ -109,9 +134,18 @@ def test_whatever_changes_between_commits_is_noticed(pool: Pool, tmp_path: Path,
 
 
 def commit_badly(rank: int, path: Path) -> tuple[dict[int, str], int]:
-    """A commit in which rank 2 cannot work out its moves, and one after it in which it can; what the first failed with."""
+    """A commit in which rank 2 cannot work out its moves, and one after it in which it can; what
+    the first failed with."""
     meet(4)
-    state = {"x": {"a": placed(torch.arange(CUT[0] * CUT[1]).view(CUT), mesh_of(4, False), (torch.distributed.tensor.Shard(0),))}}
+    state = {
+        "x": {
+            "a": placed(
+                torch.arange(CUT[0] * CUT[1]).view(CUT),
+                mesh_of(4, False),
+                (torch.distributed.tensor.Shard(0),),
+            )
+        }
+    }
 
     def failing(*_args):  # type: ignore[no-untyped-def]
         raise MemoryError("no room for the moves")
@@ -133,7 +167,15 @@ def test_a_rank_that_cannot_follow_its_plan_is_everybodys_error(pool: Pool, tmp_
 def commit_counted(rank: int, path: Path) -> list[list[str]]:
     """The rounds of two commits, and of one for which rank 3 has opened the store anew."""
     meet(4)
-    state = {"x": {"a": placed(torch.arange(CUT[0] * CUT[1]).view(CUT), mesh_of(4, False), (torch.distributed.tensor.Shard(0),))}}
+    state = {
+        "x": {
+            "a": placed(
+                torch.arange(CUT[0] * CUT[1]).view(CUT),
+                mesh_of(4, False),
+                (torch.distributed.tensor.Shard(0),),
+            )
+        }
+    }
     rounds: list[list[str]] = []
     play = Collective.round
 
@@ -141,7 +183,11 @@ def commit_counted(rank: int, path: Path) -> list[list[str]]:
         rounds[-1].append(what.removeprefix("commit: "))
         return play(self, what, *args)
 
-    with pytest.MonkeyPatch.context() as patch, ckptstore.open(path) as store, ckptstore.open(path) as other:
+    with (
+        pytest.MonkeyPatch.context() as patch,
+        ckptstore.open(path) as store,
+        ckptstore.open(path) as other,
+    ):
         patch.setattr(Collective, "round", counting)
         for step, used in enumerate((store, store, other if rank == 3 else store)):
             rounds.append([])
@@ -149,7 +195,9 @@ def commit_counted(rank: int, path: Path) -> list[list[str]]:
     return rounds
 
 
-def test_a_commit_takes_three_rounds_and_one_more_after_a_new_plan(pool: Pool, tmp_path: Path) -> None:
+def test_a_commit_takes_three_rounds_and_one_more_after_a_new_plan(
+    pool: Pool, tmp_path: Path
+) -> None:
     new, known = ["plan", "prepare", "decide", "publish"], ["plan", "decide", "publish"]
     assert pool.run(commit_counted, tmp_path / "store") == [[new, known, new]] * 4
 

@@ -1,4 +1,5 @@
-"""Worker processes make the commits of many ranks: the same commits, whoever of the trainers dies, and a worker's death is an error."""
+"""Worker processes make the commits of many ranks: the same commits, whoever of the trainers dies,
+and a worker's death is an error."""
 
 import os
 import signal
@@ -29,8 +30,12 @@ GONE_S = 60.0
 
 def is_gone(pid: int) -> bool:
     try:
-        # Its first thread may be a zombie while others still end: it can be waited for when they have.
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z" and len(os.listdir(f"/proc/{pid}/task")) == 1
+        # Its first thread may be a zombie while others still end: it can be waited for when they
+        # have.
+        return (
+            Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+            and len(os.listdir(f"/proc/{pid}/task")) == 1
+        )
     except (FileNotFoundError, ProcessLookupError):
         return True
 
@@ -40,7 +45,8 @@ def wait_gone(pids: list[int]) -> None:
 
 
 def commit_by_workers(rank: int, path: Path) -> list[str] | None:
-    """Commits of ranks 0 and 1, each spoilt as soon as the call has returned, and what must be equal to them."""
+    """Commits of ranks 0 and 1, each spoilt as soon as the call has returned, and what must be
+    equal to them."""
     n = 2
     meet(n)
     if rank >= n:
@@ -50,20 +56,42 @@ def commit_by_workers(rank: int, path: Path) -> list[str] | None:
         pending = []
         for step in range(3):
             state = a_state(rank, n, step)
-            pending.append(store.commit_async(state, step=step, message="said", metrics={"loss": 0.5}, tag="t", **given))
+            pending.append(
+                store.commit_async(
+                    state, step=step, message="said", metrics={"loss": 0.5}, tag="t", **given
+                )
+            )
             state["model"]["rows"]._local_tensor.fill_(-7)
             state["model"]["whole"].fill_(-7)
             state["own"]["noise"].fill_(-7)
         made = [each.wait() for each in pending]
-        assert store.worker_pid and "torch" not in Path(f"/proc/{store.worker_pid}/maps").read_text()
-        assert [snapshot.parents for snapshot in made[1:]] == [(snapshot.id,) for snapshot in made[:-1]]
+        assert (
+            store.worker_pid and "torch" not in Path(f"/proc/{store.worker_pid}/maps").read_text()
+        )
+        assert [snapshot.parents for snapshot in made[1:]] == [
+            (snapshot.id,) for snapshot in made[:-1]
+        ]
         last = pending[-1].timings
-        assert None not in (last.held_s, last.staged_s, last.hashed_s, last.written_s, last.durable_s)
-        assert made[-1].metrics == {"loss": 0.5} and made[-1].message == "said" and made[-1].tags == ("t",)
+        assert None not in (
+            last.held_s,
+            last.staged_s,
+            last.hashed_s,
+            last.written_s,
+            last.durable_s,
+        )
+        assert (
+            made[-1].metrics == {"loss": 0.5}
+            and made[-1].message == "said"
+            and made[-1].tags == ("t",)
+        )
         assert store.commit(a_state(rank, n, 2), **given).content_id == made[-1].content_id
         with ckptstore.open(path) as other:  # by a thread
             threads = other.commit_async(a_state(rank, n, 2), **given).wait()
-        assert threads.content_id == made[-1].content_id and threads.stats and threads.stats.new_bytes < 64 * KIB
+        assert (
+            threads.content_id == made[-1].content_id
+            and threads.stats
+            and threads.stats.new_bytes < 64 * KIB
+        )
         with pytest.raises(ckptstore.InvalidInput, match="leave out"):
             store.commit_async(state, process_group=group_of(n), dedup_first=True)
     return [snapshot.id for snapshot in made]
@@ -74,12 +102,15 @@ def test_workers_commits_are_those_of_threads(pool: Pool, tmp_path: Path) -> Non
     assert first == second
     with ckptstore.open(tmp_path / "store") as store:
         for step, commit in enumerate(first):
-            assert torch.equal(store.checkout(commit).read("own/noise/1"), torch.full((3000,), 1.0 + step))
+            assert torch.equal(
+                store.checkout(commit).read("own/noise/1"), torch.full((3000,), 1.0 + step)
+            )
         assert not store.fsck(read_data="100%").damaged
 
 
 def lose_workers(rank: int, path: Path) -> list[str] | None:
-    """Each rank's worker is killed in the midst of a commit, then one while it has nothing to do."""
+    """Each rank's worker is killed in the midst of a commit, then one while it has nothing to
+    do."""
     n = 2
     meet(n)
     if rank >= n:
@@ -96,7 +127,9 @@ def lose_workers(rank: int, path: Path) -> list[str] | None:
                 os.kill(pid, signal.SIGKILL)
                 gate.opened.set()
             error = pending.exception()
-            assert isinstance(error, ckptstore.Unavailable) and list(error.causes) == [victim], error
+            assert isinstance(error, ckptstore.Unavailable) and list(error.causes) == [victim], (
+                error
+            )
             assert store.log() == []
         before = store.commit_async(a_state(rank, n, 2), **given).wait()
         pid = store.worker_pid
@@ -110,7 +143,9 @@ def lose_workers(rank: int, path: Path) -> list[str] | None:
         return [before.id, after.id]
 
 
-def test_a_workers_death_is_every_ranks_error_and_the_next_commit_has_another(pool: Pool, tmp_path: Path) -> None:
+def test_a_workers_death_is_every_ranks_error_and_the_next_commit_has_another(
+    pool: Pool, tmp_path: Path
+) -> None:
     first, second, *_ = pool.run(lose_workers, tmp_path / "store")
     assert first == second and len(set(first)) == 2
     with ckptstore.open(tmp_path / "store") as store:
@@ -124,8 +159,14 @@ def fail_and_call_off(rank: int, path: Path) -> None:
         return
     given: dict[str, Any] = {"process_group": group_of(n), "timeout_s": 60}
     with ckptstore.open(path, executor="process") as store:
-        error = store.commit_async({"x": {"a": torch.full((5000,), float(rank))}}, replicated=["x/*"], **given).exception()
-        assert isinstance(error, ckptstore.Conflict) and "x/a is one tensor" in str(error) and error.causes
+        error = store.commit_async(
+            {"x": {"a": torch.full((5000,), float(rank))}}, replicated=["x/*"], **given
+        ).exception()
+        assert (
+            isinstance(error, ckptstore.Conflict)
+            and "x/a is one tensor" in str(error)
+            and error.causes
+        )
         gate = Gate("hashed") if rank == 1 else None
         pending = store.commit_async(a_state(rank, n, 1), on_progress=gate, **given)
         if gate:
@@ -134,28 +175,44 @@ def fail_and_call_off(rank: int, path: Path) -> None:
             gate.opened.set()
         assert isinstance(pending.exception(), ckptstore.Cancelled)
         assert store.log() == []
-        alone = store.commit_async({"x": torch.full((5000,), float(rank))}, process_group="alone", tag=f"of-{rank}").wait()
+        alone = store.commit_async(
+            {"x": torch.full((5000,), float(rank))}, process_group="alone", tag=f"of-{rank}"
+        ).wait()
         assert torch.equal(alone.read("x"), torch.full((5000,), float(rank)))
         store.commit_async(a_state(rank, n, 3), step=3, **given).wait()
 
 
-def test_what_fails_in_one_worker_fails_on_all_ranks_and_nothing_is_left_over(pool: Pool, tmp_path: Path) -> None:
+def test_what_fails_in_one_worker_fails_on_all_ranks_and_nothing_is_left_over(
+    pool: Pool, tmp_path: Path
+) -> None:
     pool.run(fail_and_call_off, tmp_path / "store")
     with ckptstore.open(tmp_path / "store") as store:
         assert store.log()[0].step == 3
 
 
 class Job:
-    """Two trainers in sessions of their own, which commit small states one after the other, the first of them of step `first`."""
+    """Two trainers in sessions of their own, which commit small states one after the other, the
+    first of them of step `first`."""
 
     def __init__(self, nursery: Nursery, place: Path, first: int, held: list[int]) -> None:
-        given: dict[str, Any] = {"place": str(place), "meeting": str(place.with_name(f"meeting-{first}")), "size": 2, "first": first}
+        given: dict[str, Any] = {
+            "place": str(place),
+            "meeting": str(place.with_name(f"meeting-{first}")),
+            "size": 2,
+            "first": first,
+        }
         self._alive = {0, 1}
-        self.trainers = [nursery.start("commit_together_on", rank=rank, held=rank in held, **given).go() for rank in range(2)]
+        self.trainers = [
+            nursery.start("commit_together_on", rank=rank, held=rank in held, **given).go()
+            for rank in range(2)
+        ]
 
     def wait(self, kind: str, ranks: list[int], count: int = 1) -> None:
         """Until each of `ranks` has said so much."""
-        _wait(lambda: all(len(self.trainers[rank].reports(kind)) >= count for rank in ranks), f"{kind} on ranks {ranks}")
+        _wait(
+            lambda: all(len(self.trainers[rank].reports(kind)) >= count for rank in ranks),
+            f"{kind} on ranks {ranks}",
+        )
 
     def kill(self, ranks: list[int]) -> None:
         for rank in ranks:
@@ -179,7 +236,9 @@ def steps_at(place: Path) -> set[int]:
         return {info.step for info in store.log() if info.step is not None}
 
 
-def test_workers_finish_the_commit_of_trainers_that_were_killed(scratch: Path, nursery: Nursery) -> None:
+def test_workers_finish_the_commit_of_trainers_that_were_killed(
+    scratch: Path, nursery: Nursery
+) -> None:
     """First all trainers die, then the coordinator's, and the other gets its commit."""
     place = scratch / "store"
     job = Job(nursery, place, 1, held=[0, 1])
@@ -198,7 +257,9 @@ def test_workers_finish_the_commit_of_trainers_that_were_killed(scratch: Path, n
 
 @pytest.mark.soak
 @pytest.mark.timeout(3600)
-def test_trainers_and_workers_killed_at_any_moment(scratch: Path, nursery: Nursery, seed: int) -> None:
+def test_trainers_and_workers_killed_at_any_moment(
+    scratch: Path, nursery: Nursery, seed: int
+) -> None:
     random, place, finished, survived = Random(seed), scratch / "store", 0, 0
     for n in range(60):
         job = Job(nursery, place, 1000 * n, held=[])
@@ -213,14 +274,20 @@ def test_trainers_and_workers_killed_at_any_moment(scratch: Path, nursery: Nurse
             for rank in victims:
                 os.kill(int(job.trainers[rank].reports("worker")[-1][0]), signal.SIGKILL)
             durable = len(job.said("durable"))
-            _wait(lambda job=job, durable=durable: len(job.said("durable")) >= durable + 3, "commits after a worker's death")
+            _wait(
+                lambda job=job, durable=durable: len(job.said("durable")) >= durable + 3,
+                "commits after a worker's death",
+            )
             surely, survived = job.said("durable"), survived + 1
         job.end()
         assert surely <= steps_at(place), f"kill {n} of seed {seed}"
     contents = contents_of(place)
     assert_sound(place, contents)
     assert_no_garbage_after_gc(place, contents)
-    print(f"{finished} commits of killed trainers, all there; workers killed {survived} times, the next commit was made each time")
+    print(
+        f"{finished} commits of killed trainers, all there; workers killed {survived} times, the "
+        "next commit was made each time"
+    )
 
 
 def _wait(until: Callable[[], bool], what: str) -> None:

@@ -1,4 +1,5 @@
-"""Threads write to the states of two ranks while these commit together: no chunk in the store differs from its id."""
+"""Threads write to the states of two ranks while these commit together: no chunk in the store
+differs from its id."""
 
 from contextlib import ExitStack
 from pathlib import Path
@@ -17,7 +18,8 @@ OWN = ["own/*"]
 
 
 def race(rank: int, path: Path, commits: int) -> int:
-    """Commits of shards that end within chunks, of a rank's own leaf and of one that must be compared; returns how many were refused."""
+    """Commits of shards that end within chunks, of a rank's own leaf and of one that must be
+    compared; returns how many were refused."""
     meet(N)
     if rank >= N:
         group_of(N)
@@ -35,7 +37,9 @@ def race(rank: int, path: Path, commits: int) -> int:
                 state = compared if step % 4 == 3 else planned
                 try:
                     if step % 4 == 2:
-                        store.commit_async(state, step=step, private=OWN, process_group=group_of(N)).wait()
+                        store.commit_async(
+                            state, step=step, private=OWN, process_group=group_of(N)
+                        ).wait()
                     else:
                         store.commit(state, step=step, private=OWN, process_group=group_of(N))
                 except Conflict:  # what was compared has changed until it was written
@@ -54,11 +58,19 @@ def _race(pool: Pool, place: Path, commits: int) -> None:
         assert len(infos) == commits + 1 - refused > commits // 2
         assert not store.fsck("data").findings
         clean = store.checkout(infos[0].id).state_dict()
-        assert all(torch.equal(tensor, torch.ones_like(tensor)) for tensor in (clean["model"]["shards"], clean["other"]["t"]))
-    print(f"2 ranks: {commits - refused} commits beside racing writers, {refused} refused; no chunk differs from its id")
+        assert all(
+            torch.equal(tensor, torch.ones_like(tensor))
+            for tensor in (clean["model"]["shards"], clean["other"]["t"])
+        )
+    print(
+        f"2 ranks: {commits - refused} commits beside racing writers, {refused} refused; no chunk "
+        "differs from its id"
+    )
 
 
-def test_racing_writes_on_two_ranks_tear_a_state_and_never_damage_the_store(pool: Pool, tmp_path: Path) -> None:
+def test_racing_writes_on_two_ranks_tear_a_state_and_never_damage_the_store(
+    pool: Pool, tmp_path: Path
+) -> None:
     _race(pool, tmp_path / "store", 6)
 
 

@@ -1,4 +1,5 @@
-"""`fully_shard` with the shapes of real models: one content, stored once, from however many ranks."""
+"""`fully_shard` with the shapes of real models: one content, stored once, from however many
+ranks."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,7 +20,17 @@ GPT2 = [(50257, 768), (1024, 768)] + 12 * [
     *((768,), (768,), (3072, 768), (3072,), (768, 3072), (768,)),
 ]
 GPT2 += [(768,), (768,)]
-LLAMA_8B_BLOCK = [(4096, 4096), (1024, 4096), (1024, 4096), (4096, 4096), (14336, 4096), (14336, 4096), (4096, 14336), (4096,), (4096,)]
+LLAMA_8B_BLOCK = [
+    (4096, 4096),
+    (1024, 4096),
+    (1024, 4096),
+    (4096, 4096),
+    (14336, 4096),
+    (14336, 4096),
+    (4096, 14336),
+    (4096,),
+    (4096,),
+]
 SHAPES = {"gpt2": GPT2, "llama": LLAMA_8B_BLOCK}
 
 
@@ -29,7 +40,9 @@ class Shapes(nn.Module):
     def __init__(self, shapes: list[tuple[int, ...]]) -> None:
         super().__init__()
         generator = torch.Generator().manual_seed(0)
-        self.tensors = nn.ParameterList(torch.randn(shape, generator=generator, dtype=torch.bfloat16) for shape in shapes)
+        self.tensors = nn.ParameterList(
+            torch.randn(shape, generator=generator, dtype=torch.bfloat16) for shape in shapes
+        )
 
 
 def commit_shapes(rank: int, path: Path, name: str, n: int) -> tuple[str, int, int] | None:
@@ -55,8 +68,12 @@ def eight() -> Iterator[Pool]:
 @pytest.mark.soak
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("name", SHAPES)
-def test_a_sharded_model_is_one_content_from_any_number_of_ranks(eight: Pool, tmp_path: Path, name: str) -> None:
+def test_a_sharded_model_is_one_content_from_any_number_of_ranks(
+    eight: Pool, tmp_path: Path, name: str
+) -> None:
     results = [eight.run(commit_shapes, tmp_path / "store", name, n)[0] for n in RANKS]
     assert len({content for content, _, _ in results}) == 1
     assert results[0][1] > 0
-    assert all(new_bytes <= 0.01 * logical_bytes for _, new_bytes, logical_bytes in results[1:]), results
+    assert all(new_bytes <= 0.01 * logical_bytes for _, new_bytes, logical_bytes in results[1:]), (
+        results
+    )

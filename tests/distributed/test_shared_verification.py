@@ -1,4 +1,5 @@
-"""What several ranks read is compared with its id by one of them, and by the others with what that one found: nothing wrong passes."""
+"""What several ranks read is compared with its id by one of them, and by the others with what that
+one found: nothing wrong passes."""
 
 import signal
 from collections.abc import Iterator, Sequence
@@ -41,7 +42,8 @@ def committed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @contextmanager
 def verified_from(least_bytes: int = 0) -> Iterator[list[int]]:
-    """Commits from `least_bytes` on are vouched for; gives how many bytes this process compares with ids."""
+    """Commits from `least_bytes` on are vouched for; gives how many bytes this process compares
+    with ids."""
     found: list[int] = []
 
     def counted(data: memoryview) -> bytes:
@@ -57,8 +59,13 @@ def verified_from(least_bytes: int = 0) -> Iterator[list[int]]:
 
 @contextmanager
 def spoilt(rank: int, which: int, *, again: bool = False) -> Iterator[None]:
-    """Whatever rank `which` reads has a flipped bit: what ranks vouch for, or also what is read `again`."""
-    read_into, verified_for_others, flips = LocalStorage.read_into, shared_verification.SharedVerification._read, again
+    """Whatever rank `which` reads has a flipped bit: what ranks vouch for, or also what is read
+    `again`."""
+    read_into, verified_for_others, flips = (
+        LocalStorage.read_into,
+        shared_verification.SharedVerification._read,
+        again,
+    )
 
     def flipping(self: LocalStorage, key: str, offset: int, buffers: Sequence[memoryview]) -> None:
         read_into(self, key, offset, buffers)
@@ -91,14 +98,18 @@ def restore(rank: int, path: Path, least_bytes: int = 0, **options: Any) -> int:
         return sum(compared)
 
 
-def test_four_ranks_compare_one_copy_with_its_ids_instead_of_four(pool: Pool, committed: Path) -> None:
+def test_four_ranks_compare_one_copy_with_its_ids_instead_of_four(
+    pool: Pool, committed: Path
+) -> None:
     compared = pool.run(restore, committed)
     aside = state_of(0)["halves"].nbytes
     assert COPY_BYTES <= sum(compared) <= 1.1 * COPY_BYTES + 4 * aside
     assert max(compared) <= 1.2 * COPY_BYTES / 4 + aside + 2 * CHUNK_BYTES
 
 
-def test_a_rank_alone_and_a_small_commit_are_compared_with_ids_as_ever(pool: Pool, committed: Path) -> None:
+def test_a_rank_alone_and_a_small_commit_are_compared_with_ids_as_ever(
+    pool: Pool, committed: Path
+) -> None:
     assert min(pool.run(restore_alone, committed)) >= COPY_BYTES
     assert COPY_BYTES < shared_verification.LEAST_BYTES
     assert min(pool.run(restore, committed, shared_verification.LEAST_BYTES)) >= COPY_BYTES
@@ -131,7 +142,10 @@ def restore_what_stays_spoilt(rank: int, path: Path, which: int) -> None:
     meet(4)
     with ckptstore.open(path, threads=2) as store, verified_from():
         targets = {"model": empty_like(state_of(0))}
-        with spoilt(rank, which, again=True), pytest.raises(ckptstore.Corrupt, match=r"leaf model/\w+, commit") as caught:
+        with (
+            spoilt(rank, which, again=True),
+            pytest.raises(ckptstore.Corrupt, match=r"leaf model/\w+, commit") as caught,
+        ):
             store.checkout().restore(targets)
         assert list(caught.value.causes) == [which]
     restore(rank, path)
@@ -147,7 +161,9 @@ def restore_damaged_together(rank: int, path: Path) -> str:
         return restore_damaged(rank, path, False)
 
 
-def test_a_damaged_chunk_fails_on_all_and_resume_takes_the_commit_before(pool: Pool, tmp_path: Path) -> None:
+def test_a_damaged_chunk_fails_on_all_and_resume_takes_the_commit_before(
+    pool: Pool, tmp_path: Path
+) -> None:
     commit_damaged(tmp_path / "store")
     assert len(set(pool.run(restore_damaged_together, tmp_path / "store"))) == 1
 
@@ -157,14 +173,22 @@ def restore_while_words_flip(rank: int, path: Path) -> int:
     exchange = Collective.exchange
 
     def flipping(self: Collective, outgoing: Sequence[Part], incoming: Sequence[Part]) -> None:
-        exchange(self, [Part(part.rank, memoryview(bytes(len(part.memory)))) for part in outgoing] if rank == 1 else outgoing, incoming)
+        exchange(
+            self,
+            [Part(part.rank, memoryview(bytes(len(part.memory)))) for part in outgoing]
+            if rank == 1
+            else outgoing,
+            incoming,
+        )
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Collective, "exchange", flipping)
         return restore(rank, path)
 
 
-def test_what_does_not_fit_the_words_of_another_is_compared_with_its_id(pool: Pool, committed: Path) -> None:
+def test_what_does_not_fit_the_words_of_another_is_compared_with_its_id(
+    pool: Pool, committed: Path
+) -> None:
     compared = pool.run(restore_while_words_flip, committed)
     assert min(compared[0], compared[2], compared[3]) >= 1.8 * compared[1]
 
@@ -176,13 +200,18 @@ def restore_layouts(rank: int, path: Path, n: int) -> int:
     with ckptstore.open(path) as store, verified_from() as compared:
         state = {"x": {name: layout(name, torch.zeros_like(full()), n) for name in LAYOUTS}}
         store.checkout("layouts").restore(state, process_group=group_of(n))
-        assert all(torch.equal(state["x"][name].to_local(), layout(name, full(), n).to_local()) for name in LAYOUTS)
+        assert all(
+            torch.equal(state["x"][name].to_local(), layout(name, full(), n).to_local())
+            for name in LAYOUTS
+        )
         return sum(compared)
 
 
 def test_shards_of_any_layout_are_right(pool: Pool, tmp_path: Path) -> None:
     with ckptstore.open(tmp_path / "store", chunk_bytes=CHUNK_BYTES) as store:
-        store.commit({"x": {name: full() for name in LAYOUTS}}, tag="layouts", process_group="alone")
+        store.commit(
+            {"x": {name: full() for name in LAYOUTS}}, tag="layouts", process_group="alone"
+        )
     for n in (3, 4):
         assert sum(pool.run(restore_layouts, tmp_path / "store", n)) > 0
 
@@ -203,7 +232,9 @@ def part_of(rank: int) -> torch.Tensor:
 
 def test_ranks_that_have_nothing_in_common_compare_their_own(pool: Pool, tmp_path: Path) -> None:
     with ckptstore.open(tmp_path / "store", chunk_bytes=CHUNK_BYTES) as store:
-        store.commit({"parts": {f"part{rank}": part_of(rank) for rank in range(4)}}, process_group="alone")
+        store.commit(
+            {"parts": {f"part{rank}": part_of(rank) for rank in range(4)}}, process_group="alone"
+        )
     assert min(pool.run(restore_own_part, tmp_path / "store")) >= part_of(0).nbytes
 
 
@@ -235,7 +266,9 @@ def restore_while_one_is_interrupted(rank: int, path: Path) -> None:
     restore(rank, path)
 
 
-def test_who_is_interrupted_says_what_others_wait_for_and_all_are_told(pool: Pool, committed: Path) -> None:
+def test_who_is_interrupted_says_what_others_wait_for_and_all_are_told(
+    pool: Pool, committed: Path
+) -> None:
     pool.run(restore_while_one_is_interrupted, committed)
 
 

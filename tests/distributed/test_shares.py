@@ -1,4 +1,5 @@
-"""Who reads what several ranks need: everybody gets everything once, the load is even, and a window is never too full."""
+"""Who reads what several ranks need: everybody gets everything once, the load is even, and a window
+is never too full."""
 
 import numpy as np
 from hypothesis import given
@@ -24,36 +25,66 @@ MIB = 1 << 20
 def cases(draw: st.DrawFn) -> tuple[np.ndarray, np.ndarray, int]:
     """What ranks need, sizes of chunks, and the window."""
     ranks, chunks = draw(st.integers(2, 9)), draw(st.integers(1, 40))
-    kinds = draw(st.lists(st.lists(st.booleans(), min_size=ranks, max_size=ranks), min_size=1, max_size=4))
+    kinds = draw(
+        st.lists(st.lists(st.booleans(), min_size=ranks, max_size=ranks), min_size=1, max_size=4)
+    )
     needs = np.array([draw(st.sampled_from(kinds)) for _ in range(chunks)], bool).T
-    nbytes = np.array(draw(st.lists(st.integers(1, 100), min_size=chunks, max_size=chunks)), np.int64)
+    nbytes = np.array(
+        draw(st.lists(st.integers(1, 100), min_size=chunks, max_size=chunks)), np.int64
+    )
     return needs, nbytes, draw(st.integers(100, 400))
 
 
 @given(cases())
-def test_every_rank_gets_each_chunk_that_it_shares_from_one_reader_in_one_window(case: tuple[np.ndarray, np.ndarray, int]) -> None:
+def test_every_rank_gets_each_chunk_that_it_shares_from_one_reader_in_one_window(
+    case: tuple[np.ndarray, np.ndarray, int],
+) -> None:
     needs, nbytes, window_bytes = case
     shares = plan_shares(needs, nbytes, window_bytes)
-    tasks = [decode_shares(encode_shares(shares, needs, nbytes, rank), rank, len(needs)) for rank in range(len(needs))]
+    tasks = [
+        decode_shares(encode_shares(shares, needs, nbytes, rank), rank, len(needs))
+        for rank in range(len(needs))
+    ]
     several = set(np.flatnonzero(needs.sum(axis=0) > 1).tolist())
     assert set(np.flatnonzero(shares.readers != ALONE).tolist()) == several
     for rank, windows in enumerate(tasks):
         mine = [share for window in windows for share in window]
-        assert sorted(share.number for share in mine) == [number for number in sorted(several) if needs[rank, number]]
+        assert sorted(share.number for share in mine) == [
+            number for number in sorted(several) if needs[rank, number]
+        ]
         for window in windows:
             assert sum(share.nbytes for share in window) <= window_bytes + nbytes.max()
-    sent = {(rank, to, share.number) for rank, windows in enumerate(tasks) for share in _all(windows) for to in share.receivers}
-    got = {(share.reader, rank, share.number) for rank, windows in enumerate(tasks) for share in _all(windows) if share.reader != rank}
+    sent = {
+        (rank, to, share.number)
+        for rank, windows in enumerate(tasks)
+        for share in _all(windows)
+        for to in share.receivers
+    }
+    got = {
+        (share.reader, rank, share.number)
+        for rank, windows in enumerate(tasks)
+        for share in _all(windows)
+        if share.reader != rank
+    }
     assert sent == got
 
 
 @given(cases())
 def test_exchanges_come_to_an_end(case: tuple[np.ndarray, np.ndarray, int]) -> None:
-    """Each rank does its windows in turn, and a window ends when everybody whom it concerns is there."""
+    """Each rank does its windows in turn, and a window ends when everybody whom it concerns is
+    there."""
     needs, nbytes, window_bytes = case
     shares = plan_shares(needs, nbytes, window_bytes)
     ranks = range(len(needs))
-    todo = [sorted({int(shares.windows[n]) for n in np.flatnonzero(needs[rank] & (shares.readers != ALONE))}) for rank in ranks]
+    todo = [
+        sorted(
+            {
+                int(shares.windows[n])
+                for n in np.flatnonzero(needs[rank] & (shares.readers != ALONE))
+            }
+        )
+        for rank in ranks
+    ]
     while any(todo):
         at = {rank: windows[0] for rank, windows in enumerate(todo) if windows}
         done = [
@@ -68,7 +99,9 @@ def test_exchanges_come_to_an_end(case: tuple[np.ndarray, np.ndarray, int]) -> N
 
 
 @given(cases())
-def test_shared_chunks_are_verified_by_one_rank_each_and_the_load_is_even(case: tuple[np.ndarray, np.ndarray, int]) -> None:
+def test_shared_chunks_are_verified_by_one_rank_each_and_the_load_is_even(
+    case: tuple[np.ndarray, np.ndarray, int],
+) -> None:
     needs, _, _ = case
     verifiers = plan_verifiers(needs)
     several = needs.sum(axis=0) > 1
@@ -89,7 +122,9 @@ def test_what_all_need_is_read_evenly_and_in_runs() -> None:
     shares = plan_shares(np.ones((ranks, chunks), bool), np.full(chunks, MIB, np.int64), 64 * MIB)
     read = np.bincount(shares.readers, minlength=ranks)
     assert read.max() <= 1.05 * chunks / ranks
-    assert np.count_nonzero(np.diff(shares.readers)) <= ranks * (chunks / 64 + 1), "a rank reads many chunks in a row"
+    assert np.count_nonzero(np.diff(shares.readers)) <= ranks * (chunks / 64 + 1), (
+        "a rank reads many chunks in a row"
+    )
 
 
 def test_groups_of_ranks_exchange_side_by_side() -> None:
@@ -97,7 +132,11 @@ def test_groups_of_ranks_exchange_side_by_side() -> None:
     needs = np.zeros((4, 200), bool)
     needs[0::2, :100] = needs[1::2, 100:] = True
     shares = plan_shares(needs, np.full(200, MIB, np.int64), 10 * MIB)
-    assert shares.windows[:100].tolist() == shares.windows[100:].tolist() == [number // 10 for number in range(100)]
+    assert (
+        shares.windows[:100].tolist()
+        == shares.windows[100:].tolist()
+        == [number // 10 for number in range(100)]
+    )
     assert np.bincount(shares.readers).tolist() == [50] * 4
 
 

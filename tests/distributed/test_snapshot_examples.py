@@ -1,4 +1,5 @@
-"""The examples of several ranks that TorchSnapshot comes with, with another import; and what its tests say of replicas and failures."""
+"""The examples of several ranks that TorchSnapshot comes with, with another import; and what its
+tests say of replicas and failures."""
 
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,9 @@ from tests.distributed.test_snapshots import group, network, sharded_tensor
 # -- its example of DistributedDataParallel --
 
 
-def train_ddp(rank: int, work_dir: str, n: int, epochs: int, restore_path: str | None) -> list[str] | None:
+def train_ddp(
+    rank: int, work_dir: str, n: int, epochs: int, restore_path: str | None
+) -> list[str] | None:
     ranks = group(rank, n)
     if ranks is None:
         return None
@@ -35,27 +38,36 @@ def train_ddp(rank: int, work_dir: str, n: int, epochs: int, restore_path: str |
     losses = []
     while progress["current_epoch"] < epochs:
         for _ in range(3):
-            loss = nn.functional.binary_cross_entropy_with_logits(model(torch.rand(8, 20)), torch.rand(8, 3))
+            loss = nn.functional.binary_cross_entropy_with_logits(
+                model(torch.rand(8, 20)), torch.rand(8, 3)
+            )
             optim.zero_grad()
             loss.backward()
             optim.step()
         progress["current_epoch"] += 1
         losses.append(loss.item().hex())
         Snapshot.take(
-            f"{work_dir}/epoch-{progress['current_epoch']}{'-again' if restore_path else ''}", app_state, ranks, replicated=["**"]
+            f"{work_dir}/epoch-{progress['current_epoch']}{'-again' if restore_path else ''}",
+            app_state,
+            ranks,
+            replicated=["**"],
         )
     return losses
 
 
 @pytest.mark.parametrize("n", [1, 2, 4])
-def test_the_ddp_example_resumes_as_if_it_had_not_stopped(pool: Pool, tmp_path: Path, n: int) -> None:
+def test_the_ddp_example_resumes_as_if_it_had_not_stopped(
+    pool: Pool, tmp_path: Path, n: int
+) -> None:
     whole = pool.run(train_ddp, str(tmp_path / "run"), n, 4, None)[:n]
     rest = pool.run(train_ddp, str(tmp_path / "run"), n, 4, str(tmp_path / "run" / "epoch-2"))[:n]
     assert [losses[2:] for losses in whole] == rest
     with ckptstore.open(tmp_path / "run") as store:
         assert store.checkout("epoch-4").content_id == store.checkout("epoch-4-again").content_id
         assert n == 1 or all(
-            is_replicated(entry) for path, entry in Snapshot(str(tmp_path / "run" / "epoch-4")).get_manifest().items() if "weight" in path
+            is_replicated(entry)
+            for path, entry in Snapshot(str(tmp_path / "run" / "epoch-4")).get_manifest().items()
+            if "weight" in path
         )
 
 
@@ -65,9 +77,17 @@ def test_the_ddp_example_resumes_as_if_it_had_not_stopped(pool: Pool, tmp_path: 
 def tables(ranks: Any, rank: int, n: int, by: float) -> dict[str, StateDict]:
     fill = torch.arange(517.0 * 150).view(517, 150) * by
     dense = torch.full((16, 8), by)
-    made = {name: sharded_tensor(n, ranks, rank, fill + i) for i, name in enumerate(("t1", "t2", "momentum1", "momentum2"))}
-    model = StateDict({"over.weight": dense, **{f"embeddings.{name}.weight": made[name] for name in ("t1", "t2")}})
-    optim = StateDict(state={name: {"momentum": made[f"momentum{name[1]}"]} for name in ("t1", "t2")}, param_groups=[{"lr": by}])
+    made = {
+        name: sharded_tensor(n, ranks, rank, fill + i)
+        for i, name in enumerate(("t1", "t2", "momentum1", "momentum2"))
+    }
+    model = StateDict(
+        {"over.weight": dense, **{f"embeddings.{name}.weight": made[name] for name in ("t1", "t2")}}
+    )
+    optim = StateDict(
+        state={name: {"momentum": made[f"momentum{name[1]}"]} for name in ("t1", "t2")},
+        param_groups=[{"lr": by}],
+    )
     return {"dmp": model, "optim": optim, "progress": StateDict(current_epoch=int(by))}
 
 
@@ -86,15 +106,26 @@ def restore_tables(rank: int, path: str, n: int) -> bool | None:
         return None
     got, wanted = tables(ranks, rank, n, 0.0), tables(ranks, rank, n, 3.0)
     Snapshot(path, pg=ranks).restore(dict(got))
-    pairs = [(got["dmp"][name], wanted["dmp"][name]) for name in ("embeddings.t1.weight", "embeddings.t2.weight")]
-    pairs += [(got["optim"]["state"][name]["momentum"], wanted["optim"]["state"][name]["momentum"]) for name in ("t1", "t2")]
-    assert all(torch.equal(mine.local_shards()[0].tensor, theirs.local_shards()[0].tensor) for mine, theirs in pairs)
+    pairs = [
+        (got["dmp"][name], wanted["dmp"][name])
+        for name in ("embeddings.t1.weight", "embeddings.t2.weight")
+    ]
+    pairs += [
+        (got["optim"]["state"][name]["momentum"], wanted["optim"]["state"][name]["momentum"])
+        for name in ("t1", "t2")
+    ]
+    assert all(
+        torch.equal(mine.local_shards()[0].tensor, theirs.local_shards()[0].tensor)
+        for mine, theirs in pairs
+    )
     assert got["optim"]["param_groups"] == [{"lr": 3.0}] and got["progress"]["current_epoch"] == 3
     return torch.equal(got["dmp"]["over.weight"], wanted["dmp"]["over.weight"])
 
 
 @pytest.mark.parametrize(("taken", "restored"), [(2, 4), (4, 1)])
-def test_the_torchrec_example_moves_to_another_number_of_ranks(pool: Pool, tmp_path: Path, taken: int, restored: int) -> None:
+def test_the_torchrec_example_moves_to_another_number_of_ranks(
+    pool: Pool, tmp_path: Path, taken: int, restored: int
+) -> None:
     path = str(tmp_path / "run" / "last")
     paths = pool.run(take_tables, path, taken)[:taken]
     assert all(each == paths[0] for each in paths)
@@ -133,7 +164,9 @@ def restore_fsdp1(rank: int, path: str, n: int, kind: StateDictType) -> Any:
     if ranks is None:
         return None
     module, optim = fsdp1(kind, 1, ranks)
-    Snapshot(path, pg=ranks).restore({"model": module, "optim": FSDPOptimizerAdapter(module, optim)})
+    Snapshot(path, pg=ranks).restore(
+        {"model": module, "optim": FSDPOptimizerAdapter(module, optim)}
+    )
     return after_a_step(module, optim)
 
 
@@ -146,12 +179,20 @@ def after_a_step(module: Any, optim: torch.optim.Optimizer) -> list[list[float]]
         return [parameter.detach().flatten().tolist() for parameter in module.parameters()]
 
 
-@pytest.mark.parametrize(("kind", "restored"), [(StateDictType.SHARDED_STATE_DICT, 2), (StateDictType.LOCAL_STATE_DICT, 4)])
-def test_fsdp1_modules_go_on_as_they_would_have(pool: Pool, tmp_path: Path, kind: StateDictType, restored: int) -> None:
+@pytest.mark.parametrize(
+    ("kind", "restored"),
+    [(StateDictType.SHARDED_STATE_DICT, 2), (StateDictType.LOCAL_STATE_DICT, 4)],
+)
+def test_fsdp1_modules_go_on_as_they_would_have(
+    pool: Pool, tmp_path: Path, kind: StateDictType, restored: int
+) -> None:
     path = str(tmp_path / "run" / "last")
     wanted = pool.run(quietly, take_fsdp1, path, 4, kind)[0]
     for got in pool.run(quietly, restore_fsdp1, path, restored, kind)[:restored]:
-        assert all(torch.allclose(torch.tensor(mine), torch.tensor(theirs)) for mine, theirs in zip(got, wanted, strict=True))
+        assert all(
+            torch.allclose(torch.tensor(mine), torch.tensor(theirs))
+            for mine, theirs in zip(got, wanted, strict=True)
+        )
 
 
 # -- what is known of replicas without a glob --
@@ -165,7 +206,10 @@ def take_inferred(rank: int, path: str, ignored: list[str]) -> list[str] | None:
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(net, ignored)
     for name in ignored:
         nn.init.constant_(net.get_parameter(name), rank)
-    app_state = {"ddp": DistributedDataParallel(net, process_group=ranks), "plain": nn.Linear(4, 200)}
+    app_state = {
+        "ddp": DistributedDataParallel(net, process_group=ranks),
+        "plain": nn.Linear(4, 200),
+    }
     snapshot = Snapshot.take(path, app_state, pg=ranks)
     for name in ignored:
         assert (snapshot.read_object(f"{rank}/ddp/{name}") == rank).all()
@@ -174,19 +218,29 @@ def take_inferred(rank: int, path: str, ignored: list[str]) -> list[str] | None:
 
 
 @pytest.mark.parametrize("ignored", [[], ["0.weight", "0.bias"]])
-def test_what_ddp_keeps_equal_is_replicated_without_a_glob(pool: Pool, tmp_path: Path, ignored: list[str]) -> None:
+def test_what_ddp_keeps_equal_is_replicated_without_a_glob(
+    pool: Pool, tmp_path: Path, ignored: list[str]
+) -> None:
     names = [name for name in ("0.weight", "0.bias", "1.weight", "1.bias") if name not in ignored]
-    assert pool.run(take_inferred, str(tmp_path / "snap"), ignored)[:2] == [[f"0/ddp/{name}" for name in names]] * 2
+    assert (
+        pool.run(take_inferred, str(tmp_path / "snap"), ignored)[:2]
+        == [[f"0/ddp/{name}" for name in names]] * 2
+    )
 
 
 # -- failures in the background --
 
 
 class Unreadable(StateDict):
-    """Its state cannot be committed on rank 1: known when leaves are looked at, as a failing disk is when they are written."""
+    """Its state cannot be committed on rank 1: known when leaves are looked at, as a failing disk
+    is when they are written."""
 
     def state_dict(self) -> dict[str, Any]:
-        return {"x": torch.ones(700), "odd": object()} if dist.get_rank() == 1 else {"x": torch.ones(700), "odd": 1}
+        return (
+            {"x": torch.ones(700), "odd": object()}
+            if dist.get_rank() == 1
+            else {"x": torch.ones(700), "odd": 1}
+        )
 
 
 def fail_in_the_background(rank: int, path: str, n: int) -> bool | None:
@@ -200,5 +254,7 @@ def fail_in_the_background(rank: int, path: str, n: int) -> bool | None:
 
 
 @pytest.mark.parametrize("n", [2, 4])
-def test_an_async_take_that_fails_on_one_rank_fails_on_all_and_leaves_the_snapshot_before(pool: Pool, tmp_path: Path, n: int) -> None:
+def test_an_async_take_that_fails_on_one_rank_fails_on_all_and_leaves_the_snapshot_before(
+    pool: Pool, tmp_path: Path, n: int
+) -> None:
     assert pool.run(fail_in_the_background, str(tmp_path / "run" / "last"), n)[:n] == [True] * n

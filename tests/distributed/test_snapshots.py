@@ -1,4 +1,5 @@
-"""Snapshots as TorchSnapshot takes them, on 2 and 4 ranks: what is replicated, divided or each rank's own, and who can restore it."""
+"""Snapshots as TorchSnapshot takes them, on 2 and 4 ranks: what is replicated, divided or each
+rank's own, and who can restore it."""
 
 import logging
 import warnings
@@ -63,12 +64,21 @@ def restore_ddp(rank: int, path: str, n: int) -> tuple[torch.Tensor, int, torch.
     model = DistributedDataParallel(plain, process_group=ranks) if n > 1 else plain
     optimizer = torch.optim.Adagrad(model.parameters(), lr=0.01)
     progress = StateDict(current_epoch=0)
-    Snapshot(path, pg=ranks).restore({"rng_state": RNGState(), "model": model, "optim": optimizer, "progress": progress})
-    return plain[0].weight.detach(), progress["current_epoch"], torch.rand(1), int(optimizer.state_dict()["state"][0]["step"])
+    Snapshot(path, pg=ranks).restore(
+        {"rng_state": RNGState(), "model": model, "optim": optimizer, "progress": progress}
+    )
+    return (
+        plain[0].weight.detach(),
+        progress["current_epoch"],
+        torch.rand(1),
+        int(optimizer.state_dict()["state"][0]["step"]),
+    )
 
 
 @pytest.mark.parametrize("taken", [2, 4])
-def test_a_replicated_snapshot_is_restored_on_any_number_of_ranks(pool: Pool, tmp_path: Path, taken: int) -> None:
+def test_a_replicated_snapshot_is_restored_on_any_number_of_ranks(
+    pool: Pool, tmp_path: Path, taken: int
+) -> None:
     path = str(tmp_path / "runs" / "epoch-3")
     took = pool.run(take_ddp, path, taken)[:taken]
     for n in (1, 2, 4):
@@ -85,7 +95,10 @@ def test_a_replicated_snapshot_is_restored_on_any_number_of_ranks(pool: Pool, tm
 def take_own(rank: int, path: str, n: int, replicated: list[str]) -> None:
     ranks = group(rank, n)
     if ranks is not None:
-        app_state = {"own": StateDict(number=rank, same=torch.ones(600), tensor=torch.full((600,), rank)), "lin": nn.Linear(4, 4)}
+        app_state = {
+            "own": StateDict(number=rank, same=torch.ones(600), tensor=torch.full((600,), rank)),
+            "lin": nn.Linear(4, 4),
+        }
         torch.nn.init.constant_(app_state["lin"].weight, 5)
         Snapshot.take(path, app_state, pg=ranks, replicated=replicated)
 
@@ -99,14 +112,25 @@ def restore_own(rank: int, path: str, n: int, strict: bool) -> Any:
     return own["number"], int(own["tensor"][0]), float(own["same"][0]), own["added"]
 
 
-def test_what_is_neither_replicated_nor_divided_is_for_the_rank_that_had_it(pool: Pool, tmp_path: Path) -> None:
+def test_what_is_neither_replicated_nor_divided_is_for_the_rank_that_had_it(
+    pool: Pool, tmp_path: Path
+) -> None:
     path = str(tmp_path / "snap")
     pool.run(take_own, path, 2, ["own/same"])
     for n in (1, 2):
-        assert pool.run(restore_own, path, n, True)[:n] == [(rank, rank, 1.0, 7) for rank in range(n)]
-    with pytest.raises(RankFailed, match=r"own/number .* is private to ranks \[0, 1\], and rank 2 has none"):
+        assert pool.run(restore_own, path, n, True)[:n] == [
+            (rank, rank, 1.0, 7) for rank in range(n)
+        ]
+    with pytest.raises(
+        RankFailed, match=r"own/number .* is private to ranks \[0, 1\], and rank 2 has none"
+    ):
         pool.run(restore_own, path, 4, True)
-    assert pool.run(restore_own, path, 4, False) == [(0, 0, 1.0, 7), (1, 1, 1.0, 7), (-1, -1, 1.0, 7), (-1, -1, 1.0, 7)]
+    assert pool.run(restore_own, path, 4, False) == [
+        (0, 0, 1.0, 7),
+        (1, 1, 1.0, 7),
+        (-1, -1, 1.0, 7),
+        (-1, -1, 1.0, 7),
+    ]
     manifest = Snapshot(path).get_manifest()
     assert [key for key, entry in manifest.items() if is_replicated(entry)] == ["0/own/same"]
     assert manifest["0/own"] == manifest["1/own"]
@@ -119,8 +143,12 @@ def test_what_is_neither_replicated_nor_divided_is_for_the_rank_that_had_it(pool
         snapshot.read_object("3/own/number")
     assert snapshot.metadata.world_size == 2
     commit = snapshot.commit
-    assert commit.of_rank(1).state_dict("own")["number"] == 1 and set(commit.state_dict("own")["number"]) == {0, 1}
-    assert commit.of_rank(2).state_dict("own").keys() == {"same"} and commit.only(["lin", "x"]).keys() == ["lin"]
+    assert commit.of_rank(1).state_dict("own")["number"] == 1 and set(
+        commit.state_dict("own")["number"]
+    ) == {0, 1}
+    assert commit.of_rank(2).state_dict("own").keys() == {"same"} and commit.only(
+        ["lin", "x"]
+    ).keys() == ["lin"]
     assert commit.layout is not None and commit.layout.leaves["own/same"].ranks == ((0, 1),)
 
 
@@ -129,7 +157,12 @@ def take_globs(rank: int, path: str, globs: list[list[str]]) -> list[str] | None
     if ranks is None:
         return None
     one = torch.ones(1)
-    state = StateDict(foo=one, bar=one.clone(), baz=[one.clone(), one.clone()], qux={"quux": one.clone(), "quuz": one.clone()})
+    state = StateDict(
+        foo=one,
+        bar=one.clone(),
+        baz=[one.clone(), one.clone()],
+        qux={"quux": one.clone(), "quuz": one.clone()},
+    )
     snapshot = Snapshot.take(path, {"my_stateful": state}, pg=ranks, replicated=globs[rank])
     return [key for key, entry in snapshot.get_manifest().items() if is_replicated(entry)]
 
@@ -138,12 +171,20 @@ def take_globs(rank: int, path: str, globs: list[list[str]]) -> list[str] | None
     ("globs", "replicated"),
     [
         ([["**"]] * 2, ["foo", "bar", "baz/0", "baz/1", "qux/quux", "qux/quuz"]),
-        ([["my_stateful/baz/*", "my_stateful/qux/*"]] * 2, ["baz/0", "baz/1", "qux/quux", "qux/quuz"]),
-        ([["my_stateful/foo", "my_stateful/qux/*"], ["my_stateful/foo", "my_stateful/bax/*"]], ["foo"]),
+        (
+            [["my_stateful/baz/*", "my_stateful/qux/*"]] * 2,
+            ["baz/0", "baz/1", "qux/quux", "qux/quuz"],
+        ),
+        (
+            [["my_stateful/foo", "my_stateful/qux/*"], ["my_stateful/foo", "my_stateful/bax/*"]],
+            ["foo"],
+        ),
         ([[], ["**"]], []),
     ],
 )
-def test_globs_count_where_every_rank_gave_them(pool: Pool, tmp_path: Path, globs: list[list[str]], replicated: list[str]) -> None:
+def test_globs_count_where_every_rank_gave_them(
+    pool: Pool, tmp_path: Path, globs: list[list[str]], replicated: list[str]
+) -> None:
     got = pool.run(take_globs, str(tmp_path / "snap"), globs)[:2]
     assert got == [[f"0/my_stateful/{name}" for name in replicated]] * 2
 
@@ -166,7 +207,11 @@ def sharded_tensor(spec_ranks: int, ranks: Any, rank: int, fill: torch.Tensor | 
 
 
 def divided(rank: int, n: int, ranks: Any, fill: torch.Tensor) -> dict[str, Any]:
-    return {"rows": layout("rows", fill, n), "columns": layout("columns", fill, n), "st": sharded_tensor(n, ranks, rank, fill)}
+    return {
+        "rows": layout("rows", fill, n),
+        "columns": layout("columns", fill, n),
+        "st": sharded_tensor(n, ranks, rank, fill),
+    }
 
 
 def take_divided(rank: int, path: str, n: int, pending: bool) -> bool | None:
@@ -192,7 +237,9 @@ def restore_divided(rank: int, path: str, n: int) -> list[bool] | None:
     snapshot = Snapshot(path, pg=ranks)
     snapshot.restore({"s": got})
     wanted = divided(rank, n, ranks, full())
-    equal = [torch.equal(got[name].to_local(), wanted[name].to_local()) for name in ("rows", "columns")]
+    equal = [
+        torch.equal(got[name].to_local(), wanted[name].to_local()) for name in ("rows", "columns")
+    ]
     into = sharded_tensor(n, ranks, rank, None)
     assert snapshot.read_object("0/s/st", obj_out=into) is into
     for each in (got["st"], into):
@@ -200,11 +247,17 @@ def restore_divided(rank: int, path: str, n: int) -> list[bool] | None:
         equal.append(all(torch.equal(mine.tensor, theirs.tensor) for mine, theirs in shards))
     plain = torch.zeros_like(full())
     assert snapshot.read_object("1/s/columns", obj_out=plain) is plain
-    return [*equal, torch.equal(plain, full()), torch.equal(snapshot.get_state_dict_for_key("s")["rows"], full())]
+    return [
+        *equal,
+        torch.equal(plain, full()),
+        torch.equal(snapshot.get_state_dict_for_key("s")["rows"], full()),
+    ]
 
 
 @pytest.mark.parametrize(("taken", "pending"), [(2, False), (4, True)])
-def test_divided_tensors_are_divided_anew(pool: Pool, tmp_path: Path, taken: int, pending: bool) -> None:
+def test_divided_tensors_are_divided_anew(
+    pool: Pool, tmp_path: Path, taken: int, pending: bool
+) -> None:
     path = str(tmp_path / "snap")
     assert pool.run(take_divided, path, taken, pending)[:taken] == [True] * taken
     for n in (2, 4):
@@ -229,7 +282,9 @@ def take_fsdp(rank: int, path: str) -> list[Any]:
     fully_shard(fresh, mesh=mesh_of(4, False))
     state = {"model": fresh, "optim": torch.optim.AdamW(fresh.parameters())}
     Snapshot(f"{path}/two").restore(state)
-    moments = [each.state_dict()["state"][0]["exp_avg"].to_local() for each in (optimizer, state["optim"])]
+    moments = [
+        each.state_dict()["state"][0]["exp_avg"].to_local() for each in (optimizer, state["optim"])
+    ]
     return [torch.equal(module.weight.to_local(), fresh.weight.to_local()), torch.equal(*moments)]
 
 
@@ -242,13 +297,17 @@ def take_fsdp1(rank: int, path: str) -> list[Any]:
 def take_and_restore_fsdp1(path: str) -> list[Any]:
     def made() -> tuple[Any, Any]:
         torch.manual_seed(0)
-        module = FullyShardedDataParallel(nn.Sequential(nn.Linear(8, 16), nn.Linear(16, 2)), device_id=torch.device("cpu"))
+        module = FullyShardedDataParallel(
+            nn.Sequential(nn.Linear(8, 16), nn.Linear(16, 2)), device_id=torch.device("cpu")
+        )
         return module, torch.optim.Adam(module.parameters())
 
     module, optimizer = made()
     module(torch.ones(2, 8)).sum().backward()
     optimizer.step()
-    Snapshot.take(f"{path}/one", {"optim": FSDPOptimizerAdapter(module, optimizer)}, replicated=["**"])
+    Snapshot.take(
+        f"{path}/one", {"optim": FSDPOptimizerAdapter(module, optimizer)}, replicated=["**"]
+    )
     fresh, other = made()
     Snapshot(f"{path}/one").restore({"optim": FSDPOptimizerAdapter(fresh, other)})
     pairs = zip(optimizer.state.values(), other.state.values(), strict=True)
@@ -306,7 +365,9 @@ def take_failing(rank: int, path: str) -> str:
     return str(int(state["x"][0]))
 
 
-def test_a_sync_failure_on_one_rank_is_raised_on_all_and_nobody_waits_in_a_barrier(pool: Pool, tmp_path: Path) -> None:
+def test_a_sync_failure_on_one_rank_is_raised_on_all_and_nobody_waits_in_a_barrier(
+    pool: Pool, tmp_path: Path
+) -> None:
     assert pool.run(take_failing, str(tmp_path / "snap")) == ["0", "1", "2", "3"]
 
 
@@ -317,23 +378,39 @@ def take_diverged(rank: int, path: str) -> bool:
     Snapshot.take(path, {"model": model}, replicated=["**"])
     with pytest.raises(ckptstore.Conflict, match="own/x should be the same on all ranks"):
         Snapshot.take(path, {"own": StateDict(x=rank)}, replicated=["**"])
-    return bool((model.module[1].running_mean == Snapshot(path).read_object("0/model/module.1.running_mean")).all())
+    return bool(
+        (
+            model.module[1].running_mean
+            == Snapshot(path).read_object("0/model/module.1.running_mean")
+        ).all()
+    )
 
 
-def test_buffers_of_ddp_may_differ_and_other_replicas_that_do_are_named(pool: Pool, tmp_path: Path) -> None:
+def test_buffers_of_ddp_may_differ_and_other_replicas_that_do_are_named(
+    pool: Pool, tmp_path: Path
+) -> None:
     assert pool.run(take_diverged, str(tmp_path / "snap")) == [True, False, False, False]
 
 
 def take_half(rank: int, path: str) -> str:
     half = lambda path, tensor, tracing: tensor.half()  # noqa: E731
     state = StateDict(**divided(rank, 4, None, full()))
-    Snapshot.take(path, {"s": state, "m": StateDict(w=torch.ones(9, 9))}, _custom_tensor_prepare_func=half)
-    return str({name: str(value.dtype) for name, value in Snapshot(path).get_state_dict_for_key("s").items()})
+    Snapshot.take(
+        path, {"s": state, "m": StateDict(w=torch.ones(9, 9))}, _custom_tensor_prepare_func=half
+    )
+    return str(
+        {
+            name: str(value.dtype)
+            for name, value in Snapshot(path).get_state_dict_for_key("s").items()
+        }
+    )
 
 
 def test_prepared_tensors_may_be_divided(pool: Pool, tmp_path: Path) -> None:
     path = str(tmp_path / "snap")
-    assert set(pool.run(take_half, path)) == {str(dict.fromkeys(("rows", "columns", "st"), "torch.float16"))}
+    assert set(pool.run(take_half, path)) == {
+        str(dict.fromkeys(("rows", "columns", "st"), "torch.float16"))
+    }
     assert torch.equal(Snapshot(path).read_object("2/s/st"), full().half())
     assert is_replicated(Snapshot(path).get_manifest()["0/m/w"])
 

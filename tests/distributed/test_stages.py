@@ -1,4 +1,5 @@
-"""Pipeline stages, each sharded over a mesh of its own, with optimizers of their own: one state for any number of stages."""
+"""Pipeline stages, each sharded over a mesh of its own, with optimizers of their own: one state for
+any number of stages."""
 
 from functools import cache
 from pathlib import Path
@@ -16,7 +17,8 @@ LAYERS = 4
 
 
 class Stage(nn.Module):
-    """Some of the layers, under the names that they have in the whole. The first and the last stage have the embedding, tied."""
+    """Some of the layers, under the names that they have in the whole. The first and the last stage
+    have the embedding, tied."""
 
     def __init__(self, first: int, stop: int) -> None:
         super().__init__()
@@ -55,7 +57,10 @@ def contents(stage: Stage, optimizer: torch.optim.Optimizer) -> dict[str, float]
     found = {}
     for name, parameter in stage.named_parameters():
         found[name] = parameter.full_tensor().flatten()[0].item()
-        found |= {f"{name}/{key}": value.full_tensor().flatten()[0].item() for key, value in moments(optimizer, parameter).items()}
+        found |= {
+            f"{name}/{key}": value.full_tensor().flatten()[0].item()
+            for key, value in moments(optimizer, parameter).items()
+        }
     return found
 
 
@@ -77,7 +82,10 @@ def restore_stages(rank: int, path: Path, committed: int, stages: int) -> dict[s
         # A stage takes what it has of the whole.
         store.checkout(committed).restore({"model": stage, "optimizer": optimizer}, strict=False)
         store.commit({"model": stage, "optimizer": optimizer}, step=10 * committed + stages)
-    assert all(optimizer.state[parameter]["exp_avg"].device_mesh == parameter.device_mesh for parameter in stage.parameters())
+    assert all(
+        optimizer.state[parameter]["exp_avg"].device_mesh == parameter.device_mesh
+        for parameter in stage.parameters()
+    )
     return contents(stage, optimizer)
 
 
@@ -99,11 +107,16 @@ def commit_by_number(rank: int, path: Path) -> None:
         parameter.grad = torch.zeros_like(parameter)
     optimizer.step()
     with ckptstore.open(path) as store:
-        with pytest.raises(ckptstore.Conflict, match=r"state/0/exp_avg is named by a number .* ranks \[0, 1\] and ranks \[2, 3\]"):
+        with pytest.raises(
+            ckptstore.Conflict,
+            match=r"state/0/exp_avg is named by a number .* ranks \[0, 1\] and ranks \[2, 3\]",
+        ):
             store.commit({"optimizer": optimizer})
         assert store.log() == []
         store.commit({"model": stage, "optimizer": optimizer})
 
 
-def test_a_number_that_means_other_parameters_elsewhere_is_refused(pool: Pool, tmp_path: Path) -> None:
+def test_a_number_that_means_other_parameters_elsewhere_is_refused(
+    pool: Pool, tmp_path: Path
+) -> None:
     pool.run(commit_by_number, tmp_path / "store")

@@ -1,4 +1,5 @@
-"""The chunks of a leaf that ranks hold in boxes: the same bytes as of the leaf held whole, each once."""
+"""The chunks of a leaf that ranks hold in boxes: the same bytes as of the leaf held whole, each
+once."""
 
 from itertools import product
 from math import prod
@@ -28,10 +29,15 @@ def shards(draw: st.DrawFn) -> tuple[tuple[int, ...], list[Box]]:
         )
     )
     mesh = draw(st.lists(st.integers(1, 4), min_size=1, max_size=2))
-    cuts = [(draw(st.integers(0, len(shape) - 1)), parts, draw(st.integers(1, 3))) for parts in mesh]
+    cuts = [
+        (draw(st.integers(0, len(shape) - 1)), parts, draw(st.integers(1, 3))) for parts in mesh
+    ]
     boxes = set()
     for at in product(*(range(parts) for parts in mesh)):
-        held = held_boxes(shape, [Cut(dim, parts, i, factor) for (dim, parts, factor), i in zip(cuts, at, strict=True)])
+        held = held_boxes(
+            shape,
+            [Cut(dim, parts, i, factor) for (dim, parts, factor), i in zip(cuts, at, strict=True)],
+        )
         boxes |= {each.box for each in held}
     return shape, sorted(boxes)
 
@@ -55,7 +61,9 @@ def chunk_boxes(shape: tuple[int, ...], boxes: list[Box], tiling: Tiling) -> dic
 
 
 @given(shards())
-def test_chunks_of_boxes_that_keep_the_rows_whole_are_those_of_the_whole_leaf(layout: tuple) -> None:
+def test_chunks_of_boxes_that_keep_the_rows_whole_are_those_of_the_whole_leaf(
+    layout: tuple,
+) -> None:
     shape, boxes = layout
     assert misfit(shape, boxes) is None
     tiling = tile(shape, WIDTH, CHUNK, boxes)
@@ -63,14 +71,18 @@ def test_chunks_of_boxes_that_keep_the_rows_whole_are_those_of_the_whole_leaf(la
     assert sorted(found) == list(range(tiling.chunks))
     whole = grid(shape, WIDTH, CHUNK)
     if not tiling.whole:
-        assert len(whole) > 1 and any(box.lengths[whole.dim + 1 :] != shape[whole.dim + 1 :] for box in boxes)
+        assert len(whole) > 1 and any(
+            box.lengths[whole.dim + 1 :] != shape[whole.dim + 1 :] for box in boxes
+        )
         return
     data = np.arange(prod(shape), dtype="<u4").tobytes()
     for i in range(tiling.chunks):
         start, stop = whole.span(i)
         assert sum(prod(box.lengths) for box in found[i]) * WIDTH == stop - start
         if len(whole) > 1:  # rows of one chunk lie one behind the other
-            assert b"".join(part_of(data, shape, box) for box in sorted(found[i])) == data[start:stop]
+            assert (
+                b"".join(part_of(data, shape, box) for box in sorted(found[i])) == data[start:stop]
+            )
 
 
 @given(shards())

@@ -1,4 +1,5 @@
-"""Modules and optimizers of many ranks as they are: FSDP2 and DDP, trained, committed, resumed on another number of ranks."""
+"""Modules and optimizers of many ranks as they are: FSDP2 and DDP, trained, committed, resumed on
+another number of ranks."""
 
 from pathlib import Path
 from typing import Any
@@ -30,8 +31,11 @@ def replicated(n: int) -> tuple[nn.Module, torch.optim.Optimizer]:
     return module, torch.optim.AdamW(module.parameters(), lr=1e-3)
 
 
-def train(module: nn.Module, optimizer: torch.optim.Optimizer, start: int, stop: int) -> list[float]:
-    """The losses of some steps; every rank sees the same batch, so that the number of ranks changes no sum."""
+def train(
+    module: nn.Module, optimizer: torch.optim.Optimizer, start: int, stop: int
+) -> list[float]:
+    """The losses of some steps; every rank sees the same batch, so that the number of ranks changes
+    no sum."""
     losses = []
     for step in range(start, stop):
         torch.manual_seed(100 + step)
@@ -44,20 +48,26 @@ def train(module: nn.Module, optimizer: torch.optim.Optimizer, start: int, stop:
 
 
 def whole(state: dict[str, Any]) -> dict[str, torch.Tensor]:
-    return {name: (value.full_tensor() if hasattr(value, "full_tensor") else value).clone() for name, value in state.items()}
+    return {
+        name: (value.full_tensor() if hasattr(value, "full_tensor") else value).clone()
+        for name, value in state.items()
+    }
 
 
 MAKE = {"fsdp": sharded, "ddp": replicated}
 
 
 def train_and_commit(rank: int, path: Path, kind: str) -> tuple[list[float], str, int, int]:
-    """Three steps, a commit, three more; the losses of the latter, which a run without a commit has too."""
+    """Three steps, a commit, three more; the losses of the latter, which a run without a commit has
+    too."""
     meet(4)
     module, optimizer = MAKE[kind](4)
     with ckptstore.open(path, run=kind) as store:
         first = store.commit({"model": module, "optimizer": optimizer}, step=0)
         untouched = [len(optimizer.state), train(module, optimizer, 0, 3)]
-        snapshot = store.commit({"model": module, "optimizer": optimizer, "rng": ckptstore.RNGState()}, step=3)
+        snapshot = store.commit(
+            {"model": module, "optimizer": optimizer, "rng": ckptstore.RNGState()}, step=3
+        )
         store.commit({"model": module, "optimizer": optimizer}, tag=f"{kind}-without-rng")
         losses = train(module, optimizer, 3, 6)
     plain, plain_optimizer = MAKE[kind](4)
@@ -67,7 +77,9 @@ def train_and_commit(rank: int, path: Path, kind: str) -> tuple[list[float], str
     return losses, snapshot.content_id, snapshot.new_bytes, snapshot.logical_bytes
 
 
-def resume_and_train(rank: int, path: Path, kind: str, n: int, run: str) -> tuple[list[float], dict[str, torch.Tensor]] | None:
+def resume_and_train(
+    rank: int, path: Path, kind: str, n: int, run: str
+) -> tuple[list[float], dict[str, torch.Tensor]] | None:
     """Resume `run` as `kind` on `n` ranks and go on."""
     meet(n)
     if rank >= n:
@@ -76,16 +88,23 @@ def resume_and_train(rank: int, path: Path, kind: str, n: int, run: str) -> tupl
     optimizer = optimizer or torch.optim.AdamW(module.parameters(), lr=1e-3)
     with ckptstore.open(path, run=run) as store:
         snapshot = store.checkout(f"{run}@3")
-        snapshot.restore({"model": module, "optimizer": optimizer, "rng": ckptstore.RNGState()}, process_group=group_of(n))
+        snapshot.restore(
+            {"model": module, "optimizer": optimizer, "rng": ckptstore.RNGState()},
+            process_group=group_of(n),
+        )
         again = store.commit({"model": module, "optimizer": optimizer}, process_group=group_of(n))
         assert again.content_id == store.checkout(f"{run}-without-rng").content_id
         assert again.new_bytes <= 0.01 * again.logical_bytes
-    state = {name.removeprefix("module."): value for name, value in whole(module.state_dict()).items()}
+    state = {
+        name.removeprefix("module."): value for name, value in whole(module.state_dict()).items()
+    }
     return train(module, optimizer, 3, 6), state
 
 
 @pytest.fixture(scope="module")
-def trained(pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, list[float]]]:
+def trained(
+    pool: Pool, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Path, dict[str, list[float]]]:
     path = tmp_path_factory.mktemp("training") / "store"
     losses = {}
     for kind in MAKE:
@@ -97,7 +116,9 @@ def trained(pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path,
 
 @pytest.mark.parametrize("run", ["fsdp", "ddp"])
 @pytest.mark.parametrize(("kind", "n"), [("fsdp", 4), ("fsdp", 2), ("ddp", 3), ("fsdp", 1)])
-def test_training_goes_on_where_it_stopped(pool: Pool, trained: tuple[Path, dict[str, list[float]]], run: str, kind: str, n: int) -> None:
+def test_training_goes_on_where_it_stopped(
+    pool: Pool, trained: tuple[Path, dict[str, list[float]]], run: str, kind: str, n: int
+) -> None:
     path, losses = trained
     with ckptstore.open(path, run=run) as store:
         wanted = store.checkout(3).state_dict("model")
@@ -117,9 +138,16 @@ def commit_replicas(rank: int, path: Path) -> tuple[int, int, int, int]:
     with ckptstore.open(path) as store:
         snapshot = store.commit({"model": module})
         module.module[0].weight.data[0, 0] += rank == 2
-        with pytest.raises(ckptstore.Conflict, match=r"model/0\.weight is one tensor on ranks \[0, 1, 2, 3\], but rank"):
+        with pytest.raises(
+            ckptstore.Conflict,
+            match=r"model/0\.weight is one tensor on ranks \[0, 1, 2, 3\], but rank",
+        ):
             store.commit({"model": module}, trust_replicated=False)
-        written = sum(file.stat().st_size for file in path.glob(f"packs/*/*-{rank}-*") if not file.name.endswith(".2"))
+        written = sum(
+            file.stat().st_size
+            for file in path.glob(f"packs/*/*-{rank}-*")
+            if not file.name.endswith(".2")
+        )
     return snapshot.new_bytes, snapshot.logical_bytes, written, rank
 
 

@@ -18,7 +18,8 @@ def commit_in_vain(path: Path, group: object) -> tuple[list[str], str]:
     """What was said more than half the time-out before the error, and the error."""
     said: list[tuple[float, str]] = []
     handler = logging.Handler()
-    handler.emit = lambda record: said.append((monotonic(), record.getMessage()))  # type: ignore[method-assign]  # the shortest handler
+    # the shortest handler
+    handler.emit = lambda record: said.append((monotonic(), record.getMessage()))  # type: ignore[method-assign]
     logger = logging.getLogger("ckptstore")
     logger.addHandler(handler)
     try:
@@ -30,8 +31,13 @@ def commit_in_vain(path: Path, group: object) -> tuple[list[str], str]:
 
 
 def wait_for_each_other(rank: int, path: Path) -> list[tuple[list[str], str]]:
-    """Of one pair a rank never comes, of two others one comes once and then no more: the one that follows, the one that leads."""
-    unmet, followed, led = (group if rank in pair else None for pair in ((1, 3), (0, 2), (1, 2)) for group in (dist.new_group(pair),))
+    """Of one pair a rank never comes, of two others one comes once and then no more: the one that
+    follows, the one that leads."""
+    unmet, followed, led = (
+        group if rank in pair else None
+        for pair in ((1, 3), (0, 2), (1, 2))
+        for group in (dist.new_group(pair),)
+    )
     found = []
     with ckptstore.open(path) as store:
         for group in (followed, led):
@@ -65,13 +71,22 @@ def test_ranks_meet_also_where_a_store_cannot_be_cloned(pool: Pool, tmp_path: Pa
     assert first and others == [first, first]
 
 
-def test_a_rank_that_does_not_come_is_named_before_the_others_give_up(pool: Pool, tmp_path: Path) -> None:
+def test_a_rank_that_does_not_come_is_named_before_the_others_give_up(
+    pool: Pool, tmp_path: Path
+) -> None:
     leads, unmet, follows, _ = pool.run(wait_for_each_other, tmp_path / "store")
     ((said, error),) = unmet
-    assert said == ["connecting the ranks has waited 0.4 s for rank 1, which never came; it gives up after 4 s"]
+    assert said == [
+        "connecting the ranks has waited 0.4 s for rank 1, which never came; it gives up after 4 s"
+    ]
     assert "waited for rank 1, which never came" in error
     ((said, error),) = leads
-    assert said == ["commit: plan has waited 0.4 s for rank 1, silent so far; it gives up after 4 s"]
+    assert said == [
+        "commit: plan has waited 0.4 s for rank 1, silent so far; it gives up after 4 s"
+    ]
     assert "rank 1: Unavailable: gone, or silent for too long" in error
     ((said, _),) = follows
-    assert said == ["commit: plan has waited 0.4 s for rank 0, which has not called, or waits for others itself; it gives up after 4 s"]
+    assert said == [
+        "commit: plan has waited 0.4 s for rank 0, which has not called, or waits for others "
+        "itself; it gives up after 4 s"
+    ]

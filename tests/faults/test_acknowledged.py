@@ -1,4 +1,5 @@
-"""What is in the log is acknowledged: nothing that fails afterwards makes the call fail, and a closed store holds on to nothing."""
+"""What is in the log is acknowledged: nothing that fails afterwards makes the call fail, and a
+closed store holds on to nothing."""
 
 import errno
 import os
@@ -28,7 +29,9 @@ def _refuse(*_: object) -> None:
     raise Unavailable("storage is gone")
 
 
-def test_a_commit_in_the_log_does_not_fail_for_its_session_file(template: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_commit_in_the_log_does_not_fail_for_its_session_file(
+    template: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with ckptstore.open(template) as store:
         monkeypatch.setattr(LocalStorage, "delete", _refuse)
         commit = store.commit(small(STEP), step=STEP).id
@@ -36,7 +39,9 @@ def test_a_commit_in_the_log_does_not_fail_for_its_session_file(template: Path, 
 
 
 @pytest.mark.parametrize("method", ["position", "missing_schemas"])
-def test_a_commit_in_the_log_does_not_fail_for_the_catalog(method: str, template: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_commit_in_the_log_does_not_fail_for_the_catalog(
+    method: str, template: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with ckptstore.open(template) as store:
         monkeypatch.setattr(Catalog, method, _refuse)
         commit = store.commit(small(STEP), step=STEP).id
@@ -50,11 +55,17 @@ def test_a_closed_store_holds_no_file_open(template: Path) -> None:
     with ckptstore.open(template, read_only=True) as store:
         store.log()
         store.checkout(0).state_dict()
-    held = [os.readlink(f"/proc/self/fd/{fd}") for fd in os.listdir("/proc/self/fd") if os.path.exists(f"/proc/self/fd/{fd}")]
+    held = [
+        os.readlink(f"/proc/self/fd/{fd}")
+        for fd in os.listdir("/proc/self/fd")
+        if os.path.exists(f"/proc/self/fd/{fd}")
+    ]
     assert not [path for path in held if path.startswith(str(template))]
 
 
-def test_a_chunk_index_that_storage_does_not_answer_for_is_done_without(template: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_chunk_index_that_storage_does_not_answer_for_is_done_without(
+    template: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     class Gone:
         def __getattr__(self, name: str) -> Any:
             return getattr(os, name)

@@ -1,4 +1,5 @@
-"""A disk that cannot read what it has: damage to what lay there, and to nothing else. Training resumes, and upkeep goes on."""
+"""A disk that cannot read what it has: damage to what lay there, and to nothing else. Training
+resumes, and upkeep goes on."""
 
 import shutil
 from collections.abc import Callable
@@ -83,34 +84,66 @@ CASES = [
     pytest.param(data, READS, STEP - 2, False, id="data, no index"),
     pytest.param(data, OPENS, STEP - 2, True, id="the inode of data"),
     pytest.param(document, READS, STEP - 2, True, id="document"),
-    pytest.param(document, OPENS, STEP - 2, True, marks=pytest.mark.soak, id="the inode of a document"),
+    pytest.param(
+        document, OPENS, STEP - 2, True, marks=pytest.mark.soak, id="the inode of a document"
+    ),
     pytest.param(metadata, READS, STEP - 1, False, id="metadata, no index"),
-    pytest.param(metadata, OPENS, STEP - 1, False, marks=pytest.mark.soak, id="the inode of metadata"),
+    pytest.param(
+        metadata, OPENS, STEP - 1, False, marks=pytest.mark.soak, id="the inode of metadata"
+    ),
     pytest.param(checkpoint, READS, STEP - 1, True, marks=pytest.mark.soak, id="checkpoint"),
-    pytest.param(checkpoint, OPENS, STEP - 1, True, marks=pytest.mark.soak, id="the inode of a checkpoint"),
-    pytest.param(reserve, OPENS, STEP - 1, True, marks=pytest.mark.soak, id="the inode of the reserve"),
+    pytest.param(
+        checkpoint, OPENS, STEP - 1, True, marks=pytest.mark.soak, id="the inode of a checkpoint"
+    ),
+    pytest.param(
+        reserve, OPENS, STEP - 1, True, marks=pytest.mark.soak, id="the inode of the reserve"
+    ),
     pytest.param(catalog, READS, STEP - 1, True, marks=pytest.mark.soak, id="catalog"),
-    pytest.param(catalog, OPENS, STEP - 1, True, marks=pytest.mark.soak, id="the inode of a catalog"),
+    pytest.param(
+        catalog, OPENS, STEP - 1, True, marks=pytest.mark.soak, id="the inode of a catalog"
+    ),
     pytest.param(chunk_index, READS, STEP - 1, True, id="chunk index"),
-    pytest.param(chunk_index, OPENS, STEP - 1, True, marks=pytest.mark.soak, id="the inode of a chunk index"),
+    pytest.param(
+        chunk_index, OPENS, STEP - 1, True, marks=pytest.mark.soak, id="the inode of a chunk index"
+    ),
 ]
 
 
 @pytest.mark.parametrize(("choose", "calls", "resumed", "indexed"), CASES)
 def test_what_cannot_be_read_is_damage_to_itself_alone(
-    choose: Choice, calls: str, resumed: int, indexed: bool, place: Path, scratch: Path, nursery: Nursery
+    choose: Choice,
+    calls: str,
+    resumed: int,
+    indexed: bool,
+    place: Path,
+    scratch: Path,
+    nursery: Nursery,
 ) -> None:
     bad = choose(place)
     if not indexed:
         shutil.rmtree(place / "index")
     before = view_of(place)
     child = nursery.start("carry_on", place=str(place), step=STEP)
-    code = traced(child, scratch / "log", "-P", str(place / bad), "-e", f"inject={calls}:error=EIO", calls=calls)
+    code = traced(
+        child,
+        scratch / "log",
+        "-P",
+        str(place / bad),
+        "-e",
+        f"inject={calls}:error=EIO",
+        calls=calls,
+    )
     errors = [error[:2] for error in child.reports("error")]
-    assert not code and errors == ([["collected", "Corrupt"]] if choose is document else []), (bad, code, child.reports("error"))
+    assert not code and errors == ([["collected", "Corrupt"]] if choose is document else []), (
+        bad,
+        code,
+        child.reports("error"),
+    )
     assert child.reports("resumed") == [[str(resumed)]]
     assert int(child.reports("looked")[0][0]) or bad.startswith(("index/", "reserve"))
     ((committed,),) = child.reports("committed")
-    assert view_of(place).live == before.live | {committed}, "whatever could not be read may be read again on another day"
+    assert view_of(place).live == before.live | {committed}, (
+        "whatever could not be read may be read again on another day"
+    )
     with ckptstore.open(place) as store:
         assert_sound(place, {info.id: small(info.step or 0) for info in store.log()})

@@ -1,4 +1,5 @@
-"""A disk that fills up at any moment of a commit: a clear error, nothing lost, and after making room the same store object goes on."""
+"""A disk that fills up at any moment of a commit: a clear error, nothing lost, and after making
+room the same store object goes on."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -53,11 +54,17 @@ def _commit_with(room: int, template: Path, disk: Path, nursery: Nursery) -> boo
     before = view_of(place)
     ballast = leave_free(disk, room)
     child = nursery.run("commit_twice", place=str(place), step=STEP, ballast=str(ballast))
-    where, errors, committed = f"{room} bytes free", child.reports("error"), child.reports("committed")
+    where, errors, committed = (
+        f"{room} bytes free",
+        child.reports("error"),
+        child.reports("committed"),
+    )
     assert not child.wait(), where
     assert [int(step) for step, _ in committed] == [STEP, STEP + 1] and len(errors) <= 1, where
     for kind, message in errors:
-        assert kind == "NoSpace" and "No space left" in message and "make room" in message, f"{where}: {kind} {message}"
+        assert kind == "NoSpace" and "No space left" in message and "make room" in message, (
+            f"{where}: {kind} {message}"
+        )
     view = view_of(place)
     assert view.live == before.live | {commit for _, commit in committed}, where
     with ckptstore.open(place) as store:
@@ -73,7 +80,9 @@ def _fill_up(rooms: range, template: Path, disk: Path, nursery: Nursery) -> None
     assert not fitted[0] and fitted[-1], "the disk was never full, or always"
 
 
-def test_full_at_some_pages_of_a_commit(template: Path, disk: Path, nursery: Nursery, seed: int) -> None:
+def test_full_at_some_pages_of_a_commit(
+    template: Path, disk: Path, nursery: Nursery, seed: int
+) -> None:
     step = 16 * PAGE
     rooms = range(Random(seed).randrange(8) * PAGE, ENOUGH, step)
     for room in rooms:
@@ -89,10 +98,14 @@ def test_full_at_every_page_of_a_commit(template: Path, disk: Path, nursery: Nur
 
 @pytest.mark.soak
 @pytest.mark.timeout(3600)
-def test_no_inode_left_at_every_new_file_of_a_commit(template: Path, scratch: Path, nursery: Nursery) -> None:
+def test_no_inode_left_at_every_new_file_of_a_commit(
+    template: Path, scratch: Path, nursery: Nursery
+) -> None:
     files = sum(1 for _ in template.rglob("*"))
     for more in range(2, 40):
-        with small_disk(scratch / f"disk-{more}", size_bytes=DISK_BYTES, files=files + more) as disk:
+        with small_disk(
+            scratch / f"disk-{more}", size_bytes=DISK_BYTES, files=files + more
+        ) as disk:
             place = copytree(template, disk / "store")
             child = nursery.run("commit_twice", place=str(place), step=STEP)
             assert child.wait() in (0, 1)
@@ -104,7 +117,9 @@ def test_no_inode_left_at_every_new_file_of_a_commit(template: Path, scratch: Pa
 
 
 @pytest.mark.parametrize("executor", ["thread", "process"])
-def test_full_while_a_commit_is_made_in_the_background(template: Path, disk: Path, executor: Any) -> None:
+def test_full_while_a_commit_is_made_in_the_background(
+    template: Path, disk: Path, executor: Any
+) -> None:
     place = copytree(template, disk / "store")
     before = view_of(place)
     with ckptstore.open(place, executor=executor) as store:
@@ -150,8 +165,13 @@ def test_the_command_says_that_the_disk_is_full(template: Path, disk: Path) -> N
     assert run("-s", str(place), "tag", "best", "latest").code == 0
 
 
-def test_a_disk_that_is_full_after_a_lost_answer_does_not_say_what_the_answer_was(template: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    put_new, answers = LocalStorage.put_new, iter([Unavailable("the answer was lost"), NoSpace("full")])
+def test_a_disk_that_is_full_after_a_lost_answer_does_not_say_what_the_answer_was(
+    template: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    put_new, answers = (
+        LocalStorage.put_new,
+        iter([Unavailable("the answer was lost"), NoSpace("full")]),
+    )
 
     def lossy(self: LocalStorage, key: str, data: bytes) -> bool:
         answer = next(answers, None) if key.startswith("log/") else None

@@ -1,4 +1,5 @@
-"""A pack that was written past the page cache is as durable as any other once its commit is acknowledged."""
+"""A pack that was written past the page cache is as durable as any other once its commit is
+acknowledged."""
 
 from contextlib import suppress
 from pathlib import Path
@@ -18,7 +19,11 @@ ELEMENTS = (DIRECT_FROM + 2 * BUFFER_BYTES) // 4 + 1234
 def test_power_is_cut_after_a_large_commit(kind: str, tmp_path: Path) -> None:
     if problem := power_disk_problem(kind):
         pytest.skip(problem)
-    state = {"model": {"w": torch.randint(-(1 << 31), 1 << 31, (ELEMENTS,), dtype=torch.int64).to(torch.int32)}}
+    state = {
+        "model": {
+            "w": torch.randint(-(1 << 31), 1 << 31, (ELEMENTS,), dtype=torch.int64).to(torch.int32)
+        }
+    }
     disk = PowerDisk(kind, tmp_path)
     disk.mount()
     try:

@@ -1,4 +1,5 @@
-"""Calls that hardly ever fail (a thread, a mapping, a lock, a close, a listing) fail once: an error of ours soon, or done; nothing lost."""
+"""Calls that hardly ever fail (a thread, a mapping, a lock, a close, a listing) fail once: an error
+of ours soon, or done; nothing lost."""
 
 import os
 import signal
@@ -33,7 +34,14 @@ ERRORS = {
     "getdents64": "EACCES",
 }
 CALLS = ",".join(ERRORS)
-SCENARIOS = ("commit", "restore", "gc", "fsck", "commit_async by a thread", "commit_async by a process")
+SCENARIOS = (
+    "commit",
+    "restore",
+    "gc",
+    "fsck",
+    "commit_async by a thread",
+    "commit_async by a process",
+)
 
 
 @pytest.fixture(autouse=True)
@@ -58,12 +66,19 @@ def ready(child: Child) -> Child:
 def places(what: str, template: Path, scratch: Path, nursery: Nursery) -> list[tuple[str, int]]:
     place = copytree(template, scratch / "counted")
     child = ready(nursery.start("use", place=str(place), what=what, step=STEP))
-    assert not traced(child, scratch / "log", calls=CALLS) and child.reports("done"), child.reports("raw")
-    mapped = sum(line.startswith((f"{child.pid} mmap(", f"{child.pid}  mmap(")) for line in (scratch / "log").read_text().splitlines())
+    assert not traced(child, scratch / "log", calls=CALLS) and child.reports("done"), child.reports(
+        "raw"
+    )
+    mapped = sum(
+        line.startswith((f"{child.pid} mmap(", f"{child.pid}  mmap("))
+        for line in (scratch / "log").read_text().splitlines()
+    )
     return [(call, n) for call, n in every_call(scratch / "log") if call != "mmap" or n <= mapped]
 
 
-def strike(what: str, at: Sequence[tuple[str, int]], template: Path, scratch: Path, nursery: Nursery) -> list[str]:
+def strike(
+    what: str, at: Sequence[tuple[str, int]], template: Path, scratch: Path, nursery: Nursery
+) -> list[str]:
     """What went wrong where each of the calls `at` failed once."""
     wrong: list[str] = []
     before = view_of(template)
@@ -73,16 +88,27 @@ def strike(what: str, at: Sequence[tuple[str, int]], template: Path, scratch: Pa
         child = ready(nursery.start("use", place=str(place), what=what, step=STEP))
         hung = threading.Timer(HANG_S, os.kill, (child.pid, signal.SIGKILL))
         hung.start()
-        # A new thread that has no memory for its first steps lets `Thread.start` wait for ever: that is CPython's.
+        # A new thread that has no memory for its first steps lets `Thread.start` wait for ever:
+        # that is CPython's.
         fault = f"inject={call}:error={ERRORS[call]}:when={n}"
         code = traced(child, scratch / "log", "-e", fault, calls=CALLS, threads=call != "mmap")
         hung.cancel()
         wrong += [f"{where}: {' '.join(raw)}" for raw in child.reports("raw")]
-        wrong += [f"{where}: {kind} without words" for kind, message, _ in child.reports("error") if len(message) < 20]
-        slow = [seconds for *_, seconds in [*child.reports("error"), *child.reports("done")] if float(seconds) > SOON_S]
+        wrong += [
+            f"{where}: {kind} without words"
+            for kind, message, _ in child.reports("error")
+            if len(message) < 20
+        ]
+        slow = [
+            seconds
+            for *_, seconds in [*child.reports("error"), *child.reports("done")]
+            if float(seconds) > SOON_S
+        ]
         wrong += [f"{where}: took {seconds} s" for seconds in slow]
         if code or not child.reports("done"):
-            wrong.append(f"{where}: was not done in the end (exit {code}): {child.reports('error')}")
+            wrong.append(
+                f"{where}: was not done in the end (exit {code}): {child.reports('error')}"
+            )
         live = view_of(place).live
         if not before.live | {commit for _, commit in child.reports("committed")} <= live:
             wrong.append(f"{where}: a commit was lost")
@@ -94,16 +120,22 @@ def strike(what: str, at: Sequence[tuple[str, int]], template: Path, scratch: Pa
 
 
 @pytest.mark.parametrize("what", SCENARIOS)
-def test_some_calls_that_hardly_ever_fail(what: str, template: Path, scratch: Path, nursery: Nursery, seed: int) -> None:
+def test_some_calls_that_hardly_ever_fail(
+    what: str, template: Path, scratch: Path, nursery: Nursery, seed: int
+) -> None:
     found = places(what, template, scratch, nursery)
-    wrong = strike(what, Random(seed).sample(found, min(SAMPLED, len(found))), template, scratch, nursery)
+    wrong = strike(
+        what, Random(seed).sample(found, min(SAMPLED, len(found))), template, scratch, nursery
+    )
     assert not wrong, "\n".join(wrong)
 
 
 @pytest.mark.soak
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("what", SCENARIOS)
-def test_every_call_that_hardly_ever_fails(what: str, template: Path, scratch: Path, nursery: Nursery) -> None:
+def test_every_call_that_hardly_ever_fails(
+    what: str, template: Path, scratch: Path, nursery: Nursery
+) -> None:
     found = places(what, template, scratch, nursery)
     wrong = strike(what, found, template, scratch, nursery)
     print(f"{what}: each of {len(found)} calls failed once")

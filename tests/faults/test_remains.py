@@ -1,4 +1,5 @@
-"""What a process leaves that is killed while it writes a file beside the store goes when the next one writes that file."""
+"""What a process leaves that is killed while it writes a file beside the store goes when the next
+one writes that file."""
 
 from pathlib import Path
 from typing import Any
@@ -22,14 +23,18 @@ def _traceable() -> None:
 
 def deed_of(what: str, place: Path, out: Path) -> tuple[str, dict[str, Any]]:
     if what == "export":
-        return "command", {"words": ["-s", str(place), "export", "latest", str(out / "x.safetensors")]}
+        return "command", {
+            "words": ["-s", str(place), "export", "latest", str(out / "x.safetensors")]
+        }
     if what == "point":
         return "point", {"place": str(place), "path": str(out / "pointer")}
     return "command", {"words": ["-s", str(place), "gc"]}
 
 
 @pytest.mark.parametrize("what", SCENARIOS)
-def test_nothing_is_left_of_a_file_whose_writer_was_killed(what: str, scratch: Path, nursery: Nursery) -> None:
+def test_nothing_is_left_of_a_file_whose_writer_was_killed(
+    what: str, scratch: Path, nursery: Nursery
+) -> None:
     place, out = store_of(scratch / "store", 2), scratch / "out"
     out.mkdir()
     scenario, given = deed_of(what, place, out)

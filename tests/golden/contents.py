@@ -1,7 +1,8 @@
-"""What the golden stores hold: states that need no random numbers, and the history that is made of them.
+"""What the golden stores hold: states that need no random numbers, and the history that is made of
+them.
 
-`python -m tests.golden.contents PLACE` writes such a store with this ckptstore; a new format version adds one to this folder, and none is
-ever changed.
+`python -m tests.golden.contents PLACE` writes such a store with this ckptstore; a new format
+version adds one to this folder, and none is ever changed.
 """
 
 import sys
@@ -18,7 +19,8 @@ METRICS = {1: {"loss": 1.5}, 2: {"loss": 0.1 + 0.2, "acc": 1.0}, 3: {}}
 
 
 def state(step: int) -> dict[str, Any]:
-    """The application state of a step; what differs between steps is `model/moving`, `model/tiny` and `step`."""
+    """The application state of a step; what differs between steps is `model/moving`, `model/tiny`
+    and `step`."""
     long = torch.arange(300_000, dtype=torch.float32)
     return {
         "model": OrderedDict(
@@ -32,7 +34,13 @@ def state(step: int) -> dict[str, Any]:
                 "scalar": torch.tensor(True),
             }
         ),
-        "notes": {"a/b": "ü ✓", 0: None, "0": [1, 2.5, -0.0, 2**70], "t": (1, (2, b"\x00\xff")), "": {"deep": {"er": float("inf")}}},
+        "notes": {
+            "a/b": "ü ✓",
+            0: None,
+            "0": [1, 2.5, -0.0, 2**70],
+            "t": (1, (2, b"\x00\xff")),
+            "": {"deep": {"er": float("inf")}},
+        },
         "step": step,
     }
 

@@ -15,7 +15,12 @@ STORES = sorted(path.parent.relative_to(HERE) for path in HERE.glob("*/*/ckptsto
 
 def same(a: object, b: object) -> bool:
     if isinstance(a, torch.Tensor):
-        return isinstance(b, torch.Tensor) and a.dtype == b.dtype and a.shape == b.shape and torch.equal(a, b)
+        return (
+            isinstance(b, torch.Tensor)
+            and a.dtype == b.dtype
+            and a.shape == b.shape
+            and torch.equal(a, b)
+        )
     if isinstance(a, dict):
         return type(a) is type(b) and list(a) == list(b) and all(same(a[k], b[k]) for k in a)  # type: ignore[call-overload,index]
     return type(a) is type(b) and repr(a) == repr(b)
@@ -34,12 +39,16 @@ def test_a_store_of_an_earlier_version_is_read_and_continued(name: Path, tmp_pat
             snapshot = store.checkout(ref)
             assert same(snapshot.state_dict(), state(step)) and snapshot.metrics == METRICS[step]
         assert store.checkout("branch@3").parents == (store.checkout("main@2").id,)
-        assert store.tags() == {tag: store.checkout(f"main@{step}").id for tag, step in TAGS.items()}
+        assert store.tags() == {
+            tag: store.checkout(f"main@{step}").id for tag, step in TAGS.items()
+        }
         assert not store.fsck(read_data="100%").findings
         assert store.commit(state(2), step=4).content_id == store.checkout("main@2").content_id
 
 
-def test_a_golden_store_can_be_read_where_it_is_not_writable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_golden_store_can_be_read_where_it_is_not_writable(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("CKPTSTORE_CACHE", str(tmp_path))
     with ckptstore.open(HERE / "v1" / "raw", read_only=True) as store:
         assert same(store.checkout("best").state_dict(), state(2))

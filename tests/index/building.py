@@ -26,7 +26,18 @@ class LogBuilder:
     def append(self, *bodies: Body) -> Entry:
         for body in bodies:
             n = self._at.n + 1
-            entry = Entry(n, "a" * 32, n * 1000, STORE, 1, self._at.hash, self._at.bytes, body, self.digits(64), 100 + n)
+            entry = Entry(
+                n,
+                "a" * 32,
+                n * 1000,
+                STORE,
+                1,
+                self._at.hash,
+                self._at.bytes,
+                body,
+                self.digits(64),
+                100 + n,
+            )
             self._at = entry.position
             self.entries.append(entry)
         return self.entries[-1]
@@ -94,4 +105,11 @@ def footer(chunks: int, seed: int) -> npt.NDArray[np.void]:
 def flat_schema(leaves: int) -> Schema:
     paths = tuple(f"model/layers.{i}.self_attn.q_proj.weight" for i in range(leaves))
     skeleton = Node("dict", tuple(range(leaves)), paths)
-    return Schema(skeleton, paths, ("tensor",) * leaves, ("bfloat16",) * leaves, ((4096, 4096),) * leaves, (-1,) * leaves)
+    return Schema(
+        skeleton,
+        paths,
+        ("tensor",) * leaves,
+        ("bfloat16",) * leaves,
+        ((4096, 4096),) * leaves,
+        (-1,) * leaves,
+    )

@@ -18,7 +18,19 @@ from ckptstore.core.ids import CommitId
 from ckptstore.errors import NotFound
 from ckptstore.index.catalog import Catalog
 from ckptstore.index.queries import LeafInfo, ShardInfo
-from ckptstore.log.entries import Condemn, Delete, Entry, Forget, Moved, Over, Register, Settings, Tag, Undelete, origin
+from ckptstore.log.entries import (
+    Condemn,
+    Delete,
+    Entry,
+    Forget,
+    Moved,
+    Over,
+    Register,
+    Settings,
+    Tag,
+    Undelete,
+    origin,
+)
 from ckptstore.log.fold import State, apply, genesis
 from tests.index.building import MODEL, OPTIMIZER, STORE, LogBuilder, flat_schema, record
 
@@ -36,12 +48,22 @@ def catalog(tmp_path: Path) -> Iterator[Catalog]:
 def dump(catalog: Catalog) -> dict[str, list[tuple[object, ...]]]:
     """Every row of every table that entries fold into."""
     ask = catalog.queries()._ask
-    names = ("position", "commits", "parents", "metrics", "tags", "packs", "schemas", "commit_trees")
+    names = (
+        "position",
+        "commits",
+        "parents",
+        "metrics",
+        "tags",
+        "packs",
+        "schemas",
+        "commit_trees",
+    )
     return {name: sorted(map(tuple, ask(f"SELECT * FROM {name}", {})), key=repr) for name in names}
 
 
 def steps(catalog: Catalog, work: Callable[[], object]) -> int:
-    """What `work` cost SQLite: instructions of its virtual machine, in whole hundreds. The same on every machine, however busy."""
+    """What `work` cost SQLite: instructions of its virtual machine, in whole hundreds. The same on
+    every machine, however busy."""
     connection = catalog._opened().connection.connection.driver_connection
     assert isinstance(connection, sqlite3.Connection)
     hundreds = count()
@@ -60,7 +82,20 @@ def eventful(seed: int, length: int) -> list[Entry]:
     soft: list[CommitId] = []
     packs, condemned, next_pack = set[int](), set[int](), 1
     for n in range(length):
-        kind = rng.choice(("commit", "commit", "commit", "tag", "forget", "undelete", "condemn", "register", "delete", "other"))
+        kind = rng.choice(
+            (
+                "commit",
+                "commit",
+                "commit",
+                "tag",
+                "forget",
+                "undelete",
+                "condemn",
+                "register",
+                "delete",
+                "other",
+            )
+        )
         some = frozenset(rng.sample(sorted(packs), min(len(packs), 3)))
         if kind == "commit" or not live:
             names = [f"t{rng.randrange(4)}"] if rng.random() < 0.3 else []
@@ -69,7 +104,14 @@ def eventful(seed: int, length: int) -> list[Entry]:
             new = range(next_pack, next_pack + rng.randrange(3))
             live.append(
                 log.commit(
-                    run=rng.choice("ab"), step=n, parents=live[-1:], metrics=measured, tags=names, packs=new, reused=some, schemas=schemas
+                    run=rng.choice("ab"),
+                    step=n,
+                    parents=live[-1:],
+                    metrics=measured,
+                    tags=names,
+                    packs=new,
+                    reused=some,
+                    schemas=schemas,
                 )
             )
             next_pack += len(new)
@@ -92,7 +134,9 @@ def eventful(seed: int, length: int) -> list[Entry]:
             condemned |= some
             log.append(Condemn(n, 0, some, tuple(purge)))
         elif kind == "register":
-            log.append(Register(record(next_pack).id[:24], n, 0, (record(next_pack),), some - condemned))  # type: ignore[arg-type]
+            log.append(
+                Register(record(next_pack).id[:24], n, 0, (record(next_pack),), some - condemned)
+            )  # type: ignore[arg-type]
             packs.add(next_pack)
             condemned |= some
             next_pack += 1
@@ -129,19 +173,29 @@ def test_the_catalog_says_what_the_fold_of_the_state_says(seed: int, cuts: list[
     commits = {info.id: info for info in queries.log(forgotten=True)}
     assert catalog.position() == state.position
     assert {(c, i.n, i.run, i.step, i.parents, i.forgotten) for c, i in commits.items()} == {
-        (c, row.n, row.run, row.step, row.parents, row.soft != 0) for c, row in state.commits.items()
+        (c, row.n, row.run, row.step, row.parents, row.soft != 0)
+        for c, row in state.commits.items()
     }
-    assert {(p.number, p.id, p.bytes, p.chunks, p.metadata, not p.condemned) for p in queries.packs()} == {
-        (number, *pack[:5]) for number, pack in state.packs.items()
-    }
+    assert {
+        (p.number, p.id, p.bytes, p.chunks, p.metadata, not p.condemned) for p in queries.packs()
+    } == {(number, *pack[:5]) for number, pack in state.packs.items()}
     assert {(tag.name, tag.commit) for tag in queries.tags()} <= set(state.tags.items())
-    assert repr({c: i.metrics for c, i in sorted(commits.items())}) == repr({c: dict(r.metrics) for c, r in sorted(state.commits.items())})
-    assert set(queries.missing_schemas()) == {schema for info in commits.values() for schema in info.schemas.values()}
+    assert repr({c: i.metrics for c, i in sorted(commits.items())}) == repr(
+        {c: dict(r.metrics) for c, r in sorted(state.commits.items())}
+    )
+    assert set(queries.missing_schemas()) == {
+        schema for info in commits.values() for schema in info.schemas.values()
+    }
 
 
-def test_folding_in_any_portions_again_and_again_gives_the_same_rows(tmp_path: Path, seed: int) -> None:
+def test_folding_in_any_portions_again_and_again_gives_the_same_rows(
+    tmp_path: Path, seed: int
+) -> None:
     entries, rng = eventful(seed, 1200), random.Random(seed)
-    with closing(Catalog.open(tmp_path / "a", STORE)) as at_once, closing(Catalog.open(tmp_path / "b", STORE)) as bit_by_bit:
+    with (
+        closing(Catalog.open(tmp_path / "a", STORE)) as at_once,
+        closing(Catalog.open(tmp_path / "b", STORE)) as bit_by_bit,
+    ):
         assert at_once.fold(iter(entries))
         while (n := bit_by_bit.position().n) < len(entries):
             start = max(0, n - rng.randrange(5))
@@ -161,7 +215,11 @@ def test_entries_that_do_not_follow_are_not_folded(catalog: Catalog) -> None:
 def test_a_purged_commit_leaves_nothing_behind(catalog: Catalog) -> None:
     log = LogBuilder()
     kept = log.commit(schemas=[("model", MODEL)])
-    gone = log.commit(parents=[kept], metrics=[("loss", 1.0)], schemas=[("model", MODEL), ("optimizer", OPTIMIZER)])
+    gone = log.commit(
+        parents=[kept],
+        metrics=[("loss", 1.0)],
+        schemas=[("model", MODEL), ("optimizer", OPTIMIZER)],
+    )
     catalog.fold(log.entries)
     catalog.add_schema(OPTIMIZER, flat_schema(3))
     catalog.add_shards(gone, [ShardInfo("model/w", 1, (0, 4), (2, 4))])
@@ -187,7 +245,10 @@ def test_a_reused_pack_is_condemned_no_more(catalog: Catalog) -> None:
     assert [pack.condemned for pack in catalog.queries().packs()] == [True, True]
     log.commit(reused=[2])
     catalog.fold(log.entries)
-    assert [(pack.number, pack.condemned) for pack in catalog.queries().packs()] == [(1, True), (2, False)]
+    assert [(pack.number, pack.condemned) for pack in catalog.queries().packs()] == [
+        (1, True),
+        (2, False),
+    ]
     log.append(Delete(frozenset({1})))
     catalog.fold(log.entries)
     assert [pack.number for pack in catalog.queries().packs()] == [2]
@@ -203,7 +264,9 @@ def test_leaves_belong_to_schemas_and_are_added_once(catalog: Catalog) -> None:
     for _ in range(2):
         assert catalog.add_schema(MODEL, schema)
     assert catalog.missing_schemas() == []
-    assert catalog.queries().leaves(MODEL) == [LeafInfo(path, "tensor", "bfloat16", (4096, 4096), -1) for path in schema.paths]
+    assert catalog.queries().leaves(MODEL) == [
+        LeafInfo(path, "tensor", "bfloat16", (4096, 4096), -1) for path in schema.paths
+    ]
     assert catalog.add_schema("f" * 64, schema)
     assert catalog.queries().leaves("f" * 64) is None
 
@@ -219,7 +282,9 @@ def test_shards_are_those_of_their_commit(catalog: Catalog) -> None:
     assert catalog.queries().shards(other) == []
 
 
-def test_twenty_thousand_leaves_are_added_in_few_steps_and_lie_compactly(catalog: Catalog, tmp_path: Path) -> None:
+def test_twenty_thousand_leaves_are_added_in_few_steps_and_lie_compactly(
+    catalog: Catalog, tmp_path: Path
+) -> None:
     log = LogBuilder()
     log.commit()
     catalog.fold(log.entries)
@@ -230,27 +295,43 @@ def test_twenty_thousand_leaves_are_added_in_few_steps_and_lie_compactly(catalog
     assert stored_bytes / 20_000 < 60 + sum(map(len, schema.paths)) / 20_000
 
 
-def test_folding_a_commit_costs_the_same_after_a_long_history(catalog: Catalog, tmp_path: Path) -> None:
+def test_folding_a_commit_costs_the_same_after_a_long_history(
+    catalog: Catalog, tmp_path: Path
+) -> None:
     log = LogBuilder()
     for n in range(1, 4001):
-        log.commit(step=n, metrics=[("loss", 1 / n)], tags=["newest"], packs=[n], reused=range(max(1, n - 20), n))
+        log.commit(
+            step=n,
+            metrics=[("loss", 1 / n)],
+            tags=["newest"],
+            packs=[n],
+            reused=range(max(1, n - 20), n),
+        )
     with closing(Catalog.open(tmp_path / "old" / "catalog.sqlite", STORE)) as old:
         old.fold(log.entries[:3900])
 
         catalog.fold(log.entries[:40])
-        early = max(steps(catalog, lambda i=i: catalog.fold([log.entries[i]])) for i in range(40, 100))
+        early = max(
+            steps(catalog, lambda i=i: catalog.fold([log.entries[i]])) for i in range(40, 100)
+        )
         late = max(steps(old, lambda i=i: old.fold([log.entries[i]])) for i in range(3900, 3960))
         print(f"{early} steps, {late} after 3,900 commits")
         assert late <= 1.2 * early
 
 
-def test_the_log_of_ten_thousand_commits_is_asked_without_looking_through_it(catalog: Catalog) -> None:
+def test_the_log_of_ten_thousand_commits_is_asked_without_looking_through_it(
+    catalog: Catalog,
+) -> None:
     log = LogBuilder()
     for n in range(10_000):
         log.commit(step=n, run=f"run{n % 3}", metrics=[("loss", 1 / (n + 1))])
     catalog.fold(log.entries)
     queries = catalog.queries()
-    for ask in (lambda: queries.log(limit=20), lambda: queries.log("run1", 20), lambda: [queries.resolve("best:loss", "run2")]):
+    for ask in (
+        lambda: queries.log(limit=20),
+        lambda: queries.log("run1", 20),
+        lambda: [queries.resolve("best:loss", "run2")],
+    ):
         taken = steps(catalog, lambda ask=ask: ask())
         print(f"{taken} steps")
         assert taken < QUERY_STEPS
@@ -258,7 +339,10 @@ def test_the_log_of_ten_thousand_commits_is_asked_without_looking_through_it(cat
 
 def test_threads_fold_and_ask_at_once(catalog: Catalog) -> None:
     entries = eventful(3, 300)
-    threads = [Thread(target=lambda: [catalog.fold(entries[:n]) for n in range(0, 301, 10)]) for _ in range(4)]
+    threads = [
+        Thread(target=lambda: [catalog.fold(entries[:n]) for n in range(0, 301, 10)])
+        for _ in range(4)
+    ]
     for thread in threads:
         thread.start()
     while any(thread.is_alive() for thread in threads):
@@ -290,7 +374,9 @@ def test_processes_create_and_fold_one_catalog_at_once(tmp_path: Path) -> None:
         assert dump(shared) == dump(alone)
 
 
-def test_a_busy_catalog_is_not_folded_and_not_thrown_away(catalog: Catalog, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_busy_catalog_is_not_folded_and_not_thrown_away(
+    catalog: Catalog, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     entries = eventful(1, 10)
     catalog.fold(entries[:5])
     path = tmp_path / "index" / "catalog.sqlite"
@@ -307,14 +393,18 @@ def test_a_busy_catalog_is_not_folded_and_not_thrown_away(catalog: Catalog, tmp_
 def test_a_forked_child_opens_its_own_connection(catalog: Catalog) -> None:
     entries = eventful(1, 40)
     catalog.fold(entries[:20])
-    child = multiprocessing.get_context("fork").Process(target=lambda: exit(0 if catalog.fold(entries) else 1))
+    child = multiprocessing.get_context("fork").Process(
+        target=lambda: exit(0 if catalog.fold(entries) else 1)
+    )
     child.start()
     child.join(60)
     assert child.exitcode == 0
     assert catalog.position() == entries[-1].position
 
 
-def test_a_catalog_that_another_process_replaced_is_opened_again(catalog: Catalog, tmp_path: Path) -> None:
+def test_a_catalog_that_another_process_replaced_is_opened_again(
+    catalog: Catalog, tmp_path: Path
+) -> None:
     entries = eventful(1, 10)
     catalog.fold(entries)
     with closing(Catalog.open(tmp_path / "index" / "catalog.sqlite", STORE)) as other:

@@ -1,4 +1,5 @@
-"""A catalog that cannot be used is migrated or replaced, wherever it comes from, and never raises."""
+"""A catalog that cannot be used is migrated or replaced, wherever it comes from, and never
+raises."""
 
 import os
 import random
@@ -49,7 +50,10 @@ def alembic_config(path: Path) -> Config:
 
 def schema_of(path: Path) -> list[str]:
     with closing(sqlite3.connect(path)) as connection:
-        return sorted(" ".join(sql.split()) for (sql,) in connection.execute("SELECT sql FROM sqlite_master WHERE sql IS NOT NULL"))
+        return sorted(
+            " ".join(sql.split())
+            for (sql,) in connection.execute("SELECT sql FROM sqlite_master WHERE sql IS NOT NULL")
+        )
 
 
 def test_a_fresh_catalog_and_a_migrated_one_have_the_same_schema(tmp_path: Path) -> None:
@@ -66,14 +70,20 @@ def test_the_newest_migration_is_the_revision_that_is_stamped() -> None:
     assert ScriptDirectory.from_config(config).get_current_head() == REVISION
 
 
-EARLIER = {"0001": FIRST_REVISION, "0002": "DROP TABLE entries; UPDATE alembic_version SET version_num = '0002';"}
+EARLIER = {
+    "0001": FIRST_REVISION,
+    "0002": "DROP TABLE entries; UPDATE alembic_version SET version_num = '0002';",
+}
 """What makes a catalog of today one of each earlier revision."""
 
 
 def test_every_earlier_revision_is_tried() -> None:
     config = Config()
     config.set_main_option("script_location", str(catalog_file.migrations()))
-    assert {script.revision for script in ScriptDirectory.from_config(config).walk_revisions()} == {*EARLIER, REVISION}
+    assert {script.revision for script in ScriptDirectory.from_config(config).walk_revisions()} == {
+        *EARLIER,
+        REVISION,
+    }
 
 
 @pytest.mark.parametrize("revision", EARLIER)
@@ -93,10 +103,16 @@ def test_an_older_catalog_is_migrated_with_its_rows(tmp_path: Path, revision: st
 def test_opening_a_current_catalog_does_not_import_alembic(tmp_path: Path) -> None:
     path = made(tmp_path / "catalog.sqlite", some_log(2))
     code = (
-        f"import sys; from ckptstore.index.catalog import Catalog; Catalog.open({str(path)!r}, {STORE!r}); print('alembic' in sys.modules)"
+        f"import sys; from ckptstore.index.catalog import Catalog; Catalog.open({str(path)!r}, "
+        f"{STORE!r}); print('alembic' in sys.modules)"
     )
     for place in (path, tmp_path / "fresh.sqlite"):
-        done = subprocess.run([sys.executable, "-c", code.replace(str(path), str(place))], capture_output=True, text=True, check=True)
+        done = subprocess.run(
+            [sys.executable, "-c", code.replace(str(path), str(place))],
+            capture_output=True,
+            text=True,
+            check=True,
+        )
         assert done.stdout.strip() == "False"
 
 
@@ -126,7 +142,9 @@ SPOILED: dict[str, Callable[[Path], object]] = {
 
 
 @pytest.mark.parametrize("spoil", SPOILED.values(), ids=SPOILED.keys())
-def test_a_catalog_that_cannot_be_used_is_replaced_by_an_empty_one(tmp_path: Path, spoil: Callable[[Path], object]) -> None:
+def test_a_catalog_that_cannot_be_used_is_replaced_by_an_empty_one(
+    tmp_path: Path, spoil: Callable[[Path], object]
+) -> None:
     log = some_log()
     path = made(tmp_path / "catalog.sqlite", log)
     spoil(path)
@@ -215,9 +233,18 @@ def test_migrations_ship_in_the_wheel_and_are_found_there(tmp_path: Path) -> Non
     (wheel,) = source.glob("*.whl")
     shutil.unpack_archive(wheel, tmp_path / "installed", "zip")
     code = (
-        "from pathlib import Path; from ckptstore.index import catalog_file as f; from ckptstore.index.catalog import Catalog;"
-        "c = f._connect(Path('old.sqlite')); f.migrate(c); print(f.migrations(), len(f._rows(c, 'SELECT * FROM shards', {})))"
+        "from pathlib import Path; from ckptstore.index import catalog_file as f; from "
+        "ckptstore.index.catalog import Catalog;"
+        "c = f._connect(Path('old.sqlite')); f.migrate(c); print(f.migrations(), len(f._rows(c, "
+        "'SELECT * FROM shards', {})))"
     )
     environment = {**os.environ, "PYTHONPATH": str(tmp_path / "installed")}
-    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env=environment, check=True, capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=tmp_path,
+        env=environment,
+        check=True,
+        capture_output=True,
+        text=True,
+    )
     assert done.stdout.split() == [str(tmp_path / "installed" / "ckptstore" / "migrations"), "0"]

@@ -1,4 +1,5 @@
-"""Whatever happens to the chunk index's files, a process lives on and finds either the right place or none.
+"""Whatever happens to the chunk index's files, a process lives on and finds either the right place
+or none.
 
 What might end the process runs in another one, which says at its end that it got there.
 """
@@ -32,7 +33,8 @@ PACKS = range(1, 30)
 
 
 def filled(path: Path) -> Path:
-    """An index with several levels of pages, pages that are free, and chunks that two packs hold."""
+    """An index with several levels of pages, pages that are free, and chunks that two packs
+    hold."""
     with closing(ChunkIndex.open(path, STORE)) as index:
         for number in PACKS:
             index.add_pack(number, pack_name(number), footer(400, number // 2))
@@ -50,7 +52,10 @@ def assert_right_or_missing(index: ChunkIndex) -> None:
 
 
 def run(code: str, *arguments: object) -> None:
-    head = "import sys; from tests.index.test_chunk_damage import *; path, seed = Path(sys.argv[1]), int(sys.argv[2])\n"
+    head = (
+        "import sys; from tests.index.test_chunk_damage import *; path, seed = "
+        "Path(sys.argv[1]), int(sys.argv[2])\n"
+    )
     done = subprocess.run(
         [sys.executable, "-c", head + code, *map(str, arguments)],
         capture_output=True,
@@ -72,7 +77,17 @@ def damage_and_use(good: Path, seed: int) -> None:
         with (path / "data.mdb").open("r+b") as file:
             for _ in range(rng.choice((1, 1, 3, 50))):
                 page = rng.randrange(size // 4096) * 4096
-                file.seek(page + rng.choice((rng.randrange(4096), rng.randrange(16), rng.randrange(64), rng.randrange(160))))
+                file.seek(
+                    page
+                    + rng.choice(
+                        (
+                            rng.randrange(4096),
+                            rng.randrange(16),
+                            rng.randrange(64),
+                            rng.randrange(160),
+                        )
+                    )
+                )
                 file.write(rng.choice((rng.randbytes(1), rng.randbytes(8), bytes(8), b"\xff" * 8)))
         if rng.random() < 0.2:
             os.truncate(path / "data.mdb", rng.randrange(size))
@@ -88,7 +103,9 @@ def damage_and_use(good: Path, seed: int) -> None:
         shutil.rmtree(path)
 
 
-def test_whatever_bytes_change_no_process_dies_and_no_place_is_wrong(tmp_path: Path, seed: int) -> None:
+def test_whatever_bytes_change_no_process_dies_and_no_place_is_wrong(
+    tmp_path: Path, seed: int
+) -> None:
     run("damage_and_use(path, seed); print('survived')", filled(tmp_path / "good"), seed)
 
 
@@ -109,7 +126,9 @@ def use_after_loss(path: Path) -> None:
 
 
 @pytest.mark.parametrize("left_bytes", [0, 4096, 5000, 8192, 40_000])
-def test_a_file_that_is_cut_below_a_running_process_is_replaced(tmp_path: Path, left_bytes: int) -> None:
+def test_a_file_that_is_cut_below_a_running_process_is_replaced(
+    tmp_path: Path, left_bytes: int
+) -> None:
     code = """
 index = ChunkIndex.open(path, STORE)
 assert_right_or_missing(index)
@@ -139,7 +158,9 @@ SPOILED: dict[str, Callable[[Path], object]] = {
     "no stamp": lambda path: (path / "stamp").unlink(),
     "another format": _stamp("0 whatever"),
     "bytes for a stamp": lambda path: (path / "stamp").write_bytes(b"\xff\xfe"),
-    "another boot": lambda path: (path / "stamp").write_text((path / "stamp").read_text()[:-10] + "123456789\n"),
+    "another boot": lambda path: (path / "stamp").write_text(
+        (path / "stamp").read_text()[:-10] + "123456789\n"
+    ),
     "a file": lambda path: (shutil.rmtree(path), path.write_text("no folder")),
     "a dangling link": lambda path: (shutil.rmtree(path), path.symlink_to("nowhere")),
     "another LMDB database": lambda path: (shutil.rmtree(path), _other_database(path)),
@@ -155,7 +176,9 @@ def _other_database(path: Path) -> None:
 
 
 @pytest.mark.parametrize("spoil", SPOILED.values(), ids=SPOILED.keys())
-def test_a_file_that_cannot_be_used_is_replaced(tmp_path: Path, spoil: Callable[[Path], object]) -> None:
+def test_a_file_that_cannot_be_used_is_replaced(
+    tmp_path: Path, spoil: Callable[[Path], object]
+) -> None:
     path = filled(tmp_path / "chunks.lmdb")
     spoil(path)
     with closing(ChunkIndex.open(path, STORE)) as index:
@@ -164,7 +187,9 @@ def test_a_file_that_cannot_be_used_is_replaced(tmp_path: Path, spoil: Callable[
         index.add_pack(20, pack_name(20), footer(400, 10))
         assert index.on_disk
         assert_found(index, 20, footer(400, 10))
-    assert [place.name for place in tmp_path.iterdir() if place.name.startswith("chunks.lmdb.")] in ([], ["chunks.lmdb.lock"])
+    assert [
+        place.name for place in tmp_path.iterdir() if place.name.startswith("chunks.lmdb.")
+    ] in ([], ["chunks.lmdb.lock"])
 
 
 def test_another_store_s_index_is_replaced(tmp_path: Path) -> None:
@@ -177,7 +202,8 @@ def test_an_index_that_another_process_replaced_is_opened_again(tmp_path: Path) 
     with closing(ChunkIndex.open(path, STORE)) as index:
         assert index.indexed()
         run(
-            "index = ChunkIndex.open(path, STORE); index.reset(); index.add_pack(77, pack_name(77), footer(10, 77)); print('survived')",
+            "index = ChunkIndex.open(path, STORE); index.reset(); index.add_pack(77, "
+            "pack_name(77), footer(10, 77)); print('survived')",
             path,
             0,
         )
@@ -188,7 +214,9 @@ def test_an_index_that_another_process_replaced_is_opened_again(tmp_path: Path) 
         assert index.indexed() == {77, 78}
 
 
-def test_a_record_that_does_not_match_its_check_is_missing_and_the_index_begins_again(tmp_path: Path) -> None:
+def test_a_record_that_does_not_match_its_check_is_missing_and_the_index_begins_again(
+    tmp_path: Path,
+) -> None:
     path = filled(tmp_path / "chunks.lmdb")
     chunk = ids(footer(400, 10))[:32]
     data = bytearray((path / "data.mdb").read_bytes())
@@ -204,14 +232,22 @@ def test_a_record_that_does_not_match_its_check_is_missing_and_the_index_begins_
 
 
 @given(st.integers(0, 255), st.integers(0, 7), st.integers(0, 63))
-def test_any_flipped_bit_of_a_record_or_its_key_is_noticed(record: int, bit: int, byte: int) -> None:
+def test_any_flipped_bit_of_a_record_or_its_key_is_noticed(
+    record: int, bit: int, byte: int
+) -> None:
     table = footer(256, 1)
     keys = ids_of(ids(table))
     rows = encode(seed_of(STORE), 3, keys, table)
-    changed = bytearray(np.concatenate([keys.view(np.uint8).reshape(-1, 32), rows.view(np.uint8).reshape(-1, 32)], axis=1).tobytes())
+    changed = bytearray(
+        np.concatenate(
+            [keys.view(np.uint8).reshape(-1, 32), rows.view(np.uint8).reshape(-1, 32)], axis=1
+        ).tobytes()
+    )
     changed[record * 64 + byte] ^= 1 << bit
     parts = np.frombuffer(changed, np.uint8).reshape(-1, 64)
-    got, whole = decode(seed_of(STORE), ids_of(parts[:, :32].tobytes()), bytearray(parts[:, 32:].tobytes()))
+    got, whole = decode(
+        seed_of(STORE), ids_of(parts[:, :32].tobytes()), bytearray(parts[:, 32:].tobytes())
+    )
     assert not whole
     assert got["found"].tolist() == [int(n != record) for n in range(256)]
 
@@ -222,7 +258,9 @@ def test_a_sound_file_passes_where_lmdb_s_own_verifier_passes_it(tmp_path: Path)
     lmdb_check.check(path, DATABASES)
 
 
-def test_what_lmdb_s_own_verifier_refuses_in_structure_is_refused(tmp_path: Path, seed: int) -> None:
+def test_what_lmdb_s_own_verifier_refuses_in_structure_is_refused(
+    tmp_path: Path, seed: int
+) -> None:
     good, rng = (filled(tmp_path / "chunks.lmdb") / "data.mdb").read_bytes(), random.Random(seed)
     path, refused = tmp_path / "data.mdb", 0
     for _ in range(60):
@@ -272,7 +310,9 @@ def test_what_could_not_be_written_is_found_in_memory_and_written_later(tmp_path
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="mounting a small disk needs root")
 def test_a_full_disk_leaves_the_rest_in_memory(tmp_path: Path) -> None:
-    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=400k", "tmpfs", str(tmp_path)], check=False).returncode:
+    if subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=400k", "tmpfs", str(tmp_path)], check=False
+    ).returncode:
         pytest.skip("this container may not mount")
     try:
         with closing(ChunkIndex.open(tmp_path / "chunks.lmdb", STORE)) as index:

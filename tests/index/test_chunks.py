@@ -40,7 +40,8 @@ def assert_found(index: ChunkIndex, number: int, table: npt.NDArray[np.void]) ->
 
 @contextmanager
 def threads_reading(index: ChunkIndex, number: int, table: npt.NDArray[np.void]) -> Iterator[None]:
-    """Meanwhile, threads look for the chunks of pack `number`; afterwards, each time they found them all."""
+    """Meanwhile, threads look for the chunks of pack `number`; afterwards, each time they found
+    them all."""
     done, wrong = Event(), list[str]()
 
     def read() -> None:
@@ -96,7 +97,9 @@ def test_no_ids_and_an_empty_pack(index: ChunkIndex) -> None:
 
 
 @pytest.mark.parametrize("place", ["disk", "memory"])
-def test_a_pack_takes_the_place_of_another_one_of_the_same_number(place: str, tmp_path: Path) -> None:
+def test_a_pack_takes_the_place_of_another_one_of_the_same_number(
+    place: str, tmp_path: Path
+) -> None:
     """As after a store was brought back from a backup."""
     if place == "memory":
         (tmp_path / "chunks.lmdb").touch()
@@ -121,7 +124,9 @@ def test_adding_a_pack_again_changes_nothing(index: ChunkIndex) -> None:
 
 
 @pytest.mark.parametrize("on_disk", [True, False])
-def test_a_chunk_of_several_packs_is_found_until_the_last_of_them_is_dropped(tmp_path: Path, on_disk: bool) -> None:
+def test_a_chunk_of_several_packs_is_found_until_the_last_of_them_is_dropped(
+    tmp_path: Path, on_disk: bool
+) -> None:
     place = tmp_path / "chunks.lmdb" if on_disk else Path("/proc/nowhere")
     with closing(ChunkIndex.open(place, STORE)) as index:
         assert index.on_disk is on_disk
@@ -153,7 +158,10 @@ def test_it_does_what_a_dictionary_would(index: ChunkIndex, seed: int) -> None:
                 del packs[pack]
         packs[number] = chunks[sorted(rng.sample(range(400), rng.randrange(80)))]
         index.add_pack(number, pack_name(number), packs[number])
-    holders = {chunk: {n for n, table in packs.items() if chunk in set(table["chunk"].tolist())} for chunk in chunks["chunk"].tolist()}
+    holders = {
+        chunk: {n for n, table in packs.items() if chunk in set(table["chunk"].tolist())}
+        for chunk in chunks["chunk"].tolist()
+    }
     rows = index.get_many(ids(chunks))
     for chunk, row in zip(chunks["chunk"].tolist(), rows, strict=True):
         assert (int(row["pack"]) in holders[chunk]) == bool(row["found"]) == bool(holders[chunk])
@@ -173,7 +181,10 @@ def test_it_is_still_there_after_closing(tmp_path: Path) -> None:
 
 def test_the_map_grows(tmp_path: Path) -> None:
     path = tmp_path / "chunks.lmdb"
-    with closing(ChunkIndex.open(path, STORE, map_bytes=1 << 17)) as index, closing(ChunkIndex.open(path, STORE)) as twin:
+    with (
+        closing(ChunkIndex.open(path, STORE, map_bytes=1 << 17)) as index,
+        closing(ChunkIndex.open(path, STORE)) as twin,
+    ):
         for number in range(1, 9):
             index.add_pack(number, pack_name(number), footer(3000, number))
             assert_found(twin, number, footer(3000, number))
@@ -222,7 +233,10 @@ def _read_in_child(index: ChunkIndex) -> None:
 def test_a_forked_child_opens_its_own_environment(index: ChunkIndex) -> None:
     index.add_pack(1, pack_name(1), footer(500, 1))
     with threads_reading(index, 1, footer(500, 1)):
-        children = [multiprocessing.get_context("fork").Process(target=_read_in_child, args=(index,)) for _ in range(4)]
+        children = [
+            multiprocessing.get_context("fork").Process(target=_read_in_child, args=(index,))
+            for _ in range(4)
+        ]
         for child in children:
             child.start()
         for child in children:

@@ -26,16 +26,25 @@ DIGITS = "123456" + "0" * 58
 
 
 def history() -> LogBuilder:
-    """Two runs; step 2 of `main` was made twice, step 4 is forgotten, the root of run `b` was purged."""
+    """Two runs; step 2 of `main` was made twice, step 4 is forgotten, the root of run `b` was
+    purged."""
     log = LogBuilder()
     first = log.commit(step=1, metrics=[("loss", 3.0), ("acc", 0.5)], id_="1" * 64, packs=[1, 2])
     log.commit(step=2, parents=[first], metrics=[("loss", math.nan)], id_=ALIKE[0])
-    second = log.commit(step=2, parents=[first], metrics=[("loss", 1.0)], id_=ALIKE[1], tags=["good"])
-    third = log.commit(step=3, parents=[second], metrics=[("loss", 1.0), ("acc", math.inf)], id_="3" * 64)
+    second = log.commit(
+        step=2, parents=[first], metrics=[("loss", 1.0)], id_=ALIKE[1], tags=["good"]
+    )
+    third = log.commit(
+        step=3, parents=[second], metrics=[("loss", 1.0), ("acc", math.inf)], id_="3" * 64
+    )
     fourth = log.commit(step=4, parents=[third], metrics=[("loss", 0.1)], id_="4" * 64)
     root = log.commit(run="b", step=1, id_="5" * 64)
     log.commit(run="b", step=7, parents=[root], metrics=[("loss", 0.5)], id_=DIGITS)
-    log.append(Tag("prod/eu", third, frozenset()), Forget((fourth, root), "policy"), Condemn(9, 0, frozenset({2}), (root,)))
+    log.append(
+        Tag("prod/eu", third, frozenset()),
+        Forget((fourth, root), "policy"),
+        Condemn(9, 0, frozenset({2}), (root,)),
+    )
     return log
 
 
@@ -100,7 +109,9 @@ REFUSED: list[tuple[str | int, type[CkptStoreError], str]] = [
 
 
 @pytest.mark.parametrize(("ref", "error", "words"), REFUSED, ids=str)
-def test_what_is_not_there_is_refused_with_what_is(queries: Queries, ref: str | int, error: type[CkptStoreError], words: str) -> None:
+def test_what_is_not_there_is_refused_with_what_is(
+    queries: Queries, ref: str | int, error: type[CkptStoreError], words: str
+) -> None:
     with pytest.raises(error, match=words):
         queries.resolve(ref, "main")
 
@@ -117,7 +128,9 @@ def test_a_circle_of_parents_is_not_walked_for_ever(tmp_path: Path, generations:
         with pytest.raises(Corrupt, match="lead back to it"):
             catalog.queries().resolve(f"latest~{generations}", "main")
     state = reduce(fold.apply, log.entries, fold.genesis(STORE, 1))
-    assert resolve(state, parse_ref("latest~2"), "main") == resolve(state, parse_ref("latest"), "main")
+    assert resolve(state, parse_ref("latest~2"), "main") == resolve(
+        state, parse_ref("latest"), "main"
+    )
     with pytest.raises(Corrupt, match="lead back to it"):
         resolve(state, parse_ref(f"latest~{generations}"), "main")
 
@@ -147,7 +160,14 @@ def test_a_commit_has_everything_that_the_log_says_of_it(queries: Queries) -> No
         ("prod/eu",),
         {"acc": math.inf, "loss": 1.0},
     )
-    assert (info.n, info.time_ns, info.logical_bytes, info.new_bytes, info.leaves, info.message) == (4, 4000, 1000, 10, 3, "message")
+    assert (
+        info.n,
+        info.time_ns,
+        info.logical_bytes,
+        info.new_bytes,
+        info.leaves,
+        info.message,
+    ) == (4, 4000, 1000, 10, 3, "message")
     assert info.schemas == {"model": "d" * 64}
     assert not info.forgotten
     assert queries.commit(queries.resolve("444444")).forgotten
@@ -155,8 +175,14 @@ def test_a_commit_has_everything_that_the_log_says_of_it(queries: Queries) -> No
 
 
 def test_runs_tags_and_totals(queries: Queries) -> None:
-    assert queries.runs() == [RunInfo("b", 1, DIGITS, 7, 7000), RunInfo("main", 4, "3" * 64, 3, 4000)]
-    assert queries.tags() == [TagInfo("good", ALIKE[1], "main", 2), TagInfo("prod/eu", "3" * 64, "main", 3)]
+    assert queries.runs() == [
+        RunInfo("b", 1, DIGITS, 7, 7000),
+        RunInfo("main", 4, "3" * 64, 3, 4000),
+    ]
+    assert queries.tags() == [
+        TagInfo("good", ALIKE[1], "main", 2),
+        TagInfo("prod/eu", "3" * 64, "main", 3),
+    ]
     assert queries.totals() == Totals(5, 1, 5000, 2, 2, 2, 3 * 4096, 3, 1, 2 * 4096)
 
 
@@ -175,7 +201,8 @@ def test_asking_needs_no_sqlalchemy(tmp_path: Path) -> None:
     with closing(Catalog.open(path, STORE)) as catalog:
         catalog.fold(history().entries)
     code = (
-        f"import sys; from ckptstore.index.catalog_sqlite import open_catalog; print(len(open_catalog({str(path)!r}, {STORE!r}).log()),"
+        "import sys; from ckptstore.index.catalog_sqlite import open_catalog; "
+        f"print(len(open_catalog({str(path)!r}, {STORE!r}).log()),"
         " {'sqlalchemy', 'numpy', 'lmdb'} & set(sys.modules))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -13,9 +13,21 @@ OLD_TORCH = torch.torch_version.TorchVersion(torch.__version__) < (2, 7)
 def nested() -> dict[str, Any]:
     torch.manual_seed(0)
     return {
-        "model": OrderedDict(w=torch.randn(300, 100), b=torch.randn(100).bfloat16(), empty=torch.empty(0, 3)),
-        "optimizer": {"state": {0: {"exp_avg": torch.randn(300, 100), "step": torch.tensor(3.0)}}, "groups": [{"lr": 0.1, "params": [0]}]},
-        "progress": {"epoch": 3, "name": "run", "best": None, "pair": (1, 2.5), "raw": b"\x00\x01", "file": io.BytesIO(b"abc")},
+        "model": OrderedDict(
+            w=torch.randn(300, 100), b=torch.randn(100).bfloat16(), empty=torch.empty(0, 3)
+        ),
+        "optimizer": {
+            "state": {0: {"exp_avg": torch.randn(300, 100), "step": torch.tensor(3.0)}},
+            "groups": [{"lr": 0.1, "params": [0]}],
+        },
+        "progress": {
+            "epoch": 3,
+            "name": "run",
+            "best": None,
+            "pair": (1, 2.5),
+            "raw": b"\x00\x01",
+            "file": io.BytesIO(b"abc"),
+        },
         "loss": 0.25,
     }
 
@@ -35,7 +47,9 @@ def same(a: Any, b: Any) -> bool:
     if isinstance(a, io.BytesIO):
         return isinstance(b, io.BytesIO) and a.getvalue() == b.getvalue()
     if isinstance(a, dict):
-        return isinstance(b, dict) and a.keys() == b.keys() and all(same(a[key], b[key]) for key in a)
+        return (
+            isinstance(b, dict) and a.keys() == b.keys() and all(same(a[key], b[key]) for key in a)
+        )
     if isinstance(a, list):
         return isinstance(b, list) and len(a) == len(b) and all(map(same, a, b))
     return type(a) is type(b) and bool(a == b)

@@ -1,4 +1,5 @@
-"""TorchSnapshot's simple example, with another import: train some epochs, with a snapshot after each; begin with one if that is given."""
+"""TorchSnapshot's simple example, with another import: train some epochs, with a snapshot after
+each; begin with one if that is given."""
 
 import sys
 
@@ -13,7 +14,12 @@ def main(work_dir: str, epochs: int, restore_path: str | None) -> None:
     optim = torch.optim.Adagrad(model.parameters(), lr=0.01)
     loss_fn = torch.nn.BCEWithLogitsLoss()
     progress = torchsnapshot.StateDict(current_epoch=0)
-    app_state = {"rng_state": torchsnapshot.RNGState(), "model": model, "optim": optim, "progress": progress}
+    app_state = {
+        "rng_state": torchsnapshot.RNGState(),
+        "model": model,
+        "optim": optim,
+        "progress": progress,
+    }
     if restore_path:
         torchsnapshot.Snapshot(restore_path).restore(app_state)
     while progress["current_epoch"] < epochs:
@@ -23,7 +29,9 @@ def main(work_dir: str, epochs: int, restore_path: str | None) -> None:
             loss.backward()
             optim.step()
         progress["current_epoch"] += 1
-        snapshot = torchsnapshot.Snapshot.take(f"{work_dir}/run/{progress['current_epoch']}-{bool(restore_path)}", app_state)
+        snapshot = torchsnapshot.Snapshot.take(
+            f"{work_dir}/run/{progress['current_epoch']}-{bool(restore_path)}", app_state
+        )
         print(f"{snapshot.path} {loss.item():.9f}")
 
 

@@ -38,7 +38,12 @@ with ckptstore.open(place / "store", threads=2) as store:
 def _write(place: Path, nbytes: int) -> None:
     """Two tensors of random bytes, written in pieces."""
     half = nbytes // 2
-    header = json.dumps({n: {"dtype": "U8", "shape": [half], "data_offsets": [i * half, (i + 1) * half]} for i, n in enumerate("ab")})
+    header = json.dumps(
+        {
+            n: {"dtype": "U8", "shape": [half], "data_offsets": [i * half, (i + 1) * half]}
+            for i, n in enumerate("ab")
+        }
+    )
     with place.open("wb") as file:
         file.write(len(header).to_bytes(8, "little") + header.encode())
         for _ in range(nbytes >> 20):
@@ -48,12 +53,24 @@ def _write(place: Path, nbytes: int) -> None:
 def test_a_large_file_passes_through_little_memory(scratch: Path) -> None:
     _write(scratch / "small.safetensors", 16 << 20)
     _write(scratch / "large.safetensors", FILE_BYTES)
-    done = subprocess.run([sys.executable, "-c", _PROGRAM, str(scratch)], capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", _PROGRAM, str(scratch)],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
     assert done.returncode == 0, done.stderr
     imported, exported = map(int, done.stdout.split())
-    print(f"peak grew by {imported >> 20} MiB while importing {FILE_BYTES >> 20} MiB, by {exported >> 20} MiB with the export")
+    print(
+        f"peak grew by {imported >> 20} MiB while importing {FILE_BYTES >> 20} MiB, by "
+        f"{exported >> 20} MiB with the export"
+    )
     assert max(imported, exported) < GROWTH_BYTES
-    with (scratch / "large.safetensors").open("rb") as a, (scratch / "out.safetensors").open("rb") as b:
+    with (
+        (scratch / "large.safetensors").open("rb") as a,
+        (scratch / "out.safetensors").open("rb") as b,
+    ):
         while block := a.read(1 << 20):
             assert block == b.read(1 << 20)
         assert not b.read(1)

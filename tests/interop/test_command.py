@@ -23,15 +23,35 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_import_then_export(place: Path) -> None:
-    words = ("--run", "base", "--step", "7", "--tag", "a", "--tag", "b", "--metric", "loss=0.5", "--message", "from the hub")
+    words = (
+        "--run",
+        "base",
+        "--step",
+        "7",
+        "--tag",
+        "a",
+        "--tag",
+        "b",
+        "--metric",
+        "loss=0.5",
+        "--message",
+        "from the hub",
+    )
     made = call("import", str(place / "model.safetensors"), *words, "--json").document
     assert (made["run"], made["step"], made["tags"], made["leaves"]) == ("base", 7, ["a", "b"], 2)
     shown = call("show", "a", "--json").document["commit"]
-    assert (shown["message"], shown["metrics"], shown["id"]) == ("from the hub", {"loss": 0.5}, made["commit"])
+    assert (shown["message"], shown["metrics"], shown["id"]) == (
+        "from the hub",
+        {"loss": 0.5},
+        made["commit"],
+    )
     done = call("export", "base@7", str(place / "out.safetensors"), "--json").document
     assert (done["format"], done["files"]) == ("files", [str(place / "out.safetensors")])
     assert (place / "out.safetensors").read_bytes() == (place / "model.safetensors").read_bytes()
-    assert "1 other leaves are not in it" in call("export", "a", str(place / "x"), "--format", "safetensors", "--select", "model").out
+    assert (
+        "1 other leaves are not in it"
+        in call("export", "a", str(place / "x"), "--format", "safetensors", "--select", "model").out
+    )
     assert torch.equal(load_file(place / "x")["w"], torch.arange(1000.0))
 
 
@@ -42,13 +62,18 @@ def test_what_goes_wrong_is_told(place: Path) -> None:
     call("import", str(place / "model.safetensors"))
     assert call("export", "latest", str(place / "model.safetensors")).code == Exit.FAILED
     assert "--format" in call("export", "latest", str(place / "out.bin2")).err
-    assert json.loads(call("export", "nosuch", str(place / "y.pt"), "--json").out)["error"]["kind"] == "NotFound"
+    assert (
+        json.loads(call("export", "nosuch", str(place / "y.pt"), "--json").out)["error"]["kind"]
+        == "NotFound"
+    )
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is")
 def test_several_selects_add_up_in_every_format(place: Path) -> None:
     with ckptstore.open(place / "store") as store:
-        store.commit({"model": {"w": torch.ones(3)}, "ema": {"w": torch.zeros(3)}, "step": 7}, tag="state")
+        store.commit(
+            {"model": {"w": torch.ones(3)}, "ema": {"w": torch.zeros(3)}, "step": 7}, tag="state"
+        )
     for format, suffix in (("torch", "pt"), ("dcp", "d"), ("safetensors", "safetensors")):
         words = ("--select", "model", "--select", "ema", "--format", format)
         assert call("export", "state", str(place / f"out.{suffix}"), *words).code == 0
@@ -58,7 +83,12 @@ def test_several_selects_add_up_in_every_format(place: Path) -> None:
     dcp.load(empty, checkpoint_id=place / "out.d", no_dist=True)
     assert str(empty) == str(wanted)
     assert load_file(place / "out.safetensors").keys() == {"model.w", "ema.w"}
-    assert call("export", "state", str(place / "mixed.pt"), "--select", "model", "--select", "st*").code == 0
+    assert (
+        call(
+            "export", "state", str(place / "mixed.pt"), "--select", "model", "--select", "st*"
+        ).code
+        == 0
+    )
     assert torch.load(place / "mixed.pt", weights_only=True).keys() == {"model/w", "step"}
 
 
@@ -80,7 +110,9 @@ def test_damage_that_dcp_meets_is_told_as_damage(place: Path) -> None:
     assert "does not match its id" in result.err and result.err.count("\n") == 1
 
 
-def test_a_directory_whose_name_is_no_unicode_is_imported_and_a_file_in_one_is_refused(place: Path) -> None:
+def test_a_directory_whose_name_is_no_unicode_is_imported_and_a_file_in_one_is_refused(
+    place: Path,
+) -> None:
     folder = place / os.fsdecode(b"\xff")
     folder.mkdir()
     (folder / "file").write_text("x")
@@ -89,4 +121,7 @@ def test_a_directory_whose_name_is_no_unicode_is_imported_and_a_file_in_one_is_r
     assert call("log", "--json").document["commits"][0]["message"] == "imported from \\udcff"
     (folder / os.fsdecode(b"\xfe")).write_text("x")
     refused = call("import", str(folder))
-    assert refused.code == Exit.USAGE and "is no Unicode, and a commit has its files by their names; rename it" in refused.err
+    assert (
+        refused.code == Exit.USAGE
+        and "is no Unicode, and a commit has its files by their names; rename it" in refused.err
+    )

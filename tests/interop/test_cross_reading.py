@@ -18,7 +18,9 @@ from ckptstore.interop.torchft import StoreTransport
 from ckptstore.interop.torchsnapshot import Snapshot, StateDict
 from ckptstore.store import Store
 
-pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is", "ignore:TypedStorage is deprecated")
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:torch.distributed is", "ignore:TypedStorage is deprecated"
+)
 
 Tensors = dict[str, torch.Tensor]
 
@@ -83,7 +85,9 @@ def read_by_snapshot(place: Path, aside: Path) -> Tensors:
 
 def read_as_safetensors(place: Path, aside: Path) -> Tensors:
     with ckptstore.open(place) as store:
-        export(store.checkout(NAME), aside / "out.safetensors", format="safetensors", select="model")
+        export(
+            store.checkout(NAME), aside / "out.safetensors", format="safetensors", select="model"
+        )
     return load_file(aside / "out.safetensors")
 
 
@@ -105,11 +109,21 @@ def transferred(state: dict[str, Tensors], store: Store | None = None) -> dict[s
         sender.shutdown()
 
 
-WRITERS = (write_natively, write_by_dcp, write_by_snapshot, write_from_safetensors, write_what_a_peer_sent)
+WRITERS = (
+    write_natively,
+    write_by_dcp,
+    write_by_snapshot,
+    write_from_safetensors,
+    write_what_a_peer_sent,
+)
 READERS = (read_natively, read_by_dcp, read_by_snapshot, read_as_safetensors, read_by_a_peer)
 
 
-@pytest.mark.parametrize(("write", "read"), list(product(WRITERS, READERS)), ids=lambda way: way.__name__.replace("_", " "))
+@pytest.mark.parametrize(
+    ("write", "read"),
+    list(product(WRITERS, READERS)),
+    ids=lambda way: way.__name__.replace("_", " "),
+)
 def test_what_one_has_written_every_other_reads(
     write: Callable[[Path, Path], None], read: Callable[[Path, Path], Tensors], tmp_path: Path
 ) -> None:

@@ -1,4 +1,5 @@
-"""What DCP's documentation, and its tests, say of one process: its examples with a writer and a reader of ours."""
+"""What DCP's documentation, and its tests, say of one process: its examples with a writer and a
+reader of ours."""
 
 import copy
 import functools
@@ -21,9 +22,15 @@ import ckptstore
 from ckptstore.interop.dcp import StoreReader, StoreWriter
 from tests.interop.dcp_states import OLD_TORCH, nested, same
 
-pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is", "ignore:TypedStorage is deprecated", "ignore:Detected an existing")
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:torch.distributed is",
+    "ignore:TypedStorage is deprecated",
+    "ignore:Detected an existing",
+)
 
-ALONE = pytest.mark.skipif(OLD_TORCH, reason="torch 2.6 saves asynchronously only with a process group")
+ALONE = pytest.mark.skipif(
+    OLD_TORCH, reason="torch 2.6 saves asynchronously only with a process group"
+)
 
 
 class AppState(Stateful):
@@ -40,7 +47,12 @@ class AppState(Stateful):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self.calls.append("load_state_dict")
-        set_state_dict(self.model, self.optimizer, model_state_dict=state_dict["model"], optim_state_dict=state_dict["optim"])
+        set_state_dict(
+            self.model,
+            self.optimizer,
+            model_state_dict=state_dict["model"],
+            optim_state_dict=state_dict["optim"],
+        )
 
 
 def made(steps: int) -> AppState:
@@ -72,7 +84,9 @@ def test_modules_and_optimizers_are_stateful_by_themselves(place: Path) -> None:
     assert same(loaded.optimizer.state_dict(), saved.optimizer.state_dict())
 
 
-@pytest.mark.filterwarnings("ignore:`save_state_dict` is deprecated", "ignore:`load_state_dict` is deprecated")
+@pytest.mark.filterwarnings(
+    "ignore:`save_state_dict` is deprecated", "ignore:`load_state_dict` is deprecated"
+)
 def test_the_functions_before_save_and_load_work_too(place: Path) -> None:
     writer, reader = StoreWriter(place, tag="a"), StoreReader(place, "a")
     state = {"w": torch.randn(20, 3)}
@@ -89,14 +103,21 @@ def test_the_metadata_is_that_of_dcps_files(place: Path, tmp_path: Path) -> None
     dcp.save(state, storage_writer=StoreWriter(place))
     theirs = dcp.FileSystemReader(tmp_path / "files").read_metadata()
     ours = StoreReader(place).read_metadata()
-    names = [{name: tuple(map(str, keys)) for name, keys in metadata.planner_data.items()} for metadata in (ours, theirs)]
+    names = [
+        {name: tuple(map(str, keys)) for name, keys in metadata.planner_data.items()}
+        for metadata in (ours, theirs)
+    ]
     assert names[0] == names[1]
     assert ours.state_dict_metadata.keys() == theirs.state_dict_metadata.keys()
     for name, wanted in theirs.state_dict_metadata.items():
         got = ours.state_dict_metadata[name]
         assert type(got) is type(wanted)
         if isinstance(wanted, TensorStorageMetadata):
-            assert (got.size, got.properties.dtype, got.chunks) == (wanted.size, wanted.properties.dtype, wanted.chunks)
+            assert (got.size, got.properties.dtype, got.chunks) == (
+                wanted.size,
+                wanted.properties.dtype,
+                wanted.chunks,
+            )
 
 
 # -- asynchronous --
@@ -107,9 +128,17 @@ def test_two_async_saves_to_one_id_both_end_and_the_id_means_one_of_them(place: 
     """DCP's own files crash or mix: both write the same names."""
     with ckptstore.open(place) as store:
         states = [{"w": torch.full((300_000,), float(i)), "n": i} for i in range(2)]
-        futures = [dcp.async_save(state, checkpoint_id="last", storage_writer=StoreWriter(store), no_dist=True) for state in states]
+        futures = [
+            dcp.async_save(
+                state, checkpoint_id="last", storage_writer=StoreWriter(store), no_dist=True
+            )
+            for state in states
+        ]
         commits = [future.result().storage_meta.save_id for future in futures]
-        assert sorted(info.id for info in store.log()) == sorted(commits) and store.checkout("last").id in commits
+        assert (
+            sorted(info.id for info in store.log()) == sorted(commits)
+            and store.checkout("last").id in commits
+        )
         for commit, state in zip(commits, states, strict=True):
             found = {"w": torch.zeros(300_000), "n": -1}
             dcp.load(found, checkpoint_id=commit, storage_reader=StoreReader(store))
@@ -140,7 +169,9 @@ def test_a_stager_of_ones_own_tells_when_the_state_may_change(place: Path) -> No
 
     state = {"w": torch.ones(300_000)}
     stager = Stager()
-    response = dcp.async_save(state, storage_writer=StoreWriter(place, step=1), async_stager=stager, no_dist=True)
+    response = dcp.async_save(
+        state, storage_writer=StoreWriter(place, step=1), async_stager=stager, no_dist=True
+    )
     response.staging_completion.result()
     state["w"].zero_()
     assert response.upload_completion.result().storage_meta.save_id
@@ -148,7 +179,9 @@ def test_a_stager_of_ones_own_tells_when_the_state_may_change(place: Path) -> No
     blocking = BlockingAsyncStager()
     for step in (2, 3):
         state["w"].fill_(step)
-        future = dcp.async_save(state, storage_writer=StoreWriter(place, step=step), async_stager=blocking, no_dist=True)
+        future = dcp.async_save(
+            state, storage_writer=StoreWriter(place, step=step), async_stager=blocking, no_dist=True
+        )
         future.result()
     with ckptstore.open(place) as store:
         assert [float(store.checkout(step).read("model/w")[-1]) for step in (1, 2, 3)] == [1, 2, 3]
@@ -179,12 +212,21 @@ def failing(base: Any, where: str) -> Any:
     return type("Failing", (base,), {where: fail})()
 
 
-@pytest.mark.parametrize("where", ["set_up_planner", "create_local_plan", "create_global_plan", "finish_plan", "resolve_data"])
+@pytest.mark.parametrize(
+    "where",
+    ["set_up_planner", "create_local_plan", "create_global_plan", "finish_plan", "resolve_data"],
+)
 def test_a_save_whose_planner_fails_raises_that_and_leaves_nothing(place: Path, where: str) -> None:
     with ckptstore.open(place) as store:
         dcp.save({"w": torch.ones(5)}, storage_writer=StoreWriter(store))
-        with pytest.raises(CheckpointException, match=f"ArithmeticError: failed in {where}") as caught:
-            dcp.save({"w": torch.zeros(300_000)}, storage_writer=StoreWriter(store), planner=failing(DefaultSavePlanner, where))
+        with pytest.raises(
+            CheckpointException, match=f"ArithmeticError: failed in {where}"
+        ) as caught:
+            dcp.save(
+                {"w": torch.zeros(300_000)},
+                storage_writer=StoreWriter(store),
+                planner=failing(DefaultSavePlanner, where),
+            )
         assert isinstance(caught.value.failures[0][0], ArithmeticError)
         assert len(store.log()) == 1
         dcp.save({"w": torch.zeros(5)}, storage_writer=StoreWriter(store))
@@ -192,13 +234,25 @@ def test_a_save_whose_planner_fails_raises_that_and_leaves_nothing(place: Path, 
 
 
 @pytest.mark.parametrize(
-    "where", ["set_up_planner", "create_local_plan", "create_global_plan", "finish_plan", "resolve_tensor", "load_bytes"]
+    "where",
+    [
+        "set_up_planner",
+        "create_local_plan",
+        "create_global_plan",
+        "finish_plan",
+        "resolve_tensor",
+        "load_bytes",
+    ],
 )
 def test_a_load_whose_planner_fails_raises_that(place: Path, where: str) -> None:
     dcp.save({"w": torch.ones(5), "n": 1}, storage_writer=StoreWriter(place))
     reader = StoreReader(place)
     with pytest.raises(CheckpointException, match=f"ArithmeticError: failed in {where}"):
-        dcp.load({"w": torch.zeros(5), "n": 0}, storage_reader=reader, planner=failing(DefaultLoadPlanner, where))
+        dcp.load(
+            {"w": torch.zeros(5), "n": 0},
+            storage_reader=reader,
+            planner=failing(DefaultLoadPlanner, where),
+        )
     found = {"w": torch.zeros(5), "n": 0}
     dcp.load(found, storage_reader=reader)
     assert same(found, {"w": torch.ones(5), "n": 1})

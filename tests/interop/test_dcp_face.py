@@ -1,4 +1,5 @@
-"""`dcp.save` and `dcp.load` on a store, in one process: what goes in comes out, natively and by DCP, however DCP is called."""
+"""`dcp.save` and `dcp.load` on a store, in one process: what goes in comes out, natively and by
+DCP, however DCP is called."""
 
 import warnings
 from pathlib import Path
@@ -18,7 +19,11 @@ from ckptstore.interop.dcp import StoreReader, StoreWriter, dcp_to_store, store_
 from ckptstore.maintenance.check.report import Kind
 from tests.interop.dcp_states import OLD_TORCH, nested, same, zeros
 
-pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is", "ignore:TypedStorage is deprecated", "ignore:Detected an existing")
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:torch.distributed is",
+    "ignore:TypedStorage is deprecated",
+    "ignore:Detected an existing",
+)
 
 
 def test_a_nested_state_dict_comes_back(place: Path) -> None:
@@ -26,10 +31,14 @@ def test_a_nested_state_dict_comes_back(place: Path) -> None:
     writer = StoreWriter(place, step=7, tag="a", metrics={"loss": 0.25})
     metadata = dcp.save(state, storage_writer=writer)
     found = zeros(state)
-    del found["optimizer"]["state"][0]  # DCP makes texts of numbers in a mapping's keys, and puts objects there
+    del found["optimizer"]["state"][
+        0
+    ]  # DCP makes texts of numbers in a mapping's keys, and puts objects there
     found["optimizer"]["state"]["0"] = zeros(state["optimizer"]["state"][0])
     dcp.load(found, storage_reader=StoreReader(place, 7))
-    found["optimizer"]["state"] = {int(key): value for key, value in found["optimizer"]["state"].items()}
+    found["optimizer"]["state"] = {
+        int(key): value for key, value in found["optimizer"]["state"].items()
+    }
     assert same(found, state)
     with ckptstore.open(place) as store:
         snap = store.checkout("a")
@@ -67,11 +76,18 @@ def test_a_native_commit_is_loaded_by_dcp(place: Path) -> None:
         flat = {name: torch.zeros_like(tensor) for name, tensor in model.state_dict().items()}
         dcp.load(flat, storage_reader=StoreReader(store, key="model"))
         assert same(flat, dict(model.state_dict()))
-        everything = {"model", "optimizer", "epoch"} if OLD_TORCH else None  # torch 2.6 loads nothing without keys
+        everything = (
+            {"model", "optimizer", "epoch"} if OLD_TORCH else None
+        )  # torch 2.6 loads nothing without keys
         tree = _load_state_dict_from_keys(everything, storage_reader=StoreReader(store))
-        assert torch.equal(tree["optimizer"]["state"]["0.weight"]["exp_avg"], optimizer.state_dict()["state"][0]["exp_avg"])
+        assert torch.equal(
+            tree["optimizer"]["state"]["0.weight"]["exp_avg"],
+            optimizer.state_dict()["state"][0]["exp_avg"],
+        )
         assert tree["optimizer"]["param_groups"][0]["betas"] == (0.9, 0.999)
-        assert set(_load_state_dict_from_keys("model", storage_reader=StoreReader(store))) == {"model"}
+        assert set(_load_state_dict_from_keys("model", storage_reader=StoreReader(store))) == {
+            "model"
+        }
 
 
 def test_a_native_optimizer_is_loaded_by_dcp_under_the_names_of_its_parameters(place: Path) -> None:
@@ -87,7 +103,10 @@ def test_a_native_optimizer_is_loaded_by_dcp_under_the_names_of_its_parameters(p
         dcp.load({"model": weights, "optimizer": moments}, storage_reader=StoreReader(store))
         set_state_dict(other, again, model_state_dict=weights, optim_state_dict=moments)
     assert same(dict(other.state_dict()), dict(model.state_dict()))
-    assert same(again.state_dict()["state"], optimizer.state_dict()["state"]) and again.param_groups[0]["lr"] == 0.5
+    assert (
+        same(again.state_dict()["state"], optimizer.state_dict()["state"])
+        and again.param_groups[0]["lr"] == 0.5
+    )
 
 
 def test_an_optimizer_saved_by_dcp_is_restored_natively(place: Path) -> None:
@@ -95,7 +114,10 @@ def test_an_optimizer_saved_by_dcp_is_restored_natively(place: Path) -> None:
     optimizer = torch.optim.AdamW(model.parameters())
     model(torch.randn(3, 40)).sum().backward()
     optimizer.step()
-    dcp.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, storage_writer=StoreWriter(place))
+    dcp.save(
+        {"model": model.state_dict(), "optimizer": optimizer.state_dict()},
+        storage_writer=StoreWriter(place),
+    )
     other = torch.nn.Linear(40, 30)
     again = torch.optim.AdamW(other.parameters())
     with ckptstore.open(place) as store:
@@ -110,9 +132,17 @@ def test_saving_again_costs_nothing_and_leaves_the_old_commit(place: Path) -> No
         first = store.checkout("ckpt/best")
         dcp.save(state, checkpoint_id="ckpt/best", storage_writer=StoreWriter(store))
         second = store.checkout("ckpt/best")
-        assert second.id != first.id and second.content_id == first.content_id and second.new_bytes == 0
+        assert (
+            second.id != first.id
+            and second.content_id == first.content_id
+            and second.new_bytes == 0
+        )
         assert second.parents == (first.id,)
-        dcp.save({"w": torch.zeros(1000, 300)}, checkpoint_id="ckpt/best", storage_writer=StoreWriter(store))
+        dcp.save(
+            {"w": torch.zeros(1000, 300)},
+            checkpoint_id="ckpt/best",
+            storage_writer=StoreWriter(store),
+        )
         found = {"w": torch.empty(1000, 300)}
         dcp.load(found, checkpoint_id=first.id, storage_reader=StoreReader(store))
         assert same(found, state)
@@ -124,7 +154,11 @@ def test_a_failed_save_shows_nothing_and_leaves_the_old_commit(place: Path) -> N
     with ckptstore.open(place) as store:
         dcp.save({"a": torch.ones(3)}, checkpoint_id="best", storage_writer=StoreWriter(store))
         with pytest.raises(CheckpointException, match=r"odd.*register_value"):
-            dcp.save({"a": torch.zeros(3), "odd": object()}, checkpoint_id="best", storage_writer=StoreWriter(store))
+            dcp.save(
+                {"a": torch.zeros(3), "odd": object()},
+                checkpoint_id="best",
+                storage_writer=StoreWriter(store),
+            )
         assert len(store.log()) == 1
         found = {"a": torch.zeros(3)}
         dcp.load(found, checkpoint_id="best", storage_reader=StoreReader(store))
@@ -149,7 +183,9 @@ def test_a_save_that_never_finishes_shows_nothing(place: Path) -> None:
         assert {finding.kind for finding in store.fsck(read_data="100%").findings} == {Kind.ORPHAN}
 
 
-def test_an_id_that_is_digits_is_a_step_and_a_path_is_a_pointer(place: Path, tmp_path: Path) -> None:
+def test_an_id_that_is_digits_is_a_step_and_a_path_is_a_pointer(
+    place: Path, tmp_path: Path
+) -> None:
     path = tmp_path / "run" / "step_5"
     dcp.save({"a": torch.ones(3)}, checkpoint_id="41", storage_writer=StoreWriter(place))
     dcp.save({"a": torch.full((3,), 2.0)}, checkpoint_id=path, storage_writer=StoreWriter(place))
@@ -159,7 +195,10 @@ def test_an_id_that_is_digits_is_a_step_and_a_path_is_a_pointer(place: Path, tmp
         assert same(found, {"a": torch.full((3,), value)})
     with ckptstore.open_pointer(path) as snap:
         assert snap.step is None
-    assert [StoreWriter.validate_checkpoint_id(name) for name in ("a/b", "12", "/x", tmp_path, "a b", "latest")] == [True] * 4 + [False] * 2
+    assert [
+        StoreWriter.validate_checkpoint_id(name)
+        for name in ("a/b", "12", "/x", tmp_path, "a b", "latest")
+    ] == [True] * 4 + [False] * 2
 
 
 def test_what_is_missing_is_said(place: Path) -> None:
@@ -167,7 +206,11 @@ def test_what_is_missing_is_said(place: Path) -> None:
     with pytest.raises(CheckpointException, match=r"Missing key.*b"):
         dcp.load({"a": torch.ones(3), "b": torch.ones(3)}, storage_reader=StoreReader(place))
     found = {"a": torch.zeros(3), "b": torch.zeros(3)}
-    dcp.load(found, storage_reader=StoreReader(place), planner=DefaultLoadPlanner(allow_partial_load=True))
+    dcp.load(
+        found,
+        storage_reader=StoreReader(place),
+        planner=DefaultLoadPlanner(allow_partial_load=True),
+    )
     assert same(found, {"a": torch.ones(3), "b": torch.zeros(3)})
     with pytest.raises(CheckpointException, match="no commit of step 9"):
         dcp.load({"a": torch.zeros(3)}, storage_reader=StoreReader(place, 9))
@@ -205,12 +248,23 @@ def test_a_flipped_bit_is_found(place: Path) -> None:
 def test_sparse_quantized_and_tied_tensors(place: Path) -> None:
     """DCP itself cannot save sparse tensors."""
     w = torch.randn(20, 20)
-    state = {"m": {"a": w, "b": w, "s": torch.eye(4).to_sparse(), "p": torch.nn.Parameter(torch.ones(3))}}
+    state = {
+        "m": {"a": w, "b": w, "s": torch.eye(4).to_sparse(), "p": torch.nn.Parameter(torch.ones(3))}
+    }
     dcp.save(state, storage_writer=StoreWriter(place))
-    found = {"m": {"a": torch.zeros(20, 20), "b": torch.zeros(20, 20), "s": torch.zeros(4, 4).to_sparse(), "p": torch.zeros(3)}}
+    found = {
+        "m": {
+            "a": torch.zeros(20, 20),
+            "b": torch.zeros(20, 20),
+            "s": torch.zeros(4, 4).to_sparse(),
+            "p": torch.zeros(3),
+        }
+    }
     dcp.load(found, storage_reader=StoreReader(place))
     assert torch.equal(found["m"]["a"], w) and torch.equal(found["m"]["b"], w)
-    assert torch.equal(found["m"]["s"].to_dense(), torch.eye(4)) and torch.equal(found["m"]["p"], torch.ones(3))
+    assert torch.equal(found["m"]["s"].to_dense(), torch.eye(4)) and torch.equal(
+        found["m"]["p"], torch.ones(3)
+    )
 
 
 class Odd:
@@ -223,7 +277,9 @@ class Odd:
 
 @pytest.mark.pickles
 def test_what_the_registry_does_not_know_is_pickled_only_when_allowed(place: Path) -> None:
-    dcp.save({"w": torch.ones(3), "odd": Odd(3)}, storage_writer=StoreWriter(place, allow_pickle=True))
+    dcp.save(
+        {"w": torch.ones(3), "odd": Odd(3)}, storage_writer=StoreWriter(place, allow_pickle=True)
+    )
     found: dict[str, Any] = {"w": torch.zeros(3), "odd": None}
     with pytest.raises(CheckpointException, match="is a pickle"):
         dcp.load(found, storage_reader=StoreReader(place))
@@ -247,7 +303,9 @@ def test_async_save_in_a_thread(place: Path) -> None:
         state = {"w": torch.ones(1000, 300)}
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            future = dcp.async_save(state, checkpoint_id="a", storage_writer=StoreWriter(store), no_dist=True)
+            future = dcp.async_save(
+                state, checkpoint_id="a", storage_writer=StoreWriter(store), no_dist=True
+            )
             state["w"].zero_()
             future.result()
         found = {"w": torch.zeros(1000, 300)}
@@ -271,8 +329,13 @@ def test_a_writer_is_pickled_as_its_place(place: Path) -> None:
 # -- directories --
 
 
-def test_a_dcp_directory_becomes_a_commit_and_a_directory_again(place: Path, tmp_path: Path) -> None:
-    state = {"model": {"w": torch.randn(600, 700), "b": torch.randn(3)}, "progress": {"epoch": 3, "list": [1, 2]}}
+def test_a_dcp_directory_becomes_a_commit_and_a_directory_again(
+    place: Path, tmp_path: Path
+) -> None:
+    state = {
+        "model": {"w": torch.randn(600, 700), "b": torch.randn(3)},
+        "progress": {"epoch": 3, "list": [1, 2]},
+    }
     dcp.save(state, checkpoint_id=tmp_path / "dcp")
     with ckptstore.open(place) as store:
         snap = dcp_to_store(tmp_path / "dcp", store, step=3, tag="imported")

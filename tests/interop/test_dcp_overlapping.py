@@ -1,4 +1,5 @@
-"""Saves and loads that overlap, through one writer, one reader, one snapshot: each has a state of its own."""
+"""Saves and loads that overlap, through one writer, one reader, one snapshot: each has a state of
+its own."""
 
 import threading
 from collections.abc import Callable, Iterator
@@ -21,7 +22,11 @@ from ckptstore.interop.dcp import StoreReader, StoreWriter
 from ckptstore.interop.dcp.session import assign, session_of
 from tests.interop.dcp_states import same, zeros
 
-pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is", "ignore:TypedStorage is deprecated", "ignore:Detected an existing")
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:torch.distributed is",
+    "ignore:TypedStorage is deprecated",
+    "ignore:Detected an existing",
+)
 
 
 @pytest.fixture
@@ -51,7 +56,9 @@ def state_of(number: int, elements: int) -> dict[str, Any]:
 
 
 def begin(writer: StoreWriter, number: int, elements: int) -> "Future[Any]":
-    saving = dcp.async_save(state_of(number, elements), storage_writer=writer, checkpoint_id=str(number), no_dist=True)
+    saving = dcp.async_save(
+        state_of(number, elements), storage_writer=writer, checkpoint_id=str(number), no_dist=True
+    )
     return cast("Future[Any]", saving)
 
 
@@ -71,7 +78,9 @@ def check_saved(place: Path, commits: dict[int, str], elements: int) -> None:
 
 
 @pytest.mark.parametrize("elements", [10, 400_000])
-def test_saves_that_overlap_through_one_writer_are_commits_of_their_own(store: Any, place: Path, elements: int) -> None:
+def test_saves_that_overlap_through_one_writer_are_commits_of_their_own(
+    store: Any, place: Path, elements: int
+) -> None:
     writer = StoreWriter(store)
     saving = {number: begin(writer, number, elements) for number in range(1, 7)}
     commits = {number: acknowledged(each) for number, each in saving.items()}
@@ -79,7 +88,9 @@ def test_saves_that_overlap_through_one_writer_are_commits_of_their_own(store: A
     check_saved(place, commits, elements)
 
 
-def test_each_of_two_saves_that_stand_still_within_each_other_gets_its_own_name(place: Path) -> None:
+def test_each_of_two_saves_that_stand_still_within_each_other_gets_its_own_name(
+    place: Path,
+) -> None:
     """Step by step, as DCP calls a writer, on two threads."""
     writer = StoreWriter(place)
     steps = threading.Barrier(2, timeout=60)
@@ -91,14 +102,35 @@ def test_each_of_two_saves_that_stand_still_within_each_other_gets_its_own_name(
             super().__init__(place)
 
         def __getattribute__(self, name: str) -> Any:
-            if name in ("reset", "set_up_storage_writer", "prepare_local_plan", "prepare_global_plan", "write_data", "finish"):
+            if name in (
+                "reset",
+                "set_up_storage_writer",
+                "prepare_local_plan",
+                "prepare_global_plan",
+                "write_data",
+                "finish",
+            ):
                 steps.wait()
             return getattr(writer, name)
 
     shared = Stepping()
     with ThreadPoolExecutor(2) as pool:
-        found = list(pool.map(lambda n: dcp.save(state_of(n, 10), storage_writer=shared, checkpoint_id=str(n), no_dist=True), (1, 2)))
-    check_saved(place, {n: cast(Any, metadata).storage_meta.save_id for n, metadata in zip((1, 2), found, strict=True)}, 10)
+        found = list(
+            pool.map(
+                lambda n: dcp.save(
+                    state_of(n, 10), storage_writer=shared, checkpoint_id=str(n), no_dist=True
+                ),
+                (1, 2),
+            )
+        )
+    check_saved(
+        place,
+        {
+            n: cast(Any, metadata).storage_meta.save_id
+            for n, metadata in zip((1, 2), found, strict=True)
+        },
+        10,
+    )
 
 
 def test_a_save_that_fails_leaves_the_one_beside_it(place: Path) -> None:
@@ -114,7 +146,9 @@ def test_a_save_that_fails_leaves_the_one_beside_it(place: Path) -> None:
 def test_a_save_without_a_name_does_not_get_that_of_another(place: Path) -> None:
     writer = StoreWriter(place, step=9)
     named = begin(writer, 1, 10)
-    unnamed = cast("Future[Any]", dcp.async_save(state_of(9, 10), storage_writer=writer, no_dist=True))
+    unnamed = cast(
+        "Future[Any]", dcp.async_save(state_of(9, 10), storage_writer=writer, no_dist=True)
+    )
     check_saved(place, {1: acknowledged(named), 9: acknowledged(unnamed)}, 10)
 
 
@@ -126,7 +160,9 @@ def test_parts_of_two_saves_do_not_become_one_commit(place: Path) -> None:
         planner = DefaultSavePlanner()
         writer.set_up_storage_writer(True)
         planner.set_up_planner(state_of(1, 10), None, True)
-        (plan,), metadata = planner.create_global_plan([writer.prepare_local_plan(planner.create_local_plan())])
+        (plan,), metadata = planner.create_global_plan(
+            [writer.prepare_local_plan(planner.create_local_plan())]
+        )
         (plan,) = writer.prepare_global_plan([plan])
         return metadata, writer.write_data(planner.finish_plan(plan), planner).wait()
 
@@ -145,7 +181,10 @@ def test_a_rank_with_the_plan_of_an_earlier_save_finds_the_session_of_its_own_by
     assert session_of(cached, 1, "earlier") == sessions[0]
     assign(sessions[1], "one")
     assign(sessions[2], "two")  # overlaps with it
-    assert [session_of(cached, 1, name) for name in ("one", "two", "of an unknown name")] == [*sessions[1:], sessions[2]]
+    assert [session_of(cached, 1, name) for name in ("one", "two", "of an unknown name")] == [
+        *sessions[1:],
+        sessions[2],
+    ]
 
 
 @pytest.mark.parametrize("how", ["one reader", "one snapshot"])
@@ -153,9 +192,14 @@ def test_loads_that_overlap_get_each_its_own_commit(store: Any, place: Path, how
     _load_side_by_side(store, place, how, commits=6, loads=24, elements=50_000)
 
 
-def _load_side_by_side(store: Any, place: Path, how: str, *, commits: int, loads: int, elements: int) -> None:
+def _load_side_by_side(
+    store: Any, place: Path, how: str, *, commits: int, loads: int, elements: int
+) -> None:
     with ckptstore.open(place) as opened:
-        ids = {number: opened.commit({"model": state_of(number, elements)}, step=number).id for number in range(commits)}
+        ids = {
+            number: opened.commit({"model": state_of(number, elements)}, step=number).id
+            for number in range(commits)
+        }
         reader, snapshot = StoreReader(store, key="model"), opened.checkout(ids[0])
 
         def by_reader(number: int) -> bool:
@@ -173,7 +217,9 @@ def _load_side_by_side(store: Any, place: Path, how: str, *, commits: int, loads
 
 @pytest.mark.soak
 @pytest.mark.parametrize("elements", [10, 100_000])
-def test_200_saves_overlap_through_one_writer(store: Any, place: Path, elements: int, seed: int) -> None:
+def test_200_saves_overlap_through_one_writer(
+    store: Any, place: Path, elements: int, seed: int
+) -> None:
     random, writer = Random(seed), StoreWriter(store)
     commits: dict[int, str] = {}
     refused: list[str] = []

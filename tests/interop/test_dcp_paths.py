@@ -1,4 +1,5 @@
-"""A `checkpoint_id` that is a path is a directory, as DCP's own checkpoints are: scripts find, prepare and remove it."""
+"""A `checkpoint_id` that is a path is a directory, as DCP's own checkpoints are: scripts find,
+prepare and remove it."""
 
 import os
 import shutil
@@ -17,7 +18,11 @@ from ckptstore.interop.torchsnapshot import Snapshot
 from ckptstore.objects.pointer_files import Pointer, read_pointer, write_pointer
 from tests.interop.dcp_states import OLD_TORCH
 
-pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is", "ignore:TypedStorage is deprecated", "ignore:Detected an existing")
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:torch.distributed is",
+    "ignore:TypedStorage is deprecated",
+    "ignore:Detected an existing",
+)
 
 
 def save(place: Path, path: Path | str, value: float = 1.0, **options: Any) -> StoreWriter:
@@ -32,15 +37,23 @@ def load(place: Path, path: Path | str) -> float:
     return float(found["a"][0])
 
 
-def test_a_script_that_looks_for_metadata_in_directories_of_steps_finds_them(place: Path, tmp_path: Path) -> None:
+def test_a_script_that_looks_for_metadata_in_directories_of_steps_finds_them(
+    place: Path, tmp_path: Path
+) -> None:
     for step in (5, 10):
         save(place, tmp_path / f"step-{step}", float(step))
-    steps = [int(name.removeprefix("step-")) for name in os.listdir(tmp_path) if (tmp_path / name / ".metadata").is_file()]
+    steps = [
+        int(name.removeprefix("step-"))
+        for name in os.listdir(tmp_path)
+        if (tmp_path / name / ".metadata").is_file()
+    ]
     assert sorted(steps) == [5, 10], "the rule by which trainers find what to resume from"
     assert load(place, tmp_path / f"step-{max(steps)}") == 10
 
 
-def test_a_directory_that_was_made_beforehand_is_used_and_what_others_put_there_stays(place: Path, tmp_path: Path) -> None:
+def test_a_directory_that_was_made_beforehand_is_used_and_what_others_put_there_stays(
+    place: Path, tmp_path: Path
+) -> None:
     path = tmp_path / "step-1"
     path.mkdir()
     save(place, path)
@@ -50,10 +63,16 @@ def test_a_directory_that_was_made_beforehand_is_used_and_what_others_put_there_
     assert sorted(os.listdir(path)) == [".metadata", "trainer.json"]
 
 
-def test_a_directory_that_is_removed_takes_its_name_with_it_and_the_commit_can_be_forgotten(place: Path, tmp_path: Path) -> None:
+def test_a_directory_that_is_removed_takes_its_name_with_it_and_the_commit_can_be_forgotten(
+    place: Path, tmp_path: Path
+) -> None:
     paths = [tmp_path / f"step-{step}" for step in range(3)]
     for value, path in enumerate(paths):
-        dcp.save({"a": torch.full((100_000,), float(value))}, checkpoint_id=path, storage_writer=StoreWriter(place))
+        dcp.save(
+            {"a": torch.full((100_000,), float(value))},
+            checkpoint_id=path,
+            storage_writer=StoreWriter(place),
+        )
     shutil.rmtree(paths[0])
     with pytest.raises(CheckpointException, match="no pointer file at"):
         load(place, paths[0])
@@ -61,7 +80,9 @@ def test_a_directory_that_is_removed_takes_its_name_with_it_and_the_commit_can_b
         # As docs/migrating.md has it; the two newest commits of a run are never forgotten.
         kept = {store.checkout(path).id for path in tmp_path.glob("step-*")}
         store.forget([info.id for info in store.log()[2:] if info.id not in kept])
-        assert [info.id for info in store.log()] == [read_pointer(path).id for path in (paths[2], paths[1])]
+        assert [info.id for info in store.log()] == [
+            read_pointer(path).id for path in (paths[2], paths[1])
+        ]
         store.gc(max_unused=0.0)
         assert store.sessions() == ()
         assert torch.equal(store.checkout(paths[1]).read("model/a"), torch.ones(100_000))
@@ -124,13 +145,20 @@ def test_what_imports_checkpoints_says_what_a_pointer_is(place: Path, tmp_path: 
 
 @pytest.mark.skipif(OLD_TORCH, reason="torch 2.6 has no use_collectives")
 def test_ranks_that_save_alone_share_the_directory(place: Path, tmp_path: Path) -> None:
-    dcp.save({"a": torch.ones(3)}, checkpoint_id=tmp_path / "alone", storage_writer=StoreWriter(place), use_collectives=False)
+    dcp.save(
+        {"a": torch.ones(3)},
+        checkpoint_id=tmp_path / "alone",
+        storage_writer=StoreWriter(place),
+        use_collectives=False,
+    )
     assert os.listdir(tmp_path / "alone") == ["__0.metadata"]
     assert load(place, tmp_path / "alone") == 1.0
 
 
 @pytest.mark.parametrize("name", ["a directory", "a tag", "7"])
-def test_a_writer_that_may_not_overwrite_refuses_a_name_that_is_taken(place: Path, tmp_path: Path, name: str) -> None:
+def test_a_writer_that_may_not_overwrite_refuses_a_name_that_is_taken(
+    place: Path, tmp_path: Path, name: str
+) -> None:
     checkpoint_id = {"a directory": str(tmp_path / "step"), "a tag": "good"}.get(name, name)
     save(place, checkpoint_id, 1.0, overwrite=False)
     with pytest.raises(CheckpointException, match=r"Checkpoint already exists.*overwrite=False"):
@@ -143,7 +171,14 @@ def test_a_writer_that_may_not_overwrite_refuses_a_name_that_is_taken(place: Pat
 def test_a_save_and_a_load_have_ids(place: Path) -> None:
     writer, reader = StoreWriter(place), StoreReader(place)
     metadata = dcp.save({"a": torch.ones(3)}, storage_writer=writer)
-    assert metadata.storage_meta is not None and writer.save_id == metadata.storage_meta.save_id == writer.commit
+    assert (
+        metadata.storage_meta is not None
+        and writer.save_id == metadata.storage_meta.save_id == writer.commit
+    )
     read = reader.read_metadata().storage_meta
-    assert read is not None and (read.save_id, read.load_id) == (writer.save_id, reader.load_id) and reader.load_id
+    assert (
+        read is not None
+        and (read.save_id, read.load_id) == (writer.save_id, reader.load_id)
+        and reader.load_id
+    )
     reader.close()

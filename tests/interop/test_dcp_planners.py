@@ -1,4 +1,5 @@
-"""`dcp.save` and `dcp.load` on a store with planners of one's own, and with DCP's other ways to plan."""
+"""`dcp.save` and `dcp.load` on a store with planners of one's own, and with DCP's other ways to
+plan."""
 
 import io
 from pathlib import Path
@@ -14,7 +15,11 @@ import ckptstore
 from ckptstore.interop.dcp import StoreReader, StoreWriter
 from tests.interop.dcp_states import OLD_TORCH, same
 
-pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is", "ignore:TypedStorage is deprecated", "ignore:Detected an existing")
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:torch.distributed is",
+    "ignore:TypedStorage is deprecated",
+    "ignore:Detected an existing",
+)
 
 
 class HalfPlanner(DefaultSavePlanner):
@@ -36,7 +41,11 @@ class FormatPlanner(DefaultSavePlanner):
     """Writes objects in a way of its own."""
 
     def transform_object(self, write_item: Any, object: Any) -> Any:
-        return io.BytesIO(b"mine:" + repr(object).encode()) if write_item.type == WriteItemType.BYTE_IO else object
+        return (
+            io.BytesIO(b"mine:" + repr(object).encode())
+            if write_item.type == WriteItemType.BYTE_IO
+            else object
+        )
 
 
 class FormatLoadPlanner(DefaultLoadPlanner):
@@ -64,7 +73,9 @@ def test_a_planner_that_changes_tensors_is_asked_for_them(place: Path) -> None:
 
 
 def test_a_planner_that_makes_bytes_gets_its_bytes_again(place: Path) -> None:
-    dcp.save({"w": torch.ones(3), "n": 3}, storage_writer=StoreWriter(place), planner=FormatPlanner())
+    dcp.save(
+        {"w": torch.ones(3), "n": 3}, storage_writer=StoreWriter(place), planner=FormatPlanner()
+    )
     found: dict[str, Any] = {"w": torch.zeros(3), "n": 0}
     dcp.load(found, storage_reader=StoreReader(place), planner=FormatLoadPlanner())
     assert found["n"] == "mine:3"
@@ -75,7 +86,9 @@ def test_a_planner_that_makes_bytes_gets_its_bytes_again(place: Path) -> None:
 def test_a_planner_that_reads_bytes_gets_what_torch_saves(place: Path) -> None:
     class Reading(DefaultLoadPlanner):
         def load_bytes(self, read_item: Any, value: io.BytesIO) -> None:
-            self.original_state_dict[read_item.dest_index.fqn] = torch.load(value, weights_only=True)
+            self.original_state_dict[read_item.dest_index.fqn] = torch.load(
+                value, weights_only=True
+            )
 
     dcp.save({"w": torch.ones(3), "n": [1, "x"]}, storage_writer=StoreWriter(place))
     found: dict[str, Any] = {"w": torch.zeros(3), "n": 0}
@@ -93,22 +106,35 @@ def test_a_planner_that_loads_aside_commits_each_tensor(place: Path) -> None:
 
 def test_an_unflattened_state_dict_has_whole_objects(place: Path) -> None:
     state = {"w": torch.randn(3), "extra": {"a": [1, 2], "t": torch.arange(4)}}
-    dcp.save(state, storage_writer=StoreWriter(place), planner=DefaultSavePlanner(flatten_state_dict=False))
+    dcp.save(
+        state,
+        storage_writer=StoreWriter(place),
+        planner=DefaultSavePlanner(flatten_state_dict=False),
+    )
     found: dict[str, Any] = {"w": torch.zeros(3), "extra": None}
-    dcp.load(found, storage_reader=StoreReader(place), planner=DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False))
+    dcp.load(
+        found,
+        storage_reader=StoreReader(place),
+        planner=DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False),
+    )
     assert same(found, state)
 
 
 @pytest.mark.skipif(OLD_TORCH, reason="torch 2.6 does not cache plans")
 def test_a_cached_plan_saves_what_is_there_now(place: Path) -> None:
-    """DCP's plan caching ignores dtypes, so that its metadata says another one than its bytes have."""
+    """DCP's plan caching ignores dtypes, so that its metadata says another one than its bytes
+    have."""
     planner_cache(DefaultSavePlanner)
     with ckptstore.open(place) as store:
         for step in range(4):
             state = {"w": torch.full((2000,), float(step)), "n": step}
             if step == 3:
                 state["w"] = state["w"].double()
-            dcp.save(state, storage_writer=StoreWriter(store, step=step), planner=DefaultSavePlanner(enable_plan_caching=True))
+            dcp.save(
+                state,
+                storage_writer=StoreWriter(store, step=step),
+                planner=DefaultSavePlanner(enable_plan_caching=True),
+            )
         for step in range(4):
             dtype = torch.float64 if step == 3 else torch.float32
             found = {"w": torch.zeros(2000, dtype=dtype), "n": None}
@@ -118,5 +144,11 @@ def test_a_cached_plan_saves_what_is_there_now(place: Path) -> None:
 
 def planner_cache(cls: Any) -> None:
     """Forget what other tests have planned."""
-    for name in ("_cached_save_plan", "_cached_all_plans", "_cached_global_plan", "_cached_metadata", "_cached_final_save_plan"):
+    for name in (
+        "_cached_save_plan",
+        "_cached_all_plans",
+        "_cached_global_plan",
+        "_cached_metadata",
+        "_cached_final_save_plan",
+    ):
         getattr(cls, name).clear()

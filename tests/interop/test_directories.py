@@ -1,4 +1,5 @@
-"""Whole directories: Hugging Face models, sharded, exported again byte for byte; names that lead elsewhere are refused."""
+"""Whole directories: Hugging Face models, sharded, exported again byte for byte; names that lead
+elsewhere are refused."""
 
 import json
 import os
@@ -16,22 +17,36 @@ from ckptstore.store import Store
 
 
 def contents(root: Path) -> dict[str, bytes]:
-    return {path.relative_to(root).as_posix(): path.read_bytes() for path in root.rglob("*") if path.is_file()}
+    return {
+        path.relative_to(root).as_posix(): path.read_bytes()
+        for path in root.rglob("*")
+        if path.is_file()
+    }
 
 
 def model_directory(root: Path, *, shards: int = 2) -> dict[str, torch.Tensor]:
     """What a Hugging Face model looks like; its tensors."""
     root.mkdir()
-    state = {f"model.layers.{i}.{part}.weight": torch.randn(60, 90).bfloat16() for i in range(4) for part in ("attn", "mlp")}
+    state = {
+        f"model.layers.{i}.{part}.weight": torch.randn(60, 90).bfloat16()
+        for i in range(4)
+        for part in ("attn", "mlp")
+    }
     names = sorted(state)
     weight_map = {}
     for shard in range(shards):
-        file = "model.safetensors" if shards == 1 else f"model-{shard + 1:05}-of-{shards:05}.safetensors"
+        file = (
+            "model.safetensors"
+            if shards == 1
+            else f"model-{shard + 1:05}-of-{shards:05}.safetensors"
+        )
         mine = names[shard::shards]
         save_file({name: state[name] for name in mine}, root / file, metadata={"format": "pt"})
         weight_map |= dict.fromkeys(mine, file)
     if shards > 1:
-        (root / "model.safetensors.index.json").write_text(json.dumps({"metadata": {"total_size": 1}, "weight_map": weight_map}, indent=2))
+        (root / "model.safetensors.index.json").write_text(
+            json.dumps({"metadata": {"total_size": 1}, "weight_map": weight_map}, indent=2)
+        )
     (root / "config.json").write_text('{"architectures": ["X"],\n  "vocab_size": 7}')
     (root / "tokenizer.json").write_bytes(os.urandom(300_000))
     (root / ".gitattributes").write_text("*.safetensors filter=lfs\n")
@@ -42,17 +57,23 @@ def model_directory(root: Path, *, shards: int = 2) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("shards", [1, 3])
-def test_a_model_directory_comes_out_byte_for_byte(shards: int, store: Store, tmp_path: Path) -> None:
+def test_a_model_directory_comes_out_byte_for_byte(
+    shards: int, store: Store, tmp_path: Path
+) -> None:
     state = model_directory(tmp_path / "hf", shards=shards)
     made = import_path(store, tmp_path / "hf", Labels(tags=("base",)))
     there = made.state_dict("model")
-    assert there.keys() == state.keys() and all(torch.equal(there[name], state[name]) for name in state)
+    assert there.keys() == state.keys() and all(
+        torch.equal(there[name], state[name]) for name in state
+    )
     done = export(made, tmp_path / "out")
     assert contents(tmp_path / "out") == contents(tmp_path / "hf")
     assert len(done.files) == len(contents(tmp_path / "hf"))
 
 
-def test_a_fine_tuned_model_shares_what_it_did_not_change_and_keeps_its_files(store: Store, tmp_path: Path) -> None:
+def test_a_fine_tuned_model_shares_what_it_did_not_change_and_keeps_its_files(
+    store: Store, tmp_path: Path
+) -> None:
     model_directory(tmp_path / "hf")
     base = import_path(store, tmp_path / "hf")
     state = base.state_dict()
@@ -61,7 +82,9 @@ def test_a_fine_tuned_model_shares_what_it_did_not_change_and_keeps_its_files(st
     assert tuned.new_bytes < base.new_bytes / 3
     export(tuned, tmp_path / "out")
     before, after = contents(tmp_path / "hf"), contents(tmp_path / "out")
-    assert [name for name in before if before[name] != after[name]] == ["model-00002-of-00002.safetensors"]
+    assert [name for name in before if before[name] != after[name]] == [
+        "model-00002-of-00002.safetensors"
+    ]
 
 
 def test_an_index_brings_its_shards_and_nothing_else(store: Store, tmp_path: Path) -> None:
@@ -69,7 +92,9 @@ def test_an_index_brings_its_shards_and_nothing_else(store: Store, tmp_path: Pat
     made = import_path(store, tmp_path / "hf" / "model.safetensors.index.json")
     assert made.state_dict("model").keys() == state.keys()
     export(made, tmp_path / "out")
-    assert {name: data for name, data in contents(tmp_path / "hf").items() if name.startswith("model")} == contents(tmp_path / "out")
+    assert {
+        name: data for name, data in contents(tmp_path / "hf").items() if name.startswith("model")
+    } == contents(tmp_path / "out")
 
 
 def test_files_that_do_not_belong_together_have_a_key_each(store: Store, tmp_path: Path) -> None:
@@ -82,7 +107,9 @@ def test_files_that_do_not_belong_together_have_a_key_each(store: Store, tmp_pat
     assert contents(tmp_path / "out") == contents(tmp_path / "pipeline")
 
 
-def test_what_links_to_files_is_read_as_the_cache_of_hugging_face_is_built(store: Store, tmp_path: Path) -> None:
+def test_what_links_to_files_is_read_as_the_cache_of_hugging_face_is_built(
+    store: Store, tmp_path: Path
+) -> None:
     model_directory(tmp_path / "blobs")
     (tmp_path / "snapshot").mkdir()
     for path in (tmp_path / "blobs").iterdir():
@@ -90,14 +117,32 @@ def test_what_links_to_files_is_read_as_the_cache_of_hugging_face_is_built(store
             (tmp_path / "snapshot" / path.name).symlink_to(path)
     made = import_path(store, tmp_path / "snapshot")
     assert len(made.leaves("model/*")) == 8
-    assert len(import_path(store, tmp_path / "snapshot" / "model.safetensors.index.json").leaves("model/*")) == 8
+    assert (
+        len(
+            import_path(store, tmp_path / "snapshot" / "model.safetensors.index.json").leaves(
+                "model/*"
+            )
+        )
+        == 8
+    )
 
 
-ELSEWHERE = ("../secret.safetensors", "/etc/passwd", "sub/../../secret.safetensors", "", "..", "absent.safetensors", 7, "a\0b")
+ELSEWHERE = (
+    "../secret.safetensors",
+    "/etc/passwd",
+    "sub/../../secret.safetensors",
+    "",
+    "..",
+    "absent.safetensors",
+    7,
+    "a\0b",
+)
 
 
 @pytest.mark.parametrize("name", ELSEWHERE)
-def test_an_index_that_names_other_files_is_refused(name: Any, store: Store, tmp_path: Path) -> None:
+def test_an_index_that_names_other_files_is_refused(
+    name: Any, store: Store, tmp_path: Path
+) -> None:
     save_file({"w": torch.ones(1)}, tmp_path / "secret.safetensors")
     (tmp_path / "hf").mkdir()
     index = tmp_path / "hf" / "model.safetensors.index.json"
@@ -108,7 +153,9 @@ def test_an_index_that_names_other_files_is_refused(name: Any, store: Store, tmp
     assert store.log() == []
 
 
-@pytest.mark.parametrize("text", ["[]", "{", '{"weight_map": 3}', "[" * 50_000, '{"weight_map": {"a": {}}}'])
+@pytest.mark.parametrize(
+    "text", ["[]", "{", '{"weight_map": 3}', "[" * 50_000, '{"weight_map": {"a": {}}}']
+)
 def test_an_index_that_is_none_is_refused(text: str, store: Store, tmp_path: Path) -> None:
     index = tmp_path / "model.safetensors.index.json"
     index.write_text(text)
@@ -116,15 +163,21 @@ def test_an_index_that_is_none_is_refused(text: str, store: Store, tmp_path: Pat
         import_path(store, index)
 
 
-@pytest.mark.parametrize("name", ["../out", "/tmp/out", "a/../../out", "a//b", "", ".", "a\\..\\b", "a\0b"])
-def test_a_commit_whose_files_lead_elsewhere_is_not_exported(name: str, store: Store, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "name", ["../out", "/tmp/out", "a/../../out", "a//b", "", ".", "a\\..\\b", "a\0b"]
+)
+def test_a_commit_whose_files_lead_elsewhere_is_not_exported(
+    name: str, store: Store, tmp_path: Path
+) -> None:
     made = store.commit({"files": {name: b"x", "fine": b"y"}})
     with pytest.raises(InvalidInput, match="no name of a file"):
         export(made, tmp_path / "export")
     assert [path.name for path in tmp_path.iterdir()] == ["store"]
 
 
-def test_tensors_that_are_not_what_the_files_say_are_not_exported_as_files(store: Store, tmp_path: Path) -> None:
+def test_tensors_that_are_not_what_the_files_say_are_not_exported_as_files(
+    store: Store, tmp_path: Path
+) -> None:
     model_directory(tmp_path / "hf", shards=1)
     state = import_path(store, tmp_path / "hf").state_dict()
     state["model"]["model.layers.3.mlp.weight"] = torch.zeros(3)

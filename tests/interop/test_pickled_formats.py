@@ -1,4 +1,5 @@
-"""Formats that are pickles, or hold some: .pt files, DCP and TorchSnapshot. What could run code is refused unless it is allowed."""
+"""Formats that are pickles, or hold some: .pt files, DCP and TorchSnapshot. What could run code is
+refused unless it is allowed."""
 
 import json
 import os
@@ -34,12 +35,18 @@ def training() -> dict[str, Any]:
     optimizer = torch.optim.AdamW(model.parameters())
     model(torch.randn(5, 20)).sum().backward()
     optimizer.step()
-    return {"model": dict(model.state_dict()), "optimizer": optimizer.state_dict(), "epoch": 3, "half": torch.ones(3).bfloat16()}
+    return {
+        "model": dict(model.state_dict()),
+        "optimizer": optimizer.state_dict(),
+        "epoch": 3,
+        "half": torch.ones(3).bfloat16(),
+    }
 
 
 @pytest.fixture(autouse=True)
 def _quiet() -> Iterator[None]:
-    """DCP without a process group warns, and so does TorchSnapshot of what torch has deprecated since."""
+    """DCP without a process group warns, and so does TorchSnapshot of what torch has deprecated
+    since."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield
@@ -71,7 +78,9 @@ def _packed_again(path: Path, method: int, only: str = "") -> None:
 
 @pytest.mark.pickles
 @pytest.mark.parametrize("only", ["", "/data/", "data/1"])
-def test_a_pt_file_that_was_packed_again_with_compression_comes_in_whole(only: str, store: Store, tmp_path: Path) -> None:
+def test_a_pt_file_that_was_packed_again_with_compression_comes_in_whole(
+    only: str, store: Store, tmp_path: Path
+) -> None:
     state = {"a": torch.arange(100_000), "b": torch.zeros(50_000), "c": torch.randn(1000)}
     torch.save(state, tmp_path / "ours.pt")
     _packed_again(tmp_path / "ours.pt", zipfile.ZIP_DEFLATED, only)
@@ -79,7 +88,9 @@ def test_a_pt_file_that_was_packed_again_with_compression_comes_in_whole(only: s
 
 
 @pytest.mark.pickles
-def test_a_compressed_pt_file_whose_bytes_do_not_match_their_checksum_is_refused(store: Store, tmp_path: Path) -> None:
+def test_a_compressed_pt_file_whose_bytes_do_not_match_their_checksum_is_refused(
+    store: Store, tmp_path: Path
+) -> None:
     path = tmp_path / "ours.pt"
     torch.save({"a": torch.arange(100_000), "b": torch.randn(1000)}, path)
     _packed_again(path, zipfile.ZIP_DEFLATED, "data/0")
@@ -96,11 +107,15 @@ def test_a_compressed_pt_file_whose_bytes_do_not_match_their_checksum_is_refused
 @pytest.mark.pickles
 def test_a_plain_state_dict_is_the_key_model(store: Store, tmp_path: Path) -> None:
     torch.save(training()["model"], tmp_path / "model.pth")
-    assert_equal(import_path(store, tmp_path / "model.pth").state_dict(), {"model": training()["model"]})
+    assert_equal(
+        import_path(store, tmp_path / "model.pth").state_dict(), {"model": training()["model"]}
+    )
 
 
 @pytest.mark.pickles
-def test_a_pt_file_that_would_run_code_is_refused_unless_allowed(store: Store, tmp_path: Path) -> None:
+def test_a_pt_file_that_would_run_code_is_refused_unless_allowed(
+    store: Store, tmp_path: Path
+) -> None:
     torch.save({"model": {"w": torch.ones(3)}, "args": Namespace(lr=1)}, tmp_path / "args.pt")
     torch.save(Bomb(), tmp_path / "bomb.pt")
     for name in ("args.pt", "bomb.pt"):
@@ -110,7 +125,9 @@ def test_a_pt_file_that_would_run_code_is_refused_unless_allowed(store: Store, t
     assert made.state_dict(allow_pickle=True)["args"] == Namespace(lr=1)
 
 
-@pytest.mark.parametrize("data", [b"", b"no file of torch", b"PK\x03\x04" + bytes(100), b"\x80\x02" + bytes(30)])
+@pytest.mark.parametrize(
+    "data", [b"", b"no file of torch", b"PK\x03\x04" + bytes(100), b"\x80\x02" + bytes(30)]
+)
 def test_a_pt_file_that_is_none_is_refused(data: bytes, store: Store, tmp_path: Path) -> None:
     (tmp_path / "bad.pt").write_bytes(data)
     with pytest.raises(InvalidInput, match=r"bad\.pt"):
@@ -126,7 +143,9 @@ def test_a_dcp_directory_comes_in_and_goes_out(store: Store, tmp_path: Path) -> 
     got = made.state_dict()
     assert_equal(got["model"], training()["model"])
     assert (got["epoch"], got["optimizer"]["param_groups"][0]["betas"]) == (3, (0.9, 0.999))
-    assert torch.equal(got["optimizer"]["state"][0]["exp_avg"], training()["optimizer"]["state"][0]["exp_avg"])
+    assert torch.equal(
+        got["optimizer"]["state"][0]["exp_avg"], training()["optimizer"]["state"][0]["exp_avg"]
+    )
     export(made, tmp_path / "again", format="dcp")
     assert import_path(store, tmp_path / "again").content_id == made.content_id
 
@@ -166,7 +185,9 @@ def test_a_sharded_dcp_tensor_is_put_together(store: Store, tmp_path: Path) -> N
 
 
 @pytest.mark.pickles
-def test_dcp_metadata_that_would_run_code_is_refused_and_runs_nothing(store: Store, tmp_path: Path) -> None:
+def test_dcp_metadata_that_would_run_code_is_refused_and_runs_nothing(
+    store: Store, tmp_path: Path
+) -> None:
     dcp_save(training(), checkpoint_id=tmp_path / "dcp", no_dist=True)
     metadata = _metadata(tmp_path / "dcp")
     metadata.planner_data = Bomb()
@@ -178,7 +199,9 @@ def test_dcp_metadata_that_would_run_code_is_refused_and_runs_nothing(store: Sto
 
 @pytest.mark.pickles
 @pytest.mark.parametrize("name", ["../secret", "/etc/passwd", "absent"])
-def test_a_dcp_directory_that_names_other_files_is_refused(name: str, store: Store, tmp_path: Path) -> None:
+def test_a_dcp_directory_that_names_other_files_is_refused(
+    name: str, store: Store, tmp_path: Path
+) -> None:
     (tmp_path / "secret").write_bytes(bytes(100_000))
     dcp_save(training(), checkpoint_id=tmp_path / "dcp", no_dist=True)
     metadata = _metadata(tmp_path / "dcp")
@@ -191,10 +214,16 @@ def test_a_dcp_directory_that_names_other_files_is_refused(name: str, store: Sto
 
 @pytest.mark.pickles
 def test_objects_in_a_dcp_directory_need_leave(store: Store, tmp_path: Path) -> None:
-    dcp_save({"model": {"w": torch.ones(2)}, "args": Namespace(lr=2)}, checkpoint_id=tmp_path / "dcp", no_dist=True)
+    dcp_save(
+        {"model": {"w": torch.ones(2)}, "args": Namespace(lr=2)},
+        checkpoint_id=tmp_path / "dcp",
+        no_dist=True,
+    )
     with pytest.raises(InvalidInput, match="--allow-pickle"):
         import_path(store, tmp_path / "dcp")
-    assert import_path(store, tmp_path / "dcp", allow_pickle=True).state_dict(allow_pickle=True)["args"] == Namespace(lr=2)
+    assert import_path(store, tmp_path / "dcp", allow_pickle=True).state_dict(allow_pickle=True)[
+        "args"
+    ] == Namespace(lr=2)
 
 
 @pytest.mark.parametrize("data", [b"", b"\x80\x04N.", b"\x80\x04]" + b"(" * 1000, bytes(50)])
@@ -212,8 +241,20 @@ def test_dcp_metadata_that_is_none_is_refused(data: bytes, store: Store, tmp_pat
 def snapshot(tmp_path: Path) -> Path:
     from torchsnapshot import Snapshot, StateDict
 
-    progress = {"step": 3, "text": "ä", "flag": True, "raw": b"\x00\xff", "pair": (1, 2), "deep": {1: {"x/y": torch.ones(4)}}, "none": None}
-    state = {"model": training()["model"], "optimizer": training()["optimizer"], "progress": progress}
+    progress = {
+        "step": 3,
+        "text": "ä",
+        "flag": True,
+        "raw": b"\x00\xff",
+        "pair": (1, 2),
+        "deep": {1: {"x/y": torch.ones(4)}},
+        "none": None,
+    }
+    state = {
+        "model": training()["model"],
+        "optimizer": training()["optimizer"],
+        "progress": progress,
+    }
     Snapshot.take(str(tmp_path / "snap"), {key: StateDict(**value) for key, value in state.items()})
     return tmp_path / "snap"
 
@@ -225,10 +266,19 @@ def _manifest(place: Path) -> Any:
 def test_a_torchsnapshot_directory_comes_in(snapshot: Path, store: Store) -> None:
     got = import_path(store, snapshot).state_dict()
     assert_equal(got["model"], training()["model"])
-    assert torch.equal(got["optimizer"]["state"][0]["exp_avg"], training()["optimizer"]["state"][0]["exp_avg"])
+    assert torch.equal(
+        got["optimizer"]["state"][0]["exp_avg"], training()["optimizer"]["state"][0]["exp_avg"]
+    )
     progress = got["progress"]
     assert torch.equal(progress.pop("deep")[1]["x/y"], torch.ones(4))
-    assert progress == {"step": 3, "text": "ä", "flag": True, "raw": b"\x00\xff", "pair": (1, 2), "none": None}
+    assert progress == {
+        "step": 3,
+        "text": "ä",
+        "flag": True,
+        "raw": b"\x00\xff",
+        "pair": (1, 2),
+        "none": None,
+    }
 
 
 def test_chunks_and_shards_of_several_ranks_are_put_together(snapshot: Path, store: Store) -> None:
@@ -237,20 +287,40 @@ def test_chunks_and_shards_of_several_ranks_are_put_together(snapshot: Path, sto
     (snapshot / "w").write_bytes(bytes(data.numpy().tobytes()))
 
     def piece(first: int, rows: int) -> dict[str, Any]:
-        tensor = {"type": "Tensor", "location": "w", "serializer": "buffer_protocol", "dtype": "torch.float32", "shape": [rows, 4]}
+        tensor = {
+            "type": "Tensor",
+            "location": "w",
+            "serializer": "buffer_protocol",
+            "dtype": "torch.float32",
+            "shape": [rows, 4],
+        }
         tensor |= {"replicated": False, "byte_range": [first * 16, (first + rows) * 16]}
         return {"offsets": [first, 0], "sizes": [rows, 4], "tensor": tensor}
 
     for rank, first in ((0, 0), (1, 2)):
         manifest[f"{rank}/sharded"] = {"type": "dict", "keys": ["w", "c"]}
-        manifest[f"{rank}/sharded/w"] = {"type": "ShardedTensor", "shards": [piece(first, 2 + 2 * rank)]}
-    chunks = {"type": "ChunkedTensor", "dtype": "torch.float32", "shape": [6, 4], "chunks": [piece(0, 5), piece(5, 1)], "replicated": True}
+        manifest[f"{rank}/sharded/w"] = {
+            "type": "ShardedTensor",
+            "shards": [piece(first, 2 + 2 * rank)],
+        }
+    chunks = {
+        "type": "ChunkedTensor",
+        "dtype": "torch.float32",
+        "shape": [6, 4],
+        "chunks": [piece(0, 5), piece(5, 1)],
+        "replicated": True,
+    }
     manifest["0/sharded/c"] = manifest["1/sharded/c"] = chunks
     document["world_size"] = 2
     (snapshot / ".snapshot_metadata").write_text(json.dumps(document))
     got = import_path(store, snapshot).state_dict("sharded")
     assert torch.equal(got["w"], data.view(6, 4)) and torch.equal(got["c"], data.view(6, 4))
-    manifest["1/progress/step"] = {"type": "int", "serialized_value": "4", "replicated": False, "readable": None}
+    manifest["1/progress/step"] = {
+        "type": "int",
+        "serialized_value": "4",
+        "replicated": False,
+        "readable": None,
+    }
     (snapshot / ".snapshot_metadata").write_text(json.dumps(document))
     with pytest.raises(InvalidInput, match="for itself"):
         import_path(store, snapshot)
@@ -271,7 +341,9 @@ def test_chunks_and_shards_of_several_ranks_are_put_together(snapshot: Path, sto
         {"type": "unheard"},
     ],
 )
-def test_a_manifest_that_lies_is_refused(change: dict[str, Any], snapshot: Path, store: Store) -> None:
+def test_a_manifest_that_lies_is_refused(
+    change: dict[str, Any], snapshot: Path, store: Store
+) -> None:
     document = _manifest(snapshot)
     document["manifest"]["0/model/0.weight"] |= change
     (snapshot / ".snapshot_metadata").write_text(json.dumps(document))

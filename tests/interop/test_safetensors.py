@@ -1,4 +1,5 @@
-"""safetensors files: as the format's own library writes them, byte for byte; and refused, cheaply, where they are not sound."""
+"""safetensors files: as the format's own library writes them, byte for byte; and refused, cheaply,
+where they are not sound."""
 
 import json
 from collections.abc import Callable
@@ -22,10 +23,36 @@ from tests.maintenance.stores import files, flip
 
 
 def tensors() -> dict[str, torch.Tensor]:
-    dtypes = (torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int16, torch.int8)
-    dtypes += (torch.uint8, torch.bool, torch.uint16, torch.uint32, torch.uint64, torch.float8_e4m3fn, torch.float8_e5m2, torch.complex64)
-    made = {f"of.{str(dtype).removeprefix('torch.')}": torch.randn(33, 7).mul(9).to(dtype) for dtype in dtypes}
-    return made | {"big": torch.randn(300, 400), "scalar": torch.tensor(2.5), "empty": torch.zeros(0, 5), "é/ %": torch.ones(3)}
+    dtypes = (
+        torch.float64,
+        torch.float32,
+        torch.float16,
+        torch.bfloat16,
+        torch.int64,
+        torch.int32,
+        torch.int16,
+        torch.int8,
+    )
+    dtypes += (
+        torch.uint8,
+        torch.bool,
+        torch.uint16,
+        torch.uint32,
+        torch.uint64,
+        torch.float8_e4m3fn,
+        torch.float8_e5m2,
+        torch.complex64,
+    )
+    made = {
+        f"of.{str(dtype).removeprefix('torch.')}": torch.randn(33, 7).mul(9).to(dtype)
+        for dtype in dtypes
+    }
+    return made | {
+        "big": torch.randn(300, 400),
+        "scalar": torch.tensor(2.5),
+        "empty": torch.zeros(0, 5),
+        "é/ %": torch.ones(3),
+    }
 
 
 def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
@@ -33,18 +60,32 @@ def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
         return tensor.reshape(-1).view(torch.uint8)
 
     return a.keys() == b.keys() and all(
-        (x.dtype, x.shape) == (b[name].dtype, b[name].shape) and torch.equal(raw(x), raw(b[name])) for name, x in a.items()
+        (x.dtype, x.shape) == (b[name].dtype, b[name].shape) and torch.equal(raw(x), raw(b[name]))
+        for name, x in a.items()
     )
 
 
 def test_a_file_comes_in_whole_and_out_byte_for_byte(store: Store, tmp_path: Path) -> None:
     save_file(tensors(), tmp_path / "model.safetensors", metadata={"format": "pt", "note": "ä"})
-    made = import_path(store, tmp_path / "model.safetensors", Labels(step=5, tags=("base",), metrics={"loss": 1.5}))
-    assert (made.step, made.tags, made.metrics, made.message) == (5, ("base",), {"loss": 1.5}, "imported from model.safetensors")
+    made = import_path(
+        store, tmp_path / "model.safetensors", Labels(step=5, tags=("base",), metrics={"loss": 1.5})
+    )
+    assert (made.step, made.tags, made.metrics, made.message) == (
+        5,
+        ("base",),
+        {"loss": 1.5},
+        "imported from model.safetensors",
+    )
     assert same(made.state_dict("model"), load_file(tmp_path / "model.safetensors"))
     done = export(store.checkout("base"), tmp_path / "again.safetensors")
-    assert (tmp_path / "again.safetensors").read_bytes() == (tmp_path / "model.safetensors").read_bytes()
-    assert (done.format, done.left_out, [file.name for file in done.files]) == ("files", 0, ["again.safetensors"])
+    assert (tmp_path / "again.safetensors").read_bytes() == (
+        tmp_path / "model.safetensors"
+    ).read_bytes()
+    assert (done.format, done.left_out, [file.name for file in done.files]) == (
+        "files",
+        0,
+        ["again.safetensors"],
+    )
 
 
 def test_what_the_store_has_is_not_written_again(store: Store, tmp_path: Path) -> None:
@@ -55,16 +96,25 @@ def test_what_the_store_has_is_not_written_again(store: Store, tmp_path: Path) -
     assert imported.new_bytes < first.new_bytes / 50
 
 
-def test_any_commit_is_exported_as_the_formats_library_reads_it(store: Store, tmp_path: Path) -> None:
-    state = {"model": tensors(), "optimizer": {"state": {0: {"exp_avg": torch.randn(50, 50)}}, "lr": 0.1}}
+def test_any_commit_is_exported_as_the_formats_library_reads_it(
+    store: Store, tmp_path: Path
+) -> None:
+    state = {
+        "model": tensors(),
+        "optimizer": {"state": {0: {"exp_avg": torch.randn(50, 50)}}, "lr": 0.1},
+    }
     made = store.commit(state)
     done = export(made, tmp_path / "model.safetensors", select="model")
     assert same(load_file(tmp_path / "model.safetensors"), state["model"])
     assert done.left_out == 2
     export(made, tmp_path / "all.safetensors")
-    assert set(load_file(tmp_path / "all.safetensors")) == {f"model.{name}" for name in state["model"]} | {"optimizer.state.0.exp_avg"}
+    assert set(load_file(tmp_path / "all.safetensors")) == {
+        f"model.{name}" for name in state["model"]
+    } | {"optimizer.state.0.exp_avg"}
     export(made, tmp_path / "part.safetensors", select="*of.uint*")
-    assert set(load_file(tmp_path / "part.safetensors")) == {f"of.uint{bits}" for bits in (8, 16, 32, 64)}
+    assert set(load_file(tmp_path / "part.safetensors")) == {
+        f"of.uint{bits}" for bits in (8, 16, 32, 64)
+    }
 
 
 def test_tied_tensors_are_written_under_each_name(store: Store, tmp_path: Path) -> None:
@@ -75,7 +125,9 @@ def test_tied_tensors_are_written_under_each_name(store: Store, tmp_path: Path) 
 
 
 def test_what_cannot_be_exported_says_why_and_leaves_nothing(store: Store, tmp_path: Path) -> None:
-    made = store.commit({"model": {"w": torch.randn(300, 300), "c": torch.zeros(2, dtype=torch.complex128)}})
+    made = store.commit(
+        {"model": {"w": torch.randn(300, 300), "c": torch.zeros(2, dtype=torch.complex128)}}
+    )
     out = tmp_path / "out"
     out.mkdir()
     cases: list[tuple[Callable[[], Any], type[Exception], str]] = [
@@ -111,8 +163,16 @@ HOSTILE: dict[str, tuple[Any, bytes, int | None]] = {
     "a header that is no JSON": (b"{nope", b"", None),
     "a header that is no object": ([], b"", None),
     "a header nested without end": (b"[" * 100_000, b"", None),
-    "a number without end": (b'{"a":{"dtype":"U8","shape":[' + b"9" * 5000 + b'],"data_offsets":[0,1]}}', b"", None),
-    "tensors that overlap": (_of("a", "U8", [4], [0, 4]) | _of("b", "U8", [4], [2, 6]), bytes(6), None),
+    "a number without end": (
+        b'{"a":{"dtype":"U8","shape":[' + b"9" * 5000 + b'],"data_offsets":[0,1]}}',
+        b"",
+        None,
+    ),
+    "tensors that overlap": (
+        _of("a", "U8", [4], [0, 4]) | _of("b", "U8", [4], [2, 6]),
+        bytes(6),
+        None,
+    ),
     "a gap": (_of("a", "U8", [4], [0, 4]) | _of("b", "U8", [4], [6, 10]), bytes(10), None),
     "data without tensors": ({}, bytes(10), None),
     "too little data": (_of("a", "U8", [4], [0, 4]), bytes(3), None),
@@ -155,7 +215,9 @@ dtypes = st.sampled_from(("float32", "bool", "bfloat16", "float8_e5m2", "int64")
 
 
 @given(st.lists(st.tuples(names, dtypes, shapes), unique_by=lambda t: t[0]))
-def test_a_header_that_is_written_is_read_back(listed: list[tuple[str, str, tuple[int, ...]]]) -> None:
+def test_a_header_that_is_written_is_read_back(
+    listed: list[tuple[str, str, tuple[int, ...]]],
+) -> None:
     header = encode_header(listed, {"format": "pt"})
     assert parse_header(header.raw, "x") == header
     assert sorted((e.name, e.dtype, e.shape) for e in header.entries) == sorted(listed)
@@ -165,13 +227,17 @@ def test_a_header_that_is_written_is_read_back(listed: list[tuple[str, str, tupl
 def test_elements_narrower_than_a_byte_keep_their_bytes(tmp_path: Path, store: Store) -> None:
     place = _file(tmp_path / "f4.safetensors", _of("a", "F4", [2, 6], [0, 6]), bytes(range(6)))
     made = import_path(store, place)
-    assert [(leaf.dtype, leaf.shape) for leaf in made.leaves("model/*")] == [("float4_e2m1fn_x2", (2, 3))]
+    assert [(leaf.dtype, leaf.shape) for leaf in made.leaves("model/*")] == [
+        ("float4_e2m1fn_x2", (2, 3))
+    ]
     export(made, tmp_path / "out.safetensors")
     assert (tmp_path / "out.safetensors").read_bytes() == place.read_bytes()
     assert read_header(place).entries[0].shape == (2, 3)
 
 
-def test_a_file_that_shrinks_meanwhile_makes_no_commit(tmp_path: Path, store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_that_shrinks_meanwhile_makes_no_commit(
+    tmp_path: Path, store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
     save_file({"w": torch.randn(300, 300)}, tmp_path / "model.safetensors")
     from ckptstore.interop import directory
 

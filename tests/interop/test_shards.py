@@ -1,4 +1,5 @@
-"""Shards of DCP's Hugging Face writer, a safetensors file per rank: one tensor again from all of them, or a refusal in words."""
+"""Shards of DCP's Hugging Face writer, a safetensors file per rank: one tensor again from all of
+them, or a refusal in words."""
 
 import json
 from collections.abc import Callable, Mapping
@@ -24,12 +25,23 @@ from tests.interop.test_directories import contents
 Pieces = Mapping[str, tuple[torch.Tensor, tuple[int, ...]]]
 
 
-def write_shard(root: Path, rank: int, pieces: Pieces, *, part: int = 1, parts: int = 1, info: Any = None) -> Path:
-    """The file of one rank, as `HuggingFaceStorageWriter(save_distributed=True)` writes it: tensors and their offsets by name."""
+def write_shard(
+    root: Path, rank: int, pieces: Pieces, *, part: int = 1, parts: int = 1, info: Any = None
+) -> Path:
+    """The file of one rank, as `HuggingFaceStorageWriter(save_distributed=True)` writes it: tensors
+    and their offsets by name."""
     root.mkdir(exist_ok=True)
     path = root / f"shard-{rank:05}-model-{part:05}-of-{parts:05}.safetensors"
-    said = {name: {"saved_offsets": list(offsets)} for name, (_, offsets) in pieces.items()} if info is None else info
-    metadata = {"DCP_SHARDING_INFO": said if isinstance(said, str) else json.dumps(said), "DCP_VERSION": "1.0", "format": "pt"}
+    said = (
+        {name: {"saved_offsets": list(offsets)} for name, (_, offsets) in pieces.items()}
+        if info is None
+        else info
+    )
+    metadata = {
+        "DCP_SHARDING_INFO": said if isinstance(said, str) else json.dumps(said),
+        "DCP_VERSION": "1.0",
+        "format": "pt",
+    }
     save_file({name: tensor.contiguous() for name, (tensor, _) in pieces.items()}, path, metadata)
     return path
 
@@ -42,21 +54,34 @@ W = torch.arange(60.0).reshape(10, 6)
 B = torch.arange(9, dtype=torch.bfloat16)
 
 
-def test_shards_become_the_tensors_that_the_ranks_had_together_and_the_same_files_again(store: Store, tmp_path: Path) -> None:
+def test_shards_become_the_tensors_that_the_ranks_had_together_and_the_same_files_again(
+    store: Store, tmp_path: Path
+) -> None:
     write_shard(tmp_path / "hf", 1, {"w": rows(W, 0, 4), "b": rows(B, 0, 5)})
     write_shard(tmp_path / "hf", 2, {"w": rows(W, 4, 8), "b": rows(B, 5, 9)})
-    write_shard(tmp_path / "hf", 3, {"w": rows(W, 8, 10), "b": rows(B, 9, 9), "step": (torch.tensor(7), ())})
+    write_shard(
+        tmp_path / "hf", 3, {"w": rows(W, 8, 10), "b": rows(B, 9, 9), "step": (torch.tensor(7), ())}
+    )
     (tmp_path / "hf" / "config.json").write_text("{}")
     made = import_path(store, tmp_path / "hf")
     assert made.keys() == ["model", "files"]
     state = made.state_dict("model")
-    assert state.keys() == {"w", "b", "step"} and torch.equal(state["w"], W) and torch.equal(state["b"], B) and state["step"] == 7
+    assert (
+        state.keys() == {"w", "b", "step"}
+        and torch.equal(state["w"], W)
+        and torch.equal(state["b"], B)
+        and state["step"] == 7
+    )
     export(made, tmp_path / "out")
     assert contents(tmp_path / "out") == contents(tmp_path / "hf")
-    assert store.commit({"model": {"w": W, "b": B, "step": torch.tensor(7)}}).new_bytes < 2_000, "its chunks were there already"
+    assert store.commit({"model": {"w": W, "b": B, "step": torch.tensor(7)}}).new_bytes < 2_000, (
+        "its chunks were there already"
+    )
 
 
-def test_what_was_consolidated_beside_its_shards_is_a_model_of_its_own(store: Store, tmp_path: Path) -> None:
+def test_what_was_consolidated_beside_its_shards_is_a_model_of_its_own(
+    store: Store, tmp_path: Path
+) -> None:
     (tmp_path / "hf").mkdir()
     save_file({"w": W}, tmp_path / "hf" / "model-00001-of-00001.safetensors")
     write_shard(tmp_path / "hf" / "sharded", 1, {"w": rows(W, 0, 4)})
@@ -68,15 +93,26 @@ def test_what_was_consolidated_beside_its_shards_is_a_model_of_its_own(store: St
     assert contents(tmp_path / "out") == contents(tmp_path / "hf")
 
 
-def test_a_commit_of_shards_that_were_not_put_together_is_still_exported(store: Store, tmp_path: Path) -> None:
-    paths = [write_shard(tmp_path / "hf", i + 1, {"w": rows(W, 5 * i, 5 * i + 5)}) for i in range(2)]
-    files = {path.name: path.read_bytes()[: 8 + int.from_bytes(path.read_bytes()[:8], "little")] for path in paths}
-    made = store.commit({"shard-00001-model": {"w": W[:5]}, "shard-00002-model": {"w": W[5:]}, "files": files})
+def test_a_commit_of_shards_that_were_not_put_together_is_still_exported(
+    store: Store, tmp_path: Path
+) -> None:
+    paths = [
+        write_shard(tmp_path / "hf", i + 1, {"w": rows(W, 5 * i, 5 * i + 5)}) for i in range(2)
+    ]
+    files = {
+        path.name: path.read_bytes()[: 8 + int.from_bytes(path.read_bytes()[:8], "little")]
+        for path in paths
+    }
+    made = store.commit(
+        {"shard-00001-model": {"w": W[:5]}, "shard-00002-model": {"w": W[5:]}, "files": files}
+    )
     export(made, tmp_path / "out")
     assert contents(tmp_path / "out") == contents(tmp_path / "hf")
 
 
-def test_a_tensor_of_another_shape_is_not_cut_into_the_shards_of_before(store: Store, tmp_path: Path) -> None:
+def test_a_tensor_of_another_shape_is_not_cut_into_the_shards_of_before(
+    store: Store, tmp_path: Path
+) -> None:
     for i in range(2):
         write_shard(tmp_path / "hf", i + 1, {"w": rows(W, 5 * i, 5 * i + 5)})
     state = import_path(store, tmp_path / "hf").state_dict()
@@ -139,13 +175,25 @@ def saying(info: Any) -> Callable[[Path], None]:
 
 
 REFUSED: list[tuple[Callable[[Path], None], str]] = [
-    (overlapping, r"'w' in .*hf, of 2 shards: .* the piece of \[6, 6\] at \[0, 0\] and the piece of \[5, 6\] at \[5, 0\] overlap"),
+    (
+        overlapping,
+        r"'w' in .*hf, of 2 shards: .* the piece of \[6, 6\] at \[0, 0\] and the piece of \[5, 6\] "
+        r"at \[5, 0\] overlap",
+    ),
     (replicated, "overlap"),
-    (without_the_middle, r"'w' in .*hf, of 2 shards: .* \[10, 6\], each element once: 24 of 60 elements are in none of 2 pieces"),
+    (
+        without_the_middle,
+        r"'w' in .*hf, of 2 shards: .* \[10, 6\], each element once: 24 of 60 elements are in none "
+        r"of 2 pieces",
+    ),
     (without_the_first, "24 of 60 elements are in none of 1 pieces"),
     (without_a_part, r"shards of 'model' are missing: wanted files 1 to 3 of some rank, got 1, 3"),
     (of_two_saves, "the shards of 'model' are of several saves, divided into 1 and 2 files"),
-    (of_two_dtypes, r"the shards of 'w' are not of one tensor: float32\[5, 6\] in shard-00001-.*, float64\[5, 6\] in shard-00002"),
+    (
+        of_two_dtypes,
+        r"the shards of 'w' are not of one tensor: float32\[5, 6\] in shard-00001-.*, float64\[5, "
+        r"6\] in shard-00002",
+    ),
     (of_two_ranks, "are not of one tensor"),
     (of_other_columns, "5 of 60 elements are in none of 2 pieces"),
     (with_an_unsharded_file, "two files that belong together .* do not say which part of it"),
@@ -153,7 +201,10 @@ REFUSED: list[tuple[Callable[[Path], None], str]] = [
     (saying([]), "DCP_SHARDING_INFO has no saved_offsets by names"),
     (saying({"w": 3}), "DCP_SHARDING_INFO has no saved_offsets by names"),
     (saying("[" * 100_000), "DCP_SHARDING_INFO has no saved_offsets by names"),
-    (saying({}), "its DCP_SHARDING_INFO has None for 'w', of shape .*; wanted an offset in each dimension"),
+    (
+        saying({}),
+        "its DCP_SHARDING_INFO has None for 'w', of shape .*; wanted an offset in each dimension",
+    ),
     (saying({"w": {"saved_offsets": [0]}}), r"its DCP_SHARDING_INFO has \[0\] for 'w'"),
     (saying({"w": {"saved_offsets": [0, -1]}}), r"has \[0, -1\] for 'w'"),
     (saying({"w": {"saved_offsets": [0, True]}}), r"has \[0, True\] for 'w'"),
@@ -161,7 +212,9 @@ REFUSED: list[tuple[Callable[[Path], None], str]] = [
 
 
 @pytest.mark.parametrize(("write", "told"), REFUSED)
-def test_shards_that_do_not_make_up_a_whole_are_refused(write: Callable[[Path], None], told: str, store: Store, tmp_path: Path) -> None:
+def test_shards_that_do_not_make_up_a_whole_are_refused(
+    write: Callable[[Path], None], told: str, store: Store, tmp_path: Path
+) -> None:
     write(tmp_path / "hf")
     with pytest.raises(InvalidInput, match=told):
         import_path(store, tmp_path / "hf")
@@ -169,7 +222,9 @@ def test_shards_that_do_not_make_up_a_whole_are_refused(write: Callable[[Path], 
 
 
 def test_one_shard_of_several_is_no_checkpoint(store: Store, tmp_path: Path) -> None:
-    paths = [write_shard(tmp_path / "hf", i + 1, {"w": rows(W, 5 * i, 5 * i + 5)}) for i in range(2)]
+    paths = [
+        write_shard(tmp_path / "hf", i + 1, {"w": rows(W, 5 * i, 5 * i + 5)}) for i in range(2)
+    ]
     with pytest.raises(InvalidInput, match=r"is one of several shards, .*; import their directory"):
         import_path(store, paths[0])
     paths[1].unlink()
@@ -193,16 +248,28 @@ def test_any_range_of_a_joined_tensor_is_what_the_tensor_has_there(
     shape, boxes = tiling
     tensor = torch.arange(prod(shape)).reshape(shape).to(getattr(torch, dtype))
     width = tensor.element_size()
-    parts = [tensor[tuple(slice(o, o + n) for o, n in zip(*box, strict=True))].contiguous().numpy().tobytes() for box in boxes]
-    joined = Joined(shape, width, [(box, Held(part)) for box, part in zip(boxes, parts, strict=True)])
-    start, stop = sorted(data.draw(st.lists(st.integers(0, prod(shape)), min_size=2, max_size=2, unique=True)))
+    parts = [
+        tensor[tuple(slice(o, o + n) for o, n in zip(*box, strict=True))]
+        .contiguous()
+        .numpy()
+        .tobytes()
+        for box in boxes
+    ]
+    joined = Joined(
+        shape, width, [(box, Held(part)) for box, part in zip(boxes, parts, strict=True)]
+    )
+    start, stop = sorted(
+        data.draw(st.lists(st.integers(0, prod(shape)), min_size=2, max_size=2, unique=True))
+    )
     out = bytearray((stop - start) * width)
     joined.stage(start * width, stop * width, memoryview(out))
     assert bytes(out) == tensor.numpy().tobytes()[start * width : stop * width]
 
 
 @given(tilings(), st.data())
-def test_a_tiling_is_one_until_a_box_is_missing_or_there_twice(tiling: tuple[tuple[int, ...], list[Box]], data: st.DataObject) -> None:
+def test_a_tiling_is_one_until_a_box_is_missing_or_there_twice(
+    tiling: tuple[tuple[int, ...], list[Box]], data: st.DataObject
+) -> None:
     shape, boxes = tiling
     boxes = data.draw(st.permutations(boxes))
     check_tiling("here", shape, boxes)

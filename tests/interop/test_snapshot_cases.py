@@ -1,4 +1,5 @@
-"""What TorchSnapshot 0.1.0 gets wrong, case by case, and what its interface does here. The cases of several ranks are in tests/ranks."""
+"""What TorchSnapshot 0.1.0 gets wrong, case by case, and what its interface does here. The cases of
+several ranks are in tests/ranks."""
 
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,11 @@ from ckptstore.interop.torchsnapshot.manifest import ObjectEntry
 def packs(store: Path) -> list[Path]:
     """The packs with tensors: those without a twin."""
     found = sorted(store.glob("packs/*/*"))
-    return [path for path in found if not path.name.endswith(".2") and not path.with_name(f"{path.name}.2").exists()]
+    return [
+        path
+        for path in found
+        if not path.name.endswith(".2") and not path.with_name(f"{path.name}.2").exists()
+    ]
 
 
 @pytest.fixture
@@ -58,7 +63,9 @@ def test_tied_weights_are_stored_once_and_come_back_tied(tmp_path: Path) -> None
     assert state["a"] is state["b"] and torch.equal(state["a"], weight)
 
 
-@pytest.mark.parametrize("dtype", ["float8_e4m3fn", "float8_e5m2", "uint16", "uint32", "bfloat16", "complex64"])
+@pytest.mark.parametrize(
+    "dtype", ["float8_e4m3fn", "float8_e5m2", "uint16", "uint32", "bfloat16", "complex64"]
+)
 def test_every_dtype_goes_in_and_comes_out(tmp_path: Path, dtype: str) -> None:
     made = torch.arange(16).to(getattr(torch, dtype))
     snapshot = Snapshot.take(str(tmp_path / "a"), {"s": StateDict(x=made)})
@@ -68,16 +75,23 @@ def test_every_dtype_goes_in_and_comes_out(tmp_path: Path, dtype: str) -> None:
 
 
 def test_empty_tensors_among_others_are_no_trouble(tmp_path: Path) -> None:
-    state = StateDict(empty=torch.zeros(0), also=torch.zeros(3, 0), full=torch.ones(5), none=torch.tensor(2.0))
+    state = StateDict(
+        empty=torch.zeros(0), also=torch.zeros(3, 0), full=torch.ones(5), none=torch.tensor(2.0)
+    )
     snapshot = Snapshot.take(str(tmp_path / "a"), {"s": state})
     got = snapshot.get_state_dict_for_key("s")
     assert [tuple(got[key].shape) for key in state] == [(0,), (3, 0), (5,), ()]
 
 
 def test_tuples_are_no_pickles(tmp_path: Path) -> None:
-    snapshot = Snapshot.take(str(tmp_path / "a"), {"s": StateDict(betas=(0.9, 0.999), deep=((torch.ones(2), {"x": 1}),))})
+    snapshot = Snapshot.take(
+        str(tmp_path / "a"), {"s": StateDict(betas=(0.9, 0.999), deep=((torch.ones(2), {"x": 1}),))}
+    )
     entry = snapshot.get_manifest()["0/s/deep"]
-    assert isinstance(entry, ObjectEntry) and (entry.obj_type, entry.serializer) == ("builtins.tuple", "ckptstore")
+    assert isinstance(entry, ObjectEntry) and (entry.obj_type, entry.serializer) == (
+        "builtins.tuple",
+        "ckptstore",
+    )
     assert snapshot.read_object("0/s/betas") == (0.9, 0.999)
     assert torch.equal(snapshot.read_object("0/s/deep")[0][0], torch.ones(2))
 
@@ -95,10 +109,15 @@ def test_nothing_is_pickled_unless_it_is_allowed(tmp_path: Path) -> None:
 
 @pytest.mark.pickles
 def test_what_was_pickled_is_read_with_leave_only(tmp_path: Path) -> None:
-    snapshot = Snapshot.take(str(tmp_path / "a"), {"s": StateDict(x=Code(), y=1)}, allow_pickle=True)
+    snapshot = Snapshot.take(
+        str(tmp_path / "a"), {"s": StateDict(x=Code(), y=1)}, allow_pickle=True
+    )
     assert isinstance(snapshot.get_manifest()["0/s/x"], ObjectEntry)
     assert snapshot.read_object("0/s/y") == 1
-    for read in (lambda: snapshot.read_object("0/s/x"), lambda: snapshot.restore({"s": StateDict()})):
+    for read in (
+        lambda: snapshot.read_object("0/s/x"),
+        lambda: snapshot.restore({"s": StateDict()}),
+    ):
         with pytest.raises(ckptstore.InvalidInput, match="allow_pickle"):
             read()
 

@@ -1,4 +1,5 @@
-"""Names of TorchSnapshot that scripts import, each where TorchSnapshot has it, and what it raises for a key that is missing."""
+"""Names of TorchSnapshot that scripts import, each where TorchSnapshot has it, and what it raises
+for a key that is missing."""
 
 from datetime import timedelta
 from importlib import import_module
@@ -37,12 +38,18 @@ def test_what_scripts_import_is_where_they_look_for_it(module: str) -> None:
     assert [name for name in NAMES[module] if not hasattr(found, name)] == []
     for name in NAMES[module]:
         if hasattr(torchsnapshot, name):
-            assert getattr(found, name) is getattr(torchsnapshot, name), "one class, wherever it is imported from"
+            assert getattr(found, name) is getattr(torchsnapshot, name), (
+                "one class, wherever it is imported from"
+            )
 
 
-def test_a_key_that_the_snapshot_lacks_is_an_assertion_that_failed_as_in_torchsnapshot(tmp_path: Path) -> None:
+def test_a_key_that_the_snapshot_lacks_is_an_assertion_that_failed_as_in_torchsnapshot(
+    tmp_path: Path,
+) -> None:
     snapshot = Snapshot.take(str(tmp_path / "1"), {"s": StateDict(a=1)})
-    with pytest.raises(AssertionError, match="'other' is absent in both manifest and flattened") as missing:
+    with pytest.raises(
+        AssertionError, match="'other' is absent in both manifest and flattened"
+    ) as missing:
         snapshot.get_state_dict_for_key("other")
     assert isinstance(missing.value, ckptstore.NotFound)
     with pytest.raises(AssertionError, match="other: wanted by the target") as unwanted:

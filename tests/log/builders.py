@@ -10,7 +10,8 @@ from ckptstore.core.model import PackRecord
 from ckptstore.log.entries import Body, Commit, Entry
 from ckptstore.log.fold import State, apply, check, genesis, number
 from ckptstore.log.log import Log
-from ckptstore.storage.contract import Storage, open_storage
+from ckptstore.storage.contract import Storage
+from ckptstore.storage.registry import open_storage
 
 STORE = StoreId("5" * 32)
 
@@ -24,7 +25,9 @@ def commit_id(i: int) -> CommitId:
 
 
 def packs(i: int, count: int = 1) -> tuple[PackRecord, ...]:
-    return tuple(PackRecord(pack_id(session(i), 0, k), 1000 + k, 10, metadata=bool(k)) for k in range(count))
+    return tuple(
+        PackRecord(pack_id(session(i), 0, k), 1000 + k, 10, metadata=bool(k)) for k in range(count)
+    )
 
 
 def commit(i: int, **changes: Any) -> Commit:
@@ -54,11 +57,24 @@ def fresh_commit(**changes: Any) -> Commit:
     """A commit that no other process makes."""
     writer = new_session_id()
     pack = PackRecord(pack_id(writer, 0, 0), 1000, 10, metadata=False)
-    return commit(0, session=writer, commit=CommitId(secrets.token_hex(32)), packs=(pack,), **changes)
+    return commit(
+        0, session=writer, commit=CommitId(secrets.token_hex(32)), packs=(pack,), **changes
+    )
 
 
 def entry(state: State, body: Body, time_ns: int = 0) -> Entry:
-    return Entry(state.n + 1, "", time_ns, STORE, 1, state.hash, state.bytes, body, f"{state.n + 1:064x}", 500)
+    return Entry(
+        state.n + 1,
+        "",
+        time_ns,
+        STORE,
+        1,
+        state.hash,
+        state.bytes,
+        body,
+        f"{state.n + 1:064x}",
+        500,
+    )
 
 
 def step(state: State, body: Body) -> State:
@@ -83,7 +99,9 @@ def open_log(place: Path | Storage) -> Log:
 class Wrapped:
     """A backend whose `put_new` a test replaces; everything else is the real one's."""
 
-    def __init__(self, storage: Storage, put_new: Callable[[Callable[[str, bytes], bool], str, bytes], bool]) -> None:
+    def __init__(
+        self, storage: Storage, put_new: Callable[[Callable[[str, bytes], bool], str, bytes], bool]
+    ) -> None:
         self._storage = storage
         self._put_new = put_new
 

@@ -13,12 +13,15 @@ from ckptstore.log.fold import genesis
 from ckptstore.log.log_snapshots import decode_state, encode_state
 from ckptstore.objects import canonical
 from ckptstore.objects.frames import compress, decompress
-from ckptstore.storage.contract import Storage, open_storage
+from ckptstore.storage.contract import Storage
+from ckptstore.storage.registry import open_storage
 from tests.log.builders import STORE, Wrapped, commit, commit_id, folded, open_log, packs, session
 
 FULL = folded(
     commit(1, packs=packs(1, 3), metrics=(("acc", math.inf), ("loss", 0.1)), tags=("best",)),
-    commit(2, run="other", step=None, parents=(commit_id(1), commit_id(8)), reused=frozenset({1, 2})),
+    commit(
+        2, run="other", step=None, parents=(commit_id(1), commit_id(8)), reused=frozenset({1, 2})
+    ),
     commit(3, metrics=(("loss", -0.0),)),
     commit(4),
     commit(5, message="é"),
@@ -64,7 +67,9 @@ def test_any_flipped_byte_and_any_truncation_is_found() -> None:
             decode_state(data[:i], STORE, 1)
 
 
-def test_a_checkpoint_of_another_store_or_another_fold_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_checkpoint_of_another_store_or_another_fold_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     data = encode_state(FULL)
     with pytest.raises(Corrupt):
         decode_state(data, StoreId("6" * 32), 1)
@@ -73,14 +78,18 @@ def test_a_checkpoint_of_another_store_or_another_fold_is_refused(monkeypatch: p
         decode_state(data, STORE, 1)
 
 
-@pytest.mark.parametrize("frame", [b"", b"no frame", b"\x28\xb5\x2f\xfd" + b"\xff" * 14], ids=["empty", "junk", "huge"])
+@pytest.mark.parametrize(
+    "frame", [b"", b"no frame", b"\x28\xb5\x2f\xfd" + b"\xff" * 14], ids=["empty", "junk", "huge"]
+)
 def test_a_well_hashed_file_that_is_no_checkpoint_is_refused(frame: bytes) -> None:
     with pytest.raises(Corrupt):
         decode_state(digest(frame).hex().encode() + b"\n" + frame, STORE, 1)
 
 
 @pytest.mark.parametrize("moved", [[[]], ["a place alone"], 7, {"place": 1}], ids=repr)
-def test_a_well_hashed_checkpoint_that_says_nonsense_of_where_the_log_went_is_refused(moved: object) -> None:
+def test_a_well_hashed_checkpoint_that_says_nonsense_of_where_the_log_went_is_refused(
+    moved: object,
+) -> None:
     document = canonical.decode(decompress(encode_state(FULL)[65:], 1 << 20))
     document["state"]["moved"] = moved  # type: ignore[index, call-overload]  # two dicts
     frame = compress(canonical.encode(document))
@@ -90,11 +99,16 @@ def test_a_well_hashed_checkpoint_that_says_nonsense_of_where_the_log_went_is_re
 
 def test_the_newest_two_checkpoints_are_kept(storage: Storage) -> None:
     fill(storage, 34)
-    assert [key for key, _ in storage.list("log/checkpoint-")] == [checkpoint_key(20), checkpoint_key(30)]
+    assert [key for key, _ in storage.list("log/checkpoint-")] == [
+        checkpoint_key(20),
+        checkpoint_key(30),
+    ]
 
 
 @pytest.mark.parametrize("count", [9, 10, 11, 25, 40, 57])
-def test_the_state_from_a_checkpoint_is_the_state_from_the_whole_log(storage: Storage, count: int) -> None:
+def test_the_state_from_a_checkpoint_is_the_state_from_the_whole_log(
+    storage: Storage, count: int
+) -> None:
     written = fill(storage, count).state
     read: list[str] = []
     reopened = open_log(Recording(storage, read)).replay()
@@ -123,7 +137,9 @@ def test_a_damaged_checkpoint_is_ignored_and_the_older_one_serves(storage: Stora
         assert open_log(storage).replay() == written
 
 
-def test_a_checkpoint_that_is_not_of_the_logs_own_entry_is_ignored(storage: Storage, tmp_path: Path) -> None:
+def test_a_checkpoint_that_is_not_of_the_logs_own_entry_is_ignored(
+    storage: Storage, tmp_path: Path
+) -> None:
     written = fill(storage, 12).state
     other = open_log(open_storage(tmp_path / "other", fsync=False))
     for i in range(101, 111):
@@ -139,7 +155,9 @@ def test_a_checkpoint_under_another_number_is_ignored(storage: Storage) -> None:
     assert open_log(storage).replay() == written
 
 
-def test_a_checkpoint_that_cannot_be_written_costs_nothing_but_time(storage: Storage, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_checkpoint_that_cannot_be_written_costs_nothing_but_time(
+    storage: Storage, caplog: pytest.LogCaptureFixture
+) -> None:
     class Full(Wrapped):
         def put(self, key: str, data: bytes) -> None:
             raise Unavailable("the disk is full")

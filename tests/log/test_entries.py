@@ -54,10 +54,19 @@ labels = st.from_regex(r"[A-Za-z0-9_][A-Za-z_]{0,8}x", fullmatch=True)
 
 
 def pairs(values: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
-    return st.dictionaries(words, values, max_size=3).map(lambda found: tuple(sorted(found.items())))
+    return st.dictionaries(words, values, max_size=3).map(
+        lambda found: tuple(sorted(found.items()))
+    )
 
 
-records = st.builds(PackRecord, st.builds(pack_id, sessions, st.integers(0, 99), st.integers(0, 99)), counts, counts, st.booleans(), counts)
+records = st.builds(
+    PackRecord,
+    st.builds(pack_id, sessions, st.integers(0, 99), st.integers(0, 99)),
+    counts,
+    counts,
+    st.booleans(),
+    counts,
+)
 record_lists = st.lists(records, max_size=3).map(tuple)
 bodies: st.SearchStrategy[Body] = st.one_of(
     st.builds(
@@ -105,7 +114,11 @@ def test_the_bytes_of_an_entry_are_those_of_the_format() -> None:
     head, body = data.split(b"\n")
     assert head == digest(body).hex().encode()
     assert body == (
-        b'{"attempt":"' + b"b" * 32 + b'","generation":1,"kind":"delete","n":7,"packs":[9,"AAEJ"],"prev":["' + b"c" * 64 + b'",321],'
+        b'{"attempt":"'
+        + b"b" * 32
+        + b'","generation":1,"kind":"delete","n":7,"packs":[9,"AAEJ"],"prev":["'
+        + b"c" * 64
+        + b'",321],'
         b'"store":"' + b"5" * 32 + b'","time_ns":"1700000000123456789"}'
     )
 
@@ -199,7 +212,9 @@ def test_an_unknown_kind_of_entry_stops_the_reader_without_calling_it_damage() -
         decode_entry(sealed(kind="teleport"))
 
 
-@pytest.mark.parametrize("changes", [{"n": 2}, {"store": "6" * 32}, {"prev_hash": "d" * 64}, {"prev_bytes": 1}], ids=str)
+@pytest.mark.parametrize(
+    "changes", [{"n": 2}, {"store": "6" * 32}, {"prev_hash": "d" * 64}, {"prev_bytes": 1}], ids=str
+)
 def test_an_entry_follows_only_the_one_that_it_names(changes: dict[str, Any]) -> None:
     start = origin(STORE)
     right = {**HEADER, "n": 1, "prev_hash": start.hash, "prev_bytes": start.bytes}

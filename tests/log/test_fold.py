@@ -5,7 +5,19 @@ from typing import Any
 import pytest
 
 from ckptstore.core.model import PackRecord
-from ckptstore.log.entries import Body, Commit, Condemn, Delete, Forget, Moved, Over, Register, Settings, Tag, Undelete
+from ckptstore.log.entries import (
+    Body,
+    Commit,
+    Condemn,
+    Delete,
+    Forget,
+    Moved,
+    Over,
+    Register,
+    Settings,
+    Tag,
+    Undelete,
+)
 from ckptstore.log.fold import Code, State, apply, best_commits, check, genesis, number
 from tests.log.builders import STORE, commit, commit_id, entry, folded, packs, session, step
 
@@ -15,64 +27,171 @@ def just(*numbers: int) -> frozenset[int]:
 
 
 THREE = (commit(1), commit(2), commit(3))
-"""Entries 1 to 3: three commits of one run with the packs 1 to 3; commit 1 is the only one that may be forgotten."""
+"""Entries 1 to 3: three commits of one run with the packs 1 to 3; commit 1 is the only one that may
+be forgotten."""
 FORGOTTEN = (*THREE, Forget((commit_id(1),), "old"))
 UNDELETED = (*FORGOTTEN, Undelete((commit_id(1),), just(1)))
 CONDEMNED = (*FORGOTTEN, Condemn(4, 0, just(1), ()))
 
 
 def register(i: int = 9, **changes: Any) -> Register:
-    fields: dict[str, Any] = {"session": session(i), "mark": 4, "fence": 0, "packs": packs(i), "condemn": just(1)}
+    fields: dict[str, Any] = {
+        "session": session(i),
+        "mark": 4,
+        "fence": 0,
+        "packs": packs(i),
+        "condemn": just(1),
+    }
     return Register(**{**fields, **changes})
 
 
 REFUSED: list[tuple[str, tuple[Body, ...], Body, Code]] = [
     ("a commit of a session declared over", (Over((session(1),)),), commit(1), Code.SESSION_OVER),
-    ("a second commit of one session", (commit(1),), commit(1, commit=commit_id(2), packs=()), Code.SESSION_ENDED),
-    ("a commit that reuses a pack that was never there", THREE, commit(4, reused=just(9)), Code.PACKS_GONE),
-    ("a commit that reuses a deleted pack", (*CONDEMNED, Delete(just(1))), commit(4, reused=just(1, 2)), Code.PACKS_GONE),
+    (
+        "a second commit of one session",
+        (commit(1),),
+        commit(1, commit=commit_id(2), packs=()),
+        Code.SESSION_ENDED,
+    ),
+    (
+        "a commit that reuses a pack that was never there",
+        THREE,
+        commit(4, reused=just(9)),
+        Code.PACKS_GONE,
+    ),
+    (
+        "a commit that reuses a deleted pack",
+        (*CONDEMNED, Delete(just(1))),
+        commit(4, reused=just(1, 2)),
+        Code.PACKS_GONE,
+    ),
     ("a commit with another session's pack", (), commit(1, packs=packs(2)), Code.PACKS_FOREIGN),
-    ("a commit that names a pack twice", (), commit(1, packs=packs(1) + packs(1)), Code.PACKS_KNOWN),
-    ("a commit that is there already", (commit(1),), commit(2, commit=commit_id(1)), Code.COMMIT_KNOWN),
-    ("a tag on a commit that is not there", THREE, Tag("a", commit_id(9), just()), Code.NO_SUCH_COMMIT),
+    (
+        "a commit that names a pack twice",
+        (),
+        commit(1, packs=packs(1) + packs(1)),
+        Code.PACKS_KNOWN,
+    ),
+    (
+        "a commit that is there already",
+        (commit(1),),
+        commit(2, commit=commit_id(1)),
+        Code.COMMIT_KNOWN,
+    ),
+    (
+        "a tag on a commit that is not there",
+        THREE,
+        Tag("a", commit_id(9), just()),
+        Code.NO_SUCH_COMMIT,
+    ),
     ("a tag on a forgotten commit", FORGOTTEN, Tag("a", commit_id(1), just(1)), Code.FORGOTTEN),
-    ("a tag that relies on a pack that is gone", THREE, Tag("a", commit_id(1), just(9)), Code.PACKS_GONE),
+    (
+        "a tag that relies on a pack that is gone",
+        THREE,
+        Tag("a", commit_id(1), just(9)),
+        Code.PACKS_GONE,
+    ),
     ("removing a tag that is not there", THREE, Tag("a", None, just()), Code.NO_SUCH_TAG),
     ("forgetting what is not there", THREE, Forget((commit_id(9),), ""), Code.NO_SUCH_COMMIT),
     ("forgetting twice", FORGOTTEN, Forget((commit_id(1),), ""), Code.FORGOTTEN),
-    ("forgetting a tagged commit", (*THREE, Tag("a", commit_id(1), just())), Forget((commit_id(1),), ""), Code.TAGGED),
-    ("forgetting one of a run's newest two", THREE, Forget((commit_id(1), commit_id(2)), ""), Code.NEWEST),
+    (
+        "forgetting a tagged commit",
+        (*THREE, Tag("a", commit_id(1), just())),
+        Forget((commit_id(1),), ""),
+        Code.TAGGED,
+    ),
+    (
+        "forgetting one of a run's newest two",
+        THREE,
+        Forget((commit_id(1), commit_id(2)), ""),
+        Code.NEWEST,
+    ),
     ("undeleting what is not there", THREE, Undelete((commit_id(9),), just()), Code.NO_SUCH_COMMIT),
-    ("undeleting what is not forgotten", THREE, Undelete((commit_id(1),), just(1)), Code.NOT_FORGOTTEN),
+    (
+        "undeleting what is not forgotten",
+        THREE,
+        Undelete((commit_id(1),), just(1)),
+        Code.NOT_FORGOTTEN,
+    ),
     (
         "undeleting a commit whose pack is gone",
         (*CONDEMNED, Delete(just(1))),
         Undelete((commit_id(1),), just(1)),
         Code.PACKS_GONE,
     ),
-    ("condemning what is referred to since the mark", THREE, Condemn(2, 0, just(3), ()), Code.PACKS_STAMPED),
-    ("condemning what a commit reused since the mark", (*THREE, commit(4, reused=just(1))), Condemn(3, 0, just(1), ()), Code.PACKS_STAMPED),
+    (
+        "condemning what is referred to since the mark",
+        THREE,
+        Condemn(2, 0, just(3), ()),
+        Code.PACKS_STAMPED,
+    ),
+    (
+        "condemning what a commit reused since the mark",
+        (*THREE, commit(4, reused=just(1))),
+        Condemn(3, 0, just(1), ()),
+        Code.PACKS_STAMPED,
+    ),
     ("condemning what is not listed", THREE, Condemn(3, 0, just(9), ()), Code.PACKS_GONE),
     ("condemning twice", CONDEMNED, Condemn(5, 5, just(1), ()), Code.PACKS_CONDEMNED),
-    ("condemning when another gc has since the mark", CONDEMNED, Condemn(4, 0, just(), ()), Code.FENCED),
+    (
+        "condemning when another gc has since the mark",
+        CONDEMNED,
+        Condemn(4, 0, just(), ()),
+        Code.FENCED,
+    ),
     ("condemning after a mark in the future", THREE, Condemn(4, 0, just(), ()), Code.MARK_AHEAD),
-    ("purging what is not forgotten", THREE, Condemn(3, 0, just(), (commit_id(1),)), Code.NOT_FORGOTTEN),
-    ("purging what was forgotten after the mark", FORGOTTEN, Condemn(3, 0, just(), (commit_id(1),)), Code.NOT_FORGOTTEN),
+    (
+        "purging what is not forgotten",
+        THREE,
+        Condemn(3, 0, just(), (commit_id(1),)),
+        Code.NOT_FORGOTTEN,
+    ),
+    (
+        "purging what was forgotten after the mark",
+        FORGOTTEN,
+        Condemn(3, 0, just(), (commit_id(1),)),
+        Code.NOT_FORGOTTEN,
+    ),
     (
         "purging what was undeleted",
         (*FORGOTTEN, Undelete((commit_id(1),), just(1))),
         Condemn(4, 0, just(), (commit_id(1),)),
         Code.NOT_FORGOTTEN,
     ),
-    ("purging what is not there", FORGOTTEN, Condemn(4, 0, just(), (commit_id(9),)), Code.NO_SUCH_COMMIT),
-    ("a copy of a session declared over", (*FORGOTTEN, Over((session(9),))), register(), Code.SESSION_OVER),
-    ("a second copy of one session", (*FORGOTTEN, register()), register(fence=5, condemn=just()), Code.SESSION_ENDED),
+    (
+        "purging what is not there",
+        FORGOTTEN,
+        Condemn(4, 0, just(), (commit_id(9),)),
+        Code.NO_SUCH_COMMIT,
+    ),
+    (
+        "a copy of a session declared over",
+        (*FORGOTTEN, Over((session(9),))),
+        register(),
+        Code.SESSION_OVER,
+    ),
+    (
+        "a second copy of one session",
+        (*FORGOTTEN, register()),
+        register(fence=5, condemn=just()),
+        Code.SESSION_ENDED,
+    ),
     ("a copy of another session", FORGOTTEN, register(packs=packs(8)), Code.PACKS_FOREIGN),
     ("a copy when another gc condemned since", CONDEMNED, register(), Code.FENCED),
-    ("a copy whose source is referred to since the mark", FORGOTTEN, register(mark=0), Code.PACKS_STAMPED),
+    (
+        "a copy whose source is referred to since the mark",
+        FORGOTTEN,
+        register(mark=0),
+        Code.PACKS_STAMPED,
+    ),
     ("a copy whose source is condemned", CONDEMNED, register(fence=5), Code.PACKS_CONDEMNED),
     ("deleting a live pack", THREE, Delete(just(1)), Code.PACKS_LIVE),
-    ("deleting a pack that a commit made live again", (*CONDEMNED, commit(4, reused=just(1))), Delete(just(1)), Code.PACKS_LIVE),
+    (
+        "deleting a pack that a commit made live again",
+        (*CONDEMNED, commit(4, reused=just(1))),
+        Delete(just(1)),
+        Code.PACKS_LIVE,
+    ),
     ("deleting twice", (*CONDEMNED, Delete(just(1))), Delete(just(1)), Code.PACKS_GONE),
     ("declaring over twice", (Over((session(1),)),), Over((session(1),)), Code.SESSION_OVER),
     ("declaring over what has ended", (commit(1),), Over((session(1),)), Code.SESSION_ENDED),
@@ -80,7 +199,9 @@ REFUSED: list[tuple[str, tuple[Body, ...], Body, Code]] = [
 ]
 
 
-@pytest.mark.parametrize(("before", "body", "code"), [case[1:] for case in REFUSED], ids=[case[0] for case in REFUSED])
+@pytest.mark.parametrize(
+    ("before", "body", "code"), [case[1:] for case in REFUSED], ids=[case[0] for case in REFUSED]
+)
 def test_the_state_refuses(before: tuple[Body, ...], body: Body, code: Code) -> None:
     state = folded(*before)
     refusal = check(state, number(state, body))
@@ -95,16 +216,28 @@ def test_every_code_of_a_refusal_is_in_the_table_or_concerns_numbers_and_metrics
 
 def test_a_refusal_names_just_the_packs_and_commits_that_are_in_the_way() -> None:
     state = folded(*THREE)
-    assert check(state, Condemn(2, 0, just(1, 2, 3), ())) == check(state, Condemn(2, 0, just(3), ()))
+    assert check(state, Condemn(2, 0, just(1, 2, 3), ())) == check(
+        state, Condemn(2, 0, just(3), ())
+    )
     refusal = check(state, Forget((commit_id(1), commit_id(3)), ""))
     assert refusal is not None
     assert refusal.commits == (commit_id(3),)
 
 
 def test_new_packs_are_numbered_on_from_the_highest_ever_used() -> None:
-    state = folded(commit(1, packs=packs(1, 2)), commit(2), commit(3), Forget((commit_id(1),), ""), Condemn(4, 0, just(3), ()))
+    state = folded(
+        commit(1, packs=packs(1, 2)),
+        commit(2),
+        commit(3),
+        Forget((commit_id(1),), ""),
+        Condemn(4, 0, just(3), ()),
+    )
     state = step(step(state, Delete(just(3))), commit(4, packs=packs(4, 2)))
-    assert {n: p.id for n, p in state.packs.items() if n > 3} == {4: packs(3)[0].id, 5: packs(4, 2)[0].id, 6: packs(4, 2)[1].id}
+    assert {n: p.id for n, p in state.packs.items() if n > 3} == {
+        4: packs(3)[0].id,
+        5: packs(4, 2)[0].id,
+        6: packs(4, 2)[1].id,
+    }
 
 
 def test_wrongly_numbered_packs_are_refused() -> None:
@@ -114,11 +247,21 @@ def test_wrongly_numbered_packs_are_refused() -> None:
 
 
 def test_a_commit_lists_its_packs_ends_its_session_and_moves_its_tags() -> None:
-    state = folded(commit(1, tags=("best", "prod")), commit(2, tags=("best",), metrics=(("loss", 0.5),), reused=just(1)))
+    state = folded(
+        commit(1, tags=("best", "prod")),
+        commit(2, tags=("best",), metrics=(("loss", 0.5),), reused=just(1)),
+    )
     assert dict(state.tags) == {"best": commit_id(2), "prod": commit_id(1)}
     assert state.closed(session(1))
     assert not state.closed(session(3))
-    assert state.packs[1]._asdict() == {"id": packs(1)[0].id, "bytes": 1000, "chunks": 10, "metadata": False, "live": True, "stamp": 2}
+    assert state.packs[1]._asdict() == {
+        "id": packs(1)[0].id,
+        "bytes": 1000,
+        "chunks": 10,
+        "metadata": False,
+        "live": True,
+        "stamp": 2,
+    }
     assert state.commits[commit_id(2)]._asdict() == {
         "n": 2,
         "session": session(2),
@@ -134,7 +277,11 @@ def test_a_commit_lists_its_packs_ends_its_session_and_moves_its_tags() -> None:
 
 @pytest.mark.parametrize(
     "reviving",
-    [commit(4, reused=just(1)), Undelete((commit_id(1),), just(1)), Tag("a", commit_id(2), just(1))],
+    [
+        commit(4, reused=just(1)),
+        Undelete((commit_id(1),), just(1)),
+        Tag("a", commit_id(2), just(1)),
+    ],
     ids=["commit", "undelete", "tag"],
 )
 def test_a_condemned_pack_is_live_again_once_an_entry_refers_to_it(reviving: Body) -> None:
@@ -154,7 +301,12 @@ def test_a_purged_commit_is_gone_and_a_deleted_pack_too() -> None:
 
 def test_a_registered_copy_takes_the_place_of_its_source() -> None:
     state = folded(*FORGOTTEN, register())
-    assert (state.packs[1].live, state.packs[4].live, state.packs[4].stamp, state.fence) == (False, True, 5, 5)
+    assert (state.packs[1].live, state.packs[4].live, state.packs[4].stamp, state.fence) == (
+        False,
+        True,
+        5,
+        5,
+    )
     assert state.closed(session(9))
 
 
@@ -167,7 +319,10 @@ def test_the_newest_two_of_each_run_are_known_and_forgotten_ones_do_not_count() 
 def test_the_best_by_each_metric_of_the_settings_cannot_be_forgotten() -> None:
     values = ((0.5, 0.1), (0.2, 0.9), (0.2, 0.3), (float("nan"), 0.0), (0.7, 0.2), (0.8, 0.2))
     state = folded(
-        *(commit(i, metrics=(("acc", acc), ("loss", loss))) for i, (loss, acc) in enumerate(values, 1)),
+        *(
+            commit(i, metrics=(("acc", acc), ("loss", loss)))
+            for i, (loss, acc) in enumerate(values, 1)
+        ),
         Settings((("best", ("loss", "acc:max", "speed")),)),
     )
     assert best_commits(state) == {commit_id(3), commit_id(2)}
@@ -229,4 +384,5 @@ def test_a_commit_may_list_no_pack_at_all() -> None:
     state = folded(commit(1), commit(2, packs=(), reused=just(1)))
     assert len(state.packs) == 1
     assert isinstance(number(state, commit(3)), Commit)
-    assert number(state, commit(3)).packs == (PackRecord(packs(3)[0].id, 1000, 10, False, 2),)  # type: ignore[union-attr]  # a Commit
+    # a Commit
+    assert number(state, commit(3)).packs == (PackRecord(packs(3)[0].id, 1000, 10, False, 2),)  # type: ignore[union-attr]

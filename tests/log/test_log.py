@@ -1,4 +1,5 @@
-"""The log loses nothing and forks never: not with many writers, not with answers that get lost, not unnoticed when damaged."""
+"""The log loses nothing and forks never: not with many writers, not with answers that get lost, not
+unnoticed when damaged."""
 
 import multiprocessing
 import random
@@ -18,8 +19,18 @@ from ckptstore.log.backoff import Met, pause_s
 from ckptstore.log.entries import Entry, Forget, Moved, Over, Settings, Tag, encode_entry
 from ckptstore.log.fold import Code
 from ckptstore.log.log import Log, Refused
-from ckptstore.storage.contract import Storage, open_storage
-from tests.log.builders import STORE, Wrapped, commit, commit_id, fresh_commit, open_log, packs, session
+from ckptstore.storage.contract import Storage
+from ckptstore.storage.registry import open_storage
+from tests.log.builders import (
+    STORE,
+    Wrapped,
+    commit,
+    commit_id,
+    fresh_commit,
+    open_log,
+    packs,
+    session,
+)
 
 Create = Callable[[str, bytes], bool]
 
@@ -73,7 +84,9 @@ def test_a_writer_that_lags_applies_what_others_appended_and_checks_again(storag
     assert [p.number for p in entry.body.packs] == [2, 3]
 
 
-def test_the_race_for_one_number_has_one_winner_and_the_loser_takes_the_next(storage: Storage) -> None:
+def test_the_race_for_one_number_has_one_winner_and_the_loser_takes_the_next(
+    storage: Storage,
+) -> None:
     rival = open_log(storage)
 
     def late(create: Create, key: str, data: bytes) -> bool:
@@ -86,7 +99,8 @@ def test_the_race_for_one_number_has_one_winner_and_the_loser_takes_the_next(sto
     assert [e.n for e in open_log(storage).read_entries()] == [1, 2]
 
 
-# -- answers that get lost ----------------------------------------------------------------------------------------------------------
+# -- answers that get lost
+# ----------------------------------------------------------------------------------------------------------
 
 
 def failing(times: int, *, created: bool) -> Callable[[Create, str, bytes], bool]:
@@ -113,11 +127,15 @@ def test_a_lost_answer_is_settled_by_repeating_the_same_create(
     log = open_log(Wrapped(storage, failing(times, created=created)))
     assert log.append(commit(1)).n == 1
     assert log.append(commit(2)).n == 2
-    assert [e.body for e in open_log(storage).read_entries()] == [e.body for e in log.read_entries()]
+    assert [e.body for e in open_log(storage).read_entries()] == [
+        e.body for e in log.read_entries()
+    ]
     assert log.state.n == 2
 
 
-def test_a_lost_answer_may_turn_out_to_be_a_lost_race(storage: Storage, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_lost_answer_may_turn_out_to_be_a_lost_race(
+    storage: Storage, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(log_module, "_FIRST_PAUSE_S", 0.001)
     rival = open_log(storage)
     calls: list[str] = []
@@ -134,7 +152,9 @@ def test_a_lost_answer_may_turn_out_to_be_a_lost_race(storage: Storage, monkeypa
 
 
 @pytest.mark.parametrize("created", [True, False])
-def test_a_writer_that_gives_up_deletes_nothing_and_says_so(storage: Storage, created: bool) -> None:
+def test_a_writer_that_gives_up_deletes_nothing_and_says_so(
+    storage: Storage, created: bool
+) -> None:
     log = open_log(Wrapped(storage, failing(9, created=created)))
     with pytest.raises(Unavailable, match="delete nothing"):
         log.append(commit(1), timeout_s=0.0)
@@ -142,17 +162,26 @@ def test_a_writer_that_gives_up_deletes_nothing_and_says_so(storage: Storage, cr
     assert log.replay().n == (1 if created else 0)
 
 
-def test_a_local_disk_that_fails_for_good_is_not_waited_for_as_a_network_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_local_disk_that_fails_for_good_is_not_waited_for_as_a_network_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(log_module, "LOCAL_PATIENCE_S", 0.1)
     log = open_log(Wrapped(open_storage(tmp_path, fsync=False), failing(10**6, created=False)))
     started = time.monotonic()
-    with pytest.raises(Unavailable, match="storage did not say whether entry 1 of the log was created: no answer; delete nothing"):
+    with pytest.raises(
+        Unavailable,
+        match="storage did not say whether entry 1 of the log was created: no answer; delete "
+        "nothing",
+    ):
         log.append(commit(1))
     assert time.monotonic() - started < log_module.APPEND_TIMEOUT_S / 2
 
 
-def test_storage_that_loses_an_entry_others_have_seen_is_noticed_before_it_is_acknowledged(storage: Storage) -> None:
-    """The entry at 1 vanishes after a rival built on it; a writer that never saw it takes its number."""
+def test_storage_that_loses_an_entry_others_have_seen_is_noticed_before_it_is_acknowledged(
+    storage: Storage,
+) -> None:
+    """The entry at 1 vanishes after a rival built on it; a writer that never saw it takes its
+    number."""
     rival = open_log(storage)
     late = open_log(storage)
     late.replay()
@@ -163,7 +192,8 @@ def test_storage_that_loses_an_entry_others_have_seen_is_noticed_before_it_is_ac
         late.append(commit(3))
 
 
-# -- many writers -------------------------------------------------------------------------------------------------------------------
+# -- many writers
+# -------------------------------------------------------------------------------------------------------------------
 
 
 def append_many(root: str, count: int, timeout_s: float) -> None:
@@ -175,12 +205,16 @@ def append_many(root: str, count: int, timeout_s: float) -> None:
 def check_whole(entries: list[Entry], count: int) -> None:
     assert [e.n for e in entries] == list(range(1, count + 1))
     assert len({e.attempt for e in entries}) == count
-    assert [number for e in entries for number in (p.number for p in e.body.packs)] == list(range(1, count + 1))  # type: ignore[union-attr]  # commits
+    assert [number for e in entries for number in (p.number for p in e.body.packs)] == list(
+        range(1, count + 1)
+    )  # type: ignore[union-attr]  # commits
 
 
 def test_processes_that_append_at_once_lose_and_fork_nothing(tmp_path: Path) -> None:
     context = multiprocessing.get_context("spawn")
-    workers = [context.Process(target=append_many, args=(str(tmp_path), 60, 60.0)) for _ in range(3)]
+    workers = [
+        context.Process(target=append_many, args=(str(tmp_path), 60, 60.0)) for _ in range(3)
+    ]
     for worker in workers:
         worker.start()
     for worker in workers:
@@ -193,7 +227,10 @@ def test_processes_that_append_at_once_lose_and_fork_nothing(tmp_path: Path) -> 
 
 def test_threads_that_share_a_log_lose_nothing(storage: Storage) -> None:
     log = open_log(storage)
-    threads = [threading.Thread(target=lambda: [log.append(fresh_commit()) for _ in range(20)]) for _ in range(4)]
+    threads = [
+        threading.Thread(target=lambda: [log.append(fresh_commit()) for _ in range(20)])
+        for _ in range(4)
+    ]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -201,7 +238,8 @@ def test_threads_that_share_a_log_lose_nothing(storage: Storage) -> None:
     check_whole(list(open_log(storage).read_entries()), 80)
 
 
-# -- damage -------------------------------------------------------------------------------------------------------------------------
+# -- damage
+# -------------------------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -267,7 +305,14 @@ def test_an_entry_written_after_the_log_has_moved_is_refused(root: Path) -> None
     log.replay()
     moved = log.append(Moved("db", 2))
     data = encode_entry(
-        commit(7), n=7, attempt="a" * 32, time_ns=0, store=STORE, generation=1, prev_hash=moved.hash, prev_bytes=moved.bytes
+        commit(7),
+        n=7,
+        attempt="a" * 32,
+        time_ns=0,
+        store=STORE,
+        generation=1,
+        prev_hash=moved.hash,
+        prev_bytes=moved.bytes,
     )
     (root / log_key(7)).write_bytes(data)
     with pytest.raises(Corrupt, match="generation 1"):
@@ -284,7 +329,8 @@ def test_a_moved_log_refuses_appends_until_it_is_opened_as_the_next_generation(r
         open_log(root).replay()
 
 
-# -- reading ------------------------------------------------------------------------------------------------------------------------
+# -- reading
+# ------------------------------------------------------------------------------------------------------------------------
 
 
 def test_entries_are_read_from_where_the_reader_stands(storage: Storage) -> None:
@@ -297,7 +343,11 @@ def test_entries_are_read_from_where_the_reader_stands(storage: Storage) -> None
 def test_a_reader_that_remembers_another_log_is_told(storage: Storage) -> None:
     log = open_log(storage)
     entries = [log.append(commit(i)) for i in range(1, 4)]
-    for n, prev_hash, size in ((2, "0" * 64, entries[1].bytes), (3, "0" * 64, entries[2].bytes), (9, entries[2].hash, entries[2].bytes)):
+    for n, prev_hash, size in (
+        (2, "0" * 64, entries[1].bytes),
+        (3, "0" * 64, entries[2].bytes),
+        (9, entries[2].hash, entries[2].bytes),
+    ):
         with pytest.raises(Corrupt):
             list(open_log(storage).read_entries(n, prev_hash, size))
 
@@ -324,8 +374,11 @@ def test_an_unknown_store_is_an_empty_log(tmp_path: Path) -> None:
         open_storage(tmp_path).read(log_key(1))
 
 
-def test_a_name_that_a_network_filesystem_believes_absent_is_looked_up_again(tmp_path: Path) -> None:
-    """An NFS client that saw entry 1 absent goes on saying so until something changes in the directory."""
+def test_a_name_that_a_network_filesystem_believes_absent_is_looked_up_again(
+    tmp_path: Path,
+) -> None:
+    """An NFS client that saw entry 1 absent goes on saying so until something changes in the
+    directory."""
     storage = open_storage(tmp_path / "store", fsync=False)
     rival = open_log(storage)
 
@@ -347,7 +400,8 @@ def test_a_name_that_a_network_filesystem_believes_absent_is_looked_up_again(tmp
 
 
 def test_an_append_to_a_bucket_reads_an_entry_of_others_once() -> None:
-    """Where many append at once, each attempt is a race: no request is made that tells nothing new."""
+    """Where many append at once, each attempt is a race: no request is made that tells nothing
+    new."""
     read: list[str] = []
 
     class Counting(Wrapped):
@@ -387,9 +441,18 @@ def test_who_lost_a_race_for_a_number_reads_the_winner_once_and_looks_once_for_t
     done.clear()
     drawn = random.getstate()
     assert mine.append(commit(2)).n == 2
-    assert random.getstate() == drawn, "a trainer's random numbers do not depend on who else appended"
+    assert random.getstate() == drawn, (
+        "a trainer's random numbers do not depend on who else appended"
+    )
     first, second, third = map(log_key, (1, 2, 3))
-    assert done == [("read", first), ("create", first), ("read", first), ("read", second), ("create", second), ("read", third)]
+    assert done == [
+        ("read", first),
+        ("create", first),
+        ("read", first),
+        ("read", second),
+        ("create", second),
+        ("read", third),
+    ]
 
 
 def test_who_was_passed_more_often_waits_less_and_nobody_for_long() -> None:
@@ -404,7 +467,11 @@ def test_who_comes_back_at_once_lets_those_through_that_it_met_and_nobody_else_w
     crowded = Met(passed=20, attempt_s=0.1, ended_s=100.0)
     assert crowded.pause_s(100.0, 1.0) == pytest.approx(1.0)
     assert crowded.pause_s(102.5, 1.0) == 0.0, "they are through"
-    assert Met(passed=1, attempt_s=0.1, ended_s=100.0).pause_s(100.0, 1.0) == Met().pause_s(0.0, 1.0) == 0.0
+    assert (
+        Met(passed=1, attempt_s=0.1, ended_s=100.0).pause_s(100.0, 1.0)
+        == Met().pause_s(0.0, 1.0)
+        == 0.0
+    )
     assert Met(passed=1000, attempt_s=10.0, ended_s=100.0).pause_s(100.0, 1.0) <= 2.0
 
 

@@ -1,4 +1,5 @@
-"""No interleaving of writers and gc loses a chunk, and each check that is taken away does lose one."""
+"""No interleaving of writers and gc loses a chunk, and each check that is taken away does lose
+one."""
 
 from collections.abc import Callable
 from typing import Any
@@ -44,21 +45,39 @@ def allow(*_: object) -> None:
 
 def allow_for(who: str) -> Callable[[Any], Callable[..., Any]]:
     """Take a check of sessions away for writers (`w`) or gc (`gc`) only."""
-    return lambda original: lambda state, session: None if session.startswith(who) else original(state, session)
+    return lambda original: (
+        lambda state, session: None if session.startswith(who) else original(state, session)
+    )
 
 
 GC_PAIR = Scope(wants=(), gcs=2, duplicate=True, undeleting=False)
 BROKEN: dict[str, tuple[Scope, str, Callable[[Any], Callable[..., Any]]]] = {
     "gc condemns what is referred to since the mark": (Scope(), "_stamped", lambda _: allow),
-    "a commit does not look whether its packs are listed": (Scope(), "_reused_gone", lambda _: allow),
+    "a commit does not look whether its packs are listed": (
+        Scope(),
+        "_reused_gone",
+        lambda _: allow,
+    ),
     "gc deletes what is live again": (Scope(), "_still_live", lambda _: allow),
     "a session that is over commits": (Scope(), "_session_closed", allow_for("w")),
     "a retry lists its old session's pack": (Scope(), "_foreign", lambda _: allow),
     "gc purges what was undeleted": (Scope(), "_not_forgotten", lambda _: allow),
-    "gc registers a copy although it was declared over": (Scope(wants=("a",), gcs=2, undeleting=False), "_session_closed", allow_for("gc")),
+    "gc registers a copy although it was declared over": (
+        Scope(wants=("a",), gcs=2, undeleting=False),
+        "_session_closed",
+        allow_for("gc"),
+    ),
     "two gcs do not know of each other": (GC_PAIR, "_fenced", lambda _: allow),
-    "a forget that was planned before a tag forgets the tagged commit": (Scope(wants=(), tagging=True), "_pinned", lambda _: allow),
-    "a tag that was planned before a forget names a forgotten commit": (Scope(wants=(), tagging=True), "_forgotten", lambda _: allow),
+    "a forget that was planned before a tag forgets the tagged commit": (
+        Scope(wants=(), tagging=True),
+        "_pinned",
+        lambda _: allow,
+    ),
+    "a tag that was planned before a forget names a forgotten commit": (
+        Scope(wants=(), tagging=True),
+        "_forgotten",
+        lambda _: allow,
+    ),
 }
 
 
@@ -79,7 +98,9 @@ def test_nothing_is_lost_in_any_interleaving_of_more_actors(scope: Scope) -> Non
 
 
 @pytest.mark.parametrize("broken", BROKEN)
-def test_each_check_that_is_taken_away_loses_a_chunk(broken: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_check_that_is_taken_away_loses_a_chunk(
+    broken: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     scope, check, without = BROKEN[broken]
     monkeypatch.setattr(fold, check, without(getattr(fold, check)))
     result = explore(scope, NO_LIMIT)
@@ -90,8 +111,12 @@ def test_each_check_that_is_taken_away_loses_a_chunk(broken: str, monkeypatch: p
 RULES = {
     "an object is deleted before its entry": Scope(object_first=True),
     "an undelete does not stamp its packs": Scope(blind_undelete=True),
-    "a reader does not look again": Scope(wants=(), duplicate=True, reading=True, stubborn_reader=True),
-    "a writer without an answer deletes its pack": Scope(wants=("a",), lossy=True, undeleting=False, hasty_writer=True),
+    "a reader does not look again": Scope(
+        wants=(), duplicate=True, reading=True, stubborn_reader=True
+    ),
+    "a writer without an answer deletes its pack": Scope(
+        wants=("a",), lossy=True, undeleting=False, hasty_writer=True
+    ),
 }
 
 

@@ -1,4 +1,5 @@
-"""Segments let a host read a long log in few requests, and are believed only as far as the log's own entries bear them out."""
+"""Segments let a host read a long log in few requests, and are believed only as far as the log's
+own entries bear them out."""
 
 import secrets
 from collections.abc import Callable, Iterator
@@ -15,7 +16,8 @@ from ckptstore.log.entries import Settings
 from ckptstore.log.log import Log
 from ckptstore.log.segments import SEGMENT_ENTRIES, decode_segment, encode_segment
 from ckptstore.objects.frames import compress
-from ckptstore.storage.contract import Storage, open_storage
+from ckptstore.storage.contract import Storage
+from ckptstore.storage.registry import open_storage
 from tests.log.builders import STORE, commit, open_log
 
 COUNT = 3 * SEGMENT_ENTRIES + 20
@@ -73,7 +75,8 @@ def copied(filled: Storage) -> Storage:
 def test_a_log_is_read_from_its_segments_in_few_requests(filled: Storage) -> None:
     assert keys(filled, "log/segment-") == SEGMENTS
     counting = Counting(filled)
-    read = [entry.position for entry in open_log(counting).read_entries()]  # type: ignore[arg-type]  # a Backend but for its type
+    # a Backend but for its type
+    read = [entry.position for entry in open_log(counting).read_entries()]  # type: ignore[arg-type]
     assert [position.n for position in read] == list(range(1, COUNT + 1))
     assert len([key for key in counting.keys if "segment" in key]) <= 16
     assert len(counting.keys) <= 100
@@ -115,7 +118,9 @@ DAMAGES: dict[str, Callable[[bytes], bytes]] = {
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_a_segment_that_is_not_the_logs_is_ignored(copied: Storage, damage: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_segment_that_is_not_the_logs_is_ignored(
+    copied: Storage, damage: str, caplog: pytest.LogCaptureFixture
+) -> None:
     wanted = list(open_log(copied).read_entries())
     copied.put(SEGMENTS[1], DAMAGES[damage](copied.read(SEGMENTS[1])))
     assert list(open_log(copied).read_entries()) == wanted
@@ -142,7 +147,9 @@ def test_entries_whose_chain_is_broken_make_no_segment(filled: Storage) -> None:
         decode_segment(encode_segment(entries), SEGMENT_ENTRIES, STORE)
 
 
-def test_whoever_knows_but_the_last_entries_reads_the_rest_of_the_segment(tmp_path: Path, filled: Storage) -> None:
+def test_whoever_knows_but_the_last_entries_reads_the_rest_of_the_segment(
+    tmp_path: Path, filled: Storage
+) -> None:
     storage = bucket()
     opened = Log(storage, STORE, 1, memory=tmp_path / "state")
     for i in range(1, SEGMENT_ENTRIES - 4):
@@ -156,7 +163,9 @@ def test_whoever_knows_but_the_last_entries_reads_the_rest_of_the_segment(tmp_pa
     assert entries == list(open_log(storage).read_entries())
 
 
-def test_a_segment_that_its_writer_did_not_live_to_write_is_written_later(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_segment_that_its_writer_did_not_live_to_write_is_written_later(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(log_backend, "_COMPLETED_EVERY", 2 * SEGMENT_ENTRIES)
     storage = bucket()
     filled = fill(storage, SEGMENT_ENTRIES)
@@ -169,18 +178,23 @@ def test_a_segment_that_its_writer_did_not_live_to_write_is_written_later(monkey
     assert storage.read(SEGMENTS[0]) == written
 
 
-def test_a_segment_that_cannot_be_written_costs_nothing_but_time(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_segment_that_cannot_be_written_costs_nothing_but_time(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     class Full(Counting):
         def put(self, key: str, data: bytes) -> None:
             raise Unavailable("the bucket is full")
 
     storage = bucket()
-    filled = fill(Full(storage), SEGMENT_ENTRIES + 1)  # type: ignore[arg-type]  # a Backend but for its type
+    # a Backend but for its type
+    filled = fill(Full(storage), SEGMENT_ENTRIES + 1)  # type: ignore[arg-type]
     assert "the bucket is full" in caplog.text
     assert open_log(storage).replay() == filled.state
 
 
-def test_what_was_read_for_the_state_is_not_read_again_for_the_catalog(copied: Storage, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_was_read_for_the_state_is_not_read_again_for_the_catalog(
+    copied: Storage, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(log, "CHECKPOINT_EVERY", SEGMENT_ENTRIES)
     copied.put(checkpoint_key(3 * SEGMENT_ENTRIES), checkpoint_at(copied, 3 * SEGMENT_ENTRIES))
     counting = Counting(copied)
@@ -190,7 +204,9 @@ def test_what_was_read_for_the_state_is_not_read_again_for_the_catalog(copied: S
     assert len(tail) == 20
     counting.keys.clear()
     assert [entry.n for entry in opened.read_entries()] == list(range(1, COUNT + 1))
-    assert not {key for key in counting.keys if log_key(3 * SEGMENT_ENTRIES + 1) < key <= log_key(COUNT)}
+    assert not {
+        key for key in counting.keys if log_key(3 * SEGMENT_ENTRIES + 1) < key <= log_key(COUNT)
+    }
 
 
 def checkpoint_at(storage: Storage, n: int) -> bytes:

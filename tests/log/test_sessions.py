@@ -14,8 +14,16 @@ import pytest
 from ckptstore.core.ids import session_key
 from ckptstore.errors import Unavailable
 from ckptstore.log import sessions
-from ckptstore.log.sessions import SessionInfo, decode_session, encode_session, is_gone, open_session, read_sessions
-from ckptstore.storage.contract import Storage, open_storage
+from ckptstore.log.sessions import (
+    SessionInfo,
+    decode_session,
+    encode_session,
+    is_gone,
+    open_session,
+    read_sessions,
+)
+from ckptstore.storage.contract import Storage
+from ckptstore.storage.registry import open_storage
 from tests.log.builders import Wrapped, session
 
 
@@ -62,7 +70,12 @@ class Beats(Wrapped):
 def test_a_session_says_who_it_is(storage: Storage) -> None:
     opened = open_session(storage, "commit")
     info = only(storage)
-    assert (info.id, info.what, info.pid, info.host) == (opened.id, "commit", os.getpid(), os.uname().nodename)
+    assert (info.id, info.what, info.pid, info.host) == (
+        opened.id,
+        "commit",
+        os.getpid(),
+        os.uname().nodename,
+    )
     assert info.boot
     assert info.pid_namespace
     assert info.start > 0
@@ -117,7 +130,9 @@ def test_a_beat_never_brings_back_the_file_of_an_ended_session(storage: Storage)
 
 
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
-def test_a_forked_child_neither_ends_nor_beats_for_its_parents_sessions_and_has_its_own(storage: Storage) -> None:
+def test_a_forked_child_neither_ends_nor_beats_for_its_parents_sessions_and_has_its_own(
+    storage: Storage,
+) -> None:
     opened = open_session(storage, "parent")
     pid = os.fork()
     if pid == 0:
@@ -140,8 +155,13 @@ def test_a_forked_child_neither_ends_nor_beats_for_its_parents_sessions_and_has_
 
 
 def test_a_process_that_was_killed_is_gone(storage: Storage) -> None:
-    code = f"import sys; from tests.log.test_sessions import wait_as_writer; wait_as_writer({str(storage.durable_root)!r})"
-    child = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    code = (
+        "import sys; from tests.log.test_sessions import wait_as_writer; "
+        f"wait_as_writer({str(storage.durable_root)!r})"
+    )
+    child = subprocess.Popen(
+        [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    )
     assert child.stdout is not None
     assert child.stdout.readline() == b"open\n"
     info = only(storage)
@@ -179,10 +199,19 @@ def test_only_what_certainly_runs_no_more_is_gone(storage: Storage) -> None:
 
 
 def test_a_session_file_reads_back_and_a_damaged_one_gives_no_more_than_its_id() -> None:
-    info = SessionInfo(session(1), "gc", "host", "boot", "pid:[1]", 42, 77, 1_700_000_000_000_000_000, 3)
+    info = SessionInfo(
+        session(1), "gc", "host", "boot", "pid:[1]", 42, 77, 1_700_000_000_000_000_000, 3
+    )
     data = encode_session(info)
     assert decode_session(session(1), data) == info
-    for damaged in (b"", data[:-1], b"[]", b"{}", data.replace(b"42", b'"x"'), data.replace(b"42", b"-1")):
+    for damaged in (
+        b"",
+        data[:-1],
+        b"[]",
+        b"{}",
+        data.replace(b"42", b'"x"'),
+        data.replace(b"42", b"-1"),
+    ):
         assert decode_session(session(1), damaged) == SessionInfo(session(1))
 
 

@@ -1,4 +1,5 @@
-"""Small stores to forget in and collect, and the objects that lie in them. A store may be given by its directory."""
+"""Small stores to forget in and collect, and the objects that lie in them. A store may be given by
+its directory."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -21,7 +22,10 @@ def state_of(step: int, *, own: int = 40_000, shared: int = 60_000) -> dict[str,
     """A state with a tensor of its own and one that all steps share."""
     random = torch.Generator().manual_seed(step)
     return {
-        "model": {"shared": torch.arange(shared, dtype=torch.float32), "own": torch.randn(own, generator=random)},
+        "model": {
+            "shared": torch.arange(shared, dtype=torch.float32),
+            "own": torch.randn(own, generator=random),
+        },
         "step": step,
     }
 
@@ -30,7 +34,9 @@ def at(place: Path | Site) -> Site:
     return place if isinstance(place, Site) else Site(str(place))
 
 
-def make(place: Path | Site, steps: int, *, forget: Sequence[int] = (), codec: str = "raw") -> list[CommitId]:
+def make(
+    place: Path | Site, steps: int, *, forget: Sequence[int] = (), codec: str = "raw"
+) -> list[CommitId]:
     """A store of `steps` commits, of which those at `forget` are forgotten."""
     with at(place).open(codec=codec) as store:
         commits = [store.commit(state_of(step), step=step).id for step in range(steps)]
@@ -57,11 +63,19 @@ def objects(place: Path | Site) -> list[tuple[str, int]]:
     """What gc answers for: files as the disk has them; in a bucket unfinished uploads as well."""
     site = at(place)
     if folder := site.folder:
-        found = {path.relative_to(folder).as_posix(): path.stat().st_size for path in folder.rglob("*") if path.is_file()}
+        found = {
+            path.relative_to(folder).as_posix(): path.stat().st_size
+            for path in folder.rglob("*")
+            if path.is_file()
+        }
     else:
         storage = site.storage()
         found = {**dict(storage.list("")), **dict(storage.list("tmp/"))}
-    return sorted((key, size) for key, size in found.items() if not key.startswith(NOT_COUNTED) or key.startswith("log/scratch-"))
+    return sorted(
+        (key, size)
+        for key, size in found.items()
+        if not key.startswith(NOT_COUNTED) or key.startswith("log/scratch-")
+    )
 
 
 def garbage(place: Path | Site) -> set[str]:
@@ -69,16 +83,21 @@ def garbage(place: Path | Site) -> set[str]:
     with opened(place) as handle:
         state = handle.log.replay()
         live = [pack for pack in state.packs.values() if pack.live]
-        listed = {pack_key(pack.id) for pack in live} | {twin_key(pack.id) for pack in live if pack.metadata}
+        listed = {pack_key(pack.id) for pack in live} | {
+            twin_key(pack.id) for pack in live if pack.metadata
+        }
         listed |= {f"commits/{row.session}-{commit}" for commit, row in state.commits.items()}
     return {key for key, _ in objects(place)} - listed
 
 
 def leave_half_written(place: Site, session: SessionId) -> str:
-    """What a writer leaves that ends in the middle of a pack: a temporary file, in a bucket an upload. Its name."""
+    """What a writer leaves that ends in the middle of a pack: a temporary file, in a bucket an
+    upload. Its name."""
     storage = place.storage()
     if place.place.startswith("s3:"):
-        storage.create(pack_key(pack_id(session, 7, 7)), session=session).append([memoryview(bytes(PART_BYTES + 1))])
+        storage.create(pack_key(pack_id(session, 7, 7)), session=session).append(
+            [memoryview(bytes(PART_BYTES + 1))]
+        )
     else:
         storage.put(f"tmp/{session}-00", b"left behind")
     (key,) = (key for key, _ in storage.list("tmp/"))

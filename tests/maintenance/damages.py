@@ -1,4 +1,5 @@
-"""Stores damaged in several places at once, by a seed; and which of their commits restore, bit for bit."""
+"""Stores damaged in several places at once, by a seed; and which of their commits restore, bit for
+bit."""
 
 import shutil
 from collections.abc import Callable, Mapping, Sequence
@@ -26,7 +27,10 @@ MOST_DAMAGES = 6
 
 def state(step: int) -> dict[str, Any]:
     """Two leaves of two chunks, one of which steps share by threes."""
-    own, group = torch.Generator().manual_seed(step), torch.Generator().manual_seed(1000 + step // 3)
+    own, group = (
+        torch.Generator().manual_seed(step),
+        torch.Generator().manual_seed(1000 + step // 3),
+    )
     return {
         "model": {
             "own": torch.randn(40, 500, generator=own),
@@ -37,8 +41,9 @@ def state(step: int) -> dict[str, Any]:
 
 
 def make(place: Path, *, codec: str) -> States:
-    """A store with all kinds of objects: two runs, packs of one size, forgotten and collected commits, packs that gc wrote, a tag, a
-    checkpoint of the log, an orphan. Chunks that two packs hold come from a commit that did not rely on a pack."""
+    """A store with all kinds of objects: two runs, packs of one size, forgotten and collected
+    commits, packs that gc wrote, a tag, a checkpoint of the log, an orphan. Chunks that two packs
+    hold come from a commit that did not rely on a pack."""
     with ckptstore.open(place, chunk_bytes=CHUNK_BYTES, codec=codec) as store:
         for step in range(6):
             store.commit(state(step), step=step)
@@ -66,7 +71,8 @@ def _distrust_everything(store: Store) -> None:
 
 
 def good(place: Path, states: States) -> frozenset[CommitId]:
-    """The commits that restore, each as it was. A commit that restores as something else fails the test."""
+    """The commits that restore, each as it was. A commit that restores as something else fails the
+    test."""
     found: set[CommitId] = set()
     try:
         with ckptstore.open(place, read_only=True) as store:
@@ -83,7 +89,8 @@ def good(place: Path, states: States) -> frozenset[CommitId]:
 
 
 def good_in_copy(place: Path, states: States, *, index: bool) -> frozenset[CommitId]:
-    """`good`, of a copy: reading mends indexes. Without `index`, as a host sees it that knows nothing yet."""
+    """`good`, of a copy: reading mends indexes. Without `index`, as a host sees it that knows
+    nothing yet."""
     copy = place.with_name("copy")
     shutil.copytree(place, copy, ignore=None if index else shutil.ignore_patterns("index"))
     try:
@@ -92,7 +99,8 @@ def good_in_copy(place: Path, states: States, *, index: bool) -> frozenset[Commi
         shutil.rmtree(copy)
 
 
-# -- damage -------------------------------------------------------------------------------------------------------------------------
+# -- damage
+# -------------------------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -110,9 +118,17 @@ KINDS: Mapping[str, tuple[int, Callable[[Path], Sequence[Path]]]] = {
     "twin": (16, lambda place: [path for path in _files(place, "packs") if path.suffix == ".2"]),
     "document": (8, lambda place: _files(place, "commits")),
     "entry": (6, lambda place: [path for path in _files(place, "log") if path.name.isdecimal()]),
-    "checkpoint": (3, lambda place: [path for path in _files(place, "log") if not path.name.isdecimal()]),
+    "checkpoint": (
+        3,
+        lambda place: [path for path in _files(place, "log") if not path.name.isdecimal()],
+    ),
     "config": (2, lambda place: [path for path in [place / "ckptstore.json"] if path.exists()]),
-    "index": (9, lambda place: [path for path in _files(place, "index") if path.suffix in (".sqlite", ".mdb")]),
+    "index": (
+        9,
+        lambda place: [
+            path for path in _files(place, "index") if path.suffix in (".sqlite", ".mdb")
+        ],
+    ),
 }
 
 
@@ -129,13 +145,19 @@ def damage(place: Path, random: Random) -> Damaged:
 
 
 def _files(place: Path, folder: str) -> list[Path]:
-    """In the order in which they were written: names are drawn anew for each store, and a seed must find the same objects."""
-    return sorted((path for path in (place / folder).rglob("*") if path.is_file()), key=lambda path: (path.stat().st_mtime_ns, path.name))
+    """In the order in which they were written: names are drawn anew for each store, and a seed must
+    find the same objects."""
+    return sorted(
+        (path for path in (place / folder).rglob("*") if path.is_file()),
+        key=lambda path: (path.stat().st_mtime_ns, path.name),
+    )
 
 
 def _flip(path: Path, others: Sequence[Path], random: Random) -> str:
     data = bytearray(path.read_bytes())
-    bits = [random.randrange(len(data) * 8) for _ in range(random.choice((1, 1, 2, 20)) if data else 0)]
+    bits = [
+        random.randrange(len(data) * 8) for _ in range(random.choice((1, 1, 2, 20)) if data else 0)
+    ]
     for bit in bits:
         data[bit // 8] ^= 1 << bit % 8
     path.write_bytes(data)
@@ -145,7 +167,10 @@ def _flip(path: Path, others: Sequence[Path], random: Random) -> str:
 def _flip_at_the_end(path: Path, others: Sequence[Path], random: Random) -> str:
     """In a pack, that is in the footer."""
     data = bytearray(path.read_bytes())
-    places = [random.randrange(max(0, len(data) - 200), len(data)) for _ in range(random.choice((1, 3)) if data else 0)]
+    places = [
+        random.randrange(max(0, len(data) - 200), len(data))
+        for _ in range(random.choice((1, 3)) if data else 0)
+    ]
     for at in places:
         data[at] ^= 1 << random.randrange(8)
     path.write_bytes(data)
@@ -180,7 +205,9 @@ def _zero(path: Path, others: Sequence[Path], random: Random) -> str:
 
 def _other(path: Path, others: Sequence[Path], random: Random) -> Path:
     """One of the same size, if there is one."""
-    same = [other for other in others if other != path and other.stat().st_size == path.stat().st_size]
+    same = [
+        other for other in others if other != path and other.stat().st_size == path.stat().st_size
+    ]
     return random.choice(same or others)
 
 

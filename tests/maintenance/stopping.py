@@ -1,4 +1,5 @@
-"""A store whose process stops after its n-th change: objects put, created, appended to, finished or deleted, and entries of the log."""
+"""A store whose process stops after its n-th change: objects put, created, appended to, finished or
+deleted, and entries of the log."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -15,7 +16,8 @@ class Stopped(BaseException):
 
 
 class StoppingBackend:
-    """A backend on which the change after the first `changes` ends the process; `changed` counts them."""
+    """A backend on which the change after the first `changes` ends the process; `changed` counts
+    them."""
 
     def __init__(self, storage: Any, changes: int) -> None:
         self._storage = storage
@@ -87,7 +89,8 @@ def opened_stopping(place: Path | Site, changes: int) -> tuple[StoreHandle, Stop
 
 
 def stop_after(handle: StoreHandle, changes: int) -> StoppingBackend:
-    """Let the process that has this view of a store, newly opened, end after so many changes to it."""
+    """Let the process that has this view of a store, newly opened, end after so many changes to
+    it."""
     stopping = StoppingBackend(handle.storage, changes)
     handle.storage = stopping  # type: ignore[assignment]  # a Backend but for its type
     if handle.database is None:
@@ -95,5 +98,7 @@ def stop_after(handle: StoreHandle, changes: int) -> StoppingBackend:
     else:
         handle.database._storage = stopping  # type: ignore[assignment]
         handle.database.create = stopping.counting(handle.database.create)  # type: ignore[method-assign]
-        handle.log = Log(stopping, handle.config.store, handle.config.generation, place=handle.database)  # type: ignore[arg-type]
+        handle.log = Log(
+            stopping, handle.config.store, handle.config.generation, place=handle.database
+        )  # type: ignore[arg-type]
     return stopping

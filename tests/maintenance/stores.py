@@ -1,4 +1,5 @@
-"""A tiny store with everything in it: two runs, tags, metrics, shared chunks, a forgotten commit; and ways to damage it."""
+"""A tiny store with everything in it: two runs, tags, metrics, shared chunks, a forgotten commit;
+and ways to damage it."""
 
 import shutil
 from pathlib import Path
@@ -11,7 +12,8 @@ from ckptstore.maintenance.check.fsck import fsck
 from ckptstore.maintenance.check.offline_store import open_offline_store
 from ckptstore.maintenance.check.report import Level, Report, Share
 from ckptstore.maintenance.repair.repair import Repaired, repair
-from ckptstore.storage.contract import Storage, open_storage
+from ckptstore.storage.contract import Storage
+from ckptstore.storage.registry import open_storage
 from ckptstore.store import Store
 
 CHUNK_BYTES = 1 << 16
@@ -32,15 +34,27 @@ def state(step: int) -> dict[str, Any]:
 
 def large_state(step: int) -> dict[str, Any]:
     generator = torch.Generator().manual_seed(step)
-    return {"model": {"big": torch.randn(200, 300, generator=generator), "small": torch.full((400,), float(step))}}
+    return {
+        "model": {
+            "big": torch.randn(200, 300, generator=generator),
+            "small": torch.full((400,), float(step)),
+        }
+    }
 
 
 def make_store(path: Path, *, steps: int = 3, codec: str = "raw", states: Any = state) -> Path:
-    """A store of `steps` commits in `main`, the first of them tagged, and one in the run `other`."""
+    """A store of `steps` commits in `main`, the first of them tagged, and one in the run
+    `other`."""
     with ckptstore.open(path, chunk_bytes=CHUNK_BYTES, codec=codec) as store:
         for step in range(steps):
             tag = "first" if step == 0 else ()
-            store.commit(states(step), step=step, tag=tag, metrics={"loss": 1.0 / (step + 1)}, message=f"step {step}")
+            store.commit(
+                states(step),
+                step=step,
+                tag=tag,
+                metrics={"loss": 1.0 / (step + 1)},
+                message=f"step {step}",
+            )
     with ckptstore.open(path, run="other") as store:
         store.commit(states(100), step=100, metrics={"loss": 9.0})
         store.tag("moved", f"main@{min(1, steps - 1)}")
@@ -88,4 +102,8 @@ def flip(path: Path, offset: int, bit: int = 0) -> None:
 
 
 def files(store: Path, folder: str, suffix: str = "") -> list[Path]:
-    return sorted(path for path in (store / folder).rglob("*") if path.is_file() and path.name.endswith(suffix))
+    return sorted(
+        path
+        for path in (store / folder).rglob("*")
+        if path.is_file() and path.name.endswith(suffix)
+    )

@@ -19,13 +19,21 @@ chunks = st.builds(chunk, st.integers(0, 3), st.integers(0, 3))
 
 
 def footer(ids: list[ChunkId], stored: int) -> pack.FooterTable:
-    rows = [PackEntry(name, i * stored, stored, stored, 0, 1, pack.TENSOR, 0) for i, name in enumerate(ids)]
+    rows = [
+        PackEntry(name, i * stored, stored, stored, 0, 1, pack.TENSOR, 0)
+        for i, name in enumerate(ids)
+    ]
     tail = pack.encode_tail(rows, len(ids) * stored, metadata=False)
     trailer = pack.parse_trailer(tail[-pack.TRAILER_BYTES :], len(ids) * stored + len(tail))
     return pack.parse_footer(tail[: -pack.TRAILER_BYTES], trailer)
 
 
-@given(st.lists(st.lists(chunks, unique=True, max_size=6), max_size=6), st.sets(chunks), st.sets(st.integers(0, 5)), st.integers(1, 9))
+@given(
+    st.lists(st.lists(chunks, unique=True, max_size=6), max_size=6),
+    st.sets(chunks),
+    st.sets(st.integers(0, 5)),
+    st.integers(1, 9),
+)
 def test_every_needed_chunk_is_assigned_to_exactly_one_readable_pack_that_holds_it(
     packs: list[list[ChunkId]], needed: set[ChunkId], unreadable: set[int], stored: int
 ) -> None:
@@ -37,7 +45,12 @@ def test_every_needed_chunk_is_assigned_to_exactly_one_readable_pack_that_holds_
     holdings.sort()
     missing = holdings.need(keys_of(b"".join(sorted(needed)))) if needed else np.empty(0, np.uint64)
     assigned = holdings.assign()
-    found = [name for i, ids in enumerate(packs) for name, mine in zip(ids, holdings.of_pack(i, assigned), strict=True) if mine]
+    found = [
+        name
+        for i, ids in enumerate(packs)
+        for name, mine in zip(ids, holdings.of_pack(i, assigned), strict=True)
+        if mine
+    ]
     assert len(found) == len(set(found))
     assert needed & held <= set(found)
     prefixes = {name[:8] for name in needed}
@@ -57,8 +70,13 @@ def test_a_duplicate_stays_where_most_bytes_stay_anyway() -> None:
     assert holdings.live_chunks(holdings.assign()).tolist() == [0, 3]
 
 
-@given(st.lists(st.lists(chunks, unique=True, min_size=1, max_size=6), min_size=1, max_size=5), st.data())
-def test_a_copy_that_stays_is_sound_or_every_copy_stays(packs: list[list[ChunkId]], data: st.DataObject) -> None:
+@given(
+    st.lists(st.lists(chunks, unique=True, min_size=1, max_size=6), min_size=1, max_size=5),
+    st.data(),
+)
+def test_a_copy_that_stays_is_sound_or_every_copy_stays(
+    packs: list[list[ChunkId]], data: st.DataObject
+) -> None:
     copies = [(i, row) for i, ids in enumerate(packs) for row in range(len(ids))]
     damaged = data.draw(st.sets(st.sampled_from(copies)))
     holdings = Holdings([len(ids) for ids in packs])
@@ -71,7 +89,11 @@ def test_a_copy_that_stays_is_sound_or_every_copy_stays(packs: list[list[ChunkId
         for i, rows in contested.items():
             holdings.reject(i, [row for row in rows.tolist() if (i, row) in damaged])
         assigned = holdings.assign()
-    stays = {(i, row) for i in range(len(packs)) for row in np.flatnonzero(holdings.of_pack(i, assigned)).tolist()}
+    stays = {
+        (i, row)
+        for i in range(len(packs))
+        for row in np.flatnonzero(holdings.of_pack(i, assigned)).tolist()
+    }
     for name in {name for ids in packs for name in ids}:
         held = {(i, row) for i, row in copies if packs[i][row] == name}
         sound = held - damaged
@@ -82,4 +104,6 @@ def test_a_needed_chunk_that_no_pack_holds_is_reported() -> None:
     holdings = Holdings([1])
     holdings.put(0, footer([chunk(1, 1)], 64))
     holdings.sort()
-    assert holdings.need(keys_of(chunk(2, 2) + chunk(1, 1))).tolist() == keys_of(chunk(2, 2)).tolist()
+    assert (
+        holdings.need(keys_of(chunk(2, 2) + chunk(1, 1))).tolist() == keys_of(chunk(2, 2)).tolist()
+    )

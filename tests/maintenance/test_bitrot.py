@@ -1,7 +1,9 @@
-"""One bit turned anywhere in a store: an error of ours, or the right bytes of the right commit. Nothing else, and nobody dies of it.
+"""One bit turned anywhere in a store: an error of ours, or the right bytes of the right commit.
+Nothing else, and nobody dies of it.
 
-Packs, twins, documents, log, checkpoint and `ckptstore.json` are tried byte by byte in this process. Catalog and chunk index are tried in
-processes of their own (`turned_bits`), because SQLite and liblmdb could take one down: a sample of their bytes, in `make soak` every byte.
+Packs, twins, documents, log, checkpoint and `ckptstore.json` are tried byte by byte in this
+process. Catalog and chunk index are tried in processes of their own (`turned_bits`), because SQLite
+and liblmdb could take one down: a sample of their bytes, in `make soak` every byte.
 """
 
 import random
@@ -34,7 +36,8 @@ from tests.maintenance.turned_bits import INDEXES, STEPS, tiny
 
 FSCK_EVERY = 211
 NOWHERE = Path("/dev/null/index")
-"""A chunk index that has no place for a file keeps to memory, so that every trial begins with reading footers."""
+"""A chunk index that has no place for a file keeps to memory, so that every trial begins with
+reading footers."""
 
 SAMPLE = 100
 A_PROCESS = 4000
@@ -47,7 +50,12 @@ def tiny_store(tmp_path_factory: pytest.TempPathFactory) -> Path:
     place = tmp_path_factory.mktemp("bitrot") / "store"
     with ckptstore.open(place) as store:
         for step in STEPS:
-            store.commit(tiny(step), step=step, tag="t" if step == STEPS[-1] else (), metrics={"loss": float(step)})
+            store.commit(
+                tiny(step),
+                step=step,
+                tag="t" if step == STEPS[-1] else (),
+                metrics={"loss": float(step)},
+            )
     handle = StoreHandle(place)
     handle.storage.put(checkpoint_key(2), encode_state(handle.log.replay()))
     handle.close()
@@ -64,17 +72,31 @@ def log_state(handle: StoreHandle) -> Any:
 
 def documents(handle: StoreHandle) -> Any:
     state = handle.log.replay()
-    return {c: decode_document(handle.storage.read(document_key(row.session, c)), c) for c, row in state.commits.items()}
+    return {
+        c: decode_document(handle.storage.read(document_key(row.session, c)), c)
+        for c, row in state.commits.items()
+    }
 
 
 def restored(handle: StoreHandle) -> Any:
     """What the store gives without any index: the commit of each tag and step, and its state."""
     state = handle.log.replay()
-    objects = ObjectStore(handle.storage, ChunkIndex.open(NOWHERE, handle.config.store), handle.log, SuspectPacks(NOWHERE))
+    objects = ObjectStore(
+        handle.storage,
+        ChunkIndex.open(NOWHERE, handle.config.store),
+        handle.log,
+        SuspectPacks(NOWHERE),
+    )
     objects.sync(state)
     reader = Reader(handle.config, objects, ThreadPool(1))
-    names = {**{f"tag {tag}": commit for tag, commit in state.tags.items()}, **{f"{row.step}": c for c, row in state.commits.items()}}
-    states = {c: Snapshot(reader, c, reader.document(row.session, c)).state_dict() for c, row in state.commits.items()}
+    names = {
+        **{f"tag {tag}": commit for tag, commit in state.tags.items()},
+        **{f"{row.step}": c for c, row in state.commits.items()},
+    }
+    states = {
+        c: Snapshot(reader, c, reader.document(row.session, c)).state_dict()
+        for c, row in state.commits.items()
+    }
     return {name: (commit, as_lists(states[commit])) for name, commit in names.items()}
 
 
@@ -84,8 +106,14 @@ def as_lists(value: Any) -> Any:
     return value.tolist() if isinstance(value, torch.Tensor) else value
 
 
-SEEN: dict[str, Callable[[StoreHandle], Any]] = {"packs": restored, "commits": documents, "log": log_state, "ckptstore.json": config}
-"""What a folder's bytes may change of what a reader sees: if this is as before, all that follows from it is."""
+SEEN: dict[str, Callable[[StoreHandle], Any]] = {
+    "packs": restored,
+    "commits": documents,
+    "log": log_state,
+    "ckptstore.json": config,
+}
+"""What a folder's bytes may change of what a reader sees: if this is as before, all that follows
+from it is."""
 
 
 def seen(place: Path, folder: str) -> Any:
@@ -105,7 +133,9 @@ def trials(path: Path) -> Iterator[tuple[int, int]]:
 def test_a_bit_turned_in_any_byte_of_the_store_is_noticed_or_means_nothing(
     tiny_store: Path, tmp_path: Path, folder: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("ckptstore.log.log.CHECKPOINT_EVERY", 1)  # so that the checkpoint is looked at
+    monkeypatch.setattr(
+        "ckptstore.log.log.CHECKPOINT_EVERY", 1
+    )  # so that the checkpoint is looked at
     place = Path(shutil.copytree(tiny_store, tmp_path / "store"))
     root = place / folder
     wanted, noticed, count = seen(place, folder), 0, 0
@@ -113,7 +143,9 @@ def test_a_bit_turned_in_any_byte_of_the_store_is_noticed_or_means_nothing(
         whole = path.read_bytes()
         for offset, bit in trials(path):
             where = f"bit {bit} of byte {offset} of {path.relative_to(place)}"
-            path.write_bytes(whole[:offset] + bytes([whole[offset] ^ 1 << bit]) + whole[offset + 1 :])
+            path.write_bytes(
+                whole[:offset] + bytes([whole[offset] ^ 1 << bit]) + whole[offset + 1 :]
+            )
             count += 1
             try:
                 assert seen(place, folder) == wanted, where
@@ -129,7 +161,8 @@ def test_a_bit_turned_in_any_byte_of_the_store_is_noticed_or_means_nothing(
 
 
 def assert_fsck_agrees(place: Path, where: str) -> None:
-    """fsck reads more than a restore does, twins among it, so it finds every bit but those between runs of chunks."""
+    """fsck reads more than a restore does, twins among it, so it finds every bit but those between
+    runs of chunks."""
     try:
         report = check(place, Level.DATA)
     except CkptStoreError:
@@ -139,31 +172,59 @@ def assert_fsck_agrees(place: Path, where: str) -> None:
 
 
 @pytest.mark.parametrize("name", INDEXES)
-def test_a_bit_turned_in_an_index_costs_no_process_and_no_commit(tiny_store: Path, scratch: Path, name: str) -> None:
-    _, tried = _turn_bits(tiny_store, scratch, name, lambda data: random.sample([at for at, byte in enumerate(data) if byte], SAMPLE))
+def test_a_bit_turned_in_an_index_costs_no_process_and_no_commit(
+    tiny_store: Path, scratch: Path, name: str
+) -> None:
+    _, tried = _turn_bits(
+        tiny_store,
+        scratch,
+        name,
+        lambda data: random.sample([at for at, byte in enumerate(data) if byte], SAMPLE),
+    )
     assert tried > SAMPLE // 5
 
 
 @pytest.mark.soak
 @pytest.mark.timeout(6 * 3600)
 @pytest.mark.parametrize("name", INDEXES)
-def test_a_bit_turned_in_any_byte_of_an_index_costs_no_process_and_no_commit(tiny_store: Path, scratch: Path, name: str) -> None:
+def test_a_bit_turned_in_any_byte_of_an_index_costs_no_process_and_no_commit(
+    tiny_store: Path, scratch: Path, name: str
+) -> None:
     same, tried = _turn_bits(tiny_store, scratch, name, lambda data: range(len(data)))
-    print(f"{same + tried} bytes of the {name}: {same} mean nothing to the library, {tried} were tried with a store")
+    print(
+        f"{same + tried} bytes of the {name}: {same} mean nothing to the library, {tried} were "
+        "tried with a store"
+    )
 
 
-def _turn_bits(tiny_store: Path, scratch: Path, name: str, choose: Callable[[bytes], Sequence[int]]) -> tuple[int, int]:
+def _turn_bits(
+    tiny_store: Path, scratch: Path, name: str, choose: Callable[[bytes], Sequence[int]]
+) -> tuple[int, int]:
     """How many bytes meant nothing to the library, and how many were tried with a store."""
     chosen = sorted(choose((tiny_store / "index" / INDEXES[name].path).read_bytes()))
     same = tried = 0
     for first in range(0, len(chosen), A_PROCESS):
         trials, room = scratch / "trials", scratch / "room"
-        trials.write_text("".join(f"{offset} {random.randrange(8)}\n" for offset in chosen[first : first + A_PROCESS]))
+        trials.write_text(
+            "".join(
+                f"{offset} {random.randrange(8)}\n" for offset in chosen[first : first + A_PROCESS]
+            )
+        )
         room.mkdir()
-        command = [sys.executable, "-m", turned_bits.__name__, name, str(tiny_store), str(room), str(trials)]
+        command = [
+            sys.executable,
+            "-m",
+            turned_bits.__name__,
+            name,
+            str(tiny_store),
+            str(room),
+            str(trials),
+        ]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         last = done.stdout.splitlines()[-1:]
-        assert done.returncode == 0, f"{name}, offset and bit {last}: exit {done.returncode}\n{done.stderr[-3000:]}"
+        assert done.returncode == 0, (
+            f"{name}, offset and bit {last}: exit {done.returncode}\n{done.stderr[-3000:]}"
+        )
         same, tried = same + int(last[0].split()[0]), tried + int(last[0].split()[1])
         shutil.rmtree(room)
     return same, tried

@@ -1,4 +1,5 @@
-"""A row of the catalog that cannot be what it says: the query answers all the same, from a catalog that was made anew."""
+"""A row of the catalog that cannot be what it says: the query answers all the same, from a catalog
+that was made anew."""
 
 import sqlite3
 from collections.abc import Iterator
@@ -25,7 +26,16 @@ def answers(queries: Queries) -> list[Any]:
     infos: list[CommitInfo] = queries.log(forgotten=True)
     named = [named_by(queries, ref) for ref in ("first", "best:loss", 1, "latest", "main@latest~1")]
     leaves = [queries.leaves(schema) for info in infos for schema in info.schemas.values()]
-    return [infos, named, leaves, queries.tags(), queries.runs(), queries.packs(), queries.totals(), queries.missing_schemas()]
+    return [
+        infos,
+        named,
+        leaves,
+        queries.tags(),
+        queries.runs(),
+        queries.packs(),
+        queries.totals(),
+        queries.missing_schemas(),
+    ]
 
 
 def named_by(queries: Queries, ref: str | int) -> str:
@@ -43,16 +53,27 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def columns(catalog: Path) -> Iterator[tuple[str, str]]:
     with closing(sqlite3.connect(catalog)) as connection:
-        tables = [name for (name,) in connection.execute("SELECT name FROM sqlite_master WHERE type = 'table' ORDER BY name")]
+        tables = [
+            name
+            for (name,) in connection.execute(
+                "SELECT name FROM sqlite_master WHERE type = 'table' ORDER BY name"
+            )
+        ]
         for table in tables:
-            yield from ((table, row[1]) for row in connection.execute(f"PRAGMA table_info({table})"))
+            yield from (
+                (table, row[1]) for row in connection.execute(f"PRAGMA table_info({table})")
+            )
 
 
 def spoil(catalog: Path, table: str, column: str, value: str) -> bool:
     """Whether the first row could be changed so."""
     with closing(sqlite3.connect(catalog)) as connection:
         try:
-            where = f"WHERE {column} = (SELECT MIN({column}) FROM {table})" if table != "position" else ""
+            where = (
+                f"WHERE {column} = (SELECT MIN({column}) FROM {table})"
+                if table != "position"
+                else ""
+            )
             changed = connection.execute(f"UPDATE {table} SET {column} = {value} {where}").rowcount
             connection.commit()
         except sqlite3.Error:
@@ -63,7 +84,11 @@ def spoil(catalog: Path, table: str, column: str, value: str) -> bool:
 def every_trial(store: Path) -> list[tuple[str, str, str]]:
     with opened(store) as handle:
         reindex(handle)
-    return [(table, column, value) for table, column in columns(store / "index" / CATALOG_NAME) for value in NONSENSE]
+    return [
+        (table, column, value)
+        for table, column in columns(store / "index" / CATALOG_NAME)
+        for value in NONSENSE
+    ]
 
 
 def test_every_question_is_answered_whatever_any_row_says(store: Path) -> None:
@@ -83,13 +108,19 @@ def test_every_question_is_answered_whatever_any_row_says(store: Path) -> None:
         if spoil(catalog, table, column, value):
             tried += 1
             with opened(store) as handle:
-                # A key or a number that is merely another one changes a listing, and nobody but fsck knows.
+                # A key or a number that is merely another one changes a listing, and nobody but
+                # fsck knows.
                 healed += answers(handle.queries()) == wanted
     assert healed > tried // 3 > 0
 
 
-@pytest.mark.parametrize(("table", "column"), [("leaves", "shape"), ("leaves", "kind"), ("commits", "logical_bytes"), ("packs", "bytes")])
-def test_a_row_that_cannot_be_decoded_heals_the_catalog_for_good(store: Path, table: str, column: str) -> None:
+@pytest.mark.parametrize(
+    ("table", "column"),
+    [("leaves", "shape"), ("leaves", "kind"), ("commits", "logical_bytes"), ("packs", "bytes")],
+)
+def test_a_row_that_cannot_be_decoded_heals_the_catalog_for_good(
+    store: Path, table: str, column: str
+) -> None:
     catalog = store / "index" / CATALOG_NAME
     with opened(store) as handle:
         reindex(handle)
@@ -98,4 +129,6 @@ def test_a_row_that_cannot_be_decoded_heals_the_catalog_for_good(store: Path, ta
     with opened(store) as handle:
         assert answers(handle.queries()) == wanted
     with closing(sqlite3.connect(catalog)) as connection:
-        assert not connection.execute(f"SELECT 1 FROM {table} WHERE typeof({column}) = 'blob'").fetchall()
+        assert not connection.execute(
+            f"SELECT 1 FROM {table} WHERE typeof({column}) = 'blob'"
+        ).fetchall()

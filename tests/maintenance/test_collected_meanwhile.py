@@ -1,4 +1,5 @@
-"""Others collect between any two looks of `fsck`, and between the plan of `repair` and what it does: what they took is no damage."""
+"""Others collect between any two looks of `fsck`, and between the plan of `repair` and what it
+does: what they took is no damage."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -47,9 +48,16 @@ def _commit(store: Path) -> None:
 
 @pytest.mark.parametrize("stage", ["commits", "packs", "data"])
 @pytest.mark.parametrize("act", [collected, _commit])
-def test_fsck_does_not_report_what_others_did_meanwhile(store: Path, stage: str, act: Callable[[Path], object]) -> None:
+def test_fsck_does_not_report_what_others_did_meanwhile(
+    store: Path, stage: str, act: Callable[[Path], object]
+) -> None:
     with open_offline_store(store) as offline_store:
-        report = fsck(offline_store, level=Level.DATA, share=Share(), progress=_once(stage, lambda: act(store)))
+        report = fsck(
+            offline_store,
+            level=Level.DATA,
+            share=Share(),
+            progress=_once(stage, lambda: act(store)),
+        )
     assert _alarms(report) == []
 
 
@@ -58,23 +66,38 @@ def test_fsck_still_reports_what_is_damaged_when_others_collect(store: Path) -> 
         kept = handle.log.replay().packs[max(handle.log.replay().packs) - 1]
     flip(store / pack_key(kept.id), 5)
     with open_offline_store(store) as offline_store:
-        report = fsck(offline_store, level=Level.DATA, share=Share(), progress=_once("commits", lambda: collected(store)))
+        report = fsck(
+            offline_store,
+            level=Level.DATA,
+            share=Share(),
+            progress=_once("commits", lambda: collected(store)),
+        )
     assert _alarms(report)
 
 
 def test_a_repair_whose_damaged_pack_is_collected_meanwhile_plans_anew(store: Path) -> None:
     with opened(store) as handle:
-        forgotten = next(pack for number, pack in sorted(handle.log.replay().packs.items()) if number > 1 and not pack.metadata)
+        forgotten = next(
+            pack
+            for number, pack in sorted(handle.log.replay().packs.items())
+            if number > 1 and not pack.metadata
+        )
     flip(store / pack_key(forgotten.id), 5)
     with open_offline_store(store) as offline_store:
-        done = repair(offline_store, apply=True, share=Share(), progress=_once("repair", lambda: collected(store)))
+        done = repair(
+            offline_store,
+            apply=True,
+            share=Share(),
+            progress=_once("repair", lambda: collected(store)),
+        )
     assert not done.after.damaged
     verify(store, range(2, STEPS))
     assert check(store, Level.DATA, Share()).findings == ()
 
 
 def test_what_only_the_chunk_index_knows_is_saved(store: Path) -> None:
-    """The footers are gone, and with the index, which a restore goes by, the chunks were found before."""
+    """The footers are gone, and with the index, which a restore goes by, the chunks were found
+    before."""
     for path in files(store, "packs"):
         path.write_bytes(path.read_bytes()[:-200] + bytes(200))
     verify(store, range(2, STEPS))

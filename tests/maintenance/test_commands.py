@@ -27,7 +27,9 @@ def test_a_whole_store_leaves_with_0(store: Path, capsys: pytest.CaptureFixture[
     assert run(capsys, "repair", "-s", store) == (0, "there is nothing to repair\n")
 
 
-def test_damage_leaves_with_3_and_is_healed_by_apply(store: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_damage_leaves_with_3_and_is_healed_by_apply(
+    store: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     mirror = copy_of(store, tmp_path / "mirror")
     document = files(store, "commits")[0]
     document.unlink()
@@ -43,7 +45,9 @@ def test_damage_leaves_with_3_and_is_healed_by_apply(store: Path, tmp_path: Path
     assert run(capsys, "fsck", "-s", store)[0] == 0
 
 
-def test_a_damaged_config_keeps_only_others_from_working(store: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_damaged_config_keeps_only_others_from_working(
+    store: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     flip(store / "ckptstore.json", 40)
     assert run(capsys, "log", "-s", store)[0] == 3
     assert run(capsys, "fsck", "-s", store)[0] == 3
@@ -51,21 +55,35 @@ def test_a_damaged_config_keeps_only_others_from_working(store: Path, capsys: py
     assert run(capsys, "log", "-s", store)[0] == 0
 
 
-def test_reindex_says_what_the_indexes_hold(store: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_reindex_says_what_the_indexes_hold(
+    store: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     code, done = answer(capsys, "reindex", "-s", store)
-    assert (code, done["entries"], done["commits"], done["packs"], done["unreadable"]) == (0, 5, 4, 8, 0)
+    assert (code, done["entries"], done["commits"], done["packs"], done["unreadable"]) == (
+        0,
+        5,
+        4,
+        8,
+        0,
+    )
 
 
 def test_doctor_names_every_check(store: Path, capsys: pytest.CaptureFixture[str]) -> None:
     code, done = answer(capsys, "doctor", "-s", store)
     assert code == 0
-    assert {"write", "exclusive", "fsync", "space", "reserve"} <= {check["name"] for check in done["checks"]}
+    assert {"write", "exclusive", "fsync", "space", "reserve"} <= {
+        check["name"] for check in done["checks"]
+    }
 
 
-def test_where_there_is_no_store_all_leave_with_10(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_where_there_is_no_store_all_leave_with_10(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     for command in ("fsck", "repair", "reindex", "doctor"):
         assert run(capsys, command, "-s", tmp_path)[0] == 10
 
 
-def test_an_amount_that_is_none_leaves_with_2(store: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_amount_that_is_none_leaves_with_2(
+    store: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert run(capsys, "fsck", "--read-data=lots", "-s", store)[0] == 2

@@ -1,4 +1,5 @@
-"""`repair` never costs a commit: whatever is damaged, what restored before restores afterwards, and nothing restores as something else."""
+"""`repair` never costs a commit: whatever is damaged, what restored before restores afterwards, and
+nothing restores as something else."""
 
 import os
 import shutil
@@ -25,7 +26,8 @@ def templates(tmp_path_factory: pytest.TempPathFactory) -> Templates:
 
 
 def _repair(template: Path, states: States, scratch: Path, seed: str) -> tuple[int, int, int]:
-    """Damage a copy of `template` and repair it. How many commits were good before and after, and whether repair raised an error."""
+    """Damage a copy of `template` and repair it. How many commits were good before and after, and
+    whether repair raised an error."""
     random, store, mirrors = Random(seed), scratch / "store", []
     shutil.copytree(template, store)
     scenarios = damage(store, random)
@@ -41,7 +43,10 @@ def _repair(template: Path, states: States, scratch: Path, seed: str) -> tuple[i
     bare, after = good_in_copy(store, states, index=False), good(store, states)
     for kind, was, now in (("its index", before[0], after), ("no index", before[1], bare)):
         lost = [states[commit]["step"] for commit in was - now]
-        assert not lost, f"with {kind}, steps {lost} restored before the repair and not after; seed {seed!r}: {template.name}: {scenarios}"
+        assert not lost, (
+            f"with {kind}, steps {lost} restored before the repair and not after; seed {seed!r}: "
+            f"{template.name}: {scenarios}"
+        )
     shutil.rmtree(store)
     shutil.rmtree(scratch / "mirror", ignore_errors=True)
     return len(before[0]), len(after), refused
@@ -54,7 +59,10 @@ def _campaign(stores: int, templates: Templates, scratch: Path, seed: int) -> No
         result = _repair(template, templates[template], scratch, f"{seed} {n}")
         before, after, refused = before + result[0], after + result[1], refused + result[2]
     whole = sum(len(templates[list(templates)[n % len(templates)]]) for n in range(stores))
-    print(f"{stores} damaged stores: of {whole} commits {before} were good before the repair, {after} after; {refused} repairs refused")
+    print(
+        f"{stores} damaged stores: of {whole} commits {before} were good before the repair, "
+        f"{after} after; {refused} repairs refused"
+    )
     assert after > before
 
 
@@ -64,5 +72,7 @@ def test_repair_never_costs_a_commit(templates: Templates, scratch: Path, seed: 
 
 @pytest.mark.soak
 @pytest.mark.timeout(3600)
-def test_thousands_of_repairs_never_cost_a_commit(templates: Templates, scratch: Path, seed: int) -> None:
+def test_thousands_of_repairs_never_cost_a_commit(
+    templates: Templates, scratch: Path, seed: int
+) -> None:
     _campaign(MANY, templates, scratch, seed)

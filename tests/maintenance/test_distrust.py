@@ -1,4 +1,5 @@
-"""Damage that was seen: nothing that is committed afterwards relies on it, and what is committed again heals what is older."""
+"""Damage that was seen: nothing that is committed afterwards relies on it, and what is committed
+again heals what is older."""
 
 import os
 import subprocess
@@ -22,7 +23,9 @@ from tests.maintenance.stores import CHUNK_BYTES, assert_equal, check, flip
 
 def state(seed: int) -> dict[str, Any]:
     generator = torch.Generator().manual_seed(seed)
-    return {"model": {name: torch.randn(20_000, generator=generator) for name in ("first", "second")}}
+    return {
+        "model": {name: torch.randn(20_000, generator=generator) for name in ("first", "second")}
+    }
 
 
 def zeros() -> dict[str, Any]:
@@ -65,7 +68,9 @@ def assert_whole(place: Path, *steps: int) -> None:
             assert_equal(store.checkout(step).state_dict(), state(step))
 
 
-def test_a_state_that_is_committed_again_after_its_restore_failed_is_written_again(store: Path) -> None:
+def test_a_state_that_is_committed_again_after_its_restore_failed_is_written_again(
+    store: Path,
+) -> None:
     with opened(store) as training:
         training.commit(state(2), step=3)  # what this process remembers of its last commit
         damage(store)
@@ -81,7 +86,9 @@ def test_a_state_that_is_committed_again_after_its_restore_failed_is_written_aga
         assert_equal(again.checkout(2).state_dict(), state(2))
 
 
-def test_a_run_that_is_repeated_from_an_older_commit_does_not_rely_on_the_damage_that_resume_passed_over(store: Path) -> None:
+def test_a_run_that_is_repeated_from_an_older_commit_does_not_rely_on_the_damage_that_resume_passed_over(
+    store: Path,
+) -> None:
     damage(store)
     target = zeros()
     with opened(store) as training:
@@ -171,5 +178,7 @@ def test_a_commit_that_is_passed_over_is_said_on_stderr_without_any_set_up(store
         "target = {'model': {name: torch.zeros(20_000) for name in ('first', 'second')}}\n"
         "with ckptstore.open(sys.argv[1]) as store: store.resume(target)\n"
     )
-    done = subprocess.run([sys.executable, "-c", script, str(store)], capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", script, str(store)], capture_output=True, text=True, check=True
+    )
     assert "skipped commit" in done.stderr and "(step 2)" in done.stderr, done.stderr

@@ -1,4 +1,5 @@
-"""doctor says what a place can do and what is in the way, with a next step for everything that is not fine."""
+"""doctor says what a place can do and what is in the way, with a next step for everything that is
+not fine."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -33,18 +34,30 @@ def test_a_good_place_is_fine() -> None:
         (replace(FINE, fsync_s=0.5), "fsync", Verdict.WARNING),
         (replace(FINE, clock_skew_s=-60.0), "clock", Verdict.WARNING),
         (replace(FINE, newest_entry_s=3600.0), "time", Verdict.WARNING),
-        (replace(FINE, network=True, filesystem="nfs4", index_network=True), "filesystem", Verdict.WARNING),
+        (
+            replace(FINE, network=True, filesystem="nfs4", index_network=True),
+            "filesystem",
+            Verdict.WARNING,
+        ),
         (replace(FINE, locks=False), "locks", Verdict.WARNING),
     ],
 )
-def test_each_fault_has_its_verdict_and_a_next_step(storage: StorageFacts, name: str, verdict: Verdict) -> None:
+def test_each_fault_has_its_verdict_and_a_next_step(
+    storage: StorageFacts, name: str, verdict: Verdict
+) -> None:
     checks = judge(storage, ROOMY)
     assert verdicts(checks) == {name: verdict}
     assert all(check.next for check in checks if check.verdict is not Verdict.OK)
 
 
 @pytest.mark.parametrize(
-    ("free", "verdict"), [(4999, Verdict.FAILED), (5000, Verdict.WARNING), (14_999, Verdict.WARNING), (15_000, Verdict.OK)]
+    ("free", "verdict"),
+    [
+        (4999, Verdict.FAILED),
+        (5000, Verdict.WARNING),
+        (14_999, Verdict.WARNING),
+        (15_000, Verdict.OK),
+    ],
 )
 def test_free_space_is_compared_with_the_next_commit(free: int, verdict: Verdict) -> None:
     assert expected_bytes(ROOMY) == 5000

@@ -1,4 +1,5 @@
-"""A store that is moved, put back or exchanged while a process has it open: nothing is acknowledged that cannot be read afterwards."""
+"""A store that is moved, put back or exchanged while a process has it open: nothing is acknowledged
+that cannot be read afterwards."""
 
 import shutil
 import subprocess
@@ -14,7 +15,7 @@ import ckptstore
 from ckptstore.core.ids import CONFIG_KEY, log_key
 from ckptstore.errors import CkptStoreError, Corrupt, NotFound
 from ckptstore.log.log import Log
-from ckptstore.storage.contract import open_storage
+from ckptstore.storage.registry import open_storage
 from tests.log.builders import STORE, Wrapped, commit, open_log
 
 
@@ -51,13 +52,23 @@ def store(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("happens", [_moved, _deleted, _put_back, _overwritten])
-def test_a_process_that_has_it_open_commits_and_collects_no_more(store: Path, happens: Callable[[Path, Path], None]) -> None:
+def test_a_process_that_has_it_open_commits_and_collects_no_more(
+    store: Path, happens: Callable[[Path, Path], None]
+) -> None:
     with ckptstore.open(store) as trainer:
         for i in (10, 11):
             trainer.commit(_state(i), step=i)
         happens(store, store.with_name("copy"))
-        for attempt in (lambda: trainer.commit(_state(12), step=12), trainer.gc, lambda: trainer.tag("best", 1)):
-            with pytest.raises(Corrupt, match=r"entry 3 of the log, which this process has read or written, is not in .* any more"):
+        for attempt in (
+            lambda: trainer.commit(_state(12), step=12),
+            trainer.gc,
+            lambda: trainer.tag("best", 1),
+        ):
+            with pytest.raises(
+                Corrupt,
+                match=r"entry 3 of the log, which this process has read or written, is not in .* "
+                r"any more",
+            ):
                 attempt()
     if happens in (_moved, _deleted):
         assert not store.exists()
@@ -78,7 +89,11 @@ def test_a_store_without_its_config_acknowledges_nothing(store: Path) -> None:
         trainer.commit(_state(10), step=10)
         config = (store / CONFIG_KEY).read_bytes()
         (store / CONFIG_KEY).unlink()
-        for attempt in (lambda: trainer.commit(_state(12), step=12), trainer.gc, lambda: trainer.tag("best", 1)):
+        for attempt in (
+            lambda: trainer.commit(_state(12), step=12),
+            trainer.gc,
+            lambda: trainer.tag("best", 1),
+        ):
             with pytest.raises(Corrupt, match=r"has lost its ckptstore\.json"):
                 attempt()
         (store / CONFIG_KEY).write_bytes(config)
@@ -86,7 +101,9 @@ def test_a_store_without_its_config_acknowledges_nothing(store: Path) -> None:
         assert [info.step for info in trainer.log()] == [13, 10, 1]
 
 
-def test_an_entry_that_was_created_while_the_config_went_is_not_acknowledged(tmp_path: Path) -> None:
+def test_an_entry_that_was_created_while_the_config_went_is_not_acknowledged(
+    tmp_path: Path,
+) -> None:
     storage = open_storage(tmp_path / "store", fsync=False)
 
     def create(create_new: Callable[[str, bytes], bool], key: str, data: bytes) -> bool:
@@ -101,7 +118,9 @@ def test_an_entry_that_was_created_while_the_config_went_is_not_acknowledged(tmp
 
 
 @pytest.mark.parametrize("races", [3, pytest.param(60, marks=pytest.mark.soak)])
-def test_beside_rm_no_commit_is_acknowledged_that_began_without_the_config(tmp_path: Path, races: int) -> None:
+def test_beside_rm_no_commit_is_acknowledged_that_began_without_the_config(
+    tmp_path: Path, races: int
+) -> None:
     acknowledged = 0
     for race in range(races):
         place = tmp_path / str(race)
@@ -117,7 +136,9 @@ def test_beside_rm_no_commit_is_acknowledged_that_began_without_the_config(tmp_p
                     acknowledged += 1
             removing.wait()
         shutil.rmtree(place, ignore_errors=True)
-    print(f"{races} races with rm -rf, {acknowledged} commits acknowledged before the config had gone")
+    print(
+        f"{races} races with rm -rf, {acknowledged} commits acknowledged before the config had gone"
+    )
 
 
 def test_a_store_that_is_moved_before_its_first_commit_is_missed(tmp_path: Path) -> None:
@@ -133,7 +154,11 @@ def test_a_store_that_is_moved_before_its_first_commit_is_missed(tmp_path: Path)
 
 @pytest.mark.parametrize("place", ["local", "memory"])
 def test_nothing_is_appended_behind_an_entry_that_is_not_there(place: str, tmp_path: Path) -> None:
-    storage = open_storage(f"memory://{uuid4()}") if place == "memory" else open_storage(tmp_path / "store", fsync=False)
+    storage = (
+        open_storage(f"memory://{uuid4()}")
+        if place == "memory"
+        else open_storage(tmp_path / "store", fsync=False)
+    )
     log = open_log(storage)
     for i in (1, 2):
         log.append(commit(i))

@@ -106,7 +106,9 @@ def test_undelete_makes_condemned_packs_live_again(tmp_path: Path) -> None:
     with open(tmp_path) as store:
         store.forget([commits[0]])
         state = store._handle.log.replay()
-        own = frozenset(n for n, pack in state.packs.items() if pack.stamp == state.commits[commits[0]].n)
+        own = frozenset(
+            n for n, pack in state.packs.items() if pack.stamp == state.commits[commits[0]].n
+        )
         store.forget([KeepBest("loss")])
         store.undelete([commits[0], commits[1]])
         store.gc(max_unused=0.0)

@@ -1,4 +1,5 @@
-"""fsck finds what is wrong at the level that says so, names it, and leaves a whole store in peace."""
+"""fsck finds what is wrong at the level that says so, names it, and leaves a whole store in
+peace."""
 
 import sqlite3
 from pathlib import Path
@@ -57,16 +58,22 @@ def test_a_removed_log_entry_is_found_wherever_it_was(store: Path) -> None:
         path.write_bytes(data)
 
 
-def test_an_exchanged_log_entry_is_found_by_what_its_successor_says(store: Path, tmp_path: Path) -> None:
+def test_an_exchanged_log_entry_is_found_by_what_its_successor_says(
+    store: Path, tmp_path: Path
+) -> None:
     other = make_store(tmp_path / "other")
     config = (store / "ckptstore.json").read_bytes()
     assert config != (other / "ckptstore.json").read_bytes()
     (store / "log" / "000000000002").write_bytes((other / "log" / "000000000002").read_bytes())
-    assert [f.entry for f in check(store, Level.REFS).findings if f.kind is Kind.ENTRY and f.entry] == [2]
+    assert [
+        f.entry for f in check(store, Level.REFS).findings if f.kind is Kind.ENTRY and f.entry
+    ] == [2]
 
 
 def test_a_missing_pack_names_the_leaf_and_the_commits(store: Path) -> None:
-    _, pack = min((number, pack) for number, pack in state_of(store).packs.items() if not pack.metadata)
+    _, pack = min(
+        (number, pack) for number, pack in state_of(store).packs.items() if not pack.metadata
+    )
     (store / pack_key(pack.id)).unlink()
     report = check(store, Level.CONNECTIVITY)
     lost = {finding.leaf: finding for finding in report.findings if finding.kind is Kind.CHUNK}
@@ -155,7 +162,10 @@ def test_packs_are_chosen_by_how_long_ago_they_were_verified() -> None:
     verified, suspects = {packs[0].id: 50, packs[1].id: 20}, {packs[0].id}
     chosen = [pack.id for pack in choose(packs, verified, suspects, Share(bytes=250))]
     assert chosen == [packs[2].id, packs[3].id, packs[1].id, packs[0].id]
-    assert [pack.id for pack in choose(packs, verified, suspects, Share(percent=25))] == [packs[2].id, packs[0].id]
+    assert [pack.id for pack in choose(packs, verified, suspects, Share(percent=25))] == [
+        packs[2].id,
+        packs[0].id,
+    ]
 
 
 def test_a_damaged_record_of_what_was_verified_is_ignored(store: Path) -> None:
@@ -167,7 +177,13 @@ def test_a_damaged_record_of_what_was_verified_is_ignored(store: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "share"), [("5%", Share(percent=5)), ("10G", Share(bytes=10 << 30)), ("1.5k", Share(bytes=1536)), ("12", Share(bytes=12))]
+    ("text", "share"),
+    [
+        ("5%", Share(percent=5)),
+        ("10G", Share(bytes=10 << 30)),
+        ("1.5k", Share(bytes=1536)),
+        ("12", Share(bytes=12)),
+    ],
 )
 def test_an_amount_of_data_is_parsed(text: str, share: Share) -> None:
     assert parse_share(text) == share

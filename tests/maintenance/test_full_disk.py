@@ -11,7 +11,7 @@ import pytest
 from ckptstore.errors import Unavailable
 from ckptstore.maintenance.retention import KeepLast
 from ckptstore.open_store import open
-from ckptstore.storage.contract import open_storage
+from ckptstore.storage.registry import open_storage
 from ckptstore.storage.reserve import RESERVE_BYTES, RESERVE_KEY, is_full
 from tests.maintenance.collecting import garbage, state_of, verify
 
@@ -21,7 +21,9 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     """A file system of 24 MiB."""
     place = tmp_path / "disk"
     place.mkdir()
-    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=24m", "tmpfs", place], capture_output=True, check=False).returncode:
+    if subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=24m", "tmpfs", place], capture_output=True, check=False
+    ).returncode:
         pytest.skip("may not mount a tmpfs here")
     try:
         yield place

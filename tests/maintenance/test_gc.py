@@ -1,4 +1,5 @@
-"""gc on real stores, wherever they lie: what dies, what moves, what waits, and that a plan is what a run does."""
+"""gc on real stores, wherever they lie: what dies, what moves, what waits, and that a plan is what
+a run does."""
 
 import os
 from pathlib import Path
@@ -14,11 +15,24 @@ from ckptstore.log.sessions import open_session
 from ckptstore.maintenance.gc.collect import GcOptions, collect
 from ckptstore.maintenance.gc.session_monitor import STALE_S
 from tests.maintenance import collecting
-from tests.maintenance.collecting import collected, garbage, leave_half_written, make, opened, size_of, state_of, verify
+from tests.maintenance.collecting import (
+    collected,
+    garbage,
+    leave_half_written,
+    make,
+    opened,
+    size_of,
+    state_of,
+    verify,
+)
 from tests.shared.sites import Site, Sites, kinds, sites_of
 
-EVERYWHERE = pytest.mark.parametrize("sites", kinds("local", "memory", "bucket and database"), indirect=True)
-AMONG_PROCESSES = pytest.mark.parametrize("sites", [kind for kind in kinds("local") if "memory" not in str(kind)], indirect=True)
+EVERYWHERE = pytest.mark.parametrize(
+    "sites", kinds("local", "memory", "bucket and database"), indirect=True
+)
+AMONG_PROCESSES = pytest.mark.parametrize(
+    "sites", [kind for kind in kinds("local") if "memory" not in str(kind)], indirect=True
+)
 
 
 @pytest.fixture(params=kinds("local"))
@@ -34,7 +48,9 @@ def place(sites: Sites) -> Site:
 
 @EVERYWHERE
 @pytest.mark.parametrize("codec", ["raw", "zstd"])
-def test_a_run_does_what_the_dry_run_printed_and_frees_exactly_that_much(place: Site, codec: str) -> None:
+def test_a_run_does_what_the_dry_run_printed_and_frees_exactly_that_much(
+    place: Site, codec: str
+) -> None:
     make(place, 12, forget=range(0, 10, 2), codec=codec)
     before = size_of(place)
     planned = collected(place, dry_run=True).plan
@@ -63,7 +79,9 @@ def test_the_metadata_and_its_twins_go_together(place: Site) -> None:
         packs = handle.log.replay().packs.values()
     storage = place.storage()
     for pack in packs:
-        here = [key for key in (pack_key(pack.id), twin_key(pack.id)) if storage.size(key) is not None]
+        here = [
+            key for key in (pack_key(pack.id), twin_key(pack.id)) if storage.size(key) is not None
+        ]
         assert len(here) == (2 if pack.metadata else 1)
         assert len({storage.read(key) for key in here}) == 1
 
@@ -115,7 +133,8 @@ def test_max_unused_leaves_a_little_dead_where_it_is(place: Site) -> None:
         assert store.gc(dry_run=True, max_unused=0.0).plan.copies
 
 
-# -- sessions -----------------------------------------------------------------------------------------------------------------------
+# -- sessions
+# -----------------------------------------------------------------------------------------------------------------------
 
 
 def test_what_a_session_in_flight_may_reuse_is_freed_when_it_ends(place: Site) -> None:
@@ -129,7 +148,11 @@ def test_what_a_session_in_flight_may_reuse_is_freed_when_it_ends(place: Site) -
         assert report.freed_bytes == plan.freed_now_bytes
         with place.open() as store:
             (activity,) = store.sessions()
-            assert (activity.info.id, activity.status, activity.bytes) == (session.id, "active", later[session.id,])
+            assert (activity.info.id, activity.status, activity.bytes) == (
+                session.id,
+                "active",
+                later[session.id,],
+            )
     with opened(place) as handle, open_session(handle.storage, "a later commit"):
         report = collect(handle, GcOptions(max_repack_bytes=0))
         assert report.freed_bytes == later[session.id,]
@@ -146,7 +169,9 @@ def test_an_impatient_gc_waits_for_nobody(place: Site) -> None:
 
 
 @EVERYWHERE
-def test_orphans_of_a_session_that_stands_still_go_after_ten_minutes_even_over_several_short_runs(place: Site) -> None:
+def test_orphans_of_a_session_that_stands_still_go_after_ten_minutes_even_over_several_short_runs(
+    place: Site,
+) -> None:
     make(place, 3)
     session = new_session_id()
     for key in (pack_key(pack_id(session, 0, 0)), f"commits/{session}-{'0' * 64}"):
@@ -225,14 +250,21 @@ def test_what_a_look_at_the_log_left_behind_goes_and_is_no_finding(place: Site) 
 
 def test_foreign_files_are_left_alone(place: Site) -> None:
     make(place, 2)
-    for key in ("packs/readme.txt", "commits/notes", "tmp/mine", "sessions/x", "packs/aa/core.1234"):
+    for key in (
+        "packs/readme.txt",
+        "commits/notes",
+        "tmp/mine",
+        "sessions/x",
+        "packs/aa/core.1234",
+    ):
         place.storage().put(key, b"mine")
     now_s = 1000.0
     for s in (0, 2 * STALE_S):
         assert collected(place, clock=lambda s=s: now_s + s).plan.empty
 
 
-# -- others at work meanwhile -------------------------------------------------------------------------------------------------------
+# -- others at work meanwhile
+# -------------------------------------------------------------------------------------------------------
 
 
 class During:
@@ -248,7 +280,15 @@ class During:
             self._action()
 
 
-PHASES = ["list objects", "read footers", "read commits", "read pages", "delete packs", "delete orphans", "copy"]
+PHASES = [
+    "list objects",
+    "read footers",
+    "read commits",
+    "read pages",
+    "delete packs",
+    "delete orphans",
+    "copy",
+]
 
 
 @pytest.mark.parametrize("phase", PHASES)
@@ -301,7 +341,8 @@ def test_a_reader_that_holds_a_snapshot_finds_chunks_that_moved(place: Site) -> 
         assert snapshot.state_dict()["model"]["own"].equal(state_of(3)["model"]["own"])
 
 
-# -- damage -------------------------------------------------------------------------------------------------------------------------
+# -- damage
+# -------------------------------------------------------------------------------------------------------------------------
 
 
 def metadata_packs(place: Path) -> list[str]:
@@ -346,7 +387,9 @@ def test_a_pack_with_a_damaged_footer_is_left_alone_and_reported(place: Site) ->
 def test_a_sparse_pack_with_a_damaged_chunk_stays_and_the_others_move(place: Site) -> None:
     make(place, 20)
     with opened(place) as handle:
-        bad = min((n, pack) for n, pack in handle.log.replay().packs.items() if not pack.metadata)[1]
+        bad = min((n, pack) for n, pack in handle.log.replay().packs.items() if not pack.metadata)[
+            1
+        ]
     storage, key = place.storage(), pack_key(bad.id)
     data = bytearray(storage.read(key))
     data[250_000] ^= 1  # behind what all steps share

@@ -40,7 +40,8 @@ def stopped_after(place: Site, changes: int) -> int | None:
 
 
 def end_after(place: Site, changes: int) -> int | None:
-    """Let a gc end there, see that nothing is lost, and let the following ones find what it left; the result is that of `stopped_after`."""
+    """Let a gc end there, see that nothing is lost, and let the following ones find what it left;
+    the result is that of `stopped_after`."""
     total = stopped_after(place, changes)
     verify(place, KEPT)
     for s in (0.0, STALE_S, 2 * STALE_S):
@@ -55,7 +56,11 @@ def end_after(place: Site, changes: int) -> int | None:
 def test_a_gc_may_end_after_any_change(sites: Sites) -> None:
     source = sites.new()
     make(source, STEPS, forget=FORGOTTEN)
-    total = next(total for changes in range(1_000) if (total := end_after(sites.copied(source), changes)) is not None)
+    total = next(
+        total
+        for changes in range(1_000)
+        if (total := end_after(sites.copied(source), changes)) is not None
+    )
     assert total > 20
 
 

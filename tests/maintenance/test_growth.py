@@ -1,4 +1,5 @@
-"""The log grows with the number of commits, and an entry of it does not: what a commit says does not depend on how many came before."""
+"""The log grows with the number of commits, and an entry of it does not: what a commit says does
+not depend on how many came before."""
 
 from pathlib import Path
 
@@ -14,7 +15,8 @@ DIGITS = 32
 
 
 def sizes_of_commits(place: Path, commits: int, gc_every: int) -> dict[int, int]:
-    """The bytes of the log's entry for each of `commits` small commits, whose chunks lie in the oldest pack and in many new ones."""
+    """The bytes of the log's entry for each of `commits` small commits, whose chunks lie in the
+    oldest pack and in many new ones."""
     state = {f"layer{i}": torch.full((300,), float(i)) for i in range(gc_every // 2)}
     state["frozen"] = torch.ones(200_000)
     sizes, n = {}, 0
@@ -48,5 +50,8 @@ def test_entries_do_not_grow_with_the_number_of_commits(tmp_path: Path) -> None:
 def test_entries_do_not_grow_in_ten_thousand_commits(tmp_path: Path) -> None:
     sizes = sizes_of_commits(tmp_path / "store", 10_000, 100)
     log_bytes = sum(path.stat().st_size for path in (tmp_path / "store" / "log").glob("0*"))
-    print(", ".join(f"commit {step:,}: {sizes[step]} bytes" for step in (100, 1_000, 10_000)), f"the log: {log_bytes:,} bytes")
+    print(
+        ", ".join(f"commit {step:,}: {sizes[step]} bytes" for step in (100, 1_000, 10_000)),
+        f"the log: {log_bytes:,} bytes",
+    )
     check_flat(sizes, 200)

@@ -1,4 +1,5 @@
-"""A store is untrusted input: no name leads out of it, no link is followed, no number is believed before it is checked."""
+"""A store is untrusted input: no name leads out of it, no link is followed, no number is believed
+before it is checked."""
 
 import json
 import os
@@ -8,7 +9,17 @@ import pytest
 import zstandard
 
 import ckptstore
-from ckptstore.core.ids import ChunkId, SessionId, StoreId, checkpoint_key, digest, log_key, pack_id, pack_key, twin_key
+from ckptstore.core.ids import (
+    ChunkId,
+    SessionId,
+    StoreId,
+    checkpoint_key,
+    digest,
+    log_key,
+    pack_id,
+    pack_key,
+    twin_key,
+)
 from ckptstore.core.model import CommitDocument, PackEntry, PackRecord, TreeRef
 from ckptstore.errors import CkptStoreError, Corrupt, InvalidInput
 from ckptstore.log import entries
@@ -24,7 +35,22 @@ SESSION = SessionId("ab" * 12)
 
 
 @pytest.mark.parametrize(
-    "name", ["../x", "a/../../x", "/etc/passwd", "a//b", "", ".", "..", "a\0b", "-rf", "x" * 300, "a\nb", "latest", "12"]
+    "name",
+    [
+        "../x",
+        "a/../../x",
+        "/etc/passwd",
+        "a//b",
+        "",
+        ".",
+        "..",
+        "a\0b",
+        "-rf",
+        "x" * 300,
+        "a\nb",
+        "latest",
+        "12",
+    ],
 )
 def test_a_tag_is_a_tag(store: Path, name: str) -> None:
     with ckptstore.open(store) as opened:
@@ -52,7 +78,9 @@ def test_a_tag_is_a_tag(store: Path, name: str) -> None:
         ("step", 1.5),
     ],
 )
-def test_an_entry_with_a_name_that_leads_elsewhere_is_corrupt(store: Path, field: str, value: object) -> None:
+def test_an_entry_with_a_name_that_leads_elsewhere_is_corrupt(
+    store: Path, field: str, value: object
+) -> None:
     path = store / log_key(4)
     document = json.loads(path.read_bytes()[65:])
     document[field] = value
@@ -67,7 +95,9 @@ def test_an_entry_with_a_name_that_leads_elsewhere_is_corrupt(store: Path, field
 
 
 @pytest.mark.parametrize("target", ["packs", "commits", "log", "ckptstore.json"])
-def test_a_symbolic_link_in_place_of_an_object_is_not_followed(store: Path, tmp_path: Path, target: str) -> None:
+def test_a_symbolic_link_in_place_of_an_object_is_not_followed(
+    store: Path, tmp_path: Path, target: str
+) -> None:
     outside = tmp_path / "outside"
     for path in files(store, target) if (store / target).is_dir() else [store / target]:
         path.rename(outside)
@@ -105,15 +135,21 @@ def test_repair_moves_nothing_out_of_the_store_through_a_link(store: Path, tmp_p
 
 
 def read_with_little_memory(store: Path, nursery: Nursery) -> list[str]:
-    """What a process says of the store that has little memory above what it takes by itself: how many commits are damaged, if any is."""
+    """What a process says of the store that has little memory above what it takes by itself: how
+    many commits are damaged, if any is."""
     child = nursery.run("read_with_little_memory", place=str(store), more_bytes=MEMORY_BYTES)
     assert child.wait() == 0, "see what it wrote to stderr"
     assert child.reports("limited"), "an allocation above the limit really fails there"
     return child.reports("checked")[0]
 
 
-def append_commit(store: Path, trees: tuple[tuple[str, TreeRef], ...], chunks: list[tuple[ChunkId, bytes, int, int, int]]) -> None:
-    """A commit made by hand: `chunks` are (id, stored bytes, claimed raw bytes, codec, kind), all in one metadata pack."""
+def append_commit(
+    store: Path,
+    trees: tuple[tuple[str, TreeRef], ...],
+    chunks: list[tuple[ChunkId, bytes, int, int, int]],
+) -> None:
+    """A commit made by hand: `chunks` are (id, stored bytes, claimed raw bytes, codec, kind), all
+    in one metadata pack."""
     handle = StoreHandle(store)
     data, table = b"", []
     for chunk, stored, raw_bytes, codec, kind in chunks:
@@ -123,46 +159,98 @@ def append_commit(store: Path, trees: tuple[tuple[str, TreeRef], ...], chunks: l
     whole = data + pack.encode_tail(table, len(data), True)
     for key in (pack_key(name), twin_key(name)):
         handle.storage.put(key, whole)
-    document = CommitDocument(StoreId(handle.config.store), SESSION, "main", 50, "", 1, (), (), (), trees, None, content_id(trees), 1, 1, 1)
+    document = CommitDocument(
+        StoreId(handle.config.store),
+        SESSION,
+        "main",
+        50,
+        "",
+        1,
+        (),
+        (),
+        (),
+        trees,
+        None,
+        content_id(trees),
+        1,
+        1,
+        1,
+    )
     commit, stored_document = encode_document(document)
     handle.storage.put(f"commits/{SESSION}-{commit}", stored_document)
     record = PackRecord(name, len(whole), len(table), True)
     body = entries.Commit(
-        SESSION, commit, document.content, "main", 50, (), "", (), (), (record,), frozenset(), (), 1, 1, 1, len(stored_document)
+        SESSION,
+        commit,
+        document.content,
+        "main",
+        50,
+        (),
+        "",
+        (),
+        (),
+        (record,),
+        frozenset(),
+        (),
+        1,
+        1,
+        1,
+        len(stored_document),
     )
     handle.log.append(body)
     handle.close()
 
 
-def test_a_schema_that_says_it_is_huge_is_refused_before_it_is_decoded(store: Path, nursery: Nursery) -> None:
-    """A zstd frame of some kilobytes that holds 3 GiB of zeros, under its right id or not: nobody may unpack it."""
+def test_a_schema_that_says_it_is_huge_is_refused_before_it_is_decoded(
+    store: Path, nursery: Nursery
+) -> None:
+    """A zstd frame of some kilobytes that holds 3 GiB of zeros, under its right id or not: nobody
+    may unpack it."""
     bomb = zstandard.ZstdCompressor(level=1).compress(bytes(1 << 20)) * 1
     chunk = ChunkId(digest(b"whatever"))
-    append_commit(store, (("m", TreeRef(chunk, ())),), [(chunk, bomb, 3 << 30, codecs.ZSTD, pack.SCHEMA)])
+    append_commit(
+        store, (("m", TreeRef(chunk, ())),), [(chunk, bomb, 3 << 30, codecs.ZSTD, pack.SCHEMA)]
+    )
     assert read_with_little_memory(store, nursery) == ["1", "True"]
 
 
-def test_a_value_that_says_it_is_huge_is_refused_before_memory_is_taken(store: Path, nursery: Nursery) -> None:
+def test_a_value_that_says_it_is_huge_is_refused_before_memory_is_taken(
+    store: Path, nursery: Nursery
+) -> None:
     """A page whose extent says that a `bytes` leaf has 2^50 bytes, with a single id."""
     from ckptstore.core.model import LeafContent, Node, Schema
     from ckptstore.objects.pages import split_pages
     from ckptstore.objects.schema import encode_schema
 
-    schema = encode_schema(Schema(Node("dict", (0,), ("b",)), ("m/b",), ("bytes",), ("",), ((),), (-1,)))
+    schema = encode_schema(
+        Schema(Node("dict", (0,), ("b",)), ("m/b",), ("bytes",), ("",), ((),), (-1,))
+    )
     (page,) = split_pages(("bytes",), [LeafContent(ids=digest(b"x"), raw_bytes=1 << 50)])
-    chunks = [(ChunkId(digest(data)), data, len(data), codecs.RAW, kind) for data, kind in ((schema, pack.SCHEMA), (page, pack.PAGE))]
+    chunks = [
+        (ChunkId(digest(data)), data, len(data), codecs.RAW, kind)
+        for data, kind in ((schema, pack.SCHEMA), (page, pack.PAGE))
+    ]
     append_commit(store, (("m", TreeRef(chunks[0][0], (chunks[1][0],))),), chunks)
     assert read_with_little_memory(store, nursery) == ["1", "True"]
 
 
-def test_a_tensor_that_says_it_is_huge_is_refused_before_memory_is_taken(store: Path, nursery: Nursery) -> None:
+def test_a_tensor_that_says_it_is_huge_is_refused_before_memory_is_taken(
+    store: Path, nursery: Nursery
+) -> None:
     from ckptstore.core.model import LeafContent, Node, Schema
     from ckptstore.objects.pages import split_pages
     from ckptstore.objects.schema import encode_schema
 
-    schema = encode_schema(Schema(Node("dict", (0,), ("t",)), ("m/t",), ("tensor",), ("float32",), ((1 << 40,),), (-1,)))
+    schema = encode_schema(
+        Schema(
+            Node("dict", (0,), ("t",)), ("m/t",), ("tensor",), ("float32",), ((1 << 40,),), (-1,)
+        )
+    )
     (page,) = split_pages(("tensor",), [LeafContent(ids=digest(b"x"))])
-    chunks = [(ChunkId(digest(data)), data, len(data), codecs.RAW, kind) for data, kind in ((schema, pack.SCHEMA), (page, pack.PAGE))]
+    chunks = [
+        (ChunkId(digest(data)), data, len(data), codecs.RAW, kind)
+        for data, kind in ((schema, pack.SCHEMA), (page, pack.PAGE))
+    ]
     append_commit(store, (("m", TreeRef(chunks[0][0], (chunks[1][0],))),), chunks)
     assert read_with_little_memory(store, nursery) == ["1", "True"]
 

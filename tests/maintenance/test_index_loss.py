@@ -1,4 +1,5 @@
-"""Indexes are caches: deleted, cut, replaced by an old copy or another store's, also beneath a store that is open, nothing is lost."""
+"""Indexes are caches: deleted, cut, replaced by an old copy or another store's, also beneath a
+store that is open, nothing is lost."""
 
 import os
 import shutil
@@ -42,7 +43,8 @@ def fill_with_noise(path: Path, *_: Path) -> None:
 
 
 def replace_file(path: Path, data: bytes) -> None:
-    """As a backup tool does: another file under the same name, not other bytes in a file that somebody has mapped."""
+    """As a backup tool does: another file under the same name, not other bytes in a file that
+    somebody has mapped."""
     new = path.with_name(path.name + ".restored")
     new.write_bytes(data)
     new.replace(path)
@@ -56,13 +58,18 @@ def of_another_store(path: Path, old: Path, other: Path) -> None:
     replace_file(path, other.read_bytes())
 
 
-FILES = {"catalog": ("catalog.sqlite",), "chunk index": ("chunks.lmdb/data.mdb",), "both": ("catalog.sqlite", "chunks.lmdb/data.mdb")}
+FILES = {
+    "catalog": ("catalog.sqlite",),
+    "chunk index": ("chunks.lmdb/data.mdb",),
+    "both": ("catalog.sqlite", "chunks.lmdb/data.mdb"),
+}
 HOW = (remove, truncate, empty, fill_with_noise, old_copy, of_another_store)
 
 
 @dataclass(frozen=True)
 class ToFiles:
-    """`how` done to each of `files` of an index; SQLite's other files go with a catalog that is gone or another."""
+    """`how` done to each of `files` of an index; SQLite's other files go with a catalog that is
+    gone or another."""
 
     how: Callable[[Path, Path, Path], None]
     files: tuple[str, ...]
@@ -91,7 +98,11 @@ def becomes_a_file(index: Path, old: Path, other: Path) -> None:
 
 Damage = Callable[[Path, Path, Path], None]
 DAMAGES: dict[str, Damage] = {
-    **{f"{how.__name__}, {which}": ToFiles(how, files) for how in HOW for which, files in FILES.items()},
+    **{
+        f"{how.__name__}, {which}": ToFiles(how, files)
+        for how in HOW
+        for which, files in FILES.items()
+    },
     "remove all": remove_all,
     "swap all": swap_all,
     "becomes a file": becomes_a_file,
@@ -111,7 +122,9 @@ def answers(store: Store) -> tuple[Any, ...]:
 
 
 @pytest.mark.parametrize("damage", DAMAGES.values(), ids=DAMAGES)
-def test_a_lost_index_costs_nothing(store: Path, stranger: Path, tmp_path: Path, damage: Damage) -> None:
+def test_a_lost_index_costs_nothing(
+    store: Path, stranger: Path, tmp_path: Path, damage: Damage
+) -> None:
     old = tmp_path / "old"
     shutil.copytree(store / "index", old)
     with ckptstore.open(store) as opened:
@@ -131,7 +144,9 @@ def test_a_lost_index_costs_nothing(store: Path, stranger: Path, tmp_path: Path,
 
 
 @pytest.mark.parametrize("damage", DAMAGES.values(), ids=DAMAGES)
-def test_a_lost_index_beneath_an_open_store_costs_nothing(store: Path, stranger: Path, tmp_path: Path, damage: Damage) -> None:
+def test_a_lost_index_beneath_an_open_store_costs_nothing(
+    store: Path, stranger: Path, tmp_path: Path, damage: Damage
+) -> None:
     old = tmp_path / "old"
     shutil.copytree(store / "index", old)
     with ckptstore.open(store) as opened:
@@ -157,7 +172,9 @@ CATALOGS = {name: damage for name, damage in DAMAGES.items() if not name.endswit
 
 
 @pytest.mark.parametrize("damage", CATALOGS.values(), ids=CATALOGS)
-def test_a_catalog_that_is_lost_between_two_questions_is_asked_on(store: Path, stranger: Path, tmp_path: Path, damage: Damage) -> None:
+def test_a_catalog_that_is_lost_between_two_questions_is_asked_on(
+    store: Path, stranger: Path, tmp_path: Path, damage: Damage
+) -> None:
     old = tmp_path / "old"
     shutil.copytree(store / "index", old)
     with ckptstore.open(store) as opened:
@@ -168,8 +185,13 @@ def test_a_catalog_that_is_lost_between_two_questions_is_asked_on(store: Path, s
         assert (queries.log(), queries.tags()) == (commits, tags)
 
 
-BENEATH = [damage for name, damage in DAMAGES.items() if not name.startswith(("truncate", "empty", "becomes"))]
-"""What leaves the files whole that somebody has mapped: a file that is cut in the microseconds in which liblmdb reads it ends a process."""
+BENEATH = [
+    damage
+    for name, damage in DAMAGES.items()
+    if not name.startswith(("truncate", "empty", "becomes"))
+]
+"""What leaves the files whole that somebody has mapped: a file that is cut in the microseconds in
+which liblmdb reads it ends a process."""
 
 
 def _lose_indexes(times: int, stranger: Path, scratch: Path, nursery: Nursery, seed: int) -> int:
@@ -183,7 +205,9 @@ def _lose_indexes(times: int, stranger: Path, scratch: Path, nursery: Nursery, s
                 with child.stopped():  # files that come and go cannot be copied
                     shutil.copytree(place / "index", old)
             damage = random.choice(BENEATH)
-            with suppress(OSError):  # the trainer is making or replacing just now what was to go or to come
+            with suppress(
+                OSError
+            ):  # the trainer is making or replacing just now what was to go or to come
                 damage(place / "index", old, stranger / "index")
         _wait_for_commits(child, 2)
     finally:
@@ -202,14 +226,21 @@ def _wait_for_commits(child: Child, more: int) -> None:
         time.sleep(0.001)
 
 
-def test_a_running_trainer_loses_its_indexes_and_nothing_else(stranger: Path, scratch: Path, nursery: Nursery, seed: int) -> None:
+def test_a_running_trainer_loses_its_indexes_and_nothing_else(
+    stranger: Path, scratch: Path, nursery: Nursery, seed: int
+) -> None:
     _lose_indexes(5, stranger, scratch, nursery, seed)
 
 
 @pytest.mark.soak
 @pytest.mark.timeout(1800)
-def test_a_running_trainer_loses_its_indexes_a_hundred_times(stranger: Path, scratch: Path, nursery: Nursery, seed: int) -> None:
-    print(f"100 losses, {_lose_indexes(100, stranger, scratch, nursery, seed)} acknowledged commits, none lost")
+def test_a_running_trainer_loses_its_indexes_a_hundred_times(
+    stranger: Path, scratch: Path, nursery: Nursery, seed: int
+) -> None:
+    print(
+        f"100 losses, {_lose_indexes(100, stranger, scratch, nursery, seed)} acknowledged commits, "
+        "none lost"
+    )
 
 
 def test_reindex_gives_the_same_answers(store: Path) -> None:

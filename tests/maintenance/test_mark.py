@@ -1,4 +1,5 @@
-"""The mark on made-up stores: what it finds live, against sets; what it takes, on a million chunks."""
+"""The mark on made-up stores: what it finds live, against sets; what it takes, on a million
+chunks."""
 
 import subprocess
 import sys
@@ -27,7 +28,9 @@ def needed(handle: StoreHandle) -> set[ChunkId]:
     for commit, row in state.commits.items():
         if row.soft:
             continue
-        for _, tree in decode_document(handle.storage.read(document_key(row.session, commit)), commit).trees:
+        for _, tree in decode_document(
+            handle.storage.read(document_key(row.session, commit)), commit
+        ).trees:
             found |= {tree.schema, *tree.pages}
             for data in handle.objects.read_metadata_many(tree.pages):
                 for leaf in decode_page(data).leaves:
@@ -61,12 +64,18 @@ def test_what_is_live_is_what_the_commits_need(tmp_path: Path, scattered: bool) 
 
 @pytest.mark.soak
 def test_a_million_chunks_are_marked_in_five_seconds_and_300_megabytes(tmp_path: Path) -> None:
-    """CPU seconds of one thread's worth of work: what others do on the machine is not the mark's fault."""
+    """CPU seconds of one thread's worth of work: what others do on the machine is not the mark's
+    fault."""
     make_store(tmp_path / "store", commits=1000, chunks=100_000, own=1000)
-    code = "import sys, pathlib; from benchmarks.gc_scale import measure; print(measure(pathlib.Path(sys.argv[1])))"
+    code = (
+        "import sys, pathlib; from benchmarks.gc_scale import measure; "
+        "print(measure(pathlib.Path(sys.argv[1])))"
+    )
     command = [sys.executable, "-c", code, str(tmp_path / "store")]
     found = literal_eval(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
-    print(f"{found['live']:,} chunks: {found['cpu_s']:.1f} s of CPU, {found['peak_bytes'] >> 20} MiB")
+    print(
+        f"{found['live']:,} chunks: {found['cpu_s']:.1f} s of CPU, {found['peak_bytes'] >> 20} MiB"
+    )
     assert found["live"] > 1_000_000
     assert found["cpu_s"] < 5
     assert found["peak_bytes"] < 300_000_000

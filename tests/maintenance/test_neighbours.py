@@ -1,4 +1,5 @@
-"""Others in the same store: stopped ones block nobody, forked ones share nothing, and hosts meet in the log alone."""
+"""Others in the same store: stopped ones block nobody, forked ones share nothing, and hosts meet in
+the log alone."""
 
 import os
 import shutil
@@ -17,7 +18,7 @@ import ckptstore
 from ckptstore import KeepLast
 from ckptstore.log.sessions import is_gone, open_session, read_sessions
 from ckptstore.repository import store_handle as opening_module
-from ckptstore.storage.contract import open_storage
+from ckptstore.storage.registry import open_storage
 from tests.shared.sites import on
 from tests.support.checker import assert_same, assert_sound, view_of
 from tests.support.fork_server import Nursery
@@ -25,7 +26,8 @@ from tests.support.workloads import CHUNK_BYTES, contents_of, small
 
 MOMENTS = 2
 LONGEST_S = 20.0
-"""Far below what a lock that waits for a stopped process would take, far above what a busy machine does."""
+"""Far below what a lock that waits for a stopped process would take, far above what a busy machine
+does."""
 
 CONTAINER = """
 import sys
@@ -49,14 +51,20 @@ def test_a_stopped_process_blocks_nobody(scratch: Path, nursery: Nursery, seed: 
             started = time.monotonic()
             with ckptstore.open(place, run="other", chunk_bytes=CHUNK_BYTES) as store:
                 commit = store.commit(small(moment), step=moment, tag="mine")
-                assert_same(store.checkout(commit.id).state_dict(), small(moment), "beside a stopped process")
+                assert_same(
+                    store.checkout(commit.id).state_dict(),
+                    small(moment),
+                    "beside a stopped process",
+                )
                 store.forget(KeepLast(2))
                 store.gc(max_unused=0.0)
                 assert store.log(all_runs=True)
             assert time.monotonic() - started < LONGEST_S, f"seed {seed}"
             os.kill(child.pid, signal.SIGCONT)
         with ckptstore.open(place) as store:
-            assert all(info.status != "gone" for info in store.sessions() if info.info.pid == child.pid)
+            assert all(
+                info.status != "gone" for info in store.sessions() if info.info.pid == child.pid
+            )
     finally:
         os.kill(child.pid, signal.SIGCONT)
         child.kill()
@@ -88,12 +96,18 @@ def test_a_forked_child_opens_the_store_for_itself_beside_its_parent(scratch: Pa
 
 def test_processes_of_two_containers_with_one_pid_are_two_processes(scratch: Path) -> None:
     inside = ["unshare", "--user", "--map-root-user", "--pid", "--fork", "--kill-child"]
-    if not shutil.which("unshare") or subprocess.run([*inside, "true"], capture_output=True, check=False).returncode:
+    if (
+        not shutil.which("unshare")
+        or subprocess.run([*inside, "true"], capture_output=True, check=False).returncode
+    ):
         pytest.skip("no pid namespace can be made here")
     storage = open_storage(scratch / "store", fsync=False)
     mine = open_session(storage, "commit")
     command = [*inside, sys.executable, "-c", CONTAINER, str(scratch / "store")]
-    containers = [subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) for _ in range(2)]
+    containers = [
+        subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        for _ in range(2)
+    ]
     try:
         for container in containers:
             assert container.stdout and container.stdout.readline()
@@ -115,7 +129,9 @@ def host(cache: Path) -> Iterator[None]:
         yield
 
 
-def test_hosts_on_a_shared_directory_keep_their_own_indexes_and_meet_in_the_log(scratch: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hosts_on_a_shared_directory_keep_their_own_indexes_and_meet_in_the_log(
+    scratch: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     place, caches = scratch / "store", [scratch / f"host-{i}" for i in range(3)]
     monkeypatch.setattr(opening_module, "is_network_filesystem", lambda path: path == place)
     stores = []
@@ -133,7 +149,9 @@ def test_hosts_on_a_shared_directory_keep_their_own_indexes_and_meet_in_the_log(
     stores[2].gc(max_unused=0.0)
     for store in stores:
         for i in range(len(stores)):
-            assert_same(store.checkout(f"host-{i}@3").state_dict(), small(3), "after another host's gc")
+            assert_same(
+                store.checkout(f"host-{i}@3").state_dict(), small(3), "after another host's gc"
+            )
         assert len(store.log(all_runs=True)) == 6
         store.close()
     assert not (place / "index").exists()

@@ -1,4 +1,5 @@
-"""Whatever lies in place of a stored file, an answer comes at once and in words: nothing is waited for, nothing too large is read."""
+"""Whatever lies in place of a stored file, an answer comes at once and in words: nothing is waited
+for, nothing too large is read."""
 
 import os
 import resource
@@ -12,8 +13,8 @@ import pytest
 import ckptstore
 from ckptstore.errors import CkptStoreError
 from ckptstore.repository.footers import read_table_at
-from ckptstore.storage.contract import open_storage
 from ckptstore.storage.limits import largest
+from ckptstore.storage.registry import open_storage
 from tests.maintenance.stores import check, files, heal, state
 
 SPARSE_BYTES = 40 << 30
@@ -55,7 +56,8 @@ ODD: dict[str, Callable[[Path], None]] = {
 
 @pytest.fixture
 def little_memory() -> Iterator[None]:
-    """What is read into memory as a whole ends in `MemoryError`, and not in the end of this machine."""
+    """What is read into memory as a whole ends in `MemoryError`, and not in the end of this
+    machine."""
     before = resource.getrlimit(resource.RLIMIT_AS)
     used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     resource.setrlimit(resource.RLIMIT_AS, (used + MEMORY_BYTES, before[1]))
@@ -102,7 +104,9 @@ def test_what_is_no_file_of_the_store_is_refused_at_once(store: Path, kind: str,
 
 @pytest.mark.parametrize("url", ["{tmp}/store", "memory://odd-{name}"])
 @pytest.mark.parametrize("key", ["ckptstore.json", "sessions/" + "7" * 24])
-def test_an_object_is_read_up_to_its_kinds_limit_and_not_beyond(tmp_path: Path, url: str, key: str) -> None:
+def test_an_object_is_read_up_to_its_kinds_limit_and_not_beyond(
+    tmp_path: Path, url: str, key: str
+) -> None:
     storage = open_storage(url.format(tmp=tmp_path, name=tmp_path.name))
     limit = largest(key)
     assert limit is not None

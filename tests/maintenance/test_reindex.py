@@ -48,7 +48,9 @@ def test_the_new_indexes_hold_what_the_old_ones_held(store: Path) -> None:
 
 def test_a_pack_that_cannot_be_read_is_counted_and_hinders_nothing(store: Path) -> None:
     handle = StoreHandle(store)
-    _, pack = min((number, pack) for number, pack in handle.log.replay().packs.items() if not pack.metadata)
+    _, pack = min(
+        (number, pack) for number, pack in handle.log.replay().packs.items() if not pack.metadata
+    )
     (store / pack_key(pack.id)).write_bytes(b"no pack")
     done = reindex(handle)
     handle.close()

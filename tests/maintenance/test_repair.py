@@ -1,4 +1,5 @@
-"""repair heals what can be proved, names what cannot, changes nothing in a dry run and deletes nothing at all."""
+"""repair heals what can be proved, names what cannot, changes nothing in a dry run and deletes
+nothing at all."""
 
 import hashlib
 import secrets
@@ -18,8 +19,17 @@ from ckptstore.maintenance.check.report import Kind, Level
 from ckptstore.maintenance.repair.repair import Mark, PutBack, Rebuild, SetAside, WriteConfig
 from ckptstore.maintenance.repair.rescue import CopyTwin, SavePacks
 from ckptstore.repository.store_handle import StoreHandle
-from ckptstore.storage.contract import open_storage
-from tests.maintenance.stores import assert_restores, check, copy_of, files, flip, heal, large_state, make_store
+from ckptstore.storage.registry import open_storage
+from tests.maintenance.stores import (
+    assert_restores,
+    check,
+    copy_of,
+    files,
+    flip,
+    heal,
+    large_state,
+    make_store,
+)
 
 
 @pytest.fixture(scope="module")
@@ -35,7 +45,11 @@ def large(large_template: Path, tmp_path: Path) -> Path:
 def packs_of(store: Path, *, metadata: bool) -> list[Pack]:
     handle = StoreHandle(store)
     try:
-        return [pack for _, pack in sorted(handle.log.replay().packs.items()) if pack.metadata is metadata]
+        return [
+            pack
+            for _, pack in sorted(handle.log.replay().packs.items())
+            if pack.metadata is metadata
+        ]
     finally:
         handle.close()
 
@@ -103,7 +117,9 @@ def test_a_bit_in_a_log_entry_is_turned_back(store: Path, n: int) -> None:
     for offset in (0, 63, 64, 65, 100, len(whole) - 1):
         flip(path, offset, bit=1)
         done = heal(store)
-        assert [type(action) for action in done.applied if not isinstance(action, Rebuild)] == [PutBack]
+        assert [type(action) for action in done.applied if not isinstance(action, Rebuild)] == [
+            PutBack
+        ]
         assert path.read_bytes() == whole
     assert_whole(store)
 
@@ -135,7 +151,9 @@ def test_a_lost_log_entry_comes_from_the_catalog(store: Path, n: int) -> None:
     assert_whole(store)
 
 
-def test_an_entry_of_a_mirror_with_another_history_is_not_taken(store: Path, tmp_path: Path) -> None:
+def test_an_entry_of_a_mirror_with_another_history_is_not_taken(
+    store: Path, tmp_path: Path
+) -> None:
     mirror = copy_of(store, tmp_path / "mirror")
     for path in (store, mirror):
         with ckptstore.open(path) as opened:
@@ -149,7 +167,9 @@ def test_an_entry_of_a_mirror_with_another_history_is_not_taken(store: Path, tmp
     assert any(finding.entry == 6 for finding in done.plan.unrepairable)
 
 
-def test_the_last_log_entry_is_missed_if_the_catalog_remembers_it(store: Path, tmp_path: Path) -> None:
+def test_the_last_log_entry_is_missed_if_the_catalog_remembers_it(
+    store: Path, tmp_path: Path
+) -> None:
     mirror = copy_of(store, tmp_path / "mirror")
     (store / "log" / "000000000005").unlink()
     assert [f.entry for f in check(store).findings if f.kind is Kind.ENTRY and f.entry] == [5]
@@ -158,11 +178,15 @@ def test_the_last_log_entry_is_missed_if_the_catalog_remembers_it(store: Path, t
 
 
 @pytest.mark.parametrize("lost", [1, 2, 4])
-def test_a_log_that_lost_its_end_is_not_continued_and_gets_it_back(store: Path, lost: int, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_log_that_lost_its_end_is_not_continued_and_gets_it_back(
+    store: Path, lost: int, caplog: pytest.LogCaptureFixture
+) -> None:
     before = fingerprint(store)
     for n in range(6 - lost, 6):
         (store / "log" / f"{n:012d}").unlink()
-    with pytest.raises(Corrupt, match=rf"ends at entry {5 - lost}, .* up to 5, .*`ckptstore repair --apply`"):
+    with pytest.raises(
+        Corrupt, match=rf"ends at entry {5 - lost}, .* up to 5, .*`ckptstore repair --apply`"
+    ):
         ckptstore.open(store)
     with ckptstore.open(store, read_only=True) as opened:
         assert len(opened.log(all_runs=True)) == 5 - lost
@@ -183,13 +207,17 @@ def test_a_store_that_was_set_back_on_purpose_goes_on_after_reindex(store: Path)
         assert [info.step for info in opened.log()] == [7, 2, 1, 0]
 
 
-def test_a_damaged_document_is_mended_from_its_own_bytes_or_a_mirror(store: Path, tmp_path: Path) -> None:
+def test_a_damaged_document_is_mended_from_its_own_bytes_or_a_mirror(
+    store: Path, tmp_path: Path
+) -> None:
     mirror = copy_of(store, tmp_path / "mirror")
     one, two, *_ = files(store, "commits")
     flip(one, 40, bit=3)
     two.unlink()
     done = heal(store)
-    assert len(done.applied) == 2  # the document that is gone leaves a damaged commit, which is marked
+    assert (
+        len(done.applied) == 2
+    )  # the document that is gone leaves a damaged commit, which is marked
     assert isinstance(done.applied[-1], Mark)
     assert done.applied[-1].commits == (two.name[25:],)
     done = heal(store, mirror)
@@ -234,7 +262,8 @@ def test_a_lost_chunk_is_healed_from_a_mirror(large: Path, tmp_path: Path) -> No
 
 
 def test_a_lost_chunk_is_healed_by_committing_it_again(large: Path) -> None:
-    """First repair takes the damaged pack out of the log, so that a commit writes the chunk anew instead of reusing it."""
+    """First repair takes the damaged pack out of the log, so that a commit writes the chunk anew
+    instead of reusing it."""
     pack = max(packs_of(large, metadata=False), key=lambda pack: pack.chunks)
     flip(large / pack_key(pack.id), 70_000)
     (commit,) = check(large, Level.DATA).damaged_commits
@@ -273,7 +302,9 @@ def test_both_twins_damaged_in_different_chunks_are_saved(store: Path) -> None:
     assert_whole(store)
 
 
-def test_what_an_earlier_fsck_found_is_repaired_without_reading_everything_again(large: Path, tmp_path: Path) -> None:
+def test_what_an_earlier_fsck_found_is_repaired_without_reading_everything_again(
+    large: Path, tmp_path: Path
+) -> None:
     mirror = copy_of(large, tmp_path / "mirror")
     pack = packs_of(large, metadata=False)[0]
     flip(large / pack_key(pack.id), 70_000)

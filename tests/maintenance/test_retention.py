@@ -12,7 +12,15 @@ from ckptstore.errors import InvalidInput
 from ckptstore.log.entries import Forget
 from ckptstore.log.fold import check, genesis
 from ckptstore.log.state import CommitRow, State
-from ckptstore.maintenance.retention import KeepBest, KeepEverySteps, KeepLast, KeepPeriods, KeepWithin, Policy, plan_policies
+from ckptstore.maintenance.retention import (
+    KeepBest,
+    KeepEverySteps,
+    KeepLast,
+    KeepPeriods,
+    KeepWithin,
+    Policy,
+    plan_policies,
+)
 
 HOUR_NS = 3600 * 1_000_000_000
 MIDNIGHT_NS = 1_700_006_400 * 1_000_000_000
@@ -35,19 +43,35 @@ def state_of(*rows: CommitRow) -> State:
 
 
 def row(
-    step: int | None = None, *, run: str = "main", hours: float = 0, metrics: dict[str, float] | None = None, soft: int = 0
+    step: int | None = None,
+    *,
+    run: str = "main",
+    hours: float = 0,
+    metrics: dict[str, float] | None = None,
+    soft: int = 0,
 ) -> CommitRow:
     time_ns = MIDNIGHT_NS + int(hours * HOUR_NS)
-    return CommitRow(0, SessionId("0" * 24), "", run, step, time_ns, (), tuple((metrics or {}).items()), soft)
+    return CommitRow(
+        0, SessionId("0" * 24), "", run, step, time_ns, (), tuple((metrics or {}).items()), soft
+    )
 
 
 def kept_beyond_pins(state: State, policies: Sequence[Policy], run: str | None = None) -> set[int]:
     """The numbers of the commits that a policy keeps; what is only pinned is left out."""
     plan = plan_policies(state, policies, run)
-    return {d.row.n for d in plan.decisions if any("newest of its run" not in reason for reason in d.reasons)}
+    return {
+        d.row.n
+        for d in plan.decisions
+        if any("newest of its run" not in reason for reason in d.reasons)
+    }
 
 
-LOSSES = state_of(*(row(step, hours=step, metrics={"loss": loss}) for step, loss in enumerate([5.0, 1.0, float("nan"), 1.0, 9.0, 3.0])))
+LOSSES = state_of(
+    *(
+        row(step, hours=step, metrics={"loss": loss})
+        for step, loss in enumerate([5.0, 1.0, float("nan"), 1.0, 9.0, 3.0])
+    )
+)
 
 
 @pytest.mark.parametrize(
@@ -71,7 +95,14 @@ def test_a_policy_keeps_what_it_says(policy: Policy, kept: set[int]) -> None:
 
 
 def test_one_commit_under_a_clock_that_was_ahead_makes_no_other_old() -> None:
-    state = state_of(row(hours=1), row(hours=24 * 4000), row(hours=-24 * 4000), row(hours=2), row(hours=3), row(hours=4))
+    state = state_of(
+        row(hours=1),
+        row(hours=24 * 4000),
+        row(hours=-24 * 4000),
+        row(hours=2),
+        row(hours=3),
+        row(hours=4),
+    )
     assert kept_beyond_pins(state, [KeepWithin(3 * 3600)]) == {1, 2, 4, 5, 6}
 
 
@@ -97,13 +128,24 @@ def test_policies_are_ored_and_every_reason_is_given() -> None:
 
 
 def test_each_run_is_looked_at_by_itself() -> None:
-    state = state_of(row(1, run="a"), row(2, run="b"), row(3, run="a"), row(4, run="b"), row(5, run="a"), row(6, run="b"))
+    state = state_of(
+        row(1, run="a"),
+        row(2, run="b"),
+        row(3, run="a"),
+        row(4, run="b"),
+        row(5, run="a"),
+        row(6, run="b"),
+    )
     assert {d.row.n for d in plan_policies(state, [KeepLast(1)]).forgotten} == {1, 2}
     assert {d.row.n for d in plan_policies(state, [KeepLast(1)], "a").forgotten} == {1}
 
 
 def test_tags_the_newest_two_and_the_best_by_the_settings_are_kept_whatever_the_policies() -> None:
-    state = replace(LOSSES, tags=LOSSES.tags.insert("release", commit_id(3)), settings=LOSSES.settings.insert("best", ("loss", "loss:max")))
+    state = replace(
+        LOSSES,
+        tags=LOSSES.tags.insert("release", commit_id(3)),
+        settings=LOSSES.settings.insert("best", ("loss", "loss:max")),
+    )
     plan = plan_policies(state, [KeepLast(1)])
     assert {d.row.n: d.reasons[0] for d in plan.kept} == {
         3: "tag release",
@@ -125,7 +167,13 @@ def test_no_policy_at_all_is_refused() -> None:
 
 @pytest.mark.parametrize(
     "make",
-    [lambda: KeepLast(0), lambda: KeepEverySteps(0), lambda: KeepBest(""), lambda: KeepWithin(0), lambda: KeepPeriods("daily", -1)],
+    [
+        lambda: KeepLast(0),
+        lambda: KeepEverySteps(0),
+        lambda: KeepBest(""),
+        lambda: KeepWithin(0),
+        lambda: KeepPeriods("daily", -1),
+    ],
 )
 def test_a_policy_that_would_keep_nothing_is_refused(make: type) -> None:
     with pytest.raises(InvalidInput):
@@ -137,7 +185,9 @@ commits = st.builds(
     st.none() | st.integers(0, 20),
     run=st.sampled_from("ab"),
     hours=st.floats(0, 1000),
-    metrics=st.dictionaries(st.sampled_from(["loss", "acc"]), st.floats(allow_infinity=False), max_size=2),
+    metrics=st.dictionaries(
+        st.sampled_from(["loss", "acc"]), st.floats(allow_infinity=False), max_size=2
+    ),
     soft=st.sampled_from([0, 0, 0, 1]),
 )
 policies = st.one_of(
@@ -145,12 +195,20 @@ policies = st.one_of(
     st.builds(KeepEverySteps, st.integers(1, 5)),
     st.builds(KeepBest, st.sampled_from(["loss", "acc"]), st.booleans(), st.integers(1, 3)),
     st.builds(KeepWithin, st.integers(1, 1_000_000)),
-    st.builds(KeepPeriods, st.sampled_from(["hourly", "daily", "weekly", "monthly"]), st.integers(1, 3)),
+    st.builds(
+        KeepPeriods, st.sampled_from(["hourly", "daily", "weekly", "monthly"]), st.integers(1, 3)
+    ),
 )
 
 
-@given(st.lists(commits, max_size=12), st.lists(policies, min_size=1, max_size=3), st.lists(st.integers(1, 12), max_size=2))
-def test_what_a_plan_forgets_the_log_admits(rows: list[CommitRow], chosen: list[Policy], tagged: list[int]) -> None:
+@given(
+    st.lists(commits, max_size=12),
+    st.lists(policies, min_size=1, max_size=3),
+    st.lists(st.integers(1, 12), max_size=2),
+)
+def test_what_a_plan_forgets_the_log_admits(
+    rows: list[CommitRow], chosen: list[Policy], tagged: list[int]
+) -> None:
     state = state_of(*rows)
     for n in tagged:
         if n <= len(rows) and not state.commits[commit_id(n)].soft:

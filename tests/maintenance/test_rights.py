@@ -1,4 +1,5 @@
-"""A private store is its owner's alone: every file and directory, in it and in the host's cache, whoever makes it with whatever umask."""
+"""A private store is its owner's alone: every file and directory, in it and in the host's cache,
+whoever makes it with whatever umask."""
 
 import os
 import subprocess
@@ -13,7 +14,7 @@ from ckptstore import KeepLast
 from ckptstore.log import log
 from ckptstore.log.sessions import open_session
 from ckptstore.repository import store_handle as opening_module
-from ckptstore.storage.contract import open_storage
+from ckptstore.storage.registry import open_storage
 from tests.cli.running import call
 from tests.maintenance.collecting import state_of
 from tests.maintenance.stores import CHUNK_BYTES, files, flip, heal
@@ -27,7 +28,8 @@ def umask(request: pytest.FixtureRequest) -> Iterator[int]:
 
 
 def live(place: Path, *, private: bool) -> None:
-    """Everything that makes files: commits, tags, gc, a checkpoint of the log, fsck, repair, doctor, a writer that is stopped."""
+    """Everything that makes files: commits, tags, gc, a checkpoint of the log, fsck, repair,
+    doctor, a writer that is stopped."""
     with ckptstore.open(place, private=private, chunk_bytes=CHUNK_BYTES) as store:
         for step in range(4):
             store.commit(state_of(step), step=step, tag="first" if step == 1 else ())
@@ -40,28 +42,54 @@ def live(place: Path, *, private: bool) -> None:
     heal(place)
     storage = open_storage(place)
     session = open_session(storage, "commit")
-    storage.create("packs/00/unfinished", session=session.id).append([memoryview(b"what a crash leaves")])
+    storage.create("packs/00/unfinished", session=session.id).append(
+        [memoryview(b"what a crash leaves")]
+    )
     session.abandon()
     storage.close()
 
 
 def modes(place: Path) -> dict[str, str]:
-    return {str(path.relative_to(place)): oct(S_IMODE(path.stat().st_mode)) for path in (place, *place.rglob("*"))}
+    return {
+        str(path.relative_to(place)): oct(S_IMODE(path.stat().st_mode))
+        for path in (place, *place.rglob("*"))
+    }
 
 
 def wrong(place: Path, *, files: int, directories: int) -> dict[str, str]:
     """What has other rights than these."""
-    return {name: mode for name, mode in modes(place).items() if mode != oct(directories if (place / name).is_dir() else files)}
+    return {
+        name: mode
+        for name, mode in modes(place).items()
+        if mode != oct(directories if (place / name).is_dir() else files)
+    }
 
 
-def test_everything_in_a_private_store_is_its_owners_alone(tmp_path: Path, umask: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_everything_in_a_private_store_is_its_owners_alone(
+    tmp_path: Path, umask: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(log, "CHECKPOINT_EVERY", 3)
     place = tmp_path / "above" / "store"
     live(place, private=True)
     found = modes(place)
-    for kind in ("packs/", "commits/", "log/0", "log/checkpoint-", "sessions/", "tmp/", "reserve", "index/catalog.sqlite", "quarantine/"):
+    for kind in (
+        "packs/",
+        "commits/",
+        "log/0",
+        "log/checkpoint-",
+        "sessions/",
+        "tmp/",
+        "reserve",
+        "index/catalog.sqlite",
+        "quarantine/",
+    ):
         assert any(name.startswith(kind) for name in found), kind
-    assert {"index/chunks.lmdb/data.mdb", "index/chunks.lmdb/lock.mdb", "index/chunks.lmdb/stamp", "index/watch.json"} <= found.keys()
+    assert {
+        "index/chunks.lmdb/data.mdb",
+        "index/chunks.lmdb/lock.mdb",
+        "index/chunks.lmdb/stamp",
+        "index/watch.json",
+    } <= found.keys()
     assert wrong(place, files=0o600, directories=0o700) == {}
     assert S_IMODE(place.parent.stat().st_mode) == 0o777 & ~umask
 
@@ -72,7 +100,9 @@ def test_other_stores_have_the_rights_that_the_umask_leaves(tmp_path: Path, umas
     assert wrong(place, files=0o666 & ~umask, directories=0o777 & ~umask) == {}
 
 
-def test_a_directory_that_was_there_becomes_private_and_one_that_is_made_private_later_stays_so(tmp_path: Path) -> None:
+def test_a_directory_that_was_there_becomes_private_and_one_that_is_made_private_later_stays_so(
+    tmp_path: Path,
+) -> None:
     before = os.umask(0o022)
     try:
         place = tmp_path / "store"
@@ -90,7 +120,9 @@ def test_a_directory_that_was_there_becomes_private_and_one_that_is_made_private
         os.umask(before)
 
 
-def test_the_index_in_the_cache_has_no_more_rights_than_its_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_index_in_the_cache_has_no_more_rights_than_its_store(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("CKPTSTORE_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(opening_module, "is_network_filesystem", lambda path: True)
     before = os.umask(0o022)

@@ -1,4 +1,5 @@
-"""Packs that changed places: the bytes are all there, so every reader finds them again, and whoever sees the index disagree says so."""
+"""Packs that changed places: the bytes are all there, so every reader finds them again, and whoever
+sees the index disagree says so."""
 
 from pathlib import Path
 
@@ -20,8 +21,17 @@ def store(tmp_path: Path) -> Path:
 
 def _of_one_size(store: Path, *, metadata: bool) -> tuple[Pack, Pack]:
     with opened(store) as handle:
-        packs = [pack for _, pack in sorted(handle.log.replay().packs.items()) if pack.metadata is metadata]
-    return next((one, other) for one in packs for other in packs if one.id != other.id and one.bytes == other.bytes)
+        packs = [
+            pack
+            for _, pack in sorted(handle.log.replay().packs.items())
+            if pack.metadata is metadata
+        ]
+    return next(
+        (one, other)
+        for one in packs
+        for other in packs
+        if one.id != other.id and one.bytes == other.bytes
+    )
 
 
 def _swap(one: Path, other: Path) -> None:
@@ -65,7 +75,9 @@ def test_a_restore_of_a_store_that_is_open_already_does_so_too(store: Path) -> N
             assert_restores(trainer, step, step, large_state)
 
 
-def test_metadata_that_changed_places_with_its_twins_sibling_is_saved_from_all_four(store: Path) -> None:
+def test_metadata_that_changed_places_with_its_twins_sibling_is_saved_from_all_four(
+    store: Path,
+) -> None:
     one, other = _of_one_size(store, metadata=True)
     _swap(store / pack_key(one.id), store / pack_key(other.id))
     assert {finding.kind for finding in check(store).findings} >= {Kind.TWIN}

@@ -1,8 +1,10 @@
-"""What does a trainer make of an index in which one bit has turned? Asked in a process of its own, which SQLite or liblmdb could end.
+"""What does a trainer make of an index in which one bit has turned? Asked in a process of its own,
+which SQLite or liblmdb could end.
 
-The library is asked first. If it finds nothing wrong with the file, reads every row or record as it was, and can write them anew,
-then whoever asks it goes on as before. Otherwise, for the bytes that say what file it is, and once in `SAMPLED` anyway, a store is opened
-over the file, asked, restored, and committed to.
+The library is asked first. If it finds nothing wrong with the file, reads every row or record as it
+was, and can write them anew, then whoever asks it goes on as before. Otherwise, for the bytes that
+say what file it is, and once in `SAMPLED` anyway, a store is opened over the file, asked, restored,
+and committed to.
 """
 
 import shutil
@@ -35,7 +37,8 @@ Found = Any
 
 @dataclass(frozen=True)
 class Index:
-    """`path` of a file below the folder of the indexes. The first `head` bytes of its first `pages` say what kind of file it is."""
+    """`path` of a file below the folder of the indexes. The first `head` bytes of its first `pages`
+    say what kind of file it is."""
 
     path: str
     head: int
@@ -47,12 +50,14 @@ class Index:
 
 
 def tiny(step: int) -> dict[str, Any]:
-    """As few bytes as have everything in them: `w` is a chunk that both commits share, `b` lies in a page."""
+    """As few bytes as have everything in them: `w` is a chunk that both commits share, `b` lies in
+    a page."""
     return {"m": {"w": torch.arange(65, dtype=torch.float64), "b": step}}
 
 
 def rows(path: Path) -> Found:
-    """Every row of a SQLite file, of tables that agree with their indexes, as do the lists of its pages."""
+    """Every row of a SQLite file, of tables that agree with their indexes, as do the lists of its
+    pages."""
     try:
         with closing(sqlite3.connect(f"file:{path}?immutable=1", uri=True)) as connection:
             connection.text_factory = bytes
@@ -60,16 +65,27 @@ def rows(path: Path) -> Found:
                 return None
             schema = connection.execute("SELECT * FROM sqlite_master").fetchall()
             tables = [row[1].decode() for row in schema if row[0] == b"table"]
-            return repr([schema, *(connection.execute(f'SELECT * FROM "{table}"').fetchall() for table in tables)])
+            return repr(
+                [
+                    schema,
+                    *(
+                        connection.execute(f'SELECT * FROM "{table}"').fetchall()
+                        for table in tables
+                    ),
+                ]
+            )
     except (sqlite3.Error, UnicodeDecodeError):
         return None
 
 
 def records(path: Path) -> Found:
-    """Every record of an LMDB file that the product would open, and again after each was written anew."""
+    """Every record of an LMDB file that the product would open, and again after each was written
+    anew."""
     try:
         lmdb_check.check(path, DATABASES)
-        with lmdb.open(str(path.parent), max_dbs=len(DATABASES), map_size=1 << 24, sync=False, metasync=False) as env:
+        with lmdb.open(
+            str(path.parent), max_dbs=len(DATABASES), map_size=1 << 24, sync=False, metasync=False
+        ) as env:
             databases = [env.open_db(name) for name in DATABASES]
             found = [list(_records(env, database)) for database in databases]
             with env.begin(write=True) as txn:
@@ -78,7 +94,11 @@ def records(path: Path) -> Found:
                         txn.delete(key, db=database)
                         txn.put(key, value, db=database)
                     txn.put(b"\xff" * len(there[0][0]) if there else b"new", b"new", db=database)
-            return found, [list(_records(env, database)) for database in databases], env.info()["last_txnid"]
+            return (
+                found,
+                [list(_records(env, database)) for database in databases],
+                env.info()["last_txnid"],
+            )
     except UNSOUND:
         return None
 
@@ -88,8 +108,12 @@ def _records(env: "lmdb.Environment[bytes]", database: Any) -> Iterator[tuple[by
         yield from txn.cursor()
 
 
-INDEXES = {"catalog": Index("catalog.sqlite", 100, 1, rows), "chunk index": Index("chunks.lmdb/data.mdb", 256, 2, records)}
-"""A SQLite file begins with a header of 100 bytes; an LMDB file has one of 152 in each of its first two pages."""
+INDEXES = {
+    "catalog": Index("catalog.sqlite", 100, 1, rows),
+    "chunk index": Index("chunks.lmdb/data.mdb", 256, 2, records),
+}
+"""A SQLite file begins with a header of 100 bytes; an LMDB file has one of 152 in each of its first
+two pages."""
 
 
 class Trials:
@@ -111,7 +135,11 @@ class Trials:
         """Who was asked in the end."""
         turned = bytearray(self._bytes)
         turned[offset] ^= 1 << bit
-        if not self._index.says_what_it_is(offset) and n % SAMPLED and self._look(turned) == self._wanted:
+        if (
+            not self._index.says_what_it_is(offset)
+            and n % SAMPLED
+            and self._look(turned) == self._wanted
+        ):
             return "library"
         self._try(turned)
         return "store"
@@ -121,7 +149,8 @@ class Trials:
         return self._index.look(self._looked_at)
 
     def _try(self, turned: bytes) -> None:
-        """Whatever else may follow from it, each name is that of the right commit, that is whole, and the next one can be made."""
+        """Whatever else may follow from it, each name is that of the right commit, that is whole,
+        and the next one can be made."""
         shutil.rmtree(self._place, ignore_errors=True)
         shutil.copytree(self._whole, self._place)
         (self._place / "index" / self._index.path).write_bytes(turned)
@@ -138,7 +167,8 @@ class Trials:
 
 
 def main(name: str, whole: str, scratch: str, file: str) -> None:
-    """Prints each trial of `file`, an offset and a bit a line, before it is made, and in the end how many there were of each kind."""
+    """Prints each trial of `file`, an offset and a bit a line, before it is made, and in the end
+    how many there were of each kind."""
     trials, counts = Trials(INDEXES[name], Path(whole), Path(scratch)), Counter[str]()
     for n, trial in enumerate(Path(file).read_text().splitlines()):
         print(trial, flush=True)

@@ -9,7 +9,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ckptstore.errors import Corrupt, InvalidInput
-from ckptstore.objects.canonical import MAX_DEPTH, MAX_INTEGER, bits_float, decode, encode, encode_joined, field, float_bits
+from ckptstore.objects.canonical import (
+    MAX_DEPTH,
+    MAX_INTEGER,
+    bits_float,
+    decode,
+    encode,
+    encode_joined,
+    field,
+    float_bits,
+)
 from tests.support.mutations import damaged
 
 TEXT = st.text(st.characters(exclude_categories=["Cs"]))
@@ -121,7 +130,9 @@ def test_both_directions_allow_the_same_depth() -> None:
         decode(too_deep)
 
 
-@pytest.mark.parametrize("data", [b"[" * 100_000, b"[" * 100_000 + b"]" * 100_000, b'{"a":' * 100_000])
+@pytest.mark.parametrize(
+    "data", [b"[" * 100_000, b"[" * 100_000 + b"]" * 100_000, b'{"a":' * 100_000]
+)
 def test_abysmal_nesting_is_corrupt_and_no_recursion_error(data: bytes) -> None:
     with pytest.raises(Corrupt):
         decode(data)
@@ -148,7 +159,10 @@ def test_floats_keep_every_bit(bits: int) -> None:
     assert float_bits(1.0) == "3ff0000000000000"
 
 
-@pytest.mark.parametrize("text", ["", "3FF0000000000000", "3ff000000000000", "3ff00000000000000", "xff0000000000000", 1.0, None])
+@pytest.mark.parametrize(
+    "text",
+    ["", "3FF0000000000000", "3ff000000000000", "3ff00000000000000", "xff0000000000000", 1.0, None],
+)
 def test_bits_of_a_float_have_one_form(text: object) -> None:
     with pytest.raises(Corrupt):
         bits_float(text)

@@ -1,4 +1,5 @@
-"""Codecs: what goes in comes out, nothing else does, and nothing claims more memory than it is due."""
+"""Codecs: what goes in comes out, nothing else does, and nothing claims more memory than it is
+due."""
 
 import tracemalloc
 from concurrent.futures import ThreadPoolExecutor
@@ -62,7 +63,9 @@ def test_damaged_bytes_are_corrupt_or_as_many_as_wanted(codec: int, data: st.Dat
 
 
 @given(CODEC, st.binary(max_size=100), st.integers(0, 200), WIDTH)
-def test_any_bytes_are_corrupt_or_as_many_as_wanted(codec: int, stored: bytes, nbytes: int, width: int) -> None:
+def test_any_bytes_are_corrupt_or_as_many_as_wanted(
+    codec: int, stored: bytes, nbytes: int, width: int
+) -> None:
     try:
         decoded(codec, stored, nbytes, width)
     except Corrupt:

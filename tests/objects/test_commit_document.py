@@ -20,7 +20,9 @@ CHUNKS = st.binary(min_size=32, max_size=32).map(ChunkId)
 COMMITS = CHUNKS.map(lambda chunk: CommitId(chunk.hex()))
 NAMES = st.text(st.characters(exclude_categories=["Cs"]), max_size=10)
 COUNTS = st.integers(0, 2**53)
-TREES = st.dictionaries(NAMES, st.builds(TreeRef, CHUNKS, st.lists(CHUNKS, max_size=3).map(tuple)), max_size=4)
+TREES = st.dictionaries(
+    NAMES, st.builds(TreeRef, CHUNKS, st.lists(CHUNKS, max_size=3).map(tuple)), max_size=4
+)
 
 
 @st.composite
@@ -34,7 +36,9 @@ def documents(draw: st.DrawFn) -> CommitDocument:
         message=draw(NAMES),
         time_ns=draw(st.integers(-(2**63), 2**63)),
         parents=tuple(draw(st.lists(COMMITS, max_size=2))),
-        metrics=tuple(sorted(draw(st.dictionaries(NAMES, st.floats(allow_nan=False), max_size=3)).items())),
+        metrics=tuple(
+            sorted(draw(st.dictionaries(NAMES, st.floats(allow_nan=False), max_size=3)).items())
+        ),
         tags=tuple(draw(st.lists(NAMES, max_size=2))),
         trees=trees,
         layout=draw(st.none() | CHUNKS),
@@ -58,14 +62,17 @@ def test_a_damaged_document_is_corrupt(document: CommitDocument, data: st.DataOb
     commit, stored = encode_document(document)
     bad = data.draw(damaged(stored))
     try:
-        # zstd has spare bits in its frame headers: only what decompresses to the same bytes may pass.
+        # zstd has spare bits in its frame headers: only what decompresses to the same bytes may
+        # pass.
         assert decode_document(bad, commit) == document
     except Corrupt:
         return
 
 
 @given(documents(), st.data())
-def test_a_document_without_a_known_id_is_checked_field_by_field(document: CommitDocument, data: st.DataObject) -> None:
+def test_a_document_without_a_known_id_is_checked_field_by_field(
+    document: CommitDocument, data: st.DataObject
+) -> None:
     obj = canonical.decode(decompress(encode_document(document)[1], 1 << 20))
     key = data.draw(st.sampled_from(sorted(set(obj) - {"step", "layout", "run", "message"})))
     obj[key] = data.draw(st.sampled_from([None, True, -1, "x", ["x", 1], {"": 1}, [[]]]))
@@ -74,7 +81,9 @@ def test_a_document_without_a_known_id_is_checked_field_by_field(document: Commi
 
 
 @given(documents(), st.data())
-def test_a_document_that_lacks_a_key_is_corrupt(document: CommitDocument, data: st.DataObject) -> None:
+def test_a_document_that_lacks_a_key_is_corrupt(
+    document: CommitDocument, data: st.DataObject
+) -> None:
     obj = canonical.decode(decompress(encode_document(document)[1], 1 << 20))
     del obj[data.draw(st.sampled_from(sorted(obj)))]
     with pytest.raises(Corrupt):

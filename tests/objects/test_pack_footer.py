@@ -24,27 +24,43 @@ from ckptstore.objects.pack import (
     parse_trailer,
 )
 from ckptstore.repository.footers import read_table
-from ckptstore.storage.contract import Storage, open_storage
+from ckptstore.storage.contract import Storage
+from ckptstore.storage.registry import open_storage
 from tests.support.mutations import damaged
 
 PACK = pack_id(SessionId("0" * 24), 0, 1)
 
 
 def entry(offset: int, nbytes: int, kind: int = TENSOR, **other: int) -> PackEntry:
-    return PackEntry(ChunkId(digest(f"{offset} {nbytes}".encode())), offset, nbytes, nbytes, 0, 2, kind, 0)._replace(**other)
+    return PackEntry(
+        ChunkId(digest(f"{offset} {nbytes}".encode())), offset, nbytes, nbytes, 0, 2, kind, 0
+    )._replace(**other)
 
 
 @st.composite
 def packs(draw: st.DrawFn) -> tuple[list[PackEntry], int, bool]:
     metadata = draw(st.booleans())
     found, offset = [], 0
-    for gap, raw, codec in draw(st.lists(st.tuples(st.integers(0, 100), st.integers(1, 2**22), st.integers(0, 2)), max_size=20)):
+    for gap, raw, codec in draw(
+        st.lists(
+            st.tuples(st.integers(0, 100), st.integers(1, 2**22), st.integers(0, 2)), max_size=20
+        )
+    ):
         offset += gap
         stored = draw(st.integers(1, raw)) if codec else raw
         kind = draw(st.sampled_from([SCHEMA, PAGE, LAYOUT])) if metadata else TENSOR
         crc = draw(st.integers(0, 2**32 - 1)) if codec else 0
         found.append(
-            PackEntry(ChunkId(draw(st.binary(min_size=32, max_size=32))), offset, stored, raw, codec, draw(st.integers(1, 16)), kind, crc)
+            PackEntry(
+                ChunkId(draw(st.binary(min_size=32, max_size=32))),
+                offset,
+                stored,
+                raw,
+                codec,
+                draw(st.integers(1, 16)),
+                kind,
+                crc,
+            )
         )
         offset += stored
     return found, offset + draw(st.integers(0, 100)), metadata
@@ -52,11 +68,15 @@ def packs(draw: st.DrawFn) -> tuple[list[PackEntry], int, bool]:
 
 def parsed(tail: bytes, data_bytes: int) -> list[PackEntry]:
     trailer = parse_trailer(tail[-TRAILER_BYTES:], data_bytes + len(tail))
-    return entries(parse_footer(tail[-TRAILER_BYTES - trailer.footer_bytes : -TRAILER_BYTES], trailer))
+    return entries(
+        parse_footer(tail[-TRAILER_BYTES - trailer.footer_bytes : -TRAILER_BYTES], trailer)
+    )
 
 
 @given(packs(), st.randoms())
-def test_what_a_footer_says_comes_back_in_order_of_offset(pack: tuple[list[PackEntry], int, bool], random: object) -> None:
+def test_what_a_footer_says_comes_back_in_order_of_offset(
+    pack: tuple[list[PackEntry], int, bool], random: object
+) -> None:
     found, data_bytes, metadata = pack
     tail = encode_tail(sorted(found, key=lambda _: random.random()), data_bytes, metadata)  # type: ignore[attr-defined]
     assert len(tail) == 64 * len(found) + TRAILER_BYTES
@@ -66,8 +86,12 @@ def test_what_a_footer_says_comes_back_in_order_of_offset(pack: tuple[list[PackE
 
 def test_the_footer_is_laid_out_as_the_format_says() -> None:
     chunk = ChunkId(bytes(range(31)) + b"\0")
-    tail = encode_tail([PackEntry(chunk, 0x40, 0x30, 0x50, 1, 4, TENSOR, 0xABCD)], 0x70, metadata=False)
-    assert tail[:64] == chunk + struct.pack("<QIIIIBBB5x", 0x40, 0x30, 0x50, 0xFFFFFFFF, 0xABCD, 1, 4, 0)
+    tail = encode_tail(
+        [PackEntry(chunk, 0x40, 0x30, 0x50, 1, 4, TENSOR, 0xABCD)], 0x70, metadata=False
+    )
+    assert tail[:64] == chunk + struct.pack(
+        "<QIIIIBBB5x", 0x40, 0x30, 0x50, 0xFFFFFFFF, 0xABCD, 1, 4, 0
+    )
     assert tail[64:96] == b"CKPTPACK" + struct.pack("<IIQQ", 1, 0, 0x70, 64)
     assert tail[96:128] == digest(tail[:96])
     assert tail[128:] == b"KCAPTPKC"
@@ -75,7 +99,9 @@ def test_the_footer_is_laid_out_as_the_format_says() -> None:
 
 
 @given(packs(), st.data())
-def test_a_damaged_tail_is_corrupt(pack: tuple[list[PackEntry], int, bool], data: st.DataObject) -> None:
+def test_a_damaged_tail_is_corrupt(
+    pack: tuple[list[PackEntry], int, bool], data: st.DataObject
+) -> None:
     found, data_bytes, metadata = pack
     with pytest.raises(Corrupt):
         parsed(data.draw(damaged(encode_tail(found, data_bytes, metadata))), data_bytes)
@@ -102,12 +128,16 @@ def test_a_damaged_tail_is_corrupt(pack: tuple[list[PackEntry], int, bool], data
         ([entry(0, 10)._replace(chunk=ChunkId(b"short"))], False),
     ],
 )
-def test_entries_that_make_no_pack_are_refused_before_they_are_written(found: list[PackEntry], metadata: bool) -> None:
+def test_entries_that_make_no_pack_are_refused_before_they_are_written(
+    found: list[PackEntry], metadata: bool
+) -> None:
     with pytest.raises(InvalidInput):
         encode_tail(found, 1000, metadata)
 
 
-@pytest.mark.parametrize(("field", "value"), [("base", 0), ("zero", b"\0\0\0\0\1"), ("codec", 7), ("offset", 2**64 - 1)])
+@pytest.mark.parametrize(
+    ("field", "value"), [("base", 0), ("zero", b"\0\0\0\0\1"), ("codec", 7), ("offset", 2**64 - 1)]
+)
 def test_a_record_with_a_true_hash_is_checked_all_the_same(field: str, value: object) -> None:
     table = np.frombuffer(encode_tail([entry(0, 10)], 10, metadata=False)[:64], FOOTER_DTYPE).copy()
     table[field] = value
@@ -118,9 +148,19 @@ def test_a_record_with_a_true_hash_is_checked_all_the_same(field: str, value: ob
 
 
 @pytest.mark.parametrize(
-    ("offset", "run_bytes", "start"), [(0, 1, 0), (1, 1, 64), (64, 65535, 64), (65, 65535, 128), (1, 65536, 4096), (4096, 1 << 23, 4096)]
+    ("offset", "run_bytes", "start"),
+    [
+        (0, 1, 0),
+        (1, 1, 64),
+        (64, 65535, 64),
+        (65, 65535, 128),
+        (1, 65536, 4096),
+        (4096, 1 << 23, 4096),
+    ],
 )
-def test_large_runs_start_on_pages_and_small_ones_on_cache_lines(offset: int, run_bytes: int, start: int) -> None:
+def test_large_runs_start_on_pages_and_small_ones_on_cache_lines(
+    offset: int, run_bytes: int, start: int
+) -> None:
     assert align(offset, run_bytes) == start
 
 
@@ -136,7 +176,9 @@ def put_pack(storage: Storage, key: str, count: int, pack: PackId = PACK) -> lis
 
 
 @pytest.mark.parametrize("count", [0, 1, 1022, 1023, 5000])
-def test_a_footer_of_any_length_is_read_from_the_end_of_its_pack(storage: Storage, count: int) -> None:
+def test_a_footer_of_any_length_is_read_from_the_end_of_its_pack(
+    storage: Storage, count: int
+) -> None:
     found = put_pack(storage, pack_key(PACK), count)
     assert entries(read_table(storage, PACK, metadata=False)) == found
 
@@ -146,7 +188,9 @@ def test_the_twin_answers_for_a_damaged_metadata_pack(storage: Storage, damage: 
     found = put_pack(storage, twin_key(PACK), 3)
     whole = storage.read(twin_key(PACK))
     if damage != "gone":
-        storage.put(pack_key(PACK), whole[:-1] if damage == "cut" else whole[:-100] + b"?" + whole[-99:])
+        storage.put(
+            pack_key(PACK), whole[:-1] if damage == "cut" else whole[:-100] + b"?" + whole[-99:]
+        )
     assert entries(read_table(storage, PACK, metadata=True)) == found
     with pytest.raises(NotFound if damage == "gone" else Corrupt):
         read_table(storage, PACK, metadata=False)

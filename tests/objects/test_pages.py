@@ -1,4 +1,5 @@
-"""Pages: every leaf's content comes back, the same content gives the same pages, and damage is called so."""
+"""Pages: every leaf's content comes back, the same content gives the same pages, and damage is
+called so."""
 
 import struct
 import tracemalloc
@@ -15,7 +16,9 @@ from ckptstore.errors import Corrupt, InvalidInput
 from ckptstore.objects.pages import MAX_IDS, MAX_LEAVES, decode_page, join_pages, split_pages
 from tests.support.mutations import damaged
 
-SIZES = st.integers(1, 5) | st.sampled_from([MAX_IDS - 1, MAX_IDS, MAX_IDS + 1, 2 * MAX_IDS, 2 * MAX_IDS + 1])
+SIZES = st.integers(1, 5) | st.sampled_from(
+    [MAX_IDS - 1, MAX_IDS, MAX_IDS + 1, 2 * MAX_IDS, 2 * MAX_IDS + 1]
+)
 U64 = st.integers(0, 2**64 - 1)
 
 
@@ -31,9 +34,14 @@ def boxes(n: int) -> st.SearchStrategy[tuple[Box, ...]]:
 
 IDS = SIZES.map(some_ids)
 LEAVES: st.SearchStrategy[tuple[LeafKind, LeafContent]] = st.one_of(
-    st.tuples(st.sampled_from(["tensor", "value", "bytes"]), st.binary(max_size=512).map(lambda b: LeafContent(b, raw_bytes=len(b)))),
+    st.tuples(
+        st.sampled_from(["tensor", "value", "bytes"]),
+        st.binary(max_size=512).map(lambda b: LeafContent(b, raw_bytes=len(b))),
+    ),
     st.tuples(st.just("tensor"), st.builds(LeafContent, ids=IDS)),
-    st.tuples(st.just("tensor"), st.builds(LeafContent, ids=IDS, boxes=st.integers(1, 4).flatmap(boxes))),
+    st.tuples(
+        st.just("tensor"), st.builds(LeafContent, ids=IDS, boxes=st.integers(1, 4).flatmap(boxes))
+    ),
     st.tuples(st.sampled_from(["value", "bytes"]), st.builds(LeafContent, ids=IDS, raw_bytes=U64)),
 )
 Leaves = list[tuple[LeafKind, LeafContent]]
@@ -53,14 +61,20 @@ def test_a_page_holds_no_more_than_the_format_allows(leaves: Leaves) -> None:
     pages = [decode_page(data) for data in pages_of(leaves)]
     ids = [sum(len(leaf.ids) // 32 for leaf in page.leaves) for page in pages]
     assert all(count <= MAX_IDS for count in ids)
-    assert all(count == MAX_IDS for count, after in zip(ids, pages[1:], strict=False) if after.first_id)
+    assert all(
+        count == MAX_IDS for count, after in zip(ids, pages[1:], strict=False) if after.first_id
+    )
 
 
-@pytest.mark.parametrize(("count", "pages"), [(0, 0), (1, 1), (512, 1), (513, 2), (1024, 2), (1025, 3)])
+@pytest.mark.parametrize(
+    ("count", "pages"), [(0, 0), (1, 1), (512, 1), (513, 2), (1024, 2), (1025, 3)]
+)
 def test_a_page_is_closed_before_its_513th_leaf(count: int, pages: int) -> None:
     leaves: Leaves = [("value", LeafContent(b"1", raw_bytes=1))] * count
     found = pages_of(leaves)
-    assert [len(decode_page(data).leaves) for data in found[:-1]] == [MAX_LEAVES] * (pages - 1 if pages else 0)
+    assert [len(decode_page(data).leaves) for data in found[:-1]] == [MAX_LEAVES] * (
+        pages - 1 if pages else 0
+    )
     assert len(found) == pages
 
 
@@ -74,8 +88,13 @@ def test_a_page_is_closed_before_its_513th_leaf(count: int, pages: int) -> None:
         ([5000, 1], [(0, 0), (0, 2048), (0, 4096)]),
     ],
 )
-def test_a_leaf_of_many_ids_goes_on_in_the_next_page(counts: list[int], starts: list[tuple[int, int]]) -> None:
-    pages = [decode_page(data) for data in pages_of([("tensor", LeafContent(ids=some_ids(n))) for n in counts])]
+def test_a_leaf_of_many_ids_goes_on_in_the_next_page(
+    counts: list[int], starts: list[tuple[int, int]]
+) -> None:
+    pages = [
+        decode_page(data)
+        for data in pages_of([("tensor", LeafContent(ids=some_ids(n))) for n in counts])
+    ]
     assert [(page.first_leaf, page.first_id) for page in pages] == starts
 
 
@@ -113,7 +132,9 @@ def test_a_damaged_page_is_a_page_or_corrupt(leaves: Leaves, data: st.DataObject
 
 
 @given(st.integers(0, 2**32 - 1), st.integers(0, 2**32 - 1), U64, st.binary(max_size=64))
-def test_a_page_that_claims_much_costs_little(first_leaf: int, count: int, first_id: int, rest: bytes) -> None:
+def test_a_page_that_claims_much_costs_little(
+    first_leaf: int, count: int, first_id: int, rest: bytes
+) -> None:
     tracemalloc.start()
     try:
         decode_page(b"CKPG" + struct.pack("<IIIQ", 1, first_leaf, count, first_id) + rest)
@@ -169,7 +190,13 @@ def test_what_no_page_can_hold_is_refused(kind: LeafKind, content: LeafContent) 
 
 def page(kinds: list[int], sizes: list[int], payload: bytes, first_id: int = 0) -> bytes:
     head = b"CKPG" + struct.pack("<IIIQ", 1, 0, len(kinds), first_id)
-    return head + bytes(kinds) + bytes(-len(kinds) % 4) + struct.pack(f"<{len(sizes)}I", *sizes) + payload
+    return (
+        head
+        + bytes(kinds)
+        + bytes(-len(kinds) % 4)
+        + struct.pack(f"<{len(sizes)}I", *sizes)
+        + payload
+    )
 
 
 @pytest.mark.parametrize(
@@ -192,7 +219,9 @@ def page(kinds: list[int], sizes: list[int], payload: bytes, first_id: int = 0) 
         page([0] * 513, [0] * 513, b""),
         page([1], [2049], bytes(2049 * 32)),
         page([0], [0], b"")[:28].replace(b"CKPG\x01", b"CKPG\x02"),
-        page([0], [0], b"").replace(b"\x00\x00\x00\x00\x00\x00\x00\x00\x00", b"\x00\x00\x00\x00\x00\x00\x00\x00\x00\x01", 1),
+        page([0], [0], b"").replace(
+            b"\x00\x00\x00\x00\x00\x00\x00\x00\x00", b"\x00\x00\x00\x00\x00\x00\x00\x00\x00\x01", 1
+        ),
     ],
 )
 def test_a_page_that_contradicts_the_format_is_corrupt(data: bytes) -> None:

@@ -14,7 +14,11 @@ TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=6)
 INTEGERS = st.integers(-(2**53), 2**53)
 KEYS = TEXT | INTEGERS | TEXT.map(lambda text: ["bytes", text])
 LEAVES: st.SearchStrategy[tuple[LeafKind, str, tuple[int, ...]]] = st.one_of(
-    st.tuples(st.just("tensor"), st.sampled_from(["bfloat16", "float32"]), st.lists(st.integers(0, 2**12), max_size=5).map(tuple)),
+    st.tuples(
+        st.just("tensor"),
+        st.sampled_from(["bfloat16", "float32"]),
+        st.lists(st.integers(0, 2**12), max_size=5).map(tuple),
+    ),
     st.tuples(st.sampled_from(["value", "bytes"]), st.just(""), st.just(())),
 )
 
@@ -40,7 +44,12 @@ def schemas(draw: st.DrawFn) -> Schema:
 
 
 SMALL = Schema(
-    Node("dict", (0, Node("list", (1, 2)), 3), ("w", 7, ["bytes", "ff"]), (("default", ["float", "3ff0000000000000"]),)),
+    Node(
+        "dict",
+        (0, Node("list", (1, 2)), 3),
+        ("w", 7, ["bytes", "ff"]),
+        (("default", ["float", "3ff0000000000000"]),),
+    ),
     ("m/w", "m/7/0", "m/7/1", "m/x"),
     ("tensor", "value", "bytes", "tensor"),
     ("float32", "", "", "float32"),

@@ -1,4 +1,5 @@
-"""Reads are planned from where chunks lie: every chunk once, no read longer than asked for, and its parts are all of it."""
+"""Reads are planned from where chunks lie: every chunk once, no read longer than asked for, and its
+parts are all of it."""
 
 import numpy as np
 from hypothesis import given
@@ -22,7 +23,9 @@ def places(draw: st.DrawFn) -> np.ndarray:
 
 
 @given(places(), st.integers(1, 200), st.integers(1, 100))
-def test_parts_of_reads_have_every_chunk_once_and_no_more_than_they_may(where: np.ndarray, limit_bytes: int, part_bytes: int) -> None:
+def test_parts_of_reads_have_every_chunk_once_and_no_more_than_they_may(
+    where: np.ndarray, limit_bytes: int, part_bytes: int
+) -> None:
     names: dict[int, PackId] = {n: pack_id(new_session_id(), 0, n) for n in range(2)}
     reads, missing = plan_reads(where, names, limit_bytes)
     assert not missing
@@ -32,7 +35,9 @@ def test_parts_of_reads_have_every_chunk_once_and_no_more_than_they_may(where: n
         assert b"".join(_covered(part) for part in parts) == _covered(read)
         for part in parts:
             assert len(part.which) == 1 or part.stored_bytes <= part_bytes
-            assert [(names[int(where["pack"][i])], int(where["offset"][i])) for i in part.which] == [(part.pack, at) for at in part.offsets]
+            assert [
+                (names[int(where["pack"][i])], int(where["offset"][i])) for i in part.which
+            ] == [(part.pack, at) for at in part.offsets]
             assert part.stored_bytes == sum(int(where["stored"][i]) for i in part.which)
             seen += part.which
     assert sorted(seen) == list(range(len(where)))

@@ -20,9 +20,12 @@ class Count:
 ROUNDS = 3
 
 
-def least_bytes_read(act: Callable[[], T], before: Callable[[], object] = lambda: None) -> tuple[int, T]:
-    """Bytes that `act`, done some times over, read at least, each time after `before`, and what it gave: what other threads of the process
-    read meanwhile, the test runner's say, is not the call's."""
+def least_bytes_read(
+    act: Callable[[], T], before: Callable[[], object] = lambda: None
+) -> tuple[int, T]:
+    """Bytes that `act`, done some times over, read at least, each time after `before`, and what it
+    gave: what other threads of the process read meanwhile, the test runner's say, is not the
+    call's."""
     counts = []
     for _ in range(ROUNDS):
         before()
@@ -34,7 +37,8 @@ def least_bytes_read(act: Callable[[], T], before: Callable[[], object] = lambda
 
 @contextmanager
 def bytes_read() -> Iterator[Count]:
-    """Bytes that this process's system calls read meanwhile, on all threads, page cache or not (proc_pid_io(5), rchar)."""
+    """Bytes that this process's system calls read meanwhile, on all threads, page cache or not
+    (proc_pid_io(5), rchar)."""
     count, before = Count(), _rchar()
     yield count
     # The look at the account before is part of it.
@@ -43,7 +47,8 @@ def bytes_read() -> Iterator[Count]:
 
 @contextmanager
 def peak_buffers() -> Iterator[Count]:
-    """The most that Python's allocators held at a time, above what they held at first: every buffer that is not a tensor's memory."""
+    """The most that Python's allocators held at a time, above what they held at first: every buffer
+    that is not a tensor's memory."""
     count = Count()
     gc.collect()
     tracemalloc.start()
@@ -56,7 +61,8 @@ def peak_buffers() -> Iterator[Count]:
 
 @contextmanager
 def peak_resident() -> Iterator[Count]:
-    """By how much resident memory rose above what it was, at its highest (proc_pid_status(5), VmHWM; clear_refs resets it)."""
+    """By how much resident memory rose above what it was, at its highest (proc_pid_status(5),
+    VmHWM; clear_refs resets it)."""
     count = Count()
     gc.collect()
     Path("/proc/self/clear_refs").write_text("5")

@@ -1,4 +1,5 @@
-"""What a call holds beside the state stays within its budget, however large the tensor is; a part of a tensor costs a part of the reads."""
+"""What a call holds beside the state stays within its budget, however large the tensor is; a part
+of a tensor costs a part of the reads."""
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -14,7 +15,14 @@ from ckptstore import InvalidInput
 from ckptstore.core.config import RUN_BYTES
 from ckptstore.core.host import free_bytes
 from ckptstore.repository import memory_budget
-from ckptstore.repository.memory_budget import PACK_BUFFERS_BYTES, WINDOW_BYTES, WriteRoom, rank_room, read_room, write_room
+from ckptstore.repository.memory_budget import (
+    PACK_BUFFERS_BYTES,
+    WINDOW_BYTES,
+    WriteRoom,
+    rank_room,
+    read_room,
+    write_room,
+)
 from tests.restore.counting import bytes_read, least_bytes_read, peak_buffers, peak_resident
 
 MIB = 1 << 20
@@ -42,7 +50,9 @@ def test_rows_touch_only_the_chunks_that_cover_them(store: ckptstore.Store) -> N
     for start, stop in ((256, 512), (0, 1), (255, 257), (1000, 3000)):
         chunks = -(-stop // 256) - start // 256
         with peak_buffers() as peak:
-            nbytes, rows = least_bytes_read(lambda start=start, stop=stop: snap.read("w", slice(start, stop)))
+            nbytes, rows = least_bytes_read(
+                lambda start=start, stop=stop: snap.read("w", slice(start, stop))
+            )
         assert torch.equal(rows, whole[start:stop])
         assert nbytes <= chunks * MIB + ACCOUNT_BYTES
         assert peak.bytes <= 2 * MIB + SLACK_BYTES  # the first and the last chunk
@@ -78,12 +88,19 @@ def _state_dict(snap: Any, whole: torch.Tensor, budget_bytes: int) -> torch.Tens
     return snap.state_dict(memory_budget_bytes=budget_bytes)["w"]  # type: ignore[no-any-return]
 
 
-READS: list[Callable[[Any, torch.Tensor, int], torch.Tensor]] = [_read, _read_into, _restore, _state_dict]
+READS: list[Callable[[Any, torch.Tensor, int], torch.Tensor]] = [
+    _read,
+    _read_into,
+    _restore,
+    _state_dict,
+]
 
 
 @pytest.mark.parametrize("read", READS)
 @pytest.mark.parametrize("codec", ["raw", "zstd"])
-def test_every_read_stays_within_its_budget(tmp_path: Path, codec: str, read: Callable[[Any, torch.Tensor, int], torch.Tensor]) -> None:
+def test_every_read_stays_within_its_budget(
+    tmp_path: Path, codec: str, read: Callable[[Any, torch.Tensor, int], torch.Tensor]
+) -> None:
     whole = torch.randn(2048, 1024).bfloat16().float()  # 8 MiB that compress
     with ckptstore.open(tmp_path / "store", codec=codec) as store:
         snap = store.commit({"w": whole})
@@ -100,7 +117,9 @@ def test_a_commit_stays_within_its_budget(tmp_path: Path, codec: str) -> None:
     with ckptstore.open(tmp_path / "store", codec=codec) as store:
         for budget_bytes in (4 * MIB, 8 * MIB):
             with peak_buffers() as peak:
-                snap = store.commit({"w": whole + budget_bytes, "small": small}, memory_budget_bytes=budget_bytes)
+                snap = store.commit(
+                    {"w": whole + budget_bytes, "small": small}, memory_budget_bytes=budget_bytes
+                )
             assert torch.equal(snap.read("w"), whole + budget_bytes)
             assert peak.bytes <= budget_bytes + SLACK_BYTES
         snap.verify()
@@ -125,12 +144,18 @@ def test_a_budget_that_is_too_small_is_refused_and_the_least_is_named(tmp_path: 
             calls: list[Callable[[int], object]] = [
                 lambda n, snap=snap: snap.read("w", memory_budget_bytes=n),
                 lambda n, snap=snap: snap.state_dict(memory_budget_bytes=n),
-                lambda n, snap=snap: snap.restore({"w": torch.zeros(300_000)}, memory_budget_bytes=n),
-                lambda n, store=store: store.resume({"w": torch.zeros(300_000)}, memory_budget_bytes=n),
+                lambda n, snap=snap: snap.restore(
+                    {"w": torch.zeros(300_000)}, memory_budget_bytes=n
+                ),
+                lambda n, store=store: store.resume(
+                    {"w": torch.zeros(300_000)}, memory_budget_bytes=n
+                ),
             ]
             for call in calls:
                 for wrong in (3 * (256 << 10) - 1, 0, -1, True, 0.5, "64M"):
-                    with pytest.raises(InvalidInput, match=r"memory_budget_bytes is .* at least 786432 "):
+                    with pytest.raises(
+                        InvalidInput, match=r"memory_budget_bytes is .* at least 786432 "
+                    ):
                         call(wrong)  # type: ignore[arg-type]
                 call(3 * (256 << 10))
 
@@ -150,7 +175,9 @@ def test_reading_is_divided_within_the_budget(extra: int, chunk_bytes: int, thre
 
 
 @given(st.integers(0, 2 * GIB), chunk_sizes, st.integers(1, 64), st.booleans())
-def test_committing_is_divided_within_the_budget(extra: int, chunk_bytes: int, threads: int, encoding: bool) -> None:
+def test_committing_is_divided_within_the_budget(
+    extra: int, chunk_bytes: int, threads: int, encoding: bool
+) -> None:
     given_bytes = (4 if encoding else 1) * chunk_bytes + extra
     room = write_room(given_bytes, chunk_bytes, threads, encoding=encoding)
     assert 1 <= room.threads <= threads
@@ -160,7 +187,9 @@ def test_committing_is_divided_within_the_budget(extra: int, chunk_bytes: int, t
 
 
 @given(st.integers(0, 2 * GIB), chunk_sizes, st.integers(1, 64), st.booleans())
-def test_what_a_rank_commits_with_is_divided_within_the_budget(extra: int, chunk_bytes: int, threads: int, encoding: bool) -> None:
+def test_what_a_rank_commits_with_is_divided_within_the_budget(
+    extra: int, chunk_bytes: int, threads: int, encoding: bool
+) -> None:
     given_bytes = (8 if encoding else 5) * chunk_bytes + extra
     room = rank_room(given_bytes, chunk_bytes, threads, encoding=encoding)
     assert chunk_bytes <= room.window_bytes <= WINDOW_BYTES or room.window_bytes == chunk_bytes
@@ -214,7 +243,10 @@ def test_a_gibibyte_is_read_and_cut_within_the_issues_figures(store: ckptstore.S
     with peak_resident() as peak, bytes_read() as count:
         rows = snap.read("w", slice(100_000, 102_000))
     chunks = -(-102_000 // 256) - 100_000 // 256
-    print(f"rows: {count.bytes / MIB:.1f} MiB read of {chunks} chunks, {(peak.bytes - rows.nbytes) / MIB:.1f} MiB beside the result")
+    print(
+        f"rows: {count.bytes / MIB:.1f} MiB read of {chunks} chunks, "
+        f"{(peak.bytes - rows.nbytes) / MIB:.1f} MiB beside the result"
+    )
     assert count.bytes <= chunks * MIB + ACCOUNT_BYTES
     assert peak.bytes - rows.nbytes <= 32 * MIB
     for name, read in (("read", _read), ("transposed", _read_into), ("restore", _restore)):

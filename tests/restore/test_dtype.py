@@ -1,4 +1,5 @@
-"""Floats as other floats when asked, chunk by chunk, bit for bit what `Tensor.to` gives; never without being asked."""
+"""Floats as other floats when asked, chunk by chunk, bit for bit what `Tensor.to` gives; never
+without being asked."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -36,7 +37,10 @@ def test_every_float_becomes_every_other(store: ckptstore.Store) -> None:
         for dtype in FLOATS:
             read = snap.read(name, (slice(1, 290), slice(2, 120)), dtype=dtype)
             assert read.dtype == dtype
-            assert tensor_bytes(read) == tensor_bytes(whole[1:290, 2:120].to(dtype).contiguous()), (name, dtype)
+            assert tensor_bytes(read) == tensor_bytes(whole[1:290, 2:120].to(dtype).contiguous()), (
+                name,
+                dtype,
+            )
 
 
 def state() -> dict[str, Any]:
@@ -48,20 +52,26 @@ def state() -> dict[str, Any]:
         "complex": torch.randn(200, dtype=torch.complex64),
         "parameter": nn.Parameter(torch.randn(200)),
         "sparse": torch.eye(3).to_sparse(),
-        "quantized": torch.quantize_per_channel(torch.randn(3, 2), torch.ones(3), torch.zeros(3), 0, torch.qint8),
+        "quantized": torch.quantize_per_channel(
+            torch.randn(3, 2), torch.ones(3), torch.zeros(3), 0, torch.qint8
+        ),
         "array": np.random.default_rng(1).random(200),
         "lr": 0.5,
     }
 
 
 @pytest.mark.filterwarnings("ignore:torch.quantize_per:UserWarning")
-def test_a_state_dict_converts_floating_tensors_and_leaves_the_rest_alone(store: ckptstore.Store) -> None:
+def test_a_state_dict_converts_floating_tensors_and_leaves_the_rest_alone(
+    store: ckptstore.Store,
+) -> None:
     committed = state()
     got = store.commit({"s": committed}).state_dict("s", dtype=torch.bfloat16)
     for name in ("weight", "half"):
         assert_same(got[name], committed[name].to(torch.bfloat16))
     assert_same(got["parameter"], nn.Parameter(committed["parameter"].detach().to(torch.bfloat16)))
-    assert got["sparse"].dtype == torch.bfloat16 and torch.equal(got["sparse"].to_dense(), torch.eye(3).bfloat16())
+    assert got["sparse"].dtype == torch.bfloat16 and torch.equal(
+        got["sparse"].to_dense(), torch.eye(3).bfloat16()
+    )
     assert torch.equal(got["quantized"].dequantize(), committed["quantized"].dequantize())
     for name in ("ids", "flags", "complex", "array", "lr"):
         assert_same(got[name], committed[name])
@@ -81,17 +91,24 @@ def test_only_floats_can_be_asked_for(store: ckptstore.Store, wrong: Any) -> Non
 
 
 def test_a_restore_converts_where_the_target_has_that_dtype(store: ckptstore.Store) -> None:
-    trained, model = nn.Sequential(nn.Linear(300, 300), nn.LayerNorm(300)), nn.Sequential(nn.Linear(300, 300), nn.LayerNorm(300))
+    trained, model = (
+        nn.Sequential(nn.Linear(300, 300), nn.LayerNorm(300)),
+        nn.Sequential(nn.Linear(300, 300), nn.LayerNorm(300)),
+    )
     model[0].bfloat16()
     addresses = [p.data_ptr() for p in model.parameters()]
     snap = store.commit({"model": trained})
-    with pytest.raises(InvalidInput, match=r"model/0\.weight: the commit has float32.*the target has bfloat16"):
+    with pytest.raises(
+        InvalidInput, match=r"model/0\.weight: the commit has float32.*the target has bfloat16"
+    ):
         snap.restore({"model": model})
     with pytest.raises(InvalidInput, match="the target has bfloat16"):
         snap.restore({"model": model}, dtype=torch.float16)
     snap.restore({"model": model}, dtype=torch.bfloat16)
     assert torch.equal(model[0].weight, trained[0].weight.bfloat16())
-    assert torch.equal(model[1].weight, trained[1].weight) and model[1].weight.dtype == torch.float32
+    assert (
+        torch.equal(model[1].weight, trained[1].weight) and model[1].weight.dtype == torch.float32
+    )
     assert [p.data_ptr() for p in model.parameters()] == addresses
 
 
@@ -105,13 +122,18 @@ def test_what_has_no_target_comes_back_as_it_was_committed(store: ckptstore.Stor
     other = torch.optim.AdamW(fresh.parameters())
     snap.restore({"model": fresh, "optimizer": other}, dtype=torch.bfloat16)
     assert fresh.weight.dtype == torch.bfloat16
-    assert torch.equal(other.state[fresh.weight]["exp_avg"], optimizer.state[model.weight]["exp_avg"])
+    assert torch.equal(
+        other.state[fresh.weight]["exp_avg"], optimizer.state[model.weight]["exp_avg"]
+    )
     assert other.state[fresh.weight]["exp_avg"].dtype == torch.float32
 
 
 def test_a_strided_and_an_expanded_target_are_converted_as_well(store: ckptstore.Store) -> None:
     weight, row = torch.randn(200, 100), torch.randn(1).expand(5)
-    target = {"weight": torch.zeros(100, 200, dtype=torch.float16).t(), "row": torch.zeros(1, dtype=torch.float16).expand(5)}
+    target = {
+        "weight": torch.zeros(100, 200, dtype=torch.float16).t(),
+        "row": torch.zeros(1, dtype=torch.float16).expand(5),
+    }
     there = target["weight"]
     store.commit({"s": {"weight": weight, "row": row}}).restore({"s": target}, dtype=torch.float16)
     assert target["weight"] is there
@@ -171,7 +193,12 @@ def test_floats_are_converted_into_a_tensor_when_asked(store: ckptstore.Store) -
 
 def test_a_tensor_that_cannot_take_it_is_refused_and_left_alone(store: ckptstore.Store) -> None:
     snap = store.commit({"w": torch.ones(300), "n": 3})
-    for wrong in (torch.zeros(299), torch.zeros(300, dtype=torch.int32), torch.zeros(1).expand(300), torch.zeros(300, device="meta")):
+    for wrong in (
+        torch.zeros(299),
+        torch.zeros(300, dtype=torch.int32),
+        torch.zeros(1).expand(300),
+        torch.zeros(300, device="meta"),
+    ):
         with pytest.raises(InvalidInput, match="w "):
             snap.read_into(wrong, "w")
     with pytest.raises(InvalidInput, match="use read"):

@@ -1,4 +1,5 @@
-"""A tensor mapped into memory: nothing is read until it is touched, no file is changed, and it stays whatever becomes of the packs."""
+"""A tensor mapped into memory: nothing is read until it is touched, no file is changed, and it
+stays whatever becomes of the packs."""
 
 import ctypes
 import gc
@@ -35,7 +36,11 @@ def store(place: Path) -> Iterator[ckptstore.Store]:
 
 
 def packs(place: Path) -> list[Path]:
-    return sorted(path for path in (place / "packs").rglob("*") if path.is_file() and path.stat().st_size > 64 << 10)
+    return sorted(
+        path
+        for path in (place / "packs").rglob("*")
+        if path.is_file() and path.stat().st_size > 64 << 10
+    )
 
 
 def evict(place: Path) -> None:
@@ -73,14 +78,18 @@ def test_a_tensor_that_lies_in_several_packs_is_stitched(store: ckptstore.Store)
     assert tensor.shape == whole.shape and tensor.is_contiguous()
 
 
-def test_opening_reads_nothing_and_touching_a_row_reads_its_pages(place: Path, store: ckptstore.Store) -> None:
+def test_opening_reads_nothing_and_touching_a_row_reads_its_pages(
+    place: Path, store: ckptstore.Store
+) -> None:
     whole = in_several_packs(store)
     snap = store.checkout()
     assert snap.trees
     nbytes, tensor = least_bytes_read(lambda: snap.open("part"), before=lambda: evict(place))
     assert nbytes == 0
     resident = resident_pages(tensor)
-    assert resident == 0, f"{resident} of {tensor.nbytes // PAGE_BYTES} pages were brought into memory"
+    assert resident == 0, (
+        f"{resident} of {tensor.nbytes // PAGE_BYTES} pages were brought into memory"
+    )
     assert torch.equal(tensor[3000], whole[3000])
     # The kernel reads ahead around a fault.
     assert 0 < resident_pages(tensor) < tensor.nbytes // PAGE_BYTES // 2
@@ -136,7 +145,9 @@ def test_a_verified_one_is_the_same_tensor(store: ckptstore.Store) -> None:
     assert torch.equal(store.checkout().open("part", verify=True), whole)
 
 
-def test_a_pack_that_is_too_short_is_corrupt_and_does_not_kill_the_process(place: Path, store: ckptstore.Store) -> None:
+def test_a_pack_that_is_too_short_is_corrupt_and_does_not_kill_the_process(
+    place: Path, store: ckptstore.Store
+) -> None:
     snap = store.commit({"w": torch.randn(3 * MIB)})
     for path in packs(place):
         os.truncate(path, path.stat().st_size // 2)
@@ -166,7 +177,9 @@ REFUSALS: list[tuple[str, Any, str]] = [
 
 
 @pytest.mark.parametrize(("codec", "value", "message"), REFUSALS)
-def test_what_cannot_be_mapped_is_refused_and_read_is_named(place: Path, codec: str, value: Any, message: str) -> None:
+def test_what_cannot_be_mapped_is_refused_and_read_is_named(
+    place: Path, codec: str, value: Any, message: str
+) -> None:
     with ckptstore.open(place, codec=codec) as store:
         snap = store.commit({"w": value})
         with pytest.raises(InvalidInput, match=message):
@@ -183,7 +196,9 @@ def test_a_remote_store_is_refused() -> None:
                 call()
 
 
-def test_a_model_on_the_meta_device_takes_mapped_weights(place: Path, store: ckptstore.Store) -> None:
+def test_a_model_on_the_meta_device_takes_mapped_weights(
+    place: Path, store: ckptstore.Store
+) -> None:
     trained = nn.Sequential(nn.Linear(1024, 2048), nn.LayerNorm(2048), nn.Linear(2048, 3))
     snap = store.checkout(store.commit({"model": trained}).id)
     assert snap.trees
@@ -208,12 +223,19 @@ PLANS: list[tuple[list[Stretch], MapPlan]] = [
     # Two pieces that meet at a page.
     (
         [Stretch(0, "p", 8192, 2 * PAGE), Stretch(2 * PAGE, "q", 0, 100)],
-        MapPlan(0, 2 * PAGE + 100, (Stretch(0, "p", 8192, 2 * PAGE), Stretch(2 * PAGE, "q", 0, 100)), ()),
+        MapPlan(
+            0, 2 * PAGE + 100, (Stretch(0, "p", 8192, 2 * PAGE), Stretch(2 * PAGE, "q", 0, 100)), ()
+        ),
     ),
     # A short last run begins anywhere: it is copied.
     (
         [Stretch(0, "p", 8192, 2 * PAGE), Stretch(2 * PAGE, "q", 64, 100)],
-        MapPlan(0, 2 * PAGE + 100, (Stretch(0, "p", 8192, 2 * PAGE),), (Stretch(2 * PAGE, "q", 64, 100),)),
+        MapPlan(
+            0,
+            2 * PAGE + 100,
+            (Stretch(0, "p", 8192, 2 * PAGE),),
+            (Stretch(2 * PAGE, "q", 64, 100),),
+        ),
     ),
     # They meet within a page, which is copied from both.
     (
@@ -235,7 +257,9 @@ def test_a_plan_says_which_pages_are_laid_where(parts: list[Stretch], plan: MapP
 
 def test_no_more_than_a_little_is_copied_and_elements_are_aligned() -> None:
     with pytest.raises(Unmappable, match="side by side"):
-        plan_map([Stretch(0, "p", 0, MIB + 64), Stretch(MIB + 64, "q", 0, COPIED_BYTES + 4)], 4, PAGE)
+        plan_map(
+            [Stretch(0, "p", 0, MIB + 64), Stretch(MIB + 64, "q", 0, COPIED_BYTES + 4)], 4, PAGE
+        )
     with pytest.raises(Unmappable, match="multiples of 8"):
         plan_map([Stretch(0, "p", 4, MIB)], 8, PAGE)
 
@@ -256,8 +280,15 @@ def test_a_mapping_keeps_to_its_pages(tmp_path: Path) -> None:
 
 
 @pytest.mark.soak
-def test_opening_one_tensor_of_a_large_commit_takes_three_milliseconds(place: Path, store: ckptstore.Store) -> None:
-    store.commit({"model": {f"layer{i}": torch.randn(1 << 20) for i in range(170)} | {"table": torch.randn(50_257, 3968)}})
+def test_opening_one_tensor_of_a_large_commit_takes_three_milliseconds(
+    place: Path, store: ckptstore.Store
+) -> None:
+    store.commit(
+        {
+            "model": {f"layer{i}": torch.randn(1 << 20) for i in range(170)}
+            | {"table": torch.randn(50_257, 3968)}
+        }
+    )
     times, first = [], []
     for _ in range(21):
         snap = store.checkout()

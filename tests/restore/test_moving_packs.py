@@ -1,4 +1,5 @@
-"""A reader beside others that collect: what has moved since it was located is found again, and only what is gone is missing."""
+"""A reader beside others that collect: what has moved since it was located is found again, and only
+what is gone is missing."""
 
 from pathlib import Path
 
@@ -17,11 +18,14 @@ CHUNK = digest(KEEP.numpy().tobytes())
 
 
 def make_shrinking(place: Path) -> None:
-    """Commits of ever less: as each of the first is forgotten and collected, the pack that holds `keep` is copied once more."""
+    """Commits of ever less: as each of the first is forgotten and collected, the pack that holds
+    `keep` is copied once more."""
     tensors = {name: torch.randn(8192) for name in NAMES}
     with ckptstore.open(place, chunk_bytes=1 << 16) as store:
         for step in range(len(NAMES) + 2):
-            store.commit({"m": {"keep": KEEP, **{name: tensors[name] for name in NAMES[step:]}}}, step=step)
+            store.commit(
+                {"m": {"keep": KEEP, **{name: tensors[name] for name in NAMES[step:]}}}, step=step
+            )
 
 
 def collect_again(place: Path) -> None:
@@ -33,12 +37,16 @@ def collect_again(place: Path) -> None:
 
 def read_chunk(handle: StoreHandle, where: object) -> None:
     out = bytearray(KEEP.nbytes)
-    handle.objects.read_into(CHUNK, [memoryview(out)], where=where)  # type: ignore[arg-type]  # numpy's array
+    # numpy's array
+    handle.objects.read_into(CHUNK, [memoryview(out)], where=where)  # type: ignore[arg-type]
     assert digest(out) == CHUNK
 
 
-def test_a_pack_that_was_collected_between_looking_up_and_reading_is_looked_up_again(tmp_path: Path) -> None:
-    """The chunk index is shared: another process may have dropped the pack's name from it as well."""
+def test_a_pack_that_was_collected_between_looking_up_and_reading_is_looked_up_again(
+    tmp_path: Path,
+) -> None:
+    """The chunk index is shared: another process may have dropped the pack's name from it as
+    well."""
     make_shrinking(tmp_path)
     with opened(tmp_path) as handle:
         handle.objects.sync(handle.log.replay())
@@ -50,7 +58,9 @@ def test_a_pack_that_was_collected_between_looking_up_and_reading_is_looked_up_a
         read_chunk(handle, where)
 
 
-def test_a_pack_that_moves_again_and_again_while_it_is_looked_for_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_pack_that_moves_again_and_again_while_it_is_looked_for_is_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     make_shrinking(tmp_path)
     with opened(tmp_path) as handle:
         handle.objects.sync(handle.log.replay())

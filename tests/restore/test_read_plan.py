@@ -20,7 +20,9 @@ shapes = st.one_of(
 )
 
 
-def hold(tensor: np.ndarray, boxes: tuple[Box, ...] | None) -> tuple[LeafContent, dict[bytes, bytes]]:
+def hold(
+    tensor: np.ndarray, boxes: tuple[Box, ...] | None
+) -> tuple[LeafContent, dict[bytes, bytes]]:
     """The tensor cut into chunks as these boxes hold it."""
     chunks: dict[bytes, bytes] = {}
     ids = []
@@ -33,7 +35,13 @@ def hold(tensor: np.ndarray, boxes: tuple[Box, ...] | None) -> tuple[LeafContent
     return LeafContent(ids=b"".join(ids), boxes=boxes), chunks
 
 
-def fetch(content: LeafContent, chunks: dict[bytes, bytes], shape: tuple[int, ...], width: int, wanted: Box) -> bytes:
+def fetch(
+    content: LeafContent,
+    chunks: dict[bytes, bytes],
+    shape: tuple[int, ...],
+    width: int,
+    wanted: Box,
+) -> bytes:
     out = bytearray(b"\xee" * (width * prod(wanted.lengths)))
     at_once = bytearray(out)
     for piece in select(content, shape, width, CHUNK, wanted):
@@ -48,7 +56,10 @@ def fetch(content: LeafContent, chunks: dict[bytes, bytes], shape: tuple[int, ..
 def split(shape: tuple[int, ...], dim: int, edges: list[int]) -> tuple[Box, ...]:
     cuts = sorted({0, shape[dim], *(e % shape[dim] for e in edges)})
     return tuple(
-        Box(tuple(a if i == dim else 0 for i in range(len(shape))), tuple(b - a if i == dim else n for i, n in enumerate(shape)))
+        Box(
+            tuple(a if i == dim else 0 for i in range(len(shape))),
+            tuple(b - a if i == dim else n for i, n in enumerate(shape)),
+        )
         for a, b in zip(cuts, cuts[1:], strict=False)
     )
 

@@ -1,4 +1,5 @@
-"""Restores under other names: by prefixes or a function, into modules and plain containers; what would collide is refused at once."""
+"""Restores under other names: by prefixes or a function, into modules and plain containers; what
+would collide is refused at once."""
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
@@ -26,7 +27,10 @@ def net(**parts: nn.Module) -> nn.Module:
 
 
 def same(a: nn.Module, b: nn.Module) -> bool:
-    return all(torch.equal(x, y) for x, y in zip(a.state_dict().values(), b.state_dict().values(), strict=True))
+    return all(
+        torch.equal(x, y)
+        for x, y in zip(a.state_dict().values(), b.state_dict().values(), strict=True)
+    )
 
 
 PREFIXES = [
@@ -43,7 +47,9 @@ PREFIXES = [
 
 
 @pytest.mark.parametrize(("rename", "path", "wanted"), PREFIXES)
-def test_the_longest_prefix_that_fits_is_replaced_below_the_key_or_from_it_on(rename: dict[str, str], path: str, wanted: str) -> None:
+def test_the_longest_prefix_that_fits_is_replaced_below_the_key_or_from_it_on(
+    rename: dict[str, str], path: str, wanted: str
+) -> None:
     assert Renamer(rename)(path) == wanted
 
 
@@ -59,12 +65,21 @@ def test_a_function_must_give_a_path(wrong: Any) -> None:
         Renamer(lambda path: wrong)("model/weight")
 
 
-RENAMES: list[Any] = [{"old.": "new."}, {"model/old.": "model/new."}, lambda path: path.replace("old.", "new.")]
+RENAMES: list[Any] = [
+    {"old.": "new."},
+    {"model/old.": "model/new."},
+    lambda path: path.replace("old.", "new."),
+]
 
 
 @pytest.mark.parametrize("rename", RENAMES)
-def test_a_module_takes_the_weights_of_one_with_other_names(store: ckptstore.Store, rename: Any) -> None:
-    old, new = net(old=nn.Linear(3, 3), norm=nn.BatchNorm1d(3)), net(new=nn.Linear(3, 3), norm=nn.BatchNorm1d(3))
+def test_a_module_takes_the_weights_of_one_with_other_names(
+    store: ckptstore.Store, rename: Any
+) -> None:
+    old, new = (
+        net(old=nn.Linear(3, 3), norm=nn.BatchNorm1d(3)),
+        net(new=nn.Linear(3, 3), norm=nn.BatchNorm1d(3)),
+    )
     address = new.new.weight.data_ptr()
     snap = store.commit({"model": old})
     with pytest.raises(InvalidInput, match=r"(?s)model/new\.weight.*rename="):
@@ -96,20 +111,32 @@ def test_a_key_of_the_state_can_be_renamed(store: ckptstore.Store) -> None:
 
 
 def test_plain_containers_are_renamed_at_any_depth(store: ckptstore.Store) -> None:
-    committed = {"a": {"w": torch.ones(2), "n": [1, {"x": torch.ones(3)}]}, "b": OrderedDict(y=2), 3: {"z": 1}, "p/q": 5}
+    committed = {
+        "a": {"w": torch.ones(2), "n": [1, {"x": torch.ones(3)}]},
+        "b": OrderedDict(y=2),
+        3: {"z": 1},
+        "p/q": 5,
+    }
     target: dict[str, Any] = {"c": {"v": torch.zeros(2)}}
     v = target["c"]["v"]
     rename = {"a/w": "c/v", "a/": "c/deep/", "b/": "d/", "3/": "4/", "p%2Fq": "r%2Fs"}
     store.commit({"s": committed}).restore({"s": target}, rename=rename)
     assert target["c"]["v"] is v
-    wanted = {"c": {"v": torch.ones(2), "deep": {"n": [1, {"x": torch.ones(3)}]}}, "d": OrderedDict(y=2), 4: {"z": 1}, "r/s": 5}
+    wanted = {
+        "c": {"v": torch.ones(2), "deep": {"n": [1, {"x": torch.ones(3)}]}},
+        "d": OrderedDict(y=2),
+        4: {"z": 1},
+        "r/s": 5,
+    }
     assert_same(target, wanted)
 
 
 def test_a_nested_module_is_renamed_as_well(store: ckptstore.Store) -> None:
     one, other = net(old=nn.Linear(2, 2)), net(new=nn.Linear(2, 2))
     target = {"nets": {"second": other}}
-    store.commit({"s": {"nets": {"first": one}}}).restore({"s": target}, rename={"nets/first/old.": "nets/second/new."})
+    store.commit({"s": {"nets": {"first": one}}}).restore(
+        {"s": target}, rename={"nets/first/old.": "nets/second/new."}
+    )
     assert target["nets"]["second"] is other
     assert same(one, other)
 
@@ -132,18 +159,27 @@ def test_a_modules_metadata_is_renamed_with_its_leaves(store: ckptstore.Store) -
 
 
 CLASHES: list[tuple[Any, str]] = [
-    ({"a.": "b."}, r"model/a\.weight to model/b\.weight and model/b\.weight to model/b\.weight|both cannot be there"),
+    (
+        {"a.": "b."},
+        r"model/a\.weight to model/b\.weight and model/b\.weight to model/b\.weight|both cannot be "
+        r"there",
+    ),
     ({"zzz.": "b."}, r"no path begins with 'zzz\.'"),
     ({"a.": "c.", "unused": "x"}, "no path begins with 'unused'"),
     (lambda path: "model/same", "both cannot be there"),
     (lambda path: path if "a." in path else f"other/{path}", "the leaves of one key"),
     (lambda path: "model", "stays below one"),
-    (lambda path: path.replace("a.weight", "a.weight/b").replace("a.bias", "a.weight"), "both cannot be there"),
+    (
+        lambda path: path.replace("a.weight", "a.weight/b").replace("a.bias", "a.weight"),
+        "both cannot be there",
+    ),
 ]
 
 
 @pytest.mark.parametrize(("rename", "message"), CLASHES)
-def test_a_rename_that_cannot_be_is_refused_and_nothing_is_touched(store: ckptstore.Store, rename: Any, message: str) -> None:
+def test_a_rename_that_cannot_be_is_refused_and_nothing_is_touched(
+    store: ckptstore.Store, rename: Any, message: str
+) -> None:
     snap = store.commit({"model": net(a=nn.Linear(2, 2), b=nn.Linear(2, 2))})
     target = net(a=nn.Linear(2, 2), b=nn.Linear(2, 2))
     before = {name: value.clone() for name, value in target.state_dict().items()}
@@ -153,7 +189,9 @@ def test_a_rename_that_cannot_be_is_refused_and_nothing_is_touched(store: ckptst
 
 
 def test_a_list_is_not_taken_apart(store: ckptstore.Store) -> None:
-    snap = store.commit({"s": {"l": [torch.ones(1), torch.ones(2)], "sparse": torch.eye(2).to_sparse()}})
+    snap = store.commit(
+        {"s": {"l": [torch.ones(1), torch.ones(2)], "sparse": torch.eye(2).to_sparse()}}
+    )
     for prefix in ("l/0", "sparse/values"):
         with pytest.raises(InvalidInput, match="as a whole"):
             snap.restore({"s": {}}, rename={prefix: "x"})
@@ -172,7 +210,9 @@ def test_a_function_sees_every_leaf_once_and_may_change_nothing(store: ckptstore
 
     rename: Callable[[str], str] = look
     module = net(a=nn.Linear(2, 2))
-    store.commit({"model": module, "n": 1}).restore({"model": net(a=nn.Linear(2, 2)), "n": 0}, rename=rename)
+    store.commit({"model": module, "n": 1}).restore(
+        {"model": net(a=nn.Linear(2, 2)), "n": 0}, rename=rename
+    )
     assert seen == ["model/a.weight", "model/a.bias", "n"]
 
 

@@ -1,4 +1,5 @@
-"""A part of a state by globs: only what matches is read, and a restore leaves everything else as it is."""
+"""A part of a state by globs: only what matches is read, and a restore leaves everything else as it
+is."""
 
 from collections import namedtuple
 from collections.abc import Iterator
@@ -55,7 +56,9 @@ MATCHES = [
 
 
 @pytest.mark.parametrize(("glob", "path", "is_selected"), MATCHES)
-def test_a_glob_matches_a_path_in_full_or_below_its_key_and_what_is_in_a_container(glob: str, path: str, is_selected: bool) -> None:
+def test_a_glob_matches_a_path_in_full_or_below_its_key_and_what_is_in_a_container(
+    glob: str, path: str, is_selected: bool
+) -> None:
     assert selector(glob)(path) is is_selected
     assert selector(["no-such", glob])(path) is is_selected
 
@@ -71,7 +74,10 @@ def test_a_state_dict_of_selected_leaves_has_these_only(store: ckptstore.Store) 
     snap = store.commit({"model": model, "epoch": 3})
     part = snap.state_dict("model", select="layers.*")
     assert list(part) == ["layers.0.weight", "layers.0.bias", "layers.1.weight", "layers.1.bias"]
-    assert_same(dict(part), {name: value for name, value in model.state_dict().items() if name.startswith("layers.")})
+    assert_same(
+        dict(part),
+        {name: value for name, value in model.state_dict().items() if name.startswith("layers.")},
+    )
     assert list(snap.state_dict(select=["epoch", "*.bias"])) == ["model", "epoch"]
     assert [leaf.path for leaf in snap.leaves("head.*")] == ["model/head.weight", "model/head.bias"]
     Net().load_state_dict(part, strict=False)
@@ -82,7 +88,9 @@ def test_only_what_is_selected_is_read(store: ckptstore.Store) -> None:
     snap = store.commit({"model": big})
     reopened = store.checkout(snap.id)
     assert reopened.trees
-    nbytes, part = least_bytes_read(lambda: reopened.state_dict("model", select=["layer3", "layer5"]))
+    nbytes, part = least_bytes_read(
+        lambda: reopened.state_dict("model", select=["layer3", "layer5"])
+    )
     assert nbytes <= 2 * big["layer0"].nbytes + 4096
     assert_same(part, {"layer3": big["layer3"], "layer5": big["layer5"]})
 
@@ -112,7 +120,9 @@ SELECTIONS: list[tuple[Any, Any]] = [
 
 
 @pytest.mark.parametrize(("select", "wanted"), SELECTIONS)
-def test_positions_stay_in_sequences_and_records(store: ckptstore.Store, select: Any, wanted: Any) -> None:
+def test_positions_stay_in_sequences_and_records(
+    store: ckptstore.Store, select: Any, wanted: Any
+) -> None:
     assert_same(store.commit({"s": nested()}).state_dict("s", select=select), wanted)
 
 
@@ -131,7 +141,9 @@ def test_tied_tensors_stay_tied_when_the_first_of_them_is_left_out(store: ckptst
     assert part["b"].data_ptr() == part["c"].data_ptr()
 
 
-def test_a_selection_that_matches_nothing_is_not_found_and_names_near_ones(store: ckptstore.Store) -> None:
+def test_a_selection_that_matches_nothing_is_not_found_and_names_near_ones(
+    store: ckptstore.Store,
+) -> None:
     snap = store.commit({"model": Net()})
     with pytest.raises(NotFound, match=r"layer\.0\.weight.*did you mean 'layers\.0\.weight'"):
         snap.state_dict("model", select="layer.0.weight")
@@ -151,10 +163,14 @@ def test_a_module_gets_the_selected_leaves_and_keeps_the_rest(store: ckptstore.S
     trained.norm.num_batches_tracked.fill_(9)
     before = {name: value.clone() for name, value in model.state_dict().items()}
     addresses = [p.data_ptr() for p in model.parameters()]
-    report = committed(store, {"model": trained, "epoch": 1}).restore({"model": model, "new": 5}, select=["layers.*", "norm.*"])
+    report = committed(store, {"model": trained, "epoch": 1}).restore(
+        {"model": model, "new": 5}, select=["layers.*", "norm.*"]
+    )
     assert not report.missing and not report.unexpected
     for name, value in model.state_dict().items():
-        assert torch.equal(value, before[name] if name.startswith("head") else trained.state_dict()[name])
+        assert torch.equal(
+            value, before[name] if name.startswith("head") else trained.state_dict()[name]
+        )
     assert [p.data_ptr() for p in model.parameters()] == addresses
 
 
@@ -162,13 +178,20 @@ def test_a_selected_leaf_without_a_place_is_unexpected(store: ckptstore.Store) -
     snap = committed(store, {"model": Net(3)})
     with pytest.raises(InvalidInput, match=r"model/layers\.2\.weight: in the commit"):
         snap.restore({"model": Net(2)}, select="layers.*")
-    assert snap.restore({"model": Net(2)}, select="layers.*", strict=False).unexpected == ("model/layers.2.weight", "model/layers.2.bias")
+    assert snap.restore({"model": Net(2)}, select="layers.*", strict=False).unexpected == (
+        "model/layers.2.weight",
+        "model/layers.2.bias",
+    )
     assert not snap.restore({"model": Net(2)}, select="layers.[01].*").unexpected
 
 
 def test_a_plain_container_keeps_what_was_not_selected(store: ckptstore.Store) -> None:
     snap = committed(store, {"s": nested()})
-    target = {"list": [torch.zeros(1), {"x": torch.zeros(2), "y": torch.zeros(3), "z": 1}, "mine"], "stale": 1, "tuple": (1, 2)}
+    target = {
+        "list": [torch.zeros(1), {"x": torch.zeros(2), "y": torch.zeros(3), "z": 1}, "mine"],
+        "stale": 1,
+        "tuple": (1, 2),
+    }
     kept, y = target["list"][0], target["list"][1]["y"]
     snap.restore({"s": target}, select=["list/1/y", "tuple/1"])
     assert target["list"][0] is kept and target["list"][2] == "mine" and target["list"][1]["y"] is y

@@ -1,4 +1,5 @@
-"""Metadata is there twice: a chunk is lost only if it is damaged in both places, whatever else is damaged beside it."""
+"""Metadata is there twice: a chunk is lost only if it is damaged in both places, whatever else is
+damaged beside it."""
 
 import random
 from collections.abc import Iterator
@@ -24,7 +25,9 @@ CHUNK_BYTES = 4096
 
 
 @pytest.fixture(params=[codecs.RAW, codecs.ZSTD], ids=["raw", "zstd"])
-def pack(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tuple[StoreHandle, ClosedPack]]:
+def pack(
+    request: pytest.FixtureRequest, tmp_path: Path
+) -> Iterator[tuple[StoreHandle, ClosedPack]]:
     """A metadata pack whose chunks lie one behind the other, so that one read fetches them all."""
     init_store(tmp_path / "store")
     handle = StoreHandle(tmp_path / "store")
@@ -41,7 +44,14 @@ def pack(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tuple[Store
         metadata=True,
     )
     ids = [ChunkId(digest(chunk)) for chunk in chunks]
-    pack_writer.add(ids, [memoryview(c) for c in chunks], 1, PAGE, codec=request.param, run_bytes=CHUNKS * CHUNK_BYTES)
+    pack_writer.add(
+        ids,
+        [memoryview(c) for c in chunks],
+        1,
+        PAGE,
+        codec=request.param,
+        run_bytes=CHUNKS * CHUNK_BYTES,
+    )
     pack_writer.flush()
     pack_writer.close_with(lambda pack: closed.append(pack.close(one_by_one)))
     handle.log.append(Register(session, 0, 0, (closed[0].record,), frozenset()))
@@ -65,7 +75,10 @@ def _ids(pack: ClosedPack) -> list[ChunkId]:
 def test_a_chunk_is_read_from_whichever_twin_has_it(pack: tuple[StoreHandle, ClosedPack]) -> None:
     handle, closed = pack
     root, starts = Path(handle.url), closed.table["offset"].tolist()
-    files = [(root / key, (root / key).read_bytes()) for key in (pack_key(closed.record.id), twin_key(closed.record.id))]
+    files = [
+        (root / key, (root / key).read_bytes())
+        for key in (pack_key(closed.record.id), twin_key(closed.record.id))
+    ]
     for places in product(starts, repeat=2):
         for (file, whole), at in zip(files, places, strict=True):
             file.write_bytes(whole)
@@ -75,10 +88,14 @@ def test_a_chunk_is_read_from_whichever_twin_has_it(pack: tuple[StoreHandle, Clo
             with pytest.raises(Corrupt, match=r"`ckptstore fsck"):
                 objects.read_metadata_many(_ids(closed))
         else:
-            assert [digest(data) for data in objects.read_metadata_many(_ids(closed))] == _ids(closed)
+            assert [digest(data) for data in objects.read_metadata_many(_ids(closed))] == _ids(
+                closed
+            )
 
 
-def test_a_pack_that_was_cut_and_a_twin_that_is_damaged_make_one_whole(pack: tuple[StoreHandle, ClosedPack]) -> None:
+def test_a_pack_that_was_cut_and_a_twin_that_is_damaged_make_one_whole(
+    pack: tuple[StoreHandle, ClosedPack],
+) -> None:
     handle, closed = pack
     root = Path(handle.url)
     with (root / pack_key(closed.record.id)).open("r+b") as file:

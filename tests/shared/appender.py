@@ -1,7 +1,9 @@
-"""Writers of one process that append to a store's log at once: `python -m tests.shared.appender PLACE WAY WRITERS APPENDS FOLDER`.
+"""Writers of one process that append to a store's log at once: `python -m tests.shared.appender
+PLACE WAY WRITERS APPENDS FOLDER`.
 
-WAY is JSON: options of the storage, and what else `ckptstore.open` needs. It says `ready` when all have read the log, begins when a line
-comes, and says `waited S` for each append and `computed S` at the end.
+WAY is JSON: options of the storage, and what else `ckptstore.open` needs. It says `ready` when all
+have read the log, begins when a line comes, and says `waited S` for each append and `computed S` at
+the end.
 """
 
 import json
@@ -32,7 +34,10 @@ def main(place: str, way: str, writers: str, appends: str, folder: str) -> None:
             failures.append(error)
 
     with ExitStack() as stack:
-        logs = [stack.enter_context(site.opened(Path(folder) / f"host-{me}")).log for me in range(int(writers))]
+        logs = [
+            stack.enter_context(site.opened(Path(folder) / f"host-{me}")).log
+            for me in range(int(writers))
+        ]
         for log in logs:
             log.replay()
         threads = [threading.Thread(target=write, args=(log,)) for log in logs]

@@ -1,4 +1,5 @@
-"""Where a store lies, of each kind that there is, and the hosts that open it: each has a cache directory of its own."""
+"""Where a store lies, of each kind that there is, and the hosts that open it: each has a cache
+directory of its own."""
 
 import os
 import secrets
@@ -12,7 +13,8 @@ import pytest
 
 import ckptstore
 from ckptstore.repository.store_handle import StoreHandle
-from ckptstore.storage.contract import Storage, open_storage
+from ckptstore.storage.contract import Storage
+from ckptstore.storage.registry import open_storage
 from ckptstore.store import Store
 from tests.support.servers.postgres import PostgresServer
 from tests.support.servers.s3 import S3Server, new_url
@@ -38,7 +40,11 @@ class Site:
     def open(self, host: Path | None = None, **settings: Any) -> Store:
         """Open it as the host whose cache directory is `host`, or as this one."""
         with on(host):
-            return ckptstore.open(self.place, storage_options=self.options, **{"chunk_bytes": CHUNK_BYTES, **self.more, **settings})
+            return ckptstore.open(
+                self.place,
+                storage_options=self.options,
+                **{"chunk_bytes": CHUNK_BYTES, **self.more, **settings},
+            )
 
     @contextmanager
     def opened(self, host: Path | None = None) -> Iterator[StoreHandle]:
@@ -52,11 +58,17 @@ class Site:
 
     def handle(self) -> StoreHandle:
         """Its parts, to be closed by the caller."""
-        return StoreHandle(self.place, storage_options=None if self.options is None else dict(self.options), **self.more)
+        return StoreHandle(
+            self.place,
+            storage_options=None if self.options is None else dict(self.options),
+            **self.more,
+        )
 
     def storage(self) -> Storage:
         """Its objects, whatever they are."""
-        return open_storage(self.place, storage_options=None if self.options is None else dict(self.options))
+        return open_storage(
+            self.place, storage_options=None if self.options is None else dict(self.options)
+        )
 
 
 @dataclass(frozen=True)
@@ -73,7 +85,11 @@ class Sites:
         if self.s3:
             return Site(new_url(), self.s3.options(), more)
         name = secrets.token_hex(8)
-        return Site(f"memory://{name}" if self.kind == "memory" else str(self.folder / name / "store"), None, more)
+        return Site(
+            f"memory://{name}" if self.kind == "memory" else str(self.folder / name / "store"),
+            None,
+            more,
+        )
 
     def copied(self, site: Site) -> Site:
         """A place with the same store as `site`, which nobody has open."""
@@ -87,18 +103,23 @@ class Sites:
 
 
 def kinds(*at_first: str, long: bool = False) -> list[Any]:
-    """Parameters for the fixture `sites`: `make test` has a time limit and takes the kinds `at_first`, `make soak` the others,
-    `make test-real` all that need a server, unless it would take `long`."""
+    """Parameters for the fixture `sites`: `make test` has a time limit and takes the kinds
+    `at_first`, `make soak` the others, `make test-real` all that need a server, unless it would
+    take `long`."""
     if "CKPTSTORE_TEST_S3" in os.environ:
         at_first = () if long else KINDS[len(WITHOUT_SERVER) :]
-    return [kind if kind in at_first else pytest.param(kind, marks=pytest.mark.soak) for kind in KINDS]
+    return [
+        kind if kind in at_first else pytest.param(kind, marks=pytest.mark.soak) for kind in KINDS
+    ]
 
 
 def sites_of(request: pytest.FixtureRequest, folder: Path) -> Sites:
     """What a fixture with `kinds` as its parameters returns."""
     kind: str = request.param
     s3 = request.getfixturevalue("s3") if "bucket" in kind else None
-    return Sites(kind, folder, s3, request.getfixturevalue("postgres") if "database" in kind else None)
+    return Sites(
+        kind, folder, s3, request.getfixturevalue("postgres") if "database" in kind else None
+    )
 
 
 @contextmanager

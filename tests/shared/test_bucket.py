@@ -56,10 +56,16 @@ def test_what_one_host_commits_another_checks_out(site: Site, here: Path, there:
         assert_equal(mine.checkout(2).state_dict(), state_of(2))
         assert mine.fsck().findings == ()
     assert not (here / "catalog.sqlite").exists(), "each store has a folder of its own in the cache"
-    assert {path.name for path in (here / mine.id).iterdir()} >= {"catalog.sqlite", "chunks.lmdb", "state"}
+    assert {path.name for path in (here / mine.id).iterdir()} >= {
+        "catalog.sqlite",
+        "chunks.lmdb",
+        "state",
+    }
 
 
-def test_hosts_of_one_store_may_read_through_different_clients(site: Site, here: Path, there: Path) -> None:
+def test_hosts_of_one_store_may_read_through_different_clients(
+    site: Site, here: Path, there: Path
+) -> None:
     other = Site(f"{site.place}?client=obstore", site.options)
     with site.open(here) as mine, other.open(there) as theirs:
         assert (mine.id, mine.url) == (theirs.id, theirs.url)
@@ -69,12 +75,16 @@ def test_hosts_of_one_store_may_read_through_different_clients(site: Site, here:
         for step in (1, 2, 3):
             assert_equal(theirs.checkout(step).state_dict(), state_of(step))
         assert theirs.fsck().findings == ()
-        assert theirs.reopening["place"].endswith("?client=obstore"), "other processes of this one read through it too"
+        assert theirs.reopening["place"].endswith("?client=obstore"), (
+            "other processes of this one read through it too"
+        )
     with other.open(there) as theirs:
         assert [info.step for info in theirs.log()] == [3, 2, 1]
 
 
-def test_what_was_committed_elsewhere_is_not_uploaded_again(site: Site, here: Path, there: Path) -> None:
+def test_what_was_committed_elsewhere_is_not_uploaded_again(
+    site: Site, here: Path, there: Path
+) -> None:
     with site.open(here) as mine, site.open(there) as theirs:
         mine.commit(state_of(1), step=1)
         snapshot = theirs.commit(state_of(1), step=2)
@@ -123,7 +133,8 @@ def test_gc_aborts_the_uploads_of_writers_that_are_gone(site: Site, here: Path) 
         store.commit(state_of(1), step=1)
     with site.opened(here) as handle:
         session = "a" * 24
-        writer = handle.storage.create(f"packs/aa/{session}-0-0", session=session)  # type: ignore[arg-type]  # as one would be
+        # as one would be
+        writer = handle.storage.create(f"packs/aa/{session}-0-0", session=session)  # type: ignore[arg-type]
         writer.append([memoryview(bytes(PART_BYTES + 1))])
         ((upload, _),) = handle.storage.list("tmp/")
         collect(handle, GcOptions(), clock=lambda: now_s)
@@ -134,7 +145,12 @@ def test_gc_aborts_the_uploads_of_writers_that_are_gone(site: Site, here: Path) 
 
 def test_of_two_that_make_a_store_at_once_one_makes_it(site: Site, here: Path) -> None:
     stores: list[Any] = []
-    threads = [threading.Thread(target=lambda: stores.append(ckptstore.open(site.place, storage_options=site.options))) for _ in range(4)]
+    threads = [
+        threading.Thread(
+            target=lambda: stores.append(ckptstore.open(site.place, storage_options=site.options))
+        )
+        for _ in range(4)
+    ]
     with on(here):
         for thread in threads:
             thread.start()
@@ -144,12 +160,18 @@ def test_of_two_that_make_a_store_at_once_one_makes_it(site: Site, here: Path) -
     for store in stores:
         store.close()
     with pytest.raises(Conflict, match="is a store already"):
-        ckptstore.repository.store_handle.init_store(site.place, storage_options=dict(site.options or {}))
+        ckptstore.repository.store_handle.init_store(
+            site.place, storage_options=dict(site.options or {})
+        )
 
 
-def test_a_server_that_ignores_conditions_is_refused_with_the_way_out(here: Path, postgres: PostgresServer) -> None:
+def test_a_server_that_ignores_conditions_is_refused_with_the_way_out(
+    here: Path, postgres: PostgresServer
+) -> None:
     with moto_server() as server, proxy_to(server.address) as proxy:
-        proxy.faults.rewrite = lambda data: data.replace(b"If-None-Match", b"X-None-Matched").replace(b"if-none-match", b"x-none-matched")
+        proxy.faults.rewrite = lambda data: data.replace(
+            b"If-None-Match", b"X-None-Matched"
+        ).replace(b"if-none-match", b"x-none-matched")
         site = Site(new_url(), server.behind(proxy.endpoint).options())
         with pytest.raises(InvalidInput, match="postgresql"):
             site.open(here)
@@ -161,7 +183,9 @@ def test_a_server_that_ignores_conditions_is_refused_with_the_way_out(here: Path
             assert_equal(store.checkout(1).state_dict(), state_of(1))
 
 
-def test_a_home_directory_on_a_network_filesystem_holds_no_database(site: Site, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_home_directory_on_a_network_filesystem_holds_no_database(
+    site: Site, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     home = tmp_path / "home"
     monkeypatch.setattr(paths, "is_network_filesystem", lambda path: path.is_relative_to(home))
     monkeypatch.setattr(paths.tempfile, "gettempdir", lambda: str(tmp_path))
@@ -174,7 +198,9 @@ def test_a_home_directory_on_a_network_filesystem_holds_no_database(site: Site, 
     assert (own / store.id / "catalog.sqlite").exists()
 
 
-def test_a_folder_for_temporary_files_that_somebody_else_made_is_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_folder_for_temporary_files_that_somebody_else_made_is_not_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(paths, "is_network_filesystem", lambda path: True)
     monkeypatch.setattr(paths.tempfile, "gettempdir", lambda: str(tmp_path))
     own = paths.local_cache_directory()
@@ -183,8 +209,11 @@ def test_a_folder_for_temporary_files_that_somebody_else_made_is_not_used(tmp_pa
     assert not paths.local_cache_directory().exists()
 
 
-def test_opening_a_store_and_reading_one_tensor_takes_ten_requests(s3: S3Server, proxy: Proxy, here: Path) -> None:
-    """On a host whose index is current; the tensor has 4 MiB and its commit other leaves and trees."""
+def test_opening_a_store_and_reading_one_tensor_takes_ten_requests(
+    s3: S3Server, proxy: Proxy, here: Path
+) -> None:
+    """On a host whose index is current; the tensor has 4 MiB and its commit other leaves and
+    trees."""
     site = Site(new_url(), s3.behind(proxy.endpoint).options(), {"chunk_bytes": MIB})
     weight = torch.randn(1 << 20)
     state = {
@@ -201,8 +230,12 @@ def test_opening_a_store_and_reading_one_tensor_takes_ten_requests(s3: S3Server,
     assert proxy.requests - before <= 10
 
 
-@pytest.mark.parametrize("layers", [8, pytest.param(256, marks=pytest.mark.soak)], ids=["32 MiB", "1 GiB"])
-def test_a_new_adapter_on_a_base_that_is_there_uploads_little_more_than_itself(s3: S3Server, proxy: Proxy, here: Path, layers: int) -> None:
+@pytest.mark.parametrize(
+    "layers", [8, pytest.param(256, marks=pytest.mark.soak)], ids=["32 MiB", "1 GiB"]
+)
+def test_a_new_adapter_on_a_base_that_is_there_uploads_little_more_than_itself(
+    s3: S3Server, proxy: Proxy, here: Path, layers: int
+) -> None:
     """Counted on the wire, with every request and its headers."""
 
     def adapter() -> dict[str, torch.Tensor]:

@@ -1,4 +1,5 @@
-"""Copies of one store that go different ways, used by one host: what it knows of the one is not believed of the other."""
+"""Copies of one store that go different ways, used by one host: what it knows of the one is not
+believed of the other."""
 
 from pathlib import Path
 
@@ -27,7 +28,9 @@ def pair(sites: Sites, tmp_path: Path) -> tuple[Site, Site]:
     return original, copy
 
 
-def test_a_host_that_knows_the_original_commits_to_the_copy_and_reads_it(pair: tuple[Site, Site], tmp_path: Path) -> None:
+def test_a_host_that_knows_the_original_commits_to_the_copy_and_reads_it(
+    pair: tuple[Site, Site], tmp_path: Path
+) -> None:
     original, copy = pair
     with original.open(tmp_path / "host") as store:
         assert_equal(store.checkout(1).state_dict(), state_of(1))

@@ -1,4 +1,5 @@
-"""A network that fails in every way: a commit is durable or says `Unavailable` in time, and nothing is torn or lost."""
+"""A network that fails in every way: a commit is durable or says `Unavailable` in time, and nothing
+is torn or lost."""
 
 import os
 import threading
@@ -23,7 +24,8 @@ from tests.support.servers.s3 import S3Server, clients, new_url
 
 DEADLINE_S = 2.0
 LONGEST_S = 60.0
-"""For a commit of some twenty requests, on a machine that has other things to do: far from the minutes that stacked retries take."""
+"""For a commit of some twenty requests, on a machine that has other things to do: far from the
+minutes that stacked retries take."""
 
 BLACK_HOLE_S = 30.0
 PARTITIONED_S = 1.5 * DEADLINE_S
@@ -33,7 +35,9 @@ PARTS = 3
 ENDS = [*clients(), "database"]
 PARTITIONED = [
     *ENDS,
-    "bucket and database" if "CKPTSTORE_TEST_S3" in os.environ else pytest.param("bucket and database", marks=pytest.mark.soak),
+    "bucket and database"
+    if "CKPTSTORE_TEST_S3" in os.environ
+    else pytest.param("bucket and database", marks=pytest.mark.soak),
 ]
 
 T = TypeVar("T")
@@ -42,7 +46,12 @@ T = TypeVar("T")
 @contextmanager
 def _bucket(s3: S3Server, seed: int, client: str) -> Iterator[tuple[Site, Proxy]]:
     with proxy_to(s3.address, seed) as proxy:
-        yield Site(new_url(), s3.behind(proxy.endpoint).options(deadline_s=DEADLINE_S, client=client)), proxy
+        yield (
+            Site(
+                new_url(), s3.behind(proxy.endpoint).options(deadline_s=DEADLINE_S, client=client)
+            ),
+            proxy,
+        )
 
 
 @pytest.fixture(params=clients())
@@ -52,15 +61,25 @@ def bucket(request: pytest.FixtureRequest, s3: S3Server, seed: int) -> Iterator[
 
 
 @pytest.fixture
-def database(postgres: PostgresServer, tmp_path: Path, seed: int, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Site, Proxy]]:
+def database(
+    postgres: PostgresServer, tmp_path: Path, seed: int, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[tuple[Site, Proxy]]:
     monkeypatch.setattr("ckptstore.index.postgres.DEADLINE_S", DEADLINE_S)
     with proxy_to(postgres.address, seed) as proxy:
-        yield Site(str(tmp_path / "store"), None, {"index": postgres.url(postgres.new_database(), port=proxy.port)}), proxy
+        yield (
+            Site(
+                str(tmp_path / "store"),
+                None,
+                {"index": postgres.url(postgres.new_database(), port=proxy.port)},
+            ),
+            proxy,
+        )
 
 
 @pytest.fixture(params=ENDS)
 def end(request: pytest.FixtureRequest, s3: S3Server, seed: int) -> Iterator[tuple[Site, Proxy]]:
-    """A bucket, reached by one client or the other, a directory whose log is in a database, or a bucket with such a log."""
+    """A bucket, reached by one client or the other, a directory whose log is in a database, or a
+    bucket with such a log."""
     if request.param == "database":
         yield request.getfixturevalue("database")
         return
@@ -75,12 +94,16 @@ def end(request: pytest.FixtureRequest, s3: S3Server, seed: int) -> Iterator[tup
 
 
 @pytest.mark.parametrize("fault", faults("resets", "silence"))
-def test_a_commit_to_a_bucket_is_durable_or_unavailable(bucket: tuple[Site, Proxy], fault: str, tmp_path: Path) -> None:
+def test_a_commit_to_a_bucket_is_durable_or_unavailable(
+    bucket: tuple[Site, Proxy], fault: str, tmp_path: Path
+) -> None:
     _commit_through(*bucket, fault, tmp_path)
 
 
 @pytest.mark.parametrize("fault", faults("resets", "silence", but="503"))
-def test_a_commit_to_postgresql_is_durable_or_unavailable(database: tuple[Site, Proxy], fault: str, tmp_path: Path) -> None:
+def test_a_commit_to_postgresql_is_durable_or_unavailable(
+    database: tuple[Site, Proxy], fault: str, tmp_path: Path
+) -> None:
     _commit_through(*database, fault, tmp_path)
 
 
@@ -128,7 +151,9 @@ def test_a_host_that_is_partitioned_in_mid_commit_has_committed_whole_or_not_at_
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("part", range(PARTS))
 @pytest.mark.parametrize("end", PARTITIONED, indirect=True)
-def test_a_host_may_be_partitioned_after_any_message_of_a_commit(part: int, end: tuple[Site, Proxy], tmp_path: Path) -> None:
+def test_a_host_may_be_partitioned_after_any_message_of_a_commit(
+    part: int, end: tuple[Site, Proxy], tmp_path: Path
+) -> None:
     site, proxy = end
     total = _commit_partitioned(site, proxy, 0, tmp_path / "counting")
     messages = range(1 + part, total + 1, PARTS)
@@ -138,7 +163,8 @@ def test_a_host_may_be_partitioned_after_any_message_of_a_commit(part: int, end:
 
 
 def _commit_partitioned(site: Site, proxy: Proxy, message: int, folder: Path) -> int:
-    """Commit, partitioned once that message of the host's is on its way; how many it sent. 0: it never is."""
+    """Commit, partitioned once that message of the host's is on its way; how many it sent. 0: it
+    never is."""
     acknowledged: dict[CommitId, int] = {}
     sent, healers = 0, list[threading.Timer]()
 
@@ -161,13 +187,16 @@ def _commit_partitioned(site: Site, proxy: Proxy, message: int, folder: Path) ->
         for healer in healers:
             healer.join()
         proxy.heal()
-        acknowledged[patiently(lambda: store.commit(state_of(step + 1), step=step + 1)).id] = step + 1
+        acknowledged[patiently(lambda: store.commit(state_of(step + 1), step=step + 1)).id] = (
+            step + 1
+        )
     patiently(lambda: assert_whole(site, folder / "another-host", acknowledged))
     return sent
 
 
 def patiently(work: Callable[[], T]) -> T:
-    """For what must succeed in the end, and may take longer than the short deadline on a machine that has other things to do."""
+    """For what must succeed in the end, and may take longer than the short deadline on a machine
+    that has other things to do."""
     while True:
         try:
             return work()
@@ -176,11 +205,18 @@ def patiently(work: Callable[[], T]) -> T:
 
 
 @pytest.mark.soak
-def test_commits_outlast_a_black_hole_or_say_so(end: tuple[Site, Proxy], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_commits_outlast_a_black_hole_or_say_so(
+    end: tuple[Site, Proxy], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """With the deadlines that users get."""
     site, proxy = end
     monkeypatch.undo()
-    site = Site(site.place, site.options and {name: value for name, value in site.options.items() if name != "deadline_s"}, site.more)
+    site = Site(
+        site.place,
+        site.options
+        and {name: value for name, value in site.options.items() if name != "deadline_s"},
+        site.more,
+    )
     acknowledged: dict[CommitId, int] = {}
     with site.open(tmp_path / "host") as store:
         acknowledged[store.commit(state_of(0), step=0).id] = 0
@@ -192,13 +228,18 @@ def test_commits_outlast_a_black_hole_or_say_so(end: tuple[Site, Proxy], tmp_pat
             acknowledged[store.commit(state_of(1), step=1).id] = 1
         except Unavailable as error:
             print(f"black hole: {error}")
-        print(f"a black hole of {BLACK_HOLE_S:.0f} s kept a commit for {time.monotonic() - started:.1f} s")
+        print(
+            f"a black hole of {BLACK_HOLE_S:.0f} s kept a commit for "
+            f"{time.monotonic() - started:.1f} s"
+        )
         healer.join()
         acknowledged[store.commit(state_of(9), step=9).id] = 9
     assert_whole(site, tmp_path / "another-host", acknowledged)
 
 
-def test_reads_go_on_when_the_network_comes_back(bucket: tuple[Site, Proxy], tmp_path: Path) -> None:
+def test_reads_go_on_when_the_network_comes_back(
+    bucket: tuple[Site, Proxy], tmp_path: Path
+) -> None:
     site, proxy = bucket
     with patiently(lambda: site.open(tmp_path / "host")) as store:
         patiently(lambda: store.commit(state_of(1), step=1))

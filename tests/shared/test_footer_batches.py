@@ -1,4 +1,5 @@
-"""A host without a cache reads the footers of many packs from few objects, and believes none that is not the pack's."""
+"""A host without a cache reads the footers of many packs from few objects, and believes none that
+is not the pack's."""
 
 import secrets
 from collections import Counter
@@ -35,7 +36,9 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     for name in ("read_tail", "read"):
         real = getattr(FsspecStorage, name)
 
-        def counting(self: FsspecStorage, key: str, *more: int, _name: str = name, _real: object = real) -> object:
+        def counting(
+            self: FsspecStorage, key: str, *more: int, _name: str = name, _real: object = real
+        ) -> object:
             asked["batches" if key.startswith("footers/") else _name] += 1
             return _real(self, key, *more)  # type: ignore[operator]
 
@@ -43,7 +46,9 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     return asked
 
 
-def test_a_host_without_a_cache_reads_a_batch_instead_of_a_hundred_footers(site: Site, tmp_path: Path, asked: Counter[str]) -> None:
+def test_a_host_without_a_cache_reads_a_batch_instead_of_a_hundred_footers(
+    site: Site, tmp_path: Path, asked: Counter[str]
+) -> None:
     with site.opened(tmp_path) as handle:
         state = handle.log.replay()
         handle.warm()
@@ -63,11 +68,15 @@ def test_a_batch_holds_the_footers_as_they_lie_in_the_packs(site: Site, tmp_path
         tails = decode_batch(handle.storage.read(footers_key(0)))
         assert sorted(tails) == sorted(packs[n].id for n in range(1, BATCH_PACKS))
         for n in range(1, BATCH_PACKS, 7):
-            assert tails[packs[n].id] == read_tail_of(handle.storage, packs[n].id, metadata=packs[n].metadata)
+            assert tails[packs[n].id] == read_tail_of(
+                handle.storage, packs[n].id, metadata=packs[n].metadata
+            )
 
 
 @pytest.mark.parametrize("wrong", ["absent", "cut", "flipped", "exchanged", "foreign"])
-def test_a_batch_that_is_not_what_it_should_be_is_not_believed(site: Site, tmp_path: Path, asked: Counter[str], wrong: str) -> None:
+def test_a_batch_that_is_not_what_it_should_be_is_not_believed(
+    site: Site, tmp_path: Path, asked: Counter[str], wrong: str
+) -> None:
     with site.opened(tmp_path / "mine") as handle:
         storage, good = handle.storage, handle.storage.read(footers_key(0))
         tails = decode_batch(good)
@@ -75,7 +84,12 @@ def test_a_batch_that_is_not_what_it_should_be_is_not_believed(site: Site, tmp_p
         flipped = bytearray(good)
         flipped[len(good) // 2] ^= 1
         exchanged = dict(zip(names, [bytes(72), *list(tails.values())[1:]], strict=True))
-        spoilt = {"cut": good[:-9], "flipped": bytes(flipped), "exchanged": encode_batch(exchanged), "foreign": encode_batch({"x": b"y"})}
+        spoilt = {
+            "cut": good[:-9],
+            "flipped": bytes(flipped),
+            "exchanged": encode_batch(exchanged),
+            "foreign": encode_batch({"x": b"y"}),
+        }
         storage.delete(footers_key(0))
         if wrong in spoilt:
             storage.put(footers_key(0), spoilt[wrong])
@@ -86,7 +100,9 @@ def test_a_batch_that_is_not_what_it_should_be_is_not_believed(site: Site, tmp_p
         storage.put(footers_key(0), good)
 
 
-def test_an_index_that_is_made_anew_is_made_from_the_packs_themselves(site: Site, tmp_path: Path, asked: Counter[str]) -> None:
+def test_an_index_that_is_made_anew_is_made_from_the_packs_themselves(
+    site: Site, tmp_path: Path, asked: Counter[str]
+) -> None:
     with site.open(tmp_path) as store:
         asked.clear()
         store.reindex()

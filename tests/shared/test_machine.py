@@ -1,4 +1,5 @@
-"""Any order of commits, checkouts, tags, forgetting, collecting, crashes, reopening and lost caches, by two hosts, against a dict."""
+"""Any order of commits, checkouts, tags, forgetting, collecting, crashes, reopening and lost
+caches, by two hosts, against a dict."""
 
 import os
 import shutil
@@ -13,7 +14,13 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    rule,
+    run_state_machine_as_test,
+)
 
 from ckptstore.core.ids import CommitId
 from ckptstore.core.settings import Settings
@@ -44,14 +51,17 @@ def content(seed: int) -> dict[str, Any]:
 class SharedMachine(RuleBasedStateMachine):
     """The model: what was committed by whom, in order, what is forgotten, and what tags say.
 
-    No rule has a precondition: whether a crash leaves a commit differs from run to run, and Hypothesis must be able to draw the same again.
+    No rule has a precondition: whether a crash leaves a commit differs from run to run, and
+    Hypothesis must be able to draw the same again.
     """
 
     sites: Sites
 
     def __init__(self) -> None:
         super().__init__()
-        self.folder = Path(tempfile.mkdtemp(prefix="ckptstore-", dir=MEMORY if MEMORY.is_dir() else None))
+        self.folder = Path(
+            tempfile.mkdtemp(prefix="ckptstore-", dir=MEMORY if MEMORY.is_dir() else None)
+        )
         self.site = replace(self.sites, folder=self.folder).new()
         self.stores: list[Store] = []
         self.order: list[CommitId] = []
@@ -78,11 +88,18 @@ class SharedMachine(RuleBasedStateMachine):
 
     @initialize()
     def open_hosts(self) -> None:
-        self.stores = [self.site.open(self.host(who), run=run, threads=1) for who, run in enumerate(RUNS)]
+        self.stores = [
+            self.site.open(self.host(who), run=run, threads=1) for who, run in enumerate(RUNS)
+        ]
 
     @rule(who=WHO, seed=CONTENTS, tag=TAGS)
     def commit(self, who: int, seed: int, tag: str | None) -> None:
-        self.committed(who, self.stores[who].commit(content(seed), step=len(self.contents), tag=tag or ()).id, seed, tag)
+        self.committed(
+            who,
+            self.stores[who].commit(content(seed), step=len(self.contents), tag=tag or ()).id,
+            seed,
+            tag,
+        )
 
     @rule(who=WHO, any=ANY)
     def checkout(self, who: int, any: int) -> None:
@@ -131,7 +148,11 @@ class SharedMachine(RuleBasedStateMachine):
 
     @rule(who=WHO, seed=CONTENTS, tag=TAGS, changes=st.integers(0, 16))
     def crash_in_a_commit(self, who: int, seed: int, tag: str | None, changes: int) -> None:
-        self._crash(who, changes, lambda store: store.commit(content(seed), step=len(self.contents), tag=tag or ()))
+        self._crash(
+            who,
+            changes,
+            lambda store: store.commit(content(seed), step=len(self.contents), tag=tag or ()),
+        )
         made = {info.id for info in self.stores[who].log()} - self.contents.keys()
         assert len(made) <= 1
         for commit in made:
@@ -170,7 +191,9 @@ class SharedMachine(RuleBasedStateMachine):
                 assert self.stores[0].fsck().findings == ()
                 self._collect_what_crashes_left()
                 for commit in self.live():
-                    assert_equal(self.stores[1].checkout(commit).state_dict(), content(self.contents[commit]))
+                    assert_equal(
+                        self.stores[1].checkout(commit).state_dict(), content(self.contents[commit])
+                    )
         finally:
             for store in self.stores:
                 store.close()
@@ -191,9 +214,13 @@ def machine(request: pytest.FixtureRequest, tmp_path: Path) -> type[SharedMachin
 
 
 def test_a_shared_store_is_what_a_dict_of_its_commits_says(machine: type[SharedMachine]) -> None:
-    """The first example of Hypothesis is always one rule over and over; only those behind it are drawn."""
+    """The first example of Hypothesis is always one rule over and over; only those behind it are
+    drawn."""
     run_state_machine_as_test(  # type: ignore[no-untyped-call]
-        machine, settings=settings(max_examples=3, stateful_step_count=12, suppress_health_check=list(HealthCheck))
+        machine,
+        settings=settings(
+            max_examples=3, stateful_step_count=12, suppress_health_check=list(HealthCheck)
+        ),
     )
 
 
@@ -202,5 +229,8 @@ def test_a_shared_store_is_what_a_dict_of_its_commits_says(machine: type[SharedM
 @pytest.mark.parametrize("machine", KINDS, indirect=True)
 def test_a_shared_store_is_what_a_dict_says_for_long(machine: type[SharedMachine]) -> None:
     run_state_machine_as_test(  # type: ignore[no-untyped-call]
-        machine, settings=settings(max_examples=MACHINES, stateful_step_count=40, suppress_health_check=list(HealthCheck))
+        machine,
+        settings=settings(
+            max_examples=MACHINES, stateful_step_count=40, suppress_health_check=list(HealthCheck)
+        ),
     )

@@ -17,7 +17,8 @@ import pytest
 from ckptstore.index.postgres_log import PostgresLog
 from ckptstore.log import log as log_module
 from ckptstore.log.log import Log
-from ckptstore.storage.contract import Storage, open_storage
+from ckptstore.storage.contract import Storage
+from ckptstore.storage.registry import open_storage
 from tests.log.builders import STORE, fresh_commit
 from tests.shared.sites import Site
 from tests.support.servers.postgres import PostgresServer
@@ -29,12 +30,14 @@ LATENCY_S = 0.02
 PROCESSES = 4
 LONGEST_S = 10.0
 TURN_ROUND_TRIPS = 8
-"""So many answers whoever has a turn in PostgreSQL may wait for while the others wait: 32 turns at 20 ms take 5 s."""
+"""So many answers whoever has a turn in PostgreSQL may wait for while the others wait: 32 turns at
+20 ms take 5 s."""
 
 
 class Network:
-    """A clock that stands still while anybody computes: when every writer waits, one latency passes, and the server answers all requests
-    that are on their way, in any order, each of which takes it so long. To the log it is the module `time`."""
+    """A clock that stands still while anybody computes: when every writer waits, one latency
+    passes, and the server answers all requests that are on their way, in any order, each of which
+    takes it so long. To the log it is the module `time`."""
 
     time_ns = staticmethod(time.time_ns)
 
@@ -109,12 +112,19 @@ class Far:
         method = getattr(self._storage, name)
         if not callable(method):
             return method
-        return lambda *args, **options: self._network.ask(self._writer, lambda: method(*args, **options))
+        return lambda *args, **options: self._network.ask(
+            self._writer, lambda: method(*args, **options)
+        )
 
 
 @pytest.mark.parametrize(
     ("appends", "request_s"),
-    [(1, 0.0), (1, 0.002), pytest.param(25, 0.0, marks=pytest.mark.soak), pytest.param(4, 0.001, marks=pytest.mark.soak)],
+    [
+        (1, 0.0),
+        (1, 0.002),
+        pytest.param(25, 0.0, marks=pytest.mark.soak),
+        pytest.param(4, 0.001, marks=pytest.mark.soak),
+    ],
 )
 def test_nobody_starves_while_thirty_two_append_to_a_log_in_a_bucket(
     appends: int, request_s: float, seed: int, monkeypatch: pytest.MonkeyPatch
@@ -127,7 +137,8 @@ def test_nobody_starves_while_thirty_two_append_to_a_log_in_a_bucket(
     failures: list[BaseException] = []
 
     def write(me: int) -> None:
-        log = Log(Far(storage, network, me), STORE, 1)  # type: ignore[arg-type]  # a Backend but for its type
+        # a Backend but for its type
+        log = Log(Far(storage, network, me), STORE, 1)  # type: ignore[arg-type]
         try:
             for _ in range(appends):
                 began_s = network.now_s
@@ -145,7 +156,10 @@ def test_nobody_starves_while_thirty_two_append_to_a_log_in_a_bucket(
         thread.join()
     assert failures == []
     per_append = network.requests / len(waits_s)
-    print(f"the longest append waited {max(waits_s):.2f} s, all of them took {network.now_s:.2f} s and {per_append:.0f} requests each")
+    print(
+        f"the longest append waited {max(waits_s):.2f} s, all of them took {network.now_s:.2f} s "
+        f"and {per_append:.0f} requests each"
+    )
     assert Log(storage, STORE, 1).replay().n == len(waits_s) == WRITERS * appends
     assert max(waits_s) <= LONGEST_S
 
@@ -164,7 +178,9 @@ def site(postgres: PostgresServer, proxy: Proxy, tmp_path: Path) -> Site:
     return Site(str(tmp_path / "store"), None, {"index": index})
 
 
-def test_a_turn_in_postgresql_takes_few_round_trips(site: Site, proxy: Proxy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_turn_in_postgresql_takes_few_round_trips(
+    site: Site, proxy: Proxy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """From the lock to the answer to COMMIT."""
     site.open(tmp_path / "maker").close()
     turns: list[int] = []
@@ -197,23 +213,33 @@ def test_a_turn_in_postgresql_takes_few_round_trips(site: Site, proxy: Proxy, tm
 
 @pytest.mark.soak
 @pytest.mark.parametrize("appends", [1, 4])
-def test_nobody_starves_while_thirty_two_append_to_a_log_in_postgresql(appends: int, site: Site, proxy: Proxy, tmp_path: Path) -> None:
+def test_nobody_starves_while_thirty_two_append_to_a_log_in_postgresql(
+    appends: int, site: Site, proxy: Proxy, tmp_path: Path
+) -> None:
     _append_at_once(site, proxy, tmp_path, appends=appends)
 
 
 @pytest.mark.soak
 @pytest.mark.parametrize("appends", [1, 4])
-def test_nobody_starves_while_thirty_two_append_to_a_bucket_by_the_clock(appends: int, s3: S3Server, tmp_path: Path) -> None:
-    """The same as above with a server and a network, and so with what it costs to compute, on a machine that has to have time for it."""
+def test_nobody_starves_while_thirty_two_append_to_a_bucket_by_the_clock(
+    appends: int, s3: S3Server, tmp_path: Path
+) -> None:
+    """The same as above with a server and a network, and so with what it costs to compute, on a
+    machine that has to have time for it."""
     with proxy_to(s3.address) as proxy:
-        _append_at_once(Site(new_url(), s3.behind(proxy.endpoint).options()), proxy, tmp_path, appends=appends)
+        _append_at_once(
+            Site(new_url(), s3.behind(proxy.endpoint).options()), proxy, tmp_path, appends=appends
+        )
 
 
 def _append_at_once(site: Site, proxy: Proxy, tmp_path: Path, *, appends: int) -> None:
     """In several processes: in one, thirty-two hosts would have one interpreter."""
     site.open(tmp_path / "maker").close()
     way = json.dumps([site.options, site.more])
-    processes = [_appender(site.place, way, str(WRITERS // PROCESSES), str(appends), str(tmp_path / f"{me}")) for me in range(PROCESSES)]
+    processes = [
+        _appender(site.place, way, str(WRITERS // PROCESSES), str(appends), str(tmp_path / f"{me}"))
+        for me in range(PROCESSES)
+    ]
     try:
         for process in processes:
             assert process.stdout and process.stdout.readline() == "ready\n"
@@ -223,7 +249,11 @@ def _append_at_once(site: Site, proxy: Proxy, tmp_path: Path, *, appends: int) -
             assert process.stdin
             process.stdin.write("go\n")
             process.stdin.flush()
-        said = [line.split() for process in processes for line in process.communicate(timeout=240)[0].splitlines()]
+        said = [
+            line.split()
+            for process in processes
+            for line in process.communicate(timeout=240)[0].splitlines()
+        ]
         requests, took_s = requests + proxy.requests, time.monotonic() - began_s
         assert [process.returncode for process in processes] == [0] * PROCESSES
     finally:
@@ -233,8 +263,10 @@ def _append_at_once(site: Site, proxy: Proxy, tmp_path: Path, *, appends: int) -
     waits_s = sorted(float(value) for word, value in said if word == "waited")
     computed_s = sum(float(value) for word, value in said if word == "computed")
     print(
-        f"the longest of {len(waits_s)} appends waited {waits_s[-1]:.2f} s, the median {waits_s[len(waits_s) // 2]:.2f} s; "
-        f"all took {took_s:.2f} s, writers computed for {computed_s:.2f} s, {requests / len(waits_s):.0f} requests by HTTP each"
+        f"the longest of {len(waits_s)} appends waited {waits_s[-1]:.2f} s, the median "
+        f"{waits_s[len(waits_s) // 2]:.2f} s; "
+        f"all took {took_s:.2f} s, writers computed for {computed_s:.2f} s, "
+        f"{requests / len(waits_s):.0f} requests by HTTP each"
     )
     assert len(waits_s) == appends * WRITERS
     assert waits_s[-1] <= LONGEST_S

@@ -1,4 +1,5 @@
-"""A store whose log is in PostgreSQL: one transaction per entry, copies beside it, and no way to fork it."""
+"""A store whose log is in PostgreSQL: one transaction per entry, copies beside it, and no way to
+fork it."""
 
 import os
 import secrets
@@ -51,9 +52,17 @@ def bare(site: Site) -> Site:
     return Site(site.place, site.options)
 
 
-def test_a_store_with_a_database_does_what_any_store_does(site: Site, host: Path, tmp_path: Path) -> None:
+def test_a_store_with_a_database_does_what_any_store_does(
+    site: Site, host: Path, tmp_path: Path
+) -> None:
     with site.open(host) as mine, site.open(tmp_path / "other") as theirs:
-        first = mine.commit(state_of(1), step=1, tag="best", metrics={"loss": 1.0, "acc": float("nan")}, message="the first")
+        first = mine.commit(
+            state_of(1),
+            step=1,
+            tag="best",
+            metrics={"loss": 1.0, "acc": float("nan")},
+            message="the first",
+        )
         assert_equal(theirs.checkout("best").state_dict(), state_of(1))
         second = theirs.commit(state_of(2), step=2, metrics={"loss": 0.5})
         assert second.parents == (first.id,)
@@ -94,7 +103,9 @@ def test_many_stores_share_a_database(postgres: PostgresServer, tmp_path: Path) 
             assert [info.step for info in store.log()] == [step]
 
 
-def test_two_who_name_different_places_cannot_fork_a_store(local: Site, host: Path, postgres: PostgresServer, tmp_path: Path) -> None:
+def test_two_who_name_different_places_cannot_fork_a_store(
+    local: Site, host: Path, postgres: PostgresServer, tmp_path: Path
+) -> None:
     with local.open(host) as store:
         store.commit(state_of(1), step=1)
     with pytest.raises(InvalidInput, match="name that database"):
@@ -107,7 +118,9 @@ def test_two_who_name_different_places_cannot_fork_a_store(local: Site, host: Pa
         Site(plain.place, None, local.more).open(host)
 
 
-def test_the_way_to_the_database_may_be_in_the_environment(local: Site, host: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_way_to_the_database_may_be_in_the_environment(
+    local: Site, host: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     local.open(host).close()
     monkeypatch.setenv("CKPTSTORE_INDEX", str(local.more["index"]))
     with bare(local).open(host) as store:
@@ -115,7 +128,11 @@ def test_the_way_to_the_database_may_be_in_the_environment(local: Site, host: Pa
 
 
 def test_no_password_is_in_files_or_messages(
-    local: Site, host: Path, postgres: PostgresServer, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    local: Site,
+    host: Path,
+    postgres: PostgresServer,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     with local.open(host) as store:
         store.commit(state_of(1), step=1)
@@ -129,13 +146,17 @@ def test_no_password_is_in_files_or_messages(
         "://trainers-own-secret@",
     ):
         with pytest.raises(ckptstore.CkptStoreError) as caught:
-            ckptstore.repository.store_handle.init_store(f"{local.place}-{secrets.token_hex(4)}", index=index)
+            ckptstore.repository.store_handle.init_store(
+                f"{local.place}-{secrets.token_hex(4)}", index=index
+            )
         error: BaseException | None = caught.value
         assert PASSWORD not in str(error)
     assert PASSWORD not in caplog.text
 
 
-def test_of_two_that_make_a_store_at_once_one_makes_it(local: Site, host: Path, postgres: PostgresServer) -> None:
+def test_of_two_that_make_a_store_at_once_one_makes_it(
+    local: Site, host: Path, postgres: PostgresServer
+) -> None:
     ids: list[str] = []
 
     def make() -> None:
@@ -149,7 +170,12 @@ def test_of_two_that_make_a_store_at_once_one_makes_it(local: Site, host: Path, 
         thread.join()
     assert len(ids) == 4 and len(set(ids)) == 1
     with postgres.admin(str(local.more["index"]).rpartition("/")[2]) as connection:
-        schemas = [row[0] for row in connection.execute("SELECT nspname FROM pg_namespace WHERE nspname LIKE 'ckptstore%'")]
+        schemas = [
+            row[0]
+            for row in connection.execute(
+                "SELECT nspname FROM pg_namespace WHERE nspname LIKE 'ckptstore%'"
+            )
+        ]
     assert schemas == [f"ckptstore_{ids[0]}"]
 
 
@@ -192,10 +218,13 @@ def test_what_postgresql_cannot_store_is_refused_by_name(local: Site, host: Path
         store.commit(state_of(1), step=1, message="ab")
 
 
-# -- moving, losing and finding again ----------------------------------------------------------------------------------------------
+# -- moving, losing and finding again
+# ----------------------------------------------------------------------------------------------
 
 
-def test_a_log_moves_into_a_database_and_back(tmp_path: Path, host: Path, postgres: PostgresServer) -> None:
+def test_a_log_moves_into_a_database_and_back(
+    tmp_path: Path, host: Path, postgres: PostgresServer
+) -> None:
     plain = Site(str(tmp_path / "store"))
     index = postgres.new_url()
     database = Site(plain.place, None, {"index": index})
@@ -250,7 +279,9 @@ def test_a_move_that_was_interrupted_is_finished_by_the_same_command(
         store.commit(state_of(2), step=2)
 
 
-def test_a_lost_database_is_made_again_from_the_copies(local: Site, host: Path, postgres: PostgresServer) -> None:
+def test_a_lost_database_is_made_again_from_the_copies(
+    local: Site, host: Path, postgres: PostgresServer
+) -> None:
     with local.open(host) as store:
         for step in range(3):
             store.commit(state_of(step), step=step)
@@ -264,7 +295,9 @@ def test_a_lost_database_is_made_again_from_the_copies(local: Site, host: Path, 
     assert restore_log(local.place, index=index) == 0
 
 
-def test_a_database_behind_its_copies_takes_no_appends(local: Site, host: Path, postgres: PostgresServer) -> None:
+def test_a_database_behind_its_copies_takes_no_appends(
+    local: Site, host: Path, postgres: PostgresServer
+) -> None:
     """As one does that was restored from a backup of the day before."""
     with local.open(host) as store:
         store.commit(state_of(1), step=1)
@@ -272,7 +305,10 @@ def test_a_database_behind_its_copies_takes_no_appends(local: Site, host: Path, 
         with postgres.admin(str(local.more["index"]).rpartition("/")[2]) as connection:
             connection.execute(f"CREATE TABLE backup AS SELECT * FROM {schema}.position")
             store.commit(state_of(2), step=2)
-            connection.execute(f"UPDATE {schema}.position SET (n, hash, bytes) = (SELECT n, hash, bytes FROM backup)")
+            connection.execute(
+                f"UPDATE {schema}.position SET (n, hash, bytes) = (SELECT n, hash, bytes FROM "
+                "backup)"
+            )
             for table in ("entries", "commits", "parents", "metrics", "commit_trees"):
                 connection.execute(f"DELETE FROM {schema}.{table} WHERE n > 1")
             connection.execute(f"DELETE FROM {schema}.packs WHERE number > 2")
@@ -286,17 +322,24 @@ def test_a_database_behind_its_copies_takes_no_appends(local: Site, host: Path, 
         store.commit(state_of(3), step=3)
 
 
-def test_tables_of_another_revision_are_refused_until_they_are_migrated(local: Site, host: Path, postgres: PostgresServer) -> None:
+def test_tables_of_another_revision_are_refused_until_they_are_migrated(
+    local: Site, host: Path, postgres: PostgresServer
+) -> None:
     with local.open(host) as store:
         store.commit(state_of(1), step=1)
-    assert migrate_tables(local.place, index=str(local.more["index"]))[0] == migrate_tables(local.place, index=str(local.more["index"]))[1]
+    assert (
+        migrate_tables(local.place, index=str(local.more["index"]))[0]
+        == migrate_tables(local.place, index=str(local.more["index"]))[1]
+    )
     with postgres.admin(str(local.more["index"]).rpartition("/")[2]) as connection:
         connection.execute(f"UPDATE ckptstore_{store.id}.alembic_version SET version_num = '9999'")
     with pytest.raises(InvalidInput, match="ckptstore migrate"):
         local.open(host)
 
 
-def test_a_turn_that_is_lost_before_the_append_is_done_without(local: Site, host: Path, postgres: PostgresServer) -> None:
+def test_a_turn_that_is_lost_before_the_append_is_done_without(
+    local: Site, host: Path, postgres: PostgresServer
+) -> None:
     local.open(host).close()
     with local.opened(host) as handle:
         handle.log.append(Settings((("best-a", "x"),)))
@@ -304,18 +347,21 @@ def test_a_turn_that_is_lost_before_the_append_is_done_without(local: Site, host
         with handle.database.turn():
             with postgres.admin(str(local.more["index"]).rpartition("/")[2]) as connection:
                 connection.execute(
-                    "SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE datname = current_database() AND pid <> pg_backend_pid()"
+                    "SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE datname = "
+                    "current_database() AND pid <> pg_backend_pid()"
                 )
             assert handle.database.read(1) is not None
         handle.log.append(Settings((("best-b", "x"),)))
         assert {"best-a", "best-b"} <= set(handle.log.replay().settings)
 
 
-# -- a server that dies ------------------------------------------------------------------------------------------------------------
+# -- a server that dies
+# ------------------------------------------------------------------------------------------------------------
 
 
 def kill_under_writers(tmp_path: Path, writers: int, kills: int) -> None:
-    """SIGKILL the server while `writers` append; every entry that was acknowledged must be there."""
+    """SIGKILL the server while `writers` append; every entry that was acknowledged must be
+    there."""
     acknowledged: list[tuple[str, str]] = []
     failures: list[BaseException] = []
     stop, ready = threading.Event(), threading.Barrier(writers + 1)
@@ -375,7 +421,9 @@ def test_what_was_acknowledged_survives_many_deaths_of_the_server(tmp_path: Path
     kill_under_writers(tmp_path, writers=8, kills=20)
 
 
-def test_a_database_that_is_away_is_waited_for_and_then_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_database_that_is_away_is_waited_for_and_then_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("ckptstore.index.postgres.DEADLINE_S", 1.0)
     with postgres_server() as server:
         site = Site(str(tmp_path / "store"), None, {"index": server.new_url()})
@@ -402,9 +450,14 @@ def test_a_killed_server_has_no_backend_left_that_answers() -> None:
         server.start()
 
 
-def test_a_server_that_refuses_for_good_is_not_asked_until_the_deadline(postgres: PostgresServer, tmp_path: Path) -> None:
+def test_a_server_that_refuses_for_good_is_not_asked_until_the_deadline(
+    postgres: PostgresServer, tmp_path: Path
+) -> None:
     nobody = postgres.url("none").replace(f"trainer:{PASSWORD}@", f"nobody:{PASSWORD}@")
-    for index, says in ((postgres.url("none"), "make the database first"), (nobody, "see to user and password")):
+    for index, says in (
+        (postgres.url("none"), "make the database first"),
+        (nobody, "see to user and password"),
+    ):
         started = time.monotonic()
         with pytest.raises(InvalidInput, match=says):
             ckptstore.open(tmp_path / "store", index=index)

@@ -1,4 +1,5 @@
-"""What was read from a bucket is kept on this host's disk: within a limit, never believed, shared by processes, no loss when it fails."""
+"""What was read from a bucket is kept on this host's disk: within a limit, never believed, shared
+by processes, no loss when it fails."""
 
 import os
 import secrets
@@ -47,7 +48,13 @@ def reads(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 def large(seed: int = 0) -> dict[str, dict[str, torch.Tensor]]:
-    return {"model": {"w": torch.randn(CHUNKS * CHUNK_BYTES // 4, generator=torch.Generator().manual_seed(seed))}}
+    return {
+        "model": {
+            "w": torch.randn(
+                CHUNKS * CHUNK_BYTES // 4, generator=torch.Generator().manual_seed(seed)
+            )
+        }
+    }
 
 
 def files(folder: Path) -> list[Path]:
@@ -70,7 +77,9 @@ def has(cache: ReadCache, data: bytes) -> bool:
     return cache.read_into(digest(data), memoryview(out)) and out == data
 
 
-def test_what_was_read_once_is_not_read_from_the_bucket_again(site: Site, here: Path, reads: list[str]) -> None:
+def test_what_was_read_once_is_not_read_from_the_bucket_again(
+    site: Site, here: Path, reads: list[str]
+) -> None:
     with site.open(here) as store:
         store.commit(large(), step=1)
     with site.open(here, read_cache_bytes=LIMIT_BYTES) as store:
@@ -85,7 +94,9 @@ def test_what_was_read_once_is_not_read_from_the_bucket_again(site: Site, here: 
     assert reads, "without a limit nothing is kept or looked for"
 
 
-def test_a_chunk_is_kept_once_whatever_pack_and_commit_it_is_read_from(site: Site, here: Path) -> None:
+def test_a_chunk_is_kept_once_whatever_pack_and_commit_it_is_read_from(
+    site: Site, here: Path
+) -> None:
     with site.open(here, read_cache_bytes=LIMIT_BYTES) as store:
         for step in range(3):
             store.commit({**large(), "step": {"n": step}}, step=step)
@@ -101,7 +112,11 @@ def test_the_limit_is_kept_and_every_read_is_right(site: Site, here: Path) -> No
         for _ in range(3):
             assert_equal(store.checkout(1).state_dict(), large())
         folder = here / store.id / "read"
-        assert 0 < sum(path.stat().st_size for path in files(folder)) <= limit_bytes * (1 + 1 / LOOK_EVERY)
+        assert (
+            0
+            < sum(path.stat().st_size for path in files(folder))
+            <= limit_bytes * (1 + 1 / LOOK_EVERY)
+        )
 
 
 def test_what_was_used_longest_ago_goes_first(tmp_path: Path) -> None:
@@ -127,10 +142,14 @@ def test_what_others_have_kept_counts(tmp_path: Path) -> None:
     mine, theirs = (ReadCache(tmp_path / "read", 20_000) for _ in range(2))
     for i in range(100):
         keep(mine if i % 2 else theirs, content(i))
-    assert sum(path.stat().st_size for path in files(tmp_path / "read")) <= 20_000 * (1 + 2 / LOOK_EVERY)
+    assert sum(path.stat().st_size for path in files(tmp_path / "read")) <= 20_000 * (
+        1 + 2 / LOOK_EVERY
+    )
 
 
-def test_what_is_kept_while_another_thread_evicts_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_kept_while_another_thread_evicts_counts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     cache, release = ReadCache(tmp_path / "read", 10_000), ReadCache._release
     looked, go_on = threading.Event(), threading.Event()
 
@@ -147,7 +166,11 @@ def test_what_is_kept_while_another_thread_evicts_counts(tmp_path: Path, monkeyp
         keep(cache, content(i))
     go_on.set()
     evicting.join()
-    assert 0 < sum(path.stat().st_size for path in files(tmp_path / "read")) <= 10_000 * (1 + 1 / LOOK_EVERY)
+    assert (
+        0
+        < sum(path.stat().st_size for path in files(tmp_path / "read"))
+        <= 10_000 * (1 + 1 / LOOK_EVERY)
+    )
 
 
 def link(path: Path) -> None:
@@ -183,7 +206,9 @@ def test_a_file_that_is_not_its_chunk_is_not_believed(site: Site, here: Path, da
             assert_equal(store.checkout(1).state_dict(), large())
 
 
-def test_a_cache_that_cannot_be_written_costs_one_warning(site: Site, here: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_cache_that_cannot_be_written_costs_one_warning(
+    site: Site, here: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     with site.open(here, read_cache_bytes=LIMIT_BYTES) as store:
         (here / store.id).mkdir(exist_ok=True, parents=True)
         (here / store.id / "read").write_bytes(b"a file")
@@ -231,11 +256,16 @@ while True:
 """
 
 
-def test_processes_that_are_killed_while_they_write_leave_nothing_that_is_believed_or_stays(tmp_path: Path) -> None:
+def test_processes_that_are_killed_while_they_write_leave_nothing_that_is_believed_or_stays(
+    tmp_path: Path,
+) -> None:
     place = tmp_path / "read"
     for round_ in range(3):
         writers = [
-            subprocess.Popen([sys.executable, "-c", WRITER, str(place), str(step)], stdout=subprocess.PIPE) for step in (1, 3, 7)[round_:]
+            subprocess.Popen(
+                [sys.executable, "-c", WRITER, str(place), str(step)], stdout=subprocess.PIPE
+            )
+            for step in (1, 3, 7)[round_:]
         ]
         for writer in writers:
             assert writer.stdout is not None and writer.stdout.readline() == b"ready\n"

@@ -1,4 +1,5 @@
-"""Ceph's S3 gateway dies and comes back in the middle of uploads: what was acknowledged is there."""
+"""Ceph's S3 gateway dies and comes back in the middle of uploads: what was acknowledged is
+there."""
 
 import os
 import threading
@@ -14,11 +15,15 @@ from tests.shared.sites import Site
 from tests.support.servers.rgw import rgw_server
 from tests.support.servers.s3 import clients, make_bucket, new_url
 
-pytestmark = pytest.mark.skipif("CKPTSTORE_TEST_S3" not in os.environ, reason="needs Ceph's server: `make test-real` starts it")
+pytestmark = pytest.mark.skipif(
+    "CKPTSTORE_TEST_S3" not in os.environ, reason="needs Ceph's server: `make test-real` starts it"
+)
 
 
 @pytest.mark.parametrize("client", clients())
-def test_what_was_acknowledged_survives_the_death_of_the_gateway(client: str, tmp_path: Path) -> None:
+def test_what_was_acknowledged_survives_the_death_of_the_gateway(
+    client: str, tmp_path: Path
+) -> None:
     acknowledged: dict[CommitId, int] = {}
     failures: list[BaseException] = []
     stop = threading.Event()

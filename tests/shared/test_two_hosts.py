@@ -1,4 +1,5 @@
-"""Two hosts commit and collect in one store, over cables that may be unplugged in the middle of a commit: nothing is lost, nothing torn."""
+"""Two hosts commit and collect in one store, over cables that may be unplugged in the middle of a
+commit: nothing is lost, nothing torn."""
 
 import json
 import os
@@ -26,7 +27,8 @@ pytestmark = [pytest.mark.soak, pytest.mark.timeout(1800)]
 
 
 class _Campaign:
-    """Servers in a namespace of theirs, the store there, and two hosts. Everything else is done by processes in these namespaces."""
+    """Servers in a namespace of theirs, the store there, and two hosts. Everything else is done by
+    processes in these namespaces."""
 
     def __init__(self, stack: ExitStack, tmp_path: Path, *, database: bool) -> None:
         self.tmp_path, self.place = tmp_path, new_url()
@@ -40,12 +42,27 @@ class _Campaign:
     def start(self, host: Host, scenario: str, *given: str) -> "subprocess.Popen[str]":
         """A process on that host, whose lines go to a file."""
         endpoint = f"http://{host.server_address}:{self._s3.address[1]}"
-        index = {"index": self._postgres.url(self._name, host=host.server_address)} if self._postgres else {}
-        way = json.dumps({"storage_options": replace(self._s3, endpoint=endpoint).options(deadline_s=DEADLINE_S), **index})
+        index = (
+            {"index": self._postgres.url(self._name, host=host.server_address)}
+            if self._postgres
+            else {}
+        )
+        way = json.dumps(
+            {
+                "storage_options": replace(self._s3, endpoint=endpoint).options(
+                    deadline_s=DEADLINE_S
+                ),
+                **index,
+            }
+        )
         environment = {**os.environ, "CKPTSTORE_CACHE": str(self.tmp_path / host.name)}
         with open(self.tmp_path / f"lines-{host.name}", "w", encoding="utf-8") as lines:
-            command = host.command(sys.executable, "-m", "tests.shared.worker", scenario, self.place, way, *given)
-            return subprocess.Popen(command, stdout=lines, stderr=subprocess.STDOUT, env=environment, text=True)
+            command = host.command(
+                sys.executable, "-m", "tests.shared.worker", scenario, self.place, way, *given
+            )
+            return subprocess.Popen(
+                command, stdout=lines, stderr=subprocess.STDOUT, env=environment, text=True
+            )
 
     def said(self, host: Host) -> list[str]:
         return (self.tmp_path / f"lines-{host.name}").read_text(encoding="utf-8").splitlines()
@@ -53,7 +70,10 @@ class _Campaign:
     def run(self, seed: int, *, unplug: bool) -> list[str]:
         """Let both hosts work; what they said."""
         both = self.joined.hosts
-        workers = [self.start(host, "work", f"host-{number}", str(SECONDS), str(seed)) for number, host in enumerate(both)]
+        workers = [
+            self.start(host, "work", f"host-{number}", str(SECONDS), str(seed))
+            for number, host in enumerate(both)
+        ]
         try:
             ends = time.monotonic() + SECONDS + END_S
             while any(worker.poll() is None for worker in workers):
@@ -66,7 +86,9 @@ class _Campaign:
             for worker in workers:
                 worker.kill()
                 worker.wait()
-        assert [worker.returncode for worker in workers] == [0, 0], [self.said(host)[-15:] for host in both]
+        assert [worker.returncode for worker in workers] == [0, 0], [
+            self.said(host)[-15:] for host in both
+        ]
         return [line for host in both for line in self.said(host)]
 
     def _unplug_once(self) -> None:
@@ -79,9 +101,16 @@ class _Campaign:
     def check(self, said: list[str]) -> None:
         """What was acknowledged and kept is there, and whatever is there is whole."""
         kept = {int(line.split()[1]) for line in said if line.startswith("kept ")}
-        assert kept and any(line == "collected" for line in said) and any(line == "restored" for line in said)
+        assert (
+            kept
+            and any(line == "collected" for line in said)
+            and any(line == "restored" for line in said)
+        )
         assert kept <= self.checked()
-        counts = {word: sum(line.startswith(word) for line in said) for word in ("committed", "kept", "restored", "collected", "away")}
+        counts = {
+            word: sum(line.startswith(word) for line in said)
+            for word in ("committed", "kept", "restored", "collected", "away")
+        }
         print(counts)
 
     def checked(self) -> set[int]:
@@ -107,7 +136,9 @@ def test_two_hosts_commit_and_collect_in_one_store(campaign: _Campaign, seed: in
     campaign.check(campaign.run(seed, unplug=False))
 
 
-def test_a_host_whose_cable_is_unplugged_in_mid_commit_commits_whole_or_not_at_all(campaign: _Campaign, seed: int) -> None:
+def test_a_host_whose_cable_is_unplugged_in_mid_commit_commits_whole_or_not_at_all(
+    campaign: _Campaign, seed: int
+) -> None:
     said = campaign.run(seed, unplug=True)
     assert any(line.startswith("away ") for line in said)
     campaign.check(said)

@@ -1,8 +1,11 @@
-"""One host at a shared store, in a process of its own: `python -m tests.shared.worker SCENARIO PLACE WAY …`; WAY is JSON for `ckptstore.open`.
+"""One host at a shared store, in a process of its own: `python -m tests.shared.worker SCENARIO
+PLACE WAY …`; WAY is JSON for `ckptstore.open`.
 
-`work` commits, restores what others keep, forgets and collects until time is up and it has done each, and says `kept STEP` for each commit
-that was acknowledged with a tag `keep-…`, `away` for each call that ended in `Unavailable`. Whatever else goes wrong ends it. `check` says
-`there STEP` for each commit that has such a tag, once everything in the store was found whole; on an empty store, which it makes, nothing.
+`work` commits, restores what others keep, forgets and collects until time is up and it has done
+each, and says `kept STEP` for each commit that was acknowledged with a tag `keep-…`, `away` for
+each call that ended in `Unavailable`. Whatever else goes wrong ends it. `check` says `there STEP`
+for each commit that has such a tag, once everything in the store was found whole; on an empty
+store, which it makes, nothing.
 """
 
 import json
@@ -21,7 +24,8 @@ from tests.shared.sites import CHUNK_BYTES
 
 STEPS = 1_000_000
 WANTED = {"keep", "restore", "gc"}
-"""What a host does at least once, however little it gets done on a machine that has other things to do."""
+"""What a host does at least once, however little it gets done on a machine that has other things to
+do."""
 
 
 def check(place: str, way: str) -> None:
@@ -41,7 +45,9 @@ def work(place: str, way: str, run: str, seconds: str, seed: str) -> None:
     step = STEPS * (1 + int(run.rpartition("-")[2]))
     while time.monotonic() < deadline or done < WANTED:
         try:
-            with ckptstore.open(place, chunk_bytes=CHUNK_BYTES, run=run, threads=1, **json.loads(way)) as store:
+            with ckptstore.open(
+                place, chunk_bytes=CHUNK_BYTES, run=run, threads=1, **json.loads(way)
+            ) as store:
                 deadline = min(deadline, time.monotonic() + float(seconds))
                 while time.monotonic() < deadline or done < WANTED:
                     step += 1

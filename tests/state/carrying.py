@@ -1,4 +1,5 @@
-"""A state carried as a store carries it: flattened, schema and leaves as bytes, and back, without storage."""
+"""A state carried as a store carries it: flattened, schema and leaves as bytes, and back, without
+storage."""
 
 from dataclasses import dataclass, fields, is_dataclass
 from enum import Enum
@@ -31,7 +32,11 @@ class Carried:
         for i, kind in enumerate(self.schema.kinds):
             data = self.bytes_of(i)
             values.append(
-                tensors.tensor_from(memoryview(bytearray(data)), self.schema.dtypes[i], self.schema.shapes[i]) if kind == "tensor" else data
+                tensors.tensor_from(
+                    memoryview(bytearray(data)), self.schema.dtypes[i], self.schema.shapes[i]
+                )
+                if kind == "tensor"
+                else data
             )
         return inflate(self.schema, values, **options)
 
@@ -96,21 +101,32 @@ def assert_same(got: Any, wanted: Any) -> None:
     """Equal bit for bit and type for type, all the way down, in the same order."""
     assert type(got) is type(wanted)
     if isinstance(wanted, torch.Tensor):
-        assert (got.dtype, got.shape, got.requires_grad) == (wanted.dtype, wanted.shape, wanted.requires_grad)
+        assert (got.dtype, got.shape, got.requires_grad) == (
+            wanted.dtype,
+            wanted.shape,
+            wanted.requires_grad,
+        )
         assert tensor_bytes(got) == tensor_bytes(wanted)
     elif isinstance(wanted, dict):
         assert len(got) == len(wanted)
-        for (key, value), (wanted_key, wanted_value) in zip(got.items(), wanted.items(), strict=True):
+        for (key, value), (wanted_key, wanted_value) in zip(
+            got.items(), wanted.items(), strict=True
+        ):
             assert_same(key, wanted_key)
             assert_same(value, wanted_value)
         assert getattr(got, "default_factory", None) == getattr(wanted, "default_factory", None)
-    elif hasattr(wanted, "__iter__") and not isinstance(wanted, str | bytes | bytearray | set | frozenset | Enum):
+    elif hasattr(wanted, "__iter__") and not isinstance(
+        wanted, str | bytes | bytearray | set | frozenset | Enum
+    ):
         assert getattr(got, "maxlen", None) == getattr(wanted, "maxlen", None)
         assert len(list(got)) == len(list(wanted))
         for item, wanted_item in zip(got, wanted, strict=True):
             assert_same(item, wanted_item)
     elif is_dataclass(wanted):
-        assert_same([getattr(got, each.name) for each in fields(wanted)], [getattr(wanted, each.name) for each in fields(wanted)])
+        assert_same(
+            [getattr(got, each.name) for each in fields(wanted)],
+            [getattr(wanted, each.name) for each in fields(wanted)],
+        )
     elif isinstance(wanted, set | frozenset):
         assert sorted(map(repr, got)) == sorted(map(repr, wanted))
     else:

@@ -1,4 +1,5 @@
-"""One process beside pytest's own, for all tests that want a state restored where nothing is known of it."""
+"""One process beside pytest's own, for all tests that want a state restored where nothing is known
+of it."""
 
 from collections.abc import Iterator
 

@@ -1,7 +1,7 @@
 """What an object is, bit for bit and type for type, as lines of text: equal lines, equal objects.
 
-Written without any code of ckptstore's, so that a mistake there cannot hide itself, and comparable across processes. Tensors that have one
-address, shape and strides are said to be tied, by number.
+Written without any code of ckptstore's, so that a mistake there cannot hide itself, and comparable
+across processes. Tensors that have one address, shape and strides are said to be tied, by number.
 """
 
 import ctypes
@@ -23,7 +23,9 @@ import torch
 def describe(value: Any) -> str:
     """Every fact about `value`, one a line."""
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)  # torch says that quantized and nested tensors are in beta whenever one looks at them
+        warnings.simplefilter(
+            "ignore", UserWarning
+        )  # torch says that quantized and nested tensors are in beta whenever one looks at them
         return "\n".join(_Describer().lines(value, "·"))
 
 
@@ -33,7 +35,8 @@ def digest(value: Any) -> str:
 
 
 def raw_bytes(tensor: torch.Tensor) -> bytes:
-    """The elements of a strided tensor in row-major order, read from its storage by numpy, whatever torch can do with its dtype."""
+    """The elements of a strided tensor in row-major order, read from its storage by numpy, whatever
+    torch can do with its dtype."""
     tensor = tensor.detach().resolve_conj().resolve_neg()
     if not tensor.numel():
         return b""
@@ -63,9 +66,17 @@ class _Describer:
             case Enum():
                 return repr(value)
             case np.ndarray() | np.generic():
-                return f"{value.dtype.descr if value.dtype.names else value.dtype!r} {value.shape} {value.tobytes().hex()}"
+                return (
+                    f"{value.dtype.descr if value.dtype.names else value.dtype!r} "
+                    f"{value.shape} "
+                    f"{value.tobytes().hex()}"
+                )
             case bool() | int() | None:
-                return repr(value) if type(value) is not int or value.bit_length() < 10_000 else hex(value)
+                return (
+                    repr(value)
+                    if type(value) is not int or value.bit_length() < 10_000
+                    else hex(value)
+                )
             case float():
                 return struct.pack(">d", value).hex()
             case complex():
@@ -82,7 +93,9 @@ class _Describer:
                 return f"{value.device} {raw_bytes(value.get_state()).hex()}"
             case dict() | list() | tuple():
                 return str(len(value))
-        if dataclasses.is_dataclass(value) or isinstance(value, random.Random | np.random.Generator | np.random.RandomState):
+        if dataclasses.is_dataclass(value) or isinstance(
+            value, random.Random | np.random.Generator | np.random.RandomState
+        ):
             return ""
         if type(value).__module__.startswith("tests."):
             return ""
@@ -106,24 +119,40 @@ class _Describer:
         elif isinstance(value, np.random.RandomState):
             yield "state", value.get_state(legacy=False)
         elif dataclasses.is_dataclass(value) and not isinstance(value, type):
-            yield from ((field.name, getattr(value, field.name)) for field in dataclasses.fields(value))
+            yield from (
+                (field.name, getattr(value, field.name)) for field in dataclasses.fields(value)
+            )
         elif type(value).__module__.startswith("tests.") and hasattr(value, "data"):
             yield "data", value.data
 
     def _tensor(self, tensor: torch.Tensor) -> str:
         shape = [] if tensor.is_nested else list(tensor.shape)
         facts = f"{tensor.dtype} {shape} {tensor.layout} {tensor.requires_grad} {tensor.device}"
-        if tensor.layout != torch.strided or tensor.is_nested or hasattr(tensor, "__tensor_flatten__"):
+        if (
+            tensor.layout != torch.strided
+            or tensor.is_nested
+            or hasattr(tensor, "__tensor_flatten__")
+        ):
             return facts
         if tensor.is_quantized:
             return f"{facts} {self._tie(tensor)}"
         data = raw_bytes(tensor)
-        return f"{facts} {self._tie(tensor) if data else ''} {data.hex() if len(data) < 64 else sha256(data).hexdigest()}"
+        return (
+            f"{facts} {self._tie(tensor) if data else ''} "
+            f"{data.hex() if len(data) < 64 else sha256(data).hexdigest()}"
+        )
 
     def _tie(self, tensor: torch.Tensor) -> str:
         # An address is nobody else's only as long as its tensor lives.
         self._alive.append(tensor)
-        memory = (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, tensor.is_conj(), tensor.is_neg())
+        memory = (
+            tensor.data_ptr(),
+            tensor.shape,
+            tensor.stride(),
+            tensor.dtype,
+            tensor.is_conj(),
+            tensor.is_neg(),
+        )
         return f"memory {self._seen.setdefault(memory, len(self._seen))}"
 
 
@@ -139,16 +168,32 @@ def _parts(tensor: Any) -> Iterator[tuple[str, Any]]:
         yield "buffer", tensor.values()
         yield "parts", [(list(each.shape), raw_bytes(each)) for each in tensor.unbind()]
         if tensor.layout == torch.jagged:
-            yield from (("offsets", tensor.offsets()), ("lengths", tensor.lengths()), ("ragged", tensor._ragged_idx))
+            yield from (
+                ("offsets", tensor.offsets()),
+                ("lengths", tensor.lengths()),
+                ("ragged", tensor._ragged_idx),
+            )
     elif tensor.layout == torch.sparse_coo:
         tensor = tensor.detach()
-        yield from (("coalesced", tensor.is_coalesced()), ("indices", tensor._indices()), ("values", tensor._values()))
+        yield from (
+            ("coalesced", tensor.is_coalesced()),
+            ("indices", tensor._indices()),
+            ("values", tensor._values()),
+        )
     elif tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
         tensor = tensor.detach()
-        yield from (("rows", tensor.crow_indices()), ("columns", tensor.col_indices()), ("values", tensor.values()))
+        yield from (
+            ("rows", tensor.crow_indices()),
+            ("columns", tensor.col_indices()),
+            ("values", tensor.values()),
+        )
     elif tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
         tensor = tensor.detach()
-        yield from (("columns", tensor.ccol_indices()), ("rows", tensor.row_indices()), ("values", tensor.values()))
+        yield from (
+            ("columns", tensor.ccol_indices()),
+            ("rows", tensor.row_indices()),
+            ("values", tensor.values()),
+        )
     elif tensor.is_quantized:
         yield from _quantized_parts(tensor)
 
@@ -158,7 +203,10 @@ def _quantized_parts(tensor: Any) -> Iterator[tuple[str, Any]]:
     if tensor.qscheme() == torch.per_tensor_affine:
         yield from (("scale", tensor.q_scale()), ("zero", tensor.q_zero_point()))
     else:
-        yield from (("scales", tensor.q_per_channel_scales()), ("zeros", tensor.q_per_channel_zero_points()))
+        yield from (
+            ("scales", tensor.q_per_channel_scales()),
+            ("zeros", tensor.q_per_channel_zero_points()),
+        )
         yield "axis", tensor.q_per_channel_axis()
     per_byte = {torch.quint4x2: 2, torch.quint2x4: 4}.get(tensor.dtype)
     if per_byte is None:

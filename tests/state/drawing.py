@@ -1,4 +1,5 @@
-"""Any state that can be stored, drawn by Hypothesis: every structure, value, array, tensor and generator, nested, and some of it tied."""
+"""Any state that can be stored, drawn by Hypothesis: every structure, value, array, tensor and
+generator, nested, and some of it tied."""
 
 import datetime as dt
 import io
@@ -38,7 +39,13 @@ ARRAY_DTYPES = [
     "i1,f8",
     [("a", "<u4", (2,)), ("b", "S2")],
 ]
-BIT_GENERATORS = [np.random.PCG64, np.random.PCG64DXSM, np.random.MT19937, np.random.Philox, np.random.SFC64]
+BIT_GENERATORS = [
+    np.random.PCG64,
+    np.random.PCG64DXSM,
+    np.random.MT19937,
+    np.random.Philox,
+    np.random.SFC64,
+]
 TORCH_VALUES = [
     torch.bfloat16,
     torch.device("cuda:3"),
@@ -58,7 +65,9 @@ def tensor(name: str, layout: str, seed: int) -> torch.Tensor:
 
 def lazy(view: str, seed: int) -> torch.Tensor:
     """A conjugate or negative view of numbers that have a sign."""
-    return CONJUGATES[view](torch.randn(3, 2, dtype=torch.complex64, generator=torch.Generator().manual_seed(seed)))
+    return CONJUGATES[view](
+        torch.randn(3, 2, dtype=torch.complex64, generator=torch.Generator().manual_seed(seed))
+    )
 
 
 def composite(name: str, seed: int) -> torch.Tensor:
@@ -70,13 +79,18 @@ def composite(name: str, seed: int) -> torch.Tensor:
 
 def array(dtype: Any, shape: tuple[int, ...], seed: int) -> Any:
     made = np.zeros(shape, dtype)
-    return np.frombuffer(random.Random(seed).randbytes(made.nbytes), made.dtype).reshape(shape).copy() if made.nbytes else made
+    return (
+        np.frombuffer(random.Random(seed).randbytes(made.nbytes), made.dtype).reshape(shape).copy()
+        if made.nbytes
+        else made
+    )
 
 
 def ordered(items: dict[Any, Any], metadata: dict[str, Any] | None) -> "OrderedDict[Any, Any]":
     made = OrderedDict(items)
     if metadata is not None:
-        made._metadata = OrderedDict(metadata)  # type: ignore[attr-defined]  # as nn.Module.state_dict does
+        # as nn.Module.state_dict does
+        made._metadata = OrderedDict(metadata)  # type: ignore[attr-defined]
     return made
 
 
@@ -90,7 +104,14 @@ text = st.text(max_size=8)
 shapes = st.lists(st.integers(0, 3), max_size=3).map(tuple)
 pairs = st.tuples(st.integers(0, 9), st.text(max_size=2))
 keys = (
-    text | st.integers() | st.booleans() | st.none() | pairs | st.floats(allow_nan=False) | st.sampled_from(Colour) | st.binary(max_size=3)
+    text
+    | st.integers()
+    | st.booleans()
+    | st.none()
+    | pairs
+    | st.floats(allow_nan=False)
+    | st.sampled_from(Colour)
+    | st.binary(max_size=3)
 )
 hashable = st.integers() | text | pairs | st.dates() | st.frozensets(st.integers(), max_size=2)
 
@@ -99,21 +120,30 @@ plain_values = st.one_of(
     st.integers() | st.integers(-(2**200), 2**200),
     st.floats() | st.complex_numbers(),
     st.binary(max_size=700),
-    st.sampled_from([*Colour, *Level, *Name, Rights.READ | Rights.WRITE, Rights(0), ..., *TORCH_VALUES]),
+    st.sampled_from(
+        [*Colour, *Level, *Name, Rights.READ | Rights.WRITE, Rights(0), ..., *TORCH_VALUES]
+    ),
 )
-windows_paths = st.builds(PureWindowsPath, st.text("ab\\:é", max_size=6)).filter(lambda path: PureWindowsPath(str(path)) == path)
+windows_paths = st.builds(PureWindowsPath, st.text("ab\\:é", max_size=6)).filter(
+    lambda path: PureWindowsPath(str(path)) == path
+)
 library_values = st.one_of(
-    st.datetimes(timezones=st.none() | st.timezones()) | st.dates() | st.times(timezones=st.none() | st.just(dt.UTC)) | st.timedeltas(),
+    st.datetimes(timezones=st.none() | st.timezones())
+    | st.dates()
+    | st.times(timezones=st.none() | st.just(dt.UTC))
+    | st.timedeltas(),
     st.decimals() | st.fractions() | st.uuids(),
     st.builds(PurePosixPath, st.text("ab/.é", max_size=6)) | windows_paths,
-    st.builds(range, st.integers(), st.integers(), st.integers(1)) | st.builds(slice, st.none() | st.integers(), st.none() | st.integers()),
+    st.builds(range, st.integers(), st.integers(), st.integers(1))
+    | st.builds(slice, st.none() | st.integers(), st.none() | st.integers()),
 )
 numpy_values = st.one_of(
     st.builds(array, st.sampled_from(ARRAY_DTYPES), shapes, seeds),
     st.builds(lambda dtype, seed: array(dtype, (), seed)[()], st.sampled_from(ARRAY_DTYPES), seeds),
-    st.lists(st.text(st.characters(exclude_characters="\0", exclude_categories=["Cs"]), max_size=3), max_size=3).map(
-        lambda x: np.array(x, "U3")
-    ),
+    st.lists(
+        st.text(st.characters(exclude_characters="\0", exclude_categories=["Cs"]), max_size=3),
+        max_size=3,
+    ).map(lambda x: np.array(x, "U3")),
     st.sampled_from(ARRAY_DTYPES).map(np.dtype),
 )
 tensors = st.one_of(
@@ -123,13 +153,19 @@ tensors = st.one_of(
 )
 generators = st.one_of(
     st.builds(random.Random, seeds) | st.builds(np.random.RandomState, seeds),
-    st.builds(lambda bits, seed: np.random.Generator(bits(seed)), st.sampled_from(BIT_GENERATORS), seeds),
+    st.builds(
+        lambda bits, seed: np.random.Generator(bits(seed)), st.sampled_from(BIT_GENERATORS), seeds
+    ),
     st.builds(lambda seed: torch.Generator().manual_seed(seed), seeds),
 )
 sets = st.sets(hashable, max_size=3) | st.frozensets(hashable, max_size=3)
-buffers = st.builds(bytearray, st.binary(max_size=8)) | st.builds(buffer, st.binary(max_size=8), st.integers(0, 9))
+buffers = st.builds(bytearray, st.binary(max_size=8)) | st.builds(
+    buffer, st.binary(max_size=8), st.integers(0, 9)
+)
 leaves = plain_values | library_values | numpy_values | tensors | generators | sets | buffers
-metadata = st.none() | st.dictionaries(text, st.fixed_dictionaries({"version": st.integers(0, 9)}), max_size=2)
+metadata = st.none() | st.dictionaries(
+    text, st.fixed_dictionaries({"version": st.integers(0, 9)}), max_size=2
+)
 
 states = st.recursive(
     leaves,
@@ -140,8 +176,11 @@ states = st.recursive(
         st.dictionaries(keys, below, max_size=4).map(lambda items: defaultdict(list, items)),
         st.dictionaries(keys, st.integers(), max_size=4).map(Counter),
         st.builds(deque, st.lists(below, max_size=4), st.none() | st.integers(0, 4)),
-        st.builds(Point, below, below) | st.builds(Config, st.floats(), st.lists(below, max_size=2)) | st.builds(Frozen, below),
-        st.builds(Plain, st.integers() | text) | st.builds(lambda inner: Heavy({"inner": inner}), below),
+        st.builds(Point, below, below)
+        | st.builds(Config, st.floats(), st.lists(below, max_size=2))
+        | st.builds(Frozen, below),
+        st.builds(Plain, st.integers() | text)
+        | st.builds(lambda inner: Heavy({"inner": inner}), below),
         st.builds(lambda one: [one, {"again": one}], tensors),
     ),
     max_leaves=12,

@@ -1,7 +1,9 @@
-"""A process of its own that runs functions by name, many in a row: what it knows of a state it has read from a store.
+"""A process of its own that runs functions by name, many in a row: what it knows of a state it has
+read from a store.
 
-`python -m tests.state.fresh` takes lines of JSON, `[module:function, arguments…]`, and answers each with one: `[true, result]`, or `[false,
-traceback]`. Arguments and results are JSON, so that nothing but a store carries a state across.
+`python -m tests.state.fresh` takes lines of JSON, `[module:function, arguments…]`, and answers each
+with one: `[true, result]`, or `[false, traceback]`. Arguments and results are JSON, so that nothing
+but a store carries a state across.
 """
 
 import importlib
@@ -26,7 +28,8 @@ class Fresh:
         self._lock = threading.Lock()
 
     def call(self, function: str, *arguments: Any) -> Any:
-        """The result of `function` (`module:name`) there. An exception there is an AssertionError here, with its traceback."""
+        """The result of `function` (`module:name`) there. An exception there is an AssertionError
+        here, with its traceback."""
         with self._lock:
             process = self._process = self._process or _start()
             assert process.stdin and process.stdout
@@ -45,7 +48,9 @@ class Fresh:
 
 def _start() -> "subprocess.Popen[str]":
     command = [sys.executable, "-W", "error", "-m", "tests.state.fresh"]
-    return subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    return subprocess.Popen(
+        command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
 
 
 def main() -> None:

@@ -1,4 +1,5 @@
-"""A restore allocates no tensor that the target already has: torch's own allocator is asked, and every tensor for its address."""
+"""A restore allocates no tensor that the target already has: torch's own allocator is asked, and
+every tensor for its address."""
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -17,8 +18,11 @@ TENSOR_BYTES = WIDTH * WIDTH * 4
 
 
 def allocated_bytes(scenario: Callable[[], Any]) -> int:
-    """What torch's CPU allocator has handed out while `scenario` ran, to this thread, which makes all tensors."""
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as recorded:
+    """What torch's CPU allocator has handed out while `scenario` ran, to this thread, which makes
+    all tensors."""
+    with profile(
+        activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True
+    ) as recorded:
         scenario()
     return sum(max(event.self_cpu_memory_usage, 0) for event in recorded.events())
 
@@ -57,7 +61,12 @@ def trained(**options: Any) -> Callable[[], Any]:
 def containers() -> Any:
     weight = torch.randn(WIDTH, WIDTH)
     return {
-        "d": {"w": weight, "tied": weight, "column": torch.randn(WIDTH, WIDTH).t(), "l": [torch.randn(WIDTH), (torch.randn(2, WIDTH), 1)]}
+        "d": {
+            "w": weight,
+            "tied": weight,
+            "column": torch.randn(WIDTH, WIDTH).t(),
+            "l": [torch.randn(WIDTH), (torch.randn(2, WIDTH), 1)],
+        }
     }
 
 
@@ -73,7 +82,10 @@ TARGETS: dict[str, Callable[[], Any]] = {
         "q": [nn.Parameter(torch.randn(WIDTH, WIDTH))],
     },
     "composites": lambda: {
-        "s": {name: composite(name, seed=1) for name in ("COO", "CSR", "qint8", "quint8 per channel", "jagged", "subclass")}
+        "s": {
+            name: composite(name, seed=1)
+            for name in ("COO", "CSR", "qint8", "quint8 per channel", "jagged", "subclass")
+        }
     },
 }
 
@@ -83,9 +95,15 @@ def test_a_restore_allocates_no_tensor_that_is_there(kind: str, tmp_path: Path) 
     with ckptstore.open(tmp_path / "store") as store:
         snap = store.commit(TARGETS[kind]())
         target = TARGETS[kind]()
-        there = [(id(tensor), tensor.data_ptr() if tensor.layout is torch.strided else 0) for tensor in tensors_of(target)]
+        there = [
+            (id(tensor), tensor.data_ptr() if tensor.layout is torch.strided else 0)
+            for tensor in tensors_of(target)
+        ]
         assert allocated_bytes(lambda: snap.restore(target)) < TENSOR_BYTES // 8
-        assert [(id(tensor), tensor.data_ptr() if tensor.layout is torch.strided else 0) for tensor in tensors_of(target)] == there
+        assert [
+            (id(tensor), tensor.data_ptr() if tensor.layout is torch.strided else 0)
+            for tensor in tensors_of(target)
+        ] == there
 
 
 def test_the_allocator_is_asked() -> None:

@@ -1,6 +1,8 @@
-"""Whatever can be stored comes back bit for bit and type for type, in a process that knows of it only what the store says.
+"""Whatever can be stored comes back bit for bit and type for type, in a process that knows of it
+only what the store says.
 
-`describe` says what an object is, on the one side of what was committed, on the other of what was restored, without code of ckptstore's.
+`describe` says what an object is, on the one side of what was committed, on the other of what was
+restored, without code of ckptstore's.
 """
 
 import io
@@ -37,7 +39,8 @@ _opened: dict[str, ckptstore.Store] = {}
 
 
 def restored(place: str, commit: str, *, whole: bool = False) -> list[str]:
-    """In the other process: what the commit gives as new objects, and in place of nothing; digests, or everything about them."""
+    """In the other process: what the commit gives as new objects, and in place of nothing; digests,
+    or everything about them."""
     if place not in _opened:
         _opened[place] = ckptstore.open(place, read_only=True)
     snap = _opened[place].checkout(commit)
@@ -55,7 +58,9 @@ def check(store: ckptstore.Store, fresh: Fresh, state: Any) -> None:
     wanted = describe(state).splitlines()
     for text in fresh.call("tests.state.test_any_state:restored_whole", store.url, snap.id):
         got = text.splitlines()
-        assert got == wanted, "\n".join(unified_diff(wanted, got, "committed", "restored", lineterm="", n=1))
+        assert got == wanted, "\n".join(
+            unified_diff(wanted, got, "committed", "restored", lineterm="", n=1)
+        )
 
 
 def restored_whole(place: str, commit: str) -> list[str]:
@@ -65,11 +70,19 @@ def restored_whole(place: str, commit: str) -> list[str]:
 def tied() -> Any:
     weight = torch.randn(4, 4)
     parameter = nn.Parameter(weight)
-    return {"a": weight, "view": weight.view(4, 4), "parameter": [parameter, parameter], "transposed": weight.t(), "part": weight[:2]}
+    return {
+        "a": weight,
+        "view": weight.view(4, 4),
+        "parameter": [parameter, parameter],
+        "transposed": weight.t(),
+        "part": weight[:2],
+    }
 
 
 def module_state() -> Any:
-    module = nn.Sequential(OrderedDict(embed=nn.Embedding(7, 4), norm=nn.BatchNorm1d(4), extra=Extra()))
+    module = nn.Sequential(
+        OrderedDict(embed=nn.Embedding(7, 4), norm=nn.BatchNorm1d(4), extra=Extra())
+    )
     return module.state_dict()
 
 
@@ -95,10 +108,15 @@ TABLES: dict[str, Callable[[], Any]] = {
     "values": lambda: dict(enumerate(value for value, _ in VALUES)),
     "keys": lambda: {value: i for i, (value, _) in enumerate(VALUES) if is_key(value)},
     "arrays": lambda: dict(enumerate(ARRAYS)),
-    "dtypes": lambda: {name: {layout: tensor(name, layout, seed=i) for layout in LAYOUTS} for i, name in enumerate(STORED)},
+    "dtypes": lambda: {
+        name: {layout: tensor(name, layout, seed=i) for layout in LAYOUTS}
+        for i, name in enumerate(STORED)
+    },
     "lazy views": lambda: {view: lazy(view, seed=1) for view in CONJUGATES},
     "composites": lambda: {name: composite(name, seed=i) for i, name in enumerate(COMPOSITES)},
-    "composites twice": lambda: {name: [one := composite(name, seed=1), one] for name in COMPOSITES},
+    "composites twice": lambda: {
+        name: [one := composite(name, seed=1), one] for name in COMPOSITES
+    },
     "user codecs": lambda: [Plain(1), Heavy({"t": torch.ones(3)}), deque([Heavy([Plain("a")])], 2)],
     "tied": tied,
     "module": module_state,
@@ -113,16 +131,21 @@ TABLES: dict[str, Callable[[], Any]] = {
 
 
 def is_key(value: Any) -> bool:
-    """Whether a value may be a key: hashable, equal to itself, and not 1 once more under another type."""
+    """Whether a value may be a key: hashable, equal to itself, and not 1 once more under another
+    type."""
     try:
         hash(value)
     except TypeError:
         return False
-    return bool(np.all(value == value)) and not (isinstance(value, int | float | complex | np.generic) and value in (0, 1))
+    return bool(np.all(value == value)) and not (
+        isinstance(value, int | float | complex | np.generic) and value in (0, 1)
+    )
 
 
 @pytest.mark.parametrize("table", TABLES)
-def test_everything_in_the_tables_comes_back_in_another_process(table: str, store: ckptstore.Store, fresh: Fresh) -> None:
+def test_everything_in_the_tables_comes_back_in_another_process(
+    table: str, store: ckptstore.Store, fresh: Fresh
+) -> None:
     check(store, fresh, TABLES[table]())
 
 
@@ -136,7 +159,9 @@ def test_any_state_comes_back_in_another_process(store: ckptstore.Store, fresh: 
 
 
 @given(states)
-def test_any_state_has_paths_that_tell_its_leaves_apart_and_bytes_that_do_not_change(state: Any) -> None:
+def test_any_state_has_paths_that_tell_its_leaves_apart_and_bytes_that_do_not_change(
+    state: Any,
+) -> None:
     carried = carry(state)
     assert len(set(carried.schema.paths)) == len(carried.schema)
     again = carry(carried.inflate())

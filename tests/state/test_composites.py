@@ -1,4 +1,5 @@
-"""Tensors that are more than one block of memory: apart and together again, in place where they fit, refused where they have no values."""
+"""Tensors that are more than one block of memory: apart and together again, in place where they
+fit, refused where they have no values."""
 
 import warnings
 from collections.abc import Callable
@@ -29,7 +30,9 @@ def dense() -> torch.Tensor:
 
 
 def per_channel(dtype: torch.dtype, zero: torch.dtype) -> torch.Tensor:
-    return torch.quantize_per_channel(dense(), torch.rand(4) + 0.1, torch.zeros(4, dtype=zero), 0, dtype)
+    return torch.quantize_per_channel(
+        dense(), torch.rand(4) + 0.1, torch.zeros(4, dtype=zero), 0, dtype
+    )
 
 
 def nested(layout: torch.layout) -> torch.Tensor:
@@ -42,7 +45,9 @@ def offset_quantized() -> torch.Tensor:
 
 COMPOSITES: dict[str, Callable[[], torch.Tensor]] = {
     "COO": lambda: dense().to_sparse(),
-    "COO, uncoalesced": lambda: torch.sparse_coo_tensor([[0, 0, 2]], torch.randn(3), (4,), check_invariants=True),
+    "COO, uncoalesced": lambda: torch.sparse_coo_tensor(
+        [[0, 0, 2]], torch.randn(3), (4,), check_invariants=True
+    ),
     "COO, hybrid": lambda: dense().to_sparse(1),
     "COO, empty": lambda: torch.zeros(3, 4).to_sparse(),
     "COO, bf16": lambda: dense().bfloat16().to_sparse(),
@@ -63,7 +68,9 @@ COMPOSITES: dict[str, Callable[[], torch.Tensor]] = {
     "jagged": lambda: nested(torch.jagged),
     "jagged, transposed": lambda: nested(torch.jagged).transpose(1, 2),
     "subclass": lambda: TwoTensor(torch.randn(3), torch.randn(3)),
-    "subclass of subclasses": lambda: TwoTensor(TwoTensor(torch.randn(3), torch.randn(3)), TwoTensor(torch.randn(3), torch.randn(3))),
+    "subclass of subclasses": lambda: TwoTensor(
+        TwoTensor(torch.randn(3), torch.randn(3)), TwoTensor(torch.randn(3), torch.randn(3))
+    ),
     "parameter": lambda: torch.nn.Parameter(dense()),
     "frozen parameter": lambda: torch.nn.Parameter(dense(), requires_grad=False),
     "integer parameter": lambda: torch.nn.Parameter(torch.arange(3), requires_grad=False),
@@ -78,7 +85,12 @@ def parts_of(tensor: torch.Tensor) -> Any:
     """All that a tensor is, as something that compares by its bytes."""
     parts = split_tensor(tensor)
     if isinstance(parts, Parts):
-        return parts.type, parts.keys, sorted(parts.attrs), [parts_of(child) for child in parts.children]
+        return (
+            parts.type,
+            parts.keys,
+            sorted(parts.attrs),
+            [parts_of(child) for child in parts.children],
+        )
     return parts.dtype, parts.shape, tensor_bytes(parts)
 
 
@@ -87,7 +99,11 @@ def test_a_composite_tensor_comes_back_with_all_that_it_is(name: str) -> None:
     tensor = quietly(COMPOSITES[name])
     got = carry({"t": tensor}).inflate()["t"]
     assert type(got) is type(tensor)
-    assert (got.layout, got.dtype, got.requires_grad) == (tensor.layout, tensor.dtype, tensor.requires_grad)
+    assert (got.layout, got.dtype, got.requires_grad) == (
+        tensor.layout,
+        tensor.dtype,
+        tensor.requires_grad,
+    )
     assert parts_of(got) == parts_of(tensor)
 
 
@@ -118,7 +134,9 @@ def leaves_of(tensor: torch.Tensor) -> list[torch.Tensor]:
         return [parts]
     # Only values are cleared: what says where they are is part of what must agree.
     children = [
-        child for i, child in enumerate(parts.children) if parts.keys is None or parts.keys[i] in ("values", "integers", "buffer", "a", "b")
+        child
+        for i, child in enumerate(parts.children)
+        if parts.keys is None or parts.keys[i] in ("values", "integers", "buffer", "a", "b")
     ]
     return [leaf for child in children for leaf in leaves_of(child)]
 
@@ -138,7 +156,10 @@ def test_a_sparse_tensor_with_more_values_replaces_the_targets() -> None:
         (dense, lambda: dense().to_sparse()),
         (lambda: dense().to_sparse(), lambda: dense().double().to_sparse()),
         (lambda: torch.eye(3).to_sparse(), lambda: torch.eye(4).to_sparse()),
-        (lambda: torch.quantize_per_tensor(dense(), 0.1, 3, torch.qint8), lambda: torch.quantize_per_tensor(dense(), 0.1, 3, torch.quint8)),
+        (
+            lambda: torch.quantize_per_tensor(dense(), 0.1, 3, torch.qint8),
+            lambda: torch.quantize_per_tensor(dense(), 0.1, 3, torch.quint8),
+        ),
         (lambda: TwoTensor(torch.ones(3), torch.ones(3)), lambda: torch.ones(3)),
     ],
 )
@@ -150,7 +171,10 @@ def test_a_composite_tensor_of_another_kind_shape_or_dtype_is_a_mismatch(
 
 
 def test_a_parameter_takes_a_plain_tensor_and_keeps_its_own_mind_about_gradients() -> None:
-    for committed, target in ((torch.ones(3), torch.nn.Parameter(torch.zeros(3))), (torch.nn.Parameter(torch.ones(3)), torch.zeros(3))):
+    for committed, target in (
+        (torch.ones(3), torch.nn.Parameter(torch.zeros(3))),
+        (torch.nn.Parameter(torch.ones(3)), torch.zeros(3)),
+    ):
         state = {"t": target}
         carry({"t": committed}).restore(state)
         assert state["t"] is target
@@ -177,8 +201,12 @@ class Own(torch.nn.Parameter):
     """A parameter of one's own class."""
 
 
-@pytest.mark.parametrize("make", [lambda: torch.ones(3).as_subclass(Thin), lambda: Own(torch.ones(3))])
-def test_a_subclass_without_data_needs_its_class_registered_or_in_the_target(make: Callable[[], torch.Tensor]) -> None:
+@pytest.mark.parametrize(
+    "make", [lambda: torch.ones(3).as_subclass(Thin), lambda: Own(torch.ones(3))]
+)
+def test_a_subclass_without_data_needs_its_class_registered_or_in_the_target(
+    make: Callable[[], torch.Tensor],
+) -> None:
     carried = carry({"t": make()})
     with pytest.raises(InvalidInput, match="neither registered nor in the target"):
         carried.inflate()
@@ -204,7 +232,10 @@ def fake() -> torch.Tensor:
 REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     "meta": (lambda: torch.empty(3, device="meta"), "to_empty"),
     "mkldnn": (lambda: torch.ones(3, 3).to_mkldnn(), "to_dense"),
-    "masked": (lambda: torch.masked.masked_tensor(torch.ones(2), torch.tensor([True, False])), "get_mask"),
+    "masked": (
+        lambda: torch.masked.masked_tensor(torch.ones(2), torch.tensor([True, False])),
+        "get_mask",
+    ),
     "uninitialized parameter": (lambda: torch.nn.UninitializedParameter(), "run the module once"),
     "uninitialized buffer": (lambda: torch.nn.UninitializedBuffer(), "run the module once"),
     "fake": (fake, "__tensor_flatten__"),

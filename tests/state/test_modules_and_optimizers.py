@@ -1,4 +1,5 @@
-"""Real modules and optimizers: their names, dtypes and memory after a restore. `test_training` resumes whole runs."""
+"""Real modules and optimizers: their names, dtypes and memory after a restore. `test_training`
+resumes whole runs."""
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
@@ -16,7 +17,8 @@ from tests.state.training import Case, Run, Tied
 
 @pytest.fixture(autouse=True)
 def _one_thread() -> Iterator[None]:
-    """Tensors this small gain nothing from threads, which fight for the cores with whatever else runs."""
+    """Tensors this small gain nothing from threads, which fight for the cores with whatever else
+    runs."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -34,10 +36,16 @@ def same_modules(got: nn.Module, wanted: nn.Module) -> None:
 def test_a_module_is_restored_in_the_memory_that_it_has() -> None:
     wanted, module = Tied(), Tied()
     wanted(torch.arange(5))
-    tensors = {name: (id(tensor), tensor.data_ptr()) for name, tensor in [*module.named_parameters(), *module.named_buffers()]}
+    tensors = {
+        name: (id(tensor), tensor.data_ptr())
+        for name, tensor in [*module.named_parameters(), *module.named_buffers()]
+    }
     assert carry(wanted).restore(module) is module
     same_modules(module, wanted)
-    assert {name: (id(tensor), tensor.data_ptr()) for name, tensor in [*module.named_parameters(), *module.named_buffers()]} == tensors
+    assert {
+        name: (id(tensor), tensor.data_ptr())
+        for name, tensor in [*module.named_parameters(), *module.named_buffers()]
+    } == tensors
     assert module.seen == {"batches": 1}
     assert module.head.weight is module.embed.weight
 
@@ -63,7 +71,12 @@ def test_keys_that_only_one_side_has_are_said_and_left_out_when_lenient() -> Non
     assert carry(small).bind(large).missing == ["s/b.weight", "s/b.bias"]
     binding = carry(large).bind(small)
     assert binding.unexpected == ["s/b.weight", "s/b.bias"]
-    assert [destination is None for destination in binding.destinations] == [False, False, True, True]
+    assert [destination is None for destination in binding.destinations] == [
+        False,
+        False,
+        True,
+        True,
+    ]
     carry(large).restore(small, strict=False)
     assert torch.equal(small.a.weight, large.a.weight)
     fresh = nn.Sequential(OrderedDict(a=nn.Linear(2, 2), b=nn.Linear(2, 2)))
@@ -75,7 +88,10 @@ def test_keys_that_only_one_side_has_are_said_and_left_out_when_lenient() -> Non
 def test_shapes_and_dtypes_that_differ_are_mismatches() -> None:
     binding = carry(nn.Linear(2, 3)).bind(nn.Linear(2, 4).double())
     assert [mismatch.path for mismatch in binding.mismatched] == ["s/weight", "s/bias"]
-    assert (binding.mismatched[0].committed, binding.mismatched[0].target) == ("float32[3, 2]", "float64[4, 2]")
+    assert (binding.mismatched[0].committed, binding.mismatched[0].target) == (
+        "float32[3, 2]",
+        "float64[4, 2]",
+    )
 
 
 def test_a_meta_module_is_told_to_be_materialized() -> None:
@@ -125,13 +141,18 @@ def test_a_quantized_parameter_or_a_sparse_buffer_is_restored() -> None:
     [
         pytest.param(compiled, id="whole"),
         pytest.param(lambda m: nn.Sequential(OrderedDict(embed=m)), id="no wrapper"),
-        pytest.param(lambda m: nn.Sequential(OrderedDict(inner=compiled(m), module=nn.Linear(1, 1))), id="inside"),
+        pytest.param(
+            lambda m: nn.Sequential(OrderedDict(inner=compiled(m), module=nn.Linear(1, 1))),
+            id="inside",
+        ),
         pytest.param(lambda m: compiled(nn.Sequential(OrderedDict(inner=compiled(m)))), id="both"),
         pytest.param(lambda m: nn.DataParallel(m), id="DataParallel"),
         pytest.param(lambda m: compiled(nn.DataParallel(m)), id="compiled DataParallel"),
     ],
 )
-def test_wrappers_add_no_names_and_restore_their_own(wrap: Callable[[nn.Module], nn.Module]) -> None:
+def test_wrappers_add_no_names_and_restore_their_own(
+    wrap: Callable[[nn.Module], nn.Module],
+) -> None:
     wanted, fresh = wrap(Tied()), wrap(Tied())
     carried = carry(wanted)
     assert not any("_orig_mod" in path for path in carried.schema.paths)
@@ -150,7 +171,10 @@ def test_a_compiled_module_and_a_plain_one_have_one_content() -> None:
 
 
 def test_a_module_of_ones_own_called_module_keeps_its_name() -> None:
-    assert carry(nn.Sequential(OrderedDict(module=nn.Linear(1, 1)))).schema.paths == ("s/module.weight", "s/module.bias")
+    assert carry(nn.Sequential(OrderedDict(module=nn.Linear(1, 1)))).schema.paths == (
+        "s/module.weight",
+        "s/module.bias",
+    )
     assert "s/module.embed.weight" in carry(AveragedModel(Tied())).schema.paths
 
 
@@ -172,7 +196,9 @@ def bf16_without_a_step() -> tuple[nn.Module, torch.optim.Optimizer]:
 
 
 @pytest.mark.parametrize("make_target", [bf16_with_fp32_moments, bf16_without_a_step])
-def test_an_optimizers_state_keeps_its_own_dtype(make_target: Callable[[], tuple[nn.Module, torch.optim.Optimizer]]) -> None:
+def test_an_optimizers_state_keeps_its_own_dtype(
+    make_target: Callable[[], tuple[nn.Module, torch.optim.Optimizer]],
+) -> None:
     _, wanted = bf16_with_fp32_moments()
     module, optimizer = make_target()
     there = {id(state): state["exp_avg"].data_ptr() for state in optimizer.state.values()}
@@ -180,13 +206,19 @@ def test_an_optimizers_state_keeps_its_own_dtype(make_target: Callable[[], tuple
     assert_same(optimizer.state_dict(), wanted.state_dict())
     assert optimizer.state[module.weight]["exp_avg"].dtype == torch.float32
     if there:
-        assert {state["exp_avg"].data_ptr() for state in optimizer.state.values()} == set(there.values())
+        assert {state["exp_avg"].data_ptr() for state in optimizer.state.values()} == set(
+            there.values()
+        )
 
 
 def test_moments_in_a_list_keep_their_dtype_too() -> None:
     module = nn.Linear(2, 1).bfloat16()
     optimizer = torch.optim.SGD(module.parameters())
-    optimizer.state[module.weight] = {"history": [torch.rand(2), torch.rand(3)], "pair": (torch.rand(1), 1), "deep": {"x": torch.rand(1)}}
+    optimizer.state[module.weight] = {
+        "history": [torch.rand(2), torch.rand(3)],
+        "pair": (torch.rand(1), 1),
+        "deep": {"x": torch.rand(1)},
+    }
     other = torch.optim.SGD(nn.Linear(2, 1).bfloat16().parameters())
     carry(optimizer).restore(other)
     assert_same(other.state_dict()["state"], optimizer.state_dict()["state"])
@@ -197,13 +229,19 @@ def test_an_optimizer_is_restored_in_the_memory_that_it_has() -> None:
     run.train(2)
     carried = carry(run.optimizer)
     run.train(1)
-    there = [tensor.data_ptr() for state in run.optimizer.state.values() for tensor in state.values()]
+    there = [
+        tensor.data_ptr() for state in run.optimizer.state.values() for tensor in state.values()
+    ]
     carried.restore(run.optimizer)
-    assert [tensor.data_ptr() for state in run.optimizer.state.values() for tensor in state.values()] == there
+    assert [
+        tensor.data_ptr() for state in run.optimizer.state.values() for tensor in state.values()
+    ] == there
 
 
 def test_an_optimizer_with_other_groups_is_refused() -> None:
-    carried = carry(torch.optim.SGD([{"params": [torch.ones(1)]}, {"params": [torch.ones(1)]}], lr=0.1))
+    carried = carry(
+        torch.optim.SGD([{"params": [torch.ones(1)]}, {"params": [torch.ones(1)]}], lr=0.1)
+    )
     with pytest.raises(InvalidInput, match=r"SGD refuses .*parameter group"):
         carried.restore(torch.optim.SGD([torch.ones(1)], lr=0.1))
 

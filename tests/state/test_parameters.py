@@ -1,4 +1,5 @@
-"""An optimizer's state is committed under the names of its parameters, and finds them again in any order."""
+"""An optimizer's state is committed under the names of its parameters, and finds them again in any
+order."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -36,16 +37,26 @@ def paths(snapshot: ckptstore.Snapshot, select: str) -> list[str]:
 
 
 def moments(optimizer: torch.optim.Optimizer, model: nn.Module) -> dict[str, Any]:
-    return {name: optimizer.state[parameter] for name, parameter in model.named_parameters() if parameter in optimizer.state}
+    return {
+        name: optimizer.state[parameter]
+        for name, parameter in model.named_parameters()
+        if parameter in optimizer.state
+    }
 
 
-def test_an_optimizers_state_is_named_as_in_the_module_that_is_committed_with_it(store: ckptstore.Store) -> None:
+def test_an_optimizers_state_is_named_as_in_the_module_that_is_committed_with_it(
+    store: ckptstore.Store,
+) -> None:
     model = module()
     optimizer = step(AdamW(model.parameters()))
     snapshot = store.commit({"optimizer": optimizer, "model": model})
     assert "optimizer/state/1.bias/exp_avg" in paths(snapshot, "optimizer/*")
     state = snapshot.state_dict("optimizer")
-    assert list(state["state"]) == state["param_groups"][0]["params"] == ["0.weight", "0.bias", "1.weight", "1.bias"]
+    assert (
+        list(state["state"])
+        == state["param_groups"][0]["params"]
+        == ["0.weight", "0.bias", "1.weight", "1.bias"]
+    )
 
 
 def test_torch_takes_a_named_state_dict_as_it_is(store: ckptstore.Store) -> None:
@@ -63,9 +74,13 @@ def test_parameters_given_in_another_order_get_their_own_state(store: ckptstore.
     model, other = module(), module()
     optimizer = step(AdamW(model.parameters()))
     shuffled = AdamW(list(other.parameters())[::-1])
-    store.commit({"model": model, "optimizer": optimizer}).restore({"model": other, "optimizer": shuffled})
+    store.commit({"model": model, "optimizer": optimizer}).restore(
+        {"model": other, "optimizer": shuffled}
+    )
     assert_same(moments(shuffled, other), moments(optimizer, model))
-    assert [p.shape for p in shuffled.param_groups[0]["params"]] == [p.shape for p in reversed(list(model.parameters()))]
+    assert [p.shape for p in shuffled.param_groups[0]["params"]] == [
+        p.shape for p in reversed(list(model.parameters()))
+    ]
 
 
 def test_a_wrapper_around_the_module_changes_no_name(store: ckptstore.Store) -> None:
@@ -81,18 +96,23 @@ def test_an_optimizer_of_two_modules_says_which(store: ckptstore.Store) -> None:
     optimizer = step(AdamW([*one.parameters(), *two.parameters()]))
     snapshot = store.commit({"one": one, "two": two, "optimizer": optimizer})
     assert "optimizer/state/two.0.bias/exp_avg" in paths(snapshot, "optimizer/*")
-    assert paths(store.commit({"x": {"model": one, "o": [step(SGD(one.parameters(), momentum=0.9))]}}), "x/o/*")[:1] == [
-        "x/o/0/state/0.weight/momentum_buffer"
-    ]
+    assert paths(
+        store.commit({"x": {"model": one, "o": [step(SGD(one.parameters(), momentum=0.9))]}}),
+        "x/o/*",
+    )[:1] == ["x/o/0/state/0.weight/momentum_buffer"]
 
 
 def test_an_optimizer_without_its_module_keeps_its_numbers(store: ckptstore.Store) -> None:
     model = module()
     optimizer = step(AdamW(model.parameters()))
-    assert "optimizer/state/3/exp_avg" in paths(store.commit({"optimizer": optimizer}), "optimizer/*")
+    assert "optimizer/state/3/exp_avg" in paths(
+        store.commit({"optimizer": optimizer}), "optimizer/*"
+    )
     parameter = nn.Parameter(torch.ones(2))
     both = step(AdamW([*model.parameters(), parameter]))
-    assert "optimizer/state/4/exp_avg" in paths(store.commit({"model": model, "optimizer": both}), "optimizer/*")
+    assert "optimizer/state/4/exp_avg" in paths(
+        store.commit({"model": model, "optimizer": both}), "optimizer/*"
+    )
 
 
 def test_what_was_committed_by_number_is_restored_by_position(store: ckptstore.Store) -> None:
@@ -104,7 +124,9 @@ def test_what_was_committed_by_number_is_restored_by_position(store: ckptstore.S
     assert_same(fresh.state_dict(), optimizer.state_dict())
 
 
-def test_names_that_the_target_does_not_know_at_all_are_taken_in_order(store: ckptstore.Store) -> None:
+def test_names_that_the_target_does_not_know_at_all_are_taken_in_order(
+    store: ckptstore.Store,
+) -> None:
     model = module()
     optimizer = step(AdamW(model.parameters()))
     snapshot = store.commit({"model": model, "optimizer": optimizer})
@@ -117,9 +139,14 @@ def test_names_that_the_target_does_not_know_at_all_are_taken_in_order(store: ck
     assert_same(renamed.state_dict(), optimizer.state_dict())
 
 
-def test_a_parameter_that_one_side_lacks_is_said_and_left_out_when_lenient(store: ckptstore.Store) -> None:
+def test_a_parameter_that_one_side_lacks_is_said_and_left_out_when_lenient(
+    store: ckptstore.Store,
+) -> None:
     model, other = module(3, 4), module(3, 4, 5)
-    optimizer, larger = step(SGD(model.parameters(), momentum=0.9)), step(SGD(other.parameters(), momentum=0.5))
+    optimizer, larger = (
+        step(SGD(model.parameters(), momentum=0.9)),
+        step(SGD(other.parameters(), momentum=0.5)),
+    )
     kept = moments(larger, other)["2.bias"]["momentum_buffer"].clone()
     snapshot = store.commit({"model": model, "optimizer": optimizer})
     with pytest.raises(InvalidInput, match=r"optimizer/state/2\.bias: wanted by the target"):
@@ -138,7 +165,10 @@ def test_a_parameter_that_one_side_lacks_is_said_and_left_out_when_lenient(store
 
 def test_one_parameters_state_can_be_selected(store: ckptstore.Store) -> None:
     model, other = module(), module()
-    optimizer, fresh = step(AdamW(model.parameters(), lr=0.5)), AdamW(list(other.parameters())[::-1], lr=0.1)
+    optimizer, fresh = (
+        step(AdamW(model.parameters(), lr=0.5)),
+        AdamW(list(other.parameters())[::-1], lr=0.1),
+    )
     snapshot = store.commit({"model": model, "optimizer": optimizer})
     snapshot.restore({"model": other, "optimizer": fresh}, select="optimizer/state/1.weight/*")
     assert_same(moments(fresh, other), {"1.weight": moments(optimizer, model)["1.weight"]})
@@ -149,6 +179,8 @@ def test_one_parameters_state_can_be_selected(store: ckptstore.Store) -> None:
 def test_other_groups_are_refused(store: ckptstore.Store) -> None:
     model = module()
     snapshot = store.commit({"model": model, "optimizer": AdamW(model.parameters())})
-    groups = AdamW([{"params": list(model[0].parameters())}, {"params": list(model[1].parameters())}])
+    groups = AdamW(
+        [{"params": list(model[0].parameters())}, {"params": list(model[1].parameters())}]
+    )
     with pytest.raises(InvalidInput, match=r"AdamW refuses .*parameter group"):
         snapshot.restore({"model": model, "optimizer": groups})

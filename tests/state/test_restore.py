@@ -1,4 +1,5 @@
-"""A restore into what is there: containers and tensors keep their identity, what does not fit is said before a byte moves."""
+"""A restore into what is there: containers and tensors keep their identity, what does not fit is
+said before a byte moves."""
 
 import io
 import random
@@ -19,10 +20,31 @@ from tests.state.test_structures import Counting, Point
 
 def test_a_plain_container_keeps_its_identity_and_its_tensors() -> None:
     ordered = OrderedDict(a=torch.zeros(1))
-    state: Any = {"w": torch.zeros(3), "l": [1], "d": {"x": torch.zeros(2, 2).t(), "n": 0}, "o": ordered, "t": (torch.zeros(2), 5)}
-    there = [state, state["w"], state["l"], state["d"], state["d"]["x"], state["o"], state["o"]["a"], state["t"][0]]
+    state: Any = {
+        "w": torch.zeros(3),
+        "l": [1],
+        "d": {"x": torch.zeros(2, 2).t(), "n": 0},
+        "o": ordered,
+        "t": (torch.zeros(2), 5),
+    }
+    there = [
+        state,
+        state["w"],
+        state["l"],
+        state["d"],
+        state["d"]["x"],
+        state["o"],
+        state["o"]["a"],
+        state["t"][0],
+    ]
     ordered = OrderedDict(a=torch.ones(1))
-    wanted = {"w": torch.ones(3), "l": [3, 4], "d": {"x": torch.rand(2, 2), "n": 7}, "o": ordered, "t": (torch.ones(2), 6)}
+    wanted = {
+        "w": torch.ones(3),
+        "l": [3, 4],
+        "d": {"x": torch.rand(2, 2), "n": 7},
+        "o": ordered,
+        "t": (torch.ones(2), 6),
+    }
     got = carry(wanted).restore(state)
     assert_same(got, wanted)
     now = [got, got["w"], got["l"], got["d"], got["d"]["x"], got["o"], got["o"]["a"], got["t"][0]]
@@ -42,7 +64,9 @@ def test_a_lenient_restore_leaves_what_only_the_target_has() -> None:
 
 
 def test_a_tensor_that_the_commit_lacks_is_missing() -> None:
-    binding = carry({"a": 1, "d": {}}).bind({"a": 0, "t": torch.zeros(1), "d": {"m/n": [nn.Linear(1, 1)], "v": 3}})
+    binding = carry({"a": 1, "d": {}}).bind(
+        {"a": 0, "t": torch.zeros(1), "d": {"m/n": [nn.Linear(1, 1)], "v": 3}}
+    )
     assert binding.missing == ["s/t", "s/d/m%2Fn/0"]
 
 
@@ -101,7 +125,11 @@ def test_tied_leaves_fill_targets_that_are_not_tied() -> None:
 def test_tied_targets_cannot_hold_two_contents() -> None:
     target = torch.zeros(3)
     for strict in (True, False):
-        (mismatch,) = carry([torch.ones(3), torch.full((3,), 2.0)]).bind([target, target], strict=strict).mismatched
+        (mismatch,) = (
+            carry([torch.ones(3), torch.full((3,), 2.0)])
+            .bind([target, target], strict=strict)
+            .mismatched
+        )
         assert mismatch == ("s/1", "a content of its own", "one tensor for it and s/0")
 
 
@@ -126,7 +154,10 @@ def test_an_expanded_target_is_replaced_since_its_elements_share_memory() -> Non
 
 
 def test_a_target_that_wants_a_gradient_is_filled_where_it_stands() -> None:
-    state = {"leaf": torch.zeros(2, requires_grad=True), "column": nn.Parameter(torch.zeros(2, 2).t())}
+    state = {
+        "leaf": torch.zeros(2, requires_grad=True),
+        "column": nn.Parameter(torch.zeros(2, 2).t()),
+    }
     there = dict(state)
     wanted = {"leaf": torch.ones(2), "column": torch.rand(2, 2)}
     carry(wanted).restore(state)
@@ -137,12 +168,24 @@ def test_a_target_that_wants_a_gradient_is_filled_where_it_stands() -> None:
 
 
 def test_an_array_is_filled_where_it_stands_and_replaced_where_it_does_not_fit() -> None:
-    state = {"a": np.zeros(3), "b": np.zeros(2), "c": np.zeros(3).astype("U3"), "d": np.arange(4.0)[::2]}
+    state = {
+        "a": np.zeros(3),
+        "b": np.zeros(2),
+        "c": np.zeros(3).astype("U3"),
+        "d": np.arange(4.0)[::2],
+    }
     a, d = state["a"], state["d"]
-    carry({"a": np.ones(3), "b": np.ones(5), "c": np.array(["x"]), "d": np.array([7.0, 8.0])}).restore(state)
+    carry(
+        {"a": np.ones(3), "b": np.ones(5), "c": np.array(["x"]), "d": np.array([7.0, 8.0])}
+    ).restore(state)
     assert state["a"] is a
     assert state["d"] is d
-    assert (a.tolist(), d.tolist(), state["b"].tolist(), state["c"].tolist()) == ([1, 1, 1], [7, 8], [1] * 5, ["x"])
+    assert (a.tolist(), d.tolist(), state["b"].tolist(), state["c"].tolist()) == (
+        [1, 1, 1],
+        [7, 8],
+        [1] * 5,
+        ["x"],
+    )
 
 
 @dataclass
@@ -194,7 +237,13 @@ def test_objects_with_a_state_are_handed_theirs_wherever_they_are() -> None:
     weight = module.weight.data_ptr()
     wanted = nn.Linear(2, 2)
     state = {"root": root, "list": [deep], "module": module}
-    carry({"root": Counting({"n": 1, "more": [1]}), "list": [Counting({"t": torch.ones(1)})], "module": wanted}).restore(state)
+    carry(
+        {
+            "root": Counting({"n": 1, "more": [1]}),
+            "list": [Counting({"t": torch.ones(1)})],
+            "module": wanted,
+        }
+    ).restore(state)
     assert state["root"] is root
     assert_same(root.state, {"n": 1, "more": [1]})
     assert_same(deep.state, {"t": torch.ones(1)})
@@ -205,7 +254,9 @@ def test_objects_with_a_state_are_handed_theirs_wherever_they_are() -> None:
 def test_an_objects_own_tensors_are_reused() -> None:
     thing = Counting({"t": torch.zeros(3), "other": torch.zeros(2)})
     tensor = thing.state["t"]
-    carry(Counting({"t": torch.ones(3), "other": torch.ones(5), "new": torch.ones(1)})).restore(thing)
+    carry(Counting({"t": torch.ones(3), "other": torch.ones(5), "new": torch.ones(1)})).restore(
+        thing
+    )
     assert thing.state["t"] is tensor
     assert_same(thing.state, {"t": torch.ones(3), "other": torch.ones(5), "new": torch.ones(1)})
 
@@ -257,7 +308,10 @@ def test_a_buffer_is_replaced() -> None:
 def test_many_small_tensors_need_no_new_memory() -> None:
     state = {f"k{i}": torch.zeros(4) for i in range(1000)}
     binding = carry({f"k{i}": torch.full((4,), float(i)) for i in range(1000)}).bind(state)
-    assert all(destination and destination.tensor is state[f"k{i}"] for i, destination in enumerate(binding.destinations))
+    assert all(
+        destination and destination.tensor is state[f"k{i}"]
+        for i, destination in enumerate(binding.destinations)
+    )
 
 
 def test_an_unknown_codec_is_named_with_the_way_out() -> None:

@@ -1,4 +1,5 @@
-"""Nested states of everything: what goes in comes out, bit for bit and type for type, under paths that say which is which."""
+"""Nested states of everything: what goes in comes out, bit for bit and type for type, under paths
+that say which is which."""
 
 import io
 import random
@@ -76,9 +77,25 @@ STRUCTURES: list[Any] = [
     Config(1e-3, [torch.ones(1), "x"]),
     Frozen(torch.ones(1)),
     [Point(1), {"p": Frozen(2)}],
-    {1: "a", "1": "b", 1.5: "c", None: "d", True + 1: "e", (1, "a"): "f", False: "g", b"k": "h", -7: "i", 2**60: "j"},
+    {
+        1: "a",
+        "1": "b",
+        1.5: "c",
+        None: "d",
+        True + 1: "e",
+        (1, "a"): "f",
+        False: "g",
+        b"k": "h",
+        -7: "i",
+        2**60: "j",
+    },
     {"": 1, "a/b": 2, "%": 3, "a%2Fb": 4, "\n": 5, "é": 6},
-    {"bytes": b"\0\1", "many": random.Random(0).randbytes(5000), "array": bytearray(b"abc"), "in a list": [b"x" * 600, b"y"]},
+    {
+        "bytes": b"\0\1",
+        "many": random.Random(0).randbytes(5000),
+        "array": bytearray(b"abc"),
+        "in a list": [b"x" * 600, b"y"],
+    },
     {"lr": 1e-3, "betas": (0.9, 0.999), "params": list(range(1000)), "nested": [[1, [2.5]], ["a"]]},
     [{"step": torch.tensor(3.0), "flag": True}] * 2,
 ]
@@ -120,7 +137,12 @@ def test_an_array_comes_back_and_can_be_written_to(array: Any) -> None:
 
 def test_an_array_of_numbers_is_a_tensor_to_the_store() -> None:
     schema = carry({"a": np.zeros((2, 3), dtype=np.uint32)}).schema
-    assert (schema.kinds, schema.dtypes, schema.shapes, schema.paths) == (("tensor",), ("uint32",), ((2, 3),), ("s/a",))
+    assert (schema.kinds, schema.dtypes, schema.shapes, schema.paths) == (
+        ("tensor",),
+        ("uint32",),
+        ((2, 3),),
+        ("s/a",),
+    )
 
 
 def test_an_array_of_objects_is_refused() -> None:
@@ -191,7 +213,10 @@ def test_a_path_says_which_leaf_it_is(state: Any, wanted: list[str]) -> None:
 
 def test_a_key_of_the_state_is_escaped_as_well() -> None:
     assert flatten({"a/b": {"c": 1}, "": 2}).keys() == {"a/b", ""}
-    assert [flat.schema.paths for flat in flatten({"a/b": {"c": 1}, "": 2}).values()] == [("a%2Fb/c",), ("%empty",)]
+    assert [flat.schema.paths for flat in flatten({"a/b": {"c": 1}, "": 2}).values()] == [
+        ("a%2Fb/c",),
+        ("%empty",),
+    ]
 
 
 def test_a_key_of_the_state_must_be_a_string() -> None:
@@ -254,12 +279,23 @@ def test_containers_nest_as_deep_as_a_schema_can_hold() -> None:
 
 
 def test_a_growing_list_changes_no_schema() -> None:
-    assert carry({"losses": [1.0]}).schema == carry({"losses": [(i, float(i)) for i in range(1000)]}).schema
+    assert (
+        carry({"losses": [1.0]}).schema
+        == carry({"losses": [(i, float(i)) for i in range(1000)]}).schema
+    )
 
 
 def test_tied_tensors_are_stored_once_and_come_back_tied() -> None:
     weight = torch.randn(4, 4)
-    carried = carry({"a": weight, "b": {"c": weight.view(4, 4)}, "d": weight.t(), "e": weight[:2], "f": weight.clone()})
+    carried = carry(
+        {
+            "a": weight,
+            "b": {"c": weight.view(4, 4)},
+            "d": weight.t(),
+            "e": weight[:2],
+            "f": weight.clone(),
+        }
+    )
     assert carried.schema.aliases == (-1, 0, -1, -1, -1)
     assert [len(data) for data in carried.content] == [64, 0, 64, 32, 64]
     got = carried.inflate()
@@ -314,7 +350,12 @@ def test_a_pickle_hidden_in_another_container_is_not_read() -> None:
             return pytest.fail, ("unpickled",)
 
     data = carry(Bomb(), allow_pickle=True).content[0]
-    for inner in (Node("bytearray", (0,)), Node("BytesIO", (0,), attrs=(("position", 0),)), Node("list", (0,)), Node("pickle", (0,))):
+    for inner in (
+        Node("bytearray", (0,)),
+        Node("BytesIO", (0,), attrs=(("position", 0),)),
+        Node("list", (0,)),
+        Node("pickle", (0,)),
+    ):
         schema = Schema(Node("pickle", (inner,)), ("s",), ("bytes",), ("",), ((),), (-1,))
         for allow_pickle in (False, True):
             with pytest.raises(CkptStoreError):
@@ -330,15 +371,36 @@ def test_what_cannot_be_pickled_either_says_so() -> None:
 
 
 def test_one_leaf_comes_with_what_is_wrapped_around_it() -> None:
-    carried = carry({"array": np.arange(3), "buffer": io.BytesIO(b"x"), "p": torch.nn.Parameter(torch.ones(2)), "n": 5, "t": torch.ones(3)})
-    tensors_at = {i: tensors.tensor_from(carried.content[i], carried.schema.dtypes[i], carried.schema.shapes[i]) for i in (0, 2, 4)}
+    carried = carry(
+        {
+            "array": np.arange(3),
+            "buffer": io.BytesIO(b"x"),
+            "p": torch.nn.Parameter(torch.ones(2)),
+            "n": 5,
+            "t": torch.ones(3),
+        }
+    )
+    tensors_at = {
+        i: tensors.tensor_from(
+            carried.content[i], carried.schema.dtypes[i], carried.schema.shapes[i]
+        )
+        for i in (0, 2, 4)
+    }
     got = [inflate_leaf(carried.schema, i, tensors_at.get(i, carried.content[i])) for i in range(5)]
-    assert [type(each) for each in got] == [np.ndarray, io.BytesIO, torch.nn.Parameter, int, torch.Tensor]
+    assert [type(each) for each in got] == [
+        np.ndarray,
+        io.BytesIO,
+        torch.nn.Parameter,
+        int,
+        torch.Tensor,
+    ]
 
 
 json = st.recursive(
     st.none() | st.booleans() | st.integers(-(2**53), 2**53) | st.text(max_size=6),
-    lambda below: st.lists(below, max_size=4) | st.dictionaries(st.text(max_size=3), below, max_size=2),
+    lambda below: (
+        st.lists(below, max_size=4) | st.dictionaries(st.text(max_size=3), below, max_size=2)
+    ),
     max_leaves=8,
 )
 node_types = st.sampled_from([*sorted(containers._FORMS), "os.system", "torch.unknown", ""])
@@ -347,7 +409,12 @@ node_types = st.sampled_from([*sorted(containers._FORMS), "os.system", "torch.un
 @given(st.data())
 def test_a_damaged_skeleton_is_corrupt_or_makes_something(data: st.DataObject) -> None:
     """Whatever a document says: an object or one of our errors, for a new state as for a target."""
-    leaf_values: list[Any] = [torch.ones(2), torch.zeros(2, 2, dtype=torch.int64), b'["list",1]', b"bytes"]
+    leaf_values: list[Any] = [
+        torch.ones(2),
+        torch.zeros(2, 2, dtype=torch.int64),
+        b'["list",1]',
+        b"bytes",
+    ]
     skeleton = data.draw(st.permutations(range(4)).map(lambda order: _wrap(data, [*order])))
     schema = Schema(
         skeleton,
@@ -359,7 +426,13 @@ def test_a_damaged_skeleton_is_corrupt_or_makes_something(data: st.DataObject) -
     )
     with suppress(CkptStoreError):
         inflate(schema, leaf_values)
-    for target in ({"a": torch.ones(2)}, [torch.ones(2)], torch.ones(2), nn.Linear(2, 2), Counting({"a": 1})):
+    for target in (
+        {"a": torch.ones(2)},
+        [torch.ones(2)],
+        torch.ones(2),
+        nn.Linear(2, 2),
+        Counting({"a": 1}),
+    ):
         with suppress(CkptStoreError):
             binding = bind(target, "s", schema)
             if not binding.mismatched:
@@ -372,11 +445,29 @@ def _wrap(data: st.DataObject, numbers: list[int]) -> Node:
     else:
         children = tuple(numbers)
     names = st.sampled_from(
-        ["class", "shape", "dtype", "factory", "position", "maxlen", "metadata", "name", "requires_grad", "device", "axis"]
+        [
+            "class",
+            "shape",
+            "dtype",
+            "factory",
+            "position",
+            "maxlen",
+            "metadata",
+            "name",
+            "requires_grad",
+            "device",
+            "axis",
+        ]
     )
     encoded = st.lists(
-        st.text(max_size=2) | st.integers(0, 3) | st.lists(json, min_size=1, max_size=2), min_size=len(children), max_size=len(children)
+        st.text(max_size=2) | st.integers(0, 3) | st.lists(json, min_size=1, max_size=2),
+        min_size=len(children),
+        max_size=len(children),
     )
     keys = data.draw(st.none() | encoded.map(tuple))
-    attrs = data.draw(st.dictionaries(names, json | st.just(["list", 2, 2]) | st.just(["torch.dtype", "qint8"]), max_size=3))
+    attrs = data.draw(
+        st.dictionaries(
+            names, json | st.just(["list", 2, 2]) | st.just(["torch.dtype", "qint8"]), max_size=3
+        )
+    )
     return Node(data.draw(node_types), children, keys, tuple(sorted(attrs.items())))

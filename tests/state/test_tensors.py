@@ -37,7 +37,8 @@ def filled(name: str, shape: tuple[int, ...] = SHAPE) -> torch.Tensor:
 
 
 def reference(tensor: torch.Tensor, base: torch.Tensor) -> bytes:
-    """The bytes of a view of the contiguous `base`, by way of an integer dtype that torch copies itself."""
+    """The bytes of a view of the contiguous `base`, by way of an integer dtype that torch copies
+    itself."""
     integers = tensors.as_dtype(base, INTEGERS[base.itemsize], tuple(base.shape))
     view = integers.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset()).contiguous()
     return bytes(tensors.memory_of(view))
@@ -100,7 +101,12 @@ def test_memory_is_shared_where_a_tensor_is_contiguous(name: str) -> None:
     source = TensorSource(tensor)
     memory = source.memory()
     assert memory is not None
-    assert (memory.format, memory.ndim, memory.nbytes, source.width) == ("B", 1, tensor.nbytes, tensor.itemsize)
+    assert (memory.format, memory.ndim, memory.nbytes, source.width) == (
+        "B",
+        1,
+        tensor.nbytes,
+        tensor.itemsize,
+    )
     memory[0] ^= 0xFF
     assert bytes(memory) == staged_bytes(source)
 
@@ -124,8 +130,11 @@ CONJUGATES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 @pytest.mark.parametrize("view", CONJUGATES)
 @pytest.mark.parametrize("name", ["complex64", "complex128"])
 def test_conjugate_and_negative_views_are_stored_as_what_they_read(name: str, view: str) -> None:
-    # The sign of a NaN or a zero that torch negates differs between its vectorised and its scalar loops: other numbers only.
-    numbers = torch.view_as_complex(torch.nan_to_num(torch.view_as_real(filled(name, (4, 6))), nan=1.0))
+    # The sign of a NaN or a zero that torch negates differs between its vectorised and its scalar
+    # loops: other numbers only.
+    numbers = torch.view_as_complex(
+        torch.nan_to_num(torch.view_as_real(filled(name, (4, 6))), nan=1.0)
+    )
     lazy = CONJUGATES[view](numbers)
     resolved = lazy.resolve_conj().resolve_neg().contiguous()
     assert tensor_bytes(lazy) == bytes(tensors.memory_of(resolved))
@@ -155,7 +164,9 @@ def test_a_tensor_over_a_map_reads_what_is_there_and_keeps_it_open(tmp_path: Any
     wanted = torch.arange(4096, dtype=torch.int32)
     (tmp_path / "f").write_bytes(bytes(tensors.memory_of(wanted)))
     with (tmp_path / "f").open("rb") as file:
-        tensor = tensors.tensor_from(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY), "int32", (64, 64))
+        tensor = tensors.tensor_from(
+            mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY), "int32", (64, 64)
+        )
     tensor += 1
     assert torch.equal(tensor, wanted.reshape(64, 64) + 1)
 

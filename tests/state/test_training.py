@@ -1,4 +1,5 @@
-"""Real optimizers, schedulers, scalers, averages and loaders: a run resumed in another process goes on as if it had never stopped."""
+"""Real optimizers, schedulers, scalers, averages and loaders: a run resumed in another process goes
+on as if it had never stopped."""
 
 from collections.abc import Iterator
 
@@ -18,7 +19,8 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ckptstore.Store]
 
 @pytest.fixture(autouse=True)
 def _one_thread() -> Iterator[None]:
-    """Tensors this small gain nothing from threads, which fight for the cores with whatever else runs."""
+    """Tensors this small gain nothing from threads, which fight for the cores with whatever else
+    runs."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -26,7 +28,9 @@ def _one_thread() -> Iterator[None]:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_a_run_resumed_in_another_process_goes_on_as_if_it_had_never_stopped(name: str, store: ckptstore.Store, fresh: Fresh) -> None:
+def test_a_run_resumed_in_another_process_goes_on_as_if_it_had_never_stopped(
+    name: str, store: ckptstore.Store, fresh: Fresh
+) -> None:
     run = Run(CASES[name], seed=1)
     run.train(STEPS)
     snap = store.commit(run.state, step=STEPS)

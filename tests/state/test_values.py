@@ -64,7 +64,10 @@ VALUES: list[tuple[Any, Any]] = [
     (5e-324, ["float", "0000000000000001"]),
     (complex(1, -0.0), ["complex", "3ff0000000000000", "8000000000000000"]),
     ("", ""),
-    ("naïve \N{SNOWMAN} \0 \N{GRINNING FACE} \u2028", "naïve \N{SNOWMAN} \0 \N{GRINNING FACE} \u2028"),
+    (
+        "naïve \N{SNOWMAN} \0 \N{GRINNING FACE} \u2028",
+        "naïve \N{SNOWMAN} \0 \N{GRINNING FACE} \u2028",
+    ),
     ([], ["list"]),
     ([1, "a", None], ["list", 1, "a", None]),
     ([1, [2.0, (True,)]], ["list", 1, ["list", ["float", "4000000000000000"], ["tuple", True]]]),
@@ -92,7 +95,10 @@ VALUES: list[tuple[Any, Any]] = [
     (np.str_(""), ["numpy.scalar", "<U0", "00000000"]),
     (np.bytes_(b"ab"), ["numpy.scalar", "|S2", "6162"]),
     (np.dtype("float16"), ["numpy.dtype", "<f2"]),
-    (np.dtype([("a", "<i4"), ("b", "<f8", (2,))]), ["numpy.dtype", ["list", ["tuple", "a", "<i4"], ["tuple", "b", "<f8", ["tuple", 2]]]]),
+    (
+        np.dtype([("a", "<i4"), ("b", "<f8", (2,))]),
+        ["numpy.dtype", ["list", ["tuple", "a", "<i4"], ["tuple", "b", "<f8", ["tuple", 2]]]],
+    ),
     (Decimal("1.10"), ["Decimal", "1.10"]),
     (Fraction(1, 3), ["Fraction", "1", "3"]),
     (UUID(int=1), ["UUID", "0" * 31 + "1"]),
@@ -116,7 +122,9 @@ VALUES: list[tuple[Any, Any]] = [
 ]
 
 
-@pytest.mark.parametrize(("value", "encoded"), VALUES, ids=[type(value).__name__ for value, _ in VALUES])
+@pytest.mark.parametrize(
+    ("value", "encoded"), VALUES, ids=[type(value).__name__ for value, _ in VALUES]
+)
 def test_a_value_has_one_encoding_and_comes_back_of_its_type(value: Any, encoded: Any) -> None:
     assert values.encode_value(value) == encoded
     assert_same(values.decode_value(canonical.decode(canonical.encode(encoded))), value)
@@ -139,7 +147,10 @@ def test_any_text_without_lone_surrogates_comes_back(text: str) -> None:
     assert values.decode_leaf(values.encode_leaf(values.encode_value(text))) == text
 
 
-@pytest.mark.parametrize("where", [{"a": "\ud800"}, {"a": ["x\udfff"]}, {"\ud800": 1}, {("\ud800",): 1}, {"a": Path("\udc80")}])
+@pytest.mark.parametrize(
+    "where",
+    [{"a": "\ud800"}, {"a": ["x\udfff"]}, {"\ud800": 1}, {("\ud800",): 1}, {"a": Path("\udc80")}],
+)
 def test_a_lone_surrogate_is_refused_with_its_path(where: Any) -> None:
     with pytest.raises(InvalidInput, match=r"^s.*lone surrogate"):
         carry(where)
@@ -179,7 +190,10 @@ values.register_value("plain", Plain, lambda x: x.data, Plain)
 values.register_value("heavy", Heavy, lambda x: {"data": x.data}, lambda d: Heavy(d["data"]))
 
 
-@pytest.mark.parametrize("state", [Plain(1), [Plain("a"), 2], {Plain(3): Plain(None)}, {"x": Plain(b"1")}, [Plain(b"1" * 1000)]])
+@pytest.mark.parametrize(
+    "state",
+    [Plain(1), [Plain("a"), 2], {Plain(3): Plain(None)}, {"x": Plain(b"1")}, [Plain(b"1" * 1000)]],
+)
 def test_a_registered_type_comes_back_through_its_codec(state: Any) -> None:
     assert_same(carry(state).inflate(), state)
 
@@ -196,7 +210,17 @@ def test_a_codec_that_is_not_registered_here_is_named() -> None:
         values.decode_value(["registered", "gone", 1])
 
 
-@pytest.mark.parametrize(("name", "cls"), [("", Heavy), ("a b", Heavy), ("plain", Colour), ("other", Plain), ("mine", int), ("mine", dict)])
+@pytest.mark.parametrize(
+    ("name", "cls"),
+    [
+        ("", Heavy),
+        ("a b", Heavy),
+        ("plain", Colour),
+        ("other", Plain),
+        ("mine", int),
+        ("mine", dict),
+    ],
+)
 def test_a_codec_needs_a_name_and_a_class_of_its_own(name: str, cls: type) -> None:
     with pytest.raises(InvalidInput):
         values.register_value(name, cls, repr, repr)
@@ -223,15 +247,26 @@ def test_an_enum_member_that_is_gone_is_named() -> None:
 
 
 @pytest.mark.parametrize(
-    "make", [object, lambda: print, lambda: int, lambda: (x for x in ()), lambda: memoryview(b"x"), lambda: {torch.ones(1)}]
+    "make",
+    [
+        object,
+        lambda: print,
+        lambda: int,
+        lambda: (x for x in ()),
+        lambda: memoryview(b"x"),
+        lambda: {torch.ones(1)},
+    ],
 )
 def test_what_cannot_be_stored_is_refused_with_path_and_ways_out(make: Callable[[], Any]) -> None:
-    with pytest.raises(InvalidInput, match=r"^s/a/1: .*(register_value.*allow_pickle=True|use a list)"):
+    with pytest.raises(
+        InvalidInput, match=r"^s/a/1: .*(register_value.*allow_pickle=True|use a list)"
+    ):
         carry({"a": [1, make()]})
 
 
 def test_a_path_that_python_reads_as_another_one_is_refused_and_every_other_comes_back() -> None:
-    """Before Python 3.12, the text of a Windows path of a server without a share is that of a path without a server."""
+    """Before Python 3.12, the text of a Windows path of a server without a share is that of a path
+    without a server."""
     for length in range(6):
         for text in map("".join, product("aB\\:", repeat=length)):
             path = PureWindowsPath(text)
@@ -286,16 +321,23 @@ def test_a_damaged_value_is_corrupt(encoded: Any) -> None:
 
 json = st.recursive(
     st.none() | st.booleans() | st.integers(-(2**53), 2**53) | st.text(max_size=6),
-    lambda below: st.lists(below, max_size=4) | st.dictionaries(st.text(max_size=3), below, max_size=2),
+    lambda below: (
+        st.lists(below, max_size=4) | st.dictionaries(st.text(max_size=3), below, max_size=2)
+    ),
     max_leaves=8,
 )
 tags = st.sampled_from(
-    sorted({encoded[0] for _, encoded in VALUES if isinstance(encoded, list)} | {"dict", "OrderedDict", "Counter", "bool", "none"})
+    sorted(
+        {encoded[0] for _, encoded in VALUES if isinstance(encoded, list)}
+        | {"dict", "OrderedDict", "Counter", "bool", "none"}
+    )
 )
 
 
 @given(st.tuples(tags, st.lists(json, max_size=4)))
-def test_any_json_under_any_tag_is_a_value_or_an_error_of_ours(drawn: tuple[str, list[Any]]) -> None:
+def test_any_json_under_any_tag_is_a_value_or_an_error_of_ours(
+    drawn: tuple[str, list[Any]],
+) -> None:
     tag, payload = drawn
     with suppress(CkptStoreError):
         values.decode_value([tag, *payload])

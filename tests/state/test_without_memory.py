@@ -1,4 +1,5 @@
-"""Tensors whose bytes are not there are refused with their path, and nothing is read that is not theirs."""
+"""Tensors whose bytes are not there are refused with their path, and nothing is read that is not
+theirs."""
 
 import warnings
 from collections.abc import Callable
@@ -64,21 +65,38 @@ def _functional() -> torch.Tensor:
     return torch._to_functional_tensor(torch.ones(1000))
 
 
-WITHOUT = [_freed, _end_of_a_freed_one, _cut_short, _strided, _quantized, _parameter, _sparse, _never_made, _functional]
+WITHOUT = [
+    _freed,
+    _end_of_a_freed_one,
+    _cut_short,
+    _strided,
+    _quantized,
+    _parameter,
+    _sparse,
+    _never_made,
+    _functional,
+]
 
 
 @pytest.mark.parametrize("make", WITHOUT)
 @pytest.mark.parametrize("way", ["commit", "commit_async"])
-def test_a_tensor_without_its_memory_is_refused_with_its_path(way: str, make: Callable[[], torch.Tensor], tmp_path: Path) -> None:
+def test_a_tensor_without_its_memory_is_refused_with_its_path(
+    way: str, make: Callable[[], torch.Tensor], tmp_path: Path
+) -> None:
     tensor = make()
     with ckptstore.open(tmp_path / "store") as store:
-        with pytest.raises(InvalidInput, match=r"^model/w(/values)?: a tensor (whose storage has|without memory)"):
+        with pytest.raises(
+            InvalidInput, match=r"^model/w(/values)?: a tensor (whose storage has|without memory)"
+        ):
             getattr(store, way)({"model": {"ok": torch.ones(3), "w": tensor}})
         assert store.log() == []
         store.commit({"model": {"ok": torch.ones(3), "w": torch.empty(0, 5)}})
 
 
-@pytest.mark.parametrize("transform", [torch.func.vmap, torch.func.functionalize, lambda f: torch.func.grad(lambda x: f(x).sum())])
+@pytest.mark.parametrize(
+    "transform",
+    [torch.func.vmap, torch.func.functionalize, lambda f: torch.func.grad(lambda x: f(x).sum())],
+)
 def test_tensors_within_a_transform_are_refused(transform: Any, tmp_path: Path) -> None:
     with ckptstore.open(tmp_path / "store") as store:
 
@@ -105,20 +123,34 @@ class Counter:
 
 
 @pytest.mark.parametrize("state", [7, (1, 2), [torch.ones(3)], torch.arange(5), None, "x"])
-@pytest.mark.parametrize("wrap", [lambda made: made, lambda made: [made], lambda made: {"k": (made,)}])
-def test_a_state_that_is_no_dict_comes_back_as_it_is(wrap: Callable[[Any], Any], state: Any, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "wrap", [lambda made: made, lambda made: [made], lambda made: {"k": (made,)}]
+)
+def test_a_state_that_is_no_dict_comes_back_as_it_is(
+    wrap: Callable[[Any], Any], state: Any, tmp_path: Path
+) -> None:
     with ckptstore.open(tmp_path / "store") as store:
         snapshot = store.commit({"x": wrap(Counter(state))})
-        there = Counter(torch.zeros(5, dtype=torch.int64) if isinstance(state, torch.Tensor) else [torch.zeros(3)])
+        there = Counter(
+            torch.zeros(5, dtype=torch.int64)
+            if isinstance(state, torch.Tensor)
+            else [torch.zeros(3)]
+        )
         snapshot.restore({"x": wrap(there)})
-        torch.testing.assert_close(there.state, state, rtol=0, atol=0) if state is not None and state != "x" else None
+        torch.testing.assert_close(
+            there.state, state, rtol=0, atol=0
+        ) if state is not None and state != "x" else None
         assert type(there.state) is type(state)
-        assert type(snapshot.state_dict("x")) is type(wrap(state))  # without the object, its state stands in its place
+        assert type(snapshot.state_dict("x")) is type(
+            wrap(state)
+        )  # without the object, its state stands in its place
 
 
 @pytest.mark.parametrize("inner", ["commit", "commit_async", "close"])
 @pytest.mark.parametrize("outer", ["commit", "commit_async"])
-def test_a_state_dict_that_commits_itself_is_an_error_and_no_hang(outer: str, inner: str, tmp_path: Path) -> None:
+def test_a_state_dict_that_commits_itself_is_an_error_and_no_hang(
+    outer: str, inner: str, tmp_path: Path
+) -> None:
     with ckptstore.open(tmp_path / "store") as store:
 
         class Commits:

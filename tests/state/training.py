@@ -1,4 +1,5 @@
-"""Training runs with everything that a script may hold, and how one is resumed from a store by a process that knows only its case."""
+"""Training runs with everything that a script may hold, and how one is resumed from a store by a
+process that knows only its case."""
 
 import random
 import warnings
@@ -22,7 +23,8 @@ STEPS = 20
 
 
 class Tied(nn.Module):
-    """An embedding tied to the head, batch norm, dropout, a buffer that is not saved, and state that is no tensor."""
+    """An embedding tied to the head, batch norm, dropout, a buffer that is not saved, and state
+    that is no tensor."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -50,7 +52,8 @@ class Tied(nn.Module):
 
 
 class WideAdamW(torch.optim.Optimizer):
-    """AdamW that keeps fp32 moments and an fp32 copy of parameters of any dtype, as trainings in bf16 do."""
+    """AdamW that keeps fp32 moments and an fp32 copy of parameters of any dtype, as trainings in
+    bf16 do."""
 
     def __init__(self, parameters: Any, lr: float = 1e-2) -> None:
         super().__init__(parameters, {"lr": lr})
@@ -69,11 +72,18 @@ class WideAdamW(torch.optim.Optimizer):
     def _update(self, parameter: Any, lr: float) -> None:
         state, gradient = self.state[parameter], parameter.grad.float()
         if not state:
-            state.update(step=0, master=parameter.float(), first=torch.zeros_like(gradient), second=torch.zeros_like(gradient))
+            state.update(
+                step=0,
+                master=parameter.float(),
+                first=torch.zeros_like(gradient),
+                second=torch.zeros_like(gradient),
+            )
         state["step"] += 1
         state["first"].lerp_(gradient, 0.1)
         state["second"].lerp_(gradient.square(), 0.01)
-        state["master"].mul_(1 - lr * 0.01).addcdiv_(state["first"], state["second"].sqrt().add_(1e-8), value=-lr)
+        state["master"].mul_(1 - lr * 0.01).addcdiv_(
+            state["first"], state["second"].sqrt().add_(1e-8), value=-lr
+        )
         parameter.copy_(state["master"])
 
 
@@ -104,14 +114,19 @@ SCHEDULERS: dict[str, Callable[[Any], Any]] = {
     "CyclicLR": lambda o: lr_scheduler.CyclicLR(o, 0.01, 0.1, step_size_up=7, cycle_momentum=False),
     "ReduceLROnPlateau": lambda o: lr_scheduler.ReduceLROnPlateau(o, patience=1),
     "LambdaLR": lambda o: lr_scheduler.LambdaLR(o, lambda step: 0.99**step),
-    "SequentialLR": lambda o: lr_scheduler.SequentialLR(o, [lr_scheduler.ConstantLR(o, 0.1, 15), lr_scheduler.ExponentialLR(o, 0.9)], [15]),
-    "ChainedScheduler": lambda o: lr_scheduler.ChainedScheduler([lr_scheduler.ConstantLR(o, 0.1, 15), lr_scheduler.ExponentialLR(o, 0.9)]),
+    "SequentialLR": lambda o: lr_scheduler.SequentialLR(
+        o, [lr_scheduler.ConstantLR(o, 0.1, 15), lr_scheduler.ExponentialLR(o, 0.9)], [15]
+    ),
+    "ChainedScheduler": lambda o: lr_scheduler.ChainedScheduler(
+        [lr_scheduler.ConstantLR(o, 0.1, 15), lr_scheduler.ExponentialLR(o, 0.9)]
+    ),
 }
 
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """What a run is made of. `resumed_compiled` says it of the run that resumes, if that differs."""
+    """What a run is made of. `resumed_compiled` says it of the run that resumes, if that
+    differs."""
 
     optimizer: str = "AdamW"
     scheduler: str = "none"
@@ -123,7 +138,10 @@ class Case:
 
 
 CASES: dict[str, Case] = {
-    **{name: Case(name, dtype="bfloat16" if name == "AdamW fp32" else "float32") for name in OPTIMIZERS},
+    **{
+        name: Case(name, dtype="bfloat16" if name == "AdamW fp32" else "float32")
+        for name in OPTIMIZERS
+    },
     **{name: Case(scheduler=name) for name in SCHEDULERS if name != "none"},
     "GradScaler": Case("SGD momentum", "MultiStepLR", scaler=True),
     "StatefulDataLoader": Case("AdamW", "OneCycleLR", workers=0),
@@ -142,18 +160,36 @@ class Run:
         random.seed(seed)
         np.random.seed(seed)
         model = Tied().to(getattr(torch, case.dtype))
-        groups = [{"params": list(model.body.parameters()), "weight_decay": 0.1}, {"params": [model.embed.weight]}]
+        groups = [
+            {"params": list(model.body.parameters()), "weight_decay": 0.1},
+            {"params": [model.embed.weight]},
+        ]
         self.model: Any = torch.compile(model, storage="eager") if case.compiled else model
-        self.optimizer = OPTIMIZERS[case.optimizer](model.parameters() if case.optimizer == "LBFGS" else groups)
+        self.optimizer = OPTIMIZERS[case.optimizer](
+            model.parameters() if case.optimizer == "LBFGS" else groups
+        )
         self.scheduler = SCHEDULERS[case.scheduler](self.optimizer)
         self.average = AveragedModel(self.model, multi_avg_fn=get_ema_multi_avg_fn(0.9))
-        self.scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=3, enabled=case.scaler)
+        self.scaler = torch.amp.GradScaler(
+            "cpu", init_scale=1024.0, growth_interval=3, enabled=case.scaler
+        )
         self.loader = None if case.workers is None else _loader(case.workers, seed)
         self._batches: Iterator[Any] | None = None
         self.progress = StateDict(step=0, losses=[])
-        parts = {"scheduler": self.scheduler, "loader": self.loader, "scaler": self.scaler if case.scaler else None}
-        self.state: dict[str, Any] = {"model": self.model, "optimizer": self.optimizer, "average": self.average, "progress": self.progress}
-        self.state |= {key: value for key, value in parts.items() if value is not None} | {"rng": RNGState()}
+        parts = {
+            "scheduler": self.scheduler,
+            "loader": self.loader,
+            "scaler": self.scaler if case.scaler else None,
+        }
+        self.state: dict[str, Any] = {
+            "model": self.model,
+            "optimizer": self.optimizer,
+            "average": self.average,
+            "progress": self.progress,
+        }
+        self.state |= {key: value for key, value in parts.items() if value is not None} | {
+            "rng": RNGState()
+        }
 
     def train(self, steps: int) -> list[Any]:
         """Loss, learning rates and a draw of each generator, for every step."""
@@ -161,9 +197,16 @@ class Run:
 
     def digest(self) -> str:
         """What the run is now; the loader aside, whose workers may be ahead."""
-        modules = [dict(module.state_dict()) for module in (getattr(self.model, "_orig_mod", self.model), self.average)]
+        modules = [
+            dict(module.state_dict())
+            for module in (getattr(self.model, "_orig_mod", self.model), self.average)
+        ]
         averaged = {name.replace("_orig_mod.", ""): value for name, value in modules[1].items()}
-        rest = [part.state_dict() for part in (self.optimizer, self.scheduler, self.scaler, RNGState()) if part is not None]
+        rest = [
+            part.state_dict()
+            for part in (self.optimizer, self.scheduler, self.scaler, RNGState())
+            if part is not None
+        ]
         return digest([modules[0], averaged, *rest, dict(self.progress)])
 
     def _step(self) -> Any:
@@ -188,7 +231,8 @@ class Run:
 
     def _optimize(self, closure: Any) -> float:
         if not self.scaler.is_enabled():
-            return self.optimizer.step(closure).item()  # type: ignore[attr-defined,no-any-return]  # the closure's tensor
+            # the closure's tensor
+            return self.optimizer.step(closure).item()  # type: ignore[attr-defined,no-any-return]
         loss = closure()
         self.scaler.step(self.optimizer)
         self.scaler.update()
@@ -197,7 +241,8 @@ class Run:
     def _next(self) -> Any:
         """The next batch, of the next epoch where one ends."""
         for _ in range(2):
-            self._batches = self._batches or iter(self.loader)  # type: ignore[arg-type]  # it is there
+            # it is there
+            self._batches = self._batches or iter(self.loader)  # type: ignore[arg-type]
             batch = next(self._batches, None)
             if batch is not None:
                 return batch
@@ -207,19 +252,33 @@ class Run:
 
 def _loader(workers: int, seed: int) -> "StatefulDataLoader[Any]":
     data: Any = [i % 7 for i in range(50)]
-    # Each has a generator of its own: an iterator draws a seed from the loader's, and torchdata puts back the sampler's only.
+    # Each has a generator of its own: an iterator draws a seed from the loader's, and torchdata
+    # puts back the sampler's only.
     sampler = RandomSampler(data, generator=torch.Generator().manual_seed(seed))
     generator = torch.Generator()
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="'set_vital' is deprecated")  # torchdata 0.11 calls it
-        return StatefulDataLoader(data, batch_size=6, sampler=sampler, drop_last=True, num_workers=workers, generator=generator)
+        warnings.filterwarnings(
+            "ignore", message="'set_vital' is deprecated"
+        )  # torchdata 0.11 calls it
+        return StatefulDataLoader(
+            data,
+            batch_size=6,
+            sampler=sampler,
+            drop_last=True,
+            num_workers=workers,
+            generator=generator,
+        )
 
 
 def resume(place: str, commit: str, name: str, warm_up: int) -> list[Any]:
-    """In a process that knows only `name`: a new run, `warm_up` steps of its own, the commit's state, `STEPS` steps; what they gave."""
+    """In a process that knows only `name`: a new run, `warm_up` steps of its own, the commit's
+    state, `STEPS` steps; what they gave."""
     case = CASES[name]
     compiled = case.compiled if case.resumed_compiled is None else case.resumed_compiled
-    run = Run(Case(case.optimizer, case.scheduler, case.dtype, case.scaler, case.workers, compiled), seed=warm_up + 2)
+    run = Run(
+        Case(case.optimizer, case.scheduler, case.dtype, case.scaler, case.workers, compiled),
+        seed=warm_up + 2,
+    )
     if case.workers is None:
         run.train(warm_up)
     with ckptstore.open(place, read_only=True) as store:

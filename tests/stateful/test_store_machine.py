@@ -1,4 +1,5 @@
-"""Any order of commits, checkouts, tags, forgetting, collecting, crashes and reopening, by two writers, against a dict."""
+"""Any order of commits, checkouts, tags, forgetting, collecting, crashes and reopening, by two
+writers, against a dict."""
 
 import os
 import tempfile
@@ -12,7 +13,13 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    rule,
+    run_state_machine_as_test,
+)
 
 import ckptstore
 from ckptstore.core.ids import CommitId
@@ -21,7 +28,13 @@ from ckptstore.log.state import NEWEST_KEPT
 from ckptstore.maintenance.retention import KeepLast
 from ckptstore.store import Store
 from tests.maintenance.collecting import state_of
-from tests.support.checker import View, assert_no_garbage_after_gc, assert_same, assert_sound, view_of
+from tests.support.checker import (
+    View,
+    assert_no_garbage_after_gc,
+    assert_same,
+    assert_sound,
+    view_of,
+)
 from tests.support.recording import record
 from tests.support.workloads import CHUNK_BYTES
 
@@ -46,12 +59,15 @@ def content(seed: int) -> dict[str, Any]:
 class StoreMachine(RuleBasedStateMachine):
     """The model: what was committed by whom, in order, what is forgotten, and what tags say.
 
-    No rule has a precondition: whether a crash leaves a commit differs from run to run, and Hypothesis must be able to draw the same again.
+    No rule has a precondition: whether a crash leaves a commit differs from run to run, and
+    Hypothesis must be able to draw the same again.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        self.folder = Path(tempfile.mkdtemp(prefix="ckptstore-", dir=MEMORY if MEMORY.is_dir() else None))
+        self.folder = Path(
+            tempfile.mkdtemp(prefix="ckptstore-", dir=MEMORY if MEMORY.is_dir() else None)
+        )
         self.disk = self.folder / "disk-0"
         self.disk.mkdir()
         self.stores: list[Store] = []
@@ -75,7 +91,10 @@ class StoreMachine(RuleBasedStateMachine):
         return [commit for commit in self.live if self.runs[commit] == run]
 
     def pinned(self) -> set[CommitId]:
-        return {*self.tags.values(), *(commit for run in RUNS for commit in self.live_in(run)[-NEWEST_KEPT:])}
+        return {
+            *self.tags.values(),
+            *(commit for run in RUNS for commit in self.live_in(run)[-NEWEST_KEPT:]),
+        }
 
     def view(self) -> View:
         return View(frozenset(self.live), frozenset(self.forgotten), frozenset(self.tags.items()))
@@ -102,7 +121,9 @@ class StoreMachine(RuleBasedStateMachine):
             self.commit(who, seed, None)
 
     def open_writers(self) -> None:
-        self.stores = [ckptstore.open(self.place, run=run, chunk_bytes=CHUNK_BYTES, threads=1) for run in RUNS]
+        self.stores = [
+            ckptstore.open(self.place, run=run, chunk_bytes=CHUNK_BYTES, threads=1) for run in RUNS
+        ]
 
     @rule(who=WRITERS, seed=CONTENTS, tag=st.none() | TAGS)
     def commit(self, who: int, seed: int, tag: str | None) -> None:
@@ -114,7 +135,9 @@ class StoreMachine(RuleBasedStateMachine):
         if not self.live:
             return
         commit = self.live[any % len(self.live)]
-        assert_same(self.stores[who].checkout(commit).state_dict(), self.contents[commit], "checkout")
+        assert_same(
+            self.stores[who].checkout(commit).state_dict(), self.contents[commit], "checkout"
+        )
 
     @rule(who=WRITERS)
     def resume(self, who: int) -> None:
@@ -191,7 +214,9 @@ class StoreMachine(RuleBasedStateMachine):
     # -- crashes --
 
     @rule(who=WRITERS, seed=CONTENTS, tag=st.none() | TAGS, any=ANY, power=st.booleans())
-    def crash_in_a_commit(self, who: int, seed: int, tag: str | None, any: int, power: bool) -> None:
+    def crash_in_a_commit(
+        self, who: int, seed: int, tag: str | None, any: int, power: bool
+    ) -> None:
         step = len(self.contents)
 
         def work(store: Store) -> CommitId:
@@ -208,7 +233,8 @@ class StoreMachine(RuleBasedStateMachine):
             self.purged()
 
     def _crash(self, who: int, work: Callable[[Store], Any], any: int, power: bool) -> Any:
-        """Do `work`, but let the machine stop after any of its changes: both writers are gone, the disk is as it was then."""
+        """Do `work`, but let the machine stop after any of its changes: both writers are gone, the
+        disk is as it was then."""
         for store in self.stores:
             store.close()
 
@@ -221,7 +247,9 @@ class StoreMachine(RuleBasedStateMachine):
             recording, result = record(self.disk, Path(scratch), works)
             n = any % len(recording.points)
             wreck = recording.cut(n, Random(any)) if power else recording.kill(n)
-            self.disk = wreck.lay_out(self.folder / f"disk-{int(self.disk.name.removeprefix('disk-')) + 1}")
+            self.disk = wreck.lay_out(
+                self.folder / f"disk-{int(self.disk.name.removeprefix('disk-')) + 1}"
+            )
         self.open_writers()
         return result
 
@@ -253,13 +281,17 @@ class StoreMachine(RuleBasedStateMachine):
 @pytest.mark.timeout(900)
 def test_a_store_is_what_a_dict_of_its_commits_says() -> None:
     """Two thousand steps, the first commits of each machine not counted."""
-    run_state_machine_as_test(StoreMachine, settings=settings(max_examples=34, stateful_step_count=60))  # type: ignore[no-untyped-call]
+    run_state_machine_as_test(
+        StoreMachine, settings=settings(max_examples=34, stateful_step_count=60)
+    )  # type: ignore[no-untyped-call]
 
 
 @pytest.mark.soak
 @pytest.mark.timeout(4 * 3600)
 def test_a_store_is_what_a_dict_says_for_very_long() -> None:
-    long = settings(max_examples=MACHINES, stateful_step_count=60, suppress_health_check=list(HealthCheck))
+    long = settings(
+        max_examples=MACHINES, stateful_step_count=60, suppress_health_check=list(HealthCheck)
+    )
     before = COUNTS.copy()
     run_state_machine_as_test(StoreMachine, settings=long)  # type: ignore[no-untyped-call]
     print(", ".join(f"{count} {what}" for what, count in (COUNTS - before).items()))

@@ -18,14 +18,16 @@ import ckptstore
 from ckptstore.core.ids import SessionId, new_session_id, pack_id, pack_key, twin_key
 from ckptstore.errors import Conflict, Corrupt, InvalidInput, NotFound, ReadOnly
 from ckptstore.repository.pack_writer import OpenPack
-from ckptstore.storage.contract import Storage, Writer, open_storage, put_finished
+from ckptstore.storage.contract import Storage, Writer, put_finished
+from ckptstore.storage.registry import open_storage
 
 SESSION = SessionId("5" * 24)
 BAD_KEYS = ["", "/etc/passwd", "..", "../a", "a/../b", "a//b", "./a", "a/", "a/.", "a\0b"]
 
 
 class BackendContract:
-    """Subclass it with a fixture `url`, and perhaps `options`, to hold another backend to the contract."""
+    """Subclass it with a fixture `url`, and perhaps `options`, to hold another backend to the
+    contract."""
 
     @pytest.fixture
     def options(self) -> dict[str, Any] | None:
@@ -63,18 +65,26 @@ class BackendContract:
             (5, 3, b""),
         ],
     )
-    def test_a_range_holds_what_there_is_of_it(self, storage: Storage, start: int, stop: int | None, data: bytes) -> None:
+    def test_a_range_holds_what_there_is_of_it(
+        self, storage: Storage, start: int, stop: int | None, data: bytes
+    ) -> None:
         storage.put("a", b"0123456789")
         assert storage.read("a", start, stop) == data
 
-    @pytest.mark.parametrize(("nbytes", "data"), [(3, b"789"), (10, b"0123456789"), (99, b"0123456789")])
+    @pytest.mark.parametrize(
+        ("nbytes", "data"), [(3, b"789"), (10, b"0123456789"), (99, b"0123456789")]
+    )
     def test_a_tail_comes_with_the_size(self, storage: Storage, nbytes: int, data: bytes) -> None:
         storage.put("a", b"0123456789")
         assert storage.read_tail("a", nbytes) == (data, 10)
 
     def test_an_empty_object_is_an_object(self, storage: Storage) -> None:
         storage.put("a", b"")
-        assert (storage.size("a"), storage.read("a"), storage.read_tail("a", 8)) == (0, b"", (b"", 0))
+        assert (storage.size("a"), storage.read("a"), storage.read_tail("a", 8)) == (
+            0,
+            b"",
+            (b"", 0),
+        )
 
     def test_what_is_absent_is_not_found(self, storage: Storage) -> None:
         storage.put("there", b"x")
@@ -95,7 +105,9 @@ class BackendContract:
         assert storage.size("a") is None
 
     @pytest.mark.parametrize("count", [1, 2, 1024, 1025, 3000])
-    def test_bytes_go_into_many_buffers_and_come_from_many(self, storage: Storage, count: int) -> None:
+    def test_bytes_go_into_many_buffers_and_come_from_many(
+        self, storage: Storage, count: int
+    ) -> None:
         parts = [random.randbytes(random.randrange(20)) for _ in range(count)]
         writer = storage.create("p/a", session=SESSION)
         writer.append([memoryview(b"front")])
@@ -121,13 +133,19 @@ class BackendContract:
             storage.read_into("a", offset, [space(4), space(6)])
 
     @pytest.mark.parametrize("whole_bytes", [1, 4096, 8 << 20, (8 << 20) + 4096, (17 << 20) + 5])
-    def test_a_large_object_grows_by_parts_of_any_size(self, storage: Storage, whole_bytes: int) -> None:
+    def test_a_large_object_grows_by_parts_of_any_size(
+        self, storage: Storage, whole_bytes: int
+    ) -> None:
         whole = memoryview(random.randbytes(whole_bytes))
         writer = storage.create("packs/aa/x", session=SESSION)
         start = 0
         while start < whole_bytes:
             stop = start + random.choice((1, 5000, 4096, 1 << 20, 9 << 20))
-            writer.append([whole[start : start + 2000], whole[start + 2000 : stop]] if stop - start > 2000 else [whole[start:stop]])
+            writer.append(
+                [whole[start : start + 2000], whole[start + 2000 : stop]]
+                if stop - start > 2000
+                else [whole[start:stop]]
+            )
             start = stop
         assert storage.size("packs/aa/x") is None
         writer.finish()
@@ -156,7 +174,9 @@ class BackendContract:
     def test_of_many_that_create_one_object_one_does(self, storage: Storage) -> None:
         with ThreadPoolExecutor(8) as pool:
             for n in range(20):
-                won = list(pool.map(lambda i, n=n: storage.put_new(f"log/{n}", b"%d" % i), range(8)))
+                won = list(
+                    pool.map(lambda i, n=n: storage.put_new(f"log/{n}", b"%d" % i), range(8))
+                )
                 assert won.count(True) == 1
                 assert storage.read(f"log/{n}") == b"%d" % won.index(True)
 
@@ -186,19 +206,25 @@ class BackendContract:
 
         with ThreadPoolExecutor(8) as pool:
             for n in range(10):
-                won = list(pool.map(finish, [written(storage, f"packs/{n}", b"%d" % i) for i in range(8)]))
+                won = list(
+                    pool.map(finish, [written(storage, f"packs/{n}", b"%d" % i) for i in range(8)])
+                )
                 assert won.count(True) == 1
                 assert storage.read(f"packs/{n}") == b"%d" % won.index(True)
         assert len(list(storage.list(""))) == 10
 
-    def test_only_one_writer_of_equal_bytes_may_take_the_object_for_its_own(self, storage: Storage) -> None:
+    def test_only_one_writer_of_equal_bytes_may_take_the_object_for_its_own(
+        self, storage: Storage
+    ) -> None:
         """The other must not delete it when what it was for fails."""
         assert written(storage, "a", b"same").finish()
         with suppress(Conflict):
             assert not written(storage, "a", b"same").finish()
         assert storage.read("a") == b"same"
 
-    def test_a_pack_and_its_twin_stay_when_another_of_that_name_fails(self, storage: Storage) -> None:
+    def test_a_pack_and_its_twin_stay_when_another_of_that_name_fails(
+        self, storage: Storage
+    ) -> None:
         name = pack_id(SESSION, 0, 0)
         packs = [OpenPack(storage, name, metadata=True) for _ in range(2)]
         for pack, data in zip(packs, (b"first", b"other"), strict=True):
@@ -242,7 +268,9 @@ class BackendContract:
         for key in random.sample(keys, len(keys)):
             storage.put(key, key.encode())
         for prefix in ("", "a", "a-b", "a/", "a/b", "a/b.", "b/log-", "b/log-2", "c", "c/d"):
-            assert list(storage.list(prefix)) == [(key, len(key)) for key in sorted(keys) if key.startswith(prefix)]
+            assert list(storage.list(prefix)) == [
+                (key, len(key)) for key in sorted(keys) if key.startswith(prefix)
+            ]
 
     @pytest.mark.parametrize("key", BAD_KEYS)
     def test_a_key_does_not_leave_the_root(self, storage: Storage, key: str) -> None:
@@ -264,7 +292,9 @@ class BackendContract:
         with pytest.raises(InvalidInput):
             list(storage.list(prefix))
 
-    def test_a_backend_for_reading_only_changes_nothing(self, url: str, options: dict[str, Any] | None, storage: Storage) -> None:
+    def test_a_backend_for_reading_only_changes_nothing(
+        self, url: str, options: dict[str, Any] | None, storage: Storage
+    ) -> None:
         storage.put("a", b"x")
         reader = open_storage(url, read_only=True, storage_options=options)
         for change in (
@@ -296,7 +326,9 @@ class TestLocal(BackendContract):
         assert open_storage(f"file://{url}").read("a") == b"x"
         assert open_storage(Path(url)).durable_root == Path(url)
 
-    def test_a_symbolic_link_is_neither_read_nor_listed(self, url: str, storage: Storage, tmp_path: Path) -> None:
+    def test_a_symbolic_link_is_neither_read_nor_listed(
+        self, url: str, storage: Storage, tmp_path: Path
+    ) -> None:
         storage.put("a", b"x")
         (tmp_path / "secret").mkdir()
         (tmp_path / "secret" / "file").write_bytes(b"secret")
@@ -320,9 +352,21 @@ class TestLocal(BackendContract):
         with ThreadPoolExecutor(8) as pool:
             assert all(pool.map(read, random.choices(range(200), k=4000)))
         packs = f"{Path(storage.url).resolve()}/packs/"
-        assert 0 < len([fd for fd in Path("/proc/self/fd").iterdir() if str(fd.resolve()).startswith(packs)]) <= 64
+        assert (
+            0
+            < len(
+                [
+                    fd
+                    for fd in Path("/proc/self/fd").iterdir()
+                    if str(fd.resolve()).startswith(packs)
+                ]
+            )
+            <= 64
+        )
         storage.close()
-        assert not [fd for fd in Path("/proc/self/fd").iterdir() if str(fd.resolve()).startswith(packs)]
+        assert not [
+            fd for fd in Path("/proc/self/fd").iterdir() if str(fd.resolve()).startswith(packs)
+        ]
 
     def test_a_forked_child_reads_and_writes(self, storage: Storage) -> None:
         storage.put("a", b"0123")
@@ -357,8 +401,11 @@ class TestMemory(BackendContract):
     def url(self) -> str:
         return f"memory://{new_session_id()}"
 
-    def test_a_listing_that_another_thread_disturbed_is_made_again(self, storage: Storage, monkeypatch: pytest.MonkeyPatch) -> None:
-        """The garbage collector may let other threads go on while fsspec copies the names that it has."""
+    def test_a_listing_that_another_thread_disturbed_is_made_again(
+        self, storage: Storage, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """The garbage collector may let other threads go on while fsspec copies the names that it
+        has."""
         storage.put("packs/aa/x", b"x")
         real, disturbed = MemoryFileSystem.find, [True, True]
 

@@ -41,7 +41,12 @@ def file(tmp_path: Path) -> Iterator[File]:
 def grow(growing: GrowingFile, whole: bytes, part_bytes: int) -> None:
     view = memoryview(whole)
     for start in range(0, len(whole), part_bytes):
-        growing.append([view[start : start + part_bytes // 2], view[start + part_bytes // 2 : start + part_bytes]])
+        growing.append(
+            [
+                view[start : start + part_bytes // 2],
+                view[start + part_bytes // 2 : start + part_bytes],
+            ]
+        )
     growing.finish()
 
 
@@ -54,11 +59,18 @@ def takes_direct_writes(path: Path) -> bool:
 
 
 def cached(path: Path, offset: int) -> bool:
-    """Whether the page cache has the block at `offset`. A read that does not wait would not say: it reads ahead, and may be late enough
-    to find what it has asked for."""
-    with path.open("rb") as file, mmap.mmap(file.fileno(), 0, mmap.MAP_PRIVATE, mmap.PROT_READ | mmap.PROT_WRITE) as memory:
+    """Whether the page cache has the block at `offset`. A read that does not wait would not say: it
+    reads ahead, and may be late enough to find what it has asked for."""
+    with (
+        path.open("rb") as file,
+        mmap.mmap(file.fileno(), 0, mmap.MAP_PRIVATE, mmap.PROT_READ | mmap.PROT_WRITE) as memory,
+    ):
         there, block = ctypes.c_ubyte(), ctypes.c_char.from_buffer(memory, offset)
-        failed = ctypes.CDLL(None).mincore(ctypes.c_void_p(ctypes.addressof(block)), ctypes.c_size_t(BLOCK_BYTES), ctypes.byref(there))
+        failed = ctypes.CDLL(None).mincore(
+            ctypes.c_void_p(ctypes.addressof(block)),
+            ctypes.c_size_t(BLOCK_BYTES),
+            ctypes.byref(there),
+        )
         del block
     assert not failed
     return bool(there.value & 1)
@@ -66,8 +78,13 @@ def cached(path: Path, offset: int) -> bool:
 
 @pytest.mark.parametrize("part_bytes", [1 << 20, 4099, 5_000_001, 40 << 20])
 @pytest.mark.parametrize("direct", [True, False])
-@pytest.mark.parametrize("whole_bytes", [0, 1, DIRECT_FROM - 1, DIRECT_FROM, DIRECT_FROM + 1, DIRECT_FROM + BUFFER_BYTES, WHOLE])
-def test_the_file_is_what_was_appended(file: File, part_bytes: int, direct: bool, whole_bytes: int) -> None:
+@pytest.mark.parametrize(
+    "whole_bytes",
+    [0, 1, DIRECT_FROM - 1, DIRECT_FROM, DIRECT_FROM + 1, DIRECT_FROM + BUFFER_BYTES, WHOLE],
+)
+def test_the_file_is_what_was_appended(
+    file: File, part_bytes: int, direct: bool, whole_bytes: int
+) -> None:
     whole = random.randbytes(whole_bytes)
     grow(GrowingFile(file.fd, file.write_all, direct=direct), whole, part_bytes)
     assert file.path.read_bytes() == whole
@@ -81,7 +98,9 @@ def test_the_bulk_goes_past_the_page_cache_in_whole_blocks(file: File) -> None:
     bulk = [(offset, nbytes) for offset, nbytes in file.writes if nbytes == BUFFER_BYTES]
     assert bulk
     assert all(offset % BLOCK_BYTES == 0 for offset, _ in bulk)
-    assert not any(cached(file.path, offset + BLOCK_BYTES) for offset, _ in reversed(bulk))  # who asks has what follows read ahead
+    assert not any(
+        cached(file.path, offset + BLOCK_BYTES) for offset, _ in reversed(bulk)
+    )  # who asks has what follows read ahead
     assert cached(file.path, 0)
 
 
@@ -161,9 +180,16 @@ def test_blocks_and_odd_bytes_may_alternate(file: File, seed: int) -> None:
     while len(whole) < WHOLE:
         buffers = []
         for _ in range(chance.randrange(1, 5)):
-            start = chance.randrange(BUFFER_BYTES // BLOCK_BYTES - 1) * BLOCK_BYTES + chance.choice([0, 0, 64])
-            nbytes = chance.choice([BLOCK_BYTES, 1 << 20, 3 << 20, 20 * BLOCK_BYTES + 5, 17, BUFFER_BYTES + 1])
-            buffers += [memory[start : start + nbytes], memoryview(bytes(-nbytes % BLOCK_BYTES if chance.random() < 0.7 else 0))]
+            start = chance.randrange(BUFFER_BYTES // BLOCK_BYTES - 1) * BLOCK_BYTES + chance.choice(
+                [0, 0, 64]
+            )
+            nbytes = chance.choice(
+                [BLOCK_BYTES, 1 << 20, 3 << 20, 20 * BLOCK_BYTES + 5, 17, BUFFER_BYTES + 1]
+            )
+            buffers += [
+                memory[start : start + nbytes],
+                memoryview(bytes(-nbytes % BLOCK_BYTES if chance.random() < 0.7 else 0)),
+            ]
         growing.append(buffers)
         whole += b"".join(buffers)
     growing.finish()

@@ -1,4 +1,5 @@
-"""A local disk that fails or loses power: nothing gets its name before its bytes are safe, and no failure passes for success."""
+"""A local disk that fails or loses power: nothing gets its name before its bytes are safe, and no
+failure passes for success."""
 
 import errno
 import os
@@ -10,7 +11,8 @@ import pytest
 from ckptstore.core.ids import SessionId
 from ckptstore.errors import CkptStoreError, Corrupt, NotFound, ReadOnly, Unavailable
 from ckptstore.storage import local_files
-from ckptstore.storage.contract import Storage, open_storage
+from ckptstore.storage.contract import Storage
+from ckptstore.storage.registry import open_storage
 
 SESSION = SessionId("5" * 24)
 WRITES: dict[str, Callable[[Storage], object]] = {
@@ -37,7 +39,8 @@ def root(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch, root: Path) -> list[str]:
-    """What is done to the disk, in order, as `<call> <path below the root>`; temporary names are `tmp/*`."""
+    """What is done to the disk, in order, as `<call> <path below the root>`; temporary names are
+    `tmp/*`."""
     done: list[str] = []
 
     def short(path: str | int) -> str:
@@ -61,8 +64,12 @@ def calls(monkeypatch: pytest.MonkeyPatch, root: Path) -> list[str]:
     return done
 
 
-@pytest.mark.parametrize(("write", "placing"), [("put", "rename"), ("put_new", "link"), ("create", "link")])
-def test_bytes_are_safe_before_the_name_and_the_name_before_the_return(calls: list[str], root: Path, write: str, placing: str) -> None:
+@pytest.mark.parametrize(
+    ("write", "placing"), [("put", "rename"), ("put_new", "link"), ("create", "link")]
+)
+def test_bytes_are_safe_before_the_name_and_the_name_before_the_return(
+    calls: list[str], root: Path, write: str, placing: str
+) -> None:
     WRITES[write](open_storage(root))
     assert [call for call in calls if not call.startswith("unlink")] == [
         "fsync ..",
@@ -73,7 +80,9 @@ def test_bytes_are_safe_before_the_name_and_the_name_before_the_return(calls: li
     ]
 
 
-def test_the_directories_above_a_new_store_are_durable_too(calls: list[str], tmp_path: Path) -> None:
+def test_the_directories_above_a_new_store_are_durable_too(
+    calls: list[str], tmp_path: Path
+) -> None:
     open_storage(tmp_path / "store" / "of" / "mine").put("a", b"")
     assert [call for call in calls if call.startswith("fsync") and "/tmp/" not in call] == [
         "fsync ..",
@@ -91,7 +100,9 @@ def test_the_name_of_a_directory_is_made_durable_once(calls: list[str], root: Pa
     assert calls == ["fsync x/y"]
 
 
-def test_a_directory_that_another_process_made_is_made_durable_too(calls: list[str], root: Path) -> None:
+def test_a_directory_that_another_process_made_is_made_durable_too(
+    calls: list[str], root: Path
+) -> None:
     storage = open_storage(root)
     storage.put("x/a", b"")
     (root / "x" / "y").mkdir()
@@ -114,7 +125,9 @@ def test_what_need_not_be_durable_is_not_fsynced(calls: list[str], root: Path) -
 
 @pytest.mark.parametrize("write", WRITES)
 @pytest.mark.parametrize("code", [errno.EIO, errno.ENOSPC])
-def test_after_a_failed_fsync_there_is_no_file(monkeypatch: pytest.MonkeyPatch, root: Path, write: str, code: int) -> None:
+def test_after_a_failed_fsync_there_is_no_file(
+    monkeypatch: pytest.MonkeyPatch, root: Path, write: str, code: int
+) -> None:
     monkeypatch.setattr(os, "fsync", failing(code))
     storage = open_storage(root)
     with pytest.raises(Unavailable):
@@ -123,7 +136,9 @@ def test_after_a_failed_fsync_there_is_no_file(monkeypatch: pytest.MonkeyPatch, 
 
 
 @pytest.mark.parametrize("write", WRITES)
-def test_a_full_disk_is_unavailable_and_says_how_much_is_wanted(monkeypatch: pytest.MonkeyPatch, root: Path, write: str) -> None:
+def test_a_full_disk_is_unavailable_and_says_how_much_is_wanted(
+    monkeypatch: pytest.MonkeyPatch, root: Path, write: str
+) -> None:
     monkeypatch.setattr(os, "pwritev", failing(errno.ENOSPC))
     storage = open_storage(root)
     with pytest.raises(Unavailable, match=r"wanted 4 bytes, free are [0-9]+"):
@@ -132,18 +147,26 @@ def test_a_full_disk_is_unavailable_and_says_how_much_is_wanted(monkeypatch: pyt
 
 
 @pytest.mark.parametrize("write", WRITES)
-def test_a_disk_that_takes_a_little_at_a_time_gets_it_all(monkeypatch: pytest.MonkeyPatch, root: Path, write: str) -> None:
-    monkeypatch.setattr(os, "pwritev", lambda fd, buffers, offset: os.pwrite(fd, buffers[0][:1], offset))
+def test_a_disk_that_takes_a_little_at_a_time_gets_it_all(
+    monkeypatch: pytest.MonkeyPatch, root: Path, write: str
+) -> None:
+    monkeypatch.setattr(
+        os, "pwritev", lambda fd, buffers, offset: os.pwrite(fd, buffers[0][:1], offset)
+    )
     storage = open_storage(root)
     WRITES[write](storage)
     assert storage.read("dir/a") == b"data"
 
 
-def test_a_disk_that_gives_a_little_at_a_time_gives_it_all(monkeypatch: pytest.MonkeyPatch, root: Path) -> None:
+def test_a_disk_that_gives_a_little_at_a_time_gives_it_all(
+    monkeypatch: pytest.MonkeyPatch, root: Path
+) -> None:
     storage = open_storage(root)
     storage.put("a", b"0123456789")
     preadv, pread = os.preadv, os.pread
-    monkeypatch.setattr(os, "preadv", lambda fd, buffers, offset: preadv(fd, [buffers[0][:3]], offset))
+    monkeypatch.setattr(
+        os, "preadv", lambda fd, buffers, offset: preadv(fd, [buffers[0][:3]], offset)
+    )
     monkeypatch.setattr(os, "pread", lambda fd, n, offset: pread(fd, min(n, 3), offset))
     out = [memoryview(bytearray(4)), memoryview(bytearray(5))]
     storage.read_into("a", 1, out)
@@ -183,17 +206,25 @@ def test_a_failed_write_tells_what_to_do(
         (errno.EISDIR, Corrupt),
     ],
 )
-def test_a_failed_read_tells_what_to_do(monkeypatch: pytest.MonkeyPatch, root: Path, code: int, kind: type[CkptStoreError]) -> None:
+def test_a_failed_read_tells_what_to_do(
+    monkeypatch: pytest.MonkeyPatch, root: Path, code: int, kind: type[CkptStoreError]
+) -> None:
     storage = open_storage(root)
     storage.put("a", b"x")
     monkeypatch.setattr(os, "pread", failing(code))
     monkeypatch.setattr(os, "preadv", failing(code))
-    for read in (storage.read, lambda k: storage.read_tail(k, 1), lambda k: storage.read_into(k, 0, [memoryview(bytearray(1))])):
+    for read in (
+        storage.read,
+        lambda k: storage.read_tail(k, 1),
+        lambda k: storage.read_into(k, 0, [memoryview(bytearray(1))]),
+    ):
         with pytest.raises(kind):
             read("a")
 
 
-def test_a_file_whose_inode_is_damaged_is_corrupt(monkeypatch: pytest.MonkeyPatch, root: Path) -> None:
+def test_a_file_whose_inode_is_damaged_is_corrupt(
+    monkeypatch: pytest.MonkeyPatch, root: Path
+) -> None:
     storage = open_storage(root)
     storage.put("a", b"x")
     monkeypatch.setattr(os, "open", failing(errno.EUCLEAN))
@@ -215,7 +246,9 @@ def test_a_disk_that_fails_once_is_asked_again(monkeypatch: pytest.MonkeyPatch, 
     assert storage.read("a") == b"x"
 
 
-def test_a_server_that_is_away_has_lost_nothing(monkeypatch: pytest.MonkeyPatch, root: Path) -> None:
+def test_a_server_that_is_away_has_lost_nothing(
+    monkeypatch: pytest.MonkeyPatch, root: Path
+) -> None:
     storage = open_storage(root)
     storage.put("a", b"x")
     monkeypatch.setattr(local_files, "is_network_filesystem", lambda path: path == root)
@@ -224,7 +257,9 @@ def test_a_server_that_is_away_has_lost_nothing(monkeypatch: pytest.MonkeyPatch,
         storage.read("a")
 
 
-def test_a_filesystem_without_hard_links_says_so(monkeypatch: pytest.MonkeyPatch, root: Path) -> None:
+def test_a_filesystem_without_hard_links_says_so(
+    monkeypatch: pytest.MonkeyPatch, root: Path
+) -> None:
     monkeypatch.setattr(os, "link", failing(errno.EPERM))
     storage = open_storage(root)
     with pytest.raises(Unavailable, match="hard links"):
@@ -232,7 +267,9 @@ def test_a_filesystem_without_hard_links_says_so(monkeypatch: pytest.MonkeyPatch
     assert list(storage.list("")) == []
 
 
-def test_a_link_whose_answer_was_lost_counts_as_made(monkeypatch: pytest.MonkeyPatch, root: Path) -> None:
+def test_a_link_whose_answer_was_lost_counts_as_made(
+    monkeypatch: pytest.MonkeyPatch, root: Path
+) -> None:
     link = os.link
 
     def answer_lost(source: str, target: str) -> None:

@@ -1,7 +1,9 @@
-"""The contract of every backend in buckets of Google's and containers of Azure's, on servers that were started for it.
+"""The contract of every backend in buckets of Google's and containers of Azure's, on servers that
+were started for it.
 
-`$CKPTSTORE_TEST_GS` is the endpoint of one that speaks Google's API and has the bucket `checkpoints`, `$CKPTSTORE_TEST_AZ` the connection
-string of one that speaks Azure's and has such a container. Where one is missing, a single test per service is skipped and says so.
+`$CKPTSTORE_TEST_GS` is the endpoint of one that speaks Google's API and has the bucket
+`checkpoints`, `$CKPTSTORE_TEST_AZ` the connection string of one that speaks Azure's and has such a
+container. Where one is missing, a single test per service is skipped and says so.
 """
 
 import os
@@ -18,11 +20,15 @@ from tests.maintenance.stores import assert_equal
 from tests.storage.test_backend import BackendContract
 
 GOOGLE, AZURE = "CKPTSTORE_TEST_GS", "CKPTSTORE_TEST_AZ"
-SENDING = pytest.mark.filterwarnings("ignore:Sending a large body:ResourceWarning")  # by what these libraries hand to aiohttp
+SENDING = pytest.mark.filterwarnings(
+    "ignore:Sending a large body:ResourceWarning"
+)  # by what these libraries hand to aiohttp
 
 
 def _missing(variable: str) -> pytest.MarkDecorator:
-    return pytest.mark.skipif(variable not in os.environ, reason=f"needs a server: {variable} names none")
+    return pytest.mark.skipif(
+        variable not in os.environ, reason=f"needs a server: {variable} names none"
+    )
 
 
 def _url(scheme: str) -> str:
@@ -30,12 +36,21 @@ def _url(scheme: str) -> str:
 
 
 def _options(scheme: str) -> dict[str, Any]:
-    return {"endpoint_url": os.environ[GOOGLE], "token": "anon"} if scheme == "gs" else {"connection_string": os.environ[AZURE]}
+    return (
+        {"endpoint_url": os.environ[GOOGLE], "token": "anon"}
+        if scheme == "gs"
+        else {"connection_string": os.environ[AZURE]}
+    )
 
 
 @SENDING
-@pytest.mark.parametrize("scheme", [pytest.param("gs", marks=_missing(GOOGLE)), pytest.param("az", marks=_missing(AZURE))])
-def test_two_hosts_commit_and_collect(scheme: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "scheme",
+    [pytest.param("gs", marks=_missing(GOOGLE)), pytest.param("az", marks=_missing(AZURE))],
+)
+def test_two_hosts_commit_and_collect(
+    scheme: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     url, options = _url(scheme), _options(scheme)
     for host in range(2):
         monkeypatch.setenv("CKPTSTORE_CACHE", str(tmp_path / str(host)))

@@ -9,7 +9,8 @@ import pytest
 
 from ckptstore.core.ids import SessionId
 from ckptstore.errors import CkptStoreError, Conflict, InvalidInput, NotFound, Unavailable
-from ckptstore.storage.contract import Storage, open_storage
+from ckptstore.storage.contract import Storage
+from ckptstore.storage.registry import open_storage
 from ckptstore.storage.s3_obstore import ObstoreReads
 from ckptstore.storage.s3_requests import Requests
 from ckptstore.storage.s3_upload import PART_BYTES
@@ -27,7 +28,9 @@ class TestS3(BackendContract):
     def options(self, s3: S3Server) -> dict[str, Any]:
         return s3.options()
 
-    @pytest.mark.parametrize("size", [PART_BYTES - 1, PART_BYTES, PART_BYTES + 1, 2 * PART_BYTES + 5])
+    @pytest.mark.parametrize(
+        "size", [PART_BYTES - 1, PART_BYTES, PART_BYTES + 1, 2 * PART_BYTES + 5]
+    )
     def test_objects_around_the_size_of_a_part_come_back(self, storage: Storage, size: int) -> None:
         whole = random.randbytes(size)
         writer = storage.create("packs/aa/x", session=SESSION)
@@ -46,17 +49,26 @@ class TestS3(BackendContract):
         assert storage.read("log/checkpoint-000000001000") == whole
 
     @pytest.mark.parametrize("size", [5, PART_BYTES + 5])
-    def test_an_object_whose_answer_was_lost_is_known_for_its_own(self, s3: S3Server, url: str, size: int) -> None:
-        """It has its name, so the repeated request is refused; what has the name is what was sent."""
+    def test_an_object_whose_answer_was_lost_is_known_for_its_own(
+        self, s3: S3Server, url: str, size: int
+    ) -> None:
+        """It has its name, so the repeated request is refused; what has the name is what was
+        sent."""
         lost: list[bytes] = []
         with proxy_to(s3.address) as proxy:
-            storage = open_storage(url, storage_options=s3.behind(proxy.endpoint).options(deadline_s=8))
+            storage = open_storage(
+                url, storage_options=s3.behind(proxy.endpoint).options(deadline_s=8)
+            )
             storage.size("packs/aa/x")
             writer = storage.create("packs/aa/x", session=SESSION)
             writer.append([memoryview(whole := random.randbytes(size))])
 
             def lose(data: bytes) -> bytes:
-                ended = b"CompleteMultipartUploadResult" in data if size > PART_BYTES else data.startswith(b"HTTP/1.1 200")
+                ended = (
+                    b"CompleteMultipartUploadResult" in data
+                    if size > PART_BYTES
+                    else data.startswith(b"HTTP/1.1 200")
+                )
                 if ended and not lost:
                     lost.append(data)
                     raise OSError("the connection broke")
@@ -69,8 +81,12 @@ class TestS3(BackendContract):
             with pytest.raises(Conflict):
                 written(storage, "packs/aa/x", whole).finish()
 
-    def test_an_upload_that_a_crash_left_behind_is_listed_under_its_session_and_can_be_deleted(self, url: str, s3: S3Server) -> None:
-        storage = open_storage(url, storage_options=s3.options(deadline_s=2))  # moto answers what is not there with 500
+    def test_an_upload_that_a_crash_left_behind_is_listed_under_its_session_and_can_be_deleted(
+        self, url: str, s3: S3Server
+    ) -> None:
+        storage = open_storage(
+            url, storage_options=s3.options(deadline_s=2)
+        )  # moto answers what is not there with 500
         writer = storage.create(f"packs/{SESSION[:2]}/{SESSION}-0-3", session=SESSION)
         writer.append([memoryview(bytes(PART_BYTES + 1))])
         assert list(storage.list("packs/")) == []
@@ -89,7 +105,9 @@ class TestS3(BackendContract):
         writer.discard()
         assert list(storage.list("tmp/")) == []
 
-    def test_more_objects_are_listed_than_a_page_holds(self, s3: S3Server, storage: Storage, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_more_objects_are_listed_than_a_page_holds(
+        self, s3: S3Server, storage: Storage, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         for n in range(7):
             storage.put(f"log/{n}", b"x")
         real = storage._requests.run  # type: ignore[attr-defined]  # the test wants small pages
@@ -119,7 +137,10 @@ class TestThroughObstore(TestS3):
     def test_names_of_every_kind_are_read(self, s3: S3Server, url: str, name: str) -> None:
         storage = open_storage(url.replace("/store", f"/{name}"), storage_options=s3.options())
         storage.put(f"{name}/b", b"0123456789")
-        assert (storage.read(f"{name}/b"), storage.read_tail(f"{name}/b", 3)) == (b"0123456789", (b"789", 10))
+        assert (storage.read(f"{name}/b"), storage.read_tail(f"{name}/b", 3)) == (
+            b"0123456789",
+            (b"789", 10),
+        )
 
     def test_a_read_is_one_request_and_so_is_one_in_vain(self, s3: S3Server, url: str) -> None:
         with proxy_to(s3.address) as proxy:
@@ -135,23 +156,38 @@ class TestThroughObstore(TestS3):
                 storage.read("b")
             assert proxy.requests == before + 4
 
-    def test_obstore_is_what_reads(self, storage: Storage, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_obstore_is_what_reads(
+        self, storage: Storage, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         monkeypatch.setattr("ckptstore.storage.s3_reads.ClientReads._get", None)
         storage.put("a", b"0123456789")
         out = memoryview(bytearray(4))
         storage.read_into("a", 3, [out[:1], out[1:]])
         assert bytes(out) == b"3456"
-        assert (storage.read("a"), storage.read("a", 8), storage.read_tail("a", 2)) == (b"0123456789", b"89", (b"89", 10))
+        assert (storage.read("a"), storage.read("a", 8), storage.read_tail("a", 2)) == (
+            b"0123456789",
+            b"89",
+            (b"89", 10),
+        )
         assert not [record for record in caplog.records if record.name == "ckptstore"]
 
-    def test_what_obstore_fails_at_is_read_by_s3fs_and_said_once(self, storage: Storage, caplog: pytest.LogCaptureFixture) -> None:
+    def test_what_obstore_fails_at_is_read_by_s3fs_and_said_once(
+        self, storage: Storage, caplog: pytest.LogCaptureFixture
+    ) -> None:
         storage.put("a", b"")
         for _ in range(2):
-            assert storage.read_tail("a", 8) == (b"", 0)  # a range of an empty object is one that S3 cannot satisfy
-        assert [record.levelname for record in caplog.records if record.name == "ckptstore"] == ["WARNING"]
+            assert storage.read_tail("a", 8) == (
+                b"",
+                0,
+            )  # a range of an empty object is one that S3 cannot satisfy
+        assert [record.levelname for record in caplog.records if record.name == "ckptstore"] == [
+            "WARNING"
+        ]
         assert "testing-secret" not in caplog.text
 
-    def test_obstore_is_what_uploads(self, storage: Storage, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_obstore_is_what_uploads(
+        self, storage: Storage, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         monkeypatch.setattr("ckptstore.storage.s3_upload.S3Writer._send", None)
         for size in (10, 2 * PART_BYTES + 5):
             whole = random.randbytes(size)
@@ -171,7 +207,9 @@ class TestThroughObstore(TestS3):
         assert storage.read("packs/aa/x") == whole
 
     @pytest.mark.parametrize("fault", ["reset", "busy"])
-    def test_an_upload_is_repeated_until_it_succeeds(self, s3: S3Server, url: str, seed: int, fault: str) -> None:
+    def test_an_upload_is_repeated_until_it_succeeds(
+        self, s3: S3Server, url: str, seed: int, fault: str
+    ) -> None:
         whole = random.randbytes(3 * PART_BYTES + 5)
         with proxy_to(s3.address, seed) as proxy:
             storage = open_storage(url, storage_options=s3.behind(proxy.endpoint).options())
@@ -179,9 +217,13 @@ class TestThroughObstore(TestS3):
             storage.put("packs/aa/x", whole)
         assert open_storage(url, storage_options=s3.options()).read("packs/aa/x") == whole
 
-    def test_an_upload_to_a_server_that_went_silent_ends_at_the_deadline_and_leaves_what_gc_finds(self, s3: S3Server, url: str) -> None:
+    def test_an_upload_to_a_server_that_went_silent_ends_at_the_deadline_and_leaves_what_gc_finds(
+        self, s3: S3Server, url: str
+    ) -> None:
         with proxy_to(s3.address) as proxy:
-            storage = open_storage(url, storage_options=s3.behind(proxy.endpoint).options(deadline_s=2))
+            storage = open_storage(
+                url, storage_options=s3.behind(proxy.endpoint).options(deadline_s=2)
+            )
             writer = storage.create(f"packs/{SESSION[:2]}/{SESSION}-0-3", session=SESSION)
             writer.append([memoryview(bytes(PART_BYTES + 1))])
             while not list(storage.list("tmp/")):
@@ -205,14 +247,18 @@ class TestThroughObstore(TestS3):
             return data
 
         with proxy_to(s3.address) as proxy:
-            storage = open_storage(url, storage_options=s3.behind(proxy.endpoint).options(deadline_s=4))
+            storage = open_storage(
+                url, storage_options=s3.behind(proxy.endpoint).options(deadline_s=4)
+            )
             proxy.faults.spoil = lose
             storage.put("packs/aa/x", whole := random.randbytes(PART_BYTES + 5))
             assert lost
             assert storage.read("packs/aa/x") == whole
 
     @pytest.mark.parametrize("fault", ["reset", "busy", "cut"])
-    def test_a_read_is_repeated_until_it_succeeds(self, s3: S3Server, url: str, seed: int, fault: str) -> None:
+    def test_a_read_is_repeated_until_it_succeeds(
+        self, s3: S3Server, url: str, seed: int, fault: str
+    ) -> None:
         whole = random.randbytes(3 << 20)
         open_storage(url, storage_options=s3.options()).put("a", whole)
         with proxy_to(s3.address, seed) as proxy:
@@ -223,9 +269,13 @@ class TestThroughObstore(TestS3):
                 storage.read_into("a", 0, [out])
                 assert out == whole
 
-    def test_a_read_from_a_server_that_went_silent_ends_at_the_deadline(self, s3: S3Server, url: str) -> None:
+    def test_a_read_from_a_server_that_went_silent_ends_at_the_deadline(
+        self, s3: S3Server, url: str
+    ) -> None:
         with proxy_to(s3.address) as proxy:
-            storage = open_storage(url, storage_options=s3.behind(proxy.endpoint).options(deadline_s=2))
+            storage = open_storage(
+                url, storage_options=s3.behind(proxy.endpoint).options(deadline_s=2)
+            )
             storage.put("a", b"x")
             storage.read("a")
             proxy.faults.silent.set()
@@ -242,7 +292,10 @@ def test_a_client_that_is_not_known_is_refused(more: str) -> None:
 
 
 def test_the_client_may_be_an_option_and_is_no_part_of_the_name() -> None:
-    for url, options in (("s3://bucket/store?client=obstore", None), ("s3://bucket/store", {"client": "obstore"})):
+    for url, options in (
+        ("s3://bucket/store?client=obstore", None),
+        ("s3://bucket/store", {"client": "obstore"}),
+    ):
         storage = open_storage(url, storage_options=options)
         assert storage.url == "s3://bucket/store"
         assert isinstance(storage._reads, ObstoreReads)  # type: ignore[attr-defined]
@@ -263,7 +316,9 @@ def test_a_bucket_that_is_not_there_is_named(s3: S3Server) -> None:
     ({"client_kwargs": {"aws_access_key_id": "further-in", "aws_secret_access_key": "further-secret"}}, ("further-in", "further-secret")),
     ({"anon": True}, None),
 ])  # fmt: skip
-def test_what_the_client_signs_with_is_told(options: dict[str, Any], wanted: object, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_the_client_signs_with_is_told(
+    options: dict[str, Any], wanted: object, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """obstore signs with the same; nothing is sent here."""
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", "from-environment")
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "its-secret")
@@ -283,7 +338,12 @@ def test_credentials_in_the_url_are_refused_and_not_repeated() -> None:
 
 
 def test_no_secret_is_in_an_error(s3: S3Server) -> None:
-    options = {"endpoint_url": "http://127.0.0.1:1", "key": "AKIAKEY123", "secret": "top-secret-value", "deadline_s": 0.2}
+    options = {
+        "endpoint_url": "http://127.0.0.1:1",
+        "key": "AKIAKEY123",
+        "secret": "top-secret-value",
+        "deadline_s": 0.2,
+    }
     storage = open_storage("s3://bucket/store", storage_options=options)
     with pytest.raises(CkptStoreError) as caught:
         storage.put("a", b"x")
@@ -313,7 +373,9 @@ def test_a_server_that_takes_no_connections_is_asked_until_the_deadline() -> Non
     with socket.socket() as nobody:
         nobody.bind(("127.0.0.1", 0))  # and never listens
         endpoint = f"http://127.0.0.1:{nobody.getsockname()[1]}"
-        requests = Requests("s3://any", {"endpoint_url": endpoint, "key": "k", "secret": "s", "deadline_s": 2})
+        requests = Requests(
+            "s3://any", {"endpoint_url": endpoint, "key": "k", "secret": "s", "deadline_s": 2}
+        )
         with pytest.raises(Unavailable, match="given up after 2 s"):
             requests.run(look, "look")
     assert attempts > 1

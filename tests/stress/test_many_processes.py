@@ -1,4 +1,5 @@
-"""Many processes commit, restore, forget and collect in one store: what is retained restores, and nobody waits long for others."""
+"""Many processes commit, restore, forget and collect in one store: what is retained restores, and
+nobody waits long for others."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -17,11 +18,21 @@ HOSTS = 2
 COUNTED = ("committed", "restored", "collected", "forgotten", "conflict")
 
 
-def _share_a_store(seats: Sequence[tuple[Path, Path | None]], seconds: float, nursery: Nursery, seed: int) -> list[int]:
-    """A process for each of `seats`: a place that leads to the store, and a cache directory if its host has one of its own. Returns the
-    steps that were committed."""
+def _share_a_store(
+    seats: Sequence[tuple[Path, Path | None]], seconds: float, nursery: Nursery, seed: int
+) -> list[int]:
+    """A process for each of `seats`: a place that leads to the store, and a cache directory if its
+    host has one of its own. Returns the steps that were committed."""
     children = [
-        nursery.start("churn", place=str(place), me=me, everybody=len(seats), seed=seed, seconds=seconds, cache=str(cache or ""))
+        nursery.start(
+            "churn",
+            place=str(place),
+            me=me,
+            everybody=len(seats),
+            seed=seed,
+            seconds=seconds,
+            cache=str(cache or ""),
+        )
         for me, (place, cache) in enumerate(seats)
     ]
     for child in children:
@@ -32,7 +43,10 @@ def _share_a_store(seats: Sequence[tuple[Path, Path | None]], seconds: float, nu
     counts = {kind: sum(len(child.reports(kind)) for child in children) for kind in COUNTED}
     wait_s = waits[len(waits) * 99 // 100]
     done = ", ".join(f"{count} {kind}" for kind, count in counts.items())
-    print(f"{len(seats)} processes, {seconds:.0f} s: {done}; 99 % of {len(waits)} waits <= {wait_s:.3f} s, all <= {waits[-1]:.3f} s")
+    print(
+        f"{len(seats)} processes, {seconds:.0f} s: {done}; 99 % of {len(waits)} waits <= "
+        f"{wait_s:.3f} s, all <= {waits[-1]:.3f} s"
+    )
     assert counts["restored"] >= len(seats) and counts["committed"] >= len(seats)
     assert wait_s < LONGEST_WAIT_S, f"seed {seed}"
     return [int(step) for child in children for step, _ in child.reports("committed")]
@@ -42,12 +56,16 @@ def _check_what_is_left(place: Path, steps: list[int]) -> None:
     with opened(place) as handle:
         rows = handle.log.replay().commits
     assert {row.step for row in rows.values()} <= set(steps)
-    contents: dict[CommitId, dict[str, object]] = {commit: small(row.step or 0) for commit, row in rows.items()}
+    contents: dict[CommitId, dict[str, object]] = {
+        commit: small(row.step or 0) for commit, row in rows.items()
+    }
     assert {name for name, _ in view_of(place).tags if name.startswith("keep-")}
     assert_no_garbage_after_gc(place, contents)
 
 
-def _share_among_hosts(processes: int, seconds: float, scratch: Path, nursery: Nursery, seed: int) -> None:
+def _share_among_hosts(
+    processes: int, seconds: float, scratch: Path, nursery: Nursery, seed: int
+) -> None:
     if reason := shared_directory_problem():
         pytest.skip(reason)
     caches = [scratch / f"cache-{host}" for host in range(HOSTS)]
@@ -55,12 +73,17 @@ def _share_among_hosts(processes: int, seconds: float, scratch: Path, nursery: N
         seats = [(mountpoints[n % HOSTS] / "store", caches[n % HOSTS]) for n in range(processes)]
         steps = _share_a_store(seats, seconds, nursery, seed)
     assert not (scratch / "shared" / "store" / "index").exists()
-    assert all(list(cache.glob("*/catalog.sqlite")) and list(cache.glob("*/chunks.lmdb")) for cache in caches)
+    assert all(
+        list(cache.glob("*/catalog.sqlite")) and list(cache.glob("*/chunks.lmdb"))
+        for cache in caches
+    )
     _check_what_is_left(scratch / "shared" / "store", steps)
 
 
 def test_three_processes_share_a_store(scratch: Path, nursery: Nursery, seed: int) -> None:
-    _check_what_is_left(scratch / "store", _share_a_store([(scratch / "store", None)] * 3, 6.0, nursery, seed))
+    _check_what_is_left(
+        scratch / "store", _share_a_store([(scratch / "store", None)] * 3, 6.0, nursery, seed)
+    )
 
 
 def test_two_hosts_share_a_directory(scratch: Path, nursery: Nursery, seed: int) -> None:
@@ -69,11 +92,17 @@ def test_two_hosts_share_a_directory(scratch: Path, nursery: Nursery, seed: int)
 
 @pytest.mark.soak
 @pytest.mark.timeout(600)
-def test_eight_processes_share_a_store_for_a_minute(scratch: Path, nursery: Nursery, seed: int) -> None:
-    _check_what_is_left(scratch / "store", _share_a_store([(scratch / "store", None)] * 8, 60.0, nursery, seed))
+def test_eight_processes_share_a_store_for_a_minute(
+    scratch: Path, nursery: Nursery, seed: int
+) -> None:
+    _check_what_is_left(
+        scratch / "store", _share_a_store([(scratch / "store", None)] * 8, 60.0, nursery, seed)
+    )
 
 
 @pytest.mark.soak
 @pytest.mark.timeout(600)
-def test_eight_processes_of_two_hosts_share_a_directory_for_a_minute(scratch: Path, nursery: Nursery, seed: int) -> None:
+def test_eight_processes_of_two_hosts_share_a_directory_for_a_minute(
+    scratch: Path, nursery: Nursery, seed: int
+) -> None:
     _share_among_hosts(8, 60.0, scratch, nursery, seed)

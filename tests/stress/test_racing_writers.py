@@ -1,4 +1,5 @@
-"""A thread writes to a state while it is committed: the state may be torn, the store may not. Every chunk's bytes are those of its id."""
+"""A thread writes to a state while it is committed: the state may be torn, the store may not. Every
+chunk's bytes are those of its id."""
 
 import itertools
 import threading
@@ -41,7 +42,12 @@ def _in_background(**options: Any) -> Commit:
 def _by_dcp(store: Store, state: Mapping[str, Any], step: int) -> object:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-        return dcp.save(dict(state), storage_writer=StoreWriter(store.url), checkpoint_id=str(step), no_dist=True)
+        return dcp.save(
+            dict(state),
+            storage_writer=StoreWriter(store.url),
+            checkpoint_id=str(step),
+            no_dist=True,
+        )
 
 
 WAYS: dict[str, tuple[dict[str, Any], Commit]] = {
@@ -87,7 +93,9 @@ def _race(place: Path, way: str, commits: int) -> None:
             for step in range(commits):
                 try:
                     commit(store, state, step)
-                except Conflict:  # `dedup_first` says so when what it hashed has changed until it was copied
+                except (
+                    Conflict
+                ):  # `dedup_first` says so when what it hashed has changed until it was copied
                     assert way == "dedup_first"
                     refused += 1
         for value in (0.0, 1.0):
@@ -97,7 +105,10 @@ def _race(place: Path, way: str, commits: int) -> None:
         for info in store.log(limit=20, all_runs=True):
             store.checkout(info.id).state_dict()
         assert not store.fsck("data").findings
-    print(f"{way}: {commits - refused} commits beside a racing writer, {refused} refused; no chunk differs from its id")
+    print(
+        f"{way}: {commits - refused} commits beside a racing writer, {refused} refused; no chunk "
+        "differs from its id"
+    )
 
 
 @pytest.mark.parametrize("way", WAYS)

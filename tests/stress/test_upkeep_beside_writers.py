@@ -1,4 +1,5 @@
-"""`fsck` and `repair` of a sound store in which others commit, forget and collect: no false alarm, and nothing is repaired."""
+"""`fsck` and `repair` of a sound store in which others commit, forget and collect: no false alarm,
+and nothing is repaired."""
 
 import os
 from pathlib import Path
@@ -26,7 +27,14 @@ def _alarms(report: Report) -> list[str]:
 
 def _look(place: Path, runs: int, nursery: Nursery, seed: int, *, churners: int) -> None:
     children = [
-        nursery.start("churn", place=str(place), me=me, everybody=churners, seed=seed, seconds=_LONGER_THAN_ANY_TEST_S)
+        nursery.start(
+            "churn",
+            place=str(place),
+            me=me,
+            everybody=churners,
+            seed=seed,
+            seconds=_LONGER_THAN_ANY_TEST_S,
+        )
         for me in range(churners)
     ]
     for child in children:
@@ -43,14 +51,22 @@ def _look(place: Path, runs: int, nursery: Nursery, seed: int, *, churners: int)
     finally:
         for child in children:
             child.kill()
-    counts = {kind: sum(len(child.reports(kind)) for child in children) for kind in ("committed", "forgotten", "collected")}
+    counts = {
+        kind: sum(len(child.reports(kind)) for child in children)
+        for kind in ("committed", "forgotten", "collected")
+    }
     beside = ", ".join(f"{count} {kind}" for kind, count in counts.items())
-    print(f"{runs} runs of fsck, {-(-runs // REPAIRS)} of repair, beside {churners} processes ({beside}): {len(found)} alarms; seed {seed}")
+    print(
+        f"{runs} runs of fsck, {-(-runs // REPAIRS)} of repair, beside {churners} processes "
+        f"({beside}): {len(found)} alarms; seed {seed}"
+    )
     assert found == []
     assert counts["committed"] > churners
     with opened(place) as handle:
         rows = handle.log.replay().commits
-    assert_no_garbage_after_gc(place, {commit: small(row.step or 0) for commit, row in rows.items()})
+    assert_no_garbage_after_gc(
+        place, {commit: small(row.step or 0) for commit, row in rows.items()}
+    )
 
 
 def test_upkeep_beside_writers_raises_no_alarm(scratch: Path, nursery: Nursery, seed: int) -> None:
@@ -59,5 +75,7 @@ def test_upkeep_beside_writers_raises_no_alarm(scratch: Path, nursery: Nursery, 
 
 @pytest.mark.soak
 @pytest.mark.timeout(3600)
-def test_hundreds_of_runs_beside_writers_raise_no_alarm(scratch: Path, nursery: Nursery, seed: int) -> None:
+def test_hundreds_of_runs_beside_writers_raise_no_alarm(
+    scratch: Path, nursery: Nursery, seed: int
+) -> None:
     _look(scratch / "store", MANY, nursery, seed, churners=3)

@@ -1,4 +1,5 @@
-"""Is a store sound? Every commit it shows restores bit for bit, its indexes say what its log says, and gc leaves no garbage in it."""
+"""Is a store sound? Every commit it shows restores bit for bit, its indexes say what its log says,
+and gc leaves no garbage in it."""
 
 import time
 from collections import Counter
@@ -21,7 +22,8 @@ Contents = Mapping[CommitId, Mapping[str, Any]]
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """What users can see of a store, as the log says it. `forgotten` commits can still be brought back."""
+    """What users can see of a store, as the log says it. `forgotten` commits can still be brought
+    back."""
 
     live: frozenset[CommitId] = field(default_factory=frozenset)
     forgotten: frozenset[CommitId] = field(default_factory=frozenset)
@@ -51,7 +53,8 @@ def assert_sound(place: Path, contents: Contents) -> View:
 
 
 def assert_no_garbage_after_gc(place: Path, contents: Contents) -> None:
-    """Twice gc, twenty minutes apart by its own clock: whoever wrote here is gone, and so is what they left."""
+    """Twice gc, twenty minutes apart by its own clock: whoever wrote here is gone, and so is what
+    they left."""
     now_s = time.monotonic()
     before = view_of(place)
     collected(place, ALL, clock=lambda: now_s)
@@ -63,21 +66,30 @@ def assert_no_garbage_after_gc(place: Path, contents: Contents) -> None:
 
 
 def assert_acknowledged(place: Path, child: Child, where: str) -> int:
-    """Everything that a child of the deed `change_on` was told is done is so; returns the number of its commits."""
+    """Everything that a child of the deed `change_on` was told is done is so; returns the number of
+    its commits."""
     committed, tagged = child.reports("committed"), child.reports("tagged")
     view, (doubtful, away) = view_of(place), _forgotten(child)
-    assert {commit for _, commit in committed} - doubtful - away <= view.live, f"acknowledged, and lost: {where}"
+    assert {commit for _, commit in committed} - doubtful - away <= view.live, (
+        f"acknowledged, and lost: {where}"
+    )
     assert not away & view.live, f"forgotten, and there again: {where}"
     assert {name for (name,) in tagged} <= {name for name, _ in view.tags}, where
     return len(committed)
 
 
 def _forgotten(child: Child) -> tuple[set[str], set[str]]:
-    """The commits that may be forgotten or not, since the child ended in between, and those that are, for certain."""
-    times = {kind: Counter(commit for (commit,) in child.reports(kind)) for kind in ("forgetting", "forgotten", "returning", "returned")}
+    """The commits that may be forgotten or not, since the child ended in between, and those that
+    are, for certain."""
+    times = {
+        kind: Counter(commit for (commit,) in child.reports(kind))
+        for kind in ("forgetting", "forgotten", "returning", "returned")
+    }
     begun, done = times["forgetting"] + times["returning"], times["forgotten"] + times["returned"]
     doubtful = {commit for commit in begun if begun[commit] != done[commit]}
-    return doubtful, {commit for commit in begun if times["forgotten"][commit] > times["returned"][commit]} - doubtful
+    return doubtful, {
+        commit for commit in begun if times["forgotten"][commit] > times["returned"][commit]
+    } - doubtful
 
 
 def assert_same(got: Any, wanted: Any, where: str) -> None:

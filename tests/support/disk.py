@@ -1,8 +1,10 @@
-"""What does a crash leave on a disk? A model of names and bytes, as programs see them and as they are durable.
+"""What does a crash leave on a disk? A model of names and bytes, as programs see them and as they
+are durable.
 
-A *kill* ends the process: every change made so far is there. A *power cut* also takes what was not made durable: bytes that no fsync of
-their file followed, and names (created, linked, renamed, removed) that no fsync of their directory followed. POSIX promises no more, so
-here a file without an fsync comes back empty, and a rename may leave both names.
+A *kill* ends the process: every change made so far is there. A *power cut* also takes what was not
+made durable: bytes that no fsync of their file followed, and names (created, linked, renamed,
+removed) that no fsync of their directory followed. POSIX promises no more, so here a file without
+an fsync comes back empty, and a rename may leave both names.
 """
 
 import os
@@ -17,14 +19,16 @@ INDEX = "index"
 
 @dataclass(eq=False, slots=True)
 class File:
-    """The bytes of a file, and those that are safe from a power cut. One that was there at the start is `unchanged` at that place."""
+    """The bytes of a file, and those that are safe from a power cut. One that was there at the
+    start is `unchanged` at that place."""
 
     now: bytearray = field(default_factory=bytearray)
     safe: bytes = b""
     unchanged: Path | None = None
 
     def torn(self, random: Random) -> bytes:
-        """What a power cut may leave of a file that was on its way: the old bytes, a beginning of the new ones, or zeros in their place."""
+        """What a power cut may leave of a file that was on its way: the old bytes, a beginning of
+        the new ones, or zeros in their place."""
         kept = bytes(self.now[: random.randint(0, len(self.now))])
         return random.choice((self.safe, kept, kept + bytes(len(self.now) - len(kept))))
 
@@ -38,7 +42,11 @@ class Disk:
 
     def __init__(self, root: Path) -> None:
         found = [(str(path.relative_to(root)), path) for path in sorted(root.rglob("*"))]
-        self.now: Names = {name: None if path.is_dir() else File(unchanged=path) for name, path in found if INDEX not in name.split("/")}
+        self.now: Names = {
+            name: None if path.is_dir() else File(unchanged=path)
+            for name, path in found
+            if INDEX not in name.split("/")
+        }
         self.safe = dict(self.now)
 
     def create(self, path: str) -> None:
@@ -75,14 +83,21 @@ class Disk:
         return _left(self.now, {file: bytes(file.now) for file in self.now.values() if file})
 
     def cut(self, random: Random | None = None) -> "Left":
-        """What a power cut leaves: only what is durable, or with `random` also some of what is not."""
+        """What a power cut leaves: only what is durable, or with `random` also some of what is
+        not."""
         names = dict(self.safe)
         if random:
             for path in sorted({*self.now, *self.safe}):
                 if random.random() < 0.5:
                     _copy_name(self.now, names, path)
         files = dict.fromkeys(file for file in names.values() if file)
-        return _left(names, {file: file.torn(random) if random and file.safe != file.now else file.safe for file in files})
+        return _left(
+            names,
+            {
+                file: file.torn(random) if random and file.safe != file.now else file.safe
+                for file in files
+            },
+        )
 
     def _file(self, path: str) -> File:
         file = self.now[path]
@@ -92,7 +107,8 @@ class Disk:
 
 @dataclass(frozen=True, slots=True)
 class Left:
-    """What is left after a crash: bytes, the place of an unchanged file, or None for a directory, by path, each after its directory."""
+    """What is left after a crash: bytes, the place of an unchanged file, or None for a directory,
+    by path, each after its directory."""
 
     nodes: Mapping[str, bytes | Path | None]
 

@@ -17,7 +17,9 @@ from tests.support.workloads import CHUNK_BYTES, small
 def scratch() -> Iterator[Path]:
     """A directory in memory where there is one: thousands of fsyncs there cost nothing."""
     memory = Path("/dev/shm")
-    with tempfile.TemporaryDirectory(prefix="ckptstore-", dir=memory if memory.is_dir() else None) as place:
+    with tempfile.TemporaryDirectory(
+        prefix="ckptstore-", dir=memory if memory.is_dir() else None
+    ) as place:
         yield Path(place)
 
 
@@ -31,7 +33,8 @@ def store_of(place: Path, steps: int) -> Path:
 
 @pytest.fixture
 def nursery() -> Nursery:
-    """Where children are forked from that may be killed: one for all tests, started when the first needs it."""
+    """Where children are forked from that may be killed: one for all tests, started when the first
+    needs it."""
     return _shared_nursery()
 
 

@@ -1,7 +1,8 @@
-"""Processes to be killed: a server that has imported torch once forks a child for each piece of work (`tests.support.scenarios`).
+"""Processes to be killed: a server that has imported torch once forks a child for each piece of
+work (`tests.support.scenarios`).
 
-A child waits at its gate until it is let go, so that a tracer can be attached first. What it has achieved it writes line by line to a
-file, which is there however it ends.
+A child waits at its gate until it is let go, so that a tracer can be attached first. What it has
+achieved it writes line by line to a file, which is there however it ends.
 """
 
 import json
@@ -63,7 +64,8 @@ class Child:
         return int(self.nursery.ask({"wait": self.pid}))
 
     def reports(self, kind: str) -> list[list[str]]:
-        """What it has written so far of one kind, without the kind; a last line that was cut short does not count."""
+        """What it has written so far of one kind, without the kind; a last line that was cut short
+        does not count."""
         whole = self.lines.read_text().rpartition("\n")[0]
         return [line.split("\t")[1:] for line in whole.split("\n") if line.split("\t")[0] == kind]
 
@@ -100,7 +102,9 @@ class Nursery:
         gate, lines = (Path(self.folder, f"{kind}-{self._count}") for kind in ("gate", "lines"))
         os.mkfifo(gate)
         lines.touch()
-        pid = int(self.ask({"deed": scenario, "given": given, "gate": str(gate), "lines": str(lines)}))
+        pid = int(
+            self.ask({"deed": scenario, "given": given, "gate": str(gate), "lines": str(lines)})
+        )
         return Child(self, pid, gate, lines)
 
     def run(self, scenario: str, **given: Any) -> Child:
@@ -122,7 +126,10 @@ def _serve(folder: Path) -> None:
     """Until the tests end, in whatever way: then nobody else is there to remove the folder."""
     from tests.support import scenarios
 
-    ends = {number: signal.signal(number, signal.SIG_IGN) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+    ends = {
+        number: signal.signal(number, signal.SIG_IGN)
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    }
     requests, answers = os.fdopen(os.dup(0)), os.fdopen(os.dup(1), "w")
     null = os.open(os.devnull, os.O_RDWR)
     os.dup2(null, 0)

@@ -1,5 +1,5 @@
-"""Filesystems of a test's own: small ones that fill up, ones that lose sectors, ones that several hosts mount, and ones whose power
-can be cut. They need root."""
+"""Filesystems of a test's own: small ones that fill up, ones that lose sectors, ones that several
+hosts mount, and ones whose power can be cut. They need root."""
 
 import fcntl
 import os
@@ -16,7 +16,8 @@ from tempfile import TemporaryDirectory
 from ckptstore.core.paths import is_network_filesystem
 
 _FS_IOC_SHUTDOWN = 0x8004587D
-"""_IOR('X', 125, __u32), of XFS first and now of ext4 and f2fs as well: what xfstests cuts power with."""
+"""_IOR('X', 125, __u32), of XFS first and now of ext4 and f2fs as well: what xfstests cuts power
+with."""
 
 _WITHOUT_LOG_FLUSH = 2
 _FIBMAP = 1
@@ -29,11 +30,21 @@ _IMAGE_BYTES = {"ext4": 64 << 20, "xfs": 320 << 20}
 def small_disk(mountpoint: Path, *, size_bytes: int, files: int = 0) -> Iterator[Path]:
     """A filesystem in memory of `size_bytes`, with room for so many `files` if not 0."""
     mountpoint.mkdir()
-    _run("mount", "-t", "tmpfs", "-o", f"size={size_bytes}" + (f",nr_inodes={files}" if files else ""), "ckptstore-test", str(mountpoint))
+    _run(
+        "mount",
+        "-t",
+        "tmpfs",
+        "-o",
+        f"size={size_bytes}" + (f",nr_inodes={files}" if files else ""),
+        "ckptstore-test",
+        str(mountpoint),
+    )
     try:
         yield mountpoint
     finally:
-        _run("umount", "--lazy", str(mountpoint))  # a process that has just been told to close what it has there may not be through
+        _run(
+            "umount", "--lazy", str(mountpoint)
+        )  # a process that has just been told to close what it has there may not be through
 
 
 def free_bytes(place: Path) -> int:
@@ -72,13 +83,17 @@ class PowerDisk:
             os.close(fd)
 
     def unmount(self) -> None:
-        """Until the filesystem is gone: a mount namespace that somebody made meanwhile (`ip netns` does) has a copy of the mount, and as
-        long as it is there, mounting again gives the filesystem that was shut down, not the disk that it left."""
+        """Until the filesystem is gone: a mount namespace that somebody made meanwhile (`ip netns`
+        does) has a copy of the mount, and as long as it is there, mounting again gives the
+        filesystem that was shut down, not the disk that it left."""
         _run("umount", str(self.mountpoint))
         deadline = time.monotonic() + _LONGEST_NAMESPACE_S
         while self._attached():
             if time.monotonic() > deadline:
-                raise OSError(f"{self.mountpoint} is unmounted, and {self._image} still in use: another mount namespace keeps it")
+                raise OSError(
+                    f"{self.mountpoint} is unmounted, and {self._image} still in use: another "
+                    "mount namespace keeps it"
+                )
             time.sleep(0.01)
 
     def _attached(self) -> bool:
@@ -92,7 +107,8 @@ class PowerDisk:
 
 @contextmanager
 def failing_disk(mountpoint: Path) -> Iterator[Callable[[Path, int], None]]:
-    """A disk that `lose(path, offset)` makes unreadable from a byte of a file on. What is written there afterwards can be read again."""
+    """A disk that `lose(path, offset)` makes unreadable from a byte of a file on. What is written
+    there afterwards can be read again."""
     image = mountpoint.with_name(f"{mountpoint.name}.img")
     mountpoint.mkdir()
     with image.open("wb") as file:
@@ -104,7 +120,9 @@ def failing_disk(mountpoint: Path) -> Iterator[Callable[[Path, int], None]]:
         fd = os.open(path, os.O_RDWR)
         try:
             os.fsync(fd)
-            (block,) = struct.unpack("I", fcntl.ioctl(fd, _FIBMAP, struct.pack("I", offset // _BLOCK_BYTES)))
+            (block,) = struct.unpack(
+                "I", fcntl.ioctl(fd, _FIBMAP, struct.pack("I", offset // _BLOCK_BYTES))
+            )
             os.truncate(image, block * _BLOCK_BYTES)
             os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
         finally:
@@ -118,15 +136,21 @@ def failing_disk(mountpoint: Path) -> Iterator[Callable[[Path, int], None]]:
 
 @contextmanager
 def shared_directory(directory: Path, hosts: int) -> Iterator[list[Path]]:
-    """A directory as several hosts see it: each through a mount of its own, by its name a network filesystem, that believes for seconds
-    which names and sizes it has seen."""
+    """A directory as several hosts see it: each through a mount of its own, by its name a network
+    filesystem, that believes for seconds which names and sizes it has seen."""
     directory.mkdir()
     mountpoints = [directory.with_name(f"{directory.name}-{host}") for host in range(hosts)]
     mounted: list[Path] = []
     try:
         for mountpoint in mountpoints:
             mountpoint.mkdir()
-            _run("bindfs", "-o", "subtype=sshfs,attr_timeout=5,entry_timeout=5", str(directory), str(mountpoint))
+            _run(
+                "bindfs",
+                "-o",
+                "subtype=sshfs,attr_timeout=5,entry_timeout=5",
+                str(directory),
+                str(mountpoint),
+            )
             mounted.append(mountpoint)
         yield mountpoints
     finally:
@@ -142,7 +166,11 @@ def shared_directory_problem() -> str:
     with TemporaryDirectory() as folder:
         try:
             with shared_directory(Path(folder, "shared"), 1) as (mountpoint,):
-                return "" if is_network_filesystem(mountpoint) else "a mount of bindfs does not look like a network filesystem here"
+                return (
+                    ""
+                    if is_network_filesystem(mountpoint)
+                    else "a mount of bindfs does not look like a network filesystem here"
+                )
         except (OSError, subprocess.CalledProcessError) as error:
             return f"bindfs cannot mount here: {_why(error)}"
 
@@ -181,4 +209,8 @@ def _run(*command: str) -> None:
 
 
 def _why(error: Exception) -> str:
-    return str(error.stderr).strip() if isinstance(error, subprocess.CalledProcessError) else str(error)
+    return (
+        str(error.stderr).strip()
+        if isinstance(error, subprocess.CalledProcessError)
+        else str(error)
+    )

@@ -21,7 +21,8 @@ def damaged(draw: st.DrawFn, data: bytes) -> bytes:
 
 @st.composite
 def reworded(draw: st.DrawFn, data: bytes) -> bytes:
-    """JSON that says something else in one to three places: another value, one from elsewhere in it, one less or one twice."""
+    """JSON that says something else in one to three places: another value, one from elsewhere in
+    it, one less or one twice."""
     document = json.loads(data)
     for _ in range(draw(st.integers(1, 3))):
         sites = list(_sites(document))
@@ -67,7 +68,13 @@ STRANGE: list[Any] = [
 
 def _sites(value: Any) -> Iterator[tuple[Any, Any]]:
     """Every place in nested lists and dicts, as a container and a key."""
-    keys = range(len(value)) if isinstance(value, list) else list(value) if isinstance(value, dict) else ()
+    keys = (
+        range(len(value))
+        if isinstance(value, list)
+        else list(value)
+        if isinstance(value, dict)
+        else ()
+    )
     for key in keys:
         yield value, key
         yield from _sites(value[key])

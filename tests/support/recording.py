@@ -1,7 +1,9 @@
-"""Which changes does a piece of work make, one by one? Recorded, so that a crash after any of them can be looked at; or interrupted.
+"""Which changes does a piece of work make, one by one? Recorded, so that a crash after any of them
+can be looked at; or interrupted.
 
-Changes are those of `LocalStorage`, seen at the calls of `os` that make them. The indexes belong to SQLite and LMDB; they are copied
-whenever their bytes are others, which is looked at before each change and after each SQL statement.
+Changes are those of `LocalStorage`, seen at the calls of `os` that make them. The indexes belong to
+SQLite and LMDB; they are copied whenever their bytes are others, which is looked at before each
+change and after each SQL statement.
 """
 
 import os
@@ -33,7 +35,8 @@ class Interrupted(KeyboardInterrupt):
 
 @dataclass(slots=True)
 class Recording:
-    """The changes that some work made to a copy of `base`, in order. Crash at point n: after n of them."""
+    """The changes that some work made to a copy of `base`, in order. Crash at point n: after n of
+    them."""
 
     base: Path
     changes: list[tuple[str, Change]] = field(default_factory=list)
@@ -45,15 +48,22 @@ class Recording:
         return range(len(self.changes) + 1)
 
     def name(self, n: int) -> str:
-        return f"after {n} of {len(self.changes)} changes, the last of them: {self.changes[n - 1][0] if n else 'none'}"
+        return (
+            f"after {n} of {len(self.changes)} changes, the last of them: "
+            f"{self.changes[n - 1][0] if n else 'none'}"
+        )
 
     def kill(self, n: int) -> "Wreck":
         """What a kill at point `n` leaves."""
         return Wreck(self._at(n).kill(), self.indexes[n])
 
     def cut(self, n: int, random: Random | None = None) -> "Wreck":
-        """What a power cut at point `n` leaves, with the indexes as they were before; with `random`, one of many possible outcomes."""
-        return Wreck(self._at(n).cut(random), random.choice([*self.indexes[: n + 1], None]) if random else self.indexes[0])
+        """What a power cut at point `n` leaves, with the indexes as they were before; with
+        `random`, one of many possible outcomes."""
+        return Wreck(
+            self._at(n).cut(random),
+            random.choice([*self.indexes[: n + 1], None]) if random else self.indexes[0],
+        )
 
     def _at(self, n: int) -> Disk:
         disk = Disk(self.base)
@@ -113,7 +123,8 @@ def record(base: Path, scratch: Path, work: Callable[[Path], T]) -> tuple[Record
 
 @contextmanager
 def interrupted(place: Path, after: int) -> Iterator[None]:
-    """Within, the change after the first `after`, be it to the store, the catalog or the chunk index, raises `Interrupted`; once."""
+    """Within, the change after the first `after`, be it to the store, the catalog or the chunk
+    index, raises `Interrupted`; once."""
     left = after
 
     def count() -> None:
@@ -127,8 +138,11 @@ def interrupted(place: Path, after: int) -> Iterator[None]:
 
 
 @contextmanager
-def _watched(place: Path, before: Callable[[], None], changed: Callable[[str, Change], None]) -> Iterator[None]:
-    """Call `before` ahead of each change, and `changed` after each that `LocalStorage` made. Stores must be opened within."""
+def _watched(
+    place: Path, before: Callable[[], None], changed: Callable[[str, Change], None]
+) -> Iterator[None]:
+    """Call `before` ahead of each change, and `changed` after each that `LocalStorage` made. Stores
+    must be opened within."""
 
     lock = threading.RLock()
 
@@ -160,9 +174,16 @@ def _watched(place: Path, before: Callable[[], None], changed: Callable[[str, Ch
 
 
 class _Watcher:
-    """Stands in for `os` in the modules of the local backend. One change is made and noted before the next begins."""
+    """Stands in for `os` in the modules of the local backend. One change is made and noted before
+    the next begins."""
 
-    def __init__(self, root: Path, lock: Any, before: Callable[[], None], changed: Callable[[str, Change], None]) -> None:
+    def __init__(
+        self,
+        root: Path,
+        lock: Any,
+        before: Callable[[], None],
+        changed: Callable[[str, Change], None],
+    ) -> None:
         self._root, self._lock, self._before, self._changed = f"{root}/", lock, before, changed
         self._names: dict[int, str] = {}
 
@@ -172,7 +193,9 @@ class _Watcher:
     def open(self, path: str, flags: int, mode: int = 0o777) -> int:
         name = self._name(path)
         if flags & os.O_CREAT:
-            fd = self._do(f"create {name}", lambda: os.open(path, flags, mode), lambda disk: disk.create(name))
+            fd = self._do(
+                f"create {name}", lambda: os.open(path, flags, mode), lambda disk: disk.create(name)
+            )
         else:
             fd = os.open(path, flags, mode)
         self._names[fd] = name
@@ -180,12 +203,20 @@ class _Watcher:
 
     def pwritev(self, fd: int, buffers: Any, offset: int) -> int:
         name, data = self._names[fd], b"".join(bytes(b) for b in buffers)
-        return self._do(f"write {name}", lambda: os.pwritev(fd, buffers, offset), lambda disk: disk.write(name, offset, data))
+        return self._do(
+            f"write {name}",
+            lambda: os.pwritev(fd, buffers, offset),
+            lambda disk: disk.write(name, offset, data),
+        )
 
     def fsync(self, fd: int) -> None:
         name = self._names[fd]
         if os.path.isdir(self._root + name):
-            self._do(f"fsync directory {name}", lambda: os.fsync(fd), lambda disk: disk.sync_directory(name))
+            self._do(
+                f"fsync directory {name}",
+                lambda: os.fsync(fd),
+                lambda disk: disk.sync_directory(name),
+            )
         else:
             self._do(f"fsync {name}", lambda: os.fsync(fd), lambda disk: disk.sync(name))
 
@@ -203,7 +234,11 @@ class _Watcher:
 
     def mkdir(self, path: str, mode: int = 0o777) -> None:
         name = self._name(path)
-        self._do(f"make directory {name}", lambda: os.mkdir(path, mode), lambda disk: disk.make_directory(name))
+        self._do(
+            f"make directory {name}",
+            lambda: os.mkdir(path, mode),
+            lambda disk: disk.make_directory(name),
+        )
 
     def _name(self, path: str) -> str:
         return (path + "/").removeprefix(self._root).rstrip("/")
@@ -224,10 +259,16 @@ class _IndexCopies:
         self._seen: dict[bytes, Path] = {}
 
     def newest(self) -> Path:
-        """The copy of the indexes as they are now. Looked for often, so only where stores are: in the folders of `place`."""
+        """The copy of the indexes as they are now. Looked for often, so only where stores are: in
+        the folders of `place`."""
         folders = sorted(self._place.glob(f"*/{INDEX}"))
         state = blake2b()
-        for path in sorted(os.path.join(root, name) for folder in folders for root, _, names in os.walk(folder) for name in names):
+        for path in sorted(
+            os.path.join(root, name)
+            for folder in folders
+            for root, _, names in os.walk(folder)
+            for name in names
+        ):
             with open(path, "rb") as file:
                 state.update(f"{path} ".encode() + blake2b(file.read()).digest())
         copy = self._seen.setdefault(state.digest(), self._copies / str(len(self._seen)))

@@ -1,4 +1,5 @@
-"""What the children of the nursery do. Each deed reports what it has achieved, and is over when it cannot go on."""
+"""What the children of the nursery do. Each deed reports what it has achieved, and is over when it
+cannot go on."""
 
 import importlib
 import os
@@ -52,7 +53,12 @@ def live(request: dict[str, Any]) -> None:
         lines = os.open(request["lines"], os.O_WRONLY | os.O_APPEND)
 
         def report(kind: str, *words: object) -> None:
-            os.write(lines, ("\t".join([kind, *(str(word).replace("\n", " ") for word in words)]) + "\n").encode())
+            os.write(
+                lines,
+                (
+                    "\t".join([kind, *(str(word).replace("\n", " ") for word in words)]) + "\n"
+                ).encode(),
+            )
 
         if request["deed"] == use.__name__:
             _import_what_it_needs(**request["given"])
@@ -78,7 +84,8 @@ def work(report: Report, disk: str, name: str) -> None:
 
 
 def change_on(report: Report, place: str, first: int) -> None:
-    """Commit, tag, forget, bring back and collect, and again, until storage is gone. What may take something away is said before, too."""
+    """Commit, tag, forget, bring back and collect, and again, until storage is gone. What may take
+    something away is said before, too."""
     try:
         with ckptstore.open(place, chunk_bytes=CHUNK_BYTES) as store:
             for step in range(first, first + 10_000):
@@ -113,7 +120,8 @@ def _forget_one(store: Store, report: Report, *, back: bool) -> None:
 
 
 def read_with_little_memory(report: Report, place: str, more_bytes: int) -> None:
-    """Restore every commit and check the store, with no more than `more_bytes` of address space above what is taken already."""
+    """Restore every commit and check the store, with no more than `more_bytes` of address space
+    above what is taken already."""
     with ckptstore.open(place) as store:
         commits = store.log(all_runs=True)
         used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
@@ -130,7 +138,8 @@ def read_with_little_memory(report: Report, place: str, more_bytes: int) -> None
 
 
 def commit_twice(report: Report, place: str, step: int, ballast: str = "") -> None:
-    """Two commits by one store object. What fails is tried again, a few times (a fault strikes each thread), once `ballast` is gone."""
+    """Two commits by one store object. What fails is tried again, a few times (a fault strikes each
+    thread), once `ballast` is gone."""
     store = None
     for wanted in (step, step + 1):
         for _ in range(_ATTEMPTS):
@@ -147,12 +156,14 @@ def commit_twice(report: Report, place: str, step: int, ballast: str = "") -> No
 
 
 def commit_async_on(report: Report, place: str, first: int, executor: str) -> None:
-    """Commit asynchronously, and again, and say what is known of each: that it was hashed, that it is durable."""
+    """Commit asynchronously, and again, and say what is known of each: that it was hashed, that it
+    is durable."""
     _commit_on(report, place, first, small, executor=executor)
 
 
 def commit_lazily_on(report: Report, place: str, first: int, executor: str) -> None:
-    """The same with weights that are copied while the next step waits to write to them: at step n, all of them are n."""
+    """The same with weights that are copied while the next step waits to write to them: at step n,
+    all of them are n."""
     weights = torch.nn.ParameterList(torch.full((50_000,), float(first - 1)) for _ in range(3))
     for weight in weights:
         weight.grad = torch.full_like(weight, -1)
@@ -166,7 +177,13 @@ def commit_lazily_on(report: Report, place: str, first: int, executor: str) -> N
 
 
 def _commit_on(
-    report: Report, place: str, first: int, state_at: Callable[[int], dict[str, Any]], *, executor: Any, staging: Any = "eager"
+    report: Report,
+    place: str,
+    first: int,
+    state_at: Callable[[int], dict[str, Any]],
+    *,
+    executor: Any,
+    staging: Any = "eager",
 ) -> None:
     def on_progress(progress: ckptstore.CommitProgress) -> None:
         if progress.milestone == "hashed" and store.worker_pid:
@@ -179,8 +196,8 @@ def _commit_on(
 
 
 def commit_beside_a_child(report: Report, place: str) -> None:
-    """Commit asynchronously by a worker, then fork a child as data loaders do, which holds whatever is open here; commit again and stay in
-    the midst of that."""
+    """Commit asynchronously by a worker, then fork a child as data loaders do, which holds whatever
+    is open here; commit again and stay in the midst of that."""
     asleep = threading.Event()
 
     def on_progress(progress: ckptstore.CommitProgress) -> None:
@@ -196,11 +213,15 @@ def commit_beside_a_child(report: Report, place: str) -> None:
         store.commit_async(small(2), step=2, on_progress=on_progress).wait()
 
 
-def commit_together_on(report: Report, place: str, meeting: str, rank: int, size: int, first: int, held: bool = False) -> None:
-    """Commit asynchronously by workers, as one of many ranks of a session each, and again, and say what is known of each commit. With
-    `held`, stay in the midst of the first."""
+def commit_together_on(
+    report: Report, place: str, meeting: str, rank: int, size: int, first: int, held: bool = False
+) -> None:
+    """Commit asynchronously by workers, as one of many ranks of a session each, and again, and say
+    what is known of each commit. With `held`, stay in the midst of the first."""
     os.setsid()
-    torch.distributed.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=size)
+    torch.distributed.init_process_group(
+        "gloo", init_method=f"file://{meeting}", rank=rank, world_size=size
+    )
     asleep = threading.Event()
 
     def on_progress(progress: ckptstore.CommitProgress) -> None:
@@ -213,7 +234,9 @@ def commit_together_on(report: Report, place: str, meeting: str, rank: int, size
     store = ckptstore.open(place, chunk_bytes=CHUNK_BYTES, executor="process")
     for step in range(first, first + 10_000):
         try:
-            pending = store.commit_async(small(step), step=step, timeout_s=60, on_progress=on_progress)
+            pending = store.commit_async(
+                small(step), step=step, timeout_s=60, on_progress=on_progress
+            )
         except Unavailable as error:
             report("alone", step, *error.causes)
             return
@@ -233,7 +256,8 @@ def restore_twice(report: Report, place: str, step: int) -> None:
 
 
 def use(report: Report, place: str, what: str, step: int) -> None:
-    """Something that a trainer or a keeper does, and again until it was done; says what each attempt came to, and how long it took."""
+    """Something that a trainer or a keeper does, and again until it was done; says what each
+    attempt came to, and how long it took."""
     for _ in range(_ATTEMPTS):
         started = time.monotonic()
         try:
@@ -244,18 +268,26 @@ def use(report: Report, place: str, what: str, step: int) -> None:
             report("error", type(error).__name__, error, time.monotonic() - started)
         except BaseException as error:
             traceback.print_exc()
-            at = [f"{frame.name} at {Path(frame.filename).name}:{frame.lineno}" for frame in traceback.extract_tb(error.__traceback__)[-5:]]
+            at = [
+                f"{frame.name} at {Path(frame.filename).name}:{frame.lineno}"
+                for frame in traceback.extract_tb(error.__traceback__)[-5:]
+            ]
             report("raw", type(error).__name__, error, at)
 
 
 def _use(report: Report, place: str, what: str, step: int) -> None:
     what, _, executor = what.partition(" by a ")
-    with ckptstore.open(place, create=False, executor=executor or "thread") as store:  # type: ignore[arg-type]  # of the two words
+    # of the two words
+    with ckptstore.open(place, create=False, executor=executor or "thread") as store:  # type: ignore[arg-type]
         match what:
             case "commit":
                 report("committed", step, store.commit(small(step), step=step).id)
             case "commit_async":
-                report("committed", step, store.commit_async(small(step), step=step).wait(_PATIENCE_S).id)
+                report(
+                    "committed",
+                    step,
+                    store.commit_async(small(step), step=step).wait(_PATIENCE_S).id,
+                )
             case "restore":
                 assert_same(store.checkout(0).state_dict(), small(0), "restored")
             case "gc":
@@ -265,7 +297,8 @@ def _use(report: Report, place: str, what: str, step: int) -> None:
 
 
 def _import_what_it_needs(place: str, what: str, step: int) -> None:
-    """A child tries the deed out, so that no fault strikes Python while it imports modules, and nothing else has been done before."""
+    """A child tries the deed out, so that no fault strikes Python while it imports modules, and
+    nothing else has been done before."""
     readable, writable = os.pipe()
     if not (child := os.fork()):
         with suppress(BaseException), tempfile.TemporaryDirectory() as folder:
@@ -282,7 +315,8 @@ def _import_what_it_needs(place: str, what: str, step: int) -> None:
 
 
 def carry_on(report: Report, place: str, step: int) -> None:
-    """What a run does when it starts again, and what its keepers do: resume, commit, look and collect."""
+    """What a run does when it starts again, and what its keepers do: resume, commit, look and
+    collect."""
 
     def resume(store: Store) -> int | None:
         snapshot = store.resume(state := dict(small(step)))
@@ -319,20 +353,27 @@ def point(report: Report, place: str, path: str) -> None:
 
 def push(report: Report, source: str, target: str, batch_bytes: int) -> None:
     """Bring every commit of one store into another, in parcels."""
-    with closing(StoreHandle(source, read_only=True)) as ours, closing(StoreHandle(target)) as theirs:
+    with (
+        closing(StoreHandle(source, read_only=True)) as ours,
+        closing(StoreHandle(target)) as theirs,
+    ):
         wanted = choose(ours, (), run=None)
         done = mirror(ours, theirs, wanted, MirrorOptions(batch_bytes=batch_bytes), ThreadPool(1))
     report("sent", len(done.sent), done.chunks)
 
 
-# -- many at once -------------------------------------------------------------------------------------------------------------------
+# -- many at once
+# -------------------------------------------------------------------------------------------------------------------
 
 
-def churn(report: Report, place: str, me: int, everybody: int, seed: int, seconds: float, cache: str = "") -> None:
-    """Commit, restore, forget and collect until time is up, in a run of one's own, on a host whose cache directory is `cache` if given;
-    says how long each wait for others took.
+def churn(
+    report: Report, place: str, me: int, everybody: int, seed: int, seconds: float, cache: str = ""
+) -> None:
+    """Commit, restore, forget and collect until time is up, in a run of one's own, on a host whose
+    cache directory is `cache` if given; says how long each wait for others took.
 
-    Retained are the commits that bear a tag `keep-…`, which nobody removes: whoever finds one restores it.
+    Retained are the commits that bear a tag `keep-…`, which nobody removes: whoever finds one
+    restores it.
     """
     _time_waits(report)
     if cache:
@@ -343,7 +384,9 @@ def churn(report: Report, place: str, me: int, everybody: int, seed: int, second
         step = me
         _commit(store, step, report, keep=True)
         while time.monotonic() < deadline:
-            what = random.choices(["commit", "restore", "forget", "gc", "retag"], [45, 30, 10, 8, 7])[0]
+            what = random.choices(
+                ["commit", "restore", "forget", "gc", "retag"], [45, 30, 10, 8, 7]
+            )[0]
             try:
                 if what == "commit":
                     step += everybody
@@ -375,7 +418,8 @@ def _restore_a_kept_one(store: Store, random: Random, report: Report) -> None:
 
 
 def _time_waits(report: Report) -> None:
-    """Report how long it takes to append an entry, and to get each lock that the processes of a host share."""
+    """Report how long it takes to append an entry, and to get each lock that the processes of a
+    host share."""
 
     def timed(what: str, function: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:

@@ -1,8 +1,10 @@
-"""How large the package is: tokens, files, the longest file and functions, and the offenders. `python -m tests.support.size [FOLDER]`.
+"""How large the package is: tokens, files, the longest file and functions, and the offenders.
+`python -m tests.support.size [FOLDER]`.
 
-A token is one of the standard library's `tokenize`. Comments and layout (COMMENT, NL, NEWLINE, INDENT, DEDENT, ENCODING, ENDMARKER) do not
-count. Everything else does, a docstring as one token. The length of a function is its lines from `def` or its first decorator to its end,
-with the functions inside it.
+A token is one of the standard library's `tokenize`. Comments and layout (COMMENT, NL, NEWLINE,
+INDENT, DEDENT, ENCODING, ENDMARKER) do not count. Everything else does, a docstring as one token.
+The length of a function is its lines from `def` or its first decorator to its end, with the
+functions inside it.
 """
 
 import ast
@@ -18,7 +20,15 @@ FILE_LINES_MAX = 450
 FUNCTION_LINES_MAX = 60
 
 _NOT_COUNTED = frozenset(
-    {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENCODING, tokenize.ENDMARKER}
+    {
+        tokenize.COMMENT,
+        tokenize.NL,
+        tokenize.NEWLINE,
+        tokenize.INDENT,
+        tokenize.DEDENT,
+        tokenize.ENCODING,
+        tokenize.ENDMARKER,
+    }
 )
 
 
@@ -53,7 +63,9 @@ def measure(sources: Iterable[tuple[str, bytes]]) -> Size:
     files: list[Piece] = []
     functions: list[Piece] = []
     for name, source in sources:
-        tokens += sum(token.type not in _NOT_COUNTED for token in tokenize.tokenize(BytesIO(source).readline))
+        tokens += sum(
+            token.type not in _NOT_COUNTED for token in tokenize.tokenize(BytesIO(source).readline)
+        )
         files.append(Piece(name, len(source.splitlines())))
         functions += _functions(name, source)
     return Size(tokens, tuple(files), tuple(functions))
@@ -61,16 +73,30 @@ def measure(sources: Iterable[tuple[str, bytes]]) -> Size:
 
 def sources_in(folder: Path) -> list[tuple[str, bytes]]:
     """The Python files below `folder`, by their names from the folder that it lies in."""
-    return [(path.relative_to(folder.parent).as_posix(), path.read_bytes()) for path in sorted(folder.rglob("*.py"))]
+    return [
+        (path.relative_to(folder.parent).as_posix(), path.read_bytes())
+        for path in sorted(folder.rglob("*.py"))
+    ]
 
 
 def report(size: Size) -> str:
     """A table of sums, and of the offenders below it."""
-    rows = [("tokens", f"{size.tokens:,}"), ("files", f"{len(size.files):,}"), ("lines", f"{sum(file.lines for file in size.files):,}")]
+    rows = [
+        ("tokens", f"{size.tokens:,}"),
+        ("files", f"{len(size.files):,}"),
+        ("lines", f"{sum(file.lines for file in size.files):,}"),
+    ]
     rows.append(("largest file", _described(size.files)))
     rows.append(("functions", f"{len(size.functions):,}"))
     rows.append(("longest function", _described(size.functions)))
-    rows.append(("median function", f"{median(function.lines for function in size.functions):g} lines" if size.functions else "-"))
+    rows.append(
+        (
+            "median function",
+            f"{median(function.lines for function in size.functions):g} lines"
+            if size.functions
+            else "-",
+        )
+    )
     lines = [f"{name:<17} {text}" for name, text in rows]
     lines += _listed(f"files over {FILE_LINES_MAX} lines", size.large_files)
     lines += _listed(f"functions over {FUNCTION_LINES_MAX} lines", size.long_functions)
@@ -93,7 +119,9 @@ def _functions(name: str, source: bytes) -> list[Piece]:
 
 
 def _over(pieces: Iterable[Piece], limit: int) -> tuple[Piece, ...]:
-    return tuple(sorted((piece for piece in pieces if piece.lines > limit), key=lambda piece: -piece.lines))
+    return tuple(
+        sorted((piece for piece in pieces if piece.lines > limit), key=lambda piece: -piece.lines)
+    )
 
 
 def _described(pieces: Sequence[Piece]) -> str:
@@ -104,7 +132,11 @@ def _described(pieces: Sequence[Piece]) -> str:
 
 
 def _listed(title: str, pieces: Sequence[Piece]) -> list[str]:
-    return ["", f"{title}: {len(pieces)}", *(f"{piece.lines:>6}  {piece.place}" for piece in pieces)]
+    return [
+        "",
+        f"{title}: {len(pieces)}",
+        *(f"{piece.lines:>6}  {piece.place}" for piece in pieces),
+    ]
 
 
 if __name__ == "__main__":

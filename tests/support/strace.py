@@ -1,4 +1,5 @@
-"""Faults at single system calls of a child: `strace` kills it at the n-th, or lets the n-th fail."""
+"""Faults at single system calls of a child: `strace` kills it at the n-th, or lets the n-th
+fail."""
 
 import ctypes
 import re
@@ -29,7 +30,17 @@ def allow_tracing() -> None:
 @contextmanager
 def failing(pid: int, calls: str, error: str) -> Iterator[None]:
     """Within, `calls` of a process that runs fail with `error`."""
-    tracer = _tracer("-f", "-p", str(pid), "-o", "/dev/null", "-e", f"trace={calls}", "-e", f"inject={calls}:error={error}")
+    tracer = _tracer(
+        "-f",
+        "-p",
+        str(pid),
+        "-o",
+        "/dev/null",
+        "-e",
+        f"trace={calls}",
+        "-e",
+        f"inject={calls}:error={error}",
+    )
     try:
         yield
     finally:
@@ -37,9 +48,14 @@ def failing(pid: int, calls: str, error: str) -> Iterator[None]:
         tracer.communicate()
 
 
-def traced(child: Child, log: Path, *options: str, calls: str = CHANGES, threads: bool = True) -> int:
-    """Let `child` go with a tracer attached; its exit code. `log` gets the calls it made, of its main thread only without `threads`."""
-    tracer = _tracer(*["-f"] * threads, "-p", str(child.pid), "-o", str(log), "-e", f"trace={calls}", *options)
+def traced(
+    child: Child, log: Path, *options: str, calls: str = CHANGES, threads: bool = True
+) -> int:
+    """Let `child` go with a tracer attached; its exit code. `log` gets the calls it made, of its
+    main thread only without `threads`."""
+    tracer = _tracer(
+        *["-f"] * threads, "-p", str(child.pid), "-o", str(log), "-e", f"trace={calls}", *options
+    )
     child.go()
     code = child.wait()
     tracer.communicate()
@@ -60,7 +76,9 @@ def count_calls(log: Path) -> Counter[str]:
 
 def every_call(log: Path) -> list[tuple[str, int]]:
     """Each call of each kind by its number: where a fault can be put."""
-    return [(call, n) for call, count in sorted(count_calls(log).items()) for n in range(1, count + 1)]
+    return [
+        (call, n) for call, count in sorted(count_calls(log).items()) for n in range(1, count + 1)
+    ]
 
 
 @cache
@@ -68,7 +86,9 @@ def problem() -> str:
     """Why children cannot be traced here; empty if they can."""
     if not shutil.which("strace"):
         return "strace is not installed"
-    tried = subprocess.run(["strace", "-o", "/dev/null", "true"], capture_output=True, text=True, check=False)
+    tried = subprocess.run(
+        ["strace", "-o", "/dev/null", "true"], capture_output=True, text=True, check=False
+    )
     return f"strace cannot trace here: {tried.stderr.strip()}" if tried.returncode else ""
 
 

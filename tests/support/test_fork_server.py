@@ -20,8 +20,12 @@ signal.pause()
 """
 
 
-@pytest.mark.parametrize(("how", "group"), [(signal.SIGKILL, False), (signal.SIGINT, True), (signal.SIGTERM, True)])
-def test_an_interrupted_run_leaves_no_folder(tmp_path: Path, how: signal.Signals, group: bool) -> None:
+@pytest.mark.parametrize(
+    ("how", "group"), [(signal.SIGKILL, False), (signal.SIGINT, True), (signal.SIGTERM, True)]
+)
+def test_an_interrupted_run_leaves_no_folder(
+    tmp_path: Path, how: signal.Signals, group: bool
+) -> None:
     """Killed alone, as by a runner's time limit, or with all of its group, as from a terminal."""
     environment = {**os.environ, "TMPDIR": str(tmp_path)}
     with subprocess.Popen(

@@ -29,7 +29,8 @@ class Two:
 TOKENS = sum(
     [
         1,  # the module's docstring
-        len(["def", "one", "(", "a", ",", "*", ",", "b", "=", "2", ")", ":"]) + len(["return", "a", "+", "b"]),
+        len(["def", "one", "(", "a", ",", "*", ",", "b", "=", "2", ")", ":"])
+        + len(["return", "a", "+", "b"]),
         len(["class", "Two", ":"]),
         len(["@", "property", "def", "three", "(", "self", ")", "->", "int", ":"]) + 1,
         len(["def", "inner", "(", ")", ":", "pass"]),
@@ -77,7 +78,14 @@ def function(lines: int) -> bytes:
 
 
 def test_offenders_are_what_is_over_the_limit_the_longest_first() -> None:
-    size = measure([("fits.py", function(60)), ("long.py", function(61)), ("longer.py", function(451)), ("exact.py", b"x\n" * 450)])
+    size = measure(
+        [
+            ("fits.py", function(60)),
+            ("long.py", function(61)),
+            ("longer.py", function(451)),
+            ("exact.py", b"x\n" * 450),
+        ]
+    )
     assert size.long_functions == (Piece("longer.py:1 f", 451), Piece("long.py:1 f", 61))
     assert size.large_files == (Piece("longer.py", 451),)
 
@@ -87,7 +95,10 @@ def test_the_report_has_every_figure(tmp_path: Path, capsys: pytest.CaptureFixtu
     (tmp_path / "package" / "a.py").write_bytes(function(2))
     (tmp_path / "package" / "part" / "b.py").write_bytes(function(4))
     (tmp_path / "package" / "part" / "c.txt").write_text("no Python")
-    assert [name for name, _ in sources_in(tmp_path / "package")] == ["package/a.py", "package/part/b.py"]
+    assert [name for name, _ in sources_in(tmp_path / "package")] == [
+        "package/a.py",
+        "package/part/b.py",
+    ]
     main([str(tmp_path / "package")])
     assert capsys.readouterr().out.splitlines() == [
         "tokens            14",

@@ -22,7 +22,9 @@ from tests.support.checker import view_of
 STORE = "store"
 CHUNK_BYTES = 65536
 NEVER = 1000
-FIRST_REVISION = "DROP TABLE shards; DROP TABLE entries; UPDATE alembic_version SET version_num = '0001';"
+FIRST_REVISION = (
+    "DROP TABLE shards; DROP TABLE entries; UPDATE alembic_version SET version_num = '0001';"
+)
 """Makes the catalog what the first revision of its tables was."""
 
 
@@ -36,8 +38,8 @@ def open_small(disk: Path) -> Store:
 
 @dataclass(frozen=True)
 class Work:
-    """Something done to a store of `commits`, of which `forgotten` are forgotten, with a checkpoint every so many entries, and with a
-    catalog on which `catalog` (SQL) was done."""
+    """Something done to a store of `commits`, of which `forgotten` are forgotten, with a checkpoint
+    every so many entries, and with a catalog on which `catalog` (SQL) was done."""
 
     do: Callable[[Store], object]
     commits: int = 3
@@ -78,7 +80,9 @@ def save_by_dcp(step: int) -> Callable[[Store], object]:
 
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # that it is alone
-            dcp.save(small(step), storage_writer=StoreWriter(store, step=step, tag=("best", "first")))
+            dcp.save(
+                small(step), storage_writer=StoreWriter(store, step=step, tag=("best", "first"))
+            )
 
     return save
 
@@ -88,7 +92,8 @@ def undelete(store: Store) -> None:
 
 
 def checkpoint(store: Store) -> None:
-    """What a thread of its own does otherwise: a tracer counts the calls of each thread, and would strike the first to make so many."""
+    """What a thread of its own does otherwise: a tracer counts the calls of each thread, and would
+    strike the first to make so many."""
     log_of_store = store._handle.log
     log_of_store._write_checkpoint(log_of_store.replay())
 

@@ -1,11 +1,13 @@
 """The chunk index of one store on one host.
 
-A cache: everything in it can be read again from the packs, so damage, a full disk or a place that cannot be written never raise here.
-What the disk does not take stays in this process's memory; what is damaged is thrown away, `indexed()` says so, and the caller adds the
-packs again. Nothing is synced, so a file from before the last boot counts as damaged. A file is checked before it is mapped, and its
-size before each use: a page missing below a mapping would end the process.
+A cache: everything in it can be read again from the packs, so damage, a full disk or a place that
+cannot be written never raise here. What the disk does not take stays in this process's memory; what
+is damaged is thrown away, `indexed()` says so, and the caller adds the packs again. Nothing is
+synced, so a file from before the last boot counts as damaged. A file is checked before it is
+mapped, and its size before each use: a page missing below a mapping would end the process.
 
-Writers of all processes take turns by a lock on `<path>.lock`. Threads may share an index; a child process opens its own.
+Writers of all processes take turns by a lock on `<path>.lock`. Threads may share an index; a child
+process opens its own.
 """
 
 import errno
@@ -27,7 +29,17 @@ import numpy.typing as npt
 from ckptstore.core.ids import PackId, StoreId
 from ckptstore.core.paths import make_directories, rights, write_file
 from ckptstore.index.chunks import lmdb_check, lmdb_writes
-from ckptstore.index.chunks.lmdb_env import DATABASES, MAP_BYTES, UNSOUND, LmdbEnvironment, Transaction, Work, is_open, release, share
+from ckptstore.index.chunks.lmdb_env import (
+    DATABASES,
+    MAP_BYTES,
+    UNSOUND,
+    LmdbEnvironment,
+    Transaction,
+    Work,
+    is_open,
+    release,
+    share,
+)
 from ckptstore.index.chunks.memory import MemoryRecords
 from ckptstore.index.chunks.records import (
     LOCATION_DTYPE,
@@ -68,9 +80,15 @@ class ChunkIndex:
 
     @classmethod
     def open(
-        cls, path: str | os.PathLike[str], store: StoreId, *, map_bytes: int = MAP_BYTES, lock_timeout_s: float = _LOCK_TIMEOUT_S
+        cls,
+        path: str | os.PathLike[str],
+        store: StoreId,
+        *,
+        map_bytes: int = MAP_BYTES,
+        lock_timeout_s: float = _LOCK_TIMEOUT_S,
     ) -> "ChunkIndex":
-        """The index of `store` in the folder `path`, made anew if it is absent, damaged, of another store or from before the last boot.
+        """The index of `store` in the folder `path`, made anew if it is absent, damaged, of another
+        store or from before the last boot.
 
         `map_bytes` is address space, not disk; it grows.
         """
@@ -84,7 +102,8 @@ class ChunkIndex:
         return self._current() is not None
 
     def get_many(self, ids: bytes) -> Locations:
-        """The location of each of `ids`, 32 bytes each, as rows of `LOCATION_DTYPE` in the same order."""
+        """The location of each of `ids`, 32 bytes each, as rows of `LOCATION_DTYPE` in the same
+        order."""
         keys = ids_of(ids)
         if len(keys) <= _FEW:
             return self._get(keys)
@@ -101,7 +120,8 @@ class ChunkIndex:
         return {n: packs[n] for n in numbers if n in packs}
 
     def indexed(self) -> set[int]:
-        """The numbers of the packs that are wholly in the index. Falls back to none after damage."""
+        """The numbers of the packs that are wholly in the index. Falls back to none after
+        damage."""
         return set(self._packs())
 
     def add_pack(self, number: int, pack: PackId, table: npt.NDArray[np.void]) -> None:
@@ -116,27 +136,32 @@ class ChunkIndex:
         with self._lock:
             if self._insert(number, pack, ids, rows):
                 for waiting in list(self._memory.packs):
-                    if not self._insert(waiting, self._memory.packs[waiting], *self._memory.contents(waiting)):
+                    if not self._insert(
+                        waiting, self._memory.packs[waiting], *self._memory.contents(waiting)
+                    ):
                         break
                     self._memory.drop([waiting])
             else:
                 self._memory.add(number, pack, ids, rows)
 
     def drop_packs(self, numbers: Iterable[int]) -> None:
-        """Forget packs; their chunks are found in the other packs that hold them. Reads the whole index once."""
+        """Forget packs; their chunks are found in the other packs that hold them. Reads the whole
+        index once."""
         gone = set(numbers)
         with self._lock:
             self._memory.drop(gone)
             self._write(lambda env, txn: lmdb_writes.remove(env, txn, gone))
 
     def reset(self) -> None:
-        """Forget everything: for `reindex`, and for a caller that finds no trace of a chunk although every pack is said to be indexed."""
+        """Forget everything: for `reindex`, and for a caller that finds no trace of a chunk
+        although every pack is said to be indexed."""
         with self._lock:
             self._memory = MemoryRecords()
             self._open(anew=True)
 
     def close(self) -> None:
-        """Let go of the file; nothing is found from now on. The last index of the process on a path closes its environment."""
+        """Let go of the file; nothing is found from now on. The last index of the process on a path
+        closes its environment."""
         with self._lock:
             self._closed = True
             self._memory = MemoryRecords()
@@ -145,7 +170,11 @@ class ChunkIndex:
     def _get(self, keys: npt.NDArray[np.void]) -> Locations:
         listed = keys.tolist()
         env = self._env if not self._forked else self._current()
-        records = self._read(env, lambda _, txn: bytearray().join(map(txn.get, listed, repeat(NOTHING)))) if env else None
+        records = (
+            self._read(env, lambda _, txn: bytearray().join(map(txn.get, listed, repeat(NOTHING))))
+            if env
+            else None
+        )
         if records is None:
             records = bytearray(len(listed) * RECORD_BYTES)
         rows, whole = decode(self._seed, keys, records)
@@ -173,7 +202,9 @@ class ChunkIndex:
             self._packs_at = txn.id(), {number: pack for number, pack in packs.items() if pack}
         return True
 
-    def _insert(self, number: int, pack: PackId, ids: npt.NDArray[np.void], rows: Locations) -> bool:
+    def _insert(
+        self, number: int, pack: PackId, ids: npt.NDArray[np.void], rows: Locations
+    ) -> bool:
         row = encode_pack(self._seed, number, pack)
         done = self._write(lambda env, txn: lmdb_writes.insert(env, txn, number, row, ids, rows))
         if done and done - 1 == self._packs_at[0]:
@@ -227,12 +258,15 @@ class ChunkIndex:
                 self._open(anew=not env.replaced())
 
     def _open(self, *, anew: bool = False) -> None:
-        """Take the file if it is sound, else or with `anew` make another; `_env` stays None where neither can be."""
+        """Take the file if it is sound, else or with `anew` make another; `_env` stays None where
+        neither can be."""
         self._release()
         try:
             make_directories(self._path.parent)
             for exclusive in (False, True):
-                with file_lock(self._lock_path, timeout_s=self._lock_timeout_s, exclusive=exclusive) as held:
+                with file_lock(
+                    self._lock_path, timeout_s=self._lock_timeout_s, exclusive=exclusive
+                ) as held:
                     sound = held and not anew and self._sound()
                     if held and exclusive and not sound:
                         self._make()
@@ -243,7 +277,8 @@ class ChunkIndex:
             return
 
     def _sound(self) -> bool:
-        """Whether the file is this store's, of this boot, and nothing in it could bring liblmdb down. Called with the file lock held."""
+        """Whether the file is this store's, of this boot, and nothing in it could bring liblmdb
+        down. Called with the file lock held."""
         if is_open(self._path):
             return True
         try:
@@ -253,7 +288,8 @@ class ChunkIndex:
             return False
 
     def _make(self) -> None:
-        """Put an empty index in place of whatever is there. Processes that have the old one open keep it until they look."""
+        """Put an empty index in place of whatever is there. Processes that have the old one open
+        keep it until they look."""
         aside = self._path.with_name(f"{self._path.name}.{secrets.token_hex(8)}")
         with suppress(FileNotFoundError):
             self._path.rename(aside)
@@ -270,7 +306,8 @@ class ChunkIndex:
             release(env)
 
     def _after_fork(self) -> None:
-        """Locks may be held by threads that only the parent has, and the environment is the parent's."""
+        """Locks may be held by threads that only the parent has, and the environment is the
+        parent's."""
         self._lock = threading.RLock()
         self._forked, self._closed = True, False
         self._env = None

@@ -1,9 +1,11 @@
-"""Whether an LMDB file can be given to liblmdb: every page that it could follow, checked against the file before it is mapped.
+"""Whether an LMDB file can be given to liblmdb: every page that it could follow, checked against
+the file before it is mapped.
 
-liblmdb trusts its file and takes the process down with a page that lies. Nothing here trusts anything: sizes, page numbers, node
-offsets and the list of free pages are compared with what liblmdb assumes of them, a level of the tree at a time with numpy. Keys and
-values are not looked at: records carry checks of their own. The format is that of LMDB 0.9 (data version 1, 64 bits, little-endian;
-`mdb.c`); any other does not pass.
+liblmdb trusts its file and takes the process down with a page that lies. Nothing here trusts
+anything: sizes, page numbers, node offsets and the list of free pages are compared with what
+liblmdb assumes of them, a level of the tree at a time with numpy. Keys and values are not looked
+at: records carry checks of their own. The format is that of LMDB 0.9 (data version 1, 64 bits,
+little-endian; `mdb.c`); any other does not pass.
 """
 
 import os
@@ -65,8 +67,8 @@ class _Nodes(NamedTuple):
 def check(path: Path, sizes: dict[bytes, tuple[int, int] | None]) -> None:
     """Raise `Damaged` unless `path` is a sound LMDB file with exactly the databases `sizes`.
 
-    These are names, with the bytes of every key and value where all are alike. Nobody may write to the file meanwhile. Raises `OSError`
-    if the disk cannot read all of it.
+    These are names, with the bytes of every key and value where all are alike. Nobody may write to
+    the file meanwhile. Raises `OSError` if the disk cannot read all of it.
     """
     try:
         page_bytes, free, main, pages = _open(path)
@@ -90,15 +92,21 @@ def _open(path: Path) -> tuple[int, _Tree, _Tree, _Pages]:
         raise Damaged("no LMDB file")
     metas = [_meta(head[n * page_bytes : (n + 1) * page_bytes], n) for n in range(2)]
     free, main, last, _ = max(metas, key=lambda meta: meta[3])
-    if {free.page_bytes, metas[0][0].page_bytes, metas[1][0].page_bytes} != {page_bytes} or size < (last + 1) * page_bytes:
+    if {free.page_bytes, metas[0][0].page_bytes, metas[1][0].page_bytes} != {page_bytes} or size < (
+        last + 1
+    ) * page_bytes:
         raise Damaged(f"it has {size} bytes; its header wants {last + 1} pages")
     return page_bytes, free, main, np.memmap(path, np.uint8, "r", shape=(last + 1, page_bytes))
 
 
 def _read_through(file: BufferedReader) -> int:
-    """Read the rest of a file; returns its bytes. A page that the disk cannot give back raises here; mapped, it would end the process."""
+    """Read the rest of a file; returns its bytes. A page that the disk cannot give back raises
+    here; mapped, it would end the process."""
     left = os.fstat(file.fileno()).st_size - file.tell()
-    buffer, total = bytearray(min(max(left, 1), _BLOCK_PAGES * 4096)), 0  # a small index is opened often, and 8 MiB are a millisecond
+    buffer, total = (
+        bytearray(min(max(left, 1), _BLOCK_PAGES * 4096)),
+        0,
+    )  # a small index is opened often, and 8 MiB are a millisecond
     while got := file.readinto(buffer):
         total += got
     return total
@@ -125,7 +133,11 @@ class _Walk:
         """The databases that the main one lists; it holds nothing else."""
         named = {}
         for block, nodes in self._leaves(main):
-            if (nodes.flags != _SUBTREE).any() or (nodes.low != _TREE.size).any() or nodes.high.any():
+            if (
+                (nodes.flags != _SUBTREE).any()
+                or (nodes.low != _TREE.size).any()
+                or nodes.high.any()
+            ):
                 raise Damaged("the main database holds other things than databases")
             for at, key_bytes in zip(nodes.at.tolist(), nodes.key_bytes.tolist(), strict=True):
                 key = at + _NODE_BYTES
@@ -137,18 +149,28 @@ class _Walk:
     def tree(self, tree: _Tree, sizes: tuple[int, int] | None) -> None:
         """Check a database of plain nodes, all of them of `sizes` if given."""
         for _, nodes in self._leaves(tree):
-            if nodes.flags.any() or (sizes and ((nodes.key_bytes != sizes[0]) | (nodes.low != sizes[1]) | (nodes.high != 0)).any()):
+            if nodes.flags.any() or (
+                sizes
+                and (
+                    (nodes.key_bytes != sizes[0]) | (nodes.low != sizes[1]) | (nodes.high != 0)
+                ).any()
+            ):
                 raise Damaged("a record does not have the size that all have")
 
     def free_pages(self, tree: _Tree) -> None:
-        """Check the database of free pages: lists of page numbers, descending, of pages that nothing else uses."""
+        """Check the database of free pages: lists of page numbers, descending, of pages that
+        nothing else uses."""
         for block, nodes in self._leaves(tree):
             if (nodes.key_bytes != 8).any() or (nodes.flags > _ELSEWHERE).any():
                 raise Damaged("the list of free pages is none")
-            for at, low, high, flags in zip(*(a.tolist() for a in (nodes.at, nodes.low, nodes.high, nodes.flags)), strict=True):
+            for at, low, high, flags in zip(
+                *(a.tolist() for a in (nodes.at, nodes.low, nodes.high, nodes.flags)), strict=True
+            ):
                 data = block[at + _NODE_BYTES + 8 :]
                 if flags:
-                    data = self._overflow(int.from_bytes(data[:8].tobytes(), "little"), low | high << 16)
+                    data = self._overflow(
+                        int.from_bytes(data[:8].tobytes(), "little"), low | high << 16
+                    )
                 self._free_list(data[: low | high << 16])
 
     def _free_list(self, data: _Pages) -> None:
@@ -164,13 +186,19 @@ class _Walk:
         self._meet(np.array([first], np.uint64))
         page = self._pages[first]
         number, _, flags, count = _OVERFLOW_HEADER.unpack(page[:_HEADER_BYTES].tobytes())
-        if number != first or flags != _OVERFLOW or not 0 < count <= len(self._pages) - first or data_bytes > count * self._page_bytes - 16:
+        if (
+            number != first
+            or flags != _OVERFLOW
+            or not 0 < count <= len(self._pages) - first
+            or data_bytes > count * self._page_bytes - 16
+        ):
             raise Damaged(f"page {first} is no overflow page")
         self._meet(np.arange(first + 1, first + count, dtype=np.uint64))
         return self._pages[first : first + count].reshape(-1)[_HEADER_BYTES:]
 
     def _leaves(self, tree: _Tree) -> Iterator[tuple[_Pages, _Nodes]]:
-        """The leaf pages of a tree by blocks, as bytes, with their nodes; the branch pages above are checked on the way."""
+        """The leaf pages of a tree by blocks, as bytes, with their nodes; the branch pages above
+        are checked on the way."""
         if tree.root == _NO_PAGE and not tree.depth:
             return
         if tree.flags & ~8 or not 0 < tree.depth <= _DEPTH:
@@ -183,7 +211,10 @@ class _Walk:
             entries += len(nodes.at)
             yield block, nodes
         if entries != tree.entries or len(level) != tree.leaf_pages:
-            raise Damaged(f"a tree has {entries} records on {len(level)} pages; wanted {tree.entries} on {tree.leaf_pages}")
+            raise Damaged(
+                f"a tree has {entries} records on {len(level)} pages; wanted {tree.entries} on "
+                f"{tree.leaf_pages}"
+            )
 
     def _blocks(self, level: _Numbers, kind: int) -> Iterator[tuple[_Pages, _Nodes]]:
         self._meet(level)
@@ -201,7 +232,10 @@ class _Walk:
 
 
 def _children(nodes: _Nodes) -> _Numbers:
-    high, top = (a.astype(np.uint64) << np.uint64(shift) for a, shift in ((nodes.high, 16), (nodes.flags, 32)))
+    high, top = (
+        a.astype(np.uint64) << np.uint64(shift)
+        for a, shift in ((nodes.high, 16), (nodes.flags, 32))
+    )
     children: _Numbers = nodes.low.astype(np.uint64) | high | top
     return children
 
@@ -213,7 +247,12 @@ def _nodes(block: _Pages, numbers: _Numbers, kind: int) -> _Nodes:
     _, flags, lower, upper = head.view("<u2")[:, 4:8].astype(np.int64).T
     if (head.view("<u8")[:, 0] != numbers).any() or (flags != kind).any():
         raise Damaged("a page is not the one that it should be")
-    if ((lower < _HEADER_BYTES + 2 * _least_nodes(kind)) | (lower > upper) | (upper > page_bytes) | (lower & 1 == 1)).any():
+    if (
+        (lower < _HEADER_BYTES + 2 * _least_nodes(kind))
+        | (lower > upper)
+        | (upper > page_bytes)
+        | (lower & 1 == 1)
+    ).any():
         raise Damaged("the bounds of a page are wrong")
     counts = (lower - _HEADER_BYTES) // 2
     most = int(counts.max())
@@ -226,16 +265,21 @@ def _nodes(block: _Pages, numbers: _Numbers, kind: int) -> _Nodes:
     at = of_page * page_bytes + offset
     header = block.view("<u2").reshape(-1)[at[:, None] // 2 + np.arange(_NODE_BYTES // 2)]
     nodes = _Nodes(at, *header.T)
-    _check_filled(nodes, kind, of_page * page_bytes + page_bytes, np.arange(len(block)) * page_bytes + upper)
+    _check_filled(
+        nodes, kind, of_page * page_bytes + page_bytes, np.arange(len(block)) * page_bytes + upper
+    )
     return nodes
 
 
 def _least_nodes(kind: int) -> int:
-    """How many nodes a page has at least: liblmdb takes a branch page with one for damaged and aborts."""
+    """How many nodes a page has at least: liblmdb takes a branch page with one for damaged and
+    aborts."""
     return 2 if kind == _BRANCH else 1
 
 
-def _check_filled(nodes: _Nodes, kind: int, ends: npt.NDArray[np.int64], uppers: npt.NDArray[np.int64]) -> None:
+def _check_filled(
+    nodes: _Nodes, kind: int, ends: npt.NDArray[np.int64], uppers: npt.NDArray[np.int64]
+) -> None:
     size = _NODE_BYTES + nodes.key_bytes.astype(np.int64)
     if kind == _LEAF:
         inside = nodes.low.astype(np.int64) | nodes.high.astype(np.int64) << 16
@@ -246,5 +290,9 @@ def _check_filled(nodes: _Nodes, kind: int, ends: npt.NDArray[np.int64], uppers:
     last = np.append(ends[1:] != ends[:-1], True)
     first = np.append(True, last[:-1])
     follows = np.where(last, ends, np.append(starts[1:], 0))
-    if (stops != follows).any() or (starts[first] != uppers).any() or (nodes.key_bytes > _LARGEST_KEY).any():
+    if (
+        (stops != follows).any()
+        or (starts[first] != uppers).any()
+        or (nodes.key_bytes > _LARGEST_KEY).any()
+    ):
         raise Damaged("the nodes of a page do not fill it")

@@ -1,4 +1,5 @@
-"""An LMDB environment as this process may use it: once per path, with a map that grows, and anew after a fork."""
+"""An LMDB environment as this process may use it: once per path, with a map that grows, and anew
+after a fork."""
 
 import os
 import threading
@@ -15,7 +16,8 @@ from ckptstore.index.chunks.lmdb_check import Damaged
 from ckptstore.index.chunks.records import RECORD_BYTES
 
 MAP_BYTES = 1 << 36
-"""Address space for the map, unless the process may not have so much; the file has only the pages that are used."""
+"""Address space for the map, unless the process may not have so much; the file has only the pages
+that are used."""
 
 NUMBER_BYTES = 4
 DATABASES: dict[bytes, tuple[int, int] | None] = {
@@ -23,8 +25,8 @@ DATABASES: dict[bytes, tuple[int, int] | None] = {
     b"others": (CHUNK_ID_BYTES + NUMBER_BYTES, RECORD_BYTES),
     b"packs": None,
 }
-"""Bytes of each database's keys and values. For each chunk, `chunks` has the pack added last, `others` the packs that hold it as well;
-`packs` lists those that are wholly in the index."""
+"""Bytes of each database's keys and values. For each chunk, `chunks` has the pack added last,
+`others` the packs that hold it as well; `packs` lists those that are wholly in the index."""
 
 UNSOUND = (lmdb.Error, Damaged)
 """What is raised where a file cannot be used any more."""
@@ -59,7 +61,8 @@ class LmdbEnvironment:
                 self._map(0)
 
     def write(self, work: Work[_T]) -> _T:
-        """Do `work` in one transaction, again from the start with twice the map where it was too small."""
+        """Do `work` in one transaction, again from the start with twice the map where it was too
+        small."""
         while True:
             try:
                 with self._using(), self.lmdb.begin(self.chunks, write=True) as txn:
@@ -102,7 +105,8 @@ class LmdbEnvironment:
 
     @contextmanager
     def _using(self) -> Iterator[None]:
-        """Within, the map stays where it is. Raises `Damaged` if the file lost its end: its pages are not to be touched any more."""
+        """Within, the map stays where it is. Raises `Damaged` if the file lost its end: its pages
+        are not to be touched any more."""
         with self._gate:
             self._gate.wait_for(lambda: not self._waiting)
             self._inside += 1
@@ -127,14 +131,16 @@ class LmdbEnvironment:
             raise Damaged(f"{self.folder} cannot be looked at: {error}") from error
 
     def _map(self, map_bytes: int) -> None:
-        """Map so many bytes, or with 0 as many as another process has made of them, once no thread uses the map."""
+        """Map so many bytes, or with 0 as many as another process has made of them, once no thread
+        uses the map."""
         with self._gate:
             self._empty()
             if not self._closed:
                 self.lmdb.set_mapsize(map_bytes)
 
     def _empty(self, timeout_s: float | None = None) -> bool:
-        """Wait until no thread uses the map; none may begin to meanwhile, nor before the gate is released."""
+        """Wait until no thread uses the map; none may begin to meanwhile, nor before the gate is
+        released."""
         self._waiting += 1
         try:
             return self._gate.wait_for(lambda: not self._inside, timeout_s)
@@ -180,7 +186,8 @@ _left_behind: list[LmdbEnvironment] = []
 
 
 def _before_fork() -> None:
-    """Let no transaction be under way at a fork: closing in the child would end it for the parent."""
+    """Let no transaction be under way at a fork: closing in the child would end it for the
+    parent."""
     _lock.acquire()
     for env in _shared.values():
         env.halt(_FORK_TIMEOUT_S)
@@ -193,7 +200,8 @@ def _in_parent() -> None:
 
 
 def _in_child() -> None:
-    """Close what the parent has open, for liblmdb does not open a file twice. What could not be halted stays, and cannot be used here."""
+    """Close what the parent has open, for liblmdb does not open a file twice. What could not be
+    halted stays, and cannot be used here."""
     global _lock
     _lock = threading.Lock()
     for env in _shared.values():

@@ -12,24 +12,47 @@ from ckptstore.index.chunks.records import LOCATION_DTYPE, NOTHING, Locations, a
 _BATCH = 65536
 
 
-def insert(env: LmdbEnvironment, txn: Transaction, number: int, row: bytes, ids: npt.NDArray[np.void], rows: Locations) -> int:
-    """Put a pack into the index unless it is there, in place of another one of the same number; the number of the transaction."""
+def insert(
+    env: LmdbEnvironment,
+    txn: Transaction,
+    number: int,
+    row: bytes,
+    ids: npt.NDArray[np.void],
+    rows: Locations,
+) -> int:
+    """Put a pack into the index unless it is there, in place of another one of the same number; the
+    number of the transaction."""
     key = number.to_bytes(NUMBER_BYTES)
     if (there := txn.get(key, db=env.packs)) != row:
         if there is not None:
             remove(env, txn, {number})
         for start in range(0, len(ids), _BATCH):
-            _insert_batch(env, txn, number, ids[start : start + _BATCH].tolist(), as_values(rows[start : start + _BATCH]))
+            _insert_batch(
+                env,
+                txn,
+                number,
+                ids[start : start + _BATCH].tolist(),
+                as_values(rows[start : start + _BATCH]),
+            )
         txn.put(key, row, db=env.packs)
     return txn.id()
 
 
-def _insert_batch(env: LmdbEnvironment, txn: Transaction, number: int, keys: list[bytes], values: list[bytes]) -> None:
+def _insert_batch(
+    env: LmdbEnvironment, txn: Transaction, number: int, keys: list[bytes], values: list[bytes]
+) -> None:
     cursor = txn.cursor(env.chunks)
     _, added = cursor.putmulti(list(zip(keys, values, strict=True)), overwrite=False)
     if added < len(keys):
-        held = ((key, int.from_bytes(value[:NUMBER_BYTES], "little"), value) for key, value in cursor.getmulti(keys))
-        others = [(key + pack.to_bytes(NUMBER_BYTES), value) for key, pack, value in held if pack != number]
+        held = (
+            (key, int.from_bytes(value[:NUMBER_BYTES], "little"), value)
+            for key, value in cursor.getmulti(keys)
+        )
+        others = [
+            (key + pack.to_bytes(NUMBER_BYTES), value)
+            for key, pack, value in held
+            if pack != number
+        ]
         txn.cursor(env.others).putmulti(others)
         cursor.putmulti(list(zip(keys, values, strict=True)))
 

@@ -1,6 +1,8 @@
-"""The part of the chunk index that could not be written to disk: the same records in this process's memory.
+"""The part of the chunk index that could not be written to disk: the same records in this process's
+memory.
 
-It holds packs until the disk takes them, and everything where there is no place to write at all. The pack added last wins, as on disk.
+It holds packs until the disk takes them, and everything where there is no place to write at all.
+The pack added last wins, as on disk.
 """
 
 from collections.abc import Iterable

@@ -1,4 +1,5 @@
-"""What the chunk index knows of one chunk: 32 bytes, checked against the store, the chunk id and every field.
+"""What the chunk index knows of one chunk: 32 bytes, checked against the store, the chunk id and
+every field.
 
 All of a batch is encoded and checked at once with numpy; nothing here is done chunk by chunk.
 """
@@ -18,8 +19,8 @@ LOCATION_DTYPE = np.dtype(
         "itemsize": 32,
     }
 )
-"""Where a chunk lies: number of the pack, offset and stored bytes in it, raw bytes, codec, element width. `found` is 0 where nothing is
-known."""
+"""Where a chunk lies: number of the pack, offset and stored bytes in it, raw bytes, codec, element
+width. `found` is 0 where nothing is known."""
 
 Locations: TypeAlias = npt.NDArray[np.void]
 RECORD_BYTES = LOCATION_DTYPE.itemsize
@@ -33,7 +34,8 @@ _SHIFT = np.uint64(29)
 
 
 def seed_of(store: StoreId) -> int:
-    """What the checks of a store's records start from, so that another store's records do not pass."""
+    """What the checks of a store's records start from, so that another store's records do not
+    pass."""
     return int.from_bytes(digest(b"ckptstore chunk index " + store.encode())[:8], "little")
 
 
@@ -47,7 +49,9 @@ def sorted_order(ids: npt.NDArray[np.void]) -> npt.NDArray[np.intp]:
     return np.argsort(ids.view(">u8").reshape(-1, CHUNK_ID_BYTES // 8)[:, 0].astype(np.uint64))
 
 
-def encode(seed: int, number: int, ids: npt.NDArray[np.void], table: npt.NDArray[np.void]) -> Locations:
+def encode(
+    seed: int, number: int, ids: npt.NDArray[np.void], table: npt.NDArray[np.void]
+) -> Locations:
     """The records of the chunks `ids` that lie in pack `number` as the rows of its footer say."""
     rows = np.zeros(len(table), LOCATION_DTYPE)
     rows["pack"], rows["found"] = number, 1
@@ -58,7 +62,8 @@ def encode(seed: int, number: int, ids: npt.NDArray[np.void], table: npt.NDArray
 
 
 def decode(seed: int, ids: npt.NDArray[np.void], records: bytearray) -> tuple[Locations, bool]:
-    """The records of `ids`, `NOTHING` for those that have none, and whether all are whole. Damaged ones count as not found."""
+    """The records of `ids`, `NOTHING` for those that have none, and whether all are whole. Damaged
+    ones count as not found."""
     rows = np.frombuffer(records, LOCATION_DTYPE)
     if records.count(0) == len(records):
         return rows, True

@@ -1,1 +1,2 @@
-"""How a state goes from one process to another over HTTP: only chunks that it lacks, from any number of peers (docs/torchft.md)."""
+"""How a state goes from one process to another over HTTP: only chunks that it lacks, from any
+number of peers (docs/torchft.md)."""

@@ -1,8 +1,9 @@
-"""What a chunk is called while it travels: a quick name, or its id, as in stores, for who looks into one (docs/decisions/036-…, 040-…).
+"""What a chunk is called while it travels: a quick name, or its id, as in stores, for who looks
+into one (docs/decisions/036-…, 040-…).
 
-A name says which it is. Both are hashes of all of the bytes, and what has come counts when its name is the one that was wanted. An id is
-BLAKE3, which takes four to six times as long; a quick name is XXH3, which finds whatever breaks by itself and not what somebody breaks on
-purpose.
+A name says which it is. Both are hashes of all of the bytes, and what has come counts when its name
+is the one that was wanted. An id is BLAKE3, which takes four to six times as long; a quick name is
+XXH3, which finds whatever breaks by itself and not what somebody breaks on purpose.
 """
 
 from collections.abc import Callable, Iterable
@@ -15,7 +16,8 @@ from xxhash import xxh3_128
 from ckptstore.core.ids import CHUNK_ID_BYTES
 
 _QUICK = b"XXH3 of a chunk."
-"""How every quick name ends. No id that will ever be met does, and no number (`protocol.encode_number`)."""
+"""How every quick name ends. No id that will ever be met does, and no number
+(`protocol.encode_number`)."""
 
 
 class Hash(Protocol):
@@ -28,7 +30,8 @@ class Hash(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Naming:
-    """One way to call chunks: a hash of all of their bytes, and what follows it in every name. Both together are as long as an id."""
+    """One way to call chunks: a hash of all of their bytes, and what follows it in every name. Both
+    together are as long as an id."""
 
     begin: Callable[..., Hash]
     ending: bytes = b""

@@ -1,7 +1,8 @@
-"""One connection to a peer, as the receiver sees it: it asks, and reads no longer and no more than it said it would.
+"""One connection to a peer, as the receiver sees it: it asks, and reads no longer and no more than
+it said it would.
 
-Written on a bare socket, so that every read has a limit of time for all of its bytes: a peer that sends a byte now and then is as slow as
-one that sends none.
+Written on a bare socket, so that every read has a limit of time for all of its bytes: a peer that
+sends a byte now and then is as slow as one that sends none.
 """
 
 import errno
@@ -43,7 +44,8 @@ from ckptstore.interop.chunk_transfer.protocol import (
 )
 
 HELLO_S = 2.0
-"""The first wait for an answer at an address, where somebody else may listen. It doubles with each attempt that nobody answers."""
+"""The first wait for an answer at an address, where somebody else may listen. It doubles with each
+attempt that nobody answers."""
 BUSY_S = 0.25
 """The pause before a peer without room for another connection is asked again."""
 
@@ -72,13 +74,22 @@ class Deadline:
 
 
 class PeerFailed(Exception):
-    """A peer did not do what it should have; `error` says what, and `final` whether it is useless to ask again.
+    """A peer did not do what it should have; `error` says what, and `final` whether it is useless
+    to ask again.
 
-    A `slow` peer gave no answer in time, and may give it later. `since` is when the connection that failed was begun, on the monotonic
-    clock: those that break together are one failure. A connection that lay idle may have been closed meanwhile: it is from no time.
+    A `slow` peer gave no answer in time, and may give it later. `since` is when the connection that
+    failed was begun, on the monotonic clock: those that break together are one failure. A
+    connection that lay idle may have been closed meanwhile: it is from no time.
     """
 
-    def __init__(self, error: CkptStoreError, *, final: bool = False, slow: bool = False, since: float = float("inf")) -> None:
+    def __init__(
+        self,
+        error: CkptStoreError,
+        *,
+        final: bool = False,
+        slow: bool = False,
+        since: float = float("inf"),
+    ) -> None:
         super().__init__(str(error))
         self.error, self.final, self.slow, self.since = error, final, slow, since
 
@@ -86,7 +97,8 @@ class PeerFailed(Exception):
 class Route:
     """How to connect to one peer: any of its addresses, and then the one that answered.
 
-    `patience_s` doubles when a connection was given up after it: a slow peer gives its answer to a later one.
+    `patience_s` doubles when a connection was given up after it: a slow peer gives its answer to a
+    later one.
     """
 
     def __init__(self, invitation: Invitation, transfer: str, patience_s: float) -> None:
@@ -102,19 +114,29 @@ class Route:
 
     def connect(self, deadline: Deadline) -> "Connection":
         """Raises `PeerFailed` if the peer answers at none of its addresses."""
-        since, wait_s, hello_s = time.monotonic(), min(deadline.left(), self.patience_s), self._hello_s
+        since, wait_s, hello_s = (
+            time.monotonic(),
+            min(deadline.left(), self.patience_s),
+            self._hello_s,
+        )
         candidates = (self._address,) if self._address else self.invitation.addresses
         answers, errors = set[int](), set[int]()
 
         def is_peer(connection: socket.socket) -> bool:
-            answer = _hello(connection, self.invitation.instance, min(hello_s, since + wait_s - time.monotonic()))
+            answer = _hello(
+                connection,
+                self.invitation.instance,
+                min(hello_s, since + wait_s - time.monotonic()),
+            )
             answers.add(answer)
             return answer == 200
 
         found = reach(candidates, wait_s, is_peer, errors.add)
         if found is None:
             deadline.left()
-            late = _SILENT in answers or (time.monotonic() >= since + wait_s and errno.ECONNREFUSED not in errors)
+            late = _SILENT in answers or (
+                time.monotonic() >= since + wait_s and errno.ECONNREFUSED not in errors
+            )
             slow = late or _BUSY in answers
             if _SILENT in answers:
                 self.be_patient(wait_s)
@@ -124,7 +146,11 @@ class Route:
             if not slow:
                 self._address = None
             tried = ", ".join(host for host, _ in candidates)
-            raise PeerFailed(Unavailable(f"no transport of this id answers at {tried or 'any address'}"), slow=slow, since=since)
+            raise PeerFailed(
+                Unavailable(f"no transport of this id answers at {tried or 'any address'}"),
+                slow=slow,
+                since=since,
+            )
         connection, self._address = found
         self._hello_s = HELLO_S
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -136,19 +162,27 @@ class Route:
 
 
 class Connection:
-    """A connection to a peer. Whatever it raises but TimeoutError is a `PeerFailed`, after which it is of no use."""
+    """A connection to a peer. Whatever it raises but TimeoutError is a `PeerFailed`, after which it
+    is of no use."""
 
-    def __init__(self, connection: socket.socket, route: Route, deadline: Deadline, since: float = float("inf")) -> None:
+    def __init__(
+        self,
+        connection: socket.socket,
+        route: Route,
+        deadline: Deadline,
+        since: float = float("inf"),
+    ) -> None:
         self._socket, self._route, self._deadline, self._since = connection, route, deadline, since
         self._patience_s = route.patience_s
 
     def lay_idle(self) -> None:
-        """It was kept for another exchange: the peer may have closed it meanwhile, which is no failure of the peer."""
+        """It was kept for another exchange: the peer may have closed it meanwhile, which is no
+        failure of the peer."""
         self._since, self._patience_s = float("-inf"), self._route.patience_s
 
     def describe(self, step: int, names: str, *, early: bool = False) -> Description:
-        """What is served as `step`, its chunks called by `names` or by ids; waits until it is. With `early`, an outline of what still is
-        being copied will do."""
+        """What is served as `step`, its chunks called by `names` or by ids; waits until it is. With
+        `early`, an outline of what still is being copied will do."""
         wanted = {NAMES_HEADER: names} | ({EARLY_HEADER: "1"} if early else {})
         while True:
             head = self._ask("GET", state_path(step), self._waiting() | wanted)
@@ -161,25 +195,38 @@ class Connection:
         except Corrupt as error:
             raise PeerFailed(error) from error
         if description.step != step:
-            raise PeerFailed(Conflict(f"{self._route.name} describes step {description.step}; wanted {step}"), final=True)
+            raise PeerFailed(
+                Conflict(f"{self._route.name} describes step {description.step}; wanted {step}"),
+                final=True,
+            )
         if description.early and not early:
             raise self._failed("gives an outline where a description was wanted")
         return description
 
-    def ask_chunks(self, step: int, ids: Sequence[bytes], *, verified: bool = False) -> tuple[list[int | None], list[int | None]]:
-        """The sizes of chunks, None for those that the peer does not serve, and where they lie in its memory, None for those that it sends;
-        these are to be read next, in order.
+    def ask_chunks(
+        self, step: int, ids: Sequence[bytes], *, verified: bool = False
+    ) -> tuple[list[int | None], list[int | None]]:
+        """The sizes of chunks, None for those that the peer does not serve, and where they lie in
+        its memory, None for those that it sends; these are to be read next, in order.
 
         With `verified`, the peer is to compare them with their ids before it sends them.
         """
-        headers = ({VERIFY_HEADER: "1"} if verified else {}) | ({NEAR_HEADER: "1"} if self._route.near else {})
+        headers = ({VERIFY_HEADER: "1"} if verified else {}) | (
+            {NEAR_HEADER: "1"} if self._route.near else {}
+        )
         head = self._ask("POST", chunks_path(step), self._waiting() | headers, b"".join(ids))
         if head.status != 200:
             self._body(head, 0, step)
         table = sizes_bytes(len(ids))
         sizes = decode_sizes(bytes(self._read(table)))
-        places: list[int | None] = decode_places(bytes(self._read(table))) if self._route.near else [None] * len(ids)
-        sent = sum(size for size, place in zip(sizes, places, strict=True) if size is not None and place is None)
+        places: list[int | None] = (
+            decode_places(bytes(self._read(table))) if self._route.near else [None] * len(ids)
+        )
+        sent = sum(
+            size
+            for size, place in zip(sizes, places, strict=True)
+            if size is not None and place is None
+        )
         if head.length != (2 * table if self._route.near else table) + sent:
             raise self._failed(f"announces {head.length} bytes for chunks of other sizes")
         return sizes, places
@@ -221,15 +268,21 @@ class Connection:
             self._socket.close()
 
     def _waiting(self) -> dict[str, str]:
-        """How long the peer may wait before it answers, so that the answer comes within our patience."""
+        """How long the peer may wait before it answers, so that the answer comes within our
+        patience."""
         return {WAIT_HEADER: str(int(min(self._deadline.left(), self._patience_s / 2) * 1000))}
 
     def _ask(self, method: str, path: str, headers: dict[str, str], body: bytes = b"") -> Head:
         invitation = self._route.invitation
-        common = {"Authorization": f"Bearer {invitation.token}", TRANSFER_HEADER: self._route.transfer}
+        common = {
+            "Authorization": f"Bearer {invitation.token}",
+            TRANSFER_HEADER: self._route.transfer,
+        }
         try:
             self._socket.settimeout(min(self._deadline.left(), self._patience_s))
-            self._socket.sendall(encode_request(method, path, invitation.instance, common | headers, body))
+            self._socket.sendall(
+                encode_request(method, path, invitation.instance, common | headers, body)
+            )
         except OSError as error:
             raise self._broken(error) from error
         return self._head()
@@ -247,7 +300,11 @@ class Connection:
             why = self._read(min(head.length, _WHY_BYTES_MAX)).decode("utf-8", "replace")
             kind = _REFUSED.get(head.status, Unavailable)
             served = head.headers.get(STEP_HEADER.lower())
-            said = f"serves step {served:.20}; wanted {step}" if served else f"answers {head.status}: {why:.200}"
+            said = (
+                f"serves step {served:.20}; wanted {step}"
+                if served
+                else f"answers {head.status}: {why:.200}"
+            )
             raise PeerFailed(kind(f"{self._route.name} {said}"), final=head.status in _REFUSED)
         if head.length > limit:
             raise self._failed(f"answers with {head.length} bytes; wanted at most {limit}")
@@ -267,7 +324,8 @@ class Connection:
         wait_s = min(self._deadline.left(), max(within_s, 0.001))
         try:
             if flags & _ALL:
-                # The kernel waits, for all of it: between two looks of ours at a fast connection little more than a packet would come.
+                # The kernel waits, for all of it: between two looks of ours at a fast connection
+                # little more than a packet would come.
                 self._socket.settimeout(None)
                 self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, _timeval(wait_s))
             else:
@@ -290,7 +348,11 @@ class Connection:
 
     def _late(self, what: str) -> PeerFailed:
         self._route.be_patient(self._patience_s)
-        return PeerFailed(Unavailable(f"{self._route.name} {what} in {self._patience_s:g} s"), slow=True, since=self._since)
+        return PeerFailed(
+            Unavailable(f"{self._route.name} {what} in {self._patience_s:g} s"),
+            slow=True,
+            since=self._since,
+        )
 
     def _failed(self, what: str) -> PeerFailed:
         return PeerFailed(Unavailable(f"{self._route.name} {what}"), since=self._since)
@@ -300,8 +362,8 @@ _SILENT, _BUSY, _OTHER = 0, 503, 404
 
 
 def _hello(connection: socket.socket, instance: str, wait_s: float) -> int:
-    """200 if the instance that is meant answers: only then it is told the token. 503 if it may be that one, and has no room; 0 if nothing
-    comes within `wait_s`; 404 for somebody else."""
+    """200 if the instance that is meant answers: only then it is told the token. 503 if it may be
+    that one, and has no room; 0 if nothing comes within `wait_s`; 404 for somebody else."""
     end = time.monotonic() + wait_s
 
     def receive(out: memoryview, flags: int = 0) -> int:

@@ -1,4 +1,5 @@
-"""Chunks from several peers at once, each verified before it counts; what one does not give, another is asked for."""
+"""Chunks from several peers at once, each verified before it counts; what one does not give,
+another is asked for."""
 
 import logging
 import threading
@@ -41,47 +42,71 @@ class Traffic:
 
 
 class Peers:
-    """The peers of one transfer of the state `step`: their connections are kept from one fetch to the next, until `close`."""
+    """The peers of one transfer of the state `step`: their connections are kept from one fetch to
+    the next, until `close`."""
 
-    def __init__(self, routes: Sequence[Route], step: int, deadline: Deadline, max_workers: int) -> None:
+    def __init__(
+        self, routes: Sequence[Route], step: int, deadline: Deadline, max_workers: int
+    ) -> None:
         self.traffic = Traffic()
-        self._routes, self._step, self._deadline, self._max_workers = list(routes), step, deadline, max_workers
+        self._routes, self._step, self._deadline, self._max_workers = (
+            list(routes),
+            step,
+            deadline,
+            max_workers,
+        )
         self._open: set[Connection] = set()
         self._idle: dict[Route, list[Connection]] = {route: [] for route in routes}
         self._closed = False
-        # What came damaged, or broke off: the peer's disk may be at fault, which it notices if it is asked to look.
+        # What came damaged, or broke off: the peer's disk may be at fault, which it notices if it
+        # is asked to look.
         self._doubted: set[bytes] = set()
         self._lock = threading.Lock()
 
     def describe(self, names: str, *, early: bool = False) -> Description:
-        """The description of the peer that answers first. Raises what the peers failed with if all did, TimeoutError if none is in time.
+        """The description of the peer that answers first. Raises what the peers failed with if all
+        did, TimeoutError if none is in time.
 
-        Peers may call chunks by `names`. With `early`, the one peer that there is may give an outline.
+        Peers may call chunks by `names`. With `early`, the one peer that there is may give an
+        outline.
         """
         early = early and len(self._routes) == 1  # numbers are one peer's
         with self._threads(len(self._routes)) as pool:
-            return self._first({pool.submit(self._describe, route, names, early) for route in self._routes})
+            return self._first(
+                {pool.submit(self._describe, route, names, early) for route in self._routes}
+            )
 
     def ids(self, names: Sequence[bytes]) -> list[bytes | None]:
-        """The ids of chunks that have quick names, as the first peer knows them that answers; None for those of which no peer does."""
+        """The ids of chunks that have quick names, as the first peer knows them that answers; None
+        for those of which no peer does."""
         for route in self._routes:
             try:
                 with self._connection(route) as connection:
-                    asked = [names[i : i + IDS_PER_REQUEST] for i in range(0, len(names), IDS_PER_REQUEST)]
+                    asked = [
+                        names[i : i + IDS_PER_REQUEST]
+                        for i in range(0, len(names), IDS_PER_REQUEST)
+                    ]
                     self.traffic.add(requests=len(asked))
-                    return [chunk for some in asked for chunk in connection.ask_ids(self._step, some)]
+                    return [
+                        chunk for some in asked for chunk in connection.ask_ids(self._step, some)
+                    ]
             except PeerFailed as failed:
                 logger.debug("a peer does not tell ids: %s", failed)
         return [None] * len(names)
 
     def fetch(self, wanted: Sequence[Wanted]) -> None:
-        """Bring every chunk to where it belongs. Raises what stood in the way; nothing is written any more then."""
+        """Bring every chunk to where it belongs. Raises what stood in the way; nothing is written
+        any more then."""
         if not wanted:
             return
         max_workers = min(self._max_workers, len(wanted))
         work = Work(wanted, len(self._routes), max_workers * len(self._routes), self._deadline)
         with self._threads(max_workers * len(self._routes)) as pool:
-            working = [pool.submit(self._work, work, peer) for _ in range(max_workers) for peer in range(len(self._routes))]
+            working = [
+                pool.submit(self._work, work, peer)
+                for _ in range(max_workers)
+                for peer in range(len(self._routes))
+            ]
             try:
                 work.finish()
             except BaseException as error:
@@ -105,7 +130,8 @@ class Peers:
 
     @contextmanager
     def _threads(self, count: int) -> Iterator[Pool]:
-        """Threads that nobody waits for: when all has been received, some may still try to reach a peer that does not answer."""
+        """Threads that nobody waits for: when all has been received, some may still try to reach a
+        peer that does not answer."""
         pool = Pool(count, name="ckptstore-peer")
         try:
             yield pool
@@ -127,7 +153,9 @@ class Peers:
     def _first(self, waiting: "set[Future[Description]]") -> Description:
         errors: list[CkptStoreError] = []
         while waiting:
-            done, waiting = wait(waiting, timeout=self._deadline.left(), return_when=FIRST_COMPLETED)
+            done, waiting = wait(
+                waiting, timeout=self._deadline.left(), return_when=FIRST_COMPLETED
+            )
             for future in done:
                 try:
                     return future.result()
@@ -146,18 +174,26 @@ class Peers:
                 except PeerFailed as failed:
                     self._doubted.update(each.chunk for each in left[:1])
                     self.traffic.add(retried=len(left))
-                    work.struck(peer, failed.error, final=failed.final, slow=failed.slow, since=failed.since)
+                    work.struck(
+                        peer, failed.error, final=failed.final, slow=failed.slow, since=failed.since
+                    )
                     work.back(peer, left)
         except BaseException as error:
             work.fail(error)
 
-    def _receive(self, work: Work, peer: int, connection: Connection, left: list[Wanted], aside: "_Aside") -> None:
+    def _receive(
+        self, work: Work, peer: int, connection: Connection, left: list[Wanted], aside: "_Aside"
+    ) -> None:
         """Receive what is `left` of a batch, which has afterwards what did not come."""
         self.traffic.add(requests=1)
         verified = any(each.chunk in self._doubted for each in left)
-        sizes, places = connection.ask_chunks(self._step, [each.chunk for each in left], verified=verified)
+        sizes, places = connection.ask_chunks(
+            self._step, [each.chunk for each in left], verified=verified
+        )
         asked = list(zip(left, sizes, strict=True))
-        coming = iter([place for size, place in zip(sizes, places, strict=True) if size is not None])
+        coming = iter(
+            [place for size, place in zip(sizes, places, strict=True) if size is not None]
+        )
         left[:] = [each for each, size in asked if size is not None]
         if lacked := [each for each, size in asked if size is None and not each.numbered]:
             work.back(peer, lacked, lacked=True)
@@ -165,7 +201,12 @@ class Peers:
             work.landed(peer)
         for each, size in asked:
             if size not in (None, each.nbytes):
-                raise PeerFailed(Corrupt(f"a peer has {size} bytes for chunk {each.chunk.hex()[:12]}; wanted {each.nbytes}"))
+                raise PeerFailed(
+                    Corrupt(
+                        f"a peer has {size} bytes for chunk {each.chunk.hex()[:12]}; wanted "
+                        f"{each.nbytes}"
+                    )
+                )
         wrong: list[Wanted] = []
         while left:
             each = left[0]
@@ -182,7 +223,13 @@ class Peers:
             self._doubted.update(each.chunk for each in wrong)
             self.traffic.add(retried=len(wrong))
             names = ", ".join(each.chunk.hex()[:12] for each in wrong[:4])
-            work.struck(peer, Corrupt(f"{len(wrong)} chunks came damaged from a peer, or it is not what it says: {names}"))
+            work.struck(
+                peer,
+                Corrupt(
+                    f"{len(wrong)} chunks came damaged from a peer, or it is not what it says: "
+                    f"{names}"
+                ),
+            )
             work.back(peer, wrong)
 
     @contextmanager
@@ -221,7 +268,8 @@ class Peers:
 
 
 class _Aside:
-    """Memory of one thread for chunks that are not received to where they belong: one after the other."""
+    """Memory of one thread for chunks that are not received to where they belong: one after the
+    other."""
 
     def __init__(self) -> None:
         self._memory = memoryview(b"")

@@ -1,6 +1,8 @@
-"""Chunks that this process has already, by name: in its live state, in its store, in what a broken transfer left behind.
+"""Chunks that this process has already, by name: in its live state, in its store, in what a broken
+transfer left behind.
 
-What is taken from here is hashed where it lands. A chunk that turned out to be another is simply not here.
+What is taken from here is hashed where it lands. A chunk that turned out to be another is simply
+not here.
 """
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -30,13 +32,17 @@ Bring: TypeAlias = Callable[[Sequence[Wanted]], Iterable[Wanted]]
 class LocalChunks:
     """What is here, for one transfer. `objects` is the local store, if there is one."""
 
-    def __init__(self, threads: ThreadPool, deadline: Deadline, objects: "ObjectStore | None" = None) -> None:
+    def __init__(
+        self, threads: ThreadPool, deadline: Deadline, objects: "ObjectStore | None" = None
+    ) -> None:
         self._threads, self._deadline, self._objects = threads, deadline, objects
         self._live: dict[bytes, tuple[Source, int, int]] = {}
         self._at: dict[tuple[int, int, int], bytes] = {}
         self._left: Mapping[bytes, memoryview] = {}
 
-    def add_live(self, live: FlatState, chunk_bytes: int, naming: Naming, *, without: Collection[Source] = ()) -> None:
+    def add_live(
+        self, live: FlatState, chunk_bytes: int, naming: Naming, *, without: Collection[Source] = ()
+    ) -> None:
         """Hash a live state, cut as the sender cuts its own, but for the leaves of `without`."""
         parts = [part for part in parts_of(live) if part.source not in without]
 
@@ -50,14 +56,17 @@ class LocalChunks:
                     if isinstance(source, TensorSource):
                         self.note(source.tensor, start, stop, chunk)
 
-        self._threads.spread(index, plan_chunks([part.extent for part in parts], chunk_bytes).batches)
+        self._threads.spread(
+            index, plan_chunks([part.extent for part in parts], chunk_bytes).batches
+        )
 
     def note(self, tensor: "torch.Tensor", start: int, stop: int, chunk: bytes) -> None:
         """These bytes of a tensor were hashed where they lie."""
         self._at[tensor.data_ptr(), start, stop] = chunk
 
     def forget_places(self) -> None:
-        """Tensors of which something was noted are given up: others may come to lie in their memory."""
+        """Tensors of which something was noted are given up: others may come to lie in their
+        memory."""
         self._at = {}
 
     def chunk_at(self, tensor: "torch.Tensor", start: int, stop: int) -> bytes | None:
@@ -68,8 +77,11 @@ class LocalChunks:
         """Count what an earlier transfer brought."""
         self._left = left
 
-    def land_alike(self, wanted: Sequence[Wanted], alike: Mapping[bytes, tuple[Source, int]], naming: Naming) -> list[Wanted]:
-        """Bring to the memory of chunks what the live state has in their places, by leaf and first byte, and hash it there; what it is not.
+    def land_alike(
+        self, wanted: Sequence[Wanted], alike: Mapping[bytes, tuple[Source, int]], naming: Naming
+    ) -> list[Wanted]:
+        """Bring to the memory of chunks what the live state has in their places, by leaf and first
+        byte, and hash it there; what it is not.
 
         What turned out to be another chunk is known as that: the live state is read once.
         """
@@ -88,15 +100,21 @@ class LocalChunks:
         return self._land(wanted, [each.chunk in alike for each in wanted], bring)
 
     def land(self, wanted: Sequence[Wanted], *, without_live: bool = False) -> list[Wanted]:
-        """Bring what is here to where it belongs; what is not. `without_live` if the live state is what is written to."""
+        """Bring what is here to where it belongs; what is not. `without_live` if the live state is
+        what is written to."""
         if without_live:
             self._live = {}
-        missing = self._land(wanted, [each.chunk in self._live or each.chunk in self._left for each in wanted], self._copy)
+        missing = self._land(
+            wanted,
+            [each.chunk in self._live or each.chunk in self._left for each in wanted],
+            self._copy,
+        )
         return self._land_stored(missing, [each.chunk for each in missing])
 
     def land_stored(self, wanted: Sequence[Wanted], ids: Sequence[bytes | None]) -> list[Wanted]:
-        """Bring what the store has of chunks that have quick names to where it belongs; what it has not. `ids` is what a peer says that
-        theirs are: each chunk is compared with its name, too."""
+        """Bring what the store has of chunks that have quick names to where it belongs; what it has
+        not. `ids` is what a peer says that theirs are: each chunk is compared with its name,
+        too."""
         told = [(each, chunk) for each, chunk in zip(wanted, ids, strict=True) if chunk]
         untold = [each for each, chunk in zip(wanted, ids, strict=True) if not chunk]
         return untold + self._land_stored([each for each, _ in told], [chunk for _, chunk in told])
@@ -108,9 +126,13 @@ class LocalChunks:
         known = {each.chunk: chunk for each, chunk in zip(wanted, ids, strict=True)}
         return self._land(wanted, found.tolist(), lambda batch: self._read(batch, known))
 
-    def _land(self, wanted: Sequence[Wanted], is_here: Sequence[object], bring: Bring) -> list[Wanted]:
+    def _land(
+        self, wanted: Sequence[Wanted], is_here: Sequence[object], bring: Bring
+    ) -> list[Wanted]:
         here = [each for each, there in zip(wanted, is_here, strict=True) if there]
-        missing: list[Wanted] = [each for each, there in zip(wanted, is_here, strict=True) if not there]
+        missing: list[Wanted] = [
+            each for each, there in zip(wanted, is_here, strict=True) if not there
+        ]
 
         def task(batch: Sequence[Wanted]) -> None:
             self._deadline.left()

@@ -1,7 +1,9 @@
-"""DTensors on their way between replicas: a sender names mesh and placements, a receiver places them on a mesh of the same ranks and names.
+"""DTensors on their way between replicas: a sender names mesh and placements, a receiver places
+them on a mesh of the same ranks and names.
 
-That is a mesh of its own if it has one. Otherwise the receiver makes a mesh without process groups, which takes no other rank and is equal
-to the one that the training makes. On a mesh of the same ranks and names, this process holds what the peer held on its own.
+That is a mesh of its own if it has one. Otherwise the receiver makes a mesh without process groups,
+which takes no other rank and is equal to the one that the training makes. On a mesh of the same
+ranks and names, this process holds what the peer held on its own.
 """
 
 import re
@@ -25,33 +27,52 @@ _STRIDED_SHARD = re.compile(r"_S\((\d{1,3}), (\d{1,6})\)")
 
 
 def placed_leaves(flat: FlatState) -> dict[int, Placed]:
-    """How each DTensor of a state lies. Raises `InvalidInput` for a ShardedTensor, which has no mesh."""
+    """How each DTensor of a state lies. Raises `InvalidInput` for a ShardedTensor, which has no
+    mesh."""
     found: dict[int, Placed] = {}
     for leaf, held in flat.held.items():
         if flat.schema.aliases[leaf] >= 0:
             continue
         if not is_dtensor(held.origin):
             kind = type(held.origin).__name__
-            raise InvalidInput(f"{flat.schema.paths[leaf]} is a {kind}; of distributed tensors, only DTensors can be sent: convert it")
+            raise InvalidInput(
+                f"{flat.schema.paths[leaf]} is a {kind}; of distributed tensors, only DTensors can "
+                "be sent: convert it"
+            )
         found[leaf] = placed(held.origin)
     return found
 
 
 def placed(tensor: "DTensor") -> Placed:
     mesh = tensor.device_mesh
-    return Placed(mesh_name(mesh), tuple(map(str, tensor.placements)), tuple(tensor.stride()), mesh.device_type)
+    return Placed(
+        mesh_name(mesh),
+        tuple(map(str, tensor.placements)),
+        tuple(tensor.stride()),
+        mesh.device_type,
+    )
 
 
 def mesh_name(mesh: "DeviceMesh") -> MeshName:
-    return MeshName(tuple(mesh.mesh.shape), tuple(mesh.mesh.flatten().tolist()), tuple(mesh.mesh_dim_names or ()))
+    return MeshName(
+        tuple(mesh.mesh.shape),
+        tuple(mesh.mesh.flatten().tolist()),
+        tuple(mesh.mesh_dim_names or ()),
+    )
 
 
-def attach(path: str, shape: Shape, dtype: torch.dtype, wanted: Placed, meshes: "Iterable[DeviceMesh]") -> "DTensor":
-    """A DTensor of any bytes, placed as `wanted` says on one of this process's `meshes`, or on a mesh without process groups.
+def attach(
+    path: str, shape: Shape, dtype: torch.dtype, wanted: Placed, meshes: "Iterable[DeviceMesh]"
+) -> "DTensor":
+    """A DTensor of any bytes, placed as `wanted` says on one of this process's `meshes`, or on a
+    mesh without process groups.
 
-    Raises `InvalidInput` for a mesh of which this process is no rank, and for placements that do not fit.
+    Raises `InvalidInput` for a mesh of which this process is no rank, and for placements that do
+    not fit.
     """
-    mesh = next((mesh for mesh in meshes if mesh_name(mesh) == wanted.mesh), None) or _without_groups(path, wanted)
+    mesh = next(
+        (mesh for mesh in meshes if mesh_name(mesh) == wanted.mesh), None
+    ) or _without_groups(path, wanted)
     if wanted.mesh.shape and mesh.get_coordinate() is None:
         raise InvalidInput(
             f"{path} lies on {wanted.mesh}, and rank {mesh.get_rank()} is none of its ranks: "
@@ -62,25 +83,33 @@ def attach(path: str, shape: Shape, dtype: torch.dtype, wanted: Placed, meshes: 
         tensor: DTensor = empty_local(mesh, placements, shape, wanted.stride, dtype)
         return tensor
     except (ValueError, IndexError, RuntimeError) as error:
-        raise InvalidInput(f"{path} cannot be placed as {', '.join(wanted.placements)} on {wanted.mesh}: {error}") from error
+        raise InvalidInput(
+            f"{path} cannot be placed as {', '.join(wanted.placements)} on {wanted.mesh}: {error}"
+        ) from error
 
 
 def _without_groups(path: str, wanted: Placed) -> "DeviceMesh":
-    """A mesh of these ranks and names. Collectives over it fail, since groups take all its ranks."""
+    """A mesh of these ranks and names. Collectives over it fail, since groups take all its
+    ranks."""
     from torch import distributed
     from torch.distributed.device_mesh import DeviceMesh
 
     name = wanted.mesh
     if not (distributed.is_available() and distributed.is_initialized()):
         raise InvalidInput(
-            f"{path} is a DTensor on {name}, and this process has no rank: call torch.distributed.init_process_group before it receives, "
+            f"{path} is a DTensor on {name}, and this process has no rank: call "
+            "torch.distributed.init_process_group before it receives, "
             "or pass meshes= to the transport"
         )
     try:
         ranks = torch.tensor(name.ranks, dtype=torch.int).reshape(name.shape)
-        return DeviceMesh(wanted.device, ranks, mesh_dim_names=name.names or None, _init_backend=False)
+        return DeviceMesh(
+            wanted.device, ranks, mesh_dim_names=name.names or None, _init_backend=False
+        )
     except (ValueError, RuntimeError, AssertionError, OverflowError) as error:
-        raise InvalidInput(f"{path} lies on {name}, which is no mesh that can be made here: {error}") from error
+        raise InvalidInput(
+            f"{path} lies on {name}, which is no mesh that can be made here: {error}"
+        ) from error
 
 
 def _placement(text: str) -> Any:

@@ -1,7 +1,9 @@
-"""Chunks of a peer that is a process of this host: read from its memory, without a socket between (docs/decisions/037-…).
+"""Chunks of a peer that is a process of this host: read from its memory, without a socket between
+(docs/decisions/037-…).
 
-Nothing is taken for granted: a process that cannot be read, or is another one than the peer, is found out by a probe first, and what was
-read is hashed where it has landed like everything that comes.
+Nothing is taken for granted: a process that cannot be read, or is another one than the peer, is
+found out by a probe first, and what was read is hashed where it has landed like everything that
+comes.
 """
 
 import ctypes
@@ -15,7 +17,8 @@ from ckptstore.core.ids import digest
 from ckptstore.interop.chunk_transfer.protocol import Near
 
 _SAME = ("/proc/sys/kernel/random/boot_id", "/proc/thread-self/ns/pid", "/proc/thread-self/ns/net")
-"""What two processes share that are to count as near: the kernel, the numbers of processes, and the network, beside which this goes."""
+"""What two processes share that are to count as near: the kernel, the numbers of processes, and the
+network, beside which this goes."""
 
 
 class _Span(ctypes.Structure):
@@ -40,8 +43,13 @@ def is_near(near: Near | None, instance: str) -> bool:
 
 
 def address_of(memory: memoryview) -> int | None:
-    """Where bytes of this process lie; None for those that are not to be written to, which need not stay there."""
-    return None if memory.readonly or not memory.nbytes else ctypes.addressof(ctypes.c_char.from_buffer(memory))
+    """Where bytes of this process lie; None for those that are not to be written to, which need not
+    stay there."""
+    return (
+        None
+        if memory.readonly or not memory.nbytes
+        else ctypes.addressof(ctypes.c_char.from_buffer(memory))
+    )
 
 
 def read_memory(process: int, address: int, out: memoryview) -> bool:
@@ -57,12 +65,17 @@ def read_memory(process: int, address: int, out: memoryview) -> bool:
 
 
 def _where() -> str:
-    """What only processes have in common that may be near each other; empty where there is no such thing."""
+    """What only processes have in common that may be near each other; empty where there is no such
+    thing."""
     if _read_function() is None:
         return ""
     with suppress(OSError):
         boot, *namespaces = _SAME
-        parts = [Path(boot).read_text(encoding="ascii").strip(), *map(os.readlink, namespaces), str(os.getuid())]
+        parts = [
+            Path(boot).read_text(encoding="ascii").strip(),
+            *map(os.readlink, namespaces),
+            str(os.getuid()),
+        ]
         return digest(" ".join(parts).encode()).hex()[:32]
     return ""
 

@@ -1,7 +1,8 @@
-"""What transports say to each other over HTTP/1.1: paths, limits, and what the bodies hold (docs/torchft.md). Pure.
+"""What transports say to each other over HTTP/1.1: paths, limits, and what the bodies hold
+(docs/torchft.md). Pure.
 
-Nothing that comes from the other side is trusted: each number has a limit, and what does not match its hash is refused. A description names
-every chunk of a state by its hash, and ends with its own.
+Nothing that comes from the other side is trusted: each number has a limit, and what does not match
+its hash is refused. A description names every chunk of a state by its hash, and ends with its own.
 """
 
 import json
@@ -26,22 +27,26 @@ _IDS_PATH = "/ckptstore/1/ids/"
 _PATH = re.compile(r"/ckptstore/1/(state|chunks|ids)/(-?[0-9]{1,18})")
 
 WAIT_HEADER = "Ckptstore-Wait-Ms"
-"""How long the server may wait until a state is served, or chunks that are asked for by number have been copied."""
+"""How long the server may wait until a state is served, or chunks that are asked for by number have
+been copied."""
 
 TRANSFER_HEADER = "Ckptstore-Transfer"
 """What a receiver calls its transfer: while one is under way, what it takes is not withdrawn."""
 
 VERIFY_HEADER = "Ckptstore-Verify"
-"""In a request for chunks of which some came damaged: the server is to compare what it sends with the ids, too."""
+"""In a request for chunks of which some came damaged: the server is to compare what it sends with
+the ids, too."""
 
 EARLY_HEADER = "Ckptstore-Early"
-"""In a request for a state by a peer that has nothing of it: an outline will do, by which it takes chunks while others are copied."""
+"""In a request for a state by a peer that has nothing of it: an outline will do, by which it takes
+chunks while others are copied."""
 
 NAMES_HEADER = "Ckptstore-Names"
 """In a request for a state: chunks may be called by these names instead of ids (`naming`)."""
 
 NEAR_HEADER = "Ckptstore-Near"
-"""In a request for chunks by a peer that can read the server's memory: where they lie there is enough."""
+"""In a request for chunks by a peer that can read the server's memory: where they lie there is
+enough."""
 
 STEP_HEADER = "Ckptstore-Step"
 """The step that is served, where another one was asked for."""
@@ -65,7 +70,8 @@ Sized: TypeAlias = tuple[bytes, int]
 
 @dataclass(frozen=True, slots=True)
 class Near:
-    """Where the process of a transport is, for those who are near it, and where in its memory its instance is written."""
+    """Where the process of a transport is, for those who are near it, and where in its memory its
+    instance is written."""
 
     where: str
     pid: int
@@ -74,8 +80,8 @@ class Near:
 
 @dataclass(frozen=True, slots=True)
 class Invitation:
-    """How to reach a transport: `token` opens it, and `instance`, which is no secret, tells it from whoever else answers at an address.
-    `names` are those that it can give to chunks besides ids."""
+    """How to reach a transport: `token` opens it, and `instance`, which is no secret, tells it from
+    whoever else answers at an address. `names` are those that it can give to chunks besides ids."""
 
     instance: str
     token: str = field(repr=False)
@@ -86,7 +92,8 @@ class Invitation:
 
 @dataclass(frozen=True, slots=True)
 class MeshName:
-    """A device mesh as processes of several replicas know it: its shape, its ranks row by row, and the names of its dimensions."""
+    """A device mesh as processes of several replicas know it: its shape, its ranks row by row, and
+    the names of its dimensions."""
 
     shape: Shape
     ranks: tuple[int, ...]
@@ -97,7 +104,8 @@ class MeshName:
 class Placed:
     """How a leaf that is a DTensor lies on a mesh; the leaf's shape is the whole tensor's.
 
-    `device` is the type of the mesh's devices at the sender; a receiver's own mesh may have devices of another type.
+    `device` is the type of the mesh's devices at the sender; a receiver's own mesh may have devices
+    of another type.
     """
 
     mesh: MeshName
@@ -108,10 +116,11 @@ class Placed:
 
 @dataclass(frozen=True, slots=True)
 class Description:
-    """A state that is served: schema and pages are chunks as well, and `placed` says which leaves are DTensors.
+    """A state that is served: schema and pages are chunks as well, and `placed` says which leaves
+    are DTensors.
 
-    Chunks of tensors are called by `names`. An `early` one is an outline: the state is still being copied, and its pages have numbers in
-    the place of ids.
+    Chunks of tensors are called by `names`. An `early` one is an outline: the state is still being
+    copied, and its pages have numbers in the place of ids.
     """
 
     step: int
@@ -155,7 +164,12 @@ def parse_path(path: str) -> tuple[str, int] | None:
 
 
 def encode_invitation(invitation: Invitation) -> str:
-    fields: dict[str, Any] = {"id": invitation.instance, "token": invitation.token, "at": invitation.addresses, "names": invitation.names}
+    fields: dict[str, Any] = {
+        "id": invitation.instance,
+        "token": invitation.token,
+        "at": invitation.addresses,
+        "names": invitation.names,
+    }
     if near := invitation.near:
         fields["near"] = [near.where, near.pid, near.address]
     return _INVITATION + json.dumps(fields, separators=(",", ":"))
@@ -168,9 +182,18 @@ def decode_invitation(text: str) -> Invitation:
             raise ValueError(f"it begins with {text[:40]!r}")
         fields = json.loads(text.removeprefix(_INVITATION))
         addresses = tuple((str(host), int(port)) for host, port in fields["at"][:_ADDRESSES_MAX])
-        return Invitation(_word(fields["id"]), _word(fields["token"]), addresses, _names(fields), _near(fields.get("near")))
+        return Invitation(
+            _word(fields["id"]),
+            _word(fields["token"]),
+            addresses,
+            _names(fields),
+            _near(fields.get("near")),
+        )
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise InvalidInput(f"this is no metadata of a StoreTransport: {error}; both replicas need the same kind of transport") from error
+        raise InvalidInput(
+            f"this is no metadata of a StoreTransport: {error}; both replicas need the same kind "
+            "of transport"
+        ) from error
 
 
 def encode_description(description: Description) -> bytes:
@@ -181,7 +204,10 @@ def encode_description(description: Description) -> bytes:
             "chunk_bytes": description.chunk_bytes,
             "metadata": [[chunk.hex(), nbytes] for chunk, nbytes in description.metadata],
             "meshes": [[mesh.shape, mesh.ranks, mesh.names] for mesh in meshes],
-            "placed": [[leaf, meshes.index(p.mesh), p.placements, p.stride] for leaf, p in description.placed.items()],
+            "placed": [
+                [leaf, meshes.index(p.mesh), p.placements, p.stride]
+                for leaf, p in description.placed.items()
+            ],
             "devices": [p.device for p in description.placed.values()],
             "names": description.names,
             **({"early": True} if description.early else {}),
@@ -194,27 +220,44 @@ def decode_description(data: bytes) -> Description:
     """Raises `Corrupt` for a description that was damaged on its way, or never was one."""
     body, wanted = data[:-CHUNK_ID_BYTES], data[-CHUNK_ID_BYTES:]
     if len(data) <= CHUNK_ID_BYTES or digest(body) != wanted:
-        raise Corrupt(f"a peer's description of its state does not match its hash ({len(data)} bytes came)")
+        raise Corrupt(
+            f"a peer's description of its state does not match its hash ({len(data)} bytes came)"
+        )
     try:
         said = canonical.decode(body)
-        meshes = [MeshName(_numbers(shape), _numbers(ranks), tuple(map(_word, names))) for shape, ranks, names in said["meshes"]]
+        meshes = [
+            MeshName(_numbers(shape), _numbers(ranks), tuple(map(_word, names)))
+            for shape, ranks, names in said["meshes"]
+        ]
         devices = map(_word, said.get("devices") or ["cpu"] * len(said["placed"]))
         placed = {
-            _number(leaf): Placed(meshes[_number(mesh)], tuple(map(_word, placements)), _numbers(stride), device)
-            for (leaf, mesh, placements, stride), device in zip(said["placed"], devices, strict=True)
+            _number(leaf): Placed(
+                meshes[_number(mesh)], tuple(map(_word, placements)), _numbers(stride), device
+            )
+            for (leaf, mesh, placements, stride), device in zip(
+                said["placed"], devices, strict=True
+            )
         }
         schema, *pages = [(_id(chunk), _number(nbytes)) for chunk, nbytes in said["metadata"]]
         chunk_bytes, early = check_chunk_bytes(said["chunk_bytes"]), said.get("early") is True
-        described = Description(int(said["step"]), chunk_bytes, schema, tuple(pages), placed, early, _names(said))
+        described = Description(
+            int(said["step"]), chunk_bytes, schema, tuple(pages), placed, early, _names(said)
+        )
     except (ValueError, KeyError, TypeError, IndexError, AttributeError, Corrupt) as error:
-        raise Corrupt(f"a peer's description of its state cannot be read: {error!r:.200}") from error
+        raise Corrupt(
+            f"a peer's description of its state cannot be read: {error!r:.200}"
+        ) from error
     if sum(nbytes for _, nbytes in described.metadata) > METADATA_BYTES_MAX:
-        raise Corrupt(f"a peer's description of its state names more than {METADATA_BYTES_MAX} bytes of metadata")
+        raise Corrupt(
+            f"a peer's description of its state names more than {METADATA_BYTES_MAX} bytes of "
+            "metadata"
+        )
     return described
 
 
 def encode_number(number: int) -> bytes:
-    """What stands for the id of chunk `number` of a state until it has been copied. No hash comes out like this."""
+    """What stands for the id of chunk `number` of a state until it has been copied. No hash comes
+    out like this."""
     return _NUMBER.pack(number)
 
 
@@ -248,7 +291,8 @@ def encode_sizes(sizes: Sequence[int | None]) -> bytes:
 
 
 def encode_places(places: Sequence[int | None]) -> bytes:
-    """What follows the sizes for a peer that is near: the addresses of chunks, None for one whose bytes follow."""
+    """What follows the sizes for a peer that is near: the addresses of chunks, None for one whose
+    bytes follow."""
     return encode_sizes(places)
 
 
@@ -262,22 +306,35 @@ def sizes_bytes(count: int) -> int:
 
 
 def decode_sizes(data: bytes) -> list[int | None]:
-    return [None if size == _MISSING else size for size in struct.unpack(f">{len(data) // 8}Q", data)]
+    return [
+        None if size == _MISSING else size for size in struct.unpack(f">{len(data) // 8}Q", data)
+    ]
 
 
-def encode_request(method: str, path: str, host: str, headers: dict[str, str], body: bytes) -> bytes:
+def encode_request(
+    method: str, path: str, host: str, headers: dict[str, str], body: bytes
+) -> bytes:
     lines = [f"{method} {path} HTTP/1.1", f"Host: {host}", f"Content-Length: {len(body)}"]
     lines += [f"{name}: {value}" for name, value in headers.items()]
     return "\r\n".join([*lines, "", ""]).encode("ascii") + body
 
 
 def decode_head(data: bytes) -> Head:
-    """The head of an answer, up to its empty line. Raises `Corrupt` for one that is no HTTP/1.1 or does not say its length."""
+    """The head of an answer, up to its empty line. Raises `Corrupt` for one that is no HTTP/1.1 or
+    does not say its length."""
     first, *lines = data.decode("latin-1").split("\r\n")
     version, _, rest = first.partition(" ")
-    headers = {name.strip().lower(): value.strip() for name, _, value in (line.partition(":") for line in lines if line)}
+    headers = {
+        name.strip().lower(): value.strip()
+        for name, _, value in (line.partition(":") for line in lines if line)
+    }
     status, length = rest[:3], headers.get("content-length", "")
-    if version != "HTTP/1.1" or not status.isdecimal() or not length.isdecimal() or len(length) > 18:
+    if (
+        version != "HTTP/1.1"
+        or not status.isdecimal()
+        or not length.isdecimal()
+        or len(length) > 18
+    ):
         raise Corrupt(f"a peer answered {first[:80]!r}, which is not what a transport says")
     return Head(int(status), int(length), headers)
 
@@ -291,7 +348,9 @@ def _word(value: Any) -> str:
 def _names(said: Any) -> str:
     names = said.get("names", BLAKE3)
     if names not in NAMINGS:
-        raise ValueError(f"{names!r:.80} are no names of chunks; wanted one of {', '.join(NAMINGS)}")
+        raise ValueError(
+            f"{names!r:.80} are no names of chunks; wanted one of {', '.join(NAMINGS)}"
+        )
     return str(names)
 
 

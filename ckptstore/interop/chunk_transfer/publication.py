@@ -14,7 +14,8 @@ CUTTING_S = 5.0
 
 
 class Reader:
-    """A connection that takes a state, until it leaves; `cut` ends it. All that a peer opens for one transfer have one `transfer`."""
+    """A connection that takes a state, until it leaves; `cut` ends it. All that a peer opens for
+    one transfer have one `transfer`."""
 
     def __init__(self, cut: Callable[[], None]) -> None:
         self.cut = cut
@@ -38,7 +39,8 @@ class Publication:
             self._changed.notify_all()
 
     def join(self, reader: Reader, step: int, wait_s: float) -> ServedState | None:
-        """What is served as `step`, of which `reader` is a reader from now on; None if nothing is served within `wait_s`.
+        """What is served as `step`, of which `reader` is a reader from now on; None if nothing is
+        served within `wait_s`.
 
         Raises `OtherStep` if another step is served.
         """
@@ -60,9 +62,11 @@ class Publication:
             self._changed.notify_all()
 
     def withdraw(self, timeout_s: float) -> int:
-        """Serve nothing, wait for those who are taking what was served, and after `timeout_s` cut them off; returns how many were.
+        """Serve nothing, wait for those who are taking what was served, and after `timeout_s` cut
+        them off; returns how many were.
 
-        Raises TimeoutError if a reader whose connection was cut does not end; then its memory is not given back.
+        Raises TimeoutError if a reader whose connection was cut does not end; then its memory is
+        not given back.
         """
         with self._changed:
             self._leaving, self._offer = self._offer or self._leaving, None
@@ -73,7 +77,10 @@ class Publication:
             for reader in self._readers:
                 reader.cut()
             if not self._changed.wait_for(lambda: not self._readers, CUTTING_S):
-                raise TimeoutError(f"timed out: {len(self._readers)} peers still take a state {CUTTING_S:.0f} s after they were cut off")
+                raise TimeoutError(
+                    f"timed out: {len(self._readers)} peers still take a state {CUTTING_S:.0f} s "
+                    "after they were cut off"
+                )
             if self._leaving:
                 self._leaving.close()
             self._leaving = None

@@ -1,6 +1,8 @@
-"""A state from what peers serve and what this process has: which chunks are wanted, which are here already, which must come.
+"""A state from what peers serve and what this process has: which chunks are wanted, which are here
+already, which must come.
 
-Nothing counts as received until the bytes at its place, or beside it, have been hashed. Into live tensors only verified bytes are written.
+Nothing counts as received until the bytes at its place, or beside it, have been hashed. Into live
+tensors only verified bytes are written.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -39,8 +41,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class LocalState:
-    """What this process has: its live state, which is also where the received one goes if `in_place`; its store; what was `left` behind.
-    Of peers, chunks are asked for by `names`."""
+    """What this process has: its live state, which is also where the received one goes if
+    `in_place`; its store; what was `left` behind. Of peers, chunks are asked for by `names`."""
 
     threads: ThreadPool
     live: FlatState | None
@@ -55,8 +57,9 @@ class LocalState:
 
 @dataclass(frozen=True, slots=True)
 class Received:
-    """What a transfer took: of `chunks`, of `nbytes` together, `fetched_chunks` came from peers, the others were here. `retried` were asked
-    for again, since a peer broke off or sent other bytes."""
+    """What a transfer took: of `chunks`, of `nbytes` together, `fetched_chunks` came from peers,
+    the others were here. `retried` were asked for again, since a peer broke off or sent other
+    bytes."""
 
     chunks: int
     nbytes: int
@@ -79,15 +82,20 @@ class _Want:
         return next((landing for landing in self.landings if landing.direct is not None), None)
 
     def alike(self) -> tuple[Source, int] | None:
-        """Where the live state has what was in that place, if it does: a leaf, and the first of its bytes."""
+        """Where the live state has what was in that place, if it does: a leaf, and the first of its
+        bytes."""
         first = self.first
-        return (first.alike, first.piece.at) if first and first.alike is not None and first.piece.at is not None else None
+        return (
+            (first.alike, first.piece.at)
+            if first and first.alike is not None and first.piece.at is not None
+            else None
+        )
 
 
 @dataclass(frozen=True, slots=True)
 class _Landing:
-    """One place: `memory` is the destination's own, if it has any that may be written to by the byte; `alike` is the leaf of the live state
-    that has the same path and size."""
+    """One place: `memory` is the destination's own, if it has any that may be written to by the
+    byte; `alike` is the leaf of the live state that has the same path and size."""
 
     piece: Piece
     destination: Destination
@@ -99,7 +107,11 @@ class _Landing:
     def direct(self) -> memoryview | None:
         """Where the chunk may be received: new memory that takes all of it in one piece."""
         at = self.piece.at
-        return self.memory[at : at + self.piece.raw_bytes] if self.memory is not None and at is not None and not self.live else None
+        return (
+            self.memory[at : at + self.piece.raw_bytes]
+            if self.memory is not None and at is not None and not self.live
+            else None
+        )
 
     def land(self, data: memoryview) -> None:
         if self.memory is not None:
@@ -121,7 +133,8 @@ class _Landing:
 
 @dataclass(frozen=True, slots=True)
 class _Plan:
-    """The raw bytes of every chunk of a state, and those of them that are wanted, each once, with all the places that it goes to."""
+    """The raw bytes of every chunk of a state, and those of them that are wanted, each once, with
+    all the places that it goes to."""
 
     sizes: dict[bytes, int]
     wants: dict[bytes, _Want]
@@ -137,16 +150,21 @@ class _Bound:
 
     def fits(self, description: Description, tree: Tree) -> bool:
         """Whether this is the outline of that: everything is the same but for the ids."""
-        if (self.description.chunk_bytes, self.description.placed) != (description.chunk_bytes, description.placed):
+        if (self.description.chunk_bytes, self.description.placed) != (
+            description.chunk_bytes,
+            description.placed,
+        ):
             return False
         return self.tree.ref.schema == tree.ref.schema and all(
-            replace(mine, ids=b"") == replace(its, ids=b"") for mine, its in zip(self.tree.contents, tree.contents, strict=True)
+            replace(mine, ids=b"") == replace(its, ids=b"")
+            for mine, its in zip(self.tree.contents, tree.contents, strict=True)
         )
 
 
 @dataclass(slots=True)
 class Transfer:
-    """One state on its way. `landed` are the chunks that came to new memory, also when the transfer fails."""
+    """One state on its way. `landed` are the chunks that came to new memory, also when the transfer
+    fails."""
 
     peers: Peers
     here: LocalState
@@ -154,9 +172,12 @@ class Transfer:
     landed: dict[bytes, memoryview] = field(default_factory=dict)
 
     def run(self) -> tuple[Any, Received]:
-        """Raises `Corrupt`, `InvalidInput`, `Conflict`, `Unavailable` for what peers said or did, TimeoutError when time is up."""
+        """Raises `Corrupt`, `InvalidInput`, `Conflict`, `Unavailable` for what peers said or did,
+        TimeoutError when time is up."""
         nothing = self.here.live is None and self.here.objects is None and not self.here.left
-        described = self.here.threads.submit(lambda: self.peers.describe(self.here.names, early=nothing))
+        described = self.here.threads.submit(
+            lambda: self.peers.describe(self.here.names, early=nothing)
+        )
         holdings = self._holdings(described)
         description, early = described.result(), None
         if description.early:
@@ -169,7 +190,10 @@ class Transfer:
             holdings.forget_places()
         plan = _plan(tree, targets, _sources(self.here.live), holdings)
         if early:
-            spoiled = sum(any(landing.is_spoiled(holdings) for landing in want.landings) for want in plan.wants.values())
+            spoiled = sum(
+                any(landing.is_spoiled(holdings) for landing in want.landings)
+                for want in plan.wants.values()
+            )
             self.peers.traffic.add(retried=spoiled)
         self._bring(plan.wants, holdings, description)
         _land_inline(tree, targets)
@@ -178,16 +202,21 @@ class Transfer:
         metadata = dict(description.metadata)
         nbytes = sum(plan.sizes.values()) + sum(metadata.values())
         chunks = len(plan.sizes) + len(metadata)
-        return state, Received(chunks, nbytes, traffic.chunks, traffic.bytes, traffic.requests, traffic.retried)
+        return state, Received(
+            chunks, nbytes, traffic.chunks, traffic.bytes, traffic.requests, traffic.retried
+        )
 
     def _bound(self, description: Description, early: "_Bound | None" = None) -> "_Bound":
-        """What a description says, and where its leaves go: where those of the outline went, if it is the same but for the ids."""
+        """What a description says, and where its leaves go: where those of the outline went, if it
+        is the same but for the ids."""
         tree = self._tree(description)
         check_claims(tree, description.placed, self.here.max_bytes)
         if early and early.fits(description, tree):
             return _Bound(description, tree, early.targets)
         live = self.here.live if self.here.in_place else None
-        return _Bound(description, tree, make_targets(tree, description.placed, live, self._meshes()))
+        return _Bound(
+            description, tree, make_targets(tree, description.placed, live, self._meshes())
+        )
 
     def _outlined(self, outline: Description) -> "_Bound":
         bound = self._bound(outline)
@@ -195,8 +224,8 @@ class Transfer:
         return bound
 
     def _take_early(self, early: "_Bound", holdings: LocalChunks) -> None:
-        """Take chunks by number while the peer copies others. They count when all are described, where the hash of what came is the one
-        that is wanted."""
+        """Take chunks by number while the peer copies others. They count when all are described,
+        where the hash of what came is the one that is wanted."""
 
         naming = NAMINGS[self.here.names]
 
@@ -209,14 +238,24 @@ class Transfer:
             return Wanted(chunk, nbytes, landing.direct, land, numbered=True)
 
         wants = _plan(early.tree, early.targets, {}, holdings).wants
-        self.peers.fetch([numbered(chunk, want.nbytes, want.first) for chunk, want in wants.items() if want.first])
+        self.peers.fetch(
+            [
+                numbered(chunk, want.nbytes, want.first)
+                for chunk, want in wants.items()
+                if want.first
+            ]
+        )
         holdings.add_left(dict(self.landed))
 
     def _tree(self, description: Description) -> Tree:
         """Schema and pages, from the store or the peers."""
         data = {chunk: bytearray(nbytes) for chunk, nbytes in description.metadata}
-        wanted = [Wanted(chunk, len(each), memoryview(each), _nothing) for chunk, each in data.items()]
-        self.peers.fetch(LocalChunks(self.here.threads, self.deadline, self.here.objects).land(wanted))
+        wanted = [
+            Wanted(chunk, len(each), memoryview(each), _nothing) for chunk, each in data.items()
+        ]
+        self.peers.fetch(
+            LocalChunks(self.here.threads, self.deadline, self.here.objects).land(wanted)
+        )
         try:
             schema = decode_schema(bytes(data[description.schema[0]]))
             contents = join_pages([bytes(data[page]) for page, _ in description.pages], len(schema))
@@ -226,12 +265,14 @@ class Transfer:
         refuse_pickles(schema)
         if not all(0 <= leaf < len(schema) for leaf in description.placed):
             raise Corrupt("a peer describes DTensors that its state does not have")
-        ref = TreeRef(ChunkId(description.schema[0]), tuple(ChunkId(page) for page, _ in description.pages))
+        ref = TreeRef(
+            ChunkId(description.schema[0]), tuple(ChunkId(page) for page, _ in description.pages)
+        )
         return Tree(KEY, ref, schema, contents, description.chunk_bytes)
 
     def _holdings(self, described: "Future[Description]") -> LocalChunks:
-        """What is here. A live state that is to be written to is hashed while the peer still hashes its own, and again if that is cut
-        otherwise; one that is not, where its copy lands."""
+        """What is here. A live state that is to be written to is hashed while the peer still hashes
+        its own, and again if that is cut otherwise; one that is not, where its copy lands."""
         holdings = LocalChunks(self.here.threads, self.deadline, self.here.objects)
         holdings.add_left(self.here.left)
         if self.here.live and self.here.in_place:
@@ -241,21 +282,29 @@ class Transfer:
                 holdings.add_live(self.here.live, said[0], NAMINGS[said[1]])
         return holdings
 
-    def _bring(self, wants: dict[bytes, _Want], holdings: LocalChunks, description: Description) -> None:
+    def _bring(
+        self, wants: dict[bytes, _Want], holdings: LocalChunks, description: Description
+    ) -> None:
         naming: Naming = NAMINGS[description.names]
         wanted = [self._wanted(chunk, want) for chunk, want in wants.items()]
         if self.here.live and not self.here.in_place:
             alike = {chunk: found for chunk, want in wants.items() if (found := want.alike())}
             wanted = holdings.land_alike(wanted, alike, naming)
             if wanted:  # they may be anywhere else
-                holdings.add_live(self.here.live, description.chunk_bytes, naming, without={source for source, _ in alike.values()})
+                holdings.add_live(
+                    self.here.live,
+                    description.chunk_bytes,
+                    naming,
+                    without={source for source, _ in alike.values()},
+                )
         missing = holdings.land(wanted, without_live=self.here.in_place)
         if self.here.objects and description.names != BLAKE3:
             missing = self._from_store(missing, holdings)
         self.peers.fetch(missing)
 
     def _from_store(self, missing: list[Wanted], holdings: LocalChunks) -> list[Wanted]:
-        """Take from the local store what it has, by ids that peers tell, as long as it has enough of that; what it has not."""
+        """Take from the local store what it has, by ids that peers tell, as long as it has enough
+        of that; what it has not."""
         probe, left = AdaptiveProbe(), list[Wanted]()
         for batch in batches(missing):
             if not probe:
@@ -288,11 +337,17 @@ class Transfer:
 
 def _sources(live: FlatState | None) -> dict[str, Source]:
     """The leaves of a live state that are whole here, by path."""
-    return {live.schema.paths[i]: source for i, source in enumerate(live.leaves) if i not in live.held} if live else {}
+    return (
+        {live.schema.paths[i]: source for i, source in enumerate(live.leaves) if i not in live.held}
+        if live
+        else {}
+    )
 
 
 @uncollected()
-def _plan(tree: Tree, targets: Sequence[Target], sources: Mapping[str, Source], holdings: LocalChunks) -> _Plan:
+def _plan(
+    tree: Tree, targets: Sequence[Target], sources: Mapping[str, Source], holdings: LocalChunks
+) -> _Plan:
     """What is wanted but for what is there, with what is alike in `sources`."""
     sizes, wants = dict[bytes, int](), dict[bytes, _Want]()
     for i, target in enumerate(targets):
@@ -303,19 +358,30 @@ def _plan(tree: Tree, targets: Sequence[Target], sources: Mapping[str, Source], 
         source = sources.get(tree.schema.paths[i])
         for box, destination in target.parts:
             memory = destination.memory()
-            fits = source and box is None and memory is not None and (source.nbytes, source.width) == (len(memory), width)
+            fits = (
+                source
+                and box is None
+                and memory is not None
+                and (source.nbytes, source.width) == (len(memory), width)
+            )
             alike = source if fits else None
             for piece in select(content, shape, width, tree.chunk_bytes, box):
                 chunk, nbytes = piece.chunk, piece.raw_bytes
                 if (known := sizes.setdefault(chunk, nbytes)) != nbytes:
-                    raise Corrupt(f"a peer names one chunk for parts of {known} and of {nbytes} bytes; one of them is wrong")
+                    raise Corrupt(
+                        f"a peer names one chunk for parts of {known} and of {nbytes} bytes; one "
+                        "of them is wrong"
+                    )
                 if _chunk_at(piece, destination, holdings) != chunk:
-                    wants.setdefault(chunk, _Want(nbytes, [])).landings.append(_Landing(piece, destination, memory, target.live, alike))
+                    wants.setdefault(chunk, _Want(nbytes, [])).landings.append(
+                        _Landing(piece, destination, memory, target.live, alike)
+                    )
     return _Plan(sizes, wants)
 
 
 def _chunk_at(piece: Piece, destination: Destination, holdings: LocalChunks) -> bytes | None:
-    """The chunk that was at this place when that was hashed: in live memory, or since it was taken by number."""
+    """The chunk that was at this place when that was hashed: in live memory, or since it was taken
+    by number."""
     if piece.at is None or not isinstance(destination, TensorDestination):
         return None
     return holdings.chunk_at(destination.tensor, piece.at, piece.at + piece.raw_bytes)

@@ -1,8 +1,9 @@
-"""Which chunk is asked of which peer: taken, landed, given back, until all have landed or nobody is left to ask. Does no I/O.
+"""Which chunk is asked of which peer: taken, landed, given back, until all have landed or nobody is
+left to ask. Does no I/O.
 
-A peer that fails is asked again a few times; each chunk that comes from it is a new start. Connections that break together are one
-failure. A slow peer is asked until the deadline, as long as no other peer has what is missing. What a peer does not have it is not asked
-for twice.
+A peer that fails is asked again a few times; each chunk that comes from it is a new start.
+Connections that break together are one failure. A slow peer is asked until the deadline, as long as
+no other peer has what is missing. What a peer does not have it is not asked for twice.
 """
 
 import threading
@@ -22,8 +23,8 @@ FAILURES_MAX = 4
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """A chunk that is to be fetched. It is received into `memory`, or aside; `land` is called with its verified bytes, which are others
-    when it has returned if they came aside.
+    """A chunk that is to be fetched. It is received into `memory`, or aside; `land` is called with
+    its verified bytes, which are others when it has returned if they came aside.
 
     With `numbered`, `chunk` is a number: `land` gets whatever came, and a peer need not have it.
     """
@@ -38,10 +39,14 @@ class Wanted:
 class Work:
     """The chunks of one fetch, shared by the threads that ask `peers`, which are numbered."""
 
-    def __init__(self, wanted: Sequence[Wanted], peers: int, max_workers: int, deadline: Deadline) -> None:
+    def __init__(
+        self, wanted: Sequence[Wanted], peers: int, max_workers: int, deadline: Deadline
+    ) -> None:
         self._todo = deque(wanted)
         # Little is divided among all hands, much is taken as fast as each can.
-        self._batch_bytes = min(RUN_BYTES, max(MIB, sum(each.nbytes for each in wanted) // max_workers))
+        self._batch_bytes = min(
+            RUN_BYTES, max(MIB, sum(each.nbytes for each in wanted) // max_workers)
+        )
         self._missing = len(wanted)
         self._deadline = deadline
         self._failures = [0] * peers
@@ -53,7 +58,8 @@ class Work:
         self._changed = threading.Condition()
 
     def take(self, peer: int) -> list[Wanted]:
-        """What to ask of `peer` now: a few chunks, or none any more. Waits while others are asked for what this one could give."""
+        """What to ask of `peer` now: a few chunks, or none any more. Waits while others are asked
+        for what this one could give."""
         with self._changed:
             while not self._over(peer):
                 if batch := self._batch(peer):
@@ -79,8 +85,17 @@ class Work:
                 self._check()
             self._changed.notify_all()
 
-    def struck(self, peer: int, error: CkptStoreError, *, final: bool = False, slow: bool = False, since: float = float("inf")) -> None:
-        """`peer` failed, on a connection that was begun at `since`, or was `slow`, which is no failure: others are asked first."""
+    def struck(
+        self,
+        peer: int,
+        error: CkptStoreError,
+        *,
+        final: bool = False,
+        slow: bool = False,
+        since: float = float("inf"),
+    ) -> None:
+        """`peer` failed, on a connection that was begun at `since`, or was `slow`, which is no
+        failure: others are asked first."""
         with self._changed:
             if slow:
                 self._slow.add(peer)
@@ -118,7 +133,9 @@ class Work:
         batch: list[Wanted] = []
         passed: list[Wanted] = []
         size = 0
-        while self._todo and len(batch) < IDS_PER_REQUEST and (not batch or size < self._batch_bytes):
+        while (
+            self._todo and len(batch) < IDS_PER_REQUEST and (not batch or size < self._batch_bytes)
+        ):
             each = self._todo.popleft()
             if each.chunk in self._lacks[peer] or (peer in self._slow and self._faster(each)):
                 passed.append(each)
@@ -145,9 +162,18 @@ class Work:
         if not living:
             self._error = self._error or all_lost(list(self._lost.values()))
             return
-        gone = next((each for each in self._todo if all(each.chunk in self._lacks[peer] for peer in living)), None)
+        gone = next(
+            (
+                each
+                for each in self._todo
+                if all(each.chunk in self._lacks[peer] for peer in living)
+            ),
+            None,
+        )
         if gone and not self._error:
-            self._error = Unavailable(f"no peer has chunk {gone.chunk.hex()[:12]} any more; receive again")
+            self._error = Unavailable(
+                f"no peer has chunk {gone.chunk.hex()[:12]} any more; receive again"
+            )
 
 
 def all_lost(errors: Sequence[CkptStoreError]) -> CkptStoreError:

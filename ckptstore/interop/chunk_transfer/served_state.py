@@ -1,9 +1,11 @@
-"""A state held still, so that peers can take its chunks while training goes on: what is hashed, what is copied, what need not be.
+"""A state held still, so that peers can take its chunks while training goes on: what is hashed,
+what is copied, what need not be.
 
-A chunk that the local store is found to have is served from there, and not copied: a session guards it from gc until the offer is closed.
-All others are copied to one arena, and hashed there: what is served is what was hashed, whatever is done to the tensors meanwhile. Chunks
-get quick names, and ids when a peer first asks for them. An offer is posted before it is filled: a peer that has nothing takes what has
-been copied, by number, while the rest is.
+A chunk that the local store is found to have is served from there, and not copied: a session guards
+it from gc until the offer is closed. All others are copied to one arena, and hashed there: what is
+served is what was hashed, whatever is done to the tensors meanwhile. Chunks get quick names, and
+ids when a peer first asks for them. An offer is posted before it is filled: a peer that has nothing
+takes what has been copied, by number, while the rest is.
 """
 
 import itertools
@@ -25,8 +27,22 @@ from ckptstore.errors import Corrupt, InvalidInput, NotFound, Unavailable
 from ckptstore.interop.chunk_transfer.chunk_names import BLAKE3, NAMINGS, XXH3, quick_name
 from ckptstore.interop.chunk_transfer.meshes import placed_leaves
 from ckptstore.interop.chunk_transfer.process_vm import address_of
-from ckptstore.interop.chunk_transfer.protocol import Description, Placed, decode_number, encode_description, encode_number
-from ckptstore.interop.chunk_transfer.staging import Named, Part, Staging, blank_names, parts_of, read_part, split_names
+from ckptstore.interop.chunk_transfer.protocol import (
+    Description,
+    Placed,
+    decode_number,
+    encode_description,
+    encode_number,
+)
+from ckptstore.interop.chunk_transfer.staging import (
+    Named,
+    Part,
+    Staging,
+    blank_names,
+    parts_of,
+    read_part,
+    split_names,
+)
 from ckptstore.interop.chunk_transfer.store_lookup import Stored, find_stored
 from ckptstore.objects.pages import split_pages
 from ckptstore.objects.schema import encode_schema
@@ -45,14 +61,17 @@ _ALIKE = b""
 
 
 def flatten_state(state: Any) -> FlatState:
-    """The leaves of any state; a DTensor is a leaf that this rank has boxes of. Raises `InvalidInput`, naming what cannot travel."""
+    """The leaves of any state; a DTensor is a leaf that this rank has boxes of. Raises
+    `InvalidInput`, naming what cannot travel."""
     return flatten({KEY: state}, ranks=True)[KEY]
 
 
 class ServedState:
-    """The chunks of one state, and its description. `staged_bytes` are those that are copied. Threads may share it.
+    """The chunks of one state, and its description. `staged_bytes` are those that are copied.
+    Threads may share it.
 
-    It may be served before `fill`: then an outline describes it, and who asks for chunks by number waits until they are copied.
+    It may be served before `fill`: then an outline describes it, and who asks for chunks by number
+    waits until they are copied.
     """
 
     def __init__(
@@ -82,7 +101,8 @@ class ServedState:
             self._number_stored(stored)
 
     def fill(self) -> None:
-        """Copy what must be, after which the tensors may change. Whatever it raises, nothing more comes: `close` it."""
+        """Copy what must be, after which the tensors may change. Whatever it raises, nothing more
+        comes: `close` it."""
         try:
             if self._arena:
                 self._staging.copy(self._arena, self._threads, self._copied)
@@ -94,7 +114,8 @@ class ServedState:
                 self._ended.notify_all()
 
     def describe(self, names: str, *, early: bool, wait_s: float) -> bytes | None:
-        """The description, once everything has been copied, or the outline at once if `early`; None if neither is there within `wait_s`.
+        """The description, once everything has been copied, or the outline at once if `early`; None
+        if neither is there within `wait_s`.
 
         Chunks are called by `names` if they can be, else by their ids.
         """
@@ -102,7 +123,9 @@ class ServedState:
         with self._changed:
             if early and not self._over:
                 return self._early_description
-            self._ended.wait_for(lambda: self._over, wait_s)  # not woken by each batch that has been copied
+            self._ended.wait_for(
+                lambda: self._over, wait_s
+            )  # not woken by each batch that has been copied
             if not self._descriptions:
                 return None
             names = names if names in self._descriptions else BLAKE3
@@ -112,25 +135,40 @@ class ServedState:
             return self._descriptions.get(names)
 
     def sizes(self, ids: Sequence[bytes], wait_s: float = 0) -> list[int | None]:
-        """Raw bytes of each chunk, None for one that is not part of this state, and for a number that has not been copied within `wait_s`
-        or is the same chunk as another."""
+        """Raw bytes of each chunk, None for one that is not part of this state, and for a number
+        that has not been copied within `wait_s` or is the same chunk as another."""
         numbers = {number for chunk in ids if (number := decode_number(chunk)) is not None}
         with self._changed:
             if numbers:
-                self._changed.wait_for(lambda: self._over or numbers <= self._numbers.keys(), wait_s)
+                self._changed.wait_for(
+                    lambda: self._over or numbers <= self._numbers.keys(), wait_s
+                )
             return [self._size(self._named(chunk)) for chunk in ids]
 
     def ids(self, names: Sequence[bytes]) -> list[bytes | None]:
         """The ids of chunks that have quick names, None for one that is not part of this state."""
         stored = self._stored.ids if self._stored else {}
-        return [stored.get(name) or (digest(self._chunks[name]) if name in self._chunks else None) for name in names]
+        return [
+            stored.get(name) or (digest(self._chunks[name]) if name in self._chunks else None)
+            for name in names
+        ]
 
     def places(self, ids: Sequence[bytes]) -> list[int | None]:
-        """Where chunks lie in this process until the offer is closed, None for those that were not copied."""
-        return [address_of(self._chunks[name]) if (name := self._named(chunk)) in self._chunks else None for chunk in ids]
+        """Where chunks lie in this process until the offer is closed, None for those that were not
+        copied."""
+        return [
+            address_of(self._chunks[name]) if (name := self._named(chunk)) in self._chunks else None
+            for chunk in ids
+        ]
 
     def _size(self, chunk: bytes) -> int | None:
-        return len(self._chunks[chunk]) if chunk in self._chunks else self._stored.sizes.get(chunk) if self._stored else None
+        return (
+            len(self._chunks[chunk])
+            if chunk in self._chunks
+            else self._stored.sizes.get(chunk)
+            if self._stored
+            else None
+        )
 
     def _named(self, chunk: bytes) -> bytes:
         """The name of a chunk that is asked for by number, if that is known, or by name."""
@@ -138,7 +176,8 @@ class ServedState:
         return chunk if number is None else self._numbers.get(number, chunk)
 
     def _number_stored(self, stored: Stored) -> None:
-        """Chunks that are not copied are there from the beginning. Of those that are alike, the first."""
+        """Chunks that are not copied are there from the beginning. Of those that are alike, the
+        first."""
         names = (name for part in self._staging.names for name in split_names(part))
         seen = set[bytes]()
         for number, name in enumerate(names):
@@ -147,16 +186,19 @@ class ServedState:
                 seen.add(name)
 
     def _copied(self, some: Sequence[Named]) -> None:
-        """Chunks are there, by number and name. Of those that are alike, the first is what peers get: they know then what the others
-        are."""
+        """Chunks are there, by number and name. Of those that are alike, the first is what peers
+        get: they know then what the others are."""
         with self._changed:
             for number, chunk, memory in some:
                 self._numbers[number] = chunk if chunk not in self._chunks else _ALIKE
                 self._chunks.setdefault(chunk, memory)
             self._changed.notify_all()
 
-    def _described(self, parts: Sequence[bytes | bytearray], names: str = BLAKE3, *, early: bool = False) -> bytes:
-        """A description with these names of the parts' chunks; its schema and pages can be asked for."""
+    def _described(
+        self, parts: Sequence[bytes | bytearray], names: str = BLAKE3, *, early: bool = False
+    ) -> bytes:
+        """A description with these names of the parts' chunks; its schema and pages can be asked
+        for."""
         description, metadata = self._outline.describe(self.step, parts, names, early=early)
         self._chunks |= metadata
         return description
@@ -170,7 +212,9 @@ class ServedState:
 
         with suppress(Unavailable):
             known = self._stored.ids if self._stored else {}
-            ids, chunks = self._staging.renamed(self._arena, self._threads, NAMINGS[BLAKE3], known, goes_on)
+            ids, chunks = self._staging.renamed(
+                self._arena, self._threads, NAMINGS[BLAKE3], known, goes_on
+            )
             description, metadata = self._outline.describe(self.step, ids, BLAKE3, early=False)
             with self._changed:
                 self._chunks |= metadata | chunks
@@ -178,9 +222,12 @@ class ServedState:
                 self._ended.notify_all()
 
     def spans(self, ids: Sequence[bytes], *, verified: bool) -> Iterator[memoryview | FileRange]:
-        """The bytes of chunks that are part of this state, one after the other; what the store has is compared with its ids if `verified`,
-        and need not be otherwise, since who receives it does that. Raises `Unavailable` if the store has lost one."""
-        for in_store, some in itertools.groupby(map(self._named, ids), lambda chunk: chunk not in self._chunks):
+        """The bytes of chunks that are part of this state, one after the other; what the store has
+        is compared with its ids if `verified`, and need not be otherwise, since who receives it
+        does that. Raises `Unavailable` if the store has lost one."""
+        for in_store, some in itertools.groupby(
+            map(self._named, ids), lambda chunk: chunk not in self._chunks
+        ):
             if in_store:
                 yield from self._stored_spans(list(some), verified=verified)
             else:
@@ -194,7 +241,9 @@ class ServedState:
         self._chunks = {}
         self._taken.close()
 
-    def _stored_spans(self, ids: list[bytes], *, verified: bool) -> Iterator[memoryview | FileRange]:
+    def _stored_spans(
+        self, ids: list[bytes], *, verified: bool
+    ) -> Iterator[memoryview | FileRange]:
         assert self._stored is not None
         objects, sizes = self._stored.guard.objects, self._stored.sizes
         for some in _batches(ids, sizes):
@@ -206,16 +255,28 @@ class ServedState:
             try:
                 objects.read_into(joined, out)
             except (Corrupt, NotFound) as error:
-                raise Unavailable(f"the store no longer gives what was to be served from it: {error}") from error
+                raise Unavailable(
+                    f"the store no longer gives what was to be served from it: {error}"
+                ) from error
             if verified:
                 self._stored.check(some, out)
             yield from out
 
 
-def make_offer(state: Any, step: int, *, chunk_bytes: int, pool: BufferPool, threads: ThreadPool, guard: GcPin | None) -> ServedState:
-    """An offer of `state`, which is to be filled; `guard`, of the store that may have it, is ended with it, or if there will be none.
+def make_offer(
+    state: Any,
+    step: int,
+    *,
+    chunk_bytes: int,
+    pool: BufferPool,
+    threads: ThreadPool,
+    guard: GcPin | None,
+) -> ServedState:
+    """An offer of `state`, which is to be filled; `guard`, of the store that may have it, is ended
+    with it, or if there will be none.
 
-    Raises `InvalidInput` for what cannot travel or does not fit into the pool, of which nothing may be taken.
+    Raises `InvalidInput` for what cannot travel or does not fit into the pool, of which nothing may
+    be taken.
     """
     with ExitStack() as taken:
         if guard:
@@ -223,7 +284,9 @@ def make_offer(state: Any, step: int, *, chunk_bytes: int, pool: BufferPool, thr
         flat = flatten_state(state)
         parts = parts_of(flat)
         plan = plan_chunks([part.extent for part in parts], chunk_bytes)
-        names, stored = find_stored(plan, parts, threads, guard) if guard else (blank_names(plan), None)
+        names, stored = (
+            find_stored(plan, parts, threads, guard) if guard else (blank_names(plan), None)
+        )
         staging = Staging(plan, parts, names, stored.ids if stored else (), quick_name)
         if guard and staging.nbytes > pool.budget_bytes:
             names, stored = find_stored(plan, parts, threads, guard, patience=True)
@@ -236,8 +299,10 @@ def make_offer(state: Any, step: int, *, chunk_bytes: int, pool: BufferPool, thr
 def _room(nbytes: int, pool: BufferPool, taken: ExitStack) -> Buffer:
     if nbytes > pool.budget_bytes:
         raise InvalidInput(
-            f"to send this state, {bytes_text(nbytes)} must be copied, and staging memory is limited to "
-            f"{bytes_text(pool.budget_bytes)}: give the transport more staging_bytes, or a store in which the state is committed"
+            f"to send this state, {bytes_text(nbytes)} must be copied, and staging memory is "
+            "limited to "
+            f"{bytes_text(pool.budget_bytes)}: give the transport more staging_bytes, or a store "
+            "in which the state is committed"
         )
     arena = pool.take(nbytes, wait=False)
     assert arena is not None, "what was served before has been withdrawn"
@@ -246,7 +311,8 @@ def _room(nbytes: int, pool: BufferPool, taken: ExitStack) -> Buffer:
 
 
 class _Outline:
-    """What a description says but for the names of chunks. Small leaves are read when it is made."""
+    """What a description says but for the names of chunks. Small leaves are read when it is
+    made."""
 
     def __init__(self, flat: FlatState, parts: Sequence[Part], chunk_bytes: int) -> None:
         self._chunk_bytes, self._parts = chunk_bytes, parts
@@ -254,26 +320,37 @@ class _Outline:
         self._placed: dict[int, Placed] = placed_leaves(flat)
         chunked = {part.leaf for part in parts}
         self._contents = [
-            LeafContent(None, b"", source.nbytes) if leaf in chunked else LeafContent(bytes(read_part(source, 0, source.nbytes)))
+            LeafContent(None, b"", source.nbytes)
+            if leaf in chunked
+            else LeafContent(bytes(read_part(source, 0, source.nbytes)))
             for leaf, source in enumerate(flat.leaves)
         ]
 
     def describe(
         self, step: int, parts: "Sequence[bytes | bytearray]", names: str, *, early: bool
     ) -> tuple[bytes, dict[bytes, memoryview]]:
-        """The description with these names of the parts' chunks, and the chunks that it names itself, by their ids."""
+        """The description with these names of the parts' chunks, and the chunks that it names
+        itself, by their ids."""
         pages = split_pages(self._kinds, self._with(parts))
         metadata = [(digest(data), data) for data in (self._schema, *pages)]
         sized = [(chunk, len(data)) for chunk, data in metadata]
-        description = Description(step, self._chunk_bytes, sized[0], tuple(sized[1:]), self._placed, early, names)
-        return encode_description(description), {chunk: memoryview(data) for chunk, data in metadata}
+        description = Description(
+            step, self._chunk_bytes, sized[0], tuple(sized[1:]), self._placed, early, names
+        )
+        return encode_description(description), {
+            chunk: memoryview(data) for chunk, data in metadata
+        }
 
     def _with(self, ids: "Sequence[bytes | bytearray]") -> list[LeafContent]:
         contents = list(self._contents)
-        for leaf, group in itertools.groupby(zip(self._parts, ids, strict=True), lambda pair: pair[0].leaf):
+        for leaf, group in itertools.groupby(
+            zip(self._parts, ids, strict=True), lambda pair: pair[0].leaf
+        ):
             some = list(group)
             boxes = tuple(part.extent.box for part, _ in some if part.extent.box is not None)
-            contents[leaf] = replace(contents[leaf], ids=b"".join(its for _, its in some), boxes=boxes or None)
+            contents[leaf] = replace(
+                contents[leaf], ids=b"".join(its for _, its in some), boxes=boxes or None
+            )
         return contents
 
 

@@ -1,8 +1,10 @@
-"""The HTTP side of a transport: who may ask, how many at a time, and what they get (docs/torchft.md).
+"""The HTTP side of a transport: who may ask, how many at a time, and what they get
+(docs/torchft.md).
 
-A request without the token learns the instance, and nothing else. Every wait has a limit, so has every length, and so has the number of
-connections. A connection that has not shown the token is ended after a while, however its bytes trickle, and before that if another one
-needs its place; when all places belong to peers, one more connection is told to come again.
+A request without the token learns the instance, and nothing else. Every wait has a limit, so has
+every length, and so has the number of connections. A connection that has not shown the token is
+ended after a while, however its bytes trickle, and before that if another one needs its place; when
+all places belong to peers, one more connection is told to come again.
 """
 
 import hmac
@@ -50,12 +52,26 @@ _PLACE_S = 1.0
 
 
 class TransportServer:
-    """Serves what is on `publication` to those who have `token`, in threads of its own, until `close`."""
+    """Serves what is on `publication` to those who have `token`, in threads of its own, until
+    `close`."""
 
-    def __init__(self, publication: Publication, instance: str, token: str, *, timeout_s: float, host: str = "", port: int = 0) -> None:
-        self._server = _Server(_listen(host, port), _Service(publication, instance, token, timeout_s))
+    def __init__(
+        self,
+        publication: Publication,
+        instance: str,
+        token: str,
+        *,
+        timeout_s: float,
+        host: str = "",
+        port: int = 0,
+    ) -> None:
+        self._server = _Server(
+            _listen(host, port), _Service(publication, instance, token, timeout_s)
+        )
         self.port: int = self._server.socket.getsockname()[1]
-        self._thread = threading.Thread(target=self._server.serve_forever, name="ckptstore-transport", args=(0.05,), daemon=True)
+        self._thread = threading.Thread(
+            target=self._server.serve_forever, name="ckptstore-transport", args=(0.05,), daemon=True
+        )
         try:
             start(self._thread, "no thread can be started that serves this transport")
         except Unavailable:
@@ -63,7 +79,8 @@ class TransportServer:
             raise
 
     def close(self, *, wait: bool = True) -> None:
-        """Accept nobody any more and cut off who is there; with `wait`, return when that is done. Idempotent."""
+        """Accept nobody any more and cut off who is there; with `wait`, return when that is done.
+        Idempotent."""
         if wait:
             self._server.shutdown()
         else:
@@ -77,22 +94,32 @@ class TransportServer:
 def _listen(host: str, port: int) -> socket.socket:
     """A socket for IPv4 and IPv6, for what the host has of them, or for one address."""
     if host:
-        return socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET, backlog=CONNECTIONS_MAX)
+        return socket.create_server(
+            (host, port),
+            family=socket.AF_INET6 if ":" in host else socket.AF_INET,
+            backlog=CONNECTIONS_MAX,
+        )
     if socket.has_dualstack_ipv6():
-        return socket.create_server(("", port), family=socket.AF_INET6, dualstack_ipv6=True, backlog=CONNECTIONS_MAX)
+        return socket.create_server(
+            ("", port), family=socket.AF_INET6, dualstack_ipv6=True, backlog=CONNECTIONS_MAX
+        )
     return socket.create_server(("", port), backlog=CONNECTIONS_MAX)
 
 
 class _Service:
     """What all connections have in common."""
 
-    def __init__(self, publication: Publication, instance: str, token: str, timeout_s: float) -> None:
+    def __init__(
+        self, publication: Publication, instance: str, token: str, timeout_s: float
+    ) -> None:
         self.publication, self.instance, self.timeout_s = publication, instance, timeout_s
         self._authorization = f"Bearer {token}".encode()
 
     def admits(self, authorization: str | None) -> bool:
         """Whether this is the token, in a time that says nothing about how much of it is right."""
-        return hmac.compare_digest((authorization or "").encode("latin-1", "replace"), self._authorization)
+        return hmac.compare_digest(
+            (authorization or "").encode("latin-1", "replace"), self._authorization
+        )
 
 
 class _Server(socketserver.ThreadingMixIn, socketserver.TCPServer):
@@ -111,18 +138,26 @@ class _Server(socketserver.ThreadingMixIn, socketserver.TCPServer):
         self._lock = threading.Lock()
 
     def process_request(self, request: Any, client_address: Any) -> None:
-        if self._places.acquire(blocking=False) or (self._cut_stranger() and self._places.acquire(timeout=_PLACE_S)):
+        if self._places.acquire(blocking=False) or (
+            self._cut_stranger() and self._places.acquire(timeout=_PLACE_S)
+        ):
             with self._lock:
                 self._open.add(request)
                 self._strangers[request] = time.monotonic()
             try:
                 super().process_request(request, client_address)
                 return
-            except RuntimeError as error:  # no thread can be started: the limit of the user or the container
+            except (
+                RuntimeError
+            ) as error:  # no thread can be started: the limit of the user or the container
                 logger.warning("a peer's connection is refused: %s", error)
                 self._leave(request)
         with suppress(OSError):
-            request.send(b"HTTP/1.1 503 Service Unavailable\r\nContent-Length: 0\r\nConnection: close\r\n\r\n", socket.MSG_DONTWAIT)
+            request.send(
+                b"HTTP/1.1 503 Service Unavailable\r\nContent-Length: 0\r\nConnection: "
+                b"close\r\n\r\n",
+                socket.MSG_DONTWAIT,
+            )
         self.shutdown_request(request)
 
     def process_request_thread(self, request: Any, client_address: Any) -> None:
@@ -132,7 +167,8 @@ class _Server(socketserver.ThreadingMixIn, socketserver.TCPServer):
             self._leave(request)
 
     def service_actions(self) -> None:
-        """Between two connections, some times a second: end those that have not shown the token in time."""
+        """Between two connections, some times a second: end those that have not shown the token in
+        time."""
         before = time.monotonic() - HEAD_TIMEOUT_S
         with self._lock:
             late = [request for request, since in self._strangers.items() if since < before]
@@ -195,11 +231,18 @@ class _Handler(BaseHTTPRequestHandler):
             until = time.monotonic() + wait_s
             offer = self._offer(named[1], wait_s)
             early, names = EARLY_HEADER in self.headers, self.headers.get(NAMES_HEADER, BLAKE3)
-            description = offer.describe(names, early=early, wait_s=until - time.monotonic()) if offer else None
+            description = (
+                offer.describe(names, early=early, wait_s=until - time.monotonic())
+                if offer
+                else None
+            )
             if description is not None:
                 self._answer(HTTPStatus.OK, description)
             elif offer:
-                self._refuse(HTTPStatus.SERVICE_UNAVAILABLE, f"step {named[1]} is still being copied, or hashed")
+                self._refuse(
+                    HTTPStatus.SERVICE_UNAVAILABLE,
+                    f"step {named[1]} is still being copied, or hashed",
+                )
         elif named:
             self._refuse(HTTPStatus.METHOD_NOT_ALLOWED, "chunks are asked for with POST")
 
@@ -209,7 +252,10 @@ class _Handler(BaseHTTPRequestHandler):
         if not named:
             return
         if named[0] == "state" or ids is None:
-            self._refuse(HTTPStatus.BAD_REQUEST, f"wanted the names of 1 to {IDS_PER_REQUEST} chunks, {CHUNK_ID_BYTES} bytes each")
+            self._refuse(
+                HTTPStatus.BAD_REQUEST,
+                f"wanted the names of 1 to {IDS_PER_REQUEST} chunks, {CHUNK_ID_BYTES} bytes each",
+            )
             return
         offer = self._offer(named[1], 0)
         if offer and named[0] == "ids":
@@ -219,7 +265,11 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _ids(self) -> list[bytes] | None:
         length = self.headers.get("Content-Length", "")
-        if not length.isdecimal() or len(length) > 9 or int(length) > IDS_PER_REQUEST * CHUNK_ID_BYTES:
+        if (
+            not length.isdecimal()
+            or len(length) > 9
+            or int(length) > IDS_PER_REQUEST * CHUNK_ID_BYTES
+        ):
             self.close_connection = True  # what follows is not read
             return None
         return split_ids(self.rfile.read(int(length)))
@@ -228,7 +278,10 @@ class _Handler(BaseHTTPRequestHandler):
         """What an admitted peer asks for; whoever else asks is refused."""
         if not self.server.service.admits(self.headers.get("Authorization")):
             self.close_connection = True
-            self._refuse(HTTPStatus.UNAUTHORIZED, "this is not the token of this transport: take its metadata again")
+            self._refuse(
+                HTTPStatus.UNAUTHORIZED,
+                "this is not the token of this transport: take its metadata again",
+            )
             return None
         self.server.admitted(self.connection)
         self.connection.settimeout(self.server.service.timeout_s)
@@ -243,22 +296,36 @@ class _Handler(BaseHTTPRequestHandler):
         try:
             offer = self.server.service.publication.join(self._reader, step, wait_s)
         except OtherStep as error:
-            self._refuse(HTTPStatus.CONFLICT, f"step {error.step} is served, not {step}", {STEP_HEADER: str(error.step)})
+            self._refuse(
+                HTTPStatus.CONFLICT,
+                f"step {error.step} is served, not {step}",
+                {STEP_HEADER: str(error.step)},
+            )
             return None
         if offer is None:
-            self._refuse(HTTPStatus.SERVICE_UNAVAILABLE, f"nothing is served now; wanted step {step}")
+            self._refuse(
+                HTTPStatus.SERVICE_UNAVAILABLE, f"nothing is served now; wanted step {step}"
+            )
         return offer
 
     def _wait_s(self) -> float:
         """How long the peer lets us wait."""
         wait_ms = self.headers.get(WAIT_HEADER, "0")
-        return min(int(wait_ms) / 1000, self.server.service.timeout_s) if wait_ms.isdecimal() and len(wait_ms) < 10 else 0
+        return (
+            min(int(wait_ms) / 1000, self.server.service.timeout_s)
+            if wait_ms.isdecimal() and len(wait_ms) < 10
+            else 0
+        )
 
     def _send_chunks(self, offer: ServedState, ids: list[bytes]) -> None:
         sizes = offer.sizes(ids, self._wait_s())
         near = NEAR_HEADER in self.headers
         places = offer.places(ids) if near else [None] * len(ids)
-        sent = [(chunk, size) for chunk, size, place in zip(ids, sizes, places, strict=True) if size is not None and place is None]
+        sent = [
+            (chunk, size)
+            for chunk, size, place in zip(ids, sizes, places, strict=True)
+            if size is not None and place is None
+        ]
         there = [chunk for chunk, _ in sent]
         table = encode_sizes(sizes) + (encode_places(places) if near else b"")
         self._begin(HTTPStatus.OK, len(table) + sum(size for _, size in sent))
@@ -277,16 +344,24 @@ class _Handler(BaseHTTPRequestHandler):
         elif (sent := self.connection.sendfile(span, span.offset, span.nbytes)) < span.nbytes:
             raise Unavailable(f"a pack ends {span.nbytes - sent} bytes early; run `ckptstore fsck`")
 
-    def _answer(self, status: HTTPStatus, body: bytes, headers: dict[str, str] | None = None) -> None:
+    def _answer(
+        self, status: HTTPStatus, body: bytes, headers: dict[str, str] | None = None
+    ) -> None:
         self._begin(status, len(body), headers)
         self.wfile.write(body)
 
     def _refuse(self, status: HTTPStatus, why: str, headers: dict[str, str] | None = None) -> None:
         self._answer(status, why.encode(), headers)
 
-    def _begin(self, status: HTTPStatus, length: int, headers: dict[str, str] | None = None) -> None:
+    def _begin(
+        self, status: HTTPStatus, length: int, headers: dict[str, str] | None = None
+    ) -> None:
         self.send_response(status)
-        for name, value in {"Content-Length": str(length), "Content-Type": "application/octet-stream", **(headers or {})}.items():
+        for name, value in {
+            "Content-Length": str(length),
+            "Content-Type": "application/octet-stream",
+            **(headers or {}),
+        }.items():
             self.send_header(name, value)
         if self.close_connection:
             self.send_header("Connection", "close")

@@ -1,4 +1,5 @@
-"""Which chunks of a state are copied, to which place of an arena, and what the copies are called."""
+"""Which chunks of a state are copied, to which place of an arena, and what the copies are
+called."""
 
 import ctypes
 import itertools
@@ -23,8 +24,9 @@ Named: TypeAlias = tuple[int, bytes, memoryview]
 """A chunk that has been copied: its number in the state, its name, its bytes."""
 
 PIECE_BYTES = 512 << 10
-"""What is copied before it is hashed: both copies of it fit the cache that a processor has to itself. Copy and quick name of a chunk of
-1 MiB take 0.073 s per GB in two pieces, and 0.090 s in one (EPYC, 1 MiB of L2)."""
+"""What is copied before it is hashed: both copies of it fit the cache that a processor has to
+itself. Copy and quick name of a chunk of 1 MiB take 0.073 s per GB in two pieces, and 0.090 s in
+one (EPYC, 1 MiB of L2)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +46,10 @@ def parts_of(flat: FlatState) -> list[Part]:
 def read_chunks(source: Source, run: Run) -> Iterator[tuple[int, int, memoryview]]:
     """The chunks of a run, by the bytes of their leaf that they are."""
     memory, first = read_part(source, run.cuts[0], run.cuts[-1]), run.cuts[0]
-    return ((start, stop, memory[start - first : stop - first]) for start, stop in itertools.pairwise(run.cuts))
+    return (
+        (start, stop, memory[start - first : stop - first])
+        for start, stop in itertools.pairwise(run.cuts)
+    )
 
 
 def read_part(source: Source, start: int, stop: int) -> memoryview:
@@ -57,13 +62,21 @@ def read_part(source: Source, start: int, stop: int) -> memoryview:
 
 
 class Staging:
-    """Which chunks are copied to which place of an arena of `nbytes`: all but those that are `stored`.
+    """Which chunks are copied to which place of an arena of `nbytes`: all but those that are
+    `stored`.
 
-    `names` are those of each part: as given where they are stored, and what `naming` gives to the copies. `numbers` are those that each
-    part's chunks have in the state.
+    `names` are those of each part: as given where they are stored, and what `naming` gives to the
+    copies. `numbers` are those that each part's chunks have in the state.
     """
 
-    def __init__(self, plan: CommitPlan, parts: Sequence[Part], names: list[bytearray], stored: Collection[bytes], naming: Naming) -> None:
+    def __init__(
+        self,
+        plan: CommitPlan,
+        parts: Sequence[Part],
+        names: list[bytearray],
+        stored: Collection[bytes],
+        naming: Naming,
+    ) -> None:
         self._parts, self.names, self._naming = parts, names, naming
         ends = list(itertools.accumulate(map(len, plan.parts), initial=0))
         self.numbers = list(itertools.starmap(range, itertools.pairwise(ends)))
@@ -73,22 +86,42 @@ class Staging:
         with uncollected():
             for batch in plan.batches:
                 places = [
-                    place for run in batch for place in _places(run) if not stored or bytes(names[place.part][place.where]) not in stored
+                    place
+                    for run in batch
+                    for place in _places(run)
+                    if not stored or bytes(names[place.part][place.where]) not in stored
                 ]
                 if places:
                     self._places.append(list(map(self._reserved, places)))
 
-    def copy(self, arena: Buffer, threads: ThreadPool, copied: Callable[[Sequence[Named]], object]) -> None:
-        """Copy the chunks, and hand them to `copied` by the names of the copies, which `names` has afterwards."""
-        prepare(devices_of(part.source.tensor for part in self._parts if isinstance(part.source, TensorSource)), arena)
+    def copy(
+        self, arena: Buffer, threads: ThreadPool, copied: Callable[[Sequence[Named]], object]
+    ) -> None:
+        """Copy the chunks, and hand them to `copied` by the names of the copies, which `names` has
+        afterwards."""
+        prepare(
+            devices_of(
+                part.source.tensor for part in self._parts if isinstance(part.source, TensorSource)
+            ),
+            arena,
+        )
         threads.spread(lambda places: copied(self._copy(places, arena)), self._places)
 
     def renamed(
-        self, arena: Buffer | None, threads: ThreadPool, naming: Naming, known: Mapping[bytes, bytes], goes_on: Callable[[], object]
+        self,
+        arena: Buffer | None,
+        threads: ThreadPool,
+        naming: Naming,
+        known: Mapping[bytes, bytes],
+        goes_on: Callable[[], object],
     ) -> tuple[list[bytearray], dict[bytes, memoryview]]:
-        """What `naming` calls the chunks of each part, and the copies by these names; of those that were stored it is `known`, by their
-        names. Calls `goes_on` now and then, and raises what that does."""
-        names = [bytearray(b"".join(known.get(name, name) for name in split_names(part))) for part in self.names]
+        """What `naming` calls the chunks of each part, and the copies by these names; of those that
+        were stored it is `known`, by their names. Calls `goes_on` now and then, and raises what
+        that does."""
+        names = [
+            bytearray(b"".join(known.get(name, name) for name in split_names(part)))
+            for part in self.names
+        ]
         chunks = dict[bytes, memoryview]()
 
         def rename(places: "list[_Place]") -> None:
@@ -110,17 +143,22 @@ class Staging:
         done = []
         for place in places:
             memory = arena.memory[place.offset : place.offset + place.nbytes]
-            name = self.names[place.part][place.where] = self._naming.of_pieces(self._copied(place, memory, arena))
+            name = self.names[place.part][place.where] = self._naming.of_pieces(
+                self._copied(place, memory, arena)
+            )
             done.append((self.numbers[place.part][place.number], name, memory))
         return done
 
     def _copied(self, place: "_Place", memory: memoryview, arena: Buffer) -> Iterator[memoryview]:
-        """The pieces of a copy, each when it has been made: still in the processor's cache, so that hashing hardly touches memory."""
+        """The pieces of a copy, each when it has been made: still in the processor's cache, so that
+        hashing hardly touches memory."""
         source, address = self._parts[place.part].source, self._addresses[place.part]
         if address:
             for at in range(0, place.nbytes, PIECE_BYTES):
                 piece = memory[at : at + PIECE_BYTES]
-                ctypes.memmove(arena.address + place.offset + at, address + place.start + at, len(piece))  # without the GIL
+                ctypes.memmove(
+                    arena.address + place.offset + at, address + place.start + at, len(piece)
+                )  # without the GIL
                 yield piece
             return
         if isinstance(source, TensorSource):
@@ -131,7 +169,8 @@ class Staging:
 
 
 class _Place(NamedTuple):
-    """A chunk: bytes `start:stop` of a part, number `number` of its chunks, and where in the arena it is copied to."""
+    """A chunk: bytes `start:stop` of a part, number `number` of its chunks, and where in the arena
+    it is copied to."""
 
     part: int
     number: int

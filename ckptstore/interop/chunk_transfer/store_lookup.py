@@ -1,7 +1,9 @@
-"""Which chunks of a state the store has already: asked by quick names where they are known, by ids as long as that is worth it.
+"""Which chunks of a state the store has already: asked by quick names where they are known, by ids
+as long as that is worth it.
 
-A name is known if this process has hashed the chunk by both, as its commits do beside a transport (docs/decisions/040-…). Looking in vain
-costs more than a copy, so it is given up when most of what was looked for is not there.
+A name is known if this process has hashed the chunk by both, as its commits do beside a transport
+(docs/decisions/040-…). Looking in vain costs more than a copy, so it is given up when most of what
+was looked for is not there.
 """
 
 import threading
@@ -27,8 +29,8 @@ _STRIDE = 8
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """Chunks that the store keeps until `guard` is ended: their ids by quick name, and their raw bytes by either. The store's
-    `second_names` are quick names."""
+    """Chunks that the store keeps until `guard` is ended: their ids by quick name, and their raw
+    bytes by either. The store's `second_names` are quick names."""
 
     guard: GcPin
     second_names: SecondNames
@@ -45,11 +47,15 @@ class Stored:
         return len(found)
 
     def check(self, names: Sequence[bytes], data: Sequence[memoryview]) -> None:
-        """Raise `Unavailable` if one of these chunks is not the one that is called so, and do not call it so again."""
+        """Raise `Unavailable` if one of these chunks is not the one that is called so, and do not
+        call it so again."""
         for name, each in zip(names, data, strict=True):
             if not is_named(each, name):
                 self.second_names.forget(name)
-                raise Unavailable(f"chunk {self.ids[name].hex()[:12]} of the store is not the one that {name.hex()[:12]} is; send it again")
+                raise Unavailable(
+                    f"chunk {self.ids[name].hex()[:12]} of the store is not the one that "
+                    f"{name.hex()[:12]} is; send it again"
+                )
 
 
 class AdaptiveProbe:
@@ -68,9 +74,15 @@ class AdaptiveProbe:
 
 
 def find_stored(
-    plan: CommitPlan, parts: Sequence[Part], threads: ThreadPool, guard: GcPin, *, patience: bool = False
+    plan: CommitPlan,
+    parts: Sequence[Part],
+    threads: ThreadPool,
+    guard: GcPin,
+    *,
+    patience: bool = False,
 ) -> tuple[list[bytearray], Stored]:
-    """The chunks that the store has, and what the chunks of each part are called now, as far as that was asked; with `patience`, of all."""
+    """The chunks that the store has, and what the chunks of each part are called now, as far as
+    that was asked; with `patience`, of all."""
     second_names = guard.objects.second_names
     assert second_names is not None, "a transport has asked for them"
     names, stored, known = blank_names(plan), Stored(guard, second_names), dict[bytes, bytes]()
@@ -90,7 +102,9 @@ def find_stored(
             return
         learned, looked, found = dict[bytes, bytes](), 0, 0
         for run in batch:
-            for number, (_, _, data) in enumerate(read_chunks(parts[run.part.leaf].source, run), run.first):
+            for number, (_, _, data) in enumerate(
+                read_chunks(parts[run.part.leaf].source, run), run.first
+            ):
                 name, looked = quick_name(data), looked + 1
                 if (chunk := second_names.id_of(name)) is not None:
                     known[name], found = chunk, found + 1

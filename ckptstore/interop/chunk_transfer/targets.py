@@ -1,7 +1,9 @@
-"""Where the leaves of a state that is received go: new memory, or, where that is wanted, tensors that are there.
+"""Where the leaves of a state that is received go: new memory, or, where that is wanted, tensors
+that are there.
 
-What a peer claims is checked before memory is taken for it. A live tensor takes a leaf only if it has its path, shape and dtype, and shares
-its memory with no other: what is written to one leaf must not change another.
+What a peer claims is checked before memory is taken for it. A live tensor takes a leaf only if it
+has its path, shape and dtype, and shares its memory with no other: what is written to one leaf must
+not change another.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -33,7 +35,8 @@ BOXES_MAX = 256
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """One leaf: what stands there in the end, and which boxes of it are wanted where. `live` if that is memory which is in use."""
+    """One leaf: what stands there in the end, and which boxes of it are wanted where. `live` if
+    that is memory which is in use."""
 
     value: Any
     parts: tuple[tuple[Box | None, Destination], ...] = ()
@@ -41,30 +44,39 @@ class Target:
 
 
 def check_claims(tree: Tree, wanted: Mapping[int, Placed], max_bytes: int) -> None:
-    """Raise `Corrupt` for leaves that cannot be what they are said to be, `InvalidInput` for a state that is too large."""
+    """Raise `Corrupt` for leaves that cannot be what they are said to be, `InvalidInput` for a
+    state that is too large."""
     total = 0
     for i in range(len(tree.schema)):
         if i in wanted:
             total += _check_placed(tree, i)
         elif tree.schema.aliases[i] < 0:
             if tree.content(i).boxes is not None:
-                raise Corrupt(f"{tree.schema.paths[i]} comes in boxes, and is said to be no DTensor")
+                raise Corrupt(
+                    f"{tree.schema.paths[i]} comes in boxes, and is said to be no DTensor"
+                )
             tree.check(i)
             total += tree.raw_bytes(i)
     if total > max_bytes:
         raise InvalidInput(
-            f"a peer's state has {bytes_text(total)}, and {bytes_text(max_bytes)} may be received: free memory, or pass max_bytes"
+            f"a peer's state has {bytes_text(total)}, and {bytes_text(max_bytes)} may be received: "
+            "free memory, or pass max_bytes"
         )
 
 
-def make_targets(tree: Tree, wanted: Mapping[int, Placed], live: FlatState | None, meshes: "Iterable[DeviceMesh]") -> list[Target]:
-    """A target for every leaf of a tree that `check_claims` has let through; in tensors of `live` where they fit."""
+def make_targets(
+    tree: Tree, wanted: Mapping[int, Placed], live: FlatState | None, meshes: "Iterable[DeviceMesh]"
+) -> list[Target]:
+    """A target for every leaf of a tree that `check_claims` has let through; in tensors of `live`
+    where they fit."""
     there = dict(_usable(live)) if live else {}
     known = list(meshes)
     return [_target(tree, i, wanted.get(i), there, known) for i in range(len(tree.schema))]
 
 
-def _target(tree: Tree, i: int, wanted: Placed | None, there: Mapping[str, Any], meshes: "list[DeviceMesh]") -> Target:
+def _target(
+    tree: Tree, i: int, wanted: Placed | None, there: Mapping[str, Any], meshes: "list[DeviceMesh]"
+) -> Target:
     schema, content = tree.schema, tree.content(i)
     if schema.aliases[i] >= 0:
         return Target(None)
@@ -76,14 +88,21 @@ def _target(tree: Tree, i: int, wanted: Placed | None, there: Mapping[str, Any],
     dtype, shape = tensors.dtype_of(schema.dtypes[i]), schema.shapes[i]
     found = there.get(schema.paths[i])
     if wanted:
-        fits = found is not None and hasattr(found, "device_mesh") and placed(found) == wanted and _is_like(found, dtype, shape)
+        fits = (
+            found is not None
+            and hasattr(found, "device_mesh")
+            and placed(found) == wanted
+            and _is_like(found, dtype, shape)
+        )
         tensor = found if fits else attach(schema.paths[i], shape, dtype, wanted, meshes)
         assert tensor is not None
         if all(tensor.device_mesh is not mesh for mesh in meshes):
             meshes.append(tensor.device_mesh)  # the next leaf on it shares it
         held = held_of(tensor)
         _check_covered(schema.paths[i], content, [box for box, _ in held.parts])
-        return Target(tensor, tuple((box, TensorDestination(part)) for box, part in held.parts), fits)
+        return Target(
+            tensor, tuple((box, TensorDestination(part)) for box, part in held.parts), fits
+        )
     fits = found is not None and not hasattr(found, "device_mesh") and _is_like(found, dtype, shape)
     tensor = found if found is not None and fits else tensors.empty(schema.dtypes[i], shape)
     destination = TensorDestination(tensor)
@@ -101,12 +120,20 @@ def _check_placed(tree: Tree, i: int) -> int:
     """The bytes of a DTensor that the peer holds."""
     content, path = tree.content(i), tree.schema.paths[i]
     boxes = content.boxes or ()
-    if tree.schema.kinds[i] != "tensor" or tree.schema.aliases[i] >= 0 or (not boxes and content.inline != b""):
+    if (
+        tree.schema.kinds[i] != "tensor"
+        or tree.schema.aliases[i] >= 0
+        or (not boxes and content.inline != b"")
+    ):
         raise Corrupt(f"{path} is said to be a DTensor, and is none")
     if len(boxes) > BOXES_MAX:
         raise Corrupt(f"{path} comes in {len(boxes)} boxes; wanted at most {BOXES_MAX}")
     shape, width = tree.extent(i)
-    if any(len(box.lengths) != len(shape) or any(o + n > s for o, n, s in zip(*box, shape, strict=True)) for box in boxes):
+    if any(
+        len(box.lengths) != len(shape)
+        or any(o + n > s for o, n, s in zip(*box, shape, strict=True))
+        for box in boxes
+    ):
         raise Corrupt(f"{path} comes in boxes that do not lie in its shape {list(shape)}")
     if any(intersect(a, b) for a, b in combinations(boxes, 2)):
         raise Corrupt(f"{path} comes in boxes that overlap")
@@ -120,7 +147,10 @@ def _check_covered(path: str, content: LeafContent, boxes: list[Box]) -> None:
     for box in boxes:
         shared = (intersect(box, theirs) for theirs in content.boxes or ())
         if sum(prod(each.lengths) for each in shared if each) != prod(box.lengths):
-            raise InvalidInput(f"the peer does not hold what this rank needs of {path}: receive from one with the same place in its mesh")
+            raise InvalidInput(
+                f"the peer does not hold what this rank needs of {path}: receive from one with the "
+                "same place in its mesh"
+            )
 
 
 def _usable(live: FlatState) -> Iterator[tuple[str, Any]]:
@@ -136,13 +166,19 @@ def _usable(live: FlatState) -> Iterator[tuple[str, Any]]:
     shared = _overlapping([tensor for _, _, own in found for tensor in own])
     for i, value, own in found:
         alone = i not in tied and live.schema.aliases[i] < 0
-        if alone and all(tensors.is_writable_by_range(tensor) and id(tensor) not in shared for tensor in own):
+        if alone and all(
+            tensors.is_writable_by_range(tensor) and id(tensor) not in shared for tensor in own
+        ):
             yield live.schema.paths[i], value
 
 
 def _overlapping(some: list[torch.Tensor]) -> set[int]:
     """The ids of those tensors whose memory reaches into another's."""
-    ranges = sorted((str(t.device), t.data_ptr(), t.data_ptr() + _reach_bytes(t), id(t)) for t in some if t.numel())
+    ranges = sorted(
+        (str(t.device), t.data_ptr(), t.data_ptr() + _reach_bytes(t), id(t))
+        for t in some
+        if t.numel()
+    )
     shared: set[int] = set()
     last: tuple[str, int, int, int] = ("", 0, 0, 0)
     for each in ranges:
@@ -154,4 +190,6 @@ def _overlapping(some: list[torch.Tensor]) -> set[int]:
 
 
 def _reach_bytes(tensor: torch.Tensor) -> int:
-    return (sum((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride(), strict=True)) + 1) * tensor.itemsize
+    return (
+        sum((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride(), strict=True)) + 1
+    ) * tensor.itemsize

@@ -1,9 +1,11 @@
-"""`torch.distributed.checkpoint` (DCP) on a store: pass `StoreWriter` and `StoreReader` to `dcp.save`, `dcp.load` and `dcp.async_save`.
+"""`torch.distributed.checkpoint` (DCP) on a store: pass `StoreWriter` and `StoreReader` to
+`dcp.save`, `dcp.load` and `dcp.async_save`.
 
     dcp.save(state_dict, storage_writer=StoreWriter("checkpoints", step=100))
     dcp.load(state_dict, storage_reader=StoreReader("checkpoints", 100))
 
-What is saved is a commit as any other: the native API reads it, and a native commit is loaded by DCP.
+What is saved is a commit as any other: the native API reads it, and a native commit is loaded by
+DCP.
 """
 
 from importlib import import_module

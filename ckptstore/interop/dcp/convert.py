@@ -1,4 +1,5 @@
-"""A directory of DCP becomes a commit, and a commit a directory of DCP: a few tensors in memory at a time."""
+"""A directory of DCP becomes a commit, and a commit a directory of DCP: a few tensors in memory at
+a time."""
 
 import io
 import os
@@ -13,15 +14,33 @@ import torch
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import create_default_global_save_plan
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex, TensorProperties
-from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+)
+from torch.distributed.checkpoint.planner import (
+    SavePlan,
+    SavePlanner,
+    TensorWriteData,
+    WriteItem,
+    WriteItemType,
+)
 from torch.distributed.checkpoint.state_dict_saver import _save_state_dict
 
 from ckptstore.core.model import Box
 from ckptstore.core.text import unicode_text
 from ckptstore.errors import Conflict, InvalidInput, Unavailable
 from ckptstore.interop.dcp.directory import Found, found_in
-from ckptstore.interop.dcp.items import BoxItem, Resolved, decode_message, flattened, messages_of, parts_of
+from ckptstore.interop.dcp.items import (
+    BoxItem,
+    Resolved,
+    decode_message,
+    flattened,
+    messages_of,
+    parts_of,
+)
 from ckptstore.interop.dcp.names import FLAT_KEY, Named, named
 from ckptstore.interop.dcp.objects import dumped, marks_of, objects_of
 from ckptstore.interop.dcp.state_tree import plant
@@ -42,10 +61,11 @@ def dcp_to_store(
     key: str = FLAT_KEY,
     allow_pickle: bool = False,
 ) -> Snapshot:
-    """Commit what DCP saved at `path`, under the names that it has there: what `dcp.save` with a `StoreWriter` would have made of it.
+    """Commit what DCP saved at `path`, under the names that it has there: what `dcp.save` with a
+    `StoreWriter` would have made of it.
 
-    Raises `InvalidInput` for what is no such directory, for names that leave it, pieces that do not make up a tensor, and, unless
-    `allow_pickle`, for objects that only unpickling could read.
+    Raises `InvalidInput` for what is no such directory, for names that leave it, pieces that do not
+    make up a tensor, and, unless `allow_pickle`, for objects that only unpickling could read.
     """
     root = Path(path)
     store.check_writable()
@@ -56,11 +76,15 @@ def dcp_to_store(
     try:
         written = store.parts.write(session.id, 0, parts_of(resolved, alone=False))
         messages = messages_of(resolved, written.contents)
-        stored = [decode_message(each.name, 0, text) for each, text in zip(found, messages, strict=True)]
+        stored = [
+            decode_message(each.name, 0, text) for each, text in zip(found, messages, strict=True)
+        ]
         keys = {each.name: each.keys for each in found}
         planted = plant(stored, keys, flat_key=key, chunk_bytes=store.chunk_bytes, world=1)
         return store.commit_parts(
-            lambda label: store.parts.publish(session, label, planted.trees, planted.layout, [written.receipt], started),
+            lambda label: store.parts.publish(
+                session, label, planted.trees, planted.layout, [written.receipt], started
+            ),
             step=step,
             tag=tag,
             message=message or f"imported from {unicode_text(root.name)}",
@@ -70,23 +94,37 @@ def dcp_to_store(
         session.abandon()
 
 
-def store_to_dcp(snapshot: Snapshot, path: str | os.PathLike[str], *, key: str | None = None, allow_pickle: bool = False) -> Metadata:
-    """Write a commit as a directory that `dcp.load` reads without ckptstore; with `key`, that key alone and without its name.
+def store_to_dcp(
+    snapshot: Snapshot,
+    path: str | os.PathLike[str],
+    *,
+    key: str | None = None,
+    allow_pickle: bool = False,
+) -> Metadata:
+    """Write a commit as a directory that `dcp.load` reads without ckptstore; with `key`, that key
+    alone and without its name.
 
-    Objects in it are pickles, as DCP writes them. Raises `Conflict` if there is a checkpoint at `path`, `InvalidInput` where two leaves
-    would have one name, `Unavailable` if `path` cannot be written, `Corrupt` for damaged chunks.
+    Objects in it are pickles, as DCP writes them. Raises `Conflict` if there is a checkpoint at
+    `path`, `InvalidInput` where two leaves would have one name, `Unavailable` if `path` cannot be
+    written, `Corrupt` for damaged chunks.
     """
     root = Path(path)
     if root.is_file() or (root / ".metadata").exists():
-        raise Conflict(f"{root} is {'a file' if root.is_file() else 'a checkpoint'} already; choose another path")
+        raise Conflict(
+            f"{root} is {'a file' if root.is_file() else 'a checkpoint'} already; choose another "
+            "path"
+        )
     planner = _CommitPlanner(snapshot, key, allow_pickle=allow_pickle)
     with errors_of_dcp(root):
-        return _save_state_dict({}, FileSystemWriter(root, overwrite=False), no_dist=True, planner=planner)
+        return _save_state_dict(
+            {}, FileSystemWriter(root, overwrite=False), no_dist=True, planner=planner
+        )
 
 
 @contextmanager
 def errors_of_dcp(root: Path) -> Iterator[None]:
-    """The error of this process in place of the `CheckpointException`, which is no `Exception`, that DCP wraps around it."""
+    """The error of this process in place of the `CheckpointException`, which is no `Exception`,
+    that DCP wraps around it."""
     try:
         yield
     except CheckpointException as error:
@@ -104,9 +142,14 @@ class _CommitPlanner(SavePlanner):
         self._marks = marks_of(snapshot)
         self._items = named(snapshot.trees, self._marks, key)
         if torn := [item.path for item in self._items.values() if item.parts]:
-            raise InvalidInput(f"{torn[0]} is a part that one rank saved by itself; there is no whole of it to write")
+            raise InvalidInput(
+                f"{torn[0]} is a part that one rank saved by itself; there is no whole of it to "
+                "write"
+            )
 
-    def set_up_planner(self, state_dict: Any, storage_meta: Any = None, is_coordinator: bool = False) -> None:
+    def set_up_planner(
+        self, state_dict: Any, storage_meta: Any = None, is_coordinator: bool = False
+    ) -> None:
         """There is nothing to set up: the state is the commit."""
 
     def create_local_plan(self) -> SavePlan:
@@ -114,7 +157,9 @@ class _CommitPlanner(SavePlanner):
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
         plans, metadata = create_default_global_save_plan(all_plans)
-        return plans, replace(metadata, planner_data={name: item.keys for name, item in self._items.items()})
+        return plans, replace(
+            metadata, planner_data={name: item.keys for name, item in self._items.items()}
+        )
 
     def finish_plan(self, new_plan: SavePlan) -> SavePlan:
         return new_plan
@@ -146,4 +191,6 @@ def _planned(item: Named) -> WriteItem:
 def _resolved(found: Found, allow_pickle: bool) -> Resolved:
     if found.source is None:
         return flattened(found.name, found.value, allow_pickle, is_bytes=False)
-    return BoxItem(found.dtype, found.shape, Box((0,) * len(found.shape), found.shape)), [found.source]
+    return BoxItem(found.dtype, found.shape, Box((0,) * len(found.shape), found.shape)), [
+        found.source
+    ]

@@ -1,7 +1,8 @@
-"""Directories of `torch.distributed.checkpoint` (DCP): `.metadata` says where the pieces of every tensor lie in the `.distcp` files.
+"""Directories of `torch.distributed.checkpoint` (DCP): `.metadata` says where the pieces of every
+tensor lie in the `.distcp` files.
 
-`.metadata` is a pickle. It is read without running anything of it: an unpickler that knows the dozen names that DCP writes, and
-gives an inert record for each. What else a file names is refused.
+`.metadata` is a pickle. It is read without running anything of it: an unpickler that knows the
+dozen names that DCP writes, and gives an inert record for each. What else a file names is refused.
 """
 
 import io
@@ -26,7 +27,8 @@ METADATA_BYTES_MAX = 1 << 30
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """One stored item, the bytes of a file of torch.save: a box of a tensor, or an object if `offsets` is None."""
+    """One stored item, the bytes of a file of torch.save: a box of a tensor, or an object if
+    `offsets` is None."""
 
     path: Path
     start: int
@@ -37,7 +39,8 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """An item: its name, the keys that lead to it, and where its bytes come from. An object has none, and is `value`."""
+    """An item: its name, the keys that lead to it, and where its bytes come from. An object has
+    none, and is `value`."""
 
     name: str
     keys: tuple[str | int, ...]
@@ -50,13 +53,14 @@ class Found:
 def found_in(root: Path, *, allow_pickle: bool = False) -> list[Found]:
     """The items of a DCP directory. Tensors are read when they are stored, a few at a time.
 
-    Raises `InvalidInput` for what is no such directory, for names that leave it, pieces that do not make up a tensor, and, unless
-    `allow_pickle`, for objects that only unpickling could read.
+    Raises `InvalidInput` for what is no such directory, for names that leave it, pieces that do not
+    make up a tensor, and, unless `allow_pickle`, for objects that only unpickling could read.
     """
     if is_pointer(root):
         pointer = read_pointer(root)
         raise InvalidInput(
-            f"{root} points to commit {pointer.id[:12]} of the store {pointer.store}; bring that into another by `ckptstore push`"
+            f"{root} points to commit {pointer.id[:12]} of the store {pointer.store}; bring that "
+            "into another by `ckptstore push`"
         )
     found = load_inert(root / METADATA, METADATA_BYTES_MAX)
     shelf = Shelf()
@@ -64,46 +68,85 @@ def found_in(root: Path, *, allow_pickle: bool = False) -> list[Found]:
         parts = dict(_parts(root, found))
         nesting = getattr(found, "planner_data", None) or {}
         return [
-            _found(root, name, tuple(nesting.get(name) or (name,)), item, parts.get(name, []), shelf, allow_pickle)
+            _found(
+                root,
+                name,
+                tuple(nesting.get(name) or (name,)),
+                item,
+                parts.get(name, []),
+                shelf,
+                allow_pickle,
+            )
             for name, item in found.state_dict_metadata.items()
         ]
     except (AttributeError, TypeError, ValueError, KeyError, IndexError) as error:
         if isinstance(error, InvalidInput):
             raise
-        raise InvalidInput(f"{root / METADATA} is no metadata of DCP that this version reads: {error!r:.200}") from error
+        raise InvalidInput(
+            f"{root / METADATA} is no metadata of DCP that this version reads: {error!r:.200}"
+        ) from error
 
 
 def _parts(root: Path, found: Any) -> Iterable[tuple[str, list[Part]]]:
     parts: dict[str, list[Part]] = {}
     for index, info in found.storage_data.items():
         if getattr(info, "transform_descriptors", None):
-            raise InvalidInput(f"{root}: {index.fqn} was stored through an extension; load it with DCP itself, and commit the state")
+            raise InvalidInput(
+                f"{root}: {index.fqn} was stored through an extension; load it with DCP itself, "
+                "and commit the state"
+            )
         path = inside(root, info.relative_path)
-        if type(info.offset) is not int or type(info.length) is not int or not 0 <= info.offset <= info.offset + info.length:
+        if (
+            type(info.offset) is not int
+            or type(info.length) is not int
+            or not 0 <= info.offset <= info.offset + info.length
+        ):
             raise InvalidInput(f"{root}: the place of {index.fqn} is no place")
         if info.offset + info.length > path.stat().st_size:
             raise InvalidInput(f"{root}: {index.fqn} lies beyond the end of {path.name}")
         offset = getattr(index, "offset", None)
-        parts.setdefault(index.fqn, []).append(Part(path, info.offset, info.length, None if offset is None else tuple(offset), ()))
+        parts.setdefault(index.fqn, []).append(
+            Part(path, info.offset, info.length, None if offset is None else tuple(offset), ())
+        )
     return parts.items()
 
 
-def _found(root: Path, name: str, keys: tuple[Any, ...], item: Any, parts: list[Part], shelf: Shelf, allow_pickle: bool) -> Found:
+def _found(
+    root: Path,
+    name: str,
+    keys: tuple[Any, ...],
+    item: Any,
+    parts: list[Part],
+    shelf: Shelf,
+    allow_pickle: bool,
+) -> Found:
     if not all(type(key) in (str, int) for key in keys):
-        raise InvalidInput(f"{root}: the keys that lead to {name} are {str(keys)[:80]}; wanted texts and numbers")
+        raise InvalidInput(
+            f"{root}: the keys that lead to {name} are {str(keys)[:80]}; wanted texts and numbers"
+        )
     if type(item).__name__ == "BytesStorageMetadata":
         if len(parts) != 1:
             raise InvalidInput(f"{root}: {name} is stored in {len(parts)} places; wanted one")
         return Found(name, keys, value=_load(parts[0], name, allow_pickle=allow_pickle))
     dtype, shape = _dtype(name, item.properties), _shape(item.size)
     boxes = {_shape(chunk.offsets): _shape(chunk.sizes) for chunk in item.chunks}
-    chunks = [Part(p.path, p.start, p.nbytes, p.offsets, boxes[p.offsets]) for p in parts if p.offsets in boxes and p.offsets is not None]
-    check_tiling(f"{name} in {root}", shape, [Box(chunk.offsets or (), chunk.lengths) for chunk in chunks])
-    source = Loaded(_loader(name, dtype, shape, chunks), nbytes_of(dtype, shape), width_of(dtype), shelf)
+    chunks = [
+        Part(p.path, p.start, p.nbytes, p.offsets, boxes[p.offsets])
+        for p in parts
+        if p.offsets in boxes and p.offsets is not None
+    ]
+    check_tiling(
+        f"{name} in {root}", shape, [Box(chunk.offsets or (), chunk.lengths) for chunk in chunks]
+    )
+    source = Loaded(
+        _loader(name, dtype, shape, chunks), nbytes_of(dtype, shape), width_of(dtype), shelf
+    )
     return Found(name, keys, dtype, shape, source)
 
 
-def _loader(name: str, dtype: str, shape: Shape, chunks: list[Part]) -> "Callable[[], torch.Tensor]":
+def _loader(
+    name: str, dtype: str, shape: Shape, chunks: list[Part]
+) -> "Callable[[], torch.Tensor]":
     def load() -> "torch.Tensor":
         from ckptstore.state.tensors import DTYPES, empty
 
@@ -112,8 +155,13 @@ def _loader(name: str, dtype: str, shape: Shape, chunks: list[Part]) -> "Callabl
         whole = empty(dtype, shape)
         for chunk in chunks:
             assert chunk.offsets is not None
-            box = tuple(slice(start, start + n) for start, n in zip(chunk.offsets, chunk.lengths, strict=True))
-            whole[box] = _checked(_load(chunk, name, allow_pickle=False), name, DTYPES[dtype], chunk.lengths)
+            box = tuple(
+                slice(start, start + n)
+                for start, n in zip(chunk.offsets, chunk.lengths, strict=True)
+            )
+            whole[box] = _checked(
+                _load(chunk, name, allow_pickle=False), name, DTYPES[dtype], chunk.lengths
+            )
         return whole
 
     return load
@@ -128,8 +176,14 @@ def _load(part: Part, name: str, *, allow_pickle: bool) -> Any:
 def _checked(tensor: Any, name: str, dtype: "torch.dtype", shape: Shape) -> "torch.Tensor":
     import torch
 
-    if not isinstance(tensor, torch.Tensor) or tensor.dtype != dtype or tuple(tensor.shape) != shape:
-        raise InvalidInput(f"a piece of {name} is not what the metadata says: wanted {dtype}{list(shape)}")
+    if (
+        not isinstance(tensor, torch.Tensor)
+        or tensor.dtype != dtype
+        or tuple(tensor.shape) != shape
+    ):
+        raise InvalidInput(
+            f"a piece of {name} is not what the metadata says: wanted {dtype}{list(shape)}"
+        )
     return tensor
 
 

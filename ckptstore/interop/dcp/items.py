@@ -1,8 +1,9 @@
-"""What a rank writes of DCP's items: tensors where they are, other objects by the registry; and the messages that say what became of them.
+"""What a rank writes of DCP's items: tensors where they are, other objects by the registry; and the
+messages that say what became of them.
 
-Objects are taken from the planner's `lookup_object`, so that nothing is pickled. A planner that makes bytes of its own (`resolve_data`,
-`transform_object`) is asked for them; those of `torch.save` that hold plain values become values again, others stay the bytes that they
-are.
+Objects are taken from the planner's `lookup_object`, so that nothing is pickled. A planner that
+makes bytes of its own (`resolve_data`, `transform_object`) is asked for them; those of `torch.save`
+that hold plain values become values again, others stay the bytes that they are.
 """
 
 import io
@@ -44,7 +45,8 @@ class BoxItem:
 
 @dataclass(frozen=True, slots=True)
 class ObjectItem:
-    """An object as `flatten` took it apart, its paths without the item's own; `is_bytes` says that it is what the planner wrote."""
+    """An object as `flatten` took it apart, its paths without the item's own; `is_bytes` says that
+    it is what the planner wrote."""
 
     schema: Schema
     is_bytes: bool
@@ -52,7 +54,8 @@ class ObjectItem:
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """An item that has been written: what it is, the content of each of its leaves, and who wrote it."""
+    """An item that has been written: what it is, the content of each of its leaves, and who wrote
+    it."""
 
     name: str
     item: "BoxItem | ObjectItem"
@@ -66,18 +69,21 @@ Resolved: TypeAlias = tuple[BoxItem | ObjectItem, list[Source]]
 def resolve(plan: SavePlan, planner: SavePlanner, *, allow_pickle: bool) -> list[Resolved]:
     """The items of a rank's final plan, in its order, and where their bytes are.
 
-    Raises `InvalidInput`, naming the item, for what the registry does not know unless `allow_pickle`, and for data that is not what was
-    planned.
+    Raises `InvalidInput`, naming the item, for what the registry does not know unless
+    `allow_pickle`, and for data that is not what was planned.
     """
     shelf = Shelf()
     return [
-        _object(planner, item, allow_pickle) if item.type == WriteItemType.BYTE_IO else _tensor(planner, item, shelf, allow_pickle)
+        _object(planner, item, allow_pickle)
+        if item.type == WriteItemType.BYTE_IO
+        else _tensor(planner, item, shelf, allow_pickle)
         for item in plan.items
     ]
 
 
 def parts_of(resolved: Sequence[Resolved], *, alone: bool) -> list[Part]:
-    """What is to be written of the items, one part for each leaf that has bytes. A rank that saves `alone` has tensors of its boxes."""
+    """What is to be written of the items, one part for each leaf that has bytes. A rank that saves
+    `alone` has tensors of its boxes."""
     return [part for item, sources in resolved for part in _parts(item, sources, alone)]
 
 
@@ -87,32 +93,61 @@ def messages_of(resolved: Sequence[Resolved], contents: Sequence[LeafContent]) -
     for item, sources in resolved:
         found = [_EMPTY if source is NOTHING else next(given) for source in sources]
         if isinstance(item, BoxItem):
-            head: list[Any] = [item.dtype, list(item.shape), list(item.box.offsets), list(item.box.lengths)]
+            head: list[Any] = [
+                item.dtype,
+                list(item.shape),
+                list(item.box.offsets),
+                list(item.box.lengths),
+            ]
             messages.append(framing.join([canonical.encode(head), b"", encode_contents(found)]))
         else:
-            messages.append(framing.join([canonical.encode([item.is_bytes]), encode_schema(item.schema), encode_contents(found)]))
+            messages.append(
+                framing.join(
+                    [
+                        canonical.encode([item.is_bytes]),
+                        encode_schema(item.schema),
+                        encode_contents(found),
+                    ]
+                )
+            )
     return messages
 
 
 def decode_message(name: str, rank: int, message: object) -> Stored:
     """The inverse of `messages_of` for one item; raises `Corrupt`."""
     if not isinstance(message, bytes):
-        raise Corrupt(f"rank {rank} says nothing of {name}; do all ranks use a StoreWriter, and one version of ckptstore?")
+        raise Corrupt(
+            f"rank {rank} says nothing of {name}; do all ranks use a StoreWriter, and one version "
+            "of ckptstore?"
+        )
     head_bytes, schema_bytes, contents = framing.split(message, 3)
     head = canonical.decode(head_bytes)
     if schema_bytes:
         schema = decode_schema(schema_bytes)
-        return Stored(name, ObjectItem(schema, head[0]), decode_contents(contents, len(schema)), rank)
+        return Stored(
+            name, ObjectItem(schema, head[0]), decode_contents(contents, len(schema)), rank
+        )
     dtype, shape, offsets, lengths = head
-    return Stored(name, BoxItem(dtype, tuple(shape), Box(tuple(offsets), tuple(lengths))), decode_contents(contents, 1), rank)
+    return Stored(
+        name,
+        BoxItem(dtype, tuple(shape), Box(tuple(offsets), tuple(lengths))),
+        decode_contents(contents, 1),
+        rank,
+    )
 
 
 def _parts(item: "BoxItem | ObjectItem", sources: Sequence[Source], alone: bool) -> list[Part]:
     if isinstance(item, BoxItem):
         shape = item.box.lengths if alone else item.shape
         box = None if item.box.lengths == shape else item.box
-        extent = Extent(shape, dtypes.width_of(item.dtype), sources[0].nbytes, _is_float(item.dtype), box)
-        return [Part(extent, sources[0], dtypes.nbytes_of(item.dtype, shape) if sources[0].nbytes else 0)]
+        extent = Extent(
+            shape, dtypes.width_of(item.dtype), sources[0].nbytes, _is_float(item.dtype), box
+        )
+        return [
+            Part(
+                extent, sources[0], dtypes.nbytes_of(item.dtype, shape) if sources[0].nbytes else 0
+            )
+        ]
     found = []
     for i, source in enumerate(sources):
         if source is NOTHING:
@@ -139,8 +174,13 @@ def _tensor(planner: SavePlanner, item: WriteItem, shelf: Shelf, allow_pickle: b
     if not tensors.is_strided(tensor) or type(tensor) not in (torch.Tensor, torch.nn.Parameter):
         return flattened(name, tensor, allow_pickle, is_bytes=False)
     if tuple(tensor.shape) != box.lengths:
-        raise InvalidInput(f"{name}: the planner gives {list(tensor.shape)} of it; its plan says {list(box.lengths)}")
-    return BoxItem(tensors.DTYPE_NAMES[tensor.dtype], tuple(data.size), box), [_source(planner, item, tensor, shelf)]
+        raise InvalidInput(
+            f"{name}: the planner gives {list(tensor.shape)} of it; its plan says "
+            f"{list(box.lengths)}"
+        )
+    return BoxItem(tensors.DTYPE_NAMES[tensor.dtype], tuple(data.size), box), [
+        _source(planner, item, tensor, shelf)
+    ]
 
 
 def _source(planner: SavePlanner, item: WriteItem, tensor: torch.Tensor, shelf: Shelf) -> Source:
@@ -153,7 +193,9 @@ def _source(planner: SavePlanner, item: WriteItem, tensor: torch.Tensor, shelf: 
 def _resolved(planner: SavePlanner, item: WriteItem) -> torch.Tensor:
     tensor = planner.resolve_data(item)
     if not isinstance(tensor, torch.Tensor):
-        raise InvalidInput(f"the planner gives a {type(tensor).__qualname__} for the tensor {item.index.fqn}")
+        raise InvalidInput(
+            f"the planner gives a {type(tensor).__qualname__} for the tensor {item.index.fqn}"
+        )
     return tensor.detach()
 
 
@@ -163,9 +205,14 @@ def _object(planner: SavePlanner, item: WriteItem, allow_pickle: bool) -> Resolv
         return flattened(name, planner.lookup_object(item.index), allow_pickle, is_bytes=False)  # type: ignore[attr-defined]
     data = planner.resolve_data(item)
     if not isinstance(data, io.BytesIO):
-        raise InvalidInput(f"the planner gives a {type(data).__qualname__} for the object {name}; wanted io.BytesIO")
+        raise InvalidInput(
+            f"the planner gives a {type(data).__qualname__} for the object {name}; wanted "
+            "io.BytesIO"
+        )
     try:
-        value = load_torch(io.BytesIO(data.getvalue()), name, allow_pickle=False)  # which runs nothing
+        value = load_torch(
+            io.BytesIO(data.getvalue()), name, allow_pickle=False
+        )  # which runs nothing
         return flattened(name, value, allow_pickle, is_bytes=False)
     except InvalidInput:
         return flattened(name, data.getvalue(), allow_pickle, is_bytes=True)

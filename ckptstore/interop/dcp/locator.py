@@ -1,7 +1,9 @@
-"""Which store, and which commit in it: what `StoreWriter` and `StoreReader` were given, and what DCP calls a checkpoint's id.
+"""Which store, and which commit in it: what `StoreWriter` and `StoreReader` were given, and what
+DCP calls a checkpoint's id.
 
-A `checkpoint_id` that is a path (absolute, or beginning with `./` or `../`, or a `Path`) is a directory there with a pointer file in place
-of DCP's `.metadata`; digits are a step; other text is a tag. All three are refs, so what `dcp.save` was given, `dcp.load` finds.
+A `checkpoint_id` that is a path (absolute, or beginning with `./` or `../`, or a `Path`) is a
+directory there with a pointer file in place of DCP's `.metadata`; digits are a step; other text is
+a tag. All three are refs, so what `dcp.save` was given, `dcp.load` finds.
 """
 
 import os
@@ -26,19 +28,34 @@ Work = TypeVar("Work")
 
 
 class StorePlace:
-    """A store that is open, or is opened when it is needed. Pickled, it is its place: DCP sends it to a process of its own."""
+    """A store that is open, or is opened when it is needed. Pickled, it is its place: DCP sends it
+    to a process of its own."""
 
     def __init__(
-        self, store: Store | str | os.PathLike[str], *, run: str | None, storage_options: Mapping[str, Any] | None, index: str | None
+        self,
+        store: Store | str | os.PathLike[str],
+        *,
+        run: str | None,
+        storage_options: Mapping[str, Any] | None,
+        index: str | None,
     ) -> None:
         if isinstance(store, Store):
             if run is not None or storage_options is not None or index is not None:
-                raise InvalidInput("run, storage_options and index are those of the open store; leave them out, or pass its path")
+                raise InvalidInput(
+                    "run, storage_options and index are those of the open store; leave them out, "
+                    "or pass its path"
+                )
             self._arguments, self._owned = store.reopening, False
         else:
-            self._arguments = {"place": os.fspath(store), "run": run, "storage_options": storage_options, "index": index}
+            self._arguments = {
+                "place": os.fspath(store),
+                "run": run,
+                "storage_options": storage_options,
+                "index": index,
+            }
             self._owned = True
-        self._store: Store | None = None if self._owned else store  # type: ignore[assignment]  # not owned: a Store
+        # not owned: a Store
+        self._store: Store | None = None if self._owned else store  # type: ignore[assignment]
 
     def __getstate__(self) -> dict[str, Any]:
         return self._arguments
@@ -51,7 +68,8 @@ class StorePlace:
         return redact(str(self._arguments["place"]))
 
     def another(self) -> "StorePlace":
-        """The same place, for one save or load: opened and closed without regard to others, unless the store was given open."""
+        """The same place, for one save or load: opened and closed without regard to others, unless
+        the store was given open."""
         place = StorePlace.__new__(StorePlace)
         place._arguments, place._owned = self._arguments, self._owned
         place._store = None if self._owned else self._store
@@ -75,11 +93,13 @@ _OF_THIS_PROCESS = ("_home", "_here", "_named", "_work", "_saves")
 
 
 class AtPlace(Generic[Work]):
-    """What `StoreWriter` and `StoreReader` say alike of where a checkpoint is, and of the saves or loads that go on there.
+    """What `StoreWriter` and `StoreReader` say alike of where a checkpoint is, and of the saves or
+    loads that go on there.
 
-    DCP makes all calls of a save or load on one thread, and those of `async_save` on a thread of its own. So each thread has a name and a
-    save or load in progress of its own, and those on several threads know nothing of each other. A thread that has none has those of the
-    thread that made this object.
+    DCP makes all calls of a save or load on one thread, and those of `async_save` on a thread of
+    its own. So each thread has a name and a save or load in progress of its own, and those on
+    several threads know nothing of each other. A thread that has none has those of the thread that
+    made this object.
     """
 
     def __init__(self, place: StorePlace) -> None:
@@ -88,7 +108,8 @@ class AtPlace(Generic[Work]):
         self._begin()
 
     def _begin(self) -> None:
-        """Nothing goes on yet; what is called later belongs to this thread unless another one says otherwise."""
+        """Nothing goes on yet; what is called later belongs to this thread unless another one says
+        otherwise."""
         self._home = threading.get_ident()
         self._here = threading.local()
         self._named: CheckpointId | None = None
@@ -143,7 +164,8 @@ class AtPlace(Generic[Work]):
 
 @dataclass(frozen=True, slots=True)
 class Name:
-    """What a save is to be called: a tag, a step or a directory, with the pointer file in it; nothing of these perhaps."""
+    """What a save is to be called: a tag, a step or a directory, with the pointer file in it;
+    nothing of these perhaps."""
 
     tag: str | None = None
     step: int | None = None
@@ -152,13 +174,19 @@ class Name:
 
     @property
     def pointer(self) -> Path | None:
-        """The pointer file. Where an earlier version left one at the path itself, that is it. Raises `Conflict` for anything else."""
+        """The pointer file. Where an earlier version left one at the path itself, that is it.
+        Raises `Conflict` for anything else."""
         if self.directory is None:
             return None
         is_file = os.path.lexists(self.directory) and not self.directory.is_dir()
         pointer = self.directory if is_file else self.directory / self.file
-        if (os.path.lexists(pointer) and not is_pointer(pointer)) or (self.directory / CONFIG_KEY).exists():
-            raise Conflict(f"{self.directory} is there and has no pointer of ckptstore; give another checkpoint_id, or remove it")
+        if (os.path.lexists(pointer) and not is_pointer(pointer)) or (
+            self.directory / CONFIG_KEY
+        ).exists():
+            raise Conflict(
+                f"{self.directory} is there and has no pointer of ckptstore; give another "
+                "checkpoint_id, or remove it"
+            )
         return pointer
 
 
@@ -193,9 +221,11 @@ def of_rank(label: str, rank: int) -> str:
 
 
 def ref_of_rank(ref: AnyRef, run: str, rank: int) -> AnyRef:
-    """The ref of what rank `rank` saved without coordination, where `ref` is that of the whole. A commit's id is no ref of a whole."""
+    """The ref of what rank `rank` saved without coordination, where `ref` is that of the whole. A
+    commit's id is no ref of a whole."""
     if is_path(ref):
-        return Path(os.fspath(ref)) / name_of_rank(Name(), rank).file  # type: ignore[arg-type]  # a path, as is_path says
+        # a path, as is_path says
+        return Path(os.fspath(ref)) / name_of_rank(Name(), rank).file  # type: ignore[arg-type]
     if isinstance(ref, int):
         return f"{of_rank(run, rank)}@{ref}"
     if not isinstance(ref, str):

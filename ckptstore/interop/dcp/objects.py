@@ -15,7 +15,9 @@ from ckptstore.state.inflate import Inflater, decode_leaf
 from ckptstore.state.leaves import Destination as TensorDestination
 
 
-def objects_of(snapshot: Snapshot, items: Mapping[str, Named], *, allow_pickle: bool) -> dict[str, Any]:
+def objects_of(
+    snapshot: Snapshot, items: Mapping[str, Named], *, allow_pickle: bool
+) -> dict[str, Any]:
     """The object of each item, by its name; the tensors in them are read together."""
     made: dict[int, dict[int, Any]] = {}
     wanted: list[tuple[Tree, int, Destination, None]] = []
@@ -31,7 +33,9 @@ def objects_of(snapshot: Snapshot, items: Mapping[str, Named], *, allow_pickle: 
                 leaves[number] = tensors.empty(schema.dtypes[number], schema.shapes[number])
                 wanted.append((item.tree, number, TensorDestination(leaves[number]), None))
             else:
-                leaves[number] = decode_leaf(schema, number, snapshot.leaf_bytes(item.tree, number), values.NO_CLASSES)
+                leaves[number] = decode_leaf(
+                    schema, number, snapshot.leaf_bytes(item.tree, number), values.NO_CLASSES
+                )
     snapshot.land(wanted)
     return {name: _made(item, made[id(item.tree)], allow_pickle) for name, item in items.items()}
 
@@ -50,7 +54,9 @@ def marks_of(snapshot: Snapshot) -> Marks:
     try:
         return Marks() if layout is None or layout.dcp is None else Marks.of(layout.dcp)
     except (AttributeError, KeyError, TypeError) as error:
-        raise Corrupt(f"the layout of commit {snapshot.id[:12]} is damaged: {error!r}; run `ckptstore fsck`") from error
+        raise Corrupt(
+            f"the layout of commit {snapshot.id[:12]} is damaged: {error!r}; run `ckptstore fsck`"
+        ) from error
 
 
 def _made(item: Named, found: Mapping[int, Any], allow_pickle: bool) -> Any:
@@ -58,4 +64,6 @@ def _made(item: Named, found: Mapping[int, Any], allow_pickle: bool) -> Any:
     leaves = [None] * len(schema)
     for leaf in containers.leaves_of(item.node):
         leaves[leaf] = found[leaf if schema.aliases[leaf] < 0 else schema.aliases[leaf]]
-    return Inflater(schema, leaves, {}, values.NO_CLASSES, allow_pickle=allow_pickle).inflate(item.node)
+    return Inflater(schema, leaves, {}, values.NO_CLASSES, allow_pickle=allow_pickle).inflate(
+        item.node
+    )

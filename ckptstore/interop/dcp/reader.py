@@ -1,7 +1,8 @@
 """`StoreReader`: `dcp.load` reads a commit, whoever made it.
 
-DCP's metadata is made from the commit's schemas and pages; nothing is unpickled. Boxes are read straight into the tensors that the planner
-gives, every chunk verified; objects come from the registry.
+DCP's metadata is made from the commit's schemas and pages; nothing is unpickled. Boxes are read
+straight into the tensors that the planner gives, every chunk verified; objects come from the
+registry.
 """
 
 import io
@@ -56,14 +57,17 @@ class _Load:
 
 
 class StoreReader(AtPlace[_Load], StorageReader):
-    """Loads from a store: `dcp.load(state_dict, storage_reader=StoreReader("checkpoints", "latest"))`.
+    """Loads from a store: `dcp.load(state_dict, storage_reader=StoreReader("checkpoints",
+    "latest"))`.
 
-    `store` is an open store, or a place as for `ckptstore.open` (`run`, `storage_options` and `index` are its options). `ref` is what
-    `store.checkout` takes; a `checkpoint_id` given to `dcp.load` is taken instead. Every rank must find the same commit.
+    `store` is an open store, or a place as for `ckptstore.open` (`run`, `storage_options` and
+    `index` are its options). `ref` is what `store.checkout` takes; a `checkpoint_id` given to
+    `dcp.load` is taken instead. Every rank must find the same commit.
 
-    Any commit can be loaded: `{"model": …}` committed natively has the names `model.…`; with `key="model"`, that key alone and without its
-    name. A tensor of another dtype than the commit's raises, unless `cast` says that floats may be converted. Objects that were pickled are
-    read with `allow_pickle` only. Threads may load through one reader at once, each its own commit.
+    Any commit can be loaded: `{"model": …}` committed natively has the names `model.…`; with
+    `key="model"`, that key alone and without its name. A tensor of another dtype than the commit's
+    raises, unless `cast` says that floats may be converted. Objects that were pickled are read with
+    `allow_pickle` only. Threads may load through one reader at once, each its own commit.
     """
 
     def __init__(
@@ -83,7 +87,8 @@ class StoreReader(AtPlace[_Load], StorageReader):
         self._key, self._cast, self._allow_pickle = key, cast, allow_pickle
 
     def reset(self, checkpoint_id: CheckpointId | None = None) -> None:
-        """Forget what this thread read; its next load is of `checkpoint_id`, or of what this reader was made for."""
+        """Forget what this thread read; its next load is of `checkpoint_id`, or of what this reader
+        was made for."""
         self._name_it(checkpoint_id)
         self.close()
 
@@ -101,11 +106,19 @@ class StoreReader(AtPlace[_Load], StorageReader):
             snapshot = self._whole(store, ref) if rank is None else store.checkout(ref)
             marks = marks_of(snapshot)
             if rank is None and marks.rank is not None:
-                raise NotFound(f"commit {snapshot.id[:12]} is what rank {marks.rank} saved by itself, not the whole")
+                raise NotFound(
+                    f"commit {snapshot.id[:12]} is what rank {marks.rank} saved by itself, not the "
+                    "whole"
+                )
             if self._key is not None and self._key not in snapshot.trees:
                 keys = ", ".join(snapshot.trees)
-                raise NotFound(f"commit {snapshot.id[:12]} has no key {self._key!r}; it has {keys}; without key=, it is loaded whole")
-            load = _Load(place, snapshot, marks, named(snapshot.trees, marks, self._key), str(uuid.uuid4()))
+                raise NotFound(
+                    f"commit {snapshot.id[:12]} has no key {self._key!r}; it has {keys}; without "
+                    "key=, it is loaded whole"
+                )
+            load = _Load(
+                place, snapshot, marks, named(snapshot.trees, marks, self._key), str(uuid.uuid4())
+            )
             self._begin_with(load)
         except BaseException:
             place.close()
@@ -114,14 +127,23 @@ class StoreReader(AtPlace[_Load], StorageReader):
             state_dict_metadata={name: _metadata(item) for name, item in load.items.items()},
             planner_data={name: item.keys for name, item in load.items.items()},
             storage_data={"store": store.url, "commit": snapshot.id},
-            storage_meta=StorageMeta(checkpoint_id=self.checkpoint_id, save_id=snapshot.id, load_id=load.id),
+            storage_meta=StorageMeta(
+                checkpoint_id=self.checkpoint_id, save_id=snapshot.id, load_id=load.id
+            ),
         )
         metadata.version = DCP_VERSION
         return metadata
 
-    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        if self._current is None or (metadata.storage_data or {}).get("commit") != self._current.snapshot.id:
-            raise InvalidInput("the metadata is not what this reader read last; call read_metadata first")
+    def set_up_storage_reader(
+        self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any
+    ) -> None:
+        if (
+            self._current is None
+            or (metadata.storage_data or {}).get("commit") != self._current.snapshot.id
+        ):
+            raise InvalidInput(
+                "the metadata is not what this reader read last; call read_metadata first"
+            )
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
         load = self._read()
@@ -129,19 +151,27 @@ class StoreReader(AtPlace[_Load], StorageReader):
         return plan
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        """Raises `Conflict` unless every rank has found the same commit; of ranks that saved by themselves each has its own."""
+        """Raises `Conflict` unless every rank has found the same commit; of ranks that saved by
+        themselves each has its own."""
         found = {plan.storage_data for plan in plans} - {None}
         if len(found) > 1:
             ids = ", ".join(sorted(commit[:12] for commit in found))
-            raise Conflict(f"ranks found different commits ({ids}): {self._ref!r} moved meanwhile; load again, or by a step or an id")
+            raise Conflict(
+                f"ranks found different commits ({ids}): {self._ref!r} moved meanwhile; load "
+                "again, or by a step or an id"
+            )
         return plans
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         """Read what was planned; verified and in place when this returns."""
         load = self._read()
         try:
-            self._load_objects([item for item in plan.items if item.type == LoadItemType.BYTE_IO], planner, load)
-            for batch in _batches([item for item in plan.items if item.type == LoadItemType.TENSOR], planner):
+            self._load_objects(
+                [item for item in plan.items if item.type == LoadItemType.BYTE_IO], planner, load
+            )
+            for batch in _batches(
+                [item for item in plan.items if item.type == LoadItemType.TENSOR], planner
+            ):
                 self._load_tensors(batch, planner, load)
         finally:
             load.place.close()
@@ -150,7 +180,8 @@ class StoreReader(AtPlace[_Load], StorageReader):
         return done
 
     def close(self) -> None:
-        """Let go of the store, if it was opened here. Every load does so itself; one that fails before it reads does not."""
+        """Let go of the store, if it was opened here. Every load does so itself; one that fails
+        before it reads does not."""
         if (load := self._begin_with(None)) is not None:
             load.place.close()
 
@@ -171,8 +202,14 @@ class StoreReader(AtPlace[_Load], StorageReader):
     def _whole(self, store: Store, ref: AnyRef) -> Snapshot:
         """The commit `ref`; `latest` is none where ranks have saved by themselves since."""
         snapshot = store.checkout(ref)
-        if ref == "latest" and any(info.time_ns > snapshot.time.timestamp() * 1e9 for info in store.log(1, run=of_rank(store.run, 0))):
-            raise NotFound(f"the newest of run {store.run} is what ranks saved by themselves; step {snapshot.step} is the newest whole one")
+        if ref == "latest" and any(
+            info.time_ns > snapshot.time.timestamp() * 1e9
+            for info in store.log(1, run=of_rank(store.run, 0))
+        ):
+            raise NotFound(
+                f"the newest of run {store.run} is what ranks saved by themselves; step "
+                f"{snapshot.step} is the newest whole one"
+            )
         return snapshot
 
     def _load_objects(self, requests: list[ReadItem], planner: LoadPlanner, load: _Load) -> None:
@@ -185,7 +222,9 @@ class StoreReader(AtPlace[_Load], StorageReader):
             else:
                 _hand_over(planner, request, values[name])
 
-    def _load_tensors(self, requests: Iterable[ReadItem], planner: LoadPlanner, load: _Load) -> None:
+    def _load_tensors(
+        self, requests: Iterable[ReadItem], planner: LoadPlanner, load: _Load
+    ) -> None:
         targets, wanted, aside = [], [], []
         for request in requests:
             item = _item(load, request)
@@ -207,12 +246,17 @@ class StoreReader(AtPlace[_Load], StorageReader):
 
     def _check(self, item: Named, request: ReadItem, target: torch.Tensor, committed: str) -> None:
         if tuple(target.shape) != tuple(request.lengths):
-            raise InvalidInput(f"{item.name}: the planner gives {list(target.shape)} for a part of shape {list(request.lengths)}")
+            raise InvalidInput(
+                f"{item.name}: the planner gives {list(target.shape)} for a part of shape "
+                f"{list(request.lengths)}"
+            )
         own = tensors.DTYPE_NAMES[target.dtype]
         may = target.dtype in dtype_cast.FLOATS and dtype_cast.converts(committed, target.dtype)
         if own != committed and not (may and self._cast):
             way = "StoreReader(…, cast=True) converts" if may else "make a tensor of that dtype"
-            raise InvalidInput(f"{item.name} was saved as {committed}, and the state dict has {own} for it; {way}")
+            raise InvalidInput(
+                f"{item.name} was saved as {committed}, and the state dict has {own} for it; {way}"
+            )
 
 
 def _item(load: _Load, request: ReadItem) -> Named:
@@ -228,7 +272,11 @@ def _metadata(item: Named) -> STORAGE_TYPES:
         first = item.parts[0][1]
         chunks = [_chunk(box) for box, _ in item.parts]
         shape = item.shape
-        return TensorStorageMetadata(TensorProperties(dtype=tensors.dtype_of(schema.dtypes[first])), torch.Size(shape), chunks)
+        return TensorStorageMetadata(
+            TensorProperties(dtype=tensors.dtype_of(schema.dtypes[first])),
+            torch.Size(shape),
+            chunks,
+        )
     if item.tensor is None:
         return BytesStorageMetadata()
     shape = schema.shapes[item.tensor]
@@ -254,10 +302,15 @@ def _where(item: Named, request: ReadItem) -> tuple[int, Box]:
 
 
 def _batches(requests: list[ReadItem], planner: LoadPlanner) -> Iterator[list[ReadItem]]:
-    """All at once into tensors that are there; some at a time where the planner makes tensors for the purpose."""
+    """All at once into tensors that are there; some at a time where the planner makes tensors for
+    the purpose."""
     cls: Any = type(planner)
     default = DefaultLoadPlanner
-    if isinstance(planner, default) and cls.resolve_tensor is default.resolve_tensor and cls.transform_tensor is default.transform_tensor:
+    if (
+        isinstance(planner, default)
+        and cls.resolve_tensor is default.resolve_tensor
+        and cls.transform_tensor is default.transform_tensor
+    ):
         yield requests
         return
     batch: list[ReadItem] = []
@@ -272,8 +325,12 @@ def _batches(requests: list[ReadItem], planner: LoadPlanner) -> Iterator[list[Re
 
 
 def _hand_over(planner: LoadPlanner, request: ReadItem, value: Any) -> None:
-    """Put an object where the planner would. One that has its own way of reading bytes gets them as torch.save writes them."""
-    if isinstance(planner, DefaultLoadPlanner) and type(planner).load_bytes is DefaultLoadPlanner.load_bytes:
+    """Put an object where the planner would. One that has its own way of reading bytes gets them as
+    torch.save writes them."""
+    if (
+        isinstance(planner, DefaultLoadPlanner)
+        and type(planner).load_bytes is DefaultLoadPlanner.load_bytes
+    ):
         name = request.dest_index.fqn
         if planner.flatten_state_dict:
             set_element(planner.original_state_dict, planner.mappings[name], value)

@@ -1,9 +1,11 @@
 """How ranks learn under which session they write.
 
-The coordinator opens one session for each save and puts it into every rank's plan. With plan caching, DCP hands a rank the final plan of
-an earlier save, and what the plan carries is of that save: then the rank asks the store of torch.distributed, where the coordinator
-left the session before DCP sent the plans, under the name of the save, since saves may overlap. Nothing is pickled, and no rank waits for
-another. A session that is not this save's after all is found out when the coordinator finishes: the receipts bear another one.
+The coordinator opens one session for each save and puts it into every rank's plan. With plan
+caching, DCP hands a rank the final plan of an earlier save, and what the plan carries is of that
+save: then the rank asks the store of torch.distributed, where the coordinator left the session
+before DCP sent the plans, under the name of the save, since saves may overlap. Nothing is pickled,
+and no rank waits for another. A session that is not this save's after all is found out when the
+coordinator finishes: the receipts bear another one.
 """
 
 import secrets
@@ -39,7 +41,8 @@ class Assignment(NamedTuple):
 
 
 def assign(session: SessionId, name: str) -> Assignment:
-    """What ranks get to know of a session that this process, the coordinator, has opened for the save called `name`."""
+    """What ranks get to know of a session that this process, the coordinator, has opened for the
+    save called `name`."""
     for key in _keys(_series, name):
         with _lock:
             _remember(_announced, key, session)
@@ -51,11 +54,14 @@ def assign(session: SessionId, name: str) -> Assignment:
 def session_of(assigned: object, rank: int, name: str) -> SessionId:
     """The session of this save, of which rank `rank` writes its part, from what the plan carries.
 
-    Where the plan is that of an earlier save, the newest session of the coordinator for `name`, or if that is unknown, for any.
-    Raises `InvalidInput` for a plan that has lost it.
+    Where the plan is that of an earlier save, the newest session of the coordinator for `name`, or
+    if that is unknown, for any. Raises `InvalidInput` for a plan that has lost it.
     """
     if not isinstance(assigned, tuple) or len(assigned) != 2:
-        raise InvalidInput("the plan has lost its storage_data, by which ranks meet; a planner must keep it: use dataclasses.replace")
+        raise InvalidInput(
+            "the plan has lost its storage_data, by which ranks meet; a planner must keep it: use "
+            "dataclasses.replace"
+        )
     series, session = assigned
     with _lock:
         is_earlier = (session, rank) in _written
@@ -67,7 +73,8 @@ def session_of(assigned: object, rank: int, name: str) -> SessionId:
 
 
 def _keys(series: str, name: str) -> tuple[str, str]:
-    """Under which a session is announced: for saves of that name, of which several may overlap, and for any."""
+    """Under which a session is announced: for saves of that name, of which several may overlap, and
+    for any."""
     return _KEY.format(f"{series}/{digest(name.encode()).hex()[:16]}"), _KEY.format(series)
 
 

@@ -1,8 +1,9 @@
 """Which tree a saved state dict becomes. Pure.
 
-DCP has flat names, and says for each which keys lead to it. The first key of each is a key of the application state, the others make
-dicts and lists below it. A state dict without anything nested, as `dcp.save(model.state_dict())` has it, is one key, `model`. Keys of a
-mapping that are all whole numbers become numbers again: DCP has made text of them.
+DCP has flat names, and says for each which keys lead to it. The first key of each is a key of the
+application state, the others make dicts and lists below it. A state dict without anything nested,
+as `dcp.save(model.state_dict())` has it, is one key, `model`. Keys of a mapping that are all whole
+numbers become numbers again: DCP has made text of them.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -32,23 +33,36 @@ class Planted:
 
 
 def plant(
-    stored: Sequence[Stored], keys: Mapping[str, Keys], *, flat_key: str, chunk_bytes: int, world: int, rank: int | None = None
+    stored: Sequence[Stored],
+    keys: Mapping[str, Keys],
+    *,
+    flat_key: str,
+    chunk_bytes: int,
+    world: int,
+    rank: int | None = None,
 ) -> Planted:
-    """The trees of what was written. `keys` leads to items, a name without being its own key; `rank` says that it is one rank's part.
+    """The trees of what was written. `keys` leads to items, a name without being its own key;
+    `rank` says that it is one rank's part.
 
     Raises `Conflict` for boxes that do not make up their tensors.
     """
     by_name: dict[str, list[Stored]] = {}
     for each in stored:
         by_name.setdefault(each.name, []).append(each)
-    order = [*(name for name in keys if name in by_name), *(name for name in by_name if name not in keys)]
+    order = [
+        *(name for name in keys if name in by_name),
+        *(name for name in by_name if name not in keys),
+    ]
     places = {name: tuple(keys.get(name) or (name,)) for name in order}
     marks = Marks(rank=rank)
     if order and all(len(place) == 1 for place in places.values()):
         marks.flat = flat_key
         places = {name: (flat_key, *place) for name, place in places.items()}
     planter = _Planter(chunk_bytes, marks)
-    trees = [planter.tree(str(key), below) for key, below in _nested((places[name], by_name[name]) for name in order).items()]
+    trees = [
+        planter.tree(str(key), below)
+        for key, below in _nested((places[name], by_name[name]) for name in order).items()
+    ]
     return Planted(trees, _layout(planter, world, marks))
 
 
@@ -59,7 +73,10 @@ def _nested(items: Iterable[tuple[Keys, list[Stored]]]) -> dict[Any, Any]:
         for key in place[:-1]:
             at = at.setdefault(key, {})
             if not isinstance(at, dict):
-                raise Conflict(f"{stored[0].name} lies below another item of the state dict; give them different names")
+                raise Conflict(
+                    f"{stored[0].name} lies below another item of the state dict; give them "
+                    "different names"
+                )
         at[place[-1]] = stored
     return root
 
@@ -93,9 +110,14 @@ class _Planter:
         if isinstance(below, list):
             return self._item(below, path)
         if all(type(key) is int for key in below) and sorted(below) == list(range(len(below))):
-            return Node("list", tuple(self._node(below[i], f"{path}/{i}") for i in range(len(below))))
+            return Node(
+                "list", tuple(self._node(below[i], f"{path}/{i}") for i in range(len(below)))
+            )
         names = [values.encode_key(key) for key in _as_numbers(list(below))]
-        children = tuple(self._node(child, f"{path}/{name}") for child, name in zip(below.values(), segments(names), strict=True))
+        children = tuple(
+            self._node(child, f"{path}/{name}")
+            for child, name in zip(below.values(), segments(names), strict=True)
+        )
         return Node("dict", children, tuple(names))
 
     def _item(self, stored: list[Stored], path: str) -> Node | int:
@@ -107,33 +129,59 @@ class _Planter:
             return self._part(first, boxes, path)
         if 0 not in first.shape and (problem := misfit(first.shape, tuple(boxes))):
             ranks = sorted({each.rank for each in stored})
-            raise Conflict(f"{stored[0].name} with shape {list(first.shape)} is not saved exactly once by ranks {ranks}: {problem}")
+            raise Conflict(
+                f"{stored[0].name} with shape {list(first.shape)} is not saved exactly once by "
+                f"ranks {ranks}: {problem}"
+            )
         self._held_by(path, boxes)
-        content = whole_content(first.dtype, first.shape, {box: each.contents[0] for box, each in boxes.items()}, self._chunk_bytes)
+        content = whole_content(
+            first.dtype,
+            first.shape,
+            {box: each.contents[0] for box, each in boxes.items()},
+            self._chunk_bytes,
+        )
         return self._leaf(path, "tensor", content, first.dtype, first.shape)
 
     def _boxes(self, stored: Sequence[Stored]) -> dict[Box, Stored]:
-        """Who wrote which box. Raises `Conflict` where ranks have different tensors under one name."""
-        kinds = {(each.item.dtype, each.item.shape) if isinstance(each.item, BoxItem) else None for each in stored}
+        """Who wrote which box. Raises `Conflict` where ranks have different tensors under one
+        name."""
+        kinds = {
+            (each.item.dtype, each.item.shape) if isinstance(each.item, BoxItem) else None
+            for each in stored
+        }
         if len(kinds) > 1:
-            what = " and ".join("an object" if kind is None else f"{kind[0]}{list(kind[1])}" for kind in kinds)
-            raise Conflict(f"{stored[0].name} is {what} on different ranks; give different things different names")
-        found = {each.item.box: each for each in stored if isinstance(each.item, BoxItem) and 0 not in each.item.box.lengths}
+            what = " and ".join(
+                "an object" if kind is None else f"{kind[0]}{list(kind[1])}" for kind in kinds
+            )
+            raise Conflict(
+                f"{stored[0].name} is {what} on different ranks; give different things different "
+                "names"
+            )
+        found = {
+            each.item.box: each
+            for each in stored
+            if isinstance(each.item, BoxItem) and 0 not in each.item.box.lengths
+        }
         return dict(sorted(found.items()))
 
     def _object(self, item: ObjectItem, contents: Sequence[LeafContent], path: str) -> Node | int:
         if item.is_bytes:
             self._marks.raw.append(path)
         first, schema = len(self._columns), item.schema
-        columns = zip(schema.paths, schema.kinds, schema.dtypes, schema.shapes, schema.aliases, strict=True)
+        columns = zip(
+            schema.paths, schema.kinds, schema.dtypes, schema.shapes, schema.aliases, strict=True
+        )
         for (below, kind, dtype, shape, alias), content in zip(columns, contents, strict=True):
-            self._leaf(path + below, kind, content, dtype, shape, alias + first if alias >= 0 else -1)
+            self._leaf(
+                path + below, kind, content, dtype, shape, alias + first if alias >= 0 else -1
+            )
         if is_divided(schema.skeleton, schema):
             self._marks.items.append(path)
         return _shifted(schema.skeleton, first)
 
     def _part(self, item: BoxItem, boxes: Mapping[Box, Stored], path: str) -> Node:
-        """A tensor of which there are boxes only: each is a tensor of its own, named by its offsets."""
+        """A tensor of which there are boxes only: each is a tensor of its own, named by its
+        offsets."""
         self._marks.parts[path] = item.shape
         names = tuple(",".join(map(str, box.offsets)) for box in boxes)
         children = tuple(
@@ -151,14 +199,25 @@ class _Planter:
                 "ranks": [[each.rank] for each in boxes.values()],
             }
 
-    def _leaf(self, path: str, kind: LeafKind, content: LeafContent, dtype: str = "", shape: Shape = (), alias: int = -1) -> int:
+    def _leaf(
+        self,
+        path: str,
+        kind: LeafKind,
+        content: LeafContent,
+        dtype: str = "",
+        shape: Shape = (),
+        alias: int = -1,
+    ) -> int:
         self._columns.append((path, kind, dtype, shape, alias))
         self._contents.append(content)
         return len(self._columns) - 1
 
 
-def whole_content(dtype: str, shape: Shape, boxes: Mapping[Box, LeafContent], chunk_bytes: int) -> LeafContent:
-    """The content of a tensor from those of its boxes, which tile it: the chunks of the whole where no edge cuts one."""
+def whole_content(
+    dtype: str, shape: Shape, boxes: Mapping[Box, LeafContent], chunk_bytes: int
+) -> LeafContent:
+    """The content of a tensor from those of its boxes, which tile it: the chunks of the whole where
+    no edge cuts one."""
     nbytes, width = dtypes.nbytes_of(dtype, shape), dtypes.width_of(dtype)
     if nbytes <= INLINE_BYTES:
         return LeafContent(inline=_assembled(shape, width, nbytes, boxes), raw_bytes=nbytes)
@@ -167,7 +226,9 @@ def whole_content(dtype: str, shape: Shape, boxes: Mapping[Box, LeafContent], ch
         return LeafContent(ids=boxes[ordered[0]].ids, raw_bytes=nbytes)
     tiling = tile(shape, width, chunk_bytes, ordered)
     if not tiling.whole or tiling.cells:
-        return LeafContent(ids=b"".join(boxes[box].ids for box in ordered), raw_bytes=nbytes, boxes=ordered)
+        return LeafContent(
+            ids=b"".join(boxes[box].ids for box in ordered), raw_bytes=nbytes, boxes=ordered
+        )
     ids = bytearray(tiling.chunks * CHUNK_ID_BYTES)
     for span in tiling.spans:
         own = boxes[ordered[span.box]].ids[span.first * CHUNK_ID_BYTES : span.stop * CHUNK_ID_BYTES]
@@ -196,4 +257,6 @@ def _shifted(node: Node | int, by: int) -> Node | int:
     """A skeleton whose leaves are numbered from `by` on."""
     if isinstance(node, int):
         return node + by
-    return Node(node.type, tuple(_shifted(child, by) for child in node.children), node.keys, node.attrs)
+    return Node(
+        node.type, tuple(_shifted(child, by) for child in node.children), node.keys, node.attrs
+    )

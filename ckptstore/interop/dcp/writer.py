@@ -1,10 +1,12 @@
 """`StoreWriter`: `dcp.save` and `dcp.async_save` make a commit.
 
-DCP plans who writes what, and carries messages from rank to rank; each rank packs its items, and the coordinator's `finish` appends the
-commit. What fails anywhere is raised on every rank by DCP, as `CheckpointException`, and nothing is visible.
+DCP plans who writes what, and carries messages from rank to rank; each rank packs its items, and
+the coordinator's `finish` appends the commit. What fails anywhere is raised on every rank by DCP,
+as `CheckpointException`, and nothing is visible.
 
-Saves through one writer may overlap. What a save is called and where it writes is its own (`_Save`); the session travels in plans and
-receipts, so that parts of two saves cannot become one commit.
+Saves through one writer may overlap. What a save is called and where it writes is its own
+(`_Save`); the session travels in plans and receipts, so that parts of two saves cannot become one
+commit.
 """
 
 import os
@@ -25,7 +27,15 @@ from ckptstore.core.ids import CommitId, SessionId, parse_session_id
 from ckptstore.distributed import framing
 from ckptstore.errors import Conflict, InvalidInput
 from ckptstore.interop.dcp.items import decode_message, messages_of, parts_of, resolve
-from ckptstore.interop.dcp.locator import AtPlace, CheckpointId, Name, StorePlace, name_of, name_of_rank, of_rank
+from ckptstore.interop.dcp.locator import (
+    AtPlace,
+    CheckpointId,
+    Name,
+    StorePlace,
+    name_of,
+    name_of_rank,
+    of_rank,
+)
 from ckptstore.interop.dcp.names import DCP_VERSION, FLAT_KEY
 from ckptstore.interop.dcp.session import assign, session_of
 from ckptstore.interop.dcp.state_tree import plant
@@ -37,7 +47,8 @@ __all__ = ["StoreWriter"]
 
 
 class _Save:
-    """One save on one rank: what it is called, and the session under which it writes, if this rank opened it."""
+    """One save on one rank: what it is called, and the session under which it writes, if this rank
+    opened it."""
 
     def __init__(self, place: StorePlace, name: Name, rank: int, *, alone: bool) -> None:
         self.place, self.name, self.rank, self.alone = place, name, rank, alone
@@ -48,7 +59,9 @@ class _Save:
     def open_session(self) -> Session:
         self.end_session()
         self.session = self.place.store(create=True).parts.open()
-        weakref.finalize(self, self.session.abandon)  # where a rank fails, DCP does not tell the coordinator's writer
+        weakref.finalize(
+            self, self.session.abandon
+        )  # where a rank fails, DCP does not tell the coordinator's writer
         return self.session
 
     def end_session(self) -> None:
@@ -62,18 +75,24 @@ class _Save:
 
 
 class StoreWriter(AtPlace[_Save], StorageWriter):
-    """Saves to a store: `dcp.save(state_dict, storage_writer=StoreWriter("checkpoints", step=100))`.
+    """Saves to a store: `dcp.save(state_dict, storage_writer=StoreWriter("checkpoints",
+    step=100))`.
 
-    `store` is an open store, or a place as for `ckptstore.open`, which is then opened for each save (`run`, `storage_options` and `index`
-    are its options). `step`, `tag`, `message` and `metrics` are those of the commit. A `checkpoint_id` names it too: digits are its step, a
-    path (`/…`, `./…`, `../…`, a `Path`) becomes a directory with a pointer file as `.metadata`, other text is a tag; what had that name
-    before stays in the store. With `overwrite=False` a name that is taken is a `Conflict`.
+    `store` is an open store, or a place as for `ckptstore.open`, which is then opened for each save
+    (`run`, `storage_options` and `index` are its options). `step`, `tag`, `message` and `metrics`
+    are those of the commit. A `checkpoint_id` names it too: digits are its step, a path (`/…`,
+    `./…`, `../…`, a `Path`) becomes a directory with a pointer file as `.metadata`, other text is a
+    tag; what had that name before stays in the store. With `overwrite=False` a name that is taken
+    is a `Conflict`.
 
-    A state dict without anything nested becomes the key `key` of the application state. With `allow_pickle`, objects that the registry does
-    not know are pickled and marked as such; without it they are refused, by name.
+    A state dict without anything nested becomes the key `key` of the application state. With
+    `allow_pickle`, objects that the registry does not know are pickled and marked as such; without
+    it they are refused, by name.
 
-    After a save, `commit` is the commit's id on the coordinator; on every rank, `storage_meta.save_id` of what `dcp.save` returns is. Saves
-    may overlap, as those of `dcp.async_save` do (over ranks, with a process group each); then `commit` is that of the last to end.
+    After a save, `commit` is the commit's id on the coordinator; on every rank,
+    `storage_meta.save_id` of what `dcp.save` returns is. Saves may overlap, as those of
+    `dcp.async_save` do (over ranks, with a process group each); then `commit` is that of the last
+    to end.
     """
 
     def __init__(
@@ -116,14 +135,19 @@ class StoreWriter(AtPlace[_Save], StorageWriter):
 
     def storage_meta(self) -> StorageMeta | None:
         """What planners get to know of the storage."""
-        return StorageMeta(checkpoint_id=self.checkpoint_id, save_id=self._current.commit if self._current else None)
+        return StorageMeta(
+            checkpoint_id=self.checkpoint_id,
+            save_id=self._current.commit if self._current else None,
+        )
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         self._forget()
         rank = kwargs["rank"] if kwargs.get("rank") is not None else _own_rank()
         alone = not kwargs.get("use_collectives", True)
         name = name_of(self._checkpoint_id)
-        save = _Save(self._place.another(), name_of_rank(name, rank) if alone else name, rank, alone=alone)
+        save = _Save(
+            self._place.another(), name_of_rank(name, rank) if alone else name, rank, alone=alone
+        )
         self._begin_with(save)
         if is_coordinator or alone:
             self._check_name(save)
@@ -144,17 +168,27 @@ class StoreWriter(AtPlace[_Save], StorageWriter):
         """Hash and pack this rank's items; durable when this returns."""
         save = self._in_progress()
         try:
-            # The coordinator knows its session; what a cached plan carries is that of an earlier save.
-            session = save.session.id if save.session else session_of(plan.storage_data, save.rank, str(self.checkpoint_id))
+            # The coordinator knows its session; what a cached plan carries is that of an earlier
+            # save.
+            session = (
+                save.session.id
+                if save.session
+                else session_of(plan.storage_data, save.rank, str(self.checkpoint_id))
+            )
             resolved = resolve(plan, planner, allow_pickle=self._allow_pickle)
-            written = save.place.store(create=True).parts.write(session, save.rank, parts_of(resolved, alone=save.alone))
+            written = save.place.store(create=True).parts.write(
+                session, save.rank, parts_of(resolved, alone=save.alone)
+            )
             messages = messages_of(resolved, written.contents)
         except BaseException:
             save.release()
             raise
         # Session and receipt travel with the first item; a rank without items has nothing to say.
         receipt = [session.encode(), written.receipt]
-        texts = [framing.join([message, *([b"", b""] if i else receipt)]) for i, message in enumerate(messages)]
+        texts = [
+            framing.join([message, *([b"", b""] if i else receipt)])
+            for i, message in enumerate(messages)
+        ]
         done: Future[list[WriteResult]] = Future()
         done.set_result([_result(item, text) for item, text in zip(plan.items, texts, strict=True)])
         if save.session is None:
@@ -169,15 +203,18 @@ class StoreWriter(AtPlace[_Save], StorageWriter):
         told = _told(results)
         save = self._saves.get(min(told.sessions)) if len(told.sessions) == 1 else self._current
         if save is None or save.session is None or not told.sessions <= {save.session.id}:
-            raise Conflict("what is to be finished was written by two saves, or by one that ended: nothing was committed; repeat the save")
+            raise Conflict(
+                "what is to be finished was written by two saves, or by one that ended: nothing "
+                "was committed; repeat the save"
+            )
         try:
             self._publish(save, save.session, metadata, told)
         finally:
             save.release()
 
     def close(self) -> None:
-        """Let go of the store, if it was opened here, and give up saves in progress. Every save lets go when it ends; one that failed on
-        another rank does not."""
+        """Let go of the store, if it was opened here, and give up saves in progress. Every save
+        lets go when it ends; one that failed on another rank does not."""
         self._forget()
         for save in list(self._saves.values()):
             save.release()
@@ -185,7 +222,10 @@ class StoreWriter(AtPlace[_Save], StorageWriter):
     def _publish(self, save: _Save, session: Session, metadata: Metadata, told: "_Told") -> None:
         store = save.place.store()
         planted = plant(
-            [decode_message(name, save.rank if save.alone else number, message) for name, number, message in told.messages],
+            [
+                decode_message(name, save.rank if save.alone else number, message)
+                for name, number, message in told.messages
+            ],
             metadata.planner_data if isinstance(metadata.planner_data, Mapping) else {},
             flat_key=self._key,
             chunk_bytes=store.chunk_bytes,
@@ -193,7 +233,9 @@ class StoreWriter(AtPlace[_Save], StorageWriter):
             rank=save.rank if save.alone else None,
         )
         snapshot = store.commit_parts(
-            lambda label: store.parts.publish(session, label, planted.trees, planted.layout, told.receipts, save.started),
+            lambda label: store.parts.publish(
+                session, label, planted.trees, planted.layout, told.receipts, save.started
+            ),
             step=self._step if save.name.step is None else save.name.step,
             tag=self._labels(save),
             message=self._message,
@@ -208,7 +250,8 @@ class StoreWriter(AtPlace[_Save], StorageWriter):
         metadata.storage_meta = StorageMeta(checkpoint_id=self.checkpoint_id, save_id=snapshot.id)
 
     def _check_name(self, save: _Save) -> None:
-        """Raise `Conflict` if something that is no pointer has the path, or if something has the name that may not be taken from it."""
+        """Raise `Conflict` if something that is no pointer has the path, or if something has the
+        name that may not be taken from it."""
         pointer, name = save.name.pointer, save.name
         if self.overwrite or name == Name():
             return
@@ -222,7 +265,8 @@ class StoreWriter(AtPlace[_Save], StorageWriter):
             taken = any(info.step == name.step for info in store.log(None, run=run))
         if taken:
             raise Conflict(
-                f"Checkpoint already exists: {self.checkpoint_id} names a commit, and overwrite=False; give another checkpoint_id"
+                f"Checkpoint already exists: {self.checkpoint_id} names a commit, and "
+                "overwrite=False; give another checkpoint_id"
             )
 
     def _labels(self, save: _Save) -> tuple[str, ...]:
@@ -231,7 +275,9 @@ class StoreWriter(AtPlace[_Save], StorageWriter):
 
     def _in_progress(self) -> _Save:
         if self._current is None:
-            raise InvalidInput("no save is in progress on this thread; call set_up_storage_writer first")
+            raise InvalidInput(
+                "no save is in progress on this thread; call set_up_storage_writer first"
+            )
         return self._current
 
     def _forget(self) -> None:
@@ -241,7 +287,8 @@ class StoreWriter(AtPlace[_Save], StorageWriter):
 
 
 class _Told(NamedTuple):
-    """What the ranks' results say: of each item its name, its rank and its message; the receipts, and the sessions they are of."""
+    """What the ranks' results say: of each item its name, its rank and its message; the receipts,
+    and the sessions they are of."""
 
     messages: list[tuple[str, int, bytes]]
     receipts: list[bytes]
@@ -262,7 +309,8 @@ def _told(results: Sequence[Sequence[WriteResult]]) -> _Told:
 
 
 def _own_rank() -> int:
-    """Which of the ranks that write under one session this is: the DCP of torch 2.6 does not say, and packs of one name are one."""
+    """Which of the ranks that write under one session this is: the DCP of torch 2.6 does not say,
+    and packs of one name are one."""
     return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
 
 

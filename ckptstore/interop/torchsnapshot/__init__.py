@@ -2,8 +2,9 @@
 
     from ckptstore.interop.torchsnapshot import RNGState, Snapshot, StateDict
 
-Names and signatures are those of TorchSnapshot 0.1.0. A snapshot is an ordinary commit, and a commit is a snapshot. The package
-`torchsnapshot` is not needed; directories that it wrote come in by `ckptstore import`.
+Names and signatures are those of TorchSnapshot 0.1.0. A snapshot is an ordinary commit, and a
+commit is a snapshot. The package `torchsnapshot` is not needed; directories that it wrote come in
+by `ckptstore import`.
 """
 
 from importlib import import_module
@@ -16,7 +17,15 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 """The version of TorchSnapshot whose interface this is."""
 
-__all__ = ["AppState", "PendingSnapshot", "RNGState", "Snapshot", "StateDict", "Stateful", "__version__"]
+__all__ = [
+    "AppState",
+    "PendingSnapshot",
+    "RNGState",
+    "Snapshot",
+    "StateDict",
+    "Stateful",
+    "__version__",
+]
 
 _LATER = {
     "PendingSnapshot": "ckptstore.interop.torchsnapshot.snapshot",

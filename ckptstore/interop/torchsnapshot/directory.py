@@ -1,7 +1,8 @@
-"""Directories of TorchSnapshot: a manifest in JSON, and the tensors' raw bytes in files beside it. The package itself is not needed.
+"""Directories of TorchSnapshot: a manifest in JSON, and the tensors' raw bytes in files beside it.
+The package itself is not needed.
 
-Of a snapshot of several ranks, what is replicated or sharded is put together again; what only one rank had cannot be told apart
-from what it had for itself, so it is refused.
+Of a snapshot of several ranks, what is replicated or sharded is put together again; what only one
+rank had cannot be told apart from what it had for itself, so it is refused.
 """
 
 import io
@@ -16,7 +17,15 @@ from ckptstore.core.dtypes import WIDTHS, nbytes_of, width_of
 from ckptstore.core.model import Box, Shape
 from ckptstore.errors import InvalidInput
 from ckptstore.interop.pickles import load_torch
-from ckptstore.interop.sources import FileRange, Loaded, Placeholders, Shelf, check_tiling, inside, read_range
+from ckptstore.interop.sources import (
+    FileRange,
+    Loaded,
+    Placeholders,
+    Shelf,
+    check_tiling,
+    inside,
+    read_range,
+)
 from ckptstore.interop.torchsnapshot.manifest import primitive
 from ckptstore.state.leaf_sources import FlatState
 
@@ -29,10 +38,11 @@ _DICTS = ("dict", "OrderedDict")
 
 
 def read_directory(root: Path, *, allow_pickle: bool = False) -> dict[str, FlatState]:
-    """The state in a TorchSnapshot directory; raw tensors are read when they are stored, piece by piece.
+    """The state in a TorchSnapshot directory; raw tensors are read when they are stored, piece by
+    piece.
 
-    Raises `InvalidInput` for what is no such directory, for names that leave it, for tensors that are not whole, and, unless
-    `allow_pickle`, for objects that only unpickling could read.
+    Raises `InvalidInput` for what is no such directory, for names that leave it, for tensors that
+    are not whole, and, unless `allow_pickle`, for objects that only unpickling could read.
     """
     manifest, world_size = _manifest(root / METADATA)
     try:
@@ -40,7 +50,10 @@ def read_directory(root: Path, *, allow_pickle: bool = False) -> dict[str, FlatS
     except (AttributeError, TypeError, ValueError, KeyError, IndexError, struct.error) as error:
         if isinstance(error, InvalidInput):
             raise
-        raise InvalidInput(f"{root / METADATA} is no manifest of TorchSnapshot that this version reads: {error!r:.200}") from error
+        raise InvalidInput(
+            f"{root / METADATA} is no manifest of TorchSnapshot that this version reads: "
+            f"{error!r:.200}"
+        ) from error
 
 
 def _manifest(path: Path) -> tuple[dict[str, Any], int]:
@@ -50,13 +63,17 @@ def _manifest(path: Path) -> tuple[dict[str, Any], int]:
         document = json.loads(path.read_bytes())
         return dict(document["manifest"]), int(document["world_size"])
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
-        raise InvalidInput(f"{path} is no manifest that TorchSnapshot 0.1 wrote: {error!r:.200}") from error
+        raise InvalidInput(
+            f"{path} is no manifest that TorchSnapshot 0.1 wrote: {error!r:.200}"
+        ) from error
 
 
 class _Snapshot:
     """One reading of a manifest."""
 
-    def __init__(self, root: Path, manifest: dict[str, Any], world_size: int, *, allow_pickle: bool) -> None:
+    def __init__(
+        self, root: Path, manifest: dict[str, Any], world_size: int, *, allow_pickle: bool
+    ) -> None:
         self._root, self._allow_pickle = root, allow_pickle
         self._entries = _merged(root, manifest, world_size)
         self._places, self._shelf = Placeholders(), Shelf()
@@ -73,15 +90,27 @@ class _Snapshot:
         entry = self._entries[path]
         kind = entry["type"]
         if kind in _DICTS:
-            children = {unquote(child.rpartition("/")[2]): child for child in self._below.get(path, ())}
-            return {key: self._value(children[str(key)]) for key in entry["keys"] if str(key) in children}
+            children = {
+                unquote(child.rpartition("/")[2]): child for child in self._below.get(path, ())
+            }
+            return {
+                key: self._value(children[str(key)])
+                for key in entry["keys"]
+                if str(key) in children
+            }
         if kind == "list":
-            order = sorted(self._below.get(path, ()), key=lambda child: int(child.rpartition("/")[2]))
+            order = sorted(
+                self._below.get(path, ()), key=lambda child: int(child.rpartition("/")[2])
+            )
             return [self._value(child) for child in order]
         if kind == "Tensor":
             return self._tensor(path, entry)
         if kind in ("ChunkedTensor", "ShardedTensor"):
-            return self._pieces(path, entry["chunks"] if kind == "ChunkedTensor" else entry["shards"], entry.get("shape"))
+            return self._pieces(
+                path,
+                entry["chunks"] if kind == "ChunkedTensor" else entry["shards"],
+                entry.get("shape"),
+            )
         if kind == "object":
             return self._object(entry)
         return primitive(kind, entry["serialized_value"])
@@ -92,16 +121,33 @@ class _Snapshot:
         if entry["serializer"] == "buffer_protocol":
             file, start = self._range(path, entry, nbytes)
             return self._places.put(dtype, shape, FileRange(file, start, nbytes, width_of(dtype)))
-        return self._places.put(dtype, shape, Loaded(lambda: self._piece(path, entry), nbytes, width_of(dtype), self._shelf))
+        return self._places.put(
+            dtype,
+            shape,
+            Loaded(lambda: self._piece(path, entry), nbytes, width_of(dtype), self._shelf),
+        )
 
     def _pieces(self, path: str, pieces: list[dict[str, Any]], whole: Any) -> "torch.Tensor":
         dtype = _dtype(path, pieces[0]["tensor"])
-        boxes = [(_shape(piece["offsets"]), _shape(piece["sizes"]), piece["tensor"]) for piece in pieces]
-        ends = [tuple(start + n for start, n in zip(offsets, sizes, strict=True)) for offsets, sizes, _ in boxes]
-        shape = _shape(whole) if whole is not None else tuple(max(column) for column in zip(*ends, strict=True))
-        check_tiling(f"{path} in {self._root}", shape, [Box(offsets, sizes) for offsets, sizes, _ in boxes])
+        boxes = [
+            (_shape(piece["offsets"]), _shape(piece["sizes"]), piece["tensor"]) for piece in pieces
+        ]
+        ends = [
+            tuple(start + n for start, n in zip(offsets, sizes, strict=True))
+            for offsets, sizes, _ in boxes
+        ]
+        shape = (
+            _shape(whole)
+            if whole is not None
+            else tuple(max(column) for column in zip(*ends, strict=True))
+        )
+        check_tiling(
+            f"{path} in {self._root}", shape, [Box(offsets, sizes) for offsets, sizes, _ in boxes]
+        )
         join = self._joiner(path, dtype, shape, boxes)
-        return self._places.put(dtype, shape, Loaded(join, nbytes_of(dtype, shape), width_of(dtype), self._shelf))
+        return self._places.put(
+            dtype, shape, Loaded(join, nbytes_of(dtype, shape), width_of(dtype), self._shelf)
+        )
 
     def _joiner(
         self, path: str, dtype: str, shape: Shape, boxes: list[tuple[Shape, Shape, dict[str, Any]]]
@@ -111,7 +157,9 @@ class _Snapshot:
 
             joined = empty(dtype, shape)
             for offsets, sizes, entry in boxes:
-                joined[tuple(slice(start, start + n) for start, n in zip(offsets, sizes, strict=True))] = self._piece(path, entry)
+                joined[
+                    tuple(slice(start, start + n) for start, n in zip(offsets, sizes, strict=True))
+                ] = self._piece(path, entry)
             return joined
 
         return load
@@ -129,25 +177,46 @@ class _Snapshot:
             FileRange(file, start, tensor.nbytes).stage(0, tensor.nbytes, memory_of(tensor))
             return tensor
         loaded = self._object(entry)
-        if not isinstance(loaded, torch.Tensor) or loaded.dtype != DTYPES[dtype] or tuple(loaded.shape) != shape:
-            raise InvalidInput(f"{self._root}: {path} is not what the manifest says: wanted {dtype}{list(shape)}")
+        if (
+            not isinstance(loaded, torch.Tensor)
+            or loaded.dtype != DTYPES[dtype]
+            or tuple(loaded.shape) != shape
+        ):
+            raise InvalidInput(
+                f"{self._root}: {path} is not what the manifest says: wanted {dtype}{list(shape)}"
+            )
         return loaded
 
     def _range(self, path: str, entry: dict[str, Any], nbytes: int) -> tuple[Path, int]:
         file = inside(self._root, entry["location"])
         start, stop = entry.get("byte_range") or (0, nbytes)
-        if type(start) is not int or type(stop) is not int or start < 0 or stop - start != nbytes or stop > file.stat().st_size:
-            raise InvalidInput(f"{self._root}: {path} should be {nbytes} bytes of {file.name}, which are not there")
+        if (
+            type(start) is not int
+            or type(stop) is not int
+            or start < 0
+            or stop - start != nbytes
+            or stop > file.stat().st_size
+        ):
+            raise InvalidInput(
+                f"{self._root}: {path} should be {nbytes} bytes of {file.name}, which are not there"
+            )
         return file, start
 
     def _object(self, entry: dict[str, Any]) -> Any:
         if entry["serializer"] != "torch_save":
-            raise InvalidInput(f"{self._root}: {entry['location']} is serialized as {entry['serializer']!r}; wanted torch_save")
+            raise InvalidInput(
+                f"{self._root}: {entry['location']} is serialized as {entry['serializer']!r}; "
+                "wanted torch_save"
+            )
         file = inside(self._root, entry["location"])
         if not entry.get("byte_range"):
             return load_torch(file, str(file), allow_pickle=self._allow_pickle)
         start, stop = entry["byte_range"]
-        if type(start) is not int or type(stop) is not int or not 0 <= start <= stop <= file.stat().st_size:
+        if (
+            type(start) is not int
+            or type(stop) is not int
+            or not 0 <= start <= stop <= file.stat().st_size
+        ):
             raise InvalidInput(f"{self._root}: the place of {entry['location']!r:.80} is no place")
         data = bytearray(stop - start)
         read_range(file, start, memoryview(data))
@@ -155,7 +224,8 @@ class _Snapshot:
 
 
 def _merged(root: Path, manifest: dict[str, Any], world_size: int) -> dict[str, Any]:
-    """The entries of all ranks as one state, without the ranks: shards together, replicas once, containers once."""
+    """The entries of all ranks as one state, without the ranks: shards together, replicas once,
+    containers once."""
     merged: dict[str, Any] = {}
     for ranked, entry in manifest.items():
         rank, _, path = ranked.partition("/")
@@ -164,18 +234,28 @@ def _merged(root: Path, manifest: dict[str, Any], world_size: int) -> dict[str, 
             merged[path] = dict(entry)
         elif entry["type"] == known["type"] == "ShardedTensor":
             seen = [piece["offsets"] for piece in known["shards"]]
-            known["shards"] = known["shards"] + [piece for piece in entry["shards"] if piece["offsets"] not in seen]
+            known["shards"] = known["shards"] + [
+                piece for piece in entry["shards"] if piece["offsets"] not in seen
+            ]
         elif entry["type"] in _DICTS and known["type"] == entry["type"]:
-            known["keys"] = known["keys"] + [key for key in entry["keys"] if key not in known["keys"]]
+            known["keys"] = known["keys"] + [
+                key for key in entry["keys"] if key not in known["keys"]
+            ]
         elif entry["type"] != "list" and entry != known:
-            raise InvalidInput(f"{root}: each of {world_size} ranks has {path} for itself (rank {rank}); load it with TorchSnapshot")
+            raise InvalidInput(
+                f"{root}: each of {world_size} ranks has {path} for itself (rank {rank}); load it "
+                "with TorchSnapshot"
+            )
     return merged
 
 
 def _dtype(path: str, entry: dict[str, Any]) -> str:
     name = str(entry["dtype"]).removeprefix("torch.")
     if name not in WIDTHS:
-        raise InvalidInput(f"{path} is of dtype {name[:40]!r}, which cannot be imported; load it with TorchSnapshot itself")
+        raise InvalidInput(
+            f"{path} is of dtype {name[:40]!r}, which cannot be imported; load it with "
+            "TorchSnapshot itself"
+        )
     return name
 
 

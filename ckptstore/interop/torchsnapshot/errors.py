@@ -1,4 +1,5 @@
-"""Errors of ckptstore that are what scripts for TorchSnapshot expect as well: a `RuntimeError`, or an `AssertionError`."""
+"""Errors of ckptstore that are what scripts for TorchSnapshot expect as well: a `RuntimeError`, or
+an `AssertionError`."""
 
 from ckptstore.errors import CkptStoreError, InvalidInput, NotFound
 
@@ -8,7 +9,8 @@ class SnapshotFailed(CkptStoreError, RuntimeError):
 
 
 class UnusableState(InvalidInput, RuntimeError):
-    """An application state, or what a function made of its tensors, cannot be a snapshot: change the call."""
+    """An application state, or what a function made of its tensors, cannot be a snapshot: change
+    the call."""
 
 
 class NoSuchObject(NotFound, RuntimeError):
@@ -20,4 +22,5 @@ class NoSuchKey(NoSuchObject, AssertionError):
 
 
 class MissingKeys(InvalidInput, AssertionError):
-    """The target of a restore has keys that the snapshot lacks: leave them out, or pass `strict=False`."""
+    """The target of a restore has keys that the snapshot lacks: leave them out, or pass
+    `strict=False`."""

@@ -7,7 +7,8 @@
 | `TORCHSNAPSHOT_MAX_SHARD_SIZE_BYTES_OVERRIDE` | likewise, for what one rank had of a divided tensor |
 | `TORCHSNAPSHOT_DISABLE_BATCHING`, `TORCHSNAPSHOT_SLAB_SIZE_THRESHOLD_BYTES_OVERRIDE` | nothing; scripts may set them |
 
-The slab size and the batching have no counterpart: small tensors lie in packs together anyway, and replicas are always divided among ranks.
+The slab size and the batching have no counterpart: small tensors lie in packs together anyway, and
+replicas are always divided among ranks.
 """
 
 import os

@@ -1,8 +1,10 @@
-"""What the path of a snapshot means: a store, a name in it, and a pointer file at the path itself (docs/decisions/018-…).
+"""What the path of a snapshot means: a store, a name in it, and a pointer file at the path itself
+(docs/decisions/018-…).
 
-The store of `dir/name` is the nearest one that encloses it (`core.discovery`), else a new one at `dir`, or at `dir/.ckptstore` where `dir`
-holds other things; where others may write to `dir`, at `dir/name/.ckptstore`. The snapshot is a commit with the tag `name`. In a bucket
-there is no pointer: the tag alone is the name.
+The store of `dir/name` is the nearest one that encloses it (`core.discovery`), else a new one at
+`dir`, or at `dir/.ckptstore` where `dir` holds other things; where others may write to `dir`, at
+`dir/name/.ckptstore`. The snapshot is a commit with the tag `name`. In a bucket there is no
+pointer: the tag alone is the name.
 """
 
 import logging
@@ -21,19 +23,22 @@ from ckptstore.core.redaction import redact
 from ckptstore.errors import Conflict, Corrupt, InvalidInput, NotFound, ReadOnly
 from ckptstore.interop.torchsnapshot.directory import METADATA
 from ckptstore.objects.pointer_files import DIRECTORY_POINTERS, Pointer, is_pointer, read_pointer
-from ckptstore.storage.contract import open_storage
+from ckptstore.storage.registry import open_storage
 
 logger = logging.getLogger("ckptstore")
 
 _LOCAL = ("fs", "file", "")
-_OURS = frozenset({CONFIG_KEY, "packs", "commits", "log", "sessions", "index", "tmp", "reserve", "quarantine"})
+_OURS = frozenset(
+    {CONFIG_KEY, "packs", "commits", "log", "sessions", "index", "tmp", "reserve", "quarantine"}
+)
 _UNSAFE = re.compile(r"[^A-Za-z0-9_./-]|(?<=\.)\.|(?<=/)/")
 _TAG_CHARACTERS = 200
 
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """A snapshot's store, a path or a URL; its tag there; and the path of its pointer file, None in a bucket."""
+    """A snapshot's store, a path or a URL; its tag there; and the path of its pointer file, None in
+    a bucket."""
 
     store: str
     tag: str
@@ -41,11 +46,12 @@ class Place:
 
 
 def place_to_take(path: str, storage_options: Mapping[str, Any] | None = None) -> Place:
-    """Where a snapshot of this path goes. The directory above it is made if it is missing; the store and the pointer are not.
+    """Where a snapshot of this path goes. The directory above it is made if it is missing; the
+    store and the pointer are not.
 
-    Raises `Conflict` for a path at which something else lies, `InvalidInput` for one that is a store, among a store's own files, below a
-    store that others could have put there or in a directory where a new one would be theirs to change, `ReadOnly` if a directory cannot be
-    made.
+    Raises `Conflict` for a path at which something else lies, `InvalidInput` for one that is a
+    store, among a store's own files, below a store that others could have put there or in a
+    directory where a new one would be theirs to change, `ReadOnly` if a directory cannot be made.
     """
     local = local_path(path)
     if local is None:
@@ -54,18 +60,27 @@ def place_to_take(path: str, storage_options: Mapping[str, Any] | None = None) -
         raise InvalidInput(f"{path} is a store; name the snapshot: {os.path.join(path, 'NAME')}")
     pointer = _pointer(local)
     if os.path.lexists(pointer) and not is_pointer(pointer):
-        raise Conflict(f"there is something else than a snapshot of ckptstore at {pointer}; choose another path, or remove it")
+        raise Conflict(
+            f"there is something else than a snapshot of ckptstore at {pointer}; choose another "
+            "path, or remove it"
+        )
     if (store := _store_above(local)) is None:
         store = _new_store(local)
-        pointer = _pointer(local)  # a new store may lie in the path itself, which is a directory then
+        pointer = _pointer(
+            local
+        )  # a new store may lie in the path itself, which is a directory then
     return Place(str(store), tag_of(_name(local, store)), str(pointer))
 
 
-def refs_to_read(path: str, storage_options: Mapping[str, Any] | None = None) -> tuple[str, tuple[str, ...]]:
-    """The store of an existing snapshot and how its commit may be called there: the first of these that there is.
+def refs_to_read(
+    path: str, storage_options: Mapping[str, Any] | None = None
+) -> tuple[str, tuple[str, ...]]:
+    """The store of an existing snapshot and how its commit may be called there: the first of these
+    that there is.
 
-    A path may also lead into a store that scripts with the native interface made: `STORE/REF`, or `STORE` for the newest commit.
-    Raises `NotFound` if no store encloses the path, `InvalidInput` for a file or directory that is something else.
+    A path may also lead into a store that scripts with the native interface made: `STORE/REF`, or
+    `STORE` for the newest commit. Raises `NotFound` if no store encloses the path, `InvalidInput`
+    for a file or directory that is something else.
     """
     local = local_path(path)
     if local is None:
@@ -100,9 +115,15 @@ def local_path(path: str) -> Path | None:
 
 
 def tag_of(name: str) -> str:
-    """The tag for a snapshot's name. Two names have two tags; one that can be a tag as it is, and has no `+`, is its own."""
+    """The tag for a snapshot's name. Two names have two tags; one that can be a tag as it is, and
+    has no `+`, is its own."""
     escaped = _UNSAFE.sub(lambda found: "".join(f"+{byte:02X}" for byte in found[0].encode()), name)
-    if not re.match(r"[A-Za-z0-9_]", escaped) or escaped == "latest" or escaped.isdecimal() or escaped.startswith("snapshot/"):
+    if (
+        not re.match(r"[A-Za-z0-9_]", escaped)
+        or escaped == "latest"
+        or escaped.isdecimal()
+        or escaped.startswith("snapshot/")
+    ):
         escaped = f"snapshot/{escaped}"
     if len(escaped) > _TAG_CHARACTERS:
         escaped = f"snapshot/{digest(name.encode()).hex()}"
@@ -110,13 +131,17 @@ def tag_of(name: str) -> str:
 
 
 def _pointer(local: Path) -> Path:
-    """Where the pointer of a snapshot lies: in a directory that was made for it, under the name that TorchSnapshot gives its metadata."""
-    names = [name for name in (METADATA, *DIRECTORY_POINTERS) if is_pointer(local / name)]  # one that DCP's interface left, perhaps
+    """Where the pointer of a snapshot lies: in a directory that was made for it, under the name
+    that TorchSnapshot gives its metadata."""
+    names = [
+        name for name in (METADATA, *DIRECTORY_POINTERS) if is_pointer(local / name)
+    ]  # one that DCP's interface left, perhaps
     return local / (names or [METADATA])[0] if local.is_dir() else local
 
 
 def _store_above(local: Path) -> Path | None:
-    """The store that encloses a path. Raises `Corrupt` for one that lost its configuration: another one there would split the history."""
+    """The store that encloses a path. Raises `Corrupt` for one that lost its configuration: another
+    one there would split the history."""
     found = search(local)
     for directory in found.passed:
         for place in (directory, directory / BESIDE):
@@ -135,15 +160,16 @@ def _pointed_to(pointer: Path) -> tuple[str, tuple[str, ...]]:
         if pointer.name != METADATA:
             raise
         raise InvalidInput(
-            f"{pointer.parent} is a directory that TorchSnapshot wrote, not a snapshot of ckptstore: `ckptstore import {pointer.parent} "
+            f"{pointer.parent} is a directory that TorchSnapshot wrote, not a snapshot of "
+            f"ckptstore: `ckptstore import {pointer.parent} "
             f"--tag {tag_of(pointer.parent.name)}` brings it into a store"
         ) from error
     return found.store, (found.id,)
 
 
 def _new_store(local: Path) -> Path:
-    """Where the store of a snapshot's path is made, where none encloses it: in the directory above if that is this user's alone, else in
-    the path itself, which is made for it."""
+    """Where the store of a snapshot's path is made, where none encloses it: in the directory above
+    if that is this user's alone, else in the path itself, which is made for it."""
     directory = local.parent
     try:
         make_directories(directory)
@@ -153,17 +179,21 @@ def _new_store(local: Path) -> Path:
         if not local.is_dir():
             local.mkdir(mode=rights(directory) & ~0o022)
             logger.warning(
-                "%s: the snapshot %s is a store of its own, which shares nothing with others; list the directory in $%s to share one store",
+                "%s: the snapshot %s is a store of its own, which shares nothing with others; list "
+                "the directory in $%s to share one store",
                 distrust(directory),
                 local,
                 SAFE,
             )
     except OSError as error:
-        raise ReadOnly(f"cannot make a store for the snapshot {local}: {error.strerror}; choose another path") from error
+        raise ReadOnly(
+            f"cannot make a store for the snapshot {local}: {error.strerror}; choose another path"
+        ) from error
     if is_alone(local):
         return local / BESIDE
     raise InvalidInput(
-        f"no store is made for the snapshot {local}, because {distrust(local)}, and so could change it; choose a path in a directory of "
+        f"no store is made for the snapshot {local}, because {distrust(local)}, and so could "
+        "change it; choose a path in a directory of "
         f"your own, or list one that you share in ${SAFE}"
     )
 
@@ -174,16 +204,24 @@ def _name(local: Path, store: Path) -> str:
         return local.name
     name = real.relative_to(base)
     if base == store and name.parts[0] in _OURS:
-        raise InvalidInput(f"{local} is the store's own; snapshots in {store} cannot be called {', '.join(sorted(_OURS))}")
+        raise InvalidInput(
+            f"{local} is the store's own; snapshots in {store} cannot be called "
+            f"{', '.join(sorted(_OURS))}"
+        )
     return name.as_posix()
 
 
 def _in_bucket(path: str, storage_options: Mapping[str, Any] | None) -> Place:
     parts = path.rstrip("/").split("/")
     if len(parts) < 5 or not all(parts[3:]):
-        raise InvalidInput(f"{redact(path)} is no path of a snapshot in a bucket; wanted {parts[0]}//BUCKET/PREFIX/NAME")
+        raise InvalidInput(
+            f"{redact(path)} is no path of a snapshot in a bucket; wanted "
+            f"{parts[0]}//BUCKET/PREFIX/NAME"
+        )
     for store, name in _above(parts):
-        with closing(open_storage(store, read_only=True, storage_options=dict(storage_options or {}) or None)) as storage:
+        with closing(
+            open_storage(store, read_only=True, storage_options=dict(storage_options or {}) or None)
+        ) as storage:
             if storage.size(CONFIG_KEY) is not None:
                 return Place(store, tag_of(name), None)
     return Place("/".join(parts[:-1]), tag_of(parts[-1]), None)

@@ -1,6 +1,8 @@
-"""What a snapshot's manifest consists of: TorchSnapshot's kinds of entries, as values that are made from a commit (`views`).
+"""What a snapshot's manifest consists of: TorchSnapshot's kinds of entries, as values that are made
+from a commit (`views`).
 
-Entries are frozen. Their shapes, offsets and keys are lists, as scripts compare them with lists; every call makes new ones.
+Entries are frozen. Their shapes, offsets and keys are lists, as scripts compare them with lists;
+every call makes new ones.
 """
 
 import base64
@@ -21,7 +23,8 @@ class Entry:
 
 @dataclass(frozen=True)
 class TensorEntry(Entry):
-    """A tensor. `location` is the path of its leaf in the commit, or of what it is made of, where it is no plain one."""
+    """A tensor. `location` is the path of its leaf in the commit, or of what it is made of, where
+    it is no plain one."""
 
     type: str = field(default="Tensor", init=False)
     location: str
@@ -55,7 +58,8 @@ class ShardedTensorEntry(Entry):
 
 @dataclass(frozen=True)
 class ChunkedTensorEntry(Entry):
-    """A large tensor. `chunks` are ranges of its rows; that they lie in chunks of the store is another matter."""
+    """A large tensor. `chunks` are ranges of its rows; that they lie in chunks of the store is
+    another matter."""
 
     type: str = field(default="ChunkedTensor", init=False)
     dtype: str
@@ -66,7 +70,8 @@ class ChunkedTensorEntry(Entry):
 
 @dataclass(frozen=True)
 class ObjectEntry(Entry):
-    """A value that is neither a tensor nor a primitive, or a container of a kind that TorchSnapshot would pickle."""
+    """A value that is neither a tensor nor a primitive, or a container of a kind that TorchSnapshot
+    would pickle."""
 
     type: str = field(default="object", init=False)
     location: str
@@ -107,17 +112,24 @@ class PrimitiveEntry(Entry):
         """The entry for `value`. Raises `TypeError` for what is no primitive."""
         name = type(value).__name__
         if name not in cls.supported_types:
-            raise TypeError(f"a {name} is no primitive; wanted one of {', '.join(cls.supported_types)}")
+            raise TypeError(
+                f"a {name} is no primitive; wanted one of {', '.join(cls.supported_types)}"
+            )
         if name == "float":
-            return cls(name, base64.b64encode(struct.pack("<d", value)).decode(), replicated, str(value))
-        return cls(name, base64.b64encode(value).decode() if name == "bytes" else str(value), replicated)
+            return cls(
+                name, base64.b64encode(struct.pack("<d", value)).decode(), replicated, str(value)
+            )
+        return cls(
+            name, base64.b64encode(value).decode() if name == "bytes" else str(value), replicated
+        )
 
     def get_value(self) -> int | str | bool | bytes | float:
         return primitive(self.type, self.serialized_value)
 
 
 def primitive(kind: str, text: str) -> int | str | bool | bytes | float:
-    """The value that a manifest has as `text`. Raises `InvalidInput` for an unknown kind, `ValueError` for text of another."""
+    """The value that a manifest has as `text`. Raises `InvalidInput` for an unknown kind,
+    `ValueError` for text of another."""
     if kind == "bool" and text in ("True", "False"):
         return text == "True"
     if kind == "float":

@@ -1,4 +1,5 @@
-"""How a path in a snapshot is spelled: `RANK/KEY/…`, the keys of each level with `%` and `/` escaped."""
+"""How a path in a snapshot is spelled: `RANK/KEY/…`, the keys of each level with `%` and `/`
+escaped."""
 
 from ckptstore.interop.torchsnapshot.errors import NoSuchObject
 
@@ -9,8 +10,12 @@ def encode(key: str) -> str:
 
 
 def split_rank(path: str) -> tuple[int, str]:
-    """The rank that a path begins with, and what is behind it. Raises `NoSuchObject` for a path without one."""
+    """The rank that a path begins with, and what is behind it. Raises `NoSuchObject` for a path
+    without one."""
     rank, _, rest = path.partition("/")
     if not rank.isdecimal() or not rest:
-        raise NoSuchObject(f"{path!r} is no path of a snapshot: wanted RANK/KEY/…, as in '0/model/weight'; get_manifest() has them all")
+        raise NoSuchObject(
+            f"{path!r} is no path of a snapshot: wanted RANK/KEY/…, as in '0/model/weight'; "
+            "get_manifest() has them all"
+        )
     return int(rank), rest

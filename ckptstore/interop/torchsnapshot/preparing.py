@@ -1,7 +1,8 @@
-"""What a `_custom_tensor_prepare_func` makes of a state's tensors: they are replaced before anything is hashed or written.
+"""What a `_custom_tensor_prepare_func` makes of a state's tensors: they are replaced before
+anything is hashed or written.
 
-All of what it returns is held until the commit is made. It is called once per tensor, and with its last argument, `tracing`, false. Of a
-tensor that ranks divide it gets what this rank has.
+All of what it returns is held until the commit is made. It is called once per tensor, and with its
+last argument, `tracing`, false. Of a tensor that ranks divide it gets what this rank has.
 """
 
 import copy
@@ -17,7 +18,8 @@ from ckptstore.state.flatten import state_of
 from ckptstore.state.shards import is_distributed, is_dtensor
 
 Prepare: TypeAlias = Callable[[str, torch.Tensor, bool], torch.Tensor]
-"""From a path, a tensor, and whether only shape and dtype are wanted, to the tensor that is stored."""
+"""From a path, a tensor, and whether only shape and dtype are wanted, to the tensor that is
+stored."""
 
 
 class Prepared:
@@ -30,7 +32,9 @@ class Prepared:
         return self._visit(state_of(self._stateful), encode(self._key))
 
     def load_state_dict(self, state_dict: Any) -> None:
-        raise UnusableState(f"{self._key} was prepared to be stored; restore it into the object itself")
+        raise UnusableState(
+            f"{self._key} was prepared to be stored; restore it into the object itself"
+        )
 
     def _visit(self, value: Any, path: str) -> Any:
         if isinstance(value, torch.Tensor):
@@ -38,7 +42,10 @@ class Prepared:
         if type(value) is list:
             return [self._visit(child, f"{path}/{i}") for i, child in enumerate(value)]
         if type(value) in (dict, OrderedDict):
-            made = type(value)((key, self._visit(child, f"{path}/{encode(str(key))}")) for key, child in value.items())
+            made = type(value)(
+                (key, self._visit(child, f"{path}/{encode(str(key))}"))
+                for key, child in value.items()
+            )
             if hasattr(value, "_metadata"):
                 made._metadata = value._metadata
             return made
@@ -53,27 +60,44 @@ class Prepared:
         made = self._prepare(path, tensor, False)
         if made.shape != tensor.shape:
             raise UnusableState(
-                f"_custom_tensor_prepare_func must keep the shape of a tensor: {path} is {list(tensor.shape)}, it made {list(made.shape)}"
+                f"_custom_tensor_prepare_func must keep the shape of a tensor: {path} is "
+                f"{list(tensor.shape)}, it made {list(made.shape)}"
             )
         return made
 
     def _part(self, tensor: torch.Tensor, path: str) -> torch.Tensor:
         made = self._call(tensor, path)
         if type(made) is not torch.Tensor or made.layout is not torch.strided or made.is_quantized:
-            raise UnusableState(f"_custom_tensor_prepare_func made {made.dtype} of {path}; what ranks divide must stay plain tensors")
+            raise UnusableState(
+                f"_custom_tensor_prepare_func made {made.dtype} of {path}; what ranks divide must "
+                "stay plain tensors"
+            )
         return made
 
     def _dtensor(self, tensor: Any, path: str) -> Any:
         from torch.distributed.tensor import DTensor
 
         local = self._part(tensor.to_local().detach(), path)
-        return DTensor.from_local(local, tensor.device_mesh, tensor.placements, run_check=False, shape=tensor.shape, stride=tensor.stride())
+        return DTensor.from_local(
+            local,
+            tensor.device_mesh,
+            tensor.placements,
+            run_check=False,
+            shape=tensor.shape,
+            stride=tensor.stride(),
+        )
 
     def _sharded(self, tensor: Any, path: str) -> Any:
         from torch.distributed._shard.sharded_tensor.api import ShardedTensor
         from torch.distributed._shard.sharded_tensor.shard import Shard
 
-        shards = [Shard(self._part(shard.tensor, path), shard.metadata) for shard in tensor.local_shards()]
+        shards = [
+            Shard(self._part(shard.tensor, path), shard.metadata) for shard in tensor.local_shards()
+        ]
         metadata = copy.deepcopy(tensor.metadata())
-        metadata.tensor_properties.dtype = shards[0].tensor.dtype if shards else metadata.tensor_properties.dtype
-        return ShardedTensor._init_from_local_shards_and_global_metadata(shards, metadata, sharding_spec=tensor.sharding_spec())
+        metadata.tensor_properties.dtype = (
+            shards[0].tensor.dtype if shards else metadata.tensor_properties.dtype
+        )
+        return ShardedTensor._init_from_local_shards_and_global_metadata(
+            shards, metadata, sharding_spec=tensor.sharding_spec()
+        )

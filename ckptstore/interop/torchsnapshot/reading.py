@@ -19,17 +19,24 @@ from ckptstore.state.shards import held_of, is_distributed
 logger = logging.getLogger("ckptstore")
 
 _WRAPPERS = ("module.", "_orig_mod.")
-"""What DistributedDataParallel and torch.compile put before names; a commit has the names without."""
+"""What DistributedDataParallel and torch.compile put before names; a commit has the names
+without."""
 
 
-def read(index: Index, path: str, out: Any, *, memory_budget_bytes: int | None, allow_pickle: bool) -> Any:
-    """The object under `path` in the state of one rank, in `out` where that is a tensor that can hold it.
+def read(
+    index: Index, path: str, out: Any, *, memory_budget_bytes: int | None, allow_pickle: bool
+) -> Any:
+    """The object under `path` in the state of one rank, in `out` where that is a tensor that can
+    hold it.
 
     A budget below what reading from the store takes is raised to that. Raises `NoSuchObject`.
     """
     found = _find(index, path)
     if found is None:
-        raise NoSuchObject(f"the rank has nothing at {path!r} in this snapshot{near(path, index.items)}; get_manifest() has what there is")
+        raise NoSuchObject(
+            f"the rank has nothing at {path!r} in this snapshot{near(path, index.items)}; "
+            "get_manifest() has what there is"
+        )
     item, steps = found
     leaf = item.leaf
     if memory_budget_bytes is not None:
@@ -43,14 +50,17 @@ def read(index: Index, path: str, out: Any, *, memory_budget_bytes: int | None, 
 
 
 def _find(index: Index, path: str) -> tuple[Item, list[int]] | None:
-    """The item at `path`, or above it where that is a list of values, with the numbers that lead on."""
+    """The item at `path`, or above it where that is a list of values, with the numbers that lead
+    on."""
     for spelled in (path, _without_wrappers(path)):
         steps: list[int] = []
         at = spelled
         while at:
             item = index.items.get(at)
             if item is not None:
-                return (item, steps) if not steps or _is_in_list(index.value_of(item), steps) else None
+                return (
+                    (item, steps) if not steps or _is_in_list(index.value_of(item), steps) else None
+                )
             at, _, last = at.rpartition("/")
             if not last.isdecimal():
                 break
@@ -74,19 +84,32 @@ def _is_in_list(value: Any, steps: list[int]) -> bool:
     return True
 
 
-def _read_object(index: Index, item: Item, memory_budget_bytes: int | None, allow_pickle: bool) -> Any:
+def _read_object(
+    index: Index, item: Item, memory_budget_bytes: int | None, allow_pickle: bool
+) -> Any:
     if isinstance(item.node, Node) and item.node.type == NAMES:
         return index.value_of(item)
     if isinstance(item.node, int):
-        return index.snapshot.read(index.path_of(item, item.node), memory_budget_bytes=memory_budget_bytes, allow_pickle=allow_pickle)
+        return index.snapshot.read(
+            index.path_of(item, item.node),
+            memory_budget_bytes=memory_budget_bytes,
+            allow_pickle=allow_pickle,
+        )
     paths = [index.path_of(item, leaf) for leaf in leaves_of(item.node)]
-    value = index.snapshot.state_dict(item.key, select=paths or None, memory_budget_bytes=memory_budget_bytes, allow_pickle=allow_pickle)
+    value = index.snapshot.state_dict(
+        item.key,
+        select=paths or None,
+        memory_budget_bytes=memory_budget_bytes,
+        allow_pickle=allow_pickle,
+    )
     for step in item.trail:
         value = value[step]
     return value
 
 
-def _read_tensor(index: Index, item: Item, leaf: int, out: Any, memory_budget_bytes: int | None) -> Any:
+def _read_tensor(
+    index: Index, item: Item, leaf: int, out: Any, memory_budget_bytes: int | None
+) -> Any:
     schema, snapshot, path = index.trees[item.key].schema, index.snapshot, index.path_of(item, leaf)
     shape, dtype = schema.shapes[leaf], schema.dtypes[leaf]
     if isinstance(out, torch.Tensor) and is_distributed(out):
@@ -99,23 +122,41 @@ def _read_tensor(index: Index, item: Item, leaf: int, out: Any, memory_budget_by
     return _landed(value, out)
 
 
-def _fill_parts(snapshot: Snapshot, path: str, shape: Shape, out: Any, memory_budget_bytes: int | None) -> None:
+def _fill_parts(
+    snapshot: Snapshot, path: str, shape: Shape, out: Any, memory_budget_bytes: int | None
+) -> None:
     """Read what this rank has of a divided tensor; of one of another shape, what both have."""
     held = held_of(out)
     if len(held.shape) != len(shape):
-        raise InvalidInput(f"{path} has the shape {list(shape)}, obj_out {list(held.shape)}: wanted as many dimensions")
+        raise InvalidInput(
+            f"{path} has the shape {list(shape)}, obj_out {list(held.shape)}: wanted as many "
+            "dimensions"
+        )
     if held.shape != shape:
-        logger.warning("%s has the shape %s and obj_out %s: what both have is read", path, list(shape), list(held.shape))
+        logger.warning(
+            "%s has the shape %s and obj_out %s: what both have is read",
+            path,
+            list(shape),
+            list(held.shape),
+        )
     for box, part in held.parts:
         both = intersect(box, Box((0,) * len(shape), shape))
         if both is None:
             continue
         target = part[_region(both, box.offsets)] if shape else part
-        snapshot.read_into(target, path, _region(both, (0,) * len(shape)) if shape else None, memory_budget_bytes=memory_budget_bytes)
+        snapshot.read_into(
+            target,
+            path,
+            _region(both, (0,) * len(shape)) if shape else None,
+            memory_budget_bytes=memory_budget_bytes,
+        )
 
 
 def _region(box: Box, origin: Shape) -> Region:
-    return tuple(slice(start - first, start - first + n) for start, first, n in zip(box.offsets, origin, box.lengths, strict=True))
+    return tuple(
+        slice(start - first, start - first + n)
+        for start, first, n in zip(box.offsets, origin, box.lengths, strict=True)
+    )
 
 
 def _can_hold(out: Any, dtype: str, shape: Shape) -> bool:
@@ -130,7 +171,8 @@ def _can_hold(out: Any, dtype: str, shape: Shape) -> bool:
 
 
 def _landed(value: Any, out: Any) -> Any:
-    """`out` with the values of a tensor that it can take as they are, else `value`: what cannot be filled is ignored, as documented."""
+    """`out` with the values of a tensor that it can take as they are, else `value`: what cannot be
+    filled is ignored, as documented."""
     if not isinstance(value, torch.Tensor) or not isinstance(out, torch.Tensor):
         return value
     if (out.shape, out.dtype, out.layout) != (value.shape, value.dtype, value.layout):

@@ -12,8 +12,8 @@ _INTERVAL = timedelta(milliseconds=100)
 
 @contextmanager
 def measure_rss_deltas(rss_deltas: list[int], interval: timedelta = _INTERVAL) -> Iterator[None]:
-    """Append to `rss_deltas`, at the start of the block and every `interval` until its end, by how many bytes the resident memory has grown
-    since the start."""
+    """Append to `rss_deltas`, at the start of the block and every `interval` until its end, by how
+    many bytes the resident memory has grown since the start."""
     base, ended = _resident_bytes(), Event()
 
     def measure() -> None:

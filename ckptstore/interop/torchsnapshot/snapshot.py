@@ -1,4 +1,5 @@
-"""`Snapshot` and `PendingSnapshot` as TorchSnapshot 0.1.0 has them: each call becomes one on a store."""
+"""`Snapshot` and `PendingSnapshot` as TorchSnapshot 0.1.0 has them: each call becomes one on a
+store."""
 
 import logging
 import os
@@ -20,7 +21,15 @@ from ckptstore.interop.torchsnapshot.preparing import Prepare
 from ckptstore.interop.torchsnapshot.reading import read
 from ckptstore.interop.torchsnapshot.stateful import AppState
 from ckptstore.interop.torchsnapshot.stores import store_at
-from ckptstore.interop.torchsnapshot.take import Agreed, agree, budget_of, check_stateful, ordered, undisturbed, whose
+from ckptstore.interop.torchsnapshot.take import (
+    Agreed,
+    agree,
+    budget_of,
+    check_stateful,
+    ordered,
+    undisturbed,
+    whose,
+)
 from ckptstore.interop.torchsnapshot.views import Index, manifest_of
 from ckptstore.objects.pointer_files import Pointer, write_pointer
 from ckptstore.snapshot import Snapshot as Commit
@@ -33,11 +42,17 @@ logger = logging.getLogger("ckptstore")
 class Snapshot:
     """A snapshot by its path. Nothing is looked up before the first use.
 
-    `path` may be one that `take` was given, that of any pointer file, or `STORE/REF` for a commit made otherwise. `pg` are the ranks that
-    restore together, all of the default group without it. `storage_options` are those of `ckptstore.open`.
+    `path` may be one that `take` was given, that of any pointer file, or `STORE/REF` for a commit
+    made otherwise. `pg` are the ranks that restore together, all of the default group without it.
+    `storage_options` are those of `ckptstore.open`.
     """
 
-    def __init__(self, path: str | os.PathLike[str], pg: Any = None, storage_options: dict[str, Any] | None = None) -> None:
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        pg: Any = None,
+        storage_options: dict[str, Any] | None = None,
+    ) -> None:
         self.path = os.fspath(path)
         self.pg = pg
         self._storage_options = storage_options
@@ -58,16 +73,20 @@ class Snapshot:
         metrics: dict[str, float] | None = None,
         allow_pickle: bool = False,
     ) -> "Snapshot":
-        """Commit `app_state`, tag it with the snapshot's name, and let the file at `path` point to it; durable when this returns.
+        """Commit `app_state`, tag it with the snapshot's name, and let the file at `path` point to
+        it; durable when this returns.
 
-        With several ranks, all of `pg` call this together. `replicated` are globs of paths (`"model/*"`, `"**"`) that are the same on all
-        ranks; what DistributedDataParallel keeps equal and what ranks divide is known, everything else is each rank's own. A path that has
+        With several ranks, all of `pg` call this together. `replicated` are globs of paths
+        (`"model/*"`, `"**"`) that are the same on all ranks; what DistributedDataParallel keeps
+        equal and what ranks divide is known, everything else is each rank's own. A path that has
         been taken before comes to mean the new commit; the old one stays in the store's log.
 
-        `step` and `metrics` are kept with the commit; objects that could only be pickled need `allow_pickle`.
+        `step` and `metrics` are kept with the commit; objects that could only be pickled need
+        `allow_pickle`.
 
-        Raises `TypeError` for values that are not stateful, `Conflict` for a path at which something else lies and for replicas that
-        differ, and else as `Store.commit` does: on all ranks, and nothing has changed.
+        Raises `TypeError` for values that are not stateful, `Conflict` for a path at which
+        something else lies and for replicas that differ, and else as `Store.commit` does: on all
+        ranks, and nothing has changed.
         """
         check_stateful(app_state)
         peers = collective_of(pg)
@@ -101,9 +120,11 @@ class Snapshot:
         metrics: dict[str, float] | None = None,
         allow_pickle: bool = False,
     ) -> "PendingSnapshot":
-        """As `take`, in the background: the snapshot is the state as of this call, whatever is done to it once this has returned.
+        """As `take`, in the background: the snapshot is the state as of this call, whatever is done
+        to it once this has returned.
 
-        The state is copied to staging memory, which is kept for the next call. What fails later, `wait` raises, or the next `take`.
+        The state is copied to staging memory, which is kept for the next call. What fails later,
+        `wait` raises, or the next `take`.
         """
         check_stateful(app_state)
         peers = collective_of(pg)
@@ -122,14 +143,22 @@ class Snapshot:
         return PendingSnapshot(cls(agreed.path, pg, storage_options), pending, agreed, leads=leads)
 
     def restore(
-        self, app_state: AppState, strict: bool = True, *, memory_budget_bytes: int | None = None, allow_pickle: bool = False
+        self,
+        app_state: AppState,
+        strict: bool = True,
+        *,
+        memory_budget_bytes: int | None = None,
+        allow_pickle: bool = False,
     ) -> None:
-        """Bring `app_state`, all of the snapshot's or a part of its keys, to what was taken, in place where there is a place.
+        """Bring `app_state`, all of the snapshot's or a part of its keys, to what was taken, in
+        place where there is a place.
 
-        The number of ranks may be another one: replicas and what ranks divided is there for all, what was each rank's own for the rank of
-        the same number only. A rank without its own raises, unless not `strict`: then it keeps what it has, and modules what the snapshot
-        lacks. A random generator is set last, and left alone on a rank that had none. Raises as `ckptstore.Snapshot.restore` does, and
-        `MissingKeys`, which is an `InvalidInput`, for keys that the snapshot lacks.
+        The number of ranks may be another one: replicas and what ranks divided is there for all,
+        what was each rank's own for the rank of the same number only. A rank without its own
+        raises, unless not `strict`: then it keeps what it has, and modules what the snapshot lacks.
+        A random generator is set last, and left alone on a rank that had none. Raises as
+        `ckptstore.Snapshot.restore` does, and `MissingKeys`, which is an `InvalidInput`, for keys
+        that the snapshot lacks.
         """
         check_stateful(app_state)
         peers = collective_of(self.pg)
@@ -144,7 +173,10 @@ class Snapshot:
                 process_group=self.pg,
             )
         except InvalidInput as error:
-            note = f"the snapshot has the keys {', '.join(commit.keys())}; select=, rename= and dtype= are for snapshot.commit.restore"
+            note = (
+                f"the snapshot has the keys {', '.join(commit.keys())}; select=, rename= and "
+                "dtype= are for snapshot.commit.restore"
+            )
             if set(wanted) <= set(commit.keys()):
                 error.add_note(note)
                 raise
@@ -153,26 +185,45 @@ class Snapshot:
             missing.add_note(note)
             raise missing from error
 
-    def read_object(self, path: str, obj_out: Any = None, memory_budget_bytes: int | None = None, *, allow_pickle: bool = False) -> Any:
+    def read_object(
+        self,
+        path: str,
+        obj_out: Any = None,
+        memory_budget_bytes: int | None = None,
+        *,
+        allow_pickle: bool = False,
+    ) -> Any:
         """One object by its path in the manifest (`"0/model/weight"`), without reading others.
 
-        A tensor lands in `obj_out` if that has its shape and dtype; of a DTensor or ShardedTensor, the part that this rank has. Else, and
-        where the object is no tensor, `obj_out` is ignored and a new one returned; of a tensor that ranks divided, the whole. Temporary
-        buffers stay within `memory_budget_bytes`, or the three chunks that are the least. Raises `NoSuchObject`.
+        A tensor lands in `obj_out` if that has its shape and dtype; of a DTensor or ShardedTensor,
+        the part that this rank has. Else, and where the object is no tensor, `obj_out` is ignored
+        and a new one returned; of a tensor that ranks divided, the whole. Temporary buffers stay
+        within `memory_budget_bytes`, or the three chunks that are the least. Raises `NoSuchObject`.
         """
         rank, rest = split_rank(path)
-        return read(self._index(rank), rest, obj_out, memory_budget_bytes=memory_budget_bytes, allow_pickle=allow_pickle)
+        return read(
+            self._index(rank),
+            rest,
+            obj_out,
+            memory_budget_bytes=memory_budget_bytes,
+            allow_pickle=allow_pickle,
+        )
 
     def get_manifest(self) -> Manifest:
         """What is in the snapshot: entries by path, of all ranks; replicas stand under rank 0."""
         return manifest_of(self._commit())
 
-    def get_state_dict_for_key(self, key: str, replicate_from_rank0: bool = False, *, allow_pickle: bool = False) -> Any:
-        """The state under one key as this rank had it, or with `replicate_from_rank0` as the first rank had it, freshly allocated; divided
-        tensors whole. Raises `NoSuchKey`."""
+    def get_state_dict_for_key(
+        self, key: str, replicate_from_rank0: bool = False, *, allow_pickle: bool = False
+    ) -> Any:
+        """The state under one key as this rank had it, or with `replicate_from_rank0` as the first
+        rank had it, freshly allocated; divided tensors whole. Raises `NoSuchKey`."""
         peers, commit = collective_of(self.pg), self._commit()
         if key not in commit.keys():  # noqa: SIM118  # a commit is no mapping
-            raise NoSuchKey(f"{key!r} is absent in both manifest and flattened: the snapshot has the keys {', '.join(commit.keys())}")
+            raise NoSuchKey(
+                f"{key!r} is absent in both manifest and flattened: the snapshot has the keys "
+                f"{', '.join(commit.keys())}"
+            )
         return (
             commit.only([key])
             .of_rank(peers.rank if peers and not replicate_from_rank0 else 0)
@@ -184,15 +235,20 @@ class Snapshot:
     def metadata(self) -> SnapshotMetadata:
         """The manifest, and by how many ranks the snapshot was taken."""
         layout = self._commit().layout
-        return SnapshotMetadata(interface_version, layout.world if layout else 1, self.get_manifest())
+        return SnapshotMetadata(
+            interface_version, layout.world if layout else 1, self.get_manifest()
+        )
 
     @property
     def commit(self) -> Commit:
-        """The commit that this snapshot is: its id, history, metrics, and everything else that ckptstore offers for it."""
+        """The commit that this snapshot is: its id, history, metrics, and everything else that
+        ckptstore offers for it."""
         return self._commit()
 
     @classmethod
-    def _of(cls, agreed: Agreed, commit: CommitId, pg: Any, storage_options: dict[str, Any] | None) -> "Snapshot":
+    def _of(
+        cls, agreed: Agreed, commit: CommitId, pg: Any, storage_options: dict[str, Any] | None
+    ) -> "Snapshot":
         snapshot = cls(agreed.path, pg, storage_options)
         snapshot._found = agreed.place.store, commit
         return snapshot
@@ -237,9 +293,12 @@ class Snapshot:
 
 
 class PendingSnapshot:
-    """A snapshot that is being taken in the background. The interpreter does not exit before it has been."""
+    """A snapshot that is being taken in the background. The interpreter does not exit before it has
+    been."""
 
-    def __init__(self, snapshot: Snapshot, pending: Pending[Commit], agreed: Agreed, *, leads: bool) -> None:
+    def __init__(
+        self, snapshot: Snapshot, pending: Pending[Commit], agreed: Agreed, *, leads: bool
+    ) -> None:
         self.path, self.pg = snapshot.path, snapshot.pg
         self._snapshot, self._pending, self._agreed, self._leads = snapshot, pending, agreed, leads
         self._ended = threading.Event()
@@ -248,7 +307,8 @@ class PendingSnapshot:
         pending.then(self._finish)
 
     def wait(self) -> Snapshot:
-        """The snapshot, once it is durable and its path points to it. Raises `SnapshotFailed`, from what it failed with."""
+        """The snapshot, once it is durable and its path points to it. Raises `SnapshotFailed`, from
+        what it failed with."""
         self._ended.wait()
         failed = self._failed or self._pending.exception()
         if failed:
@@ -268,7 +328,11 @@ class PendingSnapshot:
                     _write_pointer(self._agreed, commit)
         except CkptStoreError as error:
             self._failed = error
-            logger.error("the snapshot %s is in its store, but its pointer file could not be written: %s", self.path, error)
+            logger.error(
+                "the snapshot %s is in its store, but its pointer file could not be written: %s",
+                self.path,
+                error,
+            )
         finally:
             _unfinished.discard(self)
             self._ended.set()
@@ -279,7 +343,8 @@ _unfinished: set[PendingSnapshot] = set()
 
 
 def _await_pointers(path: str) -> None:
-    """Return when what was taken before has been pointed to: a commit has ended a moment before that."""
+    """Return when what was taken before has been pointed to: a commit has ended a moment before
+    that."""
     for pending in tuple(_unfinished):
         if pending.path == path:
             pending._ended.wait()
@@ -310,6 +375,8 @@ def _with_own_generator(commit: Commit, app_state: AppState, rank: int) -> dict[
     for key in [key for key, value in app_state.items() if isinstance(value, RNGState)]:
         held = commit.only([key])
         if held.leaves() and not held.of_rank(rank).leaves():
-            logger.warning("rank %d had no random generator in this snapshot; it keeps the state it has", rank)
+            logger.warning(
+                "rank %d had no random generator in this snapshot; it keeps the state it has", rank
+            )
             del wanted[key]
     return wanted

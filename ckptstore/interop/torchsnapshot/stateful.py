@@ -1,4 +1,5 @@
-"""What an application state consists of, as TorchSnapshot has it: stateful objects, a dict that is one, and torch's random generator."""
+"""What an application state consists of, as TorchSnapshot has it: stateful objects, a dict that is
+one, and torch's random generator."""
 
 from collections import UserDict
 from typing import Any, Protocol, TypeAlias, runtime_checkable
@@ -24,8 +25,8 @@ AppState: TypeAlias = dict[str, Any]
 class StateDict(UserDict[str, Any]):
     """A dictionary that is stateful: for tensors and values that no module or optimizer has.
 
-    Restoring it sets the keys that the snapshot has and leaves others alone, as in TorchSnapshot. (`ckptstore.StateDict` becomes what was
-    committed.)
+    Restoring it sets the keys that the snapshot has and leaves others alone, as in TorchSnapshot.
+    (`ckptstore.StateDict` becomes what was committed.)
     """
 
     def state_dict(self) -> dict[str, Any]:
@@ -38,8 +39,8 @@ class StateDict(UserDict[str, Any]):
 class RNGState(ckptstore.state.stateful.RNGState):
     """torch's random generator on the CPU, under the key `rng_state`, as TorchSnapshot has it.
 
-    It is the same after a restore as it was after the snapshot was taken. `ckptstore.RNGState`, which has the generators of Python, numpy
-    and CUDA as well, may be used in its place.
+    It is the same after a restore as it was after the snapshot was taken. `ckptstore.RNGState`,
+    which has the generators of Python, numpy and CUDA as well, may be used in its place.
     """
 
     def state_dict(self) -> dict[str, Any]:

@@ -1,7 +1,8 @@
-"""The stores that this process has open for snapshots: opened by the first that lies in one, kept for those that follow.
+"""The stores that this process has open for snapshots: opened by the first that lies in one, kept
+for those that follow.
 
-What a store keeps pays from its second commit on: staging memory, the chunk index, the log. One that was removed, or made anew in the same
-place, is let go.
+What a store keeps pays from its second commit on: staging memory, the chunk index, the log. One
+that was removed, or made anew in the same place, is let go.
 """
 
 import os
@@ -28,8 +29,11 @@ _open: dict[tuple[int, str, str], _Open] = {}
 _lock = threading.Lock()
 
 
-def store_at(place: str, storage_options: Mapping[str, Any] | None = None, *, create: bool = False) -> Store:
-    """The store at `place`, opened once per process; with `create`, made where there is none. Raises as `ckptstore.open` does."""
+def store_at(
+    place: str, storage_options: Mapping[str, Any] | None = None, *, create: bool = False
+) -> Store:
+    """The store at `place`, opened once per process; with `create`, made where there is none.
+    Raises as `ckptstore.open` does."""
     key = (os.getpid(), place, repr(sorted((storage_options or {}).items())))
     with _lock:
         _release()

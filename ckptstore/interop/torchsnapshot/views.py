@@ -1,7 +1,8 @@
-"""How a commit looks as a manifest: every rank's containers, tensors and values under TorchSnapshot's paths.
+"""How a commit looks as a manifest: every rank's containers, tensors and values under
+TorchSnapshot's paths.
 
-`Index` finds what lies under a path in the state of one rank, by schemas alone; entries are made of it here. What is replicated stands
-under rank 0 only, as in TorchSnapshot.
+`Index` finds what lies under a path in the state of one rank, by schemas alone; entries are made of
+it here. What is replicated stands under rank 0 only, as in TorchSnapshot.
 """
 
 import collections
@@ -38,7 +39,8 @@ RAW = "buffer_protocol"
 """How TorchSnapshot calls a tensor's plain bytes."""
 
 OTHER = "ckptstore"
-"""The serializer of what is no plain tensor: composed of leaves, without a pickle (docs/values.md)."""
+"""The serializer of what is no plain tensor: composed of leaves, without a pickle
+(docs/values.md)."""
 
 NO_VALUE = object()
 
@@ -47,7 +49,8 @@ _DICTS = ("dict", "OrderedDict")
 
 @dataclass(frozen=True, slots=True)
 class Item:
-    """What lies under a path: a node of the key's skeleton, and the keys that lead to it from the key's state."""
+    """What lies under a path: a node of the key's skeleton, and the keys that lead to it from the
+    key's state."""
 
     key: str
     node: Node | int
@@ -78,9 +81,14 @@ class Index:
         return self.trees[item.key].schema.paths[leaf]
 
     def value_of(self, item: Item) -> Any:
-        """The value of an item that is one, or the list of numbers that the schema has; `NO_VALUE` for anything else."""
+        """The value of an item that is one, or the list of numbers that the schema has; `NO_VALUE`
+        for anything else."""
         if isinstance(item.node, Node):
-            return values.decode_value(dict(item.node.attrs)["names"]) if item.node.type == NAMES else NO_VALUE
+            return (
+                values.decode_value(dict(item.node.attrs)["names"])
+                if item.node.type == NAMES
+                else NO_VALUE
+            )
         if self.trees[item.key].schema.kinds[item.node] == "tensor":
             return NO_VALUE
         return self.snapshot.read(self.path_of(item, item.node))
@@ -98,13 +106,16 @@ def manifest_of(snapshot: Snapshot) -> Manifest:
 
 
 def is_flattened(node: Node) -> bool:
-    """Whether TorchSnapshot has an entry for each child of a container, and not one for the whole."""
+    """Whether TorchSnapshot has an entry for each child of a container, and not one for the
+    whole."""
     if node.type == "list":
         return True
     if node.type not in _DICTS:
         return False
     keys = [_key(key) for key in node.keys or ()]
-    return all(isinstance(key, str | int) for key in keys) and len({str(key) for key in keys}) == len(keys)
+    return all(isinstance(key, str | int) for key in keys) and len(
+        {str(key) for key in keys}
+    ) == len(keys)
 
 
 def _items(key: str, root: Node | int) -> Iterator[tuple[str, Item]]:
@@ -118,7 +129,10 @@ def _items(key: str, root: Node | int) -> Iterator[tuple[str, Item]]:
         if isinstance(node, Node) and is_flattened(node):
             names = range(len(node.children)) if node.keys is None else map(_key, node.keys)
             below = list(zip(names, node.children, strict=True))
-            waiting.extend((f"{path}/{encode(str(name))}", Item(key, child, (*item.trail, name))) for name, child in reversed(below))
+            waiting.extend(
+                (f"{path}/{encode(str(name))}", Item(key, child, (*item.trail, name)))
+                for name, child in reversed(below)
+            )
 
 
 def _key(encoded: Any) -> Any:
@@ -142,7 +156,9 @@ class _Entries:
         schema = self._index.trees[item.key].schema
         leaves = list(leaves_of(item.node))
         placed = self._placed(schema, leaves[0]) if leaves else None
-        common = self._layout is not None and all(schema.paths[leaf] in self._shared for leaf in leaves)
+        common = self._layout is not None and all(
+            schema.paths[leaf] in self._shared for leaf in leaves
+        )
         if common and placed and placed.divided:
             yield path, self._sharded(schema, leaves[0], placed)
         elif not (common and self._rank):
@@ -150,18 +166,31 @@ class _Entries:
 
     def _placed(self, schema: Schema, leaf: int) -> Placed | None:
         alias = schema.aliases[leaf]
-        return self._layout.leaves.get(schema.paths[alias if alias >= 0 else leaf]) if self._layout else None
+        return (
+            self._layout.leaves.get(schema.paths[alias if alias >= 0 else leaf])
+            if self._layout
+            else None
+        )
 
-    def _whole(self, path: str, item: Item, schema: Schema, leaves: list[int], replicated: bool) -> Iterator[tuple[str, Entry]]:
+    def _whole(
+        self, path: str, item: Item, schema: Schema, leaves: list[int], replicated: bool
+    ) -> Iterator[tuple[str, Entry]]:
         leaf = item.leaf
         if leaf is not None and schema.kinds[leaf] == "tensor":
-            yield path, _tensor(schema.paths[leaf], schema.dtypes[leaf], schema.shapes[leaf], replicated)
+            yield (
+                path,
+                _tensor(schema.paths[leaf], schema.dtypes[leaf], schema.shapes[leaf], replicated),
+            )
         elif isinstance(item.node, Node) and item.node.type != NAMES:
             yield path, _composite(item.node, schema, leaves, replicated)
         else:
-            yield from self._value(path, item, schema.paths[leaves[0]] if leaves else "", replicated)
+            yield from self._value(
+                path, item, schema.paths[leaves[0]] if leaves else "", replicated
+            )
 
-    def _value(self, path: str, item: Item, location: str, replicated: bool) -> Iterator[tuple[str, Entry]]:
+    def _value(
+        self, path: str, item: Item, location: str, replicated: bool
+    ) -> Iterator[tuple[str, Entry]]:
         try:
             value = self._index.value_of(item)
         except InvalidInput:  # of a class that is not known here
@@ -171,7 +200,8 @@ class _Entries:
 
     def _sharded(self, schema: Schema, leaf: int, placed: Placed) -> ShardedTensorEntry:
         path, dtype, shape = schema.paths[leaf], schema.dtypes[leaf], schema.shapes[leaf]
-        # Of a small tensor the commit does not say who had what: all of it is shown with the first rank.
+        # Of a small tensor the commit does not say who had what: all of it is shown with the first
+        # rank.
         small = [Box((0,) * len(shape), shape)] if self._rank == 0 else []
         boxes = list(placed.boxes_of(self._rank)) if placed.boxes else small
         return ShardedTensorEntry([shard for box in boxes for shard in _shards(path, dtype, box)])
@@ -191,21 +221,30 @@ def _tensor(path: str, dtype: str, shape: Shape, replicated: bool) -> Entry:
     rows = -(-shape[0] // -(-nbytes // limit))
     row_bytes = nbytes // shape[0]
     chunks = [
-        _shard(path, dtype, Box((first, *(0,) * (len(shape) - 1)), (min(rows, shape[0] - first), *shape[1:])), (first * row_bytes))
+        _shard(
+            path,
+            dtype,
+            Box((first, *(0,) * (len(shape) - 1)), (min(rows, shape[0] - first), *shape[1:])),
+            (first * row_bytes),
+        )
         for first in range(0, shape[0], rows)
     ]
     return ChunkedTensorEntry(f"torch.{dtype}", list(shape), chunks, replicated)
 
 
 def _shards(path: str, dtype: str, box: Box) -> Iterator[Shard]:
-    """One box, cut along its first dimension into parts of at most the largest size that is wanted."""
+    """One box, cut along its first dimension into parts of at most the largest size that is
+    wanted."""
     if not box.lengths:
         yield _shard(path, dtype, box, None)
         return
     row_bytes = prod(box.lengths[1:]) * width_of(dtype)
     rows = max(knobs.get_max_shard_size_bytes() // max(row_bytes, 1), 1)
     for first in range(0, box.lengths[0], rows):
-        part = Box((box.offsets[0] + first, *box.offsets[1:]), (min(rows, box.lengths[0] - first), *box.lengths[1:]))
+        part = Box(
+            (box.offsets[0] + first, *box.offsets[1:]),
+            (min(rows, box.lengths[0] - first), *box.lengths[1:]),
+        )
         yield _shard(path, dtype, part, None)
 
 
@@ -222,11 +261,23 @@ def _composite(node: Node, schema: Schema, leaves: list[int], replicated: bool) 
     if node.type.startswith(("torch.quantized", "torch.sparse")):
         shape = [int(n) for n in values.decode_value(attrs["shape"])]
         known = "dtype" in attrs
-        dtype = str(values.decode_value(attrs["dtype"])) if known else f"torch.{schema.dtypes[leaves[-1]]}"
+        dtype = (
+            str(values.decode_value(attrs["dtype"]))
+            if known
+            else f"torch.{schema.dtypes[leaves[-1]]}"
+        )
         return TensorEntry(location, OTHER, dtype, shape, replicated)
     if node.type == "torch.thin_subclass":
-        return TensorEntry(location, OTHER, f"torch.{schema.dtypes[leaves[0]]}", list(schema.shapes[leaves[0]]), replicated)
-    name = attrs.get("class") or (node.type if "." in node.type else f"{_module_of(node.type)}.{node.type}")
+        return TensorEntry(
+            location,
+            OTHER,
+            f"torch.{schema.dtypes[leaves[0]]}",
+            list(schema.shapes[leaves[0]]),
+            replicated,
+        )
+    name = attrs.get("class") or (
+        node.type if "." in node.type else f"{_module_of(node.type)}.{node.type}"
+    )
     return ObjectEntry(location, OTHER, str(name), replicated)
 
 
@@ -234,8 +285,11 @@ def _module_of(container: str) -> str:
     return "collections" if hasattr(collections, container) else "builtins"
 
 
-def _of_value(path: str, value: Any, location: str, replicated: bool) -> Iterator[tuple[str, Entry]]:
-    """The entry of a value, and those of what is in it if it is a list: one leaf holds all of them."""
+def _of_value(
+    path: str, value: Any, location: str, replicated: bool
+) -> Iterator[tuple[str, Entry]]:
+    """The entry of a value, and those of what is in it if it is a list: one leaf holds all of
+    them."""
     cls = type(value)
     if cls is list:
         yield path, ListEntry()

@@ -1,7 +1,9 @@
-"""What the packs that one state of the log lists say they hold, and the trees that can be read from them.
+"""What the packs that one state of the log lists say they hold, and the trees that can be read from
+them.
 
-Another process may collect while this one looks. What is missing counts only if nothing was taken from the store meanwhile: the log says
-so, because an entry that deletes a pack or purges a commit comes before its objects go (docs/gc.md).
+Another process may collect while this one looks. What is missing counts only if nothing was taken
+from the store meanwhile: the log says so, because an entry that deletes a pack or purges a commit
+comes before its objects go (docs/gc.md).
 """
 
 from collections.abc import Mapping
@@ -28,12 +30,22 @@ class Contents:
     trees: Trees
 
 
-def contents_of(storage: Storage, state: State, before: Contents | None = None, *, twins: bool = False) -> Contents:
-    """Read the footers of the packs that `state` lists, but for those that were read `before`. With `twins`, those of twins too: one that
-    was exchanged hides what its sibling holds."""
+def contents_of(
+    storage: Storage, state: State, before: Contents | None = None, *, twins: bool = False
+) -> Contents:
+    """Read the footers of the packs that `state` lists, but for those that were read `before`. With
+    `twins`, those of twins too: one that was exchanged hides what its sibling holds."""
     loaded = dict(load_tables(storage, state, before.tables if before else None))
-    tables = {name: table for name, table in loaded.items() if not isinstance(table, Corrupt | NotFound | Unavailable)}
-    problems = {name: error for name, error in loaded.items() if isinstance(error, Corrupt | NotFound | Unavailable)}
+    tables = {
+        name: table
+        for name, table in loaded.items()
+        if not isinstance(table, Corrupt | NotFound | Unavailable)
+    }
+    problems = {
+        name: error
+        for name, error in loaded.items()
+        if isinstance(error, Corrupt | NotFound | Unavailable)
+    }
     inventory = Inventory(tables, _strays(storage, state, tables) if twins else None)
     return Contents(state, tables, problems, inventory, Trees(storage, inventory))
 
@@ -41,7 +53,9 @@ def contents_of(storage: Storage, state: State, before: Contents | None = None, 
 def taken(before: State, now: State) -> bool:
     """Whether packs or commits that `before` lists are not listed `now`. Pure."""
     names = {pack.id for pack in now.packs.values()}
-    return any(pack.id not in names for pack in before.packs.values()) or any(commit not in now.commits for commit in before.commits)
+    return any(pack.id not in names for pack in before.packs.values()) or any(
+        commit not in now.commits for commit in before.commits
+    )
 
 
 def _strays(storage: Storage, state: State, tables: Mapping[PackId, FooterTable]) -> Strays:

@@ -1,7 +1,9 @@
-"""fsck's last level: stored bytes read and compared with chunk ids, the packs first that were verified longest ago.
+"""fsck's last level: stored bytes read and compared with chunk ids, the packs first that were
+verified longest ago.
 
-When each pack was verified last is kept in the host's index directory, pack by pack, so that a run which is stopped goes on where it was;
-a record that is lost costs reading again, nothing else. Packs in which damage is found are noted as such for every process of the host.
+When each pack was verified last is kept in the host's index directory, pack by pack, so that a run
+which is stopped goes on where it was; a record that is lost costs reading again, nothing else.
+Packs in which damage is found are noted as such for every process of the host.
 """
 
 import json
@@ -48,7 +50,8 @@ class BadChunk:
 
 
 def load_record(directory: Path, store: StoreId) -> Verified:
-    """What earlier runs verified; nothing if the record is not there, damaged or of another store."""
+    """What earlier runs verified; nothing if the record is not there, damaged or of another
+    store."""
     with suppress(OSError, ValueError, KeyError, TypeError, AttributeError):
         fields: dict[str, Any] = json.loads((directory / RECORD_NAME).read_text())
         if fields["store"] == store:
@@ -65,8 +68,11 @@ def save_record(directory: Path, store: StoreId, verified: Verified) -> None:
         new.replace(directory / RECORD_NAME)
 
 
-def choose(listed: Iterable[Pack], verified: Verified, suspects: Set[PackId], share: Share) -> list[Pack]:
-    """The packs to read: those verified longest ago until `share` of all bytes is reached, and the `suspects`. Pure."""
+def choose(
+    listed: Iterable[Pack], verified: Verified, suspects: Set[PackId], share: Share
+) -> list[Pack]:
+    """The packs to read: those verified longest ago until `share` of all bytes is reached, and the
+    `suspects`. Pure."""
     packs = sorted(listed, key=lambda pack: (verified.get(pack.id, 0), pack.id))
     chosen, rest = [], share.of(sum(map(bytes_of, packs)))
     for pack in packs:
@@ -90,8 +96,8 @@ def verify_packs(
     suspect_packs: SuspectPacks,
     progress: Progress,
 ) -> Iterator[BadChunk]:
-    """Read `chosen` and yield what is damaged, noted in `suspect_packs` by then. `save` gets the record every few seconds and at the end,
-    however this ends."""
+    """Read `chosen` and yield what is damaged, noted in `suspect_packs` by then. `save` gets the
+    record every few seconds and at the end, however this ends."""
     threads = ThreadPool(default_threads())
     total, done, saved = sum(map(bytes_of, chosen)), 0, time.monotonic()
     try:
@@ -110,19 +116,30 @@ def verify_packs(
         threads.close()
 
 
-def verify_pack(storage: Storage, pack: Pack, table: packs.FooterTable, threads: ThreadPool) -> list[BadChunk]:
+def verify_pack(
+    storage: Storage, pack: Pack, table: packs.FooterTable, threads: ThreadPool
+) -> list[BadChunk]:
     """The chunks of one pack, and of its twin, that are not what their ids say or cannot be read.
 
     Raises `Unavailable` if nothing of it can be read: that says nothing about its bytes.
     """
-    return [bad for key in keys_of(pack.id, metadata=pack.metadata) for bad in _verify_object(storage, key, pack.id, table, threads)]
+    return [
+        bad
+        for key in keys_of(pack.id, metadata=pack.metadata)
+        for bad in _verify_object(storage, key, pack.id, table, threads)
+    ]
 
 
-def _verify_object(storage: Storage, key: str, pack: PackId, table: packs.FooterTable, threads: ThreadPool) -> list[BadChunk]:
+def _verify_object(
+    storage: Storage, key: str, pack: PackId, table: packs.FooterTable, threads: ThreadPool
+) -> list[BadChunk]:
     bad: list[BadChunk] = []
 
     def verify(group: Sequence[PackEntry]) -> None:
-        bad.extend(BadChunk(pack, key, entry, problem) for entry, problem in _verify_group(storage, key, group))
+        bad.extend(
+            BadChunk(pack, key, entry, problem)
+            for entry, problem in _verify_group(storage, key, group)
+        )
 
     threads.spread(verify, _groups(packs.entries(table)))
     unanswered = [chunk.problem for chunk in bad if isinstance(chunk.problem, Unavailable)]
@@ -141,14 +158,19 @@ def _groups(entries: Sequence[PackEntry]) -> list[list[PackEntry]]:
     """Entries that lie together, up to `RUN_BYTES` (or one chunk) each: one read."""
     groups = [[entries[0]]] if entries else []
     for before, entry in pairwise(entries):
-        if entry.offset + entry.stored_bytes - groups[-1][0].offset <= RUN_BYTES and entry.offset - before.offset <= RUN_BYTES:
+        if (
+            entry.offset + entry.stored_bytes - groups[-1][0].offset <= RUN_BYTES
+            and entry.offset - before.offset <= RUN_BYTES
+        ):
             groups[-1].append(entry)
         else:
             groups.append([entry])
     return groups
 
 
-def _verify_group(storage: Storage, key: str, group: Sequence[PackEntry]) -> Iterator[tuple[PackEntry, _Problem]]:
+def _verify_group(
+    storage: Storage, key: str, group: Sequence[PackEntry]
+) -> Iterator[tuple[PackEntry, _Problem]]:
     first, stop = group[0].offset, group[-1].offset + group[-1].stored_bytes
     data = memoryview(bytearray(stop - first))
     try:
@@ -165,7 +187,9 @@ def _verify_group(storage: Storage, key: str, group: Sequence[PackEntry]) -> Ite
             yield entry, error
 
 
-def _verify_one_by_one(storage: Storage, key: str, group: Sequence[PackEntry]) -> Iterator[tuple[PackEntry, _Problem]]:
+def _verify_one_by_one(
+    storage: Storage, key: str, group: Sequence[PackEntry]
+) -> Iterator[tuple[PackEntry, _Problem]]:
     for entry in group:
         try:
             read_chunk_at(storage, key, entry)

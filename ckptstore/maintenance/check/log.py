@@ -1,4 +1,5 @@
-"""fsck's first level: the log, its checkpoints, what tags and lineage refer to, and the catalog, which must say the same as the log."""
+"""fsck's first level: the log, its checkpoints, what tags and lineage refer to, and the catalog,
+which must say the same as the log."""
 
 import os
 from collections.abc import Iterator, Sequence
@@ -23,7 +24,10 @@ if TYPE_CHECKING:
 _LOOKS = 5
 """So often the catalog is looked at while others change it."""
 
-_REPAIR = "run `ckptstore repair`: it knows whether the entry can be made again, from a mirror with --from"
+_REPAIR = (
+    "run `ckptstore repair`: it knows whether the entry can be made again, from a mirror "
+    "with --from"
+)
 
 
 def log_findings(chain: Chain) -> Iterator[Finding]:
@@ -31,14 +35,37 @@ def log_findings(chain: Chain) -> Iterator[Finding]:
     yield from (_bad_entry(bad) for bad in chain.bad)
     for n, problem in chain.bad_checkpoints:
         what = f"the checkpoint of the log's state at entry {n} is ignored: {problem}"
-        yield Finding(Kind.CHECKPOINT, what, "run `ckptstore repair --apply`, which removes it", Severity.INDEX, checkpoint_key(n), n)
+        yield Finding(
+            Kind.CHECKPOINT,
+            what,
+            "run `ckptstore repair --apply`, which removes it",
+            Severity.INDEX,
+            checkpoint_key(n),
+            n,
+        )
     for n, problem in chain.bad_segments:
         what = f"the segment of the log up to entry {n} is ignored: {problem}"
-        yield Finding(Kind.CHECKPOINT, what, "run `ckptstore repair --apply`, which removes it", Severity.INDEX, segment_key(n), n)
+        yield Finding(
+            Kind.CHECKPOINT,
+            what,
+            "run `ckptstore repair --apply`, which removes it",
+            Severity.INDEX,
+            segment_key(n),
+            n,
+        )
     for key in chain.unknown:
-        yield Finding(Kind.FOREIGN, f"{key} is nothing that belongs into a log", "delete it if it is yours", Severity.NOTE, key)
+        yield Finding(
+            Kind.FOREIGN,
+            f"{key} is nothing that belongs into a log",
+            "delete it if it is yours",
+            Severity.NOTE,
+            key,
+        )
     if not chain.certain:
-        what = "what the bad entries did is unknown: commits, tags and packs that only they name are not in what follows"
+        what = (
+            "what the bad entries did is unknown: commits, tags and packs that only they name "
+            "are not in what follows"
+        )
         yield Finding(Kind.ENTRY, what, _REPAIR)
 
 
@@ -47,24 +74,40 @@ def ref_findings(state: State) -> Iterator[Finding]:
     for name, commit in sorted(state.tags.items()):
         if commit not in state.commits:
             what = f"tag {name!r} names commit {commit[:12]}, which is not in the log"
-            yield Finding(Kind.REF, what, f"set it again: `ckptstore tag {name} REF`, or remove it: `ckptstore tag -d {name}`")
+            yield Finding(
+                Kind.REF,
+                what,
+                f"set it again: `ckptstore tag {name} REF`, or remove it: `ckptstore tag -d "
+                f"{name}`",
+            )
 
 
 def catalog_findings(offline_store: OfflineStore, trees: Trees) -> Iterator[Finding]:
-    """Where this host's catalog says something else than a fold of the log up to the same entry. Reads every entry again."""
-    from ckptstore.index.catalog import Catalog  # it imports SQLAlchemy, for which a program that never runs fsck need not wait
+    """Where this host's catalog says something else than a fold of the log up to the same entry.
+    Reads every entry again."""
+    from ckptstore.index.catalog import (
+        Catalog,  # it imports SQLAlchemy, for which a program that never runs fsck need not wait
+    )
 
-    if not os.path.exists(offline_store.catalog_path):  # unlike Path.exists, false for one whose inode is damaged: it is made anew
+    if not os.path.exists(
+        offline_store.catalog_path
+    ):  # unlike Path.exists, false for one whose inode is damaged: it is made anew
         return
     for _ in range(_LOOKS):
         stamp = _stamp(offline_store.catalog_path)
-        found = list(_catalog_findings(offline_store, trees, Catalog.temporary(offline_store.config.store)))
-        if not found or _stamp(offline_store.catalog_path) == stamp:  # others may put another one in its place, or are making it
+        found = list(
+            _catalog_findings(offline_store, trees, Catalog.temporary(offline_store.config.store))
+        )
+        if (
+            not found or _stamp(offline_store.catalog_path) == stamp
+        ):  # others may put another one in its place, or are making it
             break
     yield from found
 
 
-def _catalog_findings(offline_store: OfflineStore, trees: Trees, fresh: "Catalog") -> Iterator[Finding]:
+def _catalog_findings(
+    offline_store: OfflineStore, trees: Trees, fresh: "Catalog"
+) -> Iterator[Finding]:
     """Compare the catalog, as of one moment, with what is folded into `fresh`, which is closed."""
     catalog = open_catalog(offline_store.catalog_path, offline_store.config.store)
     if catalog is None:
@@ -74,7 +117,11 @@ def _catalog_findings(offline_store: OfflineStore, trees: Trees, fresh: "Catalog
     try:
         with catalog.one_moment():
             position = catalog.position()
-            fresh.fold(takewhile(lambda entry: entry.n <= position.n, offline_store.open_log().read_entries()))
+            fresh.fold(
+                takewhile(
+                    lambda entry: entry.n <= position.n, offline_store.open_log().read_entries()
+                )
+            )
             yield from (_catalog(what) for what in _differences(catalog, fresh.queries(), trees))
     except CkptStoreError as error:
         yield _catalog(str(error))
@@ -93,19 +140,40 @@ def _stamp(path: Path) -> tuple[int, ...]:
     return tuple(stamps)
 
 
-def document_findings(state: State, problems: Sequence[tuple[CommitId, CkptStoreError]]) -> Iterator[Finding]:
+def document_findings(
+    state: State, problems: Sequence[tuple[CommitId, CkptStoreError]]
+) -> Iterator[Finding]:
     """Commits whose documents cannot be read. Pure."""
     rows = dict(in_order(state))
     for commit, error in problems:
         row = rows[commit]
-        what = f"the document of commit {commit[:12]} (run {row.run}, step {row.step}) cannot be read: {error}"
-        step = "run `ckptstore repair`, with --from and a mirror that has it; no other commit is hit"
-        yield Finding(Kind.DOCUMENT, what, step, _severity(row.soft), f"commits/{row.session}-{commit}", row.n, commits=(commit,))
+        what = (
+            f"the document of commit {commit[:12]} (run {row.run}, step {row.step}) cannot be "
+            f"read: {error}"
+        )
+        step = (
+            "run `ckptstore repair`, with --from and a mirror that has it; no other commit is hit"
+        )
+        yield Finding(
+            Kind.DOCUMENT,
+            what,
+            step,
+            _severity(row.soft),
+            f"commits/{row.session}-{commit}",
+            row.n,
+            commits=(commit,),
+        )
 
 
 def _bad_entry(bad: BadEntry) -> Finding:
     state = "is missing" if bad.data is None else "is damaged"
-    return Finding(Kind.ENTRY, f"entry {bad.n} of the log {state}: {bad.problem}", _REPAIR, key=log_key(bad.n), entry=bad.n)
+    return Finding(
+        Kind.ENTRY,
+        f"entry {bad.n} of the log {state}: {bad.problem}",
+        _REPAIR,
+        key=log_key(bad.n),
+        entry=bad.n,
+    )
 
 
 def _catalog(what: str) -> Finding:
@@ -124,9 +192,13 @@ def _differences(catalog: Queries, fresh: Queries, trees: Trees) -> Iterator[str
     for name, got, wanted in asked:
         if repr(got) != repr(wanted):  # by repr, because a metric may be NaN
             yield f"has other {name} than the log: {_first_difference(got, wanted)}"
-    for schema in sorted({schema for info in fresh.log(forgotten=True) for schema in info.schemas.values()}):
+    for schema in sorted(
+        {schema for info in fresh.log(forgotten=True) for schema in info.schemas.values()}
+    ):
         leaves = catalog.leaves(schema)
-        wanted = _leaves(trees, schema)  # none if the schema cannot be read, which is a finding of its own
+        wanted = _leaves(
+            trees, schema
+        )  # none if the schema cannot be read, which is a finding of its own
         if leaves is not None and wanted is not None and leaves != wanted:
             yield f"has other leaves than schema {schema[:12]}"
 
@@ -142,7 +214,9 @@ def _leaves(trees: Trees, schema_id: str) -> list[LeafInfo] | None:
         schema = trees.schema(ChunkId(bytes.fromhex(schema_id)))
     except CkptStoreError:
         return None
-    columns = zip(schema.paths, schema.kinds, schema.dtypes, schema.shapes, schema.aliases, strict=True)
+    columns = zip(
+        schema.paths, schema.kinds, schema.dtypes, schema.shapes, schema.aliases, strict=True
+    )
     return [LeafInfo(*row) for row in columns]
 
 

@@ -1,7 +1,9 @@
-"""What the files of the log say, be they damaged, exchanged or gone: every entry looked at, the state folded as far as it is known.
+"""What the files of the log say, be they damaged, exchanged or gone: every entry looked at, the
+state folded as far as it is known.
 
-`log.log` stops at the first thing that is wrong, as it must; this goes on. An entry is attested by the one behind it, which names its
-hash and length, so of two that do not fit together the first is the wrong one.
+`log.log` stops at the first thing that is wrong, as it must; this goes on. An entry is attested by
+the one behind it, which names its hash and length, so of two that do not fit together the first is
+the wrong one.
 """
 
 import re
@@ -31,8 +33,8 @@ _READ_AHEAD = 16
 
 @dataclass(frozen=True, slots=True)
 class LogFiles:
-    """The names in `log/`: numbers of entries, checkpoints and segments, in order; `unknown` are other keys, and entries that lie too far
-    off."""
+    """The names in `log/`: numbers of entries, checkpoints and segments, in order; `unknown` are
+    other keys, and entries that lie too far off."""
 
     entries: tuple[int, ...]
     checkpoints: tuple[int, ...]
@@ -46,7 +48,8 @@ class LogFiles:
 
 @dataclass(frozen=True, slots=True)
 class BadEntry:
-    """An entry that is missing (`data` is None) or is not the one that belongs at `n`; `wanted` is what others say of the one that does."""
+    """An entry that is missing (`data` is None) or is not the one that belongs at `n`; `wanted` is
+    what others say of the one that does."""
 
     n: int
     data: bytes | None
@@ -56,10 +59,11 @@ class BadEntry:
 
 @dataclass(frozen=True, slots=True)
 class Chain:
-    """The log after a look at every entry. `state` is exact if `certain`; else what bad entries did is not in it.
+    """The log after a look at every entry. `state` is exact if `certain`; else what bad entries did
+    is not in it.
 
-    `bad_checkpoints` are those that are not the state at this log's own entry, `bad_segments` those that do not end with it, with what is
-    wrong with them.
+    `bad_checkpoints` are those that are not the state at this log's own entry, `bad_segments` those
+    that do not end with it, with what is wrong with them.
     """
 
     state: State
@@ -88,8 +92,11 @@ def list_log(storage: Storage) -> LogFiles:
     return LogFiles(tuple(entries), tuple(checkpoints), tuple(segments), tuple(unknown))
 
 
-def read_chain(storage: Storage, store: StoreId, generation: int, *, remembered: Position | None = None) -> Chain:
-    """Look at every entry; `remembered` is one that somebody has seen in this log, such as the catalog.
+def read_chain(
+    storage: Storage, store: StoreId, generation: int, *, remembered: Position | None = None
+) -> Chain:
+    """Look at every entry; `remembered` is one that somebody has seen in this log, such as the
+    catalog.
 
     Raises `Conflict` for an entry that only a newer ckptstore can read.
     """
@@ -103,23 +110,44 @@ def read_chain(storage: Storage, store: StoreId, generation: int, *, remembered:
     head = max([files.head, *witnesses])
     for n, data in _contents(storage, head):
         examination.add(n, data)
-    bad = tuple(replace(entry, wanted=entry.wanted or witnesses.get(entry.n)) for entry in examination.finish())
-    strangers = tuple((n, "it is not the state at this log's own entry") for n in states if n not in examination.matched)
-    foreign = tuple((n, "it does not end with this log's own entry") for n in ends if n not in examination.ended)
+    bad = tuple(
+        replace(entry, wanted=entry.wanted or witnesses.get(entry.n))
+        for entry in examination.finish()
+    )
+    strangers = tuple(
+        (n, "it is not the state at this log's own entry")
+        for n in states
+        if n not in examination.matched
+    )
+    foreign = tuple(
+        (n, "it does not end with this log's own entry") for n in ends if n not in examination.ended
+    )
     segments = (*bad_segments, *foreign)
-    return Chain(examination.state, examination.certain, head, bad, (*bad_checkpoints, *strangers), segments, files.unknown)
+    return Chain(
+        examination.state,
+        examination.certain,
+        head,
+        bad,
+        (*bad_checkpoints, *strangers),
+        segments,
+        files.unknown,
+    )
 
 
 def decode_at(n: int, data: bytes, store: StoreId) -> Entry:
     """The entry in the file `log/<n>` of `store`; raises `Corrupt`, or `NewerEntry`."""
     entry = decode_entry(data)
     if (entry.n, entry.store) != (n, store):
-        raise Corrupt(f"the file holds entry {entry.n} of store {entry.store}; wanted entry {n} of store {store}")
+        raise Corrupt(
+            f"the file holds entry {entry.n} of store {entry.store}; wanted entry {n} of store "
+            f"{store}"
+        )
     return entry
 
 
 def read_small(storage: Storage, key: str) -> bytes | None:
-    """The bytes of a small object; None for one that is not there, cannot be read, or is far too large to be what its name says."""
+    """The bytes of a small object; None for one that is not there, cannot be read, or is far too
+    large to be what its name says."""
     try:
         data = storage.read(key, 0, ENTRY_BYTES_MAX + 1)
     except (NotFound, Corrupt, Unavailable):
@@ -133,7 +161,13 @@ class _Examination:
     An entry waits until its successor has not spoken against it; then it is applied.
     """
 
-    def __init__(self, store: StoreId, generation: int, checkpoints: Mapping[int, State], ends: Mapping[int, Position]) -> None:
+    def __init__(
+        self,
+        store: StoreId,
+        generation: int,
+        checkpoints: Mapping[int, State],
+        ends: Mapping[int, Position],
+    ) -> None:
         self.state = genesis(store, generation)
         self.certain = True
         self.matched: set[int] = set()
@@ -167,7 +201,11 @@ class _Examination:
         if bad := self._bad.get(entry.n - 1):
             self._bad[bad.n] = replace(bad, wanted=attested)
             return
-        before, data = (self._waiting[0].position, self._waiting[1]) if self._waiting else (origin(self._store), None)
+        before, data = (
+            (self._waiting[0].position, self._waiting[1])
+            if self._waiting
+            else (origin(self._store), None)
+        )
         if before != attested:
             # Nothing lies before entry 1 that could be wrong, so it is itself.
             n = max(entry.n - 1, 1)
@@ -220,7 +258,9 @@ def _read_checkpoints(
     return states, tuple(bad)
 
 
-def _read_segments(storage: Storage, files: LogFiles, store: StoreId) -> tuple[dict[int, Position], tuple[tuple[int, str], ...]]:
+def _read_segments(
+    storage: Storage, files: LogFiles, store: StoreId
+) -> tuple[dict[int, Position], tuple[tuple[int, str], ...]]:
     """The last entry of each segment, and what is wrong with those that are none."""
     ends, bad = {}, []
     with Pool(_READ_AHEAD) as pool:
@@ -238,4 +278,6 @@ def _contents(storage: Storage, last: int) -> Iterator[tuple[int, bytes | None]]
     with Pool(_READ_AHEAD) as pool:
         for first in range(1, last + 1, batch):
             numbers = range(first, min(first + batch, last + 1))
-            yield from zip(numbers, pool.map(lambda n: read_small(storage, log_key(n)), numbers), strict=True)
+            yield from zip(
+                numbers, pool.map(lambda n: read_small(storage, log_key(n)), numbers), strict=True
+            )

@@ -1,4 +1,5 @@
-"""Documents, schemas and pages of commits, read from packs by their footers; and which commits and leaves need a chunk."""
+"""Documents, schemas and pages of commits, read from packs by their footers; and which commits and
+leaves need a chunk."""
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -24,14 +25,16 @@ _Hits: TypeAlias = Callable[[ChunkId, frozenset[ChunkId]], tuple[tuple[int, Chun
 
 @dataclass(frozen=True, slots=True)
 class Referrer:
-    """Who needs a chunk: commits, the oldest first, and one of their leaves (or what it is, if it is metadata)."""
+    """Who needs a chunk: commits, the oldest first, and one of their leaves (or what it is, if it
+    is metadata)."""
 
     commits: tuple[CommitId, ...]
     leaf: str
 
 
 class Trees:
-    """The trees of a store's commits. Schemas and pages are kept while they are likely to be asked for again."""
+    """The trees of a store's commits. Schemas and pages are kept while they are likely to be asked
+    for again."""
 
     def __init__(self, storage: Storage, inventory: Inventory) -> None:
         self._storage, self._inventory = storage, inventory
@@ -42,8 +45,15 @@ class Trees:
         """The document of a commit; raises `Corrupt`, `NotFound` or `Unavailable`."""
         document = decode_document(self._storage.read(document_key(row.session, commit)), commit)
         wanted = (row.run, row.step, row.content)
-        if (document.run, document.step, document.content) != wanted:  # store and session are where it was first made: it may be mirrored
-            raise Corrupt(f"the document of commit {commit[:12]} is not the one that the log tells of: wanted {wanted}")
+        if (
+            document.run,
+            document.step,
+            document.content,
+        ) != wanted:  # store and session are where it was first made: it may be mirrored
+            raise Corrupt(
+                f"the document of commit {commit[:12]} is not the one that the log tells of: "
+                f"wanted {wanted}"
+            )
         return document
 
     def documents(self, state: State) -> Iterator[tuple[CommitId, CommitRow, CommitDocument]]:
@@ -55,7 +65,8 @@ class Trees:
                 continue
 
     def read(self, chunk: ChunkId) -> bytes:
-        """The bytes of a chunk from wherever they match its id; raises `Corrupt`, `NotFound` or `Unavailable`."""
+        """The bytes of a chunk from wherever they match its id; raises `Corrupt`, `NotFound` or
+        `Unavailable`."""
         return bytes(read_chunk(self._storage, self._inventory.places(chunk)))
 
     def page_ids(self, page: ChunkId) -> bytes:
@@ -79,7 +90,9 @@ class Trees:
                     found[chunk] = Referrer((*known.commits, commit), known.leaf)
         return found
 
-    def _needed(self, document: CommitDocument, wanted: frozenset[ChunkId], hits: _Hits) -> Iterator[tuple[ChunkId, str]]:
+    def _needed(
+        self, document: CommitDocument, wanted: frozenset[ChunkId], hits: _Hits
+    ) -> Iterator[tuple[ChunkId, str]]:
         if document.layout in wanted and document.layout is not None:
             yield document.layout, "its layout"
         for key, ref in document.trees:
@@ -139,7 +152,11 @@ def misfits(schema: Schema, contents: Iterable[LeafContent], chunk_bytes: int) -
             continue
         tensor = schema.kinds[i] == "tensor"
         try:
-            nbytes = dtypes.nbytes_of(schema.dtypes[i], schema.shapes[i]) if tensor else content.raw_bytes
+            nbytes = (
+                dtypes.nbytes_of(schema.dtypes[i], schema.shapes[i])
+                if tensor
+                else content.raw_bytes
+            )
             cells = cells_of(schema, i, content, chunk_bytes)
         except (KeyError, ValueError) as error:
             yield f"{schema.paths[i]}: {error}"
@@ -147,7 +164,10 @@ def misfits(schema: Schema, contents: Iterable[LeafContent], chunk_bytes: int) -
         if content.inline is not None and len(content.inline) != nbytes:
             yield f"{schema.paths[i]} has {len(content.inline)} bytes; wanted {nbytes}"
         elif content.inline is None and len(content.ids) != cells * CHUNK_ID_BYTES:
-            yield f"{schema.paths[i]} names {len(content.ids) // CHUNK_ID_BYTES} chunks; wanted {cells}"
+            yield (
+                f"{schema.paths[i]} names {len(content.ids) // CHUNK_ID_BYTES} chunks; wanted "
+                f"{cells}"
+            )
 
 
 def cells_of(schema: Schema, i: int, content: LeafContent, chunk_bytes: int) -> int:

@@ -1,4 +1,5 @@
-"""What fsck and repair stand on: a store's storage and identity, taken from as little as possible and never from an index."""
+"""What fsck and repair stand on: a store's storage and identity, taken from as little as possible
+and never from an index."""
 
 import os
 from collections.abc import Callable, Iterable, Iterator
@@ -20,8 +21,14 @@ from ckptstore.maintenance.check.log_audit import read_small
 from ckptstore.maintenance.check.report import Finding, Kind
 from ckptstore.maintenance.repair.repair_config import recover_config
 from ckptstore.objects.config import decode_config
-from ckptstore.repository.store_handle import CATALOG_NAME, CHUNKS_NAME, StoreHandle, index_directory
-from ckptstore.storage.contract import Storage, open_storage
+from ckptstore.repository.store_handle import (
+    CATALOG_NAME,
+    CHUNKS_NAME,
+    StoreHandle,
+    index_directory,
+)
+from ckptstore.storage.contract import Storage
+from ckptstore.storage.registry import open_storage
 
 if TYPE_CHECKING:
     from ckptstore.index.postgres_log import PostgresLog
@@ -31,8 +38,9 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class OfflineStore:
-    """A store as fsck sees it. `problem` is what is wrong with its `ckptstore.json`; then `config` was concluded from the rest, and is
-    `certain` to be what was there, or only right for every commit there is."""
+    """A store as fsck sees it. `problem` is what is wrong with its `ckptstore.json`; then `config`
+    was concluded from the rest, and is `certain` to be what was there, or only right for every
+    commit there is."""
 
     storage: Storage
     config: StoreConfig
@@ -64,7 +72,9 @@ class OfflineStore:
 
     def copies(self, numbers: Iterable[int]) -> dict[int, bytes]:
         """The catalog's copies of log entries, as far as it has them."""
-        found = self._ask(lambda catalog: {n: data for n in numbers if (data := catalog.entry(n)) is not None})
+        found = self._ask(
+            lambda catalog: {n: data for n in numbers if (data := catalog.entry(n)) is not None}
+        )
         return found or {}
 
     def _ask(self, question: Callable[[Queries], T]) -> T | None:
@@ -82,16 +92,23 @@ class OfflineStore:
 
 def offline_store_of(handle: StoreHandle) -> OfflineStore:
     """The ground of a store that could be opened."""
-    return OfflineStore(handle.storage, handle.config, handle.index_directory, database=handle.database)
+    return OfflineStore(
+        handle.storage, handle.config, handle.index_directory, database=handle.database
+    )
 
 
 @contextmanager
 def open_offline_store(
-    place: str | os.PathLike[str], *, read_only: bool = False, storage_options: dict[str, Any] | None = None, index: str | None = None
+    place: str | os.PathLike[str],
+    *,
+    read_only: bool = False,
+    storage_options: dict[str, Any] | None = None,
+    index: str | None = None,
 ) -> Iterator[OfflineStore]:
     """The ground of a store whatever its state.
 
-    Raises `NotFound` where there is none, and `InvalidInput` for something that is none or a store of a newer format.
+    Raises `NotFound` where there is none, and `InvalidInput` for something that is none or a store
+    of a newer format.
     """
     storage = open_storage(os.fspath(place), read_only=read_only, storage_options=storage_options)
     try:
@@ -119,5 +136,13 @@ def _offline_store(storage: Storage, *, read_only: bool) -> OfflineStore:
         config, certain = found
         step = "run `ckptstore repair --apply`, which writes it again"
         problem = Finding(Kind.CONFIG, str(error), step, key=CONFIG_KEY)
-        return OfflineStore(storage, config, index_directory(storage, config.store, read_only=read_only), problem, certain)
-    return OfflineStore(storage, config, index_directory(storage, config.store, read_only=read_only))
+        return OfflineStore(
+            storage,
+            config,
+            index_directory(storage, config.store, read_only=read_only),
+            problem,
+            certain,
+        )
+    return OfflineStore(
+        storage, config, index_directory(storage, config.store, read_only=read_only)
+    )

@@ -1,4 +1,5 @@
-"""What fsck found, as frozen values: which object, chunk, leaf, pack and commits, and what to do about it."""
+"""What fsck found, as frozen values: which object, chunk, leaf, pack and commits, and what to do
+about it."""
 
 from dataclasses import dataclass, field
 from enum import IntEnum, StrEnum
@@ -17,7 +18,8 @@ class Level(IntEnum):
 
 
 class Severity(StrEnum):
-    """`damage` is what may cost a commit, `index` what can be made again from the store, a `note` what costs nothing."""
+    """`damage` is what may cost a commit, `index` what can be made again from the store, a `note`
+    what costs nothing."""
 
     DAMAGE = "damage"
     INDEX = "index"
@@ -44,8 +46,9 @@ class Kind(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One thing that is wrong. `key` is the object it was found in, `entry` the number of a log entry; `commits` cannot be restored whole
-    because of it, and `leaf` is one of theirs that it hits. `next` is the step to take."""
+    """One thing that is wrong. `key` is the object it was found in, `entry` the number of a log
+    entry; `commits` cannot be restored whole because of it, and `leaf` is one of theirs that it
+    hits. `next` is the step to take."""
 
     kind: Kind
     what: str
@@ -61,7 +64,8 @@ class Finding:
 
 @dataclass(frozen=True, slots=True)
 class Looked:
-    """How much fsck has looked at. `data_bytes` were read and compared with their ids, of `stored_bytes` in all."""
+    """How much fsck has looked at. `data_bytes` were read and compared with their ids, of
+    `stored_bytes` in all."""
 
     entries: int = 0
     commits: int = 0
@@ -103,7 +107,10 @@ class Share:
 
     def of(self, total_bytes: int) -> int:
         """The bytes to read out of `total_bytes`."""
-        return min(total_bytes, self.bytes if self.bytes is not None else int(total_bytes * self.percent / 100))
+        return min(
+            total_bytes,
+            self.bytes if self.bytes is not None else int(total_bytes * self.percent / 100),
+        )
 
 
 _UNITS = {"K": 10, "M": 20, "G": 30, "T": 40}
@@ -114,16 +121,28 @@ def parse_level(level: Level | str) -> Level:
     try:
         return Level[level.upper()] if isinstance(level, str) else Level(level)
     except (KeyError, ValueError) as error:
-        raise InvalidInput(f"{level!r} is no level: wanted {', '.join(known.name.lower() for known in Level)}") from error
+        raise InvalidInput(
+            f"{level!r} is no level: wanted {', '.join(known.name.lower() for known in Level)}"
+        ) from error
 
 
 def parse_share(text: str) -> Share:
-    """`5%`, `10G` (also `K`, `M`, `T`: powers of 1024), or a number of bytes. Raises `InvalidInput`."""
-    number, unit = (text[:-1], text[-1:].upper()) if text[-1:].upper() in {"%", *_UNITS} else (text, "")
+    """`5%`, `10G` (also `K`, `M`, `T`: powers of 1024), or a number of bytes. Raises
+    `InvalidInput`."""
+    number, unit = (
+        (text[:-1], text[-1:].upper()) if text[-1:].upper() in {"%", *_UNITS} else (text, "")
+    )
     try:
         value = float(number)
     except ValueError:
         value = -1.0
     if not 0 < value < 1 << 60 or (unit == "%" and value > 100):
-        raise InvalidInput(f"{text!r} is no amount of data to read: wanted a share such as 5% or a size such as 10G")
-    return Share(percent=value) if unit == "%" else Share(bytes=int(value * (1 << _UNITS.get(unit, 0))))
+        raise InvalidInput(
+            f"{text!r} is no amount of data to read: wanted a share such as 5% or a size such as "
+            "10G"
+        )
+    return (
+        Share(percent=value)
+        if unit == "%"
+        else Share(bytes=int(value * (1 << _UNITS.get(unit, 0))))
+    )

@@ -1,7 +1,9 @@
-"""How what no commit needs is removed while others commit, read and collect: mark, condemn, delete, copy, delete (docs/gc.md).
+"""How what no commit needs is removed while others commit, read and collect: mark, condemn, delete,
+copy, delete (docs/gc.md).
 
-Safety lies in the log: every step is an entry that `log.fold.check` admits or refuses at the head, an object is deleted only after
-the log has ceased to list it, and an unlisted one only if its session is over. Nothing here depends on time, on a lock, or on being alone.
+Safety lies in the log: every step is an entry that `log.fold.check` admits or refuses at the head,
+an object is deleted only after the log has ceased to list it, and an unlisted one only if its
+session is over. Nothing here depends on time, on a lock, or on being alone.
 """
 
 import time
@@ -43,8 +45,9 @@ MAX_UNUSED = 0.05
 
 @dataclass(frozen=True, slots=True)
 class GcOptions:
-    """`max_unused` is the share of the packs' bytes that may stay dead rather than be copied around, `max_repack_bytes` how much may be
-    copied. With `force`, condemned packs are deleted although commits in flight may have to write their chunks again."""
+    """`max_unused` is the share of the packs' bytes that may stay dead rather than be copied
+    around, `max_repack_bytes` how much may be copied. With `force`, condemned packs are deleted
+    although commits in flight may have to write their chunks again."""
 
     max_unused: float = MAX_UNUSED
     max_repack_bytes: int | None = None
@@ -52,17 +55,23 @@ class GcOptions:
 
     def __post_init__(self) -> None:
         if not 0 <= self.max_unused <= 1:
-            raise InvalidInput(f"max_unused is {self.max_unused}; wanted a share from 0 to 1, such as 0.05")
+            raise InvalidInput(
+                f"max_unused is {self.max_unused}; wanted a share from 0 to 1, such as 0.05"
+            )
         if self.max_repack_bytes is not None and self.max_repack_bytes < 0:
-            raise InvalidInput(f"max_repack_bytes is {self.max_repack_bytes}; wanted 0 or more, or None for no limit")
+            raise InvalidInput(
+                f"max_repack_bytes is {self.max_repack_bytes}; wanted 0 or more, or None for no "
+                "limit"
+            )
 
 
 @dataclass(frozen=True, slots=True)
 class GcReport:
-    """What a gc did. `freed_bytes` are of the objects it deleted, `copied_bytes` of the packs it wrote.
+    """What a gc did. `freed_bytes` are of the objects it deleted, `copied_bytes` of the packs it
+    wrote.
 
-    `damaged` are packs whose live chunks could not be copied; they stay as they are, for `fsck`. `stopped` says why it copied less than
-    planned.
+    `damaged` are packs whose live chunks could not be copied; they stay as they are, for `fsck`.
+    `stopped` says why it copied less than planned.
     """
 
     plan: GcPlan
@@ -87,7 +96,8 @@ def collect(
 ) -> GcReport:
     """Plan a gc and, without `dry_run`, execute the plan.
 
-    Raises `Corrupt`, before anything is deleted, if a commit's document or pages cannot be read; `Conflict` if other gcs kept condemning.
+    Raises `Corrupt`, before anything is deleted, if a commit's document or pages cannot be read;
+    `Conflict` if other gcs kept condemning.
     """
     if not dry_run:
         handle.check_writable()
@@ -98,7 +108,9 @@ def collect(
             try:
                 facts = _Facts(handle, threads, clock, progress)
                 if dry_run:
-                    return GcReport(facts.plan(options, full=not handle.read_only and is_full(handle.storage)))
+                    return GcReport(
+                        facts.plan(options, full=not handle.read_only and is_full(handle.storage))
+                    )
                 with room(handle.storage) as full:
                     plan = facts.plan(options, full=full)
                     report = replace(run.report, plan=plan) if run else GcReport(plan)
@@ -106,7 +118,10 @@ def collect(
                     return run.execute()
             except _MarkAgain as error:
                 last = error
-        raise Conflict(f"other gcs condemned packs {ATTEMPTS} times while this one looked; let them finish, then repeat gc") from last
+        raise Conflict(
+            f"other gcs condemned packs {ATTEMPTS} times while this one looked; let them finish, "
+            "then repeat gc"
+        ) from last
     finally:
         threads.close()
 
@@ -114,7 +129,8 @@ def collect(
 def plans_at(handle: StoreHandle, states: Iterable[State], options: GcOptions) -> list[GcPlan]:
     """What a gc on a full disk would do if the log said so: nothing is changed.
 
-    Raises `Corrupt` if a commit's document or pages cannot be read, `NotFound` for what another gc is deleting just now.
+    Raises `Corrupt` if a commit's document or pages cannot be read, `NotFound` for what another gc
+    is deleting just now.
     """
     threads = ThreadPool(default_threads())
     try:
@@ -125,13 +141,21 @@ def plans_at(handle: StoreHandle, states: Iterable[State], options: GcOptions) -
 
 
 class _MarkAgain(Exception):
-    """Another gc condemned since the mark: each could rely on the duplicate that the other one deletes."""
+    """Another gc condemned since the mark: each could rely on the duplicate that the other one
+    deletes."""
 
 
 class _Facts:
-    """What a plan is made of, gathered in the order that makes it safe: objects are listed before the log is replayed."""
+    """What a plan is made of, gathered in the order that makes it safe: objects are listed before
+    the log is replayed."""
 
-    def __init__(self, handle: StoreHandle, threads: ThreadPool, clock: Callable[[], float], progress: Progress) -> None:
+    def __init__(
+        self,
+        handle: StoreHandle,
+        threads: ThreadPool,
+        clock: Callable[[], float],
+        progress: Progress,
+    ) -> None:
         self.handle, self.threads, self.clock, self.progress = handle, threads, clock, progress
         self._watch_path = handle.index_directory / WATCH_NAME
         self.watch = load_watch(self._watch_path)
@@ -153,14 +177,25 @@ class _Facts:
         marked = mark(storage, state, self.threads, self.progress)
         purge = soft_deleted(state)
         pack_bytes = PACK_BYTES_REMOTE if storage.durable_root is None else PACK_BYTES_LOCAL
-        chosen = choose(marked.uses, max_unused=options.max_unused, max_repack_bytes=options.max_repack_bytes, pack_bytes=pack_bytes)
+        chosen = choose(
+            marked.uses,
+            max_unused=options.max_unused,
+            max_repack_bytes=options.max_repack_bytes,
+            pack_bytes=pack_bytes,
+        )
         return GcPlan(
             mark=marked.n,
             fence=marked.fence,
             over=sessions.over,
             purge=purge,
             doomed=tuple(doomed_packs(state, marked, self.watch.waits, active)),
-            orphans=orphans(self.listing, state, over=frozenset(sessions.over), purged=frozenset(purge), stale=self.stale(sessions)),
+            orphans=orphans(
+                self.listing,
+                state,
+                over=frozenset(sessions.over),
+                purged=frozenset(purge),
+                stale=self.stale(sessions),
+            ),
             copies=tuple(plan_copies(storage, marked, chosen, pack_bytes)),
             copies_wait=tuple(sorted(active)),
             missing=marked.missing,
@@ -184,7 +219,11 @@ class _Facts:
 
     def stale(self, sessions: Sessions) -> frozenset[str]:
         """Names in `tmp/` that nobody writes to."""
-        return frozenset(name for name in stale_files(self.watch, self.clock()) if name[:24] not in sessions.active_ids)
+        return frozenset(
+            name
+            for name in stale_files(self.watch, self.clock())
+            if name[:24] not in sessions.active_ids
+        )
 
     def _list(self) -> Listing:
         counter = Counter(self.progress, "list objects", 1)
@@ -212,10 +251,12 @@ class _Run:
         return self.report
 
     def _note(self, **changes: object) -> None:
-        self.report = replace(self.report, **changes)  # type: ignore[arg-type]  # fields of GcReport, by name
+        # fields of GcReport, by name
+        self.report = replace(self.report, **changes)  # type: ignore[arg-type]
 
     def _append(self, body: Body, without: Callable[[Body, Refusal], Body | None]) -> Entry | None:
-        """Append `body`, or what `without` leaves of it after a refusal; None if that is nothing."""
+        """Append `body`, or what `without` leaves of it after a refusal; None if that is
+        nothing."""
         left: Body | None = body
         while left is not None:
             try:
@@ -242,24 +283,38 @@ class _Run:
     def _condemn(self) -> None:
         def without(body: Body, refusal: Refusal) -> Body | None:
             assert isinstance(body, Condemn)
-            packs, purge = body.packs - refusal.packs, tuple(c for c in body.purge if c not in refusal.commits)
+            packs, purge = (
+                body.packs - refusal.packs,
+                tuple(c for c in body.purge if c not in refusal.commits),
+            )
             return replace(body, packs=packs, purge=purge) if packs or purge else None
 
         if not (self._plan.condemn or self._plan.purge):
             return
-        if entry := self._append(Condemn(self._plan.mark, self._fence, self._plan.condemn, self._plan.purge), without):
+        if entry := self._append(
+            Condemn(self._plan.mark, self._fence, self._plan.condemn, self._plan.purge), without
+        ):
             assert isinstance(entry.body, Condemn)
             self._fence = entry.n
-            self._note(condemned=self.report.condemned + len(entry.body.packs), purged=self.report.purged + entry.body.purge)
+            self._note(
+                condemned=self.report.condemned + len(entry.body.packs),
+                purged=self.report.purged + entry.body.purge,
+            )
 
     def _delete(self, numbers: Iterable[int]) -> None:
-        """Delete those of the packs `numbers` that are condemned and that no session in flight may still want to reuse."""
+        """Delete those of the packs `numbers` that are condemned and that no session in flight may
+        still want to reuse."""
         state = self._log.replay()
         condemned = {n: pack for n in numbers if (pack := state.packs.get(n)) and not pack.live}
         active = self._facts.look(state).active_ids if self._patient else frozenset()
-        waits = {pack.id: self._facts.watch.waits.get(pack.id, active) & active for pack in condemned.values()}
+        waits = {
+            pack.id: self._facts.watch.waits.get(pack.id, active) & active
+            for pack in condemned.values()
+        }
         listed = {pack.id for pack in state.packs.values()}
-        remembered = {pack: sessions for pack, sessions in self._facts.watch.waits.items() if pack in listed}
+        remembered = {
+            pack: sessions for pack, sessions in self._facts.watch.waits.items() if pack in listed
+        }
         self._facts.remember(replace(self._facts.watch, waits=remembered | waits))
 
         def without(body: Body, refusal: Refusal) -> Body | None:
@@ -274,22 +329,31 @@ class _Run:
         counter = Counter(self._facts.progress, "delete packs", len(entry.body.packs))
         for n in sorted(entry.body.packs):
             pack = condemned[n]
-            for key in (pack_key(pack.id), twin_key(pack.id)) if pack.metadata else (pack_key(pack.id),):
+            for key in (
+                (pack_key(pack.id), twin_key(pack.id)) if pack.metadata else (pack_key(pack.id),)
+            ):
                 self._storage.delete(key)
                 self._note(freed_bytes=self.report.freed_bytes + pack.bytes)
             self._note(deleted=(*self.report.deleted, pack.id))
             counter.add()
 
     def _sweep(self) -> None:
-        """Delete the planned orphans that are orphans still; they were listed before this replay."""
+        """Delete the planned orphans that are orphans still; they were listed before this
+        replay."""
         state = self._log.replay()
         stale = self._facts.stale(self._facts.look(state))
         planned = frozenset(orphan.key for orphan in self._plan.orphans)
-        found = [orphan for orphan in orphans(self._facts.listing, state, stale=stale) if orphan.key in planned]
+        found = [
+            orphan
+            for orphan in orphans(self._facts.listing, state, stale=stale)
+            if orphan.key in planned
+        ]
         counter = Counter(self._facts.progress, "delete orphans", len(found))
         for orphan in found:
             self._storage.delete(orphan.key)
-            self._note(freed_bytes=self.report.freed_bytes + orphan.bytes, orphans=self.report.orphans + 1)
+            self._note(
+                freed_bytes=self.report.freed_bytes + orphan.bytes, orphans=self.report.orphans + 1
+            )
             counter.add()
 
     def _copy_all(self) -> None:
@@ -313,17 +377,21 @@ class _Run:
                 left = self._without_damaged(left, error)
 
     def _copied(self, copy: Copy, counter: Counter) -> bool:
-        """Whether the copy was made and registered. Its session ends if nothing bears its name; else the next gc declares it over."""
+        """Whether the copy was made and registered. Its session ends if nothing bears its name;
+        else the next gc declares it over."""
         with open_session(self._storage, "gc") as session:
             try:
-                record = write_copy(self._storage, session.id, copy, self._facts.threads, counter.add)
+                record = write_copy(
+                    self._storage, session.id, copy, self._facts.threads, counter.add
+                )
             except (CkptStoreError, DamagedSource):
                 session.end()
                 raise
             return self._register(session, record, copy)
 
     def _without_damaged(self, copy: Copy, error: DamagedSource) -> Copy | None:
-        """What of `copy` can still be made. A source that another gc has deleted is not damaged: mark again."""
+        """What of `copy` can still be made. A source that another gc has deleted is not damaged:
+        mark again."""
         if self._log.replay().fence != self._fence:
             raise _MarkAgain from error
         self._note(damaged=(*self.report.damaged, error.source.id))
@@ -331,7 +399,8 @@ class _Run:
         return replace(copy, sources=sources) if sources else None
 
     def _register(self, session: Session, record: PackRecord, copy: Copy) -> bool:
-        """List the copy and condemn its sources, but for those that somebody referred to since the mark; False if none could be."""
+        """List the copy and condemn its sources, but for those that somebody referred to since the
+        mark; False if none could be."""
 
         def without(body: Body, refusal: Refusal) -> Body | None:
             assert isinstance(body, Register)
@@ -340,7 +409,9 @@ class _Run:
 
         sources = frozenset(source.number for source in copy.sources)
         try:
-            entry = self._append(Register(session.id, self._plan.mark, self._fence, (record,), sources), without)
+            entry = self._append(
+                Register(session.id, self._plan.mark, self._fence, (record,), sources), without
+            )
         except (_MarkAgain, Refused):
             self._drop(session, record)
             raise
@@ -353,7 +424,8 @@ class _Run:
         return True
 
     def _drop(self, session: Session, record: PackRecord) -> None:
-        """Delete a pack whose registration was refused: no entry lists it, and none will. So nobody needs to wait for its session."""
+        """Delete a pack whose registration was refused: no entry lists it, and none will. So nobody
+        needs to wait for its session."""
         self._storage.delete(pack_key(record.id))
         self._storage.delete(twin_key(record.id))
         session.end()

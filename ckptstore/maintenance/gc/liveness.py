@@ -1,9 +1,12 @@
-"""Which chunks lie in which packs, which of them are live, and which one pack each live chunk counts for: sorted arrays, no I/O.
+"""Which chunks lie in which packs, which of them are live, and which one pack each live chunk
+counts for: sorted arrays, no I/O.
 
-A chunk is *live* if a commit needs it. Needed chunks are told apart from others by the first 8 bytes of their ids, so that a confusion
-keeps a chunk too many and never one too few. Of several packs that hold a live chunk one is *assigned*, so that the duplicates die; here
-whole ids are compared, because a confusion would lose a chunk. Whoever lets duplicates die reads the copies that are to stay (`contested`)
-and says which are damaged (`reject`): another one is assigned then, and if none is sound all of them stay.
+A chunk is *live* if a commit needs it. Needed chunks are told apart from others by the first 8
+bytes of their ids, so that a confusion keeps a chunk too many and never one too few. Of several
+packs that hold a live chunk one is *assigned*, so that the duplicates die; here whole ids are
+compared, because a confusion would lose a chunk. Whoever lets duplicates die reads the copies that
+are to stay (`contested`) and says which are damaged (`reject`): another one is assigned then, and
+if none is sound all of them stay.
 """
 
 from collections.abc import Sequence
@@ -26,7 +29,8 @@ def keys_of(ids: bytes | memoryview) -> Keys:
 
 
 class Holdings:
-    """The chunks of packs that have `counts` chunks each: 45 bytes per chunk. `put` may be called from several threads."""
+    """The chunks of packs that have `counts` chunks each: 45 bytes per chunk. `put` may be called
+    from several threads."""
 
     def __init__(self, counts: Sequence[int]) -> None:
         self._starts = np.concatenate(([0], np.cumsum(np.array(counts, np.int64))))
@@ -42,7 +46,8 @@ class Holdings:
         self._rejected: list[npt.NDArray[np.int64]] = [np.empty(0, np.int64)]
 
     def put(self, pack: int, table: FooterTable) -> None:
-        """The footer of the pack at position `pack`. The chunks of a pack that is never put count as held nowhere."""
+        """The footer of the pack at position `pack`. The chunks of a pack that is never put count
+        as held nowhere."""
         rows = slice(int(self._starts[pack]), int(self._starts[pack + 1]))
         self._ids[rows] = np.frombuffer(table, "<u8").reshape(-1, _RECORD_WORDS)[:, :_ID_WORDS]
         self._stored[rows] = table["stored"]
@@ -62,7 +67,8 @@ class Holdings:
 
     def need(self, keys: Keys) -> Keys:
         """Chunks with these keys are live. Returns the keys that no pack holds."""
-        # Sorted here: np.unique hashes, which takes four times as long, and a sorted search is kind to the caches.
+        # Sorted here: np.unique hashes, which takes four times as long, and a sorted search is kind
+        # to the caches.
         keys = np.sort(keys)
         keys = keys[_first_of_each(keys)]
         if not len(self._groups):
@@ -76,8 +82,8 @@ class Holdings:
     def assign(self) -> npt.NDArray[np.bool_]:
         """For each chunk of each pack whether it is live and assigned to that pack.
 
-        A chunk in several packs goes to the one that other live chunks keep most bytes of, so that the others empty, unless that was
-        rejected; if all were, it stays in each.
+        A chunk in several packs goes to the one that other live chunks keep most bytes of, so that
+        the others empty, unless that was rejected; if all were, it stays in each.
         """
         assigned = np.zeros(len(self._ids), np.bool_)
         assigned[self._order[np.repeat(self._live & (self._sizes == 1), self._sizes)]] = True
@@ -95,14 +101,16 @@ class Holdings:
         return assigned
 
     def contested(self) -> dict[int, npt.NDArray[np.int64]]:
-        """The chunks, by pack and in order of offset, that were assigned by `assign` while other packs hold them too, each told once."""
+        """The chunks, by pack and in order of offset, that were assigned by `assign` while other
+        packs hold them too, each told once."""
         rows = np.setdiff1d(self._contested, self._told)
         self._told = np.concatenate((self._told, rows))
         packs = self._pack_of(rows)
         return {int(pack): rows[packs == pack] - self._starts[pack] for pack in np.unique(packs)}
 
     def reject(self, pack: int, rows: Sequence[int]) -> None:
-        """These chunks of the pack at position `pack` are damaged there. May be called from several threads."""
+        """These chunks of the pack at position `pack` are damaged there. May be called from several
+        threads."""
         self._rejected.append(self._starts[pack] + np.array(rows, np.int64))
 
     def live_chunks(self, assigned: npt.NDArray[np.bool_]) -> npt.NDArray[np.int64]:
@@ -113,7 +121,9 @@ class Holdings:
         """Stored bytes of the chunks assigned to each pack."""
         rows = np.flatnonzero(assigned)
         # Sums of weights are doubles: exact up to 2^53 bytes.
-        return np.bincount(self._pack_of(rows), self._stored[rows], len(self._starts) - 1).astype(np.int64)
+        return np.bincount(self._pack_of(rows), self._stored[rows], len(self._starts) - 1).astype(
+            np.int64
+        )
 
     def of_pack(self, pack: int, assigned: npt.NDArray[np.bool_]) -> npt.NDArray[np.bool_]:
         """The part of `assigned` that is about the pack at position `pack`, in order of offset."""

@@ -1,9 +1,10 @@
 """Which chunks of which packs the commits need, at one position of the log: gc's mark.
 
-Reads what decides and nothing else: the footers of live packs, the documents of commits that are not forgotten, and each of their pages
-once, however many commits share it; every hash is checked. A page that cannot be read ends the mark, because nobody knows what it keeps.
-A pack whose footer cannot be read is taken to hold nothing, and is left alone. Where several packs hold a chunk, the copy that is to
-stay is read: a sound one must not die for one that is damaged.
+Reads what decides and nothing else: the footers of live packs, the documents of commits that are
+not forgotten, and each of their pages once, however many commits share it; every hash is checked. A
+page that cannot be read ends the mark, because nobody knows what it keeps. A pack whose footer
+cannot be read is taken to hold nothing, and is left alone. Where several packs hold a chunk, the
+copy that is to stay is read: a sound one must not die for one that is damaged.
 """
 
 import threading
@@ -32,9 +33,11 @@ BATCH_KEYS = 1 << 19
 
 @dataclass(frozen=True, slots=True)
 class PackUse:
-    """What is live in a pack that the log lists as live; bytes are those in one file, and a metadata pack has two files.
+    """What is live in a pack that the log lists as live; bytes are those in one file, and a
+    metadata pack has two files.
 
-    `readable` is False if its footer is not: nobody knows what is live in it then, so it is to be left alone.
+    `readable` is False if its footer is not: nobody knows what is live in it then, so it is to be
+    left alone.
     """
 
     number: int
@@ -57,9 +60,17 @@ class PackUse:
 
 
 class Mark:
-    """What is live at log position `n`: `uses` of all live packs, by number. `missing` needed chunks lie in no live pack."""
+    """What is live at log position `n`: `uses` of all live packs, by number. `missing` needed
+    chunks lie in no live pack."""
 
-    def __init__(self, state: State, uses: Sequence[PackUse], missing: int, holdings: Holdings, assigned: npt.NDArray[np.bool_]) -> None:
+    def __init__(
+        self,
+        state: State,
+        uses: Sequence[PackUse],
+        missing: int,
+        holdings: Holdings,
+        assigned: npt.NDArray[np.bool_],
+    ) -> None:
         self.n, self.fence = state.n, state.fence
         self.uses = tuple(uses)
         self.missing = missing
@@ -72,10 +83,15 @@ class Mark:
 
 
 def mark(storage: Storage, state: State, threads: ThreadPool, report: Progress = silent) -> Mark:
-    """Mark at `state`. Raises `Corrupt` if a document or page of a commit that is not forgotten cannot be read."""
-    packs = [(number, state.packs[number]) for number in sorted(state.packs) if state.packs[number].live]
+    """Mark at `state`. Raises `Corrupt` if a document or page of a commit that is not forgotten
+    cannot be read."""
+    packs = [
+        (number, state.packs[number]) for number in sorted(state.packs) if state.packs[number].live
+    ]
     holdings = Holdings([pack.chunks for _, pack in packs])
-    readable, metadata = _read_footers(storage, [pack for _, pack in packs], holdings, threads, report)
+    readable, metadata = _read_footers(
+        storage, [pack for _, pack in packs], holdings, threads, report
+    )
     holdings.sort()
     needs = _Needs(holdings)
     pages = _read_documents(storage, state, needs, report)
@@ -83,7 +99,10 @@ def mark(storage: Storage, state: State, threads: ThreadPool, report: Progress =
     needs.flush()
     assigned = _assign(storage, [pack for _, pack in packs], holdings, threads, report)
     chunks, nbytes = holdings.live_chunks(assigned).tolist(), holdings.live_bytes(assigned).tolist()
-    uses = [PackUse(number, pack, chunks[i], nbytes[i], i in readable) for i, (number, pack) in enumerate(packs)]
+    uses = [
+        PackUse(number, pack, chunks[i], nbytes[i], i in readable)
+        for i, (number, pack) in enumerate(packs)
+    ]
     return Mark(state, uses, len(needs.missing), holdings, assigned)
 
 
@@ -111,9 +130,14 @@ class _Needs:
 
 
 def _read_footers(
-    storage: Storage, packs: Sequence[Pack], holdings: Holdings, threads: ThreadPool, report: Progress
+    storage: Storage,
+    packs: Sequence[Pack],
+    holdings: Holdings,
+    threads: ThreadPool,
+    report: Progress,
 ) -> tuple[set[int], list[tuple[Pack, FooterTable]]]:
-    """Put every footer into `holdings`. Returns the positions of the readable ones, and the metadata packs with their footers."""
+    """Put every footer into `holdings`. Returns the positions of the readable ones, and the
+    metadata packs with their footers."""
     readable: set[int] = set()
     metadata: list[tuple[Pack, FooterTable]] = []
     counter = Counter(report, "read footers", len(packs))
@@ -135,7 +159,9 @@ def _read_footers(
     return readable, metadata
 
 
-def _read_documents(storage: Storage, state: State, needs: _Needs, report: Progress) -> dict[ChunkId, CommitId]:
+def _read_documents(
+    storage: Storage, state: State, needs: _Needs, report: Progress
+) -> dict[ChunkId, CommitId]:
     """Every page that a commit needs, and one of the commits that do."""
     roots = [(commit, row) for commit, row in state.commits.items() if not row.soft]
     counter = Counter(report, "read commits", len(roots))
@@ -171,7 +197,14 @@ def _read_pages(
         pack, rows = item
         try:
             for chunk in read_chunks(storage, pack.id, rows, metadata=True):
-                needs.add(b"".join((rows["chunk"][chunk.row].tobytes(), *(leaf.ids for leaf in decode_page(chunk.raw).leaves))))
+                needs.add(
+                    b"".join(
+                        (
+                            rows["chunk"][chunk.row].tobytes(),
+                            *(leaf.ids for leaf in decode_page(chunk.raw).leaves),
+                        )
+                    )
+                )
                 counter.add()
         except (Corrupt, NotFound) as error:
             raise _unmarkable(pages[ChunkId(rows["chunk"][0].tobytes())], error) from error
@@ -179,33 +212,52 @@ def _read_pages(
     threads.spread(read, list(_wanted(metadata, unread)))
     if unread:
         page, commit = next(iter(unread.items()))
-        raise _unmarkable(commit, NotFound(f"page {page.hex()[:12]} lies in no live pack that can be read"))
+        raise _unmarkable(
+            commit, NotFound(f"page {page.hex()[:12]} lies in no live pack that can be read")
+        )
 
 
-def _wanted(metadata: Sequence[tuple[Pack, FooterTable]], unread: dict[ChunkId, CommitId]) -> Iterator[tuple[Pack, FooterTable]]:
-    """The rows of each pack that are to be read, each page in one pack only; those found are taken out of `unread`."""
+def _wanted(
+    metadata: Sequence[tuple[Pack, FooterTable]], unread: dict[ChunkId, CommitId]
+) -> Iterator[tuple[Pack, FooterTable]]:
+    """The rows of each pack that are to be read, each page in one pack only; those found are taken
+    out of `unread`."""
     for pack, table in metadata:
         rows = [
             i
-            for i, (chunk, kind) in enumerate(zip(table["chunk"].tolist(), table["kind"].tolist(), strict=True))
+            for i, (chunk, kind) in enumerate(
+                zip(table["chunk"].tolist(), table["kind"].tolist(), strict=True)
+            )
             if kind == PAGE and unread.pop(ChunkId(chunk), None) is not None
         ]
         if rows:
             yield pack, table[rows]
 
 
-def _assign(storage: Storage, packs: Sequence[Pack], holdings: Holdings, threads: ThreadPool, report: Progress) -> npt.NDArray[np.bool_]:
+def _assign(
+    storage: Storage,
+    packs: Sequence[Pack],
+    holdings: Holdings,
+    threads: ThreadPool,
+    report: Progress,
+) -> npt.NDArray[np.bool_]:
     """Which chunks are live and counted for which pack, each in a copy that is alone or sound."""
     assigned = holdings.assign()
     while contested := holdings.contested():
         counter = Counter(report, "compare copies", sum(map(len, contested.values())))
-        threads.spread(partial(_reject_damaged, storage, packs, holdings, counter), list(contested.items()))
+        threads.spread(
+            partial(_reject_damaged, storage, packs, holdings, counter), list(contested.items())
+        )
         assigned = holdings.assign()
     return assigned
 
 
 def _reject_damaged(
-    storage: Storage, packs: Sequence[Pack], holdings: Holdings, counter: Counter, contested: tuple[int, npt.NDArray[np.int64]]
+    storage: Storage,
+    packs: Sequence[Pack],
+    holdings: Holdings,
+    counter: Counter,
+    contested: tuple[int, npt.NDArray[np.int64]],
 ) -> None:
     i, rows = contested
     holdings.reject(i, _damaged(storage, packs[i], rows))
@@ -232,5 +284,6 @@ def _all_sound(storage: Storage, pack: Pack, table: FooterTable) -> bool:
 
 def _unmarkable(commit: CommitId, error: Exception) -> Corrupt:
     return Corrupt(
-        f"commit {commit[:12]} cannot be marked, so nothing may be deleted: {error}; heal it with `ckptstore repair`, or forget that commit"
+        f"commit {commit[:12]} cannot be marked, so nothing may be deleted: {error}; heal it with "
+        "`ckptstore repair`, or forget that commit"
     )

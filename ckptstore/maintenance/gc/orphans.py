@@ -1,7 +1,8 @@
-"""What lies in a store and nobody needs: objects that no log entry lists and whose session is over. Pure, but for the listing.
+"""What lies in a store and nobody needs: objects that no log entry lists and whose session is over.
+Pure, but for the listing.
 
-The order is the proof: objects are listed first and the log is replayed afterwards, so whatever is unlisted in that state and belongs to
-a closed session can never be listed any more.
+The order is the proof: objects are listed first and the log is replayed afterwards, so whatever is
+unlisted in that state and belongs to a closed session can never be listed any more.
 """
 
 import re
@@ -44,16 +45,28 @@ class Listing:
     def unaccounted(self, state: State) -> frozenset[SessionId]:
         """The sessions named by objects that `state` does not list."""
         listed = {pack.id for pack in state.packs.values()}
-        packs = (match["session"] for key in self.packs if (match := _PACK.fullmatch(key)) and match["name"] not in listed)
-        documents = (match["session"] for key in self.documents.keys() - _documents(state) if (match := _DOCUMENT.fullmatch(key)))
+        packs = (
+            match["session"]
+            for key in self.packs
+            if (match := _PACK.fullmatch(key)) and match["name"] not in listed
+        )
+        documents = (
+            match["session"]
+            for key in self.documents.keys() - _documents(state)
+            if (match := _DOCUMENT.fullmatch(key))
+        )
         return frozenset(SessionId(session) for group in (packs, documents) for session in group)
 
 
 def list_objects(storage: Storage) -> Listing:
     """Everything but the log's entries."""
-    checkpoints = tuple((key, size) for key, size in storage.list("log/checkpoint-") if _CHECKPOINT.fullmatch(key))
+    checkpoints = tuple(
+        (key, size) for key, size in storage.list("log/checkpoint-") if _CHECKPOINT.fullmatch(key)
+    )
     scratches = {key: size for key, size in storage.list("log/scratch-") if _SCRATCH.fullmatch(key)}
-    packs, documents, temporaries, sessions = (dict(storage.list(prefix)) for prefix in ("packs/", "commits/", "tmp/", "sessions/"))
+    packs, documents, temporaries, sessions = (
+        dict(storage.list(prefix)) for prefix in ("packs/", "commits/", "tmp/", "sessions/")
+    )
     return Listing(packs, documents, temporaries, sessions, checkpoints, scratches)
 
 
@@ -67,8 +80,8 @@ def orphans(
 ) -> tuple[Orphan, ...]:
     """What of `listing` may be deleted at `state`, which was replayed after it.
 
-    For a plan, `over` are sessions that will have been declared over and `purged` commits that will have been purged by then. `stale` are
-    names in `tmp/` that nobody writes to.
+    For a plan, `over` are sessions that will have been declared over and `purged` commits that will
+    have been purged by then. `stale` are names in `tmp/` that nobody writes to.
     """
 
     def closed(session: str) -> bool:
@@ -82,31 +95,50 @@ def orphans(
                 *(
                     Orphan(key, size, "left behind while it was written")
                     for key, size in listing.temporaries.items()
-                    if (match := _TEMPORARY.fullmatch(key)) and (match["name"] in stale or closed(match["session"]))
+                    if (match := _TEMPORARY.fullmatch(key))
+                    and (match["name"] in stale or closed(match["session"]))
                 ),
                 *(
                     Orphan(key, size, "its session is over")
                     for key, size in listing.sessions.items()
                     if (match := _SESSION.fullmatch(key)) and closed(match["session"])
                 ),
-                *(Orphan(key, size, "it was made to be deleted") for key, size in listing.scratches.items()),
-                *(Orphan(key, size, "there are newer checkpoints") for key, size in listing.checkpoints[:-CHECKPOINTS_KEPT]),
+                *(
+                    Orphan(key, size, "it was made to be deleted")
+                    for key, size in listing.scratches.items()
+                ),
+                *(
+                    Orphan(key, size, "there are newer checkpoints")
+                    for key, size in listing.checkpoints[:-CHECKPOINTS_KEPT]
+                ),
             )
         )
     )
 
 
-def _unlisted_packs(listing: Listing, listed: Set[PackId], closed: Callable[[str], bool]) -> Iterator[Orphan]:
+def _unlisted_packs(
+    listing: Listing, listed: Set[PackId], closed: Callable[[str], bool]
+) -> Iterator[Orphan]:
     for key, size in listing.packs.items():
-        if (match := _PACK.fullmatch(key)) and match["name"] not in listed and closed(match["session"]):
+        if (
+            (match := _PACK.fullmatch(key))
+            and match["name"] not in listed
+            and closed(match["session"])
+        ):
             yield Orphan(key, size, "no log entry lists it")
 
 
-def _unlisted_documents(listing: Listing, listed: Set[str], closed: Callable[[str], bool]) -> Iterator[Orphan]:
+def _unlisted_documents(
+    listing: Listing, listed: Set[str], closed: Callable[[str], bool]
+) -> Iterator[Orphan]:
     for key, size in listing.documents.items():
         if (match := _DOCUMENT.fullmatch(key)) and key not in listed and closed(match["session"]):
             yield Orphan(key, size, "its commit was purged, or never came to be")
 
 
 def _documents(state: State, purged: Set[CommitId] = frozenset()) -> frozenset[str]:
-    return frozenset(document_key(row.session, commit) for commit, row in state.commits.items() if commit not in purged)
+    return frozenset(
+        document_key(row.session, commit)
+        for commit, row in state.commits.items()
+        if commit not in purged
+    )

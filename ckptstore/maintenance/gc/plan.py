@@ -1,6 +1,8 @@
-"""What a gc is going to do, as data: what dies, what is freed now, what is freed when which session ends, what moves together. Pure.
+"""What a gc is going to do, as data: what dies, what is freed now, what is freed when which session
+ends, what moves together. Pure.
 
-`--dry-run` prints this, and a real run executes it; only what others do meanwhile can make a difference.
+`--dry-run` prints this, and a real run executes it; only what others do meanwhile can make a
+difference.
 """
 
 from collections import defaultdict
@@ -16,9 +18,11 @@ from ckptstore.maintenance.gc.repack import Copy
 
 @dataclass(frozen=True, slots=True)
 class DeadPack:
-    """A pack without live chunks; `condemned` if an earlier gc has said so in the log. `bytes` includes its twin.
+    """A pack without live chunks; `condemned` if an earlier gc has said so in the log. `bytes`
+    includes its twin.
 
-    It is deleted once the sessions `waits` have ended, so that commits in flight which reuse it need not write its chunks again.
+    It is deleted once the sessions `waits` have ended, so that commits in flight which reuse it
+    need not write its chunks again.
     """
 
     number: int
@@ -32,9 +36,10 @@ class DeadPack:
 class GcPlan:
     """A gc marked at log position `mark`. `fence` is the last condemning entry that it knows.
 
-    The sources of `copies` are deleted when the sessions `copies_wait` have ended. `missing` needed chunks lie in no live pack, and the
-    footers of the packs `unreadable` cannot be read: both are for `fsck`, and what might heal them is left alone. With `full` the disk is
-    full, so nothing waits.
+    The sources of `copies` are deleted when the sessions `copies_wait` have ended. `missing` needed
+    chunks lie in no live pack, and the footers of the packs `unreadable` cannot be read: both are
+    for `fsck`, and what might heal them is left alone. With `full` the disk is full, so nothing
+    waits.
     """
 
     mark: int
@@ -57,7 +62,9 @@ class GcPlan:
     @property
     def freed_now_bytes(self) -> int:
         """Bytes of all objects that this run deletes."""
-        now = sum(pack.bytes for pack in self.doomed if not pack.waits) + sum(orphan.bytes for orphan in self.orphans)
+        now = sum(pack.bytes for pack in self.doomed if not pack.waits) + sum(
+            orphan.bytes for orphan in self.orphans
+        )
         return now + (0 if self.copies_wait else sum(copy.freed_bytes for copy in self.copies))
 
     @property
@@ -81,8 +88,11 @@ class GcPlan:
         return not (self.over or self.purge or self.doomed or self.orphans or self.copies)
 
 
-def doomed_packs(state: State, marked: Mark, waits: Mapping[PackId, frozenset[SessionId]], active: Set[SessionId]) -> Iterator[DeadPack]:
-    """The packs that hold nothing live, those condemned before included. `waits` says who was in flight when a pack was condemned."""
+def doomed_packs(
+    state: State, marked: Mark, waits: Mapping[PackId, frozenset[SessionId]], active: Set[SessionId]
+) -> Iterator[DeadPack]:
+    """The packs that hold nothing live, those condemned before included. `waits` says who was in
+    flight when a pack was condemned."""
     for use in marked.uses:
         if use.dead:
             yield _doomed(use.number, use.pack, active)

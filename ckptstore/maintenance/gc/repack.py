@@ -1,7 +1,9 @@
-"""How the live chunks of sparse and of small packs move together: choose the sources, lay out the copies, copy.
+"""How the live chunks of sparse and of small packs move together: choose the sources, lay out the
+copies, copy.
 
-Stored bytes are copied as they are, each chunk compared with its id on the way. Where every chunk comes to lie is known before anything
-is copied, so a plan states the exact size of the files to come.
+Stored bytes are copied as they are, each chunk compared with its id on the way. Where every chunk
+comes to lie is known before anything is copied, so a plan states the exact size of the files to
+come.
 """
 
 from collections import defaultdict
@@ -24,7 +26,8 @@ from ckptstore.repository.thread_pool import ThreadPool
 from ckptstore.storage.contract import Storage
 
 MERGE_PACKS = 8
-"""So many small packs of about one size are merged. The copy is of the next larger size, so no chunk is copied again and again."""
+"""So many small packs of about one size are merged. The copy is of the next larger size, so no
+chunk is copied again and again."""
 
 _SIZE_STEP_BITS = 3
 _SMALL_SHARE = 4
@@ -48,7 +51,8 @@ class Source:
 
 @dataclass(frozen=True, slots=True)
 class Copy:
-    """One new pack and the packs whose live chunks it will hold. `bytes` is what it will take, twin included."""
+    """One new pack and the packs whose live chunks it will hold. `bytes` is what it will take, twin
+    included."""
 
     sources: tuple[Source, ...]
     bytes: int
@@ -70,30 +74,41 @@ class DamagedSource(Exception):
         self.source = source
 
 
-# -- what to copy ------------------------------------------------------------------------------------------------------------------
+# -- what to copy
+# ------------------------------------------------------------------------------------------------------------------
 
 
-def choose(uses: Iterable[PackUse], *, max_unused: float, max_repack_bytes: int | None, pack_bytes: int) -> list[PackUse]:
-    """The packs to copy from: sparse ones, the emptiest first, until at most the share `max_unused` of the remaining bytes is unused; then
-    small ones, where there are enough of a size. At most `max_repack_bytes` are copied."""
+def choose(
+    uses: Iterable[PackUse], *, max_unused: float, max_repack_bytes: int | None, pack_bytes: int
+) -> list[PackUse]:
+    """The packs to copy from: sparse ones, the emptiest first, until at most the share `max_unused`
+    of the remaining bytes is unused; then small ones, where there are enough of a size. At most
+    `max_repack_bytes` are copied."""
     kept = [use for use in uses if not use.dead]
     allowance = max_unused * sum(use.pack.bytes * use.files for use in kept)
     unused = sum(_unused_bytes(use) for use in kept)
     budget = _Budget(max_repack_bytes)
     chosen: list[PackUse] = []
-    for use in sorted((use for use in kept if use.sparse), key=lambda use: (-_unused_bytes(use) / use.files / use.pack.bytes, use.number)):
+    for use in sorted(
+        (use for use in kept if use.sparse),
+        key=lambda use: (-_unused_bytes(use) / use.files / use.pack.bytes, use.number),
+    ):
         if unused <= allowance:
             break
         if budget.take(use):
             unused -= _unused_bytes(use)
             chosen.append(use)
     taken = {use.number for use in chosen}
-    for group in _same_size(use for use in kept if use.readable and use.live_bytes < pack_bytes // _SMALL_SHARE):
+    for group in _same_size(
+        use for use in kept if use.readable and use.live_bytes < pack_bytes // _SMALL_SHARE
+    ):
         chosen.extend(use for use in group if use.number not in taken and budget.take(use))
     return sorted(chosen, key=lambda use: (use.pack.metadata, use.number))
 
 
-def plan_copies(storage: Storage, marked: Mark, chosen: Sequence[PackUse], pack_bytes: int) -> Iterator[Copy]:
+def plan_copies(
+    storage: Storage, marked: Mark, chosen: Sequence[PackUse], pack_bytes: int
+) -> Iterator[Copy]:
     """Which chosen packs share a new pack, in order, each pack in one copy only. Reads footers."""
     sources: list[Source] = []
     end = chunks = 0
@@ -102,7 +117,9 @@ def plan_copies(storage: Storage, marked: Mark, chosen: Sequence[PackUse], pack_
         bitmap = np.packbits(live, bitorder="little").tobytes()
         source = Source(use.number, use.pack.id, use.pack.bytes, use.pack.metadata, bitmap)
         rows = live_rows(storage, source)
-        if sources and (source.metadata != sources[0].metadata or end + use.live_bytes > pack_bytes):
+        if sources and (
+            source.metadata != sources[0].metadata or end + use.live_bytes > pack_bytes
+        ):
             yield _copy(sources, end, chunks)
             sources, end, chunks = [], 0, 0
         sources.append(source)
@@ -119,9 +136,14 @@ def live_rows(storage: Storage, source: Source) -> FooterTable:
 
 
 def place(rows: FooterTable, end: int) -> tuple[npt.NDArray[np.int64], int]:
-    """The offset of each chunk behind `end` in a new pack, and the new end. What lay side by side stays so, and is aligned as a run."""
+    """The offset of each chunk behind `end` in a new pack, and the new end. What lay side by side
+    stays so, and is aligned as a run."""
     starts, stored = rows["offset"].astype(np.int64), rows["stored"].astype(np.int64)
-    first = np.flatnonzero(np.concatenate(([True], starts[1:] != (starts + stored)[:-1]))) if len(rows) else np.empty(0, np.int64)
+    first = (
+        np.flatnonzero(np.concatenate(([True], starts[1:] != (starts + stored)[:-1])))
+        if len(rows)
+        else np.empty(0, np.int64)
+    )
     offsets = np.empty(len(rows), np.int64)
     for a, b in zip(first.tolist(), [*first[1:].tolist(), len(rows)], strict=True):
         run_bytes = int(stored[a:b].sum())
@@ -152,7 +174,9 @@ def _same_size(uses: Iterable[PackUse]) -> list[list[PackUse]]:
 
 
 def _bits(bitmap: bytes, count: int) -> npt.NDArray[np.bool_]:
-    return np.unpackbits(np.frombuffer(bitmap, np.uint8), count=count, bitorder="little").view(np.bool_)
+    return np.unpackbits(np.frombuffer(bitmap, np.uint8), count=count, bitorder="little").view(
+        np.bool_
+    )
 
 
 class _Budget:
@@ -171,13 +195,22 @@ class _Budget:
         return True
 
 
-# -- copying -----------------------------------------------------------------------------------------------------------------------
+# -- copying
+# -----------------------------------------------------------------------------------------------------------------------
 
 
-def write_copy(storage: Storage, session: SessionId, copy: Copy, threads: ThreadPool, copied: Callable[[int], None]) -> PackRecord:
-    """Make the new pack of `copy` durable; the log does not list it yet. `copied` is told how many bytes have been.
+def write_copy(
+    storage: Storage,
+    session: SessionId,
+    copy: Copy,
+    threads: ThreadPool,
+    copied: Callable[[int], None],
+) -> PackRecord:
+    """Make the new pack of `copy` durable; the log does not list it yet. `copied` is told how many
+    bytes have been.
 
-    Raises `DamagedSource` for a pack that cannot be copied from; then, as after any failure, nothing of the copy is left.
+    Raises `DamagedSource` for a pack that cannot be copied from; then, as after any failure,
+    nothing of the copy is left.
     """
     target = OpenPack(storage, pack_id(session, 0, 0), metadata=copy.metadata)
     try:
@@ -195,7 +228,13 @@ def write_copy(storage: Storage, session: SessionId, copy: Copy, threads: Thread
     return closed.record
 
 
-def _append(storage: Storage, source: Source, rows: FooterTable, target: OpenPack, copied: Callable[[int], None]) -> None:
+def _append(
+    storage: Storage,
+    source: Source,
+    rows: FooterTable,
+    target: OpenPack,
+    copied: Callable[[int], None],
+) -> None:
     offsets, _ = place(rows, target.offset)
     entries: list[PackEntry] = pack.entries(rows)
     for chunk in read_chunks(storage, source.id, rows, metadata=source.metadata):

@@ -1,8 +1,10 @@
-"""Which sessions still write, as far as this host can tell: a session is over when its process is gone, or when nothing has moved for long.
+"""Which sessions still write, as far as this host can tell: a session is over when its process is
+gone, or when nothing has moved for long.
 
-Counters are only compared with themselves and times only with this host's own monotonic clock, so no two clocks have to agree. What was
-seen is kept in this host's cache, so that short gc runs add up; after a boot it starts anew. Being wrong costs a slow writer a repeated
-commit and never a chunk: `log.fold.check` refuses an entry of a session that was declared over.
+Counters are only compared with themselves and times only with this host's own monotonic clock, so
+no two clocks have to agree. What was seen is kept in this host's cache, so that short gc runs add
+up; after a boot it starts anew. Being wrong costs a slow writer a repeated commit and never a
+chunk: `log.fold.check` refuses an entry of a session that was declared over.
 """
 
 import json
@@ -30,8 +32,9 @@ _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 @dataclass(frozen=True, slots=True)
 class Watch:
-    """What this host has seen. `sessions` and `files` (names in `tmp/`) map to a counter or size and since when it is the same. `waits` are
-    the sessions that were in flight when a pack was condemned, by pack."""
+    """What this host has seen. `sessions` and `files` (names in `tmp/`) map to a counter or size
+    and since when it is the same. `waits` are the sessions that were in flight when a pack was
+    condemned, by pack."""
 
     boot: str
     sessions: Mapping[SessionId, tuple[int, float]] = field(default_factory=dict)
@@ -59,13 +62,27 @@ class Sessions:
         return frozenset(info.id for info in self.active)
 
 
-def observe(watch: Watch, counters: Mapping[SessionId, int], files: Mapping[str, int], now_s: float) -> Watch:
+def observe(
+    watch: Watch, counters: Mapping[SessionId, int], files: Mapping[str, int], now_s: float
+) -> Watch:
     """What has been seen by `now_s`: since when each counter and each file is as it is."""
-    return Watch(watch.boot, _since(watch.sessions, counters, now_s), _since(watch.files, files, now_s), watch.waits)
+    return Watch(
+        watch.boot,
+        _since(watch.sessions, counters, now_s),
+        _since(watch.files, files, now_s),
+        watch.waits,
+    )
 
 
-def judge(watch: Watch, infos: Iterable[SessionInfo], named: Iterable[SessionId], state: State, now_s: float) -> Sessions:
-    """Tell active sessions from those that are over. `infos` are those with a file, `named` those that only files in the store name."""
+def judge(
+    watch: Watch,
+    infos: Iterable[SessionInfo],
+    named: Iterable[SessionId],
+    state: State,
+    now_s: float,
+) -> Sessions:
+    """Tell active sessions from those that are over. `infos` are those with a file, `named` those
+    that only files in the store name."""
     active, over = [], []
     for info in infos:
         if state.closed(info.id):
@@ -75,7 +92,11 @@ def judge(watch: Watch, infos: Iterable[SessionInfo], named: Iterable[SessionId]
         else:
             active.append(info)
     with_file = {info.id for info in infos}
-    over.extend(s for s in named if s not in with_file and not state.closed(s) and _stale(watch.sessions, s, now_s))
+    over.extend(
+        s
+        for s in named
+        if s not in with_file and not state.closed(s) and _stale(watch.sessions, s, now_s)
+    )
     return Sessions(tuple(active), tuple(sorted(over)))
 
 
@@ -93,14 +114,23 @@ def load_watch(path: Path) -> Watch:
         found: dict[str, Any] = json.loads(path.read_text())
         if found["boot"] != boot:
             return Watch(boot)
-        waits = {PackId(pack): frozenset(map(SessionId, sessions)) for pack, sessions in found["waits"].items()}
-        return Watch(boot, {SessionId(session): seen for session, seen in _pairs(found["sessions"]).items()}, _pairs(found["files"]), waits)
+        waits = {
+            PackId(pack): frozenset(map(SessionId, sessions))
+            for pack, sessions in found["waits"].items()
+        }
+        return Watch(
+            boot,
+            {SessionId(session): seen for session, seen in _pairs(found["sessions"]).items()},
+            _pairs(found["files"]),
+            waits,
+        )
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return Watch(boot)
 
 
 def save_watch(path: Path, watch: Watch) -> None:
-    """Remember `watch`. A full disk may keep it from being remembered; then sessions are given more time."""
+    """Remember `watch`. A full disk may keep it from being remembered; then sessions are given more
+    time."""
     found = {
         "boot": watch.boot,
         "sessions": dict(watch.sessions),
@@ -112,8 +142,13 @@ def save_watch(path: Path, watch: Watch) -> None:
         replace_file(path, json.dumps(found).encode())
 
 
-def _since(before: Mapping[Name, tuple[int, float]], values: Mapping[Name, int], now_s: float) -> dict[Name, tuple[int, float]]:
-    return {name: before[name] if name in before and before[name][0] == value else (value, now_s) for name, value in values.items()}
+def _since(
+    before: Mapping[Name, tuple[int, float]], values: Mapping[Name, int], now_s: float
+) -> dict[Name, tuple[int, float]]:
+    return {
+        name: before[name] if name in before and before[name][0] == value else (value, now_s)
+        for name, value in values.items()
+    }
 
 
 def _stale(seen: Mapping[Name, tuple[int, float]], name: Name, now_s: float) -> bool:

@@ -1,8 +1,11 @@
-"""How commits get from one store into another: only the chunks that the target lacks travel, each verified on the way.
+"""How commits get from one store into another: only the chunks that the target lacks travel, each
+verified on the way.
 
-Commit by commit, the oldest first. What a commit needs is looked up in the target's own chunk index, so how packs are laid out on either
-side does not matter. A commit with much to carry goes in parcels: each is registered in the target's log when its packs are durable, so
-that whoever repeats a push that was killed finds them there. The commit's entry comes last and makes it appear whole, with its tags.
+Commit by commit, the oldest first. What a commit needs is looked up in the target's own chunk
+index, so how packs are laid out on either side does not matter. A commit with much to carry goes in
+parcels: each is registered in the target's log when its packs are durable, so that whoever repeats
+a push that was killed finds them there. The commit's entry comes last and makes it appear whole,
+with its tags.
 """
 
 import logging
@@ -42,7 +45,8 @@ ATTEMPTS = 5
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """What a plan moves: chunks that the target lacks and their raw bytes, and the bytes of schemas, pages and layouts among them."""
+    """What a plan moves: chunks that the target lacks and their raw bytes, and the bytes of
+    schemas, pages and layouts among them."""
 
     chunks: int
     raw_bytes: int
@@ -51,8 +55,9 @@ class Load:
 
 @dataclass(frozen=True, slots=True)
 class Mirrored:
-    """What was planned and done; a dry run has `load` instead. `stored_bytes` is what the target's packs and documents grew by; `damaged`
-    are commits that the source could not give whole, and why: they are left out, the others travel."""
+    """What was planned and done; a dry run has `load` instead. `stored_bytes` is what the target's
+    packs and documents grew by; `damaged` are commits that the source could not give whole, and
+    why: they are left out, the others travel."""
 
     plan: MirrorPlan
     sent: tuple[CommitId, ...] = ()
@@ -65,8 +70,9 @@ class Mirrored:
 
 @dataclass(frozen=True, slots=True)
 class MirrorOptions:
-    """How to bring commits over: with the `tags` that name them, which move with `force`; with `verify`, what was written is read back
-    before a commit appears. `batch_bytes` is about how much a kill may cost (default: a pack per thread)."""
+    """How to bring commits over: with the `tags` that name them, which move with `force`; with
+    `verify`, what was written is read back before a commit appears. `batch_bytes` is about how much
+    a kill may cost (default: a pack per thread)."""
 
     tags: bool = True
     force: bool = False
@@ -76,7 +82,8 @@ class MirrorOptions:
 
 @dataclass(frozen=True, slots=True)
 class ChunkBatch:
-    """Chunks of one leaf that the target lacks, one behind the other, at most `RUN_BYTES` of them."""
+    """Chunks of one leaf that the target lacks, one behind the other, at most `RUN_BYTES` of
+    them."""
 
     ids: tuple[ChunkId, ...]
     sizes: tuple[int, ...]
@@ -119,14 +126,17 @@ def mirror(
     dry_run: bool = False,
     progress: Progress = silent,
 ) -> Mirrored:
-    """Bring `wanted`, commits of `source`, into `target`, or with `dry_run` only say what that would move. What is interrupted can be
-    repeated: what arrived is not sent again.
+    """Bring `wanted`, commits of `source`, into `target`, or with `dry_run` only say what that
+    would move. What is interrupted can be repeated: what arrived is not sent again.
 
-    Raises `InvalidInput` for stores that cut chunks differently, `Conflict`, before anything is sent, if a tag would have to move,
-    `Unavailable` if either storage fails. A commit that the source cannot give whole is left out, and named in the result.
+    Raises `InvalidInput` for stores that cut chunks differently, `Conflict`, before anything is
+    sent, if a tag would have to move, `Unavailable` if either storage fails. A commit that the
+    source cannot give whole is left out, and named in the result.
     """
     _check_alike(source, target)
-    plan = plan_mirror(source.log.replay(), target.log.replay(), wanted, tags=options.tags, force=options.force)
+    plan = plan_mirror(
+        source.log.replay(), target.log.replay(), wanted, tags=options.tags, force=options.force
+    )
     porter = _Mirror(source, target, options, threads, progress)
     if dry_run:
         return replace(Mirrored(plan), load=porter.weigh(plan))
@@ -141,7 +151,8 @@ def _check_alike(source: StoreHandle, target: StoreHandle) -> None:
     ours, theirs = source.config.chunk_bytes, target.config.chunk_bytes
     if ours != theirs:
         raise InvalidInput(
-            f"{source.url} cuts chunks of {ours} bytes and {target.url} of {theirs}, so the same commit would get another id there; "
+            f"{source.url} cuts chunks of {ours} bytes and {target.url} of {theirs}, so the same "
+            "commit would get another id there; "
             f"make the target by `ckptstore clone`, or by `ckptstore init --chunk-size {ours}`"
         )
 
@@ -149,11 +160,21 @@ def _check_alike(source: StoreHandle, target: StoreHandle) -> None:
 class _Mirror:
     """Brings commits of `source` into `target`. Both stay in use by others meanwhile."""
 
-    def __init__(self, source: StoreHandle, target: StoreHandle, options: MirrorOptions, threads: ThreadPool, progress: Progress) -> None:
+    def __init__(
+        self,
+        source: StoreHandle,
+        target: StoreHandle,
+        options: MirrorOptions,
+        threads: ThreadPool,
+        progress: Progress,
+    ) -> None:
         remote = target.storage.durable_root is None
         self._source, self._target, self._threads = source, target, threads
         self._options, self._progress = options, progress
-        self._batch_bytes = options.batch_bytes or (PACK_BYTES_REMOTE if remote else PACK_BYTES_LOCAL) * threads.count
+        self._batch_bytes = (
+            options.batch_bytes
+            or (PACK_BYTES_REMOTE if remote else PACK_BYTES_LOCAL) * threads.count
+        )
         self._from = Reader(source.config, source.objects, threads)
         self._to = Reader(target.config, target.objects, threads)
         self._schemas: dict[str, Schema] = {}
@@ -169,9 +190,17 @@ class _Mirror:
                 chunk_batch = list(self._cargo(trees, dedup))
                 metadata = self._metadata(document)
             except _DamagedSource as error:
-                logger.warning("commit %s (step %s) cannot be sent: %s", travel.commit[:12], travel.step, error)
+                logger.warning(
+                    "commit %s (step %s) cannot be sent: %s", travel.commit[:12], travel.step, error
+                )
                 continue
-            fresh = [len(data) for (data, _), new in zip(metadata.values(), dedup.fresh(list(metadata)), strict=True) if new]
+            fresh = [
+                len(data)
+                for (data, _), new in zip(
+                    metadata.values(), dedup.fresh(list(metadata)), strict=True
+                )
+                if new
+            ]
             chunks += sum(len(part.ids) for part in chunk_batch) + len(fresh)
             raw_bytes += sum(part.raw_bytes for part in chunk_batch)
             metadata_bytes += sum(fresh)
@@ -188,14 +217,31 @@ class _Mirror:
                 try:
                     self._send(travel, tally)
                 except _DamagedSource as error:
-                    logger.warning("commit %s (step %s) was not sent: %s", travel.commit[:12], travel.step, error)
+                    logger.warning(
+                        "commit %s (step %s) was not sent: %s",
+                        travel.commit[:12],
+                        travel.step,
+                        error,
+                    )
                     tally.damaged.append((travel.commit, str(error)))
                 counter.add()
             for move in plan.tags:
-                set_tag(self._target, self._to, move.name, resolved(self._target.log.replay(), move.commit))
+                set_tag(
+                    self._target,
+                    self._to,
+                    move.name,
+                    resolved(self._target.log.replay(), move.commit),
+                )
         finally:
             self._target.follow(self._schemas)
-        return Mirrored(plan, tuple(tally.sent), tally.chunks, tally.raw_bytes, tally.stored_bytes, tuple(tally.damaged))
+        return Mirrored(
+            plan,
+            tuple(tally.sent),
+            tally.chunks,
+            tally.raw_bytes,
+            tally.stored_bytes,
+            tuple(tally.damaged),
+        )
 
     # -- one commit --
 
@@ -215,7 +261,13 @@ class _Mirror:
         self._schemas |= {tree.ref.schema.hex(): tree.schema for tree in trees}
 
     def _attempt(
-        self, session: Session, travel: CommitTransfer, document: CommitDocument, stored: bytes, trees: Sequence[Tree], tally: _Tally
+        self,
+        session: Session,
+        travel: CommitTransfer,
+        document: CommitDocument,
+        stored: bytes,
+        trees: Sequence[Tree],
+        tally: _Tally,
     ) -> None:
         dedup = self._dedup()
         *batches, last = _batches(self._cargo(trees, dedup), self._batch_bytes)
@@ -229,7 +281,13 @@ class _Mirror:
             write_metadata(self._metadata(document), dedup, packs)
             self._close(packs)
             new_bytes += sum(p.record.bytes * (2 if p.record.metadata else 1) for p in packs.closed)
-            published = put_document(self._target.storage, document_key(session.id, travel.commit), document, travel.commit, stored)
+            published = put_document(
+                self._target.storage,
+                document_key(session.id, travel.commit),
+                document,
+                travel.commit,
+                stored,
+            )
             told = entry_body(published, [pack.record for pack in packs.closed], dedup.reused)
             body = replace(told, session=session.id, tags=travel.tags, new_bytes=new_bytes)
         except BaseException:
@@ -237,16 +295,23 @@ class _Mirror:
             raise
         try:
             entry = self._target.log.append(body, time_ns=document.time_ns)
-        except (Refused, NoSpace):  # nothing was appended; after any other error that is not known, and nothing may be deleted
+        except (
+            Refused,
+            NoSpace,
+            # nothing was appended; after any other error that is not known, and nothing may be
+            # deleted
+        ):
             packs.drop()
             delete_own(self._target.storage, published.own)
             raise
         self._index(entry, packs)
         tally.stored_bytes += new_bytes + len(stored)
 
-    def _register(self, batch: Sequence[ChunkBatch], dedup: Dedup, tally: _Tally) -> tuple[PackRecord, ...]:
-        """Send a parcel and list its packs, so that they outlive this process. A gc in between may condemn them, but waits for the session
-        of the commit before it deletes them."""
+    def _register(
+        self, batch: Sequence[ChunkBatch], dedup: Dedup, tally: _Tally
+    ) -> tuple[PackRecord, ...]:
+        """Send a parcel and list its packs, so that they outlive this process. A gc in between may
+        condemn them, but waits for the session of the commit before it deletes them."""
         with open_session(self._target.storage, "push") as session:
             packs = self._packs(session)
             try:
@@ -258,7 +323,9 @@ class _Mirror:
             state = self._target.log.replay()
             records = tuple(pack.record for pack in packs.closed)
             try:
-                entry = self._target.log.append(entries.Register(session.id, state.n, state.fence, records, frozenset()))
+                entry = self._target.log.append(
+                    entries.Register(session.id, state.n, state.fence, records, frozenset())
+                )
             except (Refused, NoSpace):
                 packs.drop()
                 raise
@@ -309,7 +376,9 @@ class _Mirror:
     def _carry(self, batch: Sequence[ChunkBatch], packs: PackSet, tally: _Tally) -> None:
         """Read, verify and write; afterwards the packs are on their way."""
         runs = shared(list(_runs(batch)))
-        workers = [_Carrier(self._source, runs, packs) for _ in range(min(self._threads.count, len(batch)))]
+        workers = [
+            _Carrier(self._source, runs, packs) for _ in range(min(self._threads.count, len(batch)))
+        ]
         if workers:
             self._threads.together([worker.work for worker in workers], runs.stop)
         tally.chunks += sum(len(chunk_batch.ids) for chunk_batch in batch)
@@ -319,8 +388,12 @@ class _Mirror:
         """Wait until the packs are durable; with `verify`, read them back."""
         packs.wait()
         for pack in packs.closed if self._options.verify else ():
-            rows = footers.read_table(self._target.storage, pack.record.id, metadata=pack.record.metadata)
-            for _ in read_chunks(self._target.storage, pack.record.id, rows, metadata=pack.record.metadata):
+            rows = footers.read_table(
+                self._target.storage, pack.record.id, metadata=pack.record.metadata
+            )
+            for _ in read_chunks(
+                self._target.storage, pack.record.id, rows, metadata=pack.record.metadata
+            ):
                 pass
 
     def _index(self, entry: entries.Entry, packs: PackSet) -> set[int]:
@@ -334,7 +407,9 @@ class _Mirror:
 class _Carrier:
     """One thread that brings chunks from the source into a pack of its own in the target."""
 
-    def __init__(self, source: StoreHandle, runs: Iterable[Sequence[ChunkBatch]], packs: PackSet) -> None:
+    def __init__(
+        self, source: StoreHandle, runs: Iterable[Sequence[ChunkBatch]], packs: PackSet
+    ) -> None:
         self._source, self._runs, self._packs = source, runs, packs
         self._pack_writer = packs.pack_writer()
         self._memory = bytearray(RUN_BYTES)
@@ -352,16 +427,30 @@ class _Carrier:
         buffers = self._buffers([size for chunk_batch in run for size in chunk_batch.sizes])
         ids = b"".join(chunk for chunk_batch in run for chunk in chunk_batch.ids)
         with _reading_source():
-            self._source.objects.read_into(ids, buffers, describe=lambda i: "on its way to a mirror")
+            self._source.objects.read_into(
+                ids, buffers, describe=lambda i: "on its way to a mirror"
+            )
         filled = iter(buffers)
         for chunk_batch in run:
-            codec = codecs.SPLIT_ZSTD if self._packs.codec == codecs.ZSTD and chunk_batch.width > 1 else self._packs.codec
+            codec = (
+                codecs.SPLIT_ZSTD
+                if self._packs.codec == codecs.ZSTD and chunk_batch.width > 1
+                else self._packs.codec
+            )
             raws = list(islice(filled, len(chunk_batch.ids)))
-            self._pack_writer.add(chunk_batch.ids, raws, chunk_batch.width, TENSOR, codec=codec, run_bytes=chunk_batch.raw_bytes)
+            self._pack_writer.add(
+                chunk_batch.ids,
+                raws,
+                chunk_batch.width,
+                TENSOR,
+                codec=codec,
+                run_bytes=chunk_batch.raw_bytes,
+            )
         self._pack_writer.flush()
 
     def _buffers(self, sizes: Sequence[int]) -> list[memoryview]:
-        """Memory for chunks of `sizes`: the same for every batch, as fresh memory costs as much as the copy into it."""
+        """Memory for chunks of `sizes`: the same for every batch, as fresh memory costs as much as
+        the copy into it."""
         if sum(sizes) > len(self._memory):  # chunks may be larger than a run
             self._memory = bytearray(sum(sizes))
         memory, ends = memoryview(self._memory), list(accumulate(sizes))
@@ -369,7 +458,11 @@ class _Carrier:
 
 
 def _metadata_kinds(document: CommitDocument) -> dict[ChunkId, int]:
-    kinds = {chunk: kind for _, ref in document.trees for chunk, kind in ((ref.schema, SCHEMA), *((page, PAGE) for page in ref.pages))}
+    kinds = {
+        chunk: kind
+        for _, ref in document.trees
+        for chunk, kind in ((ref.schema, SCHEMA), *((page, PAGE) for page in ref.pages))
+    }
     if document.layout is not None:
         kinds[document.layout] = LAYOUT
     return kinds
@@ -407,5 +500,11 @@ def _batches(chunk_batch: Iterable[ChunkBatch], batch_bytes: int) -> list[list[C
 
 
 def _rejection(plan: MirrorPlan, url: str) -> str:
-    named = "; ".join(f"{move.name} is {str(move.previous)[:12]} there and {move.commit[:12]} here" for move in plan.rejected[:4])
-    return f"tags of {url} would move, so nothing was sent: {named}; move them by --force (force=True), or leave tags out (--no-tags)"
+    named = "; ".join(
+        f"{move.name} is {str(move.previous)[:12]} there and {move.commit[:12]} here"
+        for move in plan.rejected[:4]
+    )
+    return (
+        f"tags of {url} would move, so nothing was sent: {named}; move them by --force "
+        "(force=True), or leave tags out (--no-tags)"
+    )

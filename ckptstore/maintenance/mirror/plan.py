@@ -1,7 +1,8 @@
 """Which commits and tags a store lacks that another one has, from the folded logs of both. Pure.
 
-A commit is the same commit wherever it lies: its document travels byte for byte, so its id, its parents and its time stay. Retention is
-each store's own business: what the target has forgotten is not brought back.
+A commit is the same commit wherever it lies: its document travels byte for byte, so its id, its
+parents and its time stay. Retention is each store's own business: what the target has forgotten is
+not brought back.
 """
 
 from collections.abc import Collection, Iterable
@@ -13,7 +14,8 @@ from ckptstore.log.state import State
 
 @dataclass(frozen=True, slots=True)
 class CommitTransfer:
-    """A commit that is to be brought over; `session` names its document in the source, `tags` appear with it."""
+    """A commit that is to be brought over; `session` names its document in the source, `tags`
+    appear with it."""
 
     commit: CommitId
     session: SessionId
@@ -33,8 +35,9 @@ class TagMove:
 
 @dataclass(frozen=True, slots=True)
 class MirrorPlan:
-    """What to bring over, the oldest commit first; `tags` are those of commits that are there already. `rejected` tags name another commit
-    in the target and may not be moved; `forgotten` commits are forgotten in the target and stay so."""
+    """What to bring over, the oldest commit first; `tags` are those of commits that are there
+    already. `rejected` tags name another commit in the target and may not be moved; `forgotten`
+    commits are forgotten in the target and stay so."""
 
     commits: tuple[CommitTransfer, ...]
     tags: tuple[TagMove, ...]
@@ -47,11 +50,23 @@ class MirrorPlan:
         return not self.commits and not self.tags
 
 
-def plan_mirror(source: State, target: State, wanted: Collection[CommitId], *, tags: bool = True, force: bool = False) -> MirrorPlan:
-    """What of `wanted`, commits of the source, the target lacks, with the tags that name them; with `force`, tags move."""
-    rows = sorted((row.n, commit, row) for commit, row in source.commits.items() if commit in wanted)
+def plan_mirror(
+    source: State,
+    target: State,
+    wanted: Collection[CommitId],
+    *,
+    tags: bool = True,
+    force: bool = False,
+) -> MirrorPlan:
+    """What of `wanted`, commits of the source, the target lacks, with the tags that name them; with
+    `force`, tags move."""
+    rows = sorted(
+        (row.n, commit, row) for commit, row in source.commits.items() if commit in wanted
+    )
     missing = [(commit, row) for _, commit, row in rows if commit not in target.commits]
-    forgotten = tuple(commit for _, commit, _ in rows if commit in target.commits and target.commits[commit].soft)
+    forgotten = tuple(
+        commit for _, commit, _ in rows if commit in target.commits and target.commits[commit].soft
+    )
     moves = _tag_moves(source, target, set(wanted).difference(forgotten)) if tags else []
     rejected = tuple(move for move in moves if move.previous is not None and not force)
     allowed = [move for move in moves if move not in rejected]
@@ -59,7 +74,10 @@ def plan_mirror(source: State, target: State, wanted: Collection[CommitId], *, t
     for move in allowed:
         by_commit.setdefault(move.commit, []).append(move.name)
     return MirrorPlan(
-        tuple(CommitTransfer(commit, row.session, row.run, row.step, tuple(by_commit.get(commit, ()))) for commit, row in missing),
+        tuple(
+            CommitTransfer(commit, row.session, row.run, row.step, tuple(by_commit.get(commit, ())))
+            for commit, row in missing
+        ),
         tuple(move for move in allowed if move.commit in target.commits),
         rejected,
         forgotten,
@@ -69,7 +87,9 @@ def plan_mirror(source: State, target: State, wanted: Collection[CommitId], *, t
 
 def all_commits(state: State, run: str | None = None) -> frozenset[CommitId]:
     """Every commit that is not forgotten, of one run or of all."""
-    return frozenset(commit for commit, row in state.commits.items() if not row.soft and run in (None, row.run))
+    return frozenset(
+        commit for commit, row in state.commits.items() if not row.soft and run in (None, row.run)
+    )
 
 
 def with_ancestors(state: State, commits: Iterable[CommitId]) -> frozenset[CommitId]:

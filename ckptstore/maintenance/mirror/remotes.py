@@ -21,9 +21,9 @@ def other_end(
     storage_options: Mapping[str, Any] | None = None,
     index: str | None = None,
 ) -> Iterator[StoreHandle]:
-    """The store at `place`; with `like`, one is made where there is none, cut and encoded as that one is, and in a directory
-    no less private than that one's. `index` is the database that has,
-    or will have, its log.
+    """The store at `place`; with `like`, one is made where there is none, cut and encoded as that
+    one is, and in a directory no less private than that one's. `index` is the database that has, or
+    will have, its log.
 
     Raises `NotFound` if there is none.
     """
@@ -35,7 +35,14 @@ def other_end(
             raise
         with suppress(Conflict):  # another process made it at the same time
             config, root = like.config, like.storage.durable_root
-            init_store(place, chunk_bytes=config.chunk_bytes, codec=config.codec, as_private_as=root, storage_options=options, index=index)
+            init_store(
+                place,
+                chunk_bytes=config.chunk_bytes,
+                codec=config.codec,
+                as_private_as=root,
+                storage_options=options,
+                index=index,
+            )
         handle = StoreHandle(place, storage_options=options, index=index)
     try:
         yield handle
@@ -43,14 +50,20 @@ def other_end(
         handle.close()
 
 
-def choose(source: StoreHandle, refs: Sequence[AnyRef], *, run: str | None, ancestors: bool = False) -> frozenset[CommitId]:
-    """The commits that `refs` name, with `ancestors` all that they descend from; without refs all commits of `run`, or of all runs.
+def choose(
+    source: StoreHandle, refs: Sequence[AnyRef], *, run: str | None, ancestors: bool = False
+) -> frozenset[CommitId]:
+    """The commits that `refs` name, with `ancestors` all that they descend from; without refs all
+    commits of `run`, or of all runs.
 
     Raises `NotFound` and `InvalidInput` for refs as `checkout` does.
     """
     if not refs:
         if ancestors:
-            raise InvalidInput("ancestors of what? name a commit, or leave it out: without a ref every commit is meant")
+            raise InvalidInput(
+                "ancestors of what? name a commit, or leave it out: without a ref every commit is "
+                "meant"
+            )
         return all_commits(source.log.replay(), run)
     named = frozenset(find_commit(source, ref, run).id for ref in refs)
     return with_ancestors(source.log.replay(), named) if ancestors else named

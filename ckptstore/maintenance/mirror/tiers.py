@@ -1,7 +1,9 @@
-"""A store on a fast disk and its mirror: what is committed here is durable at once, and uploaded in the background.
+"""A store on a fast disk and its mirror: what is committed here is durable at once, and uploaded in
+the background.
 
-There is no list of what is still to be sent: the two logs say it, so nothing is forgotten by a crash and nothing is sent twice. While the
-mirror is away, commits go on; it is tried again later. What the disk has lost is read from the mirror, and healed from it.
+There is no list of what is still to be sent: the two logs say it, so nothing is forgotten by a
+crash and nothing is sent twice. While the mirror is away, commits go on; it is tried again later.
+What the disk has lost is read from the mirror, and healed from it.
 """
 
 import logging
@@ -40,7 +42,8 @@ T = TypeVar("T")
 
 
 class Tier:
-    """The mirror of one open store. One thread of its own uploads; the other methods are called from any thread."""
+    """The mirror of one open store. One thread of its own uploads; the other methods are called
+    from any thread."""
 
     def __init__(
         self,
@@ -51,8 +54,9 @@ class Tier:
         storage_options: Mapping[str, Any] | None = None,
         index: str | None = None,
     ) -> None:
-        """`own` is the store, opened for uploading alone, and closed with this. What no policy of `keep` keeps is forgotten
-        here once it has arrived, and collected; without policies nothing is. `storage_options` and `index` are the mirror's."""
+        """`own` is the store, opened for uploading alone, and closed with this. What no policy of
+        `keep` keeps is forgotten here once it has arrived, and collected; without policies nothing
+        is. `storage_options` and `index` are the mirror's."""
         self.place = place
         self._keep = tuple(keep)
         self._own = own
@@ -79,21 +83,32 @@ class Tier:
             self._changed.notify_all()
 
     def flush(self, timeout_s: float | None = None) -> bool:
-        """Wait until all that was committed before this call has arrived; False if it has not within `timeout_s`, or the mirror is away."""
+        """Wait until all that was committed before this call has arrived; False if it has not
+        within `timeout_s`, or the mirror is away."""
         with self._changed:
             wanted = self._wanted
             self._failed = False
             self._changed.notify_all()
-            self._changed.wait_for(lambda: self._done >= wanted or self._failed or self._broken, timeout_s)
+            self._changed.wait_for(
+                lambda: self._done >= wanted or self._failed or self._broken, timeout_s
+            )
             if self._broken:
-                raise RuntimeError(f"the upload to {self.place} ended by an error of its own; open the store again") from self._broken
+                raise RuntimeError(
+                    f"the upload to {self.place} ended by an error of its own; open the store again"
+                ) from self._broken
             return self._done >= wanted
 
     def close(self) -> None:
-        """Send what can be sent; if the mirror is away, the next process that opens the store goes on."""
+        """Send what can be sent; if the mirror is away, the next process that opens the store goes
+        on."""
         try:
             if not self.flush():
-                logger.warning("not everything in %s has reached %s; it is sent when the store is opened again", self._own.url, self.place)
+                logger.warning(
+                    "not everything in %s has reached %s; it is sent when the store is opened "
+                    "again",
+                    self._own.url,
+                    self.place,
+                )
         finally:
             with self._changed:
                 self._closing = True
@@ -112,15 +127,22 @@ class Tier:
         return found and (self._reader(), found)
 
     def newest_first(self, run: str, here: State) -> list[tuple[Reader | None, Resolved]]:
-        """The commits of `run` here (without a reader) and in the mirror, the newest first; one that is in both first from here."""
+        """The commits of `run` here (without a reader) and in the mirror, the newest first; one
+        that is in both first from here."""
         rows: list[tuple[int, int, Reader | None, Resolved]] = []
         rows += [(here.commits[info.id].time_ns, 1, None, info) for info in newest_first(here, run)]
         there = self._ask(lambda remote: remote.log.replay())
         if there is not None:
             known = {info.id: time_ns for time_ns, _, _, info in rows}
             reader = self._reader()
-            rows += [(known.get(i.id, there.commits[i.id].time_ns), 0, reader, i) for i in newest_first(there, run)]
-        return [(reader, info) for _, _, reader, info in sorted(rows, key=lambda row: row[:2], reverse=True)]
+            rows += [
+                (known.get(i.id, there.commits[i.id].time_ns), 0, reader, i)
+                for i in newest_first(there, run)
+            ]
+        return [
+            (reader, info)
+            for _, _, reader, info in sorted(rows, key=lambda row: row[:2], reverse=True)
+        ]
 
     def _ask(self, question: Callable[[StoreHandle], T | None]) -> T | None:
         """The mirror's answer, None (with a warning) if it is away."""
@@ -135,11 +157,14 @@ class Tier:
         return Reader(remote.config, remote.objects, self._threads)
 
     def rescue(self, ids: bytes, out: Sequence[memoryview], error: CkptStoreError) -> None:
-        """Bring the chunks that the disk could not give from the mirror: `out` holds what could be read. Raises `error` if it cannot."""
+        """Bring the chunks that the disk could not give from the mirror: `out` holds what could be
+        read. Raises `error` if it cannot."""
         bad = [i for i, memory in enumerate(out) if digest(memory) != _id(ids, i)]
         logger.warning("%s; read from %s instead", error, self.place)
         try:
-            self._opened().objects.read_into(b"".join(_id(ids, i) for i in bad), [out[i] for i in bad])
+            self._opened().objects.read_into(
+                b"".join(_id(ids, i) for i in bad), [out[i] for i in bad]
+            )
         except CkptStoreError as failed:
             error.add_note(f"and the mirror {self.place} did not have it: {failed}")
             raise error from failed
@@ -156,7 +181,12 @@ class Tier:
         with self._remote_lock:
             if self._remote is None:
                 stack = ExitStack()
-                end = other_end(self.place, like=self._own, storage_options=self._storage_options, index=self._index)
+                end = other_end(
+                    self.place,
+                    like=self._own,
+                    storage_options=self._storage_options,
+                    index=self._index,
+                )
                 remote = stack.enter_context(end)
                 self._remote = remote, stack
             return self._remote[0]
@@ -195,13 +225,23 @@ class Tier:
         try:
             self._send()
         except (CkptStoreError, OSError) as error:
-            logger.warning("%s was not brought up to date, commits go on and it is tried again: %s", self.place, error)
+            logger.warning(
+                "%s was not brought up to date, commits go on and it is tried again: %s",
+                self.place,
+                error,
+            )
             return False
         return True
 
     def _send(self) -> None:
         remote = self._opened()
-        done = mirror(self._own, remote, all_commits(self._own.log.replay()), MirrorOptions(force=True), self._threads)
+        done = mirror(
+            self._own,
+            remote,
+            all_commits(self._own.log.replay()),
+            MirrorOptions(force=True),
+            self._threads,
+        )
         self._damaged = self._damaged or bool(done.damaged)
         if self._damaged:
             self._heal(remote)
@@ -209,7 +249,8 @@ class Tier:
             self._trim(remote.log.replay())
 
     def _heal(self, remote: StoreHandle) -> None:
-        """Bring back what is damaged here. What is found damaged meanwhile, or could not be healed, has its turn the next time."""
+        """Bring back what is damaged here. What is found damaged meanwhile, or could not be healed,
+        has its turn the next time."""
         self._damaged = False
         try:
             repair(offline_store_of(self._own), mirrors=[remote.storage], apply=True, share=Share())
@@ -220,7 +261,9 @@ class Tier:
     def _trim(self, arrived: State) -> None:
         """Forget here what no policy keeps and the mirror has."""
         plan = plan_policies(self._own.log.replay(), self._keep, None)
-        gone = [decision.commit for decision in plan.forgotten if decision.commit in arrived.commits]
+        gone = [
+            decision.commit for decision in plan.forgotten if decision.commit in arrived.commits
+        ]
         if gone:
             forget_commits(self._own, gone, reason=f"in {self.place}")
             collect(self._own, GcOptions())

@@ -1,7 +1,8 @@
 """Where a chunk that its pack lost can still be had, and how what was found gets into new packs.
 
-Everything that might hold a chunk is asked: the damaged packs themselves, their twins, packs that no log entry names, quarantined ones, and
-the packs of mirrors. None of it is believed: a chunk counts when its bytes match its id.
+Everything that might hold a chunk is asked: the damaged packs themselves, their twins, packs that
+no log entry names, quarantined ones, and the packs of mirrors. None of it is believed: a chunk
+counts when its bytes match its id.
 """
 
 import itertools
@@ -17,18 +18,28 @@ from ckptstore.core.model import PackEntry, PackRecord
 from ckptstore.errors import Corrupt, NotFound, Unavailable
 from ckptstore.maintenance.repair.repair_config import FLIP_BYTES_MAX, flipped_back
 from ckptstore.objects import codecs
-from ckptstore.objects.pack import TENSOR, TRAILER_BYTES, FooterTable, entries, parse_footer, parse_trailer
+from ckptstore.objects.pack import (
+    TENSOR,
+    TRAILER_BYTES,
+    FooterTable,
+    entries,
+    parse_footer,
+    parse_trailer,
+)
 from ckptstore.repository.footer_index import read_chunk_at
 from ckptstore.repository.footers import read_table_at
 from ckptstore.repository.pack_writer import ClosedPack, OpenPack, PackWriter
 from ckptstore.storage.contract import Storage
 
-_PACK_FILE = re.compile(r"(quarantine/)?packs/[0-9a-f]{2}/([0-9a-f]{24}-[0-9]{1,7}-[0-9]{1,7})(\.2)?(~[0-9]+)?")
+_PACK_FILE = re.compile(
+    r"(quarantine/)?packs/[0-9a-f]{2}/([0-9a-f]{24}-[0-9]{1,7}-[0-9]{1,7})(\.2)?(~[0-9]+)?"
+)
 
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """One place that holds a chunk as its id says: the object `key` of the donor `donor`; with `flip`, once one bit is turned back."""
+    """One place that holds a chunk as its id says: the object `key` of the donor `donor`; with
+    `flip`, once one bit is turned back."""
 
     donor: int
     key: str
@@ -37,16 +48,21 @@ class Source:
 
 
 class ChunkSource:
-    """A directory with packs: this store or a mirror. Its log and its index are not looked at; `remembered` are places, by chunk, which
-    no footer may tell any more."""
+    """A directory with packs: this store or a mirror. Its log and its index are not looked at;
+    `remembered` are places, by chunk, which no footer may tell any more."""
 
-    def __init__(self, storage: Storage, remembered: Mapping[ChunkId, Sequence[tuple[str, PackEntry]]] | None = None) -> None:
+    def __init__(
+        self,
+        storage: Storage,
+        remembered: Mapping[ChunkId, Sequence[tuple[str, PackEntry]]] | None = None,
+    ) -> None:
         self.storage = storage
         self._remembered = remembered or {}
 
     @cached_property
     def tables(self) -> Mapping[str, FooterTable]:
-        """The footers of all objects that look like packs, twins and quarantined ones included, by key; broken ones left out."""
+        """The footers of all objects that look like packs, twins and quarantined ones included, by
+        key; broken ones left out."""
         return dict(self._tables())
 
     @cached_property
@@ -79,8 +95,9 @@ class ChunkSource:
 
 
 def find_sources(donors: Sequence[ChunkSource], wanted: Iterable[ChunkId]) -> dict[ChunkId, Source]:
-    """For each of `wanted` the first place that was read and matched. Donor 0 is the store itself. Raises `Unavailable` if a chunk is found
-    nowhere and one of its places did not answer: nobody knows yet whether it is lost."""
+    """For each of `wanted` the first place that was read and matched. Donor 0 is the store itself.
+    Raises `Unavailable` if a chunk is found nowhere and one of its places did not answer: nobody
+    knows yet whether it is lost."""
     found: dict[ChunkId, Source] = {}
     for chunk in wanted:
         if source := _source(donors, chunk):
@@ -89,20 +106,30 @@ def find_sources(donors: Sequence[ChunkSource], wanted: Iterable[ChunkId]) -> di
 
 
 def read_source(donors: Sequence[ChunkSource], source: Source) -> memoryview:
-    """The raw bytes of the chunk, verified once more; raises `Corrupt`, `NotFound` or `Unavailable` if they are not there any more."""
+    """The raw bytes of the chunk, verified once more; raises `Corrupt`, `NotFound` or `Unavailable`
+    if they are not there any more."""
     storage = donors[source.donor].storage
     if not source.flip:
         return read_chunk_at(storage, source.key, source.entry)
     raw = _flipped_chunk(storage, source.key, source.entry)
     if raw is None:
-        raise Corrupt(f"chunk {source.entry.chunk.hex()[:12]} in {source.key} changed while it was repaired; repeat the repair")
+        raise Corrupt(
+            f"chunk {source.entry.chunk.hex()[:12]} in {source.key} changed while it was repaired; "
+            "repeat the repair"
+        )
     return memoryview(raw)
 
 
 def write_packs(
-    donors: Sequence[ChunkSource], sources: Iterable[Source], session: SessionId, *, metadata: bool, numbers: Iterator[int]
+    donors: Sequence[ChunkSource],
+    sources: Iterable[Source],
+    session: SessionId,
+    *,
+    metadata: bool,
+    numbers: Iterator[int],
 ) -> list[ClosedPack]:
-    """Copy chunks into new packs of `session`, durable on return; the log does not list them yet. On failure nothing of them is left."""
+    """Copy chunks into new packs of `session`, durable on return; the log does not list them yet.
+    On failure nothing of them is left."""
     storage = donors[0].storage
     closed: list[ClosedPack] = []
 
@@ -110,12 +137,21 @@ def write_packs(
         closed.append(pack.close())
 
     pack_bytes = PACK_BYTES_LOCAL if storage.durable_root is not None else PACK_BYTES_REMOTE
-    pack_writer = PackWriter(storage, session, numbers, close, pack_bytes=pack_bytes, metadata=metadata)
+    pack_writer = PackWriter(
+        storage, session, numbers, close, pack_bytes=pack_bytes, metadata=metadata
+    )
     try:
         for run in _runs(sources):
             raws = [read_source(donors, source) for source in run]
             first = run[0].entry
-            pack_writer.add([s.entry.chunk for s in run], raws, first.width, first.kind, codec=first.codec, run_bytes=sum(map(len, raws)))
+            pack_writer.add(
+                [s.entry.chunk for s in run],
+                raws,
+                first.width,
+                first.kind,
+                codec=first.codec,
+                run_bytes=sum(map(len, raws)),
+            )
             pack_writer.flush()
         pack_writer.close_with(close)
     except BaseException:
@@ -166,7 +202,9 @@ def _flipped_chunk(storage: Storage, key: str, entry: PackEntry) -> bytes | None
         stored = storage.read(key, entry.offset, entry.offset + entry.stored_bytes)
     except (Corrupt, NotFound, Unavailable):
         return None
-    return flipped_back(stored, lambda candidate: candidate if digest(candidate) == entry.chunk else None)
+    return flipped_back(
+        stored, lambda candidate: candidate if digest(candidate) == entry.chunk else None
+    )
 
 
 def _flipped_table(storage: Storage, key: str) -> FooterTable | None:
@@ -179,19 +217,24 @@ def _flipped_table(storage: Storage, key: str) -> FooterTable | None:
     def parse(candidate: bytes) -> FooterTable | None:
         try:
             trailer = parse_trailer(candidate[-TRAILER_BYTES:], size)
-            return parse_footer(candidate[-trailer.footer_bytes - TRAILER_BYTES : -TRAILER_BYTES], trailer)
+            return parse_footer(
+                candidate[-trailer.footer_bytes - TRAILER_BYTES : -TRAILER_BYTES], trailer
+            )
         except Corrupt:
             return None
 
     try:
         trailer = parse_trailer(tail[-TRAILER_BYTES:], size)
     except Corrupt:  # then the bit is in the trailer, and nowhere else need be looked for it
-        return flipped_back(tail[-TRAILER_BYTES:], lambda candidate: parse(tail[:-TRAILER_BYTES] + candidate))
+        return flipped_back(
+            tail[-TRAILER_BYTES:], lambda candidate: parse(tail[:-TRAILER_BYTES] + candidate)
+        )
     return flipped_back(tail[-trailer.footer_bytes - TRAILER_BYTES :], parse)
 
 
 def _runs(sources: Iterable[Source]) -> Iterator[list[Source]]:
-    """Sources that lay one behind the other in one object, up to `RUN_BYTES`: they stay together."""
+    """Sources that lay one behind the other in one object, up to `RUN_BYTES`: they stay
+    together."""
     ordered = sorted(sources, key=lambda s: (s.donor, s.key, s.entry.offset))
     run = ordered[:1]
     for before, source in pairwise(ordered):

@@ -1,4 +1,5 @@
-"""Where `repair` puts what it takes out of a store or replaces: `quarantine/`, under names that never replace each other."""
+"""Where `repair` puts what it takes out of a store or replaces: `quarantine/`, under names that
+never replace each other."""
 
 import itertools
 import os
@@ -15,7 +16,8 @@ QUARANTINE = "quarantine/"
 
 
 def quarantine(storage: Storage, key: str) -> None:
-    """Move an object to `quarantine/`, where it is durable before it is gone from its place; an absent one is fine."""
+    """Move an object to `quarantine/`, where it is durable before it is gone from its place; an
+    absent one is fine."""
     if storage.size(key) is None:
         return
     kept = _keep(storage, key)
@@ -26,7 +28,8 @@ def quarantine(storage: Storage, key: str) -> None:
 
 
 def keep_copy(storage: Storage, key: str) -> None:
-    """A copy in `quarantine/` of a small object that is about to be replaced: its name is never free in between."""
+    """A copy in `quarantine/` of a small object that is about to be replaced: its name is never
+    free in between."""
     data = read_small(storage, key)
     if data is not None:
         storage.put(next(_free_names(storage, key)), data)

@@ -1,9 +1,12 @@
-"""What can be done about damage, and doing it: a plan made from fsck's facts, then applied step by step.
+"""What can be done about damage, and doing it: a plan made from fsck's facts, then applied step by
+step.
 
-Four rules. Nothing is written that is not proved to be what was there, or to match its id; the one exception is a lost `ckptstore.json`,
-and the plan says so. Nothing is deleted: what is replaced goes to `quarantine/`. The log only ever grows, as by any other writer; an entry
-is put back only as the exact bytes that the rest of the log attests, so history never forks. And no copy that reads is taken away before
-another one is durable and listed, so that no repair costs a commit (`maintenance.repair.rescue`).
+Four rules. Nothing is written that is not proved to be what was there, or to match its id; the one
+exception is a lost `ckptstore.json`, and the plan says so. Nothing is deleted: what is replaced
+goes to `quarantine/`. The log only ever grows, as by any other writer; an entry is put back only as
+the exact bytes that the rest of the log attests, so history never forks. And no copy that reads is
+taken away before another one is durable and listed, so that no repair costs a commit
+(`maintenance.repair.rescue`).
 """
 
 from collections.abc import Iterator, Sequence
@@ -23,7 +26,13 @@ from ckptstore.maintenance.check.report import Finding, Kind, Level, Report, Sev
 from ckptstore.maintenance.progress import Progress, silent
 from ckptstore.maintenance.repair.quarantine import keep_copy, quarantine
 from ckptstore.maintenance.repair.repair_objects import Mended, mend_document, mend_entry
-from ckptstore.maintenance.repair.rescue import CopyTwin, SavePacks, copy_twin, plan_packs, save_packs
+from ckptstore.maintenance.repair.rescue import (
+    CopyTwin,
+    SavePacks,
+    copy_twin,
+    plan_packs,
+    save_packs,
+)
 from ckptstore.objects.config import encode_config
 from ckptstore.storage.contract import Storage
 
@@ -31,7 +40,8 @@ DAMAGED_SETTING = "damaged"
 """The setting that names the commits which cannot be restored whole."""
 
 ROUNDS = 3
-"""A repaired log brings packs and commits to light, and those may need repair; then the marks follow."""
+"""A repaired log brings packs and commits to light, and those may need repair; then the marks
+follow."""
 
 RETRIES = 10
 """So often a plan is made anew because others changed the store meanwhile."""
@@ -39,7 +49,8 @@ RETRIES = 10
 
 @dataclass(frozen=True, slots=True)
 class WriteConfig:
-    """Write `ckptstore.json` again. Unless `certain`, chunk size and codec are concluded: right for every commit there is."""
+    """Write `ckptstore.json` again. Unless `certain`, chunk size and codec are concluded: right for
+    every commit there is."""
 
     config: StoreConfig
     certain: bool
@@ -91,7 +102,8 @@ class RepairPlan:
 
 @dataclass(frozen=True, slots=True)
 class Repaired:
-    """What was found, what was done (nothing in a dry run: then `plan` says what would be), and what fsck finds now."""
+    """What was found, what was done (nothing in a dry run: then `plan` says what would be), and
+    what fsck finds now."""
 
     before: Report
     plan: RepairPlan
@@ -107,11 +119,12 @@ def repair(
     share: Share | None = None,
     progress: Progress = silent,
 ) -> Repaired:
-    """Look for damage, plan, and with `apply` carry the plan out. With `share`, so much stored data is read and hashed first; packs in
-    which an earlier fsck found damage are read in any case.
+    """Look for damage, plan, and with `apply` carry the plan out. With `share`, so much stored data
+    is read and hashed first; packs in which an earlier fsck found damage are read in any case.
 
-    Nobody needs to be kept out meanwhile: each action looks at the log as it is then, and if others changed what it is about, the plan is
-    made anew. Raises `Conflict` if they do so again and again: repeat it.
+    Nobody needs to be kept out meanwhile: each action looks at the log as it is then, and if others
+    changed what it is about, the plan is made anew. Raises `Conflict` if they do so again and
+    again: repeat it.
     """
     facts = _look(offline_store, share, progress)
     before, plan = facts.report, plan_repair(facts, mirrors)
@@ -124,7 +137,8 @@ def repair(
                 applied.append(action)
             rounds -= 1
         except (Conflict, Corrupt, NotFound):
-            # Others changed what the plan is made from. It is made anew, from the store as it is now.
+            # Others changed what the plan is made from. It is made anew, from the store as it is
+            # now.
             if not retries:
                 raise
             retries -= 1
@@ -139,7 +153,8 @@ def _look(offline_store: OfflineStore, share: Share | None, progress: Progress) 
     return examine(offline_store, level=Level.PACKS, share=share, suspects=True, progress=progress)
 
 
-# -- deciding ----------------------------------------------------------------------------------------------------------------------
+# -- deciding
+# ----------------------------------------------------------------------------------------------------------------------
 
 
 def plan_repair(facts: Facts, mirrors: Sequence[Storage]) -> RepairPlan:
@@ -150,10 +165,13 @@ def plan_repair(facts: Facts, mirrors: Sequence[Storage]) -> RepairPlan:
     mended, unrepairable = _plan_log(facts, mirrors)
     actions += mended
     if facts.chain.bad:
-        # Nothing can be appended to a broken log, and what it lists is not certain: first this, then the rest.
+        # Nothing can be appended to a broken log, and what it lists is not certain: first this,
+        # then the rest.
         return RepairPlan(tuple(actions), tuple(unrepairable), more=bool(mended))
     for commit in _commits_without_document(facts.report):
-        if document := mend_document(facts.offline_store.storage, commit, facts.chain.state.commits[commit], mirrors):
+        if document := mend_document(
+            facts.offline_store.storage, commit, facts.chain.state.commits[commit], mirrors
+        ):
             actions.append(PutBack(document))
     actions += plan_packs(facts, mirrors)
     actions += _plan_marks(facts, actions)
@@ -163,23 +181,30 @@ def plan_repair(facts: Facts, mirrors: Sequence[Storage]) -> RepairPlan:
 
 
 def _plan_log(facts: Facts, mirrors: Sequence[Storage]) -> tuple[list[Action], list[Finding]]:
-    """What to put back, the last entry first: it says which one belongs before it, and a log with a gap is not appended to meanwhile."""
+    """What to put back, the last entry first: it says which one belongs before it, and a log with a
+    gap is not appended to meanwhile."""
     actions: list[Action] = []
     unrepairable = []
-    findings = {finding.entry: finding for finding in facts.report.findings if finding.kind is Kind.ENTRY}
+    findings = {
+        finding.entry: finding for finding in facts.report.findings if finding.kind is Kind.ENTRY
+    }
     copies = facts.offline_store.copies(bad.n for bad in facts.chain.bad)
     store, before = facts.offline_store.config.store, None
     for bad in reversed(facts.chain.bad):
         if before and before.n == bad.n:
             bad = replace(bad, wanted=bad.wanted or before)
-        if mended := mend_entry(bad, store, facts.offline_store.storage, mirrors, copies.get(bad.n)):
+        if mended := mend_entry(
+            bad, store, facts.offline_store.storage, mirrors, copies.get(bad.n)
+        ):
             actions.append(PutBack(mended))
             entry = decode_at(bad.n, mended.data, store)
             before = Position(bad.n - 1, entry.prev_hash, entry.prev_bytes)
         else:
             unrepairable.append(findings[bad.n])
     if not facts.chain.bad:
-        actions += (SetAside(checkpoint_key(n), problem) for n, problem in facts.chain.bad_checkpoints)
+        actions += (
+            SetAside(checkpoint_key(n), problem) for n, problem in facts.chain.bad_checkpoints
+        )
         actions += (SetAside(segment_key(n), problem) for n, problem in facts.chain.bad_segments)
     return actions, unrepairable
 
@@ -199,25 +224,37 @@ def _plan_marks(facts: Facts, actions: Sequence[Action]) -> Iterator[Action]:
 
 
 def _indexes_disagree(facts: Facts) -> bool:
-    return any(finding.severity is Severity.INDEX and finding.kind is not Kind.CHECKPOINT for finding in facts.report.findings)
+    return any(
+        finding.severity is Severity.INDEX and finding.kind is not Kind.CHECKPOINT
+        for finding in facts.report.findings
+    )
 
 
 def _only_the_index_knows(facts: Facts, actions: Sequence[Action]) -> bool:
-    """Whether a pack stays of which no footer can be read: what it holds is found by the chunk index alone."""
-    saved = {name for action in actions if isinstance(action, SavePacks) for _, name in action.damaged}
+    """Whether a pack stays of which no footer can be read: what it holds is found by the chunk
+    index alone."""
+    saved = {
+        name for action in actions if isinstance(action, SavePacks) for _, name in action.damaged
+    }
     return not facts.contents.problems.keys() <= saved
 
 
 def _unrepairable(facts: Facts, actions: Sequence[Action]) -> Iterator[Finding]:
     """Findings that cost commits and that no action heals."""
-    healed = {source.entry.chunk for action in actions if isinstance(action, SavePacks) for source in action.sources}
+    healed = {
+        source.entry.chunk
+        for action in actions
+        if isinstance(action, SavePacks)
+        for source in action.sources
+    }
     put_back = {action.mended.key for action in actions if isinstance(action, PutBack)}
     for finding in facts.report.findings:
         if finding.commits and finding.chunk not in healed and finding.key not in put_back:
             yield finding
 
 
-# -- doing -------------------------------------------------------------------------------------------------------------------------
+# -- doing
+# -------------------------------------------------------------------------------------------------------------------------
 
 
 def _apply(action: Action, offline_store: OfflineStore, mirrors: Sequence[Storage]) -> None:
@@ -242,7 +279,8 @@ def _apply(action: Action, offline_store: OfflineStore, mirrors: Sequence[Storag
 
 
 def _put_back(mended: Mended, offline_store: OfflineStore) -> None:
-    """An entry's name is never free, so that nobody takes it; a document is needed only as long as its commit is listed."""
+    """An entry's name is never free, so that nobody takes it; a document is needed only as long as
+    its commit is listed."""
     if mended.commit is None:
         keep_copy(offline_store.storage, mended.key)
     elif mended.commit not in _log(offline_store).state.commits:

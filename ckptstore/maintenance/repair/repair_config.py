@@ -1,4 +1,5 @@
-"""What `ckptstore.json` must have said, from the rest of the store: by turning one bit back, else from log, packs and commits."""
+"""What `ckptstore.json` must have said, from the rest of the store: by turning one bit back, else
+from log, packs and commits."""
 
 from collections import Counter
 from collections.abc import Callable, Iterable
@@ -25,7 +26,8 @@ T = TypeVar("T")
 
 
 def flipped_back(data: bytes, accept: Callable[[bytes], T | None]) -> T | None:
-    """What `accept` makes of `data` with one bit turned, the first that it takes; None if it takes none."""
+    """What `accept` makes of `data` with one bit turned, the first that it takes; None if it takes
+    none."""
     if len(data) > FLIP_BYTES_MAX:
         return None
     candidate = bytearray(data)
@@ -39,17 +41,25 @@ def flipped_back(data: bytes, accept: Callable[[bytes], T | None]) -> T | None:
 
 
 def recover_config(storage: Storage, data: bytes | None) -> tuple[StoreConfig, bool] | None:
-    """The config that was there, and True; or one that is right for every commit there is, and False; None if nothing says what store
-    this is. `data` is what is left of the file."""
-    if data is not None and (config := flipped_back(data, lambda candidate: _decoded(candidate, storage.url))):
+    """The config that was there, and True; or one that is right for every commit there is, and
+    False; None if nothing says what store this is. `data` is what is left of the file."""
+    if data is not None and (
+        config := flipped_back(data, lambda candidate: _decoded(candidate, storage.url))
+    ):
         return config, True
     store, generation = _identity(storage)
     if store is None:
         return None
     state = read_chain(storage, store, generation).state
-    tables = {pack: table for pack, table in load_tables(storage, state) if not isinstance(table, CkptStoreError)}
+    tables = {
+        pack: table
+        for pack, table in load_tables(storage, state)
+        if not isinstance(table, CkptStoreError)
+    }
     config = StoreConfig(store, codec=_codec(tables.values()), generation=generation)
-    return replace(config, chunk_bytes=_chunk_bytes(Trees(storage, Inventory(tables)), state)), False
+    return replace(
+        config, chunk_bytes=_chunk_bytes(Trees(storage, Inventory(tables)), state)
+    ), False
 
 
 def _decoded(data: bytes, where: str) -> StoreConfig | None:
@@ -61,7 +71,11 @@ def _decoded(data: bytes, where: str) -> StoreConfig | None:
 
 def _identity(storage: Storage) -> tuple[StoreId | None, int]:
     """The store that most entries of the log name, and the newest generation."""
-    entries = [entry for n in list_log(storage).entries if (entry := _entry(read_small(storage, log_key(n))))]
+    entries = [
+        entry
+        for n in list_log(storage).entries
+        if (entry := _entry(read_small(storage, log_key(n))))
+    ]
     if not entries:
         return None, 1
     store = Counter(entry.store for entry in entries).most_common(1)[0][0]
@@ -77,19 +91,32 @@ def _entry(data: bytes | None) -> Entry | None:
 
 def _codec(tables: Iterable[FooterTable]) -> str:
     """`zstd` if any tensor was compressed: it only says what new chunks are offered to."""
-    compressed = any(((table["kind"] == TENSOR) & (table["codec"] != RAW)).any() for table in tables)
+    compressed = any(
+        ((table["kind"] == TENSOR) & (table["codec"] != RAW)).any() for table in tables
+    )
     return "zstd" if compressed else "raw"
 
 
 def _chunk_bytes(trees: Trees, state: State) -> int:
-    """The chunk size under which every leaf of every commit has as many chunks as it has; the usual one if several fit."""
-    fitting = [CHUNK_BYTES_MIN << i for i in range((CHUNK_BYTES_MAX // CHUNK_BYTES_MIN).bit_length())]
+    """The chunk size under which every leaf of every commit has as many chunks as it has; the usual
+    one if several fit."""
+    fitting = [
+        CHUNK_BYTES_MIN << i for i in range((CHUNK_BYTES_MAX // CHUNK_BYTES_MIN).bit_length())
+    ]
     for _, _, document in trees.documents(state):
         for _, ref in document.trees:
             try:
                 schema, contents = trees.contents(ref)
             except CkptStoreError:
                 continue
-            held = [(i, content) for i, content in enumerate(contents) if content.ids and schema.aliases[i] < 0]
-            fitting = [n for n in fitting if all(cells_of(schema, i, c, n) * CHUNK_ID_BYTES == len(c.ids) for i, c in held)]
+            held = [
+                (i, content)
+                for i, content in enumerate(contents)
+                if content.ids and schema.aliases[i] < 0
+            ]
+            fitting = [
+                n
+                for n in fitting
+                if all(cells_of(schema, i, c, n) * CHUNK_ID_BYTES == len(c.ids) for i, c in held)
+            ]
     return CHUNK_BYTES if CHUNK_BYTES in fitting or not fitting else fitting[0]

@@ -1,7 +1,9 @@
-"""How a log entry or a commit document that is damaged or gone is had again, exactly: nothing that only looks right is ever accepted.
+"""How a log entry or a commit document that is damaged or gone is had again, exactly: nothing that
+only looks right is ever accepted.
 
-The hash of a document is its commit's id. The hash and length of an entry are named by the entry behind it, by a checkpoint or by the
-catalog, or stand in the entry's own first line. Bytes that match are the ones that were there; where none do, nothing is written.
+The hash of a document is its commit's id. The hash and length of an entry are named by the entry
+behind it, by a checkpoint or by the catalog, or stand in the entry's own first line. Bytes that
+match are the ones that were there; where none do, nothing is written.
 """
 
 from collections.abc import Iterator, Sequence
@@ -20,7 +22,8 @@ from ckptstore.storage.contract import Storage
 
 _HASH_DIGITS = 64
 _WRONG_DIGITS = 2
-"""Digits of an entry's first line in which it may differ from its body's hash and still attest it: no other body comes that near."""
+"""Digits of an entry's first line in which it may differ from its body's hash and still attest it:
+no other body comes that near."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,19 +36,25 @@ class Mended:
     commit: CommitId | None = None
 
 
-def mend_entry(bad: BadEntry, store: StoreId, own: Storage, mirrors: Sequence[Storage], kept: bytes | None) -> Mended | None:
-    """The entry that belongs at `bad.n`, from its own bytes, from `kept` (the catalog's copy), from a segment of the store's `own` or from
-    a mirror; None if nobody has it."""
+def mend_entry(
+    bad: BadEntry, store: StoreId, own: Storage, mirrors: Sequence[Storage], kept: bytes | None
+) -> Mended | None:
+    """The entry that belongs at `bad.n`, from its own bytes, from `kept` (the catalog's copy), from
+    a segment of the store's `own` or from a mirror; None if nobody has it."""
     key = log_key(bad.n)
     for origin, data in _versions(bad, store, own, mirrors, kept):
         if _is_the_one(bad, data, store):
             return Mended(key, data, origin)
-    if bad.data is not None and (found := flipped_back(bad.data, lambda candidate: _accepted(bad, candidate, store))):
+    if bad.data is not None and (
+        found := flipped_back(bad.data, lambda candidate: _accepted(bad, candidate, store))
+    ):
         return Mended(key, found, "its own bytes, one bit turned back")
     return None
 
 
-def mend_document(storage: Storage, commit: CommitId, row: CommitRow, mirrors: Sequence[Storage]) -> Mended | None:
+def mend_document(
+    storage: Storage, commit: CommitId, row: CommitRow, mirrors: Sequence[Storage]
+) -> Mended | None:
     """The document of a commit, from its own bytes or a mirror; None if nobody has it."""
     key = document_key(row.session, commit)
     for mirror in mirrors:
@@ -54,24 +63,37 @@ def mend_document(storage: Storage, commit: CommitId, row: CommitRow, mirrors: S
             if data is not None and _is_document(data, commit):
                 return Mended(key, data, mirror.url, commit)
     own = read_small(storage, key)
-    if own is not None and (found := flipped_back(own, lambda candidate: candidate if _is_document(candidate, commit) else None)):
+    if own is not None and (
+        found := flipped_back(
+            own, lambda candidate: candidate if _is_document(candidate, commit) else None
+        )
+    ):
         return Mended(key, found, "its own bytes, one bit turned back", commit)
     return None
 
 
 def _document_keys(mirror: Storage, key: str, commit: CommitId) -> Iterator[str]:
-    """Where a mirror may have the document: in a copy of the store under the same key, where it was pushed to under another session's."""
+    """Where a mirror may have the document: in a copy of the store under the same key, where it was
+    pushed to under another session's."""
     yield key
     with suppress(Unavailable):
-        yield from (other for other, _ in mirror.list("commits/") if other.endswith(f"-{commit}") and other != key)
+        yield from (
+            other
+            for other, _ in mirror.list("commits/")
+            if other.endswith(f"-{commit}") and other != key
+        )
 
 
-def _versions(bad: BadEntry, store: StoreId, own: Storage, mirrors: Sequence[Storage], kept: bytes | None) -> Iterator[tuple[str, bytes]]:
+def _versions(
+    bad: BadEntry, store: StoreId, own: Storage, mirrors: Sequence[Storage], kept: bytes | None
+) -> Iterator[tuple[str, bytes]]:
     if bad.data is not None:
         yield "its own body, under a new first line", _with_own_hash(bad.data)
     if kept is not None:
         yield "the catalog's copy", kept
-    yield from (("a segment of the log", encode_again(entry)) for entry in _in_segment(own, bad.n, store))
+    yield from (
+        ("a segment of the log", encode_again(entry)) for entry in _in_segment(own, bad.n, store)
+    )
     for mirror in mirrors:
         if (data := read_small(mirror, log_key(bad.n))) is not None:
             yield mirror.url, data
@@ -81,7 +103,11 @@ def _in_segment(storage: Storage, n: int, store: StoreId) -> Iterator[Entry]:
     """Entry `n` as a segment has it, if there is one."""
     last = segment_end(n)
     with suppress(CkptStoreError):
-        yield from (entry for entry in decode_segment(read_small(storage, segment_key(last)) or b"", last, store) if entry.n == n)
+        yield from (
+            entry
+            for entry in decode_segment(read_small(storage, segment_key(last)) or b"", last, store)
+            if entry.n == n
+        )
 
 
 def _with_own_hash(data: bytes) -> bytes:
@@ -100,7 +126,11 @@ def _is_the_one(bad: BadEntry, data: bytes, store: StoreId) -> bool:
         return False
     if bad.wanted is not None:
         return entry.position == bad.wanted
-    return bad.data is not None and len(bad.data) == entry.bytes and _first_line_attests(bad.data, entry)
+    return (
+        bad.data is not None
+        and len(bad.data) == entry.bytes
+        and _first_line_attests(bad.data, entry)
+    )
 
 
 def _first_line_attests(data: bytes, entry: Entry) -> bool:

@@ -1,8 +1,10 @@
-"""Which packs `repair` takes out of a store, and what it copies first, so that no chunk that can be read is lost.
+"""Which packs `repair` takes out of a store, and what it copies first, so that no chunk that can be
+read is lost.
 
-One rule: a copy that reads is not taken away before another one is durable and listed. Every chunk of a damaged pack counts that any of
-its footers names, or that this host's chunk index remembers where no footer does; it is read wherever it may lie, and copied. A copy in
-another pack spares that only if it was read, too. Where storage does not answer, the pack stays.
+One rule: a copy that reads is not taken away before another one is durable and listed. Every chunk
+of a damaged pack counts that any of its footers names, or that this host's chunk index remembers
+where no footer does; it is read wherever it may lie, and copied. A copy in another pack spares that
+only if it was read, too. Where storage does not answer, the pack stays.
 """
 
 from collections.abc import Sequence
@@ -48,8 +50,9 @@ class CopyTwin:
 
 @dataclass(frozen=True, slots=True)
 class SavePacks:
-    """Copy what verifies (`sources`) into new packs, register them, and take the packs `damaged` (by number) out of the log and aside.
-    `lost` are chunks that commits need and nobody has. It holds as long as nobody condemned packs since entry `fence`."""
+    """Copy what verifies (`sources`) into new packs, register them, and take the packs `damaged`
+    (by number) out of the log and aside. `lost` are chunks that commits need and nobody has. It
+    holds as long as nobody condemned packs since entry `fence`."""
 
     damaged: tuple[tuple[int, PackId], ...]
     sources: tuple[Source, ...]
@@ -57,11 +60,13 @@ class SavePacks:
     fence: int
 
 
-# -- deciding ----------------------------------------------------------------------------------------------------------------------
+# -- deciding
+# ----------------------------------------------------------------------------------------------------------------------
 
 
 def plan_packs(facts: Facts, mirrors: Sequence[Storage]) -> list[CopyTwin | SavePacks]:
-    """What to do about packs and chunks that are damaged. Chunks come before twins: those may be what they are read from."""
+    """What to do about packs and chunks that are damaged. Chunks come before twins: those may be
+    what they are read from."""
     return _Rescue(facts, mirrors).plan()
 
 
@@ -73,7 +78,9 @@ class _Rescue:
         self._storage = facts.offline_store.storage
         state = facts.contents.state
         self._numbers = {pack.id: number for number, pack in state.packs.items()}
-        self._wrong = {name: keys for name in self._numbers if (keys := _wrong_objects(facts, name))}
+        self._wrong = {
+            name: keys for name in self._numbers if (keys := _wrong_objects(facts, name))
+        }
 
     @cached_property
     def _donors(self) -> list[ChunkSource]:
@@ -101,7 +108,8 @@ class _Rescue:
         return [*([save] if save.damaged or save.sources else []), *copies]
 
     def _has_sound_twin(self, name: PackId) -> bool:
-        """Whether an object of the pack, of which another is wrong, reads whole and has all that the pack is known to hold."""
+        """Whether an object of the pack, of which another is wrong, reads whole and has all that
+        the pack is known to hold."""
         sound = sorted(set(self._keys(name)) - self._wrong[name])
         table = self._donors[0].tables.get(sound[0]) if sound else None
         if table is None or self._chunks_of(name) - set(map(ChunkId, table["chunk"].tolist())):
@@ -118,8 +126,12 @@ class _Rescue:
 
     def _save(self, damaged: set[PackId]) -> SavePacks:
         facts = self._facts
-        bad = {chunk.entry.chunk for chunk in facts.bad} | {chunk for name in damaged for chunk in self._chunks_of(name)}
-        wanted = sorted({chunk for chunk in bad if not self._is_held(chunk, damaged)} | set(facts.missing))
+        bad = {chunk.entry.chunk for chunk in facts.bad} | {
+            chunk for name in damaged for chunk in self._chunks_of(name)
+        }
+        wanted = sorted(
+            {chunk for chunk in bad if not self._is_held(chunk, damaged)} | set(facts.missing)
+        )
         sources: dict[ChunkId, Source] = {}
         for chunk in wanted:
             try:
@@ -128,7 +140,12 @@ class _Rescue:
                 continue
         lost = tuple(chunk for chunk in wanted if chunk not in sources and chunk in facts.needed)
         saved = tuple(self._named(sources[chunk]) for chunk in wanted if chunk in sources)
-        return SavePacks(tuple((self._numbers[name], name) for name in sorted(damaged)), saved, lost, facts.contents.state.fence)
+        return SavePacks(
+            tuple((self._numbers[name], name) for name in sorted(damaged)),
+            saved,
+            lost,
+            facts.contents.state.fence,
+        )
 
     def _find(self, name: PackId) -> None:
         """Raises `Unavailable` if storage would not give a chunk of the pack."""
@@ -138,7 +155,11 @@ class _Rescue:
         """Whether a live pack that stays has a copy which can be read."""
         packs = self._facts.contents.state.packs
         places = self._facts.contents.inventory.places(chunk)
-        stay = [place for place in places if place.pack not in damaged and packs[self._numbers[place.pack]].live]
+        stay = [
+            place
+            for place in places
+            if place.pack not in damaged and packs[self._numbers[place.pack]].live
+        ]
         try:
             read_chunk(self._storage, stay)
         except (Corrupt, NotFound, Unavailable):
@@ -146,24 +167,36 @@ class _Rescue:
         return True
 
     def _chunks_of(self, name: PackId) -> set[ChunkId]:
-        """Every chunk that the pack is known to hold: by either of its footers, or by the chunk index."""
-        tables = (self._donors[0].tables[key] for key in self._keys(name) if key in self._donors[0].tables)
+        """Every chunk that the pack is known to hold: by either of its footers, or by the chunk
+        index."""
+        tables = (
+            self._donors[0].tables[key] for key in self._keys(name) if key in self._donors[0].tables
+        )
         listed = {ChunkId(chunk) for table in tables for chunk in table["chunk"].tolist()}
         return listed | {entry.chunk for entry in self._facts.remembered.get(name, ())}
 
     def _keys(self, name: PackId) -> tuple[str, ...]:
-        return keys_of(name, metadata=self._facts.contents.state.packs[self._numbers[name]].metadata)
+        return keys_of(
+            name, metadata=self._facts.contents.state.packs[self._numbers[name]].metadata
+        )
 
     def _named(self, source: Source) -> Source:
         if source.entry.kind != UNKNOWN:
             return source
-        return replace(source, entry=source.entry._replace(kind=_kind_of(read_source(self._donors, source))))
+        return replace(
+            source, entry=source.entry._replace(kind=_kind_of(read_source(self._donors, source)))
+        )
 
 
 def _wrong_objects(facts: Facts, name: PackId) -> set[str]:
-    """The objects of a pack that are not as they should be; those that storage would not give are left alone."""
+    """The objects of a pack that are not as they should be; those that storage would not give are
+    left alone."""
     kinds = (Kind.PACK, Kind.TWIN, Kind.CHUNK)
-    return {finding.key for finding in facts.report.findings if finding.pack == name and finding.kind in kinds and finding.key}
+    return {
+        finding.key
+        for finding in facts.report.findings
+        if finding.pack == name and finding.kind in kinds and finding.key
+    }
 
 
 def _kind_of(metadata: memoryview) -> int:
@@ -176,7 +209,8 @@ def _kind_of(metadata: memoryview) -> int:
     return LAYOUT
 
 
-# -- doing -------------------------------------------------------------------------------------------------------------------------
+# -- doing
+# -------------------------------------------------------------------------------------------------------------------------
 
 
 def copy_twin(action: CopyTwin, offline_store: OfflineStore, log: Log) -> None:
@@ -186,10 +220,14 @@ def copy_twin(action: CopyTwin, offline_store: OfflineStore, log: Log) -> None:
         copy_object(offline_store.storage, action.source, action.target)
 
 
-def save_packs(action: SavePacks, offline_store: OfflineStore, log: Log, mirrors: Sequence[Storage]) -> None:
-    """New packs first, then the log, then the damaged objects: a crash anywhere leaves the old state or the new.
+def save_packs(
+    action: SavePacks, offline_store: OfflineStore, log: Log, mirrors: Sequence[Storage]
+) -> None:
+    """New packs first, then the log, then the damaged objects: a crash anywhere leaves the old
+    state or the new.
 
-    Raises `Conflict` if others condemned packs meanwhile that the plan may rely on, or use the damaged ones: look again.
+    Raises `Conflict` if others condemned packs meanwhile that the plan may rely on, or use the
+    damaged ones: look again.
     """
     donors = [ChunkSource(offline_store.storage), *map(ChunkSource, mirrors)]
     with open_session(offline_store.storage, "repair") as session:
@@ -201,14 +239,27 @@ def save_packs(action: SavePacks, offline_store: OfflineStore, log: Log, mirrors
                 closed += write_packs(donors, part, session.id, metadata=metadata, numbers=numbers)
         state = log.replay()
         if state.fence != action.fence:
-            raise Conflict(f"entry {state.fence} of the log condemned packs while the store was repaired; repeat the repair")
-        metadata_of = {number: state.packs[number].metadata for number, name in action.damaged if _is_listed(log, number, name)}
+            raise Conflict(
+                f"entry {state.fence} of the log condemned packs while the store was repaired; "
+                "repeat the repair"
+            )
+        metadata_of = {
+            number: state.packs[number].metadata
+            for number, name in action.damaged
+            if _is_listed(log, number, name)
+        }
         condemned = frozenset(number for number in metadata_of if state.packs[number].live)
         if closed:
-            log.append(entries.Register(session.id, state.n, state.fence, records(closed), condemned))
+            log.append(
+                entries.Register(session.id, state.n, state.fence, records(closed), condemned)
+            )
         elif condemned:
             log.append(entries.Condemn(state.n, state.fence, condemned, ()))
-    gone = {number: name for number, name in action.damaged if number in metadata_of and _is_listed(log, number, name)}
+    gone = {
+        number: name
+        for number, name in action.damaged
+        if number in metadata_of and _is_listed(log, number, name)
+    }
     if gone:
         log.append(entries.Delete(frozenset(gone)))
     for number, name in gone.items():

@@ -35,13 +35,16 @@ def start() -> Iterator[Start]:
 
 @pytest.fixture
 def wire(seed: int) -> Iterator[Wire]:
-    """Puts a proxy before a transport: the metadata that leads there, as to another host, and the proxy."""
+    """Puts a proxy before a transport: the metadata that leads there, as to another host, and the
+    proxy."""
     with ExitStack() as stack:
 
         def lay(transport: StoreTransport[Any]) -> tuple[str, Proxy]:
             invitation = decode_invitation(transport.metadata())
             proxy = stack.enter_context(proxy_to(("127.0.0.1", invitation.addresses[0][1]), seed))
-            return encode_invitation(replace(invitation, addresses=(proxy.address,), near=None)), proxy
+            return encode_invitation(
+                replace(invitation, addresses=(proxy.address,), near=None)
+            ), proxy
 
         yield lay
 
@@ -50,8 +53,14 @@ def state_of(chunks: int, seed: int = 1) -> dict[str, Any]:
     """Two tensors of `chunks` MiB together, and values beside them."""
     generator = torch.Generator().manual_seed(seed)
     rows = chunks * 256
-    weights = {"a": torch.rand((rows // 2, 1024), generator=generator), "b": torch.rand((rows - rows // 2, 1024), generator=generator)}
-    return {"user": {"default": {"model": weights, "name": "gpt", "sizes": (1, 2.5, None)}}, "torchft": {"step": 7, "batches_committed": 9}}
+    weights = {
+        "a": torch.rand((rows // 2, 1024), generator=generator),
+        "b": torch.rand((rows - rows // 2, 1024), generator=generator),
+    }
+    return {
+        "user": {"default": {"model": weights, "name": "gpt", "sizes": (1, 2.5, None)}},
+        "torchft": {"step": 7, "batches_committed": 9},
+    }
 
 
 def weights_of(state: dict[str, Any]) -> dict[str, torch.Tensor]:

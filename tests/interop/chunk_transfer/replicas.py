@@ -1,4 +1,5 @@
-"""What replica processes do when the tests tell them to; each keeps its transport from one task to the next."""
+"""What replica processes do when the tests tell them to; each keeps its transport from one task to
+the next."""
 
 import os
 import resource
@@ -38,8 +39,11 @@ def send(rank: int, step: int, seed: int, chunks: int = 6) -> None:
     kept["transport"].send_checkpoint([1, 2], step, state_of(chunks, seed), SOON)
 
 
-def take_part(rank: int, step: int, source: str, seed: int, recovering: tuple[int, ...], chunks: int = 6) -> tuple[int, int] | None:
-    """Rank 0 sends; those who recover receive, and find what was sent. How many chunks came, of how many."""
+def take_part(
+    rank: int, step: int, source: str, seed: int, recovering: tuple[int, ...], chunks: int = 6
+) -> tuple[int, int] | None:
+    """Rank 0 sends; those who recover receive, and find what was sent. How many chunks came, of how
+    many."""
     if rank == 0:
         send(rank, step, seed, chunks)
         return None
@@ -64,7 +68,8 @@ def receive(rank: int, step: int, source: str, timeout_s: float) -> str:
 
 
 def receive_in_little_memory(rank: int, source: str, step: int, chunks: int) -> int:
-    """By how many bytes this process grew while it received a large state into tensors that were there."""
+    """By how many bytes this process grew while it received a large state into tensors that were
+    there."""
     live = copy_of(state_of(chunks, seed=77))
     transport: StoreTransport[Any] = StoreTransport(SOON, state_dict=lambda: live, in_place=True)
     try:
@@ -78,11 +83,18 @@ def receive_in_little_memory(rank: int, source: str, step: int, chunks: int) -> 
 
 
 def digests(rank: int, chunks: int, seed: int) -> bool:
-    return bool(kept["digests"] == {name: digest(memory_of(tensor)) for name, tensor in weights_of(state_of(chunks, seed)).items()})
+    return bool(
+        kept["digests"]
+        == {
+            name: digest(memory_of(tensor))
+            for name, tensor in weights_of(state_of(chunks, seed)).items()
+        }
+    )
 
 
 def exchange_dtensors(rank: int, n: int) -> None:
-    """Every rank sends DTensors of all layouts to a transport of another mesh with the same ranks."""
+    """Every rank sends DTensors of all layouts to a transport of another mesh with the same
+    ranks."""
     sent = {name: layout(name, full(), n) for name in LAYOUTS}
     others = [mesh_of.__wrapped__(n, two_dimensional) for two_dimensional in (False, True)]
     sender: StoreTransport[Any] = StoreTransport(SOON)
@@ -118,7 +130,8 @@ def carried(state: dict[str, Any]) -> dict[str, Any]:
 
 
 def exchange_dtensors_without_meshes(rank: int, n: int) -> None:
-    """What arrives has the sender's specs, and can be copied to live DTensors without a word to other ranks."""
+    """What arrives has the sender's specs, and can be copied to live DTensors without a word to
+    other ranks."""
     sent = {name: layout(name, full(), n) for name in LAYOUTS}
     got = carried(sent)
     assert list(got) == list(sent)
@@ -127,13 +140,18 @@ def exchange_dtensors_without_meshes(rank: int, n: int) -> None:
         live = layout(name, full() * 0, n)
         live.copy_(got[name])
         assert torch.equal(live._local_tensor, tensor._local_tensor), name
-    assert len({id(tensor.device_mesh) for tensor in got.values()}) == 2  # one for each of the sender's
+    assert (
+        len({id(tensor.device_mesh) for tensor in got.values()}) == 2
+    )  # one for each of the sender's
 
 
 def exchange_dtensor_without_dimensions(rank: int) -> None:
     """Such a mesh names one rank; every process that made a tensor on it has all of the tensor."""
     mesh = DeviceMesh("cpu", 1)
-    sent = {"w": distribute_tensor(torch.arange(6.0).view(2, 3).t(), mesh, []), "empty": distribute_tensor(torch.empty(0, 2), mesh, [])}
+    sent = {
+        "w": distribute_tensor(torch.arange(6.0).view(2, 3).t(), mesh, []),
+        "empty": distribute_tensor(torch.empty(0, 2), mesh, []),
+    }
     got = carried(sent)
     for name, tensor in sent.items():
         assert torch.equal(got[name]._local_tensor, tensor._local_tensor), name

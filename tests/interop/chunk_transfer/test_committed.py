@@ -1,4 +1,5 @@
-"""What commits of this process have hashed is known to transports by quick names; whatever is known, only right bytes arrive."""
+"""What commits of this process have hashed is known to transports by quick names; whatever is
+known, only right bytes arrive."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,7 +17,14 @@ from ckptstore.interop.chunk_transfer.store_lookup import PROBE_CHUNKS
 from ckptstore.repository import second_names
 from ckptstore.repository.second_names import SecondNames
 from ckptstore.store import Store
-from tests.interop.chunk_transfer.conftest import SOON, Start, assert_same, copy_of, state_of, weights_of
+from tests.interop.chunk_transfer.conftest import (
+    SOON,
+    Start,
+    assert_same,
+    copy_of,
+    state_of,
+    weights_of,
+)
 
 METADATA_CHUNKS = 2
 SMALL = 64 << 10
@@ -63,7 +71,9 @@ def test_what_was_committed_beside_a_transport_is_found_by_quick_names(
     assert receiver.received is not None and receiver.received.fetched_chunks == 1 + METADATA_CHUNKS
 
 
-def test_ids_that_were_made_to_look_are_known_the_next_time(start: Start, store: Store, learned: list[bytes]) -> None:
+def test_ids_that_were_made_to_look_are_known_the_next_time(
+    start: Start, store: Store, learned: list[bytes]
+) -> None:
     state = state_of(6)
     store.commit({"any key": weights_of(state)})
     assert learned == []
@@ -105,7 +115,9 @@ def test_a_name_of_another_chunk_is_noticed_and_forgotten(start: Start, store: S
     assert_same(receiver.recv_checkpoint(0, sender.metadata(), 2, SOON), state)
 
 
-def test_looking_for_what_was_not_committed_is_given_up(start: Start, tmp_path: Path, learned: list[bytes]) -> None:
+def test_looking_for_what_was_not_committed_is_given_up(
+    start: Start, tmp_path: Path, learned: list[bytes]
+) -> None:
     state, chunks = {"w": torch.randn(800, SMALL // 4)}, 800
     with ckptstore.open(tmp_path / "store", chunk_bytes=SMALL) as store:
         store.commit({"something else": torch.randn(SMALL)})
@@ -116,7 +128,9 @@ def test_looking_for_what_was_not_committed_is_given_up(start: Start, tmp_path: 
         assert_same(receiver.recv_checkpoint(0, sender.metadata(), 1, SOON), state)
 
 
-def test_it_is_not_given_up_where_there_is_no_room_for_a_copy(start: Start, tmp_path: Path, learned: list[bytes]) -> None:
+def test_it_is_not_given_up_where_there_is_no_room_for_a_copy(
+    start: Start, tmp_path: Path, learned: list[bytes]
+) -> None:
     chunks, stored = 1024, 64
     state = {"w": torch.randn(chunks, SMALL // 4)}
     with ckptstore.open(tmp_path / "store", chunk_bytes=SMALL) as store:
@@ -128,8 +142,14 @@ def test_it_is_not_given_up_where_there_is_no_room_for_a_copy(start: Start, tmp_
 
 
 @pytest.mark.parametrize("early", [False, True])
-def test_chunks_in_the_store_and_copies_arrive_together_however_they_are_asked_for(start: Start, store: Store, early: bool) -> None:
-    state: dict[str, Any] = {"old": torch.randn(3 << 18), "new": torch.randn(3 << 18), "zeros": torch.zeros(3 << 18)}
+def test_chunks_in_the_store_and_copies_arrive_together_however_they_are_asked_for(
+    start: Start, store: Store, early: bool
+) -> None:
+    state: dict[str, Any] = {
+        "old": torch.randn(3 << 18),
+        "new": torch.randn(3 << 18),
+        "zeros": torch.zeros(3 << 18),
+    }
     state["tied"] = state["old"].clone()
     sender = start(store)
     store.commit({"old": state["old"], "zeros": state["zeros"]})
@@ -140,7 +160,9 @@ def test_chunks_in_the_store_and_copies_arrive_together_however_they_are_asked_f
 
 
 @pytest.mark.parametrize("in_place", [False, True])
-def test_a_receiver_takes_from_its_store_what_its_live_state_lacks(start: Start, store: Store, in_place: bool) -> None:
+def test_a_receiver_takes_from_its_store_what_its_live_state_lacks(
+    start: Start, store: Store, in_place: bool
+) -> None:
     state = state_of(6)
     old = copy_of(state)
     weights_of(old)["a"].zero_()
@@ -152,7 +174,9 @@ def test_a_receiver_takes_from_its_store_what_its_live_state_lacks(start: Start,
 
 
 @pytest.mark.parametrize("told", ["the id of another chunk", "nothing", "too little"])
-def test_what_a_peer_says_of_ids_is_not_believed(start: Start, store: Store, monkeypatch: pytest.MonkeyPatch, told: str) -> None:
+def test_what_a_peer_says_of_ids_is_not_believed(
+    start: Start, store: Store, monkeypatch: pytest.MonkeyPatch, told: str
+) -> None:
     state = state_of(6)
     old = copy_of(state)
     weights_of(old)["a"].zero_()
@@ -176,4 +200,8 @@ def test_the_oldest_names_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None
     some = [memoryview(bytes([i])) for i in range(3)]
     for data in (*some[:2], some[0], some[2]):
         names.learn(data)
-    assert [names.id_of(quick_name(data)) for data in some] == [digest(some[0]), None, digest(some[2])]
+    assert [names.id_of(quick_name(data)) for data in some] == [
+        digest(some[0]),
+        None,
+        digest(some[2]),
+    ]

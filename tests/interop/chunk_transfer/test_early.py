@@ -1,4 +1,5 @@
-"""A peer that has nothing takes what has been copied while the rest is, and nothing counts before it is described."""
+"""A peer that has nothing takes what has been copied while the rest is, and nothing counts before
+it is described."""
 
 import threading
 import time
@@ -15,7 +16,15 @@ from ckptstore.interop.chunk_transfer.protocol import decode_number, encode_numb
 from ckptstore.interop.chunk_transfer.served_state import make_offer
 from ckptstore.interop.torchft import StoreTransport
 from ckptstore.repository.thread_pool import ThreadPool
-from tests.interop.chunk_transfer.conftest import SOON, Start, Wire, assert_same, copy_of, state_of, weights_of
+from tests.interop.chunk_transfer.conftest import (
+    SOON,
+    Start,
+    Wire,
+    assert_same,
+    copy_of,
+    state_of,
+    weights_of,
+)
 from tests.interop.chunk_transfer.test_peers import flipping
 from tests.support.servers.proxy import Proxy
 
@@ -24,13 +33,16 @@ MIB = 1 << 20
 
 
 class Halting(ThreadPool):
-    """Does the first half of the work, waits until it may go on, and does the other half, or fails."""
+    """Does the first half of the work, waits until it may go on, and does the other half, or
+    fails."""
 
     def __init__(self, may_go_on: Callable[[], object], *, fails: bool = False) -> None:
         super().__init__(2)
         self._may_go_on, self._fails = may_go_on, fails
 
-    def spread(self, task: Callable[[T], object], items: Sequence[T], *, max_workers: int | None = None) -> None:
+    def spread(
+        self, task: Callable[[T], object], items: Sequence[T], *, max_workers: int | None = None
+    ) -> None:
         half = len(items) // 2
         for item in items[:half]:
             task(item)
@@ -45,7 +57,11 @@ class Receiving:
     """A receiver in a thread; `came` is how many bytes have passed the wire."""
 
     def __init__(
-        self, receiver: StoreTransport[Any], metadata: str, proxy: Proxy, spoil: Callable[[bytes], bytes] = lambda data: data
+        self,
+        receiver: StoreTransport[Any],
+        metadata: str,
+        proxy: Proxy,
+        spoil: Callable[[bytes], bytes] = lambda data: data,
     ) -> None:
         self.came, self._spoil = 0, spoil
         self.got: Any = None
@@ -57,7 +73,9 @@ class Receiving:
     def until_came(self, nbytes: int) -> None:
         end = time.monotonic() + SOON.total_seconds()
         while self.came < nbytes:
-            assert time.monotonic() < end, f"{self.came} bytes came of {nbytes} that had been copied"
+            assert time.monotonic() < end, (
+                f"{self.came} bytes came of {nbytes} that had been copied"
+            )
             time.sleep(0.001)
 
     def result(self) -> Any:
@@ -79,7 +97,12 @@ class Receiving:
 
 def large_state() -> dict[str, Any]:
     """Four batches of work, and leaves of other kinds."""
-    others = {"bytes": b"x" * 200_000, "transposed": torch.randn(600, 700).t(), "scalar": torch.tensor(3), "none": None}
+    others = {
+        "bytes": b"x" * 200_000,
+        "transposed": torch.randn(600, 700).t(),
+        "scalar": torch.tensor(3),
+        "none": None,
+    }
     return state_of(32) | {"others": others}
 
 
@@ -95,10 +118,16 @@ def test_what_has_been_copied_is_taken_while_the_rest_is(start: Start, wire: Wir
         tensor.zero_()
     assert_same(receiving.result(), wanted)
     took = receiver.received
-    assert took is not None and (took.fetched_chunks, took.fetched_bytes, took.retried) == (took.chunks, took.nbytes, 0)
+    assert took is not None and (took.fetched_chunks, took.fetched_bytes, took.retried) == (
+        took.chunks,
+        took.nbytes,
+        0,
+    )
 
 
-def test_a_bit_that_flips_before_the_state_is_described_is_noticed_afterwards(start: Start, wire: Wire) -> None:
+def test_a_bit_that_flips_before_the_state_is_described_is_noticed_afterwards(
+    start: Start, wire: Wire
+) -> None:
     state = large_state()
     sender, receiver = start(), start(connections=1)
     metadata, proxy = wire(sender)
@@ -110,7 +139,11 @@ def test_a_bit_that_flips_before_the_state_is_described_is_noticed_afterwards(st
 
 
 def test_chunks_that_are_alike_travel_once_all_the_same(start: Start, wire: Wire) -> None:
-    state = {"new": torch.randn(16, 256, 1024), "zeros": torch.zeros(16, 256, 1024), "again": torch.zeros(16, 256, 1024)}
+    state = {
+        "new": torch.randn(16, 256, 1024),
+        "zeros": torch.zeros(16, 256, 1024),
+        "again": torch.zeros(16, 256, 1024),
+    }
     sender, receiver = start(), start()
     metadata, proxy = wire(sender)
     receiving = Receiving(receiver, metadata, proxy)
@@ -120,7 +153,9 @@ def test_chunks_that_are_alike_travel_once_all_the_same(start: Start, wire: Wire
     assert receiver.received is not None and receiver.received.fetched_bytes < 18 * MIB
 
 
-def test_who_has_a_state_waits_for_the_description_and_asks_for_what_it_lacks(start: Start, wire: Wire) -> None:
+def test_who_has_a_state_waits_for_the_description_and_asks_for_what_it_lacks(
+    start: Start, wire: Wire
+) -> None:
     state = large_state()
     live = copy_of(state)
     weights_of(state)["a"][0, 0] += 1
@@ -133,12 +168,17 @@ def test_who_has_a_state_waits_for_the_description_and_asks_for_what_it_lacks(st
     assert receiving.came < 2 * MIB
 
 
-def test_a_sender_that_fails_while_it_copies_gives_nothing_and_what_came_is_not_asked_for_again(start: Start, wire: Wire) -> None:
+def test_a_sender_that_fails_while_it_copies_gives_nothing_and_what_came_is_not_asked_for_again(
+    start: Start, wire: Wire
+) -> None:
     state = large_state()
     sender, receiver = start(), start(patience=timedelta(seconds=1))
     metadata, proxy = wire(sender)
     receiving = Receiving(receiver, metadata, proxy)
-    threads, sender._threads = sender._threads, Halting(lambda: receiving.until_came(12 * MIB), fails=True)
+    threads, sender._threads = (
+        sender._threads,
+        Halting(lambda: receiving.until_came(12 * MIB), fails=True),
+    )
     with pytest.raises(OSError, match="the device is gone"):
         sender.send_checkpoint([1], 1, state, SOON)
     with pytest.raises(CkptStoreError):
@@ -149,7 +189,9 @@ def test_a_sender_that_fails_while_it_copies_gives_nothing_and_what_came_is_not_
     assert receiver.received is not None and receiver.received.fetched_bytes < 28 * MIB
 
 
-def test_an_outline_that_is_not_kept_to_gives_the_state_that_is_described(start: Start, wire: Wire) -> None:
+def test_an_outline_that_is_not_kept_to_gives_the_state_that_is_described(
+    start: Start, wire: Wire
+) -> None:
     """As when a sender is started again at the same step: schemas may be alike, and values not."""
     sender, receiver = start(), start()
     first, then = ({"w": torch.full((16 * 256, 1024), float(n)), "lr": n} for n in (1, 2))
@@ -162,7 +204,11 @@ def test_an_outline_that_is_not_kept_to_gives_the_state_that_is_described(start:
     def become_the_other() -> None:
         receiving.until_came(MIB)
         other.fill()
-        offer._staging, offer._outline, offer._chunks = other._staging, other._outline, offer._chunks | other._chunks
+        offer._staging, offer._outline, offer._chunks = (
+            other._staging,
+            other._outline,
+            offer._chunks | other._chunks,
+        )
 
     offer._threads = Halting(become_the_other)
     offer.fill()
@@ -176,7 +222,9 @@ def test_a_number_is_read_as_it_was_written_and_no_id_is_one(number: int) -> Non
     assert decode_number(b"\1" + encode_number(number)[1:]) is None
 
 
-def test_why_a_sender_failed_is_said_though_a_peer_keeps_its_connection(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_why_a_sender_failed_is_said_though_a_peer_keeps_its_connection(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(publication, "CUTTING_S", 0.01)
     sender = start()
     reader = publication.Reader(lambda: None)

@@ -1,4 +1,5 @@
-"""In torchft's own Manager, with its lighthouse: replicas that begin different, or begin anew, end alike."""
+"""In torchft's own Manager, with its lighthouse: replicas that begin different, or begin anew, end
+alike."""
 
 import json
 import subprocess
@@ -60,7 +61,9 @@ print(json.dumps(report))
 
 
 def test_a_replica_that_joins_a_manager_takes_the_others_state_through_the_transport() -> None:
-    done = subprocess.run([sys.executable, "-c", _PROGRAM], capture_output=True, text=True, timeout=240, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", _PROGRAM], capture_output=True, text=True, timeout=240, check=False
+    )
     assert done.returncode == 0, done.stderr[-3000:]
     (first, from_second), (second, from_first) = json.loads(done.stdout.splitlines()[-1]).values()
     assert first == second

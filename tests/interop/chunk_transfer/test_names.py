@@ -15,7 +15,14 @@ from ckptstore.interop.chunk_transfer.chunk_names import BLAKE3, NAMINGS, XXH3, 
 from ckptstore.interop.chunk_transfer.protocol import decode_invitation, decode_number
 from ckptstore.interop.chunk_transfer.served_state import ServedState, make_offer
 from ckptstore.interop.torchft import StoreTransport
-from tests.interop.chunk_transfer.conftest import SOON, Start, assert_same, copy_of, state_of, weights_of
+from tests.interop.chunk_transfer.conftest import (
+    SOON,
+    Start,
+    assert_same,
+    copy_of,
+    state_of,
+    weights_of,
+)
 from tests.interop.chunk_transfer.test_early import Halting
 
 
@@ -26,7 +33,9 @@ def served(sender: StoreTransport[Any]) -> ServedState:
 
 
 @given(st.binary(max_size=2000), st.sampled_from(list(NAMINGS)), st.data())
-def test_a_name_says_of_which_kind_it_is_and_is_that_of_no_other_bytes(some: bytes, names: str, data: st.DataObject) -> None:
+def test_a_name_says_of_which_kind_it_is_and_is_that_of_no_other_bytes(
+    some: bytes, names: str, data: st.DataObject
+) -> None:
     name = NAMINGS[names](some)
     assert len(name) == CHUNK_ID_BYTES and decode_number(name) is None
     assert is_named(memoryview(some), name)
@@ -49,10 +58,15 @@ def test_ids_are_made_for_a_receiver_that_has_no_more_than_a_store(
     weights_of(state)["a"][300, 5] += 1
     with ckptstore.open(tmp_path / "ours") as one, ckptstore.open(tmp_path / "theirs") as other:
         sender = start(*[one] * ours)
-        receiver = start(*[other] * theirs, **({"state_dict": lambda: old, "in_place": in_place} if live else {}))
+        receiver = start(
+            *[other] * theirs, **({"state_dict": lambda: old, "in_place": in_place} if live else {})
+        )
         sender.send_checkpoint([1], 1, state, SOON)
         assert_same(receiver.recv_checkpoint(0, sender.metadata(), 1, SOON), state)
-        assert receiver.received is not None and receiver.received.fetched_chunks == (1 if live else 6) + 2  # a schema and a page
+        assert (
+            receiver.received is not None
+            and receiver.received.fetched_chunks == (1 if live else 6) + 2
+        )  # a schema and a page
         assert served(sender)._descriptions.keys() == {XXH3, names}
 
 
@@ -64,10 +78,15 @@ def test_of_peers_with_and_without_a_store_all_give(start: Start, tmp_path: Path
             sender.send_checkpoint([2], 1, state, SOON)
         receiver = start(connections=1)
         assert_same(receiver.recv_from([sender.metadata() for sender in senders], 1, SOON), state)
-    assert receiver.received is not None and receiver.received.fetched_chunks == receiver.received.chunks == 12 + 2
+    assert (
+        receiver.received is not None
+        and receiver.received.fetched_chunks == receiver.received.chunks == 12 + 2
+    )
 
 
-def test_a_sender_whose_store_cannot_be_written_to_gives_quick_names(start: Start, tmp_path: Path) -> None:
+def test_a_sender_whose_store_cannot_be_written_to_gives_quick_names(
+    start: Start, tmp_path: Path
+) -> None:
     ckptstore.open(tmp_path / "store").close()
     state = state_of(4)
     with ckptstore.open(tmp_path / "store", read_only=True) as store:
@@ -88,7 +107,9 @@ def test_a_state_is_withdrawn_while_its_chunks_get_ids(start: Start) -> None:
         while not offer._closed:
             threading.Event().wait(0.001)
 
-    offer = make_offer(state, 1, chunk_bytes=1 << 20, pool=sender._pool, threads=sender._threads, guard=None)
+    offer = make_offer(
+        state, 1, chunk_bytes=1 << 20, pool=sender._pool, threads=sender._threads, guard=None
+    )
     offer.fill()
     offer._threads = Halting(until_closed)
     assert offer.describe(BLAKE3, early=False, wait_s=0) is None

@@ -1,4 +1,5 @@
-"""Peers that lie, break off, are slow, dead or strangers: refused or passed over, and never a wrong tensor."""
+"""Peers that lie, break off, are slow, dead or strangers: refused or passed over, and never a wrong
+tensor."""
 
 import os
 import socket
@@ -14,9 +15,21 @@ import pytest
 from ckptstore.errors import CkptStoreError, Conflict, Corrupt, Unavailable
 from ckptstore.interop.chunk_transfer import server
 from ckptstore.interop.chunk_transfer.connection import Connection, Deadline, PeerFailed, Route
-from ckptstore.interop.chunk_transfer.protocol import Invitation, decode_invitation, encode_invitation
+from ckptstore.interop.chunk_transfer.protocol import (
+    Invitation,
+    decode_invitation,
+    encode_invitation,
+)
 from ckptstore.interop.chunk_transfer.server import CONNECTIONS_MAX
-from tests.interop.chunk_transfer.conftest import SOON, Start, Wire, assert_same, copy_of, state_of, weights_of
+from tests.interop.chunk_transfer.conftest import (
+    SOON,
+    Start,
+    Wire,
+    assert_same,
+    copy_of,
+    state_of,
+    weights_of,
+)
 
 IMPATIENT = timedelta(milliseconds=300)
 
@@ -51,7 +64,9 @@ def cutting(proxy: Any, after: int) -> Callable[[bytes], bytes]:
     return count
 
 
-def test_a_bit_flipped_on_the_wire_is_noticed_and_its_chunk_asked_for_again(start: Start, wire: Wire) -> None:
+def test_a_bit_flipped_on_the_wire_is_noticed_and_its_chunk_asked_for_again(
+    start: Start, wire: Wire
+) -> None:
     state = state_of(8)
     sender, receiver = start(), start(connections=1)
     sender.send_checkpoint([1], 1, state, SOON)
@@ -73,7 +88,9 @@ def test_a_bit_flipped_anywhere_is_never_a_wrong_state(start: Start, wire: Wire)
     assert_same(start(connections=1).recv_checkpoint(0, metadata, 1, SOON), state)
     for at in [*range(0, 1200, 53), *range(1200, sum(seen), sum(seen) // 12)]:
         proxy.faults.spoil = flipping(at)
-        with suppress(Corrupt, Unavailable):  # what was damaged may be the peer's very answer to who it is
+        with suppress(
+            Corrupt, Unavailable
+        ):  # what was damaged may be the peer's very answer to who it is
             assert_same(receiver.recv_checkpoint(0, metadata, 1, SOON), state)
 
 
@@ -88,10 +105,14 @@ def test_a_cut_connection_goes_on_where_it_was(start: Start, wire: Wire, connect
     assert_same(receiver.recv_checkpoint(0, metadata, 1, SOON), state)
     assert receiver.received is not None
     assert receiver.received.retried > 0
-    assert receiver.received.fetched_chunks == receiver.received.chunks  # each was received whole once
+    assert (
+        receiver.received.fetched_chunks == receiver.received.chunks
+    )  # each was received whole once
 
 
-def test_what_came_before_a_failure_is_not_asked_for_by_the_next_call(start: Start, wire: Wire) -> None:
+def test_what_came_before_a_failure_is_not_asked_for_by_the_next_call(
+    start: Start, wire: Wire
+) -> None:
     state = state_of(24)
     sender, receiver = start(), start(connections=1)
     sender.send_checkpoint([1], 1, state, SOON)
@@ -114,7 +135,9 @@ def test_what_came_before_a_failure_is_not_asked_for_by_the_next_call(start: Sta
         receiver.recv_checkpoint(0, metadata, 1, SOON)
     assert_same(receiver.recv_checkpoint(0, sender.metadata(), 1, SOON), state)
     assert receiver.received is not None
-    assert receiver.received.fetched_chunks < receiver.received.chunks  # the last were in buffers when the peer died
+    assert (
+        receiver.received.fetched_chunks < receiver.received.chunks
+    )  # the last were in buffers when the peer died
 
 
 def test_a_peer_that_always_sends_other_bytes_is_refused(start: Start, wire: Wire) -> None:
@@ -126,7 +149,9 @@ def test_a_peer_that_always_sends_other_bytes_is_refused(start: Start, wire: Wir
         receiver.recv_checkpoint(0, metadata, 1, SOON)
 
 
-def test_in_place_a_transfer_that_fails_leaves_verified_bytes_only(start: Start, wire: Wire) -> None:
+def test_in_place_a_transfer_that_fails_leaves_verified_bytes_only(
+    start: Start, wire: Wire
+) -> None:
     state, live = state_of(6), state_of(6, seed=2)
     before = copy_of(live)
     sender, receiver = start(), start(state_dict=lambda: live, in_place=True)
@@ -136,12 +161,17 @@ def test_in_place_a_transfer_that_fails_leaves_verified_bytes_only(start: Start,
     with pytest.raises((Corrupt, Unavailable)):
         receiver.recv_checkpoint(0, metadata, 1, SOON)
     for name, tensor in weights_of(live).items():
-        pieces = (each.view(-1).split(1 << 18) for each in (tensor, weights_of(before)[name], weights_of(state)[name]))
+        pieces = (
+            each.view(-1).split(1 << 18)
+            for each in (tensor, weights_of(before)[name], weights_of(state)[name])
+        )
         for got, old, new in zip(*pieces, strict=True):
             assert got.equal(old) or got.equal(new)
 
 
-def test_of_several_peers_all_give_and_those_that_cannot_are_passed_over(start: Start, wire: Wire) -> None:
+def test_of_several_peers_all_give_and_those_that_cannot_are_passed_over(
+    start: Start, wire: Wire
+) -> None:
     state = state_of(32)
     good, second, damaged, behind = start(), start(), start(), start()
     for sender in (good, second, damaged):
@@ -155,7 +185,8 @@ def test_of_several_peers_all_give_and_those_that_cannot_are_passed_over(start: 
         metadata, proxy = wire(sender)
 
         def count(data: bytes, number: int = number) -> bytes:
-            """None gives all before the other one has begun: a busy machine may let it wait for so long."""
+            """None gives all before the other one has begun: a busy machine may let it wait for so
+            long."""
             given[number] += len(data)
             if given[number] > 1 << 20:
                 gave[number].set()
@@ -168,19 +199,25 @@ def test_of_several_peers_all_give_and_those_that_cannot_are_passed_over(start: 
     metadata, proxy = wire(damaged)
     proxy.faults.spoil = lambda data: data if len(data) < 20_000 else bytes(len(data))
     receiver = start(connections=2)
-    assert_same(receiver.recv_from([dead.metadata(), behind.metadata(), *sources, metadata], 4, SOON), state)
+    assert_same(
+        receiver.recv_from([dead.metadata(), behind.metadata(), *sources, metadata], 4, SOON), state
+    )
     assert min(given) > 1 << 20
 
 
 def test_peers_that_disagree_about_a_state_never_give_a_mixture(start: Start) -> None:
     states = [state_of(8, seed=seed) for seed in (1, 2)]
-    weights_of(states[1])["a"] = weights_of(states[0])["a"].clone()  # half of the chunks are the same
+    weights_of(states[1])["a"] = weights_of(states[0])[
+        "a"
+    ].clone()  # half of the chunks are the same
     senders = [start(), start()]
     for sender, state in zip(senders, states, strict=True):
         sender.send_checkpoint([2], 1, state, SOON)
     receiver = start()
     got = receiver.recv_from([sender.metadata() for sender in senders], 1, SOON)
-    assert_same(got, states[0] if weights_of(got)["b"].equal(weights_of(states[0])["b"]) else states[1])
+    assert_same(
+        got, states[0] if weights_of(got)["b"].equal(weights_of(states[0])["b"]) else states[1]
+    )
     assert receiver.received is not None and receiver.received.retried == 0
 
 
@@ -226,7 +263,10 @@ def test_a_peer_that_sends_a_byte_now_and_then_is_too_slow(start: Start) -> None
 
 def test_a_chunk_that_comes_a_byte_now_and_then_is_too_slow() -> None:
     route = Route(Invitation("1" * 32, "s3cret" * 10, ()), "transfer", IMPATIENT.total_seconds())
-    with socket.create_server(("127.0.0.1", 0)) as listener, socket.create_connection(listener.getsockname()) as ours:
+    with (
+        socket.create_server(("127.0.0.1", 0)) as listener,
+        socket.create_connection(listener.getsockname()) as ours,
+    ):
         theirs = listener.accept()[0]
         dripping = threading.Thread(target=lambda: drip(theirs))
         dripping.start()
@@ -236,7 +276,9 @@ def test_a_chunk_that_comes_a_byte_now_and_then_is_too_slow() -> None:
             Connection(ours, route, Deadline(30, "")).read_into(memoryview(bytearray(1000)))
         assert 0.3 <= time.monotonic() - began < 5
         with pytest.raises(TimeoutError, match=r"timed out after 0\.05 s: no chunk"):
-            Connection(ours, route, Deadline(0.05, "no chunk")).read_into(memoryview(bytearray(1000)))
+            Connection(ours, route, Deadline(0.05, "no chunk")).read_into(
+                memoryview(bytearray(1000))
+            )
         theirs.close()
         dripping.join()
 
@@ -264,12 +306,17 @@ def test_a_stranger_at_the_peers_address_is_not_told_the_token(start: Start) -> 
     def answer(connection: socket.socket) -> None:
         connection.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: 32\r\n\r\n" + b"0" * 32)
 
-    with stranger(answer) as (metadata, heard), pytest.raises(Unavailable, match="no transport of this id"):
+    with (
+        stranger(answer) as (metadata, heard),
+        pytest.raises(Unavailable, match="no transport of this id"),
+    ):
         start(patience=IMPATIENT).recv_checkpoint(0, metadata, 1, SOON)
     assert heard and decode_invitation(metadata).token.encode() not in b"".join(heard)
 
 
-def test_who_is_still_receiving_when_time_is_up_is_cut_off_and_the_memory_is_free(start: Start, wire: Wire) -> None:
+def test_who_is_still_receiving_when_time_is_up_is_cut_off_and_the_memory_is_free(
+    start: Start, wire: Wire
+) -> None:
     sender = start(timeout=timedelta(seconds=0.3), staging_bytes=8 << 20)
     sender.send_checkpoint([1], 1, state_of(8), SOON)
     metadata, proxy = wire(sender)
@@ -286,7 +333,9 @@ def test_who_is_still_receiving_when_time_is_up_is_cut_off_and_the_memory_is_fre
 
     def receive() -> None:
         try:
-            start(patience=timedelta(seconds=5)).recv_checkpoint(0, metadata, 1, timedelta(seconds=5))
+            start(patience=timedelta(seconds=5)).recv_checkpoint(
+                0, metadata, 1, timedelta(seconds=5)
+            )
         except CkptStoreError as error:
             failed.append(error)
 
@@ -301,7 +350,9 @@ def test_who_is_still_receiving_when_time_is_up_is_cut_off_and_the_memory_is_fre
     assert_same(start().recv_checkpoint(0, sender.metadata(), 2, SOON), state_of(8, seed=2))
 
 
-def test_a_transfer_under_way_is_finished_before_the_state_is_withdrawn(start: Start, wire: Wire) -> None:
+def test_a_transfer_under_way_is_finished_before_the_state_is_withdrawn(
+    start: Start, wire: Wire
+) -> None:
     state = state_of(16)
     sender, receiver = start(), start(connections=1)
     sender.send_checkpoint([1], 1, state, SOON)
@@ -314,7 +365,9 @@ def test_a_transfer_under_way_is_finished_before_the_state_is_withdrawn(start: S
         return data
 
     proxy.faults.spoil = note
-    receiving = threading.Thread(target=lambda: got.append(receiver.recv_checkpoint(0, metadata, 1, SOON)))
+    receiving = threading.Thread(
+        target=lambda: got.append(receiver.recv_checkpoint(0, metadata, 1, SOON))
+    )
     receiving.start()
     assert begun.wait(30)
     sender.disallow_checkpoint()
@@ -331,16 +384,28 @@ def test_a_transfer_under_way_is_finished_before_the_state_is_withdrawn(start: S
         (b"GET /etc/passwd HTTP/1.1\r\nAuthorization: Bearer TOKEN\r\n\r\n", 404),
         (b"GET /ckptstore/1/state/1 HTTP/1.1\r\nAuthorization: Bearer TOKEN\r\n\r\n", 503),
         (b"GET /ckptstore/1/state/../1 HTTP/1.1\r\nAuthorization: Bearer TOKEN\r\n\r\n", 404),
-        (b"POST /ckptstore/1/chunks/1 HTTP/1.1\r\nAuthorization: Bearer TOKEN\r\nContent-Length: 33\r\n\r\n" + bytes(33), 400),
-        (b"POST /ckptstore/1/chunks/1 HTTP/1.1\r\nAuthorization: Bearer TOKEN\r\nContent-Length: 99999999\r\n\r\n", 400),
+        (
+            b"POST /ckptstore/1/chunks/1 HTTP/1.1\r\nAuthorization: Bearer "
+            b"TOKEN\r\nContent-Length: 33\r\n\r\n" + bytes(33),
+            400,
+        ),
+        (
+            b"POST /ckptstore/1/chunks/1 HTTP/1.1\r\nAuthorization: Bearer "
+            b"TOKEN\r\nContent-Length: 99999999\r\n\r\n",
+            400,
+        ),
         (b"POST /ckptstore/1/chunks/1 HTTP/1.1\r\nAuthorization: Bearer TOKEN\r\n\r\n", 400),
         (b"PUT /ckptstore/1/state/1 HTTP/1.1\r\nAuthorization: Bearer TOKEN\r\n\r\n", 501),
         (b"rubbish\r\n\r\n", 400),
     ],
 )
-def test_the_server_refuses_what_is_no_request_of_a_peer(start: Start, request_bytes: bytes, status: int) -> None:
+def test_the_server_refuses_what_is_no_request_of_a_peer(
+    start: Start, request_bytes: bytes, status: int
+) -> None:
     invitation = decode_invitation(start().metadata())
-    with socket.create_connection(("127.0.0.1", invitation.addresses[0][1]), timeout=20) as connection:
+    with socket.create_connection(
+        ("127.0.0.1", invitation.addresses[0][1]), timeout=20
+    ) as connection:
         connection.sendall(request_bytes.replace(b"TOKEN", invitation.token.encode()))
         answer = connection.recv(4096)
     assert str(status).encode() in answer.split(b"\r\n")[0]
@@ -352,11 +417,14 @@ def test_more_peers_than_the_server_has_room_for_are_told_to_come_again(start: S
     sender.send_checkpoint([1], 1, {"x": 1}, SOON)
     invitation = decode_invitation(sender.metadata())
     port = invitation.addresses[0][1]
-    crowd = [socket.create_connection(("127.0.0.1", port), timeout=20) for _ in range(CONNECTIONS_MAX)]
+    crowd = [
+        socket.create_connection(("127.0.0.1", port), timeout=20) for _ in range(CONNECTIONS_MAX)
+    ]
     try:
         for connection in crowd:
             connection.sendall(
-                f"GET /ckptstore/1/state/1 HTTP/1.1\r\nAuthorization: Bearer {invitation.token}\r\nCkptstore-Wait-Ms: 9000\r\n\r\n".encode()
+                "GET /ckptstore/1/state/1 HTTP/1.1\r\nAuthorization: Bearer "
+                f"{invitation.token}\r\nCkptstore-Wait-Ms: 9000\r\n\r\n".encode()
             )
             assert b"200" in connection.recv(100)
         with socket.create_connection(("127.0.0.1", port), timeout=20) as one_more:
@@ -368,11 +436,14 @@ def test_more_peers_than_the_server_has_room_for_are_told_to_come_again(start: S
 
 
 def test_connections_that_never_show_the_token_keep_no_peer_out(start: Start) -> None:
-    """Slowloris: heads without end, a byte now and then, and hellos again and again, on as many connections as there are places."""
+    """Slowloris: heads without end, a byte now and then, and hellos again and again, on as many
+    connections as there are places."""
     sender = start()
     sender.send_checkpoint([1], 1, {"x": 1}, SOON)
     port = decode_invitation(sender.metadata()).addresses[0][1]
-    crowd = [socket.create_connection(("127.0.0.1", port), timeout=20) for _ in range(CONNECTIONS_MAX)]
+    crowd = [
+        socket.create_connection(("127.0.0.1", port), timeout=20) for _ in range(CONNECTIONS_MAX)
+    ]
     try:
         for number, connection in enumerate(crowd):
             connection.sendall(b"GET /ckptstore/1/hello HTTP/1.1\r\n" + b"\r\n" * (number % 2))
@@ -383,7 +454,9 @@ def test_connections_that_never_show_the_token_keep_no_peer_out(start: Start) ->
 
 
 @pytest.mark.parametrize("said", [b"y", b"\r\nGET /ckptstore/1/hello HTTP/1.1\r\n"])
-def test_a_head_that_trickles_is_ended_at_its_deadline(start: Start, monkeypatch: pytest.MonkeyPatch, said: bytes) -> None:
+def test_a_head_that_trickles_is_ended_at_its_deadline(
+    start: Start, monkeypatch: pytest.MonkeyPatch, said: bytes
+) -> None:
     """However short the pauses are, and whatever is asked for without the token."""
     monkeypatch.setattr(server, "HEAD_TIMEOUT_S", 0.5)
     port = decode_invitation(start().metadata()).addresses[0][1]
@@ -409,7 +482,8 @@ def drip(connection: socket.socket) -> None:
 
 @contextmanager
 def stranger(answer: Callable[[socket.socket], object]) -> Iterator[tuple[str, list[bytes]]]:
-    """Somebody who listens where a peer should be: metadata that leads there, and what is said to them."""
+    """Somebody who listens where a peer should be: metadata that leads there, and what is said to
+    them."""
     heard: list[bytes] = []
     with socket.create_server(("127.0.0.1", 0)) as listener:
 
@@ -422,6 +496,9 @@ def stranger(answer: Callable[[socket.socket], object]) -> Iterator[tuple[str, l
                         answer(connection)
 
         threading.Thread(target=serve, daemon=True).start()
-        yield encode_invitation(Invitation("1" * 32, "s3cret" * 10, (listener.getsockname(),))), heard
+        yield (
+            encode_invitation(Invitation("1" * 32, "s3cret" * 10, (listener.getsockname(),))),
+            heard,
+        )
         with suppress(OSError):
             listener.shutdown(socket.SHUT_RDWR)

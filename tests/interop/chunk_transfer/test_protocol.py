@@ -1,4 +1,5 @@
-"""What transports say to each other is read as it was written, and whatever else comes is refused."""
+"""What transports say to each other is read as it was written, and whatever else comes is
+refused."""
 
 import json
 from dataclasses import replace
@@ -10,14 +11,28 @@ from hypothesis import strategies as st
 from ckptstore.core.ids import digest
 from ckptstore.errors import Corrupt, InvalidInput
 from ckptstore.interop.chunk_transfer import protocol
-from ckptstore.interop.chunk_transfer.protocol import Description, Head, Invitation, MeshName, Near, Placed
+from ckptstore.interop.chunk_transfer.protocol import (
+    Description,
+    Head,
+    Invitation,
+    MeshName,
+    Near,
+    Placed,
+)
 from ckptstore.objects import canonical
 
 ids = st.binary(min_size=32, max_size=32)
 sized = st.tuples(ids, st.integers(0, 1 << 20))
 sizes = st.lists(st.integers(0, 1 << 40), max_size=4).map(tuple)
-meshes = st.builds(MeshName, sizes, sizes, st.lists(st.sampled_from(["dp", "tp", "a b"]), max_size=2).map(tuple))
-places = st.builds(Placed, meshes, st.lists(st.sampled_from(["R", "S(0)", "_S(0, 2)"]), max_size=3).map(tuple), sizes)
+meshes = st.builds(
+    MeshName, sizes, sizes, st.lists(st.sampled_from(["dp", "tp", "a b"]), max_size=2).map(tuple)
+)
+places = st.builds(
+    Placed,
+    meshes,
+    st.lists(st.sampled_from(["R", "S(0)", "_S(0, 2)"]), max_size=3).map(tuple),
+    sizes,
+)
 descriptions = st.builds(
     Description,
     st.integers(-1, 1 << 50),
@@ -36,7 +51,9 @@ def test_a_description_is_read_as_it_was_written(description: Description) -> No
 
 
 @given(descriptions, st.data())
-def test_a_description_that_was_changed_in_any_byte_is_refused(description: Description, data: st.DataObject) -> None:
+def test_a_description_that_was_changed_in_any_byte_is_refused(
+    description: Description, data: st.DataObject
+) -> None:
     encoded = bytearray(protocol.encode_description(description))
     encoded[data.draw(st.integers(0, len(encoded) - 1))] ^= data.draw(st.integers(1, 255))
     with pytest.raises(Corrupt):
@@ -61,8 +78,16 @@ def test_a_description_that_was_changed_in_any_byte_is_refused(description: Desc
         {"names": 7},
     ],
 )
-def test_a_description_that_says_what_cannot_be_is_refused_though_its_hash_is_right(change: dict[str, object]) -> None:
-    said = {"step": 1, "chunk_bytes": 1 << 20, "metadata": [["0" * 64, 10]], "meshes": [[[1], [0], []]], "placed": []}
+def test_a_description_that_says_what_cannot_be_is_refused_though_its_hash_is_right(
+    change: dict[str, object],
+) -> None:
+    said = {
+        "step": 1,
+        "chunk_bytes": 1 << 20,
+        "metadata": [["0" * 64, 10]],
+        "meshes": [[[1], [0], []]],
+        "placed": [],
+    }
     good = canonical.encode(said)
     assert protocol.decode_description(good + digest(good)).step == 1
     bad = canonical.encode(said | change)
@@ -134,7 +159,9 @@ def test_a_path_names_a_step_or_nothing(path: str, named: tuple[str, int] | None
 
 
 def test_a_head_is_read() -> None:
-    head = protocol.decode_head(b"HTTP/1.1 409 Conflict\r\nContent-Length: 12\r\nCkptstore-Step: 7\r\n\r\n")
+    head = protocol.decode_head(
+        b"HTTP/1.1 409 Conflict\r\nContent-Length: 12\r\nCkptstore-Step: 7\r\n\r\n"
+    )
     assert head == Head(409, 12, {"content-length": "12", "ckptstore-step": "7"})
 
 

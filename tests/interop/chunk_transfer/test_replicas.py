@@ -1,4 +1,5 @@
-"""Replicas that are processes: one joins late and recovers from a peer, and again, and then nobody serves; DTensors keep their place."""
+"""Replicas that are processes: one joins late and recovers from a peer, and again, and then nobody
+serves; DTensors keep their place."""
 
 import os
 import signal
@@ -52,7 +53,9 @@ def test_dtensors_of_every_layout_are_placed_on_the_receivers_own_mesh(pool: Poo
     pool.run(replicas.exchange_dtensors, 3)
 
 
-def test_dtensors_whose_mesh_the_receiver_does_not_know_come_on_an_equal_mesh_without_groups(pool: Pool) -> None:
+def test_dtensors_whose_mesh_the_receiver_does_not_know_come_on_an_equal_mesh_without_groups(
+    pool: Pool,
+) -> None:
     pool.run(replicas.exchange_dtensors_without_meshes, 3)
 
 
@@ -60,7 +63,9 @@ def test_a_dtensor_on_a_mesh_without_dimensions_arrives_whole(pool: Pool) -> Non
     pool.run(replicas.exchange_dtensor_without_dimensions)
 
 
-def test_a_dtensor_on_a_mesh_that_the_receiver_is_no_rank_of_is_refused_by_its_path(pool: Pool) -> None:
+def test_a_dtensor_on_a_mesh_that_the_receiver_is_no_rank_of_is_refused_by_its_path(
+    pool: Pool,
+) -> None:
     assert pool.run(replicas.receive_on_mesh_of_first_two_ranks)[2].startswith("state/w lies on")
 
 

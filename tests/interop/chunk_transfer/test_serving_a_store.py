@@ -1,4 +1,5 @@
-"""What a sender serves from its store: gc leaves it alone meanwhile, damage in it is found, and a store that cannot be relied on is not."""
+"""What a sender serves from its store: gc leaves it alone meanwhile, damage in it is found, and a
+store that cannot be relied on is not."""
 
 from pathlib import Path
 
@@ -7,7 +8,14 @@ import torch
 
 import ckptstore
 from ckptstore.errors import CkptStoreError
-from tests.interop.chunk_transfer.conftest import SOON, Start, assert_same, copy_of, state_of, weights_of
+from tests.interop.chunk_transfer.conftest import (
+    SOON,
+    Start,
+    assert_same,
+    copy_of,
+    state_of,
+    weights_of,
+)
 
 
 def committed_and_forgotten(place: Path) -> None:
@@ -27,7 +35,10 @@ def test_a_gc_leaves_what_is_served_until_it_is_withdrawn(start: Start, tmp_path
         sender.send_checkpoint([1], 1, state, SOON)
         assert sender.staged_bytes == 0
         assert other.gc(max_unused=0.0).freed_bytes < 1 << 20
-        assert sum(pack.stat().st_size for pack in (place / "packs").rglob("*") if pack.is_file()) > 6 << 20
+        assert (
+            sum(pack.stat().st_size for pack in (place / "packs").rglob("*") if pack.is_file())
+            > 6 << 20
+        )
         assert_same(receiver.recv_checkpoint(0, sender.metadata(), 1, SOON), state)
         sender.disallow_checkpoint()
         assert other.gc(max_unused=0.0).freed_bytes > 6 << 20
@@ -79,7 +90,9 @@ def test_a_store_that_cannot_be_written_is_not_relied_on(start: Start, tmp_path:
 
 
 @pytest.mark.parametrize("codec", ["raw", "zstd"])
-def test_what_is_damaged_in_the_store_of_one_peer_comes_from_another(start: Start, tmp_path: Path, codec: str) -> None:
+def test_what_is_damaged_in_the_store_of_one_peer_comes_from_another(
+    start: Start, tmp_path: Path, codec: str
+) -> None:
     state = {"a": torch.randn(1 << 20).bfloat16().float()}  # two of four bytes compress well
     wanted = copy_of(state)
     with ckptstore.open(tmp_path / "store", codec=codec) as store:

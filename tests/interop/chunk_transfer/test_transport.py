@@ -1,4 +1,5 @@
-"""What a transport carries, when it serves and for whom, and what it does not ask for because it is there already."""
+"""What a transport carries, when it serves and for whom, and what it does not ask for because it is
+there already."""
 
 import importlib.util
 import sys
@@ -17,13 +18,26 @@ import ckptstore.interop.torchft as transport_module
 from ckptstore.errors import Conflict, InvalidInput, Unavailable
 from ckptstore.interop.chunk_transfer.protocol import decode_invitation, encode_invitation
 from ckptstore.interop.torchft import StoreTransport
-from tests.interop.chunk_transfer.conftest import SOON, Start, Wire, assert_same, copy_of, state_of, weights_of
+from tests.interop.chunk_transfer.conftest import (
+    SOON,
+    Start,
+    Wire,
+    assert_same,
+    copy_of,
+    state_of,
+    weights_of,
+)
 
 METADATA_CHUNKS = 2
 """A schema and a page."""
 
 
-def receive(transport: StoreTransport[Any], sender: StoreTransport[Any], step: int = 1, timeout: timedelta = SOON) -> Any:
+def receive(
+    transport: StoreTransport[Any],
+    sender: StoreTransport[Any],
+    step: int = 1,
+    timeout: timedelta = SOON,
+) -> Any:
     return transport.recv_checkpoint(0, sender.metadata(), step, timeout)
 
 
@@ -39,7 +53,14 @@ def every_kind() -> dict[str, Any]:
         "scalar": torch.tensor(3, dtype=torch.int64),
         "view": base[1000:2000],
         "parameter": torch.nn.Parameter(torch.randn(40, 40)),
-        "nested": [{"lr": 1e-3, "betas": (0.9, 0.999)}, None, True, "text", b"x" * 5000, float("inf")],
+        "nested": [
+            {"lr": 1e-3, "betas": (0.9, 0.999)},
+            None,
+            True,
+            "text",
+            b"x" * 5000,
+            float("inf"),
+        ],
         0: {"int key": -1},
     }
 
@@ -54,7 +75,9 @@ def test_a_state_of_every_kind_arrives_as_it_was_sent(start: Start) -> None:
 def test_tensors_that_were_tied_are_tied_again_and_travel_once(start: Start) -> None:
     shared = torch.randn(1024, 512)
     sender, receiver = start(), start()
-    sender.send_checkpoint([1], 1, {"embedding": shared, "head": shared, "twice": shared.clone()}, SOON)
+    sender.send_checkpoint(
+        [1], 1, {"embedding": shared, "head": shared, "twice": shared.clone()}, SOON
+    )
     got = receive(receiver, sender)
     assert got["embedding"] is got["head"] and got["twice"] is not got["head"]
     assert receiver.received is not None and receiver.received.fetched_bytes < 2 * shared.nbytes
@@ -116,7 +139,9 @@ def test_one_state_follows_another_in_the_same_staging_memory(start: Start) -> N
         assert_same(receive(receiver, sender, step), state)
 
 
-def test_a_state_that_does_not_fit_into_the_staging_memory_is_refused_and_nothing_is_served(start: Start) -> None:
+def test_a_state_that_does_not_fit_into_the_staging_memory_is_refused_and_nothing_is_served(
+    start: Start,
+) -> None:
     sender, receiver = start(staging_bytes=2 << 20), start()
     with pytest.raises(InvalidInput, match="staging_bytes"):
         sender.send_checkpoint([1], 1, state_of(6), SOON)
@@ -144,8 +169,12 @@ def test_only_chunks_that_the_live_state_lacks_are_asked_for(start: Start, wire:
     assert receiver.received is not None
     assert receiver.received.fetched_chunks == 2 + METADATA_CHUNKS
     assert 2 << 20 <= receiver.received.fetched_bytes < (2 << 20) + 10_000
-    assert sum(came) < receiver.received.fetched_bytes + 10_000  # on the wire, with heads and description
-    assert receiver.received.requests == 1 + 1 + 2  # the description, its schema and page, a chunk on each of two connections
+    assert (
+        sum(came) < receiver.received.fetched_bytes + 10_000
+    )  # on the wire, with heads and description
+    assert (
+        receiver.received.requests == 1 + 1 + 2
+    )  # the description, its schema and page, a chunk on each of two connections
     assert_same(live, before)
 
 
@@ -159,7 +188,12 @@ def test_a_chunk_counts_wherever_the_live_state_has_it(start: Start) -> None:
 
 def test_chunks_that_changed_places_are_not_asked_for(start: Start) -> None:
     a, b, c = torch.randn(700, 1000), torch.randn(700, 1000), torch.randn(700, 1000)
-    live = {"x": b.clone(), "y": a.clone(), "other size": c.clone(), "z": torch.zeros(350_000, dtype=torch.complex64)}
+    live = {
+        "x": b.clone(),
+        "y": a.clone(),
+        "other size": c.clone(),
+        "z": torch.zeros(350_000, dtype=torch.complex64),
+    }
     state = {"x": a, "y": b, "other size": torch.randn(10, 1000), "z": c}
     before = copy_of(live)
     sender, receiver = start(), start(state_dict=lambda: live)
@@ -186,7 +220,12 @@ def test_in_place_the_live_tensors_take_what_came_and_keep_what_they_had(start: 
 def test_in_place_exchanged_tensors_and_strided_ones_become_what_was_sent(start: Start) -> None:
     a, b, strided = torch.randn(512, 512), torch.randn(512, 512), torch.randn(600, 500)
     state = {"x": a, "y": b, "strided": strided, "small": torch.arange(3)}
-    live = {"x": b.clone(), "y": a.clone(), "strided": torch.zeros(500, 600).t(), "small": torch.zeros(3, dtype=torch.int64)}
+    live = {
+        "x": b.clone(),
+        "y": a.clone(),
+        "strided": torch.zeros(500, 600).t(),
+        "small": torch.zeros(3, dtype=torch.int64),
+    }
     sender, receiver = start(), start(state_dict=lambda: live, in_place=True)
     sender.send_checkpoint([1], 1, state, SOON)
     assert_same(receive(receiver, sender), state)
@@ -196,13 +235,19 @@ def test_in_place_exchanged_tensors_and_strided_ones_become_what_was_sent(start:
 def test_in_place_live_tensors_that_share_memory_are_left_alone(start: Start) -> None:
     flat = torch.zeros(400_000)
     live = {"whole": flat, "part": flat[:200_000], "tied": flat}
-    state = {"whole": torch.randn(400_000), "part": torch.randn(200_000), "tied": torch.randn(400_000)}
+    state = {
+        "whole": torch.randn(400_000),
+        "part": torch.randn(200_000),
+        "tied": torch.randn(400_000),
+    }
     sender, receiver = start(), start(state_dict=lambda: live, in_place=True)
     sender.send_checkpoint([1], 1, state, SOON)
     assert_same(receive(receiver, sender), state)
 
 
-def test_a_committed_state_is_served_from_the_store_without_a_copy(start: Start, tmp_path: Path) -> None:
+def test_a_committed_state_is_served_from_the_store_without_a_copy(
+    start: Start, tmp_path: Path
+) -> None:
     state = state_of(6)
     wanted = copy_of(state)
     with ckptstore.open(tmp_path / "store") as store:
@@ -233,7 +278,10 @@ def test_what_was_received_is_committed_as_what_was_sent(start: Start, tmp_path:
     sender.send_checkpoint([1], 1, state, SOON)
     got = receive(receiver, sender)
     with ckptstore.open(tmp_path / "store") as store:
-        assert store.commit(got["user"]["default"]).content_id == store.commit(state["user"]["default"]).content_id
+        assert (
+            store.commit(got["user"]["default"]).content_id
+            == store.commit(state["user"]["default"]).content_id
+        )
 
 
 def test_a_store_with_another_chunk_size_takes_part(start: Start, tmp_path: Path) -> None:
@@ -284,7 +332,9 @@ def test_an_address_that_leads_nowhere_does_not_hide_one_that_leads_there(start:
     sender.send_checkpoint([1], 1, {"x": 1}, SOON)
     invitation = decode_invitation(sender.metadata())
     unreachable = (("192.0.2.77", 9), ("2001:db8::77", 9))
-    metadata = encode_invitation(replace(invitation, addresses=(*unreachable, *invitation.addresses)))
+    metadata = encode_invitation(
+        replace(invitation, addresses=(*unreachable, *invitation.addresses))
+    )
     assert receiver.recv_checkpoint(0, metadata, 1, SOON) == {"x": 1}
 
 

@@ -1,4 +1,5 @@
-"""What may a gc do next? It marks, condemns, copies what is live in a sparse pack, delists, and deletes objects."""
+"""What may a gc do next? It marks, condemns, copies what is live in a sparse pack, delists, and
+deletes objects."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -7,7 +8,20 @@ from typing import TypeVar
 from ckptstore.core.ids import PackId, SessionId
 from ckptstore.log.entries import Condemn, Delete, Register
 from ckptstore.log.fold import State
-from tests.log.model.world import LETTERS, Collector, Move, Scope, World, append, mask_of, pack_of, record, refusal, session_of, without
+from tests.log.model.world import (
+    LETTERS,
+    Collector,
+    Move,
+    Scope,
+    World,
+    append,
+    mask_of,
+    pack_of,
+    record,
+    refusal,
+    session_of,
+    without,
+)
 
 Condemning = TypeVar("Condemning", Condemn, Register)
 
@@ -17,13 +31,19 @@ def gc_moves(world: World, i: int, scope: Scope) -> Iterator[Move]:
     listed = {p.id: p for p in state.packs.values()}
 
     def put(**changes: object) -> tuple[Collector, ...]:
-        return (*world.gcs[:i], gc._replace(**changes), *world.gcs[i + 1 :])  # type: ignore[arg-type]  # NamedTuple's own
+        # NamedTuple's own
+        return (*world.gcs[:i], gc._replace(**changes), *world.gcs[i + 1 :])  # type: ignore[arg-type]
 
     idle = (*world.gcs[:i], Collector("idle", copies=gc.copies), *world.gcs[i + 1 :])
     name = f"gc{i}{gc.copies}"
     match gc.step:
         case "idle":
-            yield (f"gc{i}", "marks"), world._replace(gcs=(*world.gcs[:i], _mark(state, gc, reverse=bool(i)), *world.gcs[i + 1 :]))
+            yield (
+                (f"gc{i}", "marks"),
+                world._replace(
+                    gcs=(*world.gcs[:i], _mark(state, gc, reverse=bool(i)), *world.gcs[i + 1 :])
+                ),
+            )
         case "condemn":
             dead = frozenset(world.numbers[p] for p in gc.seen if not _assigned(gc, p))
             condemn = _settle(world, Condemn(gc.mark, gc.fence, dead, gc.soft))
@@ -35,13 +55,24 @@ def gc_moves(world: World, i: int, scope: Scope) -> Iterator[Move]:
         case "repack":
             yield (f"gc{i}", "repacks no more"), world._replace(gcs=put(step="delete"))
             if gc.copies < scope.copies:
-                for victim in sorted(p for p in gc.seen if p in listed and listed[p].live and 0 < _assigned(gc, p) < listed[p].bytes):
-                    copied = world._replace(objects=world.objects | {(pack_of(name), _assigned(gc, victim))})
-                    yield (f"gc{i}", "copies", victim), copied._replace(gcs=put(step="swap", victim=victim))
+                for victim in sorted(
+                    p
+                    for p in gc.seen
+                    if p in listed and listed[p].live and 0 < _assigned(gc, p) < listed[p].bytes
+                ):
+                    copied = world._replace(
+                        objects=world.objects | {(pack_of(name), _assigned(gc, victim))}
+                    )
+                    yield (
+                        (f"gc{i}", "copies", victim),
+                        copied._replace(gcs=put(step="swap", victim=victim)),
+                    )
         case "swap":
             assert gc.victim is not None
             copy = record(pack_of(name), _assigned(gc, gc.victim))
-            body = Register(session_of(name), gc.mark, gc.fence, (copy,), frozenset({world.numbers[gc.victim]}))
+            body = Register(
+                session_of(name), gc.mark, gc.fence, (copy,), frozenset({world.numbers[gc.victim]})
+            )
             register = _settle(world, body)
             gone = (*world.gcs[:i], Collector("idle", copies=gc.copies + 1), *world.gcs[i + 1 :])
             if register is None:
@@ -50,33 +81,60 @@ def gc_moves(world: World, i: int, scope: Scope) -> Iterator[Move]:
             else:
                 after = append(world, register)
                 done = put(step="delete", victim=None, fence=state.n + 1, copies=gc.copies + 1)
-                yield (f"gc{i}", "registers its copy, condemns", set(register.condemn)), after._replace(gcs=done)
+                yield (
+                    (f"gc{i}", "registers its copy, condemns", set(register.condemn)),
+                    after._replace(gcs=done),
+                )
         case "delete":
             yield (f"gc{i}", "ends"), world._replace(gcs=idle)
-            planned = {p for p in gc.seen if not _assigned(gc, p)} | {p.id for p in listed.values() if not p.live}
+            planned = {p for p in gc.seen if not _assigned(gc, p)} | {
+                p.id for p in listed.values() if not p.live
+            }
             for victim in sorted(planned & listed.keys()):
                 delete = Delete(frozenset({world.numbers[victim]}))
                 if scope.object_first and not listed[victim].live:
-                    yield (f"gc{i}", "deletes the object of", victim), without(world, victim)._replace(gcs=put(step="row", victim=victim))
+                    yield (
+                        (f"gc{i}", "deletes the object of", victim),
+                        without(world, victim)._replace(gcs=put(step="row", victim=victim)),
+                    )
                 elif refusal(world, delete) is None:
-                    yield (f"gc{i}", "delists", victim), append(world, delete)._replace(gcs=put(step="object", victim=victim))
+                    yield (
+                        (f"gc{i}", "delists", victim),
+                        append(world, delete)._replace(gcs=put(step="object", victim=victim)),
+                    )
             for orphan, _ in world.objects:
                 if orphan not in listed and state.closed(SessionId(orphan[:24])):
-                    yield (f"gc{i}", "finds the orphan", orphan), world._replace(gcs=put(step="object", victim=orphan))
+                    yield (
+                        (f"gc{i}", "finds the orphan", orphan),
+                        world._replace(gcs=put(step="object", victim=orphan)),
+                    )
         case "object":
             assert gc.victim is not None
-            yield (f"gc{i}", "deletes the object of", gc.victim), without(world, gc.victim)._replace(gcs=put(step="delete", victim=None))
+            yield (
+                (f"gc{i}", "deletes the object of", gc.victim),
+                without(world, gc.victim)._replace(gcs=put(step="delete", victim=None)),
+            )
         case "row":
             assert gc.victim is not None
             delete = Delete(frozenset({world.numbers[gc.victim]}))
             after = world if refusal(world, delete) else append(world, delete)
-            yield (f"gc{i}", "delists", gc.victim), after._replace(gcs=put(step="delete", victim=None))
+            yield (
+                (f"gc{i}", "delists", gc.victim),
+                after._replace(gcs=put(step="delete", victim=None)),
+            )
 
 
 def _mark(state: State, gc: Collector, *, reverse: bool) -> Collector:
-    """Each chunk of a commit that is not forgotten is assigned to one of its packs; two runners may well choose differently."""
+    """Each chunk of a commit that is not forgotten is assigned to one of its packs; two runners may
+    well choose differently."""
     chunks = {c for row in state.commits.values() if not row.soft for c in row.content}
-    holders = {c: sorted((p.id for p in state.packs.values() if p.live and c in LETTERS[p.bytes]), reverse=reverse) for c in chunks}
+    holders = {
+        c: sorted(
+            (p.id for p in state.packs.values() if p.live and c in LETTERS[p.bytes]),
+            reverse=reverse,
+        )
+        for c in chunks
+    }
     keep = frozenset((c, packs[0]) for c, packs in holders.items() if packs)
     seen = frozenset(p.id for p in state.packs.values() if p.live)
     soft = tuple(sorted(c for c, row in state.commits.items() if row.soft))
@@ -88,7 +146,8 @@ def _assigned(gc: Collector, pack: PackId) -> int:
 
 
 def _settle(world: World, body: Condemning) -> Condemning | None:
-    """`body` without what the log refuses, as a gc leaves it out and tries again; None if it must give up."""
+    """`body` without what the log refuses, as a gc leaves it out and tries again; None if it must
+    give up."""
     while refused := refusal(world, body):
         if not refused.packs and not refused.commits:
             return None

@@ -1,7 +1,9 @@
-"""Does any interleaving of writers, gcs, readers, forget, undelete, tags and sessions declared over lose something? All are explored.
+"""Does any interleaving of writers, gcs, readers, forget, undelete, tags and sessions declared over
+lose something? All are explored.
 
-Lost is a commit that was acknowledged and not forgotten, with a chunk in no pack that is both live and there; a tag of a forgotten commit;
-a reader that finds no place of a chunk although it has replayed the log.
+Lost is a commit that was acknowledged and not forgotten, with a chunk in no pack that is both live
+and there; a tag of a forgotten commit; a reader that finds no place of a chunk although it has
+replayed the log.
 """
 
 from collections import deque
@@ -17,7 +19,8 @@ from tests.log.model.writers import writer_moves
 
 
 class Result(NamedTuple):
-    """`path` leads to the world where `lost` is not empty; `complete` unless `limit` stopped the exploration."""
+    """`path` leads to the world where `lost` is not empty; `complete` unless `limit` stopped the
+    exploration."""
 
     worlds: int
     complete: bool
@@ -34,30 +37,70 @@ def moves(world: World, scope: Scope) -> Iterator[Move]:
 
 
 def lost(world: World) -> list[tuple[CommitId, list[str]]]:
-    have = {c for p in world.state.packs.values() if p.live and (p.id, p.bytes) in world.objects for c in LETTERS[p.bytes]}
+    have = {
+        c
+        for p in world.state.packs.values()
+        if p.live and (p.id, p.bytes) in world.objects
+        for c in LETTERS[p.bytes]
+    }
     rows = {commit: row for commit, row in world.state.commits.items() if not row.soft}
     purged = [(commit, ["the commit itself"]) for commit in world.kept if commit not in rows]
-    purged += [(commit, [f"the tag {tag}"]) for tag, commit in world.state.tags.items() if commit not in rows]
+    purged += [
+        (commit, [f"the tag {tag}"])
+        for tag, commit in world.state.tags.items()
+        if commit not in rows
+    ]
     purged += [(KEPT, [world.misled])] if world.misled else []
-    return purged + [(commit, sorted(set(row.content) - have)) for commit, row in rows.items() if set(row.content) - have]
+    return purged + [
+        (commit, sorted(set(row.content) - have))
+        for commit, row in rows.items()
+        if set(row.content) - have
+    ]
 
 
 def key(world: World, scope: Scope) -> object:
-    """Equal futures are one world: of all numbers only how stamps, forgets and fences lie to the marks that are in use matters."""
+    """Equal futures are one world: of all numbers only how stamps, forgets and fences lie to the
+    marks that are in use matters."""
     state = world.state
     gcs = [gc for gc in world.gcs if gc.step != "idle"]
     marks = [gc.mark for gc in gcs]
-    packs = frozenset((p.id, p.bytes, p.live, *[p.stamp > mark for mark in marks]) for p in state.packs.values())
-    commits = frozenset((c, row.soft > 0, *[row.soft > mark for mark in marks]) for c, row in state.commits.items())
+    packs = frozenset(
+        (p.id, p.bytes, p.live, *[p.stamp > mark for mark in marks]) for p in state.packs.values()
+    )
+    commits = frozenset(
+        (c, row.soft > 0, *[row.soft > mark for mark in marks]) for c, row in state.commits.items()
+    )
     fences = tuple(gc.fence == state.fence for gc in gcs)
-    runners = tuple((gc.step, gc.keep, gc.seen & state_ids(state), gc.soft, gc.victim, gc.copies) for gc in world.gcs)
+    runners = tuple(
+        (gc.step, gc.keep, gc.seen & state_ids(state), gc.soft, gc.victim, gc.copies)
+        for gc in world.gcs
+    )
     wanted = {c for w in world.writers if w.step != "end" for c in scope.wants[int(w.name[1])]}
-    views = frozenset(frozenset(placed for placed in view if placed[0] in wanted) for view in world.views) if wanted else None
+    views = (
+        frozenset(
+            frozenset(placed for placed in view if placed[0] in wanted) for view in world.views
+        )
+        if wanted
+        else None
+    )
     closed = frozenset(o for o, _ in world.objects if state.closed(SessionId(o[:24])))
     over = frozenset(state.over)
     writers = tuple(w._replace(sent=int(w.sent == state.n + 1)) for w in world.writers)
     others = world.planned, world.reader, world.misled, frozenset(state.tags)
-    return packs, commits, fences, runners, over, closed, world.objects, writers, world.undelete, views, world.kept, others
+    return (
+        packs,
+        commits,
+        fences,
+        runners,
+        over,
+        closed,
+        world.objects,
+        writers,
+        world.undelete,
+        views,
+        world.kept,
+        others,
+    )
 
 
 def state_ids(state: State) -> frozenset[PackId]:

@@ -1,9 +1,21 @@
-"""What may everybody else do next? Declare sessions over, forget, undelete and tag the first commit, and read it."""
+"""What may everybody else do next? Declare sessions over, forget, undelete and tag the first
+commit, and read it."""
 
 from collections.abc import Iterator
 
 from ckptstore.log.entries import Body, Forget, Over, Tag, Undelete
-from tests.log.model.world import KEPT, LETTERS, Move, Placed, Scope, World, append, mask_of, refusal, session_of
+from tests.log.model.world import (
+    KEPT,
+    LETTERS,
+    Move,
+    Placed,
+    Scope,
+    World,
+    append,
+    mask_of,
+    refusal,
+    session_of,
+)
 
 
 def other_moves(world: World, scope: Scope) -> Iterator[Move]:
@@ -21,10 +33,17 @@ def other_moves(world: World, scope: Scope) -> Iterator[Move]:
     if not scope.forgetting:
         return
     if world.undelete is not None:
-        reused = frozenset() if scope.blind_undelete else frozenset(world.numbers[p] for p in world.undelete)
+        reused = (
+            frozenset()
+            if scope.blind_undelete
+            else frozenset(world.numbers[p] for p in world.undelete)
+        )
         undelete = Undelete((KEPT,), reused)
         if refusal(world, undelete) is None:
-            yield ("k0 is undeleted",), append(world, undelete)._replace(undelete=None, kept=world.kept | {KEPT})
+            yield (
+                ("k0 is undeleted",),
+                append(world, undelete)._replace(undelete=None, kept=world.kept | {KEPT}),
+            )
         else:
             yield ("the undelete is refused",), world._replace(undelete=None)
         return
@@ -35,7 +54,10 @@ def other_moves(world: World, scope: Scope) -> Iterator[Move]:
     if row is not None and row.soft and scope.undeleting:
         holders = [p for p in world.state.packs.values() if p.bytes & mask_of(row.content)]
         if {c for p in holders for c in LETTERS[p.bytes]} >= set(row.content):
-            yield ("undelete looks up the packs of k0",), world._replace(undelete=frozenset(p.id for p in holders))
+            yield (
+                ("undelete looks up the packs of k0",),
+                world._replace(undelete=frozenset(p.id for p in holders)),
+            )
 
 
 def tag_moves(world: World) -> Iterator[Move]:
@@ -57,7 +79,8 @@ def tag_moves(world: World) -> Iterator[Move]:
 
 
 def reader_moves(world: World, scope: Scope) -> Iterator[Move]:
-    """A reader of k0 finds places, and reads them later; what is not there any more it looks up in the log's newest state."""
+    """A reader of k0 finds places, and reads them later; what is not there any more it looks up in
+    the log's newest state."""
     row = world.state.commits.get(KEPT)
     if row is None or row.soft:
         return  # whoever reads what is forgotten may find it gone
@@ -74,7 +97,8 @@ def reader_moves(world: World, scope: Scope) -> Iterator[Move]:
 
 
 def _located(world: World, chunks: str) -> frozenset[Placed]:
-    """For each chunk one of the listed packs that hold it, condemned ones among them, and not the one that a gc would keep."""
+    """For each chunk one of the listed packs that hold it, condemned ones among them, and not the
+    one that a gc would keep."""
     packs = world.state.packs.values()
     places = {c: max((p.id for p in packs if c in LETTERS[p.bytes]), default=None) for c in chunks}
     return frozenset((c, p) for c, p in places.items() if p is not None)

@@ -1,7 +1,8 @@
-"""What is a world of the protocol's model? A `State` of the fold, the pack objects that exist, and where each actor stands.
+"""What is a world of the protocol's model? A `State` of the fold, the pack objects that exist, and
+where each actor stands.
 
-Actors are naive: they append what they planned from what they saw, and the state's `check` at the head of the log says what they may not.
-So a check that is taken away shows up as a loss.
+Actors are naive: they append what they planned from what they saw, and the state's `check` at the
+head of the log says what they may not. So a check that is taken away shows up as a loss.
 
 A pack's chunks are a mask in its `bytes`, a commit's a string of letters in its `content`.
 """
@@ -16,7 +17,10 @@ from ckptstore.log.entries import Body, Commit, Entry, Register
 from ckptstore.log.fold import State
 
 CHUNKS = "abc"
-LETTERS = {mask: tuple(c for i, c in enumerate(CHUNKS) if mask >> i & 1) for mask in range(1 << len(CHUNKS))}
+LETTERS = {
+    mask: tuple(c for i, c in enumerate(CHUNKS) if mask >> i & 1)
+    for mask in range(1 << len(CHUNKS))
+}
 STORE = StoreId("0" * 32)
 KEPT = CommitId("k0")
 
@@ -26,7 +30,8 @@ Placed: TypeAlias = tuple[str, PackId]
 
 @dataclass(frozen=True)
 class Scope:
-    """How much is explored, and which of the protocol's rules that are not checks the actors break."""
+    """How much is explored, and which of the protocol's rules that are not checks the actors
+    break."""
 
     wants: tuple[str, ...] = ("a", "bc")
     gcs: int = 1
@@ -98,10 +103,29 @@ def record(pack: PackId, mask: int) -> PackRecord:
     return PackRecord(pack, mask, mask.bit_count(), False)
 
 
-def commit_body(name: str, chunks: str, packs: tuple[PackRecord, ...], reused: frozenset[int], session: str = "") -> Commit:
+def commit_body(
+    name: str, chunks: str, packs: tuple[PackRecord, ...], reused: frozenset[int], session: str = ""
+) -> Commit:
     run = "main" if name.startswith("k") else name[:2]
     commit = CommitId(name[:2])
-    return Commit(session_of(session or name), commit, chunks, run, None, (), "", (), (), packs, reused, (), 0, 0, 0, 0)
+    return Commit(
+        session_of(session or name),
+        commit,
+        chunks,
+        run,
+        None,
+        (),
+        "",
+        (),
+        (),
+        packs,
+        reused,
+        (),
+        0,
+        0,
+        0,
+        0,
+    )
 
 
 def append(world: World, body: Body) -> World:
@@ -133,7 +157,8 @@ def table(state: State) -> frozenset[Placed]:
 
 
 def start(scope: Scope) -> World:
-    """A commit `k0` of the chunks a and b, not among the newest two of its run, so that it may be forgotten."""
+    """A commit `k0` of the chunks a and b, not among the newest two of its run, so that it may be
+    forgotten."""
     masks = (mask_of("ab"), mask_of("a"))[: 2 if scope.duplicate else 1]
     owned = tuple(record(PackId(f"{session_of('k0')}-0-{i}"), mask) for i, mask in enumerate(masks))
     writers = tuple(Writer("look", f"w{i}", frozenset()) for i in range(len(scope.wants)))
@@ -147,7 +172,10 @@ def start(scope: Scope) -> World:
         frozenset(),
         frozenset({KEPT}),
     )
-    for body in (commit_body("k0", "ab", owned, frozenset()), *(commit_body(name, "", (), frozenset()) for name in ("k1", "k2"))):
+    for body in (
+        commit_body("k0", "ab", owned, frozenset()),
+        *(commit_body(name, "", (), frozenset()) for name in ("k1", "k2")),
+    ):
         assert refusal(world, body) is None
         world = append(world, body)
     return world._replace(writers=writers)

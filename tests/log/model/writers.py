@@ -1,7 +1,9 @@
-"""What may a writer do next? It looks up what it can reuse, writes the rest, and appends its commit.
+"""What may a writer do next? It looks up what it can reuse, writes the rest, and appends its
+commit.
 
-Its look-up may use any earlier state, as a chunk index that lags does, and one that was lost and made anew. An answer may be lost: then the
-writer does not know whether its entry is in the log, and one that is still on its way may arrive for as long as nobody takes its number.
+Its look-up may use any earlier state, as a chunk index that lags does, and one that was lost and
+made anew. An answer may be lost: then the writer does not know whether its entry is in the log, and
+one that is still on its way may arrive for as long as nobody takes its number.
 """
 
 from collections.abc import Callable, Iterator
@@ -32,15 +34,26 @@ def writer_moves(world: World, i: int, scope: Scope) -> Iterator[Move]:
     pack, fresh = pack_of(writer.name), mask_of(set(want) - {c for c, _ in writer.reuse})
 
     def put(**changes: object) -> tuple[Writer, ...]:
-        return (*world.writers[:i], writer._replace(**changes), *world.writers[i + 1 :])  # type: ignore[arg-type]  # NamedTuple's own
+        # NamedTuple's own
+        return (*world.writers[:i], writer._replace(**changes), *world.writers[i + 1 :])  # type: ignore[arg-type]
 
     if writer.step == "look":
-        for view in world.views | {table(world.state)} | ({frozenset[Placed]()} if scope.reindexing else set()):
+        for view in (
+            world.views
+            | {table(world.state)}
+            | ({frozenset[Placed]()} if scope.reindexing else set())
+        ):
             reuse = frozenset(placed for placed in view if placed[0] in want)
-            yield (writer.name, "reuses", reuse), world._replace(writers=put(step="write", reuse=reuse))
+            yield (
+                (writer.name, "reuses", reuse),
+                world._replace(writers=put(step="write", reuse=reuse)),
+            )
     elif writer.step == "write":
         objects = world.objects | {(pack, fresh)} if fresh else world.objects
-        yield (writer.name, "writes", LETTERS[fresh]), world._replace(writers=put(step="commit"), objects=objects)
+        yield (
+            (writer.name, "writes", LETTERS[fresh]),
+            world._replace(writers=put(step="commit"), objects=objects),
+        )
     elif writer.step == "commit":
         packs = (record(pack, fresh),) if fresh else ()
         reused = frozenset(world.numbers[p] for _, p in writer.reuse)
@@ -48,24 +61,46 @@ def writer_moves(world: World, i: int, scope: Scope) -> Iterator[Move]:
         if refused is None:
             yield (writer.name, "commits"), _acknowledge(world, body, put(step="end"))
             if scope.lossy:
-                yield (writer.name, "commits and gets no answer"), append(world, body)._replace(writers=put(step="unsure"))
-                yield (writer.name, "sends its entry"), world._replace(writers=put(step="sent", sent=world.state.n + 1))
+                yield (
+                    (writer.name, "commits and gets no answer"),
+                    append(world, body)._replace(writers=put(step="unsure")),
+                )
+                yield (
+                    (writer.name, "sends its entry"),
+                    world._replace(writers=put(step="sent", sent=world.state.n + 1)),
+                )
         elif refused.code is Code.PACKS_GONE:
-            yield (writer.name, "finds its packs gone"), world._replace(writers=put(step="look", reuse=frozenset()))
+            yield (
+                (writer.name, "finds its packs gone"),
+                world._replace(writers=put(step="look", reuse=frozenset())),
+            )
         elif refused.code is Code.SESSION_OVER:
             retry = writer.name + "'"
             kept = commit_body(writer.name, want, packs, reused, session=retry)
             if packs and refusal(world, kept) is None:
-                yield (retry, "commits with the pack of the session that is over"), _acknowledge(world, kept, put(step="end"))
-            yield (retry, "starts again"), world._replace(writers=put(step="look", name=retry, reuse=frozenset()))
+                yield (
+                    (retry, "commits with the pack of the session that is over"),
+                    _acknowledge(world, kept, put(step="end")),
+                )
+            yield (
+                (retry, "starts again"),
+                world._replace(writers=put(step="look", name=retry, reuse=frozenset())),
+            )
     else:
         yield from _unanswered(
-            world, writer, put, commit_body(writer.name, want, (record(pack, fresh),) if fresh else (), frozenset()), scope
+            world,
+            writer,
+            put,
+            commit_body(writer.name, want, (record(pack, fresh),) if fresh else (), frozenset()),
+            scope,
         )
 
 
-def _unanswered(world: World, writer: Writer, put: Callable[..., tuple[Writer, ...]], body: Commit, scope: Scope) -> Iterator[Move]:
-    """What becomes of an entry whose create was not answered. A writer that gives up deletes nothing, but for a hasty one."""
+def _unanswered(
+    world: World, writer: Writer, put: Callable[..., tuple[Writer, ...]], body: Commit, scope: Scope
+) -> Iterator[Move]:
+    """What becomes of an entry whose create was not answered. A writer that gives up deletes
+    nothing, but for a hasty one."""
     pack = pack_of(writer.name)
     left = without(world, pack) if scope.hasty_writer else world
     if writer.step in ("sent", "gone") and writer.sent == world.state.n + 1:
@@ -73,12 +108,18 @@ def _unanswered(world: World, writer: Writer, put: Callable[..., tuple[Writer, .
         after = put(step="unsure" if writer.step == "sent" else "end", sent=0)
         yield (writer.name, "has its entry arrive"), append(world, body)._replace(writers=after)
     if writer.step == "unsure":
-        yield (writer.name, "reads its entry"), world._replace(writers=put(step="end"), kept=world.kept | {body.commit})
+        yield (
+            (writer.name, "reads its entry"),
+            world._replace(writers=put(step="end"), kept=world.kept | {body.commit}),
+        )
         yield (writer.name, "gives up"), left._replace(writers=put(step="end"))
     if writer.step == "sent":
         yield (writer.name, "gives up"), left._replace(writers=put(step="gone"))
         if writer.sent <= world.state.n:
-            yield (writer.name, "reads another's entry at its number"), world._replace(writers=put(step="commit", sent=0))
+            yield (
+                (writer.name, "reads another's entry at its number"),
+                world._replace(writers=put(step="commit", sent=0)),
+            )
 
 
 def _acknowledge(world: World, body: Commit, writers: tuple[Writer, ...]) -> World:

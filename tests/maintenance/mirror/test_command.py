@@ -46,10 +46,14 @@ def test_a_tag_that_would_move_stops_a_push(place: Path, tmp_path: Path) -> None
     assert call("push", target, "--force", "--no-tags").code == Exit.USAGE
 
 
-def test_pull_takes_what_is_named_and_a_damaged_commit_makes_a_partial_one(place: Path, tmp_path: Path) -> None:
+def test_pull_takes_what_is_named_and_a_damaged_commit_makes_a_partial_one(
+    place: Path, tmp_path: Path
+) -> None:
     target = str(tmp_path / "target")
     assert call("init", target, "--chunk-size", "64KiB").code == Exit.OK
-    pulled = call("-s", target, "pull", str(place), "main@1", "--ancestors", "--verify", "--json").document
+    pulled = call(
+        "-s", target, "pull", str(place), "main@1", "--ancestors", "--verify", "--json"
+    ).document
     assert [row["step"] for row in pulled["plan"]["commits"]] == [0, 1]
     for path in files(place, "packs"):
         flip(path, 10)
@@ -67,4 +71,7 @@ def test_clone_makes_the_store_and_shows_progress_for_programs(place: Path, tmp_
 
 
 def test_push_imports_no_torch(place: Path, tmp_path: Path) -> None:
-    assert imported(f"push {tmp_path / 'target'} --create", place) & {"torch", "s3fs", "pydantic"} == set()
+    assert (
+        imported(f"push {tmp_path / 'target'} --create", place) & {"torch", "s3fs", "pydantic"}
+        == set()
+    )

@@ -1,4 +1,5 @@
-"""A push that is killed at any call that changes the target, and run again: everything is there, whole, and nothing is left over."""
+"""A push that is killed at any call that changes the target, and run again: everything is there,
+whole, and nothing is left over."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -35,22 +36,33 @@ class _Push:
         self.scratch, self.nursery = scratch, nursery
         self.source = make_store(scratch / "source", steps=2, states=large_state)
         with ckptstore.open(self.source) as store:
-            self.contents = {info.id: large_state(info.step or 0) for info in store.log(all_runs=True)}
+            self.contents = {
+                info.id: large_state(info.step or 0) for info in store.log(all_runs=True)
+            }
         ckptstore.open(scratch / "empty", chunk_bytes=CHUNK_BYTES).close()
         target = copytree(scratch / "empty", scratch / "counted")
         assert not traced(self.start(target), scratch / "log")
         self.calls = every_call(scratch / "log")
 
     def start(self, target: Path) -> Child:
-        return self.nursery.start("push", source=str(self.source), target=str(target), batch_bytes=BATCH_BYTES)
+        return self.nursery.start(
+            "push", source=str(self.source), target=str(target), batch_bytes=BATCH_BYTES
+        )
 
     def killed_at(self, calls: Sequence[tuple[str, int]]) -> None:
         for call, n in calls:
             target = copytree(self.scratch / "empty", self.scratch / "target")
-            traced(self.start(target), self.scratch / "log", "-e", f"inject={call}:signal=SIGKILL:when={n}")
+            traced(
+                self.start(target),
+                self.scratch / "log",
+                "-e",
+                f"inject={call}:signal=SIGKILL:when={n}",
+            )
             try:
                 assert_sound(target, self.contents)
-                again = self.nursery.run("push", source=str(self.source), target=str(target), batch_bytes=BATCH_BYTES)
+                again = self.nursery.run(
+                    "push", source=str(self.source), target=str(target), batch_bytes=BATCH_BYTES
+                )
                 assert again.reports("sent")
                 assert view_of(target) == view_of(self.source)
                 assert_no_garbage_after_gc(target, self.contents)

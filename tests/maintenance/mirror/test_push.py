@@ -1,4 +1,5 @@
-"""Commits travel between stores: the same ids, whole or not at all, and only the chunks that are missing."""
+"""Commits travel between stores: the same ids, whole or not at all, and only the chunks that are
+missing."""
 
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
@@ -18,7 +19,18 @@ from ckptstore.repository.thread_pool import ThreadPool
 from ckptstore.storage.fsspec_backend import FsspecStorage
 from ckptstore.storage.local import LocalStorage
 from ckptstore.store import Store
-from tests.maintenance.stores import CHUNK_BYTES, assert_restores, check, copy_of, files, flip, heal, large_state, make_store, state
+from tests.maintenance.stores import (
+    CHUNK_BYTES,
+    assert_restores,
+    check,
+    copy_of,
+    files,
+    flip,
+    heal,
+    large_state,
+    make_store,
+    state,
+)
 from tests.support.fixtures import scratch
 
 __all__ = ["scratch"]
@@ -42,7 +54,9 @@ def target(request: pytest.FixtureRequest, tmp_path: Path) -> str:
 
 
 @contextmanager
-def counted(storage: type[LocalStorage] | type[FsspecStorage], patch: pytest.MonkeyPatch) -> Iterator[list[int]]:
+def counted(
+    storage: type[LocalStorage] | type[FsspecStorage], patch: pytest.MonkeyPatch
+) -> Iterator[list[int]]:
     """The sizes of all objects that are written meanwhile, packs included."""
     sizes: list[int] = []
     put, put_new = storage.put, storage.put_new
@@ -61,19 +75,41 @@ def counted(storage: type[LocalStorage] | type[FsspecStorage], patch: pytest.Mon
 
 
 def in_batches(source: Path, target: Path | str, batch_bytes: int = BATCH_BYTES) -> Mirrored:
-    with closing(StoreHandle(source, read_only=True)) as ours, closing(StoreHandle(target)) as theirs:
-        return mirror(ours, theirs, choose(ours, (), run=None), MirrorOptions(batch_bytes=batch_bytes), ThreadPool(2))
+    with (
+        closing(StoreHandle(source, read_only=True)) as ours,
+        closing(StoreHandle(target)) as theirs,
+    ):
+        return mirror(
+            ours,
+            theirs,
+            choose(ours, (), run=None),
+            MirrorOptions(batch_bytes=batch_bytes),
+            ThreadPool(2),
+        )
 
 
 def commits_of(store: Store) -> dict[str, tuple[Any, ...]]:
-    """All that a commit tells of itself, but what is different in every store: its number, its session, its cost."""
+    """All that a commit tells of itself, but what is different in every store: its number, its
+    session, its cost."""
     return {
-        info.id: (info.content, info.run, info.step, info.message, info.parents, info.metrics, info.tags, info.logical_bytes, info.leaves)
+        info.id: (
+            info.content,
+            info.run,
+            info.step,
+            info.message,
+            info.parents,
+            info.metrics,
+            info.tags,
+            info.logical_bytes,
+            info.leaves,
+        )
         for info in store.log(all_runs=True)
     }
 
 
-def test_everything_arrives_under_the_same_ids_with_lineage_tags_runs_and_metrics(place: Path, target: str) -> None:
+def test_everything_arrives_under_the_same_ids_with_lineage_tags_runs_and_metrics(
+    place: Path, target: str
+) -> None:
     with ckptstore.open(place) as store:
         done = store.push(target, create=True)
         with ckptstore.open(target, create=False) as there:
@@ -128,7 +164,9 @@ def test_each_store_encodes_as_it_is_set_to(codecs: tuple[str, str], tmp_path: P
         assert not target.fsck(read_data="100%").findings
 
 
-def test_only_what_is_named_travels_and_its_ancestors_if_wanted(place: Path, tmp_path: Path) -> None:
+def test_only_what_is_named_travels_and_its_ancestors_if_wanted(
+    place: Path, tmp_path: Path
+) -> None:
     with ckptstore.open(place) as store:
         one = store.push(tmp_path / "one", "latest", create=True)
         line = store.push(tmp_path / "line", "latest", create=True, ancestors=True)
@@ -139,10 +177,14 @@ def test_only_what_is_named_travels_and_its_ancestors_if_wanted(place: Path, tmp
     assert [t.step for t in line.plan.commits] == [0, 1, 2]
     assert [t.run for t in other.plan.commits] == ["other"]
     with ckptstore.open(tmp_path / "one") as store:
-        assert store.checkout().parents == (line.plan.commits[1].commit,), "lineage is kept where a parent is not there"
+        assert store.checkout().parents == (line.plan.commits[1].commit,), (
+            "lineage is kept where a parent is not there"
+        )
 
 
-def test_a_tag_moves_only_by_force_and_nothing_is_sent_before_that_is_known(place: Path, tmp_path: Path) -> None:
+def test_a_tag_moves_only_by_force_and_nothing_is_sent_before_that_is_known(
+    place: Path, tmp_path: Path
+) -> None:
     target = tmp_path / "target"
     with ckptstore.open(place) as store:
         store.push(target, 0, create=True)
@@ -211,8 +253,11 @@ def test_a_mirror_of_a_mirror_can_be_pulled_back(place: Path, tmp_path: Path) ->
 # -- killed, damaged, away --
 
 
-def test_batches_that_arrived_are_not_sent_again(place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whichever object could not be put: what was registered before is found there, and the commit is completed."""
+def test_batches_that_arrived_are_not_sent_again(
+    place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whichever object could not be put: what was registered before is found there, and the commit
+    is completed."""
     whole = in_batches(place, _empty(tmp_path / "whole"))
     assert any(isinstance(entry.body, Register) for entry in _log(tmp_path / "whole"))
     repeated = []
@@ -258,7 +303,9 @@ def _log(place: Path) -> list[Any]:
         return list(handle.log.read_entries())
 
 
-def test_a_gc_between_two_attempts_takes_batches_and_the_second_sends_them_again(place: Path, tmp_path: Path) -> None:
+def test_a_gc_between_two_attempts_takes_batches_and_the_second_sends_them_again(
+    place: Path, tmp_path: Path
+) -> None:
     target = _empty(tmp_path / "target")
     with pytest.MonkeyPatch.context() as patch:
         _fail_at(30, patch)
@@ -271,7 +318,9 @@ def test_a_gc_between_two_attempts_takes_batches_and_the_second_sends_them_again
     assert not check(target).findings
 
 
-def test_a_gc_in_the_middle_of_a_push_costs_nothing(place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_gc_in_the_middle_of_a_push_costs_nothing(
+    place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     target = _empty(tmp_path / "target")
     from ckptstore.maintenance.mirror import mirror as module
 
@@ -289,7 +338,9 @@ def test_a_gc_in_the_middle_of_a_push_costs_nothing(place: Path, tmp_path: Path,
     assert not check(target).findings
 
 
-def test_a_commit_that_is_damaged_here_is_left_out_and_the_others_travel(place: Path, tmp_path: Path) -> None:
+def test_a_commit_that_is_damaged_here_is_left_out_and_the_others_travel(
+    place: Path, tmp_path: Path
+) -> None:
     pack = max(files(place, "packs"), key=lambda path: path.stat().st_size)
     flip(pack, 100)
     with ckptstore.open(place) as store:
@@ -324,7 +375,13 @@ def test_a_flipped_bit_is_healed_from_a_mirror_in_a_bucket(place: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("commits", "layers"), [(10, 8), pytest.param(100, 128, marks=[pytest.mark.soak, pytest.mark.timeout(1800)], id="a base of 1 GB")]
+    ("commits", "layers"),
+    [
+        (10, 8),
+        pytest.param(
+            100, 128, marks=[pytest.mark.soak, pytest.mark.timeout(1800)], id="a base of 1 GB"
+        ),
+    ],
 )
 def test_the_next_commit_of_a_lora_run_moves_little_more_than_its_adapter(
     commits: int, layers: int, scratch: Path, monkeypatch: pytest.MonkeyPatch
@@ -334,7 +391,9 @@ def test_the_next_commit_of_a_lora_run_moves_little_more_than_its_adapter(
     with ckptstore.open(scratch / "store") as store:
 
         def commit(step: int) -> None:
-            adapter = {f"layers.{i}.{ab}": torch.randn(16, 1024) for i in range(layers) for ab in "ab"}
+            adapter = {
+                f"layers.{i}.{ab}": torch.randn(16, 1024) for i in range(layers) for ab in "ab"
+            }
             store.commit({"base": base, "adapter": adapter, "step": step}, step=step)
 
         for step in range(commits):
@@ -344,16 +403,23 @@ def test_the_next_commit_of_a_lora_run_moves_little_more_than_its_adapter(
         with counted(FsspecStorage, monkeypatch) as sizes:
             done = store.push("memory://lora")
     adapter_bytes = layers * 2 * 16 * 1024 * 4
-    print(f"{sum(sizes)} bytes put for an adapter of {adapter_bytes}: {sum(sizes) / adapter_bytes:.4f}")
+    print(
+        f"{sum(sizes)} bytes put for an adapter of {adapter_bytes}: "
+        f"{sum(sizes) / adapter_bytes:.4f}"
+    )
     assert done.raw_bytes == adapter_bytes
     assert sum(sizes) <= 1.05 * adapter_bytes
 
 
-def test_verifying_finds_what_the_storage_made_of_the_bytes(place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_verifying_finds_what_the_storage_made_of_the_bytes(
+    place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     put_new = FsspecStorage.put_new
 
     def damaging(self: FsspecStorage, key: str, data: Any) -> bool:
-        return put_new(self, key, bytes([data[0] ^ 1]) + bytes(data[1:]) if key.startswith("packs/") else data)
+        return put_new(
+            self, key, bytes([data[0] ^ 1]) + bytes(data[1:]) if key.startswith("packs/") else data
+        )
 
     with ckptstore.open(place) as store:
         ckptstore.open("memory://bad", chunk_bytes=CHUNK_BYTES).close()

@@ -46,7 +46,9 @@ def modes(store: Path) -> set[int]:
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_a_private_stores_mirror_is_private(way: Callable[[Path, Path], None], tmp_path: Path) -> None:
+def test_a_private_stores_mirror_is_private(
+    way: Callable[[Path, Path], None], tmp_path: Path
+) -> None:
     with ckptstore.open(tmp_path / "source", private=True) as store:
         store.commit({"w": torch.zeros(3)})
     way(tmp_path / "source", tmp_path / "deep" / "target")

@@ -19,7 +19,15 @@ from ckptstore.core.config import MIB
 from ckptstore.errors import InvalidInput
 from ckptstore.store import Store
 from tests.cli.running import call
-from tests.maintenance.stores import CHUNK_BYTES, assert_restores, copy_of, files, flip, large_state, make_store
+from tests.maintenance.stores import (
+    CHUNK_BYTES,
+    assert_restores,
+    copy_of,
+    files,
+    flip,
+    large_state,
+    make_store,
+)
 from tests.shared.sites import Site
 from tests.support.servers.postgres import PostgresServer
 from tests.support.servers.proxy import Proxy, proxy_to
@@ -69,7 +77,10 @@ def way(site: Site) -> dict[str, Any]:
 
 
 def ids(store: Store) -> dict[str, tuple[Any, ...]]:
-    return {info.id: (info.run, info.step, info.tags, info.parents, info.metrics) for info in store.log(all_runs=True)}
+    return {
+        info.id: (info.run, info.step, info.tags, info.parents, info.metrics)
+        for info in store.log(all_runs=True)
+    }
 
 
 def assert_whole(there: Store, here: Store) -> None:
@@ -80,7 +91,9 @@ def assert_whole(there: Store, here: Store) -> None:
     assert there.fsck().findings == ()
 
 
-def test_a_push_makes_the_other_end_whole_and_a_second_one_has_nothing_to_send(place: Path, end: Site, tmp_path: Path) -> None:
+def test_a_push_makes_the_other_end_whole_and_a_second_one_has_nothing_to_send(
+    place: Path, end: Site, tmp_path: Path
+) -> None:
     with ckptstore.open(place) as store, pytest.raises(ckptstore.NotFound):
         store.push(end.place, **way(end))
     with ckptstore.open(place) as store:
@@ -90,13 +103,17 @@ def test_a_push_makes_the_other_end_whole_and_a_second_one_has_nothing_to_send(p
             assert_whole(there, store)
 
 
-def test_between_two_shared_stores_and_back_to_a_disk(place: Path, bucket: Site, database: Site, tmp_path: Path) -> None:
+def test_between_two_shared_stores_and_back_to_a_disk(
+    place: Path, bucket: Site, database: Site, tmp_path: Path
+) -> None:
     with ckptstore.open(place) as store:
         store.mirror(database.place, **way(database))
         with bucket.open(tmp_path / "there", chunk_bytes=CHUNK_BYTES) as there:
             assert len(there.pull(database.place, **way(database)).sent) == 4
             assert_whole(there, store)
-        with ckptstore.clone(bucket.place, tmp_path / "back", storage_options=bucket.options) as back:
+        with ckptstore.clone(
+            bucket.place, tmp_path / "back", storage_options=bucket.options
+        ) as back:
             assert_whole(back, store)
 
 
@@ -106,7 +123,9 @@ def test_a_clone_into_a_bucket_with_its_log_in_a_database(place: Path, database:
         assert_whole(there, store)
 
 
-def test_an_end_whose_log_is_in_a_database_is_not_taken_for_one_without(place: Path, bucket: Site, database: Site) -> None:
+def test_an_end_whose_log_is_in_a_database_is_not_taken_for_one_without(
+    place: Path, bucket: Site, database: Site
+) -> None:
     with ckptstore.open(place) as store:
         store.mirror(database.place, **way(database))
         with pytest.raises(InvalidInput, match=r"is in postgresql.*--to-index"):
@@ -129,13 +148,21 @@ def test_the_command_names_the_database_of_either_end(
         assert ids(copy) == ids(store)
 
 
-def test_a_tier_uploads_to_a_shared_store_and_a_new_disk_resumes_from_it(end: Site, tmp_path: Path) -> None:
-    mirror = {"mirror": end.place, "mirror_options": end.options, "mirror_index": end.more.get("index")}
+def test_a_tier_uploads_to_a_shared_store_and_a_new_disk_resumes_from_it(
+    end: Site, tmp_path: Path
+) -> None:
+    mirror = {
+        "mirror": end.place,
+        "mirror_options": end.options,
+        "mirror_index": end.more.get("index"),
+    }
     with ckptstore.open(tmp_path / "old", chunk_bytes=CHUNK_BYTES, **mirror) as store:
         for step in range(3):
             store.commit(large_state(step), step=step, tag=f"t{step}")
         assert store.flush_mirror()
-    target = {"model": {name: torch.zeros_like(value) for name, value in large_state(0)["model"].items()}}
+    target = {
+        "model": {name: torch.zeros_like(value) for name, value in large_state(0)["model"].items()}
+    }
     with ckptstore.open(tmp_path / "new", **mirror) as store:
         snapshot = store.resume(target)
         assert snapshot is not None and snapshot.step == 2
@@ -151,12 +178,19 @@ def test_a_flipped_bit_is_healed_from_a_shared_store(place: Path, end: Site) -> 
         store.mirror(end.place, **way(end))
         flip(max(files(place, "packs"), key=lambda path: path.stat().st_size), 4200)
         assert store.fsck(read_data="100%").findings
-        assert store.repair(end.place, apply=True, read_data="100%", storage_options=end.options).after.findings == ()
+        assert (
+            store.repair(
+                end.place, apply=True, read_data="100%", storage_options=end.options
+            ).after.findings
+            == ()
+        )
         for step in range(3):
             assert_restores(store, f"main@{step}", step, large_state)
 
 
-def test_the_next_commit_of_a_lora_run_sends_little_more_than_its_adapter(tmp_path: Path, s3: S3Server, proxy: Proxy) -> None:
+def test_the_next_commit_of_a_lora_run_sends_little_more_than_its_adapter(
+    tmp_path: Path, s3: S3Server, proxy: Proxy
+) -> None:
     """By what goes over the wire: requests, signatures, documents and the log among it."""
     there = Site(new_url(), s3.behind(proxy.endpoint).options())
     base = {f"layer{i}": torch.randn(MIB) for i in range(4)}
@@ -170,7 +204,8 @@ def test_the_next_commit_of_a_lora_run_sends_little_more_than_its_adapter(tmp_pa
         assert 2 * MIB <= proxy.sent_bytes - before <= 1.05 * 2 * MIB
 
 
-# -- killed at any request ------------------------------------------------------------------------------------------------------------
+# -- killed at any request
+# ------------------------------------------------------------------------------------------------------------
 
 PUSH = """
 import json, sys
@@ -194,7 +229,11 @@ class _Pushes:
     def run(self, killed_at: int | None = None) -> int:
         """How many requests it made, or had made when it was killed."""
         options = {**(self.end.options or {}), "endpoint_url": self.proxy.endpoint}
-        arguments = [str(self.place), self.end.place, json.dumps({"storage_options": options, **self.end.more})]
+        arguments = [
+            str(self.place),
+            self.end.place,
+            json.dumps({"storage_options": options, **self.end.more}),
+        ]
         environment = {**os.environ, "CKPTSTORE_CACHE": str(self.tmp_path / secrets.token_hex(4))}
         first = self.proxy.requests
         child = subprocess.Popen([sys.executable, "-c", PUSH, *arguments], env=environment)
@@ -205,7 +244,8 @@ class _Pushes:
         return self.proxy.requests - first
 
     def _killer(self, child: "subprocess.Popen[bytes]", last: int) -> Callable[[bytes], bytes]:
-        """Kills when the request numbered `last` comes by; what of it was sent until then goes on to the server."""
+        """Kills when the request numbered `last` comes by; what of it was sent until then goes on
+        to the server."""
 
         def forward(data: bytes) -> bytes:
             if self.proxy.requests >= last:
@@ -231,7 +271,9 @@ def kill_and_repeat(pushes: _Pushes, end: Callable[[], Site], numbers: list[int]
 
 
 def _new_ends(kind: str, s3: S3Server, postgres: PostgresServer) -> Callable[[], Site]:
-    return lambda: Site(new_url(), s3.options(), {"index": postgres.new_url()} if kind == "database" else {})
+    return lambda: Site(
+        new_url(), s3.options(), {"index": postgres.new_url()} if kind == "database" else {}
+    )
 
 
 def _requests_of_a_push(pushes: _Pushes, end: Callable[[], Site]) -> int:
@@ -255,7 +297,13 @@ def test_a_push_that_is_killed_at_some_request_is_completed_by_the_next(
 @pytest.mark.parametrize("part", range(PARTS))
 @pytest.mark.parametrize("kind", ["bucket", "database"])
 def test_a_push_that_is_killed_at_any_request_is_completed_by_the_next(
-    kind: str, part: int, place: Path, s3: S3Server, postgres: PostgresServer, proxy: Proxy, tmp_path: Path
+    kind: str,
+    part: int,
+    place: Path,
+    s3: S3Server,
+    postgres: PostgresServer,
+    proxy: Proxy,
+    tmp_path: Path,
 ) -> None:
     end = _new_ends(kind, s3, postgres)
     pushes = _Pushes(place, end(), proxy, tmp_path)

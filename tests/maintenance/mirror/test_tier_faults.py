@@ -1,4 +1,5 @@
-"""Training goes on whatever happens to the mirror or on the way to it, and what it missed arrives when that has passed."""
+"""Training goes on whatever happens to the mirror or on the way to it, and what it missed arrives
+when that has passed."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -27,15 +28,25 @@ def _impatient(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture(params=clients())
-def bucket(request: pytest.FixtureRequest, s3: S3Server, seed: int) -> Iterator[tuple[Site, Site, Proxy]]:
+def bucket(
+    request: pytest.FixtureRequest, s3: S3Server, seed: int
+) -> Iterator[tuple[Site, Site, Proxy]]:
     """The mirror as the host reaches it, as others do, and what is in between."""
     with proxy_to(s3.address, seed) as proxy:
         url = new_url()
-        yield Site(url, s3.behind(proxy.endpoint).options(deadline_s=DEADLINE_S, client=request.param)), Site(url, s3.options()), proxy
+        yield (
+            Site(
+                url, s3.behind(proxy.endpoint).options(deadline_s=DEADLINE_S, client=request.param)
+            ),
+            Site(url, s3.options()),
+            proxy,
+        )
 
 
 @pytest.fixture
-def database(s3: S3Server, postgres: PostgresServer, seed: int) -> Iterator[tuple[Site, Site, Proxy]]:
+def database(
+    s3: S3Server, postgres: PostgresServer, seed: int
+) -> Iterator[tuple[Site, Site, Proxy]]:
     """As `bucket`, with the log in PostgreSQL, and the way to that broken."""
     with proxy_to(postgres.address, seed) as proxy:
         url, name = new_url(), postgres.new_database()
@@ -44,17 +55,27 @@ def database(s3: S3Server, postgres: PostgresServer, seed: int) -> Iterator[tupl
 
 
 @pytest.mark.parametrize("fault", faults("silence", "503"))
-def test_commits_go_on_while_the_way_to_the_bucket_is_broken(bucket: tuple[Site, Site, Proxy], fault: str, tmp_path: Path) -> None:
+def test_commits_go_on_while_the_way_to_the_bucket_is_broken(
+    bucket: tuple[Site, Site, Proxy], fault: str, tmp_path: Path
+) -> None:
     _train_through(*bucket, fault, tmp_path)
 
 
 @pytest.mark.parametrize("fault", faults("resets", but="503"))
-def test_commits_go_on_while_the_way_to_postgresql_is_broken(database: tuple[Site, Site, Proxy], fault: str, tmp_path: Path) -> None:
+def test_commits_go_on_while_the_way_to_postgresql_is_broken(
+    database: tuple[Site, Site, Proxy], fault: str, tmp_path: Path
+) -> None:
     _train_through(*database, fault, tmp_path)
 
 
-def _train_through(mirror: Site, seen_by_others: Site, proxy: Proxy, fault: str, tmp_path: Path) -> None:
-    way: dict[str, Any] = {"mirror": mirror.place, "mirror_options": mirror.options, "mirror_index": mirror.more.get("index")}
+def _train_through(
+    mirror: Site, seen_by_others: Site, proxy: Proxy, fault: str, tmp_path: Path
+) -> None:
+    way: dict[str, Any] = {
+        "mirror": mirror.place,
+        "mirror_options": mirror.options,
+        "mirror_index": mirror.more.get("index"),
+    }
     with ckptstore.open(tmp_path / "disk", chunk_bytes=CHUNK_BYTES, **way) as store:
         store.commit(state_of(0), step=0)
         _flush(store)
@@ -74,6 +95,7 @@ def _train_through(mirror: Site, seen_by_others: Site, proxy: Proxy, fault: str,
 
 
 def _flush(store: Store) -> None:
-    """It succeeds in the end, after more than the short deadline on a machine that has other things to do."""
+    """It succeeds in the end, after more than the short deadline on a machine that has other things
+    to do."""
     while not store.flush_mirror():
         pass

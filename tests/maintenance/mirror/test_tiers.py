@@ -1,4 +1,5 @@
-"""A fast disk and a mirror: durable here at once, there in the background; what one has lost the other gives."""
+"""A fast disk and a mirror: durable here at once, there in the background; what one has lost the
+other gives."""
 
 import logging
 import threading
@@ -22,7 +23,13 @@ MIRROR = "memory://tiers/mirror"
 
 def state(step: int) -> dict[str, Any]:
     generator = torch.Generator().manual_seed(step)
-    return {"model": {"frozen": torch.arange(50_000.0), "own": torch.randn(30_000, generator=generator)}, "step": step}
+    return {
+        "model": {
+            "frozen": torch.arange(50_000.0),
+            "own": torch.randn(30_000, generator=generator),
+        },
+        "step": step,
+    }
 
 
 def opened(place: Path, **options: Any) -> Store:
@@ -43,7 +50,17 @@ def place(tmp_path: Path) -> Path:
 def away(monkeypatch: pytest.MonkeyPatch) -> Callable[[bool], None]:
     """A switch that takes the mirror's storage away."""
     gone = threading.Event()
-    for name in ("read", "read_into", "read_tail", "size", "put", "put_new", "create", "list", "delete"):
+    for name in (
+        "read",
+        "read_into",
+        "read_tail",
+        "size",
+        "put",
+        "put_new",
+        "create",
+        "list",
+        "delete",
+    ):
         monkeypatch.setattr(FsspecStorage, name, _unless(gone, getattr(FsspecStorage, name)))
     return lambda on: gone.set() if on else gone.clear()
 
@@ -59,7 +76,10 @@ def _unless(gone: threading.Event, method: Callable[..., Any]) -> Callable[..., 
 
 def test_what_is_committed_here_arrives_there_with_its_tags(place: Path) -> None:
     with opened(place, chunk_bytes=CHUNK_BYTES) as store:
-        ids = {step: store.commit(state(step), step=step, tag="best" if step == 1 else ()).id for step in range(3)}
+        ids = {
+            step: store.commit(state(step), step=step, tag="best" if step == 1 else ()).id
+            for step in range(3)
+        }
         store.tag("best", 2)
         assert store.flush_mirror()
         with ckptstore.open(MIRROR) as there:
@@ -69,7 +89,10 @@ def test_what_is_committed_here_arrives_there_with_its_tags(place: Path) -> None
 
 
 def test_training_goes_on_while_the_mirror_is_away_and_what_is_missing_arrives_later(
-    place: Path, away: Callable[[bool], None], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    place: Path,
+    away: Callable[[bool], None],
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(tiers, "FIRST_PAUSE_S", 0.01)
     away(True)
@@ -86,7 +109,9 @@ def test_training_goes_on_while_the_mirror_is_away_and_what_is_missing_arrives_l
     assert set(in_mirror()) == {0, 1}
 
 
-def test_what_a_process_could_not_send_the_next_one_sends(place: Path, away: Callable[[bool], None]) -> None:
+def test_what_a_process_could_not_send_the_next_one_sends(
+    place: Path, away: Callable[[bool], None]
+) -> None:
     away(True)
     with opened(place) as store:
         store.commit(state(0), step=0)
@@ -148,7 +173,9 @@ def test_nothing_is_trimmed_that_has_not_arrived(place: Path, away: Callable[[bo
         assert [info.step for info in store.log()] == [3, 2, 1, 0]
 
 
-def test_damage_here_is_read_around_and_healed(place: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_damage_here_is_read_around_and_healed(
+    place: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     with opened(place, chunk_bytes=CHUNK_BYTES) as store:
         for step in range(3):
             store.commit(state(step), step=step)
@@ -171,7 +198,9 @@ def test_without_a_mirror_there_is_nothing_to_wait_for(place: Path) -> None:
         assert store.flush_mirror()
 
 
-def test_an_error_of_our_own_in_the_upload_is_raised_by_close_and_leaves_nothing_open(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_error_of_our_own_in_the_upload_is_raised_by_close_and_leaves_nothing_open(
+    place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def fail(*_: object) -> None:
         raise AssertionError("a mistake in this code")
 

@@ -1,11 +1,14 @@
-"""Who may pickle and unpickle while the tests run: only `ALLOWED` callers, and ckptstore where a test passes allow_pickle=True.
+"""Who may pickle and unpickle while the tests run: only `ALLOWED` callers, and ckptstore where a
+test passes allow_pickle=True.
 
-`tests/conftest.py` imports this file in pytest's own process and puts its folder on PYTHONPATH, so that every Python that a test starts
-imports it first, by its name, as Python's `site` does. All of pickle's entrances, those of `_pickle` and `torch.load` and `torch.save`
-are replaced. Who comes by without leave gets a `PickleReached`, and is written to the file that `REPORT` names: an exception that somebody
-swallows, in whatever process, still fails the test.
+`tests/conftest.py` imports this file in pytest's own process and puts its folder on PYTHONPATH, so
+that every Python that a test starts imports it first, by its name, as Python's `site` does. All of
+pickle's entrances, those of `_pickle` and `torch.load` and `torch.save` are replaced. Who comes by
+without leave gets a `PickleReached`, and is written to the file that `REPORT` names: an exception
+that somebody swallows, in whatever process, still fails the test.
 
-Only the standard library is imported, and little of it: this runs at the start of each command that a test measures.
+Only the standard library is imported, and little of it: this runs at the start of each command that
+a test measures.
 """
 
 import _pickle
@@ -34,15 +37,19 @@ ALLOWED = (
     "jinja2",
     "moto",
 )
-"""Modules, and those below them, whose pickles are no affair of ckptstore's: worker processes, DCP's and FSDP's collectives, the compiler
-(which takes hashes of them), the peers' wheels, the S3 server of the tests; and torch's own file, behind `torch.load` and `torch.save`,
-which are guarded themselves."""
+"""Modules, and those below them, whose pickles are no affair of ckptstore's: worker processes,
+DCP's and FSDP's collectives, the compiler (which takes hashes of them), the peers' wheels, the S3
+server of the tests; and torch's own file, behind `torch.load` and `torch.save`, which are guarded
+themselves."""
 
 OURS = ("ckptstore.state.pickles", "ckptstore.interop.pickles")
 """Where ckptstore may, if the caller asks for it."""
 
 HARMLESS = {
-    ("ckptstore.interop.pickles", "pickle.Unpickler"): "gives records that do nothing, and refuses every other name",
+    (
+        "ckptstore.interop.pickles",
+        "pickle.Unpickler",
+    ): "gives records that do nothing, and refuses every other name",
     ("ckptstore.interop.export", "torch.save"): "writes the file that the user asked for",
     (
         "ckptstore.interop.dcp.objects",
@@ -62,23 +69,33 @@ class PickleReached(BaseException):
 
 def check(what: str, caller: str) -> None:
     """Raise unless the module `caller` may use `what`."""
-    if caller.startswith(ALLOWED) or (caller, what) in HARMLESS or (os.environ.get(PERMIT) == "1" and caller.startswith((*OURS, "tests."))):
+    if (
+        caller.startswith(ALLOWED)
+        or (caller, what) in HARMLESS
+        or (os.environ.get(PERMIT) == "1" and caller.startswith((*OURS, "tests.")))
+    ):
         return
     report = os.environ.get(REPORT)
     if report:
         with open(report, "a", encoding="utf-8") as file:
             file.write(f"{caller} reached {what}\n")
-    raise PickleReached(f"{caller} reached {what}; only a test marked `pickles` may, and ckptstore only with allow_pickle=True")
+    raise PickleReached(
+        f"{caller} reached {what}; only a test marked `pickles` may, and ckptstore only with "
+        "allow_pickle=True"
+    )
 
 
 class _Guarded:
-    """A function that asks who calls it. No function itself: as a class attribute it must not become a method."""
+    """A function that asks who calls it. No function itself: as a class attribute it must not
+    become a method."""
 
     def __init__(self, what: str, function: Callable[..., Any]) -> None:
         self._what, self._function = what, function
 
     def __call__(self, *args: Any, **options: Any) -> Any:
-        if self._what != "torch.load" or options.get("weights_only") is not True:  # which reads tensors and plain values only
+        if (
+            self._what != "torch.load" or options.get("weights_only") is not True
+        ):  # which reads tensors and plain values only
             check(self._what, sys._getframe(1).f_globals.get("__name__", "?"))
         return self._function(*args, **options)
 
@@ -100,11 +117,14 @@ def _guard_pickle() -> None:
                 setattr(module, name, _Guarded(f"{module.__name__}.{name}", getattr(module, name)))
         for name in (*CLASSES, *(f"_{name}" for name in CLASSES)):
             if hasattr(module, name):
-                setattr(module, name, _guarded_class(f"{module.__name__}.{name}", getattr(module, name)))
+                setattr(
+                    module, name, _guarded_class(f"{module.__name__}.{name}", getattr(module, name))
+                )
 
 
 class _OnImport:
-    """A finder that lets others find `torch.serialization` and guards it once it has run: the guard itself does not import torch."""
+    """A finder that lets others find `torch.serialization` and guards it once it has run: the guard
+    itself does not import torch."""
 
     def find_spec(self, name: str, path: Any, target: Any = None) -> Any:
         if name != "torch.serialization":
@@ -132,9 +152,11 @@ def _guard_torch(serialization: Any) -> None:
 def install() -> None:
     """Guard this process, once."""
     if not isinstance(getattr(pickle, "guard", None), str):
-        pickle.guard = __name__  # type: ignore[attr-defined]  # two copies of this file may be imported, under two names
+        # two copies of this file may be imported, under two names
+        pickle.guard = __name__  # type: ignore[attr-defined]
         _guard_pickle()
-        sys.meta_path.insert(0, _OnImport())  # type: ignore[arg-type]  # a finder, though not by inheritance
+        # a finder, though not by inheritance
+        sys.meta_path.insert(0, _OnImport())  # type: ignore[arg-type]
 
 
 install()

@@ -58,7 +58,9 @@ def test_a_test_that_is_marked_may_pass(entrance: str) -> None:
     assert ENTRANCES[entrance]() == 5
 
 
-def test_whoever_came_near_is_reported_even_if_somebody_swallows_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_whoever_came_near_is_reported_even_if_somebody_swallows_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv(guard.REPORT, str(tmp_path / "report"))
     code = f"import pickle\ntry: pickle.loads({NUMBER!r})\nexcept BaseException: pass"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
@@ -71,7 +73,9 @@ def _reach(answers: Any) -> None:
     except guard.PickleReached:
         answers.send_bytes(b"refused")
     except BaseException as error:
-        answers.send_bytes(type(error).__name__.encode())  # another copy of the guard: `sitecustomize`
+        answers.send_bytes(
+            type(error).__name__.encode()
+        )  # another copy of the guard: `sitecustomize`
     else:
         answers.send_bytes(b"read")
 
@@ -89,7 +93,10 @@ def test_a_worker_process_is_guarded_as_well(method: str) -> None:
 
 @pytest.mark.usefixtures("_unwatched")
 def test_a_child_that_imports_torch_is_guarded_as_well() -> None:
-    code = f"import io, torch\ntry: torch.load(io.BytesIO({NUMBER!r}))\nexcept BaseException as error: print(type(error).__name__)"
+    code = (
+        f"import io, torch\ntry: torch.load(io.BytesIO({NUMBER!r}))\nexcept BaseException as "
+        "error: print(type(error).__name__)"
+    )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout == "PickleReached\n"
 

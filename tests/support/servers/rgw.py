@@ -1,4 +1,5 @@
-"""Ceph's S3 server with one monitor and one disk in memory, as children of this process. Needs no root, and no cluster's keys."""
+"""Ceph's S3 server with one monitor and one disk in memory, as children of this process. Needs no
+root, and no cluster's keys."""
 
 import os
 import shutil
@@ -70,12 +71,25 @@ class RgwServer:
         self.port, mon_port = _free_port(), _free_port()
         for folder in ("mon", "osd", "rgw"):
             (self._home / folder).mkdir()
-        config = _CONFIG.format(home=self._home, port=self.port, mon_port=mon_port, fsid=uuid.uuid4())
+        config = _CONFIG.format(
+            home=self._home, port=self.port, mon_port=mon_port, fsid=uuid.uuid4()
+        )
         (self._home / "ceph.conf").write_text(config)
         try:
             self._start_monitor(mon_port)
             self._start_disk()
-            user = ("user", "create", "--uid", "test", "--display-name", "test", "--access-key", _KEY, "--secret", _SECRET)
+            user = (
+                "user",
+                "create",
+                "--uid",
+                "test",
+                "--display-name",
+                "test",
+                "--access-key",
+                _KEY,
+                "--secret",
+                _SECRET,
+            )
             self._run("radosgw-admin", *user)
             self.start()
         except BaseException:
@@ -117,7 +131,15 @@ class RgwServer:
         keyring, monmap = str(self._home / "keyring"), str(self._home / "monmap")
         for number, name in enumerate(("mon.", "client.admin", "client.rgw")):
             rights = ["--cap", "mon", "allow *", "--cap", "osd", "allow *"]
-            self._run("ceph-authtool", *(["--create-keyring"] if not number else []), keyring, "--gen-key", "-n", name, *rights)
+            self._run(
+                "ceph-authtool",
+                *(["--create-keyring"] if not number else []),
+                keyring,
+                "--gen-key",
+                "-n",
+                name,
+                *rights,
+            )
         self._run("monmaptool", "--create", "--addv", "a", f"[v2:127.0.0.1:{port}]", monmap)
         self._run("ceph-mon", "--mkfs", "-i", "a", "--monmap", monmap, "--keyring", keyring)
         self._child("ceph-mon", "-f", "-i", "a")
@@ -136,14 +158,28 @@ class RgwServer:
 
     def _run(self, program: str, *arguments: str) -> str:
         environment = {**os.environ, "CEPH_CONF": str(self._home / "ceph.conf")}
-        done = subprocess.run([program, *arguments], capture_output=True, text=True, timeout=_START_S, env=environment, check=False)
+        done = subprocess.run(
+            [program, *arguments],
+            capture_output=True,
+            text=True,
+            timeout=_START_S,
+            env=environment,
+            check=False,
+        )
         if done.returncode:
-            raise RuntimeError(f"{program} {' '.join(arguments)} ended with {done.returncode}: {done.stderr}")
+            raise RuntimeError(
+                f"{program} {' '.join(arguments)} ended with {done.returncode}: {done.stderr}"
+            )
         return done.stdout
 
     def _child(self, program: str, *arguments: str) -> "subprocess.Popen[bytes]":
         with open(self._home / f"{program}.out", "ab") as out:
-            child = subprocess.Popen([program, "-c", str(self._home / "ceph.conf"), *arguments], stdout=out, stderr=out, cwd=self._home)
+            child = subprocess.Popen(
+                [program, "-c", str(self._home / "ceph.conf"), *arguments],
+                stdout=out,
+                stderr=out,
+                cwd=self._home,
+            )
         self._children.append(child)
         return child
 

@@ -1,6 +1,7 @@
 """An S3 server for tests: moto in this process, or the real one that `make test-real` has started.
 
-`$CKPTSTORE_TEST_S3` is the real one's endpoint, `$CKPTSTORE_TEST_S3_KEY` and `$CKPTSTORE_TEST_S3_SECRET` say who we are there.
+`$CKPTSTORE_TEST_S3` is the real one's endpoint, `$CKPTSTORE_TEST_S3_KEY` and
+`$CKPTSTORE_TEST_S3_SECRET` say who we are there.
 """
 
 import os
@@ -32,7 +33,12 @@ class S3Server:
     def options(self, **more: Any) -> dict[str, Any]:
         """`storage_options` for it."""
         who = {"key": self.key, "secret": self.secret}
-        return {"endpoint_url": self.endpoint, "client_kwargs": {"region_name": "us-east-1"}, **who, **more}
+        return {
+            "endpoint_url": self.endpoint,
+            "client_kwargs": {"region_name": "us-east-1"},
+            **who,
+            **more,
+        }
 
     def behind(self, endpoint: str) -> "S3Server":
         """The same server, reached by another way."""
@@ -40,8 +46,14 @@ class S3Server:
 
 
 def clients() -> list[Any]:
-    """Parameters: `make test` has a time limit and goes through s3fs, `make soak` through obstore; `make test-real` through both."""
-    return ["s3fs", "obstore" if "CKPTSTORE_TEST_S3" in os.environ else pytest.param("obstore", marks=pytest.mark.soak)]
+    """Parameters: `make test` has a time limit and goes through s3fs, `make soak` through obstore;
+    `make test-real` through both."""
+    return [
+        "s3fs",
+        "obstore"
+        if "CKPTSTORE_TEST_S3" in os.environ
+        else pytest.param("obstore", marks=pytest.mark.soak),
+    ]
 
 
 def new_url(bucket: str = BUCKET) -> str:
@@ -53,7 +65,9 @@ def new_url(bucket: str = BUCKET) -> str:
 def s3_server() -> Iterator[S3Server]:
     """The server, with a bucket."""
     if endpoint := os.environ.get("CKPTSTORE_TEST_S3"):
-        server = S3Server(endpoint, os.environ["CKPTSTORE_TEST_S3_KEY"], os.environ["CKPTSTORE_TEST_S3_SECRET"])
+        server = S3Server(
+            endpoint, os.environ["CKPTSTORE_TEST_S3_KEY"], os.environ["CKPTSTORE_TEST_S3_SECRET"]
+        )
         make_bucket(server)
         yield server
         return
@@ -65,7 +79,8 @@ def s3_server() -> Iterator[S3Server]:
 def moto_server(address: str = "127.0.0.1") -> Iterator[S3Server]:
     """moto, with a bucket. It takes any signature, so a proxy may change requests on their way.
 
-    It looks whether there is an object and then puts one, and of two requests at once both may find none: here that is one step.
+    It looks whether there is an object and then puts one, and of two requests at once both may find
+    none: here that is one step.
     """
     from moto.s3.responses import S3Response
     from moto.server import ThreadedMotoServer

@@ -8,8 +8,9 @@ _PREFIX = "module."
 
 
 class DistributedDataParallelAdapter:
-    """A plain module that takes what was saved from one within DistributedDataParallel. Needed only for state that has the wrapper's
-    prefix in its names, as a directory of TorchSnapshot that was imported."""
+    """A plain module that takes what was saved from one within DistributedDataParallel. Needed only
+    for state that has the wrapper's prefix in its names, as a directory of TorchSnapshot that was
+    imported."""
 
     def __init__(self, module: torch.nn.Module) -> None:
         self.module = module
@@ -18,4 +19,6 @@ class DistributedDataParallelAdapter:
         return self.module.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self.module.load_state_dict({name.removeprefix(_PREFIX): value for name, value in state_dict.items()})
+        self.module.load_state_dict(
+            {name.removeprefix(_PREFIX): value for name, value in state_dict.items()}
+        )

@@ -1,0 +1,51 @@
+"""Which storage a URL names."""
+
+import os
+from pathlib import Path
+from typing import Any
+
+from ckptstore.core.paths import check_path
+from ckptstore.errors import InvalidInput
+from ckptstore.storage.contract import Storage
+
+
+def open_storage(
+    url: str | Path,
+    *,
+    read_only: bool = False,
+    storage_options: dict[str, Any] | None = None,
+    fsync: bool = True,
+    direct_io: bool | None = None,
+) -> Storage:
+    """The backend for `url`: a path or `file://` for a local directory, else what fsspec knows
+    (`s3://…`, `gs://…`, `memory://…`).
+
+    Nothing is created and nothing looked up; `~` is the user's home. `fsync=False` gives up
+    durability on a local disk, for tests and scratch stores. With `direct_io`, the bulk of large
+    objects is written past a local disk's page cache; with None, of those that are written aside.
+    `storage_options` go to fsspec. Raises `InvalidInput` for what is neither a path nor a URL.
+    """
+    text = str(url)
+    check_path(text)
+    scheme, separator, rest = text.partition("://")
+    if not separator or scheme == "file":
+        if storage_options:
+            raise InvalidInput(
+                f"storage_options {sorted(storage_options)} mean nothing for the local path "
+                f"{text!r}; leave them out"
+            )
+        from ckptstore.storage.local import LocalStorage
+
+        return LocalStorage(
+            rest if separator else os.path.expanduser(url),
+            read_only=read_only,
+            fsync=fsync,
+            direct_io=direct_io,
+        )
+    if scheme in ("s3", "s3a"):
+        from ckptstore.storage.s3 import S3Storage
+
+        return S3Storage(text, read_only=read_only, storage_options=storage_options)
+    from ckptstore.storage.fsspec_backend import FsspecStorage
+
+    return FsspecStorage(text, read_only=read_only, storage_options=storage_options)
