@@ -24,7 +24,7 @@ from ckptstore.errors import (
 )
 
 if TYPE_CHECKING:
-    from ckptstore.commit.progress import CommitProgress
+    from ckptstore.commit.pending import CommitProgress
     from ckptstore.committing import PendingCommit
     from ckptstore.maintenance.retention import (
         KeepBest,
@@ -80,7 +80,7 @@ _LATER = {
     "write_pointer": "ckptstore.pointer_api",
     "Store": "ckptstore.store",
     "PendingCommit": "ckptstore.committing",
-    "CommitProgress": "ckptstore.commit.progress",
+    "CommitProgress": "ckptstore.commit.pending",
     "Snapshot": "ckptstore.snapshot",
     "StateDict": "ckptstore.state.stateful",
     "RNGState": "ckptstore.state.stateful",

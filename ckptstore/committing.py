@@ -11,8 +11,8 @@ from dataclasses import replace
 from functools import cache, partial
 from typing import Any, Literal, TypeAlias
 
-from ckptstore.commit.async_commit import AsyncCommits
-from ckptstore.commit.async_options import (
+from ckptstore.commit.async_commit import (
+    AsyncCommits,
     AsyncOptions,
     AsyncResult,
     CommitRoute,
@@ -21,19 +21,16 @@ from ckptstore.commit.async_options import (
     by_itself,
 )
 from ckptstore.commit.commit import CommitStats, Committed
-from ckptstore.commit.commit_metadata import CommitMetadata, label_of
+from ckptstore.commit.commit_metadata import CommitMetadata, ParentTracker, label_of
 from ckptstore.commit.dedup_probe import DedupProbe
-from ckptstore.commit.parent_tracker import ParentTracker
-from ckptstore.commit.pending import Pending
-from ckptstore.commit.progress import CommitProgress, Watch
+from ckptstore.commit.pending import CommitProgress, Pending, Watch
 from ckptstore.commit.schedule import Schedule, rule_of
 from ckptstore.core.ids import CommitId
 from ckptstore.core.model import CommitDocument
 from ckptstore.core.settings import Settings
 from ckptstore.core.text import bytes_text, seconds_text
-from ckptstore.distributed.collective import TIMEOUT_S, Collective
+from ckptstore.distributed.collective import TIMEOUT_S, Collective, begun_by_all, is_due_for_all
 from ckptstore.distributed.commit import Prepare, RanksCommitted
-from ckptstore.distributed.consensus import begun_by_all, is_due_for_all
 from ckptstore.distributed.coordinator import Options
 from ckptstore.distributed.external_commit import PartsCommitter
 from ckptstore.distributed.gloo import BACKGROUND, collective_of

@@ -13,8 +13,8 @@ from ckptstore.maintenance.check.offline_store import offline_store_of
 from ckptstore.maintenance.check.report import Level, Report, parse_level, parse_share
 from ckptstore.maintenance.doctor import Check, doctor
 from ckptstore.maintenance.forget import forget_by_policy, forget_commits, undelete
-from ckptstore.maintenance.gc.activity import Activity, activities
 from ckptstore.maintenance.gc.collect import MAX_UNUSED, GcOptions, GcReport, collect
+from ckptstore.maintenance.gc.session_monitor import Activity, activities
 from ckptstore.maintenance.mirror.mirror import Mirrored, MirrorOptions, mirror
 from ckptstore.maintenance.mirror.remotes import choose, other_end
 from ckptstore.maintenance.progress import Progress, silent
@@ -23,8 +23,8 @@ from ckptstore.maintenance.repair.repair import Repaired, repair
 from ckptstore.maintenance.retention import ForgetPlan, Policy
 from ckptstore.maintenance.usage import Usage, usage
 from ckptstore.repository.chunk_store import ObjectStore
+from ckptstore.repository.lru import SecondNames
 from ckptstore.repository.resolve_ref import AnyRef, find_commit
-from ckptstore.repository.second_names import SecondNames
 from ckptstore.repository.store_handle import StoreHandle
 from ckptstore.runtime import StoreRuntime
 from ckptstore.storage.registry import open_storage

@@ -57,7 +57,7 @@ class StoreRuntime:
 
     @cached_property
     def process_committer(self) -> ProcessCommitter:
-        return ProcessCommitter(self._worker_client, self.reader)
+        return ProcessCommitter(self._worker_client, self.reader.document)
 
     @cached_property
     def process_ranks_committer(self) -> ProcessRanksCommitter:

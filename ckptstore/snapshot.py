@@ -10,7 +10,7 @@ from ckptstore.core.geometry import box_of_region
 from ckptstore.core.globs import selector
 from ckptstore.core.ids import CommitId
 from ckptstore.core.model import Box, CommitDocument, Shape
-from ckptstore.core.suggestions import near
+from ckptstore.core.text import near
 from ckptstore.distributed.broadcast import Broadcast
 from ckptstore.distributed.collective import TIMEOUT_S
 from ckptstore.distributed.gloo import collective_of
@@ -18,10 +18,9 @@ from ckptstore.distributed.rank_view import RankView, own_trees, tree_of_rank
 from ckptstore.distributed.restore import Common, check_loaders, restore_together
 from ckptstore.distributed.shared_verification import SharedVerification
 from ckptstore.errors import InvalidInput, NotFound
-from ckptstore.objects.layout import Layout
-from ckptstore.restore.inflate_commit import assemble
+from ckptstore.objects.documents import Layout
+from ckptstore.restore.inflate_commit import Select, assemble, selected, whole
 from ckptstore.restore.mmap import Unmappable
-from ckptstore.restore.projection import Select, selected, whole
 from ckptstore.restore.reader import Destination, Reader, ReadRequest, Tree
 from ckptstore.restore.restore import RestoreOperation, RestoreOptions, RestoreReport
 from ckptstore.state import dtype_cast, tensors

@@ -4,6 +4,7 @@ import logging
 from collections.abc import Mapping, MutableMapping
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from types import TracebackType
 from typing import Any, Self
 
@@ -125,10 +126,10 @@ class Store(Committing, Keeping):
         ):
             try:
                 snapshot = (
-                    on_all(peers, lambda info=info: self._snapshot(info))
+                    on_all(peers, partial(self._snapshot, info))
                     if peers
                     else self._snapshot(info, reader)
-                )  # type: ignore[misc]
+                )
                 snapshot.restore(
                     app_state,
                     strict=strict,

@@ -6,10 +6,15 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from ckptstore.cli.documents import commit_document
 from ckptstore.cli.exits import Exit
-from ckptstore.cli.format import commit_text, type_text, value_text
-from ckptstore.cli.glob_fold import FOLD_ABOVE, fold
+from ckptstore.cli.format import (
+    FOLD_ABOVE,
+    commit_document,
+    commit_text,
+    fold,
+    type_text,
+    value_text,
+)
 from ckptstore.cli.screen import Screen
 from ckptstore.cli.stores import opened
 from ckptstore.cli.table import Column, Table

@@ -1,7 +1,17 @@
-"""How commits, steps, metrics and values are written for people, in every command alike. Pure."""
+"""How commits, steps, metrics and values are written for people, in every command alike. Pure.
 
-from typing import Any
+The shapes of the `--json` documents that several commands share (docs/cli.md): full ids, exact
+integers. Pure.
 
+How thousands of leaves fit on a screen: paths that differ only in their numbers become one
+pattern, which `ls` takes as a glob. Pure.
+"""
+
+import re
+from collections.abc import Callable, Iterable
+from typing import Any, TypeVar
+
+from ckptstore.cli.timestamps import exact_text
 from ckptstore.core.ids import CommitId
 from ckptstore.core.model import CommitInfo
 from ckptstore.errors import Corrupt
@@ -66,3 +76,49 @@ def _value(encoded: Any) -> str:
         left, right = _BRACKETS[tag]
         return f"{left}{items}{',' if tag == 'tuple' and len(payload) == 1 else ''}{right}"
     return f"{tag}({items})"
+
+
+def commit_document(info: CommitInfo) -> dict[str, Any]:
+    """One commit as `log` and `show` give it."""
+    return {
+        "id": info.id,
+        "content": info.content,
+        "entry": info.n,
+        "session": info.session,
+        "run": info.run,
+        "step": info.step,
+        "message": info.message,
+        "time": exact_text(info.time_ns),
+        "time_ns": info.time_ns,
+        "parents": list(info.parents),
+        "metrics": info.metrics,
+        "tags": list(info.tags),
+        "logical_bytes": info.logical_bytes,
+        "new_bytes": info.new_bytes,
+        "leaves": info.leaves,
+        "forgotten": info.forgotten,
+    }
+
+
+T = TypeVar("T")
+
+FOLD_ABOVE = 40
+"""Terminals show more lines than this folded."""
+
+_NUMBER = re.compile(r"(?<![^./_])[0-9]+(?![^./_])")
+
+
+def fold(items: Iterable[T], key: Callable[[T], tuple[str, object]]) -> list[tuple[str, list[T]]]:
+    """Items by pattern, in the order of each group's first.
+
+    `key` gives an item's path and what else must be equal within a group. A group of one keeps its
+    path as it is.
+    """
+    groups: dict[tuple[str, object], list[T]] = {}
+    for item in items:
+        path, kind = key(item)
+        groups.setdefault((_NUMBER.sub("*", path), kind), []).append(item)
+    return [
+        (pattern if len(group) > 1 else key(group[0])[0], group)
+        for (pattern, _), group in groups.items()
+    ]

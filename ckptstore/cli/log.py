@@ -8,15 +8,13 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
 from ckptstore.cli import lineage, timestamps
-from ckptstore.cli.documents import commit_document
 from ckptstore.cli.exits import Exit, UsageError
-from ckptstore.cli.format import first_line, metric_text, step_text
+from ckptstore.cli.format import commit_document, first_line, metric_text, step_text
 from ckptstore.cli.screen import Screen
 from ckptstore.cli.stores import opened
 from ckptstore.cli.table import Column, Table
 from ckptstore.core.model import CommitInfo
-from ckptstore.core.suggestions import near
-from ckptstore.core.text import bytes_text, count_text
+from ckptstore.core.text import bytes_text, count_text, near
 from ckptstore.errors import NotFound
 from ckptstore.index.queries import Queries
 

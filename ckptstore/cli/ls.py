@@ -6,8 +6,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 
 from ckptstore.cli.exits import Exit
-from ckptstore.cli.format import short, step_text, value_text
-from ckptstore.cli.glob_fold import FOLD_ABOVE, fold
+from ckptstore.cli.format import FOLD_ABOVE, fold, short, step_text, value_text
 from ckptstore.cli.screen import Screen
 from ckptstore.cli.stores import opened
 from ckptstore.cli.table import Column, Table
@@ -15,8 +14,7 @@ from ckptstore.cli.trees import leaves_of, pickles_of, reading, tensor_bytes, tr
 from ckptstore.core.globs import selector
 from ckptstore.core.ids import CHUNK_ID_BYTES, CommitId
 from ckptstore.core.model import CommitInfo, Shape
-from ckptstore.core.suggestions import near
-from ckptstore.core.text import bytes_text, count_text
+from ckptstore.core.text import bytes_text, count_text, near
 from ckptstore.errors import InvalidInput, NotFound
 from ckptstore.index.queries import Queries
 from ckptstore.repository.resolve_ref import find_id

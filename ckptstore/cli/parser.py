@@ -516,7 +516,8 @@ def _add_push(commands: Any, common: ArgumentParser) -> None:
         "bring commits to another store",
         "Bring commits and their tags to the store TO: those that are named, else all. Only what "
         "TO lacks travels; a commit appears\n"
-        "there whole, under the same id. What was interrupted goes on where it was when the command is run again.",
+        "there whole, under the same id. What was interrupted goes on where it was when the "
+        "command is run again.",
     )
     parser.add_argument("other", metavar="TO", help="a directory or a URL")
     parser.add_argument("--create", action="store_true", help="make the store TO if there is none")
@@ -543,7 +544,8 @@ def _add_clone(commands: Any, common: ArgumentParser) -> None:
         common,
         "clone",
         "make a store with the commits of another one",
-        "Make the store TO with every commit and tag of the store FROM. Run again, it completes a clone that was interrupted.",
+        "Make the store TO with every commit and tag of the store FROM. Run again, it completes a "
+        "clone that was interrupted.",
     )
     parser.add_argument("other", metavar="FROM", help="a directory or a URL")
     parser.add_argument("to", metavar="TO", help="a new directory or a URL")
@@ -602,8 +604,10 @@ def _add_import(commands: Any, common: ArgumentParser) -> None:
         common,
         "import",
         "commit a file or a directory of another format",
-        "Commit what is at PATH: a .safetensors file, a .safetensors.index.json with its shards, a .pt file, a directory of DCP or of\n"
-        "TorchSnapshot, or any other directory, such as a Hugging Face model. What the store has already takes no room again.",
+        "Commit what is at PATH: a .safetensors file, a .safetensors.index.json with its shards, a "
+        ".pt file, a directory of DCP or of\n"
+        "TorchSnapshot, or any other directory, such as a Hugging Face model. What the store has "
+        "already takes no room again.",
     )
     parser.add_argument("path", metavar="PATH", help="a file or a directory")
     parser.add_argument(
@@ -639,8 +643,10 @@ def _add_export(commands: Any, common: ArgumentParser) -> None:
         common,
         "export",
         "write a commit as files of another format",
-        "Write a commit to PATH. What was imported from files becomes the same files again; else PATH's name or --format says what to\n"
-        "write: safetensors (tensors only), torch (a .pt file), dcp (a directory for torch.distributed.checkpoint).",
+        "Write a commit to PATH. What was imported from files becomes the same files again; else "
+        "PATH's name or --format says what to\n"
+        "write: safetensors (tensors only), torch (a .pt file), dcp (a directory for "
+        "torch.distributed.checkpoint).",
     )
     parser.add_argument("ref", metavar="REF", help="which commit")
     parser.add_argument("path", metavar="PATH", help="a new file or directory")
@@ -673,9 +679,12 @@ def _add_migrate(commands: Any, common: ArgumentParser) -> None:
         common,
         "migrate",
         "bring the catalog up to this version of ckptstore, or move the log",
-        "Bring this host's catalog of the store up to this version of ckptstore. Every command does so when it must, but for tables\n"
-        "in PostgreSQL; this one says what it did. With --log-to, move the store's log into a database, or back into the store;\n"
-        "with --restore-log, make a lost database again from the copies of its entries. Packs and commits are not touched.",
+        "Bring this host's catalog of the store up to this version of ckptstore. Every command "
+        "does so when it must, but for tables\n"
+        "in PostgreSQL; this one says what it did. With --log-to, move the store's log into a "
+        "database, or back into the store;\n"
+        "with --restore-log, make a lost database again from the copies of its entries. Packs and "
+        "commits are not touched.",
     )
     what = parser.add_mutually_exclusive_group()
     what.add_argument(
@@ -696,8 +705,10 @@ def _add_completion(commands: Any, common: ArgumentParser) -> None:
         common,
         "completion",
         "print a completion script for a shell",
-        'Print a completion script. bash: eval "$(ckptstore completion bash)" in ~/.bashrc; zsh: ckptstore completion zsh >\n'
-        "a directory of $fpath, as _ckptstore; fish: ckptstore completion fish > ~/.config/fish/completions/ckptstore.fish",
+        'Print a completion script. bash: eval "$(ckptstore completion bash)" in ~/.bashrc; zsh: '
+        "ckptstore completion zsh >\n"
+        "a directory of $fpath, as _ckptstore; fish: ckptstore completion fish > "
+        "~/.config/fish/completions/ckptstore.fish",
     )
     parser.add_argument(
         "shell", choices=("bash", "zsh", "fish"), metavar="SHELL", help="bash, zsh or fish"

@@ -9,7 +9,7 @@ from ckptstore.cli.screen import Screen
 from ckptstore.cli.stores import opened
 from ckptstore.cli.table import Column, Table
 from ckptstore.core.text import bytes_text, seconds_text
-from ckptstore.maintenance.gc.activity import activities
+from ckptstore.maintenance.gc.session_monitor import activities
 
 
 def run(args: Namespace, screen: Screen) -> Exit:

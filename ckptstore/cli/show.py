@@ -8,14 +8,12 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from ckptstore.cli import timestamps
-from ckptstore.cli.documents import commit_document
 from ckptstore.cli.exits import Exit
-from ckptstore.cli.format import commit_text, metric_text, short, step_text
-from ckptstore.cli.layout import print_layout, read_layout
+from ckptstore.cli.format import commit_document, commit_text, metric_text, short, step_text
 from ckptstore.cli.screen import Screen
 from ckptstore.cli.stores import opened
 from ckptstore.cli.table import Column, Table, fields
-from ckptstore.cli.trees import leaves_of, pickles_of, tensor_bytes
+from ckptstore.cli.trees import leaves_of, pickles_of, print_layout, read_layout, tensor_bytes
 from ckptstore.core.ids import CommitId, pack_session
 from ckptstore.core.model import CommitInfo
 from ckptstore.core.text import bytes_text, count_text

@@ -12,7 +12,7 @@ from ckptstore.cli.stores import opened
 from ckptstore.cli.table import Column, Table
 from ckptstore.cli.trees import reading
 from ckptstore.core.ids import check_tag
-from ckptstore.core.suggestions import near
+from ckptstore.core.text import near
 from ckptstore.errors import NotFound
 from ckptstore.repository.resolve_ref import find_id
 from ckptstore.repository.store_handle import StoreHandle

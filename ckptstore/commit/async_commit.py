@@ -1,5 +1,9 @@
 """The way of a commit that its caller does not wait for: admit, flatten, stage; then the usual
-journey behind the caller's back."""
+journey behind the caller's back.
+
+What is asked of an asynchronous commit: how the state is to be copied, and by which way it
+becomes a commit.
+"""
 
 import os
 import threading
@@ -7,22 +11,17 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, Literal, NamedTuple, TypeAlias, TypeVar
 
-from ckptstore.commit.async_options import AsyncOptions, CommitRoute
-from ckptstore.commit.borrowed_leaves import BorrowedLeaves, PendingWatch
-from ckptstore.commit.commit_metadata import CommitMetadata
+from ckptstore.commit.commit_metadata import CommitMetadata, ParentTracker, parents_of
 from ckptstore.commit.commit_queue import Background
 from ckptstore.commit.dedup_probe import DedupProbe
-from ckptstore.commit.lazy_copy import LazyCopy
-from ckptstore.commit.parent_tracker import ParentTracker, parents_of
-from ckptstore.commit.pending import Pending
-from ckptstore.commit.progress import Milestone
+from ckptstore.commit.lazy_copy import BorrowedLeaves, LazyCopy, PendingWatch
+from ckptstore.commit.pending import CommitProgress, Milestone, Pending, Watch
 from ckptstore.core.ids import CommitId
 from ckptstore.core.text import bytes_text
 from ckptstore.errors import Busy, InvalidInput
 from ckptstore.repository.thread_pool import ThreadPool
-from ckptstore.state.copy_progress import CopyProgress
 from ckptstore.state.frozen_weights import Candidate, FrozenWeights
 from ckptstore.state.leaf_sources import FlatState, leaves_of
 from ckptstore.state.optimizer_hooks import StepHooks, changed_by_steps, optimizers_in, versions
@@ -35,12 +34,74 @@ from ckptstore.state.staging import (
     stage,
     with_leaves,
 )
-from ckptstore.state.staging_buffers import Buffer, BufferPool, default_budget
+from ckptstore.state.staging_buffers import Buffer, BufferPool, CopyProgress, default_budget
+
+Overlap: TypeAlias = Literal["wait", "skip"]
+Staging: TypeAlias = Literal["eager", "lazy"]
+
+S = TypeVar("S")
+
+
+@dataclass(frozen=True, slots=True)
+class AsyncOptions:
+    """How a caller wants an asynchronous commit: `overlap` says what to do while others are in
+    flight or staging memory is taken."""
+
+    overlap: Overlap = "wait"
+    staging: Staging = "eager"
+    trust_version: bool = False
+    dedup_first: bool = False
+    allow_pickle: bool = False
+    on_progress: Callable[[CommitProgress], object] | None = None
+
+    def __post_init__(self) -> None:
+        if self.overlap not in ("wait", "skip"):
+            raise InvalidInput(f"overlap is {self.overlap!r}; wanted 'wait' or 'skip'")
+        if self.staging not in ("eager", "lazy"):
+            raise InvalidInput(f"staging is {self.staging!r}; wanted 'eager' or 'lazy'")
+        if self.dedup_first and self.staging == "lazy":
+            raise InvalidInput(
+                "dedup_first reads the whole state within the call, which staging='lazy' is there "
+                "to avoid; choose one"
+            )
+
+
+class AsyncResult(NamedTuple, Generic[S]):
+    """A commit that exists: its id, the ids of its chunks by leaf, and what a caller gets for
+    it."""
+
+    id: CommitId
+    ids: Mapping[int, bytes]
+    result: S
+
+
+@dataclass(frozen=True, slots=True)
+class CommitRoute(Generic[S]):
+    """How a state becomes a commit.
+
+    `flatten` is called within the call, `make` in the background with the staged state, one at a
+    time. `begin` calls what copies the state, which returns why it cannot be begun now, or nothing;
+    several ranks agree there. What is not `whole` may leave leaves uncopied until they have been
+    written. What is `elsewhere` is made by somebody who does not see what has arrived: when
+    everything has.
+    """
+
+    flatten: Callable[[], Mapping[str, FlatState]]
+    make: Callable[
+        [Mapping[str, FlatState], Buffer, CommitMetadata, Pending[S], Watch], AsyncResult[S]
+    ]
+    begin: Callable[[Callable[[], str]], str]
+    whole: bool
+    elsewhere: bool
+
+
+def by_itself(begin: Callable[[], str]) -> str:
+    """How one process begins."""
+    return begin()
+
 
 COPYING_THREADS = 8
 """More do not copy faster: memory is the limit."""
-
-S = TypeVar("S")
 
 
 class AsyncCommits(Generic[S]):

@@ -10,8 +10,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from ckptstore.commit.commit_metadata import CommitMetadata
+from ckptstore.commit.pending import UNWATCHED, Milestone, Watch
 from ckptstore.commit.plan import CommitPlan, Extent, plan_commit
-from ckptstore.commit.progress import UNWATCHED, Milestone, Watch
 from ckptstore.commit.publish import Publisher, TreeContent, entry_body
 from ckptstore.commit.write import Dedup, DedupHints, PackSet, Written, read_all, write_chunks
 from ckptstore.core.config import StoreConfig

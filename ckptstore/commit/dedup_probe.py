@@ -4,25 +4,64 @@ lies, look up its chunks.
 What the store has need not be copied, but its bytes are then nobody's when it is collected. So a
 session is open from before the look until the commit has ended: a patient gc that condemns a pack
 meanwhile does not delete it before, and what was condemned is read back (docs/decisions/023-…).
+
+The ids of chunks where they are: nothing is written.
 """
 
-from collections.abc import Iterator, Mapping
-from itertools import compress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import compress, pairwise
 
 from ckptstore.commit.commit import extent_of
-from ckptstore.commit.hashing import hash_chunks
-from ckptstore.commit.plan import Part, plan_commit
-from ckptstore.commit.write import Dedup, DedupHints
+from ckptstore.commit.plan import CommitPlan, Part, Run, plan_commit
+from ckptstore.commit.write import PARALLEL_BYTES, Dedup, DedupHints
 from ckptstore.core.config import StoreConfig
-from ckptstore.core.ids import CHUNK_ID_BYTES
+from ckptstore.core.ids import CHUNK_ID_BYTES, digest
 from ckptstore.core.model import INLINE_BYTES
 from ckptstore.log.log import Log
 from ckptstore.log.sessions import Session, open_session
 from ckptstore.repository.chunk_store import ObjectStore
-from ckptstore.repository.thread_pool import ThreadPool
+from ckptstore.repository.thread_pool import ThreadPool, shared
 from ckptstore.state.leaf_sources import FlatState, Source
 from ckptstore.state.leaves import TensorSource
 from ckptstore.state.staging import LookedUp, merged
+
+
+def hash_chunks(
+    plan: CommitPlan,
+    sources: Sequence[Source],
+    threads: ThreadPool,
+    max_workers: int,
+    name: Callable[[memoryview], bytes] | None = None,
+    *,
+    copied: bool = False,
+) -> list[bytes]:
+    """Per part of the plan the ids of its chunks, in order, as `name` gives them if there is one;
+    found by at most `max_workers` threads. If `copied`, what others may write to is copied first,
+    for a `name` that reads its bytes twice."""
+    ids = [bytearray(CHUNK_ID_BYTES * len(part)) for part in plan.parts]
+
+    def work() -> None:
+        for batch in batches:
+            for run in batch:
+                at = (run.first - run.part.first) * CHUNK_ID_BYTES
+                found = b"".join(map(name or digest, _views(run, sources[run.part.leaf], copied)))
+                ids[run.part.leaf][at : at + len(found)] = found
+
+    batches = shared(plan.batches)
+    if plan.logical_bytes <= PARALLEL_BYTES or max_workers == 1:
+        work()
+    else:
+        threads.together([work] * min(max_workers, len(plan.batches)), batches.stop)
+    return [bytes(each) for each in ids]
+
+
+def _views(run: Run, source: Source, copied: bool) -> list[memoryview]:
+    base, end = run.cuts[0], run.cuts[-1]
+    memory = None if copied and not source.still else source.view(base, end)
+    if memory is None:
+        memory = memoryview(bytearray(run.raw_bytes))
+        source.stage(base, end, memory)
+    return [memory[start - base : stop - base] for start, stop in pairwise(run.cuts)]
 
 
 class DedupProbe:

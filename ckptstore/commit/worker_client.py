@@ -5,7 +5,7 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
@@ -13,11 +13,11 @@ from typing import Any
 from ckptstore import errors
 from ckptstore.commit.commit import CommitStats, Committed
 from ckptstore.commit.commit_metadata import CommitMetadata
-from ckptstore.commit.progress import Milestone, Watch
+from ckptstore.commit.pending import Milestone, Watch
 from ckptstore.commit.worker_protocol import Message, describe, error_from, receive, send
 from ckptstore.core.ids import CommitId, SessionId
+from ckptstore.core.model import CommitDocument
 from ckptstore.errors import Cancelled, CkptStoreError, Unavailable
-from ckptstore.restore.reader import Reader
 from ckptstore.state.leaf_sources import FlatState
 from ckptstore.state.staging_buffers import Buffer
 
@@ -183,8 +183,12 @@ class ProcessCommitter:
     """Makes commits like `commit.commit.Committer`, in a worker process, of states that lie in
     shared arenas. One at a time."""
 
-    def __init__(self, worker_client: WorkerClient, reader: Reader) -> None:
-        self._worker_client, self._reader = worker_client, reader
+    def __init__(
+        self,
+        worker_client: WorkerClient,
+        document_of: Callable[[SessionId, CommitId], CommitDocument],
+    ) -> None:
+        self._worker_client, self._document_of = worker_client, document_of
 
     def commit(
         self,
@@ -203,7 +207,7 @@ class ProcessCommitter:
                 Message({**says, "started": started}, blob), arena, watch
             )
         commit = CommitId(done.says["done"])
-        document = self._reader.document(SessionId(done.says["session"]), commit)
+        document = self._document_of(SessionId(done.says["session"]), commit)
         ids, at = {}, 0
         for leaf, length in zip(done.says["leaves"], done.says["lengths"], strict=True):
             ids[leaf] = done.blob[at : at + length]

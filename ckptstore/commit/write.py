@@ -15,8 +15,8 @@ from typing import Self
 
 import numpy as np
 
+from ckptstore.commit.pending import UNWATCHED, Watch
 from ckptstore.commit.plan import CommitPlan, Part, Run
-from ckptstore.commit.progress import UNWATCHED, Watch
 from ckptstore.core.config import PACK_BYTES_LOCAL, PACK_BYTES_REMOTE, StoreConfig
 from ckptstore.core.ids import CHUNK_ID_BYTES, ChunkId, SessionId, digest, pack_key
 from ckptstore.errors import Conflict, NotFound

@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ckptstore.commit.publish import TreeContent
-from ckptstore.core import dtypes
+from ckptstore.core import geometry
 from ckptstore.core.ids import CHUNK_ID_BYTES
 from ckptstore.core.model import Box, LeafContent, Schema
 from ckptstore.distributed.merge import MergedLeaf, MergedTree, finish
@@ -87,7 +87,7 @@ def logical_bytes(trees: Sequence[TreeContent]) -> int:
             schema.kinds, schema.dtypes, schema.shapes, schema.aliases, contents, strict=True
         ):
             if alias < 0:
-                total += dtypes.nbytes_of(dtype, shape) if kind == "tensor" else content.raw_bytes
+                total += geometry.nbytes_of(dtype, shape) if kind == "tensor" else content.raw_bytes
     return total
 
 

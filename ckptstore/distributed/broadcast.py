@@ -15,8 +15,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from ckptstore.core.ids import digest
-from ckptstore.distributed.collective import Collective, Part
-from ckptstore.distributed.deferred_errors import DeferredErrors
+from ckptstore.distributed.collective import Collective, DeferredErrors, Part
 from ckptstore.distributed.read_assignment import (
     Need,
     Numbering,

@@ -8,15 +8,26 @@ a rank that is gone, or silent for longer than the timeout, breaks the connectio
 
 What carries the bytes is a `Link`: gloo between trainers (`distributed.gloo`), sockets between
 their workers (`distributed.tcp`). Without torch.
+
+Says whom a rank waits for, long before the time-out ends the wait.
+
+What ranks agree on ahead of a commit in the background: that one is due, and that all of them
+can begin it.
+
+What fails on one rank while others wait for what it sends: raised when all has been
+exchanged.
 """
 
+import logging
 import struct
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from functools import partial
 from typing import Any, NamedTuple, Protocol
 
-from ckptstore.distributed.messages import (
+from ckptstore.distributed.framing import (
     MAX_BYTES,
     Cause,
     cause_of,
@@ -24,8 +35,39 @@ from ckptstore.distributed.messages import (
     encode_causes,
     failure,
 )
-from ckptstore.distributed.stragglers import named, told
 from ckptstore.errors import CkptStoreError, Conflict, InvalidInput, Unavailable
+
+logger = logging.getLogger("ckptstore")
+
+PART = 10
+"""After one such part of the time-out it is said, once."""
+
+
+@contextmanager
+def told(what: str, timeout_s: float, absent: Callable[[], str]) -> Iterator[None]:
+    """Log a warning if the block takes long. `absent`, asked on another thread, says who is waited
+    for; nothing if it is nobody."""
+    after_s = timeout_s / PART
+
+    def tell() -> None:
+        if who := absent():
+            logger.warning(
+                "%s has waited %.3g s for %s; it gives up after %g s", what, after_s, who, timeout_s
+            )
+
+    timer = threading.Timer(after_s, tell)
+    timer.daemon = True
+    with suppress(RuntimeError):  # no thread can be started: then nothing is said
+        timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+
+
+def named(numbers: list[int]) -> str:
+    return f"rank{'s' if len(numbers) > 1 else ''} {', '.join(map(str, numbers))}"
+
 
 TIMEOUT_S = 300.0
 """How long a rank waits for another before it takes it for gone."""
@@ -200,9 +242,7 @@ class Collective:
         }
         with told(what, self.timeout_s, lambda: _silent(heads)):
             for rank, head in heads.items():
-                received = self._try(
-                    rank, lambda rank=rank, head=head: self._finish(rank, what, head, deadline)
-                )  # type: ignore[misc]
+                received = self._try(rank, partial(self._finish, rank, what, head, deadline))
                 if received is None:
                     causes[rank] = self._lost[rank]
                 elif received[0] == _FAILED:
@@ -338,3 +378,49 @@ def _silent(heads: Mapping[int, tuple[Any, bytearray]]) -> str:
     """Who has sent nothing yet. A head that has arrived has a name in it."""
     found = [rank for rank, (_, head) in heads.items() if not any(head)]
     return f"{named(found)}, silent so far" if found else ""
+
+
+def begun_by_all(peers: Collective, begin: Callable[[], str]) -> str:
+    """Call `begin` on every rank, which returns why this rank cannot begin now, or nothing; gives
+    every rank what was said on any.
+
+    What `begin` raises on one rank is raised on all.
+    """
+
+    def answer(handed_in: Sequence[bytes]) -> list[bytes]:
+        reasons = "; ".join(
+            f"rank {rank}: {why.decode()}" for rank, why in enumerate(handed_in) if why
+        )
+        return [reasons.encode()] * len(handed_in)
+
+    return peers.round("commit: begin", lambda: begin().encode(), answer).decode()
+
+
+def is_due_for_all(peers: Collective, due: bool, came: bool) -> tuple[bool, bool]:
+    """Whether a commit is due, as the coordinator says, and whether a signal came to any rank."""
+
+    def answer(handed_in: Sequence[bytes]) -> list[bytes]:
+        return [bytes([handed_in[0][0], any(each[1] for each in handed_in)])] * len(handed_in)
+
+    found = peers.round("every: decide", lambda: bytes([due, came]), answer)
+    return bool(found[0]), bool(found[1])
+
+
+class DeferredErrors:
+    """Keeps the first error; `settle` raises it."""
+
+    def __init__(self) -> None:
+        self.failed: BaseException | None = None
+
+    @contextmanager
+    def failing(self) -> Iterator[None]:
+        """Whatever is raised within is kept, also an interrupt of this process."""
+        try:
+            yield
+        except BaseException as error:
+            self.failed = self.failed or error
+
+    def settle(self) -> None:
+        """Raise what was kept."""
+        if self.failed:
+            raise self.failed

@@ -18,7 +18,7 @@ from typing import TypeAlias
 
 from ckptstore.commit.commit import ATTEMPTS, CommitStats
 from ckptstore.commit.commit_metadata import CommitMetadata
-from ckptstore.commit.progress import UNWATCHED, Milestone, Watch
+from ckptstore.commit.pending import UNWATCHED, Milestone, Watch
 from ckptstore.commit.write import Dedup, DedupHints, PackSet
 from ckptstore.core.config import StoreConfig
 from ckptstore.core.gc_pause import uncollected
@@ -39,7 +39,7 @@ from ckptstore.distributed.coordinator import (
 )
 from ckptstore.distributed.describe import encode_description
 from ckptstore.distributed.exchange_plan import Boxes, Moves, moves_of
-from ckptstore.distributed.messages import Cause, failure
+from ckptstore.distributed.framing import Cause, failure
 from ckptstore.distributed.rank_plan import RankTask, decode_task
 from ckptstore.distributed.rank_worker import RankWorker
 from ckptstore.errors import CkptStoreError, Conflict, NoSpace

@@ -14,10 +14,9 @@ from ckptstore.core.ids import SessionId, digest, parse_pack_id
 from ckptstore.core.model import PackRecord, Schema
 from ckptstore.distributed import framing
 from ckptstore.distributed.assemble import Assembler, Observation, Receipt, layout_of, logical_bytes
-from ckptstore.distributed.describe import RankTree, decode_description
+from ckptstore.distributed.describe import RankTree, decode_description, decode_reports, split_ids
+from ckptstore.distributed.framing import cause_of
 from ckptstore.distributed.merge import merge
-from ckptstore.distributed.messages import cause_of
-from ckptstore.distributed.observations import decode_reports, split_ids
 from ckptstore.distributed.plan import RanksPlan, Shared, plan_ranks
 from ckptstore.distributed.rank_plan import encode_tasks
 from ckptstore.distributed.resolve_content import Decided, decide

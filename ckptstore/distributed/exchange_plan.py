@@ -11,7 +11,7 @@ from math import prod
 from typing import NamedTuple
 
 from ckptstore.commit.plan import CommitPlan, Extent
-from ckptstore.core import dtypes
+from ckptstore.core import geometry
 from ckptstore.core.geometry import Grid, byte_ranges, grid, within
 from ckptstore.distributed.rank_plan import CellTask, Completing, LeafRef, RankTask, SendTask
 from ckptstore.state.leaf_sources import FlatState, Source
@@ -103,7 +103,7 @@ class Boxes:
         box = flat.held[leaf].parts[spot.part][0] if leaf in flat.held else None
         return Extent(
             flat.schema.shapes[leaf],
-            dtypes.width_of(dtype),
+            geometry.width_of(dtype),
             source.nbytes,
             dtype.startswith(("float", "bfloat")),
             box,
@@ -131,7 +131,7 @@ class Boxes:
         flat, leaf = self.resolved(spot)
         if leaf not in flat.held:
             return flat.leaves[leaf].nbytes
-        return dtypes.width_of(flat.schema.dtypes[leaf]) * prod(flat.schema.shapes[leaf])
+        return geometry.width_of(flat.schema.dtypes[leaf]) * prod(flat.schema.shapes[leaf])
 
     def resolved(self, spot: LeafRef) -> tuple[FlatState, int]:
         """An alias here may be none of the whole state: its bytes are those of the leaf it shares

@@ -1,9 +1,16 @@
-"""Several byte strings as one message, and back."""
+"""Several byte strings as one message, and back.
+
+What ranks tell each other in a round: a payload, or what failed. Bytes only, nothing is
+pickled.
+"""
 
 import struct
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
-from ckptstore.errors import Corrupt
+from ckptstore import errors
+from ckptstore.errors import CkptStoreError, Corrupt, Unavailable
+from ckptstore.objects import canonical
 
 _COUNT = struct.Struct("<I")
 
@@ -30,3 +37,73 @@ def split(data: bytes, count: int) -> list[bytes]:
         found.append(data[at : at + size])
         at += size
     return found
+
+
+MAX_BYTES = 1 << 31
+"""A longer message is none of ours."""
+
+_SHOWN = 8
+_TEXT_CHARACTERS = 4000
+
+
+class Cause(NamedTuple):
+    """Why a rank failed: the name of the exception's class, and what it says."""
+
+    kind: str
+    text: str
+
+    def __str__(self) -> str:
+        return f"{self.kind}: {self.text}" if self.text else self.kind
+
+
+def cause_of(error: BaseException) -> Cause:
+    notes = "".join(f"\n{note}" for note in getattr(error, "__notes__", ()))
+    # Half of a surrogate pair, as in the name of a file, cannot travel as UTF-8.
+    text = f"{error}{notes}"[:_TEXT_CHARACTERS].encode(errors="replace").decode()
+    return Cause(type(error).__name__, text)
+
+
+def encode_causes(causes: Mapping[int, Cause]) -> bytes:
+    return canonical.encode({str(rank): list(cause) for rank, cause in causes.items()})
+
+
+def decode_causes(data: bytes) -> dict[int, Cause]:
+    """The inverse of `encode_causes`; raises `Corrupt`."""
+    try:
+        return {
+            int(rank): Cause(str(kind), str(text))
+            for rank, (kind, text) in canonical.decode(data).items()
+        }
+    except (AttributeError, TypeError, ValueError) as error:
+        raise Corrupt(
+            f"a rank's message is damaged: {error}; do all ranks run one version of ckptstore?"
+        ) from error
+
+
+def failure(what: str, causes: Mapping[int, Cause], size: int) -> CkptStoreError:
+    """The one exception for what failed on some of `size` ranks: of the class they have in common,
+    if there is one."""
+    lines = [f"rank {rank}: {cause}" for rank, cause in sorted(causes.items())]
+    more = f"\n  and {len(lines) - _SHOWN} more" if len(lines) > _SHOWN else ""
+    if len(causes) == size > 1 and len(set(causes.values())) == 1:
+        said = f"{what} failed on all {size} ranks: {causes[0]}"
+    else:
+        said = (
+            f"{what} failed on {len(causes)} of {size} ranks:\n  "
+            + "\n  ".join(lines[:_SHOWN])
+            + more
+        )
+    error = _class_of(causes)(said)
+    error.causes = {rank: str(cause) for rank, cause in sorted(causes.items())}
+    return error
+
+
+def _class_of(causes: Mapping[int, Cause]) -> type[CkptStoreError]:
+    found = {getattr(errors, cause.kind, None) for cause in causes.values()}
+    if len(found) == 1:
+        (cls,) = found
+        if isinstance(cls, type) and issubclass(cls, CkptStoreError):
+            return cls
+    if all(isinstance(cls, type) and issubclass(cls, Unavailable) for cls in found):
+        return Unavailable
+    return CkptStoreError

@@ -12,8 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ckptstore.distributed.collective import TIMEOUT_S, Collective, Transfer
-from ckptstore.distributed.stragglers import named, told
+from ckptstore.distributed.collective import TIMEOUT_S, Collective, Transfer, named, told
 from ckptstore.errors import InvalidInput, Unavailable
 
 ALONE = "alone"

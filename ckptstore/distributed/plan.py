@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import NamedTuple
 
-from ckptstore.core import dtypes
+from ckptstore.core import geometry
 from ckptstore.core.geometry import Grid, grid
 from ckptstore.core.model import INLINE_BYTES, Box
 from ckptstore.distributed.merge import Holder, MergedLeaf, MergedTree
@@ -156,7 +156,7 @@ def plan_ranks(
 
 def nbytes_of(leaf: MergedLeaf) -> int:
     """Raw bytes of a tensor."""
-    return dtypes.nbytes_of(leaf.dtype, leaf.shape)
+    return geometry.nbytes_of(leaf.dtype, leaf.shape)
 
 
 def _how_held(tree: MergedTree, leaf: MergedLeaf) -> object:
@@ -213,7 +213,7 @@ def _place(
         plan.reported[target] = _places(holders)
     else:
         whole = Box((0,) * len(leaf.shape), leaf.shape)
-        tiling = _tile_boxes(leaf.shape, dtypes.width_of(leaf.dtype), chunk_bytes, (whole,))
+        tiling = _tile_boxes(leaf.shape, geometry.width_of(leaf.dtype), chunk_bytes, (whole,))
         plan.tiled[target] = Tiled((whole,), tiling, (_places(holders),))
 
 
@@ -281,7 +281,7 @@ def _tile(
     # What several meshes hold must be compared, chunk by chunk: then no chunk may lie in two boxes.
     tiling = _tile_boxes(
         leaf.shape,
-        dtypes.width_of(leaf.dtype),
+        geometry.width_of(leaf.dtype),
         chunk_bytes,
         boxes,
         canonical=canonical and not others,
@@ -418,4 +418,4 @@ def _nearest(places: Sequence[Place], rank: int) -> Place:
 
 def _cells(plan: RanksPlan, target: Target, box: Box, chunk_bytes: int) -> Grid:
     leaf = plan.leaf(target)
-    return _grid(leaf.shape, dtypes.width_of(leaf.dtype), chunk_bytes, box)
+    return _grid(leaf.shape, geometry.width_of(leaf.dtype), chunk_bytes, box)

@@ -6,12 +6,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from ckptstore.commit.hashing import hash_chunks
+from ckptstore.commit.dedup_probe import hash_chunks
 from ckptstore.commit.plan import CommitPlan, Extent, plan_chunks
 from ckptstore.commit.write import Dedup, PackSet, read_all, write_chunks
 from ckptstore.core.ids import SessionId
 from ckptstore.core.model import INLINE_BYTES
 from ckptstore.distributed.collective import Collective, Part
+from ckptstore.distributed.describe import Report, encode_reports
 from ckptstore.distributed.exchange_plan import (
     Boxes,
     ByteRange,
@@ -20,7 +21,6 @@ from ckptstore.distributed.exchange_plan import (
     Outgoing,
     Window,
 )
-from ckptstore.distributed.observations import Report, encode_reports
 from ckptstore.distributed.rank_plan import LeafRef, RankTask
 from ckptstore.repository.memory_budget import RankRoom
 from ckptstore.repository.thread_pool import ThreadPool

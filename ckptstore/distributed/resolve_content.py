@@ -8,11 +8,11 @@ its own, unless it was known to be a replica: then it has diverged, which is a c
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from ckptstore.core import dtypes
+from ckptstore.core import geometry
 from ckptstore.core.geometry import byte_ranges
 from ckptstore.core.model import Box, LeafContent
+from ckptstore.distributed.describe import Report, split_ids
 from ckptstore.distributed.merge import MergedLeaf, MergedTree
-from ckptstore.distributed.observations import Report, split_ids
 from ckptstore.distributed.plan import Place, RanksPlan, Target
 from ckptstore.errors import Conflict
 
@@ -119,8 +119,8 @@ def _spread(
 
 def _assembled(tree: MergedTree, leaf: MergedLeaf, parts: Mapping[Place, bytes]) -> bytes:
     """The bytes of a small leaf that ranks hold in boxes."""
-    width = dtypes.width_of(leaf.dtype)
-    data = bytearray(dtypes.nbytes_of(leaf.dtype, leaf.shape))
+    width = geometry.width_of(leaf.dtype)
+    data = bytearray(geometry.nbytes_of(leaf.dtype, leaf.shape))
     filled: dict[Box, tuple[int, bytes]] = {}
     for place, joined in parts.items():
         holding = tree.trees[place.rank].held.get(leaf.holders[place.holder].leaf)

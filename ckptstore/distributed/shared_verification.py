@@ -15,8 +15,7 @@ import numpy as np
 
 from ckptstore.core.ids import QUICK_DIGEST_BYTES, digest, quick_digest
 from ckptstore.distributed import framing
-from ckptstore.distributed.collective import Collective, Part
-from ckptstore.distributed.deferred_errors import DeferredErrors
+from ckptstore.distributed.collective import Collective, DeferredErrors, Part
 from ckptstore.distributed.read_assignment import ALONE, Numbering, plan_verifiers
 from ckptstore.errors import CkptStoreError
 from ckptstore.restore.reader import Reader, Reading

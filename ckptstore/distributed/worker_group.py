@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ckptstore.commit.commit_metadata import CommitMetadata
-from ckptstore.commit.progress import Watch
+from ckptstore.commit.pending import Watch
 from ckptstore.commit.worker_protocol import Blob, Message, label_from, label_to, leaf_from
 from ckptstore.core.config import StoreConfig
 from ckptstore.core.model import Schema

@@ -11,7 +11,7 @@ import subprocess
 from collections.abc import Sequence
 
 from ckptstore.commit.commit import CommitStats
-from ckptstore.commit.progress import Watch
+from ckptstore.commit.pending import Watch
 from ckptstore.commit.worker_client import WorkerClient
 from ckptstore.commit.worker_protocol import Message
 from ckptstore.core.ids import CommitId
@@ -19,7 +19,7 @@ from ckptstore.distributed import framing
 from ckptstore.distributed.collective import Collective
 from ckptstore.distributed.commit import Prepare, RanksCommitted
 from ckptstore.distributed.coordinator import Options
-from ckptstore.distributed.messages import cause_of
+from ckptstore.distributed.framing import cause_of
 from ckptstore.distributed.rendezvous import SECRET_BYTES
 from ckptstore.distributed.worker_group import StagedParts
 from ckptstore.errors import CkptStoreError

@@ -15,7 +15,7 @@ import sys
 from contextlib import suppress
 
 from ckptstore.commit.commit import Committer
-from ckptstore.commit.progress import Milestone, Watch
+from ckptstore.commit.pending import Milestone, Watch
 from ckptstore.commit.worker_protocol import (
     Message,
     failure_to,

@@ -4,6 +4,9 @@ its errors mean to the caller.
 Each store has a schema of its own, `ckptstore_<store id>`, so one database holds many, and a role
 without special rights will do that may create schemas in it. A transaction that gets no answer is
 cut off from this side: nothing in the client library would ever end it.
+
+The catalog in PostgreSQL: the tables that the log's entries change as they are appended, so it
+is never behind.
 """
 
 import os
@@ -11,19 +14,23 @@ import re
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from typing import TypeVar
+from typing import Any, TypeVar
 
-from sqlalchemy import Connection, Engine, create_engine
+from sqlalchemy import Connection, Engine, create_engine, text
 from sqlalchemy.engine import URL, make_url
 from sqlalchemy.exc import ArgumentError, DBAPIError, SQLAlchemyError
 
-from ckptstore.core.ids import StoreId
+from ckptstore.core.ids import CommitId, StoreId
+from ckptstore.core.model import Schema
 from ckptstore.core.redaction import redact, without
 from ckptstore.core.threads import start
 from ckptstore.errors import CkptStoreError, Conflict, InvalidInput, NotFound, ReadOnly, Unavailable
+from ckptstore.index.catalog import add_schema, add_shards
 from ckptstore.index.catalog_file import cause
+from ckptstore.index.queries import Queries, Rows, ShardInfo
+from ckptstore.log.entries import Entry, Position
 
 DEADLINE_S = 30.0
 """So long a question is repeated while the database is away, and a transaction may take."""
@@ -287,3 +294,42 @@ def _ended_after(connection: Connection, seconds: float) -> Iterator[None]:
 def _cut(watched: socket.socket) -> None:
     with suppress(OSError):
         watched.shutdown(socket.SHUT_RDWR)
+
+
+class PostgresCatalog:
+    """What `Catalog` is for a file."""
+
+    in_memory = False
+
+    def __init__(self, database: Database) -> None:
+        self._database = database
+
+    def position(self) -> Position:
+        return self.queries().position()
+
+    def queries(self) -> Queries:
+        return Queries(self._ask)
+
+    def fold(self, entries: Iterable[Entry]) -> bool:
+        """Nothing: an entry was folded when it was appended."""
+        return True
+
+    def missing_schemas(self) -> list[str]:
+        return self.queries().missing_schemas()
+
+    def add_schema(self, schema_id: str, schema: Schema) -> bool:
+        return self._database.write(lambda connection: add_schema(connection, schema_id, schema))
+
+    def add_shards(self, commit: CommitId, boxes: Sequence[ShardInfo]) -> bool:
+        return self._database.write(lambda connection: add_shards(connection, commit, boxes))
+
+    def reset(self) -> None:
+        """Nothing: the tables are as sound as the log beside them."""
+
+    def close(self) -> None:
+        self._database.close()
+
+    def _ask(self, sql: str, values: Mapping[str, Any]) -> Rows:
+        return self._database.read(
+            lambda connection: connection.execute(text(sql), values).fetchall()
+        )

@@ -311,7 +311,8 @@ class Queries:
             (str,),
             "SELECT c.id FROM metrics m JOIN commits c ON c.n = m.n WHERE m.name = :metric AND "
             "m.value IS NOT NULL AND c.forgotten = 0"
-            f"{_run_test(run)} ORDER BY m.value {'DESC' if ref.order == 'max' else 'ASC'}, m.n DESC LIMIT 1",
+            f"{_run_test(run)} ORDER BY m.value {'DESC' if ref.order == 'max' else 'ASC'}, m.n "
+            "DESC LIMIT 1",
             {"metric": ref.metric, "run": run},
         )
         if rows:
@@ -344,27 +345,35 @@ class Queries:
         ((commits,),) = self._rows((int,), "SELECT COUNT(*) FROM commits", {})
         rows = self._rows(
             (str, int, _MAYBE_INT),
-            "WITH RECURSIVE line (id, depth) AS (SELECT CAST(:id AS VARCHAR(64)), 0 UNION ALL SELECT p.parent, line.depth + 1 FROM line"
-            " JOIN commits c ON c.id = line.id JOIN parents p ON p.n = c.n AND p.position = 0 WHERE line.depth < :depth)"
-            " SELECT line.id, line.depth, c.n FROM line LEFT JOIN commits c ON c.id = line.id ORDER BY line.depth DESC LIMIT 1",
+            "WITH RECURSIVE line (id, depth) AS (SELECT CAST(:id AS VARCHAR(64)), 0 UNION ALL "
+            "SELECT p.parent, line.depth + 1 FROM line"
+            " JOIN commits c ON c.id = line.id JOIN parents p ON p.n = c.n AND p.position = 0 "
+            "WHERE line.depth < :depth)"
+            " SELECT line.id, line.depth, c.n FROM line LEFT JOIN commits c ON c.id = line.id "
+            "ORDER BY line.depth DESC LIMIT 1",
             {"id": commit, "depth": min(ref.generations, commits)},
             one=True,
         )
         ancestor, depth, n = rows[0]
         if n is None:
             raise NotFound(
-                f"the first parent {depth} generations before {commit[:12]}, {ancestor[:12]}, has been purged; see `ckptstore log`"
+                f"the first parent {depth} generations before {commit[:12]}, {ancestor[:12]}, has "
+                "been purged; see `ckptstore log`"
             )
         if depth == commits < ref.generations:
             raise circular(CommitId(ancestor))
         if depth < ref.generations:
             raise NotFound(
-                f"commit {commit[:12]} has {depth} generations of first parents; wanted {ref.generations}"
+                f"commit {commit[:12]} has {depth} generations of first parents; wanted "
+                f"{ref.generations}"
             )
         return CommitId(ancestor)
 
     def _newest(self, test: str, run: str | None, **values: Any) -> Rows:
-        sql = f"SELECT id FROM commits WHERE {test} AND forgotten = 0{_run_test(run)} ORDER BY n DESC LIMIT 1"
+        sql = (
+            f"SELECT id FROM commits WHERE {test} AND forgotten = 0{_run_test(run)} ORDER BY n "
+            "DESC LIMIT 1"
+        )
         return self._rows((str,), sql, {"run": run, **values})
 
     def _ids(self, prefix: str) -> list[CommitId]:
@@ -375,7 +384,10 @@ class Queries:
     def _steps_near(self, step: int, run: str | None) -> str:
         near: set[int] = set()
         for test, order in (("step <= :step", "DESC"), ("step >= :step", "ASC")):
-            sql = f"SELECT DISTINCT step FROM commits WHERE {test} AND forgotten = 0{_run_test(run)} ORDER BY step {order} LIMIT 3"
+            sql = (
+                f"SELECT DISTINCT step FROM commits WHERE {test} AND forgotten = "
+                f"0{_run_test(run)} ORDER BY step {order} LIMIT 3"
+            )
             near.update(row[0] for row in self._rows((int,), sql, {"step": step, "run": run}))
         return (
             f"the nearest steps are {', '.join(map(str, sorted(near)))}"
@@ -446,7 +458,8 @@ class Queries:
             ),
             (
                 (int, str, str),
-                "SELECT t.n, t.key, s.id FROM commit_trees t JOIN schemas s ON s.number = t.schema WHERE t.n IN ({}) ORDER BY t.n, t.key",
+                "SELECT t.n, t.key, s.id FROM commit_trees t JOIN schemas s ON s.number = t.schema "
+                "WHERE t.n IN ({}) ORDER BY t.n, t.key",
                 numbers,
             ),
             (

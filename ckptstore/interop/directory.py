@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
 
-from ckptstore.core.dtypes import width_of
+from ckptstore.core.geometry import width_of
 from ckptstore.core.model import Box, Shape
 from ckptstore.core.text import count_text, unicode_text
 from ckptstore.errors import InvalidInput, Unavailable

@@ -8,7 +8,7 @@ import zlib
 from pathlib import Path
 from typing import Any
 
-from ckptstore.core.dtypes import WIDTHS
+from ckptstore.core.geometry import WIDTHS
 from ckptstore.errors import InvalidInput, Unavailable
 
 _DCP = "torch.distributed.checkpoint.metadata"

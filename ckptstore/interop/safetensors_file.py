@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NoReturn
 
-from ckptstore.core.dtypes import nbytes_of, width_of
+from ckptstore.core.geometry import nbytes_of, width_of
 from ckptstore.core.model import Box, Shape
 from ckptstore.errors import InvalidInput
 from ckptstore.interop.sources import read_range

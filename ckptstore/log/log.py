@@ -29,7 +29,6 @@ from ckptstore.errors import (
     NotFound,
     Unavailable,
 )
-from ckptstore.log.backoff import Met, pause_s
 from ckptstore.log.entries import (
     Body,
     Entry,
@@ -40,7 +39,7 @@ from ckptstore.log.entries import (
     origin,
 )
 from ckptstore.log.fold import Refusal, State, apply, check, genesis, number
-from ckptstore.log.log_backend import LogBackend, LogObjects
+from ckptstore.log.log_backend import LogBackend, LogObjects, Met, pause_s
 from ckptstore.log.log_snapshots import decode_state, encode_state
 from ckptstore.storage.contract import Storage
 

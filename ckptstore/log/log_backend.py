@@ -1,21 +1,99 @@
 """Where a log's entries lie: what any such place does, and the usual one, objects in the store's
-`log/`."""
+`log/`.
+
+A segment is a hundred entries of the log in one object, so that who knows none of them need not
+ask for each (docs/format.md §9).
+
+It is a cache of the log: the entries stay where they are, and are the authority. Each names the
+hash of the one before, so a segment whose last entry is the log's holds the log's; whoever reads
+one compares that, and ignores a segment that is not what it should be.
+
+How long does a writer wait for others who append to the same log?
+
+Where many append at once, all but one attempt for each number are in vain, and where the server is
+what limits, each of them makes all others slower. Who waits lets others through; but by chance
+alone some would be let through again and again and one never. So a wait is drawn from the time that
+an attempt takes there, and becomes shorter with the number of entries that others appended since
+the call began; and whoever was passed by many, and comes back at once with the next entry, begins
+with a wait. That needs no message among the writers and no clock that they share.
+"""
 
 import logging
 import secrets
+import struct
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from functools import cached_property
-from itertools import takewhile
+from itertools import pairwise, takewhile
 from typing import Protocol
 
-from ckptstore.core.ids import StoreId, log_key, log_scratch_key, segment_key
+from ckptstore.core.ids import StoreId, digest, log_key, log_scratch_key, segment_key
 from ckptstore.core.paths import is_network_filesystem
 from ckptstore.core.threads import Pool
 from ckptstore.errors import Corrupt, NotFound, ReadOnly
-from ckptstore.log.entries import Entry, Position, check_follows, decode_entry
-from ckptstore.log.segments import SEGMENT_ENTRIES, decode_segment, encode_segment, segment_end
+from ckptstore.log.entries import Entry, Position, check_follows, decode_entry, encode_again
+from ckptstore.objects.frames import compress, decompress
 from ckptstore.storage.contract import Storage
+from ckptstore.storage.limits import SEGMENT_BYTES_MAX
+
+SEGMENT_ENTRIES = 100
+"""Few enough for whoever appends the last one to know them all, and to leave less than that many to
+be asked for one by one."""
+
+_HASH_DIGITS = 64
+_LENGTHS = struct.Struct(f"<{SEGMENT_ENTRIES}I")
+
+
+def segment_end(n: int) -> int:
+    """The last entry of the segment that entry `n` is in."""
+    return -(-n // SEGMENT_ENTRIES) * SEGMENT_ENTRIES
+
+
+def encode_segment(entries: Sequence[Entry]) -> bytes:
+    """The bytes of the file `log/segment-<n>` for the `SEGMENT_ENTRIES` entries up to `n`."""
+    files = [encode_again(entry) for entry in entries]
+    frame = compress(_LENGTHS.pack(*map(len, files)) + b"".join(files))
+    return digest(frame).hex().encode() + b"\n" + frame
+
+
+def decode_segment(data: bytes, last: int, store: StoreId) -> list[Entry]:
+    """The entries up to `last` of the log of `store`, each of which names the one before.
+
+    Raises `Corrupt` for anything else, `NewerEntry` for an entry that is not known here.
+    """
+    frame = memoryview(data)[_HASH_DIGITS + 1 :]
+    if data[: _HASH_DIGITS + 1] != digest(frame).hex().encode() + b"\n":
+        raise Corrupt(
+            "a segment of the log does not match its hash; it is ignored and may be deleted"
+        )
+    entries = [
+        decode_entry(file)
+        for file in _files(decompress(frame, SEGMENT_BYTES_MAX, min_bytes=_LENGTHS.size))
+    ]
+    for before, entry in pairwise(entries):
+        check_follows(entry, before.position, store)
+    if (entries[-1].n, entries[-1].store) != (last, store):
+        raise Corrupt(
+            f"a segment of the log ends at entry {entries[-1].n} of store {entries[-1].store}; "
+            f"wanted {last} of {store}"
+        )
+    return entries
+
+
+def _files(content: bytes) -> list[bytes]:
+    lengths = _LENGTHS.unpack_from(content)
+    if _LENGTHS.size + sum(lengths) != len(content):
+        raise Corrupt(
+            f"a segment of the log has {len(content)} bytes; wanted "
+            f"{_LENGTHS.size + sum(lengths)}; it is ignored"
+        )
+    files, at = [], _LENGTHS.size
+    for length in lengths:
+        files.append(content[at : at + length])
+        at += length
+    return files
+
 
 _READ_AHEAD = 32
 _SEGMENTS_AT_ONCE = 8
@@ -221,3 +299,38 @@ class LogObjects:
         self._storage.put(
             segment_key(last), encode_segment([decode_entry(data or b"") for data in files])
         )
+
+
+_LONGEST_ATTEMPTS = 8.0
+"""Who was never passed waits for at most so many attempts. Two writers lose little by it, and of
+thirty-two some four compete."""
+_PATIENCE = 8.0
+"""Whoever so many entries have passed waits half as long."""
+_CROWD = 32
+_OF_CROWD = 0.5
+"""Who comes back lets at most so many of those through that passed it the last time."""
+_LONGEST_S = 2.0
+"""Where an attempt takes seconds, the server is not to be spared by waiting longer."""
+
+
+def pause_s(attempt_s: float, passed: int, draw: float) -> float:
+    """After an attempt in vain, which took `attempt_s`; others appended `passed` entries since the
+    call began. `draw` is from 0 to 1."""
+    return min(draw * _LONGEST_ATTEMPTS * attempt_s, _LONGEST_S) / (1 + passed / _PATIENCE)
+
+
+@dataclass(frozen=True, slots=True)
+class Met:
+    """What a writer met in its last append: how many entries passed it, how long its last attempt
+    in vain took, when it ended."""
+
+    passed: int = 0
+    attempt_s: float = 0.0
+    ended_s: float = 0.0
+
+    def pause_s(self, now_s: float, draw: float) -> float:
+        """Before the first attempt of an append that begins at `now_s`."""
+        crowd = min(self.passed, _CROWD)
+        if crowd < 2 or now_s > self.ended_s + crowd * self.attempt_s:
+            return 0.0
+        return min(draw * _OF_CROWD * crowd * self.attempt_s, _LONGEST_S)

@@ -27,10 +27,9 @@ from ckptstore.log.fold import Pack, State
 from ckptstore.log.log import Log
 from ckptstore.objects import codecs
 from ckptstore.repository import footers
-from ckptstore.repository.footer_batches import AT_ONCE, FooterBatches
-from ckptstore.repository.lru import MetadataCache
+from ckptstore.repository.footers import AT_ONCE, FooterBatches
+from ckptstore.repository.lru import MetadataCache, SecondNames
 from ckptstore.repository.read_planner import Read, Request, plan_reads, slices, with_gaps
-from ckptstore.repository.second_names import SecondNames
 from ckptstore.storage.contract import OpenFile, Storage
 from ckptstore.storage.read_cache import ReadCache
 

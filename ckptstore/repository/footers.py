@@ -1,13 +1,29 @@
 """How the footer of a stored pack is read: usually in one request, from the twin where the pack
-itself is damaged."""
+itself is damaged.
 
-from collections.abc import Callable
+A hundred packs' footers in one object, so that a host that knows none need not ask each pack
+(docs/format.md §9, decisions/033-…).
+
+It is a cache of the packs: their own footers stay, and are the authority. Each footer lies in it
+with its trailer, so that it is held against its hash and against the bytes that the log says its
+pack has, as one read from the pack is; one that does not match is not used.
+"""
+
+import logging
+import struct
+import threading
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import TypeVar
 
-from ckptstore.core.ids import PackId, pack_key, twin_key
-from ckptstore.errors import Corrupt, NotFound, Unavailable
+from ckptstore.core.ids import PackId, digest, footers_key, pack_key, twin_key
+from ckptstore.core.threads import Pool, behind
+from ckptstore.errors import CkptStoreError, Corrupt, NotFound, Unavailable
+from ckptstore.log.state import Pack, Packs, State
+from ckptstore.objects.frames import compress, decompress
 from ckptstore.objects.pack import TRAILER_BYTES, FooterTable, parse_footer, parse_trailer
 from ckptstore.storage.contract import Storage
+from ckptstore.storage.limits import FOOTERS_BYTES_MAX
 
 T = TypeVar("T")
 
@@ -57,3 +73,141 @@ def _read_at(storage: Storage, key: str) -> tuple[bytes, FooterTable]:
         return tail, parse_footer(tail[:-TRAILER_BYTES], trailer)
     except Corrupt as error:
         raise Corrupt(f"{key} in {storage.url}: {error}") from error
+
+
+BATCH_PACKS = 100
+AT_ONCE = 32
+"""So many objects are read from a bucket side by side."""
+
+_WORTH = 4
+"""A batch is asked for where so many of its packs are wanted."""
+_CAUGHT_UP = 10
+"""So many batches that others did not come to write are written along with one."""
+_PREFIX = "footers/"
+_HASH_DIGITS = 64
+_HEAD = struct.Struct("<40sI")
+
+_logger = logging.getLogger("ckptstore")
+
+
+def encode_batch(tails: Mapping[PackId, bytes]) -> bytes:
+    """The bytes of the object `footers/<k>`; each tail is a pack's footer and trailer."""
+    parts = [_HEAD.pack(pack.encode(), len(tail)) + tail for pack, tail in tails.items()]
+    frame = compress(b"".join(parts))
+    return digest(frame).hex().encode() + b"\n" + frame
+
+
+def decode_batch(data: bytes) -> dict[str, bytes]:
+    """The tails by pack id; raises `Corrupt`."""
+    frame = memoryview(data)[_HASH_DIGITS + 1 :]
+    if data[: _HASH_DIGITS + 1] != digest(frame).hex().encode() + b"\n":
+        raise Corrupt(
+            "a batch of footers does not match its hash; it is ignored and may be deleted"
+        )
+    content, at, tails = decompress(frame, FOOTERS_BYTES_MAX), 0, {}
+    while at < len(content):
+        try:
+            name, nbytes = _HEAD.unpack_from(content, at)
+        except struct.error as error:
+            raise Corrupt(
+                f"a batch of footers ends in mid-entry: {error}; it is ignored and may be deleted"
+            ) from error
+        at += _HEAD.size + nbytes
+        tails[name.rstrip(b"\0").decode("ascii", "replace")] = content[at - nbytes : at]
+    return tails
+
+
+class FooterBatches:
+    """The batches of one store in a bucket. Threads may share it."""
+
+    def __init__(self, storage: Storage) -> None:
+        self._storage = storage
+        self._writing: threading.Thread | None = None
+
+    def tables(self, numbers: Sequence[int], state: State) -> dict[int, FooterTable]:
+        """The footers of listed packs as far as batches have them."""
+        wanted: dict[int, list[int]] = {}
+        for number in numbers:
+            wanted.setdefault(number // BATCH_PACKS, []).append(number)
+        written = state.next_pack // BATCH_PACKS
+        batches = [
+            batch for batch, members in wanted.items() if len(members) >= _WORTH and batch < written
+        ]
+        found: dict[int, FooterTable] = {}
+        if batches:
+            with Pool(min(AT_ONCE, len(batches))) as pool:
+                for batch, tails in zip(batches, pool.map(self._read, batches), strict=True):
+                    found.update(_checked(wanted[batch], state.packs, tails))
+        return found
+
+    def complete(self, last: int, packs: Packs) -> None:
+        """In the background, write the batch that pack number `last` is the last of, and a few
+        before it that are not there."""
+        if (last + 1) % BATCH_PACKS:
+            return
+        self.close()
+        self._writing = behind(
+            partial(self._complete, last // BATCH_PACKS, packs), "ckptstore-footers"
+        )
+
+    def close(self) -> None:
+        """Wait for what is being written."""
+        if self._writing is not None:
+            self._writing.join()
+
+    def _read(self, batch: int) -> dict[str, bytes]:
+        try:
+            return decode_batch(self._storage.read(footers_key(batch)))
+        except NotFound:
+            return {}
+        except Corrupt as error:
+            _logger.warning("%s in %s: %s", footers_key(batch), self._storage.url, error)
+            return {}
+
+    def _complete(self, newest: int, packs: Packs) -> None:
+        members: dict[int, list[Pack]] = {}
+        for number, pack in packs.items():
+            members.setdefault(number // BATCH_PACKS, []).append(pack)
+        try:
+            there = {key for key, _ in self._storage.list(_PREFIX)}
+            missing = [
+                batch
+                for batch in range(newest + 1)
+                if batch in members and footers_key(batch) not in there
+            ]
+            for batch in missing[-_CAUGHT_UP:]:
+                self._write(batch, members[batch])
+            for key in there - set(map(footers_key, members)):
+                self._storage.delete(key)
+        except CkptStoreError as error:
+            _logger.warning(
+                "footers were not put together; a host without a cache reads more of them: %s",
+                error,
+            )
+
+    def _write(self, batch: int, members: Iterable[Pack]) -> None:
+        def read(pack: Pack) -> tuple[PackId, bytes] | None:
+            try:
+                return pack.id, read_tail_of(self._storage, pack.id, metadata=pack.metadata)
+            except (NotFound, Corrupt):
+                return None  # one that is gone or damaged is for `fsck` to report
+
+        with Pool(AT_ONCE) as pool:
+            tails = dict(filter(None, pool.map(read, members)))
+        self._storage.put(footers_key(batch), encode_batch(tails))
+
+
+def _checked(
+    numbers: Iterable[int], packs: Packs, tails: Mapping[str, bytes]
+) -> dict[int, FooterTable]:
+    """The tables of those packs whose tail is among `tails` and can be theirs."""
+    found = {}
+    for number in numbers:
+        pack = packs[number]
+        if (tail := tails.get(pack.id)) is not None:
+            try:
+                trailer = parse_trailer(tail[-TRAILER_BYTES:], pack.bytes)
+                found[number] = parse_footer(tail[:-TRAILER_BYTES], trailer)
+            except Corrupt as error:
+                _logger.warning("the footer of pack %s in a batch is not used: %s", pack.id, error)
+    return found

@@ -45,7 +45,7 @@ from ckptstore.storage.reserve import ensure_reserve
 
 if TYPE_CHECKING:
     from ckptstore.index.catalog import Catalog
-    from ckptstore.index.postgres_catalog import PostgresCatalog
+    from ckptstore.index.postgres import PostgresCatalog
     from ckptstore.repository.chunk_store import ObjectStore
 
 logger = logging.getLogger("ckptstore")
@@ -265,7 +265,7 @@ class StoreHandle:
     def catalog(self) -> "Catalog | PostgresCatalog":
         """The catalog, for folding; queries go through `queries`."""
         if self.database is not None:
-            from ckptstore.index.postgres_catalog import PostgresCatalog
+            from ckptstore.index.postgres import PostgresCatalog
 
             return PostgresCatalog(self.database.database)
         from ckptstore.index.catalog import Catalog

@@ -9,14 +9,13 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache, partial
 from typing import TYPE_CHECKING, Protocol
 
-from ckptstore.core import dtypes
+from ckptstore.core import geometry
 from ckptstore.core.config import StoreConfig
 from ckptstore.core.geometry import Grid, byte_ranges, grid
 from ckptstore.core.ids import CHUNK_ID_BYTES, CommitId, SessionId, document_key
 from ckptstore.core.model import Box, CommitDocument, LeafContent, Schema, Shape, TreeRef
 from ckptstore.errors import Corrupt
-from ckptstore.objects.documents import decode_document
-from ckptstore.objects.layout import Layout, decode_layout
+from ckptstore.objects.documents import Layout, decode_document, decode_layout
 from ckptstore.objects.pages import join_pages
 from ckptstore.objects.schema import decode_schema
 from ckptstore.repository.chunk_store import ObjectStore
@@ -87,7 +86,7 @@ class Tree:
     def extent(self, i: int) -> tuple[Shape, int]:
         """Shape and element width under which leaf `i` was cut."""
         if self.schema.kinds[i] == "tensor":
-            return self.schema.shapes[i], dtypes.width_of(self.schema.dtypes[i])
+            return self.schema.shapes[i], geometry.width_of(self.schema.dtypes[i])
         return (self.raw_bytes(i),), 1
 
     def grid(self, i: int) -> Grid:
@@ -96,7 +95,7 @@ class Tree:
 
     def raw_bytes(self, i: int) -> int:
         if self.schema.kinds[i] == "tensor":
-            return dtypes.nbytes_of(self.schema.dtypes[i], self.schema.shapes[i])
+            return geometry.nbytes_of(self.schema.dtypes[i], self.schema.shapes[i])
         content = self.content(i)
         return content.raw_bytes if content.inline is None else len(content.inline)
 
@@ -132,7 +131,7 @@ class ReadRequest:
         """Raw bytes that land."""
         if self.box is None:
             return self.tree.raw_bytes(self.number)
-        return dtypes.nbytes_of(self.tree.schema.dtypes[self.number], self.box.lengths)
+        return geometry.nbytes_of(self.tree.schema.dtypes[self.number], self.box.lengths)
 
 
 @dataclass(frozen=True, slots=True)

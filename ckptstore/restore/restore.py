@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ckptstore.core.ids import CommitId
 from ckptstore.errors import InvalidInput
-from ckptstore.restore.projection import Select, View, renamed, selected, whole
+from ckptstore.restore.inflate_commit import Select, View, renamed, selected, whole
 from ckptstore.restore.reader import ChunkRead, Reader, Reading, ReadRequest, Tree
 from ckptstore.state.dtype_cast import checked
-from ckptstore.state.parameter_names import ParameterNames
+from ckptstore.state.optimizer_ids import ParameterNames
 from ckptstore.state.restore import bind
 
 if TYPE_CHECKING:

@@ -19,7 +19,7 @@ from ckptstore.state.containers import Parts
 from ckptstore.state.leaf_sources import FlatState, HeldLeaf, Source
 from ckptstore.state.leaves import NOTHING, BytesSource, TensorSource
 from ckptstore.state.modules import state_dict_of
-from ckptstore.state.parameter_names import ParameterNames, named_state
+from ckptstore.state.optimizer_ids import ParameterNames, named_state
 from ckptstore.state.shards import Held, held_of, is_distributed
 from ckptstore.state.tensor_subclasses import split_tensor
 from ckptstore.state.tensors import DTYPE_NAMES

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple, Protocol, TypeAlias
 
-from ckptstore.core import dtypes
+from ckptstore.core import geometry
 from ckptstore.core.model import Box, Schema, Shape
 
 
@@ -98,7 +98,7 @@ class FlatState:
             if self.schema.aliases[i] < 0
         )
         divided = sum(
-            count * dtypes.nbytes_of(dtype, shape) for (dtype, shape), count in kinds.items()
+            count * geometry.nbytes_of(dtype, shape) for (dtype, shape), count in kinds.items()
         )
         return divided + sum(
             source.nbytes for i, source in enumerate(self.leaves) if i not in self.held

@@ -23,8 +23,7 @@ from ckptstore.state.flatten import state_of
 from ckptstore.state.fsdp1 import ShardedOptimizer, is_flat
 from ckptstore.state.leaves import Destination, HeldDestination
 from ckptstore.state.modules import own_loading, state_dict_of
-from ckptstore.state.optimizer_ids import Numbered, named, names_in, numbered
-from ckptstore.state.parameter_names import ParameterNames
+from ckptstore.state.optimizer_ids import Numbered, ParameterNames, named, names_in, numbered
 from ckptstore.state.shards import empty_like_held, held_of, is_distributed
 from ckptstore.state.stateful import RNGState, StateDict
 from ckptstore.state.tensor_subclasses import split_tensor

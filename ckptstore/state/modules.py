@@ -50,9 +50,9 @@ def _renamed(
         # Metadata is named after modules, not after what they hold. A wrapper and its module get
         # one name; the module's entry is the later.
         entries = ((f"{name}." if name else "", entry) for name, entry in metadata.items())
-        renamed._metadata = OrderedDict(
+        renamed._metadata = OrderedDict(  # type: ignore[attr-defined]
             (rename(name).removesuffix("."), entry) for name, entry in entries
-        )  # type: ignore[attr-defined]
+        )
     return renamed
 
 

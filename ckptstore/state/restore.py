@@ -21,7 +21,7 @@ from ckptstore.state.inflate import Inflater, decode_leaf, refuse_pickles
 from ckptstore.state.leaves import Destination, HeldDestination
 from ckptstore.state.loading import load
 from ckptstore.state.match_target import Claim, ContentOf, Mismatch, Pairing, children_of
-from ckptstore.state.parameter_names import ParameterNames
+from ckptstore.state.optimizer_ids import ParameterNames
 from ckptstore.state.stateful import RNGState, StateDict
 
 __all__ = ["Binding", "Mismatch", "bind"]

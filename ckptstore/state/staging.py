@@ -18,11 +18,10 @@ from typing import Protocol, TypeAlias, TypeVar
 from ckptstore.core.model import INLINE_BYTES
 from ckptstore.objects.pack import align
 from ckptstore.state import tensors
-from ckptstore.state.copy_progress import CopyProgress
 from ckptstore.state.devices import beside_training, devices_of, is_away, prepare
 from ckptstore.state.leaf_sources import FlatState, Source, leaves_of
 from ckptstore.state.leaves import BytesSource, TensorSource
-from ckptstore.state.staging_buffers import Buffer, BufferSource, PartSource, Place
+from ckptstore.state.staging_buffers import Buffer, BufferSource, CopyProgress, PartSource, Place
 
 T = TypeVar("T")
 

@@ -9,6 +9,7 @@ import sys
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -341,9 +342,7 @@ def _add_all() -> None:
     )
     add_node_type("torch.sparse_coo", "record", _join_coo)
     for layout in _COMPRESSED:
-        add_node_type(
-            str(layout), "record", lambda joint, layout=layout: _join_compressed(joint, layout)
-        )  # type: ignore[misc]
+        add_node_type(str(layout), "record", partial(_join_compressed, layout=layout))
     add_node_type("torch.quantized", "record", _join_quantized, copies=True)
     add_node_type("torch.nested", "record", _join_nested)
     add_node_type("torch.jagged", "record", _join_jagged)

@@ -35,7 +35,7 @@ NOT_A_VALUE: Final = object()
 _LARGEST = 2**53
 _NESTING = 16
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_.:-]{0,199}")
-_PROVIDERS = {"torch": "ckptstore.state.torch_values", "numpy": "ckptstore.state.numpy_values"}
+_PROVIDERS = {"torch": "ckptstore.state.standard_values", "numpy": "ckptstore.state.numpy_values"}
 _STANDARD = "ckptstore.state.standard_values"
 
 _Encoder: TypeAlias = Callable[[Any, "_Room"], Any]

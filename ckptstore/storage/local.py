@@ -20,10 +20,10 @@ from ckptstore.core.paths import rights
 from ckptstore.errors import CkptStoreError, Corrupt, NoSpace, ReadOnly, Unavailable
 from ckptstore.storage.contract import check_key
 from ckptstore.storage.limits import check_size
-from ckptstore.storage.local_directories import Directories
 from ckptstore.storage.local_files import (
     LOST,
     Descriptor,
+    Directories,
     failure,
     is_cached,
     listed_bytes,

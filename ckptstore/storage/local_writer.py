@@ -15,8 +15,7 @@ from ckptstore.core.config import MIB
 from ckptstore.errors import CkptStoreError
 from ckptstore.storage.contract import name_taken
 from ckptstore.storage.direct_io_file import GrowingFile
-from ckptstore.storage.local_directories import Directories
-from ckptstore.storage.local_files import failure, transfer
+from ckptstore.storage.local_files import Directories, failure, transfer
 
 _SYNC_FILE_RANGE_WRITE = 2
 _WRITE_BACK_BYTES = 32 * MIB

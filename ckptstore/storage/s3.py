@@ -22,11 +22,9 @@ from ckptstore.core.redaction import redact
 from ckptstore.errors import Corrupt, InvalidInput, NotFound, ReadOnly
 from ckptstore.storage.contract import OpenFile, as_bytes, check_key
 from ckptstore.storage.limits import check_size
-from ckptstore.storage.s3_obstore import Obstore, ObstoreReads
-from ckptstore.storage.s3_obstore_upload import ObstoreWriter
-from ckptstore.storage.s3_reads import ClientReads, S3Reads
+from ckptstore.storage.s3_obstore import Obstore, ObstoreReads, ObstoreWriter
 from ckptstore.storage.s3_requests import Requests, is_status
-from ckptstore.storage.s3_upload import PART_BYTES, PARTS_IN_FLIGHT, S3Writer
+from ckptstore.storage.s3_upload import PART_BYTES, PARTS_IN_FLIGHT, ClientReads, S3Reads, S3Writer
 
 _CLIENTS = ("s3fs", "obstore")
 _UPLOADS = "tmp/"

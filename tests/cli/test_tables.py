@@ -2,8 +2,7 @@
 
 import pytest
 
-from ckptstore.cli.format import first_line, value_text
-from ckptstore.cli.glob_fold import fold
+from ckptstore.cli.format import first_line, fold, value_text
 from ckptstore.cli.table import GAP, Column, Table, fields, fitted, plain, printable
 from ckptstore.state.values import encode_leaf, encode_value
 

@@ -13,11 +13,11 @@ import torch
 import ckptstore
 from ckptstore import Unavailable
 from ckptstore.commit import lazy_copy
-from ckptstore.commit.borrowed_leaves import PendingWatch
+from ckptstore.commit.lazy_copy import PendingWatch
 from ckptstore.commit.plan import Run
 from ckptstore.state import devices
-from ckptstore.state.copy_progress import CopyProgress
 from ckptstore.state.staging import PIECE_BYTES, Move
+from ckptstore.state.staging_buffers import CopyProgress
 from tests.commit.states import HANGS_S, assert_committed, attack, frozen_copy, training
 from tests.commit.test_commits import break_storage, mend_storage
 

@@ -2,7 +2,7 @@
 
 import torch
 
-from ckptstore.core.dtypes import WIDTHS
+from ckptstore.core.geometry import WIDTHS
 from ckptstore.state.tensors import DTYPES, QUANTIZED
 
 

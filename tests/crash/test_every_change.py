@@ -11,7 +11,7 @@ import pytest
 
 from ckptstore.errors import CkptStoreError
 from ckptstore.storage.local import LocalStorage
-from ckptstore.storage.local_directories import Directories
+from ckptstore.storage.local_files import Directories
 from ckptstore.storage.local_writer import LocalWriter
 from tests.support.checker import (
     View,

@@ -19,7 +19,7 @@ import ckptstore
 from ckptstore import CkptStoreError
 from ckptstore.core.ids import new_session_id
 from ckptstore.interop.dcp import StoreReader, StoreWriter
-from ckptstore.interop.dcp.session import assign, session_of
+from ckptstore.interop.dcp.locator import assign, session_of
 from tests.interop.dcp_states import same, zeros
 
 pytestmark = pytest.mark.filterwarnings(

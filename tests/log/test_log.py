@@ -15,10 +15,10 @@ import pytest
 from ckptstore.core.ids import StoreId, log_key
 from ckptstore.errors import Conflict, Corrupt, InvalidInput, NotFound, ReadOnly, Unavailable
 from ckptstore.log import log as log_module
-from ckptstore.log.backoff import Met, pause_s
 from ckptstore.log.entries import Entry, Forget, Moved, Over, Settings, Tag, encode_entry
 from ckptstore.log.fold import Code
 from ckptstore.log.log import Log, Refused
+from ckptstore.log.log_backend import Met, pause_s
 from ckptstore.storage.contract import Storage
 from ckptstore.storage.registry import open_storage
 from tests.log.builders import (

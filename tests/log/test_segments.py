@@ -14,7 +14,7 @@ from ckptstore.errors import Corrupt, Unavailable
 from ckptstore.log import log, log_backend
 from ckptstore.log.entries import Settings
 from ckptstore.log.log import Log
-from ckptstore.log.segments import SEGMENT_ENTRIES, decode_segment, encode_segment
+from ckptstore.log.log_backend import SEGMENT_ENTRIES, decode_segment, encode_segment
 from ckptstore.objects.frames import compress
 from ckptstore.storage.contract import Storage
 from ckptstore.storage.registry import open_storage

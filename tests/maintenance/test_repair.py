@@ -14,7 +14,7 @@ from ckptstore.cli.main import main as cli
 from ckptstore.core.ids import log_key, pack_key, segment_key, twin_key
 from ckptstore.errors import Corrupt, NotFound
 from ckptstore.log.fold import Pack
-from ckptstore.log.segments import SEGMENT_ENTRIES
+from ckptstore.log.log_backend import SEGMENT_ENTRIES
 from ckptstore.maintenance.check.report import Kind, Level
 from ckptstore.maintenance.repair.repair import Mark, PutBack, Rebuild, SetAside, WriteConfig
 from ckptstore.maintenance.repair.rescue import CopyTwin, SavePacks

@@ -16,8 +16,15 @@ from torch import nn
 
 import ckptstore
 from ckptstore import Corrupt, InvalidInput
-from ckptstore.restore.mmap import COPIED_BYTES, MapPlan, Stretch, Unmappable, plan_map
-from ckptstore.storage.memory_map import PAGE_BYTES, MemoryMap
+from ckptstore.restore.mmap import (
+    COPIED_BYTES,
+    PAGE_BYTES,
+    MapPlan,
+    MemoryMap,
+    Stretch,
+    Unmappable,
+    plan_map,
+)
 from tests.restore.counting import least_bytes_read
 
 MIB = 1 << 20

@@ -9,8 +9,7 @@ import pytest
 
 from ckptstore.core.ids import footers_key
 from ckptstore.errors import Corrupt
-from ckptstore.repository.footer_batches import BATCH_PACKS, decode_batch, encode_batch
-from ckptstore.repository.footers import read_tail_of
+from ckptstore.repository.footers import BATCH_PACKS, decode_batch, encode_batch, read_tail_of
 from ckptstore.storage.fsspec_backend import FsspecStorage
 from tests.maintenance.collecting import state_of
 from tests.maintenance.stores import assert_equal

@@ -159,7 +159,7 @@ class TestThroughObstore(TestS3):
     def test_obstore_is_what_reads(
         self, storage: Storage, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr("ckptstore.storage.s3_reads.ClientReads._get", None)
+        monkeypatch.setattr("ckptstore.storage.s3_upload.ClientReads._get", None)
         storage.put("a", b"0123456789")
         out = memoryview(bytearray(4))
         storage.read_into("a", 3, [out[:1], out[1:]])

@@ -40,12 +40,12 @@ from ckptstore.index.chunks.lmdb_env import (
     release,
     share,
 )
-from ckptstore.index.chunks.memory import MemoryRecords
 from ckptstore.index.chunks.records import (
     LOCATION_DTYPE,
     NOTHING,
     RECORD_BYTES,
     Locations,
+    MemoryRecords,
     decode,
     decode_pack,
     encode,

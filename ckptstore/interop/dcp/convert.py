@@ -37,12 +37,14 @@ from ckptstore.interop.dcp.items import (
     BoxItem,
     Resolved,
     decode_message,
+    dumped,
     flattened,
+    marks_of,
     messages_of,
+    objects_of,
     parts_of,
 )
 from ckptstore.interop.dcp.names import FLAT_KEY, Named, named
-from ckptstore.interop.dcp.objects import dumped, marks_of, objects_of
 from ckptstore.interop.dcp.state_tree import plant
 from ckptstore.snapshot import Snapshot
 from ckptstore.state import tensors

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ckptstore.core.dtypes import WIDTHS, nbytes_of, width_of
+from ckptstore.core.geometry import WIDTHS, nbytes_of, width_of
 from ckptstore.core.model import Box, Shape
 from ckptstore.errors import InvalidInput
 from ckptstore.interop.pickles import load_inert, load_torch

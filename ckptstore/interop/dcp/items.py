@@ -4,10 +4,12 @@ messages that say what became of them.
 Objects are taken from the planner's `lookup_object`, so that nothing is pickled. A planner that
 makes bytes of its own (`resolve_data`, `transform_object`) is asked for them; those of `torch.save`
 that hold plain values become values again, others stay the bytes that they are.
+
+The objects of a commit that are no tensors to DCP, made again by the registry.
 """
 
 import io
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -16,19 +18,24 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
 
 from ckptstore.commit.plan import Extent
-from ckptstore.core import dtypes
+from ckptstore.core import geometry
 from ckptstore.core.model import Box, LeafContent, Schema, Shape
 from ckptstore.distributed import framing
 from ckptstore.distributed.external_commit import Part, decode_contents, encode_contents
 from ckptstore.errors import Corrupt, InvalidInput
+from ckptstore.interop.dcp.names import Marks, Named
 from ckptstore.interop.pickles import load_torch
 from ckptstore.interop.sources import Loaded, Shelf
 from ckptstore.objects import canonical
 from ckptstore.objects.schema import decode_schema, encode_schema
-from ckptstore.state import tensors
+from ckptstore.restore.reader import Destination, Tree
+from ckptstore.snapshot import Snapshot
+from ckptstore.state import containers, tensors, values
 from ckptstore.state.flatten import flatten
+from ckptstore.state.inflate import Inflater, decode_leaf
 from ckptstore.state.leaf_sources import Source
 from ckptstore.state.leaves import NOTHING, TensorSource
+from ckptstore.state.leaves import Destination as TensorDestination
 from ckptstore.state.paths import segment
 
 _EMPTY = LeafContent(inline=b"")
@@ -141,11 +148,13 @@ def _parts(item: "BoxItem | ObjectItem", sources: Sequence[Source], alone: bool)
         shape = item.box.lengths if alone else item.shape
         box = None if item.box.lengths == shape else item.box
         extent = Extent(
-            shape, dtypes.width_of(item.dtype), sources[0].nbytes, _is_float(item.dtype), box
+            shape, geometry.width_of(item.dtype), sources[0].nbytes, _is_float(item.dtype), box
         )
         return [
             Part(
-                extent, sources[0], dtypes.nbytes_of(item.dtype, shape) if sources[0].nbytes else 0
+                extent,
+                sources[0],
+                geometry.nbytes_of(item.dtype, shape) if sources[0].nbytes else 0,
             )
         ]
     found = []
@@ -238,3 +247,57 @@ def flattened(name: str, value: Any, allow_pickle: bool, *, is_bytes: bool) -> R
 
 def _columns(schema: Schema) -> tuple[Any, ...]:
     return schema.kinds, schema.dtypes, schema.shapes, schema.aliases
+
+
+def objects_of(
+    snapshot: Snapshot, items: Mapping[str, Named], *, allow_pickle: bool
+) -> dict[str, Any]:
+    """The object of each item, by its name; the tensors in them are read together."""
+    made: dict[int, dict[int, Any]] = {}
+    wanted: list[tuple[Tree, int, Destination, None]] = []
+    for item in items.values():
+        leaves = made.setdefault(id(item.tree), {})
+        schema = item.tree.schema
+        for leaf in containers.leaves_of(item.node):
+            number = leaf if schema.aliases[leaf] < 0 else schema.aliases[leaf]
+            if number in leaves:
+                continue
+            if schema.kinds[number] == "tensor":
+                item.tree.check(number)  # before memory is taken for a shape that may be damaged
+                leaves[number] = tensors.empty(schema.dtypes[number], schema.shapes[number])
+                wanted.append((item.tree, number, TensorDestination(leaves[number]), None))
+            else:
+                leaves[number] = decode_leaf(
+                    schema, number, snapshot.leaf_bytes(item.tree, number), values.NO_CLASSES
+                )
+    snapshot.land(wanted)
+    return {name: _made(item, made[id(item.tree)], allow_pickle) for name, item in items.items()}
+
+
+def dumped(value: Any) -> io.BytesIO:
+    """An object as DCP's own planner would have written it, for those who read bytes."""
+    data = io.BytesIO()
+    torch.save(value, data)
+    data.seek(0)
+    return data
+
+
+def marks_of(snapshot: Snapshot) -> Marks:
+    """What a commit's layout says of DCP's names. Raises `Corrupt`."""
+    layout = snapshot.layout
+    try:
+        return Marks() if layout is None or layout.dcp is None else Marks.of(layout.dcp)
+    except (AttributeError, KeyError, TypeError) as error:
+        raise Corrupt(
+            f"the layout of commit {snapshot.id[:12]} is damaged: {error!r}; run `ckptstore fsck`"
+        ) from error
+
+
+def _made(item: Named, found: Mapping[int, Any], allow_pickle: bool) -> Any:
+    schema = item.tree.schema
+    leaves = [None] * len(schema)
+    for leaf in containers.leaves_of(item.node):
+        leaves[leaf] = found[leaf if schema.aliases[leaf] < 0 else schema.aliases[leaf]]
+    return Inflater(schema, leaves, {}, values.NO_CLASSES, allow_pickle=allow_pickle).inflate(
+        item.node
+    )

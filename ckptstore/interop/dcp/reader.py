@@ -31,9 +31,9 @@ from torch.futures import Future
 from ckptstore.core.config import MIB
 from ckptstore.core.model import Box
 from ckptstore.errors import Conflict, InvalidInput, NotFound
+from ckptstore.interop.dcp.items import dumped, marks_of, objects_of
 from ckptstore.interop.dcp.locator import AtPlace, CheckpointId, StorePlace, of_rank, ref_of_rank
 from ckptstore.interop.dcp.names import DCP_VERSION, Marks, Named, named
-from ckptstore.interop.dcp.objects import dumped, marks_of, objects_of
 from ckptstore.repository.resolve_ref import AnyRef
 from ckptstore.snapshot import Snapshot
 from ckptstore.state import dtype_cast, tensors

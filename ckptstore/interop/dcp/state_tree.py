@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ckptstore.commit.publish import TreeContent
-from ckptstore.core import dtypes
+from ckptstore.core import geometry
 from ckptstore.core.geometry import byte_ranges
 from ckptstore.core.ids import CHUNK_ID_BYTES
 from ckptstore.core.model import INLINE_BYTES, Box, LeafContent, LeafKind, Node, Schema, Shape
@@ -218,7 +218,7 @@ def whole_content(
 ) -> LeafContent:
     """The content of a tensor from those of its boxes, which tile it: the chunks of the whole where
     no edge cuts one."""
-    nbytes, width = dtypes.nbytes_of(dtype, shape), dtypes.width_of(dtype)
+    nbytes, width = geometry.nbytes_of(dtype, shape), geometry.width_of(dtype)
     if nbytes <= INLINE_BYTES:
         return LeafContent(inline=_assembled(shape, width, nbytes, boxes), raw_bytes=nbytes)
     ordered = tuple(boxes)

@@ -32,12 +32,13 @@ from ckptstore.interop.dcp.locator import (
     CheckpointId,
     Name,
     StorePlace,
+    assign,
     name_of,
     name_of_rank,
     of_rank,
+    session_of,
 )
 from ckptstore.interop.dcp.names import DCP_VERSION, FLAT_KEY
-from ckptstore.interop.dcp.session import assign, session_of
 from ckptstore.interop.dcp.state_tree import plant
 from ckptstore.log.sessions import Session
 from ckptstore.objects.pointer_files import Pointer, write_pointer

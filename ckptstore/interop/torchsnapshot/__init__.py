@@ -10,11 +10,13 @@ by `ckptstore import`.
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from ckptstore.interop.torchsnapshot.manifest import INTERFACE_VERSION
+
 if TYPE_CHECKING:
     from ckptstore.interop.torchsnapshot.snapshot import PendingSnapshot, Snapshot
     from ckptstore.interop.torchsnapshot.stateful import AppState, RNGState, StateDict, Stateful
 
-__version__ = "0.1.0"
+__version__ = INTERFACE_VERSION
 """The version of TorchSnapshot whose interface this is."""
 
 __all__ = [

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import unquote
 
-from ckptstore.core.dtypes import WIDTHS, nbytes_of, width_of
+from ckptstore.core.geometry import WIDTHS, nbytes_of, width_of
 from ckptstore.core.model import Box, Shape
 from ckptstore.errors import InvalidInput
 from ckptstore.interop.pickles import load_torch

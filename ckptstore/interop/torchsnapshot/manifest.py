@@ -3,6 +3,9 @@ from a commit (`views`).
 
 Entries are frozen. Their shapes, offsets and keys are lists, as scripts compare them with lists;
 every call makes new ones.
+
+How a path in a snapshot is spelled: `RANK/KEY/…`, the keys of each level with `%` and `/`
+escaped.
 """
 
 import base64
@@ -12,6 +15,10 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, ClassVar, TypeAlias
 
 from ckptstore.errors import InvalidInput
+from ckptstore.interop.torchsnapshot.errors import NoSuchObject
+
+INTERFACE_VERSION = "0.1.0"
+"""The release of TorchSnapshot whose interface this is."""
 
 
 @dataclass(frozen=True)
@@ -169,3 +176,20 @@ def is_dict_entry(entry: Entry) -> bool:
 def is_replicated(entry: Entry) -> bool:
     """Whether every rank can read it, however many restore."""
     return bool(getattr(entry, "replicated", False))
+
+
+def encode(key: str) -> str:
+    """A key as it stands in a path."""
+    return key.replace("%", "%25").replace("/", "%2F")
+
+
+def split_rank(path: str) -> tuple[int, str]:
+    """The rank that a path begins with, and what is behind it. Raises `NoSuchObject` for a path
+    without one."""
+    rank, _, rest = path.partition("/")
+    if not rank.isdecimal() or not rest:
+        raise NoSuchObject(
+            f"{path!r} is no path of a snapshot: wanted RANK/KEY/…, as in '0/model/weight'; "
+            "get_manifest() has them all"
+        )
+    return int(rank), rest

@@ -13,7 +13,7 @@ from typing import Any, TypeAlias
 import torch
 
 from ckptstore.interop.torchsnapshot.errors import UnusableState
-from ckptstore.interop.torchsnapshot.names import encode
+from ckptstore.interop.torchsnapshot.manifest import encode
 from ckptstore.state.flatten import state_of
 from ckptstore.state.shards import is_distributed, is_dtensor
 

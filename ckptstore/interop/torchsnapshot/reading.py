@@ -7,7 +7,7 @@ import torch
 
 from ckptstore.core.geometry import intersect
 from ckptstore.core.model import Box, Node, Shape
-from ckptstore.core.suggestions import near
+from ckptstore.core.text import near
 from ckptstore.errors import InvalidInput
 from ckptstore.interop.torchsnapshot.errors import NoSuchObject
 from ckptstore.interop.torchsnapshot.views import Index, Item

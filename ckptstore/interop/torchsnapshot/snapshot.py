@@ -12,15 +12,17 @@ from ckptstore.distributed.collective import Collective
 from ckptstore.distributed.gloo import collective_of
 from ckptstore.distributed.restore import on_all
 from ckptstore.errors import CkptStoreError, InvalidInput, NotFound
-from ckptstore.interop.torchsnapshot import __version__ as interface_version
 from ckptstore.interop.torchsnapshot.errors import MissingKeys, NoSuchKey, SnapshotFailed
-from ckptstore.interop.torchsnapshot.locator import pointer_at, refs_to_read
-from ckptstore.interop.torchsnapshot.manifest import Manifest, SnapshotMetadata
-from ckptstore.interop.torchsnapshot.names import split_rank
+from ckptstore.interop.torchsnapshot.locator import pointer_at, refs_to_read, store_at
+from ckptstore.interop.torchsnapshot.manifest import (
+    INTERFACE_VERSION,
+    Manifest,
+    SnapshotMetadata,
+    split_rank,
+)
 from ckptstore.interop.torchsnapshot.preparing import Prepare
 from ckptstore.interop.torchsnapshot.reading import read
 from ckptstore.interop.torchsnapshot.stateful import AppState
-from ckptstore.interop.torchsnapshot.stores import store_at
 from ckptstore.interop.torchsnapshot.take import (
     Agreed,
     agree,
@@ -236,7 +238,7 @@ class Snapshot:
         """The manifest, and by how many ranks the snapshot was taken."""
         layout = self._commit().layout
         return SnapshotMetadata(
-            interface_version, layout.world if layout else 1, self.get_manifest()
+            INTERFACE_VERSION, layout.world if layout else 1, self.get_manifest()
         )
 
     @property

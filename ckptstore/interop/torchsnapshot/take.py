@@ -10,10 +10,9 @@ from typing import Any
 from ckptstore.distributed.collective import Collective
 from ckptstore.interop.torchsnapshot import knobs
 from ckptstore.interop.torchsnapshot.errors import UnusableState
-from ckptstore.interop.torchsnapshot.locator import Place, place_to_take
+from ckptstore.interop.torchsnapshot.locator import Place, place_to_take, store_at
 from ckptstore.interop.torchsnapshot.preparing import Prepare, Prepared
 from ckptstore.interop.torchsnapshot.stateful import Stateful
-from ckptstore.interop.torchsnapshot.stores import store_at
 from ckptstore.objects import canonical
 from ckptstore.state.stateful import RNGState
 from ckptstore.store import Store

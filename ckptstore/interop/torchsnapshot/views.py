@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from math import prod
 from typing import Any
 
-from ckptstore.core.dtypes import nbytes_of, width_of
+from ckptstore.core.geometry import nbytes_of, width_of
 from ckptstore.core.model import Box, Node, Schema, Shape
 from ckptstore.errors import InvalidInput
 from ckptstore.interop.torchsnapshot import knobs
@@ -27,9 +27,9 @@ from ckptstore.interop.torchsnapshot.manifest import (
     Shard,
     ShardedTensorEntry,
     TensorEntry,
+    encode,
 )
-from ckptstore.interop.torchsnapshot.names import encode
-from ckptstore.objects.layout import Layout, Placed
+from ckptstore.objects.documents import Layout, Placed
 from ckptstore.restore.reader import Tree
 from ckptstore.snapshot import Snapshot
 from ckptstore.state import values

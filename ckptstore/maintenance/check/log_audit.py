@@ -16,8 +16,8 @@ from ckptstore.core.threads import Pool
 from ckptstore.errors import CkptStoreError, Corrupt, NotFound, Unavailable
 from ckptstore.log.entries import Entry, NewerEntry, Position, decode_entry, origin
 from ckptstore.log.fold import State, apply, genesis
+from ckptstore.log.log_backend import decode_segment
 from ckptstore.log.log_snapshots import decode_state
-from ckptstore.log.segments import decode_segment
 from ckptstore.storage.contract import Storage
 
 ENTRY_BYTES_MAX = 256 * MIB

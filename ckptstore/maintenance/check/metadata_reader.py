@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import TypeAlias
 
-from ckptstore.core import dtypes
+from ckptstore.core import geometry
 from ckptstore.core.geometry import grid
 from ckptstore.core.ids import CHUNK_ID_BYTES, ChunkId, CommitId, document_key
 from ckptstore.core.model import CommitDocument, LeafContent, Schema, Shape, TreeRef
@@ -153,7 +153,7 @@ def misfits(schema: Schema, contents: Iterable[LeafContent], chunk_bytes: int) -
         tensor = schema.kinds[i] == "tensor"
         try:
             nbytes = (
-                dtypes.nbytes_of(schema.dtypes[i], schema.shapes[i])
+                geometry.nbytes_of(schema.dtypes[i], schema.shapes[i])
                 if tensor
                 else content.raw_bytes
             )
@@ -174,7 +174,7 @@ def cells_of(schema: Schema, i: int, content: LeafContent, chunk_bytes: int) -> 
     """How many chunks leaf `i` has when it is cut for `chunk_bytes`."""
     if schema.kinds[i] != "tensor":
         return _cells((content.raw_bytes,), 1, chunk_bytes)
-    shape, width = schema.shapes[i], dtypes.width_of(schema.dtypes[i])
+    shape, width = schema.shapes[i], geometry.width_of(schema.dtypes[i])
     if content.boxes is None:
         return _cells(shape, width, chunk_bytes)
     return sum(len(grid(shape, width, chunk_bytes, box)) for box in content.boxes)

@@ -5,20 +5,25 @@ Counters are only compared with themselves and times only with this host's own m
 no two clocks have to agree. What was seen is kept in this host's cache, so that short gc runs add
 up; after a boot it starts anew. Being wrong costs a slow writer a repeated commit and never a
 chunk: `log.fold.check` refuses an entry of a session that was declared over.
+
+Who is writing to the store, and which condemned packs are still there because of whom.
 """
 
 import json
-from collections.abc import Iterable, Mapping
+import time
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeAlias, TypeVar
 
 from ckptstore.core.ids import PackId, SessionId
 from ckptstore.core.paths import make_directories
 from ckptstore.core.scratch import replace_file
-from ckptstore.log.sessions import SessionInfo, is_gone
+from ckptstore.log.sessions import SessionInfo, is_gone, read_sessions
 from ckptstore.log.state import State
+from ckptstore.maintenance.gc.plan import total_bytes
+from ckptstore.repository.store_handle import StoreHandle
 
 STALE_S = 600.0
 NO_FILE = -1
@@ -157,3 +162,49 @@ def _stale(seen: Mapping[Name, tuple[int, float]], name: Name, now_s: float) -> 
 
 def _pairs(found: dict[str, Any]) -> dict[str, tuple[int, float]]:
     return {name: (int(value), float(since_s)) for name, (value, since_s) in found.items()}
+
+
+Status: TypeAlias = Literal["active", "gone", "closed"]
+"""`gone`: its process runs no more, the next gc declares it over. `closed`: the log says that it
+can append nothing any more."""
+
+
+@dataclass(frozen=True, slots=True)
+class Activity:
+    """A session that has a file. Its counter has not moved for `still_s` while this host looked;
+    the next gc that finds it still for `watch.STALE_S` declares it over. `packs` condemned packs of
+    `bytes` in all, twins included, are not deleted before it has ended."""
+
+    info: SessionInfo
+    status: Status
+    still_s: float
+    packs: int
+    bytes: int
+
+
+def activities(
+    handle: StoreHandle, *, clock: Callable[[], float] = time.monotonic
+) -> tuple[Activity, ...]:
+    """Every session that has a file, the oldest first. Looking counts as an observation for gc."""
+    infos = tuple(read_sessions(handle.storage))
+    state = handle.log.replay()
+    path = handle.index_directory / WATCH_NAME
+    now_s = clock()
+    before = load_watch(path)
+    watch = observe(
+        before, before.counters() | {info.id: info.counter for info in infos}, before.sizes(), now_s
+    )
+    save_watch(path, watch)
+    condemned = [pack for pack in state.packs.values() if not pack.live]
+    found = []
+    for info in sorted(infos, key=lambda info: (info.time_ns, info.id)):
+        waiting = [pack for pack in condemned if info.id in watch.waits.get(pack.id, frozenset())]
+        status: Status = (
+            "closed" if state.closed(info.id) else "gone" if is_gone(info) else "active"
+        )
+        found.append(
+            Activity(
+                info, status, now_s - watch.sessions[info.id][1], len(waiting), total_bytes(waiting)
+            )
+        )
+    return tuple(found)

@@ -14,7 +14,7 @@ from ckptstore.core.ids import CommitId, StoreId, digest, document_key, log_key,
 from ckptstore.errors import CkptStoreError, Unavailable
 from ckptstore.log.entries import Entry, encode_again
 from ckptstore.log.fold import CommitRow
-from ckptstore.log.segments import decode_segment, segment_end
+from ckptstore.log.log_backend import decode_segment, segment_end
 from ckptstore.maintenance.check.log_audit import BadEntry, decode_at, read_small
 from ckptstore.maintenance.repair.repair_config import flipped_back
 from ckptstore.objects.documents import decode_document

@@ -52,7 +52,7 @@ HARMLESS = {
     ): "gives records that do nothing, and refuses every other name",
     ("ckptstore.interop.export", "torch.save"): "writes the file that the user asked for",
     (
-        "ckptstore.interop.dcp.objects",
+        "ckptstore.interop.dcp.items",
         "torch.save",
     ): "writes objects for those who read what DCP writes",
 }
