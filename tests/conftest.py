@@ -26,15 +26,15 @@ SEED = int(
 
 LONGEST = (
     "stateful/test_store_machine.py",
-    "upkeep/test_bitrot.py",
+    "maintenance/test_bitrot.py",
     "crash/test_every_change.py",
-    "ranks/test_dcp.py",
-    "upkeep/test_gc.py",
-    "mirror/test_shared_ends.py",
-    "asynchronous/test_exits.py",
-    "objects/test_s3.py",
-    "partial/test_budget.py",
-    "asynchronous/test_memory.py",
+    "distributed/test_dcp.py",
+    "maintenance/test_gc.py",
+    "maintenance/mirror/test_shared_ends.py",
+    "commit/test_exits.py",
+    "storage/test_s3.py",
+    "restore/test_budget.py",
+    "commit/test_memory.py",
 )
 """The files that take 20 to 80 s, first: were one of them the last, the other processes of `make
 test` would wait for it."""
