@@ -70,11 +70,11 @@ class StoreRuntime:
     @property
     def worker_pid(self) -> int | None:
         """The process of the hired; None while nobody is."""
-        return self._worker_client.pid if "_hired" in self.__dict__ else None
+        return self._worker_client.pid if "_worker_client" in self.__dict__ else None
 
     def release(self) -> None:
         """None of them may be asked any more."""
-        if "_hired" in self.__dict__:
+        if "_worker_client" in self.__dict__:
             self._worker_client.release()
         self.threads.close()
         self._aside.close()

@@ -193,7 +193,7 @@ def test_milestones_are_told_in_order_though_nobody_waits_for_who_is_told(
 def test_a_compiled_step_waits_too(store: ckptstore.Store, nobody_copies: threading.Event) -> None:
     training = Training(OPTIMIZERS["AdamW foreach"])
     training.step()
-    step = torch.compile(training.optimizer.step, storage="eager")
+    step = torch.compile(training.optimizer.step, backend="eager")
     wanted = training.copy()
     pending = store.commit_async(training.state, staging="lazy")
     training.forward_backward()

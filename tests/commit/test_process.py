@@ -85,7 +85,7 @@ def test_the_worker_is_of_the_package_that_the_trainer_imported(tmp_path: Path) 
         tmp_path / "checkout" / "ckptstore",
         ignore=shutil.ignore_patterns("__pycache__"),
     )
-    worker = tmp_path / "checkout" / "ckptstore" / "engine" / "worker.py"
+    worker = tmp_path / "checkout" / "ckptstore" / "distributed" / "worker_process.py"
     worker.write_text(worker.read_text() + "\nopen(__file__ + '.was_run', 'w').close()\n")
     script = (
         "import sys; sys.path.insert(0, sys.argv[1])\n"
@@ -98,7 +98,7 @@ def test_the_worker_is_of_the_package_that_the_trainer_imported(tmp_path: Path) 
         check=True,
         cwd=tmp_path,
     )
-    assert worker.with_name("worker.py.was_run").exists()
+    assert worker.with_name("worker_process.py.was_run").exists()
 
 
 def test_a_worker_that_cannot_be_started_is_unavailable(

@@ -32,8 +32,8 @@ does."""
 CONTAINER = """
 import sys
 from ckptstore.log.sessions import open_session
-from ckptstore.storage.contract import open_backend
-session = open_session(open_backend(sys.argv[1]), "commit")
+from ckptstore.storage.registry import open_storage
+session = open_session(open_storage(sys.argv[1]), "commit")
 print(session.id, flush=True)
 sys.stdin.read()
 """

@@ -158,7 +158,7 @@ def test_what_is_kept_while_another_thread_evicts_counts(
         go_on.wait(60)
         return release(self, found)
 
-    monkeypatch.setattr(ReadCache, "_let_go", slowly)
+    monkeypatch.setattr(ReadCache, "_release", slowly)
     evicting = threading.Thread(target=keep, args=(cache, content(0)))
     evicting.start()
     looked.wait(60)

@@ -26,7 +26,7 @@ def _one_thread() -> Iterator[None]:
 
 
 def compiled(module: nn.Module) -> Any:
-    return torch.compile(module, storage="eager")
+    return torch.compile(module, backend="eager")
 
 
 def same_modules(got: nn.Module, wanted: nn.Module) -> None:

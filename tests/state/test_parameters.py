@@ -87,7 +87,7 @@ def test_a_wrapper_around_the_module_changes_no_name(store: ckptstore.Store) -> 
     model = module()
     optimizer = step(AdamW(model.parameters()))
     plain = store.commit({"model": model, "optimizer": optimizer})
-    compiled: Any = torch.compile(model, storage="eager")
+    compiled: Any = torch.compile(model, backend="eager")
     assert store.commit({"model": compiled, "optimizer": optimizer}).content_id == plain.content_id
 
 

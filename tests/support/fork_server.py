@@ -103,7 +103,7 @@ class Nursery:
         os.mkfifo(gate)
         lines.touch()
         pid = int(
-            self.ask({"deed": scenario, "given": given, "gate": str(gate), "lines": str(lines)})
+            self.ask({"scenario": scenario, "given": given, "gate": str(gate), "lines": str(lines)})
         )
         return Child(self, pid, gate, lines)
 
@@ -138,7 +138,7 @@ def _serve(folder: Path) -> None:
         request = json.loads(line)
         if "wait" in request:
             answer = os.waitstatus_to_exitcode(os.waitpid(request["wait"], 0)[1])
-        elif "deed" in request:
+        elif "scenario" in request:
             answer = os.fork()
             if not answer:
                 for number, handler in ends.items():

@@ -60,12 +60,12 @@ def live(request: dict[str, Any]) -> None:
                 ).encode(),
             )
 
-        if request["deed"] == use.__name__:
+        if request["scenario"] == use.__name__:
             _import_what_it_needs(**request["given"])
             report("ready")
         with suppress(OSError), open(request["gate"]):  # a fault may strike this close
             pass
-        SCENARIOS[request["deed"]](report, **request["given"])
+        SCENARIOS[request["scenario"]](report, **request["given"])
         code = _FINISHED
     except BaseException:
         traceback.print_exc()
