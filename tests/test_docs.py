@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from tests.support.rooms import PICTURE, SAYS, draw
-from tests.test_layers import ROOMS, modules
+from tests.test_layers import PACKAGE, ROOMS, modules
 
 ROOT = Path(__file__).parents[1]
 PAGES = sorted(
@@ -186,3 +186,14 @@ def test_the_first_snippet_of_the_readme_runs(
     exec(compile(snippet, "README.md", "exec"), names)
     assert torch.equal(names["weight"], model.state_dict()["layers.0.weight"])
     assert names["table"].shape == (8, 4)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_the_source_files_that_a_page_names_exist(page: Path) -> None:
+    lost = [
+        f"{page.name}:{number}: {path}"
+        for number, line in prose(page)
+        for path in re.findall(r"`([a-z]+/[\w/]+\.py)`", line)
+        if not is_superseded(page) and not any((at / path).exists() for at in (ROOT, PACKAGE))
+    ]
+    assert not lost, "\n".join(lost)
