@@ -22,7 +22,7 @@ help:
 	@echo "make lint    ruff and mypy"
 	@echo "make demo    train, be killed, resume, fine-tune: under two minutes"
 	@echo "make bench   measure against the peers and the machine's limits (BENCH='--case first --rounds 3')"
-	@echo "make soak    the long tests, hours of them (SOAK='tests/crash -k sigkill' for some; CONTRIBUTING.md says how long each takes)"
+	@echo "make soak    the long tests, hours of them (SOAK='tests/crash -k sigkill' for some; docs/testing.md says how long each takes)"
 
 $(BIN)/python:
 	@echo "setup 1/4: creating $(VENV)"
