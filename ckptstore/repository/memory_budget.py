@@ -10,7 +10,7 @@ pages, is not: it is 32 bytes a chunk.
 from dataclasses import dataclass
 
 from ckptstore.core.config import MIB, RUN_BYTES
-from ckptstore.core.paths import free_bytes
+from ckptstore.core.host_memory import free_bytes
 from ckptstore.errors import InvalidInput
 from ckptstore.storage.direct_io_file import BUFFER_BYTES
 
