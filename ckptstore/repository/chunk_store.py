@@ -99,7 +99,7 @@ class ObjectStore:
         self.index = index
         self._log = log
         self._metadata = MetadataCache(METADATA_CACHE_BYTES)
-        self._remote = storage.durable_root is None
+        self._remote = storage.capabilities.slow_requests
         self._batches = FooterBatches(storage) if self._remote else None
         self._indexed_below = 0
         self.rescue: Rescue | None = None

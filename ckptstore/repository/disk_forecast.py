@@ -33,7 +33,7 @@ def look(
     """How much is free, and how much the last commits of `run`, or of all runs, took.
     `logical_bytes` is the size of the next state."""
     infos = handle.queries().log(run, limit=COMMITS_LOOKED_AT)
-    reserve = None if handle.storage.durable_root is None else handle.storage.size(RESERVE_KEY)
+    reserve = handle.storage.size(RESERVE_KEY) if handle.storage.capabilities.can_fill_up else None
     logical = logical_bytes if logical_bytes is not None else infos[0].logical_bytes if infos else 0
     return DiskRoom(free_bytes(handle), tuple(info.new_bytes for info in infos), logical, reserve)
 
@@ -41,7 +41,7 @@ def look(
 def free_bytes(handle: StoreHandle) -> int | None:
     """What this process may still write there; None for a bucket, and where the disk does not
     say."""
-    root = handle.storage.durable_root
+    root = handle.storage.capabilities.local_root
     if root is None:
         return None
     try:

@@ -14,7 +14,7 @@ _WRITERS = {".metadata": "torch.distributed.checkpoint", ".snapshot_metadata": "
 
 def instead_of_store(storage: Storage) -> str:
     """What to say behind `no store at …:`."""
-    root = storage.durable_root
+    root = storage.capabilities.local_root
     if root is not None:
         if found := _pointer(root):
             return (

@@ -95,7 +95,7 @@ def init_store(
             _refuse_foreign(storage)
             if private:
                 _make_private(storage, 0o700)
-            elif as_private_as is not None and storage.durable_root is not None:
+            elif as_private_as is not None and storage.capabilities.local_root is not None:
                 _make_private(storage, *_rights_and_group(as_private_as))
             if _create(storage, config, index):
                 return decode_config(storage.read(CONFIG_KEY), storage.url)
@@ -108,7 +108,7 @@ def _create(storage: Storage, config: StoreConfig, index: str | None) -> bool:
     """Whether it was this call that made the store."""
     log = database_log(index, config.store, storage) if index else None
     if log is None:
-        refuse_careless(storage)
+        check_exclusive_create(storage)
     else:
         config = config.moved(log.make(), config.generation)
     data = encode_config(config)
@@ -148,7 +148,7 @@ class StoreHandle:
         self.url = self.storage.url
         # What opens the same store the same way elsewhere: a URL may have options, and secrets,
         # which `url` for people has not.
-        self.place = os.fspath(place) if self.storage.durable_root is None else self.url
+        self.place = os.fspath(place) if self.storage.capabilities.local_root is None else self.url
         self.config = read_config(self.storage)
         self.read_only = read_only
         self._closed = self._has_its_end = False
@@ -185,7 +185,7 @@ class StoreHandle:
     def _check_in_place(self) -> None:
         """A directory that was moved away is not to be made again, by a commit that would be all it
         holds."""
-        if self.storage.durable_root is None:
+        if self.storage.capabilities.local_root is None:
             return
         if self.log.state.n:
             self.log.check_head()
@@ -202,7 +202,7 @@ class StoreHandle:
         A catalog elsewhere on this host says nothing: it may be of another copy of this store,
         which went on.
         """
-        root = self.storage.durable_root
+        root = self.storage.capabilities.local_root
         if self.database is not None or root is None or self.index_directory != root / "index":
             return None
         catalog = open_catalog(self.index_directory / CATALOG_NAME, self.config.store)
@@ -230,7 +230,7 @@ class StoreHandle:
     def _memory(self) -> Path | None:
         """Where this host keeps the log's state: for a bucket, whose log takes a request an entry
         to read, and for a database."""
-        slow = self.storage.durable_root is None or self.database is not None
+        slow = self.storage.capabilities.slow_requests or self.database is not None
         return self.index_directory / STATE_NAME if slow else None
 
     @cached_property
@@ -247,7 +247,7 @@ class StoreHandle:
         from ckptstore.storage.read_cache import ReadCache
 
         chunks = ChunkIndex.open(self.index_directory / CHUNKS_NAME, self.config.store)
-        cached = self._read_cache_bytes > 0 and self.storage.durable_root is None
+        cached = self._read_cache_bytes > 0 and self.storage.capabilities.slow_requests
         cache = (
             ReadCache(self.index_directory / READ_CACHE_NAME, self._read_cache_bytes)
             if cached
@@ -395,7 +395,7 @@ def index_directory(storage: Storage, store: StoreId, *, read_only: bool) -> Pat
     """Where this host keeps the indexes of `store`: in it if it is on a local disk that may be
     written to, else in a local cache directory, under the store's id; there, too, if the store's
     path is no Unicode, which LMDB does not open."""
-    root = storage.durable_root
+    root = storage.capabilities.local_root
     if (
         root is not None
         and not read_only
@@ -427,7 +427,7 @@ def _like(root: Path | None, directory: Path) -> Path:
 def _make_private(storage: Storage, most: int, group: int | None = None) -> None:
     """Make the store's directory no more than `most` before anything lies in it: whatever is made
     there has no more rights than it (`rights`). Rights for a `group` are for no other one."""
-    root = storage.durable_root
+    root = storage.capabilities.local_root
     if root is None:
         raise InvalidInput(
             f"{storage.url} is no directory: who may read it is for the bucket's policy to say; "
@@ -485,13 +485,13 @@ def _is_store(storage: Storage) -> bool:
     return False
 
 
-def refuse_careless(storage: Storage) -> None:
+def check_exclusive_create(storage: Storage) -> None:
     """Raise `InvalidInput` for a bucket that cannot hold a log.
 
     Some servers take a conditional write for a plain one: two writers would overwrite each other's
     log entries.
     """
-    if storage.durable_root is not None:
+    if storage.capabilities.exclusive_create:
         return
     key = f"tmp/{new_session_id()}-probe"
     storage.put_new(key, b"first")
@@ -508,7 +508,7 @@ def refuse_careless(storage: Storage) -> None:
 
 
 def _refuse_foreign(storage: Storage) -> None:
-    root = storage.durable_root
+    root = storage.capabilities.local_root
     if root is None or not root.exists():
         return
     if not root.is_dir():

@@ -10,11 +10,30 @@ exclusive create, so that what went wrong above storage cannot change bytes that
 """
 
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
+from ckptstore.core.config import PACK_BYTES_REMOTE
 from ckptstore.core.ids import SessionId
 from ckptstore.errors import Conflict, InvalidInput
+
+
+@dataclass(frozen=True, slots=True)
+class Capabilities:
+    """What callers may assume about a storage beyond the methods of `Storage`."""
+
+    local_root: Path | None = None
+    """The directory that holds the objects as files: they can be mapped, linked and given
+    permissions. None if objects are not files of this host."""
+    slow_requests: bool = True
+    """Each request is a network round trip: caches, batches and read-ahead pay off."""
+    exclusive_create: bool = False
+    """`put_new` is atomic on every server of this kind. If not, it must be tried before use."""
+    can_fill_up: bool = False
+    """Space is bounded, so the store keeps a reserve for the log entries of a deletion."""
+    pack_bytes: int = PACK_BYTES_REMOTE
+    """The size of pack that new data is written to."""
 
 
 class Writer(Protocol):
@@ -56,8 +75,7 @@ class Storage(Protocol):
     """
 
     url: str
-    durable_root: Path | None
-    """The root as a local path; None for a bucket."""
+    capabilities: Capabilities
 
     def read(self, key: str, start: int = 0, stop: int | None = None) -> bytes:
         """The bytes `start:stop` of the object as it is now, as many of them as there are."""

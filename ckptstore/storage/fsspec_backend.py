@@ -7,13 +7,12 @@ nothing to fsync and nothing temporary.
 import threading
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
-from pathlib import Path
 from typing import Any
 
 from ckptstore.core.ids import SessionId, new_session_id
 from ckptstore.core.redaction import redact, secrets_of, without
 from ckptstore.errors import CkptStoreError, Corrupt, InvalidInput, NotFound, ReadOnly, Unavailable
-from ckptstore.storage.contract import OpenFile, check_key, put_finished
+from ckptstore.storage.contract import Capabilities, OpenFile, check_key, put_finished
 from ckptstore.storage.limits import check_size, largest
 
 _EXCLUSIVE = ("memory", "gs", "gcs", "az", "abfs", "abfss")
@@ -51,7 +50,7 @@ class FsspecStorage:
             self._fs, root = fsspec.core.url_to_fs(url, use_listings_cache=False, **options)
         except ImportError as error:
             raise InvalidInput(f"cannot open {self.url}: {error}") from error
-        self.durable_root: Path | None = None
+        self.capabilities = Capabilities()
         self._root = root.rstrip("/")
         self._read_only = read_only
         self._tried_out = scheme == "memory"

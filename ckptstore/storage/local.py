@@ -15,10 +15,11 @@ from pathlib import Path
 from stat import S_ISREG
 from typing import TypeVar
 
+from ckptstore.core.config import PACK_BYTES_LOCAL
 from ckptstore.core.ids import SessionId, new_session_id
 from ckptstore.core.paths import rights
 from ckptstore.errors import CkptStoreError, Corrupt, NoSpace, ReadOnly, Unavailable
-from ckptstore.storage.contract import check_key
+from ckptstore.storage.contract import Capabilities, check_key
 from ckptstore.storage.limits import check_size
 from ckptstore.storage.local_files import (
     LOST,
@@ -52,8 +53,15 @@ class LocalStorage:
         fsync: bool = True,
         direct_io: bool | None = None,
     ) -> None:
-        self.durable_root: Path | None = Path(root).absolute()
-        self.url = str(self.durable_root)
+        directory = Path(root).absolute()
+        self.url = str(directory)
+        self.capabilities = Capabilities(
+            local_root=directory,
+            slow_requests=False,
+            exclusive_create=True,
+            can_fill_up=True,
+            pack_bytes=PACK_BYTES_LOCAL,
+        )
         self._read_only = read_only
         self._fsync = fsync
         self._direct_io = direct_io

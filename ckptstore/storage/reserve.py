@@ -25,7 +25,7 @@ def ensure_reserve(storage: Storage) -> None:
 
     Its bytes are random, lest a filesystem compress them away. A bucket needs none.
     """
-    if storage.durable_root is None:
+    if not storage.capabilities.can_fill_up:
         return
     try:
         there = storage.size(RESERVE_KEY) or 0
@@ -42,7 +42,7 @@ def ensure_reserve(storage: Storage) -> None:
 def is_full(storage: Storage) -> bool:
     """Whether a few log entries would not fit, by trying: quotas and inodes count as well as
     blocks."""
-    if storage.durable_root is None:
+    if not storage.capabilities.can_fill_up:
         return False
     try:
         probe = storage.create("tmp/probe", session=new_session_id())

@@ -14,13 +14,12 @@ import re
 import threading
 from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from ckptstore.core.ids import SessionId
 from ckptstore.core.redaction import redact
 from ckptstore.errors import Corrupt, InvalidInput, NotFound, ReadOnly
-from ckptstore.storage.contract import OpenFile, as_bytes, check_key
+from ckptstore.storage.contract import Capabilities, OpenFile, as_bytes, check_key
 from ckptstore.storage.limits import check_size
 from ckptstore.storage.s3_obstore import Obstore, ObstoreReads, ObstoreWriter
 from ckptstore.storage.s3_requests import Requests, is_status
@@ -51,7 +50,7 @@ class S3Storage:
                 "storage_options"
             )
         self.url = url.rstrip("/")
-        self.durable_root: Path | None = None
+        self.capabilities = Capabilities()
         self._prefix = f"{root}/" if root else ""
         self._read_only = read_only
         self._requests = Requests(self.url, options)

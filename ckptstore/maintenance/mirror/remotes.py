@@ -34,7 +34,7 @@ def other_end(
         if like is None:
             raise
         with suppress(Conflict):  # another process made it at the same time
-            config, root = like.config, like.storage.durable_root
+            config, root = like.config, like.storage.capabilities.local_root
             init_store(
                 place,
                 chunk_bytes=config.chunk_bytes,
