@@ -21,7 +21,8 @@ from ckptstore.index.postgres_log import PostgresLog, token_of
 from ckptstore.log.entries import Moved
 from ckptstore.log.log import Log
 from ckptstore.objects.config import encode_config
-from ckptstore.repository.store_handle import StoreHandle, check_exclusive_create, read_config
+from ckptstore.repository.init_store import check_exclusive_create, read_config
+from ckptstore.repository.store_handle import StoreHandle
 from ckptstore.storage.registry import open_storage
 
 _SLICE = 500

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, TypeAlias
 import numpy as np
 
 from ckptstore.core.config import MIB, RUN_BYTES
-from ckptstore.core.ids import CHUNK_ID_BYTES, ChunkId, PackId, digest, pack_key, twin_key
+from ckptstore.core.ids import CHUNK_ID_BYTES, ChunkId, PackId, digest, pack_key
 from ckptstore.core.model import Location
 from ckptstore.core.threads import Pool
 from ckptstore.errors import CkptStoreError, Corrupt, NotFound, Unavailable
@@ -29,7 +29,8 @@ from ckptstore.objects import codecs
 from ckptstore.repository import footers
 from ckptstore.repository.footers import AT_ONCE, FooterBatches
 from ckptstore.repository.lru import MetadataCache, SecondNames
-from ckptstore.repository.read_planner import Read, Request, plan_reads, slices, with_gaps
+from ckptstore.repository.read_planner import Request, plan_reads
+from ckptstore.repository.verified_reader import VerifiedReader
 from ckptstore.storage.contract import OpenFile, Storage
 from ckptstore.storage.read_cache import ReadCache
 
@@ -42,10 +43,6 @@ READ_AHEAD = 4
 ALONE_BYTES = 4 * MIB
 """So few bytes of a local disk are read by the calling thread alone: to wake others takes
 longer."""
-
-HASHED_BYTES = MIB
-"""So much of a local disk is read at a time before it is hashed: a processor's own cache holds as
-much."""
 
 LOOKS = 5
 """So often a chunk is looked up again while others collect."""
@@ -100,6 +97,7 @@ class ObjectStore:
         self._log = log
         self._metadata = MetadataCache(METADATA_CACHE_BYTES)
         self._remote = storage.capabilities.slow_requests
+        self._reader = VerifiedReader(storage, index, suspect_packs, cache)
         self._batches = FooterBatches(storage) if self._remote else None
         self._indexed_below = 0
         self.rescue: Rescue | None = None
@@ -374,7 +372,7 @@ class ObjectStore:
         def task(i: int) -> None:
             will_need(i + READ_AHEAD)
             try:
-                self._read(reads[i], request)
+                self._reader.read(reads[i], request)
             except NotFound:
                 missing.extend(reads[i].which)
 
@@ -432,108 +430,6 @@ class ObjectStore:
         if any(n not in packs for n in numbers):
             packs = self._log.replay().packs
         return {n: packs[n].id for n in numbers if n in packs}
-
-    def _read(self, read: Read, request: Request) -> None:
-        for i in read.which:
-            if len(request.out[i]) != int(request.where["raw"][i]):
-                raise Corrupt(
-                    f"chunk {request.short(i)} ({request.name(i)}) in pack {read.pack} has "
-                    f"{int(request.where['raw'][i])} bytes; "
-                    f"wanted {len(request.out[i])}; run `ckptstore fsck`"
-                )
-        failed = self._try_read(pack_key(read.pack), read, request)
-        if failed and self.storage.size(twin_key(read.pack)) is not None:
-            failed = {
-                i: problem for i, problem in failed.items() if not self._saved(i, read, request)
-            }
-        for i, problem in failed.items():
-            if isinstance(problem, Corrupt):
-                if self._is_misplaced(i, read, request):
-                    self.index.reset()
-                    raise NotFound(
-                        f"pack {read.pack} does not hold what the chunk index says; every footer "
-                        "is read again"
-                    ) from problem
-                self.suspect_packs.add(read.pack)
-            raise problem
-        if self._cache is not None:
-            for i in read.which:
-                self._cache.put(ChunkId(request.id(i)), request.out[i])
-
-    def _is_misplaced(self, i: int, read: Read, request: Request) -> bool:
-        """Whether the pack's own footer has chunk `i` elsewhere, or not at all: then the index is
-        wrong, and not the pack."""
-        try:
-            table = footers.read_table_at(self.storage, pack_key(read.pack))
-        except (Corrupt, NotFound, Unavailable):
-            return False
-        at = table[table["offset"] == request.where["offset"][i]]
-        return request.id(i) not in at["chunk"].tolist()
-
-    def _saved(self, i: int, read: Read, request: Request) -> bool:
-        """Whether one chunk of `read` could be read alone, from the twin or, where the trouble is
-        another chunk's, from the pack itself."""
-        row = request.where[i]
-        offset = int(row["offset"])
-        alone = Read(read.pack, offset, int(row["stored"]), (i,), (offset,), read.encoded)
-        return any(
-            not self._try_read(key, alone, request)
-            for key in (twin_key(read.pack), pack_key(read.pack))
-        )
-
-    def _try_read(self, key: str, read: Read, request: Request) -> dict[int, Exception]:
-        """Read into the request's memory; returns what is wrong with each chunk that is not what
-        its id says. From a disk, what has been read is hashed while the processor still has it in
-        its cache."""
-        if self._remote:
-            return self._try_slice(key, read, request)
-        problems: dict[int, Exception] = {}
-        for part in slices(read, HASHED_BYTES):
-            problems |= self._try_slice(key, part, request)
-        return problems
-
-    def _try_slice(self, key: str, read: Read, request: Request) -> dict[int, Exception]:
-        stored = memoryview(bytearray(read.stored_bytes)) if read.encoded else None
-        short: Exception | None = None
-        try:
-            self.storage.read_into(
-                key, read.offset, with_gaps(read, request) if stored is None else [stored]
-            )
-        except Corrupt as error:
-            short = error  # an object that ends early has its beginning
-        except (NotFound, Unavailable) as error:
-            error.add_note(f"while reading {request.name(read.which[0])}")
-            return dict.fromkeys(read.which, error)
-        problems = {i: self._problem(i, read, request, stored) for i in read.which}
-        return {i: short or problem for i, problem in problems.items() if problem}
-
-    def _problem(
-        self, i: int, read: Read, request: Request, stored: memoryview | None
-    ) -> Exception | None:
-        """What is wrong with chunk `i` of the request, once it is decoded from `stored` bytes if it
-        is encoded."""
-        try:
-            if stored is not None:
-                row = request.where[i]
-                start = int(row["offset"]) - read.offset
-                codecs.decode_into(
-                    int(row["codec"]),
-                    stored[start : start + int(row["stored"])],
-                    request.out[i],
-                    int(row["width"]),
-                )
-        except Corrupt as error:
-            error.add_note(f"while reading {request.name(i)}")
-            return error
-        if not request.is_right(i):
-            return Corrupt(
-                f"chunk {request.short(i)} in pack {read.pack} ({request.name(i)}) does not match "
-                "its id: "
-                f"got {digest(request.out[i]).hex()[:12]}; "
-                "run `ckptstore fsck --read-data`, restore another commit, or heal it with "
-                "`ckptstore repair`"
-            )
-        return None
 
 
 def _check_sizes(chunks: Sequence[ChunkId], where: "NDArray[np.void]") -> None:

@@ -7,15 +7,13 @@ make one store at once, one makes it and the other opens it.
 
 import logging
 import os
-import stat
 from collections.abc import Mapping
 from contextlib import suppress
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ckptstore.core.config import CHUNK_BYTES, StoreConfig, check_chunk_bytes, check_codec
-from ckptstore.core.ids import CONFIG_KEY, StoreId, new_session_id, new_store_id, parse_chunk_id
+from ckptstore.core.ids import StoreId, parse_chunk_id
 from ckptstore.core.model import Schema
 from ckptstore.core.paths import (
     is_network_filesystem,
@@ -25,7 +23,6 @@ from ckptstore.core.paths import (
 )
 from ckptstore.errors import (
     CkptStoreError,
-    Conflict,
     Corrupt,
     InvalidInput,
     NotFound,
@@ -33,15 +30,13 @@ from ckptstore.errors import (
     Unavailable,
 )
 from ckptstore.index.catalog_sqlite import open_catalog
-from ckptstore.index.open_log import database_log, open_log_place
+from ckptstore.index.open_log import open_log_place
 from ckptstore.index.queries import Queries
 from ckptstore.log.entries import Position, check_follows, decode_entry
 from ckptstore.log.log import Log
-from ckptstore.objects.config import decode_config, encode_config
-from ckptstore.repository.not_a_store import instead_of_store
+from ckptstore.repository.init_store import place_text, read_config
 from ckptstore.storage.contract import Storage
 from ckptstore.storage.registry import open_storage
-from ckptstore.storage.reserve import ensure_reserve
 
 if TYPE_CHECKING:
     from ckptstore.index.catalog import Catalog
@@ -54,75 +49,6 @@ CATALOG_NAME = "catalog.sqlite"
 CHUNKS_NAME = "chunks.lmdb"
 STATE_NAME = "state"
 READ_CACHE_NAME = "read"
-
-
-def place_text(place: str | os.PathLike[str]) -> str:
-    """The text of a path or URL. Raises `InvalidInput` for what is neither, or what no file can be
-    called."""
-    try:
-        text = os.fspath(place)
-        if isinstance(text, str) and text and b"\0" not in os.fsencode(text):
-            return text
-    except (TypeError, UnicodeEncodeError) as error:
-        raise InvalidInput(
-            f"{place!r:.80} is no place of a store: wanted a path or a URL"
-        ) from error
-    raise InvalidInput(f"{place!r:.80} is no place of a store: wanted a path or a URL")
-
-
-def init_store(
-    place: str | os.PathLike[str],
-    *,
-    chunk_bytes: int = CHUNK_BYTES,
-    codec: str = "raw",
-    private: bool = False,
-    as_private_as: Path | None = None,
-    storage_options: dict[str, Any] | None = None,
-    index: str | None = None,
-) -> StoreConfig:
-    """Make an empty store at `place`, with its log in the database at `index` if that is given. A
-    `private` one is its owner's alone, and so is all that anybody ever makes in it; one in a
-    directory that is `as_private_as` another directory has no more rights than that.
-
-    Raises `Conflict` if there is one already, `InvalidInput` for a directory that holds something
-    else or a bucket whose server ignores conditional writes, `ReadOnly` or `Unavailable` if it
-    cannot be written.
-    """
-    config = StoreConfig(new_store_id(), check_chunk_bytes(chunk_bytes), check_codec(codec))
-    storage = open_storage(place_text(place), storage_options=storage_options)
-    try:
-        if not _is_store(storage):
-            _refuse_foreign(storage)
-            if private:
-                _make_private(storage, 0o700)
-            elif as_private_as is not None and storage.capabilities.local_root is not None:
-                _make_private(storage, *_rights_and_group(as_private_as))
-            if _create(storage, config, index):
-                return decode_config(storage.read(CONFIG_KEY), storage.url)
-        raise Conflict(f"{storage.url} is a store already; open it, or choose another directory")
-    finally:
-        storage.close()
-
-
-def _create(storage: Storage, config: StoreConfig, index: str | None) -> bool:
-    """Whether it was this call that made the store."""
-    log = database_log(index, config.store, storage) if index else None
-    if log is None:
-        check_exclusive_create(storage)
-    else:
-        config = config.moved(log.make(), config.generation)
-    data = encode_config(config)
-    try:
-        # False may be the answer to a repeated request that met its own object.
-        created = storage.put_new(CONFIG_KEY, data) or storage.read(CONFIG_KEY) == data
-        if log is not None and not created:
-            log.drop()
-    finally:
-        if log is not None:
-            log.database.close()
-    if created:
-        ensure_reserve(storage)
-    return created
 
 
 class StoreHandle:
@@ -422,103 +348,3 @@ def _like(root: Path | None, directory: Path) -> Path:
             make_directories(directory.parent)
             directory.mkdir(mode=rights(root), exist_ok=True)
     return directory
-
-
-def _make_private(storage: Storage, most: int, group: int | None = None) -> None:
-    """Make the store's directory no more than `most` before anything lies in it: whatever is made
-    there has no more rights than it (`rights`). Rights for a `group` are for no other one."""
-    root = storage.capabilities.local_root
-    if root is None:
-        raise InvalidInput(
-            f"{storage.url} is no directory: who may read it is for the bucket's policy to say; "
-            "leave private out"
-        )
-    new = [directory for directory in (root, *root.parents) if not directory.exists()]
-    try:
-        root.mkdir(mode=most, parents=True, exist_ok=True)
-        status = root.stat()
-        if group not in (None, status.st_gid):
-            most &= 0o707 | (most & 0o007) << 3
-        root.chmod(stat.S_IMODE(status.st_mode) & (~0o777 | most) | 0o700)
-        for directory in new:
-            fd = os.open(directory.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-            try:
-                os.fsync(fd)
-            finally:
-                os.close(fd)
-    except OSError as error:
-        raise ReadOnly(
-            f"cannot make {root} private: {error.strerror}; get the right to write there"
-        ) from error
-
-
-def _rights_and_group(directory: Path) -> tuple[int, int | None]:
-    try:
-        return rights(directory), os.stat(directory).st_gid
-    except OSError as error:
-        raise Unavailable(
-            f"cannot look at {directory}: {error.strerror}; see to the storage, then repeat"
-        ) from error
-
-
-def read_config(storage: Storage) -> StoreConfig:
-    """What `ckptstore.json` says. Raises `NotFound` where there is no store, `Corrupt`,
-    `InvalidInput`."""
-    try:
-        data = storage.read(CONFIG_KEY)
-    except NotFound as error:
-        _is_store(storage)
-        raise NotFound(f"no store at {storage.url}: {instead_of_store(storage)}") from error
-    return decode_config(data, storage.url)
-
-
-def _is_store(storage: Storage) -> bool:
-    """Whether there is a store. Raises `Corrupt` for one that lost its `ckptstore.json`: a new one
-    there would bury its commits."""
-    if storage.size(CONFIG_KEY) is not None:
-        return True
-    if next(storage.list("log/"), None):
-        raise Corrupt(
-            f"{storage.url} has a log and no {CONFIG_KEY}: it was a store and lost that file; "
-            "`ckptstore repair` writes it again"
-        )
-    return False
-
-
-def check_exclusive_create(storage: Storage) -> None:
-    """Raise `InvalidInput` for a bucket that cannot hold a log.
-
-    Some servers take a conditional write for a plain one: two writers would overwrite each other's
-    log entries.
-    """
-    if storage.capabilities.exclusive_create:
-        return
-    key = f"tmp/{new_session_id()}-probe"
-    storage.put_new(key, b"first")
-    try:
-        if not storage.put_new(key, b"second") and storage.read(key) == b"first":
-            return
-    finally:
-        storage.delete(key)
-    raise InvalidInput(
-        f"the server of {storage.url} ignores conditional writes (If-None-Match: *), so several "
-        "writers could lose each other's commits; "
-        f'keep the log in PostgreSQL: index="postgresql+psycopg://…", or use another server'
-    )
-
-
-def _refuse_foreign(storage: Storage) -> None:
-    root = storage.capabilities.local_root
-    if root is None or not root.exists():
-        return
-    if not root.is_dir():
-        raise InvalidInput(f"{root} is a file; wanted a directory, or a path where one can be made")
-    # A configuration that is there by now is another process's, and the exclusive create will say
-    # so.
-    ours = {CONFIG_KEY, "packs", "commits", "log", "sessions", "index", "tmp", "reserve"}
-    foreign = sorted(entry.name for entry in root.iterdir() if entry.name not in ours)
-    if foreign:
-        raise InvalidInput(
-            f"{root} is no store and holds {len(foreign)} other entries "
-            f"({', '.join(foreign[:3])}…); choose an empty or a new directory"
-        )

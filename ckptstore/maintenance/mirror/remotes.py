@@ -8,8 +8,9 @@ from typing import Any
 from ckptstore.core.ids import CommitId
 from ckptstore.errors import Conflict, InvalidInput, NotFound
 from ckptstore.maintenance.mirror.plan import all_commits, with_ancestors
+from ckptstore.repository.init_store import init_store
 from ckptstore.repository.resolve_ref import AnyRef, find_commit
-from ckptstore.repository.store_handle import StoreHandle, init_store
+from ckptstore.repository.store_handle import StoreHandle
 
 
 @contextmanager
