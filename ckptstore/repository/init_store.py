@@ -36,8 +36,8 @@ _OTHER_WRITERS = {
 
 
 def place_text(place: str | os.PathLike[str]) -> str:
-    """The text of a path or URL. Raises `InvalidInput` for what is neither, or what no file can be
-    called."""
+    """The text of a path or URL. Raises `InvalidInput` for anything else, and for a text that no
+    file can have as its name."""
     try:
         text = os.fspath(place)
         if isinstance(text, str) and text and b"\0" not in os.fsencode(text):
@@ -59,13 +59,13 @@ def init_store(
     storage_options: dict[str, Any] | None = None,
     index: str | None = None,
 ) -> StoreConfig:
-    """Make an empty store at `place`, with its log in the database at `index` if that is given. A
-    `private` one is its owner's alone, and so is all that anybody ever makes in it; one in a
-    directory that is `as_private_as` another directory has no more rights than that.
+    """Create an empty store at `place`, with its log in the database at `index` if given.
 
-    Raises `Conflict` if there is one already, `InvalidInput` for a directory that holds something
-    else or a bucket whose server ignores conditional writes, `ReadOnly` or `Unavailable` if it
-    cannot be written.
+    A `private` store, and everything later created in it, belongs to its owner alone. With
+    `as_private_as`, the store gets no more permissions than that directory.
+
+    Raises `Conflict` if a store exists there, `InvalidInput` for a directory with other content or
+    a bucket whose server ignores conditional writes, `ReadOnly` or `Unavailable` if writing fails.
     """
     config = StoreConfig(new_store_id(), check_chunk_bytes(chunk_bytes), check_codec(codec))
     storage = open_storage(place_text(place), storage_options=storage_options)
@@ -84,7 +84,7 @@ def init_store(
 
 
 def _create(storage: Storage, config: StoreConfig, index: str | None) -> bool:
-    """Whether it was this call that made the store."""
+    """Whether this call created the store."""
     log = database_log(index, config.store, storage) if index else None
     if log is None:
         check_exclusive_create(storage)
@@ -105,8 +105,8 @@ def _create(storage: Storage, config: StoreConfig, index: str | None) -> bool:
 
 
 def _make_private(storage: Storage, most: int, group: int | None = None) -> None:
-    """Make the store's directory no more than `most` before anything lies in it: whatever is made
-    there has no more rights than it (`rights`). Rights for a `group` are for no other one."""
+    """Limit the permissions of the store's directory to `most` before it holds any file. Files in
+    it get no more permissions (`rights`). Group permissions apply only to `group`."""
     root = storage.capabilities.local_root
     if root is None:
         raise InvalidInput(
@@ -142,7 +142,7 @@ def _rights_and_group(directory: Path) -> tuple[int, int | None]:
 
 
 def read_config(storage: Storage) -> StoreConfig:
-    """What `ckptstore.json` says. Raises `NotFound` where there is no store, `Corrupt`,
+    """The contents of `ckptstore.json`. Raises `NotFound` if there is no store, `Corrupt`,
     `InvalidInput`."""
     try:
         data = storage.read(CONFIG_KEY)
@@ -153,8 +153,8 @@ def read_config(storage: Storage) -> StoreConfig:
 
 
 def _is_store(storage: Storage) -> bool:
-    """Whether there is a store. Raises `Corrupt` for one that lost its `ckptstore.json`: a new one
-    there would bury its commits."""
+    """Whether a store exists. Raises `Corrupt` for a store that lost its `ckptstore.json`: a new
+    one there would hide its commits."""
     if storage.size(CONFIG_KEY) is not None:
         return True
     if next(storage.list("log/"), None):
@@ -168,8 +168,8 @@ def _is_store(storage: Storage) -> bool:
 def check_exclusive_create(storage: Storage) -> None:
     """Raise `InvalidInput` for a bucket that cannot hold a log.
 
-    Some servers take a conditional write for a plain one: two writers would overwrite each other's
-    log entries.
+    Some servers treat a conditional write as a plain one, so two writers would overwrite each
+    other's log entries.
     """
     if storage.capabilities.exclusive_create:
         return
@@ -205,7 +205,7 @@ def _refuse_foreign(storage: Storage) -> None:
 
 
 def instead_of_store(storage: Storage) -> str:
-    """What to say behind `no store at …:`."""
+    """The text that follows `no store at …:`."""
     root = storage.capabilities.local_root
     if root is not None:
         if found := _pointer(root):

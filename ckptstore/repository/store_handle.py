@@ -1,8 +1,6 @@
-"""A store's parts, found and opened: config, storage, log, catalog, chunks. Without torch, so that
-queries start fast.
+"""How does one process open a store: config, storage, log, catalog, chunks?
 
-A store exists when its `ckptstore.json` does; it is created exclusively, so of two processes that
-make one store at once, one makes it and the other opens it.
+Imports no torch, so that queries start fast.
 """
 
 import logging
@@ -109,8 +107,8 @@ class StoreHandle:
         self._has_its_end = True
 
     def _check_in_place(self) -> None:
-        """A directory that was moved away is not to be made again, by a commit that would be all it
-        holds."""
+        """Refuse a directory that was moved away: the next commit would create it again, with that
+        commit alone."""
         if self.storage.capabilities.local_root is None:
             return
         if self.log.state.n:
@@ -122,11 +120,11 @@ class StoreHandle:
             )
 
     def _lost_end(self) -> str | None:
-        """What is to be said of a log that ends before entries which continue it, and which a
-        catalog beside it has; else None.
+        """The error text for a log that ends before entries that the catalog beside it has; else
+        None.
 
-        A catalog elsewhere on this host says nothing: it may be of another copy of this store,
-        which went on.
+        A catalog elsewhere on this host proves nothing: it may belong to a newer copy of this
+        store.
         """
         root = self.storage.capabilities.local_root
         if self.database is not None or root is None or self.index_directory != root / "index":
@@ -154,14 +152,14 @@ class StoreHandle:
         )
 
     def _memory(self) -> Path | None:
-        """Where this host keeps the log's state: for a bucket, whose log takes a request an entry
-        to read, and for a database."""
+        """Where this host caches the log's state: only for a database, and for storage with slow
+        requests."""
         slow = self.storage.capabilities.slow_requests or self.database is not None
         return self.index_directory / STATE_NAME if slow else None
 
     @cached_property
     def index_directory(self) -> Path:
-        """Where this host keeps its indexes."""
+        """Where this host keeps the store's indexes."""
         return index_directory(self.storage, self.config.store, read_only=self.read_only)
 
     @cached_property
@@ -189,7 +187,7 @@ class StoreHandle:
 
     @cached_property
     def catalog(self) -> "Catalog | PostgresCatalog":
-        """The catalog, for folding; queries go through `queries`."""
+        """The catalog, for folding; queries use `queries`."""
         if self.database is not None:
             from ckptstore.index.postgres import PostgresCatalog
 
@@ -199,18 +197,17 @@ class StoreHandle:
         return Catalog.open(self.index_directory / CATALOG_NAME, self.config.store)
 
     def warm(self) -> None:
-        """Open the indexes and bring them up to the log now, so that the first commit does not pay
-        for it."""
+        """Open the indexes and bring them up to date with the log, so that the first commit does
+        not pay for it."""
         self.objects.sync(self.log.replay())
         self.follow()
 
     def queries(self) -> Queries:
         """The catalog's read side, as of the head of the log.
 
-        A catalog that is there and up to date is read without SQLAlchemy. One that cannot be
-        brought up to date, because it is locked or its disk is full, is replaced by one in memory
-        for this call; one that turns out to be damaged is made anew. One in PostgreSQL is always as
-        the log is.
+        An up-to-date catalog is read without SQLAlchemy. If a catalog cannot be updated, because it
+        is locked or its disk is full, this call uses one in memory. A damaged catalog is rebuilt.
+        One in PostgreSQL always matches the log.
         """
         if self.database is not None:
             self.follow()
@@ -239,19 +236,18 @@ class StoreHandle:
         return self._fold_in_memory()
 
     def _made_anew(self, error: Corrupt) -> Queries:
-        """A catalog is derived, so its damage is no one's loss: begin again with an empty one and
-        fold the log."""
+        """Rebuild a damaged catalog from the log; it is derived, so nothing is lost."""
         logger.warning("the catalog of %s is made anew: %s", self.url, error)
         self.catalog.reset()
         return self._queries_at_head()
 
     def follow(self, schemas: Mapping[str, Schema] | None = None) -> None:
-        """Fold into the catalog what the log has beyond it. `schemas` are at hand, by chunk id in
-        hex; others are read from the store.
+        """Fold new log entries into the catalog. `schemas` are known ones by chunk id in hex;
+        others are read from the store.
 
-        Raises `Corrupt` only for a log that is damaged or has lost its end: a catalog that does not
-        belong to it is made anew, one that cannot be written stays behind, and so does any when
-        storage does not answer. What was appended to the log stays acknowledged.
+        Raises `Corrupt` only if the log is damaged or has lost its end. A catalog that does not
+        belong to the log is rebuilt. One that cannot be written, or any while storage is
+        unavailable, stays behind. Log entries stay acknowledged.
         """
         try:
             try:
@@ -277,8 +273,8 @@ class StoreHandle:
     def _add_schemas(
         self, catalog: "Catalog | PostgresCatalog", at_hand: Mapping[str, Schema]
     ) -> None:
-        """The leaves of schemas that commits name. One that cannot be read has none in the catalog;
-        `fsck` reports it."""
+        """Add the leaves of the schemas that commits name. An unreadable schema has no leaves in
+        the catalog; `fsck` reports it."""
         from ckptstore.objects.schema import decode_schema
 
         for schema_id in catalog.missing_schemas():
@@ -297,16 +293,16 @@ class StoreHandle:
         return catalog.queries()
 
     def _is_head(self, position: Position) -> bool:
-        """Whether nothing follows `position` in the log, and the log has it. Raises `Corrupt` if an
-        entry is missing right behind it."""
+        """Whether `position` is the head of the log. Raises `Corrupt` if the entry right after it
+        is missing."""
         if self.log.head_after(position.n + 1):
             self.log.check_no_gap(position.n)
             return False
         return not self.log.head_after(position.n) and self.log.has(position)
 
     def close(self) -> None:
-        """Close what was opened; idempotent. What was checked out can still be read, and nothing
-        can be written."""
+        """Close everything that was opened; idempotent. Open snapshots can still be read, but
+        nothing can be written."""
         self._closed = True
         for name in ("objects", "catalog"):
             if name in self.__dict__:
@@ -318,9 +314,12 @@ class StoreHandle:
 
 
 def index_directory(storage: Storage, store: StoreId, *, read_only: bool) -> Path:
-    """Where this host keeps the indexes of `store`: in it if it is on a local disk that may be
-    written to, else in a local cache directory, under the store's id; there, too, if the store's
-    path is no Unicode, which LMDB does not open."""
+    """Where this host keeps the indexes of `store`.
+
+    In the store itself if that is a writable local disk, else in a local cache directory, under the
+    store's id. A store whose path is not Unicode uses the cache directory too, because LMDB cannot
+    open such a path.
+    """
     root = storage.capabilities.local_root
     if (
         root is not None
@@ -341,8 +340,8 @@ def _is_unicode(path: Path) -> bool:
 
 
 def _like(root: Path | None, directory: Path) -> Path:
-    """`directory`, made with no more rights than the store at `root`: the index tells what is in
-    it."""
+    """`directory`, created with no more permissions than the store at `root`, because an index
+    reveals the content."""
     if root is not None:
         with suppress(OSError):
             make_directories(directory.parent)
