@@ -36,7 +36,7 @@ _SHORTEST = 6
 
 
 def redact(text: str) -> str:
-    """`text` with the user part of every URL, and values that are named like secrets, replaced by
+    """`text` with the user part of every URL, and every value named like a secret, replaced by
     `***`."""
     return _ASSIGNED.sub(
         rf"\1{MASK}", _SECRET_OPTION.sub(rf"\1{MASK}", _USER_INFO.sub(f"{MASK}@", text))
@@ -44,14 +44,14 @@ def redact(text: str) -> str:
 
 
 def without(text: str, secrets: frozenset[str]) -> str:
-    """`redact(text)`, and each of `secrets` replaced wherever it stands."""
+    """`redact(text)` with every occurrence of `secrets` replaced, too."""
     for secret in secrets:
         text = text.replace(secret, MASK)
     return redact(text)
 
 
 def secrets_of(options: Mapping[str, Any]) -> frozenset[str]:
-    """The values in `options`, however deep, whose names say that they are secret."""
+    """The values in `options`, at any depth, whose names mark them as secret."""
     return frozenset(value for value in _secrets(options) if len(value) >= _SHORTEST)
 
 

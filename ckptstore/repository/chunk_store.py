@@ -1,7 +1,8 @@
 """Which chunks does the store have, where do they lie, and what are their verified bytes?
 
 Every chunk is compared with its id. If the index lacks a chunk, or its pack is gone, the log is
-replayed and the footers of new packs are read. A chunk is missing only if no listed pack holds it.
+replayed and the footers of new packs are read. A chunk is missing only if no listed pack holds
+it.
 
 The index counts only for packs that the log lists under the same number and id: a copied or
 restored store may give known numbers to other packs.
@@ -107,8 +108,8 @@ class ObjectStore:
         """Bring the index up to `state`: read the footers of new packs, drop packs that are no
         longer listed.
 
-        Costs only the packs new since the last call. The first call, and a `thorough` one, compare
-        all packs.
+        Costs only the packs new since the last call. The first call, and a `thorough` one,
+        compare all packs.
         """
         with self._lock:
             if thorough or not self._indexed_below:
@@ -283,8 +284,8 @@ class ObjectStore:
         chunk, for encoded data. `describe(i)` names chunk `i` in errors. `check(i)`, if given,
         verifies `out[i]` instead of the id, on the thread that read it.
 
-        Raises `Corrupt` for a chunk whose bytes do not match its id or whose length is not that of
-        `out`, `NotFound` for one that no listed pack holds.
+        Raises `Corrupt` for a chunk whose bytes do not match its id or whose length is not that
+        of `out`, `NotFound` for one that no listed pack holds.
         """
         try:
             request = Request(

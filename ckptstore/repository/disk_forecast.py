@@ -19,8 +19,8 @@ MAKE_ROOM = "free some: `ckptstore forget`, then `ckptstore gc`"
 
 @dataclass(frozen=True, slots=True)
 class DiskRoom:
-    """Byte counts: `free` on the disk (None for a bucket), `new` of the last commits, newest first,
-    `logical` of the next state, and `reserve`.
+    """Byte counts: `free` on the disk (None for a bucket), `new` of the last commits, newest
+    first, `logical` of the next state, and `reserve`.
 
     `logical` is that of the newest commit if the next state is unknown.
     """

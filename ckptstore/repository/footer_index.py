@@ -118,15 +118,16 @@ def read_chunk(storage: Storage, places: Iterable[Place]) -> memoryview:
 
 
 def read_chunk_at(storage: Storage, key: str, entry: PackEntry) -> memoryview:
-    """The raw bytes of the chunk at `entry` of the pack or twin at `key`, verified against its id."""
+    """The raw bytes of the chunk at `entry` of the pack or twin at `key`, verified against its
+    id."""
     stored = bytearray(entry.stored_bytes)
     storage.read_into(key, entry.offset, [memoryview(stored)])
     return decode_chunk(memoryview(stored), entry, key)
 
 
 def decode_chunk(stored: memoryview, entry: PackEntry, key: str) -> memoryview:
-    """The verified raw bytes of a chunk; may be the memory of `stored`. Raises `Corrupt` if they do
-    not match the id, or if the chunk claims an impossible size."""
+    """The verified raw bytes of a chunk; may be the memory of `stored`. Raises `Corrupt` if they
+    do not match the id, or if the chunk claims an impossible size."""
     if entry.raw_bytes > METADATA_BYTES_MAX:
         raise Corrupt(
             f"chunk {entry.chunk.hex()[:12]} in {key} claims {entry.raw_bytes} bytes; wanted at "

@@ -2,10 +2,10 @@
 
 A single footer takes one request. If the pack is damaged, its twin is read.
 
-A batch holds the footers of a hundred packs in one object (docs/format.md §9, decisions/033-…), so
-that a new host needs few requests. It is a cache; the packs' own footers stay the authority. Each
-footer lies in the batch with its trailer. A footer that does not match its hash, or the pack size
-that the log lists, is ignored.
+A batch holds the footers of a hundred packs in one object (docs/format.md §9, decisions/033-…),
+so that a new host needs few requests. It is a cache; the packs' own footers stay the authority.
+Each footer lies in the batch with its trailer. A footer that does not match its hash, or the
+pack size that the log lists, is ignored.
 """
 
 import logging
@@ -140,8 +140,8 @@ class FooterBatches:
         return found
 
     def complete(self, last: int, packs: Packs) -> None:
-        """Write, in the background, the batch that ends with pack number `last`, and a few missing
-        ones before it."""
+        """Write, in the background, the batch that ends with pack number `last`, and a few
+        missing ones before it."""
         if (last + 1) % BATCH_PACKS:
             return
         self.close()

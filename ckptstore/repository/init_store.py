@@ -64,8 +64,9 @@ def init_store(
     A `private` store, and everything later created in it, belongs to its owner alone. With
     `as_private_as`, the store gets no more permissions than that directory.
 
-    Raises `Conflict` if a store exists there, `InvalidInput` for a directory with other content or
-    a bucket whose server ignores conditional writes, `ReadOnly` or `Unavailable` if writing fails.
+    Raises `Conflict` if a store exists there, `InvalidInput` for a directory with other content
+    or a bucket whose server ignores conditional writes, `ReadOnly` or `Unavailable` if writing
+    fails.
     """
     config = StoreConfig(new_store_id(), check_chunk_bytes(chunk_bytes), check_codec(codec))
     storage = open_storage(place_text(place), storage_options=storage_options)
@@ -105,8 +106,8 @@ def _create(storage: Storage, config: StoreConfig, index: str | None) -> bool:
 
 
 def _make_private(storage: Storage, most: int, group: int | None = None) -> None:
-    """Limit the permissions of the store's directory to `most` before it holds any file. Files in
-    it get no more permissions (`rights`). Group permissions apply only to `group`."""
+    """Limit the permissions of the store's directory to `most` before it holds any file. Files
+    in it get no more permissions (`rights`). Group permissions apply only to `group`."""
     root = storage.capabilities.local_root
     if root is None:
         raise InvalidInput(

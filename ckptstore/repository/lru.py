@@ -1,7 +1,8 @@
 """Which metadata and which checksums does this process remember?
 
-`MetadataCache` keeps recently used schemas and pages within a byte limit. `SecondNames` maps fast
-checksums of chunks to ids. It learns a pair only from the same bytes, and nothing of it is stored.
+`MetadataCache` keeps recently used schemas and pages within a byte limit. `SecondNames` maps
+fast checksums of chunks to ids. It learns a pair only from the same bytes, and nothing of it is
+stored.
 """
 
 import threading
@@ -51,8 +52,8 @@ class SecondNames:
         self._lock = threading.Lock()
 
     def learn(self, data: memoryview) -> tuple[ChunkId, bytes]:
-        """The id and the checksum of a chunk, which the map remembers. Nobody may write to `data`
-        meanwhile."""
+        """The id and the checksum of a chunk, which the map remembers. Nobody may write to
+        `data` meanwhile."""
         chunk, name = ChunkId(digest(data)), self._naming(data)
         with self._lock:
             self._ids.pop(name, None)

@@ -1,8 +1,9 @@
 """How is a memory budget divided among threads and buffers?
 
 Without a budget, the free memory of the host bounds the buffers. The budget covers memory beside
-the state: staging of tensors that cannot be hashed in place, chunks being encoded or decoded, and
-chunks read into separate buffers. Schemas and pages do not count; they take 32 bytes per chunk.
+the state: staging of tensors that cannot be hashed in place, chunks being encoded or decoded,
+and chunks read into separate buffers. Schemas and pages do not count; they take 32 bytes per
+chunk.
 """
 
 from dataclasses import dataclass
@@ -36,8 +37,8 @@ class ReadRoom:
     """Each of `threads` reads up to `read_bytes` of encoded chunks and decodes one chunk.
     `aside_bytes` of chunks wait in buffers to be copied.
 
-    Of chunks that ranks send each other, `shared_bytes` are in flight to and from a rank, and the
-    same number is being read.
+    Of chunks that ranks send each other, `shared_bytes` are in flight to and from a rank, and
+    the same number is being read.
     """
 
     threads: int

@@ -30,8 +30,8 @@ class StoredChunk(NamedTuple):
 def read_chunks(
     storage: Storage, pack: PackId, rows: FooterTable, *, metadata: bool
 ) -> Iterator[StoredChunk]:
-    """The chunks of `rows`, in order of offset. A pack with `metadata` has a twin. Raises `Corrupt`
-    for a chunk that does not match its id, `NotFound` for an absent pack."""
+    """The chunks of `rows`, in order of offset. A pack with `metadata` has a twin. Raises
+    `Corrupt` for a chunk that does not match its id, `NotFound` for an absent pack."""
     for first, stop in _spans(rows):
         start = int(rows["offset"][first])
         size = int(rows["offset"][stop - 1]) + int(rows["stored"][stop - 1]) - start
@@ -82,8 +82,8 @@ def _spans(rows: FooterTable) -> Iterator[tuple[int, int]]:
 
 
 def _read(storage: Storage, key: str, offset: int, size: int, *, last: bool) -> memoryview | None:
-    """The bytes, padded with zeros where the object was truncated; None if it is absent and another
-    copy remains to be tried."""
+    """The bytes, padded with zeros where the object was truncated; None if it is absent and
+    another copy remains to be tried."""
     buffer = memoryview(bytearray(size))
     try:
         storage.read_into(key, offset, [buffer])

@@ -32,8 +32,8 @@ def one_by_one(task: Callable[[Writer], None], writers: Sequence[Writer]) -> Non
 
 @dataclass(frozen=True, slots=True)
 class ClosedPack:
-    """A durable pack that no log entry names yet, with its footer's table. `own` lists the objects
-    to delete if none ever will."""
+    """A durable pack that no log entry names yet, with its footer's table. `own` lists the
+    objects to delete if none ever will."""
 
     record: PackRecord
     table: pack.FooterTable
@@ -74,7 +74,8 @@ class OpenPack:
             raise
 
     def append(self, data: memoryview | bytes) -> int:
-        """Queue `data` at the end and return its offset. Its memory must not change before `flush`."""
+        """Queue `data` at the end and return its offset. Its memory must not change before
+        `flush`."""
         start = self.offset
         self._pending.append(data)
         self.offset += len(data)
@@ -97,8 +98,8 @@ class OpenPack:
     def close(self, spread: Spread = one_by_one) -> ClosedPack:
         """Write the footer, fsync and name the pack and its twin in parallel.
 
-        The caller syncs the directory, once for all packs. Raises `Conflict` if another writer has
-        taken a name; that writer's objects stay.
+        The caller syncs the directory, once for all packs. Raises `Conflict` if another writer
+        has taken a name; that writer's objects stay.
         """
         try:
             data_bytes = self.offset
@@ -117,8 +118,8 @@ class OpenPack:
         )
 
     def discard(self) -> None:
-        """Delete the bytes written so far; one of two twins may already have its name. Objects of
-        other writers stay."""
+        """Delete the bytes written so far; one of two twins may already have its name. Objects
+        of other writers stay."""
         for writer in self._writers:
             writer.discard()
         delete_own(self._storage, self._own)
@@ -226,15 +227,16 @@ class PackWriter:
 
 
 def delete_own(storage: Storage, keys: Iterable[str]) -> None:
-    """Delete objects that no log entry will name. If storage fails, they stay for gc, which finds
-    them under the session's name."""
+    """Delete objects that no log entry will name. If storage fails, they stay for gc, which
+    finds them under the session's name."""
     for key in keys:
         with suppress(CkptStoreError):
             storage.delete(key)
 
 
 def _read_back(tail: bytes, footer_offset: int) -> pack.FooterTable:
-    """The table of a footer, parsed as a reader parses it: an unreadable pack must not be closed."""
+    """The table of a footer, parsed as a reader parses it: an unreadable pack must not be
+    closed."""
     footer_bytes = len(tail) - pack.TRAILER_BYTES
     trailer = pack.parse_trailer(tail[footer_bytes:], footer_offset + len(tail))
     return pack.parse_footer(tail[:footer_bytes], trailer)

@@ -15,8 +15,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Read:
-    """One read of neighboring chunks in a pack, possibly with gaps. `which` are their positions in
-    the request, in order of `offsets`.
+    """One read of neighboring chunks in a pack, possibly with gaps. `which` are their positions
+    in the request, in order of `offsets`.
 
     An `encoded` read goes to a separate buffer, because some of its chunks must be decoded.
     """
@@ -31,8 +31,8 @@ class Read:
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """The chunks of one call of `read_into`: chunk `i` of `ids` goes to `out[i]`. The caller knows
-    it as number `positions[i]`."""
+    """The chunks of one call of `read_into`: chunk `i` of `ids` goes to `out[i]`. The caller
+    knows it as number `positions[i]`."""
 
     ids: bytes
     out: Sequence[memoryview]

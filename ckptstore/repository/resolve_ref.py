@@ -31,11 +31,11 @@ AnyRef: TypeAlias = str | int | os.PathLike[str] | Handle
 
 
 def find_commit(handle: StoreHandle, ref: AnyRef, run: str | None) -> Resolved:
-    """The commit that `ref` names. A ref without a run is resolved in `run`, or in all runs if that
-    is None.
+    """The commit that `ref` names. A ref without a run is resolved in `run`, or in all runs if
+    that is None.
 
-    Raises `NotFound` with similar names, `InvalidInput` for text that is no ref, for an ambiguous
-    id prefix, and for a path without a pointer file.
+    Raises `NotFound` with similar names, `InvalidInput` for text that is no ref, for an
+    ambiguous id prefix, and for a path without a pointer file.
     """
     return through_pointers(ref, lambda plain: _find(handle, plain, run))
 
@@ -46,8 +46,8 @@ def find_id(queries: Queries, ref: AnyRef, run: str | None) -> CommitId:
 
 
 def through_pointers(ref: AnyRef, find: Callable[[str | int], T]) -> T:
-    """Apply `find` to a ref, or to the id in the pointer file that `ref` is the path of. Text that
-    could be a tag counts as a path only if `find` knows no such tag."""
+    """Apply `find` to a ref, or to the id in the pointer file that `ref` is the path of. Text
+    that could be a tag counts as a path only if `find` knows no such tag."""
     plain = _plain(ref)
     try:
         return find(plain)

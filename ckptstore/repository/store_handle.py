@@ -107,8 +107,8 @@ class StoreHandle:
         self._has_its_end = True
 
     def _check_in_place(self) -> None:
-        """Refuse a directory that was moved away: the next commit would create it again, with that
-        commit alone."""
+        """Refuse a directory that was moved away: the next commit would create it again, with
+        that commit alone."""
         if self.storage.capabilities.local_root is None:
             return
         if self.log.state.n:
@@ -205,9 +205,9 @@ class StoreHandle:
     def queries(self) -> Queries:
         """The catalog's read side, as of the head of the log.
 
-        An up-to-date catalog is read without SQLAlchemy. If a catalog cannot be updated, because it
-        is locked or its disk is full, this call uses one in memory. A damaged catalog is rebuilt.
-        One in PostgreSQL always matches the log.
+        An up-to-date catalog is read without SQLAlchemy. If a catalog cannot be updated, because
+        it is locked or its disk is full, this call uses one in memory. A damaged catalog is
+        rebuilt. One in PostgreSQL always matches the log.
         """
         if self.database is not None:
             self.follow()
@@ -293,8 +293,8 @@ class StoreHandle:
         return catalog.queries()
 
     def _is_head(self, position: Position) -> bool:
-        """Whether `position` is the head of the log. Raises `Corrupt` if the entry right after it
-        is missing."""
+        """Whether `position` is the head of the log. Raises `Corrupt` if the entry right after
+        it is missing."""
         if self.log.head_after(position.n + 1):
             self.log.check_no_gap(position.n)
             return False
@@ -316,9 +316,9 @@ class StoreHandle:
 def index_directory(storage: Storage, store: StoreId, *, read_only: bool) -> Path:
     """Where this host keeps the indexes of `store`.
 
-    In the store itself if that is a writable local disk, else in a local cache directory, under the
-    store's id. A store whose path is not Unicode uses the cache directory too, because LMDB cannot
-    open such a path.
+    In the store itself if that is a writable local disk, else in a local cache directory, under
+    the store's id. A store whose path is not Unicode uses the cache directory too, because LMDB
+    cannot open such a path.
     """
     root = storage.capabilities.local_root
     if (

@@ -28,8 +28,8 @@ NO_MEMORY = memoryview(b"")
 
 
 class Scratch:
-    """Page-aligned buffers for threads, one owner at a time, kept for reuse: fresh memory costs as
-    much as a copy into it. Needs no lock."""
+    """Page-aligned buffers for threads, one owner at a time, kept for reuse: fresh memory costs
+    as much as a copy into it. Needs no lock."""
 
     def __init__(self) -> None:
         self._free: list[memoryview] = []
@@ -101,7 +101,8 @@ class ThreadPool:
             future.result()
 
     def submit(self, work: Callable[[], T]) -> "Future[T]":
-        """Start `work` in the background. If no thread can be started, it runs before this returns."""
+        """Start `work` in the background. If no thread can be started, it runs before this
+        returns."""
         return self._alive().submit(work)
 
     def close(self) -> None:
@@ -122,11 +123,11 @@ class ThreadPool:
 
 
 def step_aside(process: int | None = None) -> None:
-    """Lower the priority of the calling thread below the main thread of `process`, by default this
-    one.
+    """Lower the priority of the calling thread below the main thread of `process`, by default
+    this one.
 
-    The change is permanent: raising it again needs privileges. Threads and processes inherit it, so
-    a thread may have it from its start.
+    The change is permanent: raising it again needs privileges. Threads and processes inherit it,
+    so a thread may have it from its start.
     """
     with suppress(OSError):  # a sandbox that forbids it
         ahead = os.getpriority(os.PRIO_PROCESS, process or os.getpid())
@@ -138,8 +139,8 @@ def step_aside(process: int | None = None) -> None:
 def step_aside_of_parent() -> None:
     """Lower the priority of a process that leads a session, before it starts threads.
 
-    With autogroup (sched(7)), Linux shares processors among sessions first, and a thread's priority
-    counts only within its session.
+    With autogroup (sched(7)), Linux shares processors among sessions first, and a thread's
+    priority counts only within its session.
     """
     step_aside(os.getppid())
     with suppress(OSError):  # Linux does not group, or there is no /proc

@@ -3,8 +3,8 @@
 An object has a key: a path relative to the store's root, with `/` between its parts. `put`,
 `put_new` and `Writer.finish` create durable objects; readers see the whole object or nothing.
 
-A finished object is never replaced. Packs, twins, documents and log entries get their names by an
-exclusive create, so that a fault above storage cannot change acknowledged bytes. `put` is for
+A finished object is never replaced. Packs, twins, documents and log entries get their names by
+an exclusive create, so that a fault above storage cannot change acknowledged bytes. `put` is for
 objects that change by design: sessions, the configuration, caches.
 """
 
@@ -46,11 +46,11 @@ class Writer(Protocol):
         """Make the bytes durable and give the object its name; the name is durable after
         `Storage.sync_dirs`.
 
-        Returns True if this writer created the object: if its purpose fails later, the caller may
-        delete it. Returns False if an object with the same bytes has the name: this writer's own,
-        if an earlier answer was lost, or another writer's. Raises `Conflict` if the name is taken
-        by other bytes, which stay. After `Unavailable`, any other failure, the object is discarded:
-        after a failed fsync its content is unknown.
+        Returns True if this writer created the object: if its purpose fails later, the caller
+        may delete it. Returns False if an object with the same bytes has the name: this writer's
+        own, if an earlier answer was lost, or another writer's. Raises `Conflict` if the name is
+        taken by other bytes, which stay. After `Unavailable`, any other failure, the object is
+        discarded: after a failed fsync its content is unknown.
         """
 
     def discard(self) -> None:
@@ -79,15 +79,16 @@ class Storage(Protocol):
         """The bytes `start:stop` of the object, or fewer at its end."""
 
     def read_into(self, key: str, offset: int, buffers: Sequence[memoryview]) -> None:
-        """Fill `buffers` in order from `offset` on. Only for objects that never change: they may be
-        held open."""
+        """Fill `buffers` in order from `offset` on. Only for objects that never change: they may
+        be held open."""
 
     def open_file(self, key: str) -> OpenFile:
         """An object that never changes, as an open file to map. Raises `InvalidInput` without a
         `local_root`."""
 
     def will_need(self, key: str, offset: int, nbytes: int) -> None:
-        """A hint that these bytes will be read soon. Never raises; the read itself reports errors."""
+        """A hint that these bytes will be read soon. Never raises; the read itself reports
+        errors."""
 
     def read_tail(self, key: str, nbytes: int) -> tuple[bytes, int]:
         """The last `nbytes` of the object, or all of a shorter one, and the object's size."""
@@ -96,14 +97,15 @@ class Storage(Protocol):
         """The object's size in bytes, None if it is absent."""
 
     def put(self, key: str, data: bytes | memoryview, *, durable: bool = True) -> None:
-        """Create or replace an object atomically. Unless `durable`, a power cut may restore the old
-        object or leave it empty."""
+        """Create or replace an object atomically. Unless `durable`, a power cut may restore the
+        old object or leave it empty."""
 
     def put_new(self, key: str, data: bytes | memoryview) -> bool:
-        """Create an object atomically and durably. Returns False, and changes nothing, if the name
-        is taken.
+        """Create an object atomically and durably. Returns False, and changes nothing, if the
+        name is taken.
 
-        After `Unavailable` the object may exist; only a read can tell. After `NoSpace` it does not.
+        After `Unavailable` the object may exist; only a read can tell. After `NoSpace` it does
+        not.
         """
 
     def create(
@@ -111,8 +113,8 @@ class Storage(Protocol):
     ) -> Writer:
         """A writer for a large object; the remains of a crash carry the name of `session`.
 
-        An `unbuffered` writer avoids buffers where possible and uses more processor time. A writer
-        with `aside` yields resources to others, even if it takes longer.
+        An `unbuffered` writer avoids buffers where possible and uses more processor time. A
+        writer with `aside` yields resources to others, even if it takes longer.
         """
 
     def sync_dirs(self, keys: Iterable[str]) -> None:
@@ -131,7 +133,8 @@ class Storage(Protocol):
 
 
 def put_finished(storage: Storage, key: str, data: bytes) -> bool:
-    """Create a small durable object that is never replaced. Returns the value of `Writer.finish`.
+    """Create a small durable object that is never replaced. Returns the value of
+    `Writer.finish`.
 
     Raises `Conflict` if other bytes have the name.
     """

@@ -1,9 +1,9 @@
 """How does a sequentially written file bypass the page cache?
 
-Writes through the page cache evict other data and cost a copy. From `DIRECT_FROM` on, whole blocks
-go from aligned memory straight to the disk (`O_DIRECT`, open(2)); unaligned bytes are copied to a
-buffer first. The rest at the end, less than a block, goes through the page cache, and so does
-everything where the filesystem refuses (docs/decisions/007 and 029).
+Writes through the page cache evict other data and cost a copy. From `DIRECT_FROM` on, whole
+blocks go from aligned memory straight to the disk (`O_DIRECT`, open(2)); unaligned bytes are
+copied to a buffer first. The rest at the end, less than a block, goes through the page cache,
+and so does everything where the filesystem refuses (docs/decisions/007 and 029).
 """
 
 import errno
@@ -28,8 +28,8 @@ WriteAll: TypeAlias = Callable[[int, Sequence[memoryview]], None]
 class GrowingFile:
     """Appends to the empty file behind `fd`, by one thread at a time.
 
-    `write_all` writes the bytes; the caller handles `OSError`. With `direct=False` everything goes
-    through the page cache.
+    `write_all` writes the bytes; the caller handles `OSError`. With `direct=False` everything
+    goes through the page cache.
     """
 
     def __init__(self, fd: int, write_all: WriteAll, *, direct: bool) -> None:
@@ -48,8 +48,8 @@ class GrowingFile:
         return self._aligned is not None
 
     def append(self, buffers: Sequence[memoryview]) -> None:
-        """Add `buffers`, which the caller may reuse on return. Copies of up to `BUFFER_BYTES` wait
-        for the next call or `finish`."""
+        """Add `buffers`, which the caller may reuse on return. Copies of up to `BUFFER_BYTES`
+        wait for the next call or `finish`."""
         rest = [buffer.cast("B") for buffer in buffers if buffer.nbytes]
         if self._aligned is None and self._may_go_direct and self._offset >= DIRECT_FROM:
             rest = self._go_direct(rest)
@@ -107,7 +107,8 @@ class GrowingFile:
         return data[n:]
 
     def _write_queue(self, aligned: memoryview) -> None:
-        """Write the queue, except an incomplete last block, which moves to the front of `aligned`."""
+        """Write the queue, except an incomplete last block, which moves to the front of
+        `aligned`."""
         whole = self._filled // BLOCK_BYTES * BLOCK_BYTES
         blocks = [*self._queue, aligned[self._queued : whole]]
         try:

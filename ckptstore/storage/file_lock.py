@@ -1,7 +1,7 @@
 """How do processes of one host take turns?
 
-By `flock` on a file, with a timeout. The lock ends with its process. It protects indexes, which can
-be rebuilt, and never the store.
+By `flock` on a file, with a timeout. The lock ends with its process. It protects indexes, which
+can be rebuilt, and never the store.
 """
 
 import fcntl
@@ -18,8 +18,8 @@ _POLL_S = 0.005
 
 @contextmanager
 def file_lock(path: Path, *, timeout_s: float, exclusive: bool = True) -> Iterator[bool]:
-    """Hold the lock within the block. Yields False after the timeout, or at once if `path` cannot
-    be opened.
+    """Hold the lock within the block. Yields False after the timeout, or at once if `path`
+    cannot be opened.
 
     Not reentrant: a thread that holds the lock and asks again waits for itself.
     """

@@ -1,7 +1,7 @@
 """How do objects get into memory, or into a bucket other than S3, through fsspec?
 
-An object store shows an object whole and durably once its upload is acknowledged, so no fsync and
-no temporary names are needed.
+An object store shows an object whole and durably once its upload is acknowledged, so no fsync
+and no temporary names are needed.
 """
 
 import threading
@@ -28,8 +28,8 @@ _memory_lock = threading.Lock()
 
 
 class FsspecStorage:
-    """`Storage` through fsspec. A writer keeps its object in memory until `finish`, so packs should
-    be small (64 MiB)."""
+    """`Storage` through fsspec. A writer keeps its object in memory until `finish`, so packs
+    should be small (64 MiB)."""
 
     def __init__(
         self, url: str, *, read_only: bool = False, storage_options: dict[str, Any] | None = None
@@ -217,8 +217,8 @@ class FsspecStorage:
     def _failure(
         self, error: Exception, verb: str, key: str, data: bytes | memoryview = b""
     ) -> CkptStoreError:
-        """Translate `error`. Each library behind fsspec has its own errors; an unknown one counts
-        as temporary."""
+        """Translate `error`. Each library behind fsspec has its own errors; an unknown one
+        counts as temporary."""
         if isinstance(error, CkptStoreError):
             return error
         said = without(str(error), self._secrets)

@@ -30,8 +30,8 @@ _BY_PREFIX = (
 
 
 def largest(key: str) -> int | None:
-    """The size limit of the object at `key` in bytes; None for one that is read in ranges, within
-    bounds from its footer."""
+    """The size limit of the object at `key` in bytes; None for one that is read in ranges,
+    within bounds from its footer."""
     return next((limit for prefix, limit in _BY_PREFIX if key.startswith(prefix)), None)
 
 

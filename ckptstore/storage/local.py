@@ -1,9 +1,9 @@
 """How do objects lie as files in a local directory, safe against power cuts?
 
 Invariants: A file gets its final name only after its bytes were fsynced, and never the name of a
-finished object. A name counts as durable only after its directory was fsynced; this process fsyncs
-the directories above once. No symbolic link is ever opened. Objects get no more permissions than
-the store's directory.
+finished object. A name counts as durable only after its directory was fsynced; this process
+fsyncs the directories above once. No symbolic link is ever opened. Objects get no more
+permissions than the store's directory.
 """
 
 import os

@@ -43,8 +43,8 @@ class Descriptor:
 
 
 def open_object(root: str, key: str) -> Descriptor:
-    """The regular file at `key`, open. Raises `Corrupt` for links, directories, FIFOs, sockets and
-    devices."""
+    """The regular file at `key`, open. Raises `Corrupt` for links, directories, FIFOs, sockets
+    and devices."""
     try:
         file = Descriptor(os.open(f"{root}/{check_key(key)}", _READ))
         mode = os.fstat(file.fd).st_mode
@@ -170,7 +170,8 @@ class Directories:
         self._anchored: set[str] = set()
 
     def having(self, path: str, action: Callable[[], T]) -> T:
-        """Run `action`; if the directories above `path` are missing, create them and run it again."""
+        """Run `action`; if the directories above `path` are missing, create them and run it
+        again."""
         try:
             return action()
         except FileNotFoundError:

@@ -21,8 +21,8 @@ _WRITE_BACK_BYTES = 32 * MIB
 
 
 class LocalWriter:
-    """`Writer` of a local file. The bytes go to `temporary`, open as `fd`, which becomes `key` in
-    `directories`.
+    """`Writer` of a local file. The bytes go to `temporary`, open as `fd`, which becomes `key`
+    in `directories`.
 
     Without `durable` nothing is fsynced. With `direct_io` a large file bypasses the page cache.
     """
@@ -39,8 +39,8 @@ class LocalWriter:
         replace: bool,
         named: Callable[[], None],
     ) -> None:
-        """`named` is called once the object has its name, which may have replaced another object.
-        `replace` allows replacing a finished one."""
+        """`named` is called once the object has its name, which may have replaced another
+        object. `replace` allows replacing a finished one."""
         self._directories = directories
         self._key = key
         self._path = f"{directories.root}/{key}"
@@ -74,8 +74,8 @@ class LocalWriter:
         return True
 
     def link(self) -> bool:
-        """Like `finish`, but returns False if an object has that name. Call `discard` afterwards in
-        either case."""
+        """Like `finish`, but returns False if an object has that name. Call `discard` afterwards
+        in either case."""
         try:
             self._seal()
             return self._link()

@@ -20,10 +20,11 @@ def open_storage(
     """The storage for `url`: a path or `file://` for a local directory, `s3://`, or another URL
     that fsspec knows.
 
-    Creates nothing and looks nothing up; `~` is the user's home. `fsync=False` gives up durability
-    on a local disk, for tests and scratch stores. `direct_io` makes large objects bypass a local
-    disk's page cache; None does so only for writers with `aside`. `storage_options` go to fsspec.
-    Raises `InvalidInput` for text that is neither a path nor a URL.
+    Creates nothing and looks nothing up; `~` is the user's home. `fsync=False` gives up
+    durability on a local disk, for tests and scratch stores. `direct_io` makes large objects
+    bypass a local disk's page cache; None does so only for writers with `aside`.
+    `storage_options` go to fsspec. Raises `InvalidInput` for text that is neither a path nor a
+    URL.
     """
     text = str(url)
     check_path(text)

@@ -1,7 +1,7 @@
 """How can a store on a full disk still be freed?
 
-A deletion needs log entries first. The reserve, a file of one mebibyte, is deleted to make room for
-them, and created again once there is space.
+A deletion needs log entries first. The reserve, a file of one mebibyte, is deleted to make room
+for them, and created again once there is space.
 """
 
 import secrets

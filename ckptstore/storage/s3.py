@@ -3,9 +3,9 @@
 s3fs's client moves the bytes; with `client=obstore`, as an option or as
 `s3://BUCKET/PATH?client=obstore`, obstore does.
 
-A bucket shows an object whole and durably once its upload is acknowledged, so no fsync is needed.
-An incomplete upload is listed as a temporary file, `tmp/<session>-…`, and deleting that aborts it:
-gc treats both alike.
+A bucket shows an object whole and durably once its upload is acknowledged, so no fsync is
+needed. An incomplete upload is listed as a temporary file, `tmp/<session>-…`, and deleting that
+aborts it: gc treats both alike.
 """
 
 import io

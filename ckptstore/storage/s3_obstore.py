@@ -1,16 +1,16 @@
 """How does obstore read and write S3 objects?
 
-It takes less processor time than s3fs (docs/decisions/028-…). obstore gets the endpoint, the region
-and the credentials from s3fs's client. For reads its own retries are off, because `Requests`
-repeats temporary failures. A failed request is sent once more through s3fs's client within the same
-attempt, because its errors are known here. obstore's threads do not survive a fork, so a forked
-child reads through s3fs.
+It takes less processor time than s3fs (docs/decisions/028-…). obstore gets the endpoint, the
+region and the credentials from s3fs's client. For reads its own retries are off, because
+`Requests` repeats temporary failures. A failed request is sent once more through s3fs's client
+within the same attempt, because its errors are known here. obstore's threads do not survive a
+fork, so a forked child reads through s3fs.
 
 For writes, obstore uploads the parts and repeats failed ones itself: this is the second of two
-places that repeat a request, and no request is repeated in both. obstore supports `If-None-Match:
-*` for an object of one part. When it completes an upload of parts, the name is looked up just
-before, and two writers that complete at the same moment may still replace one another. obstore
-cannot abort an upload; s3fs's client does.
+places that repeat a request, and no request is repeated in both. obstore supports
+`If-None-Match: *` for an object of one part. When it completes an upload of parts, the name is
+looked up just before, and two writers that complete at the same moment may still replace one
+another. obstore cannot abort an upload; s3fs's client does.
 """
 
 import io

@@ -1,10 +1,10 @@
 """How is one S3 request repeated until a deadline, and how are its failures translated?
 
 s3fs finds credentials and creates the client. Its retries are unused and botocore's are off,
-because layers of retries multiply: three times five attempts keep a caller waiting for minutes. A
-request is repeated until its deadline; no attempt gets more than half of the remaining time. After
-a missed deadline, the next requests get a short one until an answer arrives, so that cleaning up
-after a failure does not wait for each object.
+because layers of retries multiply: three times five attempts keep a caller waiting for minutes.
+A request is repeated until its deadline; no attempt gets more than half of the remaining time.
+After a missed deadline, the next requests get a short one until an answer arrives, so that
+cleaning up after a failure does not wait for each object.
 """
 
 import asyncio
@@ -74,8 +74,8 @@ class Requests:
     def run(
         self, request: Request[T], what: str, *, writing: bool = False, once: bool = False
     ) -> T:
-        """The answer to `request`; `what` describes it in errors. A request that repeats itself is
-        sent `once`.
+        """The answer to `request`; `what` describes it in errors. A request that repeats itself
+        is sent `once`.
 
         Raises `NotFound`, `ReadOnly`, `InvalidInput` or `Unavailable`.
         """
@@ -226,8 +226,8 @@ def _may_pass(error: Exception) -> bool:
 
 
 def _with_limits(options: dict[str, Any], deadline_s: float) -> dict[str, Any]:
-    """`options` for s3fs with our time limits and without botocore's retries; the caller's settings
-    stay."""
+    """`options` for s3fs with our time limits and without botocore's retries; the caller's
+    settings stay."""
     config = {
         "connect_timeout": min(CONNECT_TIMEOUT_S, deadline_s),
         "read_timeout": min(READ_TIMEOUT_S, deadline_s),

@@ -4,10 +4,10 @@ Uploads have parts of 8 MiB, several in flight while the next is filled. Reads f
 whole, a range straight into the reader's memory, or the tail.
 
 A finished object is never replaced: the request that creates it says `If-None-Match: *`. Each
-object carries its writer's mark as metadata, so a writer whose answer was lost recognizes its own
-object. Some servers ignore the condition when an upload of parts is completed, so the name is
-looked up just before; there, two writers that complete at the same moment may still replace one
-another.
+object carries its writer's mark as metadata, so a writer whose answer was lost recognizes its
+own object. Some servers ignore the condition when an upload of parts is completed, so the name
+is looked up just before; there, two writers that complete at the same moment may still replace
+one another.
 """
 
 import io
@@ -204,7 +204,8 @@ SizeCheck: TypeAlias = Callable[[int], None]
 
 
 class S3Reads(Protocol):
-    """Reads of one bucket, each a single attempt within `Requests.run`, which supplies the client."""
+    """Reads of one bucket, each a single attempt within `Requests.run`, which supplies the
+    client."""
 
     async def read(
         self, client: Any, path: str, start: int, stop: int | None, check: SizeCheck | None = None
