@@ -49,8 +49,9 @@ from ckptstore.objects import pack
 from ckptstore.objects.documents import content_id, encode_document
 from ckptstore.objects.pages import split_pages
 from ckptstore.objects.schema import encode_schema
+from ckptstore.repository.init_store import init_store
 from ckptstore.repository.pack_writer import OpenPack
-from ckptstore.repository.store_handle import StoreHandle, init_store
+from ckptstore.repository.store_handle import StoreHandle
 from ckptstore.repository.thread_pool import ThreadPool
 from ckptstore.storage.contract import Storage
 from ckptstore.storage.registry import open_storage

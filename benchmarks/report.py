@@ -16,52 +16,63 @@ INTRODUCTION = """\
 
 Written by `make bench`; the figures of every round are in `benchmarks/results/`. Do not edit.
 
-Everybody saves the same state in the same run on the same disk, in turns: each round runs every contestant once, in
-rotating order, after a round that warms up and does not count. Figures are medians over the rounds; *times ckptstore*
-is the median of the rounds' own ratios, because absolute figures move with the neighbours' load and ratios within a
-round hardly do. *CPU* is processor time of all threads, user and system, per GB of logical state.
+Everybody saves the same state in the same run on the same disk, in turns: each round runs every
+contestant once, in rotating order, after a round that warms up and does not count. Figures are
+medians over the rounds; *times ckptstore* is the median of the rounds' own ratios, because
+absolute figures move with the neighbours' load and ratios within a round hardly do. *CPU* is
+processor time of all threads, user and system, per GB of logical state.
 
-* The state is 1.45 GB in 171 float32 tensors, shaped as a GPT of seven layers, 1,024 wide, with both Adam moments;
-  random contents.
-* *Durable*: every file and folder is synced before the clock stops. That is ckptstore's own doing in its row; for the
-  peers the harness syncs within the timed part. (DCP, asked to sync its files, calls `fsync` on `.metadata` before its
-  bytes are written, and never syncs a folder.)
-* Peers write to a fresh folder each time; deleting is not timed. Restores go in place, into wiped memory that has been
-  touched, and every one is compared with what was saved. `torch.load` and safetensors map the file and copy; DCP has
-  two writer threads; torch_checkpointing saves synchronously, two files at a time, without direct I/O (its default
-  fails on ext4).
+* The state is 1.45 GB in 171 float32 tensors, shaped as a GPT of seven layers, 1,024 wide, with
+  both Adam moments; random contents.
+* *Durable*: every file and folder is synced before the clock stops. That is ckptstore's own doing
+  in its row; for the peers the harness syncs within the timed part. (DCP, asked to sync its
+  files, calls `fsync` on `.metadata` before its bytes are written, and never syncs a folder.)
+* Peers write to a fresh folder each time; deleting is not timed. Restores go in place, into wiped
+  memory that has been touched, and every one is compared with what was saved. `torch.load` and
+  safetensors map the file and copy; DCP has two writer threads; torch_checkpointing saves
+  synchronously, two files at a time, without direct I/O (its default fails on ext4).
 * ckptstore verifies the BLAKE3 of every chunk that it restores; the peers verify nothing.
-* Limits: *write*: two threads append 8 MiB at a time, each to its own file, ask for write-back every 64 MiB, and sync;
-  *read*: two threads `preadv` into place; *read, then BLAKE3*: the same, and the hash of what was read, the least that a verified
-  restore must do; *memcpy*: `Tensor.copy_`; *BLAKE3*: two threads, 1 MiB at a time.
-* `held`: what counts is the call, and waits before the next optimizer step; who saves has waited for the save before. The first round,
-  not counted, is everybody's first call. *memcpy*: the state's bytes by two threads, to memory that was touched before: no call that
-  copies all of it before it returns can hold its caller for less. DCP takes fresh memory in each call, most of it pages that must be zeroed
-  first: about three times the processor time of the copy, and what that is in seconds depends on the machine and on what the process has
-  given back before. *Memory kept*: with a `DefaultStager` that is used again (it writes over the save before, so that one has to be waited
-  for). *Staged beside*: one that copies on a thread of its own; its caller waits for `staging_completion` before the next step.
-* `torchft-full` and `torchft-recovery`: the sender is a process on the same host; both sides begin at the same moment, as in a
-  Manager. Our receiver then reads what must travel from the sender's memory, unless it is said to be *over TCP*: it is not told that
-  the sender is near, and all goes through the loopback interface, as all of torchft's does. With `-link`, the sender is in a network
-  namespace of its own, behind a pair of virtual interfaces that `tc` limits to a rate, with `-slow-link` to 1gbit, and nobody reads its
-  memory; both still share the processors. *Committed*: the sender has a store in which the state is committed, so that nothing
-  is copied. *CPU* is the receiver's.
-* `ranks` and `ranks-…`: four processes of one gloo group on this host, which share its two processors; *CPU* is that of all four. The state
-  is the GPT at 0.6 of its width under DistributedDataParallel with AdamW, 0.52 GB on every rank. ckptstore is handed the module and the
-  optimizer; peers get dictionaries of the same tensors, TorchSnapshot with `replicated=["**"]`, and what they wrote is synced within the
-  timed part. *Limit: write* is one process that writes the bytes of one rank and syncs them. A restore is one of every rank.
-  `ranks-leaves`: fresh processes in each round; *planning* ends when the last rank knows what it is to do, *log entry* begins when the
-  last rank's packs are durable and ends when the last rank's call returns; between the two, 15 MB of fragments are exchanged, and 20 MB
-  hashed and written.
-* `s3-commit` and `s3-restore`: 268 MB in 16 tensors. The server runs on the same processors, in memory; its own
-  processor time is not in *CPU*. The raw client is boto3's in threads, with parts and ranges of 8 MiB, eight on their way; it hashes
-  nothing.
-* What memory costs that is new to a process, or to the page cache, depends on whether this virtual machine's host had taken it back: 0.1
-  to 1.2 s per GB were seen. Rounds of one contestant then fall into two groups: `StoreWriter` of `dcp-face` took 0.45 or 1.6 s and
-  `FileSystemWriter` 0.7 or 2.1 s, mostly whoever came after a pause; torchft's HTTPTransport of `torchft-recovery` 0.38 s in one run and
-  1.45 s in all others, ckptstore 0.14 s in each.
-* Warm: the files are in the page cache. Cold: all of the contestant's files were synced and evicted
-  (`POSIX_FADV_DONTNEED`).
+* Limits: *write*: two threads append 8 MiB at a time, each to its own file, ask for write-back
+  every 64 MiB, and sync; *read*: two threads `preadv` into place; *read, then BLAKE3*: the same,
+  and the hash of what was read, the least that a verified restore must do; *memcpy*:
+  `Tensor.copy_`; *BLAKE3*: two threads, 1 MiB at a time.
+* `held`: what counts is the call, and waits before the next optimizer step; who saves has waited
+  for the save before. The first round, not counted, is everybody's first call. *memcpy*: the
+  state's bytes by two threads, to memory that was touched before: no call that copies all of it
+  before it returns can hold its caller for less. DCP takes fresh memory in each call, most of it
+  pages that must be zeroed first: about three times the processor time of the copy, and what that
+  is in seconds depends on the machine and on what the process has given back before. *Memory
+  kept*: with a `DefaultStager` that is used again (it writes over the save before, so that one
+  has to be waited for). *Staged beside*: one that copies on a thread of its own; its caller waits
+  for `staging_completion` before the next step.
+* `torchft-full` and `torchft-recovery`: the sender is a process on the same host; both sides
+  begin at the same moment, as in a Manager. Our receiver then reads what must travel from the
+  sender's memory, unless it is said to be *over TCP*: it is not told that the sender is near, and
+  all goes through the loopback interface, as all of torchft's does. With `-link`, the sender is
+  in a network namespace of its own, behind a pair of virtual interfaces that `tc` limits to a
+  rate, with `-slow-link` to 1gbit, and nobody reads its memory; both still share the processors.
+  *Committed*: the sender has a store in which the state is committed, so that nothing is copied.
+  *CPU* is the receiver's.
+* `ranks` and `ranks-…`: four processes of one gloo group on this host, which share its two
+  processors; *CPU* is that of all four. The state is the GPT at 0.6 of its width under
+  DistributedDataParallel with AdamW, 0.52 GB on every rank. ckptstore is handed the module and
+  the optimizer; peers get dictionaries of the same tensors, TorchSnapshot with
+  `replicated=["**"]`, and what they wrote is synced within the timed part. *Limit: write* is one
+  process that writes the bytes of one rank and syncs them. A restore is one of every rank.
+  `ranks-leaves`: fresh processes in each round; *planning* ends when the last rank knows what it
+  is to do, *log entry* begins when the last rank's packs are durable and ends when the last
+  rank's call returns; between the two, 15 MB of fragments are exchanged, and 20 MB hashed and
+  written.
+* `s3-commit` and `s3-restore`: 268 MB in 16 tensors. The server runs on the same processors, in
+  memory; its own processor time is not in *CPU*. The raw client is boto3's in threads, with parts
+  and ranges of 8 MiB, eight on their way; it hashes nothing.
+* What memory costs that is new to a process, or to the page cache, depends on whether this
+  virtual machine's host had taken it back: 0.1 to 1.2 s per GB were seen. Rounds of one
+  contestant then fall into two groups: `StoreWriter` of `dcp-face` took 0.45 or 1.6 s and
+  `FileSystemWriter` 0.7 or 2.1 s, mostly whoever came after a pause; torchft's HTTPTransport of
+  `torchft-recovery` 0.38 s in one run and 1.45 s in all others, ckptstore 0.14 s in each.
+* Warm: the files are in the page cache. Cold: all of the contestant's files were synced and
+  evicted (`POSIX_FADV_DONTNEED`).
 """
 
 

@@ -12,7 +12,8 @@ from ckptstore.maintenance.mirror.remotes import other_end
 from ckptstore.maintenance.mirror.tiers import Tier
 from ckptstore.maintenance.progress import Progress, silent
 from ckptstore.maintenance.retention import Policy
-from ckptstore.repository.store_handle import StoreHandle, init_store
+from ckptstore.repository.init_store import init_store
+from ckptstore.repository.store_handle import StoreHandle
 from ckptstore.store import Store
 
 

@@ -29,11 +29,8 @@ class StoreRuntime:
             ThreadPool(settings.threads),
             ThreadPool(settings.threads, aside=True),
         )
-        self._reading = (
-            self.threads
-            if handle.storage.durable_root
-            else ThreadPool(max(settings.threads, REMOTE_READS))
-        )
+        slow = handle.storage.capabilities.slow_requests
+        self._reading = ThreadPool(max(settings.threads, REMOTE_READS)) if slow else self.threads
 
     @cached_property
     def one(self) -> Committer:

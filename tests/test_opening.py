@@ -14,8 +14,9 @@ import torch
 
 import ckptstore
 from ckptstore import Conflict, Corrupt, InvalidInput, NotFound, ReadOnly
-from ckptstore.repository import store_handle
-from ckptstore.repository.store_handle import StoreHandle, init_store
+from ckptstore.repository import init_store as creation
+from ckptstore.repository.init_store import init_store
+from ckptstore.repository.store_handle import StoreHandle
 from ckptstore.storage.contract import Storage
 
 
@@ -178,14 +179,14 @@ def test_an_unwritable_path_is_a_clear_error(place: Path) -> None:
 def test_a_store_that_appears_while_another_is_made_is_opened(
     place: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    refuse = store_handle._refuse_foreign
+    refuse = creation._refuse_foreign
 
     def another_is_faster(storage: Storage) -> None:
         monkeypatch.undo()
         init_store(place)
         refuse(storage)
 
-    monkeypatch.setattr(store_handle, "_refuse_foreign", another_is_faster)
+    monkeypatch.setattr(creation, "_refuse_foreign", another_is_faster)
     with ckptstore.open(place) as store:
         assert store.log() == []
 

@@ -7,7 +7,7 @@ from ckptstore.cli.exits import Exit
 from ckptstore.cli.screen import Screen
 from ckptstore.cli.stores import VARIABLE
 from ckptstore.core.text import bytes_text
-from ckptstore.repository.store_handle import init_store
+from ckptstore.repository.init_store import init_store
 
 
 def run(args: Namespace, screen: Screen) -> Exit:

@@ -13,7 +13,8 @@ from ckptstore.cli.stores import find, opened
 from ckptstore.core.text import count_text
 from ckptstore.errors import NotFound
 from ckptstore.index.catalog_sqlite import REVISION
-from ckptstore.repository.store_handle import CATALOG_NAME, read_config
+from ckptstore.repository.init_store import read_config
+from ckptstore.repository.store_handle import CATALOG_NAME
 from ckptstore.storage.registry import open_storage
 
 

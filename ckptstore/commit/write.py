@@ -17,7 +17,7 @@ import numpy as np
 
 from ckptstore.commit.pending import UNWATCHED, Watch
 from ckptstore.commit.plan import CommitPlan, Part, Run
-from ckptstore.core.config import PACK_BYTES_LOCAL, PACK_BYTES_REMOTE, StoreConfig
+from ckptstore.core.config import StoreConfig
 from ckptstore.core.ids import CHUNK_ID_BYTES, ChunkId, SessionId, digest, pack_key
 from ckptstore.errors import Conflict, NotFound
 from ckptstore.log.fold import Pack, State
@@ -211,14 +211,12 @@ class PackSet:
     ) -> Self:
         """Packs as the store and its storage want them, named after `rank`; `unbuffered` ones are
         written without buffers."""
-        remote = objects.storage.durable_root is None
-        pack_bytes = PACK_BYTES_REMOTE if remote else PACK_BYTES_LOCAL
         return cls(
             objects,
             session,
             threads,
             codec=codecs.codec_id(config.codec),
-            pack_bytes=pack_bytes,
+            pack_bytes=objects.storage.capabilities.pack_bytes,
             rank=rank,
             unbuffered=unbuffered,
         )

@@ -1,6 +1,6 @@
-"""What a store is, as `ckptstore.json` says it, and how a process works with it.
+"""What is a store's fixed configuration, and what are the defaults and limits?
 
-`StoreConfig` is fixed when a store is made; `Settings` are one process's choices.
+`StoreConfig` is fixed when a store is created; `Settings` are one process's choices.
 """
 
 import os
@@ -82,6 +82,6 @@ def check_codec(name: object) -> str:
 
 
 def default_threads() -> int:
-    """Threads that hash, read and write: one more than the processors this process may use, since
-    some wait for the disk; at most four."""
+    """The default number of threads that hash, read and write: one more than the usable
+    processors, because some wait for the disk; at most four."""
     return min(len(os.sched_getaffinity(0)) + 1, 4)

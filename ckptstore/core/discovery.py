@@ -1,17 +1,17 @@
-"""The search for the store that encloses a directory: how far up it looks, and which stores it
-refuses (docs/decisions/042-…).
+"""Which store encloses a directory, and is it safe to use?
 
-Only this search goes upwards, for commands and for interfaces that know paths alone. A store that
-the user names is never checked here: naming it is consent, and being below it is not. A directory
-is looked at while it is this user's alone. The search ends at
+Only this search looks at parent directories (docs/decisions/042-…), for commands and for
+interfaces that know paths alone. A store that the user names is never checked here, because
+naming it is consent. A directory is searched only while it belongs to this user alone. The
+search ends at
 
-* a directory of another user, or one that others may write to, which it looks at last,
+* a directory of another user, or one that others may write to, which it searches last,
 * the directory above a mount point, likewise,
-* a directory of `$CKPTSTORE_CEILING`, which it does not look at, unless it began there.
+* a directory of `$CKPTSTORE_CEILING`, which it does not search, unless it began there.
 
-A store at its end, or one whose own directory or configuration others could have put there, is
-refused in words. Directories of `$CKPTSTORE_SAFE_DIRECTORIES`, and all below them, count as this
-user's alone and as one file system.
+A store at the end of the search, or one whose directory or configuration others could have
+written, is refused with an error. Directories below those in `$CKPTSTORE_SAFE_DIRECTORIES` count
+as this user's alone and as one file system.
 """
 
 import grp
@@ -79,15 +79,15 @@ def base_of(store: Path) -> Path:
 
 
 def is_alone(directory: Path) -> bool:
-    """Whether a store may be made in `directory` unasked: it is this user's alone, or listed as
-    safe."""
+    """Whether a store may be created in `directory` by default: it belongs to this user alone,
+    or is listed as safe."""
     directory = Path(os.path.realpath(directory))
     return _covers(_listed(SAFE), directory) or not distrust(directory)
 
 
 def distrust(path: Path) -> str:
-    """Why others could have put `path`, or what is in it, there; empty if only this user could. A
-    path that is not there is nobody's."""
+    """Why other users could have written `path`, or its content; empty if only this user could,
+    or if it is absent."""
     try:
         status = path.lstat()
     except FileNotFoundError:
@@ -120,8 +120,7 @@ def _distrust_store(store: Path) -> str:
 
 
 def _beyond(below: Path | None, mounts: frozenset[Path] | None) -> str:
-    """Why the directory above `below`, which was looked at, is another file system's; empty if it
-    is not."""
+    """Why the parent of `below` is on another file system; empty if it is not."""
     if below is None:
         return ""
     is_mount = os.path.ismount(below) if mounts is None else below in mounts

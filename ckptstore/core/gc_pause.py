@@ -1,9 +1,9 @@
-"""How work that makes many objects and drops none of them is spared Python's cycle collector.
+"""How does short work that creates many objects avoid Python's cycle collector?
 
-A walk over 10,000 tensors keeps some 60,000 new objects; meanwhile the collector looks through all
-that the process has, torch's included, once or twice, which takes longer than the walk. Only short
-work without I/O belongs here: the whole process goes without it meanwhile, and cycles that hold a
-device's memory are freed later.
+A walk over 10,000 tensors keeps about 60,000 new objects. Meanwhile the collector scans every
+object of the process, torch's included, once or twice, which takes longer than the walk. Use it
+only for short work without I/O: it affects the whole process, and cycles that hold device memory
+are freed later.
 """
 
 import gc
@@ -19,8 +19,8 @@ _was_on = False
 
 @contextmanager
 def uncollected() -> Iterator[None]:
-    """Within it no collection begins by itself. Threads may be inside at once: the last one out
-    turns the collector on again, if the first one in turned it off."""
+    """No automatic collection begins within the block. Threads may enter it concurrently: the
+    last one out enables the collector again, if the first one disabled it."""
     _enter()
     try:
         yield
@@ -46,7 +46,7 @@ def _leave() -> None:
 
 
 def _in_child() -> None:
-    """A process that was forked meanwhile has none of the threads that are inside."""
+    """A forked child has none of the threads that were inside."""
     global _lock, _inside
     _lock = threading.Lock()
     if _inside and _was_on:

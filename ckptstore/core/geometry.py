@@ -1,14 +1,12 @@
-"""Where a tensor is cut into chunks, from its global shape and element width alone (docs/format.md
-§3).
+"""Where is a tensor cut into chunks, given its global shape and element width (docs/format.md
+§3)?
 
-The same bytes of the same tensor get the same cut whoever holds them, so the same state gives the
-same chunk ids from any number of ranks as long as shard edges lie on the grid's lines.
+The cut of the same tensor is the same for every holder. So the same state gives the same chunk
+ids from any number of ranks, if shard edges lie on the grid's lines.
 
-How wide each dtype's elements are, by torch's name without `torch.`, for code that does not
-import torch.
-
-A sub-byte or packed dtype counts as torch stores it: one byte per stored element. Quantized dtypes
-are not here: such tensors are stored as their integers (docs/values.md).
+Element widths are listed by torch's dtype names without `torch.`, for code that does not import
+torch. A sub-byte or packed dtype counts as torch stores it: one byte per stored element.
+Quantized tensors are stored as their integers (docs/values.md).
 """
 
 from collections.abc import Iterator
@@ -91,8 +89,8 @@ class Grid:
 
 
 def grid(shape: Shape, width: int, chunk_bytes: int, box: Box | None = None) -> Grid:
-    """The cut of `box` of a tensor of `shape` with `width` bytes per element; of the whole tensor
-    without `box`."""
+    """The grid of `box` of a tensor of `shape` with `width` bytes per element; of the whole
+    tensor without `box`."""
     box = box or Box((0,) * len(shape), shape)
     lengths = box.lengths
     if not lengths:
@@ -108,7 +106,7 @@ def grid(shape: Shape, width: int, chunk_bytes: int, box: Box | None = None) -> 
 
 def byte_ranges(outer: Shape, inner: Box, width: int) -> Iterator[tuple[int, int]]:
     """The half-open byte ranges of box `inner` in the row-major memory of a tensor of shape
-    `outer`, in order, as long as they come."""
+    `outer`, in order, each as long as possible."""
     if 0 in inner.lengths:
         return
     whole = len(outer)

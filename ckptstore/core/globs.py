@@ -1,8 +1,8 @@
-"""Which leaves a glob selects: those whose path it matches, in full or below its key.
+"""Which leaves does a glob select?
 
-`*`, `?` and `[…]` are those of `fnmatch`, and `*` does not stop at `/`. A glob that matches a
-container selects what is in it. Text that stands in a path as it is matches even where it has
-brackets.
+Those whose path it matches, in full or below its key. `*`, `?` and `[…]` work as in `fnmatch`,
+and `*` also matches `/`. A glob that matches a container selects its content. The literal text
+of a path matches even if it has brackets.
 """
 
 import re
@@ -13,8 +13,8 @@ from ckptstore.errors import InvalidInput
 
 
 def selector(select: str | Sequence[str]) -> Callable[[str], bool]:
-    """Whether a path is selected by the glob, or by one of several. Raises `InvalidInput` for what
-    is no glob."""
+    """A predicate for paths that match the glob, or one of several. Raises `InvalidInput` for
+    anything else."""
     globs = (
         (select,) if isinstance(select, str) or not isinstance(select, Sequence) else tuple(select)
     )

@@ -1,7 +1,7 @@
-"""How everything in a store is named, and the only place where names become object keys.
+"""How is everything in a store named, and how do names become object keys?
 
-A key is a path relative to the store's root. Nothing read from a document becomes part of a key
-before one of the patterns here has matched it (docs/format.md §1).
+A key is a path relative to the store's root. Text from a document becomes part of a key only
+after one of the patterns here matched it (docs/format.md §1).
 """
 
 import re
@@ -38,8 +38,8 @@ def digest(data: bytes | memoryview) -> bytes:
 
 
 def quick_digest(data: bytes | memoryview) -> bytes:
-    """XXH3-128 of `data`, 16 bytes: finds what breaks by itself, in an eighth of the time, and not
-    what somebody breaks on purpose."""
+    """XXH3-128 of `data`, 16 bytes. Detects accidental damage in an eighth of the time, but no
+    deliberate change."""
     return xxh3_128_digest(data)
 
 

@@ -1,6 +1,6 @@
-"""The nouns of the design as frozen values: boxes, leaves, trees, locations, commits.
+"""What are boxes, leaves, trees, locations and commits, as frozen values?
 
-Nothing here does I/O or knows torch; dtypes are torch's names without `torch.`.
+No I/O and no torch here; dtypes are torch's names without `torch.`.
 """
 
 from dataclasses import dataclass, field
@@ -121,7 +121,7 @@ class PackEntry(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class PackRecord:
-    """A pack as the log knows it. `number` is 0 until the log has given it one."""
+    """A pack as the log lists it. `number` is 0 until the log assigns one."""
 
     id: PackId
     bytes: int

@@ -1,16 +1,10 @@
-"""Where things may live on this host: which file systems are shared, where the cache directory is,
-and who may read what lies where.
-
-How much memory this host has to give: what is free on it and within the control groups of this
-process.
-"""
+"""Which paths of this host may hold stores, indexes and caches, and with which permissions?"""
 
 import os
 import re
 import stat
 import tempfile
 from contextlib import suppress
-from functools import cache
 from pathlib import Path
 
 from ckptstore.errors import InvalidInput
@@ -43,7 +37,7 @@ _OCTAL = re.compile(rb"\\([0-3][0-7]{2})")
 
 
 def check_path(path: str | os.PathLike[str]) -> None:
-    """Raise `InvalidInput` for what cannot be a path on any file system: with a NUL, or with
+    """Raise `InvalidInput` for text that no file system accepts as a path: it has a NUL, or
     surrogates that stand for no byte."""
     text = os.fspath(path)
     try:
@@ -65,12 +59,11 @@ def cache_directory() -> Path:
 
 
 def local_cache_directory() -> Path:
-    """The cache directory if it lies on a local disk, else a folder of this user's alone in the
-    host's directory for temporary files.
+    """The cache directory if it is on a local disk, else a private folder in the host's
+    temporary directory.
 
-    Databases that are mapped or locked belong on a local disk only: a home directory that many
-    hosts mount is none. What cannot be had is no error here; whoever opens an index there goes
-    without one.
+    Mapped or locked databases need a local disk; a home directory shared by many hosts is not
+    one. If no folder can be created there is no error here: an index in it is skipped.
     """
     directory = cache_directory()
     if not is_network_filesystem(directory):
@@ -89,8 +82,8 @@ def local_cache_directory() -> Path:
 
 
 def rights(directory: str | Path) -> int:
-    """The most rights that what is made in `directory` may have: its own, and always all for the
-    owner. The umask takes away more."""
+    """The largest permissions for new files in `directory`: those of the directory, and always
+    all for the owner. The umask applies too."""
     try:
         return stat.S_IMODE(os.stat(directory).st_mode) & 0o777 | 0o700
     except OSError:
@@ -98,8 +91,8 @@ def rights(directory: str | Path) -> int:
 
 
 def make_directories(path: Path) -> None:
-    """Make `path` and what is missing above it, each with no more rights than the one that it lies
-    in. One that is there is fine."""
+    """Create `path` and missing parents, each with no more permissions than its parent. Existing
+    ones are fine."""
     if not path.is_dir():
         if path.parent != path:
             make_directories(path.parent)
@@ -107,7 +100,7 @@ def make_directories(path: Path) -> None:
 
 
 def write_file(path: Path, data: bytes) -> None:
-    """Write a file anew, with no more rights than its directory."""
+    """Write a new file, with no more permissions than its directory."""
     fd = os.open(
         path,
         os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW,
@@ -118,14 +111,12 @@ def write_file(path: Path, data: bytes) -> None:
 
 
 def is_network_filesystem(path: Path) -> bool:
-    """Whether `path` lies on a file system that other hosts may write too, as far as this host's
-    mount table says."""
+    """Whether the mount table says that other hosts may write to the file system of `path`."""
     return file_system(path) in _NETWORK
 
 
 def file_system(path: Path) -> str:
-    """The type of the file system that `path` is on (`ext4`), `""` where the mount table cannot be
-    read."""
+    """The type of the file system of `path` (`ext4`), `""` if the mount table cannot be read."""
     target = os.path.realpath(path)
     best, kind = -1, ""
     for mount, its_kind in _mounts() or ():
@@ -135,14 +126,13 @@ def file_system(path: Path) -> str:
 
 
 def mount_points() -> frozenset[Path] | None:
-    """Where file systems are mounted on this host, None where the mount table cannot be read."""
+    """The mount points of this host, None if the mount table cannot be read."""
     mounts = _mounts()
     return None if mounts is None else frozenset(Path(mount) for mount, _ in mounts)
 
 
 def _mounts() -> list[tuple[str, str]] | None:
-    """Each mount point with the type of its file system, in the order in which they were
-    mounted."""
+    """Each mount point with its type, in the order of mounting."""
     try:
         return parse_mounts(_MOUNT_TABLE.read_bytes())
     except OSError:
@@ -150,9 +140,8 @@ def _mounts() -> list[tuple[str, str]] | None:
 
 
 def parse_mounts(table: bytes) -> list[tuple[str, str]]:
-    """The mount points and types of a mount table as proc_pid_mountinfo(5) describes it: paths are
-    bytes, in which a space, a tab, a newline and a backslash are three octal digits behind a
-    backslash."""
+    """The mount points and types in a mount table (proc_pid_mountinfo(5)). Paths are bytes, with
+    spaces, tabs, newlines and backslashes as octal escapes."""
     mounts = []
     for line in table.split(b"\n"):
         left, _, right = line.partition(b" - ")
@@ -160,76 +149,3 @@ def parse_mounts(table: bytes) -> list[tuple[str, str]]:
             path = _OCTAL.sub(lambda found: bytes([int(found[1], 8)]), left.split(b" ")[4])
             mounts.append((os.fsdecode(path), os.fsdecode(right.split(b" ")[0])))
     return mounts
-
-
-_CGROUPS = Path("/sys/fs/cgroup")
-
-
-def free_bytes() -> int | None:
-    """Bytes that could be allocated now without swapping or being killed, page cache counted as
-    free; None where nobody says."""
-    known = [
-        free for free in (_free_on_host(), *map(_free_in_group, _groups())) if free is not None
-    ]
-    return min(known, default=None)
-
-
-def _free_on_host() -> int | None:
-    try:
-        with open("/proc/meminfo", "rb") as lines:
-            for line in lines:
-                if line.startswith(b"MemAvailable:"):
-                    return int(line.split()[1]) << 10
-    except OSError:
-        pass
-    return (
-        os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-        if "SC_AVPHYS_PAGES" in os.sysconf_names
-        else None
-    )
-
-
-def _free_in_group(files: tuple[Path, Path]) -> int | None:
-    try:
-        limit, used = (path.read_bytes().strip() for path in files)
-        cached = dict(
-            line.split() for line in (files[0].parent / "memory.stat").read_bytes().splitlines()
-        ).get(b"inactive_file", b"0")
-        return max(int(limit) - int(used) + int(cached), 0) if limit.isdigit() else None
-    except (OSError, ValueError):
-        return None
-
-
-@cache
-def _groups() -> tuple[tuple[Path, Path], ...]:
-    """The limit and usage files of those of this process's control groups that have a limit below
-    the host's memory."""
-    try:
-        lines = Path("/proc/self/cgroup").read_text().splitlines()
-    except OSError:
-        return ()
-    found = []
-    for line in lines:
-        _, controllers, path = line.split(":", 2)
-        if controllers in ("", "memory"):
-            names = (
-                ("memory.max", "memory.current")
-                if not controllers
-                else ("memory.limit_in_bytes", "memory.usage_in_bytes")
-            )
-            root = _CGROUPS / controllers
-            place = root / path.lstrip("/")
-            # A container may see its own group as the root.
-            places = [place, *place.parents] if place.exists() else [root]
-            found += [
-                (each / names[0], each / names[1]) for each in places if each.is_relative_to(root)
-            ]
-    return tuple(files for files in found if _is_limited(files[0]))
-
-
-def _is_limited(limit: Path) -> bool:
-    try:
-        text = limit.read_text().strip()
-    except OSError:
-        return False
-    return text.isdigit() and int(text) < os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

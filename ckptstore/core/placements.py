@@ -1,10 +1,9 @@
-"""Which boxes of a global tensor one rank holds, from how the tensor is placed on a mesh:
-arithmetic only, no torch.
+"""Which boxes of a global tensor does one rank hold, given its placement on a mesh? No torch.
 
-Placements apply from the first mesh dimension to the last, each to the indices that those before it
-left (`torch.distributed.tensor`). A strided shard cuts what is left into `split_factor` stretches,
-each of these into one part per rank, and gives a rank its part of every stretch: its indices are
-several runs, and its shard several boxes.
+Placements apply from the first mesh dimension to the last, each to the indices left by the
+previous ones (`torch.distributed.tensor`). A strided shard cuts these into `split_factor`
+stretches and each stretch into one part per rank. A rank gets its part of every stretch, so its
+indices are several runs, and its shard several boxes.
 """
 
 from collections.abc import Iterator, Sequence

@@ -1,4 +1,4 @@
-"""How URLs and messages are shown to people: without what would let them in."""
+"""How do URLs and messages lose their credentials before people see them?"""
 
 import re
 from collections.abc import Iterator, Mapping
@@ -12,15 +12,17 @@ _SECRET_NAME = re.compile(
 _USER_INFO = re.compile(
     r"(?<=://)(?:[^/@:\s]*:\S*|[^/\s]*)@|(?<![^\s'\"=(])[^/@:\s'\"=(]+:(?!//)[^\s'\"]*@"
 )
-"""A password that nobody has quoted may have any sign in it, `/` and `@` too: what follows a colon
-goes up to the last `@`. Without a scheme in front (`USER:PASSWORD@HOST/DATABASE`), it ends at a
-quote."""
+"""An unquoted password may contain any character, `/` and `@` too: it runs from the colon to the
+last `@`. Without a scheme in front (`USER:PASSWORD@HOST/DATABASE`), it ends at a quote."""
 
 _SECRET_OPTION = re.compile(
     r"([?&](?:[^=&\s]*(?:key|secret|token|passw|pwd|credential|signature)[^=&\s]*|sig|sas)=)[^&\s'\"]*",
     re.IGNORECASE,
 )
-_PLAIN_NAME = r"\w*(?:secret|passw(?:or)?d|pwd|credential)\w*|\w*(?:access|account|api|session)_?(?:key|token)\w*"
+_PLAIN_NAME = (
+    r"\w*(?:secret|passw(?:or)?d|pwd|credential)\w*"
+    r"|\w*(?:access|account|api|session)_?(?:key|token)\w*"
+)
 _ASSIGNED = re.compile(
     rf"""(?<![\w/.-])((?:(?:{_PLAIN_NAME})\s*=\s*|(['"])(?:{_PLAIN_NAME})\2\s*:\s*|(?=\w*_)(?:{_PLAIN_NAME}):\s*)(['"]?))"""
     r"""((?<=')[^']*|(?<=")[^"]*|(?<!['"])[^\s'",;)}\]&]+)""",
@@ -30,11 +32,11 @@ _ASSIGNED = re.compile(
 `aws_secret_access_key: …`."""
 
 _SHORTEST = 6
-"""Shorter values are words of every message (`test`), and no secrets worth the name."""
+"""Shorter values are ordinary words (`test`), not secrets."""
 
 
 def redact(text: str) -> str:
-    """`text` with the user part of every URL, and values that are named like secrets, replaced by
+    """`text` with the user part of every URL, and every value named like a secret, replaced by
     `***`."""
     return _ASSIGNED.sub(
         rf"\1{MASK}", _SECRET_OPTION.sub(rf"\1{MASK}", _USER_INFO.sub(f"{MASK}@", text))
@@ -42,14 +44,14 @@ def redact(text: str) -> str:
 
 
 def without(text: str, secrets: frozenset[str]) -> str:
-    """`redact(text)`, and each of `secrets` replaced wherever it stands."""
+    """`redact(text)` with every occurrence of `secrets` replaced, too."""
     for secret in secrets:
         text = text.replace(secret, MASK)
     return redact(text)
 
 
 def secrets_of(options: Mapping[str, Any]) -> frozenset[str]:
-    """The values in `options`, however deep, whose names say that they are secret."""
+    """The values in `options`, at any depth, whose names mark them as secret."""
     return frozenset(value for value in _secrets(options) if len(value) >= _SHORTEST)
 
 

@@ -73,8 +73,7 @@ Ref: TypeAlias = Step | Latest | Best | Name | Ancestor
 
 
 def parse_ref(ref: str | int) -> Ref:
-    """The ref that `ref` says; an integer is a step. Raises `InvalidInput` for what no ref looks
-    like."""
+    """The parsed form of `ref`; an integer is a step. Raises `InvalidInput` for anything else."""
     if isinstance(ref, int) and not isinstance(ref, bool) and abs(ref) <= _STEP_MAX:
         return Step(ref)
     if not isinstance(ref, str) or "\0" in ref or not ref.isprintable():

@@ -1,9 +1,9 @@
-"""A file or folder that gets its name when it is whole, and of which nothing stays when the process
-is killed before.
+"""How does a file or folder appear only once it is complete, and vanish if the process is killed
+before?
 
-It is made in a folder of its own beside the target, which the process holds a lock on (flock(2)).
-The lock goes with the process, so the next one that writes the same target knows which folders
-nobody works in, and removes them.
+It is written in a folder of its own beside the target, which the process locks (flock(2)). The
+lock ends with the process, so the next writer of the same target can recognize abandoned folders
+and remove them.
 """
 
 import fcntl
@@ -23,10 +23,10 @@ _TOKEN_BYTES = 6
 
 @contextmanager
 def scratch_for(target: Path) -> Iterator[Path]:
-    """A path beside `target`, on the same filesystem, where the block makes what it renames to
-    `target`; what is left there is removed.
+    """A path beside `target`, on the same filesystem, for content that the block renames to
+    `target`. Leftovers are removed.
 
-    The directory of `target` must be there.
+    The directory of `target` must exist.
     """
     _sweep(target)
     folder, lock = _make_folder(target)
@@ -39,8 +39,8 @@ def scratch_for(target: Path) -> Iterator[Path]:
 
 
 def replace_file(target: Path, data: bytes) -> None:
-    """Make `target` hold `data`, at once but not durably, with no more rights than its directory.
-    Raises `OSError`."""
+    """Replace the content of `target` atomically but not durably, with no more permissions than
+    its directory. Raises `OSError`."""
     with scratch_for(target) as new:
         write_file(new, data)
         new.replace(target)

@@ -1,8 +1,8 @@
-"""One process's choices about a store, validated where they come in: arguments of `open` and
-environment variables.
+"""Which choices of a process apply to a store: arguments of `open` and environment variables?
 
-`$CKPTSTORE_RUN`, `$CKPTSTORE_THREADS`, `$CKPTSTORE_STAGING_BYTES` and `$CKPTSTORE_READ_CACHE_BYTES`
-set what the caller leaves open. Imports pydantic: for training code, not for queries.
+`$CKPTSTORE_RUN`, `$CKPTSTORE_THREADS`, `$CKPTSTORE_STAGING_BYTES` and
+`$CKPTSTORE_READ_CACHE_BYTES` are the defaults of arguments. Imports pydantic: for training code,
+not for queries.
 """
 
 import os
@@ -21,8 +21,8 @@ OnFull: TypeAlias = Literal["raise", "gc"]
 
 
 class Settings(BaseModel):
-    """What `ckptstore.open` takes. `chunk_bytes`, `codec` and `private` apply only to a store that
-    is made by this call."""
+    """The arguments of `ckptstore.open`. `chunk_bytes`, `codec` and `private` apply only if this
+    call creates the store."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -44,8 +44,8 @@ class Settings(BaseModel):
 
     @classmethod
     def of(cls, **given: Any) -> Self:
-        """Settings from arguments, those that are None left out, then the environment, then
-        defaults. Raises `InvalidInput`."""
+        """Settings from arguments that are not None, then the environment, then defaults. Raises
+        `InvalidInput`."""
         set_outside = {name: os.environ.get(f"CKPTSTORE_{name.upper()}") for name in _SET_OUTSIDE}
         named = {**set_outside, **_without_none(given)}
         try:

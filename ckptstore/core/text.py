@@ -1,7 +1,4 @@
-"""How sizes, times and shares are written for people: one way everywhere.
-
-A few names that somebody who mistyped may have meant.
-"""
+"""How are sizes, times, counts and suggestions written for people?"""
 
 import difflib
 from collections.abc import Iterable
@@ -36,11 +33,11 @@ def count_text(n: int, noun: str) -> str:
 
 
 def unicode_text(name: str) -> str:
-    """The name of a file as text that can be stored: bytes that are no Unicode become escapes."""
+    """A file's name as text that can be stored: bytes that are not Unicode become escapes."""
     return name.encode(errors="backslashreplace").decode()
 
 
 def near(wanted: str, names: Iterable[str], count: int = 3) -> str:
-    """`"; did you mean 'a' or 'b'?"`, or nothing where no name is near."""
+    """`"; did you mean 'a' or 'b'?"`, or an empty text if no name is similar."""
     found = difflib.get_close_matches(wanted, list(names), n=count, cutoff=0.6)
     return f"; did you mean {' or '.join(map(repr, found))}?" if found else ""

@@ -1,7 +1,7 @@
-"""Threads that may not be had: the number of a user's or a container's is limited.
+"""How does work continue when no more threads can be started?
 
-Work that others wait for runs on the thread that asks for it then. A thread without which nothing
-would be served is `Unavailable`.
+Users and containers have a limit of threads. Work whose result is awaited then runs on the
+calling thread. A server without a thread is `Unavailable`.
 """
 
 import threading
@@ -17,7 +17,7 @@ T = TypeVar("T")
 
 
 def start(thread: threading.Thread, why: str) -> None:
-    """Start a thread that is needed. Raises `Unavailable`."""
+    """Start a required thread. Raises `Unavailable`."""
     try:
         thread.start()
     except RuntimeError as error:
@@ -28,8 +28,8 @@ def start(thread: threading.Thread, why: str) -> None:
 
 
 def behind(work: Callable[[], object], name: str) -> threading.Thread | None:
-    """Run `work`, which raises nothing, on a thread of its own, which is returned; before this
-    returns where none can be started."""
+    """Run `work`, which must not raise, on a new thread, and return the thread. If none can be
+    started, run it now and return None."""
     thread = threading.Thread(target=work, name=name)
     try:
         thread.start()
@@ -40,11 +40,10 @@ def behind(work: Callable[[], object], name: str) -> threading.Thread | None:
 
 
 class Pool(Executor):
-    """Up to `count` daemon threads, each started when it is needed: where fewer can be started
-    there are fewer, and where none can, what is submitted has run when `submit` returns. `begin` is
-    called first on each thread.
+    """Up to `count` daemon threads, started on demand. If no thread can be started, `submit`
+    runs the work itself. Each thread first calls `begin`.
 
-    Unlike `ThreadPoolExecutor`'s, they do not end with the main thread: a commit in the background
+    Unlike `ThreadPoolExecutor`'s, they do not end with the main thread: a background commit
     still needs them.
     """
 
@@ -73,8 +72,8 @@ class Pool(Executor):
         return future
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
-        """Let the threads finish what was submitted, or only what they have begun; with `wait`,
-        return when they have."""
+        """End the threads after the submitted work, or only after the work already begun. With
+        `wait`, return when they have ended."""
         with self._changed:
             self._closed = True
             if cancel_futures:
@@ -86,7 +85,7 @@ class Pool(Executor):
                 thread.join()
 
     def _more(self) -> bool:
-        """Whether one more thread was started."""
+        """Whether another thread was started."""
         if len(self._threads) == self._count:
             return False
         thread = threading.Thread(

@@ -101,13 +101,13 @@ class Log:
         self._recent: deque[Entry] = deque(maxlen=RECENT)
         self._opened = False
         self._is_far = (
-            storage.durable_root is None
+            storage.capabilities.slow_requests
         )  # to look at the head again is a request, which only an append is worth
         self._lock = threading.RLock()
         self._gathering: threading.Thread | None = None
         self._met = Met()
         self._looks_for_config = (
-            with_config and storage.durable_root is not None
+            with_config and not storage.capabilities.slow_requests
         )  # to a bucket it would be one more request
 
     @property

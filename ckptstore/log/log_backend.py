@@ -164,7 +164,7 @@ class LogObjects:
 
     @cached_property
     def is_local(self) -> bool:
-        root = self._storage.durable_root
+        root = self._storage.capabilities.local_root
         return root is not None and not is_network_filesystem(root)
 
     def read(self, n: int) -> bytes | None:
@@ -227,7 +227,7 @@ class LogObjects:
         Who ends in between leaves an empty file, which `gc` deletes. A bucket is not asked by a
         client that remembers.
         """
-        if self._storage.durable_root is None:
+        if self._storage.capabilities.local_root is None:
             return
         scratch = log_scratch_key(secrets.token_hex(12))
         try:
@@ -251,7 +251,7 @@ class LogObjects:
     def _many(self, n: int) -> Iterator[Entry]:
         # A name that a network filesystem found absent stays so for a while: there nothing is asked
         # for that may not be there yet.
-        limit = 1 if self._storage.durable_root is not None else _READ_AHEAD
+        limit = _READ_AHEAD if self._storage.capabilities.slow_requests else 1
         with Pool(limit) as pool:
             met, batch, look_from = 1, min(2, limit), 0
             while True:

@@ -121,7 +121,7 @@ def probe(handle: StoreHandle) -> StorageFacts:
         with suppress(CkptStoreError):
             for suffix in ("", ".new"):
                 storage.delete(scratch + suffix)
-    root, directory = storage.durable_root, handle.index_directory
+    root, directory = storage.capabilities.local_root, handle.index_directory
     newest = max((row.time_ns for row in handle.log.replay().commits.values()), default=0)
     return StorageFacts(
         writable,
@@ -169,9 +169,9 @@ def _try_rename(storage: Storage, key: str) -> str:
 def _clock_skew(storage: Storage, key: str) -> float:
     """How far the storage's clock is ahead of this host's, as a file's time shows; 0 for a
     bucket."""
-    if storage.durable_root is None:
+    if storage.capabilities.local_root is None:
         return 0.0
-    return os.stat(storage.durable_root / key).st_mtime - time.time()
+    return os.stat(storage.capabilities.local_root / key).st_mtime - time.time()
 
 
 def _try_lock(directory: Path) -> bool:

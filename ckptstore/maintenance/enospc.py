@@ -84,7 +84,7 @@ class DiskWatch:
         what cannot be known is not said."""
         with self._lock:
             looked, self._looked = self._looked, True
-        if looked or self._handle.storage.durable_root is None:
+        if looked or self._handle.storage.capabilities.local_root is None:
             return
         try:
             room = disk_forecast.look(self._handle, self._run, logical_bytes=logical_bytes)

@@ -21,7 +21,8 @@ from ckptstore.index.postgres_log import PostgresLog, token_of
 from ckptstore.log.entries import Moved
 from ckptstore.log.log import Log
 from ckptstore.objects.config import encode_config
-from ckptstore.repository.store_handle import StoreHandle, read_config, refuse_careless
+from ckptstore.repository.init_store import check_exclusive_create, read_config
+from ckptstore.repository.store_handle import StoreHandle
 from ckptstore.storage.registry import open_storage
 
 _SLICE = 500
@@ -99,7 +100,7 @@ def _into_the_store(handle: StoreHandle) -> LogMoved:
     log = handle.database
     if log is None:
         raise InvalidInput(f"the log of {handle.url} is in the store already")
-    refuse_careless(handle.storage)
+    check_exclusive_create(handle.storage)
     _announce(handle, LOG_FILES)
     log.copy_rest()
     return _arrive(handle, LOG_FILES)

@@ -1,9 +1,9 @@
-"""Canonical JSON (docs/format.md §2): one value, one sequence of bytes, so that equal documents
-have equal hashes.
+"""How does a value become canonical JSON, so that equal documents have equal hashes
+(docs/format.md §2)?
 
 Values are None, bool, int within ±2^53, str, lists or tuples, and dicts with string keys, nested
-`MAX_DEPTH` deep at most. Floats travel as the 16 hex digits of their bits. Readers hash the bytes
-they read and never encode again.
+at most `MAX_DEPTH` deep. Floats are stored as the 16 hex digits of their bits. Readers hash the
+bytes they read and never encode again.
 """
 
 import json
@@ -31,8 +31,8 @@ _BUT_BRACKETS = bytes(set(range(256)) - set(b"[]{}"))
 
 
 def encode(value: Any) -> bytes:
-    """Raises `InvalidInput` for what canonical JSON does not have: floats, large integers, lone
-    surrogates, deeper nesting."""
+    """Canonical JSON of a value. Raises `InvalidInput` for floats, large integers, lone
+    surrogates and deeper nesting."""
     try:
         text = _encoder.encode(value)
         data = text.encode()
@@ -53,9 +53,8 @@ def encode(value: Any) -> bytes:
 
 
 def encode_joined(parts: Mapping[str, bytes]) -> bytes:
-    """The object of these keys, whose values are encoded already: many may be one and the same.
-    Nested as deep as its values are, and one more, which nobody checks. Raises `InvalidInput` for a
-    key with a lone surrogate."""
+    """The object of these keys with values that are already encoded; many may be the same. The
+    caller checks the nesting. Raises `InvalidInput` for a key with a lone surrogate."""
     try:
         return (
             b"{"
@@ -69,8 +68,8 @@ def encode_joined(parts: Mapping[str, bytes]) -> bytes:
 
 
 def decode(data: bytes | memoryview) -> Any:
-    """The inverse of `encode`, for any JSON without floats; raises `Corrupt` for everything else,
-    duplicate keys included."""
+    """The inverse of `encode`, for any JSON without floats. Raises `Corrupt` otherwise, also for
+    duplicate keys."""
     try:
         text = str(data, "utf-8")
         value = json.loads(
@@ -121,14 +120,14 @@ def field(obj: Any, key: str, kind: type[T]) -> T:
 
 
 def _without_strings(text: str) -> bytes:
-    """What is left of valid JSON without its strings: plain ASCII."""
+    """Valid JSON with its strings removed: plain ASCII."""
     if "\\" in text:
         text = text.replace("\\\\", "").replace('\\"', "")
     return "".join(text.split('"')[::2]).encode()
 
 
 def _deeper_than_allowed(bare: bytes) -> bool:
-    """Whether JSON without its strings nests deeper than `MAX_DEPTH`: each round peels off the
+    """Whether JSON without strings nests deeper than `MAX_DEPTH`. Each round removes the
     innermost brackets."""
     brackets = bare.translate(_BRACES_TO_BRACKETS, _BUT_BRACKETS)
     for _ in range(MAX_DEPTH):

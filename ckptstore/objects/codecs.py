@@ -1,7 +1,7 @@
-"""How a chunk's raw bytes are stored: as they are, as a zstd frame, or as a frame per byte of an
-element (docs/format.md §4).
+"""How are a chunk's raw bytes stored: unchanged, as a zstd frame, or as one frame per byte of an
+element (docs/format.md §4)?
 
-Safe for threads.
+Thread-safe.
 """
 
 import struct
@@ -19,15 +19,15 @@ _NAMES = {"raw": RAW, "zstd": ZSTD, "split-zstd": SPLIT_ZSTD}
 
 
 def codec_id(name: str) -> int:
-    """The number of the codec called `name`; raises `InvalidInput`."""
+    """The number of the codec `name`. Raises `InvalidInput`."""
     if name not in _NAMES:
         raise InvalidInput(f"no codec is called {name!r}; wanted one of {', '.join(_NAMES)}")
     return _NAMES[name]
 
 
 def encode(codec: int, raw: memoryview, width: int) -> tuple[int, Stored]:
-    """The codec used and the stored bytes: `raw` itself, not a copy, if `codec` does not make it 5
-    % smaller."""
+    """The codec used and the stored bytes. Returns `raw` itself, not a copy, unless `codec`
+    saves at least 5 %."""
     if codec == RAW:
         return RAW, raw
     stored = compress(raw) if codec == ZSTD else _split(raw, width)
@@ -35,8 +35,8 @@ def encode(codec: int, raw: memoryview, width: int) -> tuple[int, Stored]:
 
 
 def decode_into(codec: int, stored: Stored, out: memoryview, width: int) -> None:
-    """Fill `out` with the raw bytes. Raises `Corrupt` unless they are exactly as many as `out`
-    takes, before more is allocated."""
+    """Fill `out` with the raw bytes. Raises `Corrupt`, before large allocations, unless they fit
+    `out` exactly."""
     if codec not in _DECODERS:
         raise Corrupt(
             f"codec {codec} is unknown; wanted one of {KNOWN_CODECS}; run `ckptstore fsck` or a "

@@ -1,4 +1,4 @@
-"""`ckptstore.json` as bytes: encode and decode what a store is (docs/format.md §2)."""
+"""How does `ckptstore.json` encode what a store is (docs/format.md §2)?"""
 
 import json
 
@@ -15,7 +15,7 @@ from ckptstore.objects import canonical
 
 
 def encode_config(config: StoreConfig) -> bytes:
-    """The file's bytes, indented for people; its check covers the canonical form."""
+    """The bytes of the file, indented for people; its check covers the canonical form."""
     fields = {
         "ckptstore": FORMAT_VERSION,
         "store": config.store,
@@ -29,11 +29,8 @@ def encode_config(config: StoreConfig) -> bytes:
 
 
 def decode_config(data: bytes, where: str) -> StoreConfig:
-    """What `where`/ckptstore.json says.
-
-    Raises `InvalidInput` for a file that is not ours or of a newer format, `Corrupt` for one that
-    was damaged.
-    """
+    """The contents of `where`/ckptstore.json. Raises `InvalidInput` for a foreign file or a
+    newer format, `Corrupt` for a damaged one."""
     try:
         fields = canonical.decode(data)
     except CkptStoreError as error:

@@ -1,8 +1,7 @@
-"""How a commit document is written down: canonical JSON in one zstd frame, named by the hash of the
-JSON (docs/format.md §7). Pure.
+"""How are a commit document and its layout encoded (docs/format.md §7)? Pure.
 
-What a commit's layout says (docs/format.md §7): by how many ranks it was made, and how they held
-its leaves. Pure.
+A document is canonical JSON in one zstd frame, named by the hash of the JSON. A layout says how
+many ranks made the commit, and how they held its leaves.
 """
 
 from base64 import b64decode, b64encode
@@ -31,13 +30,14 @@ _VERSION = 1
 
 
 def content_id(trees: Iterable[tuple[str, TreeRef]]) -> str:
-    """What the state is, whatever its step, run or order of keys: the hash of the trees alone."""
+    """The hash of the trees alone: it identifies the state, whatever its step, run or order of
+    keys."""
     return digest(canonical.encode({key: list(_tree_texts(tree)) for key, tree in trees})).hex()
 
 
 def encode_document(document: CommitDocument) -> tuple[CommitId, bytes]:
-    """The commit's id and the bytes to store. Raises `InvalidInput` for what canonical JSON cannot
-    hold."""
+    """The commit's id and the bytes to store. Raises `InvalidInput` for content that canonical
+    JSON cannot hold."""
     data = canonical.encode(_to_json(document))
     stored = compress(data)
     if (size := max(len(data), len(stored))) > DOCUMENT_BYTES_MAX:
@@ -49,11 +49,8 @@ def encode_document(document: CommitDocument) -> tuple[CommitId, bytes]:
 
 
 def decode_document(stored: bytes, commit: CommitId | None) -> CommitDocument:
-    """The inverse of `encode_document`, checked against the id `commit` if there is one; raises
-    `Corrupt`.
-
-    At most 256 MiB are allocated whatever `stored` says.
-    """
+    """The inverse of `encode_document`, verified against the id `commit` if given. Raises
+    `Corrupt`. Allocates at most 256 MiB."""
     data = decompress(stored, DOCUMENT_BYTES_MAX)
     if commit is not None and (got := digest(data).hex()) != commit:
         raise Corrupt(
@@ -172,8 +169,11 @@ def _count(obj: Any, key: str) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Placed:
-    """How ranks held one leaf: `ranks[i]` are those that had `boxes[i]`. Without boxes, `ranks` has
-    one group: those that had the leaf whole, or one of at most 512 bytes in any way."""
+    """How ranks held one leaf: the ranks in `ranks[i]` had `boxes[i]`.
+
+    Without boxes, `ranks` has one group: the ranks that had the whole leaf, or a leaf of at most
+    512 bytes in any way.
+    """
 
     mesh: Shape | None
     placements: tuple[str, ...]
@@ -182,11 +182,11 @@ class Placed:
 
     @property
     def divided(self) -> bool:
-        """Whether no rank had to have all of it."""
+        """Whether no single rank had to hold the whole leaf."""
         return len(self.boxes) > 1 or any(each != "R" for each in self.placements)
 
     def boxes_of(self, rank: int) -> tuple[Box, ...]:
-        """What `rank` had of it."""
+        """The boxes that `rank` held."""
         return tuple(
             box for box, ranks in zip(self.boxes, self.ranks, strict=False) if rank in ranks
         )
@@ -194,8 +194,8 @@ class Placed:
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """`leaves` are by their path without a rank; those that one rank held whole, and aliases, are
-    not there."""
+    """How ranks held `leaves`, by their path without a rank. Aliases, and leaves that one rank
+    held whole, are absent."""
 
     world: int
     leaves: Mapping[str, Placed]

@@ -1,5 +1,7 @@
-"""One zstd frame of known size, and back within a bound. Safe for threads: each has its own zstd
-contexts."""
+"""How are bytes compressed to one zstd frame, and decompressed within a bound?
+
+Thread-safe: each thread has its own zstd contexts.
+"""
 
 import threading
 from typing import TypeAlias
@@ -27,8 +29,8 @@ def compress(data: Stored) -> bytes:
 
 
 def decompress(stored: Stored, max_bytes: int, *, min_bytes: int = 0) -> bytes:
-    """The content of exactly one zstd frame of `min_bytes` to `max_bytes`; raises `Corrupt` before
-    more is allocated."""
+    """The content of exactly one zstd frame of `min_bytes` to `max_bytes`. Raises `Corrupt`
+    before larger allocations."""
     try:
         decompressor = _local.decompressor
     except AttributeError:

@@ -1,8 +1,7 @@
-"""How a pack says what is inside it: a footer of one record per chunk and a trailer (docs/format.md
-§4). Pure.
+"""How does a pack describe its content: a footer of one record per chunk, and a trailer
+(docs/format.md §4)? Pure.
 
-A footer that `parse_footer` returned has its hash checked, and its records lie in order, apart from
-each other and within the data.
+`parse_footer` checks the hash, and that the records are ordered, disjoint and within the data.
 """
 
 import struct
@@ -52,7 +51,7 @@ _LARGEST = (1 << 32) - 1
 
 @dataclass(frozen=True, slots=True)
 class Trailer:
-    """Where a pack's footer lies, and what it has to hash to."""
+    """The position of a pack's footer, and its hash."""
 
     footer_offset: int
     footer_bytes: int
@@ -62,16 +61,14 @@ class Trailer:
 
 
 def align(offset: int, run_bytes: int) -> int:
-    """The first place at or after `offset` where a run of `run_bytes` may start."""
+    """The first offset from `offset` on where a run of `run_bytes` may start."""
     step = 4096 if run_bytes >= LARGE_RUN_BYTES else 64
     return -(-offset // step) * step
 
 
 def encode_tail(entries: Sequence[PackEntry], data_bytes: int, metadata: bool) -> bytes:
-    """Footer and trailer of a pack with `data_bytes` of data; `entries` in any order.
-
-    What it returns was parsed back. Raises `InvalidInput` for entries that no pack can have.
-    """
+    """Footer and trailer of a pack with `data_bytes` of data, parsed back as a check. `entries`
+    in any order. Raises `InvalidInput` for impossible entries."""
     table = _table(entries)
     footer = table[np.argsort(table["offset"], kind="stable")].tobytes()
     head = _HEAD.pack(_MAGIC, _VERSION, metadata, data_bytes, len(footer))
@@ -119,7 +116,7 @@ def parse_footer(footer: bytes | memoryview, trailer: Trailer) -> FooterTable:
 
 
 def entries(table: FooterTable) -> list[PackEntry]:
-    """The records as tuples, for the few places that want them one by one."""
+    """The records as tuples, for the few callers that need them one by one."""
     columns = (
         table[name].tolist()
         for name in ("chunk", "offset", "stored", "raw", "codec", "width", "kind", "crc")
@@ -145,7 +142,7 @@ def _table(entries: Sequence[PackEntry]) -> FooterTable:
 
 
 def _check_extents(table: FooterTable, data_bytes: int) -> None:
-    """Every record within the data and behind the one before it."""
+    """Check that every record lies within the data and after the previous one."""
     start = table["offset"]
     # Compared before it is added to, so that a sum cannot wrap around.
     if not (start <= data_bytes).all():

@@ -1,7 +1,7 @@
-"""How the content of a tree's leaves is written down in pages (docs/format.md §6). Pure.
+"""How is the content of a tree's leaves encoded in pages (docs/format.md §6)? Pure.
 
-A page is closed before its 513th leaf and at 2,048 ids, so that a change to one leaf changes one
-page, and the same content gives the same pages whoever writes them.
+A page is closed before its 513th leaf and at 2,048 ids. So a change to one leaf changes one
+page, and the same content gives the same pages for every writer.
 """
 
 import struct
@@ -27,8 +27,8 @@ _COUNTS = struct.Struct("<II")
 
 @dataclass(frozen=True, slots=True)
 class Page:
-    """Leaves `first_leaf` and following. The ids of the first begin with its id number `first_id`;
-    those of the last may go on."""
+    """Leaves from `first_leaf` on. The ids of the first leaf begin with its id number
+    `first_id`; those of the last may continue on the next page."""
 
     first_leaf: int
     first_id: int
@@ -38,8 +38,8 @@ class Page:
 def split_pages(kinds: Sequence[LeafKind], contents: Sequence[LeafContent]) -> list[bytes]:
     """The pages of a tree with leaves of these kinds and contents, in order.
 
-    `raw_bytes` is written for `value` and `bytes` leaves that have ids, `boxes` for tensors that
-    have ids. Raises `InvalidInput` for contents that no page can hold.
+    `raw_bytes` is stored for `value` and `bytes` leaves that have ids, `boxes` for tensors that
+    have ids. Raises `InvalidInput` for impossible contents.
     """
     pages: list[bytes] = []
     page = _PageBuilder(0, 0)
@@ -61,7 +61,7 @@ def split_pages(kinds: Sequence[LeafKind], contents: Sequence[LeafContent]) -> l
 
 
 def decode_page(data: bytes | memoryview) -> Page:
-    """One page; raises `Corrupt`. Allocates no more than a few times the size of `data`."""
+    """One page. Raises `Corrupt`. Allocates at most a few times the size of `data`."""
     magic, version, first_leaf, count, first_id = (
         _HEAD.unpack_from(data) if len(data) >= _HEAD.size else (b"", 0, 0, 0, 0)
     )
@@ -84,10 +84,10 @@ def decode_page(data: bytes | memoryview) -> Page:
 
 
 def join_pages(pages: Iterable[bytes | memoryview], count: int) -> list[LeafContent]:
-    """The contents of all `count` leaves of a tree from its pages in order; raises `Corrupt`.
+    """The contents of all `count` leaves of a tree from its pages in order. Raises `Corrupt`.
 
-    `raw_bytes` of a tensor that has ids is 0: its schema tells. That the ids are as many as its
-    grid has cells is for the caller to check.
+    `raw_bytes` of a tensor with ids is 0: its schema has it. The caller checks that the number
+    of ids matches the grid.
     """
     leaves: list[LeafContent] = []
     ids: list[bytes] = []
@@ -118,7 +118,7 @@ def join_pages(pages: Iterable[bytes | memoryview], count: int) -> list[LeafCont
 
 
 class _PageBuilder:
-    """The entries of a page that is still open."""
+    """The entries of an open page."""
 
     __slots__ = ("_first_id", "_first_leaf", "_kinds", "_payloads", "ids", "leaves")
 
@@ -138,7 +138,8 @@ class _PageBuilder:
         self.leaves += 1
 
     def add_ids(self, ids: bytes, start: int, extent: bytes) -> int:
-        """As many of `ids`, from byte `start` on, as fit; returns the byte where they stop."""
+        """Add as many of `ids`, from byte `start` on, as fit; returns the byte of the first one
+        left."""
         stop = min(start + (MAX_IDS - self.ids) * CHUNK_ID_BYTES, len(ids))
         self.add_leaf(
             _IDS, ids if stop - start == len(ids) else memoryview(ids)[start:stop], extent
@@ -199,7 +200,7 @@ def _decode_leaves(
 
 
 def _finish_last(leaves: list[LeafContent], ids: list[bytes]) -> None:
-    """Give the last leaf the ids of all the pages that it spans, joined once."""
+    """Assign to the last leaf the ids from all the pages that it spans, joined once."""
     if len(ids) > 1:
         leaves[-1] = replace(leaves[-1], ids=b"".join(ids))
 
@@ -240,7 +241,7 @@ def _encode_boxes(boxes: tuple[Box, ...]) -> bytes:
 
 
 def _decode_extent(data: bytes | memoryview) -> LeafContent:
-    """A leaf without its ids. Eight bytes are a length: boxes take at least 24."""
+    """A leaf without its ids. Eight bytes are a length; boxes take at least 24."""
     if len(data) == _LENGTH.size:
         return LeafContent(raw_bytes=_LENGTH.unpack(data)[0])
     n, boxes = _COUNTS.unpack_from(data) if len(data) > _COUNTS.size else (0, 0)

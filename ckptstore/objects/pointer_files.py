@@ -51,13 +51,13 @@ _CONTROL = re.compile(r"[\x00-\x1f\x7f]")
 
 @dataclass(frozen=True, slots=True)
 class Pointer:
-    """The commit `id` of the store at `store`, an absolute path or a URL."""
+    """Commit `id` of the store at `store`, an absolute path or a URL."""
 
     store: str
     id: CommitId
 
     def without_store(self, path: str | os.PathLike[str], error: NotFound) -> NotFound:
-        """What to raise where the pointer at `path` leads to no store, or not to that commit."""
+        """The error for a pointer at `path` whose store or commit does not exist."""
         return NotFound(
             f"{os.fspath(path)} points to commit {self.id[:12]} in {self.store}: {error}. If the "
             "pointer or its store was copied or moved "
@@ -66,19 +66,15 @@ class Pointer:
 
 
 def pointer_file(path: str | os.PathLike[str]) -> Path:
-    """The pointer file that `path` stands for: the one in it, if it is a directory with one, else
-    the path itself."""
+    """The pointer file for `path`: the one in that directory, else the path itself."""
     place = Path(path)
     names = DIRECTORY_POINTERS if place.is_dir() else ()
     return next((place / name for name in names if os.path.lexists(place / name)), place)
 
 
 def read_pointer(path: str | os.PathLike[str]) -> Pointer:
-    """What the pointer file at `path` says, or the one in the directory there.
-
-    Raises `NotFound` if nothing is there, `InvalidInput` for anything but a pointer file,
-    `Unavailable` if it cannot be read.
-    """
+    """The pointer at `path`, or in the directory there. Raises `NotFound` if nothing is there,
+    `InvalidInput` for any other file, `Unavailable` if it cannot be read."""
     check_path(Path(path))
     place = pointer_file(path)
     data = _read(place)
@@ -107,7 +103,7 @@ def read_pointer(path: str | os.PathLike[str]) -> Pointer:
 
 
 def is_pointer(path: str | os.PathLike[str]) -> bool:
-    """Whether a pointer file that can be read is at `path`, or in the directory there."""
+    """Whether `path`, or the directory there, has a readable pointer file."""
     try:
         read_pointer(path)
     except (CkptStoreError, ValueError):
@@ -176,7 +172,7 @@ def _read(place: Path) -> bytes:
 
 
 def _place_of(store: str, pointer: Path) -> str:
-    """The store that a pointer file at `pointer` names."""
+    """The store that the pointer file at `pointer` names."""
     if not store or _CONTROL.search(store):
         raise Corrupt(f"its store {store[:80]!r} is no place")
     if "://" not in store:

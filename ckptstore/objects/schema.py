@@ -1,5 +1,5 @@
-"""How the schema of a tree is written down: one canonical JSON object of columns (docs/format.md
-§5). Pure."""
+"""How is the schema of a tree encoded, as one canonical JSON object of columns (docs/format.md
+§5)? Pure."""
 
 from itertools import chain
 from math import prod
@@ -24,8 +24,8 @@ _MAX_BYTES = 1 << 63
 
 
 def encode_schema(schema: Schema) -> bytes:
-    """Raises `InvalidInput` for what canonical JSON cannot hold, such as containers nested 100
-    deep."""
+    """The encoded schema. Raises `InvalidInput` for content that canonical JSON cannot hold,
+    such as containers nested 100 deep."""
     columns = {
         "paths": schema.paths,
         "kinds": schema.kinds,
@@ -42,13 +42,13 @@ def encode_schema(schema: Schema) -> bytes:
 
 
 class LastSchemas:
-    """How the schemas of the last commit are encoded, by key: most commits have the same."""
+    """A cache of the encoded schemas of the last commit, by key: most commits have the same."""
 
     def __init__(self) -> None:
         self._known: dict[str, tuple[Schema, bytes]] = {}
 
     def encode(self, key: str, schema: Schema) -> bytes:
-        """What `encode_schema` says."""
+        """Like `encode_schema`, from the cache."""
         known = self._known.get(key)
         if known is None or known[0] != schema:
             known = self._known[key] = schema, encode_schema(schema)
@@ -89,8 +89,8 @@ def _node_to_json(node: Node | int) -> Any:
 
 
 def _node_from_json(obj: Any, numbers: list[int]) -> Node | int:
-    """The node, with the numbers of its leaves added to `numbers`. `obj` is nested as deep as
-    canonical JSON allows, not deeper."""
+    """The node; adds the numbers of its leaves to `numbers`. Canonical JSON bounds the nesting
+    of `obj`."""
     if type(obj) is int:
         numbers.append(obj)
         return obj

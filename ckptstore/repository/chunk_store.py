@@ -1,12 +1,11 @@
-"""Chunks by id: which the store has, where they lie, and their verified bytes.
+"""Which chunks does the store have, where do they lie, and what are their verified bytes?
 
-What is read is always compared with its id. A chunk that the index does not know, or whose pack is
-gone, is looked for again after a replay of the log and a look into the footers of packs that are
-new; it is missing only when no pack that the log lists holds it.
+Every chunk is compared with its id. If the index lacks a chunk, or its pack is gone, the log is
+replayed and the footers of new packs are read. A chunk is missing only if no listed pack holds
+it.
 
-The index is believed only of packs that the log knows under the same number and the same id: a
-store that was copied, or brought back from a backup, gives the numbers that this host knows to
-other packs.
+The index counts only for packs that the log lists under the same number and id: a copied or
+restored store may give known numbers to other packs.
 """
 
 import threading
@@ -17,7 +16,7 @@ from typing import TYPE_CHECKING, TypeAlias
 import numpy as np
 
 from ckptstore.core.config import MIB, RUN_BYTES
-from ckptstore.core.ids import CHUNK_ID_BYTES, ChunkId, PackId, digest, pack_key, twin_key
+from ckptstore.core.ids import CHUNK_ID_BYTES, ChunkId, PackId, digest, pack_key
 from ckptstore.core.model import Location
 from ckptstore.core.threads import Pool
 from ckptstore.errors import CkptStoreError, Corrupt, NotFound, Unavailable
@@ -29,7 +28,8 @@ from ckptstore.objects import codecs
 from ckptstore.repository import footers
 from ckptstore.repository.footers import AT_ONCE, FooterBatches
 from ckptstore.repository.lru import MetadataCache, SecondNames
-from ckptstore.repository.read_planner import Read, Request, plan_reads, slices, with_gaps
+from ckptstore.repository.read_planner import Request, plan_reads
+from ckptstore.repository.verified_reader import VerifiedReader
 from ckptstore.storage.contract import OpenFile, Storage
 from ckptstore.storage.read_cache import ReadCache
 
@@ -37,41 +37,33 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 READ_AHEAD = 4
-"""So many reads the disk is told of in advance, so that it works while chunks are hashed."""
+"""Reads announced to the disk in advance, so that it works while chunks are hashed."""
 
 ALONE_BYTES = 4 * MIB
-"""So few bytes of a local disk are read by the calling thread alone: to wake others takes
-longer."""
-
-HASHED_BYTES = MIB
-"""So much of a local disk is read at a time before it is hashed: a processor's own cache holds as
-much."""
+"""Local reads up to this size stay on the calling thread: waking others takes longer."""
 
 LOOKS = 5
-"""So often a chunk is looked up again while others collect."""
+"""Lookups of a chunk while concurrent collections move it."""
 
 GAP_BYTES = 256 << 10
-"""From a bucket so many bytes between two chunks are read along: another request takes longer."""
+"""On slow storage, gaps between chunks up to this size are read: a request takes longer."""
 
 REMOTE_READ_BYTES = 4 * MIB
-"""A read from a bucket is not cut into smaller ones for the sake of more threads."""
+"""On slow storage, reads of this size are not split among more threads."""
 
 Spread: TypeAlias = Callable[[Callable[[int], None], Sequence[int]], object]
 
 Rescue: TypeAlias = Callable[[bytes, Sequence[memoryview], CkptStoreError], None]
-"""Asked to read chunks elsewhere that this store could not give; raises the error that it is given
-if it cannot."""
+"""Reads chunks elsewhere after this store failed; re-raises the given error if that fails too."""
 
 METADATA_CACHE_BYTES = 64 * MIB
 METADATA_BYTES_MAX = 256 * MIB
-"""What claims to be larger is no schema, page or layout: a footer that was made up must not cost
-memory."""
+"""Metadata chunks are never larger. A forged footer must not cost more memory."""
 
 
 @dataclass(frozen=True, slots=True)
 class FileRange:
-    """Bytes of chunks, as they are stored, in a file of this host that stays open as long as this
-    is referred to."""
+    """Stored bytes of chunks in a local file, which stays open while this object lives."""
 
     file: OpenFile
     offset: int
@@ -92,31 +84,32 @@ class ObjectStore:
         suspect_packs: SuspectPacks,
         cache: ReadCache | None = None,
     ) -> None:
-        """`cache` keeps what is read, for a place that is slow to read from."""
+        """`cache` keeps chunks that were read from slow storage."""
         self.storage = storage
         self.suspect_packs = suspect_packs
         self._cache = cache
         self.index = index
         self._log = log
         self._metadata = MetadataCache(METADATA_CACHE_BYTES)
-        self._remote = storage.durable_root is None
+        self._remote = storage.capabilities.slow_requests
+        self._reader = VerifiedReader(storage, index, suspect_packs, cache)
         self._batches = FooterBatches(storage) if self._remote else None
         self._indexed_below = 0
         self.rescue: Rescue | None = None
         self.second_names: SecondNames | None = None
-        """If set, what commits of this process hash gets a name there, too."""
+        """If set, commits of this process record the checksums of their chunks here."""
         self._lock = threading.Lock()
 
     def hash(self, data: memoryview) -> ChunkId:
-        """The id of a chunk that is to be committed."""
+        """The id of a chunk to be committed."""
         return self.second_names.learn(data)[0] if self.second_names else ChunkId(digest(data))
 
     def sync(self, state: State, *, thorough: bool = False) -> None:
-        """Bring the index up to `state`: read the footers of listed packs that it lacks, forget
-        packs that are not listed any more.
+        """Bring the index up to `state`: read the footers of new packs, drop packs that are no
+        longer listed.
 
-        Costs what is new since the last call; the first call, and a `thorough` one, compare all
-        packs.
+        Costs only the packs new since the last call. The first call, and a `thorough` one,
+        compare all packs.
         """
         with self._lock:
             if thorough or not self._indexed_below:
@@ -149,8 +142,8 @@ class ObjectStore:
     def _footers(
         self, numbers: Sequence[int], state: State, thorough: bool
     ) -> "Iterator[tuple[int, NDArray[np.void] | None]]":
-        """The footers of packs, side by side from a bucket, from batches unless `thorough`; None
-        for one that cannot be read."""
+        """The footers of packs; None for an unreadable one. From slow storage they are read in
+        parallel, and from batches unless `thorough`."""
 
         def read(number: int) -> "tuple[int, NDArray[np.void] | None]":
             pack = state.packs[number]
@@ -169,7 +162,7 @@ class ObjectStore:
                 yield from pool.map(read, rest)
 
     def registered(self, number: int, pack: PackId, table: "NDArray[np.void]") -> None:
-        """Index a pack of our own that a log entry has just registered."""
+        """Index a pack of this process that a log entry has just registered."""
         with self._lock:
             self.index.add_pack(number, pack, table)
             if number == self._indexed_below:
@@ -178,8 +171,8 @@ class ObjectStore:
             self._batches.complete(number, self._log.state.packs)
 
     def locate(self, ids: bytes) -> "NDArray[np.void]":
-        """Where each of `ids` (32 bytes each) lies, as LOCATION_DTYPE rows; `found` is 0 where the
-        index does not know, or knows of another store's packs."""
+        """The position of each of `ids` (32 bytes each), as LOCATION_DTYPE rows. `found` is 0 if
+        the index does not have it, or has it in another store's pack."""
         rows = self.index.get_many(ids)
         numbers = set(np.unique(rows["pack"][rows["found"] == 1]).tolist())
         indexed, listed = self.index.pack_ids(numbers), self._pack_names(numbers)
@@ -188,8 +181,8 @@ class ObjectStore:
         return rows
 
     def locations(self, ids: bytes, *, look_again: bool = False) -> list[Location]:
-        """Where each of `ids` lies; with `look_again`, after a replay of the log. Raises `NotFound`
-        for one that no listed pack holds."""
+        """The location of each of `ids`; with `look_again`, after a replay of the log. Raises
+        `NotFound` if no listed pack holds one."""
         if look_again:
             self._look_again()
         where = self.located(ids)
@@ -205,13 +198,12 @@ class ObjectStore:
         return [Location(names[pack], *rest) for pack, *rest in zip(*columns, strict=True)]
 
     def doubt(self, chunk: ChunkId) -> None:
-        """Rely no more on the pack that this chunk is read from: its bytes were found to be
-        others."""
+        """Mark the pack of this chunk as suspect: its bytes did not match."""
         self.suspect_packs.add(self.locations(chunk)[0].pack)
 
     def file_ranges(self, ids: bytes) -> list[FileRange] | None:
-        """Where the bytes of `ids` lie, one chunk behind the other, not verified; None where they
-        do not lie in files of this host as they are, or not any more: `read_into` gives them."""
+        """The unverified bytes of `ids` as ranges of local files, in order; None if some are
+        encoded, remote or gone. Use `read_into` then."""
         if self._remote:
             return None
         found: list[FileRange] = []
@@ -243,14 +235,14 @@ class ObjectStore:
         return frozenset(np.unique(self.located(ids)["pack"]).tolist())
 
     def is_there(self, pack: Pack) -> bool:
-        """Whether a local disk has a listed pack with all its bytes; a bucket is not asked."""
+        """Whether a listed pack is complete on a local disk. Slow storage is not asked."""
         try:
             return self._remote or self.storage.size(pack_key(pack.id)) == pack.bytes
         except Corrupt:
             return False
 
     def read_metadata(self, chunk: ChunkId) -> bytes:
-        """A schema, page or layout, verified, from memory where it was read before."""
+        """A verified schema, page or layout, from memory if it was read before."""
         return self.read_metadata_many([chunk])[0]
 
     def read_metadata_many(self, chunks: Sequence[ChunkId]) -> list[bytes]:
@@ -269,7 +261,7 @@ class ObjectStore:
         return [found[chunk] for chunk in chunks]
 
     def remember_metadata(self, chunk: ChunkId, data: bytes) -> None:
-        """Keep metadata that was just written: the next reader is likely to be this process."""
+        """Cache metadata that was just written: this process is likely to read it next."""
         self._metadata.put(chunk, data)
 
     def read_into(
@@ -284,16 +276,16 @@ class ObjectStore:
         threads: int = 1,
         read_bytes: int = RUN_BYTES,
     ) -> None:
-        """Read each chunk of `ids` into the memory of `out`, whose lengths are the chunks' raw
-        bytes, and verify it.
+        """Read and verify each chunk of `ids` into the memory of `out`, whose lengths are the
+        chunks' raw sizes.
 
-        `run(task, numbers)` spreads the reads, of at most `read_bytes` or one chunk, over `threads`
-        threads; without it they run here. What is encoded is read aside: so much memory, and a
-        chunk that is decoded, for each thread. `describe(i)` says what chunk `i` is part of, for
-        errors. `check(i)` is asked, on the thread that has read it, whether `out[i]` is right,
-        where the caller knows other ways than its id. Raises `Corrupt` for a chunk whose bytes do
-        not match its id or whose length is not that of `out`, `NotFound` for one that no listed
-        pack holds.
+        `run(task, numbers)` distributes the reads, of at most `read_bytes` or one chunk, over
+        `threads` threads; without it they run here. Each thread needs one such buffer, and one
+        chunk, for encoded data. `describe(i)` names chunk `i` in errors. `check(i)`, if given,
+        verifies `out[i]` instead of the id, on the thread that read it.
+
+        Raises `Corrupt` for a chunk whose bytes do not match its id or whose length is not that
+        of `out`, `NotFound` for one that no listed pack holds.
         """
         try:
             request = Request(
@@ -316,8 +308,8 @@ class ObjectStore:
         if self._cache is not None:
             request = self._not_cached(request, self._cache, run)
         while moved := self._read_all(request, run, threads, read_bytes):
-            # A pack that is gone was collected, and its chunks were copied before; that may happen
-            # again while we look.
+            # An absent pack was collected after its chunks were copied elsewhere. That may happen
+            # again during the lookup.
             self._look_again()
             before, request = request, self._again(request, moved)
             for i, was in enumerate(moved):
@@ -329,11 +321,11 @@ class ObjectStore:
                     self.suspect_packs.add(self._log.state.packs[number].id)
                     name = f"{request.short(i)} ({request.name(i)})"
                     raise NotFound(
-                        f"the pack of chunk {name} is listed, but not there; run `ckptstore fsck`"
+                        f"the pack of chunk {name} is listed but absent; run `ckptstore fsck`"
                     )
 
     def _not_cached(self, request: Request, cache: ReadCache, run: Spread | None) -> Request:
-        """What is left of a request after the cache has given what it has."""
+        """The rest of a request, without the chunks that the cache supplied."""
         rest: list[int] = []
 
         def task(i: int) -> None:
@@ -348,13 +340,13 @@ class ObjectStore:
         return request.part(sorted(rest), request.where[sorted(rest)])
 
     def _again(self, request: Request, which: Sequence[int]) -> Request:
-        """The chunks `which` of a request, located anew."""
+        """The chunks `which` of a request, located again."""
         return request.part(which, self.located(b"".join(map(request.id, which))))
 
     def _read_all(
         self, request: Request, run: Spread | None, threads: int, read_bytes: int
     ) -> list[int]:
-        """Read what the request wants; returns the positions whose pack is not there."""
+        """Carry out the request; returns the positions of chunks whose pack is absent."""
         stored_bytes = int(request.where["stored"].sum())
         if stored_bytes <= ALONE_BYTES and not self._remote:
             run, threads = None, 1
@@ -374,7 +366,7 @@ class ObjectStore:
         def task(i: int) -> None:
             will_need(i + READ_AHEAD)
             try:
-                self._read(reads[i], request)
+                self._reader.read(reads[i], request)
             except NotFound:
                 missing.extend(reads[i].which)
 
@@ -393,8 +385,8 @@ class ObjectStore:
         self.index.close()
 
     def located(self, ids: bytes) -> "NDArray[np.void]":
-        """Where each of `ids` lies: looked up again while the log says something new, at last in an
-        index made anew."""
+        """The position of each of `ids`. Repeats the search while the log changes; at last,
+        rebuilds the index."""
         where, seen = self.locate(ids), -1
         for _ in range(LOOKS):
             if where["found"].all():
@@ -406,8 +398,8 @@ class ObjectStore:
         return where if where["found"].all() else self._located_anew(ids)
 
     def _located_anew(self, ids: bytes) -> "NDArray[np.void]":
-        """A damaged key of the index is a chunk that it does not find: before a chunk counts as
-        lost, every footer is read again."""
+        """Rebuild the index from every footer before a chunk counts as lost: a damaged index key
+        hides its chunk."""
         self.index.reset()
         self._look_again()
         where = self.locate(ids)
@@ -427,113 +419,11 @@ class ObjectStore:
         return state
 
     def _pack_names(self, numbers: set[int]) -> dict[int, PackId]:
-        """The packs of these numbers, but for those that are not listed."""
+        """The ids of listed packs with these numbers."""
         packs = self._log.state.packs
         if any(n not in packs for n in numbers):
             packs = self._log.replay().packs
         return {n: packs[n].id for n in numbers if n in packs}
-
-    def _read(self, read: Read, request: Request) -> None:
-        for i in read.which:
-            if len(request.out[i]) != int(request.where["raw"][i]):
-                raise Corrupt(
-                    f"chunk {request.short(i)} ({request.name(i)}) in pack {read.pack} has "
-                    f"{int(request.where['raw'][i])} bytes; "
-                    f"wanted {len(request.out[i])}; run `ckptstore fsck`"
-                )
-        failed = self._try_read(pack_key(read.pack), read, request)
-        if failed and self.storage.size(twin_key(read.pack)) is not None:
-            failed = {
-                i: problem for i, problem in failed.items() if not self._saved(i, read, request)
-            }
-        for i, problem in failed.items():
-            if isinstance(problem, Corrupt):
-                if self._is_misplaced(i, read, request):
-                    self.index.reset()
-                    raise NotFound(
-                        f"pack {read.pack} does not hold what the chunk index says; every footer "
-                        "is read again"
-                    ) from problem
-                self.suspect_packs.add(read.pack)
-            raise problem
-        if self._cache is not None:
-            for i in read.which:
-                self._cache.put(ChunkId(request.id(i)), request.out[i])
-
-    def _is_misplaced(self, i: int, read: Read, request: Request) -> bool:
-        """Whether the pack's own footer has chunk `i` elsewhere, or not at all: then the index is
-        wrong, and not the pack."""
-        try:
-            table = footers.read_table_at(self.storage, pack_key(read.pack))
-        except (Corrupt, NotFound, Unavailable):
-            return False
-        at = table[table["offset"] == request.where["offset"][i]]
-        return request.id(i) not in at["chunk"].tolist()
-
-    def _saved(self, i: int, read: Read, request: Request) -> bool:
-        """Whether one chunk of `read` could be read alone, from the twin or, where the trouble is
-        another chunk's, from the pack itself."""
-        row = request.where[i]
-        offset = int(row["offset"])
-        alone = Read(read.pack, offset, int(row["stored"]), (i,), (offset,), read.encoded)
-        return any(
-            not self._try_read(key, alone, request)
-            for key in (twin_key(read.pack), pack_key(read.pack))
-        )
-
-    def _try_read(self, key: str, read: Read, request: Request) -> dict[int, Exception]:
-        """Read into the request's memory; returns what is wrong with each chunk that is not what
-        its id says. From a disk, what has been read is hashed while the processor still has it in
-        its cache."""
-        if self._remote:
-            return self._try_slice(key, read, request)
-        problems: dict[int, Exception] = {}
-        for part in slices(read, HASHED_BYTES):
-            problems |= self._try_slice(key, part, request)
-        return problems
-
-    def _try_slice(self, key: str, read: Read, request: Request) -> dict[int, Exception]:
-        stored = memoryview(bytearray(read.stored_bytes)) if read.encoded else None
-        short: Exception | None = None
-        try:
-            self.storage.read_into(
-                key, read.offset, with_gaps(read, request) if stored is None else [stored]
-            )
-        except Corrupt as error:
-            short = error  # an object that ends early has its beginning
-        except (NotFound, Unavailable) as error:
-            error.add_note(f"while reading {request.name(read.which[0])}")
-            return dict.fromkeys(read.which, error)
-        problems = {i: self._problem(i, read, request, stored) for i in read.which}
-        return {i: short or problem for i, problem in problems.items() if problem}
-
-    def _problem(
-        self, i: int, read: Read, request: Request, stored: memoryview | None
-    ) -> Exception | None:
-        """What is wrong with chunk `i` of the request, once it is decoded from `stored` bytes if it
-        is encoded."""
-        try:
-            if stored is not None:
-                row = request.where[i]
-                start = int(row["offset"]) - read.offset
-                codecs.decode_into(
-                    int(row["codec"]),
-                    stored[start : start + int(row["stored"])],
-                    request.out[i],
-                    int(row["width"]),
-                )
-        except Corrupt as error:
-            error.add_note(f"while reading {request.name(i)}")
-            return error
-        if not request.is_right(i):
-            return Corrupt(
-                f"chunk {request.short(i)} in pack {read.pack} ({request.name(i)}) does not match "
-                "its id: "
-                f"got {digest(request.out[i]).hex()[:12]}; "
-                "run `ckptstore fsck --read-data`, restore another commit, or heal it with "
-                "`ckptstore repair`"
-            )
-        return None
 
 
 def _check_sizes(chunks: Sequence[ChunkId], where: "NDArray[np.void]") -> None:

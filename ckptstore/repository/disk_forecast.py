@@ -1,5 +1,7 @@
-"""Will the next commit fit? What the last ones took against what is free. `look` asks disk and
-catalog; what follows from it is pure."""
+"""Will the next commits fit on the disk?
+
+`look` asks the disk and the catalog. The other functions are pure.
+"""
 
 import os
 from dataclasses import dataclass
@@ -17,9 +19,11 @@ MAKE_ROOM = "free some: `ckptstore forget`, then `ckptstore gc`"
 
 @dataclass(frozen=True, slots=True)
 class DiskRoom:
-    """Bytes: `free` on the disk (None for a bucket), the `new` ones of the last commits, the newest
-    first, the `logical` ones of the state to commit, or of the newest commit where none is at hand,
-    and what the store keeps in `reserve`."""
+    """Byte counts: `free` on the disk (None for a bucket), `new` of the last commits, newest
+    first, `logical` of the next state, and `reserve`.
+
+    `logical` is that of the newest commit if the next state is unknown.
+    """
 
     free: int | None
     new: tuple[int, ...]
@@ -30,18 +34,18 @@ class DiskRoom:
 def look(
     handle: StoreHandle, run: str | None = None, *, logical_bytes: int | None = None
 ) -> DiskRoom:
-    """How much is free, and how much the last commits of `run`, or of all runs, took.
+    """Free space, and the bytes that the last commits of `run`, or of all runs, added.
     `logical_bytes` is the size of the next state."""
     infos = handle.queries().log(run, limit=COMMITS_LOOKED_AT)
-    reserve = None if handle.storage.durable_root is None else handle.storage.size(RESERVE_KEY)
+    reserve = handle.storage.size(RESERVE_KEY) if handle.storage.capabilities.can_fill_up else None
     logical = logical_bytes if logical_bytes is not None else infos[0].logical_bytes if infos else 0
     return DiskRoom(free_bytes(handle), tuple(info.new_bytes for info in infos), logical, reserve)
 
 
 def free_bytes(handle: StoreHandle) -> int | None:
-    """What this process may still write there; None for a bucket, and where the disk does not
-    say."""
-    root = handle.storage.durable_root
+    """Bytes that this process can still write; None for a bucket, or if the disk does not report
+    them."""
+    root = handle.storage.capabilities.local_root
     if root is None:
         return None
     try:
@@ -52,14 +56,13 @@ def free_bytes(handle: StoreHandle) -> int | None:
 
 
 def expected_bytes(room: DiskRoom) -> int:
-    """What the next commit will probably add: the most that one of the last did; its whole state if
-    there was none."""
+    """Estimated bytes of the next commit: the largest addition of the last commits, or the whole
+    state if there are none."""
     return max(room.new, default=room.logical)
 
 
 def warning(room: DiskRoom) -> str:
-    """What to tell people before they commit; empty while there is room for `COMMITS_AHEAD` such
-    commits."""
+    """A warning for people before they commit; empty while `COMMITS_AHEAD` such commits fit."""
     wanted = expected_bytes(room)
     if room.free is None or room.free >= COMMITS_AHEAD * wanted:
         return ""
@@ -70,7 +73,7 @@ def warning(room: DiskRoom) -> str:
 
 
 def shortage(room: DiskRoom) -> str:
-    """What was missing when a commit did not fit, now that what it wrote is gone again."""
+    """How many bytes a failed commit lacked, after its own bytes were removed."""
     free, wanted = room.free or 0, expected_bytes(room)
     if wanted > free:
         return (

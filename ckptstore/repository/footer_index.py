@@ -1,5 +1,7 @@
-"""Which chunks a store's packs hold, by their footers alone: no index is asked, so that none can
-hide what is missing."""
+"""Which chunks do a store's packs hold, by their footers alone?
+
+No index is consulted, so a damaged index cannot hide a missing chunk.
+"""
 
 from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, NamedTuple, TypeAlias
@@ -55,7 +57,7 @@ class Inventory:
         return len(self._order)
 
     def missing(self, ids: bytes) -> list[ChunkId]:
-        """Those of `ids`, 32 bytes each, that no pack holds."""
+        """The ids of `ids`, 32 bytes each, that no pack holds."""
         wanted = _words(ids)
         if not len(self):
             return [_id(row) for row in wanted]
@@ -64,7 +66,7 @@ class Inventory:
         return [chunk for i in unsure if not self.places(chunk := _id(wanted[i]))]
 
     def places(self, chunk: ChunkId) -> list[Place]:
-        """Every pack that holds `chunk`, and where."""
+        """Every pack that holds `chunk`, and the position there."""
         word = _words(chunk)[0, 0]
         first, stop = (
             np.searchsorted(self._first, word, "left"),
@@ -85,8 +87,8 @@ class Inventory:
 def load_tables(
     storage: Storage, state: State, known: Mapping[PackId, pack.FooterTable] | None = None
 ) -> Iterator[tuple[PackId, pack.FooterTable | Corrupt | NotFound | Unavailable]]:
-    """The footer of every pack that the log lists, or why it cannot be read; those that are `known`
-    are not read again."""
+    """The footer of every pack that the log lists, or the reason why it cannot be read. Packs in
+    `known` are not read again."""
     for _, listed in sorted(state.packs.items()):
         if known and listed.id in known:
             yield listed.id, known[listed.id]
@@ -98,13 +100,13 @@ def load_tables(
 
 
 def keys_of(name: PackId, *, metadata: bool) -> tuple[str, ...]:
-    """The objects of a pack: itself, and the twin if it holds metadata."""
+    """The object keys of a pack: its own, and its twin's if it holds metadata."""
     return (pack_key(name), twin_key(name)) if metadata else (pack_key(name),)
 
 
 def read_chunk(storage: Storage, places: Iterable[Place]) -> memoryview:
-    """The raw bytes of a chunk from the first place where they match its id; raises `Corrupt`,
-    `NotFound` or `Unavailable` if none do."""
+    """The raw bytes of a chunk from the first place where they match its id. Raises `Corrupt`,
+    `NotFound` or `Unavailable` if no place has them."""
     problem: Corrupt | NotFound | Unavailable = NotFound("the chunk lies in no pack")
     for place in places:
         for key in place.keys:
@@ -116,15 +118,16 @@ def read_chunk(storage: Storage, places: Iterable[Place]) -> memoryview:
 
 
 def read_chunk_at(storage: Storage, key: str, entry: PackEntry) -> memoryview:
-    """The raw bytes of the chunk at `entry` of the pack or twin at `key`, compared with its id."""
+    """The raw bytes of the chunk at `entry` of the pack or twin at `key`, verified against its
+    id."""
     stored = bytearray(entry.stored_bytes)
     storage.read_into(key, entry.offset, [memoryview(stored)])
     return decode_chunk(memoryview(stored), entry, key)
 
 
 def decode_chunk(stored: memoryview, entry: PackEntry, key: str) -> memoryview:
-    """The raw bytes of a chunk, which may be those of `stored` itself; raises `Corrupt` unless they
-    match its id, and for one that claims to be larger than any chunk."""
+    """The verified raw bytes of a chunk; may be the memory of `stored`. Raises `Corrupt` if they
+    do not match the id, or if the chunk claims an impossible size."""
     if entry.raw_bytes > METADATA_BYTES_MAX:
         raise Corrupt(
             f"chunk {entry.chunk.hex()[:12]} in {key} claims {entry.raw_bytes} bytes; wanted at "

@@ -1,12 +1,11 @@
-"""How the footer of a stored pack is read: usually in one request, from the twin where the pack
-itself is damaged.
+"""How are pack footers read: one by one, or in batches of a hundred?
 
-A hundred packs' footers in one object, so that a host that knows none need not ask each pack
-(docs/format.md §9, decisions/033-…).
+A single footer takes one request. If the pack is damaged, its twin is read.
 
-It is a cache of the packs: their own footers stay, and are the authority. Each footer lies in it
-with its trailer, so that it is held against its hash and against the bytes that the log says its
-pack has, as one read from the pack is; one that does not match is not used.
+A batch holds the footers of a hundred packs in one object (docs/format.md §9, decisions/033-…),
+so that a new host needs few requests. It is a cache; the packs' own footers stay the authority.
+Each footer lies in the batch with its trailer. A footer that does not match its hash, or the
+pack size that the log lists, is ignored.
 """
 
 import logging
@@ -38,7 +37,7 @@ def read_table(storage: Storage, pack: PackId, *, metadata: bool) -> FooterTable
 
 
 def read_tail_of(storage: Storage, pack: PackId, *, metadata: bool) -> bytes:
-    """Footer and trailer of `pack`, as they lie in it; raises as `read_table` does."""
+    """Footer and trailer of `pack` as stored; raises as `read_table` does."""
     return _of_pack_or_twin(_read_tail_at, storage, pack, metadata)
 
 
@@ -63,7 +62,7 @@ def _of_pack_or_twin(
 
 
 def _read_at(storage: Storage, key: str) -> tuple[bytes, FooterTable]:
-    """Footer and trailer as they lie there, and the records in them."""
+    """Footer and trailer as stored, and the parsed records."""
     tail, size = storage.read_tail(key, _GUESS_BYTES)
     try:
         trailer = parse_trailer(tail[-TRAILER_BYTES:], size)
@@ -125,7 +124,7 @@ class FooterBatches:
         self._writing: threading.Thread | None = None
 
     def tables(self, numbers: Sequence[int], state: State) -> dict[int, FooterTable]:
-        """The footers of listed packs as far as batches have them."""
+        """The footers of listed packs that batches contain."""
         wanted: dict[int, list[int]] = {}
         for number in numbers:
             wanted.setdefault(number // BATCH_PACKS, []).append(number)
@@ -141,8 +140,8 @@ class FooterBatches:
         return found
 
     def complete(self, last: int, packs: Packs) -> None:
-        """In the background, write the batch that pack number `last` is the last of, and a few
-        before it that are not there."""
+        """Write, in the background, the batch that ends with pack number `last`, and a few
+        missing ones before it."""
         if (last + 1) % BATCH_PACKS:
             return
         self.close()
@@ -151,7 +150,7 @@ class FooterBatches:
         )
 
     def close(self) -> None:
-        """Wait for what is being written."""
+        """Wait for pending writes."""
         if self._writing is not None:
             self._writing.join()
 
@@ -200,7 +199,7 @@ class FooterBatches:
 def _checked(
     numbers: Iterable[int], packs: Packs, tails: Mapping[str, bytes]
 ) -> dict[int, FooterTable]:
-    """The tables of those packs whose tail is among `tails` and can be theirs."""
+    """The tables of those packs whose tail in `tails` passes the checks."""
     found = {}
     for number in numbers:
         pack = packs[number]

@@ -1,11 +1,8 @@
-"""Schemas and pages that were read or written lately, by chunk id, within a byte limit. Least
-recently used go first.
+"""Which metadata and which checksums does this process remember?
 
-What chunks are called besides their ids, by a hash that takes less time, as far as this process
-has hashed them by both.
-
-A name stands for an id here only if both were made of the same bytes. Nothing of it is stored: a
-new process begins with nothing.
+`MetadataCache` keeps recently used schemas and pages within a byte limit. `SecondNames` maps
+fast checksums of chunks to ids. It learns a pair only from the same bytes, and nothing of it is
+stored.
 """
 
 import threading
@@ -16,7 +13,7 @@ from ckptstore.core.ids import ChunkId, digest
 
 
 class MetadataCache:
-    """Thread-safe. What does not fit at all is not kept."""
+    """Least recently used metadata chunks. Thread-safe. Data above the limit is not kept."""
 
     def __init__(self, limit_bytes: int) -> None:
         self._limit_bytes = limit_bytes
@@ -47,7 +44,7 @@ NAMES_MAX = 1 << 18
 
 
 class SecondNames:
-    """Ids by what `naming` calls their chunks. Threads share it."""
+    """In-memory map from checksum to chunk id. Thread-safe."""
 
     def __init__(self, naming: Callable[[memoryview], bytes]) -> None:
         self._naming = naming
@@ -55,8 +52,8 @@ class SecondNames:
         self._lock = threading.Lock()
 
     def learn(self, data: memoryview) -> tuple[ChunkId, bytes]:
-        """The id of a chunk, and its name, which is known from now on. Nobody may write to `data`
-        meanwhile."""
+        """The id and the checksum of a chunk, which the map remembers. Nobody may write to
+        `data` meanwhile."""
         chunk, name = ChunkId(digest(data)), self._naming(data)
         with self._lock:
             self._ids.pop(name, None)
@@ -69,6 +66,6 @@ class SecondNames:
         return self._ids.get(name)
 
     def forget(self, name: bytes) -> None:
-        """What is called so is another chunk than the one that was learned."""
+        """Drop a checksum that turned out to belong to another chunk."""
         with self._lock:
             self._ids.pop(name, None)

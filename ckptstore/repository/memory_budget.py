@@ -1,16 +1,15 @@
-"""How a memory budget is divided among threads and buffers; where the caller gave none, by what the
-host has free.
+"""How is a memory budget divided among threads and buffers?
 
-Counted is what is held beside the state itself: staging of tensors that cannot be hashed where they
-are, chunks that are encoded or decoded, and chunks that are read aside because only a part of them
-is wanted or the target is not one block of memory. What describes the commit, its schema and its
-pages, is not: it is 32 bytes a chunk.
+Without a budget, the free memory of the host bounds the buffers. The budget covers memory beside
+the state: staging of tensors that cannot be hashed in place, chunks being encoded or decoded,
+and chunks read into separate buffers. Schemas and pages do not count; they take 32 bytes per
+chunk.
 """
 
 from dataclasses import dataclass
 
 from ckptstore.core.config import MIB, RUN_BYTES
-from ckptstore.core.paths import free_bytes
+from ckptstore.core.host_memory import free_bytes
 from ckptstore.errors import InvalidInput
 from ckptstore.storage.direct_io_file import BUFFER_BYTES
 
@@ -35,11 +34,11 @@ FREE_SHARE = 8
 
 @dataclass(frozen=True, slots=True)
 class ReadRoom:
-    """`threads` read up to `read_bytes` of encoded chunks each and decode one; `aside_bytes` of
-    chunks are held until they are copied.
+    """Each of `threads` reads up to `read_bytes` of encoded chunks and decodes one chunk.
+    `aside_bytes` of chunks wait in buffers to be copied.
 
-    Of chunks that ranks send each other, `shared_bytes` are on their way to and from a rank, and as
-    many are read meanwhile.
+    Of chunks that ranks send each other, `shared_bytes` are in flight to and from a rank, and
+    the same number is being read.
     """
 
     threads: int
@@ -60,9 +59,11 @@ class WriteRoom:
 
 @dataclass(frozen=True, slots=True)
 class RankRoom:
-    """What a rank of many commits with: beside `write`, at most `window_bytes` of pieces are on
-    their way from and to it, and chunks that it has put together are written when there are
-    `cells_bytes` of them."""
+    """The budget of one rank of a collective commit.
+
+    Beside `write`, at most `window_bytes` of pieces are in flight. Assembled chunks are written
+    once they reach `cells_bytes`.
+    """
 
     write: WriteRoom
     window_bytes: int

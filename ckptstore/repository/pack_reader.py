@@ -1,7 +1,7 @@
-"""Chunks read straight from a pack by its footer, every one verified; what a pack has lost its twin
-may still have.
+"""How are the chunks of one pack read by its footer, without any index?
 
-Upkeep reads what the packs say, not what an index remembers of them.
+Maintenance reads this way: every chunk is verified, and the twin supplies the ones that the pack
+has lost.
 """
 
 from collections.abc import Iterator
@@ -20,7 +20,7 @@ GAP_BYTES = 64 << 10
 
 
 class StoredChunk(NamedTuple):
-    """Row `row` of a table: its bytes as they are stored, and raw. The memory is the caller's."""
+    """Row `row` of a table with its stored and its raw bytes. The caller owns the memory."""
 
     row: int
     stored: memoryview
@@ -30,11 +30,8 @@ class StoredChunk(NamedTuple):
 def read_chunks(
     storage: Storage, pack: PackId, rows: FooterTable, *, metadata: bool
 ) -> Iterator[StoredChunk]:
-    """The chunks of `rows`, in order of offset, of a pack that has a twin if it holds `metadata`.
-
-    Raises `Corrupt` for a chunk that does not match its id, `NotFound` for a pack that is not
-    there.
-    """
+    """The chunks of `rows`, in order of offset. A pack with `metadata` has a twin. Raises
+    `Corrupt` for a chunk that does not match its id, `NotFound` for an absent pack."""
     for first, stop in _spans(rows):
         start = int(rows["offset"][first])
         size = int(rows["offset"][stop - 1]) + int(rows["stored"][stop - 1]) - start
@@ -71,7 +68,7 @@ def _verified(
 
 
 def _spans(rows: FooterTable) -> Iterator[tuple[int, int]]:
-    """Rows `first:stop` that one read fetches."""
+    """Row ranges `first:stop`, one per read."""
     starts, stops = rows["offset"].tolist(), (rows["offset"] + rows["stored"]).tolist()
     first = 0
     for i in range(1, len(starts) + 1):
@@ -85,8 +82,8 @@ def _spans(rows: FooterTable) -> Iterator[tuple[int, int]]:
 
 
 def _read(storage: Storage, key: str, offset: int, size: int, *, last: bool) -> memoryview | None:
-    """The bytes, zeros behind the end of an object that was cut; None if it is not there and this
-    is not the last place to look."""
+    """The bytes, padded with zeros where the object was truncated; None if it is absent and
+    another copy remains to be tried."""
     buffer = memoryview(bytearray(size))
     try:
         storage.read_into(key, offset, [buffer])

@@ -1,8 +1,8 @@
-"""How new chunks get into packs: runs, one behind the other, in files that one thread owns.
+"""How do new chunks get into packs?
 
-Each thread fills its own pack, so a run's chunks lie together without a lock, and the disk is told
-to start on what has been written while the thread hashes on. A pack counts for nothing until it was
-closed: footer parsed back, fsync, name.
+Each thread fills its own pack, so a run's chunks lie together and no lock is needed. The disk
+starts to write while the thread hashes on. A pack counts only after it was closed: footer parsed
+back, fsync, name.
 """
 
 import zlib
@@ -25,15 +25,15 @@ _ZEROS = bytes(4096)
 
 
 def one_by_one(task: Callable[[Writer], None], writers: Sequence[Writer]) -> None:
-    """The plainest `Spread`."""
+    """The sequential `Spread`."""
     for writer in writers:
         task(writer)
 
 
 @dataclass(frozen=True, slots=True)
 class ClosedPack:
-    """A durable pack that no log entry names yet, and its footer's table. `own` are the objects
-    that may be deleted if none ever will."""
+    """A durable pack that no log entry names yet, with its footer's table. `own` lists the
+    objects to delete if none ever will."""
 
     record: PackRecord
     table: pack.FooterTable
@@ -41,7 +41,7 @@ class ClosedPack:
 
 
 class OpenPack:
-    """A pack that is being written, data and twin alike."""
+    """A pack being written, together with its twin."""
 
     def __init__(
         self,
@@ -74,8 +74,8 @@ class OpenPack:
             raise
 
     def append(self, data: memoryview | bytes) -> int:
-        """Queue `data` at the end; its memory must stay as it is until `flush`. Returns its
-        offset."""
+        """Queue `data` at the end and return its offset. Its memory must not change before
+        `flush`."""
         start = self.offset
         self._pending.append(data)
         self.offset += len(data)
@@ -96,10 +96,10 @@ class OpenPack:
         self._flushed = self.offset
 
     def close(self, spread: Spread = one_by_one) -> ClosedPack:
-        """Footer, fsync, name, of twins side by side. The directory's fsync is the caller's, once
-        for all packs.
+        """Write the footer, fsync and name the pack and its twin in parallel.
 
-        Raises `Conflict` if another writer has taken a name: its objects stay.
+        The caller syncs the directory, once for all packs. Raises `Conflict` if another writer
+        has taken a name; that writer's objects stay.
         """
         try:
             data_bytes = self.offset
@@ -118,8 +118,8 @@ class OpenPack:
         )
 
     def discard(self) -> None:
-        """Drop what was written; of twins one may have got its name already. What others have
-        finished stays."""
+        """Delete the bytes written so far; one of two twins may already have its name. Objects
+        of other writers stay."""
         for writer in self._writers:
             writer.discard()
         delete_own(self._storage, self._own)
@@ -130,7 +130,7 @@ class OpenPack:
 
 
 class PackWriter:
-    """One thread's way into packs; `close_pack` gets each pack that is full, perhaps to close it on
+    """One thread's writer of packs. `close_pack` receives each full pack and may close it on
     another thread."""
 
     def __init__(
@@ -168,12 +168,12 @@ class PackWriter:
         run_bytes: int,
         whole: memoryview | None = None,
     ) -> None:
-        """Append a run: chunks that will lie one behind the other. `run_bytes` is its raw length
-        and decides its alignment.
+        """Append a run: chunks that will lie next to each other.
 
-        `whole` is the memory in which `raws` lie one behind the other, if they do: what is not
-        encoded goes to storage in one piece then, also where chunks end within the blocks of a
-        disk. The memory of `raws` must stay as it is until `flush`.
+        `run_bytes` is its raw length and decides its alignment. `whole` is the memory that holds
+        all of `raws` contiguously, if there is one: unencoded chunks then go to storage in one
+        piece, even if they end within a disk block. The memory of `raws` must not change before
+        `flush`.
         """
         target = self._pack
         if target is None or (target.offset and target.offset + run_bytes > self._pack_bytes):
@@ -196,18 +196,18 @@ class PackWriter:
             )
 
     def flush(self) -> None:
-        """Write what `add` queued: its memory is the caller's again."""
+        """Write the queued chunks; afterwards the caller may reuse their memory."""
         if self._pack:
             self._pack.flush()
 
     def close_with(self, close_pack: Callable[[OpenPack], None]) -> None:
-        """Hand the last pack to `close_pack`."""
+        """Pass the last pack to `close_pack`."""
         last, self._pack = self._pack, None
         if last:
             close_pack(last)
 
     def discard(self) -> None:
-        """Drop the pack being written: nothing will refer to it."""
+        """Delete the open pack; nothing refers to it."""
         if self._pack:
             self._pack.discard()
             self._pack = None
@@ -227,15 +227,16 @@ class PackWriter:
 
 
 def delete_own(storage: Storage, keys: Iterable[str]) -> None:
-    """Delete objects that no log entry will name. Storage that is out of order keeps them: gc finds
-    them under the session's name."""
+    """Delete objects that no log entry will name. If storage fails, they stay for gc, which
+    finds them under the session's name."""
     for key in keys:
         with suppress(CkptStoreError):
             storage.delete(key)
 
 
 def _read_back(tail: bytes, footer_offset: int) -> pack.FooterTable:
-    """The table of a footer as a reader will get it: what cannot be read must not be closed."""
+    """The table of a footer, parsed as a reader parses it: an unreadable pack must not be
+    closed."""
     footer_bytes = len(tail) - pack.TRAILER_BYTES
     trailer = pack.parse_trailer(tail[footer_bytes:], footer_offset + len(tail))
     return pack.parse_footer(tail[:footer_bytes], trailer)

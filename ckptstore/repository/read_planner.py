@@ -1,4 +1,4 @@
-"""Which reads give a request for chunks what it wants: planned from where they lie, without I/O."""
+"""Which reads fetch the chunks of a request? Pure."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -15,10 +15,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Read:
-    """Chunks that lie behind each other in a pack, perhaps with gaps: `which` are their positions
+    """One read of neighboring chunks in a pack, possibly with gaps. `which` are their positions
     in the request, in order of `offsets`.
 
-    With `encoded` they are read aside, since some of them must be decoded."""
+    An `encoded` read goes to a separate buffer, because some of its chunks must be decoded.
+    """
 
     pack: PackId
     offset: int
@@ -30,8 +31,8 @@ class Read:
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """What one call of `read_into` wants: chunk `i` of `ids` into `out[i]`; for its caller it is
-    number `positions[i]`."""
+    """The chunks of one call of `read_into`: chunk `i` of `ids` goes to `out[i]`. The caller
+    knows it as number `positions[i]`."""
 
     ids: bytes
     out: Sequence[memoryview]
@@ -41,7 +42,7 @@ class Request:
     check: Callable[[int], bool] | None
 
     def part(self, which: Sequence[int], where: "NDArray[np.void]") -> "Request":
-        """The chunks `which` of this request, which are at `where`."""
+        """The chunks `which` of this request, located at `where`."""
         ids = b"".join(map(self.id, which))
         return Request(
             ids,
@@ -62,7 +63,7 @@ class Request:
         return self.describe(self.positions[i])
 
     def is_right(self, i: int) -> bool:
-        """Whether chunk `i`, which has been read, is what its id says."""
+        """Whether the bytes read for chunk `i` match its id."""
         return (
             digest(self.out[i]) == self.id(i)
             if self.check is None
@@ -73,11 +74,11 @@ class Request:
 def plan_reads(
     where: "NDArray[np.void]", names: Mapping[int, PackId], limit_bytes: int, *, gap_bytes: int = 0
 ) -> tuple[list[Read], list[int]]:
-    """Coalesce chunks that lie one behind the other in a pack, or up to `gap_bytes` from each
-    other, up to `limit_bytes` a read; and the positions of chunks whose pack is not among `names`.
+    """Reads of at most `limit_bytes`, and the positions of chunks whose pack is not in `names`.
 
-    What is read along between two chunks goes nowhere; with gaps, chunks of different codecs are
-    read together."""
+    Chunks that are at most `gap_bytes` apart in a pack share a read; the bytes between them are
+    discarded. With gaps, chunks of different codecs are read together.
+    """
     order = np.lexsort((where["offset"], where["pack"]))
     rows = where[order]
     ends = rows["offset"] + rows["stored"]
@@ -115,7 +116,7 @@ def plan_reads(
 
 
 def slices(read: Read, limit_bytes: int) -> Iterator[Read]:
-    """A read without gaps in parts of up to `limit_bytes` or one chunk, in order."""
+    """Split a read without gaps into parts of at most `limit_bytes`, or one chunk, in order."""
     which, starts, ends = (
         read.which,
         read.offsets,
@@ -136,7 +137,8 @@ def slices(read: Read, limit_bytes: int) -> Iterator[Read]:
 
 
 def with_gaps(read: Read, request: Request) -> list[memoryview]:
-    """Where the bytes of a read of raw chunks go; those between two chunks go nowhere."""
+    """The target buffers of a read of raw chunks; the bytes between two chunks go to a scratch
+    buffer."""
     buffers, at = [], read.offset
     for i, offset in zip(read.which, read.offsets, strict=True):
         out = request.out[i]

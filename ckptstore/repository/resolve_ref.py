@@ -1,5 +1,8 @@
-"""Which commits refs name: by the log, which is checked; the catalog only knows best what to say
-about a ref that names none."""
+"""Which commit does a ref name?
+
+The log decides, because it is verified. The catalog only suggests similar names for a ref that
+matches nothing.
+"""
 
 import os
 from collections.abc import Callable
@@ -17,7 +20,7 @@ T = TypeVar("T")
 
 
 class Handle(Protocol):
-    """Something that is about one commit, as a snapshot or a pointer is."""
+    """An object about one commit, such as a snapshot or a pointer."""
 
     @property
     def id(self) -> CommitId: ...
@@ -28,26 +31,23 @@ AnyRef: TypeAlias = str | int | os.PathLike[str] | Handle
 
 
 def find_commit(handle: StoreHandle, ref: AnyRef, run: str | None) -> Resolved:
-    """The commit that `ref` names, in `run` where it names none itself, in all runs if that is
-    None.
+    """The commit that `ref` names. A ref without a run is resolved in `run`, or in all runs if
+    that is None.
 
-    Raises `NotFound` naming near ones, `InvalidInput` for what is no ref, the beginning of several
-    ids, or no pointer file.
+    Raises `NotFound` with similar names, `InvalidInput` for text that is no ref, for an
+    ambiguous id prefix, and for a path without a pointer file.
     """
     return through_pointers(ref, lambda plain: _find(handle, plain, run))
 
 
 def find_id(queries: Queries, ref: AnyRef, run: str | None) -> CommitId:
-    """As `find_commit`, by the catalog alone: for those who only ask."""
+    """Like `find_commit`, by the catalog alone: for queries."""
     return through_pointers(ref, lambda plain: queries.resolve(plain, run))
 
 
 def through_pointers(ref: AnyRef, find: Callable[[str | int], T]) -> T:
-    """What `find` finds for a plain ref: where `ref` is the path of a pointer file, for the id that
-    this points to.
-
-    Text that could be a tag is a path only if `find` knows no such tag.
-    """
+    """Apply `find` to a ref, or to the id in the pointer file that `ref` is the path of. Text
+    that could be a tag counts as a path only if `find` knows no such tag."""
     plain = _plain(ref)
     try:
         return find(plain)

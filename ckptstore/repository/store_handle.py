@@ -1,21 +1,17 @@
-"""A store's parts, found and opened: config, storage, log, catalog, chunks. Without torch, so that
-queries start fast.
+"""How does one process open a store: config, storage, log, catalog, chunks?
 
-A store exists when its `ckptstore.json` does; it is created exclusively, so of two processes that
-make one store at once, one makes it and the other opens it.
+Imports no torch, so that queries start fast.
 """
 
 import logging
 import os
-import stat
 from collections.abc import Mapping
 from contextlib import suppress
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ckptstore.core.config import CHUNK_BYTES, StoreConfig, check_chunk_bytes, check_codec
-from ckptstore.core.ids import CONFIG_KEY, StoreId, new_session_id, new_store_id, parse_chunk_id
+from ckptstore.core.ids import StoreId, parse_chunk_id
 from ckptstore.core.model import Schema
 from ckptstore.core.paths import (
     is_network_filesystem,
@@ -25,7 +21,6 @@ from ckptstore.core.paths import (
 )
 from ckptstore.errors import (
     CkptStoreError,
-    Conflict,
     Corrupt,
     InvalidInput,
     NotFound,
@@ -33,15 +28,13 @@ from ckptstore.errors import (
     Unavailable,
 )
 from ckptstore.index.catalog_sqlite import open_catalog
-from ckptstore.index.open_log import database_log, open_log_place
+from ckptstore.index.open_log import open_log_place
 from ckptstore.index.queries import Queries
 from ckptstore.log.entries import Position, check_follows, decode_entry
 from ckptstore.log.log import Log
-from ckptstore.objects.config import decode_config, encode_config
-from ckptstore.repository.not_a_store import instead_of_store
+from ckptstore.repository.init_store import place_text, read_config
 from ckptstore.storage.contract import Storage
 from ckptstore.storage.registry import open_storage
-from ckptstore.storage.reserve import ensure_reserve
 
 if TYPE_CHECKING:
     from ckptstore.index.catalog import Catalog
@@ -54,75 +47,6 @@ CATALOG_NAME = "catalog.sqlite"
 CHUNKS_NAME = "chunks.lmdb"
 STATE_NAME = "state"
 READ_CACHE_NAME = "read"
-
-
-def place_text(place: str | os.PathLike[str]) -> str:
-    """The text of a path or URL. Raises `InvalidInput` for what is neither, or what no file can be
-    called."""
-    try:
-        text = os.fspath(place)
-        if isinstance(text, str) and text and b"\0" not in os.fsencode(text):
-            return text
-    except (TypeError, UnicodeEncodeError) as error:
-        raise InvalidInput(
-            f"{place!r:.80} is no place of a store: wanted a path or a URL"
-        ) from error
-    raise InvalidInput(f"{place!r:.80} is no place of a store: wanted a path or a URL")
-
-
-def init_store(
-    place: str | os.PathLike[str],
-    *,
-    chunk_bytes: int = CHUNK_BYTES,
-    codec: str = "raw",
-    private: bool = False,
-    as_private_as: Path | None = None,
-    storage_options: dict[str, Any] | None = None,
-    index: str | None = None,
-) -> StoreConfig:
-    """Make an empty store at `place`, with its log in the database at `index` if that is given. A
-    `private` one is its owner's alone, and so is all that anybody ever makes in it; one in a
-    directory that is `as_private_as` another directory has no more rights than that.
-
-    Raises `Conflict` if there is one already, `InvalidInput` for a directory that holds something
-    else or a bucket whose server ignores conditional writes, `ReadOnly` or `Unavailable` if it
-    cannot be written.
-    """
-    config = StoreConfig(new_store_id(), check_chunk_bytes(chunk_bytes), check_codec(codec))
-    storage = open_storage(place_text(place), storage_options=storage_options)
-    try:
-        if not _is_store(storage):
-            _refuse_foreign(storage)
-            if private:
-                _make_private(storage, 0o700)
-            elif as_private_as is not None and storage.durable_root is not None:
-                _make_private(storage, *_rights_and_group(as_private_as))
-            if _create(storage, config, index):
-                return decode_config(storage.read(CONFIG_KEY), storage.url)
-        raise Conflict(f"{storage.url} is a store already; open it, or choose another directory")
-    finally:
-        storage.close()
-
-
-def _create(storage: Storage, config: StoreConfig, index: str | None) -> bool:
-    """Whether it was this call that made the store."""
-    log = database_log(index, config.store, storage) if index else None
-    if log is None:
-        refuse_careless(storage)
-    else:
-        config = config.moved(log.make(), config.generation)
-    data = encode_config(config)
-    try:
-        # False may be the answer to a repeated request that met its own object.
-        created = storage.put_new(CONFIG_KEY, data) or storage.read(CONFIG_KEY) == data
-        if log is not None and not created:
-            log.drop()
-    finally:
-        if log is not None:
-            log.database.close()
-    if created:
-        ensure_reserve(storage)
-    return created
 
 
 class StoreHandle:
@@ -148,7 +72,7 @@ class StoreHandle:
         self.url = self.storage.url
         # What opens the same store the same way elsewhere: a URL may have options, and secrets,
         # which `url` for people has not.
-        self.place = os.fspath(place) if self.storage.durable_root is None else self.url
+        self.place = os.fspath(place) if self.storage.capabilities.local_root is None else self.url
         self.config = read_config(self.storage)
         self.read_only = read_only
         self._closed = self._has_its_end = False
@@ -183,9 +107,9 @@ class StoreHandle:
         self._has_its_end = True
 
     def _check_in_place(self) -> None:
-        """A directory that was moved away is not to be made again, by a commit that would be all it
-        holds."""
-        if self.storage.durable_root is None:
+        """Refuse a directory that was moved away: the next commit would create it again, with
+        that commit alone."""
+        if self.storage.capabilities.local_root is None:
             return
         if self.log.state.n:
             self.log.check_head()
@@ -196,13 +120,13 @@ class StoreHandle:
             )
 
     def _lost_end(self) -> str | None:
-        """What is to be said of a log that ends before entries which continue it, and which a
-        catalog beside it has; else None.
+        """The error text for a log that ends before entries that the catalog beside it has; else
+        None.
 
-        A catalog elsewhere on this host says nothing: it may be of another copy of this store,
-        which went on.
+        A catalog elsewhere on this host proves nothing: it may belong to a newer copy of this
+        store.
         """
-        root = self.storage.durable_root
+        root = self.storage.capabilities.local_root
         if self.database is not None or root is None or self.index_directory != root / "index":
             return None
         catalog = open_catalog(self.index_directory / CATALOG_NAME, self.config.store)
@@ -228,14 +152,14 @@ class StoreHandle:
         )
 
     def _memory(self) -> Path | None:
-        """Where this host keeps the log's state: for a bucket, whose log takes a request an entry
-        to read, and for a database."""
-        slow = self.storage.durable_root is None or self.database is not None
+        """Where this host caches the log's state: only for a database, and for storage with slow
+        requests."""
+        slow = self.storage.capabilities.slow_requests or self.database is not None
         return self.index_directory / STATE_NAME if slow else None
 
     @cached_property
     def index_directory(self) -> Path:
-        """Where this host keeps its indexes."""
+        """Where this host keeps the store's indexes."""
         return index_directory(self.storage, self.config.store, read_only=self.read_only)
 
     @cached_property
@@ -247,7 +171,7 @@ class StoreHandle:
         from ckptstore.storage.read_cache import ReadCache
 
         chunks = ChunkIndex.open(self.index_directory / CHUNKS_NAME, self.config.store)
-        cached = self._read_cache_bytes > 0 and self.storage.durable_root is None
+        cached = self._read_cache_bytes > 0 and self.storage.capabilities.slow_requests
         cache = (
             ReadCache(self.index_directory / READ_CACHE_NAME, self._read_cache_bytes)
             if cached
@@ -263,7 +187,7 @@ class StoreHandle:
 
     @cached_property
     def catalog(self) -> "Catalog | PostgresCatalog":
-        """The catalog, for folding; queries go through `queries`."""
+        """The catalog, for folding; queries use `queries`."""
         if self.database is not None:
             from ckptstore.index.postgres import PostgresCatalog
 
@@ -273,18 +197,17 @@ class StoreHandle:
         return Catalog.open(self.index_directory / CATALOG_NAME, self.config.store)
 
     def warm(self) -> None:
-        """Open the indexes and bring them up to the log now, so that the first commit does not pay
-        for it."""
+        """Open the indexes and bring them up to date with the log, so that the first commit does
+        not pay for it."""
         self.objects.sync(self.log.replay())
         self.follow()
 
     def queries(self) -> Queries:
         """The catalog's read side, as of the head of the log.
 
-        A catalog that is there and up to date is read without SQLAlchemy. One that cannot be
-        brought up to date, because it is locked or its disk is full, is replaced by one in memory
-        for this call; one that turns out to be damaged is made anew. One in PostgreSQL is always as
-        the log is.
+        An up-to-date catalog is read without SQLAlchemy. If a catalog cannot be updated, because
+        it is locked or its disk is full, this call uses one in memory. A damaged catalog is
+        rebuilt. One in PostgreSQL always matches the log.
         """
         if self.database is not None:
             self.follow()
@@ -313,19 +236,18 @@ class StoreHandle:
         return self._fold_in_memory()
 
     def _made_anew(self, error: Corrupt) -> Queries:
-        """A catalog is derived, so its damage is no one's loss: begin again with an empty one and
-        fold the log."""
+        """Rebuild a damaged catalog from the log; it is derived, so nothing is lost."""
         logger.warning("the catalog of %s is made anew: %s", self.url, error)
         self.catalog.reset()
         return self._queries_at_head()
 
     def follow(self, schemas: Mapping[str, Schema] | None = None) -> None:
-        """Fold into the catalog what the log has beyond it. `schemas` are at hand, by chunk id in
-        hex; others are read from the store.
+        """Fold new log entries into the catalog. `schemas` are known ones by chunk id in hex;
+        others are read from the store.
 
-        Raises `Corrupt` only for a log that is damaged or has lost its end: a catalog that does not
-        belong to it is made anew, one that cannot be written stays behind, and so does any when
-        storage does not answer. What was appended to the log stays acknowledged.
+        Raises `Corrupt` only if the log is damaged or has lost its end. A catalog that does not
+        belong to the log is rebuilt. One that cannot be written, or any while storage is
+        unavailable, stays behind. Log entries stay acknowledged.
         """
         try:
             try:
@@ -351,8 +273,8 @@ class StoreHandle:
     def _add_schemas(
         self, catalog: "Catalog | PostgresCatalog", at_hand: Mapping[str, Schema]
     ) -> None:
-        """The leaves of schemas that commits name. One that cannot be read has none in the catalog;
-        `fsck` reports it."""
+        """Add the leaves of the schemas that commits name. An unreadable schema has no leaves in
+        the catalog; `fsck` reports it."""
         from ckptstore.objects.schema import decode_schema
 
         for schema_id in catalog.missing_schemas():
@@ -371,16 +293,16 @@ class StoreHandle:
         return catalog.queries()
 
     def _is_head(self, position: Position) -> bool:
-        """Whether nothing follows `position` in the log, and the log has it. Raises `Corrupt` if an
-        entry is missing right behind it."""
+        """Whether `position` is the head of the log. Raises `Corrupt` if the entry right after
+        it is missing."""
         if self.log.head_after(position.n + 1):
             self.log.check_no_gap(position.n)
             return False
         return not self.log.head_after(position.n) and self.log.has(position)
 
     def close(self) -> None:
-        """Close what was opened; idempotent. What was checked out can still be read, and nothing
-        can be written."""
+        """Close everything that was opened; idempotent. Open snapshots can still be read, but
+        nothing can be written."""
         self._closed = True
         for name in ("objects", "catalog"):
             if name in self.__dict__:
@@ -392,10 +314,13 @@ class StoreHandle:
 
 
 def index_directory(storage: Storage, store: StoreId, *, read_only: bool) -> Path:
-    """Where this host keeps the indexes of `store`: in it if it is on a local disk that may be
-    written to, else in a local cache directory, under the store's id; there, too, if the store's
-    path is no Unicode, which LMDB does not open."""
-    root = storage.durable_root
+    """Where this host keeps the indexes of `store`.
+
+    In the store itself if that is a writable local disk, else in a local cache directory, under
+    the store's id. A store whose path is not Unicode uses the cache directory too, because LMDB
+    cannot open such a path.
+    """
+    root = storage.capabilities.local_root
     if (
         root is not None
         and not read_only
@@ -415,110 +340,10 @@ def _is_unicode(path: Path) -> bool:
 
 
 def _like(root: Path | None, directory: Path) -> Path:
-    """`directory`, made with no more rights than the store at `root`: the index tells what is in
-    it."""
+    """`directory`, created with no more permissions than the store at `root`, because an index
+    reveals the content."""
     if root is not None:
         with suppress(OSError):
             make_directories(directory.parent)
             directory.mkdir(mode=rights(root), exist_ok=True)
     return directory
-
-
-def _make_private(storage: Storage, most: int, group: int | None = None) -> None:
-    """Make the store's directory no more than `most` before anything lies in it: whatever is made
-    there has no more rights than it (`rights`). Rights for a `group` are for no other one."""
-    root = storage.durable_root
-    if root is None:
-        raise InvalidInput(
-            f"{storage.url} is no directory: who may read it is for the bucket's policy to say; "
-            "leave private out"
-        )
-    new = [directory for directory in (root, *root.parents) if not directory.exists()]
-    try:
-        root.mkdir(mode=most, parents=True, exist_ok=True)
-        status = root.stat()
-        if group not in (None, status.st_gid):
-            most &= 0o707 | (most & 0o007) << 3
-        root.chmod(stat.S_IMODE(status.st_mode) & (~0o777 | most) | 0o700)
-        for directory in new:
-            fd = os.open(directory.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-            try:
-                os.fsync(fd)
-            finally:
-                os.close(fd)
-    except OSError as error:
-        raise ReadOnly(
-            f"cannot make {root} private: {error.strerror}; get the right to write there"
-        ) from error
-
-
-def _rights_and_group(directory: Path) -> tuple[int, int | None]:
-    try:
-        return rights(directory), os.stat(directory).st_gid
-    except OSError as error:
-        raise Unavailable(
-            f"cannot look at {directory}: {error.strerror}; see to the storage, then repeat"
-        ) from error
-
-
-def read_config(storage: Storage) -> StoreConfig:
-    """What `ckptstore.json` says. Raises `NotFound` where there is no store, `Corrupt`,
-    `InvalidInput`."""
-    try:
-        data = storage.read(CONFIG_KEY)
-    except NotFound as error:
-        _is_store(storage)
-        raise NotFound(f"no store at {storage.url}: {instead_of_store(storage)}") from error
-    return decode_config(data, storage.url)
-
-
-def _is_store(storage: Storage) -> bool:
-    """Whether there is a store. Raises `Corrupt` for one that lost its `ckptstore.json`: a new one
-    there would bury its commits."""
-    if storage.size(CONFIG_KEY) is not None:
-        return True
-    if next(storage.list("log/"), None):
-        raise Corrupt(
-            f"{storage.url} has a log and no {CONFIG_KEY}: it was a store and lost that file; "
-            "`ckptstore repair` writes it again"
-        )
-    return False
-
-
-def refuse_careless(storage: Storage) -> None:
-    """Raise `InvalidInput` for a bucket that cannot hold a log.
-
-    Some servers take a conditional write for a plain one: two writers would overwrite each other's
-    log entries.
-    """
-    if storage.durable_root is not None:
-        return
-    key = f"tmp/{new_session_id()}-probe"
-    storage.put_new(key, b"first")
-    try:
-        if not storage.put_new(key, b"second") and storage.read(key) == b"first":
-            return
-    finally:
-        storage.delete(key)
-    raise InvalidInput(
-        f"the server of {storage.url} ignores conditional writes (If-None-Match: *), so several "
-        "writers could lose each other's commits; "
-        f'keep the log in PostgreSQL: index="postgresql+psycopg://…", or use another server'
-    )
-
-
-def _refuse_foreign(storage: Storage) -> None:
-    root = storage.durable_root
-    if root is None or not root.exists():
-        return
-    if not root.is_dir():
-        raise InvalidInput(f"{root} is a file; wanted a directory, or a path where one can be made")
-    # A configuration that is there by now is another process's, and the exclusive create will say
-    # so.
-    ours = {CONFIG_KEY, "packs", "commits", "log", "sessions", "index", "tmp", "reserve"}
-    foreign = sorted(entry.name for entry in root.iterdir() if entry.name not in ours)
-    if foreign:
-        raise InvalidInput(
-            f"{root} is no store and holds {len(foreign)} other entries "
-            f"({', '.join(foreign[:3])}…); choose an empty or a new directory"
-        )

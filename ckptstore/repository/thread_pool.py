@@ -1,7 +1,7 @@
-"""Threads that take work from one queue; the first failure stops them all and reaches the caller.
+"""Which threads hash, encode, read and write?
 
-Hashing, zstd, `pwrite` and `preadv` release the GIL, so threads scale as long as a piece of work is
-large.
+They take work from one queue; the first failure stops them all and reaches the caller. Hashing,
+zstd, `pwrite` and `preadv` release the GIL, so threads scale if each piece of work is large.
 """
 
 import mmap
@@ -28,15 +28,14 @@ NO_MEMORY = memoryview(b"")
 
 
 class Scratch:
-    """Memory that threads work in, each in its own: aligned as disks want it, and kept for the next
-    piece of work, since fresh memory costs as much as a copy into it. Threads share it without a
-    lock."""
+    """Page-aligned buffers for threads, one owner at a time, kept for reuse: fresh memory costs
+    as much as a copy into it. Needs no lock."""
 
     def __init__(self) -> None:
         self._free: list[memoryview] = []
 
     def take(self, nbytes: int) -> memoryview:
-        """At least `nbytes`, from the beginning of a page on; of no certain content."""
+        """A page-aligned buffer of at least `nbytes` with undefined content."""
         with suppress(IndexError):
             while True:
                 found = self._free.pop()
@@ -48,14 +47,14 @@ class Scratch:
         return memoryview(memory)
 
     def give(self, memory: memoryview) -> None:
-        """Let the next one have it: nobody may refer to it any more."""
+        """Return a buffer to the pool. The caller must drop every reference to it."""
         if len(memory):
             self._free.append(memory)
 
 
 class ThreadPool:
-    """A pool that lives as long as its store, made when it is first needed and made anew after a
-    fork; `aside`, one of low priority."""
+    """The threads of one store, started when first needed, and again after a fork. With `aside`
+    they have low priority."""
 
     def __init__(self, count: int, *, aside: bool = False) -> None:
         self.count = count
@@ -68,8 +67,8 @@ class ThreadPool:
     def spread(
         self, task: Callable[[T], object], items: Sequence[T], *, max_workers: int | None = None
     ) -> None:
-        """Call `task` for every item, in no order, on at most `max_workers` threads. One item runs
-        on the calling thread, and so does all with one hand."""
+        """Call `task` for every item, in any order, on at most `max_workers` threads. A single
+        item, or a single worker, runs on the calling thread."""
         if len(items) < 2 or max_workers == 1:
             for item in items:
                 task(item)
@@ -83,11 +82,10 @@ class ThreadPool:
         self.together([work] * min(max_workers or self.count, self.count, len(items)), shared.stop)
 
     def together(self, works: Sequence[Callable[[], object]], stop: Callable[[], None]) -> None:
-        """Run `works` side by side, the last of them on the calling thread. On a failure call
-        `stop`, wait for the others, and raise the first.
+        """Run `works` in parallel, the last one on the calling thread.
 
-        Works are long-lived and must not wait for each other: there may be fewer threads than
-        works, and none but the calling one.
+        On a failure call `stop`, wait for the others, and raise the first error. Works must not
+        wait for each other: there may be fewer threads than works, or only the calling one.
         """
         pool = self._alive()
         futures = [pool.submit(_stopping(work, stop)) for work in works[:-1]]
@@ -103,7 +101,7 @@ class ThreadPool:
             future.result()
 
     def submit(self, work: Callable[[], T]) -> "Future[T]":
-        """Start `work` beside whatever else runs. Where no thread can be had, it has run when this
+        """Start `work` in the background. If no thread can be started, it runs before this
         returns."""
         return self._alive().submit(work)
 
@@ -125,9 +123,12 @@ class ThreadPool:
 
 
 def step_aside(process: int | None = None) -> None:
-    """Lower the priority of the calling thread against the main thread of `process` (this one by
-    default), for good: what was lowered cannot be raised again without rights. Threads and
-    processes inherit it, so that a thread may have stepped aside by birth."""
+    """Lower the priority of the calling thread below the main thread of `process`, by default
+    this one.
+
+    The change is permanent: raising it again needs privileges. Threads and processes inherit it,
+    so a thread may have it from its start.
+    """
     with suppress(OSError):  # a sandbox that forbids it
         ahead = os.getpriority(os.PRIO_PROCESS, process or os.getpid())
         os.setpriority(
@@ -136,16 +137,18 @@ def step_aside(process: int | None = None) -> None:
 
 
 def step_aside_of_parent() -> None:
-    """The same for a process that leads a session, before it starts threads. Where Linux groups
-    processes by session (autogroup, sched(7)), it shares processors among sessions first, and the
-    priority of a thread counts within its own only."""
+    """Lower the priority of a process that leads a session, before it starts threads.
+
+    With autogroup (sched(7)), Linux shares processors among sessions first, and a thread's
+    priority counts only within its session.
+    """
     step_aside(os.getppid())
     with suppress(OSError):  # Linux does not group, or there is no /proc
         Path("/proc/self/autogroup").write_text(str(ASIDE_NICE), encoding="ascii")
 
 
 class _Shared(Iterable[T]):
-    """Items that several threads take from, until they are gone or `stop` was called."""
+    """A queue of items for several threads, until it is empty or `stop` is called."""
 
     def __init__(self, items: Iterable[T]) -> None:
         self._items = iter(items)

@@ -178,7 +178,7 @@ class Reader:
     def __init__(self, config: StoreConfig, objects: ObjectStore, threads: ThreadPool) -> None:
         self._objects, self.threads = objects, threads
         self.chunk_bytes = config.chunk_bytes
-        self.remote = objects.storage.durable_root is None
+        self.remote = objects.storage.capabilities.slow_requests
         # Both never change, so what was read lately is at hand for the next look at the same
         # commit.
         self.document = lru_cache(RECENT)(self._document)

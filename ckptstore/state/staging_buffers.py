@@ -20,6 +20,7 @@ from typing import NamedTuple, Protocol
 from weakref import finalize
 
 from ckptstore.core.config import MIN_STAGING_BYTES
+from ckptstore.core.host_memory import free_bytes
 from ckptstore.errors import Unavailable
 from ckptstore.state.leaf_sources import NotCopied
 
@@ -75,7 +76,7 @@ class CopyProgress:
                 raise self._failed[task]
 
 
-_SHARE_OF_AVAILABLE = 0.5
+_SHARE_OF_FREE = 0.5
 
 
 class Buffer:
@@ -263,34 +264,9 @@ def _no_memory(nbytes: int, error: OSError) -> Unavailable:
     )
 
 
-def default_budget() -> int:
-    """Half of the memory that is available now, to this machine and to this control group."""
-    return max(
-        int(_SHARE_OF_AVAILABLE * min(_available_on_host(), _available_in_group())),
-        MIN_STAGING_BYTES,
-    )
-
-
-def _available_on_host() -> int:
-    with suppress(OSError, ValueError, IndexError):
-        for line in Path("/proc/meminfo").read_text().splitlines():
-            if line.startswith("MemAvailable:"):
-                return int(line.split()[1]) * 1024
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-
-
-def _available_in_group() -> float:
-    """By version 2 of control groups, as far as the process sees its own; page cache that can go
-    counts as available."""
-    with suppress(OSError, ValueError):
-        folder = Path("/sys/fs/cgroup")
-        limit = (folder / "memory.max").read_text().strip()
-        if limit != "max":
-            statistics = dict(
-                line.split() for line in (folder / "memory.stat").read_text().splitlines()
-            )
-            used = int((folder / "memory.current").read_text()) - int(
-                statistics.get("inactive_file", 0)
-            )
-            return max(int(limit) - used, 0)
-    return float("inf")
+def default_budget(root: Path = Path("/")) -> int:
+    """Half of the host memory that is free now, by the probe of `core.host_memory`."""
+    free = free_bytes(root)
+    if free is None:
+        free = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return max(int(_SHARE_OF_FREE * free), MIN_STAGING_BYTES)

@@ -1,78 +1,94 @@
-"""What a place for objects can do, whether it is a local disk or a bucket.
+"""What does every storage offer, whether it is a local disk or a bucket?
 
-An object has a key, a path relative to the store's root with `/` between its parts. Everything
-durable in a store is put in its place by one of three methods, and each of them shows readers the
-whole object or none of it: `put`, `put_new`, `Writer.finish`.
+An object has a key: a path relative to the store's root, with `/` between its parts. `put`,
+`put_new` and `Writer.finish` create durable objects; readers see the whole object or nothing.
 
-A finished object is never replaced: packs, twins, documents and log entries get their name by an
-exclusive create, so that what went wrong above storage cannot change bytes that were acknowledged.
-`put` is for what changes by design: sessions, the configuration, caches.
+A finished object is never replaced. Packs, twins, documents and log entries get their names by
+an exclusive create, so that a fault above storage cannot change acknowledged bytes. `put` is for
+objects that change by design: sessions, the configuration, caches.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
+from ckptstore.core.config import PACK_BYTES_REMOTE
 from ckptstore.core.ids import SessionId
 from ckptstore.errors import Conflict, InvalidInput
 
 
+@dataclass(frozen=True, slots=True)
+class Capabilities:
+    """What callers may assume about a storage beyond the methods of `Storage`."""
+
+    local_root: Path | None = None
+    """The directory that holds the objects as files: they can be mapped, linked and given
+    permissions. None if objects are not files of this host."""
+    slow_requests: bool = True
+    """Each request is a network round trip: caches, batches and read-ahead pay off."""
+    exclusive_create: bool = False
+    """`put_new` is atomic on every server of this kind. If not, it must be tried before use."""
+    can_fill_up: bool = False
+    """Space is bounded, so the store keeps a reserve for the log entries of a deletion."""
+    pack_bytes: int = PACK_BYTES_REMOTE
+    """The size of pack that new data is written to."""
+
+
 class Writer(Protocol):
-    """A large object being written from front to back, by one thread at a time; readers see it
-    after `finish`."""
+    """A large object written from front to back by one thread at a time; readers see it after
+    `finish`."""
 
     def append(self, buffers: Sequence[memoryview]) -> None:
-        """Write `buffers` one behind the other where the last call ended. They are the caller's
-        again on return."""
+        """Write `buffers` after the bytes of the last call. The caller may reuse them on return."""
 
     def finish(self) -> bool:
         """Make the bytes durable and give the object its name; the name is durable after
         `Storage.sync_dirs`.
 
-        True if the object is this writer's: on failure of what it is for, the caller may delete it.
-        False if an object with the same bytes has the name, which may be this one by an attempt
-        whose answer was lost, or another writer's. Raises `Conflict` if the name is taken
-        otherwise; what has it stays as it is. After any other failure, `Unavailable`, the object is
-        discarded: after a failed fsync nobody knows what was written.
+        Returns True if this writer created the object: if its purpose fails later, the caller
+        may delete it. Returns False if an object with the same bytes has the name: this writer's
+        own, if an earlier answer was lost, or another writer's. Raises `Conflict` if the name is
+        taken by other bytes, which stay. After `Unavailable`, any other failure, the object is
+        discarded: after a failed fsync its content is unknown.
         """
 
     def discard(self) -> None:
-        """Forget the object. May be called again and after a failed `finish`; does nothing after a
+        """Delete the object. May be repeated, also after a failed `finish`; does nothing after a
         successful one."""
 
 
 class OpenFile(Protocol):
-    """A file that stays open as long as this is referred to."""
+    """A file that stays open while this object is referenced."""
 
     fd: int
 
 
 class Storage(Protocol):
-    """Objects by key. Safe for threads, and for use in the child after a fork.
+    """Objects by key. Thread-safe, and usable in a forked child.
 
-    Raises `NotFound` for an absent object, `Unavailable` when storage does not answer or is full,
-    `ReadOnly` where writing is not allowed, `Corrupt` for an object that is shorter than it was
-    said to be, `InvalidInput` for a key that leaves the root.
+    Raises `NotFound` for an absent object, `Unavailable` if storage does not answer or is full,
+    `ReadOnly` if writing is not allowed, `Corrupt` for an object shorter than expected,
+    `InvalidInput` for a key outside the root.
     """
 
     url: str
-    durable_root: Path | None
-    """The root as a local path; None for a bucket."""
+    capabilities: Capabilities
 
     def read(self, key: str, start: int = 0, stop: int | None = None) -> bytes:
-        """The bytes `start:stop` of the object as it is now, as many of them as there are."""
+        """The bytes `start:stop` of the object, or fewer at its end."""
 
     def read_into(self, key: str, offset: int, buffers: Sequence[memoryview]) -> None:
-        """Fill `buffers`, one behind the other, from `offset` on; only for objects that never
-        change (they may be held open)."""
+        """Fill `buffers` in order from `offset` on. Only for objects that never change: they may
+        be held open."""
 
     def open_file(self, key: str) -> OpenFile:
-        """An object that never changes, as an open file: to be mapped. Raises `InvalidInput` where
-        objects are no files of this host."""
+        """An object that never changes, as an open file to map. Raises `InvalidInput` without a
+        `local_root`."""
 
     def will_need(self, key: str, offset: int, nbytes: int) -> None:
-        """A hint that these bytes will be read soon. Never raises: the read itself says what is
-        wrong."""
+        """A hint that these bytes will be read soon. Never raises; the read itself reports
+        errors."""
 
     def read_tail(self, key: str, nbytes: int) -> tuple[bytes, int]:
         """The last `nbytes` of the object, or all of a shorter one, and the object's size."""
@@ -81,43 +97,46 @@ class Storage(Protocol):
         """The object's size in bytes, None if it is absent."""
 
     def put(self, key: str, data: bytes | memoryview, *, durable: bool = True) -> None:
-        """Create or replace an object atomically; unless `durable`, a power cut may bring the old
-        one back or leave it empty."""
+        """Create or replace an object atomically. Unless `durable`, a power cut may restore the
+        old object or leave it empty."""
 
     def put_new(self, key: str, data: bytes | memoryview) -> bool:
-        """Create an object atomically and durably, unless there is one: then False, and nothing
-        changes.
+        """Create an object atomically and durably. Returns False, and changes nothing, if the
+        name is taken.
 
-        After `Unavailable` the object may exist or not, and only reading it tells; after `NoSpace`
-        it does not.
+        After `Unavailable` the object may exist; only a read can tell. After `NoSpace` it does
+        not.
         """
 
     def create(
         self, key: str, *, session: SessionId, unbuffered: bool = False, aside: bool = False
     ) -> Writer:
-        """A writer for a large object; what a crash leaves behind is named after `session`. A
-        `unbuffered` one does without a buffer where it can, at the cost of processor time. One that
-        works `aside` should take little from others, even if it takes longer."""
+        """A writer for a large object; the remains of a crash carry the name of `session`.
+
+        An `unbuffered` writer avoids buffers where possible and uses more processor time. A
+        writer with `aside` yields resources to others, even if it takes longer.
+        """
 
     def sync_dirs(self, keys: Iterable[str]) -> None:
-        """Make the names of finished objects durable, each directory once."""
+        """Make the names of finished objects durable, each directory once. Does nothing in a
+        bucket."""
 
     def delete(self, key: str) -> None:
-        """Remove an object; an absent one is fine."""
+        """Delete an object; no error if it is absent."""
 
     def list(self, prefix: str) -> Iterator[tuple[str, int]]:
-        """Keys that begin with `prefix` and their sizes, sorted by key; symbolic links are neither
-        listed nor followed."""
+        """Keys that begin with `prefix`, with their sizes, sorted by key. Symbolic links are
+        neither listed nor followed."""
 
     def close(self) -> None:
-        """Give back what is held open; the backend may not be used afterwards."""
+        """Release open files; the storage must not be used afterwards."""
 
 
 def put_finished(storage: Storage, key: str, data: bytes) -> bool:
-    """Create a small object that is never replaced; durable on return. The value is that of
+    """Create a small durable object that is never replaced. Returns the value of
     `Writer.finish`.
 
-    Raises `Conflict` if other bytes have that name.
+    Raises `Conflict` if other bytes have the name.
     """
     if storage.put_new(key, data):
         return True
@@ -127,7 +146,7 @@ def put_finished(storage: Storage, key: str, data: bytes) -> bool:
 
 
 def name_taken(key: str, url: str) -> Conflict:
-    """What to raise where a finished object would be replaced."""
+    """The error for an attempt to replace a finished object."""
     return Conflict(
         f"{key} in {url} is finished and is never replaced: another writer has taken that name "
         "with other bytes, which stay; "
@@ -136,8 +155,8 @@ def name_taken(key: str, url: str) -> Conflict:
 
 
 def as_bytes(buffer: memoryview) -> memoryview:
-    """The same memory as single bytes in one dimension. Cast only where it has to be: that costs,
-    and buffers may be many."""
+    """The same memory as one dimension of bytes. Casts only if needed, because casts of many
+    buffers are slow."""
     return buffer if buffer.ndim == 1 and buffer.itemsize == 1 else buffer.cast("B")
 
 

@@ -1,11 +1,9 @@
-"""How a file that is written from front to back gets its bytes: through the page cache, or the bulk
-of large ones past it.
+"""How does a sequentially written file bypass the page cache?
 
-What is written through the page cache pushes out what others have there, and costs a copy. Past it,
-whole blocks go from aligned memory straight to the disk (`O_DIRECT`, open(2)) from `DIRECT_FROM`
-on: bytes that lie in whole blocks from where they are, others by way of a buffer. What is left at
-the end, less than a block, goes through the page cache again. Where the filesystem refuses,
-everything does (docs/decisions/007 and 029).
+Writes through the page cache evict other data and cost a copy. From `DIRECT_FROM` on, whole
+blocks go from aligned memory straight to the disk (`O_DIRECT`, open(2)); unaligned bytes are
+copied to a buffer first. The rest at the end, less than a block, goes through the page cache,
+and so does everything where the filesystem refuses (docs/decisions/007 and 029).
 """
 
 import errno
@@ -28,10 +26,10 @@ WriteAll: TypeAlias = Callable[[int, Sequence[memoryview]], None]
 
 
 class GrowingFile:
-    """Appends to the file behind `fd`, which is empty and open for writing. One thread at a time.
+    """Appends to the empty file behind `fd`, by one thread at a time.
 
-    `write_all` moves the bytes; `OSError`s are the caller's to explain. With `direct=False` the
-    page cache takes everything.
+    `write_all` writes the bytes; the caller handles `OSError`. With `direct=False` everything
+    goes through the page cache.
     """
 
     def __init__(self, fd: int, write_all: WriteAll, *, direct: bool) -> None:
@@ -46,11 +44,11 @@ class GrowingFile:
 
     @property
     def direct(self) -> bool:
-        """Whether bytes go past the page cache now."""
+        """Whether writes bypass the page cache now."""
         return self._aligned is not None
 
     def append(self, buffers: Sequence[memoryview]) -> None:
-        """Add `buffers`, which are the caller's again on return; copies of up to `BUFFER_BYTES`
+        """Add `buffers`, which the caller may reuse on return. Copies of up to `BUFFER_BYTES`
         wait for the next call or `finish`."""
         rest = [buffer.cast("B") for buffer in buffers if buffer.nbytes]
         if self._aligned is None and self._may_go_direct and self._offset >= DIRECT_FROM:
@@ -64,7 +62,7 @@ class GrowingFile:
                 self._write_queue(self._aligned)
 
     def finish(self) -> None:
-        """Write what waits."""
+        """Write the buffered bytes."""
         if self._aligned is not None:
             self._write_queue(self._aligned)
             tail = self._aligned[: self._filled]
@@ -73,7 +71,7 @@ class GrowingFile:
             self._write([tail])
 
     def _go_direct(self, buffers: list[memoryview]) -> list[memoryview]:
-        """Complete the last block through the page cache; returns what is left of `buffers`."""
+        """Complete the last block through the page cache; returns the rest of `buffers`."""
         head, rest = _cut(buffers, -self._offset % BLOCK_BYTES)
         self._write(head)
         if self._offset % BLOCK_BYTES == 0:
@@ -93,7 +91,7 @@ class GrowingFile:
                 data = self._copy(aligned, data)
 
     def _copy(self, aligned: memoryview, data: memoryview) -> memoryview:
-        """Copy as much of `data` as there is room for; returns the rest."""
+        """Copy as much of `data` as fits; returns the rest."""
         import numpy as np  # here, because queries do not wait for it
 
         n = min(len(data), BUFFER_BYTES - self._filled)
@@ -109,7 +107,7 @@ class GrowingFile:
         return data[n:]
 
     def _write_queue(self, aligned: memoryview) -> None:
-        """Write all but the last block where that is not whole: it waits at the front of
+        """Write the queue, except an incomplete last block, which moves to the front of
         `aligned`."""
         whole = self._filled // BLOCK_BYTES * BLOCK_BYTES
         blocks = [*self._queue, aligned[self._queued : whole]]
@@ -132,7 +130,7 @@ class GrowingFile:
 
 
 def _in_blocks(data: memoryview) -> int:
-    """How many bytes of `data` lie in whole blocks of memory, from its beginning on."""
+    """The number of leading bytes of `data` that form whole, aligned blocks of memory."""
     import numpy as np
 
     address = np.frombuffer(data, np.uint8).__array_interface__["data"][0]
@@ -140,7 +138,7 @@ def _in_blocks(data: memoryview) -> int:
 
 
 def _set_direct(fd: int, on: bool) -> bool:
-    """Whether the filesystem took it."""
+    """Whether the filesystem accepted it."""
     flag = getattr(os, "O_DIRECT", 0)
     flags = fcntl.fcntl(fd, fcntl.F_GETFL)
     try:
@@ -151,7 +149,7 @@ def _set_direct(fd: int, on: bool) -> bool:
 
 
 def _cut(buffers: Sequence[memoryview], nbytes: int) -> tuple[list[memoryview], list[memoryview]]:
-    """The first `nbytes` of `buffers`, or all of fewer, and the rest."""
+    """The first `nbytes` of `buffers`, or all if there are fewer, and the rest."""
     head: list[memoryview] = []
     rest: list[memoryview] = []
     for buffer in buffers:

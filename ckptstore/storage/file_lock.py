@@ -1,7 +1,7 @@
-"""Turns between the processes of one host: `flock` on a file, given up after a time.
+"""How do processes of one host take turns?
 
-The lock goes with the process that holds it. It protects indexes, which can be made again, and
-never the store.
+By `flock` on a file, with a timeout. The lock ends with its process. It protects indexes, which
+can be rebuilt, and never the store.
 """
 
 import fcntl
@@ -18,10 +18,10 @@ _POLL_S = 0.005
 
 @contextmanager
 def file_lock(path: Path, *, timeout_s: float, exclusive: bool = True) -> Iterator[bool]:
-    """Hold the lock within the block. Gives False when it could not be had, at once if `path`
-    cannot be written.
+    """Hold the lock within the block. Yields False after the timeout, or at once if `path`
+    cannot be opened.
 
-    A thread that holds it and asks again waits for itself.
+    Not reentrant: a thread that holds the lock and asks again waits for itself.
     """
     try:
         fd = os.open(

@@ -1,19 +1,18 @@
-"""Objects in memory, or in a bucket that is not S3, through fsspec.
+"""How do objects get into memory, or into a bucket other than S3, through fsspec?
 
-An object store shows an object whole and durably once its upload is acknowledged, so there is
-nothing to fsync and nothing temporary.
+An object store shows an object whole and durably once its upload is acknowledged, so no fsync
+and no temporary names are needed.
 """
 
 import threading
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
-from pathlib import Path
 from typing import Any
 
 from ckptstore.core.ids import SessionId, new_session_id
 from ckptstore.core.redaction import redact, secrets_of, without
 from ckptstore.errors import CkptStoreError, Corrupt, InvalidInput, NotFound, ReadOnly, Unavailable
-from ckptstore.storage.contract import OpenFile, check_key, put_finished
+from ckptstore.storage.contract import Capabilities, OpenFile, check_key, put_finished
 from ckptstore.storage.limits import check_size, largest
 
 _EXCLUSIVE = ("memory", "gs", "gcs", "az", "abfs", "abfss")
@@ -29,8 +28,8 @@ _memory_lock = threading.Lock()
 
 
 class FsspecStorage:
-    """See `Backend`. A writer keeps its object in memory until `finish`, so packs are best kept
-    small (64 MiB)."""
+    """`Storage` through fsspec. A writer keeps its object in memory until `finish`, so packs
+    should be small (64 MiB)."""
 
     def __init__(
         self, url: str, *, read_only: bool = False, storage_options: dict[str, Any] | None = None
@@ -51,7 +50,7 @@ class FsspecStorage:
             self._fs, root = fsspec.core.url_to_fs(url, use_listings_cache=False, **options)
         except ImportError as error:
             raise InvalidInput(f"cannot open {self.url}: {error}") from error
-        self.durable_root: Path | None = None
+        self.capabilities = Capabilities()
         self._root = root.rstrip("/")
         self._read_only = read_only
         self._tried_out = scheme == "memory"
@@ -93,7 +92,7 @@ class FsspecStorage:
         )
 
     def will_need(self, key: str, offset: int, nbytes: int) -> None:
-        """Nothing: requests run side by side as it is."""
+        """Does nothing: requests already run in parallel."""
 
     def read_tail(self, key: str, nbytes: int) -> tuple[bytes, int]:
         size = self.size(key)
@@ -119,8 +118,8 @@ class FsspecStorage:
             raise self._failure(error, "write", key, data) from error
 
     def put_new(self, key: str, data: bytes | memoryview) -> bool:
-        """As in `Backend`. A repeated request may meet its own object and answer False: who needs
-        to know reads the object."""
+        """See `Storage`. A repeated request may find its own object and return False; read the
+        object to be sure."""
         self._check_writable(key)
         if not self._tried_out:
             self._try_out()
@@ -179,7 +178,7 @@ class FsspecStorage:
                     raise
 
     def close(self) -> None:
-        """fsspec shares its connections among all who use them, so they stay open."""
+        """Does nothing: fsspec shares its connections among all users."""
 
     def _path(self, key: str) -> str:
         return f"{self._root}/{check_key(key)}"
@@ -189,8 +188,8 @@ class FsspecStorage:
             self._fs.pipe_file(self._path(key), data, mode="create")
 
     def _try_out(self) -> None:
-        """Raise `InvalidInput` if what must create an object overwrites one: on this host, log
-        entries would be lost."""
+        """Raise `InvalidInput` if an exclusive create overwrites an object: log entries would be
+        lost."""
         key = f"tmp/{new_session_id()}-probe"
         self.put(key, b"first")
         try:
@@ -218,8 +217,8 @@ class FsspecStorage:
     def _failure(
         self, error: Exception, verb: str, key: str, data: bytes | memoryview = b""
     ) -> CkptStoreError:
-        """What `error` means to the caller. Each library behind fsspec has its own errors, and what
-        is not known here may pass."""
+        """Translate `error`. Each library behind fsspec has its own errors; an unknown one
+        counts as temporary."""
         if isinstance(error, CkptStoreError):
             return error
         said = without(str(error), self._secrets)
@@ -234,7 +233,7 @@ class FsspecStorage:
 
 
 class FsspecWriter:
-    """See `Writer`."""
+    """`Writer` into memory; `finish` uploads."""
 
     def __init__(self, storage: FsspecStorage, key: str) -> None:
         self._storage = storage
@@ -242,7 +241,7 @@ class FsspecWriter:
         self._data = bytearray()
 
     def append(self, buffers: Sequence[memoryview]) -> None:
-        """Nothing is sent before the object is whole."""
+        """Copy the bytes; nothing is sent before the object is complete."""
         for buffer in buffers:
             self._data += buffer.cast("B")
 

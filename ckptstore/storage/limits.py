@@ -1,5 +1,7 @@
-"""The largest size of each kind of object that is read whole: a larger one is refused before it is
-read (docs/format.md §10)."""
+"""How large may each kind of object be that is read whole?
+
+A larger object is refused before it is read (docs/format.md §10).
+"""
 
 from ckptstore.core.config import MIB
 from ckptstore.core.ids import CONFIG_KEY
@@ -28,13 +30,13 @@ _BY_PREFIX = (
 
 
 def largest(key: str) -> int | None:
-    """How many bytes the object at `key` has at most; None for one that is read in ranges, which
-    its footer bounds."""
+    """The size limit of the object at `key` in bytes; None for one that is read in ranges,
+    within bounds from its footer."""
     return next((limit for prefix, limit in _BY_PREFIX if key.startswith(prefix)), None)
 
 
 def check_size(key: str, nbytes: int, where: str) -> None:
-    """Raises `Corrupt` for an object that is larger than anything that a ckptstore writes there."""
+    """Raise `Corrupt` for an object larger than any that ckptstore writes under that key."""
     limit = largest(key)
     if limit is not None and nbytes > limit:
         raise Corrupt(

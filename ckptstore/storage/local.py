@@ -1,9 +1,9 @@
-"""Objects as files under a directory, durable against a power cut.
+"""How do objects lie as files in a local directory, safe against power cuts?
 
-Invariants: a file gets its final name only after its bytes were fsynced, and never that of a
-finished object; a name counts as durable only after its directory was fsynced, and the directories
-above it were once by this process; no symbolic link is ever opened. Nothing in a store may be read
-or written by somebody who may not do the same to the store's directory.
+Invariants: A file gets its final name only after its bytes were fsynced, and never the name of a
+finished object. A name counts as durable only after its directory was fsynced; this process
+fsyncs the directories above once. No symbolic link is ever opened. Objects get no more
+permissions than the store's directory.
 """
 
 import os
@@ -15,10 +15,11 @@ from pathlib import Path
 from stat import S_ISREG
 from typing import TypeVar
 
+from ckptstore.core.config import PACK_BYTES_LOCAL
 from ckptstore.core.ids import SessionId, new_session_id
 from ckptstore.core.paths import rights
 from ckptstore.errors import CkptStoreError, Corrupt, NoSpace, ReadOnly, Unavailable
-from ckptstore.storage.contract import check_key
+from ckptstore.storage.contract import Capabilities, check_key
 from ckptstore.storage.limits import check_size
 from ckptstore.storage.local_files import (
     LOST,
@@ -41,8 +42,8 @@ T = TypeVar("T")
 
 
 class LocalStorage:
-    """See `Backend`. Temporary files lie in `tmp/` under the root, so that a rename stays within
-    one filesystem."""
+    """`Storage` on a local disk. Temporary files lie in `tmp/` below the root, so that a rename
+    stays within one filesystem."""
 
     def __init__(
         self,
@@ -52,8 +53,15 @@ class LocalStorage:
         fsync: bool = True,
         direct_io: bool | None = None,
     ) -> None:
-        self.durable_root: Path | None = Path(root).absolute()
-        self.url = str(self.durable_root)
+        directory = Path(root).absolute()
+        self.url = str(directory)
+        self.capabilities = Capabilities(
+            local_root=directory,
+            slow_requests=False,
+            exclusive_create=True,
+            can_fill_up=True,
+            pack_bytes=PACK_BYTES_LOCAL,
+        )
         self._read_only = read_only
         self._fsync = fsync
         self._direct_io = direct_io
@@ -163,12 +171,12 @@ class LocalStorage:
         self.forget_open_files()
 
     def forget_open_files(self) -> None:
-        """Open objects anew from here on: one was replaced or deleted."""
+        """Reopen objects from now on, because one was replaced or deleted."""
         self._opened.cache_clear()
 
     def _reading(self, key: str, file: Descriptor, action: Callable[[int], T]) -> T:
-        """`action` with the descriptor of an object. A disk that fails is asked once more, for a
-        cable may have been at fault."""
+        """Call `action` with the descriptor of an object. A failing disk is asked once more,
+        because a bad cable may be the cause."""
         try:
             return action(file.fd)
         except OSError as error:
@@ -251,8 +259,8 @@ class LocalStorage:
                 yield key, size
 
     def _listed(self, key: str, entry: os.DirEntry[str]) -> int | None:
-        """The size of a file. None for what is none, and for one deleted since; what another
-        process deletes may be listed or not."""
+        """The size of a file; None if it is no regular file or was just deleted. A concurrent
+        deletion may or may not be seen."""
         try:
             return listed_bytes(entry) if entry.is_file(follow_symlinks=False) else None
         except FileNotFoundError:

@@ -1,11 +1,7 @@
-"""The files of a store on a local disk: opened without following links, read and written whole, and
-what their failures mean.
+"""How are files and directories of a local store opened, read, created and synced?
 
-The directories of a store on a local disk: made when something is to be put in them, and made
-durable.
-
-A name counts as durable only after its directory was fsynced, and the directories above it were
-once by this process.
+Files are opened without following links. A name counts as durable only after its directory was
+fsynced; this process fsyncs the directories above once.
 """
 
 import errno
@@ -32,7 +28,7 @@ _READ = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY
 
 
 class Descriptor:
-    """A file descriptor that is closed when the last reference to it goes."""
+    """A file descriptor that closes with its last reference."""
 
     __slots__ = ("fd",)
 
@@ -47,8 +43,8 @@ class Descriptor:
 
 
 def open_object(root: str, key: str) -> Descriptor:
-    """The regular file at `key`, open. Raises `Corrupt` for whatever else lies there: links,
-    directories, FIFOs, sockets, devices."""
+    """The regular file at `key`, open. Raises `Corrupt` for links, directories, FIFOs, sockets
+    and devices."""
     try:
         file = Descriptor(os.open(f"{root}/{check_key(key)}", _READ))
         mode = os.fstat(file.fd).st_mode
@@ -73,7 +69,7 @@ def _kind_of(mode: int) -> str:
 
 
 def listed_bytes(entry: os.DirEntry[str]) -> int:
-    """The size of a file; 0 where its inode is damaged, since its name counts all the same."""
+    """The size of a file; 0 if its inode is damaged, since its name still counts."""
     try:
         return entry.stat(follow_symlinks=False).st_size
     except OSError as error:
@@ -83,8 +79,8 @@ def listed_bytes(entry: os.DirEntry[str]) -> int:
 
 
 def is_cached(fd: int, offset: int) -> bool:
-    """Whether the page cache has the byte at `offset`: to announce what is there already costs as
-    much as a tenth of reading it."""
+    """Whether the page cache has the byte at `offset`. Announcing cached bytes costs a tenth of
+    reading them."""
     try:
         return os.preadv(fd, (bytearray(1),), offset, getattr(os, "RWF_NOWAIT", 0)) == 1
     except OSError:
@@ -123,8 +119,7 @@ def transfer(
 
 
 def unreadable(error: OSError, key: str, root: str) -> CkptStoreError:
-    """What a failed read means: what a disk cannot give back is damage like any other, unless a
-    network lies in between."""
+    """Translate a failed read. Unreadable bytes count as damage, except on a network filesystem."""
     if error.errno not in LOST or is_network_filesystem(Path(root)):
         return failure(error, "read", key, root)
     return Corrupt(
@@ -136,7 +131,7 @@ def unreadable(error: OSError, key: str, root: str) -> CkptStoreError:
 def failure(
     error: OSError, verb: str, key: str, root: str, *, writing: bool = False, nbytes: int = 0
 ) -> CkptStoreError:
-    """What `error` means to the caller."""
+    """Translate `error` into an error of this package."""
     what = f"cannot {verb} {key} in {root}: {error.strerror}"
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         return NoSpace(
@@ -166,8 +161,8 @@ T = TypeVar("T")
 
 
 class Directories:
-    """Those below `root` and, until it exists, above it; with `fsync=False` nothing is made
-    durable."""
+    """The directories below `root`, and above it until it exists. With `fsync=False` nothing is
+    made durable."""
 
     def __init__(self, root: str, *, fsync: bool) -> None:
         self.root = root
@@ -175,7 +170,8 @@ class Directories:
         self._anchored: set[str] = set()
 
     def having(self, path: str, action: Callable[[], T]) -> T:
-        """`action`, and again after making the directories above `path` if they are missing."""
+        """Run `action`; if the directories above `path` are missing, create them and run it
+        again."""
         try:
             return action()
         except FileNotFoundError:
@@ -183,13 +179,13 @@ class Directories:
             return action()
 
     def sync(self, directory: str) -> None:
-        """Make the names in `directory` durable, its own among them."""
+        """Make the names in `directory` durable, and its own name."""
         self._sync_names(directory)
         self._anchor(directory)
 
     def _make(self, path: str) -> None:
-        """The store's own directories become durable with what is put in them, those above it at
-        once."""
+        """Create directories. Those of the store become durable with the objects in them, those
+        above it at once."""
         try:
             self._make_below(path)
         except FileExistsError:
@@ -211,7 +207,7 @@ class Directories:
 
     def _anchor(self, directory: str) -> None:
         """Make the names of `directory` and of those above it durable, once: another process may
-        have made them just now."""
+        just have created them."""
         if directory != self.root and directory not in self._anchored:
             parent = os.path.dirname(directory)
             self._sync_names(parent)

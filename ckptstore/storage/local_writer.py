@@ -1,8 +1,7 @@
-"""A file of a store on a local disk while it is written: it gets its final name only after its
-bytes were fsynced.
+"""How is a local file written so that its name appears only after its bytes are durable?
 
-A new object gets its name by link(2), which never replaces and which every filesystem with hard
-links has; rename(2) replaces.
+A new object gets its name by link(2), which never replaces a file and works on every filesystem
+with hard links; rename(2) replaces.
 """
 
 import os
@@ -22,11 +21,10 @@ _WRITE_BACK_BYTES = 32 * MIB
 
 
 class LocalWriter:
-    """See `Writer`. The bytes go to `temporary`, which is open for writing as `fd`, and will be
-    `key` in `directories`.
+    """`Writer` of a local file. The bytes go to `temporary`, open as `fd`, which becomes `key`
+    in `directories`.
 
-    Without `durable` nothing is fsynced. With `direct_io` the bulk of a large file goes past the
-    page cache.
+    Without `durable` nothing is fsynced. With `direct_io` a large file bypasses the page cache.
     """
 
     def __init__(
@@ -41,8 +39,8 @@ class LocalWriter:
         replace: bool,
         named: Callable[[], None],
     ) -> None:
-        """`named` is called when the object has its name, which another one may have had. A
-        finished one is replaced only if `replace`."""
+        """`named` is called once the object has its name, which may have replaced another
+        object. `replace` allows replacing a finished one."""
         self._directories = directories
         self._key = key
         self._path = f"{directories.root}/{key}"
@@ -76,8 +74,8 @@ class LocalWriter:
         return True
 
     def link(self) -> bool:
-        """Like `finish`, but False if there is an object of that name. `discard` afterwards in
-        either case."""
+        """Like `finish`, but returns False if an object has that name. Call `discard` afterwards
+        in either case."""
         try:
             self._seal()
             return self._link()
@@ -112,8 +110,7 @@ class LocalWriter:
         self._written = offset + sum(len(buffer) for buffer in buffers)
 
     def _write_back(self) -> None:
-        """Let the disk begin with what the page cache holds of the file; advice that promises
-        nothing and raises nothing."""
+        """Advise the disk to start writing the file's cached pages. Promises and raises nothing."""
         if self._durable and not self._file.direct:
             _sync_file_range()(
                 self._fd, self._sent, self._written - self._sent, _SYNC_FILE_RANGE_WRITE
@@ -137,8 +134,8 @@ class LocalWriter:
 
 @cache
 def _sync_file_range() -> Callable[[int, int, int, int], int]:
-    """glibc's function; where there is none, one that does nothing. Its errors are left to the
-    fsync that follows."""
+    """glibc's function, or a function that does nothing. Its errors are left to the fsync that
+    follows."""
     # Imported here because queries never write.
     import ctypes
 

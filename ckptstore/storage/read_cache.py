@@ -1,10 +1,9 @@
-"""Chunks that were read from a bucket, kept on this host's disk up to a number of bytes.
+"""Which chunks of a bucket does this host's disk cache, and how are they evicted?
 
-A chunk is a file named by its id, so what the file holds can be told from its name: it is compared
-on every read, and a file that was cut, flipped or never finished is no hit and goes. Files appear
-whole, by a rename, and a reader that has one open keeps it, so processes share a cache without a
-lock; only eviction takes turns. Nothing is ever synced: a cache that a power cut spoils is verified
-like any other.
+Each chunk is a file named by its id, so every read verifies it; a truncated, damaged or
+incomplete file is a miss and is removed. Files appear whole, by a rename, and a reader keeps its
+open file, so processes share a cache without a lock; only eviction takes turns. Nothing is
+synced: verification also catches the damage of a power cut.
 """
 
 import logging
@@ -37,7 +36,7 @@ _logger = logging.getLogger("ckptstore")
 
 
 class _File(NamedTuple):
-    """A file of the cache; what was used longest ago sorts first."""
+    """A file of the cache; the least recently used sorts first."""
 
     used_s: float
     bytes: int
@@ -45,10 +44,10 @@ class _File(NamedTuple):
 
 
 class ReadCache:
-    """The cache in `directory`, which is made if need be, for this user alone. Threads and
+    """The cache in `directory`, which is created for this user alone if needed. Threads and
     processes may share it.
 
-    All processes together keep at most `limit_bytes` and a sixteenth of that for each of them.
+    All processes together keep at most `limit_bytes`, plus a sixteenth of that per process.
     """
 
     def __init__(self, directory: Path, limit_bytes: int) -> None:
@@ -60,8 +59,8 @@ class ReadCache:
         self._given_up = False
 
     def read_into(self, chunk: ChunkId, out: memoryview) -> bool:
-        """Whether the cache has `chunk`, whose bytes are then in `out`; otherwise what is in `out`
-        means nothing."""
+        """Whether the cache has `chunk`; its bytes are then in `out`. Otherwise the content of
+        `out` is undefined."""
         path = self._path(chunk)
         try:
             fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
@@ -81,7 +80,7 @@ class ReadCache:
         return False
 
     def put(self, chunk: ChunkId, data: memoryview) -> None:
-        """Keep `data`, which is what `chunk` says. What cannot be written is not kept."""
+        """Keep `data`, the bytes of `chunk`. A failed write is ignored."""
         if self._given_up or data.nbytes > self._limit_bytes // LARGEST_SHARE:
             return
         path = self._path(chunk)
@@ -136,8 +135,8 @@ class ReadCache:
         )
 
     def _evict(self) -> bool:
-        """Count what is there, and let the oldest go if that is too much. False if somebody else is
-        at it, who does it for us."""
+        """Remove the oldest files if the cache is too large. False if another process is
+        evicting already."""
         if not self._evicting.acquire(blocking=False):
             return False
         try:
@@ -151,7 +150,7 @@ class ReadCache:
             self._evicting.release()
 
     def _release(self, files: list[_File]) -> int:
-        """Remove the files used longest ago until few enough bytes are left; how many those are."""
+        """Remove the least recently used files until the rest fits; returns the remaining bytes."""
         total = sum(file.bytes for file in files)
         wanted = total if total <= self._limit_bytes else int(self._limit_bytes * EVICT_TO)
         for file in files:
@@ -173,7 +172,7 @@ class ReadCache:
 
 
 def _filled(fd: int, out: memoryview) -> bool:
-    """Whether the file is as long as `out`, which it then fills."""
+    """Whether the file is as long as `out`; if so, fills it."""
     if os.fstat(fd).st_size != out.nbytes:
         return False
     rest = out.cast("B") if out.nbytes else out

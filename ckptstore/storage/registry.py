@@ -1,4 +1,4 @@
-"""Which storage a URL names."""
+"""Which storage does a URL name?"""
 
 import os
 from pathlib import Path
@@ -17,13 +17,14 @@ def open_storage(
     fsync: bool = True,
     direct_io: bool | None = None,
 ) -> Storage:
-    """The backend for `url`: a path or `file://` for a local directory, else what fsspec knows
-    (`s3://…`, `gs://…`, `memory://…`).
+    """The storage for `url`: a path or `file://` for a local directory, `s3://`, or another URL
+    that fsspec knows.
 
-    Nothing is created and nothing looked up; `~` is the user's home. `fsync=False` gives up
-    durability on a local disk, for tests and scratch stores. With `direct_io`, the bulk of large
-    objects is written past a local disk's page cache; with None, of those that are written aside.
-    `storage_options` go to fsspec. Raises `InvalidInput` for what is neither a path nor a URL.
+    Creates nothing and looks nothing up; `~` is the user's home. `fsync=False` gives up
+    durability on a local disk, for tests and scratch stores. `direct_io` makes large objects
+    bypass a local disk's page cache; None does so only for writers with `aside`.
+    `storage_options` go to fsspec. Raises `InvalidInput` for text that is neither a path nor a
+    URL.
     """
     text = str(url)
     check_path(text)

@@ -1,8 +1,7 @@
-"""How a completely full disk can still be freed: a file of a mebibyte that is given up for the log
-entries which say what may go.
+"""How can a store on a full disk still be freed?
 
-Deleting needs log entries first. Where not even those fit, the reserve is deleted, and made again
-once there is room.
+A deletion needs log entries first. The reserve, a file of one mebibyte, is deleted to make room
+for them, and created again once there is space.
 """
 
 import secrets
@@ -20,12 +19,12 @@ PROBE_BYTES = 256 << 10
 
 
 def ensure_reserve(storage: Storage) -> None:
-    """Make the store's reserve, or as much of it as fits: what a forget gave up and hardly used
-    must be there for the gc that follows.
+    """Create the store's reserve, or as much of it as fits: a gc that follows a forget needs it
+    again.
 
-    Its bytes are random, lest a filesystem compress them away. A bucket needs none.
+    Its bytes are random, so that no filesystem compresses them away.
     """
-    if storage.durable_root is None:
+    if not storage.capabilities.can_fill_up:
         return
     try:
         there = storage.size(RESERVE_KEY) or 0
@@ -40,9 +39,9 @@ def ensure_reserve(storage: Storage) -> None:
 
 
 def is_full(storage: Storage) -> bool:
-    """Whether a few log entries would not fit, by trying: quotas and inodes count as well as
-    blocks."""
-    if storage.durable_root is None:
+    """Whether a few log entries would not fit. Found by writing them, because quotas and inodes
+    count as well as blocks."""
+    if not storage.capabilities.can_fill_up:
         return False
     try:
         probe = storage.create("tmp/probe", session=new_session_id())
@@ -57,10 +56,9 @@ def is_full(storage: Storage) -> bool:
 
 @contextmanager
 def room(storage: Storage) -> Iterator[bool]:
-    """Within, log entries can be written although the disk is full, and it is: then the value is
-    True.
+    """Make room for log entries within the block. The value is True if the disk was full.
 
-    Afterwards the reserve is made (again) if it can be.
+    Afterwards the reserve is created again if possible.
     """
     full = is_full(storage)
     if full:

@@ -1,12 +1,11 @@
-"""Objects in a bucket, through s3fs's client: ranged reads straight into the reader's memory,
-parallel uploads, conditional puts.
+"""How do objects lie in an S3 bucket: ranged reads, parallel uploads, conditional puts?
 
-With `client=obstore`, as an option or as `s3://BUCKET/PATH?client=obstore`, obstore moves the
-bytes.
+s3fs's client moves the bytes; with `client=obstore`, as an option or as
+`s3://BUCKET/PATH?client=obstore`, obstore does.
 
-A bucket shows an object whole and durably once its upload is acknowledged, so there is nothing to
-fsync. An upload that was never completed shows up as a temporary file, `tmp/<session>-…`, and
-deleting that aborts it: gc treats both alike.
+A bucket shows an object whole and durably once its upload is acknowledged, so no fsync is
+needed. An incomplete upload is listed as a temporary file, `tmp/<session>-…`, and deleting that
+aborts it: gc treats both alike.
 """
 
 import io
@@ -14,13 +13,12 @@ import re
 import threading
 from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from ckptstore.core.ids import SessionId
 from ckptstore.core.redaction import redact
 from ckptstore.errors import Corrupt, InvalidInput, NotFound, ReadOnly
-from ckptstore.storage.contract import OpenFile, as_bytes, check_key
+from ckptstore.storage.contract import Capabilities, OpenFile, as_bytes, check_key
 from ckptstore.storage.limits import check_size
 from ckptstore.storage.s3_obstore import Obstore, ObstoreReads, ObstoreWriter
 from ckptstore.storage.s3_requests import Requests, is_status
@@ -34,7 +32,7 @@ _NOBODY = "0" * 24
 
 
 class S3Storage:
-    """See `Backend`."""
+    """`Storage` in an S3 bucket."""
 
     def __init__(
         self, url: str, *, read_only: bool = False, storage_options: dict[str, Any] | None = None
@@ -51,7 +49,7 @@ class S3Storage:
                 "storage_options"
             )
         self.url = url.rstrip("/")
-        self.durable_root: Path | None = None
+        self.capabilities = Capabilities()
         self._prefix = f"{root}/" if root else ""
         self._read_only = read_only
         self._requests = Requests(self.url, options)
@@ -92,7 +90,7 @@ class S3Storage:
         )
 
     def will_need(self, key: str, offset: int, nbytes: int) -> None:
-        """Nothing: requests run side by side as it is."""
+        """Does nothing: requests already run in parallel."""
 
     def read_tail(self, key: str, nbytes: int) -> tuple[bytes, int]:
         path = self._path(key)
@@ -123,8 +121,8 @@ class S3Storage:
             self._put(path, key, bytes(view))
 
     def put_new(self, key: str, data: bytes | memoryview) -> bool:
-        """As in `Backend`. A repeated request may meet its own object and answer False: who needs
-        to know reads the object."""
+        """See `Storage`. A repeated request may find its own object and return False; read the
+        object to be sure."""
         path = self._path(key)
         self._check_writable(key)
         body = bytes(data)
@@ -182,7 +180,7 @@ class S3Storage:
         return self._objects(prefix)
 
     def close(self) -> None:
-        """s3fs shares its connections among all who use them, so they stay open."""
+        """Does nothing: s3fs shares its connections among all users."""
 
     def _objects(self, prefix: str) -> Iterator[tuple[str, int]]:
         position: dict[str, str] = {}
@@ -205,7 +203,7 @@ class S3Storage:
             position = {"ContinuationToken": page["NextContinuationToken"]}
 
     def _uploads(self) -> Iterator[tuple[str, int]]:
-        """Uploads that were begun and neither completed nor aborted, by names under `tmp/`."""
+        """Uploads neither completed nor aborted, by their names under `tmp/`."""
         keys: list[str] = []
         position: dict[str, str] = {}
         while True:
@@ -255,7 +253,7 @@ class S3Storage:
 
 
 def _client(query: str, otherwise: str) -> str:
-    """The client that a URL asks for behind its `?`, or the other one."""
+    """The client named in the URL's query, else the other argument."""
     given = dict(each.partition("=")[::2] for each in query.split("&")) if query else {}
     if unknown := sorted(
         given.keys() - {"client"}
@@ -284,14 +282,14 @@ async def _exists(client: Any, bucket: str, path: str) -> bool:
 
 
 def _name_of(path: str, upload: str) -> str:
-    """The name under `tmp/` of an upload, from which it can be found again."""
+    """The name under `tmp/` that identifies an upload."""
     found = _SESSION_OF.fullmatch(f"/{path}")
     both = f"{path}\0{upload}".encode().hex()
     return f"{_UPLOADS}{found['session'] if found else _NOBODY}-{both}"
 
 
 def _upload_of(key: str) -> tuple[str, str] | None:
-    """Path and id of the upload that `key` names, if it names one."""
+    """Path and id of the upload that `key` names, if any."""
     if not key.startswith(_UPLOADS):
         return None
     try:

@@ -1,20 +1,16 @@
-"""How the bytes of objects come out of S3 through obstore: for less processor time than s3fs takes
-(docs/decisions/028-…).
+"""How does obstore read and write S3 objects?
 
-obstore is told what s3fs's client found out: the endpoint, the region, the credentials. For reads
-its own retries are off, since `Requests` repeats what may pass. What it fails at is asked once more
-through s3fs's client within the same attempt, whose answer says what is wrong in words that are
-known here. Its threads do not survive a fork, so a forked child reads through s3fs.
+It takes less processor time than s3fs (docs/decisions/028-…). obstore gets the endpoint, the
+region and the credentials from s3fs's client. For reads its own retries are off, because
+`Requests` repeats temporary failures. A failed request is sent once more through s3fs's client
+within the same attempt, because its errors are known here. obstore's threads do not survive a
+fork, so a forked child reads through s3fs.
 
-How a large object gets into S3 through obstore, which uploads parts by itself and repeats what
-fails (docs/decisions/028-…).
-
-obstore can say `If-None-Match: *` for an object of one part. It cannot where it completes an upload
-of parts: the name is looked up just before, and two writers that complete at the same moment may
-still replace one another.
-
-So this is the second of the two places that repeat a request; none is repeated in both. What
-obstore began and did not complete, it cannot abort: s3fs's client does.
+For writes, obstore uploads the parts and repeats failed ones itself: this is the second of two
+places that repeat a request, and no request is repeated in both. obstore supports
+`If-None-Match: *` for an object of one part. When it completes an upload of parts, the name is
+looked up just before, and two writers that complete at the same moment may still replace one
+another. obstore cannot abort an upload; s3fs's client does.
 """
 
 import io
@@ -56,11 +52,11 @@ T = TypeVar("T")
 
 
 class Obstore:
-    """obstore's view of one bucket, made when it is first needed."""
+    """obstore's client of one bucket, created when first needed."""
 
     def __init__(self, bucket: str, options: dict[str, Any], requests: Requests) -> None:
-        """`options` are those for s3fs, and `requests` those that go through it. Raises
-        `InvalidInput` where obstore is not installed."""
+        """`options` are those for s3fs, and `requests` sends requests through s3fs. Raises
+        `InvalidInput` if obstore is not installed."""
         try:
             import obstore
         except ImportError as error:
@@ -80,7 +76,7 @@ class Obstore:
 
     @property
     def usable(self) -> bool:
-        """Whether this process is the one that obstore's threads live in."""
+        """Whether this process owns obstore's threads."""
         global _runtime_pid
         _runtime_pid = _runtime_pid or os.getpid()
         return _runtime_pid == os.getpid()
@@ -128,7 +124,7 @@ class Obstore:
 
 
 class ObstoreReads:
-    """See `S3Reads`."""
+    """`S3Reads` through obstore."""
 
     def __init__(self, obstore: Obstore) -> None:
         self._obstore = obstore
@@ -203,7 +199,7 @@ class ObstoreReads:
 
 
 def _provider(credentials: Any) -> "Callable[[], Awaitable[S3Credential]]":
-    """What obstore asks for credentials: those that botocore has, and renews."""
+    """A credential provider for obstore that returns, and renews, botocore's credentials."""
 
     async def provide() -> "S3Credential":
         found = await credentials.get_frozen_credentials()
@@ -223,7 +219,7 @@ def _provider(credentials: Any) -> "Callable[[], Awaitable[S3Credential]]":
 
 
 def _trust(verify: bool | str | None) -> "ClientConfig":
-    """Whom to believe over TLS, said as botocore is told."""
+    """The TLS options, as botocore has them."""
     if verify is False:
         return {"allow_invalid_certificates": True}
     return {"root_certificate": Path(verify).read_bytes()} if isinstance(verify, str) else {}
@@ -234,7 +230,7 @@ _PARTS_IN_FLIGHT = 4
 
 
 class ObstoreWriter(S3Writer):
-    """See `Writer`. An object of at most one part is put whole."""
+    """`Writer` through obstore. An object of at most one part is put whole."""
 
     def __init__(
         self,
@@ -268,8 +264,8 @@ class ObstoreWriter(S3Writer):
                 self._requests.run(self._abort, self._what("abort"), writing=True)
 
     def _send(self) -> None:
-        """Hand the part that was filled to obstore, which may wait until an earlier one has
-        arrived, and begin the next one."""
+        """Pass the filled part to obstore, which may wait for an earlier one, and begin the next
+        part."""
         part, self._part = self._part.getvalue(), io.BytesIO()
 
         async def send(client: Any) -> None:

@@ -1,12 +1,10 @@
-"""One request to S3 and what becomes of it: repeated in one place until a deadline, its failures
-told in our errors.
+"""How is one S3 request repeated until a deadline, and how are its failures translated?
 
-s3fs finds credentials and makes the client; its own retries are not used and botocore's are
-switched off, since layers of retries multiply: three of botocore's times five of s3fs's keep a
-caller waiting for minutes. Here a request is repeated for as long as its deadline allows, no single
-attempt gets more than half of what is left, and once a deadline has passed in vain the next
-requests get a short one until an answer comes, so that a caller who cleans up behind a failure does
-not wait again for every object.
+s3fs finds credentials and creates the client. Its retries are unused and botocore's are off,
+because layers of retries multiply: three times five attempts keep a caller waiting for minutes.
+A request is repeated until its deadline; no attempt gets more than half of the remaining time.
+After a missed deadline, the next requests get a short one until an answer arrives, so that
+cleaning up after a failure does not wait for each object.
 """
 
 import asyncio
@@ -59,7 +57,7 @@ Request = Callable[[Any], Awaitable[T]]
 
 
 class Requests:
-    """Requests of one backend. Threads may share it; a forked child gets a client of its own."""
+    """The requests of one storage. Thread-safe; a forked child gets its own client."""
 
     def __init__(self, url: str, options: dict[str, Any]) -> None:
         given = dict(options)
@@ -76,15 +74,15 @@ class Requests:
     def run(
         self, request: Request[T], what: str, *, writing: bool = False, once: bool = False
     ) -> T:
-        """The answer to `request`; `what` says what it is for. One that repeats what fails by
-        itself is sent `once`.
+        """The answer to `request`; `what` describes it in errors. A request that repeats itself
+        is sent `once`.
 
         Raises `NotFound`, `ReadOnly`, `InvalidInput` or `Unavailable`.
         """
         return self.result(self.start(request, once=once), what, writing=writing)
 
     def start(self, request: Request[T], *, once: bool = False) -> "Future[T]":
-        """Begin with `request` and go on at once."""
+        """Start `request` without waiting."""
         loop, client = self._connected()
         deadline = time.monotonic() + (
             min(SHORT_DEADLINE_S, self._deadline_s) if self._in_vain else self._deadline_s
@@ -165,7 +163,7 @@ class Requests:
         self._file_system, self._loop, self._pid = fs, fs.loop, os.getpid()
 
     def _failure(self, error: Exception, what: str, writing: bool) -> CkptStoreError:
-        """What `error` means to the caller."""
+        """Translate `error` into an error of this package."""
         status, code = _answer(error)
         said = without(str(error).partition("\n")[0] or type(error).__name__, self._secrets)
         told = f"cannot {what} in {self._url}: {said}"
@@ -196,7 +194,7 @@ def is_status(error: BaseException, *statuses: int) -> bool:
 
 
 def _answer(error: BaseException) -> tuple[int, str]:
-    """Status and code of the server's answer, (0, "") where there was none."""
+    """Status and code of the server's answer, (0, "") if there was none."""
     if status := _OBSTORE_STATUS.get(type(error).__name__):
         return status, ""
     response = getattr(error, "response", None)
@@ -208,7 +206,7 @@ def _answer(error: BaseException) -> tuple[int, str]:
 
 
 def _may_pass(error: Exception) -> bool:
-    """Whether the same request may succeed if it is repeated."""
+    """Whether a repeated request may succeed."""
     from aiohttp import ClientError as BrokenTransfer
     from botocore.exceptions import ConnectionError as NotConnected
     from botocore.exceptions import FlexibleChecksumError, HTTPClientError, IncompleteReadError
@@ -228,8 +226,8 @@ def _may_pass(error: Exception) -> bool:
 
 
 def _with_limits(options: dict[str, Any], deadline_s: float) -> dict[str, Any]:
-    """`options` for s3fs with our time limits, and without botocore's retries; what the caller set
-    besides stays."""
+    """`options` for s3fs with our time limits and without botocore's retries; the caller's
+    settings stay."""
     config = {
         "connect_timeout": min(CONNECT_TIMEOUT_S, deadline_s),
         "read_timeout": min(READ_TIMEOUT_S, deadline_s),

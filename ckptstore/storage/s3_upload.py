@@ -1,14 +1,13 @@
-"""How a large object gets into S3: parts of 8 MiB, several on their way at once while the next is
-filled.
+"""How does s3fs's client move the bytes of S3 objects?
 
-A finished object is never replaced: the request that gives it its name says `If-None-Match: *`.
-Each object carries its writer's mark as metadata, by which a writer whose answer was lost knows its
-own object. Some servers ignore that condition where an upload of parts is completed, so the name is
-looked up just before: there, two writers that complete at the same moment may still replace one
-another.
+Uploads have parts of 8 MiB, several in flight while the next is filled. Reads fetch an object
+whole, a range straight into the reader's memory, or the tail.
 
-How the bytes of objects come out of S3: whole, a range straight into the reader's memory, or the
-tail.
+A finished object is never replaced: the request that creates it says `If-None-Match: *`. Each
+object carries its writer's mark as metadata, so a writer whose answer was lost recognizes its
+own object. Some servers ignore the condition when an upload of parts is completed, so the name
+is looked up just before; there, two writers that complete at the same moment may still replace
+one another.
 """
 
 import io
@@ -40,7 +39,7 @@ was lost."""
 
 
 class S3Writer:
-    """See `Writer`. An object of at most one part is put whole."""
+    """`Writer` into S3. An object of at most one part is put whole."""
 
     def __init__(
         self,
@@ -97,7 +96,7 @@ class S3Writer:
                 )
 
     def _send(self) -> None:
-        """Let the part that was filled go, and begin the next one."""
+        """Send the filled part and begin the next one."""
         if self._upload is None:
             what = self._what("begin the upload of")
             created = self._requests.run(
@@ -125,7 +124,7 @@ class S3Writer:
         self._sent.append(future)
 
     def _put(self) -> bool:
-        """Put an object of one part. False if another one has the name."""
+        """Put an object of one part. False if another object has the name."""
         body = self._part.getvalue()
 
         async def put(client: Any) -> bool:
@@ -142,7 +141,7 @@ class S3Writer:
         return self._requests.run(put, self._what("write"), writing=True)
 
     def _complete(self) -> bool:
-        """Send the last part and make an object of all. False if another one has the name."""
+        """Send the last part and complete the upload. False if another object has the name."""
         self._send()
         what = self._what("upload")
         tags = [self._requests.result(future, what, writing=True) for future in self._sent]
@@ -205,8 +204,8 @@ SizeCheck: TypeAlias = Callable[[int], None]
 
 
 class S3Reads(Protocol):
-    """Reads for one bucket, each a single attempt within `Requests.run`, whose client each of them
-    gets."""
+    """Reads of one bucket, each a single attempt within `Requests.run`, which supplies the
+    client."""
 
     async def read(
         self, client: Any, path: str, start: int, stop: int | None, check: SizeCheck | None = None
@@ -222,7 +221,7 @@ class S3Reads(Protocol):
 
 
 class ClientReads:
-    """Through s3fs's client."""
+    """`S3Reads` through s3fs's client."""
 
     def __init__(self, bucket: str) -> None:
         self._bucket = bucket
@@ -265,8 +264,7 @@ class ClientReads:
 
 
 def put_into(views: Sequence[memoryview], data: memoryview) -> list[memoryview]:
-    """Copy `data` to the front of `views`; what is left of these. What is more than they take goes
-    nowhere."""
+    """Copy `data` to the front of `views`; returns their rest. Excess data is dropped."""
     rest = list(views)
     while data and rest:
         n = min(len(data), len(rest[0]))

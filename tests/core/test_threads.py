@@ -130,9 +130,7 @@ def test_a_heartbeat_outlives_whatever_a_beat_raises(
         monkeypatch.undo()
 
 
-def test_a_transport_that_cannot_be_served_is_unavailable_and_one_that_serves_refuses_in_words() -> (
-    None
-):
+def test_a_transport_without_threads_is_unavailable_and_a_serving_one_refuses() -> None:
     pytest.importorskip("torchft")
     from ckptstore.interop.torchft import StoreTransport
 

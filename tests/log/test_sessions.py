@@ -157,7 +157,7 @@ def test_a_forked_child_neither_ends_nor_beats_for_its_parents_sessions_and_has_
 def test_a_process_that_was_killed_is_gone(storage: Storage) -> None:
     code = (
         "import sys; from tests.log.test_sessions import wait_as_writer; "
-        f"wait_as_writer({str(storage.durable_root)!r})"
+        f"wait_as_writer({str(storage.capabilities.local_root)!r})"
     )
     child = subprocess.Popen(
         [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE

@@ -16,8 +16,9 @@ from ckptstore.log.entries import Register
 from ckptstore.objects import codecs
 from ckptstore.objects.pack import PAGE
 from ckptstore.repository.chunk_store import ObjectStore
+from ckptstore.repository.init_store import init_store
 from ckptstore.repository.pack_writer import ClosedPack, PackWriter, one_by_one
-from ckptstore.repository.store_handle import StoreHandle, init_store
+from ckptstore.repository.store_handle import StoreHandle
 from tests.maintenance.stores import flip
 
 CHUNKS = 4

@@ -160,7 +160,7 @@ def test_of_two_that_make_a_store_at_once_one_makes_it(site: Site, here: Path) -
     for store in stores:
         store.close()
     with pytest.raises(Conflict, match="is a store already"):
-        ckptstore.repository.store_handle.init_store(
+        ckptstore.repository.init_store.init_store(
             site.place, storage_options=dict(site.options or {})
         )
 

@@ -146,7 +146,7 @@ def test_no_password_is_in_files_or_messages(
         "://trainers-own-secret@",
     ):
         with pytest.raises(ckptstore.CkptStoreError) as caught:
-            ckptstore.repository.store_handle.init_store(
+            ckptstore.repository.init_store.init_store(
                 f"{local.place}-{secrets.token_hex(4)}", index=index
             )
         error: BaseException | None = caught.value

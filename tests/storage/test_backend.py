@@ -313,7 +313,8 @@ class BackendContract:
         assert list(storage.list("")) == []
         with pytest.raises(NotFound):
             storage.read("a")
-        assert storage.durable_root is None or not storage.durable_root.exists()
+        root = storage.capabilities.local_root
+        assert root is None or not root.exists()
 
 
 class TestLocal(BackendContract):
@@ -324,7 +325,7 @@ class TestLocal(BackendContract):
     def test_a_file_url_is_a_path(self, url: str, storage: Storage) -> None:
         storage.put("a", b"x")
         assert open_storage(f"file://{url}").read("a") == b"x"
-        assert open_storage(Path(url)).durable_root == Path(url)
+        assert open_storage(Path(url)).capabilities.local_root == Path(url)
 
     def test_a_symbolic_link_is_neither_read_nor_listed(
         self, url: str, storage: Storage, tmp_path: Path

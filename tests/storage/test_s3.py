@@ -310,12 +310,18 @@ def test_a_bucket_that_is_not_there_is_named(s3: S3Server) -> None:
         storage.put("a", b"x")
 
 
-@pytest.mark.parametrize(("options", "wanted"), [
-    ({}, ("from-environment", "its-secret")),
-    ({"key": "given", "secret": "given-secret"}, ("given", "given-secret")),
-    ({"client_kwargs": {"aws_access_key_id": "further-in", "aws_secret_access_key": "further-secret"}}, ("further-in", "further-secret")),
-    ({"anon": True}, None),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("options", "wanted"),
+    [
+        ({}, ("from-environment", "its-secret")),
+        ({"key": "given", "secret": "given-secret"}, ("given", "given-secret")),
+        (
+            {"client_kwargs": {"aws_access_key_id": "nested", "aws_secret_access_key": "deep-key"}},
+            ("nested", "deep-key"),
+        ),
+        ({"anon": True}, None),
+    ],
+)
 def test_what_the_client_signs_with_is_told(
     options: dict[str, Any], wanted: object, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 
-from ckptstore.core.config import PACK_BYTES_LOCAL, PACK_BYTES_REMOTE, default_threads
+from ckptstore.core.config import default_threads
 from ckptstore.core.ids import CommitId, PackId, SessionId, pack_key, twin_key
 from ckptstore.core.model import PackRecord
 from ckptstore.errors import CkptStoreError, Conflict, Corrupt, InvalidInput, NoSpace, NotFound
@@ -176,7 +176,7 @@ class _Facts:
         active = frozenset() if full or options.force else sessions.active_ids
         marked = mark(storage, state, self.threads, self.progress)
         purge = soft_deleted(state)
-        pack_bytes = PACK_BYTES_REMOTE if storage.durable_root is None else PACK_BYTES_LOCAL
+        pack_bytes = storage.capabilities.pack_bytes
         chosen = choose(
             marked.uses,
             max_unused=options.max_unused,

@@ -16,7 +16,7 @@ from itertools import accumulate, islice
 
 from ckptstore.commit.publish import entry_body, put_document
 from ckptstore.commit.write import Dedup, DedupHints, PackSet, write_metadata
-from ckptstore.core.config import PACK_BYTES_LOCAL, PACK_BYTES_REMOTE, RUN_BYTES
+from ckptstore.core.config import RUN_BYTES
 from ckptstore.core.ids import CHUNK_ID_BYTES, ChunkId, CommitId, document_key
 from ckptstore.core.model import CommitDocument, PackRecord, Schema
 from ckptstore.errors import Conflict, Corrupt, InvalidInput, NoSpace, NotFound
@@ -168,12 +168,10 @@ class _Mirror:
         threads: ThreadPool,
         progress: Progress,
     ) -> None:
-        remote = target.storage.durable_root is None
         self._source, self._target, self._threads = source, target, threads
         self._options, self._progress = options, progress
         self._batch_bytes = (
-            options.batch_bytes
-            or (PACK_BYTES_REMOTE if remote else PACK_BYTES_LOCAL) * threads.count
+            options.batch_bytes or target.storage.capabilities.pack_bytes * threads.count
         )
         self._from = Reader(source.config, source.objects, threads)
         self._to = Reader(target.config, target.objects, threads)

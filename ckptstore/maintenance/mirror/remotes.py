@@ -8,8 +8,9 @@ from typing import Any
 from ckptstore.core.ids import CommitId
 from ckptstore.errors import Conflict, InvalidInput, NotFound
 from ckptstore.maintenance.mirror.plan import all_commits, with_ancestors
+from ckptstore.repository.init_store import init_store
 from ckptstore.repository.resolve_ref import AnyRef, find_commit
-from ckptstore.repository.store_handle import StoreHandle, init_store
+from ckptstore.repository.store_handle import StoreHandle
 
 
 @contextmanager
@@ -34,7 +35,7 @@ def other_end(
         if like is None:
             raise
         with suppress(Conflict):  # another process made it at the same time
-            config, root = like.config, like.storage.durable_root
+            config, root = like.config, like.storage.capabilities.local_root
             init_store(
                 place,
                 chunk_bytes=config.chunk_bytes,

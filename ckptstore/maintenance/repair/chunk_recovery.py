@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
 
-from ckptstore.core.config import PACK_BYTES_LOCAL, PACK_BYTES_REMOTE, RUN_BYTES
+from ckptstore.core.config import RUN_BYTES
 from ckptstore.core.ids import ChunkId, SessionId, digest, pack_key
 from ckptstore.core.model import PackEntry, PackRecord
 from ckptstore.errors import Corrupt, NotFound, Unavailable
@@ -136,7 +136,7 @@ def write_packs(
     def close(pack: OpenPack) -> None:
         closed.append(pack.close())
 
-    pack_bytes = PACK_BYTES_LOCAL if storage.durable_root is not None else PACK_BYTES_REMOTE
+    pack_bytes = storage.capabilities.pack_bytes
     pack_writer = PackWriter(
         storage, session, numbers, close, pack_bytes=pack_bytes, metadata=metadata
     )

@@ -23,8 +23,7 @@ def quarantine(storage: Storage, key: str) -> None:
     kept = _keep(storage, key)
     storage.sync_dirs([kept])
     storage.delete(key)
-    if storage.durable_root is not None:
-        storage.sync_dirs([key])
+    storage.sync_dirs([key])
 
 
 def keep_copy(storage: Storage, key: str) -> None:
@@ -52,7 +51,7 @@ def copy_object(storage: Storage, source: str, target: str) -> None:
 def _keep(storage: Storage, key: str) -> str:
     """Give an object a second name in `quarantine/`, or a copy where it can have only one."""
     names = _free_names(storage, key)
-    if (root := storage.durable_root) is None:
+    if (root := storage.capabilities.local_root) is None:
         copy_object(storage, key, name := next(names))
         return name
     for name in names:
