@@ -13,7 +13,7 @@ from ckptstore.commit.commit_metadata import CommitMetadata
 from ckptstore.commit.pending import UNWATCHED, Milestone, Watch
 from ckptstore.commit.plan import CommitPlan, Extent, plan_commit
 from ckptstore.commit.publish import Publisher, TreeContent, entry_body
-from ckptstore.commit.write import Dedup, DedupHints, PackSet, Written, read_all, write_chunks
+from ckptstore.commit.write import Written, read_all, write_chunks
 from ckptstore.core.config import StoreConfig
 from ckptstore.core.ids import CommitId
 from ckptstore.core.model import CommitDocument, LeafContent, Schema
@@ -22,7 +22,9 @@ from ckptstore.log import entries
 from ckptstore.log.log import Log, Refused
 from ckptstore.log.sessions import open_session
 from ckptstore.repository.chunk_store import ObjectStore
+from ckptstore.repository.dedup import Dedup, DedupHints
 from ckptstore.repository.memory_budget import WriteRoom, write_room
+from ckptstore.repository.pack_set import PackSet
 from ckptstore.repository.pack_writer import delete_own
 from ckptstore.repository.thread_pool import ThreadPool
 from ckptstore.state.leaf_sources import FlatState

@@ -13,13 +13,14 @@ from itertools import compress, pairwise
 
 from ckptstore.commit.commit import extent_of
 from ckptstore.commit.plan import CommitPlan, Part, Run, plan_commit
-from ckptstore.commit.write import PARALLEL_BYTES, Dedup, DedupHints
+from ckptstore.commit.write import PARALLEL_BYTES
 from ckptstore.core.config import StoreConfig
 from ckptstore.core.ids import CHUNK_ID_BYTES, digest
 from ckptstore.core.model import INLINE_BYTES
 from ckptstore.log.log import Log
 from ckptstore.log.sessions import Session, open_session
 from ckptstore.repository.chunk_store import ObjectStore
+from ckptstore.repository.dedup import Dedup, DedupHints
 from ckptstore.repository.thread_pool import ThreadPool, shared
 from ckptstore.state.leaf_sources import FlatState, Source
 from ckptstore.state.leaves import TensorSource

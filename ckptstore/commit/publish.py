@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from ckptstore.commit.commit_metadata import CommitMetadata
-from ckptstore.commit.write import Dedup, PackSet, write_metadata
+from ckptstore.commit.write import write_metadata
 from ckptstore.core.config import StoreConfig
 from ckptstore.core.ids import ChunkId, CommitId, SessionId, digest, document_key
 from ckptstore.core.model import CommitDocument, LeafContent, PackRecord, Schema, TreeRef
@@ -16,6 +16,8 @@ from ckptstore.objects.pack import LAYOUT, PAGE, SCHEMA
 from ckptstore.objects.pages import split_pages
 from ckptstore.objects.schema import LastSchemas
 from ckptstore.repository.chunk_store import ObjectStore
+from ckptstore.repository.dedup import Dedup
+from ckptstore.repository.pack_set import PackSet
 from ckptstore.storage.contract import Storage, put_finished
 
 

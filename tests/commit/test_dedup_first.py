@@ -95,7 +95,7 @@ def test_what_is_deleted_meanwhile_makes_the_commit_fail_and_nothing_else(
 ) -> None:
     state = weights()
     pending = collected_meanwhile(store, state, force=True)
-    with pytest.raises(Conflict, match="collected since"):
+    with pytest.raises(Conflict, match="gc has deleted"):
         pending.wait()
     assert [info.step for info in store.log()] == [3, 2]
     again = store.commit_async(state, step=5, dedup_first=True).wait()
