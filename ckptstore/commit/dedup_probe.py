@@ -1,11 +1,8 @@
-"""Which bytes of a state the store has already, asked before the state is copied: hash it where it
-lies, look up its chunks.
+"""Which bytes of a state does the store have already? Hash the state in place, look up its chunks.
 
-What the store has need not be copied, but its bytes are then nobody's when it is collected. So a
-session is open from before the look until the commit has ended: a patient gc that condemns a pack
-meanwhile does not delete it before, and what was condemned is read back (docs/decisions/023-…).
-
-The ids of chunks where they are: nothing is written.
+Those bytes are not copied, so the store must keep them: a session is open from before the look-up
+until the commit has ended. gc does not delete a pack it condemns meanwhile, unless forced, and the
+commit reads condemned chunks back (docs/decisions/023-…).
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -36,9 +33,12 @@ def hash_chunks(
     *,
     copied: bool = False,
 ) -> list[bytes]:
-    """Per part of the plan the ids of its chunks, in order, as `name` gives them if there is one;
-    found by at most `max_workers` threads. If `copied`, what others may write to is copied first,
-    for a `name` that reads its bytes twice."""
+    """The chunk ids of each part of the plan, computed by at most `max_workers` threads. Writes
+    nothing.
+
+    `name` replaces the digest. One that reads its bytes twice needs `copied`: memory that others
+    may write to is then copied first.
+    """
     ids = [bytearray(CHUNK_ID_BYTES * len(part)) for part in plan.parts]
 
     def work() -> None:
@@ -66,19 +66,17 @@ def _views(run: Run, source: Source, copied: bool) -> list[memoryview]:
 
 
 class DedupProbe:
-    """Looks for the chunks of states in one store."""
+    """Looks up the chunks of states in one store."""
 
     def __init__(self, config: StoreConfig, objects: ObjectStore, log: Log) -> None:
         self._config, self._objects, self._log = config, objects, log
 
     def open_session(self) -> Session:
-        """To be had before `find`, and ended once the commit has: as long as it lives, what was
-        found can be read."""
+        """Open before `find` and end after the commit: keeps the chunks found readable."""
         return open_session(self._objects.storage, "stage")
 
     def find(self, flats: Mapping[str, FlatState], threads: ThreadPool) -> dict[int, LookedUp]:
-        """What is missing of each tensor that would have to be copied, by its leaf's number through
-        all keys."""
+        """The chunk ids and missing byte ranges of each tensor to be copied, by leaf number."""
         wanted, extents, sources = [], [], []
         for n, (flat, i, source) in enumerate(_leaves(flats)):
             if (
@@ -110,21 +108,19 @@ class DedupProbe:
 
 
 class GcPin:
-    """A session that keeps what was found in the store from a patient gc, until `end`: for chunks
-    that are handed out and not written."""
+    """A session that protects chunks found in the store from gc (unless forced) until `end`."""
 
     def __init__(self, objects: ObjectStore, log: Log, what: str) -> None:
-        """Raises what storage does if the session cannot be written down."""
+        """Raises the storage error if the session cannot be opened."""
         self.objects = objects
         self._session = open_session(objects.storage, what)
-        state = log.replay(
-            refresh=True
-        )  # not before the session is there: a gc that has condemned by now has not seen it
+        # Replay after opening the session: a gc that condemned packs earlier has not seen it.
+        state = log.replay(refresh=True)
         objects.sync(state)
         self._dedup = Dedup(objects, state, DedupHints())
 
     def held(self, ids: bytes) -> dict[bytes, int]:
-        """The raw bytes of those of `ids` that live packs hold."""
+        """The raw size of each of `ids` that a live pack holds."""
         if not ids:
             return {}
         sizes = self.objects.locate(ids)["raw"].tolist()
@@ -136,7 +132,7 @@ class GcPin:
         }
 
     def end(self) -> None:
-        """Nobody asks for what was found any more. Idempotent."""
+        """Stop protecting the chunks. Idempotent."""
         self._session.end()
 
 
