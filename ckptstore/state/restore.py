@@ -20,9 +20,10 @@ from ckptstore.state.fsdp1 import ShardedOptimizer
 from ckptstore.state.inflate import Inflater, decode_leaf, refuse_pickles
 from ckptstore.state.leaves import Destination, HeldDestination
 from ckptstore.state.loading import load
-from ckptstore.state.match_target import Claim, ContentOf, Mismatch, Pairing, children_of
+from ckptstore.state.match_target import Claim, ContentOf, Mismatch, Pairing
 from ckptstore.state.optimizer_ids import ParameterNames
 from ckptstore.state.stateful import RNGState, StateDict
+from ckptstore.state.target_fit import children_of
 
 __all__ = ["Binding", "Mismatch", "bind"]
 
