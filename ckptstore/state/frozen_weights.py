@@ -1,9 +1,8 @@
-"""Which weights need neither be copied nor hashed again, because torch says that nobody has written
-to them since.
+"""Which weights need no copy and no hash, because torch reports no write since the last commit?
 
-Only an `nn.Parameter` found on a module itself counts, that needs no gradient, is in no optimizer,
-owns its memory alone, and has the storage and `_version` with which it was hashed last. Nothing
-else is ever trusted: many writes leave `_version` as it was (docs/async.md).
+Only an `nn.Parameter` directly on a module counts that requires no grad, is in no optimizer, shares
+its memory with nothing, and has the storage and `_version` of its last hash. Nothing else is
+trusted, since many writes leave `_version` unchanged (docs/async.md).
 """
 
 import logging

@@ -1,8 +1,7 @@
-"""How a target is brought to a committed state in place: `bind` says where the bytes go, `finish`
-hands over what they make.
+"""How is a target restored in place? `bind` finds destinations; `finish` loads what was read.
 
-Modules and other objects with `load_state_dict` get a state dict made of their own tensors, already
-filled. In plain containers tensors are filled where they stand and other values are replaced.
+Modules and other objects with `load_state_dict` get a state dict of their own tensors, already
+filled. In plain containers, tensors are filled in place and other values replaced.
 """
 
 from collections.abc import Callable, Mapping

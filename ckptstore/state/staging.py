@@ -1,11 +1,9 @@
-"""A state, copied so that training may go on: first which bytes go where, then the copy itself, by
-several threads.
+"""How is a state copied so that training can go on? Plan the copies, then run them on threads.
 
-Each byte of memory is copied once, however many leaves show it (tied weights, views). Values are
-encoded when the state is flattened, and small leaves become `bytes`; the rest goes to one arena. Of
-leaves that were looked up, only what the store lacks is copied. What does not fit is *borrowed*:
-those leaves, the first of the state, stay where they are, and the caller waits until they have been
-written.
+Each byte is copied once, even if several leaves share it (tied weights, views). Flattening encodes
+values, and small leaves become `bytes`; the rest goes to one staging buffer. Of leaves looked up
+before, only bytes that the store lacks are copied. Leaves that exceed the buffer, the first of the
+state, are *borrowed*: they stay in place, and the caller waits until they are written.
 """
 
 import ctypes

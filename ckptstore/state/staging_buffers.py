@@ -1,11 +1,8 @@
-"""Memory that staged states lie in: arenas of a budgeted pool, used again by one commit after the
-other.
+"""Where do staged states lie? In reusable buffers from a pool with a memory budget.
 
-Fresh memory costs as much as a copy into it (page faults), so an arena that was given back stays
-and is taken again. What is not taken is given up only to make room for a larger one.
-
-What of an arena has been copied: whoever reads from it meanwhile waits for the bytes that it
-wants, and for no others.
+Fresh memory costs as much as a copy into it (page faults), so a returned buffer is kept for reuse,
+and freed only to make room for a larger one. `CopyProgress` records which bytes have been copied: a
+reader waits for those it needs.
 """
 
 import ctypes
