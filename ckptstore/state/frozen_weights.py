@@ -25,12 +25,12 @@ from ckptstore.state.leaves import KnownSource, TensorSource
 logger = logging.getLogger("ckptstore")
 
 CHECK_EVERY = 20
-"""Every so many commits all trusted weights are hashed after all."""
+"""Interval, in commits, at which all trusted weights are hashed anyway."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Seen:
-    """A parameter as it was when its chunks had these ids."""
+    """The identity and version of a parameter when its chunks had these ids."""
 
     address: int
     version: int
@@ -130,7 +130,7 @@ class FrozenWeights:
                 self._seen[candidate.parameter] = _seen(candidate, ids[candidate.leaf])
 
     def forget(self) -> None:
-        """Hash everything the next time: what was known may not be in the store any more."""
+        """Hash everything next time, since known chunks may have left the store."""
         with self._lock:
             self._seen = WeakIdKeyDictionary()
 

@@ -78,7 +78,7 @@ def changed_by_steps(optimizers: Sequence[Optimizer], sources: Sequence[Source])
 
 
 def versions(sources: Sequence[Source], leaves: Iterable[int]) -> dict[int, int]:
-    """How often torch says that each leaf's memory has been written to."""
+    """torch's count of writes to each leaf's memory."""
     read = {n: source.tensor for n in leaves if isinstance(source := sources[n], TensorSource)}
     return {n: tensor._version for n, tensor in read.items() if not tensor.is_inference()}
 

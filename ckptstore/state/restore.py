@@ -172,7 +172,7 @@ class _Settler:
         return filled
 
     def settle(self, node: Node | int, target: Any) -> Any:
-        """The object for `node`: `target`, brought to its state, if it can be, else a new one."""
+        """The object for `node`: `target`, updated if possible, otherwise a new one."""
         if isinstance(node, int):
             return self._settle_leaf(node, target)
         if node is containers.LEFT_OUT:

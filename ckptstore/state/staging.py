@@ -24,7 +24,7 @@ from ckptstore.state.staging_buffers import Buffer, BufferSource, CopyProgress, 
 T = TypeVar("T")
 
 PIECE_BYTES = 8 << 20
-"""What a thread copies at a time; a multiple of every element's width."""
+"""Bytes a thread copies at a time; a multiple of every element width."""
 
 TASK_COPIES = 256
 
@@ -39,7 +39,7 @@ class Spread(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Move:
-    """Memory that is copied as it is: `nbytes` from an address to an offset in the arena."""
+    """A contiguous copy: `nbytes` from an address to an offset in the buffer."""
 
     address: int
     offset: int
@@ -255,7 +255,7 @@ class _Group:
 
 
 def merged(spans: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
-    """The same bytes in as few spans as possible, in order."""
+    """The spans, sorted, with adjacent and overlapping ones merged."""
     found: list[tuple[int, int]] = []
     for start, stop in sorted(spans):
         if found and start <= found[-1][1]:
@@ -310,7 +310,7 @@ def _groups(sources: Mapping[int, TensorSource]) -> Iterator[_Group]:
 
 
 def _tasks(copies: Iterable[Copy]) -> Iterator[tuple[Copy, ...]]:
-    """Copies, several small ones together: a hand-over costs more than a few kilobytes."""
+    """Tasks of copies; small copies share a task, since a hand-over costs more than a few KB."""
     task: list[Copy] = []
     size = 0
     for copy in copies:

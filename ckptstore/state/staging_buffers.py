@@ -22,7 +22,7 @@ from ckptstore.state.leaf_sources import NotCopied
 
 
 class Copied(Protocol):
-    """A copy into an arena."""
+    """A copy into a staging buffer."""
 
     @property
     def offset(self) -> int: ...
@@ -50,7 +50,7 @@ class CopyProgress:
         self._changed = threading.Condition()
 
     def arrived(self, task: int, error: BaseException | None = None) -> bool:
-        """Note that a task is over, or what it failed with. True if it was the last one."""
+        """Record the end or failure of a task. True if it was the last one."""
         with self._changed:
             if error is not None:
                 self._failed[task] = error  # first: `wait` looks without the lock
@@ -76,12 +76,12 @@ _SHARE_OF_AVAILABLE = 0.5
 
 
 class Buffer:
-    """Memory of one staged state, until it is given back to its pool."""
+    """Memory for one staged state, owned by its pool."""
 
     def __init__(self, nbytes: int, *, shared: bool) -> None:
         self.nbytes = nbytes
         self.fd = _shared_memory(nbytes) if shared else -1
-        """With it, another process can look at the same memory; -1 if that was not asked for."""
+        """File descriptor for sharing the memory with another process; -1 if it is not shared."""
         flags = mmap.MAP_SHARED if shared else mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
         try:
             self._map = mmap.mmap(self.fd, nbytes, flags=flags)
@@ -99,7 +99,7 @@ class Buffer:
         self.memory = memoryview(self._map)
         self.address = ctypes.addressof(ctypes.c_char.from_buffer(self._map))
         self.pinned = False
-        """Whether devices have been told of it (`state.devices`)."""
+        """Whether the memory is pinned for devices (`state.devices`)."""
 
 
 class BufferSource:
@@ -136,7 +136,7 @@ class BufferSource:
 
 
 class Place(NamedTuple):
-    """Bytes `start:stop` of something larger lie at `offset` of an arena."""
+    """Bytes `start:stop` of a leaf lie at `offset` of a buffer."""
 
     start: int
     stop: int
@@ -196,7 +196,7 @@ class BufferPool:
 
     @property
     def held_bytes(self) -> int:
-        """What the pool occupies now."""
+        """The bytes the pool occupies now."""
         with self._changed:
             return self._taken_bytes + sum(arena.nbytes for arena in self._free)
 
@@ -215,7 +215,7 @@ class BufferPool:
             return arena
 
     def give(self, arena: Buffer) -> None:
-        """Let the next one have it: nobody may refer to its memory any more."""
+        """Return a buffer for reuse. Nothing may refer to its memory any more."""
         with self._changed:
             self._taken_bytes -= arena.nbytes
             self._free.append(arena)
@@ -261,7 +261,7 @@ def _no_memory(nbytes: int, error: OSError) -> Unavailable:
 
 
 def default_budget() -> int:
-    """Half of the memory that is available now, to this machine and to this control group."""
+    """Half of the memory available now to this machine and this control group."""
     return max(
         int(_SHARE_OF_AVAILABLE * min(_available_on_host(), _available_in_group())),
         MIN_STAGING_BYTES,

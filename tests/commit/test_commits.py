@@ -79,7 +79,7 @@ def test_commits_are_made_in_the_order_of_the_calls_each_the_parent_of_the_next(
         assert [store.checkout(id).parents for id in ids] == [(), *((id,) for id in ids[:-1])]
 
 
-def test_a_commit_descends_from_what_was_restored_after_the_call_before(
+def test_the_parent_of_a_commit_is_the_commit_restored_since_the_last_call(
     store: ckptstore.Store,
 ) -> None:
     first = store.commit(state(1))
@@ -245,7 +245,7 @@ def test_a_commit_that_exists_cannot_be_called_off(store: ckptstore.Store) -> No
     assert len(store.log()) == 1
 
 
-def test_who_works_behind_the_callers_back_steps_aside(store: ckptstore.Store) -> None:
+def test_background_threads_run_at_low_priority(store: ckptstore.Store) -> None:
     def priority() -> int:
         return os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
 
@@ -280,7 +280,7 @@ def test_who_works_behind_the_callers_back_steps_aside(store: ckptstore.Store) -
         ("process", False, [True, True]),
     ],
 )
-def test_what_is_committed_in_the_background_leaves_the_page_cache_alone(
+def test_background_commits_bypass_the_page_cache(
     tmp_path: Path, executor: Any, direct_io: bool | None, in_cache: list[bool]
 ) -> None:
     (tmp_path / "file").touch()
@@ -303,7 +303,7 @@ def test_what_is_committed_in_the_background_leaves_the_page_cache_alone(
     assert found == in_cache
 
 
-def test_what_was_copied_goes_to_the_disk_from_there_though_chunks_end_within_its_blocks(
+def test_copies_are_written_directly_even_if_chunks_end_within_blocks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "file").touch()

@@ -181,9 +181,7 @@ def test_a_restore_lands_on_the_device(tmp_path: Path) -> None:
 
 @needs_cuda
 @pytest.mark.parametrize("how", ["commit", "eager", "lazy"])
-def test_who_launches_on_another_stream_commits_and_restores_in_order_with_it(
-    tmp_path: Path, how: str
-) -> None:
+def test_commits_and_restores_are_ordered_with_the_current_stream(tmp_path: Path, how: str) -> None:
     """The threads that copy have streams of their own: theirs would neither wait for the caller's
     nor be waited for."""
     tensor, factor = torch.zeros(8_000_000, device="cuda"), torch.randn(4096, 4096, device="cuda")

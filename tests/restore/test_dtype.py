@@ -112,7 +112,7 @@ def test_a_restore_converts_where_the_target_has_that_dtype(store: ckptstore.Sto
     assert [p.data_ptr() for p in model.parameters()] == addresses
 
 
-def test_what_has_no_target_comes_back_as_it_was_committed(store: ckptstore.Store) -> None:
+def test_leaves_without_a_target_keep_the_committed_dtype(store: ckptstore.Store) -> None:
     model = nn.Linear(3, 3)
     optimizer = torch.optim.AdamW(model.parameters())
     model(torch.randn(2, 3)).sum().backward()

@@ -26,7 +26,7 @@ def _one_thread() -> Iterator[None]:
 
 
 def compiled(module: nn.Module) -> Any:
-    return torch.compile(module, storage="eager")
+    return torch.compile(module, backend="eager")
 
 
 def same_modules(got: nn.Module, wanted: nn.Module) -> None:
@@ -102,7 +102,7 @@ def test_a_meta_module_is_told_to_be_materialized() -> None:
     assert len(binding.mismatched) == 2
 
 
-def test_a_module_that_changes_what_it_loads_is_asked_itself() -> None:
+def test_a_module_with_its_own_loading_loads_itself() -> None:
     old = nn.Sequential(OrderedDict(old=nn.Linear(2, 2)))
 
     def rename(module: Any, state: Any, prefix: str, *rest: Any) -> None:

@@ -164,7 +164,7 @@ class Run:
             {"params": list(model.body.parameters()), "weight_decay": 0.1},
             {"params": [model.embed.weight]},
         ]
-        self.model: Any = torch.compile(model, storage="eager") if case.compiled else model
+        self.model: Any = torch.compile(model, backend="eager") if case.compiled else model
         self.optimizer = OPTIMIZERS[case.optimizer](
             model.parameters() if case.optimizer == "LBFGS" else groups
         )
