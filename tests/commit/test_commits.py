@@ -1,5 +1,4 @@
-"""Asynchronous commits as training code sees them: order, parents, waiting, skipping, calling off,
-failing."""
+"""Asynchronous commits as training code uses them: order, parents, waiting, cancelling."""
 
 import asyncio
 import io
@@ -213,7 +212,7 @@ def test_close_waits_and_says_so(store: ckptstore.Store, monkeypatch: pytest.Mon
 # -- calling off --
 
 
-def test_a_commit_that_is_called_off_is_not_made(store: ckptstore.Store) -> None:
+def test_a_cancelled_commit_is_not_made(store: ckptstore.Store) -> None:
     first = store.commit(state(1))
     pending, go_on = held_commit(store, state(2), step=2)
     assert pending.cancel()
@@ -224,7 +223,7 @@ def test_a_commit_that_is_called_off_is_not_made(store: ckptstore.Store) -> None
     assert store.commit_async(state(3)).wait().parents == (first.id,)
 
 
-def test_a_commit_that_waits_its_turn_can_be_called_off(tmp_path: Path) -> None:
+def test_a_queued_commit_can_be_cancelled(tmp_path: Path) -> None:
     with ckptstore.open(tmp_path / "store", max_in_flight=2) as store:
         first, go_on = held_commit(store, state(1))
         second = store.commit_async(state(2))
@@ -234,7 +233,7 @@ def test_a_commit_that_waits_its_turn_can_be_called_off(tmp_path: Path) -> None:
         assert len(store.log()) == 1 and first.done()
 
 
-def test_a_commit_that_exists_cannot_be_called_off(store: ckptstore.Store) -> None:
+def test_a_durable_commit_cannot_be_cancelled(store: ckptstore.Store) -> None:
     gate = Gate("durable")
     pending = store.commit_async(state(), on_progress=gate)
     gate.there.wait()

@@ -1,4 +1,4 @@
-"""What an asynchronous commit takes of memory: its staging pool, and nothing that stays."""
+"""Memory of asynchronous commits: only the staging pool, and nothing is left over."""
 
 import gc
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""`store.every`: commits come when they are due, and once more when a signal asks for it."""
+"""`store.every`: commits when they are due, and once more on a signal."""
 
 import os
 import signal

@@ -1,5 +1,4 @@
-"""Frozen weights that torch has not seen written are neither copied nor hashed, and nothing else
-ever goes without."""
+"""Frozen weights without a counted write are neither copied nor hashed; all others are."""
 
 import logging
 from collections.abc import Iterator

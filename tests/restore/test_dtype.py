@@ -1,5 +1,4 @@
-"""Floats as other floats when asked, chunk by chunk, bit for bit what `Tensor.to` gives; never
-without being asked."""
+"""Floats restored as other floats on request, chunk by chunk and bit for bit like `Tensor.to`."""
 
 from collections.abc import Iterator
 from pathlib import Path

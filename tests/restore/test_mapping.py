@@ -1,5 +1,4 @@
-"""A tensor mapped into memory: nothing is read until it is touched, no file is changed, and it
-stays whatever becomes of the packs."""
+"""Tensors mapped into memory: loaded on access, and no file changes."""
 
 import ctypes
 import gc

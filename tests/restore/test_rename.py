@@ -1,5 +1,4 @@
-"""Restores under other names: by prefixes or a function, into modules and plain containers; what
-would collide is refused at once."""
+"""Restores under other names, by prefix or function, into modules and plain containers."""
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterator

@@ -1,5 +1,4 @@
-"""A part of a state by globs: only what matches is read, and a restore leaves everything else as it
-is."""
+"""Part of a state selected by globs: only that is read, and the rest of the target stays."""
 
 from collections import namedtuple
 from collections.abc import Iterator

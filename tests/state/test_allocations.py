@@ -72,7 +72,7 @@ def containers() -> Any:
 
 TARGETS: dict[str, Callable[[], Any]] = {
     "module": lambda: {"model": model()},
-    "compiled module": lambda: {"model": torch.compile(model(), storage="eager")},
+    "compiled module": lambda: {"model": torch.compile(model(), backend="eager")},
     "AdamW": trained(foreach=False),
     "AdamW foreach": trained(foreach=True),
     "AdamW fused": trained(fused=True),

@@ -1,5 +1,4 @@
-"""Nested states of everything: what goes in comes out, bit for bit and type for type, under paths
-that say which is which."""
+"""Nested states of all types return bit for bit and type for type, under the expected paths."""
 
 import io
 import random

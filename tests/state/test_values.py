@@ -1,4 +1,4 @@
-"""One table of values drives encoder and decoder; what is no value, or is damaged, says so."""
+"""Encoder and decoder of values, from one table; invalid and damaged values are refused."""
 
 import datetime as dt
 import math
