@@ -1,1 +1,1 @@
-"""The two journeys of a tensor's bytes: commit and checkout."""
+"""Commits: plan, hash, write and publish a state, synchronously or in the background."""

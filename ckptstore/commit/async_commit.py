@@ -1,9 +1,4 @@
-"""The way of a commit that its caller does not wait for: admit, flatten, stage; then the usual
-journey behind the caller's back.
-
-What is asked of an asynchronous commit: how the state is to be copied, and by which way it
-becomes a commit.
-"""
+"""How does an asynchronous commit run? Admit, flatten and stage it; commit in the background."""
 
 import os
 import threading
@@ -44,8 +39,8 @@ S = TypeVar("S")
 
 @dataclass(frozen=True, slots=True)
 class AsyncOptions:
-    """How a caller wants an asynchronous commit: `overlap` says what to do while others are in
-    flight or staging memory is taken."""
+    """A caller's options for an asynchronous commit. `overlap` applies while other commits are in
+    flight or use the staging memory."""
 
     overlap: Overlap = "wait"
     staging: Staging = "eager"
@@ -67,8 +62,7 @@ class AsyncOptions:
 
 
 class AsyncResult(NamedTuple, Generic[S]):
-    """A commit that exists: its id, the ids of its chunks by leaf, and what a caller gets for
-    it."""
+    """A finished commit: its id, its chunk ids by leaf, and the caller's result."""
 
     id: CommitId
     ids: Mapping[int, bytes]
@@ -77,13 +71,13 @@ class AsyncResult(NamedTuple, Generic[S]):
 
 @dataclass(frozen=True, slots=True)
 class CommitRoute(Generic[S]):
-    """How a state becomes a commit.
+    """The functions that turn a state into a commit.
 
-    `flatten` is called within the call, `make` in the background with the staged state, one at a
-    time. `begin` calls what copies the state, which returns why it cannot be begun now, or nothing;
-    several ranks agree there. What is not `whole` may leave leaves uncopied until they have been
-    written. What is `elsewhere` is made by somebody who does not see what has arrived: when
-    everything has.
+    `flatten` runs within the call; `make` runs in the background on the staged state, one at a
+    time. `begin` calls the copying function, which returns a reason why it cannot start now, or "";
+    ranks agree there. `whole` demands that every leaf be staged; otherwise leaves that exceed the
+    staging memory are written from the caller's. `elsewhere` means that another process makes the
+    commit, and starts when the copy is complete.
     """
 
     flatten: Callable[[], Mapping[str, FlatState]]
@@ -96,12 +90,12 @@ class CommitRoute(Generic[S]):
 
 
 def by_itself(begin: Callable[[], str]) -> str:
-    """How one process begins."""
+    """`CommitRoute.begin` of a single process."""
     return begin()
 
 
 COPYING_THREADS = 8
-"""More do not copy faster: memory is the limit."""
+"""More threads do not copy faster: memory bandwidth is the limit."""
 
 
 class AsyncCommits(Generic[S]):
@@ -133,7 +127,7 @@ class AsyncCommits(Generic[S]):
 
     @cached_property
     def pool(self) -> BufferPool:
-        """Staging memory, made when it is first needed, when it is known how much is available."""
+        """Staging memory, sized by what is available at its first use."""
         return BufferPool(self._staging_bytes or default_budget(), shared=self._shared)
 
     def start(
@@ -143,7 +137,7 @@ class AsyncCommits(Generic[S]):
         async_options: AsyncOptions,
         route: CommitRoute[S],
     ) -> Pending[S]:
-        """Stage `app_state` and let its commit go on in the background."""
+        """Stage `app_state` and commit it in the background."""
         begun: list[_Begun] = []
 
         def begin() -> str:
@@ -172,8 +166,8 @@ class AsyncCommits(Generic[S]):
         return pending
 
     def _keep(self, job: "_Job[S]", *, eager: bool) -> None:
-        """Return when the caller may go on. Whoever interrupts that may write to what is being
-        read: it calls the commit off."""
+        """Return when the caller may change the state. An interrupted caller might do so earlier,
+        so an exception cancels the commit."""
         try:
             if job.lazy and eager:
                 job.lazy.hold()
@@ -183,22 +177,21 @@ class AsyncCommits(Generic[S]):
             raise
 
     def hold(self) -> None:
-        """Return when everything that was handed over has been copied: the state is about to be
-        written to."""
+        """Return when every pending copy is complete: the state is about to change."""
         for lazy in tuple(self._lazy):
             lazy.hold()
 
     def settle(self) -> None:
-        """Wait until nothing is in flight, and raise what failed without anybody having seen it."""
+        """Wait until nothing is in flight; raise a failure that the caller has not seen."""
         if failed := self.drain():
             raise failed
 
     def drain(self) -> BaseException | None:
-        """Wait until nothing is in flight; gives a failure that nobody has seen."""
+        """Wait until nothing is in flight; return a failure that the caller has not seen."""
         return self._background.drain()
 
     def close(self) -> None:
-        """Let go of threads; nothing may be in flight."""
+        """Stop the threads; nothing may be in flight."""
         self._hooks.remove()
         self._copiers.close()
         self._stagers.close()
@@ -210,7 +203,7 @@ class AsyncCommits(Generic[S]):
         route: CommitRoute[S],
         taken: ExitStack,
     ) -> "_Begun | str":
-        """Copy what must be copied before the call returns, or say why that cannot be now."""
+        """Copy what the call must copy before it returns, or return why it cannot now."""
         if not self._background.admit(wait=async_options.overlap == "wait"):
             return "another commit is in flight"
         state = self._plan(
@@ -219,13 +212,13 @@ class AsyncCommits(Generic[S]):
         if route.whole and state.plan.borrowed:
             raise InvalidInput(
                 f"a state of {bytes_text(state.nbytes)} does not fit into "
-                f"{bytes_text(self.pool.budget_bytes)} of staging memory, and who "
-                "makes this commit, another process or several ranks, wants all of it there: open "
-                "the store with more staging_bytes"
+                f"{bytes_text(self.pool.budget_bytes)} of staging memory, and a commit by another "
+                "process or several ranks needs all of it there: open the store with more "
+                "staging_bytes"
             )
         arena = self.pool.take(state.plan.nbytes, wait=async_options.overlap == "wait")
         if arena is None:
-            return f"{bytes_text(state.plan.nbytes)} of staging memory are not free"
+            return f"{bytes_text(state.plan.nbytes)} of staging memory is not free"
         taken.callback(self.pool.give, arena)
         arrivals = CopyProgress(state.plan.later)
         staged = stage(
@@ -291,7 +284,7 @@ class AsyncCommits(Generic[S]):
         return _Job(pending, begun, taken.pop_all(), base, label, route, borrowed, lazy)
 
     def _finish(self, job: "_Job[S]") -> None:
-        """The rest of a commit, in the background. Raises nothing."""
+        """Complete a commit in the background. Raises nothing."""
         pending, parents = job.pending, parents_of(job.base)
         pending.tip = parents[0] if parents else None
         candidates = job.begun.state.candidates
@@ -320,8 +313,8 @@ class AsyncCommits(Generic[S]):
 
     @contextmanager
     def _copying(self, job: "_Job[S]") -> Iterator[Callable[[], None]]:
-        """Gives what waits for the copy and raises what went wrong with it. The block is not left
-        before the copy has ended: the arena is another commit's then."""
+        """Yields a function that waits for the copy and raises its failure. The block ends after
+        the copy, since the next commit then reuses the buffer."""
         if not job.lazy:
             yield _nothing_left
             return
@@ -335,8 +328,7 @@ class AsyncCommits(Generic[S]):
 
 @dataclass(frozen=True, slots=True)
 class _State:
-    """A flattened state and how it will be copied: `lazy` are the leaves that are copied while
-    training goes on."""
+    """A flattened state and its staging plan; `lazy` leaves are copied while training goes on."""
 
     flats: Mapping[str, FlatState]
     plan: StagingPlan
@@ -352,8 +344,7 @@ class _State:
 
 @dataclass(frozen=True, slots=True)
 class _Begun:
-    """A state that has been copied, but for what may be copied later; `staged` are the sources of
-    the copy, which lies in `arena`."""
+    """A state copied to `arena`, except for lazy leaves; `staged` are the sources that read it."""
 
     state: _State
     arena: Buffer
@@ -363,8 +354,8 @@ class _Begun:
 
 @dataclass(frozen=True, slots=True)
 class _Job(Generic[S]):
-    """A commit that has been handed over. `taken` is closed when it has ended: staging memory is
-    given back, and sessions end."""
+    """A commit handed to the background. `taken` releases staging memory and sessions at its
+    end."""
 
     pending: Pending[S]
     begun: _Begun
@@ -377,4 +368,4 @@ class _Job(Generic[S]):
 
 
 def _nothing_left() -> None:
-    """What is left to copy of a state that was copied."""
+    """Does nothing: the state is copied already."""

@@ -1,8 +1,8 @@
-"""The journey of a state into the store: plan, pack, document, log entry, indexes, in this order.
+"""How does one process commit a state? Plan, packs, document, log entry, indexes, in this order.
 
-The order is the crash-safety proof. A pack is durable before a document names its chunks, the
-document before the log entry names it, and the commit exists when its entry does. A crash anywhere
-before leaves files that no entry names; gc removes them.
+The order makes it crash-safe. A pack is durable before a document names its chunks, the document
+before the log entry names it, and the commit exists when its entry does. An earlier crash leaves
+files that no entry names, and gc removes them.
 """
 
 import time
@@ -12,17 +12,19 @@ from dataclasses import dataclass, replace
 from ckptstore.commit.commit_metadata import CommitMetadata
 from ckptstore.commit.pending import UNWATCHED, Milestone, Watch
 from ckptstore.commit.plan import CommitPlan, Extent, plan_commit
-from ckptstore.commit.publish import Publisher, TreeContent, entry_body
-from ckptstore.commit.write import Dedup, DedupHints, PackSet, Written, read_all, write_chunks
+from ckptstore.commit.publish import Metadata, Published, Publisher, TreeContent, entry_body
+from ckptstore.commit.write import Written, read_all, write_chunks
 from ckptstore.core.config import StoreConfig
 from ckptstore.core.ids import CommitId
 from ckptstore.core.model import CommitDocument, LeafContent, Schema
 from ckptstore.errors import Conflict, NoSpace
 from ckptstore.log import entries
 from ckptstore.log.log import Log, Refused
-from ckptstore.log.sessions import open_session
+from ckptstore.log.sessions import Session, open_session
 from ckptstore.repository.chunk_store import ObjectStore
+from ckptstore.repository.dedup import Dedup, DedupHints
 from ckptstore.repository.memory_budget import WriteRoom, write_room
+from ckptstore.repository.pack_set import PackSet
 from ckptstore.repository.pack_writer import delete_own
 from ckptstore.repository.thread_pool import ThreadPool
 from ckptstore.state.leaf_sources import FlatState
@@ -32,7 +34,7 @@ ATTEMPTS = 5
 
 @dataclass(frozen=True, slots=True)
 class CommitStats:
-    """What a commit cost. `new_bytes` is what the store's packs grew by; times are in seconds from
+    """The cost of a commit. `new_bytes` is the growth of the store's packs; times are seconds from
     the call."""
 
     logical_bytes: int
@@ -59,13 +61,13 @@ class Committed:
     schemas: dict[str, Schema]
     stats: CommitStats
     ids: dict[int, bytes]
-    """The ids of the chunks of each leaf that has some, 32 bytes each; leaves are numbered through
-    all keys."""
+    """Chunk ids, 32 bytes each, by leaf, for leaves stored as chunks. Numbering continues from key
+    to key."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Tree:
-    """One key of the state on its way: its leaves are numbers `first` and on of the plan."""
+    """One key of the state; its leaves are numbers `first` and on of the plan."""
 
     key: str
     flat: FlatState
@@ -73,8 +75,8 @@ class _Tree:
 
 
 class Committer:
-    """Commits states of one process to one store, one commit at a time. Remembers what the next
-    commit of the same state can use again."""
+    """Commits states of one process to one store, one at a time. Keeps the plan and its chunk ids
+    for the next commit of the same state."""
 
     def __init__(
         self, config: StoreConfig, objects: ObjectStore, log: Log, threads: ThreadPool
@@ -95,14 +97,15 @@ class Committer:
         *,
         memory_budget_bytes: int | None = None,
     ) -> Committed:
-        """Write a flattened state and append its entry; durable when this returns. A label without
-        parents gets the run's newest commit as parent; times are counted from `started`, of
-        `time.perf_counter`. `watch` is told of the progress, and may stop it. What is staged or
-        encoded stays within the budget.
+        """Write a flattened state and append its entry; the commit is durable on return.
 
-        Raises `InvalidInput` for a budget that is too small, `Unavailable` if storage fails,
-        `Conflict` if others kept removing what this commit wanted to reuse, and what `watch`
-        raises. Whatever is raised, the store is as it was.
+        Without parents in `label`, the run's newest commit is the parent. Times count from
+        `started`, a value of `time.perf_counter`. `watch` follows the progress and may stop it.
+        Staging and encoding stay within `memory_budget_bytes`.
+
+        Raises `InvalidInput` for too small a budget, `Unavailable` if storage fails, `Conflict` if
+        others kept removing chunks to be reused, and exceptions of `watch`. After any of them the
+        store is as before.
         """
         room = write_room(
             memory_budget_bytes,
@@ -156,50 +159,29 @@ class Committer:
             )
             dedup = Dedup(self._objects, state, self._runs)
             try:
-                sources = [leaf for tree in trees for leaf in tree.flat.leaves]
-                written = write_chunks(
-                    plan, sources, dedup, packs, self._threads, watch, max_workers=room.threads
-                )
-                watch.reached(Milestone.HASHED)
-                metadata = self._publisher.write_metadata(
-                    _contents(trees, plan, written), dedup, packs
-                )
-                packs.wait()
+                written, metadata = self._write(trees, plan, dedup, packs, watch, room.threads)
                 packed_s = time.perf_counter() - started
                 watch.reached(Milestone.WRITTEN)
                 records = [pack.record for pack in packs.closed]
-                leaves = sum(len(tree.flat.leaves) for tree in trees)
                 published = self._publisher.write_document(
                     session.id,
                     label,
                     metadata,
                     records,
                     logical_bytes=plan.logical_bytes,
-                    leaves=leaves,
+                    leaves=sum(len(tree.flat.leaves) for tree in trees),
                 )
                 watch.publishing()
             except BaseException as error:
                 packs.drop()
                 if isinstance(error, NoSpace):
-                    # nothing bears its name any more: the gc that makes room need not wait for it
+                    # The session has no objects left; the gc that frees space need not wait for it.
                     session.end()
                 raise
-            try:
-                entry = self._log.append(entry_body(published, records, dedup.reused))
-            except (
-                Refused,
-                NoSpace,
-                # nothing was appended; after any other error that is not known, and nothing may be
-                # deleted
-            ):
-                packs.drop()
-                delete_own(self._objects.storage, published.own)
-                session.end()
-                raise
+            entry = self._append(published, packs, dedup, session)
             durable_s = time.perf_counter() - started
             watch.reached(Milestone.DURABLE)
             index_packs(self._objects, entry, packs)
-        held_s = time.perf_counter() - started
         document = published.document
         stats = CommitStats(
             plan.logical_bytes,
@@ -209,19 +191,47 @@ class Committer:
             written.new_chunks,
             packed_s,
             durable_s,
-            held_s,
+            held_s=time.perf_counter() - started,
         )
-        return Committed(
-            published.commit,
-            document,
-            {tree.key: tree.flat.schema for tree in trees},
-            stats,
-            written.ids,
+        schemas = {tree.key: tree.flat.schema for tree in trees}
+        return Committed(published.commit, document, schemas, stats, written.ids)
+
+    def _write(
+        self,
+        trees: Sequence[_Tree],
+        plan: CommitPlan,
+        dedup: Dedup,
+        packs: PackSet,
+        watch: Watch,
+        max_workers: int | None,
+    ) -> tuple[Written, Metadata]:
+        """Write the new chunks and metadata to packs, and wait until they are durable."""
+        sources = [leaf for tree in trees for leaf in tree.flat.leaves]
+        written = write_chunks(
+            plan, sources, dedup, packs, self._threads, watch, max_workers=max_workers
         )
+        watch.reached(Milestone.HASHED)
+        metadata = self._publisher.write_metadata(_contents(trees, plan, written), dedup, packs)
+        packs.wait()
+        return written, metadata
+
+    def _append(
+        self, published: Published, packs: PackSet, dedup: Dedup, session: Session
+    ) -> entries.Entry:
+        """Append the log entry. After a refusal, delete what was written; after any other error the
+        entry may exist, and everything stays."""
+        records = [pack.record for pack in packs.closed]
+        try:
+            return self._log.append(entry_body(published, records, dedup.reused))
+        except (Refused, NoSpace):
+            packs.drop()
+            delete_own(self._objects.storage, published.own)
+            session.end()
+            raise
 
 
 def index_packs(objects: ObjectStore, entry: entries.Entry, packs: PackSet) -> None:
-    """Put into the chunk index those of `packs` that `entry` has registered."""
+    """Add to the chunk index those of `packs` that `entry` registered."""
     assert isinstance(entry.body, entries.Commit)
     tables = {pack.record.id: pack.table for pack in packs.closed}
     for record in entry.body.packs:
@@ -240,7 +250,7 @@ def _contents(trees: Sequence[_Tree], plan: CommitPlan, written: Written) -> Ite
 
 
 def extent_of(flat: FlatState, i: int) -> Extent:
-    """What a plan must know of leaf `i`, held whole."""
+    """The planner's view of leaf `i`, stored whole."""
     source = flat.leaves[i]
     if flat.schema.kinds[i] == "tensor" and source.nbytes:
         dtype = flat.schema.dtypes[i]

@@ -1,7 +1,4 @@
-"""What a caller says about a commit beside its state, checked.
-
-Which commit the next one descends from, also while one is in flight.
-"""
+"""How does a caller describe a commit: its run, step, message, metrics, tags and parents?"""
 
 import threading
 from collections.abc import Iterable, Mapping, Sequence
@@ -17,13 +14,13 @@ from ckptstore.core.ids import CommitId, check_tag
 from ckptstore.errors import InvalidInput
 
 _STEPS = 2**53 + 1
-"""What a log entry can hold as a number."""
+"""Log entries hold steps below this number."""
 
 
 @dataclass(frozen=True, slots=True)
 class CommitMetadata:
-    """A run and what else describes one commit of it. Without parents it descends from the run's
-    newest commit."""
+    """A commit's run, step and description. Without `parents`, its parent is the run's newest
+    commit."""
 
     run: str
     step: int | None = None
@@ -40,8 +37,8 @@ def label_of(
     message: object,
     metrics: Mapping[str, float] | None,
 ) -> CommitMetadata:
-    """A label without parents; `tag=None` means none. Raises `InvalidInput` for what cannot be one,
-    and for what exceeds a limit of `core.config`."""
+    """Checked metadata without parents. Raises `InvalidInput` for wrong values and for those beyond
+    a limit of `core.config`."""
     return CommitMetadata(run, _step(step), _message(message), _metrics(metrics), _tags(tag))
 
 
@@ -49,7 +46,7 @@ def _step(step: object) -> int | None:
     if step is None:
         return None
     with suppress(TypeError):
-        # numpy's and torch's whole numbers as well
+        # accepts numpy's and torch's integers too
         if not isinstance(step, bool) and (number := index(step)) in range(_STEPS):  # type: ignore[arg-type]
             return number
     raise InvalidInput(
@@ -76,8 +73,7 @@ def _message(message: object) -> str:
     if (nbytes := _utf8_bytes(message, "the message")) > MESSAGE_BYTES_MAX:
         raise InvalidInput(
             f"the message has {nbytes} bytes; wanted at most {MESSAGE_BYTES_MAX}, which the log "
-            "keeps for good: commit longer texts as "
-            "values of the state"
+            "keeps for good: commit longer texts as values of the state"
         )
     return message
 
@@ -87,8 +83,8 @@ def _metrics(metrics: object) -> tuple[tuple[str, float], ...]:
         return ()
     if not isinstance(metrics, Mapping):
         raise InvalidInput(
-            f'metrics are {metrics!r:.80}; wanted a dict of names to numbers, such as {{"loss": '
-            f"0.5}}"
+            f"metrics are {metrics!r:.80}; wanted a dict of names to numbers, such as "
+            '{"loss": 0.5}'
         )
     if len(metrics) > METRICS_MAX:
         raise InvalidInput(
@@ -121,37 +117,36 @@ def _utf8_bytes(text: str, noun: str) -> int:
 
 
 def _number(value: Any) -> float:
-    """A number as it is, or the one element of a tensor, which may be part of a graph."""
+    """A number, or the single element of a tensor, which may require grad."""
     return float(value.item() if hasattr(value, "item") else value)
 
 
 class ParentTracker:
-    """Which commit the next one descends from: the one committed, put in flight or restored
-    last."""
+    """Tracks the parent of the next commit: the latest one committed, started or restored."""
 
     def __init__(self) -> None:
         self._tip: CommitId | Pending[Any] | None = None
         self._lock = threading.Lock()
 
     def now(self, commit: CommitId) -> None:
-        """The next commit descends from `commit`."""
+        """Make `commit` the parent of the next commit."""
         with self._lock:
             self._tip = commit
 
     def then(self, pending: Pending[Any]) -> CommitId | Pending[Any] | None:
-        """The next commit descends from `pending`; gives what `pending` itself descends from."""
+        """Make `pending` the parent of the next commit; return the parent of `pending` itself."""
         with self._lock:
             before, self._tip = self._tip, pending
             return before
 
     def parents(self) -> tuple[CommitId, ...]:
-        """The parents of a commit made now, with nothing in flight."""
+        """The parents of a commit made now. Nothing may be in flight."""
         with self._lock:
             return parents_of(self._tip)
 
 
 def parents_of(tip: CommitId | Pending[Any] | None) -> tuple[CommitId, ...]:
-    """The parents that `tip` stands for; none means the run's newest commit. A pending commit must
-    have ended."""
+    """The parents for a commit on top of `tip`, which must have ended; none means the run's newest
+    commit."""
     commit = tip.tip if isinstance(tip, Pending) else tip
     return (commit,) if commit else ()

@@ -1,9 +1,7 @@
-"""Commits behind the caller's back: one after the other, in the order of the calls, and none
-forgotten when the program ends.
+"""How do background commits run in order, and complete before the program exits?
 
-The thread that makes them is no daemon, so that an interpreter that exits waits for it; it ends
-when it has nothing to do. Whoever waits long (`close`, an exit) says so on stderr. A failure is
-kept until somebody has seen it.
+Their thread is not a daemon, so the interpreter waits for it at exit; it ends when it is idle. A
+long wait in `close` or at exit is reported on stderr. A failure is kept until the caller sees it.
 """
 
 import atexit
@@ -21,7 +19,7 @@ from ckptstore.core.text import seconds_text
 from ckptstore.repository.thread_pool import step_aside
 
 NOTICE_S = 4.0
-"""Who waits for so long without having been asked to says so, and again each time it has passed."""
+"""Implicit waits are reported on stderr each time this many seconds have passed."""
 
 
 class Background:
@@ -37,13 +35,13 @@ class Background:
         _everybody.add(self)
 
     def raise_failure(self) -> None:
-        """Raise what the first commit failed with whose outcome nobody has seen."""
+        """Raise the first failure that the caller has not seen."""
         if failed := self._take_failure():
             raise failed
 
     def admit(self, *, wait: bool) -> bool:
-        """Whether there is room for one more; waits for it if wanted. Raises like `raise_failure`
-        after having waited."""
+        """Whether one more commit may start; with `wait`, waits until it may. Then raises like
+        `raise_failure`."""
         with self._changed:
             if len(self._in_flight()) >= self._limit:
                 if not wait:
@@ -53,11 +51,10 @@ class Background:
         return True
 
     def start(self, pending: Pending[Any], work: Callable[[], object]) -> None:
-        """Let `work` run after everything that was started before. It ends `pending` and raises
-        nothing.
+        """Run `work` after all work started before. It must end `pending` and raise nothing.
 
-        Where no thread can be had (their number is limited, or the interpreter is ending), the
-        caller does the work itself.
+        The calling thread runs it if no thread can be started, because of a limit or because the
+        interpreter is exiting.
         """
         with self._changed:
             self._jobs.append(work)
@@ -72,15 +69,15 @@ class Background:
             self._run()
 
     def drain(self) -> BaseException | None:
-        """Wait until nothing is in flight; gives the first failure that nobody has seen."""
+        """Wait until nothing is in flight; return the first failure not yet seen."""
         while self.tell_if_busy():
             pass
         return self._take_failure()
 
     def tell_if_busy(self) -> bool:
-        """Wait a while for nothing to be in flight; if something still is, say so on stderr."""
+        """Wait up to `NOTICE_S` for commits in flight; report those still running on stderr."""
         if self._pid != os.getpid():
-            return False  # a forked child has its parent's commits neither to make nor to wait for
+            return False  # these are the commits of the parent of a forked child
         with self._changed:
             if self._changed.wait_for(lambda: not self._working, NOTICE_S):
                 return False
@@ -96,11 +93,11 @@ class Background:
         return True
 
     def tell_failures(self) -> None:
-        """Say on stderr what failed without anybody having seen it: the last chance."""
+        """Report unseen failures on stderr, at exit."""
         if self._pid == os.getpid():
             while failed := self._take_failure():
                 print(
-                    f"ckptstore: a commit to {self._place} was not made: {failed}",
+                    f"ckptstore: a commit to {self._place} failed: {failed}",
                     file=sys.stderr,
                     flush=True,
                 )
@@ -130,7 +127,7 @@ class Background:
                     return
                 work = self._jobs.popleft()
             work()
-            del work  # and with it the state, which must not live until the next commit
+            del work  # frees the state, which must not live until the next commit
             with self._changed:
                 self._changed.notify_all()
 
@@ -139,7 +136,7 @@ _everybody: WeakSet[Background] = WeakSet()
 
 
 def _watch_exit() -> None:
-    """Say what an exiting interpreter waits for."""
+    """Report what the interpreter waits for at exit."""
     threading.main_thread().join()
     while any(background.tell_if_busy() for background in list(_everybody)):
         pass
@@ -147,7 +144,7 @@ def _watch_exit() -> None:
 
 @cache
 def _have_exits_watched(pid: int) -> None:
-    """Once per process. A daemon: it must not be waited for itself."""
+    """Once per process. A daemon, so that the exit does not wait for it."""
     threading.Thread(target=_watch_exit, name="ckptstore-exit", daemon=True).start()
 
 

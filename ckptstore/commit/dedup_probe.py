@@ -1,83 +1,41 @@
-"""Which bytes of a state the store has already, asked before the state is copied: hash it where it
-lies, look up its chunks.
+"""Which bytes of a state does the store have already? Hash the state in place, look up its chunks.
 
-What the store has need not be copied, but its bytes are then nobody's when it is collected. So a
-session is open from before the look until the commit has ended: a patient gc that condemns a pack
-meanwhile does not delete it before, and what was condemned is read back (docs/decisions/023-…).
-
-The ids of chunks where they are: nothing is written.
+Those bytes are not copied, so the store must keep them: a session is open from before the look-up
+until the commit has ended. gc does not delete a pack it condemns meanwhile, unless forced, and the
+commit reads condemned chunks back (docs/decisions/023-…).
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from itertools import compress, pairwise
+from collections.abc import Iterator, Mapping
+from itertools import compress
 
 from ckptstore.commit.commit import extent_of
-from ckptstore.commit.plan import CommitPlan, Part, Run, plan_commit
-from ckptstore.commit.write import PARALLEL_BYTES, Dedup, DedupHints
+from ckptstore.commit.hashing import hash_chunks
+from ckptstore.commit.plan import Part, plan_commit
 from ckptstore.core.config import StoreConfig
-from ckptstore.core.ids import CHUNK_ID_BYTES, digest
+from ckptstore.core.ids import CHUNK_ID_BYTES
 from ckptstore.core.model import INLINE_BYTES
 from ckptstore.log.log import Log
 from ckptstore.log.sessions import Session, open_session
 from ckptstore.repository.chunk_store import ObjectStore
-from ckptstore.repository.thread_pool import ThreadPool, shared
+from ckptstore.repository.dedup import Dedup, DedupHints
+from ckptstore.repository.thread_pool import ThreadPool
 from ckptstore.state.leaf_sources import FlatState, Source
 from ckptstore.state.leaves import TensorSource
 from ckptstore.state.staging import LookedUp, merged
 
 
-def hash_chunks(
-    plan: CommitPlan,
-    sources: Sequence[Source],
-    threads: ThreadPool,
-    max_workers: int,
-    name: Callable[[memoryview], bytes] | None = None,
-    *,
-    copied: bool = False,
-) -> list[bytes]:
-    """Per part of the plan the ids of its chunks, in order, as `name` gives them if there is one;
-    found by at most `max_workers` threads. If `copied`, what others may write to is copied first,
-    for a `name` that reads its bytes twice."""
-    ids = [bytearray(CHUNK_ID_BYTES * len(part)) for part in plan.parts]
-
-    def work() -> None:
-        for batch in batches:
-            for run in batch:
-                at = (run.first - run.part.first) * CHUNK_ID_BYTES
-                found = b"".join(map(name or digest, _views(run, sources[run.part.leaf], copied)))
-                ids[run.part.leaf][at : at + len(found)] = found
-
-    batches = shared(plan.batches)
-    if plan.logical_bytes <= PARALLEL_BYTES or max_workers == 1:
-        work()
-    else:
-        threads.together([work] * min(max_workers, len(plan.batches)), batches.stop)
-    return [bytes(each) for each in ids]
-
-
-def _views(run: Run, source: Source, copied: bool) -> list[memoryview]:
-    base, end = run.cuts[0], run.cuts[-1]
-    memory = None if copied and not source.still else source.view(base, end)
-    if memory is None:
-        memory = memoryview(bytearray(run.raw_bytes))
-        source.stage(base, end, memory)
-    return [memory[start - base : stop - base] for start, stop in pairwise(run.cuts)]
-
-
 class DedupProbe:
-    """Looks for the chunks of states in one store."""
+    """Looks up the chunks of states in one store."""
 
     def __init__(self, config: StoreConfig, objects: ObjectStore, log: Log) -> None:
         self._config, self._objects, self._log = config, objects, log
 
     def open_session(self) -> Session:
-        """To be had before `find`, and ended once the commit has: as long as it lives, what was
-        found can be read."""
+        """Open before `find` and end after the commit: keeps the chunks found readable."""
         return open_session(self._objects.storage, "stage")
 
     def find(self, flats: Mapping[str, FlatState], threads: ThreadPool) -> dict[int, LookedUp]:
-        """What is missing of each tensor that would have to be copied, by its leaf's number through
-        all keys."""
+        """The chunk ids and missing byte ranges of each tensor to be copied, by leaf number."""
         wanted, extents, sources = [], [], []
         for n, (flat, i, source) in enumerate(_leaves(flats)):
             if (
@@ -109,21 +67,19 @@ class DedupProbe:
 
 
 class GcPin:
-    """A session that keeps what was found in the store from a patient gc, until `end`: for chunks
-    that are handed out and not written."""
+    """A session that protects chunks found in the store from gc (unless forced) until `end`."""
 
     def __init__(self, objects: ObjectStore, log: Log, what: str) -> None:
-        """Raises what storage does if the session cannot be written down."""
+        """Raises the storage error if the session cannot be opened."""
         self.objects = objects
         self._session = open_session(objects.storage, what)
-        state = log.replay(
-            refresh=True
-        )  # not before the session is there: a gc that has condemned by now has not seen it
+        # Replay after opening the session: a gc that condemned packs earlier has not seen it.
+        state = log.replay(refresh=True)
         objects.sync(state)
         self._dedup = Dedup(objects, state, DedupHints())
 
     def held(self, ids: bytes) -> dict[bytes, int]:
-        """The raw bytes of those of `ids` that live packs hold."""
+        """The raw size of each of `ids` that a live pack holds."""
         if not ids:
             return {}
         sizes = self.objects.locate(ids)["raw"].tolist()
@@ -135,7 +91,7 @@ class GcPin:
         }
 
     def end(self) -> None:
-        """Nobody asks for what was found any more. Idempotent."""
+        """Stop protecting the chunks. Idempotent."""
         self._session.end()
 
 

@@ -1,8 +1,7 @@
-"""The part of a copy that goes on when a commit has begun to read it: whoever must not go on before
-it has ended takes part in it.
+"""How does a commit start before the copy of its state is complete?
 
-Leaves that stay the caller's until they have been written, and the watch that tells when: on it,
-the caller waits.
+A lazy copy goes on in the background; a thread that must wait for it helps. Borrowed leaves are
+not copied: the caller waits until they are written.
 """
 
 import threading
@@ -19,8 +18,7 @@ from ckptstore.state.staging_buffers import Buffer, CopyProgress
 
 
 class LazyCopy:
-    """Copies that are left when the call returns. `versions` says how often each leaf has been
-    written to, as far as torch counts it."""
+    """Copies left when the call returns. `versions` gives torch's count of writes to each leaf."""
 
     def __init__(
         self,
@@ -38,7 +36,7 @@ class LazyCopy:
         self._error: BaseException | None = None
 
     def work(self) -> None:
-        """Copy until nothing is left to take; threads may do so side by side."""
+        """Copy until no task is left. Several threads may call it."""
         for number, task in self._tasks:
             failed: BaseException | None = None
             try:
@@ -49,8 +47,8 @@ class LazyCopy:
                 self._end()
 
     def hold(self) -> None:
-        """Return when nothing is left. Called by the training thread ahead of a write: what was
-        written before by others shows here."""
+        """Return when the copy is complete. The training thread calls it before it writes, so any
+        write counted so far is someone else's."""
         if self._copied.is_set():
             return
         started = time.perf_counter()
@@ -60,13 +58,13 @@ class LazyCopy:
         self._pending.held_longer(time.perf_counter() - started)
 
     def wait(self) -> None:
-        """Wait until nothing is left and that has been told; raises what went wrong."""
+        """Wait until the copy is complete and reported; raise its failure."""
         self.wait_ended()
         if self._error:
             raise self._error
 
     def wait_ended(self) -> None:
-        """The same, whatever went wrong: nothing is written to the arena any more."""
+        """Wait until the copy has ended, even if it failed: the buffer is no longer written to."""
         self._ended.wait()
 
     def _end(self) -> None:
@@ -75,28 +73,27 @@ class LazyCopy:
         except BaseException as error:
             self._error = error
         self._pending.copied()
-        self._copied.set()  # whatever happened: an optimizer may be waiting
+        self._copied.set()  # even after a failure: an optimizer may be waiting
         try:
             self._pending.reached(Milestone.STAGED)
         finally:
-            self._ended.set()  # not before: milestones are told in order
+            self._ended.set()  # only now, so that milestones are reported in order
 
     def _look(self) -> None:
-        """An alarm, not a proof: many writes are not counted, and the count rises after the
-        write."""
+        """Detect writes during the copy. Best effort: torch misses many writes, and counts a write
+        after it happened."""
         now = self._versions()
         written = [n for n, version in self._before.items() if now[n] != version]
         if written and not self._error:
             self._error = Conflict(
                 f"{self._path(written[0])} was written to while it was staged lazily, outside of a "
-                "step: the commit would hold "
-                "neither state; call pending.wait_staged() before such a write, or commit with "
-                "staging='eager'"
+                "step: the commit would mix two states; call pending.wait_staged() before such a "
+                "write, or commit with staging='eager'"
             )
 
 
 class BorrowedLeaves:
-    """The bytes of leaves that stay the caller's: it waits until they have been written."""
+    """Leaves written directly from the caller's memory, and the caller's wait for that."""
 
     def __init__(self, plan: StagingPlan, leaf_bytes: Sequence[int]) -> None:
         self.leaves = frozenset(plan.borrowed)
@@ -107,7 +104,7 @@ class BorrowedLeaves:
             self._settled.set()
 
     def worked(self, batch: Sequence[Run]) -> bool:
-        """Whether this was the last of it."""
+        """Count a written batch; True if it completes the borrowed leaves."""
         done = sum(run.raw_bytes for run in batch if run.part.leaf in self.leaves)
         if not done:
             return False
@@ -123,8 +120,10 @@ class BorrowedLeaves:
 
 
 class PendingWatch(Watch):
-    """Tells a pending commit how far it is, and stops it when its caller called it off. `copied`
-    waits until the state has been copied and that has been told; it raises what went wrong."""
+    """Reports progress to a pending commit, and stops the commit once its caller cancels it.
+
+    `copied` waits until the state is copied and that is reported; it raises the copy's failure.
+    """
 
     def __init__(
         self, pending: Pending[Any], borrowed: BorrowedLeaves, copied: Callable[[], object]
@@ -149,8 +148,7 @@ class PendingWatch(Watch):
         self._attempts += 1
         if self._attempts > 1 and self._borrowed.leaves:
             raise Conflict(
-                f"the commit would have to start anew, and {len(self._borrowed.leaves)} leaves "
-                "that did not fit into the staging memory "
-                "may have changed since; repeat the commit, or open the store with more "
-                "staging_bytes"
+                f"the commit would have to start again, and {len(self._borrowed.leaves)} leaves "
+                "that did not fit into the staging memory may have changed since; repeat the "
+                "commit, or open the store with more staging_bytes"
             )

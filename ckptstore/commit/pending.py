@@ -1,7 +1,4 @@
-"""A commit that has not ended yet, as its caller sees it: ask, wait, call off.
-
-How far a commit has come: milestones, and who is told of them.
-"""
+"""How does a caller follow a commit in flight: query it, wait for it, cancel it?"""
 
 import asyncio
 import logging
@@ -19,8 +16,8 @@ from ckptstore.errors import Busy, Cancelled
 
 
 class Milestone(StrEnum):
-    """What happens to a commit, in order: the caller goes on; the state is copied; its chunks have
-    ids; packs are closed; it exists."""
+    """The stages of a commit, in order: the caller continues; the state is copied; its chunks have
+    ids; its packs are closed; the commit exists."""
 
     HELD = "held"
     STAGED = "staged"
@@ -31,8 +28,8 @@ class Milestone(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class CommitProgress:
-    """A milestone of the commit of `step`, reached so many seconds after the call; `state_bytes` is
-    the state's size."""
+    """A milestone that the commit of `step` reached `seconds` after the call; `state_bytes` is the
+    state's size."""
 
     milestone: Milestone
     step: int | None
@@ -41,23 +38,22 @@ class CommitProgress:
 
 
 class Watch:
-    """What a commit calls on its way, from any of its threads; this one lets it go its way. What a
-    method raises, the commit raises."""
+    """Callbacks of a commit, called from any of its threads. These do nothing.
+
+    A callback's exception becomes the commit's.
+    """
 
     def starting(self) -> None:
-        """An attempt begins, the first or, because others changed the store meanwhile, another one:
-        all sources are read (again)."""
+        """An attempt begins, and reads all sources. Another follows if the store changed."""
 
     def worked(self, batch: Sequence[Run]) -> None:
-        """A batch was hashed and what is new of it written: its sources will not be asked for these
-        bytes again in this attempt."""
+        """A batch was hashed and its new chunks written; this attempt does not read it again."""
 
     def reached(self, milestone: Milestone) -> None:
         """`HASHED`, `WRITTEN` or `DURABLE`."""
 
     def publishing(self) -> None:
-        """The log entry is about to be appended: from here on the commit can no longer be called
-        off."""
+        """The log entry is about to be appended; after that the commit cannot be cancelled."""
 
 
 UNWATCHED = Watch()
@@ -70,10 +66,10 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Timings:
-    """When each milestone was reached, in seconds from the call; None before it is.
+    """Seconds from the call to each milestone; None for those ahead.
 
-    `held_s` is how long the training thread was kept: the call, waiting for room or for the commit
-    before, and waits in optimizer hooks.
+    `held_s` is the time the training thread was blocked: the call itself, including waits for
+    memory or the previous commit, and waits in optimizer hooks.
     """
 
     held_s: float | None = None
@@ -84,8 +80,7 @@ class Timings:
 
 
 class Pending(Generic[T]):
-    """A commit that goes on in the background. Threads may share it; `await` gives what `wait`
-    returns."""
+    """A commit in the background. Thread-safe; `await` gives what `wait` returns."""
 
     def __init__(
         self, step: int | None, on_progress: Callable[[CommitProgress], object] | None = None
@@ -101,13 +96,12 @@ class Pending(Generic[T]):
         self._lock = threading.Lock()
         self._cancelled = self._publishing = False
         self.help_staging: Callable[[], object] = lambda: None
-        """Takes part in the copying that is left, if any."""
+        """Helps with the copying that is left, if any."""
         self.tip: CommitId | None = None
-        """What the next commit descends from once this one has ended: this one, or, if it was not
-        made, its parent."""
+        """The parent of the next commit once this one has ended: this one, or its parent if it
+        failed."""
         self.seen = False
-        """Whether the caller has been given the outcome. A failure that nobody has seen is raised
-        by the next call."""
+        """Whether the caller has received the outcome. The next call raises an unseen failure."""
 
     def __repr__(self) -> str:
         return f"<{self.name}: {self.stage}>"
@@ -123,7 +117,7 @@ class Pending(Generic[T]):
 
     @property
     def stage(self) -> str:
-        """`copying`, the milestone that was reached last, or how it ended: `done`, `failed`."""
+        """`copying`, the latest milestone, or the outcome: `done` or `failed`."""
         if self.done():
             return "failed" if self._future.exception() else "done"
         reached = [milestone for milestone in Milestone if milestone in self._reached]
@@ -137,17 +131,16 @@ class Pending(Generic[T]):
         )
 
     def staged(self) -> bool:
-        """Whether the state has been copied: whatever is written to its tensors from now on, the
-        commit does not see."""
+        """Whether the state has been copied, so that later writes to its tensors do not reach the
+        commit."""
         return self._staged.is_set()
 
     def done(self) -> bool:
-        """Whether it has ended: durable, failed, called off or skipped."""
+        """Whether it has ended: durable, failed, cancelled or skipped."""
         return self._future.done()
 
     def wait_staged(self, timeout_s: float | None = None) -> None:
-        """Wait until `staged`; raises `TimeoutError`, and what the commit failed with if it failed
-        before."""
+        """Wait until `staged`. Raises `TimeoutError`, or the failure of the commit."""
         if timeout_s is None:
             self.help_staging()
         if not self._staged.wait(timeout_s):
@@ -156,14 +149,17 @@ class Pending(Generic[T]):
             raise error
 
     def wait(self, timeout_s: float | None = None) -> T:
-        """The commit, once it is durable. Raises what it failed with, `Cancelled`, `Busy` if it was
-        skipped, or `TimeoutError` if it has not ended within `timeout_s`: then it goes on."""
+        """Wait for the durable commit and return it.
+
+        Raises the commit's failure, `Cancelled`, `Busy` if it was skipped, or `TimeoutError` after
+        `timeout_s`; then the commit goes on.
+        """
         if error := self.exception(timeout_s):
             raise error
         return self._future.result()
 
     def exception(self, timeout_s: float | None = None) -> BaseException | None:
-        """What it failed with, or None, once it has ended; raises `TimeoutError` like `wait`."""
+        """Wait for the end; return the failure or None. Raises `TimeoutError` like `wait`."""
         try:
             error = self._future.exception(timeout_s)
         except TimeoutError as late:
@@ -174,13 +170,12 @@ class Pending(Generic[T]):
         return error
 
     def then(self, callback: Callable[["Pending[T]"], object]) -> None:
-        """Have `callback` called with this once it has ended, at once if it has, by whatever thread
-        ends it. What it raises is logged."""
+        """Call `callback` with this commit when it ends, or now if it has. The thread that ends the
+        commit calls it; exceptions are logged."""
         self._future.add_done_callback(lambda future: callback(self))
 
     def cancel(self) -> bool:
-        """Call the commit off. True if it will not be made; False if it has ended or its log entry
-        is on its way already."""
+        """Cancel the commit. False if it has ended or its log entry is being appended already."""
         with self._lock:
             if self._publishing or self.done():
                 return False
@@ -193,26 +188,25 @@ class Pending(Generic[T]):
         finally:
             self.seen = self.seen or self.done()
 
-    # -- the engine's side --
+    # -- called by the committer --
 
     def check(self) -> None:
-        """Raise `Cancelled` if the caller has called the commit off."""
+        """Raise `Cancelled` if the caller has cancelled the commit."""
         if self._cancelled:
-            raise Cancelled(f"{self.name} was called off")
+            raise Cancelled(f"{self.name} was cancelled")
 
     def publish(self) -> None:
-        """From here on it cannot be called off."""
+        """Make it impossible to cancel from here on."""
         with self._lock:
             self.check()
             self._publishing = True
 
     def copied(self) -> None:
-        """From here on it is `staged`, whoever has yet to be told."""
+        """Set `staged`, before anybody is told."""
         self._staged.set()
 
     def reached(self, milestone: Milestone) -> None:
-        """Note a milestone and tell the callback; one that raises is logged, and the commit goes
-        on."""
+        """Record a milestone and call `on_progress`, whose exceptions are logged and ignored."""
         if milestone is Milestone.STAGED:
             self.copied()
         self._reached[milestone] = seconds = self.age_s
@@ -223,7 +217,7 @@ class Pending(Generic[T]):
                 logger.exception("on_progress raised at %s; the commit goes on", milestone)
 
     def held_longer(self, seconds: float) -> None:
-        """The training thread was kept again, by so much."""
+        """Add a wait of the training thread to `held_s`."""
         self._reached[Milestone.HELD] = self._reached.get(Milestone.HELD, 0.0) + seconds
 
     def succeed(self, result: T) -> None:
@@ -236,5 +230,5 @@ class Pending(Generic[T]):
         self._staged.set()
 
     def failure(self) -> BaseException | None:
-        """What it failed with if it has ended so, without the caller seeing it by that."""
+        """The failure of a commit that has ended, without marking it as seen."""
         return self._future.exception() if self.done() else None

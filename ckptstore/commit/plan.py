@@ -1,8 +1,7 @@
-"""Which bytes of which leaves are one piece of work: deciding only, no bytes move.
+"""How is a state divided into units of work? This plans only; no bytes move.
 
-A run is up to 8 MiB of consecutive chunks of one leaf. A batch is what a thread takes at a time:
-one large run, or many small ones, so that ten thousand small leaves do not cost ten thousand
-hand-overs.
+A run is up to 8 MiB of consecutive chunks of one leaf. A batch, the unit a thread takes, is one
+large run or many small ones, so that ten thousand small leaves need few hand-overs.
 """
 
 from collections.abc import Iterator, Sequence
@@ -18,8 +17,11 @@ BATCH_RUNS = 256
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """A leaf, or a part of one, that is stored as chunks `first:stop` of its cut: its number in the
-    plan, its element width in bytes, and whether its elements are floats."""
+    """A leaf, or a part of one, stored as chunks `first:stop` of its grid.
+
+    `leaf` is its number in the plan, `width` the bytes per element, `floating` whether elements are
+    floats.
+    """
 
     leaf: int
     grid: Grid
@@ -34,10 +36,10 @@ class Part:
 
 
 class Extent(NamedTuple):
-    """What the plan must know of a leaf; one that is no tensor is a vector of its bytes.
+    """The planner's view of a leaf; a leaf other than a tensor is a vector of bytes.
 
-    With `box`, it is that box of a leaf of `shape`; with `cells`, that half-open range of its cut.
-    `raw_bytes` are those of what is to be stored.
+    With `box`, only that box of a leaf of `shape` is stored; with `cells`, only that half-open
+    range of its grid. `raw_bytes` counts the bytes to store.
     """
 
     shape: Shape
@@ -50,12 +52,17 @@ class Extent(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """Consecutive chunks of a part from chunk `first` on: chunk `first + i` is the bytes
+    """Consecutive chunks of a part, starting with chunk `first`: chunk `first + i` is bytes
     `cuts[i]:cuts[i + 1]` of the leaf."""
 
     part: Part
     first: int
     cuts: tuple[int, ...]
+
+    @property
+    def key(self) -> tuple[int, int]:
+        """The run's identity in its plan: its leaf and its first chunk."""
+        return self.part.leaf, self.first
 
     @property
     def raw_bytes(self) -> int:
@@ -64,7 +71,7 @@ class Run:
 
 @dataclass(frozen=True, slots=True)
 class CommitPlan:
-    """`inline` are the leaves whose bytes go into pages; the rest goes to packs, batch by batch."""
+    """The leaves stored `inline` in pages, and the `batches` of the rest, which goes to packs."""
 
     inline: tuple[int, ...]
     parts: tuple[Part, ...]
@@ -75,8 +82,8 @@ class CommitPlan:
 def plan_commit(
     leaves: Sequence[Extent], chunk_bytes: int, run_bytes: int = RUN_BYTES
 ) -> CommitPlan:
-    """The plan for leaves in order. With less memory for staging, runs are shorter: `run_bytes`, or
-    one chunk."""
+    """The plan for whole leaves, in order. A run holds at most `run_bytes`, or one chunk; a small
+    memory budget asks for shorter runs."""
     inline = tuple(i for i, leaf in enumerate(leaves) if leaf.raw_bytes <= INLINE_BYTES)
     parts = tuple(
         _part(i, leaf, chunk_bytes)
@@ -91,7 +98,7 @@ def plan_commit(
 def plan_chunks(
     parts: Sequence[Extent], chunk_bytes: int, run_bytes: int = RUN_BYTES
 ) -> CommitPlan:
-    """The plan for parts of leaves that are chunks, however small."""
+    """The plan for parts of leaves, all stored as chunks, even small ones."""
     planned = tuple(_part(i, part, chunk_bytes) for i, part in enumerate(parts))
     return CommitPlan(
         (), planned, _batches_of(planned, run_bytes), sum(part.raw_bytes for part in parts)

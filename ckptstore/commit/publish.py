@@ -1,12 +1,12 @@
-"""How content that lies in packs becomes a commit: schemas, pages and layout, the document, and
-what the log entry says. In this order."""
+"""How does packed content become a commit? Write schemas, pages, layout and document, then the log
+entry."""
 
 import time
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from ckptstore.commit.commit_metadata import CommitMetadata
-from ckptstore.commit.write import Dedup, PackSet, write_metadata
+from ckptstore.commit.write import write_metadata
 from ckptstore.core.config import StoreConfig
 from ckptstore.core.ids import ChunkId, CommitId, SessionId, digest, document_key
 from ckptstore.core.model import CommitDocument, LeafContent, PackRecord, Schema, TreeRef
@@ -16,12 +16,13 @@ from ckptstore.objects.pack import LAYOUT, PAGE, SCHEMA
 from ckptstore.objects.pages import split_pages
 from ckptstore.objects.schema import LastSchemas
 from ckptstore.repository.chunk_store import ObjectStore
+from ckptstore.repository.dedup import Dedup
+from ckptstore.repository.pack_set import PackSet
 from ckptstore.storage.contract import Storage, put_finished
 
 
 class TreeContent(NamedTuple):
-    """One key of a state whose chunks have been packed: what its leaves are, and their contents in
-    order."""
+    """One key of a state whose chunks are packed: its schema, and its leaves' contents in order."""
 
     key: str
     schema: Schema
@@ -29,15 +30,15 @@ class TreeContent(NamedTuple):
 
 
 class Metadata(NamedTuple):
-    """The metadata of a commit, in packs."""
+    """References to a commit's metadata in packs."""
 
     trees: tuple[tuple[str, TreeRef], ...]
     layout: ChunkId | None
 
 
 class Published(NamedTuple):
-    """A document that is durable, and no commit before the log names it. `own` are the objects that
-    may be deleted if it never does."""
+    """A durable document, which becomes a commit when the log names it. `own` lists the objects to
+    delete if that fails."""
 
     document: CommitDocument
     commit: CommitId
@@ -59,8 +60,8 @@ class Publisher:
         packs: PackSet,
         layout: bytes | None = None,
     ) -> Metadata:
-        """Pack the schemas, the pages and the layout that are new; the pack is closed but not yet
-        awaited."""
+        """Pack the new schemas, pages and layout. The pack is closed; `packs.wait` makes it
+        durable."""
         metadata: dict[ChunkId, tuple[bytes, int]] = {}
         refs = []
         for key, tree_schema, contents in trees:
@@ -117,7 +118,7 @@ class Publisher:
 def put_document(
     storage: Storage, key: str, document: CommitDocument, commit: CommitId, stored: bytes
 ) -> Published:
-    """Give the document `stored` its name. Raises `Conflict` if other bytes have it."""
+    """Store the document under `key`. Raises `Conflict` if `key` has other bytes."""
     created = put_finished(storage, key, stored)
     return Published(document, commit, len(stored), (key,) if created else ())
 
@@ -125,8 +126,8 @@ def put_document(
 def entry_body(
     published: Published, records: Sequence[PackRecord], reused: Iterable[int]
 ) -> entries.Commit:
-    """What the log is to say of a commit that registers the packs `records` and needs those
-    numbered `reused`."""
+    """The log entry of a commit that registers the packs `records` and reuses the packs numbered
+    `reused`."""
     document = published.document
     return entries.Commit(
         session=document.session,

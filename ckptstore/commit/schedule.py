@@ -1,5 +1,4 @@
-"""When to commit: every so many steps or seconds, as often as costs and failures make it best, and
-once more when a signal comes."""
+"""When is a commit due: every n steps or seconds, at the optimal interval, or on a signal?"""
 
 import math
 import signal
@@ -20,8 +19,8 @@ Agree: TypeAlias = Callable[[Mapping[str, Any], bool, bool], tuple[bool, bool]]
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """What the caller wants, exactly one of: `steps` between commits, `seconds` between them, or
-    `mtbf_s`, the mean time between failures from which the best interval follows."""
+    """Exactly one of: `steps` or `seconds` between commits, or `mtbf_s`, the mean time between
+    failures, which determines the best interval."""
 
     steps: int | None = None
     seconds: float | None = None
@@ -30,8 +29,8 @@ class Rule:
     def due(
         self, step: int, last_step: int, since_s: float, cost_s: float, durable_s: float
     ) -> bool:
-        """Whether to commit after `step`, if the last commit was due after `last_step`, began
-        `since_s` ago, cost training `cost_s` and was durable after `durable_s`."""
+        """Whether to commit after `step`. The last commit was due after `last_step`, began
+        `since_s` ago, blocked training for `cost_s` and was durable after `durable_s`."""
         if self.steps is not None:
             return step // self.steps > last_step // self.steps
         if self.seconds is not None:
@@ -41,7 +40,7 @@ class Rule:
 
 
 def rule_of(auto: object, steps: object, seconds: object, mtbf_s: object) -> Rule:
-    """Raises `InvalidInput` unless exactly one rule is asked for, with positive numbers."""
+    """The rule. Raises `InvalidInput` unless there is exactly one, with positive numbers."""
     if auto not in (None, "auto") or sum(each is not None for each in (auto, steps, seconds)) != 1:
         raise InvalidInput(
             "wanted one of every(steps=…), every(seconds=…) and every('auto', mtbf_s=…)"
@@ -57,8 +56,8 @@ def rule_of(auto: object, steps: object, seconds: object, mtbf_s: object) -> Rul
 
 
 def best_interval_s(cost_s: float, mtbf_s: float) -> float:
-    """The time between the ends of commits that loses least, if each costs training `cost_s` and
-    failures come `mtbf_s` apart on average.
+    """The time between the ends of commits that minimizes lost time, if each costs training
+    `cost_s` and failures come `mtbf_s` apart on average.
 
     J. T. Daly, "A higher order estimate of the optimum checkpoint interval for restart dumps",
     2006, equation 37; its first term is Young's of 1974.
@@ -70,13 +69,12 @@ def best_interval_s(cost_s: float, mtbf_s: float) -> float:
 
 
 class Schedule(Generic[S]):
-    """Call it after each step: it commits when that is due. With a signal, it commits once more
-    when that comes, waits, and is `stopped`.
+    """Called after each step; commits when that is due. After a signal it commits once more, waits
+    for that commit, and sets `stopped`.
 
-    The signal's handler only sets a flag: at the moment of a signal an optimizer may be half-way
-    through its step. A context manager, or `close`, gives the signal back. `agree` is asked, with
-    the options of the call, what several ranks make of whether a commit is due and whether the
-    signal came.
+    The signal handler only sets a flag, since an optimizer may be half-way through a step. Leaving
+    the context, or `close`, restores the previous handler. `agree` gets the options of the call,
+    whether a commit is due and whether the signal came, and returns what all ranks agree on.
     """
 
     def __init__(
@@ -96,7 +94,7 @@ class Schedule(Generic[S]):
         self._last_step: int | None = None
         self._began = time.monotonic()
         self.stopped = False
-        """Whether the signal came and its commit is durable: training may end."""
+        """Whether the signal came and its commit is durable, so that training may end."""
 
     def __enter__(self) -> Self:
         return self
@@ -110,8 +108,8 @@ class Schedule(Generic[S]):
         self.close()
 
     def __call__(self, app_state: Any, *, step: int, **options: Any) -> Pending[S] | None:
-        """Commit `app_state` if it is due after `step`; None if not. `options` are those of
-        `commit_async`, whose errors it raises."""
+        """Commit `app_state` if that is due after `step`; otherwise return None. Takes the options
+        of `commit_async`, and raises its errors."""
         if self.stopped:
             return None
         due, came = self._is_due(step), self._came.is_set()
@@ -127,14 +125,14 @@ class Schedule(Generic[S]):
 
     @property
     def interval_s(self) -> float | None:
-        """With `"auto"`, the seconds between commits that are best by what the last one cost; None
-        before it is known, and otherwise."""
+        """With `"auto"`, the best seconds between commits given the cost of the last one, or None
+        before that is known. None for other rules."""
         if self._rule.mtbf_s is None or self._last is None or not self._last.done():
             return None
         return max(best_interval_s(self._cost_s, self._rule.mtbf_s), self._durable_s)
 
     def close(self) -> None:
-        """Give the signal back to whom it belonged; idempotent."""
+        """Restore the previous signal handler. Idempotent."""
         if self._signal is not None:
             signal.signal(self._signal, self._before or signal.SIG_DFL)
             self._signal = None
@@ -143,7 +141,7 @@ class Schedule(Generic[S]):
         if self._last_step is None:
             self._last_step = step - 1
         if self._rule.mtbf_s is not None and (self._last is None or not self._last.done()):
-            return self._last is None  # the first one measures; no next one before it has
+            return self._last is None  # the first commit measures the cost; wait for it
         return self._rule.due(
             step, self._last_step, time.monotonic() - self._began, self._cost_s, self._durable_s
         )

@@ -1,5 +1,4 @@
-"""The trainer's side of a worker process: start one when it is needed, hand it a staged state, hear
-how far it is, notice when it dies."""
+"""How does a trainer use a worker process? Start it, send it states, notice when it dies."""
 
 import socket
 import subprocess
@@ -22,13 +21,12 @@ from ckptstore.state.leaf_sources import FlatState
 from ckptstore.state.staging_buffers import Buffer
 
 ENDS_S = 60.0
-"""A worker that has been told that there is nothing more to do ends within this time, or is left to
-itself."""
+"""Time for a worker to exit after its connection closes. A slower one is left running."""
 
 
 class WorkerClient:
-    """One worker process, started when it is needed, and what is said to it. One conversation at a
-    time; whoever has one holds `lock`."""
+    """The connection to one worker process, which starts at first use. A caller holds `lock` for
+    the length of a conversation."""
 
     def __init__(
         self,
@@ -43,7 +41,7 @@ class WorkerClient:
             "storage_options": dict(storage_options),
             "direct_io": direct_io is not False,
             "index": index,
-        }  # all of it is aside
+        }
         self._handle = {"place": place, "threads": threads, **options}
         self._process: subprocess.Popen[bytes] | None = None
         self._connection: socket.socket | None = None
@@ -52,12 +50,12 @@ class WorkerClient:
 
     @property
     def pid(self) -> int | None:
-        """The worker's process id; None while there is none."""
+        """The worker's process id; None before it starts."""
         return self._process.pid if self._process else None
 
     @property
     def alive(self) -> "subprocess.Popen[bytes] | None":
-        """The worker, while it lives."""
+        """The worker, if it is alive."""
         return (
             self._process
             if self._connection and self._process and self._process.poll() is None
@@ -65,7 +63,7 @@ class WorkerClient:
         )
 
     def ask(self, message: Message, timeout_s: float) -> Message:
-        """What the worker answers within `timeout_s`; one that does not is ended. Raises
+        """The worker's answer. Kills a worker that is silent for `timeout_s`, and raises
         `Unavailable`."""
         connection = self._working()
         try:
@@ -87,7 +85,7 @@ class WorkerClient:
         return answer
 
     def tell(self, message: Message) -> None:
-        """Say what needs no answer. Raises `Unavailable` if there is no worker."""
+        """Send a message without an answer. Raises `Unavailable` if there is no worker."""
         if not (self._connection and self.alive):
             raise self._lost()
         try:
@@ -98,11 +96,10 @@ class WorkerClient:
     def commit(
         self, message: Message, arena: Buffer, watch: Watch, *, anew: bool = True
     ) -> Message:
-        """Have a state that lies in `arena` committed, as `message` says, and tell `watch` how far
-        it is; returns what was made.
+        """Have the worker commit the state in `arena` that `message` describes; returns its reply.
 
-        Raises `Unavailable` if the worker dies: the next one to be hired is another, for this
-        commit only `anew`.
+        Reports progress to `watch`. Raises `Unavailable` if the worker dies; a later call starts
+        another. With `anew=False`, requires a running worker.
         """
         if not anew and not self.alive:
             raise self._lost()
@@ -114,32 +111,30 @@ class WorkerClient:
         except OSError as error:
             raise self._lost() from error
         except BaseException:
-            self.end()  # it still reads the arena, which is another commit's from here on
+            self.end()  # it still reads the buffer, which the next commit reuses
             raise
         if isinstance(said, CkptStoreError):
             raise said
         return said
 
     def release(self) -> None:
-        """Say that there is nothing more to do, and wait for the worker's end."""
+        """Close the connection, and wait for the worker to exit."""
         if self._connection:
             self._connection.close()
         if self._process:
-            with suppress(
-                subprocess.TimeoutExpired
-            ):  # it still makes a commit, and ends when that is made
+            with suppress(subprocess.TimeoutExpired):  # it exits after the commit it works on
                 self._process.wait(ENDS_S)
         self._connection = self._process = self._sent = None
 
     def end(self) -> None:
-        """End the worker, whatever it does."""
+        """Kill the worker."""
         if self._process:
             self._process.kill()
         self.release()
 
     def _listen(self, connection: socket.socket, watch: Watch) -> Message | CkptStoreError:
-        """What was made, or what the worker failed with: then it has nothing to do any more."""
-        called_off: Cancelled | None = None
+        """The worker's reply, or its failure; the worker is idle afterwards."""
+        cancelled: Cancelled | None = None
         while message := receive(connection):
             if "reached" in message.says:
                 watch.reached(Milestone(message.says["reached"]))
@@ -147,16 +142,16 @@ class WorkerClient:
                 try:
                     watch.publishing()
                 except Cancelled as error:
-                    called_off = error
-                send(connection, Message({"go": called_off is None}))
+                    cancelled = error
+                send(connection, Message({"go": cancelled is None}))
             elif "failed" in message.says:
-                return called_off or error_from(message.says)
+                return cancelled or error_from(message.says)
             else:
                 return message
         return self._lost()
 
     def _working(self) -> socket.socket:
-        """The connection to a worker that lives, a new one if need be."""
+        """The connection to a live worker, started if necessary."""
         if self._connection is None or not self.alive:
             self.release()
             ours, theirs = socket.socketpair()
@@ -173,15 +168,13 @@ class WorkerClient:
         self.release()
         code = process.returncode if process else None
         return Unavailable(
-            f"the worker process {pid} ended ({code}) before it said that the commit is durable: "
-            "look into store.log() whether it exists, "
-            f"or commit again; the next commit starts another worker"
+            f"the worker process {pid} ended ({code}) before it reported the commit durable: check "
+            "store.log() for it, or commit again; the next commit starts another worker"
         )
 
 
 class ProcessCommitter:
-    """Makes commits like `commit.commit.Committer`, in a worker process, of states that lie in
-    shared arenas. One at a time."""
+    """Like `commit.commit.Committer`, but in a worker process, for states in shared buffers."""
 
     def __init__(
         self,
@@ -198,8 +191,8 @@ class ProcessCommitter:
         started: float,
         watch: Watch,
     ) -> Committed:
-        """Have the state in `arena` committed; see `Committer.commit`. Raises `Unavailable` if the
-        worker dies: the next call starts another."""
+        """Commit the state in `arena`, as `Committer.commit` does. Raises `Unavailable` if the
+        worker dies; the next call starts another."""
         with self._worker_client.lock:
             watch.starting()
             says, blob = describe(flats, label)
@@ -226,7 +219,9 @@ import sys
 from importlib.util import module_from_spec, spec_from_file_location
 
 package = sys.argv[2]
-spec = spec_from_file_location("ckptstore", package + "/__init__.py", submodule_search_locations=[package])
+spec = spec_from_file_location(
+    "ckptstore", package + "/__init__.py", submodule_search_locations=[package]
+)
 module = sys.modules["ckptstore"] = module_from_spec(spec)
 spec.loader.exec_module(module)
 sys.path.append(package.removesuffix("/ckptstore"))
@@ -235,18 +230,17 @@ from ckptstore.distributed.worker_process import main
 
 main()
 """
-"""The program of a worker: this package, from the folder that the trainer has it from, whatever
-else is called so.
+"""A worker's program. It loads this package from the trainer's folder, even if another package has
+the same name.
 
-Everything else comes from where Python is installed and from PYTHONPATH, and last from what lies
-beside the package, as where both were installed into one folder. Never from the working directory
-(`-P`), in which anybody may have put a module.
+Other modules come from Python's installation and PYTHONPATH, then from beside the package, where
+`pip install --target` puts them. Never from the working directory (`-P`), where others may write.
 """
 
 
 def _start(fd: int) -> "subprocess.Popen[bytes]":
-    """A process of its own session, so that what ends the trainer's does not end it. Raises
-    `Unavailable` if none can be started."""
+    """Start a worker in its own session, so that signals to the trainer's group spare it. Raises
+    `Unavailable` if that fails."""
     package = str(Path(errors.__file__).resolve().parent)
     try:
         return subprocess.Popen(
@@ -257,6 +251,6 @@ def _start(fd: int) -> "subprocess.Popen[bytes]":
         )
     except OSError as error:
         raise Unavailable(
-            f"no worker process can be started ({error}): raise the limit of processes, or open "
+            f"no worker process can be started ({error}): raise the process limit, or open "
             "the store with executor='thread'"
         ) from error

@@ -1,8 +1,7 @@
-"""What a trainer and its worker say to each other: messages of JSON, bytes beside it, and now and
-then a file descriptor.
+"""How do a trainer and its worker exchange messages? As JSON, bytes and, at times, a descriptor.
 
-A message is two lengths (big-endian, 8 bytes each), JSON, and the bytes. Neither side trusts the
-other with code: nothing is unpickled.
+A message is two lengths (big-endian, 8 bytes each), the JSON, and the bytes. Nothing is unpickled,
+so neither side can run code in the other.
 """
 
 import json
@@ -24,8 +23,7 @@ _MOST_FDS = 1
 
 
 class Message(NamedTuple):
-    """`says` is JSON, `blob` the bytes that it refers to, `fd` a descriptor that came along, or
-    -1."""
+    """`says` is JSON, `blob` the bytes it refers to, `fd` a received descriptor or -1."""
 
     says: dict[str, Any]
     blob: bytes = b""
@@ -33,7 +31,7 @@ class Message(NamedTuple):
 
 
 def send(connection: socket.socket, message: Message) -> None:
-    """Raises `OSError` if nobody listens any more."""
+    """Send a message. Raises `OSError` if the other side has closed."""
     text = json.dumps(message.says).encode()
     head = _LENGTHS.pack(len(text), len(message.blob))
     if message.fd >= 0:
@@ -45,7 +43,7 @@ def send(connection: socket.socket, message: Message) -> None:
 
 
 def receive(connection: socket.socket) -> Message | None:
-    """The next message, or None if the other side is gone."""
+    """The next message, or None if the other side has closed."""
     try:
         head, fds, _, _ = socket.recv_fds(connection, _LENGTHS.size, _MOST_FDS)
         fd = fds[0] if fds else -1
@@ -71,8 +69,10 @@ def _exactly(connection: socket.socket, nbytes: int) -> bytes:
 
 
 def describe(flats: Mapping[str, FlatState], label: CommitMetadata) -> tuple[dict[str, Any], bytes]:
-    """A staged state and its label as JSON and a blob. A leaf lies in the arena, whole or in part,
-    or else its bytes or its chunks' ids lie in the blob."""
+    """A staged state and its metadata as JSON and a blob.
+
+    A leaf refers to the staging buffer, wholly or in part, or to bytes or chunk ids in the blob.
+    """
     blob = Blob()
     keys = [
         [key, blob.put(encode_schema(flat.schema)), [blob.leaf(source) for source in flat.leaves]]
@@ -82,7 +82,7 @@ def describe(flats: Mapping[str, FlatState], label: CommitMetadata) -> tuple[dic
 
 
 class Blob:
-    """Bytes that go beside JSON; what is put there is named by where it begins and ends."""
+    """Bytes sent along with JSON, which refers to them by start and stop."""
 
     def __init__(self) -> None:
         self.data = bytearray()
@@ -103,12 +103,12 @@ class Blob:
                 "width": source.width,
             }
         memory = source.view(0, source.nbytes)
-        assert memory is not None  # what is not in the arena is bytes
+        assert memory is not None  # other leaves are bytes
         return {"bytes": self.put(memory), "width": source.width}
 
 
 def leaf_from(said: Mapping[str, Any], blob: bytes, arena: memoryview) -> Source:
-    """The leaf that `Blob.leaf` was given."""
+    """The inverse of `Blob.leaf`."""
     if "arena" in said:
         start, stop = said["arena"]
         return BufferSource(arena, start, stop - start, said["width"])
@@ -136,7 +136,7 @@ def label_from(said: Mapping[str, Any]) -> CommitMetadata:
 
 
 def flats_from(keys: Sequence[Any], blob: bytes, arena: memoryview) -> dict[str, FlatState]:
-    """The state that `describe` was given."""
+    """The state that `describe` described."""
     return {
         key: FlatState(
             decode_schema(blob[slice(*where)]), [leaf_from(leaf, blob, arena) for leaf in leaves]
@@ -146,7 +146,7 @@ def flats_from(keys: Sequence[Any], blob: bytes, arena: memoryview) -> dict[str,
 
 
 def failure_to(error: Exception) -> Message:
-    """What a worker says when a commit has failed."""
+    """A worker's message about a failed commit."""
     kind, text = (
         (type(error), str(error))
         if isinstance(error, CkptStoreError)
@@ -162,7 +162,7 @@ def failure_to(error: Exception) -> Message:
 
 
 def error_from(said: Mapping[str, Any]) -> CkptStoreError:
-    """What `failure_to` was given, as one of our errors."""
+    """The inverse of `failure_to`, as one of our errors."""
     cls = getattr(errors, said["failed"], CkptStoreError)
     error: CkptStoreError = cls(said["text"])
     error.causes = {int(rank): why for rank, why in said["causes"].items()}

@@ -19,7 +19,6 @@ from typing import TypeAlias
 from ckptstore.commit.commit import ATTEMPTS, CommitStats
 from ckptstore.commit.commit_metadata import CommitMetadata
 from ckptstore.commit.pending import UNWATCHED, Milestone, Watch
-from ckptstore.commit.write import Dedup, DedupHints, PackSet
 from ckptstore.core.config import StoreConfig
 from ckptstore.core.gc_pause import uncollected
 from ckptstore.core.ids import CommitId, SessionId
@@ -48,7 +47,9 @@ from ckptstore.objects import canonical
 from ckptstore.objects.documents import decode_document
 from ckptstore.objects.schema import LastSchemas
 from ckptstore.repository.chunk_store import ObjectStore
+from ckptstore.repository.dedup import Dedup, DedupHints
 from ckptstore.repository.memory_budget import rank_room
+from ckptstore.repository.pack_set import PackSet
 from ckptstore.repository.thread_pool import ThreadPool
 from ckptstore.state.leaf_sources import FlatState
 

@@ -7,7 +7,6 @@ from typing import Any
 
 from ckptstore.commit.commit_metadata import CommitMetadata
 from ckptstore.commit.publish import Metadata, Published, Publisher, entry_body
-from ckptstore.commit.write import Dedup, PackSet
 from ckptstore.core.config import StoreConfig
 from ckptstore.core.gc_pause import uncollected
 from ckptstore.core.ids import SessionId, digest, parse_pack_id
@@ -27,7 +26,9 @@ from ckptstore.log.sessions import Session, open_session
 from ckptstore.objects import canonical
 from ckptstore.objects.documents import encode_document
 from ckptstore.repository.chunk_store import ObjectStore
+from ckptstore.repository.dedup import Dedup
 from ckptstore.repository.memory_budget import WINDOW_BYTES
+from ckptstore.repository.pack_set import PackSet
 from ckptstore.repository.pack_writer import delete_own
 
 SAME, PLANNED, DESCRIBE = b"same", b"planned", b"describe"

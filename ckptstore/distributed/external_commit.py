@@ -19,7 +19,7 @@ from ckptstore.commit.commit import CommitStats, index_packs
 from ckptstore.commit.commit_metadata import CommitMetadata
 from ckptstore.commit.plan import Extent, plan_chunks
 from ckptstore.commit.publish import Publisher, TreeContent, entry_body
-from ckptstore.commit.write import Dedup, DedupHints, PackSet, read_all, write_chunks
+from ckptstore.commit.write import read_all, write_chunks
 from ckptstore.core.config import StoreConfig
 from ckptstore.core.ids import SessionId, pack_rank
 from ckptstore.core.model import INLINE_BYTES, LeafContent, PackRecord
@@ -32,6 +32,8 @@ from ckptstore.log.log import Log, Refused
 from ckptstore.log.sessions import Session, open_session
 from ckptstore.objects import canonical
 from ckptstore.repository.chunk_store import ObjectStore
+from ckptstore.repository.dedup import Dedup, DedupHints
+from ckptstore.repository.pack_set import PackSet
 from ckptstore.repository.pack_writer import delete_own
 from ckptstore.repository.thread_pool import ThreadPool
 from ckptstore.state.leaf_sources import Source

@@ -6,9 +6,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from ckptstore.commit.dedup_probe import hash_chunks
+from ckptstore.commit.hashing import hash_chunks
 from ckptstore.commit.plan import CommitPlan, Extent, plan_chunks
-from ckptstore.commit.write import Dedup, PackSet, read_all, write_chunks
+from ckptstore.commit.write import read_all, write_chunks
 from ckptstore.core.ids import SessionId
 from ckptstore.core.model import INLINE_BYTES
 from ckptstore.distributed.collective import Collective, Part
@@ -22,7 +22,9 @@ from ckptstore.distributed.exchange_plan import (
     Window,
 )
 from ckptstore.distributed.rank_plan import LeafRef, RankTask
+from ckptstore.repository.dedup import Dedup
 from ckptstore.repository.memory_budget import RankRoom
+from ckptstore.repository.pack_set import PackSet
 from ckptstore.repository.thread_pool import ThreadPool
 from ckptstore.state.leaf_sources import Source
 

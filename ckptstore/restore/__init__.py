@@ -1,1 +1,1 @@
-"""A commit becomes a state again: plan, read, inflate."""
+"""Restores: plan, read and inflate a commit, wholly or in part."""

@@ -1,5 +1,4 @@
-"""What changed from one commit to another, leaf by leaf, from their schemas and pages alone: no
-tensor is read."""
+"""What changed from one commit to another? Compares schemas and pages; reads no tensor."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -14,8 +13,7 @@ VALUE_TEXT_CHARACTERS = 60
 @dataclass(frozen=True, slots=True)
 class LeafChange:
     """One leaf that differs. `before` and `after` describe it (`float32[768, 768]`, or a value's
-    text); `changed_bytes` of its `raw_bytes` lie in chunks that the other commit does not have
-    under this path."""
+    text); `changed_bytes` counts raw bytes in chunks that the other commit lacks at this path."""
 
     path: str
     change: Literal["added", "removed", "changed"]
@@ -27,7 +25,7 @@ class LeafChange:
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """The leaves that differ, in order, and how many do not."""
+    """The leaves that differ, in order, and the number of equal ones."""
 
     changes: tuple[LeafChange, ...]
     unchanged: int
@@ -38,7 +36,7 @@ class Difference:
 
 
 def compare(before: Mapping[str, Tree], after: Mapping[str, Tree]) -> Difference:
-    """The leaves of `after` in order, then those that only `before` has."""
+    """Compares the leaves of `after` in order, then those only in `before`."""
     old, new = _leaves(before), _leaves(after)
     changes: list[LeafChange] = []
     unchanged = 0
@@ -82,7 +80,7 @@ def _change(path: str, old: tuple[Tree, int] | None, tree: Tree, i: int) -> Leaf
 
 
 def _own_bytes(tree: Tree, i: int) -> int:
-    """An alias has none: its bytes are the other leaf's."""
+    """The raw bytes of leaf `i`; 0 for an alias, whose bytes belong to another leaf."""
     return 0 if tree.schema.aliases[i] >= 0 else tree.raw_bytes(i)
 
 

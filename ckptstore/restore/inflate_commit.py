@@ -1,8 +1,6 @@
-"""A nested state made anew from a commit: whole or a part of it, as it was committed, converted, or
-mapped into memory.
+"""How is a commit, or a part of it, rebuilt as a new nested state: read, converted or mapped?
 
-A commit's trees as a caller wants them: some leaves only, or under other names, without a byte
-being read.
+Views narrow or rename a commit's trees first, without reading tensors.
 """
 
 from collections.abc import Mapping, Sequence
@@ -33,7 +31,7 @@ Select = str | Sequence[str]
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """A tree and the schema that is wanted of it, whose leaves have the tree's numbers."""
+    """A tree and a narrowed or renamed schema, whose leaves keep the tree's numbers."""
 
     tree: Tree
     schema: Schema
@@ -44,7 +42,7 @@ def whole(trees: Mapping[str, Tree]) -> dict[str, View]:
 
 
 def selected(trees: Mapping[str, Tree], select: Select, commit: CommitId) -> dict[str, View]:
-    """The trees that have selected leaves, with these only. Raises `NotFound` if there are none."""
+    """The trees narrowed to selected leaves. Raises `NotFound` if nothing is selected."""
     is_selected = selector(select)
     narrowed = ((key, tree, narrow(key, tree.schema, is_selected)) for key, tree in trees.items())
     found = {key: View(tree, schema) for key, tree, schema in narrowed if schema is not None}
@@ -60,7 +58,7 @@ def selected(trees: Mapping[str, Tree], select: Select, commit: CommitId) -> dic
 
 
 def renamed(views: Mapping[str, View], rename: "Rename") -> dict[str, View]:
-    """The trees under the names that `rename` gives to leaves and keys.
+    """The trees with leaves and keys renamed by `rename`.
 
     Raises `InvalidInput` where two leaves or two keys would get one name, and for a prefix that no
     path has.
@@ -89,9 +87,9 @@ def assemble(
     allow_pickle: bool = False,
     memory_budget_bytes: int | None = None,
 ) -> Any:
-    """The state that `view` describes. Tensors that shared memory share it again.
+    """Build the state of `view`. Tensors that shared memory when committed share it again.
 
-    With `mmap`, tensors are mapped where they can be, unverified, and read where they cannot.
+    With `mmap`, tensors are mapped without verification where possible, and read otherwise.
     """
     schema = view.schema
     values: list[Any] = [None] * len(schema)
@@ -124,7 +122,7 @@ def assemble(
 
 
 def mapped(reader: Reader, commit: CommitId, view: View, leaf: int) -> "torch.Tensor | None":
-    """The tensor of a leaf over mapped memory, or None if it must be read."""
+    """A leaf's tensor over mapped memory, or None if the leaf must be read."""
     try:
         return tensors.tensor_from(
             reader.map(view.tree, leaf, commit), view.schema.dtypes[leaf], view.schema.shapes[leaf]

@@ -1,19 +1,14 @@
-"""A leaf's bytes without reading them: the pages of the packs that hold it, laid one behind the
-other in memory.
+"""How is a leaf mapped into memory instead of read? The pages of its packs are mapped in sequence.
 
-A leaf is written in runs of up to 8 MiB, which lie in the packs of several threads and commits and
-begin at page boundaries (docs/format.md §4). Where runs meet in memory they must meet at a page
-boundary too. What does not, if it is little, such as the short last run of a leaf, is copied;
-otherwise the leaf has to be read.
+A leaf's runs of up to 8 MiB lie in the packs of several threads and commits, at page boundaries
+(docs/format.md §4). Runs can be mapped in sequence only if they also meet at page boundaries in
+memory. A small run that does not, such as a leaf's short last one, is copied; otherwise the leaf
+must be read.
 
-Parts of files, one behind the other in memory as if they were one file: private pages, read when
-touched, copied when written to.
-
-Python's `mmap` chooses the addresses itself; to lay several files side by side they must be given.
-So memory is reserved first, as one anonymous mapping, and each file's pages are put over a part of
-it (mmap(2), MAP_FIXED). Nothing else can lie in the reserved range, which makes MAP_FIXED safe,
-also between threads. What is mapped stays readable when the file is deleted, and is freed with the
-last view of it.
+Mapped pages are private: loaded on access, copied on write. Python's `mmap` chooses addresses
+itself, so an anonymous mapping first reserves the range, and each file is mapped over a part of it
+(mmap(2), MAP_FIXED). Nothing else can be in the reserved range, so MAP_FIXED is safe, also between
+threads. A mapping stays readable after its file is deleted, and is freed with its last view.
 """
 
 import ctypes
@@ -34,12 +29,11 @@ from ckptstore.repository.chunk_store import ObjectStore
 from ckptstore.restore.read_plan import Piece
 
 PAGE_BYTES = mmap.ALLOCATIONGRANULARITY
-"""Addresses and file offsets of a mapping are multiples of it."""
+"""Addresses and file offsets of mappings are multiples of this."""
 
 _READ_WRITE = mmap.PROT_READ | mmap.PROT_WRITE
 _MAP_FIXED = 0x10
-# Pages that are never written to need no swap to be set aside: a model may be larger than the
-# memory that is free.
+# Do not reserve swap, since a model may be larger than free memory.
 _MAP_NORESERVE = 0x4000 if sys.platform == "linux" else 0
 _FAILED = ctypes.c_void_p(-1).value
 
@@ -53,11 +47,11 @@ class MemoryMap:
         weakref.finalize(self, _libc().munmap, self._start, self._nbytes).atexit = False
 
     def put(self, at: int, fd: int, offset: int, nbytes: int, what: str) -> None:
-        """Let the bytes from `at` on be those of the open file from `offset` on; both are multiples
-        of `PAGE_BYTES`, `nbytes` need not be. The file may be closed afterwards.
+        """Map the open file from `offset` on at `at`; both are multiples of `PAGE_BYTES`, `nbytes`
+        need not be. The file may be closed afterwards.
 
-        Raises `Corrupt`, naming `what`, if the file ends before: a touch of a page beyond its end
-        would kill the process.
+        Raises `Corrupt`, naming `what`, if the file is too short, since access beyond its end would
+        kill the process.
         """
         if at % PAGE_BYTES or offset % PAGE_BYTES or at < 0 or at + nbytes > self._nbytes:
             raise ValueError(

@@ -1,8 +1,7 @@
-"""Which chunks a box of a leaf needs, and where their bytes go: wanted boxes cut with held pieces,
-no I/O.
+"""Which chunks does a box of a leaf need, and where do their bytes go? Plans only; no I/O.
 
-The destination is the wanted box's own row-major memory. A cell that lands there in one piece is
-read straight into place; any other is read aside and copied range by range.
+The destination is the box's row-major memory. A cell that is contiguous there is read in place; any
+other is read into scratch memory and copied range by range.
 """
 
 from collections.abc import Iterable, Iterator
@@ -16,7 +15,7 @@ from ckptstore.core.ids import CHUNK_ID_BYTES, ChunkId
 from ckptstore.core.model import Box, LeafContent, Shape
 
 _ELEMENTS = {1: "u1", 2: "u2", 4: "u4", 8: "u8", 16: "c16"}
-"""By their width, types whose elements numpy copies as they are."""
+"""Element types, by width, that numpy copies bit for bit."""
 
 Move: TypeAlias = tuple[int, int, int]
 """Start in the chunk, start in the destination, bytes."""
@@ -24,8 +23,8 @@ Move: TypeAlias = tuple[int, int, int]
 
 @dataclass(frozen=True, slots=True)
 class Moves(Iterable[Move]):
-    """The moves of a cell whose bytes do not land in one piece, made whenever they are asked for:
-    there may be one for each row."""
+    """The moves of a cell that is not contiguous in the destination. Computed on demand, since
+    there may be one per row."""
 
     cell: Box
     shared: Box
@@ -36,7 +35,7 @@ class Moves(Iterable[Move]):
         return _moves(self.cell, self.shared, self.wanted, self.width)
 
     def copy(self, data: memoryview, memory: memoryview) -> None:
-        """All moves at once, from the chunk to the destination's own memory."""
+        """Copy all ranges from the chunk to the destination's memory."""
         source = np.frombuffer(data, _ELEMENTS[self.width]).reshape(self.cell.lengths)
         target = np.frombuffer(memory, _ELEMENTS[self.width]).reshape(self.wanted.lengths)
         target[_indices(within(self.shared, self.wanted))] = source[
@@ -46,8 +45,8 @@ class Moves(Iterable[Move]):
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """One chunk of `raw_bytes` and where its bytes go. With `at`, all of it lands there in one
-    piece, and can be read in place."""
+    """One chunk of `raw_bytes` and its destination. With `at`, it is contiguous there and can be
+    read in place."""
 
     chunk: ChunkId
     raw_bytes: int
@@ -59,7 +58,7 @@ class Piece:
         return self.at is not None
 
     def land(self, data: memoryview, memory: memoryview) -> None:
-        """Copy the chunk's bytes to where they go in the destination's memory."""
+        """Copy the chunk's bytes to their place in the destination's memory."""
         if self.at is not None:
             memory[self.at : self.at + self.raw_bytes] = data
         elif isinstance(self.moves, Moves):
@@ -67,7 +66,7 @@ class Piece:
 
 
 def whole(content: LeafContent, shape: Shape, width: int, chunk_bytes: int) -> Iterator[Piece]:
-    """The pieces of a leaf that is held whole, wanted whole."""
+    """The pieces of a whole leaf that was stored whole."""
     for i, (start, stop) in enumerate(grid(shape, width, chunk_bytes).spans()):
         yield _landing(_id(content, i), stop - start, start)
 
@@ -75,8 +74,8 @@ def whole(content: LeafContent, shape: Shape, width: int, chunk_bytes: int) -> I
 def select(
     content: LeafContent, shape: Shape, width: int, chunk_bytes: int, wanted: Box | None = None
 ) -> Iterator[Piece]:
-    """The pieces that `wanted` (the whole leaf without it) needs, each chunk once, in the order in
-    which they are held."""
+    """The pieces that box `wanted`, by default the whole leaf, needs: each chunk once, in stored
+    order."""
     full = Box((0,) * len(shape), shape)
     wanted = wanted or full
     if content.boxes is None and wanted == full:

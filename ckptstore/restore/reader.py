@@ -1,7 +1,7 @@
-"""The journey of a commit's bytes back into a state: document, trees, pieces, reads, in place.
+"""How are the bytes of a commit read? Document, trees, pieces, then chunks into their destinations.
 
-Every chunk is compared with its id on the way. Readers hold nothing in the store; what moved
-meanwhile is resolved again.
+Every chunk is verified against its id. A reader locks nothing in the store; it locates chunks again
+if gc moved them.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -29,21 +29,21 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 RECENT = 16
-"""So many documents and trees are kept decoded."""
+"""Number of decoded documents and trees to cache."""
 
 
 class Destination(Protocol):
     """Where a leaf's raw bytes go (`state.restore`)."""
 
     def memory(self) -> memoryview | None:
-        """The target's own memory, or None if bytes must be handed over by `write`."""
+        """The target's memory, or None if bytes must go through `write`."""
 
     def write(self, start: int, data: memoryview) -> None:
-        """Land `data` at byte `start` of the leaf."""
+        """Store `data` at byte `start` of the leaf."""
 
 
 class Memory:
-    """A destination that is plain memory."""
+    """A destination in plain memory."""
 
     def __init__(self, memory: memoryview) -> None:
         self._memory = memory
@@ -57,7 +57,7 @@ class Memory:
 
 @dataclass(frozen=True)
 class Tree:
-    """One key of a commit: what its leaves are and where their content is."""
+    """One key of a commit: its leaves and the location of their content."""
 
     key: str
     ref: TreeRef
@@ -71,26 +71,26 @@ class Tree:
         return {path: i for i, path in enumerate(self.schema.paths)}
 
     def content(self, i: int) -> LeafContent:
-        """The content of leaf `i`, an alias' from the leaf it shares memory with."""
+        """The content of leaf `i`; for an alias, that of the leaf it shares memory with."""
         alias = self.schema.aliases[i]
         return self.contents[i if alias < 0 else alias]
 
     def content_key(self, i: int) -> object:
-        """What leaf `i` holds, as something that compares; None for shards, which may be cut
-        differently and hold the same."""
+        """A comparable stand-in for the content of leaf `i`; None for shards, whose equal content
+        may be cut differently."""
         content = self.content(i)
         if content.inline is not None:
             return content.inline
         return content.ids if content.boxes is None else None
 
     def extent(self, i: int) -> tuple[Shape, int]:
-        """Shape and element width under which leaf `i` was cut."""
+        """The shape and element width that define the grid of leaf `i`."""
         if self.schema.kinds[i] == "tensor":
             return self.schema.shapes[i], geometry.width_of(self.schema.dtypes[i])
         return (self.raw_bytes(i),), 1
 
     def grid(self, i: int) -> Grid:
-        """How leaf `i` was cut, held whole."""
+        """The grid of leaf `i`, stored whole."""
         return grid(*self.extent(i), self.chunk_bytes)
 
     def raw_bytes(self, i: int) -> int:
@@ -100,7 +100,7 @@ class Tree:
         return content.raw_bytes if content.inline is None else len(content.inline)
 
     def check(self, i: int) -> None:
-        """Raise `Corrupt` unless leaf `i` has as many bytes or chunks as its shape asks for."""
+        """Raise `Corrupt` unless the bytes or chunks of leaf `i` match its shape."""
         content = self.content(i)
         if content.inline is not None:
             wanted, got, what = self.raw_bytes(i), len(content.inline), "bytes"
@@ -118,8 +118,7 @@ class Tree:
 
 @dataclass(frozen=True, slots=True)
 class ReadRequest:
-    """A box of leaf `number` of `tree` that is to land in `destination`; the whole leaf without
-    `box`."""
+    """A box of leaf `number` of `tree` to read into `destination`; the whole leaf without `box`."""
 
     tree: Tree
     number: int
@@ -128,7 +127,7 @@ class ReadRequest:
 
     @property
     def nbytes(self) -> int:
-        """Raw bytes that land."""
+        """Raw bytes to deliver."""
         if self.box is None:
             return self.tree.raw_bytes(self.number)
         return geometry.nbytes_of(self.tree.schema.dtypes[self.number], self.box.lengths)
@@ -136,7 +135,7 @@ class ReadRequest:
 
 @dataclass(frozen=True, slots=True)
 class ChunkRead:
-    """One piece on its way to its destination, whose own memory is `memory` if it has some."""
+    """The read of one piece, into `memory` if the destination has memory."""
 
     piece: Piece
     wanted: ReadRequest
@@ -144,7 +143,7 @@ class ChunkRead:
 
     @property
     def place(self) -> memoryview | None:
-        """Where the chunk can be read in place; None if it must be read aside and landed."""
+        """The memory to read the chunk into directly, or None if it must be copied from scratch."""
         at = self.piece.at
         return (
             None
@@ -153,7 +152,7 @@ class ChunkRead:
         )
 
     def land(self, data: memoryview) -> None:
-        """Copy the chunk's bytes to where they go."""
+        """Copy the chunk's bytes to the destination."""
         if self.memory is not None:
             self.piece.land(data, self.memory)
             return
@@ -163,8 +162,8 @@ class ChunkRead:
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """What is to be read of `commit`, and with how much memory: leaves that lie in pages, and the
-    pieces of all others."""
+    """A planned read of `commit`: the leaves stored in pages, the pieces of all others, and the
+    memory to use."""
 
     commit: CommitId
     room: ReadRoom
@@ -185,17 +184,17 @@ class Reader:
         self.tree = lru_cache(RECENT)(self._tree)
 
     def _document(self, session: SessionId, commit: CommitId) -> CommitDocument:
-        """The commit's document, its hash checked."""
+        """The commit's document, verified."""
         return decode_document(self._objects.storage.read(document_key(session, commit)), commit)
 
     def _tree(self, key: str, ref: TreeRef) -> Tree:
-        """Schema and pages of one key."""
+        """One key's tree, from its schema and pages."""
         schema_bytes, *pages = self._objects.read_metadata_many([ref.schema, *ref.pages])
         schema = decode_schema(schema_bytes)
         return Tree(key, ref, schema, join_pages(pages, len(schema)), self.chunk_bytes)
 
     def layout(self, document: CommitDocument) -> Layout | None:
-        """How the ranks that made the commit held its leaves; None for a commit of one."""
+        """The layout of the leaves on the ranks of the commit; None for a single process."""
         return (
             None
             if document.layout is None
@@ -203,7 +202,7 @@ class Reader:
         )
 
     def trees(self, refs: Iterable[tuple[str, TreeRef]]) -> dict[str, Tree]:
-        """Several trees; what they have in packs together is read together."""
+        """Several trees; their metadata is read in one batch."""
         refs = tuple(refs)
         if len(refs) > 1:
             self._objects.read_metadata_many(
@@ -218,10 +217,10 @@ class Reader:
         *,
         memory_budget_bytes: int | None = None,
     ) -> int:
-        """Bring the bytes of everything in `wanted` to its destination, verified, on all threads
-        that the budget has room for.
+        """Read and verify everything in `wanted` into its destination, on as many threads as the
+        budget allows.
 
-        Returns how many raw bytes were read from packs. Raises `Corrupt` naming leaf, pack and
+        Returns the number of raw bytes read from packs. Raises `Corrupt` naming leaf, pack and
         commit, and `InvalidInput` for a budget that is too small. After an error while reading,
         destinations hold some new bytes and some old.
         """
@@ -234,8 +233,8 @@ class Reader:
         *,
         memory_budget_bytes: int | None = None,
     ) -> Reading:
-        """What `read` would do. Nothing moves. Raises `Corrupt` for pages that do not fit the
-        shapes, `InvalidInput` for the budget."""
+        """Plan a `read`. Raises `Corrupt` for pages that contradict the shapes, `InvalidInput` for
+        too small a budget."""
         room = read_room(memory_budget_bytes, self.chunk_bytes, self.threads.count)
         inline: list[ReadRequest] = []
         jobs: list[ChunkRead] = []
@@ -254,7 +253,7 @@ class Reader:
         return Reading(commit, room, tuple(inline), tuple(jobs))
 
     def carry_out(self, reading: Reading, jobs: Sequence[ChunkRead] | None = None) -> int:
-        """Do it, or of its pieces only `jobs`; returns how many raw bytes were read from packs."""
+        """Execute a plan, or only its `jobs`; returns the number of raw bytes read from packs."""
         jobs = reading.jobs if jobs is None else jobs
         for want in reading.inline:
             self._land_inline(want)
@@ -273,12 +272,11 @@ class Reader:
         return sum(job.piece.raw_bytes for job in jobs)
 
     def raw_bytes_of(self, ids: bytes) -> "NDArray[np.int64]":
-        """The sizes of chunks by their ids, as footers say."""
+        """The raw sizes of chunks, from pack footers."""
         return self._objects.located(ids)["raw"].astype("i8")
 
     def map(self, tree: Tree, number: int, commit: CommitId, *, verify: bool = False) -> memoryview:
-        """The bytes of a leaf, mapped into memory instead of read; unless `verify`, they are not
-        compared with their ids.
+        """The bytes of a leaf, mapped into memory instead of read; verified only with `verify`.
 
         Raises `Unmappable` for a leaf that must be read.
         """
@@ -315,7 +313,7 @@ class Reader:
         return bytes(buffer)
 
     def packs_of(self, document: CommitDocument) -> frozenset[int]:
-        """The numbers of the packs that hold the commit's chunks now, metadata included."""
+        """The numbers of the packs that hold the commit's chunks and metadata now."""
         metadata = [chunk for _, ref in document.trees for chunk in (ref.schema, *ref.pages)]
         if document.layout is not None:
             metadata.append(document.layout)
@@ -350,7 +348,7 @@ class Reader:
                 want.destination.write(target, memoryview(data)[source : source + n])
 
     def _read_aside(self, jobs: Sequence[ChunkRead], reading: Reading) -> None:
-        """Through scratch memory of at most `room.aside_bytes` at a time."""
+        """Read `jobs` through scratch memory of at most `room.aside_bytes` at a time."""
         i = 0
         while i < len(jobs):
             j, size = i, 0
@@ -372,8 +370,7 @@ class Reader:
         reading: Reading,
         check: Callable[[int], bool] | None = None,
     ) -> None:
-        """Read the chunks of `jobs` into `out`, verified: by their ids, or by what `check` says of
-        each."""
+        """Read the chunks of `jobs` into `out`, verified by their ids or by `check`."""
 
         def describe(i: int) -> str:
             want = jobs[i].wanted
@@ -391,7 +388,7 @@ class Reader:
 
 
 class _Nowhere:
-    """A destination for bytes that are only checked."""
+    """A destination that discards bytes, for verification."""
 
     def memory(self) -> None:
         return None

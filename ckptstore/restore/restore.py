@@ -1,4 +1,4 @@
-"""A whole state from a commit: bind targets, refuse what does not fit, read, hand over."""
+"""How is a state restored into targets? Match them, refuse mismatches, read, load."""
 
 from collections.abc import Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, replace
@@ -25,8 +25,7 @@ SHOWN = 8
 
 @dataclass(frozen=True, slots=True)
 class RestoreReport:
-    """What a restore left out: paths the target wants and the commit lacks, and paths that only the
-    commit has.
+    """Paths that a restore skipped: those that the commit lacks, and those that the target lacks.
 
     `needed_bytes` are those of the tensors that this process restored, `read_bytes` the raw bytes
     of the chunks that it read for them: chunks are read whole. `received_bytes` are those of chunks
@@ -41,8 +40,8 @@ class RestoreReport:
 
 
 class Brought(NamedTuple):
-    """What ranks have brought together: the pieces that are left for this one, and the raw bytes of
-    chunks that it read and was sent."""
+    """The result of a shared read by ranks: the pieces left for this rank, and the raw bytes of
+    chunks it read and received."""
 
     left: Sequence[ChunkRead]
     read_bytes: int
@@ -51,7 +50,7 @@ class Brought(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class RestoreOptions:
-    """What a restore is asked for; `Snapshot.restore` says what each means."""
+    """The options of a restore; `Snapshot.restore` documents them."""
 
     strict: bool = True
     allow_pickle: bool = False
@@ -62,8 +61,8 @@ class RestoreOptions:
 
 
 class RestoreOperation:
-    """A restore on its way: bound, then `read`, then `finish`. Raises `InvalidInput` before
-    anything is touched."""
+    """A restore: bind targets, then `read`, then `finish`. Raises `InvalidInput` before it changes
+    anything."""
 
     def __init__(
         self,
@@ -117,8 +116,8 @@ class RestoreOperation:
 
     @cached_property
     def reading(self) -> Reading:
-        """What `read` will do. Raises `Corrupt` for pages that do not fit the shapes,
-        `InvalidInput` for the budget."""
+        """The plan of `read`. Raises `Corrupt` for pages that contradict the shapes,
+        `InvalidInput` for too small a budget."""
         wanted = [
             ReadRequest(self._trees[key], i, part, box)
             for key, binding in self._bindings.items()
@@ -132,8 +131,8 @@ class RestoreOperation:
         )
 
     def read(self, brought: Brought | None = None) -> None:
-        """Bring the bytes of all tensors to where they belong, but for those that were `brought`.
-        After an error, these hold bytes of both states."""
+        """Read all tensors into place, except those `brought` already. After an error, tensors mix
+        both states."""
         read_bytes = self._reader.carry_out(self.reading, brought and brought.left)
         if brought:
             read_bytes += brought.read_bytes
@@ -144,7 +143,7 @@ class RestoreOperation:
         )
 
     def finish(self) -> None:
-        """Hand over: everything that is no tensor, and states to objects that take one."""
+        """Set values that are not tensors, and load states into stateful objects."""
         for key in sorted(self._bindings, key=lambda k: self._bindings[k].late):
             binding, tree = self._bindings[key], self._trees[key]
             restored = binding.finish({i: self._bytes_of(tree, i) for i in binding.wanted_bytes})
@@ -163,8 +162,7 @@ def _views(
     app_state: Mapping[str, Any],
     options: RestoreOptions,
 ) -> dict[str, View]:
-    """What is wanted of each tree, by the key of the state that it goes to; with a selection, of
-    what the state has."""
+    """A view of each tree to restore, by key of the target state."""
     views = whole(trees) if options.select is None else selected(trees, options.select, commit)
     if options.rename is not None:
         views = renamed(views, options.rename)

@@ -1,1 +1,1 @@
-"""What the user hands in and gets back: torch tensors, containers and values."""
+"""Application state: flatten, stage, match and rebuild torch tensors, containers and values."""

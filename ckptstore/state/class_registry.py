@@ -1,5 +1,5 @@
-"""Which classes a target has: a document only names classes, and none is imported, so those of the
-target are the ones it can get."""
+"""Which classes can a restore use? Those of the target: documents only name classes, and none is
+imported."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import fields, is_dataclass

@@ -1,9 +1,7 @@
-"""Which objects hold others, and how they come apart and together again: the closed registry of a
-skeleton's node types (docs/values.md).
+"""Which objects are containers, and how are they split and joined? The registry of node types.
 
-`split` takes an object apart into children and attributes, `join` makes an equal one of the same
-type from them. What a type's children mean is said here once, for flattening, inflating and
-restoring alike.
+`split` takes an object apart into children and attributes, `join` makes an equal object of the same
+type from them (docs/values.md). Flattening, inflating and restoring all use this definition.
 """
 
 import dataclasses
@@ -19,27 +17,11 @@ from ckptstore.errors import CkptStoreError, Corrupt, InvalidInput
 from ckptstore.state import values
 from ckptstore.state.values import Classes
 
-_PLAIN_FACTORIES = (
-    dict,
-    list,
-    set,
-    tuple,
-    int,
-    float,
-    complex,
-    str,
-    bool,
-    bytes,
-    frozenset,
-    deque,
-    OrderedDict,
-    Counter,
-    defaultdict,
-)
-_FACTORIES: dict[str, Any] = {cls.__name__: cls for cls in _PLAIN_FACTORIES}
+_SCALARS = (int, float, complex, str, bool, bytes)
+_COLLECTIONS = (dict, list, set, tuple, frozenset, deque, OrderedDict, Counter, defaultdict)
+_FACTORIES: dict[str, Any] = {cls.__name__: cls for cls in (*_SCALARS, *_COLLECTIONS)}
 PARAMETERS, NAMES = "parameters", "names"
-"""Node types of an optimizer's state: what it has of each parameter, under its name, and the names
-in their order, which are no leaf."""
+"""Node types of an optimizer's state: values by parameter name, and ordered names (not a leaf)."""
 
 MAPPINGS = ("dict", "OrderedDict", "defaultdict", "Counter", PARAMETERS)
 """Node types whose objects are dicts."""
@@ -47,15 +29,14 @@ MAPPINGS = ("dict", "OrderedDict", "defaultdict", "Counter", PARAMETERS)
 _DIVISIBLE = ("list", "tuple", "deque", "namedtuple", "dataclass", "stateful")
 
 LEFT_OUT = Node("left out", ())
-"""This very object stands in a narrowed skeleton for what was not selected (`narrowing`); it is
-never stored."""
+"""Stands, by identity, for unselected nodes of a narrowed skeleton; never stored."""
 
 _FACTORY_NAMES: dict[Any, str] = {factory: name for name, factory in _FACTORIES.items()}
 
 
 @runtime_checkable
 class Stateful(Protocol):
-    """An object whose state is what `state_dict` returns, and which takes it back."""
+    """An object whose state `state_dict` returns and `load_state_dict` sets."""
 
     def state_dict(self) -> Any: ...
 
@@ -63,15 +44,15 @@ class Stateful(Protocol):
 
 
 class Named(dict[Any, Any]):
-    """What an optimizer has of each parameter, by name."""
+    """An optimizer's values by parameter name."""
 
 
 class Names(list[str]):
-    """Names in their order. Ranks may have parts of one such list."""
+    """Ordered names. Ranks may each have a part of one such list."""
 
 
 class Parts(NamedTuple):
-    """An object taken apart. `keys` are encoded and make it a mapping."""
+    """A split object. With `keys`, which are encoded, it is a mapping."""
 
     type: str
     children: Sequence[Any]
@@ -80,7 +61,7 @@ class Parts(NamedTuple):
 
 
 class Joint(NamedTuple):
-    """What `join` gets: children in order, keys and attributes decoded."""
+    """The input of `join`: children in order, keys and attributes decoded."""
 
     children: Sequence[Any]
     keys: Sequence[Any]
@@ -92,8 +73,7 @@ class Joint(NamedTuple):
 
 
 Form: TypeAlias = Literal["wrapper", "sequence", "mapping", "record"]
-"""What a node's children are: one that has the node's own path; items; values under keys; values
-under names that are strings."""
+"""A node's children: one at the node's path, items, values by key, or values by string name."""
 
 Split: TypeAlias = Callable[[Any], Parts]
 Join: TypeAlias = Callable[[Joint], Any]
@@ -108,16 +88,15 @@ _PROVIDERS = {"torch": "ckptstore.state.tensor_subclasses", "numpy": "ckptstore.
 
 
 def add_container(cls: type, split: Split) -> None:
-    """Enter a class: `split` takes exactly its instances apart."""
+    """Register a class; `split` handles its instances, not those of subclasses."""
     _SPLITS[cls] = split
 
 
 def add_node_type(
     name: str, form: Form, join: Join, refill: Refill | None = None, *, copies: bool = False
 ) -> None:
-    """Enter a node type. `refill` brings a target to the new state, or returns False if it is of
-    another type. With `copies`, what `join` makes does not share memory with the tensors that it is
-    made of."""
+    """Register a node type. `refill` updates a target in place, or returns False for another type.
+    With `copies`, `join` returns an object that shares no memory with its children."""
     _FORMS[name], _JOINS[name] = form, join
     if refill:
         _REFILLS[name] = refill
@@ -126,8 +105,7 @@ def add_node_type(
 
 
 def split(value: Any) -> Parts | None:
-    """`value` taken apart, or None if it is no container; `InvalidInput` for one that cannot be
-    stored."""
+    """Split `value`, or return None if it is no container. Raises `InvalidInput` if unsupported."""
     cls = type(value)
     if cls in _SPLITS:
         return _SPLITS[cls](value)
@@ -149,14 +127,14 @@ def split(value: Any) -> Parts | None:
 
 
 def join(node: Node, children: Sequence[Any], classes: Classes) -> Any:
-    """The object that `node` describes, made of its children. `Corrupt` for a node that no `split`
-    made."""
+    """Build the object that `node` describes. Raises `Corrupt` for a node that `split` cannot
+    make."""
     return _call(_join_of(node.type), node, children, classes)
 
 
 def refill(target: Any, node: Node, children: Sequence[Any], classes: Classes) -> bool:
-    """Bring `target` to the state of the object that `join` would make; False if it is of another
-    type, or its type knows no such way."""
+    """Update `target` to equal the result of `join`; False if its type differs or cannot be
+    updated."""
     known = _REFILLS.get(node.type)
     return known is not None and bool(
         _call(lambda joint: known(target, joint), node, children, classes)
@@ -170,26 +148,23 @@ def is_wrapper(name: str) -> bool:
 
 
 def copies(name: str) -> bool:
-    """Whether objects of this type have memory of their own, so that those made of one tensor must
-    be one object to stay tied."""
+    """Whether `join` copies the memory of its children; then tied objects must be one object."""
     return name in _COPYING
 
 
 def is_mapping(name: str) -> bool:
-    """Whether nodes of this type hold values under keys of any kind, each of which means something
-    without the others."""
+    """Whether nodes of this type hold independent values by key."""
     _join_of(name)
     return _FORMS[name] == "mapping"
 
 
 def is_divisible(name: str) -> bool:
-    """Whether a part of such a node's children is worth something; those of a tensor, an array or a
-    value make it up together."""
+    """Whether children can be selected one by one. Those of a tensor, array or value cannot."""
     return is_mapping(name) or name in _DIVISIBLE
 
 
 def check(node: Node | int) -> None:
-    """Raise `Corrupt` for a skeleton with containers that no `split` could have made."""
+    """Raise `Corrupt` for a skeleton with containers that `split` cannot make."""
     if isinstance(node, int) or node is LEFT_OUT:
         return
     _join_of(node.type)
@@ -223,11 +198,11 @@ def is_stateful(value: Any) -> bool:
 
 
 def attribute(value: Any, what: str) -> Any:
-    """The JSON of an attribute; `InvalidInput` naming `what` if it is no value."""
+    """An attribute as JSON. Raises `InvalidInput`, naming `what`, unless it is a plain value."""
     encoded = values.encode_attribute(value)
     if encoded is values.NOT_A_VALUE:
         raise InvalidInput(
-            f"{what} is {value!r:.80}, which is no plain value; register the object with "
+            f"{what} is {value!r:.80}, not a plain value; register the object with "
             "ckptstore.register_value"
         )
     return encoded
@@ -339,7 +314,7 @@ def _join_namedtuple(joint: Joint) -> Any:
 
 
 def _join_dataclass(joint: Joint) -> Any:
-    """The instance, made without running the class's own code."""
+    """An instance, built without running the class's code."""
     cls = values.class_named(joint.attrs["class"], joint.classes)
     fields = (
         {field.name for field in dataclasses.fields(cls)}
@@ -383,7 +358,7 @@ def _refill_bytearray(target: Any, joint: Joint) -> bool:
 
 
 def _split_bytearray(value: bytearray) -> Parts:
-    # Copied: a view would forbid its owner to resize it while the commit runs.
+    # Copied: a view would prevent its owner from resizing it during the commit.
     return Parts("bytearray", [bytes(value)])
 
 
@@ -454,7 +429,7 @@ def _add_wrappers() -> None:
         "wrapper",
         lambda joint: values.registered_name(joint.attrs["name"]).decode(joint.children[0]),
     )
-    # What a pickle's bytes mean is for `inflate` to say, which knows whether it may.
+    # `inflate` decides whether the bytes may be unpickled.
     add_node_type("pickle", "wrapper", lambda joint: joint.children[0])
 
 

@@ -1,10 +1,9 @@
-"""How bytes leave a CUDA device and come back, in order with what its user launches.
+"""How are bytes copied to and from a CUDA device, in order with the caller's kernels?
 
-What the caller waits for, a commit or a restore, goes through the stream that was current in the
-call, whatever thread copies: behind what was launched before, ahead of what is launched next. What
-is staged goes through a stream beside training's, behind what training had launched by the call,
-into memory that is pinned for it. The copy of a piece waits on its thread, without the GIL, until
-the piece has arrived; several threads keep the device's copy engine busy.
+A commit or restore that the caller waits for uses the stream current at the call, on any copying
+thread: after earlier launches, before later ones. Staging uses a side stream, ordered after what
+training launched before the call, and copies into pinned memory. Each copying thread waits for its
+piece without the GIL; several threads keep the copy engine busy.
 """
 
 import logging

@@ -1,8 +1,7 @@
-"""Which leaves may come back in another dtype than they were committed in, and how: floats as other
-floats, when the caller says so.
+"""Which leaves may be restored in another dtype, and how? Floats as other floats, on request.
 
-Integers, booleans, complex numbers and packed floats stay what they are, and so do the parts of
-quantized tensors, tensor subclasses and numpy arrays, whose dtypes are part of what they mean.
+Integers, booleans, complex numbers and packed floats keep their dtype. So do the components of
+quantized tensors, tensor subclasses and numpy arrays, where the dtype carries meaning.
 """
 
 from collections.abc import Iterator

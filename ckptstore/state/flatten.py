@@ -1,8 +1,8 @@
-"""What the leaves of an application state are: a schema per key, and per leaf where its bytes come
-from (docs/format.md §5).
+"""How does an application state become leaves? A schema per key, and a byte source per leaf
+(docs/format.md §5).
 
-Nothing is copied: tensors are referred to, and stay alive as long as what `flatten` returns. Only
-small values are encoded at once.
+Nothing is copied: the result of `flatten` refers to tensors and keeps them alive. Only small values
+are encoded immediately.
 """
 
 from collections.abc import Mapping, Sequence

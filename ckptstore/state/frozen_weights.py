@@ -1,9 +1,8 @@
-"""Which weights need neither be copied nor hashed again, because torch says that nobody has written
-to them since.
+"""Which weights need no copy and no hash, because torch reports no write since the last commit?
 
-Only an `nn.Parameter` found on a module itself counts, that needs no gradient, is in no optimizer,
-owns its memory alone, and has the storage and `_version` with which it was hashed last. Nothing
-else is ever trusted: many writes leave `_version` as it was (docs/async.md).
+Only an `nn.Parameter` directly on a module counts that requires no grad, is in no optimizer, shares
+its memory with nothing, and has the storage and `_version` of its last hash. Nothing else is
+trusted, since many writes leave `_version` unchanged (docs/async.md).
 """
 
 import logging
@@ -26,12 +25,12 @@ from ckptstore.state.leaves import KnownSource, TensorSource
 logger = logging.getLogger("ckptstore")
 
 CHECK_EVERY = 20
-"""Every so many commits all trusted weights are hashed after all."""
+"""Interval, in commits, at which all trusted weights are hashed anyway."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Seen:
-    """A parameter as it was when its chunks had these ids."""
+    """The identity and version of a parameter when its chunks had these ids."""
 
     address: int
     version: int
@@ -131,7 +130,7 @@ class FrozenWeights:
                 self._seen[candidate.parameter] = _seen(candidate, ids[candidate.leaf])
 
     def forget(self) -> None:
-        """Hash everything the next time: what was known may not be in the store any more."""
+        """Hash everything next time, since known chunks may have left the store."""
         with self._lock:
             self._seen = WeakIdKeyDictionary()
 

@@ -1,9 +1,8 @@
-"""What the optimizer of a FullyShardedDataParallel module (FSDP1) has, parameter by parameter.
+"""What is the optimizer state of a FullyShardedDataParallel (FSDP1) module, by parameter?
 
-Such an optimizer steps pieces of flat memory: its state is cut by bytes, and means nothing on
-another number of ranks. FSDP1's own functions give that state under the parameters' names, divided
-by rows, and take it back. They are collectives of the module's group: all its ranks must commit and
-restore together.
+Such an optimizer steps flat memory that is cut by bytes, which has no meaning on another number of
+ranks. FSDP1's own functions convert it to state by parameter name, sharded by rows, and back. They
+are collectives of the module's group: all its ranks must commit and restore together.
 """
 
 import sys

@@ -1,5 +1,4 @@
-"""A state again from its schema and the content of its leaves: new containers of the types that
-were flattened."""
+"""How is a state rebuilt from its schema and leaves? As new containers of the flattened types."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any

@@ -1,5 +1,5 @@
-"""What a key of the application state is to the engine: its schema, and per leaf where the raw
-bytes come from. Without torch."""
+"""How do the other rooms see a key of the application state? As a schema and byte sources, without
+torch."""
 
 from collections import Counter
 from collections.abc import Mapping

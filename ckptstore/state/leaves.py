@@ -1,5 +1,4 @@
-"""Where a leaf's raw bytes come from, and where they go: the two sides that the engine moves bytes
-between."""
+"""Where do a leaf's raw bytes come from, and where are they restored to?"""
 
 import torch
 

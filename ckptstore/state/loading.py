@@ -1,5 +1,4 @@
-"""What happens when a state dict is handed to an object: torch's own `load_state_dict`, without
-what it spoils."""
+"""How is a state dict loaded? By torch's `load_state_dict`, without its side effects."""
 
 from itertools import chain
 from typing import Any

@@ -1,16 +1,13 @@
-"""Which leaf of a snapshot lands in which tensor of a target: skeleton and target walked side by
-side, nothing moved yet.
+"""Which tensor of a target does each leaf of a snapshot go to? This only matches; no bytes move.
 
-A leaf lands directly in a tensor of the same path, dtype and shape. Two leaves never land in one
-piece of memory, in whichever trees they are, unless they are one content. What finds no tensor gets
-a new one.
+A leaf is read directly into the tensor of the same path, dtype and shape. Two leaves share memory
+only if their contents are equal, across all trees. A leaf without a match gets a new tensor.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
-from torch.nn.parameter import is_lazy
 from torch.optim.optimizer import Optimizer
 
 from ckptstore.core.model import Node, Schema
@@ -26,15 +23,24 @@ from ckptstore.state.modules import own_loading, state_dict_of
 from ckptstore.state.optimizer_ids import Numbered, ParameterNames, named, names_in, numbered
 from ckptstore.state.shards import empty_like_held, held_of, is_distributed
 from ckptstore.state.stateful import RNGState, StateDict
-from ckptstore.state.tensor_subclasses import split_tensor
+from ckptstore.state.target_fit import (
+    children_of,
+    describe_node,
+    describe_tensor,
+    fits,
+    has_places,
+    is_like,
+    is_other,
+    parts_of,
+    tensor_paths,
+)
 
 _MARKS = ("torch.Parameter", "torch.Tensor")
-"""Wrappers that say of a tensor only whether it wants a gradient; targets decide that for
-themselves."""
+"""Wrappers that only record whether a tensor requires grad, which the target decides."""
 
 
 class Mismatch(NamedTuple):
-    """A leaf whose shape, dtype or kind in the commit is not the target's."""
+    """A leaf whose shape, dtype or kind differs between commit and target."""
 
     path: str
     committed: str
@@ -42,12 +48,14 @@ class Mismatch(NamedTuple):
 
 
 ContentOf: TypeAlias = Callable[[int], object]
-"""What a leaf holds, as something that compares: equal for equal bytes of one shape and width; None
-if only a read could tell."""
+"""Maps a leaf to a comparable stand-in for its content, or None if only a read could tell.
+
+Equal for equal bytes of equal shape and width.
+"""
 
 
 class Claim(NamedTuple):
-    """A leaf that is to land somewhere, with the shape and strides of what is there."""
+    """A leaf that claims memory of a target, with the shape and strides of the tensor there."""
 
     pairing: "Pairing"
     leaf: int
@@ -55,27 +63,26 @@ class Claim(NamedTuple):
     stride: tuple[int, ...]
 
     def root(self) -> tuple[int, int]:
-        """The leaf that has its bytes, and its tree."""
+        """Identifies the leaf that stores the bytes, with its tree."""
         alias = self.pairing.schema.aliases[self.leaf]
         return id(self.pairing), alias if alias >= 0 else self.leaf
 
     def content(self) -> object:
         content = self.pairing.content_of(self.leaf)
-        # With the dtype, from which the same bytes may be converted.
+        # Includes the dtype, since equal bytes may be converted from different dtypes.
         return None if content is None else (self.pairing.schema.dtypes[self.leaf], content)
 
 
 class Pairing:
-    """Where the leaves of one tree go.
+    """The matches of one tree.
 
-    After `pair` and `complete`, `objects[i]` is what stands at tensor leaf `i` once its bytes are
-    there. `direct[i]` says that it is the target's own, `kept` has the target's own objects that
-    stand for a node, by its id, `sharded` what takes the state of an optimizer, by the optimizer's
-    id. `claims` says which memory is taken, by its address, and is shared by all trees of one
-    restore. With `partial`, the skeleton has some leaves only; what the target has beside them is
-    not ours. With `dtype`, floating leaves are converted where the target has a tensor of it.
-    `names` are those of the parameters of all modules that are restored; with `in_order`, an
-    optimizer's may be called otherwise than in the commit.
+    After `pair` and `complete`, `objects[i]` is the restored object of tensor leaf `i`, and
+    `direct[i]` says whether it is the target's own. `kept` maps a node's id to the target's object
+    for it, `sharded` an optimizer's id to the receiver of its state. `claims` maps addresses to
+    their claims, for all trees of a restore. With `partial`, the skeleton has only selected leaves,
+    and the rest of the target stays. With `dtype`, floating leaves are converted for targets of
+    that dtype. `names` has the parameter names of all restored modules; with `in_order`, those of
+    an optimizer may differ from the commit's.
     """
 
     def __init__(
@@ -113,8 +120,8 @@ class Pairing:
         self._new_dtypes: dict[int, str] = {}
 
     def pair(self, node: Node | int, target: Any, path: str, *, report: bool) -> None:
-        """Find the tensors of `target` for the leaves below `node`. With `report`, note what does
-        not fit; else that is no problem."""
+        """Match the leaves below `node` with tensors of `target`. With `report`, record
+        mismatches."""
         if node is containers.LEFT_OUT:
             return
         if isinstance(target, torch.Tensor):
@@ -129,8 +136,7 @@ class Pairing:
             self._pair_children(node, target, path, report)
 
     def pair_module(self, node: Node | int, module: torch.nn.Module, path: str) -> Node | int:
-        """As `pair`, for a module's state dict; returns `node` without the keys that the module has
-        no place for."""
+        """Match a module's state dict; returns `node` without the keys that the module lacks."""
         if isinstance(node, int) or node.keys is None:
             self.mismatched.append(
                 Mismatch(path, "no state dict of a module", type(module).__qualname__)
@@ -162,8 +168,8 @@ class Pairing:
         )
 
     def pair_optimizer(self, node: Node | int, optimizer: Optimizer, path: str) -> Node | int:
-        """As `pair`, for an optimizer's state; returns `node` with the optimizer's numbers, without
-        parameters that it does not have."""
+        """Match an optimizer's state; returns `node` with the optimizer's numbers, without
+        parameters it lacks."""
         state, found = self._state_and_place(node, optimizer)
         if found is not None:
             for name, child in found.unexpected:
@@ -182,7 +188,7 @@ class Pairing:
     def _state_and_place(
         self, node: Node | int, optimizer: Optimizer
     ) -> tuple[Any, Numbered | None]:
-        """What an optimizer has, and what of `node` is for it."""
+        """An optimizer's state, and the part of `node` that belongs to it."""
         sharded = self._names.sharded(optimizer)
         if sharded is None or not (committed := names_in(node)) or is_flat(committed):
             return optimizer.state_dict(), numbered(
@@ -194,16 +200,15 @@ class Pairing:
         return state, named(node, own, sharded.models)
 
     def wanted_bytes(self) -> list[int]:
-        """The leaves that are no tensors and have a place."""
+        """The wanted leaves that are not tensors."""
         return [
             i for i, kind in enumerate(self.schema.kinds) if kind != "tensor" and self.wanted[i]
         ]
 
     def complete(self, check: Callable[[int], None]) -> None:
-        """Give a tensor to every wanted leaf that found none: that of the leaf it shared memory
-        with, else a new one.
+        """Give each unmatched wanted leaf the tensor of the leaf it aliases, or a new one.
 
-        `check` raises for a leaf whose shape is not to be believed, before memory is taken for it.
+        `check` raises for a leaf of implausible shape before memory is allocated for it.
         """
         schema = self.schema
         for i, kind in enumerate(schema.kinds):
@@ -217,8 +222,7 @@ class Pairing:
                 self._make(i)
 
     def _make(self, leaf: int) -> None:
-        """A new tensor for a leaf, placed on ranks as its model is, if there is one of its
-        shape."""
+        """Make a new tensor for a leaf, distributed like its model if that has the same shape."""
         name, shape, model = (
             self.schema.dtypes[leaf],
             self.schema.shapes[leaf],
@@ -246,8 +250,7 @@ class Pairing:
             self.pair(node, state_of(target), path, report=False)
 
     def _pair_array(self, node: Node, target: Any, path: str) -> None:
-        """Fill a numpy array where it stands; one of another shape is replaced, as values are.
-        Other wrappers have nothing to fill."""
+        """Match a numpy array, to be filled in place. Other shapes and wrappers are replaced."""
         parts = (
             containers.split(target)
             if node.type == "numpy.ndarray" and type(target).__module__ == "numpy"
@@ -266,7 +269,7 @@ class Pairing:
         if (
             self._partial
             and any(child is containers.LEFT_OUT for child in node.children)
-            and not _has_places(node, target)
+            and not has_places(node, target)
         ):
             self._mismatch(
                 path,
@@ -287,13 +290,13 @@ class Pairing:
                 self.pair(child, below, f"{path}/{name}", report=report)
 
     def _note_missing(self, keys: Sequence[Any], target: dict[Any, Any], path: str) -> None:
-        """Tensors under keys that only the target has. Other values there are content: they go, or
-        stay, without a word."""
+        """Record tensors under keys that only the target has. Other values there are not
+        reported."""
         known = {key if type(key) is str else values.decode_key(key, self._classes) for key in keys}
         for key, value in target.items() if target.keys() - known else ():
             if key not in known:
                 self.missing.extend(
-                    _tensor_paths(value, f"{path}/{paths.segments([values.encode_key(key)])[0]}")
+                    tensor_paths(value, f"{path}/{paths.segments([values.encode_key(key)])[0]}")
                 )
 
     def _pair_tensor(self, node: Node | int, target: torch.Tensor, path: str, report: bool) -> None:
@@ -306,10 +309,12 @@ class Pairing:
             self._pair_distributed(node, target, path, report)
             return
         try:
-            parts = _parts_of(target)
+            parts = parts_of(target)
         except InvalidInput as error:
             if report:
-                self._mismatch(path, self._describe(node), f"{_describe(target)}: {error}")
+                self._mismatch(
+                    path, describe_node(self.schema, node), f"{describe_tensor(target)}: {error}"
+                )
             return
         if isinstance(parts, Parts) and parts.type in _MARKS:
             self._pair_tensor(node, parts.children[0], path, report)
@@ -319,18 +324,20 @@ class Pairing:
         elif not isinstance(node, int) and isinstance(parts, Parts):
             self._pair_composite(node, parts, target, path, report)
         elif report and parts is not None:
-            self._mismatch(path, self._describe(node), _describe(target))
+            self._mismatch(path, describe_node(self.schema, node), describe_tensor(target))
 
     def _pair_distributed(
         self, node: Node | int, target: torch.Tensor, path: str, report: bool
     ) -> None:
-        """Land the boxes of a leaf that this rank has in `target`, whatever boxes the leaf was
-        committed in."""
+        """Match the boxes of a leaf that this rank holds in `target`. The leaf may be committed in
+        other boxes."""
         try:
             held = held_of(target)
         except InvalidInput as error:
             if report:
-                self._mismatch(path, self._describe(node), f"{_describe(target)}: {error}")
+                self._mismatch(
+                    path, describe_node(self.schema, node), f"{describe_tensor(target)}: {error}"
+                )
             return
         wanted = held.shape, tensors.DTYPE_NAMES[held.dtype]
         if (
@@ -338,7 +345,7 @@ class Pairing:
             or (self.schema.shapes[node], self.schema.dtypes[node]) != wanted
         ):
             if report:
-                self._mismatch(path, self._describe(node), _describe(target))
+                self._mismatch(path, describe_node(self.schema, node), describe_tensor(target))
             return
         mine = Claim(
             self, node, held.shape, tuple(n for _, part in held.parts for n in part.stride())
@@ -356,18 +363,22 @@ class Pairing:
     def _pair_strided(
         self, leaf: int, strided: torch.Tensor, target: torch.Tensor, report: bool
     ) -> None:
-        """Land `leaf` in `strided`, which is `target` or stands for it."""
+        """Match `leaf` with `strided`, which is `target` or its strided equivalent."""
         if self._converts(leaf, strided):
             self._new_dtypes[leaf] = tensors.DTYPE_NAMES[strided.dtype]
-        elif not self._is_like(leaf, strided):
+        elif not is_like(self.schema, leaf, strided):
             if report:
-                self._mismatch(self.schema.paths[leaf], self._describe(leaf), _describe(target))
+                self._mismatch(
+                    self.schema.paths[leaf],
+                    describe_node(self.schema, leaf),
+                    describe_tensor(target),
+                )
             return
         if not tensors.is_writable_by_range(strided):
             return
         mine = Claim(self, leaf, strided.shape, strided.stride())
         address = strided.data_ptr()
-        # An address of 0 is that of an empty tensor, which shares nothing.
+        # Address 0 means an empty tensor, which shares nothing.
         first = self._claims.setdefault(address, mine) if address else mine
         if first is mine:
             self.destinations[leaf] = destination(strided, self.schema.dtypes[leaf])
@@ -377,8 +388,7 @@ class Pairing:
         self.direct[leaf] = True
 
     def _is_one_with(self, first: Claim, mine: Claim, report: bool) -> bool:
-        """Whether what lands for `first` is right for `mine` too. Else `mine` gets a tensor of its
-        own, which is handed over after it."""
+        """Whether both claims have equal contents. Otherwise `mine` gets a tensor of its own."""
         if first[2:] != mine[2:]:
             return False
         if first.root() == mine.root():
@@ -396,49 +406,16 @@ class Pairing:
     def _pair_composite(
         self, node: Node, parts: Parts, target: torch.Tensor, path: str, report: bool
     ) -> None:
-        if parts.type != node.type or self._is_other(node, parts):
+        if parts.type != node.type or is_other(self.schema, node, parts):
             if report:
-                self._mismatch(path, self._describe(node), _describe(target))
-        elif self._fits(node, parts):
+                self._mismatch(path, describe_node(self.schema, node), describe_tensor(target))
+        elif fits(self.schema, node, parts):
             for child, below in zip(node.children, parts.children, strict=True):
                 self.pair(child, below, path, report=report)
             self._keep(node, target)
 
-    def _is_other(self, node: Node, parts: Parts) -> bool:
-        """Whether the two differ in what a restore must never change silently: shape, dtype,
-        class."""
-        there, here = dict(node.attrs), dict(parts.attrs)
-        if any(there.get(name) != here.get(name) for name in ("shape", "dtype", "class")):
-            return True
-        pairs = zip(node.children, parts.children, strict=False)
-        return any(
-            isinstance(child, int) and self.schema.dtypes[child] != tensors.DTYPE_NAMES[below.dtype]
-            for child, below in pairs
-        )
-
-    def _fits(self, node: Node, parts: Parts) -> bool:
-        """Whether every tensor that the composite is made of can land where the target has it."""
-        if tuple(parts.keys or ()) != (node.keys or ()) or tuple(sorted(parts.attrs)) != node.attrs:
-            return False
-        for child, below in zip(node.children, parts.children, strict=True):
-            inner = _parts_of(below)
-            if isinstance(child, int):
-                if (
-                    not isinstance(inner, torch.Tensor)
-                    or not self._is_like(child, inner)
-                    or not tensors.is_writable_by_range(inner)
-                ):
-                    return False
-            elif (
-                not isinstance(inner, Parts)
-                or inner.type != child.type
-                or not self._fits(child, inner)
-            ):
-                return False
-        return True
-
     def _keep(self, node: Node | int, target: Any) -> None:
-        """Let `target` stand for `node` if all of the node's bytes land in it."""
+        """Keep `target` for `node` if all of the node's bytes go there."""
         if isinstance(node, int):
             self.objects[node] = target if self.direct[node] else self.objects[node]
         elif all(map(self._stands, node.children)):
@@ -446,12 +423,6 @@ class Pairing:
 
     def _stands(self, node: Node | int) -> bool:
         return self.direct[node] if isinstance(node, int) else id(node) in self.kept
-
-    def _is_like(self, leaf: int, tensor: torch.Tensor) -> bool:
-        return (
-            tensor.shape == self.schema.shapes[leaf]
-            and tensors.DTYPE_NAMES[tensor.dtype] == self.schema.dtypes[leaf]
-        )
 
     def _converts(self, leaf: int, tensor: torch.Tensor) -> bool:
         return (
@@ -466,70 +437,3 @@ class Pairing:
 
     def _mismatch(self, path: str, committed: str, target: str) -> None:
         self.mismatched.append(Mismatch(path, committed, target))
-
-    def _describe(self, node: Node | int) -> str:
-        if isinstance(node, int):
-            kind = self.schema.kinds[node]
-            return (
-                f"{self.schema.dtypes[node]}{list(self.schema.shapes[node])}"
-                if kind == "tensor"
-                else f"a {kind}"
-            )
-        shape = next(
-            (values.decode_value(value) for name, value in node.attrs if name == "shape"), ""
-        )
-        inner = ", ".join(
-            self._describe(child) for child in node.children if isinstance(child, int)
-        )
-        return f"{node.type}{shape} of {inner}"
-
-
-def children_of(node: Node, target: Any, classes: Mapping[str, type]) -> list[Any]:
-    """For every child of `node` what `target` has in its place, or None."""
-    if node.keys is None:
-        there = (
-            list(target)
-            if isinstance(target, list | tuple) or type(target).__name__ == "deque"
-            else []
-        )
-        return [there[i] if i < len(there) else None for i in range(len(node.children))]
-    if node.type in ("namedtuple", "dataclass"):
-        return [getattr(target, key, None) for key in node.keys]
-    if not isinstance(target, dict):
-        return [None] * len(node.children)
-    return [
-        target.get(key if type(key) is str else values.decode_key(key, classes))
-        for key in node.keys
-    ]
-
-
-def _has_places(node: Node, target: Any) -> bool:
-    """Whether a sequence or record has the items of `node`, so that those that are left out stay as
-    they are."""
-    if node.keys is not None:
-        return all(hasattr(target, key) for key in node.keys)
-    return type(target).__name__ == node.type and len(target) == len(node.children)
-
-
-def _parts_of(target: torch.Tensor) -> Parts | torch.Tensor | None:
-    """The tensor taken apart, or the strided one that stands for it; None if its shape is still to
-    come; `InvalidInput` if nothing can."""
-    if type(target) in (torch.Tensor, torch.nn.Parameter) and tensors.is_strided(target):
-        return target
-    return None if is_lazy(target) else split_tensor(target)
-
-
-def _describe(tensor: torch.Tensor) -> str:
-    layout = "" if tensor.layout is torch.strided else f"{tensor.layout} of "
-    return f"{layout}{tensors.DTYPE_NAMES[tensor.dtype]}{list(tensor.shape)}"
-
-
-def _tensor_paths(value: Any, path: str) -> Iterator[str]:
-    if isinstance(value, torch.Tensor) or containers.is_stateful(value):
-        yield path
-    elif isinstance(value, dict):
-        for key, child in value.items():
-            yield from _tensor_paths(child, f"{path}/{paths.segments([values.encode_key(key)])[0]}")
-    elif isinstance(value, list | tuple):
-        for i, child in enumerate(value):
-            yield from _tensor_paths(child, f"{path}/{i}")

@@ -1,8 +1,8 @@
-"""What a module's state dict is without the names that wrappers around modules add, and back.
+"""How are the prefixes that module wrappers add to state dict keys removed and restored?
 
-`torch.compile`, DistributedDataParallel and DataParallel put a module into another one under a
-fixed name, so that the same weights get other keys. The prefix is removed where such a wrapper
-stands, and nowhere else: a module of one's own called `module` keeps its name.
+`torch.compile`, DistributedDataParallel and DataParallel nest a module under a fixed name, which
+changes the keys of the same weights. The prefix is removed only where such a wrapper stands: a
+user's module called `module` keeps its name.
 """
 
 import sys

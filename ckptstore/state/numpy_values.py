@@ -1,5 +1,4 @@
-"""How numpy's scalars, dtypes, arrays and generators are stored: an array is a tensor leaf where
-torch has its dtype, else its bytes."""
+"""How are numpy values stored? Arrays are tensor leaves if torch has the dtype, else bytes."""
 
 from typing import Any
 

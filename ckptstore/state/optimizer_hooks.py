@@ -1,7 +1,7 @@
-"""Whose memory changes only in an optimizer's step, and a hook that can hold that step.
+"""Which memory changes only in an optimizer's step, and how is that step delayed?
 
-A parameter is written by `optimizer.step` and nothing else while forward and backward run, and so
-is an optimizer's state: what lies there may be copied until the step begins.
+Only `optimizer.step` writes to parameters and to optimizer state; forward and backward do not. So
+they may be copied until the step begins.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -78,7 +78,7 @@ def changed_by_steps(optimizers: Sequence[Optimizer], sources: Sequence[Source])
 
 
 def versions(sources: Sequence[Source], leaves: Iterable[int]) -> dict[int, int]:
-    """How often torch says that each leaf's memory has been written to."""
+    """torch's count of writes to each leaf's memory."""
     read = {n: source.tensor for n in leaves if isinstance(source := sources[n], TensorSource)}
     return {n: tensor._version for n, tensor in read.items() if not tensor.is_inference()}
 

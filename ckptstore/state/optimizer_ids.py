@@ -1,15 +1,10 @@
-"""How an optimizer's state that was committed under the names of parameters becomes one under the
-numbers of a target's. Pure.
+"""How do an optimizer's parameter numbers map to names, and back to the target's numbers?
 
-What was committed under numbers is taken as it is, by position, as torch does.
-
-What an optimizer's parameters are called in a commit: as in the modules of the application
-state.
-
-An optimizer numbers its parameters as it was given them. Numbers are other ones on ranks that have
-other layers, and after a layer was added; names are not. A parameter is known by its identity;
-where one is in no module, the optimizer's state keeps its numbers (docs/decisions/021-…). What is
-read is `optimizer.state_dict()`, which changes nothing.
+An optimizer numbers its parameters in the order it got them. The numbers differ on ranks with other
+layers, or after a layer was added; names do not. So commits use the parameters' names in the
+modules of the application state, found by identity. If a parameter is in no module, the state keeps
+its numbers (docs/decisions/021-…), and is restored by position, as torch does. Reads
+`optimizer.state_dict()`, which changes nothing.
 """
 
 from collections.abc import Iterator, Mapping, Sequence

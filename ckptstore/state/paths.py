@@ -1,8 +1,7 @@
-"""How a leaf is named: the keys of every level, joined by `/` and escaped (docs/format.md §5). No
-torch here.
+"""How is a leaf named? By the keys of all levels, escaped and joined by `/` (docs/format.md §5).
 
 Keys are *encoded*: a string, an integer within 2^53, or a value array `[tag, payload…]`
-(docs/values.md).
+(docs/values.md). No torch here.
 """
 
 import re

@@ -1,4 +1,4 @@
-"""The one place that pickles and unpickles, reached only with `allow_pickle=True`."""
+"""The only place that pickles and unpickles; needs `allow_pickle=True`."""
 
 import pickle
 from typing import Any

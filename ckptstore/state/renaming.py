@@ -1,15 +1,10 @@
-"""A tree under other names, so that it fits a target whose modules or keys are called otherwise:
-another skeleton, the same leaves.
+"""How is a tree narrowed to selected leaves, or renamed for a target? Leaves keep their numbers.
 
-What is renamed is a mapping's keys, at any depth; a list, a record or a tensor of several leaves
-moves as a whole. A container under a new name has the type of the one that its leaves come from.
+Renaming applies to keys of mappings at any depth; a list, a record or a tensor of several leaves
+moves as a whole. A container under a new name keeps the type of the one its leaves come from.
 
-A tree with only those leaves that were asked for: its skeleton without the others. Leaves keep
-their numbers.
-
-What is one object stays one: of a tensor or array that several leaves make up, all are taken when
-one is selected. In a sequence or a record `LEFT_OUT` stands for an item without selected leaves, so
-that the others keep their places.
+Selecting one leaf of a composite tensor or array selects all of them. In a sequence or record,
+`LEFT_OUT` stands for an unselected item, so that the others keep their positions.
 """
 
 from collections import OrderedDict

@@ -1,8 +1,7 @@
-"""What is known of the leaves that ranks hold whole, before anything is read: which are replicas,
-and which belong to one rank each.
+"""Which whole leaves are replicas on all ranks, and which belong to one? Reads no tensor.
 
-DistributedDataParallel keeps parameters equal and broadcasts the first rank's buffers; an optimizer
-of such parameters has equal state. Random number generators and data loaders are each rank's own.
+DistributedDataParallel keeps parameters equal and broadcasts the first rank's buffers; optimizers
+of such parameters have equal state. Random number generators and data loaders differ by rank.
 """
 
 import fnmatch

@@ -1,8 +1,7 @@
-"""How a target is brought to a committed state in place: `bind` says where the bytes go, `finish`
-hands over what they make.
+"""How is a target restored in place? `bind` finds destinations; `finish` loads what was read.
 
-Modules and other objects with `load_state_dict` get a state dict made of their own tensors, already
-filled. In plain containers tensors are filled where they stand and other values are replaced.
+Modules and other objects with `load_state_dict` get a state dict of their own tensors, already
+filled. In plain containers, tensors are filled in place and other values replaced.
 """
 
 from collections.abc import Callable, Mapping
@@ -20,9 +19,10 @@ from ckptstore.state.fsdp1 import ShardedOptimizer
 from ckptstore.state.inflate import Inflater, decode_leaf, refuse_pickles
 from ckptstore.state.leaves import Destination, HeldDestination
 from ckptstore.state.loading import load
-from ckptstore.state.match_target import Claim, ContentOf, Mismatch, Pairing, children_of
+from ckptstore.state.match_target import Claim, ContentOf, Mismatch, Pairing
 from ckptstore.state.optimizer_ids import ParameterNames
 from ckptstore.state.stateful import RNGState, StateDict
+from ckptstore.state.target_fit import children_of
 
 __all__ = ["Binding", "Mismatch", "bind"]
 
@@ -172,7 +172,7 @@ class _Settler:
         return filled
 
     def settle(self, node: Node | int, target: Any) -> Any:
-        """The object for `node`: `target`, brought to its state, if it can be, else a new one."""
+        """The object for `node`: `target`, updated if possible, otherwise a new one."""
         if isinstance(node, int):
             return self._settle_leaf(node, target)
         if node is containers.LEFT_OUT:

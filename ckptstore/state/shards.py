@@ -1,9 +1,9 @@
-"""Which boxes of a distributed tensor this rank holds, and where they lie in memory.
+"""Which boxes of a distributed tensor does this rank hold, and where in memory?
 
-Read off the tensor's mesh and placements by own arithmetic (`core.placements`): what torch offers
-for it names one box where a strided shard has several, and takes milliseconds. A rank outside the
-mesh, or with nothing of the tensor, holds no box. A mesh without dimensions divides nothing: a rank
-whose part is the whole tensor holds it, in the mesh or not.
+Computed from the tensor's mesh and placements (`core.placements`): torch's function gives one box
+where a strided shard has several, and takes milliseconds. A rank outside the mesh, or without a
+part of the tensor, holds no box. A mesh without dimensions divides nothing: a rank that has the
+whole tensor holds it, in the mesh or not.
 """
 
 import sys

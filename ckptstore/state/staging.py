@@ -1,11 +1,9 @@
-"""A state, copied so that training may go on: first which bytes go where, then the copy itself, by
-several threads.
+"""How is a state copied so that training can go on? Plan the copies, then run them on threads.
 
-Each byte of memory is copied once, however many leaves show it (tied weights, views). Values are
-encoded when the state is flattened, and small leaves become `bytes`; the rest goes to one arena. Of
-leaves that were looked up, only what the store lacks is copied. What does not fit is *borrowed*:
-those leaves, the first of the state, stay where they are, and the caller waits until they have been
-written.
+Each byte is copied once, even if several leaves share it (tied weights, views). Flattening encodes
+values, and small leaves become `bytes`; the rest goes to one staging buffer. Of leaves looked up
+before, only bytes that the store lacks are copied. Leaves that exceed the buffer, the first of the
+state, are *borrowed*: they stay in place, and the caller waits until they are written.
 """
 
 import ctypes
@@ -26,7 +24,7 @@ from ckptstore.state.staging_buffers import Buffer, BufferSource, CopyProgress, 
 T = TypeVar("T")
 
 PIECE_BYTES = 8 << 20
-"""What a thread copies at a time; a multiple of every element's width."""
+"""Bytes a thread copies at a time; a multiple of every element width."""
 
 TASK_COPIES = 256
 
@@ -41,7 +39,7 @@ class Spread(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Move:
-    """Memory that is copied as it is: `nbytes` from an address to an offset in the arena."""
+    """A contiguous copy: `nbytes` from an address to an offset in the buffer."""
 
     address: int
     offset: int
@@ -257,7 +255,7 @@ class _Group:
 
 
 def merged(spans: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
-    """The same bytes in as few spans as possible, in order."""
+    """The spans, sorted, with adjacent and overlapping ones merged."""
     found: list[tuple[int, int]] = []
     for start, stop in sorted(spans):
         if found and start <= found[-1][1]:
@@ -312,7 +310,7 @@ def _groups(sources: Mapping[int, TensorSource]) -> Iterator[_Group]:
 
 
 def _tasks(copies: Iterable[Copy]) -> Iterator[tuple[Copy, ...]]:
-    """Copies, several small ones together: a hand-over costs more than a few kilobytes."""
+    """Tasks of copies; small copies share a task, since a hand-over costs more than a few KB."""
     task: list[Copy] = []
     size = 0
     for copy in copies:

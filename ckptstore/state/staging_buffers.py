@@ -1,11 +1,8 @@
-"""Memory that staged states lie in: arenas of a budgeted pool, used again by one commit after the
-other.
+"""Where do staged states lie? In reusable buffers from a pool with a memory budget.
 
-Fresh memory costs as much as a copy into it (page faults), so an arena that was given back stays
-and is taken again. What is not taken is given up only to make room for a larger one.
-
-What of an arena has been copied: whoever reads from it meanwhile waits for the bytes that it
-wants, and for no others.
+Fresh memory costs as much as a copy into it (page faults), so a returned buffer is kept for reuse,
+and freed only to make room for a larger one. `CopyProgress` records which bytes have been copied: a
+reader waits for those it needs.
 """
 
 import ctypes
@@ -26,7 +23,7 @@ from ckptstore.state.leaf_sources import NotCopied
 
 
 class Copied(Protocol):
-    """A copy into an arena."""
+    """A copy into a staging buffer."""
 
     @property
     def offset(self) -> int: ...
@@ -54,7 +51,7 @@ class CopyProgress:
         self._changed = threading.Condition()
 
     def arrived(self, task: int, error: BaseException | None = None) -> bool:
-        """Note that a task is over, or what it failed with. True if it was the last one."""
+        """Record the end or failure of a task. True if it was the last one."""
         with self._changed:
             if error is not None:
                 self._failed[task] = error  # first: `wait` looks without the lock
@@ -80,12 +77,12 @@ _SHARE_OF_FREE = 0.5
 
 
 class Buffer:
-    """Memory of one staged state, until it is given back to its pool."""
+    """Memory for one staged state, owned by its pool."""
 
     def __init__(self, nbytes: int, *, shared: bool) -> None:
         self.nbytes = nbytes
         self.fd = _shared_memory(nbytes) if shared else -1
-        """With it, another process can look at the same memory; -1 if that was not asked for."""
+        """File descriptor for sharing the memory with another process; -1 if it is not shared."""
         flags = mmap.MAP_SHARED if shared else mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
         try:
             self._map = mmap.mmap(self.fd, nbytes, flags=flags)
@@ -103,7 +100,7 @@ class Buffer:
         self.memory = memoryview(self._map)
         self.address = ctypes.addressof(ctypes.c_char.from_buffer(self._map))
         self.pinned = False
-        """Whether devices have been told of it (`state.devices`)."""
+        """Whether the memory is pinned for devices (`state.devices`)."""
 
 
 class BufferSource:
@@ -140,7 +137,7 @@ class BufferSource:
 
 
 class Place(NamedTuple):
-    """Bytes `start:stop` of something larger lie at `offset` of an arena."""
+    """Bytes `start:stop` of a leaf lie at `offset` of a buffer."""
 
     start: int
     stop: int
@@ -200,7 +197,7 @@ class BufferPool:
 
     @property
     def held_bytes(self) -> int:
-        """What the pool occupies now."""
+        """The bytes the pool occupies now."""
         with self._changed:
             return self._taken_bytes + sum(arena.nbytes for arena in self._free)
 
@@ -219,7 +216,7 @@ class BufferPool:
             return arena
 
     def give(self, arena: Buffer) -> None:
-        """Let the next one have it: nobody may refer to its memory any more."""
+        """Return a buffer for reuse. Nothing may refer to its memory any more."""
         with self._changed:
             self._taken_bytes -= arena.nbytes
             self._free.append(arena)

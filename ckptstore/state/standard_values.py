@@ -1,8 +1,4 @@
-"""The small values that Python's standard library defines: complex, datetime, decimal, fractions,
-pathlib, uuid, ranges and slices.
-
-The small values that torch defines: dtypes, devices, layouts, memory formats, sizes.
-"""
+"""How are small values of the standard library and torch stored: dates, paths, dtypes?"""
 
 import datetime as dt
 from decimal import Decimal

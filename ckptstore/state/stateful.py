@@ -1,5 +1,4 @@
-"""Two objects for an application state: a dict that is restored in place, and all random number
-generators as one."""
+"""Helpers for an application state: a dict restored in place, and all random generators."""
 
 import random
 import sys

@@ -1,8 +1,7 @@
-"""Which tensors are more than one block of memory, and of which plain tensors they are made
-(docs/values.md).
+"""Which tensors are more than one block of memory, and how are they split (docs/values.md)?
 
-`split_tensor` takes parameters, sparse, quantized, nested and jagged tensors and subclasses apart
-into strided tensors that share their memory, and refuses what has no memory of its own.
+`split_tensor` divides parameters, sparse, quantized, nested and jagged tensors and subclasses into
+strided tensors that share their memory. It refuses tensors without memory of their own.
 """
 
 import sys

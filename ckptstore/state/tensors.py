@@ -1,5 +1,4 @@
-"""Where a tensor's raw bytes are: dtypes by name, memory views, and any byte range of any strided
-tensor, in and out.
+"""How are a tensor's raw bytes read and written: dtypes by name, memory views, any byte range?
 
 Raw bytes are the elements in row-major order, little-endian (docs/format.md §3). They are moved as
 integers, since some dtypes (bits, sub-byte integers, some fp8) have neither `copy_` nor `view`.

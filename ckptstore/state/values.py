@@ -1,11 +1,10 @@
-"""Which Python values are stored as JSON, and how: a closed registry, open to the caller's types by
+"""Which Python values are stored as JSON, and how? A closed registry, open to the caller's types by
 name (docs/values.md).
 
-`encode_value` gives the canonical form of docs/format.md §6.1, `decode_value` the value again,
-equal and of the same type. Neither imports what a document names: a class comes from the registry
-or from the target of a restore. No torch here; what the standard library, torch and numpy define is
-added by `standard_values`, `torch_values` and `numpy_values`, which load when such a value or tag
-is met.
+`encode_value` gives the canonical form of docs/format.md §6.1; `decode_value` returns an equal
+value of the same type. Neither imports what a document names: a class comes from the registry or
+from the target of a restore. No torch here: `standard_values` and `numpy_values` add their types
+when such a value or tag first appears.
 """
 
 import re

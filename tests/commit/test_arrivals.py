@@ -55,7 +55,7 @@ def copying(monkeypatch: pytest.MonkeyPatch, before: Callable[[int], None]) -> N
 # -- what has arrived --
 
 
-def test_who_wants_bytes_waits_for_those_and_no_others() -> None:
+def test_a_reader_waits_only_for_the_bytes_it_needs() -> None:
     arrivals = CopyProgress([(Move(1, 0, 100), Move(1, 300, 50)), (Move(1, 100, 100),)])
     with ThreadPoolExecutor(3) as threads:
         first, second, both = (
@@ -70,7 +70,7 @@ def test_who_wants_bytes_waits_for_those_and_no_others() -> None:
         both.result(HANGS_S)
 
 
-def test_who_wants_what_could_not_be_copied_is_told_why() -> None:
+def test_a_reader_of_a_failed_copy_gets_its_error() -> None:
     arrivals = CopyProgress([(Move(1, 0, 100),), (Move(1, 100, 100),)])
     arrivals.arrived(0, OSError("no bus"))
     arrivals.arrived(1)
@@ -178,7 +178,7 @@ def test_staging_memory_is_nobody_elses_before_the_copy_has_ended(
     mend_storage(store)
 
 
-def test_who_interrupts_the_call_calls_the_commit_off(
+def test_interrupting_the_call_cancels_the_commit(
     store: ckptstore.Store, away: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What has not been copied then is the caller's to write to."""

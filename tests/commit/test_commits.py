@@ -1,5 +1,4 @@
-"""Asynchronous commits as training code sees them: order, parents, waiting, skipping, calling off,
-failing."""
+"""Asynchronous commits as training code uses them: order, parents, waiting, cancelling."""
 
 import asyncio
 import io
@@ -79,7 +78,7 @@ def test_commits_are_made_in_the_order_of_the_calls_each_the_parent_of_the_next(
         assert [store.checkout(id).parents for id in ids] == [(), *((id,) for id in ids[:-1])]
 
 
-def test_a_commit_descends_from_what_was_restored_after_the_call_before(
+def test_the_parent_of_a_commit_is_the_commit_restored_since_the_last_call(
     store: ckptstore.Store,
 ) -> None:
     first = store.commit(state(1))
@@ -213,7 +212,7 @@ def test_close_waits_and_says_so(store: ckptstore.Store, monkeypatch: pytest.Mon
 # -- calling off --
 
 
-def test_a_commit_that_is_called_off_is_not_made(store: ckptstore.Store) -> None:
+def test_a_cancelled_commit_is_not_made(store: ckptstore.Store) -> None:
     first = store.commit(state(1))
     pending, go_on = held_commit(store, state(2), step=2)
     assert pending.cancel()
@@ -224,7 +223,7 @@ def test_a_commit_that_is_called_off_is_not_made(store: ckptstore.Store) -> None
     assert store.commit_async(state(3)).wait().parents == (first.id,)
 
 
-def test_a_commit_that_waits_its_turn_can_be_called_off(tmp_path: Path) -> None:
+def test_a_queued_commit_can_be_cancelled(tmp_path: Path) -> None:
     with ckptstore.open(tmp_path / "store", max_in_flight=2) as store:
         first, go_on = held_commit(store, state(1))
         second = store.commit_async(state(2))
@@ -234,7 +233,7 @@ def test_a_commit_that_waits_its_turn_can_be_called_off(tmp_path: Path) -> None:
         assert len(store.log()) == 1 and first.done()
 
 
-def test_a_commit_that_exists_cannot_be_called_off(store: ckptstore.Store) -> None:
+def test_a_durable_commit_cannot_be_cancelled(store: ckptstore.Store) -> None:
     gate = Gate("durable")
     pending = store.commit_async(state(), on_progress=gate)
     gate.there.wait()
@@ -245,7 +244,7 @@ def test_a_commit_that_exists_cannot_be_called_off(store: ckptstore.Store) -> No
     assert len(store.log()) == 1
 
 
-def test_who_works_behind_the_callers_back_steps_aside(store: ckptstore.Store) -> None:
+def test_background_threads_run_at_low_priority(store: ckptstore.Store) -> None:
     def priority() -> int:
         return os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
 
@@ -280,7 +279,7 @@ def test_who_works_behind_the_callers_back_steps_aside(store: ckptstore.Store) -
         ("process", False, [True, True]),
     ],
 )
-def test_what_is_committed_in_the_background_leaves_the_page_cache_alone(
+def test_background_commits_bypass_the_page_cache(
     tmp_path: Path, executor: Any, direct_io: bool | None, in_cache: list[bool]
 ) -> None:
     (tmp_path / "file").touch()
@@ -303,7 +302,7 @@ def test_what_is_committed_in_the_background_leaves_the_page_cache_alone(
     assert found == in_cache
 
 
-def test_what_was_copied_goes_to_the_disk_from_there_though_chunks_end_within_its_blocks(
+def test_copies_are_written_directly_even_if_chunks_end_within_blocks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "file").touch()

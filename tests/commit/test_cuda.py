@@ -4,6 +4,7 @@ restores of it."""
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -24,15 +25,13 @@ needs_cuda = pytest.mark.skipif(
 )
 
 
-def test_what_lies_on_a_device_is_fetched_piece_by_piece() -> None:
-    away = torch.empty(
-        3 * PIECE_BYTES + 1, dtype=torch.uint8, device="meta"
-    )  # on no host's memory, like a device's
+def test_device_memory_is_fetched_piece_by_piece() -> None:
+    # not in host memory, like a device's
+    away = torch.empty(3 * PIECE_BYTES + 1, dtype=torch.uint8, device="meta")
     plan = plan_staging([TensorSource(away), TensorSource(torch.zeros(5000))], 1 << 40)
     fetched = [copy for task in plan.tasks for copy in task if isinstance(copy, Gather)]
-    assert [(copy.start, copy.stop) for copy in fetched] == [
-        (0, PIECE_BYTES), (PIECE_BYTES, 2 * PIECE_BYTES), (2 * PIECE_BYTES, 3 * PIECE_BYTES), (3 * PIECE_BYTES, 3 * PIECE_BYTES + 1)
-    ]  # fmt: skip
+    ends = [0, PIECE_BYTES, 2 * PIECE_BYTES, 3 * PIECE_BYTES, 3 * PIECE_BYTES + 1]
+    assert [(copy.start, copy.stop) for copy in fetched] == list(pairwise(ends))
 
 
 def test_without_a_device_none_is_prepared() -> None:
@@ -182,9 +181,7 @@ def test_a_restore_lands_on_the_device(tmp_path: Path) -> None:
 
 @needs_cuda
 @pytest.mark.parametrize("how", ["commit", "eager", "lazy"])
-def test_who_launches_on_another_stream_commits_and_restores_in_order_with_it(
-    tmp_path: Path, how: str
-) -> None:
+def test_commits_and_restores_are_ordered_with_the_current_stream(tmp_path: Path, how: str) -> None:
     """The threads that copy have streams of their own: theirs would neither wait for the caller's
     nor be waited for."""
     tensor, factor = torch.zeros(8_000_000, device="cuda"), torch.randn(4096, 4096, device="cuda")

@@ -79,7 +79,7 @@ def collected_meanwhile(
     return pending
 
 
-def test_what_is_condemned_meanwhile_is_read_back(store: ckptstore.Store) -> None:
+def test_chunks_condemned_meanwhile_are_read_back(store: ckptstore.Store) -> None:
     state = weights()
     wanted = state["w"].clone()
     pending = collected_meanwhile(store, state, force=False)
@@ -90,12 +90,12 @@ def test_what_is_condemned_meanwhile_is_read_back(store: ckptstore.Store) -> Non
     assert not store.fsck(read_data="100%").damaged
 
 
-def test_what_is_deleted_meanwhile_makes_the_commit_fail_and_nothing_else(
+def test_chunks_deleted_meanwhile_fail_only_this_commit(
     store: ckptstore.Store,
 ) -> None:
     state = weights()
     pending = collected_meanwhile(store, state, force=True)
-    with pytest.raises(Conflict, match="collected since"):
+    with pytest.raises(Conflict, match="gc has deleted"):
         pending.wait()
     assert [info.step for info in store.log()] == [3, 2]
     again = store.commit_async(state, step=5, dedup_first=True).wait()
@@ -103,7 +103,7 @@ def test_what_is_deleted_meanwhile_makes_the_commit_fail_and_nothing_else(
     assert not store.fsck(read_data="100%").damaged
 
 
-def test_the_session_that_guards_what_was_found_ends_with_the_commit(
+def test_the_session_protecting_found_chunks_ends_with_the_commit(
     store: ckptstore.Store,
 ) -> None:
     sessions = Path(store.url, "sessions")
@@ -151,7 +151,7 @@ ELSEWHERE: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 
 
 @pytest.mark.parametrize("kind", ELSEWHERE)
-def test_what_does_not_lie_in_one_piece_is_looked_up_too(store: ckptstore.Store, kind: str) -> None:
+def test_noncontiguous_tensors_are_looked_up_too(store: ckptstore.Store, kind: str) -> None:
     state = {"t": ELSEWHERE[kind](torch.randn(400, 600))}
     store.commit(state)
     wanted = state["t"].clone()

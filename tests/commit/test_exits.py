@@ -53,4 +53,4 @@ def test_a_failure_that_nobody_saw_is_told_at_the_end(ended: tuple[Path, dict[st
     folder, codes = ended
     said = Path(folder, f"{FAILURE}.err").read_text()
     assert codes[FAILURE] == WAYS[FAILURE], said
-    assert "was not made" in said and "sessions" in said
+    assert "failed: " in said and "sessions" in said

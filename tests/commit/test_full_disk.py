@@ -1,5 +1,4 @@
-"""A disk that fills up at any moment of a commit in the background: somebody is told, nothing is
-torn, and what was committed before can be restored."""
+"""A full disk at any moment of a background commit: the error is reported, nothing is torn."""
 
 import threading
 from collections import Counter

@@ -1,5 +1,4 @@
-"""A trainer is killed at any moment of an asynchronous commit: nothing is torn, and what a worker
-process holds is finished."""
+"""A trainer killed at any moment of an asynchronous commit: nothing is torn."""
 
 import os
 import signal

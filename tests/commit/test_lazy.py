@@ -159,7 +159,7 @@ def test_the_step_waits_and_helps(
     assert_same(pending.wait().state_dict(), wanted)
 
 
-def test_milestones_are_told_in_order_though_nobody_waits_for_who_is_told(
+def test_milestones_are_reported_in_order_even_with_a_slow_callback(
     store: ckptstore.Store,
 ) -> None:
     training = Training(OPTIMIZERS["SGD"])
@@ -233,7 +233,7 @@ def test_a_restore_waits_too(store: ckptstore.Store, nobody_copies: threading.Ev
     assert_same(pending.wait().state_dict(), wanted)
 
 
-def test_who_writes_elsewhere_waits_first(
+def test_a_writer_outside_of_a_step_waits_first(
     store: ckptstore.Store, nobody_copies: threading.Event
 ) -> None:
     training = Training(OPTIMIZERS["SGD"])
@@ -246,7 +246,9 @@ def test_who_writes_elsewhere_waits_first(
     assert_same(pending.wait().state_dict(), wanted)
 
 
-def test_who_does_not_is_found_out(store: ckptstore.Store, nobody_copies: threading.Event) -> None:
+def test_a_write_without_waiting_is_detected(
+    store: ckptstore.Store, nobody_copies: threading.Event
+) -> None:
     training = Training(OPTIMIZERS["SGD"])
     pending = store.commit_async(training.state, staging="lazy")
     with torch.no_grad():
@@ -257,7 +259,7 @@ def test_who_does_not_is_found_out(store: ckptstore.Store, nobody_copies: thread
     assert store.log() == []
 
 
-def test_only_what_steps_change_is_staged_lazily() -> None:
+def test_only_memory_changed_by_steps_is_staged_lazily() -> None:
     from ckptstore.state.flatten import flatten
     from ckptstore.state.leaf_sources import leaves_of
     from ckptstore.state.optimizer_hooks import changed_by_steps, optimizers_in

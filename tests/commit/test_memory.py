@@ -1,4 +1,4 @@
-"""What an asynchronous commit takes of memory: its staging pool, and nothing that stays."""
+"""Memory of asynchronous commits: only the staging pool, and nothing is left over."""
 
 import gc
 from collections.abc import Callable
@@ -60,7 +60,7 @@ def peak_of(act: Callable[[], object]) -> int:
     ],
     ids=str,
 )
-def test_a_commit_takes_no_more_memory_than_what_it_must_copy(
+def test_a_commit_uses_no_more_memory_than_it_must_copy(
     tmp_path: Path, options: dict[str, Any], how: dict[str, Any], changed: int, limit: int
 ) -> None:
     model = torch.nn.ParameterList(

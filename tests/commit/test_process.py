@@ -1,5 +1,4 @@
-"""Commits made by a process of its own: the same commits, without torch, and neither side's death
-is the other's."""
+"""Commits by a worker process: equal commits without torch, and safe when either side dies."""
 
 import copy
 import os
@@ -150,7 +149,7 @@ def test_a_commit_that_its_trainer_leaves_is_not_made_and_the_next_one_is_its_ow
         ] == [again.id]
 
 
-def test_a_commit_can_be_called_off_before_it_is_published(tmp_path: Path) -> None:
+def test_a_commit_can_be_cancelled_before_it_is_published(tmp_path: Path) -> None:
     with ckptstore.open(tmp_path / "store", executor="process") as store:
         gate = Gate("hashed")
         pending = store.commit_async(state(1), on_progress=gate)

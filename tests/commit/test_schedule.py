@@ -1,4 +1,4 @@
-"""`store.every`: commits come when they are due, and once more when a signal asks for it."""
+"""`store.every`: commits when they are due, and once more on a signal."""
 
 import os
 import signal
@@ -30,14 +30,14 @@ def steps(store: ckptstore.Store) -> list[int | None]:
     return [info.step for info in reversed(store.log())]
 
 
-def test_every_so_many_steps_counts_from_step_nought(store: ckptstore.Store) -> None:
+def test_a_step_interval_counts_from_step_zero(store: ckptstore.Store) -> None:
     every = store.every(steps=10)
     for step in [*range(7, 32), 58]:
         every(STATE, step=step)
     assert steps(store) == [10, 20, 30, 58]
 
 
-def test_what_is_not_due_is_none(store: ckptstore.Store) -> None:
+def test_a_commit_that_is_not_due_returns_none(store: ckptstore.Store) -> None:
     every = store.every(steps=2)
     assert every(STATE, step=1) is None
     pending = every(STATE, step=2, metrics={"loss": 1.0}, tag="good")
@@ -45,7 +45,7 @@ def test_what_is_not_due_is_none(store: ckptstore.Store) -> None:
 
 
 @pytest.mark.parametrize(("since_s", "due"), [(9.9, False), (10.0, True), (99.0, True)])
-def test_every_so_many_seconds(since_s: float, due: bool) -> None:
+def test_an_interval_in_seconds(since_s: float, due: bool) -> None:
     assert Rule(seconds=10).due(5, 4, since_s, cost_s=1, durable_s=1) is due
 
 

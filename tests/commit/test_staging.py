@@ -48,7 +48,7 @@ def test_large_leaves_lie_as_in_packs_so_that_the_disk_takes_them_from_there() -
     assert arena and arena.address % 4096 == 0
 
 
-def test_what_does_not_fit_is_borrowed_from_the_first_leaf_on() -> None:
+def test_leaves_beyond_the_budget_are_borrowed_from_the_first_on() -> None:
     tensors = [torch.zeros(MIB, dtype=torch.uint8) for _ in range(5)]
     plan = plan_staging(sources(tensors), 2 * MIB)
     assert plan.borrowed == (0, 1, 2) and set(plan.offsets) == {3, 4} and plan.nbytes == 2 * MIB
@@ -64,7 +64,7 @@ def test_a_large_leaf_is_copied_in_pieces_by_several_threads() -> None:
     assert [copy.nbytes for task in plan.tasks for copy in task] == [PIECE_BYTES] * 3 + [1]
 
 
-def test_what_lies_in_no_one_piece_is_gathered() -> None:
+def test_noncontiguous_leaves_are_gathered() -> None:
     conjugate = torch.randn(2000, dtype=torch.complex64).conj()
     state = {
         "transposed": torch.randn(300, 500).t(),

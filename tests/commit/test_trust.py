@@ -1,5 +1,4 @@
-"""Frozen weights that torch has not seen written are neither copied nor hashed, and nothing else
-ever goes without."""
+"""Frozen weights without a counted write are neither copied nor hashed; all others are."""
 
 import logging
 from collections.abc import Iterator
@@ -83,7 +82,7 @@ def test_other_memory_ends_it(change: Any) -> None:
     assert WEIGHT not in known(memory, state)
 
 
-def test_what_may_be_written_uncounted_is_never_trusted() -> None:
+def test_memory_with_uncounted_writes_is_never_trusted() -> None:
     model: Any = frozen()
     model[0].weight.requires_grad_(True)
     model[2].weight.data = torch.zeros(2, 200, 300)[0]
@@ -133,7 +132,7 @@ def test_a_trusted_chunk_that_was_collected_is_written_again(store: ckptstore.St
     assert_same(again.read(WEIGHT), state["model"][0].weight.detach())
 
 
-def test_a_full_check_finds_what_torch_did_not_count(
+def test_a_full_check_finds_writes_torch_did_not_count(
     store: ckptstore.Store, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(frozen_weights, "CHECK_EVERY", 3)

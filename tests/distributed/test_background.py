@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import nn
 
 import ckptstore
-from ckptstore.commit import dedup_probe, lazy_copy
+from ckptstore.commit import hashing, lazy_copy
 from ckptstore.distributed.commit import _Attempt
 from ckptstore.distributed.coordinator import Coordinator
 from ckptstore.state import devices
@@ -236,7 +236,7 @@ def hash_what_has_arrived(rank: int, path: Path, how: dict[str, Any]) -> int:
         {"w": nn.Parameter(torch.arange(PIECES * PIECE_BYTES // 8) + rank, requires_grad=False)}
     )
     state = {"model": model, "optimizer": torch.optim.SGD(model.parameters())}
-    digest, copy = dedup_probe.digest, lazy_copy.copy_task
+    digest, copy = hashing.digest, lazy_copy.copy_task
 
     def noted_digest(data: memoryview) -> bytes:
         found = digest(data)
@@ -255,7 +255,7 @@ def hash_what_has_arrived(rank: int, path: Path, how: dict[str, Any]) -> int:
         copy(task, arena)
 
     with pytest.MonkeyPatch.context() as patch, ckptstore.open(path) as store:
-        patch.setattr(dedup_probe, "digest", noted_digest)
+        patch.setattr(hashing, "digest", noted_digest)
         patch.setattr(lazy_copy, "copy_task", copy_task)
         patch.setattr(devices, "AWAY", frozenset(["cpu"]))
         pending = store.commit_async(state, process_group=group, private=["model/*"], **how)

@@ -15,10 +15,10 @@ from torch.distributed.checkpoint import CheckpointException
 from torch.distributed.tensor import DeviceMesh, Shard
 
 import ckptstore
-from ckptstore.commit.write import PackSet
 from ckptstore.distributed.external_commit import PartsCommitter
 from ckptstore.interop.dcp import StoreReader, StoreWriter
 from ckptstore.log.log import Log
+from ckptstore.repository.pack_set import PackSet
 from tests.distributed.layouts import full, placed
 from tests.distributed.pool import Pool
 from tests.distributed.test_dcp import quietly

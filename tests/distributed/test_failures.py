@@ -15,12 +15,12 @@ from torch.distributed.tensor import Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
 import ckptstore
-from ckptstore.commit.write import PackSet
 from ckptstore.distributed.collective import TIMEOUT_S, Collective
 from ckptstore.distributed.commit import _Attempt
 from ckptstore.distributed.coordinator import Coordinator
 from ckptstore.distributed.gloo import collective_of
 from ckptstore.repository import memory_budget
+from ckptstore.repository.pack_set import PackSet
 from tests.distributed.layouts import full, group_of, layout, meet, placed
 from tests.distributed.pool import Pool
 

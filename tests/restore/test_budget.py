@@ -187,7 +187,7 @@ def test_committing_is_divided_within_the_budget(
 
 
 @given(st.integers(0, 2 * GIB), chunk_sizes, st.integers(1, 64), st.booleans())
-def test_what_a_rank_commits_with_is_divided_within_the_budget(
+def test_the_memory_of_a_ranks_commit_is_divided_within_the_budget(
     extra: int, chunk_bytes: int, threads: int, encoding: bool
 ) -> None:
     given_bytes = (8 if encoding else 5) * chunk_bytes + extra
@@ -210,14 +210,14 @@ ROOMS: list[tuple[int | None, WriteRoom]] = [
 
 
 @pytest.mark.parametrize(("free", "room"), ROOMS)
-def test_without_a_budget_a_commit_takes_what_the_host_can_spare(
+def test_without_a_budget_a_commit_uses_the_hosts_spare_memory(
     monkeypatch: pytest.MonkeyPatch, free: int | None, room: WriteRoom
 ) -> None:
     monkeypatch.setattr(memory_budget, "free_bytes", lambda: free)
     assert write_room(None, MIB, 3, encoding=False) == room
 
 
-def test_a_host_says_what_is_free() -> None:
+def test_the_free_memory_of_a_host_is_reported() -> None:
     free = free_bytes()
     assert free is not None and 0 < free < 1 << 50
 

@@ -1,5 +1,4 @@
-"""Floats as other floats when asked, chunk by chunk, bit for bit what `Tensor.to` gives; never
-without being asked."""
+"""Floats restored as other floats on request, chunk by chunk and bit for bit like `Tensor.to`."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -112,7 +111,7 @@ def test_a_restore_converts_where_the_target_has_that_dtype(store: ckptstore.Sto
     assert [p.data_ptr() for p in model.parameters()] == addresses
 
 
-def test_what_has_no_target_comes_back_as_it_was_committed(store: ckptstore.Store) -> None:
+def test_leaves_without_a_target_keep_the_committed_dtype(store: ckptstore.Store) -> None:
     model = nn.Linear(3, 3)
     optimizer = torch.optim.AdamW(model.parameters())
     model(torch.randn(2, 3)).sum().backward()

@@ -1,5 +1,4 @@
-"""A tensor mapped into memory: nothing is read until it is touched, no file is changed, and it
-stays whatever becomes of the packs."""
+"""Tensors mapped into memory: loaded on access, and no file changes."""
 
 import ctypes
 import gc
@@ -113,7 +112,7 @@ def test_a_write_stays_with_its_tensor(place: Path, store: ckptstore.Store) -> N
     snap.verify()
 
 
-def test_what_is_mapped_outlives_gc_and_the_store(place: Path) -> None:
+def test_mapped_tensors_outlive_gc_and_the_store(place: Path) -> None:
     with ckptstore.open(place) as store:
         whole = in_several_packs(store)
         tensor = store.checkout().open("part")
@@ -184,7 +183,7 @@ REFUSALS: list[tuple[str, Any, str]] = [
 
 
 @pytest.mark.parametrize(("codec", "value", "message"), REFUSALS)
-def test_what_cannot_be_mapped_is_refused_and_read_is_named(
+def test_unmappable_leaves_are_refused_with_a_hint_to_read(
     place: Path, codec: str, value: Any, message: str
 ) -> None:
     with ckptstore.open(place, codec=codec) as store:

@@ -1,5 +1,4 @@
-"""A reader beside others that collect: what has moved since it was located is found again, and only
-what is gone is missing."""
+"""A reader beside gc: chunks that moved are located again."""
 
 from pathlib import Path
 

@@ -1,5 +1,4 @@
-"""Restores under other names: by prefixes or a function, into modules and plain containers; what
-would collide is refused at once."""
+"""Restores under other names, by prefix or function, into modules and plain containers."""
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
@@ -54,7 +53,7 @@ def test_the_longest_prefix_that_fits_is_replaced_below_the_key_or_from_it_on(
 
 
 @pytest.mark.parametrize("wrong", [{}, {"a": 1}, "old", 3, {1: "a"}])
-def test_what_is_no_rename_is_refused(wrong: Any) -> None:
+def test_an_invalid_rename_is_refused(wrong: Any) -> None:
     with pytest.raises(InvalidInput, match="rename"):
         Renamer(wrong)
 

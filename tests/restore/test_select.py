@@ -1,5 +1,4 @@
-"""A part of a state by globs: only what matches is read, and a restore leaves everything else as it
-is."""
+"""Part of a state selected by globs: only that is read, and the rest of the target stays."""
 
 from collections import namedtuple
 from collections.abc import Iterator
@@ -64,7 +63,7 @@ def test_a_glob_matches_a_path_in_full_or_below_its_key_and_what_is_in_a_contain
 
 
 @pytest.mark.parametrize("wrong", ["", [], [""], 3, [3]])
-def test_what_is_no_glob_is_refused(wrong: Any) -> None:
+def test_an_invalid_glob_is_refused(wrong: Any) -> None:
     with pytest.raises((InvalidInput, TypeError)):
         selector(wrong)
 
@@ -83,7 +82,7 @@ def test_a_state_dict_of_selected_leaves_has_these_only(store: ckptstore.Store) 
     Net().load_state_dict(part, strict=False)
 
 
-def test_only_what_is_selected_is_read(store: ckptstore.Store) -> None:
+def test_only_selected_leaves_are_read(store: ckptstore.Store) -> None:
     big = {f"layer{i}": torch.randn(512, 512) for i in range(8)}
     snap = store.commit({"model": big})
     reopened = store.checkout(snap.id)
@@ -185,7 +184,7 @@ def test_a_selected_leaf_without_a_place_is_unexpected(store: ckptstore.Store) -
     assert not snap.restore({"model": Net(2)}, select="layers.[01].*").unexpected
 
 
-def test_a_plain_container_keeps_what_was_not_selected(store: ckptstore.Store) -> None:
+def test_a_plain_container_keeps_unselected_values(store: ckptstore.Store) -> None:
     snap = committed(store, {"s": nested()})
     target = {
         "list": [torch.zeros(1), {"x": torch.zeros(2), "y": torch.zeros(3), "z": 1}, "mine"],

@@ -244,7 +244,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_has_no_values_is_refused_with_path_and_way_out(name: str) -> None:
+def test_tensors_without_values_are_refused_with_path_and_advice(name: str) -> None:
     make, way_out = REFUSED[name]
     with pytest.raises(InvalidInput, match=f"^s/a/0: .*{way_out}"):
         carry({"a": [quietly(make)]})

@@ -102,7 +102,7 @@ def test_a_meta_module_is_told_to_be_materialized() -> None:
     assert len(binding.mismatched) == 2
 
 
-def test_a_module_that_changes_what_it_loads_is_asked_itself() -> None:
+def test_a_module_with_its_own_loading_loads_itself() -> None:
     old = nn.Sequential(OrderedDict(old=nn.Linear(2, 2)))
 
     def rename(module: Any, state: Any, prefix: str, *rest: Any) -> None:

@@ -115,7 +115,7 @@ def test_an_optimizer_without_its_module_keeps_its_numbers(store: ckptstore.Stor
     )
 
 
-def test_what_was_committed_by_number_is_restored_by_position(store: ckptstore.Store) -> None:
+def test_numbered_parameters_are_restored_by_position(store: ckptstore.Store) -> None:
     model, other = module(), module()
     optimizer, fresh = step(AdamW(model.parameters())), AdamW(other.parameters())
     snapshot = store.commit({"model": model.state_dict(), "optimizer": optimizer.state_dict()})

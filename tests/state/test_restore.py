@@ -51,13 +51,13 @@ def test_a_plain_container_keeps_its_identity_and_its_tensors() -> None:
     assert all(a is b for a, b in zip(now, there, strict=True))
 
 
-def test_a_strict_restore_makes_a_plain_container_what_was_committed() -> None:
+def test_a_strict_restore_makes_a_plain_container_equal_to_the_commit() -> None:
     state: Any = {"stale": 1, "list": [1, 2, 3], "b": 0, "a": 0}
     carry({"a": 1, "new": torch.ones(1), "list": [{"x": 1}], "b": 2}).restore(state)
     assert_same(state, {"a": 1, "new": torch.ones(1), "list": [{"x": 1}], "b": 2})
 
 
-def test_a_lenient_restore_leaves_what_only_the_target_has() -> None:
+def test_a_lenient_restore_keeps_values_only_the_target_has() -> None:
     state: Any = {"stale": 1, "t": torch.zeros(1), "d": {"x": 1}}
     carry({"d": {"y": 2}}).restore(state, strict=False)
     assert_same(state, {"stale": 1, "t": torch.zeros(1), "d": {"x": 1, "y": 2}})
@@ -100,7 +100,7 @@ def test_a_value_gives_way_to_a_tensor_and_none_to_anything() -> None:
     assert_same(state, {"a": torch.ones(1), "b": torch.ones(2)})
 
 
-def test_what_cannot_be_changed_is_returned() -> None:
+def test_immutable_values_are_returned() -> None:
     assert carry(5).restore(3) == 5
     weight = torch.zeros(2)
     got = carry((torch.ones(2), 1)).restore((weight, 0))

@@ -1,5 +1,4 @@
-"""Nested states of everything: what goes in comes out, bit for bit and type for type, under paths
-that say which is which."""
+"""Nested states of all types return bit for bit and type for type, under the expected paths."""
 
 import io
 import random
@@ -365,12 +364,12 @@ def test_a_pickle_hidden_in_another_container_is_not_read() -> None:
 
 
 @pytest.mark.pickles
-def test_what_cannot_be_pickled_either_says_so() -> None:
+def test_an_unpicklable_value_is_reported() -> None:
     with pytest.raises(InvalidInput, match=r"^s/a: .*register_value"):
         carry({"a": lambda: 0}, allow_pickle=True)
 
 
-def test_one_leaf_comes_with_what_is_wrapped_around_it() -> None:
+def test_a_single_leaf_keeps_its_wrappers() -> None:
     carried = carry(
         {
             "array": np.arange(3),

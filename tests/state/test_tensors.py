@@ -129,7 +129,7 @@ CONJUGATES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 
 @pytest.mark.parametrize("view", CONJUGATES)
 @pytest.mark.parametrize("name", ["complex64", "complex128"])
-def test_conjugate_and_negative_views_are_stored_as_what_they_read(name: str, view: str) -> None:
+def test_conjugate_and_negative_views_are_stored_by_value(name: str, view: str) -> None:
     # The sign of a NaN or a zero that torch negates differs between its vectorised and its scalar
     # loops: other numbers only.
     numbers = torch.view_as_complex(
@@ -160,7 +160,7 @@ def test_a_conjugate_view_is_no_alias_of_its_base() -> None:
     assert got[3].tolist() == [-2.0, 4.0]
 
 
-def test_a_tensor_over_a_map_reads_what_is_there_and_keeps_it_open(tmp_path: Any) -> None:
+def test_a_tensor_over_a_map_reads_it_and_keeps_it_open(tmp_path: Any) -> None:
     wanted = torch.arange(4096, dtype=torch.int32)
     (tmp_path / "f").write_bytes(bytes(tensors.memory_of(wanted)))
     with (tmp_path / "f").open("rb") as file:

@@ -1,5 +1,4 @@
-"""Real optimizers, schedulers, scalers, averages and loaders: a run resumed in another process goes
-on as if it had never stopped."""
+"""Real optimizers, schedulers, scalers, averages and loaders resume in another process."""
 
 from collections.abc import Iterator
 

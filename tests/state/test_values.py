@@ -1,4 +1,4 @@
-"""One table of values drives encoder and decoder; what is no value, or is damaged, says so."""
+"""Encoder and decoder of values, from one table; invalid and damaged values are refused."""
 
 import datetime as dt
 import math
@@ -257,7 +257,7 @@ def test_an_enum_member_that_is_gone_is_named() -> None:
         lambda: {torch.ones(1)},
     ],
 )
-def test_what_cannot_be_stored_is_refused_with_path_and_ways_out(make: Callable[[], Any]) -> None:
+def test_unsupported_values_are_refused_with_path_and_advice(make: Callable[[], Any]) -> None:
     with pytest.raises(
         InvalidInput, match=r"^s/a/1: .*(register_value.*allow_pickle=True|use a list)"
     ):

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 from itertools import accumulate, islice
 
 from ckptstore.commit.publish import entry_body, put_document
-from ckptstore.commit.write import Dedup, DedupHints, PackSet, write_metadata
+from ckptstore.commit.write import write_metadata
 from ckptstore.core.config import RUN_BYTES
 from ckptstore.core.ids import CHUNK_ID_BYTES, ChunkId, CommitId, document_key
 from ckptstore.core.model import CommitDocument, PackRecord, Schema
@@ -32,7 +32,9 @@ from ckptstore.objects import codecs
 from ckptstore.objects.documents import decode_document
 from ckptstore.objects.pack import LAYOUT, PAGE, SCHEMA, TENSOR
 from ckptstore.repository import footers
+from ckptstore.repository.dedup import Dedup, DedupHints
 from ckptstore.repository.pack_reader import read_chunks
+from ckptstore.repository.pack_set import PackSet
 from ckptstore.repository.pack_writer import delete_own
 from ckptstore.repository.store_handle import StoreHandle
 from ckptstore.repository.thread_pool import ThreadPool, shared

@@ -1,0 +1,141 @@
+"""Which chunks of a commit are new, and which does the store hold already?"""
+
+from collections.abc import Iterator, Sequence
+from itertools import islice
+from typing import TypeAlias
+
+import numpy as np
+
+from ckptstore.core.ids import CHUNK_ID_BYTES, ChunkId
+from ckptstore.errors import Conflict, NotFound
+from ckptstore.log.fold import Pack, State
+from ckptstore.repository.chunk_store import ObjectStore
+
+RunKey: TypeAlias = tuple[int, int]
+"""A run of consecutive chunks of a planned state: its leaf's number and its first chunk."""
+
+
+class DedupHints:
+    """For each run, its chunk ids in the last commit of the same plan and the packs that held them.
+
+    An unchanged run needs no index look-up. Costs 32 bytes per chunk.
+    """
+
+    def __init__(self) -> None:
+        self._found: dict[RunKey, tuple[bytes, frozenset[int]]] = {}
+
+    def packs_of(self, run: RunKey, ids: bytes) -> frozenset[int] | None:
+        """The packs that held the run's chunks if their ids were `ids`, else None."""
+        known = self._found.get(run)
+        return known[1] if known and known[0] == ids else None
+
+    def ids_of(self, run: RunKey) -> bytes:
+        """The ids of the run's chunks in the last commit; empty for a new or changed run."""
+        known = self._found.get(run)
+        return known[0] if known else b""
+
+    def forget(self, run: RunKey) -> None:
+        self._found.pop(run, None)
+
+    def remember(self, run: RunKey, ids: bytes, packs: frozenset[int]) -> None:
+        self._found[run] = ids, packs
+
+
+class Dedup:
+    """Decides which chunks a commit writes: those that no reliable live pack holds, each once.
+
+    Thread-safe.
+    """
+
+    def __init__(self, objects: ObjectStore, state: State, runs: DedupHints) -> None:
+        self._objects = objects
+        self._state = state
+        self.runs = runs
+        self._suspected = objects.suspect_packs.packs()
+        self._live: dict[int, bool] = {}
+        self._taken: dict[ChunkId, object] = {}
+        self.reused: set[int] = set()
+
+    def fresh(self, ids: Sequence[ChunkId]) -> list[bool]:
+        """For each chunk, whether the caller must write it. Adds the packs of the others to
+        `reused`."""
+        return [
+            self._is_fresh(chunk, number)
+            for chunk, number in zip(ids, self._numbers(b"".join(ids)), strict=True)
+        ]
+
+    def fresh_runs(self, runs: Sequence[tuple[RunKey, Sequence[ChunkId]]]) -> list[list[bool]]:
+        """`fresh` for each run, without a look-up for unchanged runs."""
+        unknown = [
+            (run, ids, joined) for run, ids in runs if not self._known(run, joined := b"".join(ids))
+        ]
+        numbers = iter(
+            self._numbers(b"".join(joined for _, _, joined in unknown)) if unknown else ()
+        )
+        found = {run: self._fresh_run(run, ids, joined, numbers) for run, ids, joined in unknown}
+        return [found.get(run) or [False] * len(ids) for run, ids in runs]
+
+    def live(self, ids: bytes) -> list[bool]:
+        """For each of `ids`, whether a live pack holds it. Changes nothing."""
+        return [self._is_live(number) for number in self._numbers(ids)]
+
+    def hash(self, data: memoryview) -> ChunkId:
+        """The id of a chunk."""
+        return self._objects.hash(data)
+
+    def read_back(self, chunk: ChunkId, nbytes: int) -> memoryview:
+        """The bytes of a chunk that a live pack held when the state was staged.
+
+        A pack condemned since is readable until it is deleted; then this raises `Conflict`, because
+        no copy of the bytes is left.
+        """
+        data = memoryview(bytearray(nbytes))
+        try:
+            self._objects.read_into(chunk, [data])
+        except NotFound as error:
+            raise Conflict(
+                f"gc has deleted chunk {chunk.hex()[:12]} since the state was staged, before its "
+                "bytes were copied; repeat the commit, without a forced gc beside it"
+            ) from error
+        return data
+
+    def _known(self, run: RunKey, ids: bytes) -> bool:
+        packs = self.runs.packs_of(run, ids)
+        if packs is None or not all(map(self._is_live, packs)):
+            return False
+        self.reused |= packs
+        return True
+
+    def _fresh_run(
+        self, run: RunKey, ids: Sequence[ChunkId], joined: bytes, numbers: Iterator[int]
+    ) -> list[bool]:
+        held = list(islice(numbers, len(ids)))
+        fresh = [self._is_fresh(chunk, number) for chunk, number in zip(ids, held, strict=True)]
+        if all(map(self._is_live, held)):
+            self.runs.remember(run, joined, frozenset(held))
+        return fresh
+
+    def _numbers(self, ids: bytes) -> list[int]:
+        """The number of the pack that holds each chunk; 0 for none. Packs count from 1."""
+        if not self._state.packs:
+            return [0] * (len(ids) // CHUNK_ID_BYTES)
+        where = self._objects.locate(ids)
+        # numpy's tolist is untyped
+        return np.where(where["found"] == 1, where["pack"], 0).tolist()  # type: ignore[no-any-return]
+
+    def _is_fresh(self, chunk: ChunkId, number: int) -> bool:
+        if self._is_live(number):
+            self.reused.add(number)
+            return False
+        me = object()
+        return self._taken.setdefault(chunk, me) is me
+
+    def _is_live(self, number: int) -> bool:
+        live = self._live.get(number)
+        if live is None:
+            pack = self._state.packs.get(number)
+            live = self._live[number] = pack is not None and self._is_reliable(pack)
+        return live
+
+    def _is_reliable(self, pack: Pack) -> bool:
+        return pack.live and pack.id not in self._suspected and self._objects.is_there(pack)
