@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from ckptstore.log import fold
+from ckptstore.log import admission
 from tests.log.model.explore import explore
 from tests.log.model.world import Scope
 
@@ -102,7 +102,7 @@ def test_each_check_that_is_taken_away_loses_a_chunk(
     broken: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     scope, check, without = BROKEN[broken]
-    monkeypatch.setattr(fold, check, without(getattr(fold, check)))
+    monkeypatch.setattr(admission, check, without(getattr(admission, check)))
     result = explore(scope, NO_LIMIT)
     assert result.lost
     assert result.path

@@ -455,8 +455,8 @@ def test_a_server_that_refuses_for_good_is_not_asked_until_the_deadline(
 ) -> None:
     nobody = postgres.url("none").replace(f"trainer:{PASSWORD}@", f"nobody:{PASSWORD}@")
     for index, says in (
-        (postgres.url("none"), "make the database first"),
-        (nobody, "see to user and password"),
+        (postgres.url("none"), "create the database first"),
+        (nobody, "check user, password"),
     ):
         started = time.monotonic()
         with pytest.raises(InvalidInput, match=says):
