@@ -1,5 +1,4 @@
-"""No interleaving of writers and gc loses a chunk, and each check that is taken away does lose
-one."""
+"""No interleaving of writers and gc loses a chunk, and removing any check does lose one."""
 
 from collections.abc import Callable
 from typing import Any
