@@ -146,7 +146,7 @@ def test_a_lost_log_entry_comes_from_the_catalog(store: Path, n: int) -> None:
     path.unlink()
     done = heal(store)
     assert isinstance(done.applied[0], PutBack)
-    assert done.applied[0].mended.origin == "the catalog's copy"
+    assert done.applied[0].recovered.origin == "the catalog's copy"
     assert path.read_bytes() == whole
     assert_whole(store)
 
@@ -370,7 +370,7 @@ def test_a_segment_of_the_log_gives_back_an_entry_and_is_set_aside_when_it_is_da
     storage.delete(log_key(7))
     shutil.rmtree(tmp_path)  # the catalog has copies, too
     (action,) = heal(place).applied
-    assert isinstance(action, PutBack) and action.mended.origin == "a segment of the log"
+    assert isinstance(action, PutBack) and action.recovered.origin == "a segment of the log"
     assert storage.read(log_key(7)) == lost
     storage.put(segment, storage.read(segment)[:-1])
     (finding,) = check(place).findings

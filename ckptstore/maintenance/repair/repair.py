@@ -23,7 +23,11 @@ from ckptstore.maintenance.check.offline_store import OfflineStore
 from ckptstore.maintenance.check.report import Finding, Kind, Level, Report, Severity, Share
 from ckptstore.maintenance.progress import Progress, silent
 from ckptstore.maintenance.repair.quarantine import keep_copy, quarantine
-from ckptstore.maintenance.repair.repair_objects import Mended, mend_document, mend_entry
+from ckptstore.maintenance.repair.repair_objects import (
+    RecoveredObject,
+    recover_document,
+    recover_entry,
+)
 from ckptstore.maintenance.repair.rescue import (
     CopyTwin,
     SavePacks,
@@ -57,7 +61,7 @@ class WriteConfig:
 class PutBack:
     """Restore the exact bytes of a log entry or a document."""
 
-    mended: Mended
+    recovered: RecoveredObject
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,13 +158,13 @@ def plan_repair(facts: Facts, mirrors: Sequence[Storage]) -> RepairPlan:
     actions: list[Action] = []
     if facts.offline_store.problem is not None:
         actions.append(WriteConfig(facts.offline_store.config, facts.offline_store.certain))
-    mended, unrepairable = _plan_log(facts, mirrors)
-    actions += mended
+    recovered, unrepairable = _plan_log(facts, mirrors)
+    actions += recovered
     if facts.chain.bad:
         # A broken log takes no appends and its list is uncertain: repair it first.
-        return RepairPlan(tuple(actions), tuple(unrepairable), more=bool(mended))
+        return RepairPlan(tuple(actions), tuple(unrepairable), more=bool(recovered))
     for commit in _commits_without_document(facts.report):
-        if document := mend_document(
+        if document := recover_document(
             facts.offline_store.storage, commit, facts.chain.state.commits[commit], mirrors
         ):
             actions.append(PutBack(document))
@@ -184,11 +188,11 @@ def _plan_log(facts: Facts, mirrors: Sequence[Storage]) -> tuple[list[Action], l
     for bad in reversed(facts.chain.bad):
         if before and before.n == bad.n:
             bad = replace(bad, wanted=bad.wanted or before)
-        if mended := mend_entry(
+        if recovered := recover_entry(
             bad, store, facts.offline_store.storage, mirrors, copies.get(bad.n)
         ):
-            actions.append(PutBack(mended))
-            entry = decode_at(bad.n, mended.data, store)
+            actions.append(PutBack(recovered))
+            entry = decode_at(bad.n, recovered.data, store)
             before = Position(bad.n - 1, entry.prev_hash, entry.prev_bytes)
         else:
             unrepairable.append(findings[bad.n])
@@ -237,7 +241,7 @@ def _unrepairable(facts: Facts, actions: Sequence[Action]) -> Iterator[Finding]:
         if isinstance(action, SavePacks)
         for source in action.sources
     }
-    put_back = {action.mended.key for action in actions if isinstance(action, PutBack)}
+    put_back = {action.recovered.key for action in actions if isinstance(action, PutBack)}
     for finding in facts.report.findings:
         if finding.commits and finding.chunk not in healed and finding.key not in put_back:
             yield finding
@@ -250,7 +254,7 @@ def _apply(action: Action, offline_store: OfflineStore, mirrors: Sequence[Storag
             keep_copy(storage, CONFIG_KEY)
             storage.put(CONFIG_KEY, encode_config(action.config))
         case PutBack():
-            _put_back(action.mended, offline_store)
+            _put_back(action.recovered, offline_store)
         case SetAside():
             quarantine(storage, action.key)
         case CopyTwin():
@@ -264,16 +268,16 @@ def _apply(action: Action, offline_store: OfflineStore, mirrors: Sequence[Storag
             _drop_indexes(offline_store)
 
 
-def _put_back(mended: Mended, offline_store: OfflineStore) -> None:
+def _put_back(recovered: RecoveredObject, offline_store: OfflineStore) -> None:
     """An entry's name is never free meanwhile, so that no writer takes it; a document is needed
     only while its commit is listed."""
-    if mended.commit is None:
-        keep_copy(offline_store.storage, mended.key)
-    elif mended.commit not in _log(offline_store).state.commits:
+    if recovered.commit is None:
+        keep_copy(offline_store.storage, recovered.key)
+    elif recovered.commit not in _log(offline_store).state.commits:
         return
     else:
-        quarantine(offline_store.storage, mended.key)
-    offline_store.storage.put(mended.key, mended.data)
+        quarantine(offline_store.storage, recovered.key)
+    offline_store.storage.put(recovered.key, recovered.data)
 
 
 def _log(offline_store: OfflineStore) -> Log:

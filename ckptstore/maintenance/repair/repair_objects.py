@@ -25,7 +25,7 @@ other body comes that near."""
 
 
 @dataclass(frozen=True, slots=True)
-class Mended:
+class RecoveredObject:
     """The exact bytes of an object, and their source; `commit` if it is a document."""
 
     key: str
@@ -34,39 +34,39 @@ class Mended:
     commit: CommitId | None = None
 
 
-def mend_entry(
+def recover_entry(
     bad: BadEntry, store: StoreId, own: Storage, mirrors: Sequence[Storage], kept: bytes | None
-) -> Mended | None:
+) -> RecoveredObject | None:
     """Recover the entry `bad.n` from its own bytes, from `kept` (the catalog's copy), from a
     segment of the store's `own` or from a mirror; None if all fail."""
     key = log_key(bad.n)
     for origin, data in _versions(bad, store, own, mirrors, kept):
         if _is_the_one(bad, data, store):
-            return Mended(key, data, origin)
+            return RecoveredObject(key, data, origin)
     if bad.data is not None and (
         found := flipped_back(bad.data, lambda candidate: _accepted(bad, candidate, store))
     ):
-        return Mended(key, found, "its own bytes, one bit flipped back")
+        return RecoveredObject(key, found, "its own bytes, one bit flipped back")
     return None
 
 
-def mend_document(
+def recover_document(
     storage: Storage, commit: CommitId, row: CommitRow, mirrors: Sequence[Storage]
-) -> Mended | None:
+) -> RecoveredObject | None:
     """Recover the document of a commit from its own bytes or a mirror; None if all fail."""
     key = document_key(row.session, commit)
     for mirror in mirrors:
         for place in _document_keys(mirror, key, commit):
             data = read_small(mirror, place)
             if data is not None and _is_document(data, commit):
-                return Mended(key, data, mirror.url, commit)
+                return RecoveredObject(key, data, mirror.url, commit)
     own = read_small(storage, key)
     if own is not None and (
         found := flipped_back(
             own, lambda candidate: candidate if _is_document(candidate, commit) else None
         )
     ):
-        return Mended(key, found, "its own bytes, one bit flipped back", commit)
+        return RecoveredObject(key, found, "its own bytes, one bit flipped back", commit)
     return None
 
 

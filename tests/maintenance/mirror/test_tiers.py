@@ -105,7 +105,7 @@ def test_training_goes_on_while_the_mirror_is_away_and_what_is_missing_arrives_l
         assert store.resume(target) is not None
         away(False)
         assert store.flush_mirror()
-    assert "commits go on" in caplog.text
+    assert "commits continue" in caplog.text
     assert set(in_mirror()) == {0, 1}
 
 
