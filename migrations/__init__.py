@@ -1,6 +1,5 @@
-"""How a catalog of an older ckptstore gets the tables of this one: Alembic's environment and its
-revisions.
+"""Alembic migrations that bring a catalog of an older ckptstore to the current tables.
 
 A catalog can always be folded anew from the log; migrating spares a large store that.
-`index.catalog_file` runs it.
+`index.catalog_file` runs the migrations.
 """

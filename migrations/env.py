@@ -1,5 +1,5 @@
-"""Run by Alembic: brings the tables behind the connection that the caller put into the
-configuration up to the wanted revision."""
+"""Alembic's entry point: migrates the tables of the connection in its configuration to the
+target revision."""
 
 from alembic import context
 

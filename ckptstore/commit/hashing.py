@@ -1,4 +1,5 @@
 """What are the ids of chunks, without writing them? Worker processes hash too: no torch here."""
+
 from collections.abc import Callable, Sequence
 from itertools import pairwise
 

@@ -1,1 +1,1 @@
-"""Indexes that can be thrown away: the log in SQL, the packs in LMDB."""
+"""Disposable indexes on the host: the catalog of the log in SQL, the chunk index in LMDB."""

@@ -1,10 +1,9 @@
-"""The log folded into tables, for queries: where it lies, how it is brought up to date, what
-happens when it cannot be used.
+"""The catalog: the log folded into SQL tables for queries; opening, updating and replacing it.
 
-Everything in it can be folded again from the log, so a catalog that is damaged, foreign, of another
-store or of a newer ckptstore is replaced by an empty one; its position says so and the caller folds
-from there. Nothing here is held while an entry is appended. Threads and processes may share a
-catalog; folding takes the write lock for a limited time and is skipped when it cannot have it.
+Everything in it can be folded again from the log. A catalog that is damaged, of another store or of
+a newer ckptstore is replaced by an empty one; its position says so, and the caller folds from
+there. Appending an entry takes no lock here. Threads and processes may share a catalog. Folding
+holds the write lock for a limited time, and is skipped if the lock is busy.
 """
 
 import os
@@ -50,7 +49,7 @@ _KIND = {kind: number for number, kind in enumerate(KINDS)}
 
 
 class Catalog:
-    """The catalog of one store on this host; `open` makes one."""
+    """The catalog of one store on this host. Use `open` to get one."""
 
     def __init__(self, path: Path | None, store: StoreId) -> None:
         self._path, self._store = path, store
@@ -60,10 +59,10 @@ class Catalog:
 
     @classmethod
     def open(cls, path: str | os.PathLike[str], store: StoreId) -> "Catalog":
-        """The catalog of `store` at `path`: migrated if an older ckptstore made it, empty if there
-        was none that can be used.
+        """Open the catalog of `store` at `path`: migrate an older one, or start empty if none is
+        usable.
 
-        Where none can be written it is in memory.
+        If none can be written, it is kept in memory.
         """
         catalog = cls(Path(path).absolute(), store)
         catalog._opened()
@@ -81,23 +80,22 @@ class Catalog:
             return self._opened().in_memory
 
     def position(self) -> Position:
-        """The entry that was folded last; entries after it can be folded next."""
+        """The last folded entry. Later entries can be folded next."""
         return self.queries().position()
 
     def queries(self) -> Queries:
-        """The read side, of the file that is open now: its answers are as of its position or later
-        ones, whatever becomes of the path.
+        """Queries on the file that is open now. Answers are as of its position or later, even if
+        the path is replaced.
 
-        They raise `Corrupt` once this catalog has let go of that file.
+        They raise `Corrupt` once this catalog has closed that file.
         """
         with self._lock:
             return Queries(partial(self._ask, self._opened()))
 
     def fold(self, entries: Iterable[Entry]) -> bool:
-        """Fold `entries`, which follow one on the other; those that are in the tables already are
-        passed over.
+        """Fold consecutive `entries`; entries already in the tables are skipped.
 
-        False if they do not follow on `position()` or the tables could not be written: look at the
+        False if they do not follow `position()` or the tables could not be written: read the
         position again later, or go on without.
         """
         remaining = iter(entries)
@@ -107,29 +105,28 @@ class Catalog:
         return True
 
     def missing_schemas(self) -> list[str]:
-        """The schemas that commits name and whose leaves have not been added."""
+        """The schemas that commits name and whose leaves are missing."""
         return self.queries().missing_schemas()
 
     def add_schema(self, schema_id: str, schema: Schema) -> bool:
-        """Add the leaves of a schema that commits name; again changes nothing. False if the tables
-        could not be written."""
+        """Add the leaves of a schema that commits name. Idempotent. False if the tables could not
+        be written."""
         return self._write(add_schema, schema_id, schema)
 
     def add_shards(self, commit: CommitId, boxes: Sequence[ShardInfo]) -> bool:
-        """Add the boxes of a commit of several ranks; again changes nothing. False if the tables
-        could not be written."""
+        """Add the boxes of a multi-rank commit. Idempotent. False if the tables could not be
+        written."""
         return self._write(add_shards, commit, boxes)
 
     def reset(self) -> None:
-        """Begin again with empty tables: for `reindex`, and for a catalog that is ahead of its
-        log."""
+        """Start again with empty tables: for `reindex`, and for a catalog ahead of its log."""
         with self._lock:
             self.close()
             if self._path:
                 catalog_file.remove(self._path)
 
     def close(self) -> None:
-        """Let go of the connection; the next use opens it again."""
+        """Close the connection; the next use opens it again."""
         with self._lock:
             if self._file:
                 self._file.close()
@@ -138,8 +135,8 @@ class Catalog:
     def _write(
         self, work: Callable[Concatenate[Connection, P], bool], *args: P.args, **kwargs: P.kwargs
     ) -> bool:
-        """Do `work` in one transaction. A catalog that turns out to be damaged is replaced by an
-        empty one."""
+        """Run `work` in one transaction. A catalog found to be damaged is replaced by an empty
+        one."""
         with self._lock:
             try:
                 with _transaction(self._opened().connection) as connection:
@@ -163,7 +160,7 @@ class Catalog:
                 raise
 
     def _opened(self) -> CatalogFile:
-        """The file that the path leads to now, opened if need be."""
+        """The file at the path, opened if necessary."""
         if self._file and self._file.replaced():
             self.close()
         if self._file is None:
@@ -171,8 +168,8 @@ class Catalog:
         return self._file
 
     def _after_fork(self) -> None:
-        """The lock may be held by a thread that only the parent has, and SQLite's connections must
-        not cross a fork."""
+        """After a fork, the lock may be held by a thread of the parent, and SQLite connections must
+        not be shared."""
         self._lock = threading.RLock()
         if self._file:
             _abandoned.append(self._file)
@@ -211,10 +208,10 @@ def fold_entries(
     at: Position | None = None,
     at_once: Callable[[Connection], Within] = nullcontext,
 ) -> bool:
-    """Fold `entries` within a transaction; False if they do not follow on the position, which is
-    `at` if the caller knows it.
+    """Fold `entries` within a transaction; False if they do not follow the position, which is `at`
+    if the caller knows it.
 
-    Within `at_once` come statements of which nobody needs the answers.
+    `at_once` wraps statements whose results nobody needs.
     """
     at = at or Position(*connection.execute(_POSITION).one())
     new = [entry for entry in entries if entry.n > at.n]

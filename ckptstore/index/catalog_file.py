@@ -1,8 +1,8 @@
-"""The catalog's SQLite file: opened, migrated, or put in place of one that cannot be used.
+"""The catalog's SQLite file: open it, migrate it, or replace an unusable one.
 
-A catalog is put in place whole. That, and looking at one for the first time, take turns by a lock
-on `<path>.lock`: the write-ahead log that one process leaves must never meet a file that another
-has just put there.
+A catalog is replaced as a whole. Replacing it and the first look at it are serialized by a lock on
+`<path>.lock`: the write-ahead log of one process must never be applied to a file that another
+process has just put there.
 """
 
 import re
@@ -26,22 +26,22 @@ from ckptstore.storage.file_lock import file_lock
 
 LOCK_TIMEOUT_S = 2.0
 UNUSABLE = (SQLAlchemyError, ValueError)
-"""What is raised where the database does not do as it should; SQLite gives names and texts of a
-damaged file out as they are."""
+"""Errors of a misbehaving database. SQLite returns the names and texts of a damaged file unchecked.
+"""
 
 _REVISION = re.compile(r"\d{4}")
 _SQLITE_FILES = ("", "-wal", "-shm", "-journal")
 
 
 class CatalogFile:
-    """A connection to the catalog of `store` at `path`, or to one in memory without a path, or
-    where no file can be."""
+    """A connection to the catalog of `store` at `path`, or in memory if `path` is None or
+    unusable."""
 
     def __init__(self, path: Path | None, store: StoreId) -> None:
         self._file: tuple[Path, int] | None = None
         if path and _prepare(path, store):
             inode = _inode(path)
-            # A disk that fails between the two calls is as good as none.
+            # The disk may also fail between the two calls.
             with suppress(*UNUSABLE):
                 self.connection = _connect(path)
                 self._file = path, inode
@@ -53,7 +53,7 @@ class CatalogFile:
         return self._file is None
 
     def replaced(self) -> bool:
-        """Whether the path leads elsewhere by now."""
+        """Whether the path leads to another file now."""
         return self._file is not None and _inode(self._file[0]) != self._file[1]
 
     def close(self) -> None:
@@ -69,21 +69,21 @@ def ask(connection: Connection, sql: str, values: Mapping[str, Any]) -> Rows:
 
 
 def cause(error: BaseException) -> BaseException:
-    """The database's own error behind one of SQLAlchemy's."""
+    """The database's own error behind an SQLAlchemy error."""
     return (error.orig if isinstance(error, DBAPIError) else None) or error
 
 
 def remove(path: Path) -> None:
-    """Delete the file, so that the next one to open it makes it anew."""
+    """Delete the file, so that the next process to open it creates it anew."""
     with file_lock(_beside(path, ".lock"), timeout_s=LOCK_TIMEOUT_S) as held:
         if held:
             _unlink(path)
 
 
 def migrate(connection: Connection) -> None:
-    """Bring the tables up to `REVISION`, from whichever revision they have; from none, that is all
-    of them."""
-    from alembic import command  # costs 0.25 s and is needed once per release
+    """Migrate the tables to `REVISION` from any revision, or from none."""
+    # The import costs 0.25 s and is needed once per release.
+    from alembic import command
     from alembic.config import Config
 
     config = Config()
@@ -93,14 +93,15 @@ def migrate(connection: Connection) -> None:
 
 
 def migrations() -> Path:
-    """Alembic's scripts: inside an installed package, beside it in a checkout."""
+    """The location of Alembic's scripts: inside an installed package, or beside it in a
+    checkout."""
     package = Path(__file__).parents[1]
     inside = package / "migrations"
     return inside if inside.is_dir() else package.parent / "migrations"
 
 
 def _prepare(path: Path, store: StoreId) -> bool:
-    """See to it that the catalog of `store` is at `path`; False where it cannot be."""
+    """Ensure that the catalog of `store` is at `path`; False if that is impossible."""
     try:
         make_directories(path.parent)
         for exclusive in (False, True):
@@ -118,10 +119,9 @@ def _prepare(path: Path, store: StoreId) -> bool:
 
 
 def _usable(path: Path, store: StoreId, *, migrate: bool) -> bool:
-    """Whether the file is a current catalog of `store`, with `migrate` after bringing it up to
-    date.
+    """Whether the file is a current catalog of `store`; with `migrate`, after migrating it.
 
-    Raises where that cannot be told now.
+    Raises if that cannot be told now.
     """
     if not path.exists():
         return False
@@ -140,14 +140,14 @@ def _usable(path: Path, store: StoreId, *, migrate: bool) -> bool:
 
 
 def _migrated(connection: Connection, store: StoreId) -> bool:
-    """Whether the tables are an older revision's and now the current one's; not those of a newer or
-    a foreign one."""
+    """Whether tables of an older revision were migrated; tables of a newer or foreign one are left
+    alone."""
     from alembic.util import CommandError
 
     if [row[0] for row in _rows(connection, "SELECT store FROM position", {})] != [store]:
         return False
-    # Alembic takes what is no revision for an order of its own (`-1` goes one back) and stops the
-    # process over others.
+    # Alembic takes an unknown revision for a command (`-1` goes one back), and stops the process
+    # over others.
     if not all(
         _REVISION.fullmatch(str(row[0]))
         for row in _rows(connection, "SELECT version_num FROM alembic_version", {})
@@ -163,7 +163,8 @@ def _migrated(connection: Connection, store: StoreId) -> bool:
 def _put_in_place(path: Path, store: StoreId) -> None:
     new = _beside(path, ".new")
     _unlink(new)
-    write_file(new, b"")  # SQLite gives its other files the rights of this one
+    # SQLite gives its other files the permissions of this one.
+    write_file(new, b"")
     _close(_fill(_connect(new, journal="DELETE"), store))
     _unlink(path)
     new.rename(path)
@@ -175,8 +176,8 @@ def _unlink(path: Path) -> None:
 
 
 def _connect(path: Path | None, *, journal: str = "WAL") -> Connection:
-    """One connection for all threads, which see to it that they take turns; transactions are begun
-    by hand."""
+    """One connection for all threads, which serialize their use; transactions are begun
+    explicitly."""
     engine = create_engine(
         URL.create("sqlite", database=str(path) if path else None),
         isolation_level="AUTOCOMMIT",
@@ -194,7 +195,7 @@ def _connect(path: Path | None, *, journal: str = "WAL") -> Connection:
 
 
 def _fill(connection: Connection, store: StoreId) -> Connection:
-    """Make the tables of an empty catalog, folded up to nothing."""
+    """Create the tables of an empty catalog."""
     connection.exec_driver_sql("BEGIN IMMEDIATE")
     make_tables(connection, store)
     connection.exec_driver_sql("COMMIT")
@@ -202,7 +203,7 @@ def _fill(connection: Connection, store: StoreId) -> Connection:
 
 
 def make_tables(connection: Connection, store: StoreId) -> None:
-    """The tables of an empty catalog, folded up to nothing, within a transaction."""
+    """Create the tables of an empty catalog within a transaction."""
     tables.metadata.create_all(connection, checkfirst=False)
     start = origin(store)
     connection.execute(tables.revision.insert(), {"version_num": REVISION})

@@ -1,10 +1,8 @@
-"""What each log entry does to the tables of the catalog. The counterpart of `log.fold.apply`, in
-SQL.
+"""Folding log entries into the tables of the catalog: `log.fold.apply` in SQL.
 
-Statements are built once and rows are gathered over many entries, so that a commit costs a dozen
-short statements, whatever the history, and a thousand commits little more. Rows of packs are
-touched only where something changes: the packs that a commit reuses may be all there are, those of
-them that were condemned are few.
+Statements are built once, and rows are gathered over many entries. A commit costs a dozen short
+statements, whatever the history, and a thousand commits little more. Rows of packs are updated only
+where they change: a commit may reuse all packs, but few of them are condemned.
 """
 
 import math
@@ -44,9 +42,8 @@ from ckptstore.log.entries import (
 _INSERTED = (entries, commits, parents, metrics, packs, commit_trees, tags)
 _INSERT = {table: insert(table) for table in (*_INSERTED, schemas)}
 _DELETE_TAG = delete(tags).where(tags.c.name == bindparam("key"))
-_CONDEMNED = select(packs.c.number).where(
-    text("condemned")
-)  # in the words of the index `packs_condemned`, or SQLite would not use it
+# Worded as the condition of the index `packs_condemned`; otherwise SQLite would not use it.
+_CONDEMNED = select(packs.c.number).where(text("condemned"))
 _CONDEMN = (
     update(packs).where(packs.c.number == bindparam("key")).values(condemned=bindparam("value"))
 )
@@ -72,7 +69,7 @@ _POSITION = update(position).values(
 
 
 class CatalogFold:
-    """One transaction's worth of entries. `finish` writes what was gathered."""
+    """A batch of entries in one transaction. `finish` writes the gathered rows."""
 
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
@@ -82,7 +79,7 @@ class CatalogFold:
         self._condemned = {number for (number,) in connection.execute(_CONDEMNED)}
 
     def add(self, entry: Entry) -> None:
-        """Fold the entry that follows on those before."""
+        """Fold the next entry."""
         body, n = entry.body, entry.n
         self._rows[entries].append({"n": n, "data": encode_again(entry)})
         match body:
@@ -107,7 +104,7 @@ class CatalogFold:
                 self._condemned -= body.packs
 
     def finish(self, last: Entry) -> None:
-        """Write the rest; the catalog stands at `last`."""
+        """Write the gathered rows; the catalog's position is `last` afterwards."""
         self._flush()
         self._connection.execute(
             _POSITION, {"new_n": last.n, "new_hash": last.hash, "new_bytes": last.bytes}
@@ -197,7 +194,7 @@ class CatalogFold:
         self._schemas.clear()
 
     def _each(self, statement: Any, keys: Iterable[int | str], value: int | None = None) -> None:
-        """Execute `statement` for each of `keys`, after what was gathered so far."""
+        """Execute `statement` for each of `keys`, after the rows gathered so far."""
         rows = [{"key": key} if value is None else {"key": key, "value": value} for key in keys]
         if rows:
             self._flush()

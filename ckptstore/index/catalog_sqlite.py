@@ -1,5 +1,5 @@
-"""A catalog that queries read with the standard library alone: a command that only asks does not
-wait for SQLAlchemy to be imported."""
+"""Read-only catalog queries with the standard library alone, so that commands need not import
+SQLAlchemy."""
 
 import sqlite3
 import threading
@@ -14,7 +14,7 @@ from ckptstore.errors import Corrupt, Unavailable
 from ckptstore.index.queries import Ask, Queries, Rows
 
 REVISION = "0003"
-"""The revision of `migrations/` that these queries and `tables` are written for."""
+"""The revision of `migrations/` that these queries and `tables` require."""
 
 _BUSY = {
     sqlite3.SQLITE_BUSY,
@@ -27,8 +27,8 @@ _BUSY = {
 
 
 def open_catalog(path: str | PathLike[str], store: StoreId) -> Queries | None:
-    """Queries on the catalog of `store` at `path`, or None if there is none that they can read.
-    Threads may share them."""
+    """Queries on the catalog of `store` at `path`, or None if there is no readable one. Threads may
+    share them."""
     try:
         connection = _connect(Path(path))
     except (sqlite3.Error, UnicodeError):
@@ -45,8 +45,8 @@ def open_catalog(path: str | PathLike[str], store: StoreId) -> Queries | None:
     try:
         if is_current(ask, store):
             queries = Queries(ask, connection.close)
-            # sqlite3's connections are part of a cycle: left to the garbage collector they keep the
-            # file open long after their last use.
+            # sqlite3's connections are part of a cycle: garbage collection alone would keep the
+            # file open for long.
             weakref.finalize(queries, connection.close).atexit = False
             return queries
     except (Corrupt, Unavailable):
@@ -56,7 +56,7 @@ def open_catalog(path: str | PathLike[str], store: StoreId) -> Queries | None:
 
 
 def is_current(ask: Ask, store: StoreId) -> bool:
-    """Whether a catalog is of `store` and of the revision that these queries are written for."""
+    """Whether a catalog is of `store` and of the revision that these queries require."""
     revisions, stores = (
         ask("SELECT version_num FROM alembic_version", {}),
         ask("SELECT store FROM position", {}),
@@ -65,7 +65,7 @@ def is_current(ask: Ask, store: StoreId) -> bool:
 
 
 def catalog_error(error: BaseException, place: str) -> Corrupt | Unavailable:
-    """What an error of SQLite means for the caller."""
+    """Translate an error of SQLite for the caller."""
     if is_busy(error):
         return Unavailable(
             f"the catalog {place} did not answer: {error}; repeat the call, or free its disk"
@@ -74,14 +74,13 @@ def catalog_error(error: BaseException, place: str) -> Corrupt | Unavailable:
 
 
 def is_busy(error: BaseException) -> bool:
-    """Whether the database is whole for all that the error says, and somebody or something only
-    stands in the way."""
+    """Whether the database is merely locked or out of space, and not damaged."""
     return getattr(error, "sqlite_errorcode", 0) & 0xFF in _BUSY
 
 
 def _connect(path: Path) -> sqlite3.Connection:
-    """Read-only; in a folder that cannot be written a catalog that nobody has open is read as it
-    lies."""
+    """Connect read-only. In a directory without write permission, a catalog that nobody has open is
+    read as it is."""
     place = path.absolute().as_uri()
     connection = sqlite3.connect(
         f"{place}?mode=ro", uri=True, timeout=5, isolation_level=None, check_same_thread=False

@@ -1,5 +1,4 @@
-"""Which place a store's log is at: in the store itself, or in the database that `ckptstore.json`
-names and the caller knows the way to."""
+"""Opening the log where `ckptstore.json` says it is: in the store itself, or in a database."""
 
 import os
 from typing import TYPE_CHECKING
@@ -18,11 +17,11 @@ VARIABLE = "CKPTSTORE_INDEX"
 def open_log_place(
     config: StoreConfig, storage: Storage, index: str | None
 ) -> "PostgresLog | None":
-    """The database that holds the log; None if the log is in the store. `index` is the caller's way
-    to it, else `$CKPTSTORE_INDEX`.
+    """The database that holds the log, or None if the log is in the store. `index` is its URL, by
+    default `$CKPTSTORE_INDEX`.
 
-    Raises `InvalidInput` if that is not where the log is: two who name different places would write
-    two histories.
+    Raises `InvalidInput` if the log is elsewhere: two callers with different places would write two
+    histories.
     """
     if not config.in_database:
         if index is not None:
@@ -49,7 +48,7 @@ def open_log_place(
 
 
 def database_log(index: str, store: StoreId, storage: Storage) -> "PostgresLog":
-    """The log of `store` in the database at `index`, be it there or not."""
+    """The log of `store` in the database at `index`, whether or not it exists."""
     # Imported here because most stores have no database.
     from ckptstore.index.postgres import Database
     from ckptstore.index.postgres_log import PostgresLog

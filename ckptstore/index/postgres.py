@@ -1,12 +1,10 @@
-"""A PostgreSQL database as a store's index: connections, transactions that end in time, and what
-its errors mean to the caller.
+"""The catalog in PostgreSQL, and the connection to it: transactions with a time limit, and
+translated errors.
 
-Each store has a schema of its own, `ckptstore_<store id>`, so one database holds many, and a role
-without special rights will do that may create schemas in it. A transaction that gets no answer is
-cut off from this side: nothing in the client library would ever end it.
-
-The catalog in PostgreSQL: the tables that the log's entries change as they are appended, so it
-is never behind.
+Each store has its own schema, `ckptstore_<store id>`, so one database holds many stores. A role
+needs only the right to create schemas. A transaction without an answer is cut off by this side,
+because the client library would wait forever. The catalog's tables change in the same transaction
+that appends an entry, so the catalog is never behind.
 """
 
 import os
@@ -33,30 +31,30 @@ from ckptstore.index.queries import Queries, Rows, ShardInfo
 from ckptstore.log.entries import Entry, Position
 
 DEADLINE_S = 30.0
-"""So long a question is repeated while the database is away, and a transaction may take."""
+"""How long a read is retried while the database is away, and the limit of a transaction."""
 
 CONNECT_TIMEOUT_S = 5
 _IDLE_S = 60
-"""A client that went silent in a transaction keeps others waiting no longer."""
+"""Limit after which the server ends the transaction of a silent client."""
 
 _FIRST_PAUSE_S = 0.05
 _LONGEST_PAUSE_S = 1.0
 _REPEAT = ("40001", "40P01")
-"""Serialization failure and deadlock: the transaction was rolled back, and is done again."""
+"""Serialization failure and deadlock: the transaction was rolled back and is retried."""
 
 T = TypeVar("T")
 
 
 class Lost(Unavailable):
-    """The connection ended, or the server is shutting down or starting: whether a COMMIT under way
-    took place is unknown."""
+    """The connection ended, or the server is starting or stopping. The outcome of a COMMIT in
+    progress is unknown."""
 
 
 class Database:
     """The schema of one store in a database. Threads may share it; a forked child connects anew."""
 
     def __init__(self, url: str, store: StoreId) -> None:
-        """Connects to nothing yet. Raises `InvalidInput` for a URL that is none of PostgreSQL's."""
+        """Does not connect yet. Raises `InvalidInput` for a URL that is not PostgreSQL's."""
         self._url = _parse(url)
         self._deadline_s = DEADLINE_S
         self._store = store
@@ -66,21 +64,21 @@ class Database:
 
     @property
     def name(self) -> str:
-        """Where it is, without who we are there."""
+        """The location without credentials."""
         port = f":{self._url.port}" if self._url.port else ""
         return f"postgresql://{self._url.host or 'localhost'}{port}/{self._url.database or ''}"
 
     def read(self, work: Callable[[Connection], T]) -> T:
-        """What `work` reads in a transaction of its own; again with another connection while the
+        """Run the reads of `work` in one transaction, and retry on a new connection while the
         database is away."""
         return self.repeat(lambda: self._once(work))
 
     def write(self, work: Callable[[Connection], T]) -> T:
-        """Do `work`, which may be done twice, in a transaction of its own."""
+        """Run `work`, which may run twice, in one transaction."""
         return self.read(work)
 
     def repeat(self, attempt: Callable[[], T]) -> T:
-        """The result of the first `attempt` that does not end in `Lost`, until the deadline."""
+        """Retry `attempt` until it does not raise `Lost`, or until the deadline."""
         deadline, pause_s = time.monotonic() + self._deadline_s, _FIRST_PAUSE_S
         while True:
             try:
@@ -95,10 +93,10 @@ class Database:
     def transaction(
         self, begin: Callable[[Connection], object] = lambda connection: None
     ) -> Iterator[Connection]:
-        """A transaction that the block commits by `connection.commit()`; anything else rolls back.
-        Its errors come out as ours.
+        """A transaction that the block commits by `connection.commit()`; otherwise it rolls back.
+        Errors are translated.
 
-        What `begin` does first is done again with another connection while the database is away.
+        `begin` is retried on a new connection while the database is away.
         """
         with ExitStack() as stack:
             yield self.repeat(lambda: stack.enter_context(self._begun(begin)))
@@ -127,7 +125,8 @@ class Database:
             with _ended_after(connection, self._deadline_s):
                 yield connection
         except (SQLAlchemyError, Lost):
-            connection.invalidate()  # it may have been cut off in the middle of something
+            # The connection may have been cut off in the middle of a statement.
+            connection.invalidate()
             raise
         finally:
             with suppress(SQLAlchemyError):
@@ -136,7 +135,8 @@ class Database:
     def _pool(self) -> Engine:
         if self._engine is None or self._pid != os.getpid():
             if self._engine is not None:
-                self._engine.dispose(close=False)  # the parent's connections stay the parent's
+                # Connections of the parent stay with the parent.
+                self._engine.dispose(close=False)
             settings = {
                 "search_path": self.schema,
                 "idle_in_transaction_session_timeout": f"{_IDLE_S}s",
@@ -156,7 +156,7 @@ class Database:
                     pool_size=4,
                     max_overflow=8,
                     pool_recycle=600,
-                    # which would ask the server about it on every connection
+                    # Otherwise psycopg would query the server about it on every connection.
                     use_native_hstore=False,
                 )
             except (ImportError, SQLAlchemyError) as error:
@@ -168,14 +168,14 @@ class Database:
 
     @contextmanager
     def errors(self) -> Iterator[None]:
-        """Within, the library's errors come out as ours."""
+        """Translate the library's errors within the block."""
         try:
             yield
         except DBAPIError as error:
             raise self._failure(error) from error
         except SQLAlchemyError as error:
             raise Unavailable(
-                f"{self.name} does not do as it should: {self._told(error)}; repeat the call"
+                f"{self.name} does not work as expected: {self._told(error)}; repeat the call"
             ) from error
 
     def _failure(self, error: DBAPIError) -> CkptStoreError:
@@ -184,13 +184,13 @@ class Database:
         if not code and type(error.orig).__name__ in ("DataError", "ProgrammingError"):
             return InvalidInput(f"{told}; PostgreSQL cannot store this")
         if not code or code in _REPEAT or code.startswith(("08", "57P")):
-            return Lost(f"{told}; see to the database, then repeat")
+            return Lost(f"{told}; check the database, then repeat")
         if code in ("3F000", "42P01"):
             return NotFound(f"{told}; there is no log of store {self._store} in this database")
         if code == "3D000":
-            return InvalidInput(f"{told}; make the database first")
+            return InvalidInput(f"{told}; create the database first")
         if code.startswith("28"):
-            return InvalidInput(f"{told}; see to user and password, and to who may connect")
+            return InvalidInput(f"{told}; check user, password and the server's access rules")
         if code == "42501":
             return ReadOnly(
                 f"{told}; get the right to create schemas in this database (GRANT CREATE ON "
@@ -199,8 +199,8 @@ class Database:
         if code.startswith("22"):
             return InvalidInput(f"{told}; PostgreSQL cannot store this")
         if code in ("23505", "42P06"):
-            return Conflict(f"{told}; somebody else was faster")
-        return Unavailable(f"{told} ({code}); see to the database, then repeat")
+            return Conflict(f"{told}; another process was faster")
+        return Unavailable(f"{told} ({code}); check the database, then repeat")
 
     def _told(self, error: BaseException) -> str:
         password = frozenset([str(self._url.password)] if self._url.password else [])
@@ -208,8 +208,8 @@ class Database:
 
 
 def _refused(said: str) -> str:
-    """The code of a final refusal to connect, which the driver tells in words only; nothing for
-    what may pass, such as a start."""
+    """The code of a final refusal to connect, which the driver reports only in words; empty for
+    temporary ones, such as a start."""
     if "FATAL" not in said:
         return ""
     if re.search(r'database "[^"]*" does not exist', said):
@@ -225,12 +225,12 @@ def _refused(said: str) -> str:
 
 @contextmanager
 def at_once(connection: Connection) -> Iterator[None]:
-    """Within, statements are sent without waiting for each other's answers, of which there must be
-    none to read.
+    """Send statements within the block without waiting for their results, which must not be read.
 
-    Over a network whoever holds a lock keeps the others waiting for each round trip.
+    Over a network, the holder of a lock makes others wait for each round trip.
     """
-    import psycopg  # an extra, which the engine has found
+    # An optional dependency, already found by the engine.
+    import psycopg
 
     raw = connection.connection.driver_connection
     if not isinstance(raw, psycopg.Connection) or not psycopg.Pipeline.is_supported():
@@ -244,14 +244,15 @@ def at_once(connection: Connection) -> Iterator[None]:
 
 
 def quoted(schema: str) -> str:
-    """A schema's name in SQL."""
+    """A schema's name, quoted for SQL."""
     return f'"{schema}"'
 
 
 def _parse(url: str) -> URL:
+    # A port that is no number raises ValueError.
     try:
         parsed = make_url(url)
-    except (ArgumentError, ValueError) as error:  # ValueError for a port that is no number
+    except (ArgumentError, ValueError) as error:
         raise InvalidInput(
             f"index={redact(url)!r} is no URL; wanted postgresql+psycopg://USER@HOST/DATABASE"
         ) from error
@@ -265,21 +266,20 @@ def _parse(url: str) -> URL:
 
 @contextmanager
 def _ended_after(connection: Connection, seconds: float) -> Iterator[None]:
-    """Cut the connection off if the block has not ended by then."""
+    """Cut off the connection if the block takes longer."""
     raw = connection.connection.driver_connection
     assert raw is not None
-    # A descriptor of our own: the connection's may be closed, and be another file's, when the time
-    # is up.
+    # A duplicated descriptor: the connection's may be closed and reused by another file when the
+    # time is up.
+    # The driver has a separate error for a connection that ended in the pool.
     try:
         watched = socket.socket(fileno=os.dup(raw.fileno()))
-    except (
-        Exception
-    ) as error:  # the driver has an error of its own for a connection that ended in the pool
-        raise Lost("the connection had ended; repeat") from error
+    except Exception as error:
+        raise Lost("the connection was closed; repeat") from error
     timer = threading.Timer(seconds, _cut, [watched])
     timer.daemon = True
     try:
-        start(timer, "no thread can be started that limits how long the database may take")
+        start(timer, "no thread can be started to limit the time of a transaction")
     except Unavailable:
         watched.close()
         raise
@@ -297,7 +297,7 @@ def _cut(watched: socket.socket) -> None:
 
 
 class PostgresCatalog:
-    """What `Catalog` is for a file."""
+    """The PostgreSQL counterpart of `Catalog`."""
 
     in_memory = False
 
@@ -311,7 +311,7 @@ class PostgresCatalog:
         return Queries(self._ask)
 
     def fold(self, entries: Iterable[Entry]) -> bool:
-        """Nothing: an entry was folded when it was appended."""
+        """No-op: entries are folded when they are appended."""
         return True
 
     def missing_schemas(self) -> list[str]:
@@ -324,7 +324,7 @@ class PostgresCatalog:
         return self._database.write(lambda connection: add_shards(connection, commit, boxes))
 
     def reset(self) -> None:
-        """Nothing: the tables are as sound as the log beside them."""
+        """No-op: the tables are as trustworthy as the log beside them."""
 
     def close(self) -> None:
         self._database.close()

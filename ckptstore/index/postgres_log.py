@@ -1,10 +1,10 @@
-"""The log in PostgreSQL: an entry is a row, and the tables of the catalog change with it in one
+"""The log in PostgreSQL: an entry is a row, and the catalog's tables change in the same
 transaction.
 
-The number of an entry is assigned inside the transaction that holds the row of the last one locked,
-never by a sequence, so there are no gaps. After its COMMIT each entry is copied to the store's own
-`log/`, from which a lost database can be made again. A database that stands behind those copies, as
-one restored from an older backup does, takes no appends: they would be another history.
+The transaction that numbers an entry holds a lock on the row of the last one; no sequence is used,
+so there are no gaps. After its COMMIT each entry is copied to the store's own `log/`, from which a
+lost database can be rebuilt. A database that is behind those copies, for example after a restore
+from an older backup, refuses appends: they would fork the history.
 """
 
 import logging
@@ -37,8 +37,8 @@ _LOCK = text(
     "SELECT position.n, position.hash, position.bytes, place.copied FROM turn, position, place FOR "
     "UPDATE OF position, place"
 )
-"""Rows are what is locked; but who waits for a row may be overtaken, and who waits for an advisory
-lock gets it in his turn."""
+"""The rows are what is locked. Waiters for a row may overtake each other; an advisory lock serves
+them in order."""
 
 T = TypeVar("T")
 
@@ -46,7 +46,7 @@ _logger = logging.getLogger("ckptstore")
 
 
 class PostgresLog:
-    """See `LogPlace`."""
+    """A `LogBackend` in PostgreSQL."""
 
     is_local = False
 
@@ -61,8 +61,8 @@ class PostgresLog:
     # -- making and checking --
 
     def make(self) -> str:
-        """Make the schema of the store, empty, and return the name of this place. Raises `Conflict`
-        if there is one."""
+        """Create the store's schema, empty, and return the name of this place. Raises `Conflict` if
+        it exists."""
         token = secrets.token_hex(16)
 
         def work(connection: Connection) -> None:
@@ -75,7 +75,7 @@ class PostgresLog:
         return self._name(token)
 
     def drop(self) -> None:
-        """Remove the store's schema: its log is elsewhere, or was never used."""
+        """Drop the store's schema: its log is elsewhere, or was never used."""
         self.database.write(
             lambda connection: connection.execute(
                 text(f"DROP SCHEMA IF EXISTS {quoted(self.database.schema)} CASCADE")
@@ -83,8 +83,8 @@ class PostgresLog:
         )
 
     def name(self) -> str:
-        """The name of this place as `ckptstore.json` has it. Raises `NotFound` where the database
-        holds no log of this store."""
+        """The name of this place in `ckptstore.json`. Raises `NotFound` if the database holds no
+        log of this store."""
         return self._name(
             self.database.read(
                 lambda connection: str(
@@ -94,7 +94,7 @@ class PostgresLog:
         )
 
     def check(self, place: str) -> None:
-        """Raise `InvalidInput` unless this database is the one that `place` names."""
+        """Raise `InvalidInput` unless `place` names this database."""
         try:
             found = self.name()
         except NotFound as error:
@@ -106,7 +106,7 @@ class PostgresLog:
         if token_of(found) != token_of(place):
             raise InvalidInput(
                 f"the log of store {self._store} is in {place}; {self.database.name} holds another "
-                "one of the same store"
+                "log of the same store"
             )
         if (revision := self.revision()) != REVISION:
             raise InvalidInput(
@@ -116,7 +116,7 @@ class PostgresLog:
             )
 
     def revision(self) -> str:
-        """Which revision's tables there are."""
+        """The revision of the tables."""
         return self.database.read(
             lambda connection: str(
                 connection.execute(text("SELECT version_num FROM alembic_version")).scalar_one()
@@ -124,11 +124,11 @@ class PostgresLog:
         )
 
     def migrate(self) -> None:
-        """Bring the tables up to this version of ckptstore."""
+        """Migrate the tables to this version of ckptstore."""
         self.database.write(catalog_file.migrate)
 
     def fill(self, entries: Sequence[Entry]) -> None:
-        """Fold entries that lie in the store's own log already, and follow on the last one here."""
+        """Fold entries of the store's own log that follow the last one here."""
 
         def work(connection: Connection) -> None:
             if not fold_entries(connection, entries):
@@ -142,17 +142,17 @@ class PostgresLog:
             self.database.write(work)
 
     def position(self) -> Position:
-        """The last entry."""
+        """The position of the last entry."""
         return self.database.read(self._lock).position
 
     def copy_rest(self) -> None:
-        """See to it that every entry has its copy."""
+        """Ensure that every entry has its copy."""
         at = self.position().n
         if at and (last := self.read(at)) is not None:
             self._copy(0, at, last)
 
     def adopt(self, place: str) -> None:
-        """Take the name `place`: this log was made again from its copies."""
+        """Take the name `place`: this log was rebuilt from its copies."""
         self.database.write(
             lambda connection: connection.execute(
                 text("UPDATE place SET token = :token"), {"token": token_of(place)}
@@ -175,7 +175,8 @@ class PostgresLog:
 
     def behind(self, n: int) -> Iterator[Entry]:
         if self._in_turn is not None and self._locked is not None and self._locked.position.n <= n:
-            return  # nobody can have appended since
+            # No other process can have appended since.
+            return
         while True:
 
             def work(connection: Connection, after: int = n) -> list[bytes]:
@@ -219,15 +220,15 @@ class PostgresLog:
         """Nothing: what can be read was committed."""
 
     def gathers(self, n: int) -> bool:
-        """Never: many rows are one question."""
+        """Never: many rows are one query."""
         return False
 
     def gather(self, n: int, newest: Sequence[Entry]) -> None:
-        """Nothing."""
+        """No-op."""
 
     @contextmanager
     def turn(self) -> Iterator[None]:
-        """A transaction that has the last entry locked; `create` ends it."""
+        """A transaction that locks the last entry; `create` ends it."""
 
         def lock(connection: Connection) -> None:
             self._locked = self._lock(connection)
@@ -240,21 +241,22 @@ class PostgresLog:
                 self._in_turn = self._locked = None
 
     def refresh(self) -> None:
-        """Nothing: a database does not remember what was absent."""
+        """No-op: a database caches no absent entries."""
 
     def _ask(self, work: Callable[[Connection], T]) -> T:
         if self._in_turn is not None:
+            # Nothing was appended yet, so losing the lock does no harm.
             try:
                 with self.database.errors():
                     return work(self._in_turn)
-            except Lost:  # nothing was appended yet, so a turn that is lost can be done without
+            except Lost:
                 self._in_turn.invalidate()
                 self._in_turn = None
         return self.database.read(work)
 
     def _insert(self, connection: Connection, entry: Entry, locked: "_Locked") -> int | None:
-        """Insert and COMMIT; up to which entry there were copies before, or None if this is not the
-        next entry.
+        """Insert and COMMIT. Returns the last entry copied before, or None if `entry` is not the
+        next one.
 
         Others wait meanwhile, so it takes few round trips.
         """
@@ -265,15 +267,14 @@ class PostgresLog:
         copied = max(locked.copied, self._copied)
         with_copied = partial(_with_copied, copied=copied if copied > locked.copied else None)
         fold_entries(connection, [entry], at=locked.position, at_once=with_copied)
-        self._compared = (
-            False  # until the COMMIT is answered: another database may answer the next time
-        )
+        # Until the COMMIT is answered: another database may answer next time.
+        self._compared = False
         connection.commit()
         self._compared = True
         return copied
 
     def _lock(self, connection: Connection) -> "_Locked":
-        """Until the transaction ends, nobody else appends."""
+        """Prevent other appends until the transaction ends."""
         n, digest, size, copied = connection.execute(
             _LOCK, {"store": int(self._store[:15], 16)}
         ).one()
@@ -282,21 +283,21 @@ class PostgresLog:
     # -- copies --
 
     def _check_not_behind(self, n: int) -> None:
-        """Raise `Corrupt` if there is a copy of entry `n`, which is not in this database; looked up
-        once per connection lost."""
+        """Raise `Corrupt` if entry `n`, absent from this database, has a copy; checked once per
+        lost connection."""
         if self._compared:
             return
         if self._storage.size(log_key(n)) is not None:
             raise Corrupt(
                 f"{self.database.name} ends at entry {n - 1} of the log, but {self._storage.url} "
                 f"has a copy of entry {n}: it was restored "
-                "from an older backup, or is not the database that it was; run `ckptstore migrate "
+                "from an older backup, or is another database; run `ckptstore migrate "
                 "--restore-log`"
             )
 
     def _copy(self, copied: int, n: int, data: bytes) -> None:
-        """Copy entries `copied + 1` to `n`, the last of them being `data`. What cannot be copied
-        now is copied with the next entry."""
+        """Copy entries `copied + 1` to `n`, the last of which is `data`. Failed copies are made
+        with the next entry."""
         try:
             for m in range(copied + 1, n + 1):
                 entry = data if m == n else self.read(m)
@@ -311,19 +312,18 @@ class PostgresLog:
                 self._copied = m
         except (Unavailable, ReadOnly, NotFound) as error:
             _logger.warning(
-                "entry %d is in %s and its copy is not made yet: %s", n, self.database.name, error
+                "entry %d is in %s but not copied yet: %s", n, self.database.name, error
             )
 
 
 def token_of(place: str) -> str:
-    """What tells one database from another, whatever it is called."""
+    """A token that identifies the database, independent of its URL."""
     return place.rpartition("#")[2]
 
 
 @contextmanager
 def _with_copied(connection: Connection, copied: int | None) -> Iterator[None]:
-    """As `at_once`, and with what is sent within goes up to which entry there are copies, if that
-    is new."""
+    """Like `at_once`, and also send the number of the last copied entry, if it is new."""
     with at_once(connection):
         yield
         if copied is not None:
@@ -331,8 +331,7 @@ def _with_copied(connection: Connection, copied: int | None) -> Iterator[None]:
 
 
 class _Locked(NamedTuple):
-    """The last entry, which stays that until the transaction ends, and up to which entry there are
-    copies."""
+    """The locked last entry, and the number of the last copied one."""
 
     position: Position
     copied: int

@@ -1,7 +1,7 @@
-"""What the catalog answers: portable SQL with named parameters, run by whoever holds a connection.
+"""Catalog queries: portable SQL with named parameters, for any connection.
 
-`index.catalog_sqlite` asks with the standard library alone, `Catalog.queries` through SQLAlchemy.
-Answers are as of the log position that was folded last.
+`index.catalog_sqlite` runs them with the standard library alone, `Catalog.queries` through
+SQLAlchemy. Answers are as of the last folded log entry. `index.query_refs` resolves refs.
 """
 
 import math
@@ -9,26 +9,43 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import NoneType
-from typing import Any, NamedTuple, Self, TypeAlias
+from typing import Any, Self, TypeAlias
 
-from ckptstore.core.ids import CommitId, PackId, SessionId
-from ckptstore.core.model import CommitInfo, LeafKind, Shape
+from ckptstore.core.ids import CommitId, SessionId
+from ckptstore.core.model import CommitInfo
 from ckptstore.core.refs import Ancestor, Best, Latest, Name, Ref, Step, parse_ref
 from ckptstore.errors import Corrupt, InvalidInput, NotFound
+from ckptstore.index.rows import (
+    KINDS,
+    LeafInfo,
+    PackInfo,
+    Rows,
+    RunInfo,
+    ShardInfo,
+    TagInfo,
+    Totals,
+    Types,
+    kind_of,
+    shape_of,
+    typed,
+)
 from ckptstore.log.entries import Position
 from ckptstore.log.resolve import circular
 
-KINDS: tuple[LeafKind, ...] = ("tensor", "value", "bytes")
-
-Rows: TypeAlias = Sequence[Any]
-"""Rows, each indexed and unpacked as a tuple is."""
-
 Ask: TypeAlias = Callable[[str, Mapping[str, Any]], Rows]
 
-Column: TypeAlias = "type | tuple[type, ...] | Callable[[Any], Any]"
-"""What a column's values are: of a type, of one of several, or what a function makes of them."""
-
-Types: TypeAlias = tuple[Column, ...]
+__all__ = [
+    "KINDS",
+    "Ask",
+    "LeafInfo",
+    "PackInfo",
+    "Queries",
+    "Rows",
+    "RunInfo",
+    "ShardInfo",
+    "TagInfo",
+    "Totals",
+]
 
 _MAYBE_INT = (int, NoneType)
 _MAYBE_FLOAT = (int, float, NoneType)
@@ -37,92 +54,31 @@ _NO_VALUES: Mapping[str, Any] = {}
 _COMMIT_TYPES: Types = (int, str, str, str, str, _MAYBE_INT, str, int, int, int, int, int)
 _COMMIT = (
     "n, id, content, session, run, step, message, time_ns, logical_bytes, new_bytes, "
-    "leaves, "
-    "forgotten"
+    "leaves, forgotten"
 )
 _BATCH = 500
 
 
-class TagInfo(NamedTuple):
-    name: str
-    commit: CommitId
-    run: str
-    step: int | None
-
-
-class RunInfo(NamedTuple):
-    """A run with its newest commit."""
-
-    run: str
-    commits: int
-    latest: CommitId
-    step: int | None
-    time_ns: int
-
-
-class LeafInfo(NamedTuple):
-    """One leaf of a schema; `alias` is -1 or the number of an earlier leaf."""
-
-    path: str
-    kind: LeafKind
-    dtype: str
-    shape: Shape
-    alias: int
-
-
-class ShardInfo(NamedTuple):
-    """One box of a leaf and the rank that wrote it."""
-
-    path: str
-    rank: int
-    offsets: Shape
-    lengths: Shape
-
-
-class PackInfo(NamedTuple):
-    number: int
-    id: PackId
-    bytes: int
-    chunks: int
-    metadata: bool
-    condemned: bool
-
-
-class Totals(NamedTuple):
-    """Sums over the store; `logical_bytes` and `commits` leave out forgotten commits."""
-
-    commits: int
-    forgotten: int
-    logical_bytes: int
-    runs: int
-    tags: int
-    packs: int
-    pack_bytes: int
-    chunks: int
-    condemned_packs: int
-    condemned_bytes: int
-
-
 class Queries:
-    """Questions to a catalog. Raises `Corrupt` if it is damaged and `Unavailable` if it does not
+    """Queries on a catalog. They raise `Corrupt` if it is damaged and `Unavailable` if it does not
     answer."""
 
     def __init__(self, ask: Ask, close: Callable[[], None] = lambda: None) -> None:
         self._ask = ask
         self._other: Callable[[Corrupt], Queries] | None = None
         self.close = close
-        """Let go of the connection, if it is these queries' own."""
+        """Close the connection, if these queries own it."""
 
     def or_else(self, other: "Callable[[Corrupt], Queries]") -> Self:
-        """From the first question that this catalog is too damaged to answer, all go to what
-        `other` gives for the error."""
+        """If this catalog turns out to be damaged, answer from the one that `other` returns for the
+        error."""
         self._other = other
         return self
 
     @contextmanager
     def one_moment(self) -> Iterator[None]:
-        """Within, all answers are as of one moment, whatever others fold meanwhile. For a catalog
-        in a file that nobody else asks by this connection."""
+        """Answer all queries within the block from one snapshot. Requires a catalog in a file and a
+        connection of its own."""
         self._ask("BEGIN", _NO_VALUES)
         try:
             yield
@@ -130,7 +86,7 @@ class Queries:
             self._ask("ROLLBACK", _NO_VALUES)
 
     def position(self) -> Position:
-        """The log entry that was folded last; `n` is 0 before the first."""
+        """The last folded log entry; `n` is 0 before the first."""
         return Position(*self._one((int, str, int), "SELECT n, hash, bytes FROM position"))
 
     def log(
@@ -141,8 +97,8 @@ class Queries:
         before: int | None = None,
         forgotten: bool = False,
     ) -> list[CommitInfo]:
-        """Commits, the newest first: of one run or all, at most `limit`, those of entries below
-        `before`, with forgotten ones if wanted."""
+        """Commits, newest first: of one run or all, at most `limit`, from entries below `before`;
+        forgotten ones on request."""
         tests = [
             *(["run = :run"] if run is not None else []),
             *(["n < :before"] if before is not None else []),
@@ -177,11 +133,10 @@ class Queries:
         return [self.commit(self.resolve(ref, run)) for ref in refs]
 
     def resolve(self, ref: Ref | str | int, run: str | None = None) -> CommitId:
-        """The commit that `ref` names. Steps, `latest` and `best:` are looked for in the ref's run,
-        else in `run`, else in all runs.
+        """Resolve `ref`. Steps, `latest` and `best:` are looked up in the ref's run, else in `run`,
+        else in all runs.
 
-        Raises `NotFound` with what is there instead, `InvalidInput` for the beginning of several
-        ids.
+        Raises `NotFound` with the nearest names, `InvalidInput` for an ambiguous id prefix.
         """
         ref = parse_ref(ref) if isinstance(ref, str | int) else ref
         if isinstance(ref, Step):
@@ -202,7 +157,7 @@ class Queries:
         return [TagInfo(*row) for row in self._rows((str, str, str, _MAYBE_INT), sql)]
 
     def runs(self) -> list[RunInfo]:
-        """Runs with commits that are not forgotten, the one committed to last first."""
+        """Runs with commits that are not forgotten, the most recent first."""
         rows = self._rows(
             (str, int, str, _MAYBE_INT, int),
             "SELECT c.run, g.commits, c.id, c.step, c.time_ns"
@@ -213,7 +168,7 @@ class Queries:
         return [RunInfo(*row) for row in rows]
 
     def leaves(self, schema: str) -> list[LeafInfo] | None:
-        """The leaves of a schema in their order, or None if they have not been added."""
+        """The leaves of a schema in order, or None if they are missing."""
         found = self._rows(
             (int,),
             "SELECT number FROM schemas WHERE id = :id AND leaves IS NOT NULL",
@@ -225,11 +180,11 @@ class Queries:
             "SELECT path, kind, dtype, shape, alias FROM leaves WHERE schema = :number ORDER BY "
             "number"
         )
-        types = (str, _kind, str, _shape, int)
+        types = (str, kind_of, str, shape_of, int)
         return [LeafInfo(*row) for row in self._rows(types, sql, {"number": found[0][0]})]
 
     def missing_schemas(self) -> list[str]:
-        """The schemas that commits name and whose leaves have not been added."""
+        """The schemas that commits name and whose leaves are missing."""
         return [
             row[0]
             for row in self._rows(
@@ -238,17 +193,18 @@ class Queries:
         ]
 
     def shards(self, commit: CommitId) -> list[ShardInfo]:
-        """The boxes of a commit of several ranks; none for a commit of one rank."""
+        """The boxes of a multi-rank commit; none for a commit of one rank."""
         sql = (
             "SELECT s.path, s.rank, s.offsets, s.lengths FROM shards s JOIN commits c ON c.n = "
             "s.n WHERE c.id = :id ORDER BY s.number"
         )
         return [
-            ShardInfo(*row) for row in self._rows((str, int, _shape, _shape), sql, {"id": commit})
+            ShardInfo(*row)
+            for row in self._rows((str, int, shape_of, shape_of), sql, {"id": commit})
         ]
 
     def entry(self, n: int) -> bytes | None:
-        """The copy of log entry `n`, if it was folded here; nobody has checked it since."""
+        """The copy of log entry `n`, if it was folded here. Unverified."""
         rows = self._rows((_ANY_BYTES,), "SELECT data FROM entries WHERE n = :n", {"n": n})
         return bytes(rows[0][0]) if rows else None
 
@@ -260,7 +216,7 @@ class Queries:
         ]
 
     def totals(self) -> Totals:
-        # The casts are for PostgreSQL, whose sums of whole numbers are decimals.
+        # The casts are for PostgreSQL, whose sums of integers are decimals.
         commits = self._one(
             (int,) * 4,
             "SELECT COUNT(CASE WHEN forgotten = 0 THEN 1 END), COUNT(CASE WHEN forgotten <> 0 THEN "
@@ -280,15 +236,15 @@ class Queries:
     def _rows(
         self, types: Types, sql: str, values: Mapping[str, Any] = _NO_VALUES, *, one: bool = False
     ) -> list[tuple[Any, ...]]:
-        """The rows, each column of its type; from another catalog, if there is one, where this
-        one's cannot be."""
+        """The rows, each column checked against its type. If this catalog is damaged, use the other
+        one."""
         try:
-            return _typed(types, self._ask(sql, values), one=one)
+            return typed(types, self._ask(sql, values), one=one)
         except Corrupt as error:
             if self._other is None:
                 raise
             self._ask, self._other = self._other(error)._ask, None
-            return _typed(types, self._ask(sql, values), one=one)
+            return typed(types, self._ask(sql, values), one=one)
 
     def _one(self, types: Types, sql: str) -> tuple[Any, ...]:
         return self._rows(types, sql, one=True)[0]
@@ -317,21 +273,16 @@ class Queries:
         )
         if rows:
             return CommitId(rows[0][0])
-        names = [
-            row[0]
-            for row in self._rows(
-                (str,), "SELECT DISTINCT name FROM metrics ORDER BY name LIMIT 20"
-            )
-        ]
+        sql = "SELECT DISTINCT name FROM metrics ORDER BY name LIMIT 20"
+        names = [row[0] for row in self._rows((str,), sql)]
         raise NotFound(
             f"no commit{_of(run)} has a metric {ref.metric!r}; "
             + (f"there are {', '.join(names)}" if names else "none has metrics")
         )
 
     def _name(self, ref: Name) -> CommitId:
-        if rows := self._rows(
-            (str,), "SELECT commit_id FROM tags WHERE name = :name", {"name": ref.name}
-        ):
+        sql = "SELECT commit_id FROM tags WHERE name = :name"
+        if rows := self._rows((str,), sql, {"name": ref.name}):
             return CommitId(rows[0][0])
         if ref.prefix and (ids := self._ids(ref.prefix)):
             return _only(ref.prefix, ids)
@@ -340,8 +291,7 @@ class Queries:
         )
 
     def _ancestor(self, commit: CommitId, ref: Ancestor) -> CommitId:
-        # No line of parents is longer than there are commits, unless it is a circle, which would be
-        # walked for as long as was asked for.
+        # A chain of parents longer than the number of commits is a circle, which would never end.
         ((commits,),) = self._rows((int,), "SELECT COUNT(*) FROM commits", {})
         rows = self._rows(
             (str, int, _MAYBE_INT),
@@ -389,32 +339,25 @@ class Queries:
                 f"0{_run_test(run)} ORDER BY step {order} LIMIT 3"
             )
             near.update(row[0] for row in self._rows((int,), sql, {"step": step, "run": run}))
-        return (
-            f"the nearest steps are {', '.join(map(str, sorted(near)))}"
-            if near
-            else self._runs_there()
-        )
+        if near:
+            return f"the nearest steps are {', '.join(map(str, sorted(near)))}"
+        return self._runs_there()
 
     def _names_near(self, name: str) -> str:
-        from difflib import (
-            get_close_matches,  # here, because queries that succeed need not wait for it
-        )
+        # Imported here, because queries that succeed need not wait for it.
+        from difflib import get_close_matches
 
         tags = [tag.name for tag in self.tags()]
         near = get_close_matches(name, tags, n=5, cutoff=0.5) or tags[:5]
-        return (
-            f"there are the tags {', '.join(near)}"
-            if near
-            else f"there are no tags; {self._runs_there()}"
-        )
+        if near:
+            return f"there are the tags {', '.join(near)}"
+        return f"there are no tags; {self._runs_there()}"
 
     def _runs_there(self) -> str:
         runs = self.runs()
-        return (
-            f"runs with commits: {', '.join(info.run for info in runs[:10])}"
-            if runs
-            else "the store has no commits"
-        )
+        if runs:
+            return f"runs with commits: {', '.join(info.run for info in runs[:10])}"
+        return "the store has no commits"
 
     def _infos(self, rows: Rows) -> list[CommitInfo]:
         numbers = [row[0] for row in rows]
@@ -438,7 +381,20 @@ class Queries:
                 forgotten=forgotten != 0,
                 schemas=dict(schemas[n]),
             )
-            for n, id_, content, session, run, step, message, time_ns, logical_bytes, new_bytes, leaves, forgotten in rows
+            for (
+                n,
+                id_,
+                content,
+                session,
+                run,
+                step,
+                message,
+                time_ns,
+                logical_bytes,
+                new_bytes,
+                leaves,
+                forgotten,
+            ) in rows
         ]
 
     def _details(
@@ -477,39 +433,6 @@ class Queries:
             yield grouped
 
 
-def _typed(types: Types, rows: Rows, *, one: bool) -> list[tuple[Any, ...]]:
-    """`rows` with each column as its type has it; what has another one, or cannot be read, is
-    damage."""
-    try:
-        found = [
-            tuple(_cell(type_, value) for type_, value in zip(types, row, strict=True))
-            for row in rows
-        ]
-    except (TypeError, ValueError, LookupError) as error:
-        raise Corrupt(
-            f"the catalog has a row that cannot be: {error}; run `ckptstore reindex`"
-        ) from error
-    if one and len(found) != 1:
-        raise Corrupt(
-            f"the catalog has {len(found)} rows where one belongs; run `ckptstore reindex`"
-        )
-    return found
-
-
-def _cell(type_: Column, value: Any) -> Any:
-    if not isinstance(type_, type | tuple):
-        return type_(value)
-    if not isinstance(value, type_):
-        raise TypeError(f"{value!r:.60} stands where another type belongs")
-    return value
-
-
-def _kind(number: int) -> LeafKind:
-    if number < 0:
-        raise ValueError(f"{number} is no kind of leaf")
-    return KINDS[number]
-
-
 def _only(prefix: str, ids: Sequence[CommitId]) -> CommitId:
     if len(ids) > 1:
         some = ", ".join(commit[: max(12, len(prefix) + 4)] for commit in ids[:5]) + (
@@ -525,7 +448,3 @@ def _run_test(run: str | None) -> str:
 
 def _of(run: str | None) -> str:
     return "" if run is None else f" in run {run!r}"
-
-
-def _shape(text: str) -> Shape:
-    return tuple(map(int, text.split(","))) if text else ()

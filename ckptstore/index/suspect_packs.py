@@ -1,14 +1,14 @@
-"""Packs in which damage was seen on this host: no commit relies on what they hold, until somebody
-has read them whole again.
+"""Packs in which this host saw damage: new commits do not rely on them until they were read whole
+again.
 
-A pack stays in the log after a sector of it was lost, and the rest of it is still read. But a
-commit that took a chunk of it for stored would be lost from the start. So whoever meets damage, a
-restore, `resume` or `fsck --read-data`, notes the pack here for all processes of the host; what is
-committed next is written again, and the older commits are read from that copy.
+A pack stays in the log after it lost a sector, and the rest of it is still read. But a commit that
+deduplicated against a lost chunk would be lost from the start. So a restore, `resume` or `fsck
+--read-data` that meets damage notes the pack here for all processes of the host. The next commit
+writes the chunks again, and older commits are then read from that copy.
 
-One line a pack, in a file beside the other indexes. Where it cannot be written, this process alone
-remembers. A note that is lost costs nothing but the next commit's ignorance; one that is wrong
-costs writing a chunk twice.
+The file has one line per pack and lies beside the other indexes. If it cannot be written, only this
+process remembers. A lost note leaves the next commit unprotected; a wrong one costs a second copy
+of a chunk.
 """
 
 import os
@@ -39,7 +39,7 @@ class SuspectPacks:
         self._unwritten: frozenset[PackId] = frozenset()
 
     def packs(self) -> Set[PackId]:
-        """The packs that are noted now, by whatever process."""
+        """The packs noted now by any process."""
         with self._lock:
             stamp = self._stamp_now()
             if stamp != self._stamp:
@@ -47,20 +47,20 @@ class SuspectPacks:
             return self._noted | self._unwritten
 
     def add(self, pack: PackId) -> None:
-        """Note that there is damage in `pack`."""
+        """Note damage in `pack`."""
         if pack not in self.packs() and not self._change(lambda packs: packs | {pack}):
             with self._lock:
                 self._unwritten |= {pack}
 
     def discard(self, pack: PackId) -> None:
-        """Every byte of `pack` was read, and is what it should be."""
+        """Remove the note: every byte of `pack` was read and verified."""
         if pack in self.packs():
             with self._lock:
                 self._unwritten -= {pack}
             self._change(lambda packs: packs - {pack})
 
     def _change(self, change: Callable[[Set[PackId]], Set[PackId]]) -> bool:
-        """Whether the file says now what `change` made of it."""
+        """Rewrite the file by `change`; whether that succeeded."""
         with suppress(OSError):
             make_directories(self._path.parent)
             with file_lock(

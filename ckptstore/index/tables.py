@@ -1,8 +1,8 @@
 """The tables of the catalog: the log folded into rows, and the schemas' leaves.
 
-Portable between SQLite and PostgreSQL. Rows that belong to a commit carry the number `n` of its log
-entry, which is shorter than its id. Times and byte counts are 64-bit; a metric that is not a number
-is NULL.
+Portable between SQLite and PostgreSQL. Rows of a commit carry the number `n` of its log entry,
+which is shorter than its id. Times and byte counts are 64-bit; a metric that is NaN is stored as
+NULL.
 """
 
 from sqlalchemy import (
@@ -25,7 +25,7 @@ from sqlalchemy.dialects.sqlite import INTEGER
 
 metadata = MetaData()
 
-# SQLite numbers its rows by a column of exactly this type, and then needs no other index for it.
+# SQLite uses a column of exactly this type as its row id, and then needs no other index.
 _Number = BigInteger().with_variant(INTEGER(), "sqlite")
 
 position = Table(
@@ -37,7 +37,7 @@ position = Table(
     Column("hash", String(64), nullable=False),
     Column("bytes", BigInteger, nullable=False),
 )
-"""One row: the last entry that was folded. `n` is 0 before the first."""
+"""One row: the last folded entry. `n` is 0 before the first."""
 
 commits = Table(
     "commits",
@@ -102,7 +102,7 @@ packs = Table(
         postgresql_where=text("condemned"),
     ),
 )
-"""Packs that the log lists, condemned ones among them."""
+"""Packs that the log lists, including condemned ones."""
 
 schemas = Table(
     "schemas",
@@ -140,7 +140,7 @@ leaves = Table(
     Column("alias", Integer, nullable=False),
     sqlite_with_rowid=False,
 )
-"""Once per schema, whatever the number of commits: `kind` counts in `queries.KINDS`, `shape` is
+"""One set of rows per schema, shared by its commits. `kind` indexes `queries.KINDS`; `shape` is
 lengths with commas."""
 
 shards = Table(
@@ -154,7 +154,7 @@ shards = Table(
     Column("lengths", Text, nullable=False),
     sqlite_with_rowid=False,
 )
-"""Which rank wrote which box of which leaf, for commits of several ranks."""
+"""The rank that wrote each box of each leaf, for multi-rank commits."""
 
 entries = Table(
     "entries",
@@ -162,8 +162,8 @@ entries = Table(
     Column("n", _Number, primary_key=True, autoincrement=False),
     Column("data", LargeBinary, nullable=False),
 )
-"""The bytes of the log's entries: what `repair` puts back if one is lost and its successor says
-that these are the right ones."""
+"""The bytes of the log's entries. `repair` restores a lost entry from them if its successor attests
+them."""
 
 revision = Table(
     "alembic_version",
@@ -171,4 +171,4 @@ revision = Table(
     Column("version_num", String(32), nullable=False),
     PrimaryKeyConstraint("version_num", name="alembic_version_pkc"),
 )
-"""Alembic's own table: the revision of `migrations/` that these tables have."""
+"""Alembic's own table: the revision of `migrations/` of these tables."""

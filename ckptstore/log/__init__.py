@@ -1,1 +1,1 @@
-"""What happened to the store and in which order: the log, the one authority."""
+"""The log: the ordered history of all changes, and the only authority over the store's state."""

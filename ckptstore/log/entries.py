@@ -1,8 +1,7 @@
-"""An entry of the log is one atomic change of the store, chained to the entry before it
-(docs/format.md §8).
+"""Log entries: atomic changes of the store, each chained to the one before (docs/format.md §8).
 
-A body is what changes; an entry is a body at its place in the chain. The tables below drive the
-encoder and the decoder both, so what one writes the other reads.
+A body describes the change; an entry is a body at its position in the chain. The tables below drive
+both the encoder and the decoder.
 """
 
 from collections.abc import Callable
@@ -50,14 +49,14 @@ _HASH_DIGITS = 64
 
 
 class NewerEntry(Conflict):
-    """A newer ckptstore wrote an entry that this one does not know: upgrade, nothing beyond it may
-    be read or appended."""
+    """The entry was written by a newer ckptstore and is unknown here. Upgrade; nothing beyond it
+    may be read or appended."""
 
 
 @dataclass(frozen=True, slots=True)
 class Commit:
-    """`packs` are new, written by `session`; `reused` are numbers of packs already listed that hold
-    the commit's other chunks."""
+    """`packs` are new, written by `session`; `reused` are numbers of listed packs that hold the
+    commit's other chunks."""
 
     session: SessionId
     commit: CommitId
@@ -79,8 +78,8 @@ class Commit:
 
 @dataclass(frozen=True, slots=True)
 class Tag:
-    """`name` points at `commit` from now on, at nothing if that is None; `reused` are the packs of
-    the commit."""
+    """`name` points at `commit` from now on, or is removed if that is None; `reused` are the packs
+    of the commit."""
 
     name: str
     commit: CommitId | None
@@ -89,8 +88,8 @@ class Tag:
 
 @dataclass(frozen=True, slots=True)
 class Forget:
-    """`commits` are soft-deleted: no roots for gc any more, but `undelete` may still bring them
-    back."""
+    """`commits` are soft-deleted: they are no longer roots for gc, but `undelete` can restore them
+    until then."""
 
     commits: tuple[CommitId, ...]
     reason: str
@@ -106,8 +105,8 @@ class Undelete:
 
 @dataclass(frozen=True, slots=True)
 class Condemn:
-    """What a mark at position `mark` found dead: `packs` are no dedup targets any more, the commits
-    of `purge` are gone for good.
+    """What gc found dead at position `mark`: `packs` stop being dedup targets, and the commits of
+    `purge` are gone for good.
 
     `fence` is the last condemning entry that the mark, or this gc since, has seen.
     """
@@ -120,8 +119,9 @@ class Condemn:
 
 @dataclass(frozen=True, slots=True)
 class Register:
-    """`packs`, written by `session`, are copies of what lived in the packs `condemn` at a mark at
-    `mark`; or, condemning none, what a mirror received of a commit that is still on its way."""
+    """`packs`, written by `session`, are copies of live chunks of the packs `condemn` at position
+    `mark`. If `condemn` is empty, they hold chunks that a mirror received for a commit in transfer.
+    """
 
     session: SessionId
     mark: int
@@ -132,15 +132,14 @@ class Register:
 
 @dataclass(frozen=True, slots=True)
 class Delete:
-    """Condemned packs that are listed no more: their objects may be deleted from now on."""
+    """Condemned packs that are no longer listed: their objects may be deleted from now on."""
 
     packs: frozenset[int]
 
 
 @dataclass(frozen=True, slots=True)
 class Over:
-    """Sessions that may not append any more: what they wrote and the log does not list is
-    garbage."""
+    """Sessions that may no longer append: what they wrote and the log does not list is garbage."""
 
     sessions: tuple[SessionId, ...]
 
@@ -154,7 +153,7 @@ class Settings:
 
 @dataclass(frozen=True, slots=True)
 class Moved:
-    """The log goes on at `place` as `next_generation`; here nothing may be appended any more."""
+    """The log continues at `place` as `next_generation`; nothing may be appended here any more."""
 
     place: str
     next_generation: int
@@ -166,7 +165,7 @@ Body: TypeAlias = (
 
 
 class Position(NamedTuple):
-    """A place in the chain: the number, hash and file length of the last entry that was read."""
+    """A position in the chain: number, hash and file length of the last entry read."""
 
     n: int
     hash: str
@@ -175,7 +174,7 @@ class Position(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """`hash` is that of the encoded body, `bytes` the length of the file; the next entry names
+    """`hash` is the hash of the encoded body, `bytes` the length of the file; the next entry names
     both."""
 
     n: int
@@ -242,8 +241,8 @@ def encode_again(entry: Entry) -> bytes:
 
 
 def decode_entry(data: bytes) -> Entry:
-    """What `encode_entry` encoded. Raises `Corrupt` for anything else and `NewerEntry` for a kind
-    that is not known here."""
+    """Decode the file `log/<n>`. Raises `Corrupt` for invalid bytes and `NewerEntry` for an unknown
+    kind."""
     if len(data) > ENTRY_BYTES_MAX:
         raise Corrupt(
             f"an entry of the log has {len(data)} bytes; wanted at most {ENTRY_BYTES_MAX}; run "
@@ -265,7 +264,7 @@ def decode_entry(data: bytes) -> Entry:
 
 
 def check_follows(entry: Entry, position: Position, store: StoreId) -> None:
-    """Raises `Corrupt` unless `entry` is the one right behind `position` in the log of `store`."""
+    """Raise `Corrupt` unless `entry` follows `position` in the log of `store`."""
     wanted = (position.n + 1, store, position.hash, position.bytes)
     got = (entry.n, entry.store, entry.prev_hash, entry.prev_bytes)
     if wanted != got:
@@ -364,5 +363,5 @@ _FIELDS = dict(_KINDS.values())
 
 
 def kind_of(body: Body) -> str:
-    """The word that the log uses for this kind of body."""
+    """The log's word for this kind of body."""
     return _KIND_OF[type(body)]

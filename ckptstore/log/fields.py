@@ -1,5 +1,4 @@
-"""How the values of a log entry are written as JSON and read back: one field, both directions
-(docs/format.md §8)."""
+"""Encoding of log entry values as JSON, both directions per field (docs/format.md §8)."""
 
 import base64
 import re
@@ -17,7 +16,7 @@ _ATTEMPT = re.compile(r"[0-9a-f]{32}")
 
 
 class Field(NamedTuple):
-    """How one value is written as JSON and read back; `decode` raises for what `encode` cannot have
+    """The JSON encoding of one value; `decode` raises for values that `encode` cannot have
     written."""
 
     encode: Callable[[Any], Any]
@@ -59,8 +58,8 @@ def sorted_items(value: Any) -> list[tuple[str, Any]]:
 
 
 def parse_hash(value: Any) -> str:
-    """A BLAKE3-256 in hex; it names a schema, a content or an entry, and has the form of a chunk
-    id."""
+    """Parse a BLAKE3-256 in hex. It names a schema, a content or an entry, and has the form of a
+    chunk id."""
     return parse_chunk_id(value).hex()
 
 
@@ -71,7 +70,7 @@ def parse_attempt(value: Any) -> str:
 
 
 def parse_time(value: Any) -> int:
-    """Nanoseconds since 1970, as every index can hold them: to the year 2262."""
+    """Parse nanoseconds since 1970, within the range of every index: up to the year 2262."""
     number = int(parse_text(value))
     if str(number) != value or not -_TIMES <= number < _TIMES:
         raise ValueError(
@@ -86,11 +85,11 @@ def parse_link(value: Any) -> tuple[str, int]:
 
 
 def set_to_json(numbers: frozenset[int]) -> list[Any]:
-    """A bitmap without its runs of zero bytes: what a set takes depends on how many numbers it has,
-    not on how far they lie apart.
+    """Encode a bitmap without its runs of zero bytes: the size depends on the count of numbers, not
+    on their distance.
 
-    Packs are numbered on for as long as the store lives, and a commit relies on a few old ones and
-    on many of the newest.
+    Pack numbers grow for the life of the store, and a commit relies on a few old packs and many of
+    the newest.
     """
     if not numbers:
         return [0, ""]
@@ -107,8 +106,7 @@ def set_to_json(numbers: frozenset[int]) -> list[Any]:
 
 
 def parse_set(value: Any) -> frozenset[int]:
-    """The inverse of `set_to_json`. Takes memory for the numbers that are there, wherever they
-    lie."""
+    """The inverse of `set_to_json`. Memory use depends only on the count of numbers."""
     first, text = parse_items(value)
     coded, at, end, numbers = (
         base64.b64decode(parse_text(text), validate=True),
@@ -130,7 +128,7 @@ def parse_set(value: Any) -> frozenset[int]:
 
 
 def _stretches(bits: Mapping[int, int]) -> Iterator[tuple[int, bytes]]:
-    """The bytes of a bitmap, by their places, as stretches without a byte that is zero."""
+    """Split a bitmap into runs of nonzero bytes, keyed by position."""
     start, stretch = 0, bytearray()
     for at in sorted(bits):
         if at != start + len(stretch):
@@ -141,7 +139,7 @@ def _stretches(bits: Mapping[int, int]) -> Iterator[tuple[int, bytes]]:
 
 
 def _varint(value: int) -> bytes:
-    """LEB128."""
+    """Encode an integer as LEB128."""
     coded = bytearray()
     while value >= 0x80:
         coded.append(value & 0x7F | 0x80)
@@ -150,7 +148,7 @@ def _varint(value: int) -> bytes:
 
 
 def _read_varint(coded: bytes, at: int) -> tuple[int, int]:
-    """A number and where the next one begins."""
+    """Decode an integer; returns it and the position after it."""
     value = shift = 0
     while shift < _LARGEST.bit_length() and at < len(coded):
         byte = coded[at]

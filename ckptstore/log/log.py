@@ -1,9 +1,9 @@
-"""The log in a store: replay it to its head, append to it, and know for certain which of the two
-happened (docs/format.md §8).
+"""The log of a store: replay it to its head, append to it, and settle whether an append took place
+(docs/format.md §8).
 
 An entry exists once its object does, and objects are created exclusively, so the log needs no lock,
-no lease and no clock. The one thing that may be unknown is whether a create whose answer was lost
-took place; that is settled by reading what is at its number.
+no lease and no clock. If the answer to a create is lost, reading the entry at its number tells
+whether it took place.
 """
 
 import logging
@@ -15,9 +15,7 @@ from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
 
-from ckptstore.core.ids import CONFIG_KEY, StoreId, checkpoint_key
-from ckptstore.core.paths import make_directories
-from ckptstore.core.scratch import replace_file
+from ckptstore.core.ids import CONFIG_KEY, StoreId
 from ckptstore.core.threads import behind
 from ckptstore.errors import (
     Busy,
@@ -40,37 +38,35 @@ from ckptstore.log.entries import (
 )
 from ckptstore.log.fold import Refusal, State, apply, check, genesis, number
 from ckptstore.log.log_backend import LogBackend, LogObjects, Met, pause_s
-from ckptstore.log.log_snapshots import decode_state, encode_state
+from ckptstore.log.log_snapshots import SavedStates, has_position
 from ckptstore.storage.contract import Storage
 
 CHECKPOINT_EVERY = 1000
-CHECKPOINTS_KEPT = 2
 APPEND_TIMEOUT_S = 60.0
 LOCAL_PATIENCE_S = 2.0
-"""So long a disk of this host is tried again: one that fails for longer does not come back by
-itself, as a network does."""
+"""How long operations on a local disk are retried. Unlike a network, a disk that fails for longer
+does not recover."""
 RECENT = 1024
-"""So many entries are kept decoded, for whoever folds them."""
+"""Number of decoded entries kept in memory for folding."""
 REMEMBER_EVERY = 8
-"""A host that had to read so many entries keeps what they came to."""
+"""A host saves the state after an open that had to read this many entries."""
 
 _AHEAD = (*range(2, 18), *(2**i for i in range(5, 13)))
-"""How far behind a log's head an entry is looked for that must not be there."""
+"""Distances past the end of the log at which `check_no_gap` looks for entries."""
 
 _FIRST_PAUSE_S = 0.05
 _LONGEST_PAUSE_S = 2.0
-_CHECKPOINT_PREFIX = "log/checkpoint-"
 
 _random = secrets.SystemRandom()
-"""Of the system: hosts of one job may all have seeded `random` alike, and what a trainer draws next
-is none of the log's business."""
+"""The system's source: all hosts of a job may have seeded `random` alike, and the log must not
+change what a trainer draws next."""
 
 _logger = logging.getLogger("ckptstore")
 
 
 class Refused(Conflict):
     """The state at the head of the log does not admit the entry; nothing was appended. `refusal`
-    says what to do next."""
+    tells what to do next."""
 
     def __init__(self, refusal: Refusal) -> None:
         super().__init__(refusal.why)
@@ -90,43 +86,41 @@ class Log:
         memory: Path | None = None,
         with_config: bool = False,
     ) -> None:
-        """The entries are at `place`, or in the store's own `log/`. `memory` is a file of this
-        host's where the state is kept between processes, for storage that is slow to ask.
-        `with_config`, nothing is appended to a directory that has lost its ckptstore.json."""
+        """Entries are in `place`, by default the store's own `log/`.
+
+        `memory` is a file on this host that keeps the state between processes, for slow storage.
+        With `with_config`, an append fails if the directory has lost its ckptstore.json.
+        """
         self._storage = storage
-        self._place = place or LogObjects(storage, store)
+        self._backend = place or LogObjects(storage, store)
         self._state = genesis(store, generation)
-        self._memory = memory
-        self._remembered = 0
+        self.saved = SavedStates(storage, self._backend, self._state, memory)
         self._recent: deque[Entry] = deque(maxlen=RECENT)
         self._opened = False
-        self._is_far = (
-            storage.capabilities.slow_requests
-        )  # to look at the head again is a request, which only an append is worth
+        # Checking the head again costs a request on remote storage, so only appends do it there.
+        self._is_far = storage.capabilities.slow_requests
         self._lock = threading.RLock()
         self._gathering: threading.Thread | None = None
         self._met = Met()
-        self._looks_for_config = (
-            with_config and not storage.capabilities.slow_requests
-        )  # to a bucket it would be one more request
+        # On a bucket the check would cost one more request.
+        self._looks_for_config = with_config and not storage.capabilities.slow_requests
 
     @property
     def state(self) -> State:
-        """The state as it was last replayed; before the first replay that of an empty log."""
+        """The state as of the last replay; before the first one, the state of an empty log."""
         return self._state
 
     def replay(self, *, refresh: bool = False) -> State:
         """The state at the head of the log.
 
-        `refresh` first makes a network filesystem forget which names it believes to be absent.
-        Raises `Corrupt` for a broken chain, and where the last entry that this process knows is not
-        there any more.
+        `refresh` first makes a network filesystem drop its cache of absent names. Raises `Corrupt`
+        for a broken chain, or if the last entry known to this process is gone.
         """
         with self._lock:
             if refresh:
-                self._place.refresh()
+                self._backend.refresh()
             if not self._opened:
-                self._state = self._recalled() or self._newest_checkpoint() or self._state
+                self._state = self.saved.newest(CHECKPOINT_EVERY) or self._state
             known = self._state.n
             for entry in self._behind(self._state.position):
                 self._advance(entry)
@@ -135,71 +129,65 @@ class Log:
             if not self._opened:
                 self.check_no_gap(self._state.n)
                 self._opened = True
-                self._remember(REMEMBER_EVERY)
+                self.saved.remember(self._state, REMEMBER_EVERY)
             return self._state
 
     def head_after(self, n: int) -> bool:
-        """Whether the log has an entry after `n`; one look-up, no replay."""
-        return self._place.has(n + 1)
+        """Whether the log has an entry after `n`. One look-up, no replay."""
+        return self._backend.has(n + 1)
 
     def has(self, position: Position) -> bool:
         """Whether `position` is the store's origin or an entry of this log."""
-        if not position.n:
-            return position == origin(self._state.store)
-        data = self._place.read(position.n)
-        return data is not None and decode_entry(data).position == position
+        return has_position(self._backend, self._state.store, position)
 
     def check_head(self) -> None:
-        """Raises `Corrupt` if the last entry that this process knows is not in the log any more.
+        """Raise `Corrupt` if the last entry known to this process is no longer in the log.
 
-        A store may be moved, deleted, or replaced by a backup or by another copy of itself while it
-        is open. What was appended behind an entry that is not there would be acknowledged and lost.
+        A store may be moved, deleted, or replaced by a backup or another copy while it is open. An
+        entry appended after a missing one would be acknowledged and lost.
         """
         with self._lock:
             position = self._state.position
-            if position.n and not self._place.still_has(position):
+            if position.n and not self._backend.still_has(position):
                 raise Corrupt(
                     f"entry {position.n} of the log, which this process has read or written, is "
-                    f"not in {self._storage.url} any more: "
-                    "the store was moved, deleted, or replaced by a backup or another copy while "
-                    "it was open; nothing was appended; "
-                    f"open it again"
+                    f"no longer in {self._storage.url}: the store was moved, deleted, or replaced "
+                    "by a backup or another copy while it was open; nothing was appended; open "
+                    "it again"
                 )
 
     def check_config(self) -> None:
-        """Raises `Corrupt` if the directory has lost its ckptstore.json: it is being deleted, and
-        what is in it goes next.
+        """Raise `Corrupt` if the directory has lost its ckptstore.json: the store is being deleted.
 
-        After an entry was created, this decides whether it may be acknowledged.
+        Called after an entry was created, to decide whether it may be acknowledged.
         """
         if self._looks_for_config and self._storage.size(CONFIG_KEY) is None:
             raise Corrupt(
                 f"{self._storage.url} has lost its ckptstore.json while it was open: the store is "
-                "being deleted, or was damaged, and a "
-                "commit in it would be lost; nothing is acknowledged; if it was not meant to go, "
-                "run `ckptstore repair`, and open it again"
+                "being deleted, or was damaged, and a commit in it would be lost; nothing is "
+                "acknowledged; if it was not deleted on purpose, run `ckptstore repair`, and open "
+                "it again"
             )
 
     def check_no_gap(self, n: int) -> None:
-        """Raises `Corrupt` if entry `n + 1` is missing although a later one is there: `n` would
-        look like the head of the log.
+        """Raise `Corrupt` if entry `n + 1` is missing although a later one exists: `n` would look
+        like the head of the log.
 
-        On a disk of this host several later ones are looked for, since more than one entry may be
-        missing.
+        On a local disk, look for several later entries, since more than one may be missing.
         """
         later = next(
             (
                 n + ahead
-                for ahead in (_AHEAD if self._place.is_local else _AHEAD[:1])
+                for ahead in (_AHEAD if self._backend.is_local else _AHEAD[:1])
                 if self.head_after(n + ahead - 1)
             ),
             None,
         )
         if later is None:
             return
-        # All may have been created between two look-ups, the first of which a network filesystem
-        # remembers.
-        self._place.refresh()
+        # All may have been created between two look-ups, and a network filesystem caches the first
+        # answer.
+        self._backend.refresh()
         if not self.head_after(n):
             raise Corrupt(
                 f"entry {n + 1} of the log is missing, although entry {later} is there; run "
@@ -209,11 +197,10 @@ class Log:
     def read_entries(
         self, after: int = 0, prev_hash: str = "", prev_bytes: int = 0
     ) -> Iterator[Entry]:
-        """The entries after entry `after`, whose hash and length the caller remembers (for 0 they
-        are not looked at).
+        """The entries after entry `after`, given its hash and length (ignored if `after` is 0).
 
-        Raises `Corrupt` if the chain is broken, or if the log does not have that entry: then the
-        caller remembers another log's.
+        Raises `Corrupt` if the chain is broken, or if the log does not have that entry: the
+        caller's position is of another log.
         """
         position = Position(after, prev_hash, prev_bytes) if after else origin(self._state.store)
         entries = self._spliced(position)
@@ -225,8 +212,8 @@ class Log:
             self._check_has(position)
 
     def known_behind(self, position: Position) -> list[Entry] | None:
-        """The entries behind `position` up to the state that was replayed last, if this process
-        still has them all."""
+        """The entries after `position` up to the last replayed state, or None if this process no
+        longer has them all."""
         with self._lock:
             if position == self._state.position:
                 return []
@@ -243,28 +230,28 @@ class Log:
         self, body: Body, *, time_ns: int | None = None, timeout_s: float = APPEND_TIMEOUT_S
     ) -> Entry:
         """Append `body` at the head of the log, its new packs numbered; durable on return.
-        `time_ns` is when it happened, if not now.
+        `time_ns` is the time of the event, by default now.
 
-        Raises `Refused` if the state at the head does not admit it, `Busy` if others took every
-        number within `timeout_s`, `Unavailable` if storage did not answer within `timeout_s`, a
-        disk of this host within `LOCAL_PATIENCE_S` (the entry may still be in the log, or arrive
-        there: only a replay tells, so delete nothing), `InvalidInput` for a body that has no
-        encoding, `Corrupt` if the log lost an entry meanwhile.
+        Raises `Refused` if the state at the head does not admit it, `Busy` if other writers took
+        every number within `timeout_s`, `InvalidInput` for a body that has no encoding, and
+        `Corrupt` if the log lost an entry meanwhile. Raises `Unavailable` if storage did not answer
+        within `timeout_s`, or a local disk within `LOCAL_PATIENCE_S`. The entry may then be in the
+        log or still arrive: delete nothing before a replay has told.
         """
         deadline = time.monotonic() + timeout_s
         with self._lock:
             if wait_s := self._met.pause_s(time.monotonic(), _random.random()):
                 time.sleep(wait_s)
-            with self._place.turn():
+            with self._backend.turn():
                 return self._append(body, time_ns, deadline, timeout_s)
 
     def close(self) -> None:
-        """Wait for a segment or checkpoint that is being written, and keep what this process knows
-        for the next."""
+        """Wait for a segment or checkpoint that is being written, and save the state for the next
+        process."""
         if self._gathering is not None:
             self._gathering.join()
         if self._opened:
-            self._remember(1)
+            self.saved.remember(self._state, 1)
 
     # -- appending --
 
@@ -276,9 +263,8 @@ class Log:
             numbered = number(state, body)
             if refusal := check(state, numbered):
                 raise Refused(refusal)
-            if (
-                self._is_far and state.n == known
-            ):  # an entry that was read during this call is there
+            # An entry that was read during this call needs no check.
+            if self._is_far and state.n == known:
                 self.check_head()
             data, entry = self._encode(state, numbered, time_ns or time.time_ns())
             attempted_at_s = time.monotonic()
@@ -297,13 +283,13 @@ class Log:
                     f"others appended to the log for {timeout_s:.0f} s without a gap; nothing was "
                     "appended, repeat"
                 )
-            if not self._place.is_local:
+            if not self._backend.is_local:
                 lost_s = time.monotonic() - attempted_at_s
                 time.sleep(pause_s(lost_s, there.n - began, _random.random()))
             state = self.replay()
 
     def _encode(self, state: State, body: Body, time_ns: int) -> tuple[bytes, Entry]:
-        """The bytes of the next entry, and that entry as its readers will decode it."""
+        """The bytes of the next entry, and that entry as readers will decode it."""
         data = encode_entry(
             body,
             n=state.n + 1,
@@ -318,52 +304,52 @@ class Log:
             return data, decode_entry(data)
         except Corrupt as error:
             raise InvalidInput(
-                "this entry cannot be written, because nobody could read it: "
+                "this entry cannot be written, because no reader could decode it: "
                 f"{error.__cause__ or error}"
             ) from error
 
     def _create(self, data: bytes, entry: Entry, deadline: float) -> Entry:
-        """The entry that took the number of `entry`: itself, or another one. The same create is
-        repeated until an answer settles it."""
+        """The entry that took the number of `entry`: itself, or another one. Retries until an
+        answer settles it."""
         wait_s, unknown = _FIRST_PAUSE_S, False
         while True:
             try:
-                return entry if self._place.create(entry, data) else self._there(entry)
+                return entry if self._backend.create(entry, data) else self._there(entry)
             except (Unavailable, NotFound) as error:
                 if isinstance(error, NoSpace) and not unknown:
-                    # what did not fit was not created; but that says nothing of an earlier attempt
-                    # whose answer was lost
+                    # An entry that did not fit was not created, but an earlier attempt whose answer
+                    # was lost may have created it.
                     raise
-                if not unknown and self._place.is_local:
+                if not unknown and self._backend.is_local:
                     deadline = min(deadline, time.monotonic() + LOCAL_PATIENCE_S)
                 unknown = True
                 if time.monotonic() + wait_s > deadline:
                     raise Unavailable(
                         f"storage did not say whether entry {entry.n} of the log was created: "
                         f"{error}; "
-                        f"delete nothing, repeat the call once storage answers"
+                        "delete nothing, repeat the call once storage answers"
                     ) from error
             time.sleep(wait_s)
             wait_s = min(2 * wait_s, _LONGEST_PAUSE_S)
 
     def _there(self, entry: Entry) -> Entry:
-        """What is at the number of `entry`: another one, or `entry`, created by an earlier attempt
-        whose answer was lost."""
-        data = self._place.read(entry.n)
+        """The entry stored at the number of `entry`: another one, or `entry` itself, created by an
+        earlier attempt whose answer was lost."""
+        data = self._backend.read(entry.n)
         if data is None:
-            self._place.refresh()
-            data = self._place.read(entry.n)
+            self._backend.refresh()
+            data = self._backend.read(entry.n)
         if data is None:
-            raise NotFound(f"entry {entry.n} of the log is there to be created, and not to be read")
+            raise NotFound(f"entry {entry.n} of the log exists but cannot be read")
         there = decode_entry(data)
         if there.attempt == entry.attempt:
-            self._place.settle(entry.n)
+            self._backend.settle(entry.n)
         return there
 
     def _check_successor(self, entry: Entry) -> None:
-        """An entry at n + 1 that does not name entry n means that storage lost the entry n that its
-        author had read."""
-        data = self._place.read(entry.n + 1)
+        """An entry at n + 1 that does not name entry n proves that storage lost the entry n that
+        its author had read."""
+        data = self._backend.read(entry.n + 1)
         if data is not None:
             check_follows(decode_entry(data), entry.position, self._state.store)
 
@@ -375,21 +361,21 @@ class Log:
         if not oldest <= entry.generation <= state.generation:
             raise Corrupt(
                 f"entry {entry.n} is of generation {entry.generation} of the log; wanted {oldest} "
-                f"to {state.generation}; "
-                f"open the store again, and run `ckptstore fsck` if that does not help"
+                f"to {state.generation}; open the store again, and run `ckptstore fsck` if that "
+                "does not help"
             )
         self._state = apply(state, entry)
         self._recent.append(entry)
 
     def _behind(self, position: Position) -> Iterator[Entry]:
-        """The entries behind `position`, the chain verified link by link."""
-        for entry in self._place.behind(position.n):
+        """The entries after `position`, with each link of the chain verified."""
+        for entry in self._backend.behind(position.n):
             check_follows(entry, position, self._state.store)
             position = entry.position
             yield entry
 
     def _spliced(self, position: Position) -> Iterator[Entry]:
-        """As `_behind`, but what this process has read already is not read again."""
+        """Like `_behind`, but entries that this process has already read are not read again."""
         with self._lock:
             known = list(self._recent)
         for entry in self._behind(position):
@@ -406,82 +392,20 @@ class Log:
     def _check_has(self, position: Position) -> None:
         if not self.has(position):
             raise Corrupt(
-                f"this store's log has no entry {position.n} with hash {position.hash}; what "
-                "remembers it belongs to another log; "
-                f"run `ckptstore reindex`"
+                f"this store's log has no entry {position.n} with hash {position.hash}; the "
+                "caller's position is of another log; run `ckptstore reindex`"
             )
 
-    # -- this host's own memory --
-
-    def _recalled(self) -> State | None:
-        """The state that this host kept, if it is one of this very log."""
-        if self._memory is None:
-            return None
-        try:
-            state = decode_state(
-                self._memory.read_bytes(), self._state.store, self._state.generation
-            )
-            if not self.has(state.position):
-                return None
-        except (OSError, Corrupt):
-            return None
-        self._remembered = state.n
-        return state
-
-    def _remember(self, least: int) -> None:
-        """Keep the state for the next process if it is `least` entries ahead of the one that was
-        kept."""
-        if self._memory is None or self._state.n - self._remembered < least:
-            return
-        try:
-            make_directories(self._memory.parent)
-            replace_file(self._memory, encode_state(self._state))
-        except OSError as error:
-            _logger.debug("the state is not kept at %s: %s", self._memory, error)
-            return
-        self._remembered = self._state.n
-
-    # -- checkpoints --
-
-    def _newest_checkpoint(self) -> State | None:
-        newest = self._last_multiple() * CHECKPOINT_EVERY
-        for n in range(
-            newest, max(newest - CHECKPOINTS_KEPT * CHECKPOINT_EVERY, 0), -CHECKPOINT_EVERY
-        ):
-            if (state := self._read_checkpoint(n)) is not None:
-                return state
-        return None
-
-    def _last_multiple(self) -> int:
-        """The largest k such that the log has an entry k * CHECKPOINT_EVERY, in few look-ups:
-        double k, then bisect."""
-        low, high = 0, 1
-        while self.head_after(high * CHECKPOINT_EVERY - 1):
-            low, high = high, 2 * high
-        while high - low > 1:
-            middle = (low + high) // 2
-            low, high = (
-                (middle, high) if self.head_after(middle * CHECKPOINT_EVERY - 1) else (low, middle)
-            )
-        return low
-
-    def _read_checkpoint(self, n: int) -> State | None:
-        """The checkpoint at `n`, if it is there and is that of this log's own entry `n`."""
-        try:
-            state = decode_state(
-                self._storage.read(checkpoint_key(n)), self._state.store, self._state.generation
-            )
-            entry = decode_entry(self._place.read(n) or b"")
-        except (NotFound, Corrupt) as error:
-            _logger.debug("no usable checkpoint at entry %d: %s", n, error)
-            return None
-        return state if state.position == entry.position and n == entry.n else None
+    # -- segments and checkpoints, in the background --
 
     def _gather_behind(self, n: int) -> None:
-        """Off the critical path: what lets others read less of the log. Whoever appends the last
-        entry of a segment writes that segment, whoever appends every CHECKPOINT_EVERY-th entry the
-        state."""
-        if n % CHECKPOINT_EVERY and not self._place.gathers(n):
+        """Write segments and checkpoints in the background, so that other hosts read less of the
+        log.
+
+        The process that appends the last entry of a segment writes that segment; the one that
+        appends every CHECKPOINT_EVERY-th entry writes the state.
+        """
+        if n % CHECKPOINT_EVERY and not self._backend.gathers(n):
             return
         if self._gathering is not None:
             self._gathering.join()
@@ -491,20 +415,14 @@ class Log:
 
     def _gather(self, state: State, newest: Sequence[Entry]) -> None:
         try:
-            if self._place.gathers(state.n):
-                self._place.gather(state.n, newest)
+            if self._backend.gathers(state.n):
+                self._backend.gather(state.n, newest)
             if state.n % CHECKPOINT_EVERY == 0:
-                self._write_checkpoint(state)
+                self.saved.write_checkpoint(state)
         except CkptStoreError as error:
             _logger.warning(
-                "what was to be saved at entry %d of the log was not; the next open reads more of "
-                "the log: %s",
+                "the checkpoint or segment at entry %d of the log was not written; the next open "
+                "reads more of the log: %s",
                 state.n,
                 error,
             )
-
-    def _write_checkpoint(self, state: State) -> None:
-        self._storage.put(checkpoint_key(state.n), encode_state(state))
-        keys = [key for key, _ in self._storage.list(_CHECKPOINT_PREFIX)]
-        for key in keys[:-CHECKPOINTS_KEPT]:
-            self._storage.delete(key)

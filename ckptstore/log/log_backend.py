@@ -1,21 +1,16 @@
-"""Where a log's entries lie: what any such place does, and the usual one, objects in the store's
+"""Backends that hold the log's entries: the contract, and the default one, objects in the store's
 `log/`.
 
-A segment is a hundred entries of the log in one object, so that who knows none of them need not
-ask for each (docs/format.md §9).
+A segment bundles a hundred entries of the log in one object, so that a host which knows none of
+them need not request each (docs/format.md §9). Segments are a cache; the entries remain and are the
+authority. Each entry names the hash of the one before, so a segment is valid if its last entry
+equals the log's. Readers check that, and ignore invalid segments.
 
-It is a cache of the log: the entries stay where they are, and are the authority. Each names the
-hash of the one before, so a segment whose last entry is the log's holds the log's; whoever reads
-one compares that, and ignores a segment that is not what it should be.
-
-How long does a writer wait for others who append to the same log?
-
-Where many append at once, all but one attempt for each number are in vain, and where the server is
-what limits, each of them makes all others slower. Who waits lets others through; but by chance
-alone some would be let through again and again and one never. So a wait is drawn from the time that
-an attempt takes there, and becomes shorter with the number of entries that others appended since
-the call began; and whoever was passed by many, and comes back at once with the next entry, begins
-with a wait. That needs no message among the writers and no clock that they share.
+Under contention all but one attempt for each number fail, and each failed attempt slows the server
+for all writers. Waiting lets others through, but plain random waits starve some writers. So a wait
+is drawn in proportion to the duration of an attempt, and shrinks with the number of entries that
+others appended since the call began. A writer that many have passed and that returns at once with
+its next entry waits first. This needs no messages among writers and no shared clock.
 """
 
 import logging
@@ -38,15 +33,15 @@ from ckptstore.storage.contract import Storage
 from ckptstore.storage.limits import SEGMENT_BYTES_MAX
 
 SEGMENT_ENTRIES = 100
-"""Few enough for whoever appends the last one to know them all, and to leave less than that many to
-be asked for one by one."""
+"""Small enough that the writer of the last entry usually knows all of them, and that few entries
+remain to be requested individually."""
 
 _HASH_DIGITS = 64
 _LENGTHS = struct.Struct(f"<{SEGMENT_ENTRIES}I")
 
 
 def segment_end(n: int) -> int:
-    """The last entry of the segment that entry `n` is in."""
+    """The last entry of the segment that contains entry `n`."""
     return -(-n // SEGMENT_ENTRIES) * SEGMENT_ENTRIES
 
 
@@ -60,7 +55,7 @@ def encode_segment(entries: Sequence[Entry]) -> bytes:
 def decode_segment(data: bytes, last: int, store: StoreId) -> list[Entry]:
     """The entries up to `last` of the log of `store`, each of which names the one before.
 
-    Raises `Corrupt` for anything else, `NewerEntry` for an entry that is not known here.
+    Raises `Corrupt` for invalid bytes, `NewerEntry` for an unknown entry.
     """
     frame = memoryview(data)[_HASH_DIGITS + 1 :]
     if data[: _HASH_DIGITS + 1] != digest(frame).hex().encode() + b"\n":
@@ -98,11 +93,11 @@ def _files(content: bytes) -> list[bytes]:
 _READ_AHEAD = 32
 _SEGMENTS_AT_ONCE = 8
 _FAR = 8
-"""So many new entries were met one by one when it pays to ask for segments."""
+"""After reading this many entries individually, a reader tries segments."""
 
 _SEGMENT_PREFIX = "log/segment-"
 _COMPLETED_EVERY = 10 * SEGMENT_ENTRIES
-"""Whoever appends such an entry writes the segments, too, that others did not come to write."""
+"""The writer of every such entry also writes missing earlier segments."""
 
 _logger = logging.getLogger("ckptstore")
 
@@ -112,48 +107,46 @@ class LogBackend(Protocol):
 
     @property
     def is_local(self) -> bool:
-        """Whether it is a disk of this host, which does not come back by itself as a network
-        does."""
+        """Whether it is a local disk, which, unlike a network, does not recover from failures."""
 
     def read(self, n: int) -> bytes | None:
-        """The bytes of entry `n`, None if there is none."""
+        """The bytes of entry `n`, or None if there is none."""
 
     def behind(self, n: int) -> Iterator[Entry]:
-        """The entries behind `n`, up to the first that is not there. Whether each follows on the
-        one before is for the caller to see."""
+        """The entries after `n`, up to the first missing number. The caller checks the chain."""
 
     def has(self, n: int) -> bool:
-        """Whether there is an entry `n`; one look-up."""
+        """Whether entry `n` exists. One look-up."""
 
     def still_has(self, position: Position) -> bool:
-        """Whether the entry at `position`, which was there, still is; True where `create` finds
-        that out by itself."""
+        """Whether the known entry at `position` still exists; True where `create` detects the
+        loss."""
 
     def create(self, entry: Entry, data: bytes) -> bool:
         """Create `entry`, whose bytes are `data`, durably; False if its number is taken.
 
-        After `Unavailable` nobody knows, and after `NoSpace` it is not there.
+        After `Unavailable` the outcome is unknown; after `NoSpace` it was not created.
         """
 
     def settle(self, n: int) -> None:
-        """Make entry `n`, which was found there, as durable as `create` would have."""
+        """Make entry `n`, found in storage, as durable as `create` would have."""
 
     def gathers(self, n: int) -> bool:
-        """Whether there is something for `gather` to do at entry `n`."""
+        """Whether `gather` has work to do at entry `n`."""
 
     def gather(self, n: int, newest: Sequence[Entry]) -> None:
-        """Put the entries up to `n` together, so that `behind` finds them in fewer steps; `newest`
-        are those that the caller knows.
+        """Bundle the entries up to `n`, so that `behind` needs fewer steps; `newest` are entries
+        that the caller knows.
 
-        Nothing depends on it. Raises what storage raises.
+        Optional work. Raises storage errors.
         """
 
     def turn(self) -> AbstractContextManager[None]:
-        """Within, others who append wait, where the place can make them. What holds the log
-        together does not depend on it."""
+        """Make other appenders wait within the block, where the backend can. Correctness does not
+        depend on it."""
 
     def refresh(self) -> None:
-        """Look anew from here on at what was not there."""
+        """Drop caches of absent entries."""
 
 
 class LogObjects:
@@ -171,8 +164,7 @@ class LogObjects:
         return self._read(log_key(n))
 
     def behind(self, n: int) -> Iterator[Entry]:
-        """From a bucket more and more of them at a time, and where there are many, from
-        segments."""
+        """On a bucket, read in growing batches, and use segments where there are many entries."""
         if (data := self.read(n + 1)) is None:
             return
         yield decode_entry(data)
@@ -182,8 +174,8 @@ class LogObjects:
         return self._storage.size(log_key(n)) is not None
 
     def still_has(self, position: Position) -> bool:
-        """By the hash in its first line: damage further on is for those to find who open the
-        store."""
+        """Compare the hash in the entry's first line. Damage further on is found when the store is
+        opened."""
         data = self.read(position.n)
         return (
             data is not None
@@ -198,11 +190,11 @@ class LogObjects:
         self._storage.sync_dirs((log_key(n),))
 
     def gathers(self, n: int) -> bool:
-        """A disk of this host is asked for a file as fast as for a part of one."""
+        """Local disks need no segments: a whole file is read as fast as part of one."""
         return n % SEGMENT_ENTRIES == 0 and not self.is_local
 
     def gather(self, n: int, newest: Sequence[Entry]) -> None:
-        """The last segment, and now and then those before it that are not there."""
+        """Write the last segment, and sometimes missing earlier ones."""
         if len(newest) >= SEGMENT_ENTRIES and newest[-1].n == n:
             self._storage.put(segment_key(n), encode_segment(newest[-SEGMENT_ENTRIES:]))
             wanted = (
@@ -221,11 +213,11 @@ class LogObjects:
         return nullcontext()
 
     def refresh(self) -> None:
-        """A change in `log/` by this host makes an NFS client drop what it cached of the directory,
-        names that were absent included.
+        """Touch `log/`, so that an NFS client drops its cache of the directory, including absent
+        names.
 
-        Who ends in between leaves an empty file, which `gc` deletes. A bucket is not asked by a
-        client that remembers.
+        A process killed in between leaves an empty file, which `gc` deletes. Buckets have no such
+        cache.
         """
         if self._storage.capabilities.local_root is None:
             return
@@ -235,7 +227,7 @@ class LogObjects:
             self._storage.delete(scratch)
         except ReadOnly:
             _logger.debug(
-                "%s is read-only: names cached as absent expire by themselves", self._storage.url
+                "%s is read-only: names cached as absent only expire with time", self._storage.url
             )
 
     def _read(self, key: str) -> bytes | None:
@@ -249,8 +241,8 @@ class LogObjects:
             yield decode_entry(data)
 
     def _many(self, n: int) -> Iterator[Entry]:
-        # A name that a network filesystem found absent stays so for a while: there nothing is asked
-        # for that may not be there yet.
+        # A network filesystem caches absent names, so it is never asked for an entry that may not
+        # exist yet.
         limit = _READ_AHEAD if self._storage.capabilities.slow_requests else 1
         with Pool(limit) as pool:
             met, batch, look_from = 1, min(2, limit), 0
@@ -269,8 +261,8 @@ class LogObjects:
                 n, met, batch = n + batch, met + batch, min(2 * batch, limit)
 
     def _from_segments(self, pool: Pool, n: int) -> list[Entry]:
-        """The entries behind `n` as far as segments have them; none if the log's own entry at their
-        end is another one."""
+        """The entries after `n` as far as segments reach; none if the log's own entry at their end
+        differs."""
         first = segment_end(n + 1)
         numbers = range(first, first + _SEGMENTS_AT_ONCE * SEGMENT_ENTRIES, SEGMENT_ENTRIES)
         found = takewhile(
@@ -288,7 +280,7 @@ class LogObjects:
                 or decode_entry(self.read(entries[-1].n) or b"").position == entries[-1].position
             ):
                 return entries[n % SEGMENT_ENTRIES :]
-            raise Corrupt(f"the log's entry {entries[-1].n} is another one")
+            raise Corrupt(f"the log's entry {entries[-1].n} differs")
         except Corrupt as error:
             _logger.warning("segments of the log behind entry %d are not used: %s", n, error)
             return []
@@ -302,35 +294,35 @@ class LogObjects:
 
 
 _LONGEST_ATTEMPTS = 8.0
-"""Who was never passed waits for at most so many attempts. Two writers lose little by it, and of
-thirty-two some four compete."""
+"""The longest wait, in attempts, of a writer that was never passed. Two writers lose little by it,
+and of thirty-two about four compete."""
 _PATIENCE = 8.0
-"""Whoever so many entries have passed waits half as long."""
-_CROWD = 32
-_OF_CROWD = 0.5
-"""Who comes back lets at most so many of those through that passed it the last time."""
+"""A writer that this many entries have passed waits half as long."""
+_CROWD_MAX = 32
+_CROWD_SHARE = 0.5
+"""The share of the writers that passed it last time which a returning writer waits for."""
 _LONGEST_S = 2.0
-"""Where an attempt takes seconds, the server is not to be spared by waiting longer."""
+"""If attempts take seconds, longer waits do not help the server."""
 
 
 def pause_s(attempt_s: float, passed: int, draw: float) -> float:
-    """After an attempt in vain, which took `attempt_s`; others appended `passed` entries since the
-    call began. `draw` is from 0 to 1."""
+    """The wait after a failed attempt of `attempt_s`, when others appended `passed` entries since
+    the call began. `draw` is from 0 to 1."""
     return min(draw * _LONGEST_ATTEMPTS * attempt_s, _LONGEST_S) / (1 + passed / _PATIENCE)
 
 
 @dataclass(frozen=True, slots=True)
 class Met:
-    """What a writer met in its last append: how many entries passed it, how long its last attempt
-    in vain took, when it ended."""
+    """The contention seen by a writer's last append: entries that passed it, duration of the last
+    failed attempt, and end time."""
 
     passed: int = 0
     attempt_s: float = 0.0
     ended_s: float = 0.0
 
     def pause_s(self, now_s: float, draw: float) -> float:
-        """Before the first attempt of an append that begins at `now_s`."""
-        crowd = min(self.passed, _CROWD)
+        """The wait before the first attempt of an append that begins at `now_s`."""
+        crowd = min(self.passed, _CROWD_MAX)
         if crowd < 2 or now_s > self.ended_s + crowd * self.attempt_s:
             return 0.0
-        return min(draw * _OF_CROWD * crowd * self.attempt_s, _LONGEST_S)
+        return min(draw * _CROWD_SHARE * crowd * self.attempt_s, _LONGEST_S)

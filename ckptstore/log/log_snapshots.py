@@ -1,29 +1,41 @@
-"""A checkpoint is the folded state in one file, so that opening a store need not read its whole log
-(docs/format.md §9).
+"""Checkpoints of the log: the folded state in one file, so that opening a store need not read its
+whole log (docs/format.md §9).
 
-It is a cache of the log: one that is damaged, of another store, of another fold or not of the log's
-own entry is `Corrupt` here and ignored by `log.log`. Columns instead of rows, ids of one length one
-behind the other: 10,000 commits are read in a tenth of a second.
+A checkpoint is a cache of the log. One that is damaged, of another store, of another fold version
+or not at the log's own entry is ignored. It is stored by columns, with ids of one length
+concatenated: 10,000 commits are read in a tenth of a second.
 """
 
+import logging
 import struct
 from collections.abc import Iterable, Sequence
 from itertools import islice
+from pathlib import Path
 from typing import Any, TypeVar
 
 import zstandard
 from rpds import HashTrieMap, HashTrieSet
 
-from ckptstore.core.ids import StoreId, digest
-from ckptstore.errors import Corrupt
+from ckptstore.core.ids import StoreId, checkpoint_key, digest
+from ckptstore.core.paths import make_directories
+from ckptstore.core.scratch import replace_file
+from ckptstore.errors import Corrupt, NotFound
+from ckptstore.log.entries import Position, decode_entry, origin
 from ckptstore.log.fold import FOLD_VERSION, CommitRow, Pack, State
+from ckptstore.log.log_backend import LogBackend
 from ckptstore.log.state import Commits, Packs
 from ckptstore.objects.canonical import decode, encode
+from ckptstore.storage.contract import Storage
 from ckptstore.storage.limits import CHECKPOINT_BYTES_MAX
 
+CHECKPOINTS_KEPT = 2
+
+_CHECKPOINT_PREFIX = "log/checkpoint-"
 _HASH_DIGITS = 64
 _SESSION_DIGITS = 24
 _ZSTD_LEVEL = 3
+
+_logger = logging.getLogger("ckptstore")
 
 T = TypeVar("T")
 
@@ -56,8 +68,8 @@ def encode_state(state: State) -> bytes:
 
 
 def decode_state(data: bytes, store: StoreId, generation: int) -> State:
-    """What `encode_state` encoded of `store`, for a log opened as `generation`. Raises `Corrupt`
-    for anything else."""
+    """Decode what `encode_state` encoded of `store`, for a log opened as `generation`. Raises
+    `Corrupt` for anything else."""
     frame = memoryview(data)[_HASH_DIGITS + 1 :]
     if data[: _HASH_DIGITS + 1] != digest(frame).hex().encode() + b"\n":
         raise Corrupt(
@@ -176,11 +188,100 @@ def _commits_from_columns(columns: dict[str, Any]) -> Commits:
 
 
 def _cut(text: str, digits: int) -> Sequence[Any]:
-    """The ids of so many digits each that lie in `text` one behind the other."""
+    """Split `text`, a concatenation of ids, into ids of this many digits."""
     return [text[i : i + digits] for i in range(0, len(text), digits)]
 
 
 def _group(items: Sequence[T], counts: Iterable[int]) -> Iterable[tuple[T, ...]]:
-    """The first `counts[0]` of `items`, the next `counts[1]`, and so on."""
+    """Split `items` into groups of `counts[0]`, `counts[1]` … items."""
     rest = iter(items)
     return (tuple(islice(rest, count)) for count in counts)
+
+
+class SavedStates:
+    """Saved states of one log: checkpoints in the store, and one file in this host's `memory`."""
+
+    def __init__(
+        self, storage: Storage, place: LogBackend, genesis: State, memory: Path | None
+    ) -> None:
+        self._storage = storage
+        self._backend = place
+        self._genesis = genesis
+        self._memory = memory
+        self._remembered = 0
+
+    def newest(self, every: int) -> State | None:
+        """The state that this host saved, or the newest checkpoint, of one in `every` entries."""
+        if (state := self._recall()) is not None:
+            return state
+        last = self._last_multiple(every) * every
+        for n in range(last, max(last - CHECKPOINTS_KEPT * every, 0), -every):
+            if (state := self._read_checkpoint(n)) is not None:
+                return state
+        return None
+
+    def remember(self, state: State, least: int) -> None:
+        """Save `state` on this host if it is at least `least` entries ahead of the saved one."""
+        if self._memory is None or state.n - self._remembered < least:
+            return
+        try:
+            make_directories(self._memory.parent)
+            replace_file(self._memory, encode_state(state))
+        except OSError as error:
+            _logger.debug("the state is not saved at %s: %s", self._memory, error)
+            return
+        self._remembered = state.n
+
+    def write_checkpoint(self, state: State) -> None:
+        """Write the checkpoint at `state`, and delete old ones."""
+        self._storage.put(checkpoint_key(state.n), encode_state(state))
+        keys = [key for key, _ in self._storage.list(_CHECKPOINT_PREFIX)]
+        for key in keys[:-CHECKPOINTS_KEPT]:
+            self._storage.delete(key)
+
+    def _decode(self, data: bytes) -> State:
+        return decode_state(data, self._genesis.store, self._genesis.generation)
+
+    def _recall(self) -> State | None:
+        """The state that this host saved, if it belongs to this log."""
+        if self._memory is None:
+            return None
+        try:
+            state = self._decode(self._memory.read_bytes())
+            if not has_position(self._backend, self._genesis.store, state.position):
+                return None
+        except (OSError, Corrupt):
+            return None
+        self._remembered = state.n
+        return state
+
+    def _last_multiple(self, every: int) -> int:
+        """The largest k such that the log has an entry k * every: double k, then bisect."""
+        low, high = 0, 1
+        while self._backend.has(high * every):
+            low, high = high, 2 * high
+        while high - low > 1:
+            middle = (low + high) // 2
+            if self._backend.has(middle * every):
+                low = middle
+            else:
+                high = middle
+        return low
+
+    def _read_checkpoint(self, n: int) -> State | None:
+        """The checkpoint at `n`, if it exists and belongs to this log's own entry `n`."""
+        try:
+            state = self._decode(self._storage.read(checkpoint_key(n)))
+            entry = decode_entry(self._backend.read(n) or b"")
+        except (NotFound, Corrupt) as error:
+            _logger.debug("no usable checkpoint at entry %d: %s", n, error)
+            return None
+        return state if state.position == entry.position and n == entry.n else None
+
+
+def has_position(place: LogBackend, store: StoreId, position: Position) -> bool:
+    """Whether `position` is the store's origin or an entry of the log in `place`."""
+    if not position.n:
+        return position == origin(store)
+    data = place.read(position.n)
+    return data is not None and decode_entry(data).position == position

@@ -1,8 +1,8 @@
-"""Which commit a ref names, by the folded log. Pure.
+"""Resolving a ref to a commit by the folded log. Pure.
 
-The catalog answers the same from its tables, faster for those who only ask. What is restored or
-changed is looked up here: the log's entries are checked by their hashes, while a bit turned in a
-table could make another commit the best one.
+The catalog answers queries from its tables faster. Restores and changes are resolved here, because
+the log's entries are verified by hashes, while one flipped bit in a table could make another commit
+the best.
 """
 
 import math
@@ -25,23 +25,23 @@ class Resolved(NamedTuple):
 
 
 def resolve(state: State, ref: Ref, run: str | None) -> Resolved | None:
-    """The commit that `ref` names, in `run` where it names none; None if there is none, or several
-    begin with its digits.
+    """Resolve `ref`, in `run` if it names none; None if no commit matches, or several begin with
+    its digits.
 
-    Raises `Corrupt` where more generations are asked for than there are commits, and the parents
-    form a circle.
+    Raises `Corrupt` if more generations are requested than there are commits and the parents form a
+    circle.
     """
     commit = _resolve(state, ref, run)
     return None if commit is None or commit not in state.commits else resolved(state, commit)
 
 
 def newest_first(state: State, run: str) -> list[Resolved]:
-    """The commits of `run` that are not forgotten."""
+    """The commits of `run` that are not forgotten, newest first."""
     return [resolved(state, commit) for commit, _ in _by_age(state, run)]
 
 
 def resolved(state: State, commit: CommitId) -> Resolved:
-    """What the log says of a commit that it has."""
+    """The log's record of a commit."""
     row = state.commits[commit]
     return Resolved(
         commit,
@@ -78,8 +78,7 @@ def _resolve(state: State, ref: Ref, run: str | None) -> CommitId | None:
 
 
 def circular(commit: CommitId) -> Corrupt:
-    """More generations than there are commits: honest ids are hashes, which cannot name each other
-    in a circle."""
+    """Honest ids are hashes, which cannot form a circle of parents."""
     return Corrupt(
         f"the first parents of commit {commit[:12]} lead back to it, so the log was forged or "
         "damaged; run `ckptstore fsck`"
@@ -87,7 +86,7 @@ def circular(commit: CommitId) -> Corrupt:
 
 
 def _by_age(state: State, run: str | None) -> list[tuple[CommitId, CommitRow]]:
-    """The newest first."""
+    """Newest first."""
     rows = [
         (commit, row)
         for commit, row in state.commits.items()
@@ -97,7 +96,7 @@ def _by_age(state: State, run: str | None) -> list[tuple[CommitId, CommitRow]]:
 
 
 def _best(rows: Iterable[tuple[CommitId, CommitRow]], ref: Best) -> CommitId | None:
-    """The newest of equals: `min` keeps the first that it meets."""
+    """The newest among equals: `min` keeps the first."""
     sign = -1 if ref.order == "max" else 1
     values = (
         (sign * value, commit)

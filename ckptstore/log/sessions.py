@@ -1,10 +1,10 @@
-"""A session says that a writer is alive: a file with a counter that moves while its process does.
+"""Sessions of writers: files with a counter that increases while the writer is alive.
 
-It is a hint for gc's patience, never a lock: whether a session may still append is decided by the
-log alone. So session files are not fsynced, a heart-beat that fails is repeated by the next one,
-and an absent file means no more than a counter that stands still. One thread per process rewrites
-the files of all its sessions; it starts with the first session and sleeps while there is none.
-Where it cannot be started, or has ended, the next session starts it again, for all of them.
+A session file is a hint for gc, never a lock: the log alone decides whether a session may still
+append. So session files are not fsynced, a failed heartbeat is repeated by the next one, and an
+absent file means the same as a counter that stands still. One thread per process writes the
+heartbeats of all its sessions. It starts with the first session and sleeps while there is none. If
+it cannot be started, or has ended, the next session starts it again for all of them.
 """
 
 import logging
@@ -30,11 +30,11 @@ _logger = logging.getLogger("ckptstore")
 
 @dataclass(frozen=True, slots=True)
 class SessionInfo:
-    """What a session's file says. `start` is when the process started, in clock ticks since the
-    host booted, as in /proc/<pid>/stat.
+    """The content of a session's file. `start` is the process's start in clock ticks since the host
+    booted, as in /proc/<pid>/stat.
 
-    `boot`, `pid_namespace` and `start` are empty or 0 where the host does not tell, and in a file
-    that could not be read.
+    `boot`, `pid_namespace` and `start` are empty or 0 where the host does not report them, and in
+    an unreadable file.
     """
 
     id: SessionId
@@ -49,8 +49,8 @@ class SessionInfo:
 
 
 class Session:
-    """One writer of one commit or one repack. As a context manager it ends if the block succeeds
-    and is abandoned if that raises."""
+    """The writer of one commit or one repack. As a context manager it ends if the block succeeds,
+    and is abandoned if the block raises."""
 
     def __init__(self, storage: Storage, info: SessionInfo) -> None:
         self._storage = storage
@@ -63,21 +63,24 @@ class Session:
         return self._info.id
 
     def end(self) -> None:
-        """Its entry is in the log: stop and remove the file. May be called again; does nothing in a
-        child after a fork.
+        """Stop and remove the file: the session's entry is in the log. Idempotent; does nothing in
+        a child after a fork.
 
-        A file that cannot be removed is left to gc: what was acknowledged does not fail for it.
+        A file that cannot be removed is left to gc, since an acknowledged commit must not fail for
+        it.
         """
         if self._stop():
             try:
                 self._storage.delete(session_key(self.id))
             except CkptStoreError as error:
                 _logger.warning(
-                    "session %s has ended, its file stays until the next gc: %s", self.id, error
+                    "session %s has ended, but its file remains until the next gc: %s",
+                    self.id,
+                    error,
                 )
 
     def abandon(self) -> None:
-        """It failed, or its outcome is unknown: stop and leave the file to gc, which declares the
+        """Stop after a failure or an unknown outcome. The file is left to gc, which declares the
         session over first."""
         self._stop()
 
@@ -96,7 +99,7 @@ class Session:
             self.abandon()
 
     def beat(self) -> None:
-        """Move the counter, unless the session has stopped."""
+        """Increment the counter, unless the session has stopped."""
         with self._lock:
             if self._beating:
                 self._info = replace(
@@ -105,7 +108,7 @@ class Session:
                 self._storage.put(session_key(self.id), encode_session(self._info), durable=False)
 
     def _stop(self) -> bool:
-        """Whether it was this call, in the process that opened the session, that stopped it."""
+        """Whether this call, in the process that opened the session, stopped it."""
         if self._info.pid != os.getpid():
             return False
         with self._lock:
@@ -115,7 +118,7 @@ class Session:
 
 
 class _Heart:
-    """The sessions of this process and the thread that beats for them."""
+    """The sessions of this process and the thread that writes their heartbeats."""
 
     def __init__(self) -> None:
         self._sessions: set[Session] = set()
@@ -134,14 +137,14 @@ class _Heart:
             self._sessions.discard(session)
 
     def _begun(self) -> threading.Thread | None:
-        """The thread; None where none can be started: a session without beats is taken for dead the
-        sooner, and nothing else."""
+        """Start the thread; None if none can be started. A session without heartbeats is only taken
+        for dead sooner."""
         thread = threading.Thread(target=self._run, name="ckptstore-heartbeat", daemon=True)
         try:
             thread.start()
         except RuntimeError as error:
             _logger.warning(
-                "sessions cannot show that they are alive (%s); the next session tries again", error
+                "no heartbeats are written for sessions (%s); the next session tries again", error
             )
             return None
         return thread
@@ -155,11 +158,12 @@ class _Heart:
             with self._changed:
                 sessions = tuple(self._sessions)
             for session in sessions:
+                # Catch everything: the heartbeats of the other sessions must go on.
                 try:
                     session.beat()
-                except Exception as error:  # whatever it is, the others must be seen to live
+                except Exception as error:
                     _logger.warning(
-                        "session %s could not show that it is alive, the next beat may: %s",
+                        "a heartbeat of session %s failed; it is retried: %s",
                         session.id,
                         error,
                     )
@@ -169,8 +173,8 @@ _heart = _Heart()
 
 
 def _forget_the_parents_sessions() -> None:
-    """After a fork the parent beats for its sessions; the child has no thread, and perhaps a lock
-    that nobody will release."""
+    """After a fork the parent writes heartbeats for its sessions. The child has no thread, and
+    perhaps a lock that is never released."""
     global _heart
     _heart = _Heart()
 
@@ -179,7 +183,8 @@ os.register_at_fork(after_in_child=_forget_the_parents_sessions)
 
 
 def open_session(storage: Storage, what: str) -> Session:
-    """A new session that beats until `end` or `abandon`; `what` tells people what it does."""
+    """Open a new session with heartbeats until `end` or `abandon`. `what` describes its work to
+    people."""
     pid = os.getpid()
     host = os.uname().nodename
     info = SessionInfo(
@@ -203,7 +208,7 @@ def open_session(storage: Storage, what: str) -> Session:
 
 
 def read_sessions(storage: Storage) -> Iterator[SessionInfo]:
-    """The sessions that have a file; of a damaged file no more than the id is known. One that ends
+    """The sessions that have a file; a damaged file yields the id alone. A session that ends
     meanwhile may be left out."""
     for key, _ in storage.list(_PREFIX):
         try:
@@ -216,13 +221,13 @@ def read_sessions(storage: Storage) -> Iterator[SessionInfo]:
         except NotFound:
             continue
         except Corrupt as error:
-            _logger.warning("nothing is known of session %s but its id: %s", session, error)
+            _logger.warning("only the id of session %s is known: %s", session, error)
             yield SessionInfo(session)
 
 
 def is_gone(info: SessionInfo) -> bool:
-    """Whether the session's process certainly runs no more: it ran on this boot of this host, in
-    this pid namespace, and is not there."""
+    """Whether the session's process has certainly ended: it ran on this boot of this host, in this
+    pid namespace, and no longer exists."""
     if not info.boot or (info.boot, info.pid_namespace) != (_boot(), _pid_namespace()):
         return False
     try:
@@ -251,8 +256,8 @@ def encode_session(info: SessionInfo) -> bytes:
 
 
 def decode_session(session: SessionId, data: bytes) -> SessionInfo:
-    """What the file of `session` says; nothing but its id if the file is damaged, as a file that
-    was never fsynced may be."""
+    """Decode the file of `session`. A damaged file, possible since files are not fsynced, yields
+    the id alone."""
     try:
         fields: dict[str, Any] = decode(data)
         what, host, boot, namespace = (
@@ -290,6 +295,6 @@ def _start_of(pid: int) -> int | None:
             stat = file.read()
     except OSError:
         return None
-    # The second field is the program's name in parentheses, which may hold anything; start time is
-    # the 22nd.
+    # The second field is the program's name in parentheses, which may hold anything; the start time
+    # is the 22nd.
     return int(stat[stat.rindex(b")") + 2 :].split()[19])

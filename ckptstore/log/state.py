@@ -1,5 +1,5 @@
-"""What the store is after an entry of the log, as persistent maps: a new state shares with the old
-one all that did not change."""
+"""The state of the store after a log entry, as persistent maps: a new state shares what did not
+change with the old one."""
 
 from dataclasses import dataclass
 from typing import NamedTuple, TypeAlias
@@ -11,7 +11,7 @@ from ckptstore.log.entries import Position, origin
 from ckptstore.log.fields import Setting
 
 NEWEST_KEPT = 2
-"""So many of each run's newest commits cannot be forgotten."""
+"""This many of the newest commits of each run cannot be forgotten."""
 
 
 class Pack(NamedTuple):
@@ -53,9 +53,9 @@ class State:
     """The store after entry `n`; `hash` and `bytes` are that entry's, as `n + 1` must name them.
 
     `generation` is the one that this log was opened as, `moved` the generation and place that the
-    last `moved` entry names. `over` are sessions declared over, `ended` those whose entry is in the
-    log. `fence` is the last entry that condemned. `runs` has the newest commits of each run that
-    are not forgotten, oldest first, at most `NEWEST_KEPT`.
+    last `moved` entry names. `over` holds sessions declared over, `ended` those whose entry is in
+    the log. `fence` is the last entry that condemned packs. `runs` has the newest commits of each
+    run that are not forgotten, oldest first, at most `NEWEST_KEPT`.
     """
 
     n: int
@@ -79,7 +79,7 @@ class State:
         return Position(self.n, self.hash, self.bytes)
 
     def closed(self, session: SessionId) -> bool:
-        """Whether `session` can append nothing any more: what it wrote and the log does not list is
+        """Whether `session` can no longer append: what it wrote and the log does not list is
         garbage."""
         return session in self.over or session in self.ended
 

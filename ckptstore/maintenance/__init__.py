@@ -1,1 +1,1 @@
-"""Housekeeping: retention, garbage collection, checking and mending."""
+"""Maintenance: retention, garbage collection, checking, repair and mirrors."""

@@ -1,8 +1,8 @@
-"""Whether a place is fit for a store: what its storage can do, tried out, and whether the next
-commit will fit.
+"""Diagnosing a place for a store: the abilities of its storage, tested, and the room for the next
+commit.
 
-`probe` tries and measures; `judge` turns what it saw into verdicts and is pure. Nothing in the
-store is touched but `tmp/`.
+`probe` tests and measures; `judge` turns the facts into verdicts and is pure. Only `tmp/` of the
+store is touched.
 """
 
 import os
@@ -43,7 +43,7 @@ class Verdict(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """One thing that was looked at: what was seen, and what to do unless that is nothing."""
+    """One check: what was seen, and the next step if there is a problem."""
 
     name: str
     verdict: Verdict
@@ -53,7 +53,8 @@ class Check:
 
 @dataclass(frozen=True, slots=True)
 class StorageFacts:
-    """What was seen. Where something could not be tried, it says why in words, else it is empty."""
+    """The measured facts. A test that could not be run holds the reason in words, otherwise the
+    empty string."""
 
     writable: str
     exclusive: str
@@ -69,7 +70,7 @@ class StorageFacts:
 
 
 def doctor(handle: StoreHandle) -> tuple[Check, ...]:
-    """Try the storage of a store out, and look whether there is room for what comes next."""
+    """Test the storage of a store, and check the room for the next commits."""
     return judge(probe(handle), look(handle))
 
 
@@ -104,7 +105,7 @@ def judge(facts: StorageFacts, space: DiskRoom) -> tuple[Check, ...]:
 
 
 def probe(handle: StoreHandle) -> StorageFacts:
-    """Try the storage out. Writes a few small objects under `tmp/` and deletes them."""
+    """Test the storage. Writes a few small objects under `tmp/` and deletes them."""
     storage = handle.storage
     scratch = f"tmp/{new_session_id()}-doctor"
     writable, exclusive, rename, fsync_s, skew_s = "", "", "", 0.0, 0.0
@@ -138,10 +139,6 @@ def probe(handle: StoreHandle) -> StorageFacts:
     )
 
 
-# -- trying
-# ------------------------------------------------------------------------------------------------------------------------
-
-
 def _put_seconds(storage: Storage, key: str) -> float:
     """The median time of a small durable write."""
     times = []
@@ -167,15 +164,14 @@ def _try_rename(storage: Storage, key: str) -> str:
 
 
 def _clock_skew(storage: Storage, key: str) -> float:
-    """How far the storage's clock is ahead of this host's, as a file's time shows; 0 for a
-    bucket."""
+    """The lead of the storage's clock over this host's, by a file's time; 0 for a bucket."""
     if storage.capabilities.local_root is None:
         return 0.0
     return os.stat(storage.capabilities.local_root / key).st_mtime - time.time()
 
 
 def _try_lock(directory: Path) -> bool:
-    """Whether a lock on a file in the index directory keeps another descriptor out."""
+    """Whether a lock on a file in the index directory excludes another descriptor."""
     path = directory / f"doctor-{secrets.token_hex(6)}.lock"
     try:
         make_directories(directory)
@@ -185,10 +181,6 @@ def _try_lock(directory: Path) -> bool:
         return False
     finally:
         path.unlink(missing_ok=True)
-
-
-# -- judging
-# -----------------------------------------------------------------------------------------------------------------------
 
 
 def _tried(name: str, problem: str, fine: str, next_step: str) -> Check:

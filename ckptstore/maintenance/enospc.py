@@ -1,9 +1,9 @@
-"""A commit beside a disk that fills up: told of beforehand, explained when it did not fit, and with
-`on_full="gc"` tried again after a gc.
+"""Commits on a disk that fills up: a forecast, an explanation of `NoSpace`, and with `on_full="gc"`
+a gc and a retry.
 
-A commit that did not fit has ended its session and deleted what it wrote before anything here is
-done, so a gc need not wait for it. Where many ranks commit, that holds for all of them, and the
-coordinator collects while the others wait.
+A commit that did not fit has ended its session and deleted its packs before anything here runs, so
+a gc need not wait for it. That also holds for many ranks: the coordinator collects while the others
+wait.
 """
 
 import logging
@@ -31,19 +31,18 @@ logger = logging.getLogger("ckptstore")
 T = TypeVar("T")
 
 PATIENCE = 4
-"""After this part of the time that ranks wait for each other, those that wait for a gc hear that it
-goes on."""
+"""Fraction of the ranks' timeout after which the waiting ranks are told that a gc is running."""
 
 _GOES_ON, _AGAIN, _EXPLAINED = b"w", b"a", b"e"
 
 EVERYTHING = GcOptions(max_unused=0.0, force=True)
-"""On a full disk nobody else can commit either, so nothing waits for them."""
+"""On a full disk no other writer can commit either, so gc waits for none."""
 
 
 @dataclass(frozen=True, slots=True)
 class Relief:
-    """What could be freed: by a gc as things are, and by one after a `forget` of all commits but
-    the newest of each run and pinned ones. Copies of what lives on are subtracted."""
+    """Space that could be freed: by a gc now, and by one after forgetting all commits but the
+    newest of each run and pinned ones. Copies of live chunks are subtracted."""
 
     gc_bytes: int
     forget_bytes: int
@@ -64,14 +63,14 @@ class Relief:
 
 
 def relief(handle: StoreHandle) -> Relief:
-    """Plan both. Raises what a dry run of gc raises."""
+    """Plan both. Raises the errors of a dry run of gc."""
     state = handle.log.replay()
     now, later = plans_at(handle, (state, _forgetting(state)), EVERYTHING)
     return Relief(_net_bytes(now), _net_bytes(later))
 
 
 class DiskWatch:
-    """What one open store knows about the room on its disk. Threads may share it."""
+    """The forecast of one open store's disk space. Threads may share it."""
 
     def __init__(self, handle: StoreHandle, run: str, on_full: OnFull) -> None:
         self._handle, self._run, self._on_full = handle, run, on_full
@@ -80,8 +79,8 @@ class DiskWatch:
         self._warned = False
 
     def before(self, logical_bytes: int) -> None:
-        """Ahead of the first commit: warn if it, or one of the next, will not fit. Never raises:
-        what cannot be known is not said."""
+        """Before the first commit: warn if it, or one of the next, will not fit. Never raises;
+        unknown facts are skipped."""
         with self._lock:
             looked, self._looked = self._looked, True
         if looked or self._handle.storage.capabilities.local_root is None:
@@ -89,13 +88,13 @@ class DiskWatch:
         try:
             room = disk_forecast.look(self._handle, self._run, logical_bytes=logical_bytes)
         except CkptStoreError as error:
-            logger.debug("nobody knows whether the next commit fits: %s", error)
+            logger.debug("it is unknown whether the next commit fits: %s", error)
             return
         self._warn(room)
 
     def after(self, logical_bytes: int, new_bytes: int) -> None:
-        """After each commit: warn once when the disk gets short of room for more like it, and again
-        only after there was enough."""
+        """After each commit: warn once when space gets short for more like it, and again only
+        after there was enough."""
         self._warn(
             disk_forecast.DiskRoom(
                 disk_forecast.free_bytes(self._handle), (new_bytes,), logical_bytes, None
@@ -103,10 +102,10 @@ class DiskWatch:
         )
 
     def fit(self, commit: Callable[[], T], logical_bytes: int) -> T:
-        """What `commit` returns. On a full disk, and with `on_full="gc"`, again after a gc that
-        freed something.
+        """The result of `commit`. On a full disk with `on_full="gc"`, retry after a gc that freed
+        something.
 
-        Raises `NoSpace` saying what is missing and what would free it; the store is as it was.
+        Raises `NoSpace` with the missing space and what would free it; the store is unchanged.
         """
         self.before(logical_bytes)
         try:
@@ -122,9 +121,8 @@ class DiskWatch:
     def fit_together(
         self, peers: Collective, commit: Callable[[], T], logical_bytes: Callable[[], int]
     ) -> T:
-        """`fit` for a commit that every rank of `peers` takes part in, of a state that has
-        `logical_bytes` by what this rank knows once it did not fit. The coordinator's `on_full`
-        counts, and what it sees of the disk.
+        """`fit` for a commit of all ranks of `peers`; `logical_bytes` is this rank's estimate of
+        the state's size. The coordinator's `on_full` and view of the disk count.
 
         Raises one `NoSpace` on all ranks, whose `causes` say where the disk was full.
         """
@@ -141,8 +139,8 @@ class DiskWatch:
     def _relieved(
         self, peers: Collective, logical_bytes: Callable[[], int], *, collect: bool
     ) -> str:
-        """Nothing after a gc of the coordinator that freed something, else what is missing and what
-        would free it."""
+        """Nothing if a gc of the coordinator freed something; otherwise the missing space and
+        what would free it."""
         begun: list[Future[bytes]] = []
         threads = ThreadPool(1)
 
@@ -166,14 +164,12 @@ class DiskWatch:
         return said.removeprefix(_EXPLAINED).decode() if said != _AGAIN else ""
 
     def _collected(self) -> bool:
-        """Whether a gc freed something; one that fails is logged, and the commit's own error is
+        """Whether a gc freed something; a failure is logged, and the commit's own error is
         raised."""
         try:
             report = collect(self._handle, EVERYTHING)
         except CkptStoreError as error:
-            logger.warning(
-                "the disk of %s is full, and gc could not help: %s", self._handle.url, error
-            )
+            logger.warning("the disk of %s is full, and gc failed: %s", self._handle.url, error)
             return False
         self._handle.follow()
         logger.warning(
@@ -187,7 +183,7 @@ class DiskWatch:
         return NoSpace("; ".join([str(error), *self._explanation(logical_bytes)]))
 
     def _explanation(self, logical_bytes: int) -> list[str]:
-        """What is missing for a state of so many bytes, and what would free it."""
+        """The space missing for a state of this many bytes, and what would free it."""
         said = []
         try:
             said.append(
@@ -197,7 +193,7 @@ class DiskWatch:
             )
             said.append(str(relief(self._handle)))
         except CkptStoreError as other:
-            logger.debug("nobody knows what could be freed: %s", other)
+            logger.debug("it is unknown what could be freed: %s", other)
         return said
 
     def _warn(self, room: disk_forecast.DiskRoom) -> None:
@@ -215,7 +211,7 @@ def _joined(error: NoSpace, said: str) -> NoSpace:
 
 
 def _forgetting(state: State) -> State:
-    """`state` as it would be after a forget of everything that may go."""
+    """`state` after forgetting everything that may be forgotten."""
     plan = plan_policies(state, [KeepLast(NEWEST_KEPT)])
     commits = state.commits.update(
         (decision.commit, decision.row._replace(soft=state.n)) for decision in plan.forgotten

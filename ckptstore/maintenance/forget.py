@@ -1,7 +1,7 @@
-"""How commits are forgotten and brought back: one log entry each, nothing is deleted.
+"""Forgetting commits and undeleting them: one log entry each; nothing is deleted.
 
-A forgotten commit is no root for `gc` any more; until a gc has purged it, `undelete` brings it back
-whole.
+A forgotten commit is no longer a root for `gc`. Until a gc has purged it, `undelete` restores it
+completely.
 """
 
 from collections.abc import Iterable, Sequence
@@ -31,10 +31,10 @@ def forget_by_policy(
     run: str | None = None,
     dry_run: bool = False,
 ) -> ForgetPlan:
-    """Forget what no policy keeps, in `run` or in all runs; the plan returned is the one that was,
-    or with `dry_run` would be, executed.
+    """Forget what no policy keeps, in `run` or in all runs. Returns the executed plan, or with
+    `dry_run` the plan alone.
 
-    Raises `InvalidInput` for no policy at all.
+    Raises `InvalidInput` without any policy.
     """
     for _ in range(ATTEMPTS):
         plan = plan_policies(handle.log.replay(), policies, run)
@@ -56,8 +56,8 @@ def forget_by_policy(
 def forget_commits(
     handle: StoreHandle, commits: Iterable[CommitId], *, reason: str = "", dry_run: bool = False
 ) -> ForgetPlan:
-    """Forget just these commits. Raises `Conflict` if one of them is pinned or forgotten already,
-    `NotFound` if it is not there."""
+    """Forget exactly these commits. Raises `Conflict` if one of them is pinned or forgotten
+    already, `NotFound` if it is unknown."""
     state = handle.log.replay()
     wanted = tuple(commits)
     if unknown := [c for c in wanted if c not in state.commits]:
@@ -105,7 +105,7 @@ def _body(plan: ForgetPlan) -> Forget:
 
 
 def _packs_of(handle: StoreHandle, state: State, commit: CommitId) -> frozenset[int]:
-    """The packs that hold every chunk of `commit`: from now on they are needed."""
+    """The packs that hold every chunk of `commit`."""
     document = decode_document(
         handle.storage.read(document_key(state.commits[commit].session, commit)), commit
     )

@@ -1,9 +1,8 @@
-"""How a store's log moves between the store and a database, and how a lost database is made again
-from the copies of its entries.
+"""Moving a store's log between the store and a database, and rebuilding a lost database.
 
-A move appends `moved` where the log is, after which nobody can append there; then it copies, then
-it replaces `ckptstore.json`. One that was interrupted is finished by the same command: until then
-the store can be read and not written.
+A move appends `moved` to the old log, which ends appends there, then copies the entries, then
+replaces `ckptstore.json`. The same command finishes an interrupted move; until then the store is
+read-only.
 """
 
 import os
@@ -30,7 +29,7 @@ _SLICE = 500
 
 @dataclass(frozen=True, slots=True)
 class LogMoved:
-    """Where the log is now, and how many entries it has."""
+    """The new place of the log, and its number of entries."""
 
     place: str
     generation: int
@@ -44,11 +43,11 @@ def move_log(
     index: str | None = None,
     storage_options: dict[str, Any] | None = None,
 ) -> LogMoved:
-    """Move the log to the database at `to`, or with None into the store itself. `index` is the way
-    to where it is, if that is a database.
+    """Move the log to the database at `to`, or with None into the store itself. `index` is the
+    database that holds it now, if any.
 
-    Raises `InvalidInput` if it is there already, is on its way elsewhere, or cannot be there; else
-    as opening and appending do.
+    Raises `InvalidInput` if it is there already, is being moved elsewhere, or cannot be there, and
+    the errors of opening and appending.
     """
     with closing(StoreHandle(place, index=index, storage_options=storage_options)) as handle:
         handle.check_writable()
@@ -65,11 +64,11 @@ def restore_log(
     index: str | None = None,
     storage_options: dict[str, Any] | None = None,
 ) -> int:
-    """Bring the database that holds the log up to the copies of its entries, making its tables if
-    they are gone; how many were missing.
+    """Bring the database that holds the log up to the copies of its entries, creating missing
+    tables. Returns the number of missing entries.
 
-    Raises `InvalidInput` for a store whose log is not in a database, `Corrupt` if the database has
-    entries that are not those of the copies.
+    Raises `InvalidInput` for a store whose log is not in a database, `Corrupt` if the database
+    disagrees with the copies.
     """
     with _log_of(place, index, storage_options) as (config, log, files):
         try:
@@ -88,7 +87,7 @@ def migrate_tables(
     index: str | None = None,
     storage_options: dict[str, Any] | None = None,
 ) -> tuple[str, str]:
-    """Bring the tables in the database up to this version of ckptstore; their revision before and
+    """Migrate the tables in the database to this version of ckptstore; their revision before and
     after."""
     with _log_of(place, index, storage_options) as (_, log, _):
         before = log.revision()
@@ -107,9 +106,10 @@ def _into_the_store(handle: StoreHandle) -> LogMoved:
 
 
 def _into_a_database(handle: StoreHandle, target: PostgresLog) -> LogMoved:
+    # Left by a move that was interrupted, or by one in the other direction.
     try:
         name = target.make()
-    except Conflict:  # by a move that was interrupted, or one that led away from there again
+    except Conflict:
         name = target.name()
     if handle.config.in_database and token_of(name) == token_of(handle.config.log_place):
         raise InvalidInput(f"the log of {handle.url} is in {name} already")
@@ -121,13 +121,13 @@ def _into_a_database(handle: StoreHandle, target: PostgresLog) -> LogMoved:
 
 
 def _announce(handle: StoreHandle, name: str) -> None:
-    """Append `moved`, unless a move that was interrupted did."""
+    """Append `moved`, unless an interrupted move already did."""
     state = handle.log.replay()
     if state.moved is None or state.moved[0] <= state.generation:
         handle.log.append(Moved(name, handle.config.generation + 1))
     elif state.moved[1] != name:
         raise InvalidInput(
-            f"the log of {handle.url} is on its way to {state.moved[1]}: finish that move first"
+            f"the log of {handle.url} is being moved to {state.moved[1]}: finish that move first"
         )
 
 
@@ -149,8 +149,8 @@ def _arrive(handle: StoreHandle, name: str) -> LogMoved:
 def _log_of(
     place: str | os.PathLike[str], index: str | None, storage_options: dict[str, Any] | None
 ) -> Iterator[tuple[StoreConfig, PostgresLog, Log]]:
-    """What `ckptstore.json` says, the log in the database, whatever is there, and the copies of its
-    entries."""
+    """The content of `ckptstore.json`, the log in the database, which may be absent, and the
+    copies of its entries."""
     with closing(open_storage(os.fspath(place), storage_options=storage_options)) as storage:
         config, way = read_config(storage), index or os.environ.get(VARIABLE)
         if not config.in_database or not way:

@@ -1,5 +1,4 @@
-"""How a long job says how far it is: the phase, what is done of it, and what there is to do (0
-where that is not known)."""
+"""Progress reports of long jobs: the phase, the work done, and the total work (0 if unknown)."""
 
 import threading
 from collections.abc import Callable
@@ -10,11 +9,11 @@ Progress: TypeAlias = Callable[[str, int, int], None]
 
 
 def silent(phase: str, done: int, total: int) -> None:
-    """For callers who do not ask."""
+    """Ignore progress reports."""
 
 
 class Counter:
-    """One phase of a job: reports each part that some thread has done."""
+    """One phase of a job: counts and reports the parts that threads complete."""
 
     def __init__(self, report: Progress, phase: str, total: int) -> None:
         self._report, self._phase, self._total = report, phase, total

@@ -1,4 +1,4 @@
-"""Catalog and chunk index made anew from log and footers: what they said before does not count."""
+"""Rebuilding the catalog and chunk index from log and footers, without using their old content."""
 
 from dataclasses import dataclass
 
@@ -8,8 +8,8 @@ from ckptstore.repository.store_handle import StoreHandle
 
 @dataclass(frozen=True, slots=True)
 class Reindexed:
-    """What the new indexes hold. `unreadable` packs are listed by the log, but no footer of them
-    can be read."""
+    """The content of the new indexes. The log lists the `unreadable` packs, but neither of their
+    footers can be read."""
 
     entries: int
     commits: int
@@ -18,8 +18,8 @@ class Reindexed:
 
 
 def reindex(handle: StoreHandle, *, progress: Progress = silent) -> Reindexed:
-    """Throw this host's catalog and chunk index away and build them from the store. Readers and
-    writers may go on meanwhile.
+    """Discard this host's catalog and chunk index and rebuild them. Readers and writers may
+    continue meanwhile.
 
     Raises `Corrupt` for a broken log: `repair` it first.
     """

@@ -1,9 +1,8 @@
-"""Which commits a store keeps, and why each: policies that a commit needs to please only one of.
-Pure.
+"""Retention policies: the commits to keep, with the reasons; one satisfied policy is enough. Pure.
 
-Policies look at each run by itself. They never look at a clock: "within 7 days" counts back from
-the run's newest commit, and days begin at midnight UTC, so a plan is the same whenever and wherever
-it is made, and a run that rested for a month loses nothing by it.
+Policies look at each run separately and never at a clock. "Within 7 days" counts back from the
+run's newest commit, and days begin at midnight UTC. So a plan is the same at any time and place,
+and a paused run loses nothing.
 """
 
 import math
@@ -30,7 +29,7 @@ _NS = 1_000_000_000
 
 
 class Candidate(NamedTuple):
-    """A commit that could be forgotten."""
+    """A candidate for forgetting."""
 
     commit: CommitId
     row: CommitRow
@@ -55,7 +54,7 @@ class KeepLast:
 
 @dataclass(frozen=True, slots=True)
 class KeepEverySteps:
-    """Each step that is a multiple of `steps`: its newest commit."""
+    """The newest commit of each step that is a multiple of `steps`."""
 
     steps: int
 
@@ -75,8 +74,8 @@ class KeepEverySteps:
 
 @dataclass(frozen=True, slots=True)
 class KeepBest:
-    """The `n` commits of each run with the smallest value of `metric`, or the largest; the newest
-    among equals."""
+    """The `n` commits of each run with the smallest value of `metric`, or the largest; the
+    newest among equals."""
 
     metric: str
     maximize: bool = False
@@ -106,11 +105,10 @@ class KeepBest:
 
 @dataclass(frozen=True, slots=True)
 class KeepWithin:
-    """The commits of at most `seconds` before the newest of their run, by the clocks of those who
-    made them.
+    """The commits of at most `seconds` before the newest of their run, by the committers' clocks.
 
-    The newest is the last one made, whatever its clock said: one commit under a clock that was
-    ahead would make all others old.
+    The newest is the last one committed, whatever its clock said: one fast clock would age all
+    other commits.
     """
 
     seconds: int
@@ -157,7 +155,7 @@ Policy: TypeAlias = KeepLast | KeepEverySteps | KeepBest | KeepWithin | KeepPeri
 
 
 class Decision(NamedTuple):
-    """What becomes of a commit: kept for these reasons, or forgotten if there are none."""
+    """The decision about one commit: kept for these reasons, or forgotten if there are none."""
 
     commit: CommitId
     row: CommitRow
@@ -166,8 +164,8 @@ class Decision(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class ForgetPlan:
-    """What a `forget` at log position `n` does; `decisions` are newest first, `reason` goes into
-    the log."""
+    """The plan of a `forget` at log position `n`; `decisions` are newest first, `reason` goes
+    into the log."""
 
     n: int
     decisions: tuple[Decision, ...]
@@ -183,8 +181,8 @@ class ForgetPlan:
 
 
 def plan_policies(state: State, policies: Sequence[Policy], run: str | None = None) -> ForgetPlan:
-    """Decide about all commits of `run`, or of every run. Raises `InvalidInput` without a policy:
-    that would forget nearly everything."""
+    """Decide about all commits of `run`, or of every run. Raises `InvalidInput` without a
+    policy: that would forget nearly everything."""
     if not policies:
         raise InvalidInput(
             "forget was given no policy and no commit; say what to keep, such as --keep-last 5, or "
@@ -210,13 +208,13 @@ def plan_policies(state: State, policies: Sequence[Policy], run: str | None = No
 
 
 def plan_commits(state: State, commits: Iterable[CommitId], reason: str) -> ForgetPlan:
-    """Forget just these; whether they may go is for `log.fold.check` to say."""
+    """Forget exactly these commits; `log.admission.check` decides whether that is allowed."""
     rows = sorted({(state.commits[c].n, c) for c in commits}, reverse=True)
     return ForgetPlan(state.n, tuple(Decision(c, state.commits[c], ()) for _, c in rows), reason)
 
 
 def _pins(state: State) -> Iterator[tuple[CommitId, str]]:
-    """What `log.fold.check` refuses to forget."""
+    """The commits that `log.admission.check` refuses to forget."""
     for name, commit in sorted(state.tags.items()):
         yield commit, f"tag {name}"
     for commits in state.runs.values():

@@ -1,4 +1,4 @@
-"""Let a tag name a commit, or nothing any more: one log entry."""
+"""Setting and removing tags: one log entry each."""
 
 from ckptstore.core.ids import check_tag
 from ckptstore.core.model import CommitInfo
@@ -13,8 +13,7 @@ ATTEMPTS = 5
 
 
 def set_tag(handle: StoreHandle, reader: Reader, name: str, info: CommitInfo | Resolved) -> None:
-    """Let `name` mean the commit, and give its packs new life; looks again if a gc moved them
-    meanwhile.
+    """Set tag `name` to the commit and renew its packs; retries if a gc moved them meanwhile.
 
     Raises `Conflict` if the commit was forgotten meanwhile.
     """
@@ -33,7 +32,7 @@ def set_tag(handle: StoreHandle, reader: Reader, name: str, info: CommitInfo | R
 
 
 def remove_tag(handle: StoreHandle, name: str) -> None:
-    """Remove a tag; the commit stays. Raises `NotFound` for a tag that is not there."""
+    """Remove a tag; the commit stays. Raises `NotFound` for an unknown tag."""
     handle.check_writable()
     if name not in {tag.name for tag in handle.queries().tags()}:
         raise NotFound(f"no tag {name!r}; `ckptstore tag` lists them")

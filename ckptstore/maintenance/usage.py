@@ -1,12 +1,11 @@
-"""Which commit costs how many stored bytes: logical, new, exclusive and shared, kept apart.
+"""Storage use per commit: logical, new, exclusive and shared bytes.
 
-*Logical* is the size of the state. *New* is what the store grew by when it was committed, a fact of
-the past. *Exclusive* is what would be freed if this commit alone went, *shared* what it has in
-common with other commits; both change when others come and go.
+*Logical* is the size of the state. *New* is the growth of the store when it was committed, a fact
+of the past. *Exclusive* bytes would be freed if only this commit were removed; *shared* bytes are
+also needed by other commits. Both change as commits come and go.
 
-Every page is read once. Chunks are told apart by the first 8 bytes of their ids, which is enough
-for adding up sizes: of a million chunks two are confused with a probability of one in thirty
-million.
+Every page is read once. Chunks are identified by the first 8 bytes of their ids, which suffices for
+sums: among a million chunks, the probability of one collision is one in thirty million.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -33,8 +32,8 @@ MERGE_KEYS = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class CommitUsage:
-    """Bytes of one commit; see the module for the four words. `shared_bytes` is None where it was
-    not asked for."""
+    """Bytes of one commit; the module explains the four terms. `shared_bytes` is None unless
+    requested."""
 
     commit: CommitId
     logical_bytes: int
@@ -45,8 +44,8 @@ class CommitUsage:
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """All commits that are not forgotten, newest first. `stored_bytes` is what the packs take,
-    `unreferenced_bytes` the part of it that no such commit needs."""
+    """All commits that are not forgotten, newest first. `stored_bytes` is the size of the packs,
+    `unreferenced_bytes` the part that no such commit needs."""
 
     commits: tuple[CommitUsage, ...]
     packs: int
@@ -60,7 +59,7 @@ class Usage:
 
 
 def usage(handle: StoreHandle, *, detail: Iterable[CommitId] = ()) -> Usage:
-    """Add up the store; `shared_bytes` only for the commits of `detail`."""
+    """Compute the storage use; `shared_bytes` only for the commits of `detail`."""
     state = handle.log.replay()
     handle.objects.sync(state)
     rows = sorted(
@@ -155,8 +154,8 @@ def _merge(table: list[tuple["Keys", "NDArray[np.int64]"]]) -> tuple["Keys", "ND
 
 
 def _packed(handle: StoreHandle) -> tuple["Keys", "NDArray[np.int64]", int]:
-    """Key and stored bytes of every chunk in a listed pack, sorted by key, and the packs' bytes in
-    all, twins included."""
+    """Key and stored bytes of every chunk in a listed pack, sorted by key, and the total bytes
+    of the packs, twins included."""
     keys, sizes, total = [], [], 0
     for pack in handle.log.state.packs.values():
         table = footers.read_table(handle.storage, pack.id, metadata=pack.metadata)

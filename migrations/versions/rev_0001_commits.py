@@ -1,4 +1,5 @@
-"""Commits, their parents, metrics and trees, tags, packs, and the leaves of schemas."""
+"""Create the tables of commits, their parents, metrics and trees, tags, packs, and the leaves of
+schemas."""
 
 import sqlalchemy as sa
 from alembic import op

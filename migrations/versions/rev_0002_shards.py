@@ -1,4 +1,4 @@
-"""Which rank wrote which box of which leaf."""
+"""Add the table of shards: which rank wrote which box of which leaf."""
 
 import sqlalchemy as sa
 from alembic import op

@@ -1,4 +1,4 @@
-"""A copy of every log entry, for `ckptstore repair`."""
+"""Add a copy of every log entry, for `ckptstore repair`."""
 
 import sqlalchemy as sa
 from alembic import op
@@ -9,7 +9,7 @@ down_revision = "0002"
 
 
 def upgrade() -> None:
-    """Entries that were folded before have no copy until `ckptstore reindex`."""
+    """Entries folded before have no copy until `ckptstore reindex`."""
     op.create_table(
         "entries",
         sa.Column(

@@ -1,4 +1,4 @@
-"""The catalog folds the log into tables, whoever folds it and in whatever portions."""
+"""The catalog folds the log into tables, in portions of any size."""
 
 import math
 import multiprocessing

@@ -1,7 +1,6 @@
-"""Whatever happens to the chunk index's files, a process lives on and finds either the right place
-or none.
+"""Any damage to the chunk index's files leaves the process alive, with correct locations or none.
 
-What might end the process runs in another one, which says at its end that it got there.
+Checks that might kill the process run in another one, which reports at its end.
 """
 
 import os

@@ -1,4 +1,4 @@
-"""The chunk index says where each chunk lies, from any number of threads and processes."""
+"""The chunk index locates each chunk, from any number of threads and processes."""
 
 import multiprocessing
 import os
@@ -147,7 +147,7 @@ def test_a_chunk_of_several_packs_is_found_until_the_last_of_them_is_dropped(
         assert index.indexed() == set()
 
 
-def test_it_does_what_a_dictionary_would(index: ChunkIndex, seed: int) -> None:
+def test_it_behaves_like_a_dictionary(index: ChunkIndex, seed: int) -> None:
     rng, packs = random.Random(seed), dict[int, npt.NDArray[np.void]]()
     chunks = footer(400, seed)
     for number in range(1, 60):
@@ -246,7 +246,7 @@ def test_a_forked_child_opens_its_own_environment(index: ChunkIndex) -> None:
     assert_found(index, 2, footer(500, 2))
 
 
-def test_a_million_chunks_go_in_and_are_found_in_seconds(tmp_path: Path) -> None:
+def test_a_million_chunks_are_added_and_found_in_seconds(tmp_path: Path) -> None:
     table = footer(1_000_000, 1)
     wanted = ids(table)
     with closing(ChunkIndex.open(tmp_path / "chunks.lmdb", STORE)) as index:

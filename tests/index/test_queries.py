@@ -1,4 +1,4 @@
-"""Refs are resolved and sums are right, whoever holds the connection."""
+"""Refs are resolved and sums are right, through either connection."""
 
 import math
 import subprocess
@@ -109,7 +109,7 @@ REFUSED: list[tuple[str | int, type[CkptStoreError], str]] = [
 
 
 @pytest.mark.parametrize(("ref", "error", "words"), REFUSED, ids=str)
-def test_what_is_not_there_is_refused_with_what_is(
+def test_an_unknown_ref_is_refused_with_near_names(
     queries: Queries, ref: str | int, error: type[CkptStoreError], words: str
 ) -> None:
     with pytest.raises(error, match=words):

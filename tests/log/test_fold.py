@@ -1,4 +1,4 @@
-"""What each kind of entry demands of the state, and what it does to it."""
+"""The demands of each kind of entry on the state, and its effects."""
 
 from typing import Any
 

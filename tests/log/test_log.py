@@ -1,5 +1,4 @@
-"""The log loses nothing and forks never: not with many writers, not with answers that get lost, not
-unnoticed when damaged."""
+"""The log loses nothing and never forks: with many writers, lost answers, or damage."""
 
 import multiprocessing
 import random
@@ -42,7 +41,7 @@ def storage(request: pytest.FixtureRequest, tmp_path: Path) -> Storage:
     return open_storage(tmp_path / "store", fsync=False)
 
 
-def test_what_is_appended_is_replayed_by_everybody(storage: Storage) -> None:
+def test_appended_entries_are_replayed_by_every_process(storage: Storage) -> None:
     log = open_log(storage)
     appended = [log.append(commit(i)) for i in range(1, 41)]
     log.append(Tag("best", commit_id(7), frozenset({7})))
@@ -64,7 +63,7 @@ def test_an_entry_is_refused_before_anything_is_written(storage: Storage) -> Non
     assert log.append(commit(2)).n == 2
 
 
-def test_a_body_that_nobody_could_read_is_refused(storage: Storage) -> None:
+def test_a_body_without_a_decodable_encoding_is_refused(storage: Storage) -> None:
     log = open_log(storage)
     for body in (commit(1, run="a/../b"), commit(1, leaves=-1), Settings((("a", 2**60),))):
         with pytest.raises(InvalidInput):
@@ -100,7 +99,6 @@ def test_the_race_for_one_number_has_one_winner_and_the_loser_takes_the_next(
 
 
 # -- answers that get lost
-# ----------------------------------------------------------------------------------------------------------
 
 
 def failing(times: int, *, created: bool) -> Callable[[Create, str, bytes], bool]:
@@ -193,7 +191,6 @@ def test_storage_that_loses_an_entry_others_have_seen_is_noticed_before_it_is_ac
 
 
 # -- many writers
-# -------------------------------------------------------------------------------------------------------------------
 
 
 def append_many(root: str, count: int, timeout_s: float) -> None:
@@ -239,7 +236,6 @@ def test_threads_that_share_a_log_lose_nothing(storage: Storage) -> None:
 
 
 # -- damage
-# -------------------------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -330,7 +326,6 @@ def test_a_moved_log_refuses_appends_until_it_is_opened_as_the_next_generation(r
 
 
 # -- reading
-# ------------------------------------------------------------------------------------------------------------------------
 
 
 def test_entries_are_read_from_where_the_reader_stands(storage: Storage) -> None:
@@ -421,7 +416,7 @@ def test_an_append_to_a_bucket_reads_an_entry_of_others_once() -> None:
     assert read.count(log_key(3)) == 1, "it may be gone since"
 
 
-def test_who_lost_a_race_for_a_number_reads_the_winner_once_and_looks_once_for_the_next() -> None:
+def test_the_loser_of_a_race_reads_the_winner_once_and_looks_up_the_next_once() -> None:
     storage = open_storage(f"memory://{uuid4()}")
     rival, done = open_log(storage), list[tuple[str, str]]()
 
@@ -455,7 +450,7 @@ def test_who_lost_a_race_for_a_number_reads_the_winner_once_and_looks_once_for_t
     ]
 
 
-def test_who_was_passed_more_often_waits_less_and_nobody_for_long() -> None:
+def test_a_writer_passed_more_often_waits_less_and_no_wait_is_long() -> None:
     waits_s = [pause_s(0.1, passed, 1.0) for passed in range(100)]
     assert waits_s == sorted(waits_s, reverse=True)
     assert waits_s[0] <= 8 * 0.1 and waits_s[31] < 2 * 0.1 and waits_s[-1] > 0.0
@@ -463,7 +458,7 @@ def test_who_was_passed_more_often_waits_less_and_nobody_for_long() -> None:
     assert max(pause_s(60.0, passed, 1.0) for passed in range(100)) <= 2.0
 
 
-def test_who_comes_back_at_once_lets_those_through_that_it_met_and_nobody_else_waits() -> None:
+def test_only_a_writer_that_returns_at_once_waits_for_those_that_passed_it() -> None:
     crowded = Met(passed=20, attempt_s=0.1, ended_s=100.0)
     assert crowded.pause_s(100.0, 1.0) == pytest.approx(1.0)
     assert crowded.pause_s(102.5, 1.0) == 0.0, "they are through"

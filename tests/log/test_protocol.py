@@ -1,12 +1,11 @@
-"""No interleaving of writers and gc loses a chunk, and each check that is taken away does lose
-one."""
+"""No interleaving of writers and gc loses a chunk, and removing any check does lose one."""
 
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 
-from ckptstore.log import fold
+from ckptstore.log import admission
 from tests.log.model.explore import explore
 from tests.log.model.world import Scope
 
@@ -102,7 +101,7 @@ def test_each_check_that_is_taken_away_loses_a_chunk(
     broken: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     scope, check, without = BROKEN[broken]
-    monkeypatch.setattr(fold, check, without(getattr(fold, check)))
+    monkeypatch.setattr(admission, check, without(getattr(admission, check)))
     result = explore(scope, NO_LIMIT)
     assert result.lost
     assert result.path

@@ -1,5 +1,5 @@
-"""Segments let a host read a long log in few requests, and are believed only as far as the log's
-own entries bear them out."""
+"""Segments let a host read a long log in few requests, and are trusted only if they match the
+log's entries."""
 
 import secrets
 from collections.abc import Callable, Iterator
@@ -147,7 +147,7 @@ def test_entries_whose_chain_is_broken_make_no_segment(filled: Storage) -> None:
         decode_segment(encode_segment(entries), SEGMENT_ENTRIES, STORE)
 
 
-def test_whoever_knows_but_the_last_entries_reads_the_rest_of_the_segment(
+def test_a_host_that_lacks_only_the_last_entries_reads_no_segment(
     tmp_path: Path, filled: Storage
 ) -> None:
     storage = bucket()

@@ -1,4 +1,4 @@
-"""Sessions beat while their writer lives, stop when it says so, and are not confused by a fork."""
+"""Sessions write heartbeats while their writer lives, stop when it ends, and handle forks."""
 
 import multiprocessing
 import os
@@ -67,7 +67,7 @@ class Beats(Wrapped):
             assert self.changed.wait_for(lambda: self.puts >= puts, timeout=60)
 
 
-def test_a_session_says_who_it_is(storage: Storage) -> None:
+def test_a_session_file_names_its_host_process_and_work(storage: Storage) -> None:
     opened = open_session(storage, "commit")
     info = only(storage)
     assert (info.id, info.what, info.pid, info.host) == (

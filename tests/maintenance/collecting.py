@@ -1,5 +1,5 @@
-"""Small stores to forget in and collect, and the objects that lie in them. A store may be given by
-its directory."""
+"""Small stores for tests of forget and gc, and the objects in them. A store may be given by its
+directory."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager

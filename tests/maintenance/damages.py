@@ -100,7 +100,6 @@ def good_in_copy(place: Path, states: States, *, index: bool) -> frozenset[Commi
 
 
 # -- damage
-# -------------------------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)

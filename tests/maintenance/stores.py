@@ -1,4 +1,4 @@
-"""A tiny store with everything in it: two runs, tags, metrics, shared chunks, a forgotten commit;
+"""A tiny store with all features: two runs, tags, metrics, shared chunks, a forgotten commit;
 and ways to damage it."""
 
 import shutil

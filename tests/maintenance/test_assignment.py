@@ -1,4 +1,4 @@
-"""Which pack each live chunk counts for, against a model of sets."""
+"""The assignment of each live chunk to a pack, against a model of sets."""
 
 import numpy as np
 from hypothesis import given

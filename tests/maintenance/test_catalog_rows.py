@@ -1,5 +1,4 @@
-"""A row of the catalog that cannot be what it says: the query answers all the same, from a catalog
-that was made anew."""
+"""An invalid row of the catalog: the query is still answered, from a rebuilt catalog."""
 
 import sqlite3
 from collections.abc import Iterator

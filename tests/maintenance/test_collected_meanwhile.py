@@ -1,5 +1,4 @@
-"""Others collect between any two looks of `fsck`, and between the plan of `repair` and what it
-does: what they took is no damage."""
+"""A gc between two steps of `fsck` or `repair`: removed objects are not reported as damage."""
 
 from collections.abc import Callable
 from pathlib import Path

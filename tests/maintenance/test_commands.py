@@ -1,4 +1,4 @@
-"""fsck, repair, reindex and doctor as commands: what they print and the code they leave with."""
+"""fsck, repair, reindex and doctor as commands: output and exit code."""
 
 import json
 from pathlib import Path

@@ -1,5 +1,5 @@
-"""`repair` never costs a commit: whatever is damaged, what restored before restores afterwards, and
-nothing restores as something else."""
+"""`repair` never costs a commit: what restored before any damage handling restores afterwards,
+unchanged."""
 
 import os
 import shutil

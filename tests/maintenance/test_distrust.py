@@ -1,5 +1,5 @@
-"""Damage that was seen: nothing that is committed afterwards relies on it, and what is committed
-again heals what is older."""
+"""After damage was seen, new commits do not rely on it, and committing a state again heals older
+commits."""
 
 import os
 import subprocess
@@ -86,7 +86,7 @@ def test_a_state_that_is_committed_again_after_its_restore_failed_is_written_aga
         assert_equal(again.checkout(2).state_dict(), state(2))
 
 
-def test_a_run_that_is_repeated_from_an_older_commit_does_not_rely_on_the_damage_that_resume_passed_over(
+def test_a_run_repeated_from_an_older_commit_does_not_rely_on_damage_that_resume_skipped(
     store: Path,
 ) -> None:
     damage(store)

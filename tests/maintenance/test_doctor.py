@@ -1,5 +1,4 @@
-"""doctor says what a place can do and what is in the way, with a next step for everything that is
-not fine."""
+"""doctor reports the abilities of a place and its problems, each with a next step."""
 
 from dataclasses import replace
 from pathlib import Path

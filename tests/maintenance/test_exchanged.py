@@ -1,5 +1,5 @@
-"""A store that is moved, put back or exchanged while a process has it open: nothing is acknowledged
-that cannot be read afterwards."""
+"""A store moved, restored or replaced while a process has it open: only readable commits are
+acknowledged."""
 
 import shutil
 import subprocess

@@ -1,4 +1,4 @@
-"""Forget and undelete on a store: what goes, what may not go, what comes back."""
+"""Forget and undelete: what is removed, what is pinned, what is restored."""
 
 from pathlib import Path
 

@@ -1,5 +1,4 @@
-"""fsck finds what is wrong at the level that says so, names it, and leaves a whole store in
-peace."""
+"""fsck finds each problem at its level, names it, and reports nothing for a sound store."""
 
 import sqlite3
 from pathlib import Path
@@ -190,7 +189,7 @@ def test_an_amount_of_data_is_parsed(text: str, share: Share) -> None:
 
 
 @pytest.mark.parametrize("text", ["", "%", "-5%", "101%", "0", "nan", "G", "5x", "inf"])
-def test_what_is_no_amount_of_data_is_refused(text: str) -> None:
+def test_an_invalid_amount_of_data_is_refused(text: str) -> None:
     with pytest.raises(InvalidInput):
         parse_share(text)
 

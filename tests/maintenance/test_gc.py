@@ -1,8 +1,8 @@
-"""gc on real stores, wherever they lie: what dies, what moves, what waits, and that a plan is what
-a run does."""
+"""gc on real stores: what is deleted, copied or kept waiting, and that a run executes its plan."""
 
 import os
 from pathlib import Path
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -72,7 +72,7 @@ def test_gc_comes_to_rest(place: Site) -> None:
     assert not runs[1].doomed
 
 
-def test_the_metadata_and_its_twins_go_together(place: Site) -> None:
+def test_dead_metadata_packs_are_deleted_with_their_twins(place: Site) -> None:
     make(place, 6, forget=[0, 1, 2, 3])
     collected(place)
     with opened(place) as handle:
@@ -107,7 +107,8 @@ def test_of_a_chunk_in_two_packs_one_copy_dies(place: Site) -> None:
             first = size_of(place)
             assert len(handle.log.replay().packs) == 2
         # As if it had looked before the other one was done.
-        two._handle.objects.locate = lambda ids: np.zeros(len(ids) // 32, LOCATION_DTYPE)  # type: ignore[method-assign]
+        unknown = Mock(side_effect=lambda ids: np.zeros(len(ids) // 32, LOCATION_DTYPE))
+        two._handle.objects.locate = unknown  # type: ignore[method-assign]
         two.commit(state_of(1), step=1)
     assert size_of(place) > 1.9 * first
     collected(place)
@@ -134,7 +135,6 @@ def test_max_unused_leaves_a_little_dead_where_it_is(place: Site) -> None:
 
 
 # -- sessions
-# -----------------------------------------------------------------------------------------------------------------------
 
 
 def test_what_a_session_in_flight_may_reuse_is_freed_when_it_ends(place: Site) -> None:
@@ -159,7 +159,7 @@ def test_what_a_session_in_flight_may_reuse_is_freed_when_it_ends(place: Site) -
     assert size_of(place) == before - plan.freed_now_bytes - later[session.id,]
 
 
-def test_an_impatient_gc_waits_for_nobody(place: Site) -> None:
+def test_a_forced_gc_waits_for_no_session(place: Site) -> None:
     make(place, 6, forget=[0, 1, 2])
     with opened(place) as handle, open_session(handle.storage, "commit"):
         report = collect(handle, GcOptions(0.0, force=True))
@@ -264,7 +264,6 @@ def test_foreign_files_are_left_alone(place: Site) -> None:
 
 
 # -- others at work meanwhile
-# -------------------------------------------------------------------------------------------------------
 
 
 class During:
@@ -342,7 +341,6 @@ def test_a_reader_that_holds_a_snapshot_finds_chunks_that_moved(place: Site) -> 
 
 
 # -- damage
-# -------------------------------------------------------------------------------------------------------------------------
 
 
 def metadata_packs(place: Path) -> list[str]:

@@ -1,5 +1,4 @@
-"""The log grows with the number of commits, and an entry of it does not: what a commit says does
-not depend on how many came before."""
+"""The size of a log entry does not depend on the number of commits before it."""
 
 from pathlib import Path
 

@@ -1,5 +1,5 @@
-"""A store is untrusted input: no name leads out of it, no link is followed, no number is believed
-before it is checked."""
+"""A store is untrusted input: names cannot escape it, links are not followed, numbers are
+checked."""
 
 import json
 import os

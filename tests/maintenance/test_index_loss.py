@@ -1,5 +1,5 @@
-"""Indexes are caches: deleted, cut, replaced by an old copy or another store's, also beneath a
-store that is open, nothing is lost."""
+"""Losing indexes loses nothing: deleted, truncated, outdated or foreign ones, even under an open
+store."""
 
 import os
 import shutil

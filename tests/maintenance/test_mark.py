@@ -1,5 +1,4 @@
-"""The mark on made-up stores: what it finds live, against sets; what it takes, on a million
-chunks."""
+"""The mark on synthetic stores: live chunks against sets, and the cost of a million chunks."""
 
 import subprocess
 import sys

@@ -1,5 +1,5 @@
-"""Others in the same store: stopped ones block nobody, forked ones share nothing, and hosts meet in
-the log alone."""
+"""Other processes and hosts in one store: stopped ones block nobody, and forked ones share
+nothing."""
 
 import os
 import shutil

@@ -1,5 +1,5 @@
-"""Whatever lies in place of a stored file, an answer comes at once and in words: nothing is waited
-for, nothing too large is read."""
+"""Odd files in place of stored objects: an error comes at once, without blocking or oversized
+reads."""
 
 import os
 import resource

@@ -1,4 +1,4 @@
-"""reindex makes both indexes from log and footers alone, and they say what they said before."""
+"""reindex rebuilds both indexes from log and footers, with the same content."""
 
 from pathlib import Path
 

@@ -146,7 +146,7 @@ def test_a_lost_log_entry_comes_from_the_catalog(store: Path, n: int) -> None:
     path.unlink()
     done = heal(store)
     assert isinstance(done.applied[0], PutBack)
-    assert done.applied[0].mended.origin == "the catalog's copy"
+    assert done.applied[0].recovered.origin == "the catalog's copy"
     assert path.read_bytes() == whole
     assert_whole(store)
 
@@ -207,7 +207,7 @@ def test_a_store_that_was_set_back_on_purpose_goes_on_after_reindex(store: Path)
         assert [info.step for info in opened.log()] == [7, 2, 1, 0]
 
 
-def test_a_damaged_document_is_mended_from_its_own_bytes_or_a_mirror(
+def test_a_damaged_document_is_recovered_from_its_own_bytes_or_a_mirror(
     store: Path, tmp_path: Path
 ) -> None:
     mirror = copy_of(store, tmp_path / "mirror")
@@ -225,7 +225,7 @@ def test_a_damaged_document_is_mended_from_its_own_bytes_or_a_mirror(
     assert_whole(store)
 
 
-def test_what_verifies_is_saved_from_a_damaged_pack(large: Path) -> None:
+def test_verified_chunks_are_saved_from_a_damaged_pack(large: Path) -> None:
     pack = max(packs_of(large, metadata=False), key=lambda pack: pack.chunks)
     assert pack.chunks > 3
     flip(large / pack_key(pack.id), 70_000)
@@ -328,7 +328,7 @@ def test_a_damaged_config_is_written_again_exactly(store: Path) -> None:
 
 
 @pytest.mark.parametrize("codec", ["raw", "zstd"])
-def test_a_lost_config_is_concluded_from_the_rest(tmp_path: Path, codec: str) -> None:
+def test_a_lost_config_is_inferred_from_the_rest(tmp_path: Path, codec: str) -> None:
     store = make_store(tmp_path / "store", codec=codec, states=large_state)
     path = store / "ckptstore.json"
     whole = path.read_bytes()
@@ -345,7 +345,7 @@ def test_a_lost_config_is_concluded_from_the_rest(tmp_path: Path, codec: str) ->
             assert_restores(opened, step, step, large_state)
 
 
-def test_an_index_that_lies_is_made_anew(store: Path) -> None:
+def test_an_index_that_disagrees_is_rebuilt(store: Path) -> None:
     import sqlite3
 
     with sqlite3.connect(store / "index" / "catalog.sqlite") as connection:
@@ -370,7 +370,7 @@ def test_a_segment_of_the_log_gives_back_an_entry_and_is_set_aside_when_it_is_da
     storage.delete(log_key(7))
     shutil.rmtree(tmp_path)  # the catalog has copies, too
     (action,) = heal(place).applied
-    assert isinstance(action, PutBack) and action.mended.origin == "a segment of the log"
+    assert isinstance(action, PutBack) and action.recovered.origin == "a segment of the log"
     assert storage.read(log_key(7)) == lost
     storage.put(segment, storage.read(segment)[:-1])
     (finding,) = check(place).findings

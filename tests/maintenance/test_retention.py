@@ -1,4 +1,4 @@
-"""Retention: which policy keeps which commit, and why."""
+"""Retention: the commits that each policy keeps, with the reasons."""
 
 from collections.abc import Sequence
 from dataclasses import replace

@@ -1,5 +1,5 @@
-"""A private store is its owner's alone: every file and directory, in it and in the host's cache,
-whoever makes it with whatever umask."""
+"""Every file and directory of a private store, and of its caches, belongs to its owner alone,
+whatever the umask."""
 
 import os
 import subprocess

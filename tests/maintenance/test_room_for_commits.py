@@ -1,5 +1,5 @@
-"""A disk of 64 MiB that fills up under a trainer: warned in time, told what is missing and what
-would free it, or freed by the commit."""
+"""A trainer fills a disk of 64 MiB: it is warned in time, told what would free space, or the
+commit frees it."""
 
 import logging
 import re

@@ -1,5 +1,5 @@
-"""Packs that changed places: the bytes are all there, so every reader finds them again, and whoever
-sees the index disagree says so."""
+"""Packs whose files were swapped: every reader finds the bytes, and fsck reports the disagreeing
+index."""
 
 from pathlib import Path
 

@@ -1,5 +1,4 @@
-"""Where a store lies, of each kind that there is, and the hosts that open it: each has a cache
-directory of its own."""
+"""Stores in every kind of place, and hosts that open them, each with its own cache directory."""
 
 import os
 import secrets

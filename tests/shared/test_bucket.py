@@ -1,4 +1,4 @@
-"""A bucket and nothing else is a store for any number of hosts."""
+"""A bucket alone is a store for any number of hosts."""
 
 import shutil
 import threading

@@ -1,5 +1,5 @@
-"""Copies of one store that go different ways, used by one host: what it knows of the one is not
-believed of the other."""
+"""Diverging copies of one store, used by one host: caches of one copy are not used for the
+other."""
 
 from pathlib import Path
 

@@ -1,5 +1,5 @@
-"""Credentials are in nothing that is written or said: objects, rows, caches, logs, output, errors
-and what caused them."""
+"""Credentials appear nowhere: not in objects, rows, caches, logs, output, errors or their
+causes."""
 
 import json
 import logging
@@ -75,7 +75,7 @@ def everything_written(site: Site, folder: Path, postgres: PostgresServer) -> di
     return written
 
 
-def test_nothing_that_is_written_or_logged_tells_who_we_are(
+def test_nothing_written_or_logged_holds_credentials(
     site: Site,
     server: S3Server,
     postgres: PostgresServer,
@@ -117,7 +117,7 @@ def test_nothing_that_is_written_or_logged_tells_who_we_are(
             assert_untold(data, key, server)
 
 
-def test_no_command_says_who_we_are(site: Site, server: S3Server, tmp_path: Path) -> None:
+def test_no_command_shows_credentials(site: Site, server: S3Server, tmp_path: Path) -> None:
     with site.open(tmp_path / "host") as store:
         store.commit(state_of(1), step=1)
     environment = {
@@ -217,7 +217,7 @@ def failing(
     }
 
 
-def test_no_error_and_no_cause_of_one_says_who_we_are(
+def test_no_error_and_no_cause_holds_credentials(
     site: Site,
     server: S3Server,
     postgres: PostgresServer,

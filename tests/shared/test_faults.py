@@ -1,5 +1,5 @@
-"""A network that fails in every way: a commit is durable or says `Unavailable` in time, and nothing
-is torn or lost."""
+"""A failing network: a commit is durable or raises `Unavailable` in time; nothing is torn or
+lost."""
 
 import os
 import threading

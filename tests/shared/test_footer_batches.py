@@ -1,5 +1,5 @@
-"""A host without a cache reads the footers of many packs from few objects, and believes none that
-is not the pack's."""
+"""A host without a cache reads the footers of many packs from few objects, and rejects footers
+that do not match."""
 
 import secrets
 from collections import Counter
@@ -110,7 +110,7 @@ def test_an_index_that_is_made_anew_is_made_from_the_packs_themselves(
 
 
 @pytest.mark.parametrize("data", [b"", b"x", b"0" * 64 + b"\n"])
-def test_what_is_no_batch_is_corrupt(data: bytes) -> None:
+def test_an_invalid_batch_is_corrupt(data: bytes) -> None:
     with pytest.raises(Corrupt):
         decode_batch(data)
 

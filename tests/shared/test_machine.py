@@ -1,5 +1,5 @@
-"""Any order of commits, checkouts, tags, forgetting, collecting, crashes, reopening and lost
-caches, by two hosts, against a dict."""
+"""Random commits, checkouts, tags, gcs, crashes, reopenings and lost caches, by two hosts,
+against a dict."""
 
 import os
 import shutil

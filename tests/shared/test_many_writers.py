@@ -1,4 +1,4 @@
-"""Thirty-two writers append to one log at once: nobody starves."""
+"""Thirty-two concurrent writers append to one log, and none starves."""
 
 import json
 import random

@@ -219,7 +219,6 @@ def test_what_postgresql_cannot_store_is_refused_by_name(local: Site, host: Path
 
 
 # -- moving, losing and finding again
-# ----------------------------------------------------------------------------------------------
 
 
 def test_a_log_moves_into_a_database_and_back(
@@ -356,7 +355,6 @@ def test_a_turn_that_is_lost_before_the_append_is_done_without(
 
 
 # -- a server that dies
-# ------------------------------------------------------------------------------------------------------------
 
 
 def kill_under_writers(tmp_path: Path, writers: int, kills: int) -> None:
@@ -455,8 +453,8 @@ def test_a_server_that_refuses_for_good_is_not_asked_until_the_deadline(
 ) -> None:
     nobody = postgres.url("none").replace(f"trainer:{PASSWORD}@", f"nobody:{PASSWORD}@")
     for index, says in (
-        (postgres.url("none"), "make the database first"),
-        (nobody, "see to user and password"),
+        (postgres.url("none"), "create the database first"),
+        (nobody, "check user, password"),
     ):
         started = time.monotonic()
         with pytest.raises(InvalidInput, match=says):

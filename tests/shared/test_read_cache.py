@@ -1,5 +1,5 @@
-"""What was read from a bucket is kept on this host's disk: within a limit, never believed, shared
-by processes, no loss when it fails."""
+"""The read cache of a bucket on the host's disk: limited, verified, shared by processes, and
+harmless if it fails."""
 
 import os
 import secrets

@@ -1,5 +1,5 @@
-"""Two hosts commit and collect in one store, over cables that may be unplugged in the middle of a
-commit: nothing is lost, nothing torn."""
+"""Two hosts commit and collect in one store while network links fail in mid commit: nothing is
+lost or torn."""
 
 import json
 import os

@@ -1,5 +1,4 @@
-"""Any order of commits, checkouts, tags, forgetting, collecting, crashes and reopening, by two
-writers, against a dict."""
+"""Random commits, checkouts, tags, gcs, crashes and reopenings, by two writers, against a dict."""
 
 import os
 import tempfile

@@ -1,5 +1,5 @@
-"""Many processes commit, restore, forget and collect in one store: what is retained restores, and
-nobody waits long for others."""
+"""Many processes commit, restore, forget and collect in one store: retained commits restore, and
+no process waits long."""
 
 from collections.abc import Sequence
 from pathlib import Path

@@ -1,5 +1,5 @@
-"""A thread writes to a state while it is committed: the state may be torn, the store may not. Every
-chunk's bytes are those of its id."""
+"""A thread writes to a state during its commit: the state may be torn, but every chunk matches
+its id."""
 
 import itertools
 import threading

@@ -69,7 +69,9 @@ def _look(place: Path, runs: int, nursery: Nursery, seed: int, *, churners: int)
     )
 
 
-def test_upkeep_beside_writers_raises_no_alarm(scratch: Path, nursery: Nursery, seed: int) -> None:
+def test_maintenance_beside_writers_raises_no_false_alarm(
+    scratch: Path, nursery: Nursery, seed: int
+) -> None:
     _look(scratch / "store", FEW, nursery, seed, churners=2)
 
 

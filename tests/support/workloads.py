@@ -95,7 +95,7 @@ def checkpoint(store: Store) -> None:
     """What a thread of its own does otherwise: a tracer counts the calls of each thread, and would
     strike the first to make so many."""
     log_of_store = store._handle.log
-    log_of_store._write_checkpoint(log_of_store.replay())
+    log_of_store.saved.write_checkpoint(log_of_store.replay())
 
 
 def gc(store: Store) -> None:

@@ -1,4 +1,4 @@
-"""Where a chunk lies: the footers of the store's packs, folded into LMDB on this host."""
+"""The chunk index: the footers of the store's packs, folded into LMDB on this host."""
 
 from ckptstore.index.chunks.index import ChunkIndex
 from ckptstore.index.chunks.records import LOCATION_DTYPE, Locations

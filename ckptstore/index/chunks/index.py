@@ -1,12 +1,12 @@
-"""The chunk index of one store on one host.
+"""The chunk index of one store on one host: chunk id to location.
 
-A cache: everything in it can be read again from the packs, so damage, a full disk or a place that
-cannot be written never raise here. What the disk does not take stays in this process's memory; what
-is damaged is thrown away, `indexed()` says so, and the caller adds the packs again. Nothing is
-synced, so a file from before the last boot counts as damaged. A file is checked before it is
-mapped, and its size before each use: a page missing below a mapping would end the process.
+It is a cache that can be rebuilt from the packs, so damage, a full disk or an unwritable directory
+never raise. Records that cannot be written stay in memory. A damaged file is discarded, `indexed()`
+says so, and the caller adds the packs again. Nothing is synced, so a file from before the last boot
+counts as damaged. A file is checked before it is mapped, and its size before each use: a missing
+page below a mapping would kill the process.
 
-Writers of all processes take turns by a lock on `<path>.lock`. Threads may share an index; a child
+A lock on `<path>.lock` serializes the writers of all processes. Threads may share an index; a child
 process opens its own.
 """
 
@@ -59,7 +59,7 @@ from ckptstore.storage.file_lock import file_lock
 _FORMAT = 1
 _BATCH = 65536
 _FEW = 64
-"""So many ids are looked up in any order: sorting them would cost more than it saves."""
+"""Up to this many ids are looked up unsorted: sorting them would cost more than it saves."""
 _LOCK_TIMEOUT_S = 2.0
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 _DISK_REFUSES = {errno.ENOSPC, errno.EDQUOT, errno.EIO}
@@ -67,7 +67,7 @@ _T = TypeVar("_T")
 
 
 class ChunkIndex:
-    """Locations of chunks by id; `open` makes one."""
+    """Locations of chunks by id. Use `open` to get one."""
 
     def __init__(self, path: Path, store: StoreId, map_bytes: int, lock_timeout_s: float) -> None:
         self._path, self._store, self._seed = path, store, seed_of(store)
@@ -87,8 +87,8 @@ class ChunkIndex:
         map_bytes: int = MAP_BYTES,
         lock_timeout_s: float = _LOCK_TIMEOUT_S,
     ) -> "ChunkIndex":
-        """The index of `store` in the folder `path`, made anew if it is absent, damaged, of another
-        store or from before the last boot.
+        """Open the index of `store` in the folder `path`; create it if it is absent, damaged, of
+        another store or from before the last boot.
 
         `map_bytes` is address space, not disk; it grows.
         """
@@ -98,7 +98,8 @@ class ChunkIndex:
 
     @property
     def on_disk(self) -> bool:
-        """Whether there is a file; else everything is in memory and gone when the process ends."""
+        """Whether there is a file; otherwise the index is in memory and lost when the process
+        ends."""
         return self._current() is not None
 
     def get_many(self, ids: bytes) -> Locations:
@@ -120,14 +121,13 @@ class ChunkIndex:
         return {n: packs[n] for n in numbers if n in packs}
 
     def indexed(self) -> set[int]:
-        """The numbers of the packs that are wholly in the index. Falls back to none after
-        damage."""
+        """The numbers of the packs that are completely indexed; none after damage."""
         return set(self._packs())
 
     def add_pack(self, number: int, pack: PackId, table: npt.NDArray[np.void]) -> None:
         """Index the chunks of a pack, whose footer is `table`, rows of `FOOTER_DTYPE`. Idempotent.
 
-        A chunk that several packs hold is found in the one added last.
+        A chunk in several packs is found in the one added last.
         """
         ids = np.ascontiguousarray(table["chunk"])
         order = sorted_order(ids)
@@ -145,22 +145,22 @@ class ChunkIndex:
                 self._memory.add(number, pack, ids, rows)
 
     def drop_packs(self, numbers: Iterable[int]) -> None:
-        """Forget packs; their chunks are found in the other packs that hold them. Reads the whole
-        index once."""
+        """Remove packs; their chunks are found in other packs that hold them. Reads the whole index
+        once."""
         gone = set(numbers)
         with self._lock:
             self._memory.drop(gone)
             self._write(lambda env, txn: lmdb_writes.remove(env, txn, gone))
 
     def reset(self) -> None:
-        """Forget everything: for `reindex`, and for a caller that finds no trace of a chunk
-        although every pack is said to be indexed."""
+        """Clear the index: for `reindex`, and for a caller that finds a chunk missing although
+        every pack is indexed."""
         with self._lock:
             self._memory = MemoryRecords()
             self._open(anew=True)
 
     def close(self) -> None:
-        """Let go of the file; nothing is found from now on. The last index of the process on a path
+        """Close the index; nothing is found afterwards. The last index of the process on a path
         closes its environment."""
         with self._lock:
             self._closed = True
@@ -198,7 +198,7 @@ class ChunkIndex:
             rows = [(int.from_bytes(key), row) for key, row in txn.cursor(env.packs)]
             packs = {number: decode_pack(self._seed, number, row) for number, row in rows}
             if None in packs.values():
-                raise lmdb_check.Damaged(f"{self._path} lists a pack that cannot be")
+                raise lmdb_check.Damaged(f"{self._path} lists an invalid pack")
             self._packs_at = txn.id(), {number: pack for number, pack in packs.items() if pack}
         return True
 
@@ -213,7 +213,8 @@ class ChunkIndex:
         return done is not None
 
     def _read(self, env: LmdbEnvironment, work: Work[_T]) -> _T | None:
-        """What `work` finds, or None if the file turns out to be damaged; it is made anew then."""
+        """The result of `work`, or None if the file turns out to be damaged; it is then
+        recreated."""
         try:
             return env.read(work)
         except UNSOUND:
@@ -221,7 +222,7 @@ class ChunkIndex:
             return None
 
     def _write(self, work: Work[_T]) -> _T | None:
-        """What `work` gives, or None if the disk cannot take it."""
+        """The result of `work`, or None if the disk cannot take the write."""
         for _ in range(2):
             env = self._current()
             if not env:
@@ -244,7 +245,7 @@ class ChunkIndex:
         return self._path.with_name(self._path.name + ".lock")
 
     def _current(self) -> LmdbEnvironment | None:
-        """The environment that the path leads to now, opened if need be."""
+        """The environment at the path, opened if necessary."""
         with self._lock:
             if not self._closed and (self._env is None or self._env.replaced()):
                 self._open()
@@ -258,8 +259,8 @@ class ChunkIndex:
                 self._open(anew=not env.replaced())
 
     def _open(self, *, anew: bool = False) -> None:
-        """Take the file if it is sound, else or with `anew` make another; `_env` stays None where
-        neither can be."""
+        """Open the file if it is sound; otherwise, or with `anew`, create one. `_env` stays None if
+        neither works."""
         self._release()
         try:
             make_directories(self._path.parent)
@@ -277,8 +278,8 @@ class ChunkIndex:
             return
 
     def _sound(self) -> bool:
-        """Whether the file is this store's, of this boot, and nothing in it could bring liblmdb
-        down. Called with the file lock held."""
+        """Whether the file is of this store and boot, and safe for liblmdb. The caller holds the
+        file lock."""
         if is_open(self._path):
             return True
         try:
@@ -288,8 +289,8 @@ class ChunkIndex:
             return False
 
     def _make(self) -> None:
-        """Put an empty index in place of whatever is there. Processes that have the old one open
-        keep it until they look."""
+        """Put an empty index in place of any existing file. Processes that have the old one open
+        keep it until they check."""
         aside = self._path.with_name(f"{self._path.name}.{secrets.token_hex(8)}")
         with suppress(FileNotFoundError):
             self._path.rename(aside)
@@ -306,8 +307,8 @@ class ChunkIndex:
             release(env)
 
     def _after_fork(self) -> None:
-        """Locks may be held by threads that only the parent has, and the environment is the
-        parent's."""
+        """After a fork, locks may be held by threads of the parent, and the environment belongs to
+        the parent."""
         self._lock = threading.RLock()
         self._forked, self._closed = True, False
         self._env = None

@@ -1,11 +1,9 @@
-"""Whether an LMDB file can be given to liblmdb: every page that it could follow, checked against
-the file before it is mapped.
+"""Checking an LMDB file before liblmdb maps it: every page that liblmdb could follow is validated.
 
-liblmdb trusts its file and takes the process down with a page that lies. Nothing here trusts
-anything: sizes, page numbers, node offsets and the list of free pages are compared with what
-liblmdb assumes of them, a level of the tree at a time with numpy. Keys and values are not looked
-at: records carry checks of their own. The format is that of LMDB 0.9 (data version 1, 64 bits,
-little-endian; `mdb.c`); any other does not pass.
+liblmdb trusts its file, and a bad page crashes the process. This module trusts nothing: it compares
+sizes, page numbers, node offsets and the free list with liblmdb's assumptions, one tree level at a
+time with numpy. Keys and values are not checked, since records carry their own checksums. The
+format is that of LMDB 0.9 (data version 1, 64 bits, little-endian; `mdb.c`); any other fails.
 """
 
 import os
@@ -40,7 +38,7 @@ _Numbers = npt.NDArray[np.uint64]
 
 
 class Damaged(Exception):
-    """The file does not hold what liblmdb would take it to hold."""
+    """The file's content violates liblmdb's assumptions."""
 
 
 class _Tree(NamedTuple):
@@ -55,7 +53,7 @@ class _Tree(NamedTuple):
 
 
 class _Nodes(NamedTuple):
-    """The nodes of some pages: where each begins in the pages' bytes, and its header."""
+    """The nodes of some pages: the start of each in the pages' bytes, and its header."""
 
     at: npt.NDArray[np.int64]
     low: npt.NDArray[np.uint16]
@@ -67,8 +65,8 @@ class _Nodes(NamedTuple):
 def check(path: Path, sizes: dict[bytes, tuple[int, int] | None]) -> None:
     """Raise `Damaged` unless `path` is a sound LMDB file with exactly the databases `sizes`.
 
-    These are names, with the bytes of every key and value where all are alike. Nobody may write to
-    the file meanwhile. Raises `OSError` if the disk cannot read all of it.
+    `sizes` maps names to the bytes of every key and value, where these are fixed. There must be no
+    writer meanwhile. Raises `OSError` if the disk cannot read all of it.
     """
     try:
         page_bytes, free, main, pages = _open(path)
@@ -100,13 +98,14 @@ def _open(path: Path) -> tuple[int, _Tree, _Tree, _Pages]:
 
 
 def _read_through(file: BufferedReader) -> int:
-    """Read the rest of a file; returns its bytes. A page that the disk cannot give back raises
-    here; mapped, it would end the process."""
+    """Read the rest of a file and return its bytes. An unreadable page raises here; mapped, it
+    would kill the process."""
     left = os.fstat(file.fileno()).st_size - file.tell()
+    # A small index is opened often, and 8 MiB take a millisecond.
     buffer, total = (
         bytearray(min(max(left, 1), _BLOCK_PAGES * 4096)),
         0,
-    )  # a small index is opened often, and 8 MiB are a millisecond
+    )
     while got := file.readinto(buffer):
         total += got
     return total
@@ -122,7 +121,7 @@ def _meta(page: bytes, number: int) -> tuple[_Tree, _Tree, int, int]:
 
 
 class _Walk:
-    """One pass over everything that the newest meta page leads to; a page is met once."""
+    """One pass over every page reachable from the newest meta page; each page is visited once."""
 
     def __init__(self, pages: _Pages, page_bytes: int) -> None:
         self._pages, self._page_bytes = pages, page_bytes
@@ -158,8 +157,8 @@ class _Walk:
                 raise Damaged("a record does not have the size that all have")
 
     def free_pages(self, tree: _Tree) -> None:
-        """Check the database of free pages: lists of page numbers, descending, of pages that
-        nothing else uses."""
+        """Check the database of free pages: descending lists of page numbers that nothing else
+        uses."""
         for block, nodes in self._leaves(tree):
             if (nodes.key_bytes != 8).any() or (nodes.flags > _ELSEWHERE).any():
                 raise Damaged("the list of free pages is none")
@@ -197,7 +196,7 @@ class _Walk:
         return self._pages[first : first + count].reshape(-1)[_HEADER_BYTES:]
 
     def _leaves(self, tree: _Tree) -> Iterator[tuple[_Pages, _Nodes]]:
-        """The leaf pages of a tree by blocks, as bytes, with their nodes; the branch pages above
+        """The leaf pages of a tree in blocks, as bytes, with their nodes; the branch pages above
         are checked on the way."""
         if tree.root == _NO_PAGE and not tree.depth:
             return
@@ -272,8 +271,7 @@ def _nodes(block: _Pages, numbers: _Numbers, kind: int) -> _Nodes:
 
 
 def _least_nodes(kind: int) -> int:
-    """How many nodes a page has at least: liblmdb takes a branch page with one for damaged and
-    aborts."""
+    """The least number of nodes of a page: liblmdb aborts on a branch page with one."""
     return 2 if kind == _BRANCH else 1
 
 

@@ -1,5 +1,5 @@
-"""An LMDB environment as this process may use it: once per path, with a map that grows, and anew
-after a fork."""
+"""LMDB environments of this process: one per path, with a map that grows, and reopened after a
+fork."""
 
 import os
 import threading
@@ -16,8 +16,8 @@ from ckptstore.index.chunks.lmdb_check import Damaged
 from ckptstore.index.chunks.records import RECORD_BYTES
 
 MAP_BYTES = 1 << 36
-"""Address space for the map, unless the process may not have so much; the file has only the pages
-that are used."""
+"""Address space of the map, unless the process is limited to less; the file has only the pages in
+use."""
 
 NUMBER_BYTES = 4
 DATABASES: dict[bytes, tuple[int, int] | None] = {
@@ -26,10 +26,10 @@ DATABASES: dict[bytes, tuple[int, int] | None] = {
     b"packs": None,
 }
 """Bytes of each database's keys and values. For each chunk, `chunks` has the pack added last,
-`others` the packs that hold it as well; `packs` lists those that are wholly in the index."""
+`others` the other packs that hold it; `packs` lists the completely indexed packs."""
 
 UNSOUND = (lmdb.Error, Damaged)
-"""What is raised where a file cannot be used any more."""
+"""Errors of an unusable file."""
 
 _MAP_BYTES_MIN = 1 << 20
 _MAX_READERS = 1024
@@ -61,8 +61,7 @@ class LmdbEnvironment:
                 self._map(0)
 
     def write(self, work: Work[_T]) -> _T:
-        """Do `work` in one transaction, again from the start with twice the map where it was too
-        small."""
+        """Run `work` in one transaction; if the map is too small, double it and start over."""
         while True:
             try:
                 with self._using(), self.lmdb.begin(self.chunks, write=True) as txn:
@@ -73,7 +72,7 @@ class LmdbEnvironment:
                 self._map(2 * self.lmdb.info()["map_size"])
 
     def replaced(self) -> bool:
-        """Whether the path leads elsewhere by now."""
+        """Whether the path leads to another file now."""
         try:
             return (self.folder / "data.mdb").stat().st_ino != self._inode
         except OSError:
@@ -84,11 +83,12 @@ class LmdbEnvironment:
             self._empty()
             self._closed = True
             self.lmdb.close()
-            with suppress(OSError):  # it was only read from
+            # The file was only read from.
+            with suppress(OSError):
                 os.close(self._fd)
 
     def halt(self, timeout_s: float) -> None:
-        """Wait until no thread uses the map, and keep them away until `go_on`."""
+        """Wait until no thread uses the map, and block new users until `go_on`."""
         self._gate.acquire()
         self._halted = self._empty(timeout_s)
 
@@ -96,27 +96,29 @@ class LmdbEnvironment:
         self._gate.release()
 
     def close_inherited(self) -> bool:
-        """In a child process: close what was halted before the fork; False if it was not."""
+        """In a child process: close what was halted before the fork; False if it was not halted."""
         if self._halted:
             self.lmdb.close()
-            with suppress(OSError):  # it was only read from
+            # The file was only read from.
+            with suppress(OSError):
                 os.close(self._fd)
         return self._halted
 
     @contextmanager
     def _using(self) -> Iterator[None]:
-        """Within, the map stays where it is. Raises `Damaged` if the file lost its end: its pages
-        are not to be touched any more."""
+        """Keep the map in place within the block. Raises `Damaged` if the file was truncated: its
+        pages must not be touched."""
         with self._gate:
             self._gate.wait_for(lambda: not self._waiting)
             self._inside += 1
         try:
             if self._closed:
                 raise Damaged(f"{self.folder} was closed meanwhile")
-            had = self._bytes  # read first: another thread may see a longer file meanwhile
+            # Read first: another thread may see a longer file meanwhile.
+            had = self._bytes
             size = self._size()
             if size < had:
-                raise Damaged(f"{self.folder} lost its end: it has {size} bytes and had {had}")
+                raise Damaged(f"{self.folder} was truncated: it has {size} bytes and had {had}")
             self._bytes = size
             yield
         finally:
@@ -131,16 +133,15 @@ class LmdbEnvironment:
             raise Damaged(f"{self.folder} cannot be looked at: {error}") from error
 
     def _map(self, map_bytes: int) -> None:
-        """Map so many bytes, or with 0 as many as another process has made of them, once no thread
-        uses the map."""
+        """Map this many bytes, or with 0 the size that another process has set, once no thread uses
+        the map."""
         with self._gate:
             self._empty()
             if not self._closed:
                 self.lmdb.set_mapsize(map_bytes)
 
     def _empty(self, timeout_s: float | None = None) -> bool:
-        """Wait until no thread uses the map; none may begin to meanwhile, nor before the gate is
-        released."""
+        """Wait until no thread uses the map, and block new users until the gate is released."""
         self._waiting += 1
         try:
             return self._gate.wait_for(lambda: not self._inside, timeout_s)
@@ -154,14 +155,14 @@ _lock = threading.Lock()
 
 
 def is_open(folder: Path) -> bool:
-    """Whether this process has what lies at `folder` open already."""
+    """Whether this process has the environment at `folder` open already."""
     with _lock:
         env = _shared.get(folder)
         return env is not None and not env.replaced()
 
 
 def share(folder: Path, map_bytes: int) -> LmdbEnvironment:
-    """The environment at `folder`, to be given to `release` once."""
+    """The environment at `folder`; call `release` once for each."""
     with _lock:
         env = _shared.get(folder)
         if env is None or env.replaced():
@@ -186,8 +187,7 @@ _left_behind: list[LmdbEnvironment] = []
 
 
 def _before_fork() -> None:
-    """Let no transaction be under way at a fork: closing in the child would end it for the
-    parent."""
+    """Let no transaction be open at a fork: closing it in the child would end it for the parent."""
     _lock.acquire()
     for env in _shared.values():
         env.halt(_FORK_TIMEOUT_S)
@@ -200,8 +200,8 @@ def _in_parent() -> None:
 
 
 def _in_child() -> None:
-    """Close what the parent has open, for liblmdb does not open a file twice. What could not be
-    halted stays, and cannot be used here."""
+    """Close the parent's environments, because liblmdb does not open a file twice. Those not halted
+    stay open and are unusable here."""
     global _lock
     _lock = threading.Lock()
     for env in _shared.values():
@@ -214,7 +214,7 @@ os.register_at_fork(before=_before_fork, after_in_parent=_in_parent, after_in_ch
 
 
 def _open_lmdb(folder: Path, map_bytes: int) -> lmdb.Environment:
-    """With as much address space as the process may have."""
+    """Open with as much address space as the process may have."""
     while True:
         try:
             return lmdb.open(

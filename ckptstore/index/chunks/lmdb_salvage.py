@@ -1,9 +1,8 @@
-"""Records that are left in the file of a chunk index, in whatever state it is: found by their
-checks, without liblmdb.
+"""Salvaging records from a chunk index in any state: found by their checksums, without liblmdb.
 
-A pack whose footer is lost is known by the index alone, and an index that is damaged is made anew
-as soon as it is opened. Before that, `repair` reads here what is left. Old records may be among it:
-what they say counts only if the bytes there match the chunk's id.
+Only the index knows the content of a pack whose footer is lost, and a damaged index is recreated
+when it is opened. Before that, `repair` reads the remaining records here. Some may be stale, so a
+record counts only if the bytes at its location match the chunk's id.
 """
 
 from collections.abc import Iterator, Mapping
@@ -26,16 +25,16 @@ from ckptstore.index.chunks.records import (
 )
 
 _DISTANCES = (CHUNK_ID_BYTES, CHUNK_ID_BYTES + NUMBER_BYTES)
-"""From a chunk id to its record, in either of the databases that have some. LMDB puts a value right
-behind its key."""
+"""Distance from a chunk id to its record in either database. LMDB puts a value right after its key.
+"""
 _OVERLAP = _DISTANCES[-1] + RECORD_BYTES
 _FIELDS: Mapping[str, tuple[Any, ...]] = LOCATION_DTYPE.fields or {}
 _FOUND: int = _FIELDS["found"][1]
 
 
 def remains(folder: Path, store: StoreId) -> Iterator[tuple[npt.NDArray[np.void], Locations]]:
-    """Chunk ids and records of `store` in the index at `folder`, by the block; nothing where there
-    is no file that can be read."""
+    """Chunk ids and records of `store` in the index at `folder`, in blocks; none without a readable
+    file."""
     seed = seed_of(store)
     try:
         with open(folder / "data.mdb", "rb") as file:
@@ -53,7 +52,8 @@ def _in_block(
     data: npt.NDArray[np.uint8], distance: int, seed: int
 ) -> tuple[npt.NDArray[np.void], Locations]:
     count = max(0, len(data) - distance - RECORD_BYTES + 1)
-    marks = data[distance + _FOUND : distance + _FOUND + count : 2]  # keys begin at even places
+    # Keys begin at even offsets.
+    marks = data[distance + _FOUND : distance + _FOUND + count : 2]
     starts = 2 * np.flatnonzero(marks == 1)
     ids = ids_of(data[starts[:, None] + np.arange(CHUNK_ID_BYTES)].tobytes())
     rows = np.frombuffer(

@@ -1,4 +1,4 @@
-"""What adding and dropping a pack does to the databases of the index, each in one transaction."""
+"""Adding and removing packs in the databases of the chunk index, each in one transaction."""
 
 from itertools import islice
 
@@ -20,8 +20,8 @@ def insert(
     ids: npt.NDArray[np.void],
     rows: Locations,
 ) -> int:
-    """Put a pack into the index unless it is there, in place of another one of the same number; the
-    number of the transaction."""
+    """Add a pack unless it is present, replacing another one of the same number; returns the
+    transaction's number."""
     key = number.to_bytes(NUMBER_BYTES)
     if (there := txn.get(key, db=env.packs)) != row:
         if there is not None:
@@ -58,7 +58,7 @@ def _insert_batch(
 
 
 def remove(env: LmdbEnvironment, txn: Transaction, gone: set[int]) -> int:
-    """Take packs out of the index; the number of the transaction."""
+    """Remove packs; returns the transaction's number."""
     keys = {number.to_bytes(NUMBER_BYTES) for number in gone}
     deleted = [txn.delete(key, db=env.packs) for key in keys]
     if any(deleted):

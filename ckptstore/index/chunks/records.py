@@ -1,13 +1,8 @@
-"""What the chunk index knows of one chunk: 32 bytes, checked against the store, the chunk id and
-every field.
+"""Records of the chunk index: 32 bytes per chunk, with a checksum over store, chunk id and every
+field.
 
-All of a batch is encoded and checked at once with numpy; nothing here is done chunk by chunk.
-
-The part of the chunk index that could not be written to disk: the same records in this process's
-memory.
-
-It holds packs until the disk takes them, and everything where there is no place to write at all.
-The pack added last wins, as on disk.
+A batch is encoded and checked at once with numpy, never chunk by chunk. `MemoryRecords` holds the
+records that could not be written to disk. As on disk, the pack added last wins.
 """
 
 from collections.abc import Iterable
@@ -27,8 +22,8 @@ LOCATION_DTYPE = np.dtype(
         "itemsize": 32,
     }
 )
-"""Where a chunk lies: number of the pack, offset and stored bytes in it, raw bytes, codec, element
-width. `found` is 0 where nothing is known."""
+"""The location of a chunk: pack number, offset and stored bytes in it, raw bytes, codec, element
+width. `found` is 0 if unknown."""
 
 Locations: TypeAlias = npt.NDArray[np.void]
 RECORD_BYTES = LOCATION_DTYPE.itemsize
@@ -42,8 +37,7 @@ _SHIFT = np.uint64(29)
 
 
 def seed_of(store: StoreId) -> int:
-    """What the checks of a store's records start from, so that another store's records do not
-    pass."""
+    """The seed of a store's checksums, so that another store's records do not pass."""
     return int.from_bytes(digest(b"ckptstore chunk index " + store.encode())[:8], "little")
 
 
@@ -53,14 +47,15 @@ def ids_of(ids: bytes | npt.NDArray[np.void]) -> npt.NDArray[np.void]:
 
 
 def sorted_order(ids: npt.NDArray[np.void]) -> npt.NDArray[np.intp]:
-    """The order of `ids` in the index, but for ids that share their first eight bytes."""
+    """The order of `ids` in the index, except among ids that share their first eight bytes."""
     return np.argsort(ids.view(">u8").reshape(-1, CHUNK_ID_BYTES // 8)[:, 0].astype(np.uint64))
 
 
 def encode(
     seed: int, number: int, ids: npt.NDArray[np.void], table: npt.NDArray[np.void]
 ) -> Locations:
-    """The records of the chunks `ids` that lie in pack `number` as the rows of its footer say."""
+    """The records of the chunks `ids`, at the locations in pack `number` that its footer rows
+    give."""
     rows = np.zeros(len(table), LOCATION_DTYPE)
     rows["pack"], rows["found"] = number, 1
     for field in ("stored", "raw", "codec", "width", "offset"):
@@ -70,8 +65,8 @@ def encode(
 
 
 def decode(seed: int, ids: npt.NDArray[np.void], records: bytearray) -> tuple[Locations, bool]:
-    """The records of `ids`, `NOTHING` for those that have none, and whether all are whole. Damaged
-    ones count as not found."""
+    """The records of `ids`, `NOTHING` for absent ones, and whether all are sound. Damaged ones
+    count as absent."""
     rows = np.frombuffer(records, LOCATION_DTYPE)
     if records.count(0) == len(records):
         return rows, True
@@ -89,9 +84,9 @@ def as_values(rows: Locations) -> list[bytes]:
 
 
 def checks(seed: int, ids: npt.NDArray[np.void], rows: Locations) -> npt.NDArray[np.uint64]:
-    """64 bits per record over store, chunk id and fields.
+    """64-bit checksums of records over store, chunk id and fields.
 
-    Each step is a bijection of the sum so far, so that one changed word never goes unnoticed.
+    Each step is a bijection of the sum so far, so that one changed word is always detected.
     """
     total = np.full(len(rows), seed, np.uint64)
     keys = ids.view(np.uint64).reshape(-1, CHUNK_ID_BYTES // 8)
@@ -104,7 +99,7 @@ def checks(seed: int, ids: npt.NDArray[np.void], rows: Locations) -> npt.NDArray
 
 
 def encode_pack(seed: int, number: int, pack: PackId) -> bytes:
-    """The row that says that every chunk of pack `number` is in the index."""
+    """The row saying that every chunk of pack `number` is in the index."""
     return _pack_check(seed, number, pack.encode()) + pack.encode()
 
 
@@ -121,7 +116,7 @@ _Contents = tuple[npt.NDArray[np.void], Locations]
 
 
 class MemoryRecords:
-    """Records by chunk id, by pack. The caller sees to it that one thread at a time uses it."""
+    """Records by chunk id, by pack. The caller serializes access."""
 
     def __init__(self) -> None:
         self.packs: dict[int, PackId] = {}

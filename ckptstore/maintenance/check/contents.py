@@ -1,9 +1,9 @@
-"""What the packs that one state of the log lists say they hold, and the trees that can be read from
-them.
+"""The chunks of the packs that one state of the log lists, by their footers, and the trees read
+from them.
 
-Another process may collect while this one looks. What is missing counts only if nothing was taken
-from the store meanwhile: the log says so, because an entry that deletes a pack or purges a commit
-comes before its objects go (docs/gc.md).
+Another process may collect meanwhile. A missing object counts only if nothing was removed in
+between. The log tells, because the entry that deletes a pack or purges a commit precedes the
+removal of its objects (docs/gc.md).
 """
 
 from collections.abc import Mapping
@@ -21,7 +21,8 @@ from ckptstore.storage.contract import Storage
 
 @dataclass(frozen=True, slots=True)
 class Contents:
-    """`tables` are the footers of the listed packs, `problems` why the others could not be read."""
+    """`tables` are the footers of the listed packs, `problems` the reasons why others could not
+    be read."""
 
     state: State
     tables: Mapping[PackId, FooterTable]
@@ -33,8 +34,8 @@ class Contents:
 def contents_of(
     storage: Storage, state: State, before: Contents | None = None, *, twins: bool = False
 ) -> Contents:
-    """Read the footers of the packs that `state` lists, but for those that were read `before`. With
-    `twins`, those of twins too: one that was exchanged hides what its sibling holds."""
+    """Read the footers of the packs that `state` lists, except those in `before`. With `twins`,
+    read those of twins too: an exchanged pack hides what its twin holds."""
     loaded = dict(load_tables(storage, state, before.tables if before else None))
     tables = {
         name: table
@@ -51,7 +52,7 @@ def contents_of(
 
 
 def taken(before: State, now: State) -> bool:
-    """Whether packs or commits that `before` lists are not listed `now`. Pure."""
+    """Whether packs or commits that `before` lists are no longer listed `now`. Pure."""
     names = {pack.id for pack in now.packs.values()}
     return any(pack.id not in names for pack in before.packs.values()) or any(
         commit not in now.commits for commit in before.commits

@@ -1,9 +1,9 @@
-"""fsck's last level: stored bytes read and compared with chunk ids, the packs first that were
-verified longest ago.
+"""fsck's last level: stored bytes are read and compared with chunk ids, least recently verified
+packs first.
 
-When each pack was verified last is kept in the host's index directory, pack by pack, so that a run
-which is stopped goes on where it was; a record that is lost costs reading again, nothing else.
-Packs in which damage is found are noted as such for every process of the host.
+The time of each pack's last verification is kept in the host's index directory, so that an
+interrupted run continues; a lost record only costs reading again. Damaged packs are noted for every
+process of the host.
 """
 
 import json
@@ -41,7 +41,7 @@ Verified: TypeAlias = Mapping[PackId, int]
 
 @dataclass(frozen=True, slots=True)
 class BadChunk:
-    """A chunk of `pack` that the object `key` does not hold as it should."""
+    """A chunk of `pack` whose bytes in the object `key` are wrong or unreadable."""
 
     pack: PackId
     key: str
@@ -50,8 +50,7 @@ class BadChunk:
 
 
 def load_record(directory: Path, store: StoreId) -> Verified:
-    """What earlier runs verified; nothing if the record is not there, damaged or of another
-    store."""
+    """The record of earlier runs; empty if it is absent, damaged or of another store."""
     with suppress(OSError, ValueError, KeyError, TypeError, AttributeError):
         fields: dict[str, Any] = json.loads((directory / RECORD_NAME).read_text())
         if fields["store"] == store:
@@ -60,7 +59,7 @@ def load_record(directory: Path, store: StoreId) -> Verified:
 
 
 def save_record(directory: Path, store: StoreId, verified: Verified) -> None:
-    """Keep the record; where it cannot be written, the next run begins anew."""
+    """Save the record; if it cannot be written, the next run starts over."""
     with suppress(OSError):
         make_directories(directory)
         new = directory / f"{RECORD_NAME}.new"
@@ -71,7 +70,7 @@ def save_record(directory: Path, store: StoreId, verified: Verified) -> None:
 def choose(
     listed: Iterable[Pack], verified: Verified, suspects: Set[PackId], share: Share
 ) -> list[Pack]:
-    """The packs to read: those verified longest ago until `share` of all bytes is reached, and the
+    """The packs to read: least recently verified until `share` of all bytes is reached, and the
     `suspects`. Pure."""
     packs = sorted(listed, key=lambda pack: (verified.get(pack.id, 0), pack.id))
     chosen, rest = [], share.of(sum(map(bytes_of, packs)))
@@ -83,7 +82,7 @@ def choose(
 
 
 def bytes_of(pack: Pack) -> int:
-    """What a pack takes, its twin included."""
+    """The size of a pack, its twin included."""
     return pack.bytes * (2 if pack.metadata else 1)
 
 
@@ -96,8 +95,8 @@ def verify_packs(
     suspect_packs: SuspectPacks,
     progress: Progress,
 ) -> Iterator[BadChunk]:
-    """Read `chosen` and yield what is damaged, noted in `suspect_packs` by then. `save` gets the
-    record every few seconds and at the end, however this ends."""
+    """Read `chosen` and yield the damage, noted in `suspect_packs` by then. `save` receives the
+    record every few seconds and at the end, even after a failure."""
     threads = ThreadPool(default_threads())
     total, done, saved = sum(map(bytes_of, chosen)), 0, time.monotonic()
     try:
@@ -119,9 +118,9 @@ def verify_packs(
 def verify_pack(
     storage: Storage, pack: Pack, table: packs.FooterTable, threads: ThreadPool
 ) -> list[BadChunk]:
-    """The chunks of one pack, and of its twin, that are not what their ids say or cannot be read.
+    """The chunks of one pack, and of its twin, that do not match their ids or cannot be read.
 
-    Raises `Unavailable` if nothing of it can be read: that says nothing about its bytes.
+    Raises `Unavailable` if nothing of it can be read: its bytes may be sound.
     """
     return [
         bad
@@ -155,7 +154,7 @@ def prune(verified: Verified, listed: Iterable[Pack]) -> Verified:
 
 
 def _groups(entries: Sequence[PackEntry]) -> list[list[PackEntry]]:
-    """Entries that lie together, up to `RUN_BYTES` (or one chunk) each: one read."""
+    """Groups of adjacent entries, up to `RUN_BYTES` (or one chunk) each: one read."""
     groups = [[entries[0]]] if entries else []
     for before, entry in pairwise(entries):
         if (
@@ -176,7 +175,7 @@ def _verify_group(
     try:
         storage.read_into(key, first, [data])
     except (Corrupt, NotFound, Unavailable):
-        # Some of it may be readable: what cannot be read is told apart chunk by chunk.
+        # Part of the group may be readable: read it again chunk by chunk.
         yield from _verify_one_by_one(storage, key, group)
         return
     for entry in group:

@@ -1,23 +1,23 @@
-"""Whether a store is whole: log and refs, then connectivity, then packs and footers, then every
-stored byte.
+"""Checking a store: log and refs, then connectivity, then packs and footers, then every stored
+byte.
 
-Nothing is believed that cannot be checked: the log is folded from its first entry, chunks are
-looked for in footers and not in the index, documents, schemas and pages are read and compared with
-their ids. What is found is data; `repair` decides from it what to do.
+Everything is verified. The log is folded from its first entry; chunks are looked up in footers, not
+in the index; documents, schemas and pages are read and compared with their ids. The findings are
+data; `repair` plans from them.
 
-Others may write, forget and collect meanwhile. So what is found is looked at again, by the log as
-it is then, until nothing was taken from the store between the log and the look; only what holds
-then is reported.
+Others may write, forget and collect meanwhile. So findings are checked again against the current
+log, until nothing was removed between reading the log and the check. Only findings that persist are
+reported.
 """
 
 from collections import defaultdict
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from ckptstore.core.ids import ChunkId, CommitId, PackId
-from ckptstore.core.model import CommitDocument, PackEntry, TreeRef
+from ckptstore.core.model import PackEntry
 from ckptstore.errors import CkptStoreError, Corrupt, NotFound, Unavailable
-from ckptstore.log.fold import CommitRow, State
+from ckptstore.log.fold import State
 from ckptstore.maintenance.check import data
 from ckptstore.maintenance.check.contents import Contents, contents_of, taken
 from ckptstore.maintenance.check.data import BadChunk
@@ -32,8 +32,6 @@ from ckptstore.maintenance.check.metadata_reader import (
     Referrer,
     Trees,
     in_order,
-    metadata_of,
-    misfits,
 )
 from ckptstore.maintenance.check.offline_store import OfflineStore
 from ckptstore.maintenance.check.packs import (
@@ -44,6 +42,7 @@ from ckptstore.maintenance.check.packs import (
     unreadable,
 )
 from ckptstore.maintenance.check.report import Finding, Kind, Level, Looked, Report, Severity, Share
+from ckptstore.maintenance.check.walk import Walk
 from ckptstore.maintenance.progress import Progress, silent
 
 _HEAL = (
@@ -53,15 +52,14 @@ _HEAL = (
 
 
 LOOKS = 20
-"""So often fsck looks again at what is missing while others take packs and commits from the
-store."""
+"""How often missing objects are checked again while others remove packs and commits."""
 
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """What fsck has learned, for `repair`: `missing` chunks are needed and lie nowhere, `bad` ones
-    lie there damaged; `needed` are those of both that commits need. `remembered` is what this
-    host's chunk index knew of packs that have something wrong."""
+    """Facts learned by fsck, for `repair`: `missing` chunks are needed and absent, `bad` ones
+    are damaged; `needed` are those of both that commits need. `remembered` is the chunk index's
+    knowledge of damaged packs."""
 
     offline_store: OfflineStore
     chain: Chain
@@ -80,10 +78,10 @@ def fsck(
     share: Share | None = None,
     progress: Progress = silent,
 ) -> Report:
-    """Look as far as `level`; with `share` to the last level, reading so much of the stored data.
+    """Check up to `level`; `share` limits the stored data read by the last level.
 
     Changes nothing in the store. Raises `Unavailable` if storage does not answer, `Conflict` for a
-    log that only a newer ckptstore reads.
+    log that requires a newer ckptstore.
     """
     return examine(offline_store, level=level, share=share, progress=progress).report
 
@@ -96,8 +94,8 @@ def examine(
     suspects: bool = False,
     progress: Progress = silent,
 ) -> Facts:
-    """`fsck`, with what it learned on the way. With `suspects`, packs in which damage was found
-    before are read whatever the level."""
+    """`fsck`, with the facts learned. With `suspects`, packs in which damage was found before
+    are read at any level."""
     if suspects and share is None:
         return _Fsck(offline_store, max(level, Level.DATA), Share(bytes=0), progress).run()
     return _Fsck(offline_store, Level.DATA if share else level, share or Share(), progress).run()
@@ -174,9 +172,9 @@ class _Fsck:
         )
 
     def _look(self, contents: Contents, before: "_Seen | None" = None) -> "_Seen":
-        """What is wrong as far as `contents` tell; with `before`, only where something was wrong
-        then."""
-        walk = _Walk(contents, self._offline_store.config.chunk_bytes)
+        """The problems visible in `contents`; with `before`, only those found then are checked
+        again."""
+        walk = Walk(contents, self._offline_store.config.chunk_bytes)
         if self._level >= Level.CONNECTIVITY:
             rows = in_order(contents.state)
             for done, (commit, row) in enumerate(rows):
@@ -189,7 +187,7 @@ class _Fsck:
             suspects = None if before is None else {finding.pack for finding in before.packs}
             packs = self._packs(contents, suspects)
             if before is None:
-                # Before the index is opened: one that is damaged is made anew then.
+                # Read it before the index is opened, which would recreate a damaged one.
                 self._remembered = remembered(
                     self._offline_store,
                     contents.state,
@@ -209,7 +207,7 @@ class _Fsck:
     def _looked_again(
         self, contents: Contents, seen: "_Seen", bad: list[BadChunk]
     ) -> "tuple[Contents, _Seen, list[BadChunk]]":
-        """What still holds: `seen` looked at anew until nothing was taken from the store
+        """The findings that persist: check `seen` again until nothing was removed from the store
         meanwhile."""
         log, twins = self._offline_store.open_log(), False
         for _ in range(LOOKS):
@@ -218,8 +216,8 @@ class _Fsck:
             now = log.replay(refresh=True)
             if not taken(contents.state, now) and (twins or not seen.missing):
                 break
-            # Twins are looked into once something is missing: a pack that was exchanged hides what
-            # its twin still holds.
+            # Twins are read once something is missing: an exchanged pack hides what its twin still
+            # holds.
             twins = twins or bool(seen.missing)
             contents = contents_of(self._offline_store.storage, now, contents, twins=twins)
             seen = self._look(contents, seen)
@@ -266,8 +264,8 @@ class _Fsck:
     def _name(
         self, contents: Contents, missing: Collection[ChunkId], bad: Collection[BadChunk]
     ) -> tuple[frozenset[ChunkId], list[Finding]]:
-        """Say of each damaged chunk whose it is. Returns those that are somebody's, and the
-        findings; one that is sound elsewhere costs no commit."""
+        """Attribute damaged chunks to commits and leaves. Returns the needed ones, and the
+        findings; a chunk with a sound copy costs no commit."""
         findings: list[Finding] = []
         objects: dict[ChunkId, list[BadChunk]] = defaultdict(list)
         for chunk in bad:
@@ -299,8 +297,8 @@ class _Fsck:
 
 @dataclass(frozen=True, slots=True)
 class _Seen:
-    """What one look has found: the `missing` chunks, `documents` that cannot be read, `trees` that
-    do not fit; `commits` are those that any of it hits."""
+    """The result of one check: `missing` chunks, unreadable `documents`, inconsistent `trees`;
+    `commits` are those affected."""
 
     commits: frozenset[CommitId]
     missing: tuple[ChunkId, ...]
@@ -308,95 +306,6 @@ class _Seen:
     trees: tuple[Finding, ...]
     packs: tuple[Finding, ...]
     index: tuple[Finding, ...]
-
-
-class _Walk:
-    """Every distinct tree and page of the commits, once. `missing` grows with the chunks that lie
-    nowhere, or that cannot be read, and `commits` with those that anything is wrong with."""
-
-    def __init__(self, contents: Contents, chunk_bytes: int) -> None:
-        self.missing: set[ChunkId] = set()
-        self.commits: set[CommitId] = set()
-        self.documents: list[tuple[CommitId, CkptStoreError]] = []
-        self.findings: list[Finding] = []
-        self._trees, self._inventory, self._chunk_bytes = (
-            contents.trees,
-            contents.inventory,
-            chunk_bytes,
-        )
-        self._known: set[ChunkId] = set()
-        self._met: set[TreeRef | ChunkId] = set()
-        self._wrong: set[TreeRef | ChunkId] = set()
-
-    def commit(self, commit: CommitId, row: CommitRow) -> None:
-        """Look at one commit."""
-        try:
-            document = self._trees.document(commit, row)
-        except (Corrupt, NotFound, Unavailable) as error:
-            self.documents.append((commit, error))
-            self.commits.add(commit)
-            return
-        self.findings += self._document(commit, document, forgotten=row.soft > 0)
-        refs = [ref for _, ref in document.trees]
-        pages = [page for ref in refs for page in ref.pages]
-        if not self.missing.isdisjoint(metadata_of(document)) or not self._wrong.isdisjoint(
-            [*refs, *pages]
-        ):
-            self.commits.add(commit)
-
-    def _document(
-        self, commit: CommitId, document: CommitDocument, *, forgotten: bool
-    ) -> Iterator[Finding]:
-        """What is wrong with the trees of a commit beyond missing chunks."""
-        for chunk in metadata_of(document):
-            self._metadata(chunk)
-        for _, ref in document.trees:
-            for page in ref.pages:
-                self._page(page)
-        for key, ref in document.trees:
-            if ref in self._met or not self.missing.isdisjoint((ref.schema, *ref.pages)):
-                continue
-            self._met.add(ref)
-            for what in self._misfits(ref):
-                self._wrong.add(ref)
-                severity = Severity.NOTE if forgotten else Severity.DAMAGE
-                text = f"tree {key} of commit {commit[:12]} does not fit together: {what}"
-                yield Finding(
-                    Kind.TREE,
-                    text,
-                    "restore another commit",
-                    severity,
-                    leaf=what.split(" ")[0],
-                    commits=(commit,),
-                )
-
-    def _metadata(self, chunk: ChunkId) -> None:
-        """Read what has not been read yet. The chunk counts as missing if it cannot be: no place
-        holds it as its id says."""
-        if chunk in self._known:
-            return
-        self._known.add(chunk)
-        try:
-            self._trees.read(chunk)
-        except (Corrupt, NotFound, Unavailable):
-            self.missing.add(chunk)
-
-    def _page(self, page: ChunkId) -> None:
-        if page in self._met or page in self.missing:
-            return
-        self._met.add(page)
-        try:
-            missing = self._inventory.missing(self._trees.page_ids(page))
-            self.missing.update(missing)
-            self._wrong |= {page} if missing else set()
-        except Corrupt:
-            return  # a page that is what its id says and makes no sense: its tree says so
-
-    def _misfits(self, ref: TreeRef) -> Iterator[str]:
-        try:
-            yield from misfits(*self._trees.contents(ref), self._chunk_bytes)
-        except Corrupt as error:
-            yield str(error)
 
 
 def _missing(chunk: ChunkId, referrer: Referrer, soft: Collection[CommitId]) -> Finding:
@@ -456,6 +365,5 @@ def _whose(referrer: Referrer) -> str:
 
 
 def _severity(commits: Collection[CommitId], soft: Collection[CommitId]) -> Severity:
-    return (
-        Severity.NOTE if commits and all(commit in soft for commit in commits) else Severity.DAMAGE
-    )
+    hidden = commits and all(commit in soft for commit in commits)
+    return Severity.NOTE if hidden else Severity.DAMAGE

@@ -1,5 +1,5 @@
-"""fsck's first level: the log, its checkpoints, what tags and lineage refer to, and the catalog,
-which must say the same as the log."""
+"""fsck's first level: the log, its checkpoints, the refs, and the catalog, which must agree with
+the log."""
 
 import os
 from collections.abc import Iterator, Sequence
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from ckptstore.index.catalog import Catalog
 
 _LOOKS = 5
-"""So often the catalog is looked at while others change it."""
+"""How often the catalog is checked again while others change it."""
 
 _REPAIR = (
     "run `ckptstore repair`: it knows whether the entry can be made again, from a mirror "
@@ -31,7 +31,7 @@ _REPAIR = (
 
 
 def log_findings(chain: Chain) -> Iterator[Finding]:
-    """Entries, checkpoints and segments that are not what they should be. Pure."""
+    """Invalid entries, checkpoints and segments. Pure."""
     yield from (_bad_entry(bad) for bad in chain.bad)
     for n, problem in chain.bad_checkpoints:
         what = f"the checkpoint of the log's state at entry {n} is ignored: {problem}"
@@ -83,24 +83,23 @@ def ref_findings(state: State) -> Iterator[Finding]:
 
 
 def catalog_findings(offline_store: OfflineStore, trees: Trees) -> Iterator[Finding]:
-    """Where this host's catalog says something else than a fold of the log up to the same entry.
-    Reads every entry again."""
+    """Differences between this host's catalog and a fold of the log up to the same entry. Reads
+    every entry again."""
+    # The module imports SQLAlchemy; programs that never run fsck need not wait for it.
     from ckptstore.index.catalog import (
-        Catalog,  # it imports SQLAlchemy, for which a program that never runs fsck need not wait
+        Catalog,
     )
 
-    if not os.path.exists(
-        offline_store.catalog_path
-    ):  # unlike Path.exists, false for one whose inode is damaged: it is made anew
+    # Unlike Path.exists, false for a damaged inode, whose file is recreated.
+    if not os.path.exists(offline_store.catalog_path):
         return
     for _ in range(_LOOKS):
         stamp = _stamp(offline_store.catalog_path)
         found = list(
             _catalog_findings(offline_store, trees, Catalog.temporary(offline_store.config.store))
         )
-        if (
-            not found or _stamp(offline_store.catalog_path) == stamp
-        ):  # others may put another one in its place, or are making it
+        # Others may replace the catalog, or create it.
+        if not found or _stamp(offline_store.catalog_path) == stamp:
             break
     yield from found
 
@@ -108,7 +107,8 @@ def catalog_findings(offline_store: OfflineStore, trees: Trees) -> Iterator[Find
 def _catalog_findings(
     offline_store: OfflineStore, trees: Trees, fresh: "Catalog"
 ) -> Iterator[Finding]:
-    """Compare the catalog, as of one moment, with what is folded into `fresh`, which is closed."""
+    """Compare a snapshot of the catalog with `fresh`, which was folded from the log and is
+    closed here."""
     catalog = open_catalog(offline_store.catalog_path, offline_store.config.store)
     if catalog is None:
         fresh.close()
@@ -131,7 +131,7 @@ def _catalog_findings(
 
 
 def _stamp(path: Path) -> tuple[int, ...]:
-    """What tells that the file at `path`, or what is on its way into it, has changed."""
+    """Detects changes of the file at `path` and of its write-ahead log."""
     stamps: list[int] = []
     for name in (path, path.with_name(path.name + "-wal")):
         with suppress(OSError):
@@ -190,15 +190,15 @@ def _differences(catalog: Queries, fresh: Queries, trees: Trees) -> Iterator[str
         ("totals", catalog.totals(), fresh.totals()),
     )
     for name, got, wanted in asked:
-        if repr(got) != repr(wanted):  # by repr, because a metric may be NaN
+        # Compared by repr, because a metric may be NaN.
+        if repr(got) != repr(wanted):
             yield f"has other {name} than the log: {_first_difference(got, wanted)}"
     for schema in sorted(
         {schema for info in fresh.log(forgotten=True) for schema in info.schemas.values()}
     ):
         leaves = catalog.leaves(schema)
-        wanted = _leaves(
-            trees, schema
-        )  # none if the schema cannot be read, which is a finding of its own
+        # None if the schema cannot be read, which is a separate finding.
+        wanted = _leaves(trees, schema)
         if leaves is not None and wanted is not None and leaves != wanted:
             yield f"has other leaves than schema {schema[:12]}"
 

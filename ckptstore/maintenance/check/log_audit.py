@@ -1,9 +1,8 @@
-"""What the files of the log say, be they damaged, exchanged or gone: every entry looked at, the
-state folded as far as it is known.
+"""Auditing the log's files: every entry is examined, even damaged, exchanged or missing ones.
 
-`log.log` stops at the first thing that is wrong, as it must; this goes on. An entry is attested by
-the one behind it, which names its hash and length, so of two that do not fit together the first is
-the wrong one.
+`log.log` stops at the first problem; this module continues, and folds the state as far as it is
+known. Each entry attests the hash and length of the one before, so of two that disagree the first
+is wrong.
 """
 
 import re
@@ -22,7 +21,7 @@ from ckptstore.storage.contract import Storage
 
 ENTRY_BYTES_MAX = 256 * MIB
 GAP_MAX = 1000
-"""An entry further behind the others than this is no entry of this log, whatever its name says."""
+"""An entry further than this beyond the others is not part of this log, whatever its name says."""
 
 _ENTRY = re.compile(r"log/([0-9]{12})")
 _CHECKPOINT = re.compile(r"log/checkpoint-([0-9]{12})")
@@ -34,7 +33,7 @@ _READ_AHEAD = 16
 @dataclass(frozen=True, slots=True)
 class LogFiles:
     """The names in `log/`: numbers of entries, checkpoints and segments, in order; `unknown` are
-    other keys, and entries that lie too far off."""
+    other keys, and entries too far off."""
 
     entries: tuple[int, ...]
     checkpoints: tuple[int, ...]
@@ -48,8 +47,7 @@ class LogFiles:
 
 @dataclass(frozen=True, slots=True)
 class BadEntry:
-    """An entry that is missing (`data` is None) or is not the one that belongs at `n`; `wanted` is
-    what others say of the one that does."""
+    """An entry that is missing (`data` is None) or wrong at `n`; `wanted` is the attested one."""
 
     n: int
     data: bytes | None
@@ -59,11 +57,11 @@ class BadEntry:
 
 @dataclass(frozen=True, slots=True)
 class Chain:
-    """The log after a look at every entry. `state` is exact if `certain`; else what bad entries did
-    is not in it.
+    """The audited log. `state` is exact if `certain`; otherwise it lacks the effects of bad
+    entries.
 
-    `bad_checkpoints` are those that are not the state at this log's own entry, `bad_segments` those
-    that do not end with it, with what is wrong with them.
+    `bad_checkpoints` are those that do not match this log's own entry, `bad_segments` those that do
+    not end with it, with the problem of each.
     """
 
     state: State
@@ -76,7 +74,7 @@ class Chain:
 
 
 def list_log(storage: Storage) -> LogFiles:
-    """What lies in `log/`."""
+    """List the names in `log/`."""
     entries: list[int] = []
     checkpoints, segments, unknown = [], [], []
     for key, _ in storage.list("log/"):
@@ -95,7 +93,7 @@ def list_log(storage: Storage) -> LogFiles:
 def read_chain(
     storage: Storage, store: StoreId, generation: int, *, remembered: Position | None = None
 ) -> Chain:
-    """Look at every entry; `remembered` is one that somebody has seen in this log, such as the
+    """Examine every entry; `remembered` is an entry known to be in this log, for example by the
     catalog.
 
     Raises `Conflict` for an entry that only a newer ckptstore can read.
@@ -146,8 +144,8 @@ def decode_at(n: int, data: bytes, store: StoreId) -> Entry:
 
 
 def read_small(storage: Storage, key: str) -> bytes | None:
-    """The bytes of a small object; None for one that is not there, cannot be read, or is far too
-    large to be what its name says."""
+    """The bytes of a small object; None if it is absent, unreadable, or far too large for its
+    kind."""
     try:
         data = storage.read(key, 0, ENTRY_BYTES_MAX + 1)
     except (NotFound, Corrupt, Unavailable):
@@ -156,9 +154,9 @@ def read_small(storage: Storage, key: str) -> bytes | None:
 
 
 class _Examination:
-    """One pass over the entries in order: which are good, and the state they make.
+    """One pass over the entries in order, which separates good from bad and folds the state.
 
-    An entry waits until its successor has not spoken against it; then it is applied.
+    An entry is applied only once its successor has not contradicted it.
     """
 
     def __init__(
@@ -177,7 +175,7 @@ class _Examination:
         self._waiting: tuple[Entry, bytes] | None = None
 
     def add(self, n: int, data: bytes | None) -> None:
-        """Look at the entry behind the last one added."""
+        """Examine the entry after the last one added."""
         try:
             entry = decode_at(n, _there(data), self._store)
         except NewerEntry:
@@ -191,12 +189,12 @@ class _Examination:
         self._waiting = (entry, _there(data))
 
     def finish(self) -> list[BadEntry]:
-        """The entries that are not good, in order."""
+        """The bad entries, in order."""
         self._settle()
         return [self._bad[n] for n in sorted(self._bad)]
 
     def _hear(self, entry: Entry) -> None:
-        """What `entry` says of the one before it."""
+        """Compare what `entry` attests with the entry before it."""
         attested = Position(entry.n - 1, entry.prev_hash, entry.prev_bytes)
         if bad := self._bad.get(entry.n - 1):
             self._bad[bad.n] = replace(bad, wanted=attested)
@@ -207,7 +205,7 @@ class _Examination:
             else (origin(self._store), None)
         )
         if before != attested:
-            # Nothing lies before entry 1 that could be wrong, so it is itself.
+            # No entry precedes entry 1, so a wrong attestation is its own fault.
             n = max(entry.n - 1, 1)
             problem = f"entry {entry.n} wants before it the entry {attested}, got {before}"
             self._bad[n] = BadEntry(n, data, problem, attested if n < entry.n else None)
@@ -253,7 +251,8 @@ def _read_checkpoints(
                 raise Corrupt(f"it is the state at entry {state.n}")
             states[n] = state
         except (Corrupt, NotFound) as error:
-            if not _is_gone(storage, checkpoint_key(n)):  # older ones are deleted as new ones come
+            # Older ones are deleted as new ones are written.
+            if not _is_gone(storage, checkpoint_key(n)):
                 bad.append((n, str(error)))
     return states, tuple(bad)
 
@@ -261,7 +260,7 @@ def _read_checkpoints(
 def _read_segments(
     storage: Storage, files: LogFiles, store: StoreId
 ) -> tuple[dict[int, Position], tuple[tuple[int, str], ...]]:
-    """The last entry of each segment, and what is wrong with those that are none."""
+    """The last entry of each segment, and the problems of invalid ones."""
     ends, bad = {}, []
     with Pool(_READ_AHEAD) as pool:
         contents = pool.map(lambda n: read_small(storage, segment_key(n)), files.segments)

@@ -1,5 +1,5 @@
-"""Documents, schemas and pages of commits, read from packs by their footers; and which commits and
-leaves need a chunk."""
+"""Reading documents, schemas and pages of commits from packs by their footers, and finding the
+users of a chunk."""
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -25,16 +25,16 @@ _Hits: TypeAlias = Callable[[ChunkId, frozenset[ChunkId]], tuple[tuple[int, Chun
 
 @dataclass(frozen=True, slots=True)
 class Referrer:
-    """Who needs a chunk: commits, the oldest first, and one of their leaves (or what it is, if it
-    is metadata)."""
+    """The users of a chunk: commits, oldest first, and one of their leaves (or a description,
+    for metadata)."""
 
     commits: tuple[CommitId, ...]
     leaf: str
 
 
 class Trees:
-    """The trees of a store's commits. Schemas and pages are kept while they are likely to be asked
-    for again."""
+    """The trees of a store's commits. Schemas and pages are cached while they are likely to be
+    needed again."""
 
     def __init__(self, storage: Storage, inventory: Inventory) -> None:
         self._storage, self._inventory = storage, inventory
@@ -45,11 +45,12 @@ class Trees:
         """The document of a commit; raises `Corrupt`, `NotFound` or `Unavailable`."""
         document = decode_document(self._storage.read(document_key(row.session, commit)), commit)
         wanted = (row.run, row.step, row.content)
+        # Store and session are where it was first committed: it may be mirrored.
         if (
             document.run,
             document.step,
             document.content,
-        ) != wanted:  # store and session are where it was first made: it may be mirrored
+        ) != wanted:
             raise Corrupt(
                 f"the document of commit {commit[:12]} is not the one that the log tells of: "
                 f"wanted {wanted}"
@@ -57,7 +58,7 @@ class Trees:
         return document
 
     def documents(self, state: State) -> Iterator[tuple[CommitId, CommitRow, CommitDocument]]:
-        """The commits whose documents can be read, the oldest first."""
+        """The commits whose documents can be read, oldest first."""
         for commit, row in in_order(state):
             try:
                 yield commit, row, self.document(commit, row)
@@ -65,8 +66,8 @@ class Trees:
                 continue
 
     def read(self, chunk: ChunkId) -> bytes:
-        """The bytes of a chunk from wherever they match its id; raises `Corrupt`, `NotFound` or
-        `Unavailable`."""
+        """The bytes of a chunk from any location that matches its id; raises `Corrupt`,
+        `NotFound` or `Unavailable`."""
         return bytes(read_chunk(self._storage, self._inventory.places(chunk)))
 
     def page_ids(self, page: ChunkId) -> bytes:
@@ -74,12 +75,12 @@ class Trees:
         return b"".join(content.ids for content in decode_page(self._page(page)).leaves)
 
     def contents(self, ref: TreeRef) -> tuple[Schema, list[LeafContent]]:
-        """Schema and content of one tree, whole."""
+        """Schema and complete content of one tree."""
         schema = self.schema(ref.schema)
         return schema, join_pages([self._page(page) for page in ref.pages], len(schema))
 
     def referrers(self, state: State, chunks: Collection[ChunkId]) -> Mapping[ChunkId, Referrer]:
-        """Who needs `chunks`. Reads every document, and every page once."""
+        """The users of `chunks`. Reads every document, and every page once."""
         wanted = frozenset(chunks)
         found: dict[ChunkId, Referrer] = {}
         hits = lru_cache(None)(self._hits)
@@ -105,7 +106,7 @@ class Trees:
                     yield chunk, self._path(key, ref, leaf)
 
     def _hits(self, page: ChunkId, wanted: frozenset[ChunkId]) -> tuple[tuple[int, ChunkId], ...]:
-        """Which leaves of a page need one of `wanted`; none if the page cannot be read."""
+        """The leaves of a page that need one of `wanted`; none if the page cannot be read."""
         try:
             decoded = decode_page(self._page(page))
         except (Corrupt, NotFound, Unavailable):
@@ -128,7 +129,7 @@ class Trees:
 
 
 def in_order(state: State) -> list[tuple[CommitId, CommitRow]]:
-    """The commits of `state`, the oldest first."""
+    """The commits of `state`, oldest first."""
     return sorted(state.commits.items(), key=lambda item: item[1].n)
 
 
@@ -146,7 +147,7 @@ def metadata_of(document: CommitDocument) -> Iterator[ChunkId]:
 
 
 def misfits(schema: Schema, contents: Iterable[LeafContent], chunk_bytes: int) -> Iterator[str]:
-    """Leaves whose content is not what their shape wants: paths with what is wrong."""
+    """Leaves whose content does not match their shape: path and problem."""
     for i, content in enumerate(contents):
         if schema.aliases[i] >= 0:
             continue
@@ -171,7 +172,7 @@ def misfits(schema: Schema, contents: Iterable[LeafContent], chunk_bytes: int) -
 
 
 def cells_of(schema: Schema, i: int, content: LeafContent, chunk_bytes: int) -> int:
-    """How many chunks leaf `i` has when it is cut for `chunk_bytes`."""
+    """The number of chunks of leaf `i` with chunk size `chunk_bytes`."""
     if schema.kinds[i] != "tensor":
         return _cells((content.raw_bytes,), 1, chunk_bytes)
     shape, width = schema.shapes[i], geometry.width_of(schema.dtypes[i])

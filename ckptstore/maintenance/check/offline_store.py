@@ -1,5 +1,5 @@
-"""What fsck and repair stand on: a store's storage and identity, taken from as little as possible
-and never from an index."""
+"""The view of fsck and repair on a store: storage and identity from as few files as possible,
+never from an index."""
 
 import os
 from collections.abc import Callable, Iterable, Iterator
@@ -38,9 +38,8 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class OfflineStore:
-    """A store as fsck sees it. `problem` is what is wrong with its `ckptstore.json`; then `config`
-    was concluded from the rest, and is `certain` to be what was there, or only right for every
-    commit there is."""
+    """A store as fsck sees it. `problem` describes a damaged `ckptstore.json`. Then `config` was
+    inferred: either `certain` to be the original, or only right for every existing commit."""
 
     storage: Storage
     config: StoreConfig
@@ -78,7 +77,7 @@ class OfflineStore:
         return found or {}
 
     def _ask(self, question: Callable[[Queries], T]) -> T | None:
-        """The catalog's answer, None if it cannot be read."""
+        """The catalog's answer, or None if it cannot be read."""
         catalog = open_catalog(self.catalog_path, self.config.store)
         if catalog is None:
             return None
@@ -91,7 +90,7 @@ class OfflineStore:
 
 
 def offline_store_of(handle: StoreHandle) -> OfflineStore:
-    """The ground of a store that could be opened."""
+    """The offline view of an opened store."""
     return OfflineStore(
         handle.storage, handle.config, handle.index_directory, database=handle.database
     )
@@ -105,9 +104,9 @@ def open_offline_store(
     storage_options: dict[str, Any] | None = None,
     index: str | None = None,
 ) -> Iterator[OfflineStore]:
-    """The ground of a store whatever its state.
+    """The offline view of a store in any state.
 
-    Raises `NotFound` where there is none, and `InvalidInput` for something that is none or a store
+    Raises `NotFound` if there is none, and `InvalidInput` for another kind of directory or a store
     of a newer format.
     """
     storage = open_storage(os.fspath(place), read_only=read_only, storage_options=storage_options)

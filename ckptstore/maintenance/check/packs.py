@@ -1,5 +1,5 @@
-"""fsck's third level: every listed pack is there, of the right size, both footers read; the chunk
-index agrees; what lies around."""
+"""fsck's third level: every listed pack exists, has the right size and two readable footers, and
+the chunk index agrees; and orphans."""
 
 import os
 import re
@@ -26,13 +26,13 @@ _PACK = re.compile(
 )
 _DOCUMENT = re.compile(r"commits/([0-9a-f]{24})-([0-9a-f]{64})")
 UNKNOWN = -1
-"""The kind of a metadata chunk that only the chunk index remembers: it says itself what it is."""
+"""The kind of a metadata chunk known only to the chunk index; the chunk itself tells its kind."""
 
 _HEAL = "run `ckptstore repair`: what verifies is saved; --from names a mirror that has the rest"
 
 
 def unreadable(state: State, problems: Mapping[PackId, Exception]) -> Iterator[Finding]:
-    """Packs of which no footer could be read: what they hold is unknown. Pure."""
+    """Packs without a readable footer: their content is unknown. Pure."""
     listed = {pack.id: pack for pack in state.packs.values()}
     for name, error in problems.items():
         what = (
@@ -47,13 +47,13 @@ def unreadable(state: State, problems: Mapping[PackId, Exception]) -> Iterator[F
 
 
 def _unanswered(what: str, name: PackId) -> Finding:
-    """Storage would not give an object: that says nothing about its bytes, so `repair` leaves it
-    alone (it has no key here)."""
-    return Finding(Kind.PACK, what, "see to the storage, then run fsck again", pack=name)
+    """Storage did not return an object: its bytes may be sound, so `repair` leaves it alone (it
+    has no key here)."""
+    return Finding(Kind.PACK, what, "check the storage, then run fsck again", pack=name)
 
 
 def pack_findings(storage: Storage, pack: Pack, table: FooterTable) -> Iterator[Finding]:
-    """What is wrong with one pack, of which at least one footer could be read as `table`."""
+    """The problems of one pack with at least one readable footer, `table`."""
     if len(table) != pack.chunks:
         yield _object(
             pack, pack_key(pack.id), f"has {len(table)} chunks; the log says {pack.chunks}"
@@ -85,8 +85,7 @@ def _footer_findings(
 
 
 def _object(pack: Pack, key: str, what: str) -> Finding:
-    """A problem of one object. With metadata the other of the twins still serves, so nothing is
-    lost yet."""
+    """A problem of one object. The twin of a metadata pack still serves, so nothing is lost yet."""
     if pack.metadata:
         step = "run `ckptstore repair --apply`, which copies the sound twin over it"
         return Finding(Kind.TWIN, f"{key} {what}", step, key=key, pack=pack.id)
@@ -94,9 +93,8 @@ def _object(pack: Pack, key: str, what: str) -> Finding:
 
 
 def orphan_findings(storage: Storage, present: Callable[[], State]) -> Iterator[Finding]:
-    """Objects that no entry of the log names: left by writers that were stopped, or written right
-    now, or not the store's. They are listed before `present` gives the state, so what a commit has
-    listed meanwhile is none."""
+    """Objects that no log entry names: left by stopped writers, being written now, or foreign.
+    They are listed before `present` reads the state, so newly committed ones are excluded."""
     listed = {prefix: list(storage.list(prefix)) for prefix in ("packs/", "commits/")}
     state = present()
     packs = {pack.id for pack in state.packs.values()}
@@ -144,8 +142,8 @@ def _orphan(key: str, size: int, closed: bool) -> Finding:
 def index_findings(
     offline_store: OfflineStore, state: State, tables: Mapping[PackId, FooterTable]
 ) -> Iterator[Finding]:
-    """Chunks that this host's chunk index looks for where the footers do not have them. One that it
-    does not know is looked for again when it is needed."""
+    """Chunks that this host's chunk index places where the footers do not have them. An unknown
+    chunk is only looked up again later."""
     if not os.path.exists(offline_store.chunks_path):
         return
     index = ChunkIndex.open(offline_store.chunks_path, offline_store.config.store)
@@ -155,8 +153,8 @@ def index_findings(
         }
         for number in sorted(index.indexed() & listed.keys()):
             name = state.packs[number].id
-            # Others may make the index anew between two looks at it; what is wrong twice, on both
-            # sides of a look at its packs, is wrong.
+            # Others may rebuild the index between two looks; only an error before and after a look
+            # at its packs counts.
             if all(_disagrees(index, number, name, listed) for _ in range(2)):
                 lost, wrong = _compared(index, number, listed)
                 what = (
@@ -173,8 +171,8 @@ def index_findings(
 def remembered(
     offline_store: OfflineStore, state: State, names: Collection[PackId | None]
 ) -> dict[PackId, list[PackEntry]]:
-    """What is left in this host's chunk index of what packs hold; of metadata the kind is
-    `UNKNOWN`. Does not open the index."""
+    """The chunk index's knowledge of packs; metadata has the kind `UNKNOWN`. Does not open the
+    index."""
     packs = {number: pack for number, pack in state.packs.items() if pack.id in names}
     found: dict[PackId, list[PackEntry]] = {}
     for ids, rows in (
@@ -202,8 +200,7 @@ def _disagrees(
 
 
 def _compared(index: ChunkIndex, number: int, listed: Mapping[int, FooterTable]) -> tuple[int, int]:
-    """How many chunks of a pack the index has nowhere, and how many at a place that no footer gives
-    them."""
+    """The number of a pack's chunks that the index lacks, and that it places wrongly."""
     table = listed[number]
     where = index.get_many(table["chunk"].tobytes())
     found, mine = where["found"] == 1, where["pack"] == number
@@ -212,7 +209,8 @@ def _compared(index: ChunkIndex, number: int, listed: Mapping[int, FooterTable])
     )
     wrong = int((found & mine & ~right).sum())
     for other in np.unique(where["pack"][found & ~mine]).tolist():
-        if other in listed:  # others, of packs that are not listed, are looked for again
+        # Other chunks, of unlisted packs, are looked up again later.
+        if other in listed:
             rows = found & (where["pack"] == other)
             places = set(
                 zip(listed[other]["chunk"].tolist(), listed[other]["offset"].tolist(), strict=True)

@@ -1,5 +1,5 @@
-"""What fsck found, as frozen values: which object, chunk, leaf, pack and commits, and what to do
-about it."""
+"""Findings of fsck, as frozen values: the object, chunk, leaf, pack and commits concerned, and
+the next step."""
 
 from dataclasses import dataclass, field
 from enum import IntEnum, StrEnum
@@ -9,7 +9,7 @@ from ckptstore.errors import InvalidInput
 
 
 class Level(IntEnum):
-    """How far fsck looks; each level includes those before."""
+    """The depth of fsck; each level includes those before."""
 
     REFS = 1
     CONNECTIVITY = 2
@@ -18,8 +18,7 @@ class Level(IntEnum):
 
 
 class Severity(StrEnum):
-    """`damage` is what may cost a commit, `index` what can be made again from the store, a `note`
-    what costs nothing."""
+    """`damage` may cost a commit, `index` can be rebuilt from the store, a `note` costs nothing."""
 
     DAMAGE = "damage"
     INDEX = "index"
@@ -27,7 +26,7 @@ class Severity(StrEnum):
 
 
 class Kind(StrEnum):
-    """What is not as it should be."""
+    """The category of a finding."""
 
     CONFIG = "config"
     ENTRY = "entry"
@@ -46,9 +45,9 @@ class Kind(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One thing that is wrong. `key` is the object it was found in, `entry` the number of a log
-    entry; `commits` cannot be restored whole because of it, and `leaf` is one of theirs that it
-    hits. `next` is the step to take."""
+    """One problem. `key` is the object it was found in, `entry` the number of a log entry.
+    Because of it `commits` cannot be restored completely; `leaf` is one of their affected
+    leaves. `next` is the step to take."""
 
     kind: Kind
     what: str
@@ -64,8 +63,8 @@ class Finding:
 
 @dataclass(frozen=True, slots=True)
 class Looked:
-    """How much fsck has looked at. `data_bytes` were read and compared with their ids, of
-    `stored_bytes` in all."""
+    """Amounts that fsck has checked. `data_bytes` were read and verified, of `stored_bytes` in
+    all."""
 
     entries: int = 0
     commits: int = 0
@@ -90,7 +89,7 @@ class Report:
 
     @property
     def damaged_commits(self) -> dict[CommitId, tuple[Finding, ...]]:
-        """The commits that cannot be restored whole, and why."""
+        """The commits that cannot be restored completely, with the reasons."""
         named: dict[CommitId, tuple[Finding, ...]] = {}
         for finding in self.findings:
             for commit in finding.commits:
@@ -100,7 +99,7 @@ class Report:
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """How much stored data to read: `percent` of all, or `bytes`."""
+    """The amount of stored data to read: `percent` of all, or `bytes`."""
 
     percent: float = 100.0
     bytes: int | None = None

@@ -1,9 +1,9 @@
-"""How what no commit needs is removed while others commit, read and collect: mark, condemn, delete,
-copy, delete (docs/gc.md).
+"""Garbage collection beside other writers, readers and gcs: mark, condemn, delete, copy, delete
+(docs/gc.md).
 
-Safety lies in the log: every step is an entry that `log.fold.check` admits or refuses at the head,
-an object is deleted only after the log has ceased to list it, and an unlisted one only if its
-session is over. Nothing here depends on time, on a lock, or on being alone.
+Safety comes from the log. Every step is an entry that `log.admission.check` admits or refuses at
+the head. An object is deleted only after the log no longer lists it, and an unlisted one only if
+its session is over. Nothing depends on time, on a lock, or on running alone.
 """
 
 import time
@@ -45,8 +45,8 @@ MAX_UNUSED = 0.05
 
 @dataclass(frozen=True, slots=True)
 class GcOptions:
-    """`max_unused` is the share of the packs' bytes that may stay dead rather than be copied
-    around, `max_repack_bytes` how much may be copied. With `force`, condemned packs are deleted
+    """`max_unused` is the share of the packs' bytes that may stay dead instead of being
+    repacked, `max_repack_bytes` the limit of copying. With `force`, condemned packs are deleted
     although commits in flight may have to write their chunks again."""
 
     max_unused: float = MAX_UNUSED
@@ -67,11 +67,11 @@ class GcOptions:
 
 @dataclass(frozen=True, slots=True)
 class GcReport:
-    """What a gc did. `freed_bytes` are of the objects it deleted, `copied_bytes` of the packs it
-    wrote.
+    """The result of a gc. `freed_bytes` are of the objects it deleted, `copied_bytes` of the packs
+    it wrote.
 
     `damaged` are packs whose live chunks could not be copied; they stay as they are, for `fsck`.
-    `stopped` says why it copied less than planned.
+    `stopped` is the reason why it copied less than planned.
     """
 
     plan: GcPlan
@@ -127,10 +127,10 @@ def collect(
 
 
 def plans_at(handle: StoreHandle, states: Iterable[State], options: GcOptions) -> list[GcPlan]:
-    """What a gc on a full disk would do if the log said so: nothing is changed.
+    """The plan of a gc on a full disk for a hypothetical state of the log. Changes nothing.
 
-    Raises `Corrupt` if a commit's document or pages cannot be read, `NotFound` for what another gc
-    is deleting just now.
+    Raises `Corrupt` if a commit's document or pages cannot be read, `NotFound` for objects that
+    another gc is deleting.
     """
     threads = ThreadPool(default_threads())
     try:
@@ -146,8 +146,8 @@ class _MarkAgain(Exception):
 
 
 class _Facts:
-    """What a plan is made of, gathered in the order that makes it safe: objects are listed before
-    the log is replayed."""
+    """The facts behind a plan, gathered in a safe order: objects are listed before the log is
+    replayed."""
 
     def __init__(
         self,
@@ -204,7 +204,7 @@ class _Facts:
         )
 
     def look(self, state: State) -> Sessions:
-        """Who writes now, as seen from `state`; what was seen is remembered."""
+        """Find the active sessions at `state`, and save the observation."""
         infos = tuple(read_sessions(self.handle.storage))
         named = self.listing.unaccounted(state) - {info.id for info in infos}
         counters = dict.fromkeys(named, NO_FILE) | {info.id: info.counter for info in infos}
@@ -218,7 +218,7 @@ class _Facts:
         save_watch(self._watch_path, watch)
 
     def stale(self, sessions: Sessions) -> frozenset[str]:
-        """Names in `tmp/` that nobody writes to."""
+        """Names in `tmp/` without a writer."""
         return frozenset(
             name
             for name in stale_files(self.watch, self.clock())
@@ -233,7 +233,7 @@ class _Facts:
 
 
 class _Run:
-    """One execution of a plan; `report` says how far it got."""
+    """One execution of a plan; `report` is its progress."""
 
     def __init__(self, facts: _Facts, report: GcReport, *, patient: bool) -> None:
         self.report = report
@@ -251,12 +251,12 @@ class _Run:
         return self.report
 
     def _note(self, **changes: object) -> None:
-        # fields of GcReport, by name
+        # Fields of GcReport, by name.
         self.report = replace(self.report, **changes)  # type: ignore[arg-type]
 
     def _append(self, body: Body, without: Callable[[Body, Refusal], Body | None]) -> Entry | None:
-        """Append `body`, or what `without` leaves of it after a refusal; None if that is
-        nothing."""
+        """Append `body`, or what `without` leaves of it after a refusal; None if nothing is
+        left."""
         left: Body | None = body
         while left is not None:
             try:
@@ -302,8 +302,8 @@ class _Run:
             )
 
     def _delete(self, numbers: Iterable[int]) -> None:
-        """Delete those of the packs `numbers` that are condemned and that no session in flight may
-        still want to reuse."""
+        """Delete those of the packs `numbers` that are condemned and that no session in flight
+        may still reuse."""
         state = self._log.replay()
         condemned = {n: pack for n in numbers if (pack := state.packs.get(n)) and not pack.live}
         active = self._facts.look(state).active_ids if self._patient else frozenset()
@@ -338,7 +338,7 @@ class _Run:
             counter.add()
 
     def _sweep(self) -> None:
-        """Delete the planned orphans that are orphans still; they were listed before this
+        """Delete the planned orphans that are still orphans; they were listed before this
         replay."""
         state = self._log.replay()
         stale = self._facts.stale(self._facts.look(state))
@@ -377,8 +377,8 @@ class _Run:
                 left = self._without_damaged(left, error)
 
     def _copied(self, copy: Copy, counter: Counter) -> bool:
-        """Whether the copy was made and registered. Its session ends if nothing bears its name;
-        else the next gc declares it over."""
+        """Whether the copy was made and registered. Its session ends if no object bears its
+        name; otherwise the next gc declares it over."""
         with open_session(self._storage, "gc") as session:
             try:
                 record = write_copy(
@@ -390,8 +390,8 @@ class _Run:
             return self._register(session, record, copy)
 
     def _without_damaged(self, copy: Copy, error: DamagedSource) -> Copy | None:
-        """What of `copy` can still be made. A source that another gc has deleted is not damaged:
-        mark again."""
+        """The part of `copy` that can still be made. A source that another gc has deleted is not
+        damaged: mark again."""
         if self._log.replay().fence != self._fence:
             raise _MarkAgain from error
         self._note(damaged=(*self.report.damaged, error.source.id))
@@ -399,8 +399,8 @@ class _Run:
         return replace(copy, sources=sources) if sources else None
 
     def _register(self, session: Session, record: PackRecord, copy: Copy) -> bool:
-        """List the copy and condemn its sources, but for those that somebody referred to since the
-        mark; False if none could be."""
+        """List the copy and condemn its sources, except those referred to since the mark; False
+        if none could be."""
 
         def without(body: Body, refusal: Refusal) -> Body | None:
             assert isinstance(body, Register)
@@ -424,7 +424,7 @@ class _Run:
         return True
 
     def _drop(self, session: Session, record: PackRecord) -> None:
-        """Delete a pack whose registration was refused: no entry lists it, and none will. So nobody
+        """Delete a pack whose registration was refused: no entry lists it or ever will. So no gc
         needs to wait for its session."""
         self._storage.delete(pack_key(record.id))
         self._storage.delete(twin_key(record.id))

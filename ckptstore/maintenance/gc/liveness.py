@@ -1,12 +1,12 @@
-"""Which chunks lie in which packs, which of them are live, and which one pack each live chunk
-counts for: sorted arrays, no I/O.
+"""Chunk liveness: the packs that hold each chunk, and the one pack that each live chunk is assigned
+to. Sorted arrays, no I/O.
 
-A chunk is *live* if a commit needs it. Needed chunks are told apart from others by the first 8
-bytes of their ids, so that a confusion keeps a chunk too many and never one too few. Of several
-packs that hold a live chunk one is *assigned*, so that the duplicates die; here whole ids are
-compared, because a confusion would lose a chunk. Whoever lets duplicates die reads the copies that
-are to stay (`contested`) and says which are damaged (`reject`): another one is assigned then, and
-if none is sound all of them stay.
+A chunk is *live* if a commit needs it. Needed chunks are identified by the first 8 bytes of their
+ids, so a collision keeps a chunk too many and never one too few. A live chunk in several packs is
+*assigned* to one of them, so that the duplicates can be deleted; here whole ids are compared,
+because a collision would lose a chunk. Before duplicates are deleted, the caller reads the copies
+to keep (`contested`) and reports damaged ones (`reject`). Then another copy is assigned; if none is
+sound, all of them stay.
 """
 
 from collections.abc import Sequence
@@ -29,8 +29,8 @@ def keys_of(ids: bytes | memoryview) -> Keys:
 
 
 class Holdings:
-    """The chunks of packs that have `counts` chunks each: 45 bytes per chunk. `put` may be called
-    from several threads."""
+    """The chunks of packs that have `counts` chunks each: 45 bytes per chunk. Several threads
+    may call `put`."""
 
     def __init__(self, counts: Sequence[int]) -> None:
         self._starts = np.concatenate(([0], np.cumsum(np.array(counts, np.int64))))
@@ -46,15 +46,15 @@ class Holdings:
         self._rejected: list[npt.NDArray[np.int64]] = [np.empty(0, np.int64)]
 
     def put(self, pack: int, table: FooterTable) -> None:
-        """The footer of the pack at position `pack`. The chunks of a pack that is never put count
-        as held nowhere."""
+        """Add the footer of the pack at position `pack`. Chunks of a pack that is never put
+        count as absent."""
         rows = slice(int(self._starts[pack]), int(self._starts[pack + 1]))
         self._ids[rows] = np.frombuffer(table, "<u8").reshape(-1, _RECORD_WORDS)[:, :_ID_WORDS]
         self._stored[rows] = table["stored"]
         self._put[pack] = True
 
     def sort(self) -> None:
-        """Make ready for `need`, once every footer has been put."""
+        """Prepare for `need`, once every footer has been put."""
         keys = np.ascontiguousarray(self._ids[:, 0])
         self._order = np.argsort(keys)
         if not self._put.all():
@@ -66,9 +66,9 @@ class Holdings:
         self._live = np.zeros(len(first), np.bool_)
 
     def need(self, keys: Keys) -> Keys:
-        """Chunks with these keys are live. Returns the keys that no pack holds."""
-        # Sorted here: np.unique hashes, which takes four times as long, and a sorted search is kind
-        # to the caches.
+        """Mark chunks with these keys as live. Returns the keys that no pack holds."""
+        # Sorted here: np.unique hashes, which takes four times as long, and a sorted search is
+        # cache-friendly.
         keys = np.sort(keys)
         keys = keys[_first_of_each(keys)]
         if not len(self._groups):
@@ -80,10 +80,10 @@ class Holdings:
         return missing
 
     def assign(self) -> npt.NDArray[np.bool_]:
-        """For each chunk of each pack whether it is live and assigned to that pack.
+        """For each chunk of each pack, whether it is live and assigned to that pack.
 
-        A chunk in several packs goes to the one that other live chunks keep most bytes of, so that
-        the others empty, unless that was rejected; if all were, it stays in each.
+        A chunk in several packs is assigned to the one with the most bytes of other live chunks, so
+        that the others empty, unless rejected there; if all copies were rejected, it stays in each.
         """
         assigned = np.zeros(len(self._ids), np.bool_)
         assigned[self._order[np.repeat(self._live & (self._sizes == 1), self._sizes)]] = True
@@ -101,20 +101,20 @@ class Holdings:
         return assigned
 
     def contested(self) -> dict[int, npt.NDArray[np.int64]]:
-        """The chunks, by pack and in order of offset, that were assigned by `assign` while other
-        packs hold them too, each told once."""
+        """The assigned chunks that other packs hold too, by pack and in order of offset, each
+        reported once."""
         rows = np.setdiff1d(self._contested, self._told)
         self._told = np.concatenate((self._told, rows))
         packs = self._pack_of(rows)
         return {int(pack): rows[packs == pack] - self._starts[pack] for pack in np.unique(packs)}
 
     def reject(self, pack: int, rows: Sequence[int]) -> None:
-        """These chunks of the pack at position `pack` are damaged there. May be called from several
-        threads."""
+        """Mark these chunks of the pack at position `pack` as damaged. Several threads may call
+        it."""
         self._rejected.append(self._starts[pack] + np.array(rows, np.int64))
 
     def live_chunks(self, assigned: npt.NDArray[np.bool_]) -> npt.NDArray[np.int64]:
-        """How many chunks are assigned to each pack."""
+        """The number of chunks assigned to each pack."""
         return np.bincount(self._pack_of(np.flatnonzero(assigned)), minlength=len(self._starts) - 1)
 
     def live_bytes(self, assigned: npt.NDArray[np.bool_]) -> npt.NDArray[np.int64]:
@@ -126,7 +126,7 @@ class Holdings:
         )
 
     def of_pack(self, pack: int, assigned: npt.NDArray[np.bool_]) -> npt.NDArray[np.bool_]:
-        """The part of `assigned` that is about the pack at position `pack`, in order of offset."""
+        """The part of `assigned` for the pack at position `pack`, in order of offset."""
         return assigned[self._starts[pack] : self._starts[pack + 1]]
 
     def _pack_of(self, rows: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
@@ -140,7 +140,7 @@ class Holdings:
 
 
 def _first_of_each(keys: Keys) -> npt.NDArray[np.bool_]:
-    """Which of the sorted `keys` differ from the one before."""
+    """Flags the first of each run of equal sorted `keys`."""
     first = np.ones(len(keys), np.bool_)
     np.not_equal(keys[1:], keys[:-1], out=first[1:])
     return first

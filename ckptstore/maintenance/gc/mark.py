@@ -1,10 +1,10 @@
-"""Which chunks of which packs the commits need, at one position of the log: gc's mark.
+"""gc's mark: the chunks of each pack that commits need, at one position of the log.
 
-Reads what decides and nothing else: the footers of live packs, the documents of commits that are
-not forgotten, and each of their pages once, however many commits share it; every hash is checked. A
-page that cannot be read ends the mark, because nobody knows what it keeps. A pack whose footer
-cannot be read is taken to hold nothing, and is left alone. Where several packs hold a chunk, the
-copy that is to stay is read: a sound one must not die for one that is damaged.
+It reads the footers of live packs, the documents of commits that are not forgotten, and each of
+their pages once; every hash is verified. An unreadable page ends the mark, because the chunks it
+keeps are unknown. A pack with an unreadable footer counts as empty, and is left alone. If several
+packs hold a chunk, the copy to keep is read: a sound copy must not be deleted in favor of a damaged
+one.
 """
 
 import threading
@@ -33,11 +33,11 @@ BATCH_KEYS = 1 << 19
 
 @dataclass(frozen=True, slots=True)
 class PackUse:
-    """What is live in a pack that the log lists as live; bytes are those in one file, and a
-    metadata pack has two files.
+    """The live content of a listed pack; bytes are those in one file, and a metadata pack has two
+    files.
 
-    `readable` is False if its footer is not: nobody knows what is live in it then, so it is to be
-    left alone.
+    `readable` is False if its footer is not: its live chunks are unknown then, so it must be left
+    alone.
     """
 
     number: int
@@ -60,8 +60,8 @@ class PackUse:
 
 
 class Mark:
-    """What is live at log position `n`: `uses` of all live packs, by number. `missing` needed
-    chunks lie in no live pack."""
+    """The live chunks at log position `n`: `uses` of all live packs, by number. `missing` needed
+    chunks are in no live pack."""
 
     def __init__(
         self,
@@ -78,7 +78,7 @@ class Mark:
         self._positions = {use.number: i for i, use in enumerate(uses)}
 
     def live_rows(self, number: int) -> npt.NDArray[np.bool_]:
-        """Which chunks of a pack are live and assigned to it, in order of offset."""
+        """The live chunks assigned to a pack, in order of offset."""
         return self._holdings.of_pack(self._positions[number], self._assigned)
 
 
@@ -107,7 +107,7 @@ def mark(storage: Storage, state: State, threads: ThreadPool, report: Progress =
 
 
 class _Needs:
-    """Collects needed keys and hands them on in large batches. Threads share it."""
+    """Collects needed keys and passes them on in large batches. Threads share it."""
 
     def __init__(self, holdings: Holdings) -> None:
         self.missing: set[int] = set()
@@ -162,7 +162,7 @@ def _read_footers(
 def _read_documents(
     storage: Storage, state: State, needs: _Needs, report: Progress
 ) -> dict[ChunkId, CommitId]:
-    """Every page that a commit needs, and one of the commits that do."""
+    """Every page that a commit needs, and one of those commits."""
     roots = [(commit, row) for commit, row in state.commits.items() if not row.soft]
     counter = Counter(report, "read commits", len(roots))
     pages: dict[ChunkId, CommitId] = {}
@@ -220,8 +220,8 @@ def _read_pages(
 def _wanted(
     metadata: Sequence[tuple[Pack, FooterTable]], unread: dict[ChunkId, CommitId]
 ) -> Iterator[tuple[Pack, FooterTable]]:
-    """The rows of each pack that are to be read, each page in one pack only; those found are taken
-    out of `unread`."""
+    """The rows of each pack to read, each page in one pack only; found pages are removed from
+    `unread`."""
     for pack, table in metadata:
         rows = [
             i
@@ -241,7 +241,7 @@ def _assign(
     threads: ThreadPool,
     report: Progress,
 ) -> npt.NDArray[np.bool_]:
-    """Which chunks are live and counted for which pack, each in a copy that is alone or sound."""
+    """Assign live chunks to packs, each to a copy that is unique or sound."""
     assigned = holdings.assign()
     while contested := holdings.contested():
         counter = Counter(report, "compare copies", sum(map(len, contested.values())))
@@ -265,7 +265,7 @@ def _reject_damaged(
 
 
 def _damaged(storage: Storage, pack: Pack, rows: npt.NDArray[np.int64]) -> list[int]:
-    """Which of the chunks `rows` of a pack cannot be read as their ids say."""
+    """The chunks `rows` of a pack that cannot be read and verified."""
     try:
         table = footers.read_table(storage, pack.id, metadata=pack.metadata)
     except (Corrupt, NotFound):

@@ -1,8 +1,7 @@
-"""What lies in a store and nobody needs: objects that no log entry lists and whose session is over.
-Pure, but for the listing.
+"""Orphans: objects that no log entry lists and whose session is over. Pure, except for the listing.
 
-The order is the proof: objects are listed first and the log is replayed afterwards, so whatever is
-unlisted in that state and belongs to a closed session can never be listed any more.
+The order is the proof: objects are listed first and the log is replayed afterwards. An object that
+is unlisted in that state and belongs to a closed session can never be listed later.
 """
 
 import re
@@ -11,7 +10,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from ckptstore.core.ids import CommitId, PackId, SessionId, document_key
-from ckptstore.log.log import CHECKPOINTS_KEPT
+from ckptstore.log.log_snapshots import CHECKPOINTS_KEPT
 from ckptstore.log.state import State
 from ckptstore.storage.contract import Storage
 
@@ -33,7 +32,8 @@ class Orphan(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Listing:
-    """Objects and their sizes, listed before the state was replayed that they are compared with."""
+    """Objects and their sizes, listed before the replay of the state that they are compared
+    with."""
 
     packs: Mapping[str, int]
     documents: Mapping[str, int]
@@ -59,7 +59,7 @@ class Listing:
 
 
 def list_objects(storage: Storage) -> Listing:
-    """Everything but the log's entries."""
+    """List everything but the log's entries."""
     checkpoints = tuple(
         (key, size) for key, size in storage.list("log/checkpoint-") if _CHECKPOINT.fullmatch(key)
     )
@@ -78,10 +78,10 @@ def orphans(
     purged: Set[CommitId] = frozenset(),
     stale: Set[str] = frozenset(),
 ) -> tuple[Orphan, ...]:
-    """What of `listing` may be deleted at `state`, which was replayed after it.
+    """The objects of `listing` that may be deleted at `state`, which was replayed after it.
 
-    For a plan, `over` are sessions that will have been declared over and `purged` commits that will
-    have been purged by then. `stale` are names in `tmp/` that nobody writes to.
+    In a plan, `over` are sessions that will have been declared over, and `purged` commits that will
+    have been purged. `stale` are names in `tmp/` without a writer.
     """
 
     def closed(session: str) -> bool:

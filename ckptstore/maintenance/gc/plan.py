@@ -1,8 +1,7 @@
-"""What a gc is going to do, as data: what dies, what is freed now, what is freed when which session
-ends, what moves together. Pure.
+"""The plan of a gc, as data: dead packs, what is freed now and later, and what is copied together.
+Pure.
 
-`--dry-run` prints this, and a real run executes it; only what others do meanwhile can make a
-difference.
+`--dry-run` prints it, and a real run executes it; only concurrent changes can make a difference.
 """
 
 from collections import defaultdict
@@ -18,7 +17,7 @@ from ckptstore.maintenance.gc.repack import Copy
 
 @dataclass(frozen=True, slots=True)
 class DeadPack:
-    """A pack without live chunks; `condemned` if an earlier gc has said so in the log. `bytes`
+    """A pack without live chunks; `condemned` if an earlier gc appended that to the log. `bytes`
     includes its twin.
 
     It is deleted once the sessions `waits` have ended, so that commits in flight which reuse it
@@ -37,9 +36,9 @@ class GcPlan:
     """A gc marked at log position `mark`. `fence` is the last condemning entry that it knows.
 
     The sources of `copies` are deleted when the sessions `copies_wait` have ended. `missing` needed
-    chunks lie in no live pack, and the footers of the packs `unreadable` cannot be read: both are
-    for `fsck`, and what might heal them is left alone. With `full` the disk is full, so nothing
-    waits.
+    chunks are in no live pack, and the footers of the packs `unreadable` cannot be read. Both are
+    for `fsck`, and possible sources for repair are left alone. With `full` the disk is full, so gc
+    waits for no session.
     """
 
     mark: int
@@ -69,7 +68,7 @@ class GcPlan:
 
     @property
     def freed_later_bytes(self) -> dict[tuple[SessionId, ...], int]:
-        """Bytes that a later run can delete, by the sessions that have to end before."""
+        """Bytes that a later run can delete, by the sessions that must end first."""
         later: dict[tuple[SessionId, ...], int] = defaultdict(int)
         for pack in self.doomed:
             if pack.waits:
@@ -80,7 +79,7 @@ class GcPlan:
 
     @property
     def copied_bytes(self) -> int:
-        """What the new packs take."""
+        """The size of the new packs."""
         return sum(copy.bytes for copy in self.copies)
 
     @property
@@ -91,13 +90,13 @@ class GcPlan:
 def doomed_packs(
     state: State, marked: Mark, waits: Mapping[PackId, frozenset[SessionId]], active: Set[SessionId]
 ) -> Iterator[DeadPack]:
-    """The packs that hold nothing live, those condemned before included. `waits` says who was in
-    flight when a pack was condemned."""
+    """The packs without live chunks, including those condemned before. `waits` has the sessions
+    in flight when a pack was condemned."""
     for use in marked.uses:
         if use.dead:
             yield _doomed(use.number, use.pack, active)
     if marked.missing:
-        # A condemned pack may hold what is missing: fsck first.
+        # A condemned pack may hold missing chunks: fsck first.
         return
     for number, pack in sorted(state.packs.items()):
         if not pack.live:
@@ -110,7 +109,7 @@ def soft_deleted(state: State) -> tuple[CommitId, ...]:
 
 
 def total_bytes(packs: Iterable[Pack]) -> int:
-    """What packs take, twins included."""
+    """The size of the packs, twins included."""
     return sum(pack.bytes * (2 if pack.metadata else 1) for pack in packs)
 
 

@@ -1,9 +1,7 @@
-"""How the live chunks of sparse and of small packs move together: choose the sources, lay out the
-copies, copy.
+"""Repacking: choose sparse and small packs, lay out the copies of their live chunks, and copy them.
 
-Stored bytes are copied as they are, each chunk compared with its id on the way. Where every chunk
-comes to lie is known before anything is copied, so a plan states the exact size of the files to
-come.
+Stored bytes are copied as they are, each chunk verified against its id. The layout is computed
+before anything is copied, so a plan states the exact size of the new files.
 """
 
 from collections import defaultdict
@@ -26,8 +24,8 @@ from ckptstore.repository.thread_pool import ThreadPool
 from ckptstore.storage.contract import Storage
 
 MERGE_PACKS = 8
-"""So many small packs of about one size are merged. The copy is of the next larger size, so no
-chunk is copied again and again."""
+"""This many small packs of similar size are merged. The copy is of the next larger size class,
+so no chunk is copied again and again."""
 
 _SIZE_STEP_BITS = 3
 _SMALL_SHARE = 4
@@ -35,7 +33,7 @@ _SMALL_SHARE = 4
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """A pack to copy from: bit `i` of `live` says whether to copy its chunk `i`."""
+    """A pack to copy from: bit `i` of `live` tells whether to copy chunk `i`."""
 
     number: int
     id: PackId
@@ -45,13 +43,13 @@ class Source:
 
     @property
     def stored_bytes(self) -> int:
-        """What it takes in the store, twin included."""
+        """Its size in the store, twin included."""
         return self.file_bytes * (2 if self.metadata else 1)
 
 
 @dataclass(frozen=True, slots=True)
 class Copy:
-    """One new pack and the packs whose live chunks it will hold. `bytes` is what it will take, twin
+    """One new pack, and the packs whose live chunks it will hold. `bytes` is its size, twin
     included."""
 
     sources: tuple[Source, ...]
@@ -67,22 +65,18 @@ class Copy:
 
 
 class DamagedSource(Exception):
-    """A pack whose live chunks cannot be copied; `__cause__` says why."""
+    """A pack whose live chunks cannot be copied; `__cause__` has the reason."""
 
     def __init__(self, source: Source) -> None:
         super().__init__(source.id)
         self.source = source
 
 
-# -- what to copy
-# ------------------------------------------------------------------------------------------------------------------
-
-
 def choose(
     uses: Iterable[PackUse], *, max_unused: float, max_repack_bytes: int | None, pack_bytes: int
 ) -> list[PackUse]:
-    """The packs to copy from: sparse ones, the emptiest first, until at most the share `max_unused`
-    of the remaining bytes is unused; then small ones, where there are enough of a size. At most
+    """Choose the packs to copy from: the sparsest first, until at most the share `max_unused` of
+    the remaining bytes is unused; then small packs, if enough of one size class exist. At most
     `max_repack_bytes` are copied."""
     kept = [use for use in uses if not use.dead]
     allowance = max_unused * sum(use.pack.bytes * use.files for use in kept)
@@ -109,7 +103,7 @@ def choose(
 def plan_copies(
     storage: Storage, marked: Mark, chosen: Sequence[PackUse], pack_bytes: int
 ) -> Iterator[Copy]:
-    """Which chosen packs share a new pack, in order, each pack in one copy only. Reads footers."""
+    """Group the chosen packs into new packs, in order, each in one copy only. Reads footers."""
     sources: list[Source] = []
     end = chunks = 0
     for use in chosen:
@@ -136,8 +130,8 @@ def live_rows(storage: Storage, source: Source) -> FooterTable:
 
 
 def place(rows: FooterTable, end: int) -> tuple[npt.NDArray[np.int64], int]:
-    """The offset of each chunk behind `end` in a new pack, and the new end. What lay side by side
-    stays so, and is aligned as a run."""
+    """The offset of each chunk after `end` in a new pack, and the new end. Adjacent chunks stay
+    adjacent, and are aligned as a run."""
     starts, stored = rows["offset"].astype(np.int64), rows["stored"].astype(np.int64)
     first = (
         np.flatnonzero(np.concatenate(([True], starts[1:] != (starts + stored)[:-1])))
@@ -159,7 +153,7 @@ def _copy(sources: Sequence[Source], end: int, chunks: int) -> Copy:
 
 
 def _unused_bytes(use: PackUse) -> int:
-    """What would be gained: dead chunks and their footers."""
+    """The gain: dead chunks and their footers."""
     if not use.readable or not use.sparse:
         return 0
     live = use.live_bytes + use.live_chunks * FOOTER_DTYPE.itemsize + TRAILER_BYTES
@@ -180,7 +174,7 @@ def _bits(bitmap: bytes, count: int) -> npt.NDArray[np.bool_]:
 
 
 class _Budget:
-    """Bytes that may still be copied; None for any number."""
+    """Bytes that may still be copied; None for no limit."""
 
     def __init__(self, limit_bytes: int | None) -> None:
         self._left = limit_bytes
@@ -195,10 +189,6 @@ class _Budget:
         return True
 
 
-# -- copying
-# -----------------------------------------------------------------------------------------------------------------------
-
-
 def write_copy(
     storage: Storage,
     session: SessionId,
@@ -206,11 +196,11 @@ def write_copy(
     threads: ThreadPool,
     copied: Callable[[int], None],
 ) -> PackRecord:
-    """Make the new pack of `copy` durable; the log does not list it yet. `copied` is told how many
-    bytes have been.
+    """Write the new pack of `copy` durably; the log does not list it yet. `copied` is called with
+    the bytes copied so far.
 
-    Raises `DamagedSource` for a pack that cannot be copied from; then, as after any failure,
-    nothing of the copy is left.
+    Raises `DamagedSource` for an unreadable source pack. After any failure, nothing of the copy is
+    left.
     """
     target = OpenPack(storage, pack_id(session, 0, 0), metadata=copy.metadata)
     try:

@@ -1,12 +1,12 @@
-"""Which sessions still write, as far as this host can tell: a session is over when its process is
-gone, or when nothing has moved for long.
+"""Active sessions, as seen from this host: a session is over if its process is gone, or if nothing
+has moved for long.
 
-Counters are only compared with themselves and times only with this host's own monotonic clock, so
-no two clocks have to agree. What was seen is kept in this host's cache, so that short gc runs add
-up; after a boot it starts anew. Being wrong costs a slow writer a repeated commit and never a
-chunk: `log.fold.check` refuses an entry of a session that was declared over.
+Counters are only compared with themselves and times only with this host's monotonic clock, so
+clocks need not agree. Observations are kept in this host's cache, so that short gc runs add up;
+after a boot they start anew. A mistake costs a slow writer a repeated commit and never a chunk:
+`log.admission.check` refuses an entry of a session that was declared over.
 
-Who is writing to the store, and which condemned packs are still there because of whom.
+`activities` lists the writers and the condemned packs that remain because of each.
 """
 
 import json
@@ -37,9 +37,9 @@ _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 @dataclass(frozen=True, slots=True)
 class Watch:
-    """What this host has seen. `sessions` and `files` (names in `tmp/`) map to a counter or size
-    and since when it is the same. `waits` are the sessions that were in flight when a pack was
-    condemned, by pack."""
+    """This host's observations. `sessions` and `files` (names in `tmp/`) map to a counter or
+    size and the time of its last change. `waits` are the sessions that were in flight when a
+    pack was condemned, by pack."""
 
     boot: str
     sessions: Mapping[SessionId, tuple[int, float]] = field(default_factory=dict)
@@ -47,11 +47,11 @@ class Watch:
     waits: Mapping[PackId, frozenset[SessionId]] = field(default_factory=dict)
 
     def counters(self) -> dict[SessionId, int]:
-        """The counters as they were seen last."""
+        """The last seen counters."""
         return {session: counter for session, (counter, _) in self.sessions.items()}
 
     def sizes(self) -> dict[str, int]:
-        """The sizes of files in `tmp/` as they were seen last."""
+        """The last seen sizes of files in `tmp/`."""
         return {name: size for name, (size, _) in self.files.items()}
 
 
@@ -70,7 +70,7 @@ class Sessions:
 def observe(
     watch: Watch, counters: Mapping[SessionId, int], files: Mapping[str, int], now_s: float
 ) -> Watch:
-    """What has been seen by `now_s`: since when each counter and each file is as it is."""
+    """The observations at `now_s`: the time of the last change of each counter and each file."""
     return Watch(
         watch.boot,
         _since(watch.sessions, counters, now_s),
@@ -86,8 +86,8 @@ def judge(
     state: State,
     now_s: float,
 ) -> Sessions:
-    """Tell active sessions from those that are over. `infos` are those with a file, `named` those
-    that only files in the store name."""
+    """Separate active sessions from those that are over. `infos` are those with a file, `named`
+    those that only objects in the store name."""
     active, over = [], []
     for info in infos:
         if state.closed(info.id):
@@ -106,12 +106,12 @@ def judge(
 
 
 def stale_files(watch: Watch, now_s: float) -> frozenset[str]:
-    """Names in `tmp/` that nobody has written to for long."""
+    """Names in `tmp/` that have not changed for long."""
     return frozenset(name for name in watch.files if _stale(watch.files, name, now_s))
 
 
 def load_watch(path: Path) -> Watch:
-    """What was seen since the last boot; nothing if that cannot be read."""
+    """The observations since the last boot; empty if they cannot be read."""
     boot = ""
     with suppress(OSError):
         boot = _BOOT_ID.read_text().strip()
@@ -134,8 +134,7 @@ def load_watch(path: Path) -> Watch:
 
 
 def save_watch(path: Path, watch: Watch) -> None:
-    """Remember `watch`. A full disk may keep it from being remembered; then sessions are given more
-    time."""
+    """Save `watch`. A full disk may prevent that; then sessions get more time."""
     found = {
         "boot": watch.boot,
         "sessions": dict(watch.sessions),
@@ -165,15 +164,15 @@ def _pairs(found: dict[str, Any]) -> dict[str, tuple[int, float]]:
 
 
 Status: TypeAlias = Literal["active", "gone", "closed"]
-"""`gone`: its process runs no more, the next gc declares it over. `closed`: the log says that it
-can append nothing any more."""
+"""`gone`: its process has ended, and the next gc declares it over. `closed`: by the log, it can
+append no more."""
 
 
 @dataclass(frozen=True, slots=True)
 class Activity:
     """A session that has a file. Its counter has not moved for `still_s` while this host looked;
-    the next gc that finds it still for `watch.STALE_S` declares it over. `packs` condemned packs of
-    `bytes` in all, twins included, are not deleted before it has ended."""
+    after `session_monitor.STALE_S` the next gc declares it over. `packs` condemned packs of
+    `bytes` in all, twins included, are kept until it has ended."""
 
     info: SessionInfo
     status: Status
@@ -185,7 +184,7 @@ class Activity:
 def activities(
     handle: StoreHandle, *, clock: Callable[[], float] = time.monotonic
 ) -> tuple[Activity, ...]:
-    """Every session that has a file, the oldest first. Looking counts as an observation for gc."""
+    """Every session that has a file, oldest first. Counts as an observation for gc."""
     infos = tuple(read_sessions(handle.storage))
     state = handle.log.replay()
     path = handle.index_directory / WATCH_NAME

@@ -1,1 +1,1 @@
-"""Mirrors: commits that travel between stores."""
+"""Mirrors: copying commits between stores."""

@@ -1,8 +1,7 @@
-"""Which commits and tags a store lacks that another one has, from the folded logs of both. Pure.
+"""Planning a mirror run from both folded logs: the commits and tags that the target lacks. Pure.
 
-A commit is the same commit wherever it lies: its document travels byte for byte, so its id, its
-parents and its time stay. Retention is each store's own business: what the target has forgotten is
-not brought back.
+A commit is the same in every store: its document is copied byte for byte, so id, parents and time
+stay. Retention is separate for each store: commits forgotten in the target are not sent again.
 """
 
 from collections.abc import Collection, Iterable
@@ -14,8 +13,7 @@ from ckptstore.log.state import State
 
 @dataclass(frozen=True, slots=True)
 class CommitTransfer:
-    """A commit that is to be brought over; `session` names its document in the source, `tags`
-    appear with it."""
+    """A commit to send; `session` names its document in the source, `tags` appear with it."""
 
     commit: CommitId
     session: SessionId
@@ -35,9 +33,11 @@ class TagMove:
 
 @dataclass(frozen=True, slots=True)
 class MirrorPlan:
-    """What to bring over, the oldest commit first; `tags` are those of commits that are there
-    already. `rejected` tags name another commit in the target and may not be moved; `forgotten`
-    commits are forgotten in the target and stay so."""
+    """The commits to send, oldest first; `tags` are those of commits that the target has already.
+
+    `rejected` tags name another commit in the target and may not be moved; `forgotten` commits are
+    forgotten in the target and stay so.
+    """
 
     commits: tuple[CommitTransfer, ...]
     tags: tuple[TagMove, ...]
@@ -58,7 +58,7 @@ def plan_mirror(
     tags: bool = True,
     force: bool = False,
 ) -> MirrorPlan:
-    """What of `wanted`, commits of the source, the target lacks, with the tags that name them; with
+    """Plan to send those of `wanted` that the target lacks, with the tags that name them; with
     `force`, tags move."""
     rows = sorted(
         (row.n, commit, row) for commit, row in source.commits.items() if commit in wanted
@@ -93,7 +93,7 @@ def all_commits(state: State, run: str | None = None) -> frozenset[CommitId]:
 
 
 def with_ancestors(state: State, commits: Iterable[CommitId]) -> frozenset[CommitId]:
-    """`commits` and all they descend from, as far as the store still has it."""
+    """`commits` and all their ancestors that the store still has."""
     found: set[CommitId] = set()
     waiting = list(commits)
     while waiting:

@@ -1,4 +1,4 @@
-"""The two ends of a mirror: the other store, opened or made, and the commits that are meant."""
+"""The two ends of a mirror run: the other store, opened or created, and the selected commits."""
 
 import os
 from collections.abc import Iterator, Mapping, Sequence
@@ -22,9 +22,8 @@ def other_end(
     storage_options: Mapping[str, Any] | None = None,
     index: str | None = None,
 ) -> Iterator[StoreHandle]:
-    """The store at `place`; with `like`, one is made where there is none, cut and encoded as that
-    one is, and in a directory no less private than that one's. `index` is the database that has, or
-    will have, its log.
+    """Open the store at `place`. With `like`, create a missing one with its chunk size and codec,
+    and in a directory at least as private. `index` is the database that has, or will have, its log.
 
     Raises `NotFound` if there is none.
     """
@@ -34,7 +33,8 @@ def other_end(
     except NotFound:
         if like is None:
             raise
-        with suppress(Conflict):  # another process made it at the same time
+        # Another process created it at the same time.
+        with suppress(Conflict):
             config, root = like.config, like.storage.capabilities.local_root
             init_store(
                 place,
@@ -54,7 +54,7 @@ def other_end(
 def choose(
     source: StoreHandle, refs: Sequence[AnyRef], *, run: str | None, ancestors: bool = False
 ) -> frozenset[CommitId]:
-    """The commits that `refs` name, with `ancestors` all that they descend from; without refs all
+    """The commits that `refs` name, with `ancestors` also all their ancestors; without refs all
     commits of `run`, or of all runs.
 
     Raises `NotFound` and `InvalidInput` for refs as `checkout` does.
@@ -62,7 +62,7 @@ def choose(
     if not refs:
         if ancestors:
             raise InvalidInput(
-                "ancestors of what? name a commit, or leave it out: without a ref every commit is "
+                "ancestors needs a commit; name one, or omit it: without a ref every commit is "
                 "meant"
             )
         return all_commits(source.log.replay(), run)

@@ -1,9 +1,8 @@
-"""A store on a fast disk and its mirror: what is committed here is durable at once, and uploaded in
-the background.
+"""Tiered storage: a store on a fast disk with a mirror that receives its commits in the background.
 
-There is no list of what is still to be sent: the two logs say it, so nothing is forgotten by a
-crash and nothing is sent twice. While the mirror is away, commits go on; it is tried again later.
-What the disk has lost is read from the mirror, and healed from it.
+The difference between the two logs tells what to upload, so a crash loses nothing and nothing is
+sent twice. While the mirror is unavailable, commits continue and the upload is retried. Chunks that
+the disk lost are read from the mirror and repaired from it.
 """
 
 import logging
@@ -36,14 +35,14 @@ logger = logging.getLogger("ckptstore")
 FIRST_PAUSE_S = 1.0
 LONGEST_PAUSE_S = 300.0
 THREADS = 2
-"""Uploading must not take the processors from training."""
+"""Uploads must not take processor time from training."""
 
 T = TypeVar("T")
 
 
 class Tier:
-    """The mirror of one open store. One thread of its own uploads; the other methods are called
-    from any thread."""
+    """The mirror of one open store. Its own thread uploads; any thread may call the other
+    methods."""
 
     def __init__(
         self,
@@ -54,16 +53,19 @@ class Tier:
         storage_options: Mapping[str, Any] | None = None,
         index: str | None = None,
     ) -> None:
-        """`own` is the store, opened for uploading alone, and closed with this. What no policy of
-        `keep` keeps is forgotten here once it has arrived, and collected; without policies nothing
-        is. `storage_options` and `index` are the mirror's."""
+        """`own` is the store, opened for uploading alone, and closed with this.
+
+        Uploaded commits that no policy of `keep` keeps are forgotten here and collected; without
+        policies none are. `storage_options` and `index` are the mirror's.
+        """
         self.place = place
         self._keep = tuple(keep)
         self._own = own
         self._storage_options, self._index = storage_options, index
         self._threads = ThreadPool(THREADS)
         self._changed = threading.Condition()
-        self._wanted, self._done = 1, 0  # what was committed before this process is sent too
+        # Commits made before this process are uploaded too.
+        self._wanted, self._done = 1, 0
         self._failed = False
         self._broken: BaseException | None = None
         self._damaged = self._closing = False
@@ -77,14 +79,14 @@ class Tier:
             raise
 
     def wake(self) -> None:
-        """Something was committed or tagged here."""
+        """Signal that something was committed or tagged here."""
         with self._changed:
             self._wanted += 1
             self._changed.notify_all()
 
     def flush(self, timeout_s: float | None = None) -> bool:
-        """Wait until all that was committed before this call has arrived; False if it has not
-        within `timeout_s`, or the mirror is away."""
+        """Wait until all earlier commits have arrived; False after `timeout_s`, or if the mirror
+        is unavailable."""
         with self._changed:
             wanted = self._wanted
             self._failed = False
@@ -94,13 +96,13 @@ class Tier:
             )
             if self._broken:
                 raise RuntimeError(
-                    f"the upload to {self.place} ended by an error of its own; open the store again"
+                    f"the upload to {self.place} ended with an error; open the store again"
                 ) from self._broken
             return self._done >= wanted
 
     def close(self) -> None:
-        """Send what can be sent; if the mirror is away, the next process that opens the store goes
-        on."""
+        """Upload what can be uploaded. If the mirror is unavailable, the next process that opens
+        the store continues."""
         try:
             if not self.flush():
                 logger.warning(
@@ -122,13 +124,13 @@ class Tier:
     # -- reading --
 
     def find(self, ref: str | int, run: str) -> tuple[Reader, Resolved] | None:
-        """The commit that `ref` names in the mirror, and who reads it."""
+        """The commit that `ref` names in the mirror, and its reader."""
         found = self._ask(lambda remote: resolve(remote.log.replay(), parse_ref(ref), run))
         return found and (self._reader(), found)
 
     def newest_first(self, run: str, here: State) -> list[tuple[Reader | None, Resolved]]:
-        """The commits of `run` here (without a reader) and in the mirror, the newest first; one
-        that is in both first from here."""
+        """The commits of `run` here (without a reader) and in the mirror, newest first; the
+        local one first if both have it."""
         rows: list[tuple[int, int, Reader | None, Resolved]] = []
         rows += [(here.commits[info.id].time_ns, 1, None, info) for info in newest_first(here, run)]
         there = self._ask(lambda remote: remote.log.replay())
@@ -145,7 +147,7 @@ class Tier:
         ]
 
     def _ask(self, question: Callable[[StoreHandle], T | None]) -> T | None:
-        """The mirror's answer, None (with a warning) if it is away."""
+        """The mirror's answer, or None (with a warning) if it is unavailable."""
         try:
             return question(self._opened())
         except Unavailable as error:
@@ -157,8 +159,8 @@ class Tier:
         return Reader(remote.config, remote.objects, self._threads)
 
     def rescue(self, ids: bytes, out: Sequence[memoryview], error: CkptStoreError) -> None:
-        """Bring the chunks that the disk could not give from the mirror: `out` holds what could be
-        read. Raises `error` if it cannot."""
+        """Read the chunks that the disk lost from the mirror: `out` holds what could be read.
+        Raises `error` if that fails."""
         bad = [i for i, memory in enumerate(out) if digest(memory) != _id(ids, i)]
         logger.warning("%s; read from %s instead", error, self.place)
         try:
@@ -166,12 +168,12 @@ class Tier:
                 b"".join(_id(ids, i) for i in bad), [out[i] for i in bad]
             )
         except CkptStoreError as failed:
-            error.add_note(f"and the mirror {self.place} did not have it: {failed}")
+            error.add_note(f"and the mirror {self.place} does not have it: {failed}")
             raise error from failed
         self.damaged()
 
     def damaged(self) -> None:
-        """Something here is damaged: heal it in the background."""
+        """Damage was found here: repair it in the background."""
         with self._changed:
             self._damaged = True
             self._wanted += 1
@@ -226,7 +228,7 @@ class Tier:
             self._send()
         except (CkptStoreError, OSError) as error:
             logger.warning(
-                "%s was not brought up to date, commits go on and it is tried again: %s",
+                "%s was not updated; commits continue and the upload is retried: %s",
                 self.place,
                 error,
             )
@@ -249,8 +251,8 @@ class Tier:
             self._trim(remote.log.replay())
 
     def _heal(self, remote: StoreHandle) -> None:
-        """Bring back what is damaged here. What is found damaged meanwhile, or could not be healed,
-        has its turn the next time."""
+        """Repair the damage found here. New damage, and damage that could not be repaired, is
+        retried next time."""
         self._damaged = False
         try:
             repair(offline_store_of(self._own), mirrors=[remote.storage], apply=True, share=Share())
@@ -259,7 +261,7 @@ class Tier:
             raise
 
     def _trim(self, arrived: State) -> None:
-        """Forget here what no policy keeps and the mirror has."""
+        """Forget commits here that no policy keeps and the mirror has."""
         plan = plan_policies(self._own.log.replay(), self._keep, None)
         gone = [
             decision.commit for decision in plan.forgotten if decision.commit in arrived.commits

@@ -1,8 +1,8 @@
-"""Where a chunk that its pack lost can still be had, and how what was found gets into new packs.
+"""Recovering chunks that their pack lost: find sources, and write what was found into new packs.
 
-Everything that might hold a chunk is asked: the damaged packs themselves, their twins, packs that
-no log entry names, quarantined ones, and the packs of mirrors. None of it is believed: a chunk
-counts when its bytes match its id.
+All possible sources are tried: the damaged packs themselves, their twins, unlisted packs,
+quarantined packs, and the packs of mirrors. None is trusted: a chunk counts only if its bytes match
+its id.
 """
 
 import itertools
@@ -38,8 +38,8 @@ _PACK_FILE = re.compile(
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """One place that holds a chunk as its id says: the object `key` of the donor `donor`; with
-    `flip`, once one bit is turned back."""
+    """A verified location of a chunk: the object `key` of source number `donor`; with `flip`,
+    after flipping one bit back."""
 
     donor: int
     key: str
@@ -48,8 +48,8 @@ class Source:
 
 
 class ChunkSource:
-    """A directory with packs: this store or a mirror. Its log and its index are not looked at;
-    `remembered` are places, by chunk, which no footer may tell any more."""
+    """A directory with packs: this store or a mirror. Its log and index are not read;
+    `remembered` has locations, by chunk, that no footer may name any more."""
 
     def __init__(
         self,
@@ -61,8 +61,8 @@ class ChunkSource:
 
     @cached_property
     def tables(self) -> Mapping[str, FooterTable]:
-        """The footers of all objects that look like packs, twins and quarantined ones included, by
-        key; broken ones left out."""
+        """The footers of all objects that look like packs, including twins and quarantined ones,
+        by key; broken ones are left out."""
         return dict(self._tables())
 
     @cached_property
@@ -74,7 +74,7 @@ class ChunkSource:
         return places
 
     def entries_of(self, chunk: ChunkId) -> Iterator[tuple[str, PackEntry]]:
-        """Where the footers say that `chunk` lies."""
+        """The locations of `chunk` by the footers."""
         for key, row in self._places.get(chunk, ()):
             yield key, entries(self.tables[key][row : row + 1])[0]
         yield from self._remembered.get(chunk, ())
@@ -95,9 +95,11 @@ class ChunkSource:
 
 
 def find_sources(donors: Sequence[ChunkSource], wanted: Iterable[ChunkId]) -> dict[ChunkId, Source]:
-    """For each of `wanted` the first place that was read and matched. Donor 0 is the store itself.
-    Raises `Unavailable` if a chunk is found nowhere and one of its places did not answer: nobody
-    knows yet whether it is lost."""
+    """For each of `wanted`, the first location whose bytes matched. Source 0 is the store itself.
+
+    Raises `Unavailable` if a chunk is found nowhere and one of its locations did not answer: it may
+    not be lost.
+    """
     found: dict[ChunkId, Source] = {}
     for chunk in wanted:
         if source := _source(donors, chunk):
@@ -106,8 +108,7 @@ def find_sources(donors: Sequence[ChunkSource], wanted: Iterable[ChunkId]) -> di
 
 
 def read_source(donors: Sequence[ChunkSource], source: Source) -> memoryview:
-    """The raw bytes of the chunk, verified once more; raises `Corrupt`, `NotFound` or `Unavailable`
-    if they are not there any more."""
+    """The raw bytes of the chunk, verified again; raises `Corrupt`, `NotFound` or `Unavailable`."""
     storage = donors[source.donor].storage
     if not source.flip:
         return read_chunk_at(storage, source.key, source.entry)
@@ -128,8 +129,8 @@ def write_packs(
     metadata: bool,
     numbers: Iterator[int],
 ) -> list[ClosedPack]:
-    """Copy chunks into new packs of `session`, durable on return; the log does not list them yet.
-    On failure nothing of them is left."""
+    """Copy chunks into new packs of `session`, durable on return and not yet listed by the log.
+    A failure leaves nothing behind."""
     storage = donors[0].storage
     closed: list[ClosedPack] = []
 
@@ -195,7 +196,7 @@ def _source(donors: Sequence[ChunkSource], chunk: ChunkId) -> Source | None:
 
 
 def _flipped_chunk(storage: Storage, key: str, entry: PackEntry) -> bytes | None:
-    """A chunk that was stored raw, with the one bit that was turned turned back."""
+    """A chunk that was stored raw, with its one flipped bit restored."""
     if entry.codec != codecs.RAW or entry.stored_bytes > FLIP_BYTES_MAX:
         return None
     try:
@@ -208,7 +209,7 @@ def _flipped_chunk(storage: Storage, key: str, entry: PackEntry) -> bytes | None
 
 
 def _flipped_table(storage: Storage, key: str) -> FooterTable | None:
-    """The footer of a pack in whose last bytes one bit was turned."""
+    """The footer of a pack with one flipped bit in its last bytes."""
     try:
         tail, size = storage.read_tail(key, FLIP_BYTES_MAX)
     except (Corrupt, NotFound, Unavailable):
@@ -223,9 +224,10 @@ def _flipped_table(storage: Storage, key: str) -> FooterTable | None:
         except Corrupt:
             return None
 
+    # Then the bit is in the trailer; no other place need be tried.
     try:
         trailer = parse_trailer(tail[-TRAILER_BYTES:], size)
-    except Corrupt:  # then the bit is in the trailer, and nowhere else need be looked for it
+    except Corrupt:
         return flipped_back(
             tail[-TRAILER_BYTES:], lambda candidate: parse(tail[:-TRAILER_BYTES] + candidate)
         )
@@ -233,14 +235,15 @@ def _flipped_table(storage: Storage, key: str) -> FooterTable | None:
 
 
 def _runs(sources: Iterable[Source]) -> Iterator[list[Source]]:
-    """Sources that lay one behind the other in one object, up to `RUN_BYTES`: they stay
+    """Group sources that are adjacent in one object, up to `RUN_BYTES`, so that they stay
     together."""
     ordered = sorted(sources, key=lambda s: (s.donor, s.key, s.entry.offset))
     run = ordered[:1]
     for before, source in pairwise(ordered):
         follows = (before.donor, before.key) == (source.donor, source.key)
         follows = follows and before.entry.offset + before.entry.stored_bytes == source.entry.offset
-        follows = follows and before.entry[4:7] == source.entry[4:7]  # codec, width and kind
+        # codec, width and kind
+        follows = follows and before.entry[4:7] == source.entry[4:7]
         if not follows or sum(s.entry.raw_bytes for s in run) + source.entry.raw_bytes > RUN_BYTES:
             yield run
             run = []

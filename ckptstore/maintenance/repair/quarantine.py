@@ -1,5 +1,5 @@
-"""Where `repair` puts what it takes out of a store or replaces: `quarantine/`, under names that
-never replace each other."""
+"""Quarantine: objects that `repair` removes or replaces move to `quarantine/`, under unique
+names."""
 
 import itertools
 import os
@@ -16,8 +16,8 @@ QUARANTINE = "quarantine/"
 
 
 def quarantine(storage: Storage, key: str) -> None:
-    """Move an object to `quarantine/`, where it is durable before it is gone from its place; an
-    absent one is fine."""
+    """Move an object to `quarantine/`, where it is durable before the original is removed; an
+    absent one is ignored."""
     if storage.size(key) is None:
         return
     kept = _keep(storage, key)
@@ -27,15 +27,15 @@ def quarantine(storage: Storage, key: str) -> None:
 
 
 def keep_copy(storage: Storage, key: str) -> None:
-    """A copy in `quarantine/` of a small object that is about to be replaced: its name is never
-    free in between."""
+    """Copy a small object to `quarantine/` before it is replaced: its name is never free in
+    between."""
     data = read_small(storage, key)
     if data is not None:
         storage.put(next(_free_names(storage, key)), data)
 
 
 def copy_object(storage: Storage, source: str, target: str) -> None:
-    """Copy an object to a name that is free, in pieces, and put it in place at once."""
+    """Copy an object in pieces to an unused name, and put it in place atomically."""
     size = storage.size(source) or 0
     writer = storage.create(target, session=new_session_id())
     try:
@@ -49,7 +49,7 @@ def copy_object(storage: Storage, source: str, target: str) -> None:
 
 
 def _keep(storage: Storage, key: str) -> str:
-    """Give an object a second name in `quarantine/`, or a copy where it can have only one."""
+    """Give an object a second name in `quarantine/`, or copy it if storage has no second names."""
     names = _free_names(storage, key)
     if (root := storage.capabilities.local_root) is None:
         copy_object(storage, key, name := next(names))
@@ -63,7 +63,7 @@ def _keep(storage: Storage, key: str) -> str:
         except OSError:
             copy_object(storage, key, name)
         return name
-    raise AssertionError("there is always another name")
+    raise AssertionError("an unused name always exists")
 
 
 def _free_names(storage: Storage, key: str) -> Iterator[str]:

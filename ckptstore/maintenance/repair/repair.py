@@ -1,12 +1,10 @@
-"""What can be done about damage, and doing it: a plan made from fsck's facts, then applied step by
-step.
+"""Repair of a store: a plan made from fsck's facts, then applied step by step.
 
-Four rules. Nothing is written that is not proved to be what was there, or to match its id; the one
-exception is a lost `ckptstore.json`, and the plan says so. Nothing is deleted: what is replaced
-goes to `quarantine/`. The log only ever grows, as by any other writer; an entry is put back only as
-the exact bytes that the rest of the log attests, so history never forks. And no copy that reads is
-taken away before another one is durable and listed, so that no repair costs a commit
-(`maintenance.repair.rescue`).
+Four rules. Everything written is proved to be the original, or matches its id; the one exception is
+a lost `ckptstore.json`, and the plan says so. Nothing is deleted: replaced objects go to
+`quarantine/`. The log only grows. An entry is restored only as the exact bytes that the rest of the
+log attests, so history never forks. And a readable copy is removed only after another one is
+durable and listed, so repair never costs a commit (`maintenance.repair.rescue`).
 """
 
 from collections.abc import Iterator, Sequence
@@ -25,7 +23,11 @@ from ckptstore.maintenance.check.offline_store import OfflineStore
 from ckptstore.maintenance.check.report import Finding, Kind, Level, Report, Severity, Share
 from ckptstore.maintenance.progress import Progress, silent
 from ckptstore.maintenance.repair.quarantine import keep_copy, quarantine
-from ckptstore.maintenance.repair.repair_objects import Mended, mend_document, mend_entry
+from ckptstore.maintenance.repair.repair_objects import (
+    RecoveredObject,
+    recover_document,
+    recover_entry,
+)
 from ckptstore.maintenance.repair.rescue import (
     CopyTwin,
     SavePacks,
@@ -37,20 +39,19 @@ from ckptstore.objects.config import encode_config
 from ckptstore.storage.contract import Storage
 
 DAMAGED_SETTING = "damaged"
-"""The setting that names the commits which cannot be restored whole."""
+"""The setting that names the commits which cannot be restored completely."""
 
 ROUNDS = 3
-"""A repaired log brings packs and commits to light, and those may need repair; then the marks
-follow."""
+"""A repaired log brings back packs and commits, which may need repair; then the marks follow."""
 
 RETRIES = 10
-"""So often a plan is made anew because others changed the store meanwhile."""
+"""How often a plan is made again because others changed the store meanwhile."""
 
 
 @dataclass(frozen=True, slots=True)
 class WriteConfig:
-    """Write `ckptstore.json` again. Unless `certain`, chunk size and codec are concluded: right for
-    every commit there is."""
+    """Write `ckptstore.json` again. Unless `certain`, chunk size and codec are inferred: right
+    for every existing commit."""
 
     config: StoreConfig
     certain: bool
@@ -58,14 +59,14 @@ class WriteConfig:
 
 @dataclass(frozen=True, slots=True)
 class PutBack:
-    """Put the exact bytes of a log entry or a document in their place."""
+    """Restore the exact bytes of a log entry or a document."""
 
-    mended: Mended
+    recovered: RecoveredObject
 
 
 @dataclass(frozen=True, slots=True)
 class SetAside:
-    """Move an object that only stands in the way to `quarantine/`."""
+    """Move an obstructing object to `quarantine/`."""
 
     key: str
     why: str
@@ -73,14 +74,14 @@ class SetAside:
 
 @dataclass(frozen=True, slots=True)
 class Mark:
-    """Name the commits that cannot be restored whole in the store's settings."""
+    """Name the commits that cannot be restored completely in the store's settings."""
 
     commits: tuple[CommitId, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Rebuild:
-    """Make this host's indexes anew."""
+    """Rebuild this host's indexes."""
 
     why: str
 
@@ -90,9 +91,9 @@ Action: TypeAlias = WriteConfig | PutBack | SetAside | CopyTwin | SavePacks | Ma
 
 @dataclass(frozen=True, slots=True)
 class RepairPlan:
-    """What to do, in order, and the findings that nothing can be done about with what is at hand.
+    """The actions, in order, and the findings that cannot be repaired with the available sources.
 
-    With `more`, the rest can only be planned once this has been applied.
+    With `more`, the rest can only be planned after this plan was applied.
     """
 
     actions: tuple[Action, ...]
@@ -102,8 +103,8 @@ class RepairPlan:
 
 @dataclass(frozen=True, slots=True)
 class Repaired:
-    """What was found, what was done (nothing in a dry run: then `plan` says what would be), and
-    what fsck finds now."""
+    """The findings, the actions taken (none in a dry run: `plan` has the planned ones), and the
+    findings that remain."""
 
     before: Report
     plan: RepairPlan
@@ -119,12 +120,12 @@ def repair(
     share: Share | None = None,
     progress: Progress = silent,
 ) -> Repaired:
-    """Look for damage, plan, and with `apply` carry the plan out. With `share`, so much stored data
-    is read and hashed first; packs in which an earlier fsck found damage are read in any case.
+    """Check the store, plan a repair, and with `apply` carry it out.
 
-    Nobody needs to be kept out meanwhile: each action looks at the log as it is then, and if others
-    changed what it is about, the plan is made anew. Raises `Conflict` if they do so again and
-    again: repeat it.
+    `share` limits the stored data that is read and verified first; packs in which an earlier fsck
+    found damage are always read. Other processes may continue: each action checks the current log,
+    and the plan is made again if others changed its subject. Raises `Conflict` if that happens
+    repeatedly.
     """
     facts = _look(offline_store, share, progress)
     before, plan = facts.report, plan_repair(facts, mirrors)
@@ -137,8 +138,7 @@ def repair(
                 applied.append(action)
             rounds -= 1
         except (Conflict, Corrupt, NotFound):
-            # Others changed what the plan is made from. It is made anew, from the store as it is
-            # now.
+            # Others changed the facts behind the plan; plan again from the current store.
             if not retries:
                 raise
             retries -= 1
@@ -153,36 +153,31 @@ def _look(offline_store: OfflineStore, share: Share | None, progress: Progress) 
     return examine(offline_store, level=Level.PACKS, share=share, suspects=True, progress=progress)
 
 
-# -- deciding
-# ----------------------------------------------------------------------------------------------------------------------
-
-
 def plan_repair(facts: Facts, mirrors: Sequence[Storage]) -> RepairPlan:
-    """What to do about `facts`. Reads the store and the mirrors, changes nothing."""
+    """Plan the actions for `facts`. Reads the store and the mirrors, changes nothing."""
     actions: list[Action] = []
     if facts.offline_store.problem is not None:
         actions.append(WriteConfig(facts.offline_store.config, facts.offline_store.certain))
-    mended, unrepairable = _plan_log(facts, mirrors)
-    actions += mended
+    recovered, unrepairable = _plan_log(facts, mirrors)
+    actions += recovered
     if facts.chain.bad:
-        # Nothing can be appended to a broken log, and what it lists is not certain: first this,
-        # then the rest.
-        return RepairPlan(tuple(actions), tuple(unrepairable), more=bool(mended))
+        # A broken log takes no appends and its list is uncertain: repair it first.
+        return RepairPlan(tuple(actions), tuple(unrepairable), more=bool(recovered))
     for commit in _commits_without_document(facts.report):
-        if document := mend_document(
+        if document := recover_document(
             facts.offline_store.storage, commit, facts.chain.state.commits[commit], mirrors
         ):
             actions.append(PutBack(document))
     actions += plan_packs(facts, mirrors)
     actions += _plan_marks(facts, actions)
     if _indexes_disagree(facts) and not _only_the_index_knows(facts, actions):
-        actions.append(Rebuild("the indexes say something else than the store"))
+        actions.append(Rebuild("the indexes disagree with the store"))
     return RepairPlan(tuple(actions), tuple(_unrepairable(facts, actions)))
 
 
 def _plan_log(facts: Facts, mirrors: Sequence[Storage]) -> tuple[list[Action], list[Finding]]:
-    """What to put back, the last entry first: it says which one belongs before it, and a log with a
-    gap is not appended to meanwhile."""
+    """Restore the last entry first: it attests the one before, and a log with a gap takes no
+    appends meanwhile."""
     actions: list[Action] = []
     unrepairable = []
     findings = {
@@ -193,11 +188,11 @@ def _plan_log(facts: Facts, mirrors: Sequence[Storage]) -> tuple[list[Action], l
     for bad in reversed(facts.chain.bad):
         if before and before.n == bad.n:
             bad = replace(bad, wanted=bad.wanted or before)
-        if mended := mend_entry(
+        if recovered := recover_entry(
             bad, store, facts.offline_store.storage, mirrors, copies.get(bad.n)
         ):
-            actions.append(PutBack(mended))
-            entry = decode_at(bad.n, mended.data, store)
+            actions.append(PutBack(recovered))
+            entry = decode_at(bad.n, recovered.data, store)
             before = Position(bad.n - 1, entry.prev_hash, entry.prev_bytes)
         else:
             unrepairable.append(findings[bad.n])
@@ -214,7 +209,7 @@ def _commits_without_document(report: Report) -> Iterator[CommitId]:
 
 
 def _plan_marks(facts: Facts, actions: Sequence[Action]) -> Iterator[Action]:
-    """Marks come when nothing else is left to do: only then it is known what stays damaged."""
+    """Marks come last: only then is it known what stays damaged."""
     if actions:
         return
     marked = facts.chain.state.settings.get(DAMAGED_SETTING) or ()
@@ -231,8 +226,7 @@ def _indexes_disagree(facts: Facts) -> bool:
 
 
 def _only_the_index_knows(facts: Facts, actions: Sequence[Action]) -> bool:
-    """Whether a pack stays of which no footer can be read: what it holds is found by the chunk
-    index alone."""
+    """Whether there is a pack without readable footer: only the chunk index knows its chunks."""
     saved = {
         name for action in actions if isinstance(action, SavePacks) for _, name in action.damaged
     }
@@ -240,21 +234,17 @@ def _only_the_index_knows(facts: Facts, actions: Sequence[Action]) -> bool:
 
 
 def _unrepairable(facts: Facts, actions: Sequence[Action]) -> Iterator[Finding]:
-    """Findings that cost commits and that no action heals."""
+    """Findings that cost commits and that no action repairs."""
     healed = {
         source.entry.chunk
         for action in actions
         if isinstance(action, SavePacks)
         for source in action.sources
     }
-    put_back = {action.mended.key for action in actions if isinstance(action, PutBack)}
+    put_back = {action.recovered.key for action in actions if isinstance(action, PutBack)}
     for finding in facts.report.findings:
         if finding.commits and finding.chunk not in healed and finding.key not in put_back:
             yield finding
-
-
-# -- doing
-# -------------------------------------------------------------------------------------------------------------------------
 
 
 def _apply(action: Action, offline_store: OfflineStore, mirrors: Sequence[Storage]) -> None:
@@ -264,7 +254,7 @@ def _apply(action: Action, offline_store: OfflineStore, mirrors: Sequence[Storag
             keep_copy(storage, CONFIG_KEY)
             storage.put(CONFIG_KEY, encode_config(action.config))
         case PutBack():
-            _put_back(action.mended, offline_store)
+            _put_back(action.recovered, offline_store)
         case SetAside():
             quarantine(storage, action.key)
         case CopyTwin():
@@ -278,16 +268,16 @@ def _apply(action: Action, offline_store: OfflineStore, mirrors: Sequence[Storag
             _drop_indexes(offline_store)
 
 
-def _put_back(mended: Mended, offline_store: OfflineStore) -> None:
-    """An entry's name is never free, so that nobody takes it; a document is needed only as long as
-    its commit is listed."""
-    if mended.commit is None:
-        keep_copy(offline_store.storage, mended.key)
-    elif mended.commit not in _log(offline_store).state.commits:
+def _put_back(recovered: RecoveredObject, offline_store: OfflineStore) -> None:
+    """An entry's name is never free meanwhile, so that no writer takes it; a document is needed
+    only while its commit is listed."""
+    if recovered.commit is None:
+        keep_copy(offline_store.storage, recovered.key)
+    elif recovered.commit not in _log(offline_store).state.commits:
         return
     else:
-        quarantine(offline_store.storage, mended.key)
-    offline_store.storage.put(mended.key, mended.data)
+        quarantine(offline_store.storage, recovered.key)
+    offline_store.storage.put(recovered.key, recovered.data)
 
 
 def _log(offline_store: OfflineStore) -> Log:

@@ -1,5 +1,4 @@
-"""What `ckptstore.json` must have said, from the rest of the store: by turning one bit back, else
-from log, packs and commits."""
+"""Recovering `ckptstore.json`: by flipping one bit back, or else from log, packs and commits."""
 
 from collections import Counter
 from collections.abc import Callable, Iterable
@@ -20,13 +19,13 @@ from ckptstore.repository.footer_index import Inventory, load_tables
 from ckptstore.storage.contract import Storage
 
 FLIP_BYTES_MAX = 16384
-"""Of larger objects not every bit is tried: it would take minutes."""
+"""Larger objects are not tried bit by bit: it would take minutes."""
 
 T = TypeVar("T")
 
 
 def flipped_back(data: bytes, accept: Callable[[bytes], T | None]) -> T | None:
-    """What `accept` makes of `data` with one bit turned, the first that it takes; None if it takes
+    """The first result that `accept` returns for `data` with one bit flipped; None if there is
     none."""
     if len(data) > FLIP_BYTES_MAX:
         return None
@@ -41,8 +40,8 @@ def flipped_back(data: bytes, accept: Callable[[bytes], T | None]) -> T | None:
 
 
 def recover_config(storage: Storage, data: bytes | None) -> tuple[StoreConfig, bool] | None:
-    """The config that was there, and True; or one that is right for every commit there is, and
-    False; None if nothing says what store this is. `data` is what is left of the file."""
+    """The original config and True; or an inferred one that is right for every existing commit
+    and False; None if the store's identity is lost. `data` is what is left of the file."""
     if data is not None and (
         config := flipped_back(data, lambda candidate: _decoded(candidate, storage.url))
     ):
@@ -90,7 +89,7 @@ def _entry(data: bytes | None) -> Entry | None:
 
 
 def _codec(tables: Iterable[FooterTable]) -> str:
-    """`zstd` if any tensor was compressed: it only says what new chunks are offered to."""
+    """`zstd` if any tensor was compressed: the codec only applies to new chunks."""
     compressed = any(
         ((table["kind"] == TENSOR) & (table["codec"] != RAW)).any() for table in tables
     )
@@ -98,8 +97,7 @@ def _codec(tables: Iterable[FooterTable]) -> str:
 
 
 def _chunk_bytes(trees: Trees, state: State) -> int:
-    """The chunk size under which every leaf of every commit has as many chunks as it has; the usual
-    one if several fit."""
+    """The chunk size that explains the chunk count of every leaf; the default one if several do."""
     fitting = [
         CHUNK_BYTES_MIN << i for i in range((CHUNK_BYTES_MAX // CHUNK_BYTES_MIN).bit_length())
     ]

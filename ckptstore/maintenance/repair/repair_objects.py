@@ -1,9 +1,7 @@
-"""How a log entry or a commit document that is damaged or gone is had again, exactly: nothing that
-only looks right is ever accepted.
+"""Recovering the exact bytes of damaged or lost log entries and commit documents.
 
-The hash of a document is its commit's id. The hash and length of an entry are named by the entry
-behind it, by a checkpoint or by the catalog, or stand in the entry's own first line. Bytes that
-match are the ones that were there; where none do, nothing is written.
+A document's hash is its commit's id. An entry's hash and length are attested by the next entry, by
+a checkpoint, by the catalog, or by the entry's own first line. Only bytes that match are written.
 """
 
 from collections.abc import Iterator, Sequence
@@ -22,13 +20,13 @@ from ckptstore.storage.contract import Storage
 
 _HASH_DIGITS = 64
 _WRONG_DIGITS = 2
-"""Digits of an entry's first line in which it may differ from its body's hash and still attest it:
-no other body comes that near."""
+"""Digits of an entry's first line that may differ from its body's hash and still attest it: no
+other body comes that near."""
 
 
 @dataclass(frozen=True, slots=True)
-class Mended:
-    """The exact bytes of an object, and where they are from; `commit` if it is a document."""
+class RecoveredObject:
+    """The exact bytes of an object, and their source; `commit` if it is a document."""
 
     key: str
     data: bytes
@@ -36,45 +34,45 @@ class Mended:
     commit: CommitId | None = None
 
 
-def mend_entry(
+def recover_entry(
     bad: BadEntry, store: StoreId, own: Storage, mirrors: Sequence[Storage], kept: bytes | None
-) -> Mended | None:
-    """The entry that belongs at `bad.n`, from its own bytes, from `kept` (the catalog's copy), from
-    a segment of the store's `own` or from a mirror; None if nobody has it."""
+) -> RecoveredObject | None:
+    """Recover the entry `bad.n` from its own bytes, from `kept` (the catalog's copy), from a
+    segment of the store's `own` or from a mirror; None if all fail."""
     key = log_key(bad.n)
     for origin, data in _versions(bad, store, own, mirrors, kept):
         if _is_the_one(bad, data, store):
-            return Mended(key, data, origin)
+            return RecoveredObject(key, data, origin)
     if bad.data is not None and (
         found := flipped_back(bad.data, lambda candidate: _accepted(bad, candidate, store))
     ):
-        return Mended(key, found, "its own bytes, one bit turned back")
+        return RecoveredObject(key, found, "its own bytes, one bit flipped back")
     return None
 
 
-def mend_document(
+def recover_document(
     storage: Storage, commit: CommitId, row: CommitRow, mirrors: Sequence[Storage]
-) -> Mended | None:
-    """The document of a commit, from its own bytes or a mirror; None if nobody has it."""
+) -> RecoveredObject | None:
+    """Recover the document of a commit from its own bytes or a mirror; None if all fail."""
     key = document_key(row.session, commit)
     for mirror in mirrors:
         for place in _document_keys(mirror, key, commit):
             data = read_small(mirror, place)
             if data is not None and _is_document(data, commit):
-                return Mended(key, data, mirror.url, commit)
+                return RecoveredObject(key, data, mirror.url, commit)
     own = read_small(storage, key)
     if own is not None and (
         found := flipped_back(
             own, lambda candidate: candidate if _is_document(candidate, commit) else None
         )
     ):
-        return Mended(key, found, "its own bytes, one bit turned back", commit)
+        return RecoveredObject(key, found, "its own bytes, one bit flipped back", commit)
     return None
 
 
 def _document_keys(mirror: Storage, key: str, commit: CommitId) -> Iterator[str]:
-    """Where a mirror may have the document: in a copy of the store under the same key, where it was
-    pushed to under another session's."""
+    """The keys of the document in a mirror: the same key in a copy of the store, another
+    session's in a push target."""
     yield key
     with suppress(Unavailable):
         yield from (
@@ -100,7 +98,7 @@ def _versions(
 
 
 def _in_segment(storage: Storage, n: int, store: StoreId) -> Iterator[Entry]:
-    """Entry `n` as a segment has it, if there is one."""
+    """Entry `n` of a segment, if there is one."""
     last = segment_end(n)
     with suppress(CkptStoreError):
         yield from (
@@ -120,7 +118,7 @@ def _accepted(bad: BadEntry, data: bytes, store: StoreId) -> bytes | None:
 
 
 def _is_the_one(bad: BadEntry, data: bytes, store: StoreId) -> bool:
-    """Whether `data` is the entry that somebody attests, and no other."""
+    """Whether `data` is the attested entry."""
     entry = _decoded(bad.n, data, store)
     if entry is None:
         return False

@@ -1,10 +1,9 @@
-"""Which packs `repair` takes out of a store, and what it copies first, so that no chunk that can be
-read is lost.
+"""Rescuing chunks of damaged packs: the packs that `repair` removes, and what it copies first.
 
-One rule: a copy that reads is not taken away before another one is durable and listed. Every chunk
-of a damaged pack counts that any of its footers names, or that this host's chunk index remembers
-where no footer does; it is read wherever it may lie, and copied. A copy in another pack spares that
-only if it was read, too. Where storage does not answer, the pack stays.
+A readable copy is removed only after another one is durable and listed. The chunks of a damaged
+pack are all those that any of its footers names; without a footer, those in this host's chunk
+index. Each is read wherever it may lie, and copied. A copy in another pack replaces that only if it
+was read, too. If storage does not answer, the pack stays.
 """
 
 from collections.abc import Sequence
@@ -41,7 +40,7 @@ from ckptstore.storage.contract import Storage
 
 @dataclass(frozen=True, slots=True)
 class CopyTwin:
-    """Replace one of a pack's twins by the sound other one."""
+    """Replace a damaged twin of a pack by the sound one."""
 
     pack: PackId
     source: str
@@ -50,9 +49,12 @@ class CopyTwin:
 
 @dataclass(frozen=True, slots=True)
 class SavePacks:
-    """Copy what verifies (`sources`) into new packs, register them, and take the packs `damaged`
-    (by number) out of the log and aside. `lost` are chunks that commits need and nobody has. It
-    holds as long as nobody condemned packs since entry `fence`."""
+    """Copy verified chunks (`sources`) into new packs, register them, and move the packs `damaged`
+    (by number) out of the log into quarantine.
+
+    `lost` are needed chunks without a readable copy. The plan is valid while no packs were
+    condemned since entry `fence`.
+    """
 
     damaged: tuple[tuple[int, PackId], ...]
     sources: tuple[Source, ...]
@@ -60,18 +62,14 @@ class SavePacks:
     fence: int
 
 
-# -- deciding
-# ----------------------------------------------------------------------------------------------------------------------
-
-
 def plan_packs(facts: Facts, mirrors: Sequence[Storage]) -> list[CopyTwin | SavePacks]:
-    """What to do about packs and chunks that are damaged. Chunks come before twins: those may be
-    what they are read from."""
+    """Plan the actions for damaged packs and chunks. Chunks come before twins, which may be
+    their source."""
     return _Rescue(facts, mirrors).plan()
 
 
 class _Rescue:
-    """One plan."""
+    """The state of one plan."""
 
     def __init__(self, facts: Facts, mirrors: Sequence[Storage]) -> None:
         self._facts, self._mirrors = facts, mirrors
@@ -103,13 +101,14 @@ class _Rescue:
                     self._find(name)
                     damaged.add(name)
             except Unavailable:
-                continue  # nobody knows what can be read there: it stays as it is
+                # The readable chunks are unknown: the pack stays as it is.
+                continue
         save = self._save(damaged)
         return [*([save] if save.damaged or save.sources else []), *copies]
 
     def _has_sound_twin(self, name: PackId) -> bool:
-        """Whether an object of the pack, of which another is wrong, reads whole and has all that
-        the pack is known to hold."""
+        """Whether a sound twin of a damaged object reads completely and has all chunks that the
+        pack is known to hold."""
         sound = sorted(set(self._keys(name)) - self._wrong[name])
         table = self._donors[0].tables.get(sound[0]) if sound else None
         if table is None or self._chunks_of(name) - set(map(ChunkId, table["chunk"].tolist())):
@@ -148,11 +147,11 @@ class _Rescue:
         )
 
     def _find(self, name: PackId) -> None:
-        """Raises `Unavailable` if storage would not give a chunk of the pack."""
+        """Raises `Unavailable` if storage did not return a chunk of the pack."""
         find_sources(self._donors, self._chunks_of(name))
 
     def _is_held(self, chunk: ChunkId, damaged: set[PackId]) -> bool:
-        """Whether a live pack that stays has a copy which can be read."""
+        """Whether a live pack that stays has a readable copy."""
         packs = self._facts.contents.state.packs
         places = self._facts.contents.inventory.places(chunk)
         stay = [
@@ -167,7 +166,7 @@ class _Rescue:
         return True
 
     def _chunks_of(self, name: PackId) -> set[ChunkId]:
-        """Every chunk that the pack is known to hold: by either of its footers, or by the chunk
+        """Every chunk that the pack is known to hold, by either of its footers or by the chunk
         index."""
         tables = (
             self._donors[0].tables[key] for key in self._keys(name) if key in self._donors[0].tables
@@ -189,8 +188,7 @@ class _Rescue:
 
 
 def _wrong_objects(facts: Facts, name: PackId) -> set[str]:
-    """The objects of a pack that are not as they should be; those that storage would not give are
-    left alone."""
+    """The damaged objects of a pack; those that storage did not return are left alone."""
     kinds = (Kind.PACK, Kind.TWIN, Kind.CHUNK)
     return {
         finding.key
@@ -209,12 +207,8 @@ def _kind_of(metadata: memoryview) -> int:
     return LAYOUT
 
 
-# -- doing
-# -------------------------------------------------------------------------------------------------------------------------
-
-
 def copy_twin(action: CopyTwin, offline_store: OfflineStore, log: Log) -> None:
-    """The wrong twin goes aside, the sound one is copied to its place."""
+    """Move the damaged twin to quarantine, and copy the sound one to its place."""
     if any(pack.id == action.pack for pack in log.state.packs.values()):
         quarantine(offline_store.storage, action.target)
         copy_object(offline_store.storage, action.source, action.target)
@@ -226,8 +220,8 @@ def save_packs(
     """New packs first, then the log, then the damaged objects: a crash anywhere leaves the old
     state or the new.
 
-    Raises `Conflict` if others condemned packs meanwhile that the plan may rely on, or use the
-    damaged ones: look again.
+    Raises `Conflict` if others condemned packs that the plan relies on, or use the damaged ones:
+    plan again.
     """
     donors = [ChunkSource(offline_store.storage), *map(ChunkSource, mirrors)]
     with open_session(offline_store.storage, "repair") as session:

@@ -1,5 +1,5 @@
-"""What may everybody else do next? Declare sessions over, forget, undelete and tag the first
-commit, and read it."""
+"""Steps of other actors in the model: declare sessions over, forget, undelete, tag and read the
+first commit."""
 
 from collections.abc import Iterator
 

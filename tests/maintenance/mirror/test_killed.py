@@ -1,5 +1,5 @@
-"""A push that is killed at any call that changes the target, and run again: everything is there,
-whole, and nothing is left over."""
+"""A push killed at any call that changes the target, then repeated: everything arrives, and no
+garbage remains."""
 
 from collections.abc import Sequence
 from pathlib import Path

@@ -1,5 +1,4 @@
-"""Commits travel between stores: the same ids, whole or not at all, and only the chunks that are
-missing."""
+"""Mirroring commits: the same ids, complete or not at all, and only missing chunks are sent."""
 
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
@@ -124,7 +123,7 @@ def test_everything_arrives_under_the_same_ids_with_lineage_tags_runs_and_metric
     assert len(done.sent) == 4 and not done.damaged
 
 
-def test_what_is_there_does_not_travel_again(place: Path, target: str) -> None:
+def test_chunks_in_the_target_are_not_sent_again(place: Path, target: str) -> None:
     with ckptstore.open(place) as store:
         store.push(target, create=True)
         again = store.push(target)
@@ -134,7 +133,7 @@ def test_what_is_there_does_not_travel_again(place: Path, target: str) -> None:
     assert len(more.sent) == 1 and more.raw_bytes == 4000
 
 
-def test_packs_of_any_layout_hold_what_need_not_travel(place: Path, tmp_path: Path) -> None:
+def test_chunks_are_found_in_packs_of_any_layout(place: Path, tmp_path: Path) -> None:
     """The target committed one of the states itself, in another order, under other names."""
     with ckptstore.open(tmp_path / "target", chunk_bytes=CHUNK_BYTES, codec="zstd") as other:
         mine = large_state(1)["model"]
@@ -164,9 +163,7 @@ def test_each_store_encodes_as_it_is_set_to(codecs: tuple[str, str], tmp_path: P
         assert not target.fsck(read_data="100%").findings
 
 
-def test_only_what_is_named_travels_and_its_ancestors_if_wanted(
-    place: Path, tmp_path: Path
-) -> None:
+def test_only_named_commits_are_sent_with_ancestors_on_request(place: Path, tmp_path: Path) -> None:
     with ckptstore.open(place) as store:
         one = store.push(tmp_path / "one", "latest", create=True)
         line = store.push(tmp_path / "line", "latest", create=True, ancestors=True)
@@ -338,7 +335,7 @@ def test_a_gc_in_the_middle_of_a_push_costs_nothing(
     assert not check(target).findings
 
 
-def test_a_commit_that_is_damaged_here_is_left_out_and_the_others_travel(
+def test_a_commit_that_is_damaged_here_is_skipped_and_the_others_are_sent(
     place: Path, tmp_path: Path
 ) -> None:
     pack = max(files(place, "packs"), key=lambda path: path.stat().st_size)
@@ -431,7 +428,7 @@ def test_verifying_finds_what_the_storage_made_of_the_bytes(
             assert there.log(all_runs=True) == []
 
 
-def test_commit_documents_travel_byte_for_byte(place: Path, tmp_path: Path) -> None:
+def test_commit_documents_are_copied_byte_for_byte(place: Path, tmp_path: Path) -> None:
     with ckptstore.open(place) as store:
         store.push(tmp_path / "target", create=True)
 

@@ -205,7 +205,6 @@ def test_the_next_commit_of_a_lora_run_sends_little_more_than_its_adapter(
 
 
 # -- killed at any request
-# ------------------------------------------------------------------------------------------------------------
 
 PUSH = """
 import json, sys
@@ -215,8 +214,10 @@ from ckptstore.repository.thread_pool import ThreadPool
 from ckptstore.maintenance.mirror.mirror import MirrorOptions, mirror
 from ckptstore.maintenance.mirror.remotes import choose
 source, target, way = sys.argv[1], sys.argv[2], json.loads(sys.argv[3])
-with closing(StoreHandle(source, read_only=True)) as ours, closing(StoreHandle(target, **way)) as theirs:
-    mirror(ours, theirs, choose(ours, (), run=None), MirrorOptions(batch_bytes=100_000), ThreadPool(1))
+with closing(StoreHandle(source, read_only=True)) as ours:
+  with closing(StoreHandle(target, **way)) as theirs:
+    options = MirrorOptions(batch_bytes=100_000)
+    mirror(ours, theirs, choose(ours, (), run=None), options, ThreadPool(1))
 """
 
 

@@ -1,5 +1,4 @@
-"""Training goes on whatever happens to the mirror or on the way to it, and what it missed arrives
-when that has passed."""
+"""Training continues through any failure of the mirror, and missing commits arrive later."""
 
 from collections.abc import Iterator
 from pathlib import Path

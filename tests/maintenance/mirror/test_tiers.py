@@ -1,5 +1,5 @@
-"""A fast disk and a mirror: durable here at once, there in the background; what one has lost the
-other gives."""
+"""A fast disk with a mirror: durable locally at once, uploaded in the background; each heals the
+other."""
 
 import logging
 import threading
@@ -105,7 +105,7 @@ def test_training_goes_on_while_the_mirror_is_away_and_what_is_missing_arrives_l
         assert store.resume(target) is not None
         away(False)
         assert store.flush_mirror()
-    assert "commits go on" in caplog.text
+    assert "commits continue" in caplog.text
     assert set(in_mirror()) == {0, 1}
 
 
@@ -208,6 +208,6 @@ def test_an_error_of_our_own_in_the_upload_is_raised_by_close_and_leaves_nothing
     monkeypatch.setattr(tiers.Tier, "_send", fail)
     store = opened(place)
     store.commit(state(1), step=1)
-    with pytest.raises(RuntimeError, match="ended by an error of its own"):
+    with pytest.raises(RuntimeError, match="ended with an error; open"):
         store.close()
     assert not [thread.name for thread in threading.enumerate() if thread not in before]

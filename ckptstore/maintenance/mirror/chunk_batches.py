@@ -1,0 +1,126 @@
+"""Copying chunks to a mirror: batches of chunks, and the threads that read, verify and pack
+them."""
+
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import accumulate, islice
+
+from ckptstore.repository.pack_set import PackSet
+from ckptstore.core.config import RUN_BYTES
+from ckptstore.core.ids import ChunkId
+from ckptstore.errors import Corrupt, NotFound
+from ckptstore.objects import codecs
+from ckptstore.objects.pack import TENSOR
+from ckptstore.repository.store_handle import StoreHandle
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkBatch:
+    """Consecutive chunks of one leaf that the target lacks, at most `RUN_BYTES` of them."""
+
+    ids: tuple[ChunkId, ...]
+    sizes: tuple[int, ...]
+    width: int
+
+    @property
+    def raw_bytes(self) -> int:
+        return sum(self.sizes)
+
+
+class DamagedMirrorSource(Exception):
+    """The source cannot read what a commit needs; the message says why."""
+
+
+@contextmanager
+def reading_source() -> Iterator[None]:
+    """Attribute damage found in the block to the source, not the target."""
+    try:
+        yield
+    except (Corrupt, NotFound) as error:
+        raise DamagedMirrorSource(str(error)) from error
+
+
+class CopyWorker:
+    """A thread that copies chunks from the source into its own pack in the target."""
+
+    def __init__(
+        self, source: StoreHandle, runs: Iterable[Sequence[ChunkBatch]], packs: PackSet
+    ) -> None:
+        self._source, self._runs, self._packs = source, runs, packs
+        self._pack_writer = packs.pack_writer()
+        self._memory = bytearray(RUN_BYTES)
+
+    def work(self) -> None:
+        try:
+            for run in self._runs:
+                self._run(run)
+            self._packs.close_aside(self._pack_writer)
+        except BaseException:
+            self._pack_writer.discard()
+            raise
+
+    def _run(self, run: Sequence[ChunkBatch]) -> None:
+        buffers = self._buffers([size for chunk_batch in run for size in chunk_batch.sizes])
+        ids = b"".join(chunk for chunk_batch in run for chunk in chunk_batch.ids)
+        with reading_source():
+            self._source.objects.read_into(
+                ids, buffers, describe=lambda i: "being sent to a mirror"
+            )
+        filled = iter(buffers)
+        for chunk_batch in run:
+            codec = (
+                codecs.SPLIT_ZSTD
+                if self._packs.codec == codecs.ZSTD and chunk_batch.width > 1
+                else self._packs.codec
+            )
+            raws = list(islice(filled, len(chunk_batch.ids)))
+            self._pack_writer.add(
+                chunk_batch.ids,
+                raws,
+                chunk_batch.width,
+                TENSOR,
+                codec=codec,
+                run_bytes=chunk_batch.raw_bytes,
+            )
+        self._pack_writer.flush()
+
+    def _buffers(self, sizes: Sequence[int]) -> list[memoryview]:
+        """Memory for chunks of `sizes`, reused for every batch, since fresh memory costs as much
+        as the copy into it."""
+        # Chunks may be larger than a run.
+        if sum(sizes) > len(self._memory):
+            self._memory = bytearray(sum(sizes))
+        memory, ends = memoryview(self._memory), list(accumulate(sizes))
+        return [memory[end - size : end] for size, end in zip(sizes, ends, strict=True)]
+
+
+def cut(sizes: Sequence[int], limit_bytes: int) -> Iterator[tuple[int, int]]:
+    """Ranges of items of at most `limit_bytes` together, or of one item."""
+    first = total = 0
+    for i, size in enumerate(sizes):
+        if i > first and total + size > limit_bytes:
+            yield first, i
+            first, total = i, 0
+        total += size
+    if sizes:
+        yield first, len(sizes)
+
+
+def runs_of(batch: Sequence[ChunkBatch]) -> Iterator[Sequence[ChunkBatch]]:
+    """Groups of small leaves, so that each read fetches many."""
+    for first, stop in cut([chunk_batch.raw_bytes for chunk_batch in batch], RUN_BYTES):
+        yield batch[first:stop]
+
+
+def group_batches(chunk_batch: Iterable[ChunkBatch], batch_bytes: int) -> list[list[ChunkBatch]]:
+    """Group chunk batches by size; at least one group, which may be empty."""
+    batches: list[list[ChunkBatch]] = [[]]
+    size = 0
+    for part in chunk_batch:
+        if batches[-1] and size + part.raw_bytes > batch_bytes:
+            batches.append([])
+            size = 0
+        batches[-1].append(part)
+        size += part.raw_bytes
+    return batches
