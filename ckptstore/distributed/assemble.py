@@ -1,4 +1,4 @@
-"""The contents of a state's leaves, and its layout, from what the ranks have written. Pure."""
+"""How do the receipts of all ranks become the contents of the state's leaves, and its layout? Pure."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import accumulate
@@ -19,12 +19,13 @@ from ckptstore.objects import canonical
 
 _EMPTY = LeafContent(inline=b"")
 _NOWHERE = (Target(-1, -1), None)
-"""Of this leaf nothing is ever decided: it stands for those without content of their own."""
+"""Stands for leaves without content of their own: no content is ever resolved for it."""
 
 
 class Receipt(NamedTuple):
-    """The ids of the chunks that a rank wrote: of its jobs, of the cells that it completed, and of
-    what was decided by content."""
+    """The ids of the chunks that a rank wrote: for its jobs, for the cells that it completed, and
+    for content that was resolved after reports.
+    """
 
     jobs: bytes
     cells: bytes
@@ -32,7 +33,7 @@ class Receipt(NamedTuple):
 
 
 class Observation(NamedTuple):
-    """The id of cell `cell` of a shared box as a rank has it that did not write it."""
+    """The id of cell `cell` of a shared box, as computed by a rank that does not write it."""
 
     shared: Shared
     cell: int
@@ -40,8 +41,9 @@ class Observation(NamedTuple):
 
 
 class Assembler:
-    """Puts the commits of one plan together. Remembers what does not depend on content: it is the
-    same in the next commit."""
+    """Assembles the commits of one plan. Caches the parts that do not depend on content, for the
+    next commit.
+    """
 
     def __init__(self, plan: RanksPlan) -> None:
         self._plan = plan
@@ -51,9 +53,11 @@ class Assembler:
     def assemble(
         self, decided: Decided, receipts: Sequence[Receipt], sightings: Sequence[Observation]
     ) -> list[TreeContent]:
-        """Every tree of the whole state. Raises `Conflict` for replicas that differ, and for
-        content that changed while it was committed; `Corrupt` for receipts that are not those of
-        the plan."""
+        """All trees of the whole state.
+
+        Raises `Conflict` if replicas differ or content changed during the commit, and `Corrupt` if
+        receipts do not match the plan.
+        """
         if self._gathering is None:
             self._gathering = _gathering_of(self._plan, len(receipts))
         ids = _Ids(self._gathering.where, _gathered(self._gathering, receipts))
@@ -80,7 +84,7 @@ class Assembler:
 
 
 def logical_bytes(trees: Sequence[TreeContent]) -> int:
-    """Raw bytes of the whole state, an alias' not counted."""
+    """Raw bytes of the whole state, without aliases."""
     total = 0
     for _, schema, contents in trees:
         for kind, dtype, shape, alias, content in zip(
@@ -92,8 +96,9 @@ def logical_bytes(trees: Sequence[TreeContent]) -> int:
 
 
 def layout_of(plan: RanksPlan, size: int) -> bytes:
-    """The layout chunk (docs/format.md §7): mesh, placements, boxes and who held them, of every
-    leaf that more than one rank had."""
+    """The layout chunk (docs/format.md §7): mesh, placements, boxes and their ranks, for every leaf
+    that several ranks hold.
+    """
     trees = {
         tree.key: canonical.encode_joined(dict(_tree_layout(plan, t, tree)))
         for t, tree in enumerate(plan.trees)
@@ -104,8 +109,11 @@ def layout_of(plan: RanksPlan, size: int) -> bytes:
 
 
 class _Gathering(NamedTuple):
-    """`order` says which of all ids that ranks hand in, one behind the other, comes when; a
-    target's then lie `where` says, in bytes. `counts` are those of each rank's jobs and cells."""
+    """How the ids in the ranks' receipts are reordered into the plan's order.
+
+    `counts` are the number of ids of each rank's jobs and cells, `order` is the permutation, and
+    `where` gives each target's byte range after it.
+    """
 
     counts: list[int]
     order: "npt.NDArray[np.int64]"
@@ -124,8 +132,9 @@ class _Ids(NamedTuple):
 
 
 class _From(NamedTuple):
-    """A leaf's content: ids `start:stop` of the planned ones, or what was decided of (target, rank)
-    `elsewhere`."""
+    """The source of a leaf's content: ids `start:stop` of the planned ones, or the content resolved
+    for (target, rank) `elsewhere`.
+    """
 
     start: int
     stop: int
@@ -135,15 +144,14 @@ class _From(NamedTuple):
 
 
 class _Whole(NamedTuple):
-    """A tree of which certain leaves have turned out to be private."""
+    """A tree, given the set of leaves that turned out to be private."""
 
     schema: Schema
     leaves: list[_From]
 
 
 def _gathering_of(plan: RanksPlan, size: int) -> _Gathering:
-    """A rank hands in the ids of its jobs, then those of its cells, each in the order of the
-    plan."""
+    """A rank hands in the ids of its jobs, then the ids of its cells, each in the plan's order."""
     where: dict[Target, tuple[int, int]] = {}
     end = 0
     for target, tiled in plan.tiled.items():
@@ -201,7 +209,7 @@ def _whole(
 def _compare(
     plan: RanksPlan, decided: Decided, ids: _Ids, sightings: Sequence[Observation]
 ) -> None:
-    """Hold what replicas have against what was written for them."""
+    """Compare the observations and reports of replicas with what was written for them."""
     for (target, box, place, _), cell, chunk in sightings:
         number = _chunk_of(plan.tiled[target], box, cell)
         if (
@@ -220,7 +228,7 @@ def _compare(
 
 
 def _boxes_of(plan: RanksPlan, target: Target, place: Place) -> list[int]:
-    """The numbers of the boxes that a rank holds of a leaf, in its order."""
+    """The numbers of the boxes that a rank holds of a leaf, in that rank's order."""
     tree, tiled = plan.trees[target.tree], plan.tiled[target]
     holding = tree.trees[place.rank].held.get(plan.leaf(target).holders[place.holder].leaf)
     return (
@@ -236,7 +244,7 @@ def _box_ids(tiled: Tiled, ids: bytes, box: int) -> bytes:
 
 
 def _chunk_of(tiled: Tiled, box: int, cell: int) -> int | None:
-    """The chunk that a box's cell is; None for one that edges cut."""
+    """The chunk of a box's cell; None for a cell that box edges cut."""
     return next(
         (
             s.chunk + cell - s.first
@@ -259,9 +267,7 @@ def _diverged(plan: RanksPlan, target: Target, rank: int) -> None:
 
 
 def _tree_layout(plan: RanksPlan, number: int, tree: MergedTree) -> Iterator[tuple[str, bytes]]:
-    known: dict[
-        int, bytes
-    ] = {}  # by the identity of what leaves that are held alike have in common
+    known: dict[int, bytes] = {}  # by identity: leaves with equal holdings share one object
     for i, leaf in enumerate(tree.leaves):
         tiled = plan.tiled.get(Target(number, i))
         if leaf.alias >= 0 or _is_whole_on_one(tree, leaf):

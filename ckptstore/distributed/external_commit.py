@@ -1,10 +1,9 @@
-"""A commit of which several processes write parts, while somebody else's coordinator carries the
-messages between them.
+"""How do several processes write parts of one commit that another library coordinates?
 
-`distributed` has rounds of its own; here another library has already said who writes what, and
-brings each writer's receipt to the one that publishes. The order is that of every commit: packs,
-durable, on each writer; then metadata, document and log entry. A failure anywhere before the entry
-leaves files that no entry names.
+`distributed.commit` has rounds of its own. Here another library, such as DCP, assigns the writers
+and brings their receipts to the publisher. The order is that of every commit: durable packs on each
+writer, then metadata, document and log entry. A failure before the entry leaves only files that no
+entry names.
 """
 
 import time
@@ -38,8 +37,9 @@ from ckptstore.state.leaf_sources import Source
 
 
 class Part(NamedTuple):
-    """The bytes of a leaf, or of the box `extent.box` of it, and where they are. `leaf_bytes` are
-    those of the whole leaf."""
+    """The bytes of a leaf, or of its box `extent.box`, and their source. `leaf_bytes` is the size
+    of the whole leaf.
+    """
 
     extent: Extent
     source: Source
@@ -48,16 +48,16 @@ class Part(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class PartsWritten:
-    """What a writer has put into packs: the content of each part, and the receipt that `publish`
-    wants."""
+    """The result of a writer: the content of each part, and the receipt for `publish`."""
 
     contents: list[LeafContent]
     receipt: bytes
 
 
 class PartsCommitter:
-    """Writes and publishes parts of commits to one store; of several at once, too, as asynchronous
-    saves are that overlap. Remembers what the next commit of the same parts can use."""
+    """Writes and publishes parts of commits to one store, several commits at once if asynchronous
+    saves overlap. Keeps dedup hints for the next commit of the same parts.
+    """
 
     def __init__(
         self, config: StoreConfig, objects: ObjectStore, log: Log, threads: ThreadPool
@@ -66,20 +66,20 @@ class PartsCommitter:
         self._publisher = Publisher(config, objects)
         self._extents: list[Extent] = []
         self._runs = DedupHints()
-        # What ends without being published, on other ranks or by a failure, is forgotten with its
-        # session.
+        # Weak, so that saves that fail, or that another rank publishes, leave with their session.
         self._opened: WeakValueDictionary[SessionId, Session] = WeakValueDictionary()
         self._own: WeakKeyDictionary[Session, tuple[PackSet, Dedup]] = WeakKeyDictionary()
 
     def open(self) -> Session:
-        """The session under which all writers of a commit write; for the one that will publish."""
+        """Open the session under which all writers of a commit write. Called by the publisher."""
         session = open_session(self._objects.storage, "commit")
         self._opened[session.id] = session
         return session
 
     def write(self, session: SessionId, rank: int, parts: Sequence[Part]) -> PartsWritten:
-        """Hash `parts` and pack what the store lacks; durable when this returns. `rank` tells the
-        packs of several writers apart."""
+        """Hash `parts` and pack the chunks that the store lacks; they are durable on return. `rank`
+        keeps the pack names of several writers apart.
+        """
         started = time.perf_counter()
         packs = PackSet.of(self._config, self._objects, session, self._threads, rank)
         dedup = self._look([part.extent for part in parts])
@@ -98,9 +98,7 @@ class PartsCommitter:
                 for i, part in enumerate(parts)
             ]
         except BaseException:
-            with suppress(
-                CkptStoreError
-            ):  # what is left carries the session's name, by which gc finds it
+            with suppress(CkptStoreError):  # gc finds leftovers by the session's name
                 packs.drop()
             raise
         if opened := self._opened.get(session):
@@ -147,7 +145,7 @@ class PartsCommitter:
         records = own + [record for record in written if record not in own]
         _check_apart(
             records
-        )  # once more: what this process wrote under a name must be what the receipt says of it
+        )  # again: this process' packs must match the receipts' records of the same name
         reused = dedup.reused.union(*(head["reused"] for head in heads))
         leaves = sum(len(tree.schema) for tree in trees)
         published = self._publisher.write_document(
@@ -194,7 +192,7 @@ class PartsCommitter:
         return Dedup(self._objects, state, self._runs)
 
     def _beside(self, session: SessionId, written: Sequence[PackRecord]) -> tuple[PackSet, Dedup]:
-        """For who publishes and has written nothing: packs with names that no writer has."""
+        """Packs of a publisher that has written no part, under names that no writer uses."""
         rank = 1 + max((pack_rank(pack.id) for pack in written), default=-1)
         return PackSet.of(self._config, self._objects, session, self._threads, rank), self._look([])
 
@@ -209,7 +207,7 @@ def _check_apart(packs: Sequence[PackRecord]) -> None:
 
 
 def encode_contents(contents: Sequence[LeafContent]) -> bytes:
-    """Contents without boxes, for a message."""
+    """Contents without boxes, as one message."""
     heads = canonical.encode(
         [content.raw_bytes if content.inline is None else None for content in contents]
     )

@@ -11,8 +11,7 @@ from torch.distributed.checkpoint import HuggingFaceStorageWriter
 from torch.distributed.tensor import Replicate, Shard
 
 import ckptstore
-from ckptstore.interop.export import export
-from ckptstore.interop.formats import import_path
+from ckptstore.interop.formats import export, import_path
 from tests.distributed.layouts import meet, mesh_of, placed
 from tests.distributed.pool import Pool
 from tests.distributed.test_dcp import quietly

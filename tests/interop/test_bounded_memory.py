@@ -17,7 +17,7 @@ _PROGRAM = """
 import os, sys
 from pathlib import Path
 import ckptstore
-from ckptstore.interop.export import export
+from ckptstore.interop.formats import export
 from ckptstore.interop.formats import import_path
 
 def peak_bytes():

@@ -12,8 +12,7 @@ from safetensors.torch import load_file, save_file
 
 import ckptstore
 from ckptstore.interop.dcp import StoreReader, StoreWriter
-from ckptstore.interop.export import export
-from ckptstore.interop.formats import import_path
+from ckptstore.interop.formats import export, import_path
 from ckptstore.interop.torchft import StoreTransport
 from ckptstore.interop.torchsnapshot import Snapshot, StateDict
 from ckptstore.store import Store

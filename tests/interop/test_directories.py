@@ -11,8 +11,7 @@ import torch
 from safetensors.torch import save_file
 
 from ckptstore.errors import InvalidInput
-from ckptstore.interop.export import export
-from ckptstore.interop.formats import Labels, import_path
+from ckptstore.interop.formats import Labels, export, import_path
 from ckptstore.store import Store
 
 

@@ -16,8 +16,7 @@ import torch
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
 from ckptstore.errors import InvalidInput
-from ckptstore.interop.export import export
-from ckptstore.interop.formats import import_path
+from ckptstore.interop.formats import export, import_path
 from ckptstore.store import Store
 from tests.maintenance.stores import assert_equal
 

@@ -15,9 +15,8 @@ from safetensors.torch import load_file, save_file
 
 import ckptstore
 from ckptstore.errors import Conflict, Corrupt, InvalidInput, NotFound
-from ckptstore.interop.export import export
-from ckptstore.interop.formats import Labels, import_path
-from ckptstore.interop.safetensors_file import encode_header, parse_header, read_header
+from ckptstore.interop.formats import Labels, export, import_path
+from ckptstore.interop.formats.safetensors_file import encode_header, parse_header, read_header
 from ckptstore.store import Store
 from tests.maintenance.stores import files, flip
 
@@ -239,7 +238,7 @@ def test_a_file_that_shrinks_meanwhile_makes_no_commit(
     tmp_path: Path, store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     save_file({"w": torch.randn(300, 300)}, tmp_path / "model.safetensors")
-    from ckptstore.interop import directory
+    from ckptstore.interop.formats import directory
 
     flats = directory.flats_of
 

@@ -16,9 +16,8 @@ from safetensors.torch import save_file
 
 from ckptstore.core.model import Box
 from ckptstore.errors import InvalidInput
-from ckptstore.interop.export import export
-from ckptstore.interop.formats import import_path
-from ckptstore.interop.sources import Held, Joined, check_tiling
+from ckptstore.interop.formats import export, import_path
+from ckptstore.interop.formats.sources import Held, Joined, check_tiling
 from ckptstore.store import Store
 from tests.interop.test_directories import contents
 

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 from ckptstore.core.geometry import WIDTHS, nbytes_of, width_of
 from ckptstore.core.model import Box, Shape
 from ckptstore.errors import InvalidInput
-from ckptstore.interop.pickles import load_inert, load_torch
-from ckptstore.interop.sources import Loaded, Shelf, check_tiling, inside, read_range
+from ckptstore.interop.formats.pickles import load_inert, load_torch
+from ckptstore.interop.formats.sources import Loaded, Shelf, check_tiling, inside, read_range
 from ckptstore.objects.pointer_files import is_pointer, read_pointer
 
 if TYPE_CHECKING:

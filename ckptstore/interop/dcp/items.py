@@ -24,8 +24,8 @@ from ckptstore.distributed import framing
 from ckptstore.distributed.external_commit import Part, decode_contents, encode_contents
 from ckptstore.errors import Corrupt, InvalidInput
 from ckptstore.interop.dcp.names import Marks, Named
-from ckptstore.interop.pickles import load_torch
-from ckptstore.interop.sources import Loaded, Shelf
+from ckptstore.interop.formats.pickles import load_torch
+from ckptstore.interop.formats.sources import Loaded, Shelf
 from ckptstore.objects import canonical
 from ckptstore.objects.schema import decode_schema, encode_schema
 from ckptstore.restore.reader import Destination, Tree

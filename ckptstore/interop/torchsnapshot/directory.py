@@ -16,8 +16,8 @@ from urllib.parse import unquote
 from ckptstore.core.geometry import WIDTHS, nbytes_of, width_of
 from ckptstore.core.model import Box, Shape
 from ckptstore.errors import InvalidInput
-from ckptstore.interop.pickles import load_torch
-from ckptstore.interop.sources import (
+from ckptstore.interop.formats.pickles import load_torch
+from ckptstore.interop.formats.sources import (
     FileRange,
     Loaded,
     Placeholders,

@@ -1,10 +1,4 @@
-"""Checkpoints of other formats into a store, and out of it: `import_path` and `export`.
-
-| import | what becomes of it |
-|---|---|
-| a `.safetensors` file, a `.safetensors.index.json` with its shards, any directory | tensors and files; exported again byte for byte |
-| a `.pt` file (`torch.save`), a DCP directory, a TorchSnapshot directory | the state in it |
-"""
+"""How does a checkpoint of another format become a commit?"""
 
 import os
 from collections.abc import Mapping, Sequence
@@ -16,8 +10,8 @@ from typing import Any, Literal, TypeAlias
 from ckptstore.core.redaction import redact
 from ckptstore.core.text import unicode_text
 from ckptstore.errors import InvalidInput
-from ckptstore.interop import directory
-from ckptstore.interop.directory import INDEX_SUFFIX, SUFFIX
+from ckptstore.interop.formats import directory
+from ckptstore.interop.formats.directory import INDEX_SUFFIX, SUFFIX
 from ckptstore.snapshot import Snapshot
 from ckptstore.state.leaf_sources import FlatState
 from ckptstore.store import Store
@@ -82,8 +76,8 @@ def _flats(place: Path, *, allow_pickle: bool) -> Mapping[str, FlatState]:
     if kind == "files":
         return directory.flats_of(_plan(place))
     if kind == "torch":
-        from ckptstore.interop.pickles import load_torch
-        from ckptstore.interop.sources import as_app_state
+        from ckptstore.interop.formats.pickles import load_torch
+        from ckptstore.interop.formats.sources import as_app_state
         from ckptstore.state.flatten import flatten
 
         return flatten(

@@ -15,8 +15,8 @@ from ckptstore.core.model import Node, Shape
 from ckptstore.core.paths import check_path
 from ckptstore.core.scratch import scratch_for
 from ckptstore.errors import Conflict, InvalidInput, NotFound, Unavailable
-from ckptstore.interop.directory import FILES, SUFFIX, group_keys
-from ckptstore.interop.safetensors_file import Header, encode_header, parse_header
+from ckptstore.interop.formats.directory import FILES, SUFFIX, group_keys
+from ckptstore.interop.formats.safetensors_file import Header, encode_header, parse_header
 from ckptstore.restore.reader import Tree
 from ckptstore.snapshot import Snapshot
 

@@ -18,8 +18,15 @@ from ckptstore.core.geometry import width_of
 from ckptstore.core.model import Box, Shape
 from ckptstore.core.text import count_text, unicode_text
 from ckptstore.errors import InvalidInput, Unavailable
-from ckptstore.interop.safetensors_file import Entry, Header, read_header
-from ckptstore.interop.sources import FileRange, Held, Joined, check_tiling, flat_dict, inside
+from ckptstore.interop.formats.safetensors_file import Entry, Header, read_header
+from ckptstore.interop.formats.sources import (
+    FileRange,
+    Held,
+    Joined,
+    check_tiling,
+    flat_dict,
+    inside,
+)
 from ckptstore.state.leaf_sources import FlatState, Source
 
 FILES = "files"

@@ -15,7 +15,7 @@ from typing import Any, NoReturn
 from ckptstore.core.geometry import nbytes_of, width_of
 from ckptstore.core.model import Box, Shape
 from ckptstore.errors import InvalidInput
-from ckptstore.interop.sources import read_range
+from ckptstore.interop.formats.sources import read_range
 
 HEADER_BYTES_MAX = 100_000_000
 """The limit that the format's own library has."""
