@@ -1,4 +1,6 @@
-"""How do the receipts of all ranks become the contents of the state's leaves, and its layout? Pure."""
+"""How do the receipts of all ranks become the contents of a state's leaves, and its layout?
+Pure.
+"""
 
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import accumulate

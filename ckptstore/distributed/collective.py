@@ -396,7 +396,7 @@ def begun_by_all(peers: Collective, begin: Callable[[], str]) -> str:
 
 
 def is_due_for_all(peers: Collective, due: bool, came: bool) -> tuple[bool, bool]:
-    """Whether a commit is due by the coordinator's schedule, and whether a signal reached any rank."""
+    """Whether a commit is due by the coordinator's schedule, and whether any rank got a signal."""
 
     def answer(handed_in: Sequence[bytes]) -> list[bytes]:
         return [bytes([handed_in[0][0], any(each[1] for each in handed_in)])] * len(handed_in)

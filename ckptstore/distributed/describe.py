@@ -116,7 +116,7 @@ _INLINE, _IDS = range(2)
 
 
 class Report(NamedTuple):
-    """A rank's content of a leaf: its bytes, or the ids of its chunks. `raw_bytes` is the length."""
+    """A rank's content of a leaf: its bytes or the ids of its chunks. `raw_bytes` is the length."""
 
     inline: bytes | None
     ids: bytes

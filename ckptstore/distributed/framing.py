@@ -79,7 +79,7 @@ def decode_causes(data: bytes) -> dict[int, Cause]:
 
 
 def failure(what: str, causes: Mapping[int, Cause], size: int) -> CkptStoreError:
-    """One exception for the causes on some of `size` ranks, of the class that they share, if any."""
+    """One exception for the causes on some of `size` ranks, of the class that they share."""
     lines = [f"rank {rank}: {cause}" for rank, cause in sorted(causes.items())]
     more = f"\n  and {len(lines) - _SHOWN} more" if len(lines) > _SHOWN else ""
     if len(causes) == size > 1 and len(set(causes.values())) == 1:

@@ -90,7 +90,7 @@ class CellJob(NamedTuple):
 
 
 class Shared(NamedTuple):
-    """Box number `box` of a leaf, of `cells` cells, which the rank at `place` and other ranks hold."""
+    """Box number `box` of a leaf, of `cells` cells, held by the rank at `place` and by others."""
 
     target: Target
     box: int

@@ -53,7 +53,9 @@ class FragmentTask(NamedTuple):
 
 
 class Completing(NamedTuple):
-    """Complete, hash and write chunk `chunk` of a leaf from fragments; this rank holds box `part`."""
+    """Complete, hash and write chunk `chunk` of a leaf from fragments, as the holder of box
+    `part`.
+    """
 
     part: int
     chunk: int

@@ -38,7 +38,7 @@ def own_trees(trees: Mapping[str, Tree], viewer: RankView, *, strict: bool) -> d
 
 
 def tree_of_rank(tree: Tree, rank: int) -> Tree | None:
-    """`tree` as `rank` had it, without the private leaves of other ranks; None if nothing is left."""
+    """`tree` as `rank` had it, without other ranks' private leaves; None if nothing is left."""
     if not _has_ranks(tree.schema.skeleton):
         return tree
     view = _View(tree.schema, RankView(rank))

@@ -23,7 +23,7 @@ _TORCH_SUFFIXES = (".pt", ".pth", ".bin", ".ckpt", ".tar")
 
 @dataclass(frozen=True, slots=True)
 class Labels:
-    """What to call an imported commit."""
+    """Step, tags, message and metrics of an imported commit."""
 
     step: int | None = None
     tags: Sequence[str] = ()
@@ -38,12 +38,12 @@ def import_path(
     *,
     allow_pickle: bool = False,
 ) -> Snapshot:
-    """Commit what is at `path`. Bytes go from the files into chunks a few MiB at a time; what the
-    store has is not written again.
+    """Commit the checkpoint at `path`. Bytes go from the files into chunks a few MiB at a time;
+    chunks in the store are not written again.
 
-    Raises `InvalidInput` for what is there and cannot be read as what it seems to be, for names and
-    offsets that lead elsewhere, and for pickles that could run code, unless `allow_pickle`;
-    `Unavailable` if files change meanwhile.
+    Raises `InvalidInput` for a file that does not match its format, for names and offsets that lead
+    elsewhere, and for pickles that could run code, unless `allow_pickle`. Raises `Unavailable` if
+    files change meanwhile.
     """
     labels = labels or Labels()
     if "://" in os.fspath(path):
@@ -90,7 +90,9 @@ def _flats(place: Path, *, allow_pickle: bool) -> Mapping[str, FlatState]:
 
 
 def kind_of(place: Path) -> Kind:
-    """What lies at `place`. Raises `InvalidInput` for a file of no known kind, or nothing."""
+    """The kind of checkpoint at `place`. Raises `InvalidInput` for a file of unknown kind, or
+    none.
+    """
     if place.is_dir():
         from ckptstore.interop.dcp import directory as dcp
         from ckptstore.interop.torchsnapshot import directory as torchsnapshot
