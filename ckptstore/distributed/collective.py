@@ -31,7 +31,7 @@ from ckptstore.errors import CkptStoreError, Conflict, InvalidInput, Unavailable
 logger = logging.getLogger("ckptstore")
 
 PART = 10
-"""Fraction of the timeout after which a warning names the ranks that are waited for."""
+"""A warning names the missing ranks after the timeout divided by this."""
 
 
 @contextmanager

@@ -61,19 +61,19 @@ CONNECTIONS = 4
 
 # torchft has no types for mypy
 class StoreTransport(CheckpointTransport[T]):  # type: ignore[misc]
-    """A `CheckpointTransport` that sends and receives states of any nesting, chunk by chunk, every
-    chunk verified; nothing is pickled.
+    """A `CheckpointTransport` that sends and receives states of any nesting as verified chunks;
+    nothing is pickled.
 
-    `timeout` bounds what has no timeout of its own. With `store`, chunks that it has are neither
-    copied to be served nor asked for. With `state_dict`, a function that gives the live state (in
-    the structure in which states are sent), what has not changed there is not asked for; `in_place`
-    writes what is received into its tensors. `meshes` are those that DTensors may be placed on,
-    besides those of the live state. Served is at `host` and `port`, by default on all addresses and
-    a free port.
+    `timeout` limits calls without a timeout of their own. With `store`, chunks that it has are
+    neither copied for serving nor requested. `state_dict` is a function that returns the live
+    state, in the structure in which states are sent: its unchanged chunks are not requested, and
+    `in_place` writes received leaves into its tensors. `meshes` are further meshes for DTensors,
+    besides those of the live state. The server listens at `host` and `port`, by default on all
+    addresses and a free port.
 
-    What must be copied to be served takes at most `staging_bytes`, by default half of what the host
-    has; a state of more than `max_bytes`, by default what is free, is not received. Each peer gets
-    up to `connections`; one that sends no chunk for `patience` is passed over.
+    Copies for serving take at most `staging_bytes`, by default half of the host's memory. A state
+    of more than `max_bytes`, by default the free memory, is refused. Each peer gets up to
+    `connections`; one that sends no chunk for `patience` is passed over.
     """
 
     def __init__(
