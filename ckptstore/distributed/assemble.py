@@ -50,10 +50,10 @@ class Assembler:
     def __init__(self, plan: RanksPlan) -> None:
         self._plan = plan
         self._gathering: _Gathering | None = None
-        self._wholes: dict[tuple[int, frozenset[int]], _Whole] = {}
+        self._resolved: dict[tuple[int, frozenset[int]], _ResolvedTree] = {}
 
     def assemble(
-        self, decided: Decided, receipts: Sequence[Receipt], sightings: Sequence[Observation]
+        self, decided: Decided, receipts: Sequence[Receipt], observations: Sequence[Observation]
     ) -> list[TreeContent]:
         """All trees of the whole state.
 
@@ -68,14 +68,16 @@ class Assembler:
                 raise Conflict(
                     f"rank {rank} changed its state while it was committed; commit between steps"
                 )
-        _compare(self._plan, decided, ids, sightings)
+        _compare(self._plan, decided, ids, observations)
         return [self._tree(number, decided, ids) for number in range(len(self._plan.trees))]
 
     def _tree(self, number: int, decided: Decided, ids: "_Ids") -> TreeContent:
         private = frozenset(target.leaf for target in decided.private if target.tree == number)
-        whole = self._wholes.get((number, private))
+        whole = self._resolved.get((number, private))
         if whole is None:
-            whole = self._wholes[number, private] = _whole(self._plan, number, private, ids.where)
+            whole = self._resolved[number, private] = _resolve(
+                self._plan, number, private, ids.where
+            )
         contents, joined = [], ids.joined
         for start, stop, raw_bytes, boxes, elsewhere in whole.leaves:
             if elsewhere is None:
@@ -133,7 +135,7 @@ class _Ids(NamedTuple):
         return self.joined[start:stop]
 
 
-class _From(NamedTuple):
+class _LeafSource(NamedTuple):
     """The source of a leaf's content: ids `start:stop` of the planned ones, or the content resolved
     for (target, rank) `elsewhere`.
     """
@@ -145,11 +147,11 @@ class _From(NamedTuple):
     elsewhere: tuple[Target, int | None] | None
 
 
-class _Whole(NamedTuple):
+class _ResolvedTree(NamedTuple):
     """A tree, given the set of leaves that turned out to be private."""
 
     schema: Schema
-    leaves: list[_From]
+    leaves: list[_LeafSource]
 
 
 def _gathering_of(plan: RanksPlan, size: int) -> _Gathering:
@@ -161,8 +163,8 @@ def _gathering_of(plan: RanksPlan, size: int) -> _Gathering:
     counts = [0] * (2 * size)
     for job in plan.jobs:
         counts[2 * job.place.rank] += job.stop - job.first
-    for _, recipe, _ in plan.cells:
-        counts[2 * recipe.owner.rank + 1] += 1
+    for _, assembly, _ in plan.cells:
+        counts[2 * assembly.owner.rank + 1] += 1
     at = [0, *accumulate(counts)]
     order = np.full(end // CHUNK_ID_BYTES, -1, np.int64)
     for job in plan.jobs:
@@ -173,9 +175,9 @@ def _gathering_of(plan: RanksPlan, size: int) -> _Gathering:
         )
         order[first : first + count] = range(source, source + count)
         at[2 * job.place.rank] += count
-    for target, recipe, _ in plan.cells:
-        order[where[target][0] // CHUNK_ID_BYTES + recipe.chunk] = at[2 * recipe.owner.rank + 1]
-        at[2 * recipe.owner.rank + 1] += 1
+    for target, assembly, _ in plan.cells:
+        order[where[target][0] // CHUNK_ID_BYTES + assembly.chunk] = at[2 * assembly.owner.rank + 1]
+        at[2 * assembly.owner.rank + 1] += 1
     assert order.min(initial=0) >= 0, "a chunk of the plan is nobody's"
     return _Gathering(counts, order, where)
 
@@ -191,9 +193,9 @@ def _gathered(gathering: _Gathering, receipts: Sequence[Receipt]) -> bytes:
     return np.frombuffer(b"".join(parts), f"V{CHUNK_ID_BYTES}")[gathering.order].tobytes()
 
 
-def _whole(
+def _resolve(
     plan: RanksPlan, number: int, private: frozenset[int], where: Mapping[Target, tuple[int, int]]
-) -> _Whole:
+) -> _ResolvedTree:
     tree = plan.trees[number]
     schema, leaves = finish(tree, private)
     found = []
@@ -201,18 +203,18 @@ def _whole(
         target = Target(number, i)
         tiled = plan.tiled.get(target) if alias < 0 else None
         if tiled is None:
-            found.append(_From(0, 0, 0, None, (target, rank) if alias < 0 else _NOWHERE))
+            found.append(_LeafSource(0, 0, 0, None, (target, rank) if alias < 0 else _NOWHERE))
         else:
             boxes = None if tiled.tiling.whole else tiled.boxes
-            found.append(_From(*where[target], nbytes_of(tree.leaves[i]), boxes, None))
-    return _Whole(schema, found)
+            found.append(_LeafSource(*where[target], nbytes_of(tree.leaves[i]), boxes, None))
+    return _ResolvedTree(schema, found)
 
 
 def _compare(
-    plan: RanksPlan, decided: Decided, ids: _Ids, sightings: Sequence[Observation]
+    plan: RanksPlan, decided: Decided, ids: _Ids, observations: Sequence[Observation]
 ) -> None:
     """Compare the observations and reports of replicas with what was written for them."""
-    for (target, box, place, _), cell, chunk in sightings:
+    for (target, box, place, _), cell, chunk in observations:
         number = _chunk_of(plan.tiled[target], box, cell)
         if (
             number is not None

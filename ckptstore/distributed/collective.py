@@ -35,16 +35,20 @@ PART = 10
 
 
 @contextmanager
-def told(what: str, timeout_s: float, absent: Callable[[], str]) -> Iterator[None]:
+def warning_when_slow(what: str, timeout_s: float, absent: Callable[[], str]) -> Iterator[None]:
     """Log a warning if the block takes long. `absent` runs on another thread and names the missing
     ranks; an empty string suppresses the warning.
     """
     after_s = timeout_s / PART
 
     def tell() -> None:
-        if who := absent():
+        if missing := absent():
             logger.warning(
-                "%s has waited %.3g s for %s; it gives up after %g s", what, after_s, who, timeout_s
+                "%s has waited %.3g s for %s; it gives up after %g s",
+                what,
+                after_s,
+                missing,
+                timeout_s,
             )
 
     timer = threading.Timer(after_s, tell)
@@ -115,17 +119,17 @@ class Part(NamedTuple):
 
 class Collective:
     """The ranks of one group, numbered as in that group. One operation at a time; rank 0 is the
-    coordinator. `way_out` is the advice in errors about a lost rank.
+    coordinator. `advice` is the advice in errors about a lost rank.
     """
 
     def __init__(
-        self, link: Link, rank: int, size: int, timeout_s: float, way_out: str = REGROUP
+        self, link: Link, rank: int, size: int, timeout_s: float, advice: str = REGROUP
     ) -> None:
         self.rank, self.size, self.timeout_s = rank, size, timeout_s
-        self._link, self._way_out = link, way_out
+        self._link, self._advice = link, advice
         self._sequence = 0
         self._lost: dict[int, Cause] = {}
-        self._told = False  # whether the other ranks know of the lost ones
+        self._announced = False  # whether the other ranks know of the lost ones
         self._unreached: set[int] = set()  # ranks with which an exchange failed
         self._lock = threading.Lock()
 
@@ -151,12 +155,12 @@ class Collective:
         causes share, with `causes` by rank.
         """
         with self._lock:
-            if self._lost and (self._told or not self.leads):
+            if self._lost and (self._announced or not self.leads):
                 raise self._incomplete(what)
             self._sequence += 1
             payload, own = _attempt(mine)
             if self.leads:
-                return self._lead(what, payload, own, answer)
+                return self._coordinate(what, payload, own, answer)
             return self._follow(what, payload, own)
 
     def exchange(self, outgoing: Sequence[Part], incoming: Sequence[Part]) -> None:
@@ -204,7 +208,7 @@ class Collective:
         except RuntimeError as error:
             return error
 
-    def _lead(
+    def _coordinate(
         self,
         what: str,
         payload: bytes,
@@ -236,7 +240,7 @@ class Collective:
         heads = {
             rank: self._start_head(rank) for rank in range(1, self.size) if rank not in self._lost
         }
-        with told(what, self.timeout_s, lambda: _silent(heads)):
+        with warning_when_slow(what, self.timeout_s, lambda: _silent(heads)):
             for rank, head in heads.items():
                 received = self._try(rank, partial(self._finish, rank, what, head, deadline))
                 if received is None:
@@ -251,7 +255,7 @@ class Collective:
         """Tell every rank that can be reached. The others look into the link's shared store."""
         data = encode_causes(causes)
         if self._lost:
-            self._told = True
+            self._announced = True
             self._link.leave(f"lost/{self._sequence}", data)
         for rank in range(1, self.size):
             if rank not in self._lost:
@@ -259,7 +263,7 @@ class Collective:
 
     def _follow(self, what: str, payload: bytes, own: BaseException | None) -> bytes:
         try:
-            with told(
+            with warning_when_slow(
                 what,
                 self.timeout_s,
                 lambda: "rank 0, which has not called, or waits for others itself",
@@ -300,12 +304,12 @@ class Collective:
         if own is not None and not isinstance(own, Exception):
             raise own
         raise failure(
-            what, {rank: self._for_people(cause) for rank, cause in causes.items()}, self.size
+            what, {rank: self._readable(cause) for rank, cause in causes.items()}, self.size
         ) from own
 
     def _incomplete(self, what: str) -> Unavailable:
         gone = ", ".join(f"rank {rank}" for rank in sorted(self._lost))
-        return Unavailable(f"{what} cannot begin: {gone} was lost before; {self._way_out}")
+        return Unavailable(f"{what} cannot begin: {gone} was lost before; {self._advice}")
 
     def _try(self, rank: int, act: Callable[[], Any]) -> Any:
         try:
@@ -360,10 +364,10 @@ class Collective:
     def _wait(self, work: Transfer, timeout_s: float | None = None) -> None:
         work.wait(self.timeout_s if timeout_s is None else timeout_s)
 
-    def _for_people(self, cause: Cause) -> Cause:
+    def _readable(self, cause: Cause) -> Cause:
         if cause.kind != _GONE:
             return cause
-        return Cause("Unavailable", f"gone, or silent for too long ({cause.text}); {self._way_out}")
+        return Cause("Unavailable", f"gone, or silent for too long ({cause.text}); {self._advice}")
 
 
 def _attempt(mine: Callable[[], bytes]) -> tuple[bytes, BaseException | None]:

@@ -79,7 +79,7 @@ class RanksCommitter:
         self, config: StoreConfig, objects: ObjectStore, log: Log, threads: ThreadPool
     ) -> None:
         self._config, self._objects, self._log, self._threads = config, objects, log, threads
-        self._lead = Coordinator(config, objects, log)
+        self._coordinator = Coordinator(config, objects, log)
         self._schemas = LastSchemas()
         self._described = b""
         self._task: RankTask | None = None
@@ -110,22 +110,24 @@ class RanksCommitter:
         the class that the causes share. `causes` names the ranks.
         """
         try:
-            label, flats, session = self._plan(peers, prepare, options, watch, memory_budget_bytes)
+            metadata, flats, session = self._plan(
+                peers, prepare, options, watch, memory_budget_bytes
+            )
             for _ in range(ATTEMPTS):
-                outcome = self._attempt(peers, flats, session, label, started, watch)
+                outcome = self._attempt(peers, flats, session, metadata, started, watch)
                 if isinstance(outcome, RanksCommitted):
-                    self._lead.close(ended=True)
+                    self._coordinator.close(ended=True)
                     return outcome
                 session = outcome
         except NoSpace:
-            self._lead.close(
+            self._coordinator.close(
                 ended=True
                 # Every rank deletes its packs, so a gc that makes room need not wait for the
                 # session.
             )
             raise
         finally:
-            self._lead.close(ended=False)
+            self._coordinator.close(ended=False)
         raise Conflict(
             f"the commit was refused {ATTEMPTS} times because others changed the store meanwhile; "
             "repeat it"
@@ -149,24 +151,24 @@ class RanksCommitter:
                 self._room = rank_room(
                     memory_budget_bytes, chunk_bytes, self._threads.count, encoding=encoding
                 )
-                label, flats = prepare()
+                metadata, flats = prepare()
                 with uncollected():
-                    described.append((label, flats, encode_description(flats, self._schemas)))
-            label, _, description = described[0]
+                    described.append((metadata, flats, encode_description(flats, self._schemas)))
+            metadata, _, description = described[0]
             known = digest_of(description) == self._described and not asked
             return framing.join(
-                [head_of(label), digest_of(description), b"" if known else description]
+                [head_of(metadata), digest_of(description), b"" if known else description]
             )
 
         def answer(handed_in: list[bytes]) -> list[bytes]:
-            return self._lead.plan(
+            return self._coordinator.plan(
                 handed_in, described[0][0], replace(options, window_bytes=self._room.window_bytes)
             )
 
         kind = DESCRIBE
         while kind == DESCRIBE:
             kind, session, task = framing.split(peers.round("commit: plan", describe, answer), 3)
-        label, flats, description = described[0]
+        metadata, flats, description = described[0]
         if kind == PLANNED:
             self._described = b""  # until every rank has confirmed the plan
             peers.round(
@@ -175,7 +177,7 @@ class RanksCommitter:
                 lambda ready: ready,
             )
             self._described = digest_of(description)
-        return label, flats, SessionId(session.decode())
+        return metadata, flats, SessionId(session.decode())
 
     def _follow(self, task: bytes, flats: Mapping[str, FlatState], rank: int) -> bytes:
         """Decode a new task and compute its moves."""
@@ -191,7 +193,7 @@ class RanksCommitter:
         peers: Collective,
         flats: Mapping[str, FlatState],
         session: SessionId,
-        label: CommitMetadata,
+        metadata: CommitMetadata,
         started: float,
         watch: Watch,
     ) -> RanksCommitted | SessionId:
@@ -203,7 +205,7 @@ class RanksCommitter:
             peers.rank,
             unbuffered=self._room.write.unbuffered,
         )
-        attempt = _Attempt(self._lead, peers, packs, label, started, watch)
+        attempt = _Attempt(self._coordinator, peers, packs, metadata, started, watch)
         try:
             return attempt.run(self._work(flats, packs), self._look, self._registered)
         except BaseException as error:
@@ -248,18 +250,18 @@ class _Attempt:
 
     def __init__(
         self,
-        lead: Coordinator,
+        coordinator: Coordinator,
         peers: Collective,
         packs: PackSet,
-        label: CommitMetadata,
+        metadata: CommitMetadata,
         started: float,
         watch: Watch,
     ) -> None:
-        self._lead, self._peers, self._packs, self._label, self._started, self._watch = (
-            lead,
+        self._coordinator, self._peers, self._packs, self._metadata, self._started, self._watch = (
+            coordinator,
             peers,
             packs,
-            label,
+            metadata,
             started,
             watch,
         )
@@ -276,7 +278,7 @@ class _Attempt:
     ) -> RanksCommitted | SessionId:
         """The commit, or the session under which to try again."""
         decided = self._peers.round(
-            "commit: decide", lambda: self._report(work, look), self._lead.decide
+            "commit: decide", lambda: self._report(work, look), self._coordinator.decide
         )
         answer = self._peers.round(
             "commit: publish", lambda: self._receipt(work, decided), self._publish
@@ -344,9 +346,9 @@ class _Attempt:
             return refused(self._failed, self._peers.size)
         assert self._dedup is not None
         try:
-            return self._lead.publish(handed_in, self._label, self._dedup, self._packs)
+            return self._coordinator.publish(handed_in, self._metadata, self._dedup, self._packs)
         except BaseException as error:
-            self.handed_in = self._lead.asked
+            self.handed_in = self._coordinator.asked
             if self.handed_in or not isinstance(error, Exception):
                 raise
             self._failed = error

@@ -30,7 +30,7 @@ class Outgoing(NamedTuple):
 
     tree: int
     leaf: int
-    stretch: ByteRange
+    byte_range: ByteRange
 
 
 class Incoming(NamedTuple):
@@ -92,18 +92,18 @@ class Boxes:
     def __init__(self, flats: Sequence[FlatState], chunk_bytes: int) -> None:
         self._flats, self._chunk_bytes = flats, chunk_bytes
 
-    def source(self, spot: LeafRef) -> Source:
-        flat, leaf = self.resolved(spot)
-        return flat.held[leaf].parts[spot.part][1] if leaf in flat.held else flat.leaves[leaf]
+    def source(self, ref: LeafRef) -> Source:
+        flat, leaf = self.resolved(ref)
+        return flat.held[leaf].parts[ref.part][1] if leaf in flat.held else flat.leaves[leaf]
 
-    def extent(self, spot: LeafRef) -> Extent:
+    def extent(self, ref: LeafRef) -> Extent:
         """The extent of a whole box."""
-        flat, leaf = self.resolved(spot)
-        source = self.source(spot)
+        flat, leaf = self.resolved(ref)
+        source = self.source(ref)
         if flat.schema.kinds[leaf] != "tensor":
             return Extent((source.nbytes,), 1, source.nbytes, False)
         dtype = flat.schema.dtypes[leaf]
-        box = flat.held[leaf].parts[spot.part][0] if leaf in flat.held else None
+        box = flat.held[leaf].parts[ref.part][0] if leaf in flat.held else None
         return Extent(
             flat.schema.shapes[leaf],
             geometry.width_of(dtype),
@@ -112,40 +112,40 @@ class Boxes:
             box,
         )
 
-    def cells(self, spot: LeafRef, first: int, stop: int) -> Extent:
+    def cells(self, ref: LeafRef, first: int, stop: int) -> Extent:
         """Cells `first:stop` of a box."""
-        extent = self.extent(spot)
+        extent = self.extent(ref)
         cells = self._grid(extent)
         return extent._replace(
             cells=(first, stop), raw_bytes=cells.span(stop - 1)[1] - cells.span(first)[0]
         )
 
-    def pieces(self, spot: LeafRef) -> list[LeafRef]:
+    def pieces(self, ref: LeafRef) -> list[LeafRef]:
         """All boxes of a leaf."""
-        flat, leaf = self.resolved(spot)
+        flat, leaf = self.resolved(ref)
         return (
-            [LeafRef(spot.tree, spot.leaf, part) for part in range(len(flat.held[leaf].parts))]
+            [LeafRef(ref.tree, ref.leaf, part) for part in range(len(flat.held[leaf].parts))]
             if leaf in flat.held
-            else [spot]
+            else [ref]
         )
 
-    def global_bytes(self, spot: LeafRef) -> int:
+    def global_bytes(self, ref: LeafRef) -> int:
         """Raw bytes of the whole leaf, on all ranks."""
-        flat, leaf = self.resolved(spot)
+        flat, leaf = self.resolved(ref)
         if leaf not in flat.held:
             return flat.leaves[leaf].nbytes
         return geometry.width_of(flat.schema.dtypes[leaf]) * prod(flat.schema.shapes[leaf])
 
-    def resolved(self, spot: LeafRef) -> tuple[FlatState, int]:
+    def resolved(self, ref: LeafRef) -> tuple[FlatState, int]:
         """The leaf with the bytes: an alias on this rank may be no alias in the whole state, so it
         resolves to the leaf it shares memory with.
         """
-        flat = self._flats[spot.tree]
-        alias = flat.schema.aliases[spot.leaf]
-        return flat, spot.leaf if alias < 0 else alias
+        flat = self._flats[ref.tree]
+        alias = flat.schema.aliases[ref.leaf]
+        return flat, ref.leaf if alias < 0 else alias
 
-    def stretch(self, spot: LeafRef, cell: int) -> ByteRange:
-        return ByteRange(spot.part, *self._grid(self.extent(spot)).span(cell))
+    def byte_range(self, ref: LeafRef, cell: int) -> ByteRange:
+        return ByteRange(ref.part, *self._grid(self.extent(ref)).span(cell))
 
     def assembly(self, tree: int, leaf: int, how: Completing, rank: int) -> Assembly:
         """What rank `rank` has to assemble for a cell of a leaf."""
@@ -155,7 +155,7 @@ class Boxes:
         parts = []
         for fragment in how.fragments:
             own = (
-                self.stretch(LeafRef(tree, leaf, fragment.part), fragment.cell)
+                self.byte_range(LeafRef(tree, leaf, fragment.part), fragment.cell)
                 if fragment.rank == rank
                 else None
             )
@@ -180,14 +180,14 @@ def moves_of(task: RankTask, boxes: Boxes, rank: int) -> Moves:
     """The moves of rank `rank`, computed once for leaves that share a plan."""
     sends = {window: list(found) for window, found in groupby(task.sends, lambda send: send.window)}
     cells = {window: list(found) for window, found in groupby(task.cells, lambda cell: cell.window)}
-    stretches: dict[int, ByteRange] = {}
+    ranges: dict[int, ByteRange] = {}
     assemblies: dict[int, Assembly] = {}
 
     def outgoing(send: SendTask) -> Outgoing:
         _, tree, leaf, how = send
-        if id(how) not in stretches:
-            stretches[id(how)] = boxes.stretch(LeafRef(tree, leaf, how.part), how.cell)
-        return Outgoing(tree, leaf, stretches[id(how)])
+        if id(how) not in ranges:
+            ranges[id(how)] = boxes.byte_range(LeafRef(tree, leaf, how.part), how.cell)
+        return Outgoing(tree, leaf, ranges[id(how)])
 
     def completion(cell: CellTask) -> Completion:
         _, tree, leaf, how = cell
@@ -207,7 +207,7 @@ def moves_of(task: RankTask, boxes: Boxes, rank: int) -> Moves:
         )
 
     windows = tuple(map(window, sorted(sends.keys() | cells.keys())))
-    return Moves(windows, tuple(boxes.cells(job.spot, job.first, job.stop) for job in task.jobs))
+    return Moves(windows, tuple(boxes.cells(job.ref, job.first, job.stop) for job in task.jobs))
 
 
 def _incoming(completions: Sequence[Completion]) -> tuple[tuple[int, int], ...]:

@@ -17,7 +17,7 @@ from weakref import WeakKeyDictionary, WeakValueDictionary
 from ckptstore.commit.commit import CommitStats, index_packs
 from ckptstore.commit.commit_metadata import CommitMetadata
 from ckptstore.commit.plan import Extent, plan_chunks
-from ckptstore.commit.publish import Publisher, TreeContent, entry_body
+from ckptstore.commit.publish import Published, Publisher, TreeContent, entry_body
 from ckptstore.commit.write import Dedup, DedupHints, PackSet, read_all, write_chunks
 from ckptstore.core.config import StoreConfig
 from ckptstore.core.ids import SessionId, pack_rank
@@ -27,6 +27,8 @@ from ckptstore.distributed.assemble import logical_bytes
 from ckptstore.distributed.commit import RanksCommitted
 from ckptstore.distributed.coordinator import record_of
 from ckptstore.errors import CkptStoreError, Conflict, InvalidInput, NoSpace
+from ckptstore.log.entries import Commit as CommitBody
+from ckptstore.log.entries import Entry
 from ckptstore.log.log import Log, Refused
 from ckptstore.log.sessions import Session, open_session
 from ckptstore.objects import canonical
@@ -126,33 +128,53 @@ class PartsCommitter:
         """Append the commit of what all writers have written, and end the session. A label without
         parents gets the run's newest commit.
 
-        Raises `Conflict` if others have removed meanwhile what a writer reused: write everything
-        again, under another session; `InvalidInput` if two writers had one number, so that the
-        packs of one lie over those of the other, in one process or in two.
+        Raises `Conflict` if reused chunks were removed meanwhile: write everything again under
+        another session. Raises `InvalidInput` if two writers had one rank, in one process or in
+        two, so that their packs have the same names.
         """
         heads = [canonical.decode(receipt) for receipt in receipts]
         written = [record_of(each) for head in heads for each in head["packs"]]
-        _check_apart(written)
+        _check_distinct(written)
         packs, dedup = (
-            self._own.pop(session) if session in self._own else self._beside(session.id, written)
+            self._own.pop(session)
+            if session in self._own
+            else self._publisher_packs(session.id, written)
         )
-        state = self._log.replay()
         if not label.parents:
-            label = replace(label, parents=state.runs.get(label.run, ())[-1:])
+            tip = self._log.replay().runs.get(label.run, ())[-1:]
+            label = replace(label, parents=tip)
         metadata = self._publisher.write_metadata(trees, dedup, packs, layout)
         packs.wait()
         own = [pack.record for pack in packs.closed]
         records = own + [record for record in written if record not in own]
-        _check_apart(
-            records
-        )  # again: this process' packs must match the receipts' records of the same name
+        # again: this process' packs must match the receipts' records of the same name
+        _check_distinct(records)
         reused = dedup.reused.union(*(head["reused"] for head in heads))
         leaves = sum(len(tree.schema) for tree in trees)
         published = self._publisher.write_document(
             session.id, label, metadata, records, logical_bytes=logical_bytes(trees), leaves=leaves
         )
+        entry = self._append(session, published, entry_body(published, records, reused))
+        durable_s = time.perf_counter() - started
+        session.end()
+        index_packs(self._objects, entry, packs)
+        document = published.document
+        stats = CommitStats(
+            document.logical_bytes,
+            document.new_bytes,
+            leaves,
+            sum(head["chunks"] for head in heads),
+            sum(head["new_chunks"] for head in heads),
+            max((head["packed_ns"] / 1e9 for head in heads), default=0.0),
+            durable_s,
+            durable_s,
+        )
+        return RanksCommitted(published.commit, document, stats)
+
+    def _append(self, session: Session, published: Published, body: CommitBody) -> Entry:
+        """Append the entry. After a refusal, delete this process' packs and abandon the session."""
         try:
-            entry = self._log.append(entry_body(published, records, reused))
+            return self._log.append(body)
         except (Refused, NoSpace) as error:
             delete_own(self._objects.storage, published.own)
             session.abandon()
@@ -161,28 +183,6 @@ class PartsCommitter:
                     "others changed the store while this commit was written; repeat it"
                 ) from error
             raise
-        durable_s = time.perf_counter() - started
-        session.end()
-        index_packs(self._objects, entry, packs)
-        chunks, new_chunks = (
-            sum(head[name] for head in heads) for name in ("chunks", "new_chunks")
-        )
-        packed_s = max((head["packed_ns"] / 1e9 for head in heads), default=0.0)
-        document = published.document
-        return RanksCommitted(
-            published.commit,
-            document,
-            CommitStats(
-                document.logical_bytes,
-                document.new_bytes,
-                leaves,
-                chunks,
-                new_chunks,
-                packed_s,
-                durable_s,
-                durable_s,
-            ),
-        )
 
     def _look(self, extents: list[Extent]) -> Dedup:
         if extents != self._extents:
@@ -191,13 +191,15 @@ class PartsCommitter:
         self._objects.sync(state)
         return Dedup(self._objects, state, self._runs)
 
-    def _beside(self, session: SessionId, written: Sequence[PackRecord]) -> tuple[PackSet, Dedup]:
+    def _publisher_packs(
+        self, session: SessionId, written: Sequence[PackRecord]
+    ) -> tuple[PackSet, Dedup]:
         """Packs of a publisher that has written no part, under names that no writer uses."""
         rank = 1 + max((pack_rank(pack.id) for pack in written), default=-1)
         return PackSet.of(self._config, self._objects, session, self._threads, rank), self._look([])
 
 
-def _check_apart(packs: Sequence[PackRecord]) -> None:
+def _check_distinct(packs: Sequence[PackRecord]) -> None:
     twice = [name for name, count in Counter(pack.id for pack in packs).items() if count > 1]
     if twice:
         raise InvalidInput(

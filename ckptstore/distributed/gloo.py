@@ -12,7 +12,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ckptstore.distributed.collective import TIMEOUT_S, Collective, Transfer, named, told
+from ckptstore.distributed.collective import (
+    TIMEOUT_S,
+    Collective,
+    Transfer,
+    named,
+    warning_when_slow,
+)
 from ckptstore.errors import InvalidInput, Unavailable
 
 ALONE = "alone"
@@ -80,11 +86,11 @@ def _connected(ranks: tuple[int, ...], rank: int, timeout_s: float, channel: str
         )
         try:
             own.set(f"came/{rank}", "1")
-            aside = _another(own)
-            with told(
+            probe = _another(own)
+            with warning_when_slow(
                 "connecting the ranks",
                 timeout_s,
-                lambda: _absent(aside, len(ranks)) if aside else "",
+                lambda: _absent(probe, len(ranks)) if probe else "",
             ):
                 group = dist.ProcessGroupGloo(own, rank, len(ranks), timedelta(seconds=timeout_s))
         except RuntimeError as error:

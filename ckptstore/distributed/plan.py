@@ -85,7 +85,7 @@ class CellJob(NamedTuple):
     """A chunk to be assembled, in window number `window` of the exchange."""
 
     target: Target
-    recipe: ChunkAssembly
+    assembly: ChunkAssembly
     window: int
 
 
@@ -375,7 +375,7 @@ class _CutCell:
         ]
         self._recipes: dict[Place, ChunkAssembly] = {}
 
-    def recipe(self, owner: Place) -> ChunkAssembly:
+    def assembly(self, owner: Place) -> ChunkAssembly:
         if owner not in self._recipes:
             places = [
                 _nearest(self._holders[fragment.box], owner.rank) for fragment, _, _ in self._parts
@@ -405,13 +405,13 @@ def _assign_cells(plan: RanksPlan, chunk_bytes: int, window_bytes: int) -> None:
             )
             cut[id(tiled)] = [_CutCell(tiled, cell, grids) for cell in tiled.tiling.cells]
         for cell in cut[id(tiled)]:
-            recipe = cell.recipe(min(cell.able, key=lambda place: plan.load[place.rank]))
-            if on_the_way + recipe.moved > window_bytes:
+            assembly = cell.assembly(min(cell.able, key=lambda place: plan.load[place.rank]))
+            if on_the_way + assembly.moved > window_bytes:
                 window, on_the_way = window + 1, 0
-            on_the_way += recipe.moved
-            plan.exchanged_bytes += recipe.moved
-            plan.load[recipe.owner.rank] += cell.nbytes
-            plan.cells.append(CellJob(target, recipe, window))
+            on_the_way += assembly.moved
+            plan.exchanged_bytes += assembly.moved
+            plan.load[assembly.owner.rank] += cell.nbytes
+            plan.cells.append(CellJob(target, assembly, window))
 
 
 def _nbytes(cells: Grid, fragment: Fragment) -> int:

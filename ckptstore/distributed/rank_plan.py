@@ -21,7 +21,7 @@ class LeafRef(NamedTuple):
 class JobTask(NamedTuple):
     """Hash and write cells `first:stop` of a box."""
 
-    spot: LeafRef
+    ref: LeafRef
     first: int
     stop: int
 
@@ -121,7 +121,7 @@ def encode_tasks(
     ]
     tasks = [_Columns() for _ in keys]
 
-    def spot(target: Target, place: Place) -> list[int]:
+    def ref(target: Target, place: Place) -> list[int]:
         return [
             trees[place.rank][target.tree],
             plan.leaf(target).holders[place.holder].leaf,
@@ -129,32 +129,32 @@ def encode_tasks(
         ]
 
     for job in plan.jobs:
-        tasks[job.place.rank].jobs.append([*spot(job.target, job.place), job.first, job.stop])
+        tasks[job.place.rank].jobs.append([*ref(job.target, job.place), job.first, job.stop])
     roles: dict[int, list[_Role]] = {}  # by identity of the assemblies
-    for target, recipe, window in plan.cells:
-        if id(recipe) not in roles:
-            roles[id(recipe)] = list(_roles(recipe, tasks))
+    for target, assembly, window in plan.cells:
+        if id(assembly) not in roles:
+            roles[id(assembly)] = list(_roles(assembly, tasks))
         holders = plan.leaf(target).holders
-        for rank, holder, how, leaves in roles[id(recipe)]:
+        for rank, holder, how, leaves in roles[id(assembly)]:
             leaves.append((window, trees[rank][target.tree], holders[holder].leaf, how))
     for target, places in plan.reported.items():
         for place in places:
-            tasks[place.rank].reports.append(spot(target, place))
+            tasks[place.rank].reports.append(ref(target, place))
     for shared in plan.shared:
-        tasks[shared.place.rank].shared.append([*spot(shared.target, shared.place), shared.cells])
+        tasks[shared.place.rank].shared.append([*ref(shared.target, shared.place), shared.cells])
     return [canonical.encode({**vars(task), "trust": trust_replicated}) for task in tasks]
 
 
-def _roles(recipe: ChunkAssembly, tasks: Sequence[_Columns]) -> Iterator[_Role]:
-    owner, fragments = recipe.owner, []
-    for place, cell, box in recipe.fragments:
+def _roles(assembly: ChunkAssembly, tasks: Sequence[_Columns]) -> Iterator[_Role]:
+    owner, fragments = assembly.owner, []
+    for place, cell, box in assembly.fragments:
         fragments.append([place.rank, place.part, cell, *box.offsets, *box.lengths])
         if place.rank != owner.rank:
             task = tasks[place.rank]
             task.sendings.append([owner.rank, place.part, cell])
             yield _Role(place.rank, place.holder, len(task.sendings) - 1, task.sends)
     task = tasks[owner.rank]
-    task.completings.append([owner.part, recipe.chunk, fragments])
+    task.completings.append([owner.part, assembly.chunk, fragments])
     yield _Role(owner.rank, owner.holder, len(task.completings) - 1, task.cells)
 
 

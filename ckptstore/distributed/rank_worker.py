@@ -97,7 +97,7 @@ class RankWorker:
             raise self.written.failures[0]
         self.written.cells = b"".join((*ids, *self._write(ready, f"cells {batches}")))
         jobs = zip(
-            self._moves.jobs, (self._boxes.source(job.spot) for job in self._task.jobs), strict=True
+            self._moves.jobs, (self._boxes.source(job.ref) for job in self._task.jobs), strict=True
         )
         self.written.jobs = b"".join(self._write(list(jobs), "jobs"))
         return self._dedup
@@ -106,8 +106,8 @@ class RankWorker:
         """Write chunks `first:stop` of reported leaves: (number of the report, first, stop)."""
         spots = [self._task.reports[number] for number, _, _ in decided]
         extents = [
-            self._boxes.cells(spot, first, stop)
-            for spot, (_, first, stop) in zip(spots, decided, strict=True)
+            self._boxes.cells(ref, first, stop)
+            for ref, (_, first, stop) in zip(spots, decided, strict=True)
         ]
         jobs = zip(extents, map(self._boxes.source, spots), strict=True)
         self.written.decided = b"".join(self._write(list(jobs)))
@@ -116,15 +116,15 @@ class RankWorker:
         """This rank's content of the reported leaves."""
         found: list[Report | None] = []
         hashed: list[LeafRef] = []
-        for spot in self._task.reports:
-            pieces = self._boxes.pieces(spot)
-            if self._boxes.global_bytes(spot) <= INLINE_BYTES:
+        for ref in self._task.reports:
+            pieces = self._boxes.pieces(ref)
+            if self._boxes.global_bytes(ref) <= INLINE_BYTES:
                 inline = b"".join(read_all(self._boxes.source(piece)) for piece in pieces)
                 found.append(Report(inline, b"", len(inline)))
             else:
                 found.append(None)
                 hashed.extend(pieces)
-        ids = iter(self._hash(hashed, [self._boxes.extent(spot) for spot in hashed]))
+        ids = iter(self._hash(hashed, [self._boxes.extent(ref) for ref in hashed]))
         for i, report in enumerate(found):
             if report is None:
                 pieces = self._boxes.pieces(self._task.reports[i])
@@ -143,8 +143,8 @@ class RankWorker:
         ids = self._hash(
             spots,
             [
-                self._boxes.cells(spot, cell, cell + 1)
-                for spot, (_, cell) in zip(spots, chosen, strict=True)
+                self._boxes.cells(ref, cell, cell + 1)
+                for ref, (_, cell) in zip(spots, chosen, strict=True)
             ],
         )
         return [
@@ -213,13 +213,13 @@ class RankWorker:
         it is sent.
         """
         message = memoryview(
-            bytearray(sum(stretch.stop - stretch.start for _, _, stretch in outgoing))
+            bytearray(sum(byte_range.stop - byte_range.start for _, _, byte_range in outgoing))
         )
         at = 0
         with self._failing_later():
-            for tree, leaf, stretch in outgoing:
-                end = at + stretch.stop - stretch.start
-                self._stage(tree, leaf, stretch, message[at:end])
+            for tree, leaf, byte_range in outgoing:
+                end = at + byte_range.stop - byte_range.start
+                self._stage(tree, leaf, byte_range, message[at:end])
                 at = end
         return message
 
@@ -245,11 +245,11 @@ class RankWorker:
                 at += stop - start
         return data
 
-    def _stage(self, tree: int, leaf: int, stretch: ByteRange, out: memoryview) -> None:
-        source = self._boxes.source(LeafRef(tree, leaf, stretch.part))
-        memory = source.view(stretch.start, stretch.stop)
+    def _stage(self, tree: int, leaf: int, byte_range: ByteRange, out: memoryview) -> None:
+        source = self._boxes.source(LeafRef(tree, leaf, byte_range.part))
+        memory = source.view(byte_range.start, byte_range.stop)
         if memory is None:
-            source.stage(stretch.start, stretch.stop, out)
+            source.stage(byte_range.start, byte_range.stop, out)
         else:
             out[:] = memory
 

@@ -63,7 +63,7 @@ class Listener:
             self._socket = socket.create_server(("", 0), backlog=socket.SOMAXCONN)
         self.addresses = own_addresses(self._socket.getsockname()[1])
 
-    def meet(self, invitation: Invitation, timeout_s: float) -> SocketLink:
+    def connect(self, invitation: Invitation, timeout_s: float) -> SocketLink:
         """Connections to all other ranks. Raises `Unavailable` naming the ranks that were missing
         after `timeout_s`.
         """
@@ -136,17 +136,17 @@ def _proof(invitation: Invitation, of: bytes, call: bytes) -> bytes:
 class _Callers:
     """Incoming connections, greeted in parallel: a silent stranger delays nobody."""
 
-    def __init__(self, door: socket.socket, invitation: Invitation) -> None:
-        self._door, self._invitation = door, invitation
+    def __init__(self, listener: socket.socket, invitation: Invitation) -> None:
+        self._listener, self._invitation = listener, invitation
         self._waiting: dict[socket.socket, _Caller] = {}
         self._came: dict[Lane, socket.socket] = {}
 
     def wait(self, deadline: float) -> Mapping[Lane, socket.socket]:
         """The connections of all invited ranks; others are closed."""
-        self._door.setblocking(False)
+        self._listener.setblocking(False)
         try:
             with selectors.DefaultSelector() as selector:
-                selector.register(self._door, selectors.EVENT_READ)
+                selector.register(self._listener, selectors.EVENT_READ)
                 while missing := self._invitation.callers - self._came.keys():
                     ready = selector.select(max(deadline - time.monotonic(), 0))
                     if not ready and time.monotonic() >= deadline:
@@ -167,9 +167,9 @@ class _Callers:
         return self._came
 
     def _serve(self, ready: socket.socket, selector: selectors.BaseSelector) -> None:
-        if ready is self._door:
+        if ready is self._listener:
             with suppress(OSError):  # the caller is gone
-                connection, _ = self._door.accept()
+                connection, _ = self._listener.accept()
                 connection.setblocking(False)
                 self._waiting[connection] = _Caller()
                 selector.register(connection, selectors.EVENT_READ)

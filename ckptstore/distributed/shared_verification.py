@@ -43,7 +43,7 @@ class SharedVerification:
         self._reader, self._reading = reader, reading
         self._numbering = Numbering(ids)
         self._jobs = [job for job in reading.jobs if job.place is not None]
-        self._aside = [job for job in reading.jobs if job.place is None]
+        self._unplaced = [job for job in reading.jobs if job.place is None]
         self._numbers = self._numbering.numbers(b"".join(job.piece.chunk for job in self._jobs))
 
     def need(self) -> bytes:
@@ -76,13 +76,13 @@ class SharedVerification:
         me, later = peers.rank % GROUP, DeferredErrors()
         needs = self._needs(framing.split(task, min(GROUP, peers.size - (peers.rank - me))))
         verifiers = plan_verifiers(needs)
-        who = verifiers[self._numbers]
+        verifier = verifiers[self._numbers]
         found = [_UNREAD] * len(self._jobs)
         with later.failing(), suppress(CkptStoreError):
-            self._read(np.flatnonzero(who != ALONE).tolist(), who == me, found)
+            self._read(np.flatnonzero(verifier != ALONE).tolist(), verifier == me, found)
         digests = np.frombuffer(b"".join(found), np.uint8).reshape(-1, QUICK_DIGEST_BYTES)
         said = np.zeros((len(self._numbering), QUICK_DIGEST_BYTES), np.uint8)
-        said[self._numbers[who == me]] = digests[who == me]
+        said[self._numbers[verifier == me]] = digests[verifier == me]
         with later.failing():
             _exchange(peers, needs, verifiers, said)
         later.settle()
@@ -93,7 +93,7 @@ class SharedVerification:
         read_bytes = sum(job.piece.raw_bytes for job in self._jobs) - sum(
             job.piece.raw_bytes for job in left
         )
-        return Brought([*left, *self._aside], read_bytes, 0)
+        return Brought([*left, *self._unplaced], read_bytes, 0)
 
     def _needs(self, packed: Sequence[bytes]) -> "NDArray[np.bool_]":
         """What the ranks of the group read in place: ranks × chunks."""

@@ -37,17 +37,17 @@ class WorkerGroup:
         self, config: StoreConfig, objects: ObjectStore, log: Log, threads: ThreadPool
     ) -> None:
         self._committer = RanksCommitter(config, objects, log, threads)
-        self._door: Listener | None = None
+        self._listener: Listener | None = None
         self._links: dict[int, SocketLink] = {}
         self._peers: dict[int, Collective | Exception] = {}
         self._schemas: dict[bytes, Schema] = {}
 
-    def open_door(self) -> Message:
+    def listen(self) -> Message:
         """Open a listener for the other workers and return its addresses."""
-        if self._door:
-            self._door.close()
-        self._door = Listener()
-        return Message({"addresses": self._door.addresses})
+        if self._listener:
+            self._listener.close()
+        self._listener = Listener()
+        return Message({"addresses": self._listener.addresses})
 
     def meet(self, message: Message) -> None:
         """Connect to the other workers of a group. If this fails, the commits of the group fail
@@ -59,8 +59,10 @@ class WorkerGroup:
             self._links.pop(group).close()
         timeout_s = min(MEETING_S, invited["timeout_s"])
         try:
-            assert self._door is not None
-            link = self._door.meet(Invitation(invited["rank"], places, message.blob), timeout_s)
+            assert self._listener is not None
+            link = self._listener.connect(
+                Invitation(invited["rank"], places, message.blob), timeout_s
+            )
         except Exception as error:
             self._peers[group] = error
         else:
@@ -69,7 +71,7 @@ class WorkerGroup:
                 link, invited["rank"], len(places), invited["timeout_s"], _WAY_OUT
             )
         finally:
-            self._door = None
+            self._listener = None
 
     def commit(self, message: Message, arena: memoryview, watch: Watch) -> Message:
         """Write this rank's part of the commit that `StagedParts` described, and return the

@@ -104,10 +104,12 @@ class ProcessRanksCommitter:
         """Start missing workers and connect all of them."""
         group = self._groups.setdefault(peers, len(self._groups))
 
-        def open_door() -> bytes:
+        def listen() -> bytes:
             self._met.pop(peers, None)
             return canonical.encode(
-                self._worker_client.ask(Message({"door": True}), peers.timeout_s).says["addresses"]
+                self._worker_client.ask(Message({"listen": True}), peers.timeout_s).says[
+                    "addresses"
+                ]
             )
 
         def invite(places: Sequence[bytes]) -> list[bytes]:
@@ -118,7 +120,7 @@ class ProcessRanksCommitter:
                 )
             ] * len(places)
 
-        secret, places = framing.split(peers.round("workers: meet", open_door, invite), 2)
+        secret, places = framing.split(peers.round("workers: meet", listen, invite), 2)
         invitation = {
             "rank": peers.rank,
             "places": canonical.decode(places),

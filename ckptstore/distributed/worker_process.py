@@ -73,8 +73,8 @@ class Worker:
     def _do(self, message: Message, committer: Committer, delegate: WorkerGroup) -> None:
         """Handle a message, alone or as the worker of one of many ranks."""
         try:
-            if "door" in message.says:
-                self.tell(delegate.open_door())
+            if "listen" in message.says:
+                self.tell(delegate.listen())
             elif "invitation" in message.says:
                 delegate.meet(message)
             elif "group" in message.says:

@@ -1,5 +1,4 @@
-"""What ranks wrote with DCP's own Hugging Face writer is one state again when it is imported,
-however it was sharded."""
+"""Shards of DCP's own Hugging Face writer become one state when imported, in any sharding."""
 
 from pathlib import Path
 from typing import Any

@@ -1,5 +1,6 @@
-"""safetensors files: as the format's own library writes them, byte for byte; and refused, cheaply,
-where they are not sound."""
+"""safetensors files match the official library byte for byte, and invalid ones are refused
+cheaply.
+"""
 
 import json
 from collections.abc import Callable

@@ -172,16 +172,16 @@ class Peers:
 
     def _work(self, work: Work, peer: int) -> None:
         try:
-            aside = _Aside()
+            scratch = _Scratch()
             while batch := work.take(peer):
                 left = list(batch)
                 try:
                     with self._connection(self._routes[peer]) as connection:
-                        self._receive(work, peer, connection, left, aside)
+                        self._receive(work, peer, connection, left, scratch)
                 except PeerFailed as failed:
                     self._doubted.update(each.chunk for each in left[:1])
                     self.traffic.add(retried=len(left))
-                    work.struck(
+                    work.count_failure(
                         peer, failed.error, final=failed.final, slow=failed.slow, since=failed.since
                     )
                     work.back(peer, left)
@@ -189,7 +189,7 @@ class Peers:
             work.fail(error)
 
     def _receive(
-        self, work: Work, peer: int, connection: Connection, left: list[Wanted], aside: "_Aside"
+        self, work: Work, peer: int, connection: Connection, left: list[Wanted], scratch: "_Scratch"
     ) -> None:
         """Receive the chunks `left` of a batch; afterwards it has those that did not come."""
         self.traffic.add(requests=1)
@@ -217,7 +217,7 @@ class Peers:
         wrong: list[Wanted] = []
         while left:
             each = left[0]
-            data = each.memory if each.memory is not None else aside.of(each.nbytes)
+            data = each.memory if each.memory is not None else scratch.of(each.nbytes)
             connection.read_from(next(coming), data)
             self.traffic.add(chunks=1, nbytes=each.nbytes)
             del left[0]
@@ -230,7 +230,7 @@ class Peers:
             self._doubted.update(each.chunk for each in wrong)
             self.traffic.add(retried=len(wrong))
             names = ", ".join(each.chunk.hex()[:12] for each in wrong[:4])
-            work.struck(
+            work.count_failure(
                 peer,
                 Corrupt(
                     f"{len(wrong)} chunks came damaged from a peer, or it is not what it says: "
@@ -274,7 +274,7 @@ class Peers:
         return connection
 
 
-class _Aside:
+class _Scratch:
     """Memory of one thread for chunks that cannot be received in place, one after the other."""
 
     def __init__(self) -> None:

@@ -86,7 +86,7 @@ class Work:
                 self._check()
             self._changed.notify_all()
 
-    def struck(
+    def count_failure(
         self,
         peer: int,
         error: CkptStoreError,

@@ -229,7 +229,7 @@ class StoreReader(AtPlace[_Load], StorageReader):
     def _load_tensors(
         self, requests: Iterable[ReadItem], planner: LoadPlanner, load: _Load
     ) -> None:
-        targets, wanted, aside = [], [], []
+        targets, wanted, copied = [], [], []
         for request in requests:
             item = _item(load, request)
             target = planner.resolve_tensor(request)
@@ -239,11 +239,11 @@ class StoreReader(AtPlace[_Load], StorageReader):
             landing = target.detach()
             if not tensors.is_strided(landing) or not tensors.is_writable_by_range(landing):
                 landing = torch.empty(landing.shape, dtype=landing.dtype)
-                aside.append((target, landing))
+                copied.append((target, landing))
             wanted.append((item.tree, number, dtype_cast.destination(landing, committed), box))
             targets.append((request, target))
         load.snapshot.land(wanted)
-        for target, landing in aside:
+        for target, landing in copied:
             target.detach().copy_(landing)
         for request, target in targets:
             planner.commit_tensor(request, target)
