@@ -13,7 +13,7 @@ from ckptstore.repository.resolve_ref import find_commit
 def run(args: Namespace, screen: Screen) -> Exit:
     with opened(args, args.ref) as handle:
         from ckptstore.core.settings import Settings
-        from ckptstore.interop.export import export
+        from ckptstore.interop.formats import export
         from ckptstore.store import Store
 
         found = find_commit(handle, args.ref, args.run)

@@ -1,1 +1,1 @@
-"""A commit and a restore of one state that many ranks hold."""
+"""How do many ranks commit and restore one state?"""

@@ -1,8 +1,8 @@
-"""Which addresses this host may be reached at, and which of a peer's addresses is one that answers.
+"""At which addresses can this host be reached, and which of a peer's addresses answers?
 
 A host cannot know which of its networks a peer shares, so it names all its addresses, and the peer
-tries them side by side. Whoever answers is asked for the instance first: a secret is told to nobody
-else, whatever else listens at that address on the peer's own side.
+tries them in parallel. A listener must prove its identity before any secret is sent: the same
+address may belong to another process on the peer's own network.
 """
 
 import contextlib
@@ -18,11 +18,11 @@ Address: TypeAlias = tuple[str, int]
 """An IPv4 or IPv6 address in digits, and a port."""
 
 _FAR_AWAY = ((socket.AF_INET, "192.0.2.1"), (socket.AF_INET6, "2001:db8::1"))
-"""Addresses for documentation: a route to them is the default route. Nothing is sent."""
+"""Documentation addresses: a route to them is the default route. Nothing is sent."""
 
 _LOOPBACK = ("127.0.0.1", "::1")
 _LINK_LOCAL = ("169.254.", "fe80:", "0.")
-"""Addresses that mean something else, or nothing, on another host."""
+"""Addresses that have another meaning, or none, on another host."""
 
 _SIOCGIFADDR = 0x8915
 _GLOBAL_SCOPE = "00"
@@ -30,8 +30,9 @@ _INTERFACES6 = Path("/proc/net/if_inet6")
 
 
 def own_addresses(port: int, host: str = "") -> tuple[Address, ...]:
-    """Where a server on `port` can be reached, the likeliest first; only at `host` if it is bound
-    to that one."""
+    """Addresses of a server on `port`, the likeliest first; only `host` if the server is bound to
+    it.
+    """
     if host:
         return ((host, port),)
     found = [*_by_default_route(), *_of_interfaces(), *_of_interfaces6()] or [*_by_name()]
@@ -49,10 +50,10 @@ def reach(
     is_peer: Callable[[socket.socket], bool],
     refused: Callable[[int], object] = int,
 ) -> tuple[socket.socket, Address] | None:
-    """A connection to the first of `addresses` that answers within `wait_s` and `is_peer`; all are
-    tried at once.
+    """Connect to the first of `addresses` that answers within `wait_s` and passes `is_peer`. All
+    addresses are tried in parallel.
 
-    `refused` is called with the error number of each address at which nobody can be reached.
+    `refused` receives the error number of each address that cannot be reached.
     """
     end = time.monotonic() + wait_s
     with contextlib.ExitStack() as stack, selectors.DefaultSelector() as selector:
@@ -69,7 +70,7 @@ def reach(
                 if error := connection.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
                     refused(error)
                 elif is_peer(connection):
-                    # `detach` takes it out of reach of the stack, which closes the others.
+                    # `detach` keeps this socket open when the stack closes the others.
                     return socket.socket(fileno=connection.detach()), key.data
             if not ready:
                 return None

@@ -1,4 +1,6 @@
-"""The contents of a state's leaves, and its layout, from what the ranks have written. Pure."""
+"""How do the receipts of all ranks become the contents of a state's leaves, and its layout?
+Pure.
+"""
 
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import accumulate
@@ -19,12 +21,13 @@ from ckptstore.objects import canonical
 
 _EMPTY = LeafContent(inline=b"")
 _NOWHERE = (Target(-1, -1), None)
-"""Of this leaf nothing is ever decided: it stands for those without content of their own."""
+"""Stands for leaves without content of their own: no content is ever resolved for it."""
 
 
 class Receipt(NamedTuple):
-    """The ids of the chunks that a rank wrote: of its jobs, of the cells that it completed, and of
-    what was decided by content."""
+    """The ids of the chunks that a rank wrote: for its jobs, for the cells that it completed, and
+    for content that was resolved after reports.
+    """
 
     jobs: bytes
     cells: bytes
@@ -32,7 +35,7 @@ class Receipt(NamedTuple):
 
 
 class Observation(NamedTuple):
-    """The id of cell `cell` of a shared box as a rank has it that did not write it."""
+    """The id of cell `cell` of a shared box, as computed by a rank that does not write it."""
 
     shared: Shared
     cell: int
@@ -40,20 +43,23 @@ class Observation(NamedTuple):
 
 
 class Assembler:
-    """Puts the commits of one plan together. Remembers what does not depend on content: it is the
-    same in the next commit."""
+    """Assembles the commits of one plan. Caches the parts that do not depend on content, for the
+    next commit.
+    """
 
     def __init__(self, plan: RanksPlan) -> None:
         self._plan = plan
         self._gathering: _Gathering | None = None
-        self._wholes: dict[tuple[int, frozenset[int]], _Whole] = {}
+        self._resolved: dict[tuple[int, frozenset[int]], _ResolvedTree] = {}
 
     def assemble(
-        self, decided: Decided, receipts: Sequence[Receipt], sightings: Sequence[Observation]
+        self, decided: Decided, receipts: Sequence[Receipt], observations: Sequence[Observation]
     ) -> list[TreeContent]:
-        """Every tree of the whole state. Raises `Conflict` for replicas that differ, and for
-        content that changed while it was committed; `Corrupt` for receipts that are not those of
-        the plan."""
+        """All trees of the whole state.
+
+        Raises `Conflict` if replicas differ or content changed during the commit, and `Corrupt` if
+        receipts do not match the plan.
+        """
         if self._gathering is None:
             self._gathering = _gathering_of(self._plan, len(receipts))
         ids = _Ids(self._gathering.where, _gathered(self._gathering, receipts))
@@ -62,14 +68,16 @@ class Assembler:
                 raise Conflict(
                     f"rank {rank} changed its state while it was committed; commit between steps"
                 )
-        _compare(self._plan, decided, ids, sightings)
+        _compare(self._plan, decided, ids, observations)
         return [self._tree(number, decided, ids) for number in range(len(self._plan.trees))]
 
     def _tree(self, number: int, decided: Decided, ids: "_Ids") -> TreeContent:
         private = frozenset(target.leaf for target in decided.private if target.tree == number)
-        whole = self._wholes.get((number, private))
+        whole = self._resolved.get((number, private))
         if whole is None:
-            whole = self._wholes[number, private] = _whole(self._plan, number, private, ids.where)
+            whole = self._resolved[number, private] = _resolve(
+                self._plan, number, private, ids.where
+            )
         contents, joined = [], ids.joined
         for start, stop, raw_bytes, boxes, elsewhere in whole.leaves:
             if elsewhere is None:
@@ -80,7 +88,7 @@ class Assembler:
 
 
 def logical_bytes(trees: Sequence[TreeContent]) -> int:
-    """Raw bytes of the whole state, an alias' not counted."""
+    """Raw bytes of the whole state, without aliases."""
     total = 0
     for _, schema, contents in trees:
         for kind, dtype, shape, alias, content in zip(
@@ -92,8 +100,9 @@ def logical_bytes(trees: Sequence[TreeContent]) -> int:
 
 
 def layout_of(plan: RanksPlan, size: int) -> bytes:
-    """The layout chunk (docs/format.md §7): mesh, placements, boxes and who held them, of every
-    leaf that more than one rank had."""
+    """The layout chunk (docs/format.md §7): mesh, placements, boxes and their ranks, for every leaf
+    that several ranks hold.
+    """
     trees = {
         tree.key: canonical.encode_joined(dict(_tree_layout(plan, t, tree)))
         for t, tree in enumerate(plan.trees)
@@ -104,8 +113,11 @@ def layout_of(plan: RanksPlan, size: int) -> bytes:
 
 
 class _Gathering(NamedTuple):
-    """`order` says which of all ids that ranks hand in, one behind the other, comes when; a
-    target's then lie `where` says, in bytes. `counts` are those of each rank's jobs and cells."""
+    """How the ids in the ranks' receipts are reordered into the plan's order.
+
+    `counts` are the number of ids of each rank's jobs and cells, `order` is the permutation, and
+    `where` gives each target's byte range after it.
+    """
 
     counts: list[int]
     order: "npt.NDArray[np.int64]"
@@ -123,9 +135,10 @@ class _Ids(NamedTuple):
         return self.joined[start:stop]
 
 
-class _From(NamedTuple):
-    """A leaf's content: ids `start:stop` of the planned ones, or what was decided of (target, rank)
-    `elsewhere`."""
+class _LeafSource(NamedTuple):
+    """The source of a leaf's content: ids `start:stop` of the planned ones, or the content resolved
+    for (target, rank) `elsewhere`.
+    """
 
     start: int
     stop: int
@@ -134,16 +147,15 @@ class _From(NamedTuple):
     elsewhere: tuple[Target, int | None] | None
 
 
-class _Whole(NamedTuple):
-    """A tree of which certain leaves have turned out to be private."""
+class _ResolvedTree(NamedTuple):
+    """A tree, given the set of leaves that turned out to be private."""
 
     schema: Schema
-    leaves: list[_From]
+    leaves: list[_LeafSource]
 
 
 def _gathering_of(plan: RanksPlan, size: int) -> _Gathering:
-    """A rank hands in the ids of its jobs, then those of its cells, each in the order of the
-    plan."""
+    """A rank hands in the ids of its jobs, then the ids of its cells, each in the plan's order."""
     where: dict[Target, tuple[int, int]] = {}
     end = 0
     for target, tiled in plan.tiled.items():
@@ -151,8 +163,8 @@ def _gathering_of(plan: RanksPlan, size: int) -> _Gathering:
     counts = [0] * (2 * size)
     for job in plan.jobs:
         counts[2 * job.place.rank] += job.stop - job.first
-    for _, recipe, _ in plan.cells:
-        counts[2 * recipe.owner.rank + 1] += 1
+    for _, assembly, _ in plan.cells:
+        counts[2 * assembly.owner.rank + 1] += 1
     at = [0, *accumulate(counts)]
     order = np.full(end // CHUNK_ID_BYTES, -1, np.int64)
     for job in plan.jobs:
@@ -163,9 +175,9 @@ def _gathering_of(plan: RanksPlan, size: int) -> _Gathering:
         )
         order[first : first + count] = range(source, source + count)
         at[2 * job.place.rank] += count
-    for target, recipe, _ in plan.cells:
-        order[where[target][0] // CHUNK_ID_BYTES + recipe.chunk] = at[2 * recipe.owner.rank + 1]
-        at[2 * recipe.owner.rank + 1] += 1
+    for target, assembly, _ in plan.cells:
+        order[where[target][0] // CHUNK_ID_BYTES + assembly.chunk] = at[2 * assembly.owner.rank + 1]
+        at[2 * assembly.owner.rank + 1] += 1
     assert order.min(initial=0) >= 0, "a chunk of the plan is nobody's"
     return _Gathering(counts, order, where)
 
@@ -181,9 +193,9 @@ def _gathered(gathering: _Gathering, receipts: Sequence[Receipt]) -> bytes:
     return np.frombuffer(b"".join(parts), f"V{CHUNK_ID_BYTES}")[gathering.order].tobytes()
 
 
-def _whole(
+def _resolve(
     plan: RanksPlan, number: int, private: frozenset[int], where: Mapping[Target, tuple[int, int]]
-) -> _Whole:
+) -> _ResolvedTree:
     tree = plan.trees[number]
     schema, leaves = finish(tree, private)
     found = []
@@ -191,18 +203,18 @@ def _whole(
         target = Target(number, i)
         tiled = plan.tiled.get(target) if alias < 0 else None
         if tiled is None:
-            found.append(_From(0, 0, 0, None, (target, rank) if alias < 0 else _NOWHERE))
+            found.append(_LeafSource(0, 0, 0, None, (target, rank) if alias < 0 else _NOWHERE))
         else:
             boxes = None if tiled.tiling.whole else tiled.boxes
-            found.append(_From(*where[target], nbytes_of(tree.leaves[i]), boxes, None))
-    return _Whole(schema, found)
+            found.append(_LeafSource(*where[target], nbytes_of(tree.leaves[i]), boxes, None))
+    return _ResolvedTree(schema, found)
 
 
 def _compare(
-    plan: RanksPlan, decided: Decided, ids: _Ids, sightings: Sequence[Observation]
+    plan: RanksPlan, decided: Decided, ids: _Ids, observations: Sequence[Observation]
 ) -> None:
-    """Hold what replicas have against what was written for them."""
-    for (target, box, place, _), cell, chunk in sightings:
+    """Compare the observations and reports of replicas with what was written for them."""
+    for (target, box, place, _), cell, chunk in observations:
         number = _chunk_of(plan.tiled[target], box, cell)
         if (
             number is not None
@@ -220,7 +232,7 @@ def _compare(
 
 
 def _boxes_of(plan: RanksPlan, target: Target, place: Place) -> list[int]:
-    """The numbers of the boxes that a rank holds of a leaf, in its order."""
+    """The numbers of the boxes that a rank holds of a leaf, in that rank's order."""
     tree, tiled = plan.trees[target.tree], plan.tiled[target]
     holding = tree.trees[place.rank].held.get(plan.leaf(target).holders[place.holder].leaf)
     return (
@@ -236,7 +248,7 @@ def _box_ids(tiled: Tiled, ids: bytes, box: int) -> bytes:
 
 
 def _chunk_of(tiled: Tiled, box: int, cell: int) -> int | None:
-    """The chunk that a box's cell is; None for one that edges cut."""
+    """The chunk of a box's cell; None for a cell that box edges cut."""
     return next(
         (
             s.chunk + cell - s.first
@@ -259,9 +271,7 @@ def _diverged(plan: RanksPlan, target: Target, rank: int) -> None:
 
 
 def _tree_layout(plan: RanksPlan, number: int, tree: MergedTree) -> Iterator[tuple[str, bytes]]:
-    known: dict[
-        int, bytes
-    ] = {}  # by the identity of what leaves that are held alike have in common
+    known: dict[int, bytes] = {}  # by identity: leaves with equal holdings share one object
     for i, leaf in enumerate(tree.leaves):
         tiled = plan.tiled.get(Target(number, i))
         if leaf.alias >= 0 or _is_whole_on_one(tree, leaf):

@@ -1,9 +1,8 @@
-"""A chunk that several ranks need is read by one of them and sent to the others: the part of a
-restore that moves such bytes.
+"""How does one rank read a chunk for all ranks that need it?
 
-What arrives is compared with its id like what is read: a chunk counts as verified where it was
-hashed, not where somebody says so. One that does not match is read from the store. A rank that
-cannot read sends bytes of no worth, and says so in the round that follows.
+A chunk counts as verified only where it was hashed. So each receiver hashes what arrives, and reads
+a chunk that does not match from the store. A rank that cannot read still sends placeholder bytes,
+so that peers do not block, and reports its failure in the next round.
 """
 
 import threading
@@ -35,8 +34,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class _Held:
-    """A chunk on its way, its memory, what it is needed for, and which of these has that memory in
-    its target."""
+    """A chunk in transfer: its memory, the reads that need it, and the read whose target holds that
+    memory.
+    """
 
     share: Share
     memory: memoryview
@@ -45,10 +45,10 @@ class _Held:
 
 
 class Broadcast:
-    """The chunks of one restore that this rank has in common with others."""
+    """The chunks of one restore that this rank shares with others."""
 
     def __init__(self, reader: Reader, reading: Reading, ids: bytes) -> None:
-        """`ids` are those of all chunks of the commit, in its order."""
+        """`ids` are the ids of all chunks of the commit, in its order."""
         self._reader, self._reading = reader, reading
         self._numbering = Numbering(ids)
         numbers = self._numbering.numbers(
@@ -62,13 +62,14 @@ class Broadcast:
         self._read_bytes = self._received_bytes = 0
 
     def need(self) -> bytes:
-        """What this rank says of itself."""
+        """This rank's need, for the coordinator."""
         numbers = np.fromiter(self._jobs, np.int64, len(self._jobs))
         return encode_need(self._numbering, self._reading.room.shared_bytes, numbers)
 
     def answer(self, handed_in: Sequence[bytes]) -> list[bytes]:
-        """The coordinator's answer to what ranks need; nothing where they do not count alike, as
-        when they restore different parts."""
+        """The coordinator's answer to the ranks' needs. Empty if ranks number chunks differently,
+        as when they restore different parts.
+        """
         needs = [decode_need(each) for each in handed_in]
         if any(need.digest != self._numbering.digest for need in needs):
             return [b""] * len(handed_in)
@@ -77,9 +78,8 @@ class Broadcast:
         return [encode_shares(shares, bits, nbytes, rank) for rank in range(len(handed_in))]
 
     def run(self, peers: Collective, task: bytes) -> Brought:
-        """Read, send and receive what `task` says.
-
-        Raises what failed here, when all has been exchanged.
+        """Read, send and receive as `task` says. Raises a failure of this rank only after the whole
+        exchange.
         """
         windows = decode_shares(task, peers.rank, peers.size) if task else []
         ahead = self._begin(windows[0], peers.rank) if windows else None
@@ -95,12 +95,12 @@ class Broadcast:
         return Brought(left, self._read_bytes, self._received_bytes)
 
     def _begin(self, window: Sequence[Share], rank: int) -> "Future[list[_Held]]":
-        """Read this rank's part of a window while the one before is exchanged."""
+        """Read this rank's part of a window while the previous window is exchanged."""
         held = [self._hold(share) for share in window if share.reader == rank]
         return self._reader.threads.submit(lambda: self._read(held))
 
     def _awaited(self, reading: "Future[list[_Held]]") -> list[_Held]:
-        """What has been read ahead, also if this process is interrupted while it waits."""
+        """Wait for the read-ahead, also if this process is interrupted meanwhile."""
         while True:
             with self._later.failing():
                 return reading.result()
@@ -125,8 +125,9 @@ class Broadcast:
                 self._reader.threads.spread(self._receive, incoming)
 
     def _receive(self, held: _Held) -> None:
-        """What does not match is left among the jobs: it is read from the store, which says what is
-        wrong if it is wrong there too."""
+        """Verify what arrived. A chunk that does not match stays among the jobs and is read from
+        the store, which raises the error if it is damaged there too.
+        """
         if digest(held.memory) == held.jobs[0].piece.chunk:
             self._land(held)
             with self._lock:
@@ -139,7 +140,7 @@ class Broadcast:
         del self._jobs[held.share.number]
 
     def _hold(self, share: Share) -> _Held:
-        """Memory for a chunk: its place in the target if it has one there."""
+        """Memory for a chunk: its place in the target, if it has one."""
         jobs = self._jobs[share.number]
         for job in jobs:
             if (place := job.place) is not None and len(place) == share.nbytes:

@@ -1,21 +1,12 @@
-"""The ranks that commit or restore together, and how they talk: rounds with a coordinator, over
-connections of their own.
+"""How do the ranks of one commit or restore act together?
 
-In a round every rank hands in bytes or what went wrong, the coordinator (rank 0) answers each rank,
-and an error on any rank is raised on every rank. A rank that failed takes part in the round all the
-same, so the ranks stay in step and the next operation finds all of them where they should be. Only
-a rank that is gone, or silent for longer than the timeout, breaks the connections.
+In a round every rank hands in bytes or an error, and the coordinator (rank 0) answers each rank. An
+error on any rank is raised on every rank. A rank that failed still takes part in the round, so that
+the ranks stay in step for the next operation. Only a rank that is gone, or silent for longer than
+the timeout, breaks the connections.
 
-What carries the bytes is a `Link`: gloo between trainers (`distributed.gloo`), sockets between
-their workers (`distributed.tcp`). Without torch.
-
-Says whom a rank waits for, long before the time-out ends the wait.
-
-What ranks agree on ahead of a commit in the background: that one is due, and that all of them
-can begin it.
-
-What fails on one rank while others wait for what it sends: raised when all has been
-exchanged.
+A `Link` carries the bytes: gloo between trainers (`distributed.gloo`), sockets between their
+workers (`distributed.tcp`). This module needs no torch.
 """
 
 import logging
@@ -40,24 +31,29 @@ from ckptstore.errors import CkptStoreError, Conflict, InvalidInput, Unavailable
 logger = logging.getLogger("ckptstore")
 
 PART = 10
-"""After one such part of the time-out it is said, once."""
+"""A warning names the missing ranks after the timeout divided by this."""
 
 
 @contextmanager
-def told(what: str, timeout_s: float, absent: Callable[[], str]) -> Iterator[None]:
-    """Log a warning if the block takes long. `absent`, asked on another thread, says who is waited
-    for; nothing if it is nobody."""
+def warning_when_slow(what: str, timeout_s: float, absent: Callable[[], str]) -> Iterator[None]:
+    """Log a warning if the block takes long. `absent` runs on another thread and names the missing
+    ranks; an empty string suppresses the warning.
+    """
     after_s = timeout_s / PART
 
     def tell() -> None:
-        if who := absent():
+        if missing := absent():
             logger.warning(
-                "%s has waited %.3g s for %s; it gives up after %g s", what, after_s, who, timeout_s
+                "%s has waited %.3g s for %s; it gives up after %g s",
+                what,
+                after_s,
+                missing,
+                timeout_s,
             )
 
     timer = threading.Timer(after_s, tell)
     timer.daemon = True
-    with suppress(RuntimeError):  # no thread can be started: then nothing is said
+    with suppress(RuntimeError):  # no thread can be started: wait without a warning
         timer.start()
     try:
         yield
@@ -70,17 +66,16 @@ def named(numbers: list[int]) -> str:
 
 
 TIMEOUT_S = 300.0
-"""How long a rank waits for another before it takes it for gone."""
+"""How long a rank waits for another before it counts as lost."""
 
 GRACE_S = 5.0
-"""How long a rank that was cut off waits to hear from the coordinator who is to blame."""
+"""How long a disconnected rank waits for the coordinator's report of the rank that failed."""
 
 REGROUP = "go on with a group of those left, or restart"
-"""What is to be done about a trainer that is lost."""
+"""The advice in errors about a lost trainer."""
 
 ROUND, DATA = range(2)
-"""Lanes: between each two ranks, what is sent on one does not wait for what is sent on the
-other."""
+"""Lanes. Between two ranks, messages on one lane do not wait for messages on the other."""
 
 _HEAD = struct.Struct("<16sIBxxxQ")
 _OK, _FAILED = range(2)
@@ -89,31 +84,34 @@ _GONE = "gone"
 
 
 class Transfer(Protocol):
-    """Bytes on their way."""
+    """A send or a receive in progress."""
 
     def wait(self, timeout_s: float) -> None:
-        """Return when they have been sent, or have come. Raises `RuntimeError` if the other rank is
-        gone, or silent for so long."""
+        """Wait for completion. Raises `RuntimeError` if the other rank is gone, or silent for
+        `timeout_s`.
+        """
 
 
 class Link(Protocol):
-    """Connections to all other ranks. Bytes of a lane arrive in order; both ends know how many.
-    Raises `RuntimeError` for a rank that is gone."""
+    """Connections to all other ranks. The bytes of a lane arrive in order, and both ends know their
+    number. Raises `RuntimeError` for a lost rank.
+    """
 
     def send(self, rank: int, lane: int, memory: memoryview) -> Transfer: ...
 
     def receive(self, rank: int, lane: int, memory: memoryview) -> Transfer: ...
 
     def leave(self, name: str, data: bytes) -> None:
-        """Have `data` found under `name` by ranks that cannot be reached any more, where there is a
-        place for it."""
+        """Leave `data` under `name` for ranks that can no longer be reached, if the link has a
+        place for it.
+        """
 
     def left(self, name: str, timeout_s: float) -> bytes | None:
-        """What was left there, waited for if it makes sense."""
+        """The data left under `name`, waited for if the link has such a place."""
 
 
 class Part(NamedTuple):
-    """Bytes on their way from or to rank `rank`; received bytes fill `memory`."""
+    """Bytes to or from rank `rank`; a receive fills `memory`."""
 
     rank: int
     memory: memoryview
@@ -121,17 +119,18 @@ class Part(NamedTuple):
 
 class Collective:
     """The ranks of one group, numbered as in that group. One operation at a time; rank 0 is the
-    coordinator. `way_out` is what people are told to do about a rank that is gone."""
+    coordinator. `advice` is the advice in errors about a lost rank.
+    """
 
     def __init__(
-        self, link: Link, rank: int, size: int, timeout_s: float, way_out: str = REGROUP
+        self, link: Link, rank: int, size: int, timeout_s: float, advice: str = REGROUP
     ) -> None:
         self.rank, self.size, self.timeout_s = rank, size, timeout_s
-        self._link, self._way_out = link, way_out
+        self._link, self._advice = link, advice
         self._sequence = 0
         self._lost: dict[int, Cause] = {}
-        self._told = False  # whether the others know of the lost ranks
-        self._unreached: set[int] = set()  # those that an exchange failed with
+        self._announced = False  # whether the other ranks know of the lost ones
+        self._unreached: set[int] = set()  # ranks with which an exchange failed
         self._lock = threading.Lock()
 
     @property
@@ -141,35 +140,36 @@ class Collective:
 
     @property
     def lost(self) -> bool:
-        """Whether a rank has gone, so that nothing can be done together any more."""
+        """Whether a rank is lost, which rules out further collective operations."""
         return bool(self._lost)
 
     def round(
         self, what: str, mine: Callable[[], bytes], answer: Callable[[list[bytes]], Sequence[bytes]]
     ) -> bytes:
-        """Hand in what `mine` returns and get what the coordinator's `answer` has for this rank.
+        """Hand in the result of `mine` and return the coordinator's `answer` for this rank.
 
-        `answer` runs on the coordinator only: what all ranks handed in, by rank, to one answer per
-        rank. All ranks must be in the round called `what` (16 ASCII characters at most).
+        `answer` runs on the coordinator only. It maps the payloads of all ranks, by rank, to one
+        answer per rank. All ranks must call the same round `what` (at most 16 ASCII characters).
 
-        Raises one error on every rank if anything failed on any: of the causes' class, with
-        `causes` by rank.
+        If anything fails on any rank, raises the same error on every rank: of the class that the
+        causes share, with `causes` by rank.
         """
         with self._lock:
-            if self._lost and (self._told or not self.leads):
+            if self._lost and (self._announced or not self.leads):
                 raise self._incomplete(what)
             self._sequence += 1
             payload, own = _attempt(mine)
             if self.leads:
-                return self._lead(what, payload, own, answer)
+                return self._coordinate(what, payload, own, answer)
             return self._follow(what, payload, own)
 
     def exchange(self, outgoing: Sequence[Part], incoming: Sequence[Part]) -> None:
         """Send and receive bytes directly; both sides must name the same parts in the same order.
 
-        Raises `Unavailable` if a rank is gone, after all parts of the others; the round that
-        follows tells them. Until then, who has more to exchange goes on, with bytes of no worth:
-        others wait for them. An interrupt of this process, too, is raised after all parts.
+        Raises `Unavailable` if a rank is lost, after the parts of all others; the next round tells
+        the other ranks. Until then, a rank with more windows to exchange continues with placeholder
+        bytes, since others wait for them. An interrupt of this process is also raised only after
+        all parts.
         """
         works = [
             (part.rank, self._post(self._link.receive, part))
@@ -200,7 +200,7 @@ class Collective:
             ) from failed
 
     def _post(self, begin: Callable[..., Any], part: Part) -> Any:
-        """The transfer of one part on its way, or why it cannot be."""
+        """Start the transfer of one part; returns the error if it cannot start."""
         if part.rank in self._unreached:
             return RuntimeError(f"rank {part.rank} could not be reached before")
         try:
@@ -208,7 +208,7 @@ class Collective:
         except RuntimeError as error:
             return error
 
-    def _lead(
+    def _coordinate(
         self,
         what: str,
         payload: bytes,
@@ -240,7 +240,7 @@ class Collective:
         heads = {
             rank: self._start_head(rank) for rank in range(1, self.size) if rank not in self._lost
         }
-        with told(what, self.timeout_s, lambda: _silent(heads)):
+        with warning_when_slow(what, self.timeout_s, lambda: _silent(heads)):
             for rank, head in heads.items():
                 received = self._try(rank, partial(self._finish, rank, what, head, deadline))
                 if received is None:
@@ -252,10 +252,10 @@ class Collective:
         return payloads, causes
 
     def _announce(self, what: str, causes: dict[int, Cause]) -> None:
-        """Tell every rank that can be reached; those that cannot look into the store."""
+        """Tell every rank that can be reached. The others look into the link's shared store."""
         data = encode_causes(causes)
         if self._lost:
-            self._told = True
+            self._announced = True
             self._link.leave(f"lost/{self._sequence}", data)
         for rank in range(1, self.size):
             if rank not in self._lost:
@@ -263,7 +263,7 @@ class Collective:
 
     def _follow(self, what: str, payload: bytes, own: BaseException | None) -> bytes:
         try:
-            with told(
+            with warning_when_slow(
                 what,
                 self.timeout_s,
                 lambda: "rank 0, which has not called, or waits for others itself",
@@ -291,9 +291,12 @@ class Collective:
         return answer
 
     def _post_mortem(self) -> dict[int, Cause]:
-        """What the coordinator leaves in the store when it has lost a rank: waited for, since gloo
-        cuts all connections of a rank that one other was silent for, before that rank itself hears
-        of it. Nothing, if it is the coordinator that is gone."""
+        """The coordinator's report of a lost rank, from the link's shared store; empty if the
+        coordinator itself is gone.
+
+        Gloo closes all connections of a rank that one peer timed out on, before that rank itself
+        hears of it. So this waits for the report.
+        """
         found = self._link.left(f"lost/{self._sequence}", min(GRACE_S, self.timeout_s))
         return decode_causes(found) if found else {}
 
@@ -301,12 +304,12 @@ class Collective:
         if own is not None and not isinstance(own, Exception):
             raise own
         raise failure(
-            what, {rank: self._for_people(cause) for rank, cause in causes.items()}, self.size
+            what, {rank: self._readable(cause) for rank, cause in causes.items()}, self.size
         ) from own
 
     def _incomplete(self, what: str) -> Unavailable:
         gone = ", ".join(f"rank {rank}" for rank in sorted(self._lost))
-        return Unavailable(f"{what} cannot begin: {gone} was lost before; {self._way_out}")
+        return Unavailable(f"{what} cannot begin: {gone} was lost before; {self._advice}")
 
     def _try(self, rank: int, act: Callable[[], Any]) -> Any:
         try:
@@ -361,10 +364,10 @@ class Collective:
     def _wait(self, work: Transfer, timeout_s: float | None = None) -> None:
         work.wait(self.timeout_s if timeout_s is None else timeout_s)
 
-    def _for_people(self, cause: Cause) -> Cause:
+    def _readable(self, cause: Cause) -> Cause:
         if cause.kind != _GONE:
             return cause
-        return Cause("Unavailable", f"gone, or silent for too long ({cause.text}); {self._way_out}")
+        return Cause("Unavailable", f"gone, or silent for too long ({cause.text}); {self._advice}")
 
 
 def _attempt(mine: Callable[[], bytes]) -> tuple[bytes, BaseException | None]:
@@ -375,16 +378,16 @@ def _attempt(mine: Callable[[], bytes]) -> tuple[bytes, BaseException | None]:
 
 
 def _silent(heads: Mapping[int, tuple[Any, bytearray]]) -> str:
-    """Who has sent nothing yet. A head that has arrived has a name in it."""
+    """The ranks that have sent nothing yet. A head that has arrived contains the round's name."""
     found = [rank for rank, (_, head) in heads.items() if not any(head)]
     return f"{named(found)}, silent so far" if found else ""
 
 
 def begun_by_all(peers: Collective, begin: Callable[[], str]) -> str:
-    """Call `begin` on every rank, which returns why this rank cannot begin now, or nothing; gives
-    every rank what was said on any.
+    """Call `begin` on every rank and return the reasons of all ranks.
 
-    What `begin` raises on one rank is raised on all.
+    `begin` returns why this rank cannot begin now, or an empty string. An error that it raises on
+    one rank is raised on all.
     """
 
     def answer(handed_in: Sequence[bytes]) -> list[bytes]:
@@ -397,7 +400,7 @@ def begun_by_all(peers: Collective, begin: Callable[[], str]) -> str:
 
 
 def is_due_for_all(peers: Collective, due: bool, came: bool) -> tuple[bool, bool]:
-    """Whether a commit is due, as the coordinator says, and whether a signal came to any rank."""
+    """Whether a commit is due by the coordinator's schedule, and whether any rank got a signal."""
 
     def answer(handed_in: Sequence[bytes]) -> list[bytes]:
         return [bytes([handed_in[0][0], any(each[1] for each in handed_in)])] * len(handed_in)
@@ -407,20 +410,20 @@ def is_due_for_all(peers: Collective, due: bool, came: bool) -> tuple[bool, bool
 
 
 class DeferredErrors:
-    """Keeps the first error; `settle` raises it."""
+    """Keeps the first error of a rank while others wait for its data; `settle` raises it."""
 
     def __init__(self) -> None:
         self.failed: BaseException | None = None
 
     @contextmanager
     def failing(self) -> Iterator[None]:
-        """Whatever is raised within is kept, also an interrupt of this process."""
+        """Keep an error of the block, also an interrupt of this process."""
         try:
             yield
         except BaseException as error:
             self.failed = self.failed or error
 
     def settle(self) -> None:
-        """Raise what was kept."""
+        """Raise the kept error."""
         if self.failed:
             raise self.failed

@@ -1,13 +1,16 @@
-"""The journey of a state that many ranks hold into the store: three rounds between which each rank
-hashes and writes its part.
+"""How does a state that many ranks hold become one commit?
 
-1. *plan*: ranks say what they hold, the coordinator says who does what and names the session. 2.
-   *decide*: fragments of cut chunks have been exchanged and planned chunks written; of leaves that
-   ranks hold for reasons unknown they report what they have. 3. *publish*: packs are closed and
-   durable, the coordinator writes pages, schemas, layout and document, and appends the entry. A
-   failure on any rank before the third round's answer is everybody's, and nothing is visible; after
-   it the commit exists. After a plan that is new there is one round more, in which every rank says
-   that it can follow: from then on, others wait for what it sends.
+Each rank hashes and writes its part, between three rounds:
+
+* *plan*: Ranks describe what they hold. The coordinator assigns the work and names the session.
+* *decide*: Ranks have exchanged the fragments of cut chunks and written the planned chunks. They
+  report the content of leaves whose replication is unknown.
+* *publish*: Packs are closed and durable. The coordinator writes pages, schemas, layout and
+  document, and appends the entry.
+
+A failure on any rank before the third round's answer fails the commit on all ranks, and nothing is
+visible; after the answer the commit exists. A new plan adds a round in which every rank confirms
+that it can follow the plan: from then on, others wait for what it sends.
 """
 
 import time
@@ -54,13 +57,14 @@ from ckptstore.repository.thread_pool import ThreadPool
 from ckptstore.state.leaf_sources import FlatState
 
 Prepare: TypeAlias = Callable[[], tuple[CommitMetadata, Mapping[str, FlatState]]]
-"""Gives what a rank commits when it is asked for: within the first round, so that its failure
-reaches every rank."""
+"""Returns what a rank commits. It runs within the first round, so that its failure reaches every
+rank.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class RanksCommitted:
-    """A commit of many ranks that the log has acknowledged."""
+    """A commit of many ranks that is in the log."""
 
     id: CommitId
     document: CommitDocument
@@ -68,14 +72,15 @@ class RanksCommitted:
 
 
 class RanksCommitter:
-    """Commits states of many ranks to one store; on every rank, one commit at a time. Remembers
-    this rank's task."""
+    """Commits states of many ranks to one store. Exists on every rank and makes one commit at a
+    time. Keeps this rank's task for the next commit.
+    """
 
     def __init__(
         self, config: StoreConfig, objects: ObjectStore, log: Log, threads: ThreadPool
     ) -> None:
         self._config, self._objects, self._log, self._threads = config, objects, log, threads
-        self._lead = Coordinator(config, objects, log)
+        self._coordinator = Coordinator(config, objects, log)
         self._schemas = LastSchemas()
         self._described = b""
         self._task: RankTask | None = None
@@ -95,32 +100,35 @@ class RanksCommitter:
         *,
         memory_budget_bytes: int | None = None,
     ) -> RanksCommitted:
-        """Write this rank's part of a state; every rank of `peers` must call it with its own. The
-        coordinator's label and options count. `watch` is told of the progress; what it raises, on
-        any rank, stops all of them. What is staged, encoded, exchanged and put together stays
-        within the budget; how much is on its way follows from the coordinator's.
+        """Write this rank's part of a state. Every rank of `peers` must call it with its own part.
 
-        Raises one error on all ranks: `Conflict` for states that do not make one, for replicas that
-        have diverged, and if others kept removing what this commit wanted to reuse; otherwise what
-        the causes have in common, `causes` naming ranks.
+        The coordinator's metadata and options count. `watch` receives progress; an error that it
+        raises on any rank stops all ranks. Staged, encoded, exchanged and assembled bytes stay
+        within `memory_budget_bytes`; the coordinator's budget limits the bytes in transfer.
+
+        Raises one error on all ranks: `Conflict` for states that do not fit together, for replicas
+        that differ, and if concurrent gc kept removing chunks that this commit reused; otherwise
+        the class that the causes share. `causes` names the ranks.
         """
         try:
-            label, flats, session = self._plan(peers, prepare, options, watch, memory_budget_bytes)
+            metadata, flats, session = self._plan(
+                peers, prepare, options, watch, memory_budget_bytes
+            )
             for _ in range(ATTEMPTS):
-                outcome = self._attempt(peers, flats, session, label, started, watch)
+                outcome = self._attempt(peers, flats, session, metadata, started, watch)
                 if isinstance(outcome, RanksCommitted):
-                    self._lead.close(ended=True)
+                    self._coordinator.close(ended=True)
                     return outcome
                 session = outcome
         except NoSpace:
-            self._lead.close(
+            self._coordinator.close(
                 ended=True
-                # every rank deletes what it wrote: the gc that makes room need not wait for the
-                # session
+                # Every rank deletes its packs, so a gc that makes room need not wait for the
+                # session.
             )
             raise
         finally:
-            self._lead.close(ended=False)
+            self._coordinator.close(ended=False)
         raise Conflict(
             f"the commit was refused {ATTEMPTS} times because others changed the store meanwhile; "
             "repeat it"
@@ -144,36 +152,36 @@ class RanksCommitter:
                 self._room = rank_room(
                     memory_budget_bytes, chunk_bytes, self._threads.count, encoding=encoding
                 )
-                label, flats = prepare()
+                metadata, flats = prepare()
                 with uncollected():
-                    described.append((label, flats, encode_description(flats, self._schemas)))
-            label, _, description = described[0]
+                    described.append((metadata, flats, encode_description(flats, self._schemas)))
+            metadata, _, description = described[0]
             known = digest_of(description) == self._described and not asked
             return framing.join(
-                [head_of(label), digest_of(description), b"" if known else description]
+                [head_of(metadata), digest_of(description), b"" if known else description]
             )
 
         def answer(handed_in: list[bytes]) -> list[bytes]:
-            return self._lead.plan(
+            return self._coordinator.plan(
                 handed_in, described[0][0], replace(options, window_bytes=self._room.window_bytes)
             )
 
         kind = DESCRIBE
         while kind == DESCRIBE:
             kind, session, task = framing.split(peers.round("commit: plan", describe, answer), 3)
-        label, flats, description = described[0]
+        metadata, flats, description = described[0]
         if kind == PLANNED:
-            self._described = b""  # until every rank is known to be able to follow the plan
+            self._described = b""  # until every rank has confirmed the plan
             peers.round(
                 "commit: prepare",
                 lambda: self._follow(task, flats, peers.rank),
                 lambda ready: ready,
             )
             self._described = digest_of(description)
-        return label, flats, SessionId(session.decode())
+        return metadata, flats, SessionId(session.decode())
 
     def _follow(self, task: bytes, flats: Mapping[str, FlatState], rank: int) -> bytes:
-        """Work out what a new task means here."""
+        """Decode a new task and compute its moves."""
         with uncollected():
             self._task, self._runs = decode_task(task), DedupHints()
             self._moves = moves_of(
@@ -186,7 +194,7 @@ class RanksCommitter:
         peers: Collective,
         flats: Mapping[str, FlatState],
         session: SessionId,
-        label: CommitMetadata,
+        metadata: CommitMetadata,
         started: float,
         watch: Watch,
     ) -> RanksCommitted | SessionId:
@@ -198,12 +206,12 @@ class RanksCommitter:
             peers.rank,
             unbuffered=self._room.write.unbuffered,
         )
-        attempt = _Attempt(self._lead, peers, packs, label, started, watch)
+        attempt = _Attempt(self._coordinator, peers, packs, metadata, started, watch)
         try:
             return attempt.run(self._work(flats, packs), self._look, self._registered)
         except BaseException as error:
-            # Once the coordinator may have asked the log, only its answer says whether these packs
-            # are part of a commit.
+            # Once the coordinator may have appended the entry, only the log's answer tells whether
+            # these packs belong to a commit.
             if not attempt.handed_in or (
                 isinstance(error, CkptStoreError) and error.causes and 0 not in error.causes
             ):
@@ -237,23 +245,24 @@ class RanksCommitter:
 
 
 class _Attempt:
-    """The second and the third round, under one session. `handed_in` says whether the coordinator
-    may have asked the log."""
+    """The second and the third round, under one session. `handed_in` is set once the coordinator
+    may have appended to the log.
+    """
 
     def __init__(
         self,
-        lead: Coordinator,
+        coordinator: Coordinator,
         peers: Collective,
         packs: PackSet,
-        label: CommitMetadata,
+        metadata: CommitMetadata,
         started: float,
         watch: Watch,
     ) -> None:
-        self._lead, self._peers, self._packs, self._label, self._started, self._watch = (
-            lead,
+        self._coordinator, self._peers, self._packs, self._metadata, self._started, self._watch = (
+            coordinator,
             peers,
             packs,
-            label,
+            metadata,
             started,
             watch,
         )
@@ -270,7 +279,7 @@ class _Attempt:
     ) -> RanksCommitted | SessionId:
         """The commit, or the session under which to try again."""
         decided = self._peers.round(
-            "commit: decide", lambda: self._report(work, look), self._lead.decide
+            "commit: decide", lambda: self._report(work, look), self._coordinator.decide
         )
         answer = self._peers.round(
             "commit: publish", lambda: self._receipt(work, decided), self._publish
@@ -298,8 +307,9 @@ class _Attempt:
         return framing.join([work.reports(), where, b"".join(sample.id for sample in samples)])
 
     def _receipt(self, work: RankWorker, decided: bytes) -> bytes:
-        """Its receipt. A failure of the coordinator's own is told by `_publish`: then all know that
-        the log was not asked."""
+        """This rank's receipt. `_publish` reports a failure of the coordinator's own, so that all
+        ranks know that the log was not asked.
+        """
         try:
             return self._written(work, decided)
         except Exception as error:
@@ -330,15 +340,16 @@ class _Attempt:
         return framing.join([canonical.encode(head), written.jobs, written.cells, written.decided])
 
     def _publish(self, handed_in: list[bytes]) -> list[bytes]:
-        """What fails before the log is asked is a refusal too: ranks that know it delete what they
-        wrote."""
+        """Publish. A failure before the append counts as a refusal: ranks that know it delete their
+        packs.
+        """
         if self._failed:
             return refused(self._failed, self._peers.size)
         assert self._dedup is not None
         try:
-            return self._lead.publish(handed_in, self._label, self._dedup, self._packs)
+            return self._coordinator.publish(handed_in, self._metadata, self._dedup, self._packs)
         except BaseException as error:
-            self.handed_in = self._lead.asked
+            self.handed_in = self._coordinator.asked
             if self.handed_in or not isinstance(error, Exception):
                 raise
             self._failed = error

@@ -1,5 +1,6 @@
-"""What the coordinator does for a commit of many ranks: plan, decide by content, publish. It alone
-appends to the log."""
+"""What does the coordinator do for a commit of many ranks? It plans, resolves content and
+publishes. It alone appends to the log.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -32,17 +33,18 @@ from ckptstore.repository.pack_set import PackSet
 from ckptstore.repository.pack_writer import delete_own
 
 SAME, PLANNED, DESCRIBE = b"same", b"planned", b"describe"
-"""Answers of the first round: do as last time; here is your task; the digest says nothing to me,
-send the description."""
+"""Answers of the first round: repeat the last task; follow this task; the digest is unknown, send
+the description.
+"""
 
 DONE, AGAIN, REFUSED = b"done", b"again", b"refused"
-"""Answers of the last round: it is in the log; write what is gone; nothing was appended, and
-why."""
+"""Answers of the last round: committed; write the removed chunks again; refused, with the reason.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """How ranks commit. The coordinator's count."""
+    """How ranks commit. The coordinator's options count."""
 
     canonical: bool = True
     trust_replicated: bool = True
@@ -50,8 +52,9 @@ class Options:
 
 
 class Coordinator:
-    """The coordinator of one store's commits. Remembers the last plan: it holds as long as every
-    rank's description does."""
+    """The coordinator of one store's commits. Keeps the last plan, which holds while every rank's
+    description stays the same.
+    """
 
     def __init__(self, config: StoreConfig, objects: ObjectStore, log: Log) -> None:
         self._config, self._objects, self._log = config, objects, log
@@ -66,12 +69,12 @@ class Coordinator:
         self._sightings: list[Observation] = []
         self.session: Session | None = None
         self.asked = False
-        """Whether the log has been asked to take this commit, and its answer is unknown."""
+        """Whether an append was sent to the log and its answer is unknown."""
 
     def plan(
         self, handed_in: Sequence[bytes], label: CommitMetadata, options: Options
     ) -> list[bytes]:
-        """Answer what ranks said of their states."""
+        """Answer the ranks' descriptions."""
         messages = [framing.split(each, 3) for each in handed_in]
         _check_labels([head for head, _, _ in messages], label)
         digests = [found for _, found, _ in messages]
@@ -79,8 +82,8 @@ class Coordinator:
         if not all(full) and digests != self._described:
             return [framing.join([DESCRIBE, b"", b""])] * len(messages)
         session = self._open_session()
-        # Who sends its description has no task for it: another store object, or a plan that some
-        # rank could not follow.
+        # A rank that sends its description has no task: it has a new store object, or a rank could
+        # not follow the plan.
         if digests == self._described and options == self._options and not any(full):
             return [framing.join([SAME, session.encode(), b""])] * len(messages)
         with uncollected():
@@ -88,8 +91,9 @@ class Coordinator:
         return [framing.join([PLANNED, session.encode(), task]) for task in tasks]
 
     def _tasks(self, digests: list[bytes], full: Sequence[bytes], options: Options) -> list[bytes]:
-        """Plan anew; `full` are the ranks' descriptions, or nothing where those of the last plan
-        hold."""
+        """Make a new plan. `full` are the ranks' descriptions; an empty one means that the last
+        plan's still holds.
+        """
         known: dict[bytes, Schema] = {}
         descriptions = self._descriptions
         if digests != self._described:
@@ -111,7 +115,7 @@ class Coordinator:
         return tasks
 
     def decide(self, handed_in: Sequence[bytes]) -> list[bytes]:
-        """Answer what ranks reported of their contents: what is left for each to write."""
+        """Answer the ranks' reports with the chunks that each rank still has to write."""
         parts = [framing.split(each, 3) for each in handed_in]
         counts = [0] * len(parts)
         for places in self._plan.reported.values():
@@ -131,7 +135,7 @@ class Coordinator:
         ]
 
     def _shared_by_rank(self, size: int) -> list[list[Shared]]:
-        """What each rank's task names as shared, in its order."""
+        """The shared boxes of each rank's task, in its order."""
         shared: list[list[Shared]] = [[] for _ in range(size)]
         for each in self._plan.shared:
             shared[each.place.rank].append(each)
@@ -140,10 +144,10 @@ class Coordinator:
     def publish(
         self, handed_in: Sequence[bytes], label: CommitMetadata, dedup: Dedup, packs: PackSet
     ) -> list[bytes]:
-        """Append what ranks have written, and answer how that went.
+        """Append the commit of what ranks have written; returns the outcome for each rank.
 
-        Whatever this raises, it raises before the log is asked, or when the log's answer is
-        unknown: then nothing may be deleted.
+        An error is raised only before the append, or if its outcome is unknown; in the second case
+        nothing may be deleted.
         """
         heads, receipts = _receipts(handed_in)
         with uncollected():
@@ -166,7 +170,7 @@ class Coordinator:
         return self._append(published, metadata, records, reused, heads)
 
     def close(self, *, ended: bool) -> None:
-        """Let go of the session."""
+        """Close the session."""
         session, self.session = self.session, None
         if session is not None:
             session.end() if ended else session.abandon()
@@ -207,12 +211,12 @@ class Coordinator:
 
 
 def refused(error: Exception, size: int) -> list[bytes]:
-    """What `size` ranks are told of a commit that was not appended, for certain."""
+    """The answer to `size` ranks for a commit that is certainly not in the log."""
     return [framing.join([REFUSED, canonical.encode(list(cause_of(error))), b""])] * size
 
 
 def head_of(label: CommitMetadata) -> bytes:
-    """What ranks must say alike of a commit."""
+    """The metadata that all ranks must agree on."""
     return canonical.encode([label.run, label.step])
 
 

@@ -1,11 +1,8 @@
-"""What a rank tells the coordinator of its state before any byte moves: schemas, and which boxes of
-which leaves it holds.
+"""What does a rank tell the coordinator about its state? Pure.
 
-It changes only when the state's structure does, so that a commit like the last one names its digest
-instead.
-
-What a rank says it has of leaves that ranks hold for reasons unknown, before anybody knows who
-writes them. Pure.
+The description (schemas, and the boxes of each leaf) is sent before any byte moves. It changes only
+with the state's structure, so later commits send its digest. Reports give the content of leaves
+whose replication is unknown, before a writer is assigned.
 """
 
 import struct
@@ -24,7 +21,7 @@ from ckptstore.state.leaf_sources import FlatState, Holding, Mark, Mesh
 
 @dataclass(frozen=True, slots=True)
 class RankTree:
-    """One key as a rank has it. What is in neither `held` nor `marks` it holds whole."""
+    """One key of the state on one rank. A leaf in neither `held` nor `marks` is held whole."""
 
     key: str
     schema: Schema
@@ -37,9 +34,7 @@ def encode_description(flats: Mapping[str, FlatState], schemas: LastSchemas) -> 
     meshes: dict[Mesh | None, int] = {}
     placements: dict[tuple[str, ...], int] = {}
     holdings: dict[Holding, int] = {}
-    known: dict[
-        int, int
-    ] = {}  # numbers of holdings by their identity, which costs no hash of a mesh of many ranks
+    known: dict[int, int] = {}  # by identity, which avoids hashing a mesh of many ranks
     trees = []
     for key, flat in flats.items():
         held = [-1] * len(flat.schema)
@@ -49,7 +44,7 @@ def encode_description(flats: Mapping[str, FlatState], schemas: LastSchemas) -> 
                 number = known[id(holding)] = holdings.setdefault(holding, len(holdings))
             held[leaf] = number
         trees.append([key, held, list(flat.marks.items())])
-    # Layers repeat: most leaves are held as many others are.
+    # Layers repeat, so most leaves share their holding with others.
     distinct = [
         [
             meshes.setdefault(mesh, len(meshes)),
@@ -73,8 +68,9 @@ def encode_description(flats: Mapping[str, FlatState], schemas: LastSchemas) -> 
 
 
 def decode_description(data: bytes, schemas: dict[bytes, Schema]) -> list[RankTree]:
-    """The inverse of `encode_description`. `schemas` has those that are known, by their bytes, and
-    gets what is not. Raises `Corrupt`."""
+    """The inverse of `encode_description`. `schemas` caches schemas by their bytes. Raises
+    `Corrupt`.
+    """
     head_bytes, joined = framing.split(data, 2)
     try:
         head = canonical.decode(head_bytes)
@@ -120,7 +116,7 @@ _INLINE, _IDS = range(2)
 
 
 class Report(NamedTuple):
-    """What a rank has of a leaf: its bytes, or the ids of its chunks. `raw_bytes` is the length."""
+    """A rank's content of a leaf: its bytes or the ids of its chunks. `raw_bytes` is the length."""
 
     inline: bytes | None
     ids: bytes

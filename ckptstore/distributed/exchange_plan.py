@@ -1,7 +1,7 @@
-"""Which bytes of a rank's boxes go where: its task with all geometry done, to the byte. Pure.
+"""Which bytes of a rank's boxes are sent where? Pure.
 
-It holds as long as the task does, so that a commit like the last one moves bytes and computes
-nothing.
+The plan is a rank's task with all geometry computed, to the byte. It holds as long as the task
+does, so a commit like the last one moves bytes and computes nothing.
 """
 
 from collections.abc import Callable, Hashable, Sequence
@@ -26,16 +26,17 @@ class ByteRange(NamedTuple):
 
 
 class Outgoing(NamedTuple):
-    """A stretch of a leaf."""
+    """A byte range of a leaf to send."""
 
     tree: int
     leaf: int
-    stretch: ByteRange
+    byte_range: ByteRange
 
 
 class Incoming(NamedTuple):
-    """A part of a chunk: a stretch of this rank's, or the next `nbytes` that `rank` sends. They are
-    `ranges` of the chunk, in order."""
+    """A part of a chunk: a byte range of this rank, or the next `nbytes` that `rank` sends. It
+    fills `ranges` of the chunk, in order.
+    """
 
     rank: int
     own: ByteRange | None
@@ -44,14 +45,14 @@ class Incoming(NamedTuple):
 
 
 class Assembly(NamedTuple):
-    """What a chunk is put together from."""
+    """The parts of a chunk that this rank assembles."""
 
     extent: Extent
     parts: tuple[Incoming, ...]
 
 
 class Completion(NamedTuple):
-    """A chunk of a leaf that this rank puts together."""
+    """A chunk of a leaf that this rank assembles."""
 
     tree: int
     leaf: int
@@ -60,8 +61,9 @@ class Completion(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """What is on its way at a time: to each rank stretches one behind the other, from each rank so
-    many bytes."""
+    """What is in transfer at a time: the concatenated byte ranges to each rank, and the number of
+    bytes from each rank.
+    """
 
     outgoing: tuple[tuple[int, tuple[Outgoing, ...]], ...]
     incoming: tuple[tuple[int, int], ...]
@@ -70,8 +72,9 @@ class Window:
 
 @dataclass(frozen=True, slots=True)
 class Moves:
-    """The exchange, window by window, and the extents of the task's jobs. `plan` remembers plans
-    that are made of these."""
+    """The exchange, window by window, and the extents of the task's jobs. `plan` caches plans made
+    of these extents.
+    """
 
     windows: tuple[Window, ...]
     jobs: tuple[Extent, ...]
@@ -84,23 +87,23 @@ class Moves:
 
 
 class Boxes:
-    """What a rank has of its state, box by box."""
+    """A rank's part of the state, box by box."""
 
     def __init__(self, flats: Sequence[FlatState], chunk_bytes: int) -> None:
         self._flats, self._chunk_bytes = flats, chunk_bytes
 
-    def source(self, spot: LeafRef) -> Source:
-        flat, leaf = self.resolved(spot)
-        return flat.held[leaf].parts[spot.part][1] if leaf in flat.held else flat.leaves[leaf]
+    def source(self, ref: LeafRef) -> Source:
+        flat, leaf = self.resolved(ref)
+        return flat.held[leaf].parts[ref.part][1] if leaf in flat.held else flat.leaves[leaf]
 
-    def extent(self, spot: LeafRef) -> Extent:
-        """All of a box."""
-        flat, leaf = self.resolved(spot)
-        source = self.source(spot)
+    def extent(self, ref: LeafRef) -> Extent:
+        """The extent of a whole box."""
+        flat, leaf = self.resolved(ref)
+        source = self.source(ref)
         if flat.schema.kinds[leaf] != "tensor":
             return Extent((source.nbytes,), 1, source.nbytes, False)
         dtype = flat.schema.dtypes[leaf]
-        box = flat.held[leaf].parts[spot.part][0] if leaf in flat.held else None
+        box = flat.held[leaf].parts[ref.part][0] if leaf in flat.held else None
         return Extent(
             flat.schema.shapes[leaf],
             geometry.width_of(dtype),
@@ -109,54 +112,55 @@ class Boxes:
             box,
         )
 
-    def cells(self, spot: LeafRef, first: int, stop: int) -> Extent:
+    def cells(self, ref: LeafRef, first: int, stop: int) -> Extent:
         """Cells `first:stop` of a box."""
-        extent = self.extent(spot)
+        extent = self.extent(ref)
         cells = self._grid(extent)
         return extent._replace(
             cells=(first, stop), raw_bytes=cells.span(stop - 1)[1] - cells.span(first)[0]
         )
 
-    def pieces(self, spot: LeafRef) -> list[LeafRef]:
+    def pieces(self, ref: LeafRef) -> list[LeafRef]:
         """All boxes of a leaf."""
-        flat, leaf = self.resolved(spot)
+        flat, leaf = self.resolved(ref)
         return (
-            [LeafRef(spot.tree, spot.leaf, part) for part in range(len(flat.held[leaf].parts))]
+            [LeafRef(ref.tree, ref.leaf, part) for part in range(len(flat.held[leaf].parts))]
             if leaf in flat.held
-            else [spot]
+            else [ref]
         )
 
-    def global_bytes(self, spot: LeafRef) -> int:
-        """Raw bytes of the whole leaf, whoever has them."""
-        flat, leaf = self.resolved(spot)
+    def global_bytes(self, ref: LeafRef) -> int:
+        """Raw bytes of the whole leaf, on all ranks."""
+        flat, leaf = self.resolved(ref)
         if leaf not in flat.held:
             return flat.leaves[leaf].nbytes
         return geometry.width_of(flat.schema.dtypes[leaf]) * prod(flat.schema.shapes[leaf])
 
-    def resolved(self, spot: LeafRef) -> tuple[FlatState, int]:
-        """An alias here may be none of the whole state: its bytes are those of the leaf it shares
-        memory with."""
-        flat = self._flats[spot.tree]
-        alias = flat.schema.aliases[spot.leaf]
-        return flat, spot.leaf if alias < 0 else alias
+    def resolved(self, ref: LeafRef) -> tuple[FlatState, int]:
+        """The leaf with the bytes: an alias on this rank may be no alias in the whole state, so it
+        resolves to the leaf it shares memory with.
+        """
+        flat = self._flats[ref.tree]
+        alias = flat.schema.aliases[ref.leaf]
+        return flat, ref.leaf if alias < 0 else alias
 
-    def stretch(self, spot: LeafRef, cell: int) -> ByteRange:
-        return ByteRange(spot.part, *self._grid(self.extent(spot)).span(cell))
+    def byte_range(self, ref: LeafRef, cell: int) -> ByteRange:
+        return ByteRange(ref.part, *self._grid(self.extent(ref)).span(cell))
 
     def assembly(self, tree: int, leaf: int, how: Completing, rank: int) -> Assembly:
-        """What rank `rank` is to do for a cell of a leaf."""
+        """What rank `rank` has to assemble for a cell of a leaf."""
         extent = self.extent(LeafRef(tree, leaf, how.part))
         cell = grid(extent.shape, extent.width, self._chunk_bytes).cell(how.chunk)
         alone = len(how.fragments) == 1
         parts = []
         for fragment in how.fragments:
             own = (
-                self.stretch(LeafRef(tree, leaf, fragment.part), fragment.cell)
+                self.byte_range(LeafRef(tree, leaf, fragment.part), fragment.cell)
                 if fragment.rank == rank
                 else None
             )
             nbytes = extent.width * prod(fragment.box.lengths)
-            # Columns of a small leaf lie apart in it; what lies in one piece is the rule.
+            # Most fragments are contiguous; columns of a small leaf are not.
             ranges = (
                 ((0, nbytes),)
                 if alone
@@ -173,18 +177,17 @@ class Boxes:
 
 
 def moves_of(task: RankTask, boxes: Boxes, rank: int) -> Moves:
-    """The moves of rank `rank`. What is done alike with many leaves is worked out for the first of
-    them."""
+    """The moves of rank `rank`, computed once for leaves that share a plan."""
     sends = {window: list(found) for window, found in groupby(task.sends, lambda send: send.window)}
     cells = {window: list(found) for window, found in groupby(task.cells, lambda cell: cell.window)}
-    stretches: dict[int, ByteRange] = {}
+    ranges: dict[int, ByteRange] = {}
     assemblies: dict[int, Assembly] = {}
 
     def outgoing(send: SendTask) -> Outgoing:
         _, tree, leaf, how = send
-        if id(how) not in stretches:
-            stretches[id(how)] = boxes.stretch(LeafRef(tree, leaf, how.part), how.cell)
-        return Outgoing(tree, leaf, stretches[id(how)])
+        if id(how) not in ranges:
+            ranges[id(how)] = boxes.byte_range(LeafRef(tree, leaf, how.part), how.cell)
+        return Outgoing(tree, leaf, ranges[id(how)])
 
     def completion(cell: CellTask) -> Completion:
         _, tree, leaf, how = cell
@@ -204,11 +207,11 @@ def moves_of(task: RankTask, boxes: Boxes, rank: int) -> Moves:
         )
 
     windows = tuple(map(window, sorted(sends.keys() | cells.keys())))
-    return Moves(windows, tuple(boxes.cells(job.spot, job.first, job.stop) for job in task.jobs))
+    return Moves(windows, tuple(boxes.cells(job.ref, job.first, job.stop) for job in task.jobs))
 
 
 def _incoming(completions: Sequence[Completion]) -> tuple[tuple[int, int], ...]:
-    """From each rank so many bytes."""
+    """The number of bytes from each rank."""
     incoming: dict[int, int] = {}
     for _, _, how in completions:
         for rank, own, nbytes, _ in how.parts:

@@ -1,10 +1,9 @@
-"""A commit of which several processes write parts, while somebody else's coordinator carries the
-messages between them.
+"""How do several processes write parts of one commit that another library coordinates?
 
-`distributed` has rounds of its own; here another library has already said who writes what, and
-brings each writer's receipt to the one that publishes. The order is that of every commit: packs,
-durable, on each writer; then metadata, document and log entry. A failure anywhere before the entry
-leaves files that no entry names.
+`distributed.commit` has rounds of its own. Here another library, such as DCP, assigns the writers
+and brings their receipts to the publisher. The order is that of every commit: durable packs on each
+writer, then metadata, document and log entry. A failure before the entry leaves only files that no
+entry names.
 """
 
 import time
@@ -18,7 +17,7 @@ from weakref import WeakKeyDictionary, WeakValueDictionary
 from ckptstore.commit.commit import CommitStats, index_packs
 from ckptstore.commit.commit_metadata import CommitMetadata
 from ckptstore.commit.plan import Extent, plan_chunks
-from ckptstore.commit.publish import Publisher, TreeContent, entry_body
+from ckptstore.commit.publish import Published, Publisher, TreeContent, entry_body
 from ckptstore.commit.write import read_all, write_chunks
 from ckptstore.core.config import StoreConfig
 from ckptstore.core.ids import SessionId, pack_rank
@@ -28,6 +27,8 @@ from ckptstore.distributed.assemble import logical_bytes
 from ckptstore.distributed.commit import RanksCommitted
 from ckptstore.distributed.coordinator import record_of
 from ckptstore.errors import CkptStoreError, Conflict, InvalidInput, NoSpace
+from ckptstore.log.entries import Commit as CommitBody
+from ckptstore.log.entries import Entry
 from ckptstore.log.log import Log, Refused
 from ckptstore.log.sessions import Session, open_session
 from ckptstore.objects import canonical
@@ -40,8 +41,9 @@ from ckptstore.state.leaf_sources import Source
 
 
 class Part(NamedTuple):
-    """The bytes of a leaf, or of the box `extent.box` of it, and where they are. `leaf_bytes` are
-    those of the whole leaf."""
+    """The bytes of a leaf, or of its box `extent.box`, and their source. `leaf_bytes` is the size
+    of the whole leaf.
+    """
 
     extent: Extent
     source: Source
@@ -50,16 +52,16 @@ class Part(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class PartsWritten:
-    """What a writer has put into packs: the content of each part, and the receipt that `publish`
-    wants."""
+    """The result of a writer: the content of each part, and the receipt for `publish`."""
 
     contents: list[LeafContent]
     receipt: bytes
 
 
 class PartsCommitter:
-    """Writes and publishes parts of commits to one store; of several at once, too, as asynchronous
-    saves are that overlap. Remembers what the next commit of the same parts can use."""
+    """Writes and publishes parts of commits to one store, several commits at once if asynchronous
+    saves overlap. Keeps dedup hints for the next commit of the same parts.
+    """
 
     def __init__(
         self, config: StoreConfig, objects: ObjectStore, log: Log, threads: ThreadPool
@@ -68,20 +70,20 @@ class PartsCommitter:
         self._publisher = Publisher(config, objects)
         self._extents: list[Extent] = []
         self._runs = DedupHints()
-        # What ends without being published, on other ranks or by a failure, is forgotten with its
-        # session.
+        # Weak, so that saves that fail, or that another rank publishes, leave with their session.
         self._opened: WeakValueDictionary[SessionId, Session] = WeakValueDictionary()
         self._own: WeakKeyDictionary[Session, tuple[PackSet, Dedup]] = WeakKeyDictionary()
 
     def open(self) -> Session:
-        """The session under which all writers of a commit write; for the one that will publish."""
+        """Open the session under which all writers of a commit write. Called by the publisher."""
         session = open_session(self._objects.storage, "commit")
         self._opened[session.id] = session
         return session
 
     def write(self, session: SessionId, rank: int, parts: Sequence[Part]) -> PartsWritten:
-        """Hash `parts` and pack what the store lacks; durable when this returns. `rank` tells the
-        packs of several writers apart."""
+        """Hash `parts` and pack the chunks that the store lacks; they are durable on return. `rank`
+        keeps the pack names of several writers apart.
+        """
         started = time.perf_counter()
         packs = PackSet.of(self._config, self._objects, session, self._threads, rank)
         dedup = self._look([part.extent for part in parts])
@@ -100,9 +102,7 @@ class PartsCommitter:
                 for i, part in enumerate(parts)
             ]
         except BaseException:
-            with suppress(
-                CkptStoreError
-            ):  # what is left carries the session's name, by which gc finds it
+            with suppress(CkptStoreError):  # gc finds leftovers by the session's name
                 packs.drop()
             raise
         if opened := self._opened.get(session):
@@ -130,33 +130,53 @@ class PartsCommitter:
         """Append the commit of what all writers have written, and end the session. A label without
         parents gets the run's newest commit.
 
-        Raises `Conflict` if others have removed meanwhile what a writer reused: write everything
-        again, under another session; `InvalidInput` if two writers had one number, so that the
-        packs of one lie over those of the other, in one process or in two.
+        Raises `Conflict` if reused chunks were removed meanwhile: write everything again under
+        another session. Raises `InvalidInput` if two writers had one rank, in one process or in
+        two, so that their packs have the same names.
         """
         heads = [canonical.decode(receipt) for receipt in receipts]
         written = [record_of(each) for head in heads for each in head["packs"]]
-        _check_apart(written)
+        _check_distinct(written)
         packs, dedup = (
-            self._own.pop(session) if session in self._own else self._beside(session.id, written)
+            self._own.pop(session)
+            if session in self._own
+            else self._publisher_packs(session.id, written)
         )
-        state = self._log.replay()
         if not label.parents:
-            label = replace(label, parents=state.runs.get(label.run, ())[-1:])
+            tip = self._log.replay().runs.get(label.run, ())[-1:]
+            label = replace(label, parents=tip)
         metadata = self._publisher.write_metadata(trees, dedup, packs, layout)
         packs.wait()
         own = [pack.record for pack in packs.closed]
         records = own + [record for record in written if record not in own]
-        _check_apart(
-            records
-        )  # once more: what this process wrote under a name must be what the receipt says of it
+        # again: this process' packs must match the receipts' records of the same name
+        _check_distinct(records)
         reused = dedup.reused.union(*(head["reused"] for head in heads))
         leaves = sum(len(tree.schema) for tree in trees)
         published = self._publisher.write_document(
             session.id, label, metadata, records, logical_bytes=logical_bytes(trees), leaves=leaves
         )
+        entry = self._append(session, published, entry_body(published, records, reused))
+        durable_s = time.perf_counter() - started
+        session.end()
+        index_packs(self._objects, entry, packs)
+        document = published.document
+        stats = CommitStats(
+            document.logical_bytes,
+            document.new_bytes,
+            leaves,
+            sum(head["chunks"] for head in heads),
+            sum(head["new_chunks"] for head in heads),
+            max((head["packed_ns"] / 1e9 for head in heads), default=0.0),
+            durable_s,
+            durable_s,
+        )
+        return RanksCommitted(published.commit, document, stats)
+
+    def _append(self, session: Session, published: Published, body: CommitBody) -> Entry:
+        """Append the entry. After a refusal, delete this process' packs and abandon the session."""
         try:
-            entry = self._log.append(entry_body(published, records, reused))
+            return self._log.append(body)
         except (Refused, NoSpace) as error:
             delete_own(self._objects.storage, published.own)
             session.abandon()
@@ -165,28 +185,6 @@ class PartsCommitter:
                     "others changed the store while this commit was written; repeat it"
                 ) from error
             raise
-        durable_s = time.perf_counter() - started
-        session.end()
-        index_packs(self._objects, entry, packs)
-        chunks, new_chunks = (
-            sum(head[name] for head in heads) for name in ("chunks", "new_chunks")
-        )
-        packed_s = max((head["packed_ns"] / 1e9 for head in heads), default=0.0)
-        document = published.document
-        return RanksCommitted(
-            published.commit,
-            document,
-            CommitStats(
-                document.logical_bytes,
-                document.new_bytes,
-                leaves,
-                chunks,
-                new_chunks,
-                packed_s,
-                durable_s,
-                durable_s,
-            ),
-        )
 
     def _look(self, extents: list[Extent]) -> Dedup:
         if extents != self._extents:
@@ -195,13 +193,15 @@ class PartsCommitter:
         self._objects.sync(state)
         return Dedup(self._objects, state, self._runs)
 
-    def _beside(self, session: SessionId, written: Sequence[PackRecord]) -> tuple[PackSet, Dedup]:
-        """For who publishes and has written nothing: packs with names that no writer has."""
+    def _publisher_packs(
+        self, session: SessionId, written: Sequence[PackRecord]
+    ) -> tuple[PackSet, Dedup]:
+        """Packs of a publisher that has written no part, under names that no writer uses."""
         rank = 1 + max((pack_rank(pack.id) for pack in written), default=-1)
         return PackSet.of(self._config, self._objects, session, self._threads, rank), self._look([])
 
 
-def _check_apart(packs: Sequence[PackRecord]) -> None:
+def _check_distinct(packs: Sequence[PackRecord]) -> None:
     twice = [name for name, count in Counter(pack.id for pack in packs).items() if count > 1]
     if twice:
         raise InvalidInput(
@@ -211,7 +211,7 @@ def _check_apart(packs: Sequence[PackRecord]) -> None:
 
 
 def encode_contents(contents: Sequence[LeafContent]) -> bytes:
-    """Contents without boxes, for a message."""
+    """Contents without boxes, as one message."""
     heads = canonical.encode(
         [content.raw_bytes if content.inline is None else None for content in contents]
     )

@@ -1,6 +1,4 @@
-"""Several byte strings as one message, and back.
-
-What ranks tell each other in a round: a payload, or what failed. Bytes only, nothing is
+"""How are several byte strings, or errors by rank, sent as one message? Bytes only; nothing is
 pickled.
 """
 
@@ -40,14 +38,14 @@ def split(data: bytes, count: int) -> list[bytes]:
 
 
 MAX_BYTES = 1 << 31
-"""A longer message is none of ours."""
+"""A longer message does not come from ckptstore."""
 
 _SHOWN = 8
 _TEXT_CHARACTERS = 4000
 
 
 class Cause(NamedTuple):
-    """Why a rank failed: the name of the exception's class, and what it says."""
+    """Why a rank failed: the exception's class name and its message."""
 
     kind: str
     text: str
@@ -58,7 +56,7 @@ class Cause(NamedTuple):
 
 def cause_of(error: BaseException) -> Cause:
     notes = "".join(f"\n{note}" for note in getattr(error, "__notes__", ()))
-    # Half of a surrogate pair, as in the name of a file, cannot travel as UTF-8.
+    # A lone surrogate, as in the name of a file, has no UTF-8 encoding.
     text = f"{error}{notes}"[:_TEXT_CHARACTERS].encode(errors="replace").decode()
     return Cause(type(error).__name__, text)
 
@@ -81,8 +79,7 @@ def decode_causes(data: bytes) -> dict[int, Cause]:
 
 
 def failure(what: str, causes: Mapping[int, Cause], size: int) -> CkptStoreError:
-    """The one exception for what failed on some of `size` ranks: of the class they have in common,
-    if there is one."""
+    """One exception for the causes on some of `size` ranks, of the class that they share."""
     lines = [f"rank {rank}: {cause}" for rank, cause in sorted(causes.items())]
     more = f"\n  and {len(lines) - _SHOWN} more" if len(lines) > _SHOWN else ""
     if len(causes) == size > 1 and len(set(causes.values())) == 1:

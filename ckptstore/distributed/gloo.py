@@ -1,8 +1,8 @@
-"""The trainers that act together: gloo connections of our own, made once per set of ranks, for
-rounds among them.
+"""How do trainers connect for a commit or restore? With gloo connections of our own, made once per
+set of ranks.
 
-They lie beside the caller's process group: training may use its group at the same time, whatever
-its backend. The caller's store (of `torch.distributed`) introduces the ranks to each other.
+They are separate from the caller's process group, which training may use at the same time with any
+backend. The caller's `torch.distributed` store introduces the ranks to each other.
 """
 
 from collections.abc import Callable
@@ -12,14 +12,20 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ckptstore.distributed.collective import TIMEOUT_S, Collective, Transfer, named, told
+from ckptstore.distributed.collective import (
+    TIMEOUT_S,
+    Collective,
+    Transfer,
+    named,
+    warning_when_slow,
+)
 from ckptstore.errors import InvalidInput, Unavailable
 
 ALONE = "alone"
-"""Given for a process group: this process does it by itself, whatever is initialized."""
+"""Given instead of a process group: this process works alone, whatever is initialized."""
 
 FOREGROUND, BACKGROUND = "calls", "background"
-"""Channels: connections for what a caller waits for, and for commits that go on behind its back."""
+"""Channels: connections for calls that block, and for commits in the background."""
 
 _known: dict[tuple[int, tuple[int, ...], str], Collective] = {}
 _made: dict[tuple[int, tuple[int, ...], str], int] = {}
@@ -29,13 +35,13 @@ _stores: list[Any] = []
 def collective_of(
     process_group: Any = None, timeout_s: float = TIMEOUT_S, *, channel: str = FOREGROUND
 ) -> Collective | None:
-    """The ranks of `process_group` (the default one without it), connected; None if this process is
-    to work by itself.
+    """The connected ranks of `process_group` (default: the default group); None if this process
+    works alone.
 
-    That is so if nothing is initialized, the group has one rank, or `process_group` is `"alone"`.
-    What runs on a thread of its own has a `channel` of its own, so that its rounds do not mix with
-    the caller's. All ranks of the group must call this the first time. Raises `InvalidInput` if
-    this process is not in the group, `Unavailable` if the ranks cannot reach each other.
+    It works alone if nothing is initialized, the group has one rank, or `process_group` is
+    `"alone"`. A background thread uses its own `channel`, so that its rounds do not mix with the
+    caller's. On first use all ranks of the group must call this. Raises `InvalidInput` if this
+    process is not in the group, and `Unavailable` if the ranks cannot reach each other.
     """
     if not is_several(process_group):
         return None
@@ -46,8 +52,7 @@ def collective_of(
 
 
 def is_several(process_group: Any = None) -> bool:
-    """Whether several ranks act together. Raises `InvalidInput` for what is no group of this
-    process."""
+    """Whether several ranks act together. Raises `InvalidInput` for an invalid group."""
     if isinstance(process_group, str):
         if process_group != ALONE:
             raise InvalidInput(
@@ -71,7 +76,7 @@ def is_several(process_group: Any = None) -> bool:
 def _connected(ranks: tuple[int, ...], rank: int, timeout_s: float, channel: str) -> Collective:
     store = dist.distributed_c10d._get_default_store()
     if not any(store is known for known in _stores):
-        _stores.append(store)  # kept alive, so that no later store has its identity
+        _stores.append(store)  # kept alive, so that no later store gets its `id`
     key = (id(store), ranks, channel)
     peers = _known.get(key)
     if peers is None:
@@ -81,11 +86,11 @@ def _connected(ranks: tuple[int, ...], rank: int, timeout_s: float, channel: str
         )
         try:
             own.set(f"came/{rank}", "1")
-            aside = _another(own)
-            with told(
+            probe = _another(own)
+            with warning_when_slow(
                 "connecting the ranks",
                 timeout_s,
-                lambda: _absent(aside, len(ranks)) if aside else "",
+                lambda: _absent(probe, len(ranks)) if probe else "",
             ):
                 group = dist.ProcessGroupGloo(own, rank, len(ranks), timedelta(seconds=timeout_s))
         except RuntimeError as error:
@@ -101,20 +106,24 @@ def _connected(ranks: tuple[int, ...], rank: int, timeout_s: float, channel: str
 
 
 def _another(store: Any) -> Any:
-    """The same store for another thread, since this one is busy as long as it waits; None where
-    torch cannot: before 2.8, and for some."""
+    """A clone of the store for another thread, since a waiting store is busy. None where torch
+    cannot clone it: before 2.8, and for some kinds.
+    """
     return _quietly(store.clone) if hasattr(store, "clone") else None
 
 
 def _absent(store: Any, size: int) -> str:
-    """Who has not come to be connected."""
+    """The ranks that never connected."""
     found = _quietly(lambda: [other for other in range(size) if not store.check([f"came/{other}"])])
     return f"{named(found)}, which never came" if found else ""
 
 
 class _GlooLink:
-    """A gloo group as a link. Gloo cuts all connections of a rank that one other was silent for,
-    before that rank itself hears of it: so it looks into the store for who is to blame."""
+    """A gloo group as a link.
+
+    Gloo closes all connections of a rank that one peer timed out on, before that rank itself hears
+    of it. So a disconnected rank looks into the store for the rank that failed.
+    """
 
     def __init__(self, group: Any, store: Any) -> None:
         self._group, self._store = group, store
@@ -122,7 +131,7 @@ class _GlooLink:
     def send(self, rank: int, lane: int, memory: memoryview) -> Transfer:
         memory = (
             memoryview(bytearray(memory)) if memory.readonly else memory
-        )  # torch warns of what cannot be written to
+        )  # torch warns about read-only buffers
         return _GlooTransfer(self._group.send([_tensor(memory)], rank, lane))
 
     def receive(self, rank: int, lane: int, memory: memoryview) -> Transfer:
@@ -150,7 +159,7 @@ def _tensor(memory: memoryview) -> torch.Tensor:
 
 
 def _quietly(act: Callable[[], Any]) -> Any:
-    """What `act` returns; None if the store is gone as well."""
+    """The result of `act`; None if the store is gone as well."""
     try:
         return act()
     except RuntimeError:

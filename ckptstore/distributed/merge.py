@@ -1,10 +1,10 @@
-"""One state out of what each rank has of it: which leaves are one, and which are each rank's own.
+"""How do the states of all ranks become one: which leaves are shared, and which belong to one rank?
 Pure.
 
-Leaves under one path are one leaf if they are of one kind, dtype and shape. Mappings are united,
-key by key; where ranks have different things in one place, a node of type `ranks` has each rank's
-under its number. What turns out to differ in content, or is known to belong to one rank, becomes
-such a node later (`finish`).
+Leaves under one path are one leaf if kind, dtype and shape agree. Mappings are merged key by key.
+Where ranks have different nodes in one place, a node of type `ranks` has each rank's node under its
+number. Leaves with different content, and leaves known to belong to one rank, become such a node
+later (`finish`).
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -16,11 +16,11 @@ from ckptstore.distributed.describe import RankTree
 from ckptstore.state.containers import leaves_of
 
 RANKS = "ranks"
-"""The node type whose children are under the numbers of the ranks that have them."""
+"""The node type whose children are keyed by rank number."""
 
 
 class Holder(NamedTuple):
-    """A rank that has a leaf, and the leaf's number there."""
+    """A rank that holds a leaf, and the leaf's number there."""
 
     rank: int
     leaf: int
@@ -40,7 +40,7 @@ class MergedLeaf:
 
 @dataclass(slots=True)
 class MergedTree:
-    """One key of the whole state; `trees` are those of the ranks that have it."""
+    """One key of the whole state; `trees` are the trees of the ranks that have it."""
 
     key: str
     skeleton: Node | int
@@ -49,11 +49,11 @@ class MergedTree:
 
 
 Finished: TypeAlias = tuple[Schema, list[tuple[int, int | None]]]
-"""A schema, and what each of its leaves is: a merged leaf, and the rank whose own it is."""
+"""A schema, and for each of its leaves the merged leaf and the rank that owns it, if private."""
 
 
 def merge(by_rank: Sequence[Sequence[RankTree]]) -> list[MergedTree]:
-    """Every key that any rank has, in the order of the first rank that has it."""
+    """All keys of any rank, in the order of the first rank that has each."""
     keys: dict[str, dict[int, RankTree]] = {}
     for rank, trees in enumerate(by_rank):
         for tree in trees:
@@ -62,10 +62,9 @@ def merge(by_rank: Sequence[Sequence[RankTree]]) -> list[MergedTree]:
 
 
 def finish(tree: MergedTree, private: frozenset[int]) -> Finished:
-    """The whole state with the leaves numbered `private` divided by rank."""
+    """The whole state, with the leaves numbered `private` divided by rank."""
     found: list[tuple[int, int | None]] = []
-    # What is tied to a leaf that is divided by rank is divided as it is, so that each rank's own
-    # stay tied.
+    # A leaf tied to a divided leaf is divided too, so that each rank's leaves stay tied.
     tied = frozenset(i for i, leaf in enumerate(tree.leaves) if leaf.alias in private)
     skeleton = _divide(tree.skeleton, tree, private | tied, found)
     numbers = {each: i for i, each in enumerate(found)}
@@ -129,7 +128,7 @@ def _same(key: str, schema: Schema, trees: dict[int, RankTree]) -> MergedTree:
 
 
 class _Merger:
-    """Walks the skeletons of several ranks side by side and collects the leaves of the whole."""
+    """Walks the skeletons of several ranks in parallel and collects the merged leaves."""
 
     def __init__(self, merged: MergedTree, trees: Mapping[int, RankTree]) -> None:
         self._merged, self._trees = merged, trees
@@ -175,7 +174,7 @@ class _Merger:
         return Node(nodes[0][1].type, children, None, attrs)
 
     def _divided(self, nodes: Sequence[tuple[int, Node | int]]) -> Node:
-        """Each rank's own, under paths that say whose they are."""
+        """Each rank's node, under a path with the rank's number."""
         depth = self._depth(nodes)
         children = tuple(self._own(rank, node, depth) for rank, node in nodes)
         return Node(RANKS, children, tuple(rank for rank, _ in nodes))
@@ -195,7 +194,7 @@ class _Merger:
         return number
 
     def _depth(self, nodes: Sequence[tuple[int, Node | int]]) -> int:
-        """How many segments the paths of all leaves below `nodes` have in common."""
+        """The number of path segments that all leaves below `nodes` share."""
         paths = [
             self._trees[rank].schema.paths[leaf].split("/")
             for rank, node in nodes
@@ -222,8 +221,9 @@ class _Merger:
 
 
 def _join_aliases(tree: MergedTree) -> None:
-    """A leaf is an alias if it is one, of one and the same leaf, on every rank that has elements of
-    it."""
+    """A leaf stays an alias if, on every rank that has elements of it, it is an alias of one and
+    the same leaf.
+    """
     if not any(alias >= 0 for each in tree.trees.values() for alias in each.schema.aliases):
         return
     numbers = {
@@ -262,13 +262,11 @@ def _hashable(key: Any) -> Any:
 
 
 _UNITED = ("metadata", "names")
-"""Attributes of which ranks have parts: the versions of modules, the names of an optimizer's
-parameters."""
+"""Attributes that ranks hold in parts: module versions, and the parameter names of an optimizer."""
 
 
 def _joint_attrs(each: Sequence[tuple[tuple[str, Any], ...]]) -> tuple[tuple[str, Any], ...] | None:
-    """The attributes that nodes have in common; lists of which every rank has what belongs to its
-    own modules are united."""
+    """The attributes that nodes share. Lists that each rank has for its own modules are merged."""
     if all(attrs == each[0] for attrs in each):
         return each[0]
     columns = [dict(attrs) for attrs in each]

@@ -1,12 +1,12 @@
-"""Who hashes and writes which chunks of a state that many ranks hold. Decided by the coordinator,
-without a byte of content. Pure.
+"""Which rank hashes and writes which chunks? Decided by the coordinator, without reading content.
+Pure.
 
-A leaf whose replicas are known, or that ranks divide, is written at once: each chunk by one rank,
-the load even by bytes. A leaf that ranks hold for reasons unknown is *reported* first (`decide`):
-each rank says what it has, and what is equal is one.
+A leaf that ranks divide, or whose replicas are known, is planned at once: one rank writes each
+chunk, and load is balanced by bytes. A leaf whose replication is unknown is *reported* first
+(`decide`): each rank reports its content, and equal content becomes one leaf.
 
-Leaves that are held alike, as those of a model's layers are, share what is said of them: only the
-load decides leaf by leaf.
+Leaves with equal holdings, as in the layers of a model, share their plan. Only the load decides
+leaf by leaf.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -22,7 +22,7 @@ from ckptstore.distributed.tiling import Cell, Fragment, Span, Tiling, misfit, t
 from ckptstore.errors import Conflict
 from ckptstore.repository.memory_budget import WINDOW_BYTES
 
-# A model repeats its shapes: what was cut once need not be cut again.
+# A model repeats its shapes, so tilings are cached.
 _grid, _tile_boxes, _misfit = (
     lru_cache(1 << 14)(grid),
     lru_cache(1 << 12)(tile),
@@ -31,15 +31,16 @@ _grid, _tile_boxes, _misfit = (
 
 
 class Target(NamedTuple):
-    """A leaf of the whole state: numbers of its tree and of itself."""
+    """A leaf of the whole state: the numbers of its tree and of the leaf."""
 
     tree: int
     leaf: int
 
 
 class Place(NamedTuple):
-    """Box number `part` of a leaf on one rank, which is number `holder` among those that have the
-    leaf: the same for leaves held alike."""
+    """Box number `part` of a leaf on one rank. `holder` is the rank's index among the leaf's
+    holders, so leaves with equal holdings share it.
+    """
 
     rank: int
     part: int
@@ -47,8 +48,9 @@ class Place(NamedTuple):
 
 
 class Job(NamedTuple):
-    """Cells `first:stop` of a box, to be hashed and written where they are; they are the leaf's
-    chunks from `chunk` on."""
+    """Hash and write cells `first:stop` of a box in place; they are the leaf's chunks from `chunk`
+    on.
+    """
 
     place: Place
     first: int
@@ -58,8 +60,9 @@ class Job(NamedTuple):
 
 
 class FragmentPlan(NamedTuple):
-    """Cell `cell` of a box, which is `box` of the leaf, on its way to the rank that completes a
-    chunk."""
+    """Cell `cell` of a box, sent to the rank that completes a chunk; `box` is its position in the
+    leaf.
+    """
 
     place: Place
     cell: int
@@ -68,8 +71,9 @@ class FragmentPlan(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class ChunkAssembly:
-    """How rank `owner` puts chunk `chunk` of a leaf together, of which `moved` bytes come from
-    others. For all leaves held alike."""
+    """How rank `owner` assembles chunk `chunk` of a leaf; `moved` bytes come from other ranks.
+    Shared by leaves with equal holdings.
+    """
 
     owner: Place
     chunk: int
@@ -78,16 +82,15 @@ class ChunkAssembly:
 
 
 class CellJob(NamedTuple):
-    """A chunk that is put together, in window number `window` of the exchange."""
+    """A chunk to be assembled, in window number `window` of the exchange."""
 
     target: Target
-    recipe: ChunkAssembly
+    assembly: ChunkAssembly
     window: int
 
 
 class Shared(NamedTuple):
-    """Box number `box` of a leaf, of `cells` cells, which the rank at `place` has and others as
-    well."""
+    """Box number `box` of a leaf, of `cells` cells, held by the rank at `place` and by others."""
 
     target: Target
     box: int
@@ -97,8 +100,9 @@ class Shared(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Tiled:
-    """A leaf whose chunks are planned: `boxes` tile it, `holders` have each of them, the first
-    mesh's before others'. Leaves held alike have one and the same."""
+    """A leaf whose chunks are planned: `boxes` tile it, and `holders` lists the ranks of each box,
+    the first mesh's ranks first. Leaves with equal holdings share one object.
+    """
 
     boxes: tuple[Box, ...]
     tiling: Tiling
@@ -107,9 +111,10 @@ class Tiled:
 
 @dataclass(slots=True)
 class RanksPlan:
-    """The coordinator's plan. `reported` leaves are named by all who report them.
+    """The coordinator's plan. Every rank that holds a `reported` leaf reports it.
 
-    What is in neither `tiled` nor `reported` has no content: an alias, a tensor without elements.
+    A leaf in neither `tiled` nor `reported` has no content: it is an alias, or a tensor without
+    elements.
     """
 
     trees: list[MergedTree]
@@ -133,11 +138,11 @@ def plan_ranks(
     canonical: bool,
     window_bytes: int = WINDOW_BYTES,
 ) -> RanksPlan:
-    """The plan for `size` ranks. At most `window_bytes` of fragments are on their way at a time,
-    and a chunk at least.
+    """The plan for `size` ranks. At most `window_bytes` of fragments, but at least one chunk, are
+    in transfer at a time.
 
-    Raises `Conflict`, naming path and ranks, for boxes that do not tile a leaf exactly once, and
-    for meshes that divide it differently.
+    Raises `Conflict`, naming path and ranks, if boxes do not tile a leaf exactly once, or meshes
+    divide it differently.
     """
     plan = RanksPlan(list(trees), load=[0] * size)
     alike: dict[object, Target] = {}
@@ -160,8 +165,9 @@ def nbytes_of(leaf: MergedLeaf) -> int:
 
 
 def _how_held(tree: MergedTree, leaf: MergedLeaf) -> object:
-    """Equal for leaves that are placed alike: a model repeats its layers, and descriptions their
-    holdings."""
+    """A key that is equal for leaves with equal placement: a model repeats its layers, and
+    descriptions repeat their holdings.
+    """
     trees = tree.trees
     holders = tuple(
         [(rank, id(trees[rank].held.get(n)), trees[rank].marks.get(n)) for rank, n in leaf.holders]
@@ -170,7 +176,7 @@ def _how_held(tree: MergedTree, leaf: MergedLeaf) -> object:
 
 
 def _place_alike(plan: RanksPlan, first: Target, target: Target) -> None:
-    """Place a leaf as `first` was."""
+    """Place a leaf as `first` was placed."""
     if (tiled := plan.tiled.get(first)) is not None:
         plan.tiled[target] = tiled
     if (reported := plan.reported.get(first)) is not None:
@@ -222,8 +228,9 @@ def _places(holders: Sequence[Holder]) -> tuple[Place, ...]:
 
 
 def _boxes(tree: MergedTree, leaf: MergedLeaf) -> dict[object, dict[Box, list[Place]]]:
-    """Who holds which box, mesh by mesh; a rank that holds the leaf whole is a mesh of its own
-    kind."""
+    """The ranks that hold each box, mesh by mesh. A rank that holds the leaf whole counts as a mesh
+    of its own.
+    """
     by_mesh: dict[object, dict[Box, list[Place]]] = {}
     whole = Box((0,) * len(leaf.shape), leaf.shape)
     for i, (rank, number) in enumerate(leaf.holders):
@@ -240,7 +247,7 @@ def _check_tiles(
 ) -> None:
     groups = " and ".join(f"ranks {_ranks(boxes.values())}" for boxes in by_mesh.values())
     if numbered and len(by_mesh) > 1:
-        # Even if the bytes are equal: at step 0 the moments of all parameters are.
+        # Also if the bytes are equal: at step 0 all optimizer moments are.
         raise Conflict(
             f"{leaf.path} is named by a number that several meshes give to parameters of theirs: "
             f"{groups}. Put the modules whose "
@@ -278,7 +285,7 @@ def _tile(
 ) -> None:
     first, *others = by_mesh.values()
     boxes = tuple(sorted(first))
-    # What several meshes hold must be compared, chunk by chunk: then no chunk may lie in two boxes.
+    # Replicas on several meshes are compared chunk by chunk, so no chunk may lie in two boxes.
     tiling = _tile_boxes(
         leaf.shape,
         geometry.width_of(leaf.dtype),
@@ -296,8 +303,9 @@ def _tile(
 
 
 def _assign(plan: RanksPlan, chunk_bytes: int, window_bytes: int) -> None:
-    """Spread the chunks of all tiled leaves: what only one rank has first, then what several have,
-    large leaves first."""
+    """Assign the chunks of all tiled leaves to ranks: chunks of one holder first, then shared ones,
+    large leaves first.
+    """
     spans = [
         (target, tiled, span) for target, tiled in plan.tiled.items() for span in tiled.tiling.spans
     ]
@@ -327,7 +335,7 @@ def _assign(plan: RanksPlan, chunk_bytes: int, window_bytes: int) -> None:
 def _spread(
     plan: RanksPlan, target: Target, span: Span, holders: Sequence[Place], cells: Grid
 ) -> None:
-    """Divide a span among those who have it, each part to the one with the least to do."""
+    """Divide a span among its holders, each part to the least loaded rank."""
     step = -(-(span.stop - span.first) // len(holders))
     for start in range(span.first, span.stop, step):
         end = min(start + step, span.stop)
@@ -343,8 +351,9 @@ def _give(plan: RanksPlan, job: Job, nbytes: int) -> None:
 
 
 class _CutCell:
-    """A cell that edges cut, of leaves held alike: its bytes, who has the most of them, and what
-    each of these would do."""
+    """A cell that box edges cut, for leaves with equal holdings: its bytes, the ranks with the most
+    of them, and the assembly for each of these.
+    """
 
     def __init__(self, tiled: Tiled, cell: Cell, grids: Sequence[Grid]) -> None:
         parts = [
@@ -366,7 +375,7 @@ class _CutCell:
         ]
         self._recipes: dict[Place, ChunkAssembly] = {}
 
-    def recipe(self, owner: Place) -> ChunkAssembly:
+    def assembly(self, owner: Place) -> ChunkAssembly:
         if owner not in self._recipes:
             places = [
                 _nearest(self._holders[fragment.box], owner.rank) for fragment, _, _ in self._parts
@@ -396,13 +405,13 @@ def _assign_cells(plan: RanksPlan, chunk_bytes: int, window_bytes: int) -> None:
             )
             cut[id(tiled)] = [_CutCell(tiled, cell, grids) for cell in tiled.tiling.cells]
         for cell in cut[id(tiled)]:
-            recipe = cell.recipe(min(cell.able, key=lambda place: plan.load[place.rank]))
-            if on_the_way + recipe.moved > window_bytes:
+            assembly = cell.assembly(min(cell.able, key=lambda place: plan.load[place.rank]))
+            if on_the_way + assembly.moved > window_bytes:
                 window, on_the_way = window + 1, 0
-            on_the_way += recipe.moved
-            plan.exchanged_bytes += recipe.moved
-            plan.load[recipe.owner.rank] += cell.nbytes
-            plan.cells.append(CellJob(target, recipe, window))
+            on_the_way += assembly.moved
+            plan.exchanged_bytes += assembly.moved
+            plan.load[assembly.owner.rank] += cell.nbytes
+            plan.cells.append(CellJob(target, assembly, window))
 
 
 def _nbytes(cells: Grid, fragment: Fragment) -> int:

@@ -1,4 +1,4 @@
-"""A rank's part of the plan, as the coordinator sends it."""
+"""What does one rank have to do, and how does the coordinator send it?"""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -11,8 +11,7 @@ from ckptstore.objects import canonical
 
 
 class LeafRef(NamedTuple):
-    """A box on the rank itself: the number of the key among its keys, the leaf's number, the box's
-    number."""
+    """A box on this rank: the numbers of its key, of the leaf and of the box."""
 
     tree: int
     leaf: int
@@ -22,13 +21,13 @@ class LeafRef(NamedTuple):
 class JobTask(NamedTuple):
     """Hash and write cells `first:stop` of a box."""
 
-    spot: LeafRef
+    ref: LeafRef
     first: int
     stop: int
 
 
 class Sending(NamedTuple):
-    """Send cell `cell` of box `part` to rank `to`: what is done alike with leaves held alike."""
+    """Send cell `cell` of box `part` to rank `to`. Shared by leaves with equal holdings."""
 
     to: int
     part: int
@@ -36,7 +35,7 @@ class Sending(NamedTuple):
 
 
 class SendTask(NamedTuple):
-    """Do `how` with a leaf."""
+    """Do `how` with one leaf."""
 
     window: int
     tree: int
@@ -54,8 +53,9 @@ class FragmentTask(NamedTuple):
 
 
 class Completing(NamedTuple):
-    """Complete chunk `chunk` of a leaf, of which this rank has box `part`, from fragments, hash and
-    write it."""
+    """Complete, hash and write chunk `chunk` of a leaf from fragments, as the holder of box
+    `part`.
+    """
 
     part: int
     chunk: int
@@ -63,7 +63,7 @@ class Completing(NamedTuple):
 
 
 class CellTask(NamedTuple):
-    """Do `how` with a leaf."""
+    """Do `how` with one leaf."""
 
     window: int
     tree: int
@@ -73,11 +73,10 @@ class CellTask(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class RankTask:
-    """All that a rank does before anything is decided by content. `shared` are boxes that others
-    have as well, and how many cells.
+    """The work of a rank before content is resolved. `shared` are boxes that other ranks hold as
+    well, and their number of cells.
 
-    Leaves that the coordinator planned alike are done alike: their `how` is one and the same
-    object.
+    Leaves that the coordinator planned together share one `how` object.
     """
 
     jobs: tuple[JobTask, ...]
@@ -89,7 +88,7 @@ class RankTask:
 
 
 class _Columns:
-    """A task on its way: lists of numbers, as they travel."""
+    """A task as a message: lists of numbers."""
 
     def __init__(self) -> None:
         self.jobs: list[list[int]] = []
@@ -102,8 +101,9 @@ class _Columns:
 
 
 class _Role(NamedTuple):
-    """What a rank does in a recipe: number `how` of its sendings or completings, for the leaves in
-    `leaves`."""
+    """What a rank does in an assembly: entry `how` of its sendings or completings, for the leaves
+    in `leaves`.
+    """
 
     rank: int
     holder: int
@@ -121,7 +121,7 @@ def encode_tasks(
     ]
     tasks = [_Columns() for _ in keys]
 
-    def spot(target: Target, place: Place) -> list[int]:
+    def ref(target: Target, place: Place) -> list[int]:
         return [
             trees[place.rank][target.tree],
             plan.leaf(target).holders[place.holder].leaf,
@@ -129,32 +129,32 @@ def encode_tasks(
         ]
 
     for job in plan.jobs:
-        tasks[job.place.rank].jobs.append([*spot(job.target, job.place), job.first, job.stop])
-    roles: dict[int, list[_Role]] = {}  # by the identity of recipes
-    for target, recipe, window in plan.cells:
-        if id(recipe) not in roles:
-            roles[id(recipe)] = list(_roles(recipe, tasks))
+        tasks[job.place.rank].jobs.append([*ref(job.target, job.place), job.first, job.stop])
+    roles: dict[int, list[_Role]] = {}  # by identity of the assemblies
+    for target, assembly, window in plan.cells:
+        if id(assembly) not in roles:
+            roles[id(assembly)] = list(_roles(assembly, tasks))
         holders = plan.leaf(target).holders
-        for rank, holder, how, leaves in roles[id(recipe)]:
+        for rank, holder, how, leaves in roles[id(assembly)]:
             leaves.append((window, trees[rank][target.tree], holders[holder].leaf, how))
     for target, places in plan.reported.items():
         for place in places:
-            tasks[place.rank].reports.append(spot(target, place))
+            tasks[place.rank].reports.append(ref(target, place))
     for shared in plan.shared:
-        tasks[shared.place.rank].shared.append([*spot(shared.target, shared.place), shared.cells])
+        tasks[shared.place.rank].shared.append([*ref(shared.target, shared.place), shared.cells])
     return [canonical.encode({**vars(task), "trust": trust_replicated}) for task in tasks]
 
 
-def _roles(recipe: ChunkAssembly, tasks: Sequence[_Columns]) -> Iterator[_Role]:
-    owner, fragments = recipe.owner, []
-    for place, cell, box in recipe.fragments:
+def _roles(assembly: ChunkAssembly, tasks: Sequence[_Columns]) -> Iterator[_Role]:
+    owner, fragments = assembly.owner, []
+    for place, cell, box in assembly.fragments:
         fragments.append([place.rank, place.part, cell, *box.offsets, *box.lengths])
         if place.rank != owner.rank:
             task = tasks[place.rank]
             task.sendings.append([owner.rank, place.part, cell])
             yield _Role(place.rank, place.holder, len(task.sendings) - 1, task.sends)
     task = tasks[owner.rank]
-    task.completings.append([owner.part, recipe.chunk, fragments])
+    task.completings.append([owner.part, assembly.chunk, fragments])
     yield _Role(owner.rank, owner.holder, len(task.completings) - 1, task.cells)
 
 

@@ -1,5 +1,6 @@
-"""What one rank sees of a state that many ranks committed: all that is shared, and of private
-leaves its own. Pure."""
+"""What does one rank see of a state that many ranks committed? All shared leaves, and its own
+private ones. Pure.
+"""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -13,7 +14,7 @@ from ckptstore.state.containers import leaves_of
 
 @dataclass(frozen=True, slots=True)
 class RankView:
-    """Who looks: rank `rank` of `size`, and whose private leaves it takes where not its own."""
+    """The viewer: rank `rank` of `size`, and whose private leaves it takes instead of its own."""
 
     rank: int = 0
     size: int = 1
@@ -25,10 +26,10 @@ class RankView:
 
 
 def own_trees(trees: Mapping[str, Tree], viewer: RankView, *, strict: bool) -> dict[str, Tree]:
-    """`trees` with each private leaf under the path that it had on the viewer's rank.
+    """`trees` with each private leaf at its path on the viewer's rank.
 
-    Raises `InvalidInput` for private leaves of which none is the viewer's; without `strict`,
-    mappings are left without them.
+    Raises `InvalidInput` if a private leaf has no copy of the viewer's; without `strict`, mappings
+    omit it.
     """
     return {
         key: _own(tree, viewer, strict) if _has_ranks(tree.schema.skeleton) else tree
@@ -37,8 +38,7 @@ def own_trees(trees: Mapping[str, Tree], viewer: RankView, *, strict: bool) -> d
 
 
 def tree_of_rank(tree: Tree, rank: int) -> Tree | None:
-    """`tree` as `rank` had it, without what only others have of their own; None if nothing is
-    left."""
+    """`tree` as `rank` had it, without other ranks' private leaves; None if nothing is left."""
     if not _has_ranks(tree.schema.skeleton):
         return tree
     view = _View(tree.schema, RankView(rank))
@@ -47,7 +47,7 @@ def tree_of_rank(tree: Tree, rank: int) -> Tree | None:
 
 
 def owners(node: Node | int) -> Iterator[frozenset[int]]:
-    """For every place below `node` where ranks have their own, whose they are."""
+    """For every place below `node` with private content, the ranks that own some."""
     if isinstance(node, int):
         return
     if node.type == RANKS:
@@ -83,8 +83,7 @@ class _View:
         self.ownerless: list[tuple[str, list[int]]] = []
 
     def visit(self, node: Node | int, cut: int | None = None) -> Node | int | None:
-        """The node as the viewer has it, None for what it has not; paths lose segment number
-        `cut`."""
+        """The node for the viewer, or None; paths lose segment number `cut`."""
         if isinstance(node, int):
             segments = self._schema.paths[node].split("/")
             self._paths.append("/".join(s for i, s in enumerate(segments) if i != cut))
@@ -98,7 +97,7 @@ class _View:
         ]
         there = [(key, child) for key, child in children if child is not None]
         if len(there) < len(children) and node.keys is None:
-            return None  # a sequence has no gaps
+            return None  # a sequence must have no gaps
         keys = None if node.keys is None else tuple(key for key, _ in there)
         return Node(node.type, tuple(child for _, child in there), keys, node.attrs)
 
@@ -138,7 +137,7 @@ class _View:
 
 
 def _depth(paths: Sequence[str], ranks: Sequence[int]) -> int:
-    """Which segment of the paths below a divided node is the rank."""
+    """The index of the rank's segment in the paths below a divided node."""
     split = [path.split("/") for path in paths]
     shortest = min(map(len, split), default=1)
     names = {str(rank) for rank in ranks}

@@ -1,5 +1,6 @@
-"""What a rank does for a commit of many: exchange fragments, hash, write, and report what it has.
-The part that moves bytes."""
+"""What does one rank do in a commit of many? It exchanges fragments, hashes and writes chunks, and
+reports content.
+"""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -29,12 +30,13 @@ from ckptstore.repository.thread_pool import ThreadPool
 from ckptstore.state.leaf_sources import Source
 
 SAMPLE = 32
-"""Of so many boxes that others write, one is hashed here as well."""
+"""One in this many boxes that other ranks write is hashed here as well."""
 
 
 class Sample(NamedTuple):
-    """The id of a chunk that another rank writes: cell `cell` of the task's shared box number
-    `shared`, as it is here."""
+    """The id of a chunk that another rank writes, as computed here: cell `cell` of the task's
+    shared box number `shared`.
+    """
 
     shared: int
     cell: int
@@ -43,8 +45,9 @@ class Sample(NamedTuple):
 
 @dataclass(slots=True)
 class RankWritten:
-    """Chunk ids of jobs, of completed cells and of what was decided by content, each in the order
-    of its tasks."""
+    """Chunk ids of jobs, of completed cells and of content that was resolved later, each in task
+    order.
+    """
 
     jobs: bytes = b""
     cells: bytes = b""
@@ -56,7 +59,7 @@ class RankWritten:
 
 
 class RankWorker:
-    """One attempt of one rank."""
+    """One rank's attempt at a commit."""
 
     def __init__(
         self,
@@ -75,8 +78,8 @@ class RankWorker:
         self.written = RankWritten()
 
     def write(self, peers: Collective, look: Callable[[], Dedup]) -> Dedup | None:
-        """Exchange fragments and write what is planned and what the store, as `look` finds it, does
-        not have; returns what that found.
+        """Exchange fragments and write the planned chunks that the store lacks, by the lookup of
+        `look`; returns that lookup.
 
         Peers get what they wait for even if something fails here.
         """
@@ -96,7 +99,7 @@ class RankWorker:
             raise self.written.failures[0]
         self.written.cells = b"".join((*ids, *self._write(ready, f"cells {batches}")))
         jobs = zip(
-            self._moves.jobs, (self._boxes.source(job.spot) for job in self._task.jobs), strict=True
+            self._moves.jobs, (self._boxes.source(job.ref) for job in self._task.jobs), strict=True
         )
         self.written.jobs = b"".join(self._write(list(jobs), "jobs"))
         return self._dedup
@@ -105,25 +108,25 @@ class RankWorker:
         """Write chunks `first:stop` of reported leaves: (number of the report, first, stop)."""
         spots = [self._task.reports[number] for number, _, _ in decided]
         extents = [
-            self._boxes.cells(spot, first, stop)
-            for spot, (_, first, stop) in zip(spots, decided, strict=True)
+            self._boxes.cells(ref, first, stop)
+            for ref, (_, first, stop) in zip(spots, decided, strict=True)
         ]
         jobs = zip(extents, map(self._boxes.source, spots), strict=True)
         self.written.decided = b"".join(self._write(list(jobs)))
 
     def reports(self) -> bytes:
-        """What this rank has of the leaves that were asked for."""
+        """This rank's content of the reported leaves."""
         found: list[Report | None] = []
         hashed: list[LeafRef] = []
-        for spot in self._task.reports:
-            pieces = self._boxes.pieces(spot)
-            if self._boxes.global_bytes(spot) <= INLINE_BYTES:
+        for ref in self._task.reports:
+            pieces = self._boxes.pieces(ref)
+            if self._boxes.global_bytes(ref) <= INLINE_BYTES:
                 inline = b"".join(read_all(self._boxes.source(piece)) for piece in pieces)
                 found.append(Report(inline, b"", len(inline)))
             else:
                 found.append(None)
                 hashed.extend(pieces)
-        ids = iter(self._hash(hashed, [self._boxes.extent(spot) for spot in hashed]))
+        ids = iter(self._hash(hashed, [self._boxes.extent(ref) for ref in hashed]))
         for i, report in enumerate(found):
             if report is None:
                 pieces = self._boxes.pieces(self._task.reports[i])
@@ -134,15 +137,16 @@ class RankWorker:
         return encode_reports([report for report in found if report is not None])
 
     def samples(self, session: SessionId) -> list[Sample]:
-        """Chunks that others write of boxes that this rank has as well: some, or all if replicas
-        are not trusted."""
+        """Ids of chunks that other ranks write of boxes held here as well: a sample, or all if
+        replicas are not trusted.
+        """
         chosen = list(_chosen(self._task, session))
         spots = [self._task.shared[number][0] for number, _ in chosen]
         ids = self._hash(
             spots,
             [
-                self._boxes.cells(spot, cell, cell + 1)
-                for spot, (_, cell) in zip(spots, chosen, strict=True)
+                self._boxes.cells(ref, cell, cell + 1)
+                for ref, (_, cell) in zip(spots, chosen, strict=True)
             ],
         )
         return [
@@ -156,7 +160,7 @@ class RankWorker:
         )
 
     def _write(self, parts: Sequence[tuple[Extent, Source]], same: str = "") -> list[bytes]:
-        """Write parts of which the extents are those of every attempt under the name `same`."""
+        """Write parts. Under the name `same`, the extents are equal in every attempt."""
         if not parts or self._dedup is None:
             return []
 
@@ -181,20 +185,20 @@ class RankWorker:
 
     @contextmanager
     def _failing_later(self) -> Iterator[None]:
-        """Others wait for what this rank sends: what fails within is raised when all has been
-        exchanged."""
+        """Keep an error until the exchange ends, since other ranks wait for this rank's data."""
         try:
             yield
         except BaseException as error:
             self.written.failures.append(error)
 
     def _exchanged(self, peers: Collective) -> Iterator[tuple[Extent, bytearray]]:
-        """The completed cells, window by window. After a failure of this rank what it sends and
-        yields is of no worth, but it is sent."""
+        """The completed cells, window by window. After a local failure, send and yield placeholders
+        so that peers do not block.
+        """
         for window in self._moves.windows:
             yield from self._in_window(
                 peers, window
-            )  # whose memory is free again when the next one begins
+            )  # this window's memory is free again when the next one begins
 
     def _in_window(self, peers: Collective, window: Window) -> Iterator[tuple[Extent, bytearray]]:
         outgoing = [Part(rank, self._joined(found)) for rank, found in window.outgoing]
@@ -207,16 +211,17 @@ class RankWorker:
             yield completion.how.extent, self._complete(completion, arrived)
 
     def _joined(self, outgoing: Sequence[Outgoing]) -> memoryview:
-        """One message: the stretches one behind the other, copied, since they are sent while others
-        are staged."""
+        """One message with copies of the byte ranges, concatenated: the sources may be reused while
+        it is sent.
+        """
         message = memoryview(
-            bytearray(sum(stretch.stop - stretch.start for _, _, stretch in outgoing))
+            bytearray(sum(byte_range.stop - byte_range.start for _, _, byte_range in outgoing))
         )
         at = 0
         with self._failing_later():
-            for tree, leaf, stretch in outgoing:
-                end = at + stretch.stop - stretch.start
-                self._stage(tree, leaf, stretch, message[at:end])
+            for tree, leaf, byte_range in outgoing:
+                end = at + byte_range.stop - byte_range.start
+                self._stage(tree, leaf, byte_range, message[at:end])
                 at = end
         return message
 
@@ -242,17 +247,17 @@ class RankWorker:
                 at += stop - start
         return data
 
-    def _stage(self, tree: int, leaf: int, stretch: ByteRange, out: memoryview) -> None:
-        source = self._boxes.source(LeafRef(tree, leaf, stretch.part))
-        memory = source.view(stretch.start, stretch.stop)
+    def _stage(self, tree: int, leaf: int, byte_range: ByteRange, out: memoryview) -> None:
+        source = self._boxes.source(LeafRef(tree, leaf, byte_range.part))
+        memory = source.view(byte_range.start, byte_range.stop)
         if memory is None:
-            source.stage(stretch.start, stretch.stop, out)
+            source.stage(byte_range.start, byte_range.stop, out)
         else:
             out[:] = memory
 
 
 class _Cursor:
-    """Memory that is taken piece by piece, in order."""
+    """Memory that is taken in consecutive ranges."""
 
     def __init__(self, memory: memoryview) -> None:
         self._memory, self._at = memory, 0
@@ -280,7 +285,7 @@ class _Bytes:
 
 
 def _chosen(task: RankTask, session: SessionId) -> Iterator[tuple[int, int]]:
-    """Shared boxes by their number in the task, and cells of them."""
+    """Shared boxes by their number in the task, and their chosen cells."""
     seed = int(session[:12], 16)
     for i, (_, cells) in enumerate(task.shared):
         if not task.trust_replicated:

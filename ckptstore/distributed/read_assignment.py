@@ -1,8 +1,8 @@
-"""Who reads a chunk that several ranks need, in which window, and who gets it from whom; or who
-hashes it for all. Pure.
+"""Which rank reads or hashes a chunk that several ranks need, and in which window does it travel?
+Pure.
 
-Chunks are known by their number: the order in which the commit names them, the same on all ranks.
-What a rank needs is a bit a chunk.
+A chunk is known by its number in the order in which the commit names them, equal on all ranks. A
+rank's need is one bit a chunk.
 """
 
 import struct
@@ -20,14 +20,15 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 ALONE = -1
-"""In place of a reader: whoever needs the chunk reads it, and hashes it."""
+"""Instead of a reader: every rank that needs the chunk reads and hashes it."""
 
 _WINDOW = struct.Struct("<Q")
 
 
 class Numbering:
-    """The numbers of a commit's chunks, whose `ids` are joined in the order in which it names
-    them."""
+    """The numbers of a commit's chunks; `ids` are joined in the order in which the commit names
+    them.
+    """
 
     def __init__(self, ids: bytes) -> None:
         self._known, first = np.unique(np.frombuffer(ids, f"V{CHUNK_ID_BYTES}"), return_index=True)
@@ -40,7 +41,7 @@ class Numbering:
 
     @property
     def digest(self) -> bytes:
-        """Ranks that number alike have the same."""
+        """Equal on ranks with the same numbering."""
         return digest(self.ids)
 
     @property
@@ -54,8 +55,9 @@ class Numbering:
 
 
 class Need(NamedTuple):
-    """What a rank says: whose numbering it counts by, how many bytes it can take at a time, and a
-    bit for each chunk that it needs."""
+    """What a rank tells the coordinator: its numbering, its limit of bytes in transfer, and a bit
+    for each chunk that it needs.
+    """
 
     digest: bytes
     window_bytes: int
@@ -81,8 +83,7 @@ def decode_need(data: bytes) -> Need:
 
 
 class Shares(NamedTuple):
-    """By the number of a chunk: who reads it, or `ALONE`, and the window of the exchange in which
-    it travels."""
+    """By chunk number: the reader or `ALONE`, and the window of the exchange."""
 
     readers: "NDArray[np.int32]"
     windows: "NDArray[np.int32]"
@@ -91,10 +92,11 @@ class Shares(NamedTuple):
 def plan_shares(
     needs: "NDArray[np.bool_]", nbytes: "NDArray[np.int64]", window_bytes: int
 ) -> Shares:
-    """Who reads what `needs` (ranks × chunks) say that several ranks need, of `nbytes` by chunk.
+    """Assign readers to the chunks that several ranks need. `needs` is ranks × chunks, `nbytes` by
+    chunk.
 
-    Each chunk is read by one of those who need it, the load even by bytes, runs of chunks by one
-    rank. In a window no rank has more than `window_bytes` and a chunk on their way.
+    One of the ranks that need a chunk reads it. Load is balanced by bytes, in runs of chunks. In a
+    window no rank has more than `window_bytes` and a chunk in transfer.
     """
     ranks, chunks = needs.shape
     shares = Shares(np.full(chunks, ALONE, np.int32), np.zeros(chunks, np.int32))
@@ -115,8 +117,9 @@ def plan_shares(
 
 
 def plan_verifiers(needs: "NDArray[np.bool_]") -> "NDArray[np.int32]":
-    """By the number of a chunk, who hashes what `needs` (ranks × chunks) say that several ranks
-    need, or `ALONE`: an even part each of those that need it, in runs."""
+    """By chunk number, the rank that hashes it, or `ALONE`. Ranks that need the same chunks
+    (`needs`: ranks × chunks) hash an even part each, in runs.
+    """
     verifiers = np.full(needs.shape[1], ALONE, np.int32)
     for holders, numbers in _groups(needs):
         verifiers[numbers] = np.array(holders, np.int32)[
@@ -126,7 +129,7 @@ def plan_verifiers(needs: "NDArray[np.bool_]") -> "NDArray[np.int32]":
 
 
 class _Pace:
-    """The window that each rank is in, and how much it has on its way there."""
+    """The current window of each rank, and its bytes in transfer there."""
 
     def __init__(self, ranks: int, window_bytes: int) -> None:
         self._windows, self._filled, self._most = [0] * ranks, [0] * ranks, window_bytes
@@ -148,8 +151,7 @@ class _Pace:
 
 
 def _groups(needs: "NDArray[np.bool_]") -> Iterator[tuple[list[int], "NDArray[np.int64]"]]:
-    """Chunks that the same several ranks need: those ranks, and the numbers of the chunks in
-    order."""
+    """Chunks that the same set of ranks needs: those ranks, and the chunk numbers in order."""
     numbers = np.flatnonzero(needs.sum(axis=0) > 1)
     if not len(numbers):
         return
@@ -162,8 +164,9 @@ def _groups(needs: "NDArray[np.bool_]") -> Iterator[tuple[list[int], "NDArray[np
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """A chunk that travels: number `number`, of `nbytes`, which `reader` reads; `receivers` get it,
-    and are known to the reader alone."""
+    """A chunk in transfer: number `number`, of `nbytes`, read by `reader`. Only the reader knows
+    its `receivers`.
+    """
 
     number: int
     nbytes: int
@@ -174,7 +177,7 @@ class Share:
 def encode_shares(
     shares: Shares, needs: "NDArray[np.bool_]", nbytes: "NDArray[np.int64]", rank: int
 ) -> bytes:
-    """What rank `rank` must know of `shares`."""
+    """The part of `shares` that concerns rank `rank`."""
     mine = np.flatnonzero(needs[rank] & (shares.readers != ALONE))
     read = mine[shares.readers[mine] == rank]
     columns = (
@@ -189,8 +192,9 @@ def encode_shares(
 
 
 def decode_shares(data: bytes, rank: int, size: int) -> list[list[Share]]:
-    """What rank `rank` of `size` does, window by window, in the order of the chunks' numbers.
-    Raises `Corrupt`."""
+    """The shares of rank `rank` of `size`, window by window, in the order of chunk numbers. Raises
+    `Corrupt`.
+    """
     *columns, bits = framing.split(data, 5)
     numbers, nbytes, readers, windows = (
         np.frombuffer(column, kind).tolist()

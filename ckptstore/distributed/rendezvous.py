@@ -1,10 +1,9 @@
-"""How processes that were told of each other connect, each with each, without a store and without
-those who told them.
+"""How do processes that know each other's addresses connect, each with each?
 
-Who is to be found opens a door and says where; whoever brings the ranks together hands all of them
-the places and one secret, made for this meeting alone, so that neither a name nor a connection of
-an earlier one is mistaken for it. A rank calls on those before it and is called on by those after
-it. The secret itself is never sent: both ends prove that they know it.
+They need no store and none of the trainers. Each process opens a listener. The trainers collect the
+addresses and give all processes the list and one secret, made for this rendezvous only, so that
+connections of an earlier one are not mistaken for it. A rank connects to the ranks before it and
+accepts the ranks after it. The secret is never sent: both ends prove that they know it.
 """
 
 import hashlib
@@ -25,8 +24,7 @@ from ckptstore.errors import Unavailable
 SECRET_BYTES = 32
 
 HELLO_S = 5.0
-"""Whoever answers at an address proves within this time that it is the one, or another address is
-tried."""
+"""A listener must prove within this time that it is the right one, or another address is tried."""
 
 _CALL = struct.Struct("<6sIIB")
 _MAGIC = b"ckpt\0\1"
@@ -37,7 +35,7 @@ _THERE = b"!"
 
 @dataclass(frozen=True, slots=True)
 class Invitation:
-    """What rank `rank` must know to meet the others: where each is to be found, and the secret."""
+    """What rank `rank` needs to connect: the addresses of all ranks, and the secret."""
 
     rank: int
     places: Sequence[Sequence[Address]]
@@ -45,7 +43,7 @@ class Invitation:
 
     @property
     def callers(self) -> frozenset[Lane]:
-        """Who is to call here."""
+        """The ranks that will connect to this one."""
         return frozenset(
             (rank, lane)
             for rank in range(self.rank + 1, len(self.places))
@@ -54,7 +52,7 @@ class Invitation:
 
 
 class Listener:
-    """A socket that the others can call at; closed once all have met."""
+    """A socket that accepts the other ranks; closed once all are connected."""
 
     def __init__(self) -> None:
         if socket.has_dualstack_ipv6():
@@ -65,9 +63,10 @@ class Listener:
             self._socket = socket.create_server(("", 0), backlog=socket.SOMAXCONN)
         self.addresses = own_addresses(self._socket.getsockname()[1])
 
-    def meet(self, invitation: Invitation, timeout_s: float) -> SocketLink:
-        """Connections with all others. Raises `Unavailable` naming those who were not there within
-        `timeout_s`."""
+    def connect(self, invitation: Invitation, timeout_s: float) -> SocketLink:
+        """Connections to all other ranks. Raises `Unavailable` naming the ranks that were missing
+        after `timeout_s`.
+        """
         deadline = time.monotonic() + timeout_s
         found: dict[Lane, socket.socket] = {}
         try:
@@ -88,7 +87,7 @@ class Listener:
 
 
 def _lanes(rank: int) -> tuple[int, ...]:
-    """The lanes between `rank` and one after it: rounds are held with the first."""
+    """The lanes between `rank` and a later one; the first carries rounds."""
     return (DATA,) if rank else (ROUND, DATA)
 
 
@@ -101,7 +100,7 @@ def _call(invitation: Invitation, rank: int, lane: int, deadline: float) -> sock
     while (left := deadline - time.monotonic()) > 0:
         if found := reach(invitation.places[rank], left, is_rank):
             return found[0]
-        time.sleep(min(0.05, left))  # one that refuses or is busy now may not be in a moment
+        time.sleep(min(0.05, left))  # an address that refuses now may accept in a moment
     places = ", ".join(f"{host} port {port}" for host, port in invitation.places[rank])
     raise Unavailable(
         f"the worker of rank {rank} could not be reached at {places}: do firewalls let workers of "
@@ -135,19 +134,19 @@ def _proof(invitation: Invitation, of: bytes, call: bytes) -> bytes:
 
 
 class _Callers:
-    """Those who call at a door, side by side: a stranger who says nothing keeps nobody waiting."""
+    """Incoming connections, greeted in parallel: a silent stranger delays nobody."""
 
-    def __init__(self, door: socket.socket, invitation: Invitation) -> None:
-        self._door, self._invitation = door, invitation
+    def __init__(self, listener: socket.socket, invitation: Invitation) -> None:
+        self._listener, self._invitation = listener, invitation
         self._waiting: dict[socket.socket, _Caller] = {}
         self._came: dict[Lane, socket.socket] = {}
 
     def wait(self, deadline: float) -> Mapping[Lane, socket.socket]:
-        """The connections of all who were invited; strangers are sent away."""
-        self._door.setblocking(False)
+        """The connections of all invited ranks; others are closed."""
+        self._listener.setblocking(False)
         try:
             with selectors.DefaultSelector() as selector:
-                selector.register(self._door, selectors.EVENT_READ)
+                selector.register(self._listener, selectors.EVENT_READ)
                 while missing := self._invitation.callers - self._came.keys():
                     ready = selector.select(max(deadline - time.monotonic(), 0))
                     if not ready and time.monotonic() >= deadline:
@@ -168,9 +167,9 @@ class _Callers:
         return self._came
 
     def _serve(self, ready: socket.socket, selector: selectors.BaseSelector) -> None:
-        if ready is self._door:
-            with suppress(OSError):  # who called is gone
-                connection, _ = self._door.accept()
+        if ready is self._listener:
+            with suppress(OSError):  # the caller is gone
+                connection, _ = self._listener.accept()
                 connection.setblocking(False)
                 self._waiting[connection] = _Caller()
                 selector.register(connection, selectors.EVENT_READ)
@@ -192,15 +191,16 @@ class _Callers:
 
 
 class _Caller:
-    """What one who calls has said so far."""
+    """An incoming connection, and the bytes of its greeting so far."""
 
     def __init__(self) -> None:
         self._said = b""
 
     @property
     def wanted(self) -> int:
-        """So many bytes are to come: a greeting, and after the answer one more, by which the caller
-        says that it is there still."""
+        """Bytes still to come: a greeting, and after the answer one more byte that shows that the
+        caller is still there.
+        """
         return (
             _HELLO_BYTES + len(_THERE) - len(self._said)
             if len(self._said) >= _HELLO_BYTES
@@ -208,7 +208,9 @@ class _Caller:
         )
 
     def heard(self, more: bytes, connection: socket.socket, invitation: Invitation) -> Lane | None:
-        """Who it is, once it has said everything. Raises `ConnectionError` for a stranger."""
+        """The caller's rank and lane, once its greeting is complete. Raises `ConnectionError` for a
+        stranger.
+        """
         self._said += more
         if len(self._said) < _HELLO_BYTES:
             return None

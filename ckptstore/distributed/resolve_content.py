@@ -1,8 +1,9 @@
-"""What ranks reported, compared: which leaves are one, which are each rank's own, and who writes
-what. Pure.
+"""Which reported leaves are equal on all ranks, which are private, and which rank writes them?
+Pure.
 
-A leaf that is the same on all ranks that have it is one. One that differs is private, each rank's
-its own, unless it was known to be a replica: then it has diverged, which is a conflict.
+A leaf that is equal on all ranks that have it becomes one leaf. One that differs becomes private to
+each rank, unless it was known to be a replica: then the replicas have diverged, which is a
+conflict.
 """
 
 from collections.abc import Mapping, Sequence
@@ -19,11 +20,11 @@ from ckptstore.errors import Conflict
 
 @dataclass(slots=True)
 class Decided:
-    """`contents` of leaves by rank, None for a leaf that is one; `private` are the leaves divided
-    by rank.
+    """`contents` are leaf contents by rank, None for a leaf that is one; `private` are the leaves
+    divided by rank.
 
-    `writes` are (number of the rank's report, first chunk, stop) by rank, and `wanted` the ids that
-    they must turn out to have.
+    By rank, `writes` lists (number of the rank's report, first chunk, stop), and `wanted` the ids
+    that these chunks must have.
     """
 
     contents: dict[tuple[Target, int | None], LeafContent] = field(default_factory=dict)
@@ -35,7 +36,8 @@ class Decided:
 
 def decide(plan: RanksPlan, reports: Sequence[Sequence[Report]]) -> Decided:
     """Compare `reports`, by rank in the order of the rank's task. Raises `Conflict` for replicas
-    that differ, naming path and ranks."""
+    that differ, naming path and ranks.
+    """
     decided = Decided(writes=[[] for _ in reports], wanted=[[] for _ in reports])
     load = list(plan.load)
     found = [iter(enumerate(each)) for each in reports]
@@ -96,7 +98,7 @@ def _groups(contents: Mapping[int, LeafContent]) -> str:
 def _spread(
     decided: Decided, here: Mapping[Place, tuple[int, Report]], load: list[int], taken: set[bytes]
 ) -> None:
-    """Let each chunk be written by one of those who have it, the one with the least to do."""
+    """Assign each chunk to the least loaded rank of those that have it."""
     holders: dict[bytes, list[tuple[int, int, int, int]]] = {}
     for place, (number, report) in here.items():
         ids = split_ids(report.ids)

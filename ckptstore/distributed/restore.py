@@ -1,5 +1,8 @@
-"""A restore on many ranks: each reads what it needs, what several need is read or hashed by one,
-and what fails on one fails on all."""
+"""How do many ranks restore one commit together?
+
+Each rank reads what it needs. One rank reads or hashes a chunk that several need. A failure on one
+rank fails the restore on all.
+"""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol, TypeVar
@@ -17,18 +20,20 @@ T = TypeVar("T")
 
 
 class Common(Protocol):
-    """What ranks do about the chunks that several of them need (`broadcast`,
-    `shared_verification`)."""
+    """How ranks share the work on chunks that several of them need (`broadcast`,
+    `shared_verification`).
+    """
 
     def need(self) -> bytes:
-        """What this rank says of itself; nothing, if it works by itself."""
+        """This rank's need, for the coordinator; empty if it works alone."""
 
     def answer(self, handed_in: Sequence[bytes]) -> list[bytes]:
-        """The coordinator's, to what all ranks say of themselves, if all say something: a task for
-        each, or nothing for all."""
+        """The coordinator's answer to the needs of all ranks: a task for each, or nothing for all
+        if any rank works alone.
+        """
 
     def run(self, peers: Collective, task: bytes) -> Brought:
-        """Do it."""
+        """Carry out a task."""
 
 
 def restore_together(
@@ -37,12 +42,14 @@ def restore_together(
     begin: Callable[[], RestoreOperation],
     common_of: Callable[[RestoreOperation], Common],
 ) -> RestoreOperation:
-    """Restore `commit` on every rank of `peers`. Nothing is touched before every rank has found
-    that the commit fits its state, nothing is handed over before every rank has its part.
-    `common_of` says what is done about chunks that several ranks need.
+    """Restore `commit` on every rank of `peers`.
 
-    Raises one error on all ranks: `Conflict` if they restore different commits, otherwise what the
-    causes have in common.
+    No target changes before every rank has checked that the commit fits its state, and no result is
+    returned before every rank has its part. `common_of` gives the way to share chunks that several
+    ranks need.
+
+    Raises one error on all ranks: `Conflict` if they restore different commits, otherwise the class
+    that the causes share.
     """
     begun: list[tuple[RestoreOperation, Common]] = []
 
@@ -85,7 +92,7 @@ def agreed(peers: Collective, candidates: Sequence[CommitId]) -> list[CommitId]:
 
 
 def on_all(peers: Collective, act: Callable[[], T]) -> T:
-    """What `act` returns here; raises on every rank if it raises on any."""
+    """The result of `act` on this rank; an error on any rank is raised on every rank."""
     found: list[T] = []
 
     def mine() -> bytes:
@@ -99,7 +106,7 @@ def on_all(peers: Collective, act: Callable[[], T]) -> T:
 def check_loaders(
     trees: Mapping[str, Tree], app_state: Mapping[str, Any], viewer: RankView
 ) -> None:
-    """Raise `InvalidInput` for a data loader whose places were those of another number of ranks."""
+    """Raise `InvalidInput` for a data loader saved by another number of ranks."""
     for key, tree in trees.items():
         then = frozenset[int]().union(*owners(tree.schema.skeleton))
         other = then and then != frozenset(range(viewer.size)) and not viewer.private

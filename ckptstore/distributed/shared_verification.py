@@ -1,9 +1,9 @@
-"""A chunk that several ranks read is compared with its id by one of them, which tells the others
-its quick digest: they compare that.
+"""How do ranks that read the same chunks in place share the work of hashing them?
 
-So is read what lies on a disk as fast as memory, where hashing takes longer than reading. What lies
-in a rank's memory was hashed there, by BLAKE3 or by XXH3 (docs/decisions/041-…). What does not
-match is read again, and compared with its id.
+One rank of a group compares a chunk with its id and sends the others its quick digest; they compare
+that with what they read. This serves disks as fast as memory, where hashing takes longer than
+reading. Each rank still hashes what is in its own memory, by BLAKE3 or by XXH3
+(docs/decisions/041-…). A chunk that does not match is read again and compared with its id.
 """
 
 import zlib
@@ -25,29 +25,31 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 GROUP = 8
-"""So many ranks, one behind the other, vouch for each other: as a rule those of one host, who share
-its processors."""
+"""This many consecutive ranks verify for each other. They usually run on one host and share its
+processors.
+"""
 
 LEAST_BYTES = 16 << 20
-"""A smaller commit is hashed sooner than ranks agree who does it."""
+"""A smaller commit is hashed sooner than ranks could agree on a split."""
 
 _UNREAD = bytes(QUICK_DIGEST_BYTES)
 
 
 class SharedVerification:
-    """The chunks of one restore that this rank reads in place, and others of its group as well."""
+    """The chunks of one restore that this rank and others of its group read in place."""
 
     def __init__(self, reader: Reader, reading: Reading, ids: bytes) -> None:
-        """`ids` are those of all chunks of the commit, in its order."""
+        """`ids` are the ids of all chunks of the commit, in its order."""
         self._reader, self._reading = reader, reading
         self._numbering = Numbering(ids)
         self._jobs = [job for job in reading.jobs if job.place is not None]
-        self._aside = [job for job in reading.jobs if job.place is None]
+        self._unplaced = [job for job in reading.jobs if job.place is None]
         self._numbers = self._numbering.numbers(b"".join(job.piece.chunk for job in self._jobs))
 
     def need(self) -> bytes:
-        """What this rank says of itself: by what numbering it counts, and a bit for each chunk that
-        it reads in place. Nothing, if the commit is small."""
+        """This rank's need: its numbering, and a bit for each chunk that it reads in place. Empty
+        if the commit is small.
+        """
         if len(self._numbering) * self._reader.chunk_bytes < LEAST_BYTES:
             return b""
         needed = np.zeros(len(self._numbering), bool)
@@ -57,29 +59,30 @@ class SharedVerification:
         )
 
     def answer(self, handed_in: Sequence[bytes]) -> list[bytes]:
-        """The coordinator's answer: to each rank, what those of its group need. Nothing, where
-        ranks do not count alike, as when they restore different parts."""
+        """The coordinator's answer: to each rank, the needs of its group. Empty if ranks number
+        chunks differently, as when they restore different parts.
+        """
         numberings, needs = zip(*(framing.split(each, 2) for each in handed_in), strict=True)
         if len(set(numberings)) > 1:
             return [b""] * len(handed_in)
         return [framing.join(needs[rank - rank % GROUP :][:GROUP]) for rank in range(len(needs))]
 
     def run(self, peers: Collective, task: bytes) -> Brought:
-        """Read what others of the group read as well, and exchange what it is.
+        """Read the chunks shared with the group and exchange their digests.
 
-        What could not be read, or is not what its voucher says, is left. Raises what else failed
-        here, when all has been exchanged.
+        Chunks that could not be read, or do not match the verifier's digest, stay among the jobs.
+        Other failures are raised after the exchange.
         """
         me, later = peers.rank % GROUP, DeferredErrors()
         needs = self._needs(framing.split(task, min(GROUP, peers.size - (peers.rank - me))))
         verifiers = plan_verifiers(needs)
-        who = verifiers[self._numbers]
+        verifier = verifiers[self._numbers]
         found = [_UNREAD] * len(self._jobs)
         with later.failing(), suppress(CkptStoreError):
-            self._read(np.flatnonzero(who != ALONE).tolist(), who == me, found)
+            self._read(np.flatnonzero(verifier != ALONE).tolist(), verifier == me, found)
         digests = np.frombuffer(b"".join(found), np.uint8).reshape(-1, QUICK_DIGEST_BYTES)
         said = np.zeros((len(self._numbering), QUICK_DIGEST_BYTES), np.uint8)
-        said[self._numbers[who == me]] = digests[who == me]
+        said[self._numbers[verifier == me]] = digests[verifier == me]
         with later.failing():
             _exchange(peers, needs, verifiers, said)
         later.settle()
@@ -90,7 +93,7 @@ class SharedVerification:
         read_bytes = sum(job.piece.raw_bytes for job in self._jobs) - sum(
             job.piece.raw_bytes for job in left
         )
-        return Brought([*left, *self._aside], read_bytes, 0)
+        return Brought([*left, *self._unplaced], read_bytes, 0)
 
     def _needs(self, packed: Sequence[bytes]) -> "NDArray[np.bool_]":
         """What the ranks of the group read in place: ranks × chunks."""
@@ -101,8 +104,9 @@ class SharedVerification:
         )
 
     def _read(self, which: Sequence[int], mine: "NDArray[np.bool_]", found: list[bytes]) -> None:
-        """Read the jobs `which` and note in `found` what came, having compared it with its id where
-        it is `mine` to vouch for."""
+        """Read the jobs `which` and put their digests in `found`. Chunks of `mine` are compared
+        with their ids.
+        """
         jobs = [self._jobs[i] for i in which]
         places = [job.place or memoryview(b"") for job in jobs]
 
@@ -121,8 +125,9 @@ def _exchange(
     verifiers: "NDArray[np.int32]",
     said: "NDArray[np.uint8]",
 ) -> None:
-    """Send the digests in `said` that this rank vouches for to who needs them, and put in those
-    that others vouch for."""
+    """Send this rank's digests to the ranks that need them, and fill in those of the other
+    verifiers.
+    """
     me = peers.rank % GROUP
     first, others = peers.rank - me, [rank for rank in range(len(needs)) if rank != me]
     outgoing = [said[(verifiers == me) & needs[rank]] for rank in others]

@@ -1,8 +1,7 @@
-"""A link between processes that have no torch: TCP connections, one per rank and lane, moved on by
-whoever waits.
+"""How do processes without torch exchange bytes? Over TCP, one connection per rank and lane.
 
-Nothing runs beside the caller: while it waits for one transfer, all that were begun go on. What
-times out or breaks is closed, so that the other side hears of it. One thread at a time.
+No thread runs besides the caller: a wait for one transfer advances all of them. A connection that
+breaks or times out is closed, so that the other side notices. One thread at a time.
 """
 
 import selectors
@@ -17,7 +16,7 @@ Lane: TypeAlias = tuple[int, int]
 
 
 class SocketLink:
-    """See `rounds.Link`."""
+    """A `Link` over sockets."""
 
     def __init__(self, connections: Mapping[Lane, socket.socket]) -> None:
         self._selector = selectors.DefaultSelector()
@@ -32,7 +31,7 @@ class SocketLink:
         return self._begin(end, end.incoming, memory)
 
     def leave(self, name: str, data: bytes) -> None:
-        """There is no place: here, a rank that cannot be reached is one that is gone."""
+        """Does nothing: there is no shared place, and a rank that cannot be reached is gone."""
 
     def left(self, name: str, timeout_s: float) -> bytes | None:
         return None
@@ -43,7 +42,7 @@ class SocketLink:
         self._selector.close()
 
     def finish(self, transfer: "SocketTransfer", timeout_s: float) -> None:
-        """Move everything on until `transfer` is through."""
+        """Advance all transfers until `transfer` is complete."""
         deadline, end = time.monotonic() + timeout_s, transfer.end
         while transfer.left and not end.broken:
             ready = self._selector.select(max(deadline - time.monotonic(), 0))
@@ -76,7 +75,7 @@ class SocketLink:
             self._watch(end)
 
     def _watch(self, end: "_End") -> None:
-        """Ask for what can be done with this connection."""
+        """Register the connection for the events that it waits for."""
         events = (selectors.EVENT_READ if end.incoming else 0) | (
             selectors.EVENT_WRITE if end.outgoing else 0
         )
@@ -99,7 +98,7 @@ class SocketLink:
 
 
 class SocketTransfer:
-    """See `rounds.Transfer`; `left` are the bytes that are not through."""
+    """A `Transfer` over a socket; `left` are the remaining bytes."""
 
     __slots__ = ("_link", "end", "left")
 
@@ -112,7 +111,7 @@ class SocketTransfer:
 
 
 class _End:
-    """This end of a connection and what is on its way. `broken` says why nothing is any more."""
+    """This end of a connection, and its transfers. `broken` is the reason once it has failed."""
 
     def __init__(self, rank: int, connection: socket.socket) -> None:
         connection.setblocking(False)

@@ -1,10 +1,9 @@
-"""How the boxes that ranks hold of one leaf become its chunks: which cells a box holds whole, and
-which are cut by edges. Pure.
+"""How do the boxes that ranks hold of one leaf become its chunks? Pure.
 
-A leaf whose boxes keep all of the dimensions behind the grid's own is cut as if it were held whole,
-so that its chunks do not depend on the number of ranks; a cell that a box's edge cuts is put
-together by one rank. Boxes that divide the dimensions behind are cut each by itself (docs/format.md
-§3).
+Some cells lie whole in one box; others are cut by box edges, and one rank assembles them. If the
+boxes keep all dimensions after the grid's own, the leaf is cut as if it were held whole, so its
+chunks do not depend on the number of ranks. Boxes that divide the dimensions after it are cut one
+by one (docs/format.md §3).
 """
 
 from collections.abc import Iterator, Sequence
@@ -19,7 +18,8 @@ from ckptstore.core.model import Box, Shape
 
 class Span(NamedTuple):
     """Cells `first:stop` of box `box`'s own grid, which are the leaf's chunks from number `chunk`
-    on."""
+    on.
+    """
 
     box: int
     first: int
@@ -35,7 +35,7 @@ class Fragment(NamedTuple):
 
 
 class Cell(NamedTuple):
-    """Chunk number `chunk` of the leaf, whose bytes several boxes hold."""
+    """Chunk number `chunk` of the leaf, with bytes in several boxes."""
 
     chunk: int
     fragments: tuple[Fragment, ...]
@@ -43,8 +43,9 @@ class Cell(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Tiling:
-    """The chunks of a leaf: `spans` lie in one box each, `cells` in several. `whole` says that they
-    are those of the leaf held whole; else they are the boxes' own, box by box."""
+    """The chunks of a leaf: `spans` lie in one box each, `cells` in several. With `whole` they are
+    the chunks of the leaf held whole, else of each box in turn.
+    """
 
     whole: bool
     chunks: int
@@ -53,8 +54,9 @@ class Tiling:
 
 
 def misfit(shape: Shape, boxes: Sequence[Box]) -> str | None:
-    """Why `boxes`, distinct and in order of their offsets, do not tile a tensor of `shape` exactly
-    once; None if they do."""
+    """Why `boxes`, distinct and ordered by offsets, do not tile a tensor of `shape` exactly once;
+    None if they do.
+    """
     held, wanted = sum(prod(box.lengths) for box in boxes), prod(shape)
     if any(o < 0 or o + n > size for box in boxes for o, n, size in zip(*box, shape, strict=True)):
         return f"a box lies outside the shape {list(shape)}"
@@ -68,8 +70,9 @@ def misfit(shape: Shape, boxes: Sequence[Box]) -> str | None:
 def tile(
     shape: Shape, width: int, chunk_bytes: int, boxes: Sequence[Box], *, canonical: bool = True
 ) -> Tiling:
-    """The chunks of a leaf of `shape` that `boxes` tile; without `canonical` every box is cut by
-    itself."""
+    """The chunks of a leaf of `shape` that `boxes` tile. Without `canonical`, every box is cut on
+    its own.
+    """
     whole = grid(shape, width, chunk_bytes)
     if len(boxes) == 1 or (
         canonical
@@ -118,7 +121,8 @@ def _tile_whole(whole: Grid, grids: Sequence[Grid]) -> Tiling:
 
 def _rows(whole: Grid, held: Grid) -> Iterator[tuple[int, int, int, bool]]:
     """Ranges of `held`'s cells within one index before the grid's dimension, the chunk number of
-    the first, and whether each of them is a cell of `whole`."""
+    the first, and whether each cell equals one of `whole`.
+    """
     dim, rows, size = whole.dim, whole.rows, whole.box.lengths[whole.dim]
     start = held.box.offsets[dim]
     stop = start + held.box.lengths[dim]
@@ -146,7 +150,7 @@ def _prefixes(lengths: Shape, box: Box, lines: int) -> Iterator[int]:
 
 
 def _overlaps(boxes: Sequence[Box]) -> Iterator[tuple[Box, Box]]:
-    """Pairs of `boxes`, in order of their offsets, that share an element."""
+    """Pairs of `boxes`, ordered by offsets, that share an element."""
     if len({box.offsets[1:] + box.lengths[1:] for box in boxes}) <= 1:
         yield from ((a, b) for a, b in pairwise(boxes) if intersect(a, b))
         return

@@ -1,5 +1,6 @@
-"""A worker's part of commits that many ranks' workers make together: it meets the others, and makes
-the journey of `distributed.commit` with them. No trainer is needed for that."""
+"""How does a worker process take part in commits of many ranks? It connects to the other workers
+and runs `distributed.commit` with them, without a trainer.
+"""
 
 from collections.abc import Mapping
 from typing import Any
@@ -24,8 +25,7 @@ from ckptstore.repository.thread_pool import ThreadPool
 from ckptstore.state.leaf_sources import FlatState, HeldLeaf, leaves_of
 
 MEETING_S = 60.0
-"""All workers are there when they are told to meet, so that none has to wait for another for
-long."""
+"""Time for all workers to connect. All of them are running when they are told to."""
 
 _WAY_OUT = "the next commit starts other workers for those that are gone"
 
@@ -37,29 +37,32 @@ class WorkerGroup:
         self, config: StoreConfig, objects: ObjectStore, log: Log, threads: ThreadPool
     ) -> None:
         self._committer = RanksCommitter(config, objects, log, threads)
-        self._door: Listener | None = None
+        self._listener: Listener | None = None
         self._links: dict[int, SocketLink] = {}
         self._peers: dict[int, Collective | Exception] = {}
         self._schemas: dict[bytes, Schema] = {}
 
-    def open_door(self) -> Message:
-        """Where the others will find this worker."""
-        if self._door:
-            self._door.close()
-        self._door = Listener()
-        return Message({"addresses": self._door.addresses})
+    def listen(self) -> Message:
+        """Open a listener for the other workers and return its addresses."""
+        if self._listener:
+            self._listener.close()
+        self._listener = Listener()
+        return Message({"addresses": self._listener.addresses})
 
     def meet(self, message: Message) -> None:
-        """Connect with the others of a group. What that fails with, the commits of the group fail
-        with."""
+        """Connect to the other workers of a group. If this fails, the commits of the group fail
+        with the same error.
+        """
         group, invited = message.says["group"], message.says["invitation"]
         places = [[(str(host), int(port)) for host, port in place] for place in invited["places"]]
         if group in self._links:
             self._links.pop(group).close()
         timeout_s = min(MEETING_S, invited["timeout_s"])
         try:
-            assert self._door is not None
-            link = self._door.meet(Invitation(invited["rank"], places, message.blob), timeout_s)
+            assert self._listener is not None
+            link = self._listener.connect(
+                Invitation(invited["rank"], places, message.blob), timeout_s
+            )
         except Exception as error:
             self._peers[group] = error
         else:
@@ -68,11 +71,12 @@ class WorkerGroup:
                 link, invited["rank"], len(places), invited["timeout_s"], _WAY_OUT
             )
         finally:
-            self._door = None
+            self._listener = None
 
     def commit(self, message: Message, arena: memoryview, watch: Watch) -> Message:
-        """Make this rank's part of the commit that `StagedParts` described, and say what was
-        made."""
+        """Write this rank's part of the commit that `StagedParts` described, and return the
+        outcome.
+        """
         says, peers = message.says, self._peers.get(message.says["group"])
         if not isinstance(peers, Collective):
             raise peers or Unavailable("the worker has not met the workers of other ranks")
@@ -105,7 +109,7 @@ class WorkerGroup:
 
 
 class StagedParts:
-    """What a trainer hands its worker of its rank's part of a state."""
+    """A trainer's message to its worker about its rank's part of a state."""
 
     def __init__(self) -> None:
         self._schemas = LastSchemas()
@@ -117,8 +121,7 @@ class StagedParts:
         options: Options,
         timeout_s: float,
     ) -> Message:
-        """A staged state: its description as ranks give it to each other, and where the bytes of
-        each leaf are."""
+        """A staged state: its description, and the location of each leaf's bytes."""
         blob = Blob()
         says = {
             "label": label_to(label),

@@ -1,9 +1,9 @@
-"""The trainers' side of commits that their workers make together: have the workers meet, hand each
-its rank's part, hear how it went.
+"""How do the trainers of many ranks commit through their worker processes?
 
-The workers' addresses and a secret travel once through the trainers' own connections. From then on
-workers need no trainer: they finish the commit that they hold whoever of the trainers dies. What
-failed on any rank makes the next commit meet anew, under another secret.
+They have the workers connect, hand each its rank's part, and wait for the outcome. The workers'
+addresses and a secret travel once over the trainers' own connections. From then on the workers need
+no trainer, and finish the commit even if trainers die. After a failure on any rank, the next commit
+connects the workers anew with another secret.
 """
 
 import os
@@ -29,8 +29,9 @@ from ckptstore.state.staging_buffers import Buffer
 
 
 class ProcessRanksCommitter:
-    """Makes commits like `distributed.commit.RanksCommitter`, in the worker processes of all ranks.
-    One at a time."""
+    """Like `distributed.commit.RanksCommitter`, in the worker processes of all ranks. One commit at
+    a time.
+    """
 
     def __init__(self, worker_client: WorkerClient) -> None:
         self._worker_client = worker_client
@@ -38,7 +39,7 @@ class ProcessRanksCommitter:
         self._groups: dict[Collective, int] = {}
         self._met: dict[
             Collective, subprocess.Popen[bytes]
-        ] = {}  # the worker that has met those of the others
+        ] = {}  # the worker that is connected to the other ranks' workers
 
     def commit(
         self,
@@ -49,10 +50,10 @@ class ProcessRanksCommitter:
         started: float,
         watch: Watch,
     ) -> RanksCommitted:
-        """Have the state that lies in `arena` committed; see `RanksCommitter.commit`.
+        """Commit the state in `arena`; see `RanksCommitter.commit`.
 
-        Raises `Unavailable` with `causes` if a worker or a trainer is gone: the next call starts
-        other workers for those that are.
+        Raises `Unavailable` with `causes` if a worker or a trainer is gone; the next call starts
+        new workers in place of lost ones.
         """
         with self._worker_client.lock:
             message = self._ready(peers, prepare, options, watch)
@@ -76,7 +77,7 @@ class ProcessRanksCommitter:
     def _ready(
         self, peers: Collective, prepare: Prepare, options: Options, watch: Watch
     ) -> Message:
-        """What to hand over, once all ranks have it and all workers have met."""
+        """The message for the worker, once all ranks have theirs and all workers are connected."""
         found: list[Message] = []
 
         def describe() -> bytes:
@@ -100,13 +101,15 @@ class ProcessRanksCommitter:
         )
 
     def _meet(self, peers: Collective) -> None:
-        """Start workers where there are none, and bring all of them together."""
+        """Start missing workers and connect all of them."""
         group = self._groups.setdefault(peers, len(self._groups))
 
-        def open_door() -> bytes:
+        def listen() -> bytes:
             self._met.pop(peers, None)
             return canonical.encode(
-                self._worker_client.ask(Message({"door": True}), peers.timeout_s).says["addresses"]
+                self._worker_client.ask(Message({"listen": True}), peers.timeout_s).says[
+                    "addresses"
+                ]
             )
 
         def invite(places: Sequence[bytes]) -> list[bytes]:
@@ -117,7 +120,7 @@ class ProcessRanksCommitter:
                 )
             ] * len(places)
 
-        secret, places = framing.split(peers.round("workers: meet", open_door, invite), 2)
+        secret, places = framing.split(peers.round("workers: meet", listen, invite), 2)
         invitation = {
             "rank": peers.rank,
             "places": canonical.decode(places),

@@ -1,9 +1,8 @@
-"""A process that makes commits for a trainer, started by `commit.worker_client` with a socket at
-the descriptor that its first argument names.
+"""What runs in a worker process, which commits for a trainer?
 
-It imports no torch, has a session of its own and low priority, and holds a staged state by a
-descriptor of the memory that it lies in. So it finishes the commit that it was given also when the
-trainer is gone, then ends.
+`commit.worker_client` starts it; the first argument is the descriptor of its socket. It imports no
+torch, runs in its own session with low priority, and maps the staged state's memory by a
+descriptor. So it finishes its commit even if the trainer is gone, and then ends.
 """
 
 import mmap
@@ -30,7 +29,7 @@ from ckptstore.repository.store_handle import StoreHandle
 from ckptstore.repository.thread_pool import ThreadPool, step_aside_of_parent
 
 LOOK_S = 0.5
-"""How often a worker that hears nothing looks whether its trainer lives."""
+"""How often an idle worker checks that its trainer lives."""
 
 
 class Worker:
@@ -44,8 +43,9 @@ class Worker:
         self._arena = memoryview(b"")
 
     def serve(self) -> None:
-        """Open the store that the first message names, then do one thing after the other, until the
-        trainer is gone."""
+        """Open the store that the first message names, then handle one message after another until
+        the trainer is gone.
+        """
         first = self._heard()
         if first is None:
             return
@@ -63,16 +63,18 @@ class Worker:
         handle.close()
 
     def _map(self, fd: int) -> None:
-        """Look at the memory that came along; until another one comes, staged states lie there."""
+        """Map the memory that came with a message; it holds staged states until another one
+        comes.
+        """
         if fd >= 0:
             self._arena = memoryview(mmap.mmap(fd, 0))
             os.close(fd)
 
     def _do(self, message: Message, committer: Committer, delegate: WorkerGroup) -> None:
-        """What a message asks for, alone or as the delegate of one of many ranks."""
+        """Handle a message, alone or as the worker of one of many ranks."""
         try:
-            if "door" in message.says:
-                self.tell(delegate.open_door())
+            if "listen" in message.says:
+                self.tell(delegate.listen())
             elif "invitation" in message.says:
                 delegate.meet(message)
             elif "group" in message.says:
@@ -101,27 +103,28 @@ class Worker:
         return Message(done, b"".join(made.ids[n] for n in leaves))
 
     def tell(self, message: Message) -> None:
-        """Tell the trainer, if there is one."""
-        with suppress(OSError):  # the trainer is gone; its commit is not
+        """Tell the trainer, if it is still there."""
+        with suppress(OSError):  # the trainer is gone; its commit goes on
             send(self._connection, message)
 
     def _heard(self) -> Message | None:
-        """What the trainer says next, or None if it is gone: processes that it has forked may hold
-        its end of the connection for longer."""
+        """The trainer's next message, or None if it is gone. Its liveness is checked too, since
+        processes that it forked may keep the connection open.
+        """
         while not self._waiting.poll(1000 * LOOK_S):
             if os.getppid() != self._trainer:
                 return None
         return receive(self._connection)
 
     def may_publish(self) -> bool:
-        """Whether the trainer has not called the commit off; it has not if it is gone."""
+        """False if the trainer canceled the commit. A trainer that is gone did not."""
         self.tell(Message({"publishing": True}))
         answer = self._heard()
         return answer is None or bool(answer.says["go"])
 
 
 class TellingWatch(Watch):
-    """Passes on to the trainer what happens to a commit."""
+    """Forwards the progress of a commit to the trainer."""
 
     def __init__(self, worker: Worker) -> None:
         self._worker = worker

@@ -1,1 +1,1 @@
-"""Other libraries' formats and protocols, each in a file of its own."""
+"""How are other libraries' formats and protocols read and written? Each in a folder of its own."""

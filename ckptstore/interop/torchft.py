@@ -1,7 +1,7 @@
-"""torchft's checkpoint transport on chunks: a replica that joins late takes from its peers only
-what it lacks (docs/torchft.md).
+"""How does a replica of torchft that joins late get its peers' state? It takes only the chunks that
+it lacks (docs/torchft.md).
 
-`StoreTransport` stands where torchft's `HTTPTransport` does, in a `Manager` or alone.
+`StoreTransport` replaces torchft's `HTTPTransport`, in a `Manager` or alone.
 """
 
 import logging
@@ -52,27 +52,28 @@ T = TypeVar("T")
 logger = logging.getLogger("ckptstore.transport")
 
 PATIENCE_S = 10.0
-"""A peer that does not send a chunk within this time is given up for now: others are asked, or the
-same one again, with more patience."""
+"""A peer that sends no chunk within this time is passed over for now: others are asked, or the same
+peer again with more patience.
+"""
 
 CONNECTIONS = 4
 
 
-# mypy does not look into torchft
+# torchft has no types for mypy
 class StoreTransport(CheckpointTransport[T]):  # type: ignore[misc]
-    """A `CheckpointTransport` that sends and receives states of any nesting, chunk by chunk, every
-    chunk verified; nothing is pickled.
+    """A `CheckpointTransport` that sends and receives states of any nesting as verified chunks;
+    nothing is pickled.
 
-    `timeout` bounds what has no timeout of its own. With `store`, chunks that it has are neither
-    copied to be served nor asked for. With `state_dict`, a function that gives the live state (in
-    the structure in which states are sent), what has not changed there is not asked for; `in_place`
-    writes what is received into its tensors. `meshes` are those that DTensors may be placed on,
-    besides those of the live state. Served is at `host` and `port`, by default on all addresses and
-    a free port.
+    `timeout` limits calls without a timeout of their own. With `store`, chunks that it has are
+    neither copied for serving nor requested. `state_dict` is a function that returns the live
+    state, in the structure in which states are sent: its unchanged chunks are not requested, and
+    `in_place` writes received leaves into its tensors. `meshes` are further meshes for DTensors,
+    besides those of the live state. The server listens at `host` and `port`, by default on all
+    addresses and a free port.
 
-    What must be copied to be served takes at most `staging_bytes`, by default half of what the host
-    has; a state of more than `max_bytes`, by default what is free, is not received. Each peer gets
-    up to `connections`; one that sends no chunk for `patience` is passed over.
+    Copies for serving take at most `staging_bytes`, by default half of the host's memory. A state
+    of more than `max_bytes`, by default the free memory, is refused. Each peer gets up to
+    `connections`; one that sends no chunk for `patience` is passed over.
     """
 
     def __init__(
@@ -119,23 +120,23 @@ class StoreTransport(CheckpointTransport[T]):  # type: ignore[misc]
             Invitation(instance, token, addresses, XXH3, self._probe.near)
         )
         self.staged_bytes = 0
-        """What the last `send_checkpoint` had to copy."""
+        """Bytes that the last `send_checkpoint` copied."""
         self.received: Received | None = None
-        """What the last `recv_checkpoint` that succeeded took."""
+        """What the last successful `recv_checkpoint` took."""
 
     def metadata(self) -> str:
-        """What a peer needs to receive from here: addresses, and a token, which is a secret."""
+        """The addresses of this transport, and a token, which is a secret."""
         return self._metadata
 
     def send_checkpoint(
         self, dst_ranks: list[int], step: int, state_dict: T, timeout: timedelta
     ) -> None:
-        """Hold `state_dict` still as of now and serve it as `step`, to anybody who has this
-        transport's metadata, until the next call of this or of `disallow_checkpoint`.
+        """Snapshot `state_dict` and serve it as `step` to every peer with this transport's
+        metadata, until the next call of this method or of `disallow_checkpoint`.
 
-        Once this returns, the tensors may change. Raises `InvalidInput` for what cannot travel,
-        naming its path; TimeoutError if what was served before is still being taken when `timeout`
-        is over and cannot be cut off.
+        Once this returns, the tensors may change. Raises `InvalidInput` for values that cannot
+        travel, naming their path. Raises TimeoutError if peers still take the previous state after
+        `timeout` and cannot be disconnected.
         """
         deadline = Deadline(
             timeout.total_seconds(), f"the state of step {step} could not be served"
@@ -159,30 +160,33 @@ class StoreTransport(CheckpointTransport[T]):  # type: ignore[misc]
                 try:
                     self._withdraw(0)
                     offer.close()
-                except TimeoutError as late:  # what is still read is given back by the next call
+                except TimeoutError as late:  # the next call frees memory that is still read
                     error.add_note(str(late))
                 raise
 
     def disallow_checkpoint(self) -> None:
-        """Serve nothing any more. Waits for those who are receiving; who is not done after the
-        transport's timeout is cut off."""
+        """Stop serving. Waits for peers that are receiving; those not done after the transport's
+        timeout are disconnected.
+        """
         with self._sending:
             self._withdraw(self._timeout_s)
 
     def recv_checkpoint(self, src_rank: int, metadata: str, step: int, timeout: timedelta) -> T:
-        """The state that the transport with this `metadata` serves as `step`; waits until it does.
+        """Receive the state that the transport with this `metadata` serves as `step`; waits until
+        it does.
 
-        Raises TimeoutError when `timeout` is over, `Conflict` if another step is served,
-        `InvalidInput` for metadata that is refused and for a state that cannot be received here,
-        `Unavailable` if the peer is gone (a slow one is waited for), `Corrupt` if it keeps sending
-        what it does not announce. What came before a failure is not asked for again by the next
-        call. After a failure with `in_place`, the live tensors hold verified bytes of both states.
+        Raises TimeoutError after `timeout`, `Conflict` if another step is served, and
+        `InvalidInput` for bad metadata or a state that cannot be received here. Raises
+        `Unavailable` if the peer is gone (a slow one is waited for), and `Corrupt` if its chunks
+        keep failing verification. Chunks received before a failure are kept for the next call.
+        After a failure with `in_place`, the live tensors hold verified bytes of both states.
         """
         return self.recv_from([metadata], step, timeout)
 
     def recv_from(self, sources: Sequence[str], step: int, timeout: timedelta) -> T:
-        """As `recv_checkpoint`, from several transports that serve one state, at once; who of them
-        fails is not needed."""
+        """Like `recv_checkpoint`, from several transports that serve one state, in parallel. Failed
+        peers are ignored as long as one is left.
+        """
         if not sources:
             raise InvalidInput(
                 "there is nobody to receive from: pass the metadata of at least one transport"
@@ -206,12 +210,13 @@ class StoreTransport(CheckpointTransport[T]):  # type: ignore[misc]
 
     @property
     def _needs_ids(self) -> bool:
-        """Whether much of a state may be in the store, and in no live state: only ids tell."""
+        """Whether much of a state may be in the store and not in a live state: only ids tell."""
         return self._store is not None and self._state_dict is None
 
     def shutdown(self, wait: bool = True) -> None:
-        """Serve nothing, and let go of memory, threads and the port; with `wait`, return when that
-        is done. Idempotent."""
+        """Stop serving and free memory, threads and the port; with `wait`, return when that is
+        done. Idempotent.
+        """
         self._server.close(wait=wait)
         self._left = {}
         if wait:
@@ -261,5 +266,5 @@ class StoreTransport(CheckpointTransport[T]):  # type: ignore[misc]
 
     @cached_property
     def _pool(self) -> BufferPool:
-        """Memory for states that are served, known when it is first needed."""
+        """Staging memory for served states, sized on first use."""
         return BufferPool(self._staging_bytes or default_budget())

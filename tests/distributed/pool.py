@@ -1,9 +1,9 @@
-"""Rank processes that live as long as the test session and do what they are sent: importing torch
-takes longer than most tests.
+"""Rank processes that live for the whole test session and run tasks: importing torch takes longer
+than most tests.
 
-Only the first rank of a pool is a Python of its own. The others are forked from a process that has
-imported what ranks need, one for all pools; so the coordinator's imports, and the order in which it
-walks sets, are not those of the others, as in a real job.
+The first rank of a pool is a fresh Python process. The others are forked from a process that has
+imported what ranks need, shared by all pools. So the coordinator's imports and its set iteration
+order differ from the others', as in a real job.
 """
 
 import faulthandler
@@ -19,8 +19,9 @@ from pathlib import Path
 from typing import Any
 
 TIMEOUT_S = 240
-"""Longer than anything takes: three imports of torch and a failed save took 96 s on two cores with
-thirty others at work."""
+"""Longer than any task: three imports of torch and a failed save took 96 s on two cores with thirty
+other processes.
+"""
 
 IMPORTED = [
     "torch._dynamo",
@@ -33,7 +34,7 @@ IMPORTED = [
     "ckptstore.store",
     "tests.distributed.layouts",
 ]
-"""What ranks are forked with."""
+"""Modules imported before ranks are forked."""
 
 
 class RankFailed(Exception):
@@ -45,11 +46,11 @@ class RankFailed(Exception):
 
 
 class Pool:
-    """`size` processes of one gloo group. A task is a function of a module of tests; its first
-    argument is the rank.
+    """`size` processes of one gloo group. A task is a function of a test module; its first argument
+    is the rank.
 
-    Where ranks do not answer in time, their stacks go to stderr, and all are ended: what they would
-    still say belongs to no later task, which gets ranks of its own.
+    If ranks do not answer in time, their stacks go to stderr and all ranks are ended. Later tasks
+    get new ranks, so that late answers are never mixed up.
     """
 
     def __init__(self, size: int) -> None:
@@ -81,8 +82,9 @@ class Pool:
     def run(
         self, task: Callable[..., Any], *args: Any, ranks: Sequence[int] | None = None
     ) -> list[Any]:
-        """`task(rank, *args)` on every rank (on `ranks`); what each returns, an `EOFError` for one
-        that died."""
+        """Run `task(rank, *args)` on every rank (or on `ranks`); returns the results, an `EOFError`
+        for a rank that died.
+        """
         if not self.processes:
             self._start()
         chosen = list(range(self.size)) if ranks is None else list(ranks)
@@ -146,7 +148,7 @@ def _serve(pipe: Connection, rank: int, size: int, store: Path) -> None:
         try:
             task, args = pipe.recv()
         except EOFError:
-            os._exit(0)  # without what torch does at exit, which waits for peers
+            os._exit(0)  # skips torch's exit handlers, which wait for peers
         try:
             pipe.send((True, task(rank, *args)))
         except BaseException:

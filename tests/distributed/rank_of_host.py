@@ -1,10 +1,10 @@
-"""One rank on a host, in a process of its own: `python -m tests.distributed.rank_of_host RANK
-ADDRESS STORE LOST…`; LOST are ranks that will go. At ADDRESS ranks are introduced to each other;
-`python -m tests.distributed.rank_of_host ADDRESS` does that until its input ends.
+"""One rank on a host, in its own process: `python -m tests.distributed.rank_of_host RANK ADDRESS
+STORE LOST…`. LOST are ranks that will be lost. Ranks meet at ADDRESS, which `python -m
+tests.distributed.rank_of_host ADDRESS` serves until its input ends.
 
-It commits with all, says `committed ID`, and waits for a line. Then the lost ones are gone: it
-commits again, says `raised RANKS` with the ranks that are to blame, goes on with those that are
-left from what was committed, and says `went on ID`.
+It commits with all ranks, prints `committed ID`, and waits for a line. By then the lost ranks are
+gone: it commits again, prints `raised RANKS` with the ranks to blame, continues with the others
+from the last commit, and prints `went on ID`.
 """
 
 import sys
@@ -37,7 +37,7 @@ def main(rank: int, address: str, place: str, lost: list[int]) -> None:
         left = [each for each in range(SIZE) if each not in lost]
         group = dist.new_group(left, use_local_synchronization=True)
         state = state_of(left, rank, 0)
-        own = dict(enumerate(left))  # what was each rank's own, by its number in the new group
+        own = dict(enumerate(left))  # private leaves, by rank number in the new group
         resumed = store.resume(state, process_group=group, broadcast=True, private=own)
         assert resumed is not None and resumed.step == 1
         wanted = state_of(left, rank, 1)
@@ -50,7 +50,7 @@ def main(rank: int, address: str, place: str, lost: list[int]) -> None:
 
 
 def state_of(ranks: list[int], rank: int, number: int) -> dict[str, Any]:
-    """A tensor divided over `ranks`, one that all have, and what is each rank's own."""
+    """A tensor divided over `ranks`, a replicated one, and a private one."""
     mesh = DeviceMesh("cpu", torch.tensor(ranks), _init_backend=False)
     model = {
         "rows": placed(full() * number, mesh, (Shard(0),)),

@@ -1,5 +1,4 @@
-"""Ranks hand in the ids of what they have written: those of other plans than the coordinator's are
-refused, not mixed up."""
+"""The coordinator refuses chunk ids of another plan than its own."""
 
 import pytest
 

@@ -1,5 +1,6 @@
-"""Many ranks commit in the background: one commit, whatever training does meanwhile, and what fails
-on one rank fails on all."""
+"""Many ranks commit in the background: one commit, whatever training does meanwhile, and a failure
+on one rank fails all.
+"""
 
 import os
 import signal
@@ -39,8 +40,9 @@ def a_state(rank: int, n: int, step: float) -> dict[str, Any]:
 
 
 def commit_while_training(rank: int, path: Path) -> list[str]:
-    """Three commits, each spoilt as soon as the call has returned, with collectives of the training
-    group beside them."""
+    """Three commits, each overwritten as soon as the call returns, with collectives of the training
+    group in parallel.
+    """
     n = 4
     meet(n)
     ids = []
@@ -97,7 +99,7 @@ def fail_and_go_on(rank: int, path: Path) -> None:
             {"x": {"a": torch.full((5000,), float(rank))}}, replicated=["x/*"]
         )  # unequal
         with pytest.raises(ckptstore.Conflict, match=r"all 4 ranks: (?s:.*)x/a is one tensor"):
-            store.commit(good)  # what nobody has seen is raised by the next call
+            store.commit(good)  # an unseen failure is raised by the next call
         assert pending.done() and store.log() == []
         store.commit_async(good, step=1).wait()
 
@@ -121,7 +123,7 @@ def skip_and_call_off(rank: int, path: Path) -> None:
         skipped = store.commit_async(a_state(rank, n, 2), step=2, overlap="skip")
         assert isinstance(
             skipped.exception(), ckptstore.Busy
-        )  # on ranks too whose own part may have been done
+        )  # also on ranks that finished their own part
         if rank == 1:
             gate.there.wait()
             assert pending.cancel()
@@ -137,7 +139,7 @@ def test_ranks_skip_together_and_one_calls_off_for_all(pool: Pool, tmp_path: Pat
 
 
 def commit_on_schedule(rank: int, path: Path) -> list[int]:
-    """A clock that only rank 0's can be right by, and a signal that only rank 2 gets."""
+    """A clock that is right on rank 0 only, and a signal that only rank 2 gets."""
     n = 4
     meet(n)
     begun, ended = [], threading.Event()
@@ -226,8 +228,9 @@ def doomed() -> Iterator[Pool]:
 
 
 def hash_what_has_arrived(rank: int, path: Path, how: dict[str, Any]) -> int:
-    """Two ranks deliver a piece only when those before it have been hashed; this host's memory
-    counts as a device's."""
+    """Two ranks deliver a piece only after the earlier ones have been hashed; host memory stands
+    for a device's.
+    """
     group = group_of(2)
     if rank > 1:
         return 0

@@ -1,5 +1,6 @@
-"""What several ranks need is read once and sent: one copy in all instead of four, verified where it
-arrives, errors for everybody."""
+"""Chunks that several ranks need are read once and sent: verified on arrival, with errors raised on
+all ranks.
+"""
 
 import os
 import signal
@@ -40,7 +41,7 @@ def state_of(seed: int) -> dict[str, Any]:
 
 
 def empty_like(state: dict[str, Any]) -> dict[str, Any]:
-    """Targets, one of which is not one block of memory."""
+    """Targets, one of which is not contiguous."""
     targets = {name: torch.full_like(value, -1) for name, value in state.items()}
     targets["halves"] = torch.full((200, 300), -1.0).T
     return targets
@@ -154,7 +155,7 @@ def test_shards_of_any_layout_get_what_they_share_from_each_other(
 
 
 def commit_damaged(path: Path) -> None:
-    """Two commits, of which the second, `damaged`, has lost a chunk."""
+    """Two commits; the second, `damaged`, has lost a chunk."""
     with ckptstore.open(path, chunk_bytes=CHUNK_BYTES) as store:
         store.commit({"model": state_of(0)}, process_group="alone")
         before = set(path.glob("packs/*/*"))
@@ -210,7 +211,7 @@ def test_what_arrives_damaged_is_read_from_the_store(pool: Pool, committed: Path
 
 @contextmanager
 def interrupted() -> Iterator[None]:
-    """Ctrl-C, whenever bytes of an exchange have arrived."""
+    """Ctrl-C whenever bytes of an exchange arrive."""
     waited = Collective._wait
 
     def wait(self: Collective, work: Any, timeout_s: float | None = None) -> None:
@@ -281,7 +282,7 @@ def die_in_the_exchange(rank: int, path: Path, options: dict[str, Any]) -> None:
 
 
 def assert_death_is_known_to_all(task: Callable[..., None], *args: Any) -> None:
-    """Of four ranks of their own, `task` kills the third, and the others are told."""
+    """`task` kills the third of four ranks, and the others are told."""
     pool = Pool(4)
     try:
         results = pool.run(task, *args)

@@ -1,5 +1,6 @@
-"""What a rank takes beside its state for a commit or a restore stays within `memory_budget_bytes`,
-what ranks exchange included."""
+"""The extra memory of a commit or a restore on a rank stays within `memory_budget_bytes`, exchanged
+bytes included.
+"""
 
 from pathlib import Path
 
@@ -16,15 +17,14 @@ MIB = 1 << 20
 BUDGET_BYTES = 4 * MIB
 SLACK_BYTES = MIB
 RESIDENT_SLACK_BYTES = 8 * MIB
-"""Of what the allocators keep, and of what is not Python's."""
+"""Memory that allocators keep, or that is not Python's."""
 
 SMALL = 160
 """Leaves of 256 KiB, of which each rank has a quarter: 40 MiB in all, 30 of them exchanged."""
 
 
 def state_of(number: int) -> dict[str, DTensor]:
-    """Leaves of one chunk each, which one rank puts together, and a part of one that does not lie
-    in one piece."""
+    """Leaves of one chunk each, which one rank assembles from parts, one of them not contiguous."""
     mesh, generator = mesh_of(4, False), torch.Generator().manual_seed(number)
     small = {
         str(i): placed(torch.randn((256, 256), generator=generator), mesh, (Shard(0),))
@@ -45,8 +45,9 @@ def state_of(number: int) -> dict[str, DTensor]:
 
 
 def commit_and_restore(rank: int, path: Path) -> tuple[int, int, int, int, str]:
-    """Peaks of a commit without a budget, then with one, of a restore with one; resident memory of
-    the second."""
+    """Memory peaks of a commit without a budget, a commit with one and a restore with one; resident
+    memory of the second.
+    """
     with ckptstore.open(path, chunk_bytes=256 << 10, threads=2) as store:
         store.commit({"model": state_of(1)}, memory_budget_bytes=BUDGET_BYTES)
         state = {"model": state_of(2)}

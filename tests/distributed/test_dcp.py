@@ -1,5 +1,6 @@
-"""`dcp.save` and `dcp.load` on a store over ranks: every layout onto every other, native and back,
-and what fails is raised on all."""
+"""`dcp.save` and `dcp.load` on a store over ranks: every layout onto every other, native and back;
+a failure is raised on all ranks.
+"""
 
 import multiprocessing
 import resource
@@ -33,7 +34,7 @@ LAYOUTS: dict[str, tuple[bool, tuple[Any, ...]]] = {
     "mesh": (True, (Shard(0), Shard(1))),
     "hybrid": (True, (Replicate(), Shard(0))),
 }
-"""Those that DCP's own planner knows how to divide."""
+"""The layouts that DCP's own planner can divide."""
 
 if not OLD_TORCH:  # torch 2.6 divides them evenly or not at all
     LAYOUTS["strided"] = (True, (_StridedShard(0, split_factor=2), Shard(0)))
@@ -69,7 +70,7 @@ def local(value: Any) -> torch.Tensor:
 
 
 def quietly(rank: int, task: Any, *args: Any) -> Any:
-    """DCP warns of its own ways."""
+    """Silences DCP's own warnings."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         return task(rank, *args)
@@ -144,7 +145,7 @@ def test_replicas_are_saved_once_and_shards_share_chunks_with_the_whole(saved: P
             )
             assert torch.equal(snapshot.read("small"), full()[:5, :7])
         nbytes = full().nbytes
-        # All tensors are equal: columns are chunks of their own, and so are those that edges cut.
+        # All tensors are equal, so whole columns and cut cells are one chunk each.
         assert store.checkout(1).new_bytes < 2 * nbytes
         assert not store.fsck(read_data="100%").findings
 
@@ -247,7 +248,7 @@ def test_without_collectives_each_rank_has_a_commit_of_its_own(pool: Pool, tmp_p
         assert pool.run(quietly, load_alone, path, ref, 2.0) == [0, 1, 2, 3]
     assert (
         len(set(pool.run(quietly, load_alone, path, 1, 1.0))) == 1
-    )  # of the objects, DCP saves one rank's
+    )  # DCP saves the objects of one rank only
     with ckptstore.open(path) as store:
         assert set(store.runs()) == {"main", *(f"main/rank-{rank}" for rank in range(4))}
 
@@ -297,7 +298,7 @@ def save_async(rank: int, path: Path, kind: str, n: int) -> None:
 
 @contextmanager
 def checkpointing(kind: str) -> Iterator[dict[str, Any]]:
-    """Options of `async_save`; DCP's process is ended when the block is left."""
+    """Options of `async_save`; DCP's process ends with the block."""
     import torch.distributed.checkpoint._async_process_executor as executor
     from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
@@ -328,11 +329,11 @@ def test_async_save_over_ranks(pool: Pool, tmp_path: Path, kind: str, n: int) ->
 
 
 class _FirstPlanner(DefaultSavePlanner):
-    """DCP keeps the plans that it caches by the name of the class."""
+    """DCP caches plans by class name."""
 
 
 class _SecondPlanner(DefaultSavePlanner):
-    """Those of the saves that overlap with those of `_FirstPlanner`."""
+    """For the saves that overlap with those of `_FirstPlanner`."""
 
 
 def save_overlapping(rank: int, path: Path, rounds: int, *, cached: bool) -> dict[int, str]:
@@ -340,7 +341,7 @@ def save_overlapping(rank: int, path: Path, rounds: int, *, cached: bool) -> dic
     groups = [
         dist.new_group(),
         dist.new_group(),
-    ]  # whose collectives do not get in each other's way
+    ]  # with separate collectives
     mesh, writer, commits = mesh_of(4, False), StoreWriter(path), {}
     if cached:
         for name in (
@@ -557,7 +558,7 @@ def save_with_a_full_disk(rank: int, path: Path) -> str:
 def test_a_worker_threads_failure_to_write_is_raised_on_all_ranks(
     pool: Pool, tmp_path: Path
 ) -> None:
-    """DCP itself, with two threads, publishes metadata with half of the entries."""
+    """DCP's own writer, with two threads, publishes metadata with half of the entries."""
     pool.run(quietly, save_layouts, tmp_path / "store", 4)
     told = pool.run(quietly, save_with_a_full_disk, tmp_path / "store")
     assert set(told) <= {"[2] Unavailable", "[2] NoSpace"} and len(told) == 4

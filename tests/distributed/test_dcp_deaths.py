@@ -1,5 +1,6 @@
-"""A rank that is killed in the middle of `dcp.save`: the others are told, and the store is as
-before or has the whole checkpoint."""
+"""A rank is killed in the middle of `dcp.save`: the others are told, and the store is unchanged or
+has the whole checkpoint.
+"""
 
 import os
 import signal
@@ -34,8 +35,9 @@ PHASES: dict[str, tuple[Any, str, bool]] = {
     "no entry": (Log, "append", False),
     "an entry": (Log, "append", True),
 }
-"""What the victim has done when it is killed: it gets to a call, or comes back from it. From the
-global plan on but for writing, only the coordinator, rank 0, gets there."""
+"""Where the victim is killed: when it enters a call, or returns from it. After the global plan,
+only the coordinator, rank 0, reaches calls other than writing.
+"""
 
 RANKS = 3
 
@@ -50,14 +52,15 @@ def state(ranks: list[int], number: int) -> dict[str, Any]:
 
 
 def die(rank: int, path: Path, victim: int, phase: str) -> None:
-    """Rank `victim` is killed in the second save. The others load the first one, or the second if
-    it is there, and save a third."""
+    """Kill rank `victim` in the second save. The others load the first checkpoint, or the second if
+    it exists, and save a third.
+    """
     everybody = list(range(RANKS))
     group = dist.new_group(everybody)
     dcp.save(state(everybody, 1), storage_writer=StoreWriter(path, step=1), process_group=group)
     if rank == victim:
         kill_at(*PHASES[phase])
-    # Gloo breaks off among the survivors; what it raises is its own.
+    # Gloo fails among the survivors too, with its own errors.
     with pytest.raises((CheckpointException, RuntimeError)):
         dcp.save(state(everybody, 2), storage_writer=StoreWriter(path, step=2), process_group=group)
     survivors = [each for each in everybody if each != victim]

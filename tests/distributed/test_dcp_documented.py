@@ -1,5 +1,6 @@
-"""What DCP's documentation, and its tests, say of several ranks: failures in any stage, one kind of
-tensor loaded as another, and modules that are tensor parallel, hybrid or both."""
+"""DCP's documentation and tests of several ranks: failures in any stage, loads into another kind of
+tensor, and modules that are tensor parallel, hybrid or both.
+"""
 
 import functools
 from pathlib import Path
@@ -42,7 +43,7 @@ LOADING = {
     "finish_plan": 3,
     "resolve_tensor": 1,
 }
-"""On which rank a planner fails, by the stage in which it does."""
+"""The rank on which a planner fails, by stage."""
 
 
 def failing(base: Any, where: str, fails: bool) -> Any:
@@ -99,8 +100,9 @@ def test_a_planner_that_fails_on_one_rank_in_any_stage_is_raised_on_all(
 
 
 def grid(tensor: torch.Tensor) -> ShardedTensor:
-    """A block of two by two for each of four ranks: no spec of chunks, but shards that are counted
-    one by one."""
+    """A block of two by two for each of four ranks, as shards that are counted one by one instead
+    of a chunk spec.
+    """
     rank = dist.get_rank()
     rows, columns = (tensor.shape[0] + 1) // 2, (tensor.shape[1] + 1) // 2
     offsets = [rank // 2 * rows, rank % 2 * columns]

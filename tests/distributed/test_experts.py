@@ -1,5 +1,6 @@
-"""Experts on some ranks, one each or divided over a mesh of a few, beside layers that all share:
-one state on any other layout."""
+"""Experts on some ranks, one each or divided over a small mesh, beside shared layers: one state on
+any other layout.
+"""
 
 from functools import cache
 from pathlib import Path
@@ -46,8 +47,9 @@ def stacked() -> torch.Tensor:
 
 
 def model(rank: int, n: int, filled: bool) -> dict[str, Any]:
-    """What rank `rank` of `n` has: experts of its own, one between two ranks, all of them stacked
-    on a mesh of two dimensions."""
+    """The model of rank `rank` of `n`: its own experts, one shared by two ranks, and all experts
+    stacked on a two-dimensional mesh.
+    """
 
     def of(tensor: torch.Tensor) -> torch.Tensor:
         return tensor if filled else torch.zeros_like(tensor)
@@ -69,12 +71,12 @@ def model(rank: int, n: int, filled: bool) -> dict[str, Any]:
 
 
 def _pair(number: int, n: int) -> tuple[int, ...]:
-    """The ranks that hold an expert together: neighbours of four ranks, all ranks of fewer."""
+    """The ranks that share an expert: neighbors of four ranks, all ranks of fewer."""
     return (2 * number, 2 * number + 1) if n == 4 else tuple(range(n))
 
 
 def commit(rank: int, path: Path, n: int) -> float:
-    """Commit as `n` ranks; which part of the state was new."""
+    """Commit as `n` ranks; returns the new part of the state."""
     meet(n)
     if rank >= n:
         return 0.0
@@ -91,7 +93,7 @@ def restore(rank: int, path: Path, n: int) -> None:
     with ckptstore.open(path) as store:
         for committed in (2, 4):
             state = {"model": model(rank, n, False)}
-            # A rank takes what it has of the whole.
+            # A rank takes its part of the whole.
             store.checkout(committed).restore(
                 state, process_group=group_of(n), strict=False, broadcast=True
             )

@@ -1,4 +1,4 @@
-"""Commits of parts: what their writers hand in must fit together before the log is asked."""
+"""Commits of parts: receipts must fit together before the log is asked."""
 
 import time
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""What fails on one rank fails on all, nothing becomes visible, and the next commit works."""
+"""A failure on one rank fails all, nothing becomes visible, and the next commit works."""
 
 import os
 import signal
@@ -26,7 +26,7 @@ from tests.distributed.pool import Pool
 
 
 class Refusing(nn.Linear):
-    """A module whose state cannot be had."""
+    """A module whose `state_dict` raises."""
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
         raise ValueError("no state today")
@@ -46,7 +46,7 @@ def commit_with_one_failing(rank: int, path: Path) -> str:
 
 
 def commit_with_a_full_disk(rank: int, path: Path) -> str:
-    """One rank's packs find no room, in the midst of the exchange of fragments."""
+    """One rank's packs find no space during the exchange of fragments."""
     meet(4)
     state = {"model": {"w": layout("rows", full(), 4)}}
     with ckptstore.open(path, chunk_bytes=1 << 16) as store:
@@ -64,7 +64,7 @@ def _full(*args: Any, **kwargs: Any) -> None:
 
 
 def contradict(rank: int, path: Path) -> None:
-    """Ranks that do not agree on what they commit, or on what they hold."""
+    """Ranks that disagree on the commit, or on what they hold."""
     meet(4)
     with ckptstore.open(path) as store:
         with pytest.raises(ckptstore.Conflict, match="rank 3 commits step 7"):
@@ -80,8 +80,7 @@ def contradict(rank: int, path: Path) -> None:
 
 
 def commit_stages(rank: int, path: Path) -> list[str]:
-    """Two stages of two ranks each, with one tensor tied across them, and what is each rank's
-    own."""
+    """Two stages of two ranks each, with one tensor tied across them, and private leaves."""
     meet(4)
     stage = rank // 2
     torch.manual_seed(0)
@@ -168,15 +167,17 @@ PHASES: dict[str, tuple[type, str]] = {
     "publish": (Coordinator, "publish"),
     "appended": (Coordinator, "_append"),
 }
-"""Where a rank is killed: when it gets there, or, for the last, when it has been there. The last
-two only the coordinator reaches. One that falls into silence is there and says nothing."""
+"""Where a rank is killed: when it enters a call, or, for the last, when it returns. Only the
+coordinator reaches the last two. A silent rank enters and never answers.
+"""
 
 SILENCE_S = 15.0
 
 
 def die(rank: int, path: Path, victim: int, survivors: list[int], phase: str) -> str | None:
-    """`victim` is killed in `phase`; the others raise at once, though they would wait for 300 s,
-    and commit without it."""
+    """`victim` is killed in `phase`; the others raise at once, despite a timeout of 300 s, and
+    commit without it.
+    """
     ranks = sorted([victim, *survivors])
     memory_budget.WINDOW_BYTES = 1  # so that every cut cell is exchanged in a window of its own
     group = dist.new_group(ranks, use_local_synchronization=True)
@@ -214,8 +215,7 @@ def die(rank: int, path: Path, victim: int, survivors: list[int], phase: str) ->
 
 
 def sharded_over(ranks: list[int], number: int) -> dict[str, Any]:
-    """Tensors whose cells the edges between these ranks cut, of the second one between any two of
-    them in turn."""
+    """Tensors with cells cut by rank edges, of the second one between any two ranks in turn."""
     mesh = DeviceMesh("cpu", torch.tensor(ranks), _init_backend=False)
     rows, fused = (
         placed(full() + number, mesh, (each,))

@@ -1,5 +1,6 @@
-"""FullyShardedDataParallel (FSDP1) and its optimizer as they are, restored on other numbers of
-ranks and in other wrappers."""
+"""FullyShardedDataParallel (FSDP1) and its optimizer, restored on other numbers of ranks and in
+other wrappers.
+"""
 
 import warnings
 from collections.abc import Callable
@@ -16,7 +17,7 @@ from tests.distributed.layouts import group_of, meet, mesh_of
 from tests.distributed.pool import Pool
 
 ROWS = 517
-"""Of a weight that edges cut within a chunk, on any number of ranks."""
+"""Rows of a weight that rank edges cut within a chunk, on any number of ranks."""
 
 
 def quietly(rank: int, task: Callable[..., Any], *args: Any) -> Any:
@@ -71,7 +72,7 @@ def step(module: nn.Module, optimizer: torch.optim.Optimizer, number: int) -> fl
 
 
 def train_and_commit(rank: int, path: Path, kind: str, n: int) -> tuple[str, list[float]] | None:
-    """Two steps, a commit, two steps more; a run without commits has the same losses."""
+    """Two steps, a commit, two more steps; a run without commits has the same losses."""
     meet(n)
     if rank >= n:
         return None
@@ -92,7 +93,7 @@ def train_and_commit(rank: int, path: Path, kind: str, n: int) -> tuple[str, lis
 def restore_and_train(
     rank: int, path: Path, run: str, kind: str, n: int, used: bool
 ) -> tuple[list[float], str] | None:
-    """Restore into a fresh optimizer, or into one that has been used; commit, and go on."""
+    """Restore into a fresh or a used optimizer, commit, and continue."""
     meet(n)
     if rank >= n:
         return None
@@ -156,7 +157,7 @@ def test_an_fsdp1_optimizer_goes_on_elsewhere(
 
 
 def restore_parts(rank: int, path: Path) -> None:
-    """What does not fit is told; of what is selected, the rest stays."""
+    """A target that does not fit is refused; a selection leaves the rest unchanged."""
     meet(4)
     options: dict[str, Any] = {
         "process_group": group_of(4),

@@ -1,5 +1,6 @@
-"""A disk that is full for one rank is full for all: one error says where, nothing is left behind,
-and with `on_full="gc"` room is made."""
+"""A disk that is full for one rank fails all: one error names it, nothing is left behind, and
+`on_full="gc"` frees space.
+"""
 
 import logging
 from collections.abc import Iterator
@@ -62,7 +63,7 @@ def files(path: Path) -> set[str]:
 
 
 WRITE, LINK = "pwritev,pwritev2", "link,linkat"
-"""What packs are written with, and what a log entry is made with."""
+"""The calls that write packs and create log entries."""
 
 
 @pytest.mark.parametrize(
@@ -89,7 +90,7 @@ def test_what_ranks_wrote_is_gone_when_the_disk_was_full_for_one(
 
 
 def state_of(number: int) -> dict[str, dict[str, torch.Tensor]]:
-    """The same on every rank, so that it costs one copy."""
+    """Equal on every rank, so that it is stored once."""
     return {
         "model": {
             "w": torch.randn(STATE_BYTES // 4, generator=torch.Generator().manual_seed(number))
@@ -100,7 +101,7 @@ def state_of(number: int) -> dict[str, dict[str, torch.Tensor]]:
 def commit_until_full(
     rank: int, path: Path, on_full: str, background: bool
 ) -> tuple[str, list[str]]:
-    """Commit until that fails, forget, and commit again; the error and what was logged."""
+    """Commit until it fails, forget, and commit again; returns the error and the log records."""
     records: list[str] = []
     handler = logging.Handler()
     # the shortest handler

@@ -1,5 +1,4 @@
-"""What ranks wrote with DCP's own Hugging Face writer is one state again when it is imported,
-however it was sharded."""
+"""Shards of DCP's own Hugging Face writer become one state when imported, in any sharding."""
 
 from pathlib import Path
 from typing import Any
@@ -11,8 +10,7 @@ from torch.distributed.checkpoint import HuggingFaceStorageWriter
 from torch.distributed.tensor import Replicate, Shard
 
 import ckptstore
-from ckptstore.interop.export import export
-from ckptstore.interop.formats import import_path
+from ckptstore.interop.formats import export, import_path
 from tests.distributed.layouts import meet, mesh_of, placed
 from tests.distributed.pool import Pool
 from tests.distributed.test_dcp import quietly

@@ -1,5 +1,6 @@
-"""Ranks on two hosts share a directory and have caches of their own: they commit and restore; when
-a host is lost, the other goes on."""
+"""Ranks on two hosts share a directory and have separate caches: they commit and restore, and one
+host survives the other.
+"""
 
 import os
 import subprocess
@@ -57,13 +58,13 @@ class _Job:
         )
 
     def said(self, rank: int) -> list[str]:
-        """The next line of a rank, in words."""
+        """The words of a rank's next line."""
         out = self.ranks[rank].stdout
         assert out
         return str(out.readline()).split()
 
     def lose(self, host: Host) -> None:
-        """Nobody hears of the end of its processes."""
+        """Stop a host's processes without closing their connections."""
         host.unplug()
         first = self.hosts.index(host) * PER_HOST
         for rank in self.ranks[first : first + PER_HOST]:
@@ -98,7 +99,7 @@ def job(tmp_path: Path) -> Iterator[_Job]:
 def test_when_a_host_is_lost_the_ranks_of_the_other_go_on(
     job: _Job, tmp_path: Path, lost: list[int], left: list[int], blamed: list[str]
 ) -> None:
-    """Who is left knows of the coordinator's silence only: it alone listens to all."""
+    """The survivors know only of the coordinator's silence: it alone listens to all ranks."""
     job.start(lost)
     committed = [job.said(rank) for rank in range(4)]
     assert len({commit for _, commit in committed}) == 1

@@ -1,4 +1,4 @@
-"""Any layout on any number of ranks is restored onto any other, and is one content."""
+"""Any layout on any number of ranks is restored onto any other, with the same content."""
 
 import json
 from pathlib import Path
@@ -47,8 +47,9 @@ def restore_layouts(rank: int, path: Path, n: int) -> list[tuple[int, int]]:
 
 
 def commit_and_restore_without_dimensions(rank: int, path: Path) -> bool:
-    """A mesh without dimensions names one rank; every rank that made a tensor on it has all of the
-    tensor."""
+    """A mesh without dimensions names one rank; every rank with a tensor on it has all of the
+    tensor.
+    """
     mesh = DeviceMesh("cpu", 1)
     with ckptstore.open(path) as store:
         store.commit(

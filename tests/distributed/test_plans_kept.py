@@ -1,5 +1,6 @@
-"""A commit like the last one plans nothing anew; one whose tensors have another dtype or shape
-does. A plan that fails fails on all."""
+"""A commit like the last one reuses its plan; another dtype or shape makes a new one. A plan that
+fails, fails on all ranks.
+"""
 
 from pathlib import Path
 from random import Random
@@ -15,14 +16,15 @@ from tests.distributed.layouts import LAYOUTS, layout, meet, mesh_of, placed
 from tests.distributed.pool import Pool
 
 CUT = (517, 150)
-"""Edges between ranks cut its cells."""
+"""Rank edges cut its cells."""
 
 CHANGES = ["dtype", "shape", "placement", "mesh", "values", "memory", "ties"]
 
 
 def commit_alike(rank: int, path: Path) -> list[tuple[int, int]]:
-    """Commits on four ranks; after each, how often the coordinator has planned and this rank has
-    worked out its moves."""
+    """Commits on four ranks; returns, after each, how often the coordinator planned and this rank
+    computed its moves.
+    """
     meet(4)
     found, counts = [], {"plans": 0, "moves": 0}
 
@@ -53,8 +55,9 @@ def commit_alike(rank: int, path: Path) -> list[tuple[int, int]]:
 
 
 class Changing:
-    """Four tensors on four ranks that are changed in one way at a time, drawn from a seed that all
-    ranks have."""
+    """Four tensors on four ranks, changed in one way at a time, drawn from a seed that all ranks
+    share.
+    """
 
     def __init__(self, seed: int) -> None:
         self.random = Random(seed)
@@ -81,7 +84,7 @@ class Changing:
             )
         elif what == "ties":
             self._tied = dict([self.random.sample("abcd", 2)])
-        elif what == "values":  # the memory stays what it was
+        elif what == "values":  # in the same memory
             kind[3] = offset + 1
             for name, tensor in self._placed().items():
                 self._tensors[name].to_local().copy_(tensor.to_local())
@@ -103,9 +106,10 @@ class Changing:
 
 
 def commit_changing(rank: int, path: Path, seed: int) -> list[tuple[str, bool, bool]]:
-    """Commits to one store, each of a state that differs from the one before in one way: how,
-    whether all came back, and, of two of them, whether a store object that remembers no commit
-    names it by the same content."""
+    """Commits to one store, each of a state with one change. Returns the kind of change, whether
+    all values were restored, and, for two of them, whether a store object without plans produces
+    the same content.
+    """
     meet(4)
     changing, found = Changing(seed), []
     compared = changing.random.sample(range(1, 1 + len(CHANGES)), 2)
@@ -134,8 +138,9 @@ def test_whatever_changes_between_commits_is_noticed(pool: Pool, tmp_path: Path,
 
 
 def commit_badly(rank: int, path: Path) -> tuple[dict[int, str], int]:
-    """A commit in which rank 2 cannot work out its moves, and one after it in which it can; what
-    the first failed with."""
+    """A commit in which rank 2 fails to compute its moves, and a good one after it; returns the
+    first one's error.
+    """
     meet(4)
     state = {
         "x": {
@@ -165,7 +170,7 @@ def test_a_rank_that_cannot_follow_its_plan_is_everybodys_error(pool: Pool, tmp_
 
 
 def commit_counted(rank: int, path: Path) -> list[list[str]]:
-    """The rounds of two commits, and of one for which rank 3 has opened the store anew."""
+    """The rounds of two commits, and of one after rank 3 reopened the store."""
     meet(4)
     state = {
         "x": {

@@ -1,5 +1,6 @@
-"""Worker processes make the commits of many ranks: the same commits, whoever of the trainers dies,
-and a worker's death is an error."""
+"""Worker processes make the commits of many ranks: the same commits even if trainers die, and an
+error if a worker dies.
+"""
 
 import os
 import signal
@@ -30,8 +31,7 @@ GONE_S = 60.0
 
 def is_gone(pid: int) -> bool:
     try:
-        # Its first thread may be a zombie while others still end: it can be waited for when they
-        # have.
+        # Its main thread may be a zombie while others still end.
         return (
             Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
             and len(os.listdir(f"/proc/{pid}/task")) == 1
@@ -45,8 +45,9 @@ def wait_gone(pids: list[int]) -> None:
 
 
 def commit_by_workers(rank: int, path: Path) -> list[str] | None:
-    """Commits of ranks 0 and 1, each spoilt as soon as the call has returned, and what must be
-    equal to them."""
+    """Commits of ranks 0 and 1, each overwritten as soon as the call returns, and the expected
+    values.
+    """
     n = 2
     meet(n)
     if rank >= n:
@@ -109,8 +110,7 @@ def test_workers_commits_are_those_of_threads(pool: Pool, tmp_path: Path) -> Non
 
 
 def lose_workers(rank: int, path: Path) -> list[str] | None:
-    """Each rank's worker is killed in the midst of a commit, then one while it has nothing to
-    do."""
+    """Each rank's worker is killed during a commit, then one while it is idle."""
     n = 2
     meet(n)
     if rank >= n:
@@ -191,8 +191,7 @@ def test_what_fails_in_one_worker_fails_on_all_ranks_and_nothing_is_left_over(
 
 
 class Job:
-    """Two trainers in sessions of their own, which commit small states one after the other, the
-    first of them of step `first`."""
+    """Two trainers in sessions of their own, which commit small states from step `first` on."""
 
     def __init__(self, nursery: Nursery, place: Path, first: int, held: list[int]) -> None:
         given: dict[str, Any] = {
@@ -208,7 +207,7 @@ class Job:
         ]
 
     def wait(self, kind: str, ranks: list[int], count: int = 1) -> None:
-        """Until each of `ranks` has said so much."""
+        """Wait until each of `ranks` has printed this line."""
         _wait(
             lambda: all(len(self.trainers[rank].reports(kind)) >= count for rank in ranks),
             f"{kind} on ranks {ranks}",
@@ -222,11 +221,11 @@ class Job:
             self._alive.remove(rank)
 
     def said(self, kind: str) -> set[int]:
-        """The steps of which any rank said so."""
+        """The steps of this line on any rank."""
         return {int(report[0]) for trainer in self.trainers for report in trainer.reports(kind)}
 
     def end(self) -> None:
-        """Kill who is left, and wait for the workers' end."""
+        """Kill the remaining trainers and wait for the workers to end."""
         self.kill(sorted(self._alive))
         wait_gone([int(pid) for trainer in self.trainers for (pid,) in trainer.reports("worker")])
 
@@ -239,7 +238,9 @@ def steps_at(place: Path) -> set[int]:
 def test_workers_finish_the_commit_of_trainers_that_were_killed(
     scratch: Path, nursery: Nursery
 ) -> None:
-    """First all trainers die, then the coordinator's, and the other gets its commit."""
+    """First all trainers are killed, then only the coordinator's, and the other one gets its
+    commit.
+    """
     place = scratch / "store"
     job = Job(nursery, place, 1, held=[0, 1])
     job.wait("hashed", [0, 1])

@@ -1,5 +1,6 @@
-"""Threads write to the states of two ranks while these commit together: no chunk in the store
-differs from its id."""
+"""Threads write to the states of two ranks during a common commit: every stored chunk still matches
+its id.
+"""
 
 from contextlib import ExitStack
 from pathlib import Path
@@ -18,8 +19,9 @@ OWN = ["own/*"]
 
 
 def race(rank: int, path: Path, commits: int) -> int:
-    """Commits of shards that end within chunks, of a rank's own leaf and of one that must be
-    compared; returns how many were refused."""
+    """Commits of shards that end within chunks, of a private leaf and of a compared one; returns
+    the number of refusals.
+    """
     meet(N)
     if rank >= N:
         group_of(N)
@@ -42,7 +44,7 @@ def race(rank: int, path: Path, commits: int) -> int:
                         ).wait()
                     else:
                         store.commit(state, step=step, private=OWN, process_group=group_of(N))
-                except Conflict:  # what was compared has changed until it was written
+                except Conflict:  # the compared content changed before it was written
                     refused += 1
         for tensor in (shards._local_tensor, own, unknown):
             tensor.fill_(1)

@@ -1,5 +1,6 @@
-"""`fully_shard` with the shapes of real models: one content, stored once, from however many
-ranks."""
+"""`fully_shard` with the shapes of real models: one content, stored once, on any number of
+ranks.
+"""
 
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,5 +1,4 @@
-"""What several ranks read is compared with its id by one of them, and by the others with what that
-one found: nothing wrong passes."""
+"""One rank verifies a shared chunk by its id, the others by its digest: no damage passes."""
 
 import signal
 from collections.abc import Iterator, Sequence
@@ -34,7 +33,7 @@ COPY_BYTES = ELEMENTS * 4
 
 @pytest.fixture(scope="module")
 def committed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("vouch") / "store"
+    path = tmp_path_factory.mktemp("verification") / "store"
     with ckptstore.open(path, chunk_bytes=CHUNK_BYTES) as store:
         store.commit({"model": state_of(0)}, process_group="alone")
     return path
@@ -42,8 +41,9 @@ def committed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @contextmanager
 def verified_from(least_bytes: int = 0) -> Iterator[list[int]]:
-    """Commits from `least_bytes` on are vouched for; gives how many bytes this process compares
-    with ids."""
+    """Share verification from `least_bytes` on; yields the bytes that this process compares with
+    ids.
+    """
     found: list[int] = []
 
     def counted(data: memoryview) -> bytes:
@@ -59,8 +59,9 @@ def verified_from(least_bytes: int = 0) -> Iterator[list[int]]:
 
 @contextmanager
 def spoilt(rank: int, which: int, *, again: bool = False) -> Iterator[None]:
-    """Whatever rank `which` reads has a flipped bit: what ranks vouch for, or also what is read
-    `again`."""
+    """Flip a bit in everything that rank `which` reads: in shared chunks, or also in the second
+    read (`again`).
+    """
     read_into, verified_for_others, flips = (
         LocalStorage.read_into,
         shared_verification.SharedVerification._read,
@@ -88,7 +89,7 @@ def spoilt(rank: int, which: int, *, again: bool = False) -> Iterator[None]:
 
 
 def restore(rank: int, path: Path, least_bytes: int = 0, **options: Any) -> int:
-    """Restore the newest commit; the bytes that this rank compared with ids."""
+    """Restore the newest commit; returns the bytes that this rank compared with ids."""
     meet(4)
     with ckptstore.open(path, threads=2) as store, verified_from(least_bytes) as compared:
         targets = empty_like(state_of(0))
@@ -169,7 +170,7 @@ def test_a_damaged_chunk_fails_on_all_and_resume_takes_the_commit_before(
 
 
 def restore_while_words_flip(rank: int, path: Path) -> int:
-    """Rank 1 says what it did not find."""
+    """Rank 1 sends wrong digests."""
     exchange = Collective.exchange
 
     def flipping(self: Collective, outgoing: Sequence[Part], incoming: Sequence[Part]) -> None:
@@ -217,7 +218,7 @@ def test_shards_of_any_layout_are_right(pool: Pool, tmp_path: Path) -> None:
 
 
 def restore_own_part(rank: int, path: Path) -> int:
-    """Each rank has chunks of its own, and none in common with others."""
+    """Each rank has its own chunks and shares none."""
     meet(4)
     with ckptstore.open(path) as store, verified_from() as compared:
         targets = {f"part{rank}": torch.zeros(4 * CHUNK_BYTES)}
@@ -240,7 +241,7 @@ def test_ranks_that_have_nothing_in_common_compare_their_own(pool: Pool, tmp_pat
 
 @contextmanager
 def interrupted() -> Iterator[None]:
-    """Ctrl-C at the first thing that is read."""
+    """Ctrl-C at the first read."""
     fetch = shared_verification.SharedVerification._read
 
     def read(self: shared_verification.SharedVerification, *args: Any) -> None:

@@ -1,5 +1,6 @@
-"""The examples of several ranks that TorchSnapshot comes with, with another import; and what its
-tests say of replicas and failures."""
+"""TorchSnapshot's examples of several ranks with another import, and its tests of replicas and
+failures.
+"""
 
 from pathlib import Path
 from typing import Any
@@ -71,7 +72,7 @@ def test_the_ddp_example_resumes_as_if_it_had_not_stopped(
         )
 
 
-# -- its example of torchrec: rows of embeddings, and what the fused optimizer has of them --
+# -- its example of torchrec: rows of embeddings, and the fused optimizer's state of them --
 
 
 def tables(ranks: Any, rank: int, n: int, by: float) -> dict[str, StateDict]:
@@ -171,7 +172,7 @@ def restore_fsdp1(rank: int, path: str, n: int, kind: StateDictType) -> Any:
 
 
 def after_a_step(module: Any, optim: torch.optim.Optimizer) -> list[list[float]]:
-    """All weights once training has gone on by a step, which takes the optimizer's state too."""
+    """All weights after one more training step, which depends on the optimizer's state too."""
     optim.zero_grad()
     module(torch.ones(2, 9)).square().sum().backward()
     optim.step()
@@ -195,7 +196,7 @@ def test_fsdp1_modules_go_on_as_they_would_have(
         )
 
 
-# -- what is known of replicas without a glob --
+# -- replicas that are recognized without a glob --
 
 
 def take_inferred(rank: int, path: str, ignored: list[str]) -> list[str] | None:
@@ -232,8 +233,7 @@ def test_what_ddp_keeps_equal_is_replicated_without_a_glob(
 
 
 class Unreadable(StateDict):
-    """Its state cannot be committed on rank 1: known when leaves are looked at, as a failing disk
-    is when they are written."""
+    """On rank 1 its state fails to be read, like a disk that fails during a write."""
 
     def state_dict(self) -> dict[str, Any]:
         return (

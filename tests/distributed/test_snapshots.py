@@ -1,5 +1,6 @@
-"""Snapshots as TorchSnapshot takes them, on 2 and 4 ranks: what is replicated, divided or each
-rank's own, and who can restore it."""
+"""TorchSnapshot's snapshots on 2 and 4 ranks: replicated, divided and private state, and which
+ranks can restore it.
+"""
 
 import logging
 import warnings
@@ -22,7 +23,7 @@ from tests.distributed.pool import Pool, RankFailed
 
 
 def group(rank: int, n: int) -> Any:
-    """The first `n` ranks, None on the others; every rank must ask."""
+    """The first `n` ranks, None on the others; every rank must call this."""
     meet(n)
     return group_of(n) if rank < n else None
 
@@ -290,7 +291,7 @@ def take_fsdp(rank: int, path: str) -> list[Any]:
 
 def take_fsdp1(rank: int, path: str) -> list[Any]:
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)  # FSDP1 about what it does itself
+        warnings.simplefilter("ignore", UserWarning)  # FSDP1's warnings about its own code
         return take_and_restore_fsdp1(path)
 
 

@@ -1,5 +1,6 @@
-"""The chunks of a leaf that ranks hold in boxes: the same bytes as of the leaf held whole, each
-once."""
+"""The chunks of a leaf held in boxes have the same bytes as those of the leaf held whole, each
+once.
+"""
 
 from itertools import product
 from math import prod
@@ -20,7 +21,7 @@ WIDTH = 4
 
 @st.composite
 def shards(draw: st.DrawFn) -> tuple[tuple[int, ...], list[Box]]:
-    """A shape of some cells and the boxes into which a mesh divides it."""
+    """A shape of some cells, and the boxes of a mesh that divides it."""
     shape = draw(
         st.one_of(
             st.tuples(st.integers(1, 90_000)),
@@ -47,7 +48,7 @@ def part_of(data: bytes, shape: tuple[int, ...], box: Box) -> bytes:
 
 
 def chunk_boxes(shape: tuple[int, ...], boxes: list[Box], tiling: Tiling) -> dict[int, list[Box]]:
-    """By chunk the boxes that it is made of."""
+    """The boxes of each chunk."""
     grids = [grid(shape, WIDTH, CHUNK, box) for box in boxes]
     found: dict[int, list[Box]] = {}
     for span in tiling.spans:
@@ -79,7 +80,7 @@ def test_chunks_of_boxes_that_keep_the_rows_whole_are_those_of_the_whole_leaf(
     for i in range(tiling.chunks):
         start, stop = whole.span(i)
         assert sum(prod(box.lengths) for box in found[i]) * WIDTH == stop - start
-        if len(whole) > 1:  # rows of one chunk lie one behind the other
+        if len(whole) > 1:  # rows of one chunk are adjacent
             assert (
                 b"".join(part_of(data, shape, box) for box in sorted(found[i])) == data[start:stop]
             )

@@ -1,5 +1,6 @@
-"""Modules and optimizers of many ranks as they are: FSDP2 and DDP, trained, committed, resumed on
-another number of ranks."""
+"""Unchanged modules and optimizers on many ranks: FSDP2 and DDP are trained, committed, and resumed
+on another number of ranks.
+"""
 
 from pathlib import Path
 from typing import Any
@@ -34,8 +35,9 @@ def replicated(n: int) -> tuple[nn.Module, torch.optim.Optimizer]:
 def train(
     module: nn.Module, optimizer: torch.optim.Optimizer, start: int, stop: int
 ) -> list[float]:
-    """The losses of some steps; every rank sees the same batch, so that the number of ranks changes
-    no sum."""
+    """The losses of some steps. Every rank sees the same batch, so that sums do not depend on the
+    number of ranks.
+    """
     losses = []
     for step in range(start, stop):
         torch.manual_seed(100 + step)
@@ -58,8 +60,9 @@ MAKE = {"fsdp": sharded, "ddp": replicated}
 
 
 def train_and_commit(rank: int, path: Path, kind: str) -> tuple[list[float], str, int, int]:
-    """Three steps, a commit, three more; the losses of the latter, which a run without a commit has
-    too."""
+    """Three steps, a commit, three more; returns the losses of the latter, which a run without a
+    commit has too.
+    """
     meet(4)
     module, optimizer = MAKE[kind](4)
     with ckptstore.open(path, run=kind) as store:

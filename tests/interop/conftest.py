@@ -1,4 +1,4 @@
-"""A store to import into, or a place for one."""
+"""An empty store, or a path for one."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,7 +11,7 @@ from ckptstore.store import Store
 
 @pytest.fixture
 def place(tmp_path: Path) -> Path:
-    """Where a store may be made."""
+    """A path where a store may be made."""
     return tmp_path / "store"
 
 

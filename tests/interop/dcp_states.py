@@ -1,4 +1,4 @@
-"""States for the tests of DCP's face, and what is alike between two of them."""
+"""States for the tests of the DCP interface, and how to compare them."""
 
 import io
 from collections import OrderedDict
@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 OLD_TORCH = torch.torch_version.TorchVersion(torch.__version__) < (2, 7)
-"""Whether this is the oldest torch that is supported, whose DCP can do less."""
+"""Whether this is the oldest supported torch, with a more limited DCP."""
 
 
 def nested() -> dict[str, Any]:

@@ -1,5 +1,6 @@
-"""TorchSnapshot's simple example, with another import: train some epochs, with a snapshot after
-each; begin with one if that is given."""
+"""TorchSnapshot's simple example, with another import: train some epochs with a snapshot after
+each, optionally starting from one.
+"""
 
 import sys
 

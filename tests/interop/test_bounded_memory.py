@@ -1,4 +1,4 @@
-"""An import and an export take memory for some chunks, not for the file."""
+"""An import and an export need memory for some chunks, not for the whole file."""
 
 import json
 import os
@@ -17,11 +17,12 @@ _PROGRAM = """
 import os, sys
 from pathlib import Path
 import ckptstore
-from ckptstore.interop.export import export
+from ckptstore.interop.formats import export
 from ckptstore.interop.formats import import_path
 
 def peak_bytes():
-    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM"))
+    lines = Path("/proc/self/status").read_text().splitlines()
+    line = next(line for line in lines if line.startswith("VmHWM"))
     return int(line.split()[1]) << 10
 
 place = Path(sys.argv[1])

@@ -1,4 +1,4 @@
-"""import and export on the command line."""
+"""`ckptstore import` and `ckptstore export`."""
 
 import json
 import os

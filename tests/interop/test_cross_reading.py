@@ -1,4 +1,4 @@
-"""What one face has written, every other one reads, to the last bit."""
+"""Every interface reads the commits of every other one, to the last bit."""
 
 from collections.abc import Callable
 from datetime import timedelta
@@ -12,8 +12,7 @@ from safetensors.torch import load_file, save_file
 
 import ckptstore
 from ckptstore.interop.dcp import StoreReader, StoreWriter
-from ckptstore.interop.export import export
-from ckptstore.interop.formats import import_path
+from ckptstore.interop.formats import export, import_path
 from ckptstore.interop.torchft import StoreTransport
 from ckptstore.interop.torchsnapshot import Snapshot, StateDict
 from ckptstore.store import Store
@@ -147,4 +146,4 @@ def test_the_same_tensors_are_one_content_whoever_wrote_them(tmp_path: Path) -> 
     write_from_safetensors(tmp_path / "store", tmp_path)
     with ckptstore.open(tmp_path / "store") as store:
         packs = store.log()[0].new_bytes
-    assert packs < 20_000  # its header and its tree: the tensors are there
+    assert packs < 20_000  # only its header and its tree: the tensors are already stored

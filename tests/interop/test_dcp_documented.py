@@ -1,5 +1,4 @@
-"""What DCP's documentation, and its tests, say of one process: its examples with a writer and a
-reader of ours."""
+"""DCP's documentation and tests of one process: its examples with our writer and reader."""
 
 import copy
 import functools
@@ -34,7 +33,7 @@ ALONE = pytest.mark.skipif(
 
 
 class AppState(Stateful):
-    """The wrapper of the tutorial: model and optimizer under the names of parameters."""
+    """The wrapper of the tutorial: model and optimizer, by parameter names."""
 
     def __init__(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
         self.model, self.optimizer = model, optimizer
@@ -90,7 +89,7 @@ def test_modules_and_optimizers_are_stateful_by_themselves(place: Path) -> None:
 def test_the_functions_before_save_and_load_work_too(place: Path) -> None:
     writer, reader = StoreWriter(place, tag="a"), StoreReader(place, "a")
     state = {"w": torch.randn(20, 3)}
-    for _ in range(2):  # both reset what they are given
+    for _ in range(2):  # both reset their arguments
         save_state_dict(state, writer, no_dist=True)
         found = {"w": torch.zeros(20, 3)}
         load_state_dict(found, reader, no_dist=True)
@@ -125,7 +124,7 @@ def test_the_metadata_is_that_of_dcps_files(place: Path, tmp_path: Path) -> None
 
 @ALONE
 def test_two_async_saves_to_one_id_both_end_and_the_id_means_one_of_them(place: Path) -> None:
-    """DCP's own files crash or mix: both write the same names."""
+    """DCP's own saves crash or mix, since both write the same file names."""
     with ckptstore.open(place) as store:
         states = [{"w": torch.full((300_000,), float(i)), "n": i} for i in range(2)]
         futures = [
@@ -146,7 +145,7 @@ def test_two_async_saves_to_one_id_both_end_and_the_id_means_one_of_them(place: 
 
 
 class Stager:
-    """Copies in a thread of its own: `async_save` returns before that has ended."""
+    """Copies in its own thread: `async_save` returns before the copy ends."""
 
     should_synchronize_after_execute = False
 
@@ -157,7 +156,7 @@ class Stager:
         return self._threads.submit(copy.deepcopy, state_dict)
 
     def synchronize_staging(self) -> None:
-        """Nothing to wait for."""
+        """Does nothing."""
 
     def close(self) -> None:
         self._threads.shutdown()

@@ -1,5 +1,6 @@
-"""Saves and loads that overlap, through one writer, one reader, one snapshot: each has a state of
-its own."""
+"""Overlapping saves and loads through one writer, one reader or one snapshot keep separate
+states.
+"""
 
 import threading
 from collections.abc import Callable, Iterator
@@ -37,7 +38,7 @@ def place(tmp_path: Path) -> Path:
 
 @pytest.fixture(params=["a place", "an open store"])
 def store(place: Path, request: pytest.FixtureRequest) -> Iterator[Any]:
-    """What a writer or reader is given."""
+    """The argument of a writer or a reader."""
     if request.param == "a place":
         yield place
     else:
@@ -153,7 +154,7 @@ def test_a_save_without_a_name_does_not_get_that_of_another(place: Path) -> None
 
 
 def test_parts_of_two_saves_do_not_become_one_commit(place: Path) -> None:
-    """Whoever plans: what a writer is told to finish must be of one session."""
+    """All parts that a writer finishes must be of one session, whichever rank planned."""
     from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 
     def written(writer: StoreWriter) -> tuple[Metadata, Any]:

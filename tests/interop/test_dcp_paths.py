@@ -1,5 +1,6 @@
-"""A `checkpoint_id` that is a path is a directory, as DCP's own checkpoints are: scripts find,
-prepare and remove it."""
+"""A `checkpoint_id` that is a path is a directory, like DCP's own checkpoints: scripts find,
+prepare and remove it.
+"""
 
 import os
 import shutil

@@ -1,5 +1,4 @@
-"""`dcp.save` and `dcp.load` on a store with planners of one's own, and with DCP's other ways to
-plan."""
+"""`dcp.save` and `dcp.load` on a store with custom planners, and with DCP's other ways to plan."""
 
 import io
 from pathlib import Path
@@ -38,7 +37,7 @@ class HalfPlanner(DefaultSavePlanner):
 
 
 class FormatPlanner(DefaultSavePlanner):
-    """Writes objects in a way of its own."""
+    """Writes objects in its own format."""
 
     def transform_object(self, write_item: Any, object: Any) -> Any:
         return (
@@ -54,7 +53,7 @@ class FormatLoadPlanner(DefaultLoadPlanner):
 
 
 class RenamingLoadPlanner(DefaultLoadPlanner):
-    """Counts what it is asked to commit, and loads into tensors of its own."""
+    """Counts its commits, and loads into its own tensors."""
 
     def resolve_tensor(self, read_item: Any) -> Any:
         self.own = torch.empty(tuple(read_item.lengths))
@@ -122,8 +121,9 @@ def test_an_unflattened_state_dict_has_whole_objects(place: Path) -> None:
 
 @pytest.mark.skipif(OLD_TORCH, reason="torch 2.6 does not cache plans")
 def test_a_cached_plan_saves_what_is_there_now(place: Path) -> None:
-    """DCP's plan caching ignores dtypes, so that its metadata says another one than its bytes
-    have."""
+    """DCP's plan caching ignores dtypes, so its metadata names another dtype than its bytes
+    have.
+    """
     planner_cache(DefaultSavePlanner)
     with ckptstore.open(place) as store:
         for step in range(4):
@@ -143,7 +143,7 @@ def test_a_cached_plan_saves_what_is_there_now(place: Path) -> None:
 
 
 def planner_cache(cls: Any) -> None:
-    """Forget what other tests have planned."""
+    """Clear the plans cached by other tests."""
     for name in (
         "_cached_save_plan",
         "_cached_all_plans",

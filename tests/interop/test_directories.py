@@ -1,5 +1,6 @@
-"""Whole directories: Hugging Face models, sharded, exported again byte for byte; names that lead
-elsewhere are refused."""
+"""Whole directories, such as sharded Hugging Face models, are exported again byte for byte; names
+that lead elsewhere are refused.
+"""
 
 import json
 import os
@@ -11,8 +12,7 @@ import torch
 from safetensors.torch import save_file
 
 from ckptstore.errors import InvalidInput
-from ckptstore.interop.export import export
-from ckptstore.interop.formats import Labels, import_path
+from ckptstore.interop.formats import Labels, export, import_path
 from ckptstore.store import Store
 
 
@@ -25,7 +25,7 @@ def contents(root: Path) -> dict[str, bytes]:
 
 
 def model_directory(root: Path, *, shards: int = 2) -> dict[str, torch.Tensor]:
-    """What a Hugging Face model looks like; its tensors."""
+    """A directory like a Hugging Face model's, and its tensors."""
     root.mkdir()
     state = {
         f"model.layers.{i}.{part}.weight": torch.randn(60, 90).bfloat16()

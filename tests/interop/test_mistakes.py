@@ -1,5 +1,6 @@
-"""What a tired user gets wrong with the faces of other libraries: nothing is lost, and the error
-says what to do."""
+"""Likely mistakes with other libraries' interfaces: nothing is lost, and the error says what
+to do.
+"""
 
 import shutil
 from pathlib import Path
@@ -21,7 +22,7 @@ def take(path: Path, x: int = 1) -> Snapshot:
     return Snapshot.take(str(path), {"s": StateDict(x=x)})
 
 
-# -- folders that lost something --
+# -- folders with missing files --
 
 
 def test_a_store_that_lost_its_configuration_is_not_buried_under_a_second_one(
@@ -98,7 +99,7 @@ def test_a_pointer_in_place_of_a_store_is_named(tmp_path: Path, place: Path) -> 
     assert found == {"n": 1}
 
 
-# -- what other libraries wrote --
+# -- other libraries' files --
 
 
 def test_a_directory_of_dcp_in_place_of_a_store_is_named(tmp_path: Path, place: Path) -> None:

@@ -1,5 +1,6 @@
-"""Formats that are pickles, or hold some: .pt files, DCP and TorchSnapshot. What could run code is
-refused unless it is allowed."""
+"""Formats with pickles: .pt files, DCP and TorchSnapshot. Objects that could run code are refused
+unless allowed.
+"""
 
 import json
 import os
@@ -16,8 +17,7 @@ import torch
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
 from ckptstore.errors import InvalidInput
-from ckptstore.interop.export import export
-from ckptstore.interop.formats import import_path
+from ckptstore.interop.formats import export, import_path
 from ckptstore.store import Store
 from tests.maintenance.stores import assert_equal
 
@@ -45,8 +45,9 @@ def training() -> dict[str, Any]:
 
 @pytest.fixture(autouse=True)
 def _quiet() -> Iterator[None]:
-    """DCP without a process group warns, and so does TorchSnapshot of what torch has deprecated
-    since."""
+    """Silences DCP's warnings about a missing process group, and TorchSnapshot's about torch's
+    deprecations.
+    """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield
@@ -68,7 +69,7 @@ def test_a_pt_file_comes_in_and_goes_out(legacy: bool, store: Store, tmp_path: P
 
 
 def _packed_again(path: Path, method: int, only: str = "") -> None:
-    """The same archive, its entries (those whose names contain `only`) compressed."""
+    """The same archive, with the entries whose names contain `only` compressed."""
     with zipfile.ZipFile(path) as archive:
         entries = [(each.filename, archive.read(each)) for each in archive.infolist()]
     with zipfile.ZipFile(path, "w") as archive:
@@ -162,7 +163,7 @@ def _write_metadata(place: Path, metadata: Any) -> None:
 
 @pytest.mark.pickles
 def test_a_sharded_dcp_tensor_is_put_together(store: Store, tmp_path: Path) -> None:
-    """As two ranks would have written it: the pieces of `w` in two files."""
+    """The pieces of `w` are in two files, as two ranks would have written them."""
     from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
 
     whole = torch.randn(10, 6)

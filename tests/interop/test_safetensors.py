@@ -1,5 +1,6 @@
-"""safetensors files: as the format's own library writes them, byte for byte; and refused, cheaply,
-where they are not sound."""
+"""safetensors files match the official library byte for byte, and invalid ones are refused
+cheaply.
+"""
 
 import json
 from collections.abc import Callable
@@ -15,9 +16,8 @@ from safetensors.torch import load_file, save_file
 
 import ckptstore
 from ckptstore.errors import Conflict, Corrupt, InvalidInput, NotFound
-from ckptstore.interop.export import export
-from ckptstore.interop.formats import Labels, import_path
-from ckptstore.interop.safetensors_file import encode_header, parse_header, read_header
+from ckptstore.interop.formats import Labels, export, import_path
+from ckptstore.interop.formats.safetensors_file import encode_header, parse_header, read_header
 from ckptstore.store import Store
 from tests.maintenance.stores import files, flip
 
@@ -239,7 +239,7 @@ def test_a_file_that_shrinks_meanwhile_makes_no_commit(
     tmp_path: Path, store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     save_file({"w": torch.randn(300, 300)}, tmp_path / "model.safetensors")
-    from ckptstore.interop import directory
+    from ckptstore.interop.formats import directory
 
     flats = directory.flats_of
 

@@ -1,5 +1,6 @@
-"""Shards of DCP's Hugging Face writer, a safetensors file per rank: one tensor again from all of
-them, or a refusal in words."""
+"""Shards of DCP's Hugging Face writer, a safetensors file per rank, become one tensor again or are
+refused with a reason.
+"""
 
 import json
 from collections.abc import Callable, Mapping
@@ -16,9 +17,8 @@ from safetensors.torch import save_file
 
 from ckptstore.core.model import Box
 from ckptstore.errors import InvalidInput
-from ckptstore.interop.export import export
-from ckptstore.interop.formats import import_path
-from ckptstore.interop.sources import Held, Joined, check_tiling
+from ckptstore.interop.formats import export, import_path
+from ckptstore.interop.formats.sources import Held, Joined, check_tiling
 from ckptstore.store import Store
 from tests.interop.test_directories import contents
 
@@ -29,7 +29,8 @@ def write_shard(
     root: Path, rank: int, pieces: Pieces, *, part: int = 1, parts: int = 1, info: Any = None
 ) -> Path:
     """The file of one rank, as `HuggingFaceStorageWriter(save_distributed=True)` writes it: tensors
-    and their offsets by name."""
+    and their offsets by name.
+    """
     root.mkdir(exist_ok=True)
     path = root / f"shard-{rank:05}-model-{part:05}-of-{parts:05}.safetensors"
     said = (
@@ -234,7 +235,7 @@ def test_one_shard_of_several_is_no_checkpoint(store: Store, tmp_path: Path) -> 
 
 @st.composite
 def tilings(draw: st.DrawFn) -> tuple[tuple[int, ...], list[Box]]:
-    """A shape and boxes that make it up: a grid of lines, drawn in each dimension."""
+    """A shape and the boxes of a grid that tile it, with cuts drawn in each dimension."""
     shape = tuple(draw(st.lists(st.integers(1, 6), min_size=1, max_size=4)))
     lines = [sorted({0, n, *draw(st.sets(st.integers(0, n), max_size=3))}) for n in shape]
     cells = product(*(pairwise(each) for each in lines))

@@ -1,5 +1,6 @@
-"""What TorchSnapshot 0.1.0 gets wrong, case by case, and what its interface does here. The cases of
-several ranks are in tests/ranks."""
+"""TorchSnapshot 0.1.0's bugs, case by case, and the behavior of its interface here. Cases with
+several ranks are in tests/distributed.
+"""
 
 from pathlib import Path
 from typing import Any
@@ -140,7 +141,7 @@ def test_a_failure_in_the_background_is_raised_by_wait(tmp_path: Path) -> None:
 
     class Taking(StateDict):
         def state_dict(self) -> dict[str, Any]:
-            path.mkdir(parents=True)  # where the pointer is to be
+            path.mkdir(parents=True)  # the pointer's path
             return super().state_dict()
 
     pending = Snapshot.async_take(str(path), {"s": Taking(x=1)})

@@ -1,5 +1,4 @@
-"""What lies under which path of a snapshot: the manifest is TorchSnapshot's, and every path of it
-can be read."""
+"""A snapshot's manifest equals TorchSnapshot's, and every path in it can be read."""
 
 from collections import Counter, OrderedDict, defaultdict
 from dataclasses import asdict
@@ -37,8 +36,9 @@ OBJECTS = StateDict(
         "colliding": {"0": {"1": "a", 1: "b"}, 0: "c"},
     },
 )
-"""With what TorchSnapshot's own tests of flattening have: empty keys, keys to be escaped, numbers
-and texts that look alike."""
+"""Values from TorchSnapshot's own flattening tests: empty keys, keys to be escaped, numbers and
+text that look alike.
+"""
 
 
 def test_every_path_of_the_manifest_can_be_read(tmp_path: Path) -> None:

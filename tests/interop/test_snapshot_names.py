@@ -1,5 +1,4 @@
-"""Names of TorchSnapshot that scripts import, each where TorchSnapshot has it, and what it raises
-for a key that is missing."""
+"""Scripts find TorchSnapshot's names in its modules, and its errors for missing keys."""
 
 from datetime import timedelta
 from importlib import import_module

@@ -1,5 +1,6 @@
-"""TorchSnapshot's documented behaviours, on one rank: its examples with another import, and what
-its paths mean here."""
+"""TorchSnapshot's documented behavior on one rank: its examples with another import, and the
+meaning of paths.
+"""
 
 import copy
 import os
@@ -65,7 +66,7 @@ def equal(a: Any, b: Any) -> bool:
 
 @contextmanager
 def peer() -> Iterator[Any]:
-    """The real TorchSnapshot, without what it says about a newer torch."""
+    """The real TorchSnapshot, without its warnings about a newer torch."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         import torchsnapshot
@@ -128,7 +129,7 @@ def test_getting_started_async_take(tmp_path: Path) -> None:
 
 
 class Drawing:
-    """Moves the random generator whenever it is asked for its state or given one."""
+    """Draws from the random generator whenever its state is read or set."""
 
     def state_dict(self) -> dict[str, Any]:
         torch.rand(2)

@@ -1,9 +1,9 @@
-"""What a chunk is called while it travels: a quick name, or its id, as in stores, for who looks
-into one (docs/decisions/036-…, 040-…).
+"""How is a chunk named while it travels? By a quick name or by its id, as stores do
+(docs/decisions/036-…, 040-…).
 
-A name says which it is. Both are hashes of all of the bytes, and what has come counts when its name
-is the one that was wanted. An id is BLAKE3, which takes four to six times as long; a quick name is
-XXH3, which finds whatever breaks by itself and not what somebody breaks on purpose.
+A name shows its kind. Both are hashes of all bytes, and a received chunk counts when its name
+matches. An id is a BLAKE3 hash, which takes four to six times as long. A quick name is an XXH3
+hash, which detects accidental damage but not deliberate forgery.
 """
 
 from collections.abc import Callable, Iterable
@@ -16,12 +16,13 @@ from xxhash import xxh3_128
 from ckptstore.core.ids import CHUNK_ID_BYTES
 
 _QUICK = b"XXH3 of a chunk."
-"""How every quick name ends. No id that will ever be met does, and no number
-(`protocol.encode_number`)."""
+"""The suffix of every quick name. No id or number (`protocol.encode_number`) ends like this in
+practice.
+"""
 
 
 class Hash(Protocol):
-    """A hash that is still being made."""
+    """A hash in progress."""
 
     def update(self, data: memoryview, /) -> object: ...
 
@@ -30,8 +31,9 @@ class Hash(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Naming:
-    """One way to call chunks: a hash of all of their bytes, and what follows it in every name. Both
-    together are as long as an id."""
+    """A kind of chunk name: a hash of all bytes, and a suffix. Together they are as long as an
+    id.
+    """
 
     begin: Callable[..., Hash]
     ending: bytes = b""
@@ -40,7 +42,7 @@ class Naming:
         return self.begin(data).digest() + self.ending
 
     def of_pieces(self, pieces: Iterable[memoryview]) -> bytes:
-        """The name of a chunk whose bytes come piece by piece."""
+        """The name of a chunk given in pieces."""
         begun = self.begin()
         for piece in pieces:
             begun.update(piece)
@@ -52,11 +54,11 @@ ids, quick_name = Naming(blake3), Naming(xxh3_128, _QUICK)
 assert len(quick_name(b"")) == len(ids(b"")) == CHUNK_ID_BYTES
 
 NAMINGS = {"blake3": ids, "xxh3": quick_name}
-"""As descriptions and requests call them."""
+"""By the keys that descriptions and requests use."""
 
 BLAKE3, XXH3 = NAMINGS
 
 
 def is_named(data: bytes | memoryview, name: bytes) -> bool:
-    """Whether these are the bytes that `name` stands for."""
+    """Whether `name` is the name of these bytes."""
     return (quick_name if name.endswith(_QUICK) else ids)(data) == name

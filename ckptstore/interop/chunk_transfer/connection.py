@@ -1,8 +1,8 @@
-"""One connection to a peer, as the receiver sees it: it asks, and reads no longer and no more than
-it said it would.
+"""How does a receiver talk to one peer?
 
-Written on a bare socket, so that every read has a limit of time for all of its bytes: a peer that
-sends a byte now and then is as slow as one that sends none.
+It asks, and reads neither longer nor more than announced. It uses a bare socket, so that every read
+has a time limit for all of its bytes: a peer that trickles bytes counts as slow as one that sends
+none.
 """
 
 import errno
@@ -44,10 +44,11 @@ from ckptstore.interop.chunk_transfer.protocol import (
 )
 
 HELLO_S = 2.0
-"""The first wait for an answer at an address, where somebody else may listen. It doubles with each
-attempt that nobody answers."""
+"""The first wait for an answer at an address, which may belong to another process. It doubles with
+each attempt without an answer.
+"""
 BUSY_S = 0.25
-"""The pause before a peer without room for another connection is asked again."""
+"""The pause before asking again a peer that has no room for another connection."""
 
 _REFUSED = {401: InvalidInput, 409: Conflict}
 _WHY_BYTES_MAX = 4096
@@ -55,18 +56,20 @@ _HEAD_PEEK_BYTES = 1024
 _HEAD_END = b"\r\n\r\n"
 
 _ALL = socket.MSG_WAITALL if sys.platform == "linux" else 0
-"""Elsewhere, the limit of time is one for each packet."""
+"""MSG_WAITALL, where the kernel applies the receive timeout to the whole read; elsewhere it applies
+to each packet.
+"""
 
 
 class Deadline:
-    """The end of a call's patience."""
+    """The time at which a call gives up."""
 
     def __init__(self, timeout_s: float, what: str) -> None:
         self.timeout_s, self._what = timeout_s, what
         self._at = time.monotonic() + timeout_s
 
     def left(self) -> float:
-        """Seconds that are left. Raises TimeoutError if none are."""
+        """Remaining seconds. Raises TimeoutError if none remain."""
         left = self._at - time.monotonic()
         if left <= 0:
             raise TimeoutError(f"timed out after {self.timeout_s:g} s: {self._what}")
@@ -74,12 +77,11 @@ class Deadline:
 
 
 class PeerFailed(Exception):
-    """A peer did not do what it should have; `error` says what, and `final` whether it is useless
-    to ask again.
+    """A peer failed: `error` is the reason, and `final` says that asking again is useless.
 
-    A `slow` peer gave no answer in time, and may give it later. `since` is when the connection that
-    failed was begun, on the monotonic clock: those that break together are one failure. A
-    connection that lay idle may have been closed meanwhile: it is from no time.
+    A `slow` peer gave no answer in time, and may give it later. `since` is the monotonic time at
+    which the failed connection began: connections that break together count as one failure. An idle
+    connection, which the peer may have closed meanwhile, counts from no time.
     """
 
     def __init__(
@@ -95,10 +97,10 @@ class PeerFailed(Exception):
 
 
 class Route:
-    """How to connect to one peer: any of its addresses, and then the one that answered.
+    """How to connect to one peer: any of its addresses, then the one that answered.
 
-    `patience_s` doubles when a connection was given up after it: a slow peer gives its answer to a
-    later one.
+    `patience_s` doubles after a connection timed out with it, so that a later one gets a slow
+    peer's answer.
     """
 
     def __init__(self, invitation: Invitation, transfer: str, patience_s: float) -> None:
@@ -113,7 +115,7 @@ class Route:
         return f"{host} port {port}"
 
     def connect(self, deadline: Deadline) -> "Connection":
-        """Raises `PeerFailed` if the peer answers at none of its addresses."""
+        """Connect. Raises `PeerFailed` if the peer answers at none of its addresses."""
         since, wait_s, hello_s = (
             time.monotonic(),
             min(deadline.left(), self.patience_s),
@@ -162,8 +164,9 @@ class Route:
 
 
 class Connection:
-    """A connection to a peer. Whatever it raises but TimeoutError is a `PeerFailed`, after which it
-    is of no use."""
+    """A connection to a peer. Any error except TimeoutError is a `PeerFailed`, after which the
+    connection is unusable.
+    """
 
     def __init__(
         self,
@@ -176,13 +179,13 @@ class Connection:
         self._patience_s = route.patience_s
 
     def lay_idle(self) -> None:
-        """It was kept for another exchange: the peer may have closed it meanwhile, which is no
-        failure of the peer."""
+        """Mark it as kept for reuse: a close by the peer is then no failure."""
         self._since, self._patience_s = float("-inf"), self._route.patience_s
 
     def describe(self, step: int, names: str, *, early: bool = False) -> Description:
-        """What is served as `step`, its chunks called by `names` or by ids; waits until it is. With
-        `early`, an outline of what still is being copied will do."""
+        """The description of the state served as `step`, its chunks called by `names` or by ids;
+        waits until it is served. With `early`, an outline is enough while the peer still copies.
+        """
         wanted = {NAMES_HEADER: names} | ({EARLY_HEADER: "1"} if early else {})
         while True:
             head = self._ask("GET", state_path(step), self._waiting() | wanted)
@@ -206,10 +209,10 @@ class Connection:
     def ask_chunks(
         self, step: int, ids: Sequence[bytes], *, verified: bool = False
     ) -> tuple[list[int | None], list[int | None]]:
-        """The sizes of chunks, None for those that the peer does not serve, and where they lie in
-        its memory, None for those that it sends; these are to be read next, in order.
+        """The sizes of chunks, None for those not served, and their addresses in the peer's memory,
+        None for those that follow on the connection, in order.
 
-        With `verified`, the peer is to compare them with their ids before it sends them.
+        With `verified`, the peer compares the chunks with their ids before it sends them.
         """
         headers = ({VERIFY_HEADER: "1"} if verified else {}) | (
             {NEAR_HEADER: "1"} if self._route.near else {}
@@ -232,7 +235,7 @@ class Connection:
         return sizes, places
 
     def ask_ids(self, step: int, names: Sequence[bytes]) -> list[bytes | None]:
-        """The ids of chunks that have quick names, None for those that the peer does not serve."""
+        """The ids of chunks given by quick names, None for those not served."""
         head = self._ask("POST", ids_path(step), {}, b"".join(names))
         found = decode_ids(bytes(self._body(head, len(names) * CHUNK_ID_BYTES, step)))
         if len(found) != len(names):
@@ -240,7 +243,7 @@ class Connection:
         return found
 
     def read_from(self, place: int | None, out: memoryview) -> None:
-        """Fill `out` from the peer's memory, or with what it sends next."""
+        """Fill `out` from the peer's memory, or from the connection."""
         if place is None:
             self.read_into(out)
             return
@@ -259,7 +262,7 @@ class Connection:
             done += self._receive(out[done:], left_s, _ALL)
 
     def cut(self) -> None:
-        """End it, whoever reads from it in another thread."""
+        """End the connection, also while another thread reads from it."""
         with suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
 
@@ -268,8 +271,7 @@ class Connection:
             self._socket.close()
 
     def _waiting(self) -> dict[str, str]:
-        """How long the peer may wait before it answers, so that the answer comes within our
-        patience."""
+        """How long the peer may wait before it answers within our patience."""
         return {WAIT_HEADER: str(int(min(self._deadline.left(), self._patience_s / 2) * 1000))}
 
     def _ask(self, method: str, path: str, headers: dict[str, str], body: bytes = b"") -> Head:
@@ -295,7 +297,7 @@ class Connection:
             raise PeerFailed(error) from error
 
     def _body(self, head: Head, limit: int, step: int) -> bytearray:
-        """The body of a good answer; what any other says is why."""
+        """The body of a successful answer; any other body is the reason of the error."""
         if head.status != 200:
             why = self._read(min(head.length, _WHY_BYTES_MAX)).decode("utf-8", "replace")
             kind = _REFUSED.get(head.status, Unavailable)
@@ -324,8 +326,8 @@ class Connection:
         wait_s = min(self._deadline.left(), max(within_s, 0.001))
         try:
             if flags & _ALL:
-                # The kernel waits, for all of it: between two looks of ours at a fast connection
-                # little more than a packet would come.
+                # The kernel waits for the whole range; polling a fast connection would read little
+                # more than a packet each time.
                 self._socket.settimeout(None)
                 self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, _timeval(wait_s))
             else:
@@ -340,7 +342,7 @@ class Connection:
         return n
 
     def _broken(self, error: OSError) -> Exception:
-        """What a failed call means. A deadline that has passed is the caller's."""
+        """The error of a failed call. A deadline that has passed is the caller's."""
         self._deadline.left()
         if isinstance(error, TimeoutError):
             return self._late("sent nothing")
@@ -362,8 +364,9 @@ _SILENT, _BUSY, _OTHER = 0, 503, 404
 
 
 def _hello(connection: socket.socket, instance: str, wait_s: float) -> int:
-    """200 if the instance that is meant answers: only then it is told the token. 503 if it may be
-    that one, and has no room; 0 if nothing comes within `wait_s`; 404 for somebody else."""
+    """Ask an address for the instance before it is told the token. 200 is the right peer; 503 may
+    be it, without room; 0 is no answer within `wait_s`; 404 is another process.
+    """
     end = time.monotonic() + wait_s
 
     def receive(out: memoryview, flags: int = 0) -> int:
@@ -391,13 +394,15 @@ def _hello(connection: socket.socket, instance: str, wait_s: float) -> int:
 
 
 def _timeval(seconds: float) -> bytes:
-    """For the kernel, which takes 0 for no limit at all."""
+    """A timeout for the kernel, for which 0 would mean no limit."""
     seconds = max(seconds, 0.001)
     return struct.pack("@ll", int(seconds), int(seconds % 1 * 1e6))
 
 
 def _read_head(receive: Callable[[memoryview, int], int]) -> Head:
-    """The head of an answer: it is looked at first, so that what follows stays where it is."""
+    """Read the head of an answer. It is peeked first, so that the bytes after it stay in the
+    socket.
+    """
     data = bytearray()
     buffer = memoryview(bytearray(_HEAD_PEEK_BYTES))
     while len(data) <= HEAD_BYTES_MAX:

@@ -1,5 +1,7 @@
-"""Chunks from several peers at once, each verified before it counts; what one does not give,
-another is asked for."""
+"""How are chunks fetched from several peers in parallel?
+
+Each chunk is verified before it counts. A chunk that one peer does not deliver is asked of another.
+"""
 
 import logging
 import threading
@@ -20,7 +22,9 @@ logger = logging.getLogger("ckptstore.transport")
 
 @dataclass(slots=True)
 class Traffic:
-    """What came over the network. `retried` counts chunks that had to be asked for again."""
+    """Bytes and chunks received over the network. `retried` counts chunks that were asked for
+    again.
+    """
 
     requests: int = 0
     chunks: int = 0
@@ -36,14 +40,15 @@ class Traffic:
             self.retried += retried
 
     def forget_chunks(self) -> None:
-        """What came so far is no part of a state."""
+        """Reset the counts: the chunks so far are no part of a state."""
         with self.lock:
             self.chunks = self.bytes = 0
 
 
 class Peers:
-    """The peers of one transfer of the state `step`: their connections are kept from one fetch to
-    the next, until `close`."""
+    """The peers of one transfer of the state `step`. Connections are reused by later fetches, until
+    `close`.
+    """
 
     def __init__(
         self, routes: Sequence[Route], step: int, deadline: Deadline, max_workers: int
@@ -58,27 +63,27 @@ class Peers:
         self._open: set[Connection] = set()
         self._idle: dict[Route, list[Connection]] = {route: [] for route in routes}
         self._closed = False
-        # What came damaged, or broke off: the peer's disk may be at fault, which it notices if it
-        # is asked to look.
+        # Chunks that came damaged or broke off: the peer's disk may be at fault, which it finds if
+        # asked to verify.
         self._doubted: set[bytes] = set()
         self._lock = threading.Lock()
 
     def describe(self, names: str, *, early: bool = False) -> Description:
-        """The description of the peer that answers first. Raises what the peers failed with if all
-        did, TimeoutError if none is in time.
+        """The first peer's answer with a description. Raises the peers' errors if all failed,
+        TimeoutError if none answered in time.
 
-        Peers may call chunks by `names`. With `early`, the one peer that there is may give an
-        outline.
+        Peers may call chunks by `names`. With `early`, an only peer may send an outline.
         """
-        early = early and len(self._routes) == 1  # numbers are one peer's
+        early = early and len(self._routes) == 1  # chunk numbers belong to one peer
         with self._threads(len(self._routes)) as pool:
             return self._first(
                 {pool.submit(self._describe, route, names, early) for route in self._routes}
             )
 
     def ids(self, names: Sequence[bytes]) -> list[bytes | None]:
-        """The ids of chunks that have quick names, as the first peer knows them that answers; None
-        for those of which no peer does."""
+        """The ids of chunks given by quick names, from the first peer that answers; None for chunks
+        that it does not know.
+        """
         for route in self._routes:
             try:
                 with self._connection(route) as connection:
@@ -95,8 +100,9 @@ class Peers:
         return [None] * len(names)
 
     def fetch(self, wanted: Sequence[Wanted]) -> None:
-        """Bring every chunk to where it belongs. Raises what stood in the way; nothing is written
-        any more then."""
+        """Bring every chunk to its destination. Raises the error that prevented it; after that
+        nothing is written.
+        """
         if not wanted:
             return
         max_workers = min(self._max_workers, len(wanted))
@@ -114,11 +120,11 @@ class Peers:
                 self.close()
                 wait(working)
                 raise
-        # Whoever failed for good is not waited for a second time.
+        # A peer that failed for good is not waited for again.
         self._routes = [route for peer, route in enumerate(self._routes) if peer not in work.lost]
 
     def close(self) -> None:
-        """Let go of all connections, so that the peers know. Idempotent."""
+        """Close all connections. Idempotent."""
         with self._lock:
             self._closed = True
             for connection in self._open:
@@ -130,8 +136,9 @@ class Peers:
 
     @contextmanager
     def _threads(self, count: int) -> Iterator[Pool]:
-        """Threads that nobody waits for: when all has been received, some may still try to reach a
-        peer that does not answer."""
+        """Daemon threads: after the transfer, some may still be connecting to a peer that does not
+        answer.
+        """
         pool = Pool(count, name="ckptstore-peer")
         try:
             yield pool
@@ -165,16 +172,16 @@ class Peers:
 
     def _work(self, work: Work, peer: int) -> None:
         try:
-            aside = _Aside()
+            scratch = _Scratch()
             while batch := work.take(peer):
                 left = list(batch)
                 try:
                     with self._connection(self._routes[peer]) as connection:
-                        self._receive(work, peer, connection, left, aside)
+                        self._receive(work, peer, connection, left, scratch)
                 except PeerFailed as failed:
                     self._doubted.update(each.chunk for each in left[:1])
                     self.traffic.add(retried=len(left))
-                    work.struck(
+                    work.count_failure(
                         peer, failed.error, final=failed.final, slow=failed.slow, since=failed.since
                     )
                     work.back(peer, left)
@@ -182,9 +189,9 @@ class Peers:
             work.fail(error)
 
     def _receive(
-        self, work: Work, peer: int, connection: Connection, left: list[Wanted], aside: "_Aside"
+        self, work: Work, peer: int, connection: Connection, left: list[Wanted], scratch: "_Scratch"
     ) -> None:
-        """Receive what is `left` of a batch, which has afterwards what did not come."""
+        """Receive the chunks `left` of a batch; afterwards it has those that did not come."""
         self.traffic.add(requests=1)
         verified = any(each.chunk in self._doubted for each in left)
         sizes, places = connection.ask_chunks(
@@ -210,7 +217,7 @@ class Peers:
         wrong: list[Wanted] = []
         while left:
             each = left[0]
-            data = each.memory if each.memory is not None else aside.of(each.nbytes)
+            data = each.memory if each.memory is not None else scratch.of(each.nbytes)
             connection.read_from(next(coming), data)
             self.traffic.add(chunks=1, nbytes=each.nbytes)
             del left[0]
@@ -223,7 +230,7 @@ class Peers:
             self._doubted.update(each.chunk for each in wrong)
             self.traffic.add(retried=len(wrong))
             names = ", ".join(each.chunk.hex()[:12] for each in wrong[:4])
-            work.struck(
+            work.count_failure(
                 peer,
                 Corrupt(
                     f"{len(wrong)} chunks came damaged from a peer, or it is not what it says: "
@@ -234,7 +241,7 @@ class Peers:
 
     @contextmanager
     def _connection(self, route: Route) -> Iterator[Connection]:
-        """A connection that is kept for the next one who wants it, unless something went wrong."""
+        """A connection, kept for reuse unless the block fails."""
         connection = self._kept(route) or self._opened(route)
         try:
             yield connection
@@ -267,9 +274,8 @@ class Peers:
         return connection
 
 
-class _Aside:
-    """Memory of one thread for chunks that are not received to where they belong: one after the
-    other."""
+class _Scratch:
+    """Memory of one thread for chunks that cannot be received in place, one after the other."""
 
     def __init__(self) -> None:
         self._memory = memoryview(b"")

@@ -1,8 +1,7 @@
-"""Chunks that this process has already, by name: in its live state, in its store, in what a broken
-transfer left behind.
+"""Which chunks does this process already have? By name: in its live state, in its store, and from a
+broken transfer.
 
-What is taken from here is hashed where it lands. A chunk that turned out to be another is simply
-not here.
+A local chunk is hashed at its destination. One that does not match its name counts as missing.
 """
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -26,11 +25,11 @@ if TYPE_CHECKING:
 
 
 Bring: TypeAlias = Callable[[Sequence[Wanted]], Iterable[Wanted]]
-"""Lands chunks that should be here, and gives those that are not."""
+"""Copies local chunks to their destinations and returns those that are missing."""
 
 
 class LocalChunks:
-    """What is here, for one transfer. `objects` is the local store, if there is one."""
+    """The local chunks of one transfer. `objects` is the local store, if any."""
 
     def __init__(
         self, threads: ThreadPool, deadline: Deadline, objects: "ObjectStore | None" = None
@@ -43,7 +42,9 @@ class LocalChunks:
     def add_live(
         self, live: FlatState, chunk_bytes: int, naming: Naming, *, without: Collection[Source] = ()
     ) -> None:
-        """Hash a live state, cut as the sender cuts its own, but for the leaves of `without`."""
+        """Hash a live state with the sender's chunk boundaries, except for the leaves of
+        `without`.
+        """
         parts = [part for part in parts_of(live) if part.source not in without]
 
         def index(batch: Sequence[Run]) -> None:
@@ -61,29 +62,28 @@ class LocalChunks:
         )
 
     def note(self, tensor: "torch.Tensor", start: int, stop: int, chunk: bytes) -> None:
-        """These bytes of a tensor were hashed where they lie."""
+        """Record that these bytes of a tensor were hashed in place."""
         self._at[tensor.data_ptr(), start, stop] = chunk
 
     def forget_places(self) -> None:
-        """Tensors of which something was noted are given up: others may come to lie in their
-        memory."""
+        """Drop the records of tensors that are freed: their memory may be reused."""
         self._at = {}
 
     def chunk_at(self, tensor: "torch.Tensor", start: int, stop: int) -> bytes | None:
-        """The chunk that these bytes of a tensor were when they were hashed."""
+        """The recorded chunk of these bytes of a tensor."""
         return self._at.get((tensor.data_ptr(), start, stop))
 
     def add_left(self, left: Mapping[bytes, memoryview]) -> None:
-        """Count what an earlier transfer brought."""
+        """Add the chunks of an earlier transfer."""
         self._left = left
 
     def land_alike(
         self, wanted: Sequence[Wanted], alike: Mapping[bytes, tuple[Source, int]], naming: Naming
     ) -> list[Wanted]:
-        """Bring to the memory of chunks what the live state has in their places, by leaf and first
-        byte, and hash it there; what it is not.
+        """Copy the live state's bytes at the chunks' positions (leaf and first byte) to their
+        destinations and hash them there; returns the chunks that did not match.
 
-        What turned out to be another chunk is known as that: the live state is read once.
+        Bytes that are another chunk are recorded under that name: the live state is read once.
         """
 
         def bring(batch: Sequence[Wanted]) -> Iterator[Wanted]:
@@ -100,8 +100,9 @@ class LocalChunks:
         return self._land(wanted, [each.chunk in alike for each in wanted], bring)
 
     def land(self, wanted: Sequence[Wanted], *, without_live: bool = False) -> list[Wanted]:
-        """Bring what is here to where it belongs; what is not. `without_live` if the live state is
-        what is written to."""
+        """Copy local chunks to their destinations; returns the missing ones. Use `without_live` if
+        the live state is the destination.
+        """
         if without_live:
             self._live = {}
         missing = self._land(
@@ -112,9 +113,9 @@ class LocalChunks:
         return self._land_stored(missing, [each.chunk for each in missing])
 
     def land_stored(self, wanted: Sequence[Wanted], ids: Sequence[bytes | None]) -> list[Wanted]:
-        """Bring what the store has of chunks that have quick names to where it belongs; what it has
-        not. `ids` is what a peer says that theirs are: each chunk is compared with its name,
-        too."""
+        """Read chunks with quick names from the store to their destinations; returns the missing
+        ones. A peer supplied `ids`, so each chunk is compared with its name as well.
+        """
         told = [(each, chunk) for each, chunk in zip(wanted, ids, strict=True) if chunk]
         untold = [each for each, chunk in zip(wanted, ids, strict=True) if not chunk]
         return untold + self._land_stored([each for each, _ in told], [chunk for _, chunk in told])
@@ -167,7 +168,7 @@ class LocalChunks:
         try:
             self._objects.read_into(b"".join(ids[each.chunk] for each in batch), out)
         except (Corrupt, NotFound, Unavailable):
-            yield from batch  # peers have it, and a damaged store is fsck's to tell of
+            yield from batch  # peers have the chunk, and fsck reports a damaged store
             return
         for each, data in zip(batch, out, strict=True):
             if ids[each.chunk] == each.chunk or is_named(data, each.chunk):
@@ -177,7 +178,7 @@ class LocalChunks:
 
 
 def batches(wanted: Sequence[Wanted]) -> Iterator[list[Wanted]]:
-    """What one thread does at a time, so that memory beside the state stays bounded."""
+    """Batches for one thread at a time, so that extra memory stays bounded."""
     batch: list[Wanted] = []
     size = 0
     for each in wanted:

@@ -1,9 +1,9 @@
-"""DTensors on their way between replicas: a sender names mesh and placements, a receiver places
-them on a mesh of the same ranks and names.
+"""How do DTensors travel between replicas? The sender names mesh and placements; the receiver uses
+a mesh of the same ranks and names.
 
-That is a mesh of its own if it has one. Otherwise the receiver makes a mesh without process groups,
-which takes no other rank and is equal to the one that the training makes. On a mesh of the same
-ranks and names, this process holds what the peer held on its own.
+The receiver uses its own mesh if it has one. Otherwise it makes a mesh without process groups,
+which needs no other rank and equals the mesh of the training. On a mesh of the same ranks and
+names, this process holds the same part as the peer.
 """
 
 import re
@@ -27,8 +27,9 @@ _STRIDED_SHARD = re.compile(r"_S\((\d{1,3}), (\d{1,6})\)")
 
 
 def placed_leaves(flat: FlatState) -> dict[int, Placed]:
-    """How each DTensor of a state lies. Raises `InvalidInput` for a ShardedTensor, which has no
-    mesh."""
+    """The placement of each DTensor of a state. Raises `InvalidInput` for a ShardedTensor, which
+    has no mesh.
+    """
     found: dict[int, Placed] = {}
     for leaf, held in flat.held.items():
         if flat.schema.aliases[leaf] >= 0:
@@ -64,11 +65,10 @@ def mesh_name(mesh: "DeviceMesh") -> MeshName:
 def attach(
     path: str, shape: Shape, dtype: torch.dtype, wanted: Placed, meshes: "Iterable[DeviceMesh]"
 ) -> "DTensor":
-    """A DTensor of any bytes, placed as `wanted` says on one of this process's `meshes`, or on a
-    mesh without process groups.
+    """A DTensor of any bytes, placed as `wanted` on one of this process's `meshes`, or on a mesh
+    without process groups.
 
-    Raises `InvalidInput` for a mesh of which this process is no rank, and for placements that do
-    not fit.
+    Raises `InvalidInput` for a mesh without this process, and for placements that do not fit.
     """
     mesh = next(
         (mesh for mesh in meshes if mesh_name(mesh) == wanted.mesh), None
@@ -89,8 +89,9 @@ def attach(
 
 
 def _without_groups(path: str, wanted: Placed) -> "DeviceMesh":
-    """A mesh of these ranks and names. Collectives over it fail, since groups take all its
-    ranks."""
+    """A mesh of these ranks and names. Collectives over it fail, since creating groups needs all of
+    its ranks.
+    """
     from torch import distributed
     from torch.distributed.device_mesh import DeviceMesh
 

@@ -1,9 +1,8 @@
-"""Chunks of a peer that is a process of this host: read from its memory, without a socket between
+"""How are chunks read from a peer process on the same host? From its memory, without a socket
 (docs/decisions/037-…).
 
-Nothing is taken for granted: a process that cannot be read, or is another one than the peer, is
-found out by a probe first, and what was read is hashed where it has landed like everything that
-comes.
+A probe first checks that the process can be read and is the peer. Chunks read this way are hashed
+at their destination like all others.
 """
 
 import ctypes
@@ -17,8 +16,9 @@ from ckptstore.core.ids import digest
 from ckptstore.interop.chunk_transfer.protocol import Near
 
 _SAME = ("/proc/sys/kernel/random/boot_id", "/proc/thread-self/ns/pid", "/proc/thread-self/ns/net")
-"""What two processes share that are to count as near: the kernel, the numbers of processes, and the
-network, beside which this goes."""
+"""Namespaces that two processes must share to count as near: kernel, process numbers and
+network.
+"""
 
 
 class _Span(ctypes.Structure):
@@ -26,7 +26,7 @@ class _Span(ctypes.Structure):
 
 
 class Probe:
-    """Bytes of this process that a peer looks for: who finds them can read its memory."""
+    """Bytes of this process that a peer looks for: a peer that finds them can read its memory."""
 
     def __init__(self, instance: str) -> None:
         self._memory = ctypes.create_string_buffer(instance.encode())
@@ -35,7 +35,7 @@ class Probe:
 
 
 def is_near(near: Near | None, instance: str) -> bool:
-    """Whether the process that has this instance is on this host, and lets us read its memory."""
+    """Whether the process of this instance is on this host and allows reading its memory."""
     if near is None or near.where != _where():
         return False
     found = memoryview(bytearray(len(instance)))
@@ -43,8 +43,7 @@ def is_near(near: Near | None, instance: str) -> bool:
 
 
 def address_of(memory: memoryview) -> int | None:
-    """Where bytes of this process lie; None for those that are not to be written to, which need not
-    stay there."""
+    """The address of bytes of this process; None for read-only bytes, which need not stay there."""
     return (
         None
         if memory.readonly or not memory.nbytes
@@ -53,11 +52,13 @@ def address_of(memory: memoryview) -> int | None:
 
 
 def read_memory(process: int, address: int, out: memoryview) -> bool:
-    """Fill `out` with what a process has from `address` on; False if it is gone or forbids it."""
+    """Fill `out` from a process's memory at `address`; False if the process is gone or forbids
+    it.
+    """
     read, done, own = _read_function(), 0, address_of(out)
     while read and own is not None and done < out.nbytes:
         here, there = _Span(own + done, out.nbytes - done), _Span(address + done, out.nbytes - done)
-        n = read(process, ctypes.byref(here), 1, ctypes.byref(there), 1, 0)  # without the GIL
+        n = read(process, ctypes.byref(here), 1, ctypes.byref(there), 1, 0)  # releases the GIL
         if n <= 0:
             return False
         done += n
@@ -65,8 +66,7 @@ def read_memory(process: int, address: int, out: memoryview) -> bool:
 
 
 def _where() -> str:
-    """What only processes have in common that may be near each other; empty where there is no such
-    thing."""
+    """An identity that near processes share; empty where the system has none."""
     if _read_function() is None:
         return ""
     with suppress(OSError):

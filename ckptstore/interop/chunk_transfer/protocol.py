@@ -1,8 +1,7 @@
-"""What transports say to each other over HTTP/1.1: paths, limits, and what the bodies hold
-(docs/torchft.md). Pure.
+"""What do transports send each other over HTTP/1.1: paths, limits, bodies (docs/torchft.md)? Pure.
 
-Nothing that comes from the other side is trusted: each number has a limit, and what does not match
-its hash is refused. A description names every chunk of a state by its hash, and ends with its own.
+Peers are not trusted: each number has a limit, and bytes that do not match their hash are refused.
+A description names every chunk of a state by its hash, and ends with its own.
 """
 
 import json
@@ -27,35 +26,33 @@ _IDS_PATH = "/ckptstore/1/ids/"
 _PATH = re.compile(r"/ckptstore/1/(state|chunks|ids)/(-?[0-9]{1,18})")
 
 WAIT_HEADER = "Ckptstore-Wait-Ms"
-"""How long the server may wait until a state is served, or chunks that are asked for by number have
-been copied."""
+"""How long the server may wait until a state is served, or numbered chunks have been copied."""
 
 TRANSFER_HEADER = "Ckptstore-Transfer"
-"""What a receiver calls its transfer: while one is under way, what it takes is not withdrawn."""
+"""The receiver's id of its transfer; during a transfer, its state is not withdrawn."""
 
 VERIFY_HEADER = "Ckptstore-Verify"
-"""In a request for chunks of which some came damaged: the server is to compare what it sends with
-the ids, too."""
+"""In a request for chunks after damaged ones: the server must compare its chunks with their ids."""
 
 EARLY_HEADER = "Ckptstore-Early"
-"""In a request for a state by a peer that has nothing of it: an outline will do, by which it takes
-chunks while others are copied."""
+"""In a state request of a peer that has nothing yet: an outline is enough, and chunks are taken
+while others are copied.
+"""
 
 NAMES_HEADER = "Ckptstore-Names"
-"""In a request for a state: chunks may be called by these names instead of ids (`naming`)."""
+"""In a state request: chunks may be called by these names instead of ids (`chunk_names`)."""
 
 NEAR_HEADER = "Ckptstore-Near"
-"""In a request for chunks by a peer that can read the server's memory: where they lie there is
-enough."""
+"""In a chunk request of a peer that can read the server's memory: addresses are enough."""
 
 STEP_HEADER = "Ckptstore-Step"
-"""The step that is served, where another one was asked for."""
+"""The step that is served, if another one was asked for."""
 
 IDS_PER_REQUEST = 1024
 HEAD_BYTES_MAX = 16 << 10
 DESCRIPTION_BYTES_MAX = 16 * MIB
 METADATA_BYTES_MAX = 256 * MIB
-"""What the schema and the pages of a state may have together."""
+"""Limit for schema and pages of a state together."""
 
 _INVITATION = "ckptstore-transport:"
 _INVITATION_BYTES_MAX = 8 << 10
@@ -70,8 +67,9 @@ Sized: TypeAlias = tuple[bytes, int]
 
 @dataclass(frozen=True, slots=True)
 class Near:
-    """Where the process of a transport is, for those who are near it, and where in its memory its
-    instance is written."""
+    """The process of a transport, for peers on the same host, and the address of its instance in
+    its memory.
+    """
 
     where: str
     pid: int
@@ -80,8 +78,9 @@ class Near:
 
 @dataclass(frozen=True, slots=True)
 class Invitation:
-    """How to reach a transport: `token` opens it, and `instance`, which is no secret, tells it from
-    whoever else answers at an address. `names` are those that it can give to chunks besides ids."""
+    """How to reach a transport: the secret `token` opens it, and the public `instance` identifies
+    it at an address. `names` are the chunk names that it offers besides ids.
+    """
 
     instance: str
     token: str = field(repr=False)
@@ -92,8 +91,9 @@ class Invitation:
 
 @dataclass(frozen=True, slots=True)
 class MeshName:
-    """A device mesh as processes of several replicas know it: its shape, its ranks row by row, and
-    the names of its dimensions."""
+    """A device mesh as all replicas know it: its shape, its ranks row by row, and its dimension
+    names.
+    """
 
     shape: Shape
     ranks: tuple[int, ...]
@@ -102,10 +102,9 @@ class MeshName:
 
 @dataclass(frozen=True, slots=True)
 class Placed:
-    """How a leaf that is a DTensor lies on a mesh; the leaf's shape is the whole tensor's.
+    """The placement of a DTensor leaf on a mesh; the leaf's shape is that of the whole tensor.
 
-    `device` is the type of the mesh's devices at the sender; a receiver's own mesh may have devices
-    of another type.
+    `device` is the sender's device type; a receiver's mesh may have another.
     """
 
     mesh: MeshName
@@ -116,11 +115,10 @@ class Placed:
 
 @dataclass(frozen=True, slots=True)
 class Description:
-    """A state that is served: schema and pages are chunks as well, and `placed` says which leaves
-    are DTensors.
+    """A served state: schema and pages are chunks as well, and `placed` lists the DTensor leaves.
 
-    Chunks of tensors are called by `names`. An `early` one is an outline: the state is still being
-    copied, and its pages have numbers in the place of ids.
+    Chunks of tensors are called by `names`. An `early` description is an outline: the state is
+    still being copied, and its pages have numbers instead of ids.
     """
 
     step: int
@@ -138,7 +136,7 @@ class Description:
 
 @dataclass(frozen=True, slots=True)
 class Head:
-    """The beginning of an answer; `length` bytes follow it."""
+    """The head of an answer; `length` bytes follow it."""
 
     status: int
     length: int
@@ -176,7 +174,7 @@ def encode_invitation(invitation: Invitation) -> str:
 
 
 def decode_invitation(text: str) -> Invitation:
-    """Raises `InvalidInput` for what `encode_invitation` did not make."""
+    """The inverse of `encode_invitation`; raises `InvalidInput`."""
     try:
         if not text.startswith(_INVITATION) or len(text) > _INVITATION_BYTES_MAX:
             raise ValueError(f"it begins with {text[:40]!r}")
@@ -217,7 +215,7 @@ def encode_description(description: Description) -> bytes:
 
 
 def decode_description(data: bytes) -> Description:
-    """Raises `Corrupt` for a description that was damaged on its way, or never was one."""
+    """The inverse of `encode_description`; raises `Corrupt`."""
     body, wanted = data[:-CHUNK_ID_BYTES], data[-CHUNK_ID_BYTES:]
     if len(data) <= CHUNK_ID_BYTES or digest(body) != wanted:
         raise Corrupt(
@@ -256,19 +254,20 @@ def decode_description(data: bytes) -> Description:
 
 
 def encode_number(number: int) -> bytes:
-    """What stands for the id of chunk `number` of a state until it has been copied. No hash comes
-    out like this."""
+    """The placeholder for the id of chunk `number` until it has been copied. No hash has this
+    form.
+    """
     return _NUMBER.pack(number)
 
 
 def decode_number(chunk: bytes) -> int | None:
-    """The number that `chunk` stands for; None for an id."""
+    """The number in a placeholder; None for an id."""
     number: int = _NUMBER.unpack(chunk)[0]
     return number if chunk == _NUMBER.pack(number) else None
 
 
 def split_ids(body: bytes) -> list[bytes] | None:
-    """The ids that a request for chunks names, None if that is no such request."""
+    """The ids that a chunk request names; None for an invalid request."""
     count, rest = divmod(len(body), CHUNK_ID_BYTES)
     if rest or not 0 < count <= IDS_PER_REQUEST:
         return None
@@ -276,7 +275,7 @@ def split_ids(body: bytes) -> list[bytes] | None:
 
 
 def encode_ids(ids: Sequence[bytes | None]) -> bytes:
-    """What an answer with the ids of chunks is: None for a chunk that is not served."""
+    """The answer to an id request: None for a chunk that is not served."""
     return b"".join(chunk or _NO_ID for chunk in ids)
 
 
@@ -286,13 +285,14 @@ def decode_ids(data: bytes) -> list[bytes | None]:
 
 
 def encode_sizes(sizes: Sequence[int | None]) -> bytes:
-    """What an answer with chunks begins with: their sizes, None for a chunk that is not served."""
+    """The start of an answer with chunks: their sizes, None for a chunk that is not served."""
     return struct.pack(f">{len(sizes)}Q", *(_MISSING if size is None else size for size in sizes))
 
 
 def encode_places(places: Sequence[int | None]) -> bytes:
-    """What follows the sizes for a peer that is near: the addresses of chunks, None for one whose
-    bytes follow."""
+    """Follows the sizes for a near peer: the addresses of chunks, None for one whose bytes
+    follow.
+    """
     return encode_sizes(places)
 
 
@@ -301,7 +301,7 @@ def decode_places(data: bytes) -> list[int | None]:
 
 
 def sizes_bytes(count: int) -> int:
-    """How long the sizes of so many chunks are, or their places."""
+    """The encoded length of this many sizes or addresses."""
     return 8 * count
 
 
@@ -320,8 +320,9 @@ def encode_request(
 
 
 def decode_head(data: bytes) -> Head:
-    """The head of an answer, up to its empty line. Raises `Corrupt` for one that is no HTTP/1.1 or
-    does not say its length."""
+    """The head of an answer, up to its empty line. Raises `Corrupt` for one that is not HTTP/1.1 or
+    lacks a length.
+    """
     first, *lines = data.decode("latin-1").split("\r\n")
     version, _, rest = first.partition(" ")
     headers = {

@@ -1,6 +1,6 @@
-"""Which state is served now, and who is taking it: posted, waited for, withdrawn.
+"""Which state is served now, and which peers are taking it?
 
-Memory of a state that was withdrawn is given back by the last reader that leaves, never before.
+The memory of a withdrawn state is freed when its last reader leaves, never before.
 """
 
 import threading
@@ -10,12 +10,13 @@ from ckptstore.errors import Conflict
 from ckptstore.interop.chunk_transfer.served_state import ServedState
 
 CUTTING_S = 5.0
-"""How long a reader whose connection was cut may take to notice."""
+"""How long a disconnected reader may take to notice."""
 
 
 class Reader:
-    """A connection that takes a state, until it leaves; `cut` ends it. All that a peer opens for
-    one transfer have one `transfer`."""
+    """A connection that reads a state; `cut` ends it. All connections of a peer for one transfer
+    share `transfer`.
+    """
 
     def __init__(self, cut: Callable[[], None]) -> None:
         self.cut = cut
@@ -23,7 +24,7 @@ class Reader:
 
 
 class Publication:
-    """One place for one offer. Threads share it."""
+    """Holds at most one offer. Thread-safe."""
 
     def __init__(self) -> None:
         self._offer: ServedState | None = None
@@ -32,15 +33,14 @@ class Publication:
         self._changed = threading.Condition()
 
     def post(self, offer: ServedState) -> None:
-        """Serve `offer`; nothing is served before."""
+        """Serve `offer`; no other may be served now."""
         with self._changed:
             assert self._offer is None and not self._readers
             self._offer = offer
             self._changed.notify_all()
 
     def join(self, reader: Reader, step: int, wait_s: float) -> ServedState | None:
-        """What is served as `step`, of which `reader` is a reader from now on; None if nothing is
-        served within `wait_s`.
+        """The offer for `step`, with `reader` registered; None if none is served within `wait_s`.
 
         Raises `OtherStep` if another step is served.
         """
@@ -56,17 +56,16 @@ class Publication:
             return offer
 
     def leave(self, reader: Reader) -> None:
-        """`reader` reads no more. Idempotent."""
+        """Unregister `reader`. Idempotent."""
         with self._changed:
             self._readers.discard(reader)
             self._changed.notify_all()
 
     def withdraw(self, timeout_s: float) -> int:
-        """Serve nothing, wait for those who are taking what was served, and after `timeout_s` cut
-        them off; returns how many were.
+        """Stop serving, wait for readers, and disconnect those left after `timeout_s`; returns
+        their number.
 
-        Raises TimeoutError if a reader whose connection was cut does not end; then its memory is
-        not given back.
+        Raises TimeoutError if a disconnected reader does not end; then its memory is not freed.
         """
         with self._changed:
             self._leaving, self._offer = self._offer or self._leaving, None
@@ -87,13 +86,13 @@ class Publication:
             return late
 
     def _begun(self, reader: Reader, step: int) -> ServedState | None:
-        """What is being withdrawn, for a transfer that has begun."""
+        """The offer being withdrawn, for a transfer that has already begun."""
         begun = any(other.transfer == reader.transfer for other in self._readers)
         return self._leaving if begun and self._leaving and self._leaving.step == step else None
 
 
 class OtherStep(Conflict):
-    """Another step is served than the one that was asked for."""
+    """Another step is served than the requested one."""
 
     def __init__(self, step: int) -> None:
         super().__init__(f"step {step} is served")

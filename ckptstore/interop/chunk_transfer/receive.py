@@ -1,8 +1,8 @@
-"""A state from what peers serve and what this process has: which chunks are wanted, which are here
-already, which must come.
+"""How is a state received? Which chunks are wanted, which are local, and which must come from
+peers.
 
-Nothing counts as received until the bytes at its place, or beside it, have been hashed. Into live
-tensors only verified bytes are written.
+A chunk counts as received only after its bytes have been hashed, at their destination or beside it.
+Live tensors receive only verified bytes.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -41,8 +41,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class LocalState:
-    """What this process has: its live state, which is also where the received one goes if
-    `in_place`; its store; what was `left` behind. Of peers, chunks are asked for by `names`."""
+    """What this process contributes: its live state, which is also the destination if `in_place`;
+    its store; and chunks `left` from earlier. Peers are asked for chunks by `names`.
+    """
 
     threads: ThreadPool
     live: FlatState | None
@@ -57,9 +58,10 @@ class LocalState:
 
 @dataclass(frozen=True, slots=True)
 class Received:
-    """What a transfer took: of `chunks`, of `nbytes` together, `fetched_chunks` came from peers,
-    the others were here. `retried` were asked for again, since a peer broke off or sent other
-    bytes."""
+    """The result of a transfer. Of `chunks`, of `nbytes` together, `fetched_chunks` came from peers
+    and the others were local. `retried` were asked for again, after a broken connection or wrong
+    bytes.
+    """
 
     chunks: int
     nbytes: int
@@ -71,19 +73,20 @@ class Received:
 
 @dataclass(slots=True)
 class _Want:
-    """A chunk and all the places that it goes to."""
+    """A chunk and all its destinations."""
 
     nbytes: int
     landings: "list[_Landing]"
 
     @property
     def first(self) -> "_Landing | None":
-        """The place that the chunk is received at."""
+        """The destination that receives the chunk; the others are copied from it."""
         return next((landing for landing in self.landings if landing.direct is not None), None)
 
     def alike(self) -> tuple[Source, int] | None:
-        """Where the live state has what was in that place, if it does: a leaf, and the first of its
-        bytes."""
+        """The position of this chunk in the live state, if it has the leaf: the leaf and its first
+        byte.
+        """
         first = self.first
         return (
             (first.alike, first.piece.at)
@@ -94,8 +97,9 @@ class _Want:
 
 @dataclass(frozen=True, slots=True)
 class _Landing:
-    """One place: `memory` is the destination's own, if it has any that may be written to by the
-    byte; `alike` is the leaf of the live state that has the same path and size."""
+    """One destination: `memory` is its own writable memory, if any; `alike` is the leaf of the live
+    state with the same path and size.
+    """
 
     piece: Piece
     destination: Destination
@@ -105,7 +109,7 @@ class _Landing:
 
     @property
     def direct(self) -> memoryview | None:
-        """Where the chunk may be received: new memory that takes all of it in one piece."""
+        """Memory that may receive the chunk directly: new and contiguous."""
         at = self.piece.at
         return (
             self.memory[at : at + self.piece.raw_bytes]
@@ -121,11 +125,11 @@ class _Landing:
             self.destination.write(target, data[source : source + n])
 
     def is_spoiled(self, holdings: LocalChunks) -> bool:
-        """Whether another chunk was taken by number to this place."""
+        """Whether a chunk taken by number has overwritten this destination."""
         return _chunk_at(self.piece, self.destination, holdings) not in (None, self.piece.chunk)
 
     def note(self, holdings: LocalChunks, chunk: bytes) -> None:
-        """Its memory was hashed, and is this chunk."""
+        """Record that the memory was hashed and is this chunk."""
         at, destination = self.piece.at, self.destination
         if at is not None and isinstance(destination, TensorDestination):
             holdings.note(destination.tensor, at, at + self.piece.raw_bytes, chunk)
@@ -133,8 +137,9 @@ class _Landing:
 
 @dataclass(frozen=True, slots=True)
 class _Plan:
-    """The raw bytes of every chunk of a state, and those of them that are wanted, each once, with
-    all the places that it goes to."""
+    """The raw bytes of every chunk of a state, and the wanted chunks, each once, with all
+    destinations.
+    """
 
     sizes: dict[bytes, int]
     wants: dict[bytes, _Want]
@@ -142,14 +147,14 @@ class _Plan:
 
 @dataclass(frozen=True, slots=True)
 class _Bound:
-    """A description that has been read and found sound, and where its leaves go."""
+    """A validated description, and the destinations of its leaves."""
 
     description: Description
     tree: Tree
     targets: list[Target]
 
     def fits(self, description: Description, tree: Tree) -> bool:
-        """Whether this is the outline of that: everything is the same but for the ids."""
+        """Whether this is the outline of `that`: everything is equal except for the ids."""
         if (self.description.chunk_bytes, self.description.placed) != (
             description.chunk_bytes,
             description.placed,
@@ -163,8 +168,9 @@ class _Bound:
 
 @dataclass(slots=True)
 class Transfer:
-    """One state on its way. `landed` are the chunks that came to new memory, also when the transfer
-    fails."""
+    """One state in transfer. `landed` are the chunks received into new memory, also if the transfer
+    fails.
+    """
 
     peers: Peers
     here: LocalState
@@ -172,8 +178,9 @@ class Transfer:
     landed: dict[bytes, memoryview] = field(default_factory=dict)
 
     def run(self) -> tuple[Any, Received]:
-        """Raises `Corrupt`, `InvalidInput`, `Conflict`, `Unavailable` for what peers said or did,
-        TimeoutError when time is up."""
+        """Receive the state. Raises `Corrupt`, `InvalidInput`, `Conflict` or `Unavailable` for
+        peers' errors, TimeoutError when time is up.
+        """
         nothing = self.here.live is None and self.here.objects is None and not self.here.left
         described = self.here.threads.submit(
             lambda: self.peers.describe(self.here.names, early=nothing)
@@ -207,8 +214,9 @@ class Transfer:
         )
 
     def _bound(self, description: Description, early: "_Bound | None" = None) -> "_Bound":
-        """What a description says, and where its leaves go: where those of the outline went, if it
-        is the same but for the ids."""
+        """Validate a description. Its leaves keep the outline's destinations if only the ids
+        differ.
+        """
         tree = self._tree(description)
         check_claims(tree, description.placed, self.here.max_bytes)
         if early and early.fits(description, tree):
@@ -224,8 +232,9 @@ class Transfer:
         return bound
 
     def _take_early(self, early: "_Bound", holdings: LocalChunks) -> None:
-        """Take chunks by number while the peer copies others. They count when all are described,
-        where the hash of what came is the one that is wanted."""
+        """Take chunks by number while the peer copies others. They count once the description is
+        complete and their hashes match.
+        """
 
         naming = NAMINGS[self.here.names]
 
@@ -271,8 +280,10 @@ class Transfer:
         return Tree(KEY, ref, schema, contents, description.chunk_bytes)
 
     def _holdings(self, described: "Future[Description]") -> LocalChunks:
-        """What is here. A live state that is to be written to is hashed while the peer still hashes
-        its own, and again if that is cut otherwise; one that is not, where its copy lands."""
+        """The local chunks. A live state that will be overwritten is hashed while the peer hashes
+        its own, and again if chunk boundaries differ; any other live state is hashed where its copy
+        lands.
+        """
         holdings = LocalChunks(self.here.threads, self.deadline, self.here.objects)
         holdings.add_left(self.here.left)
         if self.here.live and self.here.in_place:
@@ -290,7 +301,7 @@ class Transfer:
         if self.here.live and not self.here.in_place:
             alike = {chunk: found for chunk, want in wants.items() if (found := want.alike())}
             wanted = holdings.land_alike(wanted, alike, naming)
-            if wanted:  # they may be anywhere else
+            if wanted:  # they may be at any other position
                 holdings.add_live(
                     self.here.live,
                     description.chunk_bytes,
@@ -303,8 +314,9 @@ class Transfer:
         self.peers.fetch(missing)
 
     def _from_store(self, missing: list[Wanted], holdings: LocalChunks) -> list[Wanted]:
-        """Take from the local store what it has, by ids that peers tell, as long as it has enough
-        of that; what it has not."""
+        """Read chunks from the local store, by ids from the peers, as long as it has enough of
+        them; returns the missing chunks.
+        """
         probe, left = AdaptiveProbe(), list[Wanted]()
         for batch in batches(missing):
             if not probe:
@@ -348,7 +360,7 @@ def _sources(live: FlatState | None) -> dict[str, Source]:
 def _plan(
     tree: Tree, targets: Sequence[Target], sources: Mapping[str, Source], holdings: LocalChunks
 ) -> _Plan:
-    """What is wanted but for what is there, with what is alike in `sources`."""
+    """The wanted chunks without those in place, with equal leaves in `sources`."""
     sizes, wants = dict[bytes, int](), dict[bytes, _Want]()
     for i, target in enumerate(targets):
         content = tree.content(i)
@@ -380,15 +392,14 @@ def _plan(
 
 
 def _chunk_at(piece: Piece, destination: Destination, holdings: LocalChunks) -> bytes | None:
-    """The chunk that was at this place when that was hashed: in live memory, or since it was taken
-    by number."""
+    """The recorded chunk at this position: in live memory, or taken by number."""
     if piece.at is None or not isinstance(destination, TensorDestination):
         return None
     return holdings.chunk_at(destination.tensor, piece.at, piece.at + piece.raw_bytes)
 
 
 def _land_inline(tree: Tree, targets: Sequence[Target]) -> None:
-    """Small leaves that go to live tensors: last, when everything else is there."""
+    """Write small leaves to live tensors: last, when all chunks are in place."""
     for i, target in enumerate(targets):
         inline = tree.content(i).inline
         if inline and target.live:
@@ -401,4 +412,4 @@ def _content(target: Target) -> Any:
 
 
 def _nothing(data: memoryview) -> None:
-    """The bytes are where they belong."""
+    """Does nothing: the bytes are in place."""

@@ -1,9 +1,9 @@
-"""Which chunk is asked of which peer: taken, landed, given back, until all have landed or nobody is
-left to ask. Does no I/O.
+"""Which chunk is asked of which peer? Does no I/O.
 
-A peer that fails is asked again a few times; each chunk that comes from it is a new start.
-Connections that break together are one failure. A slow peer is asked until the deadline, as long as
-no other peer has what is missing. What a peer does not have it is not asked for twice.
+Threads take chunks, land them or give them back, until all have landed or no peer is left. A
+failing peer is asked again a few times; each chunk from it resets the count. Connections that break
+together are one failure. A slow peer is asked until the deadline if no other peer has the missing
+chunks. A peer is not asked twice for a chunk that it lacks.
 """
 
 import threading
@@ -18,15 +18,15 @@ from ckptstore.interop.chunk_transfer.connection import Deadline
 from ckptstore.interop.chunk_transfer.protocol import IDS_PER_REQUEST
 
 FAILURES_MAX = 4
-"""A peer that failed so many times in a row is asked no more."""
+"""A peer is dropped after this many consecutive failures."""
 
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """A chunk that is to be fetched. It is received into `memory`, or aside; `land` is called with
-    its verified bytes, which are others when it has returned if they came aside.
+    """A chunk to fetch. It is received into `memory`, or into temporary memory. `land` is called
+    with the verified bytes and must copy temporary ones.
 
-    With `numbered`, `chunk` is a number: `land` gets whatever came, and a peer need not have it.
+    With `numbered`, `chunk` is a number: `land` gets any bytes, and a peer need not have the chunk.
     """
 
     chunk: bytes
@@ -37,13 +37,13 @@ class Wanted:
 
 
 class Work:
-    """The chunks of one fetch, shared by the threads that ask `peers`, which are numbered."""
+    """The chunks of one fetch, shared by the threads that ask the numbered `peers`."""
 
     def __init__(
         self, wanted: Sequence[Wanted], peers: int, max_workers: int, deadline: Deadline
     ) -> None:
         self._todo = deque(wanted)
-        # Little is divided among all hands, much is taken as fast as each can.
+        # Few chunks are divided evenly; many are taken at each thread's own speed.
         self._batch_bytes = min(
             RUN_BYTES, max(MIB, sum(each.nbytes for each in wanted) // max_workers)
         )
@@ -58,8 +58,9 @@ class Work:
         self._changed = threading.Condition()
 
     def take(self, peer: int) -> list[Wanted]:
-        """What to ask of `peer` now: a few chunks, or none any more. Waits while others are asked
-        for what this one could give."""
+        """The next chunks to ask of `peer`; empty when nothing is left. Waits while other peers are
+        asked for chunks that this one could supply.
+        """
         with self._changed:
             while not self._over(peer):
                 if batch := self._batch(peer):
@@ -68,7 +69,7 @@ class Work:
             return []
 
     def landed(self, peer: int) -> None:
-        """A chunk from `peer` is where it belongs, or need not come."""
+        """Mark a chunk from `peer` as complete, or as no longer needed."""
         with self._changed:
             self._failures[peer] = 0
             self._slow.discard(peer)
@@ -77,7 +78,7 @@ class Work:
                 self._changed.notify_all()
 
     def back(self, peer: int, wanted: Sequence[Wanted], *, lacked: bool = False) -> None:
-        """`peer` did not give these; with `lacked`, it does not have them."""
+        """Give back chunks that `peer` did not deliver; with `lacked`, it does not have them."""
         with self._changed:
             self._todo.extendleft(reversed(wanted))
             if lacked:
@@ -85,7 +86,7 @@ class Work:
                 self._check()
             self._changed.notify_all()
 
-    def struck(
+    def count_failure(
         self,
         peer: int,
         error: CkptStoreError,
@@ -94,8 +95,9 @@ class Work:
         slow: bool = False,
         since: float = float("inf"),
     ) -> None:
-        """`peer` failed, on a connection that was begun at `since`, or was `slow`, which is no
-        failure: others are asked first."""
+        """Count a failure of `peer`, on a connection begun at `since`. A `slow` peer is no failure:
+        others are asked first.
+        """
         with self._changed:
             if slow:
                 self._slow.add(peer)
@@ -108,13 +110,13 @@ class Work:
             self._changed.notify_all()
 
     def fail(self, error: BaseException) -> None:
-        """Nothing more is to be done: `finish` raises `error`."""
+        """Stop: `finish` raises `error`."""
         with self._changed:
             self._error = self._error or error
             self._changed.notify_all()
 
     def finish(self) -> None:
-        """Return when all has landed. Raises what stands in the way of that."""
+        """Return when all chunks have landed; raises the error that prevents it."""
         with self._changed:
             while self._missing and not self._error:
                 self._wait()
@@ -123,7 +125,7 @@ class Work:
 
     @property
     def lost(self) -> dict[int, CkptStoreError]:
-        """The peers that are asked no more, and why."""
+        """The dropped peers, and why."""
         return self._lost
 
     def _over(self, peer: int) -> bool:
@@ -157,7 +159,7 @@ class Work:
             self._error = self._error or error
 
     def _check(self) -> None:
-        """Give up when nobody is left, or has what is missing."""
+        """Fail if no peer is left, or none has a missing chunk."""
         living = [peer for peer in range(len(self._failures)) if peer not in self._lost]
         if not living:
             self._error = self._error or all_lost(list(self._lost.values()))
@@ -177,7 +179,7 @@ class Work:
 
 
 def all_lost(errors: Sequence[CkptStoreError]) -> CkptStoreError:
-    """What to raise when no peer is left: what the one said, or what all said."""
+    """The error when no peer is left: the one peer's error, or a summary of all."""
     if len({type(error) for error in errors}) == 1:
         return type(errors[0])("; ".join(dict.fromkeys(map(str, errors))))
     return Unavailable("no peer could be received from: " + "; ".join(map(str, errors)))

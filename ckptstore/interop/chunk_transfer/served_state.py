@@ -1,11 +1,11 @@
-"""A state held still, so that peers can take its chunks while training goes on: what is hashed,
-what is copied, what need not be.
+"""How can peers take a state's chunks while training goes on? It is held still: copied, except for
+chunks that the store has.
 
-A chunk that the local store is found to have is served from there, and not copied: a session guards
-it from gc until the offer is closed. All others are copied to one arena, and hashed there: what is
-served is what was hashed, whatever is done to the tensors meanwhile. Chunks get quick names, and
-ids when a peer first asks for them. An offer is posted before it is filled: a peer that has nothing
-takes what has been copied, by number, while the rest is.
+Chunks found in the local store are served from there; a session protects them from gc until the
+offer is closed. All others are copied to one staging buffer and hashed there, so that peers get the
+hashed bytes even if tensors change. Chunks get quick names, and ids when a peer first asks for
+them. An offer is posted before it is filled: a peer that has nothing takes copied chunks by number
+meanwhile.
 """
 
 import itertools
@@ -53,25 +53,26 @@ from ckptstore.state.leaf_sources import FlatState
 from ckptstore.state.staging_buffers import Buffer, BufferPool
 
 KEY = "state"
-"""What is sent is one value of any kind: the only key of an application state."""
+"""The only key of the application state: the value that is sent."""
 
 
 _ALIKE = b""
-"""In the place of the name of a chunk that has the bytes of another. No chunk is called that."""
+"""Replaces the name of a chunk with the same bytes as another. No chunk has this name."""
 
 
 def flatten_state(state: Any) -> FlatState:
-    """The leaves of any state; a DTensor is a leaf that this rank has boxes of. Raises
-    `InvalidInput`, naming what cannot travel."""
+    """The leaves of any state; a DTensor is a leaf of which this rank has boxes. Raises
+    `InvalidInput`, naming values that cannot travel.
+    """
     return flatten({KEY: state}, ranks=True)[KEY]
 
 
 class ServedState:
-    """The chunks of one state, and its description. `staged_bytes` are those that are copied.
-    Threads may share it.
+    """The chunks and the description of one state. `staged_bytes` is the size of the copies.
+    Thread-safe.
 
-    It may be served before `fill`: then an outline describes it, and who asks for chunks by number
-    waits until they are copied.
+    It may be served before `fill`: then an outline describes it, and requests by number wait for
+    the copies.
     """
 
     def __init__(
@@ -84,7 +85,7 @@ class ServedState:
         threads: ThreadPool,
         taken: ExitStack,
     ) -> None:
-        """The arena is memory that `taken` gives back, and what it ends keeps what is `stored`."""
+        """`taken` frees the staging buffer; closing ends the guard of `stored`."""
         self.step, self.staged_bytes = step, staging.nbytes
         self._staging, self._outline, self._stored = staging, outline, stored
         self._arena, self._threads, self._taken = arena, threads, taken
@@ -101,8 +102,9 @@ class ServedState:
             self._number_stored(stored)
 
     def fill(self) -> None:
-        """Copy what must be, after which the tensors may change. Whatever it raises, nothing more
-        comes: `close` it."""
+        """Make the copies, after which the tensors may change. After an error nothing more is
+        served: call `close`.
+        """
         try:
             if self._arena:
                 self._staging.copy(self._arena, self._threads, self._copied)
@@ -114,18 +116,16 @@ class ServedState:
                 self._ended.notify_all()
 
     def describe(self, names: str, *, early: bool, wait_s: float) -> bytes | None:
-        """The description, once everything has been copied, or the outline at once if `early`; None
-        if neither is there within `wait_s`.
+        """The description once everything has been copied, or the outline at once if `early`; None
+        if neither is ready within `wait_s`.
 
-        Chunks are called by `names` if they can be, else by their ids.
+        Chunks are called by `names` if possible, else by their ids.
         """
         until = time.monotonic() + wait_s
         with self._changed:
             if early and not self._over:
                 return self._early_description
-            self._ended.wait_for(
-                lambda: self._over, wait_s
-            )  # not woken by each batch that has been copied
+            self._ended.wait_for(lambda: self._over, wait_s)  # copied batches do not wake this wait
             if not self._descriptions:
                 return None
             names = names if names in self._descriptions else BLAKE3
@@ -135,8 +135,9 @@ class ServedState:
             return self._descriptions.get(names)
 
     def sizes(self, ids: Sequence[bytes], wait_s: float = 0) -> list[int | None]:
-        """Raw bytes of each chunk, None for one that is not part of this state, and for a number
-        that has not been copied within `wait_s` or is the same chunk as another."""
+        """Raw bytes of each chunk. None for a chunk of another state, for a number that has not
+        been copied within `wait_s`, and for a duplicate of another chunk.
+        """
         numbers = {number for chunk in ids if (number := decode_number(chunk)) is not None}
         with self._changed:
             if numbers:
@@ -146,7 +147,7 @@ class ServedState:
             return [self._size(self._named(chunk)) for chunk in ids]
 
     def ids(self, names: Sequence[bytes]) -> list[bytes | None]:
-        """The ids of chunks that have quick names, None for one that is not part of this state."""
+        """The ids of chunks given by quick names, None for a chunk of another state."""
         stored = self._stored.ids if self._stored else {}
         return [
             stored.get(name) or (digest(self._chunks[name]) if name in self._chunks else None)
@@ -154,8 +155,9 @@ class ServedState:
         ]
 
     def places(self, ids: Sequence[bytes]) -> list[int | None]:
-        """Where chunks lie in this process until the offer is closed, None for those that were not
-        copied."""
+        """Addresses of chunks in this process until the offer is closed, None for those that were
+        not copied.
+        """
         return [
             address_of(self._chunks[name]) if (name := self._named(chunk)) in self._chunks else None
             for chunk in ids
@@ -171,13 +173,14 @@ class ServedState:
         )
 
     def _named(self, chunk: bytes) -> bytes:
-        """The name of a chunk that is asked for by number, if that is known, or by name."""
+        """The name of a chunk asked for by number, if known, or by name."""
         number = decode_number(chunk)
         return chunk if number is None else self._numbers.get(number, chunk)
 
     def _number_stored(self, stored: Stored) -> None:
-        """Chunks that are not copied are there from the beginning. Of those that are alike, the
-        first."""
+        """Register the chunks that are not copied, which are available at once. Of equal ones, the
+        first counts.
+        """
         names = (name for part in self._staging.names for name in split_names(part))
         seen = set[bytes]()
         for number, name in enumerate(names):
@@ -186,8 +189,9 @@ class ServedState:
                 seen.add(name)
 
     def _copied(self, some: Sequence[Named]) -> None:
-        """Chunks are there, by number and name. Of those that are alike, the first is what peers
-        get: they know then what the others are."""
+        """Register copied chunks by number and name. Of equal ones, peers get the first, and learn
+        that the others are equal.
+        """
         with self._changed:
             for number, chunk, memory in some:
                 self._numbers[number] = chunk if chunk not in self._chunks else _ALIKE
@@ -197,14 +201,13 @@ class ServedState:
     def _described(
         self, parts: Sequence[bytes | bytearray], names: str = BLAKE3, *, early: bool = False
     ) -> bytes:
-        """A description with these names of the parts' chunks; its schema and pages can be asked
-        for."""
+        """A description with these chunk names; its schema and pages become available."""
         description, metadata = self._outline.describe(self.step, parts, names, early=early)
         self._chunks |= metadata
         return description
 
     def _rename(self) -> None:
-        """Give ids to chunks that have quick names."""
+        """Give ids to chunks with quick names."""
 
         def goes_on() -> None:
             if self._closed:
@@ -222,9 +225,10 @@ class ServedState:
                 self._ended.notify_all()
 
     def spans(self, ids: Sequence[bytes], *, verified: bool) -> Iterator[memoryview | FileRange]:
-        """The bytes of chunks that are part of this state, one after the other; what the store has
-        is compared with its ids if `verified`, and need not be otherwise, since who receives it
-        does that. Raises `Unavailable` if the store has lost one."""
+        """The bytes of chunks of this state, in order. With `verified`, chunks of the store are
+        compared with their ids; otherwise the receiver does that. Raises `Unavailable` if the store
+        has lost one.
+        """
         for in_store, some in itertools.groupby(
             map(self._named, ids), lambda chunk: chunk not in self._chunks
         ):
@@ -234,7 +238,7 @@ class ServedState:
                 yield from map(self._chunks.__getitem__, some)
 
     def close(self) -> None:
-        """Give the memory back and let gc go on: nobody may read any more."""
+        """Free the memory and end the gc guard: no reader may be left."""
         self._closed = True
         if self._renaming:
             self._renaming.join()
@@ -272,11 +276,11 @@ def make_offer(
     threads: ThreadPool,
     guard: GcPin | None,
 ) -> ServedState:
-    """An offer of `state`, which is to be filled; `guard`, of the store that may have it, is ended
-    with it, or if there will be none.
+    """An offer of `state`, to be filled. `guard`, of the store that may have chunks, ends with the
+    offer, or at once if there is none.
 
-    Raises `InvalidInput` for what cannot travel or does not fit into the pool, of which nothing may
-    be taken.
+    Raises `InvalidInput` for values that cannot travel, and for a state that does not fit into the
+    pool; then nothing of it stays taken.
     """
     with ExitStack() as taken:
         if guard:
@@ -311,8 +315,7 @@ def _room(nbytes: int, pool: BufferPool, taken: ExitStack) -> Buffer:
 
 
 class _Outline:
-    """What a description says but for the names of chunks. Small leaves are read when it is
-    made."""
+    """The description without chunk names. Small leaves are read when it is made."""
 
     def __init__(self, flat: FlatState, parts: Sequence[Part], chunk_bytes: int) -> None:
         self._chunk_bytes, self._parts = chunk_bytes, parts
@@ -329,8 +332,7 @@ class _Outline:
     def describe(
         self, step: int, parts: "Sequence[bytes | bytearray]", names: str, *, early: bool
     ) -> tuple[bytes, dict[bytes, memoryview]]:
-        """The description with these names of the parts' chunks, and the chunks that it names
-        itself, by their ids."""
+        """The description with these chunk names, and its own chunks by id."""
         pages = split_pages(self._kinds, self._with(parts))
         metadata = [(digest(data), data) for data in (self._schema, *pages)]
         sized = [(chunk, len(data)) for chunk, data in metadata]
@@ -355,7 +357,7 @@ class _Outline:
 
 
 def _batches(ids: Sequence[bytes], sizes: dict[bytes, int]) -> Iterator[list[bytes]]:
-    """Chunks that are read together: up to a run, so that memory stays bounded."""
+    """Chunks that are read together, up to a run, so that memory stays bounded."""
     batch: list[bytes] = []
     size = 0
     for chunk in ids:

@@ -1,10 +1,10 @@
-"""The HTTP side of a transport: who may ask, how many at a time, and what they get
-(docs/torchft.md).
+"""How does a transport serve chunks over HTTP: access, connection limits, answers
+(docs/torchft.md)?
 
-A request without the token learns the instance, and nothing else. Every wait has a limit, so has
-every length, and so has the number of connections. A connection that has not shown the token is
-ended after a while, however its bytes trickle, and before that if another one needs its place; when
-all places belong to peers, one more connection is told to come again.
+A request without the token learns the instance and nothing else. Every wait, every length and the
+number of connections are limited. A connection that has not shown the token is closed after a
+while, even if its bytes trickle, and earlier if another needs its slot. When peers hold all slots,
+one more connection is told to retry.
 """
 
 import hmac
@@ -46,14 +46,13 @@ logger = logging.getLogger("ckptstore.transport")
 
 CONNECTIONS_MAX = 64
 HEAD_TIMEOUT_S = 10.0
-"""A connection that has not shown the token by then is ended."""
+"""A connection that has not shown the token by then is closed."""
 _PLACE_S = 1.0
-"""How long the thread of a connection that was ended may take to give its place back."""
+"""How long the thread of a closed connection may take to free its slot."""
 
 
 class TransportServer:
-    """Serves what is on `publication` to those who have `token`, in threads of its own, until
-    `close`."""
+    """Serves `publication` to peers with `token`, in its own threads, until `close`."""
 
     def __init__(
         self,
@@ -79,8 +78,9 @@ class TransportServer:
             raise
 
     def close(self, *, wait: bool = True) -> None:
-        """Accept nobody any more and cut off who is there; with `wait`, return when that is done.
-        Idempotent."""
+        """Accept no more connections and close the open ones; with `wait`, return when that is
+        done. Idempotent.
+        """
         if wait:
             self._server.shutdown()
         else:
@@ -92,7 +92,7 @@ class TransportServer:
 
 
 def _listen(host: str, port: int) -> socket.socket:
-    """A socket for IPv4 and IPv6, for what the host has of them, or for one address."""
+    """A socket for IPv4 and IPv6, whichever the host has, or for one address."""
     if host:
         return socket.create_server(
             (host, port),
@@ -107,7 +107,7 @@ def _listen(host: str, port: int) -> socket.socket:
 
 
 class _Service:
-    """What all connections have in common."""
+    """State shared by all connections."""
 
     def __init__(
         self, publication: Publication, instance: str, token: str, timeout_s: float
@@ -116,14 +116,14 @@ class _Service:
         self._authorization = f"Bearer {token}".encode()
 
     def admits(self, authorization: str | None) -> bool:
-        """Whether this is the token, in a time that says nothing about how much of it is right."""
+        """Compare a token in constant time."""
         return hmac.compare_digest(
             (authorization or "").encode("latin-1", "replace"), self._authorization
         )
 
 
 class _Server(socketserver.ThreadingMixIn, socketserver.TCPServer):
-    """A thread for each connection, of which there are at most so many."""
+    """One thread per connection, up to a limit."""
 
     daemon_threads = True
     block_on_close = False
@@ -134,7 +134,7 @@ class _Server(socketserver.ThreadingMixIn, socketserver.TCPServer):
         self.socket, self.service = listening, service
         self._places = threading.BoundedSemaphore(CONNECTIONS_MAX)
         self._open: set[socket.socket] = set()
-        self._strangers: dict[socket.socket, float] = {}  # since when, the oldest first
+        self._strangers: dict[socket.socket, float] = {}  # by start time, the oldest first
         self._lock = threading.Lock()
 
     def process_request(self, request: Any, client_address: Any) -> None:
@@ -167,8 +167,9 @@ class _Server(socketserver.ThreadingMixIn, socketserver.TCPServer):
             self._leave(request)
 
     def service_actions(self) -> None:
-        """Between two connections, some times a second: end those that have not shown the token in
-        time."""
+        """Close connections that have not shown the token in time. Called several times a
+        second.
+        """
         before = time.monotonic() - HEAD_TIMEOUT_S
         with self._lock:
             late = [request for request, since in self._strangers.items() if since < before]
@@ -176,12 +177,12 @@ class _Server(socketserver.ThreadingMixIn, socketserver.TCPServer):
             cut(request)
 
     def admitted(self, request: socket.socket) -> None:
-        """This connection has shown the token: its place is its own."""
+        """This connection has shown the token and keeps its slot."""
         with self._lock:
             self._strangers.pop(request, None)
 
     def _cut_stranger(self) -> bool:
-        """End the oldest connection that has not shown the token."""
+        """Close the oldest connection that has not shown the token."""
         with self._lock:
             oldest = next(iter(self._strangers), None)
             if oldest is not None:
@@ -205,7 +206,7 @@ class _Server(socketserver.ThreadingMixIn, socketserver.TCPServer):
 
 
 class _Handler(BaseHTTPRequestHandler):
-    """One connection: requests one after the other, until the peer has what it wanted."""
+    """One connection: requests one after the other, until the peer is done."""
 
     protocol_version = "HTTP/1.1"
     server_version, sys_version = "ckptstore", ""
@@ -270,12 +271,12 @@ class _Handler(BaseHTTPRequestHandler):
             or len(length) > 9
             or int(length) > IDS_PER_REQUEST * CHUNK_ID_BYTES
         ):
-            self.close_connection = True  # what follows is not read
+            self.close_connection = True  # the rest is not read
             return None
         return split_ids(self.rfile.read(int(length)))
 
     def _named(self) -> tuple[str, int] | None:
-        """What an admitted peer asks for; whoever else asks is refused."""
+        """The request of an admitted peer; any other request is refused."""
         if not self.server.service.admits(self.headers.get("Authorization")):
             self.close_connection = True
             self._refuse(
@@ -291,7 +292,7 @@ class _Handler(BaseHTTPRequestHandler):
         return named
 
     def _offer(self, step: int, wait_s: float) -> ServedState | None:
-        """What is served as `step`. A connection that has joined stays a reader until it ends."""
+        """The offer for `step`. A connection that has joined stays a reader until it ends."""
         self._reader.transfer = self.headers.get(TRANSFER_HEADER, "")[:64]
         try:
             offer = self.server.service.publication.join(self._reader, step, wait_s)
@@ -309,7 +310,7 @@ class _Handler(BaseHTTPRequestHandler):
         return offer
 
     def _wait_s(self) -> float:
-        """How long the peer lets us wait."""
+        """How long the peer allows us to wait."""
         wait_ms = self.headers.get(WAIT_HEADER, "0")
         return (
             min(int(wait_ms) / 1000, self.server.service.timeout_s)
@@ -334,7 +335,7 @@ class _Handler(BaseHTTPRequestHandler):
             for span in offer.spans(there, verified=VERIFY_HEADER in self.headers):
                 self._send_span(span)
         except Unavailable as error:
-            # The length has been said, so that the only honest end is an early one.
+            # The length was already sent, so only an early end can signal the error.
             logger.warning("a chunk cannot be served: %s", error)
             self.close_connection = True
 
@@ -372,6 +373,6 @@ class _Handler(BaseHTTPRequestHandler):
 
 
 def cut(connection: socket.socket) -> None:
-    """End a connection, whoever is waiting on it in another thread."""
+    """End a connection, also while another thread waits on it."""
     with suppress(OSError):
         connection.shutdown(socket.SHUT_RDWR)

@@ -1,5 +1,6 @@
-"""Which chunks of a state are copied, to which place of an arena, and what the copies are
-called."""
+"""Which chunks of a state are copied to which place of a staging buffer, and how are the copies
+named?
+"""
 
 import ctypes
 import itertools
@@ -21,12 +22,12 @@ from ckptstore.state.staging import Gather, copy_task
 from ckptstore.state.staging_buffers import Buffer
 
 Named: TypeAlias = tuple[int, bytes, memoryview]
-"""A chunk that has been copied: its number in the state, its name, its bytes."""
+"""A copied chunk: its number in the state, its name, its bytes."""
 
 PIECE_BYTES = 512 << 10
-"""What is copied before it is hashed: both copies of it fit the cache that a processor has to
-itself. Copy and quick name of a chunk of 1 MiB take 0.073 s per GB in two pieces, and 0.090 s in
-one (EPYC, 1 MiB of L2)."""
+"""Bytes copied before they are hashed: both copies fit a core's private cache. Copy and quick name
+of a chunk of 1 MiB take 0.073 s per GB in two pieces, and 0.090 s in one (EPYC, 1 MiB of L2).
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,12 +40,14 @@ class Part:
 
 
 def parts_of(flat: FlatState) -> list[Part]:
-    """What of a state is chunks: all but aliases and small leaves, which lie in pages."""
+    """The parts of a state that become chunks: all leaves but aliases and small ones, which are
+    stored in pages.
+    """
     return list(_parts(flat))
 
 
 def read_chunks(source: Source, run: Run) -> Iterator[tuple[int, int, memoryview]]:
-    """The chunks of a run, by the bytes of their leaf that they are."""
+    """The chunks of a run, each by its byte range of the leaf."""
     memory, first = read_part(source, run.cuts[0], run.cuts[-1]), run.cuts[0]
     return (
         (start, stop, memory[start - first : stop - first])
@@ -53,7 +56,7 @@ def read_chunks(source: Source, run: Run) -> Iterator[tuple[int, int, memoryview
 
 
 def read_part(source: Source, start: int, stop: int) -> memoryview:
-    """Bytes of a leaf, where they are if they can be read there."""
+    """Bytes of a leaf, without a copy where possible."""
     view = source.view(start, stop)
     if view is None:
         view = memoryview(bytearray(stop - start))
@@ -62,11 +65,10 @@ def read_part(source: Source, start: int, stop: int) -> memoryview:
 
 
 class Staging:
-    """Which chunks are copied to which place of an arena of `nbytes`: all but those that are
-    `stored`.
+    """The chunks to copy to a buffer of `nbytes`: all but those that are `stored`.
 
-    `names` are those of each part: as given where they are stored, and what `naming` gives to the
-    copies. `numbers` are those that each part's chunks have in the state.
+    `names` are the chunk names of each part: given for stored chunks, made by `naming` for copies.
+    `numbers` are the numbers of each part's chunks in the state.
     """
 
     def __init__(
@@ -97,8 +99,9 @@ class Staging:
     def copy(
         self, arena: Buffer, threads: ThreadPool, copied: Callable[[Sequence[Named]], object]
     ) -> None:
-        """Copy the chunks, and hand them to `copied` by the names of the copies, which `names` has
-        afterwards."""
+        """Copy the chunks and pass them to `copied` with their names, which `names` then
+        contains.
+        """
         prepare(
             devices_of(
                 part.source.tensor for part in self._parts if isinstance(part.source, TensorSource)
@@ -115,9 +118,9 @@ class Staging:
         known: Mapping[bytes, bytes],
         goes_on: Callable[[], object],
     ) -> tuple[list[bytearray], dict[bytes, memoryview]]:
-        """What `naming` calls the chunks of each part, and the copies by these names; of those that
-        were stored it is `known`, by their names. Calls `goes_on` now and then, and raises what
-        that does."""
+        """The chunk names of each part, and the copies by name, under `naming`. Names of stored
+        chunks come from `known`. Calls `goes_on` now and then, and raises its errors.
+        """
         names = [
             bytearray(b"".join(known.get(name, name) for name in split_names(part)))
             for part in self.names
@@ -150,15 +153,16 @@ class Staging:
         return done
 
     def _copied(self, place: "_Place", memory: memoryview, arena: Buffer) -> Iterator[memoryview]:
-        """The pieces of a copy, each when it has been made: still in the processor's cache, so that
-        hashing hardly touches memory."""
+        """The pieces of a copy, each while it is still in the processor's cache, so that hashing
+        hardly touches memory.
+        """
         source, address = self._parts[place.part].source, self._addresses[place.part]
         if address:
             for at in range(0, place.nbytes, PIECE_BYTES):
                 piece = memory[at : at + PIECE_BYTES]
                 ctypes.memmove(
                     arena.address + place.offset + at, address + place.start + at, len(piece)
-                )  # without the GIL
+                )  # releases the GIL
                 yield piece
             return
         if isinstance(source, TensorSource):
@@ -169,8 +173,9 @@ class Staging:
 
 
 class _Place(NamedTuple):
-    """A chunk: bytes `start:stop` of a part, number `number` of its chunks, and where in the arena
-    it is copied to."""
+    """A chunk: bytes `start:stop` of a part, its `number` in the part, and its place in the
+    buffer.
+    """
 
     part: int
     number: int
@@ -193,13 +198,13 @@ def _places(run: Run) -> Iterator[_Place]:
 
 
 def _address(part: Part) -> int:
-    """Where all of a part lies in this host's memory, 0 if it does not lie there in one piece."""
+    """The address of a whole part in this host's memory, 0 if it is not contiguous there."""
     tensor = part.source.tensor if isinstance(part.source, TensorSource) else None
     return tensor.data_ptr() if tensor is not None and tensors.is_plain(tensor) else 0
 
 
 def blank_names(plan: CommitPlan) -> list[bytearray]:
-    """Room for the names of each part's chunks."""
+    """Space for the names of each part's chunks."""
     return [bytearray(len(part) * CHUNK_ID_BYTES) for part in plan.parts]
 
 

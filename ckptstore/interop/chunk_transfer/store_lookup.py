@@ -1,9 +1,9 @@
-"""Which chunks of a state the store has already: asked by quick names where they are known, by ids
-as long as that is worth it.
+"""Which chunks of a state does the store already have? Looked up by quick names where known, by ids
+while that pays.
 
-A name is known if this process has hashed the chunk by both, as its commits do beside a transport
-(docs/decisions/040-…). Looking in vain costs more than a copy, so it is given up when most of what
-was looked for is not there.
+A quick name is known if this process has hashed the chunk both ways, as its commits do beside a
+transport (docs/decisions/040-…). A failed lookup costs more than a copy, so lookups stop when most
+of them fail.
 """
 
 import threading
@@ -21,16 +21,17 @@ from ckptstore.repository.lru import SecondNames
 from ckptstore.repository.thread_pool import ThreadPool
 
 PROBE_CHUNKS = 64
-"""So many are looked for in vain, and two more for each that is found."""
+"""Failed lookups before giving up; each success adds two."""
 
 _STRIDE = 8
-"""Batches are taken from all over the state, so that what is found tells of the rest."""
+"""Batches are spread over the state, so that early results represent the rest."""
 
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """Chunks that the store keeps until `guard` is ended: their ids by quick name, and their raw
-    bytes by either. The store's `second_names` are quick names."""
+    """Chunks that the store keeps until `guard` ends: their ids by quick name, and their raw bytes
+    by either. `second_names` of the store are quick names.
+    """
 
     guard: GcPin
     second_names: SecondNames
@@ -38,7 +39,9 @@ class Stored:
     sizes: dict[bytes, int] = field(default_factory=dict)
 
     def add(self, ids: Mapping[bytes, bytes]) -> int:
-        """Take those that live packs hold, of chunks by their quick names. How many they are."""
+        """Add those of the chunks, given by quick names, that live packs hold; returns their
+        number.
+        """
         held = self.guard.held(b"".join(ids.values()))
         found = {name: chunk for name, chunk in ids.items() if chunk in held}
         self.sizes.update(held)
@@ -47,8 +50,9 @@ class Stored:
         return len(found)
 
     def check(self, names: Sequence[bytes], data: Sequence[memoryview]) -> None:
-        """Raise `Unavailable` if one of these chunks is not the one that is called so, and do not
-        call it so again."""
+        """Raise `Unavailable` if one of these chunks does not match its quick name, and forget that
+        name.
+        """
         for name, each in zip(names, data, strict=True):
             if not is_named(each, name):
                 self.second_names.forget(name)
@@ -59,7 +63,7 @@ class Stored:
 
 
 class AdaptiveProbe:
-    """Whether it is worth to go on looking; with `patience`, always. Threads share it."""
+    """Whether further lookups pay; with `patience`, always. Thread-safe."""
 
     def __init__(self, *, patience: bool = False) -> None:
         self._patience, self._lock = patience, threading.Lock()
@@ -81,8 +85,9 @@ def find_stored(
     *,
     patience: bool = False,
 ) -> tuple[list[bytearray], Stored]:
-    """The chunks that the store has, and what the chunks of each part are called now, as far as
-    that was asked; with `patience`, of all."""
+    """The chunks that the store has, and the names of each part's chunks as far as they were looked
+    up; with `patience`, all.
+    """
     second_names = guard.objects.second_names
     assert second_names is not None, "a transport has asked for them"
     names, stored, known = blank_names(plan), Stored(guard, second_names), dict[bytes, bytes]()
@@ -90,7 +95,9 @@ def find_stored(
     scratches = threading.local()
 
     def learn(data: memoryview) -> tuple[bytes, bytes]:
-        """By both hashes, of a copy: they are of the same bytes, whatever is done to the tensor."""
+        """Record both names of a chunk, from one copy: they name the same bytes even if the tensor
+        changes.
+        """
         if len(getattr(scratches, "memory", b"")) < len(data):
             scratches.memory = memoryview(bytearray(len(data)))
         copy = scratches.memory[: len(data)]

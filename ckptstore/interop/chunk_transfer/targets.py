@@ -1,9 +1,8 @@
-"""Where the leaves of a state that is received go: new memory, or, where that is wanted, tensors
-that are there.
+"""Where do the leaves of a received state go? Into new memory, or into live tensors if wanted.
 
-What a peer claims is checked before memory is taken for it. A live tensor takes a leaf only if it
-has its path, shape and dtype, and shares its memory with no other: what is written to one leaf must
-not change another.
+A peer's claims are checked before memory is allocated for them. A live tensor receives a leaf only
+if path, shape and dtype match and it shares memory with no other tensor: writing one leaf must not
+change another.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -35,8 +34,7 @@ BOXES_MAX = 256
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """One leaf: what stands there in the end, and which boxes of it are wanted where. `live` if
-    that is memory which is in use."""
+    """One leaf: its final value, and where its boxes go. `live` if that is memory in use."""
 
     value: Any
     parts: tuple[tuple[Box | None, Destination], ...] = ()
@@ -44,8 +42,7 @@ class Target:
 
 
 def check_claims(tree: Tree, wanted: Mapping[int, Placed], max_bytes: int) -> None:
-    """Raise `Corrupt` for leaves that cannot be what they are said to be, `InvalidInput` for a
-    state that is too large."""
+    """Raise `Corrupt` for contradictory leaves, `InvalidInput` for a state that is too large."""
     total = 0
     for i in range(len(tree.schema)):
         if i in wanted:
@@ -67,8 +64,9 @@ def check_claims(tree: Tree, wanted: Mapping[int, Placed], max_bytes: int) -> No
 def make_targets(
     tree: Tree, wanted: Mapping[int, Placed], live: FlatState | None, meshes: "Iterable[DeviceMesh]"
 ) -> list[Target]:
-    """A target for every leaf of a tree that `check_claims` has let through; in tensors of `live`
-    where they fit."""
+    """A target for every leaf of a tree that passed `check_claims`; in tensors of `live` where they
+    fit.
+    """
     there = dict(_usable(live)) if live else {}
     known = list(meshes)
     return [_target(tree, i, wanted.get(i), there, known) for i in range(len(tree.schema))]
@@ -97,7 +95,7 @@ def _target(
         tensor = found if fits else attach(schema.paths[i], shape, dtype, wanted, meshes)
         assert tensor is not None
         if all(tensor.device_mesh is not mesh for mesh in meshes):
-            meshes.append(tensor.device_mesh)  # the next leaf on it shares it
+            meshes.append(tensor.device_mesh)  # a later leaf in this storage shares memory with it
         held = held_of(tensor)
         _check_covered(schema.paths[i], content, [box for box, _ in held.parts])
         return Target(
@@ -117,7 +115,7 @@ def _is_like(tensor: Any, dtype: torch.dtype, shape: Shape) -> bool:
 
 
 def _check_placed(tree: Tree, i: int) -> int:
-    """The bytes of a DTensor that the peer holds."""
+    """Check the bytes that the peer holds of a DTensor."""
     content, path = tree.content(i), tree.schema.paths[i]
     boxes = content.boxes or ()
     if (
@@ -143,7 +141,7 @@ def _check_placed(tree: Tree, i: int) -> int:
 
 
 def _check_covered(path: str, content: LeafContent, boxes: list[Box]) -> None:
-    """The peer's boxes do not overlap, so that their volumes add up."""
+    """Check that the peer's boxes do not overlap, so that their volumes add up."""
     for box in boxes:
         shared = (intersect(box, theirs) for theirs in content.boxes or ())
         if sum(prod(each.lengths) for each in shared if each) != prod(box.lengths):
@@ -154,7 +152,7 @@ def _check_covered(path: str, content: LeafContent, boxes: list[Box]) -> None:
 
 
 def _usable(live: FlatState) -> Iterator[tuple[str, Any]]:
-    """The live tensors that a leaf may be written to, by path: each has its memory for itself."""
+    """By path, the live tensors that may receive a leaf: those that share memory with no other."""
     found: list[tuple[int, Any, list[torch.Tensor]]] = []
     for i, source in enumerate(live.leaves):
         if i in live.held:
@@ -173,7 +171,7 @@ def _usable(live: FlatState) -> Iterator[tuple[str, Any]]:
 
 
 def _overlapping(some: list[torch.Tensor]) -> set[int]:
-    """The ids of those tensors whose memory reaches into another's."""
+    """The ids of tensors whose memory overlaps another's."""
     ranges = sorted(
         (str(t.device), t.data_ptr(), t.data_ptr() + _reach_bytes(t), id(t))
         for t in some

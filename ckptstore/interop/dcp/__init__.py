@@ -1,11 +1,11 @@
-"""`torch.distributed.checkpoint` (DCP) on a store: pass `StoreWriter` and `StoreReader` to
-`dcp.save`, `dcp.load` and `dcp.async_save`.
+"""How does `torch.distributed.checkpoint` (DCP) save to a store and load from it?
+
+Pass `StoreWriter` and `StoreReader` to `dcp.save`, `dcp.load` and `dcp.async_save`:
 
     dcp.save(state_dict, storage_writer=StoreWriter("checkpoints", step=100))
     dcp.load(state_dict, storage_reader=StoreReader("checkpoints", 100))
 
-What is saved is a commit as any other: the native API reads it, and a native commit is loaded by
-DCP.
+A save is an ordinary commit: the native API reads it, and DCP loads native commits.
 """
 
 from importlib import import_module
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 __all__ = ["StoreReader", "StoreWriter", "dcp_to_store", "store_to_dcp"]
 
-# An import of a DCP directory needs none of torch.distributed.
+# Importing a DCP directory does not need torch.distributed.
 _LATER = {
     "StoreReader": "ckptstore.interop.dcp.reader",
     "StoreWriter": "ckptstore.interop.dcp.writer",

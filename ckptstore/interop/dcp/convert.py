@@ -1,5 +1,6 @@
-"""A directory of DCP becomes a commit, and a commit a directory of DCP: a few tensors in memory at
-a time."""
+"""How does a DCP directory become a commit, and a commit a DCP directory? With a few tensors in
+memory at a time.
+"""
 
 import io
 import os
@@ -63,11 +64,11 @@ def dcp_to_store(
     key: str = FLAT_KEY,
     allow_pickle: bool = False,
 ) -> Snapshot:
-    """Commit what DCP saved at `path`, under the names that it has there: what `dcp.save` with a
-    `StoreWriter` would have made of it.
+    """Commit a DCP directory, under DCP's names: the same commit as `dcp.save` with a `StoreWriter`
+    makes.
 
-    Raises `InvalidInput` for what is no such directory, for names that leave it, pieces that do not
-    make up a tensor, and, unless `allow_pickle`, for objects that only unpickling could read.
+    Raises `InvalidInput` for any other directory, for names that leave it, for pieces that do not
+    tile a tensor, and, unless `allow_pickle`, for objects that need unpickling.
     """
     root = Path(path)
     store.check_writable()
@@ -103,11 +104,11 @@ def store_to_dcp(
     key: str | None = None,
     allow_pickle: bool = False,
 ) -> Metadata:
-    """Write a commit as a directory that `dcp.load` reads without ckptstore; with `key`, that key
-    alone and without its name.
+    """Write a commit as a directory that `dcp.load` reads without ckptstore; with `key`, only that
+    key, without its name.
 
     Objects in it are pickles, as DCP writes them. Raises `Conflict` if there is a checkpoint at
-    `path`, `InvalidInput` where two leaves would have one name, `Unavailable` if `path` cannot be
+    `path`, `InvalidInput` if two leaves would have one name, `Unavailable` if `path` cannot be
     written, `Corrupt` for damaged chunks.
     """
     root = Path(path)
@@ -125,8 +126,7 @@ def store_to_dcp(
 
 @contextmanager
 def errors_of_dcp(root: Path) -> Iterator[None]:
-    """The error of this process in place of the `CheckpointException`, which is no `Exception`,
-    that DCP wraps around it."""
+    """Unwrap this process' error from DCP's `CheckpointException`, which is no `Exception`."""
     try:
         yield
     except CheckpointException as error:
@@ -152,7 +152,7 @@ class _CommitPlanner(SavePlanner):
     def set_up_planner(
         self, state_dict: Any, storage_meta: Any = None, is_coordinator: bool = False
     ) -> None:
-        """There is nothing to set up: the state is the commit."""
+        """Does nothing: the state is the commit."""
 
     def create_local_plan(self) -> SavePlan:
         return SavePlan([_planned(item) for item in self._items.values()])
@@ -173,7 +173,7 @@ class _CommitPlanner(SavePlanner):
             value = objects_of(self._snapshot, {name: item}, allow_pickle=self._allow_pickle)[name]
             return io.BytesIO(value) if item.path in self._marks.raw else dumped(value)
         schema = item.tree.schema
-        item.tree.check(item.tensor)  # before memory is taken for a shape that may be damaged
+        item.tree.check(item.tensor)  # before memory is allocated for a shape that may be damaged
         tensor = tensors.empty(schema.dtypes[item.tensor], schema.shapes[item.tensor])
         self._snapshot.land([(item.tree, item.tensor, Destination(tensor), None)])
         return tensor

@@ -1,8 +1,8 @@
-"""Directories of `torch.distributed.checkpoint` (DCP): `.metadata` says where the pieces of every
-tensor lie in the `.distcp` files.
+"""How is a DCP directory read? `.metadata` locates the pieces of every tensor in the `.distcp`
+files.
 
-`.metadata` is a pickle. It is read without running anything of it: an unpickler that knows the
-dozen names that DCP writes, and gives an inert record for each. What else a file names is refused.
+`.metadata` is a pickle. It is read without running any of it: an unpickler knows the dozen names
+that DCP writes and makes an inert record for each. Any other name is refused.
 """
 
 import io
@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 from ckptstore.core.geometry import WIDTHS, nbytes_of, width_of
 from ckptstore.core.model import Box, Shape
 from ckptstore.errors import InvalidInput
-from ckptstore.interop.pickles import load_inert, load_torch
-from ckptstore.interop.sources import Loaded, Shelf, check_tiling, inside, read_range
+from ckptstore.interop.formats.pickles import load_inert, load_torch
+from ckptstore.interop.formats.sources import Loaded, Shelf, check_tiling, inside, read_range
 from ckptstore.objects.pointer_files import is_pointer, read_pointer
 
 if TYPE_CHECKING:
@@ -27,8 +27,9 @@ METADATA_BYTES_MAX = 1 << 30
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """One stored item, the bytes of a file of torch.save: a box of a tensor, or an object if
-    `offsets` is None."""
+    """One stored item, a file of torch.save: a box of a tensor, or an object if `offsets` is
+    None.
+    """
 
     path: Path
     start: int
@@ -39,8 +40,9 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """An item: its name, the keys that lead to it, and where its bytes come from. An object has
-    none, and is `value`."""
+    """An item: its name, the keys that lead to it, and the source of its bytes. An object has no
+    source but a `value`.
+    """
 
     name: str
     keys: tuple[str | int, ...]
@@ -53,8 +55,8 @@ class Found:
 def found_in(root: Path, *, allow_pickle: bool = False) -> list[Found]:
     """The items of a DCP directory. Tensors are read when they are stored, a few at a time.
 
-    Raises `InvalidInput` for what is no such directory, for names that leave it, pieces that do not
-    make up a tensor, and, unless `allow_pickle`, for objects that only unpickling could read.
+    Raises `InvalidInput` for any other directory, for names that leave it, for pieces that do not
+    tile a tensor, and, unless `allow_pickle`, for objects that need unpickling.
     """
     if is_pointer(root):
         pointer = read_pointer(root)

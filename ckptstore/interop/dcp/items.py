@@ -1,11 +1,9 @@
-"""What a rank writes of DCP's items: tensors where they are, other objects by the registry; and the
-messages that say what became of them.
+"""How does a rank write DCP's items, and how are its objects read back?
 
-Objects are taken from the planner's `lookup_object`, so that nothing is pickled. A planner that
-makes bytes of its own (`resolve_data`, `transform_object`) is asked for them; those of `torch.save`
-that hold plain values become values again, others stay the bytes that they are.
-
-The objects of a commit that are no tensors to DCP, made again by the registry.
+Tensors are written in place, other objects by the registry; a message describes each item to the
+coordinator. Objects come from the planner's `lookup_object`, so that nothing is pickled. A planner
+that makes its own bytes (`resolve_data`, `transform_object`) is asked for them. Bytes of
+`torch.save` with plain values become values again; others stay bytes.
 """
 
 import io
@@ -24,8 +22,8 @@ from ckptstore.distributed import framing
 from ckptstore.distributed.external_commit import Part, decode_contents, encode_contents
 from ckptstore.errors import Corrupt, InvalidInput
 from ckptstore.interop.dcp.names import Marks, Named
-from ckptstore.interop.pickles import load_torch
-from ckptstore.interop.sources import Loaded, Shelf
+from ckptstore.interop.formats.pickles import load_torch
+from ckptstore.interop.formats.sources import Loaded, Shelf
 from ckptstore.objects import canonical
 from ckptstore.objects.schema import decode_schema, encode_schema
 from ckptstore.restore.reader import Destination, Tree
@@ -52,8 +50,9 @@ class BoxItem:
 
 @dataclass(frozen=True, slots=True)
 class ObjectItem:
-    """An object as `flatten` took it apart, its paths without the item's own; `is_bytes` says that
-    it is what the planner wrote."""
+    """A flattened object, its paths relative to the item; `is_bytes` marks bytes that the planner
+    made.
+    """
 
     schema: Schema
     is_bytes: bool
@@ -61,8 +60,7 @@ class ObjectItem:
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """An item that has been written: what it is, the content of each of its leaves, and who wrote
-    it."""
+    """A written item: its kind, the content of each leaf, and the rank that wrote it."""
 
     name: str
     item: "BoxItem | ObjectItem"
@@ -74,10 +72,10 @@ Resolved: TypeAlias = tuple[BoxItem | ObjectItem, list[Source]]
 
 
 def resolve(plan: SavePlan, planner: SavePlanner, *, allow_pickle: bool) -> list[Resolved]:
-    """The items of a rank's final plan, in its order, and where their bytes are.
+    """The items of a rank's final plan, in its order, with the sources of their bytes.
 
-    Raises `InvalidInput`, naming the item, for what the registry does not know unless
-    `allow_pickle`, and for data that is not what was planned.
+    Raises `InvalidInput`, naming the item, for objects unknown to the registry unless
+    `allow_pickle`, and for data that differs from the plan.
     """
     shelf = Shelf()
     return [
@@ -89,13 +87,14 @@ def resolve(plan: SavePlan, planner: SavePlanner, *, allow_pickle: bool) -> list
 
 
 def parts_of(resolved: Sequence[Resolved], *, alone: bool) -> list[Part]:
-    """What is to be written of the items, one part for each leaf that has bytes. A rank that saves
-    `alone` has tensors of its boxes."""
+    """One part for each leaf of the items with bytes. A rank that saves `alone` treats its boxes as
+    tensors.
+    """
     return [part for item, sources in resolved for part in _parts(item, sources, alone)]
 
 
 def messages_of(resolved: Sequence[Resolved], contents: Sequence[LeafContent]) -> list[bytes]:
-    """For each item what the coordinator must know of it; `contents` are those of `parts_of`."""
+    """The coordinator's message about each item; `contents` are those of `parts_of`."""
     messages, given = [], iter(contents)
     for item, sources in resolved:
         found = [_EMPTY if source is NOTHING else next(given) for source in sources]
@@ -195,7 +194,7 @@ def _tensor(planner: SavePlanner, item: WriteItem, shelf: Shelf, allow_pickle: b
 def _source(planner: SavePlanner, item: WriteItem, tensor: torch.Tensor, shelf: Shelf) -> Source:
     if _lends(planner):
         return TensorSource(tensor)
-    # The planner makes what it gives: not all of it is to be held at once.
+    # The planner makes new data, so it is not all held at once.
     return Loaded(lambda: _resolved(planner, item), tensor.nbytes, tensor.itemsize, shelf)
 
 
@@ -221,14 +220,14 @@ def _object(planner: SavePlanner, item: WriteItem, allow_pickle: bool) -> Resolv
     try:
         value = load_torch(
             io.BytesIO(data.getvalue()), name, allow_pickle=False
-        )  # which runs nothing
+        )  # which runs no code
         return flattened(name, value, allow_pickle, is_bytes=False)
     except InvalidInput:
         return flattened(name, data.getvalue(), allow_pickle, is_bytes=True)
 
 
 def _lends(planner: SavePlanner) -> bool:
-    """Whether the planner gives the objects of the state dict themselves."""
+    """Whether the planner returns the state dict's own objects."""
     cls: Any = type(planner)
     return (
         isinstance(planner, DefaultSavePlanner)
@@ -238,7 +237,7 @@ def _lends(planner: SavePlanner) -> bool:
 
 
 def flattened(name: str, value: Any, allow_pickle: bool, *, is_bytes: bool) -> Resolved:
-    """An object as an item, taken apart by the registry."""
+    """An object as an item, flattened by the registry."""
     flat = flatten({name: value}, allow_pickle=allow_pickle)[name]
     own, schema = len(segment(name)), flat.schema
     paths = tuple(path[own:] for path in schema.paths)
@@ -252,7 +251,7 @@ def _columns(schema: Schema) -> tuple[Any, ...]:
 def objects_of(
     snapshot: Snapshot, items: Mapping[str, Named], *, allow_pickle: bool
 ) -> dict[str, Any]:
-    """The object of each item, by its name; the tensors in them are read together."""
+    """The object of each item, by name. The tensors in them are read together."""
     made: dict[int, dict[int, Any]] = {}
     wanted: list[tuple[Tree, int, Destination, None]] = []
     for item in items.values():
@@ -263,7 +262,9 @@ def objects_of(
             if number in leaves:
                 continue
             if schema.kinds[number] == "tensor":
-                item.tree.check(number)  # before memory is taken for a shape that may be damaged
+                item.tree.check(
+                    number
+                )  # before memory is allocated for a shape that may be damaged
                 leaves[number] = tensors.empty(schema.dtypes[number], schema.shapes[number])
                 wanted.append((item.tree, number, TensorDestination(leaves[number]), None))
             else:
@@ -275,7 +276,7 @@ def objects_of(
 
 
 def dumped(value: Any) -> io.BytesIO:
-    """An object as DCP's own planner would have written it, for those who read bytes."""
+    """An object in the bytes of DCP's own planner, for planners that read bytes."""
     data = io.BytesIO()
     torch.save(value, data)
     data.seek(0)
@@ -283,7 +284,7 @@ def dumped(value: Any) -> io.BytesIO:
 
 
 def marks_of(snapshot: Snapshot) -> Marks:
-    """What a commit's layout says of DCP's names. Raises `Corrupt`."""
+    """The marks of DCP's names in a commit's layout. Raises `Corrupt`."""
     layout = snapshot.layout
     try:
         return Marks() if layout is None or layout.dcp is None else Marks.of(layout.dcp)

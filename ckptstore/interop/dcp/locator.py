@@ -1,18 +1,14 @@
-"""Which store, and which commit in it: what `StoreWriter` and `StoreReader` were given, and what
-DCP calls a checkpoint's id.
+"""Which store and commit does a DCP call mean, and under which session do its ranks write?
 
 A `checkpoint_id` that is a path (absolute, or beginning with `./` or `../`, or a `Path`) is a
-directory there with a pointer file in place of DCP's `.metadata`; digits are a step; other text is
-a tag. All three are refs, so what `dcp.save` was given, `dcp.load` finds.
-
-How ranks learn under which session they write.
+directory with a pointer file instead of DCP's `.metadata`; digits are a step; other text is a tag.
+All three are refs, so `dcp.load` finds what `dcp.save` was given.
 
 The coordinator opens one session for each save and puts it into every rank's plan. With plan
-caching, DCP hands a rank the final plan of an earlier save, and what the plan carries is of that
-save: then the rank asks the store of torch.distributed, where the coordinator left the session
-before DCP sent the plans, under the name of the save, since saves may overlap. Nothing is pickled,
-and no rank waits for another. A session that is not this save's after all is found out when the
-coordinator finishes: the receipts bear another one.
+caching, DCP hands a rank the plan of an earlier save, with that save's session. Then the rank reads
+the session from torch.distributed's store: the coordinator put it there, under the save's name,
+before DCP sent the plans. Nothing is pickled, and no rank waits for another. A wrong session is
+detected when the coordinator finishes, since the receipts bear another one.
 """
 
 import os
@@ -41,8 +37,9 @@ Work = TypeVar("Work")
 
 
 class StorePlace:
-    """A store that is open, or is opened when it is needed. Pickled, it is its place: DCP sends it
-    to a process of its own."""
+    """A store that is open, or is opened on demand. Its pickle is its location: DCP sends it to
+    another process.
+    """
 
     def __init__(
         self,
@@ -67,7 +64,7 @@ class StorePlace:
                 "index": index,
             }
             self._owned = True
-        # not owned: a Store
+        # not owned: the caller's Store
         self._store: Store | None = None if self._owned else store  # type: ignore[assignment]
 
     def __getstate__(self) -> dict[str, Any]:
@@ -81,15 +78,16 @@ class StorePlace:
         return redact(str(self._arguments["place"]))
 
     def another(self) -> "StorePlace":
-        """The same place, for one save or load: opened and closed without regard to others, unless
-        the store was given open."""
+        """The same location, opened and closed on its own for one save or load, unless the store
+        was given open.
+        """
         place = StorePlace.__new__(StorePlace)
         place._arguments, place._owned = self._arguments, self._owned
         place._store = None if self._owned else self._store
         return place
 
     def store(self, *, create: bool = False, read_only: bool = False) -> Store:
-        """The store, opened if it is not."""
+        """The store, opened on demand."""
         if self._store is None:
             self._store = open(**self._arguments, create=create, read_only=read_only)
         return self._store
@@ -102,17 +100,16 @@ class StorePlace:
 
 
 _OF_THIS_PROCESS = ("_home", "_here", "_named", "_work", "_saves")
-"""What is not sent to a process of DCP's."""
+"""Attributes that are not sent to another process of DCP's."""
 
 
 class AtPlace(Generic[Work]):
-    """What `StoreWriter` and `StoreReader` say alike of where a checkpoint is, and of the saves or
-    loads that go on there.
+    """Shared by `StoreWriter` and `StoreReader`: the location of a checkpoint, and the saves or
+    loads in progress.
 
-    DCP makes all calls of a save or load on one thread, and those of `async_save` on a thread of
-    its own. So each thread has a name and a save or load in progress of its own, and those on
-    several threads know nothing of each other. A thread that has none has those of the thread that
-    made this object.
+    DCP makes all calls of a save or load on one thread, and those of `async_save` on another. So
+    each thread has its own name and its own save or load in progress. A thread without one uses
+    those of the thread that made this object.
     """
 
     def __init__(self, place: StorePlace) -> None:
@@ -121,8 +118,9 @@ class AtPlace(Generic[Work]):
         self._begin()
 
     def _begin(self) -> None:
-        """Nothing goes on yet; what is called later belongs to this thread unless another one says
-        otherwise."""
+        """Clear the state; later calls belong to this thread unless another thread begins its own
+        work.
+        """
         self._home = threading.get_ident()
         self._here = threading.local()
         self._named: CheckpointId | None = None
@@ -140,7 +138,7 @@ class AtPlace(Generic[Work]):
 
     @property
     def checkpoint_id(self) -> CheckpointId:
-        """The name of this thread's next save or load; the store's place if it has none."""
+        """The name of this thread's next save or load; by default the store's location."""
         return self._checkpoint_id if self._checkpoint_id is not None else str(self._place)
 
     @property
@@ -158,11 +156,11 @@ class AtPlace(Generic[Work]):
 
     @property
     def _current(self) -> Work | None:
-        """The save or load that a call on this thread is about."""
+        """The save or load in progress for a call on this thread."""
         return getattr(self._here, "work", self._work)
 
     def _begin_with(self, work: Work | None) -> Work | None:
-        """Make `work` this thread's; returns what this thread had of its own."""
+        """Make `work` this thread's own; returns the thread's previous work."""
         before: Work | None = getattr(self._here, "work", None)
         self._here.work = work
         if self._is_home:
@@ -177,8 +175,9 @@ class AtPlace(Generic[Work]):
 
 @dataclass(frozen=True, slots=True)
 class Name:
-    """What a save is to be called: a tag, a step or a directory, with the pointer file in it;
-    nothing of these perhaps."""
+    """The name of a save: a tag, a step, or a directory with the pointer file in it; possibly
+    none.
+    """
 
     tag: str | None = None
     step: int | None = None
@@ -187,8 +186,9 @@ class Name:
 
     @property
     def pointer(self) -> Path | None:
-        """The pointer file. Where an earlier version left one at the path itself, that is it.
-        Raises `Conflict` for anything else."""
+        """The path of the pointer file; an earlier version's pointer at the path itself counts.
+        Raises `Conflict` for any other file there.
+        """
         if self.directory is None:
             return None
         is_file = os.path.lexists(self.directory) and not self.directory.is_dir()
@@ -204,7 +204,7 @@ class Name:
 
 
 def name_of(checkpoint_id: CheckpointId | None) -> Name:
-    """What a `checkpoint_id` says. Raises `InvalidInput` for text that can be no tag."""
+    """Parse a `checkpoint_id`. Raises `InvalidInput` for text that cannot be a tag."""
     if checkpoint_id is None or checkpoint_id == "":
         return Name()
     if is_path(checkpoint_id):
@@ -223,21 +223,22 @@ def can_name(checkpoint_id: CheckpointId) -> bool:
 
 
 def name_of_rank(name: Name, rank: int) -> Name:
-    """What the part of rank `rank` is called, where ranks save without coordination."""
+    """The name of rank `rank`'s part, if ranks save without coordination."""
     tag = name.tag and of_rank(name.tag, rank)
     return Name(tag, name.step, name.directory, f"__{rank}{DCP_METADATA}")
 
 
 def of_rank(label: str, rank: int) -> str:
-    """The run, or the tag, of what one rank saved without coordination."""
+    """The run or tag of one rank's save without coordination."""
     return f"{label}/rank-{rank}"
 
 
 def ref_of_rank(ref: AnyRef, run: str, rank: int) -> AnyRef:
-    """The ref of what rank `rank` saved without coordination, where `ref` is that of the whole. A
-    commit's id is no ref of a whole."""
+    """The ref of rank `rank`'s save without coordination, given the whole's `ref`. A commit id has
+    no such ref.
+    """
     if is_path(ref):
-        # a path, as is_path says
+        # a path (`is_path`)
         return Path(os.fspath(ref)) / name_of_rank(Name(), rank).file  # type: ignore[arg-type]
     if isinstance(ref, int):
         return f"{of_rank(run, rank)}@{ref}"
@@ -256,7 +257,7 @@ _KEY = "ckptstore/dcp/{}"
 _REMEMBERED = 1 << 12
 
 _series = secrets.token_hex(8)
-"""This process as a coordinator."""
+"""Identifies this process as a coordinator."""
 
 _announced: "OrderedDict[str, SessionId]" = OrderedDict()
 _written: "OrderedDict[tuple[SessionId, int], None]" = OrderedDict()
@@ -264,15 +265,18 @@ _lock = threading.Lock()
 
 
 class Assignment(NamedTuple):
-    """What the coordinator puts into a rank's plan: who it is, and the session of this save."""
+    """The coordinator's addition to a rank's plan: its own identity, and the session of this
+    save.
+    """
 
     series: str
     session: SessionId
 
 
 def assign(session: SessionId, name: str) -> Assignment:
-    """What ranks get to know of a session that this process, the coordinator, has opened for the
-    save called `name`."""
+    """The assignment of a session that this process, as coordinator, has opened for the save called
+    `name`.
+    """
     for key in _keys(_series, name):
         with _lock:
             _remember(_announced, key, session)
@@ -282,10 +286,10 @@ def assign(session: SessionId, name: str) -> Assignment:
 
 
 def session_of(assigned: object, rank: int, name: str) -> SessionId:
-    """The session of this save, of which rank `rank` writes its part, from what the plan carries.
+    """The session of this save for rank `rank`, from its plan.
 
-    Where the plan is that of an earlier save, the newest session of the coordinator for `name`, or
-    if that is unknown, for any. Raises `InvalidInput` for a plan that has lost it.
+    If the plan is that of an earlier save, returns the coordinator's newest session for `name`, or
+    for any name if that is unknown. Raises `InvalidInput` for a plan without an assignment.
     """
     if not isinstance(assigned, tuple) or len(assigned) != 2:
         raise InvalidInput(
@@ -303,8 +307,9 @@ def session_of(assigned: object, rank: int, name: str) -> SessionId:
 
 
 def _keys(series: str, name: str) -> tuple[str, str]:
-    """Under which a session is announced: for saves of that name, of which several may overlap, and
-    for any."""
+    """The keys under which a session is announced: for saves of that name, which may overlap, and
+    for any.
+    """
     return _KEY.format(f"{series}/{digest(name.encode()).hex()[:16]}"), _KEY.format(series)
 
 

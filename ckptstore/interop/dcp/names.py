@@ -1,9 +1,9 @@
-"""What DCP calls the leaves of a commit: flat names, and the keys that lead to each. Pure.
+"""Under which names does DCP know the leaves of a commit? Flat names, each with the keys that lead
+to it. Pure.
 
-Every mapping is taken apart, and every list in which there is a tensor or a mapping, as DCP's
-planner does it; what is left is a tensor or an object. The keys of a level are joined by dots. What
-the trees of a commit that DCP saved do not say of its names are *marks*, which lie in the commit's
-layout (docs/format.md §7).
+As in DCP's planner, every mapping is taken apart, and every list with a tensor or a mapping in it;
+the rest are tensors or objects. The keys of all levels are joined by dots. Details of DCP's names
+that a commit's trees do not contain are *marks* in its layout (docs/format.md §7).
 """
 
 from collections.abc import Iterator, Mapping
@@ -16,7 +16,7 @@ from ckptstore.restore.reader import Tree
 from ckptstore.state import containers, paths, values
 
 _TENSORS = ("torch.Parameter", "torch.Tensor", "torch.thin_subclass")
-"""Node types that are one plain tensor, and something about it."""
+"""Node types that are one plain tensor with an attribute."""
 
 _COMPOSITES = (
     "torch.sparse_",
@@ -28,21 +28,22 @@ _COMPOSITES = (
 )
 
 Keys: TypeAlias = tuple[str | int, ...]
-"""The keys that lead to an item: text for those of mappings, numbers for places in lists."""
+"""The keys that lead to an item: text for mappings, numbers for lists."""
 
 
 DCP_VERSION = "1.0.0"
-"""Of the metadata that DCP writes; torch before 2.8 has none."""
+"""The version in DCP's metadata; torch before 2.8 has none."""
 
 FLAT_KEY = "model"
-"""The key that a state dict without anything nested becomes."""
+"""The key for a state dict without nesting."""
 
 
 @dataclass(slots=True)
 class Marks:
-    """What DCP's names are: `flat` is the key whose name is no part of them; `items` are paths of
-    containers that are one item each; `raw` those of bytes that the planner made; `rank` says that
-    this is what one rank had, `parts` the shapes of tensors of which it had boxes only."""
+    """Details of DCP's names: `flat` is a key that is not part of them; `items` are paths of
+    containers that are one item each; `raw` are paths of bytes that the planner made; `rank` marks
+    one rank's part, and `parts` has the shapes of tensors of which that rank held boxes only.
+    """
 
     flat: str | None = None
     items: list[str] = field(default_factory=list)
@@ -68,8 +69,9 @@ class Marks:
 
 @dataclass(frozen=True, slots=True)
 class Named:
-    """An item: where it is in its tree, and what it is. A tensor is the leaf `tensor`, or the boxes
-    `parts`; anything else an object."""
+    """An item: its place in its tree, and its kind. A tensor is the leaf `tensor` or the boxes
+    `parts`; anything else is an object.
+    """
 
     name: str
     keys: Keys
@@ -79,14 +81,14 @@ class Named:
     tensor: int | None = None
     parts: tuple[tuple[Box, int], ...] = ()
     shape: Shape = ()
-    """Of the whole tensor, where there are parts of it."""
+    """The whole tensor's shape, if there are parts."""
 
 
 def named(trees: Mapping[str, Tree], marks: Marks, only: str | None = None) -> dict[str, Named]:
-    """Every item of a commit by its name, in the order of the trees; those of the key `only`,
-    without its name, if that is given.
+    """Every item of a commit by name, in the order of the trees; with `only`, the items of that
+    key, without its name.
 
-    Raises `InvalidInput` where two items would have one name.
+    Raises `InvalidInput` if two items would have one name.
     """
     found: dict[str, Named] = {}
     flat = marks.flat if only is None else only

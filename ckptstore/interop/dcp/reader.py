@@ -1,8 +1,7 @@
-"""`StoreReader`: `dcp.load` reads a commit, whoever made it.
+"""How does `dcp.load` read a commit of any origin?
 
-DCP's metadata is made from the commit's schemas and pages; nothing is unpickled. Boxes are read
-straight into the tensors that the planner gives, every chunk verified; objects come from the
-registry.
+`StoreReader` makes DCP's metadata from the commit's schemas and pages; nothing is unpickled. Boxes
+are read straight into the planner's tensors, every chunk verified; objects come from the registry.
 """
 
 import io
@@ -42,12 +41,12 @@ from ckptstore.store import Store
 __all__ = ["StoreReader"]
 
 BATCH_BYTES = 256 * MIB
-"""So much is read at a time into tensors that a planner makes for the purpose."""
+"""Bytes read at a time into tensors that a planner allocates for this purpose."""
 
 
 @dataclass(slots=True)
 class _Load:
-    """One load: the commit, and the items that it has for DCP."""
+    """One load: the commit, and its items for DCP."""
 
     place: StorePlace
     snapshot: Snapshot
@@ -60,14 +59,14 @@ class StoreReader(AtPlace[_Load], StorageReader):
     """Loads from a store: `dcp.load(state_dict, storage_reader=StoreReader("checkpoints",
     "latest"))`.
 
-    `store` is an open store, or a place as for `ckptstore.open` (`run`, `storage_options` and
-    `index` are its options). `ref` is what `store.checkout` takes; a `checkpoint_id` given to
-    `dcp.load` is taken instead. Every rank must find the same commit.
+    `store` is an open store, or a path or URL as for `ckptstore.open` with the options `run`,
+    `storage_options` and `index`. `ref` is any ref of the store; a `checkpoint_id` given to
+    `dcp.load` replaces it. Every rank must find the same commit.
 
-    Any commit can be loaded: `{"model": …}` committed natively has the names `model.…`; with
-    `key="model"`, that key alone and without its name. A tensor of another dtype than the commit's
-    raises, unless `cast` says that floats may be converted. Objects that were pickled are read with
-    `allow_pickle` only. Threads may load through one reader at once, each its own commit.
+    Any commit can be loaded: a native commit of `{"model": …}` has the names `model.…`;
+    `key="model"` selects that key, without its name. A tensor of another dtype than the commit's
+    raises, unless `cast` allows float conversion. Pickled objects are read with `allow_pickle`
+    only. Threads may load different commits through one reader at once.
     """
 
     def __init__(
@@ -87,13 +86,14 @@ class StoreReader(AtPlace[_Load], StorageReader):
         self._key, self._cast, self._allow_pickle = key, cast, allow_pickle
 
     def reset(self, checkpoint_id: CheckpointId | None = None) -> None:
-        """Forget what this thread read; its next load is of `checkpoint_id`, or of what this reader
-        was made for."""
+        """Forget this thread's load; the next one is of `checkpoint_id`, or of this reader's own
+        `ref`.
+        """
         self._name_it(checkpoint_id)
         self.close()
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """DCP's metadata of the commit; with `rank`, of what that rank saved without coordination.
+        """DCP's metadata of the commit; with `rank`, of that rank's save without coordination.
 
         Raises `NotFound` if there is no such commit.
         """
@@ -151,8 +151,9 @@ class StoreReader(AtPlace[_Load], StorageReader):
         return plan
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        """Raises `Conflict` unless every rank has found the same commit; of ranks that saved by
-        themselves each has its own."""
+        """Raises `Conflict` unless every rank has found the same commit. Ranks that saved without
+        coordination have one each.
+        """
         found = {plan.storage_data for plan in plans} - {None}
         if len(found) > 1:
             ids = ", ".join(sorted(commit[:12] for commit in found))
@@ -163,7 +164,7 @@ class StoreReader(AtPlace[_Load], StorageReader):
         return plans
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Read what was planned; verified and in place when this returns."""
+        """Read what was planned; verified and in place on return."""
         load = self._read()
         try:
             self._load_objects(
@@ -180,14 +181,15 @@ class StoreReader(AtPlace[_Load], StorageReader):
         return done
 
     def close(self) -> None:
-        """Let go of the store, if it was opened here. Every load does so itself; one that fails
-        before it reads does not."""
+        """Close the store, if it was opened here. Every load closes its own, except one that fails
+        before it reads.
+        """
         if (load := self._begin_with(None)) is not None:
             load.place.close()
 
     @property
     def load_id(self) -> str:
-        """What tells this thread's load from others; empty before `read_metadata`."""
+        """Identifies this thread's load; empty before `read_metadata`."""
         return self._current.id if self._current else ""
 
     @property
@@ -200,7 +202,9 @@ class StoreReader(AtPlace[_Load], StorageReader):
         return self._current
 
     def _whole(self, store: Store, ref: AnyRef) -> Snapshot:
-        """The commit `ref`; `latest` is none where ranks have saved by themselves since."""
+        """The commit `ref`. `latest` finds nothing if ranks have saved without coordination
+        since.
+        """
         snapshot = store.checkout(ref)
         if ref == "latest" and any(
             info.time_ns > snapshot.time.timestamp() * 1e9
@@ -225,7 +229,7 @@ class StoreReader(AtPlace[_Load], StorageReader):
     def _load_tensors(
         self, requests: Iterable[ReadItem], planner: LoadPlanner, load: _Load
     ) -> None:
-        targets, wanted, aside = [], [], []
+        targets, wanted, copied = [], [], []
         for request in requests:
             item = _item(load, request)
             target = planner.resolve_tensor(request)
@@ -235,11 +239,11 @@ class StoreReader(AtPlace[_Load], StorageReader):
             landing = target.detach()
             if not tensors.is_strided(landing) or not tensors.is_writable_by_range(landing):
                 landing = torch.empty(landing.shape, dtype=landing.dtype)
-                aside.append((target, landing))
+                copied.append((target, landing))
             wanted.append((item.tree, number, dtype_cast.destination(landing, committed), box))
             targets.append((request, target))
         load.snapshot.land(wanted)
-        for target, landing in aside:
+        for target, landing in copied:
             target.detach().copy_(landing)
         for request, target in targets:
             planner.commit_tensor(request, target)
@@ -290,7 +294,7 @@ def _chunk(box: Box) -> ChunkStorageMetadata:
 
 
 def _where(item: Named, request: ReadItem) -> tuple[int, Box]:
-    """The leaf, and the box of it, that a request is for."""
+    """The leaf and the box of a request."""
     start = tuple(request.storage_index.offset or (0,) * len(request.lengths))
     offsets, lengths = tuple(request.storage_offsets), tuple(request.lengths)
     if item.tensor is not None:
@@ -302,8 +306,7 @@ def _where(item: Named, request: ReadItem) -> tuple[int, Box]:
 
 
 def _batches(requests: list[ReadItem], planner: LoadPlanner) -> Iterator[list[ReadItem]]:
-    """All at once into tensors that are there; some at a time where the planner makes tensors for
-    the purpose."""
+    """One batch if the tensors exist; several if the planner allocates them."""
     cls: Any = type(planner)
     default = DefaultLoadPlanner
     if (
@@ -325,8 +328,9 @@ def _batches(requests: list[ReadItem], planner: LoadPlanner) -> Iterator[list[Re
 
 
 def _hand_over(planner: LoadPlanner, request: ReadItem, value: Any) -> None:
-    """Put an object where the planner would. One that has its own way of reading bytes gets them as
-    torch.save writes them."""
+    """Put an object where the planner would. A planner that reads bytes itself gets them as
+    torch.save writes them.
+    """
     if (
         isinstance(planner, DefaultLoadPlanner)
         and type(planner).load_bytes is DefaultLoadPlanner.load_bytes

@@ -1,9 +1,9 @@
-"""Which tree a saved state dict becomes. Pure.
+"""Which tree does a saved state dict become? Pure.
 
-DCP has flat names, and says for each which keys lead to it. The first key of each is a key of the
-application state, the others make dicts and lists below it. A state dict without anything nested,
-as `dcp.save(model.state_dict())` has it, is one key, `model`. Keys of a mapping that are all whole
-numbers become numbers again: DCP has made text of them.
+DCP has flat names, and the keys that lead to each. The first key is a key of the application state;
+the others make dicts and lists below it. A state dict without nesting, as in
+`dcp.save(model.state_dict())`, becomes one key, `model`. Keys of a mapping that are all whole
+numbers become numbers again, since DCP made text of them.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -26,7 +26,7 @@ from ckptstore.state.paths import segment, segments
 
 @dataclass(frozen=True, slots=True)
 class Planted:
-    """A saved state dict as a commit has it; `layout` is that of the commit."""
+    """A saved state dict as trees; `layout` is the commit's layout."""
 
     trees: list[TreeContent]
     layout: bytes | None
@@ -41,10 +41,10 @@ def plant(
     world: int,
     rank: int | None = None,
 ) -> Planted:
-    """The trees of what was written. `keys` leads to items, a name without being its own key;
-    `rank` says that it is one rank's part.
+    """The trees of the written items. `keys` leads to items; a name without keys is its own key.
+    `rank` marks one rank's part.
 
-    Raises `Conflict` for boxes that do not make up their tensors.
+    Raises `Conflict` for boxes that do not tile their tensors.
     """
     by_name: dict[str, list[Stored]] = {}
     for each in stored:
@@ -90,7 +90,7 @@ def _layout(planter: "_Planter", world: int, marks: Marks) -> bytes | None:
 
 
 class _Planter:
-    """Makes the trees, one after the other. `held` has for each who wrote which boxes."""
+    """Makes the trees one by one. `held` lists the rank of each box."""
 
     def __init__(self, chunk_bytes: int, marks: Marks) -> None:
         self._chunk_bytes, self._marks = chunk_bytes, marks
@@ -143,8 +143,9 @@ class _Planter:
         return self._leaf(path, "tensor", content, first.dtype, first.shape)
 
     def _boxes(self, stored: Sequence[Stored]) -> dict[Box, Stored]:
-        """Who wrote which box. Raises `Conflict` where ranks have different tensors under one
-        name."""
+        """The rank that wrote each box. Raises `Conflict` if ranks have different tensors under one
+        name.
+        """
         kinds = {
             (each.item.dtype, each.item.shape) if isinstance(each.item, BoxItem) else None
             for each in stored
@@ -180,8 +181,7 @@ class _Planter:
         return _shifted(schema.skeleton, first)
 
     def _part(self, item: BoxItem, boxes: Mapping[Box, Stored], path: str) -> Node:
-        """A tensor of which there are boxes only: each is a tensor of its own, named by its
-        offsets."""
+        """A tensor of which only boxes exist: each becomes a tensor, named by its offsets."""
         self._marks.parts[path] = item.shape
         names = tuple(",".join(map(str, box.offsets)) for box in boxes)
         children = tuple(
@@ -216,8 +216,9 @@ class _Planter:
 def whole_content(
     dtype: str, shape: Shape, boxes: Mapping[Box, LeafContent], chunk_bytes: int
 ) -> LeafContent:
-    """The content of a tensor from those of its boxes, which tile it: the chunks of the whole where
-    no edge cuts one."""
+    """The content of a tensor from its boxes, which tile it: chunks of the whole where no edge cuts
+    one.
+    """
     nbytes, width = geometry.nbytes_of(dtype, shape), geometry.width_of(dtype)
     if nbytes <= INLINE_BYTES:
         return LeafContent(inline=_assembled(shape, width, nbytes, boxes), raw_bytes=nbytes)
@@ -247,14 +248,14 @@ def _assembled(shape: Shape, width: int, nbytes: int, boxes: Mapping[Box, LeafCo
 
 
 def _as_numbers(keys: list[Any]) -> list[Any]:
-    """Keys that DCP made text of."""
+    """Keys with whole numbers instead of DCP's text."""
     if all(isinstance(key, str) and key.isdecimal() and str(int(key)) == key for key in keys):
         return [int(key) for key in keys]
     return keys
 
 
 def _shifted(node: Node | int, by: int) -> Node | int:
-    """A skeleton whose leaves are numbered from `by` on."""
+    """A skeleton with leaf numbers starting at `by`."""
     if isinstance(node, int):
         return node + by
     return Node(

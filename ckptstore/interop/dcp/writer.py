@@ -1,12 +1,11 @@
-"""`StoreWriter`: `dcp.save` and `dcp.async_save` make a commit.
+"""How do `dcp.save` and `dcp.async_save` make a commit?
 
-DCP plans who writes what, and carries messages from rank to rank; each rank packs its items, and
-the coordinator's `finish` appends the commit. What fails anywhere is raised on every rank by DCP,
+DCP assigns the writers and carries messages between ranks. Through `StoreWriter`, each rank packs
+its items, and the coordinator's `finish` appends the commit. DCP raises any failure on every rank,
 as `CheckpointException`, and nothing is visible.
 
-Saves through one writer may overlap. What a save is called and where it writes is its own
-(`_Save`); the session travels in plans and receipts, so that parts of two saves cannot become one
-commit.
+Saves through one writer may overlap. Each has its own name and session (`_Save`). The session
+travels in plans and receipts, so that parts of two saves cannot become one commit.
 """
 
 import os
@@ -48,8 +47,7 @@ __all__ = ["StoreWriter"]
 
 
 class _Save:
-    """One save on one rank: what it is called, and the session under which it writes, if this rank
-    opened it."""
+    """One save on one rank: its name, and its session if this rank opened it."""
 
     def __init__(self, place: StorePlace, name: Name, rank: int, *, alone: bool) -> None:
         self.place, self.name, self.rank, self.alone = place, name, rank, alone
@@ -62,7 +60,7 @@ class _Save:
         self.session = self.place.store(create=True).parts.open()
         weakref.finalize(
             self, self.session.abandon
-        )  # where a rank fails, DCP does not tell the coordinator's writer
+        )  # if a rank fails, DCP does not tell the coordinator's writer
         return self.session
 
     def end_session(self) -> None:
@@ -79,21 +77,20 @@ class StoreWriter(AtPlace[_Save], StorageWriter):
     """Saves to a store: `dcp.save(state_dict, storage_writer=StoreWriter("checkpoints",
     step=100))`.
 
-    `store` is an open store, or a place as for `ckptstore.open`, which is then opened for each save
-    (`run`, `storage_options` and `index` are its options). `step`, `tag`, `message` and `metrics`
-    are those of the commit. A `checkpoint_id` names it too: digits are its step, a path (`/…`,
-    `./…`, `../…`, a `Path`) becomes a directory with a pointer file as `.metadata`, other text is a
-    tag; what had that name before stays in the store. With `overwrite=False` a name that is taken
-    is a `Conflict`.
+    `store` is an open store, or a path or URL as for `ckptstore.open`, opened for each save with
+    the options `run`, `storage_options` and `index`. `step`, `tag`, `message` and `metrics` are
+    those of the commit. A `checkpoint_id` names it too: digits are its step, a path (`/…`, `./…`,
+    `../…`, a `Path`) becomes a directory with a pointer file as `.metadata`, other text is a tag.
+    An earlier commit of that name stays in the store. With `overwrite=False` an existing name is a
+    `Conflict`.
 
-    A state dict without anything nested becomes the key `key` of the application state. With
-    `allow_pickle`, objects that the registry does not know are pickled and marked as such; without
-    it they are refused, by name.
+    A state dict without nesting becomes the key `key` of the application state. With
+    `allow_pickle`, objects unknown to the registry are pickled and marked as such; without it they
+    are refused, by name.
 
-    After a save, `commit` is the commit's id on the coordinator; on every rank,
-    `storage_meta.save_id` of what `dcp.save` returns is. Saves may overlap, as those of
-    `dcp.async_save` do (over ranks, with a process group each); then `commit` is that of the last
-    to end.
+    After a save, `commit` is the commit's id on the coordinator; on every rank, `dcp.save` returns
+    it as `storage_meta.save_id`. Saves may overlap, as with `dcp.async_save` (with a process group
+    each, on several ranks); then `commit` is that of the last save to end.
     """
 
     def __init__(
@@ -122,8 +119,8 @@ class StoreWriter(AtPlace[_Save], StorageWriter):
         self._saves: WeakValueDictionary[SessionId, _Save] = WeakValueDictionary()
 
     def reset(self, checkpoint_id: CheckpointId | None = None) -> None:
-        """Forget this thread's last save; its next one is called `checkpoint_id`."""
-        name_of(checkpoint_id)  # which raises, before anything is forgotten
+        """Forget this thread's last save; the next one is called `checkpoint_id`."""
+        name_of(checkpoint_id)  # raises before anything is forgotten
         self._name_it(checkpoint_id)
         self._forget()
         if self._is_home:
@@ -131,11 +128,11 @@ class StoreWriter(AtPlace[_Save], StorageWriter):
 
     @property
     def save_id(self) -> str | None:
-        """`commit`, under the name that DCP's own writer has for it."""
+        """`commit`, under the attribute name of DCP's own writer."""
         return self.commit
 
     def storage_meta(self) -> StorageMeta | None:
-        """What planners get to know of the storage."""
+        """The storage metadata for planners."""
         return StorageMeta(
             checkpoint_id=self.checkpoint_id,
             save_id=self._current.commit if self._current else None,
@@ -158,7 +155,7 @@ class StoreWriter(AtPlace[_Save], StorageWriter):
         return plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """Open the session of this save, and let every rank know it."""
+        """Open the session of this save and add it to every rank's plan."""
         save = self._in_progress()
         session = save.open_session()
         self._saves[session.id] = save
@@ -166,11 +163,10 @@ class StoreWriter(AtPlace[_Save], StorageWriter):
         return [replace(plan, storage_data=assigned) for plan in plans]
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        """Hash and pack this rank's items; durable when this returns."""
+        """Hash and pack this rank's items; durable on return."""
         save = self._in_progress()
         try:
-            # The coordinator knows its session; what a cached plan carries is that of an earlier
-            # save.
+            # The coordinator knows its session; a cached plan carries that of an earlier save.
             session = (
                 save.session.id
                 if save.session
@@ -184,7 +180,7 @@ class StoreWriter(AtPlace[_Save], StorageWriter):
         except BaseException:
             save.release()
             raise
-        # Session and receipt travel with the first item; a rank without items has nothing to say.
+        # Session and receipt travel with the first item; a rank without items sends none.
         receipt = [session.encode(), written.receipt]
         texts = [
             framing.join([message, *([b"", b""] if i else receipt)])
@@ -197,9 +193,9 @@ class StoreWriter(AtPlace[_Save], StorageWriter):
         return done
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """Append the commit of what all ranks have written, and say in `metadata` which it is.
+        """Append the commit of what all ranks have written, and record its id in `metadata`.
 
-        Raises `Conflict` if some of it was written by another save.
+        Raises `Conflict` if another save wrote some of it.
         """
         told = _told(results)
         save = self._saves.get(min(told.sessions)) if len(told.sessions) == 1 else self._current
@@ -214,8 +210,9 @@ class StoreWriter(AtPlace[_Save], StorageWriter):
             save.release()
 
     def close(self) -> None:
-        """Let go of the store, if it was opened here, and give up saves in progress. Every save
-        lets go when it ends; one that failed on another rank does not."""
+        """Close the store, if it was opened here, and drop saves in progress. A save closes its
+        store when it ends, except one that failed on another rank.
+        """
         self._forget()
         for save in list(self._saves.values()):
             save.release()
@@ -251,8 +248,9 @@ class StoreWriter(AtPlace[_Save], StorageWriter):
         metadata.storage_meta = StorageMeta(checkpoint_id=self.checkpoint_id, save_id=snapshot.id)
 
     def _check_name(self, save: _Save) -> None:
-        """Raise `Conflict` if something that is no pointer has the path, or if something has the
-        name that may not be taken from it."""
+        """Raise `Conflict` if another file than a pointer has the path, or if the name exists and
+        may not be moved.
+        """
         pointer, name = save.name.pointer, save.name
         if self.overwrite or name == Name():
             return
@@ -282,14 +280,15 @@ class StoreWriter(AtPlace[_Save], StorageWriter):
         return self._current
 
     def _forget(self) -> None:
-        """Let this thread's save go."""
+        """Drop this thread's save."""
         if (save := self._begin_with(None)) is not None:
             save.release()
 
 
 class _Told(NamedTuple):
-    """What the ranks' results say: of each item its name, its rank and its message; the receipts,
-    and the sessions they are of."""
+    """The ranks' results: the name, rank and message of each item; the receipts and their
+    sessions.
+    """
 
     messages: list[tuple[str, int, bytes]]
     receipts: list[bytes]
@@ -310,8 +309,9 @@ def _told(results: Sequence[Sequence[WriteResult]]) -> _Told:
 
 
 def _own_rank() -> int:
-    """Which of the ranks that write under one session this is: the DCP of torch 2.6 does not say,
-    and packs of one name are one."""
+    """This rank's number among those that write under one session: torch 2.6 does not tell it, and
+    packs of one name must not collide.
+    """
     return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
 
 

@@ -1,10 +1,10 @@
-"""TorchSnapshot's interface on a store: change the import, keep the script (docs/migrating.md).
+"""How do scripts for TorchSnapshot use a store? By changing the import (docs/migrating.md).
 
     from ckptstore.interop.torchsnapshot import RNGState, Snapshot, StateDict
 
 Names and signatures are those of TorchSnapshot 0.1.0. A snapshot is an ordinary commit, and a
-commit is a snapshot. The package `torchsnapshot` is not needed; directories that it wrote come in
-by `ckptstore import`.
+commit is a snapshot. The package `torchsnapshot` is not needed; `ckptstore import` reads
+directories that it wrote.
 """
 
 from importlib import import_module

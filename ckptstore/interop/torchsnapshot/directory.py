@@ -1,8 +1,8 @@
-"""Directories of TorchSnapshot: a manifest in JSON, and the tensors' raw bytes in files beside it.
-The package itself is not needed.
+"""How is a TorchSnapshot directory read? It has a manifest in JSON, and the tensors' raw bytes in
+files beside it. The package itself is not needed.
 
-Of a snapshot of several ranks, what is replicated or sharded is put together again; what only one
-rank had cannot be told apart from what it had for itself, so it is refused.
+Replicated and sharded tensors of several ranks are joined. State of a single rank is refused: it
+cannot be told apart from private state.
 """
 
 import io
@@ -16,8 +16,8 @@ from urllib.parse import unquote
 from ckptstore.core.geometry import WIDTHS, nbytes_of, width_of
 from ckptstore.core.model import Box, Shape
 from ckptstore.errors import InvalidInput
-from ckptstore.interop.pickles import load_torch
-from ckptstore.interop.sources import (
+from ckptstore.interop.formats.pickles import load_torch
+from ckptstore.interop.formats.sources import (
     FileRange,
     Loaded,
     Placeholders,
@@ -41,8 +41,8 @@ def read_directory(root: Path, *, allow_pickle: bool = False) -> dict[str, FlatS
     """The state in a TorchSnapshot directory; raw tensors are read when they are stored, piece by
     piece.
 
-    Raises `InvalidInput` for what is no such directory, for names that leave it, for tensors that
-    are not whole, and, unless `allow_pickle`, for objects that only unpickling could read.
+    Raises `InvalidInput` for any other directory, for names that leave it, for incomplete tensors,
+    and, unless `allow_pickle`, for objects that need unpickling.
     """
     manifest, world_size = _manifest(root / METADATA)
     try:
@@ -224,8 +224,7 @@ class _Snapshot:
 
 
 def _merged(root: Path, manifest: dict[str, Any], world_size: int) -> dict[str, Any]:
-    """The entries of all ranks as one state, without the ranks: shards together, replicas once,
-    containers once."""
+    """The entries of all ranks as one state: shards joined, replicas and containers once."""
     merged: dict[str, Any] = {}
     for ranked, entry in manifest.items():
         rank, _, path = ranked.partition("/")

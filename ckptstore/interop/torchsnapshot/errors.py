@@ -1,24 +1,24 @@
-"""Errors of ckptstore that are what scripts for TorchSnapshot expect as well: a `RuntimeError`, or
-an `AssertionError`."""
+"""Which errors do scripts for TorchSnapshot expect? ckptstore's errors that are also a
+`RuntimeError` or an `AssertionError`.
+"""
 
 from ckptstore.errors import CkptStoreError, InvalidInput, NotFound
 
 
 class SnapshotFailed(CkptStoreError, RuntimeError):
-    """A snapshot that was taken in the background was not made; `__cause__` says why."""
+    """A background snapshot failed; `__cause__` has the reason."""
 
 
 class UnusableState(InvalidInput, RuntimeError):
-    """An application state, or what a function made of its tensors, cannot be a snapshot: change
-    the call."""
+    """An application state, or prepared tensors of it, cannot be a snapshot: change the call."""
 
 
 class NoSuchObject(NotFound, RuntimeError):
-    """A snapshot has nothing under a path: ask `get_manifest` for those that it has."""
+    """A snapshot has nothing under a path: `get_manifest` lists its paths."""
 
 
 class NoSuchKey(NoSuchObject, AssertionError):
-    """A snapshot has no state under a key: ask `metadata` for those that it has."""
+    """A snapshot has no state under a key: `metadata` lists its keys."""
 
 
 class MissingKeys(InvalidInput, AssertionError):

@@ -1,14 +1,15 @@
-"""Which of TorchSnapshot's environment variables mean something here.
+"""Which of TorchSnapshot's environment variables have an effect here?
 
-| variable | here |
-|---|---|
-| `TORCHSNAPSHOT_PER_RANK_MEMORY_BUDGET_BYTES` | the `memory_budget_bytes` of commits and restores |
-| `TORCHSNAPSHOT_MAX_CHUNK_SIZE_BYTES_OVERRIDE` | above which size the manifest shows a tensor in ranges of rows; no byte changes |
-| `TORCHSNAPSHOT_MAX_SHARD_SIZE_BYTES_OVERRIDE` | likewise, for what one rank had of a divided tensor |
-| `TORCHSNAPSHOT_DISABLE_BATCHING`, `TORCHSNAPSHOT_SLAB_SIZE_THRESHOLD_BYTES_OVERRIDE` | nothing; scripts may set them |
+* `TORCHSNAPSHOT_PER_RANK_MEMORY_BUDGET_BYTES` is the `memory_budget_bytes` of commits and restores.
+* `TORCHSNAPSHOT_MAX_CHUNK_SIZE_BYTES_OVERRIDE` is the size above which the manifest shows a tensor
+  in ranges of rows; stored bytes do not change.
+* `TORCHSNAPSHOT_MAX_SHARD_SIZE_BYTES_OVERRIDE` does the same for one rank's part of a divided
+  tensor.
+* `TORCHSNAPSHOT_DISABLE_BATCHING` and `TORCHSNAPSHOT_SLAB_SIZE_THRESHOLD_BYTES_OVERRIDE` have no
+  effect; scripts may set them.
 
-The slab size and the batching have no counterpart: small tensors lie in packs together anyway, and
-replicas are always divided among ranks.
+Slab size and batching have no counterpart: packs always combine small tensors, and replicas are
+always divided among ranks.
 """
 
 import os

@@ -1,16 +1,13 @@
-"""What the path of a snapshot means: a store, a name in it, and a pointer file at the path itself
-(docs/decisions/018-…).
+"""What does the path of a snapshot mean? A store, a tag in it, and a pointer file at the path
+itself (docs/decisions/018-…).
 
-The store of `dir/name` is the nearest one that encloses it (`core.discovery`), else a new one at
-`dir`, or at `dir/.ckptstore` where `dir` holds other things; where others may write to `dir`, at
-`dir/name/.ckptstore`. The snapshot is a commit with the tag `name`. In a bucket there is no
-pointer: the tag alone is the name.
+The store of `dir/name` is the nearest one that encloses it (`core.discovery`). Otherwise a new
+store is made at `dir`, at `dir/.ckptstore` if `dir` contains other files, or at
+`dir/name/.ckptstore` if others may write to `dir`. The snapshot is a commit with the tag `name`. In
+a bucket there is no pointer, only the tag.
 
-The stores that this process has open for snapshots: opened by the first that lies in one, kept
-for those that follow.
-
-What a store keeps pays from its second commit on: staging memory, the chunk index, the log. One
-that was removed, or made anew in the same place, is let go.
+Stores stay open for later snapshots of the process: staging memory, chunk index and log pay from
+the second commit on. A store that was removed, or made anew in the same place, is closed.
 """
 
 import logging
@@ -46,8 +43,9 @@ _TAG_CHARACTERS = 200
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """A snapshot's store, a path or a URL; its tag there; and the path of its pointer file, None in
-    a bucket."""
+    """A snapshot's store, a path or a URL; its tag; and the path of its pointer file, None in a
+    bucket.
+    """
 
     store: str
     tag: str
@@ -55,12 +53,13 @@ class Place:
 
 
 def place_to_take(path: str, storage_options: Mapping[str, Any] | None = None) -> Place:
-    """Where a snapshot of this path goes. The directory above it is made if it is missing; the
-    store and the pointer are not.
+    """The place for a new snapshot at this path. Its parent directory is created; the store and the
+    pointer are not.
 
-    Raises `Conflict` for a path at which something else lies, `InvalidInput` for one that is a
-    store, among a store's own files, below a store that others could have put there or in a
-    directory where a new one would be theirs to change, `ReadOnly` if a directory cannot be made.
+    Raises `Conflict` if another file is at the path. Raises `InvalidInput` for a path that is a
+    store, that is among a store's own files, that is below a store which other users could have
+    made, or where a new store would be writable by others. Raises `ReadOnly` if a directory cannot
+    be made.
     """
     local = local_path(path)
     if local is None:
@@ -75,21 +74,19 @@ def place_to_take(path: str, storage_options: Mapping[str, Any] | None = None) -
         )
     if (store := _store_above(local)) is None:
         store = _new_store(local)
-        pointer = _pointer(
-            local
-        )  # a new store may lie in the path itself, which is a directory then
+        pointer = _pointer(local)  # a new store may be inside the path, which is then a directory
     return Place(str(store), tag_of(_name(local, store)), str(pointer))
 
 
 def refs_to_read(
     path: str, storage_options: Mapping[str, Any] | None = None
 ) -> tuple[str, tuple[str, ...]]:
-    """The store of an existing snapshot and how its commit may be called there: the first of these
-    that there is.
+    """The store of an existing snapshot, and the possible refs of its commit, the first existing
+    one to be used.
 
-    A path may also lead into a store that scripts with the native interface made: `STORE/REF`, or
-    `STORE` for the newest commit. Raises `NotFound` if no store encloses the path, `InvalidInput`
-    for a file or directory that is something else.
+    A path may also lead into a store of the native interface: `STORE/REF`, or `STORE` for the
+    newest commit. Raises `NotFound` if no store encloses the path, `InvalidInput` for any other
+    file or directory.
     """
     local = local_path(path)
     if local is None:
@@ -108,7 +105,7 @@ def refs_to_read(
 
 
 def pointer_at(path: str) -> Pointer | None:
-    """What the pointer file of an existing snapshot says, if there is one."""
+    """The content of an existing snapshot's pointer file, if any."""
     local = local_path(path)
     if local is None or not is_pointer(_pointer(local)):
         return None
@@ -116,7 +113,7 @@ def pointer_at(path: str) -> Pointer | None:
 
 
 def local_path(path: str) -> Path | None:
-    """The absolute path that `path` names on this host, None for a URL of a bucket."""
+    """The absolute local path of `path`, None for a URL of a bucket."""
     scheme, separator, rest = path.partition("://")
     if separator and scheme not in _LOCAL:
         return None
@@ -124,8 +121,9 @@ def local_path(path: str) -> Path | None:
 
 
 def tag_of(name: str) -> str:
-    """The tag for a snapshot's name. Two names have two tags; one that can be a tag as it is, and
-    has no `+`, is its own."""
+    """The tag for a snapshot's name, different for every name. A name that is a valid tag without
+    `+` is its own tag.
+    """
     escaped = _UNSAFE.sub(lambda found: "".join(f"+{byte:02X}" for byte in found[0].encode()), name)
     if (
         not re.match(r"[A-Za-z0-9_]", escaped)
@@ -140,17 +138,19 @@ def tag_of(name: str) -> str:
 
 
 def _pointer(local: Path) -> Path:
-    """Where the pointer of a snapshot lies: in a directory that was made for it, under the name
-    that TorchSnapshot gives its metadata."""
+    """The path of a snapshot's pointer: in a directory of its own, it has the name of
+    TorchSnapshot's metadata.
+    """
     names = [
         name for name in (METADATA, *DIRECTORY_POINTERS) if is_pointer(local / name)
-    ]  # one that DCP's interface left, perhaps
+    ]  # perhaps a pointer of the DCP interface
     return local / (names or [METADATA])[0] if local.is_dir() else local
 
 
 def _store_above(local: Path) -> Path | None:
-    """The store that encloses a path. Raises `Corrupt` for one that lost its configuration: another
-    one there would split the history."""
+    """The store that encloses a path. Raises `Corrupt` for one without a configuration: a second
+    store there would split the history.
+    """
     found = search(local)
     for directory in found.passed:
         for place in (directory, directory / BESIDE):
@@ -177,8 +177,9 @@ def _pointed_to(pointer: Path) -> tuple[str, tuple[str, ...]]:
 
 
 def _new_store(local: Path) -> Path:
-    """Where the store of a snapshot's path is made, where none encloses it: in the directory above
-    if that is this user's alone, else in the path itself, which is made for it."""
+    """The path for a new store if none encloses the snapshot's: its parent directory if only this
+    user can write to it, else the path itself, which is created.
+    """
     directory = local.parent
     try:
         make_directories(directory)
@@ -243,7 +244,7 @@ def _above(parts: list[str]) -> Iterator[tuple[str, str]]:
 
 
 class _Open(NamedTuple):
-    """`identity` is that of the store's configuration file when it was opened."""
+    """An open store; `identity` is that of its configuration file when it was opened."""
 
     store: Store
     identity: tuple[int, ...] | None
@@ -256,8 +257,9 @@ _lock = threading.Lock()
 def store_at(
     place: str, storage_options: Mapping[str, Any] | None = None, *, create: bool = False
 ) -> Store:
-    """The store at `place`, opened once per process; with `create`, made where there is none.
-    Raises as `ckptstore.open` does."""
+    """The store at `place`, opened once per process; `create` makes a missing one. Raises like
+    `ckptstore.open`.
+    """
     key = (os.getpid(), place, repr(sorted((storage_options or {}).items())))
     with _lock:
         _release()
@@ -269,7 +271,9 @@ def store_at(
 
 
 def _release() -> None:
-    """Close stores that are no longer where they were. A forked child leaves its parent's alone."""
+    """Close stores that are no longer in their place. A forked child leaves its parent's stores
+    alone.
+    """
     for key, (store, identity) in list(_open.items()):
         pid, place, _ = key
         if pid == os.getpid() and identity != _identity(place):

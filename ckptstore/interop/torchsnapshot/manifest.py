@@ -1,11 +1,9 @@
-"""What a snapshot's manifest consists of: TorchSnapshot's kinds of entries, as values that are made
-from a commit (`views`).
+"""What is in a snapshot's manifest? TorchSnapshot's kinds of entries, made from a commit by
+`views`.
 
-Entries are frozen. Their shapes, offsets and keys are lists, as scripts compare them with lists;
-every call makes new ones.
-
-How a path in a snapshot is spelled: `RANK/KEY/…`, the keys of each level with `%` and `/`
-escaped.
+Entries are frozen. Their shapes, offsets and keys are lists, since scripts compare them with lists;
+every call makes new ones. A path is `RANK/KEY/…`, with `%` and `/` escaped in the key of each
+level.
 """
 
 import base64
@@ -23,15 +21,14 @@ INTERFACE_VERSION = "0.1.0"
 
 @dataclass(frozen=True)
 class Entry:
-    """What lies under one path. `type` names the kind."""
+    """The entry of one path. `type` names the kind."""
 
     type: str
 
 
 @dataclass(frozen=True)
 class TensorEntry(Entry):
-    """A tensor. `location` is the path of its leaf in the commit, or of what it is made of, where
-    it is no plain one."""
+    """A tensor. `location` is the path of its leaf in the commit, or of its components."""
 
     type: str = field(default="Tensor", init=False)
     location: str
@@ -57,7 +54,7 @@ class Shard:
 
 @dataclass(frozen=True)
 class ShardedTensorEntry(Entry):
-    """What one rank had of a tensor that several ranks divided."""
+    """One rank's part of a tensor that several ranks divided."""
 
     type: str = field(default="ShardedTensor", init=False)
     shards: list[Shard]
@@ -65,8 +62,7 @@ class ShardedTensorEntry(Entry):
 
 @dataclass(frozen=True)
 class ChunkedTensorEntry(Entry):
-    """A large tensor. `chunks` are ranges of its rows; that they lie in chunks of the store is
-    another matter."""
+    """A large tensor. `chunks` are ranges of its rows, unrelated to the store's chunks."""
 
     type: str = field(default="ChunkedTensor", init=False)
     dtype: str
@@ -77,8 +73,9 @@ class ChunkedTensorEntry(Entry):
 
 @dataclass(frozen=True)
 class ObjectEntry(Entry):
-    """A value that is neither a tensor nor a primitive, or a container of a kind that TorchSnapshot
-    would pickle."""
+    """A value that is neither a tensor nor a primitive, or a container that TorchSnapshot would
+    pickle.
+    """
 
     type: str = field(default="object", init=False)
     location: str
@@ -116,7 +113,7 @@ class PrimitiveEntry(Entry):
 
     @classmethod
     def from_object(cls, value: Any, *, replicated: bool = False) -> "PrimitiveEntry":
-        """The entry for `value`. Raises `TypeError` for what is no primitive."""
+        """The entry for `value`. Raises `TypeError` if it is no primitive."""
         name = type(value).__name__
         if name not in cls.supported_types:
             raise TypeError(
@@ -135,8 +132,9 @@ class PrimitiveEntry(Entry):
 
 
 def primitive(kind: str, text: str) -> int | str | bool | bytes | float:
-    """The value that a manifest has as `text`. Raises `InvalidInput` for an unknown kind,
-    `ValueError` for text of another."""
+    """The value of the manifest's `text`. Raises `InvalidInput` for an unknown kind, `ValueError`
+    for invalid text.
+    """
     if kind == "bool" and text in ("True", "False"):
         return text == "True"
     if kind == "float":
@@ -154,7 +152,7 @@ Manifest: TypeAlias = dict[str, Entry]
 
 @dataclass(frozen=True)
 class SnapshotMetadata:
-    """By how many ranks a snapshot was taken, and what is in it."""
+    """The number of ranks that took a snapshot, and its manifest."""
 
     version: str
     world_size: int
@@ -174,18 +172,19 @@ def is_dict_entry(entry: Entry) -> bool:
 
 
 def is_replicated(entry: Entry) -> bool:
-    """Whether every rank can read it, however many restore."""
+    """Whether every rank can read it, regardless of their number."""
     return bool(getattr(entry, "replicated", False))
 
 
 def encode(key: str) -> str:
-    """A key as it stands in a path."""
+    """A key, escaped for a path."""
     return key.replace("%", "%25").replace("/", "%2F")
 
 
 def split_rank(path: str) -> tuple[int, str]:
-    """The rank that a path begins with, and what is behind it. Raises `NoSuchObject` for a path
-    without one."""
+    """The rank at the start of a path, and the rest. Raises `NoSuchObject` for a path without
+    one.
+    """
     rank, _, rest = path.partition("/")
     if not rank.isdecimal() or not rest:
         raise NoSuchObject(

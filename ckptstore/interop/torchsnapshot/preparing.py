@@ -1,8 +1,8 @@
-"""What a `_custom_tensor_prepare_func` makes of a state's tensors: they are replaced before
+"""What does a `_custom_tensor_prepare_func` do to a state? Its results replace the tensors before
 anything is hashed or written.
 
-All of what it returns is held until the commit is made. It is called once per tensor, and with its
-last argument, `tracing`, false. Of a tensor that ranks divide it gets what this rank has.
+All results are held until the commit is made. The function is called once per tensor, with its last
+argument, `tracing`, false. Of a tensor that ranks divide, it gets this rank's part.
 """
 
 import copy
@@ -18,12 +18,11 @@ from ckptstore.state.flatten import state_of
 from ckptstore.state.shards import is_distributed, is_dtensor
 
 Prepare: TypeAlias = Callable[[str, torch.Tensor, bool], torch.Tensor]
-"""From a path, a tensor, and whether only shape and dtype are wanted, to the tensor that is
-stored."""
+"""From a path, a tensor, and whether only shape and dtype are wanted, to the tensor to store."""
 
 
 class Prepared:
-    """A stateful object of which another state is committed."""
+    """A stateful object with a replaced state to commit."""
 
     def __init__(self, key: str, stateful: Any, prepare: Prepare) -> None:
         self._key, self._stateful, self._prepare = key, stateful, prepare

@@ -1,4 +1,4 @@
-"""How one object comes out of a snapshot, in place where there is a place."""
+"""How is one object read from a snapshot, in place if possible?"""
 
 import logging
 from typing import Any
@@ -19,17 +19,15 @@ from ckptstore.state.shards import held_of, is_distributed
 logger = logging.getLogger("ckptstore")
 
 _WRAPPERS = ("module.", "_orig_mod.")
-"""What DistributedDataParallel and torch.compile put before names; a commit has the names
-without."""
+"""Prefixes of DistributedDataParallel and torch.compile; a commit has the names without them."""
 
 
 def read(
     index: Index, path: str, out: Any, *, memory_budget_bytes: int | None, allow_pickle: bool
 ) -> Any:
-    """The object under `path` in the state of one rank, in `out` where that is a tensor that can
-    hold it.
+    """The object under `path` in one rank's state, in `out` if that is a tensor that can hold it.
 
-    A budget below what reading from the store takes is raised to that. Raises `NoSuchObject`.
+    The memory budget is raised to the minimum for reading from the store. Raises `NoSuchObject`.
     """
     found = _find(index, path)
     if found is None:
@@ -50,8 +48,7 @@ def read(
 
 
 def _find(index: Index, path: str) -> tuple[Item, list[int]] | None:
-    """The item at `path`, or above it where that is a list of values, with the numbers that lead
-    on."""
+    """The item at `path`, or above it in a list of values, with the remaining indices."""
     for spelled in (path, _without_wrappers(path)):
         steps: list[int] = []
         at = spelled
@@ -76,7 +73,7 @@ def _without_wrappers(path: str) -> str:
 
 
 def _is_in_list(value: Any, steps: list[int]) -> bool:
-    """Whether `value` is a list of values, or of such lists, that has something at `steps`."""
+    """Whether nested lists of `value` have an element at `steps`."""
     for step in steps:
         if type(value) is not list or step >= len(value):
             return False
@@ -125,7 +122,7 @@ def _read_tensor(
 def _fill_parts(
     snapshot: Snapshot, path: str, shape: Shape, out: Any, memory_budget_bytes: int | None
 ) -> None:
-    """Read what this rank has of a divided tensor; of one of another shape, what both have."""
+    """Read this rank's part of a divided tensor; if `out` has another shape, the overlap."""
     held = held_of(out)
     if len(held.shape) != len(shape):
         raise InvalidInput(
@@ -171,8 +168,9 @@ def _can_hold(out: Any, dtype: str, shape: Shape) -> bool:
 
 
 def _landed(value: Any, out: Any) -> Any:
-    """`out` with the values of a tensor that it can take as they are, else `value`: what cannot be
-    filled is ignored, as documented."""
+    """`out` with the values of a compatible tensor, else `value`: as documented, `out` is ignored
+    if it does not fit.
+    """
     if not isinstance(value, torch.Tensor) or not isinstance(out, torch.Tensor):
         return value
     if (out.shape, out.dtype, out.layout) != (value.shape, value.dtype, value.layout):

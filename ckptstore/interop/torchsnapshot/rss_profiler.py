@@ -1,4 +1,4 @@
-"""How much the resident memory of this process grows during a block."""
+"""How much does the resident memory of this process grow during a block?"""
 
 import os
 from collections.abc import Iterator
@@ -12,8 +12,9 @@ _INTERVAL = timedelta(milliseconds=100)
 
 @contextmanager
 def measure_rss_deltas(rss_deltas: list[int], interval: timedelta = _INTERVAL) -> Iterator[None]:
-    """Append to `rss_deltas`, at the start of the block and every `interval` until its end, by how
-    many bytes the resident memory has grown since the start."""
+    """Append the growth of resident memory in bytes to `rss_deltas`, every `interval` from start to
+    end of the block.
+    """
     base, ended = _resident_bytes(), Event()
 
     def measure() -> None:

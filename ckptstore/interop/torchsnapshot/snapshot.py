@@ -1,5 +1,4 @@
-"""`Snapshot` and `PendingSnapshot` as TorchSnapshot 0.1.0 has them: each call becomes one on a
-store."""
+"""How do TorchSnapshot 0.1.0's `Snapshot` and `PendingSnapshot` map to a store? One call each."""
 
 import logging
 import os
@@ -44,8 +43,8 @@ logger = logging.getLogger("ckptstore")
 class Snapshot:
     """A snapshot by its path. Nothing is looked up before the first use.
 
-    `path` may be one that `take` was given, that of any pointer file, or `STORE/REF` for a commit
-    made otherwise. `pg` are the ranks that restore together, all of the default group without it.
+    `path` may be a path given to `take`, the path of any pointer file, or `STORE/REF` for any other
+    commit. `pg` are the ranks that restore together, by default the default group.
     `storage_options` are those of `ckptstore.open`.
     """
 
@@ -75,20 +74,20 @@ class Snapshot:
         metrics: dict[str, float] | None = None,
         allow_pickle: bool = False,
     ) -> "Snapshot":
-        """Commit `app_state`, tag it with the snapshot's name, and let the file at `path` point to
-        it; durable when this returns.
+        """Commit `app_state`, tag it with the snapshot's name, and point the file at `path` to it;
+        durable on return.
 
         With several ranks, all of `pg` call this together. `replicated` are globs of paths
-        (`"model/*"`, `"**"`) that are the same on all ranks; what DistributedDataParallel keeps
-        equal and what ranks divide is known, everything else is each rank's own. A path that has
-        been taken before comes to mean the new commit; the old one stays in the store's log.
+        (`"model/*"`, `"**"`) that are equal on all ranks. DistributedDataParallel's replicas and
+        divided tensors are recognized; everything else is private to its rank. A path that was
+        taken before then means the new commit; the old one stays in the store's log.
 
         `step` and `metrics` are kept with the commit; objects that could only be pickled need
         `allow_pickle`.
 
-        Raises `TypeError` for values that are not stateful, `Conflict` for a path at which
-        something else lies and for replicas that differ, and else as `Store.commit` does: on all
-        ranks, and nothing has changed.
+        Raises `TypeError` for values that are not stateful, `Conflict` if another file is at the
+        path or replicas differ, and otherwise like `Store.commit`: on all ranks, with nothing
+        changed.
         """
         check_stateful(app_state)
         peers = collective_of(pg)
@@ -122,11 +121,10 @@ class Snapshot:
         metrics: dict[str, float] | None = None,
         allow_pickle: bool = False,
     ) -> "PendingSnapshot":
-        """As `take`, in the background: the snapshot is the state as of this call, whatever is done
-        to it once this has returned.
+        """Like `take`, in the background: the snapshot is the state at the time of this call.
 
-        The state is copied to staging memory, which is kept for the next call. What fails later,
-        `wait` raises, or the next `take`.
+        The state is copied to staging memory, which is kept for the next call. `wait` raises a
+        later failure, or the next `take` does.
         """
         check_stateful(app_state)
         peers = collective_of(pg)
@@ -152,15 +150,15 @@ class Snapshot:
         memory_budget_bytes: int | None = None,
         allow_pickle: bool = False,
     ) -> None:
-        """Bring `app_state`, all of the snapshot's or a part of its keys, to what was taken, in
-        place where there is a place.
+        """Restore `app_state`, which has all or some of the snapshot's keys, in place where
+        possible.
 
-        The number of ranks may be another one: replicas and what ranks divided is there for all,
-        what was each rank's own for the rank of the same number only. A rank without its own
-        raises, unless not `strict`: then it keeps what it has, and modules what the snapshot lacks.
-        A random generator is set last, and left alone on a rank that had none. Raises as
-        `ckptstore.Snapshot.restore` does, and `MissingKeys`, which is an `InvalidInput`, for keys
-        that the snapshot lacks.
+        The number of ranks may differ: all ranks get replicas and divided tensors, and a rank gets
+        private state of the same rank number only. A rank without private state raises, unless
+        `strict=False`: then it keeps its own, and modules keep what the snapshot lacks. A random
+        generator is restored last, and left alone on a rank that had none. Raises like
+        `ckptstore.Snapshot.restore`, and `MissingKeys`, an `InvalidInput`, for keys that the
+        snapshot lacks.
         """
         check_stateful(app_state)
         peers = collective_of(self.pg)
@@ -197,10 +195,10 @@ class Snapshot:
     ) -> Any:
         """One object by its path in the manifest (`"0/model/weight"`), without reading others.
 
-        A tensor lands in `obj_out` if that has its shape and dtype; of a DTensor or ShardedTensor,
-        the part that this rank has. Else, and where the object is no tensor, `obj_out` is ignored
-        and a new one returned; of a tensor that ranks divided, the whole. Temporary buffers stay
-        within `memory_budget_bytes`, or the three chunks that are the least. Raises `NoSuchObject`.
+        A tensor is read into `obj_out` if shape and dtype match; of a DTensor or ShardedTensor,
+        this rank's part. Otherwise `obj_out` is ignored and a new object returned; a divided tensor
+        comes whole. Temporary buffers stay within `memory_budget_bytes`, but may take three chunks.
+        Raises `NoSuchObject`.
         """
         rank, rest = split_rank(path)
         return read(
@@ -212,14 +210,15 @@ class Snapshot:
         )
 
     def get_manifest(self) -> Manifest:
-        """What is in the snapshot: entries by path, of all ranks; replicas stand under rank 0."""
+        """The snapshot's entries by path, of all ranks; replicas stand under rank 0."""
         return manifest_of(self._commit())
 
     def get_state_dict_for_key(
         self, key: str, replicate_from_rank0: bool = False, *, allow_pickle: bool = False
     ) -> Any:
-        """The state under one key as this rank had it, or with `replicate_from_rank0` as the first
-        rank had it, freshly allocated; divided tensors whole. Raises `NoSuchKey`."""
+        """The state of this rank under one key, freshly allocated; with `replicate_from_rank0`,
+        that of the first rank. Divided tensors are whole. Raises `NoSuchKey`.
+        """
         peers, commit = collective_of(self.pg), self._commit()
         if key not in commit.keys():  # noqa: SIM118  # a commit is no mapping
             raise NoSuchKey(
@@ -235,7 +234,7 @@ class Snapshot:
 
     @property
     def metadata(self) -> SnapshotMetadata:
-        """The manifest, and by how many ranks the snapshot was taken."""
+        """The manifest, and the number of ranks that took the snapshot."""
         layout = self._commit().layout
         return SnapshotMetadata(
             INTERFACE_VERSION, layout.world if layout else 1, self.get_manifest()
@@ -243,8 +242,9 @@ class Snapshot:
 
     @property
     def commit(self) -> Commit:
-        """The commit that this snapshot is: its id, history, metrics, and everything else that
-        ckptstore offers for it."""
+        """The commit behind this snapshot, with its id, history, metrics and ckptstore's other
+        features.
+        """
         return self._commit()
 
     @classmethod
@@ -295,8 +295,7 @@ class Snapshot:
 
 
 class PendingSnapshot:
-    """A snapshot that is being taken in the background. The interpreter does not exit before it has
-    been."""
+    """A snapshot being taken in the background. The interpreter does not exit before it is done."""
 
     def __init__(
         self, snapshot: Snapshot, pending: Pending[Commit], agreed: Agreed, *, leads: bool
@@ -309,8 +308,9 @@ class PendingSnapshot:
         pending.then(self._finish)
 
     def wait(self) -> Snapshot:
-        """The snapshot, once it is durable and its path points to it. Raises `SnapshotFailed`, from
-        what it failed with."""
+        """The snapshot, once it is durable and its path points to it. Raises `SnapshotFailed` from
+        the failure.
+        """
         self._ended.wait()
         failed = self._failed or self._pending.exception()
         if failed:
@@ -318,7 +318,7 @@ class PendingSnapshot:
         return self._snapshot
 
     def done(self) -> bool:
-        """Whether it has ended, well or not."""
+        """Whether it has ended, successfully or not."""
         return self._ended.is_set()
 
     def _finish(self, pending: Pending[Commit]) -> None:
@@ -341,19 +341,18 @@ class PendingSnapshot:
 
 
 _unfinished: set[PendingSnapshot] = set()
-"""Those whose pointers may be yet to be written."""
+"""Snapshots whose pointers may not be written yet."""
 
 
 def _await_pointers(path: str) -> None:
-    """Return when what was taken before has been pointed to: a commit has ended a moment before
-    that."""
+    """Wait for the pointers of earlier snapshots: their commits end a moment before."""
     for pending in tuple(_unfinished):
         if pending.path == path:
             pending._ended.wait()
 
 
 def _point(peers: Collective | None, agreed: Agreed, commit: Commit) -> None:
-    """Let the file at the path mean the commit, before any rank goes on."""
+    """Point the file at the path to the commit, before any rank goes on."""
 
     def write() -> bytes:
         if peers is None or peers.leads:
@@ -372,7 +371,7 @@ def _write_pointer(agreed: Agreed, commit: Commit) -> None:
 
 
 def _with_own_generator(commit: Commit, app_state: AppState, rank: int) -> dict[str, Any]:
-    """The state without a random generator of which the commit has others' only."""
+    """The state without a random generator of which the commit has only other ranks' state."""
     wanted = dict(app_state)
     for key in [key for key, value in app_state.items() if isinstance(value, RNGState)]:
         held = commit.only([key])

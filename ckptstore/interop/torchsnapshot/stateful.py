@@ -1,5 +1,6 @@
-"""What an application state consists of, as TorchSnapshot has it: stateful objects, a dict that is
-one, and torch's random generator."""
+"""What does an application state consist of in TorchSnapshot? Stateful objects, a stateful dict,
+and torch's random generator.
+"""
 
 from collections import UserDict
 from typing import Any, Protocol, TypeAlias, runtime_checkable
@@ -11,7 +12,7 @@ import ckptstore.state.stateful
 
 @runtime_checkable
 class Stateful(Protocol):
-    """An object whose state is what `state_dict` returns, and which takes it back."""
+    """An object with `state_dict` and `load_state_dict`."""
 
     def state_dict(self) -> dict[str, Any]: ...
 
@@ -23,10 +24,10 @@ AppState: TypeAlias = dict[str, Any]
 
 
 class StateDict(UserDict[str, Any]):
-    """A dictionary that is stateful: for tensors and values that no module or optimizer has.
+    """A stateful dictionary, for tensors and values outside of modules and optimizers.
 
-    Restoring it sets the keys that the snapshot has and leaves others alone, as in TorchSnapshot.
-    (`ckptstore.StateDict` becomes what was committed.)
+    A restore sets the keys that the snapshot has and leaves others alone, as in TorchSnapshot. (A
+    restored `ckptstore.StateDict` equals what was committed.)
     """
 
     def state_dict(self) -> dict[str, Any]:
@@ -37,10 +38,10 @@ class StateDict(UserDict[str, Any]):
 
 
 class RNGState(ckptstore.state.stateful.RNGState):
-    """torch's random generator on the CPU, under the key `rng_state`, as TorchSnapshot has it.
+    """torch's random generator on the CPU, under the key `rng_state`, as in TorchSnapshot.
 
-    It is the same after a restore as it was after the snapshot was taken. `ckptstore.RNGState`,
-    which has the generators of Python, numpy and CUDA as well, may be used in its place.
+    After a restore it has the state that it had after the snapshot was taken. `ckptstore.RNGState`,
+    which includes the generators of Python, numpy and CUDA, may replace it.
     """
 
     def state_dict(self) -> dict[str, Any]:

@@ -1,5 +1,6 @@
-"""How an application state becomes a snapshot: what ranks agree on first, in which order states are
-asked for, what is whose."""
+"""How does an application state become a snapshot? What ranks agree on, the order of the states,
+and what is private.
+"""
 
 import logging
 from collections.abc import Iterator, Mapping, Sequence
@@ -20,13 +21,14 @@ from ckptstore.store import Store
 logger = logging.getLogger("ckptstore")
 
 LEAST_CHUNKS = 4
-"""Commits and restores need memory for so many chunks at most (`repository.memory_budget`)."""
+"""Commits and restores need memory for at most this many chunks (`repository.memory_budget`)."""
 
 
 @dataclass(frozen=True, slots=True)
 class Agreed:
-    """What all ranks go by: the first rank's path and what it means, and the globs that every rank
-    gave."""
+    """The settings that hold for all ranks: the first rank's path and its meaning, and the globs
+    that every rank gave.
+    """
 
     path: str
     place: Place
@@ -61,8 +63,8 @@ def agree(
     replicated: Sequence[str],
     storage_options: Mapping[str, Any] | None,
 ) -> Agreed:
-    """Find the snapshot's place, make its store if there is none, and settle what counts where
-    ranks were told different things.
+    """Find the snapshot's place, create its store if needed, and settle arguments that differ
+    between ranks.
 
     Raises `UnusableState` for globs that are no list.
     """
@@ -109,8 +111,9 @@ def agree(
 
 @contextmanager
 def undisturbed(app_state: Mapping[str, Any]) -> Iterator[None]:
-    """Leave the random generator, if the state has one, as it was: taking a snapshot must not move
-    what it holds."""
+    """Restore the random generator of the state, if any, after the block: taking a snapshot must
+    not advance it.
+    """
     generator = next((value for value in app_state.values() if isinstance(value, RNGState)), None)
     before = None if generator is None else generator.state_dict()
     try:
@@ -121,8 +124,9 @@ def undisturbed(app_state: Mapping[str, Any]) -> Iterator[None]:
 
 
 def ordered(app_state: Mapping[str, Any], prepare: Prepare | None) -> dict[str, Any]:
-    """The state in the order in which it is asked for: the random generator first, as asking others
-    may draw from it, then by key, so that ranks ask alike where that takes collectives."""
+    """The state in the order in which it is collected: the random generator first, since other
+    states may draw from it, then by key, so that collectives of all ranks match.
+    """
     keys = sorted(app_state, key=lambda key: (not isinstance(app_state[key], RNGState), key))
     if prepare is None:
         return {key: app_state[key] for key in keys}
@@ -135,10 +139,11 @@ def ordered(app_state: Mapping[str, Any], prepare: Prepare | None) -> dict[str, 
 
 
 def whose(agreed: Agreed, prepare: Prepare | None) -> dict[str, Any]:
-    """What a commit is told of the state: its name, and that what nobody called a replica is each
-    rank's own, as TorchSnapshot's rules have it."""
-    # Prepared tensors are no longer those that DistributedDataParallel keeps equal, so content has
-    # to tell.
+    """Commit options for the state: its name, and everything not named a replica as private, by
+    TorchSnapshot's rules.
+    """
+    # Prepared tensors are not those that DistributedDataParallel keeps equal, so their content
+    # decides.
     return {
         "tag": agreed.place.tag,
         "replicated": agreed.replicated,
@@ -147,7 +152,6 @@ def whose(agreed: Agreed, prepare: Prepare | None) -> dict[str, Any]:
 
 
 def budget_of(store: Store, wanted: int | None) -> int | None:
-    """The memory budget that a call or the environment gives, or the least that the store needs if
-    that is more."""
+    """The memory budget of the call or the environment, raised to the store's minimum."""
     budget = wanted or knobs.get_memory_budget_bytes()
     return budget and max(budget, LEAST_CHUNKS * store.chunk_bytes)

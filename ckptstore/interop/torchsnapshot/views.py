@@ -1,8 +1,8 @@
-"""How a commit looks as a manifest: every rank's containers, tensors and values under
+"""How does a commit look as a manifest? Every rank's containers, tensors and values under
 TorchSnapshot's paths.
 
-`Index` finds what lies under a path in the state of one rank, by schemas alone; entries are made of
-it here. What is replicated stands under rank 0 only, as in TorchSnapshot.
+`Index` finds the item of a path in one rank's state, by schemas alone; entries are made from it. As
+in TorchSnapshot, replicas stand under rank 0 only.
 """
 
 import collections
@@ -36,11 +36,12 @@ from ckptstore.state import values
 from ckptstore.state.containers import NAMES, leaves_of
 
 RAW = "buffer_protocol"
-"""How TorchSnapshot calls a tensor's plain bytes."""
+"""TorchSnapshot's name for a tensor's plain bytes."""
 
 OTHER = "ckptstore"
-"""The serializer of what is no plain tensor: composed of leaves, without a pickle
-(docs/values.md)."""
+"""The serializer of values that are no plain tensors: composed of leaves, without a pickle
+(docs/values.md).
+"""
 
 NO_VALUE = object()
 
@@ -49,8 +50,9 @@ _DICTS = ("dict", "OrderedDict")
 
 @dataclass(frozen=True, slots=True)
 class Item:
-    """What lies under a path: a node of the key's skeleton, and the keys that lead to it from the
-    key's state."""
+    """The item of a path: a node of the key's skeleton, and the keys that lead to it from the key's
+    state.
+    """
 
     key: str
     node: Node | int
@@ -58,7 +60,7 @@ class Item:
 
     @property
     def leaf(self) -> int | None:
-        """The leaf's number, if it is one; wrappers that only mark a tensor do not count."""
+        """The leaf's number, if it is one; wrappers that only mark a tensor are skipped."""
         node = self.node
         while isinstance(node, Node) and node.type in ("torch.Parameter", "torch.Tensor"):
             (node,) = node.children
@@ -66,7 +68,7 @@ class Item:
 
 
 class Index:
-    """What one rank had, by path without the rank."""
+    """The state of one rank, by path without the rank."""
 
     def __init__(self, snapshot: Snapshot, rank: int) -> None:
         self.snapshot = snapshot.of_rank(rank).numbered()
@@ -81,8 +83,9 @@ class Index:
         return self.trees[item.key].schema.paths[leaf]
 
     def value_of(self, item: Item) -> Any:
-        """The value of an item that is one, or the list of numbers that the schema has; `NO_VALUE`
-        for anything else."""
+        """The value of a value item, or the list of numbers in the schema; `NO_VALUE` for anything
+        else.
+        """
         if isinstance(item.node, Node):
             return (
                 values.decode_value(dict(item.node.attrs)["names"])
@@ -106,8 +109,9 @@ def manifest_of(snapshot: Snapshot) -> Manifest:
 
 
 def is_flattened(node: Node) -> bool:
-    """Whether TorchSnapshot has an entry for each child of a container, and not one for the
-    whole."""
+    """Whether TorchSnapshot has an entry for each child of a container, instead of one for the
+    whole.
+    """
     if node.type == "list":
         return True
     if node.type not in _DICTS:
@@ -140,7 +144,7 @@ def _key(encoded: Any) -> Any:
 
 
 class _Entries:
-    """The entries of one rank. `shared` are the paths of leaves that are not one rank's own."""
+    """The entries of one rank. `shared` are the paths of leaves that are not private."""
 
     def __init__(self, index: Index, rank: int, layout: Layout | None, shared: set[str]) -> None:
         self._index, self._rank, self._layout, self._shared = index, rank, layout, shared
@@ -193,15 +197,15 @@ class _Entries:
     ) -> Iterator[tuple[str, Entry]]:
         try:
             value = self._index.value_of(item)
-        except InvalidInput:  # of a class that is not known here
+        except InvalidInput:  # of an unknown class
             yield path, ObjectEntry(location, OTHER, "unknown", replicated)
             return
         yield from _of_value(path, value, location, replicated)
 
     def _sharded(self, schema: Schema, leaf: int, placed: Placed) -> ShardedTensorEntry:
         path, dtype, shape = schema.paths[leaf], schema.dtypes[leaf], schema.shapes[leaf]
-        # Of a small tensor the commit does not say who had what: all of it is shown with the first
-        # rank.
+        # The commit does not record the ranks of a small tensor's parts: the first rank shows all
+        # of it.
         small = [Box((0,) * len(shape), shape)] if self._rank == 0 else []
         boxes = list(placed.boxes_of(self._rank)) if placed.boxes else small
         return ShardedTensorEntry([shard for box in boxes for shard in _shards(path, dtype, box)])
@@ -233,8 +237,7 @@ def _tensor(path: str, dtype: str, shape: Shape, replicated: bool) -> Entry:
 
 
 def _shards(path: str, dtype: str, box: Box) -> Iterator[Shard]:
-    """One box, cut along its first dimension into parts of at most the largest size that is
-    wanted."""
+    """One box, cut along its first dimension into parts of at most the maximum size."""
     if not box.lengths:
         yield _shard(path, dtype, box, None)
         return
@@ -255,7 +258,7 @@ def _shard(path: str, dtype: str, box: Box, start: int | None) -> Shard:
 
 
 def _composite(node: Node, schema: Schema, leaves: list[int], replicated: bool) -> Entry:
-    """A tensor that is made of several leaves, or an object."""
+    """A tensor composed of several leaves, or an object."""
     attrs = dict(node.attrs)
     location = schema.paths[leaves[0]] if leaves else ""
     if node.type.startswith(("torch.quantized", "torch.sparse")):
@@ -288,8 +291,7 @@ def _module_of(container: str) -> str:
 def _of_value(
     path: str, value: Any, location: str, replicated: bool
 ) -> Iterator[tuple[str, Entry]]:
-    """The entry of a value, and those of what is in it if it is a list: one leaf holds all of
-    them."""
+    """The entry of a value, and the entries in it if it is a list: one leaf holds all of them."""
     cls = type(value)
     if cls is list:
         yield path, ListEntry()

@@ -6,12 +6,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import accumulate, islice
 
-from ckptstore.repository.pack_set import PackSet
 from ckptstore.core.config import RUN_BYTES
 from ckptstore.core.ids import ChunkId
 from ckptstore.errors import Corrupt, NotFound
 from ckptstore.objects import codecs
 from ckptstore.objects.pack import TENSOR
+from ckptstore.repository.pack_set import PackSet
 from ckptstore.repository.store_handle import StoreHandle
 
 

@@ -1,1 +1,1 @@
-"""Tests of states that travel between processes."""
+"""Tests of states that are transferred between processes."""

@@ -1,4 +1,4 @@
-"""Transports that are shut down after the test, and wires between them that misbehave."""
+"""Transports that are shut down after the test, and faulty connections between them."""
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -17,7 +17,7 @@ Start = Callable[..., StoreTransport[Any]]
 Wire = Callable[[StoreTransport[Any]], tuple[str, Proxy]]
 
 SOON = timedelta(seconds=30)
-"""Longer than anything here takes; what is to time out gets less."""
+"""Longer than any transfer here; tests of timeouts use less."""
 
 
 @pytest.fixture
@@ -35,8 +35,7 @@ def start() -> Iterator[Start]:
 
 @pytest.fixture
 def wire(seed: int) -> Iterator[Wire]:
-    """Puts a proxy before a transport: the metadata that leads there, as to another host, and the
-    proxy."""
+    """A proxy in front of a transport, and the metadata that leads to it, as to another host."""
     with ExitStack() as stack:
 
         def lay(transport: StoreTransport[Any]) -> tuple[str, Proxy]:
@@ -75,7 +74,7 @@ def copy_of(state: Any) -> Any:
 
 
 def assert_same(got: Any, wanted: Any, path: str = "") -> None:
-    """The same values of the same types; no tensor has a NaN here."""
+    """Equal values of equal types; no tensor contains a NaN here."""
     assert type(got) is type(wanted), path
     if isinstance(wanted, dict):
         assert list(got) == list(wanted), path

@@ -1,5 +1,4 @@
-"""What replica processes do when the tests tell them to; each keeps its transport from one task to
-the next."""
+"""Tasks of replica processes in tests; each keeps its transport between tasks."""
 
 import os
 import resource
@@ -23,7 +22,7 @@ kept: dict[str, Any] = {}
 
 
 def begin(rank: int, **options: Any) -> str:
-    """A new transport; its metadata."""
+    """A new transport; returns its metadata."""
     end(rank)
     kept["transport"] = StoreTransport(SOON, **options)
     return str(kept["transport"].metadata())
@@ -42,8 +41,9 @@ def send(rank: int, step: int, seed: int, chunks: int = 6) -> None:
 def take_part(
     rank: int, step: int, source: str, seed: int, recovering: tuple[int, ...], chunks: int = 6
 ) -> tuple[int, int] | None:
-    """Rank 0 sends; those who recover receive, and find what was sent. How many chunks came, of how
-    many."""
+    """Rank 0 sends; recovering ranks receive and compare. Returns the number of received chunks and
+    of all chunks.
+    """
     if rank == 0:
         send(rank, step, seed, chunks)
         return None
@@ -59,7 +59,7 @@ def withdraw(rank: int) -> None:
 
 
 def receive(rank: int, step: int, source: str, timeout_s: float) -> str:
-    """The class of what is raised."""
+    """The class of the error."""
     try:
         kept["transport"].recv_checkpoint(0, source, step, timedelta(seconds=timeout_s))
     except Exception as error:
@@ -68,8 +68,7 @@ def receive(rank: int, step: int, source: str, timeout_s: float) -> str:
 
 
 def receive_in_little_memory(rank: int, source: str, step: int, chunks: int) -> int:
-    """By how many bytes this process grew while it received a large state into tensors that were
-    there."""
+    """The growth of this process in bytes while it receives a large state into live tensors."""
     live = copy_of(state_of(chunks, seed=77))
     transport: StoreTransport[Any] = StoreTransport(SOON, state_dict=lambda: live, in_place=True)
     try:
@@ -94,7 +93,8 @@ def digests(rank: int, chunks: int, seed: int) -> bool:
 
 def exchange_dtensors(rank: int, n: int) -> None:
     """Every rank sends DTensors of all layouts to a transport of another mesh with the same
-    ranks."""
+    ranks.
+    """
     sent = {name: layout(name, full(), n) for name in LAYOUTS}
     others = [mesh_of.__wrapped__(n, two_dimensional) for two_dimensional in (False, True)]
     sender: StoreTransport[Any] = StoreTransport(SOON)
@@ -117,7 +117,7 @@ def exchange_dtensors(rank: int, n: int) -> None:
 
 
 def carried(state: dict[str, Any]) -> dict[str, Any]:
-    """What a transport without options receives of `state`."""
+    """The result of sending `state` to a transport without options."""
     sender: StoreTransport[Any] = StoreTransport(SOON)
     receiver: StoreTransport[Any] = StoreTransport(SOON)
     try:
@@ -130,8 +130,9 @@ def carried(state: dict[str, Any]) -> dict[str, Any]:
 
 
 def exchange_dtensors_without_meshes(rank: int, n: int) -> None:
-    """What arrives has the sender's specs, and can be copied to live DTensors without a word to
-    other ranks."""
+    """Received DTensors have the sender's specs, and can be copied to live DTensors without
+    collectives.
+    """
     sent = {name: layout(name, full(), n) for name in LAYOUTS}
     got = carried(sent)
     assert list(got) == list(sent)
@@ -146,7 +147,7 @@ def exchange_dtensors_without_meshes(rank: int, n: int) -> None:
 
 
 def exchange_dtensor_without_dimensions(rank: int) -> None:
-    """Such a mesh names one rank; every process that made a tensor on it has all of the tensor."""
+    """Such a mesh names one rank; every process with a tensor on it has all of the tensor."""
     mesh = DeviceMesh("cpu", 1)
     sent = {
         "w": distribute_tensor(torch.arange(6.0).view(2, 3).t(), mesh, []),
@@ -159,7 +160,7 @@ def exchange_dtensor_without_dimensions(rank: int) -> None:
 
 
 def receive_on_mesh_of_first_two_ranks(rank: int) -> str:
-    """Rank 0 sends a DTensor on ranks 0 and 1; what each rank's refusal says."""
+    """Rank 0 sends a DTensor on ranks 0 and 1; returns each rank's refusal."""
     tensors: list[Any] = [None]
     if rank < 2:
         mesh = DeviceMesh("cpu", torch.arange(2), _init_backend=False)

@@ -1,5 +1,6 @@
-"""What commits of this process have hashed is known to transports by quick names; whatever is
-known, only right bytes arrive."""
+"""Transports know by quick names the chunks that this process has committed; only verified bytes
+arrive.
+"""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -38,7 +39,7 @@ def store(tmp_path: Path) -> Iterator[Store]:
 
 @pytest.fixture
 def learned(monkeypatch: pytest.MonkeyPatch) -> list[bytes]:
-    """The ids that were made beside quick names."""
+    """The ids that were recorded with quick names."""
     found: list[bytes] = []
     learn = SecondNames.learn
 

@@ -1,5 +1,6 @@
-"""In torchft's own Manager, with its lighthouse: replicas that begin different, or begin anew, end
-alike."""
+"""torchft's own Manager, with its lighthouse: replicas that start different, or restart, end
+equal.
+"""
 
 import json
 import subprocess
@@ -36,17 +37,28 @@ def train(number):
     store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
     transport = StoreTransport(TIMEOUT)
     manager = Manager(
-        pg=ProcessGroupGloo(timeout=TIMEOUT), min_replica_size=2, load_state_dict=load,
+        pg=ProcessGroupGloo(timeout=TIMEOUT),
+        min_replica_size=2,
+        load_state_dict=load,
         state_dict=lambda: {"model": model.state_dict(), "optimizer": optimizer.state_dict()},
-        replica_id=f"replica_{number}", store_addr="localhost", store_port=store.port, rank=0, world_size=1,
-        lighthouse_addr=lighthouse.address(), timeout=TIMEOUT, quorum_timeout=TIMEOUT, checkpoint_transport=transport)
+        replica_id=f"replica_{number}",
+        store_addr="localhost",
+        store_port=store.port,
+        rank=0,
+        world_size=1,
+        lighthouse_addr=lighthouse.address(),
+        timeout=TIMEOUT,
+        quorum_timeout=TIMEOUT,
+        checkpoint_transport=transport,
+    )
     replicated, step = DistributedDataParallel(manager, model), OptimizerWrapper(manager, optimizer)
     while manager.current_step() < STEPS:
         step.zero_grad()
         replicated(torch.ones(2, 600)).mean().backward()
         step.step()
     got = transport.received
-    report[number] = [digest(memory_of(model.weight.detach())).hex(), got.fetched_chunks if got else 0]
+    weight = digest(memory_of(model.weight.detach())).hex()
+    report[number] = [weight, got.fetched_chunks if got else 0]
     ended.wait()
     manager.shutdown(wait=False)
 

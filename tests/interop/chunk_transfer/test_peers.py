@@ -1,5 +1,6 @@
-"""Peers that lie, break off, are slow, dead or strangers: refused or passed over, and never a wrong
-tensor."""
+"""Peers that lie, disconnect, are slow, dead or strangers are refused or passed over; never a wrong
+tensor.
+"""
 
 import os
 import socket
@@ -35,7 +36,7 @@ IMPATIENT = timedelta(milliseconds=300)
 
 
 def flipping(at: int) -> Callable[[bytes], bytes]:
-    """Flips one bit of the byte that is number `at` of all that pass."""
+    """Flips one bit of the byte at offset `at`."""
     passed = 0
 
     def flip(data: bytes) -> bytes:
@@ -51,7 +52,7 @@ def flipping(at: int) -> Callable[[bytes], bytes]:
 
 
 def cutting(proxy: Any, after: int) -> Callable[[bytes], bytes]:
-    """Resets all connections, once, when so many bytes have passed."""
+    """Resets all connections, once, after this many bytes."""
     passed = 0
 
     def count(data: bytes) -> bytes:
@@ -88,15 +89,13 @@ def test_a_bit_flipped_anywhere_is_never_a_wrong_state(start: Start, wire: Wire)
     assert_same(start(connections=1).recv_checkpoint(0, metadata, 1, SOON), state)
     for at in [*range(0, 1200, 53), *range(1200, sum(seen), sum(seen) // 12)]:
         proxy.faults.spoil = flipping(at)
-        with suppress(
-            Corrupt, Unavailable
-        ):  # what was damaged may be the peer's very answer to who it is
+        with suppress(Corrupt, Unavailable):  # the damaged byte may be in the peer's hello
             assert_same(receiver.recv_checkpoint(0, metadata, 1, SOON), state)
 
 
 @pytest.mark.parametrize("connections", [2, 8])
 def test_a_cut_connection_goes_on_where_it_was(start: Start, wire: Wire, connections: int) -> None:
-    """However many break at once: that is one failure."""
+    """Any number of connections that break together is one failure."""
     state = state_of(24)
     sender, receiver = start(), start(connections=connections)
     sender.send_checkpoint([1], 1, state, SOON)
@@ -237,7 +236,9 @@ def test_a_peer_that_falls_silent_is_passed_over(start: Start, wire: Wire) -> No
         return data
 
     proxy.faults.spoil = count
-    receiver = start(patience=timedelta(seconds=2))  # the good one may have to wait for a processor
+    receiver = start(
+        patience=timedelta(seconds=2)
+    )  # the good peer may have to wait for a processor
     assert_same(receiver.recv_from([metadata, good.metadata()], 1, SOON), state)
     assert receiver.received is not None and receiver.received.retried > 0
 
@@ -284,7 +285,7 @@ def test_a_chunk_that_comes_a_byte_now_and_then_is_too_slow() -> None:
 
 
 def test_a_moment_before_the_deadline_nobody_waits_for_ever() -> None:
-    """A limit of 0 is none to the kernel."""
+    """A timeout of 0 would mean no limit to the kernel."""
 
     class Last(Deadline):
         def left(self) -> float:
@@ -292,7 +293,7 @@ def test_a_moment_before_the_deadline_nobody_waits_for_ever() -> None:
 
     route = Route(Invitation("1" * 32, "s3cret" * 10, ()), "transfer", 30.0)
     ours, theirs = socket.socketpair()
-    ends = threading.Timer(5, theirs.close)  # so that the test ends if this does wait
+    ends = threading.Timer(5, theirs.close)  # so that the test ends if this waits
     ends.start()
     try:
         with ours, pytest.raises(PeerFailed, match="sent nothing"):
@@ -346,7 +347,7 @@ def test_who_is_still_receiving_when_time_is_up_is_cut_off_and_the_memory_is_fre
     sender.send_checkpoint([1], 2, state_of(8, seed=2), SOON)
     proxy.heal()
     receiving.join()
-    assert isinstance(failed[0], Conflict)  # it was told that step 1 is served no longer
+    assert isinstance(failed[0], Conflict)  # step 1 is no longer served
     assert_same(start().recv_checkpoint(0, sender.metadata(), 2, SOON), state_of(8, seed=2))
 
 
@@ -436,8 +437,9 @@ def test_more_peers_than_the_server_has_room_for_are_told_to_come_again(start: S
 
 
 def test_connections_that_never_show_the_token_keep_no_peer_out(start: Start) -> None:
-    """Slowloris: heads without end, a byte now and then, and hellos again and again, on as many
-    connections as there are places."""
+    """Slowloris: endless heads, slow bytes and repeated hellos, on as many connections as there are
+    slots.
+    """
     sender = start()
     sender.send_checkpoint([1], 1, {"x": 1}, SOON)
     port = decode_invitation(sender.metadata()).addresses[0][1]
@@ -457,7 +459,7 @@ def test_connections_that_never_show_the_token_keep_no_peer_out(start: Start) ->
 def test_a_head_that_trickles_is_ended_at_its_deadline(
     start: Start, monkeypatch: pytest.MonkeyPatch, said: bytes
 ) -> None:
-    """However short the pauses are, and whatever is asked for without the token."""
+    """Regardless of the pauses, and of the request without the token."""
     monkeypatch.setattr(server, "HEAD_TIMEOUT_S", 0.5)
     port = decode_invitation(start().metadata()).addresses[0][1]
     with socket.create_connection(("127.0.0.1", port), timeout=0.1) as connection:
@@ -473,7 +475,7 @@ def test_a_head_that_trickles_is_ended_at_its_deadline(
 
 
 def drip(connection: socket.socket) -> None:
-    """An answer that comes a byte at a time, more slowly than anybody has patience for."""
+    """An answer of one byte at a time, slower than any timeout."""
     with suppress(OSError):
         for byte in b"HTTP/1.1 200 OK\r\nContent-Length: 32\r\n\r\n" + os.urandom(32):
             connection.sendall(bytes([byte]))
@@ -482,8 +484,9 @@ def drip(connection: socket.socket) -> None:
 
 @contextmanager
 def stranger(answer: Callable[[socket.socket], object]) -> Iterator[tuple[str, list[bytes]]]:
-    """Somebody who listens where a peer should be: metadata that leads there, and what is said to
-    them."""
+    """Another server at a peer's address: the metadata that leads there, and the bytes it
+    receives.
+    """
     heard: list[bytes] = []
     with socket.create_server(("127.0.0.1", 0)) as listener:
 

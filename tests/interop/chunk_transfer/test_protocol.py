@@ -1,5 +1,4 @@
-"""What transports say to each other is read as it was written, and whatever else comes is
-refused."""
+"""Messages of transports survive a round trip, and any other bytes are refused."""
 
 import json
 from dataclasses import replace
@@ -145,15 +144,18 @@ def test_a_request_names_its_chunks(chunks: list[bytes]) -> None:
     assert protocol.split_ids(bytes(32 * (protocol.IDS_PER_REQUEST + 1))) is None
 
 
-@pytest.mark.parametrize(("path", "named"), [
-    (protocol.state_path(5), ("state", 5)),
-    (protocol.chunks_path(-1), ("chunks", -1)),
-    (protocol.HELLO_PATH, None),
-    ("/ckptstore/1/state/", None),
-    ("/ckptstore/1/state/5/..", None),
-    ("/ckptstore/1/state/" + "9" * 30, None),
-    ("/ckptstore/1/state/٣", None),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("path", "named"),
+    [
+        (protocol.state_path(5), ("state", 5)),
+        (protocol.chunks_path(-1), ("chunks", -1)),
+        (protocol.HELLO_PATH, None),
+        ("/ckptstore/1/state/", None),
+        ("/ckptstore/1/state/5/..", None),
+        ("/ckptstore/1/state/" + "9" * 30, None),
+        ("/ckptstore/1/state/٣", None),
+    ],
+)
 def test_a_path_names_a_step_or_nothing(path: str, named: tuple[str, int] | None) -> None:
     assert protocol.parse_path(path) == named
 
@@ -165,15 +167,18 @@ def test_a_head_is_read() -> None:
     assert head == Head(409, 12, {"content-length": "12", "ckptstore-step": "7"})
 
 
-@pytest.mark.parametrize("data", [
-    b"",
-    b"HTTP/1.1 200 OK\r\n\r\n",
-    b"HTTP/1.1 200 OK\r\nContent-Length: -1\r\n\r\n",
-    b"HTTP/1.1 200 OK\r\nContent-Length: 99999999999999999999\r\n\r\n",
-    b"HTTP/2 200 OK\r\nContent-Length: 1\r\n\r\n",
-    b"HTTP/1.1 abc OK\r\nContent-Length: 1\r\n\r\n",
-    b"SSH-2.0-OpenSSH\r\n\r\n",
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"",
+        b"HTTP/1.1 200 OK\r\n\r\n",
+        b"HTTP/1.1 200 OK\r\nContent-Length: -1\r\n\r\n",
+        b"HTTP/1.1 200 OK\r\nContent-Length: 99999999999999999999\r\n\r\n",
+        b"HTTP/2 200 OK\r\nContent-Length: 1\r\n\r\n",
+        b"HTTP/1.1 abc OK\r\nContent-Length: 1\r\n\r\n",
+        b"SSH-2.0-OpenSSH\r\n\r\n",
+    ],
+)
 def test_what_is_no_head_is_refused(data: bytes) -> None:
     with pytest.raises(Corrupt):
         protocol.decode_head(data)

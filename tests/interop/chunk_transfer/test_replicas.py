@@ -1,5 +1,6 @@
-"""Replicas that are processes: one joins late and recovers from a peer, and again, and then nobody
-serves; DTensors keep their place."""
+"""Replica processes: one joins late and recovers from a peer, repeatedly, until no peer serves;
+DTensors keep their placement.
+"""
 
 import os
 import signal
@@ -35,7 +36,7 @@ def test_replicas_recover_from_a_peer_twice_and_then_time_out(pool: Pool) -> Non
         assert all(taken[rank][0] == taken[rank][1] > 0 for rank in recovering)
         pool.run(replicas.withdraw, ranks=[0, 1, 2])
     assert pool.run(replicas.receive, 3, source, 0.01, ranks=[2]) == ["TimeoutError"]
-    pool.run(replicas.send, 4, 4, ranks=[2])  # goes on at once, though nobody comes
+    pool.run(replicas.send, 4, 4, ranks=[2])  # returns at once without readers
     pool.run(replicas.end)
 
 
@@ -77,7 +78,7 @@ def test_a_dtensor_on_a_mesh_that_the_receiver_is_no_rank_of_is_refused_by_its_p
 def test_a_peer_that_is_stopped_for_a_while_gives_the_state_within_the_timeout(
     start: Start, wire: Wire, stopped_s: int, options: dict[str, Any], after_bytes: int
 ) -> None:
-    """Over TCP, before the first answer or between chunks: slow is not gone."""
+    """Over TCP, before the first answer or between chunks: a slow peer is not lost."""
     pool = Pool(1)
     try:
         (metadata,) = pool.run(replicas.begin)

@@ -1,5 +1,6 @@
-"""What a sender serves from its store: gc leaves it alone meanwhile, damage in it is found, and a
-store that cannot be relied on is not."""
+"""Serving from a store: gc spares its chunks meanwhile, damage in it is found, and an unreliable
+store is not used.
+"""
 
 from pathlib import Path
 
@@ -19,7 +20,9 @@ from tests.interop.chunk_transfer.conftest import (
 
 
 def committed_and_forgotten(place: Path) -> None:
-    """One commit of `state_of(6)` that may go, and two newer ones that a run always keeps."""
+    """One commit of `state_of(6)` that may be removed, and two newer ones that a run always
+    keeps.
+    """
     with ckptstore.open(place) as store:
         first = store.commit({"any key": weights_of(state_of(6))}, step=1)
         for step in (2, 3):
@@ -50,7 +53,7 @@ def test_what_a_gc_has_condemned_already_is_copied(start: Start, tmp_path: Path)
     with ckptstore.open(place) as store, ckptstore.open(place) as other:
         guard = store.guard("hold the gc back")
         assert guard is not None
-        other.gc(max_unused=0.0)  # it condemns, and does not delete
+        other.gc(max_unused=0.0)  # it condemns packs and deletes none
         sender, receiver = start(store), start()
         sender.send_checkpoint([1], 1, state, SOON)
         assert sender.staged_bytes == 6 << 20
@@ -75,7 +78,7 @@ def test_no_session_outlives_what_was_served(start: Start, tmp_path: Path, end: 
             sender.disallow_checkpoint()
         elif end != "refuse":
             sender.shutdown(wait=end == "shut down")
-            sender.shutdown()  # waits for what the other one began
+            sender.shutdown()  # waits for the other one's work
         assert not list((place / "sessions").iterdir())
 
 
@@ -109,7 +112,7 @@ def test_what_is_damaged_in_the_store_of_one_peer_comes_from_another(
 
 
 def flip_a_bit_of_each_pack(place: Path) -> None:
-    """In the first chunk of those that hold tensors."""
+    """In the first chunk of packs with tensors."""
     for pack in (place / "packs").rglob("*"):
         if pack.is_file() and pack.stat().st_size > 10_000:
             pack.chmod(0o600)

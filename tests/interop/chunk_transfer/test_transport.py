@@ -1,5 +1,6 @@
-"""What a transport carries, when it serves and for whom, and what it does not ask for because it is
-there already."""
+"""What a transport carries, when and to which peers it serves, and which chunks it does not request
+because they are local.
+"""
 
 import importlib.util
 import sys
@@ -258,7 +259,7 @@ def test_a_committed_state_is_served_from_the_store_without_a_copy(
         weights_of(state)["a"].zero_()
         assert_same(receive(receiver, sender), wanted)
         sender.send_checkpoint([1], 2, state, SOON)
-        assert sender.staged_bytes == 3 << 20  # what is zero now; the store has the rest
+        assert sender.staged_bytes == 3 << 20  # the zeros; the store has the rest
         assert_same(receive(receiver, sender, 2), state)
 
 

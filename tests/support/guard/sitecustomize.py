@@ -42,15 +42,15 @@ DCP's and FSDP's collectives, the compiler (which takes hashes of them), the pee
 server of the tests; and torch's own file, behind `torch.load` and `torch.save`, which are guarded
 themselves."""
 
-OURS = ("ckptstore.state.pickles", "ckptstore.interop.pickles")
+OURS = ("ckptstore.state.pickles", "ckptstore.interop.formats.pickles")
 """Where ckptstore may, if the caller asks for it."""
 
 HARMLESS = {
     (
-        "ckptstore.interop.pickles",
+        "ckptstore.interop.formats.pickles",
         "pickle.Unpickler",
     ): "gives records that do nothing, and refuses every other name",
-    ("ckptstore.interop.export", "torch.save"): "writes the file that the user asked for",
+    ("ckptstore.interop.formats.exports", "torch.save"): "writes the file that the user asked for",
     (
         "ckptstore.interop.dcp.items",
         "torch.save",

@@ -1,10 +1,4 @@
-"""Checkpoints of other formats into a store, and out of it: `import_path` and `export`.
-
-| import | what becomes of it |
-|---|---|
-| a `.safetensors` file, a `.safetensors.index.json` with its shards, any directory | tensors and files; exported again byte for byte |
-| a `.pt` file (`torch.save`), a DCP directory, a TorchSnapshot directory | the state in it |
-"""
+"""How does a checkpoint of another format become a commit?"""
 
 import os
 from collections.abc import Mapping, Sequence
@@ -16,8 +10,8 @@ from typing import Any, Literal, TypeAlias
 from ckptstore.core.redaction import redact
 from ckptstore.core.text import unicode_text
 from ckptstore.errors import InvalidInput
-from ckptstore.interop import directory
-from ckptstore.interop.directory import INDEX_SUFFIX, SUFFIX
+from ckptstore.interop.formats import directory
+from ckptstore.interop.formats.directory import INDEX_SUFFIX, SUFFIX
 from ckptstore.snapshot import Snapshot
 from ckptstore.state.leaf_sources import FlatState
 from ckptstore.store import Store
@@ -29,7 +23,7 @@ _TORCH_SUFFIXES = (".pt", ".pth", ".bin", ".ckpt", ".tar")
 
 @dataclass(frozen=True, slots=True)
 class Labels:
-    """What to call an imported commit."""
+    """Step, tags, message and metrics of an imported commit."""
 
     step: int | None = None
     tags: Sequence[str] = ()
@@ -44,12 +38,12 @@ def import_path(
     *,
     allow_pickle: bool = False,
 ) -> Snapshot:
-    """Commit what is at `path`. Bytes go from the files into chunks a few MiB at a time; what the
-    store has is not written again.
+    """Commit the checkpoint at `path`. Bytes go from the files into chunks a few MiB at a time;
+    chunks in the store are not written again.
 
-    Raises `InvalidInput` for what is there and cannot be read as what it seems to be, for names and
-    offsets that lead elsewhere, and for pickles that could run code, unless `allow_pickle`;
-    `Unavailable` if files change meanwhile.
+    Raises `InvalidInput` for a file that does not match its format, for names and offsets that lead
+    elsewhere, and for pickles that could run code, unless `allow_pickle`. Raises `Unavailable` if
+    files change meanwhile.
     """
     labels = labels or Labels()
     if "://" in os.fspath(path):
@@ -82,8 +76,8 @@ def _flats(place: Path, *, allow_pickle: bool) -> Mapping[str, FlatState]:
     if kind == "files":
         return directory.flats_of(_plan(place))
     if kind == "torch":
-        from ckptstore.interop.pickles import load_torch
-        from ckptstore.interop.sources import as_app_state
+        from ckptstore.interop.formats.pickles import load_torch
+        from ckptstore.interop.formats.sources import as_app_state
         from ckptstore.state.flatten import flatten
 
         return flatten(
@@ -96,7 +90,9 @@ def _flats(place: Path, *, allow_pickle: bool) -> Mapping[str, FlatState]:
 
 
 def kind_of(place: Path) -> Kind:
-    """What lies at `place`. Raises `InvalidInput` for a file of no known kind, or nothing."""
+    """The kind of checkpoint at `place`. Raises `InvalidInput` for a file of unknown kind, or
+    none.
+    """
     if place.is_dir():
         from ckptstore.interop.dcp import directory as dcp
         from ckptstore.interop.torchsnapshot import directory as torchsnapshot

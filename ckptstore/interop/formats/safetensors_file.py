@@ -1,9 +1,9 @@
-"""The safetensors format, read and written as published (https://huggingface.co/docs/safetensors):
-a header, then the tensors' bytes.
+"""How is a safetensors file read and written, as published
+(https://huggingface.co/docs/safetensors)?
 
 A file is eight bytes with the header's length, little-endian; the header, a JSON object of names
-with `dtype`, `shape` and `data_offsets`; and the bytes, without gaps or overlaps. A header is
-trusted in nothing: sizes are compared before anything is allocated.
+with `dtype`, `shape` and `data_offsets`; and the tensors' bytes, without gaps or overlaps. Headers
+are not trusted: sizes are checked before anything is allocated.
 """
 
 import json
@@ -15,17 +15,18 @@ from typing import Any, NoReturn
 from ckptstore.core.geometry import nbytes_of, width_of
 from ckptstore.core.model import Box, Shape
 from ckptstore.errors import InvalidInput
-from ckptstore.interop.sources import read_range
+from ckptstore.interop.formats.sources import read_range
 
 HEADER_BYTES_MAX = 100_000_000
-"""The limit that the format's own library has."""
+"""The limit of the official library."""
 
 LENGTH_BYTES = 8
 _METADATA = "__metadata__"
 _SHARDING = "DCP_SHARDING_INFO"
-"""The metadata in which `torch.distributed.checkpoint.HuggingFaceStorageWriter` says where each
-tensor of a file lies in the global tensor: a JSON object of names with `saved_offsets`
-(torch/distributed/checkpoint/filesystem.py)."""
+"""The metadata in which `torch.distributed.checkpoint.HuggingFaceStorageWriter` places each tensor
+of a file in its global tensor: a JSON object of names with `saved_offsets`
+(torch/distributed/checkpoint/filesystem.py).
+"""
 
 _DTYPES = {
     "BOOL": "bool",
@@ -50,14 +51,16 @@ _DTYPES = {
 }
 _CODES = {dtype: code for code, dtype in _DTYPES.items()}
 _PACKED = {"F4": ("float4_e2m1fn_x2", 2)}
-"""Codes whose shapes count elements of which torch keeps several in one: torch's last dimension is
-smaller."""
+"""Codes whose shapes count packed elements: torch stores several in one, so its last dimension is
+smaller.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """A tensor: torch's dtype and shape, where its bytes are behind the header, and, in a DCP
-    shard, its place in the global tensor."""
+    """A tensor: torch's dtype and shape, its byte range after the header, and, in a DCP shard, its
+    position in the global tensor.
+    """
 
     name: str
     dtype: str
@@ -68,16 +71,16 @@ class Entry:
 
     @property
     def box(self) -> Box:
-        """Where it lies in its global tensor; all of it, for a tensor that is none's shard."""
+        """The box in its global tensor; the whole tensor if it is no shard."""
         return Box(self.saved_offsets or (0,) * len(self.shape), self.shape)
 
 
 @dataclass(frozen=True, slots=True)
 class Header:
-    """What a file says of itself: `raw` are its bytes before the data, `entries` its tensors in
-    order of offset.
+    """The header of a file: `raw` are the bytes before the data, `entries` the tensors in order of
+    offset.
 
-    With `sharded`, every entry says where it lies in a global tensor.
+    With `sharded`, every entry has a position in a global tensor.
     """
 
     raw: bytes
@@ -86,7 +89,7 @@ class Header:
 
     @property
     def unsharded(self) -> "Header":
-        """The same, of tensors that are no shards of others."""
+        """The same header without shard positions."""
         return Header(self.raw, tuple(replace(entry, saved_offsets=None) for entry in self.entries))
 
     @property
@@ -95,8 +98,9 @@ class Header:
 
 
 def read_header(path: Path) -> Header:
-    """The header of a file. Raises `InvalidInput` for what is no safetensors file, before more than
-    `HEADER_BYTES_MAX` are read."""
+    """The header of a file. Raises `InvalidInput` for any other file, after at most
+    `HEADER_BYTES_MAX` bytes.
+    """
     size = path.stat().st_size
     length = bytearray(LENGTH_BYTES)
     if size < LENGTH_BYTES:
@@ -119,8 +123,9 @@ def read_header(path: Path) -> Header:
 
 
 def parse_header(raw: bytes, where: str) -> Header:
-    """The header whose bytes are `raw`. Raises `InvalidInput` for overlaps, gaps, wrong sizes,
-    unknown dtypes, names given twice."""
+    """Parse the bytes `raw` of a header. Raises `InvalidInput` for overlaps, gaps, wrong sizes,
+    unknown dtypes and duplicate names.
+    """
     try:
         document = json.loads(raw[LENGTH_BYTES:].decode(), object_pairs_hook=_without_repeats)
     except (ValueError, RecursionError) as error:
@@ -150,7 +155,8 @@ def encode_header(
     tensors: Iterable[tuple[str, str, Shape]], metadata: Mapping[str, str] | None = None
 ) -> Header:
     """A header for tensors (name, dtype, shape), wide elements first so that all are aligned.
-    Raises `InvalidInput` for a dtype or a name that the format does not have."""
+    Raises `InvalidInput` for an unsupported dtype or name.
+    """
     document: dict[str, Any] = {_METADATA: dict(metadata)} if metadata else {}
     end = 0
     for name, dtype, shape in sorted(tensors, key=lambda tensor: -width_of(tensor[1])):
@@ -171,7 +177,7 @@ def encode_header(
 
 
 def _saved_offsets(where: str, metadata: Any) -> dict[str, Any] | None:
-    """Where each tensor of a DCP shard lies, by its name; None for a file that is none."""
+    """The position of each tensor of a DCP shard, by name; None for any other file."""
     text = metadata.get(_SHARDING) if isinstance(metadata, dict) else None
     if text is None:
         return None
@@ -209,7 +215,7 @@ def _entry(where: str, name: str, found: Any, saved_offsets: Mapping[str, Any] |
 
 
 def _begin(where: str, entry: Entry, published: list[int], saved: Any) -> Shape:
-    """Where the tensor of a shard begins, in torch's elements."""
+    """The first offset of a shard's tensor, in torch's elements."""
     if not _are_counts(saved) or len(saved) != len(published):
         got = f"its {_SHARDING} has {str(saved)[:80]} for {entry.name[:80]!r}, of shape {published}"
         _refuse(where, f"{got}; wanted an offset in each dimension")

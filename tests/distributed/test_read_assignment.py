@@ -1,5 +1,6 @@
-"""Who reads what several ranks need: everybody gets everything once, the load is even, and a window
-is never too full."""
+"""Read assignment: every rank gets each needed chunk once, load is even, and windows stay within
+their limit.
+"""
 
 import numpy as np
 from hypothesis import given
@@ -23,7 +24,7 @@ MIB = 1 << 20
 
 @st.composite
 def cases(draw: st.DrawFn) -> tuple[np.ndarray, np.ndarray, int]:
-    """What ranks need, sizes of chunks, and the window."""
+    """The ranks' needs, chunk sizes, and the window."""
     ranks, chunks = draw(st.integers(2, 9)), draw(st.integers(1, 40))
     kinds = draw(
         st.lists(st.lists(st.booleans(), min_size=ranks, max_size=ranks), min_size=1, max_size=4)
@@ -71,8 +72,7 @@ def test_every_rank_gets_each_chunk_that_it_shares_from_one_reader_in_one_window
 
 @given(cases())
 def test_exchanges_come_to_an_end(case: tuple[np.ndarray, np.ndarray, int]) -> None:
-    """Each rank does its windows in turn, and a window ends when everybody whom it concerns is
-    there."""
+    """Each rank runs its windows in order, and a window ends when all ranks concerned are in it."""
     needs, nbytes, window_bytes = case
     shares = plan_shares(needs, nbytes, window_bytes)
     ranks = range(len(needs))
@@ -90,9 +90,14 @@ def test_exchanges_come_to_an_end(case: tuple[np.ndarray, np.ndarray, int]) -> N
         done = [
             rank
             for rank, window in at.items()
-            if all(at.get(other) == window for n in np.flatnonzero(needs[rank] & (shares.windows == window) & (shares.readers != ALONE))
-                   for other in np.flatnonzero(needs[:, n]))
-        ]  # fmt: skip
+            if all(
+                at.get(other) == window
+                for n in np.flatnonzero(
+                    needs[rank] & (shares.windows == window) & (shares.readers != ALONE)
+                )
+                for other in np.flatnonzero(needs[:, n])
+            )
+        ]
         assert done, "everybody waits for somebody"
         for rank in done:
             todo[rank].pop(0)
@@ -128,7 +133,7 @@ def test_what_all_need_is_read_evenly_and_in_runs() -> None:
 
 
 def test_groups_of_ranks_exchange_side_by_side() -> None:
-    """Replicas of shards, as HSDP has them: ranks 0 and 2 share one half, 1 and 3 the other."""
+    """Replicas of shards, as in HSDP: ranks 0 and 2 share one half, 1 and 3 the other."""
     needs = np.zeros((4, 200), bool)
     needs[0::2, :100] = needs[1::2, 100:] = True
     shares = plan_shares(needs, np.full(200, MIB, np.int64), 10 * MIB)

@@ -1,5 +1,6 @@
-"""A peer on this host gives chunks from its memory, if it is that peer and lets it be read; and
-never a wrong tensor."""
+"""A peer on this host serves chunks from its memory, if it is the right process and allows it;
+never a wrong tensor.
+"""
 
 import ctypes
 import os
@@ -33,7 +34,7 @@ def near_wire(
     sender: StoreTransport[object],
     change: Callable[[Near], Near | None] = lambda near: near,
 ) -> tuple[str, list[int]]:
-    """Metadata that lead through a proxy on this host, and what passes there."""
+    """Metadata that lead through a proxy on this host, and the bytes that pass it."""
     metadata, proxy = wire(sender)
     came: list[int] = []
     proxy.faults.spoil = lambda data: came.append(len(data)) or data  # type: ignore[func-returns-value]
@@ -70,14 +71,17 @@ def test_a_near_peer_sends_no_tensor_through_the_network(
     assert receiver.received is not None and receiver.received.fetched_bytes >= 4 * MIB
 
 
-@pytest.mark.parametrize("change", [
-    lambda near: replace(near, where="0" * 32),
-    lambda near: replace(near, address=near.address + 1),
-    lambda near: replace(near, address=16),
-    lambda near: replace(near, pid=os.getppid()),
-    lambda near: replace(near, pid=(1 << 31) - 1),
-    lambda near: None,
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda near: replace(near, where="0" * 32),
+        lambda near: replace(near, address=near.address + 1),
+        lambda near: replace(near, address=16),
+        lambda near: replace(near, pid=os.getppid()),
+        lambda near: replace(near, pid=(1 << 31) - 1),
+        lambda near: None,
+    ],
+)
 def test_who_is_not_the_peer_or_cannot_be_read_is_not_near(
     start: Start, wire: Wire, change: Callable[[Near], Near | None]
 ) -> None:

@@ -1,4 +1,4 @@
-"""Chunks travel by quick names where no store takes part, and by ids where one does."""
+"""Chunks travel by quick names if no store takes part, and by ids if one does."""
 
 import threading
 from pathlib import Path
@@ -23,7 +23,7 @@ from tests.interop.chunk_transfer.conftest import (
     state_of,
     weights_of,
 )
-from tests.interop.chunk_transfer.test_early import Halting
+from tests.interop.chunk_transfer.test_outlines import Halting
 
 
 def served(sender: StoreTransport[Any]) -> ServedState:
@@ -46,9 +46,15 @@ def test_a_name_says_of_which_kind_it_is_and_is_that_of_no_other_bytes(
 
 
 @pytest.mark.parametrize("ours", [False, True])
-@pytest.mark.parametrize(("theirs", "live", "names"), [
-    (False, True, XXH3), (True, True, XXH3), (False, False, XXH3), (True, False, BLAKE3),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("theirs", "live", "names"),
+    [
+        (False, True, XXH3),
+        (True, True, XXH3),
+        (False, False, XXH3),
+        (True, False, BLAKE3),
+    ],
+)
 @pytest.mark.parametrize("in_place", [False, True])
 def test_ids_are_made_for_a_receiver_that_has_no_more_than_a_store(
     start: Start, tmp_path: Path, ours: bool, theirs: bool, live: bool, names: str, in_place: bool

@@ -1,5 +1,6 @@
-"""The one place here where pickles are read: tensors and plain values by torch, DCP's metadata as
-inert records, more only if allowed."""
+"""How are other formats' pickles read safely? Only here: tensors and plain values by torch, DCP's
+metadata as inert records, anything else only if allowed.
+"""
 
 import io
 import pickle
@@ -22,16 +23,16 @@ _RECORDS = {
     (_DCP, "StorageMeta"),
     ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
 }
-"""The names that DCP writes."""
+"""The names in DCP's metadata."""
 
 
 def load_torch(file: Path | io.BytesIO, name: str, *, allow_pickle: bool) -> Any:
-    """What a file of torch.save holds, `name` in errors. Tensors stay in a file until they are
-    read, but for files of torch before 1.6 and for archives that were packed again with
-    compression, whose entries are read and compared with their checksums.
+    """The content of a file of torch.save, called `name` in errors.
 
-    Raises `InvalidInput` for what only running its code could read, unless `allow_pickle`, and for
-    what is damaged or no such file, `Unavailable` for one that may not be read.
+    Tensors stay in the file until they are read. Exceptions are files of torch before 1.6 and
+    compressed archives: their entries are read and compared with their checksums. Raises
+    `InvalidInput` for objects that need their code to run, unless `allow_pickle`, and for a damaged
+    or foreign file; `Unavailable` for one that may not be read.
     """
     try:
         return _load(
@@ -56,8 +57,9 @@ def load_torch(file: Path | io.BytesIO, name: str, *, allow_pickle: bool) -> Any
 
 
 def load_inert(path: Path, bytes_max: int) -> Any:
-    """The records of DCP's metadata, which do nothing. Raises `InvalidInput` for a file that names
-    anything else than DCP does."""
+    """DCP's metadata as records without behavior. Raises `InvalidInput` for a file with names that
+    DCP does not write.
+    """
     try:
         if path.stat().st_size > bytes_max:
             raise InvalidInput(f"{path} has more than {bytes_max} bytes")
@@ -65,7 +67,7 @@ def load_inert(path: Path, bytes_max: int) -> Any:
             return _Inert(file).load()
     except InvalidInput:
         raise
-    except Exception as error:  # a pickle that was made up may raise anything
+    except Exception as error:  # a forged pickle may raise anything
         raise InvalidInput(f"{path} cannot be read: {error!r:.200}") from error
 
 
@@ -81,10 +83,11 @@ def _load(file: Path | io.BytesIO, *, mapped: bool, weights_only: bool) -> Any:
 
 
 def _may_be_mapped(file: Path) -> bool:
-    """Whether the bytes of every entry lie in the file as they are: torch maps them without a look
-    at how they were packed."""
+    """Whether every entry is stored uncompressed: torch maps entries without checking their
+    compression.
+    """
     if not zipfile.is_zipfile(file):
-        return True  # what torch makes of it is for torch to say
+        return True  # torch raises its own error
     try:
         with zipfile.ZipFile(file) as archive:
             stored = all(each.compress_type == zipfile.ZIP_STORED for each in archive.infolist())
@@ -101,8 +104,9 @@ def _first_line(error: BaseException) -> str:
 
 
 class Record:
-    """An object of DCP's metadata: its attributes and nothing else. `columns` is the state of one
-    that has no names for it."""
+    """An object of DCP's metadata, as plain attributes. `columns` is the state of an object without
+    attribute names.
+    """
 
     columns: tuple[Any, ...] = ()
 
@@ -114,8 +118,7 @@ class Record:
 
 
 class _Inert(pickle.Unpickler):
-    """Builds records that do nothing, under names of its own: nothing that a pickle says reaches
-    the classes of torch."""
+    """Builds inert records: no name in a pickle reaches the classes of torch."""
 
     def __init__(self, file: io.BufferedReader) -> None:
         super().__init__(file)

@@ -1,5 +1,6 @@
-"""Pipeline stages, each sharded over a mesh of its own, with optimizers of their own: one state for
-any number of stages."""
+"""Pipeline stages, each sharded over its own mesh, with its own optimizer: one state for any number
+of stages.
+"""
 
 from functools import cache
 from pathlib import Path
@@ -17,8 +18,9 @@ LAYERS = 4
 
 
 class Stage(nn.Module):
-    """Some of the layers, under the names that they have in the whole. The first and the last stage
-    have the embedding, tied."""
+    """Some of the layers, under their names in the whole model. The first and the last stage have
+    the tied embedding.
+    """
 
     def __init__(self, first: int, stop: int) -> None:
         super().__init__()
@@ -29,12 +31,12 @@ class Stage(nn.Module):
 
 @cache
 def mesh_of_stage(ranks: tuple[int, ...]) -> DeviceMesh:
-    """Every rank of the pool must ask for it."""
+    """Every rank of the pool must call this."""
     return DeviceMesh("cpu", list(ranks))
 
 
 def sharded(rank: int, stages: int, value: float) -> tuple[Stage, torch.optim.Optimizer]:
-    """This rank's of so many stages of four ranks, all of its elements `value`."""
+    """This rank's stage of several with four ranks, all elements equal to `value`."""
     each = 4 // stages
     meshes = [mesh_of_stage(tuple(range(i * each, (i + 1) * each))) for i in range(stages)]
     number = rank // each
@@ -53,7 +55,7 @@ def step(stage: Stage, optimizer: torch.optim.Optimizer) -> None:
 
 
 def contents(stage: Stage, optimizer: torch.optim.Optimizer) -> dict[str, float]:
-    """Some element of each parameter and each moment."""
+    """One element of each parameter and each moment."""
     found = {}
     for name, parameter in stage.named_parameters():
         found[name] = parameter.full_tensor().flatten()[0].item()
@@ -79,7 +81,7 @@ def commit_stages(rank: int, path: Path, stages: int) -> dict[str, float]:
 def restore_stages(rank: int, path: Path, committed: int, stages: int) -> dict[str, float]:
     stage, optimizer = sharded(rank, stages, 0.0)
     with ckptstore.open(path) as store:
-        # A stage takes what it has of the whole.
+        # A stage takes its part of the whole.
         store.checkout(committed).restore({"model": stage, "optimizer": optimizer}, strict=False)
         store.commit({"model": stage, "optimizer": optimizer}, step=10 * committed + stages)
     assert all(
@@ -101,7 +103,7 @@ def test_stages_become_fewer_and_more(pool: Pool, tmp_path: Path) -> None:
 
 
 def commit_by_number(rank: int, path: Path) -> None:
-    """Moments of two stages under one number: refused, though they are equal."""
+    """Optimizer moments of two stages under one number are refused, although they are equal."""
     stage, optimizer = sharded(rank, 2, 1.0)
     for parameter in stage.parameters():
         parameter.grad = torch.zeros_like(parameter)

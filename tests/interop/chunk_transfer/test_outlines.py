@@ -1,5 +1,6 @@
-"""A peer that has nothing takes what has been copied while the rest is, and nothing counts before
-it is described."""
+"""A peer without any chunks takes copied chunks while others are copied, and nothing counts before
+it is described.
+"""
 
 import threading
 import time
@@ -33,8 +34,7 @@ MIB = 1 << 20
 
 
 class Halting(ThreadPool):
-    """Does the first half of the work, waits until it may go on, and does the other half, or
-    fails."""
+    """Does the first half of the work, waits for a signal, and then finishes or fails."""
 
     def __init__(self, may_go_on: Callable[[], object], *, fails: bool = False) -> None:
         super().__init__(2)
@@ -54,7 +54,7 @@ class Halting(ThreadPool):
 
 
 class Receiving:
-    """A receiver in a thread; `came` is how many bytes have passed the wire."""
+    """A receiver in a thread; `came` is the number of bytes so far."""
 
     def __init__(
         self,
@@ -192,7 +192,7 @@ def test_a_sender_that_fails_while_it_copies_gives_nothing_and_what_came_is_not_
 def test_an_outline_that_is_not_kept_to_gives_the_state_that_is_described(
     start: Start, wire: Wire
 ) -> None:
-    """As when a sender is started again at the same step: schemas may be alike, and values not."""
+    """As when a sender is restarted at the same step: schemas may be equal, and values not."""
     sender, receiver = start(), start()
     first, then = ({"w": torch.full((16 * 256, 1024), float(n)), "lr": n} for n in (1, 2))
     options: dict[str, Any] = {"chunk_bytes": MIB, "threads": sender._threads, "guard": None}

@@ -1,8 +1,8 @@
-"""Where the bytes of an import come from: ranges of files, read when they are wanted, so that
-memory stays bounded.
+"""Where do the bytes of an import come from? From ranges of files, read on demand, so that memory
+stays bounded.
 
-What several formats can only give tensor by tensor is loaded when its first bytes are asked for,
-and kept until a few others were.
+Some formats can only load whole tensors. Such a tensor is loaded when its first bytes are read, and
+cached until a few others were.
 """
 
 import os
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     import torch
 
 KEPT_TENSORS = 4
-"""At least as many as threads stage at once."""
+"""At least the number of threads that stage at once."""
 
 
 class FileRange:
@@ -38,14 +38,14 @@ class FileRange:
         self.nbytes, self.width = nbytes, width
 
     def view(self, start: int, stop: int) -> None:
-        """They must be read."""
+        """None: the bytes must be read."""
 
     def stage(self, start: int, stop: int, out: memoryview) -> None:
         read_range(self._path, self._offset + start, out[: stop - start])
 
 
 class Held:
-    """Bytes that are there."""
+    """Bytes in memory."""
 
     known_ids = None
     still = True
@@ -62,8 +62,7 @@ class Held:
 
 
 class Joined:
-    """A tensor of `shape` whose boxes are other sources, each with the bytes of its box alone. The
-    boxes tile the tensor."""
+    """A tensor of `shape` made of boxes that tile it; each box has its own source."""
 
     known_ids = None
     still = False
@@ -74,12 +73,11 @@ class Joined:
         self.nbytes, self.width = width * prod(shape), width
 
     def view(self, start: int, stop: int) -> None:
-        """They must be put together."""
+        """None: the bytes must be joined."""
 
     def stage(self, start: int, stop: int, out: memoryview) -> None:
         block, first, cut = _block_around(self._shape, self.width, start, stop)
-        # the range lies at the ends of two long rows: whole rows would take more memory than it
-        # does
+        # the range covers the ends of two long rows, and whole rows would take more memory
         if cut:
             self.stage(start, cut, out[: cut - start])
             self.stage(cut, stop, out[cut - start :])
@@ -89,8 +87,8 @@ class Joined:
         joined = np.empty((*block.lengths, self.width), np.uint8)
         for box, source in self._pieces:
             if shared := intersect(box, block):
-                # All dimensions behind the block's range are whole, so that what it shares with a
-                # box is one range of the box's bytes.
+                # All later dimensions are whole, so the block's overlap with a box is one range of
+                # the box's bytes.
                 ((begin, end),) = byte_ranges(box.lengths, within(shared, box), self.width)
                 data = np.empty((*shared.lengths, self.width), np.uint8)
                 source.stage(begin, end, data.reshape(-1).data)
@@ -104,8 +102,9 @@ class Joined:
 
 
 def _block_around(shape: Shape, width: int, start: int, stop: int) -> tuple[Box, int, int]:
-    """The least box of a tensor that has its bytes `start:stop` and lies in one piece; its first
-    byte; where to cut the range instead, or 0."""
+    """The least contiguous box of a tensor that contains its bytes `start:stop`; its first byte;
+    where to cut the range instead, or 0.
+    """
     offsets: list[int] = []
     for dim in range(len(shape)):
         suffix = width * prod(shape[dim + 1 :])
@@ -124,8 +123,7 @@ def _block_around(shape: Shape, width: int, start: int, stop: int) -> tuple[Box,
 
 
 class Loaded:
-    """A tensor that `load` gives whole; `shelf` keeps it while it is likely to be asked for
-    again."""
+    """A tensor that `load` returns whole; `shelf` caches it while it is likely to be read again."""
 
     known_ids = None
     still = False
@@ -138,7 +136,7 @@ class Loaded:
         self.nbytes, self.width = nbytes, width
 
     def view(self, start: int, stop: int) -> None:
-        """It must be loaded."""
+        """None: the tensor must be loaded."""
 
     def stage(self, start: int, stop: int, out: memoryview) -> None:
         from ckptstore.state.tensors import read_range as read_tensor
@@ -147,7 +145,7 @@ class Loaded:
 
 
 class Shelf:
-    """The tensors loaded last. Threads may share it."""
+    """A cache of the tensors loaded last. Thread-safe."""
 
     def __init__(self) -> None:
         self._tensors: OrderedDict[int, torch.Tensor] = OrderedDict()
@@ -164,13 +162,13 @@ class Shelf:
 
 
 class Placeholders:
-    """Tensors without memory that stand for what will be read, while a state is flattened."""
+    """Tensors without memory, which stand for sources while a state is flattened."""
 
     def __init__(self) -> None:
         self._sources: dict[int, tuple[torch.Tensor, Source]] = {}
 
     def put(self, dtype: str, shape: Shape, source: Source) -> "torch.Tensor":
-        """A tensor of `dtype` and `shape` whose bytes are those of `source`."""
+        """A placeholder of `dtype` and `shape` for the bytes of `source`."""
         from ckptstore.state.tensors import empty
 
         tensor = empty(dtype, ()).expand(shape)
@@ -178,7 +176,7 @@ class Placeholders:
         return tensor
 
     def flatten(self, app_state: Mapping[str, Any], *, allow_pickle: bool) -> dict[str, FlatState]:
-        """The flattened state, with the sources in place."""
+        """The flattened state, with sources instead of placeholders."""
         from ckptstore.state.flatten import flatten
 
         flats = dict(flatten(app_state, allow_pickle=allow_pickle))
@@ -213,8 +211,9 @@ def flat_dict(
 
 
 def read_range(path: Path, offset: int, out: memoryview) -> None:
-    """Fill `out` from byte `offset` of a file on. Raises `Unavailable` for one that is shorter, or
-    cannot be read."""
+    """Fill `out` from byte `offset` of a file. Raises `Unavailable` if the file is shorter or
+    cannot be read.
+    """
     try:
         with open(path, "rb", buffering=0) as file:
             done = 0
@@ -231,8 +230,9 @@ def read_range(path: Path, offset: int, out: memoryview) -> None:
 
 
 def inside(root: Path, name: object) -> Path:
-    """The file `name` of a directory, if it is one. Raises `InvalidInput` for names that lead
-    elsewhere."""
+    """The path of file `name` in a directory. Raises `InvalidInput` for names that lead elsewhere,
+    or to no file.
+    """
     parts = name.split("/") if isinstance(name, str) else []
     if not parts or not {"", ".", ".."}.isdisjoint(parts) or "\0" in str(name) or "\\" in str(name):
         raise InvalidInput(
@@ -246,7 +246,7 @@ def inside(root: Path, name: object) -> Path:
 
 
 def check_tiling(where: str, shape: Shape, boxes: Sequence[Box]) -> None:
-    """Raise `InvalidInput` unless the boxes make up a tensor of `shape`, no element of it twice."""
+    """Raise `InvalidInput` unless the boxes tile a tensor of `shape` exactly once."""
     if problem := _tiling_problem(shape, boxes):
         raise InvalidInput(
             f"{where}: the stored pieces do not make up {list(shape)}, each element once: {problem}"
@@ -270,8 +270,9 @@ def _tiling_problem(shape: Shape, boxes: Sequence[Box]) -> str:
 
 
 def _overlap(boxes: Sequence[Box]) -> tuple[Box, Box] | None:
-    """Two boxes that share an element, if there are such. A box is compared with those that it
-    meets in the dimension most cut alone."""
+    """Two boxes that share an element, if any. A box is compared only with boxes that it meets in
+    the dimension with the most cuts.
+    """
     ranks = range(len(boxes[0].lengths)) if boxes else range(0)
     dim = max(ranks, key=lambda i: len({box.offsets[i] for box in boxes}), default=None)
     if dim is None:
@@ -293,8 +294,9 @@ def _box_text(box: Box) -> str:
 
 
 def as_app_state(state: Any) -> dict[str, Any]:
-    """What was loaded, as an application state: a dict as it is, a plain state dict under the key
-    `model`."""
+    """A loaded value as an application state: a dict as it is, a plain state dict under the key
+    `model`.
+    """
     import torch
 
     named = isinstance(state, dict) and state and all(type(key) is str for key in state)

@@ -1,4 +1,4 @@
-"""Who waits says for whom, long before it gives up."""
+"""A rank that waits logs the missing ranks long before the timeout."""
 
 import logging
 from pathlib import Path
@@ -11,11 +11,11 @@ import ckptstore
 from tests.distributed.pool import Pool
 
 TIMEOUT_S = 4.0
-"""Of which a busy machine may take a good second before a notice comes."""
+"""Long enough for a busy machine, which may take a second before a notice is logged."""
 
 
 def commit_in_vain(path: Path, group: object) -> tuple[list[str], str]:
-    """What was said more than half the time-out before the error, and the error."""
+    """The log records from the first half of the wait, and the error."""
     said: list[tuple[float, str]] = []
     handler = logging.Handler()
     # the shortest handler
@@ -31,8 +31,9 @@ def commit_in_vain(path: Path, group: object) -> tuple[list[str], str]:
 
 
 def wait_for_each_other(rank: int, path: Path) -> list[tuple[list[str], str]]:
-    """Of one pair a rank never comes, of two others one comes once and then no more: the one that
-    follows, the one that leads."""
+    """In three pairs of ranks one is missing: from the start; after one round, the follower; after
+    one round, the coordinator.
+    """
     unmet, followed, led = (
         group if rank in pair else None
         for pair in ((1, 3), (0, 2), (1, 2))
@@ -53,7 +54,7 @@ def wait_for_each_other(rank: int, path: Path) -> list[tuple[list[str], str]]:
 
 
 def commit_without_clones(rank: int, path: Path) -> str:
-    """As with a torch before 2.8, whose stores have no `clone`, ranks that have not met before."""
+    """Ranks that have not met before, with a torch before 2.8, whose stores have no `clone`."""
     group, kinds = dist.new_group([0, 1, 2]), (dist.Store, dist.PrefixStore)
     known = {kind: kind.__dict__["clone"] for kind in kinds if "clone" in kind.__dict__}
     for kind in known:

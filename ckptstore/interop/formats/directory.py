@@ -1,9 +1,9 @@
-"""How a directory becomes a commit and again a directory, byte for byte: tensors out of its
-safetensors files, everything else as it is.
+"""How does a directory become a commit and again a directory, byte for byte?
 
-The key `files` has each file by its relative name: its bytes, or, of a safetensors file, only its
-header. The tensors are under `model`, by their own names, where all belong together; else under the
-name of each file or sharded group.
+Tensors come out of its safetensors files; all other files are kept as they are. The key `files` has
+each file by its relative name: its bytes, or only the header of a safetensors file. The tensors are
+under `model`, by their own names, if all belong together; else under the name of each file or
+sharded group.
 """
 
 import json
@@ -18,8 +18,15 @@ from ckptstore.core.geometry import width_of
 from ckptstore.core.model import Box, Shape
 from ckptstore.core.text import count_text, unicode_text
 from ckptstore.errors import InvalidInput, Unavailable
-from ckptstore.interop.safetensors_file import Entry, Header, read_header
-from ckptstore.interop.sources import FileRange, Held, Joined, check_tiling, flat_dict, inside
+from ckptstore.interop.formats.safetensors_file import Entry, Header, read_header
+from ckptstore.interop.formats.sources import (
+    FileRange,
+    Held,
+    Joined,
+    check_tiling,
+    flat_dict,
+    inside,
+)
 from ckptstore.state.leaf_sources import FlatState, Source
 
 FILES = "files"
@@ -33,24 +40,23 @@ _DCP_SHARD = re.compile(
     r"(?P<group>(?:.*/)?)shard-\d{5,}-(?P<stem>[^/]+)-(?P<part>\d{5,})-of-(?P<parts>\d{5,})\.safetensors"
 )
 _SKIPPED = frozenset({".git", ".cache"})
-"""What tools keep beside a model for themselves."""
+"""Private files that tools keep beside a model."""
 
 
 @dataclass(frozen=True, slots=True)
 class DirectoryPlan:
-    """What will be read: each file by its relative name, and the headers of those that hold
-    tensors."""
+    """The files to read, by relative name, and the headers of those with tensors."""
 
     files: Mapping[str, Path]
     headers: Mapping[str, Header]
 
 
 def plan_directory(root: Path) -> DirectoryPlan:
-    """All files below `root`. Links to files are followed, as Hugging Face's cache consists of
-    them, links to directories are not.
+    """All files below `root`. Links to files are followed, since Hugging Face's cache consists of
+    them; links to directories are not.
 
-    Raises `InvalidInput` for what is neither file nor directory, for a damaged safetensors file,
-    and for an index that names other files.
+    Raises `InvalidInput` for an entry that is neither file nor directory, for a damaged safetensors
+    file, and for an index that names other files.
     """
     files = dict(sorted(_walk(root)))
     if not files:
@@ -72,8 +78,9 @@ def plan_files(paths: Iterable[Path]) -> DirectoryPlan:
 
 
 def indexed_names(index: Path) -> list[str]:
-    """The names of the files that an index says the tensors are in, each a file beside it. Raises
-    `InvalidInput`."""
+    """The names of the files with the tensors, from an index; all lie beside it. Raises
+    `InvalidInput`.
+    """
     try:
         if index.stat().st_size > INDEX_BYTES_MAX:
             raise ValueError(f"it has more than {INDEX_BYTES_MAX} bytes")
@@ -84,15 +91,15 @@ def indexed_names(index: Path) -> list[str]:
     for name in names:
         if "/" in name or not name:
             raise InvalidInput(f"{index} names {name[:80]!r}, which is no name of a file beside it")
-        # A link is what Hugging Face's cache has; it was the user's choice to import from there, so
-        # only the name is judged.
+        # Hugging Face's cache consists of links, and the user chose to import from there: only the
+        # name is checked.
         if not (index.parent / name).is_symlink():
             inside(index.parent, name)
     return names
 
 
 def flats_of(plan: DirectoryPlan) -> dict[str, FlatState]:
-    """The application state that the plan describes: nothing is read yet but the headers."""
+    """The application state that the plan describes. Only headers are read yet."""
     keys = group_keys(plan.headers)
     _check_parts(plan.headers)
     flats: dict[str, FlatState] = {}
@@ -110,8 +117,9 @@ def flats_of(plan: DirectoryPlan) -> dict[str, FlatState]:
 
 
 def group_keys(headers: Mapping[str, Header]) -> dict[str, str]:
-    """Under which key of the state the tensors of each safetensors file are: `model` if all belong
-    together."""
+    """The key of the state for the tensors of each safetensors file: `model` if all belong
+    together.
+    """
     groups = {name: _group(name, header) for name, header in headers.items()}
     if len(set(groups.values())) == 1:
         return dict.fromkeys(groups, MODEL)
@@ -130,7 +138,7 @@ def _group(name: str, header: Header) -> str:
 
 
 def _dcp_shard(name: str, header: Header) -> re.Match[str] | None:
-    """The parts of the name of a file that one rank wrote for itself."""
+    """The parts of a file name that DCP gives to one rank's file."""
     return _DCP_SHARD.fullmatch(name) if header.sharded else None
 
 
@@ -146,8 +154,9 @@ def has_other_shards(path: Path) -> bool:
 
 
 def _check_parts(headers: Mapping[str, Header]) -> None:
-    """Raise `InvalidInput` where no rank's file of a part is there: DCP numbers the files among
-    which the names were divided."""
+    """Raise `InvalidInput` if a part has no file of any rank: DCP numbers the files that share the
+    names.
+    """
     parts: dict[str, dict[int, set[int]]] = {}
     for name, header in headers.items():
         if shard := _dcp_shard(name, header):
@@ -174,7 +183,7 @@ def _few(numbers: Sequence[int]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class _Stored:
-    """A tensor of a file, `base` bytes into which its data begins."""
+    """A tensor of a file, whose data begins `base` bytes into it."""
 
     path: Path
     base: int
@@ -208,7 +217,7 @@ def _tensors(key: str, members: Sequence[tuple[Path, Header]]) -> FlatState:
 
 
 def _whole(key: str, name: str, stored: Sequence[_Stored]) -> tuple[Source, Shape]:
-    """One tensor, of one file or put together from the shards of several."""
+    """One tensor, of one file or assembled from the shards of several."""
     first = stored[0]
     if first.entry.saved_offsets is None and len(stored) == 1:
         return first.source, first.entry.shape

@@ -1,5 +1,8 @@
-"""A commit as files of other formats. Bytes go from packs to files through at most some tens of
-MiB; nothing appears before it is whole."""
+"""How does a commit become files of another format?
+
+Bytes go from packs to files through at most some tens of MiB of memory. A file appears only when it
+is complete.
+"""
 
 import fnmatch
 import os
@@ -15,8 +18,8 @@ from ckptstore.core.model import Node, Shape
 from ckptstore.core.paths import check_path
 from ckptstore.core.scratch import scratch_for
 from ckptstore.errors import Conflict, InvalidInput, NotFound, Unavailable
-from ckptstore.interop.directory import FILES, SUFFIX, group_keys
-from ckptstore.interop.safetensors_file import Header, encode_header, parse_header
+from ckptstore.interop.formats.directory import FILES, SUFFIX, group_keys
+from ckptstore.interop.formats.safetensors_file import Header, encode_header, parse_header
 from ckptstore.restore.reader import Tree
 from ckptstore.snapshot import Snapshot
 
@@ -31,8 +34,9 @@ _TORCH_SUFFIXES = (".pt", ".pth", ".bin", ".ckpt")
 
 @dataclass(frozen=True, slots=True)
 class Exported:
-    """What was written: files, their bytes, and the leaves that the format has no place for, or
-    that were not selected."""
+    """The files written, their bytes, and the leaves left out: not selected, or not supported by
+    the format.
+    """
 
     format: Format
     files: tuple[Path, ...]
@@ -50,15 +54,15 @@ def export(
 ) -> Exported:
     """Write a commit to `path`, which must not exist.
 
-    `format` is by default what was imported (`files`: the same files, byte for byte), else what the
-    name says (`.safetensors`, `.pt`). `select` takes keys of the state (`model`), or leaves by
-    globs of their paths: one or several, each of which must match something. The export has what
-    any of them matches. `safetensors` takes tensors only, named by their paths without the key if
-    only one key has some. `torch` and `dcp` write one key as its value, several keys as a dict,
-    leaves by their paths; they hold the state in memory.
+    `format` is by default that of the import (`files`: the same files, byte for byte), else it
+    follows from the suffix (`.safetensors`, `.pt`). `select` takes keys of the state (`model`), or
+    globs of leaf paths: one or several, each of which must match something. The export contains
+    every leaf that one of them matches. `safetensors` takes tensors only, named by their paths,
+    without the key if only one key has tensors. `torch` and `dcp` write one key as its value,
+    several keys as a dict, and leaves by their paths; they hold the state in memory.
 
-    Raises `Conflict` if `path` exists, `InvalidInput` for what the format cannot hold, `Corrupt`
-    for damaged chunks; then nothing is left.
+    Raises `Conflict` if `path` exists, `InvalidInput` for values that the format cannot hold, and
+    `Corrupt` for damaged chunks; then nothing is left at `path`.
     """
     target = Path(path)
     check_path(target)
@@ -101,7 +105,7 @@ def _format_of(snapshot: Snapshot, target: Path) -> Format:
 
 
 def _file_names(snapshot: Snapshot) -> list[str]:
-    """The files that were imported; none for a commit of another kind."""
+    """The files of an imported commit; empty for any other commit."""
     tree = snapshot.trees.get(FILES)
     skeleton = tree.schema.skeleton if tree else None
     if (
@@ -138,7 +142,7 @@ def _write_files(snapshot: Snapshot, scratch: Path, selects: Selects, allow_pick
     if not snapshot.trees.keys() >= set(keys.values()):
         headers = {
             name: header.unsharded for name, header in headers.items()
-        }  # imports of earlier versions took each file for itself
+        }  # earlier versions imported each file separately
         keys = group_keys(headers)
     shapes = _whole_shapes(headers, keys)
     single = len(names) == 1 and scratch.suffix == Path(names[0]).suffix
@@ -153,8 +157,9 @@ def _write_files(snapshot: Snapshot, scratch: Path, selects: Selects, allow_pick
 
 
 def _below(root: Path, name: str) -> Path:
-    """Where the file `name` of a commit goes. Raises `InvalidInput` for a name that leads out of
-    `root`."""
+    """The path of the commit's file `name`. Raises `InvalidInput` for a name that leads out of
+    `root`.
+    """
     if not {"", ".", ".."}.isdisjoint(name.split("/")) or "\0" in name or "\\" in name:
         raise InvalidInput(
             f"{name[:80]!r} is no name of a file: wanted names joined by '/', without '.' and '..'"
@@ -167,7 +172,7 @@ def _below(root: Path, name: str) -> Path:
 def _whole_shapes(
     headers: Mapping[str, Header], keys: Mapping[str, str]
 ) -> dict[tuple[str, str], Shape]:
-    """The shape of each tensor, by key and name, of which the files have all or a shard each."""
+    """By key and name, the shape of each tensor that the files hold whole or in shards."""
     shapes: dict[tuple[str, str], Shape] = {}
     for file, header in headers.items():
         for entry in header.entries:
@@ -185,8 +190,9 @@ def _write_safetensors_again(
     key: str,
     shapes: Mapping[tuple[str, str], Shape],
 ) -> None:
-    """The file that `header` describes: the tensors under `key`, or shards of them. Raises
-    `InvalidInput` if they are of another dtype or shape."""
+    """Write the file that `header` describes: the tensors under `key`, or shards of them. Raises
+    `InvalidInput` if dtype or shape differ.
+    """
     if key not in snapshot.trees:
         raise InvalidInput(
             f"commit {snapshot.id[:12]} has no tensors {key!r} for its files; choose a --format"
@@ -286,9 +292,9 @@ def _write_torch(snapshot: Snapshot, scratch: Path, selects: Selects, allow_pick
     import torch
 
     state = _state(snapshot, selects, allow_pickle)
-    with (
-        open(scratch, "xb") as file
-    ):  # torch's own opening of a path takes no name that begins with a dot and has no suffix
+    with open(
+        scratch, "xb"
+    ) as file:  # torch.save accepts no path that begins with a dot and has no suffix
         torch.save(state, file)
         file.flush()
         os.fsync(file.fileno())
@@ -315,8 +321,9 @@ def _write_dcp(snapshot: Snapshot, scratch: Path, selects: Selects, allow_pickle
 
 
 def _state(snapshot: Snapshot, selects: Selects, allow_pickle: bool) -> object:
-    """The value of one key; a dict of values by keys; or a dict of leaves by paths where not all of
-    `selects` are keys."""
+    """The value of one key; a dict of values by keys; or a dict of leaves by paths if not all of
+    `selects` are keys.
+    """
     if selects == (EVERYTHING,):
         return snapshot.state_dict(allow_pickle=allow_pickle)
     if all(select in snapshot.trees for select in selects):
@@ -330,13 +337,13 @@ def _state(snapshot: Snapshot, selects: Selects, allow_pickle: bool) -> object:
 
 
 class _At:
-    """A destination for a leaf's bytes: a file from some byte on."""
+    """A destination for a leaf's bytes: a file from an offset on."""
 
     def __init__(self, descriptor: int, base: int) -> None:
         self._descriptor, self._base = descriptor, base
 
     def memory(self) -> None:
-        """They are handed over."""
+        """Bytes are passed to `write`."""
 
     def write(self, start: int, data: memoryview) -> None:
         done = 0
@@ -345,7 +352,7 @@ class _At:
 
 
 class _Writing:
-    """A file being written, durable when the block ends well."""
+    """A file being written; durable when the block ends without an error."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -367,7 +374,9 @@ class _Writing:
 
 @contextmanager
 def _in_place(target: Path) -> Iterator[Path]:
-    """A name beside `target` that becomes it if the block ends well; else nothing is left of it."""
+    """A temporary name beside `target`, renamed to it if the block succeeds and removed
+    otherwise.
+    """
     target.parent.mkdir(parents=True, exist_ok=True)
     with scratch_for(target) as new:
         yield new
@@ -378,7 +387,7 @@ def _in_place(target: Path) -> Iterator[Path]:
 
 
 def _sync(path: Path) -> None:
-    """Make a file's bytes, or a folder's names, durable."""
+    """Make a file's bytes or a directory's names durable."""
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         os.fsync(descriptor)

@@ -1,5 +1,6 @@
-"""`dcp.save` and `dcp.load` on a store, in one process: what goes in comes out, natively and by
-DCP, however DCP is called."""
+"""`dcp.save` and `dcp.load` on a store in one process: the state comes back, natively and by DCP,
+however DCP is called.
+"""
 
 import warnings
 from pathlib import Path
@@ -31,9 +32,7 @@ def test_a_nested_state_dict_comes_back(place: Path) -> None:
     writer = StoreWriter(place, step=7, tag="a", metrics={"loss": 0.25})
     metadata = dcp.save(state, storage_writer=writer)
     found = zeros(state)
-    del found["optimizer"]["state"][
-        0
-    ]  # DCP makes texts of numbers in a mapping's keys, and puts objects there
+    del found["optimizer"]["state"][0]  # DCP turns number keys of a mapping into text
     found["optimizer"]["state"]["0"] = zeros(state["optimizer"]["state"][0])
     dcp.load(found, storage_reader=StoreReader(place, 7))
     found["optimizer"]["state"] = {
@@ -166,7 +165,7 @@ def test_a_failed_save_shows_nothing_and_leaves_the_old_commit(place: Path) -> N
 
 
 def test_a_save_that_never_finishes_shows_nothing(place: Path) -> None:
-    """As a process that is killed before DCP calls `finish`."""
+    """Like a process that is killed before DCP calls `finish`."""
     with ckptstore.open(place) as store:
         dcp.save({"a": torch.ones(3)}, storage_writer=StoreWriter(store))
         writer, planner = StoreWriter(store), DefaultSavePlanner()
@@ -219,7 +218,7 @@ def test_what_is_missing_is_said(place: Path) -> None:
 
 
 def test_another_dtype_is_converted_only_when_wanted(place: Path) -> None:
-    """DCP itself casts without a word."""
+    """DCP itself casts silently."""
     dcp.save({"a": torch.ones(3), "n": torch.arange(3)}, storage_writer=StoreWriter(place))
     with pytest.raises(CheckpointException, match=r"a was saved as float32.*cast=True"):
         dcp.load({"a": torch.zeros(3).half()}, storage_reader=StoreReader(place))
@@ -342,7 +341,7 @@ def test_a_dcp_directory_becomes_a_commit_and_a_directory_again(
         assert same(snap.state_dict(), state)
         assert (snap.step, snap.tags) == (3, ("imported",))
         dcp.save(state, storage_writer=StoreWriter(store))
-        assert store.checkout().content_id == snap.content_id  # the same, whichever way it came
+        assert store.checkout().content_id == snap.content_id  # the same for both ways to pass it
         store_to_dcp(snap, tmp_path / "again")
         with pytest.raises(Conflict):
             store_to_dcp(snap, tmp_path / "again")

@@ -1,5 +1,6 @@
-"""Processes without torch meet by places and a secret, and talk in rounds: strangers stay outside,
-and who is missing is named."""
+"""Processes without torch connect by addresses and a secret, and talk in rounds: strangers are
+refused, and missing ranks are named.
+"""
 
 import os
 import socket
@@ -20,23 +21,25 @@ T = TypeVar("T")
 SIZE = 3
 TIMEOUT_S = 30.0
 LARGE = 8 << 20
-"""More than the buffers of a socket take."""
+"""More than socket buffers hold."""
 
 
 class Company:
-    """`size` ranks on threads, as their workers would be in processes."""
+    """`size` ranks on threads, which stand for their workers' processes."""
 
     def __init__(self, size: int = SIZE) -> None:
         self.size = size
-        self.doors = [Listener() for _ in range(size)]
+        self.listeners = [Listener() for _ in range(size)]
         self.secret = os.urandom(32)
 
     def invitation(self, rank: int, secret: bytes | None = None) -> Invitation:
-        return Invitation(rank, [door.addresses for door in self.doors], secret or self.secret)
+        return Invitation(
+            rank, [listener.addresses for listener in self.listeners], secret or self.secret
+        )
 
     def peers(self, rank: int, timeout_s: float = TIMEOUT_S) -> Collective:
         return Collective(
-            self.doors[rank].meet(self.invitation(rank), timeout_s),
+            self.listeners[rank].connect(self.invitation(rank), timeout_s),
             rank,
             self.size,
             timeout_s,
@@ -44,21 +47,21 @@ class Company:
         )
 
     def each(self, work: Callable[[int], T]) -> list[T | BaseException]:
-        """What `work(rank)` returns or raises on each rank, side by side."""
+        """The result or error of `work(rank)` on each rank, in parallel."""
         with ThreadPoolExecutor(self.size) as threads:
             futures: list[Future[T]] = [threads.submit(work, rank) for rank in range(self.size)]
         return [future.exception() or future.result() for future in futures]
 
     def close(self) -> None:
-        for door in self.doors:
-            door.close()
+        for listener in self.listeners:
+            listener.close()
 
 
 def close(peers: Collective) -> None:
     peers._link.close()  # type: ignore[attr-defined]  # a socket link
 
 
-def test_ranks_meet_and_exchange_more_than_a_socket_buffers() -> None:
+def test_ranks_connect_and_exchange_more_than_a_socket_buffers() -> None:
     company = Company()
 
     def work(rank: int) -> bytes:
@@ -87,9 +90,9 @@ def test_ranks_meet_and_exchange_more_than_a_socket_buffers() -> None:
 
 
 def test_strangers_stay_outside() -> None:
-    """One who says nothing, one who says something else, and one who does not know the secret."""
+    """A silent stranger, one with other bytes, and one without the secret."""
     company = Company(2)
-    port = company.doors[0].addresses[0][1]
+    port = company.listeners[0].addresses[0][1]
 
     def work(rank: int) -> bytes:
         peers = company.peers(rank)
@@ -104,35 +107,35 @@ def test_strangers_stay_outside() -> None:
         strangers[1].sendall(b"GET / HTTP/1.1\r\nHost: here\r\n\r\n" + bytes(100))
         impostor = Listener()
         stack.callback(impostor.close)
-        meeting = threading.Thread(
+        connecting = threading.Thread(
             target=lambda: _refused(impostor, company.invitation(1, os.urandom(32)))
         )
-        meeting.start()
+        connecting.start()
         assert company.each(work) == [b"01"] * 2
-        meeting.join()
+        connecting.join()
         strangers[1].settimeout(TIMEOUT_S)
-        with suppress(ConnectionError):  # it was hung up on, perhaps with what it said unread
+        with suppress(ConnectionError):  # the connection was closed, perhaps with its bytes unread
             assert not strangers[1].recv(1)
 
 
-def _refused(door: Listener, invitation: Invitation) -> None:
+def _refused(listener: Listener, invitation: Invitation) -> None:
     with pytest.raises(Unavailable, match="rank 0 could not be reached"):
-        door.meet(invitation, 1.0)
+        listener.connect(invitation, 1.0)
 
 
 def test_who_never_came_is_named() -> None:
     company = Company()
 
     def work(rank: int) -> Any:
-        return company.doors[rank].meet(company.invitation(rank), 1.0) if rank else None
+        return company.listeners[rank].connect(company.invitation(rank), 1.0) if rank else None
 
-    company.doors[0].close()
+    company.listeners[0].close()
     _, first, second = company.each(work)
     assert isinstance(first, Unavailable) and "rank 0 could not be reached" in str(first)
     assert isinstance(second, Unavailable) and "rank 0 could not be reached" in str(second)
     company = Company(2)
     with pytest.raises(Unavailable, match="ranks 1 never called"):
-        company.doors[0].meet(company.invitation(0), 0.2)
+        company.listeners[0].connect(company.invitation(0), 0.2)
     company.close()
 
 
