@@ -20,6 +20,7 @@ from ckptstore import Busy, Cancelled, InvalidInput, Unavailable
 from ckptstore.commit import commit_queue
 from ckptstore.repository.thread_pool import ASIDE_NICE, ThreadPool
 from ckptstore.storage.direct_io_file import BLOCK_BYTES, DIRECT_FROM
+from ckptstore.store import internals_of
 from tests.commit.states import Gate, held_commit
 from tests.storage.test_direct_io import address_of, cached, takes_direct_writes
 
@@ -320,7 +321,7 @@ def test_what_was_copied_goes_to_the_disk_from_there_though_chunks_end_within_it
     with ckptstore.open(tmp_path / "store", threads=1) as store:
         monkeypatch.setattr(os, "pwritev", seen)
         store.commit_async({"t": tensor}).wait().verify()
-        (arena,) = store._async.pool._free
+        (arena,) = internals_of(store).async_commits.pool._free
     elsewhere = sum(
         nbytes
         for address, nbytes in written
