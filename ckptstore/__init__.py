@@ -25,7 +25,7 @@ from ckptstore.errors import (
 
 if TYPE_CHECKING:
     from ckptstore.commit.pending import CommitProgress
-    from ckptstore.committing import PendingCommit
+    from ckptstore.internals import PendingCommit
     from ckptstore.maintenance.retention import (
         KeepBest,
         KeepEverySteps,
@@ -79,7 +79,7 @@ _LATER = {
     "open_pointer": "ckptstore.pointer_api",
     "write_pointer": "ckptstore.pointer_api",
     "Store": "ckptstore.store",
-    "PendingCommit": "ckptstore.committing",
+    "PendingCommit": "ckptstore.internals",
     "CommitProgress": "ckptstore.commit.pending",
     "Snapshot": "ckptstore.snapshot",
     "StateDict": "ckptstore.state.stateful",

@@ -1,9 +1,9 @@
-"""How one comes by a `Store`: open it, make it, clone it."""
+"""Open, create or clone a store."""
 
 import os
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, suppress
-from typing import Any
+from typing import Any, TypedDict, Unpack
 
 from ckptstore.core.settings import Executor, OnFull, Settings
 from ckptstore.distributed.gloo import is_several
@@ -17,97 +17,125 @@ from ckptstore.repository.store_handle import StoreHandle
 from ckptstore.store import Store
 
 
+class OpenOptions(TypedDict, total=False):
+    """More arguments of `open`. None means the default.
+
+    `chunk_bytes` (a power of two, 1 MiB), `codec` (`raw` or `zstd`) and `private` (modes 0700 and
+    0600, whatever the umask) apply only to a store that this call makes.
+    """
+
+    chunk_bytes: int | None
+    codec: str | None
+    private: bool
+    on_full: OnFull | None
+    """On a full disk, `"raise"` raises `NoSpace`; `"gc"` collects forgotten commits and retries."""
+    threads: int | None
+    """Threads that hash, read and write; else `$CKPTSTORE_THREADS`, else by the processors."""
+    staging_bytes: int | None
+    """Memory for copies of asynchronous commits; else `$CKPTSTORE_STAGING_BYTES`, else half of what
+    is available at the first `commit_async`."""
+    max_in_flight: int | None
+    """Asynchronous commits under way at once; 1."""
+    executor: Executor | None
+    """`"process"` commits in a worker process, which shares no interpreter lock with training and
+    finishes its commit when the trainer dies."""
+    direct_io: bool | None
+    """Write large packs past the page cache of a local disk: always, never, or by default for
+    commits in the background."""
+    read_cache_bytes: int | None
+    """Disk space of this host for data read from a bucket; else `$CKPTSTORE_READ_CACHE_BYTES`."""
+    mirror_options: Mapping[str, Any] | None
+    """Storage options of `mirror`."""
+    mirror_index: str | None
+    """The database that has the log of `mirror`."""
+
+
 def open(
     place: str | os.PathLike[str],
     *,
     run: str | None = None,
     create: bool = True,
     read_only: bool = False,
-    chunk_bytes: int | None = None,
-    codec: str | None = None,
-    private: bool = False,
-    on_full: OnFull | None = None,
-    threads: int | None = None,
-    staging_bytes: int | None = None,
-    max_in_flight: int | None = None,
-    executor: Executor | None = None,
     storage_options: Mapping[str, Any] | None = None,
-    direct_io: bool | None = None,
     index: str | None = None,
-    read_cache_bytes: int | None = None,
     mirror: str | os.PathLike[str] | None = None,
     keep_local: Policy | Sequence[Policy] = (),
-    mirror_options: Mapping[str, Any] | None = None,
-    mirror_index: str | None = None,
+    **options: Unpack[OpenOptions],
 ) -> Store:
-    """Open the store at `place`, a directory or an fsspec URL; with `create`, make it where there
-    is nothing yet.
+    """Open the store at `place`; make it if there is nothing yet.
 
-    `run` groups the commits of one training run (default `$CKPTSTORE_RUN`, else `main`).
-    `chunk_bytes` (a power of two, default 1 MiB) and `codec` (`raw` or `zstd`) apply only to a
-    store that is made here, and so does `private`, which keeps everybody but its owner out: its
-    directories get the mode 0700 and its files 0600, whatever the umask of those who write them.
-    `index="postgresql+psycopg://USER@HOST/DATABASE"` makes a store whose log and catalog are in
-    that database, and is needed, or `$CKPTSTORE_INDEX`, to open one (docs/shared-store.md).
+    Args:
+        place: A directory or an fsspec URL.
+        run: Groups the commits of one training run; else `$CKPTSTORE_RUN`, else `main`.
+        create: Make a store where there is none.
+        read_only: Refuse commits and other changes.
+        storage_options: Options for fsspec, such as credentials.
+        index: `postgresql+psycopg://USER@HOST/DATABASE`, if a database has log and catalog; else
+            `$CKPTSTORE_INDEX` (docs/shared-store.md).
+        mirror: Another store, to which commits are uploaded in the background (docs/mirrors.md).
+        keep_local: Policies of commits that stay at `place` after the upload; default: all.
+        options: See `OpenOptions`.
 
-    `read_cache_bytes` (default `$CKPTSTORE_READ_CACHE_BYTES`, else 0) is how much of what is read
-    from a bucket this host keeps on its disk, for all its processes; a store in a directory needs
-    none.
+    Returns:
+        The store. Close it, or use it as a context manager.
 
-    `threads` (default `$CKPTSTORE_THREADS`, else by the processors) hash, read and write. With
-    `direct_io=True`, large packs are written past the page cache of a local disk: what others have
-    there stays, and the next restore on this host reads the disk. By default that is so for what is
-    committed in the background, where it saves processor time; with False, for nothing. On a full
-    disk a commit raises `NoSpace`, or with `on_full="gc"` collects what was forgotten and tries
-    once more. `staging_bytes` (default `$CKPTSTORE_STAGING_BYTES`, else half of what is available
-    at the first `commit_async`) is the memory that asynchronous commits may copy states to,
-    `max_in_flight` (default 1) how many may be under way. With `executor="process"` they are made
-    by a process of their own, which shares no interpreter lock with training and finishes its
-    commit when the trainer dies.
+    Raises:
+        NotFound: There is no store.
+        InvalidInput: `place` holds something else, or a store of a newer format.
+        Corrupt: `ckptstore.json` is damaged.
+        ReadOnly, Unavailable: The store cannot be made.
 
-    With `mirror`, another store (`mirror_options` are its storage options, `mirror_index` is the
-    database that has its log), commits are durable at `place` at once and uploaded in the
-    background (docs/mirrors.md). `keep_local` says which commits stay at `place` once they have
-    arrived there (default: all).
-
-    Raises `NotFound` if there is no store, `InvalidInput` if `place` holds something else or a
-    store of a newer format, `Corrupt` if `ckptstore.json` is damaged, `ReadOnly` or `Unavailable`
-    if it cannot be made.
+    Example:
+        >>> store = ckptstore.open("checkpoints", run="pretrain", threads=8)
     """
+    mirror_options = options.pop("mirror_options", None)
+    mirror_index = options.pop("mirror_index", None)
+    given = dict(storage_options) if storage_options is not None else None
     settings = Settings.of(
         run=run,
         create=create,
         read_only=read_only,
-        chunk_bytes=chunk_bytes,
-        codec=codec,
-        private=private,
-        on_full=on_full,
-        threads=threads,
-        staging_bytes=staging_bytes,
-        max_in_flight=max_in_flight,
-        executor=executor,
-        storage_options=None if storage_options is None else dict(storage_options),
-        direct_io=direct_io,
+        storage_options=given,
         index=index,
-        read_cache_bytes=read_cache_bytes,
+        **_known(options),
     )
-    if mirror is not None and is_several(None):
+    if mirror is None:
+        return Store(_open_or_make(place, settings), settings)
+    like_mirror = options.get("chunk_bytes") is None and options.get("codec") is None
+    return _open_mirrored(
+        place, settings, os.fspath(mirror), keep_local, mirror_options, mirror_index, like_mirror
+    )
+
+
+def _known(options: Mapping[str, Any]) -> dict[str, Any]:
+    """`options`. Raises `TypeError` for a name that `open` does not take, as Python does."""
+    if unknown := sorted(set(options) - set(OpenOptions.__annotations__)):
+        raise TypeError(f"open() got an unexpected keyword argument {unknown[0]!r}")
+    return dict(options)
+
+
+def _open_mirrored(
+    place: str | os.PathLike[str],
+    settings: Settings,
+    mirror: str,
+    keep_local: Policy | Sequence[Policy],
+    mirror_options: Mapping[str, Any] | None,
+    mirror_index: str | None,
+    like_mirror: bool,
+) -> Store:
+    if is_several(None):
         raise InvalidInput(
             "mirror= is for one process; with several ranks open without it, and let one rank call "
             "store.mirror(to=…)"
         )
-    if mirror is not None and chunk_bytes is None and codec is None:
+    if like_mirror:
         settings = _like_mirror(settings, mirror, mirror_options, mirror_index)
-    handle = _find_or_make(place, settings)
-    if not read_only:
-        handle.warm()
-    tier = None
-    if mirror is not None and not read_only:
-        keep = (keep_local,) if isinstance(keep_local, Policy) else tuple(keep_local)
-        own = StoreHandle(place, storage_options=settings.storage_options, index=index)
-        tier = Tier(
-            own, os.fspath(mirror), keep=keep, storage_options=mirror_options, index=mirror_index
-        )
+    handle = _open_or_make(place, settings)
+    if settings.read_only:
+        return Store(handle, settings)
+    keep = (keep_local,) if isinstance(keep_local, Policy) else tuple(keep_local)
+    own = StoreHandle(place, storage_options=settings.storage_options, index=settings.index)
+    tier = Tier(own, mirror, keep=keep, storage_options=mirror_options, index=mirror_index)
     return Store(handle, settings, tier)
 
 
@@ -117,8 +145,7 @@ def _like_mirror(
     storage_options: Mapping[str, Any] | None,
     index: str | None,
 ) -> Settings:
-    """Settings with which a store that is made now can be uploaded to `mirror`, if that is
-    there."""
+    """Settings of a new store with the chunks and codec of `mirror`, if that exists."""
     try:
         with other_end(
             mirror, read_only=True, storage_options=storage_options, index=index
@@ -142,11 +169,10 @@ def clone(
     to_index: str | None = None,
     progress: Progress = silent,
 ) -> Store:
-    """A new store at `to` with every commit and tag of the one at `source`, opened for `run`. A
-    clone that was interrupted is completed.
+    """Make a store at `to` with every commit and tag of the one at `source`, and open it for `run`.
 
-    `storage_options` and `index`, the database that has its log, are for `source`, `to_options` and
-    `to_index` for `to`. Raises as `Store.pull` does.
+    Repeat an interrupted clone to complete it. `storage_options` and `index`, the database of the
+    log, are those of `source`; `to_options` and `to_index` those of `to`. Raises as `Store.pull`.
     """
     settings = Settings.of(run=run, storage_options=dict(to_options or {}), index=to_index)
     with (
@@ -167,9 +193,9 @@ def clone(
         return store
 
 
-def _find_or_make(place: str | os.PathLike[str], settings: Settings) -> StoreHandle:
+def _open_or_make(place: str | os.PathLike[str], settings: Settings) -> StoreHandle:
     def opened() -> StoreHandle:
-        return StoreHandle(
+        handle = StoreHandle(
             place,
             read_only=settings.read_only,
             storage_options=settings.storage_options,
@@ -177,13 +203,16 @@ def _find_or_make(place: str | os.PathLike[str], settings: Settings) -> StoreHan
             index=settings.index,
             read_cache_bytes=settings.read_cache_bytes,
         )
+        if not settings.read_only:
+            handle.warm()
+        return handle
 
     try:
         return opened()
     except NotFound:
         if not settings.create or settings.read_only:
             raise
-    with suppress(Conflict):  # another process made it at the same time: open that one
+    with suppress(Conflict):  # another process made it at the same time
         init_store(
             place,
             chunk_bytes=settings.chunk_bytes,

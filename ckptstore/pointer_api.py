@@ -11,7 +11,7 @@ from ckptstore.objects.pointer_files import Pointer, read_pointer
 from ckptstore.objects.pointer_files import write_pointer as write_file
 from ckptstore.open_store import open
 from ckptstore.repository.resolve_ref import AnyRef
-from ckptstore.snapshot import Snapshot
+from ckptstore.snapshot import Snapshot, contents_of
 from ckptstore.store import Store
 
 
@@ -47,7 +47,7 @@ def open_pointer(
             snapshot = store.checkout(pointer.id)
         except NotFound as error:
             raise pointer.without_store(path, error) from error
-        snapshot.close_with(store.close)
+        contents_of(snapshot).on_close = store.close
         undo.pop_all()
         return snapshot
 

@@ -1,5 +1,4 @@
-"""Those who make and read the commits of one store: each is engaged when it is first needed, and
-all are let go together."""
+"""Lazily created committers, readers and thread pools of one store, closed together."""
 
 from functools import cached_property
 
@@ -14,18 +13,19 @@ from ckptstore.repository.thread_pool import ThreadPool
 from ckptstore.restore.reader import Reader
 
 REMOTE_READS = 8
-"""So many reads from a bucket are under way at once, whatever the number of processors: they wait
-for the network."""
+"""Least number of concurrent reads from a bucket. They wait for the network, not for processors."""
 
 
 class StoreRuntime:
-    """By one process or by many ranks (`ranks`); while the caller waits, or `aside`, which gives
-    way to training."""
+    """Committers that the caller waits for, and `background_…` ones with low priority.
+
+    A property creates its object at the first use. `close` ends their use.
+    """
 
     def __init__(self, handle: StoreHandle, settings: Settings) -> None:
         self._handle, self._settings = handle, settings
         self._where = handle.config, handle.objects, handle.log
-        self.threads, self._aside = (
+        self.threads, self._background = (
             ThreadPool(settings.threads),
             ThreadPool(settings.threads, aside=True),
         )
@@ -33,23 +33,25 @@ class StoreRuntime:
         self._reading = ThreadPool(max(settings.threads, REMOTE_READS)) if slow else self.threads
 
     @cached_property
-    def one(self) -> Committer:
+    def committer(self) -> Committer:
         return Committer(*self._where, self.threads)
 
     @cached_property
     def background_committer(self) -> Committer:
-        return Committer(*self._where, self._aside)
+        return Committer(*self._where, self._background)
 
     @cached_property
-    def ranks(self) -> RanksCommitter:
+    def ranks_committer(self) -> RanksCommitter:
         return RanksCommitter(*self._where, self.threads)
 
     @cached_property
     def background_ranks_committer(self) -> RanksCommitter:
-        return RanksCommitter(*self._where, self._aside)
+        return RanksCommitter(*self._where, self._background)
 
     @cached_property
-    def parts(self) -> PartsCommitter:
+    def parts_committer(self) -> PartsCommitter:
+        """For commits whose parts another library's ranks write: `open` and `write`, then
+        `publish` within `StoreInternals.commit_external`."""
         return PartsCommitter(*self._where, self.threads)
 
     @cached_property
@@ -66,15 +68,15 @@ class StoreRuntime:
 
     @property
     def worker_pid(self) -> int | None:
-        """The process of the hired; None while nobody is."""
+        """Process id of the worker process; None while there is none."""
         return self._worker_client.pid if "_worker_client" in self.__dict__ else None
 
-    def release(self) -> None:
-        """None of them may be asked any more."""
+    def close(self) -> None:
+        """Stop the worker process and the threads."""
         if "_worker_client" in self.__dict__:
             self._worker_client.release()
         self.threads.close()
-        self._aside.close()
+        self._background.close()
         self._reading.close()
 
     @cached_property

@@ -1,33 +1,33 @@
-"""What `checkout` returns: a read handle on one commit."""
+"""Read one commit: restore it, or read some of its leaves."""
 
 from collections.abc import Callable, Iterable, Mapping, MutableMapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from datetime import UTC, datetime
+from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, cast
 
-from ckptstore.core.geometry import box_of_region
+from ckptstore.contents import CommitContents, Leaf, Region, box_of, leaf_of
 from ckptstore.core.globs import selector
 from ckptstore.core.ids import CommitId
-from ckptstore.core.model import Box, CommitDocument, Shape
-from ckptstore.core.text import near
+from ckptstore.core.model import Box
+from ckptstore.core.text import bytes_text
 from ckptstore.distributed.broadcast import Broadcast
 from ckptstore.distributed.collective import TIMEOUT_S
 from ckptstore.distributed.gloo import collective_of
 from ckptstore.distributed.rank_view import RankView, own_trees, tree_of_rank
 from ckptstore.distributed.restore import Common, check_loaders, restore_together
 from ckptstore.distributed.shared_verification import SharedVerification
-from ckptstore.errors import InvalidInput, NotFound
+from ckptstore.errors import InvalidInput
 from ckptstore.objects.documents import Layout
 from ckptstore.restore.inflate_commit import Select, assemble, selected, whole
 from ckptstore.restore.mmap import Unmappable
-from ckptstore.restore.reader import Destination, Reader, ReadRequest, Tree
+from ckptstore.restore.reader import Reader, ReadRequest, Tree
 from ckptstore.restore.restore import RestoreOperation, RestoreOptions, RestoreReport
 from ckptstore.state import dtype_cast, tensors
 from ckptstore.state.flatten import check_app_state
 from ckptstore.state.inflate import inflate_leaf
 from ckptstore.state.optimizer_ids import unnamed
-from ckptstore.state.paths import segment
 
 if TYPE_CHECKING:
     import torch
@@ -36,47 +36,24 @@ if TYPE_CHECKING:
     from ckptstore.state.renaming import Rename
 
 
-Region = tuple[slice | int, ...] | slice | int
-"""A part of a tensor: slices of step 1 and integers, as in an index."""
-
-
-@dataclass(frozen=True, slots=True)
-class Leaf:
-    """One leaf of a commit: `kind` is `tensor`, `value` or `bytes`; `dtype` and `shape` are of
-    tensors; `nbytes` its raw bytes."""
-
-    path: str
-    kind: str
-    dtype: str
-    shape: Shape
-    nbytes: int
-    alias_of: str | None
-
-
 class Snapshot:
-    """A read handle on one commit. Holds nothing in the store; threads may share it.
+    """A read handle on one commit. It holds no lock or file of the store; threads may share it.
 
-    `stats` says what the commit cost, on the snapshot that `commit` returned; None on one from
-    `checkout`.
+    `stats` has the cost of the commit on the snapshot that `commit` returned, else None.
     """
 
     def __init__(
         self,
-        reader: Reader,
-        commit: CommitId,
-        document: CommitDocument,
+        contents: CommitContents,
         *,
         tags: tuple[str, ...] = (),
         stats: "CommitStats | None" = None,
-        restoring: Callable[[], None] = lambda: None,
         restored: Callable[[CommitId], None] = lambda commit: None,
     ) -> None:
-        self._reader = reader
-        self._document = document
-        self._restoring, self._restored = restoring, restored
-        self._closing: Callable[[], None] = lambda: None
-        self._read_trees: dict[str, Tree] = {}
-        self.id = commit
+        self._contents = contents
+        self._document = contents.document
+        self._restored = restored
+        self.id = contents.commit
         self.tags = tags
         self.stats = stats
 
@@ -95,14 +72,22 @@ class Snapshot:
     ) -> None:
         self.close()
 
-    def close(self) -> None:
-        """Close the store if it was opened for this snapshot alone (`ckptstore.open_pointer`);
-        nothing else is held. Idempotent."""
-        self._closing()
+    def __str__(self) -> str:
+        lines = [
+            f"commit   {self.id}",
+            f"run      {self.run}",
+            f"step     {'-' if self.step is None else self.step}",
+            f"time     {self.time:%Y-%m-%d %H:%M:%S} UTC",
+            f"tags     {', '.join(self.tags) or '-'}",
+            f"metrics  {', '.join(f'{k}={v:g}' for k, v in self.metrics.items()) or '-'}",
+            f"keys     {', '.join(self.keys())}",
+            f"size     {bytes_text(self.logical_bytes)}, {bytes_text(self.new_bytes)} new",
+        ]
+        return "\n".join(lines + [f"message  {self.message}"] * bool(self.message))
 
-    def close_with(self, closing: Callable[[], None]) -> None:
-        """Have `close` call `closing`, which may be called again."""
-        self._closing = closing
+    def close(self) -> None:
+        """Close the store if `ckptstore.open_pointer` opened it for this snapshot. Idempotent."""
+        self._contents.on_close()
 
     @property
     def run(self) -> str:
@@ -131,7 +116,7 @@ class Snapshot:
 
     @property
     def content_id(self) -> str:
-        """Equal for equal states, whatever their step, run or number of ranks."""
+        """Equal for equal states, independent of step, run and number of ranks."""
         return self._document.content
 
     @property
@@ -141,57 +126,52 @@ class Snapshot:
 
     @property
     def new_bytes(self) -> int:
-        """What the store's packs grew by when this was committed."""
+        """Bytes that this commit added to the packs of the store."""
         return self._document.new_bytes
 
     def keys(self) -> list[str]:
         """The keys of the application state, in order."""
-        return [key for key, _ in self._document.trees]
+        return self._contents.keys
 
     @property
     def layout(self) -> Layout | None:
-        """How the ranks that made the commit held its leaves; None for a commit of one."""
-        return self._reader.layout(self._document)
+        """The leaves that each committing rank held; None for a commit of one process."""
+        return self._contents.layout
 
     def only(self, keys: Iterable[str]) -> "Snapshot":
-        """This commit as if it had no keys but `keys`; those that it does not have are ignored."""
+        """This commit restricted to `keys`. Keys that it does not have are ignored."""
         if isinstance(keys, str) or not isinstance(keys, Iterable):
             raise InvalidInput(
                 f"only({keys!r:.80}): wanted names of keys, such as "
                 f"only([{next(iter(self.keys()), 'model')!r}])"
             )
-        kept = frozenset(keys)
-        return self._narrowed(
-            {key: tree for key, tree in self._read_trees.items() if key in kept}, kept
-        )
+        return self._narrowed(frozenset(keys))
 
     def of_rank(self, rank: int) -> "Snapshot":
-        """This commit as `rank` had it: what is each rank's own is that rank's, under the path it
-        had there; what only others have of their own is left out."""
+        """This commit as `rank` saw it: shared leaves, and its own under their paths on that rank.
+        Leaves that only other ranks have are left out."""
         trees = {
             key: own
-            for key, tree in self.trees.items()
+            for key, tree in self._trees.items()
             if (own := tree_of_rank(tree, rank)) is not None
         }
-        return self._narrowed(trees, frozenset(trees))
+        return self._narrowed(frozenset(trees), trees)
 
     def numbered(self) -> "Snapshot":
-        """This commit with the states of optimizers as torch's `state_dict` gives them: parameters
-        by number, not by name. Paths, with which `read` and `select` are told what is meant, stay
-        what they are."""
-        schemas = {
-            key: replace(tree.schema, skeleton=unnamed(tree.schema.skeleton))
-            for key, tree in self.trees.items()
+        """This commit with optimizer states as in torch's `state_dict`: parameters by number
+        instead of name. Paths for `read` and `select` stay the same."""
+        trees = {
+            key: replace(tree, schema=replace(tree.schema, skeleton=unnamed(tree.schema.skeleton)))
+            for key, tree in self._trees.items()
         }
-        trees = {key: replace(self.trees[key], schema=schema) for key, schema in schemas.items()}
-        return self._narrowed(trees, frozenset(trees))
+        return self._narrowed(frozenset(trees), trees)
 
     def leaves(self, select: Select = "*") -> list[Leaf]:
-        """The leaves that the glob `select` (or one of several) matches, in order: by their path,
-        in full or below their key."""
+        """The leaves that match `select`, a glob or several, in order. A glob matches the full path
+        or the part below its key."""
         is_selected = selector(select)
-        numbered = ((tree, i) for tree in self.trees.values() for i in range(len(tree.schema)))
-        return [_leaf(tree, i) for tree, i in numbered if is_selected(tree.schema.paths[i])]
+        numbered = ((tree, i) for tree in self._trees.values() for i in range(len(tree.schema)))
+        return [leaf_of(tree, i) for tree, i in numbered if is_selected(tree.schema.paths[i])]
 
     def restore(
         self,
@@ -208,64 +188,60 @@ class Snapshot:
         broadcast: bool | None = None,
         timeout_s: float = TIMEOUT_S,
     ) -> RestoreReport:
-        """Bring `app_state` to what was committed, in place: no tensor is allocated that the target
-        already has.
+        """Restore `app_state` to this commit, in place: existing tensors are filled, not replaced.
 
-        Objects with `load_state_dict` are handed their state; in plain containers tensors are
-        filled where they stand, other values are replaced, and what only the commit has is added.
-        With `strict`, a key or a module's leaf that only one side has, or a tensor that the commit
-        lacks, raises `InvalidInput` before anything is touched; without it, the report lists both.
-        A shape or dtype that differs always raises. After an error while reading (`Corrupt`,
-        `Unavailable`), the target's tensors may hold bytes of both states.
+        After an error while reading, tensors may hold bytes of both states. With several ranks,
+        all of them call this, and an error on one raises on all (docs/distributed.md).
 
-        `select`, a glob or several, restores the leaves that match (their path in the commit, in
-        full or below its key) and leaves everything else in `app_state` as it is. `rename` maps
-        prefixes of paths to others, `{"old.": "new."}`, or is a function from path to path; two
-        leaves for one target, and a prefix that no path has, are `InvalidInput`. With `dtype`,
-        floating leaves are converted where the target has a tensor of that dtype; what has no
-        target, or one of its own dtype, stays as it was committed. Buffers beside `app_state` stay
-        within `memory_budget_bytes`; without it, within what the host can spare. docs/partial.md
-        has examples.
+        Args:
+            app_state: Objects with `load_state_dict()`, or plain containers, by name.
+            strict: Refuse keys and leaves that only one side has; otherwise report them.
+            select: Restore only leaves that match a glob, or several (docs/partial.md).
+            rename: Prefixes of paths, `{"old.": "new."}`, or a function from path to path.
+            dtype: Convert floating leaves where the target has a tensor of this dtype.
+            memory_budget_bytes: Limit for buffers; default: what the host can spare.
+            allow_pickle: Unpickle values that were pickled; that can run any code.
+            process_group, timeout_s: The ranks, and the longest wait for one.
+            private: Rank whose private leaves a rank takes, by rank; default: its own number.
+            broadcast: Read shared chunks once and send them; default: for remote stores.
 
-        Where torch.distributed is initialized with several ranks, all of them (of `process_group`,
-        if given) restore together, however many committed: each reads the boxes that its own
-        tensors have, and what fails on one rank raises on all. `process_group="alone"` restores
-        this process by itself. What was private to a rank goes to the rank of that number;
-        `private` maps other ranks to those whose they take. With `broadcast`, a chunk that several
-        ranks need is read by one of them, which sends it to the others; without a word, where the
-        store is in a bucket. All ranks must say the same, else each reads what it needs.
+        Returns:
+            Leaves that were missing or unexpected, and the bytes read.
+
+        Raises:
+            InvalidInput: `app_state` does not fit; nothing was changed.
+            Corrupt, Unavailable: A chunk is damaged or cannot be read.
+
+        Example:
+            >>> store.checkout("latest").restore({"model": model})
         """
         options = RestoreOptions(strict, allow_pickle, select, rename, dtype, memory_budget_bytes)
         peers = collective_of(process_group, timeout_s)
-        viewer = RankView(peers.rank if peers else 0, peers.size if peers else 1, private or {})
-
-        def begin() -> RestoreOperation:
-            check_app_state(app_state)
-            self._restoring()
-            check_loaders(self.trees, app_state, viewer)
-            own = own_trees(self.trees, viewer, strict=strict)
-            return RestoreOperation(self._reader, self.id, own, app_state, options)
-
-        def common_of(restoring: RestoreOperation) -> Common:
-            common = (
-                Broadcast
-                if (self._reader.remote if broadcast is None else broadcast)
-                else SharedVerification
-            )
-            return common(
-                self._reader,
-                restoring.reading,
-                b"".join(c.ids for tree in self.trees.values() for c in tree.contents),
-            )
-
+        view = RankView(peers.rank if peers else 0, peers.size if peers else 1, private or {})
+        begin = partial(self._begin_restore, app_state, view, options)
         if peers:
-            restoring = restore_together(peers, self.id, begin, common_of)
+            operation = restore_together(peers, self.id, begin, partial(self._common, broadcast))
         else:
-            restoring = begin()
-            restoring.read()
-            restoring.finish()
+            operation = begin()
+            operation.read()
+            operation.finish()
         self._restored(self.id)
-        return restoring.report
+        return operation.report
+
+    def _begin_restore(
+        self, app_state: MutableMapping[str, Any], view: RankView, options: RestoreOptions
+    ) -> RestoreOperation:
+        check_app_state(app_state)
+        self._contents.before_write()
+        check_loaders(self._trees, app_state, view)
+        own = own_trees(self._trees, view, strict=options.strict)
+        return RestoreOperation(self._reader, self.id, own, app_state, options)
+
+    def _common(self, broadcast: bool | None, operation: RestoreOperation) -> Common:
+        """How ranks share the reading: one reads and sends, or each reads and verifies a part."""
+        sends = self._reader.remote if broadcast is None else broadcast
+        ids = b"".join(c.ids for tree in self._trees.values() for c in tree.contents)
+        return (Broadcast if sends else SharedVerification)(self._reader, operation.reading, ids)
 
     def read(
         self,
@@ -276,31 +252,28 @@ class Snapshot:
         memory_budget_bytes: int | None = None,
         allow_pickle: bool = False,
     ) -> Any:
-        """One leaf by its path. `region` takes a part of a tensor (slices of step 1 and integers),
-        and only the chunks it needs are read.
+        """Read one leaf by its path.
 
-        With `dtype`, a floating tensor comes back converted, chunk by chunk; others are left alone.
-        Buffers beside the result stay within `memory_budget_bytes`. Raises `NotFound` for a path
-        that the commit does not have and `InvalidInput` for a region that does not fit.
+        `region` takes part of a tensor; only the chunks it needs are read. With `dtype`, a
+        floating tensor is converted chunk by chunk. Raises `NotFound` for an unknown path and
+        `InvalidInput` for a region that does not fit.
         """
-        tree, i = self._find(path)
+        tree, i = self._contents.find(path)
         if tree.schema.kinds[i] != "tensor":
             if region is not None:
                 raise InvalidInput(
                     f"{path} is a {tree.schema.kinds[i]}, which has no regions; read it whole"
                 )
-            data = self._reader.leaf_bytes(
-                tree, i, self.id, memory_budget_bytes=memory_budget_bytes
-            )
+            data = self._contents.leaf_bytes(tree, i, memory_budget_bytes=memory_budget_bytes)
             return inflate_leaf(tree.schema, i, data, allow_pickle=allow_pickle)
-        box, shape = _box(tree, i, region)
-        tree.check(i)  # before memory is taken for a shape that may be damaged
+        box, shape = box_of(tree, i, region)
+        tree.check(i)  # before memory is allocated for a shape that may be damaged
         committed = tree.schema.dtypes[i]
         converted = dtype is not None and dtype_cast.converts(committed, dtype_cast.checked(dtype))
         out = tensors.empty(
             tensors.DTYPE_NAMES[dtype] if dtype is not None and converted else committed, shape
         )
-        self._land(tree, i, box, out, memory_budget_bytes)
+        self._read_tensor(tree, i, box, out, memory_budget_bytes)
         return out
 
     def read_into(
@@ -312,22 +285,22 @@ class Snapshot:
         dtype: "torch.dtype | None" = None,
         memory_budget_bytes: int | None = None,
     ) -> None:
-        """As `read`, into a tensor that is there: on any device, with any strides, as long as no
-        two elements share memory.
+        """As `read`, into an existing tensor on any device, with any strides.
 
-        Raises `InvalidInput` unless the tensor has the shape and the dtype of what is read; with
-        `dtype`, the tensor's own, floats are converted to it. After an error while reading, the
-        tensor may hold some new bytes and some old.
+        No two of its elements may share memory.
+
+        Raises `InvalidInput` if shape or dtype differ; with `dtype`, the tensor's own, floats are
+        converted. After an error while reading, the tensor may hold new and old bytes.
         """
         if not tensors.is_tensor(tensor):
             raise InvalidInput(
                 f"read_into got a {type(tensor).__name__} in the place of the tensor: "
                 "read_into(tensor, path)"
             )
-        tree, i = self._find(path)
+        tree, i = self._contents.find(path)
         if tree.schema.kinds[i] != "tensor":
             raise InvalidInput(f"{path} is a {tree.schema.kinds[i]}, no tensor; use read")
-        box, shape = _box(tree, i, region)
+        box, shape = box_of(tree, i, region)
         committed = tree.schema.dtypes[i]
         converted = (
             dtype is not None
@@ -350,48 +323,20 @@ class Snapshot:
                 f"{path} cannot be read into a tensor without memory of its own for each element; "
                 "use read, and copy"
             )
-        self._restoring()
-        self._land(tree, i, box, tensor, memory_budget_bytes)
-
-    def send(
-        self, destinations: Mapping[str, Destination], *, memory_budget_bytes: int | None = None
-    ) -> None:
-        """Bring the raw bytes of leaves, by their paths, to where they go: verified, and in no
-        order.
-
-        Raises `NotFound` for a path that the commit does not have.
-        """
-        found = {path: self._find(path) for path in destinations}
-        self._restoring()
-        wanted = [
-            ReadRequest(*found[path], destination) for path, destination in destinations.items()
-        ]
-        self._reader.read(wanted, self.id, memory_budget_bytes=memory_budget_bytes)
-
-    def land(self, wanted: "Iterable[tuple[Tree, int, Destination, Box | None]]") -> None:
-        """Bring leaves of `trees` by their numbers, or boxes of them, to where they go: verified,
-        and in no order."""
-        self._restoring()
-        self._reader.read([ReadRequest(*each) for each in wanted], self.id)
-
-    def leaf_bytes(self, tree: Tree, number: int) -> bytes:
-        """All bytes of a leaf of `trees`, verified: of a value or of bytes."""
-        return self._reader.leaf_bytes(tree, number, self.id)
+        self._contents.before_write()
+        self._read_tensor(tree, i, box, tensor, memory_budget_bytes)
 
     def open(self, path: str, *, verify: bool = False) -> "torch.Tensor":
-        """One tensor, mapped into memory instead of read: its pages come from the packs when they
-        are touched.
+        """Map one tensor into memory. Its pages are read from the packs on first access.
 
-        Writing to it changes this process's copy of the page and no file (torch has no read-only
-        tensors). The tensor outlives the store object and a `gc` that deletes its packs. This is
-        the one read that is not verified; `verify=True` reads it all and is.
+        Writes change this process's copy and no file. The tensor outlives the store object and a
+        `gc`. Its bytes are not verified unless `verify` reads them all.
 
-        Raises `InvalidInput`, and `read` is the way, for a leaf that is stored compressed, that was
-        committed in shards which do not lie one behind the other, or whose parts do not meet at
-        page boundaries, and where the store is no local directory; `Corrupt` if verification fails
-        or a pack is too short; `NotFound` for a path that the commit does not have.
+        Raises `InvalidInput` for a leaf that cannot be mapped (compressed, in shards that are not
+        adjacent, not at page boundaries, or in a remote store): use `read`. Raises `Corrupt` if
+        verification fails or a pack is too short, `NotFound` for an unknown path.
         """
-        tree, i = self._find(path)
+        tree, i = self._contents.find(path)
         if tree.schema.kinds[i] != "tensor":
             raise InvalidInput(f"{path} is a {tree.schema.kinds[i]}, no tensor; use read")
         if tree.content(i).inline is not None:
@@ -412,19 +357,24 @@ class Snapshot:
         memory_budget_bytes: int | None = None,
         allow_pickle: bool = False,
     ) -> Any:
-        """The nested state of one key of the application state (of all keys without `key`), freshly
-        allocated.
+        """The nested state of one key, or of all keys by name, in new memory.
 
-        Tensors that shared memory when they were committed share it again. `select`, a glob or
-        several, takes only the leaves that match, and only they are read; containers that hold none
-        are left out, and in a list, a tuple, a namedtuple or a dataclass None stands for what is.
-        With `dtype`, floating tensors come back converted, chunk by chunk. With `mmap`, tensors are
-        mapped as by `open`, not verified, and those that cannot be mapped are read:
-        `model.load_state_dict(snap.state_dict("model", mmap=True), assign=True)`. Buffers beside
-        the result stay within `memory_budget_bytes`.
+        Tensors that shared memory when they were committed share it again.
 
-        Raises `NotFound` for a key that the commit does not have and for a selection that nothing
-        matches.
+        Args:
+            key: A key of the application state; default: all.
+            select: Take only leaves that match a glob, or several. Empty containers are left out;
+                None replaces an omitted item of a list, a tuple or a dataclass.
+            dtype: Convert floating tensors, chunk by chunk.
+            mmap: Map tensors as `open` does, unverified, and read those that cannot be mapped.
+            memory_budget_bytes: Limit for buffers beside the result.
+            allow_pickle: Unpickle values that were pickled; that can run any code.
+
+        Raises:
+            NotFound: The commit has no such key, or nothing matches `select`.
+
+        Example:
+            >>> model.load_state_dict(snap.state_dict("model", mmap=True), assign=True)
         """
         if mmap and dtype is not None:
             raise InvalidInput(
@@ -432,7 +382,7 @@ class Snapshot:
             )
         if dtype is not None:
             dtype_cast.checked(dtype)
-        trees = self.trees if key is None else {key: self._tree(key)}
+        trees = self._trees if key is None else {key: self._contents.tree(key)}
         views = whole(trees) if select is None else selected(trees, select, self.id)
         states = {
             name: assemble(
@@ -449,67 +399,27 @@ class Snapshot:
         return states if key is None else states[key]
 
     def verify(self) -> None:
-        """Read every chunk of the commit and compare it with its id; raises `Corrupt` or `NotFound`
-        for the first that fails."""
-        for tree in self.trees.values():
+        """Read and verify every chunk. Raises `Corrupt` or `NotFound` for the first that fails."""
+        for tree in self._trees.values():
             self._reader.verify(tree, self.id)
 
     @property
-    def trees(self) -> dict[str, Tree]:
-        """Schema and content of each key: what the commit consists of, without its bytes."""
-        if len(self._read_trees) < len(self._document.trees):
-            self._read_trees.update(self._reader.trees(self._document.trees))
-        return {key: self._read_trees[key] for key in self.keys()}
+    def _reader(self) -> Reader:
+        return self._contents.reader
 
-    def _narrowed(self, trees: dict[str, Tree], keys: frozenset[str]) -> "Snapshot":
-        document = replace(
-            self._document, trees=tuple(each for each in self._document.trees if each[0] in keys)
-        )
-        narrowed = Snapshot(
-            self._reader,
-            self.id,
-            document,
+    @property
+    def _trees(self) -> dict[str, Tree]:
+        return self._contents.trees
+
+    def _narrowed(self, keys: frozenset[str], trees: dict[str, Tree] | None = None) -> "Snapshot":
+        return Snapshot(
+            self._contents.narrowed(keys, trees),
             tags=self.tags,
             stats=self.stats,
-            restoring=self._restoring,
             restored=self._restored,
         )
-        narrowed._read_trees = trees
-        return narrowed
 
-    def _tree(self, key: str) -> Tree:
-        if key not in self._read_trees:
-            ref = dict(self._document.trees).get(key)
-            if ref is None:
-                raise NotFound(
-                    f"commit {self.id[:12]} has no key {key!r}; it has {', '.join(self.keys())}"
-                )
-            self._read_trees[key] = self._reader.tree(key, ref)
-        return self._read_trees[key]
-
-    def _find(self, path: str) -> tuple[Tree, int]:
-        """The leaf's tree, the only one that is looked at, and its number there."""
-        if not isinstance(path, str):
-            raise InvalidInput(
-                f"{type(path).__name__} {path!r:.80} is no path of a leaf; wanted a string such as "
-                f"{self._example()!r}"
-            )
-        key = next((key for key in self.keys() if segment(key) == path.partition("/")[0]), None)
-        tree = None if key is None else self._tree(key)
-        if tree is not None and path in tree.numbers:
-            return tree, tree.numbers[path]
-        paths = [p for tree in self.trees.values() for p in tree.schema.paths]
-        raise NotFound(
-            f"commit {self.id[:12]} has no leaf {path!r}{near(path, paths)}; `ckptstore ls "
-            f"{self.id[:12]}` lists them"
-        )
-
-    def _example(self) -> str:
-        return next(
-            (path for tree in self.trees.values() for path in tree.schema.paths), "model/weight"
-        )
-
-    def _land(
+    def _read_tensor(
         self,
         tree: Tree,
         i: int,
@@ -521,28 +431,6 @@ class Snapshot:
         self._reader.read([wanted], self.id, memory_budget_bytes=memory_budget_bytes)
 
 
-def _box(tree: Tree, i: int, region: Region | None) -> tuple[Box | None, Shape]:
-    """The box that a region names, None for the whole leaf, and the shape of the result."""
-    shape, path = tree.schema.shapes[i], tree.schema.paths[i]
-    if region is None:
-        return None, shape
-    try:
-        return box_of_region(shape, region if isinstance(region, tuple) else (region,))
-    except (ValueError, IndexError, TypeError) as error:
-        raise InvalidInput(
-            f"region of {path}: {error}; the leaf's shape is {tuple(shape)}"
-        ) from error
-
-
-def _leaf(tree: Tree, i: int) -> Leaf:
-    schema = tree.schema
-    alias = schema.aliases[i]
-    nbytes = 0 if alias >= 0 else tree.raw_bytes(i)
-    return Leaf(
-        schema.paths[i],
-        schema.kinds[i],
-        schema.dtypes[i],
-        schema.shapes[i],
-        nbytes,
-        schema.paths[alias] if alias >= 0 else None,
-    )
+def contents_of(snapshot: Snapshot) -> CommitContents:
+    """What `snapshot` reads, for other rooms of this package."""
+    return snapshot._contents

@@ -1,52 +1,65 @@
-"""The store as training code sees it: commit, checkout, resume, tag, look."""
+"""Use a store in training: commit, restore, resume, tag and look.
+
+Maintenance is in `maintenance_api`, opening in `open_store`.
+"""
 
 import logging
-from collections.abc import Mapping, MutableMapping
-from contextlib import ExitStack
+import signal
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Literal, Self
 
-from ckptstore.committing import Committing
+from ckptstore.commit.async_commit import AsyncOptions, Overlap, Staging
+from ckptstore.commit.commit_metadata import label_of
+from ckptstore.commit.pending import CommitProgress
+from ckptstore.commit.schedule import Schedule, rule_of
 from ckptstore.core.ids import CommitId, check_run, check_tag
 from ckptstore.core.model import CommitInfo
 from ckptstore.core.refs import Latest, parse_ref
 from ckptstore.core.settings import Settings
-from ckptstore.distributed.collective import TIMEOUT_S, Collective
+from ckptstore.distributed.collective import TIMEOUT_S, Collective, is_due_for_all
+from ckptstore.distributed.coordinator import Options
 from ckptstore.distributed.gloo import collective_of
 from ckptstore.distributed.restore import agreed, on_all
 from ckptstore.errors import Corrupt, InvalidInput, NotFound
-from ckptstore.keeping import Keeping
+from ckptstore.internals import PendingCommit, RanksArguments, StoreInternals
 from ckptstore.log.resolve import Resolved, newest_first
 from ckptstore.maintenance.mirror.tiers import Tier
 from ckptstore.maintenance.tags import remove_tag, set_tag
+from ckptstore.maintenance_api import Maintenance
 from ckptstore.repository.resolve_ref import AnyRef, find_commit, through_pointers
 from ckptstore.repository.store_handle import StoreHandle
 from ckptstore.restore.diff import Difference, compare
 from ckptstore.restore.reader import Reader
-from ckptstore.snapshot import Snapshot
+from ckptstore.snapshot import Snapshot, contents_of
+from ckptstore.state.flatten import flatten
+from ckptstore.state.replication import Globs
+from ckptstore.state.staging_buffers import BufferPool
 
 logger = logging.getLogger("ckptstore")
 
 
 @dataclass(frozen=True, slots=True)
 class Skipped:
-    """A commit that `resume` could not restore, and why."""
+    """A commit that `resume` could not restore, with the reason."""
 
     commit: CommitId
     step: int | None
     reason: str
 
 
-class Store(Committing, Keeping):
-    """A store, opened for one training run. Threads may share it; a forked child opens its own.
+class Store(Maintenance):
+    """A store, open for one training run. Use it as a context manager, or call `close`.
 
-    Use it as a context manager, or call `close`.
+    Threads may share it. A forked child opens its own.
     """
 
     def __init__(self, handle: StoreHandle, settings: Settings, tier: Tier | None = None) -> None:
         super().__init__(handle, settings, tier)
+        self._tier = tier
         self.skipped: tuple[Skipped, ...] = ()
 
     def __repr__(self) -> str:
@@ -65,36 +78,194 @@ class Store(Committing, Keeping):
 
     @property
     def url(self) -> str:
+        """Directory or URL of the store."""
         return self._handle.url
-
-    def check_writable(self) -> None:
-        """Raise `ReadOnly` unless this store may be committed to."""
-        self._handle.check_writable()
-
-    @property
-    def reopening(self) -> dict[str, Any]:
-        """What `ckptstore.open` takes to open this store again, for the same run, in another
-        process."""
-        settings = self._settings
-        return {
-            "place": self._handle.place,
-            "run": self.run,
-            "storage_options": settings.storage_options,
-            "index": settings.index,
-        }
 
     @property
     def id(self) -> str:
-        """The store's id, the same for everybody who opens it."""
+        """Id of the store, the same on every host."""
         return self._handle.config.store
 
-    def checkout(self, ref: AnyRef = "latest") -> Snapshot:
-        """A read handle on a commit: a step (int) of this run, a tag, a commit id or its beginning,
-        `"latest"`, `"run@100"`, `"latest~2"`, `"best:val_loss"`, the path of a pointer file, a
-        snapshot.
+    def commit(
+        self,
+        app_state: Mapping[str, Any],
+        *,
+        step: int | None = None,
+        tag: str | Sequence[str] | None = (),
+        message: str = "",
+        metrics: Mapping[str, float] | None = None,
+        memory_budget_bytes: int | None = None,
+        allow_pickle: bool = False,
+        process_group: Any = None,
+        replicated: Sequence[str] = (),
+        private: Sequence[str] = (),
+        compare: bool = True,
+        canonical: bool = True,
+        trust_replicated: bool = True,
+        timeout_s: float = TIMEOUT_S,
+    ) -> Snapshot:
+        """Store `app_state` as a new commit of this run; durable when the call returns.
 
-        Raises `NotFound` naming near ones, `InvalidInput` for an ambiguous ref, `Corrupt` for a
-        damaged commit document.
+        The parent is the commit that this object last committed, restored or resumed, else the
+        newest of the run. With several ranks, all of them call this and get the same snapshot.
+
+        Args:
+            app_state: Objects with `state_dict()`, containers or plain values, by name.
+            step, message, metrics: What `log` shows; refs name steps and `best:METRIC`.
+            tag: Names for the commit. An existing tag moves; retention keeps tagged commits.
+            memory_budget_bytes: Limit for buffers on each rank; default: what the host spares.
+            allow_pickle: Pickle values that have no safe encoding.
+            process_group, timeout_s: Ranks (`"alone"`: this process), longest wait for one.
+            replicated, private: Globs of paths equal on all ranks, or each rank's own.
+            compare, canonical, trust_replicated: docs/distributed.md.
+
+        Raises:
+            InvalidInput: A value cannot be stored; the message has its path.
+            NoSpace, Unavailable: Storage is full, or failed.
+            Conflict: Other writers kept changing what this commit builds on. After any error,
+                nothing is visible; with several ranks all raise, and `causes` has each rank's.
+
+        Example:
+            >>> store.commit({"model": model, "optimizer": optimizer}, step=100)
+        """
+        metadata = partial(label_of, self.run, step, tag, message, metrics)
+        self._internals.check_not_within()
+        globs, options = _ranks(replicated, private, compare, canonical, trust_replicated)
+        ranks = RanksArguments(process_group, globs, options, timeout_s)
+        if peers := collective_of(process_group, timeout_s):
+            return self._internals.commit_ranks(
+                app_state,
+                metadata,
+                peers,
+                ranks,
+                allow_pickle=allow_pickle,
+                memory_budget_bytes=memory_budget_bytes,
+            )
+        flats = partial(flatten, app_state, allow_pickle=allow_pickle)
+        return self._internals.commit_flat(flats, metadata, memory_budget_bytes=memory_budget_bytes)
+
+    def commit_async(
+        self,
+        app_state: Mapping[str, Any],
+        *,
+        step: int | None = None,
+        tag: str | Sequence[str] | None = (),
+        message: str = "",
+        metrics: Mapping[str, float] | None = None,
+        allow_pickle: bool = False,
+        overlap: Overlap = "wait",
+        staging: Staging = "eager",
+        trust_version: bool = False,
+        dedup_first: bool = False,
+        on_progress: Callable[[CommitProgress], object] | None = None,
+        process_group: Any = None,
+        replicated: Sequence[str] = (),
+        private: Sequence[str] = (),
+        compare: bool = True,
+        canonical: bool = True,
+        trust_replicated: bool = True,
+        timeout_s: float = TIMEOUT_S,
+    ) -> PendingCommit:
+        """Copy `app_state`, return, and commit the copy in the background (docs/async.md).
+
+        The commit has the state as of this call. Commits keep the order of the calls. Arguments
+        that `commit` has too mean the same here; with several ranks, all of them call this.
+
+        Args:
+            overlap: While too many commits are in flight or staging memory is taken, `"wait"`
+                blocks; `"skip"` returns a commit whose `wait` raises `Busy`.
+            staging: `"lazy"` copies parameters and optimizer state during forward and backward;
+                call `pending.wait_staged()` before writing to them outside of an optimizer.
+            trust_version: Skip frozen parameters that torch has not seen written.
+            dedup_first: Hash within the call and copy only what the store lacks.
+            on_progress: Called at each milestone, on any thread.
+
+        Returns:
+            A pending commit; its `wait` returns the snapshot.
+
+        Raises:
+            InvalidInput: A value cannot be stored.
+            CkptStoreError: An earlier asynchronous commit failed unseen; this one did not begin.
+
+        Example:
+            >>> pending = store.commit_async({"model": model}, step=100)
+        """
+        self._internals.check_not_within()
+        self._handle.check_writable()
+        metadata = label_of(self.run, step, tag, message, metrics)
+        async_options = AsyncOptions(
+            overlap, staging, trust_version, dedup_first, allow_pickle, on_progress
+        )
+        globs, options = _ranks(replicated, private, compare, canonical, trust_replicated)
+        ranks = RanksArguments(process_group, globs, options, timeout_s)
+        return self._internals.commit_async(app_state, metadata, async_options, ranks)
+
+    def every(
+        self,
+        auto: Literal["auto"] | None = None,
+        *,
+        steps: int | None = None,
+        seconds: float | None = None,
+        mtbf_s: float | None = None,
+        on_signal: signal.Signals | None = None,
+    ) -> Schedule[Snapshot]:
+        """A schedule to call after each step, `every(app_state, step=step, …)`; it calls
+        `commit_async` when a commit is due.
+
+        Args:
+            auto: `"auto"` balances the cost of the last commit against `mtbf_s`.
+            steps: Commit at multiples of this number of steps.
+            seconds: Commit after this time.
+            mtbf_s: Mean time between failures, for `"auto"`.
+            on_signal: After this signal, the next call commits, waits until the commit is
+                durable, and sets `stopped`. Only the main thread can ask for it.
+
+        With several ranks, all of them use the same arguments and call it at each step. The first
+        rank's clock counts, and a signal to any rank. Raises `InvalidInput` unless exactly one
+        rule is given.
+        """
+        return Schedule(
+            self.commit_async, rule_of(auto, steps, seconds, mtbf_s), on_signal, _agreed_schedule
+        )
+
+    @property
+    def staging(self) -> BufferPool:
+        """Staging memory of asynchronous commits, with its `budget_bytes` and `held_bytes`."""
+        return self._internals.async_commits.pool
+
+    @property
+    def worker_pid(self) -> int | None:
+        """Id of the worker process of `executor="process"`; None while there is none."""
+        return self._internals.runtime.worker_pid
+
+    @contextmanager
+    def committing(self) -> Iterator[None]:
+        """Wait at the end of the block, also after an exception, for the commits in flight. Raises
+        the failure of one of them."""
+        try:
+            yield
+        finally:
+            failed = self._internals.async_commits.drain()
+        if failed:
+            raise failed
+
+    def checkout(self, ref: AnyRef = "latest") -> Snapshot:
+        """Find a commit and return a read handle on it. Nothing is restored yet.
+
+        Args:
+            ref: A step of this run (int), a tag, a commit id or its beginning, `"latest"`,
+                `"run@100"`, `"latest~2"`, `"best:val_loss"`, a pointer file's path, a snapshot.
+
+        Returns:
+            A snapshot, from which `restore` and `read` take bytes.
+
+        Raises:
+            NotFound: No such commit; the message has similar refs.
+            InvalidInput: The ref is ambiguous.
+            Corrupt: The commit document is damaged.
+
+        Example:
+            >>> store.checkout("best:val_loss").restore({"model": model})
         """
         reader, info = through_pointers(ref, self._find)
         return self._snapshot(info, reader)
@@ -111,16 +282,43 @@ class Store(Committing, Keeping):
         broadcast: bool | None = None,
         timeout_s: float = TIMEOUT_S,
     ) -> Snapshot | None:
-        """Restore the newest commit of this run that verifies and return it; None on a run without
-        commits.
+        """Restore the newest commit of this run that is intact.
 
-        A commit that is damaged is skipped with a warning, and `skipped` says which and why. Raises
-        `Corrupt` if there are commits and none can be restored, `InvalidInput` if the newest does
-        not fit `app_state`. With several ranks, as in `Snapshot.restore`, all of them resume the
+        A damaged commit is skipped with a warning; `skipped` lists it. Several ranks resume the
         same commit.
+
+        Args:
+            app_state: Objects with `load_state_dict()`, or plain containers, by name.
+            strict, memory_budget_bytes, allow_pickle, process_group, private, broadcast,
+            timeout_s: As in `Snapshot.restore`.
+
+        Returns:
+            The restored commit; None if the run has no commits.
+
+        Raises:
+            Corrupt: The run has commits, and none can be restored.
+            InvalidInput: The newest commit does not fit `app_state`.
+
+        Example:
+            >>> snap = store.resume({"model": model, "optimizer": optimizer})
         """
+        restore = partial(
+            Snapshot.restore,
+            app_state=app_state,
+            strict=strict,
+            memory_budget_bytes=memory_budget_bytes,
+            allow_pickle=allow_pickle,
+            process_group=process_group,
+            private=private,
+            broadcast=broadcast,
+            timeout_s=timeout_s,
+        )
+        return self._resume(restore, collective_of(process_group, timeout_s))
+
+    def _resume(
+        self, restore: Callable[[Snapshot], object], peers: Collective | None
+    ) -> Snapshot | None:
         skipped: list[Skipped] = []
-        peers = collective_of(process_group, timeout_s)
         for reader, info in (
             [(None, info) for info in self._candidates(peers)] if peers else self._newest_first()
         ):
@@ -130,16 +328,7 @@ class Store(Committing, Keeping):
                     if peers
                     else self._snapshot(info, reader)
                 )
-                snapshot.restore(
-                    app_state,
-                    strict=strict,
-                    memory_budget_bytes=memory_budget_bytes,
-                    allow_pickle=allow_pickle,
-                    process_group=process_group,
-                    private=private,
-                    broadcast=broadcast,
-                    timeout_s=timeout_s,
-                )
+                restore(snapshot)
             except (Corrupt, NotFound) as error:
                 skipped.append(Skipped(info.id, info.step, str(error)))
                 logger.warning("skipped commit %s (step %s): %s", info.id[:12], info.step, error)
@@ -157,8 +346,7 @@ class Store(Committing, Keeping):
     def log(
         self, limit: int | None = None, *, run: str | None = None, all_runs: bool = False
     ) -> list[CommitInfo]:
-        """The commits of this run (of `run`, or of `all_runs`), newest first, forgotten ones left
-        out."""
+        """Commits of this run, of `run`, or of `all_runs`, newest first, without forgotten ones."""
         if limit is not None and not (isinstance(limit, int) and 0 <= limit < 1 << 63):
             raise InvalidInput(
                 f"limit is {limit!r:.80}; wanted a number of commits, or None for all"
@@ -170,48 +358,41 @@ class Store(Committing, Keeping):
         return [info.run for info in self._handle.queries().runs()]
 
     def tags(self) -> dict[str, CommitId]:
-        """Every tag and the commit it names."""
+        """Every tag with its commit."""
         return {info.name: info.commit for info in self._handle.queries().tags()}
 
     def tag(self, name: str, ref: AnyRef = "latest") -> None:
-        """Let `name` mean the commit `ref`, moving it if it meant another."""
-        set_tag(self._handle, self._runtime.reader, check_tag(name), self._resolve(ref))
-        self._wake_tier()
+        """Set tag `name` to the commit `ref`. An existing tag moves."""
+        set_tag(self._handle, self._internals.runtime.reader, check_tag(name), self._resolve(ref))
+        self._internals.wake_tier()
 
     def untag(self, name: str) -> None:
-        """Remove a tag; the commit stays. Raises `NotFound` for a tag that is not there."""
+        """Remove a tag; the commit stays. Raises `NotFound` for an unknown tag."""
         remove_tag(self._handle, name)
 
     def diff(self, a: AnyRef, b: AnyRef) -> Difference:
-        """What changed from commit `a` to commit `b`, leaf by leaf."""
-        return compare(*(self._snapshot(self._resolve(ref)).trees for ref in (a, b)))
+        """Compare the commits `a` and `b` leaf by leaf."""
+        return compare(*(contents_of(self._snapshot(self._resolve(ref))).trees for ref in (a, b)))
 
     def flush_mirror(self, timeout_s: float | None = None) -> bool:
-        """Wait until all that was committed and tagged so far has arrived in the store's mirror, if
-        it was opened with one; False if the mirror is away or `timeout_s` have passed. `close` does
-        the same."""
+        """Wait until the mirror has all commits and tags made so far; True if there is no mirror.
+
+        Returns False if the mirror is away or `timeout_s` have passed. `close` waits too.
+        """
         return self._tier is None or self._tier.flush(timeout_s)
 
     def close(self) -> None:
-        """Wait for what is in flight and let go of files and threads; idempotent.
+        """Wait for commits in flight, then close files and threads. Idempotent.
 
-        Raises what an asynchronous commit failed with if nobody has seen it, after everything was
-        closed.
+        Raises the unseen failure of an asynchronous commit, after everything was closed.
         """
-        self._check_not_within()
-        failed = self._async.drain()
-        with ExitStack() as closing:
-            closing.callback(self._release)
-            if self._tier:
-                closing.callback(self._tier.close)
-        if failed:
-            raise failed
+        self._internals.close()
 
     def _resolve(self, ref: AnyRef) -> Resolved:
         return find_commit(self._handle, ref, self.run)
 
     def _candidates(self, peers: Collective) -> list[Resolved]:
-        """The commits of this run, newest first: the coordinator's."""
+        """Commits of this run, newest first, as the coordinator lists them."""
         found = list(newest_first(self._handle.log.replay(), self.run))
         wanted = agreed(peers, [info.id for info in found])
         if any(commit not in {info.id for info in found} for commit in wanted):
@@ -220,8 +401,8 @@ class Store(Committing, Keeping):
         return [known[commit] for commit in wanted]
 
     def _find(self, ref: str | int) -> tuple[Reader | None, Resolved]:
-        """The commit that `ref` names, and who reads it if it is in the mirror alone. `latest` is
-        the newest of both."""
+        """The commit of `ref`, with a reader if only the mirror has it. `latest` is the newest of
+        both."""
         if self._tier and isinstance(named := parse_ref(ref), Latest):
             for found in self._tier.newest_first(named.run or self.run, self._handle.log.replay()):
                 return found
@@ -241,5 +422,26 @@ class Store(Committing, Keeping):
         )
 
     def _snapshot(self, info: Resolved, reader: Reader | None = None) -> Snapshot:
-        document = (reader or self._runtime.reader).document(info.session, info.id)
-        return self._snapshot_of(info.id, document, info.tags, reader=reader)
+        document = (reader or self._internals.runtime.reader).document(info.session, info.id)
+        return self._internals.snapshot_of(info.id, document, info.tags, reader=reader)
+
+
+def _ranks(
+    replicated: Sequence[str],
+    private: Sequence[str],
+    compare: bool,
+    canonical: bool,
+    trust_replicated: bool,
+) -> tuple[Globs, Options]:
+    return Globs.of(replicated, private, compare), Options(canonical, trust_replicated)
+
+
+def _agreed_schedule(options: Mapping[str, Any], due: bool, came: bool) -> tuple[bool, bool]:
+    """Whether a commit is due and a signal came, as the ranks that commit together agree."""
+    peers = collective_of(options.get("process_group"), options.get("timeout_s", TIMEOUT_S))
+    return is_due_for_all(peers, due, came) if peers else (due, came)
+
+
+def internals_of(store: Store) -> StoreInternals:
+    """The parts of `store` for other rooms of this package. They live as long as the store."""
+    return store._internals

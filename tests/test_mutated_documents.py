@@ -20,6 +20,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import ckptstore
+from ckptstore.contents import CommitContents
 from ckptstore.core.ids import SessionId, digest
 from ckptstore.core.model import CommitDocument
 from ckptstore.errors import CkptStoreError, Corrupt, InvalidInput, NotFound
@@ -252,7 +253,7 @@ def snapshot(known: Documents, key: str, schema: bytes, pages: list[bytes]) -> S
     reader = Reader(handle.config, handle.objects, ThreadPool(1))
     whole = reader.tree
     reader.tree = lambda name, ref: tree if name == key else whole(name, ref)  # type: ignore[assignment]
-    return Snapshot(reader, handle.queries().resolve("latest"), document)
+    return Snapshot(CommitContents(reader, handle.queries().resolve("latest"), document))
 
 
 def test_a_commit_of_changed_schemas_and_pages_is_read_or_refused(documents: Documents) -> None:

@@ -90,3 +90,17 @@ def count(text: str) -> int:
     if text.isascii() and text.isdigit():
         return int(text)
     raise argparse.ArgumentTypeError(f"{text!r} is no count: wanted a whole number from 0 on")
+
+
+def command(
+    commands: Any, common: ArgumentParser, name: str, summary: str, description: str = ""
+) -> Parser:
+    """Add a command to the parser. Its module has its name unless `module` is set otherwise."""
+    parser: Parser = commands.add_parser(
+        name,
+        help=summary,
+        description=description or f"{summary[0].upper()}{summary[1:]}.",
+        parents=[common],
+    )
+    parser.set_defaults(module=name)
+    return parser

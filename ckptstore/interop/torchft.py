@@ -32,6 +32,7 @@ from ckptstore.interop.chunk_transfer.served_state import flatten_state, make_of
 from ckptstore.interop.chunk_transfer.server import TransportServer
 from ckptstore.repository.thread_pool import ThreadPool
 from ckptstore.state.staging_buffers import BufferPool, default_budget
+from ckptstore.store import internals_of
 
 try:
     from torchft.checkpointing.transport import CheckpointTransport
@@ -114,7 +115,7 @@ class StoreTransport(CheckpointTransport[T]):  # type: ignore[misc]
             self._publication, instance, token, timeout_s=self._timeout_s, host=host, port=port
         )
         if store:
-            store.second_names(quick_name)
+            internals_of(store).second_names(quick_name)
         self._probe, addresses = Probe(instance), own_addresses(self._server.port, host)
         self._metadata = encode_invitation(
             Invitation(instance, token, addresses, XXH3, self._probe.near)
@@ -143,7 +144,7 @@ class StoreTransport(CheckpointTransport[T]):  # type: ignore[misc]
         )
         with self._sending:
             self._withdraw(deadline.left())
-            guard = self._store.guard("serve") if self._store else None
+            guard = internals_of(self._store).gc_pin("serve") if self._store else None
             offer = make_offer(
                 state_dict,
                 step,
@@ -256,7 +257,7 @@ class StoreTransport(CheckpointTransport[T]):  # type: ignore[misc]
             self._threads,
             live,
             self._in_place,
-            self._store.chunks() if self._store else None,
+            internals_of(self._store).chunks() if self._store else None,
             self._meshes,
             self._left,
             max_bytes if max_bytes is not None else 1 << 62,

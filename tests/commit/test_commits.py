@@ -19,6 +19,7 @@ from ckptstore import Busy, Cancelled, InvalidInput, Unavailable
 from ckptstore.commit import commit_queue
 from ckptstore.repository.thread_pool import ASIDE_NICE, ThreadPool
 from ckptstore.storage.direct_io_file import BLOCK_BYTES, DIRECT_FROM
+from ckptstore.store import internals_of
 from tests.commit.states import Gate, held_commit
 from tests.storage.test_direct_io import address_of, cached, takes_direct_writes
 
@@ -319,7 +320,7 @@ def test_copies_are_written_directly_even_if_chunks_end_within_blocks(
     with ckptstore.open(tmp_path / "store", threads=1) as store:
         monkeypatch.setattr(os, "pwritev", seen)
         store.commit_async({"t": tensor}).wait().verify()
-        (arena,) = store._async.pool._free
+        (arena,) = internals_of(store).async_commits.pool._free
     elsewhere = sum(
         nbytes
         for address, nbytes in written

@@ -11,6 +11,7 @@ import torch
 
 import ckptstore
 from ckptstore.commit.pending import Pending
+from ckptstore.store import internals_of
 
 MIB = 1 << 20
 SLACK_BYTES = 12 * MIB
@@ -74,7 +75,9 @@ def test_a_commit_uses_no_more_memory_than_it_must_copy(
     with ckptstore.open(tmp_path / "store", **options) as store:
         store.commit_async({"small": torch.arange(1000)}).wait()  # what is imported, and the worker
         store.commit_async(state, trust_version="trust_version" in how).wait()
-        store._async.pool._free.clear()  # what staging takes is to be seen again
+        internals_of(
+            store
+        ).async_commits.pool._free.clear()  # what staging takes is to be seen again
         for parameter in model[:changed]:
             parameter.uniform_()
         grown = peak_of(lambda: store.commit_async(state, **how).wait())
@@ -92,7 +95,7 @@ def test_nothing_of_a_commit_lives_on_once_two_more_were_made(tmp_path: Path) ->
             seen.append(ref(pending))
             pending.wait()
             while (
-                store._async._background.tell_if_busy()
+                internals_of(store).async_commits._background.tell_if_busy()
             ):  # who wakes the waiter has a few lines to go
                 pass
             del pending, state

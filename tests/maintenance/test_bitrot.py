@@ -18,6 +18,7 @@ import pytest
 import torch
 
 import ckptstore
+from ckptstore.contents import CommitContents
 from ckptstore.core.ids import checkpoint_key, document_key
 from ckptstore.errors import CkptStoreError
 from ckptstore.index.chunks import ChunkIndex
@@ -94,7 +95,7 @@ def restored(handle: StoreHandle) -> Any:
         **{f"{row.step}": c for c, row in state.commits.items()},
     }
     states = {
-        c: Snapshot(reader, c, reader.document(row.session, c)).state_dict()
+        c: Snapshot(CommitContents(reader, c, reader.document(row.session, c))).state_dict()
         for c, row in state.commits.items()
     }
     return {name: (commit, as_lists(states[commit])) for name, commit in names.items()}

@@ -24,6 +24,7 @@ from ckptstore.restore.mmap import (
     Unmappable,
     plan_map,
 )
+from ckptstore.snapshot import contents_of
 from tests.restore.counting import least_bytes_read
 
 MIB = 1 << 20
@@ -89,7 +90,7 @@ def test_opening_reads_nothing_and_touching_a_row_reads_its_pages(
 ) -> None:
     whole = in_several_packs(store)
     snap = store.checkout()
-    assert snap.trees
+    assert contents_of(snap).trees
     nbytes, tensor = least_bytes_read(lambda: snap.open("part"), before=lambda: evict(place))
     assert nbytes == 0
     resident = resident_pages(tensor)
@@ -207,7 +208,7 @@ def test_a_model_on_the_meta_device_takes_mapped_weights(
 ) -> None:
     trained = nn.Sequential(nn.Linear(1024, 2048), nn.LayerNorm(2048), nn.Linear(2048, 3))
     snap = store.checkout(store.commit({"model": trained}).id)
-    assert snap.trees
+    assert contents_of(snap).trees
     with torch.device("meta"):
         model = nn.Sequential(nn.Linear(1024, 2048), nn.LayerNorm(2048), nn.Linear(2048, 3))
     nbytes, state = least_bytes_read(lambda: snap.state_dict("model", mmap=True))

@@ -17,6 +17,7 @@ from ckptstore.maintenance.gc.collect import GcOptions, collect
 from ckptstore.maintenance.gc.session_monitor import STALE_S
 from ckptstore.maintenance.retention import KeepLast
 from ckptstore.storage.s3_upload import PART_BYTES
+from ckptstore.store import internals_of
 from tests.maintenance.collecting import state_of
 from tests.maintenance.stores import assert_equal
 from tests.shared.sites import Site, on
@@ -75,7 +76,7 @@ def test_hosts_of_one_store_may_read_through_different_clients(
         for step in (1, 2, 3):
             assert_equal(theirs.checkout(step).state_dict(), state_of(step))
         assert theirs.fsck().findings == ()
-        assert theirs.reopening["place"].endswith("?client=obstore"), (
+        assert internals_of(theirs).reopen_arguments["place"].endswith("?client=obstore"), (
             "other processes of this one read through it too"
         )
     with other.open(there) as theirs:

@@ -30,6 +30,7 @@ from torch.distributed.checkpoint.planner import (
 )
 from torch.distributed.checkpoint.state_dict_saver import _save_state_dict
 
+from ckptstore.commit.commit_metadata import label_of
 from ckptstore.core.model import Box
 from ckptstore.core.text import unicode_text
 from ckptstore.errors import Conflict, InvalidInput, Unavailable
@@ -47,10 +48,11 @@ from ckptstore.interop.dcp.items import (
 )
 from ckptstore.interop.dcp.names import FLAT_KEY, Named, named
 from ckptstore.interop.dcp.state_tree import plant
-from ckptstore.snapshot import Snapshot
+from ckptstore.restore.reader import ReadRequest
+from ckptstore.snapshot import Snapshot, contents_of
 from ckptstore.state import tensors
 from ckptstore.state.leaves import Destination
-from ckptstore.store import Store
+from ckptstore.store import Store, internals_of
 
 
 def dcp_to_store(
@@ -71,27 +73,27 @@ def dcp_to_store(
     tile a tensor, and, unless `allow_pickle`, for objects that need unpickling.
     """
     root = Path(path)
-    store.check_writable()
+    internals = internals_of(store)
+    internals.handle.check_writable()
+    committer = internals.runtime.parts_committer
     started = time.perf_counter()
     found = found_in(root, allow_pickle=allow_pickle)
     resolved = [_resolved(each, allow_pickle) for each in found]
-    session = store.parts.open()
+    session = committer.open()
     try:
-        written = store.parts.write(session.id, 0, parts_of(resolved, alone=False))
+        written = committer.write(session.id, 0, parts_of(resolved, alone=False))
         messages = messages_of(resolved, written.contents)
         stored = [
             decode_message(each.name, 0, text) for each, text in zip(found, messages, strict=True)
         ]
         keys = {each.name: each.keys for each in found}
         planted = plant(stored, keys, flat_key=key, chunk_bytes=store.chunk_bytes, world=1)
-        return store.commit_parts(
-            lambda label: store.parts.publish(
-                session, label, planted.trees, planted.layout, [written.receipt], started
+        text = message or f"imported from {unicode_text(root.name)}"
+        return internals.commit_external(
+            lambda metadata: committer.publish(
+                session, metadata, planted.trees, planted.layout, [written.receipt], started
             ),
-            step=step,
-            tag=tag,
-            message=message or f"imported from {unicode_text(root.name)}",
-            metrics=metrics,
+            label_of(store.run, step, tag, text, metrics),
         )
     finally:
         session.abandon()
@@ -142,7 +144,7 @@ class _CommitPlanner(SavePlanner):
     def __init__(self, snapshot: Snapshot, key: str | None, *, allow_pickle: bool) -> None:
         self._snapshot, self._allow_pickle = snapshot, allow_pickle
         self._marks = marks_of(snapshot)
-        self._items = named(snapshot.trees, self._marks, key)
+        self._items = named(contents_of(snapshot).trees, self._marks, key)
         if torn := [item.path for item in self._items.values() if item.parts]:
             raise InvalidInput(
                 f"{torn[0]} is a part that one rank saved by itself; there is no whole of it to "
@@ -175,7 +177,7 @@ class _CommitPlanner(SavePlanner):
         schema = item.tree.schema
         item.tree.check(item.tensor)  # before memory is allocated for a shape that may be damaged
         tensor = tensors.empty(schema.dtypes[item.tensor], schema.shapes[item.tensor])
-        self._snapshot.land([(item.tree, item.tensor, Destination(tensor), None)])
+        contents_of(self._snapshot).read([ReadRequest(item.tree, item.tensor, Destination(tensor))])
         return tensor
 
 

@@ -26,8 +26,8 @@ from ckptstore.interop.formats.pickles import load_torch
 from ckptstore.interop.formats.sources import Loaded, Shelf
 from ckptstore.objects import canonical
 from ckptstore.objects.schema import decode_schema, encode_schema
-from ckptstore.restore.reader import Destination, Tree
-from ckptstore.snapshot import Snapshot
+from ckptstore.restore.reader import ReadRequest
+from ckptstore.snapshot import Snapshot, contents_of
 from ckptstore.state import containers, tensors, values
 from ckptstore.state.flatten import flatten
 from ckptstore.state.inflate import Inflater, decode_leaf
@@ -253,7 +253,7 @@ def objects_of(
 ) -> dict[str, Any]:
     """The object of each item, by name. The tensors in them are read together."""
     made: dict[int, dict[int, Any]] = {}
-    wanted: list[tuple[Tree, int, Destination, None]] = []
+    wanted: list[ReadRequest] = []
     for item in items.values():
         leaves = made.setdefault(id(item.tree), {})
         schema = item.tree.schema
@@ -266,12 +266,15 @@ def objects_of(
                     number
                 )  # before memory is allocated for a shape that may be damaged
                 leaves[number] = tensors.empty(schema.dtypes[number], schema.shapes[number])
-                wanted.append((item.tree, number, TensorDestination(leaves[number]), None))
+                wanted.append(ReadRequest(item.tree, number, TensorDestination(leaves[number])))
             else:
                 leaves[number] = decode_leaf(
-                    schema, number, snapshot.leaf_bytes(item.tree, number), values.NO_CLASSES
+                    schema,
+                    number,
+                    contents_of(snapshot).leaf_bytes(item.tree, number),
+                    values.NO_CLASSES,
                 )
-    snapshot.land(wanted)
+    contents_of(snapshot).read(wanted)
     return {name: _made(item, made[id(item.tree)], allow_pickle) for name, item in items.items()}
 
 

@@ -29,7 +29,7 @@ from ckptstore.interop.dcp.directory import METADATA as DCP_METADATA
 from ckptstore.objects.pointer_files import is_pointer
 from ckptstore.open_store import open
 from ckptstore.repository.resolve_ref import AnyRef, is_path
-from ckptstore.store import Store
+from ckptstore.store import Store, internals_of
 
 CheckpointId: TypeAlias = str | os.PathLike[str]
 Work = TypeVar("Work")
@@ -55,7 +55,7 @@ class StorePlace:
                     "run, storage_options and index are those of the open store; leave them out, "
                     "or pass its path"
                 )
-            self._arguments, self._owned = store.reopening, False
+            self._arguments, self._owned = internals_of(store).reopen_arguments, False
         else:
             self._arguments = {
                 "place": os.fspath(store),

@@ -34,7 +34,8 @@ from ckptstore.interop.dcp.items import dumped, marks_of, objects_of
 from ckptstore.interop.dcp.locator import AtPlace, CheckpointId, StorePlace, of_rank, ref_of_rank
 from ckptstore.interop.dcp.names import DCP_VERSION, Marks, Named, named
 from ckptstore.repository.resolve_ref import AnyRef
-from ckptstore.snapshot import Snapshot
+from ckptstore.restore.reader import ReadRequest
+from ckptstore.snapshot import Snapshot, contents_of
 from ckptstore.state import dtype_cast, tensors
 from ckptstore.store import Store
 
@@ -110,14 +111,18 @@ class StoreReader(AtPlace[_Load], StorageReader):
                     f"commit {snapshot.id[:12]} is what rank {marks.rank} saved by itself, not the "
                     "whole"
                 )
-            if self._key is not None and self._key not in snapshot.trees:
-                keys = ", ".join(snapshot.trees)
+            if self._key is not None and self._key not in contents_of(snapshot).trees:
+                keys = ", ".join(contents_of(snapshot).trees)
                 raise NotFound(
                     f"commit {snapshot.id[:12]} has no key {self._key!r}; it has {keys}; without "
                     "key=, it is loaded whole"
                 )
             load = _Load(
-                place, snapshot, marks, named(snapshot.trees, marks, self._key), str(uuid.uuid4())
+                place,
+                snapshot,
+                marks,
+                named(contents_of(snapshot).trees, marks, self._key),
+                str(uuid.uuid4()),
             )
             self._begin_with(load)
         except BaseException:
@@ -240,9 +245,11 @@ class StoreReader(AtPlace[_Load], StorageReader):
             if not tensors.is_strided(landing) or not tensors.is_writable_by_range(landing):
                 landing = torch.empty(landing.shape, dtype=landing.dtype)
                 copied.append((target, landing))
-            wanted.append((item.tree, number, dtype_cast.destination(landing, committed), box))
+            wanted.append(
+                ReadRequest(item.tree, number, dtype_cast.destination(landing, committed), box)
+            )
             targets.append((request, target))
-        load.snapshot.land(wanted)
+        contents_of(load.snapshot).read(wanted)
         for target, landing in copied:
             target.detach().copy_(landing)
         for request, target in targets:

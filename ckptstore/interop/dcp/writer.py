@@ -22,6 +22,7 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
+from ckptstore.commit.commit_metadata import label_of
 from ckptstore.core.ids import CommitId, SessionId, parse_session_id
 from ckptstore.distributed import framing
 from ckptstore.errors import Conflict, InvalidInput
@@ -41,7 +42,7 @@ from ckptstore.interop.dcp.names import DCP_VERSION, FLAT_KEY
 from ckptstore.interop.dcp.state_tree import plant
 from ckptstore.log.sessions import Session
 from ckptstore.objects.pointer_files import Pointer, write_pointer
-from ckptstore.store import Store
+from ckptstore.store import Store, internals_of
 
 __all__ = ["StoreWriter"]
 
@@ -57,7 +58,7 @@ class _Save:
 
     def open_session(self) -> Session:
         self.end_session()
-        self.session = self.place.store(create=True).parts.open()
+        self.session = internals_of(self.place.store(create=True)).runtime.parts_committer.open()
         weakref.finalize(
             self, self.session.abandon
         )  # if a rank fails, DCP does not tell the coordinator's writer
@@ -149,7 +150,7 @@ class StoreWriter(AtPlace[_Save], StorageWriter):
         self._begin_with(save)
         if is_coordinator or alone:
             self._check_name(save)
-        save.place.store(create=True).check_writable()
+        internals_of(save.place.store(create=True)).handle.check_writable()
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         return plan
@@ -173,9 +174,8 @@ class StoreWriter(AtPlace[_Save], StorageWriter):
                 else session_of(plan.storage_data, save.rank, str(self.checkpoint_id))
             )
             resolved = resolve(plan, planner, allow_pickle=self._allow_pickle)
-            written = save.place.store(create=True).parts.write(
-                session, save.rank, parts_of(resolved, alone=save.alone)
-            )
+            committer = internals_of(save.place.store(create=True)).runtime.parts_committer
+            written = committer.write(session, save.rank, parts_of(resolved, alone=save.alone))
             messages = messages_of(resolved, written.contents)
         except BaseException:
             save.release()
@@ -230,15 +230,19 @@ class StoreWriter(AtPlace[_Save], StorageWriter):
             world=told.world,
             rank=save.rank if save.alone else None,
         )
-        snapshot = store.commit_parts(
-            lambda label: store.parts.publish(
-                session, label, planted.trees, planted.layout, told.receipts, save.started
+        internals = internals_of(store)
+        snapshot = internals.commit_external(
+            lambda metadata: internals.runtime.parts_committer.publish(
+                session, metadata, planted.trees, planted.layout, told.receipts, save.started
             ),
-            step=self._step if save.name.step is None else save.name.step,
-            tag=self._labels(save),
-            message=self._message,
-            metrics=self._metrics,
-            run=of_rank(store.run, save.rank) if save.alone else None,
+            label_of(
+                of_rank(store.run, save.rank) if save.alone else store.run,
+                self._step if save.name.step is None else save.name.step,
+                self._labels(save),
+                self._message,
+                self._metrics,
+            ),
+            follow=not save.alone,
         )
         self.commit = save.commit = snapshot.id
         if (pointer := save.name.pointer) is not None:

@@ -20,8 +20,8 @@ from ckptstore.core.scratch import scratch_for
 from ckptstore.errors import Conflict, InvalidInput, NotFound, Unavailable
 from ckptstore.interop.formats.directory import FILES, SUFFIX, group_keys
 from ckptstore.interop.formats.safetensors_file import Header, encode_header, parse_header
-from ckptstore.restore.reader import Tree
-from ckptstore.snapshot import Snapshot
+from ckptstore.restore.reader import ReadRequest, Tree
+from ckptstore.snapshot import Snapshot, contents_of
 
 Format: TypeAlias = Literal["files", "safetensors", "torch", "dcp"]
 FORMATS: tuple[Format, ...] = ("files", "safetensors", "torch", "dcp")
@@ -106,7 +106,7 @@ def _format_of(snapshot: Snapshot, target: Path) -> Format:
 
 def _file_names(snapshot: Snapshot) -> list[str]:
     """The files of an imported commit; empty for any other commit."""
-    tree = snapshot.trees.get(FILES)
+    tree = contents_of(snapshot).trees.get(FILES)
     skeleton = tree.schema.skeleton if tree else None
     if (
         not isinstance(skeleton, Node)
@@ -132,14 +132,14 @@ def _write_files(snapshot: Snapshot, scratch: Path, selects: Selects, allow_pick
         raise InvalidInput(
             "the files of an import are exported all together; --select is for the other formats"
         )
-    files = snapshot.trees[FILES].schema.paths
+    files = contents_of(snapshot).trees[FILES].schema.paths
     headers = {
         name: parse_header(snapshot.read(path), name)
         for name, path in zip(names, files, strict=True)
         if name.endswith(SUFFIX)
     }
     keys = group_keys(headers)
-    if not snapshot.trees.keys() >= set(keys.values()):
+    if not contents_of(snapshot).trees.keys() >= set(keys.values()):
         headers = {
             name: header.unsharded for name, header in headers.items()
         }  # earlier versions imported each file separately
@@ -152,7 +152,7 @@ def _write_files(snapshot: Snapshot, scratch: Path, selects: Selects, allow_pick
             _write_safetensors_again(snapshot, target, headers[name], keys[name], shapes)
         else:
             with _Writing(target) as file:
-                snapshot.send({path: file.at(0)})
+                contents_of(snapshot).read_paths({path: file.at(0)})
     return 0
 
 
@@ -193,11 +193,11 @@ def _write_safetensors_again(
     """Write the file that `header` describes: the tensors under `key`, or shards of them. Raises
     `InvalidInput` if dtype or shape differ.
     """
-    if key not in snapshot.trees:
+    if key not in contents_of(snapshot).trees:
         raise InvalidInput(
             f"commit {snapshot.id[:12]} has no tensors {key!r} for its files; choose a --format"
         )
-    tree = snapshot.trees[key]
+    tree = contents_of(snapshot).trees[key]
     schema = tree.schema
     there = dict(
         zip(
@@ -218,14 +218,14 @@ def _write_safetensors_again(
                 )
             if entry.stop > entry.start:
                 wanted.append(
-                    (
+                    ReadRequest(
                         tree,
                         i,
                         file.at(len(header.raw) + entry.start),
                         None if entry.shape == shape else entry.box,
                     )
                 )
-        snapshot.land(wanted)
+        contents_of(snapshot).read(wanted)
 
 
 # -- safetensors --
@@ -247,7 +247,7 @@ def _write_safetensors(
         for tree, i in tensors
     ]
     _write_tensors(snapshot, scratch, encode_header(listed, {"format": "pt"}), names)
-    return sum(len(tree.schema) for tree in snapshot.trees.values()) - len(tensors)
+    return sum(len(tree.schema) for tree in contents_of(snapshot).trees.values()) - len(tensors)
 
 
 def _name(tree: Tree, i: int, one_key: bool) -> str:
@@ -264,13 +264,15 @@ def _write_tensors(
     with _Writing(target) as file:
         file.at(0).write(0, memoryview(header.raw))
         base = len(header.raw)
-        snapshot.send({paths[entry.name]: file.at(base + entry.start) for entry in header.entries})
+        contents_of(snapshot).read_paths(
+            {paths[entry.name]: file.at(base + entry.start) for entry in header.entries}
+        )
 
 
 def _selected(snapshot: Snapshot, selects: Selects) -> Iterator[tuple[Tree, int]]:
     """The leaves that any of `selects` matches. Raises `NotFound` for one that matches none."""
     unmatched = set(selects)
-    for key, tree in snapshot.trees.items():
+    for key, tree in contents_of(snapshot).trees.items():
         for i, path in enumerate(tree.schema.paths):
             if matching := {
                 select for select in selects if key == select or fnmatch.fnmatchcase(path, select)
@@ -326,7 +328,7 @@ def _state(snapshot: Snapshot, selects: Selects, allow_pickle: bool) -> object:
     """
     if selects == (EVERYTHING,):
         return snapshot.state_dict(allow_pickle=allow_pickle)
-    if all(select in snapshot.trees for select in selects):
+    if all(select in contents_of(snapshot).trees for select in selects):
         found = {key: snapshot.state_dict(key, allow_pickle=allow_pickle) for key in selects}
         return found if len(selects) > 1 else found[selects[0]]
     paths = [tree.schema.paths[i] for tree, i in _selected(snapshot, selects)]

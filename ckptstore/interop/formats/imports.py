@@ -7,6 +7,7 @@ from os import PathLike
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
+from ckptstore.commit.commit_metadata import label_of
 from ckptstore.core.redaction import redact
 from ckptstore.core.text import unicode_text
 from ckptstore.errors import InvalidInput
@@ -14,7 +15,7 @@ from ckptstore.interop.formats import directory
 from ckptstore.interop.formats.directory import INDEX_SUFFIX, SUFFIX
 from ckptstore.snapshot import Snapshot
 from ckptstore.state.leaf_sources import FlatState
-from ckptstore.store import Store
+from ckptstore.store import Store, internals_of
 
 Kind: TypeAlias = Literal["files", "torch", "dcp", "torchsnapshot"]
 
@@ -62,12 +63,10 @@ def import_path(
             "metrics": labels.metrics,
         }
         return dcp_to_store(place, store, **names, allow_pickle=allow_pickle)
-    return store.commit_flat(
+    message = labels.message or f"imported from {unicode_text(place.name)}"
+    return internals_of(store).commit_flat(
         lambda: _flats(place, allow_pickle=allow_pickle),
-        step=labels.step,
-        tag=labels.tags,
-        message=labels.message or f"imported from {unicode_text(place.name)}",
-        metrics=labels.metrics,
+        lambda: label_of(store.run, labels.step, labels.tags, message, labels.metrics),
     )
 
 

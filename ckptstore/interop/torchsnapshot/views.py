@@ -31,7 +31,7 @@ from ckptstore.interop.torchsnapshot.manifest import (
 )
 from ckptstore.objects.documents import Layout, Placed
 from ckptstore.restore.reader import Tree
-from ckptstore.snapshot import Snapshot
+from ckptstore.snapshot import Snapshot, contents_of
 from ckptstore.state import values
 from ckptstore.state.containers import NAMES, leaves_of
 
@@ -72,7 +72,7 @@ class Index:
 
     def __init__(self, snapshot: Snapshot, rank: int) -> None:
         self.snapshot = snapshot.of_rank(rank).numbered()
-        self.trees: Mapping[str, Tree] = self.snapshot.trees
+        self.trees: Mapping[str, Tree] = contents_of(self.snapshot).trees
         self.items: dict[str, Item] = {}
         for key, tree in self.trees.items():
             for path, item in _items(key, tree.schema.skeleton):
@@ -100,7 +100,7 @@ class Index:
 def manifest_of(snapshot: Snapshot) -> Manifest:
     """The entries of all ranks. Values are read, tensors are not."""
     layout = snapshot.layout
-    shared = {path for tree in snapshot.trees.values() for path in tree.schema.paths}
+    shared = {path for tree in contents_of(snapshot).trees.values() for path in tree.schema.paths}
     manifest: Manifest = {}
     for rank in range(layout.world if layout else 1):
         entries = _Entries(Index(snapshot, rank), rank, layout, shared)

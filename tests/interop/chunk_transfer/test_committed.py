@@ -17,7 +17,7 @@ from ckptstore.interop.chunk_transfer.served_state import ServedState
 from ckptstore.interop.chunk_transfer.store_lookup import PROBE_CHUNKS
 from ckptstore.repository import lru
 from ckptstore.repository.lru import SecondNames
-from ckptstore.store import Store
+from ckptstore.store import Store, internals_of
 from tests.interop.chunk_transfer.conftest import (
     SOON,
     Start,
@@ -108,7 +108,7 @@ def test_a_name_of_another_chunk_is_noticed_and_forgotten(start: Start, store: S
     sender, receiver = start(store), start()
     store.commit({"any key": weights_of(state)})
     one, other = (memoryview(weights_of(state)[name].numpy()).cast("B") for name in ("a", "b"))
-    store.second_names(quick_name)._ids[quick_name(one)] = ChunkId(digest(other))
+    internals_of(store).second_names(quick_name)._ids[quick_name(one)] = ChunkId(digest(other))
     sender.send_checkpoint([1], 1, state, SOON)
     with pytest.raises(CkptStoreError):
         receiver.recv_checkpoint(0, sender.metadata(), 1, SOON)

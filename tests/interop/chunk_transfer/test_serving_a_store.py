@@ -9,6 +9,7 @@ import torch
 
 import ckptstore
 from ckptstore.errors import CkptStoreError
+from ckptstore.store import internals_of
 from tests.interop.chunk_transfer.conftest import (
     SOON,
     Start,
@@ -51,7 +52,7 @@ def test_what_a_gc_has_condemned_already_is_copied(start: Start, tmp_path: Path)
     place, state = tmp_path / "store", state_of(6)
     committed_and_forgotten(place)
     with ckptstore.open(place) as store, ckptstore.open(place) as other:
-        guard = store.guard("hold the gc back")
+        guard = internals_of(store).gc_pin("hold the gc back")
         assert guard is not None
         other.gc(max_unused=0.0)  # it condemns packs and deletes none
         sender, receiver = start(store), start()

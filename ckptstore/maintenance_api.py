@@ -1,13 +1,13 @@
-"""A store as those see it who keep it: forget, collect, check, repair, copy to other stores."""
+"""Maintain a store: forget, collect garbage, check, repair, copy to other stores."""
 
-import logging
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, closing
 from typing import Any
 
-from ckptstore.commit.dedup_probe import GcPin
-from ckptstore.errors import InvalidInput, ReadOnly, Unavailable
+from ckptstore.core.settings import Settings
+from ckptstore.errors import InvalidInput
+from ckptstore.internals import StoreInternals
 from ckptstore.maintenance.check.fsck import fsck
 from ckptstore.maintenance.check.offline_store import offline_store_of
 from ckptstore.maintenance.check.report import Level, Report, parse_level, parse_share
@@ -17,54 +17,29 @@ from ckptstore.maintenance.gc.collect import MAX_UNUSED, GcOptions, GcReport, co
 from ckptstore.maintenance.gc.session_monitor import Activity, activities
 from ckptstore.maintenance.mirror.mirror import Mirrored, MirrorOptions, mirror
 from ckptstore.maintenance.mirror.remotes import choose, other_end
+from ckptstore.maintenance.mirror.tiers import Tier
 from ckptstore.maintenance.progress import Progress, silent
 from ckptstore.maintenance.reindex import Reindexed, reindex
 from ckptstore.maintenance.repair.repair import Repaired, repair
 from ckptstore.maintenance.retention import ForgetPlan, Policy
 from ckptstore.maintenance.usage import Usage, usage
-from ckptstore.repository.chunk_store import ObjectStore
-from ckptstore.repository.lru import SecondNames
 from ckptstore.repository.resolve_ref import AnyRef, find_commit
 from ckptstore.repository.store_handle import StoreHandle
-from ckptstore.runtime import StoreRuntime
 from ckptstore.storage.registry import open_storage
 
-logger = logging.getLogger("ckptstore")
 
+class Maintenance:
+    """The methods of `Store` that maintain it."""
 
-class Keeping:
-    """The part of `Store` that training does not need."""
-
-    run: str
-    _handle: StoreHandle
-    _runtime: StoreRuntime
+    def __init__(self, handle: StoreHandle, settings: Settings, tier: Tier | None = None) -> None:
+        self.run = settings.run
+        self._handle = handle
+        self._internals = StoreInternals(handle, settings, tier)
 
     @property
     def chunk_bytes(self) -> int:
-        """What this store cuts tensors into, fixed when it was made."""
+        """Largest size of a chunk, fixed when the store was made."""
         return self._handle.config.chunk_bytes
-
-    def chunks(self) -> ObjectStore:
-        """The chunks that this store has now, by id: for those who move chunks themselves."""
-        self._handle.objects.sync(self._handle.log.replay(refresh=True))
-        return self._handle.objects
-
-    def second_names(self, naming: Callable[[memoryview], bytes]) -> SecondNames:
-        """What chunks are called besides their ids, as far as this process hashes them from now on:
-        by `naming`, or as was asked for before."""
-        objects = self._handle.objects
-        objects.second_names = objects.second_names or SecondNames(naming)
-        return objects.second_names
-
-    def guard(self, what: str) -> GcPin | None:
-        """A session of this process, which does `what`, that keeps the chunks it finds from being
-        collected; None if this store cannot be written to, so that nothing can be kept."""
-        try:
-            self._handle.check_writable()
-            return GcPin(self._handle.objects, self._handle.log, what)
-        except (ReadOnly, Unavailable) as error:
-            logger.warning("%s cannot be relied on for chunks: %s", self._handle.url, error)
-            return None
 
     def forget(
         self,
@@ -73,14 +48,24 @@ class Keeping:
         all_runs: bool = False,
         dry_run: bool = False,
     ) -> ForgetPlan:
-        """Forget commits: those that `what` names (refs), or those of this run that no policy of
-        `what` keeps, in `all_runs` if wanted.
+        """Forget commits, by name or by policy. `gc` deletes them; until then, `undelete` undoes.
 
-        Nothing is deleted before the next `gc`; until then `undelete` brings them back. Tagged
-        commits, the two newest of each run and the best by the store's settings are never
-        forgotten. Returns the plan that was, or with `dry_run` would be, executed.
+        Tagged commits, the two newest of each run and the best by the store's settings stay.
 
-        Raises `InvalidInput` for nothing to go by, `Conflict` for a named commit that may not go.
+        Args:
+            what: Refs of commits to forget, or policies of commits to keep.
+            all_runs: Apply the policies to every run, not only to this one.
+            dry_run: Return the plan without executing it.
+
+        Returns:
+            The plan: forgotten commits, and kept ones with the reason.
+
+        Raises:
+            InvalidInput: Nothing is given, or both refs and policies.
+            Conflict: A named commit is protected.
+
+        Example:
+            >>> store.forget(ckptstore.KeepLast(5), dry_run=True)
         """
         self._handle.check_writable()
         wanted = list(what) if isinstance(what, Sequence) and not isinstance(what, str) else [what]
@@ -88,7 +73,7 @@ class Keeping:
         refs = [item for item in wanted if not isinstance(item, Policy)]
         if policies and refs:
             raise InvalidInput(
-                "a policy says what to keep, a ref what to forget: give one or the other"
+                "policies name commits to keep, refs commits to forget: give one or the other"
             )
         if refs:
             plan = forget_commits(
@@ -105,9 +90,10 @@ class Keeping:
         return plan
 
     def undelete(self, refs: AnyRef | Sequence[AnyRef]) -> None:
-        """Bring forgotten commits back, by their ids or the beginnings of them.
+        """Restore forgotten commits, by their ids or beginnings of ids.
 
-        Raises `NotFound` for one that a gc has purged, `Conflict` for one that is not forgotten.
+        Raises `NotFound` for a commit that a gc has deleted, `Conflict` for one that is not
+        forgotten.
         """
         self._handle.check_writable()
         wanted = list(refs) if isinstance(refs, Sequence) and not isinstance(refs, str) else [refs]
@@ -123,14 +109,25 @@ class Keeping:
         force: bool = False,
         progress: Progress = silent,
     ) -> GcReport:
-        """Remove what no commit needs; safe while others commit, read and collect. With `dry_run`,
-        only say what that would be.
+        """Free the space of forgotten and unfinished commits. Other processes may commit, read and
+        collect meanwhile.
 
-        Packs of which more than the share `max_unused` is dead are copied together, at most
-        `max_repack_bytes` of them. What a commit in flight may still reuse is deleted by a later
-        gc, unless `force`: then that commit writes it again.
+        Args:
+            dry_run: Report without changing anything.
+            max_unused: Largest share of dead bytes in a pack that is not rewritten.
+            max_repack_bytes: Limit for rewritten bytes; default: none.
+            force: Delete at once; commits in flight then write their chunks again. Otherwise a
+                later gc deletes chunks that such commits may reuse.
+            progress: Called with phase, done and total.
 
-        Raises `Corrupt`, before anything is deleted, if a commit's metadata cannot be read.
+        Returns:
+            The commits, packs and bytes that were removed, copied or left.
+
+        Raises:
+            Corrupt: The metadata of a commit cannot be read; nothing was deleted.
+
+        Example:
+            >>> store.gc(max_unused=0.2)
         """
         options = GcOptions(max_unused, max_repack_bytes, force)
         report = collect(self._handle, options, dry_run=dry_run, progress=progress)
@@ -139,20 +136,33 @@ class Keeping:
         return report
 
     def sessions(self) -> tuple[Activity, ...]:
-        """Who is writing to the store now, and which condemned packs wait for whom."""
+        """Processes that write now, and the condemned packs that wait for each of them."""
         return activities(self._handle)
 
     def usage(self) -> Usage:
-        """Logical, new, exclusive and shared bytes of every commit, and what the store holds in
-        all. Reads every page once."""
+        """Logical, new, exclusive and shared bytes of every commit, and totals of the store. Reads
+        every page once."""
         return usage(self._handle)
 
     def fsck(
         self, level: Level | str = Level.CONNECTIVITY, *, read_data: str | None = None
     ) -> Report:
-        """Look for damage as far as `level` (`"refs"`, `"connectivity"`, `"packs"`, `"data"`); with
-        `read_data` (`"5%"`, `"10G"`, `"100%"`) read and hash so much of what is stored, what was
-        verified longest ago first. Changes nothing."""
+        """Look for damage. Changes nothing.
+
+        Args:
+            level: How deep to look: `"refs"`, `"connectivity"`, `"packs"` or `"data"`.
+            read_data: Amount of data to read and hash (`"5%"`, `"10G"`, `"100%"`), starting with
+                data verified longest ago.
+
+        Returns:
+            The findings, and `ok`.
+
+        Raises:
+            InvalidInput: `level` or `read_data` cannot be understood.
+
+        Example:
+            >>> store.fsck(read_data="5%")
+        """
         return fsck(
             offline_store_of(self._handle),
             level=parse_level(level),
@@ -166,10 +176,25 @@ class Keeping:
         read_data: str | None = None,
         storage_options: Mapping[str, Any] | None = None,
     ) -> Repaired:
-        """Plan what can be done about damage, with chunks, documents and log entries from `mirrors`
-        too; with `apply`, do it. `storage_options` are those of the mirrors.
+        """Plan the repair of damage; with `apply`, execute it.
 
-        A store that cannot be opened any more is repaired by `ckptstore repair`.
+        For a store that no longer opens, use the command `ckptstore repair`.
+
+        Args:
+            mirrors: Stores that supply intact chunks, documents and log entries.
+            apply: Execute the plan.
+            read_data: Read and hash this amount of data first, as in `fsck`.
+            storage_options: Options of the mirrors.
+
+        Returns:
+            The damage found, the actions, and commits that stay damaged.
+
+        Raises:
+            ReadOnly: `apply` is given and the store is read-only.
+            NotFound, Unavailable: A mirror cannot be opened.
+
+        Example:
+            >>> store.repair("s3://bucket/mirror", apply=True)
         """
         if apply:
             self._handle.check_writable()
@@ -200,19 +225,33 @@ class Keeping:
         index: str | None = None,
         progress: Progress = silent,
     ) -> Mirrored:
-        """Bring commits of this store into the one at `to`, with the tags that name them: those
-        that `refs` name (with `ancestors`, what they descend from too), else all of `run`, else
-        all.
+        """Copy commits and their tags to the store at `to`, without chunks that it has.
 
-        Only chunks that `to` lacks travel. A commit appears there at once, whole, under the same
-        id. What is interrupted can be repeated. With `force`, tags move; with `verify`, what was
-        written is read back; with `create`, the store is made where there is none; with `dry_run`,
-        the result says what would travel. `storage_options` and `index`, the database that has its
-        log, are those of `to`.
+        A commit appears there whole, under the same id. Repeat an interrupted push to resume it.
 
-        Raises `NotFound` for a ref or store that is not there, `InvalidInput` for a store that cuts
-        chunks otherwise, `Conflict` before anything is sent if a tag would move, `Unavailable` if
-        storage fails. Commits that are damaged here are named in the result.
+        Args:
+            to: Directory or URL of the other store.
+            refs: Commits to copy; default: all of `run`, else all.
+            run: Run of the commits, in which `refs` are resolved.
+            ancestors: Copy the ancestors of `refs` too.
+            tags: Copy tags; with `force`, move those that name another commit there.
+            verify: Read written data back.
+            create: Make the store if there is none.
+            dry_run: Return the plan without copying.
+            storage_options, index: Options of `to`, and the database of its log.
+            progress: Called with phase, done and total.
+
+        Returns:
+            The commits, chunks and bytes copied, and commits that are damaged here.
+
+        Raises:
+            NotFound: A ref or the store does not exist.
+            InvalidInput: The other store has another chunk size.
+            Conflict: A tag would move; nothing was sent.
+            Unavailable: Storage failed.
+
+        Example:
+            >>> store.push("s3://bucket/checkpoints", "best:val_loss")
         """
         options = MirrorOptions(tags, force, verify)
         wanted = choose(
@@ -225,7 +264,7 @@ class Keeping:
                 target,
                 wanted,
                 options,
-                self._runtime.threads,
+                self._internals.runtime.threads,
                 dry_run=dry_run,
                 progress=progress,
             )
@@ -244,8 +283,7 @@ class Keeping:
         index: str | None = None,
         progress: Progress = silent,
     ) -> Mirrored:
-        """Bring commits of the store at `source` into this one; as `push`, the other way round.
-        `refs` are looked for there."""
+        """Copy commits from the store at `source`, in which `refs` are resolved; as `push`."""
         self._handle.check_writable()
         options = MirrorOptions(tags, force, verify)
         with other_end(
@@ -259,7 +297,7 @@ class Keeping:
                 self._handle,
                 wanted,
                 options,
-                self._runtime.threads,
+                self._internals.runtime.threads,
                 dry_run=dry_run,
                 progress=progress,
             )
@@ -272,10 +310,8 @@ class Keeping:
         index: str | None = None,
         progress: Progress = silent,
     ) -> Mirrored:
-        """Make the store at `to`, which is made if need be, have every commit of this one and every
-        tag mean what it means here.
-
-        What only the mirror has stays there.
+        """Copy every commit and tag to the store at `to`, which is made if there is none. Tags move
+        to their commits here. Other commits of `to` stay.
         """
         return self.push(
             to,
@@ -287,9 +323,9 @@ class Keeping:
         )
 
     def reindex(self) -> Reindexed:
-        """Make this host's catalog and chunk index anew from log and packs."""
+        """Rebuild this host's catalog and chunk index from log and packs."""
         return reindex(self._handle)
 
     def doctor(self) -> tuple[Check, ...]:
-        """Try the storage out, and look whether the next commit will fit."""
+        """Test the storage, and check whether the next commit fits."""
         return doctor(self._handle)

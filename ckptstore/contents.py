@@ -1,0 +1,167 @@
+"""The contents of one commit: its document, its schemas, and its leaves by path.
+
+`ckptstore.snapshot.contents_of` returns them to other rooms of this package.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TypeAlias
+
+from ckptstore.core.geometry import box_of_region
+from ckptstore.core.ids import CommitId
+from ckptstore.core.model import Box, CommitDocument, Shape
+from ckptstore.core.text import near
+from ckptstore.errors import InvalidInput, NotFound
+from ckptstore.objects.documents import Layout
+from ckptstore.restore.reader import Destination, Reader, ReadRequest, Tree
+from ckptstore.state.paths import segment
+
+Trees: TypeAlias = dict[str, Tree]
+"""Schema and content of each key."""
+
+
+Region = tuple[slice | int, ...] | slice | int
+"""Part of a tensor: slices of step 1 and integers, as in an index."""
+
+
+@dataclass(frozen=True, slots=True)
+class Leaf:
+    """One leaf of a commit.
+
+    `kind` is `tensor`, `value` or `bytes`. Only tensors have `dtype` and `shape`. `nbytes` counts
+    raw bytes, and is 0 for an alias: a leaf that shares the memory of `alias_of`.
+    """
+
+    path: str
+    kind: str
+    dtype: str
+    shape: Shape
+    nbytes: int
+    alias_of: str | None
+
+
+class CommitContents:
+    """Schemas are read when they are first needed. Threads may share it.
+
+    `before_write` is called before bytes are read into memory of the caller.
+    """
+
+    def __init__(
+        self,
+        reader: Reader,
+        commit: CommitId,
+        document: CommitDocument,
+        before_write: Callable[[], None] = lambda: None,
+        trees: Trees | None = None,
+    ) -> None:
+        self.reader, self.commit, self.document = reader, commit, document
+        self.before_write = before_write
+        self.on_close: Callable[[], None] = lambda: None
+        self._trees: Trees = trees or {}
+
+    @property
+    def keys(self) -> list[str]:
+        return [key for key, _ in self.document.trees]
+
+    @property
+    def trees(self) -> Trees:
+        """Schema and content of each key, without the bytes of leaves."""
+        if len(self._trees) < len(self.document.trees):
+            self._trees.update(self.reader.trees(self.document.trees))
+        return {key: self._trees[key] for key in self.keys}
+
+    def tree(self, key: str) -> Tree:
+        """Schema and content of one key. Raises `NotFound`."""
+        if key not in self._trees:
+            ref = dict(self.document.trees).get(key)
+            if ref is None:
+                raise NotFound(
+                    f"commit {self.commit[:12]} has no key {key!r}; it has {', '.join(self.keys)}"
+                )
+            self._trees[key] = self.reader.tree(key, ref)
+        return self._trees[key]
+
+    @property
+    def layout(self) -> Layout | None:
+        return self.reader.layout(self.document)
+
+    def narrowed(self, keys: frozenset[str], trees: Trees | None = None) -> "CommitContents":
+        """These contents with `keys` alone, with other `trees` if given."""
+        kept = tuple(each for each in self.document.trees if each[0] in keys)
+        known = self._trees if trees is None else trees
+        return CommitContents(
+            self.reader,
+            self.commit,
+            replace(self.document, trees=kept),
+            self.before_write,
+            {key: tree for key, tree in known.items() if key in keys},
+        )
+
+    def find(self, path: str) -> tuple[Tree, int]:
+        """The tree of a leaf and its number there. Reads no other tree. Raises `NotFound`."""
+        if not isinstance(path, str):
+            raise InvalidInput(
+                f"{type(path).__name__} {path!r:.80} is no path of a leaf; wanted a string such as "
+                f"{self._example()!r}"
+            )
+        key = next((key for key in self.keys if segment(key) == path.partition("/")[0]), None)
+        tree = None if key is None else self.tree(key)
+        if tree is not None and path in tree.numbers:
+            return tree, tree.numbers[path]
+        paths = [p for tree in self.trees.values() for p in tree.schema.paths]
+        raise NotFound(
+            f"commit {self.commit[:12]} has no leaf {path!r}{near(path, paths)}; `ckptstore ls "
+            f"{self.commit[:12]}` lists them"
+        )
+
+    def read(
+        self, requests: Sequence[ReadRequest], *, memory_budget_bytes: int | None = None
+    ) -> None:
+        """Read and verify leaves, or boxes of them, into their destinations, in any order."""
+        self.before_write()
+        self.reader.read(requests, self.commit, memory_budget_bytes=memory_budget_bytes)
+
+    def read_paths(self, destinations: Mapping[str, Destination]) -> None:
+        """As `read`, of whole leaves by their paths. Raises `NotFound`."""
+        self.read([ReadRequest(*self.find(path), to) for path, to in destinations.items()])
+
+    def leaf_bytes(
+        self, tree: Tree, number: int, *, memory_budget_bytes: int | None = None
+    ) -> bytes:
+        """All verified bytes of a leaf that is no tensor."""
+        return self.reader.leaf_bytes(
+            tree, number, self.commit, memory_budget_bytes=memory_budget_bytes
+        )
+
+    def _example(self) -> str:
+        return next(
+            (path for tree in self.trees.values() for path in tree.schema.paths), "model/weight"
+        )
+
+
+def box_of(tree: Tree, i: int, region: Region | None) -> tuple[Box | None, Shape]:
+    """The box of `region`, None for the whole leaf, and the shape of the result."""
+    shape, path = tree.schema.shapes[i], tree.schema.paths[i]
+    if region is None:
+        return None, shape
+    try:
+        return box_of_region(shape, region if isinstance(region, tuple) else (region,))
+    except (ValueError, IndexError, TypeError) as error:
+        raise InvalidInput(
+            f"region of {path}: {error}; the leaf's shape is {tuple(shape)}"
+        ) from error
+
+
+def leaf_of(tree: Tree, i: int) -> Leaf:
+    """The public description of a leaf."""
+    schema = tree.schema
+    alias = schema.aliases[i]
+    nbytes = 0 if alias >= 0 else tree.raw_bytes(i)
+    return Leaf(
+        schema.paths[i],
+        schema.kinds[i],
+        schema.dtypes[i],
+        schema.shapes[i],
+        nbytes,
+        schema.paths[alias] if alias >= 0 else None,
+    )
