@@ -139,7 +139,7 @@ def _box(name: str, left: int, top: int, width: int, height: int) -> Iterable[st
         f'font-weight="600">{escape(name)}</text>'
     )
     yield (
-        f'<text x="{left + 122}" y="{middle + 5}" fill="#ffffff" font-size="12.5">'
+        f'<text x="{left + 134}" y="{middle + 5}" fill="#ffffff" font-size="12.5">'
         f"{escape(SAYS[name])}</text>"
     )
 
