@@ -25,7 +25,9 @@ DOCUMENTED = (
 
 
 @pytest.mark.parametrize(
-    ("kind", "names"), [(Store, MAINTENANCE | TRAINING), (Snapshot, READING)], ids=repr
+    ("kind", "names"),
+    [(Store, MAINTENANCE | TRAINING), (Snapshot, READING)],
+    ids=["Store", "Snapshot"],
 )
 def test_a_class_shows_exactly_its_public_names(kind: type, names: set[str]) -> None:
     assert {name for name in dir(kind) if not name.startswith("_")} == names

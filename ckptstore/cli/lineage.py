@@ -61,7 +61,7 @@ def draw(nodes: Sequence[Node]) -> list[str]:
 
 
 def branches(nodes: Sequence[Node]) -> bool:
-    """Whether the nodes are more than one line of descent."""
+    """Whether the nodes are more than one linear history."""
     return any(len(line) > 1 for line in draw(nodes))
 
 

@@ -66,8 +66,8 @@ def assert_no_garbage_after_gc(place: Path, contents: Contents) -> None:
 
 
 def assert_acknowledged(place: Path, child: Child, where: str) -> int:
-    """Everything that a child of the deed `change_on` was told is done is so; returns the number of
-    its commits."""
+    """Everything that a child of the scenario `change_on` was told is done is so; returns the
+    number of its commits."""
     committed, tagged = child.reports("committed"), child.reports("tagged")
     view, (doubtful, away) = view_of(place), _forgotten(child)
     assert {commit for _, commit in committed} - doubtful - away <= view.live, (

@@ -1,5 +1,5 @@
-"""What the children of the nursery do. Each deed reports what it has achieved, and is over when it
-cannot go on."""
+"""What do the children of the fork server do? Each scenario reports what it has achieved, and is
+over when it cannot go on."""
 
 import importlib
 import os
@@ -297,7 +297,7 @@ def _use(report: Report, place: str, what: str, step: int) -> None:
 
 
 def _import_what_it_needs(place: str, what: str, step: int) -> None:
-    """A child tries the deed out, so that no fault strikes Python while it imports modules, and
+    """A child tries the scenario out, so that no fault strikes Python while it imports modules, and
     nothing else has been done before."""
     readable, writable = os.pipe()
     if not (child := os.fork()):
@@ -352,7 +352,7 @@ def point(report: Report, place: str, path: str) -> None:
 
 
 def push(report: Report, source: str, target: str, batch_bytes: int) -> None:
-    """Bring every commit of one store into another, in parcels."""
+    """Bring every commit of one store into another, in batches."""
     with (
         closing(StoreHandle(source, read_only=True)) as ours,
         closing(StoreHandle(target)) as theirs,
