@@ -13,7 +13,9 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TypeVar
 
+from ckptstore.core.text import bytes_text
 from ckptstore.core.threads import Pool
+from ckptstore.errors import Unavailable
 
 T = TypeVar("T")
 
@@ -35,13 +37,20 @@ class Scratch:
         self._free: list[memoryview] = []
 
     def take(self, nbytes: int) -> memoryview:
-        """A page-aligned buffer of at least `nbytes` with undefined content."""
+        """A page-aligned buffer of at least `nbytes` with undefined content. Raises `Unavailable`
+        if there is no memory."""
         with suppress(IndexError):
             while True:
                 found = self._free.pop()
                 if len(found) >= nbytes:
                     return found
-        memory = mmap.mmap(-1, nbytes)
+        try:
+            memory = mmap.mmap(-1, nbytes)
+        except OSError as error:
+            raise Unavailable(
+                f"{bytes_text(nbytes)} of memory to work in are not to be had: {error}; "
+                "free memory, or raise the limit of the container or process, and repeat"
+            ) from error
         with suppress(AttributeError, OSError):
             memory.madvise(mmap.MADV_HUGEPAGE)  # only faster
         return memoryview(memory)
