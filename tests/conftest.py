@@ -26,15 +26,16 @@ SEED = int(
 
 LONGEST = (
     "stateful/test_store_machine.py",
-    "maintenance/test_bitrot.py",
-    "crash/test_every_change.py",
-    "distributed/test_dcp.py",
     "maintenance/test_gc.py",
-    "maintenance/mirror/test_shared_ends.py",
-    "commit/test_exits.py",
+    "maintenance/test_bitrot.py",
+    "distributed/test_dcp.py",
+    "crash/test_every_change.py",
     "storage/test_s3.py",
-    "restore/test_budget.py",
-    "commit/test_memory.py",
+    "maintenance/mirror/test_shared_ends.py",
+    "distributed/test_failures.py",
+    "cli/test_odd_arguments.py",
+    "shared/test_faults.py",
+    "interop/chunk_transfer/test_replicas.py",
 )
 """The files that take 20 to 80 s, first: were one of them the last, the other processes of `make
 test` would wait for it."""

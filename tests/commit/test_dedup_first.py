@@ -14,6 +14,7 @@ from ckptstore.state.flatten import flatten
 from ckptstore.state.leaf_sources import leaves_of
 from ckptstore.state.staging import LookedUp, plan_staging
 from ckptstore.state.staging_buffers import Place
+from ckptstore.store import internals_of
 from tests.commit.states import assert_committed, attack, frozen_copy, training
 
 MIB = 1 << 20
@@ -70,7 +71,7 @@ def collected_meanwhile(
     first = store.commit(state, step=1)
     for step in (2, 3):  # the two newest of a run cannot be forgotten
         store.commit({"other": step}, step=step)
-    with store._lock:  # the background takes it before it opens a session
+    with internals_of(store)._lock:  # the background takes it before it opens a session
         pending = store.commit_async(state, step=4, dedup_first=True)
         with ckptstore.open(store.url) as other:
             other.forget([first.id])

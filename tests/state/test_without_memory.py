@@ -160,7 +160,7 @@ def test_a_state_dict_that_commits_itself_is_an_error_and_no_hang(
 
             def load_state_dict(self, state: Any) -> None: ...
 
-        with pytest.raises(InvalidInput, match="before the commit or after it"):
+        with pytest.raises(InvalidInput, match="do it before or after the commit"):
             getattr(store, outer)({"x": Commits()})
         assert store.log() == []
         store.commit({"a": 2})
