@@ -48,7 +48,7 @@ class Scratch:
             memory = mmap.mmap(-1, nbytes)
         except OSError as error:
             raise Unavailable(
-                f"{bytes_text(nbytes)} of memory to work in are not to be had: {error}; "
+                f"cannot allocate {bytes_text(nbytes)} of working memory: {error}; "
                 "free memory, or raise the limit of the container or process, and repeat"
             ) from error
         with suppress(AttributeError, OSError):
