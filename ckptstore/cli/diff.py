@@ -1,223 +1,94 @@
-"""`ckptstore diff`: what changed from one commit to another, leaf by leaf, folded on a terminal
-where there is too much to look at."""
+"""`ckptstore diff`: what changed from one commit to another, leaf by leaf."""
 
-from argparse import Namespace
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from ckptstore.cli.exits import Exit
-from ckptstore.cli.format import (
-    FOLD_ABOVE,
+from ckptstore.cli.call import Answer, Call
+from ckptstore.cli.commits import (
     commit_document,
     commit_text,
     fold,
-    type_text,
-    value_text,
+    is_folded,
+    reader_of,
+    trees_of,
 )
-from ckptstore.cli.screen import Screen
-from ckptstore.cli.stores import opened
-from ckptstore.cli.table import Column, Table
-from ckptstore.cli.trees import reading, trees_of
-from ckptstore.core.text import bytes_text
+from ckptstore.cli.screen import Hint, Part
+from ckptstore.core.tables import Column, Table
 from ckptstore.repository.resolve_ref import find_id
-from ckptstore.restore.diff import LeafChange, compare
+from ckptstore.restore.diff import MARKS, SIZES, Difference, LeafChange, compare, sizes
 
 if TYPE_CHECKING:
     from ckptstore.restore.reader import Tree
 
-MARKS = {"added": "+", "removed": "-", "changed": "~"}
+
+def diff(call: Call) -> Answer:
+    refs = (call.args.a, call.args.b)
+    store = call.open(*refs)
+    queries = store.queries()
+    old, new = (queries.commit(find_id(queries, ref, call.args.run)) for ref in refs)
+    reader = reader_of(call, store)
+    before, after = trees_of(reader, old), trees_of(reader, new)
+    found = compare(before, after)
+    page: list[Part] = [Hint(f"from {commit_text(old)} to {commit_text(new)}")]
+    if call.args.stat:
+        page.append(_stat(found, before, after))
+    elif found.changes:
+        page.append(_folded(found) if is_folded(call, len(found.changes)) else found.table())
+    page.append(found.summary)
+    document = {
+        "before": commit_document(old),
+        "after": commit_document(new),
+        "unchanged": found.unchanged,
+        "changed_bytes": found.changed_bytes,
+        "changes": found.changes,
+    }
+    return Answer(document, page)
 
 
-@dataclass(frozen=True, slots=True)
-class Side:
-    """A leaf in one of the two commits: the key it belongs to, its type, and the text of its value
-    if it is one."""
-
-    key: str
-    type: str
-    dtype: str
-    value: str | None
-
-
-@dataclass(frozen=True, slots=True)
-class Row:
-    """One leaf that differs."""
-
-    change: LeafChange
-    before: Side | None
-    after: Side | None
-
-    @property
-    def key(self) -> str:
-        side = self.after or self.before
-        assert side is not None
-        return side.key
-
-    @property
-    def what(self) -> str:
-        """`float32[3] → float32[4]`, `100 → 200`, or the type of a tensor that has other bytes."""
-        texts = [
-            side.type if side.value is None else side.value
-            for side in (self.before, self.after)
-            if side
-        ]
-        return texts[0] if len(texts) == 1 or texts[0] == texts[1] else f"{texts[0]} → {texts[1]}"
-
-    @property
-    def alike(self) -> tuple[str, ...]:
-        """What rows on one folded line have in common: how they changed, and tensors their dtypes,
-        values their text."""
-        sides = [side for side in (self.before, self.after) if side]
-        return (self.change.change, *(side.dtype or f"{side.type} {side.value}" for side in sides))
-
-
-def run(args: Namespace, screen: Screen) -> Exit:
-    with opened(args, args.a, args.b) as store:
-        queries = store.queries()
-        infos = [queries.commit(find_id(queries, ref, args.run)) for ref in (args.a, args.b)]
-        with reading(store) as reader:
-            before, after = (trees_of(reader, info) for info in infos)
-        found = compare(before, after)
-    old, new = _where(before), _where(after)
+def _folded(found: Difference) -> Table:
+    columns = (
+        Column(""),
+        Column("leaves", "count"),
+        Column("path", fit="wrap"),
+        Column("what", fit="wrap"),
+        *SIZES,
+    )
+    groups = fold(found.changes, lambda change: (change.path, (change.change, *_dtypes(change))))
     rows = [
-        Row(change, _side(old, change.path), _side(new, change.path)) for change in found.changes
+        (MARKS[group[0].change], len(group), pattern, _what(group), *sizes(group))
+        for pattern, group in groups
     ]
-    if screen.json:
-        screen.document(
-            {
-                "store": store.url,
-                **{
-                    name: commit_document(info)
-                    for name, info in zip(("before", "after"), infos, strict=True)
-                },
-                "unchanged": found.unchanged,
-                "changed_bytes": found.changed_bytes,
-                "changes": [_document(row) for row in rows],
-            }
-        )
-        return Exit.OK
-    screen.hint(f"from {commit_text(infos[0])} to {commit_text(infos[1])}")
-    folded = args.fold if args.fold is not None else screen.terminal and len(rows) > FOLD_ABOVE
-    if args.stat:
-        screen.table(_stat(rows, before, after))
-    elif rows:
-        screen.table(_folded(rows) if folded else _listed(rows))
-    screen.line(_summary(rows, found.unchanged))
-    return Exit.OK
+    return Table(columns, rows)
 
 
-def _where(trees: Mapping[str, "Tree"]) -> dict[str, tuple["Tree", int]]:
-    return {path: (tree, i) for tree in trees.values() for path, i in tree.numbers.items()}
+def _dtypes(change: LeafChange) -> Iterator[str]:
+    """What the changes on one folded line have in common: the dtypes of tensors, and the text of
+    other leaves."""
+    for side in filter(None, (change.before, change.after)):
+        yield side.type.partition("[")[0] if side.value is None else f"{side.type} {side.value}"
 
 
-def _side(where: Mapping[str, tuple["Tree", int]], path: str) -> Side | None:
-    if path not in where:
-        return None
-    tree, i = where[path]
-    kind, inline = tree.schema.kinds[i], tree.content(i).inline
-    value = value_text(inline) if kind == "value" and inline is not None else None
-    return Side(
-        tree.key,
-        type_text(kind, tree.schema.dtypes[i], tree.schema.shapes[i]),
-        tree.schema.dtypes[i],
-        value,
-    )
+def _what(group: Sequence[LeafChange]) -> str:
+    texts = dict.fromkeys(map(str, group))
+    if len(texts) == 1:
+        return next(iter(texts))
+    return f"{' → '.join(dict.fromkeys(_dtypes(group[0])))}, {len(texts)} shapes"
 
 
-def _listed(rows: Iterable[Row]) -> Table:
-    columns = (
-        Column(""),
-        Column("path", fit="wrap"),
-        Column("what", fit="wrap"),
-        Column("changed", right=True),
-        Column("of", right=True),
-    )
-    return Table(
-        columns,
-        tuple(
-            (MARKS[row.change.change], row.change.path, row.what, *_sizes([row])) for row in rows
-        ),
-    )
-
-
-def _folded(rows: Iterable[Row]) -> Table:
-    columns = (
-        Column(""),
-        Column("leaves", right=True),
-        Column("path", fit="wrap"),
-        Column("what", fit="wrap"),
-        Column("changed", right=True),
-        Column("of", right=True),
-    )
-    groups = fold(rows, lambda row: (row.change.path, row.alike))
-    return Table(columns, tuple(_group(pattern, group) for pattern, group in groups))
-
-
-def _group(pattern: str, rows: Sequence[Row]) -> tuple[str, ...]:
-    texts = dict.fromkeys(row.what for row in rows)
-    dtypes = dict.fromkeys(side.dtype for side in (rows[0].before, rows[0].after) if side)
-    what = next(iter(texts)) if len(texts) == 1 else f"{' → '.join(dtypes)}, {len(texts)} shapes"
-    return (MARKS[rows[0].change.change], f"{len(rows):,}", pattern, what, *_sizes(rows))
-
-
-def _stat(rows: Sequence[Row], before: Mapping[str, "Tree"], after: Mapping[str, "Tree"]) -> Table:
-    columns = (
-        Column("key"),
-        *(
-            Column(name, right=True)
-            for name in ("added", "removed", "changed", "unchanged", "changed bytes", "of")
-        ),
-    )
-    cells = []
+def _stat(found: Difference, before: Mapping[str, "Tree"], after: Mapping[str, "Tree"]) -> Table:
+    """Sums per key."""
+    names = ("added", "removed", "changed", "unchanged")
+    columns = (Column("key"), *(Column(name, "count") for name in names))
+    rows = []
     for key in dict.fromkeys((*after, *before)):
-        here = [row for row in rows if row.key == key]
-        counts = [sum(row.change.change == change for row in here) for change in MARKS]
+        trees = [trees[key] for trees in (before, after) if key in trees]
+        here = [c for c in found.changes if any(c.path in tree.numbers for tree in trees)]
+        kinds = [change.change for change in here]
+        counts = [kinds.count(kind) for kind in MARKS]
         tree = after.get(key)
         unchanged = len(tree.schema) - counts[0] - counts[2] if tree else 0
-        total = (
-            sum(tree.raw_bytes(i) for i, alias in enumerate(tree.schema.aliases) if alias < 0)
-            if tree
-            else 0
-        )
-        changed = sum(row.change.changed_bytes for row in here if row.change.change != "removed")
-        cells.append(
-            (
-                key,
-                *(f"{count:,}" for count in (*counts, unchanged)),
-                bytes_text(changed),
-                bytes_text(total),
-            )
-        )
-    return Table(columns, tuple(cells))
-
-
-def _sizes(rows: Sequence[Row]) -> tuple[str, str]:
-    return bytes_text(sum(row.change.changed_bytes for row in rows)), bytes_text(
-        sum(row.change.raw_bytes for row in rows)
-    )
-
-
-def _summary(rows: Sequence[Row], unchanged: int) -> str:
-    if not rows:
-        return f"no difference: {unchanged:,} leaves are the same"
-    counts = ", ".join(
-        f"{count:,} {change}"
-        for change in MARKS
-        if (count := sum(row.change.change == change for row in rows))
-    )
-    changed, total = _sizes(rows)
-    return f"{counts}, {unchanged:,} unchanged; {changed} changed of {total} in these leaves"
-
-
-def _document(row: Row) -> dict[str, object]:
-    return {
-        "path": row.change.path,
-        "change": row.change.change,
-        **{
-            name: side and {"type": side.type, "value": side.value}
-            for name, side in (("before", row.before), ("after", row.after))
-        },
-        "raw_bytes": row.change.raw_bytes,
-        "changed_bytes": row.change.changed_bytes,
-    }
+        aliases = tree.schema.aliases if tree else ()
+        total = sum(tree.raw_bytes(i) for i, alias in enumerate(aliases) if tree and alias < 0)
+        changed = sizes([change for change in here if change.change != "removed"])[0]
+        rows.append((key, *counts, unchanged, changed, total))
+    return Table((*columns, Column("changed bytes", "bytes"), Column("of", "bytes")), rows)

@@ -1,4 +1,4 @@
-"""What a command's exit code says, and which error leads to which."""
+"""Exit codes of commands, and the errors behind them."""
 
 import sqlite3
 from enum import IntEnum
@@ -19,23 +19,22 @@ class Exit(IntEnum):
 
 
 class UsageError(CkptStoreError):
-    """The command line cannot be understood. `command` is the part of it whose `--help` says
-    how."""
+    """The command line cannot be understood. `command` is the part of it whose `--help` helps."""
 
     def __init__(self, message: str, command: str = "ckptstore") -> None:
         super().__init__(f"{message}; see `{command} --help`")
 
 
 class NoStore(NotFound):
-    """There is no store where the command line says, or none was named."""
+    """No store at the place that the command line names, or no place."""
 
 
 class UnusableStore(CkptStoreError):
-    """What is where the store should be is something else, or a store of a newer format."""
+    """The place of the store holds something else, or a store of a newer format."""
 
 
 def exit_of(error: BaseException) -> Exit:
-    """The exit code for an error that reached the top."""
+    """The exit code for an error that ended a command."""
     match error:
         case UsageError() | InvalidInput():
             return Exit.USAGE
@@ -49,7 +48,7 @@ def exit_of(error: BaseException) -> Exit:
 
 
 def _busy(error: BaseException) -> bool:
-    """Whether others kept changing what the command wanted to change: running it again may do."""
+    """Whether others kept changing or locking the store, so that the command may be repeated."""
     from ckptstore.log.log import Refused
 
     cause = error.__cause__ or error

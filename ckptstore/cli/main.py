@@ -1,17 +1,18 @@
-"""The `ckptstore` command from its arguments to its exit code: every error becomes one line on
+"""The `ckptstore` command, from its arguments to its exit code. Every error becomes one line on
 standard error."""
 
 import os
 import sys
 from argparse import Namespace
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from importlib import import_module
 
+from ckptstore.cli.call import Answer, Call
 from ckptstore.cli.exits import Exit, exit_of
 from ckptstore.cli.parser import build, parse
 from ckptstore.cli.screen import Screen
-from ckptstore.cli.table import printable
 from ckptstore.core.redaction import redact
+from ckptstore.core.tables import printable
 from ckptstore.errors import CkptStoreError
 
 
@@ -19,15 +20,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code."""
     words = list(sys.argv[1:] if argv is None else argv)
     _open_closed_streams()
-    asked = Namespace(
-        json="--json" in words, debug="--debug" in words
-    )  # what is known before the line is understood
+    # All that is known before the words are parsed.
+    asked = Namespace(json="--json" in words, debug="--debug" in words)
     try:
         code = _run(words)
         sys.stdout.flush()
         return code
     except BrokenPipeError:
-        _discard_output()  # whoever read it has seen enough
+        # The reader has seen enough.
+        _discard_output()
         return Exit.OK
     except KeyboardInterrupt as error:
         _discard_output()
@@ -38,26 +39,40 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _run(words: Sequence[str]) -> int:
     for stream in (sys.stdout, sys.stderr):
-        # a name that is no Unicode is no reason to fail
+        # A name that is not Unicode is printed with escapes.
         stream.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
     try:
         args = parse(words)
-        if args.command is None:
-            build().print_help()
-            return Exit.USAGE
-    except SystemExit:  # --help and --version have printed what was wanted
+    except SystemExit:  # --help has printed the help
         return Exit.OK
+    if args.version:
+        import ckptstore
+
+        print(f"ckptstore {ckptstore.__version__}")
+        return Exit.OK
+    if args.command is None:
+        build().print_help()
+        return Exit.USAGE
     _log_to_stderr(debug=args.debug)
-    code: int = import_module(f"ckptstore.cli.{args.module}").run(args, Screen(json=args.json))
-    return code
+    module, _, name = args.run_command.partition(".")
+    run: Callable[[Call], Answer] = getattr(import_module(f"ckptstore.cli.{module}"), name)
+    call = Call(args, Screen(json=args.json))
+    with call.stack:
+        answer = run(call)
+        store = {"store": call.url} if call.url else {}
+        call.screen.document({**store, **answer.document})
+        call.screen.print(answer.page)
+        for problem in answer.problems:
+            call.screen.complain(problem)
+    return answer.code
 
 
 def _open_closed_streams() -> None:
-    """Whoever started the command with `>&-` or `2>&-`, as daemons do, wants no output and no
-    failure.
+    """Open the standard streams that are closed, as daemons start commands: without output, but
+    without failing.
 
-    First the numbers up to 2 are taken, lest a file of the store get one that some library prints
-    to.
+    File descriptors up to 2 are taken first, so that no file of the store gets one to which a
+    library prints.
     """
     while (fd := os.open(os.devnull, os.O_RDWR)) <= 2:
         pass
@@ -82,27 +97,16 @@ def _log_to_stderr(*, debug: bool) -> None:
 
 def _fail(error: BaseException, asked: Namespace) -> Exit:
     code = exit_of(error)
-    message = redact(_message(error))  # whatever was typed in the wrong place
+    message = redact(_message(error))  # it may repeat a password typed in the wrong place
     if asked.debug:
         import traceback
 
-        print(
-            _printable_lines(redact("".join(traceback.format_exception(error)))),
-            end="",
-            file=sys.stderr,
-        )
+        trace = redact("".join(traceback.format_exception(error)))
+        print(_printable_lines(trace), end="", file=sys.stderr)
     print(f"ckptstore: {printable(message)}", file=sys.stderr)
+    details = {"kind": type(error).__name__, "message": message, "exit_code": code}
     try:
-        if asked.json:
-            Screen(json=True).document(
-                {
-                    "error": {
-                        "kind": type(error).__name__,
-                        "message": message,
-                        "exit_code": int(code),
-                    }
-                }
-            )
+        Screen(json=asked.json).document({"error": details})
         sys.stdout.flush()
     except OSError:
         _discard_output()
@@ -114,8 +118,7 @@ def _printable_lines(text: str) -> str:
 
 
 def _discard_output() -> None:
-    """Send what is still buffered nowhere, or Python would wait for its reader, or complain, on
-    exit."""
+    """Discard buffered output: on exit Python would wait for its reader, or complain."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 

@@ -1,128 +1,126 @@
-"""Where an answer goes: to a terminal with colours, to a pipe as plain text, or to a program as one
-JSON document.
-
-rich is imported for a terminal only; it would cost a pipe a tenth of a second.
-"""
+"""Print what a command has to say: a page with colors on a terminal, plain text in a pipe, or one
+JSON document."""
 
 import json
 import math
 import os
 import sys
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import fields, is_dataclass
 from shutil import get_terminal_size
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import Any, TextIO, TypeAlias
 
-from ckptstore.cli.format import ID_DIGITS
-from ckptstore.cli.table import GAP, Table, fitted, plain, printable
+from ckptstore.core.tables import DIM, Table, Terminal, printable, style
 
-if TYPE_CHECKING:
-    from rich.console import Console
+PROGRESS_PAUSE_S = 0.1
+_ASCII = str.maketrans(
+    {**dict(zip("●○│─╯╮├┤┼┴┬×", "*o|-'.+++'.x", strict=True)), "…": "...", "→": "->"}
+)
+"""For terminals that cannot show the originals."""
 
-RICH_ROWS = 500
-"""rich takes a millisecond and more per row; longer tables are plain on a terminal too."""
+
+class Hint(str):
+    """A line for a person: printed on a terminal only."""
+
+
+Part: TypeAlias = object
+"""A part of a page: a table, which is fitted to a terminal, or anything that `str` makes lines
+of."""
 
 
 class Screen:
-    """Standard output as a command sees it. `json` is what the user asked for; `terminal` whether a
-    person is looking."""
+    """Standard output and standard error, as a command uses them. `json` is what the user asked
+    for; `terminal` is None unless a person is looking."""
 
     def __init__(self, *, json: bool) -> None:
         self.json = json
-        self.out: TextIO = sys.stdout
-        self.terminal = not json and self.out.isatty() and os.environ.get("TERM") != "dumb"
-        self.id_digits = 8 if self.terminal else ID_DIGITS
-        self.unicode = (self.out.encoding or "").lower().replace("-", "") == "utf8"
+        self._out: TextIO = sys.stdout
+        self._unicode = (self._out.encoding or "").lower().replace("-", "") == "utf8"
+        self.terminal: Terminal | None = None
+        if not json and self._out.isatty() and os.environ.get("TERM") != "dumb":
+            colors = not os.environ.get("NO_COLOR")
+            self.terminal = Terminal(get_terminal_size().columns, colors, time.time_ns())
 
-    def document(self, document: dict[str, Any]) -> None:
-        """Print the one JSON document of this command."""
-        text = json.dumps(
-            _exact(document), allow_nan=False, indent=2 if self.out.isatty() else None
-        )
-        print(text, file=self.out)
+    def document(self, document: Mapping[str, object]) -> None:
+        """Print the one JSON document of a command. Nothing without `--json`."""
+        if self.json:
+            indent = 2 if self._out.isatty() else None
+            print(json.dumps(to_json(document), allow_nan=False, indent=indent), file=self._out)
 
-    def table(self, table: Table) -> None:
-        """Print a table, with an empty line above if it has a title."""
-        if self.terminal and len(table.rows) <= RICH_ROWS:
-            self._rich_table(*fitted(table, get_terminal_size().columns))
-        else:
-            print(*([""] if table.title else []), *plain(table), sep="\n", file=self.out)
-
-    def line(self, text: str = "") -> None:
-        """Print one line."""
-        print(printable(text), file=self.out)
-
-    def hint(self, text: str) -> None:
-        """Print what only a person wants to know; nothing in a pipe."""
-        if self.terminal:
-            self._console().print(printable(text), style="dim")
+    def print(self, parts: Iterable[Part]) -> None:
+        """Print a page. Nothing with `--json`."""
+        if not self.json:
+            for part in parts:
+                for line in self._lines(part):
+                    print(line if self._unicode else line.translate(_ASCII), file=self._out)
+            self._out.flush()
 
     def complain(self, text: str) -> None:
-        """Say on standard error what went wrong."""
-        self.out.flush()
+        """Print a problem on standard error."""
+        self._out.flush()
         print(f"ckptstore: {printable(text)}", file=sys.stderr)
 
-    def flush(self) -> None:
-        self.out.flush()
-
     @contextmanager
-    def working(self, text: str) -> Iterator[None]:
-        """Say on standard error what takes a while, as long as it does, if somebody is looking
-        there."""
-        if not sys.stderr.isatty():
-            yield
+    def progress(self, doing: str = "") -> Iterator[Callable[[str, int, int], None]]:
+        """Show the progress of a long job on standard error: a line that changes on a terminal,
+        JSON Lines with `--json`, else nothing.
+
+        The function takes the phase, the work done and the total. The beginning and the end of each
+        phase are always shown.
+        """
+        show = _print_json if self.json else _print_line if sys.stderr.isatty() else None
+        next_s = 0.0
+
+        def shown(phase: str, done: int, total: int) -> None:
+            nonlocal next_s
+            if show and (time.monotonic() >= next_s or not done or done == total):
+                next_s = time.monotonic() + PROGRESS_PAUSE_S
+                show(phase, done, total)
+
+        if show is not _print_line:
+            yield shown
             return
-        self.out.flush()
-        print(f"{printable(text)} …", end="", file=sys.stderr, flush=True)
+        self._out.flush()
+        if doing:
+            _print_line(f"{doing} …", 0, 0)
         try:
-            yield
+            yield shown
         finally:
             print("\r\x1b[K", end="", file=sys.stderr, flush=True)
 
-    def _console(self, least_width: int = 0) -> "Console":
-        from rich.console import Console
-
-        width = max(least_width, get_terminal_size().columns)
-        return Console(file=self.out, highlight=False, markup=False, emoji=False, width=width)
-
-    def _rich_table(self, table: Table, widths: Sequence[int]) -> None:
-        from rich.table import Table as RichTable
-        from rich.text import Text
-
-        if table.title:
-            self._console().print()
-            self._console().print(table.title, style="bold underline")
-        grid = RichTable(
-            box=None,
-            show_header=table.header,
-            header_style="dim",
-            pad_edge=False,
-            padding=(0, GAP, 0, 0),
-        )
-        for column, width in zip(table.columns, widths, strict=True):
-            grid.add_column(
-                Text(column.name),
-                justify="right" if column.right else "left",
-                style=column.style,
-                no_wrap=column.fit != "wrap",
-                overflow="fold" if column.fit == "wrap" else "ellipsis",
-                width=width,
-            )
-        for row in table.rows:
-            grid.add_row(*(Text(cell) for cell in row))
-        # Where even the least widths are too much, the terminal wraps the lines: a cut id would be
-        # no use.
-        self._console(sum(widths) + GAP * len(widths)).print(grid, crop=False)
-        if table.footer:
-            self._console().print(table.footer, style="dim")
+    def _lines(self, part: Part) -> Iterable[str]:
+        if isinstance(part, Table):
+            return part.lines(self.terminal)
+        if isinstance(part, Hint):
+            terminal = self.terminal
+            return [style(printable(part), DIM if terminal.colors else "")] if terminal else []
+        return map(printable, str(part).split("\n"))
 
 
-def _exact(value: Any) -> Any:
-    """`value` with the floats that JSON lacks as strings: `"NaN"`, `"Infinity"`, `"-Infinity"`."""
+def to_json(value: Any) -> Any:
+    """`value` as JSON has it: dataclasses are objects, bytes hexadecimal, and floats that JSON
+    lacks the strings `"NaN"`, `"Infinity"` and `"-Infinity"`."""
     if isinstance(value, float) and not math.isfinite(value):
         return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
-    if isinstance(value, dict):
-        return {key: _exact(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_exact(item) for item in value]
-    return value
+    if value is None or isinstance(value, str | int | float):
+        return value
+    if isinstance(value, bytes):
+        return value.hex()
+    if is_dataclass(value):
+        return {field.name: to_json(getattr(value, field.name)) for field in fields(value)}
+    if isinstance(value, Mapping):
+        return {key: to_json(item) for key, item in value.items()}
+    if isinstance(value, Iterable):
+        return [to_json(item) for item in value]
+    return str(value)
+
+
+def _print_json(phase: str, done: int, total: int) -> None:
+    print(json.dumps({"phase": phase, "done": done, "total": total}), file=sys.stderr, flush=True)
+
+
+def _print_line(phase: str, done: int, total: int) -> None:
+    share = f" {done / total:.0%}" if total else ""
+    print(f"\r\x1b[K{printable(phase)}{share}", end="", file=sys.stderr, flush=True)

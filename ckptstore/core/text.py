@@ -1,7 +1,12 @@
 """How are sizes, times, counts and suggestions written for people?"""
 
 import difflib
+import time
 from collections.abc import Iterable
+
+SECOND_NS = 1_000_000_000
+
+_AGES = ((60, 1, "s"), (3_600, 60, "min"), (2 * 86_400, 3_600, "h"), (30 * 86_400, 86_400, "d"))
 
 
 def bytes_text(n: float) -> str:
@@ -27,9 +32,34 @@ def seconds_text(s: float) -> str:
     return f"{minutes // 60} h {minutes % 60} min"
 
 
-def count_text(n: int, noun: str) -> str:
-    """`1 commit`, `2 commits`, `12,000 commits`."""
-    return f"{n:,} {noun}" if n == 1 else f"{n:,} {noun}s"
+def count_text(n: int, noun: str, plural: str = "") -> str:
+    """`1 commit`, `2 commits`, `12,000 commits`; `plural` where it is not the noun and an s."""
+    return f"{n:,} {noun if n == 1 else plural or f'{noun}s'}"
+
+
+def age_text(time_ns: int, now_ns: int) -> str:
+    """`12 s`, `3 min`, `5 h`, `12 d`; the local date if it is over a month ago or in the future."""
+    seconds = (now_ns - time_ns) // SECOND_NS
+    if seconds >= 0:
+        for limit, unit_s, unit in _AGES:
+            if seconds < limit:
+                return f"{seconds // unit_s} {unit}"
+    return local_text(time_ns)[:10]
+
+
+def local_text(time_ns: int) -> str:
+    """`2026-11-20 23:22:01 +0100`, in the time zone of the reader."""
+    return time.strftime("%Y-%m-%d %H:%M:%S %z", time.localtime(time_ns // SECOND_NS))
+
+
+def utc_text(time_ns: int) -> str:
+    """`2026-11-20T22:22:01Z`: sorts as it is, and has no spaces."""
+    return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(time_ns // SECOND_NS))
+
+
+def exact_text(time_ns: int) -> str:
+    """`2026-11-20T22:22:01.000000042Z`: every nanosecond."""
+    return f"{utc_text(time_ns)[:-1]}.{time_ns % SECOND_NS:09d}Z"
 
 
 def unicode_text(name: str) -> str:

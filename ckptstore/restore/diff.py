@@ -1,29 +1,53 @@
 """What changed from one commit to another? Compares schemas and pages; reads no tensor."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal, TypeAlias
 
 from ckptstore.core.ids import CHUNK_ID_BYTES
+from ckptstore.core.tables import Column, Table
+from ckptstore.core.text import bytes_text
+from ckptstore.errors import Corrupt
+from ckptstore.objects import canonical
 from ckptstore.restore.reader import Tree
 
+Change: TypeAlias = Literal["added", "removed", "changed"]
+
 VALUE_TEXT_CHARACTERS = 60
+MARKS: dict[Change, str] = {"added": "+", "removed": "-", "changed": "~"}
+
+_BRACKETS = {"list": ("[", "]"), "tuple": ("(", ")"), "set": ("{", "}")}
+
+
+@dataclass(frozen=True, slots=True)
+class LeafText:
+    """A leaf in words: its type (`float32[768, 768]`), and the value of a value leaf."""
+
+    type: str
+    value: str | None
+
+    def __str__(self) -> str:
+        return self.type if self.value is None else self.value
 
 
 @dataclass(frozen=True, slots=True)
 class LeafChange:
-    """One leaf that differs. `before` and `after` describe it (`float32[768, 768]`, or a value's
-    text); `changed_bytes` counts raw bytes in chunks that the other commit lacks at this path."""
+    """One leaf that differs: what it was and what it is; None where the commit lacks it.
+    `changed_bytes` counts raw bytes in chunks that the other commit lacks at this path."""
 
     path: str
-    change: Literal["added", "removed", "changed"]
-    before: str
-    after: str
+    change: Change
+    before: LeafText | None
+    after: LeafText | None
     raw_bytes: int
     changed_bytes: int
 
+    def __str__(self) -> str:
+        texts = dict.fromkeys(str(side) for side in (self.before, self.after) if side)
+        return " → ".join(texts)
 
-@dataclass(frozen=True, slots=True)
+
+@dataclass(frozen=True, slots=True, repr=False)
 class Difference:
     """The leaves that differ, in order, and the number of equal ones."""
 
@@ -33,6 +57,62 @@ class Difference:
     @property
     def changed_bytes(self) -> int:
         return sum(change.changed_bytes for change in self.changes)
+
+    def __repr__(self) -> str:
+        return f"<diff: {self.summary}>"
+
+    def __str__(self) -> str:
+        return f"{self.table()}\n{self.summary}" if self.changes else self.summary
+
+    def table(self) -> Table:
+        """One row per leaf."""
+        columns = (Column(""), Column("path", fit="wrap"), Column("what", fit="wrap"))
+        rows = [(MARKS[c.change], c.path, str(c), *sizes([c])) for c in self.changes]
+        return Table((*columns, *SIZES), rows)
+
+    @property
+    def summary(self) -> str:
+        if not self.changes:
+            return f"no difference: {self.unchanged:,} leaves are the same"
+        kinds = [change.change for change in self.changes]
+        counts = ", ".join(f"{kinds.count(kind):,} {kind}" for kind in MARKS if kind in kinds)
+        changed, total = map(bytes_text, sizes(self.changes))
+        return f"{counts}, {self.unchanged:,} unchanged; {changed} changed of {total} there"
+
+
+SIZES = (Column("changed", "bytes"), Column("of", "bytes"))
+"""The columns of `sizes`."""
+
+
+def sizes(changes: Sequence[LeafChange]) -> tuple[int, int]:
+    """The sums of changed bytes and of raw bytes."""
+    return sum(c.changed_bytes for c in changes), sum(c.raw_bytes for c in changes)
+
+
+def value_text(data: bytes) -> str:
+    """The value of a value leaf as Python would write it, as far as that is possible without its
+    class; cut at `VALUE_TEXT_CHARACTERS`."""
+    try:
+        text = _value(canonical.decode(data))
+    except (Corrupt, LookupError, TypeError, ValueError):
+        text = data.decode("utf-8", "backslashreplace")
+    return text if len(text) <= VALUE_TEXT_CHARACTERS else text[: VALUE_TEXT_CHARACTERS - 1] + "…"
+
+
+def _value(encoded: Any) -> str:
+    if not isinstance(encoded, list):
+        return repr(encoded)
+    tag: str = encoded[0]
+    payload: list[Any] = encoded[1:]
+    if tag == "float":
+        return repr(canonical.bits_float(payload[0]))
+    if tag == "int":
+        return str(payload[0])
+    items = ", ".join(map(_value, payload))
+    if tag in _BRACKETS:
+        left, right = _BRACKETS[tag]
+        return f"{left}{items}{',' if tag == 'tuple' and len(payload) == 1 else ''}{right}"
+    return f"{tag}({items})"
 
 
 def compare(before: Mapping[str, Tree], after: Mapping[str, Tree]) -> Difference:
@@ -48,7 +128,7 @@ def compare(before: Mapping[str, Tree], after: Mapping[str, Tree]) -> Difference
             unchanged += 1
     changes += [
         LeafChange(
-            path, "removed", _describe(tree, i), "", _own_bytes(tree, i), _own_bytes(tree, i)
+            path, "removed", leaf_text(tree, i), None, _own_bytes(tree, i), _own_bytes(tree, i)
         )
         for path, (tree, i) in old.items()
         if path not in new
@@ -63,7 +143,7 @@ def _leaves(trees: Mapping[str, Tree]) -> dict[str, tuple[Tree, int]]:
 def _change(path: str, old: tuple[Tree, int] | None, tree: Tree, i: int) -> LeafChange | None:
     size = _own_bytes(tree, i)
     if old is None:
-        return LeafChange(path, "added", "", _describe(tree, i), size, size)
+        return LeafChange(path, "added", None, leaf_text(tree, i), size, size)
     old_tree, j = old
     same_kind = _kind(old_tree, j) == _kind(tree, i)
     was, now = old_tree.content(j), tree.content(i)
@@ -72,8 +152,8 @@ def _change(path: str, old: tuple[Tree, int] | None, tree: Tree, i: int) -> Leaf
     return LeafChange(
         path,
         "changed",
-        _describe(old_tree, j),
-        _describe(tree, i),
+        leaf_text(old_tree, j),
+        leaf_text(tree, i),
         size,
         _changed_bytes(was.ids, tree, i) if same_kind else size,
     )
@@ -103,14 +183,10 @@ def _kind(tree: Tree, i: int) -> tuple[str, str, tuple[int, ...]]:
     return tree.schema.kinds[i], tree.schema.dtypes[i], tree.schema.shapes[i]
 
 
-def _describe(tree: Tree, i: int) -> str:
-    kind = tree.schema.kinds[i]
+def leaf_text(tree: Tree, i: int) -> LeafText:
+    """Leaf `i` in words."""
+    kind, inline = tree.schema.kinds[i], tree.content(i).inline
     if kind == "tensor":
-        return f"{tree.schema.dtypes[i]}[{', '.join(map(str, tree.schema.shapes[i]))}]"
-    inline = tree.content(i).inline
-    if kind == "value" and inline is not None:
-        text = inline.decode("utf-8", "replace")
-        return (
-            text if len(text) <= VALUE_TEXT_CHARACTERS else text[: VALUE_TEXT_CHARACTERS - 1] + "…"
-        )
-    return f"{kind} of {tree.raw_bytes(i)} bytes"
+        shape = ", ".join(map(str, tree.schema.shapes[i]))
+        return LeafText(f"{tree.schema.dtypes[i]}[{shape}]", None)
+    return LeafText(kind, value_text(inline) if kind == "value" and inline is not None else None)

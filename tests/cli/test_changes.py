@@ -16,7 +16,8 @@ def test_init_makes_an_empty_store_with_what_was_chosen(tmp_path: Path) -> None:
     made = run("init", "new/store", "--chunk-size", "64KiB", "--codec", "zstd", cwd=tmp_path)
     assert (made.code, made.err) == (0, "")
     assert (
-        f"made an empty store at {tmp_path}/new/store (chunks of 64.0 KiB, codec zstd)" in made.out
+        f"created an empty store at {tmp_path}/new/store (chunks of 64.0 KiB, codec zstd)"
+        in made.out
     )
     stats = call("stats", "--json", "-s", str(tmp_path / "new/store")).document
     assert (stats["chunk_bytes"], stats["codec"], stats["commits"], stats["dedup_ratio"]) == (

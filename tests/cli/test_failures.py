@@ -32,11 +32,11 @@ def _newer(place: Path) -> None:
 
 USAGE = [
     ("lgo", "no command 'lgo' (did you mean log or clone?)"),
-    ("frobnicate", "no command 'frobnicate'; there are init, log, show"),
+    ("frobnicate", "no command 'frobnicate'; wanted one of init, log, show"),
     ("log --grap", "did not understand '--grap' (did you mean --graph"),
-    ("log -n x", "'x' is no count"),
-    ("log -n -1", "'-1' is no count"),
-    ("log --since yesterday", "'yesterday' is no time: wanted a span such as"),
+    ("log -n x", "'x' is not a count"),
+    ("log -n -1", "'-1' is not a count"),
+    ("log --since yesterday", "'yesterday' is not a time: wanted a span such as"),
     ("log --graph --sort loss", "--graph draws commits in the order of the log"),
     ("diff 100", "the following arguments are required: B"),
     ("show a@b@c", "'a@b@c' is no ref: wanted a step"),
@@ -45,7 +45,7 @@ USAGE = [
     ("tag best -d prod", "-d removes tags and takes no other arguments"),
     ("init /dev/null/x --codec zst", "no --codec 'zst' (did you mean zstd?)"),
     ("init /dev/null/x --chunk-size 3MiB", "wanted a power of two"),
-    ("init /dev/null/x --chunk-size big", "'big' is no size"),
+    ("init /dev/null/x --chunk-size big", "'big' is not a size"),
     ("completion tcsh", "no shell 'tcsh'"),
     ("ls model/*", "to list leaves of the newest commit, say `ckptstore ls latest 'model/*'`"),
 ]

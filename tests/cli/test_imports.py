@@ -9,7 +9,7 @@ import pytest
 from tests.cli.running import environment
 
 NEVER = {"torch", "s3fs", "fsspec", "alembic", "pydantic", "shtab"}
-SLOW = NEVER | {"numpy", "sqlalchemy", "rich", "lmdb"}
+SLOW = NEVER | {"numpy", "sqlalchemy", "lmdb"}
 
 
 def imported(words: str, store: Path) -> set[str]:
@@ -43,7 +43,7 @@ def test_a_query_imports_nothing_slow(made_store: Path, words: str) -> None:
 def test_a_query_that_reads_pages_imports_no_more_than_it_must(
     made_store: Path, words: str
 ) -> None:
-    assert imported(words, made_store) & (NEVER | {"sqlalchemy", "rich"}) == set()
+    assert imported(words, made_store) & (NEVER | {"sqlalchemy"}) == set()
 
 
 def test_setting_a_tag_imports_no_torch(store: Path) -> None:

@@ -4,7 +4,8 @@ from datetime import UTC, datetime
 
 import pytest
 
-from ckptstore.cli.timestamps import age_text, exact_text, parse_moment, utc_text
+from ckptstore.cli.options import parse_moment
+from ckptstore.core.text import age_text, exact_text, utc_text
 from ckptstore.errors import InvalidInput
 
 S = 1_000_000_000

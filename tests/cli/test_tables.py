@@ -2,24 +2,29 @@
 
 import pytest
 
-from ckptstore.cli.format import first_line, fold, value_text
-from ckptstore.cli.table import GAP, Column, Table, fields, fitted, plain, printable
+from ckptstore.cli.commits import first_line, fold
+from ckptstore.core.tables import BOLD, Column, Table, Terminal, fields, printable
+from ckptstore.restore.diff import value_text
 from ckptstore.state.values import encode_leaf, encode_value
 
 TABLE = Table(
     (
-        Column("id"),
-        Column("size", right=True),
+        Column("id", "id"),
+        Column("size", "count"),
         Column("extra", spare=1),
         Column("spare", spare=2),
         Column("message", fit="cut"),
     ),
-    (("aaaa", "1", "x" * 10, "y" * 10, "m" * 30), ("bb", "222", "", "y", "m")),
+    (("aaaa", 1, "x" * 10, "y" * 10, "m" * 30), ("bb", 222, None, "y", "m")),
 )
 
 
+def on_terminal(table: Table, width: int, *, colors: bool = False) -> list[str]:
+    return list(table.lines(Terminal(width, colors, 0)))
+
+
 def test_plain_text_is_aligned_cut_nowhere_and_says_what_is_empty() -> None:
-    assert plain(TABLE.without("message")) == [
+    assert str(TABLE.without("message")).splitlines() == [
         "ID    SIZE  EXTRA       SPARE",
         "aaaa     1  xxxxxxxxxx  yyyyyyyyyy",
         "bb     222  -           y",
@@ -27,11 +32,30 @@ def test_plain_text_is_aligned_cut_nowhere_and_says_what_is_empty() -> None:
 
 
 def test_fields_have_no_header_and_a_title_indents_them() -> None:
-    assert plain(fields("Bytes", [("new", "1 B", "what"), ("logical", "2 B")])) == [
+    assert str(fields("Bytes", [("new", "1 B", "what"), ("logical", "2 B")])).splitlines() == [
+        "",
         "Bytes",
         "  new      1 B  what",
         "  logical  2 B",
     ]
+
+
+def test_each_kind_of_value_is_written_its_way() -> None:
+    columns = (
+        Column("commit", "id"),
+        Column("step", "step"),
+        Column("n", "count"),
+        Column("size", "bytes"),
+        Column("time", "time"),
+        Column("loss", "metric"),
+        Column("tags"),
+    )
+    table = Table(columns, [("0123456789abcdef", 12_000, 12_000, 2048, 0, 0.5, ("a", "b"))])
+    wanted = "0123456789ab 12000 12,000 2.0 KiB 1970-01-01T00:00:00Z 0.5 a, b"
+    assert str(table).splitlines()[1].split() == wanted.split()
+    names, row = on_terminal(table, 200)
+    assert names.split() == ["commit", "step", "n", "size", "age", "loss", "tags"]
+    assert row.split() == ["01234567", "12000", "12,000", "2.0", "KiB", "0", "s", "0.5", "a,", "b"]
 
 
 @pytest.mark.parametrize(
@@ -47,10 +71,30 @@ def test_fields_have_no_header_and_a_title_indents_them() -> None:
 def test_a_narrow_terminal_loses_messages_first_and_then_spare_columns(
     width: int, names: list[str], message: int
 ) -> None:
-    table, widths = fitted(TABLE, width)
-    assert [column.name for column in table.columns] == names
-    assert widths[-1] == message
-    assert width < 24 or sum(widths) + GAP * (len(widths) - 1) <= width
+    header, first, _ = on_terminal(TABLE, width)
+    assert header.split() == names
+    assert first.endswith("m" * message if message == 30 else "  " + "m" * (message - 1) + "…")
+    assert width < 24 or len(first) <= width
+
+
+def test_a_long_path_wraps_within_its_column() -> None:
+    table = Table((Column("path", fit="wrap"), Column("n", "count")), [("abc " * 5, 1)])
+    assert on_terminal(table, 15) == ["path          n", "abc abc abc   1", "abc abc"]
+
+
+def test_characters_of_double_width_count_twice() -> None:
+    table = Table((Column("a", fit="cut"), Column("b")), [("漢字漢字漢字", "x"), ("kanji", "y")])
+    assert on_terminal(table, 11) == ["a         b", "漢字漢…   x", "kanji     y"]
+
+
+def test_colors_are_around_the_text_alone() -> None:
+    table = Table((Column("a", style=BOLD), Column("b", "id")), [("x", "0" * 64)], "T")
+    assert on_terminal(table, 80, colors=True) == [
+        "",
+        "\x1b[1;4mT\x1b[0m",
+        "  \x1b[2ma\x1b[0m  \x1b[2mb\x1b[0m       ".rstrip(),
+        "  \x1b[1mx\x1b[0m  \x1b[33m00000000\x1b[0m",
+    ]
 
 
 @pytest.mark.parametrize(

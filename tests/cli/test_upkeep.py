@@ -57,7 +57,7 @@ def test_forget_gc_undelete_together(place: Path) -> None:
         (["forget", "--keep-within", "2026-01-01"], Exit.USAGE, "a span"),
         (["forget", "7"], Exit.FAILED, "newest"),
         (["undelete", "latest"], Exit.FAILED, "not forgotten"),
-        (["gc", "--max-unused", "200%"], Exit.USAGE, "no share"),
+        (["gc", "--max-unused", "200%"], Exit.USAGE, "not a share"),
     ],
 )
 def test_what_cannot_be_done_says_why(place: Path, words: list[str], code: Exit, says: str) -> None:

@@ -1,0 +1,391 @@
+"""Every command with its options, as data; the modules that run them are imported when needed."""
+
+from ckptstore.cli.options import (
+    Command,
+    Options,
+    count,
+    flag,
+    operand,
+    several,
+    share,
+    size,
+    value,
+)
+from ckptstore.core.config import CHUNK_BYTES, CODECS
+
+_PLACE = "a directory or a URL"
+_RUN = value("--run", "RUN", "resolve steps, 'latest' and 'best:' in this run")
+_REF = operand("ref", "REF", "the commit (default: latest)", nargs="?", default="latest")
+_DRY_RUN = flag("-n --dry-run", "print the plan and change nothing")
+_READ_DATA = value(
+    "--read-data",
+    "AMOUNT",
+    "read and hash stored data: all, or an amount such as 5%% or 10G, oldest check first",
+    without="100%",
+)
+_FOLD = (
+    flag("-a --all", "print one line per leaf", dest="fold", means=False, default=None),
+    flag("--fold", "fold leaves, also in a pipe and if they are few", default=None),
+)
+_VERIFY = flag("--verify", "read written data back before a commit appears")
+_PICKLE = flag("--allow-pickle", "unpickle data if necessary; this may run any code")
+_TO_INDEX = value("--to-index", "URL", "the database with the log of TO, if it is in one")
+_FROM_INDEX = value("--from-index", "URL", "the database with the log of FROM, if it is in one")
+_MIRROR: Options = (
+    operand("refs", "REF", "commits of the source (default: all)", nargs="*"),
+    value("--run", "RUN", "copy commits of this run only, and resolve REFs in it"),
+    flag("--ancestors", "copy all ancestors of the REFs too"),
+    (
+        flag("--force", "move tags that name another commit in the target"),
+        flag("--no-tags", "copy no tags", dest="tags", means=False, default=True),
+    ),
+    _VERIFY,
+    _DRY_RUN,
+)
+_FORMATS = ("files", "safetensors", "torch", "dcp")
+
+COMMANDS = (
+    Command(
+        "init",
+        "setup.init",
+        "create an empty store",
+        (
+            operand(
+                "path",
+                "PATH",
+                "a new or empty directory, or a URL (default: -s, $CKPTSTORE, or here)",
+                nargs="?",
+            ),
+            value(
+                "--chunk-size",
+                "SIZE",
+                "a power of two from 64KiB to 64MiB (default: 1MiB)",
+                type=size,
+                default=CHUNK_BYTES,
+            ),
+            value(
+                "--codec",
+                "CODEC",
+                f"{', '.join(CODECS)} (default: raw)",
+                choices=CODECS,
+                default="raw",
+            ),
+            flag("--private", "let only the owner read and write the store"),
+        ),
+    ),
+    Command(
+        "log",
+        "log.log",
+        "list commits, newest first",
+        (
+            value("-n", "N", "list at most N commits", type=count, dest="limit"),
+            flag("-a --all", "list every commit"),
+            several("--run", "RUN", "commits of this run (default: all runs)"),
+            several(
+                "--tag", "GLOB", "commits with a tag that matches GLOB", nargs="?", without="*"
+            ),
+            value(
+                "--since",
+                "TIME",
+                "commits since TIME: a span before now (90min, 2h, 3d), or a date or time",
+            ),
+            value("--until", "TIME", "commits until TIME"),
+            several("--metric", "NAME", "show this metric (default: the three most frequent)"),
+            value("--sort", "METRIC[:max]", "sort by a metric, smallest first; with :max, largest"),
+            (
+                flag(
+                    "--graph",
+                    "draw the lineage (default on a terminal if it branches)",
+                    default=None,
+                ),
+                flag(
+                    "--no-graph",
+                    "do not draw the lineage",
+                    dest="graph",
+                    means=False,
+                    default=None,
+                ),
+            ),
+        ),
+        "List commits, newest first: 50 on a terminal, all with --all, with --json and in a pipe.",
+    ),
+    Command(
+        "show",
+        "show.show",
+        "show everything about a commit",
+        (
+            _REF,
+            _RUN,
+            flag("--fast", "skip exclusive and shared bytes, which read every commit"),
+        ),
+    ),
+    Command(
+        "ls",
+        "ls.ls",
+        "list the leaves of a commit",
+        (
+            _REF,
+            _RUN,
+            operand(
+                "globs",
+                "GLOB",
+                "leaves whose path, in full or below its key, matches or lies below: model, "
+                "'layers.*', '*.bias' (* crosses /)",
+                nargs="*",
+            ),
+            flag("-l --long", "also show chunks, sizes of values, and small values"),
+            _FOLD,
+        ),
+        "List the leaves of a commit. A terminal folds more than 40: leaves whose paths differ "
+        "only in\nnumbers become one line, whose pattern is a GLOB.",
+    ),
+    Command(
+        "diff",
+        "diff.diff",
+        "compare two commits leaf by leaf",
+        (
+            operand("a", "A", "the older commit"),
+            operand("b", "B", "the newer commit"),
+            _RUN,
+            flag("--stat", "print sums per key"),
+            _FOLD,
+        ),
+    ),
+    Command(
+        "tag",
+        "tag.tag",
+        "list, set or remove tags",
+        (
+            operand("name", "NAME", "the tag to set or move", nargs="?"),
+            operand("ref", "REF", "the commit that it names (default: latest)", nargs="?"),
+            flag("--names", "list only the names"),
+            several(
+                "-d --delete",
+                "NAME",
+                "remove these tags; their commits stay",
+                action="extend",
+                nargs="+",
+            ),
+            _RUN,
+        ),
+        "List tags. With NAME, set a tag; with -d, remove tags.",
+    ),
+    Command(
+        "stats",
+        "stats.stats",
+        "show the size of the store and its largest commits",
+        (
+            value(
+                "-n",
+                "N",
+                "list the N commits with most exclusive bytes (default: 10)",
+                type=count,
+                default=10,
+                dest="top",
+            ),
+        ),
+    ),
+    Command(
+        "forget",
+        "maintain.forget",
+        "forget commits by policy or by name",
+        (
+            operand("refs", "REF", "commits to forget, instead of --keep options", nargs="*"),
+            value("--keep-last", "N", "keep the newest N", type=count),
+            value("--keep-every-steps", "N", "keep steps that are multiples of N", type=count),
+            several(
+                "--keep-best",
+                ("METRIC[:max]", "N"),
+                "keep the best N (default: 1) by a metric",
+                nargs="+",
+            ),
+            value(
+                "--keep-within",
+                "SPAN",
+                "keep commits at most SPAN (90min, 12h, 7d) older than the run's newest",
+            ),
+            *(
+                value(
+                    f"--keep-{period}", "N", f"keep the newest of each of N {period}s", type=count
+                )
+                for period in ("hourly", "daily", "weekly", "monthly")
+            ),
+            value("--run", "RUN", "this run only (default: all); REFs are resolved in it"),
+            _DRY_RUN,
+        ),
+        "Forget the commits that no --keep option keeps, in each run, or the commits REF. Tagged "
+        "commits, the\ntwo newest of each run and the best by the store's settings stay. "
+        "`undelete` restores forgotten\ncommits until `gc` deletes them.",
+    ),
+    Command(
+        "undelete",
+        "maintain.undelete_commits",
+        "restore forgotten commits",
+        (operand("refs", "REF", "ids of forgotten commits, or prefixes of ids", nargs="+"),),
+    ),
+    Command(
+        "gc",
+        "maintain.gc",
+        "delete what no commit needs",
+        (
+            _DRY_RUN,
+            value(
+                "--max-unused",
+                "SHARE",
+                "share of dead bytes that packs may keep (default: 5%%)",
+                type=share,
+                default=0.05,
+            ),
+            value(
+                "--max-repack",
+                "SIZE",
+                "copy at most SIZE, such as 10G (default: no limit)",
+                type=size,
+            ),
+            flag("--force", "delete at once; commits in flight may have to write again"),
+        ),
+        "Delete forgotten commits and everything that no commit needs, and combine sparse and "
+        "small packs.\nOthers may commit, read and collect meanwhile. A later gc deletes what "
+        "commits in flight may reuse.",
+    ),
+    Command("sessions", "maintain.sessions", "list writers and the packs that wait for them"),
+    Command(
+        "fsck",
+        "maintain.fsck_store",
+        "check the store for damage",
+        (
+            value(
+                "--level",
+                "LEVEL",
+                "the depth of the check (default: connectivity)",
+                choices=("refs", "connectivity", "packs", "data"),
+                default="connectivity",
+            ),
+            _READ_DATA,
+        ),
+        "Check the store for damage; change nothing. Levels, each with those before:\n"
+        "  refs          log, tags and catalog\n"
+        "  connectivity  documents, schemas, pages and chunks of every commit\n"
+        "  packs         footers of every pack\n"
+        "  data          every stored byte",
+    ),
+    Command(
+        "repair",
+        "maintain.repair_store",
+        "repair damage",
+        (
+            flag("--apply", "carry the plan out"),
+            several(
+                "--from", "STORE", "a mirror, or any store that has the chunks", dest="mirrors"
+            ),
+            _READ_DATA,
+        ),
+        "Plan the repair of damage; with --apply, carry it out. Only verified data is written. "
+        "Replaced objects\ngo to quarantine/ in the store. Commits that stay damaged are named. "
+        "Readers and writers may continue.",
+    ),
+    Command("reindex", "maintain.reindex_store", "rebuild this host's catalog and chunk index"),
+    Command(
+        "doctor",
+        "maintain.doctor_store",
+        "test the storage, and check the space for the next commit",
+    ),
+    Command(
+        "push",
+        "moving.push",
+        "copy commits to another store",
+        (
+            operand("other", "TO", _PLACE),
+            flag("--create", "create the store TO if there is none"),
+            _TO_INDEX,
+            *_MIRROR,
+        ),
+        "Copy commits and their tags to the store TO, without chunks that it has. A commit "
+        "appears there whole,\nunder the same id. Repeat an interrupted push to resume it.",
+    ),
+    Command(
+        "pull",
+        "moving.pull",
+        "copy commits from another store",
+        (operand("other", "FROM", _PLACE), _FROM_INDEX, *_MIRROR),
+        "Copy commits and their tags from the store FROM, as `push` does.",
+    ),
+    Command(
+        "clone",
+        "moving.clone",
+        "copy a whole store",
+        (
+            operand("other", "FROM", _PLACE),
+            operand("to", "TO", "a new directory or a URL"),
+            value("--run", "RUN", "copy commits of this run only"),
+            _VERIFY,
+            _FROM_INDEX,
+            _TO_INDEX,
+        ),
+        "Create the store TO with every commit and tag of the store FROM. Repeat an interrupted "
+        "clone to\nresume it.",
+    ),
+    Command(
+        "import",
+        "moving.import_files",
+        "commit files of another format",
+        (
+            operand("path", "PATH", "a file or a directory"),
+            value("--run", "RUN", "the run of the commit (default: $CKPTSTORE_RUN, else main)"),
+            value("--step", "N", "its step", type=count),
+            several("--tag", "NAME", "a tag for it"),
+            value("--message", "TEXT", "its message (default: the origin)", default=""),
+            several("--metric", "NAME=VALUE", "one of its metrics"),
+            _PICKLE,
+        ),
+        "Commit the content of PATH: a .safetensors file, a .safetensors.index.json with its "
+        "shards, a .pt\nfile, a directory of DCP or TorchSnapshot, or any other directory, such "
+        "as a Hugging Face model.",
+    ),
+    Command(
+        "export",
+        "moving.export_files",
+        "write a commit as files of another format",
+        (
+            operand("ref", "REF", "the commit"),
+            operand("path", "PATH", "a new file or directory"),
+            _RUN,
+            value("--format", "FORMAT", f"one of {', '.join(_FORMATS)}", choices=_FORMATS),
+            several("--select", "KEY|GLOB", "a key of the state, or leaves by their paths"),
+            _PICKLE,
+        ),
+        "Write a commit to PATH. Imported files become the same files again. Otherwise the name "
+        "of PATH or\n--format selects safetensors (tensors only), torch (a .pt file) or dcp (a "
+        "directory for\ntorch.distributed.checkpoint).",
+    ),
+    Command(
+        "migrate",
+        "setup.migrate",
+        "update the catalog to this version, or move the log",
+        (
+            (
+                value(
+                    "--log-to",
+                    "URL",
+                    "move the log to postgresql+psycopg://USER@HOST/DATABASE, or to 'store'",
+                ),
+                flag(
+                    "--restore-log",
+                    "rebuild the lost database at --index from the copies in the store",
+                ),
+            ),
+        ),
+        "Update this host's catalog to this version of ckptstore, and report what that took. "
+        "Other commands\ndo so too if necessary, except for tables in PostgreSQL. Packs and "
+        "commits stay as they are.",
+    ),
+    Command(
+        "completion",
+        "setup.completion",
+        "print a completion script for a shell",
+        (operand("shell", "SHELL", "bash, zsh or fish", choices=("bash", "zsh", "fish")),),
+        'Print a completion script.\n  bash: eval "$(ckptstore completion bash)" in ~/.bashrc\n'
+        "  zsh:  ckptstore completion zsh > a directory of $fpath, as _ckptstore\n"
+        "  fish: ckptstore completion fish > ~/.config/fish/completions/ckptstore.fish",
+    ),
+)

@@ -1,0 +1,146 @@
+"""What commands read of a commit: its leaves from the catalog, or whole trees from the store; and
+how they write it."""
+
+import re
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from ckptstore.cli.call import Call
+from ckptstore.core.geometry import nbytes_of
+from ckptstore.core.ids import CommitId, parse_chunk_id
+from ckptstore.core.model import CommitInfo, Schema
+from ckptstore.core.tables import ID_DIGITS
+from ckptstore.core.text import exact_text
+from ckptstore.index.queries import LeafInfo, Queries
+from ckptstore.objects.schema import decode_schema
+from ckptstore.repository.store_handle import StoreHandle
+from ckptstore.state.paths import pickled
+
+if TYPE_CHECKING:
+    from ckptstore.restore.reader import Reader, Tree
+
+T = TypeVar("T")
+
+FOLD_ABOVE = 40
+"""Terminals fold more lines than this."""
+
+_NUMBER = re.compile(r"(?<![^./_])[0-9]+(?![^./_])")
+
+
+def short(commit: CommitId) -> str:
+    """The digits of an id that people read; enough for a ref."""
+    return commit[:ID_DIGITS]
+
+
+def commit_text(info: CommitInfo) -> str:
+    """`8f3a1c9e02b7 (step 100)`."""
+    return short(info.id) if info.step is None else f"{short(info.id)} (step {info.step})"
+
+
+def first_line(message: str) -> str:
+    """The part of a message that a table shows."""
+    line, _, more = message.strip().partition("\n")
+    return f"{line} …" if more else line
+
+
+def commit_document(info: CommitInfo) -> dict[str, Any]:
+    """One commit in JSON documents (docs/cli.md)."""
+    return {
+        "id": info.id,
+        "content": info.content,
+        "entry": info.n,
+        "session": info.session,
+        "run": info.run,
+        "step": info.step,
+        "message": info.message,
+        "time": exact_text(info.time_ns),
+        "time_ns": info.time_ns,
+        "parents": info.parents,
+        "metrics": info.metrics,
+        "tags": info.tags,
+        "logical_bytes": info.logical_bytes,
+        "new_bytes": info.new_bytes,
+        "leaves": info.leaves,
+        "forgotten": info.forgotten,
+    }
+
+
+def leaves_of(store: StoreHandle, queries: Queries, info: CommitInfo) -> dict[str, list[LeafInfo]]:
+    """The leaves of each key. The catalog has them; a schema that it lacks is read from the
+    packs."""
+    return {
+        key: queries.leaves(schema) or _leaves(_read_schema(store, schema))
+        for key, schema in info.schemas.items()
+    }
+
+
+def pickles_of(
+    store: StoreHandle, info: CommitInfo, leaves: dict[str, list[LeafInfo]]
+) -> dict[str, list[str]]:
+    """The paths of each key's pickled leaves, which a restore reads only with `allow_pickle=True`.
+
+    The catalog lists pickles as bytes, so the schemas of trees with any bytes are read from the
+    packs.
+    """
+    return {
+        key: pickled(_read_schema(store, info.schemas[key]))
+        if any(leaf.kind == "bytes" for leaf in tree)
+        else []
+        for key, tree in leaves.items()
+    }
+
+
+def tensor_bytes(leaf: LeafInfo) -> int | None:
+    """Raw bytes of a tensor, 0 if it shares memory with an earlier leaf; None for other leaves,
+    whose size the schema does not have."""
+    if leaf.alias >= 0:
+        return 0
+    return nbytes_of(leaf.dtype, leaf.shape) if leaf.kind == "tensor" else None
+
+
+def reader_of(call: Call, store: StoreHandle) -> "Reader":
+    """A reader of commits, for the rest of the call."""
+    from ckptstore.repository.thread_pool import ThreadPool
+    from ckptstore.restore.reader import Reader
+
+    threads = ThreadPool(1)
+    call.stack.callback(threads.close)
+    return Reader(store.config, store.objects, threads)
+
+
+def trees_of(reader: "Reader", info: CommitInfo) -> dict[str, "Tree"]:
+    """Schema and content of each key, in the order of the application state."""
+    return {key: reader.tree(key, ref) for key, ref in reader.document(info.session, info.id).trees}
+
+
+def is_folded(call: Call, rows: int, *, unless: bool = False) -> bool:
+    """Whether to fold so many leaves: as asked, else if there are too many for a terminal."""
+    if call.args.fold is not None:
+        return bool(call.args.fold)
+    return call.screen.terminal is not None and rows > FOLD_ABOVE and not unless
+
+
+def fold(items: Iterable[T], key: Callable[[T], tuple[str, object]]) -> list[tuple[str, list[T]]]:
+    """Group items whose paths differ only in numbers, in the order of each group's first. The
+    pattern of a group is a glob for `ls`.
+
+    `key` gives an item's path, and a value that must be equal within a group. A group of one keeps
+    its path.
+    """
+    groups: dict[tuple[str, object], list[T]] = {}
+    for item in items:
+        path, kind = key(item)
+        groups.setdefault((_NUMBER.sub("*", path), kind), []).append(item)
+    return [
+        (pattern if len(group) > 1 else key(group[0])[0], group)
+        for (pattern, _), group in groups.items()
+    ]
+
+
+def _read_schema(store: StoreHandle, schema: str) -> Schema:
+    return decode_schema(store.objects.read_metadata(parse_chunk_id(schema)))
+
+
+def _leaves(schema: Schema) -> list[LeafInfo]:
+    columns = (schema.paths, schema.kinds, schema.dtypes, schema.shapes, schema.aliases)
+    return [LeafInfo(*row) for row in zip(*columns, strict=True)]

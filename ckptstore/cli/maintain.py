@@ -1,0 +1,308 @@
+"""`ckptstore forget`, `undelete`, `gc`, `sessions`, `fsck`, `repair`, `reindex`, `doctor`: maintain
+a store."""
+
+from argparse import Namespace
+from contextlib import closing
+from dataclasses import asdict, fields
+
+from ckptstore.cli.call import Answer, Call
+from ckptstore.cli.commits import commit_text
+from ckptstore.cli.exits import Exit, UsageError
+from ckptstore.cli.options import parse_best, parse_moment
+from ckptstore.cli.screen import Hint, Part
+from ckptstore.core.tables import Column, Table
+from ckptstore.core.text import SECOND_NS, count_text, seconds_text
+from ckptstore.maintenance.check.fsck import fsck
+from ckptstore.maintenance.check.report import (
+    Finding,
+    Report,
+    Severity,
+    parse_level,
+    parse_share,
+)
+from ckptstore.maintenance.doctor import Verdict, doctor
+from ckptstore.maintenance.forget import forget_by_policy, forget_commits, undelete
+from ckptstore.maintenance.gc.collect import GcOptions, GcReport, collect
+from ckptstore.maintenance.gc.plan import GcPlan
+from ckptstore.maintenance.gc.session_monitor import activities
+from ckptstore.maintenance.reindex import reindex
+from ckptstore.maintenance.repair.repair import repair
+from ckptstore.maintenance.retention import (
+    KeepBest,
+    KeepEverySteps,
+    KeepLast,
+    KeepPeriods,
+    KeepWithin,
+    Period,
+    Policy,
+)
+from ckptstore.repository.resolve_ref import find_id
+from ckptstore.storage.registry import open_storage
+
+PERIODS: tuple[Period, ...] = ("hourly", "daily", "weekly", "monthly")
+
+
+def forget(call: Call) -> Answer:
+    args = call.args
+    policies = _policies(args)
+    if policies and args.refs:
+        raise UsageError(
+            "--keep options name commits to keep, REFs commits to forget: give one or the other",
+            "ckptstore forget",
+        )
+    store = call.open(*args.refs)
+    if not args.dry_run:
+        store.check_writable()
+    if args.refs:
+        queries = store.queries()
+        refs = [find_id(queries, ref, args.run) for ref in args.refs]
+        plan = forget_commits(store, refs, dry_run=args.dry_run)
+    else:
+        plan = forget_by_policy(store, policies, run=args.run, dry_run=args.dry_run)
+    page: list[Part] = [plan.table(), plan.summary] if plan.decisions else [plan.summary]
+    if not args.dry_run:
+        store.follow()
+        page.append(f"forgot {count_text(len(plan.forgotten), 'commit')}")
+        if plan.forgotten:
+            page.append(
+                Hint("`ckptstore gc` deletes them; until then `ckptstore undelete` restores them")
+            )
+    commits = [
+        {
+            "commit": commit,
+            "run": row.run,
+            "step": row.step,
+            "kept": bool(reasons),
+            "reasons": reasons,
+        }
+        for commit, row, reasons in plan.decisions
+    ]
+    document = {"entry": plan.n, "reason": plan.reason, "commits": commits}
+    return Answer({"dry_run": args.dry_run, **document}, page)
+
+
+def _policies(args: Namespace) -> list[Policy]:
+    policies: list[Policy] = []
+    if args.keep_last is not None:
+        policies.append(KeepLast(args.keep_last))
+    if args.keep_every_steps is not None:
+        policies.append(KeepEverySteps(args.keep_every_steps))
+    for metric, *numbers in args.keep_best:
+        if len(numbers) > 1 or not all(n.isdecimal() for n in numbers):
+            given = " ".join([metric, *numbers])
+            raise UsageError(
+                f"--keep-best takes METRIC or METRIC:max and a count, not {given!r}",
+                "ckptstore forget",
+            )
+        name, maximize = parse_best(metric)
+        policies.append(KeepBest(name, maximize=maximize, n=int(numbers[0]) if numbers else 1))
+    if args.keep_within is not None:
+        # A span is parsed as a moment before now; seen from 0, it is minus the span.
+        seconds = -parse_moment(args.keep_within, 0) // SECOND_NS
+        if seconds <= 0:
+            raise UsageError(
+                f"--keep-within takes a span such as 90min, 12h, 7d, not {args.keep_within!r}",
+                "ckptstore forget",
+            )
+        policies.append(KeepWithin(seconds))
+    for period in PERIODS:
+        if (n := getattr(args, f"keep_{period}")) is not None:
+            policies.append(KeepPeriods(period, n))
+    return policies
+
+
+def undelete_commits(call: Call) -> Answer:
+    store = call.open(*call.args.refs)
+    store.check_writable()
+    queries = store.queries()
+    infos = [queries.commit(find_id(queries, ref, None)) for ref in call.args.refs]
+    undelete(store, [info.id for info in infos])
+    store.follow()
+    lines = [f"{commit_text(info)} of run {info.run} is restored" for info in infos]
+    return Answer({"undeleted": [info.id for info in infos]}, lines)
+
+
+def gc(call: Call) -> Answer:
+    args = call.args
+    store = call.open()
+    with call.screen.progress() as shown:
+        options = GcOptions(args.max_unused, args.max_repack, args.force)
+        report = collect(store, options, dry_run=args.dry_run, progress=shown)
+    document = {"dry_run": args.dry_run, "plan": _plan_document(report.plan)}
+    if not args.dry_run:
+        store.follow()
+        document["done"] = _done_document(report)
+    plan = report.plan
+    page: list[Part] = [plan.table(), plan.summary] if plan.table().rows else [plan.summary]
+    if not args.dry_run:
+        page.append(report.summary)
+    code = Exit.DAMAGED if plan.missing or plan.unreadable or report.damaged else Exit.OK
+    return Answer(document, page, report.problems, code)
+
+
+def _plan_document(plan: GcPlan) -> dict[str, object]:
+    packs = [
+        {"pack": p.id, "bytes": p.bytes, "condemned": p.condemned, "waits": p.waits}
+        for p in plan.doomed
+    ]
+    copies = [
+        {"from": [s.id for s in c.sources], "bytes": c.bytes, "freed_bytes": c.freed_bytes}
+        for c in plan.copies
+    ]
+    later = [
+        {"sessions": sessions, "bytes": size} for sessions, size in plan.freed_later_bytes.items()
+    ]
+    return {
+        "mark": plan.mark,
+        "over": plan.over,
+        "purge": plan.purge,
+        "packs": packs,
+        "orphans": [orphan._asdict() for orphan in plan.orphans],
+        "copies": copies,
+        "freed_now_bytes": plan.freed_now_bytes,
+        "freed_later": later,
+        "copied_bytes": plan.copied_bytes,
+        "missing_chunks": plan.missing,
+        "unreadable": plan.unreadable,
+        "full": plan.full,
+    }
+
+
+def _done_document(report: GcReport) -> dict[str, object]:
+    return {
+        "freed_bytes": report.freed_bytes,
+        "copied_bytes": report.copied_bytes,
+        "condemned_packs": report.condemned,
+        "deleted": report.deleted,
+        "deleted_orphans": report.orphans,
+        "purged": report.purged,
+        "over": report.over,
+        "damaged": report.damaged,
+        "stopped": report.stopped or None,
+    }
+
+
+def sessions(call: Call) -> Answer:
+    found = activities(call.open())
+    documents = [
+        {
+            "session": each.info.id,
+            "status": each.status,
+            "what": each.info.what,
+            "host": each.info.host,
+            "pid": each.info.pid,
+            "time_ns": each.info.time_ns,
+            "still_s": each.still_s,
+            "waiting_packs": each.packs,
+            "waiting_bytes": each.bytes,
+        }
+        for each in found
+    ]
+    columns = (
+        Column("session"),
+        Column("status"),
+        Column("what"),
+        Column("host"),
+        Column("pid", "step"),
+        Column("time", "time"),
+        Column("still", right=True),
+        Column("waiting packs", "count"),
+        Column("bytes", "bytes"),
+    )
+    rows = [
+        (
+            each.info.id,
+            each.status,
+            each.info.what,
+            each.info.host,
+            each.info.pid or None,
+            each.info.time_ns or None,
+            seconds_text(each.still_s) if each.still_s >= 1 else None,
+            each.packs or None,
+            each.bytes or None,
+        )
+        for each in found
+    ]
+    page = Table(columns, rows) if rows else Hint("no process writes")
+    return Answer({"sessions": documents}, [page])
+
+
+def fsck_store(call: Call) -> Answer:
+    args = call.args
+    share = parse_share(args.read_data) if args.read_data else None
+    store = call.open_offline()
+    with call.screen.progress() as shown:
+        report = fsck(store, level=parse_level(args.level), share=share, progress=shown)
+    document = {
+        "level": report.level.name.lower(),
+        "damaged": report.damaged,
+        "findings": _findings(report.findings),
+        "damaged_commits": sorted(report.damaged_commits),
+        "entries": report.looked.entries,
+        "commits": report.looked.commits,
+        "packs": report.looked.packs,
+        "chunks": report.looked.chunks,
+        "read_bytes": report.looked.data_bytes,
+        "stored_bytes": report.looked.stored_bytes,
+    }
+    return Answer(document, [report], code=_code(report))
+
+
+def repair_store(call: Call) -> Answer:
+    args = call.args
+    share = parse_share(args.read_data) if args.read_data else None
+    store = call.open_offline()
+    mirrors = [
+        call.stack.enter_context(closing(open_storage(place, read_only=True)))
+        for place in args.mirrors
+    ]
+    with call.screen.progress() as shown:
+        done = repair(store, mirrors=mirrors, apply=args.apply, share=share, progress=shown)
+    actions = done.applied if args.apply else done.plan.actions
+    document = {
+        "applied": args.apply,
+        "actions": [{"action": type(each).__name__, "what": str(each)} for each in actions],
+        "unrepairable": _findings(done.plan.unrepairable),
+        "findings": _findings(done.after.findings),
+        "damaged_commits": sorted(done.after.damaged_commits),
+    }
+    return Answer(document, [done], code=_code(done.after))
+
+
+def _findings(findings: tuple[Finding, ...]) -> list[dict[str, object]]:
+    """Findings with None for what they lack."""
+    names = [field.name for field in fields(Finding)]
+    return [
+        {name: getattr(finding, name) or None for name in names} | {"commits": finding.commits}
+        for finding in findings
+    ]
+
+
+def _code(report: Report) -> Exit:
+    notes = all(finding.severity is Severity.NOTE for finding in report.findings)
+    return Exit.OK if notes else Exit.DAMAGED
+
+
+def reindex_store(call: Call) -> Answer:
+    store = call.open()
+    with call.screen.progress() as shown:
+        done = reindex(store, progress=shown)
+    counts = f"{count_text(done.commits, 'commit')}, {count_text(done.packs, 'pack')}"
+    lost = f"{count_text(done.unreadable, 'pack')} cannot be read; run `ckptstore fsck`"
+    return Answer(
+        {"index": str(store.index_directory), **asdict(done)},
+        [f"{store.index_directory}: {counts}, up to log entry {done.entries}"],
+        [lost] if done.unreadable else [],
+        Exit.DAMAGED if done.unreadable else Exit.OK,
+    )
+
+
+def doctor_store(call: Call) -> Answer:
+    store = call.open()
+    with call.screen.progress("testing the storage"):
+        checks = doctor(store)
+    columns = (Column("check"), Column("verdict"), Column("seen", fit="wrap"))
+    table = Table(columns, [(check.name, check.verdict, check.seen) for check in checks])
+    advice = [f"{check.name}: {check.next}" for check in checks if check.next]
+    failed = any(check.verdict is Verdict.FAILED for check in checks)
+    return Answer({"checks": checks}, [table, *advice], code=Exit.FAILED if failed else Exit.OK)

@@ -1,0 +1,173 @@
+"""`ckptstore push`, `pull`, `clone`, `import` and `export`: commits to and from other stores and
+formats."""
+
+from collections.abc import Iterable, Sequence
+
+from ckptstore.cli.call import Answer, Call
+from ckptstore.cli.commits import short
+from ckptstore.cli.exits import Exit, NoStore, UsageError
+from ckptstore.core.config import default_threads
+from ckptstore.core.text import bytes_text, count_text
+from ckptstore.errors import NotFound
+from ckptstore.maintenance.mirror.mirror import Mirrored, MirrorOptions, mirror
+from ckptstore.maintenance.mirror.plan import TagMove
+from ckptstore.maintenance.mirror.remotes import choose, other_end
+from ckptstore.repository.resolve_ref import find_commit
+from ckptstore.repository.store_handle import StoreHandle
+from ckptstore.repository.thread_pool import ThreadPool
+
+
+def push(call: Call) -> Answer:
+    args = call.args
+    source = call.open(*args.refs)
+    like = source if args.create else None
+    target = _other(call, args.other, like=like, index=args.to_index, advice="; --create makes it")
+    return _mirror(call, source, target)
+
+
+def pull(call: Call) -> Answer:
+    source = _other(call, call.args.other, read_only=True, index=call.args.from_index)
+    return _mirror(call, source, call.open())
+
+
+def clone(call: Call) -> Answer:
+    args = call.args
+    args.refs, args.ancestors, args.tags, args.force, args.dry_run = (), False, True, False, False
+    source = _other(call, args.other, read_only=True, index=args.from_index)
+    return _mirror(call, source, _other(call, args.to, like=source, index=args.to_index))
+
+
+def _other(
+    call: Call,
+    place: str,
+    *,
+    read_only: bool = False,
+    like: StoreHandle | None = None,
+    index: str | None,
+    advice: str = "",
+) -> StoreHandle:
+    try:
+        return call.stack.enter_context(
+            other_end(place, read_only=read_only, like=like, index=index)
+        )
+    except NotFound as error:
+        raise NoStore(f"{error}{advice}") from error
+
+
+def _mirror(call: Call, source: StoreHandle, target: StoreHandle) -> Answer:
+    args = call.args
+    threads = ThreadPool(default_threads())
+    call.stack.callback(threads.close)
+    wanted = choose(source, args.refs, run=args.run, ancestors=args.ancestors)
+    options = MirrorOptions(args.tags, args.force, args.verify)
+    with call.screen.progress() as shown:
+        done = mirror(
+            source, target, wanted, options, threads, dry_run=args.dry_run, progress=shown
+        )
+    ends = {"source": source.url, "target": target.url, "dry_run": args.dry_run}
+    page = [f"{source.url} → {target.url}", *done.lines]
+    code = Exit.DAMAGED if done.damaged else Exit.OK
+    return Answer({**ends, **_document(done)}, page, done.problems, code)
+
+
+def _document(done: Mirrored) -> dict[str, object]:
+    plan = done.plan
+    commits = [
+        {"commit": each.commit, "run": each.run, "step": each.step, "tags": each.tags}
+        for each in plan.commits
+    ]
+    return {
+        "plan": {
+            "commits": commits,
+            "tags": _moves(plan.tags),
+            "rejected": _moves(plan.rejected),
+            "forgotten": plan.forgotten,
+            "present": plan.present,
+            "load": done.load,
+        },
+        "sent": done.sent,
+        "chunks": done.chunks,
+        "raw_bytes": done.raw_bytes,
+        "stored_bytes": done.stored_bytes,
+        "damaged": [{"commit": commit, "why": why} for commit, why in done.damaged],
+    }
+
+
+def _moves(tags: Iterable[TagMove]) -> list[dict[str, object]]:
+    return [{"tag": move.name, "commit": move.commit, "previous": move.previous} for move in tags]
+
+
+def import_files(call: Call) -> Answer:
+    args = call.args
+    metrics = _metrics(args.metric)
+    handle = call.open()
+    from ckptstore.core.settings import Settings
+    from ckptstore.interop.formats import Labels, import_path
+    from ckptstore.store import Store
+
+    store = call.stack.enter_context(Store(handle, Settings.of(run=args.run)))
+    with call.screen.progress(f"importing {args.path}"):
+        labels = Labels(args.step, tuple(args.tag), args.message, metrics)
+        made = import_path(store, args.path, labels, allow_pickle=args.allow_pickle)
+    leaves = len(made.leaves())
+    document = {
+        "commit": made.id,
+        "run": made.run,
+        "step": made.step,
+        "tags": made.tags,
+        "logical_bytes": made.logical_bytes,
+        "new_bytes": made.new_bytes,
+        "leaves": leaves,
+    }
+    size = f"{bytes_text(made.logical_bytes)}, {bytes_text(made.new_bytes)} of them new"
+    counted = count_text(leaves, "leaf", "leaves")
+    return Answer(document, [f"{short(made.id)} of run {made.run}: {counted}, {size}"])
+
+
+def _metrics(texts: Sequence[str]) -> dict[str, float]:
+    metrics: dict[str, float] = {}
+    for text in texts:
+        name, _, number = text.partition("=")
+        try:
+            value = float(number)
+        except ValueError as error:
+            raise UsageError(
+                f"{text!r} is not a metric: wanted NAME=VALUE such as loss=2.31", "ckptstore import"
+            ) from error
+        if metrics.setdefault(name, value) != value:
+            raise UsageError(
+                f"two values for the metric {name!r}, {metrics[name]} and {value}; it takes one",
+                "ckptstore import",
+            )
+    return metrics
+
+
+def export_files(call: Call) -> Answer:
+    args = call.args
+    handle = call.open(args.ref)
+    from ckptstore.core.settings import Settings
+    from ckptstore.interop.formats import export
+    from ckptstore.store import Store
+
+    found = find_commit(handle, args.ref, args.run)
+    store = call.stack.enter_context(Store(handle, Settings.of()))
+    with call.screen.progress(f"exporting {short(found.id)}"):
+        done = export(
+            store.checkout(found.id),
+            args.path,
+            format=args.format,
+            select=args.select or "*",
+            allow_pickle=args.allow_pickle,
+        )
+    files = f"{count_text(len(done.files), 'file')}, {bytes_text(done.bytes)}"
+    page = [f"{short(found.id)} to {args.path} as {done.format}: {files}"]
+    if done.left_out:
+        page.append(f"{done.left_out} other leaves are not in it")
+    document = {
+        "commit": found.id,
+        "format": done.format,
+        "files": done.files,
+        "bytes": done.bytes,
+        "left_out": done.left_out,
+    }
+    return Answer(document, page)
