@@ -40,15 +40,23 @@ def race(rank: int, path: Path, commits: int) -> int:
                 try:
                     if step % 4 == 2:
                         store.commit_async(
-                            state, step=step, private=OWN, process_group=group_of(N)
+                            state,
+                            step=step,
+                            ranks=ckptstore.Ranks(private=OWN, process_group=group_of(N)),
                         ).wait()
                     else:
-                        store.commit(state, step=step, private=OWN, process_group=group_of(N))
+                        store.commit(
+                            state,
+                            step=step,
+                            ranks=ckptstore.Ranks(private=OWN, process_group=group_of(N)),
+                        )
                 except Conflict:  # the compared content changed before it was written
                     refused += 1
         for tensor in (shards._local_tensor, own, unknown):
             tensor.fill_(1)
-        store.commit(compared, step=commits, private=OWN, process_group=group_of(N))
+        store.commit(
+            compared, step=commits, ranks=ckptstore.Ranks(private=OWN, process_group=group_of(N))
+        )
     return refused
 
 

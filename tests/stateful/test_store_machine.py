@@ -121,7 +121,10 @@ class StoreMachine(RuleBasedStateMachine):
 
     def open_writers(self) -> None:
         self.stores = [
-            ckptstore.open(self.place, run=run, chunk_bytes=CHUNK_BYTES, threads=1) for run in RUNS
+            ckptstore.open(
+                self.place, run=run, storage=ckptstore.Storage(chunk_bytes=CHUNK_BYTES), threads=1
+            )
+            for run in RUNS
         ]
 
     @rule(who=WRITERS, seed=CONTENTS, tag=st.none() | TAGS)
