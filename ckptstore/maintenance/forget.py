@@ -122,6 +122,6 @@ def _packs_of(handle: StoreHandle, state: State, commit: CommitId) -> frozenset[
 def _no_such_commit(commits: Sequence[CommitId]) -> NotFound:
     few = ", ".join(commit[:12] for commit in commits[:4])
     return NotFound(
-        f"no commit {few}: never made here, or deleted by gc; `ckptstore log` lists "
-        "the commits of the store"
+        f"no commit {few}: never made here, or purged by gc; `ckptstore log --forgotten` lists "
+        "those that can be brought back"
     )

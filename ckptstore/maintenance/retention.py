@@ -13,8 +13,6 @@ from datetime import UTC, datetime
 from typing import Literal, NamedTuple, TypeAlias
 
 from ckptstore.core.ids import CommitId
-from ckptstore.core.tables import BOLD, Column, Table
-from ckptstore.core.text import count_text
 from ckptstore.errors import InvalidInput
 from ckptstore.log.fold import best_commits
 from ckptstore.log.state import NEWEST_KEPT, CommitRow, State
@@ -164,7 +162,7 @@ class Decision(NamedTuple):
     reasons: tuple[str, ...]
 
 
-@dataclass(frozen=True, slots=True, repr=False)
+@dataclass(frozen=True, slots=True)
 class ForgetPlan:
     """The plan of a `forget` at log position `n`; `decisions` are newest first, `reason` goes
     into the log."""
@@ -180,33 +178,6 @@ class ForgetPlan:
     @property
     def forgotten(self) -> tuple[Decision, ...]:
         return tuple(decision for decision in self.decisions if not decision.reasons)
-
-    def __repr__(self) -> str:
-        return f"<forget: {self.summary}>"
-
-    def __str__(self) -> str:
-        return f"{self.table()}\n{self.summary}"
-
-    def table(self) -> Table:
-        """One row per commit, with the reasons to keep it."""
-        columns = (
-            Column("", style=BOLD),
-            Column("commit", "id"),
-            Column("step", "step"),
-            Column("run"),
-            Column("time", "time"),
-            Column("because", fit="wrap"),
-        )
-        rows = [
-            ("keep" if why else "forget", commit, row.step, row.run, row.time_ns, why)
-            for commit, row, why in self.decisions
-        ]
-        return Table(columns, rows)
-
-    @property
-    def summary(self) -> str:
-        """The numbers of commits."""
-        return f"{count_text(len(self.forgotten), 'commit')} to forget, {len(self.kept):,} to keep"
 
 
 def plan_policies(state: State, policies: Sequence[Policy], run: str | None = None) -> ForgetPlan:

@@ -5,7 +5,6 @@ from dataclasses import dataclass, field
 from enum import IntEnum, StrEnum
 
 from ckptstore.core.ids import ChunkId, CommitId, PackId
-from ckptstore.core.text import bytes_text, count_text
 from ckptstore.errors import InvalidInput
 
 
@@ -61,9 +60,6 @@ class Finding:
     leaf: str = ""
     commits: tuple[CommitId, ...] = ()
 
-    def __str__(self) -> str:
-        return f"{self.severity}: {self.what}\n    next: {self.next}"
-
 
 @dataclass(frozen=True, slots=True)
 class Looked:
@@ -78,7 +74,7 @@ class Looked:
     stored_bytes: int = 0
 
 
-@dataclass(frozen=True, slots=True, repr=False)
+@dataclass(frozen=True, slots=True)
 class Report:
     """All findings of one fsck."""
 
@@ -99,32 +95,6 @@ class Report:
             for commit in finding.commits:
                 named[commit] = (*named.get(commit, ()), finding)
         return named
-
-    def __repr__(self) -> str:
-        return f"<fsck: {self.summary}>"
-
-    def __str__(self) -> str:
-        damaged = (
-            f"{commit[:12]} cannot be restored whole: {count_text(len(found), 'finding')}, one of "
-            f"the leaves is {found[0].leaf or 'unknown'}"
-            for commit, found in self.damaged_commits.items()
-        )
-        return "\n".join((*map(str, self.findings), *damaged, self.summary))
-
-    @property
-    def summary(self) -> str:
-        """The verdict, and how far fsck looked."""
-        looked = self.looked
-        seen = [count_text(looked.entries, "log entry").replace("entrys", "entries")]
-        if self.level >= Level.CONNECTIVITY:
-            seen += [count_text(looked.commits, "commit"), count_text(looked.chunks, "chunk")]
-        if self.level >= Level.PACKS:
-            seen.append(count_text(looked.packs, "pack"))
-        if self.level >= Level.DATA:
-            read, stored = bytes_text(looked.data_bytes), bytes_text(looked.stored_bytes)
-            seen.append(f"{read} of {stored} read")
-        verdict = "no damage to any commit" if self.findings else "no damage"
-        return f"{'damaged' if self.damaged else verdict}: {', '.join(seen)}"
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,6 @@ from dataclasses import dataclass, replace
 from ckptstore.core.config import default_threads
 from ckptstore.core.ids import CommitId, PackId, SessionId, pack_key, twin_key
 from ckptstore.core.model import PackRecord
-from ckptstore.core.text import bytes_text, count_text
 from ckptstore.errors import CkptStoreError, Conflict, Corrupt, InvalidInput, NoSpace, NotFound
 from ckptstore.log.entries import Body, Condemn, Delete, Entry, Over, Register
 from ckptstore.log.fold import Code, Refusal
@@ -66,7 +65,7 @@ class GcOptions:
             )
 
 
-@dataclass(frozen=True, slots=True, repr=False)
+@dataclass(frozen=True, slots=True)
 class GcReport:
     """The result of a gc. `freed_bytes` are of the objects it deleted, `copied_bytes` of the packs
     it wrote.
@@ -85,43 +84,6 @@ class GcReport:
     over: tuple[SessionId, ...] = ()
     damaged: tuple[PackId, ...] = ()
     stopped: str = ""
-    dry_run: bool = False
-
-    def __repr__(self) -> str:
-        return f"<gc: {self.summary}>"
-
-    def __str__(self) -> str:
-        parts = (self.plan.table(), self.plan.summary, *self.problems)
-        return "\n".join(map(str, parts if self.dry_run else (*parts, self.summary)))
-
-    @property
-    def summary(self) -> str:
-        """What was freed and written, in a dry run what would be."""
-        if self.dry_run:
-            return self.plan.summary
-        deleted = (
-            f"{count_text(len(self.deleted), 'pack')} and {count_text(self.orphans, 'orphan')}"
-        )
-        freed, written = bytes_text(self.freed_bytes), bytes_text(self.copied_bytes)
-        return f"freed {freed} ({deleted}), wrote {written}"
-
-    @property
-    def problems(self) -> tuple[str, ...]:
-        """Damage, and the reason for an early end."""
-        lines = [
-            f"the footer of pack {pack} cannot be read; the pack stays, run `ckptstore fsck`"
-            for pack in self.plan.unreadable
-        ]
-        if missing := self.plan.missing:
-            lines.append(
-                f"{count_text(missing, 'needed chunk')} in no live pack; condemned packs stay, "
-                "run `ckptstore fsck`"
-            )
-        lines += [
-            f"pack {pack} is damaged and was not copied; run `ckptstore fsck --read-data`"
-            for pack in self.damaged
-        ]
-        return (*lines, f"stopped copying: {self.stopped}") if self.stopped else tuple(lines)
 
 
 def collect(
@@ -146,8 +108,9 @@ def collect(
             try:
                 facts = _Facts(handle, threads, clock, progress)
                 if dry_run:
-                    full = not handle.read_only and is_full(handle.storage)
-                    return GcReport(facts.plan(options, full=full), dry_run=True)
+                    return GcReport(
+                        facts.plan(options, full=not handle.read_only and is_full(handle.storage))
+                    )
                 with room(handle.storage) as full:
                     plan = facts.plan(options, full=full)
                     report = replace(run.report, plan=plan) if run else GcReport(plan)

@@ -9,8 +9,6 @@ from collections.abc import Iterable, Iterator, Mapping, Set
 from dataclasses import dataclass
 
 from ckptstore.core.ids import CommitId, PackId, SessionId
-from ckptstore.core.tables import BOLD, Column, Table
-from ckptstore.core.text import bytes_text
 from ckptstore.log.state import Pack, State
 from ckptstore.maintenance.gc.mark import Mark
 from ckptstore.maintenance.gc.orphans import Orphan
@@ -87,41 +85,6 @@ class GcPlan:
     @property
     def empty(self) -> bool:
         return not (self.over or self.purge or self.doomed or self.orphans or self.copies)
-
-    def table(self) -> Table:
-        """The steps, with numbers and sizes."""
-        now = [pack.bytes for pack in self.doomed if not pack.waits]
-        sources = [source.stored_bytes for copy in self.copies for source in copy.sources]
-        steps = [
-            ("declare over", "sessions", len(self.over), None, "their writers are gone"),
-            ("purge", "commits", len(self.purge), None, "forgotten"),
-            ("condemn", "packs", len(self.condemn), None, "no commit needs them"),
-            ("delete", "packs", len(now), sum(now), "condemned"),
-            (
-                "delete",
-                "orphans",
-                len(self.orphans),
-                sum(orphan.bytes for orphan in self.orphans),
-                "no log entry lists them",
-            ),
-            ("copy from", "packs", len(sources), sum(sources), "sparse or small"),
-            ("copy to", "new packs", len(self.copies), self.copied_bytes, ""),
-        ]
-        names = (Column("what"), Column("count", "count"), Column("bytes", "bytes"))
-        columns = (Column("step", style=BOLD), *names, Column("why", fit="cut"))
-        return Table(columns, [step for step in steps if step[2]])
-
-    @property
-    def summary(self) -> str:
-        """What is freed and written."""
-        freed, written = bytes_text(self.freed_now_bytes), bytes_text(self.copied_bytes)
-        lines = [f"frees {freed} now, writes {written}"]
-        for sessions, size in self.freed_later_bytes.items():
-            ends = "session" if len(sessions) == 1 else "sessions"
-            lines.append(f"frees {bytes_text(size)} after {ends} {', '.join(sessions)}")
-        if self.full:
-            lines.append("the disk is full, so gc waits for no commit in flight")
-        return "\n".join(lines)
 
 
 def doomed_packs(

@@ -16,7 +16,6 @@ from ckptstore.commit.write import write_metadata
 from ckptstore.core.config import RUN_BYTES
 from ckptstore.core.ids import CHUNK_ID_BYTES, ChunkId, CommitId, document_key
 from ckptstore.core.model import CommitDocument, PackRecord, Schema
-from ckptstore.core.text import bytes_text, count_text
 from ckptstore.errors import Conflict, InvalidInput, NoSpace
 from ckptstore.log import entries
 from ckptstore.log.fold import Code
@@ -61,7 +60,7 @@ class Load:
     metadata_bytes: int
 
 
-@dataclass(frozen=True, slots=True, repr=False)
+@dataclass(frozen=True, slots=True)
 class Mirrored:
     """The plan and its result; a dry run has `load` instead.
 
@@ -76,50 +75,6 @@ class Mirrored:
     stored_bytes: int = 0
     damaged: tuple[tuple[CommitId, str], ...] = ()
     load: Load | None = None
-
-    def __repr__(self) -> str:
-        return f"<mirror: {self.summary}>"
-
-    def __str__(self) -> str:
-        return "\n".join((*self.lines, *self.problems))
-
-    @property
-    def lines(self) -> tuple[str, ...]:
-        """What was sent, what was there, and which tags name what."""
-        lines = [self.summary]
-        if present := self.plan.present:
-            were = "was" if present == 1 else "were"
-            lines.append(f"{count_text(present, 'commit')} {were} there already")
-        for move in self.plan.tags:
-            was = f", was {move.previous[:12]}" if move.previous else ""
-            lines.append(f"tag {move.name} is {move.commit[:12]}{was}")
-        return tuple(lines)
-
-    @property
-    def summary(self) -> str:
-        """The numbers of commits and chunks, and their size."""
-        if self.load is None:
-            size = f"{count_text(self.chunks, 'chunk')}, {bytes_text(self.stored_bytes)} stored"
-            return f"sent {count_text(len(self.sent), 'commit')}: {size}"
-        raw = bytes_text(self.load.raw_bytes + self.load.metadata_bytes)
-        size = f"{count_text(self.load.chunks, 'chunk')}, {raw} before encoding"
-        return f"{count_text(len(self.plan.commits), 'commit')} to send: {size}"
-
-    @property
-    def problems(self) -> tuple[str, ...]:
-        """Tags that were not moved, and commits that were not sent."""
-        lines = [
-            f"tag {move.name} is {str(move.previous)[:12]} there, {move.commit[:12]} here: only "
-            "--force moves it"
-            for move in self.plan.rejected
-        ]
-        if forgotten := self.plan.forgotten:
-            lines.append(
-                f"{count_text(len(forgotten), 'commit')} forgotten in the target stay so; "
-                "`ckptstore undelete` restores them"
-            )
-        lines += [f"commit {commit[:12]} was not sent: {why}" for commit, why in self.damaged]
-        return tuple(lines)
 
 
 @dataclass(frozen=True, slots=True)

@@ -56,27 +56,12 @@ class WriteConfig:
     config: StoreConfig
     certain: bool
 
-    def __str__(self) -> str:
-        if self.certain:
-            return "write ckptstore.json as it was"
-        return (
-            f"write ckptstore.json anew: store {self.config.store}, chunk size "
-            f"{self.config.chunk_bytes}, codec {self.config.codec}; certain is the store's id, and "
-            "that every commit can be read so"
-        )
-
 
 @dataclass(frozen=True, slots=True)
 class PutBack:
     """Restore the exact bytes of a log entry or a document."""
 
     recovered: RecoveredObject
-
-    def __str__(self) -> str:
-        return (
-            f"put back {self.recovered.key} from {self.recovered.origin}; certain: its hash is the "
-            "one that others name"
-        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,9 +71,6 @@ class SetAside:
     key: str
     why: str
 
-    def __str__(self) -> str:
-        return f"move {self.key} to quarantine/: {self.why}"
-
 
 @dataclass(frozen=True, slots=True)
 class Mark:
@@ -96,20 +78,12 @@ class Mark:
 
     commits: tuple[CommitId, ...]
 
-    def __str__(self) -> str:
-        if not self.commits:
-            return "take back the marks of damaged commits"
-        return f"mark as damaged: {', '.join(commit[:12] for commit in self.commits)}"
-
 
 @dataclass(frozen=True, slots=True)
 class Rebuild:
     """Rebuild this host's indexes."""
 
     why: str
-
-    def __str__(self) -> str:
-        return f"make this host's indexes anew: {self.why}"
 
 
 Action: TypeAlias = WriteConfig | PutBack | SetAside | CopyTwin | SavePacks | Mark | Rebuild
@@ -136,23 +110,6 @@ class Repaired:
     plan: RepairPlan
     applied: tuple[Action, ...]
     after: Report
-
-    def __str__(self) -> str:
-        dry_run = not self.applied
-        actions = self.plan.actions if dry_run else self.applied
-        lines = [f"{'would' if dry_run else 'done'}: {action}" for action in actions]
-        if self.plan.more and dry_run:
-            lines.append("then: what the whole log lists is looked at, and repaired as well")
-        lines += map(str, self.plan.unrepairable if dry_run else self.after.findings)
-        if not actions:
-            lines.append(
-                "there is nothing that could be done"
-                if self.after.damaged
-                else "there is nothing to repair"
-            )
-        elif dry_run:
-            lines.append("nothing was changed: add --apply to do it")
-        return "\n".join(lines)
 
 
 def repair(

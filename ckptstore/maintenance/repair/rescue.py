@@ -12,7 +12,6 @@ from functools import cached_property
 
 from ckptstore.core.ids import ChunkId, PackId
 from ckptstore.core.model import PackEntry
-from ckptstore.core.text import count_text
 from ckptstore.errors import Conflict, Corrupt, NotFound, Unavailable
 from ckptstore.log import entries
 from ckptstore.log.log import Log
@@ -47,9 +46,6 @@ class CopyTwin:
     source: str
     target: str
 
-    def __str__(self) -> str:
-        return f"copy {self.source} to {self.target}"
-
 
 @dataclass(frozen=True, slots=True)
 class SavePacks:
@@ -64,15 +60,6 @@ class SavePacks:
     sources: tuple[Source, ...]
     lost: tuple[ChunkId, ...]
     fence: int
-
-    def __str__(self) -> str:
-        text = f"write {count_text(len(self.sources), 'verified chunk')} into new packs"
-        if self.damaged:
-            text += f", and move {', '.join(name for _, name in self.damaged)} to quarantine/"
-        if self.lost:
-            lost = count_text(len(self.lost), "chunk")
-            text += f"; {lost} that commits need could not be found"
-        return text
 
 
 def plan_packs(facts: Facts, mirrors: Sequence[Storage]) -> list[CopyTwin | SavePacks]:
