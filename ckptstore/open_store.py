@@ -8,7 +8,7 @@ from typing import Any, TypedDict, Unpack
 from ckptstore.core.settings import Executor, OnFull, Settings
 from ckptstore.distributed.gloo import is_several
 from ckptstore.errors import Conflict, InvalidInput, NotFound, Unavailable
-from ckptstore.maintenance.mirror.remotes import other_end
+from ckptstore.maintenance.mirror.plan import other_end
 from ckptstore.maintenance.mirror.tiers import Tier
 from ckptstore.maintenance.progress import Progress, silent
 from ckptstore.maintenance.retention import Policy

@@ -7,8 +7,6 @@ from ckptstore.cli.exits import Exit
 from ckptstore.cli.progress import progress
 from ckptstore.cli.screen import Screen
 from ckptstore.cli.stores import standing
-from ckptstore.cli.table import Column, Table
-from ckptstore.core.text import bytes_text, count_text
 from ckptstore.maintenance.check.fsck import fsck
 from ckptstore.maintenance.check.report import Finding, Level, Report, Severity, parse_share
 
@@ -38,40 +36,8 @@ def exit_for(report: Report) -> Exit:
 
 def show(report: Report, screen: Screen) -> None:
     """The findings, the commits they hit, and how far this looked."""
-    for finding in report.findings:
-        screen.line(f"{finding.severity}: {finding.what}")
-        screen.line(f"    next: {finding.next}")
-    if report.damaged_commits:
-        columns = (
-            Column("commit"),
-            Column("findings", right=True),
-            Column("one of the leaves", fit="cut"),
-        )
-        rows = tuple(
-            (commit[:12], str(len(found)), found[0].leaf)
-            for commit, found in report.damaged_commits.items()
-        )
-        screen.table(Table(columns, rows, title="cannot be restored whole"))
-    screen.line(_summary(report))
-
-
-def _summary(report: Report) -> str:
-    looked = report.looked
-    seen = [count_text(looked.entries, "log entry").replace("entrys", "entries")]
-    if report.level >= Level.CONNECTIVITY:
-        seen += [count_text(looked.commits, "commit"), count_text(looked.chunks, "chunk")]
-    if report.level >= Level.PACKS:
-        seen.append(count_text(looked.packs, "pack"))
-    if report.level >= Level.DATA:
-        seen.append(f"{bytes_text(looked.data_bytes)} of {bytes_text(looked.stored_bytes)} read")
-    verdict = (
-        "damaged"
-        if report.damaged
-        else "no damage"
-        if not report.findings
-        else "no damage to any commit"
-    )
-    return f"{verdict}: {', '.join(seen)}"
+    for line in str(report).splitlines():
+        screen.line(line)
 
 
 def document(report: Report) -> dict[str, Any]:

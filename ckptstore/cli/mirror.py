@@ -13,8 +13,7 @@ from ckptstore.core.config import default_threads
 from ckptstore.core.text import bytes_text, count_text
 from ckptstore.errors import NotFound
 from ckptstore.maintenance.mirror.mirror import Mirrored, MirrorOptions, mirror
-from ckptstore.maintenance.mirror.plan import MirrorPlan
-from ckptstore.maintenance.mirror.remotes import choose, other_end
+from ckptstore.maintenance.mirror.plan import MirrorPlan, choose, other_end
 from ckptstore.repository.store_handle import StoreHandle
 from ckptstore.repository.thread_pool import ThreadPool
 

@@ -8,7 +8,7 @@ from ckptstore.cli.progress import progress
 from ckptstore.cli.screen import Screen
 from ckptstore.cli.stores import opened
 from ckptstore.core.text import count_text
-from ckptstore.maintenance.reindex import reindex
+from ckptstore.maintenance.check.indexes import reindex
 
 
 def run(args: Namespace, screen: Screen) -> Exit:

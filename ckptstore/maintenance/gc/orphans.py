@@ -5,19 +5,26 @@ is unlisted in that state and belongs to a closed session can never be listed la
 """
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Set
-from dataclasses import dataclass
-from typing import NamedTuple
+from collections.abc import Iterator, Mapping, Set
+from typing import NamedTuple, TypeAlias
 
-from ckptstore.core.ids import CommitId, PackId, SessionId, document_key
+from ckptstore.core.ids import CommitId, SessionId, document_key, pack_key, twin_key
 from ckptstore.log.log_snapshots import CHECKPOINTS_KEPT
 from ckptstore.log.state import State
 from ckptstore.storage.contract import Storage
 
-_PACK = re.compile(r"packs/[0-9a-f]{2}/(?P<name>(?P<session>[0-9a-f]{24})-[0-9]+-[0-9]+)(?:\.2)?")
-_DOCUMENT = re.compile(r"commits/(?P<session>[0-9a-f]{24})-[0-9a-f]{64}")
-_TEMPORARY = re.compile(r"tmp/(?P<name>(?P<session>[0-9a-f]{24})-[0-9a-z]+)")
-_SESSION = re.compile(r"sessions/(?P<session>[0-9a-f]{24})")
+_WHY = {
+    "packs": "no log entry lists it",
+    "commits": "its commit was purged, or never came to be",
+    "tmp": "left behind while it was written",
+    "sessions": "its session is over",
+}
+_OWNED = re.compile(
+    r"packs/([0-9a-f]{2})/(?P<pack>(?=\1)[0-9a-f]{24})(?:-(?:0|[1-9][0-9]{0,6})){2}(?:\.2)?"
+    r"|commits/(?P<commit>[0-9a-f]{24})-[0-9a-f]{64}"
+    r"|tmp/(?P<temporary>[0-9a-f]{24})-[0-9a-z]+"
+    r"|sessions/(?P<session>[0-9a-f]{24})"
+)
 _CHECKPOINT = re.compile(r"log/checkpoint-[0-9]{12}")
 _SCRATCH = re.compile(r"log/scratch-[0-9a-f]{24}")
 
@@ -30,44 +37,38 @@ class Orphan(NamedTuple):
     why: str
 
 
-@dataclass(frozen=True, slots=True)
-class Listing:
-    """Objects and their sizes, listed before the replay of the state that they are compared
-    with."""
-
-    packs: Mapping[str, int]
-    documents: Mapping[str, int]
-    temporaries: Mapping[str, int]
-    sessions: Mapping[str, int]
-    checkpoints: tuple[tuple[str, int], ...]
-    scratches: Mapping[str, int]
-
-    def unaccounted(self, state: State) -> frozenset[SessionId]:
-        """The sessions named by objects that `state` does not list."""
-        listed = {pack.id for pack in state.packs.values()}
-        packs = (
-            match["session"]
-            for key in self.packs
-            if (match := _PACK.fullmatch(key)) and match["name"] not in listed
-        )
-        documents = (
-            match["session"]
-            for key in self.documents.keys() - _documents(state)
-            if (match := _DOCUMENT.fullmatch(key))
-        )
-        return frozenset(SessionId(session) for group in (packs, documents) for session in group)
+Listing: TypeAlias = Mapping[str, int]
+"""Objects and their sizes, listed before the replay of the state that they are compared with."""
 
 
 def list_objects(storage: Storage) -> Listing:
     """List everything but the log's entries."""
-    checkpoints = tuple(
-        (key, size) for key, size in storage.list("log/checkpoint-") if _CHECKPOINT.fullmatch(key)
+    prefixes = (*(f"{folder}/" for folder in _WHY), "log/checkpoint-", "log/scratch-")
+    return {key: size for prefix in prefixes for key, size in storage.list(prefix)}
+
+
+def owner(key: str) -> SessionId | None:
+    """The session in the name of an object; None for a name that no session gives."""
+    found = _OWNED.fullmatch(key)
+    return SessionId(found[str(found.lastgroup)]) if found else None
+
+
+def unlisted(
+    listing: Listing, state: State, purged: Set[CommitId] = frozenset()
+) -> Iterator[tuple[str, int]]:
+    """The keys and sizes of packs and documents that `state` does not list, once `purged` commits
+    are gone."""
+    listed = {
+        key for pack in state.packs.values() for key in (pack_key(pack.id), twin_key(pack.id))
+    }
+    listed.update(
+        document_key(row.session, commit)
+        for commit, row in state.commits.items()
+        if commit not in purged
     )
-    scratches = {key: size for key, size in storage.list("log/scratch-") if _SCRATCH.fullmatch(key)}
-    packs, documents, temporaries, sessions = (
-        dict(storage.list(prefix)) for prefix in ("packs/", "commits/", "tmp/", "sessions/")
-    )
-    return Listing(packs, documents, temporaries, sessions, checkpoints, scratches)
+    for key, size in listing.items():
+        if key.startswith(("packs/", "commits/")) and key not in listed:
+            yield key, size
 
 
 def orphans(
@@ -83,62 +84,21 @@ def orphans(
     In a plan, `over` are sessions that will have been declared over, and `purged` commits that will
     have been purged. `stale` are names in `tmp/` without a writer.
     """
-
-    def closed(session: str) -> bool:
-        return SessionId(session) in over or state.closed(SessionId(session))
-
-    return tuple(
-        sorted(
-            (
-                *_unlisted_packs(listing, {pack.id for pack in state.packs.values()}, closed),
-                *_unlisted_documents(listing, _documents(state, purged), closed),
-                *(
-                    Orphan(key, size, "left behind while it was written")
-                    for key, size in listing.temporaries.items()
-                    if (match := _TEMPORARY.fullmatch(key))
-                    and (match["name"] in stale or closed(match["session"]))
-                ),
-                *(
-                    Orphan(key, size, "its session is over")
-                    for key, size in listing.sessions.items()
-                    if (match := _SESSION.fullmatch(key)) and closed(match["session"])
-                ),
-                *(
-                    Orphan(key, size, "it was made to be deleted")
-                    for key, size in listing.scratches.items()
-                ),
-                *(
-                    Orphan(key, size, "there are newer checkpoints")
-                    for key, size in listing.checkpoints[:-CHECKPOINTS_KEPT]
-                ),
-            )
-        )
+    there = {key: size for key, size in listing.items() if key.startswith(("tmp/", "sessions/"))}
+    found: list[Orphan] = []
+    for key, size in (there | dict(unlisted(listing, state, purged))).items():
+        folder, _, name = key.partition("/")
+        session = owner(key)
+        if session and (session in over or state.closed(session) or name in stale):
+            found.append(Orphan(key, size, _WHY[folder]))
+    checkpoints = [key for key in sorted(listing) if _CHECKPOINT.fullmatch(key)]
+    found += (
+        Orphan(key, listing[key], "there are newer checkpoints")
+        for key in checkpoints[:-CHECKPOINTS_KEPT]
     )
-
-
-def _unlisted_packs(
-    listing: Listing, listed: Set[PackId], closed: Callable[[str], bool]
-) -> Iterator[Orphan]:
-    for key, size in listing.packs.items():
-        if (
-            (match := _PACK.fullmatch(key))
-            and match["name"] not in listed
-            and closed(match["session"])
-        ):
-            yield Orphan(key, size, "no log entry lists it")
-
-
-def _unlisted_documents(
-    listing: Listing, listed: Set[str], closed: Callable[[str], bool]
-) -> Iterator[Orphan]:
-    for key, size in listing.documents.items():
-        if (match := _DOCUMENT.fullmatch(key)) and key not in listed and closed(match["session"]):
-            yield Orphan(key, size, "its commit was purged, or never came to be")
-
-
-def _documents(state: State, purged: Set[CommitId] = frozenset()) -> frozenset[str]:
-    return frozenset(
-        document_key(row.session, commit)
-        for commit, row in state.commits.items()
-        if commit not in purged
+    found += (
+        Orphan(key, size, "it was made to be deleted")
+        for key, size in listing.items()
+        if _SCRATCH.fullmatch(key)
     )
+    return tuple(sorted(found))

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping, Set
 from dataclasses import dataclass
 
 from ckptstore.core.ids import CommitId, PackId, SessionId
+from ckptstore.core.text import bytes_text, count_text
 from ckptstore.log.state import Pack, State
 from ckptstore.maintenance.gc.mark import Mark
 from ckptstore.maintenance.gc.orphans import Orphan
@@ -82,6 +83,43 @@ class GcPlan:
         """The size of the new packs."""
         return sum(copy.bytes for copy in self.copies)
 
+    def __str__(self) -> str:
+        now = [pack for pack in self.doomed if not pack.waits]
+        dead_bytes = sum(pack.bytes for pack in now)
+        orphan_bytes = sum(orphan.bytes for orphan in self.orphans)
+        sources = sum(len(copy.sources) for copy in self.copies)
+        steps = (
+            (len(self.over), "declare over {}: their writers are gone", "session"),
+            (len(self.purge), "purge {}: forgotten", "commit"),
+            (len(self.condemn), "condemn {}: no commit needs them", "pack"),
+            (len(now), f"delete {{}}, {bytes_text(dead_bytes)}", "pack"),
+            (len(self.orphans), f"delete {{}}, {bytes_text(orphan_bytes)}", "orphan"),
+            (sources, f"copy from {{}} to {count_text(len(self.copies), 'new pack')}", "pack"),
+        )
+        lines = [text.format(count_text(n, noun)) for n, text, noun in steps if n]
+        freed, wrote = bytes_text(self.freed_now_bytes), bytes_text(self.copied_bytes)
+        lines.append(f"frees {freed} now, writes {wrote}")
+        for sessions, size in self.freed_later_bytes.items():
+            which = ", ".join(sessions)
+            lines.append(f"frees {bytes_text(size)} when these sessions have ended: {which}")
+        if self.full:
+            lines.append("the disk is full, so commits in flight are not waited for")
+        return "\n".join(lines)
+
+    @property
+    def problems(self) -> tuple[str, ...]:
+        """What somebody must look at."""
+        unreadable = (
+            f"the footer of pack {pack} cannot be read; it stays as it is, run `ckptstore fsck`"
+            for pack in self.unreadable
+        )
+        if not self.missing:
+            return tuple(unreadable)
+        missing = (
+            f"{count_text(self.missing, 'needed chunk')} in no live pack; condemned packs stay"
+        )
+        return (f"{missing}, run `ckptstore fsck`", *unreadable)
+
     @property
     def empty(self) -> bool:
         return not (self.over or self.purge or self.doomed or self.orphans or self.copies)
@@ -103,15 +141,5 @@ def doomed_packs(
             yield _doomed(number, pack, waits.get(pack.id, active) & active)
 
 
-def soft_deleted(state: State) -> tuple[CommitId, ...]:
-    """The commits that may be purged."""
-    return tuple(sorted(commit for commit, row in state.commits.items() if row.soft))
-
-
-def total_bytes(packs: Iterable[Pack]) -> int:
-    """The size of the packs, twins included."""
-    return sum(pack.bytes * (2 if pack.metadata else 1) for pack in packs)
-
-
 def _doomed(number: int, pack: Pack, waits: Iterable[SessionId]) -> DeadPack:
-    return DeadPack(number, pack.id, total_bytes([pack]), not pack.live, tuple(sorted(waits)))
+    return DeadPack(number, pack.id, pack.stored_bytes, not pack.live, tuple(sorted(waits)))

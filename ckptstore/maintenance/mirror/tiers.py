@@ -22,8 +22,7 @@ from ckptstore.maintenance.check.report import Share
 from ckptstore.maintenance.forget import forget_commits
 from ckptstore.maintenance.gc.collect import GcOptions, collect
 from ckptstore.maintenance.mirror.mirror import MirrorOptions, mirror
-from ckptstore.maintenance.mirror.plan import all_commits
-from ckptstore.maintenance.mirror.remotes import other_end
+from ckptstore.maintenance.mirror.plan import all_commits, other_end
 from ckptstore.maintenance.repair.repair import repair
 from ckptstore.maintenance.retention import Policy, plan_policies
 from ckptstore.repository.store_handle import StoreHandle

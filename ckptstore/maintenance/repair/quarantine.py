@@ -9,10 +9,8 @@ from ckptstore.core.config import MIB
 from ckptstore.core.ids import new_session_id
 from ckptstore.core.paths import make_directories
 from ckptstore.errors import CkptStoreError
-from ckptstore.maintenance.check.log_audit import read_small
+from ckptstore.maintenance.check.log import read_small
 from ckptstore.storage.contract import Storage
-
-QUARANTINE = "quarantine/"
 
 
 def quarantine(storage: Storage, key: str) -> None:
@@ -26,12 +24,13 @@ def quarantine(storage: Storage, key: str) -> None:
     storage.sync_dirs([key])
 
 
-def keep_copy(storage: Storage, key: str) -> None:
-    """Copy a small object to `quarantine/` before it is replaced: its name is never free in
+def replace_small(storage: Storage, key: str, data: bytes) -> None:
+    """Write a small object after copying the old one to `quarantine/`: its name is never free in
     between."""
-    data = read_small(storage, key)
-    if data is not None:
-        storage.put(next(_free_names(storage, key)), data)
+    old = read_small(storage, key)
+    if old is not None:
+        storage.put(next(_free_names(storage, key)), old)
+    storage.put(key, data)
 
 
 def copy_object(storage: Storage, source: str, target: str) -> None:
@@ -68,6 +67,6 @@ def _keep(storage: Storage, key: str) -> str:
 
 def _free_names(storage: Storage, key: str) -> Iterator[str]:
     for n in itertools.count():
-        name = f"{QUARANTINE}{key}~{n}" if n else f"{QUARANTINE}{key}"
+        name = f"quarantine/{key}~{n}" if n else f"quarantine/{key}"
         if storage.size(name) is None:
             yield name
