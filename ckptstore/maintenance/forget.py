@@ -1,21 +1,27 @@
-"""Forgetting commits and undeleting them: one log entry each; nothing is deleted.
+"""Which commits stay: forgetting commits, undeleting them, and tags. One log entry each; nothing is
+deleted.
 
 A forgotten commit is no longer a root for `gc`. Until a gc has purged it, `undelete` restores it
-completely.
+completely. A tagged commit cannot be forgotten.
 """
 
 from collections.abc import Iterable, Sequence
 
-from ckptstore.core.ids import CommitId, document_key
+from ckptstore.core.ids import CommitId, check_tag, document_key
+from ckptstore.core.model import CommitInfo
 from ckptstore.errors import Conflict, NotFound
-from ckptstore.log.entries import Forget, Undelete
+from ckptstore.log.entries import Forget, Tag, Undelete
 from ckptstore.log.fold import Code, check
 from ckptstore.log.log import Refused
+from ckptstore.log.resolve import Resolved
 from ckptstore.log.state import State
+from ckptstore.maintenance.check.trees import metadata_of
 from ckptstore.maintenance.retention import ForgetPlan, Policy, plan_commits, plan_policies
 from ckptstore.objects.documents import decode_document
+from ckptstore.objects.pack import PAGE
 from ckptstore.objects.pages import decode_page
 from ckptstore.repository.store_handle import StoreHandle
+from ckptstore.restore.reader import Reader
 from ckptstore.storage.reserve import room
 
 ATTEMPTS = 5
@@ -106,17 +112,16 @@ def _body(plan: ForgetPlan) -> Forget:
 
 def _packs_of(handle: StoreHandle, state: State, commit: CommitId) -> frozenset[int]:
     """The packs that hold every chunk of `commit`."""
-    document = decode_document(
-        handle.storage.read(document_key(state.commits[commit].session, commit)), commit
-    )
+    key = document_key(state.commits[commit].session, commit)
+    metadata = metadata_of(decode_document(handle.storage.read(key), commit))
     handle.objects.sync(state)
-    pages = [page for _, tree in document.trees for page in tree.pages]
-    ids: list[bytes] = [*(tree.schema for _, tree in document.trees), *pages]
-    if document.layout is not None:
-        ids.append(document.layout)
-    for data in handle.objects.read_metadata_many(pages):
-        ids.extend(content.ids for content in decode_page(data).leaves)
-    return handle.objects.packs_of(b"".join(ids))
+    pages = [chunk for chunk, kind in metadata.items() if kind == PAGE]
+    named = (
+        content.ids
+        for data in handle.objects.read_metadata_many(pages)
+        for content in decode_page(data).leaves
+    )
+    return handle.objects.packs_of(b"".join((*metadata, *named)))
 
 
 def _no_such_commit(commits: Sequence[CommitId]) -> NotFound:
@@ -125,3 +130,31 @@ def _no_such_commit(commits: Sequence[CommitId]) -> NotFound:
         f"no commit {few}: never made here, or purged by gc; `ckptstore log --forgotten` lists "
         "those that can be brought back"
     )
+
+
+def set_tag(handle: StoreHandle, reader: Reader, name: str, info: CommitInfo | Resolved) -> None:
+    """Set tag `name` to the commit and renew its packs; retries if a gc moved them meanwhile.
+
+    Raises `Conflict` if the commit was forgotten meanwhile.
+    """
+    handle.check_writable()
+    check_tag(name)
+    document = reader.document(info.session, info.id)
+    for attempt in range(ATTEMPTS):
+        try:
+            handle.log.append(Tag(name, info.id, reader.packs_of(document)))
+            break
+        except Refused as error:
+            if not error.refusal.again or attempt == ATTEMPTS - 1:
+                raise
+            handle.objects.sync(handle.log.replay(), thorough=True)
+    handle.follow()
+
+
+def remove_tag(handle: StoreHandle, name: str) -> None:
+    """Remove a tag; the commit stays. Raises `NotFound` for an unknown tag."""
+    handle.check_writable()
+    if name not in {tag.name for tag in handle.queries().tags()}:
+        raise NotFound(f"no tag {name!r}; `ckptstore tag` lists them")
+    handle.log.append(Tag(name, None, frozenset()))
+    handle.follow()
