@@ -10,7 +10,6 @@ from ckptstore.cli.screen import Screen
 from ckptstore.cli.stores import opened
 from ckptstore.cli.table import Column, Table
 from ckptstore.core.text import count_text
-from ckptstore.maintenance.forget import forget_by_policy, forget_commits
 from ckptstore.maintenance.retention import (
     KeepBest,
     KeepEverySteps,
@@ -19,6 +18,8 @@ from ckptstore.maintenance.retention import (
     KeepWithin,
     Period,
     Policy,
+    forget_by_policy,
+    forget_commits,
 )
 from ckptstore.repository.resolve_ref import find_id
 

@@ -77,7 +77,7 @@ def _list(store: StoreHandle, screen: Screen, args: Namespace) -> Exit:
 
 
 def _set(store: StoreHandle, screen: Screen, name: str, ref: str, run: str | None) -> Exit:
-    from ckptstore.maintenance.forget import set_tag
+    from ckptstore.maintenance.retention import set_tag
 
     queries = store.queries()
     info = queries.commit(find_id(queries, ref, run))
@@ -93,7 +93,7 @@ def _set(store: StoreHandle, screen: Screen, name: str, ref: str, run: str | Non
 
 
 def _remove(store: StoreHandle, screen: Screen, names: Sequence[str]) -> Exit:
-    from ckptstore.maintenance.forget import remove_tag
+    from ckptstore.maintenance.retention import remove_tag
 
     store.check_writable()
     there = {tag.name: tag.commit for tag in store.queries().tags()}

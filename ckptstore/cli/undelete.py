@@ -6,7 +6,7 @@ from ckptstore.cli.exits import Exit
 from ckptstore.cli.format import commit_text
 from ckptstore.cli.screen import Screen
 from ckptstore.cli.stores import opened
-from ckptstore.maintenance.forget import undelete
+from ckptstore.maintenance.retention import undelete
 from ckptstore.repository.resolve_ref import find_id
 
 

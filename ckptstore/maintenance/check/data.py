@@ -21,10 +21,10 @@ from ckptstore.core.model import PackEntry
 from ckptstore.core.paths import make_directories, write_file
 from ckptstore.errors import Corrupt, NotFound, Unavailable
 from ckptstore.log.fold import Pack
+from ckptstore.maintenance import Progress
 from ckptstore.maintenance.check.offline_store import OfflineStore
 from ckptstore.maintenance.check.report import Share
 from ckptstore.maintenance.check.trees import Contents
-from ckptstore.maintenance.progress import Progress
 from ckptstore.objects import pack as packs
 from ckptstore.repository.footer_index import decode_chunk, keys_of, read_chunk_at
 from ckptstore.repository.thread_pool import ThreadPool

@@ -19,10 +19,10 @@ from ckptstore.index.chunks import ChunkIndex
 from ckptstore.index.chunks.lmdb_salvage import remains
 from ckptstore.index.queries import LeafInfo, Queries
 from ckptstore.log.fold import State
+from ckptstore.maintenance import Progress, silent
 from ckptstore.maintenance.check.offline_store import OfflineStore
 from ckptstore.maintenance.check.report import Finding, Kind, Severity
 from ckptstore.maintenance.check.trees import Contents
-from ckptstore.maintenance.progress import Progress, silent
 from ckptstore.objects.pack import TENSOR, FooterTable
 from ckptstore.repository.store_handle import StoreHandle
 

@@ -21,12 +21,11 @@ from ckptstore.log.fold import Code, Refusal
 from ckptstore.log.log import Refused
 from ckptstore.log.sessions import Session, open_session
 from ckptstore.log.state import State
+from ckptstore.maintenance import Counter, Progress, silent
 from ckptstore.maintenance.gc.mark import mark
-from ckptstore.maintenance.gc.orphans import list_objects, orphans
-from ckptstore.maintenance.gc.plan import GcPlan, doomed_packs
+from ckptstore.maintenance.gc.plan import GcPlan, doomed_packs, list_objects, orphans
 from ckptstore.maintenance.gc.repack import Copy, DamagedSource, choose, plan_copies, write_copy
-from ckptstore.maintenance.gc.session_monitor import SessionMonitor, Sessions
-from ckptstore.maintenance.progress import Counter, Progress, silent
+from ckptstore.maintenance.gc.session_monitor import SessionMonitor
 from ckptstore.repository.footer_index import keys_of
 from ckptstore.repository.store_handle import StoreHandle
 from ckptstore.repository.thread_pool import ThreadPool
@@ -118,21 +117,18 @@ def collect(
     if not dry_run:
         handle.check_writable()
     threads = ThreadPool(default_threads())
-    run: _Run | None = None
+    gc = _Gc(handle, options, threads, clock, progress)
     try:
         for _ in range(ATTEMPTS):
             try:
-                facts = _Facts(handle, threads, clock, progress)
                 if dry_run:
                     full = not handle.read_only and is_full(handle.storage)
-                    return GcReport(facts.plan(options, full=full), dry_run=True)
+                    return GcReport(gc.plan(full=full), dry_run=True)
                 with room(handle.storage) as full:
-                    plan = facts.plan(options, full=full)
-                    report = replace(run.report, plan=plan) if run else GcReport(plan)
-                    run = _Run(facts, report, patient=not (options.force or full))
-                    return run.execute()
+                    return gc.execute(gc.plan(full=full))
             except _MarkAgain as error:
                 last = error
+                gc.list_store()
         raise Conflict(
             f"other gcs condemned packs {ATTEMPTS} times while this one looked; let them finish, "
             "then repeat gc"
@@ -149,8 +145,8 @@ def plans_at(handle: StoreHandle, states: Iterable[State], options: GcOptions) -
     """
     threads = ThreadPool(default_threads())
     try:
-        facts = _Facts(handle, threads, time.monotonic, silent)
-        return [facts.plan_at(state, options, full=True) for state in states]
+        gc = _Gc(handle, options, threads, time.monotonic, silent)
+        return [gc.plan_at(state, full=True) for state in states]
     finally:
         threads.close()
 
@@ -158,70 +154,6 @@ def plans_at(handle: StoreHandle, states: Iterable[State], options: GcOptions) -
 class _MarkAgain(Exception):
     """Another gc condemned since the mark: each could rely on the duplicate that the other one
     deletes."""
-
-
-class _Facts:
-    """The facts behind a plan, gathered in a safe order: objects are listed before the log is
-    replayed."""
-
-    def __init__(
-        self,
-        handle: StoreHandle,
-        threads: ThreadPool,
-        clock: Callable[[], float],
-        progress: Progress,
-    ) -> None:
-        self.handle, self.threads, self.progress = handle, threads, progress
-        self.monitor = SessionMonitor(handle, clock)
-        counter = Counter(progress, "list objects", 1)
-        self.listing = list_objects(handle.storage)
-        counter.add()
-
-    def plan(self, options: GcOptions, *, full: bool) -> GcPlan:
-        state = self.handle.log.replay()
-        try:
-            return self.plan_at(state, options, full=full)
-        except (Corrupt, NotFound) as error:
-            if self.handle.log.replay().fence != state.fence:
-                raise _MarkAgain from error
-            raise
-
-    def plan_at(self, state: State, options: GcOptions, *, full: bool) -> GcPlan:
-        storage = self.handle.storage
-        sessions = self.look(state)
-        active = frozenset() if full or options.force else sessions.active_ids
-        marked = mark(storage, state, self.threads, self.progress)
-        purge = tuple(sorted(commit for commit, row in state.commits.items() if row.soft))
-        pack_bytes = storage.capabilities.pack_bytes
-        chosen = choose(
-            marked.uses,
-            max_unused=options.max_unused,
-            max_repack_bytes=options.max_repack_bytes,
-            pack_bytes=pack_bytes,
-        )
-        return GcPlan(
-            mark=marked.n,
-            fence=marked.fence,
-            over=sessions.over,
-            purge=purge,
-            doomed=tuple(doomed_packs(state, marked, self.monitor.watch.waits, active)),
-            orphans=orphans(
-                self.listing,
-                state,
-                over=frozenset(sessions.over),
-                purged=frozenset(purge),
-                stale=sessions.stale,
-            ),
-            copies=tuple(plan_copies(storage, marked, chosen, pack_bytes)),
-            copies_wait=tuple(sorted(active)),
-            missing=marked.missing,
-            unreadable=tuple(use.pack.id for use in marked.uses if not use.readable),
-            full=full,
-        )
-
-    def look(self, state: State) -> Sessions:
-        """Find the active sessions at `state`."""
-        return self.monitor.look(self.listing, state)
 
 
 def _without(body: Body, refusal: Refusal) -> Body | None:
@@ -243,18 +175,76 @@ def _without(body: Body, refusal: Refusal) -> Body | None:
     return None
 
 
-class _Run:
-    """One execution of a plan; `report` is its progress."""
+class _Gc:
+    """One gc: its plan, gathered in a safe order (objects are listed before the log is replayed),
+    and the execution; `report` is its progress."""
 
-    def __init__(self, facts: _Facts, report: GcReport, *, patient: bool) -> None:
-        self.report = report
-        self._plan = report.plan
-        self._facts, self._storage, self._log = facts, facts.handle.storage, facts.handle.log
-        self._patient = patient
-        self._fence = self._plan.fence
+    def __init__(
+        self,
+        handle: StoreHandle,
+        options: GcOptions,
+        threads: ThreadPool,
+        clock: Callable[[], float],
+        progress: Progress,
+    ) -> None:
+        self._storage, self._log = handle.storage, handle.log
+        self._options, self._threads, self._progress = options, threads, progress
+        self._handle, self._clock = handle, clock
+        self._plan, self._fence = GcPlan(), 0
+        self.report = GcReport(self._plan)
+        self.list_store()
 
-    def execute(self) -> GcReport:
-        plan = self._plan
+    def list_store(self) -> None:
+        counter = Counter(self._progress, "list objects", 1)
+        self._monitor = SessionMonitor(self._handle, self._clock)
+        self._listing = list_objects(self._storage)
+        counter.add()
+
+    def plan(self, *, full: bool) -> GcPlan:
+        state = self._log.replay()
+        try:
+            return self.plan_at(state, full=full)
+        except (Corrupt, NotFound) as error:
+            if self._log.replay().fence != state.fence:
+                raise _MarkAgain from error
+            raise
+
+    def plan_at(self, state: State, *, full: bool) -> GcPlan:
+        storage, options = self._storage, self._options
+        sessions = self._monitor.look(self._listing, state)
+        active = frozenset() if full or options.force else sessions.active_ids
+        marked = mark(storage, state, self._threads, self._progress)
+        purge = tuple(sorted(commit for commit, row in state.commits.items() if row.soft))
+        pack_bytes = storage.capabilities.pack_bytes
+        chosen = choose(
+            marked.uses,
+            max_unused=options.max_unused,
+            max_repack_bytes=options.max_repack_bytes,
+            pack_bytes=pack_bytes,
+        )
+        return GcPlan(
+            mark=marked.n,
+            fence=marked.fence,
+            over=sessions.over,
+            purge=purge,
+            doomed=tuple(doomed_packs(state, marked, self._monitor.watch.waits, active)),
+            orphans=orphans(
+                self._listing,
+                state,
+                over=frozenset(sessions.over),
+                purged=frozenset(purge),
+                stale=sessions.stale,
+            ),
+            copies=tuple(plan_copies(storage, chosen, pack_bytes)),
+            copies_wait=tuple(sorted(active)),
+            missing=marked.missing,
+            unreadable=tuple(use.pack.id for use in marked.uses if not use.readable),
+            full=full,
+        )
+
+    def execute(self, plan: GcPlan) -> GcReport:
+        """Carry out a plan; what an earlier plan has done stays in the report."""
+        self.report, self._plan, self._fence = replace(self.report, plan=plan), plan, plan.fence
         if plan.over and (over := self._append(Over(plan.over))):
             self.report = replace(self.report, over=self.report.over + over.sessions)
         if plan.condemn or plan.purge:
@@ -296,13 +286,15 @@ class _Run:
         may still reuse."""
         state = self._log.replay()
         condemned = {n: pack for n in numbers if (pack := state.packs.get(n)) and not pack.live}
-        active = self._facts.look(state).active_ids if self._patient else frozenset()
-        waits = self._facts.monitor.wait_for(condemned.values(), active, state)
+        active = self._monitor.look(self._listing, state).active_ids
+        if self._options.force or self._plan.full:
+            active = frozenset()
+        waits = self._monitor.wait_for(condemned.values(), active, state)
         free = frozenset(n for n, pack in condemned.items() if not waits[pack.id])
         body = self._append(Delete(free)) if free else None
         if body is None:
             return
-        counter = Counter(self._facts.progress, "delete packs", len(body.packs))
+        counter = Counter(self._progress, "delete packs", len(body.packs))
         for n in sorted(body.packs):
             pack = condemned[n]
             for key in keys_of(pack.id, metadata=pack.metadata):
@@ -319,16 +311,16 @@ class _Run:
         replay."""
         state = self._log.replay()
         planned = frozenset(orphan.key for orphan in self._plan.orphans)
-        stale = self._facts.look(state).stale
-        found = [o for o in orphans(self._facts.listing, state, stale=stale) if o.key in planned]
-        counter = Counter(self._facts.progress, "delete orphans", len(found))
+        stale = self._monitor.look(self._listing, state).stale
+        found = [o for o in orphans(self._listing, state, stale=stale) if o.key in planned]
+        counter = Counter(self._progress, "delete orphans", len(found))
         for orphan in found:
             self._remove(orphan.key, orphan.bytes)
             self.report = replace(self.report, orphans=self.report.orphans + 1)
             counter.add()
 
     def _copy_all(self) -> None:
-        counter = Counter(self._facts.progress, "copy", self._plan.copied_bytes)
+        counter = Counter(self._progress, "copy", self._plan.copied_bytes)
         for copy in self._plan.copies:
             try:
                 self._copy(copy, counter)
@@ -353,9 +345,7 @@ class _Run:
         name; otherwise the next gc declares it over."""
         with open_session(self._storage, "gc") as session:
             try:
-                record = write_copy(
-                    self._storage, session.id, copy, self._facts.threads, counter.add
-                )
+                record = write_copy(self._storage, session.id, copy, self._threads, counter.add)
             except (CkptStoreError, DamagedSource):
                 session.end()
                 raise

@@ -22,7 +22,7 @@ from ckptstore.core.paths import make_directories
 from ckptstore.core.scratch import replace_file
 from ckptstore.log.sessions import SessionInfo, is_gone, read_sessions
 from ckptstore.log.state import Pack, State
-from ckptstore.maintenance.gc.orphans import Listing, list_objects, owner, unlisted
+from ckptstore.maintenance.gc.plan import Listing, list_objects, owner, unlisted
 from ckptstore.repository.store_handle import StoreHandle
 
 STALE_S = 600.0

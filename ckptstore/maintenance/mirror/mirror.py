@@ -24,8 +24,8 @@ from ckptstore.log.fold import Code
 from ckptstore.log.log import Refused
 from ckptstore.log.resolve import resolved
 from ckptstore.log.sessions import Session, open_session
+from ckptstore.maintenance import Counter, Progress, silent
 from ckptstore.maintenance.check.trees import metadata_of
-from ckptstore.maintenance.forget import set_tag
 from ckptstore.maintenance.mirror.chunk_batches import (
     ChunkBatch,
     CopyWorker,
@@ -35,7 +35,7 @@ from ckptstore.maintenance.mirror.chunk_batches import (
     reading_source,
 )
 from ckptstore.maintenance.mirror.plan import CommitTransfer, MirrorPlan, plan_mirror
-from ckptstore.maintenance.progress import Counter, Progress, silent
+from ckptstore.maintenance.retention import set_tag
 from ckptstore.objects.documents import decode_document
 from ckptstore.repository import footers
 from ckptstore.repository.dedup import Dedup, DedupHints

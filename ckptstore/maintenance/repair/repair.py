@@ -16,14 +16,18 @@ from ckptstore.core.ids import CONFIG_KEY, CommitId, document_key, log_key
 from ckptstore.errors import Conflict, Corrupt, NotFound
 from ckptstore.log import entries
 from ckptstore.log.entries import Position
+from ckptstore.maintenance import Progress, silent
 from ckptstore.maintenance.check.fsck import Facts, examine
 from ckptstore.maintenance.check.indexes import drop_indexes
 from ckptstore.maintenance.check.log import decode_at
 from ckptstore.maintenance.check.offline_store import OfflineStore
 from ckptstore.maintenance.check.report import Finding, Kind, Report, Severity, Share
-from ckptstore.maintenance.progress import Progress, silent
-from ckptstore.maintenance.repair.quarantine import quarantine, replace_small
-from ckptstore.maintenance.repair.recover import recover_document, recover_entry
+from ckptstore.maintenance.repair.recover import (
+    quarantine,
+    recover_document,
+    recover_entry,
+    replace_small,
+)
 from ckptstore.maintenance.repair.rescue import CopyTwin, SavePacks, plan_packs
 from ckptstore.objects.config import encode_config
 from ckptstore.storage.contract import Storage

@@ -27,7 +27,7 @@ from ckptstore.maintenance.repair.chunk_recovery import (
     read_source,
     write_packs,
 )
-from ckptstore.maintenance.repair.quarantine import copy_object, quarantine
+from ckptstore.maintenance.repair.recover import copy_object, quarantine
 from ckptstore.objects.pack import LAYOUT, PAGE, SCHEMA
 from ckptstore.objects.pages import decode_page
 from ckptstore.objects.schema import decode_schema

@@ -59,7 +59,7 @@ def database(s3: S3Server, postgres: PostgresServer) -> Site:
     return Site(new_url(), s3.options(), {"index": postgres.new_url()})
 
 
-@pytest.fixture(params=["bucket", "database"])
+@pytest.fixture(params=[pytest.param("bucket", marks=pytest.mark.soak), "database"])
 def end(request: pytest.FixtureRequest) -> Site:
     site: Site = request.getfixturevalue(request.param)
     return site
