@@ -1,10 +1,10 @@
 """Maintain a store: forget, collect garbage, check, repair, copy to other stores."""
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack, closing
-from typing import Any
 
+from ckptstore.core.options import Storage
 from ckptstore.core.settings import Settings
 from ckptstore.errors import InvalidInput
 from ckptstore.internals import StoreInternals
@@ -179,7 +179,7 @@ class Maintenance:
         *mirrors: str | os.PathLike[str],
         apply: bool = False,
         read_data: str | None = None,
-        storage_options: Mapping[str, Any] | None = None,
+        storage: Storage | None = None,
     ) -> Repaired:
         """Plan the repair of damage; with `apply`, execute it.
 
@@ -189,7 +189,7 @@ class Maintenance:
             mirrors: Stores that supply intact chunks, documents and log entries.
             apply: Execute the plan.
             read_data: Read and hash this amount of data first, as in `fsck`.
-            storage_options: Options of the mirrors.
+            storage: Where and how the mirrors keep their objects.
 
         Returns:
             The damage found, the actions, and commits that stay damaged.
@@ -205,7 +205,7 @@ class Maintenance:
             self._handle.check_writable()
         share = parse_share(read_data) if read_data else None
         with ExitStack() as stack:
-            options = dict(storage_options or {})
+            options = dict((storage or Storage()).options or {})
             opened = (
                 open_storage(os.fspath(place), read_only=True, storage_options=options)
                 for place in mirrors
@@ -226,8 +226,7 @@ class Maintenance:
         verify: bool = False,
         create: bool = False,
         dry_run: bool = False,
-        storage_options: Mapping[str, Any] | None = None,
-        index: str | None = None,
+        storage: Storage | None = None,
         progress: Progress = silent,
     ) -> Mirrored:
         """Copy commits and their tags to the store at `to`, without chunks that it has.
@@ -243,7 +242,7 @@ class Maintenance:
             verify: Read written data back.
             create: Make the store if there is none.
             dry_run: Return the plan without copying.
-            storage_options, index: Options of `to`, and the database of its log.
+            storage: Where and how `to` keeps its objects.
             progress: Called with phase, done and total.
 
         Returns:
@@ -263,7 +262,8 @@ class Maintenance:
             self._handle, refs, run=run or (self.run if refs else None), ancestors=ancestors
         )
         like = self._handle if create else None
-        with other_end(to, like=like, storage_options=storage_options, index=index) as target:
+        there = storage or Storage()
+        with other_end(to, like=like, storage_options=there.options, index=there.index) as target:
             return mirror(
                 self._handle,
                 target,
@@ -284,15 +284,15 @@ class Maintenance:
         force: bool = False,
         verify: bool = False,
         dry_run: bool = False,
-        storage_options: Mapping[str, Any] | None = None,
-        index: str | None = None,
+        storage: Storage | None = None,
         progress: Progress = silent,
     ) -> Mirrored:
         """Copy commits from the store at `source`, in which `refs` are resolved; as `push`."""
         self._handle.check_writable()
         options = MirrorOptions(tags, force, verify)
+        there = storage or Storage()
         with other_end(
-            source, read_only=True, storage_options=storage_options, index=index
+            source, read_only=True, storage_options=there.options, index=there.index
         ) as origin:
             wanted = choose(
                 origin, refs, run=run or (self.run if refs else None), ancestors=ancestors
@@ -311,8 +311,7 @@ class Maintenance:
         self,
         to: str | os.PathLike[str],
         *,
-        storage_options: Mapping[str, Any] | None = None,
-        index: str | None = None,
+        storage: Storage | None = None,
         progress: Progress = silent,
     ) -> Mirrored:
         """Copy every commit and tag to the store at `to`, which is made if there is none. Tags move
@@ -322,8 +321,7 @@ class Maintenance:
             to,
             force=True,
             create=True,
-            storage_options=storage_options,
-            index=index,
+            storage=storage,
             progress=progress,
         )
 
