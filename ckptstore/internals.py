@@ -315,7 +315,8 @@ class StoreInternals:
 
     def _make(self, flats: Mapping[str, FlatState], commit: Callable[[], Committed]) -> Committed:
         logical_bytes = sum(leaf.nbytes for flat in flats.values() for leaf in flat.leaves)
-        committed = self._disk.fit(commit, logical_bytes)
+        self._disk.before(logical_bytes)
+        committed = self._disk.fit(commit, lambda: logical_bytes)
         self.handle.follow(
             {ref.schema.hex(): committed.schemas[key] for key, ref in committed.document.trees}
         )
@@ -335,7 +336,7 @@ class StoreInternals:
             return label, flats
 
         with self._lock:
-            committed = self._disk.fit_together(peers, lambda: commit(prepared), lambda: sum(sizes))
+            committed = self._disk.fit(lambda: commit(prepared), lambda: sum(sizes), peers)
             if peers.leads:
                 self.handle.follow()
         return committed

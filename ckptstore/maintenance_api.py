@@ -8,20 +8,25 @@ from ckptstore.core.options import Storage
 from ckptstore.core.settings import Settings
 from ckptstore.errors import InvalidInput
 from ckptstore.internals import StoreInternals
+from ckptstore.maintenance import Progress, silent
 from ckptstore.maintenance.check.fsck import fsck
+from ckptstore.maintenance.check.indexes import Reindexed, reindex
 from ckptstore.maintenance.check.offline_store import offline_store_of
 from ckptstore.maintenance.check.report import Level, Report, parse_level, parse_share
 from ckptstore.maintenance.doctor import Check, doctor
-from ckptstore.maintenance.forget import forget_by_policy, forget_commits, undelete
 from ckptstore.maintenance.gc.collect import MAX_UNUSED, GcOptions, GcReport, collect
 from ckptstore.maintenance.gc.session_monitor import Activity, activities
 from ckptstore.maintenance.mirror.mirror import Mirrored, MirrorOptions, mirror
-from ckptstore.maintenance.mirror.remotes import choose, other_end
+from ckptstore.maintenance.mirror.plan import choose, other_end
 from ckptstore.maintenance.mirror.tiers import Tier
-from ckptstore.maintenance.progress import Progress, silent
-from ckptstore.maintenance.reindex import Reindexed, reindex
 from ckptstore.maintenance.repair.repair import Repaired, repair
-from ckptstore.maintenance.retention import ForgetPlan, Policy
+from ckptstore.maintenance.retention import (
+    ForgetPlan,
+    Policy,
+    forget_by_policy,
+    forget_commits,
+    undelete,
+)
 from ckptstore.maintenance.usage import Usage, usage
 from ckptstore.repository.resolve_ref import AnyRef, find_commit
 from ckptstore.repository.store_handle import StoreHandle

@@ -27,7 +27,7 @@ from ckptstore.errors import Corrupt, InvalidInput, NotFound
 from ckptstore.internals import PendingCommit, RanksArguments, StoreInternals
 from ckptstore.log.resolve import Resolved, newest_first
 from ckptstore.maintenance.mirror.tiers import Tier
-from ckptstore.maintenance.tags import remove_tag, set_tag
+from ckptstore.maintenance.retention import remove_tag, set_tag
 from ckptstore.maintenance_api import Maintenance
 from ckptstore.repository.resolve_ref import AnyRef, find_commit, through_pointers
 from ckptstore.repository.store_handle import StoreHandle

@@ -13,6 +13,7 @@ from ckptstore.cli.screen import Hint, Part
 from ckptstore.core.tables import Column, Table
 from ckptstore.core.text import SECOND_NS, count_text, seconds_text
 from ckptstore.maintenance.check.fsck import fsck
+from ckptstore.maintenance.check.indexes import reindex
 from ckptstore.maintenance.check.report import (
     Finding,
     Report,
@@ -21,11 +22,9 @@ from ckptstore.maintenance.check.report import (
     parse_share,
 )
 from ckptstore.maintenance.doctor import Verdict, doctor
-from ckptstore.maintenance.forget import forget_by_policy, forget_commits, undelete
 from ckptstore.maintenance.gc.collect import GcOptions, GcReport, collect
 from ckptstore.maintenance.gc.plan import GcPlan
 from ckptstore.maintenance.gc.session_monitor import activities
-from ckptstore.maintenance.reindex import reindex
 from ckptstore.maintenance.repair.repair import repair
 from ckptstore.maintenance.retention import (
     KeepBest,
@@ -35,6 +34,9 @@ from ckptstore.maintenance.retention import (
     KeepWithin,
     Period,
     Policy,
+    forget_by_policy,
+    forget_commits,
+    undelete,
 )
 from ckptstore.repository.resolve_ref import find_id
 from ckptstore.storage.registry import open_storage
@@ -132,12 +134,9 @@ def gc(call: Call) -> Answer:
     if not args.dry_run:
         store.follow()
         document["done"] = _done_document(report)
-    plan = report.plan
-    page: list[Part] = [plan.table(), plan.summary] if plan.table().rows else [plan.summary]
-    if not args.dry_run:
-        page.append(report.summary)
-    code = Exit.DAMAGED if plan.missing or plan.unreadable or report.damaged else Exit.OK
-    return Answer(document, page, report.problems, code)
+    damaged = report.plan.missing or report.plan.unreadable or report.damaged
+    code = Exit.DAMAGED if damaged else Exit.OK
+    return Answer(document, [report], report.problems, code)
 
 
 def _plan_document(plan: GcPlan) -> dict[str, object]:
@@ -258,10 +257,9 @@ def repair_store(call: Call) -> Answer:
     ]
     with call.screen.progress() as shown:
         done = repair(store, mirrors=mirrors, apply=args.apply, share=share, progress=shown)
-    actions = done.applied if args.apply else done.plan.actions
     document = {
         "applied": args.apply,
-        "actions": [{"action": type(each).__name__, "what": str(each)} for each in actions],
+        "actions": [{"action": type(each).__name__, "what": str(each)} for each in done.actions],
         "unrepairable": _findings(done.plan.unrepairable),
         "findings": _findings(done.after.findings),
         "damaged_commits": sorted(done.after.damaged_commits),

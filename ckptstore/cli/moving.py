@@ -10,8 +10,7 @@ from ckptstore.core.config import default_threads
 from ckptstore.core.text import bytes_text, count_text
 from ckptstore.errors import NotFound
 from ckptstore.maintenance.mirror.mirror import Mirrored, MirrorOptions, mirror
-from ckptstore.maintenance.mirror.plan import TagMove
-from ckptstore.maintenance.mirror.remotes import choose, other_end
+from ckptstore.maintenance.mirror.plan import TagMove, choose, other_end
 from ckptstore.repository.resolve_ref import find_commit
 from ckptstore.repository.store_handle import StoreHandle
 from ckptstore.repository.thread_pool import ThreadPool
@@ -65,7 +64,7 @@ def _mirror(call: Call, source: StoreHandle, target: StoreHandle) -> Answer:
             source, target, wanted, options, threads, dry_run=args.dry_run, progress=shown
         )
     ends = {"source": source.url, "target": target.url, "dry_run": args.dry_run}
-    page = [f"{source.url} → {target.url}", *done.lines]
+    page = [f"{source.url} → {target.url}", done]
     code = Exit.DAMAGED if done.damaged else Exit.OK
     return Answer({**ends, **_document(done)}, page, done.problems, code)
 

@@ -44,7 +44,7 @@ def tag(call: Call) -> Answer:
 
 
 def _set(call: Call, store: StoreHandle, name: str) -> Answer:
-    from ckptstore.maintenance.tags import set_tag
+    from ckptstore.maintenance.retention import set_tag
 
     queries = store.queries()
     info = queries.commit(find_id(queries, call.args.ref or "latest", call.args.run))
@@ -56,7 +56,7 @@ def _set(call: Call, store: StoreHandle, name: str) -> Answer:
 
 
 def _remove(store: StoreHandle, names: dict[str, None]) -> Answer:
-    from ckptstore.maintenance.tags import remove_tag
+    from ckptstore.maintenance.retention import remove_tag
 
     store.check_writable()
     there = {tag.name: tag.commit for tag in store.queries().tags()}

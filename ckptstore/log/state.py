@@ -24,6 +24,11 @@ class Pack(NamedTuple):
     live: bool
     stamp: int
 
+    @property
+    def stored_bytes(self) -> int:
+        """Its size in the store, twin included."""
+        return self.bytes * (2 if self.metadata else 1)
+
 
 class CommitRow(NamedTuple):
     """A commit that has not been purged; `soft` is 0, or the number of the entry that forgot it."""

@@ -50,6 +50,10 @@ class Check:
     seen: str
     next: str = ""
 
+    def __str__(self) -> str:
+        step = f"\n    next: {self.next}" if self.next else ""
+        return f"{self.name}: {self.verdict}: {self.seen}{step}"
+
 
 @dataclass(frozen=True, slots=True)
 class StorageFacts:
@@ -76,32 +80,123 @@ def doctor(handle: StoreHandle) -> tuple[Check, ...]:
 
 def judge(facts: StorageFacts, space: DiskRoom) -> tuple[Check, ...]:
     """The verdicts. Pure."""
-    checks = [
-        _tried(
-            "write",
-            facts.writable,
-            "files can be made",
-            "get the right to write there, or use the store read-only",
-        )
-    ]
-    if not facts.writable:
-        link = (
+    write = _check(
+        "write",
+        _failed(facts.writable),
+        "files can be made",
+        facts.writable,
+        "get the right to write there, or use the store read-only",
+    )
+    tried = () if facts.writable else _tried(facts)
+    return (write, *tried, _filesystem(facts), _locks(facts), _newest(facts), *_space(space))
+
+
+def _check(name: str, verdict: Verdict, fine: str, seen: str, step: str) -> Check:
+    """A check that is `fine`, or else what was seen and the next step."""
+    return Check(name, verdict, *((fine, "") if verdict is Verdict.OK else (seen, step)))
+
+
+def _failed(problem: object) -> Verdict:
+    return Verdict.FAILED if problem else Verdict.OK
+
+
+def _warning(problem: object) -> Verdict:
+    return Verdict.WARNING if problem else Verdict.OK
+
+
+def _tried(facts: StorageFacts) -> tuple[Check, ...]:
+    """The checks that need to write."""
+    written = f"a small durable write takes {seconds_text(facts.fsync_s)}"
+    direction = "ahead" if facts.clock_skew_s > 0 else "behind"
+    return (
+        _check(
+            "exclusive",
+            _failed(facts.exclusive),
+            "of two who create an object one fails",
+            facts.exclusive,
             "a store needs exclusive creation: hard links on a disk, conditional writes "
-            "(If-None-Match) in a bucket"
-        )
-        checks += (
-            _tried("exclusive", facts.exclusive, "of two who create an object one fails", link),
-            _tried(
-                "rename",
-                facts.rename,
-                "an object is replaced at once",
-                "use storage that renames atomically",
-            ),
-            _fsync(facts),
-            _clock(facts),
-        )
-    checks += (_filesystem(facts), _locks(facts), _newest(facts), _free(space), _reserve(space))
-    return tuple(checks)
+            "(If-None-Match) in a bucket",
+        ),
+        _check(
+            "rename",
+            _failed(facts.rename),
+            "an object is replaced at once",
+            facts.rename,
+            "use storage that renames atomically",
+        ),
+        _check(
+            "fsync",
+            _warning(facts.fsync_s > SLOW_FSYNC_S),
+            written,
+            written,
+            "each commit waits for about five of them: use a faster disk, or commit less often",
+        ),
+        _check(
+            "clock",
+            _warning(abs(facts.clock_skew_s) > CLOCK_SKEW_S),
+            "this host and the storage agree on the time",
+            f"the storage's clock is {abs(facts.clock_skew_s):.1f} s {direction}",
+            "set the clocks (NTP): ages and `--keep-within` are off; nothing else depends on them",
+        ),
+    )
+
+
+def _newest(facts: StorageFacts) -> Check:
+    return _check(
+        "time",
+        _warning(facts.newest_entry_s > CLOCK_SKEW_S),
+        "no commit is from the future",
+        f"the newest commit is {seconds_text(facts.newest_entry_s)} in the future",
+        "set this host's clock, or that of the host that committed (NTP)",
+    )
+
+
+def _filesystem(facts: StorageFacts) -> Check:
+    fine = facts.filesystem or "unknown"
+    if facts.network:
+        fine = f"{fine}, shared between hosts; the index lies at {facts.index_directory}"
+    return _check(
+        "filesystem",
+        _warning(facts.network and facts.index_network),
+        fine,
+        f"{facts.filesystem}, and the index too: {facts.index_directory}",
+        "set CKPTSTORE_CACHE to a directory on a local disk",
+    )
+
+
+def _locks(facts: StorageFacts) -> Check:
+    return _check(
+        "locks",
+        _warning(not facts.locks),
+        f"locks work in {facts.index_directory}",
+        f"no locks in {facts.index_directory}",
+        "set CKPTSTORE_CACHE to a directory on a local disk; until then every process keeps an "
+        "index of its own in memory",
+    )
+
+
+def _space(space: DiskRoom) -> tuple[Check, ...]:
+    if space.free is None:
+        fine = (("space", "a bucket has no end"), ("reserve", "a bucket needs none"))
+        return tuple(Check(name, Verdict.OK, seen) for name, seen in fine)
+    wanted = expected_bytes(space)
+    seen = (
+        f"{bytes_text(space.free)} free, the next commit takes about {bytes_text(wanted)} "
+        f"(state: {bytes_text(space.logical)})"
+    )
+    room = _warning(space.free < COMMITS_AHEAD * wanted)
+    if space.free < wanted:
+        room = Verdict.FAILED
+    return (
+        _check("space", room, seen, seen, MAKE_ROOM),
+        _check(
+            "reserve",
+            _warning(space.reserve != RESERVE_BYTES),
+            f"{bytes_text(RESERVE_BYTES)} are kept so that gc works on a full disk",
+            "no room is kept for gc on a full disk",
+            "run `ckptstore gc` while there is room: it makes the reserve",
+        ),
+    )
 
 
 def probe(handle: StoreHandle) -> StorageFacts:
@@ -181,102 +276,3 @@ def _try_lock(directory: Path) -> bool:
         return False
     finally:
         path.unlink(missing_ok=True)
-
-
-def _tried(name: str, problem: str, fine: str, next_step: str) -> Check:
-    return (
-        Check(name, Verdict.FAILED, problem, next_step)
-        if problem
-        else Check(name, Verdict.OK, fine)
-    )
-
-
-def _fsync(facts: StorageFacts) -> Check:
-    seen = f"a small durable write takes {seconds_text(facts.fsync_s)}"
-    if facts.fsync_s <= SLOW_FSYNC_S:
-        return Check("fsync", Verdict.OK, seen)
-    return Check(
-        "fsync",
-        Verdict.WARNING,
-        seen,
-        "each commit waits for about five of them: use a faster disk, or commit less often",
-    )
-
-
-def _clock(facts: StorageFacts) -> Check:
-    seen = (
-        f"the storage's clock is {abs(facts.clock_skew_s):.1f} s "
-        f"{'ahead' if facts.clock_skew_s > 0 else 'behind'}"
-    )
-    if abs(facts.clock_skew_s) <= CLOCK_SKEW_S:
-        return Check("clock", Verdict.OK, "this host and the storage agree on the time")
-    return Check(
-        "clock",
-        Verdict.WARNING,
-        seen,
-        "set the clocks (NTP): ages and `--keep-within` are off; nothing else depends on them",
-    )
-
-
-def _newest(facts: StorageFacts) -> Check:
-    if facts.newest_entry_s <= CLOCK_SKEW_S:
-        return Check("time", Verdict.OK, "no commit is from the future")
-    seen = f"the newest commit is {seconds_text(facts.newest_entry_s)} in the future"
-    return Check(
-        "time",
-        Verdict.WARNING,
-        seen,
-        "set this host's clock, or that of the host that committed (NTP)",
-    )
-
-
-def _filesystem(facts: StorageFacts) -> Check:
-    if not facts.network:
-        return Check("filesystem", Verdict.OK, facts.filesystem or "unknown")
-    if facts.index_network:
-        seen = f"{facts.filesystem}, and the index too: {facts.index_directory}"
-        return Check(
-            "filesystem",
-            Verdict.WARNING,
-            seen,
-            "set CKPTSTORE_CACHE to a directory on a local disk",
-        )
-    seen = f"{facts.filesystem}, shared between hosts; the index lies at {facts.index_directory}"
-    return Check("filesystem", Verdict.OK, seen)
-
-
-def _locks(facts: StorageFacts) -> Check:
-    if facts.locks:
-        return Check("locks", Verdict.OK, f"locks work in {facts.index_directory}")
-    step = (
-        "set CKPTSTORE_CACHE to a directory on a local disk; until then every process keeps an "
-        "index of its own in memory"
-    )
-    return Check("locks", Verdict.WARNING, f"no locks in {facts.index_directory}", step)
-
-
-def _free(space: DiskRoom) -> Check:
-    if space.free is None:
-        return Check("space", Verdict.OK, "a bucket has no end")
-    wanted = expected_bytes(space)
-    seen = (
-        f"{bytes_text(space.free)} free, the next commit takes about {bytes_text(wanted)} "
-        f"(state: {bytes_text(space.logical)})"
-    )
-    if space.free < wanted:
-        return Check("space", Verdict.FAILED, seen, MAKE_ROOM)
-    verdict = Verdict.WARNING if space.free < COMMITS_AHEAD * wanted else Verdict.OK
-    return Check("space", verdict, seen, MAKE_ROOM if verdict is Verdict.WARNING else "")
-
-
-def _reserve(space: DiskRoom) -> Check:
-    if space.free is None:
-        return Check("reserve", Verdict.OK, "a bucket needs none")
-    if space.reserve == RESERVE_BYTES:
-        return Check(
-            "reserve",
-            Verdict.OK,
-            f"{bytes_text(RESERVE_BYTES)} are kept so that gc works on a full disk",
-        )
-    step = "run `ckptstore gc` while there is room: it makes the reserve"
-    return Check("reserve", Verdict.WARNING, "no room is kept for gc on a full disk", step)

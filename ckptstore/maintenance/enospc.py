@@ -11,16 +11,15 @@ import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from concurrent.futures import wait as wait_for
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TypeVar
 
 from ckptstore.core.options import OnFull
 from ckptstore.core.text import bytes_text
 from ckptstore.distributed.collective import Collective
 from ckptstore.errors import CkptStoreError, NoSpace
-from ckptstore.log.state import NEWEST_KEPT, State
+from ckptstore.log.state import NEWEST_KEPT
 from ckptstore.maintenance.gc.collect import GcOptions, collect, plans_at
-from ckptstore.maintenance.gc.plan import GcPlan
 from ckptstore.maintenance.retention import KeepLast, plan_policies
 from ckptstore.repository import disk_forecast
 from ckptstore.repository.store_handle import StoreHandle
@@ -39,34 +38,27 @@ EVERYTHING = GcOptions(max_unused=0.0, force=True)
 """On a full disk no other writer can commit either, so gc waits for none."""
 
 
-@dataclass(frozen=True, slots=True)
-class Relief:
-    """Space that could be freed: by a gc now, and by one after forgetting all commits but the
-    newest of each run and pinned ones. Copies of live chunks are subtracted."""
-
-    gc_bytes: int
-    forget_bytes: int
-
-    def __str__(self) -> str:
-        if not self.forget_bytes:
-            return (
-                "neither `ckptstore gc` nor `ckptstore forget` would free anything: make room "
-                "on the disk"
-            )
-        after = (
-            f"after `ckptstore forget --keep-last {NEWEST_KEPT}` it frees "
-            f"{bytes_text(self.forget_bytes)}"
-        )
-        if not self.gc_bytes:
-            return f"`ckptstore gc` alone frees nothing, {after}"
-        return f"`ckptstore gc` frees {bytes_text(self.gc_bytes)}, {after}"
-
-
-def relief(handle: StoreHandle) -> Relief:
-    """Plan both. Raises the errors of a dry run of gc."""
+def relief(handle: StoreHandle) -> str:
+    """What would free space: a gc now, and one after forgetting all commits but the newest of each
+    run and pinned ones. Copies of live chunks are subtracted. Raises the errors of a dry run of
+    gc."""
     state = handle.log.replay()
-    now, later = plans_at(handle, (state, _forgetting(state)), EVERYTHING)
-    return Relief(_net_bytes(now), _net_bytes(later))
+    plan = plan_policies(state, [KeepLast(NEWEST_KEPT)])
+    commits = state.commits.update(
+        (decision.commit, decision.row._replace(soft=state.n)) for decision in plan.forgotten
+    )
+    now, later = (
+        max(plan.freed_now_bytes - plan.copied_bytes, 0)
+        for plan in plans_at(handle, (state, replace(state, commits=commits)), EVERYTHING)
+    )
+    if not later:
+        return (
+            "neither `ckptstore gc` nor `ckptstore forget` would free anything: make room on the "
+            "disk"
+        )
+    gc = f"frees {bytes_text(now)}" if now else "alone frees nothing"
+    forget = f"`ckptstore forget --keep-last {NEWEST_KEPT}`"
+    return f"`ckptstore gc` {gc}, after {forget} it frees {bytes_text(later)}"
 
 
 class DiskWatch:
@@ -101,67 +93,36 @@ class DiskWatch:
             )
         )
 
-    def fit(self, commit: Callable[[], T], logical_bytes: int) -> T:
-        """The result of `commit`. On a full disk with `on_full="gc"`, retry after a gc that freed
-        something.
-
-        Raises `NoSpace` with the missing space and what would free it; the store is unchanged.
-        """
-        self.before(logical_bytes)
-        try:
-            return commit()
-        except NoSpace as error:
-            if self._on_full != "gc" or not self._collected():
-                raise self._explained(error, logical_bytes) from error
-        try:
-            return commit()
-        except NoSpace as error:
-            raise self._explained(error, logical_bytes) from error
-
-    def fit_together(
-        self, peers: Collective, commit: Callable[[], T], logical_bytes: Callable[[], int]
+    def fit(
+        self,
+        commit: Callable[[], T],
+        logical_bytes: Callable[[], int],
+        peers: Collective | None = None,
+        *,
+        collect: bool = True,
     ) -> T:
-        """`fit` for a commit of all ranks of `peers`; `logical_bytes` is this rank's estimate of
-        the state's size. The coordinator's `on_full` and view of the disk count.
+        """The result of `commit`. On a full disk with `on_full="gc"`, retry after a gc that freed
+        something. `logical_bytes` is an estimate of the state's size.
 
-        Raises one `NoSpace` on all ranks, whose `causes` say where the disk was full.
+        Where all ranks of `peers` commit, the coordinator's `on_full` and view of the disk count.
+        Raises one `NoSpace` on all ranks, whose `causes` say where the disk was full, with the
+        missing space and what would free it; the store is unchanged.
         """
-        try:
-            return commit()
-        except NoSpace as error:
-            if said := self._relieved(peers, logical_bytes, collect=True):
-                raise _joined(error, said) from error
-        try:
-            return commit()
-        except NoSpace as error:
-            raise _joined(error, self._relieved(peers, logical_bytes, collect=False)) from error
 
-    def _relieved(
-        self, peers: Collective, logical_bytes: Callable[[], int], *, collect: bool
-    ) -> str:
-        """Nothing if a gc of the coordinator freed something; otherwise the missing space and
-        what would free it."""
-        begun: list[Future[bytes]] = []
-        threads = ThreadPool(1)
-
-        def look() -> bytes:
+        def look() -> str | None:
             if collect and self._on_full == "gc" and self._collected():
-                return _AGAIN
-            return _EXPLAINED + "; ".join(self._explanation(logical_bytes())).encode()
-
-        def answer(handed_in: Sequence[bytes]) -> list[bytes]:
-            if not begun:
-                begun.append(threads.submit(look))
-            wait_for(begun, peers.timeout_s / PATIENCE)
-            return [begun[0].result() if begun[0].done() else _GOES_ON] * len(handed_in)
+                return None
+            return self._explanation(logical_bytes())
 
         try:
-            said = _GOES_ON
-            while said == _GOES_ON:
-                said = peers.round("commit: full", bytes, answer)
-        finally:
-            threads.close()
-        return said.removeprefix(_EXPLAINED).decode() if said != _AGAIN else ""
+            return commit()
+        except NoSpace as error:
+            said = _said_by_the_first(peers, look) if peers else look()
+            if said is not None:
+                explained = NoSpace(f"{error}{said}")
+                explained.causes = error.causes
+                raise explained from error
+        return self.fit(commit, logical_bytes, peers, collect=False)
 
     def _collected(self) -> bool:
         """Whether a gc freed something; a failure is logged, and the commit's own error is
@@ -179,19 +140,13 @@ class DiskWatch:
         )
         return report.freed_bytes > 0
 
-    def _explained(self, error: NoSpace, logical_bytes: int) -> NoSpace:
-        return NoSpace("; ".join([str(error), *self._explanation(logical_bytes)]))
-
-    def _explanation(self, logical_bytes: int) -> list[str]:
+    def _explanation(self, logical_bytes: int) -> str:
         """The space missing for a state of this many bytes, and what would free it."""
-        said = []
+        said = ""
         try:
-            said.append(
-                disk_forecast.shortage(
-                    disk_forecast.look(self._handle, self._run, logical_bytes=logical_bytes)
-                )
-            )
-            said.append(str(relief(self._handle)))
+            room = disk_forecast.look(self._handle, self._run, logical_bytes=logical_bytes)
+            said += f"; {disk_forecast.shortage(room)}"
+            said += f"; {relief(self._handle)}"
         except CkptStoreError as other:
             logger.debug("it is unknown what could be freed: %s", other)
         return said
@@ -204,20 +159,25 @@ class DiskWatch:
             logger.warning("%s: %s", self._handle.url, text)
 
 
-def _joined(error: NoSpace, said: str) -> NoSpace:
-    joined = NoSpace(f"{error}; {said}")
-    joined.causes = error.causes
-    return joined
+def _said_by_the_first(peers: Collective, look: Callable[[], str | None]) -> str | None:
+    """The coordinator's answer on every rank. The others wait, and hear that it is at work."""
+    begun: list[Future[str | None]] = []
+    threads = ThreadPool(1)
 
+    def answer(handed_in: Sequence[bytes]) -> list[bytes]:
+        if not begun:
+            begun.append(threads.submit(look))
+        wait_for(begun, peers.timeout_s / PATIENCE)
+        said = _GOES_ON
+        if begun[0].done():
+            text = begun[0].result()
+            said = _AGAIN if text is None else _EXPLAINED + text.encode()
+        return [said] * len(handed_in)
 
-def _forgetting(state: State) -> State:
-    """`state` after forgetting everything that may be forgotten."""
-    plan = plan_policies(state, [KeepLast(NEWEST_KEPT)])
-    commits = state.commits.update(
-        (decision.commit, decision.row._replace(soft=state.n)) for decision in plan.forgotten
-    )
-    return replace(state, commits=commits)
-
-
-def _net_bytes(plan: GcPlan) -> int:
-    return max(plan.freed_now_bytes - plan.copied_bytes, 0)
+    try:
+        said = _GOES_ON
+        while said == _GOES_ON:
+            said = peers.round("commit: full", bytes, answer)
+    finally:
+        threads.close()
+    return None if said == _AGAIN else said.removeprefix(_EXPLAINED).decode()

@@ -1,9 +1,12 @@
 """Small stores for tests of forget and gc, and the objects in them. A store may be given by its
 directory."""
 
+import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -37,8 +40,26 @@ def at(place: Path | Site) -> Site:
 def make(
     place: Path | Site, steps: int, *, forget: Sequence[int] = (), codec: str = "raw"
 ) -> list[CommitId]:
-    """A store of `steps` commits, of which those at `forget` are forgotten."""
-    with at(place).open(codec=codec) as store:
+    """A store of `steps` commits, of which those at `forget` are forgotten. In a directory it is a
+    copy of one that was made before."""
+    site = at(place)
+    if site.folder is None or site.more:
+        return _commit(site, steps, tuple(forget), codec)
+    template, commits = _template(steps, tuple(forget), codec)
+    shutil.copytree(template.name, site.folder)
+    return list(commits)
+
+
+@cache
+def _template(
+    steps: int, forget: tuple[int, ...], codec: str
+) -> tuple[TemporaryDirectory[str], list[CommitId]]:
+    folder = TemporaryDirectory()
+    return folder, _commit(Site(folder.name), steps, forget, codec)
+
+
+def _commit(site: Site, steps: int, forget: tuple[int, ...], codec: str) -> list[CommitId]:
+    with site.open(codec=codec) as store:
         commits = [store.commit(state_of(step), step=step).id for step in range(steps)]
         if forget:
             store.forget([commits[i] for i in forget])

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from ckptstore.core.ids import ChunkId
 from ckptstore.core.model import PackEntry
-from ckptstore.maintenance.gc.liveness import Holdings, keys_of
+from ckptstore.maintenance.gc.mark import Holdings, keys_of
 from ckptstore.objects import pack
 
 

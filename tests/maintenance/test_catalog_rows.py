@@ -12,7 +12,7 @@ import pytest
 from ckptstore.core.model import CommitInfo
 from ckptstore.errors import NotFound
 from ckptstore.index.queries import Queries
-from ckptstore.maintenance.reindex import reindex
+from ckptstore.maintenance.check.indexes import reindex
 from ckptstore.repository.store_handle import CATALOG_NAME
 from tests.maintenance.collecting import opened
 from tests.maintenance.stores import make_store

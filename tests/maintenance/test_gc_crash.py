@@ -5,10 +5,9 @@ from random import Random
 
 import pytest
 
-from ckptstore.maintenance.forget import forget_by_policy
 from ckptstore.maintenance.gc.collect import collect
 from ckptstore.maintenance.gc.session_monitor import STALE_S
-from ckptstore.maintenance.retention import KeepLast
+from ckptstore.maintenance.retention import KeepLast, forget_by_policy
 from tests.maintenance.collecting import ALL, collected, garbage, make, verify
 from tests.maintenance.stopping import Stopped, opened_stopping
 from tests.shared.sites import Site, Sites, kinds, sites_of
@@ -18,7 +17,7 @@ __all__ = ["scratch"]
 
 STEPS, FORGOTTEN = 9, [0, 2, 4, 6]
 KEPT = [1, 3, 5, 7, 8]
-SAMPLED = 2
+SAMPLED = 4
 
 
 @pytest.fixture(params=kinds("local"))
@@ -52,6 +51,7 @@ def end_after(place: Site, changes: int) -> int | None:
 
 
 @pytest.mark.timeout(3600)
+@pytest.mark.soak
 @pytest.mark.parametrize("sites", kinds("local", long=True), indirect=True)
 def test_a_gc_may_end_after_any_change(sites: Sites) -> None:
     source = sites.new()
@@ -64,7 +64,7 @@ def test_a_gc_may_end_after_any_change(sites: Sites) -> None:
     assert total > 20
 
 
-@pytest.mark.parametrize("sites", kinds("memory"), indirect=True)
+@pytest.mark.parametrize("sites", kinds("local", "memory"), indirect=True)
 def test_a_gc_may_end_after_some_changes(sites: Sites, seed: int) -> None:
     source = sites.new()
     make(source, STEPS, forget=FORGOTTEN)

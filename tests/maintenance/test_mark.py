@@ -10,8 +10,8 @@ import pytest
 from benchmarks.gc_scale import make_store
 from ckptstore.core.ids import ChunkId, document_key
 from ckptstore.log.entries import Forget
+from ckptstore.maintenance import silent
 from ckptstore.maintenance.gc.mark import mark
-from ckptstore.maintenance.progress import silent
 from ckptstore.objects.documents import decode_document
 from ckptstore.objects.pages import decode_page
 from ckptstore.repository import footers
@@ -51,7 +51,7 @@ def test_what_is_live_is_what_the_commits_need(tmp_path: Path, scattered: bool) 
     live = []
     for use in marked.uses:
         table = footers.read_table(handle.storage, use.pack.id, metadata=use.pack.metadata)
-        rows = table[marked.live_rows(use.number)]
+        rows = table[use.live]
         assert (len(rows), int(rows["stored"].sum())) == (use.live_chunks, use.live_bytes)
         live.extend(rows["chunk"].tolist())
     assert not marked.missing

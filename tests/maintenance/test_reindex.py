@@ -6,7 +6,7 @@ import ckptstore
 from ckptstore.core.ids import pack_key
 from ckptstore.index.catalog_sqlite import open_catalog
 from ckptstore.index.chunks import ChunkIndex
-from ckptstore.maintenance.reindex import reindex
+from ckptstore.maintenance.check.indexes import reindex
 from ckptstore.repository.store_handle import CATALOG_NAME, CHUNKS_NAME, StoreHandle
 from tests.maintenance.stores import assert_restores, check
 

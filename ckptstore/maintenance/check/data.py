@@ -8,7 +8,7 @@ process of the host.
 
 import json
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import pairwise
@@ -20,10 +20,11 @@ from ckptstore.core.ids import PackId, StoreId
 from ckptstore.core.model import PackEntry
 from ckptstore.core.paths import make_directories, write_file
 from ckptstore.errors import Corrupt, NotFound, Unavailable
-from ckptstore.index.suspect_packs import SuspectPacks
 from ckptstore.log.fold import Pack
+from ckptstore.maintenance import Progress
+from ckptstore.maintenance.check.offline_store import OfflineStore
 from ckptstore.maintenance.check.report import Share
-from ckptstore.maintenance.progress import Progress
+from ckptstore.maintenance.check.trees import Contents
 from ckptstore.objects import pack as packs
 from ckptstore.repository.footer_index import decode_chunk, keys_of, read_chunk_at
 from ckptstore.repository.thread_pool import ThreadPool
@@ -33,10 +34,6 @@ RECORD_NAME = "verified.json"
 _SAVE_EVERY_S = 5.0
 
 _Problem: TypeAlias = Corrupt | NotFound | Unavailable
-
-
-Verified: TypeAlias = Mapping[PackId, int]
-"""Unix seconds at which packs were verified last."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,8 +46,9 @@ class BadChunk:
     problem: _Problem
 
 
-def load_record(directory: Path, store: StoreId) -> Verified:
-    """The record of earlier runs; empty if it is absent, damaged or of another store."""
+def load_record(directory: Path, store: StoreId) -> Mapping[PackId, int]:
+    """Unix seconds at which packs were verified last; empty if the record is absent, damaged or
+    of another store."""
     with suppress(OSError, ValueError, KeyError, TypeError, AttributeError):
         fields: dict[str, Any] = json.loads((directory / RECORD_NAME).read_text())
         if fields["store"] == store:
@@ -58,7 +56,7 @@ def load_record(directory: Path, store: StoreId) -> Verified:
     return {}
 
 
-def save_record(directory: Path, store: StoreId, verified: Verified) -> None:
+def save_record(directory: Path, store: StoreId, verified: Mapping[PackId, int]) -> None:
     """Save the record; if it cannot be written, the next run starts over."""
     with suppress(OSError):
         make_directories(directory)
@@ -68,51 +66,48 @@ def save_record(directory: Path, store: StoreId, verified: Verified) -> None:
 
 
 def choose(
-    listed: Iterable[Pack], verified: Verified, suspects: Set[PackId], share: Share
+    listed: Iterable[Pack], verified: Mapping[PackId, int], suspects: Set[PackId], share: Share
 ) -> list[Pack]:
     """The packs to read: least recently verified until `share` of all bytes is reached, and the
     `suspects`. Pure."""
     packs = sorted(listed, key=lambda pack: (verified.get(pack.id, 0), pack.id))
-    chosen, rest = [], share.of(sum(map(bytes_of, packs)))
+    chosen, rest = [], share.of(sum(pack.stored_bytes for pack in packs))
     for pack in packs:
         if rest > 0 or pack.id in suspects:
             chosen.append(pack)
-            rest -= bytes_of(pack)
+            rest -= pack.stored_bytes
     return chosen
 
 
-def bytes_of(pack: Pack) -> int:
-    """The size of a pack, its twin included."""
-    return pack.bytes * (2 if pack.metadata else 1)
-
-
-def verify_packs(
-    storage: Storage,
-    chosen: Sequence[Pack],
-    tables: Mapping[PackId, packs.FooterTable],
-    verified: Verified,
-    save: Callable[[Verified], None],
-    suspect_packs: SuspectPacks,
-    progress: Progress,
-) -> Iterator[BadChunk]:
-    """Read `chosen` and yield the damage, noted in `suspect_packs` by then. `save` receives the
-    record every few seconds and at the end, even after a failure."""
+def verify(
+    offline_store: OfflineStore, contents: Contents, share: Share, progress: Progress
+) -> tuple[int, list[BadChunk]]:
+    """Read a share of the packs; returns the bytes read and the damage, which is noted for every
+    process of this host. The record is saved every few seconds and at the end, even after a
+    failure."""
+    directory, store = offline_store.index_directory, offline_store.config.store
+    readable = [pack for pack in contents.state.packs.values() if pack.id in contents.tables]
+    known, suspects = load_record(directory, store), offline_store.suspect_packs
+    verified = {pack.id: known[pack.id] for pack in readable if pack.id in known}
+    chosen = choose(readable, verified, suspects.packs(), share)
+    total, done, saved = sum(pack.stored_bytes for pack in chosen), 0, time.monotonic()
+    found: list[BadChunk] = []
     threads = ThreadPool(default_threads())
-    total, done, saved = sum(map(bytes_of, chosen)), 0, time.monotonic()
     try:
         for pack in chosen:
-            bad = verify_pack(storage, pack, tables[pack.id], threads)
-            (suspect_packs.add if bad else suspect_packs.discard)(pack.id)
-            yield from bad
-            verified = {**verified, pack.id: int(time.time())}
-            done += bytes_of(pack)
+            bad = verify_pack(offline_store.storage, pack, contents.tables[pack.id], threads)
+            (suspects.add if bad else suspects.discard)(pack.id)
+            found += bad
+            verified[pack.id] = int(time.time())
+            done += pack.stored_bytes
             progress("data", done, total)
             if time.monotonic() - saved > _SAVE_EVERY_S:
-                save(verified)
+                save_record(directory, store, verified)
                 saved = time.monotonic()
     finally:
-        save(verified)
+        save_record(directory, store, verified)
         threads.close()
+    return total, found
 
 
 def verify_pack(
@@ -145,12 +140,6 @@ def _verify_object(
     if unanswered and len(unanswered) == len(table):
         raise unanswered[0]
     return sorted(bad, key=lambda chunk: chunk.entry.offset)
-
-
-def prune(verified: Verified, listed: Iterable[Pack]) -> Verified:
-    """The record without packs that are gone."""
-    names = {pack.id for pack in listed}
-    return {name: t for name, t in verified.items() if name in names}
 
 
 def _groups(entries: Sequence[PackEntry]) -> list[list[PackEntry]]:

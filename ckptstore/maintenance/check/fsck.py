@@ -11,45 +11,43 @@ reported.
 """
 
 from collections import defaultdict
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from ckptstore.core.ids import ChunkId, CommitId, PackId
+from ckptstore.core.ids import ChunkId, CommitId, PackId, pack_key
 from ckptstore.core.model import PackEntry
+from ckptstore.core.text import bytes_text
 from ckptstore.errors import CkptStoreError, Corrupt, NotFound, Unavailable
-from ckptstore.log.fold import State
-from ckptstore.maintenance.check import data
-from ckptstore.maintenance.check.contents import Contents, contents_of, taken
-from ckptstore.maintenance.check.data import BadChunk
-from ckptstore.maintenance.check.log import (
-    catalog_findings,
-    document_findings,
-    log_findings,
-    ref_findings,
-)
-from ckptstore.maintenance.check.log_audit import Chain, read_chain
-from ckptstore.maintenance.check.metadata_reader import (
-    Referrer,
-    Trees,
-    in_order,
-)
+from ckptstore.log.fold import Pack, State
+from ckptstore.maintenance import Progress, silent
+from ckptstore.maintenance.check.data import BadChunk, verify
+from ckptstore.maintenance.check.indexes import catalog_findings, index_findings, remembered
+from ckptstore.maintenance.check.log import Chain, log_findings, read_chain, ref_findings
 from ckptstore.maintenance.check.offline_store import OfflineStore
-from ckptstore.maintenance.check.packs import (
-    index_findings,
-    orphan_findings,
-    pack_findings,
-    remembered,
-    unreadable,
+from ckptstore.maintenance.check.report import (
+    Finding,
+    Kind,
+    Level,
+    Looked,
+    Report,
+    Severity,
+    Share,
+    foreign,
+    severity_of,
 )
-from ckptstore.maintenance.check.report import Finding, Kind, Level, Looked, Report, Severity, Share
-from ckptstore.maintenance.check.walk import Walk
-from ckptstore.maintenance.progress import Progress, silent
+from ckptstore.maintenance.check.trees import Contents, Referrer, Walk, taken
+from ckptstore.maintenance.gc.plan import list_objects, owner, unlisted
+from ckptstore.objects.pack import FooterTable
+from ckptstore.repository.footer_index import keys_of
+from ckptstore.repository.footers import read_table_at
+from ckptstore.storage.contract import Storage
 
 _HEAL = (
     "run `ckptstore repair`, with --from and a mirror that has the chunk; or commit the same "
     "state again and repair then"
 )
 
+_SAVE = "run `ckptstore repair`: what verifies is saved; --from names a mirror that has the rest"
 
 LOOKS = 20
 """How often missing objects are checked again while others remove packs and commits."""
@@ -64,7 +62,7 @@ class Facts:
     offline_store: OfflineStore
     chain: Chain
     contents: Contents
-    missing: tuple[ChunkId, ...]
+    missing: frozenset[ChunkId]
     bad: tuple[BadChunk, ...]
     needed: frozenset[ChunkId]
     remembered: Mapping[PackId, Sequence[PackEntry]]
@@ -83,22 +81,25 @@ def fsck(
     Changes nothing in the store. Raises `Unavailable` if storage does not answer, `Conflict` for a
     log that requires a newer ckptstore.
     """
-    return examine(offline_store, level=level, share=share, progress=progress).report
+    level = Level.DATA if share else level
+    return _Fsck(offline_store, level, share or Share(), progress).run().report
 
 
-def examine(
-    offline_store: OfflineStore,
-    *,
-    level: Level,
-    share: Share | None = None,
-    suspects: bool = False,
-    progress: Progress = silent,
-) -> Facts:
-    """`fsck`, with the facts learned. With `suspects`, packs in which damage was found before
-    are read at any level."""
-    if suspects and share is None:
-        return _Fsck(offline_store, max(level, Level.DATA), Share(bytes=0), progress).run()
-    return _Fsck(offline_store, Level.DATA if share else level, share or Share(), progress).run()
+def examine(offline_store: OfflineStore, *, share: Share | None, progress: Progress) -> Facts:
+    """`fsck` of packs, or with `share` of data, with the facts learned. Packs in which damage was
+    found before are always read."""
+    return _Fsck(offline_store, Level.DATA, share or Share(bytes=0), progress).run()
+
+
+@dataclass(frozen=True, slots=True)
+class _Seen:
+    """The result of one check: `missing` chunks, affected `commits`, and findings."""
+
+    commits: frozenset[CommitId]
+    missing: frozenset[ChunkId]
+    trees: tuple[Finding, ...]
+    packs: tuple[Finding, ...] = ()
+    index: tuple[Finding, ...] = ()
 
 
 class _Fsck:
@@ -107,106 +108,89 @@ class _Fsck:
     def __init__(
         self, offline_store: OfflineStore, level: Level, share: Share, progress: Progress
     ) -> None:
-        self._offline_store, self._level, self._share, self._progress = (
-            offline_store,
-            level,
-            share,
-            progress,
-        )
-        self._data_bytes = 0
+        self._offline_store, self._level = offline_store, level
+        self._share, self._progress = share, progress
         self._remembered: Mapping[PackId, Sequence[PackEntry]] = {}
 
     def run(self) -> Facts:
-        offline_store, storage = self._offline_store, self._offline_store.storage
+        offline_store, level = self._offline_store, self._level
+        storage, config = offline_store.storage, offline_store.config
         self._progress("log", 0, 0)
         chain = read_chain(
-            storage,
-            offline_store.config.store,
-            offline_store.config.generation,
-            remembered=offline_store.remembered(),
+            storage, config.store, config.generation, remembered=offline_store.remembered()
         )
-        contents = contents_of(storage, chain.state)
-        catalog = list(catalog_findings(offline_store, contents.trees)) if not chain.bad else []
+        contents = Contents(storage, chain.state)
+        catalog = [] if chain.bad else catalog_findings(offline_store, contents)
         seen = self._look(contents)
-        bad = self._data(contents) if self._level >= Level.DATA else []
+        data_bytes, bad = 0, list[BadChunk]()
+        if level >= Level.DATA:
+            data_bytes, bad = verify(offline_store, contents, self._share, self._progress)
         if not chain.bad:
             contents, seen, bad = self._looked_again(contents, seen, bad)
-        orphans = (
-            list(orphan_findings(storage, lambda: self._present(chain)))
-            if self._level >= Level.PACKS
-            else []
-        )
-        needed, chunks = self._name(contents, seen.missing, bad)
+        orphans: list[Finding] = []
+        if level >= Level.PACKS:
+            orphans = list(orphan_findings(storage, lambda: self._present(chain)))
         state = contents.state
+        referrers = contents.referrers({*seen.missing, *(chunk.entry.chunk for chunk in bad)})
         findings = (
             *([offline_store.problem] if offline_store.problem else []),
             *log_findings(chain),
             *ref_findings(state),
-            *unreadable(state, contents.problems),
+            *unreadable(contents),
             *catalog,
             *seen.trees,
-            *document_findings(state, seen.documents),
             *seen.packs,
             *orphans,
             *seen.index,
-            *chunks,
+            *_chunk_findings(contents, seen.missing, bad, referrers),
         )
         looked = Looked(
             chain.head,
-            len(state.commits) if self._level >= Level.CONNECTIVITY else 0,
+            len(state.commits) if level >= Level.CONNECTIVITY else 0,
             len(state.packs),
             len(contents.inventory),
-            self._data_bytes,
-            sum(map(data.bytes_of, state.packs.values())),
+            data_bytes,
+            sum(pack.stored_bytes for pack in state.packs.values()),
         )
-        report = Report(self._level, findings, looked)
         return Facts(
             offline_store,
             replace(chain, state=state),
             contents,
             seen.missing,
             tuple(bad),
-            needed,
+            frozenset(referrers),
             self._remembered,
-            report,
+            Report(level, findings, looked),
         )
 
-    def _look(self, contents: Contents, before: "_Seen | None" = None) -> "_Seen":
+    def _look(self, contents: Contents, before: _Seen | None = None) -> _Seen:
         """The problems visible in `contents`; with `before`, only those found then are checked
         again."""
         walk = Walk(contents, self._offline_store.config.chunk_bytes)
         if self._level >= Level.CONNECTIVITY:
-            rows = in_order(contents.state)
+            rows = contents.commits()
             for done, (commit, row) in enumerate(rows):
                 self._progress("commits", done, len(rows))
                 if before is None or commit in before.commits:
                     walk.commit(commit, row)
-        packs: list[Finding] = []
-        index: list[Finding] = []
-        if self._level >= Level.PACKS:
-            suspects = None if before is None else {finding.pack for finding in before.packs}
-            packs = self._packs(contents, suspects)
-            if before is None:
-                # Read it before the index is opened, which would recreate a damaged one.
-                self._remembered = remembered(
-                    self._offline_store,
-                    contents.state,
-                    {*contents.problems, *(f.pack for f in packs)},
-                )
-            if before is None or before.index:
-                index = list(index_findings(self._offline_store, contents.state, contents.tables))
-        return _Seen(
-            frozenset(walk.commits),
-            tuple(sorted(walk.missing)),
-            tuple(walk.documents),
-            tuple(walk.findings),
-            tuple(packs),
-            tuple(index),
-        )
+        seen = _Seen(frozenset(walk.commits), frozenset(walk.missing), tuple(walk.findings))
+        if self._level < Level.PACKS:
+            return seen
+        suspects = None if before is None else {finding.pack for finding in before.packs}
+        packs = tuple(self._packs(contents, suspects))
+        if before is None:
+            # Read it before the index is opened, which would recreate a damaged one.
+            self._remembered = remembered(
+                self._offline_store, contents.state, {*contents.problems, *(f.pack for f in packs)}
+            )
+        index: tuple[Finding, ...] = ()
+        if before is None or before.index:
+            index = tuple(index_findings(self._offline_store, contents.state, contents.tables))
+        return replace(seen, packs=packs, index=index)
 
     def _looked_again(
-        self, contents: Contents, seen: "_Seen", bad: list[BadChunk]
-    ) -> "tuple[Contents, _Seen, list[BadChunk]]":
+        self, contents: Contents, seen: _Seen, bad: list[BadChunk]
+    ) -> tuple[Contents, _Seen, list[BadChunk]]:
         """The findings that persist: check `seen` again until nothing was removed from the store
         meanwhile."""
         log, twins = self._offline_store.open_log(), False
@@ -219,7 +203,7 @@ class _Fsck:
             # Twins are read once something is missing: an exchanged pack hides what its twin still
             # holds.
             twins = twins or bool(seen.missing)
-            contents = contents_of(self._offline_store.storage, now, contents, twins=twins)
+            contents = Contents(self._offline_store.storage, now, contents, twins=twins)
             seen = self._look(contents, seen)
             listed = {pack.id for pack in now.packs.values()}
             bad = [chunk for chunk in bad if chunk.pack in listed]
@@ -230,140 +214,141 @@ class _Fsck:
 
     def _packs(
         self, contents: Contents, suspects: Collection[PackId | None] | None
-    ) -> list[Finding]:
-        found: list[Finding] = []
+    ) -> Iterator[Finding]:
         listed = sorted(contents.state.packs.values(), key=lambda pack: pack.id)
         for done, pack in enumerate(listed):
             self._progress("packs", done, len(listed))
             if pack.id in contents.tables and (suspects is None or pack.id in suspects):
-                found += pack_findings(self._offline_store.storage, pack, contents.tables[pack.id])
-        return found
-
-    def _data(self, contents: Contents) -> list[BadChunk]:
-        offline_store, suspect_packs, tables = (
-            self._offline_store,
-            self._offline_store.suspect_packs,
-            contents.tables,
-        )
-        readable = [pack for pack in contents.state.packs.values() if pack.id in tables]
-        record = data.prune(
-            data.load_record(offline_store.index_directory, offline_store.config.store), readable
-        )
-        chosen = data.choose(readable, record, suspect_packs.packs(), self._share)
-        self._data_bytes = sum(map(data.bytes_of, chosen))
-
-        def save(verified: data.Verified) -> None:
-            data.save_record(offline_store.index_directory, offline_store.config.store, verified)
-
-        return list(
-            data.verify_packs(
-                offline_store.storage, chosen, tables, record, save, suspect_packs, self._progress
-            )
-        )
-
-    def _name(
-        self, contents: Contents, missing: Collection[ChunkId], bad: Collection[BadChunk]
-    ) -> tuple[frozenset[ChunkId], list[Finding]]:
-        """Attribute damaged chunks to commits and leaves. Returns the needed ones, and the
-        findings; a chunk with a sound copy costs no commit."""
-        findings: list[Finding] = []
-        objects: dict[ChunkId, list[BadChunk]] = defaultdict(list)
-        for chunk in bad:
-            objects[chunk.entry.chunk].append(chunk)
-        referrers = contents.trees.referrers(contents.state, {*missing, *objects})
-        soft = {commit for commit, row in contents.state.commits.items() if row.soft}
-        for lost in missing:
-            if lost not in objects:
-                findings.append(_missing(lost, referrers.get(lost, Referrer((), "")), soft))
-        for found in objects.values():
-            findings += (
-                _damaged(
-                    chunk,
-                    referrers.get(chunk.entry.chunk),
-                    soft,
-                    self._sound(contents.trees, chunk),
+                yield from pack_findings(
+                    self._offline_store.storage, pack, contents.tables[pack.id]
                 )
-                for chunk in found
-            )
-        return frozenset(referrers), findings
-
-    def _sound(self, trees: Trees, bad: BadChunk) -> bool:
-        try:
-            trees.read(bad.entry.chunk)
-        except (Corrupt, NotFound, Unavailable):
-            return False
-        return True
 
 
-@dataclass(frozen=True, slots=True)
-class _Seen:
-    """The result of one check: `missing` chunks, unreadable `documents`, inconsistent `trees`;
-    `commits` are those affected."""
-
-    commits: frozenset[CommitId]
-    missing: tuple[ChunkId, ...]
-    documents: tuple[tuple[CommitId, CkptStoreError], ...]
-    trees: tuple[Finding, ...]
-    packs: tuple[Finding, ...]
-    index: tuple[Finding, ...]
-
-
-def _missing(chunk: ChunkId, referrer: Referrer, soft: Collection[CommitId]) -> Finding:
-    what = f"chunk {chunk.hex()[:12]} ({_whose(referrer)}) lies in no pack that can be read"
-    return Finding(
-        Kind.CHUNK,
-        what,
-        _HEAL,
-        _severity(referrer.commits, soft),
-        chunk=chunk,
-        leaf=referrer.leaf,
-        commits=referrer.commits,
-    )
+def _chunk_findings(
+    contents: Contents,
+    missing: Collection[ChunkId],
+    bad: Collection[BadChunk],
+    referrers: Mapping[ChunkId, Referrer],
+) -> Iterator[Finding]:
+    """Damaged chunks, attributed to commits and leaves. A chunk with a sound copy costs no
+    commit."""
+    objects: dict[ChunkId, list[BadChunk]] = defaultdict(list)
+    for place in bad:
+        objects[place.entry.chunk].append(place)
+    for lost in sorted(missing):
+        if lost not in objects:
+            yield _finding(contents.state, lost, referrers.get(lost))
+    for chunk, places in objects.items():
+        sound = _is_sound(contents, chunk)
+        for place in places:
+            yield _finding(contents.state, chunk, referrers.get(chunk), place, sound=sound)
 
 
-def _damaged(
-    bad: BadChunk, referrer: Referrer | None, soft: Collection[CommitId], sound: bool
+def _finding(
+    state: State,
+    chunk: ChunkId,
+    referrer: Referrer | None,
+    bad: BadChunk | None = None,
+    *,
+    sound: bool = False,
 ) -> Finding:
-    where = f"chunk {bad.entry.chunk.hex()[:12]} at byte {bad.entry.offset} of {bad.key}"
-    if referrer is None:
+    """A missing chunk, or a `bad` one, of which another copy may be `sound`."""
+    commits, leaf = (referrer.commits, referrer.leaf) if referrer else ((), "")
+    severity = severity_of(hidden=bool(commits) and all(state.commits[c].soft for c in commits))
+    step, whose = _HEAL, "of no commit that can be read"
+    if commits:
+        more = f" and {len(commits) - 1} more" if len(commits) > 1 else ""
+        whose = f"{leaf}, commit {commits[-1][:12]}{more}"
+    if bad and referrer is None:
+        whose, severity = "no commit needs it", Severity.NOTE
         step = "run `ckptstore gc`, which drops it, or `ckptstore repair`"
-        what = f"{where} is damaged; no commit needs it: {bad.problem}"
-        return Finding(
-            Kind.CHUNK, what, step, Severity.NOTE, bad.key, pack=bad.pack, chunk=bad.entry.chunk
-        )
-    what = f"{where} ({_whose(referrer)}) is damaged: {bad.problem}"
-    if sound:
+    elif bad and sound:
+        commits, severity = (), Severity.DAMAGE
         step = "run `ckptstore repair --apply`: another copy of it is sound"
-        return Finding(
-            Kind.CHUNK,
-            what,
-            step,
-            key=bad.key,
-            pack=bad.pack,
-            chunk=bad.entry.chunk,
-            leaf=referrer.leaf,
-        )
-    severity = _severity(referrer.commits, soft)
+    name = f"chunk {chunk.hex()[:12]}"
+    what = f"{name} ({whose}) lies in no pack that can be read"
+    if bad:
+        what = f"{name} at byte {bad.entry.offset} of {bad.key} ({whose}) is damaged: {bad.problem}"
     return Finding(
         Kind.CHUNK,
         what,
-        _HEAL,
+        step,
         severity,
-        bad.key,
-        pack=bad.pack,
-        chunk=bad.entry.chunk,
-        leaf=referrer.leaf,
-        commits=referrer.commits,
+        bad.key if bad else "",
+        pack=bad.pack if bad else None,
+        chunk=chunk,
+        leaf=leaf,
+        commits=commits,
     )
 
 
-def _whose(referrer: Referrer) -> str:
-    if not referrer.commits:
-        return "of no commit that can be read"
-    more = f" and {len(referrer.commits) - 1} more" if len(referrer.commits) > 1 else ""
-    return f"{referrer.leaf}, commit {referrer.commits[-1][:12]}{more}"
+def _is_sound(contents: Contents, chunk: ChunkId) -> bool:
+    try:
+        contents.read(chunk)
+    except CkptStoreError:
+        return False
+    return True
 
 
-def _severity(commits: Collection[CommitId], soft: Collection[CommitId]) -> Severity:
-    hidden = commits and all(commit in soft for commit in commits)
-    return Severity.NOTE if hidden else Severity.DAMAGE
+def unreadable(contents: Contents) -> Iterator[Finding]:
+    """Packs without a readable footer: their content is unknown. Pure."""
+    for pack in contents.state.packs.values():
+        if error := contents.problems.get(pack.id):
+            size = f"{bytes_text(pack.bytes)}, {pack.chunks} chunks"
+            what = f"pack {pack.id} ({size}) cannot be read: {error}"
+            if isinstance(error, Unavailable):
+                yield _unanswered(what, pack.id)
+            else:
+                yield Finding(Kind.PACK, what, _SAVE, key=pack_key(pack.id), pack=pack.id)
+
+
+def _unanswered(what: str, name: PackId) -> Finding:
+    """Storage did not return an object: its bytes may be sound, so `repair` leaves it alone (it
+    has no key here)."""
+    return Finding(Kind.PACK, what, "check the storage, then run fsck again", pack=name)
+
+
+def pack_findings(storage: Storage, pack: Pack, table: FooterTable) -> Iterator[Finding]:
+    """The problems of one pack with at least one readable footer, `table`."""
+    if len(table) != pack.chunks:
+        yield _object(
+            pack, pack_key(pack.id), f"has {len(table)} chunks; the log says {pack.chunks}"
+        )
+    for key in keys_of(pack.id, metadata=pack.metadata):
+        try:
+            size = storage.size(key)
+            if size is None:
+                yield _object(pack, key, "is missing")
+            elif size != pack.bytes:
+                yield _object(pack, key, f"has {size} bytes; the log says {pack.bytes}")
+            elif read_table_at(storage, key).tobytes() != table.tobytes():
+                yield _object(pack, key, "lists other chunks than its twin")
+        except (Corrupt, NotFound) as error:
+            yield _object(pack, key, f"is damaged: {error}")
+        except Unavailable as error:
+            yield _unanswered(str(error), pack.id)
+
+
+def _object(pack: Pack, key: str, what: str) -> Finding:
+    """A problem of one object. The twin of a metadata pack still serves, so nothing is lost yet."""
+    if pack.metadata:
+        step = "run `ckptstore repair --apply`, which copies the sound twin over it"
+        return Finding(Kind.TWIN, f"{key} {what}", step, key=key, pack=pack.id)
+    return Finding(Kind.PACK, f"{key} {what}", _SAVE, key=key, pack=pack.id)
+
+
+def orphan_findings(storage: Storage, present: Callable[[], State]) -> Iterator[Finding]:
+    """Objects that no log entry names: left by stopped writers, being written now, or foreign.
+    They are listed before `present` reads the state, so newly committed ones are excluded."""
+    listing = list_objects(storage)
+    state = present()
+    for key, size in unlisted(listing, state):
+        session = owner(key)
+        if session is None:
+            yield foreign(key)
+            continue
+        what = f"{key} ({bytes_text(size)}) is named by no entry of the log"
+        step = "nothing: its writer may be at work; else gc will find it dead"
+        if state.closed(session):
+            step = "run `ckptstore gc`, which deletes it"
+        yield Finding(Kind.ORPHAN, what, step, Severity.NOTE, key)

@@ -17,9 +17,9 @@ from ckptstore.index.queries import Queries
 from ckptstore.index.suspect_packs import DISTRUST_NAME, SuspectPacks
 from ckptstore.log.entries import Position
 from ckptstore.log.log import Log
-from ckptstore.maintenance.check.log_audit import read_small
+from ckptstore.maintenance.check.log import read_small
 from ckptstore.maintenance.check.report import Finding, Kind
-from ckptstore.maintenance.repair.repair_config import recover_config
+from ckptstore.maintenance.repair.recover import recover_config
 from ckptstore.objects.config import decode_config
 from ckptstore.repository.store_handle import (
     CATALOG_NAME,
@@ -39,13 +39,12 @@ T = TypeVar("T")
 @dataclass(frozen=True, slots=True)
 class OfflineStore:
     """A store as fsck sees it. `problem` describes a damaged `ckptstore.json`. Then `config` was
-    inferred: either `certain` to be the original, or only right for every existing commit."""
+    inferred: right for every existing commit."""
 
     storage: Storage
     config: StoreConfig
     index_directory: Path
     problem: Finding | None = None
-    certain: bool = True
     database: "PostgresLog | None" = None
 
     def open_log(self) -> Log:
@@ -123,25 +122,17 @@ def open_offline_store(
 
 
 def _offline_store(storage: Storage, *, read_only: bool) -> OfflineStore:
-    data = read_small(storage, CONFIG_KEY)
+    data, problem = read_small(storage, CONFIG_KEY), None
     try:
         if data is None:
             raise NotFound(f"no store at {storage.url}: there is no {CONFIG_KEY}")
         config = decode_config(data, storage.url)
     except (Corrupt, InvalidInput, NotFound) as error:
-        found = recover_config(storage, data)
-        if found is None:
+        recovered = recover_config(storage, data or b"")
+        if recovered is None:
             raise
-        config, certain = found
+        config = recovered
         step = "run `ckptstore repair --apply`, which writes it again"
         problem = Finding(Kind.CONFIG, str(error), step, key=CONFIG_KEY)
-        return OfflineStore(
-            storage,
-            config,
-            index_directory(storage, config.store, read_only=read_only),
-            problem,
-            certain,
-        )
-    return OfflineStore(
-        storage, config, index_directory(storage, config.store, read_only=read_only)
-    )
+    directory = index_directory(storage, config.store, read_only=read_only)
+    return OfflineStore(storage, config, directory, problem)

@@ -1,10 +1,12 @@
 """Findings of fsck, as frozen values: the object, chunk, leaf, pack and commits concerned, and
 the next step."""
 
+import re
 from dataclasses import dataclass, field
 from enum import IntEnum, StrEnum
 
 from ckptstore.core.ids import ChunkId, CommitId, PackId
+from ckptstore.core.text import bytes_text, count_text
 from ckptstore.errors import InvalidInput
 
 
@@ -60,6 +62,20 @@ class Finding:
     leaf: str = ""
     commits: tuple[CommitId, ...] = ()
 
+    def __str__(self) -> str:
+        return f"{self.severity}: {self.what}\n    next: {self.next}"
+
+
+def severity_of(*, hidden: bool) -> Severity:
+    """The severity of damage that costs a commit, which may be `hidden`: forgotten."""
+    return Severity.NOTE if hidden else Severity.DAMAGE
+
+
+def foreign(key: str, where: str = "there") -> Finding:
+    """An object that the store did not make."""
+    what = f"{key} is nothing that belongs {where}"
+    return Finding(Kind.FOREIGN, what, "delete it if it is yours", Severity.NOTE, key)
+
 
 @dataclass(frozen=True, slots=True)
 class Looked:
@@ -74,7 +90,7 @@ class Looked:
     stored_bytes: int = 0
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class Report:
     """All findings of one fsck."""
 
@@ -96,6 +112,32 @@ class Report:
                 named[commit] = (*named.get(commit, ()), finding)
         return named
 
+    def __repr__(self) -> str:
+        return f"<fsck: {self.summary}>"
+
+    def __str__(self) -> str:
+        damaged = (
+            f"{commit[:12]} cannot be restored whole: {count_text(len(found), 'finding')}, one of "
+            f"the leaves is {found[0].leaf or 'unknown'}"
+            for commit, found in self.damaged_commits.items()
+        )
+        return "\n".join((*map(str, self.findings), *damaged, self.summary))
+
+    @property
+    def summary(self) -> str:
+        """The verdict, and how far fsck looked."""
+        looked = self.looked
+        seen = [count_text(looked.entries, "log entry").replace("entrys", "entries")]
+        if self.level >= Level.CONNECTIVITY:
+            seen += [count_text(looked.commits, "commit"), count_text(looked.chunks, "chunk")]
+        if self.level >= Level.PACKS:
+            seen.append(count_text(looked.packs, "pack"))
+        if self.level >= Level.DATA:
+            read, stored = bytes_text(looked.data_bytes), bytes_text(looked.stored_bytes)
+            seen.append(f"{read} of {stored} read")
+        verdict = "no damage to any commit" if self.findings else "no damage"
+        return f"{'damaged' if self.damaged else verdict}: {', '.join(seen)}"
+
 
 @dataclass(frozen=True, slots=True)
 class Share:
@@ -112,7 +154,7 @@ class Share:
         )
 
 
-_UNITS = {"K": 10, "M": 20, "G": 30, "T": 40}
+_UNITS = {"": 0, "K": 10, "M": 20, "G": 30, "T": 40}
 
 
 def parse_level(level: Level | str) -> Level:
@@ -128,20 +170,11 @@ def parse_level(level: Level | str) -> Level:
 def parse_share(text: str) -> Share:
     """`5%`, `10G` (also `K`, `M`, `T`: powers of 1024), or a number of bytes. Raises
     `InvalidInput`."""
-    number, unit = (
-        (text[:-1], text[-1:].upper()) if text[-1:].upper() in {"%", *_UNITS} else (text, "")
-    )
-    try:
-        value = float(number)
-    except ValueError:
-        value = -1.0
+    found = re.fullmatch(r"([0-9]*\.?[0-9]+)([%KMGT]?)", text.upper())
+    value, unit = (float(found[1]), found[2]) if found else (0.0, "")
     if not 0 < value < 1 << 60 or (unit == "%" and value > 100):
         raise InvalidInput(
             f"{text!r} is no amount of data to read: wanted a share such as 5% or a size such as "
             "10G"
         )
-    return (
-        Share(percent=value)
-        if unit == "%"
-        else Share(bytes=int(value * (1 << _UNITS.get(unit, 0))))
-    )
+    return Share(percent=value) if unit == "%" else Share(bytes=int(value * (1 << _UNITS[unit])))

@@ -9,35 +9,29 @@ its session is over. Nothing depends on time, on a lock, or on running alone.
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
+from typing import TypeVar
 
 from ckptstore.core.config import default_threads
 from ckptstore.core.ids import CommitId, PackId, SessionId, pack_key, twin_key
 from ckptstore.core.model import PackRecord
+from ckptstore.core.text import bytes_text, count_text
 from ckptstore.errors import CkptStoreError, Conflict, Corrupt, InvalidInput, NoSpace, NotFound
-from ckptstore.log.entries import Body, Condemn, Delete, Entry, Over, Register
+from ckptstore.log.entries import Body, Condemn, Delete, Over, Register
 from ckptstore.log.fold import Code, Refusal
 from ckptstore.log.log import Refused
-from ckptstore.log.sessions import Session, open_session, read_sessions
+from ckptstore.log.sessions import Session, open_session
 from ckptstore.log.state import State
+from ckptstore.maintenance import Counter, Progress, silent
 from ckptstore.maintenance.gc.mark import mark
-from ckptstore.maintenance.gc.orphans import Listing, list_objects, orphans
-from ckptstore.maintenance.gc.plan import GcPlan, doomed_packs, soft_deleted
+from ckptstore.maintenance.gc.plan import GcPlan, doomed_packs, list_objects, orphans
 from ckptstore.maintenance.gc.repack import Copy, DamagedSource, choose, plan_copies, write_copy
-from ckptstore.maintenance.gc.session_monitor import (
-    NO_FILE,
-    WATCH_NAME,
-    Sessions,
-    Watch,
-    judge,
-    load_watch,
-    observe,
-    save_watch,
-    stale_files,
-)
-from ckptstore.maintenance.progress import Counter, Progress, silent
+from ckptstore.maintenance.gc.session_monitor import SessionMonitor
+from ckptstore.repository.footer_index import keys_of
 from ckptstore.repository.store_handle import StoreHandle
 from ckptstore.repository.thread_pool import ThreadPool
 from ckptstore.storage.reserve import is_full, room
+
+B = TypeVar("B", Over, Condemn, Register, Delete)
 
 ATTEMPTS = 3
 MAX_UNUSED = 0.05
@@ -65,7 +59,7 @@ class GcOptions:
             )
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class GcReport:
     """The result of a gc. `freed_bytes` are of the objects it deleted, `copied_bytes` of the packs
     it wrote.
@@ -84,6 +78,27 @@ class GcReport:
     over: tuple[SessionId, ...] = ()
     damaged: tuple[PackId, ...] = ()
     stopped: str = ""
+    dry_run: bool = False
+
+    def __repr__(self) -> str:
+        return f"<gc: {str(self).splitlines()[-1]}>"
+
+    def __str__(self) -> str:
+        if self.dry_run:
+            return str(self.plan)
+        freed, wrote = bytes_text(self.freed_bytes), bytes_text(self.copied_bytes)
+        gone = f"{count_text(len(self.deleted), 'pack')}, {count_text(self.orphans, 'orphan')}"
+        return f"{self.plan}\nfreed {freed} ({gone}), wrote {wrote}"
+
+    @property
+    def problems(self) -> tuple[str, ...]:
+        """What somebody must look at."""
+        damaged = (
+            f"pack {pack} is damaged and was not copied; run `ckptstore fsck --read-data`"
+            for pack in self.damaged
+        )
+        stopped = [f"stopped copying: {self.stopped}"] if self.stopped else []
+        return (*self.plan.problems, *damaged, *stopped)
 
 
 def collect(
@@ -102,22 +117,18 @@ def collect(
     if not dry_run:
         handle.check_writable()
     threads = ThreadPool(default_threads())
-    run: _Run | None = None
+    gc = _Gc(handle, options, threads, clock, progress)
     try:
         for _ in range(ATTEMPTS):
             try:
-                facts = _Facts(handle, threads, clock, progress)
                 if dry_run:
-                    return GcReport(
-                        facts.plan(options, full=not handle.read_only and is_full(handle.storage))
-                    )
+                    full = not handle.read_only and is_full(handle.storage)
+                    return GcReport(gc.plan(full=full), dry_run=True)
                 with room(handle.storage) as full:
-                    plan = facts.plan(options, full=full)
-                    report = replace(run.report, plan=plan) if run else GcReport(plan)
-                    run = _Run(facts, report, patient=not (options.force or full))
-                    return run.execute()
+                    return gc.execute(gc.plan(full=full))
             except _MarkAgain as error:
                 last = error
+                gc.list_store()
         raise Conflict(
             f"other gcs condemned packs {ATTEMPTS} times while this one looked; let them finish, "
             "then repeat gc"
@@ -134,8 +145,8 @@ def plans_at(handle: StoreHandle, states: Iterable[State], options: GcOptions) -
     """
     threads = ThreadPool(default_threads())
     try:
-        facts = _Facts(handle, threads, time.monotonic, silent)
-        return [facts.plan_at(state, options, full=True) for state in states]
+        gc = _Gc(handle, options, threads, time.monotonic, silent)
+        return [gc.plan_at(state, full=True) for state in states]
     finally:
         threads.close()
 
@@ -145,37 +156,65 @@ class _MarkAgain(Exception):
     deletes."""
 
 
-class _Facts:
-    """The facts behind a plan, gathered in a safe order: objects are listed before the log is
-    replayed."""
+def _without(body: Body, refusal: Refusal) -> Body | None:
+    """What may still be appended of `body` after a refusal; None if nothing is left. Pure."""
+    match body:
+        case Over():
+            sessions = tuple(s for s in body.sessions if s not in refusal.sessions)
+            return Over(sessions) if sessions else None
+        case Condemn():
+            packs = body.packs - refusal.packs
+            purge = tuple(c for c in body.purge if c not in refusal.commits)
+            return replace(body, packs=packs, purge=purge) if packs or purge else None
+        case Register():
+            condemn = body.condemn - refusal.packs
+            return replace(body, condemn=condemn) if condemn else None
+        case Delete():
+            packs = body.packs - refusal.packs
+            return Delete(packs) if packs else None
+    return None
+
+
+class _Gc:
+    """One gc: its plan, gathered in a safe order (objects are listed before the log is replayed),
+    and the execution; `report` is its progress."""
 
     def __init__(
         self,
         handle: StoreHandle,
+        options: GcOptions,
         threads: ThreadPool,
         clock: Callable[[], float],
         progress: Progress,
     ) -> None:
-        self.handle, self.threads, self.clock, self.progress = handle, threads, clock, progress
-        self._watch_path = handle.index_directory / WATCH_NAME
-        self.watch = load_watch(self._watch_path)
-        self.listing = self._list()
+        self._storage, self._log = handle.storage, handle.log
+        self._options, self._threads, self._progress = options, threads, progress
+        self._handle, self._clock = handle, clock
+        self._plan, self._fence = GcPlan(), 0
+        self.report = GcReport(self._plan)
+        self.list_store()
 
-    def plan(self, options: GcOptions, *, full: bool) -> GcPlan:
-        state = self.handle.log.replay()
+    def list_store(self) -> None:
+        counter = Counter(self._progress, "list objects", 1)
+        self._monitor = SessionMonitor(self._handle, self._clock)
+        self._listing = list_objects(self._storage)
+        counter.add()
+
+    def plan(self, *, full: bool) -> GcPlan:
+        state = self._log.replay()
         try:
-            return self.plan_at(state, options, full=full)
+            return self.plan_at(state, full=full)
         except (Corrupt, NotFound) as error:
-            if self.handle.log.replay().fence != state.fence:
+            if self._log.replay().fence != state.fence:
                 raise _MarkAgain from error
             raise
 
-    def plan_at(self, state: State, options: GcOptions, *, full: bool) -> GcPlan:
-        storage = self.handle.storage
-        sessions = self.look(state)
+    def plan_at(self, state: State, *, full: bool) -> GcPlan:
+        storage, options = self._storage, self._options
+        sessions = self._monitor.look(self._listing, state)
         active = frozenset() if full or options.force else sessions.active_ids
-        marked = mark(storage, state, self.threads, self.progress)
-        purge = soft_deleted(state)
+        marked = mark(storage, state, self._threads, self._progress)
+        purge = tuple(sorted(commit for commit, row in state.commits.items() if row.soft))
         pack_bytes = storage.capabilities.pack_bytes
         chosen = choose(
             marked.uses,
@@ -188,181 +227,105 @@ class _Facts:
             fence=marked.fence,
             over=sessions.over,
             purge=purge,
-            doomed=tuple(doomed_packs(state, marked, self.watch.waits, active)),
+            doomed=tuple(doomed_packs(state, marked, self._monitor.watch.waits, active)),
             orphans=orphans(
-                self.listing,
+                self._listing,
                 state,
                 over=frozenset(sessions.over),
                 purged=frozenset(purge),
-                stale=self.stale(sessions),
+                stale=sessions.stale,
             ),
-            copies=tuple(plan_copies(storage, marked, chosen, pack_bytes)),
+            copies=tuple(plan_copies(storage, chosen, pack_bytes)),
             copies_wait=tuple(sorted(active)),
             missing=marked.missing,
             unreadable=tuple(use.pack.id for use in marked.uses if not use.readable),
             full=full,
         )
 
-    def look(self, state: State) -> Sessions:
-        """Find the active sessions at `state`, and save the observation."""
-        infos = tuple(read_sessions(self.handle.storage))
-        named = self.listing.unaccounted(state) - {info.id for info in infos}
-        counters = dict.fromkeys(named, NO_FILE) | {info.id: info.counter for info in infos}
-        files = {key.removeprefix("tmp/"): size for key, size in self.listing.temporaries.items()}
-        now_s = self.clock()
-        self.remember(observe(self.watch, counters, files, now_s))
-        return judge(self.watch, infos, named, state, now_s)
-
-    def remember(self, watch: Watch) -> None:
-        self.watch = watch
-        save_watch(self._watch_path, watch)
-
-    def stale(self, sessions: Sessions) -> frozenset[str]:
-        """Names in `tmp/` without a writer."""
-        return frozenset(
-            name
-            for name in stale_files(self.watch, self.clock())
-            if name[:24] not in sessions.active_ids
-        )
-
-    def _list(self) -> Listing:
-        counter = Counter(self.progress, "list objects", 1)
-        listing = list_objects(self.handle.storage)
-        counter.add()
-        return listing
-
-
-class _Run:
-    """One execution of a plan; `report` is its progress."""
-
-    def __init__(self, facts: _Facts, report: GcReport, *, patient: bool) -> None:
-        self.report = report
-        self._plan = report.plan
-        self._facts, self._storage, self._log = facts, facts.handle.storage, facts.handle.log
-        self._patient = patient
-        self._fence = self._plan.fence
-
-    def execute(self) -> GcReport:
-        self._declare_over()
-        self._condemn()
-        self._delete(pack.number for pack in self._plan.doomed)
+    def execute(self, plan: GcPlan) -> GcReport:
+        """Carry out a plan; what an earlier plan has done stays in the report."""
+        self.report, self._plan, self._fence = replace(self.report, plan=plan), plan, plan.fence
+        if plan.over and (over := self._append(Over(plan.over))):
+            self.report = replace(self.report, over=self.report.over + over.sessions)
+        if plan.condemn or plan.purge:
+            body = self._append(Condemn(plan.mark, self._fence, plan.condemn, plan.purge))
+            if body:
+                self.report = replace(
+                    self.report,
+                    condemned=self.report.condemned + len(body.packs),
+                    purged=self.report.purged + body.purge,
+                )
+        self._delete(pack.number for pack in plan.doomed)
         self._sweep()
         self._copy_all()
         return self.report
 
-    def _note(self, **changes: object) -> None:
-        # Fields of GcReport, by name.
-        self.report = replace(self.report, **changes)  # type: ignore[arg-type]
-
-    def _append(self, body: Body, without: Callable[[Body, Refusal], Body | None]) -> Entry | None:
-        """Append `body`, or what `without` leaves of it after a refusal; None if nothing is
-        left."""
+    def _append(self, body: B) -> B | None:
+        """Append `body`, or what is left of it after a refusal; returns what was appended, None
+        if nothing was left."""
         left: Body | None = body
         while left is not None:
             try:
-                return self._log.append(left)
+                entry = self._log.append(left)
             except Refused as error:
                 if error.refusal.code is Code.FENCED:
                     raise _MarkAgain from error
-                smaller = without(left, error.refusal)
+                smaller = _without(left, error.refusal)
                 if smaller == left:
                     raise
                 left = smaller
+                continue
+            if isinstance(left, Condemn | Register):
+                self._fence = entry.n
+            assert isinstance(left, type(body))
+            return left
         return None
-
-    def _declare_over(self) -> None:
-        def without(body: Body, refusal: Refusal) -> Body | None:
-            assert isinstance(body, Over)
-            left = tuple(session for session in body.sessions if session not in refusal.sessions)
-            return Over(left) if left else None
-
-        if self._plan.over and (entry := self._append(Over(self._plan.over), without)):
-            assert isinstance(entry.body, Over)
-            self._note(over=self.report.over + entry.body.sessions)
-
-    def _condemn(self) -> None:
-        def without(body: Body, refusal: Refusal) -> Body | None:
-            assert isinstance(body, Condemn)
-            packs, purge = (
-                body.packs - refusal.packs,
-                tuple(c for c in body.purge if c not in refusal.commits),
-            )
-            return replace(body, packs=packs, purge=purge) if packs or purge else None
-
-        if not (self._plan.condemn or self._plan.purge):
-            return
-        if entry := self._append(
-            Condemn(self._plan.mark, self._fence, self._plan.condemn, self._plan.purge), without
-        ):
-            assert isinstance(entry.body, Condemn)
-            self._fence = entry.n
-            self._note(
-                condemned=self.report.condemned + len(entry.body.packs),
-                purged=self.report.purged + entry.body.purge,
-            )
 
     def _delete(self, numbers: Iterable[int]) -> None:
         """Delete those of the packs `numbers` that are condemned and that no session in flight
         may still reuse."""
         state = self._log.replay()
         condemned = {n: pack for n in numbers if (pack := state.packs.get(n)) and not pack.live}
-        active = self._facts.look(state).active_ids if self._patient else frozenset()
-        waits = {
-            pack.id: self._facts.watch.waits.get(pack.id, active) & active
-            for pack in condemned.values()
-        }
-        listed = {pack.id for pack in state.packs.values()}
-        remembered = {
-            pack: sessions for pack, sessions in self._facts.watch.waits.items() if pack in listed
-        }
-        self._facts.remember(replace(self._facts.watch, waits=remembered | waits))
-
-        def without(body: Body, refusal: Refusal) -> Body | None:
-            assert isinstance(body, Delete)
-            return Delete(body.packs - refusal.packs) if body.packs - refusal.packs else None
-
+        active = self._monitor.look(self._listing, state).active_ids
+        if self._options.force or self._plan.full:
+            active = frozenset()
+        waits = self._monitor.wait_for(condemned.values(), active, state)
         free = frozenset(n for n, pack in condemned.items() if not waits[pack.id])
-        entry = self._append(Delete(free), without) if free else None
-        if entry is None:
+        body = self._append(Delete(free)) if free else None
+        if body is None:
             return
-        assert isinstance(entry.body, Delete)
-        counter = Counter(self._facts.progress, "delete packs", len(entry.body.packs))
-        for n in sorted(entry.body.packs):
+        counter = Counter(self._progress, "delete packs", len(body.packs))
+        for n in sorted(body.packs):
             pack = condemned[n]
-            for key in (
-                (pack_key(pack.id), twin_key(pack.id)) if pack.metadata else (pack_key(pack.id),)
-            ):
-                self._storage.delete(key)
-                self._note(freed_bytes=self.report.freed_bytes + pack.bytes)
-            self._note(deleted=(*self.report.deleted, pack.id))
+            for key in keys_of(pack.id, metadata=pack.metadata):
+                self._remove(key, pack.bytes)
+            self.report = replace(self.report, deleted=(*self.report.deleted, pack.id))
             counter.add()
+
+    def _remove(self, key: str, nbytes: int) -> None:
+        self._storage.delete(key)
+        self.report = replace(self.report, freed_bytes=self.report.freed_bytes + nbytes)
 
     def _sweep(self) -> None:
         """Delete the planned orphans that are still orphans; they were listed before this
         replay."""
         state = self._log.replay()
-        stale = self._facts.stale(self._facts.look(state))
         planned = frozenset(orphan.key for orphan in self._plan.orphans)
-        found = [
-            orphan
-            for orphan in orphans(self._facts.listing, state, stale=stale)
-            if orphan.key in planned
-        ]
-        counter = Counter(self._facts.progress, "delete orphans", len(found))
+        stale = self._monitor.look(self._listing, state).stale
+        found = [o for o in orphans(self._listing, state, stale=stale) if o.key in planned]
+        counter = Counter(self._progress, "delete orphans", len(found))
         for orphan in found:
-            self._storage.delete(orphan.key)
-            self._note(
-                freed_bytes=self.report.freed_bytes + orphan.bytes, orphans=self.report.orphans + 1
-            )
+            self._remove(orphan.key, orphan.bytes)
+            self.report = replace(self.report, orphans=self.report.orphans + 1)
             counter.add()
 
     def _copy_all(self) -> None:
-        counter = Counter(self._facts.progress, "copy", self._plan.copied_bytes)
+        counter = Counter(self._progress, "copy", self._plan.copied_bytes)
         for copy in self._plan.copies:
             try:
                 self._copy(copy, counter)
             except NoSpace as error:
-                self._note(stopped=str(error))
+                self.report = replace(self.report, stopped=str(error))
                 return
 
     def _copy(self, copy: Copy, counter: Counter) -> None:
@@ -370,7 +333,8 @@ class _Run:
         while left is not None:
             try:
                 if self._copied(left, counter):
-                    self._note(copied_bytes=self.report.copied_bytes + left.bytes)
+                    copied_bytes = self.report.copied_bytes + left.bytes
+                    self.report = replace(self.report, copied_bytes=copied_bytes)
                     self._delete(source.number for source in left.sources)
                 return
             except DamagedSource as error:
@@ -381,9 +345,7 @@ class _Run:
         name; otherwise the next gc declares it over."""
         with open_session(self._storage, "gc") as session:
             try:
-                record = write_copy(
-                    self._storage, session.id, copy, self._facts.threads, counter.add
-                )
+                record = write_copy(self._storage, session.id, copy, self._threads, counter.add)
             except (CkptStoreError, DamagedSource):
                 session.end()
                 raise
@@ -394,7 +356,7 @@ class _Run:
         damaged: mark again."""
         if self._log.replay().fence != self._fence:
             raise _MarkAgain from error
-        self._note(damaged=(*self.report.damaged, error.source.id))
+        self.report = replace(self.report, damaged=(*self.report.damaged, error.source.id))
         sources = tuple(source for source in copy.sources if source is not error.source)
         return replace(copy, sources=sources) if sources else None
 
@@ -402,25 +364,19 @@ class _Run:
         """List the copy and condemn its sources, except those referred to since the mark; False
         if none could be."""
 
-        def without(body: Body, refusal: Refusal) -> Body | None:
-            assert isinstance(body, Register)
-            condemn = body.condemn - refusal.packs
-            return replace(body, condemn=condemn) if condemn else None
-
         sources = frozenset(source.number for source in copy.sources)
         try:
-            entry = self._append(
-                Register(session.id, self._plan.mark, self._fence, (record,), sources), without
+            body = self._append(
+                Register(session.id, self._plan.mark, self._fence, (record,), sources)
             )
         except (_MarkAgain, Refused):
             self._drop(session, record)
             raise
-        if entry is None:
+        if body is None:
             self._drop(session, record)
             return False
-        assert isinstance(entry.body, Register)
-        self._fence = entry.n
-        self._note(condemned=self.report.condemned + len(entry.body.condemn))
+        condemned = self.report.condemned + len(body.condemn)
+        self.report = replace(self.report, condemned=condemned)
         return True
 
     def _drop(self, session: Session, record: PackRecord) -> None:

@@ -1,5 +1,10 @@
 """gc's mark: the chunks of each pack that commits need, at one position of the log.
 
+A chunk is *live* if a commit needs it. Needed chunks are identified by the first 8 bytes of their
+ids, so a collision keeps a chunk too many and never one too few. A live chunk in several packs is
+*assigned* to one of them, so that the duplicates can be deleted; here whole ids are compared,
+because a collision would lose a chunk.
+
 It reads the footers of live packs, the documents of commits that are not forgotten, and each of
 their pages once; every hash is verified. An unreadable page ends the mark, because the chunks it
 keeps are unknown. A pack with an unreadable footer counts as empty, and is left alone. If several
@@ -15,13 +20,13 @@ from functools import partial
 import numpy as np
 import numpy.typing as npt
 
-from ckptstore.core.ids import ChunkId, CommitId, document_key
+from ckptstore.core.ids import CHUNK_ID_BYTES, ChunkId, CommitId, document_key
 from ckptstore.errors import Corrupt, NotFound
 from ckptstore.log.state import Pack, State
-from ckptstore.maintenance.gc.liveness import Holdings, Keys, keys_of
-from ckptstore.maintenance.progress import Counter, Progress, silent
+from ckptstore.maintenance import Counter, Progress, silent
+from ckptstore.maintenance.check.trees import metadata_of
 from ckptstore.objects.documents import decode_document
-from ckptstore.objects.pack import PAGE, FooterTable
+from ckptstore.objects.pack import FOOTER_DTYPE, PAGE, FooterTable
 from ckptstore.objects.pages import decode_page
 from ckptstore.repository import footers
 from ckptstore.repository.pack_reader import read_chunks
@@ -31,10 +36,139 @@ from ckptstore.storage.contract import Storage
 BATCH_KEYS = 1 << 19
 
 
+Keys = npt.NDArray[np.uint64]
+
+_ID_WORDS = CHUNK_ID_BYTES // 8
+_RECORD_WORDS = FOOTER_DTYPE.itemsize // 8
+
+
+def keys_of(ids: bytes | memoryview) -> Keys:
+    """The first 8 bytes of each of `ids`, which are 32 bytes each."""
+    return np.ascontiguousarray(np.frombuffer(ids, "<u8").reshape(-1, _ID_WORDS)[:, 0])
+
+
+class Holdings:
+    """The chunks of packs that have `counts` chunks each: 45 bytes per chunk. Several threads
+    may call `put`."""
+
+    def __init__(self, counts: Sequence[int]) -> None:
+        self._starts = np.concatenate(([0], np.cumsum(np.array(counts, np.int64))))
+        self._ids = np.zeros((int(self._starts[-1]), _ID_WORDS), "<u8")
+        self._stored = np.zeros(len(self._ids), np.uint32)
+        self._put = np.zeros(len(counts), np.bool_)
+        self._order = np.empty(0, np.int64)
+        self._groups: Keys = np.empty(0, np.uint64)
+        self._sizes = np.empty(0, np.int64)
+        self._live = np.empty(0, np.bool_)
+        self._contested: npt.NDArray[np.int64] = np.empty(0, np.int64)
+        self._told: npt.NDArray[np.int64] = np.empty(0, np.int64)
+        self._rejected: list[npt.NDArray[np.int64]] = [np.empty(0, np.int64)]
+
+    def put(self, pack: int, table: FooterTable) -> None:
+        """Add the footer of the pack at position `pack`. Chunks of a pack that is never put
+        count as absent."""
+        rows = slice(int(self._starts[pack]), int(self._starts[pack + 1]))
+        self._ids[rows] = np.frombuffer(table, "<u8").reshape(-1, _RECORD_WORDS)[:, :_ID_WORDS]
+        self._stored[rows] = table["stored"]
+        self._put[pack] = True
+
+    def sort(self) -> None:
+        """Prepare for `need`, once every footer has been put."""
+        keys = np.ascontiguousarray(self._ids[:, 0])
+        self._order = np.argsort(keys)
+        if not self._put.all():
+            self._order = self._order[self._put[self._pack_of(self._order)]]
+        keys = keys[self._order]
+        first = np.flatnonzero(_first_of_each(keys))
+        self._groups = keys[first]
+        self._sizes = np.diff(first, append=len(keys))
+        self._live = np.zeros(len(first), np.bool_)
+
+    def need(self, keys: Keys) -> Keys:
+        """Mark chunks with these keys as live. Returns the keys that no pack holds."""
+        # Sorted here: np.unique hashes, which takes four times as long, and a sorted search is
+        # cache-friendly.
+        keys = np.sort(keys)
+        keys = keys[_first_of_each(keys)]
+        if not len(self._groups):
+            return keys
+        at = np.minimum(np.searchsorted(self._groups, keys), len(self._groups) - 1)
+        held = self._groups[at] == keys
+        self._live[at[held]] = True
+        missing: Keys = keys[~held]
+        return missing
+
+    def assign(self) -> npt.NDArray[np.bool_]:
+        """For each chunk of each pack, whether it is live and assigned to that pack.
+
+        A chunk in several packs is assigned to the one with the most bytes of other live chunks, so
+        that the others empty, unless rejected there; if all copies were rejected, it stays in each.
+        """
+        assigned = np.zeros(len(self._ids), np.bool_)
+        assigned[self._order[np.repeat(self._live & (self._sizes == 1), self._sizes)]] = True
+        several = self._order[np.repeat(self._live & (self._sizes > 1), self._sizes)]
+        if len(several):
+            rank = self._preference(assigned)[self._pack_of(several)]
+            words, rejected = self._ids[several], np.isin(several, np.concatenate(self._rejected))
+            order = np.lexsort((rank, rejected, *(words[:, i] for i in range(_ID_WORDS))))
+            several, words, rejected = several[order], words[order], rejected[order]
+            first = np.concatenate(([True], (words[1:] != words[:-1]).any(axis=1)))
+            all_rejected = rejected[first][np.cumsum(first) - 1]
+            assigned[several[first | all_rejected]] = True
+            alone = np.append(first[1:], True)
+            self._contested = several[first & ~alone & ~rejected]
+        return assigned
+
+    def contested(self) -> dict[int, npt.NDArray[np.int64]]:
+        """The assigned chunks that other packs hold too, by pack and in order of offset, each
+        reported once."""
+        rows = np.setdiff1d(self._contested, self._told)
+        self._told = np.concatenate((self._told, rows))
+        packs = self._pack_of(rows)
+        return {int(pack): rows[packs == pack] - self._starts[pack] for pack in np.unique(packs)}
+
+    def reject(self, pack: int, rows: Sequence[int]) -> None:
+        """Mark these chunks of the pack at position `pack` as damaged. Several threads may call
+        it."""
+        self._rejected.append(self._starts[pack] + np.array(rows, np.int64))
+
+    def live_chunks(self, assigned: npt.NDArray[np.bool_]) -> npt.NDArray[np.int64]:
+        """The number of chunks assigned to each pack."""
+        return np.bincount(self._pack_of(np.flatnonzero(assigned)), minlength=len(self._starts) - 1)
+
+    def live_bytes(self, assigned: npt.NDArray[np.bool_]) -> npt.NDArray[np.int64]:
+        """Stored bytes of the chunks assigned to each pack."""
+        rows = np.flatnonzero(assigned)
+        # Sums of weights are doubles: exact up to 2^53 bytes.
+        return np.bincount(self._pack_of(rows), self._stored[rows], len(self._starts) - 1).astype(
+            np.int64
+        )
+
+    def of_pack(self, pack: int, assigned: npt.NDArray[np.bool_]) -> npt.NDArray[np.bool_]:
+        """The part of `assigned` for the pack at position `pack`, in order of offset."""
+        return assigned[self._starts[pack] : self._starts[pack + 1]]
+
+    def _pack_of(self, rows: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        return np.searchsorted(self._starts, rows, side="right") - 1
+
+    def _preference(self, assigned: npt.NDArray[np.bool_]) -> npt.NDArray[np.int64]:
+        """The rank of each pack: lower is better."""
+        rank = np.empty(len(self._starts) - 1, np.int64)
+        rank[np.argsort(-self.live_bytes(assigned), kind="stable")] = np.arange(len(rank))
+        return rank
+
+
+def _first_of_each(keys: Keys) -> npt.NDArray[np.bool_]:
+    """Flags the first of each run of equal sorted `keys`."""
+    first = np.ones(len(keys), np.bool_)
+    np.not_equal(keys[1:], keys[:-1], out=first[1:])
+    return first
+
+
 @dataclass(frozen=True, slots=True)
 class PackUse:
-    """The live content of a listed pack; bytes are those in one file, and a metadata pack has two
-    files.
+    """The live content of a listed pack: `live` flags the chunks assigned to it, in order of
+    offset. Bytes are those in one file, and a metadata pack has two files.
 
     `readable` is False if its footer is not: its live chunks are unknown then, so it must be left
     alone.
@@ -42,6 +176,7 @@ class PackUse:
 
     number: int
     pack: Pack
+    live: npt.NDArray[np.bool_]
     live_chunks: int
     live_bytes: int
     readable: bool
@@ -59,227 +194,177 @@ class PackUse:
         return 0 < self.live_chunks < self.pack.chunks
 
 
+@dataclass(frozen=True, slots=True)
 class Mark:
     """The live chunks at log position `n`: `uses` of all live packs, by number. `missing` needed
     chunks are in no live pack."""
 
-    def __init__(
-        self,
-        state: State,
-        uses: Sequence[PackUse],
-        missing: int,
-        holdings: Holdings,
-        assigned: npt.NDArray[np.bool_],
-    ) -> None:
-        self.n, self.fence = state.n, state.fence
-        self.uses = tuple(uses)
-        self.missing = missing
-        self._holdings, self._assigned = holdings, assigned
-        self._positions = {use.number: i for i, use in enumerate(uses)}
-
-    def live_rows(self, number: int) -> npt.NDArray[np.bool_]:
-        """The live chunks assigned to a pack, in order of offset."""
-        return self._holdings.of_pack(self._positions[number], self._assigned)
+    n: int
+    fence: int
+    uses: tuple[PackUse, ...]
+    missing: int
 
 
 def mark(storage: Storage, state: State, threads: ThreadPool, report: Progress = silent) -> Mark:
     """Mark at `state`. Raises `Corrupt` if a document or page of a commit that is not forgotten
     cannot be read."""
-    packs = [
-        (number, state.packs[number]) for number in sorted(state.packs) if state.packs[number].live
-    ]
-    holdings = Holdings([pack.chunks for _, pack in packs])
-    readable, metadata = _read_footers(
-        storage, [pack for _, pack in packs], holdings, threads, report
-    )
-    holdings.sort()
-    needs = _Needs(holdings)
-    pages = _read_documents(storage, state, needs, report)
-    _read_pages(storage, metadata, pages, needs, threads, report)
-    needs.flush()
-    assigned = _assign(storage, [pack for _, pack in packs], holdings, threads, report)
+    numbers = [number for number in sorted(state.packs) if state.packs[number].live]
+    packs = [state.packs[number] for number in numbers]
+    marking = _Marking(storage, packs, threads, report)
+    marking.read_footers()
+    marking.read_pages(marking.read_documents(state))
+    assigned, holdings = marking.assign(), marking.holdings
     chunks, nbytes = holdings.live_chunks(assigned).tolist(), holdings.live_bytes(assigned).tolist()
-    uses = [
-        PackUse(number, pack, chunks[i], nbytes[i], i in readable)
-        for i, (number, pack) in enumerate(packs)
-    ]
-    return Mark(state, uses, len(needs.missing), holdings, assigned)
+    uses = tuple(
+        PackUse(
+            number,
+            packs[i],
+            holdings.of_pack(i, assigned),
+            chunks[i],
+            nbytes[i],
+            i in marking.tables,
+        )
+        for i, number in enumerate(numbers)
+    )
+    return Mark(state.n, state.fence, uses, len(marking.missing))
 
 
-class _Needs:
-    """Collects needed keys and passes them on in large batches. Threads share it."""
+class _Marking:
+    """One mark. `tables` are the readable footers, by the position of their packs; None for packs
+    of tensors, whose footers are not needed again. `missing` are needed keys that no pack holds."""
 
-    def __init__(self, holdings: Holdings) -> None:
+    def __init__(
+        self, storage: Storage, packs: Sequence[Pack], threads: ThreadPool, report: Progress
+    ) -> None:
+        self.holdings = Holdings([pack.chunks for pack in packs])
+        self.tables: dict[int, FooterTable | None] = {}
         self.missing: set[int] = set()
-        self._holdings = holdings
+        self._storage, self._packs, self._threads, self._report = storage, packs, threads, report
         self._batch: list[Keys] = []
-        self._size = 0
+        self._batch_keys = 0
         self._lock = threading.Lock()
 
-    def add(self, ids: bytes) -> None:
+    def read_footers(self) -> None:
+        """Put every readable footer into `holdings`."""
+        counter = Counter(self._report, "read footers", len(self._packs))
+
+        def read(i: int) -> None:
+            pack, table = self._packs[i], self._table(i)
+            if table is not None and len(table) == pack.chunks:
+                self.holdings.put(i, table)
+                self.tables[i] = table if pack.metadata else None
+            counter.add()
+
+        self._threads.spread(read, range(len(self._packs)))
+        self.holdings.sort()
+
+    def read_documents(self, state: State) -> dict[ChunkId, CommitId]:
+        """Every page that a commit needs, and one of those commits."""
+        roots = [(commit, row) for commit, row in state.commits.items() if not row.soft]
+        counter = Counter(self._report, "read commits", len(roots))
+        pages: dict[ChunkId, CommitId] = {}
+        for commit, row in roots:
+            key = document_key(row.session, commit)
+            try:
+                kinds = metadata_of(decode_document(self._storage.read(key), commit))
+            except (Corrupt, NotFound) as error:
+                raise _unmarkable(commit, error) from error
+            if others := [chunk for chunk, kind in kinds.items() if kind != PAGE]:
+                self._need(b"".join(others))
+            pages.update((chunk, commit) for chunk, kind in kinds.items() if kind == PAGE)
+            counter.add()
+        return pages
+
+    def read_pages(self, pages: dict[ChunkId, CommitId]) -> None:
+        """Mark the pages, and the chunks that they name, as needed."""
+        counter, unread = Counter(self._report, "read pages", len(pages)), dict(pages)
+
+        def read(item: tuple[int, FooterTable]) -> None:
+            i, rows = item
+            try:
+                for chunk in read_chunks(self._storage, self._packs[i].id, rows, metadata=True):
+                    named = (leaf.ids for leaf in decode_page(chunk.raw).leaves)
+                    self._need(b"".join((rows["chunk"][chunk.row].tobytes(), *named)))
+                    counter.add()
+            except (Corrupt, NotFound) as error:
+                raise _unmarkable(pages[ChunkId(rows["chunk"][0].tobytes())], error) from error
+
+        self._threads.spread(read, list(self._wanted(unread)))
+        if unread:
+            page, commit = next(iter(unread.items()))
+            raise _unmarkable(
+                commit, NotFound(f"page {page.hex()[:12]} lies in no live pack that can be read")
+            )
+        with self._lock:
+            self._flush()
+
+    def assign(self) -> npt.NDArray[np.bool_]:
+        """Assign live chunks to packs, each to a copy that is unique or sound."""
+        assigned = self.holdings.assign()
+        while contested := self.holdings.contested():
+            counter = Counter(self._report, "compare copies", sum(map(len, contested.values())))
+            self._threads.spread(partial(self._compare, counter), list(contested.items()))
+            assigned = self.holdings.assign()
+        return assigned
+
+    def _compare(self, counter: Counter, contested: tuple[int, npt.NDArray[np.int64]]) -> None:
+        i, rows = contested
+        self.holdings.reject(i, self._damaged(i, rows.tolist()))
+        counter.add(len(rows))
+
+    def _table(self, i: int) -> FooterTable | None:
+        pack = self._packs[i]
+        try:
+            return footers.read_table(self._storage, pack.id, metadata=pack.metadata)
+        except (Corrupt, NotFound):
+            return None
+
+    def _need(self, ids: bytes) -> None:
+        """Collect needed keys, which are looked up in large batches."""
         with self._lock:
             self._batch.append(keys_of(ids))
-            self._size += len(self._batch[-1])
-            if self._size >= BATCH_KEYS:
-                self.flush()
+            self._batch_keys += len(self._batch[-1])
+            if self._batch_keys >= BATCH_KEYS:
+                self._flush()
 
-    def flush(self) -> None:
+    def _flush(self) -> None:
         if self._batch:
-            self.missing.update(self._holdings.need(np.concatenate(self._batch)).tolist())
-        self._batch, self._size = [], 0
+            self.missing.update(self.holdings.need(np.concatenate(self._batch)).tolist())
+        self._batch, self._batch_keys = [], 0
 
-
-def _read_footers(
-    storage: Storage,
-    packs: Sequence[Pack],
-    holdings: Holdings,
-    threads: ThreadPool,
-    report: Progress,
-) -> tuple[set[int], list[tuple[Pack, FooterTable]]]:
-    """Put every footer into `holdings`. Returns the positions of the readable ones, and the
-    metadata packs with their footers."""
-    readable: set[int] = set()
-    metadata: list[tuple[Pack, FooterTable]] = []
-    counter = Counter(report, "read footers", len(packs))
-
-    def read(i: int) -> None:
-        pack = packs[i]
-        try:
-            table = footers.read_table(storage, pack.id, metadata=pack.metadata)
-        except (Corrupt, NotFound):
-            table = None
-        if table is not None and len(table) == pack.chunks:
-            holdings.put(i, table)
-            readable.add(i)
-            if pack.metadata:
-                metadata.append((pack, table))
-        counter.add()
-
-    threads.spread(read, range(len(packs)))
-    return readable, metadata
-
-
-def _read_documents(
-    storage: Storage, state: State, needs: _Needs, report: Progress
-) -> dict[ChunkId, CommitId]:
-    """Every page that a commit needs, and one of those commits."""
-    roots = [(commit, row) for commit, row in state.commits.items() if not row.soft]
-    counter = Counter(report, "read commits", len(roots))
-    pages: dict[ChunkId, CommitId] = {}
-    for commit, row in roots:
-        try:
-            document = decode_document(storage.read(document_key(row.session, commit)), commit)
-        except (Corrupt, NotFound) as error:
-            raise _unmarkable(commit, error) from error
-        others = [tree.schema for _, tree in document.trees]
-        if document.layout is not None:
-            others.append(document.layout)
-        if others:
-            needs.add(b"".join(others))
-        for _, tree in document.trees:
-            pages.update(dict.fromkeys(tree.pages, commit))
-        counter.add()
-    return pages
-
-
-def _read_pages(
-    storage: Storage,
-    metadata: Sequence[tuple[Pack, FooterTable]],
-    pages: dict[ChunkId, CommitId],
-    needs: _Needs,
-    threads: ThreadPool,
-    report: Progress,
-) -> None:
-    counter = Counter(report, "read pages", len(pages))
-    unread = dict(pages)
-
-    def read(item: tuple[Pack, FooterTable]) -> None:
-        pack, rows = item
-        try:
-            for chunk in read_chunks(storage, pack.id, rows, metadata=True):
-                needs.add(
-                    b"".join(
-                        (
-                            rows["chunk"][chunk.row].tobytes(),
-                            *(leaf.ids for leaf in decode_page(chunk.raw).leaves),
-                        )
-                    )
+    def _wanted(self, unread: dict[ChunkId, CommitId]) -> Iterator[tuple[int, FooterTable]]:
+        """The rows of each pack to read, each page in one pack only; found pages are removed from
+        `unread`."""
+        for i, table in self.tables.items():
+            if table is None:
+                continue
+            rows = [
+                row
+                for row, (chunk, kind) in enumerate(
+                    zip(table["chunk"].tolist(), table["kind"].tolist(), strict=True)
                 )
-                counter.add()
-        except (Corrupt, NotFound) as error:
-            raise _unmarkable(pages[ChunkId(rows["chunk"][0].tobytes())], error) from error
+                if kind == PAGE and unread.pop(ChunkId(chunk), None) is not None
+            ]
+            if rows:
+                yield i, table[rows]
 
-    threads.spread(read, list(_wanted(metadata, unread)))
-    if unread:
-        page, commit = next(iter(unread.items()))
-        raise _unmarkable(
-            commit, NotFound(f"page {page.hex()[:12]} lies in no live pack that can be read")
-        )
+    def _damaged(self, i: int, rows: list[int]) -> list[int]:
+        """The chunks `rows` of a pack that cannot be read and verified."""
+        table = self._table(i)
+        if table is None:
+            return rows
+        if self._is_sound(i, table[rows]):
+            return []
+        return [row for row in rows if not self._is_sound(i, table[[row]])]
 
-
-def _wanted(
-    metadata: Sequence[tuple[Pack, FooterTable]], unread: dict[ChunkId, CommitId]
-) -> Iterator[tuple[Pack, FooterTable]]:
-    """The rows of each pack to read, each page in one pack only; found pages are removed from
-    `unread`."""
-    for pack, table in metadata:
-        rows = [
-            i
-            for i, (chunk, kind) in enumerate(
-                zip(table["chunk"].tolist(), table["kind"].tolist(), strict=True)
+    def _is_sound(self, i: int, rows: FooterTable) -> bool:
+        pack = self._packs[i]
+        try:
+            return all(
+                True for _ in read_chunks(self._storage, pack.id, rows, metadata=pack.metadata)
             )
-            if kind == PAGE and unread.pop(ChunkId(chunk), None) is not None
-        ]
-        if rows:
-            yield pack, table[rows]
-
-
-def _assign(
-    storage: Storage,
-    packs: Sequence[Pack],
-    holdings: Holdings,
-    threads: ThreadPool,
-    report: Progress,
-) -> npt.NDArray[np.bool_]:
-    """Assign live chunks to packs, each to a copy that is unique or sound."""
-    assigned = holdings.assign()
-    while contested := holdings.contested():
-        counter = Counter(report, "compare copies", sum(map(len, contested.values())))
-        threads.spread(
-            partial(_reject_damaged, storage, packs, holdings, counter), list(contested.items())
-        )
-        assigned = holdings.assign()
-    return assigned
-
-
-def _reject_damaged(
-    storage: Storage,
-    packs: Sequence[Pack],
-    holdings: Holdings,
-    counter: Counter,
-    contested: tuple[int, npt.NDArray[np.int64]],
-) -> None:
-    i, rows = contested
-    holdings.reject(i, _damaged(storage, packs[i], rows))
-    counter.add(len(rows))
-
-
-def _damaged(storage: Storage, pack: Pack, rows: npt.NDArray[np.int64]) -> list[int]:
-    """The chunks `rows` of a pack that cannot be read and verified."""
-    try:
-        table = footers.read_table(storage, pack.id, metadata=pack.metadata)
-    except (Corrupt, NotFound):
-        return rows.tolist()  # type: ignore[no-any-return]  # numpy's tolist is untyped
-    if _all_sound(storage, pack, table[rows]):
-        return []
-    return [row for row in rows.tolist() if not _all_sound(storage, pack, table[[row]])]
-
-
-def _all_sound(storage: Storage, pack: Pack, table: FooterTable) -> bool:
-    try:
-        return all(True for _ in read_chunks(storage, pack.id, table, metadata=pack.metadata))
-    except (Corrupt, NotFound):
-        return False
+        except (Corrupt, NotFound):
+            return False
 
 
 def _unmarkable(commit: CommitId, error: Exception) -> Corrupt:

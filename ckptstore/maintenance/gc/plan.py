@@ -1,18 +1,116 @@
-"""The plan of a gc, as data: dead packs, what is freed now and later, and what is copied together.
-Pure.
+"""The plan of a gc, as data: dead packs, orphans, what is freed now and later, and what is copied
+together. Pure, except for the listing.
 
 `--dry-run` prints it, and a real run executes it; only concurrent changes can make a difference.
+
+Orphans are objects that no log entry lists and whose session is over. The order is the proof:
+objects are listed first and the log is replayed afterwards. An object that is unlisted in that
+state and belongs to a closed session can never be listed later.
 """
 
+import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Set
 from dataclasses import dataclass
+from typing import NamedTuple, TypeAlias
 
-from ckptstore.core.ids import CommitId, PackId, SessionId
+from ckptstore.core.ids import CommitId, PackId, SessionId, document_key, pack_key, twin_key
+from ckptstore.core.text import bytes_text, count_text
+from ckptstore.log.log_snapshots import CHECKPOINTS_KEPT
 from ckptstore.log.state import Pack, State
 from ckptstore.maintenance.gc.mark import Mark
-from ckptstore.maintenance.gc.orphans import Orphan
 from ckptstore.maintenance.gc.repack import Copy
+from ckptstore.storage.contract import Storage
+
+_WHY = {
+    "packs": "no log entry lists it",
+    "commits": "its commit was purged, or never came to be",
+    "tmp": "left behind while it was written",
+    "sessions": "its session is over",
+}
+_OWNED = re.compile(
+    r"packs/([0-9a-f]{2})/(?P<pack>(?=\1)[0-9a-f]{24})(?:-(?:0|[1-9][0-9]{0,6})){2}(?:\.2)?"
+    r"|commits/(?P<commit>[0-9a-f]{24})-[0-9a-f]{64}"
+    r"|tmp/(?P<temporary>[0-9a-f]{24})-[0-9a-z]+"
+    r"|sessions/(?P<session>[0-9a-f]{24})"
+)
+_CHECKPOINT = re.compile(r"log/checkpoint-[0-9]{12}")
+_SCRATCH = re.compile(r"log/scratch-[0-9a-f]{24}")
+
+
+class Orphan(NamedTuple):
+    """An object to delete."""
+
+    key: str
+    bytes: int
+    why: str
+
+
+Listing: TypeAlias = Mapping[str, int]
+"""Objects and their sizes, listed before the replay of the state that they are compared with."""
+
+
+def list_objects(storage: Storage) -> Listing:
+    """List everything but the log's entries."""
+    prefixes = (*(f"{folder}/" for folder in _WHY), "log/checkpoint-", "log/scratch-")
+    return {key: size for prefix in prefixes for key, size in storage.list(prefix)}
+
+
+def owner(key: str) -> SessionId | None:
+    """The session in the name of an object; None for a name that no session gives."""
+    found = _OWNED.fullmatch(key)
+    return SessionId(found[str(found.lastgroup)]) if found else None
+
+
+def unlisted(
+    listing: Listing, state: State, purged: Set[CommitId] = frozenset()
+) -> Iterator[tuple[str, int]]:
+    """The keys and sizes of packs and documents that `state` does not list, once `purged` commits
+    are gone."""
+    listed = {
+        key for pack in state.packs.values() for key in (pack_key(pack.id), twin_key(pack.id))
+    }
+    listed.update(
+        document_key(row.session, commit)
+        for commit, row in state.commits.items()
+        if commit not in purged
+    )
+    for key, size in listing.items():
+        if key.startswith(("packs/", "commits/")) and key not in listed:
+            yield key, size
+
+
+def orphans(
+    listing: Listing,
+    state: State,
+    *,
+    over: Set[SessionId] = frozenset(),
+    purged: Set[CommitId] = frozenset(),
+    stale: Set[str] = frozenset(),
+) -> tuple[Orphan, ...]:
+    """The objects of `listing` that may be deleted at `state`, which was replayed after it.
+
+    In a plan, `over` are sessions that will have been declared over, and `purged` commits that will
+    have been purged. `stale` are names in `tmp/` without a writer.
+    """
+    there = {key: size for key, size in listing.items() if key.startswith(("tmp/", "sessions/"))}
+    found: list[Orphan] = []
+    for key, size in (there | dict(unlisted(listing, state, purged))).items():
+        folder, _, name = key.partition("/")
+        session = owner(key)
+        if session and (session in over or state.closed(session) or name in stale):
+            found.append(Orphan(key, size, _WHY[folder]))
+    checkpoints = [key for key in sorted(listing) if _CHECKPOINT.fullmatch(key)]
+    found += (
+        Orphan(key, listing[key], "there are newer checkpoints")
+        for key in checkpoints[:-CHECKPOINTS_KEPT]
+    )
+    found += (
+        Orphan(key, size, "it was made to be deleted")
+        for key, size in listing.items()
+        if _SCRATCH.fullmatch(key)
+    )
+    return tuple(sorted(found))
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,17 +139,17 @@ class GcPlan:
     waits for no session.
     """
 
-    mark: int
-    fence: int
-    over: tuple[SessionId, ...]
-    purge: tuple[CommitId, ...]
-    doomed: tuple[DeadPack, ...]
-    orphans: tuple[Orphan, ...]
-    copies: tuple[Copy, ...]
-    copies_wait: tuple[SessionId, ...]
-    missing: int
-    unreadable: tuple[PackId, ...]
-    full: bool
+    mark: int = 0
+    fence: int = 0
+    over: tuple[SessionId, ...] = ()
+    purge: tuple[CommitId, ...] = ()
+    doomed: tuple[DeadPack, ...] = ()
+    orphans: tuple[Orphan, ...] = ()
+    copies: tuple[Copy, ...] = ()
+    copies_wait: tuple[SessionId, ...] = ()
+    missing: int = 0
+    unreadable: tuple[PackId, ...] = ()
+    full: bool = False
 
     @property
     def condemn(self) -> frozenset[int]:
@@ -82,6 +180,43 @@ class GcPlan:
         """The size of the new packs."""
         return sum(copy.bytes for copy in self.copies)
 
+    def __str__(self) -> str:
+        now = [pack for pack in self.doomed if not pack.waits]
+        dead_bytes = sum(pack.bytes for pack in now)
+        orphan_bytes = sum(orphan.bytes for orphan in self.orphans)
+        sources = sum(len(copy.sources) for copy in self.copies)
+        steps = (
+            (len(self.over), "declare over {}: their writers are gone", "session"),
+            (len(self.purge), "purge {}: forgotten", "commit"),
+            (len(self.condemn), "condemn {}: no commit needs them", "pack"),
+            (len(now), f"delete {{}}, {bytes_text(dead_bytes)}", "pack"),
+            (len(self.orphans), f"delete {{}}, {bytes_text(orphan_bytes)}", "orphan"),
+            (sources, f"copy from {{}} to {count_text(len(self.copies), 'new pack')}", "pack"),
+        )
+        lines = [text.format(count_text(n, noun)) for n, text, noun in steps if n]
+        freed, wrote = bytes_text(self.freed_now_bytes), bytes_text(self.copied_bytes)
+        lines.append(f"frees {freed} now, writes {wrote}")
+        for sessions, size in self.freed_later_bytes.items():
+            which = ", ".join(sessions)
+            lines.append(f"frees {bytes_text(size)} when these sessions have ended: {which}")
+        if self.full:
+            lines.append("the disk is full, so commits in flight are not waited for")
+        return "\n".join(lines)
+
+    @property
+    def problems(self) -> tuple[str, ...]:
+        """What somebody must look at."""
+        unreadable = (
+            f"the footer of pack {pack} cannot be read; it stays as it is, run `ckptstore fsck`"
+            for pack in self.unreadable
+        )
+        if not self.missing:
+            return tuple(unreadable)
+        missing = (
+            f"{count_text(self.missing, 'needed chunk')} in no live pack; condemned packs stay"
+        )
+        return (f"{missing}, run `ckptstore fsck`", *unreadable)
+
     @property
     def empty(self) -> bool:
         return not (self.over or self.purge or self.doomed or self.orphans or self.copies)
@@ -103,15 +238,5 @@ def doomed_packs(
             yield _doomed(number, pack, waits.get(pack.id, active) & active)
 
 
-def soft_deleted(state: State) -> tuple[CommitId, ...]:
-    """The commits that may be purged."""
-    return tuple(sorted(commit for commit, row in state.commits.items() if row.soft))
-
-
-def total_bytes(packs: Iterable[Pack]) -> int:
-    """The size of the packs, twins included."""
-    return sum(pack.bytes * (2 if pack.metadata else 1) for pack in packs)
-
-
 def _doomed(number: int, pack: Pack, waits: Iterable[SessionId]) -> DeadPack:
-    return DeadPack(number, pack.id, total_bytes([pack]), not pack.live, tuple(sorted(waits)))
+    return DeadPack(number, pack.id, pack.stored_bytes, not pack.live, tuple(sorted(waits)))

@@ -14,7 +14,7 @@ import numpy.typing as npt
 from ckptstore.core.ids import PackId, SessionId, pack_id, pack_key
 from ckptstore.core.model import PackEntry, PackRecord
 from ckptstore.errors import Corrupt, NotFound
-from ckptstore.maintenance.gc.mark import Mark, PackUse
+from ckptstore.maintenance.gc.mark import PackUse
 from ckptstore.objects import pack
 from ckptstore.objects.pack import FOOTER_DTYPE, TRAILER_BYTES, FooterTable
 from ckptstore.repository import footers
@@ -100,15 +100,12 @@ def choose(
     return sorted(chosen, key=lambda use: (use.pack.metadata, use.number))
 
 
-def plan_copies(
-    storage: Storage, marked: Mark, chosen: Sequence[PackUse], pack_bytes: int
-) -> Iterator[Copy]:
+def plan_copies(storage: Storage, chosen: Sequence[PackUse], pack_bytes: int) -> Iterator[Copy]:
     """Group the chosen packs into new packs, in order, each in one copy only. Reads footers."""
     sources: list[Source] = []
     end = chunks = 0
     for use in chosen:
-        live = marked.live_rows(use.number)
-        bitmap = np.packbits(live, bitorder="little").tobytes()
+        bitmap = np.packbits(use.live, bitorder="little").tobytes()
         source = Source(use.number, use.pack.id, use.pack.bytes, use.pack.metadata, bitmap)
         rows = live_rows(storage, source)
         if sources and (

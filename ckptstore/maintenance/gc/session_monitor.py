@@ -13,16 +13,16 @@ import json
 import time
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal, TypeAlias, TypeVar
+from typing import Any, Literal, TypeAlias
 
 from ckptstore.core.ids import PackId, SessionId
 from ckptstore.core.paths import make_directories
 from ckptstore.core.scratch import replace_file
 from ckptstore.log.sessions import SessionInfo, is_gone, read_sessions
-from ckptstore.log.state import State
-from ckptstore.maintenance.gc.plan import total_bytes
+from ckptstore.log.state import Pack, State
+from ckptstore.maintenance.gc.plan import Listing, list_objects, owner, unlisted
 from ckptstore.repository.store_handle import StoreHandle
 
 STALE_S = 600.0
@@ -30,84 +30,84 @@ NO_FILE = -1
 """The counter of a session that has no file."""
 
 WATCH_NAME = "watch.json"
-Name = TypeVar("Name", bound=str)
 
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
 @dataclass(frozen=True, slots=True)
 class Watch:
-    """This host's observations. `sessions` and `files` (names in `tmp/`) map to a counter or
-    size and the time of its last change. `waits` are the sessions that were in flight when a
-    pack was condemned, by pack."""
+    """This host's observations. `seen` maps sessions and files in `tmp/` to a counter or size
+    and the time of its last change. `waits` are the sessions that were in flight when a pack was
+    condemned, by pack."""
 
     boot: str
-    sessions: Mapping[SessionId, tuple[int, float]] = field(default_factory=dict)
-    files: Mapping[str, tuple[int, float]] = field(default_factory=dict)
+    seen: Mapping[str, tuple[int, float]] = field(default_factory=dict)
     waits: Mapping[PackId, frozenset[SessionId]] = field(default_factory=dict)
-
-    def counters(self) -> dict[SessionId, int]:
-        """The last seen counters."""
-        return {session: counter for session, (counter, _) in self.sessions.items()}
-
-    def sizes(self) -> dict[str, int]:
-        """The last seen sizes of files in `tmp/`."""
-        return {name: size for name, (size, _) in self.files.items()}
 
 
 @dataclass(frozen=True, slots=True)
 class Sessions:
-    """Sessions that the log has not closed: those `active`, and those to be declared `over`."""
+    """Sessions that the log has not closed: those `active`, and those to be declared `over`.
+    `stale` are names in `tmp/` without a writer."""
 
-    active: tuple[SessionInfo, ...]
+    active_ids: frozenset[SessionId]
     over: tuple[SessionId, ...]
-
-    @property
-    def active_ids(self) -> frozenset[SessionId]:
-        return frozenset(info.id for info in self.active)
+    stale: frozenset[str]
 
 
-def observe(
-    watch: Watch, counters: Mapping[SessionId, int], files: Mapping[str, int], now_s: float
-) -> Watch:
-    """The observations at `now_s`: the time of the last change of each counter and each file."""
-    return Watch(
-        watch.boot,
-        _since(watch.sessions, counters, now_s),
-        _since(watch.files, files, now_s),
-        watch.waits,
-    )
+class SessionMonitor:
+    """Observes the sessions of one store; `watch` is what this host has seen."""
 
+    def __init__(self, handle: StoreHandle, clock: Callable[[], float]) -> None:
+        self._storage, self._clock = handle.storage, clock
+        self._path = handle.index_directory / WATCH_NAME
+        self.watch = load_watch(self._path)
 
-def judge(
-    watch: Watch,
-    infos: Iterable[SessionInfo],
-    named: Iterable[SessionId],
-    state: State,
-    now_s: float,
-) -> Sessions:
-    """Separate active sessions from those that are over. `infos` are those with a file, `named`
-    those that only objects in the store name."""
-    active, over = [], []
-    for info in infos:
-        if state.closed(info.id):
-            continue
-        if is_gone(info) or _stale(watch.sessions, info.id, now_s):
-            over.append(info.id)
-        else:
-            active.append(info)
-    with_file = {info.id for info in infos}
-    over.extend(
-        s
-        for s in named
-        if s not in with_file and not state.closed(s) and _stale(watch.sessions, s, now_s)
-    )
-    return Sessions(tuple(active), tuple(sorted(over)))
+    def look(self, listing: Listing, state: State) -> Sessions:
+        """Observe the sessions that have a file, or that objects of `listing` name which `state`
+        does not list."""
+        infos = {info.id: info for info in read_sessions(self._storage)}
+        named = {session for key, _ in unlisted(listing, state) if (session := owner(key))}
+        files = {
+            key.removeprefix("tmp/"): size
+            for key, size in listing.items()
+            if key.startswith("tmp/")
+        }
+        values: dict[str, int] = files | dict.fromkeys(named, NO_FILE)
+        values |= {session: info.counter for session, info in infos.items()}
+        now_s, before = self._clock(), self.watch.seen
+        seen = {
+            name: before[name] if name in before and before[name][0] == value else (value, now_s)
+            for name, value in values.items()
+        }
+        self._save(replace(self.watch, seen=seen))
+        stale = frozenset(name for name, (_, since_s) in seen.items() if now_s - since_s >= STALE_S)
+        opened = {session for session in {*infos, *named} if not state.closed(session)}
+        over = {s for s in opened if s in stale or (s in infos and is_gone(infos[s]))}
+        active = frozenset(opened & infos.keys() - over)
+        idle = frozenset(name for name in stale & files.keys() if name[:24] not in active)
+        return Sessions(active, tuple(sorted(over)), idle)
 
+    def wait_for(
+        self, condemned: Iterable[Pack], active: frozenset[SessionId], state: State
+    ) -> Mapping[PackId, frozenset[SessionId]]:
+        """The sessions in `active` that each of the packs `condemned` waits for: those that were
+        in flight when this host first saw it condemned."""
+        known = self.watch.waits
+        waits = {pack.id: known.get(pack.id, active) & active for pack in condemned}
+        listed = {pack.id for pack in state.packs.values()}
+        kept = {pack: sessions for pack, sessions in known.items() if pack in listed}
+        self._save(replace(self.watch, waits=kept | waits))
+        return waits
 
-def stale_files(watch: Watch, now_s: float) -> frozenset[str]:
-    """Names in `tmp/` that have not changed for long."""
-    return frozenset(name for name in watch.files if _stale(watch.files, name, now_s))
+    def _save(self, watch: Watch) -> None:
+        """A full disk may prevent that; then sessions get more time."""
+        self.watch = watch
+        waits = {pack: sorted(sessions) for pack, sessions in watch.waits.items()}
+        found = {"boot": watch.boot, "seen": dict(watch.seen), "waits": waits}
+        with suppress(OSError):
+            make_directories(self._path.parent)
+            replace_file(self._path, json.dumps(found).encode())
 
 
 def load_watch(path: Path) -> Watch:
@@ -115,52 +115,18 @@ def load_watch(path: Path) -> Watch:
     boot = ""
     with suppress(OSError):
         boot = _BOOT_ID.read_text().strip()
-    try:
+    with suppress(OSError, ValueError, KeyError, TypeError, AttributeError):
         found: dict[str, Any] = json.loads(path.read_text())
-        if found["boot"] != boot:
-            return Watch(boot)
-        waits = {
-            PackId(pack): frozenset(map(SessionId, sessions))
-            for pack, sessions in found["waits"].items()
-        }
-        return Watch(
-            boot,
-            {SessionId(session): seen for session, seen in _pairs(found["sessions"]).items()},
-            _pairs(found["files"]),
-            waits,
-        )
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        return Watch(boot)
-
-
-def save_watch(path: Path, watch: Watch) -> None:
-    """Save `watch`. A full disk may prevent that; then sessions get more time."""
-    found = {
-        "boot": watch.boot,
-        "sessions": dict(watch.sessions),
-        "files": dict(watch.files),
-        "waits": {pack: sorted(sessions) for pack, sessions in watch.waits.items()},
-    }
-    with suppress(OSError):
-        make_directories(path.parent)
-        replace_file(path, json.dumps(found).encode())
-
-
-def _since(
-    before: Mapping[Name, tuple[int, float]], values: Mapping[Name, int], now_s: float
-) -> dict[Name, tuple[int, float]]:
-    return {
-        name: before[name] if name in before and before[name][0] == value else (value, now_s)
-        for name, value in values.items()
-    }
-
-
-def _stale(seen: Mapping[Name, tuple[int, float]], name: Name, now_s: float) -> bool:
-    return name in seen and now_s - seen[name][1] >= STALE_S
-
-
-def _pairs(found: dict[str, Any]) -> dict[str, tuple[int, float]]:
-    return {name: (int(value), float(since_s)) for name, (value, since_s) in found.items()}
+        if found["boot"] == boot:
+            return Watch(
+                boot,
+                {name: (int(value), float(s)) for name, (value, s) in found["seen"].items()},
+                {
+                    PackId(pack): frozenset(map(SessionId, sessions))
+                    for pack, sessions in found["waits"].items()
+                },
+            )
+    return Watch(boot)
 
 
 Status: TypeAlias = Literal["active", "gone", "closed"]
@@ -185,25 +151,22 @@ def activities(
     handle: StoreHandle, *, clock: Callable[[], float] = time.monotonic
 ) -> tuple[Activity, ...]:
     """Every session that has a file, oldest first. Counts as an observation for gc."""
-    infos = tuple(read_sessions(handle.storage))
+    monitor = SessionMonitor(handle, clock)
+    listing = list_objects(handle.storage)
+    infos = sorted(read_sessions(handle.storage), key=lambda info: (info.time_ns, info.id))
     state = handle.log.replay()
-    path = handle.index_directory / WATCH_NAME
-    now_s = clock()
-    before = load_watch(path)
-    watch = observe(
-        before, before.counters() | {info.id: info.counter for info in infos}, before.sizes(), now_s
-    )
-    save_watch(path, watch)
-    condemned = [pack for pack in state.packs.values() if not pack.live]
+    monitor.look(listing, state)
     found = []
-    for info in sorted(infos, key=lambda info: (info.time_ns, info.id)):
-        waiting = [pack for pack in condemned if info.id in watch.waits.get(pack.id, frozenset())]
+    for info in infos:
+        waiting = [
+            pack
+            for pack in state.packs.values()
+            if not pack.live and info.id in monitor.watch.waits.get(pack.id, frozenset())
+        ]
         status: Status = (
             "closed" if state.closed(info.id) else "gone" if is_gone(info) else "active"
         )
-        found.append(
-            Activity(
-                info, status, now_s - watch.sessions[info.id][1], len(waiting), total_bytes(waiting)
-            )
-        )
+        _, since_s = monitor.watch.seen.get(info.id, (0, clock()))
+        nbytes = sum(pack.stored_bytes for pack in waiting)
+        found.append(Activity(info, status, clock() - since_s, len(waiting), nbytes))
     return tuple(found)

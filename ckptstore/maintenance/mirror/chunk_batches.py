@@ -107,20 +107,7 @@ def cut(sizes: Sequence[int], limit_bytes: int) -> Iterator[tuple[int, int]]:
         yield first, len(sizes)
 
 
-def runs_of(batch: Sequence[ChunkBatch]) -> Iterator[Sequence[ChunkBatch]]:
-    """Groups of small leaves, so that each read fetches many."""
-    for first, stop in cut([chunk_batch.raw_bytes for chunk_batch in batch], RUN_BYTES):
-        yield batch[first:stop]
-
-
-def group_batches(chunk_batch: Iterable[ChunkBatch], batch_bytes: int) -> list[list[ChunkBatch]]:
-    """Group chunk batches by size; at least one group, which may be empty."""
-    batches: list[list[ChunkBatch]] = [[]]
-    size = 0
-    for part in chunk_batch:
-        if batches[-1] and size + part.raw_bytes > batch_bytes:
-            batches.append([])
-            size = 0
-        batches[-1].append(part)
-        size += part.raw_bytes
-    return batches
+def grouped(batch: Sequence[ChunkBatch], limit_bytes: int) -> list[Sequence[ChunkBatch]]:
+    """Consecutive chunk batches of at most `limit_bytes` together."""
+    sizes = [chunk_batch.raw_bytes for chunk_batch in batch]
+    return [batch[first:stop] for first, stop in cut(sizes, limit_bytes)]

@@ -9,33 +9,34 @@ finds them. The commit's entry comes last and makes it visible as a whole, with 
 
 import logging
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
+from itertools import compress
 
 from ckptstore.commit.publish import entry_body, put_document
 from ckptstore.commit.write import write_metadata
 from ckptstore.core.config import RUN_BYTES
 from ckptstore.core.ids import CHUNK_ID_BYTES, ChunkId, CommitId, document_key
 from ckptstore.core.model import CommitDocument, PackRecord, Schema
+from ckptstore.core.text import bytes_text, count_text
 from ckptstore.errors import Conflict, InvalidInput, NoSpace
 from ckptstore.log import entries
 from ckptstore.log.fold import Code
 from ckptstore.log.log import Refused
 from ckptstore.log.resolve import resolved
 from ckptstore.log.sessions import Session, open_session
+from ckptstore.maintenance import Counter, Progress, silent
+from ckptstore.maintenance.check.trees import metadata_of
 from ckptstore.maintenance.mirror.chunk_batches import (
     ChunkBatch,
     CopyWorker,
     DamagedMirrorSource,
     cut,
-    group_batches,
+    grouped,
     reading_source,
-    runs_of,
 )
 from ckptstore.maintenance.mirror.plan import CommitTransfer, MirrorPlan, plan_mirror
-from ckptstore.maintenance.progress import Counter, Progress, silent
-from ckptstore.maintenance.tags import set_tag
+from ckptstore.maintenance.retention import set_tag
 from ckptstore.objects.documents import decode_document
-from ckptstore.objects.pack import LAYOUT, PAGE, SCHEMA
 from ckptstore.repository import footers
 from ckptstore.repository.dedup import Dedup, DedupHints
 from ckptstore.repository.pack_reader import read_chunks
@@ -60,7 +61,7 @@ class Load:
     metadata_bytes: int
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class Mirrored:
     """The plan and its result; a dry run has `load` instead.
 
@@ -76,6 +77,35 @@ class Mirrored:
     damaged: tuple[tuple[CommitId, str], ...] = ()
     load: Load | None = None
 
+    def __repr__(self) -> str:
+        return f"<mirror: {str(self).splitlines()[0]}>"
+
+    def __str__(self) -> str:
+        plan, load = self.plan, self.load
+        if load is not None:
+            size = bytes_text(load.raw_bytes + load.metadata_bytes)
+            commits, chunks = count_text(len(plan.commits), "commit"), load.chunks
+            lines = [f"would send {commits}: {count_text(chunks, 'chunk')}, {size} before encoding"]
+        else:
+            commits, chunks = count_text(len(self.sent), "commit"), self.chunks
+            stored = bytes_text(self.stored_bytes)
+            lines = [f"sent {commits}: {count_text(chunks, 'chunk')}, {stored} stored"]
+        if plan.present:
+            lines.append(f"{count_text(plan.present, 'commit')} already there")
+        lines += (f"tag {move}" for move in plan.tags)
+        return "\n".join(lines)
+
+    @property
+    def problems(self) -> tuple[str, ...]:
+        """What somebody must look at."""
+        forgotten = count_text(len(self.plan.forgotten), "commit")
+        undelete = "`ckptstore undelete` brings them back"
+        return (
+            *(f"tag {move}: it moves by --force only" for move in self.plan.rejected),
+            *([f"{forgotten} forgotten there stay so; {undelete}"] if self.plan.forgotten else []),
+            *(f"commit {commit[:12]} was not sent: {why}" for commit, why in self.damaged),
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class MirrorOptions:
@@ -87,15 +117,6 @@ class MirrorOptions:
     force: bool = False
     verify: bool = False
     batch_bytes: int | None = None
-
-
-@dataclass(slots=True)
-class _Tally:
-    chunks: int = 0
-    raw_bytes: int = 0
-    stored_bytes: int = 0
-    sent: list[CommitId] = field(default_factory=list)
-    damaged: list[tuple[CommitId, str]] = field(default_factory=list)
 
 
 def mirror(
@@ -119,12 +140,12 @@ def mirror(
     plan = plan_mirror(
         source.log.replay(), target.log.replay(), wanted, tags=options.tags, force=options.force
     )
-    transfer = _Mirror(source, target, options, threads, progress)
+    run = _Mirror(source, target, options, threads, progress, plan)
     if dry_run:
-        return replace(Mirrored(plan), load=transfer.weigh(plan))
+        return Mirrored(plan, load=run.weigh())
     if plan.rejected:
         raise Conflict(_rejection(plan, target.url))
-    return transfer.apply(plan)
+    return run.apply()
 
 
 def _check_alike(source: StoreHandle, target: StoreHandle) -> None:
@@ -149,6 +170,7 @@ class _Mirror:
         options: MirrorOptions,
         threads: ThreadPool,
         progress: Progress,
+        plan: MirrorPlan,
     ) -> None:
         self._source, self._target, self._threads = source, target, threads
         self._options, self._progress = options, progress
@@ -158,82 +180,63 @@ class _Mirror:
         self._from = Reader(source.config, source.objects, threads)
         self._to = Reader(target.config, target.objects, threads)
         self._schemas: dict[str, Schema] = {}
+        self._done = Mirrored(plan)
 
-    def weigh(self, plan: MirrorPlan) -> Load:
+    def weigh(self) -> Load:
         """The load of the plan. Reads the pages of its commits, and no tensor."""
         self._source.objects.sync(self._source.log.replay())
         dedup = self._dedup()
         chunks = raw_bytes = metadata_bytes = 0
-        for transfer in plan.commits:
+        for transfer in self._done.plan.commits:
             try:
                 _, document, trees = self._read(transfer)
-                chunk_batch = list(self._missing_batches(trees, dedup))
+                parts = list(self._missing_batches(trees, dedup))
                 metadata = self._metadata(document)
             except DamagedMirrorSource as error:
-                logger.warning(
-                    "commit %s (step %s) cannot be sent: %s",
-                    transfer.commit[:12],
-                    transfer.step,
-                    error,
-                )
+                self._skip(transfer, error)
                 continue
-            fresh = [
-                len(data)
-                for (data, _), new in zip(
-                    metadata.values(), dedup.fresh(list(metadata)), strict=True
-                )
-                if new
-            ]
-            chunks += sum(len(part.ids) for part in chunk_batch) + len(fresh)
-            raw_bytes += sum(part.raw_bytes for part in chunk_batch)
+            new = dedup.fresh(list(metadata))
+            fresh = [len(data) for data, _ in compress(metadata.values(), new)]
+            chunks += sum(len(part.ids) for part in parts) + len(fresh)
+            raw_bytes += sum(part.raw_bytes for part in parts)
             metadata_bytes += sum(fresh)
         return Load(chunks, raw_bytes, metadata_bytes)
 
-    def apply(self, plan: MirrorPlan) -> Mirrored:
-        """Carry out `plan`, which has no rejected tags."""
+    def apply(self) -> Mirrored:
+        """Carry out the plan, which has no rejected tags."""
         self._target.check_writable()
         self._source.objects.sync(self._source.log.replay())
-        tally = _Tally()
+        plan = self._done.plan
         counter = Counter(self._progress, "commits", len(plan.commits))
         try:
             for transfer in plan.commits:
                 try:
-                    self._send(transfer, tally)
+                    self._send(transfer)
                 except DamagedMirrorSource as error:
-                    logger.warning(
-                        "commit %s (step %s) was not sent: %s",
-                        transfer.commit[:12],
-                        transfer.step,
-                        error,
-                    )
-                    tally.damaged.append((transfer.commit, str(error)))
+                    self._skip(transfer, error)
                 counter.add()
             for move in plan.tags:
-                set_tag(
-                    self._target,
-                    self._to,
-                    move.name,
-                    resolved(self._target.log.replay(), move.commit),
-                )
+                commit = resolved(self._target.log.replay(), move.commit)
+                set_tag(self._target, self._to, move.name, commit)
         finally:
             self._target.follow(self._schemas)
-        return Mirrored(
-            plan,
-            tuple(tally.sent),
-            tally.chunks,
-            tally.raw_bytes,
-            tally.stored_bytes,
-            tuple(tally.damaged),
+        return self._done
+
+    def _skip(self, transfer: CommitTransfer, error: DamagedMirrorSource) -> None:
+        logger.warning(
+            "commit %s (step %s) cannot be sent: %s", transfer.commit[:12], transfer.step, error
         )
+        damaged = (*self._done.damaged, (transfer.commit, str(error)))
+        self._done = replace(self._done, damaged=damaged)
 
     # -- one commit --
 
-    def _send(self, transfer: CommitTransfer, tally: _Tally) -> None:
+    def _send(self, transfer: CommitTransfer) -> None:
         stored, document, trees = self._read(transfer)
         for attempt in range(ATTEMPTS):
             try:
                 with open_session(self._target.storage, "push") as session:
-                    self._attempt(session, transfer, document, stored, trees, tally)
+                    self._attempt(session, transfer, document, stored, trees)
                 break
             except Refused as error:
                 if error.refusal.code is Code.COMMIT_KNOWN:
@@ -241,7 +244,7 @@ class _Mirror:
                     return
                 if not error.refusal.again or attempt == ATTEMPTS - 1:
                     raise
-        tally.sent.append(transfer.commit)
+        self._done = replace(self._done, sent=(*self._done.sent, transfer.commit))
         self._schemas |= {tree.ref.schema.hex(): tree.schema for tree in trees}
 
     def _attempt(
@@ -251,17 +254,17 @@ class _Mirror:
         document: CommitDocument,
         stored: bytes,
         trees: Sequence[Tree],
-        tally: _Tally,
     ) -> None:
         dedup = self._dedup()
-        *batches, last = group_batches(self._missing_batches(trees, dedup), self._batch_bytes)
+        batches = grouped(list(self._missing_batches(trees, dedup)), self._batch_bytes)
+        last = batches.pop() if batches else ()
         new_bytes = 0
         for batch in batches:
-            records = self._register(batch, dedup, tally)
+            records = self._register(batch, dedup)
             new_bytes += sum(record.bytes for record in records)
         packs = self._packs(session)
         try:
-            self._copy(last, packs, tally)
+            self._copy(last, packs)
             write_metadata(self._metadata(document), dedup, packs)
             self._close(packs)
             new_bytes += sum(p.record.bytes * (2 if p.record.metadata else 1) for p in packs.closed)
@@ -289,17 +292,16 @@ class _Mirror:
             delete_own(self._target.storage, published.own)
             raise
         self._index(entry, packs)
-        tally.stored_bytes += new_bytes + len(stored)
+        stored_bytes = self._done.stored_bytes + new_bytes + len(stored)
+        self._done = replace(self._done, stored_bytes=stored_bytes)
 
-    def _register(
-        self, batch: Sequence[ChunkBatch], dedup: Dedup, tally: _Tally
-    ) -> tuple[PackRecord, ...]:
+    def _register(self, batch: Sequence[ChunkBatch], dedup: Dedup) -> tuple[PackRecord, ...]:
         """Send a batch and list its packs, so that they outlive this process. A concurrent gc
         may condemn them, but waits for the commit's session before it deletes them."""
         with open_session(self._target.storage, "push") as session:
             packs = self._packs(session)
             try:
-                self._copy(batch, packs, tally)
+                self._copy(batch, packs)
                 self._close(packs)
             except BaseException:
                 packs.drop()
@@ -332,7 +334,7 @@ class _Mirror:
             return stored, document, [self._from.tree(key, ref) for key, ref in document.trees]
 
     def _metadata(self, document: CommitDocument) -> dict[ChunkId, tuple[bytes, int]]:
-        kinds = _metadata_kinds(document)
+        kinds = metadata_of(document)
         with reading_source():
             data = self._source.objects.read_metadata_many(list(kinds))
         return {chunk: (raw, kind) for (chunk, kind), raw in zip(kinds.items(), data, strict=True)}
@@ -357,17 +359,21 @@ class _Mirror:
 
     # -- bytes --
 
-    def _copy(self, batch: Sequence[ChunkBatch], packs: PackSet, tally: _Tally) -> None:
+    def _copy(self, batch: Sequence[ChunkBatch], packs: PackSet) -> None:
         """Read, verify and write; afterwards the packs are being written."""
-        runs = shared(list(runs_of(batch)))
+        # Small leaves are grouped, so that each read fetches many.
+        runs = shared(grouped(batch, RUN_BYTES))
         workers = [
             CopyWorker(self._source, runs, packs)
             for _ in range(min(self._threads.count, len(batch)))
         ]
         if workers:
             self._threads.together([worker.work for worker in workers], runs.stop)
-        tally.chunks += sum(len(chunk_batch.ids) for chunk_batch in batch)
-        tally.raw_bytes += sum(chunk_batch.raw_bytes for chunk_batch in batch)
+        self._done = replace(
+            self._done,
+            chunks=self._done.chunks + sum(len(part.ids) for part in batch),
+            raw_bytes=self._done.raw_bytes + sum(part.raw_bytes for part in batch),
+        )
 
     def _close(self, packs: PackSet) -> None:
         """Wait until the packs are durable; with `verify`, read them back."""
@@ -389,22 +395,8 @@ class _Mirror:
         return {record.number for record in entry.body.packs}
 
 
-def _metadata_kinds(document: CommitDocument) -> dict[ChunkId, int]:
-    kinds = {
-        chunk: kind
-        for _, ref in document.trees
-        for chunk, kind in ((ref.schema, SCHEMA), *((page, PAGE) for page in ref.pages))
-    }
-    if document.layout is not None:
-        kinds[document.layout] = LAYOUT
-    return kinds
-
-
 def _rejection(plan: MirrorPlan, url: str) -> str:
-    named = "; ".join(
-        f"{move.name} is {str(move.previous)[:12]} there and {move.commit[:12]} here"
-        for move in plan.rejected[:4]
-    )
+    named = "; ".join(map(str, plan.rejected[:4]))
     return (
         f"tags of {url} would move, so nothing was sent: {named}; move them by --force "
         "(force=True), or leave tags out (--no-tags)"

@@ -1,14 +1,22 @@
-"""Planning a mirror run from both folded logs: the commits and tags that the target lacks. Pure.
+"""Planning a mirror run: the other store, opened or created, the selected commits, and from both
+folded logs the commits and tags that the target lacks.
 
 A commit is the same in every store: its document is copied byte for byte, so id, parents and time
 stay. Retention is separate for each store: commits forgotten in the target are not sent again.
 """
 
-from collections.abc import Collection, Iterable
+import os
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from typing import Any
 
 from ckptstore.core.ids import CommitId, SessionId
+from ckptstore.errors import Conflict, InvalidInput, NotFound
 from ckptstore.log.state import State
+from ckptstore.repository.init_store import init_store
+from ckptstore.repository.resolve_ref import AnyRef, find_commit
+from ckptstore.repository.store_handle import StoreHandle
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +37,10 @@ class TagMove:
     name: str
     commit: CommitId
     previous: CommitId | None
+
+    def __str__(self) -> str:
+        there = f"{self.previous[:12]} there" if self.previous else "absent there"
+        return f"{self.name} is {there} and {self.commit[:12]} here"
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,10 +104,25 @@ def all_commits(state: State, run: str | None = None) -> frozenset[CommitId]:
     )
 
 
-def with_ancestors(state: State, commits: Iterable[CommitId]) -> frozenset[CommitId]:
-    """`commits` and all their ancestors that the store still has."""
-    found: set[CommitId] = set()
-    waiting = list(commits)
+def choose(
+    source: StoreHandle, refs: Sequence[AnyRef], *, run: str | None, ancestors: bool = False
+) -> frozenset[CommitId]:
+    """The commits that `refs` name, with `ancestors` also all their ancestors that the store still
+    has; without refs all commits of `run`, or of all runs.
+
+    Raises `NotFound` and `InvalidInput` for refs as `checkout` does.
+    """
+    if not refs:
+        if ancestors:
+            raise InvalidInput(
+                "ancestors needs a commit; name one, or omit it: without a ref every commit is "
+                "meant"
+            )
+        return all_commits(source.log.replay(), run)
+    waiting = [find_commit(source, ref, run).id for ref in refs]
+    if not ancestors:
+        return frozenset(waiting)
+    state, found = source.log.replay(), set[CommitId]()
     while waiting:
         commit = waiting.pop()
         row = state.commits.get(commit)
@@ -103,6 +130,44 @@ def with_ancestors(state: State, commits: Iterable[CommitId]) -> frozenset[Commi
             found.add(commit)
             waiting.extend(row.parents)
     return frozenset(found)
+
+
+@contextmanager
+def other_end(
+    place: str | os.PathLike[str],
+    *,
+    read_only: bool = False,
+    like: StoreHandle | None = None,
+    storage_options: Mapping[str, Any] | None = None,
+    index: str | None = None,
+) -> Iterator[StoreHandle]:
+    """Open the store at `place`. With `like`, create a missing one with its chunk size and codec,
+    and in a directory at least as private. `index` is the database that has, or will have, its log.
+
+    Raises `NotFound` if there is none.
+    """
+    options = dict(storage_options or {})
+    try:
+        handle = StoreHandle(place, read_only=read_only, storage_options=options, index=index)
+    except NotFound:
+        if like is None:
+            raise
+        # Another process created it at the same time.
+        with suppress(Conflict):
+            config, root = like.config, like.storage.capabilities.local_root
+            init_store(
+                place,
+                chunk_bytes=config.chunk_bytes,
+                codec=config.codec,
+                as_private_as=root,
+                storage_options=options,
+                index=index,
+            )
+        handle = StoreHandle(place, storage_options=options, index=index)
+    try:
+        yield handle
+    finally:
+        handle.close()
 
 
 def _tag_moves(source: State, target: State, commits: Collection[CommitId]) -> list[TagMove]:

@@ -19,13 +19,11 @@ from ckptstore.log.resolve import Resolved, newest_first, resolve
 from ckptstore.log.state import State
 from ckptstore.maintenance.check.offline_store import offline_store_of
 from ckptstore.maintenance.check.report import Share
-from ckptstore.maintenance.forget import forget_commits
 from ckptstore.maintenance.gc.collect import GcOptions, collect
 from ckptstore.maintenance.mirror.mirror import MirrorOptions, mirror
-from ckptstore.maintenance.mirror.plan import all_commits
-from ckptstore.maintenance.mirror.remotes import other_end
+from ckptstore.maintenance.mirror.plan import all_commits, other_end
 from ckptstore.maintenance.repair.repair import repair
-from ckptstore.maintenance.retention import Policy, plan_policies
+from ckptstore.maintenance.retention import Policy, forget_commits, plan_policies
 from ckptstore.repository.store_handle import StoreHandle
 from ckptstore.repository.thread_pool import ThreadPool
 from ckptstore.restore.reader import Reader

@@ -13,19 +13,10 @@ from functools import cached_property
 from itertools import pairwise
 
 from ckptstore.core.config import RUN_BYTES
-from ckptstore.core.ids import ChunkId, SessionId, digest, pack_key
-from ckptstore.core.model import PackEntry, PackRecord
-from ckptstore.errors import Corrupt, NotFound, Unavailable
-from ckptstore.maintenance.repair.repair_config import FLIP_BYTES_MAX, flipped_back
-from ckptstore.objects import codecs
-from ckptstore.objects.pack import (
-    TENSOR,
-    TRAILER_BYTES,
-    FooterTable,
-    entries,
-    parse_footer,
-    parse_trailer,
-)
+from ckptstore.core.ids import ChunkId, SessionId, pack_key
+from ckptstore.core.model import PackEntry
+from ckptstore.errors import CkptStoreError, Corrupt, NotFound, Unavailable
+from ckptstore.objects.pack import TENSOR, FooterTable, entries
 from ckptstore.repository.footer_index import read_chunk_at
 from ckptstore.repository.footers import read_table_at
 from ckptstore.repository.pack_writer import ClosedPack, OpenPack, PackWriter
@@ -38,13 +29,11 @@ _PACK_FILE = re.compile(
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """A verified location of a chunk: the object `key` of source number `donor`; with `flip`,
-    after flipping one bit back."""
+    """A verified location of a chunk: the object `key` of source number `donor`."""
 
     donor: int
     key: str
     entry: PackEntry
-    flip: bool = False
 
 
 class ChunkSource:
@@ -63,7 +52,15 @@ class ChunkSource:
     def tables(self) -> Mapping[str, FooterTable]:
         """The footers of all objects that look like packs, including twins and quarantined ones,
         by key; broken ones are left out."""
-        return dict(self._tables())
+        tables = {}
+        for prefix in ("packs/", "quarantine/packs/"):
+            for key, _ in self.storage.list(prefix):
+                try:
+                    if _PACK_FILE.fullmatch(key):
+                        tables[key] = read_table_at(self.storage, key)
+                except CkptStoreError:
+                    continue
+        return tables
 
     @cached_property
     def _places(self) -> Mapping[ChunkId, list[tuple[str, int]]]:
@@ -79,55 +76,35 @@ class ChunkSource:
             yield key, entries(self.tables[key][row : row + 1])[0]
         yield from self._remembered.get(chunk, ())
 
-    def _tables(self) -> Iterator[tuple[str, FooterTable]]:
-        for prefix in ("packs/", "quarantine/packs/"):
-            for key, _ in self.storage.list(prefix):
-                if _PACK_FILE.fullmatch(key) and (table := self._table(key)) is not None:
-                    yield key, table
 
-    def _table(self, key: str) -> FooterTable | None:
-        try:
-            return read_table_at(self.storage, key)
-        except Corrupt:
-            return _flipped_table(self.storage, key)
-        except (NotFound, Unavailable):
-            return None
+def find_source(donors: Sequence[ChunkSource], chunk: ChunkId) -> Source | None:
+    """The first location of `chunk` whose bytes match. Source 0 is the store itself.
 
-
-def find_sources(donors: Sequence[ChunkSource], wanted: Iterable[ChunkId]) -> dict[ChunkId, Source]:
-    """For each of `wanted`, the first location whose bytes matched. Source 0 is the store itself.
-
-    Raises `Unavailable` if a chunk is found nowhere and one of its locations did not answer: it may
-    not be lost.
+    Raises `Unavailable` if the chunk is found nowhere and one of its locations did not answer: it
+    may not be lost.
     """
-    found: dict[ChunkId, Source] = {}
-    for chunk in wanted:
-        if source := _source(donors, chunk):
-            found[chunk] = source
-    return found
+    unanswered: Unavailable | None = None
+    for number, donor in enumerate(donors):
+        for key, entry in donor.entries_of(chunk):
+            try:
+                read_chunk_at(donor.storage, key, entry)
+                return Source(number, key, entry)
+            except (Corrupt, NotFound):
+                continue
+            except Unavailable as error:
+                unanswered = error
+    if unanswered is not None:
+        raise unanswered
+    return None
 
 
 def read_source(donors: Sequence[ChunkSource], source: Source) -> memoryview:
     """The raw bytes of the chunk, verified again; raises `Corrupt`, `NotFound` or `Unavailable`."""
-    storage = donors[source.donor].storage
-    if not source.flip:
-        return read_chunk_at(storage, source.key, source.entry)
-    raw = _flipped_chunk(storage, source.key, source.entry)
-    if raw is None:
-        raise Corrupt(
-            f"chunk {source.entry.chunk.hex()[:12]} in {source.key} changed while it was repaired; "
-            "repeat the repair"
-        )
-    return memoryview(raw)
+    return read_chunk_at(donors[source.donor].storage, source.key, source.entry)
 
 
 def write_packs(
-    donors: Sequence[ChunkSource],
-    sources: Iterable[Source],
-    session: SessionId,
-    *,
-    metadata: bool,
-    numbers: Iterator[int],
+    donors: Sequence[ChunkSource], sources: Iterable[Source], session: SessionId
 ) -> list[ClosedPack]:
     """Copy chunks into new packs of `session`, durable on return and not yet listed by the log.
     A failure leaves nothing behind."""
@@ -137,101 +114,34 @@ def write_packs(
     def close(pack: OpenPack) -> None:
         closed.append(pack.close())
 
-    pack_bytes = storage.capabilities.pack_bytes
-    pack_writer = PackWriter(
-        storage, session, numbers, close, pack_bytes=pack_bytes, metadata=metadata
-    )
-    try:
-        for run in _runs(sources):
-            raws = [read_source(donors, source) for source in run]
-            first = run[0].entry
-            pack_writer.add(
-                [s.entry.chunk for s in run],
-                raws,
-                first.width,
-                first.kind,
-                codec=first.codec,
-                run_bytes=sum(map(len, raws)),
-            )
-            pack_writer.flush()
-        pack_writer.close_with(close)
-    except BaseException:
-        pack_writer.discard()
-        raise
+    parts = {
+        metadata: [source for source in sources if (source.entry.kind != TENSOR) is metadata]
+        for metadata in (False, True)
+    }
+    numbers, pack_bytes = itertools.count(), storage.capabilities.pack_bytes
+    for metadata, part in parts.items():
+        pack_writer = PackWriter(
+            storage, session, numbers, close, pack_bytes=pack_bytes, metadata=metadata
+        )
+        try:
+            for run in _runs(part):
+                raws = [read_source(donors, source) for source in run]
+                first = run[0].entry
+                pack_writer.add(
+                    [s.entry.chunk for s in run],
+                    raws,
+                    first.width,
+                    first.kind,
+                    codec=first.codec,
+                    run_bytes=sum(map(len, raws)),
+                )
+                pack_writer.flush()
+            pack_writer.close_with(close)
+        except BaseException:
+            pack_writer.discard()
+            raise
     storage.sync_dirs([pack_key(pack.record.id) for pack in closed])
     return closed
-
-
-def records(closed: Iterable[ClosedPack]) -> tuple[PackRecord, ...]:
-    return tuple(pack.record for pack in closed)
-
-
-def is_metadata(source: Source) -> bool:
-    return source.entry.kind != TENSOR
-
-
-def pack_numbers() -> Iterator[int]:
-    """The `<n>` of a session's packs."""
-    return itertools.count()
-
-
-def _source(donors: Sequence[ChunkSource], chunk: ChunkId) -> Source | None:
-    tried: list[tuple[int, str, PackEntry]] = []
-    unanswered: Unavailable | None = None
-    for number, donor in enumerate(donors):
-        for key, entry in donor.entries_of(chunk):
-            try:
-                read_chunk_at(donor.storage, key, entry)
-                return Source(number, key, entry)
-            except (Corrupt, NotFound):
-                tried.append((number, key, entry))
-            except Unavailable as error:
-                unanswered = error
-    for number, key, entry in tried:
-        if _flipped_chunk(donors[number].storage, key, entry) is not None:
-            return Source(number, key, entry, flip=True)
-    if unanswered is not None:
-        raise unanswered
-    return None
-
-
-def _flipped_chunk(storage: Storage, key: str, entry: PackEntry) -> bytes | None:
-    """A chunk that was stored raw, with its one flipped bit restored."""
-    if entry.codec != codecs.RAW or entry.stored_bytes > FLIP_BYTES_MAX:
-        return None
-    try:
-        stored = storage.read(key, entry.offset, entry.offset + entry.stored_bytes)
-    except (Corrupt, NotFound, Unavailable):
-        return None
-    return flipped_back(
-        stored, lambda candidate: candidate if digest(candidate) == entry.chunk else None
-    )
-
-
-def _flipped_table(storage: Storage, key: str) -> FooterTable | None:
-    """The footer of a pack with one flipped bit in its last bytes."""
-    try:
-        tail, size = storage.read_tail(key, FLIP_BYTES_MAX)
-    except (Corrupt, NotFound, Unavailable):
-        return None
-
-    def parse(candidate: bytes) -> FooterTable | None:
-        try:
-            trailer = parse_trailer(candidate[-TRAILER_BYTES:], size)
-            return parse_footer(
-                candidate[-trailer.footer_bytes - TRAILER_BYTES : -TRAILER_BYTES], trailer
-            )
-        except Corrupt:
-            return None
-
-    # Then the bit is in the trailer; no other place need be tried.
-    try:
-        trailer = parse_trailer(tail[-TRAILER_BYTES:], size)
-    except Corrupt:
-        return flipped_back(
-            tail[-TRAILER_BYTES:], lambda candidate: parse(tail[:-TRAILER_BYTES] + candidate)
-        )
-    return flipped_back(tail[-trailer.footer_bytes - TRAILER_BYTES :], parse)
 
 
 def _runs(sources: Iterable[Source]) -> Iterator[list[Source]]:
@@ -240,11 +150,13 @@ def _runs(sources: Iterable[Source]) -> Iterator[list[Source]]:
     ordered = sorted(sources, key=lambda s: (s.donor, s.key, s.entry.offset))
     run = ordered[:1]
     for before, source in pairwise(ordered):
-        follows = (before.donor, before.key) == (source.donor, source.key)
-        follows = follows and before.entry.offset + before.entry.stored_bytes == source.entry.offset
-        # codec, width and kind
-        follows = follows and before.entry[4:7] == source.entry[4:7]
-        if not follows or sum(s.entry.raw_bytes for s in run) + source.entry.raw_bytes > RUN_BYTES:
+        old, new = before.entry, source.entry
+        follows = (
+            (before.donor, before.key) == (source.donor, source.key)
+            and old.offset + old.stored_bytes == new.offset
+            and (old.codec, old.width, old.kind) == (new.codec, new.width, new.kind)
+        )
+        if not follows or sum(s.entry.raw_bytes for s in run) + new.raw_bytes > RUN_BYTES:
             yield run
             run = []
         run.append(source)

@@ -12,29 +12,23 @@ from dataclasses import dataclass, replace
 from typing import TypeAlias
 
 from ckptstore.core.config import StoreConfig
-from ckptstore.core.ids import CONFIG_KEY, CommitId, checkpoint_key, segment_key
+from ckptstore.core.ids import CONFIG_KEY, CommitId, document_key, log_key
 from ckptstore.errors import Conflict, Corrupt, NotFound
 from ckptstore.log import entries
 from ckptstore.log.entries import Position
-from ckptstore.log.log import Log
+from ckptstore.maintenance import Progress, silent
 from ckptstore.maintenance.check.fsck import Facts, examine
-from ckptstore.maintenance.check.log_audit import decode_at
+from ckptstore.maintenance.check.indexes import drop_indexes
+from ckptstore.maintenance.check.log import decode_at
 from ckptstore.maintenance.check.offline_store import OfflineStore
-from ckptstore.maintenance.check.report import Finding, Kind, Level, Report, Severity, Share
-from ckptstore.maintenance.progress import Progress, silent
-from ckptstore.maintenance.repair.quarantine import keep_copy, quarantine
-from ckptstore.maintenance.repair.repair_objects import (
-    RecoveredObject,
+from ckptstore.maintenance.check.report import Finding, Kind, Report, Severity, Share
+from ckptstore.maintenance.repair.recover import (
+    quarantine,
     recover_document,
     recover_entry,
+    replace_small,
 )
-from ckptstore.maintenance.repair.rescue import (
-    CopyTwin,
-    SavePacks,
-    copy_twin,
-    plan_packs,
-    save_packs,
-)
+from ckptstore.maintenance.repair.rescue import CopyTwin, SavePacks, plan_packs
 from ckptstore.objects.config import encode_config
 from ckptstore.storage.contract import Storage
 
@@ -50,18 +44,44 @@ RETRIES = 10
 
 @dataclass(frozen=True, slots=True)
 class WriteConfig:
-    """Write `ckptstore.json` again. Unless `certain`, chunk size and codec are inferred: right
-    for every existing commit."""
+    """Write `ckptstore.json` again. Chunk size and codec are inferred: right for every existing
+    commit."""
 
     config: StoreConfig
-    certain: bool
+
+    def __str__(self) -> str:
+        return (
+            f"write ckptstore.json anew: store {self.config.store}, chunk size "
+            f"{self.config.chunk_bytes}, codec {self.config.codec}; certain is the store's id, and "
+            "that every commit can be read so"
+        )
+
+    def apply(self, offline_store: OfflineStore, mirrors: Sequence[Storage]) -> None:
+        replace_small(offline_store.storage, CONFIG_KEY, encode_config(self.config))
 
 
 @dataclass(frozen=True, slots=True)
 class PutBack:
-    """Restore the exact bytes of a log entry or a document."""
+    """Restore the exact bytes of a log entry, or of the document of `commit`."""
 
-    recovered: RecoveredObject
+    key: str
+    origin: str
+    data: bytes
+    commit: CommitId | None = None
+
+    def __str__(self) -> str:
+        return (
+            f"put back {self.key} from {self.origin}; certain: its hash is the one that others name"
+        )
+
+    def apply(self, offline_store: OfflineStore, mirrors: Sequence[Storage]) -> None:
+        """An entry's name is never free meanwhile, so that no writer takes it; a document is needed
+        only while its commit is listed."""
+        if self.commit is None:
+            replace_small(offline_store.storage, self.key, self.data)
+        elif self.commit in offline_store.open_log().replay().commits:
+            quarantine(offline_store.storage, self.key)
+            offline_store.storage.put(self.key, self.data)
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +91,12 @@ class SetAside:
     key: str
     why: str
 
+    def __str__(self) -> str:
+        return f"move {self.key} to quarantine/: {self.why}"
+
+    def apply(self, offline_store: OfflineStore, mirrors: Sequence[Storage]) -> None:
+        quarantine(offline_store.storage, self.key)
+
 
 @dataclass(frozen=True, slots=True)
 class Mark:
@@ -78,12 +104,26 @@ class Mark:
 
     commits: tuple[CommitId, ...]
 
+    def __str__(self) -> str:
+        if not self.commits:
+            return "take back the marks of damaged commits"
+        return f"mark as damaged: {', '.join(commit[:12] for commit in self.commits)}"
+
+    def apply(self, offline_store: OfflineStore, mirrors: Sequence[Storage]) -> None:
+        log = offline_store.open_log()
+        log.replay()
+        log.append(entries.Settings(((DAMAGED_SETTING, self.commits or None),)))
+
 
 @dataclass(frozen=True, slots=True)
 class Rebuild:
     """Rebuild this host's indexes."""
 
-    why: str
+    def __str__(self) -> str:
+        return "make this host's indexes anew: the indexes disagree with the store"
+
+    def apply(self, offline_store: OfflineStore, mirrors: Sequence[Storage]) -> None:
+        drop_indexes(offline_store)
 
 
 Action: TypeAlias = WriteConfig | PutBack | SetAside | CopyTwin | SavePacks | Mark | Rebuild
@@ -101,7 +141,7 @@ class RepairPlan:
     more: bool = False
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class Repaired:
     """The findings, the actions taken (none in a dry run: `plan` has the planned ones), and the
     findings that remain."""
@@ -110,6 +150,31 @@ class Repaired:
     plan: RepairPlan
     applied: tuple[Action, ...]
     after: Report
+    dry_run: bool
+
+    @property
+    def actions(self) -> tuple[Action, ...]:
+        """The actions taken, or in a dry run the planned ones."""
+        return self.plan.actions if self.dry_run else self.applied
+
+    def __repr__(self) -> str:
+        verb = "planned" if self.dry_run else "taken"
+        return f"<repair: {len(self.actions)} actions {verb}; {self.after.summary}>"
+
+    def __str__(self) -> str:
+        lines = [f"{'would' if self.dry_run else 'done'}: {action}" for action in self.actions]
+        if self.plan.more and self.dry_run:
+            lines.append("then: what the whole log lists is looked at, and repaired as well")
+        lines += map(str, self.plan.unrepairable if self.dry_run else self.after.findings)
+        if not self.plan.actions and not self.applied:
+            lines.append(
+                "there is nothing that could be done"
+                if self.after.damaged
+                else "there is nothing to repair"
+            )
+        elif self.dry_run:
+            lines.append("nothing was changed: add --apply to do it")
+        return "\n".join(lines)
 
 
 def repair(
@@ -127,14 +192,14 @@ def repair(
     and the plan is made again if others changed its subject. Raises `Conflict` if that happens
     repeatedly.
     """
-    facts = _look(offline_store, share, progress)
+    facts = examine(offline_store, share=share, progress=progress)
     before, plan = facts.report, plan_repair(facts, mirrors)
     first, applied, rounds, retries = plan, list[Action](), ROUNDS if apply else 0, RETRIES
     while rounds and plan.actions:
         try:
             for action in plan.actions:
                 progress("repair", len(applied), len(applied) + len(plan.actions))
-                _apply(action, facts.offline_store, mirrors)
+                action.apply(facts.offline_store, mirrors)
                 applied.append(action)
             rounds -= 1
         except (Conflict, Corrupt, NotFound):
@@ -144,41 +209,42 @@ def repair(
             retries -= 1
         if any(isinstance(action, WriteConfig) for action in applied):
             offline_store = replace(offline_store, problem=None)
-        facts = _look(offline_store, share, progress)
+        facts = examine(offline_store, share=share, progress=progress)
         plan = plan_repair(facts, mirrors)
-    return Repaired(before, first, tuple(applied), facts.report)
-
-
-def _look(offline_store: OfflineStore, share: Share | None, progress: Progress) -> Facts:
-    return examine(offline_store, level=Level.PACKS, share=share, suspects=True, progress=progress)
+    return Repaired(before, first, tuple(applied), facts.report, not apply)
 
 
 def plan_repair(facts: Facts, mirrors: Sequence[Storage]) -> RepairPlan:
     """Plan the actions for `facts`. Reads the store and the mirrors, changes nothing."""
     actions: list[Action] = []
-    if facts.offline_store.problem is not None:
-        actions.append(WriteConfig(facts.offline_store.config, facts.offline_store.certain))
-    recovered, unrepairable = _plan_log(facts, mirrors)
-    actions += recovered
+    offline_store, state = facts.offline_store, facts.chain.state
+    if offline_store.problem is not None:
+        actions.append(WriteConfig(offline_store.config))
     if facts.chain.bad:
         # A broken log takes no appends and its list is uncertain: repair it first.
-        return RepairPlan(tuple(actions), tuple(unrepairable), more=bool(recovered))
-    for commit in _commits_without_document(facts.report):
-        if document := recover_document(
-            facts.offline_store.storage, commit, facts.chain.state.commits[commit], mirrors
-        ):
-            actions.append(PutBack(document))
+        entries, unrepairable = _plan_log(facts, mirrors)
+        return RepairPlan((*actions, *entries), tuple(unrepairable), more=bool(entries))
+    actions += (SetAside(cache.key, cache.problem) for cache in facts.chain.bad_caches)
+    for finding in facts.report.findings:
+        if finding.kind is Kind.DOCUMENT:
+            (commit,) = finding.commits
+            key = document_key(state.commits[commit].session, commit)
+            if found := recover_document(offline_store.storage, key, commit, mirrors):
+                actions.append(PutBack(key, *found, commit))
     actions += plan_packs(facts, mirrors)
-    actions += _plan_marks(facts, actions)
+    damaged = tuple(sorted(facts.report.damaged_commits))
+    # Marks come last: only then is it known what stays damaged.
+    if not actions and damaged != (state.settings.get(DAMAGED_SETTING) or ()):
+        actions.append(Mark(damaged))
     if _indexes_disagree(facts) and not _only_the_index_knows(facts, actions):
-        actions.append(Rebuild("the indexes disagree with the store"))
+        actions.append(Rebuild())
     return RepairPlan(tuple(actions), tuple(_unrepairable(facts, actions)))
 
 
-def _plan_log(facts: Facts, mirrors: Sequence[Storage]) -> tuple[list[Action], list[Finding]]:
+def _plan_log(facts: Facts, mirrors: Sequence[Storage]) -> tuple[list[PutBack], list[Finding]]:
     """Restore the last entry first: it attests the one before, and a log with a gap takes no
     appends meanwhile."""
-    actions: list[Action] = []
+    actions: list[PutBack] = []
     unrepairable = []
     findings = {
         finding.entry: finding for finding in facts.report.findings if finding.kind is Kind.ENTRY
@@ -188,34 +254,14 @@ def _plan_log(facts: Facts, mirrors: Sequence[Storage]) -> tuple[list[Action], l
     for bad in reversed(facts.chain.bad):
         if before and before.n == bad.n:
             bad = replace(bad, wanted=bad.wanted or before)
-        if recovered := recover_entry(
-            bad, store, facts.offline_store.storage, mirrors, copies.get(bad.n)
-        ):
-            actions.append(PutBack(recovered))
-            entry = decode_at(bad.n, recovered.data, store)
-            before = Position(bad.n - 1, entry.prev_hash, entry.prev_bytes)
-        else:
+        found = recover_entry(bad, store, facts.offline_store.storage, mirrors, copies.get(bad.n))
+        if found is None:
             unrepairable.append(findings[bad.n])
-    if not facts.chain.bad:
-        actions += (
-            SetAside(checkpoint_key(n), problem) for n, problem in facts.chain.bad_checkpoints
-        )
-        actions += (SetAside(segment_key(n), problem) for n, problem in facts.chain.bad_segments)
+            continue
+        actions.append(PutBack(log_key(bad.n), *found))
+        entry = decode_at(bad.n, found[1], store)
+        before = Position(bad.n - 1, entry.prev_hash, entry.prev_bytes)
     return actions, unrepairable
-
-
-def _commits_without_document(report: Report) -> Iterator[CommitId]:
-    return (finding.commits[0] for finding in report.findings if finding.kind is Kind.DOCUMENT)
-
-
-def _plan_marks(facts: Facts, actions: Sequence[Action]) -> Iterator[Action]:
-    """Marks come last: only then is it known what stays damaged."""
-    if actions:
-        return
-    marked = facts.chain.state.settings.get(DAMAGED_SETTING) or ()
-    damaged = tuple(sorted(facts.report.damaged_commits))
-    if damaged != marked:
-        yield Mark(damaged)
 
 
 def _indexes_disagree(facts: Facts) -> bool:
@@ -235,62 +281,9 @@ def _only_the_index_knows(facts: Facts, actions: Sequence[Action]) -> bool:
 
 def _unrepairable(facts: Facts, actions: Sequence[Action]) -> Iterator[Finding]:
     """Findings that cost commits and that no action repairs."""
-    healed = {
-        source.entry.chunk
-        for action in actions
-        if isinstance(action, SavePacks)
-        for source in action.sources
-    }
-    put_back = {action.recovered.key for action in actions if isinstance(action, PutBack)}
+    saves = [action for action in actions if isinstance(action, SavePacks)]
+    healed = {source.entry.chunk for save in saves for source in save.sources}
+    put_back = {action.key for action in actions if isinstance(action, PutBack)}
     for finding in facts.report.findings:
         if finding.commits and finding.chunk not in healed and finding.key not in put_back:
             yield finding
-
-
-def _apply(action: Action, offline_store: OfflineStore, mirrors: Sequence[Storage]) -> None:
-    storage = offline_store.storage
-    match action:
-        case WriteConfig():
-            keep_copy(storage, CONFIG_KEY)
-            storage.put(CONFIG_KEY, encode_config(action.config))
-        case PutBack():
-            _put_back(action.recovered, offline_store)
-        case SetAside():
-            quarantine(storage, action.key)
-        case CopyTwin():
-            copy_twin(action, offline_store, _log(offline_store))
-        case SavePacks():
-            save_packs(action, offline_store, _log(offline_store), mirrors)
-        case Mark():
-            setting = action.commits or None
-            _log(offline_store).append(entries.Settings(((DAMAGED_SETTING, setting),)))
-        case Rebuild():
-            _drop_indexes(offline_store)
-
-
-def _put_back(recovered: RecoveredObject, offline_store: OfflineStore) -> None:
-    """An entry's name is never free meanwhile, so that no writer takes it; a document is needed
-    only while its commit is listed."""
-    if recovered.commit is None:
-        keep_copy(offline_store.storage, recovered.key)
-    elif recovered.commit not in _log(offline_store).state.commits:
-        return
-    else:
-        quarantine(offline_store.storage, recovered.key)
-    offline_store.storage.put(recovered.key, recovered.data)
-
-
-def _log(offline_store: OfflineStore) -> Log:
-    log = offline_store.open_log()
-    log.replay()
-    return log
-
-
-def _drop_indexes(offline_store: OfflineStore) -> None:
-    from ckptstore.index.catalog import Catalog
-    from ckptstore.index.chunks import ChunkIndex
-
-    Catalog.open(offline_store.catalog_path, offline_store.config.store).reset()
-    index = ChunkIndex.open(offline_store.chunks_path, offline_store.config.store)
-    index.reset()
-    index.close()

@@ -8,29 +8,26 @@ was read, too. If storage does not answer, the pack stays.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
 
 from ckptstore.core.ids import ChunkId, PackId
 from ckptstore.core.model import PackEntry
-from ckptstore.errors import Conflict, Corrupt, NotFound, Unavailable
+from ckptstore.core.text import count_text
+from ckptstore.errors import CkptStoreError, Conflict, Corrupt, NotFound, Unavailable
 from ckptstore.log import entries
 from ckptstore.log.log import Log
 from ckptstore.log.sessions import open_session
 from ckptstore.maintenance.check.fsck import Facts
+from ckptstore.maintenance.check.indexes import UNKNOWN
 from ckptstore.maintenance.check.offline_store import OfflineStore
-from ckptstore.maintenance.check.packs import UNKNOWN
 from ckptstore.maintenance.check.report import Kind
 from ckptstore.maintenance.repair.chunk_recovery import (
     ChunkSource,
     Source,
-    find_sources,
-    is_metadata,
-    pack_numbers,
+    find_source,
     read_source,
-    records,
     write_packs,
 )
-from ckptstore.maintenance.repair.quarantine import copy_object, quarantine
+from ckptstore.maintenance.repair.recover import copy_object, quarantine
 from ckptstore.objects.pack import LAYOUT, PAGE, SCHEMA
 from ckptstore.objects.pages import decode_page
 from ckptstore.objects.schema import decode_schema
@@ -45,6 +42,16 @@ class CopyTwin:
     pack: PackId
     source: str
     target: str
+
+    def __str__(self) -> str:
+        return f"copy {self.source} to {self.target}"
+
+    def apply(self, offline_store: OfflineStore, mirrors: Sequence[Storage]) -> None:
+        """Move the damaged twin to quarantine, and copy the sound one to its place."""
+        packs = offline_store.open_log().replay().packs.values()
+        if any(pack.id == self.pack for pack in packs):
+            quarantine(offline_store.storage, self.target)
+            copy_object(offline_store.storage, self.source, self.target)
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +68,50 @@ class SavePacks:
     lost: tuple[ChunkId, ...]
     fence: int
 
+    def __str__(self) -> str:
+        text = f"write {count_text(len(self.sources), 'verified chunk')} into new packs"
+        if self.damaged:
+            text += f", and move {', '.join(name for _, name in self.damaged)} to quarantine/"
+        if self.lost:
+            lost = count_text(len(self.lost), "chunk")
+            text += f"; {lost} that commits need could not be found"
+        return text
+
+    def apply(self, offline_store: OfflineStore, mirrors: Sequence[Storage]) -> None:
+        """New packs first, then the log, then the damaged objects: a crash anywhere leaves the old
+        state or the new.
+
+        Raises `Conflict` if others condemned packs that the plan relies on, or use the damaged
+        ones: plan again.
+        """
+        storage, log = offline_store.storage, offline_store.open_log()
+        donors = [ChunkSource(storage), *map(ChunkSource, mirrors)]
+        with open_session(storage, "repair") as session:
+            closed = write_packs(donors, self.sources, session.id)
+            state = log.replay()
+            if state.fence != self.fence:
+                raise Conflict(
+                    f"entry {state.fence} of the log condemned packs while the store was repaired; "
+                    "repeat the repair"
+                )
+            metadata = {n: state.packs[n].metadata for n, _ in self._listed(log)}
+            condemned = frozenset(n for n in metadata if state.packs[n].live)
+            if closed:
+                records = tuple(pack.record for pack in closed)
+                log.append(entries.Register(session.id, state.n, state.fence, records, condemned))
+            elif condemned:
+                log.append(entries.Condemn(state.n, state.fence, condemned, ()))
+        gone = [(n, name) for n, name in self._listed(log) if n in metadata]
+        if gone:
+            log.append(entries.Delete(frozenset(n for n, _ in gone)))
+        for n, name in gone:
+            for key in keys_of(name, metadata=metadata[n]):
+                quarantine(storage, key)
+
+    def _listed(self, log: Log) -> list[tuple[int, PackId]]:
+        packs = log.state.packs
+        return [(n, name) for n, name in self.damaged if n in packs and packs[n].id == name]
+
 
 def plan_packs(facts: Facts, mirrors: Sequence[Storage]) -> list[CopyTwin | SavePacks]:
     """Plan the actions for damaged packs and chunks. Chunks come before twins, which may be
@@ -72,33 +123,28 @@ class _Rescue:
     """The state of one plan."""
 
     def __init__(self, facts: Facts, mirrors: Sequence[Storage]) -> None:
-        self._facts, self._mirrors = facts, mirrors
-        self._storage = facts.offline_store.storage
-        state = facts.contents.state
-        self._numbers = {pack.id: number for number, pack in state.packs.items()}
-        self._wrong = {
-            name: keys for name in self._numbers if (keys := _wrong_objects(facts, name))
-        }
-
-    @cached_property
-    def _donors(self) -> list[ChunkSource]:
+        self._facts, self._storage = facts, facts.offline_store.storage
+        self._packs = facts.contents.state.packs
+        self._numbers = {pack.id: number for number, pack in self._packs.items()}
         places: dict[ChunkId, list[tuple[str, PackEntry]]] = {}
-        for name, remembered in self._facts.remembered.items():
+        for name, remembered in facts.remembered.items():
             for key in self._keys(name) if name in self._numbers else ():
                 for entry in remembered:
                     places.setdefault(entry.chunk, []).append((key, entry))
-        return [ChunkSource(self._storage, places), *map(ChunkSource, self._mirrors)]
+        self._donors = [ChunkSource(self._storage, places), *map(ChunkSource, mirrors)]
 
     def plan(self) -> list[CopyTwin | SavePacks]:
         copies: list[CopyTwin | SavePacks] = []
         damaged: set[PackId] = set()
-        for name in sorted(self._wrong):
+        for name in sorted(self._numbers):
+            if not (wrong := self._wrong_objects(name)):
+                continue
             try:
-                if self._has_sound_twin(name):
-                    source = min(set(self._keys(name)) - self._wrong[name])
-                    copies += (CopyTwin(name, source, key) for key in sorted(self._wrong[name]))
+                if sound := self._sound_twin(name, wrong):
+                    copies += (CopyTwin(name, sound, key) for key in sorted(wrong))
                 else:
-                    self._find(name)
+                    for chunk in self._chunks_of(name):
+                        find_source(self._donors, chunk)
                     damaged.add(name)
             except Unavailable:
                 # The readable chunks are unknown: the pack stays as it is.
@@ -106,160 +152,86 @@ class _Rescue:
         save = self._save(damaged)
         return [*([save] if save.damaged or save.sources else []), *copies]
 
-    def _has_sound_twin(self, name: PackId) -> bool:
-        """Whether a sound twin of a damaged object reads completely and has all chunks that the
-        pack is known to hold."""
-        sound = sorted(set(self._keys(name)) - self._wrong[name])
-        table = self._donors[0].tables.get(sound[0]) if sound else None
-        if table is None or self._chunks_of(name) - set(map(ChunkId, table["chunk"].tolist())):
-            return False
-        return all(self._reads(sound[0], chunk) for chunk in self._chunks_of(name))
+    def _wrong_objects(self, name: PackId) -> set[str]:
+        """The damaged objects of a pack; those that storage did not return are left alone."""
+        kinds = (Kind.PACK, Kind.TWIN, Kind.CHUNK)
+        return {
+            finding.key
+            for finding in self._facts.report.findings
+            if finding.pack == name and finding.kind in kinds and finding.key
+        }
 
-    def _reads(self, key: str, chunk: ChunkId) -> bool:
-        entry = next(entry for where, entry in self._donors[0].entries_of(chunk) if where == key)
-        try:
-            read_chunk_at(self._storage, key, entry)
-        except (Corrupt, NotFound):
-            return False
-        return True
+    def _sound_twin(self, name: PackId, wrong: set[str]) -> str:
+        """The twin of a damaged object that reads completely and has all chunks that the pack is
+        known to hold, or an empty text."""
+        sound, wanted = min(set(self._keys(name)) - wrong, default=""), self._chunks_of(name)
+        table = self._donors[0].tables.get(sound)
+        if table is None or wanted - set(map(ChunkId, table["chunk"].tolist())):
+            return ""
+        for chunk in wanted:
+            places = self._donors[0].entries_of(chunk)
+            try:
+                read_chunk_at(self._storage, sound, next(e for key, e in places if key == sound))
+            except (Corrupt, NotFound):
+                return ""
+        return sound
 
     def _save(self, damaged: set[PackId]) -> SavePacks:
         facts = self._facts
-        bad = {chunk.entry.chunk for chunk in facts.bad} | {
-            chunk for name in damaged for chunk in self._chunks_of(name)
-        }
-        wanted = sorted(
-            {chunk for chunk in bad if not self._is_held(chunk, damaged)} | set(facts.missing)
-        )
-        sources: dict[ChunkId, Source] = {}
-        for chunk in wanted:
+        bad = {chunk.entry.chunk for chunk in facts.bad}
+        bad.update(chunk for name in damaged for chunk in self._chunks_of(name))
+        wanted = {chunk for chunk in bad if not self._is_held(chunk, damaged)} | facts.missing
+        sources, lost = list[Source](), list[ChunkId]()
+        for chunk in sorted(wanted):
             try:
-                sources |= find_sources(self._donors, [chunk])
+                source = find_source(self._donors, chunk)
             except Unavailable:
-                continue
-        lost = tuple(chunk for chunk in wanted if chunk not in sources and chunk in facts.needed)
-        saved = tuple(self._named(sources[chunk]) for chunk in wanted if chunk in sources)
-        return SavePacks(
-            tuple((self._numbers[name], name) for name in sorted(damaged)),
-            saved,
-            lost,
-            facts.contents.state.fence,
-        )
-
-    def _find(self, name: PackId) -> None:
-        """Raises `Unavailable` if storage did not return a chunk of the pack."""
-        find_sources(self._donors, self._chunks_of(name))
+                source = None
+            if source is not None:
+                sources.append(self._named(source))
+            elif chunk in facts.needed:
+                lost.append(chunk)
+        gone = tuple((self._numbers[name], name) for name in sorted(damaged))
+        return SavePacks(gone, tuple(sources), tuple(lost), facts.contents.state.fence)
 
     def _is_held(self, chunk: ChunkId, damaged: set[PackId]) -> bool:
         """Whether a live pack that stays has a readable copy."""
-        packs = self._facts.contents.state.packs
-        places = self._facts.contents.inventory.places(chunk)
         stay = [
             place
-            for place in places
-            if place.pack not in damaged and packs[self._numbers[place.pack]].live
+            for place in self._facts.contents.inventory.places(chunk)
+            if place.pack not in damaged and self._packs[self._numbers[place.pack]].live
         ]
         try:
             read_chunk(self._storage, stay)
-        except (Corrupt, NotFound, Unavailable):
+        except CkptStoreError:
             return False
         return True
 
     def _chunks_of(self, name: PackId) -> set[ChunkId]:
         """Every chunk that the pack is known to hold, by either of its footers or by the chunk
         index."""
-        tables = (
-            self._donors[0].tables[key] for key in self._keys(name) if key in self._donors[0].tables
-        )
-        listed = {ChunkId(chunk) for table in tables for chunk in table["chunk"].tolist()}
+        tables = self._donors[0].tables
+        listed = {
+            ChunkId(chunk)
+            for key in self._keys(name)
+            if key in tables
+            for chunk in tables[key]["chunk"].tolist()
+        }
         return listed | {entry.chunk for entry in self._facts.remembered.get(name, ())}
 
     def _keys(self, name: PackId) -> tuple[str, ...]:
-        return keys_of(
-            name, metadata=self._facts.contents.state.packs[self._numbers[name]].metadata
-        )
+        return keys_of(name, metadata=self._packs[self._numbers[name]].metadata)
 
     def _named(self, source: Source) -> Source:
+        """`source` with the kind of its chunk, which the chunk index does not know."""
         if source.entry.kind != UNKNOWN:
             return source
-        return replace(
-            source, entry=source.entry._replace(kind=_kind_of(read_source(self._donors, source)))
-        )
-
-
-def _wrong_objects(facts: Facts, name: PackId) -> set[str]:
-    """The damaged objects of a pack; those that storage did not return are left alone."""
-    kinds = (Kind.PACK, Kind.TWIN, Kind.CHUNK)
-    return {
-        finding.key
-        for finding in facts.report.findings
-        if finding.pack == name and finding.kind in kinds and finding.key
-    }
-
-
-def _kind_of(metadata: memoryview) -> int:
-    for kind, decode in ((PAGE, decode_page), (SCHEMA, decode_schema)):
-        try:
-            decode(bytes(metadata))
-            return kind
-        except Corrupt:
-            continue
-    return LAYOUT
-
-
-def copy_twin(action: CopyTwin, offline_store: OfflineStore, log: Log) -> None:
-    """Move the damaged twin to quarantine, and copy the sound one to its place."""
-    if any(pack.id == action.pack for pack in log.state.packs.values()):
-        quarantine(offline_store.storage, action.target)
-        copy_object(offline_store.storage, action.source, action.target)
-
-
-def save_packs(
-    action: SavePacks, offline_store: OfflineStore, log: Log, mirrors: Sequence[Storage]
-) -> None:
-    """New packs first, then the log, then the damaged objects: a crash anywhere leaves the old
-    state or the new.
-
-    Raises `Conflict` if others condemned packs that the plan relies on, or use the damaged ones:
-    plan again.
-    """
-    donors = [ChunkSource(offline_store.storage), *map(ChunkSource, mirrors)]
-    with open_session(offline_store.storage, "repair") as session:
-        numbers = pack_numbers()
-        closed = []
-        for metadata in (False, True):
-            part = [source for source in action.sources if is_metadata(source) is metadata]
-            if part:
-                closed += write_packs(donors, part, session.id, metadata=metadata, numbers=numbers)
-        state = log.replay()
-        if state.fence != action.fence:
-            raise Conflict(
-                f"entry {state.fence} of the log condemned packs while the store was repaired; "
-                "repeat the repair"
-            )
-        metadata_of = {
-            number: state.packs[number].metadata
-            for number, name in action.damaged
-            if _is_listed(log, number, name)
-        }
-        condemned = frozenset(number for number in metadata_of if state.packs[number].live)
-        if closed:
-            log.append(
-                entries.Register(session.id, state.n, state.fence, records(closed), condemned)
-            )
-        elif condemned:
-            log.append(entries.Condemn(state.n, state.fence, condemned, ()))
-    gone = {
-        number: name
-        for number, name in action.damaged
-        if number in metadata_of and _is_listed(log, number, name)
-    }
-    if gone:
-        log.append(entries.Delete(frozenset(gone)))
-    for number, name in gone.items():
-        for key in keys_of(name, metadata=metadata_of[number]):
-            quarantine(offline_store.storage, key)
-
-
-def _is_listed(log: Log, number: int, name: PackId) -> bool:
-    return number in log.state.packs and log.state.packs[number].id == name
+        data, found = bytes(read_source(self._donors, source)), LAYOUT
+        for kind, decode in ((PAGE, decode_page), (SCHEMA, decode_schema)):
+            try:
+                decode(data)
+                found = kind
+                break
+            except Corrupt:
+                continue
+        return replace(source, entry=source.entry._replace(kind=found))

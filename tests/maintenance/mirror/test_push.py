@@ -12,7 +12,7 @@ import ckptstore
 from ckptstore.errors import Conflict, InvalidInput, NoSpace, NotFound, ReadOnly
 from ckptstore.log.entries import Register
 from ckptstore.maintenance.mirror.mirror import Mirrored, MirrorOptions, mirror
-from ckptstore.maintenance.mirror.remotes import choose
+from ckptstore.maintenance.mirror.plan import choose
 from ckptstore.repository.store_handle import StoreHandle
 from ckptstore.repository.thread_pool import ThreadPool
 from ckptstore.storage.fsspec_backend import FsspecStorage

@@ -59,7 +59,7 @@ def database(s3: S3Server, postgres: PostgresServer) -> Site:
     return Site(new_url(), s3.options(), {"index": postgres.new_url()})
 
 
-@pytest.fixture(params=["bucket", "database"])
+@pytest.fixture(params=[pytest.param("bucket", marks=pytest.mark.soak), "database"])
 def end(request: pytest.FixtureRequest) -> Site:
     site: Site = request.getfixturevalue(request.param)
     return site
@@ -219,7 +219,7 @@ from contextlib import closing
 from ckptstore.repository.store_handle import StoreHandle
 from ckptstore.repository.thread_pool import ThreadPool
 from ckptstore.maintenance.mirror.mirror import MirrorOptions, mirror
-from ckptstore.maintenance.mirror.remotes import choose
+from ckptstore.maintenance.mirror.plan import choose
 source, target, way = sys.argv[1], sys.argv[2], json.loads(sys.argv[3])
 with closing(StoreHandle(source, read_only=True)) as ours:
   with closing(StoreHandle(target, **way)) as theirs:

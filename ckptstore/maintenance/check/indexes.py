@@ -1,0 +1,229 @@
+"""This host's catalog and chunk index: compared with the log and the footers, asked what they
+remember of damaged packs, and rebuilt."""
+
+import os
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from itertools import takewhile
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from ckptstore.core.ids import ChunkId, PackId
+from ckptstore.core.model import PackEntry
+from ckptstore.errors import CkptStoreError
+from ckptstore.index.catalog_sqlite import open_catalog
+from ckptstore.index.chunks import ChunkIndex
+from ckptstore.index.chunks.lmdb_salvage import remains
+from ckptstore.index.queries import LeafInfo, Queries
+from ckptstore.log.fold import State
+from ckptstore.maintenance import Progress, silent
+from ckptstore.maintenance.check.offline_store import OfflineStore
+from ckptstore.maintenance.check.report import Finding, Kind, Severity
+from ckptstore.maintenance.check.trees import Contents
+from ckptstore.objects.pack import TENSOR, FooterTable
+from ckptstore.repository.store_handle import StoreHandle
+
+if TYPE_CHECKING:
+    from ckptstore.index.catalog import Catalog
+
+_LOOKS = 5
+"""How often the catalog is checked again while others change it."""
+
+UNKNOWN = -1
+"""The kind of a metadata chunk known only to the chunk index; the chunk itself tells its kind."""
+
+
+@dataclass(frozen=True, slots=True)
+class Reindexed:
+    """The content of the new indexes. The log lists the `unreadable` packs, but neither of their
+    footers can be read."""
+
+    entries: int
+    commits: int
+    packs: int
+    unreadable: int
+
+
+def reindex(handle: StoreHandle, *, progress: Progress = silent) -> Reindexed:
+    """Discard this host's catalog and chunk index and rebuild them from log and footers. Readers
+    and writers may continue meanwhile.
+
+    Raises `Corrupt` for a broken log: `repair` it first.
+    """
+    progress("log", 0, 0)
+    state = handle.log.replay()
+    progress("catalog", 0, state.n)
+    handle.catalog.reset()
+    handle.follow()
+    progress("chunk index", 0, len(state.packs))
+    handle.objects.index.reset()
+    handle.objects.sync(state, thorough=True)
+    indexed = len(handle.objects.index.indexed() & set(state.packs))
+    return Reindexed(state.n, len(state.commits), indexed, len(state.packs) - indexed)
+
+
+def drop_indexes(offline_store: OfflineStore) -> None:
+    """Empty both indexes; the next process that opens the store fills them."""
+    # Its import of SQLAlchemy is slow; programs that never check or repair need not wait for it.
+    from ckptstore.index.catalog import Catalog
+
+    Catalog.open(offline_store.catalog_path, offline_store.config.store).reset()
+    index = ChunkIndex.open(offline_store.chunks_path, offline_store.config.store)
+    index.reset()
+    index.close()
+
+
+def catalog_findings(offline_store: OfflineStore, contents: Contents) -> list[Finding]:
+    """Differences between this host's catalog and a fold of the log up to the same entry. Reads
+    every entry again."""
+    from ckptstore.index.catalog import Catalog
+
+    found: list[str] = []
+    # Unlike Path.exists, false for a damaged inode, whose file is recreated.
+    for _ in range(_LOOKS if os.path.exists(offline_store.catalog_path) else 0):
+        stamp = _stamp(offline_store.catalog_path)
+        fresh = Catalog.temporary(offline_store.config.store)
+        try:
+            found = list(_catalog_problems(offline_store, contents, fresh))
+        finally:
+            fresh.close()
+        # Others may replace the catalog, or create it.
+        if not found or _stamp(offline_store.catalog_path) == stamp:
+            break
+    return [
+        Finding(Kind.CATALOG, f"the catalog {what}", "run `ckptstore reindex`", Severity.INDEX)
+        for what in found
+    ]
+
+
+def _catalog_problems(
+    offline_store: OfflineStore, contents: Contents, fresh: "Catalog"
+) -> Iterator[str]:
+    """Compare a snapshot of the catalog with `fresh`, which is folded from the log."""
+    catalog = open_catalog(offline_store.catalog_path, offline_store.config.store)
+    if catalog is None:
+        yield "cannot be read, or is of another store or version"
+        return
+    try:
+        with catalog.one_moment():
+            head = catalog.position().n
+            entries = offline_store.open_log().read_entries()
+            fresh.fold(takewhile(lambda entry: entry.n <= head, entries))
+            yield from _differences(catalog, fresh.queries(), contents)
+    except CkptStoreError as error:
+        yield str(error)
+    finally:
+        catalog.close()
+
+
+def _stamp(path: Path) -> tuple[int, ...]:
+    """Detects changes of the file at `path` and of its write-ahead log."""
+    stamps: list[int] = []
+    for name in (path, path.with_name(path.name + "-wal")):
+        with suppress(OSError):
+            status = os.stat(name)
+            stamps += (status.st_ino, status.st_size, status.st_mtime_ns)
+    return tuple(stamps)
+
+
+def _differences(catalog: Queries, fresh: Queries, contents: Contents) -> Iterator[str]:
+    asked: tuple[tuple[str, Any, Any], ...] = (
+        ("position", catalog.position(), fresh.position()),
+        ("commits", catalog.log(forgotten=True), wanted := fresh.log(forgotten=True)),
+        ("tags", catalog.tags(), fresh.tags()),
+        ("runs", catalog.runs(), fresh.runs()),
+        ("packs", catalog.packs(), fresh.packs()),
+        ("totals", catalog.totals(), fresh.totals()),
+    )
+    for name, got, right in asked:
+        # Compared by repr, because a metric may be NaN.
+        if repr(got) != repr(right):
+            yield f"has other {name} than the log: {_first_difference(got, right)}"
+    for schema in sorted({schema for info in wanted for schema in info.schemas.values()}):
+        leaves = catalog.leaves(schema)
+        # A schema that cannot be read is a separate finding.
+        with suppress(CkptStoreError):
+            if leaves is not None and leaves != _leaves(contents, schema):
+                yield f"has other leaves than schema {schema[:12]}"
+
+
+def _first_difference(got: Any, wanted: Any) -> str:
+    if isinstance(got, list) and len(got) == len(wanted):
+        got, wanted = next((a, b) for a, b in zip(got, wanted, strict=True) if repr(a) != repr(b))
+    return f"wanted {wanted!s:.300}, got {got!s:.300}"
+
+
+def _leaves(contents: Contents, schema_id: str) -> list[LeafInfo]:
+    schema = contents.schema(ChunkId(bytes.fromhex(schema_id)))
+    columns = (schema.paths, schema.kinds, schema.dtypes, schema.shapes, schema.aliases)
+    return [LeafInfo(*row) for row in zip(*columns, strict=True)]
+
+
+def index_findings(
+    offline_store: OfflineStore, state: State, tables: Mapping[PackId, FooterTable]
+) -> Iterator[Finding]:
+    """Chunks that this host's chunk index places where the footers do not have them. An unknown
+    chunk is only looked up again later."""
+    if not os.path.exists(offline_store.chunks_path):
+        return
+    index = ChunkIndex.open(offline_store.chunks_path, offline_store.config.store)
+    try:
+        listed = {n: tables[pack.id] for n, pack in state.packs.items() if pack.id in tables}
+        for number in sorted(index.indexed() & listed.keys()):
+            name = state.packs[number].id
+            # Others may rebuild the index between two looks; only an error before and after a look
+            # at its packs counts.
+            looks = (_compared(index, number, listed) for _ in range(2))
+            if all(any(look) and index.pack_ids([number]) == {number: name} for look in looks):
+                lost, wrong = _compared(index, number, listed)
+                yield Finding(
+                    Kind.CHUNK_INDEX,
+                    f"the chunk index has {lost} chunks of pack {name} nowhere and {wrong} in the "
+                    "wrong place",
+                    "run `ckptstore reindex`",
+                    Severity.INDEX,
+                    pack=name,
+                )
+    finally:
+        index.close()
+
+
+def _compared(index: ChunkIndex, number: int, listed: Mapping[int, FooterTable]) -> tuple[int, int]:
+    """The number of a pack's chunks that the index lacks, and that it places wrongly."""
+    table = listed[number]
+    where = index.get_many(table["chunk"].tobytes())
+    found, mine = where["found"] == 1, where["pack"] == number
+    right = np.logical_and.reduce(
+        [where[name] == table[name] for name in ("offset", "stored", "raw", "codec")]
+    )
+    wrong = int((found & mine & ~right).sum())
+    # Other chunks, of unlisted packs, are looked up again later.
+    for other in listed.keys() & set(where["pack"][found & ~mine].tolist()):
+        rows = found & (where["pack"] == other)
+        claimed = zip(table["chunk"][rows].tolist(), where["offset"][rows].tolist(), strict=True)
+        there = zip(listed[other]["chunk"].tolist(), listed[other]["offset"].tolist(), strict=True)
+        wrong += len(set(claimed) - set(there))
+    return int((~found).sum()), wrong
+
+
+def remembered(
+    offline_store: OfflineStore, state: State, names: Collection[PackId | None]
+) -> dict[PackId, list[PackEntry]]:
+    """The chunk index's knowledge of packs; metadata has the kind `UNKNOWN`. Does not open the
+    index."""
+    packs = {number: pack for number, pack in state.packs.items() if pack.id in names}
+    found: dict[PackId, list[PackEntry]] = {}
+    path, store = offline_store.chunks_path, offline_store.config.store
+    for ids, rows in remains(path, store) if packs else ():
+        mine = np.isin(rows["pack"], list(packs))
+        for chunk, row in zip(ids[mine].tolist(), rows[mine], strict=True):
+            pack = packs[int(row["pack"])]
+            kind = UNKNOWN if pack.metadata else TENSOR
+            fields = ("offset", "stored", "raw", "codec", "width")
+            offset, stored, raw, codec, width = (int(row[name]) for name in fields)
+            entry = PackEntry(ChunkId(chunk), offset, stored, raw, codec, width, kind, 0)
+            found.setdefault(pack.id, []).append(entry)
+    return found

@@ -1,0 +1,261 @@
+"""Documents, schemas and pages of commits, read by the packs' footers alone: their problems, and
+the users of a chunk.
+
+Another process may collect meanwhile. A missing object counts only if nothing was removed in
+between. The log tells, because the entry that deletes a pack or purges a commit precedes the
+removal of its objects (docs/gc.md).
+"""
+
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass
+from functools import cache, lru_cache
+
+from ckptstore.core.ids import CHUNK_ID_BYTES, ChunkId, CommitId, PackId, document_key, twin_key
+from ckptstore.core.model import CommitDocument, TreeRef
+from ckptstore.errors import CkptStoreError, Corrupt
+from ckptstore.log.fold import CommitRow, State
+from ckptstore.maintenance.check.report import Finding, Kind, severity_of
+from ckptstore.objects.documents import decode_document
+from ckptstore.objects.pack import LAYOUT, PAGE, SCHEMA, FooterTable
+from ckptstore.objects.pages import decode_page, join_pages
+from ckptstore.objects.schema import decode_schema
+from ckptstore.repository.footer_index import Inventory, load_tables, read_chunk
+from ckptstore.repository.footers import read_table_at
+from ckptstore.restore.reader import Tree
+from ckptstore.storage.contract import Storage
+
+_CACHED = 1024
+
+
+@dataclass(frozen=True, slots=True)
+class Referrer:
+    """The users of a chunk: commits, oldest first, and one of their leaves (or a description,
+    for metadata)."""
+
+    commits: tuple[CommitId, ...]
+    leaf: str
+
+
+class Contents:
+    """The chunks of the packs that `state` lists, and the trees of its commits. `tables` are the
+    footers, `problems` the reasons why others could not be read. Schemas and pages are cached
+    while they are likely to be needed again."""
+
+    def __init__(
+        self,
+        storage: Storage,
+        state: State,
+        before: "Contents | None" = None,
+        *,
+        twins: bool = False,
+    ) -> None:
+        """Reads the footers, except those in `before`. With `twins`, reads those of twins too: an
+        exchanged pack hides what its twin holds."""
+        self.state, self._storage = state, storage
+        self.tables: dict[PackId, FooterTable] = {}
+        self.problems: dict[PackId, CkptStoreError] = {}
+        for name, table in load_tables(storage, state, before.tables if before else None):
+            if isinstance(table, CkptStoreError):
+                self.problems[name] = table
+            else:
+                self.tables[name] = table
+        self.inventory = Inventory(self.tables, dict(self._strays()) if twins else None)
+        self.metadata = lru_cache(_CACHED)(self.read)
+        self.schema = lru_cache(_CACHED)(lambda chunk: decode_schema(self.read(chunk)))
+
+    def _strays(self) -> Iterator[tuple[str, tuple[PackId, FooterTable]]]:
+        """Tables of twins that list other chunks than their packs do."""
+        for pack in self.state.packs.values():
+            key = twin_key(pack.id)
+            try:
+                table = read_table_at(self._storage, key) if pack.metadata else None
+            except CkptStoreError:
+                continue
+            known = self.tables.get(pack.id)
+            if table is not None and known is not None and table.tobytes() != known.tobytes():
+                yield key, (pack.id, table)
+
+    def commits(self) -> list[tuple[CommitId, CommitRow]]:
+        """The commits, oldest first."""
+        return sorted(self.state.commits.items(), key=lambda item: item[1].n)
+
+    def document(self, commit: CommitId) -> CommitDocument:
+        """The document of a commit; raises `Corrupt`, `NotFound` or `Unavailable`."""
+        row = self.state.commits[commit]
+        document = decode_document(self._storage.read(document_key(row.session, commit)), commit)
+        wanted = (row.run, row.step, row.content)
+        # Store and session are where it was first committed: it may be mirrored.
+        if (document.run, document.step, document.content) != wanted:
+            raise Corrupt(
+                f"the document of commit {commit[:12]} is not the one that the log tells of: "
+                f"wanted {wanted}"
+            )
+        return document
+
+    def documents(self) -> Iterator[tuple[CommitId, CommitDocument]]:
+        """The documents that can be read, oldest first."""
+        for commit, _ in self.commits():
+            try:
+                yield commit, self.document(commit)
+            except CkptStoreError:
+                continue
+
+    def read(self, chunk: ChunkId) -> bytes:
+        """The bytes of a chunk from any location that matches its id; raises `Corrupt`,
+        `NotFound` or `Unavailable`."""
+        return bytes(read_chunk(self._storage, self.inventory.places(chunk)))
+
+    def tree(self, key: str, ref: TreeRef, chunk_bytes: int) -> Tree:
+        """One key's schema and complete content."""
+        schema = self.schema(ref.schema)
+        pages = [self.metadata(page) for page in ref.pages]
+        return Tree(key, ref, schema, join_pages(pages, len(schema)), chunk_bytes)
+
+    def referrers(self, chunks: Collection[ChunkId]) -> Mapping[ChunkId, Referrer]:
+        """The users of `chunks`. Reads every document, and every page once."""
+        wanted, found = frozenset(chunks), dict[ChunkId, Referrer]()
+
+        @cache
+        def hits(page: ChunkId) -> tuple[tuple[int, ChunkId], ...]:
+            return tuple(self._hits(page, wanted))
+
+        for commit, document in self.documents() if wanted else ():
+            names = {
+                chunk: leaf for chunk, leaf in _metadata_names(document) if chunk in wanted
+            } | {
+                chunk: self._path(key, ref, leaf)
+                for key, ref in document.trees
+                for page in ref.pages
+                for leaf, chunk in hits(page)
+            }
+            for chunk, leaf in names.items():
+                known = found.get(chunk, Referrer((), leaf))
+                found[chunk] = Referrer((*known.commits, commit), known.leaf)
+        return found
+
+    def _hits(self, page: ChunkId, wanted: frozenset[ChunkId]) -> Iterator[tuple[int, ChunkId]]:
+        """The leaves of a page that need one of `wanted`; none if the page cannot be read."""
+        try:
+            decoded = decode_page(self.metadata(page))
+        except CkptStoreError:
+            return
+        for leaf, content in enumerate(decoded.leaves, decoded.first_leaf):
+            for i in range(0, len(content.ids), CHUNK_ID_BYTES):
+                if (chunk := ChunkId(content.ids[i : i + CHUNK_ID_BYTES])) in wanted:
+                    yield leaf, chunk
+
+    def _path(self, key: str, ref: TreeRef, leaf: int) -> str:
+        try:
+            return self.schema(ref.schema).paths[leaf]
+        except (CkptStoreError, IndexError):
+            return f"leaf {leaf} of {key}"
+
+
+def taken(before: State, now: State) -> bool:
+    """Whether packs or commits that `before` lists are no longer listed `now`. Pure."""
+    names = {pack.id for pack in now.packs.values()}
+    return any(pack.id not in names for pack in before.packs.values()) or any(
+        commit not in now.commits for commit in before.commits
+    )
+
+
+def metadata_of(document: CommitDocument) -> dict[ChunkId, int]:
+    """The kinds of a commit's schemas, pages and layout."""
+    kinds = {
+        chunk: kind
+        for _, ref in document.trees
+        for chunk, kind in ((ref.schema, SCHEMA), *((page, PAGE) for page in ref.pages))
+    }
+    return kinds if document.layout is None else {**kinds, document.layout: LAYOUT}
+
+
+def _metadata_names(document: CommitDocument) -> Iterator[tuple[ChunkId, str]]:
+    if document.layout is not None:
+        yield document.layout, "its layout"
+    for key, ref in document.trees:
+        yield ref.schema, f"the schema of {key}"
+        yield from ((page, f"page {number} of {key}") for number, page in enumerate(ref.pages))
+
+
+class Walk:
+    """Connectivity: visits every distinct tree and page of the commits once, and looks up its
+    chunks. `missing` collects absent and unreadable chunks, `commits` the affected commits."""
+
+    def __init__(self, contents: Contents, chunk_bytes: int) -> None:
+        self.missing: set[ChunkId] = set()
+        self.commits: set[CommitId] = set()
+        self.findings: list[Finding] = []
+        self._contents, self._chunk_bytes = contents, chunk_bytes
+        self._is_whole = cache(self._look_at)
+        self._fits: dict[TreeRef, bool] = {}
+
+    def commit(self, commit: CommitId, row: CommitRow) -> None:
+        """Check one commit."""
+        try:
+            document = self._contents.document(commit)
+        except CkptStoreError as error:
+            self.findings.append(_no_document(commit, row, error))
+            self.commits.add(commit)
+            return
+        whole = [self._is_whole(chunk, kind) for chunk, kind in metadata_of(document).items()]
+        for key, ref in document.trees:
+            if ref not in self._fits and self.missing.isdisjoint((ref.schema, *ref.pages)):
+                found = [_misfit(key, commit, row, what) for what in self._misfits(key, ref)]
+                self.findings += found
+                self._fits[ref] = not found
+        if not all(whole) or not all(self._fits.get(ref) for _, ref in document.trees):
+            self.commits.add(commit)
+
+    def _look_at(self, chunk: ChunkId, kind: int) -> bool:
+        """Whether a location holds the bytes of this chunk, and those that it names exist."""
+        try:
+            data = self._contents.metadata(chunk)
+        except CkptStoreError:
+            self.missing.add(chunk)
+            return False
+        try:
+            leaves = decode_page(data).leaves if kind == PAGE else ()
+        except Corrupt:
+            # The page matches its id but is malformed; the finding is made for its tree.
+            return True
+        missing = self._contents.inventory.missing(b"".join(content.ids for content in leaves))
+        self.missing.update(missing)
+        return not missing
+
+    def _misfits(self, key: str, ref: TreeRef) -> Iterator[str]:
+        """Leaves whose content does not match their shape: path and problem."""
+        try:
+            tree = self._contents.tree(key, ref, self._chunk_bytes)
+        except Corrupt as error:
+            yield str(error)
+            return
+        for i, path in enumerate(tree.schema.paths):
+            try:
+                if tree.schema.aliases[i] < 0:
+                    tree.check(i)
+            except (Corrupt, KeyError, ValueError) as error:
+                yield f"{path}: {error}"
+
+
+def _misfit(key: str, commit: CommitId, row: CommitRow, what: str) -> Finding:
+    return Finding(
+        Kind.TREE,
+        f"tree {key} of commit {commit[:12]} does not fit together: {what}",
+        "restore another commit",
+        severity_of(hidden=row.soft > 0),
+        leaf=what.split(":")[0],
+        commits=(commit,),
+    )
+
+
+def _no_document(commit: CommitId, row: CommitRow, error: CkptStoreError) -> Finding:
+    return Finding(
+        Kind.DOCUMENT,
+        f"the document of commit {commit[:12]} (run {row.run}, step {row.step}) cannot be read: "
+        f"{error}",
+        "run `ckptstore repair`, with --from and a mirror that has it; no other commit is hit",
+        severity_of(hidden=row.soft > 0),
+        document_key(row.session, commit),
+        row.n,
+        commits=(commit,),
+    )
