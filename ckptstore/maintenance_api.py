@@ -258,21 +258,14 @@ class Maintenance:
             >>> store.push("s3://bucket/checkpoints", "best:val_loss")
         """
         options = MirrorOptions(tags, force, verify)
-        wanted = choose(
-            self._handle, refs, run=run or (self.run if refs else None), ancestors=ancestors
-        )
+        run = run or (self.run if refs else None)
+        wanted = choose(self._handle, refs, run=run, ancestors=ancestors)
         like = self._handle if create else None
         there = storage or Storage()
+        threads = self._internals.runtime.threads
         with other_end(to, like=like, storage_options=there.options, index=there.index) as target:
-            return mirror(
-                self._handle,
-                target,
-                wanted,
-                options,
-                self._internals.runtime.threads,
-                dry_run=dry_run,
-                progress=progress,
-            )
+            ends = (self._handle, target)
+            return mirror(*ends, wanted, options, threads, dry_run=dry_run, progress=progress)
 
     def pull(
         self,
@@ -290,22 +283,15 @@ class Maintenance:
         """Copy commits from the store at `source`, in which `refs` are resolved; as `push`."""
         self._handle.check_writable()
         options = MirrorOptions(tags, force, verify)
+        run = run or (self.run if refs else None)
         there = storage or Storage()
+        threads = self._internals.runtime.threads
         with other_end(
             source, read_only=True, storage_options=there.options, index=there.index
         ) as origin:
-            wanted = choose(
-                origin, refs, run=run or (self.run if refs else None), ancestors=ancestors
-            )
-            return mirror(
-                origin,
-                self._handle,
-                wanted,
-                options,
-                self._internals.runtime.threads,
-                dry_run=dry_run,
-                progress=progress,
-            )
+            wanted = choose(origin, refs, run=run, ancestors=ancestors)
+            ends = (origin, self._handle)
+            return mirror(*ends, wanted, options, threads, dry_run=dry_run, progress=progress)
 
     def mirror(
         self,
@@ -317,13 +303,7 @@ class Maintenance:
         """Copy every commit and tag to the store at `to`, which is made if there is none. Tags move
         to their commits here. Other commits of `to` stay.
         """
-        return self.push(
-            to,
-            force=True,
-            create=True,
-            storage=storage,
-            progress=progress,
-        )
+        return self.push(to, force=True, create=True, storage=storage, progress=progress)
 
     def reindex(self) -> Reindexed:
         """Rebuild this host's catalog and chunk index from log and packs."""

@@ -1,5 +1,7 @@
-"""How a file comes to mean a commit, and how the commit is read through it: pointer files
-(`objects.pointer_files` has their format)."""
+"""Write pointer files, which name a commit, and open commits through them.
+
+`objects.pointer_files` has the format.
+"""
 
 import os
 from contextlib import ExitStack
@@ -20,26 +22,20 @@ def open_pointer(
     storage: Storage | None = None,
     threads: int | None = None,
 ) -> Snapshot:
-    """The commit that the pointer file at `path` means, read from the store that it names, which is
-    opened read-only.
+    """Open the commit that the pointer file at `path` names, in the store that it names, read-only.
 
     Use it as a context manager, or call `close`: it closes the store. The options are those of
-    `ckptstore.open`. Where the store is open already, `store.checkout(path)` is the way; a path is
-    taken wherever a ref is.
+    `ckptstore.open`. If the store is open already, use `store.checkout(path)`: a path can stand for
+    any ref.
 
-    Raises `NotFound` if there is no such file, store or commit, `InvalidInput` for what is no
+    Raises `NotFound` if there is no such file, store or commit, `InvalidInput` if the file is not a
     pointer file.
     """
     pointer = read_pointer(path)
     with ExitStack() as undo:
         try:
-            store = open(
-                pointer.store,
-                create=False,
-                read_only=True,
-                storage=storage,
-                threads=threads,
-            )
+            place = pointer.store
+            store = open(place, create=False, read_only=True, storage=storage, threads=threads)
             undo.callback(store.close)
             snapshot = store.checkout(pointer.id)
         except NotFound as error:
@@ -50,11 +46,11 @@ def open_pointer(
 
 
 def write_pointer(path: str | os.PathLike[str], store: Store, ref: AnyRef = "latest") -> Snapshot:
-    """Let the file at `path` mean the commit `ref` of `store`, and return that commit; a pointer
-    file that is there is replaced, at once.
+    """Make the file at `path` name the commit `ref` of `store`, and return that commit. An existing
+    pointer file is replaced atomically.
 
-    The file protects the commit from nothing: a tag does. Raises as `Store.checkout` does,
-    `Conflict` if `path` is something else, `InvalidInput` for a store that is in memory only or
+    The file does not protect the commit from `forget`; a tag does. Raises as `Store.checkout` does,
+    `Conflict` if `path` is something else, `InvalidInput` for a store that is only in memory or
     whose URL has secrets in it.
     """
     snapshot = store.checkout(ref)

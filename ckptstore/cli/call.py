@@ -2,8 +2,8 @@
 
 import os
 from argparse import Namespace
-from collections.abc import Iterable, Mapping, Sequence
-from contextlib import ExitStack, closing
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -53,12 +53,8 @@ class Call:
             place = read_pointer(path).store
         else:
             place = self._place_or_pointer(refs)
-        try:
+        with _opening():
             handle = self.stack.enter_context(closing(StoreHandle(place, index=self.args.index)))
-        except NotFound as error:
-            raise NoStore(str(error)) from error
-        except InvalidInput as error:
-            raise UnusableStore(str(error)) from error
         self.url = handle.url
         return handle
 
@@ -66,14 +62,9 @@ class Call:
         """The store that the command line names, however damaged. Raises as `open` does."""
         from ckptstore.maintenance.check.offline_store import open_offline_store
 
-        try:
-            store = self.stack.enter_context(
-                open_offline_store(self.place(), index=self.args.index)
-            )
-        except NotFound as error:
-            raise NoStore(str(error)) from error
-        except InvalidInput as error:
-            raise UnusableStore(str(error)) from error
+        place = self.place()
+        with _opening():
+            store = self.stack.enter_context(open_offline_store(place, index=self.args.index))
         self.url = store.storage.url
         return store
 
@@ -107,6 +98,17 @@ class Call:
                 f"use it, write ./{pointer}"
             )
         return read_pointer(place).store
+
+
+@contextmanager
+def _opening() -> Iterator[None]:
+    """The errors of opening a store, as the ones of a command."""
+    try:
+        yield
+    except NotFound as error:
+        raise NoStore(str(error)) from error
+    except InvalidInput as error:
+        raise UnusableStore(str(error)) from error
 
 
 def _advice(directory: Path) -> str:

@@ -2,26 +2,26 @@
 
 from ckptstore.cli.options import (
     Command,
+    Option,
     Options,
     count,
     flag,
-    operand,
     several,
     share,
     size,
-    value,
 )
 from ckptstore.core.config import CHUNK_BYTES, CODECS
 
 _PLACE = "a directory or a URL"
-_RUN = value("--run", "RUN", "resolve steps, 'latest' and 'best:' in this run")
-_REF = operand("ref", "REF", "the commit (default: latest)", nargs="?", default="latest")
+_RUN = Option("--run", "RUN", "resolve steps, 'latest' and 'best:' in this run")
+_REF = Option("ref", "REF", "the commit (default: latest)", nargs="?", default="latest")
 _DRY_RUN = flag("-n --dry-run", "print the plan and change nothing")
-_READ_DATA = value(
+_READ_DATA = Option(
     "--read-data",
     "AMOUNT",
     "read and hash stored data: all, or an amount such as 5%% or 10G, oldest check first",
-    without="100%",
+    nargs="?",
+    const="100%",
 )
 _FOLD = (
     flag("-a --all", "print one line per leaf", dest="fold", means=False, default=None),
@@ -29,11 +29,11 @@ _FOLD = (
 )
 _VERIFY = flag("--verify", "read written data back before a commit appears")
 _PICKLE = flag("--allow-pickle", "unpickle data if necessary; this may run any code")
-_TO_INDEX = value("--to-index", "URL", "the database with the log of TO, if it is in one")
-_FROM_INDEX = value("--from-index", "URL", "the database with the log of FROM, if it is in one")
+_TO_INDEX = Option("--to-index", "URL", "the database with the log of TO, if it is in one")
+_FROM_INDEX = Option("--from-index", "URL", "the database with the log of FROM, if it is in one")
 _MIRROR: Options = (
-    operand("refs", "REF", "commits of the source (default: all)", nargs="*"),
-    value("--run", "RUN", "copy commits of this run only, and resolve REFs in it"),
+    Option("refs", "REF", "commits of the source (default: all)", nargs="*"),
+    Option("--run", "RUN", "copy commits of this run only, and resolve REFs in it"),
     flag("--ancestors", "copy all ancestors of the REFs too"),
     (
         flag("--force", "move tags that name another commit in the target"),
@@ -50,20 +50,20 @@ COMMANDS = (
         "setup.init",
         "create an empty store",
         (
-            operand(
+            Option(
                 "path",
                 "PATH",
                 "a new or empty directory, or a URL (default: -s, $CKPTSTORE, or here)",
                 nargs="?",
             ),
-            value(
+            Option(
                 "--chunk-size",
                 "SIZE",
                 "a power of two from 64KiB to 64MiB (default: 1MiB)",
                 type=size,
                 default=CHUNK_BYTES,
             ),
-            value(
+            Option(
                 "--codec",
                 "CODEC",
                 f"{', '.join(CODECS)} (default: raw)",
@@ -78,20 +78,18 @@ COMMANDS = (
         "log.log",
         "list commits, newest first",
         (
-            value("-n", "N", "list at most N commits", type=count, dest="limit"),
+            Option("-n", "N", "list at most N commits", type=count, dest="limit"),
             flag("-a --all", "list every commit"),
             several("--run", "RUN", "commits of this run (default: all runs)"),
-            several(
-                "--tag", "GLOB", "commits with a tag that matches GLOB", nargs="?", without="*"
-            ),
-            value(
+            several("--tag", "GLOB", "commits with a tag that matches GLOB", nargs="?", const="*"),
+            Option(
                 "--since",
                 "TIME",
                 "commits since TIME: a span before now (90min, 2h, 3d), or a date or time",
             ),
-            value("--until", "TIME", "commits until TIME"),
+            Option("--until", "TIME", "commits until TIME"),
             several("--metric", "NAME", "show this metric (default: the three most frequent)"),
-            value("--sort", "METRIC[:max]", "sort by a metric, smallest first; with :max, largest"),
+            Option("--sort", "METRIC[:max]", "sort by a metric: smallest first, or largest"),
             (
                 flag(
                     "--graph",
@@ -126,7 +124,7 @@ COMMANDS = (
         (
             _REF,
             _RUN,
-            operand(
+            Option(
                 "globs",
                 "GLOB",
                 "leaves whose path, in full or below its key, matches or lies below: model, "
@@ -144,8 +142,8 @@ COMMANDS = (
         "diff.diff",
         "compare two commits leaf by leaf",
         (
-            operand("a", "A", "the older commit"),
-            operand("b", "B", "the newer commit"),
+            Option("a", "A", "the older commit"),
+            Option("b", "B", "the newer commit"),
             _RUN,
             flag("--stat", "print sums per key"),
             _FOLD,
@@ -156,8 +154,8 @@ COMMANDS = (
         "tag.tag",
         "list, set or remove tags",
         (
-            operand("name", "NAME", "the tag to set or move", nargs="?"),
-            operand("ref", "REF", "the commit that it names (default: latest)", nargs="?"),
+            Option("name", "NAME", "the tag to set or move", nargs="?"),
+            Option("ref", "REF", "the commit that it names (default: latest)", nargs="?"),
             flag("--names", "list only the names"),
             several(
                 "-d --delete",
@@ -175,7 +173,7 @@ COMMANDS = (
         "stats.stats",
         "show the size of the store and its largest commits",
         (
-            value(
+            Option(
                 "-n",
                 "N",
                 "list the N commits with most exclusive bytes (default: 10)",
@@ -190,27 +188,27 @@ COMMANDS = (
         "maintain.forget",
         "forget commits by policy or by name",
         (
-            operand("refs", "REF", "commits to forget, instead of --keep options", nargs="*"),
-            value("--keep-last", "N", "keep the newest N", type=count),
-            value("--keep-every-steps", "N", "keep steps that are multiples of N", type=count),
+            Option("refs", "REF", "commits to forget, instead of --keep options", nargs="*"),
+            Option("--keep-last", "N", "keep the newest N", type=count),
+            Option("--keep-every-steps", "N", "keep steps that are multiples of N", type=count),
             several(
                 "--keep-best",
                 ("METRIC[:max]", "N"),
                 "keep the best N (default: 1) by a metric",
                 nargs="+",
             ),
-            value(
+            Option(
                 "--keep-within",
                 "SPAN",
                 "keep commits at most SPAN (90min, 12h, 7d) older than the run's newest",
             ),
             *(
-                value(
+                Option(
                     f"--keep-{period}", "N", f"keep the newest of each of N {period}s", type=count
                 )
                 for period in ("hourly", "daily", "weekly", "monthly")
             ),
-            value("--run", "RUN", "this run only (default: all); REFs are resolved in it"),
+            Option("--run", "RUN", "this run only (default: all); REFs are resolved in it"),
             _DRY_RUN,
         ),
         "Forget the commits that no --keep option keeps, in each run, or the commits REF. Tagged "
@@ -221,7 +219,7 @@ COMMANDS = (
         "undelete",
         "maintain.undelete_commits",
         "restore forgotten commits",
-        (operand("refs", "REF", "ids of forgotten commits, or prefixes of ids", nargs="+"),),
+        (Option("refs", "REF", "ids of forgotten commits, or prefixes of ids", nargs="+"),),
     ),
     Command(
         "gc",
@@ -229,14 +227,14 @@ COMMANDS = (
         "delete what no commit needs",
         (
             _DRY_RUN,
-            value(
+            Option(
                 "--max-unused",
                 "SHARE",
                 "share of dead bytes that packs may keep (default: 5%%)",
                 type=share,
                 default=0.05,
             ),
-            value(
+            Option(
                 "--max-repack",
                 "SIZE",
                 "copy at most SIZE, such as 10G (default: no limit)",
@@ -254,7 +252,7 @@ COMMANDS = (
         "maintain.fsck_store",
         "check the store for damage",
         (
-            value(
+            Option(
                 "--level",
                 "LEVEL",
                 "the depth of the check (default: connectivity)",
@@ -295,7 +293,7 @@ COMMANDS = (
         "moving.push",
         "copy commits to another store",
         (
-            operand("other", "TO", _PLACE),
+            Option("other", "TO", _PLACE),
             flag("--create", "create the store TO if there is none"),
             _TO_INDEX,
             *_MIRROR,
@@ -307,7 +305,7 @@ COMMANDS = (
         "pull",
         "moving.pull",
         "copy commits from another store",
-        (operand("other", "FROM", _PLACE), _FROM_INDEX, *_MIRROR),
+        (Option("other", "FROM", _PLACE), _FROM_INDEX, *_MIRROR),
         "Copy commits and their tags from the store FROM, as `push` does.",
     ),
     Command(
@@ -315,9 +313,9 @@ COMMANDS = (
         "moving.clone",
         "copy a whole store",
         (
-            operand("other", "FROM", _PLACE),
-            operand("to", "TO", "a new directory or a URL"),
-            value("--run", "RUN", "copy commits of this run only"),
+            Option("other", "FROM", _PLACE),
+            Option("to", "TO", "a new directory or a URL"),
+            Option("--run", "RUN", "copy commits of this run only"),
             _VERIFY,
             _FROM_INDEX,
             _TO_INDEX,
@@ -330,11 +328,11 @@ COMMANDS = (
         "moving.import_files",
         "commit files of another format",
         (
-            operand("path", "PATH", "a file or a directory"),
-            value("--run", "RUN", "the run of the commit (default: $CKPTSTORE_RUN, else main)"),
-            value("--step", "N", "its step", type=count),
+            Option("path", "PATH", "a file or a directory"),
+            Option("--run", "RUN", "the run of the commit (default: $CKPTSTORE_RUN, else main)"),
+            Option("--step", "N", "its step", type=count),
             several("--tag", "NAME", "a tag for it"),
-            value("--message", "TEXT", "its message (default: the origin)", default=""),
+            Option("--message", "TEXT", "its message (default: the origin)", default=""),
             several("--metric", "NAME=VALUE", "one of its metrics"),
             _PICKLE,
         ),
@@ -347,10 +345,10 @@ COMMANDS = (
         "moving.export_files",
         "write a commit as files of another format",
         (
-            operand("ref", "REF", "the commit"),
-            operand("path", "PATH", "a new file or directory"),
+            Option("ref", "REF", "the commit"),
+            Option("path", "PATH", "a new file or directory"),
             _RUN,
-            value("--format", "FORMAT", f"one of {', '.join(_FORMATS)}", choices=_FORMATS),
+            Option("--format", "FORMAT", f"one of {', '.join(_FORMATS)}", choices=_FORMATS),
             several("--select", "KEY|GLOB", "a key of the state, or leaves by their paths"),
             _PICKLE,
         ),
@@ -364,7 +362,7 @@ COMMANDS = (
         "update the catalog to this version, or move the log",
         (
             (
-                value(
+                Option(
                     "--log-to",
                     "URL",
                     "move the log to postgresql+psycopg://USER@HOST/DATABASE, or to 'store'",
@@ -383,7 +381,7 @@ COMMANDS = (
         "completion",
         "setup.completion",
         "print a completion script for a shell",
-        (operand("shell", "SHELL", "bash, zsh or fish", choices=("bash", "zsh", "fish")),),
+        (Option("shell", "SHELL", "bash, zsh or fish", choices=("bash", "zsh", "fish")),),
         'Print a completion script.\n  bash: eval "$(ckptstore completion bash)" in ~/.bashrc\n'
         "  zsh:  ckptstore completion zsh > a directory of $fpath, as _ckptstore\n"
         "  fish: ckptstore completion fish > ~/.config/fish/completions/ckptstore.fish",

@@ -1,17 +1,18 @@
-"""How the lineage of commits is drawn beside a log, newest first: one line per commit. Pure.
+"""Draw the lineage of commits beside a log, newest first: one line per commit. Pure.
 
-A lane is a column in which a line runs down to a commit that is still to come. A commit sits in the
-leftmost lane that leads to it; the other lanes that lead to it end there (`╯`), and parents beyond
-the first open lanes (`╮`) or join those that lead to them (`├`, `┤`).
+A lane is a column with a line down to a commit that follows. A commit takes the leftmost lane that
+leads to it, and the other such lanes end there (`╯`). Its second and later parents open lanes (`╮`)
+or join the lanes that lead to them (`├`, `┤`).
 """
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from graphlib import TopologicalSorter
 
 from ckptstore.core.ids import CommitId
 
-ASCII = str.maketrans("●○│─╯╮├┤┼┴┬", "*o|-'.+++'.")
-"""For terminals that cannot show the lines."""
+_LANES = " ───│╭╮┬│╰╯┴│├┤┼"
+"""A lane by the directions in which lines leave it: up 8, down 4, left 2, right 1."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,24 +33,15 @@ def shown(order: Sequence[CommitId], parents: Mapping[CommitId, Sequence[CommitI
     """
     drawn = frozenset(order)
     nearest: dict[CommitId, tuple[CommitId, ...]] = {}
-
-    def ancestors(start: CommitId) -> tuple[CommitId, ...]:
-        pending = [start]
-        while pending:
-            commit = pending[-1]
-            above = parents.get(commit, ())
-            if unknown := [p for p in above if p not in drawn and p not in nearest]:
-                pending.extend(unknown)
-                continue
-            found = (
-                p for parent in above for p in ([parent] if parent in drawn else nearest[parent])
-            )
-            nearest[commit] = tuple(dict.fromkeys(found))
-            pending.pop()
-        return nearest[start]
-
+    for commit in TopologicalSorter(parents).static_order():
+        found = (
+            near
+            for parent in parents.get(commit, ())
+            for near in ((parent,) if parent in drawn else nearest[parent])
+        )
+        nearest[commit] = tuple(dict.fromkeys(found))
     return [
-        Node(commit, ancestors(commit), bool(parents.get(commit)) and not ancestors(commit))
+        Node(commit, nearest[commit], cut=bool(parents.get(commit)) and not nearest[commit])
         for commit in order
     ]
 
@@ -60,53 +52,27 @@ def draw(nodes: Sequence[Node]) -> list[str]:
     return [_line(node, lanes) for node in nodes]
 
 
-def branches(nodes: Sequence[Node]) -> bool:
-    """Whether the nodes are more than one linear history."""
-    return any(len(line) > 1 for line in draw(nodes))
-
-
 def _line(node: Node, lanes: list[CommitId | None]) -> str:
     """Draw `node` and move `lanes` on below it."""
+    above = [wanted is not None for wanted in lanes]
     arriving = [i for i, wanted in enumerate(lanes) if wanted == node.id]
     here = arriving[0] if arriving else _free(lanes)
-    ending = frozenset(arriving[1:])
-    cells = ["│" if wanted is not None else " " for wanted in lanes]
-    for i in ending:
+    for i in arriving:
         lanes[i] = None
     lanes[here] = node.parents[0] if node.parents else None
-    joined = {here}
+    ends = {here, *arriving}
     for parent in node.parents[1:]:
-        joined.add(lanes.index(parent) if parent in lanes else _open(lanes, parent, here))
-    cells += [" "] * (len(lanes) - len(cells))
-    for i in ending | joined:
-        cells[i] = _corner(i in ending, i in joined, cells[i] == "│", i < here)
-    cells[here] = "○" if node.cut else "●"
-    line = _across(cells, min(joined | ending), max(joined | ending))
+        ends.add(lanes.index(parent) if parent in lanes else _open(lanes, parent, here))
+    above += [False] * (len(lanes) - len(above))
+    line = ""
+    for i, wanted in enumerate(lanes):
+        left, right = min(ends) < i <= max(ends), min(ends) <= i < max(ends)
+        lane = _LANES[8 * above[i] + 4 * (wanted is not None) + 2 * left + right]
+        line += ("○" if node.cut else "●") if i == here else lane
+        line += "─" if right else " "
     while lanes and lanes[-1] is None:
         lanes.pop()
-    return line
-
-
-def _corner(ends: bool, opens: bool, passes: bool, left: bool) -> str:
-    if ends and not opens:
-        return "╯"
-    if passes:
-        return "├" if left else "┤"
-    return "╮"
-
-
-def _across(cells: Sequence[str], first: int, last: int) -> str:
-    """The cells, two columns each, with a horizontal line from `first` to `last`."""
-    out = []
-    for i, cell in enumerate(cells):
-        inside = first < i < last
-        crossing = (
-            {"│": "┼", " ": "─", "╯": "┴", "╮": "┬", "├": "┼", "┤": "┼"}.get(cell, cell)
-            if inside
-            else cell
-        )
-        out.append(crossing + ("─" if first <= i < last else " "))
-    return "".join(out).rstrip()
+    return line.rstrip()
 
 
 def _free(lanes: list[CommitId | None]) -> int:

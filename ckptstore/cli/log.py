@@ -4,8 +4,7 @@ import math
 import time
 from argparse import Namespace
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from fnmatch import fnmatchcase
 
 from ckptstore.cli import lineage
@@ -24,27 +23,6 @@ SHOWN_ON_A_TERMINAL = 50
 METRIC_COLUMNS = 3
 
 
-@dataclass(frozen=True, slots=True)
-class Filter:
-    """The wanted commits, beyond their number: of any of `runs`, with a tag that matches any of
-    the globs `tags`, between two times in ns, both included."""
-
-    runs: tuple[str, ...] = ()
-    tags: tuple[str, ...] = ()
-    since: float = -math.inf
-    until: float = math.inf
-
-    def wants(self, info: CommitInfo) -> bool:
-        return (
-            (not self.runs or info.run in self.runs)
-            and (
-                not self.tags
-                or any(fnmatchcase(tag, glob) for tag in info.tags for glob in self.tags)
-            )
-            and self.since <= info.time_ns <= self.until
-        )
-
-
 def log(call: Call) -> Answer:
     args = call.args
     if args.graph and args.sort:
@@ -52,17 +30,17 @@ def log(call: Call) -> Answer:
             "--graph draws commits in the order of the log, which --sort changes", "ckptstore log"
         )
     wanted = _filter(args)
-    everything = wanted == Filter() and not args.sort
+    everything = wanted is None and not args.sort
     limit = args.limit
     if limit is None and call.screen.terminal and not args.all:
         limit = SHOWN_ON_A_TERMINAL
     queries = call.open().queries()
     runs = _runs(queries, args.run)
-    run = args.run[0] if args.run and not wanted.runs else None
+    run = args.run[0] if len(set(args.run)) == 1 else None
     commits = known = queries.log(run, limit if everything else None)
     total = sum(runs.values())
     if not everything:
-        commits = [info for info in known if wanted.wants(info)]
+        commits = [info for info in known if wanted is None or wanted(info)]
         total = len(commits)
         commits = (_best_first(commits, *parse_best(args.sort)) if args.sort else commits)[:limit]
     _check_metrics(args.metric, known)
@@ -74,15 +52,27 @@ def log(call: Call) -> Answer:
     return Answer({"total": total, "commits": map(commit_document, commits)}, page)
 
 
-def _filter(args: Namespace) -> Filter:
+def _filter(args: Namespace) -> Callable[[CommitInfo], bool] | None:
+    """Whether a commit is wanted by its run, tags and time; None if all are."""
+    runs = frozenset(args.run)
+    # The query selects a single run.
+    if len(runs) < 2 and not (args.tag or args.since or args.until):
+        return None
     now_ns = time.time_ns()
-    return Filter(
-        # A single run is selected by the query.
-        tuple(args.run) if len(set(args.run)) > 1 else (),
-        tuple(args.tag),
-        parse_moment(args.since, now_ns) if args.since else -math.inf,
-        parse_moment(args.until, now_ns, end=True) if args.until else math.inf,
-    )
+    since = parse_moment(args.since, now_ns) if args.since else -math.inf
+    until = parse_moment(args.until, now_ns, end=True) if args.until else math.inf
+
+    def wants(info: CommitInfo) -> bool:
+        return (
+            (not runs or info.run in runs)
+            and (
+                not args.tag
+                or any(fnmatchcase(tag, glob) for tag in info.tags for glob in args.tag)
+            )
+            and since <= info.time_ns <= until
+        )
+
+    return wants
 
 
 def _table(
@@ -96,10 +86,10 @@ def _table(
         Column("run"),
         Column("tags", fit="cut", style=TAG),
         Column("time", "time"),
-        Column("logical", "bytes", spare=1),
+        Column("logical", "bytes", spare=True),
         Column("new", "bytes"),
         *(
-            Column(name, "metric", spare=0 if call.args.metric or not i else 1 + i)
+            Column(name, "metric", spare=i > 0 and not call.args.metric)
             for i, name in enumerate(metrics)
         ),
         Column("message", fit="cut"),

@@ -43,10 +43,6 @@ class Row:
     chunks: int | None = None
     value: str | None = None
 
-    @property
-    def shape_text(self) -> str | None:
-        return f"[{', '.join(map(str, self.shape))}]" if self.kind == "tensor" else None
-
 
 def ls(call: Call) -> Answer:
     args = call.args
@@ -67,7 +63,7 @@ def ls(call: Call) -> Answer:
     counted = count_text(len(rows), "leaf", "leaves")
     folded = is_folded(call, len(rows), unless=args.long)
     page: list[Part] = [
-        _folded(rows) if folded else _listed(rows, long=args.long),
+        _table(rows, folded=folded, long=args.long),
         Hint(f"{counted}, {total} of tensors, commit {short(info.id)}{step}"),
     ]
     if folded:
@@ -125,8 +121,10 @@ def _with_content(
     return found
 
 
-def _listed(rows: Sequence[Row], *, long: bool) -> Table:
+def _table(rows: Sequence[Row], *, folded: bool, long: bool) -> Table:
+    """One line per leaf, or per group of leaves that differ only in the numbers of their paths."""
     columns = (
+        Column("leaves", "count"),
         Column("path", fit="wrap"),
         Column("dtype", style=CYAN),
         Column("shape"),
@@ -135,42 +133,23 @@ def _listed(rows: Sequence[Row], *, long: bool) -> Table:
         Column("value", fit="cut"),
         Column("same memory as", fit="wrap"),
     )
-    cells = [
-        (
-            row.path,
-            row.dtype or row.kind,
-            row.shape_text,
-            row.nbytes,
-            row.chunks or None,
-            row.value,
-            row.alias_of,
-        )
-        for row in rows
-    ]
-    table = Table(columns, cells).without_empty("same memory as")
-    return table if long else table.without("chunks").without("value")
+    groups = [(row.path, [row]) for row in rows]
+    if folded:
+        groups = fold(rows, lambda row: (row.path, (row.kind, row.dtype, row.alias_of is None)))
+    cells = [(len(group), path, *_cells(group)) for path, group in groups]
+    hidden = [*([] if folded else ["leaves"]), *([] if long and not folded else _LONG)]
+    return Table(columns, cells).without(*hidden).without_empty("same memory as")
 
 
-def _folded(rows: Sequence[Row]) -> Table:
-    columns = (
-        Column("leaves", "count"),
-        Column("path", fit="wrap"),
-        Column("dtype", style=CYAN),
-        Column("shape"),
-        Column("bytes", "bytes"),
-        Column("same memory as", fit="wrap"),
-    )
-    groups = fold(rows, lambda row: (row.path, (row.kind, row.dtype, row.alias_of is None)))
-    cells = [(len(group), pattern, *_group(group)) for pattern, group in groups]
-    return Table(columns, cells).without_empty("same memory as")
-
-
-def _group(rows: Sequence[Row]) -> tuple[object, ...]:
-    first, shapes = rows[0], {row.shape_text for row in rows}
+def _cells(rows: Sequence[Row]) -> tuple[object, ...]:
+    first, shapes = rows[0], {row.shape for row in rows}
+    shape = f"[{', '.join(map(str, first.shape))}]" if first.kind == "tensor" else None
     sizes = [row.nbytes for row in rows if row.nbytes is not None]
     return (
         first.dtype or first.kind,
-        first.shape_text if len(shapes) == 1 else count_text(len(shapes), "shape"),
+        shape if len(shapes) == 1 else count_text(len(shapes), "shape"),
         sum(sizes) if sizes else None,
+        first.chunks or None,
+        first.value,
         f"{first.alias_of} …" if first.alias_of and len(rows) > 1 else first.alias_of,
     )

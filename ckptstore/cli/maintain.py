@@ -11,7 +11,7 @@ from ckptstore.cli.exits import Exit, UsageError
 from ckptstore.cli.options import parse_best, parse_moment
 from ckptstore.cli.screen import Hint, Part
 from ckptstore.core.tables import Column, Table
-from ckptstore.core.text import SECOND_NS, count_text, seconds_text
+from ckptstore.core.text import SECOND_NS, count_text
 from ckptstore.maintenance.check.fsck import fsck
 from ckptstore.maintenance.check.indexes import reindex
 from ckptstore.maintenance.check.report import (
@@ -22,7 +22,7 @@ from ckptstore.maintenance.check.report import (
     parse_share,
 )
 from ckptstore.maintenance.doctor import Verdict, doctor
-from ckptstore.maintenance.gc.collect import GcOptions, GcReport, collect
+from ckptstore.maintenance.gc.collect import GcOptions, collect
 from ckptstore.maintenance.gc.plan import GcPlan
 from ckptstore.maintenance.gc.session_monitor import activities
 from ckptstore.maintenance.repair.repair import repair
@@ -133,7 +133,9 @@ def gc(call: Call) -> Answer:
     document = {"dry_run": args.dry_run, "plan": _plan_document(report.plan)}
     if not args.dry_run:
         store.follow()
-        document["done"] = _done_document(report)
+        names = [field.name for field in fields(report) if field.name not in ("plan", "dry_run")]
+        done = {name: getattr(report, name) for name in names}
+        document["done"] = done | {"stopped": report.stopped or None}
     damaged = report.plan.missing or report.plan.unreadable or report.damaged
     code = Exit.DAMAGED if damaged else Exit.OK
     return Answer(document, [report], report.problems, code)
@@ -167,20 +169,6 @@ def _plan_document(plan: GcPlan) -> dict[str, object]:
     }
 
 
-def _done_document(report: GcReport) -> dict[str, object]:
-    return {
-        "freed_bytes": report.freed_bytes,
-        "copied_bytes": report.copied_bytes,
-        "condemned_packs": report.condemned,
-        "deleted": report.deleted,
-        "deleted_orphans": report.orphans,
-        "purged": report.purged,
-        "over": report.over,
-        "damaged": report.damaged,
-        "stopped": report.stopped or None,
-    }
-
-
 def sessions(call: Call) -> Answer:
     found = activities(call.open())
     documents = [
@@ -204,25 +192,15 @@ def sessions(call: Call) -> Answer:
         Column("host"),
         Column("pid", "step"),
         Column("time", "time"),
-        Column("still", right=True),
+        Column("still", "seconds"),
         Column("waiting packs", "count"),
         Column("bytes", "bytes"),
     )
-    rows = [
-        (
-            each.info.id,
-            each.status,
-            each.info.what,
-            each.info.host,
-            each.info.pid or None,
-            each.info.time_ns or None,
-            seconds_text(each.still_s) if each.still_s >= 1 else None,
-            each.packs or None,
-            each.bytes or None,
-        )
-        for each in found
-    ]
-    page = Table(columns, rows) if rows else Hint("no process writes")
+    page = (
+        Table(columns, [[*each.values()] for each in documents])
+        if found
+        else Hint("no process writes")
+    )
     return Answer({"sessions": documents}, [page])
 
 

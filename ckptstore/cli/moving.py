@@ -1,16 +1,17 @@
 """`ckptstore push`, `pull`, `clone`, `import` and `export`: commits to and from other stores and
 formats."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 from ckptstore.cli.call import Answer, Call
 from ckptstore.cli.commits import short
 from ckptstore.cli.exits import Exit, NoStore, UsageError
+from ckptstore.cli.screen import to_json
 from ckptstore.core.config import default_threads
 from ckptstore.core.text import bytes_text, count_text
 from ckptstore.errors import NotFound
-from ckptstore.maintenance.mirror.mirror import Mirrored, MirrorOptions, mirror
-from ckptstore.maintenance.mirror.plan import TagMove, choose, other_end
+from ckptstore.maintenance.mirror.mirror import MirrorOptions, mirror
+from ckptstore.maintenance.mirror.plan import choose, other_end
 from ckptstore.repository.resolve_ref import find_commit
 from ckptstore.repository.store_handle import StoreHandle
 from ckptstore.repository.thread_pool import ThreadPool
@@ -66,34 +67,16 @@ def _mirror(call: Call, source: StoreHandle, target: StoreHandle) -> Answer:
     ends = {"source": source.url, "target": target.url, "dry_run": args.dry_run}
     page = [f"{source.url} → {target.url}", done]
     code = Exit.DAMAGED if done.damaged else Exit.OK
-    return Answer({**ends, **_document(done)}, page, done.problems, code)
-
-
-def _document(done: Mirrored) -> dict[str, object]:
-    plan = done.plan
-    commits = [
-        {"commit": each.commit, "run": each.run, "step": each.step, "tags": each.tags}
-        for each in plan.commits
-    ]
-    return {
-        "plan": {
-            "commits": commits,
-            "tags": _moves(plan.tags),
-            "rejected": _moves(plan.rejected),
-            "forgotten": plan.forgotten,
-            "present": plan.present,
-            "load": done.load,
-        },
+    document = {
+        **ends,
+        "plan": {**to_json(done.plan), "load": done.load},
         "sent": done.sent,
         "chunks": done.chunks,
         "raw_bytes": done.raw_bytes,
         "stored_bytes": done.stored_bytes,
         "damaged": [{"commit": commit, "why": why} for commit, why in done.damaged],
     }
-
-
-def _moves(tags: Iterable[TagMove]) -> list[dict[str, object]]:
-    return [{"tag": move.name, "commit": move.commit, "previous": move.previous} for move in tags]
+    return Answer(document, page, done.problems, code)
 
 
 def import_files(call: Call) -> Answer:

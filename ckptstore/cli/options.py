@@ -2,8 +2,8 @@
 
 import argparse
 import re
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields
 from datetime import UTC, datetime, timedelta
 from typing import Any, TypeAlias
 
@@ -19,10 +19,24 @@ _DATE = re.compile(r"[0-9]{4}-[0-9]{2}-[0-9]{2}")
 
 @dataclass(frozen=True, slots=True)
 class Option:
-    """An option or an operand: its names, and the other arguments of `add_argument`."""
+    """An option (`"-n --dry-run"`) or an operand (`"path"`); the fields are those of argparse's
+    `add_argument`. An option with a value is given once."""
 
-    names: Sequence[str]
-    settings: Mapping[str, Any]
+    names: str
+    metavar: str | tuple[str, ...] | None
+    help: str
+    type: Callable[[str], Any] | None = None
+    default: Any = None
+    dest: str | None = None
+    choices: Sequence[str] | None = None
+    nargs: str | None = None
+    const: Any = None
+    action: str | None = None
+
+    def add_to(self, parser: argparse._ActionsContainer) -> None:
+        settings = {field.name: getattr(self, field.name) for field in fields(self)[1:]}
+        given = {name: setting for name, setting in settings.items() if setting is not None}
+        parser.add_argument(*self.names.split(), **given)
 
 
 Options: TypeAlias = tuple[Option | tuple[Option, ...], ...]
@@ -44,26 +58,8 @@ class Command:
 def flag(
     names: str, help: str, *, dest: str | None = None, means: bool = True, default: Any = False
 ) -> Option:
-    """An option without a value, such as `"-n --dry-run"`."""
-    settings = {"action": "store_const", "const": means, "default": default}
-    return Option(names.split(), {**settings, "help": help, "dest": dest})
-
-
-def value(
-    names: str,
-    metavar: str,
-    help: str,
-    *,
-    type: Callable[[str], Any] = str,
-    default: Any = None,
-    dest: str | None = None,
-    choices: Sequence[str] | None = None,
-    without: str | None = None,
-) -> Option:
-    """An option with a value, given once; `without` is its value if none follows."""
-    settings = {"metavar": metavar, "help": help, "type": type, "default": default, "dest": dest}
-    nargs = "?" if without else None
-    return Option(names.split(), {**settings, "choices": choices, "const": without, "nargs": nargs})
+    """An option without a value."""
+    return Option(names, None, help, default=default, dest=dest, const=means, action="store_const")
 
 
 def several(
@@ -73,27 +69,12 @@ def several(
     *,
     action: str = "append",
     nargs: str | None = None,
-    without: str | None = None,
+    const: str | None = None,
     dest: str | None = None,
 ) -> Option:
     """An option that may be repeated; its values are a list."""
     help = f"{help}; may be repeated"
-    settings = {"metavar": metavar, "help": help, "action": action, "nargs": nargs, "dest": dest}
-    return Option(names.split(), {**settings, "const": without, "default": []})
-
-
-def operand(
-    dest: str,
-    metavar: str,
-    help: str,
-    *,
-    nargs: str | None = None,
-    default: str | None = None,
-    choices: Sequence[str] | None = None,
-) -> Option:
-    """A word that is no option."""
-    settings = {"metavar": metavar, "help": help, "nargs": nargs, "default": default}
-    return Option([dest], {**settings, "choices": choices})
+    return Option(names, metavar, help, None, [], dest, None, nargs, const, action)
 
 
 def size(text: str) -> int:

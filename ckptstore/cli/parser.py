@@ -119,11 +119,11 @@ def _add(command: Command, commands: Any, common: ArgumentParser) -> None:
     parser.set_defaults(run_command=command.run)
     for item in command.options:
         if isinstance(item, Option):
-            parser.add_argument(*item.names, **item.settings)
+            item.add_to(parser)
         else:
             group = parser.add_mutually_exclusive_group()
             for option in item:
-                group.add_argument(*option.names, **option.settings)
+                option.add_to(group)
 
 
 def _common(given: dict[str, Any]) -> ArgumentParser:

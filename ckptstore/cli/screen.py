@@ -106,15 +106,13 @@ def to_json(value: Any) -> Any:
         return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
     if value is None or isinstance(value, str | int | float):
         return value
+    if isinstance(value, dict):
+        return {key: to_json(item) for key, item in value.items()}
     if isinstance(value, bytes):
         return value.hex()
     if is_dataclass(value):
         return {field.name: to_json(getattr(value, field.name)) for field in fields(value)}
-    if isinstance(value, Mapping):
-        return {key: to_json(item) for key, item in value.items()}
-    if isinstance(value, Iterable):
-        return [to_json(item) for item in value]
-    return str(value)
+    return [to_json(item) for item in value] if isinstance(value, Iterable) else str(value)
 
 
 def _print_json(phase: str, done: int, total: int) -> None:

@@ -21,7 +21,7 @@ from ckptstore.core.model import CommitInfo
 from ckptstore.core.tables import BOLD, Column, Table, fields
 from ckptstore.core.text import age_text, bytes_text, count_text, local_text
 from ckptstore.errors import Corrupt, NotFound
-from ckptstore.index.queries import LeafInfo, Queries
+from ckptstore.index.queries import LeafInfo, PackInfo, Queries
 from ckptstore.objects.documents import Placed, decode_document, decode_layout
 from ckptstore.repository.resolve_ref import find_id
 from ckptstore.repository.store_handle import StoreHandle
@@ -58,11 +58,7 @@ def show(call: Call) -> Answer:
         else attempt("the layout on ranks", lambda: _layout(store, info), None)
     )
     parents = [_known(queries, parent) for parent in info.parents]
-    pack_rows = [
-        {"id": pack.id, "bytes": pack.bytes, "chunks": pack.chunks, "metadata": pack.metadata}
-        for pack in packs
-    ]
-    call.screen.print(_page(info, parents, children, trees, layout, pack_rows))
+    call.screen.print(_page(info, parents, children, trees, layout, packs))
     unknown: tuple[int | None, int | None] = (None, None)
     exclusive, shared = (
         unknown
@@ -78,7 +74,7 @@ def show(call: Call) -> Answer:
     document = {
         "commit": commit,
         "trees": trees,
-        "packs": pack_rows,
+        "packs": [pack._asdict() for pack in packs],
         "problem": problems[-1].partition(": ")[2] if problems else None,
         "layout": layout,
     }
@@ -148,7 +144,7 @@ def _page(
     children: Sequence[CommitInfo],
     trees: Sequence[dict[str, Any]],
     layout: dict[str, Any] | None,
-    packs: Sequence[dict[str, Any]],
+    packs: Sequence[PackInfo],
 ) -> Iterator[str | Table]:
     age = age_text(info.time_ns, time.time_ns())
     when = local_text(info.time_ns) + (f" ({age} ago)" if age[-1].isalpha() else "")
@@ -197,7 +193,7 @@ def _page(
             Column("holds"),
         )
         rows = [
-            (*list(pack.values())[:3], "metadata" if pack["metadata"] else "tensors")
+            (pack.id, pack.bytes, pack.chunks, "metadata" if pack.metadata else "tensors")
             for pack in packs
         ]
         yield Table(columns, rows, "Packs written by this commit")

@@ -79,16 +79,7 @@ def stats(call: Call) -> Answer:
         "dedup_ratio": ratio,
         "packs": found.packs,
         "chunks": found.chunks,
-        "runs": [
-            {
-                "run": run.run,
-                "commits": run.commits,
-                "latest": run.latest,
-                "step": run.step,
-                "time": exact_text(run.time_ns),
-            }
-            for run in runs
-        ],
+        "runs": [{**run._asdict(), "time": exact_text(run.time_ns)} for run in runs],
         "usage": [
             {
                 "commit": commit.commit,

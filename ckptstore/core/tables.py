@@ -1,12 +1,14 @@
 """Tables that reports and commands print, as plain text or fitted to a terminal. Pure."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
+from operator import itemgetter
 from textwrap import wrap
 from typing import Any, Literal, TypeAlias
 from unicodedata import east_asian_width
 
-from ckptstore.core.text import age_text, bytes_text, utc_text
+from ckptstore.core.text import age_text, bytes_text, seconds_text, utc_text
 
 GAP = 2
 LEAST_WIDTH = 8
@@ -14,7 +16,7 @@ LEAST_WIDTH = 8
 ID_DIGITS = 12
 ID_DIGITS_ON_TERMINALS = 8
 
-Kind: TypeAlias = Literal["text", "id", "step", "count", "bytes", "time", "metric"]
+Kind: TypeAlias = Literal["text", "id", "step", "count", "bytes", "time", "seconds", "metric"]
 
 _STYLES: dict[str, str] = {"id": "33", "metric": "36"}
 """The colors of kinds, as parameters of the terminal's SGR sequence."""
@@ -27,16 +29,15 @@ class Column:
     """`kind` says how values are written. `fit` says what happens to a cell that is too wide for
     the terminal: it is `cut`, `wrap`ped, or kept.
 
-    If a terminal is too narrow for all columns, those with a `spare` above 0 are left out, the
-    largest first. `style` is a parameter of the terminal's SGR sequence.
+    If a terminal is too narrow for all columns, the `spare` ones are left out, the last one first.
+    `style` is a parameter of the terminal's SGR sequence.
     """
 
     name: str
     kind: Kind = "text"
     fit: Literal["keep", "cut", "wrap"] = "keep"
-    spare: int = 0
+    spare: bool = False
     style: str = ""
-    right: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,9 +59,9 @@ class Table:
     title: str = ""
     header: bool = True
 
-    def without(self, name: str) -> "Table":
-        """The table without its column `name`."""
-        keep = [i for i, column in enumerate(self.columns) if column.name != name]
+    def without(self, *names: str) -> "Table":
+        """The table without the columns `names`."""
+        keep = [i for i, column in enumerate(self.columns) if column.name not in names]
         return replace(
             self,
             columns=tuple(self.columns[i] for i in keep),
@@ -69,11 +70,8 @@ class Table:
 
     def without_empty(self, *names: str) -> "Table":
         """The table without those columns of `names` that have no value."""
-        table = self
-        for i, column in enumerate(self.columns):
-            if column.name in names and not any(row[i] for row in self.rows):
-                table = table.without(column.name)
-        return table
+        used = {c.name for i, c in enumerate(self.columns) if any(row[i] for row in self.rows)}
+        return self.without(*(name for name in names if name not in used))
 
     def __str__(self) -> str:
         return "\n".join(self.lines())
@@ -87,23 +85,32 @@ class Table:
         """
         columns = self.columns
         grid = [[printable(_name(column, terminal)) for column in columns]] if self.header else []
+        writers = [_writer(column.kind, terminal) for column in columns]
         for row in self.rows:
-            cells = zip(row, columns, strict=True)
-            grid.append([printable(_cell(value, column.kind, terminal)) for value, column in cells])
+            cells = zip(row, writers, strict=True)
+            grid.append(["" if item is None else printable(write(item)) for item, write in cells])
+        if not grid:
+            return
         indent = " " * GAP if self.title else ""
-        if terminal:
-            columns, grid, widths = _fitted(columns, grid, terminal.width - len(indent))
-        else:
-            if self.header:
-                grid[1:] = [[cell or "-" for cell in row] for row in grid[1:]]
-            widths = _widths(grid, len(columns))
         styled = terminal is not None and terminal.colors
         if self.title:
             yield ""
             yield style(printable(self.title), TITLE if styled else "")
-        for i, row in enumerate(grid):
-            for line in _lines(row, columns, widths, styled, header=self.header and not i):
-                yield indent + line
+        if terminal:
+            columns, grid, widths = _fitted(columns, grid, terminal.width - len(indent))
+            for i, row in enumerate(grid):
+                for line in _wrapped(row, columns, widths, styled, header=self.header and not i):
+                    yield indent + line
+            return
+        if self.header:
+            grid[1:] = [[cell or "-" for cell in row] for row in grid[1:]]
+        pads = [
+            partial(_pad, width=max(map(len, cells)), right=_is_right(column))
+            for cells, column in zip(zip(*grid, strict=True), columns, strict=True)
+        ]
+        for row in grid:
+            cells = zip(row, pads, strict=True)
+            yield indent + (" " * GAP).join([pad(cell) for cell, pad in cells]).rstrip()
 
 
 def fields(title: str, pairs: Sequence[tuple[str, ...]]) -> Table:
@@ -137,35 +144,49 @@ def _name(column: Column, terminal: Terminal | None) -> str:
     return column.name.upper() if not terminal else "age" if column.kind == "time" else column.name
 
 
-def _cell(value: Any, kind: Kind, terminal: Terminal | None) -> str:
-    if value is None:
-        return ""
+def _writer(kind: Kind, terminal: Terminal | None) -> Callable[[Any], str]:
+    """The function that writes values of a kind."""
     match kind:
         case "id":
-            return str(value[: ID_DIGITS_ON_TERMINALS if terminal else ID_DIGITS])
+            return itemgetter(slice(ID_DIGITS_ON_TERMINALS if terminal else ID_DIGITS))
         case "count":
-            return f"{value:,}"
+            return "{:,}".format
         case "bytes":
-            return bytes_text(value)
+            return bytes_text
         case "time":
-            return age_text(value, terminal.now_ns) if terminal else utc_text(value)
+            return partial(age_text, now_ns=terminal.now_ns) if terminal else utc_text
+        case "seconds":
+            return seconds_text
         case "metric":
-            return f"{value:.6g}"
-    return ", ".join(value) if isinstance(value, tuple) else str(value)
+            return "{:.6g}".format
+    return _text
+
+
+def _text(item: Any) -> str:
+    return ", ".join(item) if isinstance(item, tuple) else str(item)
+
+
+def _is_right(column: Column) -> bool:
+    return column.kind not in ("text", "id")
+
+
+def _pad(cell: str, width: int, right: bool) -> str:
+    return cell.rjust(width) if right else cell.ljust(width)
 
 
 def _fitted(
     columns: Sequence[Column], grid: list[list[str]], width: int
 ) -> tuple[tuple[Column, ...], list[list[str]], list[int]]:
     """The columns that fit, their cells and their widths."""
-    natural = _widths(grid, len(columns))
+    natural = [max(map(_width, cells)) for cells in zip(*grid, strict=True)]
     least = [
         wide if column.fit == "keep" else min(wide, LEAST_WIDTH)
         for column, wide in zip(columns, natural, strict=True)
     ]
     keep = list(range(len(columns)))
-    while _total([least[i] for i in keep]) > width and any(columns[i].spare for i in keep):
-        keep.remove(max(keep, key=lambda i: columns[i].spare))
+    for i in reversed(range(len(columns))):
+        if columns[i].spare and _total([least[i] for i in keep]) > width:
+            keep.remove(i)
     widths = [natural[i] for i in keep]
     for at, i in reversed(list(enumerate(keep))):
         widths[at] -= min(widths[at] - least[i], max(_total(widths) - width, 0))
@@ -174,10 +195,6 @@ def _fitted(
 
 def _total(widths: Sequence[int]) -> int:
     return sum(widths) + GAP * (len(widths) - 1)
-
-
-def _widths(rows: Sequence[Sequence[str]], count: int) -> list[int]:
-    return [max((_width(row[i]) for row in rows), default=0) for i in range(count)]
 
 
 def _width(text: str) -> int:
@@ -196,7 +213,7 @@ def _cut(text: str, width: int) -> str:
     return f"{text}…"
 
 
-def _lines(
+def _wrapped(
     row: Sequence[str],
     columns: Sequence[Column],
     widths: Sequence[int],
@@ -218,6 +235,5 @@ def _lines(
             space = " " * (width - _width(text))
             parameter = DIM if header else column.style or _STYLES.get(column.kind, "")
             shown = style(text, parameter if styled else "")
-            right = column.right or column.kind not in ("text", "id")
-            parts.append(space + shown if right else shown + space)
+            parts.append(space + shown if _is_right(column) else shown + space)
         yield (" " * GAP).join(parts).rstrip()

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckptstore.cli.lineage import Node, branches, draw, shown
+from ckptstore.cli.lineage import Node, draw, shown
 from ckptstore.core.ids import CommitId
 
 
@@ -50,11 +50,6 @@ def test_parents_that_are_not_shown_are_bridged_or_marked() -> None:
 def test_a_long_line_that_is_not_shown_is_bridged_without_recursion() -> None:
     parents = {CommitId(str(i)): (CommitId(str(i - 1)),) for i in range(1, 5_000)}
     assert shown([CommitId("4999"), CommitId("0")], parents)[0].parents == (CommitId("0"),)
-
-
-def test_a_linear_history_has_no_branches() -> None:
-    assert not branches(nodes("c:b b:a a:"))
-    assert branches(nodes("c:a b:a a:"))
 
 
 @given(st.lists(st.lists(st.integers(0, 30), max_size=3), max_size=25))

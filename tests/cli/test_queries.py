@@ -54,7 +54,16 @@ DOCUMENTS: dict[str, dict[str, Any]] = {
                 "pickles": [str],
             }
         ],
-        "packs": [{"id": str, "bytes": int, "chunks": int, "metadata": bool}],
+        "packs": [
+            {
+                "number": int,
+                "id": str,
+                "bytes": int,
+                "chunks": int,
+                "metadata": bool,
+                "condemned": bool,
+            }
+        ],
         "problem": None,
         "layout": None,
     },
@@ -96,7 +105,16 @@ DOCUMENTS: dict[str, dict[str, Any]] = {
         "dedup_ratio": float,
         "packs": int,
         "chunks": int,
-        "runs": [{"run": str, "commits": int, "latest": str, "step": int, "time": str}],
+        "runs": [
+            {
+                "run": str,
+                "commits": int,
+                "latest": str,
+                "step": int,
+                "time": str,
+                "time_ns": int,
+            }
+        ],
         "usage": [{"commit": str, "logical_bytes": int, "new_bytes": int, "exclusive_bytes": int}],
     },
     "migrate": {

@@ -11,8 +11,8 @@ TABLE = Table(
     (
         Column("id", "id"),
         Column("size", "count"),
-        Column("extra", spare=1),
-        Column("spare", spare=2),
+        Column("extra", spare=True),
+        Column("spare", spare=True),
         Column("message", fit="cut"),
     ),
     (("aaaa", 1, "x" * 10, "y" * 10, "m" * 30), ("bb", 222, None, "y", "m")),

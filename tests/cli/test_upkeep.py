@@ -15,9 +15,9 @@ from tests.maintenance.collecting import make, size_of, verify
 
 @pytest.fixture
 def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    make(tmp_path, 8)
-    monkeypatch.setenv("CKPTSTORE", str(tmp_path))
-    return tmp_path
+    make(tmp_path / "store", 8)
+    monkeypatch.setenv("CKPTSTORE", str(tmp_path / "store"))
+    return tmp_path / "store"
 
 
 def test_forget_says_why_each_commit_stays_and_a_dry_run_says_the_same(place: Path) -> None:

@@ -182,7 +182,7 @@ def test_orphans_of_a_session_that_stands_still_go_after_ten_minutes_even_over_s
     assert collected(place, clock=lambda: now_s).plan.empty
     assert collected(place, clock=lambda: now_s + STALE_S - 1).plan.empty
     report = collected(place, clock=lambda: now_s + STALE_S)
-    assert (report.over, report.orphans) == ((session,), 3)
+    assert (report.over, report.deleted_orphans) == ((session,), 3)
     assert report.freed_bytes == report.plan.freed_now_bytes == left_bytes
     assert not garbage(place)
 

@@ -71,9 +71,9 @@ class GcReport:
     plan: GcPlan
     freed_bytes: int = 0
     copied_bytes: int = 0
-    condemned: int = 0
+    condemned_packs: int = 0
     deleted: tuple[PackId, ...] = ()
-    orphans: int = 0
+    deleted_orphans: int = 0
     purged: tuple[CommitId, ...] = ()
     over: tuple[SessionId, ...] = ()
     damaged: tuple[PackId, ...] = ()
@@ -87,7 +87,9 @@ class GcReport:
         if self.dry_run:
             return str(self.plan)
         freed, wrote = bytes_text(self.freed_bytes), bytes_text(self.copied_bytes)
-        gone = f"{count_text(len(self.deleted), 'pack')}, {count_text(self.orphans, 'orphan')}"
+        gone = (
+            f"{count_text(len(self.deleted), 'pack')}, {count_text(self.deleted_orphans, 'orphan')}"
+        )
         return f"{self.plan}\nfreed {freed} ({gone}), wrote {wrote}"
 
     @property
@@ -252,7 +254,7 @@ class _Gc:
             if body:
                 self.report = replace(
                     self.report,
-                    condemned=self.report.condemned + len(body.packs),
+                    condemned_packs=self.report.condemned_packs + len(body.packs),
                     purged=self.report.purged + body.purge,
                 )
         self._delete(pack.number for pack in plan.doomed)
@@ -316,7 +318,7 @@ class _Gc:
         counter = Counter(self._progress, "delete orphans", len(found))
         for orphan in found:
             self._remove(orphan.key, orphan.bytes)
-            self.report = replace(self.report, orphans=self.report.orphans + 1)
+            self.report = replace(self.report, deleted_orphans=self.report.deleted_orphans + 1)
             counter.add()
 
     def _copy_all(self) -> None:
@@ -375,8 +377,8 @@ class _Gc:
         if body is None:
             self._drop(session, record)
             return False
-        condemned = self.report.condemned + len(body.condemn)
-        self.report = replace(self.report, condemned=condemned)
+        condemned = self.report.condemned_packs + len(body.condemn)
+        self.report = replace(self.report, condemned_packs=condemned)
         return True
 
     def _drop(self, session: Session, record: PackRecord) -> None:

@@ -217,7 +217,7 @@ class _Mirror:
                 counter.add()
             for move in plan.tags:
                 commit = resolved(self._target.log.replay(), move.commit)
-                set_tag(self._target, self._to, move.name, commit)
+                set_tag(self._target, self._to, move.tag, commit)
         finally:
             self._target.follow(self._schemas)
         return self._done

@@ -34,13 +34,13 @@ class CommitTransfer:
 class TagMove:
     """A tag that is to name `commit` in the target, where it names `previous` now, or nothing."""
 
-    name: str
+    tag: str
     commit: CommitId
     previous: CommitId | None
 
     def __str__(self) -> str:
         there = f"{self.previous[:12]} there" if self.previous else "absent there"
-        return f"{self.name} is {there} and {self.commit[:12]} here"
+        return f"{self.tag} is {there} and {self.commit[:12]} here"
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +84,7 @@ def plan_mirror(
     allowed = [move for move in moves if move not in rejected]
     by_commit: dict[CommitId, list[str]] = {}
     for move in allowed:
-        by_commit.setdefault(move.commit, []).append(move.name)
+        by_commit.setdefault(move.commit, []).append(move.tag)
     return MirrorPlan(
         tuple(
             CommitTransfer(commit, row.session, row.run, row.step, tuple(by_commit.get(commit, ())))

@@ -32,7 +32,7 @@ def test_push_plans_then_sends_and_says_what(place: Path, tmp_path: Path) -> Non
     assert done["plan"]["commits"] == planned["plan"]["commits"]
     assert done["raw_bytes"] == planned["plan"]["load"]["raw_bytes"]
     assert len(done["sent"]) == 4 and done["stored_bytes"] > 0
-    assert "4 commits were there already" in call("push", target).out
+    assert "4 commits already there" in call("push", target).out
 
 
 def test_a_tag_that_would_move_stops_a_push(place: Path, tmp_path: Path) -> None:
