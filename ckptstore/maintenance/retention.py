@@ -182,7 +182,7 @@ class Decision(NamedTuple):
     reasons: tuple[str, ...]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class ForgetPlan:
     """The plan of a `forget` at log position `n`; `decisions` are newest first, `reason` goes
     into the log."""
@@ -198,6 +198,15 @@ class ForgetPlan:
     @property
     def forgotten(self) -> tuple[Decision, ...]:
         return tuple(decision for decision in self.decisions if not decision.reasons)
+
+    def __repr__(self) -> str:
+        return f"<forget {len(self.forgotten)} of {len(self.decisions)} commits: {self.reason}>"
+
+    def __str__(self) -> str:
+        return "\n".join(
+            f"{commit[:12]} (run {row.run}, step {row.step}): {', '.join(reasons) or 'forgotten'}"
+            for commit, row, reasons in self.decisions
+        )
 
 
 def plan_policies(state: State, policies: Sequence[Policy], run: str | None = None) -> ForgetPlan:

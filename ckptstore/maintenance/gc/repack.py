@@ -33,18 +33,13 @@ _SMALL_SHARE = 4
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """A pack to copy from: bit `i` of `live` tells whether to copy chunk `i`."""
+    """A pack to copy from: byte `i` of `live` tells whether to copy chunk `i`."""
 
     number: int
     id: PackId
-    file_bytes: int
+    stored_bytes: int
     metadata: bool
     live: bytes
-
-    @property
-    def stored_bytes(self) -> int:
-        """Its size in the store, twin included."""
-        return self.file_bytes * (2 if self.metadata else 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,8 +100,8 @@ def plan_copies(storage: Storage, chosen: Sequence[PackUse], pack_bytes: int) ->
     sources: list[Source] = []
     end = chunks = 0
     for use in chosen:
-        bitmap = np.packbits(use.live, bitorder="little").tobytes()
-        source = Source(use.number, use.pack.id, use.pack.bytes, use.pack.metadata, bitmap)
+        listed, live = use.pack, use.live.tobytes()
+        source = Source(use.number, listed.id, listed.stored_bytes, listed.metadata, live)
         rows = live_rows(storage, source)
         if sources and (
             source.metadata != sources[0].metadata or end + use.live_bytes > pack_bytes
@@ -123,7 +118,9 @@ def plan_copies(storage: Storage, chosen: Sequence[PackUse], pack_bytes: int) ->
 def live_rows(storage: Storage, source: Source) -> FooterTable:
     """The footer's records of the chunks to copy. Raises `Corrupt`, `NotFound`."""
     table = footers.read_table(storage, source.id, metadata=source.metadata)
-    return table[_bits(source.live, len(table))]
+    if len(table) != len(source.live):
+        raise Corrupt(f"pack {source.id} has {len(table)} chunks; wanted {len(source.live)}")
+    return table[np.frombuffer(source.live, np.bool_)]
 
 
 def place(rows: FooterTable, end: int) -> tuple[npt.NDArray[np.int64], int]:
@@ -162,12 +159,6 @@ def _same_size(uses: Iterable[PackUse]) -> list[list[PackUse]]:
     for use in uses:
         groups[use.pack.metadata, use.live_bytes.bit_length() // _SIZE_STEP_BITS].append(use)
     return [group for _, group in sorted(groups.items()) if len(group) >= MERGE_PACKS]
-
-
-def _bits(bitmap: bytes, count: int) -> npt.NDArray[np.bool_]:
-    return np.unpackbits(np.frombuffer(bitmap, np.uint8), count=count, bitorder="little").view(
-        np.bool_
-    )
 
 
 class _Budget:

@@ -13,11 +13,11 @@ from functools import cached_property
 from itertools import pairwise
 
 from ckptstore.core.config import RUN_BYTES
-from ckptstore.core.ids import ChunkId, SessionId, pack_key
+from ckptstore.core.ids import ChunkId, PackId, SessionId, pack_key
 from ckptstore.core.model import PackEntry
 from ckptstore.errors import CkptStoreError, Corrupt, NotFound, Unavailable
-from ckptstore.objects.pack import TENSOR, FooterTable, entries
-from ckptstore.repository.footer_index import read_chunk_at
+from ckptstore.objects.pack import TENSOR, FooterTable
+from ckptstore.repository.footer_index import Inventory, read_chunk_at
 from ckptstore.repository.footers import read_table_at
 from ckptstore.repository.pack_writer import ClosedPack, OpenPack, PackWriter
 from ckptstore.storage.contract import Storage
@@ -63,17 +63,12 @@ class ChunkSource:
         return tables
 
     @cached_property
-    def _places(self) -> Mapping[ChunkId, list[tuple[str, int]]]:
-        places: dict[ChunkId, list[tuple[str, int]]] = {}
-        for key, table in self.tables.items():
-            for row, chunk in enumerate(table["chunk"].tolist()):
-                places.setdefault(ChunkId(chunk), []).append((key, row))
-        return places
+    def _inventory(self) -> Inventory:
+        return Inventory({}, {key: (PackId(key), table) for key, table in self.tables.items()})
 
     def entries_of(self, chunk: ChunkId) -> Iterator[tuple[str, PackEntry]]:
-        """The locations of `chunk` by the footers."""
-        for key, row in self._places.get(chunk, ()):
-            yield key, entries(self.tables[key][row : row + 1])[0]
+        """The locations of `chunk` by the footers, and those remembered."""
+        yield from ((place.keys[0], place.entry) for place in self._inventory.places(chunk))
         yield from self._remembered.get(chunk, ())
 
 
