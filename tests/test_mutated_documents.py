@@ -251,9 +251,9 @@ def snapshot(known: Documents, key: str, schema: bytes, pages: list[bytes]) -> S
         handle.config.chunk_bytes,
     )
     reader = Reader(handle.config, handle.objects, ThreadPool(1))
-    whole = reader.tree
-    reader.tree = lambda name, ref: tree if name == key else whole(name, ref)  # type: ignore[assignment]
-    return Snapshot(CommitContents(reader, handle.queries().resolve("latest"), document))
+    trees = {**reader.trees(document.trees), key: tree}
+    commit = handle.queries().resolve("latest")
+    return Snapshot(CommitContents(reader, commit, document, trees=trees))
 
 
 def test_a_commit_of_changed_schemas_and_pages_is_read_or_refused(documents: Documents) -> None:

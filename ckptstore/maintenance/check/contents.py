@@ -14,8 +14,8 @@ from ckptstore.errors import Corrupt, NotFound, Unavailable
 from ckptstore.log.fold import State
 from ckptstore.maintenance.check.metadata_reader import Trees
 from ckptstore.objects.pack import FooterTable
-from ckptstore.repository.footer_index import Inventory, Strays, load_tables
-from ckptstore.repository.footers import read_table_at
+from ckptstore.repository.chunk_reader import Problem
+from ckptstore.repository.footers import Inventory, Strays, load_tables, read_table_at
 from ckptstore.storage.contract import Storage
 
 
@@ -26,7 +26,7 @@ class Contents:
 
     state: State
     tables: Mapping[PackId, FooterTable]
-    problems: Mapping[PackId, Corrupt | NotFound | Unavailable]
+    problems: Mapping[PackId, Problem]
     inventory: Inventory
     trees: Trees
 
@@ -36,17 +36,16 @@ def contents_of(
 ) -> Contents:
     """Read the footers of the packs that `state` lists, except those in `before`. With `twins`,
     read those of twins too: an exchanged pack hides what its twin holds."""
-    loaded = dict(load_tables(storage, state, before.tables if before else None))
-    tables = {
-        name: table
-        for name, table in loaded.items()
-        if not isinstance(table, Corrupt | NotFound | Unavailable)
-    }
-    problems = {
-        name: error
-        for name, error in loaded.items()
-        if isinstance(error, Corrupt | NotFound | Unavailable)
-    }
+    known = before.tables if before else {}
+    listed = [pack for _, pack in sorted(state.packs.items())]
+    tables: dict[PackId, FooterTable] = {}
+    problems: dict[PackId, Problem] = {}
+    for name, table in load_tables(storage, [pack for pack in listed if pack.id not in known]):
+        if isinstance(table, Corrupt | NotFound | Unavailable):
+            problems[name] = table
+        else:
+            tables[name] = table
+    tables |= {pack.id: known[pack.id] for pack in listed if pack.id in known}
     inventory = Inventory(tables, _strays(storage, state, tables) if twins else None)
     return Contents(state, tables, problems, inventory, Trees(storage, inventory))
 

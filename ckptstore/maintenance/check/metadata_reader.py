@@ -15,7 +15,7 @@ from ckptstore.log.fold import CommitRow, State
 from ckptstore.objects.documents import decode_document
 from ckptstore.objects.pages import decode_page, join_pages
 from ckptstore.objects.schema import decode_schema
-from ckptstore.repository.footer_index import Inventory, read_chunk
+from ckptstore.repository.footers import Inventory, read_chunk
 from ckptstore.storage.contract import Storage
 
 _CACHED = 1024

@@ -17,7 +17,7 @@ from ckptstore.log.fold import Pack, State
 from ckptstore.maintenance.check.offline_store import OfflineStore
 from ckptstore.maintenance.check.report import Finding, Kind, Severity
 from ckptstore.objects.pack import TENSOR, FooterTable
-from ckptstore.repository.footer_index import keys_of
+from ckptstore.repository.chunk_reader import keys_of
 from ckptstore.repository.footers import read_table_at
 from ckptstore.storage.contract import Storage
 

@@ -24,7 +24,7 @@ from ckptstore.objects.documents import decode_document
 from ckptstore.objects.pack import PAGE, FooterTable
 from ckptstore.objects.pages import decode_page
 from ckptstore.repository import footers
-from ckptstore.repository.pack_reader import read_chunks
+from ckptstore.repository.chunk_reader import read_chunks
 from ckptstore.repository.thread_pool import ThreadPool
 from ckptstore.storage.contract import Storage
 
@@ -197,14 +197,8 @@ def _read_pages(
         pack, rows = item
         try:
             for chunk in read_chunks(storage, pack.id, rows, metadata=True):
-                needs.add(
-                    b"".join(
-                        (
-                            rows["chunk"][chunk.row].tobytes(),
-                            *(leaf.ids for leaf in decode_page(chunk.raw).leaves),
-                        )
-                    )
-                )
+                leaves = decode_page(chunk.raw).leaves
+                needs.add(b"".join((chunk.entry.chunk, *(leaf.ids for leaf in leaves))))
                 counter.add()
         except (Corrupt, NotFound) as error:
             raise _unmarkable(pages[ChunkId(rows["chunk"][0].tobytes())], error) from error

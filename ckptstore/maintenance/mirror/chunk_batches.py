@@ -11,7 +11,8 @@ from ckptstore.core.ids import ChunkId
 from ckptstore.errors import Corrupt, NotFound
 from ckptstore.objects import codecs
 from ckptstore.objects.pack import TENSOR
-from ckptstore.repository.pack_set import PackSet
+from ckptstore.repository.chunk_reader import coalesce
+from ckptstore.repository.pack_writer import PackSet
 from ckptstore.repository.store_handle import StoreHandle
 
 
@@ -95,32 +96,18 @@ class CopyWorker:
         return [memory[end - size : end] for size, end in zip(sizes, ends, strict=True)]
 
 
-def cut(sizes: Sequence[int], limit_bytes: int) -> Iterator[tuple[int, int]]:
+def cut(sizes: Sequence[int], limit_bytes: int) -> Iterator[slice]:
     """Ranges of items of at most `limit_bytes` together, or of one item."""
-    first = total = 0
-    for i, size in enumerate(sizes):
-        if i > first and total + size > limit_bytes:
-            yield first, i
-            first, total = i, 0
-        total += size
-    if sizes:
-        yield first, len(sizes)
+    ends = list(accumulate(sizes, initial=0))
+    return coalesce(ends[:-1], ends[1:], limit_bytes=limit_bytes)
 
 
 def runs_of(batch: Sequence[ChunkBatch]) -> Iterator[Sequence[ChunkBatch]]:
     """Groups of small leaves, so that each read fetches many."""
-    for first, stop in cut([chunk_batch.raw_bytes for chunk_batch in batch], RUN_BYTES):
-        yield batch[first:stop]
+    return (batch[some] for some in cut([part.raw_bytes for part in batch], RUN_BYTES))
 
 
 def group_batches(chunk_batch: Iterable[ChunkBatch], batch_bytes: int) -> list[list[ChunkBatch]]:
     """Group chunk batches by size; at least one group, which may be empty."""
-    batches: list[list[ChunkBatch]] = [[]]
-    size = 0
-    for part in chunk_batch:
-        if batches[-1] and size + part.raw_bytes > batch_bytes:
-            batches.append([])
-            size = 0
-        batches[-1].append(part)
-        size += part.raw_bytes
-    return batches
+    parts = list(chunk_batch)
+    return [parts[some] for some in cut([part.raw_bytes for part in parts], batch_bytes)] or [[]]

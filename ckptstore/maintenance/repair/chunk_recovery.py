@@ -5,15 +5,13 @@ quarantined packs, and the packs of mirrors. None is trusted: a chunk counts onl
 its id.
 """
 
-import itertools
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import pairwise
 
 from ckptstore.core.config import RUN_BYTES
-from ckptstore.core.ids import ChunkId, SessionId, digest, pack_key
+from ckptstore.core.ids import ChunkId, SessionId, digest
 from ckptstore.core.model import PackEntry, PackRecord
 from ckptstore.errors import Corrupt, NotFound, Unavailable
 from ckptstore.maintenance.repair.repair_config import FLIP_BYTES_MAX, flipped_back
@@ -26,9 +24,10 @@ from ckptstore.objects.pack import (
     parse_footer,
     parse_trailer,
 )
-from ckptstore.repository.footer_index import read_chunk_at
+from ckptstore.repository.chunk_reader import coalesce, read_chunk_at
 from ckptstore.repository.footers import read_table_at
-from ckptstore.repository.pack_writer import ClosedPack, OpenPack, PackWriter
+from ckptstore.repository.pack_writer import ClosedPack, PackSet
+from ckptstore.repository.thread_pool import ThreadPool
 from ckptstore.storage.contract import Storage
 
 _PACK_FILE = re.compile(
@@ -111,7 +110,7 @@ def read_source(donors: Sequence[ChunkSource], source: Source) -> memoryview:
     """The raw bytes of the chunk, verified again; raises `Corrupt`, `NotFound` or `Unavailable`."""
     storage = donors[source.donor].storage
     if not source.flip:
-        return read_chunk_at(storage, source.key, source.entry)
+        return read_chunk_at(storage, [source.key], source.entry)
     raw = _flipped_chunk(storage, source.key, source.entry)
     if raw is None:
         raise Corrupt(
@@ -122,57 +121,47 @@ def read_source(donors: Sequence[ChunkSource], source: Source) -> memoryview:
 
 
 def write_packs(
-    donors: Sequence[ChunkSource],
-    sources: Iterable[Source],
-    session: SessionId,
-    *,
-    metadata: bool,
-    numbers: Iterator[int],
+    donors: Sequence[ChunkSource], sources: Iterable[Source], session: SessionId
 ) -> list[ClosedPack]:
     """Copy chunks into new packs of `session`, durable on return and not yet listed by the log.
     A failure leaves nothing behind."""
-    storage = donors[0].storage
-    closed: list[ClosedPack] = []
-
-    def close(pack: OpenPack) -> None:
-        closed.append(pack.close())
-
-    pack_bytes = storage.capabilities.pack_bytes
-    pack_writer = PackWriter(
-        storage, session, numbers, close, pack_bytes=pack_bytes, metadata=metadata
-    )
+    storage, threads = donors[0].storage, ThreadPool(1)
+    packs = PackSet(storage, session, threads, codec=codecs.RAW)
+    pack_writer = packs.pack_writer()
+    ordered = sorted(sources, key=lambda s: (s.donor, s.key, s.entry.offset))
     try:
-        for run in _runs(sources):
-            raws = [read_source(donors, source) for source in run]
-            first = run[0].entry
-            pack_writer.add(
-                [s.entry.chunk for s in run],
-                raws,
-                first.width,
-                first.kind,
-                codec=first.codec,
-                run_bytes=sum(map(len, raws)),
-            )
-            pack_writer.flush()
-        pack_writer.close_with(close)
+        for metadata in (False, True):
+            runs = _runs([source for source in ordered if _is_metadata(source) is metadata])
+            pack_writer = packs.pack_writer(metadata=metadata)
+            for run in runs:
+                raws = [read_source(donors, source) for source in run]
+                first = run[0].entry
+                pack_writer.add(
+                    [source.entry.chunk for source in run],
+                    raws,
+                    first.width,
+                    first.kind,
+                    codec=first.codec,
+                    run_bytes=sum(map(len, raws)),
+                )
+                pack_writer.flush()
+            packs.close(pack_writer)
+        packs.wait()
     except BaseException:
         pack_writer.discard()
+        packs.drop()
         raise
-    storage.sync_dirs([pack_key(pack.record.id) for pack in closed])
-    return closed
+    finally:
+        threads.close()
+    return packs.closed
 
 
 def records(closed: Iterable[ClosedPack]) -> tuple[PackRecord, ...]:
     return tuple(pack.record for pack in closed)
 
 
-def is_metadata(source: Source) -> bool:
+def _is_metadata(source: Source) -> bool:
     return source.entry.kind != TENSOR
-
-
-def pack_numbers() -> Iterator[int]:
-    """The `<n>` of a session's packs."""
-    return itertools.count()
 
 
 def _source(donors: Sequence[ChunkSource], chunk: ChunkId) -> Source | None:
@@ -181,7 +170,7 @@ def _source(donors: Sequence[ChunkSource], chunk: ChunkId) -> Source | None:
     for number, donor in enumerate(donors):
         for key, entry in donor.entries_of(chunk):
             try:
-                read_chunk_at(donor.storage, key, entry)
+                read_chunk_at(donor.storage, [key], entry)
                 return Source(number, key, entry)
             except (Corrupt, NotFound):
                 tried.append((number, key, entry))
@@ -234,19 +223,14 @@ def _flipped_table(storage: Storage, key: str) -> FooterTable | None:
     return flipped_back(tail[-trailer.footer_bytes - TRAILER_BYTES :], parse)
 
 
-def _runs(sources: Iterable[Source]) -> Iterator[list[Source]]:
-    """Group sources that are adjacent in one object, up to `RUN_BYTES`, so that they stay
-    together."""
-    ordered = sorted(sources, key=lambda s: (s.donor, s.key, s.entry.offset))
-    run = ordered[:1]
-    for before, source in pairwise(ordered):
-        follows = (before.donor, before.key) == (source.donor, source.key)
-        follows = follows and before.entry.offset + before.entry.stored_bytes == source.entry.offset
-        # codec, width and kind
-        follows = follows and before.entry[4:7] == source.entry[4:7]
-        if not follows or sum(s.entry.raw_bytes for s in run) + source.entry.raw_bytes > RUN_BYTES:
-            yield run
-            run = []
-        run.append(source)
-    if run:
-        yield run
+def _runs(sources: Sequence[Source]) -> Iterator[Sequence[Source]]:
+    """Group ordered sources that are adjacent in one object, so that they stay together. A group
+    has one codec, width and kind."""
+    entries = [source.entry for source in sources]
+    for some in coalesce(
+        [entry.offset for entry in entries],
+        [entry.offset + entry.stored_bytes for entry in entries],
+        objects=[(s.donor, s.key, s.entry[4:7]) for s in sources],
+        limit_bytes=RUN_BYTES,
+    ):
+        yield sources[some]

@@ -15,7 +15,7 @@ from ckptstore.maintenance.check.metadata_reader import Trees, cells_of
 from ckptstore.objects.codecs import RAW
 from ckptstore.objects.config import decode_config
 from ckptstore.objects.pack import TENSOR, FooterTable
-from ckptstore.repository.footer_index import Inventory, load_tables
+from ckptstore.repository.footers import Inventory, load_tables
 from ckptstore.storage.contract import Storage
 
 FLIP_BYTES_MAX = 16384
@@ -52,7 +52,7 @@ def recover_config(storage: Storage, data: bytes | None) -> tuple[StoreConfig, b
     state = read_chain(storage, store, generation).state
     tables = {
         pack: table
-        for pack, table in load_tables(storage, state)
+        for pack, table in load_tables(storage, list(state.packs.values()))
         if not isinstance(table, CkptStoreError)
     }
     config = StoreConfig(store, codec=_codec(tables.values()), generation=generation)

@@ -24,8 +24,6 @@ from ckptstore.maintenance.repair.chunk_recovery import (
     ChunkSource,
     Source,
     find_sources,
-    is_metadata,
-    pack_numbers,
     read_source,
     records,
     write_packs,
@@ -34,7 +32,8 @@ from ckptstore.maintenance.repair.quarantine import copy_object, quarantine
 from ckptstore.objects.pack import LAYOUT, PAGE, SCHEMA
 from ckptstore.objects.pages import decode_page
 from ckptstore.objects.schema import decode_schema
-from ckptstore.repository.footer_index import keys_of, read_chunk, read_chunk_at
+from ckptstore.repository.chunk_reader import keys_of, read_chunk_at
+from ckptstore.repository.footers import read_chunk
 from ckptstore.storage.contract import Storage
 
 
@@ -118,7 +117,7 @@ class _Rescue:
     def _reads(self, key: str, chunk: ChunkId) -> bool:
         entry = next(entry for where, entry in self._donors[0].entries_of(chunk) if where == key)
         try:
-            read_chunk_at(self._storage, key, entry)
+            read_chunk_at(self._storage, [key], entry)
         except (Corrupt, NotFound):
             return False
         return True
@@ -225,12 +224,7 @@ def save_packs(
     """
     donors = [ChunkSource(offline_store.storage), *map(ChunkSource, mirrors)]
     with open_session(offline_store.storage, "repair") as session:
-        numbers = pack_numbers()
-        closed = []
-        for metadata in (False, True):
-            part = [source for source in action.sources if is_metadata(source) is metadata]
-            if part:
-                closed += write_packs(donors, part, session.id, metadata=metadata, numbers=numbers)
+        closed = write_packs(donors, action.sources, session.id)
         state = log.replay()
         if state.fence != action.fence:
             raise Conflict(
