@@ -12,6 +12,7 @@ import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
@@ -24,6 +25,7 @@ from ckptstore.index.suspect_packs import SuspectPacks
 from ckptstore.log.fold import Pack, State
 from ckptstore.log.log import Log
 from ckptstore.objects import codecs
+from ckptstore.objects.pack import FooterTable
 from ckptstore.repository.chunk_reader import (
     METADATA_BYTES_MAX,
     Check,
@@ -35,7 +37,7 @@ from ckptstore.repository.chunk_reader import (
     plan_runs,
     read_run,
 )
-from ckptstore.repository.footers import FooterBatches, load_tables, read_table_at
+from ckptstore.repository.footers import FooterBatches, is_elsewhere, load_tables
 from ckptstore.repository.memory_budget import ReadRoom
 from ckptstore.repository.thread_pool import ThreadPool, one_by_one
 from ckptstore.storage.contract import OpenFile, Storage
@@ -150,33 +152,38 @@ class ObjectStore:
         """
         with self._lock:
             if thorough or not self._indexed_below:
-                have = self.index.pack_ids(self.index.indexed())
-                if any(n >= state.next_pack for n in have):
-                    # Others share the index and have registered packs since. What they indexed is
-                    # in a log that is replayed now.
-                    state = self._log.replay()
-                packs = state.packs
-                foreign = {n for n, pack in have.items() if n not in packs or packs[n].id != pack}
-                if foreign:
-                    self.index.drop_packs(foreign)
-                wanted = sorted(n for n in packs if n not in have or n in foreign)
+                state, wanted = self._not_indexed(state)
             else:
-                packs = state.packs
-                wanted = [n for n in range(self._indexed_below, state.next_pack) if n in packs]
-            batches = None if thorough else self._batches
-            known = batches.tables(wanted, state) if batches and len(wanted) > 1 else {}
-            for number, table in known.items():
-                self.index.add_pack(number, packs[number].id, table)
-            rest = [number for number in wanted if number not in known]
-            loaded = load_tables(self.storage, [packs[number] for number in rest])
-            for number, (pack, found) in zip(rest, loaded, strict=True):
-                if isinstance(found, Unavailable):
-                    raise found
+                new = range(self._indexed_below, state.next_pack)
+                wanted = [n for n in new if n in state.packs]
+            batches = None if thorough or len(wanted) < 2 else self._batches
+            tables: dict[int, FooterTable | Problem] = {}
+            if batches:
+                tables |= batches.tables(wanted, state)
+            rest = [n for n in wanted if n not in tables]
+            loaded = load_tables(self.storage, [state.packs[n] for n in rest])
+            for number, table in chain(
+                tables.items(), zip(rest, (table for _, table in loaded), strict=True)
+            ):
+                if isinstance(table, Unavailable):
+                    raise table
                 # A pack that cannot be read holds nothing that can be reused or restored from it;
                 # `fsck` reports it.
-                if not isinstance(found, CkptStoreError):
-                    self.index.add_pack(number, pack, found)
+                if not isinstance(table, Corrupt | NotFound):
+                    self.index.add_pack(number, state.packs[number].id, table)
             self._indexed_below = state.next_pack
+
+    def _not_indexed(self, state: State) -> tuple[State, list[int]]:
+        """The numbers of listed packs that the index lacks; drops all others from it."""
+        have = self.index.pack_ids(self.index.indexed())
+        if any(n >= state.next_pack for n in have):
+            # Others share the index and have registered packs since. What they indexed is in a log
+            # that is replayed now.
+            state = self._log.replay()
+        listed = {n: pack.id for n, pack in state.packs.items()}
+        if foreign := {n for n in have if listed.get(n) != have[n]}:
+            self.index.drop_packs(foreign)
+        return state, sorted(n for n in listed if n not in have or n in foreign)
 
     def registered(self, number: int, pack: PackId, table: "NDArray[np.void]") -> None:
         """Index a pack of this process that a log entry has just registered."""
@@ -231,11 +238,6 @@ class ObjectStore:
             return self._remote or self.storage.size(pack_key(pack.id)) == pack.bytes
         except Corrupt:
             return False
-
-    def doubt(self, chunk: ChunkId) -> None:
-        """Mark the pack of this chunk as suspect: its bytes did not match."""
-        for pack in self._listed(set(self.packs_of(chunk))).values():
-            self.suspect_packs.add(pack.id)
 
     def _look_again(self) -> State:
         state = self._log.replay(refresh=True)
@@ -407,7 +409,7 @@ class ObjectStore:
         if isinstance(problem, Unavailable):
             problem.add_note(f"while reading chunk {name}")
             raise problem
-        if _is_misplaced(self.storage, pack, run):
+        if is_elsewhere(self.storage, pack, run.entries[0]):
             self.index.reset()
             moved.extend(run.positions)
             return
@@ -456,13 +458,3 @@ class ObjectStore:
         if self._batches:
             self._batches.close()
         self.index.close()
-
-
-def _is_misplaced(storage: Storage, pack: Pack, run: Run) -> bool:
-    """Whether the pack's footer places the chunk elsewhere or lacks it: the index is wrong then,
-    not the pack."""
-    try:
-        table = read_table_at(storage, pack_key(pack.id))
-    except (Corrupt, NotFound, Unavailable):
-        return False
-    return run.entries[0].chunk not in table["chunk"][table["offset"] == run.offset].tolist()

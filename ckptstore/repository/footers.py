@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 import numpy as np
 
-from ckptstore.core.ids import CHUNK_ID_BYTES, ChunkId, PackId, digest, footers_key
+from ckptstore.core.ids import CHUNK_ID_BYTES, ChunkId, PackId, digest, footers_key, pack_key
 from ckptstore.core.model import PackEntry
 from ckptstore.core.threads import Pool, behind
 from ckptstore.errors import CkptStoreError, Corrupt, NotFound, Unavailable
@@ -71,6 +71,16 @@ def read_footer(storage: Storage, pack: PackId, *, metadata: bool) -> Footer:
 def read_table_at(storage: Storage, key: str) -> FooterTable:
     """The records of the pack or twin at `key`; raises `NotFound`, `Corrupt`."""
     return _read_at(storage, key).table
+
+
+def is_elsewhere(storage: Storage, pack: Pack, entry: PackEntry) -> bool:
+    """Whether the footer of `pack` places the chunk of `entry` elsewhere, or lacks it. False if it
+    cannot be read."""
+    try:
+        table = read_table_at(storage, pack_key(pack.id))
+    except (Corrupt, NotFound, Unavailable):
+        return False
+    return entry.chunk not in table["chunk"][table["offset"] == entry.offset].tolist()
 
 
 def load_tables(

@@ -16,15 +16,16 @@ import mmap
 import os
 import sys
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from itertools import accumulate
 from typing import Any
 
-from ckptstore.core.ids import ChunkId, digest
+from ckptstore.core.ids import digest
 from ckptstore.errors import Corrupt, InvalidInput, Unavailable
 from ckptstore.repository.chunk_store import ObjectStore
+from ckptstore.repository.thread_pool import ThreadPool
 from ckptstore.restore.read_plan import Piece
 
 PAGE_BYTES = mmap.ALLOCATIONGRANULARITY
@@ -200,21 +201,19 @@ def check_mapped(
     objects: ObjectStore,
     data: memoryview,
     pieces: Sequence[Piece],
-    spread: Callable[..., object],
+    threads: ThreadPool,
     what: str,
 ) -> None:
-    """Compare every chunk of a mapped leaf with its id, which reads them all. Raises `Corrupt`;
-    later commits do not rely on that pack."""
+    """Compare every chunk of a mapped leaf with its id, which reads them all.
+
+    A chunk that does not match is read again, into the mapping. Raises `Corrupt`, naming `what`,
+    where no copy of it is left.
+    """
 
     def check(piece: Piece) -> None:
         start = piece.at or 0
-        if (got := ChunkId(digest(data[start : start + piece.raw_bytes]))) != piece.chunk:
-            objects.doubt(piece.chunk)
-            raise Corrupt(
-                f"chunk {piece.chunk.hex()[:12]} ({what}) does not match its id: got "
-                f"{got.hex()[:12]}; "
-                "run `ckptstore fsck --read-data`, restore another commit, or heal it with "
-                "`ckptstore repair`"
-            )
+        part = data[start : start + piece.raw_bytes]
+        if digest(part) != piece.chunk:
+            objects.read_into(piece.chunk, [part], describe=lambda _: what)
 
-    spread(check, pieces)
+    threads.spread(check, pieces)

@@ -324,7 +324,7 @@ class Reader:
                 self._objects,
                 data,
                 pieces,
-                self.threads.spread,
+                self.threads,
                 f"leaf {tree.schema.paths[number]}, commit {commit[:12]}",
             )
         return data
