@@ -49,8 +49,8 @@ if TYPE_CHECKING:
 HASHED_BYTES = MIB
 """Bytes of a local disk that are read before they are hashed: they fit a processor's own cache."""
 
-READ_AHEAD = 32
-"""Reads announced to the disk in advance, so that it works while chunks are hashed."""
+READ_AHEAD = 16
+"""Reads announced together to the disk in advance, so that it works while chunks are hashed."""
 
 ALONE_BYTES = 4 * MIB
 """Local reads up to this size stay on the calling thread: waking others takes longer."""
@@ -369,17 +369,23 @@ class ObjectStore:
                 runs.append((packs[number], run))
             else:
                 moved.extend(run.positions)
-        for pack, run in runs[:READ_AHEAD]:
-            self.storage.will_need(pack_key(pack.id), run.offset, run.stored_bytes)
+        self._announce(runs[:READ_AHEAD])
         return runs, moved
+
+    def _announce(self, runs: Sequence[tuple[Pack, Run]]) -> None:
+        starts = [run.offset for _, run in runs]
+        stops = [run.offset + run.stored_bytes for _, run in runs]
+        for some in coalesce(starts, stops, objects=[pack.id for pack, _ in runs]):
+            start, stop = starts[some.start], stops[some.stop - 1]
+            self.storage.will_need(pack_key(runs[some.start][0].id), start, stop - start)
 
     def _read(
         self, request: Request, runs: Sequence[tuple[Pack, Run]], moved: list[int], number: int
     ) -> None:
         """Carry out read `number`. Chunks whose pack is absent, or which the index misplaces, are
         added to `moved`."""
-        for pack, run in runs[number + READ_AHEAD : number + READ_AHEAD + 1]:
-            self.storage.will_need(pack_key(pack.id), run.offset, run.stored_bytes)
+        if number % READ_AHEAD == 0:
+            self._announce(runs[number + READ_AHEAD : number + 2 * READ_AHEAD])
         pack, run = runs[number]
         for i, entry in zip(run.positions, run.entries, strict=True):
             if len(request.out[i]) != entry.raw_bytes:

@@ -200,13 +200,13 @@ class Reader:
         # Both never change, so what was read lately is at hand for the next look at the same
         # commit.
         self.document = lru_cache(RECENT)(self._document)
-        self.trees = lru_cache(RECENT)(self._trees)
+        self.trees = lru_cache(RECENT)(self.read_trees)
 
     def _document(self, session: SessionId, commit: CommitId) -> CommitDocument:
         """The commit's document, verified."""
         return decode_document(self._objects.storage.read(document_key(session, commit)), commit)
 
-    def _trees(self, refs: tuple[tuple[str, TreeRef], ...]) -> Mapping[str, Tree]:
+    def read_trees(self, refs: tuple[tuple[str, TreeRef], ...]) -> Mapping[str, Tree]:
         """Several keys' trees; their schemas and pages are read in one batch."""
         chunks = list(dict.fromkeys(c for _, ref in refs for c in (ref.schema, *ref.pages)))
         data = dict(zip(chunks, self._objects.read_metadata_many(chunks), strict=True))
@@ -240,7 +240,8 @@ class Reader:
         commit, and `InvalidInput` for a budget that is too small. After an error while reading,
         destinations hold some new bytes and some old.
         """
-        return self.carry_out(self.reading(wanted, commit, memory_budget_bytes=memory_budget_bytes))
+        reading = self.reading(wanted, commit, memory_budget_bytes=memory_budget_bytes)
+        return self.carry_out(reading, reading.jobs)
 
     def reading(
         self,
@@ -265,9 +266,8 @@ class Reader:
             )
         return Reading(commit, room, tuple(inline), tuple(jobs))
 
-    def carry_out(self, reading: Reading, jobs: Sequence[ChunkRead] | None = None) -> int:
-        """Execute a plan, or only its `jobs`; returns the number of raw bytes read from packs."""
-        jobs = reading.jobs if jobs is None else jobs
+    def carry_out(self, reading: Reading, jobs: Sequence[ChunkRead]) -> int:
+        """Execute a plan, or some `jobs` of it; returns the raw bytes read from packs."""
         for want in reading.inline:
             _land_inline(want)
         for batch in reading.batches(jobs):
