@@ -28,8 +28,7 @@ from ckptstore.log.entries import NewerEntry, decode_entry
 from ckptstore.log.log_snapshots import decode_state, encode_state
 from ckptstore.log.sessions import decode_session
 from ckptstore.objects import canonical
-from ckptstore.objects.config import decode_config
-from ckptstore.objects.documents import decode_document
+from ckptstore.objects.documents import decode_config, decode_document
 from ckptstore.objects.frames import compress, decompress
 from ckptstore.objects.pack import TRAILER_BYTES, entries, parse_footer, parse_trailer
 from ckptstore.objects.pages import decode_page, join_pages

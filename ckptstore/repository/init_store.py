@@ -23,7 +23,7 @@ from ckptstore.errors import (
     Unavailable,
 )
 from ckptstore.index.open_log import database_log
-from ckptstore.objects.config import decode_config, encode_config
+from ckptstore.objects.documents import decode_config, encode_config
 from ckptstore.objects.pointer_files import Pointer, read_pointer
 from ckptstore.storage.contract import Storage
 from ckptstore.storage.registry import open_storage

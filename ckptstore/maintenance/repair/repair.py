@@ -35,7 +35,7 @@ from ckptstore.maintenance.repair.rescue import (
     plan_packs,
     save_packs,
 )
-from ckptstore.objects.config import encode_config
+from ckptstore.objects.documents import encode_config
 from ckptstore.storage.contract import Storage
 
 DAMAGED_SETTING = "damaged"

@@ -13,7 +13,7 @@ from ckptstore.log.fold import State
 from ckptstore.maintenance.check.log_audit import list_log, read_chain, read_small
 from ckptstore.maintenance.check.metadata_reader import Trees, cells_of
 from ckptstore.objects.codecs import RAW
-from ckptstore.objects.config import decode_config
+from ckptstore.objects.documents import decode_config
 from ckptstore.objects.pack import TENSOR, FooterTable
 from ckptstore.repository.footers import Inventory, load_tables
 from ckptstore.storage.contract import Storage
