@@ -17,7 +17,7 @@ from ckptstore.core.model import PackEntry
 from ckptstore.errors import CkptStoreError, Corrupt, NotFound, Unavailable
 from ckptstore.objects import codecs
 from ckptstore.objects.pack import FooterTable, entries
-from ckptstore.storage.contract import Storage
+from ckptstore.storage.contract import OpenFile, Storage
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -76,6 +76,19 @@ class Run:
             found.append(memory)
             at = entry.offset + memory.nbytes
         return found
+
+
+@dataclass(frozen=True, slots=True)
+class FileRange:
+    """Stored bytes of chunks in a local file, which stays open while this object lives."""
+
+    key: str
+    file: OpenFile
+    offset: int
+    nbytes: int
+
+    def fileno(self) -> int:
+        return self.file.fd
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,6 @@ restored store may give known numbers to other packs.
 
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
 from itertools import chain
 from typing import TYPE_CHECKING, TypeAlias
@@ -29,6 +28,7 @@ from ckptstore.objects.pack import FooterTable
 from ckptstore.repository.chunk_reader import (
     METADATA_BYTES_MAX,
     Check,
+    FileRange,
     Problem,
     Request,
     Run,
@@ -40,7 +40,7 @@ from ckptstore.repository.chunk_reader import (
 from ckptstore.repository.footers import FooterBatches, is_elsewhere, load_tables
 from ckptstore.repository.memory_budget import ReadRoom
 from ckptstore.repository.thread_pool import ThreadPool, one_by_one
-from ckptstore.storage.contract import OpenFile, Storage
+from ckptstore.storage.contract import Storage
 from ckptstore.storage.read_cache import ReadCache
 
 if TYPE_CHECKING:
@@ -100,19 +100,6 @@ class SecondNames:
         """Drop a checksum that turned out to belong to another chunk."""
         with self._lock:
             self._ids.pop(name, None)
-
-
-@dataclass(frozen=True, slots=True)
-class FileRange:
-    """Stored bytes of chunks in a local file, which stays open while this object lives."""
-
-    key: str
-    file: OpenFile
-    offset: int
-    nbytes: int
-
-    def fileno(self) -> int:
-        return self.file.fd
 
 
 class ObjectStore:
@@ -272,13 +259,9 @@ class ObjectStore:
         found = []
         for some in coalesce(starts, stops, objects=numbers):
             if (pack := packs.get(numbers[some.start])) is None:
-                raise NotFound(
-                    f"pack {numbers[some.start]} is not listed any more; repeat the call, or run "
-                    "`ckptstore reindex`"
-                )
-            key, start = pack_key(pack.id), starts[some.start]
-            file = self.storage.open_file(key)
-            found.append(FileRange(key, file, start, stops[some.stop - 1] - start))
+                raise NotFound(f"pack {numbers[some.start]} is not listed; run `ckptstore reindex`")
+            key, start, stop = pack_key(pack.id), starts[some.start], stops[some.stop - 1]
+            found.append(FileRange(key, self.storage.open_file(key), start, stop - start))
         return found
 
     def read_metadata(self, chunk: ChunkId) -> bytes:

@@ -46,7 +46,7 @@ from ckptstore.interop.chunk_transfer.staging import (
 from ckptstore.interop.chunk_transfer.store_lookup import Stored, find_stored
 from ckptstore.objects.pages import split_pages
 from ckptstore.objects.schema import encode_schema
-from ckptstore.repository.chunk_store import FileRange
+from ckptstore.repository.chunk_reader import FileRange
 from ckptstore.repository.thread_pool import ThreadPool
 from ckptstore.state.flatten import flatten
 from ckptstore.state.leaf_sources import FlatState
