@@ -2,8 +2,9 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
+from ckptstore.core.geometry import Grid
 from ckptstore.core.ids import CHUNK_ID_BYTES
 from ckptstore.restore.reader import Tree
 
@@ -35,82 +36,73 @@ class Difference:
         return sum(change.changed_bytes for change in self.changes)
 
 
+class _At(NamedTuple):
+    """A leaf of a tree."""
+
+    tree: Tree
+    i: int
+
+    @property
+    def kind(self) -> tuple[str, str, tuple[int, ...]]:
+        schema = self.tree.schema
+        return schema.kinds[self.i], schema.dtypes[self.i], schema.shapes[self.i]
+
+    @property
+    def own_bytes(self) -> int:
+        """The raw bytes; 0 for an alias, whose bytes belong to another leaf."""
+        return 0 if self.tree.schema.aliases[self.i] >= 0 else self.tree.raw_bytes(self.i)
+
+    def __str__(self) -> str:
+        kind, dtype, shape = self.kind
+        if kind == "tensor":
+            return f"{dtype}[{', '.join(map(str, shape))}]"
+        inline = self.tree.content(self.i).inline
+        if kind != "value" or inline is None:
+            return f"{kind} of {self.tree.raw_bytes(self.i)} bytes"
+        text = inline.decode("utf-8", "replace")
+        shown = text[: VALUE_TEXT_CHARACTERS - 1] + "…"
+        return text if len(text) <= VALUE_TEXT_CHARACTERS else shown
+
+
 def compare(before: Mapping[str, Tree], after: Mapping[str, Tree]) -> Difference:
     """Compares the leaves of `after` in order, then those only in `before`."""
     old, new = _leaves(before), _leaves(after)
-    changes: list[LeafChange] = []
-    unchanged = 0
-    for path, (tree, i) in new.items():
-        change = _change(path, old.get(path), tree, i)
-        if change:
-            changes.append(change)
-        else:
-            unchanged += 1
+    changes = [
+        change for path, leaf in new.items() if (change := _change(path, old.get(path), leaf))
+    ]
+    unchanged = len(new) - len(changes)
     changes += [
-        LeafChange(
-            path, "removed", _describe(tree, i), "", _own_bytes(tree, i), _own_bytes(tree, i)
-        )
-        for path, (tree, i) in old.items()
+        LeafChange(path, "removed", str(leaf), "", leaf.own_bytes, leaf.own_bytes)
+        for path, leaf in old.items()
         if path not in new
     ]
     return Difference(tuple(changes), unchanged)
 
 
-def _leaves(trees: Mapping[str, Tree]) -> dict[str, tuple[Tree, int]]:
-    return {path: (tree, i) for tree in trees.values() for i, path in enumerate(tree.schema.paths)}
+def _leaves(trees: Mapping[str, Tree]) -> dict[str, _At]:
+    return {
+        path: _At(tree, i) for tree in trees.values() for i, path in enumerate(tree.schema.paths)
+    }
 
 
-def _change(path: str, old: tuple[Tree, int] | None, tree: Tree, i: int) -> LeafChange | None:
-    size = _own_bytes(tree, i)
+def _change(path: str, old: _At | None, new: _At) -> LeafChange | None:
+    size = new.own_bytes
     if old is None:
-        return LeafChange(path, "added", "", _describe(tree, i), size, size)
-    old_tree, j = old
-    same_kind = _kind(old_tree, j) == _kind(tree, i)
-    was, now = old_tree.content(j), tree.content(i)
+        return LeafChange(path, "added", "", str(new), size, size)
+    was, now = old.tree.content(old.i), new.tree.content(new.i)
+    same_kind = old.kind == new.kind
     if same_kind and (was.inline, was.ids, was.boxes) == (now.inline, now.ids, now.boxes):
         return None
-    return LeafChange(
-        path,
-        "changed",
-        _describe(old_tree, j),
-        _describe(tree, i),
-        size,
-        _changed_bytes(was.ids, tree, i) if same_kind else size,
-    )
+    if same_kind and size and now.inline is None and now.boxes is None:
+        size = _new_bytes(was.ids, now.ids, new.tree.grid(new.i))
+    return LeafChange(path, "changed", str(old), str(new), new.own_bytes, size)
 
 
-def _own_bytes(tree: Tree, i: int) -> int:
-    """The raw bytes of leaf `i`; 0 for an alias, whose bytes belong to another leaf."""
-    return 0 if tree.schema.aliases[i] >= 0 else tree.raw_bytes(i)
-
-
-def _changed_bytes(old_ids: bytes, tree: Tree, i: int) -> int:
-    content = tree.content(i)
-    if tree.schema.aliases[i] >= 0:
-        return 0
-    if content.inline is not None or content.boxes is not None:
-        return tree.raw_bytes(i)
-    known = {old_ids[k : k + CHUNK_ID_BYTES] for k in range(0, len(old_ids), CHUNK_ID_BYTES)}
-    spans = tree.grid(i).spans()
+def _new_bytes(old: bytes, new: bytes, cells: Grid) -> int:
+    """The raw bytes of the chunks of `new`, which lie in `cells`, that are not among `old`."""
+    known = {old[k : k + CHUNK_ID_BYTES] for k in range(0, len(old), CHUNK_ID_BYTES)}
     return sum(
         stop - start
-        for k, (start, stop) in enumerate(spans)
-        if content.ids[k * CHUNK_ID_BYTES : (k + 1) * CHUNK_ID_BYTES] not in known
+        for k, (start, stop) in enumerate(cells.spans())
+        if new[k * CHUNK_ID_BYTES : (k + 1) * CHUNK_ID_BYTES] not in known
     )
-
-
-def _kind(tree: Tree, i: int) -> tuple[str, str, tuple[int, ...]]:
-    return tree.schema.kinds[i], tree.schema.dtypes[i], tree.schema.shapes[i]
-
-
-def _describe(tree: Tree, i: int) -> str:
-    kind = tree.schema.kinds[i]
-    if kind == "tensor":
-        return f"{tree.schema.dtypes[i]}[{', '.join(map(str, tree.schema.shapes[i]))}]"
-    inline = tree.content(i).inline
-    if kind == "value" and inline is not None:
-        text = inline.decode("utf-8", "replace")
-        return (
-            text if len(text) <= VALUE_TEXT_CHARACTERS else text[: VALUE_TEXT_CHARACTERS - 1] + "…"
-        )
-    return f"{kind} of {tree.raw_bytes(i)} bytes"

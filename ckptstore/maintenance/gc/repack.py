@@ -12,13 +12,13 @@ import numpy as np
 import numpy.typing as npt
 
 from ckptstore.core.ids import PackId, SessionId, pack_id, pack_key
-from ckptstore.core.model import PackEntry, PackRecord
+from ckptstore.core.model import PackRecord
 from ckptstore.errors import Corrupt, NotFound
 from ckptstore.maintenance.gc.mark import PackUse
 from ckptstore.objects import pack
 from ckptstore.objects.pack import FOOTER_DTYPE, TRAILER_BYTES, FooterTable
 from ckptstore.repository import footers
-from ckptstore.repository.pack_reader import read_chunks
+from ckptstore.repository.chunk_reader import coalesce, read_chunks
 from ckptstore.repository.pack_writer import OpenPack
 from ckptstore.repository.thread_pool import ThreadPool
 from ckptstore.storage.contract import Storage
@@ -127,16 +127,11 @@ def place(rows: FooterTable, end: int) -> tuple[npt.NDArray[np.int64], int]:
     """The offset of each chunk after `end` in a new pack, and the new end. Adjacent chunks stay
     adjacent, and are aligned as a run."""
     starts, stored = rows["offset"].astype(np.int64), rows["stored"].astype(np.int64)
-    first = (
-        np.flatnonzero(np.concatenate(([True], starts[1:] != (starts + stored)[:-1])))
-        if len(rows)
-        else np.empty(0, np.int64)
-    )
     offsets = np.empty(len(rows), np.int64)
-    for a, b in zip(first.tolist(), [*first[1:].tolist(), len(rows)], strict=True):
-        run_bytes = int(stored[a:b].sum())
+    for run in coalesce(starts.tolist(), (starts + stored).tolist()):
+        run_bytes = int(stored[run].sum())
         start = pack.align(end, run_bytes)
-        offsets[a:b] = start + starts[a:b] - starts[a]
+        offsets[run] = start + starts[run] - starts[run.start]
         end = start + run_bytes
     return offsets, end
 
@@ -214,10 +209,9 @@ def _append(
     copied: Callable[[int], None],
 ) -> None:
     offsets, _ = place(rows, target.offset)
-    entries: list[PackEntry] = pack.entries(rows)
-    for chunk in read_chunks(storage, source.id, rows, metadata=source.metadata):
-        target.pad_to(int(offsets[chunk.row]))
-        offset = target.append(chunk.stored)
-        target.entries.append(entries[chunk.row]._replace(offset=offset))
+    chunks = read_chunks(storage, source.id, rows, metadata=source.metadata)
+    for offset, chunk in zip(offsets.tolist(), chunks, strict=True):
+        target.pad_to(offset)
+        target.entries.append(chunk.entry._replace(offset=target.append(chunk.stored)))
         copied(len(chunk.stored))
     target.flush()

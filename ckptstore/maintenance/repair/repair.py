@@ -29,7 +29,7 @@ from ckptstore.maintenance.repair.recover import (
     replace_small,
 )
 from ckptstore.maintenance.repair.rescue import CopyTwin, SavePacks, plan_packs
-from ckptstore.objects.config import encode_config
+from ckptstore.objects.documents import encode_config
 from ckptstore.storage.contract import Storage
 
 DAMAGED_SETTING = "damaged"
