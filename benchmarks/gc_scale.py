@@ -245,7 +245,7 @@ def _data_pack(storage: Storage, session: SessionId, number: int, ids: Ids) -> P
         for i, chunk in enumerate(ids)
     ]
     data_bytes = len(ids) * CHUNK_BYTES
-    tail = pack.encode_tail(rows, data_bytes, metadata=False)
+    tail, _ = pack.encode_tail(rows, data_bytes, metadata=False)
     path = Path(storage.url, pack_key(name))
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("wb") as file:

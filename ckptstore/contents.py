@@ -114,6 +114,13 @@ class CommitContents:
             f"{self.commit[:12]}` lists them"
         )
 
+    def find_tensor(self, path: str) -> tuple[Tree, int]:
+        """As `find`. Raises `InvalidInput` unless the leaf is a tensor."""
+        tree, i = self.find(path)
+        if tree.schema.kinds[i] != "tensor":
+            raise InvalidInput(f"{path} is a {tree.schema.kinds[i]}, no tensor; use read")
+        return tree, i
+
     def read(
         self, requests: Sequence[ReadRequest], *, memory_budget_bytes: int | None = None
     ) -> None:

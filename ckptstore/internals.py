@@ -37,8 +37,7 @@ from ckptstore.distributed.gloo import BACKGROUND, collective_of
 from ckptstore.errors import InvalidInput, ReadOnly, Unavailable
 from ckptstore.maintenance.enospc import DiskWatch
 from ckptstore.maintenance.mirror.tiers import Tier
-from ckptstore.repository.chunk_store import ObjectStore
-from ckptstore.repository.lru import SecondNames
+from ckptstore.repository.chunk_store import ObjectStore, SecondNames
 from ckptstore.repository.store_handle import StoreHandle
 from ckptstore.restore.reader import Reader
 from ckptstore.runtime import StoreRuntime

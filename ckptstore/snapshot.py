@@ -20,10 +20,18 @@ from ckptstore.distributed.restore import Common, check_loaders, restore_togethe
 from ckptstore.distributed.shared_verification import SharedVerification
 from ckptstore.errors import InvalidInput
 from ckptstore.objects.documents import Layout
-from ckptstore.restore.inflate_commit import Select, assemble, selected, whole
 from ckptstore.restore.mmap import Unmappable
 from ckptstore.restore.reader import Reader, ReadRequest, Tree
-from ckptstore.restore.restore import RestoreOperation, RestoreOptions, RestoreReport
+from ckptstore.restore.restore import (
+    RestoreOperation,
+    RestoreOptions,
+    RestoreReport,
+    Select,
+    assemble,
+    new_tensor,
+    selected,
+    whole,
+)
 from ckptstore.state import dtype_cast, tensors
 from ckptstore.state.flatten import check_app_state
 from ckptstore.state.inflate import inflate_leaf
@@ -267,11 +275,10 @@ class Snapshot:
             return inflate_leaf(tree.schema, i, data, allow_pickle=allow_pickle)
         box, shape = box_of(tree, i, region)
         tree.check(i)  # before memory is allocated for a shape that may be damaged
-        committed = tree.schema.dtypes[i]
-        converted = dtype is not None and dtype_cast.converts(committed, dtype_cast.checked(dtype))
-        out = tensors.empty(
-            tensors.DTYPE_NAMES[dtype] if dtype is not None and converted else committed, shape
+        converted = dtype is not None and dtype_cast.converts(
+            tree.schema.dtypes[i], dtype_cast.checked(dtype)
         )
+        out = new_tensor(tree.schema, i, dtype if converted else None, shape)
         self._read_tensor(tree, i, box, out, memory_budget_bytes)
         return out
 
@@ -296,9 +303,7 @@ class Snapshot:
                 f"read_into got a {type(tensor).__name__} in the place of the tensor: "
                 "read_into(tensor, path)"
             )
-        tree, i = self._contents.find(path)
-        if tree.schema.kinds[i] != "tensor":
-            raise InvalidInput(f"{path} is a {tree.schema.kinds[i]}, no tensor; use read")
+        tree, i = self._contents.find_tensor(path)
         box, shape = box_of(tree, i, region)
         committed = tree.schema.dtypes[i]
         converted = (
@@ -335,9 +340,7 @@ class Snapshot:
         adjacent, not at page boundaries, or in a remote store): use `read`. Raises `Corrupt` if
         verification fails or a pack is too short, `NotFound` for an unknown path.
         """
-        tree, i = self._contents.find(path)
-        if tree.schema.kinds[i] != "tensor":
-            raise InvalidInput(f"{path} is a {tree.schema.kinds[i]}, no tensor; use read")
+        tree, i = self._contents.find_tensor(path)
         if tree.content(i).inline is not None:
             return cast("torch.Tensor", self.read(path))
         try:

@@ -28,8 +28,7 @@ from ckptstore.log.entries import NewerEntry, decode_entry
 from ckptstore.log.log_snapshots import decode_state, encode_state
 from ckptstore.log.sessions import decode_session
 from ckptstore.objects import canonical
-from ckptstore.objects.config import decode_config
-from ckptstore.objects.documents import decode_document
+from ckptstore.objects.documents import decode_config, decode_document
 from ckptstore.objects.frames import compress, decompress
 from ckptstore.objects.pack import TRAILER_BYTES, entries, parse_footer, parse_trailer
 from ckptstore.objects.pages import decode_page, join_pages
@@ -251,9 +250,9 @@ def snapshot(known: Documents, key: str, schema: bytes, pages: list[bytes]) -> S
         handle.config.chunk_bytes,
     )
     reader = Reader(handle.config, handle.objects, ThreadPool(1))
-    whole = reader.tree
-    reader.tree = lambda name, ref: tree if name == key else whole(name, ref)  # type: ignore[assignment]
-    return Snapshot(CommitContents(reader, handle.queries().resolve("latest"), document))
+    trees = {**reader.trees(document.trees), key: tree}
+    commit = handle.queries().resolve("latest")
+    return Snapshot(CommitContents(reader, commit, document, trees=trees))
 
 
 def test_a_commit_of_changed_schemas_and_pages_is_read_or_refused(documents: Documents) -> None:

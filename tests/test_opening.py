@@ -94,7 +94,7 @@ def test_unknown_features_stop_readers_or_writers(
 ) -> None:
     from dataclasses import replace
 
-    from ckptstore.objects.config import decode_config, encode_config
+    from ckptstore.objects.documents import decode_config, encode_config
 
     init_store(place)
     with ckptstore.open(place) as store:

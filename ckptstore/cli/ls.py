@@ -108,7 +108,7 @@ def _with_content(
     call: Call, store: StoreHandle, info: CommitInfo, rows: Sequence[Row]
 ) -> list[Row]:
     """The rows with what only the pages of the commit have."""
-    from ckptstore.restore.diff import leaf_text
+    from ckptstore.restore.diff import LeafAt
 
     trees = trees_of(reader_of(call, store), info).values()
     where = {path: (tree, i) for tree in trees for path, i in tree.numbers.items()}
@@ -117,7 +117,7 @@ def _with_content(
         tree, i = where[row.path]
         nbytes = row.nbytes if row.kind == "tensor" else tree.raw_bytes(i)
         chunks = 0 if row.alias_of else len(tree.content(i).ids) // CHUNK_ID_BYTES
-        found.append(replace(row, nbytes=nbytes, chunks=chunks, value=leaf_text(tree, i).value))
+        found.append(replace(row, nbytes=nbytes, chunks=chunks, value=LeafAt(tree, i).text.value))
     return found
 
 

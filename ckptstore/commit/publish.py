@@ -17,7 +17,7 @@ from ckptstore.objects.pages import split_pages
 from ckptstore.objects.schema import LastSchemas
 from ckptstore.repository.chunk_store import ObjectStore
 from ckptstore.repository.dedup import Dedup
-from ckptstore.repository.pack_set import PackSet
+from ckptstore.repository.pack_writer import PackSet
 from ckptstore.storage.contract import Storage, put_finished
 
 
@@ -77,8 +77,6 @@ class Publisher:
         if layout_id and layout is not None:
             metadata[layout_id] = (layout, LAYOUT)
         write_metadata(metadata, dedup, packs)
-        for chunk, (data, _) in metadata.items():
-            self._objects.remember_metadata(chunk, data)
         return Metadata(tuple(refs), layout_id)
 
     def write_document(

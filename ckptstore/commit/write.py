@@ -18,7 +18,7 @@ from ckptstore.errors import Conflict
 from ckptstore.objects import codecs
 from ckptstore.objects.pack import TENSOR, align
 from ckptstore.repository.dedup import Dedup
-from ckptstore.repository.pack_set import PackSet
+from ckptstore.repository.pack_writer import PackSet
 from ckptstore.repository.thread_pool import NO_MEMORY, Scratch, ThreadPool, shared
 from ckptstore.state.leaf_sources import NotCopied, Source
 

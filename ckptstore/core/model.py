@@ -95,19 +95,9 @@ class CommitDocument:
     leaves: int
 
 
-class Location(NamedTuple):
-    """Where a chunk's stored bytes lie."""
-
-    pack: PackId
-    offset: int
-    stored_bytes: int
-    raw_bytes: int
-    codec: int
-    width: int
-
-
 class PackEntry(NamedTuple):
-    """One record of a pack's footer (docs/format.md §4)."""
+    """One record of a pack's footer (docs/format.md §4). The chunk index knows neither `kind` nor
+    `crc`, and a reader needs neither."""
 
     chunk: ChunkId
     offset: int
@@ -115,8 +105,8 @@ class PackEntry(NamedTuple):
     raw_bytes: int
     codec: int
     width: int
-    kind: int
-    crc: int
+    kind: int = 0
+    crc: int = 0
 
 
 @dataclass(frozen=True, slots=True)

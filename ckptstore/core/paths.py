@@ -110,6 +110,15 @@ def write_file(path: Path, data: bytes) -> None:
         file.write(data)
 
 
+def sync_path(path: Path) -> None:
+    """Make the content of a file, or the names in a directory, durable."""
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
 def is_network_filesystem(path: Path) -> bool:
     """Whether the mount table says that other hosts may write to the file system of `path`."""
     return file_system(path) in _NETWORK

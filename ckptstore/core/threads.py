@@ -8,6 +8,7 @@ import threading
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Executor, Future
+from functools import partial
 from typing import Any, ParamSpec, TypeVar
 
 from ckptstore.errors import Unavailable
@@ -59,7 +60,7 @@ class Pool(Executor):
 
     def submit(self, work: Callable[P, T], /, *args: P.args, **options: P.kwargs) -> "Future[T]":
         future: Future[T] = Future()
-        item = future, lambda: work(*args, **options)
+        item = future, partial(work, *args, **options)
         with self._changed:
             if self._closed:
                 raise RuntimeError("work was submitted to threads that have ended")
@@ -67,8 +68,7 @@ class Pool(Executor):
             if self._idle >= len(self._queue) or self._more() or self._threads:
                 self._changed.notify()
                 return future
-            self._queue.pop()
-        _run(*item)
+        self._work(alone=True)
         return future
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
@@ -98,27 +98,23 @@ class Pool(Executor):
         self._threads.append(thread)
         return True
 
-    def _work(self) -> None:
-        if self._begin:
+    def _work(self, *, alone: bool = False) -> None:
+        """Work off the queue, and wait for more unless `alone` on a caller's thread."""
+        if self._begin and not alone:
             self._begin()
-        while item := self._next():
-            _run(*item)
-            del item  # what it refers to must not live until the next one comes
+        while item := self._next(wait=not alone):
+            future, work = item
+            if future.set_running_or_notify_cancel():
+                try:
+                    future.set_result(work())
+                except BaseException as error:
+                    future.set_exception(error)
+            del item, future, work  # these must not live until the next item comes
 
-    def _next(self) -> tuple[Future[Any], Callable[[], Any]] | None:
+    def _next(self, *, wait: bool) -> tuple[Future[Any], Callable[[], Any]] | None:
         with self._changed:
-            self._idle += 1
-            self._changed.wait_for(lambda: self._queue or self._closed)
-            self._idle -= 1
+            if wait:
+                self._idle += 1
+                self._changed.wait_for(lambda: self._queue or self._closed)
+                self._idle -= 1
             return self._queue.popleft() if self._queue else None
-
-
-def _run(future: Future[Any], work: Callable[[], Any]) -> None:
-    if not future.set_running_or_notify_cancel():
-        return
-    try:
-        result = work()
-    except BaseException as error:
-        future.set_exception(error)
-    else:
-        future.set_result(result)

@@ -53,7 +53,7 @@ from ckptstore.objects.schema import LastSchemas
 from ckptstore.repository.chunk_store import ObjectStore
 from ckptstore.repository.dedup import Dedup, DedupHints
 from ckptstore.repository.memory_budget import rank_room
-from ckptstore.repository.pack_set import PackSet
+from ckptstore.repository.pack_writer import PackSet
 from ckptstore.repository.thread_pool import ThreadPool
 from ckptstore.state.leaf_sources import FlatState
 

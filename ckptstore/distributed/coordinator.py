@@ -29,8 +29,7 @@ from ckptstore.objects.documents import encode_document
 from ckptstore.repository.chunk_store import ObjectStore
 from ckptstore.repository.dedup import Dedup
 from ckptstore.repository.memory_budget import WINDOW_BYTES
-from ckptstore.repository.pack_set import PackSet
-from ckptstore.repository.pack_writer import delete_own
+from ckptstore.repository.pack_writer import PackSet, delete_own
 
 SAME, PLANNED, DESCRIBE = b"same", b"planned", b"describe"
 """Answers of the first round: repeat the last task; follow this task; the digest is unknown, send

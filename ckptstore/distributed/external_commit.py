@@ -34,8 +34,7 @@ from ckptstore.log.sessions import Session, open_session
 from ckptstore.objects import canonical
 from ckptstore.repository.chunk_store import ObjectStore
 from ckptstore.repository.dedup import Dedup, DedupHints
-from ckptstore.repository.pack_set import PackSet
-from ckptstore.repository.pack_writer import delete_own
+from ckptstore.repository.pack_writer import PackSet, delete_own
 from ckptstore.repository.thread_pool import ThreadPool
 from ckptstore.state.leaf_sources import Source
 

@@ -25,7 +25,7 @@ from ckptstore.distributed.exchange_plan import (
 from ckptstore.distributed.rank_plan import LeafRef, RankTask
 from ckptstore.repository.dedup import Dedup
 from ckptstore.repository.memory_budget import RankRoom
-from ckptstore.repository.pack_set import PackSet
+from ckptstore.repository.pack_writer import PackSet
 from ckptstore.repository.thread_pool import ThreadPool
 from ckptstore.state.leaf_sources import Source
 

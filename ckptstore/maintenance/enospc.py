@@ -98,31 +98,40 @@ class DiskWatch:
         commit: Callable[[], T],
         logical_bytes: Callable[[], int],
         peers: Collective | None = None,
-        *,
-        collect: bool = True,
     ) -> T:
-        """The result of `commit`. On a full disk with `on_full="gc"`, retry after a gc that freed
-        something. `logical_bytes` is an estimate of the state's size.
+        """The result of `commit`, which is tried once more if that may help; `relieve` says when.
+        `logical_bytes` is an estimate of the state's size."""
+        try:
+            return commit()
+        except NoSpace as error:
+            self.relieve(error, logical_bytes(), peers, collect=True)
+        try:
+            return commit()
+        except NoSpace as error:
+            self.relieve(error, logical_bytes(), peers, collect=False)
+            raise
 
-        Where all ranks of `peers` commit, the coordinator's `on_full` and view of the disk count.
-        Raises one `NoSpace` on all ranks, whose `causes` say where the disk was full, with the
-        missing space and what would free it; the store is unchanged.
+    def relieve(
+        self, error: NoSpace, logical_bytes: int, peers: Collective | None, *, collect: bool
+    ) -> None:
+        """Return if a commit of a state of `logical_bytes` that failed with `error` is to be
+        repeated: with `collect` and `on_full="gc"`, after a gc that freed something.
+
+        Otherwise raises `NoSpace` with the missing space and what would free it; the store is
+        unchanged. The coordinator's `on_full` and view of the disk count, and all ranks raise one
+        `NoSpace`, whose `causes` say where the disk was full.
         """
 
         def look() -> str | None:
             if collect and self._on_full == "gc" and self._collected():
                 return None
-            return self._explanation(logical_bytes())
+            return self._explanation(logical_bytes)
 
-        try:
-            return commit()
-        except NoSpace as error:
-            said = _said_by_the_first(peers, look) if peers else look()
-            if said is not None:
-                explained = NoSpace(f"{error}{said}")
-                explained.causes = error.causes
-                raise explained from error
-        return self.fit(commit, logical_bytes, peers, collect=False)
+        said = _said_by_the_first(peers, look) if peers else look()
+        if said is not None:
+            explained = NoSpace(f"{error}{said}")
+            explained.causes = error.causes
+            raise explained from error
 
     def _collected(self) -> bool:
         """Whether a gc freed something; a failure is logged, and the commit's own error is

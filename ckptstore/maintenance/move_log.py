@@ -19,7 +19,7 @@ from ckptstore.index.open_log import VARIABLE, database_log
 from ckptstore.index.postgres_log import PostgresLog, token_of
 from ckptstore.log.entries import Moved
 from ckptstore.log.log import Log
-from ckptstore.objects.config import encode_config
+from ckptstore.objects.documents import encode_config
 from ckptstore.repository.init_store import check_exclusive_create, read_config
 from ckptstore.repository.store_handle import StoreHandle
 from ckptstore.storage.registry import open_storage

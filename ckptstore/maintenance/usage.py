@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from ckptstore.core.ids import CHUNK_ID_BYTES, ChunkId, CommitId, document_key
+from ckptstore.core.text import bytes_text
 from ckptstore.maintenance.check.trees import metadata_of
 from ckptstore.objects.documents import decode_document
 from ckptstore.objects.pack import PAGE
@@ -42,8 +43,12 @@ class CommitUsage:
     exclusive_bytes: int
     shared_bytes: int | None
 
+    def __str__(self) -> str:
+        logical, own = bytes_text(self.logical_bytes), bytes_text(self.exclusive_bytes)
+        return f"{self.commit[:12]}: {logical}, {own} of it exclusive"
 
-@dataclass(frozen=True, slots=True)
+
+@dataclass(frozen=True, slots=True, repr=False)
 class Usage:
     """All commits that are not forgotten, newest first. `stored_bytes` is the size of the packs,
     `unreferenced_bytes` the part that no such commit needs."""
@@ -57,6 +62,14 @@ class Usage:
     @property
     def logical_bytes(self) -> int:
         return sum(commit.logical_bytes for commit in self.commits)
+
+    def __repr__(self) -> str:
+        return f"<usage: {str(self).splitlines()[-1]}>"
+
+    def __str__(self) -> str:
+        stored, free = bytes_text(self.stored_bytes), bytes_text(self.unreferenced_bytes)
+        total = f"{len(self.commits)} commits in {stored}, of which no commit needs {free}"
+        return "\n".join((*map(str, self.commits), total))
 
 
 def usage(handle: StoreHandle, *, detail: Iterable[CommitId] = ()) -> Usage:

@@ -1,14 +1,22 @@
-"""How are a commit document and its layout encoded (docs/format.md §7)? Pure.
+"""How are `ckptstore.json`, a commit document and its layout encoded (docs/format.md §2, §7)? Pure.
 
 A document is canonical JSON in one zstd frame, named by the hash of the JSON. A layout says how
 many ranks made the commit, and how they held its leaves.
 """
 
+import json
 from base64 import b64decode, b64encode
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from ckptstore.core.config import (
+    CODECS,
+    FORMAT_VERSION,
+    READ_FEATURES,
+    StoreConfig,
+    check_chunk_bytes,
+)
 from ckptstore.core.ids import (
     CHUNK_ID_BYTES,
     ChunkId,
@@ -20,7 +28,7 @@ from ckptstore.core.ids import (
     parse_store_id,
 )
 from ckptstore.core.model import Box, CommitDocument, Shape, TreeRef
-from ckptstore.errors import Corrupt, InvalidInput
+from ckptstore.errors import CkptStoreError, Corrupt, InvalidInput
 from ckptstore.objects import canonical
 from ckptstore.objects.canonical import bits_float, field, float_bits
 from ckptstore.objects.frames import compress, decompress
@@ -100,10 +108,7 @@ def _from_json(obj: Any) -> CommitDocument:
     trees = field(obj, "trees", dict)
     order = _strings(obj, "order")
     if sorted(order) != sorted(trees):
-        raise Corrupt(
-            f"a commit document's 'order' is damaged: wanted the keys {sorted(trees)}, got "
-            f"{order}; run `ckptstore fsck`"
-        )
+        raise _damaged("order", f"wanted the keys {sorted(trees)}, got {order}")
     return CommitDocument(
         store=parse_store_id(field(obj, "store", str)),
         session=parse_session_id(field(obj, "session", str)),
@@ -133,14 +138,9 @@ def _tree(obj: Any) -> TreeRef:
     try:
         ids = b64decode(field(obj, "pages", str), validate=True)
     except ValueError as error:
-        raise Corrupt(
-            f"a commit document's 'pages' are damaged: {error}; run `ckptstore fsck`"
-        ) from error
+        raise _damaged("pages", str(error)) from error
     if len(ids) % CHUNK_ID_BYTES:
-        raise Corrupt(
-            f"a commit document's 'pages' are damaged: {len(ids)} bytes are no whole ids; run "
-            "`ckptstore fsck`"
-        )
+        raise _damaged("pages", f"{len(ids)} bytes are no whole ids")
     pages = (ChunkId(ids[i : i + CHUNK_ID_BYTES]) for i in range(0, len(ids), CHUNK_ID_BYTES))
     return TreeRef(parse_chunk_id(field(obj, "schema", str)), tuple(pages))
 
@@ -148,23 +148,24 @@ def _tree(obj: Any) -> TreeRef:
 def _strings(obj: Any, key: str) -> tuple[str, ...]:
     items = field(obj, key, list)
     if not all(isinstance(item, str) for item in items):
-        raise Corrupt(
-            f"a commit document's {key!r} is damaged: wanted strings, got {str(items)[:80]}; run "
-            "`ckptstore fsck`"
-        )
+        raise _damaged(key, f"wanted strings, got {str(items)[:80]}")
     return tuple(items)
 
 
 def _decimal(text: str) -> int:
     if not text.isascii() or not text.removeprefix("-").isdigit() or len(text) > 20:
-        raise Corrupt(f"a commit document's time is damaged: {text[:80]!r}; run `ckptstore fsck`")
+        raise _damaged("time_ns", f"got {text[:80]!r}")
     return int(text)
 
 
 def _count(obj: Any, key: str) -> int:
     if (value := field(obj, key, int)) < 0:
-        raise Corrupt(f"a commit document's {key!r} is damaged: got {value}; run `ckptstore fsck`")
+        raise _damaged(key, f"got {value}")
     return value
+
+
+def _damaged(key: str, what: str) -> Corrupt:
+    return Corrupt(f"a commit document's {key!r} is damaged: {what}; run `ckptstore fsck`")
 
 
 @dataclass(frozen=True, slots=True)
@@ -224,3 +225,82 @@ def _placed(leaf: Mapping[str, Any]) -> Placed:
         tuple(Box(tuple(offsets), tuple(lengths)) for offsets, lengths in leaf["boxes"]),
         tuple(tuple(ranks) for ranks in leaf["ranks"]),
     )
+
+
+def encode_config(config: StoreConfig) -> bytes:
+    """The bytes of the file, indented for people; its check covers the canonical form."""
+    fields = {
+        "ckptstore": FORMAT_VERSION,
+        "store": config.store,
+        "chunk_bytes": config.chunk_bytes,
+        "codec": config.codec,
+        "log": {"place": config.log_place, "generation": config.generation},
+        "read": list(config.read),
+        "write": list(config.write),
+    }
+    return json.dumps({**fields, "check": _check(fields)}, indent=1).encode() + b"\n"
+
+
+def decode_config(data: bytes, where: str) -> StoreConfig:
+    """The contents of `where`/ckptstore.json. Raises `InvalidInput` for a foreign file or a
+    newer format, `Corrupt` for a damaged one."""
+    try:
+        fields = canonical.decode(data)
+    except CkptStoreError as error:
+        raise Corrupt(
+            f"{where}/ckptstore.json is not JSON ({len(data)} bytes); write it again from a copy, "
+            "or run `ckptstore repair`"
+        ) from error
+    if not isinstance(fields, dict) or not isinstance(fields.get("ckptstore"), int):
+        raise InvalidInput(
+            f"{where}/ckptstore.json is not a ckptstore's: it has no version under 'ckptstore'; is "
+            "this the right directory?"
+        )
+    if fields["ckptstore"] > FORMAT_VERSION:
+        raise InvalidInput(
+            f"{where} is a store of format {fields['ckptstore']}; this ckptstore reads up to "
+            f"{FORMAT_VERSION}: install a newer ckptstore"
+        )
+    check = fields.pop("check", None)
+    if check != _check(fields):
+        raise Corrupt(
+            f"{where}/ckptstore.json was changed or damaged: its check does not match; run "
+            "`ckptstore repair`"
+        )
+    config = _config(fields, where)
+    if unknown := frozenset(config.read) - READ_FEATURES:
+        raise InvalidInput(
+            f"{where} needs {', '.join(sorted(unknown))} to be read, which this ckptstore does not "
+            "know: install a newer one"
+        )
+    return config
+
+
+def _config(fields: dict[str, object], where: str) -> StoreConfig:
+    log, read, write, codec = (fields.get(k) for k in ("log", "read", "write", "codec"))
+    if (
+        isinstance(log, dict)
+        and isinstance(log.get("place"), str)
+        and isinstance(log.get("generation"), int)
+        and isinstance(read, list)
+        and isinstance(write, list)
+        and codec in CODECS
+    ):
+        chunk_bytes = check_chunk_bytes(fields.get("chunk_bytes"))
+        features = (tuple(map(str, read)), tuple(map(str, write)))
+        return StoreConfig(
+            parse_store_id(fields.get("store")),
+            chunk_bytes,
+            str(codec),
+            log["place"],
+            log["generation"],
+            *features,
+        )
+    raise InvalidInput(
+        f"{where}/ckptstore.json lacks a field or has one of the wrong type; wanted docs/format.md "
+        "§2"
+    )
+
+
+def _check(fields: dict[str, object]) -> str:
+    return digest(canonical.encode(fields)).hex()

@@ -66,18 +66,20 @@ def align(offset: int, run_bytes: int) -> int:
     return -(-offset // step) * step
 
 
-def encode_tail(entries: Sequence[PackEntry], data_bytes: int, metadata: bool) -> bytes:
-    """Footer and trailer of a pack with `data_bytes` of data, parsed back as a check. `entries`
-    in any order. Raises `InvalidInput` for impossible entries."""
+def encode_tail(
+    entries: Sequence[PackEntry], data_bytes: int, metadata: bool
+) -> tuple[bytes, FooterTable]:
+    """Footer and trailer of a pack with `data_bytes` of data, and its records as a reader parses
+    them. `entries` in any order. Raises `InvalidInput` for impossible entries."""
     table = _table(entries)
     footer = table[np.argsort(table["offset"], kind="stable")].tobytes()
     head = _HEAD.pack(_MAGIC, _VERSION, metadata, data_bytes, len(footer))
     trailer = head + digest(footer + head) + _MAGIC_AT_END
     try:
-        parse_footer(footer, parse_trailer(trailer, data_bytes + len(footer) + TRAILER_BYTES))
+        parsed = parse_trailer(trailer, data_bytes + len(footer) + TRAILER_BYTES)
+        return footer + trailer, parse_footer(footer, parsed)
     except Corrupt as error:
         raise InvalidInput(f"these entries make no pack: {error}") from error
-    return footer + trailer
 
 
 def parse_trailer(data: bytes, pack_bytes: int) -> Trailer:

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import accumulate
+from typing import TypeAlias
 
 from ckptstore.core.ids import CHUNK_ID_BYTES
 from ckptstore.core.model import INLINE_BYTES, Box, LeafContent, LeafKind
@@ -23,6 +24,9 @@ _HEAD = struct.Struct("<4sIIIQ")
 _INLINE, _IDS, _EXTENT = range(3)
 _LENGTH = struct.Struct("<Q")
 _COUNTS = struct.Struct("<II")
+
+_Entry: TypeAlias = tuple[int, bytes]
+"""A kind and its payload."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,22 +46,44 @@ def split_pages(kinds: Sequence[LeafKind], contents: Sequence[LeafContent]) -> l
     have ids. Raises `InvalidInput` for impossible contents.
     """
     pages: list[bytes] = []
-    page = _PageBuilder(0, 0)
+    entries: list[_Entry] = []
+    first = leaves = ids = 0
+    first_id = 0
     for number, (kind, content) in enumerate(zip(kinds, contents, strict=True)):
-        if page.leaves == MAX_LEAVES or page.ids == MAX_IDS:
-            pages.append(page.encode())
-            page = _PageBuilder(number, 0)
-        if content.inline is not None:
-            _check_inline(number, content)
-            page.add_leaf(_INLINE, content.inline)
-            continue
-        extent = _encode_extent(kind, content)
-        done = page.add_ids(_check_ids(number, content), 0, extent)
-        while done < len(content.ids):
-            pages.append(page.encode())
-            page = _PageBuilder(number, done // CHUNK_ID_BYTES)
-            done = page.add_ids(content.ids, done, extent)
-    return [*pages, page.encode()] if page.leaves else pages
+        _check(number, content)
+        extent = b"" if content.inline is not None else _encode_extent(kind, content)
+        done = 0
+        while True:
+            if leaves == MAX_LEAVES or ids == MAX_IDS:
+                pages.append(_encode_page(first, first_id, entries))
+                entries, first, first_id, leaves, ids = [], number, done // CHUNK_ID_BYTES, 0, 0
+            if extent:
+                entries.append((_EXTENT, extent))
+            leaves += 1
+            if content.inline is not None:
+                entries.append((_INLINE, content.inline))
+                break
+            part = content.ids[done : done + (MAX_IDS - ids) * CHUNK_ID_BYTES]
+            entries.append((_IDS, part))
+            ids += len(part) // CHUNK_ID_BYTES
+            done += len(part)
+            if done == len(content.ids):
+                break
+    return [*pages, _encode_page(first, first_id, entries)] if entries else pages
+
+
+def _encode_page(first_leaf: int, first_id: int, entries: Sequence[_Entry]) -> bytes:
+    count = len(entries)
+    sizes = [len(data) // CHUNK_ID_BYTES if kind == _IDS else len(data) for kind, data in entries]
+    return b"".join(
+        (
+            _HEAD.pack(_MAGIC, _VERSION, first_leaf, count, first_id),
+            bytes(kind for kind, _ in entries),
+            bytes(-count % 4),
+            struct.pack(f"<{count}I", *sizes),
+            *(data for _, data in entries),
+        )
+    )
 
 
 def decode_page(data: bytes | memoryview) -> Page:
@@ -117,68 +143,19 @@ def join_pages(pages: Iterable[bytes | memoryview], count: int) -> list[LeafCont
     return leaves
 
 
-class _PageBuilder:
-    """The entries of an open page."""
-
-    __slots__ = ("_first_id", "_first_leaf", "_kinds", "_payloads", "ids", "leaves")
-
-    def __init__(self, first_leaf: int, first_id: int) -> None:
-        self._first_leaf, self._first_id = first_leaf, first_id
-        self._kinds = bytearray()
-        self._payloads: list[bytes | memoryview] = []
-        self.leaves = 0
-        self.ids = 0
-
-    def add_leaf(self, kind: int, payload: bytes | memoryview, extent: bytes = b"") -> None:
-        if extent:
-            self._kinds.append(_EXTENT)
-            self._payloads.append(extent)
-        self._kinds.append(kind)
-        self._payloads.append(payload)
-        self.leaves += 1
-
-    def add_ids(self, ids: bytes, start: int, extent: bytes) -> int:
-        """Add as many of `ids`, from byte `start` on, as fit; returns the byte of the first one
-        left."""
-        stop = min(start + (MAX_IDS - self.ids) * CHUNK_ID_BYTES, len(ids))
-        self.add_leaf(
-            _IDS, ids if stop - start == len(ids) else memoryview(ids)[start:stop], extent
-        )
-        self.ids += (stop - start) // CHUNK_ID_BYTES
-        return stop
-
-    def encode(self) -> bytes:
-        count = len(self._kinds)
-        head = _HEAD.pack(_MAGIC, _VERSION, self._first_leaf, count, self._first_id)
-        sizes = [
-            len(payload) // CHUNK_ID_BYTES if kind == _IDS else len(payload)
-            for kind, payload in zip(self._kinds, self._payloads, strict=True)
-        ]
-        return b"".join(
-            (
-                head,
-                self._kinds,
-                bytes(-count % 4),
-                struct.pack(f"<{count}I", *sizes),
-                *self._payloads,
-            )
-        )
-
-
 def _decode_leaves(
     data: bytes | memoryview, kinds: bytes, sizes: tuple[int, ...]
 ) -> list[LeafContent]:
-    if _IDS in kinds:
-        sizes = tuple(
-            size * CHUNK_ID_BYTES if kind == _IDS else size
-            for kind, size in zip(kinds, sizes, strict=True)
-        )
-    stops = list(accumulate(sizes, initial=_payload_offset(len(kinds))))
+    lengths = [
+        size * CHUNK_ID_BYTES if kind == _IDS else size
+        for kind, size in zip(kinds, sizes, strict=True)
+    ]
+    stops = list(accumulate(lengths, initial=_payload_offset(len(kinds))))
     if stops[-1] != len(data):
         raise _corrupt(f"its payloads end at byte {stops[-1]} of {len(data)}")
     leaves = []
     extent = _NO_EXTENT
-    for kind, start, size in zip(kinds, stops, sizes, strict=False):
+    for kind, start, size in zip(kinds, stops, lengths, strict=False):
         if kind == _INLINE:
             if size > INLINE_BYTES or extent is not _NO_EXTENT:
                 raise _corrupt(f"an inline leaf of {size} bytes, or with an extent")
@@ -205,21 +182,18 @@ def _finish_last(leaves: list[LeafContent], ids: list[bytes]) -> None:
         leaves[-1] = replace(leaves[-1], ids=b"".join(ids))
 
 
-def _check_inline(number: int, content: LeafContent) -> None:
-    if len(content.inline or b"") > INLINE_BYTES or content.ids or content.boxes is not None:
-        raise InvalidInput(
-            f"leaf {number} cannot be inline: wanted at most {INLINE_BYTES} bytes and neither ids "
-            "nor boxes"
-        )
-
-
-def _check_ids(number: int, content: LeafContent) -> bytes:
-    if not content.ids or len(content.ids) % CHUNK_ID_BYTES:
+def _check(number: int, content: LeafContent) -> None:
+    if content.inline is not None:
+        if len(content.inline) > INLINE_BYTES or content.ids or content.boxes is not None:
+            raise InvalidInput(
+                f"leaf {number} cannot be inline: wanted at most {INLINE_BYTES} bytes and neither "
+                "ids nor boxes"
+            )
+    elif not content.ids or len(content.ids) % CHUNK_ID_BYTES:
         raise InvalidInput(
             f"leaf {number} has {len(content.ids)} bytes of ids; wanted a positive multiple of "
             f"{CHUNK_ID_BYTES}"
         )
-    return content.ids
 
 
 def _encode_extent(kind: LeafKind, content: LeafContent) -> bytes:

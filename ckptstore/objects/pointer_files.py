@@ -19,12 +19,11 @@ import json
 import os
 import re
 import stat
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from ckptstore.core.ids import CommitId, parse_commit_id
-from ckptstore.core.paths import check_path, make_directories, rights
+from ckptstore.core.paths import check_path, make_directories, sync_path, write_file
 from ckptstore.core.redaction import redact
 from ckptstore.core.scratch import scratch_for
 from ckptstore.errors import (
@@ -131,7 +130,11 @@ def write_pointer(path: str | os.PathLike[str], pointer: Pointer) -> None:
             "store": _name_of(pointer.store, place),
             "commit": parse_commit_id(pointer.id),
         }
-        _replace(place, json.dumps(document, ensure_ascii=False, indent=1).encode() + b"\n")
+        with scratch_for(place) as new:
+            write_file(new, json.dumps(document, ensure_ascii=False, indent=1).encode() + b"\n")
+            sync_path(new)
+            new.replace(place)  # a symbolic link that has appeared is replaced, not followed
+        sync_path(place.parent)
     except OSError as error:
         kind = ReadOnly if isinstance(error, PermissionError) else Unavailable
         raise kind(f"cannot write the pointer file {place}: {error.strerror or error}") from error
@@ -141,6 +144,16 @@ def _read(place: Path) -> bytes:
     try:
         # Not blocking: the path may be a pipe that nobody writes to.
         fd = os.open(place, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+        try:
+            if not stat.S_ISREG(os.fstat(fd).st_mode):
+                raise InvalidInput(
+                    f"{place} is no file, so no pointer file; a store is opened by "
+                    "ckptstore.open, what other libraries wrote comes into one by `ckptstore "
+                    "import`"
+                )
+            data = os.read(fd, POINTER_BYTES_MAX + 1)
+        finally:
+            os.close(fd)
     except (FileNotFoundError, NotADirectoryError) as error:
         raise NotFound(
             f"no pointer file at {place}; `ckptstore log` lists the commits of a store"
@@ -151,19 +164,6 @@ def _read(place: Path) -> bytes:
                 f"{place} is a symbolic link, which is not followed; name the pointer file itself"
             ) from error
         raise Unavailable(f"cannot read the pointer file {place}: {error.strerror}") from error
-    try:
-        if not stat.S_ISREG(os.fstat(fd).st_mode):
-            raise InvalidInput(
-                f"{place} is no file, so no pointer file; a store is opened by ckptstore.open, "
-                "what other libraries wrote comes into one "
-                "by `ckptstore import`"
-            )
-        data = os.read(fd, POINTER_BYTES_MAX + 1)
-    except OSError as error:
-        raise Unavailable(f"cannot read the pointer file {place}: {error.strerror}") from error
-    finally:
-        with suppress(OSError):
-            os.close(fd)
     if len(data) > POINTER_BYTES_MAX:
         raise InvalidInput(
             f"{place} is too large for a pointer file; `ckptstore import` reads checkpoints"
@@ -196,24 +196,3 @@ def _name_of(store: str, pointer: Path) -> str:
         root.parent != root.parent.parent and directory.is_relative_to(root.parent)
     )
     return os.path.relpath(root, directory) if together else str(root)
-
-
-def _replace(place: Path, data: bytes) -> None:
-    with scratch_for(place) as new:
-        fd = os.open(
-            new,
-            os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW,
-            0o666 & rights(place.parent),
-        )
-        with open(fd, "wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        os.rename(
-            new, place
-        )  # where a symbolic link had appeared, it would be replaced, not followed
-    folder = os.open(place.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(folder)
-    finally:
-        os.close(folder)

@@ -1,6 +1,7 @@
-"""How are pack footers read: one by one, or in batches of a hundred?
+"""Which chunks do packs hold, by their footers alone?
 
-A single footer takes one request. If the pack is damaged, its twin is read.
+A single footer takes one request. If the pack is damaged, its twin is read. `Inventory` finds
+chunks without the index, so a damaged index cannot hide a missing chunk.
 
 A batch holds the footers of a hundred packs in one object (docs/format.md §9, decisions/033-…),
 so that a new host needs few requests. It is a cache; the packs' own footers stay the authority.
@@ -11,73 +12,185 @@ pack size that the log lists, is ignored.
 import logging
 import struct
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import TypeVar
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
-from ckptstore.core.ids import PackId, digest, footers_key, pack_key, twin_key
+import numpy as np
+
+from ckptstore.core.ids import CHUNK_ID_BYTES, ChunkId, PackId, digest, footers_key, pack_key
+from ckptstore.core.model import PackEntry
 from ckptstore.core.threads import Pool, behind
 from ckptstore.errors import CkptStoreError, Corrupt, NotFound, Unavailable
 from ckptstore.log.state import Pack, Packs, State
+from ckptstore.objects import pack as packs
 from ckptstore.objects.frames import compress, decompress
 from ckptstore.objects.pack import TRAILER_BYTES, FooterTable, parse_footer, parse_trailer
+from ckptstore.repository.chunk_reader import Problem, keys_of, read_chunk_at
 from ckptstore.storage.contract import Storage
 from ckptstore.storage.limits import FOOTERS_BYTES_MAX
 
-T = TypeVar("T")
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
 
+AT_ONCE = 32
+"""So many objects are read from a bucket side by side."""
+
+_WORDS = CHUNK_ID_BYTES // 8
 _GUESS_BYTES = 65536
 """A tail of this size holds the footer of a pack of up to 1,022 chunks."""
+
+Strays: TypeAlias = Mapping[str, tuple[PackId, FooterTable]]
+"""Tables of twins that list other chunks than their pack does, by key."""
+
+
+class Footer(NamedTuple):
+    """The records of a pack, and footer and trailer as stored."""
+
+    table: FooterTable
+    tail: bytes
 
 
 def read_table(storage: Storage, pack: PackId, *, metadata: bool) -> FooterTable:
     """The records of `pack`, which has a twin if it holds `metadata`; raises `NotFound`, `Corrupt`,
     `Unavailable`."""
-    return _of_pack_or_twin(read_table_at, storage, pack, metadata)
+    return read_footer(storage, pack, metadata=metadata).table
 
 
-def read_tail_of(storage: Storage, pack: PackId, *, metadata: bool) -> bytes:
-    """Footer and trailer of `pack` as stored; raises as `read_table` does."""
-    return _of_pack_or_twin(_read_tail_at, storage, pack, metadata)
+def read_footer(storage: Storage, pack: PackId, *, metadata: bool) -> Footer:
+    """The footer of `pack` or of its twin; raises as `read_table` does."""
+    first, *others = keys_of(pack, metadata=metadata)
+    try:
+        return _read_at(storage, first)
+    except (Corrupt, NotFound, Unavailable):
+        if not others:
+            raise
+        return _read_at(storage, others[0])
 
 
 def read_table_at(storage: Storage, key: str) -> FooterTable:
     """The records of the pack or twin at `key`; raises `NotFound`, `Corrupt`."""
-    return _read_at(storage, key)[1]
+    return _read_at(storage, key).table
 
 
-def _read_tail_at(storage: Storage, key: str) -> bytes:
-    return _read_at(storage, key)[0]
-
-
-def _of_pack_or_twin(
-    read_at: Callable[[Storage, str], T], storage: Storage, pack: PackId, metadata: bool
-) -> T:
+def is_elsewhere(storage: Storage, pack: Pack, entry: PackEntry) -> bool:
+    """Whether the footer of `pack` places the chunk of `entry` elsewhere, or lacks it. False if it
+    cannot be read."""
     try:
-        return read_at(storage, pack_key(pack))
+        table = read_table_at(storage, pack_key(pack.id))
     except (Corrupt, NotFound, Unavailable):
-        if not metadata:
-            raise
-        return read_at(storage, twin_key(pack))
+        return False
+    return entry.chunk not in table["chunk"][table["offset"] == entry.offset].tolist()
 
 
-def _read_at(storage: Storage, key: str) -> tuple[bytes, FooterTable]:
-    """Footer and trailer as stored, and the parsed records."""
+def load_tables(
+    storage: Storage, listed: Sequence[Pack]
+) -> Iterator[tuple[PackId, FooterTable | Problem]]:
+    """The footer of each pack, in order, or the reason why it cannot be read. Slow storage is asked
+    for several at once."""
+
+    def read(pack: Pack) -> tuple[PackId, FooterTable | Problem]:
+        try:
+            return pack.id, read_table(storage, pack.id, metadata=pack.metadata)
+        except (Corrupt, NotFound, Unavailable) as error:
+            return pack.id, error
+
+    if not storage.capabilities.slow_requests or len(listed) < 2:
+        yield from map(read, listed)
+        return
+    with Pool(min(AT_ONCE, len(listed))) as pool:
+        yield from pool.map(read, listed)
+
+
+def _read_at(storage: Storage, key: str) -> Footer:
     tail, size = storage.read_tail(key, _GUESS_BYTES)
     try:
         trailer = parse_trailer(tail[-TRAILER_BYTES:], size)
         if trailer.footer_bytes + TRAILER_BYTES > len(tail):
             tail = storage.read(key, trailer.footer_offset)
         tail = tail[-trailer.footer_bytes - TRAILER_BYTES :]
-        return tail, parse_footer(tail[:-TRAILER_BYTES], trailer)
+        return Footer(parse_footer(tail[:-TRAILER_BYTES], trailer), tail)
     except Corrupt as error:
         raise Corrupt(f"{key} in {storage.url}: {error}") from error
 
 
-BATCH_PACKS = 100
-AT_ONCE = 32
-"""So many objects are read from a bucket side by side."""
+class Place(NamedTuple):
+    """A chunk in a pack; `keys` are the objects that hold it there, the pack and its twin."""
 
+    pack: PackId
+    keys: tuple[str, ...]
+    entry: PackEntry
+
+
+class Inventory:
+    """The chunks of packs whose footers could be read."""
+
+    def __init__(self, tables: Mapping[PackId, FooterTable], strays: Strays | None = None) -> None:
+        self._tables: list[tuple[PackId, str | None, FooterTable]] = [
+            (name, None, table) for name, table in tables.items()
+        ]
+        self._tables += [(name, key, table) for key, (name, table) in (strays or {}).items()]
+        lengths = [len(table) for _, _, table in self._tables]
+        self._starts = np.concatenate(([0], np.cumsum(lengths, dtype=np.int64)))
+        ids = [_words(table["chunk"].tobytes()) for _, _, table in self._tables]
+        rows = np.concatenate(ids) if ids else np.empty((0, _WORDS), "<u8")
+        self._order = np.argsort(rows[:, 0], kind="stable")
+        self._rows = rows[self._order]
+        self._first = np.ascontiguousarray(self._rows[:, 0])
+
+    def __len__(self) -> int:
+        return len(self._order)
+
+    def missing(self, ids: bytes) -> list[ChunkId]:
+        """The ids of `ids`, 32 bytes each, that no pack holds."""
+        wanted = _words(ids)
+        if not len(self):
+            return [_id(row) for row in wanted]
+        at = np.minimum(np.searchsorted(self._first, wanted[:, 0]), len(self) - 1)
+        unsure = np.flatnonzero((self._rows[at] != wanted).any(axis=1))
+        return [chunk for i in unsure if not self.places(chunk := _id(wanted[i]))]
+
+    def places(self, chunk: ChunkId) -> list[Place]:
+        """Every pack that holds `chunk`, and the position there."""
+        word = _words(chunk)[0, 0]
+        first, stop = (
+            np.searchsorted(self._first, word, "left"),
+            np.searchsorted(self._first, word, "right"),
+        )
+        found = (self._place(int(at)) for at in self._order[first:stop])
+        return [place for place in found if place.entry.chunk == chunk]
+
+    def _place(self, at: int) -> Place:
+        number = int(np.searchsorted(self._starts, at, "right")) - 1
+        (name, key, table), row = self._tables[number], at - int(self._starts[number])
+        entry = packs.entries(table[row : row + 1])[0]
+        return Place(
+            name, (key,) if key else keys_of(name, metadata=entry.kind != packs.TENSOR), entry
+        )
+
+
+def read_chunk(storage: Storage, places: Iterable[Place]) -> memoryview:
+    """The raw bytes of a chunk from the first place where they match its id. Raises `Corrupt`,
+    `NotFound` or `Unavailable` if no place has them."""
+    problem: Problem = NotFound("the chunk lies in no pack")
+    for place in places:
+        try:
+            return read_chunk_at(storage, place.keys, place.entry)
+        except (Corrupt, NotFound, Unavailable) as error:
+            problem = error
+    raise problem
+
+
+def _words(ids: bytes) -> "NDArray[np.uint64]":
+    words: NDArray[np.uint64] = np.frombuffer(ids, "<u8").reshape(-1, _WORDS)
+    return words
+
+
+def _id(row: "NDArray[np.uint64]") -> ChunkId:
+    return ChunkId(row.tobytes())
+
+
+BATCH_PACKS = 100
 _WORTH = 4
 """A batch is asked for where so many of its packs are wanted."""
 _CAUGHT_UP = 10
@@ -187,7 +300,8 @@ class FooterBatches:
     def _write(self, batch: int, members: Iterable[Pack]) -> None:
         def read(pack: Pack) -> tuple[PackId, bytes] | None:
             try:
-                return pack.id, read_tail_of(self._storage, pack.id, metadata=pack.metadata)
+                footer = read_footer(self._storage, pack.id, metadata=pack.metadata)
+                return pack.id, footer.tail
             except (NotFound, Corrupt):
                 return None  # one that is gone or damaged is for `fsck` to report
 

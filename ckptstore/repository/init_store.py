@@ -12,7 +12,7 @@ from typing import Any
 
 from ckptstore.core.config import CHUNK_BYTES, StoreConfig, check_chunk_bytes, check_codec
 from ckptstore.core.ids import CONFIG_KEY, new_session_id, new_store_id
-from ckptstore.core.paths import rights
+from ckptstore.core.paths import check_path, rights, sync_path
 from ckptstore.errors import (
     CkptStoreError,
     Conflict,
@@ -23,7 +23,7 @@ from ckptstore.errors import (
     Unavailable,
 )
 from ckptstore.index.open_log import database_log
-from ckptstore.objects.config import decode_config, encode_config
+from ckptstore.objects.documents import decode_config, encode_config
 from ckptstore.objects.pointer_files import Pointer, read_pointer
 from ckptstore.storage.contract import Storage
 from ckptstore.storage.registry import open_storage
@@ -40,13 +40,16 @@ def place_text(place: str | os.PathLike[str]) -> str:
     file can have as its name."""
     try:
         text = os.fspath(place)
-        if isinstance(text, str) and text and b"\0" not in os.fsencode(text):
+        if isinstance(text, str) and text:
+            check_path(text)
             return text
-    except (TypeError, UnicodeEncodeError) as error:
-        raise InvalidInput(
-            f"{place!r:.80} is no place of a store: wanted a path or a URL"
-        ) from error
-    raise InvalidInput(f"{place!r:.80} is no place of a store: wanted a path or a URL")
+    except (TypeError, InvalidInput) as error:
+        raise _no_place(place) from error
+    raise _no_place(place)
+
+
+def _no_place(place: object) -> InvalidInput:
+    return InvalidInput(f"{place!r:.80} is no place of a store: wanted a path or a URL")
 
 
 def init_store(
@@ -122,11 +125,7 @@ def _make_private(storage: Storage, most: int, group: int | None = None) -> None
             most &= 0o707 | (most & 0o007) << 3
         root.chmod(stat.S_IMODE(status.st_mode) & (~0o777 | most) | 0o700)
         for directory in new:
-            fd = os.open(directory.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-            try:
-                os.fsync(fd)
-            finally:
-                os.close(fd)
+            sync_path(directory.parent)
     except OSError as error:
         raise ReadOnly(
             f"cannot make {root} private: {error.strerror}; get the right to write there"

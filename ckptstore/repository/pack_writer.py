@@ -5,29 +5,28 @@ starts to write while the thread hashes on. A pack counts only after it was clos
 back, fsync, name.
 """
 
+import threading
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import TypeAlias
+from itertools import count
+from typing import Self, TypeAlias
 
-from ckptstore.core.config import MIB
+from ckptstore.core.config import MIB, StoreConfig
 from ckptstore.core.ids import ChunkId, PackId, SessionId, pack_id, pack_key, pack_session, twin_key
 from ckptstore.core.model import PackEntry, PackRecord
 from ckptstore.errors import CkptStoreError
 from ckptstore.objects import codecs, pack
+from ckptstore.repository.chunk_store import ObjectStore
+from ckptstore.repository.thread_pool import ThreadPool, one_by_one
 from ckptstore.storage.contract import Storage, Writer
 
 Spread: TypeAlias = Callable[[Callable[[Writer], None], Sequence[Writer]], None]
 
 FLUSH_BYTES = 2 * MIB
 _ZEROS = bytes(4096)
-
-
-def one_by_one(task: Callable[[Writer], None], writers: Sequence[Writer]) -> None:
-    """The sequential `Spread`."""
-    for writer in writers:
-        task(writer)
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,9 +101,7 @@ class OpenPack:
         has taken a name; that writer's objects stay.
         """
         try:
-            data_bytes = self.offset
-            tail = pack.encode_tail(self.entries, data_bytes, self._metadata)
-            table = _read_back(tail, data_bytes)
+            tail, table = pack.encode_tail(self.entries, self.offset, self._metadata)
             self.append(tail)
             self.flush()
             spread(self._finish, self._writers)
@@ -130,31 +127,10 @@ class OpenPack:
 
 
 class PackWriter:
-    """One thread's writer of packs. `close_pack` receives each full pack and may close it on
-    another thread."""
+    """One thread's writer of packs. Each full pack is closed in the background."""
 
-    def __init__(
-        self,
-        storage: Storage,
-        session: SessionId,
-        numbers: Iterator[int],
-        close_pack: Callable[[OpenPack], None],
-        *,
-        pack_bytes: int,
-        rank: int = 0,
-        unbuffered: bool = False,
-        aside: bool = False,
-        metadata: bool = False,
-    ) -> None:
-        self._storage, self._session, self._numbers, self._rank, self._unbuffered, self._aside = (
-            storage,
-            session,
-            numbers,
-            rank,
-            unbuffered,
-            aside,
-        )
-        self._close_pack, self._pack_bytes, self._metadata = close_pack, pack_bytes, metadata
+    def __init__(self, packs: "PackSet", *, metadata: bool) -> None:
+        self._packs, self._metadata = packs, metadata
         self._pack: OpenPack | None = None
 
     def add(
@@ -176,8 +152,10 @@ class PackWriter:
         `flush`.
         """
         target = self._pack
-        if target is None or (target.offset and target.offset + run_bytes > self._pack_bytes):
-            target = self._next_pack()
+        if target is None or (target.offset and target.offset + run_bytes > self._packs.pack_bytes):
+            self.flush()
+            self._packs.close_aside(self)
+            target = self._pack = self._packs.open_pack(metadata=self._metadata)
         target.pad_to(pack.align(target.offset, run_bytes))
         if whole is not None and codec == codecs.RAW:
             offset = target.append(whole)
@@ -200,30 +178,96 @@ class PackWriter:
         if self._pack:
             self._pack.flush()
 
-    def close_with(self, close_pack: Callable[[OpenPack], None]) -> None:
-        """Pass the last pack to `close_pack`."""
+    def take(self) -> OpenPack | None:
+        """The open pack, which is then the caller's to close."""
         last, self._pack = self._pack, None
-        if last:
-            close_pack(last)
+        return last
 
     def discard(self) -> None:
         """Delete the open pack; nothing refers to it."""
-        if self._pack:
-            self._pack.discard()
-            self._pack = None
+        if last := self.take():
+            last.discard()
 
-    def _next_pack(self) -> OpenPack:
-        self.flush()
-        self.close_with(self._close_pack)
-        name = pack_id(self._session, self._rank, next(self._numbers))
-        self._pack = OpenPack(
+
+class PackSet:
+    """The packs of one session: names, closes or discards them. Named after `rank`."""
+
+    def __init__(
+        self,
+        storage: Storage,
+        session: SessionId,
+        threads: ThreadPool,
+        *,
+        codec: int,
+        rank: int = 0,
+        unbuffered: bool = False,
+    ) -> None:
+        self.closed: list[ClosedPack] = []
+        self.session, self.codec = session, codec
+        self.pack_bytes = storage.capabilities.pack_bytes
+        self._storage, self._threads = storage, threads
+        self._rank, self._unbuffered = rank, unbuffered
+        self._numbers = count()
+        self._closing: list[Future[None]] = []
+        self._lock = threading.Lock()
+
+    @classmethod
+    def of(
+        cls,
+        config: StoreConfig,
+        objects: ObjectStore,
+        session: SessionId,
+        threads: ThreadPool,
+        rank: int = 0,
+        *,
+        unbuffered: bool = False,
+    ) -> Self:
+        """Packs with the store's codec."""
+        codec = codecs.codec_id(config.codec)
+        return cls(objects.storage, session, threads, codec=codec, rank=rank, unbuffered=unbuffered)
+
+    def pack_writer(self, *, metadata: bool = False) -> PackWriter:
+        return PackWriter(self, metadata=metadata)
+
+    def open_pack(self, *, metadata: bool) -> OpenPack:
+        """A new pack of this session."""
+        return OpenPack(
             self._storage,
-            name,
-            metadata=self._metadata,
+            pack_id(self.session, self._rank, next(self._numbers)),
+            metadata=metadata,
             unbuffered=self._unbuffered,
-            aside=self._aside,
+            aside=self._threads.aside,
         )
-        return self._pack
+
+    def close(self, pack_writer: PackWriter) -> None:
+        """Close the writer's last pack on this thread."""
+        if last := pack_writer.take():
+            self._close(last)
+
+    def close_aside(self, pack_writer: PackWriter) -> None:
+        """Close the writer's last pack in the background; `wait` waits for it."""
+        if last := pack_writer.take():
+            self._closing.append(self._threads.submit(lambda: self._close(last)))
+
+    def wait(self) -> None:
+        """Wait until every pack is closed and durable."""
+        for future in self._closing:
+            future.result()
+        self._closing.clear()
+        self._storage.sync_dirs([pack_key(pack.record.id) for pack in self.closed])
+
+    def drop(self) -> None:
+        """Delete the closed packs, which no log entry will name. gc finds any that remain by the
+        session's name."""
+        for future in self._closing:
+            future.exception()
+        for closed in self.closed:
+            delete_own(self._storage, closed.own)
+
+    def _close(self, pack: OpenPack) -> None:
+        closed = pack.close(self._threads.spread)
+        with self._lock:
+            self.closed.append(closed)
 
 
 def delete_own(storage: Storage, keys: Iterable[str]) -> None:
@@ -232,11 +276,3 @@ def delete_own(storage: Storage, keys: Iterable[str]) -> None:
     for key in keys:
         with suppress(CkptStoreError):
             storage.delete(key)
-
-
-def _read_back(tail: bytes, footer_offset: int) -> pack.FooterTable:
-    """The table of a footer, parsed as a reader parses it: an unreadable pack must not be
-    closed."""
-    footer_bytes = len(tail) - pack.TRAILER_BYTES
-    trailer = pack.parse_trailer(tail[footer_bytes:], footer_offset + len(tail))
-    return pack.parse_footer(tail[:footer_bytes], trailer)

@@ -61,6 +61,14 @@ class Scratch:
             self._free.append(memory)
 
 
+def one_by_one(
+    task: Callable[[T], object], items: Sequence[T], *, max_workers: int | None = None
+) -> None:
+    """`ThreadPool.spread` on the calling thread."""
+    for item in items:
+        task(item)
+
+
 class ThreadPool:
     """The threads of one store, started when first needed, and again after a fork. With `aside`
     they have low priority."""
@@ -74,40 +82,44 @@ class ThreadPool:
         self._lock = threading.Lock()
 
     def spread(
-        self, task: Callable[[T], object], items: Sequence[T], *, max_workers: int | None = None
+        self,
+        task: Callable[[T], object],
+        items: Sequence[T],
+        *,
+        max_workers: int | None = None,
+        stop: Callable[[], None] = lambda: None,
     ) -> None:
-        """Call `task` for every item, in any order, on at most `max_workers` threads. A single
-        item, or a single worker, runs on the calling thread."""
-        if len(items) < 2 or max_workers == 1:
-            for item in items:
-                task(item)
+        """Call `task` for every item, in any order, on at most `max_workers` threads, one of them
+        the calling one. After a failure no further item is begun, `stop` is called, and the first
+        error is raised when all threads are done."""
+        workers = min(max_workers or self.count, self.count, len(items))
+        if workers < 2:
+            one_by_one(task, items)
             return
-        shared = _Shared(items)
+        queue = shared(items)
 
         def work() -> None:
-            for item in shared:
-                task(item)
+            try:
+                for item in queue:
+                    task(item)
+            except BaseException:
+                queue.stop()
+                stop()
+                raise
 
-        self.together([work] * min(max_workers or self.count, self.count, len(items)), shared.stop)
-
-    def together(self, works: Sequence[Callable[[], object]], stop: Callable[[], None]) -> None:
-        """Run `works` in parallel, the last one on the calling thread.
-
-        On a failure call `stop`, wait for the others, and raise the first error. Works must not
-        wait for each other: there may be fewer threads than works, or only the calling one.
-        """
         pool = self._alive()
-        futures = [pool.submit(_stopping(work, stop)) for work in works[:-1]]
-        own: Future[object] = Future()
+        futures = [pool.submit(work) for _ in range(workers - 1)]
         try:
-            own.set_result(_stopping(works[-1], stop)())
-        except BaseException as error:
-            own.set_exception(error)
+            work()
+        finally:
             wait(futures)
-            raise
-        wait(futures)
         for future in futures:
             future.result()
+
+    def together(self, works: Sequence[Callable[[], object]], stop: Callable[[], None]) -> None:
+        """Run `works` as `spread` does. Works must not wait for each other: there may be fewer
+        threads than works, or only the calling one."""
+        self.spread(lambda work: work(), works, stop=stop)
 
     def submit(self, work: Callable[[], T]) -> "Future[T]":
         """Start `work` in the background. If no thread can be started, it runs before this
@@ -180,14 +192,3 @@ class _Shared(Iterable[T]):
 def shared(items: Iterable[T]) -> _Shared[T]:
     """An iterable over `items` for several threads; each item goes to one of them."""
     return _Shared(items)
-
-
-def _stopping(work: Callable[[], object], stop: Callable[[], None]) -> Callable[[], object]:
-    def run() -> object:
-        try:
-            return work()
-        except BaseException:
-            stop()
-            raise
-
-    return run

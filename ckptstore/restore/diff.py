@@ -2,8 +2,9 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, NamedTuple, TypeAlias
 
+from ckptstore.core.geometry import Grid
 from ckptstore.core.ids import CHUNK_ID_BYTES
 from ckptstore.core.tables import Column, Table
 from ckptstore.core.text import bytes_text
@@ -115,78 +116,72 @@ def _value(encoded: Any) -> str:
     return f"{tag}({items})"
 
 
+class LeafAt(NamedTuple):
+    """Leaf `i` of a tree."""
+
+    tree: Tree
+    i: int
+
+    @property
+    def kind(self) -> tuple[str, str, tuple[int, ...]]:
+        schema = self.tree.schema
+        return schema.kinds[self.i], schema.dtypes[self.i], schema.shapes[self.i]
+
+    @property
+    def own_bytes(self) -> int:
+        """The raw bytes; 0 for an alias, whose bytes belong to another leaf."""
+        return 0 if self.tree.schema.aliases[self.i] >= 0 else self.tree.raw_bytes(self.i)
+
+    @property
+    def text(self) -> LeafText:
+        kind, dtype, shape = self.kind
+        if kind == "tensor":
+            return LeafText(f"{dtype}[{', '.join(map(str, shape))}]", None)
+        inline = self.tree.content(self.i).inline
+        return LeafText(
+            kind, value_text(inline) if kind == "value" and inline is not None else None
+        )
+
+
 def compare(before: Mapping[str, Tree], after: Mapping[str, Tree]) -> Difference:
     """Compares the leaves of `after` in order, then those only in `before`."""
     old, new = _leaves(before), _leaves(after)
-    changes: list[LeafChange] = []
-    unchanged = 0
-    for path, (tree, i) in new.items():
-        change = _change(path, old.get(path), tree, i)
-        if change:
-            changes.append(change)
-        else:
-            unchanged += 1
+    changes = [
+        change for path, leaf in new.items() if (change := _change(path, old.get(path), leaf))
+    ]
+    unchanged = len(new) - len(changes)
     changes += [
-        LeafChange(
-            path, "removed", leaf_text(tree, i), None, _own_bytes(tree, i), _own_bytes(tree, i)
-        )
-        for path, (tree, i) in old.items()
+        LeafChange(path, "removed", leaf.text, None, leaf.own_bytes, leaf.own_bytes)
+        for path, leaf in old.items()
         if path not in new
     ]
     return Difference(tuple(changes), unchanged)
 
 
-def _leaves(trees: Mapping[str, Tree]) -> dict[str, tuple[Tree, int]]:
-    return {path: (tree, i) for tree in trees.values() for i, path in enumerate(tree.schema.paths)}
+def _leaves(trees: Mapping[str, Tree]) -> dict[str, LeafAt]:
+    return {
+        path: LeafAt(tree, i) for tree in trees.values() for i, path in enumerate(tree.schema.paths)
+    }
 
 
-def _change(path: str, old: tuple[Tree, int] | None, tree: Tree, i: int) -> LeafChange | None:
-    size = _own_bytes(tree, i)
+def _change(path: str, old: LeafAt | None, new: LeafAt) -> LeafChange | None:
+    size = new.own_bytes
     if old is None:
-        return LeafChange(path, "added", None, leaf_text(tree, i), size, size)
-    old_tree, j = old
-    same_kind = _kind(old_tree, j) == _kind(tree, i)
-    was, now = old_tree.content(j), tree.content(i)
+        return LeafChange(path, "added", None, new.text, size, size)
+    was, now = old.tree.content(old.i), new.tree.content(new.i)
+    same_kind = old.kind == new.kind
     if same_kind and (was.inline, was.ids, was.boxes) == (now.inline, now.ids, now.boxes):
         return None
-    return LeafChange(
-        path,
-        "changed",
-        leaf_text(old_tree, j),
-        leaf_text(tree, i),
-        size,
-        _changed_bytes(was.ids, tree, i) if same_kind else size,
-    )
+    if same_kind and size and now.inline is None and now.boxes is None:
+        size = _new_bytes(was.ids, now.ids, new.tree.grid(new.i))
+    return LeafChange(path, "changed", old.text, new.text, new.own_bytes, size)
 
 
-def _own_bytes(tree: Tree, i: int) -> int:
-    """The raw bytes of leaf `i`; 0 for an alias, whose bytes belong to another leaf."""
-    return 0 if tree.schema.aliases[i] >= 0 else tree.raw_bytes(i)
-
-
-def _changed_bytes(old_ids: bytes, tree: Tree, i: int) -> int:
-    content = tree.content(i)
-    if tree.schema.aliases[i] >= 0:
-        return 0
-    if content.inline is not None or content.boxes is not None:
-        return tree.raw_bytes(i)
-    known = {old_ids[k : k + CHUNK_ID_BYTES] for k in range(0, len(old_ids), CHUNK_ID_BYTES)}
-    spans = tree.grid(i).spans()
+def _new_bytes(old: bytes, new: bytes, cells: Grid) -> int:
+    """The raw bytes of the chunks of `new`, which lie in `cells`, that are not among `old`."""
+    known = {old[k : k + CHUNK_ID_BYTES] for k in range(0, len(old), CHUNK_ID_BYTES)}
     return sum(
         stop - start
-        for k, (start, stop) in enumerate(spans)
-        if content.ids[k * CHUNK_ID_BYTES : (k + 1) * CHUNK_ID_BYTES] not in known
+        for k, (start, stop) in enumerate(cells.spans())
+        if new[k * CHUNK_ID_BYTES : (k + 1) * CHUNK_ID_BYTES] not in known
     )
-
-
-def _kind(tree: Tree, i: int) -> tuple[str, str, tuple[int, ...]]:
-    return tree.schema.kinds[i], tree.schema.dtypes[i], tree.schema.shapes[i]
-
-
-def leaf_text(tree: Tree, i: int) -> LeafText:
-    """Leaf `i` in words."""
-    kind, inline = tree.schema.kinds[i], tree.content(i).inline
-    if kind == "tensor":
-        shape = ", ".join(map(str, tree.schema.shapes[i]))
-        return LeafText(f"{tree.schema.dtypes[i]}[{shape}]", None)
-    return LeafText(kind, value_text(inline) if kind == "value" and inline is not None else None)

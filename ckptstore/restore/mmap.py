@@ -16,16 +16,16 @@ import mmap
 import os
 import sys
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
+from itertools import accumulate
 from typing import Any
 
-from ckptstore.core.ids import ChunkId, PackId, digest, pack_key
-from ckptstore.core.model import Location
-from ckptstore.errors import Corrupt, InvalidInput, NotFound, Unavailable
-from ckptstore.objects import codecs
+from ckptstore.core.ids import digest
+from ckptstore.errors import Corrupt, InvalidInput, Unavailable
 from ckptstore.repository.chunk_store import ObjectStore
+from ckptstore.repository.thread_pool import ThreadPool
 from ckptstore.restore.read_plan import Piece
 
 PAGE_BYTES = mmap.ALLOCATIONGRANULARITY
@@ -112,10 +112,10 @@ class Unmappable(InvalidInput):
 
 @dataclass(frozen=True, slots=True)
 class Stretch:
-    """`nbytes` of the leaf from `start` on, in one piece from `offset` on in a pack."""
+    """`nbytes` of the leaf from `start` on, in one piece from `offset` on in the pack `key`."""
 
     start: int
-    pack: PackId
+    key: str
     offset: int
     nbytes: int
 
@@ -133,28 +133,6 @@ class MapPlan:
     nbytes: int
     mapped: tuple[Stretch, ...]
     copied: tuple[Stretch, ...]
-
-
-def stretches(pieces: Sequence[Piece], places: Sequence[Location]) -> list[Stretch]:
-    """The pieces of a whole leaf as stretches, in the order of the leaf. Raises `Unmappable` for
-    encoded and for scattered chunks."""
-    found: list[Stretch] = []
-    if any(place.codec != codecs.RAW for place in places):
-        raise Unmappable("it is stored compressed")
-    landing = [
-        (piece.at, piece, place)
-        for piece, place in zip(pieces, places, strict=True)
-        if piece.at is not None
-    ]
-    if len(landing) < len(pieces):
-        raise Unmappable("it was committed in shards whose rows do not lie together")
-    for start, piece, place in sorted(landing, key=lambda each: each[0]):
-        last = found[-1] if found else None
-        if last and last.pack == place.pack and last.offset + last.nbytes == place.offset:
-            found[-1] = Stretch(last.start, last.pack, last.offset, last.nbytes + piece.raw_bytes)
-        else:
-            found.append(Stretch(start, place.pack, place.offset, piece.raw_bytes))
-    return found
 
 
 def plan_map(parts: Sequence[Stretch], width: int, page: int = PAGE_BYTES) -> MapPlan:
@@ -177,11 +155,11 @@ def plan_map(parts: Sequence[Stretch], width: int, page: int = PAGE_BYTES) -> Ma
         if (part.offset - first) % page or low >= high:
             copied.append(part)
             continue
-        mapped.append(Stretch(low, part.pack, part.offset + low - first, high - low))
+        mapped.append(Stretch(low, part.key, part.offset + low - first, high - low))
         if first < low:
-            copied.append(Stretch(part.start, part.pack, part.offset, low - first))
+            copied.append(Stretch(part.start, part.key, part.offset, low - first))
         if high < last:
-            copied.append(Stretch(high - skew, part.pack, part.offset + high - first, last - high))
+            copied.append(Stretch(high - skew, part.key, part.offset + high - first, last - high))
     if (total := sum(part.nbytes for part in copied)) > COPIED_BYTES:
         raise Unmappable(
             f"{total} of its {nbytes} bytes lie where pages of {page} bytes cannot be laid side by "
@@ -197,47 +175,45 @@ def map_leaf(objects: ObjectStore, pieces: Sequence[Piece], width: int) -> memor
     Raises `Unmappable` for a leaf that must be read, `InvalidInput` where the store is no local
     directory, `Corrupt` for a pack that is too short, `NotFound` for chunks that no pack holds.
     """
-    ids = b"".join(piece.chunk for piece in pieces)
-    try:
-        return _lay(objects, plan_map(stretches(pieces, objects.locations(ids)), width))
-    except NotFound:
-        # A gc has moved them since the index was asked; what is mapped cannot be taken away any
-        # more.
-        return _lay(
-            objects, plan_map(stretches(pieces, objects.locations(ids, look_again=True)), width)
-        )
+    landing = sorted((piece.at, piece.chunk) for piece in pieces if piece.at is not None)
+    if len(landing) < len(pieces):
+        raise Unmappable("it was committed in shards whose rows do not lie together")
+    ranges = objects.file_ranges(b"".join(chunk for _, chunk in landing))
+    if ranges is None:
+        raise Unmappable("it is stored compressed")
+    starts = accumulate((each.nbytes for each in ranges), initial=0)
+    parts = [
+        Stretch(start, each.key, each.offset, each.nbytes)
+        for start, each in zip(starts, ranges, strict=False)
+    ]
+    plan = plan_map(parts, width)
+    files = {each.key: each for each in ranges}
+    memory = MemoryMap(plan.skew + plan.nbytes)
+    for part in plan.mapped:
+        memory.put(part.start, files[part.key].fileno(), part.offset, part.nbytes, part.key)
+    data = memory.view(plan.skew, plan.skew + plan.nbytes)
+    for part in plan.copied:
+        objects.storage.read_into(part.key, part.offset, [data[part.start : part.stop]])
+    return data
 
 
 def check_mapped(
     objects: ObjectStore,
     data: memoryview,
     pieces: Sequence[Piece],
-    spread: Callable[..., object],
+    threads: ThreadPool,
     what: str,
 ) -> None:
-    """Compare every chunk of a mapped leaf with its id, which reads them all. Raises `Corrupt`;
-    later commits do not rely on that pack."""
+    """Compare every chunk of a mapped leaf with its id, which reads them all.
+
+    A chunk that does not match is read again, into the mapping. Raises `Corrupt`, naming `what`,
+    where no copy of it is left.
+    """
 
     def check(piece: Piece) -> None:
         start = piece.at or 0
-        if (got := ChunkId(digest(data[start : start + piece.raw_bytes]))) != piece.chunk:
-            objects.doubt(piece.chunk)
-            raise Corrupt(
-                f"chunk {piece.chunk.hex()[:12]} ({what}) does not match its id: got "
-                f"{got.hex()[:12]}; "
-                "run `ckptstore fsck --read-data`, restore another commit, or heal it with "
-                "`ckptstore repair`"
-            )
+        part = data[start : start + piece.raw_bytes]
+        if digest(part) != piece.chunk:
+            objects.read_into(piece.chunk, [part], describe=lambda _: what)
 
-    spread(check, pieces)
-
-
-def _lay(objects: ObjectStore, plan: MapPlan) -> memoryview:
-    memory = MemoryMap(plan.skew + plan.nbytes)
-    for part in plan.mapped:
-        key = pack_key(part.pack)
-        memory.put(part.start, objects.storage.open_file(key).fd, part.offset, part.nbytes, key)
-    data = memory.view(plan.skew, plan.skew + plan.nbytes)
-    for part in plan.copied:
-        objects.storage.read_into(pack_key(part.pack), part.offset, [data[part.start : part.stop]])
-    return data
+    threads.spread(check, pieces)

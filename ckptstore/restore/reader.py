@@ -4,9 +4,10 @@ Every chunk is verified against its id. A reader locks nothing in the store; it 
 if gc moved them.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache, partial
+from itertools import accumulate
 from typing import TYPE_CHECKING, Protocol
 
 from ckptstore.core import geometry
@@ -18,6 +19,7 @@ from ckptstore.errors import Corrupt
 from ckptstore.objects.documents import Layout, decode_document, decode_layout
 from ckptstore.objects.pages import join_pages
 from ckptstore.objects.schema import decode_schema
+from ckptstore.repository.chunk_reader import Check, coalesce
 from ckptstore.repository.chunk_store import ObjectStore
 from ckptstore.repository.memory_budget import ReadRoom, read_room
 from ckptstore.repository.thread_pool import ThreadPool
@@ -88,6 +90,10 @@ class Tree:
         if self.schema.kinds[i] == "tensor":
             return self.schema.shapes[i], geometry.width_of(self.schema.dtypes[i])
         return (self.raw_bytes(i),), 1
+
+    def pieces(self, i: int, box: Box | None = None) -> Iterator[Piece]:
+        """The chunks that a box of leaf `i` needs, by default the whole leaf."""
+        return select(self.content(i), *self.extent(i), self.chunk_bytes, box)
 
     def grid(self, i: int) -> Grid:
         """The grid of leaf `i`, stored whole."""
@@ -170,6 +176,19 @@ class Reading:
     inline: tuple[ReadRequest, ...]
     jobs: tuple[ChunkRead, ...]
 
+    def batches(
+        self, jobs: Iterable[ChunkRead]
+    ) -> Iterator[list[tuple[ChunkRead, memoryview | None]]]:
+        """`jobs` with the memory to read each into: first those that have such memory, then the
+        others, which share scratch memory of `room.aside_bytes`, or have one chunk's alone."""
+        placed = [(job, job.place) for job in jobs]
+        if direct := [each for each in placed if each[1] is not None]:
+            yield direct
+        aside = [each for each in placed if each[1] is None]
+        ends = list(accumulate((job.piece.raw_bytes for job, _ in aside), initial=0))
+        for some in coalesce(ends[:-1], ends[1:], limit_bytes=self.room.aside_bytes):
+            yield aside[some]
+
 
 class Reader:
     """Reads commits of one store."""
@@ -181,34 +200,31 @@ class Reader:
         # Both never change, so what was read lately is at hand for the next look at the same
         # commit.
         self.document = lru_cache(RECENT)(self._document)
-        self.tree = lru_cache(RECENT)(self._tree)
+        self.trees = lru_cache(RECENT)(self.read_trees)
 
     def _document(self, session: SessionId, commit: CommitId) -> CommitDocument:
         """The commit's document, verified."""
         return decode_document(self._objects.storage.read(document_key(session, commit)), commit)
 
-    def _tree(self, key: str, ref: TreeRef) -> Tree:
-        """One key's tree, from its schema and pages."""
-        schema_bytes, *pages = self._objects.read_metadata_many([ref.schema, *ref.pages])
-        schema = decode_schema(schema_bytes)
-        return Tree(key, ref, schema, join_pages(pages, len(schema)), self.chunk_bytes)
+    def read_trees(self, refs: tuple[tuple[str, TreeRef], ...]) -> Mapping[str, Tree]:
+        """Several keys' trees; their schemas and pages are read in one batch."""
+        chunks = list(dict.fromkeys(c for _, ref in refs for c in (ref.schema, *ref.pages)))
+        data = dict(zip(chunks, self._objects.read_metadata_many(chunks), strict=True))
+        found: dict[str, Tree] = {}
+        for key, ref in refs:
+            schema = decode_schema(data[ref.schema])
+            contents = join_pages([data[page] for page in ref.pages], len(schema))
+            found[key] = Tree(key, ref, schema, contents, self.chunk_bytes)
+        return found
+
+    def tree(self, key: str, ref: TreeRef) -> Tree:
+        """One key's tree."""
+        return self.trees(((key, ref),))[key]
 
     def layout(self, document: CommitDocument) -> Layout | None:
         """The layout of the leaves on the ranks of the commit; None for a single process."""
-        return (
-            None
-            if document.layout is None
-            else decode_layout(self._objects.read_metadata(document.layout))
-        )
-
-    def trees(self, refs: Iterable[tuple[str, TreeRef]]) -> dict[str, Tree]:
-        """Several trees; their metadata is read in one batch."""
-        refs = tuple(refs)
-        if len(refs) > 1:
-            self._objects.read_metadata_many(
-                [chunk for _, ref in refs for chunk in (ref.schema, *ref.pages)]
-            )
-        return {key: self.tree(key, ref) for key, ref in refs}
+        chunk = document.layout
+        return None if chunk is None else decode_layout(self._objects.read_metadata(chunk))
 
     def read(
         self,
@@ -224,7 +240,8 @@ class Reader:
         commit, and `InvalidInput` for a budget that is too small. After an error while reading,
         destinations hold some new bytes and some old.
         """
-        return self.carry_out(self.reading(wanted, commit, memory_budget_bytes=memory_budget_bytes))
+        reading = self.reading(wanted, commit, memory_budget_bytes=memory_budget_bytes)
+        return self.carry_out(reading, reading.jobs)
 
     def reading(
         self,
@@ -240,36 +257,52 @@ class Reader:
         jobs: list[ChunkRead] = []
         for want in wanted:
             want.tree.check(want.number)
-            content = want.tree.content(want.number)
-            if content.inline is not None:
+            if want.tree.content(want.number).inline is not None:
                 inline.append(want)
                 continue
-            shape, width = want.tree.extent(want.number)
             memory = want.destination.memory()
-            jobs.extend(
-                ChunkRead(piece, want, memory)
-                for piece in select(content, shape, width, want.tree.chunk_bytes, want.box)
+            jobs += (
+                ChunkRead(piece, want, memory) for piece in want.tree.pieces(want.number, want.box)
             )
         return Reading(commit, room, tuple(inline), tuple(jobs))
 
-    def carry_out(self, reading: Reading, jobs: Sequence[ChunkRead] | None = None) -> int:
-        """Execute a plan, or only its `jobs`; returns the number of raw bytes read from packs."""
-        jobs = reading.jobs if jobs is None else jobs
+    def carry_out(self, reading: Reading, jobs: Sequence[ChunkRead]) -> int:
+        """Execute a plan, or some `jobs` of it; returns the raw bytes read from packs."""
         for want in reading.inline:
-            self._land_inline(want)
-        direct: list[ChunkRead] = []
-        places: list[memoryview] = []
-        aside: list[ChunkRead] = []
-        for job in jobs:
-            if (place := job.place) is None:
-                aside.append(job)
-            else:
-                direct.append(job)
-                places.append(place)
-        if direct:
-            self.fetch(direct, places, reading)
-        self._read_aside(aside, reading)
+            _land_inline(want)
+        for batch in reading.batches(jobs):
+            out = [
+                memoryview(bytearray(job.piece.raw_bytes)) if place is None else place
+                for job, place in batch
+            ]
+            self._objects.read_into(
+                b"".join(job.piece.chunk for job, _ in batch),
+                out,
+                threads=self.threads,
+                room=reading.room,
+                describe=partial(_describe, reading.commit, [job for job, _ in batch]),
+            )
+            for (job, place), data in zip(batch, out, strict=True):
+                if place is None:
+                    job.land(data)
         return sum(job.piece.raw_bytes for job in jobs)
+
+    def fetch(
+        self,
+        jobs: Sequence[ChunkRead],
+        out: Sequence[memoryview],
+        reading: Reading,
+        check: Check | None = None,
+    ) -> None:
+        """Read the chunks of `jobs` into `out`, verified by their ids or by `check`."""
+        self._objects.read_into(
+            b"".join(job.piece.chunk for job in jobs),
+            out,
+            threads=self.threads,
+            room=reading.room,
+            describe=partial(_describe, reading.commit, jobs),
+            check=check,
+        )
 
     def raw_bytes_of(self, ids: bytes) -> "NDArray[np.int64]":
         """The raw sizes of chunks, from pack footers."""
@@ -284,14 +317,14 @@ class Reader:
         if content.inline is not None:
             raise Unmappable("it lies in a page")
         tree.check(number)
-        pieces = list(select(content, *tree.extent(number), tree.chunk_bytes))
+        pieces = list(tree.pieces(number))
         data = map_leaf(self._objects, pieces, tree.extent(number)[1])
         if verify:
             check_mapped(
                 self._objects,
                 data,
                 pieces,
-                self.threads.spread,
+                self.threads,
                 f"leaf {tree.schema.paths[number]}, commit {commit[:12]}",
             )
         return data
@@ -334,58 +367,6 @@ class Reader:
             commit,
         )
 
-    def _land_inline(self, want: ReadRequest) -> None:
-        data, memory = want.tree.content(want.number).inline or b"", want.destination.memory()
-        shape, width = want.tree.extent(want.number)
-        if want.box is not None:
-            moves: Iterable[tuple[int, int, int]] = _inline_moves(shape, width, want.box)
-        else:
-            moves = ((0, 0, len(data)),)
-        for source, target, n in moves:
-            if memory is not None:
-                memory[target : target + n] = data[source : source + n]
-            elif n:
-                want.destination.write(target, memoryview(data)[source : source + n])
-
-    def _read_aside(self, jobs: Sequence[ChunkRead], reading: Reading) -> None:
-        """Read `jobs` through scratch memory of at most `room.aside_bytes` at a time."""
-        i = 0
-        while i < len(jobs):
-            j, size = i, 0
-            while j < len(jobs) and (
-                j == i or size + jobs[j].piece.raw_bytes <= reading.room.aside_bytes
-            ):
-                size += jobs[j].piece.raw_bytes
-                j += 1
-            out = [memoryview(bytearray(job.piece.raw_bytes)) for job in jobs[i:j]]
-            self.fetch(jobs[i:j], out, reading)
-            for job, data in zip(jobs[i:j], out, strict=True):
-                job.land(data)
-            i = j
-
-    def fetch(
-        self,
-        jobs: Sequence[ChunkRead],
-        out: Sequence[memoryview],
-        reading: Reading,
-        check: Callable[[int], bool] | None = None,
-    ) -> None:
-        """Read the chunks of `jobs` into `out`, verified by their ids or by `check`."""
-
-        def describe(i: int) -> str:
-            want = jobs[i].wanted
-            return f"leaf {want.tree.schema.paths[want.number]}, commit {reading.commit[:12]}"
-
-        self._objects.read_into(
-            b"".join(job.piece.chunk for job in jobs),
-            out,
-            run=partial(self.threads.spread, max_workers=reading.room.threads),
-            describe=describe,
-            check=check,
-            threads=reading.room.threads,
-            read_bytes=reading.room.read_bytes,
-        )
-
 
 class _Nowhere:
     """A destination that discards bytes, for verification."""
@@ -397,8 +378,20 @@ class _Nowhere:
         pass
 
 
-def _inline_moves(shape: Shape, width: int, box: Box) -> Iterable[tuple[int, int, int]]:
-    target = 0
-    for start, stop in byte_ranges(shape, box, width):
-        yield start, target, stop - start
-        target += stop - start
+def _land_inline(want: ReadRequest) -> None:
+    """Copy a leaf that lies in a page, or a box of it, to its destination."""
+    data, memory = want.tree.content(want.number).inline or b"", want.destination.memory()
+    shape, width = want.tree.extent(want.number)
+    ranges = [(0, len(data))] if want.box is None else byte_ranges(shape, want.box, width)
+    at = 0
+    for start, stop in ranges:
+        if memory is not None:
+            memory[at : at + stop - start] = data[start:stop]
+        elif start < stop:
+            want.destination.write(at, memoryview(data)[start:stop])
+        at += stop - start
+
+
+def _describe(commit: CommitId, jobs: Sequence[ChunkRead], i: int) -> str:
+    want = jobs[i].wanted
+    return f"leaf {want.tree.schema.paths[want.number]}, commit {commit[:12]}"

@@ -1,16 +1,25 @@
-"""How is a state restored into targets? Match them, refuse mismatches, read, load."""
+"""How is a state restored: into targets that it matches, or anew as a nested state?
+
+Views narrow or rename a commit's trees first, without reading tensors.
+"""
 
 from collections.abc import Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from ckptstore.core.globs import selector
 from ckptstore.core.ids import CommitId
-from ckptstore.errors import InvalidInput
-from ckptstore.restore.inflate_commit import Select, View, renamed, selected, whole
+from ckptstore.core.model import Schema, Shape
+from ckptstore.core.text import near
+from ckptstore.errors import InvalidInput, NotFound
+from ckptstore.restore.mmap import Unmappable
 from ckptstore.restore.reader import ChunkRead, Reader, Reading, ReadRequest, Tree
-from ckptstore.state.dtype_cast import checked
+from ckptstore.state import dtype_cast, tensors
+from ckptstore.state.containers import leaves_of
+from ckptstore.state.inflate import inflate
 from ckptstore.state.optimizer_ids import ParameterNames
+from ckptstore.state.renaming import Renamer, narrow, rename_tree
 from ckptstore.state.restore import bind
 
 if TYPE_CHECKING:
@@ -21,6 +30,57 @@ if TYPE_CHECKING:
     from ckptstore.state.restore import Binding
 
 SHOWN = 8
+
+Select = str | Sequence[str]
+"""A glob for paths, in full or below their key, or several (`core.globs`)."""
+
+
+@dataclass(frozen=True, slots=True)
+class View:
+    """A tree and a narrowed or renamed schema, whose leaves keep the tree's numbers."""
+
+    tree: Tree
+    schema: Schema
+
+
+def whole(trees: Mapping[str, Tree]) -> dict[str, View]:
+    return {key: View(tree, tree.schema) for key, tree in trees.items()}
+
+
+def selected(trees: Mapping[str, Tree], select: Select, commit: CommitId) -> dict[str, View]:
+    """The trees narrowed to selected leaves. Raises `NotFound` if nothing is selected."""
+    is_selected = selector(select)
+    narrowed = ((key, tree, narrow(key, tree.schema, is_selected)) for key, tree in trees.items())
+    found = {key: View(tree, schema) for key, tree, schema in narrowed if schema is not None}
+    if found:
+        return found
+    paths = [path for tree in trees.values() for path in tree.schema.paths]
+    globs = [select] if isinstance(select, str) else list(select)
+    hint = near(globs[0], [*paths, *(path.partition("/")[2] for path in paths)])
+    raise NotFound(
+        f"no leaf of commit {commit[:12]} matches {' or '.join(map(repr, globs))}{hint}; "
+        f"`ckptstore ls {commit[:12]}` lists them"
+    )
+
+
+def renamed(views: Mapping[str, View], rename: "Rename") -> dict[str, View]:
+    """The trees with leaves and keys renamed by `rename`.
+
+    Raises `InvalidInput` where two leaves or two keys would get one name, and for a prefix that no
+    path has.
+    """
+    renamer = Renamer(rename)
+    found: dict[str, View] = {}
+    for key, view in views.items():
+        new_key, schema = rename_tree(key, view.schema, renamer)
+        if new_key in found:
+            raise InvalidInput(
+                f"rename brings two keys of the commit to {new_key}, {key} among them; leave one "
+                "out with select"
+            )
+        found[new_key] = View(view.tree, schema)
+    renamer.check_used()
+    return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,14 +132,10 @@ class RestoreOperation:
         app_state: MutableMapping[str, Any],
         options: RestoreOptions,
     ) -> None:
-        self._reader, self._commit, self._app_state, self._options = (
-            reader,
-            commit,
-            app_state,
-            options,
-        )
-        partial, views = options.select is not None, _views(commit, trees, app_state, options)
-        self._trees = {key: view.tree for key, view in views.items()}
+        self._reader, self._commit, self._app_state = reader, commit, app_state
+        self._budget_bytes = options.memory_budget_bytes
+        partial = options.select is not None
+        self._views = views = _views(commit, trees, app_state, options)
         claims: dict[int, Claim] = {}
         names = ParameterNames(app_state)
         self._bindings = bindings = {
@@ -95,65 +151,53 @@ class RestoreOperation:
                 names=names,
                 partial=partial,
                 in_order=options.rename is not None,
-                dtype=None if options.dtype is None else checked(options.dtype),
+                dtype=None if options.dtype is None else dtype_cast.checked(options.dtype),
             )
             for key, view in views.items()
             if key in app_state
         }
-        missing = [key for key in app_state if key not in views and not partial] + [
-            p for b in bindings.values() for p in b.missing
-        ]
-        unexpected = [key for key in views if key not in app_state] + [
-            p for b in bindings.values() for p in b.unexpected
-        ]
-        _refuse(
-            commit,
-            bindings,
-            missing if options.strict else [],
-            unexpected if options.strict else [],
-        )
+        missing = [key for key in app_state if key not in views and not partial]
+        unexpected = [key for key in views if key not in app_state]
+        for binding in bindings.values():
+            missing += binding.missing
+            unexpected += binding.unexpected
         self.report = RestoreReport(tuple(missing), tuple(unexpected))
+        _refuse(commit, bindings, self.report if options.strict else RestoreReport((), ()))
 
     @cached_property
     def reading(self) -> Reading:
         """The plan of `read`. Raises `Corrupt` for pages that contradict the shapes,
         `InvalidInput` for too small a budget."""
         wanted = [
-            ReadRequest(self._trees[key], i, part, box)
+            ReadRequest(self._views[key].tree, i, part, box)
             for key, binding in self._bindings.items()
             for i, destination in enumerate(binding.destinations)
             if destination is not None
             for box, part in destination.parts
         ]
         self.report = replace(self.report, needed_bytes=sum(want.nbytes for want in wanted))
-        return self._reader.reading(
-            wanted, self._commit, memory_budget_bytes=self._options.memory_budget_bytes
-        )
+        return self._reader.reading(wanted, self._commit, memory_budget_bytes=self._budget_bytes)
 
     def read(self, brought: Brought | None = None) -> None:
         """Read all tensors into place, except those `brought` already. After an error, tensors mix
         both states."""
-        read_bytes = self._reader.carry_out(self.reading, brought and brought.left)
-        if brought:
-            read_bytes += brought.read_bytes
-        self.report = replace(
-            self.report,
-            read_bytes=read_bytes,
-            received_bytes=brought.received_bytes if brought else 0,
-        )
+        left, read_bytes, received_bytes = brought or Brought(self.reading.jobs, 0, 0)
+        read_bytes += self._reader.carry_out(self.reading, left)
+        self.report = replace(self.report, read_bytes=read_bytes, received_bytes=received_bytes)
 
     def finish(self) -> None:
         """Set values that are not tensors, and load states into stateful objects."""
         for key in sorted(self._bindings, key=lambda k: self._bindings[k].late):
-            binding, tree = self._bindings[key], self._trees[key]
-            restored = binding.finish({i: self._bytes_of(tree, i) for i in binding.wanted_bytes})
+            binding, tree = self._bindings[key], self._views[key].tree
+            data = {
+                i: self._reader.leaf_bytes(
+                    tree, i, self._commit, memory_budget_bytes=self._budget_bytes
+                )
+                for i in binding.wanted_bytes
+            }
+            restored = binding.finish(data)
             if restored is not self._app_state[key]:
                 self._app_state[key] = restored
-
-    def _bytes_of(self, tree: Tree, leaf: int) -> bytes:
-        return self._reader.leaf_bytes(
-            tree, leaf, self._commit, memory_budget_bytes=self._options.memory_budget_bytes
-        )
 
 
 def _views(
@@ -176,19 +220,14 @@ def _views(
     return {key: view for key, view in views.items() if key in app_state}
 
 
-def _refuse(
-    commit: CommitId,
-    bindings: Mapping[str, "Binding"],
-    missing: Sequence[str],
-    unexpected: Sequence[str],
-) -> None:
+def _refuse(commit: CommitId, bindings: Mapping[str, "Binding"], report: RestoreReport) -> None:
     problems = [
         f"{m.path}: the commit has {m.committed}, the target has {m.target}"
         for b in bindings.values()
         for m in b.mismatched
     ]
-    problems += [f"{path}: wanted by the target, not in the commit" for path in missing]
-    problems += [f"{path}: in the commit, not wanted by the target" for path in unexpected]
+    problems += [f"{path}: wanted by the target, not in the commit" for path in report.missing]
+    problems += [f"{path}: in the commit, not wanted by the target" for path in report.unexpected]
     if problems:
         more = f"\n  and {len(problems) - SHOWN} more" if len(problems) > SHOWN else ""
         raise InvalidInput(
@@ -200,3 +239,57 @@ def _refuse(
             "rename= where names differ, "
             "dtype= to convert floats; shapes must agree, what is tied must be one content"
         )
+
+
+def assemble(
+    reader: Reader,
+    commit: CommitId,
+    view: View,
+    *,
+    dtype: "torch.dtype | None" = None,
+    mmap: bool = False,
+    allow_pickle: bool = False,
+    memory_budget_bytes: int | None = None,
+) -> Any:
+    """Build the state of `view` in new memory. Tensors that shared memory when committed share it
+    again.
+
+    With `mmap`, tensors are mapped without verification where possible, and read otherwise.
+    """
+    schema, tree = view.schema, view.tree
+    values: list[Any] = [None] * len(schema)
+    leaves = list(leaves_of(schema.skeleton))
+    converted = frozenset() if dtype is None else dtype_cast.convertible(schema, dtype)
+    wanted = []
+    for i in leaves:
+        if schema.kinds[i] != "tensor":
+            values[i] = reader.leaf_bytes(tree, i, commit, memory_budget_bytes=memory_budget_bytes)
+        elif schema.aliases[i] < 0:
+            values[i] = _mapped(reader, commit, view, i) if mmap else None
+            if values[i] is None:
+                tree.check(i)
+                values[i] = new_tensor(schema, i, dtype if i in converted else None)
+                to = dtype_cast.destination(values[i], schema.dtypes[i])
+                wanted.append(ReadRequest(tree, i, to))
+    reader.read(wanted, commit, memory_budget_bytes=memory_budget_bytes)
+    for i in leaves:
+        if schema.aliases[i] >= 0:
+            values[i] = values[schema.aliases[i]]
+    return inflate(schema, values, allow_pickle=allow_pickle)
+
+
+def new_tensor(
+    schema: Schema, leaf: int, dtype: "torch.dtype | None", shape: Shape | None = None
+) -> "torch.Tensor":
+    """An uninitialized tensor for a leaf, or for `shape` of it, in `dtype` if given."""
+    name = schema.dtypes[leaf] if dtype is None else tensors.DTYPE_NAMES[dtype]
+    return tensors.empty(name, schema.shapes[leaf] if shape is None else shape)
+
+
+def _mapped(reader: Reader, commit: CommitId, view: View, leaf: int) -> "torch.Tensor | None":
+    """A leaf's tensor over mapped memory, or None if the leaf must be read."""
+    try:
+        data = reader.map(view.tree, leaf, commit)
+    except Unmappable:
+        return None
+    return tensors.tensor_from(data, view.schema.dtypes[leaf], view.schema.shapes[leaf])

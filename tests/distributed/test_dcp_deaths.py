@@ -19,7 +19,7 @@ import ckptstore
 from ckptstore.distributed.external_commit import PartsCommitter
 from ckptstore.interop.dcp import StoreReader, StoreWriter
 from ckptstore.log.log import Log
-from ckptstore.repository.pack_set import PackSet
+from ckptstore.repository.pack_writer import PackSet
 from tests.distributed.layouts import full, placed
 from tests.distributed.pool import Pool
 from tests.distributed.test_dcp import quietly

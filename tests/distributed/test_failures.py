@@ -20,7 +20,7 @@ from ckptstore.distributed.commit import _Attempt
 from ckptstore.distributed.coordinator import Coordinator
 from ckptstore.distributed.gloo import collective_of
 from ckptstore.repository import memory_budget
-from ckptstore.repository.pack_set import PackSet
+from ckptstore.repository.pack_writer import PackSet
 from tests.distributed.layouts import full, group_of, layout, meet, placed
 from tests.distributed.pool import Pool
 

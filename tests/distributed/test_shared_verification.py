@@ -13,7 +13,7 @@ import ckptstore
 from ckptstore.core.ids import digest
 from ckptstore.distributed import shared_verification
 from ckptstore.distributed.collective import Collective, Part
-from ckptstore.repository import read_planner
+from ckptstore.repository import chunk_reader
 from ckptstore.storage.local import LocalStorage
 from tests.distributed.layouts import LAYOUTS, full, group_of, layout, meet
 from tests.distributed.pool import Pool
@@ -53,7 +53,7 @@ def verified_from(least_bytes: int = 0) -> Iterator[list[int]]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(shared_verification, "LEAST_BYTES", least_bytes)
         patch.setattr(shared_verification, "digest", counted)
-        patch.setattr(read_planner, "digest", counted)
+        patch.setattr(chunk_reader, "digest", counted)
         yield found
 
 

@@ -46,7 +46,7 @@ def make(
     if site.folder is None or site.more:
         return _commit(site, steps, tuple(forget), codec)
     template, commits = _template(steps, tuple(forget), codec)
-    shutil.copytree(template.name, site.folder)
+    shutil.copytree(template.name, site.folder, dirs_exist_ok=True)
     return list(commits)
 
 

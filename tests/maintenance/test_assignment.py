@@ -23,9 +23,7 @@ def footer(ids: list[ChunkId], stored: int) -> pack.FooterTable:
         PackEntry(name, i * stored, stored, stored, 0, 1, pack.TENSOR, 0)
         for i, name in enumerate(ids)
     ]
-    tail = pack.encode_tail(rows, len(ids) * stored, metadata=False)
-    trailer = pack.parse_trailer(tail[-pack.TRAILER_BYTES :], len(ids) * stored + len(tail))
-    return pack.parse_footer(tail[: -pack.TRAILER_BYTES], trailer)
+    return pack.encode_tail(rows, len(ids) * stored, metadata=False)[1]
 
 
 @given(

@@ -42,7 +42,7 @@ NOWHERE = Path("/dev/null/index")
 """A chunk index that has no place for a file keeps to memory, so that every trial begins with
 reading footers."""
 
-SAMPLE = 100
+SAMPLE = 50
 A_PROCESS = 4000
 """So many trials are made by one process: importing torch costs as much as a hundred of them."""
 

@@ -156,7 +156,7 @@ def append_commit(
         table.append(PackEntry(chunk, len(data), len(stored), raw_bytes, codec, 1, kind, 0))
         data += stored
     name = pack_id(SESSION, 0, 0)
-    whole = data + pack.encode_tail(table, len(data), True)
+    whole = data + pack.encode_tail(table, len(data), True)[0]
     for key in (pack_key(name), twin_key(name)):
         handle.storage.put(key, whole)
     document = CommitDocument(

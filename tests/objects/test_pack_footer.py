@@ -78,7 +78,7 @@ def test_what_a_footer_says_comes_back_in_order_of_offset(
     pack: tuple[list[PackEntry], int, bool], random: object
 ) -> None:
     found, data_bytes, metadata = pack
-    tail = encode_tail(sorted(found, key=lambda _: random.random()), data_bytes, metadata)  # type: ignore[attr-defined]
+    tail = encode_tail(sorted(found, key=lambda _: random.random()), data_bytes, metadata)[0]  # type: ignore[attr-defined]
     assert len(tail) == 64 * len(found) + TRAILER_BYTES
     assert parsed(tail, data_bytes) == found
     assert parse_trailer(tail[-TRAILER_BYTES:], data_bytes + len(tail)).metadata == metadata
@@ -86,7 +86,7 @@ def test_what_a_footer_says_comes_back_in_order_of_offset(
 
 def test_the_footer_is_laid_out_as_the_format_says() -> None:
     chunk = ChunkId(bytes(range(31)) + b"\0")
-    tail = encode_tail(
+    tail, _ = encode_tail(
         [PackEntry(chunk, 0x40, 0x30, 0x50, 1, 4, TENSOR, 0xABCD)], 0x70, metadata=False
     )
     assert tail[:64] == chunk + struct.pack(
@@ -104,7 +104,7 @@ def test_a_damaged_tail_is_corrupt(
 ) -> None:
     found, data_bytes, metadata = pack
     with pytest.raises(Corrupt):
-        parsed(data.draw(damaged(encode_tail(found, data_bytes, metadata))), data_bytes)
+        parsed(data.draw(damaged(encode_tail(found, data_bytes, metadata)[0])), data_bytes)
 
 
 @pytest.mark.parametrize(
@@ -139,9 +139,11 @@ def test_entries_that_make_no_pack_are_refused_before_they_are_written(
     ("field", "value"), [("base", 0), ("zero", b"\0\0\0\0\1"), ("codec", 7), ("offset", 2**64 - 1)]
 )
 def test_a_record_with_a_true_hash_is_checked_all_the_same(field: str, value: object) -> None:
-    table = np.frombuffer(encode_tail([entry(0, 10)], 10, metadata=False)[:64], FOOTER_DTYPE).copy()
+    table = np.frombuffer(
+        encode_tail([entry(0, 10)], 10, metadata=False)[0][:64], FOOTER_DTYPE
+    ).copy()
     table[field] = value
-    head = encode_tail([entry(0, 10)], 10, metadata=False)[64:96]
+    head = encode_tail([entry(0, 10)], 10, metadata=False)[0][64:96]
     tail = table.tobytes() + head + digest(table.tobytes() + head) + b"KCAPTPKC"
     with pytest.raises(Corrupt):
         parsed(tail, 10)
@@ -171,7 +173,7 @@ def storage(request: pytest.FixtureRequest) -> Storage:
 
 def put_pack(storage: Storage, key: str, count: int, pack: PackId = PACK) -> list[PackEntry]:
     found = [entry(i * 10, 10, PAGE) for i in range(count)]
-    storage.put(key, bytes(count * 10) + encode_tail(found, count * 10, metadata=True))
+    storage.put(key, bytes(count * 10) + encode_tail(found, count * 10, metadata=True)[0])
     return found
 
 

@@ -3,7 +3,7 @@ damaged beside it."""
 
 import random
 from collections.abc import Iterator
-from itertools import count, product
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -17,8 +17,9 @@ from ckptstore.objects import codecs
 from ckptstore.objects.pack import PAGE
 from ckptstore.repository.chunk_store import ObjectStore
 from ckptstore.repository.init_store import init_store
-from ckptstore.repository.pack_writer import ClosedPack, PackWriter, one_by_one
+from ckptstore.repository.pack_writer import ClosedPack, PackSet
 from ckptstore.repository.store_handle import StoreHandle
+from ckptstore.repository.thread_pool import ThreadPool
 from tests.maintenance.stores import flip
 
 CHUNKS = 4
@@ -34,17 +35,9 @@ def pack(
     handle = StoreHandle(tmp_path / "store")
     values = range(4) if request.param == codecs.ZSTD else range(256)
     chunks = [bytes(random.choices(values, k=CHUNK_BYTES)) for _ in range(CHUNKS)]
-    closed: list[ClosedPack] = []
-    session = new_session_id()
-    pack_writer = PackWriter(
-        handle.storage,
-        session,
-        count(),
-        lambda pack: closed.append(pack.close(one_by_one)),
-        pack_bytes=1 << 20,
-        metadata=True,
-    )
     ids = [ChunkId(digest(chunk)) for chunk in chunks]
+    packs = PackSet(handle.storage, new_session_id(), ThreadPool(1), codec=request.param)
+    pack_writer = packs.pack_writer(metadata=True)
     pack_writer.add(
         ids,
         [memoryview(c) for c in chunks],
@@ -54,9 +47,10 @@ def pack(
         run_bytes=CHUNKS * CHUNK_BYTES,
     )
     pack_writer.flush()
-    pack_writer.close_with(lambda pack: closed.append(pack.close(one_by_one)))
-    handle.log.append(Register(session, 0, 0, (closed[0].record,), frozenset()))
-    yield handle, closed[0]
+    packs.close(pack_writer)
+    packs.wait()
+    handle.log.append(Register(packs.session, 0, 0, (packs.closed[0].record,), frozenset()))
+    yield handle, packs.closed[0]
     handle.close()
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from ckptstore.core.ids import footers_key
 from ckptstore.errors import Corrupt
-from ckptstore.repository.footers import BATCH_PACKS, decode_batch, encode_batch, read_tail_of
+from ckptstore.repository.footers import BATCH_PACKS, decode_batch, encode_batch, read_footer
 from ckptstore.storage.fsspec_backend import FsspecStorage
 from tests.maintenance.collecting import state_of
 from tests.maintenance.stores import assert_equal
@@ -67,9 +67,8 @@ def test_a_batch_holds_the_footers_as_they_lie_in_the_packs(site: Site, tmp_path
         tails = decode_batch(handle.storage.read(footers_key(0)))
         assert sorted(tails) == sorted(packs[n].id for n in range(1, BATCH_PACKS))
         for n in range(1, BATCH_PACKS, 7):
-            assert tails[packs[n].id] == read_tail_of(
-                handle.storage, packs[n].id, metadata=packs[n].metadata
-            )
+            footer = read_footer(handle.storage, packs[n].id, metadata=packs[n].metadata)
+            assert tails[packs[n].id] == footer.tail
 
 
 @pytest.mark.parametrize("wrong", ["absent", "cut", "flipped", "exchanged", "foreign"])

@@ -46,7 +46,7 @@ from ckptstore.interop.chunk_transfer.staging import (
 from ckptstore.interop.chunk_transfer.store_lookup import Stored, find_stored
 from ckptstore.objects.pages import split_pages
 from ckptstore.objects.schema import encode_schema
-from ckptstore.repository.chunk_store import FileRange
+from ckptstore.repository.chunk_reader import FileRange
 from ckptstore.repository.thread_pool import ThreadPool
 from ckptstore.state.flatten import flatten
 from ckptstore.state.leaf_sources import FlatState
@@ -252,11 +252,12 @@ class ServedState:
         objects, sizes = self._stored.guard.objects, self._stored.sizes
         for some in _batches(ids, sizes):
             joined = b"".join(self._stored.ids.get(name, name) for name in some)
-            if not verified and (ranges := objects.file_ranges(joined)):
-                yield from ranges
-                continue
             out = [memoryview(bytearray(sizes[chunk])) for chunk in some]
+            local = not verified and objects.storage.capabilities.local_root
             try:
+                if local and (ranges := objects.file_ranges(joined)):
+                    yield from ranges
+                    continue
                 objects.read_into(joined, out)
             except (Corrupt, NotFound) as error:
                 raise Unavailable(

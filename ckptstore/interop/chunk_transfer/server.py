@@ -40,7 +40,7 @@ from ckptstore.interop.chunk_transfer.protocol import (
 )
 from ckptstore.interop.chunk_transfer.publication import OtherStep, Publication, Reader
 from ckptstore.interop.chunk_transfer.served_state import ServedState
-from ckptstore.repository.chunk_store import FileRange
+from ckptstore.repository.chunk_reader import FileRange
 
 logger = logging.getLogger("ckptstore.transport")
 

@@ -17,7 +17,7 @@ from ckptstore.core.ids import CHUNK_ID_BYTES
 from ckptstore.errors import Unavailable
 from ckptstore.interop.chunk_transfer.chunk_names import is_named, quick_name
 from ckptstore.interop.chunk_transfer.staging import Part, blank_names, read_chunks
-from ckptstore.repository.lru import SecondNames
+from ckptstore.repository.chunk_store import SecondNames
 from ckptstore.repository.thread_pool import ThreadPool
 
 PROBE_CHUNKS = 64

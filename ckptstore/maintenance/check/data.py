@@ -8,32 +8,29 @@ process of the host.
 
 import json
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Iterable, Mapping, Set
 from contextlib import suppress
 from dataclasses import dataclass
-from itertools import pairwise
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any
 
-from ckptstore.core.config import RUN_BYTES, default_threads
+from ckptstore.core.config import default_threads
 from ckptstore.core.ids import PackId, StoreId
 from ckptstore.core.model import PackEntry
 from ckptstore.core.paths import make_directories, write_file
-from ckptstore.errors import Corrupt, NotFound, Unavailable
+from ckptstore.errors import CkptStoreError, Unavailable
 from ckptstore.log.fold import Pack
 from ckptstore.maintenance import Progress
 from ckptstore.maintenance.check.offline_store import OfflineStore
 from ckptstore.maintenance.check.report import Share
 from ckptstore.maintenance.check.trees import Contents
 from ckptstore.objects import pack as packs
-from ckptstore.repository.footer_index import decode_chunk, keys_of, read_chunk_at
+from ckptstore.repository.chunk_reader import Problem, Run, keys_of, read_run, runs_of
 from ckptstore.repository.thread_pool import ThreadPool
 from ckptstore.storage.contract import Storage
 
 RECORD_NAME = "verified.json"
 _SAVE_EVERY_S = 5.0
-
-_Problem: TypeAlias = Corrupt | NotFound | Unavailable
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +40,7 @@ class BadChunk:
     pack: PackId
     key: str
     entry: PackEntry
-    problem: _Problem
+    problem: Problem
 
 
 def load_record(directory: Path, store: StoreId) -> Mapping[PackId, int]:
@@ -129,57 +126,19 @@ def _verify_object(
 ) -> list[BadChunk]:
     bad: list[BadChunk] = []
 
-    def verify(group: Sequence[PackEntry]) -> None:
+    def verify(run: Run) -> None:
+        found = read_run(storage, [key], run)
+        if isinstance(found[0], Unavailable) and len(found) > 1:
+            # Part of it may be readable.
+            found = [read_run(storage, [key], run.alone(i))[0] for i in range(len(found))]
         bad.extend(
-            BadChunk(pack, key, entry, problem)
-            for entry, problem in _verify_group(storage, key, group)
+            BadChunk(pack, key, entry, chunk)
+            for entry, chunk in zip(run.entries, found, strict=True)
+            if isinstance(chunk, CkptStoreError)
         )
 
-    threads.spread(verify, _groups(packs.entries(table)))
+    threads.spread(verify, runs_of(table))
     unanswered = [chunk.problem for chunk in bad if isinstance(chunk.problem, Unavailable)]
     if unanswered and len(unanswered) == len(table):
         raise unanswered[0]
     return sorted(bad, key=lambda chunk: chunk.entry.offset)
-
-
-def _groups(entries: Sequence[PackEntry]) -> list[list[PackEntry]]:
-    """Groups of adjacent entries, up to `RUN_BYTES` (or one chunk) each: one read."""
-    groups = [[entries[0]]] if entries else []
-    for before, entry in pairwise(entries):
-        if (
-            entry.offset + entry.stored_bytes - groups[-1][0].offset <= RUN_BYTES
-            and entry.offset - before.offset <= RUN_BYTES
-        ):
-            groups[-1].append(entry)
-        else:
-            groups.append([entry])
-    return groups
-
-
-def _verify_group(
-    storage: Storage, key: str, group: Sequence[PackEntry]
-) -> Iterator[tuple[PackEntry, _Problem]]:
-    first, stop = group[0].offset, group[-1].offset + group[-1].stored_bytes
-    data = memoryview(bytearray(stop - first))
-    try:
-        storage.read_into(key, first, [data])
-    except (Corrupt, NotFound, Unavailable):
-        # Part of the group may be readable: read it again chunk by chunk.
-        yield from _verify_one_by_one(storage, key, group)
-        return
-    for entry in group:
-        start = entry.offset - first
-        try:
-            decode_chunk(data[start : start + entry.stored_bytes], entry, key)
-        except Corrupt as error:
-            yield entry, error
-
-
-def _verify_one_by_one(
-    storage: Storage, key: str, group: Sequence[PackEntry]
-) -> Iterator[tuple[PackEntry, _Problem]]:
-    for entry in group:
-        try:
-            read_chunk_at(storage, key, entry)
-        except (Corrupt, NotFound, Unavailable) as error:
-            yield entry, error

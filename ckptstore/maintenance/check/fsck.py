@@ -38,7 +38,7 @@ from ckptstore.maintenance.check.report import (
 from ckptstore.maintenance.check.trees import Contents, Referrer, Walk, taken
 from ckptstore.maintenance.gc.plan import list_objects, owner, unlisted
 from ckptstore.objects.pack import FooterTable
-from ckptstore.repository.footer_index import keys_of
+from ckptstore.repository.chunk_reader import keys_of
 from ckptstore.repository.footers import read_table_at
 from ckptstore.storage.contract import Storage
 

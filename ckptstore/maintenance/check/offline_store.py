@@ -20,7 +20,7 @@ from ckptstore.log.log import Log
 from ckptstore.maintenance.check.log import read_small
 from ckptstore.maintenance.check.report import Finding, Kind
 from ckptstore.maintenance.repair.recover import recover_config
-from ckptstore.objects.config import decode_config
+from ckptstore.objects.documents import decode_config
 from ckptstore.repository.store_handle import (
     CATALOG_NAME,
     CHUNKS_NAME,

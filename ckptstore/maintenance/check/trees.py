@@ -19,8 +19,7 @@ from ckptstore.objects.documents import decode_document
 from ckptstore.objects.pack import LAYOUT, PAGE, SCHEMA, FooterTable
 from ckptstore.objects.pages import decode_page, join_pages
 from ckptstore.objects.schema import decode_schema
-from ckptstore.repository.footer_index import Inventory, load_tables, read_chunk
-from ckptstore.repository.footers import read_table_at
+from ckptstore.repository.footers import Inventory, load_tables, read_chunk, read_table_at
 from ckptstore.restore.reader import Tree
 from ckptstore.storage.contract import Storage
 
@@ -52,9 +51,13 @@ class Contents:
         """Reads the footers, except those in `before`. With `twins`, reads those of twins too: an
         exchanged pack hides what its twin holds."""
         self.state, self._storage = state, storage
-        self.tables: dict[PackId, FooterTable] = {}
+        known: Mapping[PackId, FooterTable] = before.tables if before else {}
+        listed = [pack for _, pack in sorted(state.packs.items())]
+        self.tables: dict[PackId, FooterTable] = {
+            pack.id: known[pack.id] for pack in listed if pack.id in known
+        }
         self.problems: dict[PackId, CkptStoreError] = {}
-        for name, table in load_tables(storage, state, before.tables if before else None):
+        for name, table in load_tables(storage, [p for p in listed if p.id not in known]):
             if isinstance(table, CkptStoreError):
                 self.problems[name] = table
             else:

@@ -26,7 +26,7 @@ from ckptstore.maintenance.gc.mark import mark
 from ckptstore.maintenance.gc.plan import GcPlan, doomed_packs, list_objects, orphans
 from ckptstore.maintenance.gc.repack import Copy, DamagedSource, choose, plan_copies, write_copy
 from ckptstore.maintenance.gc.session_monitor import SessionMonitor
-from ckptstore.repository.footer_index import keys_of
+from ckptstore.repository.chunk_reader import keys_of
 from ckptstore.repository.store_handle import StoreHandle
 from ckptstore.repository.thread_pool import ThreadPool
 from ckptstore.storage.reserve import is_full, room

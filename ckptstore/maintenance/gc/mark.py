@@ -29,7 +29,7 @@ from ckptstore.objects.documents import decode_document
 from ckptstore.objects.pack import FOOTER_DTYPE, PAGE, FooterTable
 from ckptstore.objects.pages import decode_page
 from ckptstore.repository import footers
-from ckptstore.repository.pack_reader import read_chunks
+from ckptstore.repository.chunk_reader import read_chunks
 from ckptstore.repository.thread_pool import ThreadPool
 from ckptstore.storage.contract import Storage
 
@@ -284,7 +284,7 @@ class _Marking:
             try:
                 for chunk in read_chunks(self._storage, self._packs[i].id, rows, metadata=True):
                     named = (leaf.ids for leaf in decode_page(chunk.raw).leaves)
-                    self._need(b"".join((rows["chunk"][chunk.row].tobytes(), *named)))
+                    self._need(b"".join((chunk.entry.chunk, *named)))
                     counter.add()
             except (Corrupt, NotFound) as error:
                 raise _unmarkable(pages[ChunkId(rows["chunk"][0].tobytes())], error) from error

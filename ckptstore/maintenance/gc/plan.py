@@ -129,7 +129,7 @@ class DeadPack:
     waits: tuple[SessionId, ...]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class GcPlan:
     """A gc marked at log position `mark`. `fence` is the last condemning entry that it knows.
 
@@ -180,6 +180,14 @@ class GcPlan:
         """The size of the new packs."""
         return sum(copy.bytes for copy in self.copies)
 
+    @property
+    def _sum(self) -> str:
+        freed, wrote = bytes_text(self.freed_now_bytes), bytes_text(self.copied_bytes)
+        return f"frees {freed} now, writes {wrote}"
+
+    def __repr__(self) -> str:
+        return f"<gc plan: {self._sum}>"
+
     def __str__(self) -> str:
         now = [pack for pack in self.doomed if not pack.waits]
         dead_bytes = sum(pack.bytes for pack in now)
@@ -194,8 +202,7 @@ class GcPlan:
             (sources, f"copy from {{}} to {count_text(len(self.copies), 'new pack')}", "pack"),
         )
         lines = [text.format(count_text(n, noun)) for n, text, noun in steps if n]
-        freed, wrote = bytes_text(self.freed_now_bytes), bytes_text(self.copied_bytes)
-        lines.append(f"frees {freed} now, writes {wrote}")
+        lines.append(self._sum)
         for sessions, size in self.freed_later_bytes.items():
             which = ", ".join(sessions)
             lines.append(f"frees {bytes_text(size)} when these sessions have ended: {which}")

@@ -12,13 +12,13 @@ import numpy as np
 import numpy.typing as npt
 
 from ckptstore.core.ids import PackId, SessionId, pack_id, pack_key
-from ckptstore.core.model import PackEntry, PackRecord
+from ckptstore.core.model import PackRecord
 from ckptstore.errors import Corrupt, NotFound
 from ckptstore.maintenance.gc.mark import PackUse
 from ckptstore.objects import pack
 from ckptstore.objects.pack import FOOTER_DTYPE, TRAILER_BYTES, FooterTable
 from ckptstore.repository import footers
-from ckptstore.repository.pack_reader import read_chunks
+from ckptstore.repository.chunk_reader import coalesce, read_chunks
 from ckptstore.repository.pack_writer import OpenPack
 from ckptstore.repository.thread_pool import ThreadPool
 from ckptstore.storage.contract import Storage
@@ -33,18 +33,13 @@ _SMALL_SHARE = 4
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """A pack to copy from: bit `i` of `live` tells whether to copy chunk `i`."""
+    """A pack to copy from: byte `i` of `live` tells whether to copy chunk `i`."""
 
     number: int
     id: PackId
-    file_bytes: int
+    stored_bytes: int
     metadata: bool
     live: bytes
-
-    @property
-    def stored_bytes(self) -> int:
-        """Its size in the store, twin included."""
-        return self.file_bytes * (2 if self.metadata else 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,8 +100,8 @@ def plan_copies(storage: Storage, chosen: Sequence[PackUse], pack_bytes: int) ->
     sources: list[Source] = []
     end = chunks = 0
     for use in chosen:
-        bitmap = np.packbits(use.live, bitorder="little").tobytes()
-        source = Source(use.number, use.pack.id, use.pack.bytes, use.pack.metadata, bitmap)
+        listed, live = use.pack, use.live.tobytes()
+        source = Source(use.number, listed.id, listed.stored_bytes, listed.metadata, live)
         rows = live_rows(storage, source)
         if sources and (
             source.metadata != sources[0].metadata or end + use.live_bytes > pack_bytes
@@ -123,23 +118,20 @@ def plan_copies(storage: Storage, chosen: Sequence[PackUse], pack_bytes: int) ->
 def live_rows(storage: Storage, source: Source) -> FooterTable:
     """The footer's records of the chunks to copy. Raises `Corrupt`, `NotFound`."""
     table = footers.read_table(storage, source.id, metadata=source.metadata)
-    return table[_bits(source.live, len(table))]
+    if len(table) != len(source.live):
+        raise Corrupt(f"pack {source.id} has {len(table)} chunks; wanted {len(source.live)}")
+    return table[np.frombuffer(source.live, np.bool_)]
 
 
 def place(rows: FooterTable, end: int) -> tuple[npt.NDArray[np.int64], int]:
     """The offset of each chunk after `end` in a new pack, and the new end. Adjacent chunks stay
     adjacent, and are aligned as a run."""
     starts, stored = rows["offset"].astype(np.int64), rows["stored"].astype(np.int64)
-    first = (
-        np.flatnonzero(np.concatenate(([True], starts[1:] != (starts + stored)[:-1])))
-        if len(rows)
-        else np.empty(0, np.int64)
-    )
     offsets = np.empty(len(rows), np.int64)
-    for a, b in zip(first.tolist(), [*first[1:].tolist(), len(rows)], strict=True):
-        run_bytes = int(stored[a:b].sum())
+    for run in coalesce(starts.tolist(), (starts + stored).tolist()):
+        run_bytes = int(stored[run].sum())
         start = pack.align(end, run_bytes)
-        offsets[a:b] = start + starts[a:b] - starts[a]
+        offsets[run] = start + starts[run] - starts[run.start]
         end = start + run_bytes
     return offsets, end
 
@@ -162,12 +154,6 @@ def _same_size(uses: Iterable[PackUse]) -> list[list[PackUse]]:
     for use in uses:
         groups[use.pack.metadata, use.live_bytes.bit_length() // _SIZE_STEP_BITS].append(use)
     return [group for _, group in sorted(groups.items()) if len(group) >= MERGE_PACKS]
-
-
-def _bits(bitmap: bytes, count: int) -> npt.NDArray[np.bool_]:
-    return np.unpackbits(np.frombuffer(bitmap, np.uint8), count=count, bitorder="little").view(
-        np.bool_
-    )
 
 
 class _Budget:
@@ -223,10 +209,9 @@ def _append(
     copied: Callable[[int], None],
 ) -> None:
     offsets, _ = place(rows, target.offset)
-    entries: list[PackEntry] = pack.entries(rows)
-    for chunk in read_chunks(storage, source.id, rows, metadata=source.metadata):
-        target.pad_to(int(offsets[chunk.row]))
-        offset = target.append(chunk.stored)
-        target.entries.append(entries[chunk.row]._replace(offset=offset))
+    chunks = read_chunks(storage, source.id, rows, metadata=source.metadata)
+    for offset, chunk in zip(offsets.tolist(), chunks, strict=True):
+        target.pad_to(offset)
+        target.entries.append(chunk.entry._replace(offset=target.append(chunk.stored)))
         copied(len(chunk.stored))
     target.flush()

@@ -11,7 +11,8 @@ from ckptstore.core.ids import ChunkId
 from ckptstore.errors import Corrupt, NotFound
 from ckptstore.objects import codecs
 from ckptstore.objects.pack import TENSOR
-from ckptstore.repository.pack_set import PackSet
+from ckptstore.repository.chunk_reader import coalesce
+from ckptstore.repository.pack_writer import PackSet
 from ckptstore.repository.store_handle import StoreHandle
 
 
@@ -95,19 +96,12 @@ class CopyWorker:
         return [memory[end - size : end] for size, end in zip(sizes, ends, strict=True)]
 
 
-def cut(sizes: Sequence[int], limit_bytes: int) -> Iterator[tuple[int, int]]:
+def cut(sizes: Sequence[int], limit_bytes: int) -> Iterator[slice]:
     """Ranges of items of at most `limit_bytes` together, or of one item."""
-    first = total = 0
-    for i, size in enumerate(sizes):
-        if i > first and total + size > limit_bytes:
-            yield first, i
-            first, total = i, 0
-        total += size
-    if sizes:
-        yield first, len(sizes)
+    ends = list(accumulate(sizes, initial=0))
+    return coalesce(ends[:-1], ends[1:], limit_bytes=limit_bytes)
 
 
 def grouped(batch: Sequence[ChunkBatch], limit_bytes: int) -> list[Sequence[ChunkBatch]]:
     """Consecutive chunk batches of at most `limit_bytes` together."""
-    sizes = [chunk_batch.raw_bytes for chunk_batch in batch]
-    return [batch[first:stop] for first, stop in cut(sizes, limit_bytes)]
+    return [batch[some] for some in cut([part.raw_bytes for part in batch], limit_bytes)]

@@ -38,10 +38,9 @@ from ckptstore.maintenance.mirror.plan import CommitTransfer, MirrorPlan, plan_m
 from ckptstore.maintenance.retention import set_tag
 from ckptstore.objects.documents import decode_document
 from ckptstore.repository import footers
+from ckptstore.repository.chunk_reader import read_chunks
 from ckptstore.repository.dedup import Dedup, DedupHints
-from ckptstore.repository.pack_reader import read_chunks
-from ckptstore.repository.pack_set import PackSet
-from ckptstore.repository.pack_writer import delete_own
+from ckptstore.repository.pack_writer import PackSet, delete_own
 from ckptstore.repository.store_handle import StoreHandle
 from ckptstore.repository.thread_pool import ThreadPool, shared
 from ckptstore.restore.reader import Reader, Tree
@@ -354,8 +353,8 @@ class _Mirror:
         with reading_source():
             where = self._source.objects.located(b"".join(fresh))
         sizes, width = where["raw"].tolist(), int(where["width"][0])
-        for first, stop in cut(sizes, RUN_BYTES):
-            yield ChunkBatch(tuple(fresh[first:stop]), tuple(sizes[first:stop]), width)
+        for some in cut(sizes, RUN_BYTES):
+            yield ChunkBatch(tuple(fresh[some]), tuple(sizes[some]), width)
 
     # -- bytes --
 

@@ -43,7 +43,7 @@ class TagMove:
         return f"{self.tag} is {there} and {self.commit[:12]} here"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class MirrorPlan:
     """The commits to send, oldest first; `tags` are those of commits that the target has already.
 
@@ -60,6 +60,9 @@ class MirrorPlan:
     @property
     def empty(self) -> bool:
         return not self.commits and not self.tags
+
+    def __repr__(self) -> str:
+        return f"<mirror plan: {len(self.commits)} commits, {len(self.tags)} tags>"
 
 
 def plan_mirror(

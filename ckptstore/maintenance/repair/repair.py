@@ -29,7 +29,7 @@ from ckptstore.maintenance.repair.recover import (
     replace_small,
 )
 from ckptstore.maintenance.repair.rescue import CopyTwin, SavePacks, plan_packs
-from ckptstore.objects.config import encode_config
+from ckptstore.objects.documents import encode_config
 from ckptstore.storage.contract import Storage
 
 DAMAGED_SETTING = "damaged"
@@ -129,7 +129,7 @@ class Rebuild:
 Action: TypeAlias = WriteConfig | PutBack | SetAside | CopyTwin | SavePacks | Mark | Rebuild
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class RepairPlan:
     """The actions, in order, and the findings that cannot be repaired with the available sources.
 
@@ -139,6 +139,9 @@ class RepairPlan:
     actions: tuple[Action, ...]
     unrepairable: tuple[Finding, ...]
     more: bool = False
+
+    def __repr__(self) -> str:
+        return f"<repair plan: {len(self.actions)} actions, {len(self.unrepairable)} lost>"
 
 
 @dataclass(frozen=True, slots=True, repr=False)

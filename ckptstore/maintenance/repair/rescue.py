@@ -4,12 +4,19 @@ A readable copy is removed only after another one is durable and listed. The chu
 pack are all those that any of its footers names; without a footer, those in this host's chunk
 index. Each is read wherever it may lie, and copied. A copy in another pack replaces that only if it
 was read, too. If storage does not answer, the pack stays.
+
+All possible sources of a chunk are tried: the damaged packs themselves, their twins, unlisted
+packs, quarantined packs, and the packs of mirrors. None is trusted: a chunk counts only if its
+bytes match its id.
 """
 
-from collections.abc import Sequence
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
-from ckptstore.core.ids import ChunkId, PackId
+from ckptstore.core.config import RUN_BYTES
+from ckptstore.core.ids import ChunkId, PackId, SessionId
 from ckptstore.core.model import PackEntry
 from ckptstore.core.text import count_text
 from ckptstore.errors import CkptStoreError, Conflict, Corrupt, NotFound, Unavailable
@@ -20,19 +27,140 @@ from ckptstore.maintenance.check.fsck import Facts
 from ckptstore.maintenance.check.indexes import UNKNOWN
 from ckptstore.maintenance.check.offline_store import OfflineStore
 from ckptstore.maintenance.check.report import Kind
-from ckptstore.maintenance.repair.chunk_recovery import (
-    ChunkSource,
-    Source,
-    find_source,
-    read_source,
-    write_packs,
-)
 from ckptstore.maintenance.repair.recover import copy_object, quarantine
-from ckptstore.objects.pack import LAYOUT, PAGE, SCHEMA
+from ckptstore.objects import codecs
+from ckptstore.objects.pack import LAYOUT, PAGE, SCHEMA, TENSOR, FooterTable
 from ckptstore.objects.pages import decode_page
 from ckptstore.objects.schema import decode_schema
-from ckptstore.repository.footer_index import keys_of, read_chunk, read_chunk_at
+from ckptstore.repository.chunk_reader import coalesce, keys_of, read_chunk_at
+from ckptstore.repository.footers import Inventory, read_chunk, read_table_at
+from ckptstore.repository.pack_writer import ClosedPack, PackSet
+from ckptstore.repository.thread_pool import ThreadPool
 from ckptstore.storage.contract import Storage
+
+_PACK_FILE = re.compile(
+    r"(quarantine/)?packs/[0-9a-f]{2}/([0-9a-f]{24}-[0-9]{1,7}-[0-9]{1,7})(\.2)?(~[0-9]+)?"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """A verified location of a chunk: the object `key` of source number `donor`."""
+
+    donor: int
+    key: str
+    entry: PackEntry
+
+
+class ChunkSource:
+    """A directory with packs: this store or a mirror. Its log and index are not read;
+    `remembered` has locations, by chunk, that no footer may name any more."""
+
+    def __init__(
+        self,
+        storage: Storage,
+        remembered: Mapping[ChunkId, Sequence[tuple[str, PackEntry]]] | None = None,
+    ) -> None:
+        self.storage = storage
+        self._remembered = remembered or {}
+
+    @cached_property
+    def tables(self) -> Mapping[str, FooterTable]:
+        """The footers of all objects that look like packs, including twins and quarantined ones,
+        by key; broken ones are left out."""
+        tables = {}
+        for prefix in ("packs/", "quarantine/packs/"):
+            for key, _ in self.storage.list(prefix):
+                try:
+                    if _PACK_FILE.fullmatch(key):
+                        tables[key] = read_table_at(self.storage, key)
+                except CkptStoreError:
+                    continue
+        return tables
+
+    @cached_property
+    def _inventory(self) -> Inventory:
+        return Inventory({}, {key: (PackId(key), table) for key, table in self.tables.items()})
+
+    def entries_of(self, chunk: ChunkId) -> Iterator[tuple[str, PackEntry]]:
+        """The locations of `chunk` by the footers, and those remembered."""
+        yield from ((place.keys[0], place.entry) for place in self._inventory.places(chunk))
+        yield from self._remembered.get(chunk, ())
+
+
+def find_source(donors: Sequence[ChunkSource], chunk: ChunkId) -> Source | None:
+    """The first location of `chunk` whose bytes match. Source 0 is the store itself.
+
+    Raises `Unavailable` if the chunk is found nowhere and one of its locations did not answer: it
+    may not be lost.
+    """
+    unanswered: Unavailable | None = None
+    for number, donor in enumerate(donors):
+        for key, entry in donor.entries_of(chunk):
+            try:
+                read_chunk_at(donor.storage, [key], entry)
+                return Source(number, key, entry)
+            except (Corrupt, NotFound):
+                continue
+            except Unavailable as error:
+                unanswered = error
+    if unanswered is not None:
+        raise unanswered
+    return None
+
+
+def read_source(donors: Sequence[ChunkSource], source: Source) -> memoryview:
+    """The raw bytes of the chunk, verified again; raises `Corrupt`, `NotFound` or `Unavailable`."""
+    return read_chunk_at(donors[source.donor].storage, [source.key], source.entry)
+
+
+def write_packs(
+    donors: Sequence[ChunkSource], sources: Iterable[Source], session: SessionId
+) -> list[ClosedPack]:
+    """Copy chunks into new packs of `session`, durable on return and not yet listed by the log.
+    A failure leaves nothing behind."""
+    storage, threads = donors[0].storage, ThreadPool(1)
+    packs = PackSet(storage, session, threads, codec=codecs.RAW)
+    pack_writer = packs.pack_writer()
+    ordered = sorted(sources, key=lambda s: (s.donor, s.key, s.entry.offset))
+    try:
+        for metadata in (False, True):
+            part = [source for source in ordered if (source.entry.kind != TENSOR) is metadata]
+            pack_writer = packs.pack_writer(metadata=metadata)
+            for run in _runs(part):
+                raws = [read_source(donors, source) for source in run]
+                first = run[0].entry
+                pack_writer.add(
+                    [source.entry.chunk for source in run],
+                    raws,
+                    first.width,
+                    first.kind,
+                    codec=first.codec,
+                    run_bytes=sum(map(len, raws)),
+                )
+                pack_writer.flush()
+            packs.close(pack_writer)
+        packs.wait()
+    except BaseException:
+        pack_writer.discard()
+        packs.drop()
+        raise
+    finally:
+        threads.close()
+    return packs.closed
+
+
+def _runs(sources: Sequence[Source]) -> Iterator[Sequence[Source]]:
+    """Group ordered sources that are adjacent in one object, so that they stay together. A group
+    has one codec, width and kind."""
+    entries = [source.entry for source in sources]
+    for some in coalesce(
+        [entry.offset for entry in entries],
+        [entry.offset + entry.stored_bytes for entry in entries],
+        objects=[(s.donor, s.key, s.entry[4:7]) for s in sources],
+        limit_bytes=RUN_BYTES,
+    ):
+        yield sources[some]
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,7 +299,7 @@ class _Rescue:
         for chunk in wanted:
             places = self._donors[0].entries_of(chunk)
             try:
-                read_chunk_at(self._storage, sound, next(e for key, e in places if key == sound))
+                read_chunk_at(self._storage, [sound], next(e for key, e in places if key == sound))
             except (Corrupt, NotFound):
                 return ""
         return sound

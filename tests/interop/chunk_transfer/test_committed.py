@@ -15,8 +15,8 @@ from ckptstore.errors import CkptStoreError
 from ckptstore.interop.chunk_transfer.chunk_names import quick_name
 from ckptstore.interop.chunk_transfer.served_state import ServedState
 from ckptstore.interop.chunk_transfer.store_lookup import PROBE_CHUNKS
-from ckptstore.repository import lru
-from ckptstore.repository.lru import SecondNames
+from ckptstore.repository import chunk_store
+from ckptstore.repository.chunk_store import SecondNames
 from ckptstore.store import Store, internals_of
 from tests.interop.chunk_transfer.conftest import (
     SOON,
@@ -196,7 +196,7 @@ def test_what_a_peer_says_of_ids_is_not_believed(
 
 
 def test_the_oldest_names_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lru, "NAMES_MAX", 2)
+    monkeypatch.setattr(chunk_store, "NAMES_MAX", 2)
     names = SecondNames(quick_name)
     some = [memoryview(bytes([i])) for i in range(3)]
     for data in (*some[:2], some[0], some[2]):

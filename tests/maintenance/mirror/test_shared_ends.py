@@ -177,6 +177,7 @@ def test_a_tier_uploads_to_a_shared_store_and_a_new_disk_resumes_from_it(
         assert set(there.tags()) == {"t0", "t1", "t2"}
 
 
+@pytest.mark.soak  # `make test` heals from a bucket in memory
 def test_a_flipped_bit_is_healed_from_a_shared_store(place: Path, end: Site) -> None:
     with ckptstore.open(place) as store:
         store.mirror(end.place, **way(end))

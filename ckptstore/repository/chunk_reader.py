@@ -1,0 +1,278 @@
+"""How are chunks read? Neighbors share one read, and every chunk is verified.
+
+All chunks are read here: for restores, mapped tensors, mirrors, gc's copies, fsck and repair.
+Chunks that a pack has lost are read from its twin. `chunk_store` adds the index for callers that
+know chunks by their ids.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias
+
+import numpy as np
+
+from ckptstore.core.config import RUN_BYTES
+from ckptstore.core.ids import CHUNK_ID_BYTES, ChunkId, PackId, digest, pack_key, twin_key
+from ckptstore.core.model import PackEntry
+from ckptstore.errors import CkptStoreError, Corrupt, NotFound, Unavailable
+from ckptstore.objects import codecs
+from ckptstore.objects.pack import FooterTable, entries
+from ckptstore.storage.contract import OpenFile, Storage
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+GAP_BYTES = 64 << 10
+"""Reading on across this many unwanted bytes of a pack costs less than another read."""
+
+METADATA_BYTES_MAX = 256 << 20
+"""No chunk is larger that is read into new memory. A forged footer must not cost more."""
+
+Problem: TypeAlias = Corrupt | NotFound | Unavailable
+
+Check: TypeAlias = Callable[[int], bool]
+"""Whether the bytes read for the chunk at this position of a request are right."""
+
+
+class StoredChunk(NamedTuple):
+    """A verified chunk: its stored and its raw bytes, which may be the same memory."""
+
+    entry: PackEntry
+    stored: memoryview
+    raw: memoryview
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """Chunks of one pack that one read fetches, in order of offset; bytes between them are
+    discarded.
+
+    `positions` are their places in the request. Raw bytes go to `out`, or to new memory.
+    """
+
+    entries: Sequence[PackEntry]
+    positions: Sequence[int]
+    out: Sequence[memoryview] | None = None
+
+    @property
+    def offset(self) -> int:
+        return self.entries[0].offset
+
+    @property
+    def stored_bytes(self) -> int:
+        return self.entries[-1].offset + self.entries[-1].stored_bytes - self.offset
+
+    def alone(self, i: int) -> "Run":
+        """Chunk `i` as a run of its own."""
+        one = slice(i, i + 1)
+        return Run(self.entries[one], self.positions[one], self.out and self.out[one])
+
+    def buffers(self) -> list[memoryview]:
+        """`out` with scratch memory for the gaps."""
+        found, at = [], self.offset
+        for entry, memory in zip(self.entries, self.out or (), strict=True):
+            if entry.offset > at:
+                found.append(memoryview(bytearray(entry.offset - at)))
+            found.append(memory)
+            at = entry.offset + memory.nbytes
+        return found
+
+
+@dataclass(frozen=True, slots=True)
+class FileRange:
+    """Stored bytes of chunks in a local file, which stays open while this object lives."""
+
+    key: str
+    file: OpenFile
+    offset: int
+    nbytes: int
+
+    def fileno(self) -> int:
+        return self.file.fd
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """The chunks of one call of `read_into`: chunk `i` of `ids` goes to `out[i]`."""
+
+    ids: bytes
+    out: Sequence[memoryview]
+    describe: Callable[[int], str]
+    check: Check | None
+
+    def ids_of(self, positions: Sequence[int]) -> bytes:
+        if len(positions) == len(self.out):
+            return self.ids
+        return b"".join(self.id(i) for i in positions)
+
+    def id(self, i: int) -> ChunkId:
+        return ChunkId(self.ids[i * CHUNK_ID_BYTES : (i + 1) * CHUNK_ID_BYTES])
+
+    def name(self, i: int) -> str:
+        return f"{self.id(i).hex()[:12]} ({self.describe(i)})"
+
+
+def coalesce(
+    starts: Sequence[int],
+    stops: Sequence[int],
+    *,
+    objects: Sequence[object] | None = None,
+    limit_bytes: int | None = None,
+    gap_bytes: int = 0,
+) -> Iterator[slice]:
+    """Group ordered byte ranges, which lie in `objects` if given, that are at most `gap_bytes`
+    apart. A group spans at most `limit_bytes`, or is one range."""
+    first = 0
+    for i in range(1, len(starts) + 1):
+        if (
+            i == len(starts)
+            or not 0 <= starts[i] - stops[i - 1] <= gap_bytes
+            or (limit_bytes is not None and stops[i] - starts[first] > limit_bytes)
+            or (objects is not None and objects[i] != objects[first])
+        ):
+            yield slice(first, i)
+            first = i
+
+
+def plan_runs(
+    request: Request,
+    where: "NDArray[np.void]",
+    positions: Sequence[int],
+    *,
+    limit_bytes: int,
+    gap_bytes: int = 0,
+) -> Iterator[tuple[int, Run]]:
+    """The runs that fetch the chunks `positions` of a request from `where` they lie, each with the
+    number of its pack. Pure."""
+    order = np.lexsort((where["offset"], where["pack"]))
+    rows = where[order]
+    at = [positions[i] for i in order.tolist()]
+    found = located_entries(map(request.id, at), rows)
+    numbers = rows["pack"].tolist()
+    for some in coalesce(
+        rows["offset"].tolist(),
+        (rows["offset"] + rows["stored"]).tolist(),
+        objects=numbers,
+        limit_bytes=limit_bytes,
+        gap_bytes=gap_bytes,
+    ):
+        yield numbers[some.start], Run(found[some], at[some], [request.out[i] for i in at[some]])
+
+
+def located_entries(ids: Iterable[ChunkId], where: "NDArray[np.void]") -> list[PackEntry]:
+    """The chunk index's rows as entries of packs."""
+    columns = (where[name].tolist() for name in ("offset", "stored", "raw", "codec", "width"))
+    return [PackEntry(*each) for each in zip(ids, *columns, strict=True)]
+
+
+def keys_of(name: PackId, *, metadata: bool) -> tuple[str, ...]:
+    """The object keys of a pack: its own, and its twin's if it holds metadata."""
+    return (pack_key(name), twin_key(name)) if metadata else (pack_key(name),)
+
+
+def read_run(
+    storage: Storage, keys: Sequence[str], run: Run, check: Check | None = None
+) -> list[StoredChunk | Problem]:
+    """Read, decode and verify the chunks of a run, by their ids or by `check`: each chunk, or why
+    it cannot be read.
+
+    `keys` are objects with the same bytes; the later ones supply what the first lacks. A damaged
+    range is read again chunk by chunk.
+    """
+    first, others = keys[0], keys[1:]
+    direct = run.out is not None and all(entry.codec == codecs.RAW for entry in run.entries)
+    whole = None if direct else memoryview(bytearray(run.stored_bytes))
+    each = range(len(run.entries))
+    found: list[StoredChunk | Problem]
+    try:
+        storage.read_into(first, run.offset, run.buffers() if whole is None else [whole])
+        found = [_verified(first, run, i, whole, check) for i in each]
+    except (NotFound, Unavailable) as error:
+        found = [error for _ in each]
+    except Corrupt as error:
+        found = [error]
+        if len(each) > 1:
+            found = [read_run(storage, keys[:1], run.alone(i), check)[0] for i in each]
+    for i in each if others else ():
+        if isinstance(found[i], CkptStoreError):
+            copy = read_run(storage, others, run.alone(i), check)[0]
+            if isinstance(copy, StoredChunk | Unavailable):
+                found[i] = copy
+    return found
+
+
+def _verified(
+    key: str, run: Run, i: int, whole: memoryview | None, check: Check | None
+) -> StoredChunk | Corrupt:
+    entry, raw = run.entries[i], run.out[i] if run.out else None
+    try:
+        if whole is None and raw is not None:
+            stored = raw
+        else:
+            start = entry.offset - run.offset
+            assert whole is not None
+            stored = whole[start : start + entry.stored_bytes]
+            raw = _decoded(entry, stored, raw)
+    except Corrupt as error:
+        return error
+    if digest(raw) == entry.chunk if check is None else check(run.positions[i]):
+        return StoredChunk(entry, stored, raw)
+    return Corrupt(
+        f"chunk {entry.chunk.hex()[:12]} in {key} does not match its id: got "
+        f"{digest(raw).hex()[:12]}"
+    )
+
+
+def _decoded(entry: PackEntry, stored: memoryview, out: memoryview | None) -> memoryview:
+    """The raw bytes, in `out` if given; those of a chunk that was stored raw are `stored`."""
+    if out is None:
+        if entry.codec == codecs.RAW and len(stored) == entry.raw_bytes:
+            return stored
+        if entry.raw_bytes > METADATA_BYTES_MAX:
+            raise Corrupt(
+                f"chunk {entry.chunk.hex()[:12]} claims {entry.raw_bytes} bytes; wanted at most "
+                f"{METADATA_BYTES_MAX}"
+            )
+        out = memoryview(bytearray(entry.raw_bytes))
+    codecs.decode_into(entry.codec, stored, out, entry.width)
+    return out
+
+
+def runs_of(table: FooterTable) -> list[Run]:
+    """The runs that fetch the chunks of a footer, or some of its rows, into new memory."""
+    found = entries(table)
+    return [
+        Run(found[some], range(some.start, some.stop))
+        for some in coalesce(
+            table["offset"].tolist(),
+            (table["offset"] + table["stored"]).tolist(),
+            limit_bytes=RUN_BYTES,
+            gap_bytes=GAP_BYTES,
+        )
+    ]
+
+
+def read_chunks(
+    storage: Storage, pack: PackId, rows: FooterTable, *, metadata: bool
+) -> Iterator[StoredChunk]:
+    """The chunks of `rows` of a pack's footer, in order. A pack with `metadata` has a twin. Raises
+    `Corrupt` for a chunk that does not match its id, `NotFound` for an absent pack."""
+    for run in runs_of(rows):
+        for chunk in read_run(storage, keys_of(pack, metadata=metadata), run):
+            if isinstance(chunk, Corrupt):
+                raise Corrupt(
+                    f"{chunk}, in {storage.url}; run `ckptstore fsck --read-data`, or heal it with "
+                    "`ckptstore repair`"
+                ) from chunk
+            if isinstance(chunk, CkptStoreError):
+                raise chunk
+            yield chunk
+
+
+def read_chunk_at(storage: Storage, keys: Sequence[str], entry: PackEntry) -> memoryview:
+    """The verified raw bytes of the chunk at `entry` of one of the objects `keys`. Raises
+    `Corrupt`, `NotFound` or `Unavailable`."""
+    (chunk,) = read_run(storage, keys, Run((entry,), (0,)))
+    if isinstance(chunk, CkptStoreError):
+        raise chunk
+    return chunk.raw

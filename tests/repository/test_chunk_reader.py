@@ -1,0 +1,53 @@
+"""Reads are planned from where chunks lie: every chunk once, and no read longer than asked for."""
+
+import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ckptstore.core.ids import CHUNK_ID_BYTES
+from ckptstore.index.chunks import LOCATION_DTYPE
+from ckptstore.repository.chunk_reader import Request, coalesce, plan_runs
+
+
+@st.composite
+def places(draw: st.DrawFn) -> np.ndarray:
+    """Where the chunks of a request lie: some behind each other, some elsewhere, in any order."""
+    rows, offset = [], 0
+    for stored in draw(st.lists(st.integers(1, 50), min_size=1, max_size=30)):
+        offset += draw(st.sampled_from([0, 0, 0, 7]))
+        rows.append((draw(st.integers(0, 1)), stored, stored, 0, 1, 1, offset, 0))
+        offset += stored
+    return np.array(draw(st.permutations(rows)), LOCATION_DTYPE)
+
+
+@given(places(), st.integers(1, 200), st.sampled_from([0, 5, 10]))
+def test_runs_have_every_chunk_once_and_no_more_than_they_may(
+    where: np.ndarray, limit_bytes: int, gap_bytes: int
+) -> None:
+    ids = b"".join(bytes([i]) * CHUNK_ID_BYTES for i in range(len(where)))
+    out = [memoryview(bytearray(stored)) for stored in where["stored"].tolist()]
+    request = Request(ids, out, str, None)
+    positions = range(len(where))
+    seen: list[int] = []
+    for number, run in plan_runs(
+        request, where, positions, limit_bytes=limit_bytes, gap_bytes=gap_bytes
+    ):
+        assert len(run.entries) == 1 or run.stored_bytes <= limit_bytes
+        at = run.offset
+        for entry, i in zip(run.entries, run.positions, strict=True):
+            assert (entry.chunk, number) == (request.id(i), int(where["pack"][i]))
+            assert (entry.offset, entry.stored_bytes) == tuple(where[["offset", "stored"]][i])
+            assert 0 <= entry.offset - at <= gap_bytes
+            at = entry.offset + entry.stored_bytes
+        assert sum(buffer.nbytes for buffer in run.buffers()) == run.stored_bytes
+        seen += run.positions
+    assert sorted(seen) == list(positions)
+
+
+def test_ranges_are_joined_within_an_object_a_gap_and_a_limit() -> None:
+    starts, stops = [0, 10, 20, 35, 40], [10, 20, 30, 40, 50]
+    assert [some.start for some in coalesce(starts, stops)] == [0, 3]
+    assert [some.start for some in coalesce(starts, stops, gap_bytes=5)] == [0]
+    assert [some.start for some in coalesce(starts, stops, limit_bytes=25)] == [0, 2, 3]
+    assert [some.start for some in coalesce(starts, stops, objects="aabbb")] == [0, 2, 3]
+    assert not list(coalesce([], []))
