@@ -42,6 +42,7 @@ _MIRROR: Options = (
     _VERIFY,
     _DRY_RUN,
 )
+_PERIODS = {"hourly": "hour", "daily": "day", "weekly": "week", "monthly": "month"}
 _FORMATS = ("files", "safetensors", "torch", "dcp")
 
 COMMANDS = (
@@ -204,9 +205,12 @@ COMMANDS = (
             ),
             *(
                 Option(
-                    f"--keep-{period}", "N", f"keep the newest of each of N {period}s", type=count
+                    f"--keep-{adverb}",
+                    "N",
+                    f"keep the newest commit of each of N {unit}s",
+                    type=count,
                 )
-                for period in ("hourly", "daily", "weekly", "monthly")
+                for adverb, unit in _PERIODS.items()
             ),
             Option("--run", "RUN", "this run only (default: all); REFs are resolved in it"),
             _DRY_RUN,

@@ -4,7 +4,7 @@ that the rest is printed at once."""
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from ckptstore.cli.call import Answer, Call
 from ckptstore.cli.commits import (
@@ -26,6 +26,9 @@ from ckptstore.objects.documents import Placed, decode_document, decode_layout
 from ckptstore.repository.resolve_ref import find_id
 from ckptstore.repository.store_handle import StoreHandle
 
+if TYPE_CHECKING:
+    from ckptstore.maintenance.usage import CommitUsage
+
 T = TypeVar("T")
 
 RELATIVES_SHOWN = 8
@@ -39,32 +42,30 @@ def show(call: Call) -> Answer:
     packs = [pack for pack in queries.packs() if pack_session(pack.id) == info.session]
     problems: list[str] = []
 
-    def attempt(what: str, read: Callable[[], T], otherwise: T) -> T:
-        """What `read` returns, unless damage prevents that."""
+    def attempt(what: str, read: Callable[[], T]) -> T | None:
+        """What `read` returns, or None if damage prevents that."""
         try:
             return read()
         except (Corrupt, NotFound) as error:
             problems.append(f"{what} cannot be told: {error}")
-            return otherwise
+            return None
 
     leaves = leaves_of(store, queries, info)
-    pickles = attempt(
-        "whether there are pickles", lambda: pickles_of(store, info, leaves), dict[str, list[str]]()
-    )
+    pickles = attempt("whether there are pickles", lambda: pickles_of(store, info, leaves)) or {}
     trees = [_tree(key, info, tree, pickles.get(key, [])) for key, tree in leaves.items()]
     layout = (
         None  # it may be deleted
         if info.forgotten
-        else attempt("the layout on ranks", lambda: _layout(store, info), None)
+        else attempt("the layout on ranks", lambda: _layout(store, info))
     )
     parents = [_known(queries, parent) for parent in info.parents]
     call.screen.print(_page(info, parents, children, trees, layout, packs))
-    unknown: tuple[int | None, int | None] = (None, None)
-    exclusive, shared = (
-        unknown
+    used = (
+        None
         if call.args.fast or info.forgotten
-        else attempt("exclusive and shared bytes", lambda: _usage(call, store, info), unknown)
+        else attempt("exclusive and shared bytes", lambda: _usage(call, store, info))
     )
+    exclusive, shared = (used.exclusive_bytes, used.shared_bytes) if used else (None, None)
     commit = {
         **commit_document(info),
         "children": [child.id for child in children],
@@ -89,16 +90,13 @@ def show(call: Call) -> Answer:
     return Answer(document, [fields("Bytes", pairs)], problems, code)
 
 
-def _usage(call: Call, store: StoreHandle, info: CommitInfo) -> tuple[int | None, int | None]:
+def _usage(call: Call, store: StoreHandle, info: CommitInfo) -> "CommitUsage | None":
     """Exclusive and shared bytes. Any other damaged commit can prevent this."""
     from ckptstore.maintenance.usage import usage
 
     with call.screen.progress("looking at what other commits share"):
         found = usage(store, detail=[info.id])
-    for commit in found.commits:
-        if commit.commit == info.id:
-            return commit.exclusive_bytes, commit.shared_bytes
-    return None, None
+    return next((commit for commit in found.commits if commit.commit == info.id), None)
 
 
 def _layout(store: StoreHandle, info: CommitInfo) -> dict[str, Any] | None:
