@@ -4,7 +4,7 @@ import math
 import time
 from argparse import Namespace
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from fnmatch import fnmatchcase
 
 from ckptstore.cli import lineage
@@ -17,7 +17,6 @@ from ckptstore.core.model import CommitInfo
 from ckptstore.core.tables import BLUE, TAG, Column, Table
 from ckptstore.core.text import count_text, near
 from ckptstore.errors import NotFound
-from ckptstore.index.queries import Queries
 
 SHOWN_ON_A_TERMINAL = 50
 METRIC_COLUMNS = 3
@@ -35,20 +34,27 @@ def log(call: Call) -> Answer:
     if limit is None and call.screen.terminal and not args.all:
         limit = SHOWN_ON_A_TERMINAL
     queries = call.open().queries()
-    runs = _runs(queries, args.run)
+    counts = {info.run: info.commits for info in queries.runs()}
+    _check("of run", args.run, counts)
+    runs = set(args.run) or set(counts)
     run = args.run[0] if len(set(args.run)) == 1 else None
     commits = known = queries.log(run, limit if everything else None)
-    total = sum(runs.values())
+    total = here = sum(counts[run] for run in runs)
     if not everything:
         commits = [info for info in known if wanted is None or wanted(info)]
         total = len(commits)
-        commits = (_best_first(commits, *parse_best(args.sort)) if args.sort else commits)[:limit]
-    _check_metrics(args.metric, known)
+    if commits and args.sort:
+        metric, large = parse_best(args.sort)
+        _check("here has the metric", [metric], set(_metrics(commits)))
+        commits = _best_first(commits, metric, large)
+    commits = commits[:limit]
+    if known and args.metric:
+        _check("here has the metric", args.metric, set(_metrics(known)))
     page: list[Part] = [_table(call, commits, known, several=len(runs) > 1)] if commits else []
     if total > len(commits) and args.limit is None:
         page.append(Hint(f"{count_text(total - len(commits), 'more commit')}: --all lists all"))
     if not commits:
-        page.append(Hint("no commit matches" if sum(runs.values()) else "no commits yet"))
+        page.append(Hint("no commit matches" if here else "no commits yet"))
     return Answer({"total": total, "commits": map(commit_document, commits)}, page)
 
 
@@ -125,23 +131,8 @@ def _graph(
     return [None] * len(commits)
 
 
-def _runs(queries: Queries, named: Sequence[str]) -> dict[str, int]:
-    """The number of commits of each run, or of each named run. Raises `NotFound`."""
-    runs = {info.run: info.commits for info in queries.runs()}
-    for run in named:
-        if run not in runs:
-            there = _few(runs) if runs else "; the store has no commits"
-            raise NotFound(f"no commit of run {run!r}{near(run, runs) or there}")
-    return {run: runs[run] for run in named or runs}
-
-
-def _few(names: Iterable[str]) -> str:
-    return f"; there are {', '.join(list(names)[:10])}"
-
-
 def _best_first(commits: Sequence[CommitInfo], metric: str, large: bool) -> list[CommitInfo]:
     """Sorted by the metric; commits without a number for it come last."""
-    _check_metrics([metric], commits)
 
     def rank(info: CommitInfo) -> tuple[bool, float]:
         number = info.metrics.get(metric, math.nan)
@@ -150,12 +141,12 @@ def _best_first(commits: Sequence[CommitInfo], metric: str, large: bool) -> list
     return sorted(commits, key=rank)
 
 
-def _check_metrics(wanted: Iterable[str], commits: Sequence[CommitInfo]) -> None:
-    names = set(_metrics(commits))
+def _check(what: str, wanted: Iterable[str], names: Collection[str]) -> None:
+    """Raise `NotFound` unless all of `wanted` are among `names`."""
     for name in wanted:
-        if commits and name not in names:
-            there = _few(sorted(names)) if names else "; no commit has metrics"
-            raise NotFound(f"no commit here has a metric {name!r}{near(name, names) or there}")
+        if name not in names:
+            there = f"there are {', '.join(sorted(names)[:10])}" if names else "there are none"
+            raise NotFound(f"no commit {what} {name!r}{near(name, names) or f'; {there}'}")
 
 
 def _frequent_metrics(commits: Sequence[CommitInfo]) -> list[str]:

@@ -2,6 +2,7 @@
 formats."""
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 
 from ckptstore.cli.call import Answer, Call
 from ckptstore.cli.commits import short
@@ -20,36 +21,28 @@ from ckptstore.repository.thread_pool import ThreadPool
 def push(call: Call) -> Answer:
     args = call.args
     source = call.open(*args.refs)
-    like = source if args.create else None
-    target = _other(call, args.other, like=like, index=args.to_index, advice="; --create makes it")
-    return _mirror(call, source, target)
+    target = other_end(args.other, like=source if args.create else None, index=args.to_index)
+    return _mirror(call, source, _opened(call, target, "; --create makes it"))
 
 
 def pull(call: Call) -> Answer:
-    source = _other(call, call.args.other, read_only=True, index=call.args.from_index)
+    args = call.args
+    source = _opened(call, other_end(args.other, read_only=True, index=args.from_index))
     return _mirror(call, source, call.open())
 
 
 def clone(call: Call) -> Answer:
     args = call.args
     args.refs, args.ancestors, args.tags, args.force, args.dry_run = (), False, True, False, False
-    source = _other(call, args.other, read_only=True, index=args.from_index)
-    return _mirror(call, source, _other(call, args.to, like=source, index=args.to_index))
+    source = _opened(call, other_end(args.other, read_only=True, index=args.from_index))
+    target = other_end(args.to, like=source, index=args.to_index)
+    return _mirror(call, source, _opened(call, target))
 
 
-def _other(
-    call: Call,
-    place: str,
-    *,
-    read_only: bool = False,
-    like: StoreHandle | None = None,
-    index: str | None,
-    advice: str = "",
-) -> StoreHandle:
+def _opened(call: Call, end: AbstractContextManager[StoreHandle], advice: str = "") -> StoreHandle:
+    """The other store, open for the rest of the call."""
     try:
-        return call.stack.enter_context(
-            other_end(place, read_only=read_only, like=like, index=index)
-        )
+        return call.stack.enter_context(end)
     except NotFound as error:
         raise NoStore(f"{error}{advice}") from error
 
