@@ -78,7 +78,8 @@ class Difference:
         kinds = [change.change for change in self.changes]
         counts = ", ".join(f"{kinds.count(kind):,} {kind}" for kind in MARKS if kind in kinds)
         changed, total = map(bytes_text, sizes(self.changes))
-        return f"{counts}, {self.unchanged:,} unchanged; {changed} changed of {total} there"
+        size = f"{changed} of {total} changed in these leaves"
+        return f"{counts}, {self.unchanged:,} unchanged; {size}"
 
 
 SIZES = (Column("changed", "bytes"), Column("of", "bytes"))
