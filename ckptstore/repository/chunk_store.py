@@ -9,9 +9,8 @@ restored store may give known numbers to other packs.
 """
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from itertools import chain
 from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
@@ -24,7 +23,6 @@ from ckptstore.index.suspect_packs import SuspectPacks
 from ckptstore.log.fold import Pack, State
 from ckptstore.log.log import Log
 from ckptstore.objects import codecs
-from ckptstore.objects.pack import FooterTable
 from ckptstore.repository.chunk_reader import (
     METADATA_BYTES_MAX,
     Check,
@@ -37,9 +35,9 @@ from ckptstore.repository.chunk_reader import (
     plan_runs,
     read_run,
 )
-from ckptstore.repository.footers import FooterBatches, is_elsewhere, load_tables
+from ckptstore.repository.footers import FooterBatches, is_elsewhere, readable_tables
 from ckptstore.repository.memory_budget import ReadRoom
-from ckptstore.repository.thread_pool import ThreadPool, one_by_one
+from ckptstore.repository.thread_pool import ThreadPool, one_by_one, shared
 from ckptstore.storage.contract import Storage
 from ckptstore.storage.read_cache import ReadCache
 
@@ -143,21 +141,9 @@ class ObjectStore:
             else:
                 new = range(self._indexed_below, state.next_pack)
                 wanted = [n for n in new if n in state.packs]
-            batches = None if thorough or len(wanted) < 2 else self._batches
-            tables: dict[int, FooterTable | Problem] = {}
-            if batches:
-                tables |= batches.tables(wanted, state)
-            rest = [n for n in wanted if n not in tables]
-            loaded = load_tables(self.storage, [state.packs[n] for n in rest])
-            for number, table in chain(
-                tables.items(), zip(rest, (table for _, table in loaded), strict=True)
-            ):
-                if isinstance(table, Unavailable):
-                    raise table
-                # A pack that cannot be read holds nothing that can be reused or restored from it;
-                # `fsck` reports it.
-                if not isinstance(table, Corrupt | NotFound):
-                    self.index.add_pack(number, state.packs[number].id, table)
+            batches = None if thorough else self._batches
+            for number, table in readable_tables(self.storage, state, wanted, batches):
+                self.index.add_pack(number, state.packs[number].id, table)
             self._indexed_below = state.next_pack
 
     def _not_indexed(self, state: State) -> tuple[State, list[int]]:
@@ -303,7 +289,6 @@ class ObjectStore:
         """
         request = Request(ids, out, describe, check)
         left: Sequence[int] = range(len(out))
-        spread = threads.spread if threads else one_by_one
         try:
             if self._cache is not None:
                 left, where = self._not_cached(request, self._cache, threads), None
@@ -312,11 +297,12 @@ class ObjectStore:
             while left:
                 runs, moved = self._plan(request, left, where, room)
                 alone = not self._remote and int(where["stored"].sum()) <= ALONE_BYTES
-                spread(
-                    partial(self._read, request, runs, moved),
-                    range(len(runs)),
-                    max_workers=1 if alone else room.threads,
-                )
+                numbers = shared(range(len(runs)))
+                work = partial(self._read_all, request, runs, moved, numbers)
+                if threads is None or alone or len(runs) < 2:
+                    work()
+                else:
+                    threads.together([work] * min(room.threads, len(runs)), numbers.stop)
                 if not moved:
                     break
                 where = self._where_moved(request, left, where, moved)
@@ -361,6 +347,16 @@ class ObjectStore:
         for some in coalesce(starts, stops, objects=[pack.id for pack, _ in runs]):
             start, stop = starts[some.start], stops[some.stop - 1]
             self.storage.will_need(pack_key(runs[some.start][0].id), start, stop - start)
+
+    def _read_all(
+        self,
+        request: Request,
+        runs: Sequence[tuple[Pack, Run]],
+        moved: list[int],
+        numbers: Iterable[int],
+    ) -> None:
+        for number in numbers:
+            self._read(request, runs, moved, number)
 
     def _read(
         self, request: Request, runs: Sequence[tuple[Pack, Run]], moved: list[int], number: int
