@@ -298,7 +298,7 @@ class ObjectStore:
                 runs, moved = self._plan(request, left, where, room)
                 alone = not self._remote and int(where["stored"].sum()) <= ALONE_BYTES
                 numbers = shared(range(len(runs)))
-                work = partial(self._read_all, request, runs, moved, numbers)
+                work = partial(self._read, request, runs, moved, numbers)
                 if threads is None or alone or len(runs) < 2:
                     work()
                 else:
@@ -348,38 +348,34 @@ class ObjectStore:
             start, stop = starts[some.start], stops[some.stop - 1]
             self.storage.will_need(pack_key(runs[some.start][0].id), start, stop - start)
 
-    def _read_all(
+    def _read(
         self,
         request: Request,
         runs: Sequence[tuple[Pack, Run]],
         moved: list[int],
         numbers: Iterable[int],
     ) -> None:
+        """Carry out the reads `numbers`. Chunks whose pack is absent, or which the index misplaces,
+        are added to `moved`."""
         for number in numbers:
-            self._read(request, runs, moved, number)
-
-    def _read(
-        self, request: Request, runs: Sequence[tuple[Pack, Run]], moved: list[int], number: int
-    ) -> None:
-        """Carry out read `number`. Chunks whose pack is absent, or which the index misplaces, are
-        added to `moved`."""
-        if number % READ_AHEAD == 0:
-            self._announce(runs[number + READ_AHEAD : number + 2 * READ_AHEAD])
-        pack, run = runs[number]
-        for i, entry in zip(run.positions, run.entries, strict=True):
-            if len(request.out[i]) != entry.raw_bytes:
-                raise Corrupt(
-                    f"chunk {request.name(i)} in pack {pack.id} has {entry.raw_bytes} bytes; "
-                    f"wanted {len(request.out[i])}; run `ckptstore fsck`"
-                )
-        found = read_run(self.storage, keys_of(pack.id, metadata=pack.metadata), run, request.check)
-        for n, (i, chunk) in enumerate(zip(run.positions, found, strict=True)):
-            if isinstance(chunk, NotFound):
-                moved.append(i)
-            elif isinstance(chunk, CkptStoreError):
-                self._settle(request, pack, run.alone(n), chunk, moved)
-            elif self._cache is not None:
-                self._cache.put(request.id(i), request.out[i])
+            if number % READ_AHEAD == 0:
+                self._announce(runs[number + READ_AHEAD : number + 2 * READ_AHEAD])
+            pack, run = runs[number]
+            for i, entry in zip(run.positions, run.entries, strict=True):
+                if len(request.out[i]) != entry.raw_bytes:
+                    raise Corrupt(
+                        f"chunk {request.name(i)} in pack {pack.id} has {entry.raw_bytes} bytes; "
+                        f"wanted {len(request.out[i])}; run `ckptstore fsck`"
+                    )
+            keys = keys_of(pack.id, metadata=pack.metadata)
+            found = read_run(self.storage, keys, run, request.check)
+            for n, (i, chunk) in enumerate(zip(run.positions, found, strict=True)):
+                if isinstance(chunk, NotFound):
+                    moved.append(i)
+                elif isinstance(chunk, CkptStoreError):
+                    self._settle(request, pack, run.alone(n), chunk, moved)
+                elif self._cache is not None:
+                    self._cache.put(request.id(i), request.out[i])
 
     def _settle(
         self,

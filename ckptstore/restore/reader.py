@@ -275,13 +275,7 @@ class Reader:
                 memoryview(bytearray(job.piece.raw_bytes)) if place is None else place
                 for job, place in batch
             ]
-            self._objects.read_into(
-                b"".join(job.piece.chunk for job, _ in batch),
-                out,
-                threads=self.threads,
-                room=reading.room,
-                describe=partial(_describe, reading.commit, [job for job, _ in batch]),
-            )
+            self.fetch([job for job, _ in batch], out, reading)
             for (job, place), data in zip(batch, out, strict=True):
                 if place is None:
                     job.land(data)
