@@ -30,6 +30,7 @@ from ckptstore.repository.chunk_reader import (
     Problem,
     Request,
     Run,
+    StoredChunk,
     coalesce,
     keys_of,
     plan_runs,
@@ -369,13 +370,14 @@ class ObjectStore:
                     )
             keys = keys_of(pack.id, metadata=pack.metadata)
             found = read_run(self.storage, keys, run, request.check)
-            for n, (i, chunk) in enumerate(zip(run.positions, found, strict=True)):
-                if isinstance(chunk, NotFound):
-                    moved.append(i)
-                elif isinstance(chunk, CkptStoreError):
+            for n, chunk in enumerate(found):
+                if isinstance(chunk, StoredChunk):
+                    if self._cache is not None:
+                        self._cache.put(chunk.entry.chunk, chunk.raw)
+                elif isinstance(chunk, NotFound):
+                    moved.append(run.positions[n])
+                else:
                     self._settle(request, pack, run.alone(n), chunk, moved)
-                elif self._cache is not None:
-                    self._cache.put(request.id(i), request.out[i])
 
     def _settle(
         self,
